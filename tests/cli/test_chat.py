@@ -128,3 +128,42 @@ def test_a_model_without_chat_template_is_refused(cadenza: Callable[..., Ran], b
     ran = cadenza("chat", bare_model, *FLAGS, stdin="the\n")
     assert ran.code == 2
     assert "chat template" in ran.err
+
+
+def test_a_mistyped_command_ends_a_piped_conversation_and_does_not_reach_the_model(
+    cadenza: Callable[..., Ran], model: Path
+):
+    ran = cadenza("chat", model, *FLAGS, stdin="/systen be quick\nthe\n")
+    assert (ran.code, ran.out) == (2, "")
+    assert "no command /systen (did you mean /system?)" in ran.err
+
+
+def test_set_changes_the_sampling_from_then_on_and_without_a_value_no_more(
+    cadenza: Callable[..., Ran], model: Path, llm: LLM
+):
+    turns = "/set parameter num_predict 3\nthe\n/reset\n/set max-tokens 12\n/set seed 5\nthe\n"
+    turns += "/reset\n/set seed\n/set stop a\n/set seed 2\nthe\n"
+    ran = cadenza("chat", model, *FLAGS, stdin=turns)
+    question = [{"role": "user", "content": "the"}]
+    expected = [
+        llm.chat(question, llm.default_params(ignore_eos=True, **each))[0].outputs[0].text
+        for each in (
+            {"seed": 2, "max_tokens": 3},
+            {"seed": 5, "max_tokens": 12},
+            {"seed": 2, "max_tokens": 12, "stop": ["a"]},
+        )
+    ]
+    assert ran == Ran(0, "".join(f"{text}\n" for text in expected), "")
+
+
+def test_the_oldest_turns_leave_a_full_context_where_the_policy_says_so(
+    cadenza: Callable[..., Ran], model: Path
+):
+    small = ("-np", 1, "-c", 64, "--num-pages", 16, "--max-num-batched-tokens", 64)
+    lines = "".join(f"{word}\n" for word in ("the quick", "brown fox", "one two", "six"))
+    given = ("chat", model, *small, "--seed", 2, "--max-tokens", 12, "--ignore-eos")
+    ran = cadenza(*given, "--context-policy", "drop-oldest", stdin=lines)
+    assert ran.code == 0
+    assert "(the context was full: dropped the 1 oldest question with the answers)" in ran.err
+    refused = cadenza(*given, "--context-policy", "refuse", stdin=lines)
+    assert (refused.code, "maximum context length is 64" in refused.err) == (2, True)

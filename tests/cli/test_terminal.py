@@ -128,8 +128,12 @@ def test_chat_lists_its_commands_and_ctrl_c_drops_a_line_that_is_typed(model: Pa
     with Terminal("chat", model, "-np", 1, "-c", 64, "--max-tokens", 4) as shown:
         shown.read_until(r"tiny: llama, \d+\.\d K parameters in float32, context of 64 tokens")
         shown.read_until(r"/help lists(?s:.*)> ")
+        shown.write("/set temperature cold\n")
+        shown.read_until(r"error: /set temperature 'cold'(?s:.*)> ")
         shown.write("/nonsense\n")
-        shown.read_until(r"no command /nonsense(?s:.*)/retry(?s:.*)> ")
+        shown.read_until(r"no command /nonsense; /help lists(?s:.*)> ")
+        shown.write("/help\n")
+        shown.read_until(r"/set NAME VALUE(?s:.*)/retry(?s:.*)> ")
         shown.write("/retry\n")
         shown.read_until(r"Nothing was asked yet(?s:.*)> ")
         shown.write("half a line")
@@ -171,15 +175,43 @@ def test_ctrl_c_in_chat_stops_the_answer_and_ctrl_d_ends(tmp_path: Path):
         shown.read_until(r"> ")
         shown.write("hello\n")
         shown.read_until(r"hello\r\n(?s:.{200})")
+        shown.write("/rese")  # meanwhile
+        shown.read_until(r"(?s:.{200})")
         shown.interrupt()
         shown.read_until(r"\[stopped\]")
-        shown.read_until(r"tok/s\)(?s:.*)> ")
-        shown.write("/reset\n")
+        answer = shown.seen[shown.seen.rindex("hello\r\n") : shown.seen.rindex("[stopped]")]
+        assert "/rese" not in answer
+        assert "^C" not in answer
+        shown.read_until(r"tok/s\)(?s:.*)> (?s:.*)/rese")
+        shown.write("t\n")
         shown.read_until(r"is forgotten(?s:.*)> ")
         shown.interrupt_until(r"> ")
         shown.write("\x04")
         assert shown.end() == 0
         assert "Traceback" not in shown.seen
+
+
+def test_a_full_context_offers_to_drop_the_oldest_turns_and_the_history_outlives_the_process(
+    model: Path,
+):
+    flags = ("--ignore-eos", "-np", 1, "-c", 64, "--max-tokens", 20, "--seed", 2, *FEW)
+    with Terminal("chat", model, *flags) as shown:
+        shown.read_until(r"> ")
+        for word in ("the quick", "brown fox"):
+            shown.write(f"{word}\n")
+            shown.read_until(rf"{word}\r\n(?s:.*)> ")
+        shown.write("one two\n")
+        shown.read_until(r"of 64 tokens has no room for an answer\. Drop the \d oldest of \d")
+        shown.write("y\n")
+        shown.read_until(r"dropped the \d oldest question(?s:.*)> ")
+        shown.write("/bye\n")
+        assert shown.end() == 0
+    with Terminal("chat", model, *flags) as shown:
+        shown.read_until(r"> ")
+        shown.write("\x1b[A\x1b[A")  # twice up: before /bye
+        shown.read_until(r"one two")
+        shown.write("\x15/bye\n")
+        assert shown.end() == 0
 
 
 def test_json_on_a_terminal_is_json_alone(model: Path):

@@ -1,45 +1,44 @@
 """`cadenza chat`: a conversation through the model's chat template.
 
-Owns the history, the reading of input and the slash commands; answers stream. With stdin piped,
-each line is answered and nothing else is printed. Invariant: the history holds only questions with
-their answers; a turn that failed, or was stopped before its first token, is not in it.
+Owns the reading of input and what is printed; answers stream. With stdin piped, each line is
+answered and nothing else is printed. Invariant: a context that is full loses turns only as
+--context-policy says.
 """
 
 import sys
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, closing, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from cadenza.cli.interrupts import Interrupts
+from cadenza.cli.chat_commands import ENDS, RETRY, obey
+from cadenza.cli.chat_terminal import InputHistory, WordWrap, unechoed
+from cadenza.cli.conversation import Conversation
+from cadenza.cli.interrupts import Interrupts, terminable
 from cadenza.cli.options import EngineFlags, ModelArgument, ModelFlag, flag, whole_or_auto
 from cadenza.cli.prompts import only_model
 from cadenza.cli.sampling_flags import SamplingFlags
 from cadenza.errors import InvalidRequestError
 
 if TYPE_CHECKING:
-    from cadenza.cli.batch_run import BatchRun, BatchStream
+    from cadenza.cli.batch_run import BatchStream
     from cadenza.frontend.loaded_model import LoadedModel, PlannedModel
 
 FAILED = 1
 MARK = "> "
 CONTINUATION_MARK = "… "
 QUOTES = '"""'
-ENDS = ("/bye", "/exit", "/quit")
 HINT = "/help lists the commands, Ctrl-C stops an answer, Ctrl-D or /bye ends."
-HELP = """\
-/help          list these commands
-/system TEXT   set the system message; without TEXT, remove it
-/retry         answer the last message again
-/reset         forget the conversation, but not the system message
-/bye           end, as /exit and Ctrl-D do
-\"\"\"            begin and end a message of several lines; pasted lines are one message anyway"""
+HISTORY = "chat_history.jsonl"
 BUNDLED = (
     "The bundled model ({size} parameters) is for trying the engine: it knows capitals, sums and "
     "small stories.\nTry: What is the capital of Japan? | What is 12 + 30? | "
     "Tell me a story about a fox."
+)
+FULL = (
+    "The context of {size:,} tokens has no room for an answer. Drop the {count} oldest of {all} "
+    "questions with their answers? [Y/n] "
 )
 SAME_ANSWER = "(the same again: with greedy decoding or a fixed --seed an answer does not change)"
 OTHER = (
@@ -58,6 +57,15 @@ class ChatFlags:
         None,
         "Most tokens of an answer (default: auto, the rest of the context).",
         parser=whole_or_auto,
+    )
+    context_policy: Literal["ask", "drop-oldest", "refuse"] = flag(
+        "ask",
+        "When the context has no room for an answer: ask whether to drop the oldest turns (refuse "
+        "where stdin is no terminal), drop them, or refuse the message.",
+    )
+    history: bool = flag(
+        True,
+        "Keep what is typed for later conversations, in the cache folder, readable by its owner.",
     )
     verbose: bool = flag(
         False, "After each answer, print its times and prefix-cache reuse on stderr."
@@ -89,12 +97,18 @@ def chat(
             # One conversation is answered at a time, and may fill the context.
             plan = with_pool(planned.plan, config, planned.plan.limits.max_pages_per_seq)
             loaded = stack.enter_context(closing(replace(planned, plan=plan).load()))
-        interrupts = stack.enter_context(Interrupts())
-        talk = Conversation(loaded=loaded, params=params, flags=flags, interrupts=interrupts)
+        talk = Conversation(
+            loaded=loaded,
+            params=params,
+            interrupts=stack.enter_context(Interrupts()),
+            system=flags.system,
+            is_verbose=flags.verbose,
+        )
         if not is_person:
-            return _answer_lines(talk)
+            return _answer_lines(talk, flags)
+        stack.enter_context(terminable())  # the terminal's settings are restored
         print(f"{introduction(model, loaded)}\n{HINT}")
-        return _talk_with_person(talk)
+        return _talk_with_person(talk, flags)
 
 
 def _check_can_chat(planned: "PlannedModel", params: Mapping[str, object]) -> None:
@@ -126,85 +140,7 @@ def introduction(model: str | None, loaded: "LoadedModel") -> str:
     )
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class Conversation:
-    """The system message, the turns so far, and the engine that answers.
-
-    `last_question` is kept also where its answer failed; None before the first one.
-    """
-
-    loaded: "LoadedModel"
-    params: Mapping[str, object]
-    flags: ChatFlags
-    interrupts: Interrupts
-    clock: Callable[[], float] = time.perf_counter
-    system: str | None = field(init=False)
-    turns: list[dict[str, str]] = field(default_factory=list[dict[str, str]], init=False)
-    last_question: str | None = field(default=None, init=False)
-    _num_turns_before: int = field(default=0, init=False)
-
-    def __post_init__(self) -> None:
-        self.system = self.flags.system
-
-    def reset(self) -> None:
-        """Drops everything but the system message."""
-        self.turns, self.last_question = [], None
-
-    def ask(self, text: str, write: Callable[[str], object]) -> "BatchStream":
-        """Submits `text` and streams the answer to `write`, until it ends or Ctrl-C.
-
-        Raises:
-            InvalidRequestError: the conversation no longer fits the context.
-        """
-        from cadenza.cli.batch_run import BatchRun, Question
-
-        self.last_question, self._num_turns_before = text, len(self.turns)
-        turns = [*self.turns, {"role": "user", "content": text}]
-        system = [] if self.system is None else [{"role": "system", "content": self.system}]
-        prepared = self.loaded.text.prepare_chat([*system, *turns], self.params)
-        question = Question(shown=text, prepared=prepared)
-        run = BatchRun(self.loaded.core, self.loaded.text, [question], self.clock)
-        self._follow(run, write)
-        stream = run.streams[0]
-        if stream.text and stream.state != "failed":
-            self.turns = [*turns, {"role": "assistant", "content": stream.text}]
-        return stream
-
-    def take_back(self) -> str | None:
-        """Drops the last question with its answer, and returns it to be asked again."""
-        question = self.last_question
-        if question is not None:
-            del self.turns[self._num_turns_before :]
-        return question
-
-    def _follow(self, run: "BatchRun", write: Callable[[str], object]) -> None:
-        stream, written = run.streams[0], 0
-        while not run.is_done and not self.interrupts.is_set:
-            if run.step():
-                text = stream.text
-                write(text[written:])
-                written = len(text)
-        run.close()
-        write(stream.text[written:])
-
-
-def _obey(talk: Conversation, line: str) -> str | None:
-    """Carries out a slash command and returns its reply; None where `line` is no such command."""
-    name, _, rest = line.partition(" ")
-    match name:
-        case "/help" | "/?":
-            return HELP
-        case "/reset":
-            talk.reset()
-            return "The conversation is forgotten."
-        case "/system":
-            talk.system = rest.strip() or None
-            return "The system message is removed." if talk.system is None else "It is set."
-        case _:
-            return None
-
-
-def _answer_lines(talk: Conversation) -> int:
+def _answer_lines(talk: Conversation, flags: ChatFlags) -> int:
     """Answers the lines of stdin, up to one that cannot be answered; returns the exit code."""
     while True:
         with talk.interrupts.raised():
@@ -212,11 +148,13 @@ def _answer_lines(talk: Conversation) -> int:
         text = line.strip()
         if not line or text in ENDS:
             return 0
-        if _obey(talk, text) is not None:
+        if text != RETRY and obey(talk, line) is not None:
             continue
-        question = talk.take_back() if text == "/retry" else text
+        question = talk.take_back() if text == RETRY else text
         if not question:
             continue
+        if flags.context_policy == "drop-oldest":
+            _drop_oldest(talk, talk.num_too_many(question))
         stream = talk.ask(question, _write)
         _write("\n")
         _print_times(talk, stream)
@@ -226,42 +164,62 @@ def _answer_lines(talk: Conversation) -> int:
             return FAILED
 
 
-def _talk_with_person(talk: Conversation) -> int:
+def _drop_oldest(talk: Conversation, count: int) -> None:
+    from cadenza.cli.report import counted
+
+    if count:
+        talk.drop_oldest(count)
+        dropped = counted(count, "oldest question")
+        print(f"(the context was full: dropped the {dropped} with the answers)", file=sys.stderr)
+
+
+def _talk_with_person(talk: Conversation, flags: ChatFlags) -> int:
     """Reads messages from a terminal, with history and editing where the platform has readline."""
+    from cadenza.loading.build import cache_folder
+
+    history = InputHistory(cache_folder() / HISTORY if flags.history else None)
     _prepare_editing()
+    history.load()
     while (message := _read_message(talk)) is not None:
         text = message.strip()
+        history.add(message)
         if text in ENDS:
             break
-        reply = _obey(talk, text)
-        if text == "/retry":
-            _retry(talk)
-        elif reply is not None:
+        if text == RETRY:
+            _retry(talk, flags)
+            continue
+        try:
+            reply = obey(talk, message)
+        except InvalidRequestError as error:
+            reply = f"error: {error}"
+        if reply is not None:
             print(reply)
-        elif text.startswith("/") and " " not in text and "\n" not in text:
-            print(f"There is no command {text}.\n{HELP}")
         elif text:
-            _answer_person(talk, text)
+            _answer_person(talk, text, flags)
     return 0
 
 
-def _retry(talk: Conversation) -> None:
+def _retry(talk: Conversation, flags: ChatFlags) -> None:
     """Answers the last question again; explains an answer that is the same as before."""
     before = talk.turns[-1:]
     question = talk.take_back()
     if question is None:
         print("Nothing was asked yet.")
         return
-    _answer_person(talk, question)
+    _answer_person(talk, question, flags)
     if before and talk.turns[-1:] == before:
         print(SAME_ANSWER)
 
 
-def _answer_person(talk: Conversation, text: str) -> None:
+def _answer_person(talk: Conversation, text: str, flags: ChatFlags) -> None:
     from cadenza.cli.report import harmless
 
+    wrapped = WordWrap(_write)
     try:
-        stream = talk.ask(text, lambda part: _write(harmless(part)))
+        if not _make_room(talk, text, flags):
+            return
+        with unechoed():
+            stream = talk.ask(text, lambda part: wrapped(harmless(part)))
     except InvalidRequestError as error:
         print(f"error: {error} (/reset starts over)", file=sys.stderr)
         return
@@ -270,8 +228,26 @@ def _answer_person(talk: Conversation, text: str) -> None:
     _print_failure(stream)
 
 
+def _make_room(talk: Conversation, text: str, flags: ChatFlags) -> bool:
+    """Drops the oldest turns where the context is full, as the flag says or a person agrees; False
+    where the person would rather not ask at all (Ctrl-C)."""
+    if flags.context_policy == "refuse" or not (count := talk.num_too_many(text)):
+        return True
+    if flags.context_policy == "ask":
+        asked = FULL.format(size=talk.max_model_len, count=count, all=talk.num_questions)
+        try:
+            with talk.interrupts.raised():
+                if input(asked).strip().lower() not in ("", "y", "yes"):
+                    return True
+        except (KeyboardInterrupt, EOFError):
+            print()
+            return False
+    _drop_oldest(talk, count)
+    return True
+
+
 def _prepare_editing() -> None:
-    """Editing and history for `input`, and pasted lines as one message, where readline has it."""
+    """Editing for `input`, and pasted lines as one message, where readline has it."""
     with suppress(ImportError):
         import readline
 
@@ -308,7 +284,7 @@ def _write(text: str) -> None:
 
 
 def _print_times(talk: Conversation, stream: "BatchStream") -> None:
-    if not talk.flags.verbose:
+    if not talk.is_verbose:
         return
     from cadenza.cli.report import rate_text, seconds_text
 

@@ -1,0 +1,134 @@
+"""The conversation of `cadenza chat`: its turns, its sampling, and the engine that answers.
+
+Owns the history. Knows nothing of terminals and commands. Invariant: the history holds only
+questions with their answers; a turn that failed, or was stopped before its first token, is not in
+it.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from cadenza.cli.interrupts import Interrupts
+
+if TYPE_CHECKING:
+    from cadenza.cli.batch_run import BatchRun, BatchStream
+    from cadenza.frontend.loaded_model import LoadedModel
+
+TURNS_OF_A_QUESTION = 2
+ROOM_FOR_AN_ANSWER = 512
+"""Tokens that an answer should find in the context where --max-tokens does not say how many."""
+
+SMALL_CONTEXT_SHARE = 4
+"""In a small context, at least one token of so many."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Conversation:
+    """The system message, the turns so far, and the engine that answers.
+
+    `last_question` is kept also where its answer failed; None before the first one.
+    """
+
+    loaded: "LoadedModel"
+    params: Mapping[str, object]
+    interrupts: Interrupts
+    system: str | None = None
+    is_verbose: bool = False
+    clock: Callable[[], float] = time.perf_counter
+    turns: list[dict[str, str]] = field(default_factory=list[dict[str, str]], init=False)
+    last_question: str | None = field(default=None, init=False)
+    _num_turns_before: int = field(default=0, init=False)
+
+    @property
+    def num_questions(self) -> int:
+        """Those in the history, each with its answer."""
+        return len(self.turns) // TURNS_OF_A_QUESTION
+
+    @property
+    def max_model_len(self) -> int:
+        return self.loaded.plan.limits.max_model_len
+
+    def set_params(self, params: Mapping[str, object]) -> None:
+        """Answers are drawn with `params` from now on. Raises InvalidRequestError."""
+        self.loaded.text.default_params(**params)
+        self.params = params
+
+    def reset(self) -> None:
+        """Drops everything but the system message."""
+        self.turns, self.last_question = [], None
+
+    def ask(self, text: str, write: Callable[[str], object]) -> "BatchStream":
+        """Submits `text` and streams the answer to `write`, until it ends or Ctrl-C.
+
+        Raises:
+            InvalidRequestError: the conversation no longer fits the context.
+        """
+        from cadenza.cli.batch_run import BatchRun, Question
+
+        self.last_question, self._num_turns_before = text, len(self.turns)
+        turns = [*self.turns, {"role": "user", "content": text}]
+        prepared = self.loaded.text.prepare_chat([*self._system, *turns], self.params)
+        question = Question(shown=text, prepared=prepared)
+        run = BatchRun(self.loaded.core, self.loaded.text, [question], self.clock)
+        self._follow(run, write)
+        stream = run.streams[0]
+        if stream.text and stream.state != "failed":
+            self.turns = [*turns, {"role": "assistant", "content": stream.text}]
+        return stream
+
+    def take_back(self) -> str | None:
+        """Drops the last question with its answer, and returns it to be asked again."""
+        question = self.last_question
+        if question is not None:
+            del self.turns[self._num_turns_before :]
+        return question
+
+    def num_tokens(self) -> int:
+        """Of the context, those that the system message and the history take."""
+        messages = [*self._system, *self.turns]
+        return self._num_prompt_tokens(messages) if messages else 0
+
+    def num_too_many(self, text: str) -> int:
+        """How many of the oldest questions must go for `text` and an answer to fit the context.
+
+        0 also where it would not fit without a history.
+        """
+        user = {"role": "user", "content": text}
+        alone = self._num_prompt_tokens([*self._system, user])
+        room = min(self._wanted_room(), self.max_model_len - alone)
+        if room <= 0:
+            return 0
+        for count in range(self.num_questions):
+            kept = self.turns[count * TURNS_OF_A_QUESTION :]
+            if self._num_prompt_tokens([*self._system, *kept, user]) + room <= self.max_model_len:
+                return count
+        return self.num_questions
+
+    def drop_oldest(self, count: int) -> None:
+        """Forgets the oldest `count` questions with their answers."""
+        del self.turns[: count * TURNS_OF_A_QUESTION]
+
+    @property
+    def _system(self) -> list[dict[str, str]]:
+        return [] if self.system is None else [{"role": "system", "content": self.system}]
+
+    def _wanted_room(self) -> int:
+        asked = self.params.get("max_tokens")
+        if isinstance(asked, int):
+            return asked
+        return min(ROOM_FOR_AN_ANSWER, max(1, self.max_model_len // SMALL_CONTEXT_SHARE))
+
+    def _num_prompt_tokens(self, messages: list[dict[str, str]]) -> int:
+        return len(self.loaded.text.prepare_chat(messages).request.prompt_token_ids)
+
+    def _follow(self, run: "BatchRun", write: Callable[[str], object]) -> None:
+        stream, written = run.streams[0], 0
+        while not run.is_done and not self.interrupts.is_set:
+            if run.step():
+                text = stream.text
+                write(text[written:])
+                written = len(text)
+        run.close()
+        write(stream.text[written:])
