@@ -120,7 +120,7 @@ def test_no_text_becomes_part_of_the_page(text: str) -> None:
 
 
 def test_a_hostile_name_is_shown_as_it_is(script: tuple[int, ...], text: TextFrontend) -> None:
-    with running_server(ScriptedEngine(script), text, options(model_names=HOSTILE)) as server:
+    with running_server(ScriptedEngine(script), text, names=HOSTILE) as server:
         answer = page_of(server)
         assert "<script" not in answer.text
         assert "<img" not in answer.text
@@ -137,8 +137,9 @@ def test_a_host_that_is_no_address_is_not_repeated(scripted: RunningServer) -> N
 def test_with_keys_the_model_is_shown_to_who_sends_one(
     script: tuple[int, ...], text: TextFrontend
 ) -> None:
-    settings = options(model_names=("secret-model",), keys=ApiKeys([KEY]))
-    with running_server(ScriptedEngine(script), text, settings) as server:
+    settings = options(keys=ApiKeys([KEY]))
+    names = ("secret-model",)
+    with running_server(ScriptedEngine(script), text, settings, names=names) as server:
         for headers in ({}, {"authorization": "Bearer another-key"}):
             shown = page_of(server, **headers).text
             assert "secret-model" not in shown
