@@ -14,6 +14,8 @@ INDENTED = re.compile(r"(?<=\n\n)((?: {4}.*\n|\n(?= {4}))+)")
 SPAN = re.compile(r"(?<!`)`([^`]+)`(?!`)")
 COMMENT = re.compile(r"(?:^|\s+)#\s.*$")
 PROMPT = "$ "
+ASSIGNMENT = re.compile(r'(\w+)="(.*)"')
+SHELLS = {"", "console", "sh", "bash"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,19 +68,38 @@ def spans(page: Path) -> Iterator[Code]:
 def commands(code: Code) -> list[str]:
     """The command lines of code for a shell, without prompts and comments.
 
-    Where some lines have a prompt, the others are what the commands print.
+    Where some lines have a prompt, the others are what the commands print. A line `name="…"` is
+    put into the lines below it that have `$name`.
     """
     lines = code.text.splitlines()
-    if any(line.lstrip().startswith(PROMPT) for line in lines):
-        lines = [line.lstrip().removeprefix(PROMPT) for line in lines if PROMPT in line[:6]]
+    if any(line.startswith(PROMPT) for line in lines):
+        lines = [line.removeprefix(PROMPT) for line in lines if line.startswith(PROMPT)]
     found: list[str] = []
+    variables: dict[str, str] = {}
     open_line = ""
     for line in lines:
         open_line = f"{open_line}\n{line}" if open_line else line.strip()
-        if is_complete(open_line):
-            found += [command] if (command := as_one_line(open_line)) else []
-            open_line = ""
+        if not is_complete(open_line):
+            continue
+        command, open_line = as_one_line(open_line), ""
+        for name, value in variables.items():
+            command = command.replace(f"${name}", value)
+        if assigned := ASSIGNMENT.fullmatch(command):
+            variables[assigned[1]] = assigned[2]
+        elif command:
+            found.append(command)
     assert not open_line, f"{code.place}: a command that does not end: {open_line}"
+    return found
+
+
+def shown_commands() -> dict[str, str]:
+    """Each command that a page shows apart from its sentences, and where it comes first."""
+    found: dict[str, str] = {}
+    for page in PAGES:
+        blocks = [code for code in fences(page) if code.language in SHELLS]
+        for code in [*blocks, *indented(page)]:
+            for command in commands(code):
+                found.setdefault(command, code.place)
     return found
 
 

@@ -82,3 +82,9 @@ def test_the_remedy_of_the_mlx_backend_names_the_packages_of_its_extra() -> None
     (command,) = re.findall(r"pip install .*?,", str(refusal.value))
     words = [Requirement(word) for word in shlex.split(command.removesuffix(","))[2:]]
     assert {canonicalize_name(word.name) for word in words} == names_of("mlx")
+
+
+def test_the_extras_that_documents_name_exist_and_each_accelerator_has_one() -> None:
+    pages = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    named = set(re.findall(r"(?:'\.|\.whl)\[(\w+)\]", pages))
+    assert {"cuda", "tpu", "mlx"} <= named <= set(EXTRAS)

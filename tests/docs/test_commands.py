@@ -1,0 +1,164 @@
+"""Every command that README.md and docs/*.md show is run, or is parsed where it cannot be."""
+
+import importlib.util
+import re
+import shlex
+from typing import Any
+
+import httpx
+import pytest
+import typer
+
+from cadenza.errors import ConfigError
+from tests.docs import command_line
+from tests.docs.conftest import Shell, at
+from tests.docs.documents import PAGES, ROOT, shown_commands, spans
+from tests.docs.places import PLACES, PORT, First, NoCommand, Parsed, Post, Run, Serve, Shared
+from tests.server.serve_process import PLAIN, ServeProcess, serve_process
+
+SHOWN = shown_commands()
+STAND_INS = {"[": "", "]": "", "FILE…": "FILE", "…": "none", "NAME|FILE": "NAME"} | {
+    " URL": f" http://{PORT}"
+}
+"""Of calls within sentences, which tell what may be given."""
+
+
+NAME = re.compile(r"[a-z]+(-[a-z]+)*")
+UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+"""What the parser raises; typer exports its child alone."""
+
+
+def placed(kind: type[Any]) -> list[Any]:
+    """The commands of a place, as parameters; those of `make soak` are marked."""
+    soak = kind is Serve
+    return [
+        pytest.param(command, place, marks=pytest.mark.soak if getattr(place, "soak", soak) else ())
+        for command, place in PLACES.items()
+        if isinstance(place, kind)
+    ]
+
+
+@pytest.mark.parametrize("command", SHOWN)
+def test_every_command_of_the_pages_has_a_place(command: str) -> None:
+    assert command in PLACES, f"{SHOWN[command]}: say in tests/docs/places.py how it is run"
+
+
+@pytest.mark.parametrize("command", PLACES)
+def test_every_place_is_of_a_command_that_a_page_shows(command: str) -> None:
+    assert command in SHOWN
+
+
+@pytest.mark.parametrize("command", [c for c, p in PLACES.items() if not isinstance(p, NoCommand)])
+def test_what_a_command_calls_takes_its_flags(command: str) -> None:
+    check_all(command.replace("[FOLDER]", "FOLDER"))
+
+
+def called_in_sentences() -> list[str]:
+    programs = ("cadenza ", "python benchmarks", "python examples", "python tools", "make ")
+    texts = {code.text for page in PAGES for code in spans(page)}
+    return sorted(text for text in texts if text.startswith(programs))
+
+
+@pytest.mark.parametrize("text", called_in_sentences())
+def test_what_a_sentence_calls_takes_its_flags(text: str) -> None:
+    for name, other in STAND_INS.items():
+        text = text.replace(name, other)
+    for words in command_line.calls(text):
+        if words[0] == "cadenza" and (all(map(NAME.fullmatch, words)) or words[-1] == "--help"):
+            assert command_line.find(words[1:]).rest in ([], ["--help"])
+        else:
+            command_line.check(words)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "cadenza serve --no-such-flag",
+        "cadenza bench throughput --shape smollm2-135m --no-such-flag 3",
+        "cadenza serve --quantization int3",
+        "echo x | cadenza generate --max-tokens many",
+        "make no-such-target",
+        "python benchmarks/predict.py --no-such-flag",
+    ],
+)
+def test_a_call_with_a_wrong_flag_or_value_is_seen(command: str) -> None:
+    with pytest.raises((ConfigError, AssertionError, UsageError)):
+        check_all(command)
+
+
+def check_all(command: str) -> None:
+    for words in command_line.calls(command):
+        command_line.check(words)
+
+
+@pytest.mark.parametrize(("command", "place"), placed(Parsed))
+def test_what_is_not_run_names_files_that_are_there(command: str, place: Parsed) -> None:
+    assert place.why
+    for path in place.paths:
+        assert path in command or path == "Dockerfile"
+        assert (ROOT / path).is_file()
+    if place.arguments:
+        assert command.endswith(shlex.join(place.arguments[1:]))
+        command_line.parse(list(place.arguments))
+
+
+@pytest.mark.parametrize(("command", "place"), placed(First))
+def test_a_command_that_is_run_first_is_run(command: str, place: First) -> None:
+    then = PLACES[place.of]
+    assert isinstance(then, Run)
+    assert then.before == command
+
+
+@pytest.mark.parametrize(("command", "place"), placed(Run))
+def test_a_command_does_what_its_page_says(
+    request: pytest.FixtureRequest, shell: Shell, command: str, place: Run
+) -> None:
+    skip_without(place.needs)
+    if f"http://{PORT}" in command:
+        command = at(command, request.getfixturevalue("served"))
+    both = "\n".join(filter(None, (place.before, command)))
+    ran = shell.run(shell.with_stand_ins(both, dict(place.instead)), place.stdin)
+    assert ran.code == 0, ran.out + ran.err
+    assert place.prints in ran.out
+
+
+@pytest.mark.parametrize(("command", "place"), placed(Serve))
+def test_a_server_starts_and_answers(shell: Shell, command: str, place: Serve) -> None:
+    skip_without(place.needs)
+    for name, text in place.files.items():
+        (shell.folder / name).write_text(text)
+    started = shell.with_stand_ins(command, dict(place.instead)).replace(" --port 8000", "")
+    flags = f"cd {shlex.quote(str(shell.folder))}; exec env {started}" + ' "$@"'
+    settings = {**shell.environment, "CADENZA_PORT": "0"}
+    with serve_process(before=("bash", "-c", flags), **settings) as server:
+        server.wait_ready()
+        headers = {"authorization": f"Bearer {place.key}"} if place.key else {}
+        body = {"prompt": "the quick", "max_tokens": 4}
+        said = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, **PLAIN)
+        assert said.status_code == 200, said.text
+        server.terminate()
+        assert server.wait() == 0
+
+
+@pytest.mark.parametrize(("command", "place"), placed(Post))
+def test_a_request_of_curl_is_answered(served: ServeProcess, command: str, place: Post) -> None:
+    words = [word for word in shlex.split(at(command, served))[1:] if word != "-s"]
+    url, options = words[0], dict(zip(words[1::2], words[2::2], strict=True))
+    assert set(options) <= {"-H", "-d"}
+    name, _, value = options.get("-H", "accept: */*").partition(": ")
+    method = "POST" if "-d" in options else "GET"
+    body = options.get("-d")
+    answer = httpx.request(method, url, content=body, headers={name: value}, **PLAIN)
+    assert answer.status_code == 200, answer.text
+    assert place.part in answer.text
+
+
+def test_the_shared_server_is_started_as_the_pages_say() -> None:
+    for command in (command for command, place in PLACES.items() if isinstance(place, Shared)):
+        words = shlex.split(command.removesuffix(" &"))
+        assert (words[0].rpartition("/")[2], words[1:]) == ("cadenza", ["serve"])
+
+
+def skip_without(package: str) -> None:
+    if package and importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")

@@ -1,0 +1,61 @@
+"""Flags, units and files that the pages name outside of commands are what the programs take."""
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cadenza.server.tenants import read_tenants
+from tests.docs import command_line
+from tests.docs.documents import PAGES, ROOT, fences
+
+FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
+OF_OTHERS = {
+    *("--no-deps", "--modelfile", "--weight-format", "--spec-draft-n-max", "--xla_cpu_max_isa"),
+    *("--tag", "--rm", "--publish", "--volume", "--env", "--time", "--no-healthcheck"),
+    *("--rows", "--threads", "--prefill", "--only"),  # of the kernels' own programs
+}
+SERVING = ROOT / "docs" / "serving.md"
+
+
+def flags_of(command: Any) -> Iterator[str]:
+    for each in command.params:
+        yield from (*each.opts, *each.secondary_opts)
+    for child in getattr(command, "commands", {}).values():
+        yield from flags_of(child)
+
+
+def flags_of_scripts() -> Iterator[str]:
+    for folder in ("benchmarks", "tools", "examples"):
+        for script in (ROOT / folder).rglob("*.py"):
+            yield from re.findall(r'"(--[a-z][\w-]*)"', script.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_flag_that_a_page_names_is_one_of_a_program(page: Path) -> None:
+    known = {*flags_of(command_line.parser()), *flags_of_scripts(), *OF_OTHERS, "--help"}
+    named = set(FLAG.findall(page.read_text(encoding="utf-8")))
+    assert named - known == set()
+
+
+def blocks(language: str) -> list[str]:
+    return [code.text for code in fences(SERVING) if code.language == language]
+
+
+def test_the_unit_of_systemd_starts_the_command_with_flags_that_it_has() -> None:
+    (unit,) = blocks("ini")
+    (started,) = re.findall(r"^ExecStart=(.*)$", unit, re.MULTILINE)
+    (more,) = re.findall(r"^# .*, add:(.*)$", unit, re.MULTILINE)
+    command_line.check(shlex.split(f"{started} {more}"))
+
+
+def test_the_tenants_of_the_page_are_read(tmp_path: Path) -> None:
+    (toml,) = blocks("toml")
+    (tmp_path / "tenants.toml").write_text(toml.replace("3f0a…", "3f" * 32))
+    found = read_tenants(tmp_path / "tenants.toml")
+    assert set(found.named) == {"web", "batch"}
+    assert found.named["web"].tenant.weight == 4
+    assert len(found.keys) == 3
