@@ -11,7 +11,7 @@ import io
 import os
 import sys
 import traceback
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, BinaryIO, TextIO, cast
 
@@ -164,11 +164,21 @@ def _report_usage(fault: Exception) -> int:
     parameter = getattr(shown, "param", None)
     if parameter is not None and shown.param_hint is None and parameter.param_type_name == "option":
         source = shown.ctx.get_parameter_source(parameter.name)
-        is_variable = source is not None and source.name == "ENVIRONMENT"
-        shown.param_hint = f"'{parameter.envvar if is_variable else parameter.opts[0]}'"
+        shown.param_hint = f"'{_name_of(parameter, source, shown.ctx.params)}'"
     message: str = shown.format_message()
     _print_error(path, f"{message.strip().removesuffix('.')}; see `{path} --help`")
     return WRONG_USE
+
+
+def _name_of(parameter: Any, source: Any, parsed: Mapping[str, Any]) -> str:
+    """A flag as it was given: its variable, its name in a file, or the flag."""
+    kind = None if source is None else source.name
+    if kind == "ENVIRONMENT":
+        return parameter.envvar
+    if kind == "DEFAULT_MAP":
+        file = parsed["config_file"]
+        return f"{file.written[parameter.name]} in {file.path}"
+    return parameter.opts[0]
 
 
 def _print_error(where: str, message: str) -> None:

@@ -20,8 +20,9 @@ from cadenza.cli.verify import verify_command
 
 EPILOG = (
     "Engine flags can also be set in the environment: --max-num-seqs as CADENZA_MAX_NUM_SEQS, and "
-    "so on; a flag comes first. Exit codes: 0 done, 1 a check or a request failed, 2 wrong use or, "
-    "of serve, a server that cannot come up, 3 could not load."
+    "so on, or in a TOML file (--config); a flag comes first, then its variable. Exit codes: 0 "
+    "done, 1 a check or a request failed, 2 wrong use or, of serve, a server that cannot come up, "
+    "3 could not load."
 )
 
 NO_COMMAND = 2

@@ -12,8 +12,6 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from rich.cells import cell_len
-
 NARROWEST = 20
 """Cells of a line below which words are left to the terminal to break."""
 
@@ -35,12 +33,14 @@ class WordWrap:
     cursor is.
     """
 
-    __slots__ = ("_column", "_is_code", "_start", "_width", "_word", "_write")
+    __slots__ = ("_cells", "_column", "_is_code", "_start", "_width", "_word", "_write")
 
     def __init__(
         self, write: Callable[[str], object], width: Callable[[], int] = terminal_width
     ) -> None:
-        self._write, self._width = write, width
+        from rich.cells import cell_len  # not before a chat begins
+
+        self._write, self._width, self._cells = write, width, cell_len
         self._column, self._word, self._start, self._is_code = 0, "", "", False
 
     def __call__(self, text: str) -> None:
@@ -59,7 +59,7 @@ class WordWrap:
             return char
         if len(self._start) < _NO_BREAK_LENGTH:
             self._start += char
-        size = cell_len(char)
+        size = self._cells(char)
         if self._is_code or self._column + size <= room:
             self._column += size
             self._word = "" if char == " " or size > 1 else self._word + char
@@ -70,7 +70,7 @@ class WordWrap:
         if char == " ":
             self._column, self._word = 0, ""
             return "\n"
-        back = cell_len(self._word) if size == 1 else 0
+        back = self._cells(self._word) if size == 1 else 0
         if back == 0 or back >= self._column:  # nothing to take back, or a word as long as the line
             self._column, self._word = size, "" if size > 1 else char
             return f"\n{char}"

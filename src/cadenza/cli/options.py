@@ -3,8 +3,9 @@
 Through `with_flags` a subcommand takes a group of flags as one value: a dataclass whose fields are
 flags, each described by a `Flag` where it is declared (`flag`) or, for a dataclass of a
 lower layer, in a table beside it: `Annotated[EngineConfig, ENGINE_FLAGS]`. Names, types, defaults
-and choices follow from the field. Knows no command. Invariant: a flag that is given neither on the
-command line nor in the environment leaves its field's default.
+and choices follow from the field. A command with the engine's flags has `--config`. Knows no
+command. Invariant: a flag that is given neither on the command line nor in the environment nor in
+the file leaves its field's default.
 """
 
 import dataclasses
@@ -21,6 +22,8 @@ from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_origin,
 import typer
 
 from cadenza.backends import BACKENDS, resolve_backend
+from cadenza.cli.config_file import NAME as CONFIG_FILE
+from cadenza.cli.config_file import ConfigFile, config_parameter
 from cadenza.config import EngineConfig, refuse_fp8_kv
 from cadenza.errors import ConfigError
 
@@ -278,9 +281,18 @@ def with_flags(command: Callable[..., Result]) -> Callable[..., Result]:
         for each in flags_of(*groups[name]) if name in groups else [parameter]:
             flags.setdefault(each.name, each.replace(kind=inspect.Parameter.KEYWORD_ONLY))
 
+    if any(group is EngineConfig for group, _ in groups.values()):
+        flags[CONFIG_FILE] = config_parameter(flags, f"{ENVIRONMENT_PREFIX}CONFIG")
+
     @wraps(command)
     def run(**given: Any) -> Result:
-        taken = {name: build(group, given) for name, (group, _) in groups.items()}
+        file: ConfigFile | None = given.pop(CONFIG_FILE, None)
+        if file is not None:
+            given = file.beside(given)
+        try:
+            taken = {name: build(group, given) for name, (group, _) in groups.items()}
+        except ConfigError as error:
+            raise error if file is None else file.explained(error) from error
         plain = {name: given[name] for name in own if name not in groups}
         return command(**plain, **taken)
 
