@@ -226,3 +226,31 @@ def test_a_message_of_this_server_is_sent_back_unchanged(
     )
     assert isinstance(request, MessageRequest)
     assert [each["role"] for each in request.messages] == ["user", "assistant", "user"]
+
+
+def test_a_document_of_plain_text_is_text_with_its_title(scripted: RunningServer) -> None:
+    source = {"type": "text", "media_type": "text/plain", "data": "the fox"}
+    blocks = [
+        {"type": "document", "source": source, "title": "A tale"},
+        {"type": "text", "text": "Read."},
+    ]
+    (message,) = BlockMessages().check("messages", [{"role": "user", "content": blocks}])
+    assert message == {"role": "user", "content": "A tale\nthe fox\nRead."}
+    pages = {"type": "base64", "media_type": "application/pdf", "data": "AA=="}
+    body = {"messages": [{"role": "user", "content": [{"type": "document", "source": pages}]}]}
+    answer = scripted.post("/v1/messages", {**body, "max_tokens": 4})
+    assert answer.status_code == 400
+    assert "source" in answer.json()["error"]["message"]
+
+
+def test_what_hosted_tools_did_is_left_out_of_the_history() -> None:
+    turn: list[Any] = [
+        {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "fox"}},
+        {"type": "web_search_tool_result", "tool_use_id": "s", "content": []},
+        {"type": "text", "text": "A fox."},
+    ]
+    said: list[Any] = [{"role": "assistant", "content": turn}, {"role": "user", "content": "More."}]
+    assert BlockMessages().check("messages", said)[0] == {"role": "assistant", "content": "A fox."}
+    items = [{"type": "web_search_call", "id": "w"}, {"role": "user", "content": "More."}]
+    (item,) = InputItems().check("input", items)
+    assert item["content"] == [{"type": "input_text", "text": "More."}]

@@ -278,7 +278,7 @@ def test_a_prompt_beyond_the_context_is_still_counted(scripted: RunningServer) -
         ),
         ({"max_tokens": None}, "max_tokens is missing"),
         ({"max_tokens": -2}, "max_tokens"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search_20250305"),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "bash_20250124"),
         ({"tools": [{"name": "f"}]}, "input_schema"),
         ({"tools": [{**NOW, "defer_loading": True}]}, "defer_loading"),
         ({"tools": [{**NOW, "descripton": "x"}]}, "did you mean description?"),
@@ -306,7 +306,6 @@ def test_a_prompt_beyond_the_context_is_still_counted(scripted: RunningServer) -
         ({"stop": ["x"], "stop_sequences": ["y"]}, "two names of one field"),
         ({"messages": [{"role": "user", "content": [{"type": "\ud800"}]}]}, "ud800"),
         ({"tools": [{"type": "\ud800"}]}, "ud800"),
-        ({"service_tier": "priority"}, "service_tier"),
     ],
     ids=str,
 )

@@ -149,7 +149,7 @@ def test_the_official_client_has_a_whole_tool_loop(bundled: RunningServer) -> No
             "tool_choice",
             "'other'",
         ),
-        ({"tool_choice": "any"}, "tool_choice", "none, auto, required"),
+        ({"tool_choice": "every"}, "tool_choice", "none, auto, required"),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice", "allowed tools"),
         ({"tools": [{"type": "custom"}]}, "tools", "custom"),
         ({"tools": [{"type": "function"}]}, "tools", "a list of tools"),

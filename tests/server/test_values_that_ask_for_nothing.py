@@ -91,6 +91,7 @@ LABELS: dict[str, tuple[list[Any], list[Any]]] = {
     "prompt_cache_retention": (["in_memory", "24h"], ["forever", 24, ""]),
     "return_mm_kwargs": ([True, False], [0, "false", {}]),
     "store": ([True, False], [0, "true", {}]),
+    "service_tier": (["auto", "priority", ""], ["s" * 257, 1, {}]),
 }
 """For each label of the table values that are accepted, and values beyond its bounds."""
 

@@ -158,7 +158,7 @@ class MessageRequest(MessagesBody, GenerationRequest):
     )
     stop_sequences = optional(sampling_type("stop"), "Texts that end the answer.", default=())
     metadata = optional(ObjectOf(MessageMetadata), "Labels of the request.")
-    service_tier = unsupported("a choice of service tier", "auto", "standard_only")
+    service_tier = label(LABEL, "A label: there is one tier.")
     fallbacks = unsupported("falling back to another model", [], "default")
     fallback_credit_token = unsupported("falling back to another model")
     thread = label(NoThread(), "Not built: a conversation that the server holds.")

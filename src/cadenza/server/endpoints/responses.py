@@ -30,6 +30,7 @@ from cadenza.server.schemas.field_types import (
     AnyJson,
     Boolean,
     Integer,
+    OneOf,
     Schema,
     String,
     StringMap,
@@ -106,7 +107,9 @@ class ResponseRequest(ThinkingSwitches, LabelledBody, GenerationRequest):
     background = unsupported("a response in the background", False)
     conversation = unsupported("conversations; use previous_response_id")
     prompt = unsupported("stored prompts")
-    truncation = unsupported("leaving items out", "disabled")
+    truncation = label(
+        OneOf(("auto", "disabled")), "Nothing is left out: beyond the context is an error."
+    )
     moderation = unsupported("moderation")
     context_management = unsupported("compaction", [])
     image = unsupported("images")

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from cadenza.request import show
 from cadenza.server.errors import invalid_value, not_built
-from cadenza.server.schemas.body import DeclaredObject, label, optional, required
+from cadenza.server.schemas.body import DeclaredObject, ObjectOf, label, optional, required
 from cadenza.server.schemas.field_types import (
     Anything,
     Boolean,
@@ -26,6 +26,17 @@ from cadenza.server.schemas.text_parts import PART_TEXT, TextParts, checked_obje
 BILLING_LABEL = "x-anthropic-billing-header:"
 """What a coding agent's first system block begins with; it is a label that differs in each request,
 so that it would keep every prefix from being shared."""
+
+_SERVER_TOOLS = (
+    "web_search web_fetch code_execution bash_code_execution text_editor_code_execution "
+    "tool_search mcp"
+).split()
+SERVER_BLOCKS = (
+    "server_tool_use",
+    "mcp_tool_use",
+    *(f"{tool}_tool_result" for tool in _SERVER_TOOLS),
+)
+"""The blocks of tools that a server runs, as the history of another server may have them."""
 
 _ID = String(min_chars=1, max_chars=256)
 _LABEL = Anything()
@@ -79,17 +90,49 @@ class _RedactedThinking(_Block):
     data = label(_LABEL)
 
 
+class _ServerBlock(_Block):
+    """What a tool did that another server ran: its results are sealed, and it is left out."""
+
+    type = required(OneOf(SERVER_BLOCKS))
+
+
+class _PlainText(DeclaredObject):
+    type = required(OneOf(("text",)))
+    media_type = label(_LABEL)
+    data = required(PART_TEXT)
+
+
+class _Document(_Block):
+    """One whose text is in the request."""
+
+    type = required(OneOf(("document",)))
+    source = required(ObjectOf(_PlainText))
+    title = optional(PART_TEXT)
+    context = optional(PART_TEXT)
+    cache_control = label(_LABEL)
+    citations = label(_LABEL)
+
+    def text(self) -> str:
+        texts = (self.title, self.context, self.source.values["data"])
+        return "\n".join(text for text in texts if text)
+
+
 class _BlockMessage(_Block):
     role = required(OneOf(("user", "assistant", "system")))
     content = required(PART_TEXT)
 
 
-USER_BLOCKS: Mapping[str, type[DeclaredObject]] = {"text": _TextBlock, "tool_result": _ToolResult}
+USER_BLOCKS: Mapping[str, type[DeclaredObject]] = {
+    "text": _TextBlock,
+    "document": _Document,
+    "tool_result": _ToolResult,
+}
 ASSISTANT_BLOCKS: Mapping[str, type[DeclaredObject]] = {
     "text": _TextBlock,
     "thinking": _Thinking,
     "redacted_thinking": _RedactedThinking,
     "tool_use": _ToolUse,
+    **dict.fromkeys(SERVER_BLOCKS, _ServerBlock),
 }
 SYSTEM_BLOCKS: Mapping[str, type[DeclaredObject]] = {"text": _TextBlock}
 ROLES = {"user": USER_BLOCKS, "assistant": ASSISTANT_BLOCKS, "system": SYSTEM_BLOCKS}
@@ -178,7 +221,11 @@ def _add_message(found: list[Message], called: dict[str, str], name: str, value:
     if role == "assistant":
         _add_turn(found, called, blocks)
         return
-    texts = [block.values.get("text", "") for kind, block in blocks if kind == "text"]
+    texts = [
+        block.text() if isinstance(block, _Document) else block.values.get("text", "")
+        for kind, block in blocks
+        if kind in ("text", "document")
+    ]
     for kind, block in blocks:
         if kind == "tool_result":
             found.append(_result(block.values, called))

@@ -261,7 +261,7 @@ class LabelledBody(SamplingBody):
         OneOf(("in_memory", "in-memory", "24h")), "A hint; prefixes are cached while there is room."
     )
 
-    service_tier = unsupported("a choice of service tier", "auto", "default")
+    service_tier = label(LABEL, "A label: there is one tier.")
 
 
 class GenerationBody(LabelledBody):

@@ -18,14 +18,24 @@ from cadenza.server.schemas.field_types import (
     OneOf,
     Schema,
     String,
+    members_of,
     refuse,
 )
 from cadenza.server.schemas.messages import MAX_MESSAGES
 from cadenza.server.schemas.response_tools import arguments_of_input, flat_name
 from cadenza.server.schemas.text_parts import PART_TEXT, TextParts, checked_object
+from cadenza.server.schemas.unknown_members import unknown_members
 
 REFERENCE = "item_reference"
 """The type of an item that stands for one of a stored response, by its id."""
+
+HOSTED_ITEMS = (
+    "web_search_call",
+    "file_search_call",
+    "code_interpreter_call",
+    "image_generation_call",
+)
+"""What tools did that another server ran: the model reads what it wrote of it itself."""
 
 _ID = String(min_chars=1, max_chars=256)
 _LABEL = Anything()
@@ -147,12 +157,27 @@ class InputItems:
             raise invalid_value(
                 f"{name} has {len(items)} items; at most {MAX_MESSAGES} are allowed", name
             )
-        return tuple(_item(f"{name}[{place}]", item) for place, item in enumerate(items))
+        read = [
+            _item(f"{name}[{place}]", item)
+            for place, item in enumerate(items)
+            if not _is_left_out(name, item)
+        ]
+        return tuple(read)
 
     def schema(self) -> Schema:
-        kinds = [kind.object_schema() for kind in ITEMS.values()]
+        kind: Schema = {"enum": [*HOSTED_ITEMS]}
+        hosted: Schema = {"type": "object", "properties": {"type": kind}, "required": ["type"]}
+        kinds = [*(kind.object_schema() for kind in ITEMS.values()), hosted]
         items = {"type": "array", "items": {"anyOf": kinds}, "maxItems": MAX_MESSAGES}
         return {"anyOf": [PART_TEXT.schema(), items]}
+
+
+def _is_left_out(name: str, item: object) -> bool:
+    kind = members_of(item).get("type")
+    if kind not in HOSTED_ITEMS:
+        return False
+    unknown_members().ignore(f"{name}.{kind}")
+    return True
 
 
 def _item(name: str, value: object) -> dict[str, Any]:

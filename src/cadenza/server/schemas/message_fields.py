@@ -3,6 +3,7 @@
 Owns their members. Knows no engine. Invariant: what is not built is refused by its name.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -34,6 +35,7 @@ from cadenza.server.schemas.tools import (
     tool_schema,
     tools_schema,
 )
+from cadenza.server.schemas.unknown_members import unknown_members
 from cadenza.structured import StructuredOutput
 from cadenza.text.answer_grammar import Tool
 
@@ -87,13 +89,31 @@ class OutputConfig(DeclaredObject):
 
 @dataclass(frozen=True, slots=True)
 class MessageTools:
-    """Tools of the client."""
+    """Tools of the client; those that only Anthropic's servers run are left out."""
 
     def check(self, name: str, value: object) -> tuple[Tool, ...]:
-        return checked_tools(name, value, _tool)
+        items: object = value
+        if isinstance(value, list):
+            items = [each for each in cast(list[object], value) if not _is_left_out(name, each)]
+        return checked_tools(name, items, _tool)
 
     def schema(self) -> Schema:
-        return tools_schema(tool_schema(_TOOL_MEMBERS, ("name", "input_schema")))
+        own = tool_schema(_TOOL_MEMBERS, ("name", "input_schema"))
+        kinds: Schema = {"type": "string", "pattern": _HOSTED.pattern}
+        hosted: Schema = {"type": "object", "properties": {"type": kinds}, "required": ["type"]}
+        return tools_schema({"anyOf": [own, hosted]})
+
+
+_HOSTED = re.compile("^(web_search|web_fetch|code_execution|tool_search_tool_[a-z0-9]+)_[0-9]{8}$")
+"""Types of tools that only Anthropic's servers run: without them a model does what it can."""
+
+
+def _is_left_out(name: str, tool: object) -> bool:
+    kind = members_of(tool).get("type")
+    if not isinstance(kind, str) or not _HOSTED.match(kind):
+        return False
+    unknown_members().ignore(f"{name}.{kind}")
+    return True
 
 
 _TOOL_MEMBERS: Mapping[str, Schema] = {

@@ -27,7 +27,7 @@ from cadenza.server.schemas.tools import (
 from cadenza.server.schemas.unknown_members import unknown_members
 from cadenza.text.answer_grammar import Tool
 
-HOSTED = ("local_shell", "web_search", "web_search_preview")
+HOSTED = ("local_shell", "web_search", "web_search_preview", "image_generation")
 """Tools that only OpenAI's servers run: without them a model does what it can."""
 
 _INPUT = "input"

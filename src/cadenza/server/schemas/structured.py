@@ -52,6 +52,8 @@ class ResponseFormat:
             return structured_of(name, json=members["schema"])
         if kind == "structural_tag":
             raise not_built(name, "the type structural_tag")
+        if kind == "json_schema" and "schema" in members:
+            return schema_format(name, members)  # as Responses' text.format has it
         if kind != "json_schema" or members.keys() != {"json_schema"}:
             raise refuse(name, given, _FORMATS)
         return schema_format(name, members["json_schema"])

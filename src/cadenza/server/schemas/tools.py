@@ -22,6 +22,8 @@ MAX_NAME_CHARS = 128
 MAX_DESCRIPTION_CHARS = 32 << 10
 
 CHOICES = ("none", "auto", "required")
+_OTHER_WORDS = {"any": "required"}
+"""What other APIs call a choice."""
 
 MEMBERS_OF_TOOL: Mapping[str, Schema] = {
     "name": {"type": "string", "minLength": 1, "maxLength": MAX_NAME_CHARS},
@@ -70,13 +72,11 @@ class ToolChoice:
     behind a colon."""
 
     def check(self, name: str, value: object) -> str:
-        return _checked_choice(
-            name, value, lambda members: members_of(members.get(str(members.get("type"))))
-        )
+        return _checked_choice(name, value, _named_function)
 
     def schema(self) -> Schema:
-        named: Schema = {"type": "object", "required": ["type", "function"]}
-        return {"anyOf": [{"type": "string", "enum": list(CHOICES)}, named]}
+        named: Schema = {"type": "object", "required": ["type"]}
+        return {"anyOf": [{"type": "string", "enum": [*CHOICES, *_OTHER_WORDS]}, named]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +88,20 @@ class FlatToolChoice:
 
     def schema(self) -> Schema:
         named: Schema = {"type": "object", "required": ["type", "name"]}
-        return {"anyOf": [{"type": "string", "enum": list(CHOICES)}, named]}
+        return {"anyOf": [{"type": "string", "enum": [*CHOICES, *_OTHER_WORDS]}, named]}
+
+
+def _named_function(members: dict[str, Any]) -> dict[str, Any]:
+    """The object with the tool's name, which some clients write beside the type."""
+    kind = str(members.get("type"))
+    return members_of(members[kind]) if kind in members else members
 
 
 def _checked_choice(
     name: str, value: object, named_in: Callable[[dict[str, Any]], dict[str, Any]]
 ) -> str:
-    if isinstance(value, str) and value in CHOICES:
-        return value
+    if isinstance(value, str) and value in (*CHOICES, *_OTHER_WORDS):
+        return _OTHER_WORDS.get(value, value)
     if isinstance(value, dict):
         members = cast(dict[str, Any], value)
         if members.get("type") == "allowed_tools":
