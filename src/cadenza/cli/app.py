@@ -9,6 +9,7 @@ import typer
 
 import cadenza
 from cadenza.cli.bench import build_bench
+from cadenza.cli.cached_models import list_command, pull, rm
 from cadenza.cli.chat import chat
 from cadenza.cli.generate import generate
 from cadenza.cli.info import info
@@ -40,6 +41,8 @@ def build_app() -> typer.Typer:
         name = command.__name__.removesuffix("_command")
         app.command(name, epilog=EPILOG)(with_flags(command))
     app.command("quantize", epilog=EPILOG)(quantize)
+    for command in (list_command, pull, rm):
+        app.command(command.__name__.removesuffix("_command"))(command)
     app.add_typer(build_bench(EPILOG), name="bench")
     app.command("version")(_version)
     return app
