@@ -29,6 +29,22 @@ computed this request, at last alone; the engine was shut down; the queue timeou
 timeout."""
 
 
+CacheMissReason = Literal["new", "differs", "evicted", "in_flight", "short", "not_used"]
+"""Why the look-up of a prompt in the prefix cache ended where it did. In order: no known prompt of
+its tenant and salt goes on from there; one does, and differs; an earlier one had more of it, which
+was removed to make room; one that is being computed has more of it and is too far behind to wait
+for; the prompt does not fill a page that can be shared; its log probabilities or hidden states were
+asked for, so that it is computed in any case."""
+
+
+class CacheMiss(Struct, frozen=True, kw_only=True):
+    """Why a prompt was not found whole in the prefix cache. `shared_tokens` of its first tokens are
+    known from earlier prompts of its tenant and salt, whether their KV is still there or not."""
+
+    shared_tokens: int
+    reason: CacheMissReason
+
+
 class TokenLogprobs(Struct, frozen=True, kw_only=True):
     """Log probabilities at one position (natural log, of the logits before sampling options).
 
@@ -51,7 +67,8 @@ class Token(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A new token of a sample's stream; never an end-of-sequence or stop token.
 
     `index` counts the stream's tokens from 0. `num_cached_tokens` comes with the first token,
-    because a stream that is cancelled, for example at a stop string, gets no `Finished`. A token
+    because a stream that is cancelled, for example at a stop string, gets no `Finished`; so does
+    `cache_miss`. A token
     that was drafted `is_draft`; one that took the place of drafts counts these.
     """
 
@@ -61,6 +78,7 @@ class Token(Struct, frozen=True, kw_only=True, omit_defaults=True):
     sample: int = 0
     logprobs: TokenLogprobs | None = None
     num_cached_tokens: int | None = None
+    cache_miss: CacheMiss | None = None
     is_draft: bool = False
     num_rejected_drafts: int = 0
 
@@ -97,6 +115,7 @@ class Finished(Struct, frozen=True, kw_only=True, omit_defaults=True):
     error_kind: ErrorKind | None = None
     error_fields: tuple[str, ...] = ()
     embedding: bytes | None = None
+    cache_miss: CacheMiss | None = None
 
 
 Event = Started | Token | PromptLogprobs | Finished

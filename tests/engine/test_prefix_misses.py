@@ -104,7 +104,8 @@ def test_a_debug_line_says_what_was_found(caplog: pytest.LogCaptureFixture) -> N
         misses(engine, request_of(40, 1), request_of(40, 1))
     lines = [record.message for record in caplog.records]
     assert lines == [
-        "request 0: 0 of 40 prompt tokens were in the prefix cache; not found: cold 32, tail 8",
+        "request 0: 0 of 40 prompt tokens were in the prefix cache; not found: cold 32, tail 8"
+        "; reason: new",
         "request 1: 32 of 40 prompt tokens were in the prefix cache; not found: tail 8",
     ]
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
+from cadenza.core.cache_miss import LookedUpPrompt, miss_in_pages, miss_in_slots
 from cadenza.core.eviction_order import PageClass
 from cadenza.core.page_pool import PagePool
 from cadenza.core.page_shares import PageShares
@@ -18,6 +19,7 @@ from cadenza.core.prefix_leaders import PrefixLeaders
 from cadenza.core.prefix_misses import PrefixMisses, no_misses
 from cadenza.core.sequence import PageCopy, Sequence
 from cadenza.core.slot_prefixes import SlotPrefix, SlotPrefixes
+from cadenza.events import CacheMiss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +127,26 @@ class KVCacheManager:
                 misses["cold"] += self.page_size
         misses["tail"] = num_missing - sum(misses.values())
         return misses
+
+    def cache_miss_of(self, sequence: Sequence, prefix: Prefix) -> CacheMiss | None:
+        """Where and why the look-up of a sequence that is about to start ended before the last page
+        of its prompt that could be shared; None if it did not."""
+        content = _content_of(sequence)
+        if self.slot_prefixes is not None and not sequence.needs_prompt_rows:
+            num_prompt_tokens = sequence.num_prompt_tokens
+            closest = self.slot_prefixes.closest(content, num_prompt_tokens)
+            return miss_in_slots(closest, prefix.num_cached_tokens, num_prompt_tokens)
+        if self.prefix_cache is None:
+            return None
+        self.prefix_cache.extend_keys(sequence.page_keys, content)
+        prompt = LookedUpPrompt(
+            keys=sequence.page_keys,
+            content=content,
+            num_tokens=sequence.num_prompt_tokens,
+            num_found_pages=prefix.num_published,
+            is_skipped=sequence.needs_prompt_rows,
+        )
+        return miss_in_pages(self.prefix_cache, self.prefix_leaders, prompt)
 
     def num_uncached_tokens(self, sequence: Sequence) -> int:
         """Tokens of a waiting sequence that are not in the prefix cache; a hit is not confirmed."""
@@ -339,6 +361,7 @@ class KVCacheManager:
         own, is_taken = self.prefix_cache.publish(page_id, index, key, content, serial)
         if is_taken:
             self.pool.mark_cached(page_id, page_class)
+            self.prefix_cache.add_branch(page_id, sequence.page_keys, content, index)
         return own
 
     def forget_all(self) -> None:

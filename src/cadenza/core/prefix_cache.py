@@ -12,7 +12,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import islice, takewhile
 
 from cadenza.request import Attachment
 
@@ -22,6 +22,12 @@ KEY_BYTES = 32
 
 MAX_EVICTED_KEYS = 1 << 16
 """Keys of removed pages that are remembered."""
+
+MAX_COMPARED_PAGES = 16
+"""Pages behind one prefix, newest first, with which a page that is missing is compared."""
+
+MAX_REMOVED_PAGES = 1 << 12
+"""Prefixes of which the content of the newest removed page behind them is remembered."""
 
 ROOT = 0
 """The parent serial of a first page."""
@@ -56,6 +62,13 @@ class PageContent:
     token_ids: tuple[int, ...]
     marks: tuple[Mark, ...] = ()
 
+    def num_common(self, other: "PageContent") -> int:
+        """Tokens up to which two pages are equal; an attachment differs from its start on."""
+        pairs = zip(self.token_ids, other.token_ids, strict=False)
+        num_equal = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        starts = (max(0, start) for start, _ in set(self.marks) ^ set(other.marks))
+        return min(num_equal, *starts) if self.marks != other.marks else num_equal
+
 
 @dataclass(frozen=True, slots=True)
 class CachedPage:
@@ -84,6 +97,42 @@ class _Lookup:
     missing_key: bytes | None
 
 
+class _Branches:
+    """The contents of pages by the key of the prefix before them, which is one of one salt."""
+
+    def __init__(self) -> None:
+        self._parent_of: dict[int, bytes] = {}
+        self._pages: dict[bytes, dict[int, PageContent]] = {}
+        self._removed: OrderedDict[bytes, PageContent] = OrderedDict()
+
+    def add(self, page_id: int, parent: bytes, page: PageContent) -> None:
+        self._parent_of[page_id] = parent
+        self._pages.setdefault(parent, {})[page_id] = page
+
+    def remove(self, page_id: int) -> None:
+        parent = self._parent_of.pop(page_id, None)
+        if parent is None:
+            return
+        pages = self._pages[parent]
+        self._removed[parent] = pages.pop(page_id)
+        self._removed.move_to_end(parent)
+        if not pages:
+            del self._pages[parent]
+        if len(self._removed) > MAX_REMOVED_PAGES:
+            self._removed.popitem(last=False)
+
+    def num_common(self, parent: bytes, page: PageContent) -> int | None:
+        """Tokens that `page` shares with the most similar page behind `parent`; None without one.
+
+        At most `MAX_COMPARED_PAGES` are compared, and the newest one that was removed.
+        """
+        pages = self._pages.get(parent, {})
+        others = list(islice(reversed(pages.values()), MAX_COMPARED_PAGES))
+        if parent in self._removed:
+            others.append(self._removed[parent])
+        return max((page.num_common(other) for other in others), default=None)
+
+
 class PrefixCache:
     """Index of full pages. `secret` keys the hashes, so that clients cannot construct collisions.
 
@@ -92,20 +141,21 @@ class PrefixCache:
     """
 
     def __init__(self, *, page_size: int, secret: bytes) -> None:
-        self._page_size = page_size
+        self.page_size = page_size
         self._secret = secret
         self._page_of_key: dict[bytes, int] = {}
         self._pages: dict[int, CachedPage] = {}
         self._num_published = 0
         self._evicted: OrderedDict[bytes, None] = OrderedDict()
         self._last: _Lookup | None = None
+        self._branches = _Branches()
 
     def __len__(self) -> int:
         return len(self._pages)
 
     def extend_keys(self, keys: list[bytes], content: Content) -> None:
         """Appends the missing keys of the full pages of `content` to `keys`."""
-        size = self._page_size
+        size = self.page_size
         for index in range(len(keys), len(content.token_ids) // size):
             parent = keys[-1] if keys else self._root_key(content.salt)
             keys.append(self._chain(parent, content.page(index, size)))
@@ -125,6 +175,12 @@ class PrefixCache:
         """The number of `keys`, from the first on, that are in the index."""
         return sum(1 for _ in takewhile(self._page_of_key.__contains__, keys))
 
+    def num_common(self, keys: SequenceOf[bytes], content: Content, index: int) -> int | None:
+        """Tokens that page `index` of `content`, which may be its partial last one, shares with a
+        page known behind the same prefix; None if none is."""
+        parent = self._parent_key(keys, content, index)
+        return self._branches.num_common(parent, content.page(index, self.page_size))
+
     def _look_up(self, keys: list[bytes], content: Content, num_pages: int) -> _Lookup:
         found: list[int] = []
         parent = ROOT
@@ -133,7 +189,7 @@ class PrefixCache:
             key = keys[index]
             page_id = self._page_of_key.get(key)
             cached = None if page_id is None else self._pages[page_id]
-            page = content.page(index, self._page_size)
+            page = content.page(index, self.page_size)
             if page_id is None or cached is None or not self._is_same(cached, parent, page):
                 missing_key = key
                 break
@@ -164,7 +220,7 @@ class PrefixCache:
         Returns the parent serial for the next page, and whether this page was added: it is not if
         its key is in the index. The serial is None if that key belongs to a different prefix.
         """
-        page = content.page(index, self._page_size)
+        page = content.page(index, self.page_size)
         known = self._page_of_key.get(key)
         if known is not None:
             cached = self._pages[known]
@@ -179,11 +235,21 @@ class PrefixCache:
         self._pages[page_id] = CachedPage(serial, key, parent_serial, page)
         return serial, True
 
+    def add_branch(
+        self, page_id: int, keys: SequenceOf[bytes], content: Content, index: int
+    ) -> None:
+        """Remembers a page that was added as page `index` of a prefix as one that goes on from the
+        page before it."""
+        self._branches.add(
+            page_id, self._parent_key(keys, content, index), self._pages[page_id].content
+        )
+
     def forget(self, page_id: int) -> None:
         """Removes a page that is about to be overwritten."""
         if self._last is not None and page_id in self._last.page_set:
             self._last = None
         key = self._pages.pop(page_id).key
+        self._branches.remove(page_id)
         del self._page_of_key[key]
         self._evicted[key] = None
         if len(self._evicted) > MAX_EVICTED_KEYS:
@@ -202,6 +268,9 @@ class PrefixCache:
     @staticmethod
     def _is_same(cached: CachedPage, parent_serial: int, page: PageContent) -> bool:
         return cached.parent_serial == parent_serial and cached.content == page
+
+    def _parent_key(self, keys: SequenceOf[bytes], content: Content, index: int) -> bytes:
+        return keys[index - 1] if index else self._root_key(content.salt)
 
     def _root_key(self, salt: str) -> bytes:
         return hashlib.blake2b(

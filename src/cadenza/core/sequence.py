@@ -12,7 +12,7 @@ from typing import NamedTuple
 from cadenza.core.drafts import Drafting
 from cadenza.core.pooling import Pool
 from cadenza.core.prompt_rows import PromptRowsProgress
-from cadenza.events import FinishReason
+from cadenza.events import CacheMiss, FinishReason
 from cadenza.request import Request, SamplingParams
 from cadenza.structured import Constraint
 
@@ -55,6 +55,7 @@ class Sequence:
         is_retried: a step with it failed, and it has not sampled since; its steps are its own.
         num_cached_tokens: prompt tokens whose KV was shared at its first start; None before. A
             sample that another engine began has that engine's number.
+        cache_miss: where and why the look-up of its prompt ended at its first start, if early.
         num_sent_pages: entries of the page table already sent to the device.
         published_serial: the prefix cache's serial of its last published page; None after a
             key collision, or where the tenant's share of the cache is in use: both end publication.
@@ -87,6 +88,7 @@ class Sequence:
     has_started: bool = False
     is_retried: bool = False
     num_cached_tokens: int | None = None
+    cache_miss: CacheMiss | None = None
     num_published_pages: int = 0
     published_serial: int | None = 0
     awaited_key: bytes | None = None

@@ -78,5 +78,6 @@ def finished_event(
         error=error,
         error_kind=kind,
         error_fields=ruling_fields(sequence) if kind == "none_allowed" else (),
+        cache_miss=sequence.cache_miss,
         embedding=None if sequence.pool is None else sequence.pool.embedding,
     )

@@ -37,6 +37,15 @@ class SlotPrefix:
     is_most: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Closest:
+    """How many of a prompt's first tokens the slot that shares most of them has, and whether that
+    slot `goes_on` behind them."""
+
+    num_common: int
+    goes_on: bool
+
+
 class SlotPrefixes:
     """`unit` 1: slots can be continued after any token. A larger one: only after the last multiple
     of `unit` tokens before the last one of their prompt, of which a runner with recurrent layers
@@ -67,6 +76,20 @@ class SlotPrefixes:
             return None
         is_most = self._unit == 1 and 2 * length >= self._slots[best].num_tokens
         return SlotPrefix(slot=best, num_tokens=length, is_most=is_most)
+
+    def closest(self, content: Content, num_tokens: int) -> Closest:
+        """The slot with most of the first `num_tokens` tokens, whether it can be continued from
+        there or not."""
+        best, goes_on = 0, False
+        for known in self._slots.values():
+            own = known.content
+            if own.salt != content.salt or own.attachments != content.attachments:
+                continue
+            limit = min(known.num_tokens, num_tokens)
+            common = common_length(own.token_ids, content.token_ids, limit)
+            if common > best:
+                best, goes_on = common, common < known.num_tokens
+        return Closest(num_common=best, goes_on=goes_on)
 
     def publish(self, sequence: Sequence, content: Content, num_tokens: int) -> bool:
         """Records the first `num_tokens` tokens of a sequence's slot; False if it cannot be

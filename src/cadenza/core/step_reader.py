@@ -166,6 +166,7 @@ class StepReader:
                     sample=sequence.sample,
                     logprobs=logprobs,
                     num_cached_tokens=sequence.num_cached_tokens if index == 0 else None,
+                    cache_miss=sequence.cache_miss if index == 0 else None,
                     is_draft=verdict.is_draft,
                     num_rejected_drafts=verdict.num_rejected,
                 )

@@ -20,7 +20,7 @@ from cadenza.core.drafts import Drafting
 from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.packing import Packer
 from cadenza.core.pooling import Pool
-from cadenza.core.prefix_misses import PrefixMisses, log_text
+from cadenza.core.prefix_misses import PrefixMisses, log_text, miss_text
 from cadenza.core.prompt_rows import PromptRowsProgress
 from cadenza.core.queue_policy import FCFS, QueuePolicy
 from cadenza.core.scheduler import Scheduler, SchedulerOptions
@@ -386,11 +386,12 @@ def _stored_pages(
 def _log_prefix(sequence: Sequence, misses: PrefixMisses) -> None:
     if logger.isEnabledFor(logging.DEBUG):
         logger.debug(
-            "request %d: %d of %d prompt tokens were in the prefix cache; not found: %s",
+            "request %d: %d of %d prompt tokens were in the prefix cache; not found: %s%s",
             sequence.request_id,
             sequence.num_cached_tokens,
             sequence.num_prompt_tokens,
             log_text(misses),
+            miss_text(sequence.cache_miss, sequence.num_prompt_tokens),
         )
 
 

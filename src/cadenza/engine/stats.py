@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from cadenza.config import EngineLimits
-from cadenza.core.prefix_misses import MissReason, no_misses
+from cadenza.core.prefix_misses import MissReason, no_missed_prompts, no_misses
 from cadenza.core.step_cost import StepBound
 from cadenza.engine.core import EngineCore
 from cadenza.engine.loop import Announce
 from cadenza.engine.stored_pages import StoredPageCounts
-from cadenza.events import Event
+from cadenza.events import CacheMissReason, Event
 
 STEP_SECONDS_BOUNDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075),
@@ -61,7 +61,8 @@ class EngineStats:
 
     `num_running` and `num_waiting` count samples, `num_prefix_queries` and `num_prefix_hits` prompt
     tokens, `num_prefix_misses` those not found, by reason, `num_prefix_waits` samples that have
-    waited for a prefix that another one computed.
+    waited for a prefix that another one computed; `num_missed_prompts` and `num_differing_tokens`
+    are those of `PrefixCounts`.
     `num_drafts` counts steps of sequences with drafts, `num_accepted_per_pos` accepted drafts by
     their place behind the newest token. `pages_live` includes pinned pages. `step_tokens` is the
     number of tokens per step. `stored_pages` is None without `--prefix-cache-disk`.
@@ -85,6 +86,8 @@ class EngineStats:
     step_tokens: Distribution
     num_prefix_waits: int = 0
     num_prefix_misses: dict[MissReason, int] = field(default_factory=no_misses)
+    num_missed_prompts: dict[CacheMissReason, int] = field(default_factory=no_missed_prompts)
+    num_differing_tokens: int = 0
     step_bound: StepBoundStats | None = None
     stored_pages: StoredPageCounts | None = None
 
@@ -174,6 +177,8 @@ class StepMeter:
             num_prefix_hits=scheduler.prefix_counts.num_hits,
             num_prefix_waits=scheduler.kv_cache.num_prefix_waits,
             num_prefix_misses=dict(scheduler.prefix_counts.num_misses),
+            num_missed_prompts=dict(scheduler.prefix_counts.num_missed_prompts),
+            num_differing_tokens=scheduler.prefix_counts.num_differing_tokens,
             num_drafts=drafts.num_drafts,
             num_draft_tokens=drafts.num_draft_tokens,
             num_accepted_tokens=drafts.num_accepted_tokens,
