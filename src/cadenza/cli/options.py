@@ -30,18 +30,22 @@ from cadenza.errors import ConfigError
 Result = TypeVar("Result")
 
 ENVIRONMENT_PREFIX = "CADENZA_"
-VARIABLES_WITHOUT_FLAG = frozenset(
-    f"{ENVIRONMENT_PREFIX}{name}"
-    for name in (
-        "CACHE_DIR",
-        "CPU_ISA",
-        "CPU_INTEGER_ISA",
-        "NUM_THREADS",
-        "REQUIRE_NATIVE",
-        "TRACEBACK",
-    )
-)
-"""Variables that are read elsewhere than by a flag."""
+VARIABLES_WITHOUT_FLAG: Mapping[str, str] = {
+    f"{ENVIRONMENT_PREFIX}{name}": what
+    for name, what in {
+        "CACHE_DIR": "The folder of compiled programs, prepared weights, digests and speeds.",
+        "CPU_ISA": "The instruction set of the native kernels: avx512_bf16, avx512, avx2, "
+        "neon_bf16, neon or scalar (default: the fastest that the CPU has).",
+        "CPU_INTEGER_ISA": "That of products with quantised weights and of attention over KV in "
+        "int8: avx512_vnni, avx_vnni, avx2, neon_dotprod, neon or scalar (default: the best that "
+        "is not wider than CADENZA_CPU_ISA).",
+        "NUM_THREADS": "Threads that compute (default: the cores that the process may use).",
+        "REQUIRE_NATIVE": "1 while the package is installed: it is an error if no native "
+        "kernels can be built.",
+        "TRACEBACK": "1 shows the Python traceback of an error.",
+    }.items()
+}
+"""Variables that are read elsewhere than by a flag, and what each sets."""
 
 KUBERNETES = re.compile(r"SERVICE_(HOST|PORT)(_.+)?|PORT(_\d+_.+)?")
 """What Kubernetes sets for a service called cadenza, after the prefix."""
@@ -246,7 +250,7 @@ def misspelt_variables(command: object, environment: Mapping[str, str]) -> dict[
     Args:
         command: the parser of all commands, which knows the variable of each flag.
     """
-    known = VARIABLES_WITHOUT_FLAG | variables_of(command)
+    known = VARIABLES_WITHOUT_FLAG.keys() | variables_of(command)
     parts = [name.removeprefix(ENVIRONMENT_PREFIX) for name in known]
     found: dict[str, str] = {}
     for name in sorted(environment):

@@ -60,8 +60,11 @@ _GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "kv_cache_usage_perc": ("Share of KV pages that are held, 0 to 1.", lambda s: s.kv_cache_usage),
 }
 _COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
-    "prefix_cache_queries": ("Prompt tokens looked up.", lambda s: s.num_prefix_queries),
-    "prefix_cache_hits": ("Prompt tokens found.", lambda s: s.num_prefix_hits),
+    "prefix_cache_queries": (
+        "Prompt tokens looked up in the cache.",
+        lambda s: s.num_prefix_queries,
+    ),
+    "prefix_cache_hits": ("Prompt tokens found in the cache.", lambda s: s.num_prefix_hits),
     "prefix_cache_waits": (
         "Requests that waited for a prefix that another one computed.",
         lambda s: s.num_prefix_waits,
@@ -214,14 +217,22 @@ class _Families:
             "request_success", "Answers by how they ended.", "finished_reason", counts.ends.items()
         )
         for name, help, tally in (
-            ("time_to_first_token_seconds", "To the first token.", counts.first_token_s),
-            ("inter_token_latency_seconds", "Between tokens.", counts.between_tokens_s),
+            (
+                "time_to_first_token_seconds",
+                "From a request to its first token.",
+                counts.first_token_s,
+            ),
+            (
+                "inter_token_latency_seconds",
+                "Between the tokens of a stream.",
+                counts.between_tokens_s,
+            ),
             (
                 "request_time_per_output_token_seconds",
                 "A request's mean time for a token after the first.",
                 counts.per_output_token_s,
             ),
-            ("e2e_request_latency_seconds", "From request to end.", counts.request_s),
+            ("e2e_request_latency_seconds", "From a request to its end.", counts.request_s),
             ("request_prompt_tokens", "Tokens of a prompt.", counts.request_prompt_tokens),
             (
                 "request_generation_tokens",
@@ -240,8 +251,16 @@ class _Families:
         )
         for name, help, found in (
             ("request_queue_time_seconds", "From acceptance to a row.", stats.queue_seconds),
-            ("request_prefill_time_seconds", "From a row to a token.", stats.prefill_seconds),
-            ("request_decode_time_seconds", "From there to the end.", stats.decode_seconds),
+            (
+                "request_prefill_time_seconds",
+                "From there to the first token.",
+                stats.prefill_seconds,
+            ),
+            (
+                "request_decode_time_seconds",
+                "From the first token to the end.",
+                stats.decode_seconds,
+            ),
         ):
             yield self._histogram(name, help, found)
 
@@ -267,7 +286,7 @@ class _Families:
     def of_status(self, status: EngineStatus) -> Iterator[Metric]:
         yield self._by(
             "startup_seconds",
-            "Phases of the last start.",
+            "Seconds of each phase of the last start.",
             "phase",
             status.startup_s.items(),
             kind=GaugeMetricFamily,
@@ -295,15 +314,19 @@ class _Families:
 
     def of_front_end(self, counts: ServedCounts, num_dropped_lines: int) -> Iterator[Metric]:
         yield self._counter(
-            "idle_connections_closed", "Closed to make room for others.", counts.num_idle_closed
+            "idle_connections_closed",
+            "Idle connections closed for new ones.",
+            counts.num_idle_closed,
         )
         yield self._counter(
-            "log_lines_dropped", "Lines that stderr did not take.", num_dropped_lines
+            "log_lines_dropped", "Log lines that stderr did not take.", num_dropped_lines
         )
 
     def of_steps(self, stats: EngineStats) -> Iterator[Metric]:
         compiles = stats.num_compiles_after_warmup
-        yield self._counter("compiles_after_warmup", "Must stay zero.", compiles)
+        yield self._counter(
+            "compiles_after_warmup", "Programs compiled after the start; must stay zero.", compiles
+        )
         yield self._counter("failed_steps", "Steps that failed.", stats.num_failed_steps)
         yield self._histogram("step_seconds", "Time of a step.", stats.step_seconds)
         if stats.step_bound is not None:
@@ -315,14 +338,24 @@ class _Families:
             "cached": stats.pages_cached,
             "free": stats.pages_free,
         }
-        yield self._by("pages", "KV pages.", "state", pages.items(), kind=GaugeMetricFamily)
+        yield self._by(
+            "pages", "KV pages by their state.", "state", pages.items(), kind=GaugeMetricFamily
+        )
 
     def _of_stored(self, counts: StoredPageCounts) -> Iterator[Metric]:
         for name, help, value in (
             ("pages_read", "KV pages that came from the disk.", counts.num_read),
-            ("page_bytes_read", "Their bytes.", counts.num_read_bytes),
+            (
+                "page_bytes_read",
+                "Bytes of KV pages that came from the disk.",
+                counts.num_read_bytes,
+            ),
             ("pages_written", "KV pages that went to the disk.", counts.num_written),
-            ("page_bytes_written", "Their bytes.", counts.num_written_bytes),
+            (
+                "page_bytes_written",
+                "Bytes of KV pages that went to the disk.",
+                counts.num_written_bytes,
+            ),
         ):
             yield self._counter(f"prefix_cache_disk_{name}", help, value)
         yield self._by(
