@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
+from cadenza.errors import ConfigError
 from cadenza.server.tenants import read_tenants
 from tests.docs import command_line
 from tests.docs.documents import PAGES, ROOT, fences
@@ -18,7 +20,7 @@ OF_OTHERS = {
     *("--tag", "--rm", "--publish", "--volume", "--env", "--time", "--no-healthcheck"),
     *("--rows", "--threads", "--prefill", "--only"),  # of the kernels' own programs
 }
-SERVING = ROOT / "docs" / "serving.md"
+DOCS = ROOT / "docs"
 
 
 def flags_of(command: Any) -> Iterator[str]:
@@ -41,21 +43,33 @@ def test_every_flag_that_a_page_names_is_one_of_a_program(page: Path) -> None:
     assert named - known == set()
 
 
-def blocks(language: str) -> list[str]:
-    return [code.text for code in fences(SERVING) if code.language == language]
+def block(page: str, language: str) -> str:
+    """The only one of the page in that language."""
+    (text,) = [code.text for code in fences(DOCS / page) if code.language == language]
+    return text
 
 
 def test_the_unit_of_systemd_starts_the_command_with_flags_that_it_has() -> None:
-    (unit,) = blocks("ini")
+    unit = block("serving.md", "ini")
     (started,) = re.findall(r"^ExecStart=(.*)$", unit, re.MULTILINE)
     (more,) = re.findall(r"^# .*, add:(.*)$", unit, re.MULTILINE)
     command_line.check(shlex.split(f"{started} {more}"))
 
 
 def test_the_tenants_of_the_page_are_read(tmp_path: Path) -> None:
-    (toml,) = blocks("toml")
+    toml = block("serving.md", "toml")
     (tmp_path / "tenants.toml").write_text(toml.replace("3f0a…", "3f" * 32))
     found = read_tenants(tmp_path / "tenants.toml")
     assert set(found.named) == {"web", "batch"}
     assert found.named["web"].tenant.weight == 4
     assert len(found.keys) == 3
+
+
+def test_every_flag_of_the_file_on_the_page_is_taken(tmp_path: Path) -> None:
+    file = tmp_path / "cadenza.toml"
+    text = block("command-line.md", "toml")
+    file.write_text(text)
+    command_line.parse(["serve", "--config", str(file)])
+    file.write_text(text.replace("max_model_len", "max_modle_len"))
+    with pytest.raises((ConfigError, typer.BadParameter), match="max_modle_len"):
+        command_line.parse(["serve", "--config", str(file)])
