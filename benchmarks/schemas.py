@@ -1,6 +1,6 @@
 """How many tokens answers in JSON take, and whether they end: ten schemas as libraries write them.
 
-    python benchmarks/schemas.py MODEL [--max-tokens 200]
+    python benchmarks/schemas.py MODEL [--max-tokens 300]
 
 Each is answered once, at temperature 0. The table has the tokens of each answer, why it ended, and
 whether it is JSON of its schema's keys; the text follows with --show.
@@ -102,7 +102,7 @@ def is_of_keys(text: str, schema: dict[str, Any]) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("model")
-    parser.add_argument("--max-tokens", type=int, default=200)
+    parser.add_argument("--max-tokens", type=int, default=300)
     parser.add_argument("--show", action="store_true")
     options = parser.parse_args()
     with LLM(options.model) as llm:

@@ -29,11 +29,13 @@ class JsonStyle:
     Args:
         max_string: characters of a text without a bound; None: as many as the model likes.
         max_items: items of a list, and members of an object, without a bound.
+        max_depth: levels of free JSON, and of what refers to itself.
     """
 
     whitespace: Whitespace = "usual"
     max_string: int | None = None
     max_items: int | None = None
+    max_depth: int | None = None
 
 
 FORMS = ("json", "json_object", "regex", "choice", "grammar")

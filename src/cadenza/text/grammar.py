@@ -54,10 +54,10 @@ They do not depend on the machine, so that a stream ends at the same token every
 _ANY_OBJECT = '{"type": "object"}'
 
 
-FORMS_REVISION = 2
+FORMS_REVISION = 3
 """To be raised when the grammar of a request that was accepted before changes."""
 
-DEFAULT_STYLE = JsonStyle(max_string=4096, max_items=512)
+DEFAULT_STYLE = JsonStyle(max_string=4096, max_items=512, max_depth=16)
 """Of answers in a form: each of them ends."""
 
 ARGUMENTS_STYLE = JsonStyle()

@@ -6,8 +6,9 @@ text that the schema does not, but for the keywords that it names as unenforced.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 from urllib.parse import unquote
 
@@ -21,6 +22,11 @@ NO_TEXT = "no text can satisfy it; loosen what it asks for together"
 
 MAX_DEPTH = 64
 """Levels of objects and lists within each other; also the bound of request bodies."""
+
+MAX_LEVELS_CHARS = 100_000
+"""Of the rules of all levels of what refers to itself."""
+
+MIN_LEVELS = 2
 
 UNENFORCEABLE = (
     *("not", "if", "then", "else", "contains", "minContains", "maxContains"),
@@ -125,7 +131,8 @@ def _compiled(schema: _Schema | bool, style: JsonStyle, unenforced: dict[str, No
 
     left_out: dict[str, None] = {}
     draft = str(schema.get("$schema", "")) if isinstance(schema, dict) else ""
-    compiler = SchemaGrammar(
+    make = partial(
+        SchemaGrammar,
         style,
         resolve,
         left_out.setdefault,
@@ -134,13 +141,31 @@ def _compiled(schema: _Schema | bool, style: JsonStyle, unenforced: dict[str, No
     try:
         if isinstance(schema, dict) and _has_identifiers(schema):
             raise UnsupportedSchemaError
-        lark = compiler.compile(schema)
+        lark = _bounded(schema, style, make)
     except UnsatisfiableError as error:
         raise _refused(f"is refused: {_impossible(error)}") from None
     except UnsupportedSchemaError:
         return _by_the_library(cast(_Schema, schema), style, unenforced)
     unenforced |= left_out
     return _library().grammar_from_lark(lark)
+
+
+def _bounded(schema: _Schema | bool, style: JsonStyle, make: Callable[[], SchemaGrammar]) -> str:
+    """The grammar, in which references are not without end within themselves.
+
+    They may be where the rules of two levels would be too many, or where no text has so few levels.
+    """
+    compiler = make()
+    lark = compiler.compile(schema)
+    if style.max_depth is None or not compiler.recursive:
+        return lark
+    levels = min(style.max_depth, MAX_LEVELS_CHARS // len(lark))
+    if levels < MIN_LEVELS:
+        return lark
+    try:
+        return make().compile_levels(schema, [*compiler.recursive], levels)
+    except (UnsatisfiableError, UnsupportedSchemaError):
+        return lark
 
 
 def _impossible(error: UnsatisfiableError) -> str:

@@ -1,18 +1,20 @@
 """`SchemaGrammar`: a JSON Schema becomes a grammar in Lark's notation.
 
-Owns where blanks may stand, and how long texts, lists and free JSON may get where the schema does
-not say. Knows no tokens. Invariant: each text of the grammar is JSON that satisfies what of the
-schema was not left out.
+Owns where blanks may stand, how long texts and lists may get where the schema does not say, and how
+deep free JSON and what refers to itself. Knows no tokens. Invariant: each text of the grammar is
+JSON that satisfies what of the schema was not left out.
 """
 
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import cast
 
 from cadenza.structured import JsonStyle
+from cadenza.text.lark_rules import LarkRules
 from cadenza.text.schema_merge import (
     TYPES,
     Schema,
@@ -26,8 +28,8 @@ from cadenza.text.schema_merge import (
 from cadenza.text.schema_numbers import EmptyRangeError, UnboundedDigitsError, number_terminal
 from cadenza.text.schema_values import MAX_UNIQUE, few_values, satisfies_bounds
 
-MAX_FREE_DEPTH = 16
-"""Of JSON that a schema says nothing about, where answers are bounded."""
+_MAX_FRAMES = 650
+"""Of Python's 1,000 for schemas within each other, references followed."""
 
 _CHAR = r'([^"\\\x00-\x1F\x7F]|\\["\\bfnrt]|\\u00([01][0-9a-fA-F]|7[fF]))'
 _KEY_CHAR = r'([^"\\\x00-\x1F\x7F]|\\["\\bfnrt])'
@@ -35,8 +37,6 @@ _KEY_CHAR = r'([^"\\\x00-\x1F\x7F]|\\["\\bfnrt])'
 """
 
 _NUMBER_IN_BRACES = re.compile(r"(?<=[{,])\d{1,9}(?=[,}])")
-
-_WORD = re.compile(r"\w+")
 
 _LINE = r"\n( {0,32}|\t{0,8})"
 _ANY_BLANKS = r"[ \n\t]{0,16}"
@@ -77,48 +77,6 @@ def library_options(style: JsonStyle) -> dict[str, object]:
     }
 
 
-@dataclass(slots=True, eq=False)
-class _Lark:
-    """Rules and terminals by their bodies; equal bodies are one."""
-
-    names: dict[str, str] = field(default_factory=dict[str, str])
-    bodies: dict[str, str] = field(default_factory=dict[str, str])
-    parametric: set[str] = field(default_factory=set[str])
-
-    def terminal(self, body: str) -> str:
-        return self._named("T", body)
-
-    def rule(self, body: str) -> str:
-        return self._named("r", body)
-
-    def new_rule(self) -> str:
-        """A rule whose body is set later."""
-        name = f"r{len(self.bodies)}"
-        self.bodies[name] = ""
-        return name
-
-    def text_from(self, start: str) -> str:
-        """The grammar, of the rules that can be reached."""
-        needed, waiting = {start}, [start]
-        while waiting:
-            for word in _WORD.findall(self.bodies[waiting.pop()]):
-                if word in self.bodies and word not in needed:
-                    needed.add(word)
-                    waiting.append(word)
-        lines = [
-            f"{name}::_: {body}" if name in self.parametric else f"{name}: {body}"
-            for name, body in self.bodies.items()
-            if name in needed
-        ]
-        return "\n".join([f"start: {start}", *lines])
-
-    def _named(self, prefix: str, body: str) -> str:
-        if body not in self.names:
-            self.names[body] = f"{prefix}{len(self.bodies)}"
-            self.bodies[self.names[body]] = body
-        return self.names[body]
-
-
 class SchemaGrammar:
     """Compiles one schema.
 
@@ -139,10 +97,16 @@ class SchemaGrammar:
         self._resolve = resolve
         self._leave_out = leave_out
         self._merger = SchemaMerger(resolve, leave_out, ignores_siblings=ignores_siblings)
-        self._lark = _Lark()
-        self._references: dict[str, str] = {}
-        self._impossible: set[str] = set()
-        self._open: dict[str, bool] = {}  # what is being compiled, and whether it has itself
+        self._lark = LarkRules()
+        # References by their names and levels; those that are being compiled, with whether they
+        # are within themselves.
+        self._references: dict[tuple[str, int], str] = {}
+        self._impossible: set[tuple[str, int]] = set()
+        self._open: dict[tuple[str, int], bool] = {}
+        self._most_levels: int | None = None
+        self._level = self._num_frames = 0
+        self.recursive: dict[str, None] = {}
+        """References within themselves, as far as they were compiled without levels."""
         self._free: dict[int, str] = {}
         blanks = _BLANKS[style.whitespace]
         made = {
@@ -161,6 +125,25 @@ class SchemaGrammar:
         """The grammar. Raises UnsatisfiableError or UnsupportedSchemaError."""
         return self._lark.text_from(self._value(schema))
 
+    def compile_levels(self, schema: object, recursive: Sequence[str], most_levels: int) -> str:
+        """As `compile`, with at most so many levels of a reference within itself.
+
+        Each level has rules of its own, and on the last one what refers to itself once more is
+        left out as if it were false. The last level is compiled first, so that levels are not
+        nested in each other here.
+
+        Args:
+            recursive: names of such references.
+        """
+        self._most_levels = most_levels
+        for self._level in reversed(range(1, most_levels)):
+            for name in recursive:
+                with suppress(UnsatisfiableError):
+                    self._reference(name)
+        self._level = 0
+        self._open["#", 0] = False
+        return self._lark.text_from(self._value(schema))
+
     def _value(self, schema: object) -> str:
         """The name of a rule or terminal. Raises UnsatisfiableError."""
         self._merger.spend()
@@ -169,7 +152,8 @@ class SchemaGrammar:
         problem = UnsatisfiableError()
         for each in found:
             try:
-                bodies |= dict.fromkeys(self._bodies(each))
+                with self._nested(3 if "$ref" in each else 5):
+                    bodies |= dict.fromkeys(self._bodies(each))
             except UnsatisfiableError as error:
                 problem = error
         if not bodies:
@@ -179,6 +163,16 @@ class SchemaGrammar:
             if body in self._lark.bodies:
                 return body
         return self._lark.rule(" | ".join(bodies))
+
+    @contextmanager
+    def _nested(self, num_frames: int) -> Generator[None]:
+        self._num_frames += num_frames
+        try:
+            if self._num_frames > _MAX_FRAMES:
+                raise UnsupportedSchemaError
+            yield
+        finally:
+            self._num_frames -= num_frames
 
     def _bodies(self, each: Schema) -> Iterable[str]:
         """What an alternative may be, as bodies of rules."""
@@ -213,24 +207,38 @@ class SchemaGrammar:
         return found
 
     def _reference(self, name: str) -> str:
-        if name in self._impossible:
+        place = name, self._level
+        if place in self._open and self._most_levels is not None:
+            return self._next_level(name, self._most_levels)
+        if place in self._impossible:
             raise UnsatisfiableError
-        if name in self._references:
-            if name in self._open:
-                self._open[name] = True
-            return self._references[name]
-        self._references[name] = rule = self._lark.new_rule()
-        self._open[name] = False
+        if place in self._references:
+            if place in self._open:
+                self._open[place] = True
+                self.recursive[name] = None
+            return self._references[place]
+        self._references[place] = rule = self._lark.new_rule()
+        self._open[place] = False
         try:
             self._lark.bodies[rule] = self._value(self._resolve(name))
         except UnsatisfiableError:
-            self._impossible.add(name)
-            if self._open[name]:  # rules that are kept may have it
+            self._impossible.add(place)
+            if self._open[place]:  # rules that are kept may have it
                 raise UnsupportedSchemaError from None
             raise
         finally:
-            del self._open[name]
+            del self._open[place]
         return rule
+
+    def _next_level(self, name: str, most_levels: int) -> str:
+        """A reference within itself. Raises UnsatisfiableError on the last level."""
+        if self._level + 1 == most_levels:
+            raise UnsatisfiableError
+        self._level += 1
+        try:
+            return self._reference(name)
+        finally:
+            self._level -= 1
 
     def _enum(self, schema: Schema) -> list[str]:
         beside = {name: value for name, value in schema.items() if name != "enum"}
@@ -305,13 +313,14 @@ class SchemaGrammar:
 
     def _any(self, depth: int = 0) -> str:
         """Any JSON; less and less deep where answers are bounded."""
-        if self._style.max_items is None:
+        most = self._style.max_depth
+        if most is None:
             depth = 0
         if depth not in self._free:
             self._free[depth] = rule = self._lark.new_rule()
             scalars = [name for name in TYPES if name not in ("array", "object")]
             bodies = self._typed({"type": scalars})
-            if depth < MAX_FREE_DEPTH:
+            if most is None or depth < most:
                 inner = self._any(depth + 1)
                 bodies += [self._repeated(inner, 0, self._most_items(0)), self._free_object(inner)]
             else:
