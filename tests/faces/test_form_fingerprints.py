@@ -35,6 +35,7 @@ OTHERS: dict[str, tuple[Any, ...]] = {
     "tool_calls": (*TOOL_FORMATS,),
     "max_string": (10, None, 4096),
     "strict_tools": (True,),
+    "strict_messages": (True,),
 }
 """Of each option, the values beside its default."""
 
@@ -70,15 +71,17 @@ def test_an_option_changes_the_fingerprint_or_no_answer(name: str):
         is_changed = answers(parsers) != before
         assert not is_changed or forms_of(parsers) != digest, value
         num_changed += is_changed
-    assert num_changed or name == "strict_tools", "the control: an option that decides something"
+    assert num_changed or name.startswith("strict_"), (
+        "the control: an option that decides something"
+    )
 
 
 def test_the_librarys_version_and_the_limits_are_in_the_fingerprint():
-    style, parsers = JsonStyle(max_string=4096, max_items=512), ("json",)
+    style, parsers = JsonStyle(max_string=4096, max_items=512, max_depth=16), ("json",)
     name = name_forms(style, parsers)
     assert "llguidance-" in name
-    for other in (replace(style, max_string=1), replace(style, max_items=1)):
-        assert name_forms(other, parsers) != name
+    for bound in ("max_string", "max_items", "max_depth"):
+        assert name_forms(replace(style, **{bound: 1}), parsers) != name
     assert name_forms(style, ("mistral",)) != name
 
 
