@@ -4,9 +4,12 @@ Owns the flags of its subcommands; what is measured is `bench`'s, what is printe
 Invariant: with --json exactly one object goes to stdout; progress is shown on a terminal only.
 """
 
+import inspect
+import sys
 from collections.abc import Callable, Mapping
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -19,6 +22,8 @@ from cadenza.errors import ConfigError
 
 if TYPE_CHECKING:
     from cadenza.checkpoint.dtypes import WeightDType
+
+Result = TypeVar("Result")
 
 ShapeFlag = Annotated[
     str | None,
@@ -296,6 +301,21 @@ _COMMANDS: Mapping[str, Callable[..., object]] = {
 }
 
 
+QUICK: Mapping[str, tuple[str, Mapping[str, object]]] = {
+    "throughput": (
+        "--concurrency 1,8 --output-len 32 --repeats 1",
+        {"concurrency": "1,8", "output_len": 32, "repeats": 1},
+    ),
+    "serve": (
+        "--concurrency 1,8 --num-requests 12 --output-len 16:32",
+        {"concurrency": "1,8", "num_requests": 12, "output_lens": "16:32"},
+    ),
+    "startup": ("--repeats 1", {"repeats": 1}),
+    "load": ("--repeats 2", {"repeats": 2}),
+}
+"""What --quick stands for: as flags, and as parameters."""
+
+
 def build_bench(epilog: str) -> typer.Typer:
     """The `bench` command with its subcommands."""
     app = typer.Typer(
@@ -305,8 +325,46 @@ def build_bench(epilog: str) -> typer.Typer:
         help="Measure this machine and an engine on it.",
     )
     for name, command in _COMMANDS.items():
-        app.command(name, epilog=epilog)(with_flags(command))
+        flagged = with_flags(command)
+        app.command(name, epilog=epilog)(_with_quick(name, flagged) if name in QUICK else flagged)
     return app
+
+
+def _with_quick(name: str, command: Callable[..., Result]) -> Callable[..., Result]:
+    """The command with --quick: other defaults, below its flags, variables and file."""
+    flags, values = QUICK[name]
+
+    def fill(context: typer.Context, is_quick: bool) -> bool:
+        if is_quick:
+            context.default_map = {**values, **(context.default_map or {})}
+        return is_quick
+
+    option = typer.Option(
+        "--quick",
+        is_eager=True,
+        callback=fill,
+        help=f"Rough figures, within half a minute on most machines: {flags}, where they are not "
+        f"given.",
+    )
+
+    @wraps(command)
+    def run(*, quick: bool, **given: Any) -> Result:
+        result = command(**given)
+        if quick:
+            print("(--quick: few and short runs; without it, medians of more)", file=sys.stderr)
+        return result
+
+    signature = inspect.signature(command)
+    added = inspect.Parameter(
+        "quick",
+        inspect.Parameter.KEYWORD_ONLY,
+        default=False,
+        annotation=Annotated[bool, option],
+    )
+    parameters = [*signature.parameters.values(), added]
+    vars(run)["__signature__"] = signature.replace(parameters=parameters)
+    run.__annotations__ = {each.name: each.annotation for each in parameters}
+    return run
 
 
 def _machine(config: EngineConfig) -> dict[str, object]:

@@ -68,7 +68,7 @@ def config_parameter(flags: Mapping[str, Parameter], variable: str) -> Parameter
             return None
         known = _flag_names(context.find_root().command)
         file = read_config_file(Path(path).expanduser(), flags, known)
-        context.default_map = dict(file.values)
+        context.default_map = {**(context.default_map or {}), **file.values}
         return file
 
     option = typer.Option(
