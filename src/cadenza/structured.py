@@ -148,6 +148,7 @@ class CallRule:
         is_read: the beginning is a part of what the grammar is of.
         reasoning: the marks around reasoning, in which nothing is constrained; None: there is none.
         has_begun: the prompt has the mark that begins reasoning.
+        is_needed: an answer whose calls cannot be constrained is an error.
     """
 
     begin: str
@@ -155,6 +156,7 @@ class CallRule:
     is_read: bool = False
     reasoning: tuple[str, str] | None = None
     has_begun: bool = False
+    is_needed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +166,8 @@ class ConstraintSpec:
     Args:
         grammar: of the text from the stream's first token on, in the form of the library that
             compiles it; None: any text.
-        calls: of calls, where there is no grammar. An engine without constraints leaves it out.
+        calls: of calls, where there is no grammar. An engine without constraints leaves them
+            out unless they are needed.
     """
 
     grammar: str | None = None
@@ -174,7 +177,8 @@ class ConstraintSpec:
     @property
     def is_needed(self) -> bool:
         """Whether an answer without the constraint would not be what was asked for."""
-        return self.grammar is not None or self.thinking is not None
+        are_calls_needed = self.calls is not None and self.calls.is_needed
+        return self.grammar is not None or self.thinking is not None or are_calls_needed
 
 
 class Constraint(Protocol):

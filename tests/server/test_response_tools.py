@@ -1,13 +1,13 @@
 """Tools of responses that are no functions: custom ones, namespaces, those of OpenAI's servers."""
 
 import json
+import re
 from typing import Any
 
 import pytest
 
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.server.endpoints.chat import ChatRequest
-from cadenza.server.errors import ApiError
 from cadenza.server.schemas.items import InputItems, messages_of
 from cadenza.server.schemas.messages import Messages
 from cadenza.server.schemas.response_tools import ResponseTools, text_of_input
@@ -184,18 +184,72 @@ def test_a_chat_has_custom_tools_too(loaded: Any) -> None:
         ]
 
 
-def test_a_custom_tool_may_be_chosen_by_its_name_and_one_with_a_grammar_is_refused() -> None:
+def test_a_custom_tool_may_be_chosen_by_its_name() -> None:
     asked = [{"role": "user", "content": "x"}]
     choice = {"type": "custom", "custom": {"name": "apply_patch"}}
     body = {"messages": asked, "tools": CHAT_TOOLS, "tool_choice": choice}
-    request = ChatRequest(ChatRequest.check(body))
-    use = request.tool_use()
+    use = ChatRequest(ChatRequest.check(body)).tool_use()
     assert use is not None
     assert use.named == "apply_patch"
-    form = {"type": "grammar", "grammar": {"syntax": "lark", "definition": "start: A"}}
-    custom = {**CHAT_TOOLS[1]["custom"], "format": form}  # type: ignore[dict-item]
-    with pytest.raises(ApiError, match="a custom tool with a grammar is not built"):
-        ChatRequest.check({"messages": asked, "tools": [{"type": "custom", "custom": custom}]})
+
+
+LINES = {"syntax": "lark", "definition": 'start: ("+" /[a-c"]{1,3}/ LF){1,2}\n%import common.LF'}
+RIGHT_LINES = re.compile(r'(\+[a-c"]{1,3}\n){1,2}')
+
+
+def test_a_response_has_a_text_of_the_grammar_and_its_events(bundled: RunningServer) -> None:
+    patch = {**PATCH, "format": {"type": "grammar", **LINES}}
+    fields = {"tools": [NOW, patch], "tool_choice": {"type": "custom", "name": "apply_patch"}}
+    fields |= {
+        "max_output_tokens": 120,
+        "temperature": 1.0,
+        "seed": 3,
+        "parallel_tool_calls": False,
+    }
+    (call,) = respond(bundled, **fields)["output"]
+    assert (call["type"], call["name"], call["status"]) == (
+        "custom_tool_call",
+        "apply_patch",
+        "completed",
+    )
+    assert RIGHT_LINES.fullmatch(call["input"]), call
+    events = streamed(bundled, **fields)
+    done = [each for each in events if each["type"].endswith("custom_tool_call_input.done")]
+    assert [each["input"] for each in done] == [call["input"]]
+
+
+def test_a_chat_has_a_text_of_the_grammar(bundled: RunningServer) -> None:
+    custom = {"name": "edit", "format": {"type": "grammar", "grammar": LINES}}
+    body = {
+        "messages": [{"role": "user", "content": "fix it"}],
+        "tools": [{"type": "custom", "custom": custom}],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "max_tokens": 120,
+    }
+    answer = bundled.post("/v1/chat/completions", body)
+    assert answer.status_code == 200, answer.text
+    (call,) = answer.json()["choices"][0]["message"]["tool_calls"]
+    assert RIGHT_LINES.fullmatch(call["custom"]["input"]), call
+
+
+@pytest.mark.parametrize(
+    ("form", "told"),
+    [
+        ({"syntax": "gbnf", "definition": "x"}, "the syntax 'gbnf'; give lark or regex"),
+        ({"syntax": "lark"}, "without a definition"),
+        ({"syntax": "lark", "definition": "x" * (65 << 10)}, "over 65536 bytes"),
+        ({"syntax": "lark", "definition": "start: A"}, "the grammar of the tool apply_patch is"),
+        ({"syntax": "regex", "definition": "a(?=b)"}, "look-around"),
+    ],
+)
+def test_a_grammar_that_cannot_be_followed_is_refused_by_its_tool(
+    bundled: RunningServer, form: dict[str, str], told: str
+) -> None:
+    tools = [{**PATCH, "format": {"type": "grammar", **form}}]
+    answer = bundled.post(PATH, {"input": "x", "tools": tools, "max_output_tokens": 1})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools"), answer.text
+    assert told in answer.json()["error"]["message"]
 
 
 def test_a_custom_call_of_a_chats_history_has_an_object_for_the_template() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from cadenza.structured import CallRule, Constraint, ConstraintSpec
 from cadenza.text import Tokenizer
 from cadenza.text.answer_grammar import Tool
 from cadenza.text.grammar_check import check_grammar
+from cadenza.text.input_grammar import InputGrammar
 from cadenza.text.part_parser import PartPlan
 from cadenza.text.token_constraint import ConstraintCompiler
 from cadenza.text.tool_calls import TOOL_FORMATS, ToolFormat
@@ -230,6 +232,53 @@ def test_a_schema_that_cannot_be_followed_allows_any_object(
     kept = Stream(tokenizer, constraint_of(compiler, rule_of(tokenizer, "hermes", (*TOOLS, odd))))
     kept.write('<tool_call>\n{"name": "f", "arguments": {"')
     assert tokenizer.id_of("q") not in allowed_ids(kept.constraint, tokenizer.vocab_size)
+
+
+PATCH = 'start: line+\nline: ("+" | "-") /[a-z<"\\\\\\\\]{1,4}/ LF\n%import common.LF'
+CUSTOM = Tool(
+    name="patch",
+    parameters={
+        "type": "object",
+        "properties": {"input": {"type": "string"}},
+        "required": ["input"],
+    },
+    input=InputGrammar(syntax="lark", definition=PATCH),
+)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_custom_tools_text_is_of_its_grammar(
+    tokenizer: Tokenizer, compiler: ConstraintCompiler, name: str
+) -> None:
+    use = ToolUse(tools=(CUSTOM,))
+    rule = rule_of(tokenizer, name, use.tools)
+    assert rule is not None
+    assert ConstraintSpec(calls=rule).is_needed
+    beginning = BEGINNINGS[name].replace('"now"', '"patch"').replace('"f"', '"patch"')
+    texts: list[str] = []
+    for seed in range(4):
+        stream = Stream(tokenizer, constraint_of(compiler, rule))
+        stream.write("So: ")
+        assert stream.is_free
+        stream.write(beginning)
+        stream.finish_call(random.Random(seed))
+        plan = PartPlan(tools=TOOL_FORMATS[name], functions=use.schemas)
+        calls = [part for part in parse(plan, stream.text) if part[0] == "tool_call"]
+        assert [called for _, called, _ in calls] == ["patch"] * len(calls)
+        texts += [json.loads(arguments)["input"] for _, _, arguments in calls]
+    assert len(texts) >= 4
+    assert all(re.fullmatch(r'([+-][a-z<"\\]{1,4}\n)+', text) for text in texts), texts
+
+
+def test_a_needed_call_that_cannot_go_on_is_a_failure(
+    tokenizer: Tokenizer, compiler: ConstraintCompiler
+) -> None:
+    for tools, has_failed in (((CUSTOM,), True), (TOOLS, False)):
+        stream = Stream(tokenizer, constraint_of(compiler, rule_of(tokenizer, "hermes", tools)))
+        stream.write("<tool_call>")
+        assert not stream.is_free
+        stream.write("nothing")
+        assert stream.constraint.has_failed == has_failed
 
 
 def test_formats_without_a_grammar_have_no_rule(tokenizer: Tokenizer) -> None:

@@ -24,7 +24,9 @@ from cadenza.text.answer_grammar import (
     text_or_calls_grammar,
 )
 from cadenza.text.call_grammar import ANY_OBJECT, CallGrammar
+from cadenza.text.escaped_regex import Escapes
 from cadenza.text.grammar import ARGUMENTS_STYLE, DEFAULT_STYLE, GrammarCheck
+from cadenza.text.input_grammar import arguments_of_written
 from cadenza.text.json_schema import compile_schema
 from cadenza.text.output_parser import MakeParser
 from cadenza.text.part_parser import (
@@ -67,8 +69,11 @@ class ToolUse:
 
     @property
     def schemas(self) -> dict[str, Mapping[str, Any]]:
-        """Of the arguments of each function."""
-        return {tool.name: tool.parameters or {} for tool in self.tools}
+        """Of the arguments of each function; a text of a grammar is written as JSON everywhere."""
+        return {
+            tool.name: {} if tool.input is not None else tool.parameters or {}
+            for tool in self.tools
+        }
 
     @property
     def is_constrained(self) -> bool:
@@ -195,8 +200,9 @@ class AnswerPlanner:
             return after_reasoning(grammar, reasoning, marks, has_begun=has_begun)
 
         grammar = None if form is None else form.grammar
+        inputs = {} if use is None or tools is None else _inputs(use, tools, check)
         if use is not None and tools is not None and (grammar is not None or use.is_constrained):
-            arguments = {tool.name: _arguments(tool, check) for tool in use.callable_tools}
+            arguments = {tool.name: _arguments(tool, inputs, check) for tool in use.callable_tools}
             with_calls = partial(_with_calls, grammar, use, tools, arguments)
             # The check has no tokens: the marks are texts there.
             _refuse_unfit(behind_reasoning(with_calls({}), {}), check)
@@ -208,7 +214,7 @@ class AnswerPlanner:
             bound = self._thinking_bound(reasoning, max_thinking, has_begun=has_begun)
         rule = None
         if use is not None and tools is not None and grammar is None:
-            rule = self._call_rule(use, tools, check)
+            rule = self._call_rule(use, tools, inputs, check)
         if rule is not None and reasoning is not None and not is_over:
             around = (reasoning.begin, reasoning.end)
             rule = replace(rule, reasoning=around, has_begun=has_begun)
@@ -226,23 +232,34 @@ class AnswerPlanner:
             shows_special_tokens=not self._tokenizer.special_token_ids.isdisjoint(marks.values()),
         )
 
-    def _call_rule(self, use: ToolUse, tools: ToolFormat, check: GrammarCheck) -> CallRule | None:
+    def _call_rule(
+        self, use: ToolUse, tools: ToolFormat, inputs: Mapping[str, str], check: GrammarCheck
+    ) -> CallRule | None:
         """What a call may be that the model begins; None where that cannot be followed.
 
-        Nothing is refused: of a function whose schema cannot be followed any object is allowed.
+        No schema is refused: of a function whose schema cannot be followed any object is allowed.
+        Raises InvalidRequestError where the text of a custom tool must be of a grammar.
         """
         for is_loose in (False, True):
             functions = [_loosened(tool, check) for tool in use.tools] if is_loose else use.tools
-            calls = CallGrammar(tools=functions, format=tools, compile=_lenient_grammar)
+            calls = CallGrammar(
+                tools=functions, format=tools, compile=_lenient_grammar, inputs=inputs
+            )
             try:
                 # The check has no tokens: the marks are texts there.
                 trial = calls.rule({})
                 if trial is None:
-                    return None
+                    break
                 if check(trial.grammar) is None:
                     return calls.rule(self._marks(tools))
             except InvalidRequestError:
                 continue
+        if inputs:
+            raise InvalidRequestError(
+                f"the grammar of the tool {next(iter(inputs))} cannot be followed together with "
+                f"the other tools; send fewer of them, or name it in tool_choice",
+                param="tools",
+            )
         return None
 
     def _thinking_bound(
@@ -268,8 +285,28 @@ class AnswerPlanner:
         return {text: added[text] for text in texts if text in added}
 
 
-def _arguments(tool: Tool, check: GrammarCheck) -> str:
+def _inputs(use: ToolUse, tools: ToolFormat, check: GrammarCheck) -> dict[str, str]:
+    """The grammars of the JSON texts that custom tools take. Raises InvalidRequestError."""
+    found: dict[str, str] = {}
+    for tool in use.callable_tools:
+        if tool.input is None:
+            continue
+        try:
+            found[tool.name] = tool.input.written(check, Escapes(also=tools.escaped))
+            problem = check(found[tool.name])
+        except InvalidRequestError as error:
+            problem = str(error)
+        if problem is not None:
+            raise InvalidRequestError(
+                f"the grammar of the tool {tool.name} is refused: {problem}", param="tools"
+            )
+    return found
+
+
+def _arguments(tool: Tool, inputs: Mapping[str, str], check: GrammarCheck) -> str:
     """The grammar of a tool's arguments. Raises InvalidRequestError."""
+    if tool.name in inputs:
+        return arguments_of_written(inputs[tool.name])
     try:
         compiled = compile_schema(tool.schema, ARGUMENTS_STYLE, is_strict=tool.is_strict)
         grammar = compiled.text
@@ -290,6 +327,8 @@ def _lenient_grammar(schema: str) -> str:
 
 def _loosened(tool: Tool, check: GrammarCheck) -> Tool:
     """A tool, with any object as its arguments where those of its schema cannot be followed."""
+    if tool.input is not None:
+        return tool
     try:
         is_followed = check(_lenient_grammar(tool.schema)) is None
     except InvalidRequestError:

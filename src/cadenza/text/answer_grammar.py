@@ -6,10 +6,12 @@ Invariant: an answer of a grammar made here is read by the parser of the same fo
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from cadenza.text.grammar_parts import joined_grammar, parts_of
+from cadenza.text.input_grammar import InputGrammar
 from cadenza.text.part_parser import ReasoningFormat
 from cadenza.text.tool_calls import ToolFormat
 
@@ -28,12 +30,16 @@ Marks = Mapping[str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tool:
-    """A function that may be called. `parameters` is a JSON Schema; None: it takes none."""
+    """A function that may be called. `parameters` is a JSON Schema; None: it takes none.
+
+    `input` is of a custom tool: what the text that it takes must be.
+    """
 
     name: str
     description: str | None = None
     parameters: Mapping[str, Any] | None = None
     is_strict: bool = False
+    input: InputGrammar | None = None
 
     @property
     def schema(self) -> str:
@@ -114,21 +120,3 @@ def literal_in(text: str, marks: Marks) -> str:
 def _named(arguments: Arguments) -> list[dict[str, Any]]:
     named = (parts_of(f"args_{i}", grammar) for i, grammar in enumerate(arguments.values()))
     return [part for parts in named for part in parts]
-
-
-def parts_of(name: str, grammar: str) -> list[dict[str, Any]]:
-    """The parts of a grammar, of which the first is renamed."""
-    first, *others = _read(grammar)
-    return [{**first, "name": name}, *others]
-
-
-def joined_grammar(lark: str, others: Sequence[Mapping[str, Any]]) -> str:
-    return json.dumps({"grammars": [{"lark_grammar": lark}, *others]}, ensure_ascii=False)
-
-
-def _read(grammar: str) -> list[dict[str, Any]]:
-    """The parts of a grammar, which is JSON or in Lark's notation."""
-    if not grammar.startswith("{"):
-        return [{"lark_grammar": grammar}]
-    found: list[dict[str, Any]] = json.loads(grammar)["grammars"]
-    return [{name: value for name, value in each.items() if value is not None} for each in found]

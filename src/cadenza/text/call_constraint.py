@@ -3,7 +3,8 @@
 Owns the watch for a call's beginning; what may follow it, the call's own constraint decides. Knows
 no engine. Invariants: what it allows is a function of the tokens that it accepted; a token outside
 a call is sampled as without it; where the grammar reaches a limit, or a beginning is followed by
-something else within the same token, the text goes on unconstrained.
+something else within the same token, the text goes on unconstrained, or, where calls must be of the
+grammar, has failed.
 """
 
 import re
@@ -48,6 +49,11 @@ class CallWatch:
             self._thinking = False
         elif rule.has_begun and thinking is None:
             self._thinking = True
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether each call must be of the grammar."""
+        return self._rule.is_needed
 
     def copy(self) -> "CallWatch":
         return CallWatch(self._rule, self._tokens, self._text, thinking=self._thinking)
@@ -156,6 +162,8 @@ class CallConstraint:
         self._is_in_call = self._call.begin_with(rest)
         if self._is_in_call:
             self._leave_if_over(self._call)
+        elif self._watch.is_needed:
+            self._has_failed = True
 
     def allowed(self) -> bytes:
         if self._watch is None or not self._is_in_call or self._call is None:
@@ -177,8 +185,8 @@ class CallConstraint:
 
     def _leave_if_over(self, call: RestartableConstraint) -> None:
         if call.has_failed:
+            self._has_failed = self._is_fork or (self._watch is not None and self._watch.is_needed)
             self._watch, self._is_in_call = None, False
-            self._has_failed = self._is_fork
         elif call.is_complete:
             self._is_in_call = False
             if self._is_fork:

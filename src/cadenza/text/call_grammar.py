@@ -8,12 +8,14 @@ the forms of the same format as calls of its functions.
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from cadenza.structured import CallRule
-from cadenza.text.answer_grammar import Marks, Tool, joined_grammar, literal_in, parts_of
+from cadenza.text.answer_grammar import Marks, Tool, literal_in
 from cadenza.text.call_readers import MISTRAL, kinds_of_schema, resolved
+from cadenza.text.grammar_parts import joined_grammar, parts_of
+from cadenza.text.input_grammar import arguments_of_written
 from cadenza.text.tool_calls import GENERIC, TOOL_FORMATS, ToolFormat
 
 MAX_LISTED_CALLS = 16
@@ -35,17 +37,26 @@ class CallGrammar:
     Args:
         tools: the functions, whose schemas can be followed.
         compile: of their arguments.
+        inputs: the grammars of the JSON texts that custom tools take, by the tools' names.
     """
 
     tools: Sequence[Tool]
     format: ToolFormat
     compile: CompileSchema
+    inputs: Mapping[str, str]
+
+    def arguments(self, tool: Tool) -> str:
+        """The grammar of a call's arguments as JSON."""
+        text = self.inputs.get(tool.name)
+        return self.compile(tool.schema) if text is None else arguments_of_written(text)
 
     def rule(self, marks: Marks) -> CallRule | None:
         """None where the format's calls cannot be constrained. Raises InvalidRequestError where a
         schema cannot be read."""
         write = next((write for each, write in _WRITERS if each is self.format), None)
-        return None if write is None else write(self, marks)
+        if write is None:
+            return None
+        return replace(write(self, marks), is_needed=bool(self.inputs))
 
 
 def _hermes(calls: CallGrammar, marks: Marks) -> CallRule:
@@ -99,7 +110,10 @@ def _xml(calls: CallGrammar, marks: Marks) -> CallRule:
         properties: Mapping[str, Any] = schema.get("properties") or {}
         for j, (key, value) in enumerate(properties.items()):
             kinds = kinds_of_schema(resolved(value, schema))
-            if not kinds or "string" in kinds:
+            if tool.name in calls.inputs:
+                written = f'@args_{i}_{j} "\\n</parameter>\\n"'
+                parts += parts_of(f"args_{i}_{j}", calls.inputs[tool.name])
+            elif not kinds or "string" in kinds:
                 written = _texts(resolved(value, schema))
             else:
                 written = f'@args_{i}_{j} "\\n</parameter>\\n"'
@@ -150,7 +164,7 @@ def _whole(calls: CallGrammar, lines: Sequence[str]) -> str:
     parts = [
         part
         for i, tool in enumerate(calls.tools)
-        for part in parts_of(f"args_{i}", calls.compile(tool.schema))
+        for part in parts_of(f"args_{i}", calls.arguments(tool))
     ]
     return joined_grammar("\n".join(lines), parts)
 

@@ -237,10 +237,12 @@ class ConstraintCompiler:
         return None if made is None else self._bounded(spec, made)
 
     def _compile_calls(self, spec: ConstraintSpec, rule: CallRule) -> Constraint | None:
-        """Calls are not constrained where their grammar cannot be followed."""
+        """Calls are not constrained where their grammar cannot be followed, unless they must be."""
         tokens = self._load()
         call = None if tokens is None else self._constraint(tokens, rule.grammar)
         if tokens is None or call is None:
+            if rule.is_needed:
+                return None
             return self._bounded(spec, None) or CallConstraint(None, None, self._vocab_size)
         watch = CallWatch(rule, tokens)
         return self._bounded(spec, CallConstraint(watch, call, self._vocab_size))

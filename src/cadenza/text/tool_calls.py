@@ -43,6 +43,8 @@ class ToolFormat:
         forms: where calls stand, and what reads them.
         skipped: characters behind a call that are no content.
         inner_marks: marks within a call.
+        escaped: characters that a JSON text within a call has escapes for, beside JSON's own: those
+            with which marks begin that no JSON text may have.
     """
 
     begin: str = ""
@@ -56,6 +58,7 @@ class ToolFormat:
     forms: tuple[CallForm, ...]
     skipped: str = " \t\r\n"
     inner_marks: tuple[str, ...] = ()
+    escaped: str = ""
 
 
 _JSON_FIRST = re.compile(r"`{3,}|[\[{]")
@@ -77,6 +80,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
         begin=_TOOL_CALL,
         end=_TOOL_CALL_END,
         is_json=False,
+        escaped="<",
         forms=(
             MarkedCalls(begin=_TOOL_CALL, end=_TOOL_CALL_END, read=read_hermes),
             # Some answers leave the outer mark out.
@@ -93,6 +97,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
         begin=_TOOL_CALL,
         end=_TOOL_CALL_END,
         is_json=False,
+        escaped="<",
         forms=(MarkedCalls(begin=_TOOL_CALL, end=_TOOL_CALL_END, read=read_glm),),
     ),
     "mistral": ToolFormat(
@@ -134,6 +139,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
         begin="<start_function_call>",
         end="<end_function_call>",
         is_json=False,
+        escaped="<",
         forms=(
             MarkedCalls(
                 begin="<start_function_call>", end="<end_function_call>", read=read_function_gemma

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from cadenza.request import show
-from cadenza.server.errors import invalid_value, not_built
+from cadenza.server.errors import invalid_value
 from cadenza.server.schemas.field_types import Schema, members_of, refuse
 from cadenza.server.schemas.tools import (
     MEMBERS_OF_TOOL,
@@ -25,7 +25,9 @@ from cadenza.server.schemas.tools import (
     tools_schema,
 )
 from cadenza.server.schemas.unknown_members import unknown_members
+from cadenza.structured import MAX_STRUCTURED_BYTES
 from cadenza.text.answer_grammar import Tool
+from cadenza.text.input_grammar import InputGrammar
 
 HOSTED = ("local_shell", "web_search", "web_search_preview", "image_generation")
 """Tools that only OpenAI's servers run: without them a model does what it can."""
@@ -180,23 +182,50 @@ def _custom(name: str, members: dict[str, Any]) -> ResponseTool:
     check_tool_members(name, members, "type", "name", "description", "format")
     form = members.get("format") or {"type": "text"}
     kind = members_of(form).get("type")
-    if kind == "grammar":
-        advice = "leave its format out, or give a function with a schema"
-        raise not_built(name, "a custom tool with a grammar", advice=advice)
-    if kind != "text":
+    if kind not in ("text", "grammar"):
         raise invalid_value(f"{name} has a custom tool with the format {show(form)}", name)
+    grammar = None if kind == "text" else _grammar(name, members_of(form))
     tool = make_tool(
         name,
         name=members.get("name"),
         description=members.get("description"),
-        parameters=_TEXT_INPUT,
+        parameters=_TEXT_INPUT if grammar is None else _described(grammar),
         strict=None,
     )
     return ResponseTool(
         name=tool.name,
         description=tool.description,
         parameters=tool.parameters,
+        input=grammar,
         kind="custom",
         own_name=tool.name,
         given=members,
     )
+
+
+def _grammar(name: str, form: dict[str, Any]) -> InputGrammar:
+    """Of a format; chat has its members within one more object. Raises ApiError (400)."""
+    given = members_of(form.get("grammar")) or form
+    syntax, definition = given.get("syntax"), given.get("definition")
+    if syntax not in ("lark", "regex"):
+        raise invalid_value(
+            f"{name} has a custom tool with a grammar of the syntax {show(syntax)}; give lark or "
+            f"regex",
+            name,
+        )
+    if not isinstance(definition, str) or not definition.strip():
+        raise invalid_value(
+            f"{name} has a custom tool with a grammar without a definition; give it as a text", name
+        )
+    if len(definition.encode(errors="replace")) > MAX_STRUCTURED_BYTES:
+        raise invalid_value(
+            f"{name}: the definition of a grammar has over {MAX_STRUCTURED_BYTES} bytes", name
+        )
+    return InputGrammar(syntax=syntax, definition=definition)
+
+
+def _described(grammar: InputGrammar) -> Mapping[str, Any]:
+    """The schema of a text, which tells the model of its grammar."""
+    what = "a grammar in Lark's notation" if grammar.syntax == "lark" else "an expression"
+    told = f"A text that matches {what}:\n{grammar.definition}"
+    return {**_TEXT_INPUT, "properties": {_INPUT: {"type": "string", "description": told}}}
