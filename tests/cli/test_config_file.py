@@ -154,6 +154,17 @@ def test_a_flag_of_another_command_has_no_effect_and_the_models_is_taken(
     assert told["model"]["name"] == str(bare_model)
 
 
+def test_a_word_that_is_a_model_comes_before_the_files(
+    cadenza: Callable[..., Ran], model: Path, bare_model: Path, file: Path
+):
+    file.write_text(f"model = '{bare_model}'\nmax_tokens = 2\n")
+    words = ("--max-num-batched-tokens", 64, "--num-pages", 16, "-c", 64, "--seed", 1, "--json")
+    (ran, _) = cadenza("generate", model, "the quick", "--config", file, *words).objects
+    (alone, _) = cadenza("generate", model, "the quick", "--max-tokens", 2, *words).objects
+    assert (ran["prompt"], ran["text"]) == ("the quick", alone["text"])
+    assert cadenza("generate", "the quick", "--config", file, *words).code == 2  # no tokenizer
+
+
 def test_every_command_with_the_engines_flags_has_the_file():
     app: Any = get_command(build_app())
     commands, bench = app.commands, app.commands["bench"].commands

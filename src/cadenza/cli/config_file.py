@@ -45,7 +45,10 @@ class ConfigFile:
 
     def beside(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The parsed parameters, without the file's model where the command line names one."""
-        is_named = any(given.get(name) for name in POSITIONAL)
+        from cadenza.cli.prompts import is_local_model
+
+        words = given.get("words") or [""]  # `generate` has prompts there, or a model and prompts
+        is_named = any(given.get(name) for name in POSITIONAL) or is_local_model(words[0])
         is_from_file = given.get("model") is not None and given["model"] == self.values.get("model")
         return {**given, "model": None} if is_named and is_from_file else dict(given)
 
