@@ -54,3 +54,23 @@ def test_what_cannot_be_decided_is_not_valid():
         assert not is_valid('"a"', json.dumps(schema))
     assert not is_valid("[", "true")
     assert not is_valid("[" * 100_000, "true")
+
+
+MALFORMED: list[dict[str, Any]] = [
+    {"multipleOf": 0},
+    {"patternProperties": 3},
+    {"dependentSchemas": 3},
+    {"properties": [[]]},
+    {"$ref": 3},
+    {"type": "x"},
+    {"type": [{}]},
+    {"enum": 3},
+    {"minimum": "x"},
+]
+
+
+@pytest.mark.parametrize("schema", MALFORMED, ids=str)
+def test_a_text_is_not_valid_where_a_keyword_is_malformed(schema: dict[str, Any]):
+    # The grammar's compiler reads nothing of `not`, so it does not refuse these.
+    for text in ('{"a": 1}', "1"):
+        assert not is_valid(text, json.dumps({"not": schema}))

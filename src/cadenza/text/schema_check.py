@@ -16,7 +16,13 @@ from typing import Any, cast
 
 from cadenza.errors import InvalidRequestError
 from cadenza.text.json_schema import parse_schema, resolve_reference
-from cadenza.text.schema_merge import Schema, equal, is_of_type, types_of
+from cadenza.text.schema_merge import (
+    Schema,
+    UnsupportedSchemaError,
+    equal,
+    is_of_type,
+    types_of,
+)
 
 
 class _UndecidedError(Exception):
@@ -40,8 +46,16 @@ def is_valid(text: str, schema: str) -> bool:
     try:
         value, root = json.loads(text), parse_schema(schema)
         return _Validator(root).evaluate(value, root) is not None
-    except (ValueError, RecursionError, TypeError, InvalidRequestError, _UndecidedError):
+    except _NOT_DECIDED:
         return False
+
+
+_NOT_DECIDED = (
+    *(_UndecidedError, UnsupportedSchemaError, InvalidRequestError, ValueError, RecursionError),
+    *(TypeError, AttributeError, LookupError, ArithmeticError),
+)
+"""The second line is what keywords raise whose values are not of the form that they must have: the
+grammar's compiler does not read all of them."""
 
 
 class _Validator:
