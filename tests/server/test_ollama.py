@@ -250,7 +250,7 @@ def test_numbers_that_ask_for_nothing_are_no_numbers(
         ({"options": {"temprature": 0.5}}, "did you mean temperature?"),
         ({"options": 3}, "options is 3"),
         ({"format": "yaml"}, '"json" or a JSON Schema'),
-        ({"think": "much"}, "low, medium, high"),
+        ({"think": "much"}, "true, false or one of low, medium, high"),
         ({"messages": [{**MESSAGES[0], "images": ["aGk="]}]}, "images in messages"),
         ({"top_logprobs": 2}, "needs logprobs"),
         ({"model": "llama3.2:1b"}, "there is no model 'llama3.2:1b' here"),

@@ -114,6 +114,9 @@ def test_two_names_of_one_field_agree_or_are_refused() -> None:
         inner = {**same, "options": {"repetition_penalty": 1.1}}
         with pytest.raises(ApiError, match=r"repetition_penalty and options\.repetition_penalty"):
             BODIES[endpoint].check(inner)
+        both = {**needed, "extra_body": {"top_k": 7}, "options": {"top_k": 8}}
+        with pytest.raises(ApiError, match=r"extra_body\.top_k and options\.top_k differ"):
+            BODIES[endpoint].check(both)
 
 
 @pytest.mark.parametrize("endpoint", ["completions", "chat"])

@@ -124,7 +124,9 @@ class Think:
     def check(self, name: str, value: object) -> str:
         if isinstance(value, bool):
             return "medium" if value else "none"
-        return _EFFORTS.check(name, value)
+        if isinstance(value, str) and value in _EFFORTS.values:
+            return value
+        raise refuse(name, value, f"true, false or one of {', '.join(_EFFORTS.values)}")
 
     def schema(self) -> Schema:
         return {"anyOf": [Boolean().schema(), _EFFORTS.schema()]}

@@ -180,14 +180,16 @@ class OtherEnginesBody(Body):
 
 def _inlined(given: Mapping[str, object]) -> Mapping[str, object]:
     """The body with the members of its objects of fields beside its own. Raises ApiError (400)."""
-    found = dict(given)
+    found, places = dict(given), dict[str, str]()
     for place in _INLINED:
         inner = given.get(place)
         members = cast(dict[str, object], inner) if isinstance(inner, dict) else {}
         for name, value in members.items():
-            own = given.get(name)
+            own, other = found.get(name), places.get(name, "")
             if own is not None and value is not None and own != value:
-                raise invalid_value(f"{name} and {place}.{name} differ; give one of them", place)
+                raise invalid_value(
+                    f"{other}{name} and {place}.{name} differ; give one of them", place
+                )
             if own is None and name not in _INLINED:
-                found[name] = value
+                found[name], places[name] = value, f"{place}."
     return found
