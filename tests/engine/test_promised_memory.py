@@ -76,6 +76,20 @@ os._exit(9)
 """
 
 
+FULL = """
+import resource, sys
+from pathlib import Path
+from cadenza.loading.promised_memory import promise_memory
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+promise_memory(Path(sys.argv[1]), 1 << 40)
+"""
+
+
+def test_no_file_is_left_of_a_promise_that_cannot_be_written(tmp_path: Path):
+    subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], check=True)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
 def test_an_engine_that_was_killed_promises_nothing(tmp_path: Path):
     ended = subprocess.run([sys.executable, "-c", DYING, str(tmp_path)], check=False)
@@ -94,8 +108,9 @@ def test_damaged_and_foreign_files_promise_nothing(tmp_path: Path):
             name.write_bytes(content.encode() if isinstance(content, str) else content)
         assert find_promised(folder, root).in_all == 5 * MB
         assert list(folder.iterdir()) == [own]
-        own.write_bytes(b"{")
-        assert find_promised(folder, root) == Promised()
+        for content in (b"{", b"[]", b'{"pid": 1e999}'):
+            own.write_bytes(content)
+            assert find_promised(folder, root) == Promised()
 
 
 def test_where_nothing_can_be_written_nothing_is_promised(tmp_path: Path):

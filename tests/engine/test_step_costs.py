@@ -101,3 +101,13 @@ def test_without_a_folder_or_where_none_can_be_made_costs_are_measured(tmp_path:
     for folder in (None, None, blocked / "steps", blocked / "steps"):
         costs_in(folder, measure).of("target", RUNNER, LIMITS)
     assert measure.count == 4
+
+
+def test_no_file_is_left_of_costs_that_cannot_be_kept(tmp_path: Path) -> None:
+    measure = Measured()
+    costs_in(tmp_path, measure).of("target", RUNNER, LIMITS)
+    (kept,) = tmp_path.iterdir()
+    kept.unlink()
+    kept.mkdir()
+    assert costs_in(tmp_path, measure).of("target", RUNNER, LIMITS).fixed_ms == 6.0
+    assert list(tmp_path.iterdir()) == [kept]

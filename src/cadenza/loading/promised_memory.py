@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 MAX_ENGINES = 256
 MAX_FILE_BYTES = 4096
 _PARTIAL = ".partial"
+_DAMAGED = (ValueError, KeyError, TypeError, OverflowError, RecursionError)
+"""What reading a file raises that is not as it was written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +73,8 @@ def promise_memory(folder: Path, num_bytes: int, root: Path = Path("/")) -> Memo
             os.write(descriptor, json.dumps(told).encode())
             partial.replace(path)  # no file of this name is ever without its lock
         except OSError:
+            with suppress(OSError):
+                partial.unlink()
             os.close(descriptor)
             raise
     except OSError as error:
@@ -107,7 +111,7 @@ def _read_all(folder: Path) -> Iterator[dict[str, Any]]:
     except OSError:
         return
     for path in paths:
-        with suppress(OSError, ValueError, KeyError), path.open("rb") as file:
+        with suppress(OSError, *_DAMAGED), path.open("rb") as file:
             if _is_locked(file):
                 told = json.loads(file.read(MAX_FILE_BYTES))
                 yield {

@@ -13,6 +13,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import asdict
 from math import isfinite
 from pathlib import Path
@@ -132,6 +133,8 @@ def _write(path: Path, cost: StepCost) -> None:
         partial.write_bytes(hashlib.sha256(content).hexdigest().encode() + b"\n" + content)
         partial.replace(path)
     except OSError as error:
+        with suppress(OSError):
+            partial.unlink()
         logger.debug("the costs of steps cannot be kept: %s", error.strerror)
 
 
