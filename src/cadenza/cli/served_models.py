@@ -13,9 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cadenza.config import DEFAULT_MAX_NUM_SEQS, EngineConfig, EngineLimits
-from cadenza.errors import ConfigError
+from cadenza.errors import ConfigError, show
 
 logger = logging.getLogger(__name__)
+
+MAX_NAME_CHARS = 256
+"""Of a model's name, as in requests."""
 
 if TYPE_CHECKING:
     from cadenza.checkpoint import Checkpoint
@@ -42,14 +45,21 @@ def names_of(words: Sequence[str | None], asked: Sequence[str] | None) -> "list[
     """The names of each model.
 
     A folder is named by its last part, so that answers do not disclose its path; the path, as given
-    to this command, is an alias. Raises ConfigError where the number of names does not fit.
+    to this command, is an alias. Raises ConfigError where the number of names does not fit, or no
+    request could have a name.
     """
     from cadenza.server.served_model import ModelNames
 
     if not asked:
         return [_names_of(word) for word in words]
+    for name in asked:
+        if not (0 < len(name) <= MAX_NAME_CHARS and name.isprintable()):
+            raise ConfigError(
+                f"--served-model-name {show(name)} must have from 1 to {MAX_NAME_CHARS} characters "
+                f"that can be printed"
+            )
     if len(words) == 1:
-        return [ModelNames(listed=tuple(asked))]
+        return [ModelNames(listed=tuple(dict.fromkeys(asked)))]
     if len(asked) != len(words):
         raise ConfigError(
             f"--served-model-name is given {len(asked)} times for {len(words)} models; give it "
