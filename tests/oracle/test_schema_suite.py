@@ -50,7 +50,10 @@ REFUSED = {
     **{name: ("contains", name) for name in ("contains", "minContains", "maxContains")},
     "if-then-else": CONDITIONS,
     "unevaluatedItems": ("unevaluatedItems", *CONDITIONS),
-    "unevaluatedProperties": ("unevaluatedProperties", "oneOf", "not", *CONDITIONS),
+    "unevaluatedProperties": (
+        *("unevaluatedProperties", "oneOf", "not", "dependentSchemas"),
+        *CONDITIONS,
+    ),
 }
 """Files of keywords that cannot be enforced: a refusal names at least one of these."""
 
