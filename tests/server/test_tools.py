@@ -311,11 +311,11 @@ def test_tools_beside_a_form_and_reasoning_are_checked_as_one_grammar() -> None:
     parsers = AnswerParsers(reasoning="qwen3", tool_calls="hermes")
     checks = FormChecks(start=start_checks, is_valid=is_valid)
     text = TextFrontend(open_checkpoint(None), checks=checks, parsers=parsers)
-    params = SamplingParams(structured=StructuredOutput(regex="[0-9]+"))
+    params = SamplingParams(structured=StructuredOutput(regex="[0-9]+"), n=8)
     use = ToolUse(tools=(Tool(name="f"),))
     text.prepare_answer([{"role": "user", "content": "x"}], params, asked=AskedAnswer(use=use))
     assert num_requests == 1, "all of a request's grammars have one bound on their time"
-    _form, _arguments, whole = checked
+    _form, _arguments, whole = checked  # once, however many samples there are
     for part in ("THOUGHT", "[0-9]+", "args_0", "call_0"):
         assert part in whole
 

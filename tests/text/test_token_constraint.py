@@ -5,6 +5,7 @@ import random
 import re
 from concurrent.futures import Future
 from dataclasses import dataclass
+from threading import Event
 from typing import Any, cast
 
 import jsonschema_rs
@@ -15,7 +16,8 @@ from llguidance import LLMatcher
 
 from cadenza.checkpoint import open_checkpoint
 from cadenza.core.constraint import Lookahead
-from cadenza.structured import ConstraintSpec, StructuredOutput, ThinkingBound
+from cadenza.structured import CallRule, ConstraintSpec, StructuredOutput, ThinkingBound
+from cadenza.text.compile_threads import CompileThreads
 from cadenza.text.grammar import grammar_of
 from cadenza.text.grammar_check import check_grammar
 from cadenza.text.thinking_constraint import ThinkingConstraint
@@ -275,6 +277,34 @@ def test_copies_of_a_matcher_would_reach_a_limit_together(compiler: ConstraintCo
     )
     assert words(one) == alone
     assert words(other) != alone
+
+
+def test_the_samples_of_a_request_leave_a_thread_to_other_requests(compiler: ConstraintCompiler):
+    threads = CompileThreads()
+    source = open_checkpoint(None).tokenizer_source
+    assert source is not None
+    several = ConstraintCompiler(
+        source, vocab_size=VOCAB_SIZE, eos_token_ids=[EOS], threads=threads
+    )
+    mine, others = (grammar_of(StructuredOutput(regex=each)) for each in ("a{9}", "b{9}c{9}"))
+    has_begun, may_go = Event(), Event()
+
+    def hold() -> bool:
+        has_begun.set()
+        return may_go.wait(60)
+
+    threads.submit(0, hold, mine)  # as a slow grammar would
+    assert has_begun.wait(60)
+    samples = [several.compile(ConstraintSpec(grammar=mine)) for _ in range(3)]
+    rule = CallRule(begin="<", grammar=mine)
+    samples += [several.compile(ConstraintSpec(calls=rule)) for _ in range(2)]
+    assert several.compile(ConstraintSpec(grammar=others)).result(60) is not None
+    assert not any(each.done() for each in samples)
+    may_go.set()
+    found = [each.result(60) for each in samples]
+    assert None not in found
+    assert len({id(each) for each in found}) == len(found), "each has its own"
+    several.close()
 
 
 def test_drafts_are_cut_at_the_first_token_that_a_grammar_does_not_allow(

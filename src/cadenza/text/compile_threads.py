@@ -1,37 +1,79 @@
-"""`CompileThreads`: threads that take the smallest job first.
+"""`CompileThreads`: threads that take the smallest job first, and the jobs of one kind in turn.
 
-Knows no grammar. Invariant: a job that has not begun does not begin once its future is cancelled.
+Knows no grammar. Invariants: a job that has not begun does not begin once its future is cancelled;
+of the jobs with one key at most one runs.
 """
 
-import heapq
-from collections.abc import Callable
+import time
+from collections import deque
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from threading import Condition, Thread
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 NUM_THREADS = 2
 
+_Job = tuple[Future[Any], Callable[[], Any]]
+
+
+@dataclass(slots=True, eq=False)
+class _Line:
+    """The jobs with one key that have not begun, in their order.
+
+    Args:
+        cpu_s: that its jobs took since it has been there.
+    """
+
+    size: int
+    place: int
+    jobs: deque[_Job] = field(default_factory=deque[_Job])
+    cpu_s: float = 0.0
+    is_running: bool = False
+
+    @property
+    def rank(self) -> tuple[float, int, int]:
+        """Whoever has had the least time comes first, so that neither many jobs nor slow ones are
+        in front of others; then the smallest."""
+        return self.cpu_s, self.size, self.place
+
 
 class CompileThreads:
-    """Thread-safe. They start with the first jobs, and end by `close`."""
+    """Thread-safe. They start with the first jobs, and end by `close`.
 
-    def __init__(self, num_threads: int = NUM_THREADS) -> None:
+    Args:
+        cpu_time: seconds of processor time of the thread that asks.
+    """
+
+    def __init__(
+        self, num_threads: int = NUM_THREADS, cpu_time: Callable[[], float] = time.thread_time
+    ) -> None:
         self._most_threads = num_threads
+        self._cpu_time = cpu_time
         self._changed = Condition()
-        self._jobs: list[tuple[int, int, Future[Any], Callable[[], Any]]] = []
+        self._lines: dict[Hashable, _Line] = {}
         self._num_come = self._num_threads = self._num_idle = 0
         self._is_closed = False
 
-    def submit(self, size: int, work: Callable[[], Result]) -> "Future[Result]":
-        """Raises RuntimeError after `close`."""
+    def submit(
+        self, size: int, work: Callable[[], Result], key: Hashable = None
+    ) -> "Future[Result]":
+        """Raises RuntimeError after `close`.
+
+        Args:
+            key: jobs that have the same one run one after the other; None: of this job alone.
+        """
         future: Future[Result] = Future()
         with self._changed:
             if self._is_closed:
                 raise RuntimeError("the threads have ended")
-            heapq.heappush(self._jobs, (size, self._num_come, future, work))
+            place = self._num_come
             self._num_come += 1
-            if self._num_idle < len(self._jobs) and self._num_threads < self._most_threads:
+            name = (place,) if key is None else (key, None)
+            line = self._lines.setdefault(name, _Line(size, place))
+            line.jobs.append((future, work))
+            if self._num_idle < len(self._free()) and self._num_threads < self._most_threads:
                 self._num_threads += 1
                 Thread(target=self._run, name="cadenza-grammar", daemon=True).start()
             self._changed.notify()
@@ -41,24 +83,46 @@ class CompileThreads:
         """Jobs that have not begun are cancelled."""
         with self._changed:
             self._is_closed = True
-            for _, _, future, _ in self._jobs:
-                future.cancel()
-            self._jobs.clear()
+            for line in self._lines.values():
+                for future, _ in line.jobs:
+                    future.cancel()
+            self._lines.clear()
             self._changed.notify_all()
 
     def _run(self) -> None:
         while True:
             with self._changed:
                 self._num_idle += 1
-                while not self._jobs and not self._is_closed:
+                while (name := self._next()) is None and not self._is_closed:
                     self._changed.wait()
                 self._num_idle -= 1
-                if self._is_closed:
+                if self._is_closed or name is None:
                     return
-                _, _, future, work = heapq.heappop(self._jobs)
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(work())
-                except BaseException as error:  # noqa: BLE001  it is raised where the result is read
-                    future.set_exception(error)
-            del future, work
+                line = self._lines[name]
+                line.is_running = True
+                job = line.jobs.popleft()
+            begun_s = self._cpu_time()
+            _do(*job)
+            del job
+            with self._changed:
+                line.cpu_s += self._cpu_time() - begun_s
+                line.is_running = False
+                if not line.jobs:
+                    self._lines.pop(name, None)
+                self._changed.notify()
+
+    def _next(self) -> Hashable:
+        """The name of the line whose next job may begin."""
+        return min(self._free(), key=lambda name: self._lines[name].rank, default=None)
+
+    def _free(self) -> list[Hashable]:
+        return [name for name, line in self._lines.items() if line.jobs and not line.is_running]
+
+
+def _do(future: "Future[Any]", work: Callable[[], Any]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(work())
+    except BaseException as error:  # noqa: BLE001  it is raised where the result is read
+        future.set_exception(error)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from cadenza.structured import CallRule, Constraint, ConstraintSpec
 from cadenza.text.call_constraint import CallConstraint, CallWatch
-from cadenza.text.compile_threads import CompileThreads
+from cadenza.text.compile_threads import CompileThreads, Result
 from cadenza.text.grammar import LIMITS
 from cadenza.text.thinking_constraint import ThinkingConstraint
 from cadenza.text.tokenizer import TokenizerSource
@@ -186,10 +186,17 @@ class ConstraintCompiler:
     Args:
         vocab_size: of the model, which may exceed the tokenizer's.
         eos_token_ids: allowed where a text is complete.
+        threads: None: of its own. The matchers of one grammar, such as those of a request's
+            samples, are made one after the other, so that no request has all threads.
     """
 
     def __init__(
-        self, source: Path | TokenizerSource, *, vocab_size: int, eos_token_ids: Sequence[int]
+        self,
+        source: Path | TokenizerSource,
+        *,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        threads: CompileThreads | None = None,
     ) -> None:
         self._source = source
         self._vocab_size = vocab_size
@@ -197,7 +204,7 @@ class ConstraintCompiler:
         self._tokens: LLTokenizer | None = None
         self._has_failed = False
         self._loading = Lock()
-        self._threads = CompileThreads()
+        self._threads = threads or CompileThreads()
 
     def start_loading(self) -> None:
         """Makes the token table on a thread; otherwise the first constraint waits for it.
@@ -211,19 +218,21 @@ class ConstraintCompiler:
         return self._threads.submit(0, self._load).result() is not None
 
     def compile(self, spec: ConstraintSpec) -> "Future[Constraint | None]":
-        """Compiles on a thread, small grammars first; None if it cannot be followed."""
+        """Compiles on a thread, cheap grammars first; None if it cannot be followed."""
         if spec.grammar is not None:
-            work = partial(self._compile, spec, spec.grammar)
-            return self._threads.submit(len(spec.grammar), work)
+            return self._submit(spec.grammar, partial(self._compile, spec, spec.grammar))
         if spec.calls is not None:
             calls = partial(self._compile_calls, spec, spec.calls)
-            return self._threads.submit(len(spec.calls.grammar), calls)
+            return self._submit(spec.calls.grammar, calls)
         done: Future[Constraint | None] = Future()
         done.set_result(self._bounded(spec, None))
         return done
 
     def close(self) -> None:
         self._threads.close()
+
+    def _submit(self, grammar: str, work: Callable[[], Result]) -> "Future[Result]":
+        return self._threads.submit(len(grammar), work, grammar)
 
     def _bounded(self, spec: ConstraintSpec, inner: Constraint | None) -> Constraint | None:
         """Within the bound of thinking, if there is one."""
@@ -252,7 +261,7 @@ class ConstraintCompiler:
 
         limits = LLParserLimits(**LIMITS)
         make = partial(LLMatcher, tokens, grammar, log_level=0, limits=limits)
-        made = GrammarConstraint(make(), partial(self._threads.submit, len(grammar), make))
+        made = GrammarConstraint(make(), partial(self._submit, grammar, make))
         made.allowed()  # the first mask is often the slowest
         return None if made.has_failed else made
 
