@@ -24,7 +24,6 @@ class Reported:
     Args:
         raw: the body as it is, where it is no JSON of `body`.
         checks: each the name of one of `CHECKS`, and its arguments.
-        needs_context: its prompt has thousands of tokens.
         why: it is refused, or falls short.
     """
 
@@ -40,7 +39,6 @@ class Reported:
     query: str = ""
     headers: Mapping[str, str] = field(default_factory=dict[str, str])
     checks: Sequence[Sequence[Any]] = ()
-    needs_context: bool = False
     why: str = ""
 
     @property

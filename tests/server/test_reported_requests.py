@@ -11,9 +11,7 @@ REPORTED = read_reported()
 TABLE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 
 
-@pytest.mark.parametrize(
-    "reported", [each for each in REPORTED if not each.needs_context], ids=lambda each: each.shown
-)
+@pytest.mark.parametrize("reported", REPORTED, ids=lambda each: each.shown)
 def test_a_reported_request_is_answered_as_it_should_be(
     bundled: RunningServer, reported: Reported
 ) -> None:
