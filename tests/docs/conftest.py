@@ -45,7 +45,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def served() -> Iterator[ServeProcess]:
     """`cadenza serve`, ready."""
-    with serve_process(**SMALL) as server:
+    with serve_process(CADENZA_MAX_MODEL_LEN=SMALL["CADENZA_MAX_MODEL_LEN"]) as server:
         server.wait_ready()
         yield server
 

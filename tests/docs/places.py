@@ -233,11 +233,13 @@ PLACES: Mapping[str, Place] = {
     f"cadenza verify --url http://{PORT}": Run(prints="PASS"),
     f"{KEY} cadenza serve --host 0.0.0.0": Serve(
         # A key that the test knows, and no other machine reaches the server.
-        instead={"$(openssl rand -hex 16)": "a-key", "0.0.0.0": "127.0.0.1"},
-        key="a-key",
+        instead={"$(openssl rand -hex 16)": "a-secret-key", "0.0.0.0": "127.0.0.1"},
+        key="a-secret-key",
     ),
     "cadenza serve --api-key-file /etc/cadenza/keys": Serve(
-        instead={"/etc/cadenza/keys": "keys"}, files={"keys": "# keys\na-key\n"}, key="a-key"
+        instead={"/etc/cadenza/keys": "keys"},
+        files={"keys": "# keys\na-secret-key\n"},
+        key="a-secret-key",
     ),
     "docker build --tag cadenza .": Parsed("needs a builder", paths=("Dockerfile",)),
     f"docker run --rm --publish {PORT}:8000 --volume cadenza:/var/cache/cadenza cadenza": (

@@ -3,6 +3,7 @@
 import importlib.util
 import re
 import shlex
+from contextlib import ExitStack
 from typing import Any
 
 import httpx
@@ -14,6 +15,7 @@ from tests.docs import command_line
 from tests.docs.conftest import Shell, at
 from tests.docs.documents import PAGES, ROOT, shown_commands, spans
 from tests.docs.places import PLACES, PORT, First, NoCommand, Parsed, Post, Run, Serve, Shared
+from tests.ports import kept_port
 from tests.server.serve_process import PLAIN, ServeProcess, serve_process
 
 SHOWN = shown_commands()
@@ -129,10 +131,15 @@ def test_a_server_starts_and_answers(shell: Shell, command: str, place: Serve) -
     skip_without(place.needs)
     for name, text in place.files.items():
         (shell.folder / name).write_text(text)
-    started = shell.with_stand_ins(command, dict(place.instead)).replace(" --port 8000", "")
-    flags = f"cd {shlex.quote(str(shell.folder))}; exec env {started}" + ' "$@"'
-    settings = {**shell.environment, "CADENZA_PORT": "0"}
-    with serve_process(before=("bash", "-c", flags), **settings) as server:
+    started = shell.with_stand_ins(command, dict(place.instead))
+    # Of the command that would be run otherwise, the flags behind `serve` are added.
+    script = f'cd {shlex.quote(str(shell.folder))}; shift 3; exec env {started} "$@"'
+    with ExitStack() as held:
+        if "--port 8000" in command:
+            script += f" --port {held.enter_context(kept_port())}"
+        server = held.enter_context(
+            serve_process(before=("bash", "-c", script), **shell.environment)
+        )
         server.wait_ready()
         headers = {"authorization": f"Bearer {place.key}"} if place.key else {}
         body = {"prompt": "the quick", "max_tokens": 4}

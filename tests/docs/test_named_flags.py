@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import typer
 
 from cadenza.errors import ConfigError
+from cadenza.server.access import ApiKeys
 from cadenza.server.tenants import read_tenants
 from tests.docs import command_line
 from tests.docs.documents import PAGES, ROOT, fences
@@ -70,6 +72,7 @@ def test_every_flag_of_the_file_on_the_page_is_taken(tmp_path: Path) -> None:
     text = block("command-line.md", "toml")
     file.write_text(text)
     command_line.parse(["serve", "--config", str(file)])
+    assert not ApiKeys(tomllib.loads(text)["api_key"]).is_open  # keys that are long enough
     file.write_text(text.replace("max_model_len", "max_modle_len"))
     with pytest.raises((ConfigError, typer.BadParameter), match="max_modle_len"):
         command_line.parse(["serve", "--config", str(file)])
