@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
@@ -27,7 +27,6 @@ from cadenza.server.metrics import Metrics, ModelLoads, ServedCounts
 DOCS = Path(__file__).parents[1] / "docs"
 WRITTEN = "<!-- Written by tools/reference_tables.py. -->"
 DEFAULT = re.compile(r"\s*\(default: (.*)\)(?=\.?$)|; the default is .*(?=\.$)")
-VALUES = {"int": "N", "float": "NUMBER"}
 FLAGS_HEAD = """# Flags
 
 Every flag of every command, in tables that a script writes. A flag that is given overrides its
@@ -103,8 +102,13 @@ def row(flag: Any) -> tuple[str, ...]:
 
 
 def value_of(flag: Any) -> str:
-    kind = str(flag.type_descriptor.annotation)
-    return flag.metavar or next((shown for name, shown in VALUES.items() if name in kind), "TEXT")
+    if flag.metavar:
+        return flag.metavar
+    kind = flag.type_descriptor.annotation
+    if get_origin(kind) is Literal:
+        return "|".join(get_args(kind))
+    kinds = (kind, *get_args(kind))
+    return "N" if int in kinds else "NUMBER" if float in kinds else "TEXT"
 
 
 def metrics_page() -> str:

@@ -33,6 +33,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         **kept,
         **SMALL,
         "CADENZA_CACHE_DIR": str(tmp_path_factory.mktemp("cache")),
+        "HF_HUB_CACHE": str(tmp_path_factory.mktemp("hub")),
         "PATH": os.pathsep.join((str(programs), str(Path(sys.executable).parent), kept["PATH"])),
     }
 

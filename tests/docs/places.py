@@ -194,6 +194,10 @@ PLACES: Mapping[str, Place] = {
     f"{BENCH} --shape llama-3.2-1b --concurrency 1,32": Parsed(MINUTES),
     f"{BENCH} --shape qwen3-0.6b --concurrency 1,32": Parsed(MINUTES),
     "cadenza bench startup": Run(),
+    # docs/command-line.md
+    "cadenza list": Run(soak=False),
+    "cadenza rm owner/model": Parsed("asks on a terminal, and needs a model of the hub"),
+    f"{BENCH} --quick": Run(prints="tok/s"),
     # docs/exactness.md
     RECEIPT: First("cadenza replay answer.json"),
     "cadenza replay answer.json": Run(
