@@ -265,13 +265,13 @@ async def steady(port: int, seconds: float, num_tokens: int) -> float:
 
 
 async def overload(port: int, request: bytes, rate: float, seconds: float) -> list[Reply]:
-    """All replies to requests that come at this rate, however they are answered; to enough of them
-    that there is no room for most, even if the rate is low because the machine stood still.
-    """
+    """All replies to requests that come at this rate, however they are answered."""
     start = time.monotonic()
     asking: list[asyncio.Task[Reply]] = []
     for place in range(max(int(rate * seconds), 3 * NUM_ROOM)):
-        await asyncio.sleep(start + place / rate - time.monotonic())
+        # The first ones come at once: more than there is room for, whatever the rate is.
+        due_s = max(0, place - 2 * NUM_ROOM) / rate
+        await asyncio.sleep(start + due_s - time.monotonic())
         asking.append(asyncio.create_task(ask(port, request)))
     return await asyncio.gather(*asking)
 

@@ -421,7 +421,7 @@ def test_a_call_that_is_refused_leaves_no_count(
     with flooded(engine, text, tmp_path, content) as flood:
         flood.ask("key-of-other", [6] * 2)
         for prompt, changes, status in [
-            ([6], {"unknown": 1}, 400),
+            ([6], {"max_tokns": 1}, 400),
             ([6], {"model": "no-such"}, 404),
             ([[6], [6] * 300], {}, 400),
             ([[6] * 3, [6]], {}, 429),

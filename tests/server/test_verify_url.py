@@ -203,7 +203,8 @@ def test_every_option_of_the_matrix_can_be_sent() -> None:
 def test_a_body_holds_the_form_and_the_biases(form) -> None:
     params = SamplingParams(structured=form, logit_bias={7: 1.5}, bad_words=("no",), n=2)
     body = body_of(Request(prompt_token_ids=(1, 2), params=params))
-    assert body["structured_outputs"] == {form.kind: getattr(form, form.kind)}
+    style = {} if form.whitespace is None else {"whitespace": form.whitespace}
+    assert body["structured_outputs"] == {form.kind: getattr(form, form.kind), **style}
     assert body["logit_bias"] == {"7": 1.5}
     assert (body["bad_words"], body["n"], body["prompt"]) == (("no",), 2, [1, 2])
 

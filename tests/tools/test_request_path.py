@@ -167,7 +167,8 @@ def test_one_command_prints_every_figure():
     assert "cadenza.events.Token" in figures["token"]["class_names"]
     assert figures["source"]["folders"]["cadenza/core"]["num_files"] > 5
     names = figures["request"]["call_names"]
-    assert names.count("engine/process/engine_process.py:EngineProcess.status") == 1
+    statuses = names.count("engine/process/engine_process.py:EngineProcess.status")
+    assert statuses == 2, "before the body is read, and behind it"
     assert not {
         "engine/open_requests.py:OpenRequests.stats",
         "engine/stats.py:Tally.snapshot",

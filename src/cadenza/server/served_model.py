@@ -16,7 +16,7 @@ from cadenza.engine.batch_engine import BatchEngine
 from cadenza.engine.request_check import RequestCheck
 from cadenza.engine.stats import EngineStats
 from cadenza.engine.status import EngineMonitor, EngineState
-from cadenza.errors import CadenzaError
+from cadenza.errors import CadenzaError, EngineClosedError
 from cadenza.fingerprint import Fingerprint
 from cadenza.frontend.async_engine import AsyncEngine, OutputStream
 from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
@@ -220,7 +220,8 @@ class ServedModel:
         return error_of(error, self.engine_state)
 
     def _submit(self, prepared: PreparedRequest, on_news: Callable[[], None]) -> OutputStream:
-        assert self._serving is not None, "calls are admitted to an engine that runs"
+        if self._serving is None:  # the server stopped it while the prompt was tokenised
+            raise EngineClosedError(f"{self.name} is stopped")
         return self._serving.submit(prepared, kind="delta", on_news=on_news)
 
     def _room(self) -> Room:
