@@ -101,6 +101,17 @@ def test_tools_arguments_have_as_many_levels_as_the_model_likes(judge: Judge):
             "[%s]",
         ),
         (node(n=optional(a=OTHER), other=optional(b=NODE)), {}, '{"a": {"b": %s}}'),
+        (node(n=optional(next={**NODE, "type": "object"})), {}, '{"next": %s}'),
+        (
+            node(n={"type": ["object", "null"], "properties": {"x": {**NODE, "required": []}}}),
+            None,
+            '{"x": %s}',
+        ),
+        (
+            node(base=required(v=NULL), n={"allOf": [{"$ref": "#/$defs/base"}, optional(x=NODE)]}),
+            {"v": None},
+            '{"v": null, "x": %s}',
+        ),
         (
             node(n={"anyOf": [{"type": "integer"}, OTHER]}, other=required(x=NODE, y=NULL)),
             1,
@@ -123,6 +134,14 @@ def test_a_reference_is_so_many_levels_within_itself(
     assert not judge.allows(nested(deepest + 1), schema)
     assert not judge.allows(nested(deepest + 4), schema)
     assert judge.allows(nested(deepest + 4), schema, ARGUMENTS_STYLE)
+
+
+def test_a_reference_is_narrowed_by_what_stands_beside_it(judge: Judge):
+    small = {"$ref": "#/$defs/small", "maximum": 5}
+    schema = node(n=required(v=small), small={"type": "integer", "minimum": 2})
+    assert judge.allows({"v": 5}, schema)
+    assert not judge.allows({"v": 6}, schema)
+    assert not judge.allows({"v": 1}, schema)
 
 
 def test_two_references_that_have_each_other_may_both_be_used(judge: Judge):
@@ -173,13 +192,10 @@ def test_the_more_rules_a_level_has_the_fewer_levels_there_are(count: int, num_l
 
 
 def test_references_that_are_nested_hundreds_deep_are_no_fault_of_the_server():
-    chain = {f"d{i}": optional(x={"$ref": f"#/$defs/d{i + 1}"}) for i in range(400)}
-    schema = {"$defs": {**chain, "d400": NULL}, "$ref": "#/$defs/d0"}
-    assert read_form(StructuredOutput(json=schema)).text
-    around_itself = node(n=optional(next={**NODE, "type": "object"}))
-    problem = check_grammar(read_form(StructuredOutput(json=around_itself)).text)
-    assert problem is not None
-    assert "circular references" in problem
+    for beside in ({}, {"type": ["object", "null"]}):
+        chain = {f"d{i}": optional(x={"$ref": f"#/$defs/d{i + 1}", **beside}) for i in range(400)}
+        schema = {"$defs": {**chain, "d400": NULL}, "$ref": "#/$defs/d0"}
+        assert read_form(StructuredOutput(json=schema)).text
 
 
 @pytest.mark.parametrize("schema", [LIST, PAIR], ids=["list", "pair"])

@@ -163,7 +163,7 @@ def _bounded(schema: _Schema | bool, style: JsonStyle, make: Callable[[], Schema
     if levels < MIN_LEVELS:
         return lark
     try:
-        return make().compile_levels(schema, [*compiler.recursive], levels)
+        return make().compile_levels(schema, compiler.recursive, levels)
     except (UnsatisfiableError, UnsupportedSchemaError):
         return lark
 

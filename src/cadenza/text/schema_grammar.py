@@ -16,6 +16,8 @@ from typing import cast
 from cadenza.structured import JsonStyle
 from cadenza.text.lark_rules import LarkRules
 from cadenza.text.schema_merge import (
+    COMBINATIONS,
+    CONSTRAINTS,
     TYPES,
     Schema,
     SchemaMerger,
@@ -96,6 +98,8 @@ class SchemaGrammar:
         self._style = style
         self._resolve = resolve
         self._leave_out = leave_out
+        self._ignores_siblings = ignores_siblings
+        self._given: dict[str, object] = {}  # what is named here
         self._merger = SchemaMerger(resolve, leave_out, ignores_siblings=ignores_siblings)
         self._lark = LarkRules()
         # References by their names and levels; those that are being compiled, with whether they
@@ -105,8 +109,9 @@ class SchemaGrammar:
         self._open: dict[tuple[str, int], bool] = {}
         self._most_levels: int | None = None
         self._level = self._num_frames = 0
-        self.recursive: dict[str, None] = {}
-        """References within themselves, as far as they were compiled without levels."""
+        self.recursive: dict[str, object] = {}
+        """References within themselves, as far as they were compiled without levels: their names
+        and schemas."""
         self._free: dict[int, str] = {}
         blanks = _BLANKS[style.whitespace]
         made = {
@@ -125,7 +130,7 @@ class SchemaGrammar:
         """The grammar. Raises UnsatisfiableError or UnsupportedSchemaError."""
         return self._lark.text_from(self._value(schema))
 
-    def compile_levels(self, schema: object, recursive: Sequence[str], most_levels: int) -> str:
+    def compile_levels(self, schema: object, recursive: Schema, most_levels: int) -> str:
         """As `compile`, with at most so many levels of a reference within itself.
 
         Each level has rules of its own, and on the last one what refers to itself once more is
@@ -133,9 +138,10 @@ class SchemaGrammar:
         nested in each other here.
 
         Args:
-            recursive: names of such references.
+            recursive: such references, as another `SchemaGrammar` has found them.
         """
         self._most_levels = most_levels
+        self._given |= recursive
         for self._level in reversed(range(1, most_levels)):
             for name in recursive:
                 with suppress(UnsatisfiableError):
@@ -147,6 +153,13 @@ class SchemaGrammar:
     def _value(self, schema: object) -> str:
         """The name of a rule or terminal. Raises UnsatisfiableError."""
         self._merger.spend()
+        if self._is_narrowed(schema):
+            # By its text, since what it merges to may have it again.
+            name = json.dumps(schema)
+            self._merger.spend(len(name) >> 8)
+            self._given[name] = {"allOf": [schema]}
+            with self._nested(2):
+                return self._reference(name)
         found = self._merger.alternatives(schema)
         bodies: dict[str, None] = {}
         problem = UnsatisfiableError()
@@ -206,6 +219,13 @@ class SchemaGrammar:
             raise problem
         return found
 
+    def _is_narrowed(self, schema: object) -> bool:
+        """Whether it is a reference, beside which is more than annotations."""
+        if self._ignores_siblings or not isinstance(schema, dict) or "$ref" not in schema:
+            return False
+        beside = cast(Schema, schema).keys() - {"$ref"}
+        return not beside.isdisjoint({*CONSTRAINTS, *COMBINATIONS})
+
     def _reference(self, name: str) -> str:
         place = name, self._level
         if place in self._open and self._most_levels is not None:
@@ -215,12 +235,12 @@ class SchemaGrammar:
         if place in self._references:
             if place in self._open:
                 self._open[place] = True
-                self.recursive[name] = None
+                self.recursive[name] = self._target(name)
             return self._references[place]
         self._references[place] = rule = self._lark.new_rule()
         self._open[place] = False
         try:
-            self._lark.bodies[rule] = self._value(self._resolve(name))
+            self._lark.bodies[rule] = self._value(self._target(name))
         except UnsatisfiableError:
             self._impossible.add(place)
             if self._open[place]:  # rules that are kept may have it
@@ -229,6 +249,9 @@ class SchemaGrammar:
         finally:
             del self._open[place]
         return rule
+
+    def _target(self, name: str) -> object:
+        return self._given[name] if name in self._given else self._resolve(name)
 
     def _next_level(self, name: str, most_levels: int) -> str:
         """A reference within itself. Raises UnsatisfiableError on the last level."""
