@@ -154,7 +154,8 @@ class CountedIdly:
         given = {"num_accepted_per_pos": (0,), "step_seconds": self.none, "step_tokens": self.none}
         needed = [each.name for each in fields(EngineStats) if each.default is MISSING]
         counted: dict[str, Any] = {**dict.fromkeys(needed, 1), **given}
-        counted.pop("num_prefix_misses", None)
+        for by_reason in ("num_prefix_misses", "num_missed_prompts"):
+            counted.pop(by_reason, None)
         bound = StepBoundStats(max_s=1.0, prefill_share=1.0, num_granted=0, num_exceeded=0)
         return EngineStats(**counted, step_bound=bound, stored_pages=StoredPageCounts())
 

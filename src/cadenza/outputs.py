@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from cadenza.events import ErrorKind, FinishReason
+from cadenza.events import CacheMiss, ErrorKind, FinishReason
 from cadenza.receipt import Receipt
 
 OutputKind = Literal["cumulative", "delta", "final"]
@@ -82,6 +82,8 @@ class RequestOutput:
 
     `prompt_logprobs` has one entry per prompt token; the first entry is None. Requests that are
     equal, seed included, have equal tokens and log probabilities where `system_fingerprint` is.
+    `cache_miss` says why the prompt was not found whole in the prefix cache; None if it was, or
+    without one.
     """
 
     request_id: int
@@ -92,6 +94,7 @@ class RequestOutput:
     outputs: tuple[CompletionOutput, ...]
     finished: bool
     system_fingerprint: str | None = None
+    cache_miss: CacheMiss | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,7 +35,7 @@ def simulate(scenario: Scenario, loop: SchedulerLoop) -> Record:
 
 def shown(stream: list[Token]) -> list[Token]:
     """What a stream says; how much of its prompt was cached is up to when it started."""
-    return [replace(token, num_cached_tokens=None) for token in stream]
+    return [replace(token, num_cached_tokens=None, cache_miss=None) for token in stream]
 
 
 def check_seed(seed: int, num_steps: int) -> None:

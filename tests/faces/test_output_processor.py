@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from cadenza import Request, RequestOutput, SamplingParams
 from cadenza.errors import InvalidRequestError
-from cadenza.events import Event, PromptLogprobs, Token, TokenLogprobs
+from cadenza.events import CacheMiss, Event, PromptLogprobs, Token, TokenLogprobs
 from cadenza.frontend.output_processor import OutputProcessor, OutputRouter
 from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
 from cadenza.text.decoder_stages import BYTE_OF_CHARACTER
@@ -227,10 +227,14 @@ def test_cached_tokens_are_told_even_when_a_stop_string_ends_the_request(
 ) -> None:
     processor = assembler_of(worded_text, stop=["a"])
     (token_id,) = ids_of(worded_text, "a")
-    processor.push(Token(request_id=0, token_id=token_id, index=0, num_cached_tokens=48))
+    miss = CacheMiss(shared_tokens=50, reason="differs")
+    processor.push(
+        Token(request_id=0, token_id=token_id, index=0, num_cached_tokens=48, cache_miss=miss)
+    )
     output = processor.output()
     assert output.finished
     assert output.num_cached_tokens == 48
+    assert output.cache_miss == miss
 
 
 def test_a_delta_has_only_samples_with_something_new(worded_text: TextFrontend) -> None:

@@ -14,7 +14,16 @@ from dataclasses import replace
 from typing import get_args
 
 from cadenza.errors import InvalidRequestError, show
-from cadenza.events import ErrorKind, Event, Finished, PromptLogprobs, Started, Token, TokenLogprobs
+from cadenza.events import (
+    CacheMiss,
+    ErrorKind,
+    Event,
+    Finished,
+    PromptLogprobs,
+    Started,
+    Token,
+    TokenLogprobs,
+)
 from cadenza.fingerprint import Fingerprint
 from cadenza.frontend.receipts import make_receipt
 from cadenza.frontend.sample_output import SampleOutput
@@ -44,7 +53,7 @@ class OutputProcessor:
 
     `fingerprint` is that of the engine's answers, where it is known; receipts need it.
     `answer_schema` is what answers are checked by at their end, if anything (`checked`).
-    `num_cached_tokens`, and the properties of the prompt, are as in `RequestOutput`.
+    `num_cached_tokens`, `cache_miss` and the properties of the prompt, are as in `RequestOutput`.
     """
 
     __slots__ = (
@@ -55,6 +64,7 @@ class OutputProcessor:
         "_samples",
         "_text",
         "answer_schema",
+        "cache_miss",
         "num_cached_tokens",
         "request_id",
     )
@@ -78,6 +88,7 @@ class OutputProcessor:
         self._running = dict(enumerate(self._samples))
         self._prompt_logprobs: list[dict[int, Logprob] | None] = [None]
         self.num_cached_tokens = 0
+        self.cache_miss: CacheMiss | None = None
 
     @property
     def prompt(self) -> str | None:
@@ -114,6 +125,7 @@ class OutputProcessor:
             return None
         if event.sample == 0 and event.num_cached_tokens is not None:
             self.num_cached_tokens = event.num_cached_tokens  # all samples share one prompt
+            self.cache_miss = event.cache_miss or self.cache_miss
         if isinstance(event, Finished):
             output.finish(event)
             del self._running[event.sample]
@@ -176,6 +188,7 @@ class OutputProcessor:
             prompt_token_ids=self.prompt_token_ids,
             prompt_logprobs=self.prompt_logprobs,
             num_cached_tokens=self.num_cached_tokens,
+            cache_miss=self.cache_miss,
             outputs=tuple(outputs),
             finished=not self._running,
             system_fingerprint=None if self._fingerprint is None else self._fingerprint.digest,

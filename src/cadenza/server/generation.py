@@ -174,7 +174,7 @@ class Generation:
         found: dict[int, OutputProcessor | RequestOutput] = {}
         while job.num_unfinished:
             for place, request, outputs in await job.news():
-                failed = record.take(place, request.num_cached_tokens, outputs)
+                failed = record.take(place, request, outputs)
                 if failed is not None:
                     raise end_error(failed)
                 found[place] = request
@@ -202,7 +202,7 @@ class Generation:
                 news = await job.news(exchange.limits.keep_alive_s)
                 made: list[bytes] = [] if news else [encoder.silence()]
                 for place, request, outputs in news:
-                    failed = record.take(place, request.num_cached_tokens, outputs)
+                    failed = record.take(place, request, outputs)
                     if failed is not None:
                         raise end_error(failed)
                     checked = await self._checked(request, outputs)

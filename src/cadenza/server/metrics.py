@@ -65,6 +65,10 @@ _COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
         lambda s: s.num_prefix_queries,
     ),
     "prefix_cache_hits": ("Prompt tokens found in the cache.", lambda s: s.num_prefix_hits),
+    "prefix_cache_differing_tokens": (
+        "Tokens of prompts from where they differ from an earlier one of their tenant.",
+        lambda s: s.num_differing_tokens,
+    ),
     "prefix_cache_waits": (
         "Requests that waited for a prefix that another one computed.",
         lambda s: s.num_prefix_waits,
@@ -274,6 +278,12 @@ class _Families:
             "Prompt tokens looked up and not found.",
             "reason",
             stats.num_prefix_misses.items(),
+        )
+        yield self._by(
+            "prefix_cache_missed_prompts",
+            "Prompts that were not found whole, by why the look-up ended.",
+            "reason",
+            stats.num_missed_prompts.items(),
         )
         yield self._by(
             "spec_decode_num_accepted_tokens_per_pos",

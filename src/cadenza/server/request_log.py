@@ -9,9 +9,9 @@ request finished, was left, or failed.
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-from cadenza.events import FinishReason
+from cadenza.events import CacheMiss, FinishReason
 from cadenza.outputs import CompletionOutput
 from cadenza.server.metrics import ServedCounts
 
@@ -27,6 +27,7 @@ class Usage:
 
     prompt: dict[int, int] = field(default_factory=dict[int, int])
     cached: dict[int, int] = field(default_factory=dict[int, int])
+    misses: dict[int, CacheMiss] = field(default_factory=dict[int, CacheMiss])
     generated: dict[int, int] = field(default_factory=dict[int, int])
     reasoning: dict[int, int] = field(default_factory=dict[int, int])
     accepted: dict[int, int] = field(default_factory=dict[int, int])
@@ -44,19 +45,41 @@ class Usage:
     def completion_tokens(self) -> int:
         return sum(self.generated.values())
 
+    @property
+    def cache_miss(self) -> dict[str, Any]:
+        """The member `cache_miss` of a usage: that of the first of the call's prompts that has one;
+        no member if all were found, or nothing was looked up."""
+        if not self.misses:
+            return {}
+        miss = self.misses[min(self.misses)]
+        return {"cache_miss": {"shared_tokens": miss.shared_tokens, "reason": miss.reason}}
+
     def as_object(self) -> dict[str, Any]:
         """The `usage` of an answer."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(self.cached.values())},
+            "prompt_tokens_details": {
+                "cached_tokens": sum(self.cached.values()),
+                **self.cache_miss,
+            },
             "completion_tokens_details": {
                 "reasoning_tokens": self.reasoning_tokens,
                 "accepted_prediction_tokens": sum(self.accepted.values()),
                 "rejected_prediction_tokens": sum(self.rejected.values()),
             },
         }
+
+
+class LookedUp(Protocol):
+    """What a call is told about the look-up of a prompt."""
+
+    @property
+    def num_cached_tokens(self) -> int: ...
+
+    @property
+    def cache_miss(self) -> CacheMiss | None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,11 +138,13 @@ class RequestRecord:
             self.counts.request_prompt_tokens.add(count)
 
     def take(
-        self, prompt: int, num_cached_tokens: int, outputs: Sequence[CompletionOutput]
+        self, prompt: int, found: LookedUp, outputs: Sequence[CompletionOutput]
     ) -> CompletionOutput | None:
         """Counts what is new of a prompt's samples; returns the first output that has failed."""
         usage, num_new, failed = self.usage, 0, None
-        usage.cached[prompt] = num_cached_tokens
+        usage.cached[prompt] = found.num_cached_tokens
+        if found.cache_miss is not None:
+            usage.misses[prompt] = found.cache_miss
         for output in outputs:
             index, num_generated_tokens = (
                 prompt * self.n + output.index,

@@ -30,7 +30,7 @@ from cadenza.engine.process.messages import (
 from cadenza.engine.request_check import RequestCheck
 from cadenza.engine.resumption import ResumedSample, Resumption
 from cadenza.engine.stats import STEP_SECONDS_BOUNDS, Distribution, EngineStats, StepBoundStats
-from cadenza.events import Event, Finished, PromptLogprobs, Started, Token, TokenLogprobs
+from cadenza.events import CacheMiss, Event, Finished, PromptLogprobs, Started, Token, TokenLogprobs
 from cadenza.request import Attachment, Request, SamplingParams
 from cadenza.structured import ConstraintSpec, StructuredOutput
 
@@ -77,6 +77,7 @@ TOKEN = Token(
     index=2,
     sample=1,
     logprobs=LOGPROBS,
+    cache_miss=CacheMiss(shared_tokens=3, reason="differs"),
     is_draft=True,
     num_rejected_drafts=2,
 )

@@ -180,6 +180,7 @@ def usage_of_message(usage: Usage) -> dict[str, Any]:
         "cache_read_input_tokens": num_cached,
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
+        **usage.cache_miss,
     }
 
 

@@ -239,6 +239,7 @@ def usage_object(usage: Usage) -> dict[str, Any]:
         "input_tokens_details": {
             "cached_tokens": sum(usage.cached.values()),
             "cache_write_tokens": 0,  # writing costs nothing, so that it is not counted
+            **usage.cache_miss,
         },
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
