@@ -197,7 +197,7 @@ PLACES: Mapping[str, Place] = {
     # docs/command-line.md
     "cadenza list": Run(soak=False),
     "cadenza rm owner/model": Parsed("asks on a terminal, and needs a model of the hub"),
-    f"{BENCH} --quick": Run(prints="tok/s"),
+    f"{BENCH} --quick": Run(prints="tokens per second, share of the bound"),
     # docs/exactness.md
     RECEIPT: First("cadenza replay answer.json"),
     "cadenza replay answer.json": Run(
