@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cadenza.text.call_readers import closed
 from cadenza.text.part_parser import REASONING_FORMATS, PartPlan
 from cadenza.text.tool_calls import GENERIC, TOOL_FORMATS, format_shown_by
 from tests.text.parts import Joined, parse
@@ -231,6 +232,26 @@ def test_hostile_answers_are_read_in_bounded_time(name: str) -> None:
     for piece in ('{"type": ', '{"name": "f", "arguments": ', "<tool_call>", "[f(", "```", "[{"):
         text = piece * 2_000
         assert "".join(part[2] for part in parse(plan_of(name), text)) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "whole"),
+    [
+        ('{"a": [1', '{"a": [1]}'),
+        ('{"a": "}]"', '{"a": "}]"}'),
+        (r'{"a": "\"}\\"', r'{"a": "\"}\\"}'),
+        ('{"a": "b', None),
+        (r'{"a": "b\"', None),
+        ('{"a": "b\\', None),
+        ('{"a": 1]', None),
+        ('{"a": {"b": [1', None),
+        ('{"a": 1}', None),
+        ('{"a": "\n', None),
+        ('{"a": "\\\n"', '{"a": "\\\n"}'),
+    ],
+)
+def test_json_is_closed_where_few_brackets_are_missing(text: str, whole: str | None) -> None:
+    assert closed(text, most=2) == whole
 
 
 def test_a_template_shows_whether_its_calls_are_xml_or_json() -> None:

@@ -33,6 +33,8 @@ MISTRAL = "[TOOL_CALLS]"
 _SEPARATORS = re.compile(r"[\s;]*")
 _NAME = re.compile(r"[\w.-]+")
 _BAD_ESCAPE = re.compile(r'\\(\\|["/bfnrt]|u[0-9a-fA-F]{4})?')
+_NESTING = re.compile(r'"(?:[^"\\]|\\.)*+(")?|[{}\[\]]', re.DOTALL)
+"""Of JSON: a text, with its end if it has one, or a bracket."""
 _JSON_CALLS = re.compile(r"\s*(\{|\[\s*[{\]])")
 _CALL_ID = re.compile(r"\[CALL_ID\][^\[{]*")
 _GEMMA_CALL = re.compile(r"call:([\w.-]+)\{(.*)\}", re.DOTALL)
@@ -122,18 +124,16 @@ def read_glm(text: str, functions: Functions) -> list[ToolCall] | None:
 def closed(text: str, most: int) -> str | None:
     """JSON with its last brackets, where at most `most` are missing; None within a text."""
     missing: list[str] = []
-    is_text = is_escaped = False
-    for character in text:
-        if is_text:
-            is_text = is_escaped or character != '"'
-            is_escaped = not is_escaped and character == "\\"
-        elif character == '"':
-            is_text = True
-        elif character in "{[":
-            missing.append("}" if character == "{" else "]")
-        elif character in "}]" and (not missing or missing.pop() != character):
+    for match in _NESTING.finditer(text):
+        mark = match[0]
+        if mark[0] == '"':
+            if match[1] is None:
+                return None
+        elif mark in "{[":
+            missing.append("}" if mark == "{" else "]")
+        elif not missing or missing.pop() != mark:
             return None
-    return None if is_text or not 0 < len(missing) <= most else text + "".join(missing[::-1])
+    return None if not 0 < len(missing) <= most else text + "".join(missing[::-1])
 
 
 def _values(text: str) -> list[object] | None:
