@@ -10,17 +10,20 @@ import jsonschema_rs
 import pytest
 
 from cadenza.checkpoint import open_checkpoint
-from cadenza.frontend.answers import AnswerParsers, AnswerPlanner, AskedAnswer, ToolUse
+from cadenza.frontend.answers import AnswerParsers, AnswerPlan, AnswerPlanner, AskedAnswer, ToolUse
 from cadenza.loading.build import constraint_compiler
 from cadenza.structured import CallRule, Constraint, ConstraintSpec
 from cadenza.text import Tokenizer
 from cadenza.text.answer_grammar import Tool
+from cadenza.text.call_grammar import CallGrammar
+from cadenza.text.grammar import ARGUMENTS_STYLE
 from cadenza.text.grammar_check import check_grammar
 from cadenza.text.input_grammar import InputGrammar
+from cadenza.text.json_schema import compile_schema
 from cadenza.text.part_parser import PartPlan
 from cadenza.text.token_constraint import ConstraintCompiler
 from cadenza.text.tool_calls import TOOL_FORMATS, ToolFormat
-from tests.text.parts import parse
+from tests.text.parts import joined, parse
 from tests.text.walks import allowed_ids
 
 SCHEMA: dict[str, Any] = {
@@ -35,12 +38,16 @@ SCHEMA: dict[str, Any] = {
     "$defs": {"n": {"type": "integer", "minimum": 1, "maximum": 9}},
 }
 TOOLS = (Tool(name="f", parameters=SCHEMA), Tool(name="now"))
-FORMATS = ("hermes", "qwen3_coder", "mistral", "llama3_json", "json")
+FORMATS = ("hermes", "qwen3_coder", "mistral", "llama3_json", "json", "pythonic")
+TAGGED = ("glm45", "functiongemma")
 BEGINNINGS = {
     "hermes": "<tool_call>",
     "qwen3_coder": "<tool_call>",
     "mistral": "[TOOL_CALLS]",
     "llama3_json": '{"name": "f"',
+    "pythonic": "[f(",
+    "glm45": "<tool_call>",
+    "functiongemma": "<start_function_call>",
     "json": '```json\n{ "name":"now"',
 }
 
@@ -83,7 +90,7 @@ class Stream:
         self.ids: list[int] = []
 
     def write(self, text: str) -> None:
-        for token_id in self.tokenizer.encode(text, add_special_tokens=False):
+        for token_id in with_marks(self.tokenizer, text):
             self.take(token_id)
 
     def take(self, token_id: int) -> None:
@@ -131,7 +138,8 @@ def test_a_call_that_begins_is_read_as_one_of_a_function_and_its_schema(
         assert stream.is_free
         parts = parse(plan, stream.text)
         calls = [part for part in parts if part[0] == "tool_call"]
-        assert len(calls) >= 1 if name == "mistral" else len(calls) == 2, stream.text
+        is_list = name in ("mistral", "pythonic")
+        assert len(calls) >= 1 if is_list else len(calls) == 2, stream.text
         for _, called, arguments in calls:
             found = json.loads(arguments)
             assert found == {} if called == "now" else jsonschema_rs.is_valid(SCHEMA, found)
@@ -200,12 +208,13 @@ def test_a_fork_follows_drafts_into_the_call_but_not_over_its_beginning(
         stream.finish_call(random.Random(1))
 
 
+@pytest.mark.parametrize("name", ["qwen3_coder", "pythonic", "functiongemma", "glm45"])
 def test_a_constraint_is_rebuilt_from_its_tokens(
-    tokenizer: Tokenizer, compiler: ConstraintCompiler
+    tokenizer: Tokenizer, compiler: ConstraintCompiler, name: str
 ) -> None:
-    rule = rule_of(tokenizer, "qwen3_coder")
+    rule = rule_of(tokenizer, name)
     stream = Stream(tokenizer, constraint_of(compiler, rule))
-    stream.write("So.\n<tool_call>")
+    stream.write(f"So.\n{BEGINNINGS[name]}")
     again = Stream(tokenizer, constraint_of(compiler, rule))
     for place in range(60):
         if place % 10 == 0:  # as after a preemption or a restart, which make the masks anew
@@ -214,6 +223,8 @@ def test_a_constraint_is_rebuilt_from_its_tokens(
                 again.constraint.allowed()
                 again.take(token_id)
         assert again.constraint.allowed() == stream.constraint.allowed()
+        fork = stream.constraint.fork()
+        assert fork is None or fork.allowed() == stream.constraint.allowed()
         if stream.is_free:
             break
         token_id = random.Random(place).choice(allowed_ids(stream.constraint, tokenizer.vocab_size))
@@ -246,7 +257,7 @@ CUSTOM = Tool(
 )
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [*FORMATS, *TAGGED])
 def test_a_custom_tools_text_is_of_its_grammar(
     tokenizer: Tokenizer, compiler: ConstraintCompiler, name: str
 ) -> None:
@@ -255,6 +266,7 @@ def test_a_custom_tools_text_is_of_its_grammar(
     assert rule is not None
     assert ConstraintSpec(calls=rule).is_needed
     beginning = BEGINNINGS[name].replace('"now"', '"patch"').replace('"f"', '"patch"')
+    beginning = beginning.replace("[f(", "[patch(")
     texts: list[str] = []
     for seed in range(4):
         stream = Stream(tokenizer, constraint_of(compiler, rule))
@@ -281,6 +293,178 @@ def test_a_needed_call_that_cannot_go_on_is_a_failure(
         assert stream.constraint.has_failed == has_failed
 
 
-def test_formats_without_a_grammar_have_no_rule(tokenizer: Tokenizer) -> None:
-    for name in ("pythonic", "functiongemma", "glm45"):
-        assert rule_of(tokenizer, name) is None
+WRITTEN = {
+    "glm45": (
+        "<tool_call>f\n<arg_key>city</arg_key>\n<arg_value>It's </a> x</arg_value>\n"
+        "<arg_key>n</arg_key>\n<arg_value>",
+        "7</arg_value>\n<arg_key>unit</arg_key>\n<arg_value>f</arg_value>\n</tool_call>",
+    ),
+    "functiongemma": (
+        "<start_function_call>call:f{city:<escape>It's </a> x<escape>,n:",
+        "7, unit:<escape>f<escape>}<end_function_call>",
+    ),
+    "pythonic": ('[f(city="It\'s ", n=', '7, unit="f"), now()]'),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_other_notations_have_the_types_of_the_schema(
+    tokenizer: Tokenizer, compiler: ConstraintCompiler, name: str
+) -> None:
+    stream = Stream(tokenizer, constraint_of(compiler, rule_of(tokenizer, name)))
+    before, behind = WRITTEN[name]
+    stream.write("So:\n" + before)
+    digits = [tokenizer.id_of(digit) for digit in "0123456789"]
+    allowed = set(allowed_ids(stream.constraint, tokenizer.vocab_size))
+    assert [each in allowed for each in digits] == [False, *[True] * 9]
+    assert tokenizer.id_of('"') not in allowed
+    stream.write(behind)
+    assert stream.is_free
+    plan = PartPlan(tools=TOOL_FORMATS[name], functions={"f": SCHEMA, "now": {}})
+    found = [part for part in parse(plan, stream.text) if part[0] == "tool_call"]
+    assert found == [part for part in parse(plan, *stream.text) if part[0] == "tool_call"]
+    city = "It's " if name == "pythonic" else "It's </a> x"
+    assert json.loads(found[0][2]) == {"city": city, "n": 7, "unit": "f"}
+    assert [called for _, called, _ in found[1:]] == ["now"] * (name == "pythonic")
+
+
+OPTIONAL: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "a": {"type": "boolean"},
+        "b": {"type": "array", "items": {"enum": ["x, y: <", "z"]}, "maxItems": 2},
+        "c": {"type": ["integer", "null"], "maximum": 3, "minimum": 1},
+    },
+    "required": ["b"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_arguments_that_may_be_left_out_are_read_as_they_are_drawn(
+    tokenizer: Tokenizer, compiler: ConstraintCompiler, name: str
+) -> None:
+    tools = (Tool(name="g", parameters=OPTIONAL), Tool(name="now"))
+    plan = PartPlan(tools=TOOL_FORMATS[name], functions=ToolUse(tools=tools).schemas)
+    keys: set[tuple[str, ...]] = set()
+    for seed in range(8):
+        stream = Stream(tokenizer, constraint_of(compiler, rule_of(tokenizer, name, tools)))
+        stream.write(BEGINNINGS[name].replace("[f(", "[g("))
+        stream.finish_call(random.Random(seed))
+        calls = [part for part in parse(plan, *stream.text) if part[0] == "tool_call"]
+        assert calls, stream.text
+        for _, called, arguments in calls:
+            found = json.loads(arguments)
+            assert found == {} if called == "now" else jsonschema_rs.is_valid(OPTIONAL, found)
+            keys.add(tuple(found))
+    assert len(keys) >= 3, keys
+
+
+@pytest.mark.parametrize("name", TAGGED)
+def test_marks_within_calls_may_be_tokens(
+    tokenizer: Tokenizer, compiler: ConstraintCompiler, name: str
+) -> None:
+    tools: ToolFormat = TOOL_FORMATS[name]
+    spare = [each for each in tokenizer.added_tokens.values() if each > 3]
+    marks = dict(zip(tools.inner_marks[-2:], spare, strict=False))
+    assert len(marks) == min(2, len(tools.inner_marks))
+    calls = CallGrammar(tools=TOOLS, format=tools, compile=lenient, inputs={})
+    rule = calls.rule(marks)
+    stream = Stream(tokenizer, constraint_of(compiler, rule))
+    stream.write(tools.begin)
+    text = WRITTEN[name][0].removeprefix(tools.begin)
+    for part in re.split(f"({'|'.join(marks)})", text):
+        ids = [marks[part]] if part in marks else with_marks(tokenizer, part)
+        for token_id in ids:
+            assert token_id in allowed_ids(stream.constraint, tokenizer.vocab_size), part
+            stream.take(token_id)
+    assert not stream.is_free
+
+
+def lenient(schema: str) -> str:
+    return compile_schema(schema, ARGUMENTS_STYLE, is_strict=False).text
+
+
+def test_a_name_that_python_does_not_take_is_not_constrained(tokenizer: Tokenizer) -> None:
+    odd = {"type": "object", "properties": {"from": {"type": "string"}}}
+    assert rule_of(tokenizer, "pythonic", (Tool(name="f", parameters=odd),)) is None
+    assert rule_of(tokenizer, "pythonic", (Tool(name="my-f"),)) is None
+
+
+def with_marks(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The tokens of a text, in which marks that are tokens are these."""
+    added = tokenizer.added_tokens
+    pattern = "|".join(map(re.escape, added)) or "(?!)"
+    ids: list[int] = []
+    for part in re.split(f"({pattern})", text):
+        ids += [added[part]] if part in added else tokenizer.encode(part, add_special_tokens=False)
+    return ids
+
+
+def plan_with(tokenizer: Tokenizer, use: ToolUse, form: str | None = None) -> AnswerPlan:
+    planner = AnswerPlanner("", tokenizer, AnswerParsers(tool_calls="qwen3_coder"))
+    asked = None if form is None else ConstraintSpec(grammar=form)
+    return planner.plan("", asked, AskedAnswer(use=use), check_grammar)
+
+
+def written(tokenizer: Tokenizer, compiler: ConstraintCompiler, plan: AnswerPlan, text: str) -> Any:
+    """The parts of a text that the plan's constraint allows, whole and in pieces."""
+    assert plan.constraint is not None
+    assert plan.make_parser is not None
+    made = compiler.compile(plan.constraint).result()
+    assert made is not None
+    for token_id in with_marks(tokenizer, text):
+        assert token_id in allowed_ids(made, tokenizer.vocab_size), text
+        made.accept(token_id)
+    whole, pieces = plan.make_parser(), plan.make_parser()
+    found = joined([*whole.push(text), *whole.flush()])
+    assert found == joined([*(p for each in text for p in pieces.push(each)), *pieces.flush()])
+    return [part for part in found if part[2].strip()]
+
+
+PLAIN = {
+    "type": "object",
+    "properties": {"path": {"type": "string"}, "n": {"type": "integer", "maximum": 9}},
+    "required": ["path"],
+}
+WRITE = Tool(name="write", parameters=PLAIN)
+NONE = Tool(name="none", parameters={"type": "object", "properties": {}})
+XML = """<tool_call>
+<function=write>
+<parameter=path>
+a <b>
+c
+</parameter>
+<parameter=n>
+7
+</parameter>
+</function>
+</tool_call>
+<tool_call>
+<function=none>
+</function>
+</tool_call>"""
+
+
+def test_required_calls_are_elements_where_these_hold_the_schemas(
+    tokenizer: Tokenizer, compiler: ConstraintCompiler
+) -> None:
+    use = ToolUse(tools=(WRITE, NONE), choice="required")
+    calls = [
+        ("tool_call", "write", '{"path": "a <b>\\nc", "n": 7}'),
+        ("tool_call", "none", "{}"),
+    ]
+    assert written(tokenizer, compiler, plan_with(tokenizer, use), XML) == calls
+    either = ToolUse(tools=(WRITE, NONE))
+    plan = plan_with(tokenizer, either, 'start: "no"')
+    assert written(tokenizer, compiler, plan, XML) == calls
+    assert written(tokenizer, compiler, plan, "no") == [("content", None, "no")]
+
+
+def test_required_calls_are_json_where_a_text_is_bounded(
+    tokenizer: Tokenizer, compiler: ConstraintCompiler
+) -> None:
+    use = ToolUse(tools=TOOLS, choice="required")
+    text = '[{"name": "f", "arguments": {"city": "a", "n": 1}}]'
+    found = written(tokenizer, compiler, plan_with(tokenizer, use), text)
+    assert found == [("tool_call", "f", '{"city": "a", "n": 1}')]

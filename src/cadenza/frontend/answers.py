@@ -5,7 +5,7 @@ tool calls, and the grammar of a constrained answer. Knows no engine. Invariant:
 and the form that a request asks for, are in the grammar, behind the reasoning.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -15,7 +15,6 @@ from cadenza.structured import CallRule, ConstraintSpec, ThinkingBound
 from cadenza.text import Tokenizer
 from cadenza.text.answer_grammar import (
     MAX_CALLS,
-    Arguments,
     Marks,
     Tool,
     after_reasoning,
@@ -23,7 +22,7 @@ from cadenza.text.answer_grammar import (
     either_grammar,
     text_or_calls_grammar,
 )
-from cadenza.text.call_grammar import ANY_OBJECT, CallGrammar
+from cadenza.text.call_grammar import ANY_OBJECT, CallGrammar, holds_schemas, required_calls
 from cadenza.text.escaped_regex import Escapes
 from cadenza.text.grammar import ARGUMENTS_STYLE, DEFAULT_STYLE, GrammarCheck
 from cadenza.text.input_grammar import arguments_of_written
@@ -186,9 +185,8 @@ class AnswerPlanner:
         """The plan of an answer to a rendered prompt; `check` is the request's. Raises
         InvalidRequestError."""
         use, max_thinking = asked.use, asked.max_thinking
-        tools = None if use is None else self._tools
-        if use is not None and use.is_constrained and not self._tools.is_json:
-            tools = FORCED
+        grammar = None if form is None else form.grammar
+        tools = None if use is None else self._written_in(use, has_form=grammar is not None)
         marks = self._marks(tools)
         reasoning, ended = self._reasoning, prompt.rstrip()
         has_begun = reasoning is not None and ended.endswith(reasoning.begin)
@@ -199,11 +197,9 @@ class AnswerPlanner:
                 return grammar
             return after_reasoning(grammar, reasoning, marks, has_begun=has_begun)
 
-        grammar = None if form is None else form.grammar
         inputs = {} if use is None or tools is None else _inputs(use, tools, check)
         if use is not None and tools is not None and (grammar is not None or use.is_constrained):
-            arguments = {tool.name: _arguments(tool, inputs, check) for tool in use.callable_tools}
-            with_calls = partial(_with_calls, grammar, use, tools, arguments)
+            with_calls = partial(_with_calls, grammar, use, _calls_of(use, tools, inputs, check))
             # The check has no tokens: the marks are texts there.
             _refuse_unfit(behind_reasoning(with_calls({}), {}), check)
             grammar = with_calls(marks)
@@ -231,6 +227,14 @@ class AnswerPlanner:
             constraint=spec if is_constrained else None,
             shows_special_tokens=not self._tokenizer.special_token_ids.isdisjoint(marks.values()),
         )
+
+    def _written_in(self, use: ToolUse, *, has_form: bool) -> ToolFormat:
+        """The notation of calls: the model's own, or JSON where that cannot be constrained."""
+        own = self._tools
+        if own.is_json or not (use.is_constrained or has_form):
+            return own
+        is_whole = use.choice == "required" or has_form
+        return own if is_whole and holds_schemas(own, use.callable_tools) else FORCED
 
     def _call_rule(
         self, use: ToolUse, tools: ToolFormat, inputs: Mapping[str, str], check: GrammarCheck
@@ -345,15 +349,35 @@ def _refuse_unfit(grammar: str, check: GrammarCheck) -> None:
         )
 
 
-def _with_calls(
-    form: str | None, use: ToolUse, tools: ToolFormat, arguments: Arguments, marks: Marks
-) -> str:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Calls:
+    """Makes the grammars of calls, and of text in which there may be some."""
+
+    required: Callable[[Marks], str]
+    free: Callable[[Marks], str]
+
+
+def _calls_of(
+    use: ToolUse, tools: ToolFormat, inputs: Mapping[str, str], check: GrammarCheck
+) -> _Calls:
+    """Raises InvalidRequestError where a tool cannot be followed."""
+    arguments = {tool.name: _arguments(tool, inputs, check) for tool in use.callable_tools}
+    most = MAX_CALLS if use.is_parallel else 1
+    required = partial(calls_grammar, arguments, tools, max_calls=most)
+    if not tools.is_json:
+        own = CallGrammar(
+            tools=use.callable_tools, format=tools, compile=_lenient_grammar, inputs=inputs
+        )
+        required = partial(required_calls, own, max_calls=most)
+    return _Calls(required=required, free=partial(text_or_calls_grammar, arguments, tools))
+
+
+def _with_calls(form: str | None, use: ToolUse, calls: _Calls, marks: Marks) -> str:
     """The grammar of an answer that may, or must, call tools."""
     if use.choice != "required" and form is None:
-        return text_or_calls_grammar(arguments, tools, marks)
-    most = MAX_CALLS if use.is_parallel else 1
-    calls = calls_grammar(arguments, tools, marks, max_calls=most)
-    return calls if use.choice == "required" or form is None else either_grammar(form, calls)
+        return calls.free(marks)
+    required = calls.required(marks)
+    return required if use.choice == "required" or form is None else either_grammar(form, required)
 
 
 def _described(tool: Tool) -> dict[str, Any]:

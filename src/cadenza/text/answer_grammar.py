@@ -61,7 +61,7 @@ def text_or_calls_grammar(arguments: Arguments, format: ToolFormat, marks: Marks
     """Any text, in which whatever begins a call is one."""
     calls = _calls(arguments, format, marks, MAX_CALLS)
     if format.begin:
-        start, text = "start: TEXT | TEXT calls", _text_without("TEXT", format.begin)
+        start, text = "start: TEXT | TEXT calls", text_without("TEXT", format.begin)
     else:
         openers = "".join(map(re.escape, format.openers))
         start = "start: TEXT | calls"
@@ -81,7 +81,7 @@ def after_reasoning(
 ) -> str:
     """What a grammar allows, behind reasoning: that which the prompt began, or any or none."""
     begin, end = (literal_in(each, marks) for each in (reasoning.begin, reasoning.end))
-    thought = _text_without("THOUGHT", reasoning.end)
+    thought = text_without("THOUGHT", reasoning.end)
     thinking = f"THOUGHT {end} BLANKS"
     start = f"{thinking} @inner" if has_begun else f"({begin} {thinking})? @inner"
     lark = f"start: {start}\n{thought}\nBLANKS: /\\s{{0,8}}/"
@@ -100,7 +100,7 @@ def _calls(names: Collection[str], format: ToolFormat, marks: Marks, max_calls: 
     return "\n".join([f"calls: {opening} call {more} {closing}", *lines])
 
 
-def _text_without(name: str, mark: str) -> str:
+def text_without(name: str, mark: str) -> str:
     """A terminal for any text that does not contain a mark."""
     pattern = re.escape(mark).replace("/", r"\/")
     return rf"{name}: /(.|\n)*/ & ~/(.|\n)*{pattern}(.|\n)*/"

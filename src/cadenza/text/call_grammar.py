@@ -6,13 +6,14 @@ the forms of the same format as calls of its functions.
 """
 
 import json
+import keyword
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from cadenza.structured import CallRule
-from cadenza.text.answer_grammar import Marks, Tool, literal_in
+from cadenza.text.answer_grammar import Marks, Tool, literal_in, text_without
 from cadenza.text.call_readers import MISTRAL, kinds_of_schema, resolved
 from cadenza.text.grammar_parts import joined_grammar, parts_of
 from cadenza.text.input_grammar import arguments_of_written
@@ -22,6 +23,12 @@ MAX_LISTED_CALLS = 16
 """Of one list; without a bound a small model may call for ever."""
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+
+_ANNOTATIONS = frozenset({"description", "title", "default", "examples", "$schema"})
+_PLAIN_TEXT = _ANNOTATIONS | {"type", "enum"}
+_PLAIN_OBJECT = _ANNOTATIONS | {
+    *("type", "properties", "required", "additionalProperties", "$defs", "definitions"),
+}
 
 _BLANKS = r"BLANKS: /[ \t]|\n[ \t]{0,16}/"
 _BEGIN_BLANKS = r"\s{0,16}"
@@ -50,13 +57,61 @@ class CallGrammar:
         text = self.inputs.get(tool.name)
         return self.compile(tool.schema) if text is None else arguments_of_written(text)
 
+    def value(self, tool: Tool, schema: object) -> str:
+        """The grammar of an argument as JSON."""
+        text = self.inputs.get(tool.name)
+        return self.compile(_property(tool.parameters or {}, schema)) if text is None else text
+
     def rule(self, marks: Marks) -> CallRule | None:
         """None where the format's calls cannot be constrained. Raises InvalidRequestError where a
         schema cannot be read."""
         write = next((write for each, write in _WRITERS if each is self.format), None)
         if write is None:
             return None
-        return replace(write(self, marks), is_needed=bool(self.inputs))
+        rule = write(self, marks)
+        return None if rule is None else replace(rule, is_needed=bool(self.inputs))
+
+
+def holds_schemas(format: ToolFormat, tools: Sequence[Tool]) -> bool:
+    """Whether required calls can be written in a format that is not JSON, so that they satisfy all
+    that the schemas ask for: elements, whose texts are bounded by nothing."""
+    return format is TOOL_FORMATS["qwen3_coder"] and all(map(_is_held, tools))
+
+
+def _is_held(tool: Tool) -> bool:
+    schema = tool.parameters or {}
+    properties = _properties(tool)
+    if schema.keys() - _PLAIN_OBJECT or set(schema.get("required", ())) - properties.keys():
+        return False
+    if "properties" not in schema:
+        return "additionalProperties" not in schema
+    for value in properties.values():
+        found = _members(resolved(value, schema))
+        kinds = kinds_of_schema(found)
+        is_text = kinds == {"string"} and not found.keys() - _PLAIN_TEXT
+        options = found.get("enum", ())
+        if is_text and not all(isinstance(each, str) for each in options):
+            return False
+        if not is_text and (not kinds or "string" in kinds):
+            return False
+    return True
+
+
+def required_calls(calls: CallGrammar, marks: Marks, *, max_calls: int) -> str:
+    """The grammar of an answer of calls in the format's own notation, of which `holds_schemas`."""
+    tools = [
+        replace(tool, parameters=None)
+        if "properties" in schema and not schema["properties"]
+        else tool
+        for tool in calls.tools
+        for schema in (tool.parameters or {},)
+    ]
+    one = _xml(replace(calls, tools=tools), marks).grammar
+    lark = (
+        f'start: call ("\\n" call){{0,{max_calls - 1}}}\n'
+        f"call: {literal_in(calls.format.begin, marks)} @one"
+    )
+    return joined_grammar(lark, parts_of("one", one))
 
 
 def _hermes(calls: CallGrammar, marks: Marks) -> CallRule:
@@ -94,14 +149,68 @@ def _mistral(calls: CallGrammar, marks: Marks) -> CallRule:
     return CallRule(begin=re.escape(MISTRAL), grammar=_whole(calls, lines))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tags:
+    """How a call with elements is written, in Lark's notation.
+
+    Args:
+        rules: those that the others refer to, with `text`: any text and the end of its element.
+        head: a call's beginning, of a function's name.
+        opening: the beginning of an element, of an argument's name.
+        closing: the end of an element.
+        tail: a call's end.
+    """
+
+    rules: Sequence[str]
+    head: Callable[[str], str]
+    opening: Callable[[str], str]
+    closing: str
+    tail: str = ""
+
+
 def _xml(calls: CallGrammar, marks: Marks) -> CallRule:
+    tags = _Tags(
+        rules=[
+            'text[suffix="\\n</parameter>\\n"]: /(.|\\n)*/',
+            'element: "<parameter=" /[^>\\s]{1,64}/ ">\\n" text',
+        ],
+        head=lambda name: json.dumps(f"<function={name}>\n"),
+        opening=lambda key: json.dumps(f"<parameter={key}>\n"),
+        closing='"\\n</parameter>\\n"',
+        tail='"</function>"',
+    )
+    return _elements(calls, marks, tags)
+
+
+def _glm(calls: CallGrammar, marks: Marks) -> CallRule:
+    def opening(key: str) -> str:
+        return f"{name(key)} BLANKS? {literal_in('<arg_value>', marks)}"
+
+    def name(key: str) -> str:
+        return literal_in(f"<arg_key>{key}</arg_key>", marks)
+
+    end = "</arg_value>"
+    first, last = (literal_in(mark, marks) for mark in ("<arg_key>", "</arg_key>"))
+    tags = _Tags(
+        rules=[
+            *_text_until(end, marks, "BLANKS?"),
+            f"element: {first} /[^<\\s]{{1,64}}/ {last} BLANKS? "
+            f"{literal_in('<arg_value>', marks)} text",
+        ],
+        head=lambda called: f"{json.dumps(called)} BLANKS?",
+        opening=opening,
+        closing=f"{literal_in(end, marks)} BLANKS?",
+    )
+    return _elements(calls, marks, tags)
+
+
+def _elements(calls: CallGrammar, marks: Marks, tags: _Tags) -> CallRule:
     """Elements, whose texts are as they are, and whose other values are JSON."""
     parts: list[dict[str, Any]] = []
     lines = [
         f"start: BLANKS? call BLANKS? {literal_in(calls.format.end, marks)}",
         _BLANKS,
-        'text[suffix="\\n</parameter>\\n"]: /(.|\\n)*/',
-        'element: "<parameter=" /[^>\\s]{1,64}/ ">\\n" text',
+        *tags.rules,
         f"call: {' | '.join(f'call_{i}' for i in range(len(calls.tools)))}",
     ]
     for i, tool in enumerate(calls.tools):
@@ -110,33 +219,160 @@ def _xml(calls: CallGrammar, marks: Marks) -> CallRule:
         properties: Mapping[str, Any] = schema.get("properties") or {}
         for j, (key, value) in enumerate(properties.items()):
             kinds = kinds_of_schema(resolved(value, schema))
-            if tool.name in calls.inputs:
-                written = f'@args_{i}_{j} "\\n</parameter>\\n"'
-                parts += parts_of(f"args_{i}_{j}", calls.inputs[tool.name])
-            elif not kinds or "string" in kinds:
-                written = _texts(resolved(value, schema))
+            if tool.name not in calls.inputs and (not kinds or "string" in kinds):
+                written = _texts(resolved(value, schema), "text", tags.closing)
             else:
-                written = f'@args_{i}_{j} "\\n</parameter>\\n"'
-                parts += parts_of(f"args_{i}_{j}", calls.compile(_property(schema, value)))
-            opening = json.dumps(f"<parameter={key}>\n")
-            lines.append(f"value_{i}_{j}: {opening} {written}")
+                written = f"@args_{i}_{j} {tags.closing}"
+                parts += parts_of(f"args_{i}_{j}", calls.value(tool, value))
+            lines.append(f"value_{i}_{j}: {tags.opening(key)} {written}")
             is_needed = key in schema.get("required", ())
             elements.append(f"value_{i}_{j}" + ("" if is_needed else "?"))
         if not properties and tool.parameters is not None:
             elements.append("element{0,16}")
-        head = json.dumps(f"<function={tool.name}>\n")
-        lines.append(f'call_{i}: {head} {" ".join(elements)} "</function>"')
+        lines.append(f"call_{i}: {tags.head(tool.name)} {' '.join(elements)} {tags.tail}")
     grammar = joined_grammar("\n".join(lines), parts)
     return CallRule(begin=re.escape(calls.format.begin), grammar=grammar)
 
 
-def _texts(schema: object) -> str:
+def _pythonic(calls: CallGrammar, marks: Marks) -> CallRule | None:
+    """A list of calls, from the first one's name on, whose arguments have names that Python takes.
+
+    Values are JSON, with Python's words beside it, which the reader takes alike.
+    """
+    del marks
+    keys = [key for tool in calls.tools for key in _properties(tool)]
+    if not all(map(_is_python_name, keys)) or not all(
+        _is_python_name(part) for tool in calls.tools for part in tool.name.split(".")
+    ):
+        return None
+
+    def value(tool: Tool, schema: object, name: str) -> str:
+        kinds = kinds_of_schema(resolved(schema, tool.parameters or {}))
+        is_any = not {"enum", "const"} & _members(resolved(schema, tool.parameters or {})).keys()
+        words = ['"True"', '"False"'] if "boolean" in kinds and is_any else []
+        words += ['"None"'] if "null" in kinds and is_any else []
+        return f"({' | '.join([f'@{name}', *words])})"
+
+    names = "|".join(re.escape(tool.name) for tool in calls.tools)
+    reserved = "|".join(keyword.kwlist)
+    lines = [
+        'start: "[" BLANKS? call (BLANKS? "," BLANKS? call)'
+        f'{{0,{MAX_LISTED_CALLS - 1}}} BLANKS? "]"',
+        f"KEY: /[A-Za-z_][A-Za-z0-9_]{{0,63}}/ & ~/{reserved}/",
+    ]
+    notation = _Arguments(
+        head="{}(", end=")", key=lambda key: json.dumps(f"{key}="), any_key='KEY "="', value=value
+    )
+    grammar = _with_arguments(calls, lines, notation)
+    return CallRule(begin=rf"\[{_BEGIN_BLANKS}(?:{names})\(", grammar=grammar, is_read=True)
+
+
+def _function_gemma(calls: CallGrammar, marks: Marks) -> CallRule:
+    """Arguments behind their names; texts stand between marks, other values are JSON."""
+    mark = literal_in("<escape>", marks)
+
+    def value(tool: Tool, schema: object, name: str) -> str:
+        found = resolved(schema, tool.parameters or {})
+        if tool.name in calls.inputs or kinds_of_schema(found) != {"string"}:
+            return f"@{name}"
+        return f"{mark} {_texts(found, 'text', mark)}"
+
+    def key(name: str) -> str:
+        is_plain = re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII)
+        return json.dumps(f"{name if is_plain else json.dumps(name)}:")
+
+    lines = [
+        f"start: BLANKS? call BLANKS? {literal_in(calls.format.end, marks)}",
+        "KEY: /[A-Za-z_][A-Za-z0-9_]{0,63}/",
+        *_text_until("<escape>", marks),
+    ]
+    notation = _Arguments(head="call:{}{{", end="}", key=key, any_key='KEY ":"', value=value)
+    grammar = _with_arguments(calls, lines, notation)
+    return CallRule(begin=re.escape(calls.format.begin), grammar=grammar)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Arguments:
+    """How a call with arguments between commas is written.
+
+    Args:
+        head: what is in front of them, with a place for the function's name.
+        end: what is behind them.
+        key: an argument's name and what is behind it, in Lark's notation.
+        any_key: of any name.
+        value: of a tool, an argument's schema, and the name of its grammar as JSON.
+    """
+
+    head: str
+    end: str
+    key: Callable[[str], str]
+    any_key: str
+    value: Callable[[Tool, object, str], str]
+
+
+def _with_arguments(calls: CallGrammar, lines: list[str], notation: _Arguments) -> str:
+    lines += [
+        _BLANKS,
+        "COMMA: /,[ \\t]?/",
+        f"call: {' | '.join(f'call_{i}' for i in range(len(calls.tools)))}",
+    ]
+    parts: list[dict[str, Any]] = []
+    for i, tool in enumerate(calls.tools):
+        schema, properties = tool.parameters or {}, _properties(tool)
+        for j, (key, value) in enumerate(properties.items()):
+            lines.append(
+                f"pair_{i}_{j}: {notation.key(key)} {notation.value(tool, value, f'args_{i}_{j}')}"
+            )
+            parts += parts_of(f"args_{i}_{j}", calls.value(tool, value))
+            # A comma stands between the arguments that are there.
+            rest, is_needed = f"tail_{i}_{j + 1}", key in schema.get("required", ())
+            lines.append(
+                f"first_{i}_{j}: pair_{i}_{j} {rest}"
+                + ("" if is_needed else f" | first_{i}_{j + 1}")
+            )
+            lines.append(
+                f"tail_{i}_{j}: COMMA pair_{i}_{j} {rest}" + ("" if is_needed else f" | {rest}")
+            )
+        is_open = tool.parameters is not None and "properties" not in schema
+        free = (
+            f"({notation.any_key} @any (COMMA {notation.any_key} @any){{0,15}})?"
+            if is_open
+            else '""'
+        )
+        lines.append(f"first_{i}_{len(properties)}: {free}")
+        lines.append(f'tail_{i}_{len(properties)}: ""')
+        if is_open:
+            parts += parts_of("any", calls.compile("{}"))
+        head = json.dumps(notation.head.format(tool.name))
+        lines.append(f"call_{i}: {head} first_{i}_0 {json.dumps(notation.end)}")
+    return joined_grammar("\n".join(lines), parts)
+
+
+def _properties(tool: Tool) -> Mapping[str, Any]:
+    return (tool.parameters or {}).get("properties") or {}
+
+
+def _is_python_name(name: str) -> bool:
+    return name.isidentifier() and name.isascii() and not keyword.iskeyword(name)
+
+
+def _text_until(mark: str, marks: Marks, behind: str = "") -> list[str]:
+    """The rule `text`: any text up to a mark, and the mark."""
+    if mark not in marks:
+        return [
+            f"text_and_mark[suffix={json.dumps(mark)}]: /(.|\\n)*/",
+            f"text: text_and_mark {behind}",
+        ]
+    return [text_without("TEXT", mark), f"text: TEXT {literal_in(mark, marks)} {behind}"]
+
+
+def _texts(schema: object, text: str, closing: str) -> str:
     """A text and the end of its element; of an enum, one of its texts."""
     options = _members(schema).get("enum")
     texts = cast(list[object], options) if isinstance(options, list) else []
     if texts and all(isinstance(each, str) for each in texts):
-        return f'({" | ".join(map(json.dumps, texts))}) "\\n</parameter>\\n"'
-    return "text"
+        return f"({' | '.join(map(json.dumps, texts))}) {closing}"
+    return text
 
 
 def _property(schema: Mapping[str, Any], value: object) -> str:
@@ -169,9 +405,12 @@ def _whole(calls: CallGrammar, lines: Sequence[str]) -> str:
     return joined_grammar("\n".join(lines), parts)
 
 
-_WRITERS: Sequence[tuple[ToolFormat, Callable[[CallGrammar, Marks], CallRule]]] = (
+_WRITERS: Sequence[tuple[ToolFormat, Callable[[CallGrammar, Marks], CallRule | None]]] = (
     (TOOL_FORMATS["hermes"], _hermes),
     (TOOL_FORMATS["qwen3_coder"], _xml),
+    (TOOL_FORMATS["glm45"], _glm),
+    (TOOL_FORMATS["pythonic"], _pythonic),
+    (TOOL_FORMATS["functiongemma"], _function_gemma),
     (TOOL_FORMATS["mistral"], _mistral),
     (TOOL_FORMATS["llama3_json"], _bare),
     (TOOL_FORMATS["json"], _bare),

@@ -38,7 +38,7 @@ _NESTING = re.compile(r'"(?:[^"\\]|\\.)*+(")?|[{}\[\]]', re.DOTALL)
 _JSON_CALLS = re.compile(r"\s*(\{|\[\s*[{\]])")
 _CALL_ID = re.compile(r"\[CALL_ID\][^\[{]*")
 _GEMMA_CALL = re.compile(r"call:([\w.-]+)\{(.*)\}", re.DOTALL)
-_GEMMA_KEY = re.compile(r"([{,]\s*|^\s*)([A-Za-z_]\w*)\s*:")
+_GEMMA_KEY = re.compile(r'("(?:[^"\\]|\\.)*")|([{,]\s*|^\s*)([A-Za-z_]\w*)\s*:', re.DOTALL)
 _ESCAPE = "<escape>"
 _XML_FUNCTION = re.compile(r"<function=([^>\s]+)\s*>(.*?)(?:</function>|\Z)", re.DOTALL)
 _XML_VALUE = re.compile(
@@ -97,10 +97,15 @@ def read_function_gemma(text: str, functions: Functions) -> list[ToolCall] | Non
         return None
     pieces = ("{" + match[2] + "}").split(_ESCAPE)
     texts = [json.dumps(piece) for piece in pieces[1::2]]
-    others = [_GEMMA_KEY.sub(r'\1"\2":', piece) for piece in pieces[::2]]
+    others = [_GEMMA_KEY.sub(_quoted_key, piece) for piece in pieces[::2]]
     written = "".join(a + b for a, b in zip(others, [*texts, ""], strict=False))
     arguments = _object_of(written)
     return None if arguments is None or len(pieces) % 2 == 0 else [ToolCall(match[1], arguments)]
+
+
+def _quoted_key(found: re.Match[str]) -> str:
+    """A name as JSON has it; a text stays as it is."""
+    return found[1] or f'{found[2]}"{found[3]}":'
 
 
 def read_xml(text: str, functions: Functions) -> list[ToolCall] | None:

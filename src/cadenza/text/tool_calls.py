@@ -39,7 +39,7 @@ class ToolFormat:
             calls.
         arguments: the member of a call's JSON that has its arguments.
         opening, between, closing: what a constrained answer has around its calls.
-        is_json: calls are JSON, so that they can be constrained.
+        is_json: calls are JSON, so that whole answers of them can be constrained.
         forms: where calls stand, and what reads them.
         skipped: characters behind a call that are no content.
         inner_marks: marks within a call.
@@ -98,6 +98,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
         end=_TOOL_CALL_END,
         is_json=False,
         escaped="<",
+        inner_marks=("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
         forms=(MarkedCalls(begin=_TOOL_CALL, end=_TOOL_CALL_END, read=read_glm),),
     ),
     "mistral": ToolFormat(
@@ -140,6 +141,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
         end="<end_function_call>",
         is_json=False,
         escaped="<",
+        inner_marks=("<escape>",),
         forms=(
             MarkedCalls(
                 begin="<start_function_call>", end="<end_function_call>", read=read_function_gemma
@@ -158,7 +160,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
 """By the names that `--tool-call-parser` takes."""
 
 FORCED = TOOL_FORMATS["json"]
-"""What a constrained answer is written in where the family's own notation is not JSON."""
+"""What a constrained answer is written in where the family's own notation cannot be."""
 
 GENERIC = ToolFormat(openers="[{", forms=(_BARE_JSON,), skipped=_SEPARATED)
 """Of models whose chat template has no place for tools: objects, one a line."""
