@@ -27,7 +27,10 @@ BLANK = Fingerprint(
     template="",
     defaults="",
 )
-ASKED = [{"role": "user", "content": "x"}]
+ASKED = [
+    {"role": "system", "content": "Date: 2026-01-02\nBe brief."},
+    {"role": "user", "content": "x"},
+]
 FREE_TEXT = StructuredOutput(json={"type": "string"})
 CALLED = ToolUse(tools=(Tool(name="f"),), choice="required")
 OTHERS: dict[str, tuple[Any, ...]] = {
@@ -36,6 +39,7 @@ OTHERS: dict[str, tuple[Any, ...]] = {
     "max_string": (10, None, 4096),
     "strict_tools": (True,),
     "strict_messages": (True,),
+    "stable_prompts": (True,),
 }
 """Of each option, the values beside its default."""
 

@@ -122,6 +122,12 @@ class ServeFlags:
         "Refuse a conversation that the chat template refuses as it is, instead of rendering it in "
         "another form: later system messages in user turns, neighbours of one role joined.",
     )
+    stable_prompts: bool = _flag(
+        False,
+        "Move the lines of system prompts that agents change from call to call (dates, counters, "
+        "the state of the working folder) behind the newest message, and remove billing headers, "
+        "so that the prefix cache finds the rest.",
+    )
     strict_fields: bool = _flag(False, "Refuse unknown fields of a request's body.")
     handover: bool = _flag(
         False,
@@ -406,6 +412,7 @@ def _make(
         tool_calls=flags.tool_call_parser,
         strict_tools=flags.strict_tools,
         strict_messages=flags.strict_messages,
+        stable_prompts=flags.stable_prompts,
         max_string=flags.structured_max_string or None,
     )
     opened = open_models(words, config, parsers)

@@ -106,6 +106,8 @@ class AnswerParsers:
         strict_tools: refuse tools where the chat template has no place for them.
         strict_messages: refuse a conversation that the chat template refuses as it is, which
             otherwise is rendered in another form (`text.message_forms`).
+        stable_prompts: move or remove the lines of system prompts that agents change from call to
+            call (`text.stable_prompts`).
 
     Raises ConfigError.
     """
@@ -115,6 +117,7 @@ class AnswerParsers:
     max_string: int | None = DEFAULT_STYLE.max_string
     strict_tools: bool = False
     strict_messages: bool = False
+    stable_prompts: bool = False
 
     def __post_init__(self) -> None:
         reasoning = (AUTO, NO_PARSER, *REASONING_FORMATS, *REASONING_ALIASES)

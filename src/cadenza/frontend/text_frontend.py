@@ -51,6 +51,7 @@ from cadenza.text.message_forms import other_forms
 from cadenza.text.notices import Notices
 from cadenza.text.output_parser import MakeParser
 from cadenza.text.part_parser import PartParser
+from cadenza.text.stable_prompts import stable_messages
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +106,7 @@ class TextFrontend:
     ) -> None:
         self.checks = checks
         self._strict_messages = parsers.strict_messages
+        self._stable_prompts = parsers.stable_prompts
         source = checkpoint.tokenizer_source
         self._files = checkpoint.tokenizer
         self.facts = facts_of(checkpoint)
@@ -122,7 +124,8 @@ class TextFrontend:
         self._is_strict = parsers.strict_tools
         self._style = replace(DEFAULT_STYLE, max_string=parsers.max_string)
         formats = () if self._planner is None else self._planner.format_names
-        self._forms = name_forms(self._style, formats)
+        changes = ("stable prompts",) if self._stable_prompts else ()
+        self._forms = name_forms(self._style, (*formats, *changes))
         self._max_model_len = max_model_len
         self._pooling = checkpoint.pooling
         self._can_generate = checkpoint.can_generate
@@ -443,6 +446,8 @@ class TextFrontend:
                 f"template's own options",
                 param="chat_template_kwargs",
             )
+        if self._stable_prompts and _are_objects(messages):
+            messages = stable_messages(messages)
         if self._is_generic(self._template, messages, tools):
             assert self._planner is not None
             messages, tools = generic_messages(messages, tools, self._planner.tool_format), None
