@@ -233,6 +233,29 @@ def test_a_chat_has_a_text_of_the_grammar(bundled: RunningServer) -> None:
     assert RIGHT_LINES.fullmatch(call["custom"]["input"]), call
 
 
+def test_a_call_that_the_model_begins_has_a_text_of_the_grammar(
+    bundled: RunningServer, loaded: Any
+) -> None:
+    begin = loaded.text.tokenizer.id_of("<tool_call>")
+    custom = {"name": "edit", "format": {"type": "grammar", "grammar": LINES}}
+    body = {
+        "messages": [{"role": "user", "content": "fix it"}],
+        "tools": [{"type": "custom", "custom": custom}],
+        "max_tokens": 150,
+        "logit_bias": {str(begin): 100},
+        "temperature": 1.0,
+        "seed": 5,
+    }
+    whole = bundled.post("/v1/chat/completions", body).json()["choices"][0]["message"]
+    texts = [call["custom"]["input"] for call in whole["tool_calls"]]
+    assert len(texts) > 1
+    assert all(map(RIGHT_LINES.fullmatch, texts[:-1])), "only the last one may be cut"
+    events = bundled.events("/v1/chat/completions", {**body, "stream": True})
+    deltas = [choice["delta"] for event in events[:-1] for choice in event["choices"]]
+    calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+    assert [call["custom"]["input"] for call in calls] == texts
+
+
 @pytest.mark.parametrize(
     ("form", "told"),
     [
