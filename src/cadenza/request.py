@@ -425,6 +425,11 @@ class Request:
                 param="priority",
             )
         object.__setattr__(self, "priority", index(self.priority))
+        constraint: object = self.constraint
+        if constraint is not None and not isinstance(constraint, ConstraintSpec):
+            raise InvalidRequestError(
+                f"constraint is {show(constraint)}; it must be a ConstraintSpec", param="constraint"
+            )
         if not isinstance(self.tenant, Tenant):
             raise InvalidRequestError(
                 f"tenant is {show(self.tenant)}; it must be a Tenant", param="tenant"

@@ -191,7 +191,10 @@ CORPUS: dict[str, tuple[str, dict[str, Any] | Case]] = {
     "config: a list": ("must hold a JSON object", {"config.json": "[]"}),
     "config: deep nesting": ("not valid JSON", {"config.json": "[" * 1_000_000}),
     "config: many containers": ("over", {"config.json": "[" * 3_000_000}),
-    "config: five megabytes": ("bytes", {"config.json": '{"a": "%s"}' % ("x" * (5 << 20))}),
+    "config: five megabytes": (
+        r"5\.0 MiB; at most 4\.0 MiB",
+        {"config.json": '{"a": "%s"}' % ("x" * (5 << 20))},
+    ),
     "config: NaN": (
         "hidden_size",
         {"config.json": json.dumps({**SMALL_CONFIG, "hidden_size": float("nan")})},
@@ -285,7 +288,7 @@ CORPUS: dict[str, tuple[str, dict[str, Any] | Case]] = {
     "template: a large number": ("takes", template("{{ 9 ** (9 ** 9) }}")),
     "template: nesting without end": ("compiled|Jinja", template("{{ " + "(" * 100_000)),
     "template: blocks in blocks": ("compiled|Jinja", template("{% if 1 %}" * 5_000)),
-    "template: two megabytes": ("bytes", template("x" * (2 << 20))),
+    "template: two megabytes": ("2\\.0 MiB", template("x" * (2 << 20))),
     "template: no UTF-8": ("UTF-8", {"chat_template.jinja": b"\xff\xfe"}),
     "template: a list of nothing": (
         "name and template",

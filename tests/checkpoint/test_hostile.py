@@ -29,10 +29,13 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
     return dict(zip(CORPUS, lines, strict=True))
 
 
+REFUSALS = ("CheckpointError", "InvalidRequestError", "MessagesRefusedError")
+
+
 @pytest.mark.parametrize("name", CORPUS)
 def test_a_hostile_folder_is_a_named_error(name: str, outcomes: dict[str, dict[str, Any]]):
     outcome = outcomes[name]
-    assert outcome["error"] in ("CheckpointError", "InvalidRequestError"), outcome
+    assert outcome["error"] in REFUSALS, outcome
     assert outcome["message"]
     assert len(outcome["message"]) < MAX_MESSAGE
     assert "secret of another" not in outcome["message"]
