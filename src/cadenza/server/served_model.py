@@ -182,11 +182,6 @@ class ServedModel:
                 f"--max-num-seqs allow; try again when some have finished"
             )
 
-    @property
-    def num_preparing(self) -> int:
-        """Calls that are being tokenised."""
-        return self._num_preparing
-
     @contextmanager
     def preparing(self, limits: EngineLimits) -> Generator[None]:
         """Counts a call that is being tokenised. Raises ApiError (429) when there are too many."""

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from cadenza.request import show
-from cadenza.server.errors import invalid_value, not_built
+from cadenza.server.errors import not_built
 from cadenza.server.schemas.body import DeclaredObject, Effect, Field, ObjectOf, label
 from cadenza.server.schemas.field_types import (
     AnyJson,
@@ -237,16 +236,3 @@ def _converted(name: str, item: object, numbers: _CallNumbers) -> object:
         number = numbers.answered(message.get("name"))
         message |= {} if number is None else {"tool_call_id": number}
     return message
-
-
-@dataclass(frozen=True, slots=True)
-class OllamaName:
-    """A model's name, as the bodies that name one and nothing else have it."""
-
-    def check(self, name: str, value: object) -> str:
-        if isinstance(value, str) and 1 <= len(value) <= 256:
-            return value
-        raise invalid_value(f"{name} is {show(value)}; it must be a model's name", name)
-
-    def schema(self) -> Schema:
-        return {"type": "string", "minLength": 1, "maxLength": 256}
