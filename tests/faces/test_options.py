@@ -92,7 +92,7 @@ def test_without_its_chat_template_a_model_takes_plain_prompts_only(worded_folde
         ('{"a": 1}', r"a template, which has \{\{ or \{%; name a file"),
         ("x" * 5000, "there is no such file"),
         ("{% for %}", "not valid Jinja"),
-        ("{{" + "x" * (1 << 20), "over 1048576 bytes"),
+        ("{{" + "x" * (1 << 20), r"over 1\.0 MiB"),
         ("", "must be a file, or the text"),
         (5, "must be a file, or the text"),
     ],

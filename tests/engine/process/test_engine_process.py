@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -62,8 +63,8 @@ def open_descriptors() -> set[tuple[str, str]]:
     return found
 
 
-def children() -> set[str]:
-    """The processes that this one has started and not reaped."""
+def children_of_this_process() -> set[str]:
+    """The processes that it has started and not reaped."""
     mine: set[str] = set()
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -73,6 +74,13 @@ def children() -> set[str]:
         if fields[1] == str(os.getpid()):
             mine.add(path.parent.name)
     return mine
+
+
+@pytest.fixture
+def children() -> Callable[[], set[str]]:
+    """Those that the test has started; a server of other tests may run beside them."""
+    before = children_of_this_process()
+    return lambda: children_of_this_process() - before
 
 
 def test_streams_equal_those_of_an_engine_in_this_process(open_front: OpenFront):
@@ -153,7 +161,7 @@ def test_a_killed_engine_ends_each_stream_once_and_another_one_serves(open_front
 
 @pytest.mark.parametrize("command", [HANG, SPIN], ids=["stopped", "stuck in a step"])
 def test_an_engine_without_progress_is_killed_and_replaced(
-    open_front: OpenFront, tmp_path: Path, command: int
+    open_front: OpenFront, tmp_path: Path, command: int, children: Callable[[], set[str]]
 ):
     clock, stuck = HandClock(), tmp_path / "stuck"
     front = open_front(
@@ -316,7 +324,7 @@ def test_a_slow_start_says_what_it_does_and_refuses_meanwhile(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's counts of work")
 def test_a_load_that_hangs_is_killed_tried_again_and_given_up_with_the_reason(
-    open_front: OpenFront, caplog: pytest.LogCaptureFixture
+    open_front: OpenFront, caplog: pytest.LogCaptureFixture, children: Callable[[], set[str]]
 ):
     front = open_front(patience=IMPATIENT, load_s=3600, open_child=ChildProcess)
     front.wait(lambda: front.engine.status().cause)
@@ -459,7 +467,9 @@ def test_draining_ends_what_takes_too_long(open_front: OpenFront):
     assert front.ends()[0].error_kind == "engine_closed"
 
 
-def test_a_second_call_while_draining_ends_at_once_even_a_hung_engine(open_front: OpenFront):
+def test_a_second_call_while_draining_ends_at_once_even_a_hung_engine(
+    open_front: OpenFront, children: Callable[[], set[str]]
+):
     patience = Patience(hung_after_s=TIMEOUT_S, stop_s=0.5)
     front = open_front(patience=patience, open_child=ChildProcess)
     front.engine.wait_ready(TIMEOUT_S)
@@ -560,9 +570,9 @@ def start_and_stop(times: int) -> None:
 
 
 def check_nothing_is_left(times: int) -> None:
-    before = open_descriptors(), children(), set(threading.enumerate())
+    before = open_descriptors(), children_of_this_process(), set(threading.enumerate())
     start_and_stop(times)
-    after = open_descriptors(), children(), set(threading.enumerate())
+    after = open_descriptors(), children_of_this_process(), set(threading.enumerate())
     # What others leave behind may go meanwhile.
     assert [now - then for now, then in zip(after, before, strict=True)] == [set()] * 3
 
@@ -578,10 +588,10 @@ def test_two_hundred_starts_and_stops_leave_nothing_behind():
 
 
 def test_a_process_left_open_would_be_seen():
-    before = children()
+    before = children_of_this_process()
     front = Front(
         EngineProcess("{}", CONFIG, ProcessOptions(command=(sys.executable, str(SCRIPT))))
     )
     front.engine.wait_ready(TIMEOUT_S)
-    assert children() != before
+    assert children_of_this_process() != before
     front.stop()
