@@ -301,10 +301,10 @@ def test_a_server_that_is_stopped_while_it_loads_leaves_the_old_one_serving(
 ) -> None:
     old, port = serving
     with serve_process(*FLAGS, "--port", port, "--handover") as new:
-        new.engine_pid()
+        new.wait_for(lambda: "loading: libraries" in new.log)
         new.terminate()
         assert new.wait() == 0, new.log
-        assert "takes over from process" in new.log
+        assert "to take over from process" in new.log
     assert old.status("/ready") == 200
     assert "has taken over" not in old.log
 

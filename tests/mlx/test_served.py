@@ -136,7 +136,7 @@ def test_the_gate_passes_on_mlx_for_each_kind_of_model(
             {"kv_cache_memory_bytes": 4096},
             r"less than one page .*; set --kv-cache-memory-bytes 524288",
         ),
-        ({"max_num_seqs": 1024, "num_pages": 1 << 30}, r"needs \d+ bytes, .*leave"),
+        ({"max_num_seqs": 1024, "num_pages": 1 << 30}, r"needs [\d,.]+ MiB, .*leave"),
     ],
     ids=str,
 )

@@ -96,13 +96,20 @@ class Pool:
         return self.server.service.models
 
     def complete(self, model: str | None, **changes: Any) -> httpx.Response:
+        """A call to its end: a client may have read the answer before the call has left."""
+        before = self.pool.num_calls
+        answer = self.ask(model, **changes)
+        self.until(lambda: self.pool.num_calls <= before)
+        return answer
+
+    def ask(self, model: str | None, **changes: Any) -> httpx.Response:
         named = {} if model is None else {"model": model}
         return self.server.post("/v1/completions", {**COMPLETION, **named, **changes})
 
     def later(self, model: str, **changes: Any) -> Any:
         """A call of which the test goes on before it has ended, but not before it waits."""
         before = self.pool.num_calls
-        found = self.callers.submit(self.complete, model, **changes)
+        found = self.callers.submit(self.ask, model, **changes)
         self.until(lambda: self.pool.num_calls > before)
         return found
 

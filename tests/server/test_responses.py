@@ -364,19 +364,6 @@ def test_a_tenant_reaches_only_its_own_responses(
         ({"tools": [{"type": "file_search"}]}, "tools", "'file_search' is not built"),
         ({"tools": [{"type": "file_search"}]}, "tools", "those of the type function are served"),
         (
-            {
-                "tools": [
-                    {
-                        "type": "custom",
-                        "name": "apply_patch",
-                        "format": {"type": "grammar", "syntax": "lark", "definition": "start: A"},
-                    }
-                ]
-            },
-            "tools",
-            "a custom tool with a grammar is not built",
-        ),
-        (
             {"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}},
             "tool_choice",
             "a function with its name",

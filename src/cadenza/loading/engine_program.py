@@ -78,7 +78,7 @@ def open_start(
         return open_planned(*asked, memory, start.bodies_bytes)
     except ConfigError as error:
         if not start.is_restart:
-            raise _told_of_share(error, start) from error
+            raise _told_of_share(error, start) from None
         enough = replace(memory, least_bytes=_ENOUGH_BYTES, most_bytes=None)
         opened = open_planned(*asked, enough, start.bodies_bytes)
         logger.warning("less memory is free than at the first start, whose plan is kept: %s", error)
@@ -98,7 +98,7 @@ def _with_share_of_gpu(start: Start, backends: Backends) -> EngineConfig:
 
 def _told_of_share(error: ConfigError, start: Start) -> ConfigError:
     if start.share_bytes is None:
-        return error
+        return ConfigError(str(error))
     return ConfigError(
         f"{error} (this model's share of the memory is {start.share_bytes} bytes, since "
         f"--max-loaded-models is {start.num_engines}; fewer have larger shares)"

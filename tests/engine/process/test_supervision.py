@@ -1,5 +1,6 @@
 """`Supervision`, `StepForecast` and `LogLines`: pure, by the numbers."""
 
+import errno
 import logging
 import os
 import subprocess
@@ -21,6 +22,7 @@ from cadenza.engine.process.supervision import (
     Patience,
     ProcessUsage,
     Supervision,
+    is_descriptor_shortage,
     num_oom_kills,
     usage_of,
 )
@@ -398,3 +400,12 @@ def test_a_line_without_an_end_is_cut():
     (record,) = reader.feed(b"x" * (MAX_LOG_LINE_BYTES + 1))
     assert len(record[2]) == MAX_LOG_LINE_BYTES + 1
     assert list(reader.flush()) == []
+
+
+def test_an_error_that_was_raised_from_itself_is_looked_through_once():
+    circle, shortage = ValueError("no"), OSError(errno.EMFILE, "too many open files")
+    circle.__cause__ = circle
+    assert not is_descriptor_shortage(circle)
+    circle.__cause__ = shortage
+    shortage.__cause__ = circle
+    assert is_descriptor_shortage(circle)

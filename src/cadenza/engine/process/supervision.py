@@ -36,9 +36,11 @@ _DESCRIPTOR_SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE})
 def is_descriptor_shortage(error: BaseException) -> bool:
     """Whether a file or a socket that could not be opened for want of a descriptor is the cause."""
     cause: BaseException | None = error
-    while cause is not None:
+    seen = set[int]()  # an error that was raised again from its own consequence is in a circle
+    while cause is not None and id(cause) not in seen:
         if isinstance(cause, OSError) and cause.errno in _DESCRIPTOR_SHORTAGES:
             return True
+        seen.add(id(cause))
         cause = cause.__cause__ or cause.__context__
     return False
 
