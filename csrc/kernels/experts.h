@@ -79,8 +79,7 @@ inline void route_units(const void* context, int64_t begin, int64_t end, Worker&
   }
 }
 
-// Finishes one row of one panel. Not inlined: unrolling three activations over kMaxRows rows would
-// bloat the code.
+// Finishes one row of one panel. Not inlined: each product would have a copy of three activations.
 template <class T>
 [[gnu::noinline]] void finish_gated(const GatedTask& task, int64_t column, int64_t row,
                                     const Vec (&columns)[kPanelVecs]) {
