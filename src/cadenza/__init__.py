@@ -2,6 +2,20 @@
 
 Owns the list of public names and the version. Invariant: importing this module imports no other
 module of Cadenza and no third-party package, so that `--version` and `--help` start fast.
+
+Modules:
+
+- `config`: the user's options (`EngineConfig`) and the resolved bounds (`EngineLimits`)
+- `speculative_config`: the value of `--speculative-config`
+- `tenant`: on whose behalf a request is served
+- `request`: `Request`, `SamplingParams` and their `BOUNDS`, attachments
+- `events`: what comes of a request: `Token`, `Finished`, …
+- `outputs`: results, under the names that vLLM uses
+- `structured`: the form that an answer must have, as it is asked for and as it is resolved, and the
+  protocol of what decides which tokens may follow
+- `errors`: one tree of exceptions
+- `fingerprint`: what an answer depends on besides its request
+- `receipt`: what another machine needs to compute an answer again
 """
 
 from importlib import import_module

@@ -2,6 +2,11 @@
 
 Each backend is given as a string and imported only when chosen, so that no other module depends on
 a particular backend (import-linter enforces this).
+
+Modules:
+
+- `base`: the interfaces `Backend` and `Runner`
+- `fake`: a runner that stores tokens in place of KV
 """
 
 import platform

@@ -2,6 +2,19 @@
 
 Owns what is measured and how; flags, tables and JSON are `cli.bench`'s. Knows the engine through
 its public faces only. Invariant: every figure comes with the machine that it was measured on.
+
+Modules:
+
+- `workloads`: settings and requests of the benchmarks
+- `throughput`, `runs`, `bounds`: tokens a second, the timed runs, and the machine's bound for them
+- `machine`: the machine's description and roofline, and measuring in a fresh process
+- `startup`, `startup_probe`, `load`: time to the first token; rate of loading
+- `serve`, `serve_figures`: load on a server, and its figures
+- `traffic`: the requests of a simulation, and when they arrive
+- `simulate`: the engine's core over steps that only take time
+- `client_times`: when clients see the tokens of a simulation, learned from loads of a real server
+- `simulate_plot`: the picture of a simulation
+- `checkpoints`: random checkpoints in the cache folder
 """
 
 from collections.abc import Callable

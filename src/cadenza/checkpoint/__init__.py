@@ -3,6 +3,40 @@
 Owns a checkpoint's configuration (`ModelConfig`), tensors (`Weights`, `declare`) and folder
 (`open_checkpoint`). Knows no devices or engines. Invariant: nothing from a checkpoint is executed,
 and anything that cannot be read exactly raises `CheckpointError`.
+
+Modules:
+
+- `model_config`: `ModelConfig`, everything that the arithmetic of a model depends on
+- `outline`: `ModelOutline`, what is known of a model whose arithmetic a backend brings
+- `config_json`: strict reading of config.json
+- `rope_config`, `rope_factors`: rotary settings, and their cosines and sines
+- `host_math`: logarithms, powers, cosines and sines with the same bits on every machine
+- `declaration`: every tensor, declared once; loading and random weights follow
+- `weight_format`: how the elements of a tensor are held in memory: floats, or integer codes
+- `tensor_formats`: the format of each tensor; plans, bounds and loading follow. Beside int4 the
+  first layer has 8 bits: its error passes through all others, and calibrating the rest instead
+  would need text and minutes, and codes that depend on the machine
+- `float8_weight`: weights in float8_e4m3fn with scales
+- `quantised_weight`: weights as integer codes with scales, and the rounding that makes them
+- `block_weight`: weights in the quantised blocks of a file, as it is mapped
+- `tensor_file`, `safetensors_file`, `weights`: memory-mapped tensors by name
+- `safetensors_writer`: tensors into files
+- `quantised_folder`: the folder that `cadenza quantize` writes
+- `stored_weight`: a weight that is stored quantised, in tensors of other names
+- `base_model`: models that were saved without their head, for embeddings
+- `score_head`: the head of models that score a text
+- `mtp_layout`: how the MTP layers of each family are stored and fed
+- `mtp_head`: an MTP layer of a model as a model of one layer
+- `stacked_experts`: checkpoints that store a layer's experts in two tensors
+- `folder`: `open_checkpoint`, of a folder or a GGUF file
+- `hub`: folders of the hub's models
+- `hub_cache`: those in its local cache, listed and removed
+- `other_folders`: folders of the hub's cache, and of LoRA adapters
+- `survey`: what a refused folder contains, for its error message
+- `tokenizer_files`, `generation_defaults`, `pooling_files`: a folder's tokenizer settings,
+  recommended sampling and pooling
+- `random_checkpoint`: random weights of a named or given shape (`shapes/`)
+- `dtypes`, `json_object`: element types; typed access to untrusted JSON
 """
 
 from cadenza.checkpoint.config_json import format_model_config, parse_model_config

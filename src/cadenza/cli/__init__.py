@@ -5,6 +5,23 @@ Owns the exit codes (0 done, 1 a check or a request failed, 2 wrong use, 3 could
 on stderr.
 Knows nothing of what the subcommands do. Invariant: neither jax nor tokenizers is loaded before a
 subcommand's body runs, and a Python traceback is shown only with CADENZA_TRACEBACK=1 or for a bug.
+
+Modules:
+
+- `app`: the command line program
+- `served_models`: the models of `serve`: names, checkpoints, engine processes
+- `serve`, `generate`, `chat`, `info`, `verify`, `replay`, `quantize`, `bench`: one subcommand each
+- `conversation`: the turns of `chat`, and which leave a full context
+- `chat_commands`, `chat_terminal`: what is typed there: commands; wrapped answers, the input's
+  history
+- `cached_models`: `list`, `pull` and `rm`, for the hub's cache
+- `options`, `sampling_flags`: how flags are declared; the shared ones
+- `config_file`: flags from a file
+- `prompts`: prompts from arguments, files and stdin
+- `report`: a result's columns, described once, give its table and its JSON
+- `bench_report`, `generate_report`: their columns
+- `batch_run`, `live_view`: prompts in one batch, and its view in a terminal
+- `interrupts`: signals
 """
 
 import io

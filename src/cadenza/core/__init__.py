@@ -1,1 +1,43 @@
-"""Host side of continuous batching. Uses only stdlib and numpy; no clock, threads or I/O."""
+"""Host side of continuous batching. Uses only stdlib and numpy; no clock, threads or I/O.
+
+Modules:
+
+- `sequence`: the mutable state of one stream
+- `page_pool`: allocates and frees pages: reference counts, pins, states
+- `eviction_order`: which page of the prefix cache is reused first
+- `prefix_cache`: finds pages by chained keyed hashes of their tokens
+- `prefix_misses`: why tokens of a prompt were not found in the cache
+- `cache_miss`: how much of a prompt earlier ones had, and why the look-up ended there
+- `prefix_leaders`: which running sequence computes a page that waiting ones share
+- `slot_prefixes`: finds slots whose sequence began alike, where a page is a slot
+- `kv_cache_manager`: pages of sequences: sharing, growing, publishing, releasing
+- `admission`: whether a sequence may start; what running ones reserve, summed once a step
+- `queue_policy`: in which order sequences start, and which one is preempted
+- `fair_share`: whose turn it is among tenants
+- `light_tenants`: which tenants ask for no more than their share, and whom they may displace
+- `page_shares`: how many pages each tenant holds, and has in the prefix cache
+- `page_store`: the protocol of what keeps pages beyond the pool
+- `step_cost`: predicts the time of a step, and bounds it
+- `prompt_shares`: shares what a step leaves for prompts among them
+- `sequence_events`: the events that tell what came of a sequence
+- `sequence_list`: waiting or running sequences in an order, from which any one leaves without a
+  search
+- `scheduler`: shares the token budget of a step, starts and preempts sequences
+- `step_reader`: applies what a step gave: tokens, drafts that stay, ends
+- `batch`: the sequences of a step, their numbers of tokens, and the logits that it needs
+- `step_schema`: every per-step field, declared once; the upload, the views on the host and the
+  device's arrays follow
+- `packing`: a `Batch` becomes `ModelInputs`
+- `token_rules`: a row's penalties, biases and bans as one record; which fields of a request rule
+  tokens out
+- `constraint`: what a constraint allows behind drafts
+- `prompt_rows`: which positions of a prompt still need a logit row
+- `pooling`: hidden states of a prompt folded into an embedding
+- `draw_keys`: keys of random draws
+- `drafts`: how many tokens a sequence drafts, and what became of them
+- `prompt_lookup`: drafts from what followed the newest tokens before
+- `step_drafts`: which sequences of a step draft, and the protocol of a second model for them
+- `draft_plan`: how many drafts each sequence of a step gets, by their chances and costs
+- `draft_costs`: what a step takes without drafts and what so many add, learned for each number of
+  rows
+"""

@@ -1,4 +1,23 @@
 """`EngineCore`, its step loop, and the thread-safe `BatchEngine` over it, in this process or in
 another. Owns the open requests, their deadlines, and recovery from failed steps. Knows no text,
 HTTP or checkpoint. Invariant: an accepted request ends exactly once, even if the engine crashes.
+
+Modules:
+
+- `core`: `EngineCore`: submit, step, cancel
+- `request_check`: refuses requests that can never be served
+- `compiling`: requests whose constraint is being compiled
+- `sample_seed`: the seed of a sample
+- `drafting`: how the sequences of a request draft
+- `model_drafter`: drafts of a second model, which draws them as the target would
+- `loop`: launching and reading steps, and failed steps
+- `calibration`: times a runner's steps before an engine serves
+- `batch_engine`: the thread-safe interface (`BatchEngine`, `CoreService`), and `run_steps`, the one
+  loop over a core
+- `open_requests`: the open requests, queue bounds, deadlines, times
+- `resumption`: what a request has brought so far, with which another engine goes on
+- `stored_pages`: pages of prompts between the device and a folder, and who waits for them
+- `page_traffic`: the thread that reads and writes pages
+- `page_folder`: pages as files that several engines share
+- `stats`, `status`: counters; the state for health checks
 """

@@ -1,4 +1,21 @@
 """The text front end and the Python faces: prompts in, outputs out. Owns tokenising, chat templates
 and detokenising around an engine, in this process or another. Never sees a page, a row or an
 array. Invariant: what is streamed is final.
+
+Modules:
+
+- `text_frontend`: from prompts to requests
+- `prompt_forms`: the forms in which programs give a prompt
+- `model_tokenizer`: the tokenizer and the chat template for programs
+- `receipts`: receipts of finished samples
+- `answers`: what an answer to a conversation may consist of, and what it must
+- `sampling_defaults`: values of sampling fields that a request leaves unset
+- `sample_output`: text of one sample: detokenising, stop strings, parts
+- `output_processor`: from events to outputs
+- `progress`: the progress line of many requests on a terminal
+- `embeddings`: from the output of a pooled request to its vector
+- `model_facts`: what clients are told of a model beside its name
+- `loaded_model`: engine and text front end of one checkpoint, and its plan before anything is
+  loaded
+- `llm`, `async_engine`: the Python interfaces
 """

@@ -2,4 +2,20 @@
 
 Owns the resolution of every `auto` option. Knows no text. Invariant: no weights are loaded before
 an `EnginePlan` exists, and a plan fits the available memory.
+
+Modules:
+
+- `build`: from a model's name and options to a warm engine
+- `plan`, `space`, `footprint`: from options to numbers; how memory is divided; what is taken beside
+  weights and KV
+- `memory`: available memory, below the limits of control groups and of the process
+- `promised_memory`: memory that other engines have planned for and not taken yet
+- `draft`: the second model of an engine that drafts with one
+- `identity`: digests of what streams depend on besides their requests
+- `fingerprint`, `content_digest`: the fingerprint of answers; the digest of the weights
+- `page_folder`: the folder of `--prefix-cache-disk`, and what its pages depend on
+- `weight_cache`: where weights that `--quantization` makes are kept, and how many bytes of them
+- `step_costs`: what steps cost, kept from one start to the next
+- `engine_program`: what an engine process executes
+- `memory_shares`: how memory is divided among engines that run side by side
 """

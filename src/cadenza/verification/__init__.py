@@ -3,4 +3,18 @@
 Owns the workloads and the verdict. Only `remote_server` uses HTTP. Invariant: the gate passes only
 if every comparison was made and every event that a mode is meant to show (preemption, cache hits,
 …) occurred.
+
+Modules:
+
+- `run`: from a model to a verdict
+- `gate`: compares streams
+- `workload`, `option_matrix`, `pairwise`: the requests, and the combinations of sampling options
+- `forms`: structured outputs for them, and faults of masks
+- `modes`: the ways in which they are run
+- `self_test`: injects faults that the gate must catch
+- `over_http`: the same against a server
+- `remote_server`: a client of one server, which sends the requests
+- `remote_matrix`: the matrix of options for a server, and what cannot be sent
+- `replay`: computes answers again from their receipts
+- `reference`: the reference engine: one request at a time, without batching
 """

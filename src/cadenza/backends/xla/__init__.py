@@ -1,1 +1,17 @@
-"""The OpenXLA backend, through JAX: CPU, NVIDIA and TPU. The only package that imports jax."""
+"""The OpenXLA backend, through JAX: CPU, NVIDIA and TPU. The only package that imports jax.
+
+Modules:
+
+- `backend`: `XlaBackend`, and the count of compiled programs
+- `device`: resolves `--device` and `--ops`: which device and which op table are chosen
+- `arithmetic`: the class of a step's arithmetic, by name
+- `runner`: the runner
+- `programs`: the compiled programs and the device state
+- `wire`: splits the uploaded buffer into the step's arrays
+- `in_flight`: steps launched and not read; waits for them at close and at exit
+- `decoder`: the model, through the op table only
+- `hidden_states`: hidden states that a target's steps keep and an MTP head's steps read
+- `weights`: tensors in the op table's layouts
+- `reference_model`, `reference_rope`: the independent witness and its own rotary factors
+- `mutants`: op tables with faults, for `verify --self-test`
+"""

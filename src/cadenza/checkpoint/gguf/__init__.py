@@ -5,4 +5,13 @@ the meaning of metadata and tensors as the declarations of the package have it. 
 Invariant: nothing is read or allocated by a number of the file before that number was checked.
 
 Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+
+Modules:
+
+- `reader`, `types`: a GGUF file's checked header; the codes and sizes of its types
+- `files`: the files of a model, and which file of a folder is meant
+- `settings`, `config`: metadata become a `ModelConfig`
+- `tensors`, `blocks`: stored tensors under the declared names; quantised types as codes with scales
+- `tokenizer`, `pre_tokenizers`: metadata become a tokenizer.json
+- `model`: all of a GGUF model
 """

@@ -1,1 +1,15 @@
-"""The operations of a decoder: the op table's interface and its implementations."""
+"""The operations of a decoder: the op table's interface and its implementations.
+
+Modules:
+
+- `table`: the operations by name
+- `reference`, `experts`: their definition in plain jnp
+- `quantised`, `float8`: products with quantised weights and with float8 weights, in jnp
+- `kv_codes`: attention over KV in int8, in jnp
+- `rules`, `sampling`: penalties, biases and bans; choosing tokens, in jnp
+- `native`, `native_program`: the operations over the CPU kernels; a step's operations recorded as
+  one call into the library
+- `native_library`, `packed_memory`, `packed_file`, `native_measure`: loading the kernels and
+  packing weights; memory of packed weights, and a file of them; bandwidth, FLOP/s and time per
+  operation
+"""
