@@ -141,7 +141,7 @@ PLACES: Mapping[str, Place] = {
     f"curl http://{PORT}/v1/rerank -H 'content-type: application/json' -d '{RERANK}'": Post(
         '"relevance_score"'
     ),
-    # docs/benchmarks.md
+    # docs/how-measured.md
     "R / max(bytes of the step / read bandwidth, operations of the step / multiply peak)": (
         NoCommand()
     ),
@@ -173,8 +173,6 @@ PLACES: Mapping[str, Place] = {
     ),
     f"{SIMULATE} {COST} --arrivals bursty --lengths tailed": Run(prints="fcfs"),
     f"{SIMULATE} {COST} --num-tenants 3 --flood 20 --request-rate 0.3": Run(prints="fcfs"),
-    f"{SIMULATE} --step-cost 5,{FAST} {MANY} --input-len 16:64 --output-len 8:32 "
-    "--request-rate 9000 --num-requests 100000": Parsed(MINUTES),
     f"{SIMULATE} --step-cost 40,{FAST} {MANY} --input-len 16:64 --output-len 16:64 "
     "--request-rate 4000 --num-requests 1000000": Parsed(MINUTES),
     "python benchmarks/predict.py --num-requests 2000 --request-rate 20": Parsed(MINUTES),

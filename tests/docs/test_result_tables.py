@@ -1,0 +1,70 @@
+"""docs/benchmarks.md, README.md's table and its picture say what the result files have."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.docs.documents import ROOT
+from tools import result_tables
+
+RUNS = result_tables.read_runs(result_tables.RESULTS)
+RUN: dict[str, Any] = {
+    "workload": "a shape",
+    "date": "2026-01-01",
+    "machine": {"kind": "Zen 5", "cpu": "a CPU", "cores": 2},
+    "engines": {"Cadenza": {"version": "1", "command": "cadenza bench"}},
+    "figures": [
+        {
+            "what": "decode",
+            "unit": "tok/s",
+            "at": ["1", "8"],
+            "of": "rows",
+            "values": {"Cadenza": [1234.5, [9, 7, 8]]},
+        }
+    ],
+}
+
+
+def read(folder: Path, run: dict[str, Any]) -> result_tables.Run:
+    (folder / "run.json").write_text(json.dumps(run))
+    return result_tables.read_run(folder / "run.json")
+
+
+def test_the_page_the_table_and_the_picture_are_what_the_script_writes() -> None:
+    again = "run: .venv/bin/python -m tools.result_tables"
+    assert result_tables.PAGE.read_text(encoding="utf-8") == result_tables.page(RUNS), again
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert readme == result_tables.with_table(readme, RUNS), again
+    assert result_tables.digest(RUNS) in result_tables.PICTURE.read_text(encoding="utf-8"), again
+
+
+def test_every_run_has_its_figures_and_its_command_on_the_page() -> None:
+    page = result_tables.PAGE.read_text(encoding="utf-8")
+    for name, run in RUNS.items():
+        assert f"(results/{name}.json)" in page
+        assert all(f"`{engine.command}`" in page for engine in run.engines.values())
+
+
+def test_a_figure_has_a_row_and_each_value_its_form(tmp_path: Path) -> None:
+    row = result_tables.figures_table([read(tmp_path, RUN)]).splitlines()[-1]
+    assert row.endswith("| decode, tok/s at 1 / 8 rows | 1,234.5 / 8 |")
+    shown = [result_tables.shown(value) for value in (0.294, 2.0, -3.2, [9, 7], [1, 5, 3])]
+    assert shown == ["0.29", "2", "−3.2", "7–9", "3"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"engines": {"Other": {"version": "1", "command": "x"}}}, "Cadenza is not among"),
+        ({"machine": {"kind": "Zen 99"}}, "'Zen 99' is not in"),
+        ({"colour": "red"}, "colour"),
+        ({"figures": [{**RUN["figures"][0], "at": ["1"]}]}, "Cadenza has 2 values"),
+    ],
+)
+def test_a_file_that_is_no_run_is_refused(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        read(tmp_path, {**RUN, **change})
