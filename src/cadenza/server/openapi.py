@@ -4,13 +4,14 @@ Owns the type of a route (`ApiRoute`) and its description. Knows no endpoint. In
 status that a route can answer with is in the description.
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
 import cadenza
 from cadenza.server.dialect import dialect_of
 from cadenza.server.errors import STATUSES
+from cadenza.server.http_exchange import Exchange
 from cadenza.server.schemas.body import Body
 from cadenza.server.schemas.field_types import Schema, or_null
 from cadenza.server.schemas.unknown_members import (
@@ -21,6 +22,9 @@ from cadenza.server.schemas.unknown_members import (
 
 Policy = Literal["open", "key"]
 """`open` needs no API key and reveals nothing about requests; `key` needs one, if keys are set."""
+
+RouteHandler = Callable[[Any, Exchange], Awaitable[None]]
+"""Answers a request; the first argument is the `Service`."""
 
 TEXT: Schema = {"type": "string"}
 COUNT: Schema = {"type": "integer", "minimum": 0}
@@ -40,7 +44,7 @@ def object_of(required: dict[str, Schema]) -> Schema:
     return {"type": "object", "properties": required, "required": list(required)}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class AnswerSchema:
     """The body of a 200; `name` is the component's. Without a schema it is plain text. `also` are
     the types of text that it may have instead, if the client asks for them."""
@@ -50,9 +54,10 @@ class AnswerSchema:
     also: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ApiRoute:
-    """One route. `statuses` are those of its answers beside 200; `query` are its parameters.
+    """One route. `statuses` are those of its answers beside 200; `query` are its parameters; a
+    generating endpoint's has no handler of its own.
 
     400 (a head beyond its bounds), 401 and 405 go with all of them.
     """
@@ -60,14 +65,24 @@ class ApiRoute:
     name: str
     method: Literal["GET", "POST", "DELETE"]
     path: str
-    policy: Policy
     summary: str
     answers: AnswerSchema
+    handler: RouteHandler | None = None
+    _: KW_ONLY
+    policy: Policy = "key"
     statuses: tuple[int, ...] = ()
     body: type[Body] | None = None
     can_stream: bool = False
     query: Mapping[str, Schema] = field(default_factory=dict[str, Schema])
 
+
+DESCRIPTION = ApiRoute(
+    "openapi",
+    "GET",
+    "/openapi.json",
+    "This description.",
+    AnswerSchema("OpenApi", {"type": "object"}),
+)
 
 _ERROR = object_of(
     {

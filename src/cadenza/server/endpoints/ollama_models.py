@@ -1,6 +1,6 @@
 """The routes of Ollama's API that tell of models, or would change them; and llama.cpp's /props.
 
-Owns their answers. Knows `Service` and `Exchange`. Invariant: what is listed can be asked for by
+Invariant: what is listed can be asked for by
 the listed name; what would change the models of this server is refused, with what to do instead.
 """
 
@@ -12,9 +12,17 @@ import cadenza
 from cadenza.errors import CadenzaError
 from cadenza.server.endpoints.ollama_answer import time_of
 from cadenza.server.errors import ApiError, error_of, invalid_value, not_built
-from cadenza.server.http_exchange import Exchange, Handler, send_object
+from cadenza.server.http_exchange import Exchange, send_object
 from cadenza.server.model_pool import DEFAULT_TAG
-from cadenza.server.openapi import COUNT, TEXT, AnswerSchema, ApiRoute, list_of, object_of
+from cadenza.server.openapi import (
+    COUNT,
+    TEXT,
+    AnswerSchema,
+    ApiRoute,
+    RouteHandler,
+    list_of,
+    object_of,
+)
 from cadenza.server.schemas.body import Body, label, optional
 from cadenza.server.schemas.field_types import AnyJson, Boolean, Schema, String
 from cadenza.server.served_model import ServedModel
@@ -56,137 +64,130 @@ def tagged(name: str) -> str:
     return name if ":" in name.rpartition("/")[2] else name + DEFAULT_TAG
 
 
-class OllamaHandlers:
-    """One method for each of `OLLAMA_ROUTES`; all that is refused shares one."""
+async def _version(service: Service, exchange: Exchange) -> None:
+    del service
+    await send_object(exchange, {"version": API_VERSION, "cadenza": cadenza.__version__})
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
 
-    def by_route(self) -> Mapping[str, Handler]:
-        return {
-            "ollama_version": self._version,
-            "ollama_tags": self._tags,
-            "ollama_ps": self._ps,
-            "ollama_show": self._show,
-            "ollama_pull": self._pull,
-            "props": self._props,
-            **{f"ollama_{name}": _Refusal(name) for name in _REFUSED},
-        }
+async def _tags(service: Service, exchange: Exchange) -> None:
+    await send_object(exchange, {"models": _cards(service, service.models.models)})
 
-    async def _version(self, exchange: Exchange) -> None:
-        await send_object(exchange, {"version": API_VERSION, "cadenza": cadenza.__version__})
 
-    async def _tags(self, exchange: Exchange) -> None:
-        await send_object(exchange, {"models": self._cards(self._service.models.models)})
+async def _ps(service: Service, exchange: Exchange) -> None:
+    await send_object(exchange, {"models": _loaded_cards(service)})
 
-    async def _ps(self, exchange: Exchange) -> None:
-        await send_object(exchange, {"models": self._loaded_cards()})
 
-    async def _show(self, exchange: Exchange) -> None:
-        asked = (await self._read(exchange)).asked
-        model = self._service.models.find(asked)
-        await send_object(exchange, self._shown(model, asked or model.name))
+async def _show(service: Service, exchange: Exchange) -> None:
+    asked = (await _read(service, exchange)).asked
+    model = service.models.find(asked)
+    await send_object(exchange, _shown(service, model, asked or model.name))
 
-    async def _pull(self, exchange: Exchange) -> None:
-        """A model that is here is pulled already."""
-        asked = (await self._read(exchange)).asked
-        if asked is None:
-            raise invalid_value("model is missing; it is needed here", "model")
+
+async def _pull(service: Service, exchange: Exchange) -> None:
+    """A model that is here is pulled already."""
+    asked = (await _read(service, exchange)).asked
+    if asked is None:
+        raise invalid_value("model is missing; it is needed here", "model")
+    try:
+        service.models.find(asked)
+    except ApiError:
+        names = ", ".join(service.models.names)
+        advice = f"this server has {names}; {_INSTEAD}"
+        raise not_built("/api/pull", "fetching a model", advice=advice) from None
+    await send_object(exchange, {"status": "success"})
+
+
+async def _props(service: Service, exchange: Exchange) -> None:
+    model = service.models.first
+    limits = model.limits
+    described: dict[str, Any] = {}
+    with suppress(CadenzaError):  # there may be no tokenizer
+        described = model.text.describe_tokenizer()
+    props = {
+        "default_generation_settings": {
+            "n_ctx": _context_length(model),
+            "params": _parameters(model),
+        },
+        "total_slots": 0 if limits is None else limits.max_num_seqs,
+        "model_alias": model.name,
+        "model_path": model.name,
+        "chat_template": model.text.chat_template or "",
+        "bos_token": described.get("bos_token") or "",
+        "eos_token": described.get("eos_token") or "",
+        "modalities": {"vision": False, "audio": False},
+        "build_info": f"cadenza {cadenza.__version__}",
+        "is_sleeping": service.models.state_of(model) == "unloaded",
+    }
+    await send_object(exchange, props)
+
+
+async def _read(service: Service, exchange: Exchange) -> NamedModelBody:
+    unknown = service.options.unknown_fields
+    async with exchange.body() as raw:
         try:
-            self._service.models.find(asked)
-        except ApiError:
-            names = ", ".join(self._service.models.names)
-            advice = f"this server has {names}; {_INSTEAD}"
-            raise not_built("/api/pull", "fetching a model", advice=advice) from None
-        await send_object(exchange, {"status": "success"})
+            body = await service.work.do(
+                "tokenize", len(raw), lambda: NamedModelBody.read(raw, unknown)
+            )
+        except CadenzaError as error:  # the server is ending
+            raise error_of(error, "draining") from error
+    exchange.extra_headers += service.ignored_names.headers(body.ignored)
+    return body
 
-    async def _props(self, exchange: Exchange) -> None:
-        model = self._service.models.first
-        limits = model.limits
-        described: dict[str, Any] = {}
-        with suppress(CadenzaError):  # there may be no tokenizer
-            described = model.text.describe_tokenizer()
-        props = {
-            "default_generation_settings": {
-                "n_ctx": _context_length(model),
-                "params": _parameters(model),
-            },
-            "total_slots": 0 if limits is None else limits.max_num_seqs,
-            "model_alias": model.name,
-            "model_path": model.name,
-            "chat_template": model.text.chat_template or "",
-            "bos_token": described.get("bos_token") or "",
-            "eos_token": described.get("eos_token") or "",
-            "modalities": {"vision": False, "audio": False},
-            "build_info": f"cadenza {cadenza.__version__}",
-            "is_sleeping": self._service.models.state_of(model) == "unloaded",
-        }
-        await send_object(exchange, props)
 
-    async def _read(self, exchange: Exchange) -> NamedModelBody:
-        service, unknown = self._service, self._service.options.unknown_fields
-        async with exchange.body() as raw:
-            try:
-                body = await service.work.do(
-                    "tokenize", len(raw), lambda: NamedModelBody.read(raw, unknown)
-                )
-            except CadenzaError as error:  # the server is ending
-                raise error_of(error, "draining") from error
-        exchange.extra_headers += service.ignored_names.headers(body.ignored)
-        return body
+def _cards(service: Service, models: Iterable[ServedModel]) -> list[dict[str, Any]]:
+    """One for each name."""
+    return [_card(service, model, name) for model in models for name in model.names.listed]
 
-    def _cards(self, models: Iterable[ServedModel]) -> list[dict[str, Any]]:
-        """One for each name."""
-        return [self._card(model, name) for model in models for name in model.names.listed]
 
-    def _loaded_cards(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
-        service = self._service
-        for model in service.models.models:
-            if model.monitor.status().is_ready:
-                left_s = service.models.idle_left_s(model)
-                ends_s = _NEVER_S if left_s is None else service.options.now() + left_s
-                loaded = {
-                    "expires_at": time_of(ends_s),
-                    "size_vram": 0,
-                    "context_length": _context_length(model),
-                }
-                found += [card | loaded for card in self._cards([model])]
-        return found
+def _loaded_cards(service: Service) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for model in service.models.models:
+        if model.monitor.status().is_ready:
+            left_s = service.models.idle_left_s(model)
+            ends_s = _NEVER_S if left_s is None else service.options.now() + left_s
+            loaded = {
+                "expires_at": time_of(ends_s),
+                "size_vram": 0,
+                "context_length": _context_length(model),
+            }
+            found += [card | loaded for card in _cards(service, [model])]
+    return found
 
-    def _card(self, model: ServedModel, name: str) -> dict[str, Any]:
-        facts = model.text.facts
-        return {
-            "name": tagged(name),
-            "model": tagged(name),
-            "modified_at": time_of(self._service.created),
-            "size": facts.num_bytes or 0,
-            "digest": facts.digest,
-            "details": _details(model),
-        }
 
-    def _shown(self, model: ServedModel, name: str) -> dict[str, Any]:
-        text = model.text
-        facts, family = text.facts, text.facts.family
-        info = {
-            "general.architecture": family,
-            "general.basename": name,
-            "general.parameter_count": facts.num_parameters,
-            f"{family}.context_length": _context_length(model),
-            f"{family}.embedding_length": facts.hidden_size,
-            f"{family}.block_count": facts.num_layers,
-            f"{family}.vocab_size": facts.vocab_size,
-        }
-        parameters = _parameters(model)
-        return {
-            "modelfile": f"FROM {name}\n",
-            "parameters": "\n".join(f"{key} {value}" for key, value in parameters.items()),
-            "template": text.chat_template or "",
-            "details": _details(model),
-            "model_info": {key: value for key, value in info.items() if value is not None},
-            "capabilities": _capabilities(model),
-            "modified_at": time_of(self._service.created),
-        }
+def _card(service: Service, model: ServedModel, name: str) -> dict[str, Any]:
+    facts = model.text.facts
+    return {
+        "name": tagged(name),
+        "model": tagged(name),
+        "modified_at": time_of(service.created),
+        "size": facts.num_bytes or 0,
+        "digest": facts.digest,
+        "details": _details(model),
+    }
+
+
+def _shown(service: Service, model: ServedModel, name: str) -> dict[str, Any]:
+    text = model.text
+    facts, family = text.facts, text.facts.family
+    info = {
+        "general.architecture": family,
+        "general.basename": name,
+        "general.parameter_count": facts.num_parameters,
+        f"{family}.context_length": _context_length(model),
+        f"{family}.embedding_length": facts.hidden_size,
+        f"{family}.block_count": facts.num_layers,
+        f"{family}.vocab_size": facts.vocab_size,
+    }
+    parameters = _parameters(model)
+    return {
+        "modelfile": f"FROM {name}\n",
+        "parameters": "\n".join(f"{key} {value}" for key, value in parameters.items()),
+        "template": text.chat_template or "",
+        "details": _details(model),
+        "model_info": {key: value for key, value in info.items() if value is not None},
+        "capabilities": _capabilities(model),
+        "modified_at": time_of(service.created),
+    }
 
 
 def _details(model: ServedModel) -> dict[str, Any]:
@@ -249,18 +250,6 @@ _REFUSED: Mapping[str, tuple[str, str]] = {
 """What each would do, and what to do instead."""
 
 
-class _Refusal:
-    """The handler of a route that would change the models."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    async def __call__(self, exchange: Exchange) -> None:
-        del exchange  # whatever it asks for
-        what, advice = _REFUSED[self._name]
-        raise not_built(f"/api/{self._name}", what, advice=advice)
-
-
 _DETAILS = object_of({"format": TEXT, "family": TEXT, "parameter_size": TEXT})
 _CARD: dict[str, Schema] = {
     "name": TEXT,
@@ -289,44 +278,37 @@ _PROPS = object_of(
         "build_info": TEXT,
     }
 )
-_STATUS = AnswerSchema(name="OllamaStatus", schema=object_of({"status": TEXT}))
-_BODY_STATUSES = (404, 413, 415, 429, 503)
+_STATUS = AnswerSchema("OllamaStatus", object_of({"status": TEXT}))
 
 
-def _get(name: str, path: str, summary: str, schema: Schema) -> ApiRoute:
+def _get(name: str, path: str, summary: str, schema: Schema, handler: RouteHandler) -> ApiRoute:
+    answers = AnswerSchema(name.title().replace("_", ""), schema)
+    return ApiRoute(name, "GET", path, summary, answers, handler)
+
+
+def _post(name: str, summary: str, answers: AnswerSchema, handler: RouteHandler) -> ApiRoute:
     return ApiRoute(
-        name=name,
-        method="GET",
-        path=path,
-        policy="key",
-        summary=summary,
-        answers=AnswerSchema(name=name.title().replace("_", ""), schema=schema),
-    )
-
-
-def _post(name: str, summary: str, answers: AnswerSchema) -> ApiRoute:
-    return ApiRoute(
-        name=f"ollama_{name}",
-        method="POST",
-        path=f"/api/{name}",
-        policy="key",
-        summary=summary,
-        answers=answers,
-        statuses=_BODY_STATUSES,
+        f"ollama_{name}",
+        "POST",
+        f"/api/{name}",
+        summary,
+        answers,
+        handler,
+        statuses=(404, 413, 415, 429, 503),
         body=NamedModelBody,
     )
 
 
 def _refused(name: str) -> ApiRoute:
-    what, _ = _REFUSED[name]
-    return ApiRoute(
-        name=f"ollama_{name}",
-        method="DELETE" if name == "delete" else "POST",
-        path="/api/blobs/{id:path}" if name == "blobs" else f"/api/{name}",
-        policy="key",
-        summary=f"Not built: {what}.",
-        answers=_STATUS,
-    )
+    what, advice = _REFUSED[name]
+
+    async def refuse(service: Service, exchange: Exchange) -> None:
+        del service, exchange  # whatever it asks for
+        raise not_built(f"/api/{name}", what, advice=advice)
+
+    method = "DELETE" if name == "delete" else "POST"
+    path = "/api/blobs/{id:path}" if name == "blobs" else f"/api/{name}"
+    return ApiRoute(f"ollama_{name}", method, path, f"Not built: {what}.", _STATUS, refuse)
 
 
 OLLAMA_ROUTES: tuple[ApiRoute, ...] = (
@@ -335,21 +317,24 @@ OLLAMA_ROUTES: tuple[ApiRoute, ...] = (
         "/api/version",
         "The version of Ollama whose API this is.",
         object_of({"version": TEXT}),
+        _version,
     ),
     _get(
         "ollama_tags",
         "/api/tags",
         "The models that are served, as Ollama lists them.",
         object_of({"models": list_of(object_of(_CARD))}),
+        _tags,
     ),
     _get(
         "ollama_ps",
         "/api/ps",
         "Those that are loaded.",
         object_of({"models": list_of(object_of(_LOADED))}),
+        _ps,
     ),
-    _post("show", "One of them.", AnswerSchema(name="OllamaShow", schema=_SHOWN)),
-    _post("pull", "Succeeds for a model that is served.", _STATUS),
+    _post("show", "One of them.", AnswerSchema("OllamaShow", _SHOWN), _show),
+    _post("pull", "Succeeds for a model that is served.", _STATUS, _pull),
     *(_refused(name) for name in _REFUSED),
-    _get("props", "/props", "What llama.cpp tells of its model.", _PROPS),
+    _get("props", "/props", "What llama.cpp tells of its model.", _PROPS, _props),
 )

@@ -1,15 +1,14 @@
 """`/` and `/docs`: a page for browsers, and a few words for everything else.
 
-Owns what is told there. Knows `Service` and `Exchange`. Invariant: they are open, and tell nothing
-of the model to whoever has no key, if there are keys.
+Invariant: they are open, and tell nothing of the model to whoever has no key, if there are keys.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import cadenza
 from cadenza.server.base_url import address_of
 from cadenza.server.errors import UNAVAILABLE_CODES
-from cadenza.server.http_exchange import Exchange, Handler, Response, send_object
+from cadenza.server.http_exchange import Exchange, Response, send_object
 from cadenza.server.openapi import TEXT, AnswerSchema, ApiRoute, object_of
 from cadenza.server.page import HTML_TYPE, PAGE_HEADERS, PageFacts, render_page
 from cadenza.server.served_model import ServedModel
@@ -25,21 +24,14 @@ _APIS = {
 """By the beginnings of their paths, the longest first."""
 
 
-class RootHandlers:
-    """One method for both routes of `ROOT_ROUTES`.
-
-    Args:
-        routes: all of this server's.
-    """
+class RootHandler:
+    """Answers both of `ROOT_ROUTES`; `routes` are all of this server's."""
 
     def __init__(self, service: Service, routes: Sequence[ApiRoute]) -> None:
         self._service = service
         self._endpoints = _by_api(routes)
 
-    def by_route(self) -> Mapping[str, Handler]:
-        return {"root": self._root, "docs": self._root}
-
-    async def _root(self, exchange: Exchange) -> None:
+    async def __call__(self, exchange: Exchange) -> None:
         if "text/html" not in exchange.accept.lower():
             await send_object(exchange, {"status": self._state(), **_LINKS})
             return
@@ -98,17 +90,9 @@ def _by_api(routes: Sequence[ApiRoute]) -> dict[str, list[tuple[str, str]]]:
     return found
 
 
-def _route(name: str, path: str) -> ApiRoute:
-    return ApiRoute(
-        name=name,
-        method="GET",
-        path=path,
-        policy="open",
-        summary="What is here; for browsers a page.",
-        answers=AnswerSchema(
-            name="Root", schema=object_of({"status": TEXT, "openapi": TEXT}), also=("text/html",)
-        ),
-    )
+_ROOT = AnswerSchema("Root", object_of({"status": TEXT, "openapi": TEXT}), also=("text/html",))
 
-
-ROOT_ROUTES: tuple[ApiRoute, ...] = (_route("root", "/"), _route("docs", "/docs"))
+ROOT_ROUTES: tuple[ApiRoute, ...] = tuple(
+    ApiRoute(name, "GET", path, "What is here; for browsers a page.", _ROOT, policy="open")
+    for name, path in (("root", "/"), ("docs", "/docs"))
+)

@@ -12,7 +12,7 @@ import msgspec
 
 from cadenza.server.endpoints.responses import RESPONSE_ANSWER, RESPONSE_PREFIX
 from cadenza.server.errors import invalid_value, not_built, response_not_found
-from cadenza.server.http_exchange import Exchange, Handler, Response, send_object
+from cadenza.server.http_exchange import Exchange, Response, send_object
 from cadenza.server.openapi import TEXT, AnswerSchema, ApiRoute, list_of, object_of, one_of
 from cadenza.server.response_store import StoredResponse
 from cadenza.server.schemas.field_types import OneOf, Schema, or_null
@@ -24,74 +24,62 @@ CANCEL_S = 5.0
 """How long an answer to a cancellation waits for the response to end."""
 
 
-class StoredResponseHandlers:
-    """One method for each of `STORED_RESPONSE_ROUTES`."""
+async def _response(service: Service, exchange: Exchange) -> None:
+    query = _query(exchange, _RESPONSE_QUERY)
+    if query.get("stream", "false") != "false":
+        raise not_built("stream", "streaming a stored response", ("false",))
+    await exchange.answer(Response(body=_find(service, exchange).body))
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
 
-    def by_route(self) -> Mapping[str, Handler]:
-        return {
-            "response": self._response,
-            "response_delete": self._delete,
-            "response_cancel": self._cancel,
-            "response_input_items": self._input_items,
-        }
+async def _delete(service: Service, exchange: Exchange) -> None:
+    found = _find(service, exchange)
+    if found.is_open:
+        service.abort(_request_id(found), exchange.tenant)
+        await service.responses.wait_end(exchange.tenant, found.id, CANCEL_S)
+    service.responses.delete(exchange.tenant, found.id)
+    await send_object(exchange, {"id": found.id, "object": "response", "deleted": True})
 
-    async def _response(self, exchange: Exchange) -> None:
-        query = _query(exchange, _RESPONSE_QUERY)
-        if query.get("stream", "false") != "false":
-            raise not_built("stream", "streaming a stored response", ("false",))
-        await exchange.answer(Response(body=self._find(exchange).body))
 
-    async def _delete(self, exchange: Exchange) -> None:
-        found = self._find(exchange)
-        if found.is_open:
-            self._service.abort(_request_id(found), exchange.tenant)
-            await self._service.responses.wait_end(exchange.tenant, found.id, CANCEL_S)
-        self._service.responses.delete(exchange.tenant, found.id)
-        await send_object(exchange, {"id": found.id, "object": "response", "deleted": True})
+async def _cancel(service: Service, exchange: Exchange) -> None:
+    found = _find(service, exchange)
+    if not found.is_open:
+        raise invalid_value("the response has ended; only one in progress can be cancelled", "id")
+    service.abort(_request_id(found), exchange.tenant)
+    await service.responses.wait_end(exchange.tenant, found.id, CANCEL_S)
+    await exchange.answer(Response(body=_find(service, exchange).body))
 
-    async def _cancel(self, exchange: Exchange) -> None:
-        found = self._find(exchange)
-        if not found.is_open:
-            raise invalid_value(
-                "the response has ended; only one in progress can be cancelled", "id"
-            )
-        self._service.abort(_request_id(found), exchange.tenant)
-        await self._service.responses.wait_end(exchange.tenant, found.id, CANCEL_S)
-        await exchange.answer(Response(body=self._find(exchange).body))
 
-    async def _input_items(self, exchange: Exchange) -> None:
-        query = _query(exchange, _LIST_QUERY)
-        limit = _limit(query.get("limit"))
-        order = OneOf(_ORDERS).check("order", query.get("order", "desc"))
-        items: list[dict[str, Any]] = msgspec.json.decode(self._find(exchange).input)
-        if order == "desc":
-            items.reverse()
-        after = query.get("after")
-        if after is not None:
-            place = next((i for i, item in enumerate(items) if item["id"] == after), None)
-            if place is None:
-                raise invalid_value("after is the id of no input item of this response", "after")
-            items = items[place + 1 :]
-        page = items[:limit]
-        listed = {
-            "object": "list",
-            "data": page,
-            "first_id": page[0]["id"] if page else None,
-            "last_id": page[-1]["id"] if page else None,
-            "has_more": len(items) > limit,
-        }
-        await send_object(exchange, listed)
+async def _input_items(service: Service, exchange: Exchange) -> None:
+    query = _query(exchange, _LIST_QUERY)
+    limit = _limit(query.get("limit"))
+    order = OneOf(_ORDERS).check("order", query.get("order", "desc"))
+    items: list[dict[str, Any]] = msgspec.json.decode(_find(service, exchange).input)
+    if order == "desc":
+        items.reverse()
+    after = query.get("after")
+    if after is not None:
+        place = next((i for i, item in enumerate(items) if item["id"] == after), None)
+        if place is None:
+            raise invalid_value("after is the id of no input item of this response", "after")
+        items = items[place + 1 :]
+    page = items[:limit]
+    listed = {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": len(items) > limit,
+    }
+    await send_object(exchange, listed)
 
-    def _find(self, exchange: Exchange) -> StoredResponse:
-        """Raises ApiError (404)."""
-        response_id: str = exchange.path_params["id"]
-        found = self._service.responses.find(exchange.tenant, response_id)
-        if found is None:
-            raise response_not_found(response_id)
-        return found
+
+def _find(service: Service, exchange: Exchange) -> StoredResponse:
+    """Raises ApiError (404)."""
+    response_id: str = exchange.path_params["id"]
+    found = service.responses.find(exchange.tenant, response_id)
+    if found is None:
+        raise response_not_found(response_id)
+    return found
 
 
 def _request_id(response: StoredResponse) -> str:
@@ -129,13 +117,7 @@ _LIST_QUERY: Mapping[str, Schema] = {
     "after": TEXT,
 }
 _PATH = "/v1/responses/{id}"
-_DELETED = object_of(
-    {
-        "id": TEXT,
-        "object": one_of("response"),
-        "deleted": {"type": "boolean"},
-    }
-)
+_DELETED = object_of({"id": TEXT, "object": one_of("response"), "deleted": {"type": "boolean"}})
 _ITEM_LIST = object_of(
     {
         "object": one_of("list"),
@@ -148,40 +130,40 @@ _ITEM_LIST = object_of(
 
 STORED_RESPONSE_ROUTES: tuple[ApiRoute, ...] = (
     ApiRoute(
-        name="response",
-        method="GET",
-        path=_PATH,
-        policy="key",
-        summary="A stored response.",
-        answers=RESPONSE_ANSWER,
+        "response",
+        "GET",
+        _PATH,
+        "A stored response.",
+        RESPONSE_ANSWER,
+        _response,
         statuses=(404,),
         query=_RESPONSE_QUERY,
     ),
     ApiRoute(
-        name="response_delete",
-        method="DELETE",
-        path=_PATH,
-        policy="key",
-        summary="Forget a stored response; end it, if it is in progress.",
-        answers=AnswerSchema(name="ResponseDeleted", schema=_DELETED),
+        "response_delete",
+        "DELETE",
+        _PATH,
+        "Forget a stored response; end it, if it is in progress.",
+        AnswerSchema("ResponseDeleted", _DELETED),
+        _delete,
         statuses=(404,),
     ),
     ApiRoute(
-        name="response_cancel",
-        method="POST",
-        path=f"{_PATH}/cancel",
-        policy="key",
-        summary="End a response in progress.",
-        answers=RESPONSE_ANSWER,
+        "response_cancel",
+        "POST",
+        f"{_PATH}/cancel",
+        "End a response in progress.",
+        RESPONSE_ANSWER,
+        _cancel,
         statuses=(404,),
     ),
     ApiRoute(
-        name="response_input_items",
-        method="GET",
-        path=f"{_PATH}/input_items",
-        policy="key",
-        summary="The input items of a stored response.",
-        answers=AnswerSchema(name="ResponseItemList", schema=_ITEM_LIST),
+        "response_input_items",
+        "GET",
+        f"{_PATH}/input_items",
+        "The input items of a stored response.",
+        AnswerSchema("ResponseItemList", _ITEM_LIST),
+        _input_items,
         statuses=(404,),
         query=_LIST_QUERY,
     ),

@@ -1,10 +1,9 @@
 """/tokenize, /detokenize, and the counts of messages: text to token ids and back, no engine.
 
-Owns their bodies and answers. Knows `Service` and `Exchange`. Invariant: what a body can hold is
-counted, whatever the context.
+Invariant: what a body can hold is counted, whatever the context.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -13,8 +12,16 @@ from cadenza.errors import CadenzaError
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.server.endpoints.messages import MessagesBody
 from cadenza.server.errors import beyond_context, invalid_value
-from cadenza.server.http_exchange import Exchange, Handler, Response
-from cadenza.server.openapi import COUNT, TEXT, AnswerSchema, ApiRoute, list_of, object_of
+from cadenza.server.http_exchange import Exchange, Response
+from cadenza.server.openapi import (
+    COUNT,
+    TEXT,
+    AnswerSchema,
+    ApiRoute,
+    RouteHandler,
+    list_of,
+    object_of,
+)
 from cadenza.server.schemas.body import Body, optional, required
 from cadenza.server.schemas.field_types import Boolean, String, TokenIds, or_null
 from cadenza.server.schemas.messages import ConversationBody, Messages
@@ -83,54 +90,57 @@ class CountTokensBody(MessagesBody):
     """A message whose tokens are counted."""
 
 
-class TokenHandlers:
-    """One method for each of `TOKEN_ROUTES`."""
+async def _tokenize(service: Service, exchange: Exchange) -> None:
+    body, model = await _read(service, exchange, TokenizeBody)
+    body.check_together()
+    await _answer(service, exchange, body.num_bytes, lambda: _tokenized(body, model))
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
 
-    def by_route(self) -> Mapping[str, Handler]:
-        return {
-            "tokenize": self._tokenize,
-            "detokenize": self._detokenize,
-            "count_tokens": self._count,
-        }
+async def _count(service: Service, exchange: Exchange) -> None:
+    body, model = await _read(service, exchange, CountTokensBody)
+    body.check_conversation()
+    await _answer(
+        service,
+        exchange,
+        body.num_bytes,
+        lambda: {"input_tokens": body.conversation().count(model.text)},
+    )
 
-    async def _tokenize(self, exchange: Exchange) -> None:
-        body, model = await self._read(exchange, TokenizeBody)
-        body.check_together()
-        answer = await self._work(exchange, body.num_bytes, lambda: _tokenized(body, model))
-        await exchange.answer(Response(body=answer))
 
-    async def _count(self, exchange: Exchange) -> None:
-        body, model = await self._read(exchange, CountTokensBody)
-        body.check_conversation()
-        answer = await self._work(exchange, body.num_bytes, lambda: _counted(body, model))
-        await exchange.answer(Response(body=answer))
+async def _detokenize(service: Service, exchange: Exchange) -> None:
+    body, model = await _read(service, exchange, DetokenizeBody)
+    _check_tokens(body.tokens, model)
+    await _answer(
+        service, exchange, body.num_bytes, lambda: {"prompt": model.text.decode(body.tokens)}
+    )
 
-    async def _detokenize(self, exchange: Exchange) -> None:
-        body, model = await self._read(exchange, DetokenizeBody)
-        _check_tokens(body.tokens, model)
-        answer = await self._work(exchange, body.num_bytes, lambda: _detokenized(body, model))
-        await exchange.answer(Response(body=answer))
 
-    async def _read(self, exchange: Exchange, body_type: type[BodyT]) -> tuple[BodyT, ServedModel]:
-        unknown = self._service.options.unknown_fields
-        async with exchange.body() as raw:
-            body = await self._work(exchange, len(raw), lambda: body_type.read(raw, unknown))
-        exchange.extra_headers += self._service.ignored_names.headers(body.ignored)
-        return body, self._service.models.find(body.model)
+async def _read(
+    service: Service, exchange: Exchange, body_type: type[BodyT]
+) -> tuple[BodyT, ServedModel]:
+    unknown = service.options.unknown_fields
+    async with exchange.body() as raw:
+        body = await _work(service, exchange, len(raw), lambda: body_type.read(raw, unknown))
+    exchange.extra_headers += service.ignored_names.headers(body.ignored)
+    return body, service.models.find(body.model)
 
-    async def _work(
-        self, exchange: Exchange, num_body_bytes: int, work: Callable[[], Result]
-    ) -> Result:
-        service = self._service
-        with service.tokenizing():
-            try:
-                doing = service.work.do("tokenize", num_body_bytes, work)
-                return await exchange.while_connected(doing)
-            except CadenzaError as error:
-                raise service.models.first.error_of(error) from error
+
+async def _answer(
+    service: Service, exchange: Exchange, num_body_bytes: int, make: Callable[[], dict[str, Any]]
+) -> None:
+    answer = await _work(service, exchange, num_body_bytes, lambda: msgspec.json.encode(make()))
+    await exchange.answer(Response(body=answer))
+
+
+async def _work(
+    service: Service, exchange: Exchange, num_body_bytes: int, work: Callable[[], Result]
+) -> Result:
+    with service.tokenizing():
+        try:
+            doing = service.work.do("tokenize", num_body_bytes, work)
+            return await exchange.while_connected(doing)
+        except CadenzaError as error:
+            raise service.models.first.error_of(error) from error
 
 
 def _check_tokens(token_ids: Sequence[int], model: ServedModel) -> None:
@@ -148,64 +158,47 @@ def _check_tokens(token_ids: Sequence[int], model: ServedModel) -> None:
         )
 
 
-def _tokenized(body: TokenizeBody, model: ServedModel) -> bytes:
+def _tokenized(body: TokenizeBody, model: ServedModel) -> dict[str, Any]:
     most = None if model.limits is None else model.limits.max_model_len
     ids = body.encode(model.text)
     found: dict[str, Any] = {"count": len(ids), "max_model_len": most, "tokens": ids}
     if body.return_token_strs:
         found["token_strs"] = [model.text.piece_of(token_id) for token_id in ids]
-    return msgspec.json.encode(found)
+    return found
 
 
-def _counted(body: CountTokensBody, model: ServedModel) -> bytes:
-    num_tokens = body.conversation().count(model.text)
-    return msgspec.json.encode({"input_tokens": num_tokens})
+_TOKENIZED = object_of({"count": COUNT, "max_model_len": or_null(COUNT), "tokens": list_of(COUNT)})
 
 
-def _detokenized(body: DetokenizeBody, model: ServedModel) -> bytes:
-    return msgspec.json.encode({"prompt": model.text.decode(body.tokens)})
+def _route(
+    path: str, summary: str, answers: AnswerSchema, handler: RouteHandler, body: type[Body]
+) -> ApiRoute:
+    """Named by the last part of its path."""
+    statuses = (400, 413, 415, 404, 429, 500)
+    name = path.rpartition("/")[2]
+    return ApiRoute(name, "POST", path, summary, answers, handler, statuses=statuses, body=body)
 
-
-_STATUSES = (400, 413, 415, 404, 429, 500)
 
 TOKEN_ROUTES: tuple[ApiRoute, ...] = (
-    ApiRoute(
-        name="tokenize",
-        method="POST",
-        path="/tokenize",
-        policy="key",
-        summary="Text to token ids.",
-        answers=AnswerSchema(
-            name="Tokenized",
-            schema=object_of(
-                {
-                    "count": COUNT,
-                    "max_model_len": or_null(COUNT),
-                    "tokens": list_of(COUNT),
-                }
-            ),
-        ),
-        statuses=_STATUSES,
-        body=TokenizeBody,
+    _route(
+        "/tokenize",
+        "Text to token ids.",
+        AnswerSchema("Tokenized", _TOKENIZED),
+        _tokenize,
+        TokenizeBody,
     ),
-    ApiRoute(
-        name="detokenize",
-        method="POST",
-        path="/detokenize",
-        policy="key",
-        summary="Token ids to text.",
-        answers=AnswerSchema(name="Detokenized", schema=object_of({"prompt": TEXT})),
-        statuses=_STATUSES,
-        body=DetokenizeBody,
+    _route(
+        "/detokenize",
+        "Token ids to text.",
+        AnswerSchema("Detokenized", object_of({"prompt": TEXT})),
+        _detokenize,
+        DetokenizeBody,
     ),
-    ApiRoute(
-        name="count_tokens",
-        method="POST",
-        path="/v1/messages/count_tokens",
-        policy="key",
-        summary="The number of a message's tokens.",
-        answers=AnswerSchema(name="TokenCount", schema=object_of({"input_tokens": COUNT})),
-        statuses=_STATUSES,
-        body=CountTokensBody,
+    _route(
+        "/v1/messages/count_tokens",
+        "The number of a message's tokens.",
+        AnswerSchema("TokenCount", object_of({"input_tokens": COUNT})),
+        _count,
+        CountTokensBody,
     ),
 )
