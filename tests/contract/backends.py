@@ -40,15 +40,16 @@ def make_fake(limits: EngineLimits, folder: Path) -> FakeRunner:
 
 def make_xla(limits: EngineLimits, folder: Path) -> Runner:
     """Random weights of the hostile shape; KV that nobody has written is NaN."""
+    from cadenza.backends.base import RunnerSetup
     from cadenza.backends.xla.ops.reference import ReferenceOps
-    from cadenza.backends.xla.runner import RunnerOptions, XlaRunner
+    from cadenza.backends.xla.runner import XlaRunner
     from tests.xla.harness import HOSTILE
 
     checkpoint = folder / "hostile"
     if not checkpoint.exists():
         write_random_checkpoint(HOSTILE, checkpoint, seed=0, dtype="float32")
-    options = RunnerOptions(make_ops=ReferenceOps, fill=float("nan"), copies_pages=True)
-    return XlaRunner(HOSTILE, open_weights(checkpoint), limits, options)
+    setup = RunnerSetup(limits=limits, fill=float("nan"), copies_pages=True)
+    return XlaRunner(HOSTILE, open_weights(checkpoint), setup, ReferenceOps)
 
 
 def make_mlx(limits: EngineLimits, folder: Path) -> Runner:

@@ -18,17 +18,16 @@ PROMPT = np.random.default_rng(5).integers(3, 90, 48).tolist()
 
 def make_native(folder: Path) -> Runner:
     """In bfloat16, whose pages the native table keeps as bits."""
+    from cadenza.backends.base import RunnerSetup
     from cadenza.backends.xla.ops.native import NativeOps
-    from cadenza.backends.xla.runner import RunnerOptions, XlaRunner
+    from cadenza.backends.xla.runner import XlaRunner
     from cadenza.checkpoint.random_checkpoint import write_random_checkpoint
     from cadenza.checkpoint.weights import open_weights
     from tests.xla.harness import HOSTILE
 
     write_random_checkpoint(HOSTILE, folder / "hostile", seed=0, dtype="bfloat16")
-    options = RunnerOptions(
-        make_ops=NativeOps, dtype="bfloat16", fill=float("nan"), copies_pages=True
-    )
-    return XlaRunner(HOSTILE, open_weights(folder / "hostile"), LIMITS, options)
+    setup = RunnerSetup(limits=LIMITS, dtype="bfloat16", fill=float("nan"), copies_pages=True)
+    return XlaRunner(HOSTILE, open_weights(folder / "hostile"), setup, NativeOps)
 
 
 def make(name: str, folder: Path) -> Runner:

@@ -10,7 +10,8 @@ from typing import Any
 import jax
 import pytest
 
-from cadenza.backends.xla.runner import RunnerOptions, XlaRunner
+from cadenza.backends.base import RunnerSetup
+from cadenza.backends.xla.runner import XlaRunner
 from tests.xla.harness import (
     NAN,
     Lab,
@@ -51,9 +52,8 @@ def gpu_lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
 
 
 def gpu_runner(lab: Lab, variant: Variant) -> XlaRunner:
-    options = RunnerOptions(device="cuda", dtype=variant.dtype, fill=NAN)
-    limits = variant.limits
-    runner = XlaRunner(variant.config, lab.weights(variant.shape), limits, options)
+    setup = RunnerSetup(limits=variant.limits, device="cuda", dtype=variant.dtype, fill=NAN)
+    runner = XlaRunner(variant.config, lab.weights(variant.shape), setup)
     runner.warmup()
     return runner
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
+from cadenza.backends.base import RunnerSetup
 from cadenza.backends.xla.ops.native import NativeOps
 from cadenza.backends.xla.ops.reference import ReferenceOps
 from cadenza.backends.xla.ops.table import (
@@ -27,7 +28,7 @@ from cadenza.backends.xla.ops.table import (
     OpTable,
     StepArrays,
 )
-from cadenza.backends.xla.runner import RunnerOptions, XlaRunner
+from cadenza.backends.xla.runner import XlaRunner
 from cadenza.checkpoint import ModelConfig, open_checkpoint
 from cadenza.checkpoint.declaration import EMBEDDING, HEAD
 from cadenza.config import EngineLimits
@@ -99,8 +100,8 @@ class TappedEngine:
         def make_ops(spec: DecoderSpec) -> Any:
             return TappedOps(TABLES[ops](spec))
 
-        options = RunnerOptions(device="cpu", dtype=dtype, make_ops=make_ops, fill=float("nan"))
-        self._runner = XlaRunner(model, checkpoint.weights, limits, options)
+        setup = RunnerSetup(limits=limits, device="cpu", dtype=dtype, fill=float("nan"))
+        self._runner = XlaRunner(model, checkpoint.weights, setup, make_ops)
         self._runner.warmup()
 
     def force(

@@ -14,10 +14,11 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from cadenza.backends.base import Runner
+from cadenza.backends.base import Runner, RunnerSetup
 from cadenza.backends.xla.ops.reference import ReferenceOps
 from cadenza.backends.xla.reference_model import ReferenceModel
-from cadenza.backends.xla.runner import RunnerOptions, XlaRunner
+from cadenza.backends.xla.runner import XlaRunner
+from cadenza.checkpoint.dtypes import WeightDType
 from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.random_checkpoint import named_shape, write_random_checkpoint
 from cadenza.checkpoint.rope_config import Llama3RopeScaling, RopeConfig
@@ -63,7 +64,7 @@ class Variant:
     """One compiled runner. `bucket` is T; budgets below it are the scheduler's to choose."""
 
     shape: str = "hostile"
-    dtype: str = "float32"
+    dtype: WeightDType = "float32"
     kv_cache_dtype: KVCacheDType = "auto"
     num_rows: int = 8
     bucket: int = 64
@@ -89,11 +90,11 @@ class Variant:
         )
 
     @property
-    def options(self) -> RunnerOptions:
-        return RunnerOptions(
+    def setup(self) -> RunnerSetup:
+        return RunnerSetup(
+            limits=self.limits,
             dtype=self.dtype,
             kv_cache_dtype=self.kv_cache_dtype,
-            make_ops=self.ops,
             fill=self.fill,
         )
 
@@ -122,7 +123,7 @@ class Lab:
         runner = self._runners.get(repr(variant))
         if runner is None:
             runner = XlaRunner(
-                variant.config, self.weights(variant.shape), variant.limits, variant.options
+                variant.config, self.weights(variant.shape), variant.setup, variant.ops
             )
             runner.warmup()
             self._runners[repr(variant)] = runner
@@ -131,7 +132,7 @@ class Lab:
 
     def runner_with(self, weights: Weights, model: ModelConfig = HOSTILE) -> XlaRunner:
         """`BASE`'s programs over other weights of its shape, or over another rope."""
-        runner = XlaRunner(model, weights, BASE.limits, BASE.options)
+        runner = XlaRunner(model, weights, BASE.setup, BASE.ops)
         runner._programs = self.runner().programs
         runner.reset()
         return runner

@@ -4,12 +4,13 @@ from pathlib import Path
 
 import pytest
 
+from cadenza.backends.base import RunnerSetup
 from cadenza.backends.xla.arithmetic import name_class, takes_portable_kernels
-from cadenza.backends.xla.runner import RunnerOptions
 from cadenza.checkpoint import named_shape, open_checkpoint, write_random_checkpoint
 from cadenza.config import EngineConfig
 from cadenza.errors import ConfigError
 from cadenza.loading.build import plan_model
+from tests.xla.harness import BASE
 
 BF16 = {"dtype": "bfloat16"}
 
@@ -30,7 +31,7 @@ def test_codes_in_weights_and_kv_take_the_portable_kernels(
     """Also in a mixture, whose routers are not quantised."""
     write_random_checkpoint(named_shape("tiny-mixtral"), tmp_path, seed=1, dtype="float32")
     checkpoint = open_checkpoint(tmp_path)
-    asked = RunnerOptions(**options)  # pyright: ignore[reportArgumentType]
+    asked = RunnerSetup(limits=BASE.limits, **options)  # pyright: ignore[reportArgumentType]
     assert takes_portable_kernels(checkpoint.config, checkpoint.weights, asked) is expected
 
 

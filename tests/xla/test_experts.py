@@ -93,9 +93,8 @@ ROUTES = ["as drawn", "all to the same", "all to others", "cursed"]
 
 
 def make_runner(lab: Lab, make_ops: MakeOps, route: str) -> XlaRunner:
-    options = replace(VARIANT.options, make_ops=make_ops)
     weights = Rerouted(lab.weights(SHAPE), route)
-    runner = XlaRunner(CONFIG, weights, VARIANT.limits, options)
+    runner = XlaRunner(CONFIG, weights, VARIANT.setup, make_ops)
     runner.warmup()
     return runner
 

@@ -1,7 +1,6 @@
 """Every step program leaves JAX and comes back: static, plain StableHLO for any runtime."""
 
 import re
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -82,8 +81,8 @@ def test_a_library_call_in_the_step_program_is_seen(lab: Lab):
     spoilt = XlaRunner(
         BASE.config,
         lab.weights("hostile"),
-        BASE.limits,
-        replace(BASE.options, make_ops=CustomCallOps),
+        BASE.setup,
+        CustomCallOps,
     )
     spoilt._state = runner._state
     assert "custom_call" in forbidden_words(export_step(spoilt, BASE).mlir_module())

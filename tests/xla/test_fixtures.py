@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 from scipy.special import log_softmax
 
+from cadenza.backends.base import RunnerSetup
 from cadenza.backends.xla.device import MakeOps
 from cadenza.backends.xla.ops.native import NativeOps
 from cadenza.backends.xla.ops.reference import ReferenceOps
 from cadenza.backends.xla.ops.table import NUM_TOP
 from cadenza.backends.xla.reference_model import ReferenceModel
-from cadenza.backends.xla.runner import RunnerOptions, XlaRunner
+from cadenza.backends.xla.runner import XlaRunner
 from cadenza.checkpoint.declaration import FINAL_NORM
 from cadenza.checkpoint.families import FAMILIES
 from cadenza.checkpoint.model_config import ModelConfig
@@ -99,8 +100,7 @@ class Fixture:
         return TOLERANCE * float(np.ptp(self.logits))
 
     def runner(self, weights: Mapping[str, AnyArray] | Weights, make_ops: MakeOps) -> XlaRunner:
-        options = RunnerOptions(make_ops=make_ops, fill=NAN)
-        return XlaRunner(self.config, weights, LIMITS, options)
+        return XlaRunner(self.config, weights, RunnerSetup(limits=LIMITS, fill=NAN), make_ops)
 
 
 def open_fixture(folder: Path) -> Fixture:

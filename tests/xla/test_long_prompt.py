@@ -6,9 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cadenza.backends.base import RunnerSetup
 from cadenza.backends.xla.ops.reference import ReferenceOps
 from cadenza.backends.xla.reference_model import ReferenceModel
-from cadenza.backends.xla.runner import RunnerOptions, XlaRunner
+from cadenza.backends.xla.runner import XlaRunner
 from cadenza.checkpoint.random_checkpoint import write_random_checkpoint
 from cadenza.checkpoint.rope_config import RopeConfig
 from cadenza.checkpoint.weights import open_weights
@@ -70,7 +71,7 @@ def check_long_prompt(folder: Path, num_prompt_tokens: int) -> None:
         num_pages=context // 64 + 2,
         max_num_queued_reqs=4,
     )
-    runner = XlaRunner(SMALLEST, weights, limits, RunnerOptions(make_ops=ReferenceOps, fill=NAN))
+    runner = XlaRunner(SMALLEST, weights, RunnerSetup(limits=limits, fill=NAN), ReferenceOps)
     runner.warmup()
     request = long_request(num_prompt_tokens)
     reference = ReferenceEngine(

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 from scipy.special import log_softmax
 
-from cadenza.backends.base import LateStepHandle
+from cadenza.backends.base import LateStepHandle, RunnerSetup
 from cadenza.backends.xla.device import MakeOps
 from cadenza.backends.xla.ops.native import NativeOps
 from cadenza.backends.xla.ops.reference import ReferenceOps
 from cadenza.backends.xla.ops.table import NUM_TOP
-from cadenza.backends.xla.runner import RunnerOptions, XlaRunner
+from cadenza.backends.xla.runner import XlaRunner
 from cadenza.checkpoint import open_checkpoint
 from cadenza.checkpoint.mtp_head import mtp_head_of
 from cadenza.config import EngineLimits
@@ -83,16 +83,10 @@ def make_pair(make_ops: MakeOps, dtype: str) -> Pair:
     """A warm runner that keeps hidden states, and one of the head that reads them."""
     checkpoint = open_checkpoint(FOLDER)
     head = mtp_head_of(checkpoint)
-    options = RunnerOptions(
-        dtype=dtype,
-        make_ops=make_ops,
-        fill=NAN,
-        keeps_hidden=True,
-        copies_pages=make_ops is NativeOps,
-    )
-    target = XlaRunner(checkpoint.config, checkpoint.weights, LIMITS, options)
-    options = RunnerOptions(dtype=dtype, make_ops=make_ops, fill=NAN, hidden_of=target)
-    drafter = XlaRunner(head.config, head.weights, LIMITS, options)
+    setup = RunnerSetup(limits=LIMITS, dtype=dtype, fill=NAN)
+    own = replace(setup, keeps_hidden=True, copies_pages=make_ops is NativeOps)
+    target = XlaRunner(checkpoint.config, checkpoint.weights, own, make_ops)
+    drafter = XlaRunner(head.config, head.weights, replace(setup, hidden_of=target), make_ops)
     target.warmup()
     drafter.warmup()
     return target, drafter
@@ -240,8 +234,8 @@ def outputs_of(target: XlaRunner) -> list[StepOutput]:
 @pytest.mark.native
 def test_keeping_hidden_states_changes_no_bit_of_the_target(native_pair: Pair, dtype: str):
     checkpoint = open_checkpoint(FOLDER)
-    options = RunnerOptions(dtype=dtype, make_ops=NativeOps, fill=NAN)
-    plain_target = XlaRunner(checkpoint.config, checkpoint.weights, LIMITS, options)
+    setup = RunnerSetup(limits=LIMITS, dtype=dtype, fill=NAN)
+    plain_target = XlaRunner(checkpoint.config, checkpoint.weights, setup, NativeOps)
     plain_target.warmup()
     for plain, keeping in zip(outputs_of(plain_target), outputs_of(native_pair[0]), strict=True):
         assert np.array_equal(plain.top_logprobs, keeping.top_logprobs)

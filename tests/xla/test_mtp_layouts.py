@@ -16,10 +16,11 @@ import jax
 import numpy as np
 import pytest
 
+from cadenza.backends.base import RunnerSetup
 from cadenza.backends.xla.device import MakeOps
 from cadenza.backends.xla.ops.native import NativeOps
 from cadenza.backends.xla.ops.reference import ReferenceOps
-from cadenza.backends.xla.runner import RunnerOptions, XlaRunner
+from cadenza.backends.xla.runner import XlaRunner
 from cadenza.checkpoint import (
     Checkpoint,
     ModelConfig,
@@ -124,10 +125,11 @@ def definition_of(case: Case, checkpoint: Checkpoint) -> NumpyMTP:
 def make_pair(checkpoint: Checkpoint, make_ops: MakeOps) -> tuple[XlaRunner, XlaRunner]:
     """A warm runner that keeps hidden states, and one of the head that reads them."""
     head = mtp_head_of(checkpoint)
-    options = RunnerOptions(dtype="float32", make_ops=make_ops, fill=NAN, keeps_hidden=True)
-    target = XlaRunner(checkpoint.config, checkpoint.weights, LIMITS, options)
-    options = RunnerOptions(dtype="float32", make_ops=make_ops, fill=NAN, hidden_of=target)
-    drafter = XlaRunner(head.config, head.weights, LIMITS, options)
+    setup = RunnerSetup(limits=LIMITS, dtype="float32", fill=NAN)
+    target = XlaRunner(
+        checkpoint.config, checkpoint.weights, replace(setup, keeps_hidden=True), make_ops
+    )
+    drafter = XlaRunner(head.config, head.weights, replace(setup, hidden_of=target), make_ops)
     target.warmup()
     drafter.warmup()
     return target, drafter

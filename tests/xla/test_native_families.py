@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from cadenza.backends.base import RunnerSetup
 from cadenza.backends.xla.ops.native import NativeOps
-from cadenza.backends.xla.runner import RunnerOptions, XlaRunner
+from cadenza.backends.xla.runner import XlaRunner
 from cadenza.checkpoint import named_shape, open_weights, write_random_checkpoint
 from cadenza.checkpoint.families import FAMILIES
 from cadenza.config import EngineLimits
@@ -47,8 +48,8 @@ def own_operations(text: str, num_elements: int) -> list[str]:
 def program_text(shape: str, folder: Path, dtype: str) -> str:
     model = named_shape(shape)
     write_random_checkpoint(model, folder, seed=0, dtype="float32")
-    options = RunnerOptions(dtype=dtype, make_ops=NativeOps)
-    runner = XlaRunner(model, open_weights(folder), LIMITS, options)
+    setup = RunnerSetup(limits=LIMITS, dtype=dtype)
+    runner = XlaRunner(model, open_weights(folder), setup, NativeOps)
     runner.warmup()
     return runner.programs.step[BUCKET].as_text()
 

@@ -17,8 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from cadenza.backends.base import RunnerSetup
 from cadenza.backends.xla.ops.native import NativeOps
-from cadenza.backends.xla.runner import RunnerOptions, XlaRunner
+from cadenza.backends.xla.runner import XlaRunner
 from cadenza.checkpoint import open_bundled_draft, open_checkpoint
 from cadenza.checkpoint.mtp_head import mtp_head_of
 from cadenza.config import EngineConfig
@@ -85,10 +86,11 @@ def pair(head: Head) -> Iterator[tuple[XlaRunner, XlaRunner]]:
     """A warm runner of the model, which has computed the tokens, and one of its MTP layer."""
     checkpoint = open_checkpoint(head.folder)
     layer = mtp_head_of(checkpoint)
-    options = RunnerOptions(dtype="bfloat16", make_ops=NativeOps, fill=NAN, keeps_hidden=True)
-    target = XlaRunner(checkpoint.config, checkpoint.weights, LIMITS, options)
-    options = RunnerOptions(dtype="bfloat16", make_ops=NativeOps, fill=NAN, hidden_of=target)
-    drafter = XlaRunner(layer.config, layer.weights, LIMITS, options)
+    setup = RunnerSetup(limits=LIMITS, dtype="bfloat16", fill=NAN)
+    target = XlaRunner(
+        checkpoint.config, checkpoint.weights, replace(setup, keeps_hidden=True), NativeOps
+    )
+    drafter = XlaRunner(layer.config, layer.weights, replace(setup, hidden_of=target), NativeOps)
     for runner in (target, drafter):
         runner.warmup()
     compute_target(target, head.token_ids, 32, PAGES)

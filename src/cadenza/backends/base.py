@@ -228,9 +228,9 @@ class RunnerSetup:
     """
 
     limits: EngineLimits
-    device: str
-    ops: Ops
-    dtype: WeightDType
+    device: str = "auto"
+    ops: Ops = "auto"
+    dtype: WeightDType = "float32"
     quantization: Quantization = "none"
     kv_cache_dtype: KVCacheDType = "auto"
     arithmetic: Arithmetic = "fast"

@@ -119,12 +119,11 @@ class XlaBackend:
         return f"CADENZA_CPU_ISA={arithmetic}" if arithmetic in isas else None
 
     def load_runner(self, checkpoint: Checkpoint, setup: RunnerSetup) -> Runner:
-        from cadenza.backends.xla.runner import enable_compilation_cache, load_with_ops
+        from cadenza.backends.xla.runner import XlaRunner, enable_compilation_cache
 
         if setup.cache_folder is not None:
             enable_compilation_cache(setup.cache_folder / "xla")
-        make_ops = find_ops(setup.ops, find_device(setup.device), checkpoint.config)
-        return load_with_ops(make_ops, checkpoint.config, checkpoint.weights, setup)
+        return XlaRunner(checkpoint.config, checkpoint.weights, setup)
 
     def load_witness(self, checkpoint: Checkpoint, max_model_len: int) -> SequenceModel | None:
         from cadenza.backends.xla.reference_model import ReferenceModel

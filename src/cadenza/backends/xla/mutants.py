@@ -22,7 +22,7 @@ from cadenza.backends.xla.ops.native_library import (
 from cadenza.backends.xla.ops.reference import BLOCK, Places, ReferenceOps
 from cadenza.backends.xla.ops.table import DecoderSpec as Spec
 from cadenza.backends.xla.ops.table import KVPool, Linear, OpTable, StepArrays
-from cadenza.backends.xla.runner import load_with_ops
+from cadenza.backends.xla.runner import XlaRunner
 
 
 class RelativeBlocks(ReferenceOps):
@@ -118,7 +118,7 @@ def _native_faults() -> FaultSet:
 
 
 def _loads(make_ops: MakeOps) -> LoadRunner:
-    return partial(load_with_ops, make_ops)
+    return partial(XlaRunner, make_ops=make_ops)
 
 
 def _native_table(fault: int) -> MakeOps:

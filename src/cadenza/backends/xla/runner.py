@@ -47,7 +47,6 @@ from cadenza.backends.xla.programs import (
 from cadenza.backends.xla.weights import load_decoder, load_head
 from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.weights import Weights
-from cadenza.config import Arithmetic, EngineLimits, KVCacheDType, Quantization
 from cadenza.core.step_schema import (
     NO_HIDDEN,
     NUM_EXTRA_LOGIT_ROWS,
@@ -117,40 +116,6 @@ class XlaLateStepHandle(XlaStepHandle):
             raise RunnerError("the step waits for its masks; call choose first")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunnerOptions:
-    """How to load a model onto a device.
-
-    Args:
-        dtype: of activations, and of KV and weights that are not quantised.
-        quantization: how weights are quantised while they are loaded.
-        kv_cache_dtype: the type of KV; auto is `dtype`.
-        arithmetic: portable has the same bits on every CPU.
-        kv_of: the runner whose device state it uses; None gives it its own.
-        keeps_hidden: keeps the hidden state of each token for a runner that reads it.
-        hidden_of: the runner whose hidden states it reads, and whose embedding and head it shares,
-            if the model reads hidden states.
-        make_ops: constructs the op table; None selects the default one (`device.find_ops`).
-        fill: the initial value of KV slots (tests and `verify` use NaN); None leaves them
-            unwritten.
-        copies_pages: compiles what `read_pages` and `write_pages` need.
-        packed_weights: the file of the weights as the op table packs them (`OpTable.loading`).
-    """
-
-    device: str = "auto"
-    dtype: str = "float32"
-    quantization: Quantization = "none"
-    kv_cache_dtype: KVCacheDType = "auto"
-    arithmetic: Arithmetic = "fast"
-    kv_of: "XlaRunner | None" = None
-    keeps_hidden: bool = False
-    hidden_of: "XlaRunner | None" = None
-    make_ops: MakeOps | None = None
-    fill: float | None = None
-    copies_pages: bool = False
-    packed_weights: Path | None = None
-
-
 @dataclass(slots=True, eq=False)
 class StateHolder:
     """The device state of a runner, and of those that use it; None while a step has it, before
@@ -166,33 +131,36 @@ class XlaRunner:
         self,
         model: ModelConfig,
         weights: Weights,
-        limits: EngineLimits,
-        options: RunnerOptions | None = None,
+        setup: RunnerSetup,
+        make_ops: MakeOps | None = None,
     ) -> None:
-        options = options or RunnerOptions()
-        self._device = find_device(options.device)
+        """`make_ops` constructs the op table; None selects that of `setup.ops`."""
+        limits, kv_of, hidden_of = setup.limits, setup.kv_of, setup.hidden_of
+        assert isinstance(kv_of, XlaRunner | None), "KV is shared within one backend"
+        assert isinstance(hidden_of, XlaRunner | None), "states are read within one backend"
+        self._device = find_device(setup.device)
         self._model = model
         self._limits = limits
         self._spec = DecoderSpec(
             model=model,
-            dtype=jnp.dtype(options.dtype).type,
+            dtype=jnp.dtype(setup.dtype).type,
             page_size=limits.page_size,
-            quantization=options.quantization,
-            kv_cache_dtype=options.kv_cache_dtype,
-            is_portable=takes_portable_kernels(model, weights, options),
+            quantization=setup.quantization,
+            kv_cache_dtype=setup.kv_cache_dtype,
+            is_portable=takes_portable_kernels(model, weights, setup),
         )
-        self._ops = (options.make_ops or find_ops("auto", self._device, model))(self._spec)
+        self._ops = (make_ops or find_ops(setup.ops, self._device, model))(self._spec)
         self._buckets = self._ops.token_buckets(limits.max_num_batched_tokens)
-        self._fill = options.fill
-        self._copies_pages = options.copies_pages
-        self._keeps_hidden = options.keeps_hidden
-        self._hidden_of = options.hidden_of
-        with self._ops.loading(options.packed_weights):
+        self._fill = setup.fill
+        self._copies_pages = setup.copies_pages
+        self._keeps_hidden = setup.keeps_hidden
+        self._hidden_of = hidden_of
+        with self._ops.loading(setup.packed_weights):
             loaded = self._load(weights)
         self._weights: DecoderWeights | None = jax.device_put(loaded, self._device)
         self._programs: Programs | None = None
-        self._owns_state = options.kv_of is None
-        self._holder = StateHolder() if options.kv_of is None else options.kv_of.state_holder
+        self._owns_state = kv_of is None
+        self._holder = StateHolder() if kv_of is None else kv_of.state_holder
         self._in_flight = InFlight(self)
 
     def _load(self, weights: Weights) -> DecoderWeights:
@@ -465,29 +433,6 @@ def _split_pages(shapes: list[Any], contents: Sequence[bytes]) -> list[np.ndarra
             leaf[index] = np.frombuffer(content[start : start + size], leaf.dtype)
             start += size
     return leaves
-
-
-def load_with_ops(
-    make_ops: MakeOps, model: ModelConfig, weights: Weights, setup: RunnerSetup
-) -> XlaRunner:
-    """A runner that uses the op table of `make_ops`; `setup.ops` is ignored."""
-    assert isinstance(setup.kv_of, XlaRunner | None), "KV is shared within one backend"
-    assert isinstance(setup.hidden_of, XlaRunner | None), "states are read within one backend"
-    options = RunnerOptions(
-        device=setup.device,
-        dtype=setup.dtype,
-        quantization=setup.quantization,
-        kv_cache_dtype=setup.kv_cache_dtype,
-        arithmetic=setup.arithmetic,
-        kv_of=setup.kv_of,
-        keeps_hidden=setup.keeps_hidden,
-        hidden_of=setup.hidden_of,
-        make_ops=make_ops,
-        fill=setup.fill,
-        copies_pages=setup.copies_pages,
-        packed_weights=setup.packed_weights,
-    )
-    return XlaRunner(model, weights, setup.limits, options)
 
 
 def enable_compilation_cache(folder: Path) -> None:
