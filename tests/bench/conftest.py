@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cadenza.checkpoint.config_json import format_model_config
+from cadenza.checkpoint.config_writer import format_model_config
 from tests.bench.shapes import TINY
 
 

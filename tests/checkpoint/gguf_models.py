@@ -24,7 +24,8 @@ from cadenza.checkpoint import (
     named_shape,
     write_random_checkpoint,
 )
-from cadenza.checkpoint.config_json import format_model_config, parse_model_config
+from cadenza.checkpoint.config_json import parse_model_config
+from cadenza.checkpoint.config_writer import format_model_config
 from cadenza.checkpoint.weights import Weights, open_weights
 from tests.checkpoint.gguf_random import FACTORS, random_tensor
 

@@ -15,7 +15,7 @@ from cadenza.checkpoint import (
     named_shape,
     parse_model_config,
 )
-from cadenza.checkpoint.config_json import format_model_config
+from cadenza.checkpoint.config_writer import format_model_config
 from cadenza.checkpoint.random_checkpoint import shape_names
 from cadenza.errors import CheckpointError
 from tests.checkpoint.files import SMALL_CONFIG

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cadenza.checkpoint import ModelConfig, declare, named_shape
-from cadenza.checkpoint.config_json import format_model_config
+from cadenza.checkpoint.config_writer import format_model_config
 from cadenza.checkpoint.dtypes import FORMAT_OF_NAME
 from tests.cli.harness import TINY, Ran
 

@@ -8,7 +8,7 @@ Modules:
 
 - `model_config`: `ModelConfig`, everything that the arithmetic of a model depends on
 - `outline`: `ModelOutline`, what is known of a model whose arithmetic a backend brings
-- `config_json`: strict reading of config.json
+- `config_json`, `config_writer`: strict reading of config.json; writing one
 - `rope_config`, `rope_factors`: rotary settings, and their cosines and sines
 - `host_math`: logarithms, powers, cosines and sines with the same bits on every machine
 - `declaration`: every tensor, declared once; loading and random weights follow
@@ -39,7 +39,8 @@ Modules:
 - `dtypes`, `json_object`: element types; typed access to untrusted JSON
 """
 
-from cadenza.checkpoint.config_json import format_model_config, parse_model_config
+from cadenza.checkpoint.config_json import parse_model_config
+from cadenza.checkpoint.config_writer import format_model_config
 from cadenza.checkpoint.declaration import (
     TensorKind,
     TensorSpec,

@@ -1,7 +1,7 @@
-"""Reads and writes config.json: `parse_model_config` and `format_model_config`.
+"""Reads config.json: `parse_model_config`.
 
 Owns the settings that all families share, and the list of settings that change a model's
-arithmetic. Knows no family's own settings. Invariant: a setting of that list with a value other
+arithmetic. Invariant: a setting of that list with a value other
 than its neutral ones is either read by the family or refused by name; settings not on the list are
 ignored.
 """
@@ -21,7 +21,7 @@ from cadenza.checkpoint.model_config import (
     Activation,
     ModelConfig,
 )
-from cadenza.checkpoint.rope_config import MAX_POSITIONS, RopeRules, format_rope
+from cadenza.checkpoint.rope_config import MAX_POSITIONS, RopeRules
 from cadenza.errors import CheckpointError
 
 CONFIG_FILE = "config.json"
@@ -107,7 +107,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 }
 """Settings that change the arithmetic, with their neutral values."""
 
-_ACTIVATIONS: dict[str, Activation] = {
+ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
@@ -129,34 +129,6 @@ def parse_model_config(values: Mapping[str, object], where: str = CONFIG_FILE) -
     _refuse_unsupported(raw, family)
     model = _read_mtp_layers(raw, family, _read_shared(raw, family))
     return family.read(raw, model)
-
-
-def format_model_config(config: ModelConfig) -> dict[str, object]:
-    """The content of a config.json from which `parse_model_config` restores `config`."""
-    family = FAMILIES[config.family]
-    eos = config.eos_token_ids
-    name = next(name for name, known in _ACTIVATIONS.items() if known == config.activation)
-    shared: dict[str, object] = {
-        "architectures": [family.architecture],
-        "model_type": config.family,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        family.activation_key: name,
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_parameters": format_rope(config.rope, config.head_dim),
-        "tie_word_embeddings": config.tie_word_embeddings,
-        "max_position_embeddings": config.max_position_embeddings,
-        "dtype": config.dtype,
-        "eos_token_id": eos[0] if len(eos) == 1 else list(eos) or None,
-        "bos_token_id": config.bos_token_id,
-        "pad_token_id": None,
-    }
-    return {**shared, **family.format(config), **_format_mtp_layers(config)}
 
 
 def read_token_ids(raw: JsonObject, key: str, vocab_size: int) -> tuple[int, ...]:
@@ -291,20 +263,15 @@ def _read_mtp_layers(raw: JsonObject, family: Family, model: ModelConfig) -> Mod
     return replace(model, num_mtp_layers=counts[found[0]], mtp_layout=found[0])
 
 
-def _format_mtp_layers(model: ModelConfig) -> dict[str, object]:
-    """The setting from which `_read_mtp_layers` restores those of `model`."""
-    return {model.mtp_layout.count_key: model.num_mtp_layers} if model.mtp_layout else {}
-
-
 def _read_activation(raw: JsonObject, family: Family) -> Activation:
     key = family.activation_key
     name = raw.text(key) or family.default_activation
-    if name not in _ACTIVATIONS:
+    if name not in ACTIVATIONS:
         raise CheckpointError(
             f"{raw.where}: {key} {shorten(name)} is not supported; "
-            f"supported are {', '.join(_ACTIVATIONS)}"
+            f"supported are {', '.join(ACTIVATIONS)}"
         )
-    return _ACTIVATIONS[name]
+    return ACTIVATIONS[name]
 
 
 def _read_head_dim(raw: JsonObject, family: Family, hidden_size: int, num_heads: int) -> int:

@@ -18,7 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
-from cadenza.checkpoint.config_json import CONFIG_FILE, format_model_config, parse_model_config
+from cadenza.checkpoint.config_json import CONFIG_FILE, parse_model_config
+from cadenza.checkpoint.config_writer import format_model_config
 from cadenza.checkpoint.declaration import EMBEDDING, FINAL_NORM, HEAD, TensorSpec, declare
 from cadenza.checkpoint.dtypes import FORMAT_OF_NAME, WeightDType
 from cadenza.checkpoint.json_object import parse_json_object, read_json_object

@@ -8,8 +8,12 @@ OLMoE's `clip_qkv` is refused.
 
 from dataclasses import replace
 
-from cadenza.checkpoint.families.family import Family
-from cadenza.checkpoint.families.layer_types import read_window, shortest_pattern, window_of
+from cadenza.checkpoint.families.family import Family, read_attention_bias
+from cadenza.checkpoint.families.layer_types import (
+    read_used_window,
+    read_window,
+    shortest_pattern,
+)
 from cadenza.checkpoint.json_object import JsonObject, shorten
 from cadenza.checkpoint.model_config import (
     MAX_EXPERTS,
@@ -28,7 +32,7 @@ _NUM_EXPERTS = ("num_experts", "num_local_experts")
 """Two names of the same setting; files of all three families use either."""
 
 _NUM_CHOSEN = "num_experts_per_tok"
-_EXPERT_KEYS = frozenset(_NUM_EXPERTS)
+_EXPERT_KEYS = frozenset({*_NUM_EXPERTS, _NUM_CHOSEN})
 _MIXTRAL_NAMES = ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2")
 _QWEN_WINDOW = 4096
 
@@ -58,22 +62,10 @@ def _read_experts(
     )
 
 
-def _format_experts(experts: ExpertsConfig | None, num_key: str) -> dict[str, object]:
-    assert experts is not None, "a model of these families has experts"
-    return {num_key: experts.num_experts, _NUM_CHOSEN: experts.num_chosen}
-
-
 def _read_mixtral(raw: JsonObject, model: ModelConfig) -> ModelConfig:
     experts = replace(_read_experts(raw, model, 8, 2), names=_MIXTRAL_NAMES)
     kind = LayerKind(window=read_window(raw, None), has_experts=True)
     return replace(model, layer_pattern=(kind,), experts=experts)
-
-
-def _format_mixtral(config: ModelConfig) -> dict[str, object]:
-    return {
-        **_format_experts(config.experts, "num_local_experts"),
-        "sliding_window": window_of(config),
-    }
 
 
 def _read_qwen3_moe(raw: JsonObject, model: ModelConfig) -> ModelConfig:
@@ -82,19 +74,17 @@ def _read_qwen3_moe(raw: JsonObject, model: ModelConfig) -> ModelConfig:
         intermediate_size=raw.integer("moe_intermediate_size", 1, MAX_WIDTH, 768),
         over_chosen=raw.flag("norm_topk_prob", False),
     )
-    window = read_window(raw, _QWEN_WINDOW) if raw.flag("use_sliding_window", False) else None
+    window = read_used_window(raw, _QWEN_WINDOW)
     kinds = [
         LayerKind(window=window, has_experts=has_experts)
         for has_experts in _read_expert_layers(raw, model.num_layers)
     ]
-    has_bias = raw.flag("attention_bias", False)
     return replace(
         model,
         layer_pattern=shortest_pattern(kinds),
         experts=experts,
         qk_norm="head",
-        has_qkv_bias=has_bias,
-        has_attention_out_bias=has_bias,
+        **read_attention_bias(raw),
     )
 
 
@@ -112,48 +102,23 @@ def _read_expert_layers(raw: JsonObject, num_layers: int) -> list[bool]:
     return [index not in listed and (index + 1) % step == 0 for index in range(num_layers)]
 
 
-def _format_qwen3_moe(config: ModelConfig) -> dict[str, object]:
-    window, experts = window_of(config), config.experts
-    kinds = enumerate(config.layer_kinds)
-    return {
-        **_format_experts(experts, "num_experts"),
-        "moe_intermediate_size": experts and experts.intermediate_size,
-        "norm_topk_prob": experts and experts.over_chosen,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [index for index, kind in kinds if not kind.has_experts],
-        "use_sliding_window": window is not None,
-        "sliding_window": window,
-        "attention_bias": config.has_qkv_bias,
-    }
-
-
 def _read_olmoe(raw: JsonObject, model: ModelConfig) -> ModelConfig:
     experts = _read_experts(raw, model, 64, 8)
-    has_bias = raw.flag("attention_bias", False)
     return replace(
         model,
         layer_pattern=(LayerKind(has_experts=True),),
         experts=replace(experts, over_chosen=raw.flag("norm_topk_prob", False)),
         qk_norm="all_heads",
-        has_qkv_bias=has_bias,
-        has_attention_out_bias=has_bias,
+        **read_attention_bias(raw),
     )
-
-
-def _format_olmoe(config: ModelConfig) -> dict[str, object]:
-    return {
-        **_format_experts(config.experts, "num_experts"),
-        "norm_topk_prob": config.experts and config.experts.over_chosen,
-        "attention_bias": config.has_qkv_bias,
-    }
 
 
 MIXTRAL = Family(
     model_type="mixtral",
     architecture="MixtralForCausalLM",
     read=_read_mixtral,
-    format=_format_mixtral,
     own_keys=_EXPERT_KEYS | {"sliding_window"},
+    experts_key="num_local_experts",
     has_kv_head_for_each_by_default=True,
     default_max_positions=131_072,
     default_norm_eps=1e-5,
@@ -164,8 +129,9 @@ QWEN3_MOE = Family(
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
     read=_read_qwen3_moe,
-    format=_format_qwen3_moe,
-    own_keys=_EXPERT_KEYS | {"sliding_window", "attention_bias"},
+    own_keys=_EXPERT_KEYS
+    | {"use_sliding_window", "sliding_window", "attention_bias", "norm_topk_prob"}
+    | {"moe_intermediate_size", "decoder_sparse_step", "mlp_only_layers"},
     default_max_positions=32_768,
     mtp_layouts=(QWEN_MTP, DEEPSEEK_MTP),
 )
@@ -174,8 +140,7 @@ OLMOE = Family(
     model_type="olmoe",
     architecture="OlmoeForCausalLM",
     read=_read_olmoe,
-    format=_format_olmoe,
-    own_keys=_EXPERT_KEYS | {"attention_bias"},
+    own_keys=_EXPERT_KEYS | {"attention_bias", "norm_topk_prob"},
     has_kv_head_for_each_by_default=True,
     default_max_positions=4096,
     default_norm_eps=1e-5,

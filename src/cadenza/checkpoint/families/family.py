@@ -1,6 +1,6 @@
 """`Family`: the settings of one `model_type` beyond those that all families share.
 
-Knows no particular family. Invariant: `read` receives a `ModelConfig` with all shared settings and
+Invariant: `read` receives a `ModelConfig` with all shared settings and
 returns it with the family's own.
 """
 
@@ -20,8 +20,8 @@ class Family:
 
     Args:
         read: adds the family's own settings to a config with the shared ones.
-        format: the family's own settings, to be written beside the shared ones.
-        own_keys: settings that `read` handles; others that change the arithmetic are refused.
+        own_keys: settings that `read` handles, which are written for its models, too; others that
+            change the arithmetic are refused.
         read_rope: reads the rope of layers without a window.
         default_head_dim: None is `hidden_size / num_attention_heads`.
         default_original_positions: see `RopeRules.default_original`.
@@ -32,7 +32,6 @@ class Family:
     model_type: str
     architecture: str
     read: Callable[[JsonObject, ModelConfig], ModelConfig]
-    format: Callable[[ModelConfig], dict[str, object]]
     own_keys: frozenset[str] = frozenset()
     read_rope: Callable[[JsonObject, RopeRules], RopeConfig] = read_rope
     default_head_dim: int | None = None
@@ -45,8 +44,15 @@ class Family:
     rope_aliases: tuple[tuple[str, str], ...] = ()
     activation_key: str = "hidden_act"
     default_activation: str = "silu"
+    experts_key: str = "num_experts"
     ties_by_default: bool = False
     mtp_layouts: tuple[MTPLayout, ...] = ()
+
+
+def read_attention_bias(raw: JsonObject) -> dict[str, bool]:
+    """`attention_bias`, which applies to q, k, v and o, as fields of a `ModelConfig`."""
+    has_bias = raw.flag("attention_bias", False)
+    return {"has_qkv_bias": has_bias, "has_attention_out_bias": has_bias}
 
 
 def refuse_other_code(raw: JsonObject, name: str, published: frozenset[str]) -> None:

@@ -9,27 +9,18 @@ in windowed layers.
 import math
 from dataclasses import replace
 
-from cadenza.checkpoint.families.family import Family
+from cadenza.checkpoint.families.family import Family, read_attention_bias
 from cadenza.checkpoint.families.layer_types import (
     FULL,
     LAYER_KEYS,
     SLIDING,
-    layer_types_of,
-    read_layer_types,
+    read_layer_kinds,
     read_window,
     shortest_pattern,
-    window_of,
-    windowed_kinds,
 )
 from cadenza.checkpoint.json_object import JsonObject
 from cadenza.checkpoint.model_config import MAX_LAYERS, ModelConfig
-from cadenza.checkpoint.rope_config import (
-    RopeConfig,
-    RopeRules,
-    format_rope,
-    read_rope,
-    read_rope_entry,
-)
+from cadenza.checkpoint.rope_config import RopeConfig, RopeRules, read_rope, read_rope_entry
 from cadenza.errors import CheckpointError
 
 _ATTENTION_CAP, _LOGIT_CAP = "attn_logit_softcapping", "final_logit_softcapping"
@@ -41,16 +32,14 @@ _LOCAL_THETA = 10_000.0
 
 def _read_common(raw: JsonObject, model: ModelConfig, *, interval: int) -> ModelConfig:
     """Reads the shared settings; without `layer_types` every `interval`-th layer is a full one."""
-    default = [FULL if (i + 1) % interval == 0 else SLIDING for i in range(model.num_layers)]
-    kinds = windowed_kinds(raw, read_layer_types(raw, default), read_window(raw, _DEFAULT_WINDOW))
-    has_bias = raw.flag("attention_bias", False)
+    are_sliding = [(index + 1) % interval != 0 for index in range(model.num_layers)]
+    kinds = read_layer_kinds(raw, are_sliding, read_window(raw, _DEFAULT_WINDOW))
     return replace(
         model,
         layer_pattern=shortest_pattern(kinds),
         has_post_norms=True,
         norm_adds_one=True,
-        has_qkv_bias=has_bias,
-        has_attention_out_bias=has_bias,
+        **read_attention_bias(raw),
         attention_scale=1.0 / math.sqrt(raw.number(_SCALAR, 1e-3, 1e6, _DEFAULT_SCALAR)),
         embedding_scale=math.sqrt(model.hidden_size),
     )
@@ -63,33 +52,12 @@ def _read_cap(raw: JsonObject, key: str, default: float | None) -> float | None:
     return raw.number(key, 1e-3, 1e6) if raw.has(key) else None
 
 
-def _format_common(config: ModelConfig) -> dict[str, object]:
-    scale = config.attention_scale or 1.0 / math.sqrt(config.head_dim)
-    return {
-        "attention_bias": config.has_qkv_bias,
-        "layer_types": layer_types_of(config),
-        "sliding_window": window_of(config),
-        _SCALAR: _scalar_of(scale),
-        _LOGIT_CAP: config.logit_soft_cap,
-    }
-
-
-def _scalar_of(scale: float) -> float:
-    """`query_pre_attn_scalar`, whose square root divides the scores; an integer if exact."""
-    scalar = round(scale**-2)
-    return scalar if 1.0 / math.sqrt(scalar) == scale else scale**-2
-
-
 def _read_gemma2(raw: JsonObject, model: ModelConfig) -> ModelConfig:
     return replace(
         _read_common(raw, model, interval=2),
         attention_soft_cap=_read_cap(raw, _ATTENTION_CAP, 50.0),
         logit_soft_cap=_read_cap(raw, _LOGIT_CAP, 30.0),
     )
-
-
-def _format_gemma2(config: ModelConfig) -> dict[str, object]:
-    return {**_format_common(config), _ATTENTION_CAP: config.attention_soft_cap}
 
 
 def _read_gemma3(raw: JsonObject, model: ModelConfig) -> ModelConfig:
@@ -127,17 +95,10 @@ def _read_kind_of_rope(raw: JsonObject, rules: RopeRules, kind: str) -> RopeConf
     return read_rope_entry(raw, by_kind.child(kind) or JsonObject({}, by_kind.where), rules)
 
 
-def _format_gemma3(config: ModelConfig) -> dict[str, object]:
-    ropes = {FULL: config.rope, SLIDING: config.window_rope or config.rope}
-    rope_parameters = {kind: format_rope(rope, config.head_dim) for kind, rope in ropes.items()}
-    return {**_format_common(config), "rope_parameters": rope_parameters}
-
-
 GEMMA2 = Family(
     model_type="gemma2",
     architecture="Gemma2ForCausalLM",
     read=_read_gemma2,
-    format=_format_gemma2,
     own_keys=LAYER_KEYS | {"attention_bias", _SCALAR, _ATTENTION_CAP, _LOGIT_CAP},
     default_head_dim=256,
     default_max_positions=8192,
@@ -151,7 +112,6 @@ GEMMA3 = replace(
     model_type="gemma3_text",
     architecture="Gemma3ForCausalLM",
     read=_read_gemma3,
-    format=_format_gemma3,
     own_keys=LAYER_KEYS
     | {"attention_bias", _SCALAR, _LOGIT_CAP, "sliding_window_pattern", "rope_local_base_freq"},
     read_rope=_read_gemma3_rope,

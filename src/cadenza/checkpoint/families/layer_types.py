@@ -1,13 +1,13 @@
-"""Reads and writes `sliding_window` and `layer_types`, which several families share.
+"""The settings of a config.json that give layers different kinds: `read_layer_kinds`.
 
-Knows no family. Invariant: patterns are the shortest that repeat to the layers' kinds, so that
-equivalent files give equal patterns.
+Invariant: layer patterns are the shortest that repeat to the layers' kinds, so that equivalent
+files give equal patterns.
 """
 
 from collections.abc import Sequence
 
 from cadenza.checkpoint.json_object import JsonObject, shorten
-from cadenza.checkpoint.model_config import LayerKind, ModelConfig
+from cadenza.checkpoint.model_config import LayerKind
 from cadenza.checkpoint.rope_config import MAX_POSITIONS
 from cadenza.errors import CheckpointError
 
@@ -23,27 +23,31 @@ def read_window(raw: JsonObject, default: int | None) -> int | None:
     return raw.integer("sliding_window", 1, MAX_POSITIONS) if raw.has("sliding_window") else None
 
 
-def read_layer_types(raw: JsonObject, default: Sequence[str]) -> list[str]:
-    """The first entries of `layer_types`, one per layer; `default` (one per layer) if absent."""
-    found = raw.items_of("layer_types") if raw.has("layer_types") else list(default)
-    if len(found) < len(default):
+def read_used_window(raw: JsonObject, default: int | None) -> int | None:
+    """`read_window`, or None unless `use_sliding_window` is set."""
+    return read_window(raw, default) if raw.flag("use_sliding_window", False) else None
+
+
+def read_layer_kinds(
+    raw: JsonObject, are_sliding: Sequence[bool], window: int | None
+) -> list[LayerKind]:
+    """Each layer's kind by `layer_types`, or by `are_sliding` (one per layer) if that is absent.
+
+    Raises CheckpointError for other types, and if there is a sliding layer but no window.
+    """
+    default: list[object] = [SLIDING if is_sliding else FULL for is_sliding in are_sliding]
+    types = raw.items_of("layer_types") if raw.has("layer_types") else default
+    if len(types) < len(default):
         raise CheckpointError(
-            f"{raw.where}: layer_types has {len(found)} entries for {len(default)} layers; "
+            f"{raw.where}: layer_types has {len(types)} entries for {len(default)} layers; "
             f"correct one of the two"
         )
-    types: list[str] = []
-    for entry in found[: len(default)]:
-        if entry not in (FULL, SLIDING):
-            raise CheckpointError(
-                f"{raw.where}: layer_types names {shorten(entry)}; "
-                f"supported are {FULL} and {SLIDING}"
-            )
-        types.append(str(entry))
-    return types
-
-
-def windowed_kinds(raw: JsonObject, types: Sequence[str], window: int | None) -> list[LayerKind]:
-    """Each layer's kind. Raises CheckpointError if there is a sliding layer but no window."""
+    types = types[: len(default)]
+    odd = [entry for entry in types if entry not in (FULL, SLIDING)]
+    if odd:
+        raise CheckpointError(
+            f"{raw.where}: layer_types names {shorten(odd[0])}; supported are {FULL} and {SLIDING}"
+        )
     if window is None and SLIDING in types:
         raise CheckpointError(
             f"{raw.where}: layer_types has {SLIDING}, but sliding_window is not set; "
@@ -58,14 +62,3 @@ def shortest_pattern(kinds: Sequence[LayerKind]) -> tuple[LayerKind, ...]:
         if all(kind == kinds[index % length] for index, kind in enumerate(kinds)):
             return tuple(kinds[:length])
     return tuple(kinds)
-
-
-def layer_types_of(config: ModelConfig) -> list[str]:
-    """The `layer_types` setting for a model."""
-    return [FULL if kind.window is None else SLIDING for kind in config.layer_kinds]
-
-
-def window_of(config: ModelConfig) -> int | None:
-    """The `sliding_window` setting for a model: the window that its windowed layers share."""
-    windows = (kind.window for kind in config.layer_pattern)
-    return next((window for window in windows if window is not None), None)

@@ -1,0 +1,92 @@
+"""Writes a config.json: `format_model_config`, the inverse of `config_json.parse_model_config`.
+
+Owns the keys that have a model's settings. A family's own are those of `Family.own_keys`.
+"""
+
+import math
+
+from cadenza.checkpoint.config_json import ACTIVATIONS
+from cadenza.checkpoint.families import FAMILIES
+from cadenza.checkpoint.families.layer_types import FULL, SLIDING
+from cadenza.checkpoint.model_config import ModelConfig
+from cadenza.checkpoint.rope_config import LongRopeScaling, format_rope
+
+
+def format_model_config(config: ModelConfig) -> dict[str, object]:
+    """The content of a config.json from which `parse_model_config` restores `config`."""
+    family = FAMILIES[config.family]
+    eos = config.eos_token_ids
+    name = next(name for name, known in ACTIVATIONS.items() if known == config.activation)
+    shared: dict[str, object] = {
+        "architectures": [family.architecture],
+        "model_type": config.family,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        family.activation_key: name,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_parameters": _format_ropes(config),
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "max_position_embeddings": config.max_position_embeddings,
+        "dtype": config.dtype,
+        "eos_token_id": eos[0] if len(eos) == 1 else list(eos) or None,
+        "bos_token_id": config.bos_token_id,
+        "pad_token_id": None,
+    }
+    own = {key: value for key, value in _settings(config).items() if key in family.own_keys}
+    if config.experts is not None:
+        own[family.experts_key] = config.experts.num_experts
+    if config.mtp_layout is not None:
+        own[config.mtp_layout.count_key] = config.num_mtp_layers
+    return {**shared, **own}
+
+
+def _format_ropes(config: ModelConfig) -> dict[str, object]:
+    """One entry, or one for each kind of layer."""
+    if config.window_rope is None:
+        return format_rope(config.rope, config.head_dim)
+    ropes = {FULL: config.rope, SLIDING: config.window_rope}
+    return {kind: format_rope(rope, config.head_dim) for kind, rope in ropes.items()}
+
+
+def _settings(config: ModelConfig) -> dict[str, object]:
+    """The settings that only some families have."""
+    kinds, scaling, experts = config.layer_kinds, config.rope.scaling, config.experts
+    window = next((kind.window for kind in kinds if kind.window is not None), None)
+    found: dict[str, object] = {
+        "attention_bias": config.has_qkv_bias,
+        "mlp_bias": config.has_mlp_bias,
+        "use_sliding_window": window is not None,
+        "sliding_window": window,
+        "layer_types": [FULL if kind.window is None else SLIDING for kind in kinds],
+        "no_rope_layers": [int(kind.has_rope) for kind in kinds],
+        "query_pre_attn_scalar": _scalar_of(config.attention_scale or config.head_dim**-0.5),
+        "attn_logit_softcapping": config.attention_soft_cap,
+        "final_logit_softcapping": config.logit_soft_cap,
+        "embedding_multiplier": config.embedding_scale,
+        "attention_multiplier": config.attention_scale,
+        "residual_multiplier": config.residual_scale,
+        "logits_scaling": config.logit_divisor,
+    }
+    if isinstance(scaling, LongRopeScaling):
+        found["original_max_position_embeddings"] = scaling.original_max_position_embeddings
+    if experts is not None:
+        plain = [index for index, kind in enumerate(kinds) if not kind.has_experts]
+        found |= {
+            "num_experts_per_tok": experts.num_chosen,
+            "moe_intermediate_size": experts.intermediate_size,
+            "norm_topk_prob": experts.over_chosen,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": plain,
+        }
+    return found
+
+
+def _scalar_of(scale: float) -> float:
+    """The number whose inverse square root is the factor of the scores; an integer if exact."""
+    scalar = round(scale**-2)
+    return scalar if scalar and 1.0 / math.sqrt(scalar) == scale else scale**-2
