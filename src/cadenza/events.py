@@ -57,22 +57,25 @@ class TokenLogprobs(Struct, frozen=True, kw_only=True):
     top_logprobs: tuple[float, ...]
 
 
-class Started(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A request has left the queue: it got its first row. Sent once per request."""
+class _Event(Struct, frozen=True, kw_only=True, omit_defaults=True, array_like=True, tag=True):
+    """Crosses the socket as an array that begins with the name of its class."""
 
     request_id: int
 
 
-class Token(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Started(_Event, frozen=True):
+    """A request has left the queue: it got its first row. Sent once per request."""
+
+
+class Token(_Event, frozen=True):
     """A new token of a sample's stream; never an end-of-sequence or stop token.
 
     `index` counts the stream's tokens from 0. `num_cached_tokens` comes with the first token,
     because a stream that is cancelled, for example at a stop string, gets no `Finished`; so does
-    `cache_miss`. A token
-    that was drafted `is_draft`; one that took the place of drafts counts these.
+    `cache_miss`. A token that was drafted `is_draft`; one that took the place of drafts counts
+    these.
     """
 
-    request_id: int
     token_id: int
     index: int
     sample: int = 0
@@ -83,18 +86,17 @@ class Token(Struct, frozen=True, kw_only=True, omit_defaults=True):
     num_rejected_drafts: int = 0
 
 
-class PromptLogprobs(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class PromptLogprobs(_Event, frozen=True):
     """Log probabilities of consecutive prompt tokens from position `start`, which is at least 1.
 
     Sent in order as the prompt is computed, all before the first `Token` of sample 0.
     """
 
-    request_id: int
     start: int
     entries: tuple[TokenLogprobs, ...]
 
 
-class Finished(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Finished(_Event, frozen=True):
     """The last event of a sample that was not cancelled.
 
     A request ends when all of its `n` samples have ended. `num_generated_tokens` includes the
@@ -104,7 +106,6 @@ class Finished(Struct, frozen=True, kw_only=True, omit_defaults=True):
     request: float32 numbers, little endian.
     """
 
-    request_id: int
     finish_reason: FinishReason
     stop_token_id: int | None
     num_prompt_tokens: int

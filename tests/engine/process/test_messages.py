@@ -137,10 +137,7 @@ OUTPUTS = EngineOutputs(
     num_steps=1,
     is_idle=False,
     predicted_s=0.5,
-    started=(STARTED,),
-    prompt_logprobs=(PROMPT_LOGPROBS,),
-    tokens=(TOKEN, TOKEN),
-    finished=(FINISHED,),
+    events=(STARTED, PROMPT_LOGPROBS, TOKEN, FINISHED, TOKEN),
     stats=STATS,
 )
 TO_ENGINE: list[ToEngine] = [

@@ -27,7 +27,7 @@ from cadenza.engine.process.supervision import Patience, Supervision
 from cadenza.engine.process.worker import IDLE_BEAT_S, Worker
 from cadenza.engine.stored_pages import WAIT_S, StoredPages
 from cadenza.errors import RunnerError
-from cadenza.events import Finished, Started
+from cadenza.events import Finished, Started, Token
 from cadenza.request import Request, SamplingParams
 
 LIMITS = EngineLimits(
@@ -88,6 +88,14 @@ class Bench:
         return [report for _, report in self.sent]
 
 
+def ends_of(report: EngineOutputs) -> list[Finished]:
+    return [event for event in report.events if isinstance(event, Finished)]
+
+
+def has_tokens(report: EngineOutputs) -> bool:
+    return any(isinstance(event, Token) for event in report.events)
+
+
 def submit(request_id: int, num_prompt_tokens: int, max_tokens: int) -> Submit:
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     return Submit(request_id, Request(prompt_token_ids=(1,) * num_prompt_tokens, params=params))
@@ -96,10 +104,9 @@ def submit(request_id: int, num_prompt_tokens: int, max_tokens: int) -> Submit:
 def test_events_leave_with_their_step_and_the_last_report_has_final_statistics():
     bench = Bench(lambda _: 0.01, [submit(5, 3, 4), submit(6, 3, 2)])
     reports = bench.play()
-    assert [len(report.tokens) for report in reports if report.tokens] == [2, 2, 1, 1]
-    assert [report.started for report in reports if report.started] == [
-        (Started(request_id=5), Started(request_id=6))
-    ]
+    started, *rest = [report.events for report in reports if report.events]
+    assert started == (Started(request_id=5), Started(request_id=6))
+    assert [sum(isinstance(each, Token) for each in events) for events in rest] == [2, 2, 1, 1]
     last = reports[-1]
     assert last.is_idle
     assert last.stats is not None
@@ -162,7 +169,7 @@ def test_an_engine_that_only_stores_pages_is_idle_and_counts_as_progress(tmp_pat
         assert not supervision.is_hung(at_s)
         supervision.beat(at_s, report.num_steps, report.predicted_s, is_idle=report.is_idle)
     assert not supervision.is_hung(bench.now_s)
-    finished_s = next(at_s for at_s, report in bench.sent if report.finished)
+    finished_s = next(at_s for at_s, report in bench.sent if ends_of(report))
     assert all(report.is_idle for at_s, report in bench.sent if at_s > finished_s)
     assert not bench.sent[0][1].is_idle, "the request is open"
 
@@ -170,7 +177,7 @@ def test_an_engine_that_only_stores_pages_is_idle_and_counts_as_progress(tmp_pat
 def test_a_step_that_may_be_slow_is_announced_before_it_runs():
     bench = Bench(lambda tokens: tokens / 20, [submit(0, 1, 6)], [], [submit(1, 60, 1)])
     bench.play()
-    slow_end_s = max(at_s for at_s, report in bench.sent if report.tokens)
+    slow_end_s = max(at_s for at_s, report in bench.sent if has_tokens(report))
     announced = [
         report.predicted_s
         for at_s, report in bench.sent
@@ -188,7 +195,7 @@ def test_the_time_for_which_a_step_is_put_off_is_part_of_it():
     assert last.step_seconds.count == 40
     assert last.step_seconds.total == pytest.approx(bench.now_s, rel=0.03)
     assert bench.now_s > 1.2 * 40 * 0.05, "no step was put off"
-    with_tokens = [(at_s, report) for at_s, report in bench.sent if report.tokens]
+    with_tokens = [(at_s, report) for at_s, report in bench.sent if has_tokens(report)]
     for (at_s, report), (next_s, _) in pairwise(with_tokens[2:-1]):
         assert next_s - at_s <= report.predicted_s + 0.01
 
@@ -205,7 +212,7 @@ def test_a_queue_of_short_requests_is_not_forecast_as_a_full_step():
 def test_cancelling_the_only_request_is_reported_at_once():
     bench = Bench(lambda _: 0.01, [submit(0, 3, 100)], [], [Cancel(0, None)], [])
     reports = bench.play()
-    assert not any(isinstance(event, Finished) for each in reports for event in each.events)
+    assert not any(map(ends_of, reports))
     idle = next(report for report in reports if report.is_idle)
     assert idle.stats is not None
     assert idle.stats.num_running == 0
@@ -218,7 +225,7 @@ def test_failed_steps_in_a_row_stop_it_after_their_errors_were_reported():
     bench = Bench(fail, [submit(0, 3, 4)], [submit(1, 3, 4)])
     with pytest.raises(RunnerError, match="2 steps in a row"):
         bench.play()
-    ends = [end for _, report in bench.sent for end in report.finished]
+    ends = [end for _, report in bench.sent for end in ends_of(report)]
     assert [(end.request_id, end.error_kind) for end in ends] == [(0, "step_failed")]
 
 

@@ -18,7 +18,7 @@ from cadenza.engine.batch_engine import Cancel, Resume, Submit
 from cadenza.engine.request_check import RequestCheck
 from cadenza.engine.stats import EngineStats
 from cadenza.errors import CadenzaError
-from cadenza.events import Event, Finished, PromptLogprobs, Started, Token
+from cadenza.events import Event
 from cadenza.fingerprint import Fingerprint
 
 MAX_FRAME_BYTES = 256 << 20
@@ -110,16 +110,8 @@ class EngineOutputs(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_de
     num_steps: int
     is_idle: bool
     predicted_s: float
-    started: tuple[Started, ...] = ()
-    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
-    tokens: tuple[Token, ...] = ()
-    finished: tuple[Finished, ...] = ()
+    events: tuple[Event, ...] = ()
     stats: EngineStats | None = None
-
-    @property
-    def events(self) -> list[Event]:
-        """Each sample's are in their order."""
-        return [*self.started, *self.prompt_logprobs, *self.tokens, *self.finished]
 
 
 ToEngine = Start | Submit | Resume | Cancel | Stop

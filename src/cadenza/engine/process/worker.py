@@ -22,7 +22,7 @@ from cadenza.engine.batch_engine import (
 from cadenza.engine.core import EngineCore
 from cadenza.engine.process.messages import EngineOutputs, FromEngine, ToEngine, WireError
 from cadenza.engine.stats import StepMeter
-from cadenza.events import Event, Finished, PromptLogprobs, Started, Token
+from cadenza.events import Event, Started
 
 BEAT_EVERY_S = 0.25
 IDLE_BEAT_S = 1.0
@@ -152,7 +152,7 @@ class Worker:
                 num_steps=self._core.num_steps - 1,  # the step is progress when it is done
                 is_idle=False,
                 predicted_s=self._announced_s,
-                started=tuple(started),
+                events=tuple(started),
             )
         )
 
@@ -174,11 +174,8 @@ class Worker:
                 num_steps=self._core.num_steps,
                 is_idle=is_idle,
                 predicted_s=self._announced_s,
-                prompt_logprobs=tuple(
-                    [each for each in events if isinstance(each, PromptLogprobs)]
-                ),
-                tokens=tuple([each for each in events if isinstance(each, Token)]),
-                finished=tuple([each for each in events if isinstance(each, Finished)]),
+                # `Started` was sent before the step was computed.
+                events=tuple([each for each in events if not isinstance(each, Started)]),
                 stats=self.meter.stats() if has_stats else None,
             )
         )
