@@ -7,10 +7,12 @@ import numpy as np
 from cadenza.config import EngineLimits
 from cadenza.core.admission import Admission
 from cadenza.core.batch import Batch
+from cadenza.core.fair_share import FairShare
 from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.scheduler import Scheduler
 from cadenza.core.sequence import Sequence
 from cadenza.core.step_schema import StepOutput
+from cadenza.core.turns import FCFS, TurnPolicy, Turns
 from cadenza.events import Event
 from cadenza.request import Request, SamplingParams
 
@@ -72,6 +74,11 @@ def scheduler_of(
         manager_of(num_pages, caching=caching),
         Admission(page_size=16, reserved_output=reserved_output),
     )
+
+
+def turns_of(policy: TurnPolicy = FCFS, fair_share: FairShare | None = None) -> Turns:
+    scheduler = scheduler_of()
+    return Turns(scheduler.limits, scheduler.kv_cache, fair_share or FairShare(), policy)
 
 
 def add(scheduler: Scheduler, *sequences: Sequence) -> None:

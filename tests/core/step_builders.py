@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from cadenza.core.prompt_shares import PromptPart
+from cadenza.core.step_budget import PromptPart
 from cadenza.core.step_cost import StepCost, StepLoad
 
 COST = StepCost(fixed_ms=5.0, token_ms=0.25, logit_ms=0.2, key_ms=0.0001)

@@ -26,7 +26,7 @@ def fewest_pages(candidate: Sequence, others: list[Sequence], reserved_output: f
     return next(
         available
         for available in range(1000)
-        if admission.can_admit(candidate, others, available=available, shared=0)
+        if Reservations(admission, others).can_admit(candidate, available=available, shared=0)
     )
 
 
@@ -57,8 +57,8 @@ def test_after_many_preemptions_everybodys_whole_output_is_reserved() -> None:
 def test_shared_pages_cost_nothing() -> None:
     admission = Admission(page_size=16, reserved_output=0.0)
     candidate = waiting(64, 1)
-    assert not admission.can_admit(candidate, [], available=1, shared=0)
-    assert admission.can_admit(candidate, [], available=1, shared=3)
+    assert not Reservations(admission, []).can_admit(candidate, available=1, shared=0)
+    assert Reservations(admission, []).can_admit(candidate, available=1, shared=3)
 
 
 @given(

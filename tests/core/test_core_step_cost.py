@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cadenza.core.prompt_shares import PromptPart
+from cadenza.core.step_budget import PromptPart
 from cadenza.core.step_cost import (
     BOUND_CONTEXT,
     MIN_BOUND_MS,

@@ -77,7 +77,7 @@ def test_a_second_model_is_waited_for_only_if_its_drafts_are_worth_their_time() 
         drafter = Asked(answer)
         drafts = drafts_of(drafter)
         running = running_of(Drafting(source=None, most=4))
-        assert drafts.need_newest_tokens(running, 7, COST) is answer
+        assert drafts.decide_wait(running, 7, COST) is answer
         assert drafter.steps == [7]
 
 
@@ -92,41 +92,41 @@ def test_a_step_that_is_to_be_measured_without_drafts_waits_for_nobody() -> None
     ]
     without = Batch(0, num_tokens=2, num_keys=18, num_choices=2)
     for _ in range(FIRST_STEPS):
-        assert drafts.need_newest_tokens(running, 1, COST)
+        assert drafts.decide_wait(running, 1, COST)
         drafts.observe(with_drafts, 4.4, COST, 0.1)
-    assert not drafts.need_newest_tokens(running, 1, COST)
+    assert not drafts.decide_wait(running, 1, COST)
     drafts.observe(without, 4.2, COST, 0.1)
-    assert not drafts.need_newest_tokens(running, 1, COST), "it followed one with drafts"
+    assert not drafts.decide_wait(running, 1, COST), "it followed one with drafts"
     drafts.observe(without, 4.2, COST, None)
-    assert drafts.need_newest_tokens(running, 1, COST)
+    assert drafts.decide_wait(running, 1, COST)
 
 
 def test_sequences_that_look_drafts_up_are_waited_for_while_that_saves_time() -> None:
     """A step takes 4.2 ms and gives two tokens; the device idles for 1 ms before one that waits."""
     drafting = tried(Drafting(source=Silent(), most=4))
     drafts, running = drafts_of(), running_of(drafting)
-    assert drafts.need_newest_tokens(running, 1, COST), "no wait has been measured"
+    assert drafts.decide_wait(running, 1, COST), "no wait has been measured"
     for _ in range(50):
         drafts.observe(Batch(0), 4.2, COST, 1.0)
     cases = {(0.9, 1.0): True, (0.9, 0.5): True, (0.9, 0.1): False, (0.4, 1.0): False}
-    assert drafts.need_newest_tokens(running, FIRST_PROBE, COST)
+    assert drafts.decide_wait(running, FIRST_PROBE, COST)
     number = FIRST_PROBE + 1
     for (acceptance, found), is_worth in cases.items():
         drafting.acceptance, drafting.found = acceptance, found
-        assert drafts.need_newest_tokens(running, number, COST) is is_worth, (acceptance, found)
+        assert drafts.decide_wait(running, number, COST) is is_worth, (acceptance, found)
         number += NO_HOLDS
-        assert drafts.need_newest_tokens(running, 1, None), "nothing is known of the time"
+        assert drafts.decide_wait(running, 1, None), "nothing is known of the time"
     drafting.acceptance, drafting.found = 0.9, 1.0
-    assert not drafts.need_newest_tokens(running, number - 1, COST), "a no holds"
-    assert drafts.need_newest_tokens(running, number, COST)
+    assert not drafts.decide_wait(running, number - 1, COST), "a no holds"
+    assert drafts.decide_wait(running, number, COST)
     drafting.acceptance = 0.4
-    assert [n for n in range(number, 200) if drafts.need_newest_tokens(running, n, COST)] == [
+    assert [n for n in range(number, 200) if drafts.decide_wait(running, n, COST)] == [
         FIRST_PROBE + 32,
         FIRST_PROBE + 96,
         FIRST_PROBE + 160,
     ]
     drafting.resumes_at = 100
-    assert not drafts.need_newest_tokens(running, 1000, COST)
+    assert not drafts.decide_wait(running, 1000, COST)
 
 
 def test_probes_become_rare_unless_drafts_are_worth_their_time() -> None:
@@ -152,7 +152,7 @@ def test_a_sequence_that_has_not_drafted_is_waited_for_until_its_source_is_silen
         drafts.observe(Batch(0), 4.2, COST, 1.0)
     answers = list[bool]()
     for number in range(1, 7):
-        answers.append(drafts.need_newest_tokens(running, number, COST))
+        answers.append(drafts.decide_wait(running, number, COST))
         drafting.propose([0] * 8, 4)
     assert answers == [True] * 3 + [False] * 3
 
@@ -162,13 +162,23 @@ def test_a_new_sequence_is_not_waited_for_where_no_draft_would_be_made() -> None
     drafts, running = drafts_of(), running_of(Drafting(source=Silent(), most=4))
     for _ in range(50):
         drafts.observe(Batch(0), 4.2, COST, 1.0)
-    assert drafts.need_newest_tokens(running, 1, COST)
-    assert not drafts.need_newest_tokens(running, 2, dear)
+    assert drafts.decide_wait(running, 1, COST)
+    assert not drafts.decide_wait(running, 2, dear)
 
 
 class Zeros:
     def propose(self, token_ids: list[int], most: int) -> list[int]:
         return [0] * most
+
+
+def num_proposed(
+    drafts: StepDrafts, running: list[Sequence], number: int, cost: StepCost | None
+) -> int:
+    entries = [
+        BatchEntry(each, at, each.num_computed_tokens, 1, 0, 0) for at, each in enumerate(running)
+    ]
+    drafts.propose(entries, 100, number, cost)
+    return sum(len(entry.drafts) for entry in entries)
 
 
 def proposed(
@@ -179,8 +189,7 @@ def proposed(
     for sequence in running:
         sequence.num_pending_tokens = 0
         sequence.num_computed_tokens -= 1
-    found = drafts.propose([(each, 1) for each in running], 100, number, cost)
-    return sum(len(proposal.tokens) for proposal in found.values())
+    return num_proposed(drafts, running, number, cost)
 
 
 def test_a_sequence_has_as_many_drafts_as_are_worth_their_time() -> None:
@@ -231,10 +240,9 @@ def test_drafts_of_a_sequence_far_ahead_are_not_made() -> None:
         for sequence in running:
             sequence.token_ids += [0] * 64
             sequence.num_computed_tokens, sequence.num_pending_tokens = 71, 0
-        found = drafts_of().propose([(each, 1) for each in running], 100, 1, cost)
-        counts.append(sum(len(proposal.tokens) for proposal in found.values()))
+        counts.append(num_proposed(drafts_of(), running, 1, cost))
     assert counts == [3, 0]
 
 
 def test_nobody_is_waited_for_where_nobody_drafts() -> None:
-    assert not drafts_of(Asked(answer=True)).need_newest_tokens(running_of(None), 0, COST)
+    assert not drafts_of(Asked(answer=True)).decide_wait(running_of(None), 0, COST)

@@ -19,9 +19,9 @@ from cadenza.config import Batching, EngineLimits, SchedulerLoop
 from cadenza.core.admission import Admission
 from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.packing import Packer
-from cadenza.core.queue_policy import FCFS, QueuePolicy
 from cadenza.core.scheduler import Scheduler, SchedulerOptions
 from cadenza.core.step_schema import ModelInputs
+from cadenza.core.turns import FCFS, POLICIES, TurnPolicy
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.loop import LOOP_DEPTHS, StepLoop, StepRunner
 from cadenza.errors import InvalidRequestError, QueueFullError
@@ -99,11 +99,10 @@ class Scenario:
         return random.Random(f"reserved {self.seed}").choice([0.0, 0.0, 0.5, 1.0])
 
     @cached_property
-    def policy(self) -> QueuePolicy:
+    def policy(self) -> TurnPolicy:
         rng = random.Random(f"policy {self.seed}")
-        return QueuePolicy(
-            name=rng.choice(["fcfs", "fcfs", "shortest_first", "priority"]),
-            starvation_guard_s=rng.choice([0.2, 2.0, 20.0]),
+        return POLICIES[rng.choice(["fcfs", "fcfs", "shortest_first", "priority"])](
+            rng.choice([0.2, 2.0, 20.0])
         )
 
     @cached_property
@@ -168,7 +167,7 @@ class Scenario:
             presence_penalty=rng.choice([*[0.0] * 3, 0.5, 1.5]),
         )
         salt = rng.choice([*[""] * 5, "another tenant"])
-        priority = rng.randint(-2, 2) if self.policy.name == "priority" else 0
+        priority = rng.randint(-2, 2) if self.policy.has_priorities else 0
         grammar = random.Random(f"grammar {rng.random()}").choice([*[None] * 5, "a", STEADY])
         if grammar == "a" and random.Random(f"{prompt}").random() < 0.5:
             grammar = PHRASES
@@ -246,7 +245,7 @@ REAL_PARTS = Parts()
 class Order:
     """Who starts when, by which clock (in seconds)."""
 
-    policy: QueuePolicy = FCFS
+    policy: TurnPolicy = FCFS
     batching: Batching = "continuous"
     clock: Callable[[], float] = time.perf_counter
 

@@ -17,7 +17,7 @@ from cadenza.core.drafts import Drafting
 from cadenza.core.packing import Packer
 from cadenza.core.scheduler import Scheduler
 from cadenza.core.sequence import Sequence
-from cadenza.core.step_drafts import MAX_ROW_MASKS, MAX_STEP_MASKS
+from cadenza.core.step_budget import MAX_ROW_MASKS, MAX_STEP_MASKS
 from cadenza.core.step_schema import NO_RULES, ModelInputs
 from cadenza.engine.compiling import Compiling
 from cadenza.request import Request, SamplingParams

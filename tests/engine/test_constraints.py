@@ -11,8 +11,8 @@ import pytest
 from cadenza.backends.base import Capability
 from cadenza.backends.fake import FakeLateStepHandle, FakeStepHandle
 from cadenza.config import EngineLimits, SchedulerLoop
-from cadenza.core.step_drafts import MAX_STEP_MASKS
-from cadenza.core.step_reader import CONSTRAINT_FAILED
+from cadenza.core.step_budget import MAX_STEP_MASKS
+from cadenza.core.step_results import CONSTRAINT_FAILED
 from cadenza.core.step_schema import ModelInputs, StepOutput
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.errors import InvalidRequestError

@@ -220,14 +220,11 @@ class KeepsOverrunTokens(Scheduler):
 class SkipsAToken(Scheduler):
     """Computes a prompt's chunk one token short and counts it whole."""
 
-    def _enter(
-        self, batch: Batch, sequence: Sequence, count: int, drafts: tuple[int, ...]
-    ) -> BatchEntry:
-        entry = super()._enter(batch, sequence, count, drafts)
-        if count > 2 and not entry.num_choices:
+    def _add_to_batch(self, batch: Batch, entry: BatchEntry) -> None:
+        super()._add_to_batch(batch, entry)
+        if entry.num_new_tokens > 2 and not entry.num_choices:
             entry.num_new_tokens -= 1
             batch.num_tokens -= 1
-        return entry
 
 
 def _end_of(sequence: Sequence) -> dict[str, object]:

@@ -9,13 +9,15 @@ import pytest
 from cadenza.backends.fake import next_token
 from cadenza.config import EngineLimits, SchedulerLoop
 from cadenza.core.kv_cache_manager import KVCacheManager, Prefix
-from cadenza.core.prompt_rows import PromptRowsBudget, PromptRowsProgress
+from cadenza.core.prompt_rows import PromptRowsProgress
 from cadenza.core.sequence import Sequence
+from cadenza.core.step_budget import StepBudget
 from cadenza.core.step_schema import NUM_EXTRA_LOGIT_ROWS
 from cadenza.engine.core import EngineCore
 from cadenza.events import Event, Finished, PromptLogprobs, Token
 from cadenza.request import Request, SamplingParams
 from cadenza.verification.reference import Logits, ReferenceEngine
+from tests.core.builders import sequence_of
 from tests.engine.simulation import VOCAB_SIZE, Parts, make_engine
 
 LOOPS: tuple[SchedulerLoop, ...] = ("plain", "overlap")
@@ -230,15 +232,15 @@ def test_a_prefix_that_is_taken_from_the_cache_would_be_found_out() -> None:
 
 
 def test_a_step_computes_no_more_prompt_logprobs_than_it_has_rows() -> None:
-    budget = PromptRowsBudget(NUM_EXTRA_LOGIT_ROWS)
-    first = PromptRowsProgress(num_prompt_tokens=50)
-    assert budget.take(first, 0, 50) == 50
-    assert budget.num_rows == NUM_EXTRA_LOGIT_ROWS - 49
-    second = PromptRowsProgress(num_prompt_tokens=50)
-    assert budget.take(second, 0, 50) == 15
+    budget = StepBudget(64, None)
+    found: list[int] = []
+    for has_logprobs in (True, True, True, False):
+        sequence = sequence_of(0, 50)
+        if has_logprobs:
+            sequence.prompt_rows = PromptRowsProgress(num_prompt_tokens=50)
+        found.append(budget.take_rows(sequence, 50))
+    assert found == [50, NUM_EXTRA_LOGIT_ROWS - 49, 0, 50]
     assert budget.num_rows == 0
-    assert budget.take(PromptRowsProgress(num_prompt_tokens=50), 0, 50) == 0
-    assert budget.take(None, 0, 50) == 50
 
 
 def test_positions_that_were_read_before_a_preemption_are_not_launched_again() -> None:

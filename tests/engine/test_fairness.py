@@ -10,9 +10,9 @@ import pytest
 
 from cadenza.config import EngineLimits, SchedulerLoop, SchedulingPolicy
 from cadenza.core.batch import Batch
-from cadenza.core.queue_policy import QueuePolicy
 from cadenza.core.scheduler import Scheduler
 from cadenza.core.sequence import Sequence
+from cadenza.core.turns import POLICIES
 from cadenza.events import Event
 from cadenza.request import Request, SamplingParams
 from tests.by_day import by_day
@@ -184,7 +184,7 @@ def test_all_finish_in_small_pools_with_every_policy(name: SchedulingPolicy, fac
     requests = requests_of(0)
     if name == "priority":
         requests = [replace(each, priority=at % 3) for at, each in enumerate(requests)]
-    order = Order(policy=QueuePolicy(name=name, starvation_guard_s=0.05))
+    order = Order(policy=POLICIES[name](0.05))
     measured = measure(requests, int(WORST_CASE * factor), order=order)
     assert max(measured.num_preemptions.values()) <= MAX_PREEMPTIONS
 

@@ -345,13 +345,10 @@ def solo_tokens(request: Request) -> set[int]:
 class PublishesAtLaunch(Scheduler):
     """Makes pages findable before their step has succeeded."""
 
-    def _enter(
-        self, batch: Batch, sequence: Sequence, count: int, drafts: tuple[int, ...]
-    ) -> BatchEntry:
-        entry = super()._enter(batch, sequence, count, drafts)
-        known = len(sequence.token_ids)
-        self.kv_cache.publish(sequence, min(entry.end, known))
-        return entry
+    def _add_to_batch(self, batch: Batch, entry: BatchEntry) -> None:
+        super()._add_to_batch(batch, entry)
+        known = len(entry.sequence.token_ids)
+        self.kv_cache.publish(entry.sequence, min(entry.end, known))
 
 
 class KeepsTheCacheOfALostDevice(KVCacheManager):

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from cadenza.config import EngineLimits
 from cadenza.core.fair_share import CREDIT_STEPS, MAX_COUNTERS, FairShare
-from cadenza.core.light_tenants import MAX_DISPLACEMENTS, LightTenants
 from cadenza.core.scheduler import Scheduler
 from cadenza.core.sequence import Sequence
+from cadenza.core.under_share_tenants import MAX_DISPLACEMENTS, UnderShareTenants
 from cadenza.events import Finished, Token
 from cadenza.request import Request, SamplingParams
 from cadenza.tenant import Tenant
@@ -36,8 +36,8 @@ WIDE = replace(LIMITS, num_pages=64)
 """Pages for all rows: only rows are scarce."""
 
 
-def light_of(open_sequences: list[Sequence], limits: EngineLimits = WIDE) -> LightTenants:
-    light = LightTenants(limits)
+def light_of(open_sequences: list[Sequence], limits: EngineLimits = WIDE) -> UnderShareTenants:
+    light = UnderShareTenants(limits)
     for sequence in open_sequences:
         light.open(sequence.request.tenant)
     return light
@@ -61,38 +61,40 @@ def test_a_tenant_is_light_while_its_sequences_fit_its_share_of_the_rows(
 ) -> None:
     few = sequences_of(replace(FEW, weight=weight), num_few)
     light = light_of([*sequences_of(MANY, 9), *few])
-    assert light.is_light("few") is expected
-    assert not light.is_light("many")
+    assert light.is_under_share("few") is expected
+    assert not light.is_under_share("many")
     for sequence in few[2:]:
         light.close(sequence.request.tenant)
-    assert light.is_light("few")
+    assert light.is_under_share("few")
 
 
 def test_with_free_rows_a_tenant_is_light_while_it_has_no_more_than_its_part_of_what_is_open() -> (
     None
 ):
     light = light_of([*sequences_of(MANY, 2), *sequences_of(FEW, 1)])
-    assert light.is_light("few")
-    assert not light.is_light("many")
+    assert light.is_under_share("few")
+    assert not light.is_under_share("many")
     light.open(FEW)
-    assert light.is_light("few")
-    assert light.is_light("many")
+    assert light.is_under_share("few")
+    assert light.is_under_share("many")
 
 
 def test_nobody_is_light_alone() -> None:
     light = light_of(sequences_of(MANY, 1))
-    assert not light.is_light("many")
-    assert not light.is_light("unknown")
+    assert not light.is_under_share("many")
+    assert not light.is_under_share("unknown")
 
 
 def test_only_sequences_above_their_tenants_share_make_room_and_only_so_often() -> None:
     running, (waiting,) = sequences_of(MANY, 4), sequences_of(FEW, 1)
     light = light_of([*running, waiting])
-    assert light.rivals(waiting, running, lacks_row=True) == running
+    assert light.preemptable_for(waiting, running, lacks_row=True) == running
     running[0].num_preemptions = MAX_DISPLACEMENTS
-    assert light.rivals(waiting, running, lacks_row=True) == running[1:]
-    assert light.rivals(waiting, running[:2], lacks_row=True) == []
-    assert light.rivals(running[3], [waiting], lacks_row=True) == [], "a heavy one displaces nobody"
+    assert light.preemptable_for(waiting, running, lacks_row=True) == running[1:]
+    assert light.preemptable_for(waiting, running[:2], lacks_row=True) == []
+    assert light.preemptable_for(running[3], [waiting], lacks_row=True) == [], (
+        "a heavy one displaces nobody"
+    )
 
 
 def test_pages_are_made_free_only_for_a_sequence_within_its_tenants_share_of_them() -> None:
@@ -100,21 +102,23 @@ def test_pages_are_made_free_only_for_a_sequence_within_its_tenants_share_of_the
     (small,) = sequences_of(FEW, 1, num_tokens=96)
     small.page_table = []
     light = light_of([*running, *sequences_of(MANY, 2), small], replace(WIDE, num_pages=13))
-    assert light.rivals(small, running, lacks_row=False) == running
-    assert light.rivals(small, running[:1], lacks_row=False) == [], "6 of 13 pages are a share"
+    assert light.preemptable_for(small, running, lacks_row=False) == running
+    assert light.preemptable_for(small, running[:1], lacks_row=False) == [], (
+        "6 of 13 pages are a share"
+    )
     (large,) = sequences_of(FEW, 1, num_tokens=112)
-    assert light.rivals(large, running, lacks_row=False) == []
+    assert light.preemptable_for(large, running, lacks_row=False) == []
 
 
-class NobodyIsLight(LightTenants):
-    def is_light(self, name: str) -> bool:
+class NobodyIsLight(UnderShareTenants):
+    def is_under_share(self, name: str) -> bool:
         return False
 
 
 class ServesNobodyFirst(Scheduler):
     def __init__(self, limits: EngineLimits, *args: Any) -> None:
         super().__init__(limits, *args)
-        self._light_tenants = NobodyIsLight(limits)
+        self.turns.under_share = NobodyIsLight(limits)
 
 
 PLAIN = Parts(scheduler=ServesNobodyFirst)
@@ -292,7 +296,7 @@ class LightFirst(FairShare):
 class StartsLightOnesFirst(Scheduler):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._fair_share = LightFirst()
+        self.turns.fair_share = LightFirst()
 
 
 def test_the_bound_betrays_a_scheduler_that_starts_light_tenants_out_of_turn() -> None:

@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cadenza.config import EngineLimits, SchedulingPolicy
-from cadenza.core.queue_policy import MAX_PREEMPTIONS, QueuePolicy
 from cadenza.core.sequence import Sequence
+from cadenza.core.turns import FCFS, MAX_PREEMPTIONS, POLICIES, STARVATION_GUARD_S, TurnPolicy
 from cadenza.engine.core import EngineCore
 from cadenza.errors import InvalidRequestError
 from cadenza.events import Started, Token
 from cadenza.request import Request, SamplingParams
-from tests.core.builders import sequence_of
+from tests.core.builders import sequence_of, turns_of
 from tests.engine.simulation import VOCAB_SIZE, Order, Record, make_engine, run_requests
 
 LIMITS = EngineLimits(
@@ -37,7 +37,7 @@ def request_of(num_tokens: int, seed: int, *, max_tokens: int = 2, priority: int
     return Request(prompt_token_ids=prompt, params=params, priority=priority)
 
 
-def waited_s(policy: QueuePolicy, late: Request, flood: list[Request]) -> float | None:
+def waited_s(policy: TurnPolicy, late: Request, flood: list[Request]) -> float | None:
     """How long `late` waits for its start while each step brings a request that comes before it;
     None if it has not started when these end. All streams are verified."""
     now_s = 0.0
@@ -69,22 +69,22 @@ def waited_s(policy: QueuePolicy, late: Request, flood: list[Request]) -> float 
 def test_a_long_prompt_starts_when_the_guard_says_however_many_short_ones_come() -> None:
     flood = [request_of(8, seed, max_tokens=3) for seed in range(NUM_FLOODED_STEPS)]
     late = request_of(200, 9999)
-    guarded = QueuePolicy(name="shortest_first", starvation_guard_s=GUARD_S)
+    guarded = POLICIES["shortest_first"](GUARD_S)
     waited = waited_s(guarded, late, flood)
     assert waited is not None
     # Others whose guard passed earlier come first: those of the first steps.
     assert GUARD_S - STEP_S <= waited <= GUARD_S + 12 * STEP_S
-    unguarded = QueuePolicy(name="shortest_first", starvation_guard_s=1000.0)
+    unguarded = POLICIES["shortest_first"](1000.0)
     assert waited_s(unguarded, late, flood) is None, "the flood would let anybody through"
 
 
 def test_a_large_priority_is_aged_by_the_guard() -> None:
     flood = [request_of(8, seed, max_tokens=3) for seed in range(NUM_FLOODED_STEPS)]
     late = request_of(8, 9999, priority=3)
-    waited = waited_s(QueuePolicy(name="priority", starvation_guard_s=GUARD_S), late, flood)
+    waited = waited_s(POLICIES["priority"](GUARD_S), late, flood)
     assert waited is not None
     assert waited >= 3 * GUARD_S - STEP_S
-    unaged = QueuePolicy(name="priority", starvation_guard_s=1000.0)
+    unaged = POLICIES["priority"](1000.0)
     assert waited_s(unaged, late, flood) is None, "the flood would let anybody through"
 
 
@@ -96,7 +96,9 @@ def test_requests_start_in_the_order_of_the_policy(
     name: SchedulingPolicy, expected: list[int]
 ) -> None:
     limits = replace(LIMITS, max_num_seqs=1)
-    engine = make_engine(limits, order=Order(policy=QueuePolicy(name=name), clock=lambda: 0.0))
+    engine = make_engine(
+        limits, order=Order(policy=POLICIES[name](STARVATION_GUARD_S), clock=lambda: 0.0)
+    )
     priorities = [0, 1, 2, -1] if name == "priority" else [0] * 4
     lengths = [10, 60, 40, 20]
     requests = [
@@ -113,7 +115,7 @@ def test_requests_start_in_the_order_of_the_policy(
 
 
 def test_the_shortest_is_the_one_with_the_fewest_uncached_tokens() -> None:
-    policy = QueuePolicy(name="shortest_first")
+    policy = POLICIES["shortest_first"](STARVATION_GUARD_S)
     engine = make_engine(
         replace(LIMITS, max_num_seqs=1), order=Order(policy=policy, clock=lambda: 0.0)
     )
@@ -157,13 +159,12 @@ def test_the_victim_is_of_the_last_class_and_was_not_preempted_too_often(
     entries: list[tuple[int, int]],
 ) -> None:
     running = sequences_of(*zip(*entries, strict=True))
-    policy = QueuePolicy(name="priority", starvation_guard_s=100.0)
-    victim = policy.victim(running)
+    victim = turns_of(POLICIES["priority"](100.0)).victim(running)
     spared = [each for each in running if each.num_preemptions < MAX_PREEMPTIONS]
     assert victim in (spared or running)
     last = max(each.request.priority for each in spared or running)
     assert victim.request.priority == last, "ages differ by less than a class here"
-    assert QueuePolicy().victim(running) is (spared or running)[-1]
+    assert turns_of(FCFS).victim(running) is (spared or running)[-1]
 
 
 def run_static(requests: list[Request]) -> tuple[EngineCore, Record, list[tuple[int, int]]]:

@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 from cadenza.config import EngineLimits, SchedulingPolicy
 from cadenza.core.batch import BatchEntry
 from cadenza.core.fair_share import MAX_COUNTERS, FairShare, ServiceCost, measured_service_cost
-from cadenza.core.queue_policy import QueuePolicy
 from cadenza.core.scheduler import Scheduler
 from cadenza.core.sequence import Sequence
 from cadenza.core.step_cost import StepCost
+from cadenza.core.turns import POLICIES, STARVATION_GUARD_S
 from cadenza.errors import InvalidRequestError
 from cadenza.events import Started, Token
 from cadenza.request import Request, SamplingParams
 from cadenza.tenant import Tenant
-from tests.core.builders import sequence_of
+from tests.core.builders import sequence_of, turns_of
 from tests.engine.simulation import (
     REAL_PARTS,
     VOCAB_SIZE,
@@ -85,7 +85,7 @@ class Backlog:
     def run(self) -> Iterator[dict[str, float]]:
         """Yields each tenant's service by weight after each step; verifies the streams at last."""
         rng = random.Random(f"backlog {self.seed}")
-        order = Order(policy=QueuePolicy(name=self.policy), clock=lambda: 0.0)
+        order = Order(policy=POLICIES[self.policy](STARVATION_GUARD_S), clock=lambda: 0.0)
         engine = make_engine(LIMITS, loop="plain", parts=self.parts, order=order)
         record = Record(seed=self.seed, engine=engine)
         self.services = dict.fromkeys((each.name for each in self.tenants), 0.0)
@@ -167,7 +167,7 @@ class InOrder(FairShare):
 class ServesAllAsOneTenant(Scheduler):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._fair_share = InOrder()
+        self.turns.fair_share = InOrder()
 
 
 def test_the_bound_betrays_a_scheduler_without_counters() -> None:
@@ -334,15 +334,14 @@ def test_counters_of_tenants_that_are_gone_do_not_pile_up() -> None:
 def test_the_victim_is_of_the_tenant_with_the_largest_counter() -> None:
     running = waiting_of("a", "b", "a", "b")
     counters = {"a": 5.0, "b": 7.0}
-    policy = QueuePolicy()
-
-    def counter_of(sequence: Sequence) -> float:
-        return counters[sequence.request.tenant.name]
-
-    assert policy.victim(running, counter_of) is running[3]
+    share = FairShare()
+    turns = turns_of(fair_share=share)
+    share._counters = counters
+    assert turns.victim(running) is running[3]
     counters["a"] = 9.0
-    assert policy.victim(running, counter_of) is running[2]
-    assert policy.victim(running) is running[3]
+    assert turns.victim(running) is running[2]
+    counters.clear()
+    assert turns.victim(running) is running[3]
 
 
 def test_weights_of_tokens_are_what_they_take() -> None:

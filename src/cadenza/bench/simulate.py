@@ -21,9 +21,9 @@ from cadenza.bench.serve_figures import Spread, spread_of
 from cadenza.bench.traffic import VOCAB_SIZE, TrafficArrival, TrafficOptions
 from cadenza.config import DEFAULT_MAX_NUM_SEQS, MAX_MAX_ITL_MS, EngineLimits, SchedulingPolicy
 from cadenza.core.batch import Batch
-from cadenza.core.queue_policy import QueuePolicy
 from cadenza.core.step_cost import StepBound, StepCost, StepLoad, derive_bound_ms
 from cadenza.core.step_schema import ModelInputs, StepOutput
+from cadenza.core.turns import POLICIES
 from cadenza.engine.core import CoreOptions
 from cadenza.engine.loop import LaunchedStep, Steps
 from cadenza.errors import QueueFullError, RunnerError
@@ -356,7 +356,7 @@ def make_simulated_core(
     if server.max_itl_ms is not None:
         bound = StepBound(max_ms=server.max_itl_ms, cost=server.cost)
     options = CoreOptions(
-        policy=QueuePolicy(name=policy, starvation_guard_s=server.starvation_guard_s),
+        policy=POLICIES[policy](server.starvation_guard_s),
         step_bound=bound,
         clock=clock,
         secret=b"simulated",

@@ -12,18 +12,18 @@ Modules:
 - `slot_prefixes`: finds slots whose sequence began alike, where a page is a slot
 - `kv_cache_manager`: pages of sequences: sharing, growing, publishing, releasing
 - `admission`: whether a sequence may start; what running ones reserve, summed once a step
-- `queue_policy`: in which order sequences start, and which one is preempted
+- `turns`: who goes next and who makes room: the waiting sequences, and one policy a class
 - `fair_share`: whose turn it is among tenants
-- `light_tenants`: which tenants ask for no more than their share, and whom they may displace
+- `under_share_tenants`: which tenants ask for no more than their share, and what they may preempt
 - `page_shares`: how many pages each tenant holds, and has in the prefix cache
 - `page_store`: the protocol of what keeps pages beyond the pool
 - `step_cost`: predicts the time of a step, and bounds it
-- `prompt_shares`: shares what a step leaves for prompts among them
+- `step_budget`: what a step may hold, and how prompts share what decodes leave of it
 - `sequence_events`: the events that tell what came of a sequence
 - `sequence_list`: waiting or running sequences in an order, from which any one leaves without a
   search
-- `scheduler`: shares the token budget of a step, starts and preempts sequences
-- `step_reader`: applies what a step gave: tokens, drafts that stay, ends
+- `scheduler`: allocates pages to whose turn it is, and makes a batch of them
+- `step_results`: applies what a step gave: tokens, drafts that stay, ends
 - `batch`: the sequences of a step, their numbers of tokens, and the logits that it needs
 - `step_schema`: every per-step field, declared once; the upload, the views on the host and the
   device's arrays follow

@@ -1,15 +1,15 @@
 """`Admission`: whether a waiting sequence may start, given the pages running ones still need.
 
-`Reservations` sums those needs once for a step. Knows page counts, not pages. Invariant: a page is
-reserved for at most one sequence. After `WHOLE_AFTER_PREEMPTIONS` preemptions, a sequence is
-admitted only if all sequences can complete.
+`Reservations` sums those needs once for a step. Invariant: a page is reserved for at most one
+sequence. After `WHOLE_AFTER_PREEMPTIONS` preemptions, a sequence is admitted only if all sequences
+can complete.
 """
 
-from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 from cadenza.config import AdmissionMode
+from cadenza.core.kv_cache_manager import KVCacheManager, Prefix
 from cadenza.core.sequence import Sequence
 
 RESERVED_OUTPUT: dict[AdmissionMode, float] = {
@@ -35,13 +35,6 @@ class Admission:
 
     page_size: int
     reserved_output: float = RESERVED_OUTPUT["balanced"]
-
-    def can_admit(
-        self, candidate: Sequence, running: Iterable[Sequence], *, available: int, shared: int
-    ) -> bool:
-        """`Reservations.can_admit` beside these running sequences."""
-        reservations = Reservations(self, list(running))
-        return reservations.can_admit(candidate, available=available, shared=shared)
 
     def reserved_pages(self, sequence: Sequence, *, whole: bool) -> int:
         """Pages of its tokens and of the share of its output; `whole`: of its complete output."""
@@ -98,6 +91,32 @@ class Reservations:
             full_pages = (sequence.num_prompt_tokens - 1) // admission.page_size
             wanted += admission.reserved_pages(sequence, whole=whole) - full_pages
         return wanted <= available
+
+    def can_start(self, kv_cache: KVCacheManager, sequence: Sequence, prefix: Prefix) -> bool:
+        """Whether there are pages for a waiting sequence behind `prefix`, in the pool and in its
+        tenant's quota."""
+        # Most rejections occur even if the prefix costs nothing, so its unreferenced pages are
+        # counted only after that cheaper check has passed.
+        available, shared = kv_cache.pool.num_available, len(prefix.page_ids)
+        return (
+            self.fits_quota(kv_cache, sequence, prefix)
+            and self.can_admit(sequence, available=available, shared=shared)
+            and self.can_admit(
+                sequence, available=available, shared=shared - kv_cache.num_unheld(prefix)
+            )
+        )
+
+    def fits_quota(self, kv_cache: KVCacheManager, sequence: Sequence, prefix: Prefix) -> bool:
+        """Whether its tenant's quota holds the sequence beside those of the tenant that run."""
+        tenant = sequence.tenant
+        if tenant.page_share == 1.0:
+            return True
+        own = [each for each in self._running if each.tenant.name == tenant.name]
+        return Reservations(self._admission, own).can_admit(
+            sequence,
+            available=kv_cache.page_shares.num_left(tenant),
+            shared=kv_cache.page_shares.num_held(tenant, prefix.page_ids),
+        )
 
     def _sum(self, *, whole: bool) -> _Running:
         """Of all running sequences; those summed before are not looked at again."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from cadenza.core.sequence import PageCopy, Sequence
-from cadenza.core.step_cost import StepLoad
+from cadenza.core.step_cost import StepLoad, num_keys
 from cadenza.events import Started
 
 NO_POSITIONS = range(0)
@@ -25,6 +25,8 @@ class BatchEntry:
     choice is made from; without drafts they may be left out. `num_preemptions` is the sequence's
     value at launch: if it has increased by the time the step is read, the entry's KV has been
     freed, but its token is still valid.
+
+    Until it is added to a batch, `num_new_tokens` are the sequence's own, without drafts.
     """
 
     sequence: Sequence
@@ -81,6 +83,26 @@ class Batch:
     has_drafts: bool = False
     needs_masks: bool = False
     has_pooled: bool = False
+
+    def add(self, entry: BatchEntry) -> None:
+        """Adds an entry, whose numbers of tokens, choices and rows are final."""
+        sequence, count, num_choices = entry.sequence, entry.num_new_tokens, entry.num_choices
+        self.entries.append(entry)
+        self.num_tokens += count
+        self.num_keys += num_keys(entry.start, count)
+        self.num_choices += num_choices
+        self.num_prompt_rows += len(entry.prompt_rows)
+        if entry.drafts:
+            self.has_drafts = True
+        if num_choices and sequence.constraint is not None:
+            self.needs_masks = True
+        if sequence.pool is not None:
+            self.has_pooled = True
+
+    def send_pages(self, row: int, table: list[int], first: int) -> None:
+        """Sends the entries of a row's page table from the `first` on."""
+        new = range(first, len(table))
+        self.page_updates += [PageUpdate(row, index, table[index]) for index in new]
 
     @property
     def hidden_rows(self) -> list[int]:

@@ -96,11 +96,11 @@ class FairShare:
             self._last_left = name
 
     def counter_of(self, sequence: Sequence) -> float:
-        return self._counters.get(sequence.request.tenant.name, 0.0)
+        return self._counters.get(sequence.tenant.name, 0.0)
 
     def charge_prompt(self, sequence: Sequence, num_tokens: int) -> None:
         """A sequence starts for the first time; `num_tokens` of its prompt are to be computed."""
-        self._charge(sequence.request.tenant, self._cost.prompt * num_tokens)
+        self._charge(sequence.tenant, self._cost.prompt * num_tokens)
 
     def charge_outputs(self, entries: Iterable[BatchEntry]) -> None:
         """A step is launched. A draft, or a token that was not sampled, costs as much as a prompt
@@ -115,7 +115,7 @@ class FairShare:
                 num_unsampled = min(sequence.num_uncharged_tokens, most)
                 num_beside = entry.num_choices - 1 + num_unsampled
                 service = self._cost.output + self._cost.prompt * num_beside
-                self._charge(sequence.request.tenant, service)
+                self._charge(sequence.tenant, service)
                 sequence.num_uncharged_tokens = 0
 
     def in_turns(self, ordered: list[Sequence]) -> Iterable[Sequence]:
@@ -132,7 +132,7 @@ class FairShare:
         """Raises AssertionError if other sequences wait than were told."""
         found: dict[str, int] = {}
         for sequence in waiting:
-            name = sequence.request.tenant.name
+            name = sequence.tenant.name
             found[name] = found.get(name, 0) + 1
         assert found == self._num_waiting, f"{found} wait, counted {self._num_waiting}"
 
@@ -140,7 +140,7 @@ class FairShare:
         queues: dict[str, deque[tuple[int, Sequence]]] = {}
         for place, sequence in enumerate(ordered):
             if not sequence.is_retried:
-                queues.setdefault(sequence.request.tenant.name, deque()).append((place, sequence))
+                queues.setdefault(sequence.tenant.name, deque()).append((place, sequence))
         heads = [(self._counters[name], queue[0][0], name) for name, queue in queues.items()]
         heapq.heapify(heads)
         while heads:

@@ -264,7 +264,7 @@ class KVCacheManager:
         missing = -(-num_tokens // self.page_size) - len(sequence.page_table)
         if missing <= 0:
             return True
-        if sequence.request.tenant.page_share < 1.0 and self.exceeds_share(sequence, num_tokens):
+        if sequence.tenant.page_share < 1.0 and self.exceeds_share(sequence, num_tokens):
             return False
         pages = self.pool.try_allocate(missing)
         if pages is None:
@@ -276,7 +276,7 @@ class KVCacheManager:
     def exceeds_share(self, sequence: Sequence, num_tokens: int) -> bool:
         """Whether pages for `num_tokens` tokens are more than is left of the tenant's share."""
         missing = -(-num_tokens // self.page_size) - len(sequence.page_table)
-        return missing > self.page_shares.num_left(sequence.request.tenant)
+        return missing > self.page_shares.num_left(sequence.tenant)
 
     def _try_grow_beside(self, sequence: Sequence, prefix: Prefix) -> bool:
         """`try_grow` for all tokens; may take over the prefix's partial page."""
@@ -313,7 +313,7 @@ class KVCacheManager:
 
     def publish(self, sequence: Sequence, num_tokens: int) -> None:
         """Adds the first `num_tokens` tokens to the prefix cache, as far as they fill pages."""
-        tenant = sequence.request.tenant
+        tenant = sequence.tenant
         if self.slot_prefixes is not None:
             slot = sequence.page_table[0]
             if self.slot_prefixes.publish(sequence, _content_of(sequence), num_tokens):
@@ -353,7 +353,7 @@ class KVCacheManager:
         Returns its serial; None after a key collision, or if the tenant's share is in use.
         """
         assert self.prefix_cache is not None
-        key, tenant = sequence.page_keys[index], sequence.request.tenant
+        key, tenant = sequence.page_keys[index], sequence.tenant
         is_known = self.prefix_cache.page_of(key) is not None
         if not is_known and not self.page_shares.try_cache(tenant, page_id, page_class):
             return None

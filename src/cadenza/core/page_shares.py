@@ -26,7 +26,7 @@ class PageShares:
 
     def take(self, sequence: Sequence, page_ids: Iterable[int]) -> None:
         """A sequence has got references to pages."""
-        tenant = sequence.request.tenant
+        tenant = sequence.tenant
         if tenant.page_share == 1.0:
             return
         held = self._held.setdefault(tenant.name, {})
@@ -35,7 +35,7 @@ class PageShares:
 
     def give_back(self, sequence: Sequence) -> None:
         """A sequence frees its pages, last one first."""
-        tenant = sequence.request.tenant
+        tenant = sequence.tenant
         for group, _ in self._limits_of(tenant):
             cached = self._cached.get(group)
             for page_id in reversed(sequence.page_table if cached else ()):
@@ -101,7 +101,7 @@ class PageShares:
         """Raises AssertionError if a tenant has more than its share, or is counted wrongly."""
         expected: dict[str, dict[int, int]] = {}
         for sequence in sequences:
-            tenant = sequence.request.tenant
+            tenant = sequence.tenant
             for page_id in sequence.page_table if tenant.page_share < 1.0 else ():
                 pages = expected.setdefault(tenant.name, {})
                 pages[page_id] = pages.get(page_id, 0) + 1

@@ -53,18 +53,3 @@ class PromptRowsProgress:
     def rewind(self) -> None:
         """After a preemption: positions launched but not read must be launched again."""
         self.num_launched = self.num_read
-
-
-@dataclass(slots=True, eq=False)
-class PromptRowsBudget:
-    """Remaining logit rows for prompts in a step."""
-
-    num_rows: int
-
-    def take(self, progress: PromptRowsProgress | None, start: int, count: int) -> int:
-        """Takes the rows for up to `count` tokens from `start`; returns how many tokens fit."""
-        if progress is None:
-            return count
-        count = progress.fit(start, count, self.num_rows)
-        self.num_rows -= len(progress.positions(start, start + count))
-        return count

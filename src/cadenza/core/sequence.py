@@ -15,6 +15,7 @@ from cadenza.core.prompt_rows import PromptRowsProgress
 from cadenza.events import CacheMiss, FinishReason
 from cadenza.request import Request, SamplingParams
 from cadenza.structured import Constraint
+from cadenza.tenant import Tenant
 
 MAX_FORCED_TOKENS = 16
 """Tokens that are appended at once because no others may follow; a step computes them together."""
@@ -104,6 +105,10 @@ class Sequence:
     @property
     def params(self) -> SamplingParams:
         return self.request.params
+
+    @property
+    def tenant(self) -> Tenant:
+        return self.request.tenant
 
     @property
     def num_prompt_tokens(self) -> int:

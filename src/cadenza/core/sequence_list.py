@@ -34,7 +34,7 @@ class SequenceList(SequenceOf[Sequence]):
         del self._sequences[index], self._ranks[sequence]
 
     def of_tenant(self, name: str) -> list[Sequence]:
-        return [each for each in self._sequences if each.request.tenant.name == name]
+        return [each for each in self._sequences if each.tenant.name == name]
 
     def __len__(self) -> int:
         return len(self._sequences)

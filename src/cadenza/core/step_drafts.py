@@ -20,6 +20,7 @@ from cadenza.core.draft_plan import DraftChance, plan_drafts
 from cadenza.core.drafts import Drafting
 from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.sequence import Sequence
+from cadenza.core.step_budget import num_row_masks
 from cadenza.core.step_cost import StepCost, StepLoad, num_keys
 
 Share = tuple[Sequence, int]
@@ -51,10 +52,6 @@ follows may be easier to guess than what came before."""
 
 NO_HOLDS = 4
 """Steps for which a plan without drafts holds: planning takes a tenth of a short step's time."""
-
-MAX_STEP_MASKS, MAX_ROW_MASKS = 16, 8
-"""Masks that a step makes for drafts of all constrained sequences, and of one. Each waits for the
-one before it, and a grammar can be such that one takes 5 ms."""
 
 
 class DraftWish(NamedTuple):
@@ -166,7 +163,7 @@ class StepDrafts:
     def _step_of(self, number: int, load: StepLoad, cost: StepCost | None) -> DraftStep:
         return DraftStep(number, load, None if cost is None else self._costs.beside(load, cost))
 
-    def need_newest_tokens(
+    def decide_wait(
         self, running: SequenceOf[Sequence], number: int, cost: StepCost | None
     ) -> bool:
         """Whether the step of this number is to be scheduled only when no step is in flight: its
@@ -174,7 +171,7 @@ class StepDrafts:
 
         To be asked once for a step: it counts probes, and notes until when a no holds.
         """
-        has_masks = _num_masks(running) > 0
+        has_masks = num_row_masks(running) > 0
         looking_up: list[Sequence] = []
         together: list[Sequence] = []
         for sequence in running:
@@ -226,6 +223,14 @@ class StepDrafts:
         return True
 
     def propose(
+        self, entries: list[BatchEntry], num_rows: int, number: int, cost: StepCost | None
+    ) -> None:
+        shares = [(entry.sequence, entry.num_new_tokens) for entry in entries]
+        found = self._proposed(shares, num_rows, number, cost)
+        for entry in entries if found else ():
+            entry.drafts, entry.masks = found.get(entry.sequence, NO_DRAFTS)
+
+    def _proposed(
         self, shares: list[Share], num_rows: int, number: int, cost: StepCost | None
     ) -> Drafts:
         """Drafts of the sequences that sample in the step of this number, of which `num_rows` may
@@ -237,7 +242,7 @@ class StepDrafts:
         found: Drafts = {}
         if any(_has_undecided_mask(sequence) for sequence, _ in shares):
             return found
-        num_masks = _num_masks([sequence for sequence, _ in shares])
+        num_masks = num_row_masks([sequence for sequence, _ in shares])
         room = self._limits.max_num_batched_tokens - sum([count for _, count in shares])
         room = min(room, num_rows)
         able = _able(shares, room, num_masks)
@@ -410,14 +415,6 @@ def _keys_of_drafts(entry: BatchEntry) -> int:
 def _has_undecided_mask(sequence: Sequence) -> bool:
     """Whether what the sequence may sample next depends on a token that is not read."""
     return sequence.constraint is not None and sequence.num_pending_tokens > 0
-
-
-def _num_masks(sequences: SequenceOf[Sequence]) -> int:
-    """How many masks each of a step's constrained sequences may have for its drafts."""
-    num_drafting = sum(
-        each.drafting is not None and each.constraint is not None for each in sequences
-    )
-    return min(MAX_ROW_MASKS, MAX_STEP_MASKS // max(1, num_drafting))
 
 
 def _load_of(shares: list[Share]) -> StepLoad:

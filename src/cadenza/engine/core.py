@@ -22,11 +22,11 @@ from cadenza.core.packing import Packer
 from cadenza.core.pooling import Pool
 from cadenza.core.prefix_misses import PrefixMisses, log_text, miss_text
 from cadenza.core.prompt_rows import PromptRowsProgress
-from cadenza.core.queue_policy import FCFS, QueuePolicy
 from cadenza.core.scheduler import Scheduler, SchedulerOptions
 from cadenza.core.sequence import Sequence
 from cadenza.core.step_cost import StepBound, StepCost
-from cadenza.core.step_reader import refuse_constraint
+from cadenza.core.step_results import refuse_constraint
+from cadenza.core.turns import FCFS, TurnPolicy
 from cadenza.engine.compiling import Compiling
 from cadenza.engine.drafting import drafting_of
 from cadenza.engine.loop import LOOP_DEPTHS, Announce, StepLoop, StepRunner, Steps
@@ -72,7 +72,7 @@ class CoreOptions:
     reserved_output: float = RESERVED_OUTPUT["balanced"]
     seed: int = 0
     secret: bytes | None = None
-    policy: QueuePolicy = FCFS
+    policy: TurnPolicy = FCFS
     batching: Batching = "continuous"
     step_bound: StepBound | None = None
     clock: Callable[[], float] = time.perf_counter
@@ -105,7 +105,7 @@ class EngineCore:
             vocab_size=runner.vocab_size,
             backend=runner.name,
             capabilities=runner.capabilities,
-            has_priorities=options.policy.name == "priority",
+            has_priorities=options.policy.has_priorities,
             has_constraints=options.compile_constraint is not None,
             hidden_size=runner.hidden_size,
         )

@@ -16,8 +16,8 @@ from cadenza.checkpoint import Checkpoint, Hub, is_hub_id, open_bundled_draft, o
 from cadenza.checkpoint.tokenizer_files import given_template
 from cadenza.config import EngineConfig, EngineLimits, MaxItlMs
 from cadenza.core.admission import RESERVED_OUTPUT
-from cadenza.core.queue_policy import QueuePolicy
 from cadenza.core.step_cost import MIN_PROMPT_TOKENS, StepBound, StepCost, StepLoad, last_granted
+from cadenza.core.turns import POLICIES
 from cadenza.engine.calibration import make_step_bound
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.model_drafter import DraftModel
@@ -309,9 +309,7 @@ def make_core(
         loop=config.scheduler,
         seed=config.seed,
         reserved_output=RESERVED_OUTPUT[config.admission],
-        policy=QueuePolicy(
-            name=config.scheduling_policy, starvation_guard_s=config.starvation_guard
-        ),
+        policy=POLICIES[config.scheduling_policy](config.starvation_guard),
         batching=config.batching,
         step_bound=step_bound,
         step_cost=step_cost,

@@ -1,15 +1,18 @@
-"""`PromptShares`: how many tokens of each prompt a step computes, while prompts are added.
+"""`StepBudget`: what one step may hold; `PromptShares`: how its prompts share what decodes leave.
 
-Owns the budget of a step for prompts and the rule by which they share it. Knows no sequences, no
-pages and no clock. Invariant: the shares are those of all prompts given so far, in the order in
-which they were given; how they were given does not matter.
+Owns the limits of a step (tokens, milliseconds, logit rows, masks) and the rule by which prompts
+share them. Invariant: the shares are those of all prompts given so far, in the order in which they
+were given; how they were given does not matter.
 """
 
 from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from math import inf
 
-from cadenza.core.step_cost import MIN_PROMPT_TOKENS, StepCost, StepLoad
+from cadenza.core.sequence import Sequence
+from cadenza.core.step_cost import MIN_PROMPT_TOKENS, StepBound, StepCost, StepLoad
+from cadenza.core.step_schema import NUM_EXTRA_LOGIT_ROWS
 
 LEAST_SHARE = 1 / 16
 """Of a step's prompt tokens, for the oldest prompt beside those that come first; at least one."""
@@ -23,6 +26,65 @@ FINISH_SHARE = 1 - LEAST_SHARE
 SURE_SHARE = 0.999
 """Of a step's time. Prompts that take no more fit whatever their order: the rest is far more than
 the rounding of sums."""
+
+
+MAX_STEP_MASKS, MAX_ROW_MASKS = 16, 8
+"""Masks that a step makes for drafts of all constrained sequences, and of one. Each waits for the
+one before it, and a grammar can be such that one takes 5 ms."""
+
+
+def num_row_masks(sequences: Iterable[Sequence]) -> int:
+    """How many masks each of a step's constrained sequences may have for its drafts."""
+    num_drafting = sum(
+        [each.constraint is not None and each.drafting is not None for each in sequences]
+    )
+    return min(MAX_ROW_MASKS, MAX_STEP_MASKS // max(1, num_drafting))
+
+
+class StepBudget:
+    """The budget of one step of up to `max_num_tokens` tokens, whose time `bound` bounds.
+
+    `num_rows` are the logit rows that are left for prompts and drafts. `may_finish_short` is that
+    of `PromptBudget`.
+    """
+
+    def __init__(
+        self, max_num_tokens: int, bound: StepBound | None, *, may_finish_short: bool = True
+    ) -> None:
+        self.num_rows = NUM_EXTRA_LOGIT_ROWS
+        self._max_num_tokens = max_num_tokens
+        self._bound = bound
+        self._may_finish_short = may_finish_short
+
+    def take_rows(self, sequence: Sequence, count: int) -> int:
+        """Takes the logit rows for the next `count` tokens; returns how many tokens have theirs."""
+        progress, start = sequence.prompt_rows, sequence.num_computed_tokens
+        if progress is None:
+            return count
+        count = progress.fit(start, count, self.num_rows)
+        self.num_rows -= len(progress.positions(start, start + count))
+        return count
+
+    def num_forced(self, decodes: SequenceOf[Sequence]) -> int:
+        """Forced tokens that fit beside one token of each of `decodes`."""
+        if not any(sequence.constraint is not None for sequence in decodes):
+            return 0
+        left = self.beside(decodes, len(decodes))
+        in_time = inf if left.cost is None else left.left_ms // left.cost.token_ms
+        return int(max(0, min(left.num_tokens, in_time)))
+
+    def beside(self, decodes: SequenceOf[Sequence], num_new_tokens: int) -> "PromptBudget":
+        """What is left for prompts beside decodes that compute `num_new_tokens` together."""
+        num_tokens = self._max_num_tokens - num_new_tokens
+        budget = PromptBudget(num_tokens=num_tokens, may_finish_short=self._may_finish_short)
+        if self._bound is not None:
+            load = StepLoad(
+                num_tokens=num_new_tokens,
+                num_logits=len(decodes),
+                num_keys=sum([sequence.num_computed_tokens + 1 for sequence in decodes]),
+            )
+            budget.left_ms, budget.cost = self._bound.left_ms(load), self._bound.cost
+        return budget
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +164,11 @@ class PromptShares:
         self._order: list[_Group] = []
         for part in parts:
             self._append(part)
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether there are any to share."""
+        return self._budget.num_tokens > 0
 
     @property
     def counts(self) -> list[int]:

@@ -1,8 +1,8 @@
-"""`StepReader`: applies what a step gave to its sequences, and makes the events that tell it.
+"""`StepResults`: applies what a step gave to its sequences, and makes the events of it.
 
-Owns the reading of logit rows: which choices count, which drafts stay, what ends a sequence. Knows
-the KV cache, in which it publishes what is known to be right; no rows and no queue. Invariant: an
-entry whose sequence has ended changes nothing.
+Owns the reading of logit rows: which choices count, which drafts stay, what ends a sequence. It
+publishes in the KV cache what is known to be right. Invariant: an entry whose sequence has ended
+changes nothing.
 """
 
 from collections.abc import Callable
@@ -29,25 +29,25 @@ NOT_FINITE = "the model produced a non-finite value"
 CONSTRAINT_FAILED = "the structured output is too complex to be followed any further; simplify it"
 
 
-class Verdict(NamedTuple):
+class DraftOutcome(NamedTuple):
     """Whether a token was drafted, and how many drafts it has taken the place of."""
 
     is_draft: bool
     num_rejected: int
 
 
-NO_DRAFT = Verdict(is_draft=False, num_rejected=0)
+NO_DRAFT = DraftOutcome(is_draft=False, num_rejected=0)
 
 
-class StepReader:
-    """Reads steps in launch order; `end` gives back a sequence's row and pages."""
+class StepResults:
+    """Applies steps in launch order; `end` gives back a sequence's row and pages."""
 
     def __init__(self, kv_cache: KVCacheManager, end: Callable[[Sequence], None]) -> None:
         self.draft_counts = DraftCounts()
         self._kv_cache = kv_cache
         self._end = end
 
-    def read(self, batch: Batch, output: StepOutput) -> list[Event]:
+    def apply(self, batch: Batch, output: StepOutput) -> list[Event]:
         """Applies a step; `output` has one entry per logit row of the batch."""
         events: list[Event] = []
         choices = StepChoices.of(output, batch.hidden_rows)
@@ -68,7 +68,7 @@ class StepReader:
         choices: StepChoices,
         index: int,
         events: list[Event],
-        verdict: Verdict = NO_DRAFT,
+        outcome: DraftOutcome = NO_DRAFT,
     ) -> None:
         """Takes the token of a logit row, or ends its sequence; nothing if it has ended."""
         sequence = entry.sequence
@@ -86,7 +86,7 @@ class StepReader:
             events.append(self._end_without_choice(sequence))
         else:
             logprobs = choices.logprobs(index, sequence.request.params.logprobs)
-            self._take_token(entry, choices.token_ids[index], logprobs, events, verdict)
+            self._take_token(entry, choices.token_ids[index], logprobs, events, outcome)
 
     def _verify_drafts(
         self, entry: BatchEntry, choices: StepChoices, first: int, events: list[Event]
@@ -99,9 +99,8 @@ class StepReader:
         for index, draft in enumerate(entry.drafts, first):
             is_draft = choices.token_ids[index] == draft
             num_rejected = 0 if is_draft else len(entry.drafts) - num_accepted
-            self._take_choice(
-                entry, choices, index, events, Verdict(is_draft=is_draft, num_rejected=num_rejected)
-            )
+            outcome = DraftOutcome(is_draft=is_draft, num_rejected=num_rejected)
+            self._take_choice(entry, choices, index, events, outcome)
             if sequence.is_finished or not is_draft:
                 break
             num_accepted += 1
@@ -123,7 +122,7 @@ class StepReader:
         token_id: int,
         logprobs: TokenLogprobs | None,
         events: list[Event],
-        verdict: Verdict,
+        outcome: DraftOutcome,
     ) -> None:
         sequence = entry.sequence
         reason = sequence.append(token_id)
@@ -132,7 +131,7 @@ class StepReader:
         if sequence.constraint is not None and sequence.constraint.has_failed:
             events.append(self.fail(sequence, CONSTRAINT_FAILED, "constraint_failed"))
             return
-        events += self._told(sequence, token_id, reason, logprobs, verdict)
+        events += self._token_events(sequence, token_id, reason, logprobs, outcome)
         if not entry.drafts:
             self._take_forced(sequence, events)
 
@@ -142,17 +141,17 @@ class StepReader:
         if sequence.constraint is None or sequence.is_finished or not may_be_forced(sequence):
             return
         for token_id in sequence.constraint.forced()[:MAX_FORCED_TOKENS]:
-            events += self._told(sequence, token_id, sequence.append_forced(token_id))
+            events += self._token_events(sequence, token_id, sequence.append_forced(token_id))
             if sequence.is_finished:
                 break
 
-    def _told(
+    def _token_events(
         self,
         sequence: Sequence,
         token_id: int,
         reason: FinishReason | None,
         logprobs: TokenLogprobs | None = None,
-        verdict: Verdict = NO_DRAFT,
+        outcome: DraftOutcome = NO_DRAFT,
     ) -> list[Event]:
         """The events of a token that was appended; with a reason it was the last one."""
         events: list[Event] = []
@@ -167,8 +166,8 @@ class StepReader:
                     logprobs=logprobs,
                     num_cached_tokens=sequence.num_cached_tokens if index == 0 else None,
                     cache_miss=sequence.cache_miss if index == 0 else None,
-                    is_draft=verdict.is_draft,
-                    num_rejected_drafts=verdict.num_rejected,
+                    is_draft=outcome.is_draft,
+                    num_rejected_drafts=outcome.num_rejected,
                 )
             )
         if reason is not None:

@@ -1,10 +1,10 @@
-"""`LightTenants`: the tenants that ask for no more than their share, and who makes room for them.
+"""`UnderShareTenants`: which tenants ask for no more than their share, and what they may preempt.
 
-Owns the number of each tenant's open sequences, waiting or running. Knows no pages and no time.
-A tenant is *light* while others have open sequences, too, and its own fit its share, by weight, of
-the rows, or of all open sequences if these are fewer. Invariants: no sequence of a light tenant is
-a rival; with one tenant there are none. `FairShare` says whose turn it is, so that being light
-brings nobody more service.
+Owns the number of each tenant's open sequences, waiting or running. A tenant is *under its share*
+while others have open sequences, too, and its own fit its fair share, by weight, of the rows, or of
+all open sequences if these are fewer. Invariants: no sequence of such a tenant is preempted for
+another tenant's; with one tenant there is none. `FairShare` says whose turn it is, so that being
+under its share brings a tenant no more service.
 """
 
 from collections import Counter
@@ -16,11 +16,12 @@ from cadenza.core.sequence import Sequence
 from cadenza.tenant import Tenant
 
 MAX_DISPLACEMENTS = 2
-"""A sequence that was preempted as often is no rival; below `WHOLE_AFTER_PREEMPTIONS`, so that
-displacement alone never makes it wait for pages for complete outputs."""
+"""A sequence that was preempted as often makes room for no other tenant; below
+`WHOLE_AFTER_PREEMPTIONS`, so that displacement alone never makes it wait for pages for complete
+outputs."""
 
 
-class LightTenants:
+class UnderShareTenants:
     """Of one scheduler, with the rows and pages of `limits`."""
 
     def __init__(self, limits: EngineLimits) -> None:
@@ -47,7 +48,7 @@ class LightTenants:
             del self._num_open[name], self._weights[name]
             self._total_weight = sum(self._weights.values())
 
-    def is_light(self, name: str) -> bool:
+    def is_under_share(self, name: str) -> bool:
         """Whether the tenant's open sequences fit its share of the rows in use, beside others."""
         if len(self._num_open) < 2 or name not in self._num_open:
             return False
@@ -55,23 +56,23 @@ class LightTenants:
         return self._num_open[name] <= self._share_of(name, num_rows)
 
     def has_any(self, names: Iterable[str]) -> bool:
-        """Whether one of the tenants is light."""
-        return len(self._num_open) > 1 and any(map(self.is_light, names))
+        """Whether one of the tenants is under its share."""
+        return len(self._num_open) > 1 and any(map(self.is_under_share, names))
 
-    def rivals(
+    def preemptable_for(
         self, sequence: Sequence, running: SequenceOf[Sequence], *, lacks_row: bool
     ) -> list[Sequence]:
         """Running sequences that a waiting one may displace, which lacks a row, or else pages.
 
         They are of tenants that have more than their share of what it lacks. There are none unless
-        its tenant is light and, with the sequence, within its own share.
+        its tenant is under its share and, with the sequence, within its share of the pages.
         """
-        name = sequence.request.tenant.name
-        if not self.is_light(name):
+        name = sequence.tenant.name
+        if not self.is_under_share(name):
             return []
         if lacks_row:
             return self._above_share(running, lambda _: 1, self._limits.max_num_seqs)
-        held = sum(len(each.page_table) for each in running if each.request.tenant.name == name)
+        held = sum(len(each.page_table) for each in running if each.tenant.name == name)
         wanted = held + -(-sequence.num_tokens // self._limits.page_size)
         num_pages = self._limits.num_pages
         if wanted > self._share_of(name, num_pages):
@@ -80,7 +81,7 @@ class LightTenants:
 
     def check_invariants(self, sequences: list[Sequence]) -> None:
         """Raises AssertionError if other sequences are open than were told."""
-        found = Counter(each.request.tenant.name for each in sequences)
+        found = Counter(each.tenant.name for each in sequences)
         assert found == self._num_open, f"{found} are open, counted {self._num_open}"
 
     def _above_share(
@@ -88,13 +89,13 @@ class LightTenants:
     ) -> list[Sequence]:
         sizes: Counter[str] = Counter()
         for each in running:
-            sizes[each.request.tenant.name] += size_of(each)
+            sizes[each.tenant.name] += size_of(each)
         above = {name for name, size in sizes.items() if size > self._share_of(name, total)}
         return [
             each
             for each in running
-            if each.request.tenant.name in above
-            and not self.is_light(each.request.tenant.name)
+            if each.tenant.name in above
+            and not self.is_under_share(each.tenant.name)
             and each.num_preemptions < MAX_DISPLACEMENTS
         ]
 

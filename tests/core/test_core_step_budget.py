@@ -5,7 +5,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cadenza.core.prompt_shares import (
+from cadenza.core.step_budget import (
     FINISH_SHARE,
     LEAST_SHARE,
     SHORT_SHARE,

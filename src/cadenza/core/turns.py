@@ -1,0 +1,253 @@
+"""`Turns`: who goes next, and who makes room for whom.
+
+Owns the queue of waiting sequences. For each step it says which running sequences compute and which
+waiting ones may start, and in what order (`Turn`). A `TurnPolicy` orders the sequences of one
+tenant; among tenants `FairShare` says whose sequence is next, and `UnderShareTenants` whose may
+displace running ones. Invariant: with every policy a sequence comes first of its tenant's after a
+bounded wait, whatever arrives after it.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+from cadenza.config import Batching, EngineLimits, SchedulingPolicy
+from cadenza.core.fair_share import FairShare
+from cadenza.core.kv_cache_manager import KVCacheManager
+from cadenza.core.sequence import Sequence
+from cadenza.core.sequence_list import SequenceList
+from cadenza.core.under_share_tenants import UnderShareTenants
+
+MAX_PREEMPTIONS = 8
+"""A sequence that was preempted as often is preempted only if all others were, too."""
+
+STARVATION_GUARD_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Queue:
+    """The waiting sequences in the order of arrival, but preempted and retried ones come first.
+
+    `num_uncached` counts the tokens of one that have to be computed.
+    """
+
+    waiting: SequenceOf[Sequence]
+    now_s: float
+    num_uncached: Callable[[Sequence], int]
+
+
+class TurnPolicy(Protocol):
+    """In which order waiting sequences of a tenant start, and which running one is preempted."""
+
+    has_priorities: ClassVar[bool]
+    """Whether it reads the priorities of requests."""
+
+    def order(self, queue: Queue) -> list[Sequence]:
+        """Waiting sequences in the order in which they start."""
+        ...
+
+    def victim(self, running: SequenceOf[Sequence]) -> Sequence:
+        """The one to preempt; `running` is in the order of starting."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FirstComeFirstServed:
+    """In the order of arrival; the newest is preempted."""
+
+    has_priorities: ClassVar[bool] = False
+
+    def order(self, queue: Queue) -> list[Sequence]:
+        return list(queue.waiting)
+
+    def victim(self, running: SequenceOf[Sequence]) -> Sequence:
+        return running[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class ShortestFirst:
+    """Those with the fewest uncached tokens first; the newest is preempted.
+
+    One that has waited for `starvation_guard_s` counts as the shortest.
+    """
+
+    starvation_guard_s: float = STARVATION_GUARD_S
+    has_priorities: ClassVar[bool] = False
+
+    def order(self, queue: Queue) -> list[Sequence]:
+        def length(sequence: Sequence) -> int:
+            has_waited = queue.now_s - sequence.arrived_s >= self.starvation_guard_s
+            is_first = has_waited or sequence.num_preemptions or sequence.is_retried
+            return 0 if is_first else queue.num_uncached(sequence)
+
+        return sorted(queue.waiting, key=lambda each: (not each.is_retried, length(each)))
+
+    def victim(self, running: SequenceOf[Sequence]) -> Sequence:
+        return running[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class SmallestPriorityFirst:
+    """Those with the smallest priority first, and the last in this order is preempted: of one
+    request's samples the one with the fewest tokens to compute again.
+
+    Each `starvation_guard_s` of waiting counts like a priority smaller by 1.
+    """
+
+    starvation_guard_s: float = STARVATION_GUARD_S
+    has_priorities: ClassVar[bool] = True
+
+    def order(self, queue: Queue) -> list[Sequence]:
+        return sorted(queue.waiting, key=lambda each: (not each.is_retried, self._aged(each)))
+
+    def victim(self, running: SequenceOf[Sequence]) -> Sequence:
+        return max(running, key=lambda each: (self._aged(each), -each.num_computed_tokens))
+
+    def _aged(self, sequence: Sequence) -> float:
+        """Orders sequences by priority and waiting time. Waiting counts alike for all, so that the
+        order of two sequences never changes."""
+        return sequence.arrived_s + sequence.request.priority * self.starvation_guard_s
+
+
+FCFS = FirstComeFirstServed()
+
+POLICIES: dict[SchedulingPolicy, Callable[[float], TurnPolicy]] = {
+    "fcfs": lambda _: FCFS,
+    "shortest_first": ShortestFirst,
+    "priority": SmallestPriorityFirst,
+}
+"""By their names, each made from its starvation guard in seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """The running sequences that compute in a step, and the waiting ones that may start, in order.
+
+    `joins`: the waiting ones start beside the running ones, as long as the budget of the step
+    lasts. Otherwise as many start as there are rows and pages for.
+    """
+
+    running: SequenceOf[Sequence]
+    waiting: Iterable[Sequence] = ()
+    joins: bool = False
+
+
+IsBeingRead = Callable[[Sequence], bool]
+"""Whether a waiting sequence should wait for pages that a store has."""
+
+
+def continuous_turn(
+    running: SequenceOf[Sequence], ordered: Iterable[Sequence], is_being_read: IsBeingRead
+) -> Turn:
+    """Waiting sequences start at any time."""
+    ready = (each for each in ordered if not is_being_read(each))
+    return Turn(running, _startable(ready), joins=True)
+
+
+def static_turn(
+    running: SequenceOf[Sequence], ordered: Iterable[Sequence], is_being_read: IsBeingRead
+) -> Turn:
+    """Waiting sequences start together when all that ran have ended; later only samples start whose
+    request is running, when its prompt has been computed."""
+
+    def batch() -> Iterator[Sequence]:
+        is_new, waiting = not running, list(ordered)
+        are_read = [is_being_read(each) for each in waiting]
+        if is_new and any(are_read):
+            return
+        for sequence in _startable(waiting):
+            if is_new or sequence.fork_source is not None:
+                yield sequence
+
+    return Turn(running, batch())
+
+
+TURNS: dict[Batching, Callable[[SequenceOf[Sequence], Iterable[Sequence], IsBeingRead], Turn]] = {
+    "continuous": continuous_turn,
+    "static": static_turn,
+}
+
+
+def _startable(ordered: Iterable[Sequence]) -> Iterator[Sequence]:
+    """Those before the first that cannot start yet: its newest token is not read, or it is to be
+    retried alone."""
+    for sequence in ordered:
+        if sequence.num_pending_tokens or sequence.is_retried:
+            return
+        yield sequence
+
+
+class Turns:
+    """The waiting sequences of one scheduler, and whose turn it is."""
+
+    def __init__(
+        self,
+        limits: EngineLimits,
+        kv_cache: KVCacheManager,
+        fair_share: FairShare,
+        policy: TurnPolicy = FCFS,
+        batching: Batching = "continuous",
+    ) -> None:
+        self.waiting = SequenceList()
+        self.fair_share = fair_share
+        self.under_share = UnderShareTenants(limits)
+        self._kv_cache = kv_cache
+        self._policy = policy
+        self._turn_of = TURNS[batching]
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+        self.fair_share.join(sequence.tenant)
+        self.under_share.open(sequence.tenant)
+
+    def put_back(self, sequence: Sequence) -> None:
+        """A running sequence waits again, before all others."""
+        self.waiting.appendleft(sequence)
+        self.fair_share.join(sequence.tenant)
+
+    def leave(self, sequence: Sequence) -> None:
+        """A waiting sequence starts or ends."""
+        self.waiting.remove(sequence)
+        self.fair_share.leave(sequence.tenant)
+
+    def may_start(self, *, has_row: bool) -> bool:
+        """Whether a waiting sequence could start, in a free row or in place of a running one."""
+        return bool(self.waiting) and (
+            has_row or self.under_share.has_any(self.fair_share.waiting_names)
+        )
+
+    def next(self, running: SequenceOf[Sequence], now_s: float) -> Iterator[Turn]:
+        """The turns to try, in order: the first in which something is computed is the step.
+
+        A sequence of a failed step is retried alone, unless others must end before it can start.
+        """
+        for sequence in running:
+            if sequence.is_retried:
+                yield Turn((sequence,))
+                return
+        if self.waiting and self.waiting[0].is_retried:
+            first = self.waiting[0]
+            if not first.num_pending_tokens and not first.is_expecting_source:
+                yield Turn((), (first,))
+        yield self._turn_of(
+            running, self._ordered(now_s), lambda each: self._kv_cache.is_being_read(each, now_s)
+        )
+
+    def _ordered(self, now_s: float) -> Iterator[Sequence]:
+        """All waiting sequences; nothing is sorted before the first is asked for."""
+        queue = Queue(self.waiting, now_s, self._kv_cache.num_uncached_tokens)
+        yield from self.fair_share.in_turns(self._policy.order(queue))
+
+    def victim(self, running: SequenceOf[Sequence]) -> Sequence:
+        """The running sequence to preempt, of a tenant that has had the most service."""
+        counter_of = self.fair_share.counter_of
+        candidates = [each for each in running if each.num_preemptions < MAX_PREEMPTIONS]
+        candidates = candidates or list(running)
+        largest = max(map(counter_of, candidates))
+        return self._policy.victim([each for each in candidates if counter_of(each) == largest])
+
+    def check_invariants(self, running: SequenceOf[Sequence]) -> None:
+        """Raises AssertionError if tenants' sequences are counted wrongly."""
+        self.fair_share.check_invariants(self.waiting)
+        self.under_share.check_invariants([*self.waiting, *running])
