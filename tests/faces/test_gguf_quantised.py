@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import pytest
 
 from cadenza import LLM, SamplingParams
+from cadenza.backends.xla.decoder import load_decoder
+from cadenza.backends.xla.layers.weight_source import WeightSource
 from cadenza.backends.xla.ops.native import NativeOps
 from cadenza.backends.xla.ops.table import DecoderSpec
-from cadenza.backends.xla.weights import load_decoder
 from cadenza.bench.bounds import ModelCost
 from cadenza.checkpoint import Checkpoint, open_checkpoint
 from cadenza.checkpoint.gguf.blocks import ENCODINGS
@@ -107,7 +108,7 @@ def load(checkpoint: Checkpoint) -> int:
     spec = DecoderSpec(model=checkpoint.config, dtype=jnp.bfloat16, page_size=16)
     ops = NativeOps(spec)
     tracemalloc.start()
-    loaded = load_decoder(ops, spec, checkpoint.weights, 64)
+    loaded = load_decoder(WeightSource(ops, spec, checkpoint.weights), 64)
     kept, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert loaded.layers
@@ -152,7 +153,7 @@ def test_the_plan_counts_the_bytes_that_are_held(tmp_path: Path, shape: str):
     kinds = {**MIXED, **router, "blk.1.ffn_up_exps.weight": "Q5_0"}
     checkpoint = open_checkpoint(write(tmp_path, "Q5_K", kinds, shape=shape))
     spec = DecoderSpec(model=checkpoint.config, dtype=jnp.bfloat16, page_size=16)
-    held = load_decoder(NativeOps(spec), spec, checkpoint.weights, 64)
+    held = load_decoder(WeightSource(NativeOps(spec), spec, checkpoint.weights), 64)
     num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(held))
     plan = plan_model(checkpoint, EngineConfig(dtype="bfloat16"))
     assert num_bytes == pytest.approx(plan.weight_bytes, rel=0.05)

@@ -128,7 +128,7 @@ def test_grouped_products_follow_their_definitions(call, library, random, dtype)
     inner = layer.gated(x, ids, 21)
     expected = grouped_gated_linear(
         jnp.asarray(x),
-        Linear(jnp.asarray(layer.gate_up), jnp.asarray(layer.gate_up_bias), format),
+        Linear(jnp.asarray(layer.gate_up), jnp.asarray(layer.gate_up_bias), format, 2 * INNER),
         jnp.asarray(ids),
     )
     valid = (ids >= 0) & (ids < EXPERTS)
@@ -142,7 +142,7 @@ def test_grouped_products_follow_their_definitions(call, library, random, dtype)
     out = layer.combined(inner, ids, weights, residual, 21)
     expected = grouped_linear(
         inner,
-        Linear(jnp.asarray(layer.down), jnp.asarray(layer.down_bias), format),
+        Linear(jnp.asarray(layer.down), jnp.asarray(layer.down_bias), format, HIDDEN),
         ExpertChoice(jnp.asarray(ids), jnp.asarray(weights)),
         jnp.asarray(residual),
     )

@@ -9,12 +9,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from cadenza.backends.xla.decoder import load_decoder
+from cadenza.backends.xla.layers.weight_source import WeightSource
 from cadenza.backends.xla.ops.native import NativeOps
 from cadenza.backends.xla.ops.native_library import NativeLibrary
 from cadenza.backends.xla.ops.packed_file import PIECE_BYTES, PackedFile
 from cadenza.backends.xla.ops.packed_memory import PackedMemory
 from cadenza.backends.xla.ops.table import DecoderSpec
-from cadenza.backends.xla.weights import load_decoder
 from cadenza.checkpoint import open_checkpoint
 
 SHAPES = ((3, 100), (1, 70_001), (2, 5, 64))
@@ -142,7 +143,7 @@ def loaded(path: Path | None, library: NativeLibrary) -> tuple[list[Any], int]:
     counting = CountingLibrary(library)
     ops = NativeOps(spec, cast(NativeLibrary, counting))
     with ops.loading(path):
-        weights = load_decoder(ops, spec, checkpoint.weights, 64)
+        weights = load_decoder(WeightSource(ops, spec, checkpoint.weights), 64)
     return jax.tree.leaves(weights), counting.num_packed
 
 

@@ -15,10 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from cadenza.backends.xla.decoder import DecoderWeights, run_decoder
+from cadenza.backends.xla.decoder import DecoderWeights, load_decoder, run_layers
+from cadenza.backends.xla.layers.residual import StepContext
+from cadenza.backends.xla.layers.weight_source import WeightSource
 from cadenza.backends.xla.ops.native import NativeOps
 from cadenza.backends.xla.ops.table import DecoderSpec, Linear, StepArrays
-from cadenza.backends.xla.weights import load_decoder
 from cadenza.checkpoint import Checkpoint, open_checkpoint
 from cadenza.text import Tokenizer
 from tests.contract.steps import Geometry, Stream, build_inputs
@@ -44,7 +45,7 @@ class LogitOps(NativeOps):
         assert model.residual_scale == model.logit_divisor == 1.0
         assert model.logit_soft_cap is None
         zeros = jnp.zeros((len(x), model.vocab_size), jnp.float32)  # the sum is float32
-        return self.linear(x, head, model.vocab_size, step.num_logits, zeros)
+        return self.linear(x, head, step.num_logits, zeros)
 
 
 def held_out_texts() -> list[list[int]]:
@@ -71,7 +72,7 @@ def logprobs_of(
     """Of each text, of at most `bucket` tokens; `settings` are those of `DecoderSpec`."""
     spec = DecoderSpec(model=checkpoint.config, page_size=PAGE_SIZE, **settings)
     ops = table(spec)
-    weights = load_decoder(ops, spec, checkpoint.weights, bucket)
+    weights = load_decoder(WeightSource(ops, spec, checkpoint.weights), bucket)
     geometry = Geometry(bucket=bucket, num_rows=bucket, page_size=PAGE_SIZE)
     pages = np.arange(bucket // PAGE_SIZE, dtype=np.int32)
     table_of_rows = np.broadcast_to(pages, (bucket, len(pages)))
@@ -79,7 +80,9 @@ def logprobs_of(
     @jax.jit
     def forward(weights: DecoderWeights, step: StepArrays) -> jax.Array:
         pool = ops.new_kv_pool(len(pages), float("nan"))
-        logits, *_ = run_decoder(ops, spec.model, weights, pool, step)
+        context = StepContext(ops, spec.model, step, weights.ropes)
+        hidden = run_layers(context, weights, pool).hidden
+        logits = ops.next_tokens(hidden, weights.lm_head, step)
         return jax.nn.log_softmax(logits)
 
     for text in texts:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cadenza.backends.xla.ops.reference import ReferenceOps
-from cadenza.backends.xla.programs import step_function
+from cadenza.backends.xla.programs import StepProgram
 from cadenza.backends.xla.runner import XlaRunner
 from cadenza.core.step_schema import StepLayout
 from tests.contract.steps import Draw, Geometry, Stream, build_inputs
@@ -32,14 +32,15 @@ class CustomCallOps(ReferenceOps):
 
 def export_step(runner: XlaRunner, variant: Variant) -> jax.export.Exported:
     """The step over flat leaves (weights, then state, then wire)."""
-    step = step_function(runner._ops, variant.config, StepLayout(variant.bucket, variant.num_rows))
+    layout = StepLayout(variant.bucket, variant.num_rows)
+    step = StepProgram(ops=runner._ops, spec=runner._spec, layout=layout).step
     structure = jax.tree.structure((runner._weights, runner._state))
 
     def flat_step(wire: jax.Array, *leaves: jax.Array) -> list[jax.Array]:
         weights, state = jax.tree.unflatten(structure, leaves)
         return jax.tree.leaves(step(weights, state, wire))
 
-    wire = jax.ShapeDtypeStruct((StepLayout(variant.bucket, variant.num_rows).num_words,), np.int32)
+    wire = jax.ShapeDtypeStruct((layout.num_words,), np.int32)
     shapes = [
         jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
         for leaf in jax.tree.leaves((runner._weights, runner._state))

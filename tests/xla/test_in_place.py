@@ -18,7 +18,7 @@ import pytest
 from cadenza.backends.xla.ops.native import NativeOps
 from cadenza.backends.xla.ops.reference import ReferenceOps
 from cadenza.backends.xla.ops.table import DecoderSpec
-from cadenza.backends.xla.programs import step_function
+from cadenza.backends.xla.programs import StepProgram
 from cadenza.backends.xla.runner import XlaLateStepHandle, XlaRunner
 from cadenza.checkpoint.dtypes import WeightDType
 from cadenza.config import PAGE_SIZE_UNIT, KVCacheDType
@@ -100,7 +100,8 @@ def addresses_of(runner: XlaRunner) -> list[int]:
 def test_a_step_whose_state_is_not_donated_copies_every_pool(lab: Lab):
     """The parsers can see: the same step, compiled without giving its state away."""
     runner = lab.runner()
-    step = step_function(runner._ops, BASE.config, StepLayout(BASE.bucket, BASE.num_rows))
+    layout = StepLayout(BASE.bucket, BASE.num_rows)
+    step = StepProgram(ops=runner._ops, spec=runner._spec, layout=layout).step
     wire = build_inputs([], GEOMETRY).words
     text = jax.jit(step).lower(runner._weights, runner._state, wire).compile().as_text()
     assert len(pool_sized_results(text, BASE, "copy")) >= NUM_SIDES

@@ -188,7 +188,7 @@ def test_embed_takes_the_same_rows_to_the_last_bit(pair: Pair, bucket: int):
     ids[:2] = 0, pair.model.vocab_size - 1
     step = token_step(bucket - 3, ids, np.zeros(4))
     ours, expected = (
-        np.asarray(jax.jit(ops.embed)(ops.load_embedding(table), step))[: bucket - 3]
+        np.asarray(jax.jit(ops.embed)(ops.load_linear([table]), step))[: bucket - 3]
         for ops in (pair.native, pair.reference)
     )
     assert np.array_equal(ours, expected)
@@ -217,14 +217,13 @@ def test_the_same_logit_rows_are_taken(pair: Pair):
 
 @functools.cache  # so that no bucket is traced twice
 def jitted_linear(ops: OpTable) -> Any:
-    return jax.jit(ops.linear, static_argnames="num_out")
+    return jax.jit(ops.linear)
 
 
 def run_linear(
     ops: OpTable, x: np.ndarray, weight: Linear, count: int, residual: Any = None
 ) -> np.ndarray:
-    options = {"num_out": NUM_OUT, "count": np.int32(count), "residual": residual}
-    return np.asarray(jitted_linear(ops)(x, weight, **options))
+    return np.asarray(jitted_linear(ops)(x, weight, np.int32(count), residual))
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -261,9 +260,9 @@ def test_gated_linear_agrees(pair: Pair, has_bias: bool):
     gate, up = normal(40, outer, inner), normal(41, outer, inner)
     bias = [normal(42, outer), normal(43, outer)] if has_bias else []
     x = pair.activations(44, BUCKETS[-1], inner)
-    reference = pair.reference.load_gate_up(gate, up, bias)
+    reference = pair.reference.load_gate_up([gate, up], bias)
     expected = jax.jit(pair.reference.gated_linear)(x, reference, np.int32(0))
-    weight, call = pair.native.load_gate_up(gate, up, bias), jax.jit(pair.native.gated_linear)
+    weight, call = pair.native.load_gate_up([gate, up], bias), jax.jit(pair.native.gated_linear)
     for bucket, count in SIZES:
         pair.check(call(x[:bucket], weight, np.int32(count)), expected, count)
 
@@ -287,10 +286,10 @@ Mix = Callable[[np.ndarray, np.ndarray, int], list[np.ndarray]]
 def mixture(ops: OpTable, width: int) -> Mix:
     """The three operations of a mixture over the same weights: ids, inner, out."""
     inner, router = 37, ops.load_linear([normal(45, 11, width)], [])
-    gate_up = ops.load_experts_gate_up(
+    gate_up = ops.load_experts(
         [(normal(100 + i, inner, width), normal(200 + i, inner, width)) for i in range(11)]
     )
-    down = ops.load_experts_down([normal(300 + i, width, inner) for i in range(11)])
+    down = ops.load_experts([[normal(300 + i, width, inner)] for i in range(11)])
 
     @jax.jit
     def run(weights: tuple[Linear, ...], x: Any, residual: Any, count: Any) -> tuple[Any, ...]:
@@ -444,7 +443,7 @@ def test_results_have_the_same_bits_in_every_bucket(pair: Pair):
     assert all(np.array_equal(*outputs) for outputs in zip(small, large, strict=True))
     weight = pair.native.load_linear([normal(80, NUM_OUT, model.hidden_size)], [])
     gate, up = (normal(81 + i, model.intermediate_size, model.hidden_size) for i in range(2))
-    gated, call = pair.native.load_gate_up(gate, up, []), jax.jit(pair.native.gated_linear)
+    gated, call = pair.native.load_gate_up([gate, up], []), jax.jit(pair.native.gated_linear)
     x = pair.activations(83, 200, model.hidden_size)
     for bucket in (3, 64, 199):
         linears = [run_linear(pair.native, y, weight, 3)[:3] for y in (x[:bucket], x)]

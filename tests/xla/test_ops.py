@@ -89,10 +89,10 @@ def test_embed_takes_the_rows_of_the_table(dtype: str):
     inputs = ModelInputs.empty(bucket=24, num_rows=4)
     inputs.tokens.ids[:] = tokens
     step = device_step(inputs, np.zeros((4, 2), np.int32))
-    embedded = ops.embed(ops.load_embedding(table), step)
+    embedded = ops.embed(ops.load_linear([table]), step)
     assert embedded.dtype == jnp.float32
     assert np.array_equal(np.asarray(embedded), rounded(table, dtype)[tokens])
-    scaled = make_ops(dtype, embedding_scale=6.5).embed(ops.load_embedding(table), step)
+    scaled = make_ops(dtype, embedding_scale=6.5).embed(ops.load_linear([table]), step)
     assert np.array_equal(np.asarray(scaled), np.asarray(embedded) * np.float32(6.5))
 
 
@@ -117,7 +117,7 @@ def test_linear_multiplies_adds_bias_and_residual(dtype: str, has_bias: bool, ha
     expected += np.concatenate(biases) if has_bias else 0.0
     expected = residual + 0.22 * expected if has_residual else expected
     given_residual = jnp.asarray(residual) if has_residual else None
-    y = ops.linear(jnp.asarray(x, dtype), weight, 17, COUNT, residual=given_residual)
+    y = ops.linear(jnp.asarray(x, dtype), weight, COUNT, residual=given_residual)
     assert y.dtype == (jnp.float32 if has_residual else jnp.dtype(dtype))
     assert_close(y, expected, dtype)
 
@@ -166,7 +166,7 @@ def test_gated_linear_is_the_activated_gate_times_up(dtype: str, has_bias: bool,
     wide = rounded(x, dtype)
     gates = wide @ rounded(gate, dtype).T + (biases[0] if has_bias else 0.0)
     ups = wide @ rounded(up, dtype).T + (biases[1] if has_bias else 0.0)
-    result = ops.gated_linear(jnp.asarray(x, dtype), ops.load_gate_up(gate, up, biases), COUNT)
+    result = ops.gated_linear(jnp.asarray(x, dtype), ops.load_gate_up([gate, up], biases), COUNT)
     assert_close(result, activation(gates) * ups, dtype)
 
 
@@ -344,7 +344,7 @@ def test_a_wrong_weight_is_off_by_more_than_the_tolerance():
     spoilt = table.copy()
     spoilt[3, 3] += 1e-3
     y = ops.linear(
-        jnp.asarray(x), Linear(jnp.asarray(spoilt), None, FLOAT_FORMATS["float32"]), 7, COUNT
+        jnp.asarray(x), Linear(jnp.asarray(spoilt), None, FLOAT_FORMATS["float32"], 7), COUNT
     )
     with pytest.raises(AssertionError, match="off by"):
         assert_close(y, x.astype(np.float64) @ table.T, "float32")

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from cadenza.backends.xla.decoder import load_decoder
+from cadenza.backends.xla.layers.weight_source import WeightSource
 from cadenza.backends.xla.ops.native import NativeOps
 from cadenza.backends.xla.ops.reference import ReferenceOps
 from cadenza.backends.xla.ops.table import DecoderSpec, ExpertChoice, OpTable, StepArrays
-from cadenza.backends.xla.weights import load_decoder
 from cadenza.backends.xla.wire import unpack
 from cadenza.checkpoint import ModelConfig, named_shape, open_checkpoint
 from cadenza.checkpoint.quantised_weight import QuantisedWeight
@@ -84,9 +85,7 @@ def test_fused_linears_with_biases_agree(case: tuple[DecoderSpec, WeightFormat])
     parts, bias = [normal(1, 40, 70), normal(2, 21, 70)], [normal(3, 40), normal(4, 21)]
     x = normal(5, TOKENS, 70).astype(spec.dtype)
     ours, expected = (
-        jax.jit(ops.linear, static_argnames="num_out")(
-            x, ops.load_linear(parts, bias, format), num_out=61, count=np.int32(TOKENS)
-        )
+        jax.jit(ops.linear)(x, ops.load_linear(parts, bias, format), count=np.int32(TOKENS))
         for ops in both(spec)
     )
     assert_close(ours, expected, spec)
@@ -99,9 +98,7 @@ def test_fused_linears_with_codes_of_several_formats_agree(spec: DecoderSpec):
         formats = (INT8, code_format(4, "float32", "offset"), code_format(8, "float32", None, 16))
         parts = [random_weight(random, *each, 70) for each in zip(formats, rows, strict=True)]
         ours, expected = (
-            jax.jit(ops.linear, static_argnames="num_out")(
-                x, ops.load_linear(parts, []), num_out=sum(rows), count=np.int32(TOKENS)
-            )
+            jax.jit(ops.linear)(x, ops.load_linear(parts, []), count=np.int32(TOKENS))
             for ops in both(spec)
         )
         assert_close(ours, expected, spec)
@@ -127,9 +124,7 @@ def test_a_mixture_of_experts_with_codes_of_several_formats_agrees(spec: Decoder
     experts = replace(MODEL.experts, num_experts=2, num_chosen=1, intermediate_size=96)
     small = replace(spec, model=replace(MODEL, experts=experts))
     ours, expected = (
-        jax.jit(ops.grouped_gated_linear)(
-            x, ops.load_experts_gate_up(pairs), choice, np.int32(TOKENS)
-        )
+        jax.jit(ops.grouped_gated_linear)(x, ops.load_experts(pairs), choice, np.int32(TOKENS))
         for ops in both(small)
     )
     assert_close(ours, expected, spec)
@@ -144,9 +139,7 @@ def test_operands_whose_inputs_are_ordered_agree(spec: DecoderSpec):
     random, x = np.random.default_rng(3), normal(9, TOKENS, 70).astype(spec.dtype)
     pair = [in_order(random_weight(random, INT4, rows, 70), 1) for rows in (32, 21)]
     ours, expected = (
-        jax.jit(ops.linear, static_argnames="num_out")(
-            x, ops.load_linear(pair, []), num_out=53, count=np.int32(TOKENS)
-        )
+        jax.jit(ops.linear)(x, ops.load_linear(pair, []), count=np.int32(TOKENS))
         for ops in both(spec)
     )
     assert_close(ours, expected, spec)
@@ -163,7 +156,7 @@ def test_operands_whose_inputs_are_ordered_agree(spec: DecoderSpec):
     between, residual = normal(5, TOKENS, 2, 96).astype(spec.dtype), normal(6, TOKENS, 40)
 
     def mix(ops: OpTable) -> Any:
-        weights = ops.load_experts_gate_up(pairs), ops.load_experts_down(downs)
+        weights = ops.load_experts(pairs), ops.load_experts([[each] for each in downs])
         gated = jax.jit(ops.grouped_gated_linear)(x, weights[0], choice, np.int32(TOKENS))
         down = jax.jit(ops.grouped_linear)
         return gated, down(between, weights[1], choice, residual, np.int32(TOKENS))
@@ -179,7 +172,7 @@ def test_linears_of_one_operand_in_several_orders_are_refused_by_name(tmp_path: 
     model = checkpoint.config
     spec = DecoderSpec(model=model, dtype=jnp.float32, page_size=16)
     with pytest.raises(CheckpointError, match=r"layers\.0.*q_proj.*v_proj have the inputs in dif"):
-        load_decoder(ReferenceOps(spec), spec, checkpoint.weights, 64)
+        load_decoder(WeightSource(ReferenceOps(spec), spec, checkpoint.weights), 64)
 
 
 def test_an_embedding_whose_inputs_are_ordered_gives_its_rows(spec: DecoderSpec):
@@ -188,7 +181,7 @@ def test_an_embedding_whose_inputs_are_ordered_gives_its_rows(spec: DecoderSpec)
     ordered = in_order(weight, 5)
     expected = ordered.dequantised()[np.arange(TOKENS) * 7 % MODEL.vocab_size]
     for ops in both(spec):
-        rows = jax.jit(ops.embed)(ops.load_embedding(ordered), step(MODEL))
+        rows = jax.jit(ops.embed)(ops.load_linear([ordered]), step(MODEL))
         np.testing.assert_allclose(np.asarray(rows)[:TOKENS], expected, rtol=1e-6)
 
 
@@ -197,7 +190,7 @@ def test_gated_linears_agree(case: tuple[DecoderSpec, WeightFormat]):
     gate, up = normal(6, MODEL.intermediate_size, 70), normal(7, MODEL.intermediate_size, 70)
     x = normal(8, TOKENS, 70).astype(spec.dtype)
     ours, expected = (
-        jax.jit(ops.gated_linear)(x, ops.load_gate_up(gate, up, [], format), np.int32(TOKENS))
+        jax.jit(ops.gated_linear)(x, ops.load_gate_up([gate, up], [], format), np.int32(TOKENS))
         for ops in both(spec)
     )
     assert_close(ours, expected, spec)
@@ -213,8 +206,8 @@ def test_mixtures_of_experts_agree(case: tuple[DecoderSpec, WeightFormat]):
     def mix(ops: OpTable) -> Any:
         router = ops.load_linear([normal(11, count, width)], [])
         pairs = [(normal(20 + i, inner, width), normal(50 + i, inner, width)) for i in range(count)]
-        gate_up = ops.load_experts_gate_up(pairs, format)
-        down = ops.load_experts_down([normal(90 + i, width, inner) for i in range(count)], format)
+        gate_up = ops.load_experts(pairs, format)
+        down = ops.load_experts([[normal(90 + i, width, inner)] for i in range(count)], format)
 
         def run(weights: Any, x: Any, residual: Any, rows: Any) -> Any:
             choice = ops.route_experts(x, weights[0], rows)
@@ -236,7 +229,7 @@ def test_embedded_rows_and_chosen_tokens_are_those_of_the_tied_table(
     table = normal(12, model.vocab_size, model.hidden_size)
     found = []
     for ops in both(replace(spec, model=model)):
-        weight = ops.load_embedding(table, format)
+        weight = ops.load_linear([table], [], format)
         rows = np.asarray(jax.jit(ops.embed)(weight, step(model)))
         num_rows = len(step(model).logits.token_indices)
         x = normal(13, num_rows, model.hidden_size).astype(spec.dtype)

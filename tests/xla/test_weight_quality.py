@@ -31,19 +31,18 @@ class SwappedNibbles(LogitOps):
     def load_linear(
         self,
         parts: Sequence[HostWeight],
-        bias: list[npt.NDArray[Any]],
+        bias: Sequence[npt.NDArray[Any]] = (),
         format: WeightFormat | None = None,
     ) -> Linear:
         return super().load_linear([swapped(part) for part in parts], bias, format)
 
     def load_gate_up(
         self,
-        gate: HostWeight,
-        up: HostWeight,
-        bias: list[npt.NDArray[Any]],
+        parts: Sequence[HostWeight],
+        bias: Sequence[npt.NDArray[Any]] = (),
         format: WeightFormat | None = None,
     ) -> Linear:
-        return super().load_gate_up(swapped(gate), swapped(up), bias, format)
+        return super().load_gate_up([swapped(part) for part in parts], bias, format)
 
 
 def swapped(weight: HostWeight) -> QuantisedWeight:

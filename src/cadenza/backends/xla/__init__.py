@@ -9,9 +9,8 @@ Modules:
 - `programs`: the compiled programs and the device state
 - `wire`: splits the uploaded buffer into the step's arrays
 - `in_flight`: steps launched and not read; waits for them at close and at exit
-- `decoder`: the model, through the op table only
+- `decoder`: the model, its weights and their loading, over the kinds of `layers`
 - `hidden_states`: hidden states that a target's steps keep and an MTP head's steps read
-- `weights`: tensors in the op table's layouts
 - `reference_model`, `reference_rope`: the independent witness and its own rotary factors
 - `mutants`: op tables with faults, for `verify --self-test`
 """

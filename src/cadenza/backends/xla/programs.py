@@ -7,22 +7,13 @@ device between steps.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
-from cadenza.backends.xla.decoder import (
-    DecoderWeights,
-    head_of,
-    run_decoder,
-    run_head,
-    run_keeping_layers,
-    run_layers,
-    run_reading_layers,
-)
+from cadenza.backends.xla.decoder import DecoderWeights, LayerOutputs, run_layers
 from cadenza.backends.xla.hidden_states import (
     as_head_step,
     keep_newest,
@@ -30,6 +21,7 @@ from cadenza.backends.xla.hidden_states import (
     new_states,
     read_states,
 )
+from cadenza.backends.xla.layers.residual import StepContext
 from cadenza.backends.xla.ops.table import (
     COLUMN_TOKEN,
     DecoderSpec,
@@ -150,140 +142,100 @@ class Programs:
     pages: PagePrograms | None = None
 
 
-def step_function(ops: OpTable, model: ModelConfig, shape: StepLayout) -> Callable[..., Any]:
-    """The step to compile or export: (weights, state, wire [·]) to (state, result [L, C], last
-    hidden states [L, E])."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepProgram:
+    """The programs of a step of one size, to compile or export.
+
+    A step has three parts: its tokens enter, its layers run, its tokens are chosen. `begin` is the
+    first two of them and `choose` the third, for steps whose masks follow.
+    """
+
+    ops: OpTable
+    spec: DecoderSpec
+    layout: StepLayout
+    keeps_hidden: bool = False
 
     def step(
-        weights: DecoderWeights, state: DeviceState, wire: jax.Array
+        self, weights: DecoderWeights, state: DeviceState, wire: jax.Array, kept: Any = None
     ) -> tuple[DeviceState, jax.Array, jax.Array]:
-        arrays, state = _enter_tokens(shape, wire, state)
-        result, hidden, pool = ops.compute(
-            lambda table: run_decoder(table, model, weights, state.pool, arrays)
-        )
-        return _note_choices(state._replace(pool=pool), arrays, result), result, hidden
+        """(weights, state, wire [·]) to (state, result [L, C], last hidden states [L, E]).
 
-    return step
+        A model that reads hidden states takes as `kept` those of another runner, [slots, E]. No
+        token of the step may then be the first of its sequence.
+        """
+        state, arrays, read_hidden = self._enter(state, wire, kept)
 
+        def decode(table: OpTable) -> tuple[jax.Array, LayerOutputs]:
+            made = self._run_layers(table, weights, state.pool, arrays, read_hidden)
+            return table.next_tokens(made.hidden, weights.lm_head, arrays), made
 
-def begin_function(ops: OpTable, model: ModelConfig, shape: StepLayout) -> Callable[..., Any]:
-    """The step before its logits: (weights, state, wire [·]) to (state, hidden states [L, E])."""
+        result, made = self.ops.compute(decode)
+        state = self._with_states(state, arrays, made)
+        rows = _with_choices(state.rows, arrays, result)
+        return state._replace(rows=rows), result, made.hidden
 
     def begin(
-        weights: DecoderWeights, state: DeviceState, wire: jax.Array
+        self, weights: DecoderWeights, state: DeviceState, wire: jax.Array
     ) -> tuple[DeviceState, jax.Array]:
-        arrays, state = _enter_tokens(shape, wire, state)
-        hidden, pool = ops.compute(
-            lambda table: run_layers(table, model, weights, state.pool, arrays)
+        """(weights, state, wire [·]) to (state, last hidden states [L, E])."""
+        state, arrays, _ = self._enter(state, wire, None)
+        made = self.ops.compute(
+            lambda table: self._run_layers(table, weights, state.pool, arrays, None)
         )
-        return state._replace(pool=pool), hidden
-
-    return begin
-
-
-def keeping_step_function(ops: OpTable, spec: DecoderSpec, shape: StepLayout) -> Callable[..., Any]:
-    """As `step_function`, of a runner that keeps the hidden states of all tokens."""
-
-    def step(
-        weights: DecoderWeights, state: DeviceState, wire: jax.Array
-    ) -> tuple[DeviceState, jax.Array, jax.Array]:
-        arrays, state = _enter_tokens(shape, wire, state)
-
-        def decode(table: OpTable) -> Any:
-            made = run_keeping_layers(table, spec.model, weights, state.pool, arrays)
-            return run_head(table, head_of(weights), made[0], arrays), *made
-
-        result, hidden, pool, kept = ops.compute(decode)
-        state = _keep_states(state._replace(pool=pool), arrays, kept, spec)
-        return _note_choices(state, arrays, result), result, hidden
-
-    return step
-
-
-def keeping_begin_function(
-    ops: OpTable, spec: DecoderSpec, shape: StepLayout
-) -> Callable[..., Any]:
-    """As `begin_function`, of a runner that keeps the hidden states of all tokens."""
-
-    def begin(
-        weights: DecoderWeights, state: DeviceState, wire: jax.Array
-    ) -> tuple[DeviceState, jax.Array]:
-        arrays, state = _enter_tokens(shape, wire, state)
-        hidden, pool, kept = ops.compute(
-            lambda table: run_keeping_layers(table, spec.model, weights, state.pool, arrays)
-        )
-        return _keep_states(state._replace(pool=pool), arrays, kept, spec), hidden
-
-    return begin
-
-
-def _keep_states(
-    state: DeviceState, arrays: StepArrays, hidden: jax.Array, spec: DecoderSpec
-) -> DeviceState:
-    kept = keep_states(state.kept_hidden, hidden, arrays.tokens.slots, spec.dtype)
-    return state._replace(kept_hidden=kept)
-
-
-def reading_step_function(ops: OpTable, spec: DecoderSpec, shape: StepLayout) -> Callable[..., Any]:
-    """As `step_function`, of a model that reads hidden states, which are a fourth argument: those
-    that another runner keeps. No token of the step may be the first of its sequence."""
-
-    def step(
-        weights: DecoderWeights, state: DeviceState, wire: jax.Array, kept: jax.Array
-    ) -> tuple[DeviceState, jax.Array, jax.Array]:
-        arrays, state = _enter_tokens(shape, wire, state)
-        arrays = as_head_step(arrays, spec.page_size)
-        is_drawn = are_last_sampled(shape, wire)
-        inputs = read_states(kept, state.own_hidden, arrays, is_drawn, spec.dtype)
-
-        def decode(table: OpTable) -> Any:
-            made = run_reading_layers(table, spec.model, weights, (inputs, state.pool), arrays)
-            return run_head(table, head_of(weights), made[0], arrays), *made
-
-        result, hidden, pool = ops.compute(decode)
-        own = keep_newest(state.own_hidden, hidden, arrays.logits, spec.dtype)
-        state = state._replace(pool=pool, own_hidden=own)
-        return _note_choices(state, arrays, result), result, hidden
-
-    return step
-
-
-def choose_function(ops: OpTable, shape: StepLayout) -> Callable[..., Any]:
-    """The rest of the step: (head, rows, wire [·], last hidden states [L, E]) to (rows, result
-    [L, C])."""
+        return self._with_states(state, arrays, made), made.hidden
 
     def choose(
-        head: Linear, rows: RowState, wire: jax.Array, hidden: jax.Array
+        self, head: Linear, rows: RowState, wire: jax.Array, hidden: jax.Array
     ) -> tuple[RowState, jax.Array]:
-        arrays = _step_arrays(shape, wire, rows)
-        result = ops.compute(lambda table: run_head(table, head, hidden, arrays))
+        """(head, rows, wire [·], last hidden states [L, E]) to (rows, result [L, C])."""
+        arrays = _step_arrays(self.layout, wire, rows)
+        result = self.ops.compute(lambda table: table.next_tokens(hidden, head, arrays))
         return _with_choices(rows, arrays, result), result
 
-    return choose
+    def _enter(
+        self, state: DeviceState, wire: jax.Array, kept: jax.Array | None
+    ) -> tuple[DeviceState, StepArrays, jax.Array | None]:
+        """The state with the step's tokens at their slots, the step's arrays, and the hidden states
+        [T, E] that it reads, if any."""
+        arrays = _step_arrays(self.layout, wire, state.rows)
+        slots, history = arrays.tokens.slots, state.rows.token_history
+        places = jnp.where(slots >= 0, slots, len(history))
+        history = history.at[places].set(arrays.tokens.ids, mode="drop")
+        arrays = arrays._replace(rules=RuleArrays(state.rows.rule_records, history))
+        state = state._replace(rows=state.rows._replace(token_history=history))
+        if kept is None:
+            return state, arrays, None
+        arrays = as_head_step(arrays, self.spec.page_size)
+        is_drawn = are_last_sampled(self.layout, wire)
+        read_hidden = read_states(kept, state.own_hidden, arrays, is_drawn, self.spec.dtype)
+        return state, arrays, read_hidden
+
+    def _run_layers(
+        self,
+        table: OpTable,
+        weights: DecoderWeights,
+        pool: KVPool,
+        arrays: StepArrays,
+        read_hidden: jax.Array | None,
+    ) -> LayerOutputs:
+        context = StepContext(table, self.spec.model, arrays, weights.ropes)
+        return run_layers(context, weights, pool, read_hidden, keeps_hidden=self.keeps_hidden)
+
+    def _with_states(
+        self, state: DeviceState, arrays: StepArrays, made: LayerOutputs
+    ) -> DeviceState:
+        """The state with what the layers made of it."""
+        dtype, kept, own = self.spec.dtype, state.kept_hidden, state.own_hidden
+        if made.kept is not None:
+            kept = keep_states(kept, made.kept, arrays.tokens.slots, dtype)
+        if own is not None:
+            own = keep_newest(own, made.hidden, arrays.logits, dtype)
+        return state._replace(pool=made.pool, kept_hidden=kept, own_hidden=own)
 
 
 def _step_arrays(shape: StepLayout, wire: jax.Array, rows: RowState) -> StepArrays:
     arrays = unpack(shape, wire, rows.last_sampled, rows.page_table)
     return arrays._replace(rules=RuleArrays(rows.rule_records, rows.token_history))
-
-
-def _enter_tokens(
-    shape: StepLayout, wire: jax.Array, state: DeviceState
-) -> tuple[StepArrays, DeviceState]:
-    """The step's arrays, and the state with the step's tokens at their slots."""
-    rows = state.rows
-    arrays = _step_arrays(shape, wire, rows)
-    slots = arrays.tokens.slots
-    places = jnp.where(slots >= 0, slots, len(rows.token_history))
-    history = rows.token_history.at[places].set(arrays.tokens.ids, mode="drop")
-    rules = RuleArrays(rows.rule_records, history)
-    state = state._replace(rows=rows._replace(token_history=history))
-    return arrays._replace(rules=rules), state
-
-
-def _note_choices(state: DeviceState, arrays: StepArrays, result: jax.Array) -> DeviceState:
-    """The state with the step's last choices of each row."""
-    return state._replace(rows=_with_choices(state.rows, arrays, result))
 
 
 def _with_choices(rows: RowState, arrays: StepArrays, result: jax.Array) -> RowState:
@@ -476,28 +428,9 @@ def state_function(ops: OpTable, spec: DecoderSpec, shape: ProgramShape) -> Call
     return new_state
 
 
-MakeFunction = Callable[[StepLayout], Callable[..., Any]]
-
-
-class StepFunctions(NamedTuple):
-    """What a runner's steps compile: the whole step, its first part if it can be split, and the
-    abstract hidden states of another runner that a step takes, if any."""
-
-    step: MakeFunction
-    begin: MakeFunction | None
-    kept: tuple[Any, ...] = ()
-
-
-def _step_functions(ops: OpTable, spec: DecoderSpec, shape: ProgramShape) -> StepFunctions:
-    if spec.model.reads_hidden:
-        num_slots, width = shape.num_pages * spec.page_size, spec.model.hidden_size
-        kept = jax.eval_shape(lambda: new_states(num_slots, width, spec.dtype))
-        return StepFunctions(partial(reading_step_function, ops, spec), None, (kept,))
-    step, begin = partial(step_function, ops, spec.model), partial(begin_function, ops, spec.model)
-    if shape.keeps_hidden:
-        step = partial(keeping_step_function, ops, spec)
-        begin = partial(keeping_begin_function, ops, spec)
-    return StepFunctions(step, begin if ops.is_opaque else None)
+def can_split_steps(ops: OpTable, model: ModelConfig) -> bool:
+    """Whether `StepProgram.begin` and `choose` have the bits of `step`."""
+    return ops.is_opaque and not model.reads_hidden
 
 
 def _step_options(ops: OpTable, spec: DecoderSpec, shape: ProgramShape, platform: str) -> _Options:
@@ -524,8 +457,11 @@ def compile_programs(
 
     new_state = state_function(ops, spec, shape)
     state = abstract(jax.eval_shape(new_state))
-    abstract_weights = abstract(weights)
-    functions = _step_functions(ops, spec, shape)
+    kept: list[Any] = []
+    if spec.model.reads_hidden:
+        num_slots, width = shape.num_pages * spec.page_size, spec.model.hidden_size
+        kept.append(abstract(jax.eval_shape(lambda: new_states(num_slots, width, spec.dtype))))
+    whole = abstract(weights), state
     options = _step_options(ops, spec, shape, device.platform)
     steps: dict[int, Compiled] = {}
     begins: dict[int, Compiled] = {}
@@ -536,34 +472,27 @@ def compile_programs(
         lowered = jax.jit(function, donate_argnums=1).lower(*inputs)
         return lowered.compile(options), abstract(lowered.out_info)
 
-    whole = abstract_weights, state
     for bucket in shape.token_buckets:
         layout = StepLayout(bucket, shape.num_rows)
+        part = StepProgram(ops=ops, spec=spec, layout=layout, keeps_hidden=shape.keeps_hidden)
         wire = jax.ShapeDtypeStruct((layout.num_words,), jnp.int32, sharding=sharding)
-        steps[bucket], _ = compile_part(
-            functions.step(layout), *whole, wire, *abstract(functions.kept)
-        )
-        if functions.begin is not None:
-            begins[bucket], (_, hidden) = compile_part(functions.begin(layout), *whole, wire)
-            rest = head_of(abstract_weights), state.rows, wire, hidden
-            chooses[bucket], _ = compile_part(choose_function(ops, layout), *rest)
+        steps[bucket], _ = compile_part(part.step, *whole, wire, *kept)
+        if can_split_steps(ops, spec.model):
+            begins[bucket], (_, hidden) = compile_part(part.begin, *whole, wire)
+            rest = whole[0].lm_head, state.rows, wire, hidden
+            chooses[bucket], _ = compile_part(part.choose, *rest)
     copies = jax.ShapeDtypeStruct((PAGE_COPIES, 3), jnp.int32, sharding=sharding)
+    pages = jax.ShapeDtypeStruct((PAGE_IO,), jnp.int32, sharding=sharding)
     count = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding)
+    copy_pages = jax.jit(copy_function(ops, spec.page_size), donate_argnums=0)
     return Programs(
         step=steps,
         begin=begins,
         choose=chooses,
         new_state=jax.jit(new_state, out_shardings=sharding).lower().compile(),
         rows=_compile_row_programs(state.rows, sharding, device.platform),
-        copy_pages=jax.jit(copy_function(ops, spec.page_size), donate_argnums=0)
-        .lower(state, copies, count)
-        .compile(),
-        pages=_compile_page_programs(
-            shape.num_pages,
-            state,
-            jax.ShapeDtypeStruct((PAGE_IO,), jnp.int32, sharding=sharding),
-            count,
-        )
+        copy_pages=copy_pages.lower(state, copies, count).compile(),
+        pages=_compile_page_programs(shape.num_pages, state, pages, count)
         if shape.copies_pages
         else None,
     )

@@ -19,9 +19,10 @@ import numpy as np
 
 from cadenza.backends.base import Capability, RunnerSetup
 from cadenza.backends.xla.arithmetic import takes_portable_kernels
-from cadenza.backends.xla.decoder import DecoderWeights, head_of
+from cadenza.backends.xla.decoder import DecoderWeights, load_decoder, load_mtp_layer
 from cadenza.backends.xla.device import MakeOps, find_device, find_ops
 from cadenza.backends.xla.in_flight import InFlight
+from cadenza.backends.xla.layers.weight_source import WeightSource
 from cadenza.backends.xla.ops.table import (
     COLUMN_LOGPROB,
     COLUMN_RANK,
@@ -42,9 +43,9 @@ from cadenza.backends.xla.programs import (
     PagePrograms,
     Programs,
     ProgramShape,
+    can_split_steps,
     compile_programs,
 )
-from cadenza.backends.xla.weights import load_decoder, load_head
 from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.weights import Weights
 from cadenza.core.step_schema import (
@@ -164,11 +165,11 @@ class XlaRunner:
         self._in_flight = InFlight(self)
 
     def _load(self, weights: Weights) -> DecoderWeights:
-        parts = self._ops, self._spec, weights, self._limits.max_model_len
+        source, longest = WeightSource(self._ops, self._spec, weights), self._limits.max_model_len
         if not self._model.reads_hidden:
-            return load_decoder(*parts)
+            return load_decoder(source, longest)
         assert self._hidden_of is not None, "it reads the states of another runner"
-        return load_head(*parts, self._hidden_of.weights)
+        return load_mtp_layer(source, longest, self._hidden_of.weights)
 
     @property
     def name(self) -> str:
@@ -182,7 +183,7 @@ class XlaRunner:
 
     @property
     def _can_split_steps(self) -> bool:
-        return self._ops.is_opaque and not self._model.reads_hidden
+        return can_split_steps(self._ops, self._model)
 
     @property
     def vocab_size(self) -> int:
@@ -291,7 +292,7 @@ class XlaRunner:
             self._in_flight.check_open()
             (hidden,) = self._in_flight.results(key)
             state = self._write_masks(programs, self._take_state(), masks)
-            rows, result = choose(head_of(self.weights), state.rows, inputs.words, hidden)
+            rows, result = choose(self.weights.lm_head, state.rows, inputs.words, hidden)
             self._state = state._replace(rows=rows)
             self._in_flight.replace(key, *self._sent(inputs, result, hidden))
             del hidden, result

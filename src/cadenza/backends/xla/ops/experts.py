@@ -68,7 +68,6 @@ def grouped_product(x: jax.Array, weight: Linear, ids: jax.Array) -> jax.Array:
 
     `weight.weight` is [X, N, K], `weight.bias` [X, N] or None.
     """
-    num_experts, num_out = _num_experts(weight), _num_out(weight)
 
     def body(expert: jax.Array, out: jax.Array) -> jax.Array:
         y = _expert_product(x, weight, expert)
@@ -76,20 +75,12 @@ def grouped_product(x: jax.Array, weight: Linear, ids: jax.Array) -> jax.Array:
             y = y + weight.bias[expert]
         return jnp.where((ids == expert)[..., None], y, out)
 
-    start = jnp.zeros((*ids.shape, num_out), jnp.float32)
-    return jax.lax.fori_loop(0, num_experts, body, start)
+    start = jnp.zeros((*ids.shape, weight.num_out), jnp.float32)
+    return jax.lax.fori_loop(0, _num_experts(weight), body, start)
 
 
 def _num_experts(weight: Linear) -> int:
     return len(jax.tree.leaves(weight.weight)[0])
-
-
-def _num_out(weight: Linear) -> int:
-    if weight.format.is_quantised:
-        return sum(part.codes.shape[1] for part in weight.weight)
-    if weight.format == FLOAT8:
-        return weight.weight.codes.shape[1]
-    return weight.weight.shape[1]
 
 
 def _expert_product(x: jax.Array, weight: Linear, expert: jax.Array) -> jax.Array:

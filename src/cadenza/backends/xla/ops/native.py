@@ -8,8 +8,10 @@ operation its operands and attributes, which `csrc/ffi/` defines. Legend as in
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +25,7 @@ from cadenza.backends.xla.ops.native_library import (
     NativeLibrary,
     float8_shape,
     load_native_library,
+    num_columns,
     packed_bytes,
     packed_shape,
 )
@@ -48,7 +51,7 @@ from cadenza.backends.xla.ops.table import (
     StepArrays,
 )
 from cadenza.checkpoint.model_config import Activation
-from cadenza.checkpoint.quantised_weight import MOST_CODE, HostWeight
+from cadenza.checkpoint.quantised_weight import MOST_CODE, FloatsOrCodes, HostWeight
 from cadenza.checkpoint.weight_format import FLOAT8, WeightFormat, joined, panel_formats
 from cadenza.config import PAGE_SIZE_UNIT
 from cadenza.core.step_schema import LogitInputs, specs_of
@@ -68,16 +71,15 @@ _NO_WINDOW = 0
 _NO_CAP = 0.0
 
 
-class NativeOps:
-    """Implements `OpTable`. Weights are packed once, when the checkpoint is loaded."""
+class NativeOps(OpTable):
+    """Calls kernels; weights are packed once, when the checkpoint is loaded."""
 
     name = "native"
     is_opaque = True
 
     def __init__(self, spec: DecoderSpec, library: NativeLibrary | None = None) -> None:
+        super().__init__(spec)
         self._library = library or load_native_library()
-        self._spec = spec
-        self._model = spec.model
         self._memory = PackedMemory()
         self._program: NativeProgram | None = None
 
@@ -95,103 +97,46 @@ class NativeOps:
     def load_linear(
         self,
         parts: Sequence[HostWeight],
-        bias: list[npt.NDArray[Any]],
+        bias: Sequence[npt.NDArray[Any]] = (),
         format: WeightFormat | None = None,
     ) -> Linear:
-        packed, own = self._pack_all([parts], format)
-        return Linear(packed[0], np.concatenate(bias).astype(np.float32) if bias else None, own)
-
-    def load_embedding(self, table: HostWeight, format: WeightFormat | None = None) -> Linear:
-        return self.load_linear([table], [], format)
+        held = self._pack([parts], format)
+        all_biases = np.concatenate(bias).astype(np.float32) if len(bias) else None
+        return replace(held, weight=held.weight[0], bias=all_biases)
 
     def load_gate_up(
         self,
-        gate: HostWeight,
-        up: HostWeight,
-        bias: list[npt.NDArray[Any]],
+        parts: Sequence[HostWeight],
+        bias: Sequence[npt.NDArray[Any]] = (),
         format: WeightFormat | None = None,
     ) -> Linear:
-        packed, own = self._pack_all([(gate, up)], format, is_gated=True)
-        return Linear(packed[0], np.stack(bias).astype(np.float32) if bias else None, own)
+        held = self._pack([parts], format, is_gated=True)
+        both = np.stack(bias).astype(np.float32) if len(bias) else None
+        return replace(held, weight=held.weight[0], bias=both)
 
-    def load_experts_gate_up(
-        self,
-        experts: Sequence[tuple[HostWeight, HostWeight]],
-        format: WeightFormat | None = None,
+    def load_experts(
+        self, experts: Sequence[Sequence[HostWeight]], format: WeightFormat | None = None
     ) -> Linear:
-        packed, own = self._pack_all(experts, format, is_gated=True)
-        return Linear(packed, None, own)
+        return self._pack(experts, format, is_gated=len(experts[0]) == 2)
 
-    def load_experts_down(
-        self, experts: Sequence[HostWeight], format: WeightFormat | None = None
-    ) -> Linear:
-        packed, own = self._pack_all([(each,) for each in experts], format)
-        return Linear(packed, None, own)
-
-    def _pack_all(
+    def _pack(
         self,
         experts: Sequence[Sequence[HostWeight]],
         format: WeightFormat | None,
         *,
         is_gated: bool = False,
-    ) -> tuple[npt.NDArray[Any], WeightFormat]:
-        """The packed weights [X, ...] of experts with equal parts, and the format of the first."""
-        if all(are_float8(parts) for parts in experts):
-            return self._pack_float8(experts, is_gated=is_gated), FLOAT8
-        format = format or self._spec.weight_format
-        held = [as_operand(parts, format) for parts in experts]
-        if not all(are_codes(parts, format) for parts in held):
-            floats = [[as_floats(part) for part in parts] for parts in held]
-            return self._pack_floats(floats, format, is_gated=is_gated), format
-        formats = [each for parts in held for each in formats_of(parts, format)]
-        rows = [len(part) for part in held[0]]
-        if is_gated or len(held) > 1:
-            targets = [joined(formats)] * len(rows)
-        else:
-            targets = panel_formats(formats, rows)
-        columns, orders = [rows[0]] if is_gated else rows, orders_of(held)
-        size = packed_bytes(
-            [*zip(targets[: len(columns)], columns, strict=True)],
-            held[0][0].shape[1],
-            is_gated=is_gated,
-            is_ordered=orders[0] is not None,
-        )
+    ) -> Linear:
+        """The packed weights [X, ...] of experts with equal parts."""
+        own = format or self._spec.weight_format
+        packing = _plan_packing(self._library, experts, own, is_gated=is_gated)
 
-        def pack(packed: npt.NDArray[Any]) -> None:
-            for place, parts, order in zip(packed, held, orders, strict=True):
-                codes = CodedOperand(targets=targets, parts=parts, order=order)
-                self._library.pack_quantised(codes, place, is_gated=is_gated)
+        def write_all(packed: npt.NDArray[Any]) -> None:
+            for place, write in zip(packed, packing.writers, strict=True):
+                write(place)
 
-        return self._memory.hold((len(held), size), np.uint8, pack), targets[0]
-
-    def _pack_floats(
-        self,
-        experts: Sequence[Sequence[npt.NDArray[Any]]],
-        format: WeightFormat,
-        *,
-        is_gated: bool,
-    ) -> npt.NDArray[Any]:
-        parts = experts[0]
-        num_columns = len(parts[0]) if is_gated else sum(map(len, parts))
-        dtype = jnp.dtype(format.name)
-        shape = packed_shape(num_columns, parts[0].shape[1], dtype, is_gated=is_gated)
-
-        def pack(packed: npt.NDArray[Any]) -> None:
-            for place, each in zip(packed, experts, strict=True):
-                self._library.pack(each, place, is_gated=is_gated)
-
-        return self._memory.hold((len(experts), *shape), dtype, pack)
-
-    def _pack_float8(self, experts: Sequence[Sequence[Any]], *, is_gated: bool) -> npt.NDArray[Any]:
-        parts = experts[0]
-        num_columns = len(parts[0]) if is_gated else sum(map(len, parts))
-        shape = float8_shape(num_columns, parts[0].shape[1], is_gated=is_gated)
-
-        def pack(packed: npt.NDArray[Any]) -> None:
-            for place, each in zip(packed, experts, strict=True):
-                self._library.pack_float8(each, place, is_gated=is_gated)
-
-        return self._memory.hold((len(experts), *shape), jnp.float8_e4m3fn, pack)
+        shape = (len(experts), *packing.shape)
+        weight = self._memory.hold(shape, packing.dtype, write_all)
+        return Linear(weight, None, packing.format, sum(map(len, experts[0])))
 
     def unwritten(self, shape: tuple[int, ...], dtype: Any) -> jax.Array:
         program = self._new_program()
@@ -256,38 +201,32 @@ class NativeOps:
         result = _array((len(indices), x.shape[1]), x.dtype)
         return self._call("take_rows", result)(x, count, indices)
 
-    def take_logit_rows(self, x: jax.Array, step: StepArrays) -> jax.Array:
-        return self.take_rows(x, step.logits.token_indices, step.num_logits)
-
     def linear(
-        self,
-        x: jax.Array,
-        weight: Linear,
-        num_out: int,
-        count: jax.Array,
-        residual: jax.Array | None = None,
+        self, x: jax.Array, weight: Linear, count: jax.Array, residual: jax.Array | None = None
     ) -> jax.Array:
         if residual is None:
-            call = self._call("linear", _array((len(x), num_out), self._spec.dtype))
-            return call(x, weight.weight, count, weight.bias, None, scale=np.float32(1.0))
+            return self._product(x, weight, count, self._spec.dtype)
         call = self._call("linear", _array(residual.shape, jnp.float32), {4: 0})
         scale = np.float32(self._model.residual_scale)
         return call(x, weight.weight, count, weight.bias, residual, scale=scale)
 
-    def project(self, x: jax.Array, weight: Linear, num_out: int, count: jax.Array) -> jax.Array:
-        call = self._call("linear", _array((len(x), num_out), jnp.float32))
+    def project(self, x: jax.Array, weight: Linear, count: jax.Array) -> jax.Array:
+        return self._product(x, weight, count, jnp.float32)
+
+    def _product(self, x: jax.Array, weight: Linear, count: jax.Array, dtype: Any) -> jax.Array:
+        call = self._call("linear", _array((len(x), weight.num_out), dtype))
         return call(x, weight.weight, count, weight.bias, None, scale=np.float32(1.0))
 
     def linear_norm_add(
         self, x: jax.Array, weight: Linear, norm: jax.Array, residual: jax.Array, count: jax.Array
     ) -> jax.Array:
-        y = self.project(x, weight, residual.shape[1], count)
+        y = self.project(x, weight, count)
         call = self._call("rms_norm_add", _array(residual.shape, jnp.float32), {3: 0})
         eps = np.float32(self._model.rms_norm_eps)
         return call(y, norm, count, residual, eps=eps)
 
     def gated_linear(self, x: jax.Array, weight: Linear, count: jax.Array) -> jax.Array:
-        shape = (len(x), self._model.intermediate_size)
+        shape = (len(x), weight.num_out // 2)
         return self._call("gated_linear", _array(shape, self._spec.dtype))(
             x,
             weight.weight,
@@ -314,8 +253,7 @@ class NativeOps:
     def grouped_gated_linear(
         self, x: jax.Array, weight: Linear, choice: ExpertChoice, count: jax.Array
     ) -> jax.Array:
-        assert self._model.experts is not None, "the model has no experts"
-        shape = (*choice.ids.shape, self._model.experts.intermediate_size)
+        shape = (*choice.ids.shape, weight.num_out // 2)
         return self._call("grouped_gated_linear", _array(shape, self._spec.dtype))(
             x,
             weight.weight,
@@ -407,6 +345,68 @@ class NativeOps:
         program = self._new_program()
         record = program.call(name, results, aliases)
         return lambda *operands, **attributes: program.emit(record(*operands, **attributes))
+
+
+class _Packing(NamedTuple):
+    """How the weights of experts are packed: the array of each, and what writes it.
+
+    `format` is that of the first part.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    format: WeightFormat
+    writers: Sequence[Callable[[npt.NDArray[Any]], None]]
+
+
+def _plan_packing(
+    library: NativeLibrary,
+    experts: Sequence[Sequence[HostWeight]],
+    format: WeightFormat,
+    *,
+    is_gated: bool,
+) -> _Packing:
+    sizes = num_columns(experts[0], is_gated=is_gated), experts[0][0].shape[1]
+    if all(are_float8(parts) for parts in experts):
+        coded: Sequence[Any] = experts
+        shape, dtype = float8_shape(*sizes, is_gated=is_gated), jnp.float8_e4m3fn
+        writers = [partial(library.pack_float8, each, is_gated=is_gated) for each in coded]
+        return _Packing(shape, dtype, FLOAT8, writers)
+    held = [as_operand(parts, format) for parts in experts]
+    if all(are_codes(parts, format) for parts in held):
+        return _plan_codes(library, held, format, is_gated=is_gated)
+    floats = [[as_floats(part) for part in parts] for parts in held]
+    dtype = jnp.dtype(format.name)
+    writers = [partial(library.pack, each, is_gated=is_gated) for each in floats]
+    return _Packing(packed_shape(*sizes, dtype, is_gated=is_gated), dtype, format, writers)
+
+
+def _plan_codes(
+    library: NativeLibrary,
+    experts: Sequence[Sequence[FloatsOrCodes]],
+    format: WeightFormat,
+    *,
+    is_gated: bool,
+) -> _Packing:
+    formats = [each for parts in experts for each in formats_of(parts, format)]
+    rows, orders = [len(part) for part in experts[0]], orders_of(experts)
+    if is_gated or len(experts) > 1:
+        targets = [joined(formats)] * len(rows)
+    else:
+        targets = panel_formats(formats, rows)
+    columns = [rows[0]] if is_gated else rows
+    num_bytes = packed_bytes(
+        [*zip(targets[: len(columns)], columns, strict=True)],
+        experts[0][0].shape[1],
+        is_gated=is_gated,
+        is_ordered=orders[0] is not None,
+    )
+    operands = [
+        CodedOperand(targets=targets, parts=parts, order=order)
+        for parts, order in zip(experts, orders, strict=True)
+    ]
+    writers = [partial(library.pack_quantised, each, is_gated=is_gated) for each in operands]
+    return _Packing((num_bytes,), np.uint8, targets[0], writers)
 
 
 def _filled_codes(shape: tuple[int, ...], code: int, fill: float) -> jax.Array:

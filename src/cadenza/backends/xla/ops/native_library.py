@@ -18,7 +18,7 @@ import functools
 import hashlib
 import itertools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -120,26 +120,41 @@ class NativeLibrary:
 
         Raises ConfigError if types, sizes or alignment do not match.
         """
-        reduction = sources[0].shape[1]
-        num_columns = len(sources[0]) if is_gated else sum(map(len, sources))
-        wanted = packed_shape(num_columns, reduction, packed.dtype, is_gated=is_gated)
-        if packed.shape != wanted or not packed.flags.c_contiguous:
-            raise ConfigError(f"weights that pack to {wanted} do not fit {packed.shape}")
-        _check_sources(sources, reduction)
-        count = len(sources)
+        sizes = num_columns(sources, is_gated=is_gated), sources[0].shape[1]
+        _check_target(packed, packed_shape(*sizes, packed.dtype, is_gated=is_gated))
+        extents = _extents(sources)
         error = self.handle.cadenza_pack(
-            count,
-            (ctypes.c_void_p * count)(*(each.ctypes.data for each in sources)),
-            (ctypes.c_int * count)(*(_dtype_code(each.dtype) for each in sources)),
-            (ctypes.c_int64 * count)(*(len(each) for each in sources)),
-            (ctypes.c_int64 * count)(*(each.strides[0] // each.itemsize for each in sources)),
-            reduction,
+            len(sources),
+            _c_array(ctypes.c_void_p, map(_address, sources)),
+            _c_array(ctypes.c_int, (_dtype_code(each.dtype) for each in sources)),
+            *extents,
             packed.ctypes.data,
             _dtype_code(packed.dtype),
             is_gated,
         )
-        if error is not None:
-            raise ConfigError(error.decode())
+        _raise(error)
+
+    def pack_float8(
+        self,
+        sources: Sequence[Float8Weight],
+        packed: npt.NDArray[Any],
+        *,
+        is_gated: bool = False,
+    ) -> None:
+        """As `pack`: `packed` has `float8_shape`."""
+        sizes = num_columns(sources, is_gated=is_gated), sources[0].shape[1]
+        _check_target(packed, float8_shape(*sizes, is_gated=is_gated))
+        codes = [each.codes for each in sources]
+        scales = [np.ascontiguousarray(each.scales) for each in sources]
+        error = self.handle.cadenza_pack_float8(
+            len(sources),
+            _c_array(ctypes.c_void_p, map(_address, codes)),
+            _c_array(ctypes.c_void_p, map(_address, scales)),
+            *_extents(codes),
+            packed.ctypes.data,
+            is_gated,
+        )
+        _raise(error)
 
     def pack_quantised(
         self,
@@ -153,16 +168,16 @@ class NativeLibrary:
         Floats are quantised as by `checkpoint.quantised_weight`, without a copy of the weight.
         """
         targets, sources = operand.targets, operand.parts
-        reduction = sources[0].shape[1]
-        columns = [len(sources[0])] if is_gated else [len(each) for each in sources]
-        formats = [*zip(targets[: len(columns)], columns, strict=True)]
+        columns = [len(each) for each in (sources[:1] if is_gated else sources)]
         wanted = packed_bytes(
-            formats, reduction, is_gated=is_gated, is_ordered=operand.order is not None
+            [*zip(targets[: len(columns)], columns, strict=True)],
+            sources[0].shape[1],
+            is_gated=is_gated,
+            is_ordered=operand.order is not None,
         )
-        if packed.shape != (wanted,) or not packed.flags.c_contiguous:
-            raise ConfigError(f"weights that pack to {(wanted,)} do not fit {packed.shape}")
+        _check_target(packed, (wanted,))
         weights = [_CodeArrays.of(each) for each in sources]
-        if any(each.shape[1] != reduction for each in sources):
+        if len({each.shape[1] for each in sources}) > 1:
             raise ConfigError(f"weights of {sorted({s.shape[1] for s in sources})} do not fit")
         for weight in weights:
             _check_strides(weight.rows)
@@ -172,15 +187,14 @@ class NativeLibrary:
         order = None if operand.order is None else np.ascontiguousarray(operand.order, np.int32)
         error = self.handle.cadenza_pack_quantised(
             len(passed),
-            (_CodeSource * len(passed))(*passed),
-            reduction,
+            _c_array(_CodeSource, passed),
+            sources[0].shape[1],
             _address(order),
             packed.ctypes.data,
             packed.nbytes,
             is_gated,
         )
-        if error is not None:
-            raise ConfigError(error.decode())
+        _raise(error)
 
     def _source(self, weight: "_CodeArrays", target: WeightFormat) -> "_CodeSource":
         rows = weight.rows
@@ -208,36 +222,6 @@ class NativeLibrary:
         if code < 0:
             raise ConfigError(f"there are no kernels for weights in {format.name}")
         return code
-
-    def pack_float8(
-        self,
-        sources: Sequence[Float8Weight],
-        packed: npt.NDArray[Any],
-        *,
-        is_gated: bool = False,
-    ) -> None:
-        """As `pack`: `packed` has `float8_shape`."""
-        reduction = sources[0].shape[1]
-        num_columns = len(sources[0]) if is_gated else sum(map(len, sources))
-        wanted = float8_shape(num_columns, reduction, is_gated=is_gated)
-        if packed.shape != wanted or not packed.flags.c_contiguous:
-            raise ConfigError(f"weights that pack to {wanted} do not fit {packed.shape}")
-        codes = [each.codes for each in sources]
-        scales = [np.ascontiguousarray(each.scales) for each in sources]
-        _check_sources(codes, reduction)
-        count = len(sources)
-        error = self.handle.cadenza_pack_float8(
-            count,
-            (ctypes.c_void_p * count)(*map(_address, codes)),
-            (ctypes.c_void_p * count)(*map(_address, scales)),
-            (ctypes.c_int64 * count)(*map(len, codes)),
-            (ctypes.c_int64 * count)(*(each.strides[0] for each in codes)),
-            reduction,
-            packed.ctypes.data,
-            is_gated,
-        )
-        if error is not None:
-            raise ConfigError(error.decode())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -307,17 +291,44 @@ def _address(array: npt.NDArray[Any] | None) -> int | None:
     return None if array is None else array.ctypes.data
 
 
-def _check_sources(sources: Sequence[npt.NDArray[Any]], reduction: int) -> None:
-    """Raises ConfigError if a weight is not [n, `reduction`] or not contiguous along K."""
+def _c_array(element: Any, values: Iterable[Any]) -> Any:
+    elements = [*values]
+    return (element * len(elements))(*elements)
+
+
+def _raise(error: bytes | None) -> None:
+    """Raises ConfigError if the library gave an error."""
+    if error is not None:
+        raise ConfigError(error.decode())
+
+
+def _extents(sources: Sequence[npt.NDArray[Any]]) -> tuple[Any, Any, int]:
+    """Rows and row strides in elements of each weight [n, K], and K.
+
+    Raises ConfigError if a weight has another K than the first or is not contiguous along K.
+    """
+    reduction = sources[0].shape[1]
     for each in sources:
         if each.shape[1] != reduction:
             raise ConfigError(f"weights of {reduction} and {each.shape[1]} do not fit together")
         _check_strides(each)
+    strides = (each.strides[0] // each.itemsize for each in sources)
+    return _c_array(ctypes.c_int64, map(len, sources)), _c_array(ctypes.c_int64, strides), reduction
+
+
+def _check_target(packed: npt.NDArray[Any], wanted: tuple[int, ...]) -> None:
+    if packed.shape != wanted or not packed.flags.c_contiguous:
+        raise ConfigError(f"weights that pack to {wanted} do not fit {packed.shape}")
 
 
 def _check_strides(weight: npt.NDArray[Any]) -> None:
     if weight.strides[1] != weight.itemsize or weight.strides[0] % weight.itemsize != 0:
         raise ConfigError(f"a weight with strides {weight.strides} cannot be packed; copy it")
+
+
+def num_columns(parts: Sequence[Sized], *, is_gated: bool) -> int:
+    """The columns of an operand; those of the gate, which are as many as of up, of a gated one."""
+    return len(parts[0]) if is_gated else sum(map(len, parts))
 
 
 def packed_bytes(

@@ -7,8 +7,6 @@ G query heads per KV head.
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -50,7 +48,6 @@ from cadenza.backends.xla.ops.rules import apply_rules
 from cadenza.backends.xla.ops.sampling import choose_tokens
 from cadenza.backends.xla.ops.table import (
     AttendingLayer,
-    DecoderSpec,
     ExpertChoice,
     HeadFactors,
     KVPool,
@@ -79,22 +76,13 @@ _ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
 }
 
 
-class ReferenceOps:
-    """Implements `OpTable`. Weights have the checkpoint's layout; KV is [slots, layers, Hkv, D], in
-    int8 with scales [slots, layers, Hkv].
+class ReferenceOps(OpTable):
+    """Computes every row, whatever the `count`. Weights have the checkpoint's layout; KV is
+    [slots, layers, Hkv, D], in int8 with scales [slots, layers, Hkv].
     """
 
     name = "reference"
     is_opaque = False  # XLA may fuse an operation with those around it, and round elsewhere
-
-    def __init__(self, spec: DecoderSpec) -> None:
-        self._spec = spec
-        self._model = spec.model
-
-    def loading(self, packed: Path | None) -> AbstractContextManager[None]:
-        """Nothing is packed, so that no file is read or written."""
-        del packed
-        return nullcontext()
 
     def token_buckets(self, max_num_batched_tokens: int) -> tuple[int, ...]:
         """A single bucket, so every step has one shape. Raises ConfigError above `MAX_TOKENS`."""
@@ -108,63 +96,39 @@ class ReferenceOps:
     def load_linear(
         self,
         parts: Sequence[HostWeight],
-        bias: list[npt.NDArray[Any]],
+        bias: Sequence[npt.NDArray[Any]] = (),
         format: WeightFormat | None = None,
     ) -> Linear:
         format = format or self._spec.weight_format
-        bias_of_all = np.concatenate(bias).astype(np.float32) if bias else None
+        all_biases = np.concatenate(bias).astype(np.float32) if len(bias) else None
+        num_out = sum(map(len, parts))
         if are_float8(parts):
-            return Linear(join_float8(parts), bias_of_all, FLOAT8)
+            return Linear(join_float8(parts), all_biases, FLOAT8, num_out)
         held = as_operand(parts, format)
         if are_codes(held, format):
             codes = quantise_parts(format, held)
-            return Linear(codes, bias_of_all, formats_of(held, format)[0])
-        return Linear(_as(format, [as_floats(part) for part in held]), bias_of_all, format)
+            return Linear(codes, all_biases, formats_of(held, format)[0], num_out)
+        floats = np.concatenate([as_floats(part) for part in held])
+        return Linear(floats.astype(jnp.dtype(format.name)), all_biases, format, num_out)
 
-    def load_embedding(self, table: HostWeight, format: WeightFormat | None = None) -> Linear:
-        return self.load_linear([table], [], format)
-
-    def load_gate_up(
-        self,
-        gate: HostWeight,
-        up: HostWeight,
-        bias: list[npt.NDArray[Any]],
-        format: WeightFormat | None = None,
+    def load_experts(
+        self, experts: Sequence[Sequence[HostWeight]], format: WeightFormat | None = None
     ) -> Linear:
-        return self.load_linear([gate, up], bias, format)
-
-    def load_experts_gate_up(
-        self,
-        experts: Sequence[tuple[HostWeight, HostWeight]],
-        format: WeightFormat | None = None,
-    ) -> Linear:
-        return self._stack(experts, format)
-
-    def load_experts_down(
-        self, experts: Sequence[HostWeight], format: WeightFormat | None = None
-    ) -> Linear:
-        return self._stack([(each,) for each in experts], format)
-
-    def _stack(
-        self, experts: Sequence[tuple[HostWeight, ...]], format: WeightFormat | None
-    ) -> Linear:
-        """One weight of all experts' parts, which have one format."""
+        num_out = sum(map(len, experts[0]))
         if all(are_float8(parts) for parts in experts):
-            return Linear(stack_float8([join_float8(parts) for parts in experts]), None, FLOAT8)
+            weight = stack_float8([join_float8(parts) for parts in experts])
+            return Linear(weight, None, FLOAT8, num_out)
         own = format or self._spec.weight_format
         held = as_operand([part for parts in experts for part in parts], own)
         if not are_codes(held, own):
-            loaded = [self.load_linear(parts, [], own).weight for parts in experts]
-            return Linear(np.stack(loaded), None, own)
+            loaded = [self.load_linear(parts, (), own).weight for parts in experts]
+            return Linear(np.stack(loaded), None, own, num_out)
         coded = [part if isinstance(part, np.ndarray) else part.as_codes() for part in held]
         common, width = joined(formats_of(coded, own)), len(experts[0])
         each = [part if isinstance(part, np.ndarray) else part.in_format(common) for part in coded]
         operands = [each[at : at + width] for at in range(0, len(each), width)]
         codes = [quantise_parts(own, operand) for operand in operands]
-        return Linear(stack_codes(codes, orders_of(operands)), None, common)
-
-    def unwritten(self, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-        return jnp.zeros(shape, dtype)
+        return Linear(stack_codes(codes, orders_of(operands)), None, common, num_out)
 
     def new_kv_pool(self, num_pages: int, fill: float | None) -> KVPool:
         fill = fill or 0.0
@@ -185,9 +149,6 @@ class ReferenceOps:
 
         return jax.tree.map(copy, pool)
 
-    def compute(self, decode: Callable[[OpTable], Any]) -> Any:
-        return decode(self)
-
     def embed(self, table: Linear, step: StepArrays) -> jax.Array:
         if table.format.is_quantised:
             rows = dequantised_rows(table.weight, step.tokens.ids, self._model.hidden_size)
@@ -196,57 +157,40 @@ class ReferenceOps:
         return rows * np.float32(self._model.embedding_scale)
 
     def to_activations(self, x: jax.Array, count: jax.Array) -> jax.Array:
-        del count  # every row is computed
         return x.astype(self._spec.dtype)
 
     def rms_norm(self, x: jax.Array, weight: jax.Array, count: jax.Array) -> jax.Array:
-        del count  # every row is computed
         return rms_norm(x, weight, self._model.rms_norm_eps).astype(self._spec.dtype)
 
     def take_rows(self, x: jax.Array, indices: jax.Array, count: jax.Array) -> jax.Array:
-        del count  # every row is taken
         return jnp.where(indices[:, None] >= 0, x[jnp.maximum(indices, 0)], 0)
 
-    def take_logit_rows(self, x: jax.Array, step: StepArrays) -> jax.Array:
-        return self.take_rows(x, step.logits.token_indices, step.num_logits)  # [L, ·]
-
     def linear(
-        self,
-        x: jax.Array,
-        weight: Linear,
-        num_out: int,
-        count: jax.Array,
-        residual: jax.Array | None = None,
+        self, x: jax.Array, weight: Linear, count: jax.Array, residual: jax.Array | None = None
     ) -> jax.Array:
-        del num_out, count  # the weight has N rows; every row of x is computed
         y = _matmul(x, weight)
         if residual is None:
             return y.astype(self._spec.dtype)
         return residual + y * np.float32(self._model.residual_scale)
 
-    def project(self, x: jax.Array, weight: Linear, num_out: int, count: jax.Array) -> jax.Array:
-        del num_out, count
+    def project(self, x: jax.Array, weight: Linear, count: jax.Array) -> jax.Array:
         return _matmul(x, weight)
 
     def linear_norm_add(
         self, x: jax.Array, weight: Linear, norm: jax.Array, residual: jax.Array, count: jax.Array
     ) -> jax.Array:
-        del count
         return residual + rms_norm(_matmul(x, weight), norm, self._model.rms_norm_eps)
 
     def gated_linear(self, x: jax.Array, weight: Linear, count: jax.Array) -> jax.Array:
-        del count
         gate, up = jnp.split(_matmul(x, weight), 2, axis=-1)  # [T, F] each
         return (_ACTIVATIONS[self._model.activation](gate) * up).astype(self._spec.dtype)
 
     def route_experts(self, x: jax.Array, router: Linear, count: jax.Array) -> ExpertChoice:
-        del count
         return choose_experts(_matmul(x, router), Routing.of(self._model))
 
     def grouped_gated_linear(
         self, x: jax.Array, weight: Linear, choice: ExpertChoice, count: jax.Array
     ) -> jax.Array:
-        del count
         activation = _ACTIVATIONS[self._model.activation]
         return grouped_gated_linear(x, weight, choice.ids, activation)
 
@@ -258,7 +202,6 @@ class ReferenceOps:
         residual: jax.Array,
         count: jax.Array,
     ) -> jax.Array:
-        del count
         return grouped_linear(x, weight, choice, residual)
 
     def rope_append_attend(
@@ -437,10 +380,6 @@ def _append(pool: KVPool, key: jax.Array, value: jax.Array, places: Places) -> K
         return side.at[slots, layer].set(rows, mode="drop")
 
     return jax.tree.map(write, pool, new)
-
-
-def _as(format: WeightFormat, parts: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
-    return np.concatenate(parts).astype(jnp.dtype(format.name))
 
 
 def _matmul(x: jax.Array, weight: Linear) -> jax.Array:

@@ -9,13 +9,15 @@ D head size · V vocabulary · P pages per row · C output columns · X experts 
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
@@ -82,11 +84,13 @@ class Linear:
     """A weight in the layout of its op table, its bias, and the format of the weight's elements.
 
     Linears that are fused may have several formats of codes; `format` is then the first one's.
+    `num_out` is N, of all parts together.
     """
 
     weight: Any  # [N, K] in the reference table
     bias: Any | None  # [N]
     format: WeightFormat
+    num_out: int
 
 
 class ExpertChoice(NamedTuple):
@@ -149,45 +153,47 @@ class StepArrays(NamedTuple):
     rules: RuleArrays | None = None  # None: no row has rules
 
 
-jax.tree_util.register_dataclass(Linear, ["weight", "bias"], ["format"])
+jax.tree_util.register_dataclass(Linear, ["weight", "bias"], ["format", "num_out"])
 for _group in (TokenInputs, RowInputs, LogitInputs):
     jax.tree_util.register_dataclass(_group, [spec.name for spec in specs_of(_group)], [])
 
 
-class OpTable(Protocol):
+class OpTable(ABC):
     """One implementation of every operation, for one `DecoderSpec`.
 
     `count` [] is the true number of rows; the results of later rows are undefined.
     """
 
-    @property
-    def name(self) -> str: ...
+    name: str
 
-    @property
-    def is_opaque(self) -> bool:
-        """Whether XLA does not see the operations of a `compute`.
+    is_opaque: bool
+    """Whether XLA does not see the operations of a `compute`.
 
-        Then a step has the same bits when its tokens are chosen in a `compute` of its own, and XLA
-        has nothing to optimise.
-        """
-        ...
+    Then a step has the same bits when its tokens are chosen in a `compute` of its own, and XLA has
+    nothing to optimise.
+    """
 
-    def loading(self, packed: Path | None) -> AbstractContextManager[None]:
+    def __init__(self, spec: DecoderSpec) -> None:
+        self._spec = spec
+        self._model = spec.model
+
+    def loading(self, packed: Path | None) -> AbstractContextManager[None]:  # noqa: ARG002 (nothing is packed)
         """Encloses the calls of `load_…` for one model.
 
         A table that packs weights reads them from the file `packed` if it is there, and writes it
         otherwise; None: no file.
         """
-        ...
+        return nullcontext()
 
+    @abstractmethod
     def token_buckets(self, max_num_batched_tokens: int) -> tuple[int, ...]:
         """Sizes T (tokens per step) to compile programs for, ascending."""
-        ...
 
+    @abstractmethod
     def load_linear(
         self,
         parts: Sequence[HostWeight],
-        bias: list[npt.NDArray[Any]],
+        bias: Sequence[npt.NDArray[Any]] = (),
         format: WeightFormat | None = None,
     ) -> Linear:
         """Fuses weights [Ni, K] of linears with the same input along N, in host memory.
@@ -195,48 +201,36 @@ class OpTable(Protocol):
         Here and below floats are held in `format`, by default the type of the activations, and a
         weight of codes in its own.
         """
-        ...
-
-    def load_embedding(self, table: HostWeight, format: WeightFormat | None = None) -> Linear:
-        """The embedding table [V, E], also used as the weight of a tied head."""
-        ...
 
     def load_gate_up(
         self,
-        gate: HostWeight,
-        up: HostWeight,
-        bias: list[npt.NDArray[Any]],
+        parts: Sequence[HostWeight],
+        bias: Sequence[npt.NDArray[Any]] = (),
         format: WeightFormat | None = None,
     ) -> Linear:
         """Gate and up [F, E], for `gated_linear`."""
-        ...
+        return self.load_linear(parts, bias, format)
 
-    def load_experts_gate_up(
-        self,
-        experts: Sequence[tuple[HostWeight, HostWeight]],
-        format: WeightFormat | None = None,
+    @abstractmethod
+    def load_experts(
+        self, experts: Sequence[Sequence[HostWeight]], format: WeightFormat | None = None
     ) -> Linear:
-        """Gate and up [F, E] of each expert, for `grouped_gated_linear`."""
-        ...
-
-    def load_experts_down(
-        self, experts: Sequence[HostWeight], format: WeightFormat | None = None
-    ) -> Linear:
-        """Each expert's weight [E, F], for `grouped_linear`."""
-        ...
+        """The weight [E, F] of each expert, for `grouped_linear`, or its gate and up [F, E], for
+        `grouped_gated_linear`."""
 
     def unwritten(self, shape: tuple[int, ...], dtype: Any) -> jax.Array:
         """An array whose content nothing reads before it is written; called under tracing.
 
         Its memory is reserved, and becomes resident as it is written, where the table can do that.
         """
-        ...
+        return jnp.zeros(shape, dtype)
 
+    @abstractmethod
     def new_kv_pool(self, num_pages: int, fill: float | None) -> KVPool:
         """A pool of `num_pages` with every element set to `fill`, or `unwritten`; called under
         tracing."""
-        ...
 
+    @abstractmethod
     def copy_slots(
         self, pool: KVPool, source: jax.Array, destination: jax.Array, count: int
     ) -> KVPool:
@@ -244,76 +238,71 @@ class OpTable(Protocol):
 
         All three are multiples of `PAGE_SIZE_UNIT`; neither range crosses a page boundary.
         """
-        ...
 
     def compute(self, decode: Callable[["OpTable"], Any]) -> Any:
         """Traces `decode(table)`, which uses only operations of the table that it is given.
 
         A table may run them as one call. Returns the tree of arrays that `decode` returns.
         """
-        ...
+        return decode(self)
 
+    @abstractmethod
     def embed(self, table: Linear, step: StepArrays) -> jax.Array:
         """Residual stream [T, E], float32, scaled by the model's `embedding_scale`."""
-        ...
 
+    @abstractmethod
     def to_activations(self, x: jax.Array, count: jax.Array) -> jax.Array:
         """Casts x [T, E] from float32 to the type of the activations."""
-        ...
 
+    @abstractmethod
     def rms_norm(self, x: jax.Array, weight: jax.Array, count: jax.Array) -> jax.Array:
         """x / rms(x) * weight: [·, E] float32 to activations."""
-        ...
 
+    @abstractmethod
     def take_rows(self, x: jax.Array, indices: jax.Array, count: jax.Array) -> jax.Array:
         """The rows of x [T, ·] at int32 indices [N], zeros for negative ones: [N, ·], `count`
         defined."""
-        ...
 
     def take_logit_rows(self, x: jax.Array, step: StepArrays) -> jax.Array:
         """The rows of x [T, ·] at `LogitInputs.token_indices`: [L, ·], `num_logits` defined."""
-        ...
+        return self.take_rows(x, step.logits.token_indices, step.num_logits)
 
+    @abstractmethod
     def linear(
-        self,
-        x: jax.Array,
-        weight: Linear,
-        num_out: int,
-        count: jax.Array,
-        residual: jax.Array | None = None,
+        self, x: jax.Array, weight: Linear, count: jax.Array, residual: jax.Array | None = None
     ) -> jax.Array:
         """x W, [·, K] to activations [·, N]; with `residual`, float32 residual + scale * x W,
         where scale is the model's `residual_scale`.
         """
-        ...
 
-    def project(self, x: jax.Array, weight: Linear, num_out: int, count: jax.Array) -> jax.Array:
+    @abstractmethod
+    def project(self, x: jax.Array, weight: Linear, count: jax.Array) -> jax.Array:
         """x W, [·, K] to float32 [·, N]: a residual stream."""
-        ...
 
+    @abstractmethod
     def linear_norm_add(
         self, x: jax.Array, weight: Linear, norm: jax.Array, residual: jax.Array, count: jax.Array
     ) -> jax.Array:
         """Float32 `residual` [·, N] + rms_norm(x W)."""
-        ...
 
+    @abstractmethod
     def gated_linear(self, x: jax.Array, weight: Linear, count: jax.Array) -> jax.Array:
         """activation(x Wg) * (x Wu): [T, E] to activations [T, F]."""
-        ...
 
+    @abstractmethod
     def route_experts(self, x: jax.Array, router: Linear, count: jax.Array) -> ExpertChoice:
         """The experts of x [T, E] with the largest router logits; ties go to the lowest id.
 
         Their weights follow the model's `experts` and include its `residual_scale`.
         """
-        ...
 
+    @abstractmethod
     def grouped_gated_linear(
         self, x: jax.Array, weight: Linear, choice: ExpertChoice, count: jax.Array
     ) -> jax.Array:
         """`gated_linear` with each of a token's experts: [T, E] to activations [T, A, F]."""
-        ...
 
+    @abstractmethod
     def grouped_linear(
         self,
         x: jax.Array,
@@ -323,8 +312,8 @@ class OpTable(Protocol):
         count: jax.Array,
     ) -> jax.Array:
         """Float32 `residual` [T, E] + the weighted sum over a token's experts, x [T, A, F]."""
-        ...
 
+    @abstractmethod
     def rope_append_attend(
         self,
         qkv: jax.Array,
@@ -337,12 +326,11 @@ class OpTable(Protocol):
 
         qkv is [T, (Hq + 2 Hkv) D]. Returns activations [T, Hq D] and the pool, updated in place.
         """
-        ...
 
+    @abstractmethod
     def next_tokens(self, x: jax.Array, head: Linear, step: StepArrays) -> jax.Array:
         """Computes logits of x [L, E] and chooses a token for each row: int32 [L, C].
 
         Applies the model's logit divisor and soft cap; logits that are not finite stay unchanged by
         the cap, so that the row state reports them.
         """
-        ...

@@ -1,0 +1,13 @@
+"""What a decoder layer is made of: one module a kind, with its weights, loading and arithmetic.
+
+A layer is a token mixer, which reads earlier tokens, and a feed-forward, which does not. A new kind
+is one module here and its name in `decoder.FEED_FORWARDS` or `decoder.Layer.load`.
+
+Modules:
+
+- `weight_source`: the tensors of a checkpoint, loaded in the op table's layouts
+- `residual`: the residual stream, and what the layers of a step compute with
+- `attention`: the token mixer over KV pages
+- `mlp`, `experts`: the feed-forwards: a gated MLP, and a mixture of them
+- `hidden_input`: an MTP layer's input, of hidden states and embeddings
+"""

@@ -1,0 +1,52 @@
+"""`GatedMLP`: the feed-forward down(activation(gate(x)) * up(x))."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cadenza.backends.xla.layers.residual import Residual
+from cadenza.backends.xla.layers.weight_source import WeightSource
+from cadenza.backends.xla.ops.table import Linear, OpTable
+from cadenza.checkpoint.declaration import GatedMLPSpec, LayerSpec
+from cadenza.checkpoint.quantised_weight import HostWeight
+
+
+class GatedMLP(NamedTuple):
+    """The weights of one layer's MLP; a norm that the model family does not have is None."""
+
+    norm: Any | None  # [E]
+    gate_up: Linear  # [2 F, E]
+    down: Linear  # [E, F]
+    post_norm: Any | None  # [E]
+
+    @classmethod
+    def load(cls, source: WeightSource, layer: LayerSpec) -> "GatedMLP":
+        mlp = layer.mlp
+        assert isinstance(mlp, GatedMLPSpec), "the layer has a gated MLP"
+        biases = source.biases(mlp.gate_up)
+        if len(biases) == 1:
+            biases = np.split(biases[0], 2)
+        gate_up = _halves(source.operand(mlp.gate_up))
+        return cls(
+            norm=source.optional_norm(layer.mlp_norm),
+            gate_up=source.ops.load_gate_up(gate_up, biases, source.format_of(mlp.gate_up)),
+            down=source.linear(mlp.down),
+            post_norm=source.optional_norm(layer.mlp_post_norm),
+        )
+
+    def add(self, ops: OpTable, stream: Residual) -> Residual:
+        """The stream [N, E] with the MLP's output."""
+        gated = ops.gated_linear(stream.normed(ops, self.norm), self.gate_up, stream.count)
+        return stream.plus(ops, gated, self.down, self.post_norm)
+
+
+def _halves(parts: Sequence[HostWeight]) -> Sequence[HostWeight]:
+    """Gate and up, from two tensors or from the halves of a fused one."""
+    if len(parts) == 2:
+        return parts
+    (fused,) = parts
+    half = len(fused) // 2
+    if isinstance(fused, np.ndarray):
+        return fused[:half], fused[half:]
+    return fused.rows(0, half), fused.rows(half, len(fused))

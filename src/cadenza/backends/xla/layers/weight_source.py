@@ -1,0 +1,67 @@
+"""`WeightSource`: the tensors of a checkpoint, loaded in the layouts of an op table.
+
+`checkpoint.declaration` gives the tensor names and which tensors are fused into one operand. For a
+norm that multiplies by 1 + weight, the 1 is added here.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cadenza.backends.xla.ops.table import DecoderSpec, Linear, OpTable
+from cadenza.checkpoint.declaration import LinearSpec, TensorSpec
+from cadenza.checkpoint.float8_weight import Float8Weight
+from cadenza.checkpoint.quantised_weight import HostWeight, have_one_order
+from cadenza.checkpoint.weight_format import WeightFormat
+from cadenza.checkpoint.weights import Weights
+from cadenza.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSource:
+    """The tensors, and the op table that they are loaded for."""
+
+    ops: OpTable
+    spec: DecoderSpec
+    weights: Weights
+
+    def linear(self, *linears: LinearSpec) -> Linear:
+        """Linears with the same input, fused into one."""
+        operand, biases = self.operand(linears), self.biases(linears)
+        return self.ops.load_linear(operand, biases, self.format_of(linears))
+
+    def norm(self, name: str) -> npt.NDArray[np.float32]:
+        weight = np.asarray(self.weights[name]).astype(np.float32)
+        return weight + np.float32(1.0) if self.spec.model.norm_adds_one else weight
+
+    def optional_norm(self, spec: TensorSpec | None) -> npt.NDArray[np.float32] | None:
+        return None if spec is None else self.norm(spec.name)
+
+    def table(self, spec: TensorSpec) -> Linear:
+        """The embedding table or the head [V, E]."""
+        return self.ops.load_linear([self.weights[spec.name]], [], self.spec.format_of(spec))
+
+    def format_of(self, linears: Sequence[LinearSpec]) -> WeightFormat:
+        """The format of linears that are loaded together."""
+        return self.spec.format_of(linears[0].weight_spec)
+
+    def biases(self, linears: Sequence[LinearSpec]) -> list[npt.NDArray[Any]]:
+        return [self.weights[linear.bias] for linear in linears if linear.bias is not None]
+
+    def operand(self, linears: Sequence[LinearSpec]) -> tuple[HostWeight, ...]:
+        """The weights of linears that are multiplied as one.
+
+        Raises CheckpointError if their codes have the inputs in different orders.
+        """
+        parts = tuple(self.weights[linear.weight] for linear in linears)
+        coded = [part for part in parts if not isinstance(part, np.ndarray | Float8Weight)]
+        if len(coded) == len(parts) and not have_one_order(coded):
+            names = ", ".join(linear.name for linear in linears)
+            raise CheckpointError(
+                f"the groups (g_idx) of {names} have the inputs in different orders, but these "
+                f"linears are computed as one; use a checkpoint with desc_act false"
+            )
+        return parts
