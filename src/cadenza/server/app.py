@@ -81,8 +81,8 @@ class App:
         except ApiError as error:
             await _fail(exchange, error)
         except HTTPException as error:  # the router's only one: 405
-            allowed = (error.headers or {}).get("Allow", "GET").split(", ")
-            await _fail(exchange, method_not_allowed(scope["method"], tuple(sorted(allowed))))
+            allowed = ", ".join(sorted((error.headers or {}).get("Allow", "GET").split(", ")))
+            await _fail(exchange, method_not_allowed(method=scope["method"], listed=allowed))
         except Exception as error:  # noqa: BLE001  logged without what the client sent
             log_unexpected(error)
             await _fail(exchange, server_error())
@@ -98,7 +98,9 @@ class App:
         path: str = scope["path"]
         is_at_metrics_port = self._is_at_metrics_port(scope)
         if is_at_metrics_port and path not in (METRICS_PATH, *PROBE_PATHS):
-            raise unknown_url(scope["method"], path[:MAX_SHOWN_PATH], _AT_METRICS_PORT)
+            raise unknown_url(
+                method=scope["method"], path=path[:MAX_SHOWN_PATH], advice=_AT_METRICS_PORT
+            )
         if path not in OPEN_PATHS:
             exchange.tenant = self._tenant_of(exchange, is_at_metrics_port=is_at_metrics_port)
         if exchange.dialect.version_header is not None:
@@ -179,7 +181,11 @@ async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:
     path: str = scope["path"]
     address = address_of(scope["scheme"], exchange.header(b"host"))
     advice = base_url_advice(path, _PATHS, address) if len(path) <= MAX_SHOWN_PATH else None
-    raise unknown_url(scope["method"], path[:MAX_SHOWN_PATH], advice)
+    raise unknown_url(
+        method=scope["method"],
+        path=path[:MAX_SHOWN_PATH],
+        advice=advice or "GET /openapi.json has what is",
+    )
 
 
 async def _fail(exchange: Exchange, error: ApiError) -> None:

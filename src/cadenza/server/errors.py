@@ -1,16 +1,15 @@
-"""The server's error answers: `ApiError`, made by one function for each kind.
+"""The server's error answers: `ApiError`, and the kinds of them.
 
-`error_of` and `error_of_end` map an error of the engine to one of them.
-
-Owns status, type, code and headers of each. Invariant: a message depends on the error's kind only;
-it holds no path, and no exception's text except that of errors written for clients
-(`InvalidRequestError`).
+A `Kind` is a row of a table: an error whose message is fixed but for some values; the others are
+functions. `error_of` and `error_of_end` map an error of the engine to one of them. Invariant: a
+message depends on the error's kind only; it holds no path, and no exception's text except that of
+errors written for clients (`InvalidRequestError`).
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -23,7 +22,6 @@ from cadenza.errors import (
     FormNotCheckedError,
     InvalidRequestError,
     QueueFullError,
-    show_size,
 )
 from cadenza.outputs import CompletionOutput
 
@@ -43,30 +41,27 @@ UNAVAILABLE_CODES: dict[EngineState, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ErrorStatus:
+class ErrorStatus(NamedTuple):
     """What all errors with a status share; `summary` is for the API's description."""
 
-    status: int
     type: str
     summary: str
 
 
-STATUSES: dict[int, ErrorStatus] = {
-    each.status: each
-    for each in (
-        ErrorStatus(status=400, type="invalid_request_error", summary="The request is not valid."),
-        ErrorStatus(status=401, type="invalid_request_error", summary="No valid API key."),
-        ErrorStatus(status=404, type="invalid_request_error", summary="There is no such thing."),
-        ErrorStatus(status=405, type="invalid_request_error", summary="Another method is needed."),
-        ErrorStatus(status=413, type="invalid_request_error", summary="The body is too large."),
-        ErrorStatus(status=415, type="invalid_request_error", summary="The body is not JSON."),
-        ErrorStatus(status=429, type="rate_limit_error", summary="The queue is full: retry here."),
-        ErrorStatus(status=500, type="server_error", summary="The server failed."),
-        ErrorStatus(status=503, type="server_error", summary="Not serving now: retry elsewhere."),
-        ErrorStatus(status=504, type="server_error", summary="The deadline has passed."),
-        ErrorStatus(status=529, type="server_error", summary="Not serving now: retry elsewhere."),
-    )
+_INVALID, _LIMITED, _FAILED = "invalid_request_error", "rate_limit_error", "server_error"
+
+STATUSES: Mapping[int, ErrorStatus] = {
+    400: ErrorStatus(_INVALID, "The request is not valid."),
+    401: ErrorStatus(_INVALID, "No valid API key."),
+    404: ErrorStatus(_INVALID, "There is no such thing."),
+    405: ErrorStatus(_INVALID, "Another method is needed."),
+    413: ErrorStatus(_INVALID, "The body is too large."),
+    415: ErrorStatus(_INVALID, "The body is not JSON."),
+    429: ErrorStatus(_LIMITED, "The queue is full: retry here."),
+    500: ErrorStatus(_FAILED, "The server failed."),
+    503: ErrorStatus(_FAILED, "Not serving now: retry elsewhere."),
+    504: ErrorStatus(_FAILED, "The deadline has passed."),
+    529: ErrorStatus(_FAILED, "Not serving now: retry elsewhere."),
 }
 
 
@@ -83,7 +78,7 @@ class ApiError(Exception):
         headers: Headers = (),
     ) -> None:
         super().__init__(message)
-        self._status = STATUSES[status]
+        self.status = status
         self.code = code
         self.message = message
         self.param = param
@@ -93,10 +88,6 @@ class ApiError(Exception):
         self.in_anthropic: str | None = None
         """How Anthropic's API says it, which its clients read; it is said first there."""
 
-    @property
-    def status(self) -> int:
-        return self._status.status
-
     def body(self) -> bytes:
         """The JSON of the answer, or of a stream's error frame."""
         return msgspec.json.encode(self.as_object())
@@ -104,7 +95,7 @@ class ApiError(Exception):
     def as_object(self) -> dict[str, Any]:
         error = {
             "message": self.message,
-            "type": self._status.type,
+            "type": STATUSES[self.status].type,
             "param": self.param,
             "code": self.code,
         }
@@ -125,9 +116,8 @@ def unknown_field(name: str, known: list[str], meant: str | None = None) -> ApiE
     """`meant`: the field of which the name may be a misspelling."""
     advice = f"there are {', '.join(known)}" if meant is None else f"did you mean {meant}?"
     message = f"there is no field {name!r} here; {advice}"
-    whole = name.encode(
-        errors="backslashreplace"
-    ).decode()  # half a surrogate pair cannot be encoded
+    # Half a surrogate pair cannot be encoded.
+    whole = name.encode(errors="backslashreplace").decode()
     return ApiError(400, "unknown_field", message, param=whole)
 
 
@@ -142,14 +132,6 @@ def not_built(
     return ApiError(400, "unsupported_field", message, param=name)
 
 
-def context_length_exceeded(error: ContextLengthError, param: str | None) -> ApiError:
-    found = ApiError(400, "context_length_exceeded", str(error), param=param)
-    if error.is_prompt_alone:
-        most = error.most_prompt_tokens
-        found.in_anthropic = f"prompt is too long: {error.prompt_length} > {most} maximum"
-    return found
-
-
 def beyond_context(field: str, length: str, max_model_len: int) -> ApiError:
     """More tokens than a context holds, where none are generated; `length` is in words."""
     message = (
@@ -159,36 +141,132 @@ def beyond_context(field: str, length: str, max_model_len: int) -> ApiError:
     return ApiError(400, "context_length_exceeded", message, param=field)
 
 
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One kind of error, which makes it when called; `message` and the headers' values are formats
+    of the arguments."""
+
+    status: int
+    code: str
+    message: str
+    headers: Headers = ()
+    param: str | None = None
+
+    def __call__(self, **values: object) -> ApiError:
+        headers = tuple((name, value.format_map(values)) for name, value in self.headers)
+        message = self.message.format_map(values)
+        return ApiError(self.status, self.code, message, param=self.param, headers=headers)
+
+
+CLOSING: Headers = (("connection", "close"),)
+_NO_RETRY: Headers = (("x-should-retry", "false"),)
+_RETRY: Headers = (("retry-after", str(RETRY_QUEUE_S)),)
+_RETRY_LATER: Headers = (("retry-after", "{seconds}"),)
+
+invalid_http = Kind(400, "invalid_http", "{message}", CLOSING)
+invalid_api_key = Kind(
+    401,
+    "invalid_api_key",
+    "a valid API key is needed; send it as `Authorization: Bearer KEY` or `x-api-key: KEY`",
+    (("www-authenticate", 'Bearer realm="cadenza"'),),
+)
+model_not_found = Kind(
+    404,
+    "model_not_found",
+    "there is no model {model!r} here; this server has {listed}: ask for that, or start it with "
+    "--served-model-name and the name that clients use",
+    param="model",
+)
+request_not_found = Kind(404, "request_not_found", "no request with this id is open", param="id")
+unknown_url = Kind(404, "unknown_url", "there is nothing at {method} {path}; {advice}")
+method_not_allowed = Kind(
+    405,
+    "method_not_allowed",
+    "{method} does not work here; {listed} does",
+    (("allow", "{listed}"),),
+)
+content_too_large = Kind(
+    413,
+    "content_too_large",
+    "the body has over {limit}, the most that is read; send less",
+    CLOSING,
+)
+unsupported_media_type = Kind(
+    415,
+    "unsupported_media_type",
+    "the body's type must be application/json; set the content-type header",
+)
+unsupported_encoding = Kind(
+    415,
+    "unsupported_media_type",
+    "the body's {header} is {coding!r}; only plain JSON is read: send the body uncompressed",
+    (("accept-encoding", "identity"),),
+)
+queue_full = Kind(429, "queue_full", "{message}", _RETRY)
+rate_limited = Kind(
+    429,
+    "rate_limit_exceeded",
+    "your key's {rate} is used up; try again in {seconds} {unit}",
+    _RETRY_LATER,
+)
+bodies_full = Kind(
+    429,
+    "bodies_full",
+    "{limit} of bodies are being read, the most that --max-bodies-bytes allows; try again when "
+    "some have been",
+    _RETRY,
+)
+connections_full = Kind(
+    429,
+    "connections_full",
+    "as many connections have requests in progress as this server has file descriptors for; try "
+    "again when some have finished",
+    _RETRY,
+)
+model_failed = Kind(
+    503,
+    "model_failed",
+    "the model {name} could not be loaded: {reason}; it is tried again in {seconds} seconds at the "
+    "earliest, other models are served meanwhile",
+    _RETRY_LATER,
+)
+models_full = Kind(
+    503,
+    "loading",
+    "the model {name} is not loaded, and {num_waiting} requests wait for models already, as many "
+    "as --max-num-queued-reqs and --max-bodies-bytes allow; try again soon",
+    _RETRY_LATER,
+)
+form_not_checked = Kind(503, "form_not_checked", "{message}", _RETRY)
+"""The machine is the cause, so the request may be retried."""
+cancelled = Kind(400, "cancelled", "the request was cancelled, so that it has no answer")
+"""The end of a call whose answer is nothing if it is not whole."""
+step_failed = Kind(500, "step_failed", "the computation failed; the server's log has the cause")
+"""The cause may be the machine, so the request may be retried."""
+engine_failed = Kind(
+    500,
+    "engine_failed",
+    "the engine failed each time that it computed this request, the last time with no other; do "
+    "not send it again",
+    _NO_RETRY,
+)
+queue_timeout = Kind(
+    504,
+    "deadline_exceeded",
+    "the request waited {seconds:g} seconds in the queue and was not started; --queue-timeout "
+    "allows no more: try again later",
+)
+request_timeout = Kind(
+    504,
+    "deadline_exceeded",
+    "the request took {seconds:g} seconds and was not finished; --request-timeout allows no more: "
+    "ask for less, or try again later",
+)
+
+
 def bounds_exceeded(code: str, message: str) -> ApiError:
-    """A request line or a head beyond its bound; the connection is closed."""
-    return ApiError(400, code, message, headers=(("connection", "close"),))
-
-
-def invalid_http(message: str) -> ApiError:
-    """The bytes are no HTTP request; the connection is closed."""
-    return ApiError(400, "invalid_http", message, headers=(("connection", "close"),))
-
-
-def invalid_api_key() -> ApiError:
-    return ApiError(
-        401,
-        "invalid_api_key",
-        "a valid API key is needed; send it as `Authorization: Bearer KEY` or `x-api-key: KEY`",
-        headers=(("www-authenticate", 'Bearer realm="cadenza"'),),
-    )
-
-
-def model_not_found(model: str, served: tuple[str, ...]) -> ApiError:
-    listed = ", ".join(served)
-    message = (
-        f"there is no model {model!r} here; this server has {listed}: ask for that, or start it "
-        f"with --served-model-name and the name that clients use"
-    )
-    return ApiError(404, "model_not_found", message, param="model")
-
-
-def request_not_found() -> ApiError:
-    return ApiError(404, "request_not_found", "no request with this id is open", param="id")
+    """A request line, a head or a body beyond its bound; the connection is closed."""
+    return ApiError(400, code, message, headers=CLOSING)
 
 
 def response_not_found(response_id: str, param: str | None = None) -> ApiError:
@@ -204,82 +282,9 @@ def response_not_found(response_id: str, param: str | None = None) -> ApiError:
     return ApiError(status, code, message, param=param or "id")
 
 
-def unknown_url(method: str, path: str, advice: str | None = None) -> ApiError:
-    """`advice`: on the client's base URL, where the path tells that it is not the right one."""
-    described = advice or "GET /openapi.json has what is"
-    return ApiError(404, "unknown_url", f"there is nothing at {method} {path}; {described}")
-
-
-def method_not_allowed(method: str, allowed: tuple[str, ...]) -> ApiError:
-    listed = ", ".join(allowed)
-    return ApiError(
-        405,
-        "method_not_allowed",
-        f"{method} does not work here; {listed} does",
-        headers=(("allow", listed),),
-    )
-
-
-def content_too_large(limit_bytes: int) -> ApiError:
-    return ApiError(
-        413,
-        "content_too_large",
-        f"the body has over {show_size(limit_bytes)}, the most that is read; send less",
-        headers=(("connection", "close"),),
-    )
-
-
-def unsupported_media_type() -> ApiError:
-    message = "the body's type must be application/json; set the content-type header"
-    return ApiError(415, "unsupported_media_type", message)
-
-
-def unsupported_encoding(header: str, coding: str) -> ApiError:
-    message = (
-        f"the body's {header} is {coding[:64]!r}; only plain JSON is read: send the body "
-        f"uncompressed"
-    )
-    headers = (("accept-encoding", "identity"),)
-    return ApiError(415, "unsupported_media_type", message, headers=headers)
-
-
-def queue_full(message: str) -> ApiError:
-    return ApiError(429, "queue_full", message, headers=(("retry-after", str(RETRY_QUEUE_S)),))
-
-
-def rate_limited(what: str, retry_after_s: int) -> ApiError:
-    """`what` names the rate of the tenant that is used up, with its number."""
-    message = (
-        f"your key's {what} is used up; try again in {retry_after_s} "
-        f"second{'' if retry_after_s == 1 else 's'}"
-    )
-    headers = (("retry-after", str(retry_after_s)),)
-    return ApiError(429, "rate_limit_exceeded", message, headers=headers)
-
-
-def too_many_bodies(limit_bytes: int, *, has_length: bool) -> ApiError:
-    """The rest of a body of known length is skipped; otherwise the connection is closed."""
-    message = (
-        f"{show_size(limit_bytes)} of bodies are being read, the most that --max-bodies-bytes "
-        f"allows; try again when some have been"
-    )
-    headers = (("retry-after", str(RETRY_QUEUE_S)),)
-    closing = () if has_length else (("connection", "close"),)
-    return ApiError(429, "bodies_full", message, headers=(*headers, *closing))
-
-
-def connections_full() -> ApiError:
-    message = (
-        "as many connections have requests in progress as this server has file descriptors for; "
-        "try again when some have finished"
-    )
-    headers = (("retry-after", str(RETRY_QUEUE_S)),)
-    return ApiError(429, "connections_full", message, headers=headers)
-
-
 def server_error(message: str = "the server failed on this request") -> ApiError:
     """The request is assumed to be the cause, so that a retry would fail again."""
-    return ApiError(500, "server_error", message, headers=(("x-should-retry", "false"),))
+    return ApiError(500, "server_error", message, headers=_NO_RETRY)
 
 
 _UNAVAILABLE = {
@@ -300,69 +305,6 @@ def unavailable(
     return ApiError(503, code, message, headers=headers)
 
 
-def model_failed(name: str, reason: str, retry_after_s: float) -> ApiError:
-    """Of several models this one could not be loaded; `reason` is in words for clients."""
-    seconds = max(1, math.ceil(retry_after_s))
-    message = (
-        f"the model {name} could not be loaded: {reason}; it is tried again in {seconds} seconds "
-        f"at the earliest, other models are served meanwhile"
-    )
-    return ApiError(503, "model_failed", message, headers=(("retry-after", str(seconds)),))
-
-
-def models_full(name: str, num_waiting: int, load_s: float) -> ApiError:
-    """No further request may wait for a model that is not loaded; `load_s` is how long that took
-    the last time."""
-    seconds = max(RETRY_LOADING_S, math.ceil(load_s))
-    message = (
-        f"the model {name} is not loaded, and {num_waiting} requests wait for models already, as "
-        f"many as --max-num-queued-reqs and --max-bodies-bytes allow; try again soon"
-    )
-    return ApiError(503, "loading", message, headers=(("retry-after", str(seconds)),))
-
-
-def form_not_checked(message: str) -> ApiError:
-    """The machine is the cause, so the request may be retried."""
-    headers = (("retry-after", str(RETRY_QUEUE_S)),)
-    return ApiError(503, "form_not_checked", message, headers=headers)
-
-
-def cancelled() -> ApiError:
-    """The end of a call whose answer is nothing if it is not whole."""
-    return ApiError(400, "cancelled", "the request was cancelled, so that it has no answer")
-
-
-def step_failed() -> ApiError:
-    """The cause may be the machine, so the request may be retried."""
-    message = "the computation failed; the server's log has the cause"
-    return ApiError(500, "step_failed", message)
-
-
-def engine_failed() -> ApiError:
-    """The request is the cause: the engine failed each time that it computed it, at last alone."""
-    message = (
-        "the engine failed each time that it computed this request, the last time with no other; "
-        "do not send it again"
-    )
-    return ApiError(500, "engine_failed", message, headers=(("x-should-retry", "false"),))
-
-
-def queue_timeout(seconds: float) -> ApiError:
-    message = (
-        f"the request waited {seconds:g} seconds in the queue and was not started; --queue-timeout "
-        f"allows no more: try again later"
-    )
-    return ApiError(504, "deadline_exceeded", message)
-
-
-def request_timeout(seconds: float) -> ApiError:
-    message = (
-        f"the request took {seconds:g} seconds and was not finished; --request-timeout allows no "
-        f"more: ask for less, or try again later"
-    )
-    return ApiError(504, "deadline_exceeded", message)
-
-
 def same_param(param: str | None) -> str | None:
     return param
 
@@ -380,13 +322,17 @@ def error_of(
     """
     if isinstance(error, InvalidRequestError):
         param = param_of(error.param)
-        if isinstance(error, ContextLengthError):
-            return context_length_exceeded(error, param)
-        return invalid_value(str(error), param)
+        if not isinstance(error, ContextLengthError):
+            return invalid_value(str(error), param)
+        found = ApiError(400, "context_length_exceeded", str(error), param=param)
+        if error.is_prompt_alone:
+            most = error.most_prompt_tokens
+            found.in_anthropic = f"prompt is too long: {error.prompt_length} > {most} maximum"
+        return found
     if isinstance(error, QueueFullError):
-        return queue_full(str(error))
+        return queue_full(message=error)
     if isinstance(error, FormNotCheckedError):
-        return form_not_checked(str(error))
+        return form_not_checked(message=error)
     if isinstance(error, EngineUnavailableError | EngineClosedError):
         return unavailable(UNAVAILABLE_CODES.get(state, "draining"))
     return server_error()
@@ -422,9 +368,9 @@ def error_of_end(
     """The answer to a request that was accepted and then failed; arguments as of `error_of`."""
     match failed.error_kind:
         case "queue_timeout":
-            return queue_timeout(monitor.timeouts.queue_s)
+            return queue_timeout(seconds=monitor.timeouts.queue_s)
         case "request_timeout":
-            return request_timeout(monitor.timeouts.total_s)
+            return request_timeout(seconds=monitor.timeouts.total_s)
         case "none_allowed":
             return none_allowed(failed.error_fields, param_of)
         case "constraint_failed":

@@ -15,13 +15,15 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.types import Receive, Scope, Send
 
+from cadenza.errors import show_size
 from cadenza.server.dialect import OPENAI, Dialect
 from cadenza.server.errors import (
+    CLOSING,
     ApiError,
     Headers,
+    bodies_full,
     bounds_exceeded,
     content_too_large,
-    too_many_bodies,
     unsupported_encoding,
     unsupported_media_type,
 )
@@ -94,7 +96,7 @@ class Exchange:
         self._check_codings()
         length = self.header(b"content-length") or b"0"
         if len(length) > 18 or int(length) > self.limits.max_body_bytes:
-            raise content_too_large(self.limits.max_body_bytes)
+            raise content_too_large(limit=show_size(self.limits.max_body_bytes))
         with self.bodies.holding() as held:
             yield await self._read_within(held)
 
@@ -112,7 +114,7 @@ class Exchange:
             found = [value for key, value in self.scope["headers"] if key == name.encode()]
             coding = b", ".join(found).decode("latin-1").strip().lower()
             if coding not in ("", plain):
-                raise unsupported_encoding(name, coding)
+                raise unsupported_encoding(header=name, coding=coding[:64])
 
     async def _read_within(self, held: HeldBytes) -> bytes:
         limit_s = self.limits.body_s
@@ -130,10 +132,12 @@ class Exchange:
         while has_more:
             part, has_more = await self._read_part()
             if len(body) + len(part) > self.limits.max_body_bytes:
-                raise content_too_large(self.limits.max_body_bytes)
+                raise content_too_large(limit=show_size(self.limits.max_body_bytes))
             if not held.try_add(len(part)):
-                has_length = self.header(b"content-length") is not None
-                raise too_many_bodies(self.limits.max_bodies_bytes, has_length=has_length)
+                error = bodies_full(limit=show_size(self.limits.max_bodies_bytes))
+                if self.header(b"content-length") is None:  # else the rest of it is skipped
+                    error.headers += CLOSING
+                raise error
             body += part
         return bytes(body)
 

@@ -74,7 +74,7 @@ class Job:
     async def __aenter__(self) -> Self:
         if self.num_unfinished > 1:
             loop = asyncio.get_running_loop()
-            error = request_timeout(self._timeout_s)
+            error = request_timeout(seconds=self._timeout_s)
             self._deadline = loop.call_later(self._timeout_s, self.fail, error)
         return self
 

@@ -5,9 +5,10 @@ dashboards and autoscalers use, and as `cadenza:…`. Invariant: labels have a f
 that no client can add a series.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast, get_args
+from itertools import accumulate
+from typing import Any, Protocol, cast, get_args
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -27,9 +28,8 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
 from cadenza.engine.open_requests import RejectionReason, RequestStats
-from cadenza.engine.stats import Distribution, EngineStats, StepBoundStats, Tally
+from cadenza.engine.stats import Distribution, EngineStats, Tally
 from cadenza.engine.status import EngineMonitor, EngineStatus
-from cadenza.engine.stored_pages import StoredPageCounts
 from cadenza.events import FinishReason
 
 FIRST_TOKEN_BOUNDS = (
@@ -53,34 +53,6 @@ REJECTION_REASONS = (
 """The engine's, and the front end's own."""
 
 OPEN_METRICS = "application/openmetrics-text"
-
-_GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
-    "num_requests_running": ("Requests in the batch.", lambda s: s.num_running),
-    "num_requests_waiting": ("Requests that wait for a row.", lambda s: s.num_waiting),
-    "kv_cache_usage_perc": ("Share of KV pages that are held, 0 to 1.", lambda s: s.kv_cache_usage),
-}
-_COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
-    "prefix_cache_queries": (
-        "Prompt tokens looked up in the cache.",
-        lambda s: s.num_prefix_queries,
-    ),
-    "prefix_cache_hits": ("Prompt tokens found in the cache.", lambda s: s.num_prefix_hits),
-    "prefix_cache_differing_tokens": (
-        "Tokens of prompts from where they differ from an earlier one of their tenant.",
-        lambda s: s.num_differing_tokens,
-    ),
-    "prefix_cache_waits": (
-        "Requests that waited for a prefix that another one computed.",
-        lambda s: s.num_prefix_waits,
-    ),
-    "num_preemptions": ("Sequences that gave back their pages.", lambda s: s.num_preemptions),
-    "spec_decode_num_drafts": ("Drafts verified.", lambda s: s.num_drafts),
-    "spec_decode_num_draft_tokens": ("Tokens of drafts.", lambda s: s.num_draft_tokens),
-    "spec_decode_num_accepted_tokens": (
-        "Tokens of drafts that stayed.",
-        lambda s: s.num_accepted_tokens,
-    ),
-}
 
 
 class ServedCounts:
@@ -187,239 +159,242 @@ class _Served(Collector):
         yield from found.values()
 
     def _of_model(self, model: CountedModel) -> Iterator[Metric]:
-        monitor, stats = model.monitor, model.stats()
-        for prefix in ("vllm:", "cadenza:"):
-            families = _Families(prefix, model.name)
-            yield from families.of_counts(model.counts)
-            yield from families.of_requests(monitor.request_stats(), model.counts)
-            if stats is not None:
-                yield from families.of_engine(stats)
-        own = _Families("cadenza:", model.name)
-        yield from own.of_status(monitor.status())
-        yield from own.of_resumes(monitor.request_stats())
-        if model.counts is self._counts:
-            yield from own.of_front_end(self._counts, self._num_dropped_log_lines())
-        if self._loads_of is not None:
-            yield from own.of_loads(self._loads_of(model))
-        if stats is not None:
-            yield from own.of_steps(stats)
+        is_front_end = model.counts is self._counts
+        scrape = _Scrape(
+            counts=model.counts,
+            requests=model.monitor.request_stats(),
+            status=model.monitor.status(),
+            stats=model.stats(),
+            loads=None if self._loads_of is None else self._loads_of(model),
+            front_end=self._counts if is_front_end else None,
+            num_dropped_log_lines=self._num_dropped_log_lines() if is_front_end else None,
+        )
+        for prefix, rows in (("vllm:", _ROWS), ("cadenza:", (*_ROWS, *_OWN_ROWS))):
+            for row in rows:
+                found = row.read(scrape)
+                if found is not None:
+                    yield row.family(prefix, model.name, found)
 
 
-class _Families:
-    """Families under one prefix, with the model's name on each series."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Scrape:
+    """What is known of a model and its engine; families of what is None are left out."""
 
-    def __init__(self, prefix: str, model_name: str) -> None:
-        self._prefix = prefix
-        self._model_name = model_name
+    counts: ServedCounts
+    requests: RequestStats
+    status: EngineStatus
+    stats: EngineStats | None
+    loads: ModelLoads | None
+    front_end: ServedCounts | None
+    num_dropped_log_lines: int | None
 
-    def of_counts(self, counts: ServedCounts) -> Iterator[Metric]:
-        yield self._counter(
-            "prompt_tokens", "Tokens of prompts.", counts.request_prompt_tokens.total
-        )
-        yield self._counter("generation_tokens", "Generated tokens.", counts.generation_tokens)
-        yield self._by(
-            "request_success", "Answers by how they ended.", "finished_reason", counts.ends.items()
-        )
-        for name, help, tally in (
-            (
-                "time_to_first_token_seconds",
-                "From a request to its first token.",
-                counts.first_token_s,
-            ),
-            (
-                "inter_token_latency_seconds",
-                "Between the tokens of a stream.",
-                counts.between_tokens_s,
-            ),
-            (
-                "request_time_per_output_token_seconds",
-                "A request's mean time for a token after the first.",
-                counts.per_output_token_s,
-            ),
-            ("e2e_request_latency_seconds", "From a request to its end.", counts.request_s),
-            ("request_prompt_tokens", "Tokens of a prompt.", counts.request_prompt_tokens),
-            (
-                "request_generation_tokens",
-                "Tokens of an answer.",
-                counts.request_generation_tokens,
-            ),
-        ):
-            yield self._histogram(name, help, tally.snapshot())
+    @property
+    def rejections(self) -> dict[str, int]:
+        of_engine = self.requests.rejections
+        return {name: n + of_engine.get(name, 0) for name, n in self.counts.rejections.items()}
 
-    def of_requests(self, stats: RequestStats, counts: ServedCounts) -> Iterator[Metric]:
-        rejections = dict(counts.rejections)
-        for reason, count in stats.rejections.items():
-            rejections[reason] += count
-        yield self._by(
-            "admission_rejections", "Requests turned away.", "reason", rejections.items()
-        )
-        for name, help, found in (
-            ("request_queue_time_seconds", "From acceptance to a row.", stats.queue_seconds),
-            (
-                "request_prefill_time_seconds",
-                "From there to the first token.",
-                stats.prefill_seconds,
-            ),
-            (
-                "request_decode_time_seconds",
-                "From the first token to the end.",
-                stats.decode_seconds,
-            ),
-        ):
-            yield self._histogram(name, help, found)
+    @property
+    def pages(self) -> dict[str, int] | None:
+        s = self.stats
+        return s and {"live": s.pages_live, "cached": s.pages_cached, "free": s.pages_free}
 
-    def of_engine(self, stats: EngineStats) -> Iterator[Metric]:
-        for name, (help, value) in _GAUGES.items():
-            yield self._gauge(name, help, value(stats))
-        for name, (help, value) in _COUNTERS.items():
-            yield self._counter(name, help, value(stats))
-        yield self._by(
-            "prefix_cache_misses",
-            "Prompt tokens looked up and not found.",
-            "reason",
-            stats.num_prefix_misses.items(),
-        )
-        yield self._by(
-            "prefix_cache_missed_prompts",
-            "Prompts that were not found whole, by why the look-up ended.",
-            "reason",
-            stats.num_missed_prompts.items(),
-        )
-        yield self._by(
-            "spec_decode_num_accepted_tokens_per_pos",
-            "Tokens of drafts that stayed, by their place in the draft.",
-            "position",
-            [(str(place), count) for place, count in enumerate(stats.num_accepted_per_pos)],
-        )
-        yield self._histogram("iteration_tokens_total", "Tokens of a step.", stats.step_tokens)
 
-    def of_status(self, status: EngineStatus) -> Iterator[Metric]:
-        yield self._by(
-            "startup_seconds",
-            "Seconds of each phase of the last start.",
-            "phase",
-            status.startup_s.items(),
-            kind=GaugeMetricFamily,
-        )
-        yield self._counter("engine_restarts", "Starts after the first.", status.num_restarts)
+GAUGE = GaugeMetricFamily
 
-    def of_loads(self, loads: ModelLoads) -> Iterator[Metric]:
-        yield self._gauge("model_loaded", "Whether the model is loaded.", loads.is_loaded)
-        yield self._counter("model_loads", "Loads of the model.", loads.num_loads)
-        yield self._gauge(
-            "requests_waiting_for_model",
-            "Requests that wait for the model to be loaded.",
-            loads.num_waiting,
-        )
 
-    def of_resumes(self, stats: RequestStats) -> Iterator[Metric]:
-        yield self._counter(
-            "requests_resumed", "Requests that a restarted engine went on with.", stats.num_resumed
-        )
-        yield self._histogram(
-            "resume_seconds",
-            "From the loss of an engine to the next token of a request that ran in it.",
-            stats.resume_seconds,
-        )
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A family. `path` leads to its value in a `_Scrape`: a number, a histogram, or numbers by the
+    values of `label`."""
 
-    def of_front_end(self, counts: ServedCounts, num_dropped_lines: int) -> Iterator[Metric]:
-        yield self._counter(
-            "idle_connections_closed",
-            "Idle connections closed for new ones.",
-            counts.num_idle_closed,
-        )
-        yield self._counter(
-            "log_lines_dropped", "Log lines that stderr did not take.", num_dropped_lines
-        )
+    name: str
+    path: str
+    help: str
+    label: str | None = None
+    kind: type[CounterMetricFamily | GaugeMetricFamily] = CounterMetricFamily
 
-    def of_steps(self, stats: EngineStats) -> Iterator[Metric]:
-        compiles = stats.num_compiles_after_warmup
-        yield self._counter(
-            "compiles_after_warmup", "Programs compiled after the start; must stay zero.", compiles
-        )
-        yield self._counter("failed_steps", "Steps that failed.", stats.num_failed_steps)
-        yield self._histogram("step_seconds", "Time of a step.", stats.step_seconds)
-        if stats.step_bound is not None:
-            yield from self._of_bound(stats.step_bound)
-        if stats.stored_pages is not None:
-            yield from self._of_stored(stats.stored_pages)
-        pages = {
-            "live": stats.pages_live,
-            "cached": stats.pages_cached,
-            "free": stats.pages_free,
-        }
-        yield self._by(
-            "pages", "KV pages by their state.", "state", pages.items(), kind=GaugeMetricFamily
-        )
+    def read(self, scrape: _Scrape) -> Any:
+        found: Any = scrape
+        for name in self.path.split("."):
+            found = None if found is None else getattr(found, name)
+        return found.snapshot() if isinstance(found, Tally) else found
 
-    def _of_stored(self, counts: StoredPageCounts) -> Iterator[Metric]:
-        for name, help, value in (
-            ("pages_read", "KV pages that came from the disk.", counts.num_read),
-            (
-                "page_bytes_read",
-                "Bytes of KV pages that came from the disk.",
-                counts.num_read_bytes,
-            ),
-            ("pages_written", "KV pages that went to the disk.", counts.num_written),
-            (
-                "page_bytes_written",
-                "Bytes of KV pages that went to the disk.",
-                counts.num_written_bytes,
-            ),
-        ):
-            yield self._counter(f"prefix_cache_disk_{name}", help, value)
-        yield self._by(
-            "prefix_cache_disk_misses",
-            "KV pages looked for on the disk and not taken.",
-            "reason",
-            counts.misses.items(),
-        )
-
-    def _of_bound(self, bound: StepBoundStats) -> Iterator[Metric]:
-        yield self._gauge("max_itl_seconds", "The bound on a step's time.", bound.max_s)
-        yield self._gauge(
-            "bounded_prefill_share",
-            "Rate of a prompt under the bound, as a share of its rate in full steps.",
-            bound.prefill_share,
-        )
-        yield self._counter(
-            "steps_granted",
-            "Steps with prompt tokens for which the bound leaves no time.",
-            bound.num_granted,
-        )
-        yield self._counter(
-            "steps_over_bound", "Steps that took longer than the bound.", bound.num_exceeded
-        )
-
-    def _gauge(self, name: str, help: str, value: float) -> Metric:
-        family = GaugeMetricFamily(self._prefix + name, help, labels=("model_name",))
-        family.add_metric((self._model_name,), value)
+    def family(self, prefix: str, model_name: str, found: Any) -> Metric:
+        """With the model's name on each series."""
+        name, labels = prefix + self.name, ("model_name",)
+        if isinstance(found, Distribution):
+            bounds = (*(str(bound) for bound in found.bounds), "+Inf")
+            buckets = list(zip(bounds, accumulate(found.counts), strict=True))
+            family = HistogramMetricFamily(name, self.help, labels=labels)
+            family.add_metric((model_name,), buckets, found.total)
+        elif self.label is None:
+            family = self.kind(name, self.help, labels=labels)
+            family.add_metric((model_name,), found)
+        else:
+            family = self.kind(name, self.help, labels=(*labels, self.label))
+            pairs = found.items() if isinstance(found, Mapping) else enumerate(found)
+            for value, number in pairs:
+                family.add_metric((model_name, str(value)), number)
         return family
 
-    def _counter(self, name: str, help: str, value: float) -> Metric:
-        family = CounterMetricFamily(self._prefix + name, help, labels=("model_name",))
-        family.add_metric((self._model_name,), value)
-        return family
 
-    def _by(
-        self,
-        name: str,
-        help: str,
-        label: str,
-        values: Iterable[tuple[str, float]],
-        kind: type[CounterMetricFamily] | type[GaugeMetricFamily] = CounterMetricFamily,
-    ) -> Metric:
-        family = kind(self._prefix + name, help, labels=("model_name", label))
-        for value, count in values:
-            family.add_metric((self._model_name, value), count)
-        return family
-
-    def _histogram(self, name: str, help: str, found: Distribution) -> Metric:
-        family = HistogramMetricFamily(self._prefix + name, help, labels=("model_name",))
-        buckets: list[tuple[str, float]] = []
-        below = 0
-        for bound, count in zip((*found.bounds, float("inf")), found.counts, strict=True):
-            below += count
-            buckets.append(("+Inf" if bound == float("inf") else str(bound), below))
-        family.add_metric((self._model_name,), buckets, found.total)
-        return family
+_ROWS = (
+    _Row("prompt_tokens", "counts.request_prompt_tokens.total", "Tokens of prompts."),
+    _Row("generation_tokens", "counts.generation_tokens", "Generated tokens."),
+    _Row("request_success", "counts.ends", "Answers by how they ended.", "finished_reason"),
+    _Row(
+        "time_to_first_token_seconds", "counts.first_token_s", "From a request to its first token."
+    ),
+    _Row(
+        "inter_token_latency_seconds", "counts.between_tokens_s", "Between the tokens of a stream."
+    ),
+    _Row(
+        "request_time_per_output_token_seconds",
+        "counts.per_output_token_s",
+        "A request's mean time for a token after the first.",
+    ),
+    _Row("e2e_request_latency_seconds", "counts.request_s", "From a request to its end."),
+    _Row("request_prompt_tokens", "counts.request_prompt_tokens", "Tokens of a prompt."),
+    _Row("request_generation_tokens", "counts.request_generation_tokens", "Tokens of an answer."),
+    _Row("admission_rejections", "rejections", "Requests turned away.", "reason"),
+    _Row("request_queue_time_seconds", "requests.queue_seconds", "From acceptance to a row."),
+    _Row(
+        "request_prefill_time_seconds", "requests.prefill_seconds", "From there to the first token."
+    ),
+    _Row(
+        "request_decode_time_seconds", "requests.decode_seconds", "From the first token to the end."
+    ),
+    _Row("num_requests_running", "stats.num_running", "Requests in the batch.", kind=GAUGE),
+    _Row("num_requests_waiting", "stats.num_waiting", "Requests that wait for a row.", kind=GAUGE),
+    _Row(
+        "kv_cache_usage_perc",
+        "stats.kv_cache_usage",
+        "Share of KV pages that are held, 0 to 1.",
+        kind=GAUGE,
+    ),
+    _Row(
+        "prefix_cache_queries", "stats.num_prefix_queries", "Prompt tokens looked up in the cache."
+    ),
+    _Row("prefix_cache_hits", "stats.num_prefix_hits", "Prompt tokens found in the cache."),
+    _Row(
+        "prefix_cache_differing_tokens",
+        "stats.num_differing_tokens",
+        "Tokens of prompts from where they differ from an earlier one of their tenant.",
+    ),
+    _Row(
+        "prefix_cache_waits",
+        "stats.num_prefix_waits",
+        "Requests that waited for a prefix that another one computed.",
+    ),
+    _Row("num_preemptions", "stats.num_preemptions", "Sequences that gave back their pages."),
+    _Row("spec_decode_num_drafts", "stats.num_drafts", "Drafts verified."),
+    _Row("spec_decode_num_draft_tokens", "stats.num_draft_tokens", "Tokens of drafts."),
+    _Row(
+        "spec_decode_num_accepted_tokens",
+        "stats.num_accepted_tokens",
+        "Tokens of drafts that stayed.",
+    ),
+    _Row(
+        "prefix_cache_misses",
+        "stats.num_prefix_misses",
+        "Prompt tokens looked up and not found.",
+        "reason",
+    ),
+    _Row(
+        "prefix_cache_missed_prompts",
+        "stats.num_missed_prompts",
+        "Prompts that were not found whole, by why the look-up ended.",
+        "reason",
+    ),
+    _Row(
+        "spec_decode_num_accepted_tokens_per_pos",
+        "stats.num_accepted_per_pos",
+        "Tokens of drafts that stayed, by their place in the draft.",
+        "position",
+    ),
+    _Row("iteration_tokens_total", "stats.step_tokens", "Tokens of a step."),
+)
+_OWN_ROWS = (
+    _Row(
+        "startup_seconds",
+        "status.startup_s",
+        "Seconds of each phase of the last start.",
+        "phase",
+        GAUGE,
+    ),
+    _Row("engine_restarts", "status.num_restarts", "Starts after the first."),
+    _Row(
+        "requests_resumed", "requests.num_resumed", "Requests that a restarted engine went on with."
+    ),
+    _Row(
+        "resume_seconds",
+        "requests.resume_seconds",
+        "From the loss of an engine to the next token of a request that ran in it.",
+    ),
+    _Row(
+        "idle_connections_closed",
+        "front_end.num_idle_closed",
+        "Idle connections closed for new ones.",
+    ),
+    _Row("log_lines_dropped", "num_dropped_log_lines", "Log lines that stderr did not take."),
+    _Row("model_loaded", "loads.is_loaded", "Whether the model is loaded.", kind=GAUGE),
+    _Row("model_loads", "loads.num_loads", "Loads of the model."),
+    _Row(
+        "requests_waiting_for_model",
+        "loads.num_waiting",
+        "Requests that wait for the model to be loaded.",
+        kind=GAUGE,
+    ),
+    _Row(
+        "compiles_after_warmup",
+        "stats.num_compiles_after_warmup",
+        "Programs compiled after the start; must stay zero.",
+    ),
+    _Row("failed_steps", "stats.num_failed_steps", "Steps that failed."),
+    _Row("step_seconds", "stats.step_seconds", "Time of a step."),
+    _Row("max_itl_seconds", "stats.step_bound.max_s", "The bound on a step's time.", kind=GAUGE),
+    _Row(
+        "bounded_prefill_share",
+        "stats.step_bound.prefill_share",
+        "Rate of a prompt under the bound, as a share of its rate in full steps.",
+        kind=GAUGE,
+    ),
+    _Row(
+        "steps_granted",
+        "stats.step_bound.num_granted",
+        "Steps with prompt tokens for which the bound leaves no time.",
+    ),
+    _Row(
+        "steps_over_bound",
+        "stats.step_bound.num_exceeded",
+        "Steps that took longer than the bound.",
+    ),
+    _Row(
+        "prefix_cache_disk_pages_read",
+        "stats.stored_pages.num_read",
+        "KV pages that came from the disk.",
+    ),
+    _Row(
+        "prefix_cache_disk_page_bytes_read",
+        "stats.stored_pages.num_read_bytes",
+        "Bytes of KV pages that came from the disk.",
+    ),
+    _Row(
+        "prefix_cache_disk_pages_written",
+        "stats.stored_pages.num_written",
+        "KV pages that went to the disk.",
+    ),
+    _Row(
+        "prefix_cache_disk_page_bytes_written",
+        "stats.stored_pages.num_written_bytes",
+        "Bytes of KV pages that went to the disk.",
+    ),
+    _Row(
+        "prefix_cache_disk_misses",
+        "stats.stored_pages.misses",
+        "KV pages looked for on the disk and not taken.",
+        "reason",
+    ),
+    _Row("pages", "pages", "KV pages by their state.", "state", GAUGE),
+)
+"""Under `cadenza:` only."""

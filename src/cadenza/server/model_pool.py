@@ -9,6 +9,7 @@ only.
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 from cadenza.engine.status import EngineStatus
 from cadenza.errors import CadenzaError, ConfigError, DeviceUnavailableError
 from cadenza.server.errors import (
+    RETRY_LOADING_S,
     ApiError,
     model_failed,
     model_not_found,
@@ -153,7 +155,7 @@ class ModelPool:
         for each in (name, name.removesuffix(DEFAULT_TAG), name + DEFAULT_TAG):
             if each in self._by_name:
                 return self._by_name[each].model
-        raise model_not_found(name, self.names)
+        raise model_not_found(model=name, listed=", ".join(self.names))
 
     def state_of(self, model: ServedModel) -> ModelState:
         """A model that never leaves is ready for as long as the server is."""
@@ -300,7 +302,7 @@ class ModelPool:
                 turn.waiting.remove(waiting)
                 self.advance()  # nobody may need the place any more
         if not admitted.done():
-            raise queue_timeout(queue_s)
+            raise queue_timeout(seconds=queue_s)
         error = admitted.result()
         if error is not None:
             raise error
@@ -322,7 +324,7 @@ class ModelPool:
         failure = entry.failure
         if failure is not None and failure.until_s > self._clock():
             entry.model.counts.reject("unavailable")
-            raise model_failed(entry.model.name, failure.reason, failure.until_s - self._clock())
+            raise _failed(entry.model, failure.reason, failure.until_s - self._clock())
 
     def _check_waiting(self, entry: _Entry, num_bytes: int) -> None:
         """Raises ApiError (503) where no further call may wait."""
@@ -331,7 +333,11 @@ class ModelPool:
         if len(entry.turn.waiting) < most and not (self._num_waiting_bytes and has_bytes):
             return
         entry.model.counts.reject("queue_full")
-        raise models_full(entry.model.name, self._num_waiting, entry.turn.load_s)
+        raise models_full(
+            name=entry.model.name,
+            num_waiting=self._num_waiting,
+            seconds=max(RETRY_LOADING_S, math.ceil(entry.turn.load_s)),
+        )
 
     @property
     def _num_waiting(self) -> int:
@@ -387,7 +393,7 @@ class ModelPool:
                 again_s,
                 error,
             )
-        entry.end_waiting(model_failed(entry.model.name, entry.failure.reason, again_s))
+        entry.end_waiting(_failed(entry.model, entry.failure.reason, again_s))
 
     def _retire(self, entry: _Entry) -> None:
         """Unloads a model whose engine has ended for good; after a while it may be loaded anew."""
@@ -433,6 +439,10 @@ def _by_name(entries: Sequence[_Entry]) -> dict[str, _Entry]:
         for alias in entry.model.names.aliases:
             found.setdefault(alias, entry)
     return found
+
+
+def _failed(model: ServedModel, reason: str, retry_after_s: float) -> ApiError:
+    return model_failed(name=model.name, reason=reason, seconds=max(1, math.ceil(retry_after_s)))
 
 
 def _reason_of(error: CadenzaError) -> str:

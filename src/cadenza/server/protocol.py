@@ -31,7 +31,7 @@ from cadenza.server.limits import ServerLimits
 logger = logging.getLogger(__name__)
 
 HTTP_VERSIONS = ("1.1", "1.0")
-METHODS = ("GET", "POST")
+METHODS = "GET, POST"
 SLACK_BYTES = 1024
 """A head may be this much longer than the bounds of its parts, which are checked exactly later."""
 
@@ -108,7 +108,7 @@ class BoundedProtocol(HttpToolsProtocol):
             logger.debug("a connection sent bytes that are no HTTP request")
             cause = error.__context__  # what a callback raised
             refusal = "this is not an HTTP/1.1 request"
-            self._refuse(cause if isinstance(cause, ApiError) else invalid_http(refusal))
+            self._refuse(cause if isinstance(cause, ApiError) else invalid_http(message=refusal))
             return
         if self._num_head_bytes > self._max_head_bytes:
             self._refuse(bounds_exceeded("headers_too_large", "the request's head is too large"))
@@ -224,12 +224,12 @@ class BoundedProtocol(HttpToolsProtocol):
         """Raises ApiError where there is no such request in HTTP/1.1, or it asks for a tunnel."""
         version = self.parser.get_http_version()
         if version not in HTTP_VERSIONS:
-            raise invalid_http(f"the request is HTTP/{version}; send HTTP/1.1")
+            raise invalid_http(message=f"the request is HTTP/{version}; send HTTP/1.1")
         if self.parser.get_method() == b"CONNECT":  # what follows would be another protocol's
-            raise method_not_allowed("CONNECT", METHODS)
+            raise method_not_allowed(method="CONNECT", listed=METHODS)
         num_hosts = sum(name == b"host" for name, _ in self.headers)
         if num_hosts > 1 or (version == "1.1" and not num_hosts):
-            raise invalid_http(f"the request has {num_hosts} host headers; send one")
+            raise invalid_http(message=f"the request has {num_hosts} host headers; send one")
 
     def _disconnect_cycles(self) -> None:
         """uvicorn disconnects only the newest request; an earlier one may be the one that runs."""

@@ -178,7 +178,7 @@ class ServedModel:
         if not self._engine.load().has_place(room - self._num_preparing):
             self.counts.reject("queue_full")
             raise queue_full(
-                f"{room} requests are open, the most that --max-num-queued-reqs and "
+                message=f"{room} requests are open, the most that --max-num-queued-reqs and "
                 f"--max-num-seqs allow; try again when some have finished"
             )
 

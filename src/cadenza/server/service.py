@@ -131,7 +131,7 @@ class Service:
         if self._num_tokenizing >= room:
             self.counts.reject("queue_full")
             raise queue_full(
-                f"{room} calls that tokenize or detokenize are open, the most that "
+                message=f"{room} calls that tokenize or detokenize are open, the most that "
                 f"--max-num-queued-reqs and --max-num-seqs allow; try again when some have finished"
             )
         self._num_tokenizing += 1

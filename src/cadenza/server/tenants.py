@@ -234,14 +234,14 @@ class Tenants:
         if share < 1.0 and use.num_open >= most:
             self._counts.reject("tenant_queue_full")
             raise queue_full(
-                f"{use.num_open} of your requests are open, and the queue_share of your key allows "
-                f"{most}; try again when some have finished"
+                message=f"{use.num_open} of your requests are open, and the queue_share of your "
+                f"key allows {most}; try again when some have finished"
             )
         if self._is_crowding(use, num_places):
             self._counts.reject("tenant_queue_full")
             raise queue_full(
-                f"{use.num_open} of your requests are open, and the places that are left are kept "
-                f"for others; try again when some have finished"
+                message=f"{use.num_open} of your requests are open, and the places that are left "
+                f"are kept for others; try again when some have finished"
             )
         self.check_rates(name, 0, now_s)
         use.num_open += 1
@@ -288,7 +288,9 @@ class Tenants:
         longest = max(waits, key=waits.__getitem__, default=None)
         if longest is not None and waits[longest] > 0:
             self._counts.reject("rate_limited")
-            raise rate_limited(longest, math.ceil(waits[longest]))
+            seconds = math.ceil(waits[longest])
+            unit = "second" if seconds == 1 else "seconds"
+            raise rate_limited(rate=longest, seconds=seconds, unit=unit)
 
     def _use(self, name: str, now_s: float) -> _Use:
         use = self._uses.get(name)
