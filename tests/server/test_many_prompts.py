@@ -17,8 +17,10 @@ from cadenza.errors import QueueFullError
 from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
 from cadenza.outputs import CompletionOutput
 from cadenza.request import Request
-from cadenza.server.job import Job
 from cadenza.server.limits import ServerLimits
+from cadenza.server.metrics import ServedCounts
+from cadenza.server.served_model import OpenCall
+from cadenza.server.tenants import TenantFile, Tenants, TenantUse
 from tests.server.harness import TIMEOUT_S, RunningServer, options, raw_post, running_server
 from tests.server.scripted_engine import ScriptedEngine
 from tests.server.test_completions import finish_reasons, joined
@@ -39,17 +41,17 @@ PROMPTS = [[5 + place % 200] * (1 + place % 7) for place in range(100)]
 
 
 class SpokenStream:
-    """The part of `OutputStream`, and of its processor, that a job uses; says `news` once each."""
+    """The part of `OutputStream`, and of its processor, that a call uses; says each output once."""
 
-    def __init__(self, on_news: Callable[[], None]) -> None:
+    def __init__(self, on_update: Callable[[], None]) -> None:
         self.is_finished = False
         self.processor = self
-        self._on_news = on_news
+        self._on_update = on_update
         self._outputs: list[CompletionOutput] = []
 
     def say(self) -> None:
         self._outputs.append(OUTPUT)
-        self._on_news()
+        self._on_update()
 
     def abort(self) -> None:
         self.is_finished = True
@@ -63,27 +65,34 @@ class SpokenStream:
         """Nothing runs behind it."""
 
 
+def call_of(num_prompts: int, submit: Callable[..., Any]) -> tuple[OpenCall, TenantUse]:
+    """Of a model that submits so, and whose queue takes no turns."""
+    prepared = PreparedRequest(text=None, request=Request(prompt_token_ids=(1,)))
+    queue = SimpleNamespace(calls=(), add=lambda _: None, discard=lambda _: None)
+    monitor = SimpleNamespace(timeouts=RequestTimeouts(total_s=60.0))
+    model: Any = SimpleNamespace(submit=submit, waiting=queue, monitor=monitor)
+    use = Tenants(TenantFile(), ServedCounts(), lambda: 0.0).use("")
+    return OpenCall([prepared] * num_prompts, model, use), use
+
+
 def test_a_silence_is_told_after_news_and_after_a_silence() -> None:
-    """One timer serves all waits of a job."""
+    """One timer serves all waits of a call."""
 
     async def listen() -> list[int]:
         streams: list[SpokenStream] = []
 
-        def submit(_: PreparedRequest, on_news: Callable[[], None]) -> Any:
-            streams.append(SpokenStream(on_news))
+        def submit(_: PreparedRequest, on_update: Callable[[], None]) -> Any:
+            streams.append(SpokenStream(on_update))
             return streams[-1]
 
-        prepared = PreparedRequest(text=None, request=Request(prompt_token_ids=(1,)))
-        counts: list[int] = []
-        no_queue: Any = SimpleNamespace(jobs=())
-        job = Job([prepared], submit, queue=no_queue, timeout_s=60.0, add_open=counts.append)
-        job.submit_next()
+        call, _ = call_of(1, submit)
+        call.submit_next()
         found: list[int] = []
-        async with job:
+        async with call:
             for is_silent in (True, False, True, True, False, True):
                 if not is_silent:  # in mid-wait: the timer that runs is not that of the next wait
                     asyncio.get_running_loop().call_later(0.02, streams[0].say)
-                found.append(len(await asyncio.wait_for(job.news(0.04), 10.0)))
+                found.append(len(await asyncio.wait_for(call.next_updates(0.04), 10.0)))
         return found
 
     assert asyncio.run(listen()) == [0, 1, 0, 0, 1, 0]
@@ -100,31 +109,27 @@ def test_the_prompts_beside_one_are_counted_while_they_are_submitted(
 ) -> None:
     async def run() -> None:
         streams: list[SpokenStream] = []
-        changes: list[int] = []
 
-        def submit(_: PreparedRequest, on_news: Callable[[], None]) -> Any:
+        def submit(_: PreparedRequest, on_update: Callable[[], None]) -> Any:
             if step == "refuse":
                 raise QueueFullError("not now")
-            streams.append(SpokenStream(on_news))
+            streams.append(SpokenStream(on_update))
             return streams[-1]
 
-        prepared = PreparedRequest(text=None, request=Request(prompt_token_ids=(1,)))
-        no_queue: Any = SimpleNamespace(jobs=())
-        prompts = [prepared] * num_prompts
-        job = Job(prompts, submit, queue=no_queue, timeout_s=60.0, add_open=changes.append)
-        async with job:
+        call, use = call_of(num_prompts, submit)
+        async with call:
             for step in steps:
-                if step in {"submit", "refuse"} and job.next_prompt is not None:
+                if step in {"submit", "refuse"} and call.next_prompt is not None:
                     with pytest.raises(QueueFullError) if step == "refuse" else nullcontext():
-                        job.submit_next()
+                        call.submit_next()
                 elif step == "end" and streams:
                     streams.pop(0).abort()
                 elif step == "abort":
-                    job.abort()
+                    call.abort()
                 elif step == "news":
-                    await job.news(0.0)
-                assert sum(changes) == max(0, job.num_submitted - 1)
-        assert sum(changes) == 0
+                    await call.next_updates(0.0)
+                assert use.num_open == max(0, call.num_submitted - 1)
+        assert use.num_open == 0
 
     asyncio.run(run())
 

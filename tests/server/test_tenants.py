@@ -174,78 +174,83 @@ def test_a_bucket_grants_what_it_told_to_wait_for_and_no_more_than_its_rate(
         assert taken <= per_minute * (1 + now_s / 60) + largest + 1e-6
 
 
-def tenants_of(**limits: float) -> Tenants:
-    return Tenants(TenantFile(default=TenantLimits(**limits)), ServedCounts())
+class Clocked:
+    """Tenants with limits by default, and the time."""
 
+    def __init__(self, **limits: float) -> None:
+        self.now_s = 0.0
+        file = TenantFile(default=TenantLimits(**limits))
+        self.tenants = Tenants(file, ServedCounts(), lambda: self.now_s)
+        self.one, self.other = self.tenants.use("one"), self.tenants.use("other")
 
-def refusal(tenants: Tenants, now_s: float, num_tokens: int = 0) -> int | None:
-    """The seconds of Retry-After; None if the call is within the rates."""
-    try:
-        tenants.check_rates("one", num_tokens, now_s)
-    except ApiError as error:
-        return int(dict(error.headers)["retry-after"])
-    return None
+    def refusal(self, now_s: float, num_tokens: int = 0) -> int | None:
+        """The seconds of Retry-After; None if the call is within the rates."""
+        self.now_s = now_s
+        try:
+            self.one.check_rates(num_tokens)
+        except ApiError as error:
+            return int(dict(error.headers)["retry-after"])
+        return None
 
 
 def test_the_time_in_a_refusal_is_that_of_the_slower_bucket() -> None:
-    tenants = tenants_of(requests_per_minute=2.0, tokens_per_minute=600.0)
-    tenants.take("one", 600, 0.0)
-    tenants.take("one", 0, 0.0)
-    assert refusal(tenants, 0.0) == 30  # a request; a token comes after 0.1 s
-    assert refusal(tenants, 0.0, 400) == 40
-    assert refusal(tenants, 29.5) == 1
-    assert refusal(tenants, 30.0) is None
-    assert refusal(tenants, 40.0, 400) is None
+    clocked = Clocked(requests_per_minute=2.0, tokens_per_minute=600.0)
+    clocked.one.take(600)
+    clocked.one.take(0)
+    assert clocked.refusal(0.0) == 30  # a request; a token comes after 0.1 s
+    assert clocked.refusal(0.0, 400) == 40
+    assert clocked.refusal(29.5) == 1
+    assert clocked.refusal(30.0) is None
+    assert clocked.refusal(40.0, 400) is None
 
 
 def test_an_answer_is_paid_for_later_and_a_refused_call_uses_nothing() -> None:
-    tenants = tenants_of(tokens_per_minute=60.0)
-    tenants.take("one", 30, 0.0)
-    tenants.take_answer("one", 90, 0.0)
+    clocked = Clocked(tokens_per_minute=60.0)
+    clocked.one.take(30)
+    clocked.one.take_answer(90)
     for _ in range(5):
-        assert refusal(tenants, 0.0) == 61
-    assert refusal(tenants, 61.0) is None
+        assert clocked.refusal(0.0) == 61
+    assert clocked.refusal(61.0) is None
 
 
 def test_a_prompt_larger_than_the_bucket_waits_until_it_is_full() -> None:
-    tenants = tenants_of(tokens_per_minute=60.0)
-    assert refusal(tenants, 0.0, 1000) is None
-    tenants.take("one", 1000, 0.0)
-    assert refusal(tenants, 0.0, 1) == math.ceil(940 + 1)
+    clocked = Clocked(tokens_per_minute=60.0)
+    assert clocked.refusal(0.0, 1000) is None
+    clocked.one.take(1000)
+    assert clocked.refusal(0.0, 1) == math.ceil(940 + 1)
 
 
 def test_tenants_have_buckets_and_places_of_their_own() -> None:
-    tenants = tenants_of(requests_per_minute=1.0, queue_share=0.25)
-    tenants.take("one", 0, 0.0)
-    assert refusal(tenants, 0.0) == 60
-    tenants.check_rates("other", 0, 0.0)
-    places = tenants_of(queue_share=0.25)
-    with places.calling("one", 8, 0.0), places.calling("one", 8, 0.0):
-        with pytest.raises(ApiError, match="queue_share"), places.calling("one", 8, 0.0):
+    clocked = Clocked(requests_per_minute=1.0)
+    clocked.one.take(0)
+    assert clocked.refusal(0.0) == 60
+    clocked.other.check_rates(0)
+    places = Clocked(queue_share=0.25).tenants
+    with places.calling("one", 8), places.calling("one", 8):
+        with pytest.raises(ApiError, match="queue_share"), places.calling("one", 8):
             pass
-        with places.calling("other", 8, 0.0):
+        with places.calling("other", 8):
             pass
-    with places.calling("one", 8, 0.0):
+    with places.calling("one", 8):
         pass
 
 
 def test_one_tenant_alone_may_fill_all_places() -> None:
-    tenants = tenants_of()
+    tenants = Tenants(TenantFile(), ServedCounts(), lambda: 0.0)
     with ExitStack() as calls:
         for _ in range(8):
-            calls.enter_context(tenants.calling("one", 8, 0.0))
+            calls.enter_context(tenants.calling("one", 8))
 
 
 def test_the_last_places_are_kept_from_a_tenant_that_has_more_than_its_part() -> None:
-    tenants = tenants_of()
-    tenants.check_rates("other", 0, 0.0)
+    tenants = Clocked().tenants
     with ExitStack() as calls:
         for _ in range(14):
-            calls.enter_context(tenants.calling("one", 16, 0.0))
-        with pytest.raises(ApiError, match="kept for others"), tenants.calling("one", 16, 0.0):
+            calls.enter_context(tenants.calling("one", 16))
+        with pytest.raises(ApiError, match="kept for others"), tenants.calling("one", 16):
             pass
         for _ in range(2):
-            calls.enter_context(tenants.calling("other", 16, 0.0))
+            calls.enter_context(tenants.calling("other", 16))
 
 
 def test_rates_over_http(script: tuple[int, ...], text: TextFrontend, tmp_path: Path) -> None:
@@ -438,5 +443,5 @@ def test_a_call_that_is_refused_leaves_no_count(
 
 def test_keys_outside_the_file_share_by_default_limits() -> None:
     default = TenantLimits(tenant=Tenant(weight=3.0))
-    tenants = Tenants(TenantFile(default=default), ServedCounts())
-    assert tenants.tenant("digest") == replace(default.tenant, name="digest")
+    tenants = Tenants(TenantFile(default=default), ServedCounts(), lambda: 0.0)
+    assert tenants.use("digest").tenant == replace(default.tenant, name="digest")

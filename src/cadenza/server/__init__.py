@@ -9,11 +9,11 @@ Modules:
 - `app`: checks before a handler, and routing
 - `routes`: the table of endpoints and routes
 - `generation`: from a body to an answer, for every endpoint that calls the engine
-- `service`: the server's state, and admission of calls
-- `served_model`: one model: names, text front end, counts, and the engine of each of its loads
+- `service`: the server's state
+- `served_model`: one model: names, text front end, the engine of each of its loads; its open calls,
+  and the order in which their prompts are submitted
 - `model_pool`: the models by name, the calls that wait for one, and the tasks that load and unload
 - `model_turns`: which models are loaded, and which one makes room for another
-- `job`: a call's requests to the engine, and calls with prompts still to submit
 - `sse`: bytes of answers and of streamed events
 - `errors`: every error answer
 - `base_url`: which base URL a client should have been given

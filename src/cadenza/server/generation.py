@@ -1,10 +1,10 @@
 """The handler of every endpoint that calls the engine: from a body to its answer or stream.
 
 Owns the order: readiness, body, model and its load, tokenising, submitting, answering. A token's
-way through a stream is `Job.news` (what is new of the call's requests), `RequestRecord.take`
-(count, times, end), `StreamEncoder.take` (SSE bytes), `Exchange.stream`. Invariant: however a
-request ends, its record ends once, its stream ends with the encoder's last events, and nothing of
-it is left in the engine.
+way through a stream is `OpenCall.next_updates` (what is new of the call's requests),
+`RequestRecord.take` (count, times, end), `StreamEncoder.take` (SSE bytes), `Exchange.stream`.
+Invariant: however a request ends, its record ends once, its stream ends with the encoder's last
+events, and nothing of it is left in the engine.
 """
 
 import asyncio
@@ -13,19 +13,24 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
+from hashlib import blake2b
 
-from cadenza.errors import CadenzaError
+from cadenza.engine.request_check import RequestCheck
+from cadenza.errors import CadenzaError, ContextLengthError, TextTooLongError
 from cadenza.events import FinishReason
 from cadenza.frontend.output_processor import OutputProcessor, describe_fault
+from cadenza.frontend.receipts import with_receipt
+from cadenza.frontend.text_frontend import PreparedRequest
 from cadenza.outputs import CompletionOutput, RequestOutput
 from cadenza.server.endpoints.generating import CallContext, CallRequest, GeneratingEndpoint
-from cadenza.server.errors import ApiError, error_of, error_of_end, server_error
+from cadenza.server.errors import ApiError, error_of, error_of_end, invalid_value, server_error
 from cadenza.server.http_exchange import ClientLeftError, Exchange, Response
-from cadenza.server.job import Job
 from cadenza.server.request_log import RequestRecord
-from cadenza.server.served_model import ServedModel
+from cadenza.server.served_model import OpenCall, ServedModel
 from cadenza.server.service import Service
 from cadenza.server.sse import AnswerEncoder, AnswerHead, StreamEncoder
+from cadenza.server.tenants import TenantUse
+from cadenza.tenant import ONE_TENANT, Tenant
 
 logger = logging.getLogger("cadenza.server")
 
@@ -59,13 +64,19 @@ class Generation:
         rest: FinishReason = "error"
         try:
             num_places = service.models.check_open()
-            with service.calling(exchange.tenant, num_places):
+            with service.tenants.calling(exchange.tenant, num_places) as use:
                 async with exchange.body() as body:
                     request = await self._read(body)
                 del body
                 exchange.extra_headers += service.ignored_names.headers(request.ignored)
-                self._take_identity(exchange, request, record)
-                await exchange.while_connected(self._serve(exchange, request, record))
+                if request.request_id is not None:
+                    service.check_id(request.request_id)
+                    exchange.request_id = record.request_id = request.request_id
+                record.user = request.user_label
+                try:
+                    await exchange.while_connected(self._serve(exchange, request, record, use))
+                finally:
+                    use.take_answer(record.usage.completion_tokens)
         except (ClientLeftError, asyncio.CancelledError):
             rest = "abort"
             raise
@@ -77,7 +88,6 @@ class Generation:
             raise
         finally:
             record.end(rest)
-            service.take_answer(exchange.tenant, record.usage.completion_tokens)
 
     async def _read(self, body: bytes) -> CallRequest:
         options, read = self._service.options, self._endpoint.read
@@ -87,15 +97,9 @@ class Generation:
             "generate", len(body), lambda: read(body, options.limits, options.unknown_fields)
         )
 
-    def _take_identity(
-        self, exchange: Exchange, request: CallRequest, record: RequestRecord
+    async def _serve(
+        self, exchange: Exchange, request: CallRequest, record: RequestRecord, use: TenantUse
     ) -> None:
-        if request.request_id is not None:
-            self._service.check_id(request.request_id)
-            exchange.request_id = record.request_id = request.request_id
-        record.user = request.user_label
-
-    async def _serve(self, exchange: Exchange, request: CallRequest, record: RequestRecord) -> None:
         service = self._service
         model = service.models.find(request.model)
         record.counts = model.counts
@@ -107,7 +111,7 @@ class Generation:
             )
         )
         async with service.models.using(model, request.num_bytes):
-            await self._answer(exchange, request, model, record)
+            await self._answer(exchange, request, model, record, use)
 
     async def _answer(
         self,
@@ -115,6 +119,7 @@ class Generation:
         request: CallRequest,
         model: ServedModel,
         record: RequestRecord,
+        use: TenantUse,
     ) -> None:
         """Answers by a model that is loaded."""
         service = self._service
@@ -135,7 +140,7 @@ class Generation:
                 prepared = await service.work.do(
                     "form" if request.has_form else "generate",
                     request.num_bytes,
-                    lambda: service.prepare(request, model, exchange.tenant, check),
+                    lambda: prepare(request, model, use.tenant, check),
                 )
             except CadenzaError as error:
                 raise error_of(error, model.engine_state, request.param_of) from error
@@ -143,20 +148,18 @@ class Generation:
             structured = prepared[0].request.params.structured if prepared else None
             formats = model.text.ignored_formats(structured)
             exchange.extra_headers += service.ignored_names.format_headers(formats)
-            job = service.submit(prepared, model, exchange.tenant, record)
+            call = OpenCall(prepared, model, use)
+            _submit(call, prepared, record, model)
         streamed = request.stream_encoder(head, record.usage, model.text)
         encoder = streamed or request.encoder(head, record.usage, model.text)
         end_error = partial(error_of_end, monitor=model.monitor, param_of=request.param_of)
-        with (
-            closing(encoder),
-            service.opened(exchange.request_id, model, exchange.tenant, job),
-        ):
-            async with job:
+        with closing(encoder), service.opened(exchange.request_id, call):
+            async with call:
                 if streamed is None:
-                    outputs = await self._finish(job, record, end_error)
+                    outputs = await self._finish(call, record, end_error)
                     await exchange.answer(Response(body=await self._encode(encoder, outputs)))
                 else:
-                    await self._stream(exchange, job, streamed, record, end_error)
+                    await self._stream(exchange, call, streamed, record, end_error)
 
     async def _encode(self, encoder: AnswerEncoder, outputs: list[RequestOutput]) -> bytes:
         if len(outputs) <= MAX_INLINE_OUTPUTS:
@@ -168,12 +171,12 @@ class Generation:
             raise error_of(error, "draining") from error
 
     async def _finish(
-        self, job: Job, record: RequestRecord, end_error: EndError
+        self, call: OpenCall, record: RequestRecord, end_error: EndError
     ) -> list[RequestOutput]:
         """Waits for the end of a call whose answer is sent whole; the outputs in their order."""
         found: dict[int, OutputProcessor | RequestOutput] = {}
-        while job.num_unfinished:
-            for place, request, outputs in await job.news():
+        while call.num_unfinished:
+            for place, request, outputs in await call.next_updates():
                 failed = record.take(place, request, outputs)
                 if failed is not None:
                     raise end_error(failed)
@@ -187,7 +190,7 @@ class Generation:
     async def _stream(
         self,
         exchange: Exchange,
-        job: Job,
+        call: OpenCall,
         encoder: StreamEncoder,
         record: RequestRecord,
         end_error: EndError,
@@ -198,17 +201,17 @@ class Generation:
             await exchange.stream(opening)
         events = b""
         try:
-            while job.num_unfinished:
-                news = await job.news(exchange.limits.keep_alive_s)
-                made: list[bytes] = [] if news else [encoder.silence()]
-                for place, request, outputs in news:
+            while call.num_unfinished:
+                updates = await call.next_updates(exchange.limits.keep_alive_s)
+                made: list[bytes] = [] if updates else [encoder.silence()]
+                for place, request, outputs in updates:
                     failed = record.take(place, request, outputs)
                     if failed is not None:
                         raise end_error(failed)
                     checked = await self._checked(request, outputs)
                     made.append(encoder.take(place, request, checked))
                 events = b"".join(made)
-                if events and job.num_unfinished:
+                if events and call.num_unfinished:
                     await exchange.stream(events)
             events += encoder.closing()
         except ApiError as error:
@@ -234,6 +237,67 @@ class Generation:
             )
         except CadenzaError as error:  # the server is ending
             raise error_of(error, "draining") from error
+
+
+def prepare(
+    call: CallRequest, model: ServedModel, tenant: Tenant, check: RequestCheck
+) -> list[PreparedRequest]:
+    """Makes a checked request of each of the call's prompts. Slow; safe on any thread.
+
+    Raises InvalidRequestError.
+    """
+    if call.wants_receipt and model.fingerprint() is None:
+        raise invalid_value("receipt needs an engine whose fingerprint is known", "receipt")
+    call.check_size(check.hidden_size)
+    params = call.sampling(model.text)
+    most = None
+    if params.truncate_prompt_tokens is None:
+        most = check.limits.max_model_len - (params.max_tokens != 0)
+    try:
+        prepared = call.prepare(model.text, params, most)
+    except TextTooLongError as error:
+        raise ContextLengthError(
+            prompt_length=error.length,
+            max_tokens=params.max_tokens,
+            max_model_len=check.limits.max_model_len,
+            is_prompt_alone=True,
+        ) from None
+    salt = _salt(tenant.name, call.cache_salt or "")
+    found: list[PreparedRequest] = []
+    for each in prepared:
+        asked = with_receipt(each) if call.wants_receipt else each
+        request = asked.request
+        if salt or call.priority or tenant != ONE_TENANT:
+            priority = call.priority or 0
+            request = replace(request, cache_salt=salt, priority=priority, tenant=tenant)
+        check.check(request)
+        parser = call.make_parser or each.make_parser
+        found.append(replace(asked, request=request, make_parser=parser, passed=check))
+    return found
+
+
+def _salt(tenant: str, cache_salt: str) -> str:
+    """Tenants and salts share no cached prefix: no call can bring about another tenant's salt.
+
+    It is the same after a restart, as are pages that were stored.
+    """
+    if not tenant and not cache_salt:
+        return ""
+    return blake2b(f"{tenant}\0{cache_salt}".encode(), digest_size=16).hexdigest()
+
+
+def _submit(
+    call: OpenCall, prepared: list[PreparedRequest], record: RequestRecord, model: ServedModel
+) -> None:
+    """Submits the first prompt; the call's context submits the others. Raises ApiError."""
+    counts = [len(each.request.prompt_token_ids) for each in prepared]
+    call.use.check_rates(sum(counts))
+    try:
+        call.submit_next()
+    except CadenzaError as error:
+        raise model.error_of(error) from error
+    call.use.take(sum(counts))
+    record.start(counts, prepared[0].request.params.n)
 
 
 def log_unexpected(error: Exception) -> None:

@@ -190,8 +190,13 @@ class _Scrape:
 
     @property
     def rejections(self) -> dict[str, int]:
-        of_engine = self.requests.rejections
+        of_engine: Mapping[str, int] = dict(self.requests.rejections)
         return {name: n + of_engine.get(name, 0) for name, n in self.counts.rejections.items()}
+
+    @property
+    def accepted_per_pos(self) -> dict[str, int] | None:
+        s = self.stats
+        return s and {str(place): n for place, n in enumerate(s.num_accepted_per_pos)}
 
     @property
     def pages(self) -> dict[str, int] | None:
@@ -232,9 +237,9 @@ class _Row:
             family.add_metric((model_name,), found)
         else:
             family = self.kind(name, self.help, labels=(*labels, self.label))
-            pairs = found.items() if isinstance(found, Mapping) else enumerate(found)
-            for value, number in pairs:
-                family.add_metric((model_name, str(value)), number)
+            by_label: Mapping[str, float] = found
+            for value, number in by_label.items():
+                family.add_metric((model_name, value), number)
         return family
 
 
@@ -308,7 +313,7 @@ _ROWS = (
     ),
     _Row(
         "spec_decode_num_accepted_tokens_per_pos",
-        "stats.num_accepted_per_pos",
+        "accepted_per_pos",
         "Tokens of drafts that stayed, by their place in the draft.",
         "position",
     ),

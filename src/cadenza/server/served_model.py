@@ -1,36 +1,53 @@
-"""`ServedModel`: one model of a server: its names, its text front end, its engine, its counts.
+"""`ServedModel`: one model of a server; `OpenCall`: the requests behind one call of it.
 
-Owns the engine of each of the model's loads, one after the other, and the admission of requests to
-it. Knows no HTTP and no other model. Invariants: a request is admitted, or refused with an
-`ApiError`, before anything is tokenised; what is known of an engine (limits, fingerprint) stays
-known when it has been unloaded.
+Owns the engine of each of the model's loads, one after the other, the admission of requests to it,
+and the order in which prompts enter its queue. Invariants: a request is admitted, or refused with
+an `ApiError`, before anything is tokenised; what is known of an engine (limits, fingerprint) stays
+known when it has been unloaded; leaving a call's context cancels its requests, and they are counted
+no more; calls with many prompts take turns, and together leave room for others.
 """
 
+import asyncio
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 from cadenza.config import EngineLimits
 from cadenza.engine.batch_engine import BatchEngine
 from cadenza.engine.request_check import RequestCheck
 from cadenza.engine.stats import EngineStats
 from cadenza.engine.status import EngineMonitor, EngineState
-from cadenza.errors import CadenzaError, EngineClosedError
+from cadenza.errors import (
+    CadenzaError,
+    EngineClosedError,
+    EngineUnavailableError,
+    QueueFullError,
+)
 from cadenza.fingerprint import Fingerprint
 from cadenza.frontend.async_engine import AsyncEngine, OutputStream
+from cadenza.frontend.output_processor import OutputProcessor
 from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
+from cadenza.outputs import CompletionOutput, RequestOutput
 from cadenza.server.errors import (
     UNAVAILABLE_CODES,
     ApiError,
     error_of,
     queue_full,
+    request_timeout,
     unavailable,
 )
-from cadenza.server.job import Job, PromptQueue, Room
 from cadenza.server.metrics import ServedCounts
+from cadenza.server.tenants import TenantUse
 
 MAX_LOAD_S = 24 * 3600.0
+RETRY_S = 0.25
+"""Between two attempts to submit a prompt to an engine that is being restarted."""
+
+Updates = list[tuple[int, OutputProcessor | RequestOutput, Sequence[CompletionOutput]]]
+"""The place of a prompt in its call, the prompt's request, and what is new of the request's
+samples. A prompt that was dropped has a `RequestOutput` instead of a processor."""
 
 
 class ServedEngine(BatchEngine, EngineMonitor, Protocol):
@@ -84,7 +101,7 @@ class ServedModel:
         self._known: RequestCheck | None = None
         self._engine_fingerprint: Fingerprint | None = None
         self._fingerprint: Fingerprint | None = None
-        self._waiting = PromptQueue(self._room, self.error_of, self._is_restarting)
+        self.waiting = PromptQueue(self)
         self._num_preparing = 0
 
     @property
@@ -139,7 +156,7 @@ class ServedModel:
     async def stop(self) -> None:
         """Ends the open requests, each with an error, and the engine, whose memory is then free."""
         self._known = self.request_check
-        self._waiting.fail_all(unavailable("draining"))
+        self.waiting.fail_all(unavailable("draining"))
         serving, self._serving = self._serving, None
         if serving is not None:
             await serving.stop()
@@ -192,37 +209,261 @@ class ServedModel:
         finally:
             self._num_preparing -= 1
 
-    def make_job(self, prepared: Sequence[PreparedRequest], add_open: Callable[[int], None]) -> Job:
-        """A call's job, of which nothing is submitted yet; `add_open` is that of `Job`."""
-        return Job(
-            prepared,
-            self._submit,
-            queue=self._waiting,
-            timeout_s=self._engine.timeouts.total_s,
-            add_open=add_open,
-        )
+    def submit(self, prepared: PreparedRequest, on_update: Callable[[], None]) -> OutputStream:
+        """Submits a prompt; `on_update` is called when there is news of it. Raises CadenzaError."""
+        if self._serving is None:  # the server stopped it while the prompt was tokenised
+            raise EngineClosedError(f"{self.name} is stopped")
+        return self._serving.submit(prepared, kind="delta", on_news=on_update)
 
-    @contextmanager
-    def submitting(self, job: Job) -> Generator[None]:
-        """Submits the job's further prompts in turns with those of other calls."""
-        try:
-            self._waiting.add(job)
-            yield
-        finally:
-            self._waiting.discard(job)
+    def has_place(self, num_tokens: int, *, is_further: bool) -> bool:
+        """Whether a prompt of a call may enter the engine's queue.
+
+        A call's only prompt there may take any place; a further one enters only while half of the
+        places and of the tokens are free, so that there is always room for other calls.
+        """
+        limits, load = self.limits, self._engine.load()
+        assert limits is not None, "prompts wait only where an engine has taken some"
+        most_reqs, most_tokens = limits.max_num_open_reqs, limits.max_num_queued_tokens
+        if is_further:
+            # But at least as many as there are rows, so that one call can use an idle engine fully.
+            most_reqs = max(most_reqs // 2, min(limits.max_num_seqs, most_reqs - 1))
+            most_tokens //= 2
+        return load.has_place(most_reqs) and load.has_tokens(num_tokens, most_tokens)
+
+    @property
+    def is_restarting(self) -> bool:
+        """The engine refuses prompts only until it is ready again."""
+        return self._engine.status().state == "restarting"
 
     def error_of(self, error: CadenzaError) -> ApiError:
         return error_of(error, self.engine_state)
 
-    def _submit(self, prepared: PreparedRequest, on_news: Callable[[], None]) -> OutputStream:
-        if self._serving is None:  # the server stopped it while the prompt was tokenised
-            raise EngineClosedError(f"{self.name} is stopped")
-        return self._serving.submit(prepared, kind="delta", on_news=on_news)
 
-    def _room(self) -> Room:
-        limits = self.limits
-        assert limits is not None, "prompts wait only where an engine has taken some"
-        return Room(limits=limits, load=self._engine.load())
+class OpenCall:
+    """One call's prompts, and the streams of those that were submitted. Its context submits the
+    further prompts, in turns with those of other calls; leaving it cancels what still runs.
 
-    def _is_restarting(self) -> bool:
-        return self._engine.status().state == "restarting"
+    `num_unfinished` is the number of prompts whose end has not been taken.
+
+    Args:
+        use: of the tenant; it counts the prompts that are submitted, each but the first, which the
+            call itself counts for.
+    """
+
+    def __init__(
+        self, prepared: Sequence[PreparedRequest], model: ServedModel, use: TenantUse
+    ) -> None:
+        self.use = use
+        self._model = model
+        self._num_further = 0
+        self.num_unfinished = len(prepared)
+        self._waiting = deque(enumerate(prepared))
+        self._streams: dict[int, OutputStream] = {}
+        self._dropped: Updates = []
+        self._failure: ApiError | None = None
+        self._has_updates = False
+        self._waiter: asyncio.Future[None] | None = None
+        self._deadline: asyncio.TimerHandle | None = None
+        self._waits_since_s: float | None = None
+        self._silence: asyncio.TimerHandle | None = None
+
+    async def __aenter__(self) -> Self:
+        if self.num_unfinished > 1:  # one alone has the engine's deadline
+            timeout_s = self._model.monitor.timeouts.total_s
+            error = request_timeout(seconds=timeout_s)
+            self._deadline = asyncio.get_running_loop().call_later(timeout_s, self.fail, error)
+        self._model.waiting.add(self)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for timer in (self._deadline, self._silence):
+            if timer is not None:
+                timer.cancel()
+        self._waiting.clear()
+        for stream in self._streams.values():
+            stream.close()
+        self._streams.clear()
+        self._count_further()
+        self._model.waiting.discard(self)
+
+    @property
+    def num_submitted(self) -> int:
+        """Prompts in the engine, and those whose end has not been taken."""
+        return len(self._streams)
+
+    @property
+    def next_prompt(self) -> PreparedRequest | None:
+        """The prompt to be submitted next."""
+        return self._waiting[0][1] if self._waiting else None
+
+    def submit_next(self) -> None:
+        """Submits the next prompt. Raises CadenzaError; then it is still the next."""
+        place, prepared = self._waiting[0]
+        self._streams[place] = self._model.submit(prepared, self.notify)
+        self._waiting.popleft()
+        self._count_further()
+
+    async def next_updates(self, within_s: float | None = None) -> Updates:
+        """Waits for updates; cancelling it loses nothing.
+
+        Empty where there was none `within_s`, which must always be the same for one call. Raises
+        ApiError where the call as a whole has failed.
+        """
+        loop = asyncio.get_running_loop()
+        self._waits_since_s = start_s = loop.time()
+        if within_s is not None and self._silence is None:
+            self._silence = loop.call_at(start_s + within_s, self._end_silence, within_s)
+        while True:
+            if not self._has_updates:
+                self._waiter = loop.create_future()
+                await self._waiter
+            self._has_updates = False
+            if self._failure is not None:
+                raise self._failure
+            found = self._take()
+            if found:
+                self._waits_since_s = None
+                if self._model.waiting.calls:  # there may be room now
+                    self._model.waiting.fill()
+                return found
+            if within_s is not None and loop.time() >= start_s + within_s:
+                return []
+
+    def notify(self) -> None:
+        """There are updates, or a failure, or a silence: wakes `next_updates`."""
+        self._has_updates = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def abort(self) -> None:
+        """Ends the running prompts and drops the waiting ones; all end with the reason `abort`."""
+        for stream in self._streams.values():
+            stream.abort()
+        for place, prepared in self._waiting:
+            aborted = _aborted(place, prepared)
+            self._dropped.append((place, aborted, aborted.outputs))
+        self._waiting.clear()
+        self.notify()
+
+    def fail(self, error: ApiError) -> None:
+        """Makes `next_updates` raise this error."""
+        self._failure = error
+        self._waiting.clear()
+        self.notify()
+
+    def _end_silence(self, within_s: float) -> None:
+        """Wakes `next_updates`. One timer serves all waits, so that a token costs none."""
+        self._silence = None
+        if self._waits_since_s is None:
+            return
+        loop, end_s = asyncio.get_running_loop(), self._waits_since_s + within_s
+        if loop.time() >= end_s:
+            self.notify()
+        else:
+            self._silence = loop.call_at(end_s, self._end_silence, within_s)
+
+    def _take(self) -> Updates:
+        found, self._dropped = self._dropped, []
+        self.num_unfinished -= len(found)
+        ended: list[int] = []
+        for place, stream in self._streams.items():
+            processor = stream.processor
+            outputs = processor.take()
+            if outputs:
+                found.append((place, processor, outputs))
+                if processor.is_finished:
+                    ended.append(place)
+        for place in ended:
+            self.num_unfinished -= 1
+            self._streams.pop(place).close()
+        if ended:
+            self._count_further()
+        return found
+
+    def _count_further(self) -> None:
+        num_further = max(0, len(self._streams) - 1)
+        if num_further != self._num_further:
+            self.use.num_open += num_further - self._num_further
+            self._num_further = num_further
+
+
+class PromptQueue:
+    """The calls of a model that have prompts to submit; they take turns, one prompt each."""
+
+    def __init__(self, model: ServedModel) -> None:
+        self._model = model
+        self._retry: asyncio.TimerHandle | None = None
+        self.calls: deque[OpenCall] = deque()
+
+    def add(self, call: OpenCall) -> None:
+        """Submits the call's further prompts, now and as room becomes free."""
+        if call.next_prompt is not None:
+            self.calls.append(call)
+            self.fill()
+
+    def discard(self, call: OpenCall) -> None:
+        """Removes a call, if it is there; its requests have ended, so that there may be room."""
+        if call in self.calls:
+            self.calls.remove(call)
+        self.fill()
+
+    def fill(self) -> None:
+        """Submits as many prompts as there is room for. To be called when there may be room."""
+        while self.calls:
+            call = self.calls[0]
+            prompt = call.next_prompt
+            if prompt is None:
+                self.calls.popleft()
+                continue
+            num_tokens = len(prompt.request.prompt_token_ids)
+            if not self._model.has_place(num_tokens, is_further=call.num_submitted > 0):
+                return
+            try:
+                call.submit_next()
+            except QueueFullError:
+                return
+            except CadenzaError as error:
+                if isinstance(error, EngineUnavailableError) and self._model.is_restarting:
+                    self._fill_later()
+                    return
+                call.fail(self._model.error_of(error))
+            self.calls.rotate(-1)
+
+    def _fill_later(self) -> None:
+        """There may be no update by which to see that the engine is ready again."""
+        if self._retry is None:
+            self._retry = asyncio.get_running_loop().call_later(RETRY_S, self._fill_again)
+
+    def _fill_again(self) -> None:
+        self._retry = None
+        self.fill()
+
+    def fail_all(self, error: ApiError) -> None:
+        """Ends every call here with an error, because no more prompts are submitted."""
+        while self.calls:
+            self.calls.popleft().fail(error)
+
+
+def _aborted(place: int, prepared: PreparedRequest) -> RequestOutput:
+    """The only output of a prompt that was never submitted; its place stands for the id."""
+    outputs = [
+        CompletionOutput(
+            index=sample,
+            text="",
+            token_ids=(),
+            logprobs=None,
+            cumulative_logprob=None,
+            finish_reason="abort",
+            stop_reason=None,
+        )
+        for sample in range(prepared.request.params.n)
+    ]
+    return RequestOutput(
+        request_id=place,
+        prompt=prepared.text,
+        prompt_token_ids=prepared.request.prompt_token_ids,
+        prompt_logprobs=None,
+        num_cached_tokens=0,
+        outputs=tuple(outputs),
+        finished=True,
+    )

@@ -8,7 +8,7 @@ after the time that a refusal states, the same call is within its rates if none 
 import math
 import re
 import tomllib
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from numbers import Real
@@ -173,15 +173,15 @@ class Bucket:
     """
 
     def __init__(self, per_minute: float, now_s: float) -> None:
-        self._size = per_minute
+        self.per_minute = per_minute
         self._level = per_minute
         self._filled_s = now_s
 
     def wait_s(self, amount: float, now_s: float) -> float:
         """Seconds until `amount` is there, or all that it holds; 0.0 if it is there now."""
         self._fill(now_s)
-        missing = min(amount, self._size) - self._level
-        return max(0.0, missing) * MINUTE_S / self._size
+        missing = min(amount, self.per_minute) - self._level
+        return max(0.0, missing) * MINUTE_S / self.per_minute
 
     def take(self, amount: float, now_s: float) -> None:
         self._fill(now_s)
@@ -189,102 +189,39 @@ class Bucket:
 
     def _fill(self, now_s: float) -> None:
         passed_s = now_s - self._filled_s
-        self._level = min(self._size, self._level + self._size * passed_s / MINUTE_S)
+        self._level = min(self.per_minute, self._level + self.per_minute * passed_s / MINUTE_S)
         self._filled_s = now_s
 
 
-@dataclass(slots=True, eq=False)
-class _Use:
-    """What a tenant has used."""
-
-    limits: TenantLimits
-    requests: Bucket | None
-    tokens: Bucket | None
-    num_open: int = 0
-
-
-class Tenants:
-    """What the tenants of one server have used. On the event loop only.
-
-    A tenant is known by its name in the file, or by another one, with the default limits.
+class TenantUse:
+    """What one tenant has used. On the event loop only; `tenant`, what the engine is told of it,
+    is safe on any thread.
     """
 
-    def __init__(self, file: TenantFile, counts: ServedCounts) -> None:
-        self._file = file
+    def __init__(
+        self, tenant: Tenant, limits: TenantLimits, counts: ServedCounts, clock: Callable[[], float]
+    ) -> None:
+        self.tenant = tenant
+        self.limits = limits
+        self.num_open = 0
+        """Requests of open calls: one for each call, and those that it has beside its first."""
         self._counts = counts
-        self._uses: dict[str, _Use] = {}
+        self._clock = clock
+        per_minute = {
+            "requests": limits.requests_per_minute,
+            "tokens": limits.tokens_per_minute,
+        }
+        self._buckets = {
+            name: Bucket(rate, clock()) for name, rate in per_minute.items() if rate is not None
+        }
 
-    def tenant(self, name: str) -> Tenant:
-        """What the engine is told of a tenant. Safe on any thread."""
-        named = self._file.named.get(name)
-        return replace(self._file.default.tenant, name=name) if named is None else named.tenant
-
-    @contextmanager
-    def calling(self, name: str, num_places: int, now_s: float) -> Generator[None]:
-        """Counts an open call as one request, `add_open` those that it has beside its first.
-
-        `num_places` is the most requests that may be open in all.
-
-        Raises ApiError (429) where the tenant has too many, or has used up a rate.
-        """
-        use = self._use(name, now_s)
-        share = use.limits.queue_share
-        most = max(1, int(share * num_places))
-        # With all places there is no share: the bound of the queue itself is what refuses.
-        if share < 1.0 and use.num_open >= most:
-            self._counts.reject("tenant_queue_full")
-            raise queue_full(
-                message=f"{use.num_open} of your requests are open, and the queue_share of your "
-                f"key allows {most}; try again when some have finished"
-            )
-        if self._is_crowding(use, num_places):
-            self._counts.reject("tenant_queue_full")
-            raise queue_full(
-                message=f"{use.num_open} of your requests are open, and the places that are left "
-                f"are kept for others; try again when some have finished"
-            )
-        self.check_rates(name, 0, now_s)
-        use.num_open += 1
-        try:
-            yield
-        finally:
-            use.num_open -= 1
-
-    def add_open(self, name: str, num_requests: int) -> None:
-        """An open call has so many more requests beside its first; fewer, where it is negative."""
-        self._uses[name].num_open += num_requests
-
-    def _is_crowding(self, use: _Use, num_places: int) -> bool:
-        """Whether only kept places are left, and the tenant has more requests than its part."""
-        opened = [each.num_open for each in self._uses.values() if each.num_open]
-        num_left = num_places - sum(opened)
-        has_more = use.num_open > num_places / max(2, len(opened))
-        return len(self._uses) > 1 and has_more and num_left <= KEPT_SHARE * num_places
-
-    def take(self, name: str, num_prompt_tokens: int, now_s: float) -> None:
-        """A call is served, with prompts that have passed `check_rates`."""
-        use = self._use(name, now_s)
-        if use.requests is not None:
-            use.requests.take(1, now_s)
-        if use.tokens is not None:
-            use.tokens.take(num_prompt_tokens, now_s)
-
-    def take_answer(self, name: str, num_tokens: int, now_s: float) -> None:
-        """A call's answer has ended; its tokens are taken even if too few are there."""
-        use = self._use(name, now_s)
-        if use.tokens is not None:
-            use.tokens.take(num_tokens, now_s)
-
-    def check_rates(self, name: str, num_prompt_tokens: int, now_s: float) -> None:
+    def check_rates(self, num_prompt_tokens: int) -> None:
         """Raises ApiError (429) unless a request and so many tokens, at least one, are there."""
-        use = self._use(name, now_s)
-        limits, waits = use.limits, dict[str, float]()
-        if use.requests is not None:
-            what = f"requests_per_minute of {limits.requests_per_minute:g}"
-            waits[what] = use.requests.wait_s(1, now_s)
-        if use.tokens is not None:
-            what = f"tokens_per_minute of {limits.tokens_per_minute:g}"
-            waits[what] = use.tokens.wait_s(max(1, num_prompt_tokens), now_s)
+        amounts, now_s = {"requests": 1, "tokens": max(1, num_prompt_tokens)}, self._clock()
+        waits = {
+            f"{name}_per_minute of {bucket.per_minute:g}": bucket.wait_s(amounts[name], now_s)
+            for name, bucket in self._buckets.items()
+        }
         longest = max(waits, key=waits.__getitem__, default=None)
         if longest is not None and waits[longest] > 0:
             self._counts.reject("rate_limited")
@@ -292,11 +229,70 @@ class Tenants:
             unit = "second" if seconds == 1 else "seconds"
             raise rate_limited(rate=longest, seconds=seconds, unit=unit)
 
-    def _use(self, name: str, now_s: float) -> _Use:
-        use = self._uses.get(name)
-        if use is None:
+    def take(self, num_prompt_tokens: int) -> None:
+        """A call is served, with prompts that have passed `check_rates`."""
+        self._take(requests=1, tokens=num_prompt_tokens)
+
+    def take_answer(self, num_tokens: int) -> None:
+        """A call's answer has ended; its tokens are taken even if too few are there."""
+        self._take(tokens=num_tokens)
+
+    def _take(self, **amounts: int) -> None:
+        for name in self._buckets.keys() & amounts.keys():
+            self._buckets[name].take(amounts[name], self._clock())
+
+
+class Tenants:
+    """The tenants of one server. On the event loop only.
+
+    A tenant is known by its name in the file, or by another one, with the default limits.
+    """
+
+    def __init__(self, file: TenantFile, counts: ServedCounts, clock: Callable[[], float]) -> None:
+        self._file = file
+        self._counts = counts
+        self._clock = clock
+        self._uses: dict[str, TenantUse] = {}
+
+    @contextmanager
+    def calling(self, name: str, num_places: int) -> Generator[TenantUse]:
+        """Counts an open call as one request, of `num_places` that may be open in all.
+
+        Raises ApiError (429) where the tenant has too many, or has used up a rate.
+        """
+        use = self.use(name)
+        share = use.limits.queue_share
+        most = max(1, int(share * num_places))
+        # With all places there is no share: the bound of the queue itself is what refuses.
+        if share < 1.0 and use.num_open >= most:
+            why = f"the queue_share of your key allows {most}"
+        elif self._is_crowding(use, num_places):
+            why = "the places that are left are kept for others"
+        else:
+            why = None
+        if why is not None:
+            self._counts.reject("tenant_queue_full")
+            raise queue_full(
+                message=f"{use.num_open} of your requests are open, and {why}; try again when some "
+                f"have finished"
+            )
+        use.check_rates(0)
+        use.num_open += 1
+        try:
+            yield use
+        finally:
+            use.num_open -= 1
+
+    def use(self, name: str) -> TenantUse:
+        if name not in self._uses:
             limits = self._file.named.get(name, self._file.default)
-            per_minute = limits.requests_per_minute, limits.tokens_per_minute
-            requests, tokens = (None if n is None else Bucket(n, now_s) for n in per_minute)
-            use = self._uses[name] = _Use(limits, requests, tokens)
-        return use
+            tenant = replace(limits.tenant, name=name)
+            self._uses[name] = TenantUse(tenant, limits, self._counts, self._clock)
+        return self._uses[name]
+
+    def _is_crowding(self, use: TenantUse, num_places: int) -> bool:
+        """Whether only kept places are left, and the tenant has more requests than its part."""
+        opened = [each.num_open for each in self._uses.values() if each.num_open]
+        num_left = num_places - sum(opened)
+        has_more = use.num_open > num_places / max(2, len(opened))
+        return len(self._uses) > 1 and has_more and num_left <= KEPT_SHARE * num_places
