@@ -68,7 +68,7 @@ class SpokenStream:
 def call_of(num_prompts: int, submit: Callable[..., Any]) -> tuple[OpenCall, TenantUse]:
     """Of a model that submits so, and whose queue takes no turns."""
     prepared = PreparedRequest(text=None, request=Request(prompt_token_ids=(1,)))
-    queue = SimpleNamespace(calls=(), add=lambda _: None, discard=lambda _: None)
+    queue = SimpleNamespace(calls=(), add=str, discard=str)
     monitor = SimpleNamespace(timeouts=RequestTimeouts(total_s=60.0))
     model: Any = SimpleNamespace(submit=submit, waiting=queue, monitor=monitor)
     use = Tenants(TenantFile(), ServedCounts(), lambda: 0.0).use("")

@@ -190,7 +190,7 @@ class _Scrape:
 
     @property
     def rejections(self) -> dict[str, int]:
-        of_engine: Mapping[str, int] = dict(self.requests.rejections)
+        of_engine = {str(name): n for name, n in self.requests.rejections.items()}
         return {name: n + of_engine.get(name, 0) for name, n in self.counts.rejections.items()}
 
     @property
