@@ -14,6 +14,7 @@ from tests.faces.test_verification import SMALL, ignore
 
 
 @pytest.mark.native
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("case", "shape"),
     [("fp8 in blocks", "tiny-qwen3"), ("compressed-tensors, channel", "tiny-qwen3-moe")],

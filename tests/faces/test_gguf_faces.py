@@ -11,6 +11,7 @@ from cadenza.frontend.loaded_model import open_text
 from cadenza.loading.build import find_checkpoint
 from cadenza.outputs import RequestOutput
 from cadenza.server.endpoints.chat import ChatRequest
+from tests.by_day import by_day
 from tests.checkpoint.gguf_models import convert
 from tests.tools.gguf_files import BYTE_LEVEL, TEMPLATE
 
@@ -30,7 +31,7 @@ def generate(model: Path) -> list[RequestOutput]:
 
 
 @pytest.mark.native
-@pytest.mark.parametrize("shape", ["granite", "gemma3", "mixtral"])
+@pytest.mark.parametrize("shape", by_day(["granite", "gemma3", "mixtral"], {"gemma3"}))
 def test_the_outputs_are_the_folders_bit_for_bit(tmp_path: Path, shape: str):
     """Paired rows, summed norms and stacked experts; log probabilities show any other bit."""
     model = convert(shape, tmp_path / "original", dtype="bfloat16")
@@ -42,6 +43,7 @@ def test_the_outputs_are_the_folders_bit_for_bit(tmp_path: Path, shape: str):
 
 
 @pytest.mark.native
+@pytest.mark.soak
 @pytest.mark.parametrize("shape", ["llama", "phi3"])
 def test_the_tokens_are_the_folders_where_the_rope_has_factors(tmp_path: Path, shape: str):
     """The file has them as float32, the folder as what they are computed from."""

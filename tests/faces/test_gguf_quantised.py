@@ -76,6 +76,7 @@ def verify_file(path: Path) -> None:
     assert 0.0 < result.witness_difference < QUANTISED_TOLERANCE["int8"]
 
 
+@pytest.mark.soak
 def test_the_gate_passes_on_a_file_with_several_types(mixed: Path):
     """Against the float32 reference with the same values: only activations are rounded."""
     verify_file(mixed)
@@ -89,6 +90,7 @@ def test_the_gate_passes_on_a_file_of_each_type(tmp_path: Path, kind: str, shape
     verify_file(write(tmp_path, kind, router, shape=shape))
 
 
+@pytest.mark.soak
 def test_the_experts_of_a_file_are_computed_from_their_codes(tmp_path: Path):
     kinds = {"blk.0.ffn_gate_inp.weight": "F32", "blk.0.ffn_up_exps.weight": "Q5_0"}
     path = write(tmp_path, "Q4_K", kinds, shape="qwen3-moe", num_layers=1)

@@ -92,11 +92,6 @@ TIMEOUT_S = 600.0
 Call = Callable[[Any], object]
 
 
-@pytest.fixture(params=HOSTILE, ids=str)
-def hostile(request: pytest.FixtureRequest) -> Any:
-    return HOSTILE[request.param]
-
-
 @pytest.fixture(scope="module")
 def bundled() -> Checkpoint:
     return open_checkpoint(None)
@@ -118,6 +113,18 @@ def outcome(call: Call, value: Any) -> Any:
         return None
 
 
+def each_hostile(*places: str) -> Iterator[tuple[str, Any]]:
+    """Each value in each place; a failure shows which."""
+    for place in places:
+        for name, value in HOSTILE.items():
+            print(f"{name} as {place}")
+            yield place, value
+
+
+def names_of(kind: Any) -> list[str]:
+    return [field.name for field in fields(kind)]
+
+
 def check_submitted(request: Request) -> None:
     """It is refused, or arrives in the engine process as it is."""
     if outcome(lambda each: CHECK.check(each) or each, request) is not None:
@@ -125,33 +132,31 @@ def check_submitted(request: Request) -> None:
         assert isinstance(hash(request), int)
 
 
-@pytest.mark.parametrize("name", [field.name for field in fields(SamplingParams)])
-def test_any_sampling_option_is_refused_or_reaches_the_engine_process(
-    name: str, hostile: Any
-) -> None:
-    params = outcome(lambda value: SamplingParams(**{"max_tokens": None, name: value}), hostile)
-    if params is not None:
-        check_submitted(Request(prompt_token_ids=(1,), params=params))
+def test_any_sampling_option_is_refused_or_reaches_the_engine_process() -> None:
+    for name, value in each_hostile(*names_of(SamplingParams)):
+        params = outcome(
+            lambda given, name=name: SamplingParams(**{"max_tokens": None, name: given}), value
+        )
+        if params is not None:
+            check_submitted(Request(prompt_token_ids=(1,), params=params))
 
 
-@pytest.mark.parametrize("name", [field.name for field in fields(Request)])
-def test_any_field_of_a_request_is_refused_or_reaches_the_engine_process(
-    name: str, hostile: Any
-) -> None:
-    request = outcome(lambda value: Request(**{"prompt_token_ids": (1,), name: value}), hostile)
-    if request is not None:
-        check_submitted(request)
+def test_any_field_of_a_request_is_refused_or_reaches_the_engine_process() -> None:
+    for name, value in each_hostile(*names_of(Request)):
+        request = outcome(
+            lambda given, name=name: Request(**{"prompt_token_ids": (1,), name: given}), value
+        )
+        if request is not None:
+            check_submitted(request)
 
 
-@pytest.mark.parametrize("name", [field.name for field in fields(EngineConfig)])
-def test_any_option_of_the_engine_is_refused_or_planned(
-    name: str, hostile: Any, bundled: Checkpoint
-) -> None:
-    config = outcome(lambda value: config_from_options({name: value}), hostile)
-    if config is not None:
-        start = Start(model=None, config=config, log_level=0)
-        assert decode_to_engine(encode(start)[4:]) == start
-        outcome(lambda each: plan_model(bundled, each), config)
+def test_any_option_of_the_engine_is_refused_or_planned(bundled: Checkpoint) -> None:
+    for name, value in each_hostile(*names_of(EngineConfig)):
+        config = outcome(lambda given, name=name: config_from_options({name: given}), value)
+        if config is not None:
+            start = Start(model=None, config=config, log_level=0)
+            assert decode_to_engine(encode(start)[4:]) == start
+            outcome(lambda each: plan_model(bundled, each), config)
 
 
 MODELS: dict[str, Call] = {
@@ -160,9 +165,9 @@ MODELS: dict[str, Call] = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_any_model_is_refused(name: str, hostile: Any) -> None:
-    assert outcome(MODELS[name], hostile) is None
+def test_any_model_is_refused() -> None:
+    for face, value in each_hostile(*MODELS):
+        assert outcome(MODELS[face], value) is None
 
 
 MESSAGE = {"role": "user", "content": "a"}
@@ -187,12 +192,10 @@ OF_LLM: dict[str, Callable[[LLM], Call]] = {
 }
 
 
-@pytest.mark.parametrize("name", OF_LLM)
-def test_anything_given_to_an_llm_is_refused_or_served(
-    name: str, hostile: Any, worded: LLM
-) -> None:
-    outcome(OF_LLM[name](worded), hostile)
-    assert worded.core.is_idle
+def test_anything_given_to_an_llm_is_refused_or_served(worded: LLM) -> None:
+    for place, value in each_hostile(*OF_LLM):
+        outcome(OF_LLM[place](worded), value)
+        assert worded.core.is_idle
 
 
 class StillService(CoreService):
@@ -247,11 +250,11 @@ OF_ASYNC: dict[str, Callable[[AsyncEngine], Call]] = {
 }
 
 
-@pytest.mark.parametrize("name", OF_ASYNC)
 def test_anything_given_to_an_async_engine_is_refused_or_submitted(
-    name: str, hostile: Any, served: Callable[[Callable[[AsyncEngine], Call], Any], object]
+    served: Callable[[Callable[[AsyncEngine], Call], Any], object],
 ) -> None:
-    served(OF_ASYNC[name], hostile)
+    for place, value in each_hostile(*OF_ASYNC):
+        served(OF_ASYNC[place], value)
 
 
 GREEDY = Request(prompt_token_ids=(1, 2), params=SamplingParams(max_tokens=1, temperature=0.0))
@@ -263,11 +266,9 @@ OF_REFERENCE: dict[str, Callable[[ReferenceEngine], Call]] = {
 }
 
 
-@pytest.mark.parametrize("name", OF_REFERENCE)
-def test_anything_given_to_the_reference_is_refused_or_served(
-    name: str, hostile: Any, reference: ReferenceEngine
-) -> None:
-    outcome(OF_REFERENCE[name](reference), hostile)
+def test_anything_given_to_the_reference_is_refused_or_served(reference: ReferenceEngine) -> None:
+    for place, value in each_hostile(*OF_REFERENCE):
+        outcome(OF_REFERENCE[place](reference), value)
 
 
 def test_the_reference_refuses_what_the_engine_refuses(reference: ReferenceEngine) -> None:
@@ -282,10 +283,7 @@ def test_the_reference_refuses_what_the_engine_refuses(reference: ReferenceEngin
     assert len(reference.score((1,) * 256)) == 255
 
 
-INTEGERS = (np.int64, np.int8, np.uint16)
-
-
-@pytest.mark.parametrize("kind", INTEGERS)
+@pytest.mark.parametrize("kind", [np.int64, np.int8, np.uint16])
 def test_numpys_whole_numbers_are_pythons(llm: LLM, kind: Any) -> None:
     params = {"temperature": np.float32(0.0), "ignore_eos": True, "max_tokens": kind(4)}
     plain = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 4}
@@ -302,21 +300,19 @@ def test_numpys_whole_numbers_are_pythons(llm: LLM, kind: Any) -> None:
     assert EngineConfig(max_num_seqs=kind(3)) == EngineConfig(max_num_seqs=3)
 
 
-@pytest.mark.parametrize("name", WHOLE)
-def test_numpys_whole_numbers_are_kept_as_pythons(name: str) -> None:
-    kept = getattr(SamplingParams(**{name: np.int64(WHOLE[name])}), name)  # type: ignore[arg-type]
-    assert (kept, type(kept)) == (WHOLE[name], int)
+def test_numpys_whole_numbers_are_kept_as_pythons() -> None:
+    for name, number in WHOLE.items():
+        kept = getattr(SamplingParams(**{name: np.int64(number)}), name)  # type: ignore[arg-type]
+        assert (kept, type(kept)) == (number, int)
 
 
 MIXED: tuple[Any, ...] = ([7, [1, 2]], [[1, 2], 7, [3]], [7, "a"], ["a", 7], [np.int64(7), [1]])
 
 
-@pytest.mark.parametrize("prompts", MIXED, ids=repr)
-def test_prompts_mixed_with_token_ids_are_refused_and_nothing_is_left_out(
-    worded: LLM, prompts: Any
-) -> None:
-    with pytest.raises(InvalidRequestError, match=r"mix token ids with .* a list of its own"):
-        worded.generate(prompts, SHORT)
+def test_prompts_mixed_with_token_ids_are_refused_and_nothing_is_left_out(worded: LLM) -> None:
+    for prompts in MIXED:
+        with pytest.raises(InvalidRequestError, match=r"mix token ids with .* a list of its own"):
+            worded.generate(prompts, SHORT)
 
 
 def test_messages_mixed_with_conversations_are_refused_and_nothing_is_left_out(

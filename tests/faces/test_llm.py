@@ -183,13 +183,17 @@ def test_a_closed_llm_says_so(tiny_folder: Path) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"page_size": 64},
-        {"kv_layout": "dense"},
-        {"scheduler": "plain"},
-        {"max_num_batched_tokens": 7},
-        {"enable_prefix_caching": False},
-        {"max_num_seqs": 1},
-        {"num_pages": 24},
+        {"kv_layout": "dense", "scheduler": "plain"},
+        *(
+            pytest.param(options, marks=pytest.mark.soak)
+            for options in (
+                {"page_size": 64},
+                {"max_num_batched_tokens": 7},
+                {"enable_prefix_caching": False},
+                {"max_num_seqs": 1},
+                {"num_pages": 24},
+            )
+        ),
     ],
 )
 def test_no_option_of_the_engine_changes_a_stream(

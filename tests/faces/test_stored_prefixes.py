@@ -12,6 +12,7 @@ from cadenza.config import EngineConfig
 from cadenza.errors import ConfigError
 from cadenza.loading.plan import make_plan
 from cadenza.outputs import RequestOutput
+from tests.by_day import by_day
 from tests.engine.stored import files_of
 from tests.engine.test_plan import TRAITS
 from tests.server.serve_process import ServeProcess, serve_process
@@ -44,7 +45,7 @@ KINDS = {
 
 
 @pytest.mark.native
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", by_day(KINDS, {"native int8 KV"}))
 def test_a_later_start_takes_the_prompt_and_gives_the_same_bits(kind: str, tmp_path: Path) -> None:
     options: dict[str, Any] = KINDS[kind]
     cold, stored = ask(tmp_path, **options), ask(tmp_path, **options)
@@ -56,6 +57,7 @@ def test_a_later_start_takes_the_prompt_and_gives_the_same_bits(kind: str, tmp_p
     assert len(files_of(tmp_path)) == num_tokens // page_size
 
 
+@pytest.mark.soak
 def test_the_reference_operations_store_pages_too(tmp_path: Path, worded_folder: Path) -> None:
     options = {"model": worded_folder, "ops": "reference", "max_num_seqs": 1, "num_pages": 40}
     cold = ask(tmp_path, **options)
@@ -66,6 +68,7 @@ def test_the_reference_operations_store_pages_too(tmp_path: Path, worded_folder:
 
 
 @pytest.mark.native
+@pytest.mark.soak
 def test_an_engine_that_computes_other_bits_takes_nothing(tmp_path: Path) -> None:
     ask(tmp_path, dtype="bfloat16")
     for other in (

@@ -73,6 +73,7 @@ def test_the_gate_passes_on_random_weights_and_shows_every_mode() -> None:
 
 
 @pytest.mark.native
+@pytest.mark.soak
 @pytest.mark.parametrize("quantization", list(QUANTISED_TOLERANCE))
 def test_the_gate_scores_quantised_streams_with_the_unquantised_reference(
     quantization: Quantization,
@@ -87,9 +88,8 @@ def test_the_gate_scores_quantised_streams_with_the_unquantised_reference(
 
 
 @pytest.mark.native
-@pytest.mark.parametrize(
-    "options", [SMALL, pytest.param(OPTIONS, marks=pytest.mark.soak)], ids=["small", "long"]
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("options", [SMALL, OPTIONS], ids=["small", "long"])
 def test_the_gate_passes_over_kv_in_int8_and_scores_it_with_the_unquantised_reference(
     options: VerifyOptions,
 ) -> None:
@@ -258,6 +258,7 @@ def test_the_longest_prompt_passes_every_window() -> None:
     assert longest_prompt(64, [512, 4096]) > 4096
 
 
+@pytest.mark.soak
 def test_a_short_context_is_used_up_and_the_verdict_says_how_far_it_went() -> None:
     result, plan = verify(replace(SMALL, reference="solo"), ignore)
     assert result.passed
@@ -267,6 +268,7 @@ def test_a_short_context_is_used_up_and_the_verdict_says_how_far_it_went() -> No
     assert "has 300 tokens" in result.shortfall
 
 
+@pytest.mark.soak
 def test_two_rows_are_enough_to_show_every_mode() -> None:
     """A long prompt fills most of a tight pool, and still another request is preempted."""
     options = replace(OPTIONS, num_requests=6, max_tokens=12, reference="solo")

@@ -1,6 +1,7 @@
 """Training what drafts: only the drafter learns, from what the engine will give it.
 
-The models are tiny and have random weights.
+The models are tiny and have random weights. Training is no part of the package, and compiles for
+minutes: `make soak` runs these.
 """
 
 import functools
@@ -62,6 +63,8 @@ BUNDLED_WORDS = replace(SHAPE, vocab_size=ModelShape().vocab_size)
 PLAN = Plan(num_steps=2, warmup_steps=1, evaluate_every=2, save_every=1)
 TOLERANCE = 1e-5
 
+pytestmark = pytest.mark.soak
+
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_compilations() -> Iterator[None]:
@@ -100,7 +103,7 @@ def small_batch() -> Batch:
     return {name: jnp.asarray(values) for name, values in batch.items()}
 
 
-@pytest.mark.parametrize("drafter", ["mtp", pytest.param("draft", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("drafter", ["mtp", "draft"])
 def test_a_drafter_learns_what_its_target_gives(drafter: str, target: Weights) -> None:
     weights, objective = start(drafter, target)
     optimizer, batch = optax.adam(0.02), small_batch()
@@ -160,9 +163,7 @@ def plain_objective(target: Weights) -> Objective:
     )
 
 
-@pytest.mark.parametrize(
-    "make_objective", [plain_objective, pytest.param(real_objective, marks=pytest.mark.soak)]
-)
+@pytest.mark.parametrize("make_objective", [plain_objective, real_objective])
 def test_a_resumed_run_ends_alike_and_leaves_the_target(
     make_objective: Callable[[Weights], Objective], tmp_path: Path
 ) -> None:

@@ -32,33 +32,16 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "prompt_logprobs": (0, 20),
     "truncate_prompt_tokens": (1, 2**31),
 }
-WHOLE = (
-    "top_k",
-    "seed",
-    "max_tokens",
-    "min_tokens",
-    "n",
-    "logprobs",
-    "prompt_logprobs",
-    "truncate_prompt_tokens",
+WHOLE = frozenset(
+    "top_k seed max_tokens min_tokens n logprobs prompt_logprobs truncate_prompt_tokens".split()
 )
 OPTIONAL = ("seed", "max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens")
 SWITCHES = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
 TEXT_LISTS = {"stop": 64, "bad_words": 128}
 ID_LISTS = {"stop_token_ids": 128, "allowed_token_ids": 2**20}
-NOT_NUMBERS: tuple[object, ...] = (
-    math.nan,
-    math.inf,
-    -math.inf,
-    True,
-    False,
-    "1",
-    b"1",
-    [1],
-    (1,),
-    {"a": 1},
-    1j,
-    b"1",
+NOT_NUMBERS: tuple[Any, ...] = (
+    *(math.nan, math.inf, -math.inf, True, False),
+    *("1", b"1", [1], (1,), {"a": 1}, 1j),
 )
 
 
@@ -75,49 +58,28 @@ def refused_param(**params: object) -> str | None:
 
 
 @pytest.mark.parametrize("name", BOUNDS)
-def test_both_bounds_of_a_number_are_allowed(name: str) -> None:
-    for bound in BOUNDS[name]:
-        params = params_with(name, bound)
-        kept = {"seed": bound % 2**64, "top_p": max(bound, 1e-6)}.get(name, bound)
-        assert getattr(params, name) == kept
-
-
-@pytest.mark.parametrize("name", BOUNDS)
-def test_what_is_just_past_a_bound_is_refused_by_name(name: str) -> None:
+def test_both_bounds_of_a_number_are_allowed_and_what_is_past_them_is_refused(name: str) -> None:
     low, high = BOUNDS[name]
+    for bound in (low, high):
+        kept = {"seed": bound % 2**64, "top_p": max(bound, 1e-6)}.get(name, bound)
+        assert getattr(params_with(name, bound), name) == kept
+    beyond: list[float] = [10**400, -(10**400), *NOT_NUMBERS]
     if name in WHOLE:
-        beyond: list[float] = [low - 1, high + 1, 2**63, -(2**63), 2**64, 10**30]
-        beyond = [value for value in beyond if not low <= value <= high]
+        far = (low - 1, high + 1, 2**63, -(2**63), 2**64, 10**30)
+        beyond += [value for value in far if not low <= value <= high]
+        beyond += [1.5, 1.0]
     else:
-        beyond = [math.nextafter(low, -9), math.nextafter(high, 1e9), 2**63, -(2**63), -2.001]
+        beyond += [math.nextafter(low, -9), math.nextafter(high, 1e9), 2**63, -(2**63), -2.001]
     for value in beyond:
-        assert refused_param(**{name: value}) == name
+        assert refused_param(**{name: value}) == name, value
 
 
-@pytest.mark.parametrize("value", NOT_NUMBERS, ids=repr)
-@pytest.mark.parametrize("name", BOUNDS)
-def test_what_is_no_finite_number_is_refused_by_name(name: str, value: object) -> None:
-    assert refused_param(**{name: value}) == name
-
-
-@pytest.mark.parametrize("name", BOUNDS)
-def test_a_number_too_big_for_a_float_is_refused_by_name(name: str) -> None:
-    assert refused_param(**{name: 10**400}) == name
-    assert refused_param(**{name: -(10**400)}) == name
-
-
-@pytest.mark.parametrize("name", WHOLE)
-def test_a_fraction_is_no_whole_number(name: str) -> None:
-    assert refused_param(**{name: 1.5}) == name
-    assert refused_param(**{name: 1.0}) == name
-
-
-@pytest.mark.parametrize("name", BOUNDS)
-def test_none_is_a_value_only_where_it_means_something(name: str) -> None:
-    if name in OPTIONAL:
-        assert getattr(SamplingParams(**{name: None}), name) is None  # type: ignore[arg-type]
-    else:
-        assert refused_param(**{name: None}) == name
+def test_none_is_a_value_only_where_it_means_something() -> None:
+    for name in BOUNDS:
+        if name in OPTIONAL:
+            assert getattr(SamplingParams(**{name: None}), name) is None  # type: ignore[arg-type]
+        else:
+            assert refused_param(**{name: None}) == name
 
 
 @given(value=st.one_of(st.floats(), st.integers()), name=st.sampled_from(sorted(BOUNDS)))
@@ -134,37 +96,30 @@ def test_params_that_exist_are_finite_and_within_bounds(value: float, name: str)
     assert param in (None, name)
 
 
-@pytest.mark.parametrize(
-    ("seed", "kept"),
-    [
-        (None, None),
-        (-1, None),
-        (0, 0),
-        (2**63 - 1, 2**63 - 1),
-        (2**63, 2**63),
-        (2**64 - 1, 2**64 - 1),
-        (-2, 2**64 - 2),
-        (-(2**63), 2**63),
-    ],
-)
-def test_a_seed_is_any_integer_of_64_bits_and_minus_one_is_none(
-    seed: int | None, kept: int | None
-) -> None:
-    assert SamplingParams(seed=seed).seed == kept
-    assert SamplingParams(seed=SamplingParams(seed=seed).seed).seed == kept
-    used = seed_of_sample(SamplingParams(seed=seed), 0, request_id=5, engine_seed=3)
-    assert used == (derive_seed(3, 5) if kept is None else kept)
-    keys = draw_keys(np.array([used], np.uint64), np.array([1], np.int32))
-    assert keys.shape == (1, 2)
+SEEDS = {
+    None: None,
+    -1: None,
+    0: 0,
+    2**63 - 1: 2**63 - 1,
+    2**63: 2**63,
+    2**64 - 1: 2**64 - 1,
+    -2: 2**64 - 2,
+    -(2**63): 2**63,
+}
 
 
-@pytest.mark.parametrize(
-    ("temperature", "is_greedy"), [(0.0, True), (9e-6, True), (1e-5, False), (1.0, False)]
-)
-def test_temperatures_below_a_hundred_thousandth_are_greedy(
-    temperature: float, is_greedy: bool
-) -> None:
-    assert SamplingParams(temperature=temperature).is_greedy is is_greedy
+def test_a_seed_is_any_integer_of_64_bits_and_minus_one_is_none() -> None:
+    for seed, kept in SEEDS.items():
+        params = SamplingParams(seed=seed)
+        assert params.seed == SamplingParams(seed=params.seed).seed == kept
+        used = seed_of_sample(params, 0, request_id=5, engine_seed=3)
+        assert used == (derive_seed(3, 5) if kept is None else kept)
+        assert draw_keys(np.array([used], np.uint64), np.array([1], np.int32)).shape == (1, 2)
+
+
+def test_temperatures_below_a_hundred_thousandth_are_greedy() -> None:
+    for temperature, is_greedy in ((0.0, True), (9e-6, True), (1e-5, False), (1.0, False)):
+        assert SamplingParams(temperature=temperature).is_greedy is is_greedy
 
 
 @pytest.mark.parametrize("name", ID_LISTS)
@@ -174,10 +129,10 @@ def test_the_number_of_token_ids_is_bounded(name: str) -> None:
     assert refused_param(**{name: (*most, 1)}) == name
 
 
-@pytest.mark.parametrize("ids", [5, "12", (1.5,), ("1",), (True,), (None,), (math.nan,)])
 @pytest.mark.parametrize("name", ID_LISTS)
-def test_what_is_no_list_of_whole_numbers_is_refused_by_name(name: str, ids: object) -> None:
-    assert refused_param(**{name: ids}) == name
+def test_what_is_no_list_of_whole_numbers_is_refused_by_name(name: str) -> None:
+    for ids in (5, "12", (1.5,), ("1",), (True,), (None,), (math.nan,)):
+        assert refused_param(**{name: ids}) == name, ids
 
 
 @pytest.mark.parametrize("name", TEXT_LISTS)
@@ -194,9 +149,9 @@ def test_one_text_may_stand_for_a_list_of_stops_and_of_nothing_else() -> None:
     assert refused_param(bad_words="end") == "bad_words"
 
 
-@pytest.mark.parametrize("ids", [(), []])
-def test_an_empty_list_of_allowed_tokens_is_refused(ids: object) -> None:
-    assert refused_param(allowed_token_ids=ids) == "allowed_token_ids"
+def test_an_empty_list_of_allowed_tokens_is_refused() -> None:
+    for ids in ((), []):
+        assert refused_param(allowed_token_ids=ids) == "allowed_token_ids"
     assert SamplingParams(allowed_token_ids=None).allowed_token_ids is None
 
 
@@ -209,30 +164,12 @@ def test_biases_are_kept_as_pairs_by_rising_id() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "biases",
-    [
-        5,
-        "ab",
-        None,
-        [1],
-        [(1, 2, 3)],
-        {"1": 1.0},
-        {1.5: 1.0},
-        {True: 1.0},
-        {1: math.nan},
-        {1: math.inf},
-        {1: 100.01},
-        {1: -100.01},
-        {1: "1"},
-        {1: None},
-        {1: True},
-        dict.fromkeys(range(MAX_BIASES + 1), 1.0),
-    ],
-    ids=str,
-)
-def test_what_is_no_bias_for_each_token_is_refused_by_name(biases: object) -> None:
-    assert refused_param(logit_bias=biases) == "logit_bias"
+def test_what_is_no_bias_for_each_token_is_refused_by_name() -> None:
+    keys = [{key: 1.0} for key in ("1", 1.5, True)]
+    values = [{1: value} for value in (math.nan, math.inf, 100.01, -100.01, "1", None, True)]
+    too_many = dict.fromkeys(range(MAX_BIASES + 1), 1.0)
+    for biases in (5, "ab", None, [1], [(1, 2, 3)], *keys, *values, too_many):
+        assert refused_param(logit_bias=biases) == "logit_bias", biases
 
 
 def test_the_least_number_of_tokens_is_not_above_the_most() -> None:
@@ -249,12 +186,10 @@ def test_bad_words_of_a_request_are_bounded_token_sequences() -> None:
         assert refusal.value.param == "bad_words"
 
 
-@pytest.mark.parametrize("value", ["yes", 1, None, 0.0])
-@pytest.mark.parametrize("name", SWITCHES)
-def test_a_switch_that_is_neither_true_nor_false_is_refused_by_name(
-    name: str, value: object
-) -> None:
-    assert refused_param(**{name: value}) == name
+def test_a_switch_that_is_neither_true_nor_false_is_refused_by_name() -> None:
+    for name in SWITCHES:
+        for value in ("yes", 1, None, 0.0):
+            assert refused_param(**{name: value}) == name
 
 
 def test_requests_and_params_are_frozen() -> None:
@@ -275,41 +210,31 @@ def test_attachments_are_kept_in_the_order_of_their_spans() -> None:
     assert [each.end for each in request.attachments] == [2, 3]
 
 
-@pytest.mark.parametrize(
-    "spans", [[(0, 4)], [(3, 1)], [(0, 0)], [(1, 2), (0, 1)], [(0, 2), (1, 1)]], ids=str
-)
-def test_attachments_outside_the_prompt_or_each_other_are_refused(
-    spans: list[tuple[int, int]],
-) -> None:
-    attachments = tuple(Attachment(start=at, length=size, digest=b"a") for at, size in spans)
-    with pytest.raises(InvalidRequestError, match="spans tokens") as caught:
-        Request(prompt_token_ids=(1, 2, 3), attachments=attachments)
-    assert caught.value.param == "attachments"
+def test_attachments_outside_the_prompt_or_each_other_are_refused() -> None:
+    for spans in ([(0, 4)], [(3, 1)], [(0, 0)], [(1, 2), (0, 1)], [(0, 2), (1, 1)]):
+        attachments = tuple(Attachment(start=at, length=size, digest=b"a") for at, size in spans)
+        with pytest.raises(InvalidRequestError, match="spans tokens") as caught:
+            Request(prompt_token_ids=(1, 2, 3), attachments=attachments)
+        assert caught.value.param == "attachments"
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"start": -1},
-        {"start": 0.5},
-        {"start": True},
-        {"length": "3"},
-        {"digest": b""},
-        {"digest": b"a" * 65},
-        {"digest": "a"},
-        {"payload": None},
-    ],
-    ids=str,
-)
-def test_an_attachment_of_other_values_is_refused(fields: dict[str, Any]) -> None:
-    with pytest.raises(InvalidRequestError):
-        Attachment(**{"start": 0, "length": 1, "digest": b"a"} | fields)
+ODD_ATTACHMENTS: dict[str, tuple[Any, ...]] = {
+    "start": (-1, 0.5, True),
+    "length": ("3",),
+    "digest": (b"", b"a" * 65, "a"),
+    "payload": (None,),
+}
 
 
-@pytest.mark.parametrize("value", [None, 5, "image", [b"image"]], ids=str)
-def test_attachments_of_another_kind_are_refused(value: Any) -> None:
-    with pytest.raises(InvalidRequestError, match="tuple of Attachment"):
-        Request(prompt_token_ids=(1, 2, 3), attachments=value)
+def test_an_attachment_of_other_values_is_refused() -> None:
+    for name, values in ODD_ATTACHMENTS.items():
+        for value in values:
+            fields: dict[str, Any] = {"start": 0, "length": 1, "digest": b"a", name: value}
+            with pytest.raises(InvalidRequestError):
+                Attachment(**fields)
+    for odd in (None, 5, "image", [b"image"]):
+        with pytest.raises(InvalidRequestError, match="tuple of Attachment"):
+            Request(prompt_token_ids=(1, 2, 3), attachments=odd)  # type: ignore[arg-type]
 
 
 def test_structured_outputs_is_another_name_of_structured() -> None:
