@@ -16,6 +16,7 @@ from cadenza.engine.resumption import ResumedSample, Resumption
 from cadenza.events import Event, Finished, PromptLogprobs, Started, Token
 from cadenza.request import Request, SamplingParams
 from cadenza.structured import ConstraintSpec
+from tests.by_day import by_day
 from tests.engine.simulation import (
     MAX_STEPS_TO_DRAIN,
     REAL_PARTS,
@@ -149,7 +150,7 @@ def test_the_workload_lasts_for_as_many_steps_as_engines_are_killed_at(loop: Sch
 @pytest.mark.parametrize("loop", LOOPS)
 def test_an_engine_killed_at_any_step_changes_no_stream(loop: SchedulerLoop) -> None:
     command = f"python -m pytest '{HERE}::test_an_engine_killed_at_any_step_changes_no_stream'"
-    kill_at(range(1, NUM_RUN_STEPS, 13), loop, command)
+    kill_at(range(1, NUM_RUN_STEPS, 37), loop, command)
 
 
 @pytest.mark.soak
@@ -185,7 +186,7 @@ def test_usage_counts_each_token_once(loop: SchedulerLoop) -> None:
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("at", range(2, 12))
+@pytest.mark.parametrize("at", by_day(range(2, 12), {3, 8}))
 def test_a_sample_that_a_stop_string_ended_is_not_resumed(loop: SchedulerLoop, at: int) -> None:
     params = SamplingParams(max_tokens=20, n=3, temperature=1.0, seed=3, ignore_eos=True)
     relay = Relay(LIMITS, loop)

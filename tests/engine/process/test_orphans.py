@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.by_day import by_day
 from tests.engine.process.scripted_child import HOLD_LOCK, SPIN
 
 FRONT = Path(__file__).with_name("lonely_front.py")
@@ -47,21 +48,19 @@ def wait_gone(pid: int) -> bool:
     return not is_alive(pid)
 
 
-@pytest.mark.parametrize(
-    ("script", "command"),
-    [
-        ({"step_s": 0.01}, 1),
-        ({"load_s": 3600}, 1),
-        ({}, SPIN),
-        pytest.param(
-            {},
-            HOLD_LOCK,
-            marks=pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal"),
-        ),
-    ],
-    ids=["busy", "loading", "stuck in a step", "stuck with the interpreter's lock"],
-)
-def test_an_engine_ends_with_its_front_end(tmp_path: Path, script: dict[str, float], command: int):
+STATES: dict[str, tuple[dict[str, float], int]] = {
+    "busy": ({"step_s": 0.01}, 1),
+    "loading": ({"load_s": 3600}, 1),
+    "stuck in a step": ({}, SPIN),
+    "stuck with the interpreter's lock": ({}, HOLD_LOCK),
+}
+HARDEST = "stuck with the interpreter's lock" if sys.platform == "linux" else "stuck in a step"
+"""Where only the kernel can end it; elsewhere there is no such signal."""
+
+
+@pytest.mark.parametrize("state", by_day(STATES, {HARDEST}))
+def test_an_engine_ends_with_its_front_end(tmp_path: Path, state: str):
+    script, command = STATES[state]
     told = json.dumps({**script, "stuck": str(tmp_path / "stuck")})
     assert wait_gone(engine_of_killed_front(told, command))
 

@@ -137,6 +137,7 @@ def kill_again_and_again(front: Front, kills: list[int]) -> None:
     wait_all(front)
 
 
+@pytest.mark.soak
 def test_an_engine_killed_again_and_again_changes_no_stream(open_front: OpenFront):
     """Each life gets some request on; between two kills or while requests run alone."""
     front = open_front(CONFIG)
@@ -145,6 +146,7 @@ def test_an_engine_killed_again_and_again_changes_no_stream(open_front: OpenFron
     assert front.engine.status().num_restarts == 6
 
 
+@pytest.mark.soak
 def test_a_stopped_engine_changes_no_stream(open_front: OpenFront):
     clock = HandClock()
     front = open_front(CONFIG, IMPATIENT, clock=clock)
@@ -179,6 +181,7 @@ def test_a_request_that_kills_the_engine_fails_alone_after_three_deaths_without_
     assert f"request {poison} is ended: {ENGINE_FAILED}" in caplog.text
 
 
+@pytest.mark.soak
 def test_one_request_after_another_that_kills_the_engine_fails_alone(open_front: OpenFront):
     front = open_front(CONFIG)
     front.engine.wait_ready(TIMEOUT_S)
@@ -189,6 +192,7 @@ def test_one_request_after_another_that_kills_the_engine_fails_alone(open_front:
     assert front.engine.status().num_restarts == 10
 
 
+@pytest.mark.soak
 def test_an_engine_killed_each_time_that_it_loads_loses_no_request(
     open_front: OpenFront, tmp_path: Path
 ):
@@ -257,6 +261,7 @@ def test_an_engine_that_crashes_while_it_loads_is_a_longer_pause(
     assert front.engine.status().num_restarts == 2
 
 
+@pytest.mark.soak
 def test_an_engine_that_crashes_while_it_resumes_is_a_longer_pause(open_front: OpenFront):
     front = open_front(CONFIG)
     begin(front, 300)
