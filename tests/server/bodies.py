@@ -1,9 +1,14 @@
 """The bodies and the generating endpoints by short names, for tests that go over all of them."""
 
+import json
+from typing import Any
+
+import pytest
+
 from cadenza.server.endpoints.chat import CHAT, ChatRequest
 from cadenza.server.endpoints.completions import COMPLETIONS, CompletionRequest
 from cadenza.server.endpoints.embeddings import EMBEDDINGS, EmbeddingRequest
-from cadenza.server.endpoints.generating import GeneratingEndpoint
+from cadenza.server.endpoints.generating import CallRequest, GeneratingEndpoint
 from cadenza.server.endpoints.messages import MESSAGES, MessageRequest
 from cadenza.server.endpoints.ollama import (
     OLLAMA_CHAT,
@@ -15,7 +20,10 @@ from cadenza.server.endpoints.ollama_embed import OLLAMA_EMBED, OllamaEmbedReque
 from cadenza.server.endpoints.rerank import RERANK, RerankRequest
 from cadenza.server.endpoints.responses import RESPONSES, ResponseRequest
 from cadenza.server.endpoints.tokens import CountTokensBody, DetokenizeBody, TokenizeBody
+from cadenza.server.errors import ApiError
+from cadenza.server.limits import ServerLimits
 from cadenza.server.schemas.body import Body
+from cadenza.server.schemas.unknown_members import UnknownFields
 
 GENERATING: dict[str, GeneratingEndpoint] = {
     "completions": COMPLETIONS,
@@ -42,3 +50,45 @@ BODIES: dict[str, type[Body]] = {
     "tokenize": TokenizeBody,
     "detokenize": DetokenizeBody,
 }
+
+USER = {"role": "user", "content": "the fox"}
+NEEDED: dict[str, dict[str, Any]] = {
+    "completions": {"prompt": "the fox"},
+    "chat": {"messages": [USER]},
+    "responses": {"input": "the fox"},
+    "messages": {"messages": [USER], "max_tokens": 6},
+    "embeddings": {"input": "the fox"},
+    "rerank": {"query": "the fox", "documents": ["the dog"]},
+    "ollama_chat": {"messages": [USER], "options": {"num_predict": 1}},
+    "ollama_generate": {"prompt": "the fox", "options": {"num_predict": 1}},
+    "ollama_embed": {"input": "the fox"},
+    "count_tokens": {"messages": [USER]},
+    "tokenize": {"prompt": "the fox"},
+    "detokenize": {"tokens": [5]},
+}
+"""For each body the fields that it needs."""
+PATHS = {
+    **{name: endpoint.path for name, endpoint in GENERATING.items()},
+    "count_tokens": "/v1/messages/count_tokens",
+    "tokenize": "/tokenize",
+    "detokenize": "/detokenize",
+}
+
+
+def checked(name: str, unknown: UnknownFields = "suggest", **fields: Any) -> dict[str, Any]:
+    """The checked values of a body with these fields."""
+    return BODIES[name].check({**NEEDED[name], **fields}, unknown)
+
+
+def read(name: str, **fields: Any) -> CallRequest:
+    """A request to a generating endpoint, all of whose checks it has passed."""
+    body = json.dumps({**NEEDED[name], **fields}).encode()
+    return GENERATING[name].read(body, ServerLimits())
+
+
+def refusal(name: str, unknown: UnknownFields = "suggest", **fields: Any) -> ApiError:
+    """The error of a body with these fields."""
+    with pytest.raises(ApiError) as refused:
+        BODIES[name].check({**NEEDED[name], **fields}, unknown)
+    assert refused.value.body(), "the answer can be encoded"
+    return refused.value

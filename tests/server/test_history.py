@@ -10,10 +10,11 @@ from openai.types.responses import Response
 
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.server.endpoints.messages import MESSAGES, MessageRequest
+from cadenza.server.errors import ApiError
 from cadenza.server.limits import ServerLimits
-from cadenza.server.schemas.content_blocks import BlockMessages
-from cadenza.server.schemas.items import InputItems, messages_of
-from cadenza.server.schemas.messages import Messages
+from cadenza.server.schemas.message_fields import block_messages
+from cadenza.server.schemas.messages import chat_messages
+from cadenza.server.schemas.responses import input_items, messages_of
 from tests.server.harness import RunningServer
 from tests.server.scripted_engine import ScriptedEngine
 
@@ -40,14 +41,14 @@ ARGUMENTS: list[tuple[Any, Any]] = [
 def test_arguments_that_are_no_object_are_the_text_that_they_are(given: Any, told: Any) -> None:
     function = {"name": "f", "arguments": given}
     message = {"role": "assistant", "content": None, "tool_calls": [{"function": function}]}
-    (found,) = Messages().check("messages", [message])
+    (found,) = chat_messages.check("messages", [message])
     assert found["tool_calls"][0]["function"] == {"name": "f", "arguments": told}
     item = {"type": "function_call", "call_id": "c", "name": "f", "arguments": given}
-    (turn,) = Messages().check("input", messages_of(InputItems().check("input", [item])))
+    (turn,) = chat_messages.check("input", messages_of(input_items.check("input", [item])))
     assert turn["tool_calls"][0]["function"] == {"name": "f", "arguments": told}
     block = {"type": "tool_use", "id": "c", "name": "f", "input": given}
-    blocks = BlockMessages().check("messages", [{"role": "assistant", "content": [block]}])
-    (turn,) = Messages().check("messages", list(blocks))
+    blocks = block_messages.check("messages", [{"role": "assistant", "content": [block]}])
+    (turn,) = chat_messages.check("messages", list(blocks))
     assert turn["tool_calls"][0]["function"] == {"name": "f", "arguments": told}
 
 
@@ -149,7 +150,7 @@ PARTS: list[tuple[list[Any], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("content", "told"), PARTS, ids=lambda each: repr(each)[:40])
 def test_parts_of_other_apis_are_their_text(content: list[Any], told: dict[str, Any]) -> None:
-    (found,) = Messages().check("messages", [{"role": "assistant", "content": content}])
+    (found,) = chat_messages.check("messages", [{"role": "assistant", "content": content}])
     assert found == {"role": "assistant", **told}
 
 
@@ -180,7 +181,7 @@ def test_parts_of_other_apis_are_their_text(content: list[Any], told: dict[str, 
     ids=lambda each: repr(each)[:40],
 )
 def test_members_of_other_servers_are_labels(members: dict[str, Any], told: dict[str, Any]) -> None:
-    (found,) = Messages().check("messages", [{"role": "assistant", **members}])
+    (found,) = chat_messages.check("messages", [{"role": "assistant", **members}])
     assert found == {"role": "assistant", **told}
 
 
@@ -234,8 +235,12 @@ def test_a_document_of_plain_text_is_text_with_its_title(scripted: RunningServer
         {"type": "document", "source": source, "title": "A tale"},
         {"type": "text", "text": "Read."},
     ]
-    (message,) = BlockMessages().check("messages", [{"role": "user", "content": blocks}])
+    (message,) = block_messages.check("messages", [{"role": "user", "content": blocks}])
     assert message == {"role": "user", "content": "A tale\nthe fox\nRead."}
+    for source in ({"type": "text"}, {"type": "text", "data": None}):
+        content = [{"type": "document", "source": source}]
+        with pytest.raises(ApiError, match=r"content\.source\.data is missing"):
+            block_messages.check("messages", [{"role": "user", "content": content}])
     pages = {"type": "base64", "media_type": "application/pdf", "data": "AA=="}
     body = {"messages": [{"role": "user", "content": [{"type": "document", "source": pages}]}]}
     answer = scripted.post("/v1/messages", {**body, "max_tokens": 4})
@@ -250,7 +255,7 @@ def test_what_hosted_tools_did_is_left_out_of_the_history() -> None:
         {"type": "text", "text": "A fox."},
     ]
     said: list[Any] = [{"role": "assistant", "content": turn}, {"role": "user", "content": "More."}]
-    assert BlockMessages().check("messages", said)[0] == {"role": "assistant", "content": "A fox."}
+    assert block_messages.check("messages", said)[0] == {"role": "assistant", "content": "A fox."}
     items = [{"type": "web_search_call", "id": "w"}, {"role": "user", "content": "More."}]
-    (item,) = InputItems().check("input", items)
+    (item,) = input_items.check("input", items)
     assert item["content"] == [{"type": "input_text", "text": "More."}]

@@ -14,7 +14,7 @@ from cadenza.server.dialect import ANTHROPIC_VERSIONS
 from cadenza.server.endpoints.messages import MESSAGES, MessageRequest
 from cadenza.server.endpoints.responses import RESPONSES
 from cadenza.server.limits import ServerLimits
-from cadenza.server.schemas.content_blocks import BlockMessages
+from cadenza.server.schemas.message_fields import block_messages
 from tests.server.harness import RunningServer, options, running_server
 from tests.server.scripted_engine import ScriptedEngine
 
@@ -184,7 +184,7 @@ def test_thinking_is_a_block_whose_text_can_be_left_out(script: tuple[int, ...])
 
 
 def test_blocks_become_the_messages_of_a_chat() -> None:
-    found = BlockMessages().check("messages", AGENTS["messages"]["messages"])
+    found = block_messages.check("messages", AGENTS["messages"]["messages"])
     user, system, turn, first, second, last = found
     assert user == {"role": "user", "content": "<reminder>today</reminder>\nfix it"}
     assert system["role"] == "system"
@@ -199,7 +199,7 @@ def test_blocks_become_the_messages_of_a_chat() -> None:
     assert second["content"] == "Error: no such folder"
     assert last == {"role": "user", "content": "go on"}
     twice = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
-    assert BlockMessages().check("messages", twice) == ({"role": "user", "content": "a\nb"},)
+    assert block_messages.check("messages", twice) == ({"role": "user", "content": "a\nb"},)
 
 
 def test_a_label_in_the_system_text_is_left_out() -> None:

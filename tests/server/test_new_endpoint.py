@@ -14,7 +14,7 @@ from cadenza.server.endpoints.generating import ChoicesRequest, GeneratingEndpoi
 from cadenza.server.errors import ApiError, invalid_value
 from cadenza.server.generation import Generation
 from cadenza.server.http_exchange import Exchange
-from cadenza.server.openapi import TEXT, AnswerSchema, ApiRoute, describe_api, object_of
+from cadenza.server.openapi import TEXT, AnswerSchema, describe_api, object_of
 from cadenza.server.schemas.body import optional, required
 from cadenza.server.schemas.field_types import OneOf, String
 from cadenza.server.sse import KEEP_ALIVE, AnswerHead, PromptInfo, StreamEncoder, Usage
@@ -88,17 +88,11 @@ class EventEncoder:
 
 
 INPUTS = GeneratingEndpoint(
-    route=ApiRoute(
-        name="inputs",
-        method="POST",
-        path="/v1/inputs",
-        policy="key",
-        summary="Go on with an input.",
-        answers=AnswerSchema(name="Output", schema=object_of({"output": TEXT})),
-        body=InputRequest,
-        can_stream=True,
-    ),
-    request_type=InputRequest,
+    "inputs",
+    "/v1/inputs",
+    "Go on with an input.",
+    InputRequest,
+    AnswerSchema(name="Output", schema=object_of({"output": TEXT})),
 )
 
 

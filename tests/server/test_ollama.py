@@ -13,7 +13,7 @@ from cadenza.outputs import CompletionOutput, OutputPart, RequestOutput
 from cadenza.server.access import ApiKeys
 from cadenza.server.endpoints.chat import ChatRequest
 from cadenza.server.endpoints.ollama import OllamaChatRequest
-from cadenza.server.endpoints.ollama_answer import ChatShape, LineEncoder
+from cadenza.server.endpoints.ollama_answer import LineEncoder, chat_shape
 from cadenza.server.endpoints.ollama_models import tagged
 from cadenza.server.errors import ApiError
 from cadenza.server.request_log import AnswerTimes, Usage
@@ -81,7 +81,7 @@ def test_durations_and_counts_are_those_of_the_call() -> None:
     times = AnswerTimes(total_s=2.5, first_s=0.5, prompt_s=0.5, decode_s=1.75)
     usage = Usage(prompt={0: 7}, generated={0: 3})
     head = AnswerHead(request_id="1", created=1_700_000_000, model="m", times=lambda: times)
-    end = json.loads(LineEncoder(head, usage, ChatShape(), None).closing())
+    end = json.loads(LineEncoder(head, usage, chat_shape, None).closing())
     assert end == {
         "model": "m",
         "created_at": "2023-11-14T22:13:20+00:00",
@@ -118,7 +118,7 @@ def test_thinking_and_calls_have_their_members() -> None:
         sample(OutputPart("tool_call", '{"a": 3}', name="add"), end="stop"),
     ]
     head = AnswerHead(request_id="1", created=0, model="m")
-    streaming = LineEncoder(head, Usage(), ChatShape(), None)
+    streaming = LineEncoder(head, Usage(), chat_shape, None)
     request = RequestOutput(
         request_id=0,
         prompt=None,
@@ -130,7 +130,7 @@ def test_thinking_and_calls_have_their_members() -> None:
     )
     made = b"".join(streaming.take(0, request, [each]) for each in outputs)
     messages = [json.loads(line)["message"] for line in made.splitlines()]
-    whole = json.loads(LineEncoder(head, Usage(), ChatShape(), None).whole([request]))
+    whole = json.loads(LineEncoder(head, Usage(), chat_shape, None).whole([request]))
     assert whole["done_reason"] == "stop"
     assert whole["message"]["thinking"] == "two and three"
     assert whole["message"]["content"] == "I add."
@@ -147,7 +147,7 @@ def test_thinking_and_calls_have_their_members() -> None:
 
 def test_a_silence_is_a_line_that_adds_nothing() -> None:
     head = AnswerHead(request_id="1", created=0, model="m")
-    line = json.loads(LineEncoder(head, Usage(), ChatShape(), None).silence())
+    line = json.loads(LineEncoder(head, Usage(), chat_shape, None).silence())
     assert (line["message"]["content"], line["done"]) == ("", False)
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,6 @@ from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
 from cadenza.outputs import OutputPart
 from cadenza.request import Request
 from cadenza.server.endpoints.chat import CHAT, ChatRequest
-from cadenza.server.endpoints.generating import GeneratingEndpoint
 from cadenza.server.sse import AnswerHead, Usage
 from cadenza.text import StopMatcher
 from cadenza.text.output_parser import MakeParser
@@ -201,7 +201,7 @@ class ParsedChat(ChatRequest):
         return lambda: MarkerParser(" quick")
 
 
-PARSED_CHAT = GeneratingEndpoint(route=CHAT.route, request_type=ParsedChat)
+PARSED_CHAT = replace(CHAT, request_type=ParsedChat)
 
 
 @pytest.mark.parametrize("is_streamed", [True, False])

@@ -8,9 +8,9 @@ import pytest
 
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.server.endpoints.chat import ChatRequest
-from cadenza.server.schemas.items import InputItems, messages_of
-from cadenza.server.schemas.messages import Messages
-from cadenza.server.schemas.response_tools import ResponseTools, text_of_input
+from cadenza.server.schemas.messages import chat_messages
+from cadenza.server.schemas.responses import input_items, messages_of
+from cadenza.server.schemas.tools import response_tools, text_of_input
 from tests.server.harness import RunningServer, running_server
 from tests.server.scripted_engine import ScriptedEngine
 from tests.server.test_responses import NOW, PATH, respond, streamed
@@ -43,7 +43,7 @@ def calling(loaded: Any) -> Any:
 
 
 def test_tools_become_functions_of_their_own_names() -> None:
-    found = ResponseTools().check("tools", TOOLS)
+    found = response_tools.check("tools", TOOLS)
     assert [tool.name for tool in found] == [
         "now",
         "apply_patch",
@@ -122,7 +122,7 @@ def test_calls_of_the_history_have_the_names_and_arguments_that_a_template_knows
             "output": [{"type": "input_text", "text": "x"}],
         },
     ]
-    first, done, second, last = messages_of(InputItems().check("input", items))
+    first, done, second, last = messages_of(input_items.check("input", items))
     calls = [turn["tool_calls"][0]["function"] for turn in (first, second)]
     assert calls == [
         {"name": "apply_patch", "arguments": '{"input": "+a"}'},
@@ -188,7 +188,7 @@ def test_a_custom_tool_may_be_chosen_by_its_name() -> None:
     asked = [{"role": "user", "content": "x"}]
     choice = {"type": "custom", "custom": {"name": "apply_patch"}}
     body = {"messages": asked, "tools": CHAT_TOOLS, "tool_choice": choice}
-    use = ChatRequest(ChatRequest.check(body)).tool_use()
+    use = ChatRequest(ChatRequest.check(body)).use
     assert use is not None
     assert use.named == "apply_patch"
 
@@ -277,6 +277,6 @@ def test_a_grammar_that_cannot_be_followed_is_refused_by_its_tool(
 
 def test_a_custom_call_of_a_chats_history_has_an_object_for_the_template() -> None:
     call = {"id": "1", "type": "custom", "custom": {"name": "apply_patch", "input": "+a"}}
-    (turn,) = Messages().check("messages", [{"role": "assistant", "tool_calls": [call]}])
+    (turn,) = chat_messages.check("messages", [{"role": "assistant", "tool_calls": [call]}])
     function = {"name": "apply_patch", "arguments": {"input": "+a"}}
     assert turn["tool_calls"] == [{"id": "1", "type": "function", "function": function}]

@@ -15,7 +15,8 @@ from cadenza.server.endpoints.generating import CallContext
 from cadenza.server.endpoints.responses import ResponseRequest
 from cadenza.server.limits import ServerLimits
 from cadenza.server.response_store import ResponseStore, StoreBounds, StoredResponse
-from cadenza.server.schemas.items import InputItems, messages_of, with_system
+from cadenza.server.schemas.responses import input_items, messages_of
+from cadenza.server.schemas.turns import with_system
 from tests.server.harness import RunningServer, options, running_server
 from tests.server.scripted_engine import ScriptedEngine
 from tests.server.test_streams import wait_until
@@ -441,7 +442,7 @@ def test_items_of_one_turn_are_one_message() -> None:
         {"type": "message", "role": "assistant", "content": "c"},
         {"type": "message", "role": "assistant", "content": "d"},
     ]  # fmt: skip
-    user, turn, second, first, *said = messages_of(InputItems().check("input", given))
+    user, turn, second, first, *said = messages_of(input_items.check("input", given))
     assert user == {"role": "user", "content": "a"}
     assert (turn["reasoning_content"], turn["content"]) == ("why", "b")
     assert [each["id"] for each in turn["tool_calls"]] == ["c1", "c2"]

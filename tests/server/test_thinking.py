@@ -18,7 +18,7 @@ from cadenza.request import SamplingParams
 from cadenza.server.endpoints.conversation import AskedConversation
 from cadenza.server.errors import ApiError
 from cadenza.server.limits import ServerLimits
-from cadenza.server.schemas.reasoning import EFFORTS
+from cadenza.server.schemas.thinking import EFFORTS, AskedThinking
 from cadenza.structured import ConstraintSpec, ThinkingBound
 from cadenza.text.thinking_constraint import ThinkingConstraint
 from tests.cli.harness import write_model
@@ -137,7 +137,10 @@ def test_a_bound_is_the_same_in_every_api(
 @pytest.mark.parametrize("effort", EFFORTS)
 def test_an_effort_turns_thinking_off_or_bounds_it(thinker: LoadedModel, effort: str) -> None:
     asked = AskedConversation(
-        messages=BODY["messages"], use=None, effort=effort, template_kwargs={}
+        messages=BODY["messages"],
+        use=None,
+        thinking=AskedThinking(effort=effort),
+        template_kwargs={},
     )
     request = asked.prepare(thinker.text, SamplingParams(), None).request
     has_ended = request.prompt_token_ids[-1] == END

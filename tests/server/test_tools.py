@@ -18,8 +18,7 @@ from cadenza.server.endpoints.chat import ChatRequest
 from cadenza.server.endpoints.messages import MessageRequest
 from cadenza.server.endpoints.responses import ResponseRequest
 from cadenza.server.errors import ApiError
-from cadenza.server.schemas.message_fields import MessageTools
-from cadenza.server.schemas.tools import FlatTools, Tools
+from cadenza.server.schemas.tools import function_tools, message_tools, response_tools
 from cadenza.server.schemas.unknown_members import (
     UnknownFields,
     UnknownMembers,
@@ -341,10 +340,10 @@ _NESTED = {"type": "function", "function": _F}
 @pytest.mark.parametrize(
     ("kind", "plain", "labels"),
     [
-        (Tools(), _NESTED, {"function": {**_F, "return": {"type": "string"}}}),
-        (Tools(), _NESTED, {"strict": True, "name": "f", "cache_control": {}}),
-        (FlatTools(), {"type": "function", **_F}, {"output_schema": {}, "defer_loading": False}),
-        (MessageTools(), _CUSTOM, {"allowed_callers": ["direct"], "return": {}}),
+        (function_tools, _NESTED, {"function": {**_F, "return": {"type": "string"}}}),
+        (function_tools, _NESTED, {"strict": True, "name": "f", "cache_control": {}}),
+        (response_tools, {"type": "function", **_F}, {"output_schema": {}, "defer_loading": False}),
+        (message_tools, _CUSTOM, {"allowed_callers": ["direct"], "return": {}}),
     ],
 )
 def test_labels_of_tools_change_nothing_and_odd_members_are_refused_unless_ignored(

@@ -1,16 +1,20 @@
-"""Blocks of an answer: its reasoning, its texts and its calls, in their order.
+"""Blocks of an answer (its reasoning, its texts and its calls, in their order), and what the
+encoders of APIs whose answers are made of blocks have in common.
 
-Owns how the parts of an output become blocks, for APIs whose answers are lists of these. Knows no
-API. Invariant: the blocks of a streamed answer are those of the whole one.
+Invariant: the blocks of a streamed answer are those of the whole one.
 """
 
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from cadenza.outputs import CompletionOutput, OutputPart, PartKind
+import msgspec
+
+from cadenza.outputs import CompletionOutput, OutputPart, PartKind, RequestOutput
 from cadenza.server.endpoints.conversation import new_call_id
-from cadenza.server.sse import schema_mark
+from cadenza.server.request_log import Usage
+from cadenza.server.sse import KEEP_ALIVE, PromptInfo, schema_mark
 
 
 @dataclass(slots=True, eq=False)
@@ -33,6 +37,14 @@ class Block:
     @property
     def text(self) -> str:
         return "".join(self.texts)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Of a call, as an object; a text that is none stands in one."""
+        try:
+            return msgspec.json.decode(self.text, type=dict[str, Any])
+        except msgspec.DecodeError:
+            return {"arguments": self.text}
 
 
 class BlockEvent(NamedTuple):
@@ -83,3 +95,51 @@ class BlockReader:
         if self.blocks and not self.blocks[-1].is_ended:
             self.blocks[-1].is_ended = True
             yield BlockEvent("end", self.blocks[-1])
+
+
+class BlockEncoder(ABC):
+    """A `StreamEncoder` of one prompt, whose events follow from those of its blocks."""
+
+    def __init__(self, usage: Usage) -> None:
+        self.usage = usage
+        self._reader = BlockReader()
+
+    @abstractmethod
+    def _events_of(self, event: BlockEvent) -> Iterable[bytes]: ...
+
+    @abstractmethod
+    def _take_end(self, output: CompletionOutput) -> None:
+        """The last output of the answer; its blocks are read after it."""
+
+    @abstractmethod
+    def _whole_object(self) -> dict[str, Any]:
+        """Of all blocks."""
+
+    def take(self, place: int, request: PromptInfo, outputs: Sequence[CompletionOutput]) -> bytes:
+        del place, request  # there is one prompt, which the answer does not contain
+        events = (event for output in outputs for event in self._read(output))
+        return b"".join([made for event in events for made in self._events_of(event)])
+
+    def silence(self) -> bytes:
+        return KEEP_ALIVE
+
+    def whole(self, outputs: Iterable[RequestOutput]) -> bytes:
+        for request in outputs:
+            for output in request.outputs:
+                for _ in self._read(output):
+                    pass
+        return msgspec.json.encode(self._whole_object())
+
+    def close(self) -> None:  # noqa: B027  most answers leave nothing
+        """The call has ended."""
+
+    def _read(self, output: CompletionOutput) -> Iterator[BlockEvent]:
+        if output.finish_reason is not None:
+            self._take_end(output)
+        yield from self._reader.take(output)
+
+
+def event_bytes(name: str, members: dict[str, Any]) -> bytes:
+    """A named event, whose data repeats its name."""
+    body = msgspec.json.encode({"type": name, **members})
+    return b"event: " + name.encode() + b"\ndata: " + body + b"\n\n"

@@ -1,10 +1,10 @@
 """/v1/chat/completions: answers a conversation.
 
-Owns its body, its prompt, and the form of its choices. Knows no HTTP. Invariant: there is one
-prompt, whose fields are beside the choices.
+Invariant: there is one prompt, whose fields are beside the choices.
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 from cadenza.frontend.answers import ToolUse
@@ -13,33 +13,38 @@ from cadenza.outputs import CompletionOutput, Logprob, OutputPart, PartKind, Req
 from cadenza.request import SamplingParams
 from cadenza.server.endpoints.conversation import AskedConversation, new_call_id
 from cadenza.server.endpoints.generating import (
-    GENERATION_STATUSES,
     PROMPT_SCHEMA,
     ChoicesRequest,
     GeneratingEndpoint,
     LogprobEntry,
-    answer_schema,
-    choices_schema,
+    choices_answer,
     finite,
+    ranked,
     shown_prompt,
     shown_token,
     token_name,
 )
 from cadenza.server.errors import invalid_value
-from cadenza.server.openapi import TEXT, AnswerSchema, ApiRoute, object_of, one_of
+from cadenza.server.openapi import TEXT, object_of, one_of
 from cadenza.server.schemas.body import optional, required, unsupported
 from cadenza.server.schemas.field_types import Boolean, or_null
 from cadenza.server.schemas.generation import LOGPROBS, sampling_type
-from cadenza.server.schemas.messages import ConversationBody, Messages, PredictedContent
-from cadenza.server.schemas.reasoning import (
+from cadenza.server.schemas.messages import ConversationBody, chat_messages, predicted_content
+from cadenza.server.schemas.thinking import (
     BUDGET,
     BUDGET_HELP,
     VERBOSITY,
     VERBOSITY_HELP,
+    AskedThinking,
+    ThinkingSwitches,
 )
-from cadenza.server.schemas.response_tools import ChatTools, is_custom, text_of_input
-from cadenza.server.schemas.thinking import AskedThinking, ThinkingSwitches
-from cadenza.server.schemas.tools import ToolChoice, has_constrained_calls, tool_use
+from cadenza.server.schemas.tools import (
+    chat_tool_choice,
+    chat_tools,
+    is_custom,
+    text_of_input,
+    tool_use,
+)
 from cadenza.server.sse import AnswerHead, ChoiceObject, PromptInfo, StreamEncoder, Usage
 
 
@@ -48,19 +53,19 @@ class ChatRequest(ConversationBody, ThinkingSwitches, ChoicesRequest):
 
     prompt_field = "messages"
 
-    messages = required(Messages(), "The conversation so far.")
+    messages = required(chat_messages, "The conversation so far.")
     max_completion_tokens = optional(sampling_type("max_tokens"), "Another name of max_tokens.")
     logprobs = optional(Boolean(), "Log probabilities of each token.", default=False)
     top_logprobs = optional(LOGPROBS, "And of this many likeliest; with logprobs.")
     thinking_token_budget = optional(BUDGET, BUDGET_HELP)
     verbosity = optional(VERBOSITY, VERBOSITY_HELP)
-    tools = optional(ChatTools(), "Functions and custom tools that the answer may call.")
+    tools = optional(chat_tools, "Functions and custom tools that the answer may call.")
     tool_choice = optional(
-        ToolChoice(), "none; auto: the model decides; required; or a function that is called."
+        chat_tool_choice, "none; auto: the model decides; required; or a function that is called."
     )
     parallel_tool_calls = optional(Boolean(), "Several calls in an answer.", default=True)
     prediction = optional(
-        PredictedContent(), "A text that much of the answer repeats; it comes sooner, unchanged."
+        predicted_content, "A text that much of the answer repeats; it comes sooner, unchanged."
     )
 
     functions = unsupported("calling functions", [])
@@ -79,16 +84,18 @@ class ChatRequest(ConversationBody, ThinkingSwitches, ChoicesRequest):
     return_prompt_text = unsupported("the prompt's text in the answer", False)
 
     @property
-    def num_prompts(self) -> int:
-        return 1
-
-    @property
     def num_top_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
-    @property
-    def has_form(self) -> bool:
-        return super().has_form or has_constrained_calls(self.tool_use())
+    @cached_property
+    def use(self) -> ToolUse | None:
+        return tool_use(self.tools, self.tool_choice, is_parallel=bool(self.parallel_tool_calls))
+
+    @cached_property
+    def asked(self) -> AskedThinking:
+        """Raises ApiError (400)."""
+        budget = AskedThinking(max_tokens=self.thinking_token_budget)
+        return self.asked_thinking({"thinking_token_budget": budget})
 
     def check_fields(self) -> None:
         if self.top_logprobs and not self.logprobs:
@@ -99,18 +106,7 @@ class ChatRequest(ConversationBody, ThinkingSwitches, ChoicesRequest):
                 f"max_tokens is {asked[0]} and max_completion_tokens {asked[1]}; give one of them",
                 "max_completion_tokens",
             )
-        self.template_kwargs()
-        self._thinking()
-        self.tool_use()
-
-    def tool_use(self) -> ToolUse | None:
-        """Raises ApiError (400)."""
-        return tool_use(self.tools, self.tool_choice, is_parallel=bool(self.parallel_tool_calls))
-
-    def _thinking(self) -> AskedThinking:
-        """Raises ApiError (400)."""
-        budget = AskedThinking(max_tokens=self.thinking_token_budget)
-        return self.asked_thinking({"thinking_token_budget": budget})
+        _ = self.template_kwargs(), self.asked, self.use
 
     def sampling(self, text: TextFrontend) -> SamplingParams:
         most = self.max_completion_tokens
@@ -120,13 +116,10 @@ class ChatRequest(ConversationBody, ThinkingSwitches, ChoicesRequest):
     def prepare(
         self, text: TextFrontend, params: SamplingParams, max_num_tokens: int | None
     ) -> list[PreparedRequest]:
-        thinking = self._thinking()
         conversation = AskedConversation(
             messages=self.messages,
-            use=self.tool_use(),
-            effort=thinking.effort,
-            max_thinking=thinking.bound,
-            thinks=thinking.is_on,
+            use=self.use,
+            thinking=self.asked,
             verbosity=self.verbosity,
             variables=self.chat_template_kwargs,
             template_kwargs=self.template_kwargs(),
@@ -139,8 +132,7 @@ class ChatRequest(ConversationBody, ThinkingSwitches, ChoicesRequest):
     def param_of(self, param: str | None) -> str | None:
         if param == "thinking_token_budget" and self.thinking_token_budget is None:
             return self.bound_field() or "reasoning_effort"
-        found = super().param_of(param)
-        return "tools" if found == "structured" else found
+        return super().param_of(param)
 
     def encoder(self, head: AnswerHead, usage: Usage, text: TextFrontend) -> StreamEncoder:
         del text  # the answer does not contain the prompt's text
@@ -271,16 +263,9 @@ def _finish_reason(output: CompletionOutput, *, has_calls: bool) -> str | None:
 
 
 def _chat_logprob(token_id: int, entry: LogprobEntry, request: ChatRequest) -> dict[str, Any]:
-    top = sorted(
-        (found for found in entry.items() if found[1].rank is not None),
-        key=lambda f: f[1].rank or 0,
-    )
-    return {
-        **_described(token_id, entry[token_id], request),
-        "top_logprobs": [
-            _described(*found, request) for found in top[: request.num_top_logprobs or 0]
-        ],
-    }
+    likeliest = ranked(entry, request.num_top_logprobs or 0)
+    top = [_described(*found, request) for found in likeliest]
+    return {**_described(token_id, entry[token_id], request), "top_logprobs": top}
 
 
 def _described(token_id: int, found: Logprob, request: ChatRequest) -> dict[str, Any]:
@@ -295,21 +280,9 @@ def _described(token_id: int, found: Logprob, request: ChatRequest) -> dict[str,
 _MESSAGE = object_of({"role": one_of("assistant"), "content": or_null(TEXT)})
 
 CHAT = GeneratingEndpoint(
-    route=ApiRoute(
-        name="chat",
-        method="POST",
-        path="/v1/chat/completions",
-        policy="key",
-        summary="Answer a conversation.",
-        answers=AnswerSchema(
-            name="ChatCompletion",
-            schema=answer_schema(
-                "chat.completion", choices_schema({"message": _MESSAGE}), PROMPT_SCHEMA
-            ),
-        ),
-        statuses=GENERATION_STATUSES,
-        body=ChatRequest,
-        can_stream=True,
-    ),
-    request_type=ChatRequest,
+    "chat",
+    "/v1/chat/completions",
+    "Answer a conversation.",
+    ChatRequest,
+    choices_answer("ChatCompletion", "chat.completion", {"message": _MESSAGE}, PROMPT_SCHEMA),
 )

@@ -1,7 +1,6 @@
 """/v1/completions: continues prompts.
 
-Owns its body, its prompts, and the form of its choices. Knows no HTTP. Invariant: each prompt has
-its own choices, and its fields are in the first part of each.
+Invariant: each prompt has its own choices, and its fields are in the first part of each.
 """
 
 from collections.abc import Sequence
@@ -12,24 +11,21 @@ from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
 from cadenza.outputs import CompletionOutput, RequestOutput
 from cadenza.request import SamplingParams
 from cadenza.server.endpoints.generating import (
-    GENERATION_STATUSES,
     PROMPT_SCHEMA,
     ChoicesRequest,
     GeneratingEndpoint,
     LogprobEntry,
-    answer_schema,
-    choices_schema,
+    choices_answer,
     finite,
     prompt_entries,
     shown_prompt,
     shown_token,
     token_name,
 )
-from cadenza.server.openapi import TEXT, AnswerSchema, ApiRoute
+from cadenza.server.openapi import TEXT
 from cadenza.server.schemas.body import optional, required, unsupported
 from cadenza.server.schemas.field_types import Boolean
-from cadenza.server.schemas.generation import LOGPROBS
-from cadenza.server.schemas.prompts import PlainPrompt, PlainPrompts
+from cadenza.server.schemas.generation import LOGPROBS, PlainPrompt, plain_prompts
 from cadenza.server.sse import AnswerHead, ChoiceObject, PromptInfo, StreamEncoder, Usage
 
 COMPLETION_MAX_TOKENS = 16
@@ -40,7 +36,7 @@ class CompletionRequest(ChoicesRequest):
 
     prompt_field = "prompt"
 
-    prompt = required(PlainPrompts(), "A text, token ids, or a list of either.")
+    prompt = required(plain_prompts, "A text, token ids, or a list of either.")
     logprobs = optional(LOGPROBS, "Log probabilities of each token and the likeliest.")
     echo = optional(Boolean(), "Begin the answer with the prompt.", default=False)
     add_special_tokens = optional(
@@ -59,9 +55,6 @@ class CompletionRequest(ChoicesRequest):
     def num_top_logprobs(self) -> int | None:
         return self.logprobs
 
-    def check_fields(self) -> None:
-        """None of them excludes another."""
-
     def sampling(self, text: TextFrontend) -> SamplingParams:
         changes = {"max_tokens": COMPLETION_MAX_TOKENS, **self.sampling_values()}
         if self.echo and self.logprobs is not None:
@@ -71,19 +64,13 @@ class CompletionRequest(ChoicesRequest):
     def prepare(
         self, text: TextFrontend, params: SamplingParams, max_num_tokens: int | None
     ) -> list[PreparedRequest]:
-        return [self._prepare(text, prompt, params, max_num_tokens) for prompt in self.prompt]
+        def prepare_one(prompt: PlainPrompt) -> PreparedRequest:
+            if self.add_special_tokens or not isinstance(prompt, str):
+                return text.prepare(prompt, params, max_num_tokens=max_num_tokens)
+            ids = text.encode(prompt, add_special_tokens=False, max_num_tokens=max_num_tokens)
+            return replace(text.prepare(ids, params), text=prompt)
 
-    def _prepare(
-        self,
-        text: TextFrontend,
-        prompt: PlainPrompt,
-        params: SamplingParams,
-        max_num_tokens: int | None,
-    ) -> PreparedRequest:
-        if self.add_special_tokens or not isinstance(prompt, str):
-            return text.prepare(prompt, params, max_num_tokens=max_num_tokens)
-        ids = text.encode(prompt, add_special_tokens=False, max_num_tokens=max_num_tokens)
-        return replace(text.prepare(ids, params), text=prompt)
+        return [prepare_one(prompt) for prompt in self.prompt]
 
     def encoder(self, head: AnswerHead, usage: Usage, text: TextFrontend) -> StreamEncoder:
         return self.chunk_encoder(head, usage, CompletionChoices(self, text))
@@ -192,30 +179,16 @@ def _by_token(entry: LogprobEntry, request: CompletionRequest) -> dict[str, floa
     if request.return_tokens_as_token_ids:
         return {token_name(token_id): finite(found) for token_id, found in entry.items()}
     by_text: dict[str, float] = {}
-    for (
-        token_id,
-        found,
-    ) in entry.items():  # the chosen token comes first: of equal texts its entry stays
+    for token_id, found in entry.items():
+        # The chosen token comes first: of equal texts its entry stays.
         by_text.setdefault(shown_token(token_id, found), finite(found))
     return by_text
 
 
 COMPLETIONS = GeneratingEndpoint(
-    route=ApiRoute(
-        name="completions",
-        method="POST",
-        path="/v1/completions",
-        policy="key",
-        summary="Continue prompts.",
-        answers=AnswerSchema(
-            name="Completion",
-            schema=answer_schema(
-                "text_completion", choices_schema({"text": TEXT, **PROMPT_SCHEMA}), {}
-            ),
-        ),
-        statuses=GENERATION_STATUSES,
-        body=CompletionRequest,
-        can_stream=True,
-    ),
-    request_type=CompletionRequest,
+    "completions",
+    "/v1/completions",
+    "Continue prompts.",
+    CompletionRequest,
+    choices_answer("Completion", "text_completion", {"text": TEXT, **PROMPT_SCHEMA}, {}),
 )

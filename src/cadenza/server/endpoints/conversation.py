@@ -1,7 +1,6 @@
 """`AskedConversation`: what every endpoint that answers a conversation makes of its body.
 
-Owns how messages, tools and switches become a request of the front end. Knows no fields and no
-shape of an answer. Invariant: equal conversations have equal answers, whatever API they came by.
+Invariant: equal conversations have equal answers, whatever API they came by.
 """
 
 import secrets
@@ -12,7 +11,7 @@ from typing import Any
 from cadenza.frontend.answers import AskedAnswer, ToolUse
 from cadenza.frontend.text_frontend import Message, PreparedRequest, TextFrontend
 from cadenza.request import SamplingParams
-from cadenza.server.schemas.reasoning import EFFORTS
+from cadenza.server.schemas.thinking import EFFORTS, NOTHING_ASKED, AskedThinking
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,9 +20,8 @@ class AskedConversation:
 
     Args:
         use: the tools that the answer may call; None: none.
-        effort: of reasoning, one of `EFFORTS`; None: as the model does.
-        max_thinking: the most tokens of thinking, whatever the effort; None: as the effort says.
-        thinks: whether the model thinks, whatever the effort; None: as the effort says.
+        thinking: what the request asks of it; the most tokens and the switch count whatever the
+            effort.
         verbosity: for the chat template; None: as the template does.
         variables: of the chat template, as the request names them; those that the template does
             not read are ignored.
@@ -32,9 +30,7 @@ class AskedConversation:
 
     messages: Sequence[Message]
     use: ToolUse | None
-    effort: str | None = None
-    max_thinking: int | None = None
-    thinks: bool | None = None
+    thinking: AskedThinking = NOTHING_ASKED
     verbosity: str | None = None
     variables: Mapping[str, object] = field(default_factory=dict[str, object])
     template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -62,20 +58,27 @@ class AskedConversation:
     def _kwargs(self, text: TextFrontend) -> dict[str, Any]:
         """What the template is rendered with; what the request gives itself comes first."""
         switches: dict[str, Any] = {}
-        if self.effort is not None:
-            switches |= {"enable_thinking": self.effort != "none", "reasoning_effort": self.effort}
-        if self.thinks is not None:
-            switches |= {"enable_thinking": self.thinks, "thinking": self.thinks}
+        effort, is_on = self.thinking.effort, self.thinking.is_on
+        if effort is not None:
+            switches |= {"enable_thinking": effort != "none", "reasoning_effort": effort}
+        if is_on is not None:
+            switches |= {"enable_thinking": is_on, "thinking": is_on}
         if self.verbosity is not None:
             switches["verbosity"] = self.verbosity
         known = {k: v for k, v in switches.items() if k in text.chat_template_options}
         return {**known, **text.read_by_template(self.variables), **self.template_kwargs}
 
     def _max_thinking(self, text: TextFrontend) -> int | None:
-        if self.max_thinking is not None or self.effort is None:
-            return self.max_thinking
+        asked = self.thinking
+        if asked.bound is not None or asked.effort is None:
+            return asked.bound
         has_efforts = "reasoning_effort" in text.chat_template_options
-        return None if has_efforts else EFFORTS[self.effort]
+        return None if has_efforts else EFFORTS[asked.effort]
+
+
+def continuing(is_continued: bool) -> dict[str, bool]:
+    """How the chat template ends the prompt: within the last message, or where an answer begins."""
+    return {"add_generation_prompt": not is_continued, "continue_final_message": is_continued}
 
 
 def new_call_id() -> str:

@@ -1,7 +1,6 @@
-"""/v1/embeddings: the embedding of each input.
+"""/v1/embeddings: the embedding of each input; and what all endpoints that embed have in common.
 
-Owns its body and the form of its answer. Knows no HTTP. Invariant: each input has its embedding, in
-the order of the inputs, or the call fails as a whole.
+Invariant: each input has its embedding, in the order of the inputs, or the call fails as a whole.
 """
 
 import sys
@@ -15,18 +14,12 @@ from cadenza.frontend.embeddings import values_of
 from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
 from cadenza.outputs import RequestOutput
 from cadenza.request import DIMENSIONS, Pooling, PoolingParams, SamplingParams, prompt_only
-from cadenza.server.endpoints.generating import (
-    GENERATION_STATUSES,
-    CallRequest,
-    GeneratingEndpoint,
-)
+from cadenza.server.endpoints.generating import CallRequest, GeneratingEndpoint
 from cadenza.server.errors import cancelled, invalid_value
-from cadenza.server.limits import ServerLimits
-from cadenza.server.openapi import COUNT, TEXT, AnswerSchema, ApiRoute, object_of
+from cadenza.server.openapi import COUNT, TEXT, AnswerSchema, list_of, object_of, one_of
 from cadenza.server.schemas.body import optional, required, unsupported
 from cadenza.server.schemas.field_types import Boolean, Integer, OneOf, Schema, or_null
-from cadenza.server.schemas.generation import LABEL, SamplingField
-from cadenza.server.schemas.prompts import PlainPrompts
+from cadenza.server.schemas.generation import LABEL, SamplingField, plain_prompts
 from cadenza.server.sse import AnswerEncoder, AnswerHead, Usage
 
 MAX_ANSWER_BYTES = 64 << 20
@@ -36,12 +29,23 @@ FLOAT_BYTES, _BASE64_BYTES = 22, 16 / 3
 _encode = msgspec.json.encode
 
 
-class EmbeddingRequest(CallRequest):
+POOLING = OneOf(get_args(Pooling))
+
+
+class PooledRequest(CallRequest):
+    """A call for the hidden states of its prompts, of which nothing is generated."""
+
+    def sampling(self, text: TextFrontend) -> SamplingParams:
+        del text  # no checkpoint recommends anything for it
+        return prompt_only(self.values.get("truncate_prompt_tokens"))
+
+
+class EmbeddingRequest(PooledRequest):
     """A body of /v1/embeddings."""
 
     prompt_field = "input"
 
-    input = required(PlainPrompts(), "A text, token ids, or a list of either.")
+    input = required(plain_prompts, "A text, token ids, or a list of either.")
     encoding_format = optional(
         OneOf(("float", "base64")),
         "How numbers are written: a list, or their float32 in little endian as base64.",
@@ -52,7 +56,7 @@ class EmbeddingRequest(CallRequest):
         "Keep only so many of the first values, at unit length.",
     )
     pooling = optional(
-        OneOf(get_args(Pooling)),
+        POOLING,
         "The last token's state, or the mean of all tokens'; otherwise as the model asks for.",
     )
     truncate_prompt_tokens = SamplingField("Keep this many tokens of the input's end.", None)
@@ -73,13 +77,6 @@ class EmbeddingRequest(CallRequest):
     def num_prompts(self) -> int:
         return len(self.input)
 
-    @property
-    def user_label(self) -> str | None:
-        return self.user
-
-    def check_together(self, limits: ServerLimits) -> None:
-        """None of them excludes another."""
-
     def check_size(self, hidden_size: int | None) -> None:
         num_values = min(self.dimensions or sys.maxsize, hidden_size or 0)
         is_base64 = self.encoding_format == "base64"
@@ -87,10 +84,6 @@ class EmbeddingRequest(CallRequest):
         base64 = "" if is_base64 else "encoding_format base64, "
         advice = f"use {base64}dimensions or fewer inputs"
         check_embeddings_size(self.num_prompts, num_values, value_bytes, advice)
-
-    def sampling(self, text: TextFrontend) -> SamplingParams:
-        del text  # no checkpoint recommends anything for it
-        return prompt_only(self.truncate_prompt_tokens)
 
     def prepare(
         self, text: TextFrontend, params: SamplingParams, max_num_tokens: int | None
@@ -137,51 +130,50 @@ class EmbeddingEncoder:
     def whole(self, outputs: Iterable[RequestOutput]) -> bytes:
         # One after the other, so that other threads can run between them.
         data = [self._encoded(index, each) for index, each in enumerate(outputs)]
-        num_tokens = self.usage.prompt_tokens
-        usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-        fields = {**self._head.fields("embd-", "list"), "usage": usage}
+        fields = {**self._head.fields("embd-", "list"), "usage": prompt_usage(self.usage)}
         return _encode(fields)[:-1] + b',"data":[' + b",".join(data) + b"]}"
 
     def close(self) -> None:
         """Nothing is left of an answer."""
 
     def _encoded(self, index: int, request: RequestOutput) -> bytes:
-        (output,) = request.outputs
-        if output.embedding is None:
-            raise cancelled()
-        shown: Any = values_of(output.embedding)
-        if self._is_base64:
-            shown = b64encode(output.embedding).decode()
+        embedding = embedding_bytes(request)
+        shown: Any = b64encode(embedding).decode() if self._is_base64 else values_of(embedding)
         return _encode({"object": "embedding", "index": index, "embedding": shown})
 
 
-def _answer_schema() -> Schema:
-    vector: Schema = {"anyOf": [{"type": "array", "items": {"type": "number"}}, TEXT]}
-    kind: Schema = {"type": "string", "enum": ["embedding"]}
-    item = object_of({"object": kind, "index": COUNT, "embedding": vector})
-    return object_of(
-        {
-            "id": TEXT,
-            "object": {"type": "string", "enum": ["list"]},
-            "created": COUNT,
-            "model": TEXT,
-            "system_fingerprint": or_null(TEXT),
-            "data": {"type": "array", "items": item, "minItems": 1},
-            "usage": object_of({"prompt_tokens": COUNT, "total_tokens": COUNT}),
-        }
-    )
+def embedding_bytes(request: RequestOutput) -> bytes:
+    """Of a request's only output. Raises ApiError where there is none."""
+    (output,) = request.outputs
+    if output.embedding is None:
+        raise cancelled()
+    return output.embedding
 
+
+def prompt_usage(usage: Usage) -> dict[str, int]:
+    return {"prompt_tokens": usage.prompt_tokens, "total_tokens": usage.prompt_tokens}
+
+
+PROMPT_USAGE = object_of({"prompt_tokens": COUNT, "total_tokens": COUNT})
+_VECTOR: Schema = {"anyOf": [list_of({"type": "number"}), TEXT]}
+_ITEM = object_of({"object": one_of("embedding"), "index": COUNT, "embedding": _VECTOR})
+_ANSWER = object_of(
+    {
+        "id": TEXT,
+        "object": one_of("list"),
+        "created": COUNT,
+        "model": TEXT,
+        "system_fingerprint": or_null(TEXT),
+        "data": {**list_of(_ITEM), "minItems": 1},
+        "usage": PROMPT_USAGE,
+    }
+)
 
 EMBEDDINGS = GeneratingEndpoint(
-    route=ApiRoute(
-        name="embeddings",
-        method="POST",
-        path="/v1/embeddings",
-        policy="key",
-        summary="Turn inputs into vectors.",
-        answers=AnswerSchema(name="Embeddings", schema=_answer_schema()),
-        statuses=GENERATION_STATUSES,
-        body=EmbeddingRequest,
-    ),
-    request_type=EmbeddingRequest,
+    "embeddings",
+    "/v1/embeddings",
+    "Turn inputs into vectors.",
+    EmbeddingRequest,
+    AnswerSchema(name="Embeddings", schema=_ANSWER),
+    can_stream=False,
 )

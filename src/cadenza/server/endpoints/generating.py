@@ -1,21 +1,31 @@
 """The interface of endpoints that call the engine: `GeneratingEndpoint` and `CallRequest`.
 
 Owns the rules between fields that are shared (`ChoicesRequest`), and the forms of log probabilities
-that several endpoints answer with. Knows no HTTP and no engine. Invariant: a `CallRequest` that
-was read can be served, unless its prompt is too long or its tokens unknown.
+that several endpoints answer with. Invariant: a `CallRequest` that was read can be served, unless
+its prompt is too long or its tokens unknown.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
+from cadenza.frontend.answers import ToolUse
 from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
 from cadenza.outputs import Logprob
 from cadenza.request import SamplingParams, show
 from cadenza.server.errors import invalid_value
 from cadenza.server.limits import ServerLimits
-from cadenza.server.openapi import COUNT, TEXT, ApiRoute, list_of, object_of, one_of
+from cadenza.server.openapi import (
+    COUNT,
+    TEXT,
+    AnswerSchema,
+    ApiRoute,
+    list_of,
+    object_of,
+    one_of,
+)
 from cadenza.server.response_store import ResponseStore
 from cadenza.server.schemas.body import Effect
 from cadenza.server.schemas.field_types import Schema, or_null
@@ -68,31 +78,42 @@ class CallRequest(CallBody, ABC):
 
     prompt_field: ClassVar[str]
     """The name of the field with the prompt, for errors."""
+    param_names: ClassVar[Mapping[str, str]] = {}
+    """The names in this body of what errors of a request name, where they differ."""
 
     @property
-    @abstractmethod
-    def num_prompts(self) -> int: ...
+    def num_prompts(self) -> int:
+        return 1
 
     @property
     def user_label(self) -> str | None:
         """Who asks, for the log's line."""
-        return None
+        return self.values.get("user")
 
     @property
     def wants_receipt(self) -> bool:
         return False
 
     @property
+    def form_field(self) -> str | None:
+        """The name of the field that asks for a form of the answer; None: none does."""
+        return None
+
+    @cached_property
+    def use(self) -> ToolUse | None:
+        """The tools that the answer may call. Raises ApiError (400)."""
+        return None
+
+    @property
     def has_form(self) -> bool:
         """Whether `prepare` checks a form of the answer, or of calls in it, which may take long."""
-        return False
+        return self.form_field is not None or self.use is not None
 
     @property
     def make_parser(self) -> MakeParser | None:
         """Makes the parser of each sample's text, in place of that of the prompt, if any."""
         return None
 
-    @abstractmethod
     def check_together(self, limits: ServerLimits) -> None:
         """Raises ApiError (400) where the fields do not go together, or beyond the limits."""
 
@@ -140,7 +161,11 @@ class CallRequest(CallBody, ABC):
 
     def param_of(self, param: str | None) -> str | None:
         """The name in this body of what an error of a request names."""
-        return self.prompt_field if param == "prompt" else param
+        if param == "structured":
+            return self.form_field or "tools"
+        if param == "prompt":
+            return self.prompt_field
+        return self.param_names.get(param or "", param)
 
 
 class GenerationRequest(SamplingBody, CallRequest):
@@ -172,25 +197,19 @@ class ChoicesRequest(GenerationBody, GenerationRequest):
     def num_top_logprobs(self) -> int | None:
         """The number of likeliest tokens to return; None: no log probabilities."""
 
-    @abstractmethod
     def check_fields(self) -> None:
         """Checks the endpoint's own fields together. Raises ApiError (400)."""
-
-    @property
-    def user_label(self) -> str | None:
-        return self.user
 
     @property
     def wants_receipt(self) -> bool:
         return bool(self.receipt)
 
     @property
-    def has_form(self) -> bool:
-        return form_field(self.values.get) is not None
+    def form_field(self) -> str | None:
+        return form_field(self.values.get)
 
     def check_together(self, limits: ServerLimits) -> None:
-        if self.stream_options is not None and not self.stream:
-            raise invalid_value("stream_options are for streams; set stream, too", "stream_options")
+        check_stream_options(self.stream_options, self.stream)
         form_field(self.values.get)
         self.check_fields()
         num_prompts = self.num_prompts
@@ -202,28 +221,15 @@ class ChoicesRequest(GenerationBody, GenerationRequest):
                 "n",
             )
         for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
-            value = self.values.get(name, 0)
-            if value > limits.max_logprobs:
-                raise invalid_value(
-                    f"{name} is {show(value)}; this server gives at most {limits.max_logprobs} "
-                    f"(--max-logprobs)",
-                    name,
-                )
-
-    def param_of(self, param: str | None) -> str | None:
-        if param == "structured":
-            return form_field(self.values.get) or param
-        return super().param_of(param)
+            check_num_logprobs(name, self.values.get(name, 0), limits)
 
     def sampling_values(self) -> dict[str, Any]:
         """And the form of the answer, and the log probabilities."""
         found = super().sampling_values()
-        form = form_field(self.values.get)
-        if form is not None:
-            found["structured"] = self.values[form]
-        num_top_logprobs = self.num_top_logprobs
-        if num_top_logprobs is not None:
-            found["logprobs"] = num_top_logprobs
+        if self.form_field is not None:
+            found["structured"] = self.values[self.form_field]
+        if self.num_top_logprobs is not None:
+            found["logprobs"] = self.num_top_logprobs
         return found
 
     def chunk_encoder(self, head: AnswerHead, usage: Usage, choices: Choices) -> ChunkEncoder:
@@ -239,12 +245,51 @@ class ChoicesRequest(GenerationBody, GenerationRequest):
         return ChunkEncoder(head, usage, choices, options)
 
 
+def check_stream_options(options: object, stream: bool) -> None:
+    """Raises ApiError (400) for options of a stream where there is none."""
+    if options is not None and not stream:
+        raise invalid_value("stream_options are for streams; set stream, too", "stream_options")
+
+
+def check_num_logprobs(name: str, number: int, limits: ServerLimits) -> None:
+    """Raises ApiError (400) where a field asks for more than this server gives."""
+    if number > limits.max_logprobs:
+        raise invalid_value(
+            f"{name} is {show(number)}; this server gives at most {limits.max_logprobs} "
+            f"(--max-logprobs)",
+            name,
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class GeneratingEndpoint:
-    """One endpoint that calls the engine: its route, and the type of its requests."""
+    """One endpoint that calls the engine, and the type of its requests.
 
-    route: ApiRoute
+    Args:
+        statuses: of its answers beside 200.
+    """
+
+    name: str
+    path: str
+    summary: str
     request_type: type[CallRequest]
+    answers: AnswerSchema
+    statuses: tuple[int, ...] = GENERATION_STATUSES
+    can_stream: bool = True
+
+    @property
+    def route(self) -> ApiRoute:
+        return ApiRoute(
+            name=self.name,
+            method="POST",
+            path=self.path,
+            policy="key",
+            summary=self.summary,
+            answers=self.answers,
+            statuses=self.statuses,
+            body=self.request_type,
+            can_stream=self.can_stream,
+        )
 
     def read(
         self, body: bytes, limits: ServerLimits, unknown: UnknownFields = "suggest"
@@ -278,6 +323,12 @@ def _by_id(entry: LogprobEntry) -> dict[str, Any]:
     }
 
 
+def ranked(entry: LogprobEntry, num_top: int) -> list[tuple[int, Logprob]]:
+    """The likeliest tokens of a position, the likeliest first."""
+    found = [each for each in entry.items() if each[1].rank is not None]
+    return sorted(found, key=lambda each: each[1].rank or 0)[:num_top]
+
+
 def shown_token(token_id: int, found: Logprob) -> str:
     return token_name(token_id) if found.decoded_token is None else found.decoded_token
 
@@ -301,16 +352,14 @@ PROMPT_SCHEMA: dict[str, Schema] = {
 """The fields of an answer that are about a prompt."""
 
 
-def choices_schema(content: dict[str, Schema]) -> Schema:
-    """Of the choices of an answer; `content` is what they hold beside the tokens' ids."""
-    reasons: Schema = one_of("stop", "length", "abort", "tool_calls")
+def choices_answer(
+    name: str, object_name: str, content: dict[str, Schema], rest: dict[str, Schema]
+) -> AnswerSchema:
+    """Of a whole answer in OpenAI's shape; `content` is what its choices hold beside the tokens'
+    ids, `rest` is beside the choices."""
+    reasons = one_of("stop", "length", "abort", "tool_calls")
     choice = {"index": COUNT, **content, "token_ids": _IDS, "finish_reason": reasons}
-    return {**list_of(object_of(choice)), "minItems": 1}
-
-
-def answer_schema(object_name: str, choices: Schema, rest: dict[str, Schema]) -> Schema:
-    """Of a whole answer in OpenAI's shape."""
-    return object_of(
+    schema = object_of(
         {
             "id": TEXT,
             "created": COUNT,
@@ -318,7 +367,8 @@ def answer_schema(object_name: str, choices: Schema, rest: dict[str, Schema]) ->
             "system_fingerprint": or_null(TEXT),
             "usage": _USAGE,
             "object": one_of(object_name),
-            "choices": choices,
+            "choices": {**list_of(object_of(choice)), "minItems": 1},
             **rest,
         }
     )
+    return AnswerSchema(name=name, schema=schema)

@@ -1,25 +1,34 @@
 """`MessageEncoder`: the object and the events of a message (Anthropic's Messages API).
 
-Owns the forms of content blocks, and the order of events. Invariant: the blocks of a stream, put
-together, are those of the whole message.
+Invariant: the blocks of a stream, put together, are those of the whole message.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from cadenza.outputs import CompletionOutput, RequestOutput
+from cadenza.outputs import CompletionOutput, PartKind
 from cadenza.server.dialect import anthropic_error
-from cadenza.server.endpoints.blocks import Block, BlockEvent, BlockReader
+from cadenza.server.endpoints.blocks import Block, BlockEncoder, BlockEvent, event_bytes
 from cadenza.server.errors import ApiError
 from cadenza.server.request_log import Usage
-from cadenza.server.sse import KEEP_ALIVE, AnswerHead, PromptInfo
+from cadenza.server.sse import AnswerHead
 
 MESSAGE_PREFIX = "msg_"
 
-_encode = msgspec.json.encode
+_TEXT_BLOCKS: dict[PartKind, dict[str, Any]] = {
+    "content": {"type": "text", "text": ""},
+    "reasoning": {"type": "thinking", "thinking": "", "signature": ""},
+}
+"""Blocks without their texts. Thinking is plain text, which needs no signature."""
+_DELTAS: dict[PartKind, tuple[str, str]] = {
+    "content": ("text_delta", "text"),
+    "reasoning": ("thinking_delta", "thinking"),
+    "tool_call": ("input_json_delta", "partial_json"),
+}
+"""The type of a delta, and the member that has its text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,72 +46,52 @@ class MessageOptions:
     shows_thinking: bool
 
 
-class MessageEncoder:
+class MessageEncoder(BlockEncoder):
     """A `StreamEncoder`."""
 
     def __init__(self, head: AnswerHead, usage: Usage, options: MessageOptions) -> None:
-        self.usage = usage
+        super().__init__(usage)
         self._head = head
         self._options = options
-        self._reader = BlockReader()
-        self._stop_reason: str | None = None
-        self._stop_sequence: str | None = None
+        self._ended: CompletionOutput | None = None
 
     def opening(self) -> bytes:
-        return _event("message_start", message=self._object([])) + _event("ping")
-
-    def take(self, place: int, request: PromptInfo, outputs: Sequence[CompletionOutput]) -> bytes:
-        del place, request  # there is one prompt, which the answer does not contain
-        made: list[bytes] = []
-        for output in outputs:
-            for event in self._read(output):
-                made += self._events_of(event)
-        return b"".join(made)
-
-    def silence(self) -> bytes:
-        return KEEP_ALIVE
+        started = event_bytes("message_start", {"message": self._object([])})
+        return started + event_bytes("ping", {})
 
     def closing(self) -> bytes:
-        delta = {"stop_reason": self._stop_reason, "stop_sequence": self._stop_sequence}
         usage = usage_of_message(self.usage)
-        mark = self._reader.mark
-        return _event("message_delta", delta=delta, usage=usage, **mark) + _event("message_stop")
+        delta = {"delta": self._stop(), "usage": usage, **self._reader.mark}
+        return event_bytes("message_delta", delta) + event_bytes("message_stop", {})
 
     def failure(self, error: ApiError) -> bytes:
-        return b"event: error\ndata: " + self._error(error) + b"\n\n"
+        body = msgspec.json.encode(anthropic_error(error, self._head.request_id))
+        return b"event: error\ndata: " + body + b"\n\n"
 
-    def whole(self, outputs: Iterable[RequestOutput]) -> bytes:
-        for request in outputs:
-            for output in request.outputs:
-                for _ in self._read(output):
-                    pass
-        return _encode(self._object([self._block(block) for block in self._reader.blocks]))
+    def _whole_object(self) -> dict[str, Any]:
+        return self._object([self._block(block) for block in self._reader.blocks])
 
-    def close(self) -> None:
-        """Nothing is left of a message."""
+    def _take_end(self, output: CompletionOutput) -> None:
+        self._ended = output
 
-    def _error(self, error: ApiError) -> bytes:
-        return _encode(anthropic_error(error, self._head.request_id))
-
-    def _read(self, output: CompletionOutput) -> Iterator[BlockEvent]:
-        yield from self._reader.take(output)
-        if output.finish_reason is not None:
-            self._end(output)
-
-    def _end(self, output: CompletionOutput) -> None:
+    def _stop(self) -> dict[str, str | None]:
+        """Why the message ended, if it has."""
+        output = self._ended
+        if output is None:
+            return {"stop_reason": None, "stop_sequence": None}
         match output.finish_reason:
             case "stop" if output.stop_reason in self._options.stop_sequences:
-                self._stop_reason = "stop_sequence"
-                self._stop_sequence = str(output.stop_reason)
+                return {"stop_reason": "stop_sequence", "stop_sequence": str(output.stop_reason)}
             case "stop":
                 has_calls = any(block.kind == "tool_call" for block in self._reader.blocks)
-                self._stop_reason = "tool_use" if has_calls else "end_turn"
+                reason = "tool_use" if has_calls else "end_turn"
             case "length":
                 most = self._options.max_tokens
                 is_full = most is None or output.num_generated_tokens < most
-                self._stop_reason = "model_context_window_exceeded" if is_full else "max_tokens"
+                reason = "model_context_window_exceeded" if is_full else "max_tokens"
             case _:  # it was cancelled
-                self._stop_reason = "pause_turn"
+                reason = "pause_turn"
+        return {"stop_reason": reason, "stop_sequence": None}
 
     def _object(self, content: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -111,64 +100,39 @@ class MessageEncoder:
             "role": "assistant",
             "model": self._head.model,
             "content": content,
-            "stop_reason": self._stop_reason,
-            "stop_sequence": self._stop_sequence,
+            **self._stop(),
             "usage": usage_of_message(self.usage),
             **self._reader.mark,
         }
 
     def _block(self, block: Block) -> dict[str, Any]:
-        match block.kind:
-            case "tool_call":
-                return {**_started(block), "input": _arguments(block.text)}
-            case "reasoning":
-                text = block.text if self._options.shows_thinking else ""
-                return {**_started(block), "thinking": text}
-            case "content":
-                return {**_started(block), "text": block.text}
+        started = _started(block)
+        if block.kind == "tool_call":
+            return {**started, "input": block.arguments}
+        is_shown = block.kind != "reasoning" or self._options.shows_thinking
+        return {**started, started["type"]: block.text if is_shown else ""}
 
     def _events_of(self, event: BlockEvent) -> Iterator[bytes]:
-        block = event.block
+        block, index = event.block, {"index": event.block.index}
         match event.kind:
             case "begin":
-                started = _started(block)
-                yield _event("content_block_start", index=block.index, content_block=started)
+                started = {**index, "content_block": _started(block)}
+                yield event_bytes("content_block_start", started)
             case "text" if block.kind != "reasoning" or self._options.shows_thinking:
-                delta = _delta(block, event.text)
-                yield _event("content_block_delta", index=block.index, delta=delta)
+                kind, member = _DELTAS[block.kind]
+                delta = {**index, "delta": {"type": kind, member: event.text}}
+                yield event_bytes("content_block_delta", delta)
             case "text":
                 return
             case "end":
-                yield _event("content_block_stop", index=block.index)
+                yield event_bytes("content_block_stop", index)
 
 
 def _started(block: Block) -> dict[str, Any]:
-    """A block without its text. Thinking is plain text, which needs no signature."""
-    match block.kind:
-        case "tool_call":
-            return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": {}}
-        case "reasoning":
-            return {"type": "thinking", "thinking": "", "signature": ""}
-        case "content":
-            return {"type": "text", "text": ""}
-
-
-def _delta(block: Block, text: str) -> dict[str, Any]:
-    match block.kind:
-        case "tool_call":
-            return {"type": "input_json_delta", "partial_json": text}
-        case "reasoning":
-            return {"type": "thinking_delta", "thinking": text}
-        case "content":
-            return {"type": "text_delta", "text": text}
-
-
-def _arguments(text: str) -> dict[str, Any]:
-    """A call's arguments as an object; what is none stands in one."""
-    try:
-        return msgspec.json.decode(text, type=dict[str, Any])
-    except msgspec.DecodeError:
-        return {"arguments": text}
+    """A block without its text."""
+    if block.kind == "tool_call":
+        return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": {}}
+    return {**_TEXT_BLOCKS[block.kind]}
 
 
 def usage_of_message(usage: Usage) -> dict[str, Any]:
@@ -182,8 +146,3 @@ def usage_of_message(usage: Usage) -> dict[str, Any]:
         "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
         **usage.cache_miss,
     }
-
-
-def _event(name: str, /, **members: Any) -> bytes:
-    body = _encode({"type": name, **members})
-    return b"event: " + name.encode() + b"\ndata: " + body + b"\n\n"

@@ -1,16 +1,18 @@
 """/v1/messages: answers a conversation of content blocks, as Anthropic's Messages API does.
 
-Owns its body, and what the conversation consists of. Knows no HTTP. Invariant: the tokens that are
-counted are those that would be computed.
+Invariant: the tokens that are counted are those that would be computed.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
+from typing import ClassVar
 
 from cadenza.errors import TextTooLongError
 from cadenza.frontend.answers import ToolUse
 from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
 from cadenza.request import SamplingParams
-from cadenza.server.endpoints.conversation import AskedConversation
+from cadenza.server.endpoints.conversation import AskedConversation, continuing
 from cadenza.server.endpoints.generating import (
     GENERATION_STATUSES,
     GeneratingEndpoint,
@@ -19,57 +21,54 @@ from cadenza.server.endpoints.generating import (
 from cadenza.server.endpoints.message_answer import MessageEncoder, MessageOptions
 from cadenza.server.errors import invalid_value
 from cadenza.server.limits import ServerLimits
-from cadenza.server.openapi import COUNT, TEXT, AnswerSchema, ApiRoute, list_of, object_of, one_of
+from cadenza.server.openapi import COUNT, TEXT, AnswerSchema, list_of, object_of, one_of
 from cadenza.server.schemas.body import ObjectOf, label, optional, required, unsupported
-from cadenza.server.schemas.content_blocks import TEXT_BLOCKS, BlockMessages, system_text
 from cadenza.server.schemas.field_types import AnyJson, or_null
 from cadenza.server.schemas.generation import LABEL, sampling_type
-from cadenza.server.schemas.items import with_system
 from cadenza.server.schemas.message_fields import (
-    AskedChoice,
-    ContextManagement,
-    JsonForm,
+    TEXT_BLOCKS,
     MessageMetadata,
-    MessageToolChoice,
-    MessageTools,
-    NoThread,
     OutputConfig,
     ThinkingOptions,
+    block_messages,
+    json_form,
+    no_context_edits,
+    no_thread,
+    system_text,
 )
-from cadenza.server.schemas.messages import Messages, template_variables
+from cadenza.server.schemas.messages import chat_messages, template_variables
 from cadenza.server.schemas.thinking import AskedThinking, ThinkingSwitches
-from cadenza.server.schemas.tools import has_constrained_calls, tool_use
+from cadenza.server.schemas.tools import (
+    AskedChoice,
+    message_tool_choice,
+    message_tools,
+    tool_use,
+)
+from cadenza.server.schemas.turns import with_system
 from cadenza.server.sse import AnswerHead, StreamEncoder, Usage
 from cadenza.structured import StructuredOutput
 
 _ANNOTATION = AnyJson(max_chars=16 << 10)
 _AUTO = AskedChoice("auto", is_parallel=True)
 
-_PARAMS = {
-    "structured": "output_config",
-    "stop": "stop_sequences",
-    "thinking_token_budget": "thinking",
-}
-"""The names in this body of what errors of a chat name."""
-
 
 class MessagesBody(ThinkingSwitches):
     """What a message and the count of its tokens have in common."""
 
-    messages = required(BlockMessages(), "The conversation so far.")
+    messages = required(block_messages, "The conversation so far.")
     system = optional(TEXT_BLOCKS, "A text in front of the conversation.")
-    tools = optional(MessageTools(), "Functions that the answer may call.")
-    tool_choice = optional(MessageToolChoice(), "Which of them.")
+    tools = optional(message_tools, "Functions that the answer may call.")
+    tool_choice = optional(message_tool_choice, "Which of them.")
     thinking = optional(ObjectOf(ThinkingOptions), "Whether the model thinks; without it: no.")
     output_config = optional(ObjectOf(OutputConfig), "The form of the answer.")
-    output_format = optional(JsonForm(), "Older name of output_config.format.")
+    output_format = optional(json_form, "Older name of output_config.format.")
     chat_template_kwargs = template_variables()
 
     cache_control = label(_ANNOTATION, "A hint; prefixes are cached without it.")
     diagnostics = label(_ANNOTATION, "There are none.")
     user_profile_id = label(LABEL, "A label of who asks.")
     workspace_id = label(LABEL, "A label of who asks.")
-    context_management = label(ContextManagement(), "Only what edits nothing.")
+    context_management = label(no_context_edits, "Only what edits nothing.")
 
     mcp_servers = unsupported("servers of tools", [])
     container = unsupported("containers")
@@ -80,15 +79,33 @@ class MessagesBody(ThinkingSwitches):
         "a choice of who is billed", {"type": "billing_policy", "bill_to": "self"}
     )
 
-    def tool_use(self) -> ToolUse | None:
-        """Raises ApiError (400)."""
+    @cached_property
+    def use(self) -> ToolUse | None:
+        """The tools that the answer may call. Raises ApiError (400)."""
         asked = self.tool_choice or _AUTO
         return tool_use(self.tools, asked.choice, is_parallel=asked.is_parallel)
 
+    @cached_property
+    def asked(self) -> AskedThinking:
+        """Raises ApiError (400)."""
+        own: dict[str, AskedThinking] = {}
+        if self.output_config is not None:
+            own["output_config"] = AskedThinking(effort=self.output_config.effort)
+        if self.thinking is not None:
+            own["thinking"] = AskedThinking(
+                is_on=self.thinking.type != "disabled", max_tokens=self.thinking.budget_tokens
+            )
+        return self.asked_thinking(own)
+
+    @property
+    def form(self) -> StructuredOutput | None:
+        asked = None if self.output_config is None else self.output_config.format
+        return asked or self.output_format
+
     def check_conversation(self) -> None:
         """Raises ApiError (400) where the fields do not go together."""
-        self.tool_use()
-        if self.output_format is not None and self._form is not self.output_format:
+        _ = self.use
+        if self.output_format is not None and self.form is not self.output_format:
             raise invalid_value(
                 "output_format and output_config.format both ask for a form; give one",
                 "output_format",
@@ -98,7 +115,7 @@ class MessagesBody(ThinkingSwitches):
             raise invalid_value("thinking.type is missing; it is needed here", "thinking")
         if thinking is not None and thinking.budget_tokens and thinking.type != "enabled":
             raise invalid_value("thinking.budget_tokens goes with the type enabled", "thinking")
-        self._thinking()
+        _ = self.asked
         last = self.messages[-1]
         if last["role"] == "assistant" and (not last["content"] or len(last.keys()) > 2):
             raise invalid_value(
@@ -110,48 +127,31 @@ class MessagesBody(ThinkingSwitches):
     def conversation(self) -> AskedConversation:
         """Raises ApiError (400)."""
         system = None if self.system is None else system_text(self.system)
-        messages = Messages().check("messages", with_system(system, [*self.messages]))
-        is_continued = messages[-1]["role"] == "assistant"
+        messages = chat_messages.check("messages", with_system(system, [*self.messages]))
+        thinks = self.asked.is_on
+        effort = self.asked.effort or ("medium" if thinks else "none")
         return AskedConversation(
             messages=messages,
-            use=self.tool_use(),
-            effort=self._effort(),
-            max_thinking=self._thinking().bound,
-            thinks=self.asked_thinking({}).is_on,
+            use=self.use,
+            thinking=replace(
+                self.asked,
+                # The API's own field `thinking` sets only the effort.
+                is_on=self.asked_thinking({}).is_on,
+                effort="none" if thinks is False else effort,
+            ),
             variables=self.chat_template_kwargs,
-            template_kwargs={
-                "add_generation_prompt": not is_continued,
-                "continue_final_message": is_continued,
-            },
+            template_kwargs=continuing(messages[-1]["role"] == "assistant"),
         )
-
-    @property
-    def _form(self) -> StructuredOutput | None:
-        asked = None if self.output_config is None else self.output_config.format
-        return asked or self.output_format
-
-    def _thinking(self) -> AskedThinking:
-        """Raises ApiError (400)."""
-        own: dict[str, AskedThinking] = {}
-        if self.output_config is not None:
-            own["output_config"] = AskedThinking(effort=self.output_config.effort)
-        if self.thinking is not None:
-            own["thinking"] = AskedThinking(
-                is_on=self.thinking.type != "disabled", max_tokens=self.thinking.budget_tokens
-            )
-        return self.asked_thinking(own)
-
-    def _effort(self) -> str:
-        asked = self._thinking()
-        if asked.is_on is None:
-            return asked.effort or "none"
-        return asked.effort or "medium" if asked.is_on else "none"
 
 
 class MessageRequest(MessagesBody, GenerationRequest):
     """A body of /v1/messages."""
 
     prompt_field = "messages"
+    param_names: ClassVar[Mapping[str, str]] = {
+        "stop": "stop_sequences",
+        "thinking_token_budget": "thinking",
+    }
 
     max_tokens = required(
         sampling_type("max_tokens"), "Most new tokens; -1: what is left of the context."
@@ -161,15 +161,13 @@ class MessageRequest(MessagesBody, GenerationRequest):
     service_tier = label(LABEL, "A label: there is one tier.")
     fallbacks = unsupported("falling back to another model", [], "default")
     fallback_credit_token = unsupported("falling back to another model")
-    thread = label(NoThread(), "Not built: a conversation that the server holds.")
+    thread = label(no_thread, "Not built: a conversation that the server holds.")
 
     @property
-    def num_prompts(self) -> int:
-        return 1
-
-    @property
-    def has_form(self) -> bool:
-        return self._form is not None or has_constrained_calls(self.tool_use())
+    def form_field(self) -> str | None:
+        if self.form is None:
+            return None
+        return "output_config" if self.output_format is None else "output_format"
 
     @property
     def user_label(self) -> str | None:
@@ -183,8 +181,8 @@ class MessageRequest(MessagesBody, GenerationRequest):
         changes = {**self.sampling_values(), "max_tokens": self.max_tokens}
         if self.stop_sequences:
             changes["stop"] = self.stop_sequences
-        if self._form is not None:
-            changes["structured"] = self._form
+        if self.form is not None:
+            changes["structured"] = self.form
         return text.default_params(**changes)
 
     def prepare(
@@ -218,44 +216,30 @@ class MessageRequest(MessagesBody, GenerationRequest):
         )
         return MessageEncoder(head, usage, options)
 
-    def param_of(self, param: str | None) -> str | None:
-        if param == "structured" and self._form is None:
-            return "tools"
-        if param == "structured" and self.output_format is not None:
-            return "output_format"
-        return super().param_of(_PARAMS.get(param or "", param))
-
 
 MESSAGE_STATUSES = tuple(529 if status == 503 else status for status in GENERATION_STATUSES)
 _USAGE = object_of(
     {"input_tokens": COUNT, "output_tokens": COUNT, "cache_read_input_tokens": COUNT}
 )
 
+_ANSWER = object_of(
+    {
+        "id": TEXT,
+        "type": one_of("message"),
+        "role": one_of("assistant"),
+        "model": TEXT,
+        "content": list_of({"type": "object"}),
+        "stop_reason": or_null(TEXT),
+        "stop_sequence": or_null(TEXT),
+        "usage": _USAGE,
+    }
+)
+
 MESSAGES = GeneratingEndpoint(
-    route=ApiRoute(
-        name="messages",
-        method="POST",
-        path="/v1/messages",
-        policy="key",
-        summary="Answer a conversation of content blocks.",
-        answers=AnswerSchema(
-            name="Message",
-            schema=object_of(
-                {
-                    "id": TEXT,
-                    "type": one_of("message"),
-                    "role": one_of("assistant"),
-                    "model": TEXT,
-                    "content": list_of({"type": "object"}),
-                    "stop_reason": or_null(TEXT),
-                    "stop_sequence": or_null(TEXT),
-                    "usage": _USAGE,
-                }
-            ),
-        ),
-        statuses=MESSAGE_STATUSES,
-        body=MessageRequest,
-        can_stream=True,
-    ),
-    request_type=MessageRequest,
+    "messages",
+    "/v1/messages",
+    "Answer a conversation of content blocks.",
+    MessageRequest,
+    AnswerSchema(name="Message", schema=_ANSWER),
+    statuses=MESSAGE_STATUSES,
 )

@@ -1,42 +1,39 @@
 """/api/chat and /api/generate: answers as Ollama's API gives them.
 
-Owns their bodies. Knows no HTTP. Invariant: a conversation has the same tokens as by any other API;
-Ollama's own defaults of sampling are not used.
+Invariant: a conversation has the same tokens as by any other API; Ollama's own defaults of sampling
+are not used.
 """
 
+from collections.abc import Mapping
+from functools import cached_property
 from typing import Any, ClassVar
 
 from cadenza.frontend.answers import ToolUse
 from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
 from cadenza.request import SamplingParams
-from cadenza.server.endpoints.conversation import AskedConversation
+from cadenza.server.endpoints.conversation import AskedConversation, continuing
 from cadenza.server.endpoints.generating import (
-    GENERATION_STATUSES,
     CallRequest,
     GeneratingEndpoint,
+    check_num_logprobs,
 )
 from cadenza.server.endpoints.ollama_answer import (
     AnswerShape,
-    ChatShape,
     LineEncoder,
-    PromptShape,
+    chat_shape,
     loaded,
+    prompt_shape,
 )
 from cadenza.server.errors import invalid_value
 from cadenza.server.limits import ServerLimits
-from cadenza.server.openapi import TEXT, AnswerSchema, ApiRoute, object_of
+from cadenza.server.openapi import TEXT, AnswerSchema, object_of
 from cadenza.server.schemas.body import label, optional, unsupported
 from cadenza.server.schemas.field_types import AnyJson, Boolean, Schema, String
-from cadenza.server.schemas.generation import LOGPROBS
-from cadenza.server.schemas.ollama import (
-    NoImages,
-    OllamaMessages,
-    OllamaOptions,
-    Think,
-)
-from cadenza.server.schemas.prompts import MAX_PROMPT_CHARS
-from cadenza.server.schemas.structured import OllamaFormat
-from cadenza.server.schemas.tools import Tools, has_constrained_calls, tool_use
+from cadenza.server.schemas.generation import LOGPROBS, MAX_PROMPT_CHARS
+from cadenza.server.schemas.ollama import no_images, ollama_messages, ollama_options, think_type
+from cadenza.server.schemas.structured import ollama_format
+from cadenza.server.schemas.thinking import AskedThinking
+from cadenza.server.schemas.tools import function_tools, tool_use
 from cadenza.server.sse import AnswerHead, StreamEncoder, Usage
 
 KEEP_ALIVE = AnyJson(max_chars=64)
@@ -48,12 +45,12 @@ _TEXT = String(max_chars=MAX_PROMPT_CHARS)
 class OllamaRequest(CallRequest):
     """What both bodies have in common."""
 
-    shape: ClassVar[AnswerShape]
+    param_names: ClassVar[Mapping[str, str]] = {"thinking_token_budget": "think"}
 
     stream = optional(Boolean(), "Send the answer as it comes, in lines.", default=True)
-    options = optional(OllamaOptions(), "Sampling, by Ollama's names.")
-    format = optional(OllamaFormat(), 'The form of the answer: "json", or a JSON Schema.')
-    think = optional(Think(), "Whether the model thinks, or how much.")
+    options = optional(ollama_options, "Sampling, by Ollama's names.")
+    format = optional(ollama_format, 'The form of the answer: "json", or a JSON Schema.')
+    think = optional(think_type, "Whether the model thinks, or how much.")
     logprobs = optional(Boolean(), "Log probabilities of each token.", default=False)
     top_logprobs = optional(LOGPROBS, "And of this many likeliest; with logprobs.")
     keep_alive = label(KEEP_ALIVE, KEEP_ALIVE_HELP)
@@ -61,12 +58,12 @@ class OllamaRequest(CallRequest):
     shift = label(Boolean(), "An answer always ends where the context does.")
 
     @property
-    def num_prompts(self) -> int:
-        return 1
+    def form_field(self) -> str | None:
+        return None if self.format is None else "format"
 
     @property
-    def has_form(self) -> bool:
-        return self.format is not None
+    def shape(self) -> AnswerShape:
+        raise NotImplementedError
 
     @property
     def is_empty(self) -> bool:
@@ -76,12 +73,7 @@ class OllamaRequest(CallRequest):
     def check_together(self, limits: ServerLimits) -> None:
         if self.top_logprobs and not self.logprobs:
             raise invalid_value("top_logprobs needs logprobs; set it to true, too", "top_logprobs")
-        if (self.top_logprobs or 0) > limits.max_logprobs:
-            raise invalid_value(
-                f"top_logprobs is {self.top_logprobs}; this server gives at most "
-                f"{limits.max_logprobs} (--max-logprobs)",
-                "top_logprobs",
-            )
+        check_num_logprobs("top_logprobs", self.top_logprobs or 0, limits)
 
     def sampling(self, text: TextFrontend) -> SamplingParams:
         changes: dict[str, Any] = {"max_tokens": None, **(self.options or {})}
@@ -105,10 +97,6 @@ class OllamaRequest(CallRequest):
         return self.encoder(head, usage, text) if self.stream else None
 
     def param_of(self, param: str | None) -> str | None:
-        if param == "structured":
-            return "format" if self.format is not None else "tools"
-        if param == "thinking_token_budget":
-            return "think"
         found = super().param_of(param)
         return "options" if found in SamplingParams.__dataclass_fields__ else found
 
@@ -117,25 +105,20 @@ class OllamaChatRequest(OllamaRequest):
     """A body of /api/chat."""
 
     prompt_field = "messages"
-    shape = ChatShape()
 
-    messages = optional(OllamaMessages(), "The conversation so far.", default=())
-    tools = optional(Tools(), "Functions that the answer may call.")
+    messages = optional(ollama_messages, "The conversation so far.", default=())
+    tools = optional(function_tools, "Functions that the answer may call.")
+
+    @property
+    def shape(self) -> AnswerShape:
+        return chat_shape
 
     @property
     def is_empty(self) -> bool:
         return not self.messages
 
-    @property
-    def has_form(self) -> bool:
-        return super().has_form or has_constrained_calls(self.tool_use())
-
-    def check_together(self, limits: ServerLimits) -> None:
-        super().check_together(limits)
-        self.tool_use()
-
-    def tool_use(self) -> ToolUse | None:
-        """Raises ApiError (400)."""
+    @cached_property
+    def use(self) -> ToolUse | None:
         return tool_use(self.tools, None, is_parallel=True)
 
     def prepare(
@@ -145,12 +128,9 @@ class OllamaChatRequest(OllamaRequest):
         is_continued = last["role"] == "assistant" and "tool_calls" not in last
         asked = AskedConversation(
             messages=self.messages,
-            use=self.tool_use(),
-            effort=self.think,
-            template_kwargs={
-                "add_generation_prompt": not is_continued,
-                "continue_final_message": is_continued,
-            },
+            use=self.use,
+            thinking=AskedThinking(effort=self.think),
+            template_kwargs=continuing(is_continued),
         )
         return [asked.prepare(text, params, max_num_tokens)]
 
@@ -159,18 +139,21 @@ class OllamaPromptRequest(OllamaRequest):
     """A body of /api/generate."""
 
     prompt_field = "prompt"
-    shape = PromptShape()
 
     prompt = optional(_TEXT, "The text, of a user; without it nothing is generated.", default="")
     system = optional(_TEXT, "A text in front of it.", default="")
     raw = optional(Boolean(), "Continue the prompt as it is.", default=False)
-    images = label(NoImages(), "Not built: images.")
+    images = label(no_images, "Not built: images.")
     suffix = unsupported("filling in a middle", "")
     template = unsupported("a chat template of the request's own", "")
     context = unsupported("an earlier answer as tokens, in place of /api/chat's messages", [])
     width = unsupported("making images")
     height = unsupported("making images")
     steps = unsupported("making images")
+
+    @property
+    def shape(self) -> AnswerShape:
+        return prompt_shape
 
     @property
     def is_empty(self) -> bool:
@@ -191,46 +174,27 @@ class OllamaPromptRequest(OllamaRequest):
         asked = AskedConversation(
             messages=[*system, {"role": "user", "content": self.prompt}],
             use=None,
-            effort=self.think,
-            template_kwargs={},
+            thinking=AskedThinking(effort=self.think),
         )
         return [asked.prepare(text, params, max_num_tokens)]
 
 
-_ENDING: dict[str, Schema] = {
-    "model": TEXT,
-    "created_at": TEXT,
-    "done": {"type": "boolean"},
-    "done_reason": TEXT,
-}
-
-
-def _route(name: str, summary: str, body: type[OllamaRequest], held: dict[str, Schema]) -> ApiRoute:
-    return ApiRoute(
-        name=f"ollama_{name}",
-        method="POST",
-        path=f"/api/{name}",
-        policy="key",
-        summary=summary,
-        answers=AnswerSchema(name=f"Ollama{name.title()}", schema=object_of({**_ENDING, **held})),
-        statuses=GENERATION_STATUSES,
-        body=body,
-        can_stream=True,
-    )
+def _answers(name: str, held: dict[str, Schema]) -> AnswerSchema:
+    begins = {"model": TEXT, "created_at": TEXT, "done": {"type": "boolean"}, "done_reason": TEXT}
+    return AnswerSchema(name=name, schema=object_of({**begins, **held}))
 
 
 OLLAMA_CHAT = GeneratingEndpoint(
-    route=_route(
-        "chat",
-        "Answer a conversation, as Ollama does.",
-        OllamaChatRequest,
-        {"message": object_of({"role": TEXT, "content": TEXT})},
-    ),
-    request_type=OllamaChatRequest,
+    "ollama_chat",
+    "/api/chat",
+    "Answer a conversation, as Ollama does.",
+    OllamaChatRequest,
+    _answers("OllamaChat", {"message": object_of({"role": TEXT, "content": TEXT})}),
 )
 OLLAMA_GENERATE = GeneratingEndpoint(
-    route=_route(
-        "generate", "Answer a prompt, as Ollama does.", OllamaPromptRequest, {"response": TEXT}
-    ),
-    request_type=OllamaPromptRequest,
+    "ollama_generate",
+    "/api/generate",
+    "Answer a prompt, as Ollama does.",
+    OllamaPromptRequest,
+    _answers("OllamaGenerate", {"response": TEXT}),
 )

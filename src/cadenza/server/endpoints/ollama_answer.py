@@ -1,20 +1,19 @@
 """`LineEncoder`: the objects and the lines of answers in Ollama's API.
 
-Owns what surrounds an answer: model, time, counts and durations; `ChatShape` and `PromptShape` are
-the two forms of what it holds. Invariant: the lines of a stream, put together, are the whole
-answer; each line is one JSON object.
+`chat_shape` and `prompt_shape` are the two forms of what an answer holds. Invariant: the lines of a
+stream, put together, are the whole answer; each line is one JSON object.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 from cadenza.outputs import CompletionOutput, Logprob, RequestOutput
 from cadenza.server.dialect import ollama_error
 from cadenza.server.endpoints.blocks import Block, BlockReader
-from cadenza.server.endpoints.generating import LogprobEntry, finite, shown_token
+from cadenza.server.endpoints.generating import LogprobEntry, finite, ranked, shown_token
 from cadenza.server.errors import ApiError
 from cadenza.server.request_log import Usage
 from cadenza.server.sse import AnswerHead, PromptInfo
@@ -26,30 +25,24 @@ _encode = msgspec.json.encode
 Members = dict[str, Any]
 
 
-class AnswerShape(Protocol):
-    """Where an answer's texts and calls stand in an object."""
-
-    def holding(self, content: str, thinking: str, calls: Sequence[Members]) -> Members: ...
+AnswerShape = Callable[[str, str, Sequence[Members]], Members]
+"""Makes the object that holds an answer's content, thinking and calls."""
 
 
-class ChatShape:
+def chat_shape(content: str, thinking: str, calls: Sequence[Members]) -> Members:
     """/api/chat: in a message."""
-
-    def holding(self, content: str, thinking: str, calls: Sequence[Members]) -> Members:
-        message: Members = {"role": "assistant", "content": content}
-        if thinking:
-            message["thinking"] = thinking
-        if calls:
-            message["tool_calls"] = calls
-        return {"message": message}
+    message: Members = {"role": "assistant", "content": content}
+    if thinking:
+        message["thinking"] = thinking
+    if calls:
+        message["tool_calls"] = calls
+    return {"message": message}
 
 
-class PromptShape:
+def prompt_shape(content: str, thinking: str, calls: Sequence[Members]) -> Members:
     """/api/generate: in the object itself."""
-
-    def holding(self, content: str, thinking: str, calls: Sequence[Members]) -> Members:
-        del calls  # there are no tools
-        return {"response": content, **({"thinking": thinking} if thinking else {})}
+    del calls  # there are no tools
+    return {"response": content, **({"thinking": thinking} if thinking else {})}
 
 
 class LineEncoder:
@@ -79,17 +72,17 @@ class LineEncoder:
             held = list(self._parts(output))
             logprobs = self._logprobs(output)
             if logprobs:
-                held = held or [self._shape.holding("", "", ())]
+                held = held or [self._shape("", "", ())]
                 held[-1]["logprobs"] = logprobs
             made += [self._line({**each, "done": False}) for each in held]
         return b"".join(made)
 
     def silence(self) -> bytes:
         """Clients read every line as an object, so it is one that adds nothing."""
-        return self._line({**self._shape.holding("", "", ()), "done": False})
+        return self._line({**self._shape("", "", ()), "done": False})
 
     def closing(self) -> bytes:
-        return self._line({**self._shape.holding("", "", ()), **self._end()})
+        return self._line({**self._shape("", "", ()), **self._end()})
 
     def failure(self, error: ApiError) -> bytes:
         return _encode(ollama_error(error)) + b"\n"
@@ -103,7 +96,7 @@ class LineEncoder:
                 logprobs += self._logprobs(output)
         blocks = self._reader.blocks
         calls = [block for block in blocks if block.kind == "tool_call"]
-        held = self._shape.holding(
+        held = self._shape(
             _text_of(blocks, "content"),
             _text_of(blocks, "reasoning"),
             [_call(number, block) for number, block in enumerate(calls)],
@@ -121,11 +114,11 @@ class LineEncoder:
             block, text = event.block, event.text
             if block.kind == "tool_call":
                 number = sum(each.kind == "tool_call" for each in self._reader.blocks) - 1
-                yield self._shape.holding("", "", [_call(number, block)])
+                yield self._shape("", "", [_call(number, block)])
             elif block.kind == "reasoning":
-                yield self._shape.holding("", text, ())
+                yield self._shape("", text, ())
             else:
-                yield self._shape.holding(text, "", ())
+                yield self._shape(text, "", ())
         self._reason = output.finish_reason or self._reason
 
     def _logprobs(self, output: CompletionOutput) -> list[Members]:
@@ -146,7 +139,7 @@ class LineEncoder:
 def loaded(head: AnswerHead, shape: AnswerShape) -> bytes:
     """The answer to a prompt that asks for no more than that the model is loaded."""
     end = {"done": True, "done_reason": "load"}
-    return _encode({**_about(head), **shape.holding("", "", ()), **end})
+    return _encode({**_about(head), **shape("", "", ()), **end})
 
 
 def metrics(head: AnswerHead, usage: Usage) -> Members:
@@ -180,20 +173,14 @@ def _text_of(blocks: Sequence[Block], kind: str) -> str:
 
 
 def _call(number: int, block: Block) -> Members:
-    try:
-        arguments: object = msgspec.json.decode(block.text, type=dict[str, Any])
-    except msgspec.DecodeError:
-        arguments = {"arguments": block.text}
-    function = {"index": number, "name": block.name, "arguments": arguments}
+    function = {"index": number, "name": block.name, "arguments": block.arguments}
     return {"id": block.call_id, "function": function}
 
 
 def _logprob(token_id: int, entry: LogprobEntry, num_top: int) -> Members:
-    ranked = [found for found in entry.items() if found[1].rank is not None]
-    ranked.sort(key=lambda found: found[1].rank or 0)
     shown = _token(token_id, entry[token_id])
     if num_top:
-        shown["top_logprobs"] = [_token(*found) for found in ranked[:num_top]]
+        shown["top_logprobs"] = [_token(*found) for found in ranked(entry, num_top)]
     return shown
 
 

@@ -1,42 +1,49 @@
 """/v1/rerank: documents by how much they have to do with a query.
 
-Owns its body and its answer. Knows no HTTP. Invariant: a score is a function of the query and of
-its document alone, with the same bits whatever else is ranked; of equal scores the earlier document
-comes first.
+Invariant: a score is a function of the query and of its document alone, with the same bits whatever
+else is ranked; of equal scores the earlier document comes first.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from math import fsum
 from operator import mul
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 import msgspec
 
 from cadenza.frontend.embeddings import values_of
 from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
 from cadenza.outputs import RequestOutput
-from cadenza.request import Pooling, PoolingParams, SamplingParams, prompt_only
-from cadenza.server.endpoints.generating import (
-    GENERATION_STATUSES,
-    CallRequest,
-    GeneratingEndpoint,
+from cadenza.request import Pooling, PoolingParams, SamplingParams
+from cadenza.server.endpoints.embeddings import (
+    POOLING,
+    PROMPT_USAGE,
+    PooledRequest,
+    embedding_bytes,
+    prompt_usage,
 )
-from cadenza.server.errors import cancelled, invalid_value
-from cadenza.server.limits import ServerLimits
-from cadenza.server.openapi import COUNT, TEXT, AnswerSchema, ApiRoute, list_of, object_of
+from cadenza.server.endpoints.generating import GeneratingEndpoint
+from cadenza.server.errors import invalid_value
+from cadenza.server.openapi import COUNT, TEXT, AnswerSchema, list_of, object_of
 from cadenza.server.schemas.body import optional, required, unsupported
 from cadenza.server.schemas.field_types import (
     Boolean,
     Integer,
-    OneOf,
     Schema,
     String,
+    array_schema,
+    checked_list,
+    field_type,
     members_of,
+    object_schema,
     refuse,
 )
-from cadenza.server.schemas.generation import LABEL, MAX_CHOICES, SamplingField
-from cadenza.server.schemas.prompts import MAX_PROMPT_CHARS
+from cadenza.server.schemas.generation import (
+    LABEL,
+    MAX_CHOICES,
+    MAX_PROMPT_CHARS,
+    SamplingField,
+)
 from cadenza.server.sse import AnswerEncoder, AnswerHead, Usage
 
 MAX_DOCUMENTS = MAX_CHOICES - 1
@@ -49,55 +56,36 @@ _TEXT = String(min_chars=1, max_chars=MAX_PROMPT_CHARS)
 _encode = msgspec.json.encode
 
 
-@dataclass(frozen=True, slots=True)
-class RankedText:
+_NESTED = object_schema({"text": _TEXT.schema()}, additionalProperties=False)
+
+
+@field_type({"anyOf": [_TEXT.schema(), _NESTED]})
+def ranked_text(name: str, value: object) -> str:
     """A text, or an object that has one as `text`."""
-
-    def check(self, name: str, value: object) -> str:
-        members = members_of(value)
-        if members and members.keys() != {"text"}:
-            raise refuse(name, value, 'a text, or an object {"text": ...}')
-        return _TEXT.check(name, members.get("text") if members else value)
-
-    def schema(self) -> Schema:
-        nested: Schema = {
-            "type": "object",
-            "properties": {"text": _TEXT.schema()},
-            "required": ["text"],
-            "additionalProperties": False,
-        }
-        return {"anyOf": [_TEXT.schema(), nested]}
+    members = members_of(value)
+    if members and members.keys() != {"text"}:
+        raise refuse(name, value, 'a text, or an object {"text": ...}')
+    return _TEXT.check(name, members.get("text") if members else value)
 
 
-@dataclass(frozen=True, slots=True)
-class Documents:
+@field_type(array_schema(ranked_text.schema(), 1, MAX_DOCUMENTS))
+def ranked_documents(name: str, value: object) -> tuple[str, ...]:
     """A list of texts."""
-
-    def check(self, name: str, value: object) -> tuple[str, ...]:
-        if not isinstance(value, list):
-            raise refuse(name, value, "a list of texts")
-        items = cast(list[object], value)
-        if not 1 <= len(items) <= MAX_DOCUMENTS:
-            raise invalid_value(
-                f"{name} has {len(items)} texts; from 1 to {MAX_DOCUMENTS} are allowed", name
-            )
-        return tuple(RankedText().check(name, item) for item in items)
-
-    def schema(self) -> Schema:
-        return {**list_of(RankedText().schema()), "minItems": 1, "maxItems": MAX_DOCUMENTS}
+    items = checked_list(name, value, "a list of texts", (1, MAX_DOCUMENTS), "texts")
+    return tuple([ranked_text.check(name, item) for item in items])
 
 
-class RerankRequest(CallRequest):
+class RerankRequest(PooledRequest):
     """A body of /v1/rerank."""
 
     prompt_field = "documents"
 
-    query = required(RankedText(), "What is looked for.")
-    documents = required(Documents(), "Where it is looked for: texts.")
+    query = required(ranked_text, "What is looked for.")
+    documents = required(ranked_documents, "Where it is looked for: texts.")
     top_n = optional(Integer(0, 1 << 31), "Only so many of the best; 0: all.")
     return_documents = optional(Boolean(), "The texts beside their scores.", default=True)
     pooling = optional(
-        OneOf(get_args(Pooling)),
+        POOLING,
         "Of the embeddings that are compared; otherwise as the model asks for.",
     )
     truncate_prompt_tokens = SamplingField("Keep this many tokens of each text's end.", None)
@@ -112,13 +100,6 @@ class RerankRequest(CallRequest):
     def num_prompts(self) -> int:
         return 1 + len(self.documents)
 
-    @property
-    def user_label(self) -> str | None:
-        return self.user
-
-    def check_together(self, limits: ServerLimits) -> None:
-        """None of them excludes another."""
-
     def check_size(self, hidden_size: int | None) -> None:
         if hidden_size is None:
             raise invalid_value(
@@ -126,10 +107,6 @@ class RerankRequest(CallRequest):
                 "and scores are made; serve the model with --backend xla",
                 "documents",
             )
-
-    def sampling(self, text: TextFrontend) -> SamplingParams:
-        del text  # no checkpoint recommends anything for it
-        return prompt_only(self.truncate_prompt_tokens)
 
     def prepare(
         self, text: TextFrontend, params: SamplingParams, max_num_tokens: int | None
@@ -172,19 +149,15 @@ class RankEncoder:
         self._score = score
 
     def whole(self, outputs: Iterable[RequestOutput]) -> bytes:
-        vectors = [_vector(output) for output in outputs]
+        vectors = [values_of(embedding_bytes(output)) for output in outputs]
         if self._score is None:
             scores = _similarities(vectors)
         else:
             scores = [self._score(each) for each in vectors]
         order = sorted(range(len(scores)), key=lambda index: (-scores[index], index))
         results = [self._result(index, scores[index]) for index in order]
-        num_tokens = self.usage.prompt_tokens
-        usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-        fields = self._head.fields("rerank-", "list")
-        return _encode(
-            {**fields, "usage": usage, "results": results[: self._request.top_n or None]}
-        )
+        fields = {**self._head.fields("rerank-", "list"), "usage": prompt_usage(self.usage)}
+        return _encode({**fields, "results": results[: self._request.top_n or None]})
 
     def close(self) -> None:
         """Nothing is left of an answer."""
@@ -203,48 +176,23 @@ def _similarities(vectors: Sequence[Sequence[float]]) -> list[float]:
     return [fsum(map(mul, query, document)) for document in documents]
 
 
-def _vector(request: RequestOutput) -> list[float]:
-    """Raises ApiError where there is none."""
-    (output,) = request.outputs
-    if output.embedding is None:
-        raise cancelled()
-    return values_of(output.embedding)
-
-
 _RESULT: Schema = object_of({"index": COUNT, "relevance_score": {"type": "number"}})
-_ANSWER = AnswerSchema(
-    name="Ranking",
-    schema=object_of(
-        {
-            "id": TEXT,
-            "model": TEXT,
-            "results": list_of(_RESULT),
-            "usage": object_of({"prompt_tokens": COUNT, "total_tokens": COUNT}),
-        }
-    ),
-)
+_ANSWER = object_of({"id": TEXT, "model": TEXT, "results": list_of(_RESULT), "usage": PROMPT_USAGE})
 
-
-def _endpoint(name: str, path: str) -> GeneratingEndpoint:
-    return GeneratingEndpoint(
-        route=ApiRoute(
-            name=name,
-            method="POST",
-            path=path,
-            policy="key",
-            summary="Order documents by how much they have to do with a query.",
-            answers=_ANSWER,
-            statuses=GENERATION_STATUSES,
-            body=RerankRequest,
-        ),
-        request_type=RerankRequest,
+RERANK = tuple(
+    GeneratingEndpoint(
+        name,
+        path,
+        "Order documents by how much they have to do with a query.",
+        RerankRequest,
+        AnswerSchema(name="Ranking", schema=_ANSWER),
+        can_stream=False,
     )
-
-
-RERANK = (
-    _endpoint("rerank", "/v1/rerank"),
-    _endpoint("rerank_v2", "/v2/rerank"),
-    _endpoint("rerank_root", "/rerank"),
-    _endpoint("reranking", "/v1/reranking"),
+    for name, path in (
+        ("rerank", "/v1/rerank"),
+        ("rerank_v2", "/v2/rerank"),
+        ("rerank_root", "/rerank"),
+        ("reranking", "/v1/reranking"),
+    )
 )
 """Under the paths at which clients of other servers look for it."""

@@ -1,29 +1,25 @@
-"""`ResponseEncoder`: the object and the events of a response.
+"""`ResponseEncoder`: the object and the events of a response (OpenAI's Responses API).
 
-Owns the forms of output items, and the order of events (OpenAI's Responses API). Knows the request
-only as `ResponseFrame`. Invariants: events are numbered from 0 without a gap; a stream has one last
-event, whose response has the items of the events before; a response that is stored is stored once
-it has begun, and again when it has ended.
+Invariants: events are numbered from 0 without a gap; a stream has one last event, whose response
+has the items of the events before; a response that is stored is stored once it has begun, and again
+when it has ended.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgspec
 
 from cadenza.events import FinishReason
-from cadenza.outputs import CompletionOutput, RequestOutput
-from cadenza.server.endpoints.blocks import Block, BlockEvent, BlockReader
+from cadenza.outputs import CompletionOutput, PartKind
+from cadenza.server.endpoints.blocks import Block, BlockEncoder, BlockEvent, event_bytes
 from cadenza.server.errors import ApiError
 from cadenza.server.request_log import Usage
 from cadenza.server.response_store import ResponseStore, StoredResponse
-from cadenza.server.schemas.response_tools import ResponseTool, text_of_input
-from cadenza.server.sse import KEEP_ALIVE, PromptInfo
+from cadenza.server.schemas.tools import ResponseTool, text_of_input
 
 Status = Literal["in_progress", "completed", "incomplete", "cancelled", "failed"]
-
-_encode = msgspec.json.encode
 
 _STATUSES: dict[FinishReason, Status] = {
     "stop": "completed",
@@ -31,8 +27,8 @@ _STATUSES: dict[FinishReason, Status] = {
     "abort": "cancelled",
     "error": "failed",
 }
-_PART_TYPES = {"content": "output_text", "reasoning": "reasoning_text"}
-_ITEM_PREFIXES = {"content": "msg", "reasoning": "rs", "tool_call": "fc"}
+_PART_TYPES: dict[PartKind, str] = {"content": "output_text", "reasoning": "reasoning_text"}
+_ITEM_PREFIXES: dict[PartKind, str] = {"content": "msg", "reasoning": "rs", "tool_call": "fc"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,60 +50,38 @@ class ResponseFrame:
     tools: Mapping[str, ResponseTool] = field(default_factory=dict[str, ResponseTool])
 
 
-class ResponseEncoder:
+class ResponseEncoder(BlockEncoder):
     """A `StreamEncoder`."""
 
     def __init__(self, frame: ResponseFrame, usage: Usage) -> None:
-        self.usage = usage
+        super().__init__(usage)
         self._frame = frame
-        self._reader = BlockReader()
         self._status: Status = "in_progress"
         self._num_events = 0
         self._put(self._object())
 
     def opening(self) -> bytes:
         begun = self._object()
-        return b"".join(
-            self._event(f"response.{name}", response=begun) for name in ("created", "in_progress")
-        )
-
-    def take(self, place: int, request: PromptInfo, outputs: Sequence[CompletionOutput]) -> bytes:
-        del place, request  # there is one prompt, which the answer does not contain
-        made: list[bytes] = []
-        for output in outputs:
-            for event in self._read(output):
-                made += self._events_of(event)
-        return b"".join(made)
-
-    def silence(self) -> bytes:
-        return KEEP_ALIVE
+        return self._event("created", response=begun) + self._event("in_progress", response=begun)
 
     def closing(self) -> bytes:
         name = "completed" if self._status == "completed" else "incomplete"
-        return self._event(f"response.{name}", response=self._end())
+        return self._event(name, response=self._whole_object())
 
     def failure(self, error: ApiError) -> bytes:
         self._status = "failed"
-        return self._event("response.failed", response=self._end(error))
-
-    def whole(self, outputs: Iterable[RequestOutput]) -> bytes:
-        for request in outputs:
-            for output in request.outputs:
-                for _ in self._read(output):
-                    pass
-        return _encode(self._end())
+        return self._event("failed", response=self._whole_object(error))
 
     def close(self) -> None:
         """Forgets the response where it was left."""
         if self._status == "in_progress" and self._frame.store is not None:
             self._frame.store.delete(self._frame.tenant, self._frame.fields["id"])
 
-    def _read(self, output: CompletionOutput) -> Iterator[BlockEvent]:
-        if output.finish_reason is not None:
-            self._status = _STATUSES[output.finish_reason]
-        yield from self._reader.take(output)
+    def _take_end(self, output: CompletionOutput) -> None:
+        assert output.finish_reason is not None, "it is the last output"
+        self._status = _STATUSES[output.finish_reason]
 
-    def _end(self, error: ApiError | None = None) -> dict[str, Any]:
+    def _whole_object(self, error: ApiError | None = None) -> dict[str, Any]:
         found = self._object(error)
         self._put(found)
         return found
@@ -120,7 +94,7 @@ class ResponseEncoder:
             id=frame.fields["id"],
             previous_id=frame.fields["previous_response_id"],
             input=frame.input,
-            body=_encode(response),
+            body=msgspec.json.encode(response),
             is_open=self._status == "in_progress",
         )
         frame.store.put(frame.tenant, stored)
@@ -154,66 +128,56 @@ class ResponseEncoder:
     def _call(self, block: Block) -> dict[str, Any]:
         """A call under the name and in the form of the tool that the client gave."""
         tool = self._frame.tools.get(block.name or "")
-        name = block.name if tool is None else tool.own_name
+        called = {"call_id": block.call_id, "name": block.name if tool is None else tool.own_name}
         text = block.text if block.is_ended else ""
         if self._is_custom(block):
             text = text_of_input(text) if text else ""
-            return {
-                "type": "custom_tool_call",
-                "call_id": block.call_id,
-                "name": name,
-                "input": text,
-            }
+            return {"type": "custom_tool_call", **called, "input": text}
         space = {} if tool is None or tool.namespace is None else {"namespace": tool.namespace}
-        call = {"type": "function_call", "call_id": block.call_id, "name": name}
-        return {**call, "arguments": text, **space}
+        return {"type": "function_call", **called, "arguments": text, **space}
 
     def _is_custom(self, block: Block) -> bool:
         tool = self._frame.tools.get(block.name or "")
         return tool is not None and tool.kind == "custom"
 
     def _item_id(self, block: Block) -> str:
-        if self._is_custom(block):
-            return f"ctc_{self._frame.request_id}_{block.index}"
-        return f"{_ITEM_PREFIXES[block.kind]}_{self._frame.request_id}_{block.index}"
+        prefix = "ctc" if self._is_custom(block) else _ITEM_PREFIXES[block.kind]
+        return f"{prefix}_{self._frame.request_id}_{block.index}"
 
     def _event(self, name: str, /, **members: Any) -> bytes:
         number, self._num_events = self._num_events, self._num_events + 1
-        body = _encode({"type": name, "sequence_number": number, **members})
-        return b"event: " + name.encode() + b"\ndata: " + body + b"\n\n"
+        return event_bytes(f"response.{name}", {"sequence_number": number, **members})
 
     def _within(self, name: str, block: Block, /, **members: Any) -> bytes:
         """An event of an item's content."""
         places: dict[str, Any] = {"item_id": self._item_id(block), "output_index": block.index}
         if block.kind != "tool_call":
             places["content_index"] = 0
-        return self._event(f"response.{name}", **places, **members)
+        return self._event(name, **places, **members)
 
     def _events_of(self, event: BlockEvent) -> Iterator[bytes]:
+        block = event.block
         match event.kind:
             case "begin":
-                return self._begun(event)
+                yield self._whole_item("added", block)
+                if block.kind != "tool_call":
+                    yield self._within("content_part.added", block, part=_part(block, ""))
+            case "text" if self._is_custom(block):
+                return  # its text is known at its end
             case "text":
-                return self._grown(event)
+                rest: dict[str, Any] = {"logprobs": []} if block.kind == "content" else {}
+                name = f"{_content_name(block)}.delta"
+                yield self._within(name, block, delta=event.text, **rest)
             case "end":
-                return self._ended(event)
+                yield from self._end_content(block)
+                yield self._whole_item("done", block)
 
-    def _begun(self, event: BlockEvent) -> Iterator[bytes]:
-        block = event.block
+    def _whole_item(self, name: str, block: Block) -> bytes:
         item = self._item(block)
-        yield self._event("response.output_item.added", output_index=block.index, item=item)
-        if block.kind != "tool_call":
-            yield self._within("content_part.added", block, part=_part(block, ""))
+        return self._event(f"output_item.{name}", output_index=block.index, item=item)
 
-    def _grown(self, event: BlockEvent) -> Iterator[bytes]:
-        block = event.block
-        rest: dict[str, Any] = {"logprobs": []} if block.kind == "content" else {}
-        if self._is_custom(block):
-            return  # its text is known at its end
-        yield self._within(f"{_content_name(block)}.delta", block, delta=event.text, **rest)
-
-    def _ended(self, event: BlockEvent) -> Iterator[bytes]:
-        block, name = event.block, f"{_content_name(event.block)}.done"
+    def _end_content(self, block: Block) -> Iterator[bytes]:
+        name = f"{_content_name(block)}.done"
         match block.kind:
             case "tool_call" if self._is_custom(block):
                 text, name = text_of_input(block.text), "custom_tool_call_input"
@@ -228,8 +192,6 @@ class ResponseEncoder:
                 yield self._within(name, block, text=block.text, logprobs=[])
         if block.kind != "tool_call":
             yield self._within("content_part.done", block, part=_part(block, block.text))
-        item = self._item(block)
-        yield self._event("response.output_item.done", output_index=block.index, item=item)
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:

@@ -1,11 +1,12 @@
 """/v1/responses: answers a conversation of items, and stores the answer.
 
-Owns its body, and what the conversation consists of. Knows no HTTP. Invariant: a response goes on
-from the whole of the conversation that `previous_response_id` names, or is refused.
+Invariant: a response goes on from the whole of the conversation that `previous_response_id` names,
+or is refused.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from functools import cached_property
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -14,15 +15,15 @@ from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
 from cadenza.request import SamplingParams, show
 from cadenza.server.endpoints.conversation import AskedConversation
 from cadenza.server.endpoints.generating import (
-    GENERATION_STATUSES,
     CallContext,
     GeneratingEndpoint,
     GenerationRequest,
+    check_stream_options,
 )
 from cadenza.server.endpoints.response_answer import ResponseEncoder, ResponseFrame
 from cadenza.server.errors import invalid_value, response_not_found
 from cadenza.server.limits import ServerLimits
-from cadenza.server.openapi import TEXT, AnswerSchema, ApiRoute, list_of, object_of, one_of
+from cadenza.server.openapi import TEXT, AnswerSchema, list_of, object_of, one_of
 from cadenza.server.response_store import StoredResponse
 from cadenza.server.schemas.body import ObjectOf, label, optional, required, unsupported
 from cadenza.server.schemas.field_types import (
@@ -37,41 +38,41 @@ from cadenza.server.schemas.field_types import (
     or_null,
 )
 from cadenza.server.schemas.generation import LabelledBody, SamplingField, sampling_type
-from cadenza.server.schemas.items import REFERENCE, InputItems, messages_of, with_system
-from cadenza.server.schemas.messages import Messages, template_variables
-from cadenza.server.schemas.reasoning import BUDGET, BUDGET_HELP
-from cadenza.server.schemas.response_tools import ResponseTool, ResponseTools
+from cadenza.server.schemas.messages import chat_messages, template_variables
 from cadenza.server.schemas.responses import (
+    REFERENCE,
     TEXT_FORM,
     AskedForm,
-    Includes,
     ReasoningOptions,
     ResponseStreamOptions,
     TextOptions,
+    includes,
+    input_items,
+    messages_of,
 )
-from cadenza.server.schemas.thinking import AskedThinking, ThinkingSwitches
-from cadenza.server.schemas.tools import FlatToolChoice, has_constrained_calls, tool_use
+from cadenza.server.schemas.thinking import BUDGET, BUDGET_HELP, AskedThinking, ThinkingSwitches
+from cadenza.server.schemas.tools import (
+    ResponseTool,
+    response_tool_choice,
+    response_tools,
+    tool_use,
+)
+from cadenza.server.schemas.turns import with_system
 from cadenza.server.sse import AnswerHead, StreamEncoder, Usage
-from cadenza.structured import StructuredOutput
-from cadenza.text.answer_grammar import Tool
 
 RESPONSE_PREFIX = "resp_"
-
-
-_PARAMS = {
-    "messages": "input",
-    "structured": "text",
-    "max_tokens": "max_output_tokens",
-}
-"""The names in this body of what errors of a chat name."""
 
 
 class ResponseRequest(ThinkingSwitches, LabelledBody, GenerationRequest):
     """A body of /v1/responses."""
 
     prompt_field = "input"
+    param_names: ClassVar[Mapping[str, str]] = {
+        "messages": "input",
+        "max_tokens": "max_output_tokens",
+    }
 
-    input = required(InputItems(), "A text, or the items of a conversation.")
+    input = required(input_items, "A text, or the items of a conversation.")
     instructions = optional(
         String(max_chars=1 << 26), "A system text in front of the conversation; it is not kept."
     )
@@ -82,15 +83,16 @@ class ResponseRequest(ThinkingSwitches, LabelledBody, GenerationRequest):
         sampling_type("max_tokens"), "Most new tokens (default: the rest)."
     )
     stop = SamplingField("Texts that end the answer.", None)
-    tools = optional(ResponseTools(), "Functions and custom tools that the answer may call.")
+    tools = optional(response_tools, "Functions and custom tools that the answer may call.")
     tool_choice = optional(
-        FlatToolChoice(), "none; auto: the model decides; required; or a function that is called."
+        response_tool_choice,
+        "none; auto: the model decides; required; or a function that is called.",
     )
     parallel_tool_calls = optional(Boolean(), "Several calls in an answer.", default=True)
     text = optional(ObjectOf(TextOptions), "The form of the answer's text.")
     reasoning = optional(ObjectOf(ReasoningOptions), "How much the model reasons.")
     thinking_token_budget = optional(BUDGET, BUDGET_HELP)
-    include = optional(Includes(), "What the answer has besides.")
+    include = optional(includes, "What the answer has besides.")
     store = optional(Boolean(), "Keep the response for later calls.", default=True)
     stream_options = optional(ObjectOf(ResponseStreamOptions), "With stream.")
     metadata = optional(
@@ -126,29 +128,15 @@ class ResponseRequest(ThinkingSwitches, LabelledBody, GenerationRequest):
     """`input` as JSON, with the items themselves in place of references, each with an id."""
 
     @property
-    def num_prompts(self) -> int:
-        return 1
+    def form_field(self) -> str | None:
+        return None if self._text_format.form is None else "text"
 
-    @property
-    def has_form(self) -> bool:
-        return self._form is not None or has_constrained_calls(self.tool_use())
+    @cached_property
+    def use(self) -> ToolUse | None:
+        return tool_use(self.tools, self.tool_choice, is_parallel=bool(self.parallel_tool_calls))
 
-    @property
-    def user_label(self) -> str | None:
-        return self.user
-
-    def check_together(self, limits: ServerLimits) -> None:
-        self._max_referred_bytes = limits.max_body_bytes
-        if self.stream_options is not None and not self.stream:
-            raise invalid_value("stream_options are for streams; set stream, too", "stream_options")
-        if not self.input and self.previous_response_id is None:
-            raise invalid_value("input has no items; give at least one", "input")
-        self._thinking()
-        self.tool_use()
-        for name, shown in self._shown().items():
-            _check_unicode(name, shown)
-
-    def _thinking(self) -> AskedThinking:
+    @cached_property
+    def asked(self) -> AskedThinking:
         """Raises ApiError (400)."""
         own = {"thinking_token_budget": AskedThinking(max_tokens=self.thinking_token_budget)}
         if self.reasoning is not None:
@@ -159,9 +147,14 @@ class ResponseRequest(ThinkingSwitches, LabelledBody, GenerationRequest):
             )
         return self.asked_thinking(own)
 
-    def tool_use(self) -> ToolUse | None:
-        """Raises ApiError (400)."""
-        return tool_use(self.tools, self.tool_choice, is_parallel=bool(self.parallel_tool_calls))
+    def check_together(self, limits: ServerLimits) -> None:
+        self._max_referred_bytes = limits.max_body_bytes
+        check_stream_options(self.stream_options, self.stream)
+        if not self.input and self.previous_response_id is None:
+            raise invalid_value("input has no items; give at least one", "input")
+        _ = self.asked, self.use
+        for name, shown in self._shown().items():
+            _check_unicode(name, shown)
 
     def enter(self, context: CallContext) -> None:
         self._context = context
@@ -180,8 +173,8 @@ class ResponseRequest(ThinkingSwitches, LabelledBody, GenerationRequest):
 
     def sampling(self, text: TextFrontend) -> SamplingParams:
         changes = {**self.sampling_values(), "max_tokens": self.max_output_tokens}
-        if self._form is not None:
-            changes["structured"] = self._form
+        if self._text_format.form is not None:
+            changes["structured"] = self._text_format.form
         return text.default_params(**changes)
 
     def prepare(
@@ -190,13 +183,10 @@ class ResponseRequest(ThinkingSwitches, LabelledBody, GenerationRequest):
         items = [item for turn in self._turns for item in _items_of(turn)]
         given = [*_without_references(self.input, self._referred, self._max_referred_bytes)]
         messages = with_system(self.instructions, messages_of([*items, *given]))
-        thinking = self._thinking()
         conversation = AskedConversation(
-            messages=Messages().check("input", messages),
-            use=self.tool_use(),
-            effort=thinking.effort,
-            max_thinking=thinking.bound,
-            thinks=thinking.is_on,
+            messages=chat_messages.check("input", messages),
+            use=self.use,
+            thinking=self.asked,
             verbosity=self._verbosity,
             variables=self.chat_template_kwargs,
         )
@@ -219,17 +209,11 @@ class ResponseRequest(ThinkingSwitches, LabelledBody, GenerationRequest):
     def param_of(self, param: str | None) -> str | None:
         if param == "thinking_token_budget" and self.thinking_token_budget is None:
             return self.bound_field() or "reasoning"
-        if param == "structured" and self._form is None:
-            return "tools"
-        return super().param_of(_PARAMS.get(param or "", param))
+        return super().param_of(param)
 
     @property
     def _is_stored(self) -> bool:
         return self.store is not False
-
-    @property
-    def _form(self) -> StructuredOutput | None:
-        return self._text_format.form
 
     @property
     def _verbosity(self) -> str | None:
@@ -242,7 +226,6 @@ class ResponseRequest(ThinkingSwitches, LabelledBody, GenerationRequest):
 
     def _response(self, head: AnswerHead, params: SamplingParams) -> dict[str, Any]:
         """What the response repeats of the request."""
-        effort = self._thinking().effort
         return {
             "id": RESPONSE_PREFIX + head.request_id,
             "object": "response",
@@ -254,7 +237,7 @@ class ResponseRequest(ThinkingSwitches, LabelledBody, GenerationRequest):
             "max_output_tokens": self.max_output_tokens,
             "parallel_tool_calls": self.parallel_tool_calls,
             "previous_response_id": self.previous_response_id,
-            "reasoning": {"effort": effort, "summary": None},
+            "reasoning": {"effort": self.asked.effort, "summary": None},
             "store": self._is_stored,
             "temperature": params.temperature,
             "tool_choice": _shown_choice(self.tool_choice),
@@ -351,20 +334,13 @@ def _shown_tools(tools: Sequence[ResponseTool]) -> list[Mapping[str, Any]]:
     shown: list[Mapping[str, Any]] = []
     for tool in tools:
         if tool.given is None:
-            shown.append(_shown_tool(tool))
+            function = {"description": tool.description, "parameters": tool.parameters}
+            shown.append(
+                {"type": "function", "name": tool.name, **function, "strict": tool.is_strict}
+            )
         elif not shown or shown[-1] is not tool.given:
             shown.append(tool.given)
     return shown
-
-
-def _shown_tool(tool: Tool) -> Mapping[str, Any]:
-    return {
-        "type": "function",
-        "name": tool.name,
-        "description": tool.description,
-        "parameters": tool.parameters,
-        "strict": tool.is_strict,
-    }
 
 
 _STATUSES = ("in_progress", "completed", "incomplete", "cancelled", "failed")
@@ -388,16 +364,9 @@ RESPONSE_ANSWER = AnswerSchema(
 )
 
 RESPONSES = GeneratingEndpoint(
-    route=ApiRoute(
-        name="responses",
-        method="POST",
-        path="/v1/responses",
-        policy="key",
-        summary="Answer a conversation of items.",
-        answers=RESPONSE_ANSWER,
-        statuses=GENERATION_STATUSES,
-        body=ResponseRequest,
-        can_stream=True,
-    ),
-    request_type=ResponseRequest,
+    "responses",
+    "/v1/responses",
+    "Answer a conversation of items.",
+    ResponseRequest,
+    RESPONSE_ANSWER,
 )

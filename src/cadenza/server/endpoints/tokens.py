@@ -24,8 +24,8 @@ from cadenza.server.openapi import (
 )
 from cadenza.server.schemas.body import Body, optional, required
 from cadenza.server.schemas.field_types import Boolean, String, TokenIds, or_null
-from cadenza.server.schemas.messages import ConversationBody, Messages
-from cadenza.server.schemas.prompts import MAX_PROMPT_CHARS, MAX_PROMPT_TOKENS
+from cadenza.server.schemas.generation import MAX_PROMPT_CHARS, MAX_PROMPT_TOKENS
+from cadenza.server.schemas.messages import ConversationBody, chat_messages
 from cadenza.server.served_model import ServedModel
 from cadenza.server.service import Service
 
@@ -37,7 +37,7 @@ class TokenizeBody(ConversationBody):
     """A prompt, or a conversation that is rendered through the chat template."""
 
     prompt = optional(String(max_chars=MAX_PROMPT_CHARS), "The text; or give messages.")
-    messages = optional(Messages(), "A conversation, rendered through the chat template.")
+    messages = optional(chat_messages, "A conversation, rendered through the chat template.")
     add_special_tokens = optional(
         Boolean(), "As for completions (default: true for prompt, false for messages)."
     )

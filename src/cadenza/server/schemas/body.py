@@ -1,35 +1,27 @@
 """A request's bytes become a `Body`: JSON objects whose members are declared once, as `Field`s.
 
-Owns declaring, checking and describing objects. Knows no field. Invariant: the check and the JSON
-Schema follow from the same declaration; null counts as absent; an instance holds only values that
-were checked and have an effect.
+Invariant: the check and the JSON Schema follow from the same declaration; null counts as absent; an
+instance holds only values that were checked and have an effect.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import (
-    Any,
-    ClassVar,
-    Generic,
-    Self,
-    TypeVar,
-    cast,
-    overload,
-)
+from typing import Any, ClassVar, Generic, Self, TypeVar, overload
 
 from cadenza.request import show
 from cadenza.server.errors import invalid_value, unknown_field
 from cadenza.server.schemas.field_types import (
     NULL,
-    AnyJson,
     FieldType,
     Schema,
     String,
     Unsupported,
+    anything,
     check_member,
+    checked_dict,
+    object_schema,
     or_null,
-    refuse,
 )
 from cadenza.server.schemas.json_text import read_json
 from cadenza.server.schemas.unknown_members import (
@@ -111,7 +103,7 @@ class Alias(Field[Any]):
     """
 
     def __init__(self, *targets: str, type: FieldType[Any] | None = None) -> None:
-        super().__init__(AnyJson(0), "")
+        super().__init__(anything, "")
         self._targets = targets
         self._type = type
 
@@ -144,6 +136,11 @@ def label(type: FieldType[Any], help: str = "") -> Field[None]:
     return Field(type, help, effect=Effect.NONE)
 
 
+def labels(names: str, type: FieldType[Any] = anything) -> dict[str, Field[Any]]:
+    """One for each of the names, which are separated by blanks."""
+    return {name: label(type) for name in names.split()}
+
+
 def unsupported(what: str, *harmless: object) -> Field[None]:
     """`harmless` are the values that do not use the feature; any other is refused."""
     return Field(Unsupported(what, harmless), f"Not built: {what}.", effect=Effect.NONE)
@@ -152,9 +149,11 @@ def unsupported(what: str, *harmless: object) -> Field[None]:
 class DeclaredObject:
     """A JSON object: its subclass declares the members as `Field`s, an instance has the values.
 
-    Subclasses of a subclass have its members, too.
+    Subclasses of a subclass have its members, too. `more` are members that no instance is asked
+    for by an attribute.
     """
 
+    more: ClassVar[Mapping[str, Field[Any]]] = {}
     fields: ClassVar[Mapping[str, Field[Any]]] = {}
     effective_names: ClassVar[tuple[str, ...]] = ()
     """Of the fields that change something."""
@@ -165,8 +164,11 @@ class DeclaredObject:
 
     def __init_subclass__(cls) -> None:
         found: dict[str, Field[Any]] = {}
+        for name, each in cls.__dict__.get("more", {}).items():
+            each.__set_name__(cls, name)
         for base in reversed(cls.__mro__):
             found |= {name: each for name, each in vars(base).items() if isinstance(each, Field)}
+            found |= vars(base).get("more", {})
         resolved = {
             name: each.resolved(found) if isinstance(each, Alias) else each
             for name, each in found.items()
@@ -188,12 +190,8 @@ class DeclaredObject:
 
     @classmethod
     def object_schema(cls) -> Schema:
-        return {
-            "type": "object",
-            "properties": {name: field.schema() for name, field in cls.fields.items()},
-            "required": list(cls.required_names),
-            "additionalProperties": further_members(),
-        }
+        members = {name: field.schema() for name, field in cls.fields.items()}
+        return object_schema(members, cls.required_names, additionalProperties=further_members())
 
     @classmethod
     def take_unknown(cls, name: str, key: str) -> None:
@@ -211,16 +209,13 @@ class DeclaredObject:
 
 @dataclass(frozen=True, slots=True)
 class ObjectOf(Generic[ObjectT]):
-    """An object nested in a body; all of its members are optional."""
+    """An object nested in a body."""
 
     declared: type[ObjectT]
 
     def check(self, name: str, value: object) -> ObjectT:
-        if not isinstance(value, dict):
-            raise refuse(name, value, "an object")
-
         fields, values = self.declared.fields, dict[str, Any]()
-        for key, item in cast(dict[str, object], value).items():
+        for key, item in checked_dict(name, value).items():
             if item is None:
                 continue
             if key not in fields:
@@ -229,6 +224,9 @@ class ObjectOf(Generic[ObjectT]):
             checked = check_member(name, key, fields[key].type, item)
             if fields[key].effect is not Effect.NONE:
                 values[key] = checked
+        for needed in self.declared.required_names:
+            if needed not in values:
+                raise invalid_value(f"{name}.{needed} is missing; it is needed here", name)
         return self.declared(values)
 
     def schema(self) -> Schema:

@@ -1,10 +1,11 @@
-"""Field types: one small class for each set of values, with its check and its JSON Schema.
+"""Field types: sets of values, each with its check and its JSON Schema.
 
-Knows no field. Invariant: `check` takes any value that JSON can hold, and what it returns is within
-the type's bounds.
+Invariant: `check` takes any value that JSON can hold, and what it returns is within the type's
+bounds.
 """
 
 import json
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, cast
 
@@ -23,15 +24,75 @@ NULL: Schema = {"type": "null"}
 class FieldType(Protocol[T_co]):
     """A set of values."""
 
-    def check(self, name: str, value: object) -> T_co:
-        """The value as the server uses it. Raises ApiError (400) naming the field."""
+    @property
+    def check(self) -> Callable[[str, object], T_co]:
+        """Takes a field's name and its value; returns the value as the server uses it. Raises
+        ApiError (400) naming the field."""
         ...
 
-    def schema(self) -> Schema: ...
+    @property
+    def schema(self) -> Callable[[], Schema]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedBy(Generic[T]):
+    """A field type that is one function; see `field_type`."""
+
+    check: Callable[[str, object], T]
+    schema: Callable[[], Schema]
+
+
+def field_type(
+    schema: Schema | Callable[[], Schema],
+) -> Callable[[Callable[[str, object], T]], CheckedBy[T]]:
+    """Makes a field type of the function that checks its values.
+
+    Args:
+        schema: of the values; a function of no arguments where it depends on the policy on unknown
+            members.
+    """
+    described: Callable[[], Schema] = schema if callable(schema) else lambda: schema
+    return lambda check: CheckedBy(check, described)
 
 
 def refuse(name: str, value: object, wanted: str) -> ApiError:
     return invalid_value(f"{name} is {show(value)}; it must be {wanted}", name)
+
+
+def checked_dict(name: str, value: object, wanted: str = "an object") -> dict[str, Any]:
+    """Raises ApiError (400) for anything but an object."""
+    if isinstance(value, dict):
+        return cast(dict[str, Any], value)
+    raise refuse(name, value, wanted)
+
+
+def checked_list(
+    name: str, value: object, wanted: str, bounds: tuple[int, int], entries: str = "entries"
+) -> list[object]:
+    """Raises ApiError (400) for anything but a list of as many entries as the bounds allow."""
+    if not isinstance(value, list):
+        raise refuse(name, value, wanted)
+    items = cast(list[object], value)
+    if not bounds[0] <= len(items) <= bounds[1]:
+        raise invalid_value(
+            f"{name} has {len(items)} {entries}; from {bounds[0]} to {bounds[1]} are allowed", name
+        )
+    return items
+
+
+def array_schema(item: Schema, low: int | None = None, high: int | None = None) -> Schema:
+    """Of a list of `low` to `high` items; None: no bound."""
+    bounds = {"minItems": low, "maxItems": high}
+    given = {name: bound for name, bound in bounds.items() if bound is not None}
+    return {"type": "array", "items": item, **given}
+
+
+def object_schema(
+    members: Mapping[str, Schema], required: Iterable[str] | None = None, **rest: Any
+) -> Schema:
+    """Of an object; `required` are the members that it needs; None: all."""
+    needed = list(members if required is None else required)
+    return {"type": "object", "properties": {**members}, "required": needed, **rest}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +152,7 @@ class Boolean:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class String:
-    """A string of whole Unicode characters; `pattern` is for identifiers that go into headers."""
+    """A string of whole Unicode characters; an identifier is one that goes into headers."""
 
     max_chars: int
     min_chars: int = 0
@@ -102,19 +163,16 @@ class String:
             shown = f"{len(value)} characters" if isinstance(value, str) else show(value)
             wanted = f"a text of {self.min_chars} to {self.max_chars} characters"
             raise invalid_value(f"{name} is {shown}; it must be {wanted}", name)
-        if self.is_identifier and not _is_identifier(value):
+        if self.is_identifier and not _IDENTIFIER.issuperset(value):
             raise refuse(name, value, "made of ASCII letters, digits, '-', '_', '.' and ':'")
         if not is_whole_unicode(value):
             raise refuse(name, value, "whole Unicode characters; it has half a surrogate pair")
         return value
 
     def schema(self) -> Schema:
-        schema: Schema = {
-            "type": "string",
-            "minLength": self.min_chars,
-            "maxLength": self.max_chars,
-        }
-        return schema | ({"pattern": "^[A-Za-z0-9_.:-]*$"} if self.is_identifier else {})
+        bounds = {"minLength": self.min_chars, "maxLength": self.max_chars}
+        pattern = {"pattern": "^[A-Za-z0-9_.:-]*$"} if self.is_identifier else {}
+        return {"type": "string", **bounds, **pattern}
 
 
 def is_whole_unicode(text: str) -> bool:
@@ -125,10 +183,6 @@ def is_whole_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _is_identifier(text: str) -> bool:
-    return text.isascii() and not set(text) - _IDENTIFIER
 
 
 _IDENTIFIER = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.:-")
@@ -158,31 +212,11 @@ class ListOf(Generic[T]):
     min_items: int = 0
 
     def check(self, name: str, value: object) -> tuple[T, ...]:
-        items = _checked_list(name, value, "a list", self)
+        items = checked_list(name, value, "a list", (self.min_items, self.max_items))
         return tuple(self.item.check(name, item) for item in items)
 
     def schema(self) -> Schema:
-        return {
-            "type": "array",
-            "items": self.item.schema(),
-            "minItems": self.min_items,
-            "maxItems": self.max_items,
-        }
-
-
-def _checked_list(
-    name: str, value: object, wanted: str, bounds: "ListOf[Any] | TokenIds"
-) -> list[object]:
-    if not isinstance(value, list):
-        raise refuse(name, value, wanted)
-    items = cast(list[object], value)
-    if not bounds.min_items <= len(items) <= bounds.max_items:
-        raise invalid_value(
-            f"{name} has {len(items)} entries; from {bounds.min_items} to {bounds.max_items} "
-            f"are allowed",
-            name,
-        )
-    return items
+        return array_schema(self.item.schema(), self.min_items, self.max_items)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +227,8 @@ class TokenIds:
     min_items: int = 0
 
     def check(self, name: str, value: object) -> tuple[int, ...]:
-        items = _checked_list(name, value, "a list of token ids", self)
+        bounds = (self.min_items, self.max_items)
+        items = checked_list(name, value, "a list of token ids", bounds)
         ids: list[int] = []
         for start in range(0, len(items), SLICE):  # between slices other threads can run
             ids += self._check_some(name, items[start : start + SLICE])
@@ -215,13 +250,8 @@ class TokenIds:
         return items
 
     def schema(self) -> Schema:
-        item: Schema = {"type": "integer", "minimum": 0, "maximum": MAX_TOKEN_ID - 1}
-        return {
-            "type": "array",
-            "items": item,
-            "minItems": self.min_items,
-            "maxItems": self.max_items,
-        }
+        ids = Integer(0, MAX_TOKEN_ID - 1).schema()
+        return array_schema(ids, self.min_items, self.max_items)
 
 
 MAX_TOKEN_ID = 1 << 31
@@ -258,9 +288,7 @@ class StringMap:
     max_value_chars: int
 
     def check(self, name: str, value: object) -> dict[str, str]:
-        if not isinstance(value, dict):
-            raise refuse(name, value, "an object from texts to texts")
-        entries = cast(dict[str, object], value)
+        entries = checked_dict(name, value, "an object from texts to texts")
         if len(entries) > self.max_items:
             raise invalid_value(
                 f"{name} has {len(entries)} entries; at most {self.max_items} are allowed", name
@@ -278,7 +306,7 @@ class StringMap:
                     f"{self.max_value_chars} characters",
                     name,
                 )
-        return cast(dict[str, str], value)
+        return entries
 
     def schema(self) -> Schema:
         return {
@@ -308,16 +336,11 @@ class AnyJson:
         return {}
 
 
-@dataclass(frozen=True, slots=True)
-class Anything:
+@field_type({})
+def anything(name: str, value: object) -> object:
     """A label of history, which clients send back as they got it."""
-
-    def check(self, name: str, value: object) -> object:
-        del name
-        return value
-
-    def schema(self) -> Schema:
-        return {}
+    del name
+    return value
 
 
 def members_of(value: object) -> dict[str, Any]:

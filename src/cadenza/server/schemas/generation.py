@@ -1,8 +1,8 @@
 """The fields that several endpoints that generate accept, in bodies that extend each other.
 
-Owns the names, bounds and defaults of those fields; sampling fields take their bounds from
-`request.BOUNDS`. `GenerationBody` has every field of OpenAI's and vLLM's schemas of completions.
-Invariant: every value is used, or has no effect by its meaning, or is refused by name.
+Sampling fields take their bounds from `request.BOUNDS`; `GenerationBody` has every field of
+OpenAI's and vLLM's schemas of completions. Invariant: every value is used, or has no effect by its
+meaning, or is refused by name.
 """
 
 from dataclasses import dataclass
@@ -32,79 +32,102 @@ from cadenza.server.schemas.field_types import (
     String,
     StringMap,
     TokenIds,
+    array_schema,
     as_whole,
     check_member,
+    checked_dict,
+    checked_list,
+    field_type,
+    members_of,
+    object_schema,
     refuse,
 )
 from cadenza.server.schemas.other_engines import OtherEnginesBody
 from cadenza.server.schemas.structured import (
     Guided,
-    OllamaFormat,
-    OneForm,
     OrNothing,
-    ResponseFormat,
+    answer_format,
+    ollama_format,
+    one_form,
 )
 
 MAX_CHOICES = 2048
 """Of one call: its prompts times `n`."""
+
+MAX_PROMPT_TOKENS = 1 << 24
+MAX_PROMPT_CHARS = 1 << 26
+
+PlainPrompt = str | tuple[int, ...]
 
 LABEL = String(max_chars=256)
 LOGPROBS = Integer(0, MAX_LOGPROBS_BOUND)
 NUM_DRAFTS = Integer(1, MAX_DRAFTS)
 
 
-@dataclass(frozen=True, slots=True)
-class LogitBias:
+_PROMPT = String(min_chars=1, max_chars=MAX_PROMPT_CHARS)
+_PROMPT_IDS = TokenIds(MAX_PROMPT_TOKENS, min_items=1)
+_ONE_PROMPT: Schema = {"anyOf": [_PROMPT.schema(), _PROMPT_IDS.schema()]}
+
+
+@field_type({"anyOf": [*_ONE_PROMPT["anyOf"], array_schema(_ONE_PROMPT, 1, MAX_CHOICES)]})
+def plain_prompts(name: str, value: object) -> tuple[PlainPrompt, ...]:
+    """A text, token ids, or a list of either; checked into a tuple of prompts, none empty."""
+    if not isinstance(value, list):
+        return (_PROMPT.check(name, value),)
+    items = cast(list[object], value)
+    if items and isinstance(items[0], int | float):
+        return (_PROMPT_IDS.check(name, items),)
+    checked_list(name, items, "a list", (1, MAX_CHOICES), "prompts")
+    return tuple([_plain_prompt(name, item) for item in items])
+
+
+def _plain_prompt(name: str, item: object) -> PlainPrompt:
+    if isinstance(item, str):
+        return _PROMPT.check(name, item)
+    if isinstance(item, list):
+        return _PROMPT_IDS.check(name, cast(object, item))
+    raise refuse(name, item, "a text, token ids, or a list of texts or of lists of token ids")
+
+
+_BIAS = Number(BIAS.low, BIAS.high)
+
+
+@field_type(
+    {
+        "type": "object",
+        "maxProperties": MAX_BIASES,
+        "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+        "additionalProperties": _BIAS.schema(),
+    }
+)
+def logit_bias(name: str, value: object) -> dict[int, float]:
     """An object from token ids (as strings) to biases."""
-
-    def check(self, name: str, value: object) -> dict[int, float]:
-        if not isinstance(value, dict):
-            raise refuse(name, value, "an object from token ids to biases")
-        entries = cast(dict[str, object], value)
-        if len(entries) > MAX_BIASES:
-            raise invalid_value(
-                f"{name} has {len(entries)} entries; at most {MAX_BIASES} are allowed", name
-            )
-        number = Number(BIAS.low, BIAS.high)
-        return {self._token_id(name, key): number.check(name, v) for key, v in entries.items()}
-
-    @staticmethod
-    def _token_id(name: str, key: str) -> int:
-        if key.isascii() and key.isdigit() and len(key) <= 10:
-            return int(key)
-        raise invalid_value(f"{name} has the key {show(key)}; keys are token ids", name)
-
-    def schema(self) -> Schema:
-        return {
-            "type": "object",
-            "maxProperties": MAX_BIASES,
-            "propertyNames": {"pattern": "^[0-9]{1,10}$"},
-            "additionalProperties": Number(BIAS.low, BIAS.high).schema(),
-        }
+    entries = checked_dict(name, value, "an object from token ids to biases")
+    if len(entries) > MAX_BIASES:
+        raise invalid_value(
+            f"{name} has {len(entries)} entries; at most {MAX_BIASES} are allowed", name
+        )
+    return {_token_id(name, key): _BIAS.check(name, v) for key, v in entries.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class SpeculativeChoice:
+def _token_id(name: str, key: str) -> int:
+    if key.isascii() and key.isdigit() and len(key) <= 10:
+        return int(key)
+    raise invalid_value(f"{name} has the key {show(key)}; keys are token ids", name)
+
+
+_COUNT = {"num_speculative_tokens": NUM_DRAFTS.schema()}
+
+
+@field_type({"anyOf": [Boolean().schema(), object_schema(_COUNT, additionalProperties=False)]})
+def speculative_choice(name: str, value: object) -> bool | dict[str, int]:
     """A boolean, or an object with a number of drafts."""
-
-    def check(self, name: str, value: object) -> bool | dict[str, int]:
-        if isinstance(value, bool):
-            return value
-        given = cast(dict[str, object], value) if isinstance(value, dict) else {}
-        if given.keys() != {"num_speculative_tokens"}:
-            wanted = 'true, false or an object {"num_speculative_tokens": N}'
-            raise refuse(name, cast(object, value), wanted)
-        return {key: check_member(name, key, NUM_DRAFTS, item) for key, item in given.items()}
-
-    def schema(self) -> Schema:
-        number = {"num_speculative_tokens": NUM_DRAFTS.schema()}
-        counted: Schema = {
-            "type": "object",
-            "properties": number,
-            "required": list(number),
-            "additionalProperties": False,
-        }
-        return {"anyOf": [Boolean().schema(), counted]}
+    if isinstance(value, bool):
+        return value
+    given = members_of(value)
+    if given.keys() != {"num_speculative_tokens"}:
+        raise refuse(name, value, 'true, false or an object {"num_speculative_tokens": N}')
+    return {key: check_member(name, key, NUM_DRAFTS, item) for key, item in given.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +142,7 @@ class StopTexts:
 
     def schema(self) -> Schema:
         text = {**self.many.item.schema(), "minLength": 0}
-        return {"anyOf": [text, {"type": "array", "items": text}]}
+        return {"anyOf": [text, array_schema(text)]}
 
 
 UNBOUNDED = -1
@@ -147,9 +170,9 @@ class MostTokens:
 def sampling_type(name: str) -> FieldType[Any]:
     """The field type of one of `SamplingParams`."""
     if name == "logit_bias":
-        return LogitBias()
+        return logit_bias
     if name == "speculative":
-        return SpeculativeChoice()
+        return speculative_choice
     bound = BOUNDS.get(name)
     if bound is None:
         return Boolean()
@@ -272,13 +295,13 @@ class GenerationBody(LabelledBody):
     n = SamplingField("Answers to each prompt.", 1)
     prompt_logprobs = SamplingField("Log probabilities of the prompt's tokens.", None)
 
-    response_format = optional(ResponseFormat(), "The answer's form: text, or JSON.")
-    structured_outputs = optional(OneForm(), "The answer's form, of which one member is given.")
+    response_format = optional(answer_format, "The answer's form: text, or JSON.")
+    structured_outputs = optional(one_form, "The answer's form, of which one member is given.")
     guided_json = optional(Guided("json"), "Older name of structured_outputs.json.")
     guided_regex = optional(Guided("regex"), "Older name of structured_outputs.regex.")
     guided_choice = optional(Guided("choice"), "Older name of structured_outputs.choice.")
     guided_grammar = optional(Guided("grammar"), "Older name of structured_outputs.grammar.")
-    format = optional(OllamaFormat(), "Ollama's: json, or a JSON Schema.")
+    format = optional(ollama_format, "Ollama's: json, or a JSON Schema.")
     json_schema = optional(OrNothing(Guided("json"), {}), "llama.cpp's and SGLang's name of it.")
     grammar = optional(OrNothing(Guided("grammar"), ""), "llama.cpp's name of it.")
     ebnf = optional(OrNothing(Guided("grammar"), ""), "SGLang's name of it.")

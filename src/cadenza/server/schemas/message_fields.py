@@ -1,18 +1,22 @@
-"""The fields of /v1/messages that are objects: thinking, tools, the form of the answer, labels.
+"""The fields of /v1/messages: roles and content blocks, and the fields that are objects.
 
-Owns their members. Knows no engine. Invariant: what is not built is refused by its name.
+The kinds of blocks and their members are those of Anthropic's Messages API. Invariant: what was
+checked is in the messages that follow from it, but for labels; what is not built is refused by its
+name.
 """
 
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
+from cadenza.request import show
 from cadenza.server.errors import invalid_value, not_built
 from cadenza.server.schemas.body import (
     DeclaredObject,
     ObjectOf,
+    label,
+    labels,
     optional,
+    required,
     unsupported,
 )
 from cadenza.server.schemas.field_types import (
@@ -22,26 +26,218 @@ from cadenza.server.schemas.field_types import (
     OneOf,
     Schema,
     String,
+    anything,
+    array_schema,
+    checked_list,
+    field_type,
     members_of,
+    object_schema,
     refuse,
 )
-from cadenza.server.schemas.reasoning import EFFORT, EFFORT_HELP
+from cadenza.server.schemas.messages import MAX_MESSAGES
 from cadenza.server.schemas.structured import structured_of
-from cadenza.server.schemas.tools import (
-    check_tool_members,
-    check_tool_type,
-    checked_tools,
-    make_tool,
-    tool_schema,
-    tools_schema,
-)
-from cadenza.server.schemas.unknown_members import unknown_members
+from cadenza.server.schemas.thinking import EFFORT, EFFORT_HELP
+from cadenza.server.schemas.turns import PART_TEXT, ConversationBuilder, Message, TextParts
 from cadenza.structured import StructuredOutput
-from cadenza.text.answer_grammar import Tool
 
-MAX_BUDGET = 1 << 31
+BILLING_LABEL = "x-anthropic-billing-header:"
+"""What a coding agent's first system block begins with; it is a label that differs in each request,
+so that it would keep every prefix from being shared."""
 
-_KEPT_THINKING = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+_SERVER_TOOLS = (
+    "web_search web_fetch code_execution bash_code_execution text_editor_code_execution "
+    "tool_search mcp"
+).split()
+SERVER_BLOCKS = (
+    "server_tool_use",
+    "mcp_tool_use",
+    *(f"{tool}_tool_result" for tool in _SERVER_TOOLS),
+)
+"""The blocks of tools that a server runs, as the history of another server may have them."""
+
+_ID = String(min_chars=1, max_chars=256)
+
+
+class _Block(DeclaredObject):
+    is_open = True
+
+
+class _TextBlock(_Block):
+    type = required(OneOf(("text",)))
+    text = optional(PART_TEXT, default="")
+    more = labels("cache_control citations")
+
+
+TEXT_BLOCKS = TextParts(("text",), _TextBlock)
+
+
+class _ToolResult(_Block):
+    type = required(OneOf(("tool_result",)))
+    tool_use_id = required(_ID)
+    content = optional(TEXT_BLOCKS, default=())
+    is_error = optional(Boolean(), default=False)
+    more = labels("cache_control toolset_name")
+
+
+class _ToolUse(_Block):
+    type = required(OneOf(("tool_use",)))
+    id = required(_ID)
+    name = required(String(min_chars=1, max_chars=128))
+    input = optional(anything, "The arguments of the call: an object.")
+    more = labels("cache_control caller toolset_name")
+
+
+class _Thinking(_Block):
+    type = required(OneOf(("thinking",)))
+    thinking = optional(PART_TEXT, default="")
+    more = labels("signature")
+
+
+class _RedactedThinking(_Block):
+    """Only the server that made it can read it, so it is left out."""
+
+    type = required(OneOf(("redacted_thinking",)))
+    more = labels("data")
+
+
+class _ServerBlock(_Block):
+    """What a tool did that another server ran: its results are sealed, so it is left out."""
+
+    type = required(OneOf(SERVER_BLOCKS))
+
+
+class _PlainText(DeclaredObject):
+    type = required(OneOf(("text",)))
+    media_type = label(anything)
+    data = required(PART_TEXT)
+
+
+class _Document(_Block):
+    """One whose text is in the request."""
+
+    type = required(OneOf(("document",)))
+    source = required(ObjectOf(_PlainText))
+    title = optional(PART_TEXT)
+    context = optional(PART_TEXT)
+    more = labels("cache_control citations")
+
+
+class _BlockMessage(_Block):
+    role = required(OneOf(("user", "assistant", "system")))
+    content = required(PART_TEXT)
+
+
+Kinds = Mapping[str, type[DeclaredObject]]
+
+USER_BLOCKS: Kinds = {"text": _TextBlock, "document": _Document, "tool_result": _ToolResult}
+ASSISTANT_BLOCKS: Kinds = {
+    "text": _TextBlock,
+    "thinking": _Thinking,
+    "redacted_thinking": _RedactedThinking,
+    "tool_use": _ToolUse,
+    **dict.fromkeys(SERVER_BLOCKS, _ServerBlock),
+}
+SYSTEM_BLOCKS: Kinds = {"text": _TextBlock}
+ROLES = {"user": USER_BLOCKS, "assistant": ASSISTANT_BLOCKS, "system": SYSTEM_BLOCKS}
+
+
+def _messages_schema() -> Schema:
+    messages = [_message_schema(role, kinds) for role, kinds in ROLES.items()]
+    return array_schema({"anyOf": messages}, 1, MAX_MESSAGES)
+
+
+def _message_schema(role: str, kinds: Kinds) -> Schema:
+    blocks = {"anyOf": [kind.object_schema() for kind in kinds.values()]}
+    content = {"anyOf": [PART_TEXT.schema(), array_schema(blocks, high=MAX_MESSAGES)]}
+    return object_schema({"role": {"enum": [role]}, "content": content})
+
+
+@field_type(_messages_schema)
+def block_messages(name: str, value: object) -> tuple[Message, ...]:
+    """`messages`, checked into messages of a chat."""
+    items = checked_list(name, value, "a list of messages", (1, MAX_MESSAGES))
+    conversation = ConversationBuilder()
+    for place, item in enumerate(items):
+        _add_message(conversation, f"{name}[{place}]", item)
+    return tuple(conversation.messages)
+
+
+def _add_message(conversation: ConversationBuilder, name: str, value: object) -> None:
+    """Adds what a message becomes: one of the chat's, and one for each result of a call."""
+    members = members_of(value)
+    role = members.get("role")
+    if not isinstance(role, str) or role not in ROLES:
+        known = ", ".join(ROLES)
+        raise refuse(name, value, f'{{"role": …, "content": …}}; the roles are {known}')
+    for key, item in members.items():
+        if item is not None and key not in _BlockMessage.fields:
+            _BlockMessage.take_unknown(name, key)
+    content = members.get("content")
+    blocks = _blocks(f"{name}.content", [] if content is None else content, ROLES[role])
+    if role == "assistant":
+        _add_turn(conversation, blocks)
+        return
+    for kind, block in blocks:
+        if kind == "tool_result":
+            text = "\n".join(block.get("content", ()))
+            said = f"Error: {text}" if block.get("is_error") else text
+            conversation.add_result(block["tool_use_id"], said)
+    texts = [_text_of(kind, block) for kind, block in blocks if kind in ("text", "document")]
+    if texts or not blocks:
+        _add_text(conversation, role, "\n".join(texts))
+
+
+def _blocks(name: str, value: object, kinds: Kinds) -> list[tuple[str, Mapping[str, Any]]]:
+    """Content as the values of checked blocks, each with its type; a text is one block of text."""
+    if isinstance(value, str):
+        return [("text", {"text": PART_TEXT.check(name, value)})]
+    if not isinstance(value, list):
+        raise refuse(name, value, "a text, or a list of content blocks")
+    found: list[tuple[str, Mapping[str, Any]]] = []
+    for block in cast(list[object], value)[: MAX_MESSAGES + 1]:
+        kind = members_of(block).get("type")
+        if not isinstance(kind, str):
+            raise refuse(name, block, f"blocks of the types {', '.join(kinds)}")
+        if kind not in kinds:
+            raise not_built(name, f"the content block {show(kind)} here")
+        found.append((kind, ObjectOf(kinds[kind]).check(name, block).values))
+    if len(found) > MAX_MESSAGES:
+        raise invalid_value(f"{name} has over {MAX_MESSAGES} blocks", name)
+    return found
+
+
+def _text_of(kind: str, block: Mapping[str, Any]) -> str:
+    if kind == "text":
+        return block.get("text", "")
+    texts = (block.get("title"), block.get("context"), block["source"].values["data"])
+    return "\n".join(text for text in texts if text)
+
+
+def _add_text(conversation: ConversationBuilder, role: str, text: str) -> None:
+    """Messages of the user that follow each other are one."""
+    messages = conversation.messages
+    if messages and messages[-1]["role"] == role == "user":
+        text = f"{messages.pop()['content']}\n{text}"
+    conversation.add(role, text)
+
+
+def _add_turn(
+    conversation: ConversationBuilder, blocks: list[tuple[str, Mapping[str, Any]]]
+) -> None:
+    texts = [block.get("text", "") for kind, block in blocks if kind == "text"]
+    thoughts = [block.get("thinking", "") for kind, block in blocks if kind == "thinking"]
+    turn = conversation.new_turn()
+    turn["content"] = "\n".join(texts)
+    if thoughts:
+        turn["reasoning_content"] = "\n".join(thoughts)
+    for kind, block in blocks:
+        if kind == "tool_use":
+            conversation.add_call(turn, block["id"], block["name"], block.get("input"))
+
+
+def system_text(texts: Iterable[str]) -> str:
+    """A system text of the blocks, without a label that is none of the text."""
+    return "\n".join(text for text in texts if not text.startswith(BILLING_LABEL))
 
 
 class MessageMetadata(DeclaredObject):
@@ -54,159 +250,47 @@ class ThinkingOptions(DeclaredObject):
     """The members of `thinking`."""
 
     type = optional(OneOf(("enabled", "adaptive", "disabled")), "Whether the model thinks.")
-    budget_tokens = optional(Integer(1, MAX_BUDGET), "Most tokens of thinking.")
+    budget_tokens = optional(Integer(1, 1 << 31), "Most tokens of thinking.")
     display = optional(
         OneOf(("summarized", "omitted")),
         "omitted: blocks of thinking without their text; there are no summaries.",
     )
 
 
-@dataclass(frozen=True, slots=True)
-class JsonForm:
+@field_type(object_schema({"type": {"enum": ["json_schema"]}, "schema": {}}))
+def json_form(name: str, value: object) -> StructuredOutput:
     """`output_config.format`: JSON of a schema."""
-
-    def check(self, name: str, value: object) -> StructuredOutput:
-        members = members_of(value)
-        if members.get("type") != "json_schema" or members.keys() != {"type", "schema"}:
-            raise refuse(name, value, '{"type": "json_schema", "schema": {…}}')
-        return structured_of(name, json=members["schema"])
-
-    def schema(self) -> Schema:
-        return {
-            "type": "object",
-            "properties": {"type": {"enum": ["json_schema"]}, "schema": {}},
-            "required": ["type", "schema"],
-        }
+    members = members_of(value)
+    if members.get("type") != "json_schema" or members.keys() != {"type", "schema"}:
+        raise refuse(name, value, '{"type": "json_schema", "schema": {…}}')
+    return structured_of(name, json=members["schema"])
 
 
 class OutputConfig(DeclaredObject):
     """The members of `output_config`."""
 
     effort = optional(EFFORT, EFFORT_HELP)
-    format = optional(JsonForm(), "The form of the answer's text.")
+    format = optional(json_form, "The form of the answer's text.")
     task_budget = unsupported("a budget of a task")
 
 
-@dataclass(frozen=True, slots=True)
-class MessageTools:
-    """Tools of the client; those that only Anthropic's servers run are left out."""
-
-    def check(self, name: str, value: object) -> tuple[Tool, ...]:
-        items: object = value
-        if isinstance(value, list):
-            items = [each for each in cast(list[object], value) if not _is_left_out(name, each)]
-        return checked_tools(name, items, _tool)
-
-    def schema(self) -> Schema:
-        own = tool_schema(_TOOL_MEMBERS, ("name", "input_schema"))
-        kinds: Schema = {"type": "string", "pattern": _HOSTED.pattern}
-        hosted: Schema = {"type": "object", "properties": {"type": kinds}, "required": ["type"]}
-        return tools_schema({"anyOf": [own, hosted]})
-
-
-_HOSTED = re.compile("^(web_search|web_fetch|code_execution|tool_search_tool_[a-z0-9]+)_[0-9]{8}$")
-"""Types of tools that only Anthropic's servers run: without them a model does what it can."""
-
-
-def _is_left_out(name: str, tool: object) -> bool:
-    kind = members_of(tool).get("type")
-    if not isinstance(kind, str) or not _HOSTED.match(kind):
-        return False
-    unknown_members().ignore(f"{name}.{kind}")
-    return True
-
-
-_TOOL_MEMBERS: Mapping[str, Schema] = {
-    "type": {"enum": ["custom", None]},
-    "name": {"type": "string", "minLength": 1},
-    "description": {"type": ["string", "null"]},
-    "input_schema": {"type": "object"},
-    "input_examples": {"type": ["array", "null"], "items": {"type": "object"}},
-    "strict": {"type": ["boolean", "null"]},
-}
-
-
-def _tool(name: str, members: Mapping[str, Any]) -> Tool:
-    check_tool_type(name, members, "custom")
-    check_tool_members(name, members, *_TOOL_MEMBERS)
-    if not isinstance(members.get("input_schema"), dict):
-        raise invalid_value(f"{name} has a tool without input_schema; give a JSON Schema", name)
-    return make_tool(
-        name,
-        name=members.get("name"),
-        description=members.get("description"),
-        parameters={**members["input_schema"], **_examples(name, members.get("input_examples"))},
-        strict=members.get("strict"),
-    )
-
-
-def _examples(name: str, value: object) -> dict[str, Any]:
-    """As the keyword of JSON Schema, which changes no form; templates show it with the schema."""
-    if value in (None, []):
-        return {}
-    if not isinstance(value, list) or not all(
-        isinstance(each, dict) for each in cast(list[object], value)
-    ):
-        raise invalid_value(f"{name} has input_examples that are no list of objects", name)
-    return {"examples": value}
-
-
-class _ChoiceMembers(DeclaredObject):
-    type = optional(OneOf(("auto", "any", "tool", "none")))
-    name = optional(String(min_chars=1, max_chars=128), "With the type tool.")
-    disable_parallel_tool_use = optional(Boolean(), default=False)
-
-
-@dataclass(frozen=True, slots=True)
-class AskedChoice:
-    """`choice` as `schemas.tools.tool_use` takes it."""
-
-    choice: str
-    is_parallel: bool
-
-
-_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-
-
-@dataclass(frozen=True, slots=True)
-class MessageToolChoice:
-    """Which tool is called."""
-
-    def check(self, name: str, value: object) -> AskedChoice:
-        members = ObjectOf(_ChoiceMembers).check(name, value)
-        kind, tool = members.type, members.name
-        if kind is None or (kind == "tool") != (tool is not None):
-            raise refuse(name, value, '{"type": auto, any or none}, or {"type": tool, "name": …}')
-        choice = f":{tool}" if kind == "tool" else _CHOICES[kind]
-        return AskedChoice(choice, is_parallel=not members.disable_parallel_tool_use)
-
-    def schema(self) -> Schema:
-        return _ChoiceMembers.object_schema()
-
-
-@dataclass(frozen=True, slots=True)
-class NoThread:
+@field_type(NULL)
+def no_thread(name: str, value: object) -> None:
     """`thread`: a conversation that the server holds; clients then send the whole of it instead,
     which the error's details ask them to."""
-
-    def check(self, name: str, value: object) -> None:
-        del value
-        error = not_built(name, "a conversation that the server holds")
-        error.details = {"error_code": "thread_unsupported_request", "unsupported": [name]}
-        raise error
-
-    def schema(self) -> Schema:
-        return NULL
+    del value
+    error = not_built(name, "a conversation that the server holds")
+    error.details = {"error_code": "thread_unsupported_request", "unsupported": [name]}
+    raise error
 
 
-@dataclass(frozen=True, slots=True)
-class ContextManagement:
+_KEPT_THINKING = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+_NO_EDITS: tuple[object, ...] = ({}, {"edits": []}, _KEPT_THINKING)
+
+
+@field_type({"enum": [*_NO_EDITS]})
+def no_context_edits(name: str, value: object) -> object:
     """`context_management`: only what changes nothing, since messages are taken as they are."""
-
-    def check(self, name: str, value: object) -> object:
-        if value in ({}, {"edits": []}, _KEPT_THINKING):
-            return value
-        raise not_built(name, "editing the context", ({"edits": []}, _KEPT_THINKING))
-
-    def schema(self) -> Schema:
-        return {"enum": [{}, {"edits": []}, _KEPT_THINKING]}
+    if value in _NO_EDITS:
+        return value
+    raise not_built(name, "editing the context", _NO_EDITS[1:])

@@ -1,7 +1,7 @@
-"""Conversations as clients send them, checked and converted for a chat template.
+"""Messages of chats, checked and converted for a chat template; and how they are rendered.
 
-Owns roles, members and content parts. Knows no template. Invariant: a checked message holds a role
-and a text, and nothing that the text-only engine would ignore silently.
+Invariant: a checked message holds a role and a text, and nothing that the text-only engine would
+ignore silently.
 """
 
 import json
@@ -15,6 +15,7 @@ from cadenza.server.schemas.body import (
     DeclaredObject,
     Field,
     label,
+    labels,
     optional,
     required,
     unsupported,
@@ -22,13 +23,18 @@ from cadenza.server.schemas.body import (
 from cadenza.server.schemas.field_types import (
     NULL,
     AnyJson,
-    Anything,
     Boolean,
     OneOf,
     Schema,
+    anything,
+    array_schema,
     check_member,
+    checked_dict,
+    checked_list,
+    field_type,
     is_whole_unicode,
     members_of,
+    object_schema,
     refuse,
 )
 
@@ -44,8 +50,6 @@ ROLES = {
 }
 """The roles that a template gets; `developer` is the newer name of `system`, and `tool` that of
 `function`."""
-
-_LABEL = Anything()
 
 _NOT_BUILT_PARTS = (
     "image_url",
@@ -70,20 +74,15 @@ _LEFT_OUT = ("redacted_thinking", "tool_use", "tool_call", *_REASONING)
 """Parts that are no content, or that no other server can read."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Role:
+@field_type(OneOf(tuple(ROLES)).schema())
+def _role(name: str, value: object) -> str:
     """A role, as templates name it."""
-
-    def check(self, name: str, value: object) -> str:
-        if isinstance(value, str) and value in ROLES:
-            return ROLES[value]
-        known = ", ".join(ROLES)
-        raise invalid_value(
-            f"{name} has a message with the role {show(value)}; there are {known}", name
-        )
-
-    def schema(self) -> Schema:
-        return OneOf(tuple(ROLES)).schema()
+    if isinstance(value, str) and value in ROLES:
+        return ROLES[value]
+    known = ", ".join(ROLES)
+    raise invalid_value(
+        f"{name} has a message with the role {show(value)}; there are {known}", name
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,73 +119,53 @@ class TextPart(DeclaredObject):
     is_open = True
     type = required(OneOf(("text",)))
     text = required(_MemberText("text"))
-    id = label(_LABEL)
-    annotations = label(_LABEL)
-    cache_control = label(_LABEL)
-    prompt_cache_breakpoint = label(_LABEL)
+    more = labels("id annotations cache_control prompt_cache_breakpoint")
 
 
-@dataclass(frozen=True, slots=True)
-class _Content:
+def _content_schema() -> Schema:
+    return {"anyOf": [{"type": "string"}, array_schema(TextPart.object_schema())]}
+
+
+@field_type(_content_schema)
+def _content(name: str, value: object) -> str:
     """A text, or text parts, which become lines of one text."""
-
-    def check(self, name: str, value: object) -> str:
-        if isinstance(value, list):
-            texts = [_part(name, part) for part in cast(list[object], value)]
-            return "\n".join(text for text in texts if text is not None)
-        return _MemberText("content").check(name, value)
-
-    def schema(self) -> Schema:
-        parts = {"type": "array", "items": TextPart.object_schema()}
-        return {"anyOf": [{"type": "string"}, parts]}
+    if isinstance(value, list):
+        texts = [_part(name, part) for part in cast(list[object], value)]
+        return "\n".join(text for text in texts if text is not None)
+    return _MemberText("content").check(name, value)
 
 
-@dataclass(frozen=True, slots=True)
-class PredictedContent:
+def _prediction_schema() -> Schema:
+    members = {"type": OneOf(("content",)).schema(), "content": _content_schema()}
+    return object_schema(members, additionalProperties=False)
+
+
+@field_type(_prediction_schema)
+def predicted_content(name: str, value: object) -> str:
     """`prediction`: the text that much of the answer is expected to repeat."""
-
-    def check(self, name: str, value: object) -> str:
-        given = cast(dict[str, object], value) if isinstance(value, dict) else {}
-        if given.keys() != {"type", "content"} or given["type"] != "content":
-            wanted = 'an object {"type": "content", "content": …}'
-            raise refuse(name, cast(object, value), wanted)
-        return _Content().check(name, given["content"])
-
-    def schema(self) -> Schema:
-        kind = OneOf(("content",)).schema()
-        return {
-            "type": "object",
-            "properties": {"type": kind, "content": _Content().schema()},
-            "required": ["type", "content"],
-            "additionalProperties": False,
-        }
+    given = members_of(value)
+    if given.keys() != {"type", "content"} or given["type"] != "content":
+        raise refuse(name, value, 'an object {"type": "content", "content": …}')
+    return _content.check(name, given["content"])
 
 
-@dataclass(frozen=True, slots=True)
-class _ToolCalls:
+_FUNCTION = object_schema({"name": {"type": "string"}, "arguments": {"type": "string"}})
+_CALL: dict[str, Schema] = {
+    "id": {"type": "string"},
+    "type": {"enum": ["function"]},
+    "function": _FUNCTION,
+}
+
+
+@field_type(array_schema(object_schema(_CALL, ("function",))))
+def _tool_calls(name: str, value: object) -> list[dict[str, Any]]:
     """Calls of functions, whose arguments become objects, which templates know, where they can."""
-
-    def check(self, name: str, value: object) -> list[dict[str, Any]]:
-        if not isinstance(value, list):
-            raise invalid_value(f"{name} has tool_calls that are no list", name)
-        items = cast(list[object], value)
-        if len(items) > MAX_MESSAGES:
-            raise invalid_value(f"{name} has {len(items)} tool_calls in a message", name)
-        return [_tool_call(name, item) for item in items]
-
-    def schema(self) -> Schema:
-        text: Schema = {"type": "string"}
-        function: Schema = {
-            "type": "object",
-            "properties": {"name": text, "arguments": text},
-            "required": ["name", "arguments"],
-        }
-        call: Schema = {
-            "type": "object",
-            "properties": {"id": text, "type": {"enum": ["function"]}, "function": function},
-            "required": ["function"],
-        }
-        return {"type": "array", "items": call}
+    if not isinstance(value, list):
+        raise invalid_value(f"{name} has tool_calls that are no list", name)
+    items = cast(list[object], value)
+    if len(items) > MAX_MESSAGES:
+        raise invalid_value(f"{name} has {len(items)} tool_calls in a message", name)
+    return [_tool_call(name, item) for item in items]
 
 
 def _tool_call(name: str, item: object) -> dict[str, Any]:
@@ -231,83 +210,57 @@ class ChatMessage(DeclaredObject):
     """One message; members that have no effect are accepted."""
 
     is_open = True
-    role = required(_Role())
-    content = optional(_Content(), "Needed but beside tool_calls.")
+    role = required(_role)
+    content = optional(_content, "Needed but beside tool_calls.")
     name = optional(_MemberText("name", max_chars=128))
     reasoning_content = optional(_MemberText("reasoning_content"))
     reasoning = optional(_MemberText("reasoning"), "The newer name of `reasoning_content`.")
-    tools = label(_LABEL)
-    tool_calls = optional(_ToolCalls(), "The calls that an assistant's message made.")
+    tools = label(anything)
+    tool_calls = optional(_tool_calls, "The calls that an assistant's message made.")
     tool_call_id = optional(_MemberText("tool_call_id", max_chars=256))
-    function_call = optional(Anything(), "The older form of one of them.")
+    function_call = optional(anything, "The older form of one of them.")
     audio = unsupported("audio")
     refusal = optional(_MemberText("refusal"), "The text of a message without content.")
-    id = label(_LABEL)
-    annotations = label(_LABEL)
-    cache_control = label(_LABEL)
-    metadata = label(_LABEL)
-    provider_specific_fields = label(_LABEL)
+    more = labels("id annotations cache_control metadata provider_specific_fields")
 
 
-@dataclass(frozen=True, slots=True)
-class Messages:
-    """The type of the field `messages`."""
-
-    def check(self, name: str, value: object) -> tuple[dict[str, Any], ...]:
-        if not isinstance(value, list):
-            raise refuse(name, value, "a list of messages")
-        items = cast(list[object], value)
-        if not 1 <= len(items) <= MAX_MESSAGES:
-            raise invalid_value(
-                f"{name} has {len(items)} entries; from 1 to {MAX_MESSAGES} are allowed", name
-            )
-        return tuple([_message(name, item) for item in items])
-
-    def schema(self) -> Schema:
-        return {
-            "type": "array",
-            "items": ChatMessage.object_schema(),
-            "minItems": 1,
-            "maxItems": MAX_MESSAGES,
-        }
+@field_type(lambda: array_schema(ChatMessage.object_schema(), 1, MAX_MESSAGES))
+def chat_messages(name: str, value: object) -> tuple[dict[str, Any], ...]:
+    """The field `messages`."""
+    items = checked_list(name, value, "a list of messages", (1, MAX_MESSAGES))
+    return tuple([_message(name, item) for item in items])
 
 
 MAX_VARIABLES = 64
 _OWN_FIELDS = ("add_generation_prompt", "continue_final_message", "documents", "messages", "tools")
 
 
-@dataclass(frozen=True, slots=True)
-class TemplateVariables:
+_VARIABLES = AnyJson(max_chars=64 << 10)
+
+
+@field_type({"type": "object", "properties": dict.fromkeys(_OWN_FIELDS, NULL)})
+def _template_variables(name: str, value: object) -> dict[str, object]:
     """`chat_template_kwargs`: further variables of the chat template.
 
-    Which of them the template reads is not known here: the others have no effect.
+    Those that the template does not read have no effect.
     """
-
-    def check(self, name: str, value: object) -> dict[str, object]:
-        if not isinstance(value, dict):
-            raise refuse(name, value, "an object of the chat template's variables")
-        given = cast(dict[str, object], value)
-        variables = {key: item for key, item in given.items() if item is not None}
-        for key in _OWN_FIELDS:
-            if key in variables:
-                raise invalid_value(f"{name}.{key} is a field of the request; send it there", name)
-        if len(variables) > MAX_VARIABLES:
-            raise invalid_value(
-                f"{name} has {len(variables)} variables; at most {MAX_VARIABLES} are allowed", name
-            )
-        return cast(dict[str, object], _VARIABLES.check(name, variables))
-
-    def schema(self) -> Schema:
-        return {"type": "object", "properties": dict.fromkeys(_OWN_FIELDS, NULL)}
-
-
-_VARIABLES = AnyJson(max_chars=64 << 10)
+    given = checked_dict(name, value, "an object of the chat template's variables")
+    variables = _without_nulls(given)
+    for key in _OWN_FIELDS:
+        if key in variables:
+            raise invalid_value(f"{name}.{key} is a field of the request; send it there", name)
+    if len(variables) > MAX_VARIABLES:
+        raise invalid_value(
+            f"{name} has {len(variables)} variables; at most {MAX_VARIABLES} are allowed", name
+        )
+    _VARIABLES.check(name, variables)
+    return variables
 
 
 def template_variables() -> Field[dict[str, object]]:
     """The field that has them."""
     help = "Variables of the model's chat template, such as enable_thinking; others are ignored."
-    return optional(TemplateVariables(), help, default=dict[str, object]())
+    return optional(_template_variables, help, default=dict[str, object]())
 
 
 class ConversationBody(Body):
@@ -336,10 +289,7 @@ class ConversationBody(Body):
                 "them",
                 "continue_final_message",
             )
-        return {
-            "add_generation_prompt": is_begun,
-            "continue_final_message": is_continued,
-        }
+        return {"add_generation_prompt": is_begun, "continue_final_message": is_continued}
 
 
 def _message(name: str, value: object) -> dict[str, Any]:

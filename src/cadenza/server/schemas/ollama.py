@@ -1,15 +1,21 @@
 """The fields of Ollama's bodies, checked into what the other APIs' fields are checked into.
 
-Owns Ollama's options, forms, thinking and messages. Knows no endpoint. Invariant: an option that
-would change an answer is followed, or refused by name; what says how a model is loaded is a label.
+Invariant: an option that would change an answer is followed, or refused by name; what says how a
+model is loaded is a label.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, cast
 
 from cadenza.server.errors import not_built
-from cadenza.server.schemas.body import DeclaredObject, Effect, Field, ObjectOf, label
+from cadenza.server.schemas.body import (
+    DeclaredObject,
+    Effect,
+    Field,
+    ObjectOf,
+    label,
+    labels,
+)
 from cadenza.server.schemas.field_types import (
     AnyJson,
     Boolean,
@@ -19,13 +25,15 @@ from cadenza.server.schemas.field_types import (
     OneOf,
     Schema,
     Unsupported,
+    array_schema,
+    field_type,
     members_of,
+    object_schema,
     refuse,
 )
 from cadenza.server.schemas.generation import sampling_type
-from cadenza.server.schemas.messages import ChatMessage, Messages
+from cadenza.server.schemas.messages import ChatMessage, chat_messages
 
-_LOADING = AnyJson(max_chars=64)
 _UNBOUNDED = 0
 """And below: as many tokens as there is room for."""
 _NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
@@ -34,11 +42,6 @@ _NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penal
 
 def _option(type: FieldType[Any]) -> Field[Any]:
     return Field(type, "", effect=Effect.SAMPLING)
-
-
-def _loading() -> Field[None]:
-    """How Ollama loads a model: that is decided by the flags of this server's start."""
-    return label(_LOADING)
 
 
 class OptionFields(DeclaredObject):
@@ -63,39 +66,18 @@ class OptionFields(DeclaredObject):
     tfs_z = label(Unsupported("tail-free sampling", (1,)))
     typical_p = label(Unsupported("typical sampling", (1, 0)))
 
-    num_ctx = _loading()
-    num_batch = _loading()
-    num_gpu = _loading()
-    num_keep = _loading()
-    num_thread = _loading()
-    main_gpu = _loading()
-    low_vram = _loading()
-    numa = _loading()
-    f16_kv = _loading()
-    logits_all = _loading()
-    vocab_only = _loading()
-    use_mmap = _loading()
-    use_mlock = _loading()
-    embedding_only = _loading()
-    draft_num_predict = _loading()
+    # How Ollama loads a model: the flags of this server's start decide that.
+    more = labels(
+        "num_ctx num_batch num_gpu num_keep num_thread main_gpu low_vram numa f16_kv logits_all "
+        "vocab_only use_mmap use_mlock embedding_only draft_num_predict",
+        AnyJson(max_chars=64),
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class OllamaOptions:
+@field_type(OptionFields.object_schema)
+def ollama_options(name: str, value: object) -> dict[str, Any]:
     """`options`, checked into values of `SamplingParams` by their names."""
-
-    def check(self, name: str, value: object) -> dict[str, Any]:
-        return _sampling_of(name, {**_OPTIONS.check(name, value).values})
-
-    def schema(self) -> Schema:
-        return _OPTIONS.schema()
-
-
-_OPTIONS: ObjectOf[OptionFields] = ObjectOf(OptionFields)
-
-
-def _sampling_of(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Raises ApiError (400)."""
+    options: dict[str, Any] = {**ObjectOf(OptionFields).check(name, value).values}
     num_tokens = options.pop("num_predict", _UNBOUNDED)
     if num_tokens > _UNBOUNDED:
         options["max_tokens"] = num_tokens
@@ -116,78 +98,50 @@ def _sampling_of(name: str, options: dict[str, Any]) -> dict[str, Any]:
 _EFFORTS = OneOf(("low", "medium", "high", "max"))
 
 
-@dataclass(frozen=True, slots=True)
-class Think:
+@field_type({"anyOf": [Boolean().schema(), _EFFORTS.schema()]})
+def think_type(name: str, value: object) -> str:
     """`think`: true, false, or how much; checked into one of `EFFORTS`."""
-
-    def check(self, name: str, value: object) -> str:
-        if isinstance(value, bool):
-            return "medium" if value else "none"
-        if isinstance(value, str) and value in _EFFORTS.values:
-            return value
-        raise refuse(name, value, f"true, false or one of {', '.join(_EFFORTS.values)}")
-
-    def schema(self) -> Schema:
-        return {"anyOf": [Boolean().schema(), _EFFORTS.schema()]}
+    if isinstance(value, bool):
+        return "medium" if value else "none"
+    if isinstance(value, str) and value in _EFFORTS.values:
+        return value
+    raise refuse(name, value, f"true, false or one of {', '.join(_EFFORTS.values)}")
 
 
-@dataclass(frozen=True, slots=True)
-class NoImages:
+@field_type({"type": "array", "maxItems": 0})
+def no_images(name: str, value: object) -> None:
     """`images` of a prompt, of which there may be none."""
-
-    def check(self, name: str, value: object) -> None:
-        if value != []:
-            raise not_built(name, "images", ([],))
-
-    def schema(self) -> Schema:
-        return {"type": "array", "maxItems": 0}
+    if value != []:
+        raise not_built(name, "images", ([],))
 
 
-@dataclass(frozen=True, slots=True)
-class OllamaMessages:
+_TEXT_OR_NULL: Schema = {"type": ["string", "null"]}
+_FUNCTION = object_schema(
+    {"name": {"type": "string", "minLength": 1}, "arguments": {"type": "object"}}
+)
+_MESSAGE = object_schema(
+    {
+        "role": ChatMessage.fields["role"].type.schema(),
+        **dict.fromkeys(("content", "thinking", "tool_name"), _TEXT_OR_NULL),
+        "images": no_images.schema(),
+        "tool_calls": {"type": ["array", "null"], "items": object_schema({"function": _FUNCTION})},
+    },
+    ("role",),
+)
+
+
+@field_type(array_schema(_MESSAGE))
+def ollama_messages(name: str, value: object) -> tuple[dict[str, Any], ...]:
     """`messages`, checked into those of chat; an empty list asks for no answer.
 
     Ollama's calls have no ids, which some templates need: they are numbered, and results take the
     numbers of the calls that they follow.
     """
-
-    def check(self, name: str, value: object) -> tuple[dict[str, Any], ...]:
-        if not isinstance(value, list):
-            raise refuse(name, value, "a list of messages")
-        items, numbers = cast(list[object], value), _CallNumbers()
-        converted = [_converted(name, item, numbers) for item in items]
-        return Messages().check(name, converted) if converted else ()
-
-    def schema(self) -> Schema:
-        message: Schema = {
-            "type": "object",
-            "properties": {
-                "role": ChatMessage.fields["role"].type.schema(),
-                "content": {"type": ["string", "null"]},
-                "thinking": {"type": ["string", "null"]},
-                "images": NoImages().schema(),
-                "tool_calls": {"type": ["array", "null"], "items": _CALL},
-                "tool_name": {"type": ["string", "null"]},
-            },
-            "required": ["role"],
-        }
-        return {"type": "array", "items": message}
-
-
-_CALL: Schema = {
-    "type": "object",
-    "properties": {
-        "function": {
-            "type": "object",
-            "properties": {
-                "name": {"type": "string", "minLength": 1},
-                "arguments": {"type": "object"},
-            },
-            "required": ["name", "arguments"],
-        }
-    },
-    "required": ["function"],
-}
+    if not isinstance(value, list):
+        raise refuse(name, value, "a list of messages")
+    items, numbers = cast(list[object], value), _CallNumbers()
+    converted = [_converted(name, item, numbers) for item in items]
+    return chat_messages.check(name, converted) if converted else ()
 
 
 class _CallNumbers:

@@ -1,26 +1,256 @@
-"""The fields of /v1/responses that are objects: the answer's text, reasoning, what to include.
+"""The fields of /v1/responses: input items, and the objects of the answer's text and reasoning.
 
-Owns their members. Knows no engine. Invariant: what is not built is refused by its name.
+Invariant: an item that was checked is an object that the API can return; of reasoning that has both
+a summary and a text, `messages_of` takes the text.
 """
 
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 from cadenza.request import show
-from cadenza.server.errors import not_built
-from cadenza.server.schemas.body import DeclaredObject, label, optional, unsupported
-from cadenza.server.schemas.field_types import Boolean, OneOf, Schema, refuse
-from cadenza.server.schemas.reasoning import (
-    BUDGET,
-    EFFORT,
-    EFFORT_HELP,
-    VERBOSITY,
-    VERBOSITY_HELP,
+from cadenza.server.errors import invalid_value, not_built
+from cadenza.server.schemas.body import (
+    DeclaredObject,
+    ObjectOf,
+    label,
+    labels,
+    optional,
+    required,
+    unsupported,
 )
+from cadenza.server.schemas.field_types import (
+    Boolean,
+    OneOf,
+    Schema,
+    String,
+    anything,
+    array_schema,
+    checked_dict,
+    field_type,
+    members_of,
+    object_schema,
+    refuse,
+)
+from cadenza.server.schemas.messages import MAX_MESSAGES
 from cadenza.server.schemas.structured import schema_format, structured_of
+from cadenza.server.schemas.thinking import BUDGET, EFFORT, EFFORT_HELP, VERBOSITY, VERBOSITY_HELP
+from cadenza.server.schemas.tools import arguments_of_input, flat_name
+from cadenza.server.schemas.turns import PART_TEXT, ConversationBuilder, Message, TextParts
+from cadenza.server.schemas.unknown_members import unknown_members
 from cadenza.structured import StructuredOutput
 
-_FORMATS = 'an object such as {"type": "json_schema", "name": …, "schema": {…}}'
+REFERENCE = "item_reference"
+"""The type of an item that stands for one of a stored response, by its id."""
+
+HOSTED_ITEMS = (
+    "web_search_call",
+    "file_search_call",
+    "code_interpreter_call",
+    "image_generation_call",
+)
+"""What tools did that another server ran: the model reads what it wrote of it itself."""
+
+_ID = String(min_chars=1, max_chars=256)
+_NAME = String(min_chars=1, max_chars=128)
+_TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
+
+
+class _Data(DeclaredObject):
+    is_open = True
+
+
+class _Part(_Data):
+    type = required(OneOf(_TEXT_PARTS))
+    text = optional(PART_TEXT)
+    refusal = optional(PART_TEXT)
+    more = labels("annotations logprobs prompt_cache_breakpoint")
+
+
+_TEXTS = TextParts(_TEXT_PARTS, _Part)
+
+
+class _Message(_Data):
+    type = optional(OneOf(("message",)))
+    role = required(OneOf(("user", "assistant", "system", "developer")))
+    content = optional(_TEXTS, default=())
+    id = optional(_ID)
+    more = labels("status phase end_turn")
+
+
+@field_type({})
+def _argument_text(name: str, value: object) -> str:
+    """A call's arguments: JSON as text, or what a client made of it."""
+    return PART_TEXT.check(name, value if isinstance(value, str) else json.dumps(value))
+
+
+class _FunctionCall(_Data):
+    type = required(OneOf(("function_call",)))
+    call_id = required(_ID)
+    name = required(_NAME)
+    arguments = optional(_argument_text, default="")
+    id = optional(_ID)
+    status = label(anything)
+    caller = label(anything)
+    namespace = optional(String(max_chars=128), "That of the function.")
+
+
+class _CustomCall(_Data):
+    type = required(OneOf(("custom_tool_call",)))
+    call_id = required(_ID)
+    name = required(_NAME)
+    input = optional(PART_TEXT, default="")
+    id = optional(_ID)
+    status = label(anything)
+    namespace = optional(String(max_chars=128))
+
+
+class _CustomResult(_Data):
+    type = required(OneOf(("custom_tool_call_output",)))
+    call_id = required(_ID)
+    output = optional(_TEXTS, default=())
+    id = optional(_ID)
+    more = labels("status")
+
+
+class _FunctionResult(_CustomResult):
+    type = required(OneOf(("function_call_output",)))
+    more = labels("caller")
+
+
+class _Reasoning(_Data):
+    type = required(OneOf(("reasoning",)))
+    summary = optional(_TEXTS)
+    content = optional(_TEXTS)
+    encrypted_content = label(anything)
+    id = optional(_ID)
+    more = labels("status")
+
+
+class _Reference(_Data):
+    type = optional(OneOf((REFERENCE,)))
+    id = required(_ID)
+
+
+ITEMS: Mapping[str, type[DeclaredObject]] = {
+    REFERENCE: _Reference,
+    "message": _Message,
+    "function_call": _FunctionCall,
+    "function_call_output": _FunctionResult,
+    "custom_tool_call": _CustomCall,
+    "custom_tool_call_output": _CustomResult,
+    "reasoning": _Reasoning,
+}
+
+
+def _items_schema() -> Schema:
+    hosted = object_schema({"type": {"enum": [*HOSTED_ITEMS]}})
+    kinds = [*(kind.object_schema() for kind in ITEMS.values()), hosted]
+    return {"anyOf": [PART_TEXT.schema(), array_schema({"anyOf": kinds}, high=MAX_MESSAGES)]}
+
+
+@field_type(_items_schema)
+def input_items(name: str, value: object) -> tuple[dict[str, Any], ...]:
+    """A text, which is a user's message, or a list of items; checked into items."""
+    if isinstance(value, str):
+        text = PART_TEXT.check(name, value)
+        return (_message_item({"role": "user", "content": (text,)}),)
+    if not isinstance(value, list):
+        raise refuse(name, value, "a text, or a list of items")
+    items = cast(list[object], value)
+    if len(items) > MAX_MESSAGES:
+        raise invalid_value(
+            f"{name} has {len(items)} items; at most {MAX_MESSAGES} are allowed", name
+        )
+    return tuple(
+        [
+            _item(f"{name}[{place}]", item)
+            for place, item in enumerate(items)
+            if not _is_left_out(name, item)
+        ]
+    )
+
+
+def _is_left_out(name: str, item: object) -> bool:
+    kind = members_of(item).get("type")
+    if kind not in HOSTED_ITEMS:
+        return False
+    unknown_members().ignore(f"{name}.{kind}")
+    return True
+
+
+def _item(name: str, value: object) -> dict[str, Any]:
+    given = checked_dict(name, value, "an item, which is an object")
+    kind = given.get("type")
+    if kind is None:
+        kind = REFERENCE if given.keys() == {"id"} else "message"
+    declared = ITEMS.get(kind) if isinstance(kind, str) else None
+    if declared is None:
+        if isinstance(kind, str):
+            raise not_built(name, f"an item of the type {show(kind)}")
+        raise refuse(f"{name}.type", kind, f"one of {', '.join(ITEMS)}")
+    members = ObjectOf(declared).check(name, given).values
+    match kind:
+        case "message":
+            if members["role"] != "assistant" and "content" not in members:
+                raise invalid_value(f"{name}.content is missing; it is needed here", name)
+            return _message_item(members)
+        case "item_reference":
+            return {"type": REFERENCE, "id": members["id"]}
+        case "function_call_output" | "custom_tool_call_output":
+            made: dict[str, Any] = {"output": "\n".join(members.get("output", ()))}
+        case "function_call":
+            made = {"arguments": members.get("arguments", "")}
+        case "custom_tool_call":
+            made = {"input": members.get("input", "")}
+        case _:
+            made = {
+                member: [{"type": part, "text": text} for text in members.get(member, ())]
+                for member, part in (("summary", "summary_text"), ("content", "reasoning_text"))
+            }
+    return {**members, **made, "status": "completed"}
+
+
+def _message_item(members: Mapping[str, Any]) -> dict[str, Any]:
+    is_answer = members["role"] == "assistant"
+    rest: dict[str, Any] = {"annotations": []} if is_answer else {}
+    kind = "output_text" if is_answer else "input_text"
+    parts = [{"type": kind, "text": text, **rest} for text in members.get("content", ())]
+    return {**members, "type": "message", "content": parts, "status": "completed"}
+
+
+def messages_of(items: Iterable[Mapping[str, Any]]) -> list[Message]:
+    """Chat messages of items: reasoning, text and calls of one turn are one assistant's message."""
+    conversation = ConversationBuilder()
+    for item in items:
+        match item["type"]:
+            case "function_call" | "custom_tool_call":
+                name = flat_name(item.get("namespace"), item["name"])
+                arguments = item.get("arguments")
+                if arguments is None:
+                    arguments = arguments_of_input(item["input"])
+                turn = conversation.last_turn()
+                conversation.add_call(turn, item["call_id"], name, arguments)
+            case "function_call_output" | "custom_tool_call_output":
+                conversation.add_result(item["call_id"], item["output"])
+            case "reasoning":
+                text = _joined(item.get("content") or item["summary"])
+                if text:
+                    conversation.new_turn()["reasoning_content"] = text
+            case _ if item["role"] == "assistant":
+                turn = conversation.last_turn()
+                if turn["content"]:
+                    turn = conversation.new_turn()
+                turn["content"] = _joined(item["content"])
+            case _:
+                conversation.add(item["role"], _joined(item["content"]))
+    return conversation.messages
+
+
+def _joined(parts: Sequence[Mapping[str, Any]]) -> str:
+    return "\n".join(part["text"] for part in parts)
+
 
 INCLUDABLE = (
     "reasoning.encrypted_content",
@@ -35,6 +265,17 @@ INCLUDABLE = (
 that these ask for nothing else."""
 
 
+@field_type(array_schema(OneOf(INCLUDABLE).schema()))
+def includes(name: str, value: object) -> tuple[str, ...]:
+    """What the answer should have besides."""
+    if not isinstance(value, list):
+        raise refuse(name, value, "a list of texts")
+    for item in cast(list[object], value):
+        if item not in INCLUDABLE:
+            raise not_built(name, f"including {show(item)}")
+    return tuple(cast(list[str], value))
+
+
 @dataclass(frozen=True, slots=True)
 class AskedForm:
     """A checked format: what it asks for, and the object that did."""
@@ -44,57 +285,51 @@ class AskedForm:
 
 
 TEXT_FORM = AskedForm(None, {"type": "text"})
+_FORMATS = 'an object such as {"type": "json_schema", "name": …, "schema": {…}}'
+_FORMAT_SCHEMA = object_schema(
+    {
+        "type": OneOf(("text", "json_object", "json_schema")).schema(),
+        "name": {"type": ["string", "null"], "maxLength": 64},
+        "schema": {"type": ["object", "boolean", "null"]},
+        "strict": {"type": ["boolean", "null"]},
+    },
+    ("type",),
+)
 
 
-@dataclass(frozen=True, slots=True)
-class TextFormat:
+@field_type(_FORMAT_SCHEMA)
+def text_format(name: str, value: object) -> AskedForm:
     """`text.format`: as `response_format`, but that a schema's members lie beside the type."""
-
-    def check(self, name: str, value: object) -> AskedForm:
-        if not isinstance(value, dict):
-            raise refuse(name, value, _FORMATS)
-        given = cast(dict[str, Any], value)
-        members = {key: item for key, item in given.items() if item is not None}
-        kind = members.pop("type", None)
-        if kind == "text" and not members:
-            return TEXT_FORM
-        if kind == "json_object" and not members:
-            return AskedForm(structured_of(name, json_object=True), given)
-        if isinstance(kind, str) and kind not in ("text", "json_object", "json_schema"):
-            raise not_built(name, f"the type {show(kind)}")
-        if kind != "json_schema":
-            raise refuse(name, given, _FORMATS)
-        return AskedForm(schema_format(name, members), given)
-
-    def schema(self) -> Schema:
-        kinds: Schema = {"type": "string", "enum": ["text", "json_object", "json_schema"]}
-        return {
-            "type": "object",
-            "properties": {
-                "type": kinds,
-                "name": {"type": ["string", "null"], "maxLength": 64},
-                "schema": {"type": ["object", "boolean", "null"]},
-                "strict": {"type": ["boolean", "null"]},
-            },
-            "required": ["type"],
-        }
+    given = checked_dict(name, value, _FORMATS)
+    members = {key: item for key, item in given.items() if item is not None}
+    kind = members.pop("type", None)
+    if kind == "text" and not members:
+        return TEXT_FORM
+    if kind == "json_object" and not members:
+        return AskedForm(structured_of(name, json_object=True), given)
+    if isinstance(kind, str) and kind not in ("text", "json_object", "json_schema"):
+        raise not_built(name, f"the type {show(kind)}")
+    if kind != "json_schema":
+        raise refuse(name, given, _FORMATS)
+    return AskedForm(schema_format(name, members), given)
 
 
 class TextOptions(DeclaredObject):
     """The members of `text`."""
 
-    format = optional(TextFormat(), "The answer's form: text, or JSON.")
+    format = optional(text_format, "The answer's form: text, or JSON.")
     verbosity = optional(VERBOSITY, VERBOSITY_HELP)
+
+
+_SUMMARY = "a summary of reasoning; the reasoning itself is returned"
 
 
 class ReasoningOptions(DeclaredObject):
     """The members of `reasoning`."""
 
     effort = optional(EFFORT, EFFORT_HELP)
-    summary = unsupported("a summary of reasoning; the reasoning itself is returned", "auto")
-    generate_summary = unsupported(
-        "a summary of reasoning; the reasoning itself is returned", "auto"
-    )
+    summary = unsupported(_SUMMARY, "auto")
+    generate_summary = unsupported(_SUMMARY, "auto")
     context = label(OneOf(("auto",)))
     enabled = optional(Boolean(), "Whether the model reasons, as OpenRouter says it.")
     max_tokens = optional(BUDGET, "Most tokens of reasoning, as OpenRouter says it.")
@@ -105,19 +340,3 @@ class ResponseStreamOptions(DeclaredObject):
     """The members of `stream_options`."""
 
     include_obfuscation = unsupported("obfuscated events", False)
-
-
-@dataclass(frozen=True, slots=True)
-class Includes:
-    """What the answer should have besides."""
-
-    def check(self, name: str, value: object) -> tuple[str, ...]:
-        if not isinstance(value, list):
-            raise refuse(name, value, "a list of texts")
-        for item in cast(list[object], value):
-            if item not in INCLUDABLE:
-                raise not_built(name, f"including {show(item)}")
-        return tuple(cast(list[str], value))
-
-    def schema(self) -> Schema:
-        return {"type": "array", "items": {"type": "string", "enum": list(INCLUDABLE)}}

@@ -1,7 +1,7 @@
-"""The fields of a body that ask for a form of the answer: OpenAI's and vLLM's.
+"""The fields of a body that ask for a form of the answer, each checked into a `StructuredOutput`.
 
-Each is checked into a `StructuredOutput`. Knows no grammar: what a schema or an expression may hold
-is decided where it is compiled. Invariant: a field that asks for a form is followed or refused.
+What a schema or an expression may hold is decided where it is compiled. Invariant: a field that
+asks for a form is followed or refused.
 """
 
 from collections.abc import Callable
@@ -17,6 +17,10 @@ from cadenza.server.schemas.field_types import (
     OneOf,
     Schema,
     String,
+    array_schema,
+    checked_dict,
+    field_type,
+    object_schema,
     refuse,
 )
 from cadenza.structured import MAX_STRUCTURED_BYTES, StructuredOutput, Whitespace
@@ -33,58 +37,49 @@ def structured_of(name: str, **members: object) -> StructuredOutput:
         raise invalid_value(f"{name}: {error}", name) from None
 
 
-@dataclass(frozen=True, slots=True)
-class ResponseFormat:
+_SCHEMA_OF_FORMAT = object_schema(
+    {
+        **{key: each.schema() for key, each in _NAMED.items()},
+        "schema": {"type": ["object", "boolean"]},
+        "strict": {"type": ["boolean", "null"]},
+    },
+    ("schema",),
+)
+_FORMAT = object_schema(
+    {
+        "type": OneOf(("text", "json_object", "json_schema")).schema(),
+        "json_schema": _SCHEMA_OF_FORMAT,
+        "schema": {"type": ["object", "boolean", "null"]},
+    },
+    ("type",),
+)
+
+
+@field_type(_FORMAT)
+def answer_format(name: str, value: object) -> StructuredOutput | None:
     """`response_format`: text (None), any JSON object, or JSON of a schema.
 
     With `strict`, a schema with keywords that no grammar holds is refused.
     """
-
-    def check(self, name: str, value: object) -> StructuredOutput | None:
-        if not isinstance(value, dict):
-            raise refuse(name, value, _FORMATS)
-        given = cast(dict[str, object], value)
-        members = {key: item for key, item in given.items() if item is not None}
-        kind = members.pop("type", None)
-        if kind in ("text", "json_object") and not members:
-            return None if kind == "text" else structured_of(name, json_object=True)
-        if kind == "json_object" and members.keys() == {"schema"}:
-            return structured_of(name, json=members["schema"])
-        if kind == "structural_tag":
-            raise not_built(name, "the type structural_tag")
-        if kind == "json_schema" and "schema" in members:
-            return schema_format(name, members)  # as Responses' text.format has it
-        if kind != "json_schema" or members.keys() != {"json_schema"}:
-            raise refuse(name, given, _FORMATS)
-        return schema_format(name, members["json_schema"])
-
-    def schema(self) -> Schema:
-        described = {
-            "type": "object",
-            "properties": {
-                **{key: each.schema() for key, each in _NAMED.items()},
-                "schema": {"type": ["object", "boolean"]},
-                "strict": {"type": ["boolean", "null"]},
-            },
-            "required": ["schema"],
-        }
-        kinds: Schema = {"type": "string", "enum": ["text", "json_object", "json_schema"]}
-        return {
-            "type": "object",
-            "properties": {
-                "type": kinds,
-                "json_schema": described,
-                "schema": {"type": ["object", "boolean", "null"]},
-            },
-            "required": ["type"],
-        }
+    given = checked_dict(name, value, _FORMATS)
+    members = {key: item for key, item in given.items() if item is not None}
+    kind = members.pop("type", None)
+    if kind in ("text", "json_object") and not members:
+        return None if kind == "text" else structured_of(name, json_object=True)
+    if kind == "json_object" and members.keys() == {"schema"}:
+        return structured_of(name, json=members["schema"])
+    if kind == "structural_tag":
+        raise not_built(name, "the type structural_tag")
+    if kind == "json_schema" and "schema" in members:
+        return schema_format(name, members)  # as Responses' text.format has it
+    if kind != "json_schema" or members.keys() != {"json_schema"}:
+        raise refuse(name, given, _FORMATS)
+    return schema_format(name, members["json_schema"])
 
 
 def schema_format(name: str, value: object) -> StructuredOutput:
     """A named schema, as `response_format` and Responses' `text.format` have it."""
-    if not isinstance(value, dict):
-        raise refuse(name, value, _FORMATS)
-    members = cast(dict[str, object], value)
+    members = checked_dict(name, value, _FORMATS)
     for key, item in members.items():
         if item is None or key == "schema":
             continue
@@ -99,38 +94,28 @@ def schema_format(name: str, value: object) -> StructuredOutput:
     return structured_of(name, json=members["schema"], strict=members.get("strict") or False)
 
 
-@dataclass(frozen=True, slots=True)
-class JsonSchema:
+@field_type({"type": ["object", "boolean", "string"]})
+def json_schema(name: str, value: object) -> object:
     """A JSON Schema: an object, true or false, or its text."""
-
-    def check(self, name: str, value: object) -> object:
-        if isinstance(value, dict | bool | str):
-            return cast(object, value)
-        raise refuse(name, value, "a JSON Schema")
-
-    def schema(self) -> Schema:
-        return {"type": ["object", "boolean", "string"]}
+    if isinstance(value, dict | bool | str):
+        return cast(object, value)
+    raise refuse(name, value, "a JSON Schema")
 
 
-@dataclass(frozen=True, slots=True)
-class ChoiceTexts:
+@field_type(array_schema({"type": "string", "minLength": 1}, 1))
+def choice_texts(name: str, value: object) -> object:
     """A list of texts."""
-
-    def check(self, name: str, value: object) -> object:
-        if isinstance(value, list):
-            return cast(object, value)
-        raise refuse(name, value, "a list of texts")
-
-    def schema(self) -> Schema:
-        return {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1}
+    if isinstance(value, list):
+        return cast(object, value)
+    raise refuse(name, value, "a list of texts")
 
 
 _TEXT = String(min_chars=0, max_chars=MAX_STRUCTURED_BYTES)
 
 MEMBERS: dict[str, FieldType[Any]] = {
-    "json": JsonSchema(),
+    "json": json_schema,
     "regex": _TEXT,
-    "choice": ChoiceTexts(),
+    "choice": choice_texts,
     "grammar": _TEXT,
 }
 
@@ -138,10 +123,10 @@ MEMBERS: dict[str, FieldType[Any]] = {
 class StructuredOutputs(DeclaredObject):
     """The members of `structured_outputs`."""
 
-    json = optional(JsonSchema())
+    json = optional(json_schema)
     json_object = optional(Boolean(), default=False)
     regex = optional(_TEXT)
-    choice = optional(ChoiceTexts())
+    choice = optional(choice_texts)
     grammar = optional(_TEXT)
     whitespace = optional(OneOf(get_args(Whitespace)), "Blanks in JSON.")
     strict = optional(Boolean(), "Refuse a schema that no grammar holds.", default=False)
@@ -152,18 +137,13 @@ class StructuredOutputs(DeclaredObject):
     structural_tag = unsupported("structural tags")
 
 
-@dataclass(frozen=True, slots=True)
-class OneForm:
+@field_type(StructuredOutputs.object_schema)
+def one_form(name: str, value: object) -> StructuredOutput:
     """`structured_outputs`: an object with exactly one of `StructuredOutput`'s members."""
-
-    def check(self, name: str, value: object) -> StructuredOutput:
-        values = {**ObjectOf(StructuredOutputs).check(name, value).values}
-        if values.pop("disable_any_whitespace", False) and values.get("whitespace") is None:
-            values["whitespace"] = "compact"
-        return structured_of(name, **values)
-
-    def schema(self) -> Schema:
-        return StructuredOutputs.object_schema()
+    values = {**ObjectOf(StructuredOutputs).check(name, value).values}
+    if values.pop("disable_any_whitespace", False) and values.get("whitespace") is None:
+        values["whitespace"] = "compact"
+    return structured_of(name, **values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,21 +173,14 @@ class OrNothing:
         return {"anyOf": [self.type.schema(), {"enum": [self.nothing]}]}
 
 
-@dataclass(frozen=True, slots=True)
-class OllamaFormat:
+@field_type({"anyOf": [{"type": "string", "enum": ["", "json"]}, {"type": "object"}]})
+def ollama_format(name: str, value: object) -> StructuredOutput | None:
     """`format`: "json", a JSON Schema, or nothing (None)."""
-
-    def check(self, name: str, value: object) -> StructuredOutput | None:
-        if value == "":
-            return None
-        if value == "json":
-            return structured_of(name, json_object=True)
-        if isinstance(value, dict):
-            return structured_of(name, json=cast(object, value))
-        raise refuse(name, value, '"json" or a JSON Schema')
-
-    def schema(self) -> Schema:
-        return {"anyOf": [{"type": "string", "enum": ["", "json"]}, {"type": "object"}]}
+    if value == "":
+        return None
+    if value == "json":
+        return structured_of(name, json_object=True)
+    return structured_of(name, json=checked_dict(name, value, '"json" or a JSON Schema'))
 
 
 FORM_FIELDS = (

@@ -1,12 +1,13 @@
-"""The fields by which clients of other servers turn thinking on and off, and bound it.
+"""The fields that turn thinking on and off, say how much, and bound it; and verbosity.
 
-Owns their shapes and how they go together. Knows no template. Invariant: fields that ask for
-different things are refused, so that none of them is passed over.
+Owns the efforts with their bounds, and how the fields of several servers go together. Invariant:
+fields that ask for different things are refused, so that none of them is passed over; an effort
+never asks for more than the model gives.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from cadenza.server.errors import invalid_value
 from cadenza.server.schemas.body import (
@@ -16,15 +17,45 @@ from cadenza.server.schemas.body import (
     Field,
     ObjectOf,
     label,
+    labels,
     optional,
     unsupported,
 )
-from cadenza.server.schemas.field_types import AnyJson, Boolean, OneOf, Schema, refuse
-from cadenza.server.schemas.reasoning import BUDGET, EFFORT, EFFORT_HELP, EFFORTS, bound_of
+from cadenza.server.schemas.field_types import (
+    AnyJson,
+    Boolean,
+    Integer,
+    OneOf,
+    Schema,
+    checked_dict,
+)
+
+EFFORTS: Mapping[str, int | None] = {
+    "none": None,
+    "minimal": 256,
+    "low": 1024,
+    "medium": None,
+    "high": None,
+    "xhigh": None,
+    "max": None,
+}
+"""And the most tokens of thinking that each means where the chat template has no efforts of its
+own; None: as many as the model likes. With `none` the template's switch turns thinking off."""
+
+EFFORT = OneOf(tuple(EFFORTS))
+EFFORT_HELP = (
+    "For the chat template, where it has efforts or a switch; otherwise minimal and low bound the "
+    "tokens of thinking."
+)
+VERBOSITY = OneOf(("low", "medium", "high"))
+VERBOSITY_HELP = "For the chat template, where it reads `verbosity`; otherwise without effect."
+
+_UNBOUNDED = -1
+BUDGET = Integer(_UNBOUNDED, 1 << 31)
+BUDGET_HELP = "Most tokens of thinking, which is then ended; -1 is no bound."
 
 _ON = ("enabled", "adaptive", "auto", "on")
 _OFF = ("disabled", "off")
-_EXCLUDED = "leaving reasoning out"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +74,11 @@ class AskedThinking:
 
     @property
     def bound(self) -> int | None:
-        return bound_of(self.max_tokens)
+        """The most tokens of thinking; None: no bound."""
+        return None if self.max_tokens == _UNBOUNDED else self.max_tokens
+
+
+NOTHING_ASKED = AskedThinking()
 
 
 class _ThinkingMembers(DeclaredObject):
@@ -57,9 +92,8 @@ class _ReasoningMembers(DeclaredObject):
     effort = optional(EFFORT)
     max_tokens = optional(BUDGET, "Most tokens of thinking.")
     enabled = optional(Boolean())
-    exclude = unsupported(_EXCLUDED, False)
-    summary = label(AnyJson(max_chars=1024))
-    generate_summary = label(AnyJson(max_chars=1024))
+    exclude = unsupported("leaving reasoning out", False)
+    more = labels("summary generate_summary", AnyJson(max_chars=1024))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +109,9 @@ class ThinkingField:
             return AskedThinking(is_on=value in _ON)
         if isinstance(value, str) and value in EFFORTS:
             return AskedThinking(effort=value)
-        if not isinstance(value, dict):
-            known = ", ".join(("on", "off", *EFFORTS))
-            raise refuse(name, value, f"true, false, one of {known}, or an object")
-        given = ObjectOf(self.members).check(name, cast(object, value)).values
+        known = ", ".join(("on", "off", *EFFORTS))
+        members = checked_dict(name, value, f"true, false, one of {known}, or an object")
+        given = ObjectOf(self.members).check(name, members).values
         kind = given.get("type")
         return AskedThinking(
             is_on=given.get("enabled") if kind is None else kind in _ON,
@@ -118,10 +151,8 @@ class ThinkingSwitches(Body):
         Raises:
             ApiError: (400) two of them ask for different things.
         """
-        given = {name: self.values.get(name) for name in _FIELDS}
-        others = {name: each for name, each in given.items() if isinstance(each, AskedThinking)}
         effort = AskedThinking(effort=self.values.get("reasoning_effort"))
-        asked = {"reasoning_effort": effort, **own, **others}
+        asked = {"reasoning_effort": effort, **own, **self._switches()}
         return AskedThinking(
             is_on=_only({name: each.is_on for name, each in asked.items()}),
             effort=_only({name: each.effort for name, each in asked.items()}),
@@ -130,15 +161,12 @@ class ThinkingSwitches(Body):
 
     def bound_field(self) -> str | None:
         """The field that bounds thinking, beside `thinking_token_budget`."""
-        given = ((name, self.values.get(name)) for name in _FIELDS)
-        return next(
-            (
-                name
-                for name, each in given
-                if isinstance(each, AskedThinking) and each.max_tokens is not None
-            ),
-            None,
-        )
+        bounds = (name for name, each in self._switches().items() if each.max_tokens is not None)
+        return next(bounds, None)
+
+    def _switches(self) -> dict[str, AskedThinking]:
+        given = {name: self.values.get(name) for name in _FIELDS}
+        return {name: each for name, each in given.items() if isinstance(each, AskedThinking)}
 
 
 def _only(values: Mapping[str, Any]) -> Any:

@@ -1,153 +1,360 @@
-"""The fields of a body about tools, checked into a `ToolUse`.
+"""Tools, as chats, responses, messages and Ollama's bodies have them, checked into a `ToolUse`.
 
-Owns the shapes of tools and choices as OpenAI's chat API has them. Knows no notation of calls.
-Invariant: a tool that is chosen is one of the tools.
+Tools that are no functions (custom ones, which take a text, and those in namespaces) become
+functions, which a chat template knows. Invariant: a tool that is chosen is one of the tools; a call
+is returned under the name and in the form that the client gave.
 """
 
 import json
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from cadenza.frontend.answers import ToolUse
 from cadenza.request import show
 from cadenza.server.errors import invalid_value, not_built
-from cadenza.server.schemas.body import further_members
-from cadenza.server.schemas.field_types import Schema, members_of, refuse
+from cadenza.server.schemas.body import DeclaredObject, ObjectOf, further_members, optional
+from cadenza.server.schemas.field_types import (
+    Boolean,
+    CheckedBy,
+    OneOf,
+    Schema,
+    String,
+    array_schema,
+    checked_dict,
+    field_type,
+    members_of,
+    object_schema,
+    refuse,
+)
 from cadenza.server.schemas.unknown_members import unknown_members
 from cadenza.structured import MAX_STRUCTURED_BYTES
 from cadenza.text.answer_grammar import Tool
+from cadenza.text.input_grammar import InputGrammar
 
 MAX_NAME_CHARS = 128
 MAX_DESCRIPTION_CHARS = 32 << 10
 
-CHOICES = ("none", "auto", "required")
-_OTHER_WORDS = {"any": "required"}
-"""What other APIs call a choice."""
+_NAME_CHARS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.")
 
-MEMBERS_OF_TOOL: Mapping[str, Schema] = {
+_MEMBERS: Mapping[str, Schema] = {
     "name": {"type": "string", "minLength": 1, "maxLength": MAX_NAME_CHARS},
     "description": {"type": ["string", "null"]},
     "parameters": {"type": ["object", "null"]},
     "strict": {"type": ["boolean", "null"]},
 }
+_MESSAGE_TOOL: Mapping[str, Schema] = {
+    "type": {"enum": ["custom", None]},
+    "name": {"type": "string", "minLength": 1},
+    "description": {"type": ["string", "null"]},
+    "input_schema": {"type": "object"},
+    "input_examples": {"type": ["array", "null"], "items": {"type": "object"}},
+    "strict": {"type": ["boolean", "null"]},
+}
+_TOOL_LABELS = ("cache_control", "eager_input_streaming", "output_schema", "return")
+"""`return` is what transformers writes of a Python function."""
+_LABELS_BESIDE_FUNCTION = ("name", "strict")
+_UNSUPPORTED_MEMBERS: Mapping[str, tuple[str, object]] = {
+    "defer_loading": ("a tool that is loaded later", False),
+    "allowed_callers": ("a tool that code calls", ["direct"]),
+    "async": ("a tool whose result comes later", False),
+}
+"""What each asks for, and the value that does not."""
 
-_NAME_CHARS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.")
-_CHOICE = "tool_choice"
+HOSTED = ("local_shell", "web_search", "web_search_preview", "image_generation")
+"""Tools that only OpenAI's servers run: without them a model does what it can."""
+_HOSTED_BY_ANTHROPIC = re.compile(
+    "^(web_search|web_fetch|code_execution|tool_search_tool_[a-z0-9]+)_[0-9]{8}$"
+)
+"""And those that only Anthropic's servers run."""
+
+_INPUT = "input"
+_TEXT_INPUT: Mapping[str, Any] = {
+    "type": "object",
+    "properties": {_INPUT: {"type": "string"}},
+    "required": [_INPUT],
+    "additionalProperties": False,
+}
 _WANTED = 'a list of tools such as {"type": "function", "function": {"name": …}}'
 
 
-@dataclass(frozen=True, slots=True)
-class Tools:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponseTool(Tool):
+    """A tool as a function.
+
+    Args:
+        own_name: the one that the client gave; `name` has the namespace before it.
+        given: the object of a custom tool, or of the namespace, which a response repeats.
+    """
+
+    kind: Literal["function", "custom"] = "function"
+    own_name: str
+    namespace: str | None = None
+    given: Mapping[str, Any] | None = None
+
+
+def is_custom(tool: Tool) -> bool:
+    return isinstance(tool, ResponseTool) and tool.kind == "custom"
+
+
+def flat_name(namespace: str | None, name: str) -> str:
+    """The name of a function in a namespace as a function of its own."""
+    if not namespace:
+        return name
+    return f"{namespace}{name}" if namespace.endswith("__") else f"{namespace}__{name}"
+
+
+def text_of_input(arguments: str) -> str:
+    """The text that a custom tool is called with."""
+    try:
+        found = members_of(json.loads(arguments)).get(_INPUT)
+    except ValueError:
+        return arguments
+    return found if isinstance(found, str) else arguments
+
+
+def arguments_of_input(text: str) -> str:
+    """The arguments of a call with a text."""
+    return json.dumps({_INPUT: text}, ensure_ascii=False)
+
+
+def _nested_schema() -> Schema:
+    members: dict[str, Schema] = {
+        "type": {"enum": ["function"]},
+        "function": _tool_schema(_MEMBERS, ("name",)),
+        **{name: {} for name in _LABELS_BESIDE_FUNCTION},
+    }
+    return _tool_schema(members, ("type", "function"))
+
+
+def _flat_schema() -> Schema:
+    return _tool_schema({"type": {"enum": ["function"]}, **_MEMBERS}, ("type", "name"))
+
+
+def _chat_schema() -> Schema:
+    members = {"type": {"enum": ["custom"]}, "custom": {"type": "object"}}
+    return {"anyOf": [_nested_schema(), _tool_schema(members, ("type", "custom"))]}
+
+
+def _response_schema() -> Schema:
+    members = {"type": {"enum": ["custom"]}, **_MEMBERS, "format": {"type": "object"}}
+    del members["parameters"], members["strict"]
+    space: dict[str, Schema] = {
+        "type": {"enum": ["namespace"]},
+        "name": {"type": "string"},
+        "tools": array_schema(_flat_schema()),
+    }
+    hosted: Schema = {"type": "object", "properties": {"type": {"enum": [*HOSTED]}}}
+    custom = _tool_schema(members, ("type", "name"))
+    return {"anyOf": [_flat_schema(), custom, object_schema(space), hosted]}
+
+
+def _message_schema() -> Schema:
+    own = _tool_schema(_MESSAGE_TOOL, ("name", "input_schema"))
+    kinds: Schema = {"type": "string", "pattern": _HOSTED_BY_ANTHROPIC.pattern}
+    return {"anyOf": [own, object_schema({"type": kinds})]}
+
+
+def _tool_schema(members: Mapping[str, Schema], required: tuple[str, ...]) -> Schema:
+    """The JSON Schema of an object that `_check_members` checks."""
+    off = {name: {"enum": [harmless, None]} for name, (_, harmless) in _UNSUPPORTED_MEMBERS.items()}
+    known: dict[str, Schema] = {**{name: {} for name in _TOOL_LABELS}, **off, **members}
+    return object_schema(known, required, additionalProperties=further_members())
+
+
+def _checked_tools(
+    name: str, value: object, read: Callable[[str, dict[str, Any]], Tool]
+) -> tuple[Tool, ...]:
+    """The tools of a list of objects, each of which `read` takes. Raises ApiError (400)."""
+    if not isinstance(value, list):
+        raise refuse(name, value, _WANTED)
+    items = cast(list[object], value)
+    tools = tuple([read(name, checked_dict(name, item, _WANTED)) for item in items])
+    named: set[str] = set()
+    for tool in tools:
+        if tool.name in named:
+            raise invalid_value(f"{name} has two tools with the name {tool.name}", name)
+        named.add(tool.name)
+    return tools
+
+
+@field_type(lambda: array_schema(_nested_schema()))
+def function_tools(name: str, value: object) -> tuple[Tool, ...]:
     """A list of functions."""
-
-    def check(self, name: str, value: object) -> tuple[Tool, ...]:
-        return checked_tools(name, value, nested_function)
-
-    def schema(self) -> Schema:
-        function = tool_schema(MEMBERS_OF_TOOL, ("name",))
-        members = {
-            "type": {"enum": ["function"]},
-            "function": function,
-            **{label: {} for label in _LABELS_BESIDE_FUNCTION},
-        }
-        return tools_schema(tool_schema(members, ("type", "function")))
+    return _checked_tools(name, value, _nested_function)
 
 
-@dataclass(frozen=True, slots=True)
-class FlatTools:
-    """A list of functions whose members lie beside their type, as in Responses."""
-
-    def check(self, name: str, value: object) -> tuple[Tool, ...]:
-        return checked_tools(name, value, flat_function)
-
-    def schema(self) -> Schema:
-        members = {"type": {"enum": ["function"]}, **MEMBERS_OF_TOOL}
-        return tools_schema(tool_schema(members, ("type", "name")))
+@field_type(lambda: array_schema(_chat_schema()))
+def chat_tools(name: str, value: object) -> tuple[Tool, ...]:
+    """`tools` of a chat: functions, and custom tools."""
+    return _checked_tools(name, value, _nested_tool)
 
 
-@dataclass(frozen=True, slots=True)
-class ToolChoice:
-    """none, auto, required, or a function; checked into `none`, `auto`, `required`, or its name
-    behind a colon."""
-
-    def check(self, name: str, value: object) -> str:
-        return _checked_choice(name, value, _named_function)
-
-    def schema(self) -> Schema:
-        named: Schema = {"type": "object", "required": ["type"]}
-        return {"anyOf": [{"type": "string", "enum": [*CHOICES, *_OTHER_WORDS]}, named]}
+@field_type(lambda: array_schema(_response_schema()))
+def response_tools(name: str, value: object) -> tuple[ResponseTool, ...]:
+    """`tools` of a response: functions, custom tools, and namespaces of functions."""
+    items: object = value
+    if isinstance(value, list):
+        items = [*_flattened(name, cast(list[object], value))]
+    return cast(tuple[ResponseTool, ...], _checked_tools(name, items, _flat_tool))
 
 
-@dataclass(frozen=True, slots=True)
-class FlatToolChoice:
-    """The same, where a function's name lies beside its type, as in Responses."""
-
-    def check(self, name: str, value: object) -> str:
-        return _checked_choice(name, value, lambda members: members)
-
-    def schema(self) -> Schema:
-        named: Schema = {"type": "object", "required": ["type", "name"]}
-        return {"anyOf": [{"type": "string", "enum": [*CHOICES, *_OTHER_WORDS]}, named]}
+@field_type(lambda: array_schema(_message_schema()))
+def message_tools(name: str, value: object) -> tuple[Tool, ...]:
+    """`tools` of a message: those of the client; those that only Anthropic's servers run are left
+    out."""
+    items: object = value
+    if isinstance(value, list):
+        items = [each for each in cast(list[object], value) if not _is_run_by_anthropic(name, each)]
+    return _checked_tools(name, items, _message_tool)
 
 
-def _named_function(members: dict[str, Any]) -> dict[str, Any]:
-    """The object with the tool's name, which some clients write beside the type."""
-    kind = str(members.get("type"))
-    return members_of(members[kind]) if kind in members else members
+def _is_run_by_anthropic(name: str, tool: object) -> bool:
+    kind = members_of(tool).get("type")
+    if not isinstance(kind, str) or not _HOSTED_BY_ANTHROPIC.match(kind):
+        return False
+    unknown_members().ignore(f"{name}.{kind}")
+    return True
 
 
-def _checked_choice(
-    name: str, value: object, named_in: Callable[[dict[str, Any]], dict[str, Any]]
-) -> str:
-    if isinstance(value, str) and value in (*CHOICES, *_OTHER_WORDS):
-        return _OTHER_WORDS.get(value, value)
-    if isinstance(value, dict):
-        members = cast(dict[str, Any], value)
-        if members.get("type") == "allowed_tools":
-            raise not_built(name, "a choice of allowed tools")
-        chosen = named_in(members).get("name")
-        if members.get("type") in ("function", "custom") and isinstance(chosen, str) and chosen:
-            return f":{chosen}"
-    wanted = "none, auto, required, or a function with its name"
-    raise refuse(name, cast(object, value), wanted)
+_SPACE = "namespace of the tool"
+"""The key under which `_flat_tool` finds it; the blanks keep it from being a client's member."""
 
 
-def tool_use(
-    tools: tuple[Tool, ...] | None, choice: str | None, is_parallel: bool
-) -> ToolUse | None:
-    """None where no tool may be called. Raises ApiError (400)."""
-    if not tools:
-        if choice not in (None, "none", "auto"):
-            raise invalid_value(
-                "tool_choice asks for a call, but there are no tools", "tool_choice"
-            )
-        return None
-    match choice:
-        case "none":
-            return None
-        case None | "auto":
-            return ToolUse(tools=tools, is_parallel=is_parallel)
-        case "required":
-            return ToolUse(tools=tools, choice="required", is_parallel=is_parallel)
-        case _:
-            named = choice.removeprefix(":")
-    if named not in {tool.name for tool in tools}:
+def _flattened(name: str, value: list[object]) -> Iterator[object]:
+    """The tools, those of a namespace in its place, without those that are run elsewhere."""
+    for item in value:
+        members = members_of(item)
+        kind = members.get("type")
+        if kind in HOSTED:
+            unknown_members().ignore(f"{name}.{kind}")
+        elif kind == "namespace":
+            inner = members.get("tools")
+            if not isinstance(members.get("name"), str) or not isinstance(inner, list):
+                raise refuse(name, item, 'a namespace with a name and "tools": […]')
+            for each in cast(list[object], inner):
+                yield {**members_of(each), _SPACE: members}
+        else:
+            yield item
+
+
+def _nested_tool(name: str, members: dict[str, Any]) -> Tool:
+    if members.get("type") != "custom":
+        return _nested_function(name, members)
+    _check_members(name, members, "type", "custom")
+    custom = members.get("custom")
+    if not isinstance(custom, dict):
+        raise refuse(name, members, 'tools such as {"type": "custom", "custom": {"name": …}}')
+    return _custom(name, cast(dict[str, Any], custom))
+
+
+def _nested_function(name: str, members: dict[str, Any]) -> Tool:
+    """A function in a member of its own, as in chat."""
+    _check_type(name, members, "function")
+    if not isinstance(members.get("function"), dict):
+        raise refuse(name, members, _WANTED)
+    _check_members(name, members, "type", "function", *_LABELS_BESIDE_FUNCTION)
+    function: dict[str, Any] = members["function"]
+    _check_members(name, function, *_MEMBERS)
+    return _make_tool(name, function, function.get("parameters"))
+
+
+def _flat_tool(name: str, members: dict[str, Any]) -> ResponseTool:
+    """A function whose members lie beside its type, or a custom tool."""
+    own = {key: value for key, value in members.items() if key != _SPACE}
+    space = cast(dict[str, Any] | None, members.get(_SPACE))
+    if own.get("type") == "custom":
+        return _custom(name, own)
+    _check_type(name, own, "function")
+    if own.get("type") != "function":
+        raise refuse(name, own, 'tools such as {"type": "function", "name": …}')
+    _check_members(name, own, "type", *_MEMBERS)
+    tool = _make_tool(name, own, own.get("parameters"))
+    namespace = None if space is None else cast(str, space["name"])
+    flat = {**own, "name": flat_name(namespace, tool.name)}
+    return _as_response_tool(
+        _make_tool(name, flat, tool.parameters),
+        own_name=tool.name,
+        namespace=namespace,
+        given=space,
+    )
+
+
+def _message_tool(name: str, members: dict[str, Any]) -> Tool:
+    _check_type(name, members, "custom")
+    _check_members(name, members, *_MESSAGE_TOOL)
+    if not isinstance(members.get("input_schema"), dict):
+        raise invalid_value(f"{name} has a tool without input_schema; give a JSON Schema", name)
+    examples = _examples(name, members.get("input_examples"))
+    return _make_tool(name, members, {**members["input_schema"], **examples})
+
+
+def _examples(name: str, value: object) -> dict[str, Any]:
+    """As the keyword of JSON Schema, which changes no form; templates show it with the schema."""
+    if value in (None, []):
+        return {}
+    if not isinstance(value, list) or not all(
+        isinstance(each, dict) for each in cast(list[object], value)
+    ):
+        raise invalid_value(f"{name} has input_examples that are no list of objects", name)
+    return {"examples": value}
+
+
+def _custom(name: str, members: dict[str, Any]) -> ResponseTool:
+    _check_members(name, members, "type", "name", "description", "format")
+    form = members.get("format") or {"type": "text"}
+    kind = members_of(form).get("type")
+    if kind not in ("text", "grammar"):
+        raise invalid_value(f"{name} has a custom tool with the format {show(form)}", name)
+    grammar = None if kind == "text" else _grammar(name, members_of(form))
+    parameters = _TEXT_INPUT if grammar is None else _described(grammar)
+    tool = _make_tool(name, {**members, "strict": None}, parameters)
+    return _as_response_tool(tool, own_name=tool.name, kind="custom", input=grammar, given=members)
+
+
+def _grammar(name: str, form: dict[str, Any]) -> InputGrammar:
+    """Of a format; chat has its members within one more object. Raises ApiError (400)."""
+    given = members_of(form.get("grammar")) or form
+    syntax, definition = given.get("syntax"), given.get("definition")
+    if syntax not in ("lark", "regex"):
         raise invalid_value(
-            f"tool_choice names {show(named)}, which is none of tools", "tool_choice"
+            f"{name} has a custom tool with a grammar of the syntax {show(syntax)}; give lark or "
+            f"regex",
+            name,
         )
-    return ToolUse(tools=tools, choice="required", named=named, is_parallel=is_parallel)
+    if not isinstance(definition, str) or not definition.strip():
+        raise invalid_value(
+            f"{name} has a custom tool with a grammar without a definition; give it as a text", name
+        )
+    if len(definition.encode(errors="replace")) > MAX_STRUCTURED_BYTES:
+        raise invalid_value(
+            f"{name}: the definition of a grammar has over {MAX_STRUCTURED_BYTES} bytes", name
+        )
+    return InputGrammar(syntax=syntax, definition=definition)
 
 
-def has_constrained_calls(use: ToolUse | None) -> bool:
-    """Whether an answer's calls have grammars, from their beginnings on at least."""
-    return use is not None
+def _described(grammar: InputGrammar) -> Mapping[str, Any]:
+    """The schema of a text, which tells the model of its grammar."""
+    what = "a grammar in Lark's notation" if grammar.syntax == "lark" else "an expression"
+    told = f"A text that matches {what}:\n{grammar.definition}"
+    return {**_TEXT_INPUT, "properties": {_INPUT: {"type": "string", "description": told}}}
 
 
-def make_tool(
-    field: str, *, name: object, description: object, parameters: object, strict: object
-) -> Tool:
-    """A checked tool. Raises ApiError (400) naming the field."""
+def _as_response_tool(tool: Tool, **facts: Any) -> ResponseTool:
+    return ResponseTool(
+        name=tool.name,
+        description=tool.description,
+        parameters=tool.parameters,
+        is_strict=tool.is_strict,
+        **facts,
+    )
+
+
+def _make_tool(field: str, members: Mapping[str, Any], parameters: object) -> Tool:
+    """A checked tool of the given name, description and strictness. Raises ApiError (400) naming
+    the field."""
+    name, description, strict = (members.get(key) for key in ("name", "description", "strict"))
     if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS or set(name) - _NAME_CHARS:
         raise invalid_value(
             f"{field} has a function with the name {show(name)}; give 1 to {MAX_NAME_CHARS} "
@@ -174,35 +381,15 @@ def make_tool(
     return Tool(name=name, description=description, parameters=schema, is_strict=bool(strict))
 
 
-def checked_tools(
-    name: str, value: object, read: Callable[[str, dict[str, Any]], Tool]
-) -> tuple[Tool, ...]:
-    """The tools of a list of objects, each of which `read` takes. Raises ApiError (400)."""
-    if not isinstance(value, list):
-        raise refuse(name, value, _WANTED)
-    items = cast(list[object], value)
-    tools: list[Tool] = []
-    for item in items:
-        if not isinstance(item, dict):
-            raise refuse(name, item, _WANTED)
-        tools.append(read(name, cast(dict[str, Any], item)))
-    named: set[str] = set()
-    for tool in tools:
-        if tool.name in named:
-            raise invalid_value(f"{name} has two tools with the name {tool.name}", name)
-        named.add(tool.name)
-    return tuple(tools)
-
-
-def check_tool_type(name: str, members: Mapping[str, Any], *known: str) -> None:
+def _check_type(name: str, members: Mapping[str, Any], known: str) -> None:
     """Raises ApiError (400) naming a type of tool that is not known."""
     kind = members.get("type")
-    if isinstance(kind, str) and kind not in known:
-        advice = f"leave this tool out; those of the type {' or '.join(known)} are served"
+    if isinstance(kind, str) and kind != known:
+        advice = f"leave this tool out; those of the type {known} are served"
         raise not_built(name, f"a tool of the type {show(kind)}", advice=advice)
 
 
-def check_tool_members(name: str, members: Mapping[str, Any], *known: str) -> None:
+def _check_members(name: str, members: Mapping[str, Any], *known: str) -> None:
     """Raises ApiError (400) naming a member of a tool that asks for what is not built, or one that
     is not known where the policy refuses it or its name is near a known one."""
     for member, (what, harmless) in _UNSUPPORTED_MEMBERS.items():
@@ -219,58 +406,89 @@ def check_tool_members(name: str, members: Mapping[str, Any], *known: str) -> No
         unknown.ignore(f"{name}.{key}")
 
 
-def tool_schema(members: Mapping[str, Schema], required: tuple[str, ...]) -> Schema:
-    """The JSON Schema of an object that `check_tool_members` checks."""
-    off = {name: {"enum": [harmless, None]} for name, (_, harmless) in _UNSUPPORTED_MEMBERS.items()}
-    return {
-        "type": "object",
-        "properties": {**{label: {} for label in _TOOL_LABELS}, **off, **members},
-        "required": list(required),
-        "additionalProperties": further_members(),
-    }
+CHOICES = ("none", "auto", "required")
+_OTHER_WORDS = {"any": "required"}
+"""What other APIs call a choice."""
 
 
-def tools_schema(tool: Schema) -> Schema:
-    return {"type": "array", "items": tool}
+def _choice_type(
+    required: tuple[str, ...], named_in: Callable[[dict[str, Any]], dict[str, Any]]
+) -> CheckedBy[str]:
+    """none, auto, required, or an object with the `required` members, whose tool's name `named_in`
+    finds; checked into `none`, `auto`, `required`, or its name behind a colon."""
+    named: Schema = {"type": "object", "required": [*required]}
+
+    @field_type({"anyOf": [OneOf((*CHOICES, *_OTHER_WORDS)).schema(), named]})
+    def choice(name: str, value: object) -> str:
+        if isinstance(value, str) and value in (*CHOICES, *_OTHER_WORDS):
+            return _OTHER_WORDS.get(value, value)
+        members = members_of(value)
+        if members.get("type") == "allowed_tools":
+            raise not_built(name, "a choice of allowed tools")
+        chosen = named_in(members).get("name")
+        if members.get("type") in ("function", "custom") and isinstance(chosen, str) and chosen:
+            return f":{chosen}"
+        raise refuse(name, value, "none, auto, required, or a function with its name")
+
+    return choice
 
 
-_TOOL_LABELS = ("cache_control", "eager_input_streaming", "output_schema", "return")
-"""`return` is what transformers writes of a Python function."""
-_LABELS_BESIDE_FUNCTION = ("name", "strict")
-_UNSUPPORTED_MEMBERS: Mapping[str, tuple[str, object]] = {
-    "defer_loading": ("a tool that is loaded later", False),
-    "allowed_callers": ("a tool that code calls", ["direct"]),
-    "async": ("a tool whose result comes later", False),
-}
-"""What each asks for, and the value that does not."""
+def _named_function(members: dict[str, Any]) -> dict[str, Any]:
+    """The object with the tool's name, which some clients write beside the type."""
+    kind = str(members.get("type"))
+    return members_of(members[kind]) if kind in members else members
 
 
-def nested_function(name: str, members: dict[str, Any]) -> Tool:
-    """A function in a member of its own, as in chat. Raises ApiError (400)."""
-    check_tool_type(name, members, "function")
-    if not isinstance(members.get("function"), dict):
-        raise refuse(name, members, _WANTED)
-    known = ("type", "function", *_LABELS_BESIDE_FUNCTION)
-    check_tool_members(name, members, *known)
-    function = cast(dict[str, Any], members["function"])
-    check_tool_members(name, function, *MEMBERS_OF_TOOL)
-    return _function(name, function)
+chat_tool_choice = _choice_type(("type",), _named_function)
+response_tool_choice = _choice_type(("type", "name"), lambda members: members)
 
 
-def flat_function(name: str, members: dict[str, Any]) -> Tool:
-    """A function whose members lie beside its type. Raises ApiError (400)."""
-    check_tool_type(name, members, "function")
-    if members.get("type") != "function":
-        raise refuse(name, members, 'tools such as {"type": "function", "name": …}')
-    check_tool_members(name, members, "type", *MEMBERS_OF_TOOL)
-    return _function(name, members)
+class _ChoiceMembers(DeclaredObject):
+    type = optional(OneOf(("auto", "any", "tool", "none")))
+    name = optional(String(min_chars=1, max_chars=128), "With the type tool.")
+    disable_parallel_tool_use = optional(Boolean(), default=False)
 
 
-def _function(name: str, members: Mapping[str, Any]) -> Tool:
-    return make_tool(
-        name,
-        name=members.get("name"),
-        description=members.get("description"),
-        parameters=members.get("parameters"),
-        strict=members.get("strict"),
-    )
+@dataclass(frozen=True, slots=True)
+class AskedChoice:
+    """`choice` as `tool_use` takes it."""
+
+    choice: str
+    is_parallel: bool
+
+
+@field_type(_ChoiceMembers.object_schema)
+def message_tool_choice(name: str, value: object) -> AskedChoice:
+    """Which tool of a message is called."""
+    members = ObjectOf(_ChoiceMembers).check(name, value)
+    kind, tool = members.type, members.name
+    if kind is None or (kind == "tool") != (tool is not None):
+        raise refuse(name, value, '{"type": auto, any or none}, or {"type": tool, "name": …}')
+    choice = f":{tool}" if kind == "tool" else _OTHER_WORDS.get(kind, kind)
+    return AskedChoice(choice, is_parallel=not members.disable_parallel_tool_use)
+
+
+def tool_use(
+    tools: tuple[Tool, ...] | None, choice: str | None, is_parallel: bool
+) -> ToolUse | None:
+    """None where no tool may be called. Raises ApiError (400)."""
+    if not tools:
+        if choice not in (None, "none", "auto"):
+            raise invalid_value(
+                "tool_choice asks for a call, but there are no tools", "tool_choice"
+            )
+        return None
+    match choice:
+        case "none":
+            return None
+        case None | "auto":
+            return ToolUse(tools=tools, is_parallel=is_parallel)
+        case "required":
+            return ToolUse(tools=tools, choice="required", is_parallel=is_parallel)
+        case _:
+            named = choice.removeprefix(":")
+    if named not in {tool.name for tool in tools}:
+        raise invalid_value(
+            f"tool_choice names {show(named)}, which is none of tools", "tool_choice"
+        )
+    return ToolUse(tools=tools, choice="required", named=named, is_parallel=is_parallel)

@@ -1,0 +1,99 @@
+"""The chat messages that items and content blocks become, and the texts in these.
+
+Invariant: reasoning, text and calls of one turn are one assistant's message; a call's result names
+the function that was called, if the call is in the conversation.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from cadenza.request import show
+from cadenza.server.errors import invalid_value, not_built
+from cadenza.server.schemas.body import DeclaredObject, ObjectOf
+from cadenza.server.schemas.field_types import Schema, String, array_schema, members_of, refuse
+
+MAX_PARTS = 4096
+PART_TEXT = String(max_chars=1 << 26)
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class TextParts:
+    """A text, or a list of parts that hold texts; checked into the texts.
+
+    Args:
+        types: of the parts that hold a text; any other is not built.
+        part: a part's members, of which `type` and `text` are two; a `refusal` stands for a text.
+    """
+
+    types: tuple[str, ...]
+    part: type[DeclaredObject]
+
+    def check(self, name: str, value: object) -> tuple[str, ...]:
+        if isinstance(value, str):
+            return (PART_TEXT.check(name, value),)
+        if not isinstance(value, list):
+            raise refuse(name, value, "a text, or a list of text parts")
+        parts = cast(list[object], value)
+        if len(parts) > MAX_PARTS:
+            raise invalid_value(f"{name} has {len(parts)} parts; at most {MAX_PARTS}", name)
+        return tuple(self._text_of(name, part) for part in parts)
+
+    def schema(self) -> Schema:
+        parts = array_schema(self.part.object_schema(), high=MAX_PARTS)
+        return {"anyOf": [PART_TEXT.schema(), parts]}
+
+    def _text_of(self, name: str, part: object) -> str:
+        kind = members_of(part).get("type")
+        if isinstance(kind, str) and kind not in self.types:
+            raise not_built(name, f"the content part {show(kind)} here")
+        values = ObjectOf(self.part).check(name, part).values
+        return values.get("text") or values.get("refusal") or ""
+
+
+@dataclass(slots=True, eq=False)
+class ConversationBuilder:
+    """Grows by what a client sent, in its order."""
+
+    messages: list[Message] = field(default_factory=list[Message])
+    _called: dict[str, str] = field(default_factory=dict[str, str])
+    """The functions by the ids of their calls so far."""
+
+    def add(self, role: str, content: str) -> None:
+        self.messages.append({"role": role, "content": content})
+
+    def new_turn(self) -> Message:
+        """An assistant's message without a text yet."""
+        self.add("assistant", "")
+        return self.messages[-1]
+
+    def last_turn(self) -> Message:
+        """The assistant's message that is the last one, or a new one."""
+        is_turn = bool(self.messages) and self.messages[-1]["role"] == "assistant"
+        return self.messages[-1] if is_turn else self.new_turn()
+
+    def add_call(self, turn: Message, call_id: str, name: str, arguments: object) -> None:
+        self._called[call_id] = name
+        function = {"name": name, "arguments": arguments}
+        call = {"id": call_id, "type": "function", "function": function}
+        turn.setdefault("tool_calls", []).append(call)
+
+    def add_result(self, call_id: str, content: str) -> None:
+        """The result of a call, which a client may have left out of the conversation."""
+        named = {"name": self._called[call_id]} if call_id in self._called else {}
+        result = {"role": "tool", "tool_call_id": call_id, **named, "content": content}
+        self.messages.append(result)
+
+
+def with_system(system: str | None, messages: Sequence[Message]) -> list[Message]:
+    """The messages behind a system text; leading system messages become one, which is what many
+    chat templates have room for."""
+    texts = [] if not system else [system]
+    place = 0
+    while place < len(messages) and messages[place]["role"] in ("system", "developer"):
+        texts.append(messages[place]["content"])
+        place += 1
+    leading = [{"role": "system", "content": "\n\n".join(texts)}] if texts else []
+    return [*leading, *messages[place:]]
