@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,18 +39,24 @@ def make_fake(limits: EngineLimits, folder: Path) -> FakeRunner:
     )
 
 
-def make_xla(limits: EngineLimits, folder: Path) -> Runner:
-    """Random weights of the hostile shape; KV that nobody has written is NaN."""
+def make_xla(limits: EngineLimits, folder: Path, ops: Any = None, **options: Any) -> Runner:
+    """Random weights of the hostile shape, on the op table that serves here if `ops` is None; KV
+    that nobody has written is NaN."""
     from cadenza.backends.base import RunnerSetup
-    from cadenza.backends.xla.ops.reference import ReferenceOps
     from cadenza.backends.xla.runner import XlaRunner
     from tests.xla.harness import HOSTILE
 
     checkpoint = folder / "hostile"
     if not checkpoint.exists():
         write_random_checkpoint(HOSTILE, checkpoint, seed=0, dtype="float32")
-    setup = RunnerSetup(limits=limits, fill=float("nan"), copies_pages=True)
-    return XlaRunner(HOSTILE, open_weights(checkpoint), setup, ReferenceOps)
+    setup = RunnerSetup(limits=limits, fill=float("nan"), copies_pages=True, **options)
+    return XlaRunner(HOSTILE, open_weights(checkpoint), setup, ops)
+
+
+def make_reference(limits: EngineLimits, folder: Path) -> Runner:
+    from cadenza.backends.xla.ops.reference import ReferenceOps
+
+    return make_xla(limits, folder, ReferenceOps)
 
 
 def make_mlx(limits: EngineLimits, folder: Path) -> Runner:

@@ -2,14 +2,17 @@
 
 import pytest
 
-from tests.contract.backends import BACKEND_PARAMS, BACKENDS, LIMITS_OF
+from tests.contract.backends import BACKEND_PARAMS, BACKENDS, LIMITS, LIMITS_OF, make_reference
 from tests.contract.checks import Bench
 
+REFERENCE = pytest.param("xla reference", marks=pytest.mark.soak)
 
-@pytest.fixture(scope="session", params=BACKEND_PARAMS)
+
+@pytest.fixture(scope="session", params=[*BACKEND_PARAMS, REFERENCE])
 def warm_bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    limits = LIMITS_OF[request.param]
-    runner = BACKENDS[request.param](limits, tmp_path_factory.mktemp("contract"))
+    limits = LIMITS_OF.get(request.param, LIMITS)
+    make = BACKENDS.get(request.param, make_reference)
+    runner = make(limits, tmp_path_factory.mktemp("contract"))
     runner.warmup()
     return Bench(runner, limits)
 

@@ -1,5 +1,6 @@
 """Pages copied to the host and back have the same bits, wherever they then lie."""
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -7,7 +8,8 @@ import pytest
 
 from cadenza.backends.base import PageCopier, Runner
 from cadenza.errors import RunnerError
-from tests.contract.backends import BACKENDS, LIMITS
+from tests.by_day import by_day
+from tests.contract.backends import LIMITS, make_fake, make_reference, make_xla
 from tests.contract.steps import Geometry, Stream, run_step
 
 GEOMETRY = Geometry(
@@ -16,27 +18,18 @@ GEOMETRY = Geometry(
 PROMPT = np.random.default_rng(5).integers(3, 90, 48).tolist()
 
 
-def make_native(folder: Path) -> Runner:
-    """In bfloat16, whose pages the native table keeps as bits."""
-    from cadenza.backends.base import RunnerSetup
-    from cadenza.backends.xla.ops.native import NativeOps
-    from cadenza.backends.xla.runner import XlaRunner
-    from cadenza.checkpoint.random_checkpoint import write_random_checkpoint
-    from cadenza.checkpoint.weights import open_weights
-    from tests.xla.harness import HOSTILE
-
-    write_random_checkpoint(HOSTILE, folder / "hostile", seed=0, dtype="bfloat16")
-    setup = RunnerSetup(limits=LIMITS, dtype="bfloat16", fill=float("nan"), copies_pages=True)
-    return XlaRunner(HOSTILE, open_weights(folder / "hostile"), setup, NativeOps)
+COPIERS = {
+    "fake": make_fake,
+    "xla": partial(make_xla, dtype="bfloat16"),  # whose pages the native table keeps as bits
+    "xla, float32": make_xla,
+    "xla reference": make_reference,
+}
 
 
 def make(name: str, folder: Path) -> Runner:
-    runner = make_native(folder) if name == "native" else BACKENDS[name](LIMITS, folder)
+    runner = COPIERS[name](LIMITS, folder)
     runner.warmup()
     return runner
-
-
-COPIERS = ["fake", "xla", pytest.param("native", marks=pytest.mark.native)]
 
 
 def prefill(runner: Runner, stream: Stream, prompt: list[int]) -> None:
@@ -44,7 +37,7 @@ def prefill(runner: Runner, stream: Stream, prompt: list[int]) -> None:
         run_step(runner, [stream.chunk(prompt[start : start + 16], samples=True)], GEOMETRY)
 
 
-@pytest.mark.parametrize("name", COPIERS)
+@pytest.mark.parametrize("name", by_day(COPIERS, {"fake", "xla"}))
 def test_a_stream_goes_on_over_pages_that_were_copied_to_another_runner(name: str, tmp_path: Path):
     first = make(name, tmp_path)
     assert isinstance(first, PageCopier)
@@ -63,7 +56,7 @@ def test_a_stream_goes_on_over_pages_that_were_copied_to_another_runner(name: st
     first.close()
 
 
-@pytest.mark.parametrize("name", COPIERS)
+@pytest.mark.parametrize("name", by_day(COPIERS, {"fake", "xla"}))
 def test_more_pages_than_a_call_copies_keep_their_places(name: str, tmp_path: Path):
     runner = make(name, tmp_path)
     assert isinstance(runner, PageCopier)
@@ -78,7 +71,7 @@ def test_more_pages_than_a_call_copies_keep_their_places(name: str, tmp_path: Pa
     runner.close()
 
 
-@pytest.mark.parametrize("name", COPIERS)
+@pytest.mark.parametrize("name", by_day(COPIERS, {"fake", "xla"}))
 def test_contents_of_another_size_are_refused(name: str, tmp_path: Path):
     runner = make(name, tmp_path)
     assert isinstance(runner, PageCopier)

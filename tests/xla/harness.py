@@ -2,12 +2,15 @@
 
 Owns the hostile shape (grouped heads, odd vocabulary, three layers, rope beyond its threshold) and
 the reading of a runner's pages. A runner is compiled once a session for each `Variant` and reset
-between tests. Replays: every workload is a function of its seed, which its test's name shows.
+between tests; `BASE` runs on the op table that serves here, which compiles in a fifth of the time
+of the reference table (`REFERENCE`). Replays: every workload is a function of its seed, which its
+test's name shows.
 """
 
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 
 import jax
@@ -15,7 +18,11 @@ import ml_dtypes
 import numpy as np
 
 from cadenza.backends.base import Runner, RunnerSetup
+from cadenza.backends.xla.device import MakeOps
+from cadenza.backends.xla.ops.native import NativeOps
+from cadenza.backends.xla.ops.native_library import has_native_library
 from cadenza.backends.xla.ops.reference import ReferenceOps
+from cadenza.backends.xla.ops.table import KVPool
 from cadenza.backends.xla.reference_model import ReferenceModel
 from cadenza.backends.xla.runner import XlaRunner
 from cadenza.checkpoint.dtypes import WeightDType
@@ -56,6 +63,8 @@ HOSTILE = ModelConfig(
     dtype="float32",
     eos_token_ids=(2,),
 )
+THIN = replace(HOSTILE, num_layers=1)
+"""For the reference table, whose every layer is compiled."""
 NAN = float("nan")
 
 
@@ -72,11 +81,11 @@ class Variant:
     page_size: int = 16
     num_pages: int = 96
     fill: float = NAN
-    ops: type[ReferenceOps] = ReferenceOps
+    ops: MakeOps = NativeOps if has_native_library() else ReferenceOps
 
     @property
     def config(self) -> ModelConfig:
-        return HOSTILE if self.shape == "hostile" else named_shape(self.shape)
+        return config_of(self.shape)
 
     @property
     def limits(self) -> EngineLimits:
@@ -99,7 +108,13 @@ class Variant:
         )
 
 
+def config_of(shape: str) -> ModelConfig:
+    """Of one of the shapes here, or of a named one."""
+    return {"hostile": HOSTILE, "thin": THIN}.get(shape) or named_shape(shape)
+
+
 BASE = Variant()
+REFERENCE = Variant(shape="thin", ops=ReferenceOps)
 
 
 class Lab:
@@ -114,8 +129,7 @@ class Lab:
     def weights(self, shape: str) -> Weights:
         folder = self._folder / shape
         if not folder.exists():
-            config = BASE.config if shape == "hostile" else named_shape(shape)
-            write_random_checkpoint(config, folder, seed=0, dtype="float32")
+            write_random_checkpoint(config_of(shape), folder, seed=0, dtype="float32")
         return open_weights(folder)
 
     def runner(self, variant: Variant = BASE) -> XlaRunner:
@@ -319,11 +333,40 @@ def shout(request: Request) -> Request:
     return replace(request, params=replace(request.params, logprobs=20))
 
 
+@cache
+def places_of_slots(shape: tuple[int, ...], itemsize: int, *, are_keys: bool) -> np.ndarray:
+    """Where the elements of each slot lie in a flat side of a pool of floats: [slots, elements].
+
+    The native table has [pages, layers, Hkv, page_size, D], in which each block of 16 tokens has
+    keys as [D/step][16][step] and values as [16/step][D][step]; the reference table has slots in
+    front.
+    """
+    places = np.arange(np.prod(shape))
+    if len(shape) == 4:
+        return places.reshape(shape[0], -1)
+    *outer, page_size, width = shape
+    step, num_blocks = 4 // itemsize, page_size // 16
+    if are_keys:
+        by_block = places.reshape(*outer, num_blocks, width // step, 16, step)
+        by_slot = by_block.transpose(0, 3, 5, 1, 2, 4, 6)
+    else:
+        by_block = places.reshape(*outer, num_blocks, 16 // step, width, step)
+        by_slot = by_block.transpose(0, 3, 4, 6, 1, 2, 5)
+    return by_slot.reshape(shape[0] * page_size, -1)
+
+
+def slots_of_pool(runner: XlaRunner) -> list[np.ndarray]:
+    """Keys and values of every slot, all layers together: [slots, elements] each."""
+    assert runner._state is not None
+    return [
+        np.asarray(side).ravel()[places_of_slots(side.shape, side.itemsize, are_keys=index == 0)]
+        for index, side in enumerate(runner._state.pool)
+    ]
+
+
 def page_bytes(runner: XlaRunner) -> np.ndarray:
     """Every slot's bytes, all layers together: [slots, bytes]."""
-    assert runner._state is not None
-    sides = [np.asarray(side) for side in jax.tree.leaves(runner._state.pool)]
-    return np.concatenate([side.reshape(len(side), -1).view(np.uint8) for side in sides], axis=1)
+    return np.concatenate([side.view(np.uint8) for side in slots_of_pool(runner)], axis=1)
 
 
 def slots_of(pages: Iterable[int], num_tokens: int, page_size: int) -> np.ndarray:
@@ -337,15 +380,16 @@ def poison(runner: XlaRunner, owned: np.ndarray, value: float) -> None:
     assert runner._state is not None
     state = runner._state
 
-    def spoil(side: jax.Array) -> jax.Array:
-        content = np.asarray(side).copy()
-        spared = content[owned]
+    def spoil(index: int, side: jax.Array) -> jax.Array:
+        places = places_of_slots(side.shape, side.itemsize, are_keys=index == 0)[owned]
+        content = np.asarray(side).ravel()
         is_bits = side.dtype == np.uint16  # of bfloat16, in the native table
-        content[:] = np.array(value, ml_dtypes.bfloat16).view(np.uint16) if is_bits else value
-        content[owned] = spared
-        return jax.device_put(content, side.sharding)
+        bits = np.array(value, ml_dtypes.bfloat16).view(np.uint16) if is_bits else value
+        spoilt = np.full(side.size, bits, side.dtype)
+        spoilt[places] = content[places]
+        return jax.device_put(spoilt.reshape(side.shape), side.sharding)
 
-    runner._state = state._replace(pool=jax.tree.map(spoil, state.pool))
+    runner._state = state._replace(pool=KVPool(*map(spoil, range(2), state.pool)))
 
 
 def replay(workload: str) -> None:

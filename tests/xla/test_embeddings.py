@@ -7,16 +7,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cadenza.backends.xla.ops.native import NativeOps
 from cadenza.backends.xla.ops.reference import ReferenceOps
 from cadenza.checkpoint.declaration import HEAD
 from cadenza.checkpoint.weights import Weights
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.events import Finished
 from cadenza.request import Pooling, PoolingParams, Request, SamplingParams
-from tests.xla.harness import BASE, Lab, Mode, Variant
+from tests.by_day import by_day
+from tests.xla.harness import BASE, REFERENCE, Lab, Mode, Variant
 
-OPS = [ReferenceOps, pytest.param(NativeOps, marks=pytest.mark.native)]
+VARIANTS = {
+    "served": BASE,
+    "served, bfloat16": replace(BASE, dtype="bfloat16"),
+    "reference": REFERENCE,
+    "reference, bfloat16": replace(REFERENCE, dtype="bfloat16"),
+}
 POOLINGS: tuple[Pooling, ...] = ("last", "mean")
 LENGTHS = (1, 5, 40, 63, 150)
 PROMPTS = [np.random.default_rng(length).integers(3, 211, length).tolist() for length in LENGTHS]
@@ -73,17 +78,14 @@ def alone(lab: Lab, variant: Variant) -> list[bytes]:
     return [embeddings(lab, variant, [each], Mode())[0] for each in REQUESTS]
 
 
-@pytest.mark.parametrize("ops", OPS, ids=lambda ops: ops.name)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_embedding_has_the_same_bits_alone_and_in_any_batch(
-    lab: Lab, ops: type[ReferenceOps], dtype: str
-) -> None:
-    variant = replace(BASE, ops=ops, dtype=dtype)
+@pytest.mark.parametrize("name", by_day(VARIANTS, {*VARIANTS} - {"reference, bfloat16"}))
+def test_an_embedding_has_the_same_bits_alone_and_in_any_batch(lab: Lab, name: str) -> None:
+    variant = VARIANTS[name]
     expected = alone(lab, variant)
     assert len(set(expected)) == 2 * len(PROMPTS) - 1, "of one token, the mean is the last"
     mixed = [*NEIGHBOURS[:2], *REQUESTS[:5], *NEIGHBOURS[2:], *REQUESTS[5:]]
-    for name, mode in MODES.items():
-        assert embeddings(lab, variant, mixed, mode) == expected, name
+    for label, mode in MODES.items():
+        assert embeddings(lab, variant, mixed, mode) == expected, label
 
 
 class AddsTheRowsNeighbour(ReferenceOps):
@@ -97,21 +99,19 @@ class AddsTheRowsNeighbour(ReferenceOps):
 
 
 def test_a_row_that_sees_its_neighbour_would_be_found_out(lab: Lab) -> None:
-    variant = replace(BASE, ops=AddsTheRowsNeighbour)
+    variant = replace(REFERENCE, ops=AddsTheRowsNeighbour)
     expected = [embeddings(lab, variant, [each], Mode())[0] for each in REQUESTS[:4]]
     assert embeddings(lab, variant, [*NEIGHBOURS, *REQUESTS[:4]], Mode()) != expected
 
 
-@pytest.mark.parametrize("ops", OPS, ids=lambda ops: ops.name)
-def test_the_state_of_the_last_token_gives_the_witness_logits(
-    lab: Lab, ops: type[ReferenceOps]
-) -> None:
+@pytest.mark.parametrize("name", by_day(["served", "reference"], {"served"}))
+def test_the_state_of_the_last_token_gives_the_witness_logits(lab: Lab, name: str) -> None:
     """Its direction, since an embedding has unit length: logits are the head's products with it."""
-    head = head_of(lab.weights(BASE.shape))
+    variant = VARIANTS[name]
+    head, witness = head_of(lab.weights(variant.shape)), lab.reference_model(variant)
     for prompt in PROMPTS:
-        found = embeddings(lab, replace(BASE, ops=ops), [pooled(prompt, "last")], Mode())[0]
+        found = embeddings(lab, variant, [pooled(prompt, "last")], Mode())[0]
         products = head @ np.frombuffer(found, "<f4").astype(np.float64)
-        witness = lab.reference_model()
         witness.start()
         logits = witness.append(list(prompt)).astype(np.float64)
         cosine = products @ logits / np.linalg.norm(products) / np.linalg.norm(logits)

@@ -25,7 +25,7 @@ from cadenza.config import PAGE_SIZE_UNIT, KVCacheDType
 from cadenza.core.sequence import PageCopy
 from cadenza.core.step_schema import NUM_EXTRA_LOGIT_ROWS, StepLayout
 from tests.contract.steps import Geometry, Stream, build_inputs, run_step
-from tests.xla.harness import BASE, Lab, Variant, page_bytes, slots_of
+from tests.xla.harness import BASE, REFERENCE, Lab, Variant, page_bytes, slots_of, slots_of_pool
 
 NUM_SIDES = 2
 """Of the pool: keys and values."""
@@ -57,7 +57,7 @@ def step_texts(runner: XlaRunner) -> list[str]:
 
 
 def test_every_pool_of_every_step_program_is_aliased_in_place(lab: Lab):
-    runner = lab.runner()
+    runner = lab.runner(REFERENCE)
     num_weights = len(jax.tree.leaves(runner._weights))
     for text in step_texts(runner):
         aliases = pool_aliases(text)
@@ -66,15 +66,15 @@ def test_every_pool_of_every_step_program_is_aliased_in_place(lab: Lab):
 
 
 def test_no_step_program_copies_a_pool(lab: Lab):
-    for text in step_texts(lab.runner()):
-        assert not pool_sized_results(text, BASE, "copy")
+    for text in step_texts(lab.runner(REFERENCE)):
+        assert not pool_sized_results(text, REFERENCE, "copy")
 
 
 @pytest.mark.native
 @pytest.mark.parametrize("part", ["step", "begin", "choose"])
 def test_a_native_step_copies_nothing_of_its_state_whole_or_in_two_parts(lab: Lab, part: str):
     """Every buffer of the state stays where it is."""
-    runner = lab.runner(replace(BASE, ops=NativeOps))  # type: ignore[arg-type]
+    runner = lab.runner()
     stream, addresses = Stream(row=1, pages=[2, 8, 0, 11]), list[list[int]]()
     for place in range(3):
         chunk = stream.next_token() if place else stream.chunk(PROMPT, samples=True)
@@ -99,22 +99,22 @@ def addresses_of(runner: XlaRunner) -> list[int]:
 
 def test_a_step_whose_state_is_not_donated_copies_every_pool(lab: Lab):
     """The parsers can see: the same step, compiled without giving its state away."""
-    runner = lab.runner()
-    layout = StepLayout(BASE.bucket, BASE.num_rows)
+    runner = lab.runner(REFERENCE)
+    layout = StepLayout(REFERENCE.bucket, REFERENCE.num_rows)
     step = StepProgram(ops=runner._ops, spec=runner._spec, layout=layout).step
     wire = build_inputs([], GEOMETRY).words
     text = jax.jit(step).lower(runner._weights, runner._state, wire).compile().as_text()
-    assert len(pool_sized_results(text, BASE, "copy")) >= NUM_SIDES
+    assert len(pool_sized_results(text, REFERENCE, "copy")) >= NUM_SIDES
     with pytest.raises(AssertionError, match="aliases nothing"):
         pool_aliases(text)
 
 
 def test_copying_pages_aliases_every_pool_and_copies_none(lab: Lab):
-    text = lab.runner().programs.copy_pages.as_text()  # type: ignore[attr-defined]
+    text = lab.runner(REFERENCE).programs.copy_pages.as_text()  # type: ignore[attr-defined]
     aliases = pool_aliases(text)
     for index in range(NUM_SIDES):
         assert aliases.get(index) == index, f"state leaf {index} is not aliased"
-    assert not pool_sized_results(text, BASE, "copy")
+    assert not pool_sized_results(text, REFERENCE, "copy")
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
@@ -138,17 +138,11 @@ DENSE = replace(BASE, page_size=BASE.max_model_len, num_pages=BASE.num_rows)
 """A page is a whole row's."""
 
 
-def kv_of_page(runner: XlaRunner, page: int, variant: Variant) -> np.ndarray:
+def kv_of_page(runner: XlaRunner, page: int) -> np.ndarray:
     """Keys and values of a page's slots, all layers together: [page_size, elements]."""
-    assert runner._state is not None
-    sides: list[np.ndarray] = []
-    for side in map(np.asarray, jax.tree.leaves(runner._state.pool)):
-        # The native table has slots behind the heads: [pages, layers, Hkv, page_size, D].
-        by_slot = side if side.ndim == 4 else side.transpose(0, 3, 1, 2, 4)
-        if side.dtype == np.uint16:
-            by_slot = np.ascontiguousarray(by_slot).view(ml_dtypes.bfloat16)
-        sides.append(by_slot.reshape(variant.num_pages, variant.page_size, -1)[page])
-    return np.concatenate(sides, axis=1)
+    sides = np.concatenate(slots_of_pool(runner), axis=1)
+    is_bits = sides.dtype == np.uint16
+    return np.split(sides.view(ml_dtypes.bfloat16) if is_bits else sides, DENSE.num_pages)[page]
 
 
 @pytest.mark.parametrize(
@@ -156,7 +150,7 @@ def kv_of_page(runner: XlaRunner, page: int, variant: Variant) -> np.ndarray:
     [
         pytest.param(NativeOps, "float32", marks=pytest.mark.native),
         pytest.param(NativeOps, "bfloat16", marks=pytest.mark.native),
-        (ReferenceOps, "float32"),
+        pytest.param(ReferenceOps, "float32", marks=pytest.mark.soak),
         pytest.param(ReferenceOps, "bfloat16", marks=pytest.mark.soak),
     ],
     ids=lambda each: getattr(each, "name", each),
@@ -172,7 +166,7 @@ def test_a_fork_copies_the_blocks_with_its_tokens_and_nothing_behind_them(
     copies = [PageCopy(source=2, destination=5, num_tokens=num_tokens)]
     fork = Stream(row=1, pages=[5], num_computed=num_tokens, copies=copies)
     run_step(runner, [fork.chunk(PROMPT[-1:], samples=True)], geometry)
-    original, copy = (kv_of_page(runner, page, DENSE) for page in (2, 5))
+    original, copy = (kv_of_page(runner, page) for page in (2, 5))
     kept = [page[:num_tokens].view(np.uint8) for page in (copy, original)]
     assert np.array_equal(*kept)
     end = -(-num_tokens // PAGE_SIZE_UNIT) * PAGE_SIZE_UNIT
@@ -183,10 +177,10 @@ def test_a_fork_copies_the_blocks_with_its_tokens_and_nothing_behind_them(
 @pytest.mark.native
 def test_copies_of_pages_in_bfloat16_convert_no_element(lab: Lab):
     """Where a pool is bfloat16, XLA converts all of it to float32 and back on a CPU."""
-    for ops, has_floats in ((NativeOps, False), (ReferenceOps, True)):
-        runner = lab.runner(replace(BASE, ops=ops, dtype="bfloat16"))
-        text = runner.programs.copy_pages.as_text()  # type: ignore[attr-defined]
-        assert ("bf16[" in text) == has_floats
+    runner = lab.runner(replace(BASE, dtype="bfloat16"))
+    text = runner.programs.copy_pages.as_text()  # type: ignore[attr-defined]
+    assert "u16[" in text
+    assert "bf16[" not in text
 
 
 def pool_pointers(runner: XlaRunner) -> list[int]:

@@ -7,12 +7,14 @@ every layer, the other only a window of it in most.
 """
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
 
 from cadenza.backends.xla.ops.native import NativeOps
 from cadenza.request import Request, SamplingParams
+from tests.by_day import by_day
 from tests.xla.harness import Lab, Mode, Stream, Variant, serve, serve_alone
 
 pytestmark = pytest.mark.native
@@ -35,17 +37,21 @@ VARIANTS = {
     "full, bfloat16, KV in int8": replace(FULL, dtype="bfloat16", kv_cache_dtype="int8"),
     "windows, KV in int8": replace(FULL, shape="tiny-gemma3", kv_cache_dtype="int8"),
 }
-BY_DAY = [
-    pytest.param(name, marks=pytest.mark.soak if name == "windows, KV in int8" else ())
-    for name in VARIANTS
-]
-"""Windows and KV in int8 come by day, each beside something else."""
 
 MODES = {
     "at once": Mode(caching=False),
     "joining, in odd chunks": Mode(caching=False, budget=101, arrival_seed=4, loop="plain"),
     "preempted": Mode(caching=False, num_pages=252, reserved_output=0.0),
 }
+BY_DAY = {
+    ("full", "at once"),
+    ("full", "preempted"),
+    ("full, bfloat16", "joining, in odd chunks"),
+    ("windows", "at once"),
+    ("full, bfloat16, KV in int8", "joining, in odd chunks"),
+}
+"""Every mode, and every variant but windows over KV in int8, which each come beside another."""
+
 TOLERANCE = 1e-4
 
 
@@ -69,17 +75,16 @@ def check_alone(lab: Lab, variant: Variant, requests: list[Request], streams: li
         assert difference is None, f"{len(request.prompt_token_ids)} tokens: {difference}"
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", BY_DAY)
-def test_long_rows_together_are_bitwise_those_alone(lab: Lab, name: str, mode: str):
-    variant = VARIANTS[name]
+@pytest.mark.parametrize("case", by_day(product(VARIANTS, MODES), BY_DAY), ids="-".join)
+def test_long_rows_together_are_bitwise_those_alone(lab: Lab, case: tuple[str, str]):
+    variant, mode = VARIANTS[case[0]], case[1]
     requests = requests_of(variant)
     served = serve(lab.runner(variant), variant, requests, MODES[mode])
     check_alone(lab, variant, requests, served.streams)
     assert bool(served.num_preemptions) == (mode == "preempted")
 
 
-@pytest.mark.parametrize("name", BY_DAY)
+@pytest.mark.parametrize("name", by_day(VARIANTS, {"full", "windows"}))
 def test_a_long_prefix_from_the_cache_changes_no_bit(lab: Lab, name: str):
     """Hits of up to 2,096 tokens, and of 1,600 with another end."""
     variant = VARIANTS[name]
@@ -94,7 +99,7 @@ def test_a_long_prefix_from_the_cache_changes_no_bit(lab: Lab, name: str):
     assert cached[9:] == [592, 1088, 2096]
 
 
-@pytest.mark.parametrize("name", ["full", "windows"])
+@pytest.mark.parametrize("name", by_day(["full", "windows"], {"full"}))
 def test_long_rows_together_are_the_references(lab: Lab, name: str):
     variant = VARIANTS[name]
     requests = requests_of(variant)

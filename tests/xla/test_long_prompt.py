@@ -18,6 +18,7 @@ from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.events import Token
 from cadenza.request import Request, SamplingParams
 from cadenza.verification.reference import ReferenceEngine
+from tests.by_day import by_day
 from tests.xla.harness import HOSTILE, NAN, replay
 
 SMALLEST = replace(
@@ -25,6 +26,7 @@ SMALLEST = replace(
     vocab_size=97,
     hidden_size=8,
     intermediate_size=24,
+    num_layers=1,
     num_heads=2,
     num_kv_heads=1,
     head_dim=4,
@@ -88,11 +90,6 @@ def check_long_prompt(folder: Path, num_prompt_tokens: int) -> None:
     assert error > 2 * TOLERANCE, "another first half changed nothing"
 
 
-@pytest.mark.slow
-def test_a_prompt_of_4096_tokens_in_chunks_is_exact(tmp_path: Path):
-    check_long_prompt(tmp_path / "checkpoint", 4096)
-
-
-@pytest.mark.soak
-def test_a_prompt_of_32768_tokens_in_chunks_is_exact(tmp_path: Path):
-    check_long_prompt(tmp_path / "checkpoint", 32768)
+@pytest.mark.parametrize("num_tokens", by_day([1024, 4096, 32768], {1024}))
+def test_a_long_prompt_in_chunks_is_exact(tmp_path: Path, num_tokens: int):
+    check_long_prompt(tmp_path / "checkpoint", num_tokens)

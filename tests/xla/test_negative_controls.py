@@ -15,6 +15,7 @@ from cadenza.backends.xla.ops.reference import ReferenceOps
 from cadenza.request import Request
 from tests.xla.harness import (
     BASE,
+    REFERENCE,
     Lab,
     Mode,
     Stream,
@@ -35,7 +36,7 @@ def workload() -> list[Request]:
 
 
 def variant_of(ops: type[ReferenceOps]) -> Variant:
-    return replace(BASE, ops=ops)
+    return replace(REFERENCE, ops=ops)
 
 
 def serve_in_clean_pool(lab: Lab, variant: Variant, request: Request) -> Stream:
@@ -69,7 +70,7 @@ def test_the_gate_is_green_over_the_reference_table(lab: Lab):
 @pytest.mark.parametrize("ops", [RelativeBlocks, MultipliedPadding])
 def test_alone_the_mutant_gives_the_reference_engines_tokens(lab: Lab, ops: type[ReferenceOps]):
     variant = variant_of(ops)
-    reference = lab.reference()
+    reference = lab.reference(REFERENCE)
     for request in workload():
         stream = serve_in_clean_pool(lab, variant, request)
         assert stream.token_ids == reference.run(request).token_ids

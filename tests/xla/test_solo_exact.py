@@ -12,8 +12,10 @@ import pytest
 
 from cadenza.request import Request
 from cadenza.verification.reference import choose_token
+from tests.by_day import by_day
 from tests.xla.harness import (
     BASE,
+    REFERENCE,
     Lab,
     Mode,
     Variant,
@@ -35,12 +37,16 @@ MODES = {
         budget=17, num_pages=22, loop="plain", reserved_output=0.0
     ),
 }
-OTHER_T = [pytest.param(replace(BASE, bucket=bucket), marks=pytest.mark.soak) for bucket in (8, 33)]
-"""By day T is 64 and, with another shape, 32."""
-
-QWEN = Variant(shape="tiny-qwen3", bucket=32, num_rows=5)
-BFLOAT16 = replace(BASE, dtype="bfloat16")
-KV_INT8 = replace(BASE, kv_cache_dtype="int8")
+VARIANTS = {
+    "t_64": BASE,
+    "qwen3": Variant(shape="tiny-qwen3", bucket=32, num_rows=5),
+    "bfloat16": replace(BASE, dtype="bfloat16"),
+    "kv_int8": replace(BASE, kv_cache_dtype="int8"),
+    "reference": REFERENCE,
+    "reference_bfloat16_kv_int8": replace(REFERENCE, dtype="bfloat16", kv_cache_dtype="int8"),
+    "t_8": replace(BASE, bucket=8),
+    "t_33": replace(BASE, bucket=33),
+}
 NEAR_TIE = 5e-5
 
 
@@ -65,24 +71,20 @@ def test_streams_served_together_are_bitwise_those_served_alone(lab: Lab, name: 
         assert served.num_preemptions > 5, "the tiny pool preempted next to nobody"
 
 
-@pytest.mark.parametrize(
-    "variant",
-    [QWEN, BFLOAT16, KV_INT8, *OTHER_T],
-    ids=["qwen3", "bfloat16", "kv_int8", "t_8", "t_33"],
-)
-def test_streams_are_solo_exact_at_other_sizes_shapes_and_types(lab: Lab, variant: Variant):
+@pytest.mark.parametrize("name", by_day(list(VARIANTS)[1:], {*VARIANTS} - {"t_8", "t_33"}))
+def test_streams_are_solo_exact_at_other_sizes_shapes_types_and_operations(lab: Lab, name: str):
     replay("seed 8, 16 requests")
+    variant = VARIANTS[name]
     requests = [shout(r) for r in random_requests(8, 16, variant)]
     check_solo_exact(lab, variant, requests, Mode(arrival_seed=9))
 
 
 @pytest.mark.parametrize(
-    "variant",
-    [BASE, QWEN, *OTHER_T],
-    ids=["t_64", "qwen3", "t_8", "t_33"],
+    "name", by_day(["t_64", "qwen3", "reference", "t_8", "t_33"], {"t_64", "qwen3"})
 )
-def test_tokens_equal_the_reference_engines(lab: Lab, variant: Variant):
+def test_tokens_equal_the_reference_engines(lab: Lab, name: str):
     replay("seed 10, 24 requests")
+    variant = VARIANTS[name]
     requests = random_requests(10, 24, variant)
     served = serve(lab.runner(variant), variant, requests, Mode(arrival_seed=11))
     reference = lab.reference(variant)
