@@ -2,11 +2,9 @@
 
 import pytest
 
-from cadenza.server.base_url import address_of, base_url_advice
-from cadenza.server.routes import ROUTES
+from cadenza.server.routes import base_url_advice
 from tests.server.harness import RunningServer
 
-PATHS = [route.path for route in ROUTES]
 HERE = "http://here:1"
 
 
@@ -33,7 +31,7 @@ HERE = "http://here:1"
     ],
 )
 def test_the_advice_names_the_base_url(path: str, words: str) -> None:
-    advice = base_url_advice(path, PATHS, HERE)
+    advice = base_url_advice(path, HERE)
     assert advice is not None
     assert words.replace("{}", HERE) in advice
     if "base URL to" in words:
@@ -42,14 +40,16 @@ def test_the_advice_names_the_base_url(path: str, words: str) -> None:
 
 @pytest.mark.parametrize("path", ["/favicon.ico", "/v1/nothing", "/apis", "/chat", "/v1/chat"])
 def test_other_paths_get_none(path: str) -> None:
-    assert base_url_advice(path, PATHS, HERE) is None
+    assert base_url_advice(path, HERE) is None
 
 
 @pytest.mark.parametrize(
     "host", [None, b"", b"a b", b"x/../y", b"<script>", b"x" * 300, b"a@b", b"\xff"]
 )
-def test_only_an_address_is_repeated(host: bytes | None) -> None:
-    assert address_of("http", host) == "http://HOST:PORT"
+def test_only_an_address_is_repeated(scripted: RunningServer, host: bytes | None) -> None:
+    sent = [] if host is None else [b"host: " + host]
+    head = b"\r\n".join([b"GET /v1 HTTP/1.0", *sent, b"", b""])
+    assert b"OpenAI's clients is http://HOST:PORT/v1" in scripted.raw(head)
 
 
 def test_over_http_the_address_is_the_one_that_was_called(scripted: RunningServer) -> None:

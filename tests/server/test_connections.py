@@ -58,21 +58,21 @@ def told(caplog: pytest.LogCaptureFixture) -> int:
 def books(max_open: int) -> tuple[Connections, list[str], Callable[[str], None]]:
     """Connections by name, those that were closed for others, and what opens one."""
     kept, closed = Connections(max_open, ServedCounts(), HandClock()), list[str]()
-    return kept, closed, lambda name: kept.enter(name, lambda: closed.append(name))
+    return kept, closed, lambda name: kept.add(name, lambda: closed.append(name))
 
 
 def test_the_one_that_has_been_idle_longest_gives_way() -> None:
     kept, closed, enter = books(4)
     for name in "abcd":
         enter(name)
-    kept.work("a")
-    kept.work("b")
-    kept.rest("b", lambda: closed.append("b"))  # idle again, and now the last of those
+    kept.mark_busy("a")
+    kept.mark_busy("b")
+    kept.mark_idle("b", lambda: closed.append("b"))  # idle again, and now the last of those
     for name in "efg":
         enter(name)
     assert closed == ["c", "d", "b"]
     assert (kept.num_open, kept.can_accept) == (4, True)
-    kept.leave("a")
+    kept.remove("a")
     enter("h")
     assert closed == ["c", "d", "b"]
 
@@ -81,9 +81,9 @@ def test_while_all_are_busy_none_gives_way_and_none_is_accepted() -> None:
     kept, closed, enter = books(4)
     for name in "abcd":
         enter(name)
-        kept.work(name)
+        kept.mark_busy(name)
     assert not kept.can_accept
-    kept.leave("b")
+    kept.remove("b")
     assert kept.can_accept
     assert not closed
 
@@ -93,7 +93,7 @@ def test_a_share_is_kept_for_probes() -> None:
     found = list[bool]()
     for number in range(40):
         enter(str(number))
-        kept.work(str(number))
+        kept.mark_busy(str(number))
         found.append(kept.is_crowded)
     assert found == [False] * 30 + [True] * 10
 
@@ -102,7 +102,7 @@ def test_what_happens_is_told_once_a_minute(caplog: pytest.LogCaptureFixture) ->
     clock = HandClock()
     kept = Connections(1, ServedCounts(), clock)
     for number in range(1000):
-        kept.enter(number, lambda: None)
+        kept.add(number, lambda: None)
         clock.now_s += TELL_EVERY_S / 400
     assert told(caplog) == 3
     assert "(so far 801 closed" in caplog.text
@@ -201,13 +201,13 @@ def test_an_answer_in_several_parts_does_not_wait_for_acknowledgements() -> None
 def test_new_connections_wait_in_the_queue_while_all_are_busy() -> None:
     async def play(kept: Connections, listener: Exhausted) -> None:
         for name in "ab":
-            kept.work(name)
+            kept.mark_busy(name)
         reader, writer = await connect(listener)
         answer = asyncio.create_task(echo(reader, writer))
         await asyncio.wait({answer}, timeout=5 * module.RETRY_S)
         assert not answer.done()
         assert kept.num_open == 2
-        kept.leave("a")
+        kept.remove("a")
         assert await answer == b"x"
         writer.close()
 
@@ -218,7 +218,7 @@ def test_without_descriptors_it_makes_room_and_goes_on(caplog: pytest.LogCapture
     async def play(kept: Connections, listener: Exhausted) -> None:
         closed = list[str]()
         for name in "abcdef":
-            kept.enter(name, lambda name=name: closed.append(name))
+            kept.add(name, lambda name=name: closed.append(name))
         listener.num_failures = 3
         reader, writer = await connect(listener)
         assert await echo(reader, writer) == b"x"

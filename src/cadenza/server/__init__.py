@@ -16,7 +16,6 @@ Modules:
 - `model_turns`: which models are loaded, and which one makes room for another
 - `sse`: bytes of answers and of streamed events
 - `errors`: every error answer
-- `base_url`: which base URL a client should have been given
 - `page`: the HTML of the page at `/`
 - `dialect`: the shapes of errors and the headers of each API
 - `ignored_names`: the header and the log lines about unknown fields

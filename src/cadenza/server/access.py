@@ -1,7 +1,7 @@
 """Access control: API keys (`ApiKeys`) and origins of web pages (`Cors`).
 
 Owns the constant-time comparison of keys, and the CORS headers (the Fetch standard, 3.3) of
-preflights and all other answers. Knows no route. Invariants: a request without a valid key has no
+preflights and all other answers. Invariants: a request without a valid key has no
 tenant, unless no key was configured; only digests of keys are kept; an origin that is not allowed
 gets no `Access-Control-*` header.
 """

@@ -11,7 +11,6 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
-from cadenza.server.base_url import address_of, base_url_advice
 from cadenza.server.dialect import dialect_of
 from cadenza.server.endpoints.status import METRICS_PATH
 from cadenza.server.errors import (
@@ -25,13 +24,13 @@ from cadenza.server.errors import (
 from cadenza.server.generation import log_unexpected
 from cadenza.server.http_exchange import (
     NO_CONTENT,
-    ClientLeftError,
+    ClientDisconnected,
     Exchange,
     Handler,
     Response,
     new_request_id,
 )
-from cadenza.server.routes import OPEN_PATHS, ROUTES, make_handlers
+from cadenza.server.routes import OPEN_PATHS, ROUTES, base_url_advice, make_handlers
 from cadenza.server.schemas.field_types import String
 from cadenza.server.service import Service
 
@@ -39,7 +38,6 @@ EXCHANGE = "cadenza.exchange"
 MAX_SHOWN_PATH = 256
 PROBE_PATHS = ("/live", "/ready", "/health", "/ping")
 _AT_METRICS_PORT = f"at this port there are {METRICS_PATH} and the probes only"
-_PATHS = frozenset(route.path for route in ROUTES)
 _BODY_PATHS = frozenset(route.path for route in ROUTES if route.body is not None)
 """Paths whose requests may take long; they are refused while connections are scarce."""
 
@@ -75,8 +73,8 @@ class App:
         )
         exchange.extra_headers = self._service.options.cors.response_headers(scope["headers"])
         try:
-            await self._enter(exchange)
-        except ClientLeftError:
+            await self._authenticate_and_route(exchange)
+        except ClientDisconnected:
             pass  # there is no connection to answer on
         except ApiError as error:
             await _fail(exchange, error)
@@ -87,7 +85,7 @@ class App:
             log_unexpected(error)
             await _fail(exchange, server_error())
 
-    async def _enter(self, exchange: Exchange) -> None:
+    async def _authenticate_and_route(self, exchange: Exchange) -> None:
         scope = exchange.scope
         self._check_head(exchange)
         if scope["method"] == "OPTIONS":
@@ -179,8 +177,7 @@ async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:
     del receive, send  # the app answers
     exchange: Exchange = scope[EXCHANGE]
     path: str = scope["path"]
-    address = address_of(scope["scheme"], exchange.header(b"host"))
-    advice = base_url_advice(path, _PATHS, address) if len(path) <= MAX_SHOWN_PATH else None
+    advice = base_url_advice(path, exchange.address) if len(path) <= MAX_SHOWN_PATH else None
     raise unknown_url(
         method=scope["method"],
         path=path[:MAX_SHOWN_PATH],

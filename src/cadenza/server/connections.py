@@ -1,7 +1,7 @@
 """The connections that a server accepts: `Connections`, `Acceptor`.
 
-Owns accepting, so that no connection is accepted that the process has no file descriptor for. Knows
-no HTTP and no address. Invariants: accepted connections stay below the limit of open files by a
+Owns accepting, so that no connection is accepted that the process has no file descriptor for.
+Invariants: accepted connections stay below the limit of open files by a
 reserve; while any connection is idle a new one is accepted, and the one that has been idle longest
 is closed for it.
 """
@@ -26,7 +26,7 @@ SPARE = 16
 """Connections on which probes are still answered when all others have requests in progress."""
 ACCEPTS_AT_ONCE = 16
 RETRY_S = 0.1
-TELL_EVERY_S = 60.0
+WARN_EVERY_S = 60.0
 
 
 def most_connections() -> int:
@@ -58,7 +58,7 @@ class Connections:
         self._idle: OrderedDict[object, Callable[[], object]] = OrderedDict()
         self._idle_since_s = clock()
         self._busy: set[object] = set()
-        self._tell_at_s = clock()
+        self._warn_at_s = clock()
 
     @property
     def num_open(self) -> int:
@@ -80,24 +80,24 @@ class Connections:
         """So many have requests in progress that the remaining ones are reserved for probes."""
         return len(self._busy) > self._max_busy
 
-    def enter(self, connection: object, close: Callable[[], object]) -> None:
+    def add(self, connection: object, close: Callable[[], object]) -> None:
         """Adds a new one, idle; where there are too many, closes the one idle longest."""
         if self.num_open >= self.max_open:
             self.close_longest_idle()
-        self.rest(connection, close)
+        self.mark_idle(connection, close)
 
-    def rest(self, connection: object, close: Callable[[], object]) -> None:
+    def mark_idle(self, connection: object, close: Callable[[], object]) -> None:
         """Marks it as idle; `close` drops it at once."""
         self._busy.discard(connection)
         self._idle[connection] = close
         self._idle_since_s = self._clock()
 
-    def work(self, connection: object) -> None:
+    def mark_busy(self, connection: object) -> None:
         """Marks it as having a request in progress."""
         self._idle.pop(connection, None)
         self._busy.add(connection)
 
-    def leave(self, connection: object) -> None:
+    def remove(self, connection: object) -> None:
         """Removes a closed one."""
         self._idle.pop(connection, None)
         self._busy.discard(connection)
@@ -108,7 +108,7 @@ class Connections:
         _, close = self._idle.popitem(last=False)
         close()
         self._counts.num_idle_closed += 1
-        self.tell("the longest idle one is closed for each new one")
+        self.warn_rate_limited("the longest idle one is closed for each new one")
 
     @property
     def has_busy(self) -> bool:
@@ -117,14 +117,14 @@ class Connections:
     def refuse(self) -> None:
         """Counts a request that was refused because `is_crowded`."""
         self._counts.reject("connections_full")
-        self.tell("requests are refused")
+        self.warn_rate_limited("requests are refused")
 
-    def tell(self, what: str) -> None:
+    def warn_rate_limited(self, what: str) -> None:
         """Warns, once a minute at most."""
         now_s = self._clock()
-        if now_s < self._tell_at_s:
+        if now_s < self._warn_at_s:
             return
-        self._tell_at_s = now_s + TELL_EVERY_S
+        self._warn_at_s = now_s + WARN_EVERY_S
         logger.warning(
             "%d connections are open, of %d that the limit of open files allows: %s (so far %d "
             "closed, %d requests refused); raise the limit (ulimit -n, or LimitNOFILE of systemd)",
@@ -196,7 +196,7 @@ class Acceptor:
     def _accept(self) -> None:
         for _ in range(ACCEPTS_AT_ONCE):
             if not self._connections.can_accept:
-                self._connections.tell("new ones wait")
+                self._connections.warn_rate_limited("new ones wait")
                 self._pause()
                 return
             try:
@@ -205,7 +205,9 @@ class Acceptor:
                 return
             except OSError as error:  # the machine, or something else here, has used them up
                 self._connections.close_longest_idle()
-                self._connections.tell(f"another one cannot be accepted ({error.strerror})")
+                self._connections.warn_rate_limited(
+                    f"another one cannot be accepted ({error.strerror})"
+                )
                 self._pause()
                 return
             self._open(accepted)
@@ -219,13 +221,13 @@ class Acceptor:
             self._opening.discard(task)
             error = None if task.cancelled() else task.exception()
             if task.cancelled() or error is not None:
-                self._connections.leave(protocol)
+                self._connections.remove(protocol)
                 accepted.close()
             if error is not None and not isinstance(error, OSError):
                 logger.error("a connection could not be opened", exc_info=error)
 
         task.add_done_callback(end)
-        self._connections.enter(protocol, task.cancel)
+        self._connections.add(protocol, task.cancel)
 
     async def _connect(self, accepted: socket.socket, protocol: asyncio.Protocol) -> None:
         """Raises OSError where the client has left, or failed the handshake."""

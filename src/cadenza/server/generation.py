@@ -24,7 +24,7 @@ from cadenza.frontend.text_frontend import PreparedRequest
 from cadenza.outputs import CompletionOutput, RequestOutput
 from cadenza.server.endpoints.generating import CallContext, CallRequest, GeneratingEndpoint
 from cadenza.server.errors import ApiError, error_of, error_of_end, invalid_value, server_error
-from cadenza.server.http_exchange import ClientLeftError, Exchange, Response
+from cadenza.server.http_exchange import ClientDisconnected, Exchange, Response
 from cadenza.server.request_log import RequestRecord
 from cadenza.server.served_model import OpenCall, ServedModel
 from cadenza.server.service import Service
@@ -77,7 +77,7 @@ class Generation:
                     await exchange.while_connected(self._serve(exchange, request, record, use))
                 finally:
                     use.take_answer(record.usage.completion_tokens)
-        except (ClientLeftError, asyncio.CancelledError):
+        except (ClientDisconnected, asyncio.CancelledError):
             rest = "abort"
             raise
         except ApiError as error:

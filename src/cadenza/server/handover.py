@@ -1,8 +1,8 @@
 """Handing an address over from a server process to its successor, without refusing a connection.
 
 Owns the control socket, over which a server (the predecessor) offers its listening socket to a
-process of the same user (the successor), and the order of their messages. Knows no HTTP and no
-engine. The control socket is an abstract Unix socket, named after the address, which the kernel
+process of the same user (the successor), and the order of their messages.
+The control socket is an abstract Unix socket, named after the address, which the kernel
 removes with the last process that has it open; it is passed on together with the listening socket,
 so that a server can be found at any time. Invariants: until the successor commits nothing changes
 for the predecessor; at any time at most one of them accepts, and connections that come between wait

@@ -1,6 +1,6 @@
 """The messages between a server and its successor, and how they are sent.
 
-Each is one packet of JSON on a Unix socket of packets. Knows no server and no address.
+Each is one packet of JSON on a Unix socket of packets.
 """
 
 import asyncio

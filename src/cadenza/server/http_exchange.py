@@ -1,11 +1,12 @@
 """One HTTP request and its answer: `Exchange`, over ASGI.
 
 Owns reading a bounded body, sending one answer or a stream, and detecting that the client has
-disconnected. Knows no endpoint. Invariant: a body is never held beyond its bound and the budget of
+disconnected. Invariant: a body is never held beyond its bound and the budget of
 all bodies, and work for a client that disconnected is cancelled.
 """
 
 import asyncio
+import re
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -35,6 +36,8 @@ NO_CONTENT = 204
 JSON_TYPE = "application/json"
 FORM_TYPE = "application/x-www-form-urlencoded"
 """What curl and browsers label a body with that nobody has labelled."""
+_HOST = re.compile(r"[A-Za-z0-9._:\[\]-]{1,255}")
+"""As a Host header has it, and nothing that could be more than an address."""
 STREAM_HEADERS: Headers = (("cache-control", "no-cache"), ("x-accel-buffering", "no"))
 
 
@@ -43,7 +46,7 @@ SLICE_BYTES = 64 << 10
 read so much within `write_stall_s`."""
 
 
-class ClientLeftError(Exception):
+class ClientDisconnected(Exception):
     """The client has disconnected."""
 
 
@@ -84,6 +87,12 @@ class Exchange:
         """The media types that the client asks for, those of several headers in one list."""
         found = [value for key, value in self.scope["headers"] if key == b"accept"]
         return b",".join(found).decode("latin-1")
+
+    @property
+    def address(self) -> str:
+        """This server's, as the client called it."""
+        name = (self.header(b"host") or b"").decode("latin-1")
+        return f"{self.scope['scheme']}://{name}" if _HOST.fullmatch(name) else "http://HOST:PORT"
 
     @asynccontextmanager
     async def body(self) -> AsyncGenerator[bytes]:
@@ -151,7 +160,7 @@ class Exchange:
                 "body_timeout", f"the body stood still for {limit_s:g} s"
             ) from None
         if message["type"] == "http.disconnect":
-            raise ClientLeftError
+            raise ClientDisconnected
         return message.get("body", b""), message.get("more_body", False)
 
     async def while_connected(self, work: Coroutine[Any, Any, Result]) -> Result:
@@ -161,7 +170,7 @@ class Exchange:
         try:
             await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
             if not task.done() and not self.is_complete:
-                raise ClientLeftError
+                raise ClientDisconnected
             return await task
         finally:
             await _cancel(watcher)

@@ -1,18 +1,25 @@
-"""`IgnoredNames`: tells of fields that a request has and this server does not know.
+"""`IgnoredNames`: the header and the log lines about what a request has and this server ignores.
 
-Owns the header and the log lines. Knows no field. Invariant: a name is logged once, however many
-requests have it, and no value is ever shown.
+Invariant: a name is logged once, however many requests have it, and no value is ever shown.
 """
 
 import logging
 from collections.abc import Sequence
 from urllib.parse import quote
 
+from cadenza.server.errors import Headers
 from cadenza.text.notices import Notices
 
 logger = logging.getLogger(__name__)
 
 IGNORED_HEADER = "x-cadenza-ignored"
+_FIELD = (
+    "ignored %s in a request, which is unknown here (said once for each name; --strict-fields "
+    "refuses such fields)"
+)
+_FORMAT = (
+    "%s of a schema is an annotation here, which no answer is held to (said once for each name)"
+)
 
 
 class IgnoredNames:
@@ -21,30 +28,20 @@ class IgnoredNames:
     def __init__(self) -> None:
         self._notices = Notices(logger)
 
-    def headers(self, names: Sequence[str]) -> tuple[tuple[str, str], ...]:
-        """The header of the answer to a request in which these were ignored."""
-        if not names:
-            return ()
-        shown = [quote(name, safe="", errors="backslashreplace") for name in names]
-        for name in shown:
-            self._notices.tell(
-                name,
-                "ignored %s in a request, which is unknown here (said once for each name; "
-                "--strict-fields refuses such fields)",
-                name,
-            )
-        return ((IGNORED_HEADER, ", ".join(shown)),)
+    def headers(self, names: Sequence[str]) -> Headers:
+        """The header of the answer to a request in which these fields were ignored."""
+        return self._headers([_quoted(name) for name in names], _FIELD)
 
-    def format_headers(self, names: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    def format_headers(self, names: Sequence[str]) -> Headers:
         """Of the formats in a request's schema that are not followed."""
-        if not names:
-            return ()
-        shown = ["format." + quote(name, safe="", errors="backslashreplace")[:64] for name in names]
-        for name in shown:
-            self._notices.tell(
-                name,
-                "%s of a schema is an annotation here, which no answer is held to (said once for "
-                "each name)",
-                name,
-            )
-        return ((IGNORED_HEADER, ", ".join(shown[:16])),)
+        return self._headers(["format." + _quoted(name)[:64] for name in names], _FORMAT, 16)
+
+    def _headers(self, names: list[str], line: str, most: int | None = None) -> Headers:
+        """The header has `most` of the names; None: all."""
+        for name in names:
+            self._notices.tell(name, line, name)
+        return ((IGNORED_HEADER, ", ".join(names[:most])),) if names else ()
+
+
+def _quoted(name: str) -> str:
+    return quote(name, safe="", errors="backslashreplace")

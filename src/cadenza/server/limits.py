@@ -2,7 +2,7 @@
 
 Owns the table `ServerLimits`, the total of all bodies' bytes (`BodyBudget`), and the threads that
 tokenise, render and encode many outputs (`TextWork`): the tokenizer releases the GIL, and templates
-have limits on time and steps. Knows no HTTP. Invariants: every number that a client controls is
+have limits on time and steps. Invariants: every number that a client controls is
 here, unless it is a field of a body; bodies hold at most `max_bodies_bytes`; a short prompt never
 waits for a long text, and no prompt for /tokenize, /detokenize, an answer that is encoded or a form
 that is checked, which may take seconds; work that was cancelled before it began is not done.

@@ -1,6 +1,6 @@
 """`/openapi.json`: the API's description, generated from the routes, bodies and errors.
 
-Owns the type of a route (`ApiRoute`) and its description. Knows no endpoint. Invariant: every
+Owns the type of a route (`ApiRoute`) and its description. Invariant: every
 status that a route can answer with is in the description.
 """
 

@@ -1,6 +1,6 @@
 """The page at `/` for people: one screen without scripts, that names what is here.
 
-Owns its HTML and its headers. Knows no server: what it shows are parameters. Invariant: every text
+Owns its HTML and its headers. What it shows are parameters. Invariant: every text
 that is not this module's own is escaped, and the page's policy (CSP) allows nothing but its own
 style, so that not even a text that was not escaped could do anything.
 """

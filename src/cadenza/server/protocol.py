@@ -81,7 +81,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
-        self._rest()
+        self._mark_idle()
         # Any unread byte counts as a stall: an unread answer must not keep a connection open.
         # (Not 0: under TLS, asyncio then pauses writing when everything has been read.)
         transport.set_write_buffer_limits(high=1)
@@ -93,7 +93,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._stop_rest_timer()
         super().connection_lost(exc)
         self._disconnect_cycles()
-        self.all_open_connections.leave(self)
+        self.all_open_connections.remove(self)
 
     def data_received(self, data: bytes) -> None:
         if self.is_lingering:
@@ -136,7 +136,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         self.cycle.transport = cast(asyncio.Transport, CycleTransport(self))
         self._cycles = [*self._unanswered(), self.cycle]
-        self.all_open_connections.work(self)
+        self.all_open_connections.mark_busy(self)
         if self.all_open_connections.is_winding_down:
             self.wind_down()
 
@@ -157,7 +157,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self.flow.resume_reading()
             return
         super().on_response_complete()
-        self._rest()
+        self._mark_idle()
         if (
             not self._is_in_head and self._rest_timer is None
         ):  # answered before the body was complete
@@ -187,7 +187,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def resume_writing(self) -> None:
         self._stop_stall_timer()
         super().resume_writing()
-        self._rest()
+        self._mark_idle()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         if cycle.scope["http_version"] == "1.0":
@@ -267,19 +267,19 @@ class BoundedProtocol(HttpToolsProtocol):
         with unread bytes resets it, and the answer may then be lost.
         """
         self.is_lingering = True
-        self._rest()
+        self._mark_idle()
         self._stop_head_timer()
         self._stop_rest_timer()
         self._rest_timer = self.loop.call_later(self.bounds.head_s, self._close)
         if self.transport.can_write_eof():  # not under TLS, where the answer's length marks its end
             self.transport.write_eof()
 
-    def _rest(self) -> None:
+    def _mark_idle(self) -> None:
         """Marks the connection as idle, unless a request is in progress or an answer is unread."""
         is_answered = self.is_lingering or not self._unanswered()
         is_read = not cast(asyncio.WriteTransport, self.transport).get_write_buffer_size()
         if is_answered and is_read and not self.transport.is_closing():
-            self.all_open_connections.rest(self, self._abort)
+            self.all_open_connections.mark_idle(self, self._abort)
 
     def _start_head_timer(self) -> None:
         self._head_timer = self.loop.call_later(self.bounds.head_s, self._close)

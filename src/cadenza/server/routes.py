@@ -1,6 +1,7 @@
 """The table of all routes, and their handlers.
 
-The router, the policy on keys and the API's description are made from it. An endpoint that
+The router, the policy on keys, the API's description and the advice on a client's base URL are made
+from it. An endpoint that
 calls the engine is added to `GENERATING`. Invariant: a path that is not in the table needs a key,
 and is then not found.
 """
@@ -29,6 +30,9 @@ from cadenza.server.http_exchange import Exchange, Handler, Response
 from cadenza.server.openapi import DESCRIPTION, ApiRoute, describe_api
 from cadenza.server.service import Service
 
+_ROOTED = ("/v1/messages", "/api/")
+"""Paths that clients add to an address as a whole; to all others under /v1 they add the rest."""
+
 GENERATING: tuple[GeneratingEndpoint, ...] = (
     CHAT,
     COMPLETIONS,
@@ -52,6 +56,7 @@ ROUTES: tuple[ApiRoute, ...] = (
     *ROOT_ROUTES,
 )
 
+PATHS = frozenset(route.path for route in ROUTES)
 OPEN_PATHS = frozenset(route.path for route in ROUTES if route.policy == "open")
 
 
@@ -71,3 +76,32 @@ def make_handlers(service: Service) -> Mapping[str, Handler]:
         **{each.name: RootHandler(service, ROUTES) for each in ROOT_ROUTES},
         DESCRIPTION.name: describe,
     }
+
+
+def base_url_advice(path: str, address: str) -> str | None:
+    """What the base URL of a client that asked for `path` in vain should have been; None for a path
+    that is like none of the APIs'. `address` is this server's."""
+    asked = path.rstrip("/")
+    for each in sorted((each for each in PATHS if "{" not in each), key=len, reverse=True):
+        if each.startswith(_ROOTED):
+            if asked.endswith(each):
+                return _advice(asked, each, address)
+        elif each.startswith("/v1/") and asked.endswith(each.removeprefix("/v1")):
+            return _advice(asked, each, f"{address}/v1")
+    if asked == "/api" or asked.startswith("/api/"):
+        listed = ", ".join(
+            sorted(each for each in PATHS if each.startswith("/api/") and "{" not in each)
+        )
+        return (
+            f"of Ollama's API there is {listed}; its base URL is {address}, and that of OpenAI's "
+            f"clients {address}/v1"
+        )
+    if asked == "/v1":
+        return f"the base URL of OpenAI's clients is {address}/v1"
+    return None
+
+
+def _advice(asked: str, path: str, base_url: str) -> str:
+    if asked == path:  # with a slash behind it
+        return f"the path is {path}, without a slash at its end"
+    return f"{path} is there: set the client's base URL to {base_url}"

@@ -6,7 +6,6 @@ Invariant: they are open, and tell nothing of the model to whoever has no key, i
 from collections.abc import Sequence
 
 import cadenza
-from cadenza.server.base_url import address_of
 from cadenza.server.errors import UNAVAILABLE_CODES
 from cadenza.server.http_exchange import Exchange, Response, send_object
 from cadenza.server.openapi import TEXT, AnswerSchema, ApiRoute, object_of
@@ -43,7 +42,7 @@ class RootHandler:
             needs_key=not keys.is_open,
             models=None if found is None else self._service.models.names,
             facts={} if found is None else self._facts(),
-            address=address_of(exchange.scope["scheme"], exchange.header(b"host")),
+            address=exchange.address,
             endpoints=self._endpoints,
         )
         page = Response(body=render_page(shown), content_type=HTML_TYPE, headers=PAGE_HEADERS)
