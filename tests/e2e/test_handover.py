@@ -1,9 +1,9 @@
 """`cadenza serve --handover` under load: servers follow each other at one address.
 
-Small here, in full size under `make soak`. Clients that open a connection for each request, clients
-that keep theirs, streams and probes go on all the time. No connection is refused, no answer is cut,
-and every answer has the text that it always has; only streams of a server whose drain time is short
-may end with its clean error.
+One handover by day is in `test_serve_lifecycle.py`. Clients that open a connection for each
+request, clients that keep theirs, streams and probes go on all the time. No connection is refused,
+no answer is cut, and every answer has the text that it always has; only streams of a server whose
+drain time is short may end with its clean error.
 """
 
 import asyncio
@@ -32,14 +32,11 @@ pytestmark = pytest.mark.skipif(not is_supported(), reason="handing over needs L
 CERTIFICATE = Path(__file__).parents[1] / "server" / "localhost.pem"
 FLAGS = ("--max-num-seqs", "16", "--max-model-len", "512", "--disable-log-requests")
 LONG_DRAIN_S, SHORT_DRAIN_S = 600.0, 0.3
-LENIENT = 60.0
 WAIT_S = 300.0
 NUM_SOAK_TURNS = 20
 PLACES = ("port", "tls", "path")
 
 KINDS = ("stream",) * 6 + ("kept",) * 4 + ("fresh",) * 2 + ("probe",)
-KINDS_BY_DAY = ("stream", "stream", "kept", "fresh", "probe")
-"""All kinds. Clients ask for as long as the new server loads, however few they are."""
 PROMPTS = ("The capital of France is", "12 + 30 =", "Once upon a time", "The dog")
 
 
@@ -211,14 +208,12 @@ class Line:
         assert all(each.wait() == 0 for each in ended), [each.log for each in ended]
 
 
-def hand_over_again_and_again(
-    kind: str, folder: Path, turns: int, slack: float, kinds: Sequence[str] = KINDS
-) -> None:
+def hand_over_again_and_again(kind: str, folder: Path, turns: int) -> None:
     """Only while a server with a short drain time leaves are there errors, and only clean ones."""
-    figures, drain_s = Figures(slack), LONG_DRAIN_S
+    figures, drain_s = Figures(1.0), LONG_DRAIN_S
     with ExitStack() as stack:
         place = stack.enter_context(place_of(kind, folder))
-        line, load = Line(place, stack), Load(place, kinds)
+        line, load = Line(place, stack), Load(place, KINDS)
         first = line.start(drain_s=drain_s)
         first.wait_for(lambda: "engine ready" in first.log, WAIT_S)
         load.start()
@@ -262,15 +257,10 @@ def test_a_lost_request_would_be_seen(tmp_path: Path) -> None:
             check(load.ledger)
 
 
-@pytest.mark.slow
-def test_a_server_is_followed_by_another_without_a_lost_request(tmp_path: Path) -> None:
-    hand_over_again_and_again("port", tmp_path, 1, LENIENT, KINDS_BY_DAY)
-
-
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", PLACES)
 def test_servers_follow_each_other_again_and_again(kind: str, tmp_path: Path) -> None:
-    hand_over_again_and_again(kind, tmp_path, NUM_SOAK_TURNS, 1.0)
+    hand_over_again_and_again(kind, tmp_path, NUM_SOAK_TURNS)
 
 
 @pytest.fixture(scope="module")
@@ -282,7 +272,7 @@ def serving() -> Iterator[tuple[ServeProcess, int]]:
         yield serving, port
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_server_that_cannot_load_leaves_the_old_one_serving(
     serving: tuple[ServeProcess, int],
 ) -> None:
@@ -295,7 +285,7 @@ def test_a_server_that_cannot_load_leaves_the_old_one_serving(
     assert "has taken over" not in old.log
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_server_that_is_stopped_while_it_loads_leaves_the_old_one_serving(
     serving: tuple[ServeProcess, int],
 ) -> None:
@@ -309,7 +299,7 @@ def test_a_server_that_is_stopped_while_it_loads_leaves_the_old_one_serving(
     assert "has taken over" not in old.log
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_where_nobody_serves_a_handover_is_a_start(serving: tuple[ServeProcess, int]) -> None:
     started, port = serving
     assert started.url.endswith(f":{port}")

@@ -1,7 +1,7 @@
 """Bar 17 on `cadenza serve` and the bundled model: SIGTERM under load, starts and stops anywhen.
 
-Small here, in full size under `make soak`, in parts that can be run one by one. Whenever the end
-comes, streams end whole or with a clean error, and no process, socket or file is left.
+One SIGTERM by day is in `test_serve_lifecycle.py`. Whenever the end comes, streams end whole or
+with a clean error, and no process, socket or file is left.
 """
 
 import os
@@ -24,7 +24,6 @@ from tests.server.test_listening import left_behind
 FLAGS = ("--max-num-seqs", "16", "--max-model-len", "512", "--disable-log-requests")
 NUM_STREAMS = 16
 GONE_S = 60.0
-LENIENT = 60.0
 MARK = "CADENZA_TEST_MARK"
 
 
@@ -132,14 +131,6 @@ def terminate_under_load(folder: Path, seed: int, slack: float) -> None:
     figures.tell(f"SIGTERM under {NUM_STREAMS} streams, seed {seed}")
 
 
-@pytest.mark.slow
-def test_sigterm_under_load_ends_every_stream_whole_or_with_a_clean_error(tmp_path: Path) -> None:
-    figures = Figures(LENIENT)
-    for seed, way in enumerate({*WAYS}):
-        way(tmp_path, random.Random(seed), figures)
-    figures.tell(f"SIGTERM under {NUM_STREAMS} streams")
-
-
 @pytest.mark.soak
 @pytest.mark.parametrize("part", range(20))
 def test_a_hundred_sigterms_under_load(tmp_path: Path, part: int) -> None:
@@ -167,15 +158,6 @@ def start_and_stop(folder: Path, turn: int, rng: random.Random, figures: Figures
         assert code in {0, TERMINATED, -signal.SIGTERM}, serving.log
 
 
-@pytest.mark.slow
-def test_starts_and_stops_at_any_time_leave_nothing(tmp_path: Path) -> None:
-    """While it serves and while it loads; under load is above."""
-    figures = Figures(LENIENT)
-    for turn in (1, 3):
-        start_and_stop(tmp_path, turn, random.Random(turn), figures)
-    figures.tell("starts and stops")
-
-
 @pytest.mark.soak
 @pytest.mark.parametrize("part", range(10))
 def test_two_hundred_starts_and_stops_leave_nothing(tmp_path: Path, part: int) -> None:
@@ -185,6 +167,7 @@ def test_two_hundred_starts_and_stops_leave_nothing(tmp_path: Path, part: int) -
     figures.tell(f"starts and stops, part {part}")
 
 
+@pytest.mark.soak
 def test_a_process_a_socket_or_a_file_that_is_left_would_be_seen(tmp_path: Path) -> None:
     mark = uuid.uuid4().hex
     with serve_process(*FLAGS, **{MARK: mark}) as serving:

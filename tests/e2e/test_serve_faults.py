@@ -1,8 +1,8 @@
 """Bar 12 on `cadenza serve` and the bundled model: the engine is killed or stopped under streams,
 of which no client notices more than a pause.
 
-Small here, in full size under `make soak`, in parts that can be run one by one. The bar's times
-hold in the soak, stretched by what else the machine does; here they are only told.
+One kill by day is in `test_serve_lifecycle.py`. The bar's times are stretched by what else the
+machine does.
 """
 
 import os
@@ -26,8 +26,6 @@ FLAGS = (
     *("--max-num-seqs", "16", "--max-model-len", "512", "--disable-log-requests"),
     *("--queue-timeout", "600"),  # however long a loaded machine takes to restart
 )
-LENIENT = 60.0
-"""Slack in `make test`: its machine may be four times as loaded as it looks."""
 PROMPTS = ("The capital of France is", "12 + 30 =", "Once upon a time", "The dog")
 
 
@@ -184,11 +182,6 @@ def kill_again_and_again(
     figures.tell(f"kill -9 under {len(bodies)} streams, seed {seed}")
 
 
-@pytest.mark.slow
-def test_kills_under_streams_are_repaired() -> None:
-    kill_again_and_again(SMALL, 0, LENIENT, 2)
-
-
 @pytest.mark.soak
 @pytest.mark.parametrize("part", range(25))
 def test_a_hundred_kills_under_streams(part: int) -> None:
@@ -241,7 +234,7 @@ def test_thirty_kills_in_three_minutes_change_none_of_sixteen_streams() -> None:
     kill_at_random_moments(0, 30, 180.0)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_an_engine_that_cannot_be_loaded_again_ends_the_server_when_it_has_been_red(
     tmp_path: Path,
 ) -> None:
@@ -261,9 +254,9 @@ def test_an_engine_that_cannot_be_loaded_again_ends_the_server_when_it_has_been_
     assert "draining" not in serving.log
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_streams_end_with_an_error_where_they_are_not_to_be_resumed() -> None:
-    figures = Figures(LENIENT)
+    figures = Figures(60.0)
     with serve_process(*FLAGS, "--on-engine-failure", "error") as serving:
         serving.wait_ready()
         expected = wholes(serving, SMALL)
@@ -308,17 +301,3 @@ def check_woken(serving: ServeProcess, bodies: list[dict[str, Any]], expected: l
 @pytest.mark.parametrize("part", range(10))
 def test_twenty_stopped_engines_are_seen_and_replaced(part: int) -> None:
     stop_and_go(part, 1.0)
-
-
-@pytest.mark.slow
-def test_a_stopped_engine_is_red_and_replaced_and_a_woken_one_goes_on() -> None:
-    figures = Figures(LENIENT)
-    with serve_process(*FLAGS) as serving:
-        serving.wait_ready()
-        expected = wholes(serving, SMALL)
-        check_woken(serving, SMALL, expected)
-        stop = Fault(signal=signal.SIGSTOP, process=1, num_done=0, bar_s=6.0)
-        check_undisturbed(break_engine(serving, SMALL, stop, figures), expected)
-        serving.wait_ready()
-        assert "made no progress for" in serving.log
-    figures.tell("SIGSTOP under streams")

@@ -146,11 +146,6 @@ def is_cut_off(connection: socket.socket) -> bool:
     return not data.endswith(b"data: [DONE]\n\n")
 
 
-@pytest.mark.slow
-def test_slow_readers_are_dropped_and_hold_nothing() -> None:
-    play_slow_readers(24, 8.0)  # longer than a machine stands still: who reads is not dropped
-
-
 @pytest.mark.soak
 def test_a_thousand_slow_readers_are_dropped_and_hold_nothing() -> None:
     assert play_slow_readers(1000, 30.0) < 1.2
@@ -216,16 +211,12 @@ def play_leavers(serving: ServeProcess, num_each: int, seed: int) -> float:
     return seconds
 
 
-@pytest.mark.slow
-def test_clients_that_leave_anywhere_leave_nothing_behind(serving: ServeProcess) -> None:
-    play_leavers(serving, 40, seed=1)
-
-
 @pytest.mark.soak
 def test_thousands_that_leave_anywhere_leave_nothing_behind(serving: ServeProcess) -> None:
     assert play_leavers(serving, 2000, seed=2) < 1.0
 
 
+@pytest.mark.soak
 def test_a_server_that_holds_something_is_not_at_rest(serving: ServeProcess) -> None:
     """So that the two tests above can fail."""
     with serving.streaming({**STREAM, "prompt": ["Once"] * 4, "max_tokens": 900, "n": 16}) as lines:
@@ -325,11 +316,6 @@ def play_overload(
         f"{shown}"
     )
     return figures
-
-
-@pytest.mark.slow
-def test_what_is_too_much_is_refused_and_the_rest_served(serving: ServeProcess) -> None:
-    play_overload(serving, 1.0, num_tokens=160)
 
 
 @pytest.fixture(scope="module")

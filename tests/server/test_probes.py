@@ -64,6 +64,7 @@ def serving() -> Iterator[ServeProcess]:
         yield serving
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("kind", by_day(LONG_CALLS, LONG_BY_DAY))
 def test_a_call_of_four_megabytes_is_answered(serving: ServeProcess, kind: str) -> None:
     path, body, status = LONG_CALLS[kind]

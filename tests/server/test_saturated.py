@@ -65,11 +65,6 @@ async def ask_in_turn(ports: dict[str, int], seconds: float) -> dict[str, list[f
             return times
 
 
-@pytest.mark.slow
-def test_every_probe_is_answered_by_a_saturated_server() -> None:
-    assert all(play(1.0).values())
-
-
 @pytest.mark.soak
 def test_probes_are_answered_at_once_by_a_saturated_server() -> None:
     """Where others use the machine, by what they cost a server with nothing to do."""

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import ssl
 import stat
 import subprocess
 import sys
@@ -24,7 +23,7 @@ from tests.checkpoint.hub_server import FakeHub
 from tests.checkpoint.hub_server import serving as hub_serving
 from tests.cli.harness import ENGINE, Ran, run_cadenza, write_model
 from tests.ports import kept_port
-from tests.server.harness import TIMEOUT_S, read_events
+from tests.server.harness import TIMEOUT_S
 from tests.server.serve_process import ServeProcess, is_alive, serve_process
 
 CERTIFICATE = Path(__file__).with_name("localhost.pem")
@@ -37,17 +36,28 @@ ENDLESS = {**LONG, "n": 8, "prompt": ["Once"] * 4}
 """The most that one call may ask for: only something else than its end ends it in a test."""
 IGNORING_SIGHUP = ("sh", "-c", 'trap "" HUP; exec "$@"', "sh")
 """As `nohup` does, which would also redirect the output that goes to a terminal."""
+SOFTLY_LIMITED = ("sh", "-c", 'ulimit -S -n 256; exec "$@"', "sh")
 PLAIN = {"prompt": "the fox", "max_tokens": 2}
 PROMPTS = ["The capital of France is", "12 + 30 =", "Once upon a time"]
 
 
 @pytest.fixture(scope="module")
 def serving() -> Iterator[ServeProcess]:
-    with serve_process(*FLAGS) as serving:
+    with serve_process(*FLAGS, before=SOFTLY_LIMITED) as serving:
         serving.wait_ready()
         yield serving
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+def test_the_soft_limit_of_open_files_is_raised_to_the_hard_one(serving: ServeProcess) -> None:
+    for pid in (serving.process.pid, serving.engine_pid()):
+        limits = Path(f"/proc/{pid}/limits").read_text()
+        found = re.search(r"^Max open files +(\S+) +(\S+)", limits, re.MULTILINE)
+        assert found is not None
+        assert found[1] == found[2] != "256"
+
+
+@pytest.mark.soak
 def test_its_token_ids_are_those_of_generate(serving: ServeProcess) -> None:
     ran = run_cadenza(
         ["generate", *FLAGS, *PROMPTS, "--json", "--temperature", "0", "--max-tokens", "12"]
@@ -136,19 +146,10 @@ def test_each_request_has_one_line_with_its_numbers(serving: ServeProcess) -> No
     assert "the fox" not in serving.log
 
 
-@pytest.mark.parametrize(
-    ("flags", "environment"),
-    [
-        pytest.param(("--queue-timeout", "2"), "3600", id="flag before environment"),
-        pytest.param((), "2", id="environment", marks=pytest.mark.soak),
-    ],
-)
-def test_the_queues_timeout_is_as_it_is_given_and_a_504_says_so(
-    flags: tuple[str, ...], environment: str
-) -> None:
-    """By day other flags are set by the environment: `keyed` and `without_template`."""
+@pytest.mark.soak
+def test_the_queues_timeout_is_as_its_flag_says_and_a_504_says_so() -> None:
     one_row = ("--max-num-seqs", "1", "--max-model-len", "1024")
-    with serve_process(*one_row, *flags, CADENZA_QUEUE_TIMEOUT=environment) as serving:
+    with serve_process(*one_row, "--queue-timeout", "2", CADENZA_QUEUE_TIMEOUT="3600") as serving:
         serving.wait_ready()
         # More than two seconds of work, of which the rest is not waited for.
         with serving.streaming({**LONG, "n": 16}) as lines:
@@ -161,29 +162,6 @@ def test_the_queues_timeout_is_as_it_is_given_and_a_504_says_so(
         assert "2 seconds in the queue" in error["message"]
         assert "--queue-timeout" in error["message"]
         assert not any('"error"' in line for line in following)
-
-
-def test_sighup_lets_streams_finish_and_refuses_new_ones_at_once_however_often_it_comes() -> None:
-    """As SIGTERM does, of which `tests/e2e` shows that streams finish."""
-    with serve_process(*FLAGS, "--shutdown-timeout", "600") as serving:
-        serving.wait_ready()
-        engine = serving.engine_pid()
-        with serving.streaming(WIDE) as lines:
-            next(lines)
-            serving.process.send_signal(signal.SIGHUP)
-            serving.wait_for(lambda: serving.status("/ready") == 503)
-            refused = serving.post("/v1/completions", {"prompt": "the fox"})
-            assert refused.status_code == 503
-            assert refused.json()["error"]["code"] == "draining"
-            assert serving.status("/live") == 200
-            serving.process.send_signal(signal.SIGHUP)
-            serving.terminate()
-            events = list(lines)
-        assert events[-1] == "data: [DONE]"
-        assert '"finish_reason":"length"' in events[-2]
-        assert serving.wait() == 0
-        assert "ending at once" not in serving.log
-        assert not is_alive(engine)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
@@ -200,6 +178,7 @@ def test_a_signal_before_it_serves_leaves_the_contexts_of_what_it_has_made(
         signal.signal(number, previous)
 
 
+@pytest.mark.soak
 def test_under_nohup_sighup_is_ignored_and_a_second_sigterm_ends_it_at_once() -> None:
     """That it takes less than two seconds is shown under load by `tests/e2e`."""
     flags = (*FLAGS, "--shutdown-timeout", "600")
@@ -232,55 +211,12 @@ def _read_to_end(serving: ServeProcess, lines: list[str]) -> None:
         lines.extend(stream)
 
 
-def test_streams_end_with_a_clean_error_by_a_killed_engine_and_by_the_drain_times_end() -> None:
-    """Where clients are not to wait for another engine, nor the server for streams."""
-    flags = (*FLAGS, "--on-engine-failure", "error", "--shutdown-timeout", "0")
-    with serve_process(*flags) as serving:
-        serving.wait_ready()
-        engine = serving.engine_pid()
-        with serving.streaming(ENDLESS) as lines:
-            next(lines)
-            os.kill(engine, signal.SIGKILL)
-            rest = list(lines)
-        assert '"code":"engine_restarting"' in rest[-2]
-        assert rest[-1] == "data: [DONE]"
-        assert serving.status("/live") == 200
-        serving.wait_ready()
-        assert serving.engine_pid(num_starts=2) != engine
-        assert serving.post("/v1/completions", {"prompt": "the fox"}).status_code == 200
-        assert 'engine_restarts_total{model_name="bundled"} 1.0' in serving.get("/metrics").text
-        assert 'cadenza:max_itl_seconds{model_name="bundled"}' in serving.get("/metrics").text
-        with serving.streaming(ENDLESS) as lines:
-            next(lines)
-            serving.terminate()
-            rest = list(lines)
-        assert rest[-1] == "data: [DONE]"
-        assert '"code":"draining"' in rest[-2]
-        assert serving.wait() == 0
-
-
-def test_tls_serves_whole_answers_and_streams() -> None:
-    flags = (*FLAGS, "--ssl-certfile", CERTIFICATE, "--ssl-keyfile", CERTIFICATE)
-    with serve_process(*flags) as serving:
-        assert serving.url.startswith("https://")
-        trusted = ssl.create_default_context(cafile=CERTIFICATE)
-        with httpx.Client(
-            base_url=serving.url, verify=trusted, timeout=TIMEOUT_S, trust_env=False
-        ) as client:
-            serving.wait_for(lambda: client.get("/ready").status_code == 200)
-            assert client.get("/openapi.json").json()["openapi"]
-            body = {"prompt": "One, two,", "max_tokens": 300, "seed": 3, "logprobs": 20}
-            whole = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
-            with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
-                events = list(read_events(answer.iter_lines()))[:-1]
-            assert "".join(event["choices"][0]["text"] for event in events) == whole
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("models") / "my-model")
 
 
+@pytest.mark.soak
 def test_a_folder_is_served_by_its_last_part_and_nobody_is_told_where_it_lies(
     folder: Path,
 ) -> None:
@@ -457,6 +393,7 @@ for arguments in json.load(sys.stdin):
 """Each in a process of its own. The first call has imported what they need."""
 
 
+@pytest.mark.soak
 def test_what_only_the_engine_process_can_refuse_is_one_line_and_no_other_start(
     folder: Path,
 ) -> None:
@@ -505,10 +442,3 @@ def test_both_processes_open_the_one_commit_that_the_revision_was(tmp_path: Path
     assert looked_up[0] == "v1"
     assert len(looked_up) > 1
     assert set(looked_up[1:]) == {commit}
-
-
-def test_a_port_in_use_is_said(serving: ServeProcess) -> None:
-    port = serving.url.rpartition(":")[2]
-    ran = run_cadenza(["serve", "--port", port])
-    assert ran.code == 2
-    assert port in ran.err

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+import pytest
 
 from tests.cli.harness import COMMAND, ENGINE, write_model
 from tests.ports import kept_port
@@ -109,6 +110,7 @@ def test_unread_lines_are_dropped_and_counted_and_everybody_is_answered(tmp_path
     assert requests[-1] == "later"
 
 
+@pytest.mark.soak
 def test_a_server_whose_stderr_is_full_from_the_start_serves_and_ends_in_time(
     tmp_path: Path,
 ) -> None:
@@ -120,6 +122,7 @@ def test_a_server_whose_stderr_is_full_from_the_start_serves_and_ends_in_time(
         assert server.process.wait(TIMEOUT_S) == 0
 
 
+@pytest.mark.soak
 def test_a_model_that_cannot_be_loaded_ends_the_command_though_its_stderr_is_full(
     tmp_path: Path,
 ) -> None:
