@@ -18,8 +18,11 @@ from tests.ports import kept_port
 from tests.server.serve_process import ServeProcess, is_alive
 
 
+FEW = SMALL[:10]
+
+
 def streams_under_way(port: int) -> Streams:
-    streams = Streams(port, SMALL)
+    streams = Streams(port, FEW)
     streams.wait(lambda: streams.num_frames)
     return streams
 
@@ -34,11 +37,11 @@ def test_a_kill_a_handover_and_signals_change_no_stream_and_leave_nothing(tmp_pa
         flags = (*FLAGS, "--shutdown-timeout", "600", "--port", port)
         with leaving_nothing(folders[0], *flags) as old:
             old.wait_ready()
-            expected = wholes(old, SMALL)
+            expected = wholes(old, FEW)
             kill_engine(old, expected)
             with leaving_nothing(folders[1], *flags, "--handover") as new:
                 while "ready at " not in new.log:
-                    check_undisturbed(Streams(port, SMALL).join(), expected)
+                    check_undisturbed(Streams(port, FEW).join(), expected)
                 assert old.wait() == 0
                 assert "has taken over" in old.log
                 end(new, port, expected)

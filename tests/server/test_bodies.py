@@ -110,11 +110,11 @@ def test_the_rest_of_a_body_that_was_refused_is_not_waited_for_without_end(
     whole = raw_post("/v1/completions", padded(1000))
     with (
         running_server(engine, text, options(limits=limits)) as server,
-        server.service.bodies.holding() as held,
+        server.service.bodies.holding() as try_add,
         server.connect() as connection,
     ):
         if code == b"bodies_full":
-            assert held.try_add(1000)
+            assert try_add(1000)
         else:
             whole = whole.replace(b"application/json", b"text/plain")
         connection.sendall(whole[:-10])

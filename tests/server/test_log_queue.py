@@ -7,7 +7,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from cadenza.server.log_output import MAX_PART_CHARS, LogQueue, QueuedText, QueueHandler
+from cadenza.server.log_output import MAX_PART_CHARS, LogQueue, QueuedText
 
 TIMEOUT_S = 60.0
 SHORT_S = 0.05
@@ -122,8 +122,9 @@ def test_a_full_disk_is_counted() -> None:
 
 
 def test_records_become_lines() -> None:
-    with piped() as made:
-        handler = QueueHandler(made.queue, logging.Formatter("%(levelname)s %(message)s"))
+    with piped() as made, open(os.devnull, "w") as stream:
+        handler = logging.StreamHandler(QueuedText(made.queue, stream))
+        handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
         handler.handle(logging.LogRecord("x", logging.INFO, "", 0, "a %s", ("b",), None))
         assert made.read_to_end() == ["INFO a b"]
 

@@ -28,7 +28,7 @@ from cadenza.server.errors import (
     unsupported_encoding,
     unsupported_media_type,
 )
-from cadenza.server.limits import BodyBudget, HeldBytes, ServerLimits
+from cadenza.server.limits import BodyBudget, ServerLimits
 
 Result = TypeVar("Result")
 
@@ -106,8 +106,16 @@ class Exchange:
         length = self.header(b"content-length") or b"0"
         if len(length) > 18 or int(length) > self.limits.max_body_bytes:
             raise content_too_large(limit=show_size(self.limits.max_body_bytes))
-        with self.bodies.holding() as held:
-            yield await self._read_within(held)
+        with self.bodies.holding() as try_add:
+            try:
+                async with asyncio.timeout(self.limits.body_s):
+                    body = await self._read_parts(try_add)
+            except TimeoutError:
+                raise bounds_exceeded(
+                    "body_timeout",
+                    f"the body took more than {self.limits.body_s:g} s; send it faster",
+                ) from None
+            yield body
 
     def _is_json(self) -> bool:
         """A browser sends forms to any server, without asking it, but never without the page's
@@ -125,24 +133,14 @@ class Exchange:
             if coding not in ("", plain):
                 raise unsupported_encoding(header=name, coding=coding[:64])
 
-    async def _read_within(self, held: HeldBytes) -> bytes:
-        limit_s = self.limits.body_s
-        try:
-            async with asyncio.timeout(limit_s):
-                return await self._read_parts(held)
-        except TimeoutError:
-            raise bounds_exceeded(
-                "body_timeout", f"the body took more than {limit_s:g} s; send it faster"
-            ) from None
-
-    async def _read_parts(self, held: HeldBytes) -> bytes:
+    async def _read_parts(self, try_add: Callable[[int], bool]) -> bytes:
         body = bytearray()  # not a list of parts, which a client could make arbitrarily small
         has_more = True
         while has_more:
             part, has_more = await self._read_part()
             if len(body) + len(part) > self.limits.max_body_bytes:
                 raise content_too_large(limit=show_size(self.limits.max_body_bytes))
-            if not held.try_add(len(part)):
+            if not try_add(len(part)):
                 error = bodies_full(limit=show_size(self.limits.max_bodies_bytes))
                 if self.header(b"content-length") is None:  # else the rest of it is skipped
                     error.headers += CLOSING

@@ -76,23 +76,6 @@ def _check(flag: str, value: float, low: float, high: float) -> None:
         raise ConfigError(f"--{flag} {value:g} must be from {low:g} to {high:g}")
 
 
-class HeldBytes:
-    """One body's share of the budget."""
-
-    def __init__(self, budget: "BodyBudget") -> None:
-        self.num_bytes = 0
-        self._budget = budget
-
-    def try_add(self, num_bytes: int) -> bool:
-        """False where the budget is used up; then nothing is added."""
-        if self._budget.num_bytes + num_bytes > self._budget.max_bytes:
-            self._budget.on_full()
-            return False
-        self.num_bytes += num_bytes
-        self._budget.num_bytes += num_bytes
-        return True
-
-
 class BodyBudget:
     """For one event loop. `on_full` is called for each body that finds it used up."""
 
@@ -102,13 +85,24 @@ class BodyBudget:
         self.on_full = on_full
 
     @contextmanager
-    def holding(self) -> Generator[HeldBytes]:
-        """For one body, from its first byte until it has been decoded."""
-        held = HeldBytes(self)
+    def holding(self) -> Generator[Callable[[int], bool]]:
+        """For one body, from its first byte until it has been decoded. Yields what adds to its
+        bytes: False where the budget is used up; then nothing is added."""
+        num_held = 0
+
+        def try_add(num_bytes: int) -> bool:
+            nonlocal num_held
+            if self.num_bytes + num_bytes > self.max_bytes:
+                self.on_full()
+                return False
+            num_held += num_bytes
+            self.num_bytes += num_bytes
+            return True
+
         try:
-            yield held
+            yield try_add
         finally:
-            self.num_bytes -= held.num_bytes
+            self.num_bytes -= num_held
 
 
 class TextWork:

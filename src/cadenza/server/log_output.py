@@ -94,7 +94,9 @@ class LogQueue:
             for text in texts:
                 self._tell_dropped()
                 if not self._write(text):
-                    self._count_unwritten()
+                    self._num_untold += 1
+                    with self._changed:
+                        self._num_dropped += 1
             self._num_untold += num_overflowed
             self._tell_dropped()
             if is_last:
@@ -102,11 +104,6 @@ class LogQueue:
 
     def _has_work(self) -> bool:
         return bool(self._texts or self._num_overflowed or self._is_closed)
-
-    def _count_unwritten(self) -> None:
-        self._num_untold += 1
-        with self._changed:
-            self._num_dropped += 1
 
     def _tell_dropped(self) -> None:
         if self._num_untold and self._write(self._describe_dropped(self._num_untold).encode()):
@@ -127,23 +124,9 @@ class LogQueue:
         return True
 
 
-class QueueHandler(logging.Handler):
-    """Formats records on the thread that logs them and leaves the writing to a `LogQueue`."""
-
-    def __init__(self, queue: LogQueue, formatter: logging.Formatter) -> None:
-        super().__init__()
-        self._queue = queue
-        self.setFormatter(formatter)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            self._queue.put(self.format(record) + "\n")
-        except Exception:  # noqa: BLE001  as in every handler: logging never fails its caller
-            self.handleError(record)
-
-
 class QueuedText(io.TextIOBase):
-    """Replaces `sys.stderr`, so that printing does not block either."""
+    """A stream of lines into a queue, in place of `stream`: for the log, and as `sys.stderr`, so
+    that printing does not block either."""
 
     def __init__(self, queue: LogQueue, stream: TextIO) -> None:
         super().__init__()
@@ -192,9 +175,9 @@ class TextLines(logging.Formatter):
         if request is not None:
             message = " ".join(f"{name}={_shown(value)}" for name, value in request.items())
         line = f"{_time(record)} {record.levelname.lower()} {message}"
-        return (
-            line if record.exc_info is None else f"{line}\n{self.formatException(record.exc_info)}"
-        )
+        if record.exc_info is not None:
+            line += f"\n{self.formatException(record.exc_info)}"
+        return line
 
 
 class JsonLines(logging.Formatter):
@@ -222,8 +205,10 @@ def set_up_logging(format: LogFormat, level: int = logging.INFO) -> LogQueue:
     if stream is None:  # the command was started with the descriptor closed
         stream = open(os.devnull, "w")  # noqa: SIM115  it is used until the process ends
     queue = LogQueue(stream.fileno(), lambda count: _dropped_line(formatter, count))
+    handler = logging.StreamHandler(QueuedText(queue, stream))
+    handler.setFormatter(formatter)
     root = logging.getLogger()
-    root.handlers[:] = [QueueHandler(queue, formatter)]
+    root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
     logging.getLogger("cadenza").setLevel(level)
     sys.stderr = QueuedText(queue, stream)
@@ -232,16 +217,9 @@ def set_up_logging(format: LogFormat, level: int = logging.INFO) -> LogQueue:
 
 
 def _dropped_line(formatter: logging.Formatter, num_dropped: int) -> str:
-    record = logging.LogRecord(
-        name=__name__,
-        level=logging.WARNING,
-        pathname=__file__,
-        lineno=0,
-        msg="%d log lines dropped: stderr could not be written as fast as they came",
-        args=(num_dropped,),
-        exc_info=None,
-    )
-    return formatter.format(record) + "\n"
+    text = f"{num_dropped} log lines dropped: stderr could not be written as fast as they came"
+    found = {"name": __name__, "levelname": "WARNING", "msg": text}
+    return formatter.format(logging.makeLogRecord(found)) + "\n"
 
 
 def _time(record: logging.LogRecord) -> str:
