@@ -17,7 +17,6 @@ from tests.e2e.test_serve_faults import FLAGS, SMALL, check_undisturbed, port_of
 from tests.ports import kept_port
 from tests.server.serve_process import ServeProcess, is_alive
 
-
 FEW = SMALL[:10]
 
 
