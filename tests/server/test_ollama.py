@@ -12,8 +12,7 @@ from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.outputs import CompletionOutput, OutputPart, RequestOutput
 from cadenza.server.access import ApiKeys
 from cadenza.server.endpoints.chat import ChatRequest
-from cadenza.server.endpoints.ollama import OllamaChatRequest
-from cadenza.server.endpoints.ollama_answer import LineEncoder, chat_shape
+from cadenza.server.endpoints.ollama import LineEncoder, OllamaChatRequest, chat_shape
 from cadenza.server.endpoints.ollama_models import tagged
 from cadenza.server.errors import ApiError
 from cadenza.server.request_log import AnswerTimes, Usage

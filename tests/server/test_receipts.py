@@ -1,6 +1,7 @@
 """Fingerprints and receipts in answers, streamed or not; `replay` computes them again."""
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +42,9 @@ def test_the_model_list_has_the_sampling_of_requests_that_set_none(bundled: Runn
     }
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_receipts_of_an_answer_are_replayed_to_the_bit(
-    bundled: RunningServer, tmp_path: Path, stream: bool
-):
+def test_receipts_of_an_answer_are_replayed_to_the_bit(bundled: RunningServer, tmp_path: Path):
     lines: list[str] = []
-    for path, body in CALLS:
+    for (path, body), stream in product(CALLS, (False, True)):
         asked = {**body, "receipt": True}
         answers = events(bundled, path, asked) if stream else [bundled.post(path, asked).json()]
         choices = [choice for answer in answers for choice in answer["choices"]]
@@ -56,14 +54,14 @@ def test_receipts_of_an_answer_are_replayed_to_the_bit(
         ]
         lines += [json.dumps(each["receipt"]) for each in ended]
         assert all("logprobs" not in each or each["logprobs"] is None for each in choices)
-    assert len(lines) == 3
+    assert len(lines) == 6
     assert not any("story" in line or "Once" in line for line in lines)
     file = tmp_path / "receipts.jsonl"
     file.write_text("\n".join(lines))
     verdicts = [*replay_receipts(None, read_receipts(file))]
-    assert [each.differences for each in verdicts] == [()] * 3
+    assert [each.differences for each in verdicts] == [()] * 6
     tokens = [tuple(json.loads(line)["token_ids"]) for line in lines]
-    assert len(set(tokens)) == 3, "samples have seeds of their own"
+    assert len(set(tokens)) == 5, "samples have seeds of their own; the chats have one seed"
 
 
 def test_an_answer_with_tools_has_a_receipt_unless_it_has_a_call(

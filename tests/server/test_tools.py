@@ -274,6 +274,7 @@ def test_a_tools_parameters_become_a_grammar_once(
     assert given == [tool.schema for tool in tools]
 
 
+@pytest.mark.soak
 def test_tools_that_fit_only_by_themselves_are_refused_before_they_reach_the_engine(
     thoughtful: TextFrontend,
 ) -> None:

@@ -12,9 +12,8 @@ Modules:
 - `blocks`: reasoning, texts and calls of an answer, for APIs whose answers are lists of these
 - `responses`, `response_answer`, `stored_responses`: /v1/responses: its body, its answer and
   events, and the routes of stored ones
-- `messages`, `message_answer`: /v1/messages: its body, its answer and events
-- `ollama`, `ollama_answer`, `ollama_embed`: /api/chat, /api/generate and /api/embed: bodies, and
-  answers in lines
+- `messages`: /v1/messages: its body, its answer and events
+- `ollama`, `ollama_embed`: /api/chat, /api/generate and /api/embed: bodies, and answers in lines
 - `ollama_models`: the models as Ollama lists them, what would change them, and llama.cpp's /props
 - `generating`: their interface to `generation`
 - `tokens`: /tokenize, /detokenize and the counts of messages

@@ -5,7 +5,8 @@ Invariant: each input has its embedding, in the order of the inputs, or the call
 
 import sys
 from base64 import b64encode
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, cast, get_args
 
 import msgspec
@@ -104,7 +105,20 @@ class EmbeddingRequest(PooledRequest):
 
     def encoder(self, head: AnswerHead, usage: Usage, text: TextFrontend) -> AnswerEncoder:
         del text  # an embedding has none
-        return EmbeddingEncoder(head, usage, is_base64=self.encoding_format == "base64")
+        is_base64 = self.encoding_format == "base64"
+
+        def encoded(index: int, request: RequestOutput) -> bytes:
+            embedding = embedding_bytes(request)
+            shown: Any = b64encode(embedding).decode() if is_base64 else values_of(embedding)
+            return _encode({"object": "embedding", "index": index, "embedding": shown})
+
+        def whole(outputs: Iterable[RequestOutput]) -> bytes:
+            # One after the other, so that other threads can run between them.
+            data = [encoded(index, each) for index, each in enumerate(outputs)]
+            fields = {**head.fields("embd-", "list"), "usage": prompt_usage(usage)}
+            return _encode(fields)[:-1] + b',"data":[' + b",".join(data) + b"]}"
+
+        return WholeAnswer(usage, whole)
 
 
 def check_embeddings_size(
@@ -119,27 +133,17 @@ def check_embeddings_size(
         )
 
 
-class EmbeddingEncoder:
-    """An `AnswerEncoder` in the shape of OpenAI's embeddings."""
+@dataclass(slots=True)
+class WholeAnswer:
+    """An `AnswerEncoder` that is one function; nothing is left of an answer."""
 
-    def __init__(self, head: AnswerHead, usage: Usage, *, is_base64: bool) -> None:
-        self.usage = usage
-        self._head = head
-        self._is_base64 = is_base64
+    usage: Usage
+    make: Callable[[Iterable[RequestOutput]], bytes]
 
     def whole(self, outputs: Iterable[RequestOutput]) -> bytes:
-        # One after the other, so that other threads can run between them.
-        data = [self._encoded(index, each) for index, each in enumerate(outputs)]
-        fields = {**self._head.fields("embd-", "list"), "usage": prompt_usage(self.usage)}
-        return _encode(fields)[:-1] + b',"data":[' + b",".join(data) + b"]}"
+        return self.make(outputs)
 
-    def close(self) -> None:
-        """Nothing is left of an answer."""
-
-    def _encoded(self, index: int, request: RequestOutput) -> bytes:
-        embedding = embedding_bytes(request)
-        shown: Any = b64encode(embedding).decode() if self._is_base64 else values_of(embedding)
-        return _encode({"object": "embedding", "index": index, "embedding": shown})
+    def close(self) -> None: ...
 
 
 def embedding_bytes(request: RequestOutput) -> bytes:

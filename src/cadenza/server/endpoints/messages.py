@@ -3,23 +3,27 @@
 Invariant: the tokens that are counted are those that would be computed.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
+
+import msgspec
 
 from cadenza.errors import TextTooLongError
 from cadenza.frontend.answers import ToolUse
 from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
+from cadenza.outputs import CompletionOutput, PartKind
 from cadenza.request import SamplingParams
+from cadenza.server.dialect import anthropic_error
+from cadenza.server.endpoints.blocks import Block, BlockEncoder, BlockEvent, event_bytes
 from cadenza.server.endpoints.conversation import AskedConversation, continuing
 from cadenza.server.endpoints.generating import (
     GENERATION_STATUSES,
     GeneratingEndpoint,
     GenerationRequest,
 )
-from cadenza.server.endpoints.message_answer import MessageEncoder, MessageOptions
-from cadenza.server.errors import invalid_value
+from cadenza.server.errors import ApiError, invalid_value
 from cadenza.server.limits import ServerLimits
 from cadenza.server.openapi import COUNT, TEXT, AnswerSchema, list_of, object_of, one_of
 from cadenza.server.schemas.body import ObjectOf, label, optional, required, unsupported
@@ -208,13 +212,127 @@ class MessageRequest(MessagesBody, GenerationRequest):
 
     def encoder(self, head: AnswerHead, usage: Usage, text: TextFrontend) -> StreamEncoder:
         del text  # the answer does not contain the prompt's text
-        display = None if self.thinking is None else self.thinking.display
-        options = MessageOptions(
-            max_tokens=self.max_tokens,
-            stop_sequences=tuple(self.stop_sequences),
-            shows_thinking=display != "omitted",
-        )
-        return MessageEncoder(head, usage, options)
+        return MessageEncoder(head, usage, self)
+
+
+MESSAGE_PREFIX = "msg_"
+
+_TEXT_BLOCKS: dict[PartKind, dict[str, Any]] = {
+    "content": {"type": "text", "text": ""},
+    "reasoning": {"type": "thinking", "thinking": "", "signature": ""},
+}
+"""Blocks without their texts. Thinking is plain text, which needs no signature."""
+_DELTAS: dict[PartKind, tuple[str, str]] = {
+    "content": ("text_delta", "text"),
+    "reasoning": ("thinking_delta", "thinking"),
+    "tool_call": ("input_json_delta", "partial_json"),
+}
+"""The type of a delta, and the member that has its text."""
+
+
+class MessageEncoder(BlockEncoder):
+    """The object and the events of a message; the blocks of a stream, put together, are those of
+    the whole message."""
+
+    def __init__(self, head: AnswerHead, usage: Usage, request: MessageRequest) -> None:
+        super().__init__(usage)
+        self._head = head
+        self._request = request
+        display = None if request.thinking is None else request.thinking.display
+        self._shows_thinking = display != "omitted"
+        self._ended: CompletionOutput | None = None
+
+    def opening(self) -> bytes:
+        started = event_bytes("message_start", {"message": self._object([])})
+        return started + event_bytes("ping", {})
+
+    def closing(self) -> bytes:
+        usage = usage_of_message(self.usage)
+        delta = {"delta": self._stop(), "usage": usage, **self._reader.mark}
+        return event_bytes("message_delta", delta) + event_bytes("message_stop", {})
+
+    def failure(self, error: ApiError) -> bytes:
+        body = msgspec.json.encode(anthropic_error(error, self._head.request_id))
+        return b"event: error\ndata: " + body + b"\n\n"
+
+    def _whole_object(self) -> dict[str, Any]:
+        return self._object([self._block(block) for block in self._reader.blocks])
+
+    def _take_end(self, output: CompletionOutput) -> None:
+        self._ended = output
+
+    def _stop(self) -> dict[str, str | None]:
+        """Why the message ended, if it has."""
+        output = self._ended
+        if output is None:
+            return {"stop_reason": None, "stop_sequence": None}
+        match output.finish_reason:
+            case "stop" if output.stop_reason in self._request.stop_sequences:
+                return {"stop_reason": "stop_sequence", "stop_sequence": str(output.stop_reason)}
+            case "stop":
+                has_calls = any(block.kind == "tool_call" for block in self._reader.blocks)
+                reason = "tool_use" if has_calls else "end_turn"
+            case "length":
+                most = self._request.max_tokens
+                is_full = most is None or output.num_generated_tokens < most
+                reason = "model_context_window_exceeded" if is_full else "max_tokens"
+            case _:  # it was cancelled
+                reason = "pause_turn"
+        return {"stop_reason": reason, "stop_sequence": None}
+
+    def _object(self, content: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": MESSAGE_PREFIX + self._head.request_id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._head.model,
+            "content": content,
+            **self._stop(),
+            "usage": usage_of_message(self.usage),
+            **self._reader.mark,
+        }
+
+    def _block(self, block: Block) -> dict[str, Any]:
+        started = _started(block)
+        if block.kind == "tool_call":
+            return {**started, "input": block.arguments}
+        is_shown = block.kind != "reasoning" or self._shows_thinking
+        return {**started, started["type"]: block.text if is_shown else ""}
+
+    def _events_of(self, event: BlockEvent) -> Iterator[bytes]:
+        block, index = event.block, {"index": event.block.index}
+        match event.kind:
+            case "begin":
+                started = {**index, "content_block": _started(block)}
+                yield event_bytes("content_block_start", started)
+            case "text" if block.kind != "reasoning" or self._shows_thinking:
+                kind, member = _DELTAS[block.kind]
+                delta = {**index, "delta": {"type": kind, member: event.text}}
+                yield event_bytes("content_block_delta", delta)
+            case "text":
+                return
+            case "end":
+                yield event_bytes("content_block_stop", index)
+
+
+def _started(block: Block) -> dict[str, Any]:
+    """A block without its text."""
+    if block.kind == "tool_call":
+        return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": {}}
+    return {**_TEXT_BLOCKS[block.kind]}
+
+
+def usage_of_message(usage: Usage) -> dict[str, Any]:
+    """The usage of a message, whose input tokens are those that were computed."""
+    num_cached = sum(usage.cached.values())
+    return {
+        "input_tokens": usage.prompt_tokens - num_cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": num_cached,
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
+        **usage.cache_miss,
+    }
 
 
 MESSAGE_STATUSES = tuple(529 if status == 503 else status for status in GENERATION_STATUSES)

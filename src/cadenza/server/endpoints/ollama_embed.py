@@ -16,12 +16,12 @@ from cadenza.request import DIMENSIONS, PoolingParams, SamplingParams
 from cadenza.server.endpoints.embeddings import (
     FLOAT_BYTES,
     PooledRequest,
+    WholeAnswer,
     check_embeddings_size,
     embedding_bytes,
 )
 from cadenza.server.endpoints.generating import GeneratingEndpoint
-from cadenza.server.endpoints.ollama import KEEP_ALIVE, KEEP_ALIVE_HELP
-from cadenza.server.endpoints.ollama_answer import metrics
+from cadenza.server.endpoints.ollama import KEEP_ALIVE, KEEP_ALIVE_HELP, metrics
 from cadenza.server.errors import invalid_value
 from cadenza.server.openapi import TEXT, AnswerSchema, list_of, object_of
 from cadenza.server.schemas.body import label, optional
@@ -120,7 +120,15 @@ class OllamaEmbedRequest(EmbeddingBase):
 
     def encoder(self, head: AnswerHead, usage: Usage, text: TextFrontend) -> AnswerEncoder:
         del text  # an embedding has none
-        return EmbedEncoder(head, usage)
+
+        def whole(outputs: Iterable[RequestOutput]) -> bytes:
+            # One after the other, so that other threads can run between them.
+            vectors = b",".join(_encode(values_of(embedding_bytes(each))) for each in outputs)
+            fields: dict[str, Any] = {"model": head.model, **metrics(head, usage)}
+            del fields["eval_count"], fields["eval_duration"]
+            return _encode(fields)[:-1] + b',"embeddings":[' + vectors + b"]}"
+
+        return WholeAnswer(usage, whole)
 
 
 class OllamaEmbeddingRequest(EmbeddingBase):
@@ -140,39 +148,12 @@ class OllamaEmbeddingRequest(EmbeddingBase):
 
     def encoder(self, head: AnswerHead, usage: Usage, text: TextFrontend) -> AnswerEncoder:
         del text, head  # an embedding is all of the answer
-        return OneEmbeddingEncoder(usage)
 
+        def whole(outputs: Iterable[RequestOutput]) -> bytes:
+            (output,) = outputs
+            return _encode({"embedding": values_of(embedding_bytes(output))})
 
-class EmbedEncoder:
-    """An `AnswerEncoder`: embeddings, tokens and durations."""
-
-    def __init__(self, head: AnswerHead, usage: Usage) -> None:
-        self.usage = usage
-        self._head = head
-
-    def whole(self, outputs: Iterable[RequestOutput]) -> bytes:
-        # One after the other, so that other threads can run between them.
-        vectors = b",".join(_encode(values_of(embedding_bytes(each))) for each in outputs)
-        fields: dict[str, Any] = {"model": self._head.model, **metrics(self._head, self.usage)}
-        del fields["eval_count"], fields["eval_duration"]
-        return _encode(fields)[:-1] + b',"embeddings":[' + vectors + b"]}"
-
-    def close(self) -> None:
-        """Nothing is left of an answer."""
-
-
-class OneEmbeddingEncoder:
-    """An `AnswerEncoder`: one embedding."""
-
-    def __init__(self, usage: Usage) -> None:
-        self.usage = usage
-
-    def whole(self, outputs: Iterable[RequestOutput]) -> bytes:
-        (output,) = outputs
-        return _encode({"embedding": values_of(embedding_bytes(output))})
-
-    def close(self) -> None:
-        """Nothing is left of an answer."""
+        return WholeAnswer(usage, whole)
 
 
 OLLAMA_EMBED = GeneratingEndpoint(

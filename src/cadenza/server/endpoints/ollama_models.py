@@ -10,7 +10,7 @@ from typing import Any
 
 import cadenza
 from cadenza.errors import CadenzaError
-from cadenza.server.endpoints.ollama_answer import time_of
+from cadenza.server.endpoints.ollama import time_of
 from cadenza.server.errors import ApiError, error_of, invalid_value, not_built
 from cadenza.server.http_exchange import Exchange, send_object
 from cadenza.server.model_pool import DEFAULT_TAG

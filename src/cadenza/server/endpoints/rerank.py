@@ -4,7 +4,7 @@ Invariant: a score is a function of the query and of its document alone, with th
 else is ranked; of equal scores the earlier document comes first.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from math import fsum
 from operator import mul
 from typing import Any, cast
@@ -19,6 +19,7 @@ from cadenza.server.endpoints.embeddings import (
     POOLING,
     PROMPT_USAGE,
     PooledRequest,
+    WholeAnswer,
     embedding_bytes,
     prompt_usage,
 )
@@ -48,8 +49,6 @@ from cadenza.server.sse import AnswerEncoder, AnswerHead, Usage
 
 MAX_DOCUMENTS = MAX_CHOICES - 1
 """Beside the query."""
-
-Score = Callable[[Sequence[float]], float]
 
 _TEXT = String(min_chars=1, max_chars=MAX_PROMPT_CHARS)
 
@@ -129,44 +128,22 @@ class RerankRequest(PooledRequest):
 
     def encoder(self, head: AnswerHead, usage: Usage, text: TextFrontend) -> AnswerEncoder:
         own = text.score_head
-        return RankEncoder(head, usage, self, None if own is None else own.score)
 
+        def whole(outputs: Iterable[RequestOutput]) -> bytes:
+            """In the shape of Jina's and Cohere's."""
+            vectors = [values_of(embedding_bytes(output)) for output in outputs]
+            # One state for each document, or embeddings, the query's first.
+            scores = _similarities(vectors) if own is None else [*map(own.score, vectors)]
+            order = sorted(range(len(scores)), key=lambda index: (-scores[index], index))
+            results = [self._result(index, scores[index]) for index in order[: self.top_n or None]]
+            fields = {**head.fields("rerank-", "list"), "usage": prompt_usage(usage)}
+            return _encode({**fields, "results": results})
 
-class RankEncoder:
-    """An `AnswerEncoder` in the shape of Jina's and Cohere's.
-
-    Args:
-        score: of a hidden state, where there is one for each document; otherwise the states are
-            embeddings, the query's first.
-    """
-
-    def __init__(
-        self, head: AnswerHead, usage: Usage, request: RerankRequest, score: Score | None
-    ) -> None:
-        self.usage = usage
-        self._head = head
-        self._request = request
-        self._score = score
-
-    def whole(self, outputs: Iterable[RequestOutput]) -> bytes:
-        vectors = [values_of(embedding_bytes(output)) for output in outputs]
-        if self._score is None:
-            scores = _similarities(vectors)
-        else:
-            scores = [self._score(each) for each in vectors]
-        order = sorted(range(len(scores)), key=lambda index: (-scores[index], index))
-        results = [self._result(index, scores[index]) for index in order]
-        fields = {**self._head.fields("rerank-", "list"), "usage": prompt_usage(self.usage)}
-        return _encode({**fields, "results": results[: self._request.top_n or None]})
-
-    def close(self) -> None:
-        """Nothing is left of an answer."""
+        return WholeAnswer(usage, whole)
 
     def _result(self, index: int, score: float) -> dict[str, Any]:
-        result: dict[str, Any] = {"index": index, "relevance_score": score}
-        if self._request.return_documents:
-            result["document"] = {"text": self._request.documents[index]}
-        return result
+        text = {"document": {"text": self.documents[index]}} if self.return_documents else {}
+        return {"index": index, "relevance_score": score, **text}
 
 
 def _similarities(vectors: Sequence[Sequence[float]]) -> list[float]:
