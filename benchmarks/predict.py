@@ -7,7 +7,7 @@ that is predicted come calibration loads with requests of their own: closed loop
 clients, which say how long a token takes with so many open requests (HTTP, the host's work and the
 client included, since all share the machine), in what chunks tokens come, and how these times
 scatter. The run is Poisson traffic; the same requests are simulated with what the loads said
-(`cadenza.bench.client_times`). Nothing is fitted on the run that is predicted. `kernels` is the
+(`client_times`). Nothing is fitted on the run that is predicted. `kernels` is the
 simulation with the costs that the engine measures at its start.
 """
 
@@ -20,11 +20,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from pathlib import Path
 
-from serving import serving
-
-from cadenza import EngineConfig, Finished, Request, SamplingParams, Token
-from cadenza.bench.checkpoints import cached_checkpoint
-from cadenza.bench.client_times import (
+from client_times import (
     ClientLoad,
     ClientTimes,
     StepTimes,
@@ -32,6 +28,10 @@ from cadenza.bench.client_times import (
     client_load,
     steady,
 )
+from serving import serving
+
+from cadenza import EngineConfig, Finished, Request, SamplingParams, Token
+from cadenza.bench.checkpoints import cached_checkpoint
 from cadenza.bench.serve import measure_outcomes, measure_serving
 from cadenza.bench.serve_figures import LoadFigures, Outcome, Spread, spread_of
 from cadenza.bench.simulate import (

@@ -220,7 +220,7 @@ def draw(runs: Mapping[str, Run]) -> None:
     try:
         import matplotlib.pyplot as plt
     except ImportError:
-        sys.exit("the picture needs matplotlib: pip install 'cadenza[plot]'")
+        sys.exit("the picture needs matplotlib; run `pip install matplotlib`")
     plt.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "cadenza", "font.size": 9}
     figure, panels = plt.subplots(1, len(PICTURED), figsize=(10, 3.2), layout="constrained")
     for panel, (name, title) in zip(panels, PICTURED.items(), strict=True):

@@ -343,22 +343,3 @@ def test_progress_counts_the_requests_of_all_policies() -> None:
     assert all(total == 3000 for _, total in seen)
     assert 1000 <= seen[0][0] <= 1500
     assert 2500 <= seen[1][0] <= 3000
-
-
-def test_the_picture_is_written(tmp_path: Path) -> None:
-    path = tmp_path / "figures.png"
-    flags = ["--step-cost", "5,1,1,0.001", "--num-requests", "20", "--plot", str(path)]
-    assert main(["bench", "simulate", *flags]) == 0
-    assert path.read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [("figures.doc", "must end in .png"), ("nowhere/figures.png", "does not exist")],
-)
-def test_a_picture_that_cannot_be_written_is_refused_before_the_simulation(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str, words: str
-) -> None:
-    flags = ["--step-cost", "5,1,1,0.001", "--plot", str(tmp_path / name)]
-    assert main(["bench", "simulate", *flags]) == 2
-    assert words in capsys.readouterr().err

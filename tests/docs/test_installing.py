@@ -71,7 +71,7 @@ def test_the_remedy_for_a_device_that_is_not_there_is_what_its_extra_installs(ki
 
 
 def test_the_remedy_for_pictures_names_the_packages_of_its_extra() -> None:
-    source = (ROOT / "src" / "cadenza" / "bench" / "simulate_plot.py").read_text()
+    source = (ROOT / "tools" / "result_tables.py").read_text()
     assert set(installed(source)) == names_of("plot")
 
 

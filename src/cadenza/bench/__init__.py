@@ -12,8 +12,6 @@ Modules:
 - `serve`, `serve_figures`: load on a server, and its figures
 - `traffic`: the requests of a simulation, and when they arrive
 - `simulate`: the engine's core over steps that only take time
-- `client_times`: when clients see the tokens of a simulation, learned from loads of a real server
-- `simulate_plot`: the picture of a simulation
 - `checkpoints`: random checkpoints in the cache folder
 """
 

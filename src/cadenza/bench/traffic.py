@@ -67,7 +67,6 @@ class TrafficOptions:
         prefix_len: tokens of a shared prefix.
         max_ttft_s: a request with a later first token is not within the goodput.
         max_tpot_ms: nor is one whose further tokens take longer on average.
-        plot: a file for a picture of the figures.
 
     Raises:
         ConfigError: a value is out of bounds.
@@ -88,7 +87,6 @@ class TrafficOptions:
     max_ttft_s: float = 2.0
     max_tpot_ms: float = 200.0
     seed: int = 0
-    plot: str | None = None
 
     def __post_init__(self) -> None:
         costs = (1.0,) * NUM_COSTS if self.step_cost is None else self.step_cost

@@ -139,10 +139,6 @@ TRAFFIC_FLAGS: Mapping[str, Flag] = {
     "max_ttft_s": Flag(help="Goodput: the latest first token, in seconds."),
     "max_tpot_ms": Flag(help="Goodput: the longest average time of a further token, in ms."),
     "seed": Flag(help="Seed of the traffic.", names=("--traffic-seed",)),
-    "plot": Flag(
-        help="Also write a picture of the figures there (.png, .svg or .pdf); needs matplotlib.",
-        settings={"metavar": "FILE"},
-    ),
 }
 
 
@@ -243,15 +239,12 @@ def bench_simulate(
     Nothing is computed: the clock moves by the predicted time of each step.
     """
     from cadenza.bench.simulate import given_server, measure_server, simulate_all
-    from cadenza.bench.simulate_plot import check_plot, plot_simulation
     from cadenza.cli.bench_report import print_simulation
 
     if options.step_cost is not None and (model is not None or shape is not None):
         raise ConfigError("both --step-cost and a model were given; give one")
     if config.prefix_cache_disk is not None:
         raise ConfigError("--prefix-cache-disk: a simulation stores no pages; leave it out")
-    if options.plot is not None:
-        check_plot(Path(options.plot))
     chosen = _model_or_shape(model, shape)
     with status_line("measuring steps"):
         if options.step_cost is None:
@@ -260,8 +253,6 @@ def bench_simulate(
             server = given_server(options.step_cost, config)
     with progress_bar("simulating") as on_progress:
         found = simulate_all(server, options, on_progress)
-    if options.plot is not None:
-        plot_simulation(found, Path(options.plot))
     print_simulation(found, options, as_json=json)
 
 

@@ -1,8 +1,11 @@
-"""`client_times`: what closed loops say, and how it is replayed on simulated tokens."""
+"""The scripts beside the simulator: what closed loops say and how it is replayed; its picture."""
+
+import json
+from pathlib import Path
 
 import pytest
 
-from cadenza.bench.client_times import (
+from benchmarks.client_times import (
     ClientLoad,
     ClientTimes,
     SeenChunk,
@@ -11,7 +14,9 @@ from cadenza.bench.client_times import (
     client_load,
     steady,
 )
+from benchmarks.simulation_plot import plot
 from cadenza.bench.serve_figures import CompletedRequest, FailedRequest
+from cadenza.cli import main
 
 
 def answer(
@@ -74,3 +79,11 @@ def test_chunks_are_replayed_on_the_times_of_their_tokens() -> None:
     assert times.gaps_s(tokens[:1]) == []
     assert times.delay_s(1) == 0.25
     assert times.delay_s(8) == 0.0
+
+
+def test_a_simulation_is_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "figures.png"
+    flags = ["--step-cost", "5,1,1,0.001", "--num-requests", "20", "--json"]
+    assert main(["bench", "simulate", *flags]) == 0
+    plot(json.loads(capsys.readouterr().out), path)
+    assert path.read_bytes().startswith(b"\x89PNG")

@@ -112,7 +112,7 @@ class ClientTimes:
     ) -> None:
         self._loads = loads
         self._delays_s = delays_s
-        self._rng = random.Random(f"client times {seed}")  # noqa: S311 - a simulation, no secret
+        self._rng = random.Random(f"client times {seed}")
 
     def delay_s(self, num_open: int) -> float:
         """Of a request on its way, while so many are open."""
