@@ -1,7 +1,10 @@
 """`cadenza verify --url`: the gate against a server, and servers that it must fail."""
 
+import math
+import time
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -15,17 +18,13 @@ from cadenza.frontend.loaded_model import load_model
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.request import Request, SamplingParams
 from cadenza.verification.forms import JSON_FORMS, TEXT_FORMS
+from cadenza.verification.gate import error_of
+from cadenza.verification.modes import Stream, TokenRecord
 from cadenza.verification.option_matrix import OPTIONS, OptionMatrix
-from cadenza.verification.over_http import UrlOptions, find_error, verify_url
+from cadenza.verification.over_http import RemotePlayer, UrlOptions, verify_url
 from cadenza.verification.pairwise import all_pairs, covering_rows
 from cadenza.verification.remote_matrix import SENT_AS, UNSEEDED, remote_options
-from cadenza.verification.remote_server import (
-    SENT_OPTIONS,
-    Answer,
-    HttpTokenRecord,
-    Sample,
-    body_of,
-)
+from cadenza.verification.remote_server import SENT_OPTIONS, Answer, body_of
 from cadenza.verification.workload import LONGEST_PROMPT
 from tests.by_day import by_day
 from tests.cli.harness import write_model
@@ -209,36 +208,50 @@ def test_a_body_holds_the_form_and_the_biases(form) -> None:
     assert (body["bad_words"], body["n"], body["prompt"]) == (("no",), 2, [1, 2])
 
 
-def answer_of(
-    *records: HttpTokenRecord, prompt: tuple[HttpTokenRecord, ...] = (), reason: str = "length"
-) -> Answer:
-    sample = Sample(prompt=prompt, records=records, finish_reason=reason, stop_reason=None)
-    return Answer(samples=(sample,), num_cached_tokens=0, start_s=0.0, end_s=1.0)
+def stream_of(
+    *records: TokenRecord, prompt: tuple[TokenRecord, ...] = (), finish: str = "length"
+) -> Stream:
+    return Stream(tokens=[*records], prompt=[*prompt], finish=finish)
 
 
-PLAIN: HttpTokenRecord = (5, None, ())
-DESCRIBED: HttpTokenRecord = (5, -1.0, (("token_id:5", -1.0), ("token_id:6", -2.0)))
+PLAIN: TokenRecord = (5, math.nan, 0, (), ())
+DESCRIBED: TokenRecord = (5, -1.0, 0, (5, 6), (-1.0, -2.0))
 
 
 @pytest.mark.parametrize(
-    ("params", "answer", "expected"),
+    ("params", "stream", "expected"),
     [
-        ({}, answer_of(PLAIN), None),
-        ({"logprobs": 1}, answer_of(DESCRIBED), None),
-        ({"logprobs": 2}, answer_of(DESCRIBED), None),
-        ({"logprobs": 3}, answer_of(DESCRIBED), "3 log probabilities"),
-        ({"logprobs": 1}, answer_of(PLAIN), "1 log probabilities"),
-        ({}, answer_of(DESCRIBED), "None log probabilities"),
-        ({"n": 2}, answer_of(PLAIN), "2 choices"),
-        ({}, answer_of(PLAIN, reason="abort"), "stop or length"),
-        ({"prompt_logprobs": 1}, answer_of(PLAIN), "log probabilities of the prompt"),
-        ({"prompt_logprobs": 1}, answer_of(PLAIN, prompt=(PLAIN, DESCRIBED)), None),
-        ({"prompt_logprobs": 1}, answer_of(PLAIN, prompt=(PLAIN, PLAIN)), "1 log probabilities"),
+        ({}, stream_of(PLAIN), None),
+        ({}, stream_of(PLAIN, finish="stop 7"), None),
+        ({"logprobs": 1}, stream_of(DESCRIBED), None),
+        ({"logprobs": 2}, stream_of(DESCRIBED), None),
+        ({"logprobs": 3}, stream_of(DESCRIBED), "3 log probabilities"),
+        ({"logprobs": 1}, stream_of(PLAIN), "1 log probabilities"),
+        ({}, stream_of(DESCRIBED), "None log probabilities"),
+        ({}, stream_of(PLAIN, finish="abort"), "stop or length"),
+        ({}, Stream(), "stop or length"),
+        ({"prompt_logprobs": 1}, stream_of(PLAIN), "1 log probabilities"),
+        ({"prompt_logprobs": 1}, stream_of(PLAIN, prompt=(DESCRIBED,)), None),
+        ({"prompt_logprobs": 1}, stream_of(PLAIN, prompt=(PLAIN,)), "1 log probabilities"),
     ],
 )
 def test_an_answer_that_lacks_what_was_asked_is_an_error_even_alone(
-    params: dict[str, int], answer: Answer, expected: str | None
+    params: dict[str, Any], stream: Stream, expected: str | None
 ) -> None:
     request = Request(prompt_token_ids=(1, 2), params=SamplingParams(**params))
-    found = find_error([request], [answer])
+    found = error_of(request, stream, RemotePlayer.has_logprobs)
     assert (None if found is None else found.expected) == expected
+
+
+def test_a_sample_that_an_answer_lacks_has_no_tokens() -> None:
+    class Short:
+        """Answers with one choice, whatever is asked."""
+
+        def play(self, request: Request, salt: str) -> Answer:
+            return Answer(streams=(stream_of(PLAIN),), num_cached_tokens=0, start_s=0, end_s=1)
+
+    requests = [Request(prompt_token_ids=(1,), params=SamplingParams(n=2))]
+    server: Any = Short()
+    player = RemotePlayer(server=server, requests=requests, num_open=1, clock=time.monotonic)
+    first, second = player.play_alone(0)
+    assert (first.sample, second.sample, second.finish) == (0, 1, "unfinished")

@@ -1,16 +1,18 @@
-"""The gate: runs a workload in every mode and compares each stream with its solo run.
+"""The gate: plays a workload in several modes and compares each stream with its solo run.
 
-Knows the runner under test through `Gate.make_core`, and the independent reference through
-`Gate.witness`. Invariant: it passes only if every comparison was made, all streams were equal, and
-every mode's `shows` counts are above zero.
+`compare` knows what is under test through a `Player`: a `Gate` plays on engines of this process,
+`over_http.RemotePlayer` on a server. Invariant: a gate passes only if every comparison was made,
+all streams were equal, and every mode's `shows` counts are above zero.
 """
 
 import hashlib
 import math
 import struct
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from functools import partial
+from typing import Literal, Protocol
 
 from cadenza.backends.base import Exactness
 from cadenza.config import EngineLimits
@@ -22,13 +24,13 @@ from cadenza.speculative_config import SpeculativeConfig
 from cadenza.verification.modes import (
     Counts,
     MakeCore,
-    Mode,
+    OnProgress,
     Play,
     Stream,
     TokenRecord,
     batched_modes,
-    play,
     play_alone,
+    play_showing,
     with_drafts,
 )
 from cadenza.verification.option_matrix import OptionCoverage
@@ -160,6 +162,102 @@ class GateResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """A mode as `compare` needs it; `shows` names the counts that must be above zero."""
+
+    name: str
+    shows: tuple[str, ...]
+    play: Callable[[OnProgress], Play]
+
+
+class Player(Protocol):
+    """What is under test. A request has the same index in all that it plays.
+
+    A solo stream has what was asked for where `has_logprobs` is true of each of its records: equal
+    failures in all modes must not pass.
+    """
+
+    @property
+    def requests(self) -> SequenceOf[Request]: ...
+    def play_alone(self, request: int) -> SequenceOf[Stream]: ...
+    def trials(self) -> Iterable[Trial]: ...
+    @staticmethod
+    def has_logprobs(record: TokenRecord, asked: int | None) -> bool: ...
+
+
+def compare(
+    player: Player,
+    result: GateResult,
+    report: ReportProgress,
+    clock: Callable[[], float],
+    *,
+    bitwise: bool = True,
+) -> list[Stream]:
+    """Plays each request alone, then all modes up to the first difference; the solo streams."""
+    start_s = clock()
+    alone = streams_alone(player.play_alone, len(player.requests), report, clock)
+    num_tokens = sum(len(stream.tokens) for stream in alone)
+    result.sequential_tokens_per_s = num_tokens / (clock() - start_s)
+    result.longest = max(
+        len(player.requests[stream.request].prompt_token_ids) + len(stream.tokens)
+        for stream in alone
+    )
+    found = (error_of(player.requests[each.request], each, player.has_logprobs) for each in alone)
+    result.mismatch = next(filter(None, found), None)
+    for trial in player.trials() if result.mismatch is None else ():
+        _run_trial(trial, alone, result, report, bitwise=bitwise)
+        if result.mismatch is not None:
+            break
+    return alone
+
+
+def streams_alone(
+    play_alone: Callable[[int], SequenceOf[Stream]],
+    num_requests: int,
+    report: ReportProgress,
+    clock: Callable[[], float],
+) -> list[Stream]:
+    """The streams of each request, one request after the other."""
+    alone: list[Stream] = []
+    start_s = clock()
+    for index in range(num_requests):
+        alone += play_alone(index)
+        progress = BatchProgress(
+            num_done=index + 1,
+            num_requests=num_requests,
+            num_rows=1,
+            num_tokens=sum(len(stream.tokens) for stream in alone),
+            elapsed_s=clock() - start_s,
+        )
+        report(f"alone: {progress.text}")
+    return alone
+
+
+def _run_trial(
+    trial: Trial, alone: list[Stream], result: GateResult, report: ReportProgress, *, bitwise: bool
+) -> None:
+    played = trial.play(lambda progress: report(f"{trial.name}: {progress.text}"))
+    num_streams = num_equal = 0
+    for streams in played.rounds:
+        for stream, solo in zip(streams, alone, strict=True):
+            found = first_difference(trial.name, solo, stream, bitwise=bitwise)
+            num_streams += 1
+            num_equal += found is None
+            result.mismatch = result.mismatch or found
+    result.counts.add(played.counts)
+    result.modes.append(
+        ModeResult(
+            name=trial.name,
+            num_streams=num_streams,
+            num_equal=num_equal,
+            counts=played.counts,
+            tokens_per_s=played.num_tokens / played.seconds if played.seconds else 0.0,
+            missing=tuple(name for name in trial.shows if not getattr(played.counts, name)),
+        )
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Witness:
     """The independent reference, and engines on the backend to compare with it.
 
@@ -176,7 +274,7 @@ class Witness:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gate:
-    """The inputs of a gate.
+    """A gate on engines of this process, and their `Player`.
 
     Args:
         make_core: makes engines on the runner under test.
@@ -204,97 +302,49 @@ class Gate:
     wanted: int = 0
     speculation: SpeculativeConfig | None = None
 
+    @property
+    def requests(self) -> SequenceOf[Request]:
+        return [arrival.request for arrival in self.arrivals]
+
     def run(self) -> GateResult:
-        """Runs and compares all modes; stops at the first difference."""
+        """Plays and compares all modes; stops at the first difference."""
         result = GateResult(
             num_requests=len(self.arrivals),
             exactness=self.exactness,
             wanted=self.wanted,
             coverage=self.coverage,
         )
-        start = self.clock()
-        alone = self._play_alone(self.make_core, self.arrivals)
-        tokens = sum(len(stream.tokens) for stream in alone)
-        result.sequential_tokens_per_s = tokens / (self.clock() - start)
-        result.longest = max(map(self._length, alone))
+        bitwise = self.with_solo and self.exactness == "bitwise"
+        alone = compare(self, result, self.report, self.clock, bitwise=bitwise)
         result.digest = _digest_of(alone)
-        result.mismatch = self._find_error(alone)
-        if result.mismatch is not None:
+        if self.witness is None or result.mismatch is not None:
             return result
+        if self.witness.tolerance is not None:
+            result.mismatch = self._score_with_witness(self.witness, self.witness.tolerance, result)
+        else:
+            result.mismatch = self._compare_with_witness(self.witness, alone)
+        return result
+
+    def play_alone(self, request: int) -> SequenceOf[Stream]:
+        return play_alone(self.make_core, self.limits, request, self.arrivals[request].request)
+
+    def trials(self) -> Iterable[Trial]:
         modes = batched_modes(self.limits, self.arrivals)
         if self.speculation is not None:
             modes = with_drafts(modes, self.speculation)
         for mode in modes:
-            self._run_mode(mode, alone, result)
-            if result.mismatch is not None:
-                return result
-        if self.witness is not None and self.witness.tolerance is not None:
-            result.mismatch = self._score_with_witness(self.witness, self.witness.tolerance, result)
-        elif self.witness is not None:
-            result.mismatch = self._compare_with_witness(self.witness, alone)
-        return result
+            play = partial(play_showing, self.make_core, mode, self.arrivals)
+            yield Trial(name=mode.name, shows=mode.shows, play=play)
 
-    def _play_alone(self, make_core: MakeCore, arrivals: tuple[Arrival, ...]) -> list[Stream]:
-        alone: list[Stream] = []
-        start_s = self.clock()
-        for streams in play_alone(make_core, self.limits, arrivals):
-            alone += streams
-            progress = BatchProgress(
-                num_done=streams[0].request + 1,
-                num_requests=len(arrivals),
-                num_rows=1,
-                num_tokens=sum(len(stream.tokens) for stream in alone),
-                elapsed_s=self.clock() - start_s,
-            )
-            self.report(f"alone: {progress.text}")
-        return alone
+    @staticmethod
+    def has_logprobs(record: TokenRecord, asked: int | None) -> bool:
+        return asked == (None if math.isnan(record[1]) else len(record[3]))
 
-    def _length(self, stream: Stream) -> int:
-        prompt = self.arrivals[stream.request].request.prompt_token_ids
-        return len(prompt) + len(stream.tokens)
+    def _play_alone(self, make_core: MakeCore, arrivals: SequenceOf[Arrival]) -> list[Stream]:
+        def play(request: int) -> SequenceOf[Stream]:
+            return play_alone(make_core, self.limits, request, arrivals[request].request)
 
-    def _find_error(self, alone: list[Stream]) -> Mismatch | None:
-        """The first failed or incomplete solo stream: equal failures in all modes must not pass."""
-        for stream in alone:
-            found = _error_of(self.arrivals[stream.request].request, stream)
-            if found is not None:
-                return found
-        return None
-
-    def _play(self, mode: Mode) -> Play:
-        """Plays a mode, then its alternatives until all counts of `shows` are above zero."""
-
-        def report(progress: BatchProgress) -> None:
-            self.report(f"{mode.name}: {progress.text}")
-
-        played = play(self.make_core, mode, self.arrivals, report)
-        for limits in mode.alternatives:
-            if all(getattr(played.counts, name) for name in mode.shows):
-                break
-            played = play(self.make_core, replace(mode, limits=limits), self.arrivals, report)
-        return played
-
-    def _run_mode(self, mode: Mode, alone: list[Stream], result: GateResult) -> None:
-        played = self._play(mode)
-        bitwise = self.with_solo and self.exactness == "bitwise"
-        num_streams = num_equal = 0
-        for streams in played.rounds:
-            for stream, solo in zip(streams, alone, strict=True):
-                found = first_difference(mode.name, solo, stream, bitwise=bitwise)
-                num_streams += 1
-                num_equal += found is None
-                result.mismatch = result.mismatch or found
-        result.counts.add(played.counts)
-        result.modes.append(
-            ModeResult(
-                name=mode.name,
-                num_streams=num_streams,
-                num_equal=num_equal,
-                counts=played.counts,
-                tokens_per_s=_rate(played),
-                missing=tuple(name for name in mode.shows if not getattr(played.counts, name)),
-            )
-        )
+        return streams_alone(play, len(arrivals), self.report, self.clock)
 
     def _compare_with_witness(self, witness: Witness, alone: list[Stream]) -> Mismatch | None:
         """Compares tokens and finish reasons of solo streams in float32 with the reference.
@@ -322,7 +372,7 @@ class Gate:
 
         The mismatch, if the mean difference is too large, is the token with the largest one.
         """
-        alone = self._play_alone(witness.make_core, tuple(map(_with_logprobs, self.arrivals)))
+        alone = self._play_alone(witness.make_core, [*map(_with_logprobs, self.arrivals)])
         scored: list[_ScoredToken] = []
         for count, solo in enumerate(alone, 1):
             prompt = self.arrivals[solo.request].request.prompt_token_ids
@@ -431,33 +481,31 @@ def _difference_at_end(mode: str, finish: str, actual: Stream) -> Mismatch | Non
     )
 
 
-def _error_of(request: Request, alone: Stream) -> Mismatch | None:
-    if alone.finish not in ("stop", "length"):
+def error_of(
+    request: Request, alone: Stream, has_logprobs: Callable[[TokenRecord, int | None], bool]
+) -> Mismatch | None:
+    """What a solo stream lacks of what its request asks for."""
+    if alone.finish.partition(" ")[0] not in ("stop", "length"):
         return _difference_at_end("alone", "stop or length", alone)
     params = request.params
     asks_prompt = params.prompt_logprobs is not None and alone.sample == 0
-    described = [params.logprobs] * len(alone.tokens)
-    prompt = [params.prompt_logprobs] * (len(request.prompt_token_ids) - 1) if asks_prompt else []
-    for asked, records, start in (
-        (prompt, alone.prompt, -len(prompt)),
-        (described, alone.tokens, 0),
+    num_prompt = len(request.prompt_token_ids) - 1 if asks_prompt else len(alone.prompt)
+    for asked, count, records, start in (
+        (params.prompt_logprobs, num_prompt, alone.prompt, -num_prompt),
+        (params.logprobs, len(alone.tokens), alone.tokens, 0),
     ):
-        index = _first_unequal(asked, map(_num_top_logprobs, records))
+        has = [has_logprobs(record, asked) for record in records]
+        index = _first_unequal([True] * count, has)
         if index is not None:
             return Mismatch(
                 mode="alone",
                 request=alone.request,
                 sample=alone.sample,
                 index=start + index,
-                expected=f"{_at(asked, index)} log probabilities",
+                expected=f"{asked} log probabilities",
                 actual=_at(records, index),
             )
     return None
-
-
-def _num_top_logprobs(record: TokenRecord) -> int | None:
-    """The number of top logprobs of a token; None if it has no logprobs at all."""
-    return None if math.isnan(record[1]) else len(record[3])
 
 
 def _bits(record: TokenRecord) -> bytes:
@@ -481,7 +529,3 @@ def _first_unequal(left: Iterable[object], right: Iterable[object]) -> int | Non
 def _at(items: Iterable[object], index: int) -> str:
     found = list(items)
     return str(found[index]) if index < len(found) else "(ended)"
-
-
-def _rate(played: Play) -> float:
-    return played.num_tokens / played.seconds if played.seconds else 0.0

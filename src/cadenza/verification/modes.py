@@ -1,4 +1,4 @@
-"""The modes of the gate, and running a workload in them: `Mode`, `play`, `play_alone`.
+"""The modes of the gate, and running a workload in them: `Mode`, `play_showing`, `play_alone`.
 
 Knows `EngineCore` and, for its counts, the scheduler's running sequences. Invariants: a sample that
 does not end has the finish reason "unfinished"; a request has the same id in every mode, so that
@@ -7,15 +7,16 @@ seeds derived from ids are equal.
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 from cadenza.config import EngineLimits, SchedulerLoop
 from cadenza.core.sequence import Sequence
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.events import Finished, PromptLogprobs, Started, Token, TokenLogprobs
 from cadenza.frontend.progress import BatchProgress
+from cadenza.request import Request
 from cadenza.speculative_config import SpeculativeConfig
 from cadenza.verification.workload import Arrival
 
@@ -53,7 +54,10 @@ class Mode:
 
 @dataclass(slots=True, eq=False)
 class Stream:
-    """The recorded stream of one sample; only sample 0 has the `prompt` records."""
+    """The recorded stream of one sample; in this process only sample 0 has `prompt` records.
+
+    `finish` is the finish reason, of a server with the stop reason beside it if there is one.
+    """
 
     tokens: list[TokenRecord] = field(default_factory=list[TokenRecord])
     finish: str = "unfinished"
@@ -78,11 +82,8 @@ class Counts:
     accepted_drafts: int = 0
 
     def add(self, other: "Counts") -> None:
-        self.admitted_midstream += other.admitted_midstream
-        self.rows_reused += other.rows_reused
-        self.preempted += other.preempted
-        self.cache_hits += other.cache_hits
-        self.accepted_drafts += other.accepted_drafts
+        for each in fields(self):
+            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,6 +182,18 @@ def _paged_modes(limits: EngineLimits, arrivals: tuple[Arrival, ...]) -> tuple[M
     )
 
 
+def play_showing(
+    make_core: MakeCore, mode: Mode, arrivals: tuple[Arrival, ...], report: OnProgress
+) -> Play:
+    """Plays a mode, then its alternatives until all counts of `shows` are above zero."""
+    played = play(make_core, mode, arrivals, report)
+    for limits in mode.alternatives:
+        if all(getattr(played.counts, name) for name in mode.shows):
+            break
+        played = play(make_core, replace(mode, limits=limits), arrivals, report)
+    return played
+
+
 def play(
     make_core: MakeCore, mode: Mode, arrivals: tuple[Arrival, ...], report: OnProgress = _ignore
 ) -> Play:
@@ -203,13 +216,11 @@ def play(
 
 
 def play_alone(
-    make_core: MakeCore, limits: EngineLimits, arrivals: tuple[Arrival, ...]
-) -> Iterator[tuple[Stream, ...]]:
-    """Runs each request alone in a fresh engine: the expected streams of its samples."""
-    alone = replace(limits, enable_prefix_caching=False)
-    for request_id, arrival in enumerate(arrivals):
-        core = make_core(alone, CoreOptions(loop="plain"))
-        yield _play_round(core, {request_id: Arrival(0, arrival.request)}, Counts())
+    make_core: MakeCore, limits: EngineLimits, request_id: int, request: Request
+) -> tuple[Stream, ...]:
+    """Runs a request alone in a fresh engine: the expected streams of its samples."""
+    core = make_core(replace(limits, enable_prefix_caching=False), CoreOptions(loop="plain"))
+    return _play_round(core, {request_id: Arrival(0, request)}, Counts())
 
 
 def _play_round(

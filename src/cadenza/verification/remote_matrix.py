@@ -5,7 +5,7 @@ the server's API only. Invariant: what is not played is in `RemoteMatrix.left_ou
 """
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from cadenza.request import Request, SamplingParams
@@ -110,12 +110,10 @@ def _token_of(server: RemoteServer, character: str) -> int:
     params = SamplingParams(
         max_tokens=2, temperature=0.0, structured=StructuredOutput(choice=[character])
     )
-    (sample,) = server.play(_asking(params)).samples
-    if len(sample.records) != 1:
+    token_ids = _play(server, params)
+    if len(token_ids) != 1:
         raise RefusedError(f"the character {character!r} is not a token by itself")
-    (token_id, *_) = sample.records[0]
-    assert token_id is not None, "a record of an answer has its token"
-    return token_id
+    return token_ids[0]
 
 
 def _find_end(server: RemoteServer, letter: int | None) -> tuple[int, ...]:
@@ -129,20 +127,17 @@ def _find_end(server: RemoteServer, letter: int | None) -> tuple[int, ...]:
         logit_bias={letter: -100.0},
         structured=StructuredOutput(regex="a?"),
     )
-    (sample,) = server.play(_asking(params)).samples
-    ids = [token_id for token_id, *_ in sample.records if token_id is not None]
-    return tuple(ids) if server.text_of(ids) != "a" else ()
+    token_ids = _play(server, params)
+    return token_ids if server.text_of(token_ids) != "a" else ()
 
 
-def _asking(params: SamplingParams) -> Request:
-    return Request(prompt_token_ids=(1,), params=params)
+def _play(server: RemoteServer, params: SamplingParams) -> tuple[int, ...]:
+    """The tokens of an answer to any prompt."""
+    (stream,) = server.play(Request(prompt_token_ids=(1,), params=params)).streams
+    return stream.token_ids
 
 
 def _with_bad_words(server: RemoteServer, request: Request) -> Request:
     """The request with the texts of its bad words, which is how the API takes them."""
-    texts = tuple(_texts_of(server, request.bad_word_token_ids))
+    texts = tuple(map(server.text_of, request.bad_word_token_ids))
     return replace(request, params=replace(request.params, bad_words=texts))
-
-
-def _texts_of(server: RemoteServer, words: Iterable[Sequence[int]]) -> Iterable[str]:
-    return (server.text_of(each) for each in words)

@@ -4,6 +4,7 @@ Owns the HTTP bodies and the reading of answers. Invariant: a request is sent wi
 it has; `SENT_OPTIONS` names those that can be sent.
 """
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import httpx
 from cadenza.errors import ConfigError
 from cadenza.request import Request
 from cadenza.structured import StructuredOutput
+from cadenza.verification.modes import Stream, TokenRecord
 
 TIMEOUT_S = 600.0
 RETRY_S = 0.1
@@ -44,32 +46,22 @@ PLAIN_FIELDS = (
 
 SENT_OPTIONS = frozenset({*PLAIN_FIELDS, "logit_bias", "structured"})
 
-HttpTokenRecord = tuple[int | None, float | None, tuple[tuple[str, float], ...]]
-"""(token id, log probability, the chosen and the most likely tokens with theirs)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    """One of the `n` continuations of an answer; `prompt` has records if its request asks."""
-
-    prompt: tuple[HttpTokenRecord, ...]
-    records: tuple[HttpTokenRecord, ...]
-    finish_reason: str
-    stop_reason: int | str | None
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The response to one request, with the times at which it started and ended."""
+    """The response to one request, with the times at which it started and ended.
 
-    samples: tuple[Sample, ...]
+    In the records of its streams a prompt's token has its position, and no token has a rank.
+    """
+
+    streams: tuple[Stream, ...]
     num_cached_tokens: int
     start_s: float
     end_s: float
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(sample.records) for sample in self.samples)
+        return sum(len(stream.tokens) for stream in self.streams)
 
 
 class RefusedError(ConfigError):
@@ -134,7 +126,7 @@ class RemoteServer:
         details: dict[str, int] = answer["usage"].get("prompt_tokens_details") or {}
         choices: list[dict[str, Any]] = sorted(answer["choices"], key=lambda each: each["index"])
         return Answer(
-            samples=tuple(map(_sample, choices)),
+            streams=tuple(map(_stream, choices)),
             num_cached_tokens=details.get("cached_tokens", 0),
             start_s=start_s,
             end_s=self._clock(),
@@ -183,25 +175,28 @@ def _form_fields(form: StructuredOutput) -> dict[str, Any]:
     return {form.kind: getattr(form, form.kind), **style}
 
 
-def _sample(choice: dict[str, Any]) -> Sample:
+def _stream(choice: dict[str, Any]) -> Stream:
     token_ids: list[int] = choice["token_ids"]
-    found: dict[str, Any] | None = choice["logprobs"]
-    if found is None:
-        records = tuple((token_id, None, ()) for token_id in token_ids)
-    else:
-        tops = [tuple(top.items()) for top in found["top_logprobs"]]
-        records = tuple(zip(token_ids, found["token_logprobs"], tops, strict=True))
-    return Sample(
-        prompt=tuple(map(_prompt_record, choice.get("prompt_logprobs") or ())),
-        records=records,
-        finish_reason=choice["finish_reason"],
-        stop_reason=choice.get("stop_reason"),
+    found: dict[str, Any] = choice["logprobs"] or {}
+    logprobs: list[float] = found.get("token_logprobs") or [math.nan] * len(token_ids)
+    tops: list[dict[str, float]] = found.get("top_logprobs") or [{} for _ in token_ids]
+    reasons = (choice["finish_reason"], choice.get("stop_reason"))
+    prompt: list[dict[str, dict[str, Any]]] = choice.get("prompt_logprobs") or []
+    return Stream(
+        tokens=[*map(_record, token_ids, logprobs, tops)],
+        finish=" ".join(str(reason) for reason in reasons if reason is not None),
+        prompt=[
+            _record(at, math.nan, {name: each["logprob"] for name, each in entry.items()})
+            for at, entry in enumerate(prompt)
+            if at  # the first token has no log probabilities
+        ],
     )
 
 
-def _prompt_record(entry: dict[str, dict[str, Any]] | None) -> HttpTokenRecord:
-    tops = {} if entry is None else {key: each["logprob"] for key, each in entry.items()}
-    return (None, None, tuple(tops.items()))
+def _record(token: int, logprob: float, tops: Mapping[str, float]) -> TokenRecord:
+    """`tops` by names such as "token_id:5" or "5"."""
+    ids = tuple(int(name.rpartition(":")[2]) for name in tops)
+    return (token, logprob, 0, ids, tuple(tops.values()))
 
 
 def _message_of(answer: httpx.Response) -> str:
