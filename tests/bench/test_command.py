@@ -4,6 +4,7 @@ No speed is asserted, only that the figures are there and agree with each other.
 """
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,11 +12,23 @@ import pytest
 
 from cadenza import EngineConfig
 from cadenza.backends import find_backend
-from cadenza.bench.startup import PHASES
-from cadenza.bench.throughput import measure_throughput
+from cadenza.bench.bounds import Cost, Roofline
+from cadenza.bench.checkpoints import cached_checkpoint
+from cadenza.bench.machine import describe_machine
+from cadenza.bench.runs import OpShare, StepProfile, Timed
+from cadenza.bench.startup import PHASES, Startup
+from cadenza.bench.startup_probe import measure_start
+from cadenza.bench.throughput import (
+    ConcurrencyResult,
+    Rate,
+    RatedRun,
+    Throughput,
+    measure_throughput,
+)
 from cadenza.bench.workloads import Workload
+from cadenza.checkpoint import open_checkpoint
 from cadenza.cli import main
-from cadenza.cli.bench_report import print_throughput
+from cadenza.cli.bench_report import print_startup, print_throughput
 from tests.faces.stub_backend import STUBS
 
 SIZES = ("--input-len", "20", "--output-len", "6", "--repeats", "2", "--concurrency", "1,3")
@@ -38,13 +51,28 @@ def is_native() -> bool:
     return find_backend("auto").open_instruments() is not None
 
 
+OPS = {
+    "embed": 1,
+    "rms_norm": 5,
+    "take_rows": 2,
+    "linear": 6,
+    "gated_linear": 2,
+    "rope_append_attend": 2,
+    "next_token": 1,
+}
+"""Calls of a step of the tiny shape."""
+
+
 def test_throughput_prints_one_object_whose_figures_agree(run: Run, shape_file: Path):
-    code, out, err = run("throughput", "--shape", shape_file, *SIZES, "--json")
-    assert code == 0
+    """With sampled rows and, where there are native kernels, a profile."""
+    flags = ("--sampling", "all", "--json", *(["--profile"] if is_native() else []))
+    code, out, err = run("throughput", "--shape", shape_file, *SIZES, *flags)
+    assert (code, err) == (0, "")
     (line,) = out.splitlines()
     found = json.loads(line)
     assert set(found) == {"machine", "workload", "roofline", "results"}
     assert set(found["roofline"]) == {"read_gb_s", "gflop_s"}
+    assert found["workload"]["sampling"] == "all"
     assert [each["concurrency"] for each in found["results"]] == [1, 3]
     for each in found["results"]:
         assert each["num_decode_steps"] == 5
@@ -57,22 +85,11 @@ def test_throughput_prints_one_object_whose_figures_agree(run: Run, shape_file: 
             bounds = [rate / share for rate, share in zip(runs, shares, strict=True)]
             assert each[f"{kind}_bound_tok_s"] == pytest.approx(sum(bounds) / 2)
             assert each[f"{kind}_limit"] in {"read", "multiply"}
-    assert err == ""
-
-
-@pytest.mark.parametrize("sampling", [pytest.param("one", marks=pytest.mark.soak), "all"])
-def test_rows_can_be_sampled_with_penalties(run: Run, shape_file: Path, sampling: str):
-    flags = ("--sampling", sampling, "--json")
-    code, out, _ = run("throughput", "--shape", shape_file, *SIZES, *flags)
-    assert code == 0
-    assert json.loads(out)["workload"]["sampling"] == sampling
-
-
-def test_throughput_prints_a_table_for_people(run: Run, shape_file: Path):
-    code, out, _ = run("throughput", "--shape", shape_file, *SIZES)
-    assert code == 0
-    assert "roofline:" in out
-    assert "prefill" in out
+        for profile in each.get("profile", {}).values():
+            assert {op["op"]: op["calls"] for op in profile["ops"]} == OPS
+            assert all(op["read_bytes"] > 0 for op in profile["ops"])
+            kept = profile["kernels_ms"] + profile["rest_ms"]
+            assert kept == pytest.approx(profile["step_ms"])
 
 
 def test_a_device_without_known_bounds_has_rates_without_shares(
@@ -96,25 +113,31 @@ def test_a_device_without_known_bounds_has_rates_without_shares(
     assert "no bound is known for stub:cpu, so no share of one" in out
 
 
-@pytest.mark.native
-def test_a_profile_names_every_operation_of_a_step(run: Run, shape_file: Path):
-    code, out, _ = run("throughput", "--shape", shape_file, *SIZES, "--json", "--profile")
-    assert code == 0
-    for result in json.loads(out)["results"]:
-        for profile in result["profile"].values():
-            calls = {each["op"]: each["calls"] for each in profile["ops"]}
-            assert calls == {
-                "embed": 1,
-                "rms_norm": 5,
-                "take_rows": 2,
-                "linear": 6,
-                "gated_linear": 2,
-                "rope_append_attend": 2,
-                "next_token": 1,
-            }
-            assert all(each["read_bytes"] > 0 for each in profile["ops"])
-            kept = profile["kernels_ms"] + profile["rest_ms"]
-            assert kept == pytest.approx(profile["step_ms"])
+def test_rates_with_a_bound_and_a_profile_are_tables_for_people(
+    capsys: pytest.CaptureFixture[str],
+):
+    machine = Roofline(read_gb_s=45.0, gflop_s=970.0, dtype="bfloat16", method="native")
+    timed = Timed(elapsed_s=2.0, num_tokens=8, num_steps=4, context=3.0)
+    op = OpShare(op="linear", calls=6, ms=1.5, read_bytes=3 << 20)
+    rate = Rate(
+        runs=(RatedRun(run=timed, roofline=machine),),
+        cost=Cost(read_bytes=9e9, operations=1e9),
+        num_tokens=2,
+        profile=StepProfile(step_ms=2.0, ops=(op,)),
+    )
+    found = Throughput(
+        machine=describe_machine(None),
+        workload={"model": "m", "dtype": "bfloat16", "ops": "native"}
+        | {"input_len": 1, "output_len": 2, "repeats": 1},
+        roofline=machine,
+        results=(ConcurrencyResult(concurrency=2, decode=rate, prefill=rate),),
+    )
+    print_throughput(found, as_json=False)
+    out = capsys.readouterr().out
+    for said in ("read 45.0 GB/s, 970 GFLOP/s in bfloat16", "reading", "decode step at 2 rows:"):
+        assert said in out
+    assert re.search(r"linear +6 +1\.500 +3\.0 MiB +2\.1 GB/s +75%", out)
+    assert re.search(r"left in XLA and host +0\.500 +25%", out)
 
 
 def test_a_profile_of_the_reference_ops_is_refused(run: Run, shape_file: Path):
@@ -122,14 +145,12 @@ def test_a_profile_of_the_reference_ops_is_refused(run: Run, shape_file: Path):
     assert (code, err.count("--profile")) == (2, 1)
 
 
-def test_make_checkpoint_writes_a_folder_that_throughput_takes(run: Run, tmp_path: Path):
+def test_make_checkpoint_writes_a_folder_that_opens(run: Run, tmp_path: Path):
     arguments = ("--shape", "tiny-qwen3", "--dtype", "bfloat16", "--seed", "7")
     code, out, _ = run("make-checkpoint", *arguments, tmp_path / "made")
     assert code == 0
     assert "bfloat16, seed 7" in out
-    code, out, _ = run("throughput", tmp_path / "made", *SIZES, "--concurrency", "2", "--json")
-    assert code == 0
-    assert json.loads(out)["workload"]["model"] == "made"
+    assert open_checkpoint(tmp_path / "made").config.dtype == "bfloat16"
 
 
 def test_roofline_prints_one_object(run: Run):
@@ -141,10 +162,13 @@ def test_roofline_prints_one_object(run: Run):
     assert found["roofline"]["method"] == ("native" if is_native() else "numpy")
 
 
+STARTUP = ("-np", "2", "-c", "64", "--max-num-batched-tokens", "64")
+
+
+@pytest.mark.soak
 def test_startup_reports_every_phase_of_cold_and_warm_starts(run: Run, tmp_path: Path):
     run("make-checkpoint", "--shape", "tiny-llama", tmp_path / "made")
-    limits = ("-np", "2", "-c", "64", "--max-num-batched-tokens", "64")
-    code, out, _ = run("startup", tmp_path / "made", *limits, "--repeats", "1", "--json")
+    code, out, _ = run("startup", tmp_path / "made", *STARTUP, "--repeats", "1", "--json")
     assert code == 0
     cold, warm = json.loads(out)["results"]
     assert (cold["caches"], warm["caches"]) == ("cold", "warm")
@@ -152,6 +176,27 @@ def test_startup_reports_every_phase_of_cold_and_warm_starts(run: Run, tmp_path:
         assert set(each["phases_s"]) == set(PHASES)
         assert each["total_s"] == pytest.approx(sum(each["phases_s"].values()))
         assert all(seconds >= 0 for seconds in each["phases_s"].values())
+
+
+def test_a_start_ends_its_phases_in_their_order(shape_file: Path, tmp_path: Path):
+    """In this process; `make soak` starts new ones."""
+    folder = cached_checkpoint(str(shape_file), tmp_path)
+    limits = {"max_num_seqs": 2, "max_model_len": 64, "max_num_batched_tokens": 64}
+    at_s = measure_start(json.dumps({"model": str(folder), "config": limits}))
+    assert sorted(at_s, key=at_s.__getitem__) == list(PHASES)
+
+
+def test_startup_prints_medians_and_the_worst(capsys: pytest.CaptureFixture[str]):
+    starts = ((0.1, 0.2, 0.3, 0.4, 0.5), (0.1, 0.2, 0.3, 1.4, 0.5), (0.1, 0.2, 0.3, 0.6, 0.5))
+    found = [Startup(caches="cold", starts=starts)]
+    print_startup({}, found, as_json=True)
+    (told,) = json.loads(capsys.readouterr().out)["results"]
+    assert told["phases_s"]["compile"] == 0.6
+    assert (told["caches"], told["total_s"]) == ("cold", pytest.approx(1.7))
+    print_startup({}, found, as_json=False)
+    out = capsys.readouterr().out
+    assert re.search(r"cold .*0\.60 s .*1\.70 s .*2\.50 s", out)
+    assert "medians of 3 starts" in out
 
 
 @pytest.mark.parametrize(

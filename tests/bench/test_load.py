@@ -1,6 +1,7 @@
 """`cadenza bench load`: its figures agree with each other, and loading holds no weight twice."""
 
 import gc
+import json
 import mmap
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,11 +11,13 @@ import numpy as np
 import pytest
 
 from cadenza import EngineConfig
+from cadenza.bench.checkpoints import cached_checkpoint
 from cadenza.bench.load import (
     FileReader,
     Load,
     MemoryWatch,
     largest_tensor_bytes,
+    measure_here,
     measure_load,
 )
 from cadenza.checkpoint import open_checkpoint, write_random_checkpoint
@@ -51,8 +54,6 @@ def excess_bytes(folder: Path, beside: Callable[[], object]) -> int:
     return watch.peak_bytes - before - plan.weight_bytes - largest_tensor_bytes(checkpoint)
 
 
-@pytest.mark.native
-@pytest.mark.skipif(private_memory_bytes() is None, reason="the system does not tell")
 def new_memory(num_bytes: int) -> np.ndarray:
     """Touched, and not from the heap, which may have had that much to give again."""
     block = np.frombuffer(mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
@@ -60,6 +61,8 @@ def new_memory(num_bytes: int) -> np.ndarray:
     return block
 
 
+@pytest.mark.native
+@pytest.mark.skipif(private_memory_bytes() is None, reason="the system does not tell")
 def test_loading_holds_the_weights_once_and_at_most_one_tensor_more(folder: Path):
     num_bytes = (folder / "model.safetensors").stat().st_size
     assert num_bytes > 2 * SLACK_BYTES
@@ -68,16 +71,24 @@ def test_loading_holds_the_weights_once_and_at_most_one_tensor_more(folder: Path
     assert excess_bytes(folder, lambda: new_memory(num_bytes + SLACK_BYTES)) > SLACK_BYTES
 
 
-def test_a_run_prints_what_was_read_how_fast_and_in_how_much_memory(folder: Path):
+@pytest.mark.soak
+def test_a_run_in_a_new_process_holds_no_more_memory_than_is_allowed(folder: Path):
     lines: list[str] = []
     found = measure_load(folder, EngineConfig(), repeats=2, report=lines.append)
     assert lines
-    assert found.file_bytes == (folder / "model.safetensors").stat().st_size
-    assert found.weight_bytes <= found.file_bytes
-    assert found.largest_tensor_bytes == SHAPE.vocab_size * SHAPE.hidden_size * 2
-    assert len(found.load_s) == len(found.read_s) == len(found.read_new_s) == 2
     if found.peak_private_bytes is not None:
         assert found.weight_bytes < found.peak_private_bytes < found.allowed_private_bytes
+
+
+def test_a_run_says_what_was_read_and_how_fast(shape_file: Path, tmp_path: Path):
+    """In this process, and so without a look at its memory."""
+    path = cached_checkpoint(str(shape_file), tmp_path)
+    asked = {"model": str(path), "config": {"max_num_seqs": 1}, "repeats": 2}
+    found = measure_here(json.dumps(asked))
+    assert found.file_bytes == (path / "model.safetensors").stat().st_size
+    assert 0 < found.weight_bytes <= found.file_bytes
+    assert found.largest_tensor_bytes == TINY.vocab_size * TINY.hidden_size * 2
+    assert len(found.load_s) == len(found.read_s) == len(found.read_new_s) == 2
     assert found.load_gb_s == pytest.approx(found.file_bytes / sum(found.load_s) * 2e-9)
 
 

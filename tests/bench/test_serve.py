@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 import re
+from typing import Any
 
 import httpx
 import pytest
@@ -74,42 +75,42 @@ def test_arrivals_at_a_rate_overlap_and_are_all_answered():
     assert load.client_us_per_token is not None
 
 
-@pytest.mark.parametrize(
-    ("what", "reason"),
-    [
-        (REFUSED, "429"),
-        (ERROR_FRAME, "error frame"),
-        (CUT, "cut stream"),
-        (NO_USAGE, "no usage"),
-        (NOT_JSON, "not JSON"),
-        (HANG_UP, "RemoteProtocolError"),
-    ],
-)
-def test_what_goes_wrong_is_a_failure_with_its_reason(what: int, reason: str):
-    async def play(url: str) -> list[object]:
-        async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S) as http:
-            client = ServeClient(http, "scripted")
-            plans = [PlannedRequest(prompt_token_ids=(first,), max_tokens=5) for first in (what, 1)]
+FAILURES = {
+    REFUSED: "429",
+    ERROR_FRAME: "error frame",
+    CUT: "cut stream",
+    NO_USAGE: "no usage",
+    NOT_JSON: "not JSON",
+    HANG_UP: "RemoteProtocolError",
+}
+
+
+def completed(server: ScriptedServer, *firsts: int, max_tokens: int = 5, **how: Any) -> list[Any]:
+    """The outcomes of requests whose prompts are these tokens, one after the other."""
+
+    async def play() -> list[Any]:
+        async with httpx.AsyncClient(base_url=server.url, timeout=TIMEOUT_S) as http:
+            client = ServeClient(http, "scripted", **how)
+            plans = [
+                PlannedRequest(prompt_token_ids=(each,), max_tokens=max_tokens) for each in firsts
+            ]
             return [await client.complete(plan) for plan in plans]
 
+    return asyncio.run(play())
+
+
+def test_what_goes_wrong_is_a_failure_with_its_reason_and_the_next_request_is_answered():
     with running(ScriptedServer()) as server:
-        failed, answered = asyncio.run(play(server.url))
-    assert isinstance(failed, FailedRequest)
-    assert failed.reason == reason
-    assert isinstance(answered, CompletedRequest)
+        outcomes = completed(server, *(each for what in FAILURES for each in (what, 1)))
+    assert [each.reason for each in outcomes[::2]] == [*FAILURES.values()]
+    assert all(isinstance(each, FailedRequest) for each in outcomes[::2])
+    assert all(isinstance(each, CompletedRequest) for each in outcomes[1::2])
 
 
 def test_times_are_the_clocks_at_the_arrival_of_each_piece():
-    async def play(url: str) -> object:
-        async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S) as http:
-            readings = itertools.count()
-            client = ServeClient(http, "scripted", clock=lambda: float(next(readings)))
-            plan = PlannedRequest(prompt_token_ids=(1,), max_tokens=3)
-            return await client.complete(plan)
-
+    readings = itertools.count()
     with running(ScriptedServer()) as server:
-        answer = asyncio.run(play(server.url))
-    assert isinstance(answer, CompletedRequest)
+        (answer,) = completed(server, 1, max_tokens=3, clock=lambda: float(next(readings)))
     assert answer.sent_s == 0.0
     assert len(answer.content_s) == 3
     assert 0 < answer.content_s[0] <= answer.content_s[1] <= answer.content_s[2] < answer.end_s
@@ -187,13 +188,7 @@ def test_a_text_that_is_no_url_is_refused():
 
 @pytest.mark.parametrize(("time_tokens", "num_times"), [(True, 3), (False, 0)])
 def test_tokens_without_text_are_timed_if_asked_for(time_tokens: bool, num_times: int):
-    async def ask(url: str):
-        async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S) as http:
-            client = ServeClient(http, "scripted", time_tokens=time_tokens)
-            return await client.complete(PlannedRequest(prompt_token_ids=(NO_TEXT,), max_tokens=3))
-
     with running(ScriptedServer()) as server:
-        outcome = asyncio.run(ask(server.url))
-    assert isinstance(outcome, CompletedRequest)
+        (outcome,) = completed(server, NO_TEXT, max_tokens=3, time_tokens=time_tokens)
     assert len(outcome.content_s) == num_times
     assert server.bodies[0].get("return_token_ids", False) is time_tokens

@@ -5,6 +5,7 @@ import random
 from dataclasses import replace
 from itertools import islice, pairwise
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -32,6 +33,7 @@ from cadenza.core.packing import Packer
 from cadenza.core.step_cost import full_decode
 from cadenza.core.step_schema import StepOutput
 from cadenza.errors import ConfigError
+from tests.by_day import by_day
 
 COST = (5.0, 0.25, 0.1, 0.0001)
 CONFIG = EngineConfig(max_num_seqs=4, max_model_len=256, num_pages=24, max_num_batched_tokens=64)
@@ -96,7 +98,7 @@ def recorded(policy: SchedulingPolicy, *, is_storing: bool) -> StreamRecord:
     return record
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "shortest_first", "priority"])
+@pytest.mark.parametrize("policy", by_day(get_args(SchedulingPolicy), {"priority"}))
 def test_it_does_what_an_engine_that_stores_tokens_does_and_streams_are_exact(
     policy: SchedulingPolicy,
 ) -> None:
@@ -211,7 +213,9 @@ def slowdown(policy: SchedulingPolicy, num_polite: int, seed: int, **limits: int
 FEW_PAGES = {"num_pages": 300}
 
 
-@pytest.mark.parametrize("limits", [{}, FEW_PAGES], ids=["rows", "pages"])
+@pytest.mark.parametrize(
+    "limits", [{}, pytest.param(FEW_PAGES, marks=pytest.mark.soak)], ids=["rows", "pages"]
+)
 def test_a_flood_of_another_tenant_doubles_the_first_tokens_time_at_most(
     limits: dict[str, int],
 ) -> None:
@@ -219,7 +223,7 @@ def test_a_flood_of_another_tenant_doubles_the_first_tokens_time_at_most(
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("policy", ["fcfs", "shortest_first", "priority"])
+@pytest.mark.parametrize("policy", get_args(SchedulingPolicy))
 @pytest.mark.parametrize("seed", range(4))
 def test_a_flood_doubles_the_first_tokens_time_at_most_over_many_requests(
     policy: SchedulingPolicy, seed: int

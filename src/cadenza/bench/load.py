@@ -179,7 +179,7 @@ def largest_tensor_bytes(checkpoint: Checkpoint) -> int:
     return max(checkpoint.weights.num_bytes(name) for name in checkpoint.weights)
 
 
-def _measure(argument: str) -> Load:
+def measure_here(argument: str) -> Load:
     """Loads and reads in this process. `argument` is JSON: `{"model", "config", "repeats"}`."""
     asked = json.loads(argument)
     config = EngineConfig(**asked["config"])
@@ -220,4 +220,4 @@ def _timed(action: Callable[[], None]) -> float:
 
 
 if __name__ == "__main__":
-    print(json.dumps(asdict(_measure(sys.argv[1]))), flush=True)
+    print(json.dumps(asdict(measure_here(sys.argv[1]))), flush=True)

@@ -31,6 +31,7 @@ from cadenza.events import Started
 from cadenza.frontend.loaded_model import load_model
 from cadenza.tenant import Tenant
 
+_ARRAYS = ("token_ids", "is_finite", "has_choice", "logprobs", "ranks", "top_ids", "top_logprobs")
 REPORT_EVERY = 1000
 """Requests that end between two reports of progress."""
 
@@ -103,8 +104,9 @@ class SimulatedSteps:
     def output(self, batch: Batch) -> StepOutput:
         """What the batch samples."""
         count = batch.load.num_logits
-        if count not in self._outputs:
-            self._outputs[count] = _first(self._whole, count)
+        if count not in self._outputs:  # views
+            first = {name: getattr(self._whole, name)[:count] for name in _ARRAYS}
+            self._outputs[count] = StepOutput(**first)
         return self._outputs[count]
 
 
@@ -156,19 +158,6 @@ def _constant_output(count: int) -> StepOutput:
         ranks=np.ones(count, np.int32),
         top_ids=np.zeros((count, 0), np.int32),
         top_logprobs=np.zeros((count, 0), np.float32),
-    )
-
-
-def _first(whole: StepOutput, count: int) -> StepOutput:
-    """The first logit rows, as views."""
-    return StepOutput(
-        token_ids=whole.token_ids[:count],
-        is_finite=whole.is_finite[:count],
-        has_choice=whole.has_choice[:count],
-        logprobs=whole.logprobs[:count],
-        ranks=whole.ranks[:count],
-        top_ids=whole.top_ids[:count],
-        top_logprobs=whole.top_logprobs[:count],
     )
 
 

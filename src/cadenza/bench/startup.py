@@ -28,15 +28,8 @@ weights are in place · the programs are compiled · the first token is read."""
 _TIMEOUT_S = 600.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StartTimes:
-    """Seconds of each of `PHASES`, in their order."""
-
-    phases_s: tuple[float, ...]
-
-    @property
-    def total_s(self) -> float:
-        return sum(self.phases_s)
+StartTimes = tuple[float, ...]
+"""Seconds of each of `PHASES`, in their order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,12 +45,12 @@ class Startup:
 
     @property
     def total_s_runs(self) -> list[float]:
-        return [start.total_s for start in self.starts]
+        return [*map(sum, self.starts)]
 
     @property
     def phases_s(self) -> dict[str, float]:
         """The median of each phase."""
-        runs = zip(*(start.phases_s for start in self.starts), strict=True)
+        runs = zip(*self.starts, strict=True)
         return dict(zip(PHASES, map(statistics.median, runs), strict=True))
 
 
@@ -102,4 +95,4 @@ def start_once(argument: str, cache: Path) -> StartTimes:
         env={"CADENZA_CACHE_DIR": str(cache), "JAX_COMPILATION_CACHE_DIR": ""},
     )
     ends = [start_s, *(at_s[phase] for phase in PHASES)]
-    return StartTimes(phases_s=tuple(end - begin for begin, end in pairwise(ends)))
+    return tuple(end - begin for begin, end in pairwise(ends))

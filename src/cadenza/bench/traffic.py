@@ -12,7 +12,12 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Literal, get_args
 
-from cadenza.bench.workloads import MAX_NUM_REQUESTS, check_whole
+from cadenza.bench.workloads import (
+    MAX_DRAWN_LEN,
+    MAX_NUM_REQUESTS,
+    check_lengths,
+    check_whole,
+)
 from cadenza.config import MAX_SEED, SchedulingPolicy
 from cadenza.errors import ConfigError
 
@@ -104,17 +109,9 @@ class TrafficOptions:
         check_whole("num-requests", self.num_requests, 1, MAX_NUM_REQUESTS)
         check_whole("num-tenants", self.num_tenants, 1, MAX_TENANTS)
         check_whole("num-prefixes", self.num_prefixes, 0, MAX_PREFIXES)
-        check_whole("prefix-len", self.prefix_len, 1, 1 << 20)
+        check_whole("prefix-len", self.prefix_len, 1, MAX_DRAWN_LEN)
         check_whole("seed", self.seed, 0, MAX_SEED)
-        for flag, (low, high) in (
-            ("input-len", self.prompt_lens),
-            ("output-len", self.output_lens),
-        ):
-            if not 1 <= low <= high <= 1 << 20:
-                raise ConfigError(
-                    f"--{flag} {low}:{high} must be two whole numbers from 1 to {1 << 20}, the "
-                    f"second not below the first"
-                )
+        check_lengths(self.prompt_lens, self.output_lens)
         _check_positive("request-rate", self.request_rate, 1e6)
         _check_positive("max-ttft-s", self.max_ttft_s, 1e6)
         _check_positive("max-tpot-ms", self.max_tpot_ms, 1e9)
@@ -127,14 +124,10 @@ class TrafficOptions:
 
     def traffic(self, max_model_len: int) -> Iterator[TrafficArrival]:
         """The arrivals in order; lengths are cut so that each request fits the context."""
-        rates = [self.request_rate * (self.flood if not at else 1.0) for at in self._tenants]
+        rates = [self.request_rate * self.flood, *[self.request_rate] * (self.num_tenants - 1)]
         sources = [self._source(at, rate, max_model_len) for at, rate in enumerate(rates) if rate]
         merged = heapq.merge(*sources, key=lambda arrival: arrival.after_s)
         return islice(merged, self.num_requests)
-
-    @property
-    def _tenants(self) -> range:
-        return range(self.num_tenants)
 
     def _source(self, tenant: int, rate: float, max_model_len: int) -> Iterator[TrafficArrival]:
         """One tenant's requests, without end."""

@@ -21,6 +21,7 @@ MAX_CONCURRENCIES = 64
 MAX_CLIENTS = 1024
 MAX_NUM_REQUESTS = 1_000_000
 MAX_LEN = 1 << 24
+MAX_DRAWN_LEN = 1 << 20
 REQUESTS_PER_CLIENT = 6
 LEAST_REQUESTS = 12
 REQUESTS_AT_A_RATE = 192
@@ -34,6 +35,16 @@ def check_whole(flag: str, value: int, low: int, high: int) -> None:
     """Raises ConfigError when a flag's value is out of bounds."""
     if not low <= value <= high:
         raise ConfigError(f"--{flag} {value} must be a whole number from {low} to {high}")
+
+
+def check_lengths(prompts: tuple[int, int], answers: tuple[int, int]) -> None:
+    """Raises ConfigError when the bounds of lengths are out of bounds."""
+    for flag, (low, high) in (("input-len", prompts), ("output-len", answers)):
+        if not 1 <= low <= high <= MAX_DRAWN_LEN:
+            raise ConfigError(
+                f"--{flag} {low}:{high} must be two whole numbers from 1 to {MAX_DRAWN_LEN}, the "
+                f"second not below the first"
+            )
 
 
 def check_repeats(repeats: int) -> None:
@@ -136,15 +147,7 @@ class ServeOptions:
             check_whole("concurrency", clients, 1, MAX_CLIENTS)
         if self.num_requests is not None:
             check_whole("num-requests", self.num_requests, 1, MAX_NUM_REQUESTS)
-        for flag, (low, high) in (
-            ("input-len", self.prompt_lens),
-            ("output-len", self.output_lens),
-        ):
-            if not 1 <= low <= high <= 1 << 20:
-                raise ConfigError(
-                    f"--{flag} {low}:{high} must be two whole numbers from 1 to {1 << 20}, the "
-                    f"second not below the first"
-                )
+        check_lengths(self.prompt_lens, self.output_lens)
         if self.vocab_size <= FIRST_TOKEN_ID:
             raise ConfigError(f"--vocab-size {self.vocab_size} must be above {FIRST_TOKEN_ID}")
         if self.request_rate is not None and not 0 < self.request_rate < 1e6:

@@ -15,7 +15,7 @@ import typer
 
 from cadenza.bench.traffic import TrafficOptions
 from cadenza.bench.workloads import ServeOptions, Workload, check_whole
-from cadenza.cli.options import EngineFlags, Flag, JsonFlag, ModelArgument, with_flags
+from cadenza.cli.options import EngineFlags, Flag, JsonFlag, ModelArgument, parsed, with_flags
 from cadenza.cli.report import progress_bar, status_line
 from cadenza.config import MAX_SEED, EngineConfig
 from cadenza.errors import ConfigError
@@ -35,36 +35,26 @@ ShapeFlag = Annotated[
 ]
 
 
-def whole_numbers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise typer.BadParameter(
-            f"{text!r} is not whole numbers with commas between, such as 1,4,8"
-        ) from None
+whole_numbers = parsed(
+    lambda text: tuple(int(part) for part in text.split(",")),
+    "not whole numbers with commas between, such as 1,4,8",
+)
+costs = parsed(
+    lambda text: tuple(float(part) for part in text.split(",")),
+    "not numbers with commas between, such as 5.4,0.25,0.1,0.00002",
+)
 
 
 def words(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
-def costs(text: str) -> tuple[float, ...]:
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise typer.BadParameter(
-            f"{text!r} is not numbers with commas between, such as 5.4,0.25,0.1,0.00002"
-        ) from None
+def _bounds(text: str) -> tuple[int, int]:
+    low, _, high = text.partition(":")
+    return int(low), int(high or low)
 
 
-def bounds(text: str) -> tuple[int, int]:
-    try:
-        low, _, high = text.partition(":")
-        return int(low), int(high or low)
-    except ValueError:
-        raise typer.BadParameter(
-            f"{text!r} is neither a whole number nor two with a colon between, such as 16:512"
-        ) from None
+bounds = parsed(_bounds, "neither a whole number nor two with a colon between, such as 16:512")
 
 
 def _numbers(help: str) -> Flag:

@@ -1,11 +1,11 @@
 """What `cadenza bench` prints: the JSON objects and texts of its results, each described once.
 
-Owns the keys, headings and forms. Knows no flags.
+Owns the keys, headings and forms.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cadenza.bench.bounds import Roofline
 from cadenza.bench.load import Load
@@ -23,14 +23,18 @@ from cadenza.cli.report import (
     as_table,
     bytes_text,
     counted,
-    json_line,
     keys,
-    print_table,
+    picked,
     section_text,
+    show,
     value_text,
 )
 
+if TYPE_CHECKING:
+    from rich.table import Table
+
 Machine = dict[str, object]
+Text = Iterable["str | Table"]
 
 _LIMITS = {"read": "reading", "multiply": "multiplying"}
 
@@ -117,7 +121,7 @@ _STARTUP: Columns = (
     Column("total_s", "total"),
     *keys("total_s_runs"),
 )
-_LOAD: Columns = keys(
+_LOAD = (
     *("file_bytes", "weight_bytes", "largest_tensor_bytes", "num_threads"),
     *("load_gb_s", "read_gb_s", "share_of_read", "read_new_gb_s", "share_of_read_new"),
     *("peak_private_bytes", "allowed_private_bytes", "load_s", "read_s", "read_new_s"),
@@ -126,92 +130,100 @@ _LOAD: Columns = keys(
 
 def print_throughput(found: Throughput, *, as_json: bool) -> None:
     """The machine, the setting, one row for each concurrency, and the profiles."""
+    results = [as_object(_THROUGHPUT, each) | _profiles(each) for each in found.results]
+    facts = {
+        "machine": found.machine,
+        "workload": found.workload,
+        "roofline": found.roofline and picked(found.roofline, "read_gb_s", "gflop_s"),
+        "results": results,
+    }
+    show(facts, _throughput_text(found), as_json=as_json)
+
+
+def _throughput_text(found: Throughput) -> Text:
     roofline, setting = found.roofline, found.workload
-    if as_json:
-        results = [as_object(_THROUGHPUT, each) | _profiles(each) for each in found.results]
-        rates = roofline and {"read_gb_s": roofline.read_gb_s, "gflop_s": roofline.gflop_s}
-        facts = {"machine": found.machine, "workload": setting, "roofline": rates}
-        print(json_line(facts | {"results": results}))
-        return
-    _print_machine(found.machine)
+    yield _machine_text(found.machine)
     if roofline is not None:
-        print(f"roofline: read {roofline.read_gb_s:.1f} GB/s, {_multiply_text(roofline)}")
-    print(
+        yield f"roofline: read {roofline.read_gb_s:.1f} GB/s, {_multiply_text(roofline)}"
+    yield (
         f"model: {setting['model']}, {setting['dtype']}, {setting['ops']} ops; "
         f"{setting['input_len']} prompt tokens, {setting['output_len']} new ones; "
         f"medians of {setting['repeats']}"
     )
-    print_table(as_table(_THROUGHPUT, found.results))
+    yield as_table(_THROUGHPUT, found.results)
     if roofline is None:
-        print(f"tokens per second; no bound is known for {setting['backend']}, so no share of one")
+        yield f"tokens per second; no bound is known for {setting['backend']}, so no share of one"
     else:
-        print("tokens per second, share of the bound, whether reading or multiplying sets it")
+        yield "tokens per second, share of the bound, whether reading or multiplying sets it"
     for each in found.results:
         for kind, profile in each.profiles.items():
-            _print_profile(f"{kind} step at {each.concurrency} rows", profile)
+            yield f"{kind} step at {each.concurrency} rows:"
+            yield _profile_table(profile)
 
 
 def _profiles(found: ConcurrencyResult) -> dict[str, Any]:
     """The member `profile`, where there is one."""
-    step = keys("step_ms", "kernels_ms", "rest_ms", "read_bytes", "ops")
-    profiles = {kind: as_object(step, profile) for kind, profile in found.profiles.items()}
+    members = ("step_ms", "kernels_ms", "rest_ms", "read_bytes", "ops")
+    profiles = {kind: picked(profile, *members) for kind, profile in found.profiles.items()}
     return {"profile": profiles} if profiles else {}
 
 
-def _print_profile(title: str, profile: StepProfile) -> None:
+def _profile_table(profile: StepProfile) -> "Table":
     def share(ms: float) -> str:
         return f"{ms / profile.step_ms:.0%}"
 
-    columns = (*_OPERATION, Column(None, "of step", "ms", share))
-    table = as_table(columns, profile.ops)
+    table = as_table((*_OPERATION, Column(None, "of step", "ms", share)), profile.ops)
     rest, read = profile.rest_ms, bytes_text(profile.read_bytes)
     table.add_row("left in XLA and host", "", value_text("ms", rest), "", "", share(rest))
     table.add_row("step", "", value_text("ms", profile.step_ms), read, "", "")
-    print(f"{title}:")
-    print_table(table)
+    return table
 
 
 def print_serving(found: ServeFigures, options: ServeOptions, *, as_json: bool) -> None:
     """One row for each load, then what failed. The API key is printed nowhere."""
-    if as_json:
-        setting = {name: value for name, value in asdict(options).items() if name != "api_key"}
-        results = [as_object(_SERVED_LOAD, load) for load in found.loads]
-        facts = {"url": found.url, "model": found.model, "workload": setting}
-        print(json_line(facts | {"results": results}))
-        return
-    print(f"{found.url}: {found.model}")
-    print_table(as_table(_SERVED_LOAD, found.loads))
-    print("tok/s: output tokens by usage; ms: p50 and p99; µs: processor time for each token")
+    setting = {name: value for name, value in asdict(options).items() if name != "api_key"}
+    facts = {
+        "url": found.url,
+        "model": found.model,
+        "workload": setting,
+        "results": [as_object(_SERVED_LOAD, load) for load in found.loads],
+    }
+    show(facts, _serving_text(found), as_json=as_json)
+
+
+def _serving_text(found: ServeFigures) -> Text:
+    yield f"{found.url}: {found.model}"
+    yield as_table(_SERVED_LOAD, found.loads)
+    yield "tok/s: output tokens by usage; ms: p50 and p99; µs: processor time for each token"
     for load in found.loads:
         where = "at a rate" if load.concurrency is None else f"{load.concurrency} clients"
         for reason, count in sorted(load.errors.items()):
-            print(f"failed ({where}): {counted(count, 'request')}: {reason}")
+            yield f"failed ({where}): {counted(count, 'request')}: {reason}"
 
 
 def print_simulation(found: Simulated, options: TrafficOptions, *, as_json: bool) -> None:
     """The server, one row for each policy and, of several tenants, for each of them."""
-    server = found.server
-    if as_json:
-        results = [as_object(_SIMULATED, each) for each in found.results]
-        facts = {"server": server, "traffic": options}
-        print(json_line(facts | {"results": results}))
-        return
-    cost, limits = server.cost, server.limits
+    results = [as_object(_SIMULATED, each) for each in found.results]
+    facts = {"server": found.server, "traffic": options, "results": results}
+    show(facts, _simulation_text(found, options), as_json=as_json)
+
+
+def _simulation_text(found: Simulated, options: TrafficOptions) -> Text:
+    server, cost, limits = found.server, found.server.cost, found.server.limits
     bound = "none" if server.max_itl_ms is None else f"{server.max_itl_ms:.0f} ms"
-    print(
+    yield (
         f"step: {cost.fixed_ms:.3g} ms, {cost.token_ms:.3g} a token, {cost.logit_ms:.3g} a logit "
         f"row, {cost.key_ms:.3g} a key; at most {bound}"
     )
-    print(
+    yield (
         f"{limits.max_num_seqs} rows, {limits.num_pages} pages of {limits.page_size}, "
         f"{limits.max_num_batched_tokens} tokens a step, {limits.max_num_queued_reqs} in the queue"
     )
-    print_table(as_table(_SIMULATED, found.results))
-    if options.num_tenants > 1:
-        for each in found.results:
-            print(f"{each.policy}:")
-            print_table(as_table(_SIMULATED_TENANT, each.tenants))
-    print(
+    yield as_table(_SIMULATED, found.results)
+    for each in found.results if options.num_tenants > 1 else ():
+        yield f"{each.policy}:"
+        yield as_table(_SIMULATED_TENANT, each.tenants)
+    yield (
         f"ms: p50 and p99; good: first token within {options.max_ttft_s:g} s, further ones within "
         f"{options.max_tpot_ms:g} ms on average"
     )
@@ -220,48 +232,42 @@ def print_simulation(found: Simulated, options: TrafficOptions, *, as_json: bool
 def print_roofline(machine: Machine, found: Sequence[Roofline], *, as_json: bool) -> None:
     """The machine and its highest rates; `found` has one measurement for each type."""
     read_gb_s = max(each.read_gb_s for each in found)
-    if as_json:
-        rates = {
-            "read_gb_s": read_gb_s,
-            "gflop_s": found[0].gflop_s,
-            "gflop_s_by_dtype": {each.dtype: each.gflop_s for each in found},
-            "method": found[0].method,
-        }
-        print(json_line({"machine": machine, "roofline": rates}))
-        return
-    _print_machine(machine)
-    print(f"read: {read_gb_s:.1f} GB/s")
-    for each in found:
-        print(f"multiply: {_multiply_text(each)}")
+    rates = {
+        "read_gb_s": read_gb_s,
+        "gflop_s": found[0].gflop_s,
+        "gflop_s_by_dtype": {each.dtype: each.gflop_s for each in found},
+        "method": found[0].method,
+    }
+    multiply = (f"multiply: {_multiply_text(each)}" for each in found)
+    text = (_machine_text(machine), f"read: {read_gb_s:.1f} GB/s", *multiply)
+    show({"machine": machine, "roofline": rates}, text, as_json=as_json)
 
 
 def print_startup(machine: Machine, found: Sequence[Startup], *, as_json: bool) -> None:
     """Median seconds of each phase."""
-    if as_json:
-        results = [as_object(_STARTUP, each) for each in found]
-        print(json_line({"machine": machine, "results": results}))
-        return
-    phases = [_phase(name) for name in PHASES]
+    results = [as_object(_STARTUP, each) for each in found]
+    show({"machine": machine, "results": results}, _startup_text(found), as_json=as_json)
+
+
+def _startup_text(found: Sequence[Startup]) -> Text:
     worst = Column("worst_s", "worst", lambda startup: max(startup.total_s_runs))
-    print_table(as_table((_STARTUP[0], *phases, *_STARTUP[1:], worst), found))
+    yield as_table((_STARTUP[0], *map(_phase, PHASES), *_STARTUP[1:], worst), found)
     starts = counted(len(found[0].starts), "start")
-    print(f"medians of {starts}; total: process start to the first token")
+    yield f"medians of {starts}; total: process start to the first token"
 
 
 def print_load(machine: Machine, found: Load, *, as_json: bool) -> None:
     """The rates, their shares, and the memory that loading took."""
-    results = as_object(_LOAD, found)
-    if as_json:
-        print(json_line({"machine": machine, "results": results}))
-        return
-    _print_machine(machine)
-    print(section_text(f"medians of {counted(len(found.load_s), 'load')}", results))
+    results = picked(found, *_LOAD)
+    title = f"medians of {counted(len(found.load_s), 'load')}"
+    text = (_machine_text(machine), section_text(title, results))
+    show({"machine": machine, "results": results}, text, as_json=as_json)
 
 
-def _print_machine(machine: Machine) -> None:
+def _machine_text(machine: Machine) -> str:
     native = f"{machine['isa']}, {machine['threads']} threads" if machine["isa"] else "no kernels"
     cores, load = machine["cores"], machine["load_average"]
-    print(f"machine: {machine['cpu']}, {cores} cores, {native}; load {load}")
+    return f"machine: {machine['cpu']}, {cores} cores, {native}; load {load}"
 
 
 def _multiply_text(roofline: Roofline) -> str:

@@ -21,6 +21,7 @@ from cadenza.cli.report import (
     json_line,
     keys,
     on_one_line,
+    picked,
     rate_text,
     seconds_text,
 )
@@ -98,12 +99,10 @@ def _sample_object(stream: BatchStream, completion: CompletionOutput) -> dict[st
         "object": "request",
         "index": stream.index,
         "sample": completion.index,
-        **as_object(keys("prompt", "prompt_token_ids", "num_cached_tokens"), output),
-        **as_object(
-            keys("text", "token_ids", "finish_reason", "stop_reason", "num_generated_tokens"),
-            completion,
-        ),
-        **as_object(keys("ttft_s", "tokens_per_s"), stream),
+        **picked(output, "prompt", "prompt_token_ids", "num_cached_tokens"),
+        **picked(completion, "text", "token_ids", "finish_reason", "stop_reason"),
+        "num_generated_tokens": completion.num_generated_tokens,
+        **picked(stream, "ttft_s", "tokens_per_s"),
     }
     if params.logprobs is not None:
         described["cumulative_logprob"] = _finite(completion.cumulative_logprob)

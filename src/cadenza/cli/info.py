@@ -15,7 +15,7 @@ import typer
 
 from cadenza.cli.options import EngineFlags, JsonFlag, ModelArgument, ModelFlag
 from cadenza.cli.prompts import only_model
-from cadenza.cli.report import json_line, section_text
+from cadenza.cli.report import json_line, picked, section_text
 from cadenza.config import EngineConfig
 from cadenza.errors import CheckpointError
 
@@ -123,22 +123,13 @@ def describe(
         "model": _model(name, checkpoint),
         "text": _text(checkpoint, config),
         "memory": {
-            "available_bytes": plan.available_bytes,
-            "headroom_bytes": plan.headroom_bytes,
-            "weight_bytes": plan.weight_bytes,
-            "kv_bytes": plan.kv_bytes,
-            "scratch_bytes": plan.scratch_bytes,
-            "process_bytes": plan.footprint.process_bytes,
-            "front_end_bytes": plan.footprint.front_end_bytes,
-            "bodies_bytes": plan.footprint.bodies_bytes,
+            **picked(plan, "available_bytes", "headroom_bytes", "weight_bytes", "kv_bytes"),
+            **picked(plan, "scratch_bytes"),
+            **picked(plan.footprint, "process_bytes", "front_end_bytes", "bodies_bytes"),
             "planned_bytes": plan.planned_bytes,
             "resident_at_start_bytes": plan.start_bytes,
-            "reserved_bytes": plan.reserved_bytes,
-            "kv_bytes_per_token": plan.kv_bytes_per_token,
-            "kv_layout": plan.kv_layout,
-            "page_size": limits.page_size,
-            "num_pages": limits.num_pages,
-            "max_model_len": limits.max_model_len,
+            **picked(plan, "reserved_bytes", "kv_bytes_per_token", "kv_layout"),
+            **picked(limits, "page_size", "num_pages", "max_model_len"),
             # A request's last token is never computed and needs no KV.
             "num_full_length_requests": limits.num_pages
             // max(1, -(-(limits.max_model_len - 1) // limits.page_size)),
@@ -146,21 +137,15 @@ def describe(
         "engine": {
             "backend": traits.name,
             "device": config.device,
-            "ops": traits.ops,
-            "exactness": traits.exactness,
-            "dtype": plan.dtype,
-            "quantization": plan.quantization,
+            **picked(traits, "ops", "exactness"),
+            **picked(plan, "dtype", "quantization"),
             "activations": _activations(plan),
             "kv_cache_dtype": plan.kv_cache_dtype,
             "arithmetic": config.arithmetic,
             "max_num_seqs": limits.max_num_seqs,
             "max_num_seqs_reason": plan.rows_reason or "as given",
-            "max_num_batched_tokens": limits.max_num_batched_tokens,
-            "max_num_queued_reqs": limits.max_num_queued_reqs,
-            "scheduler": config.scheduler,
-            "max_itl_ms": config.max_itl_ms,
-            "batching": config.batching,
-            "scheduling_policy": config.scheduling_policy,
+            **picked(limits, "max_num_batched_tokens", "max_num_queued_reqs"),
+            **picked(config, "scheduler", "max_itl_ms", "batching", "scheduling_policy"),
             "admission": config.admission,
             "enable_prefix_caching": limits.enable_prefix_caching,
             "prefix_cache_share": limits.prefix_cache_memory_share,
@@ -226,35 +211,36 @@ def _activations(plan: "EnginePlan") -> str:
 
 
 def _model(name: str | None, checkpoint: "Checkpoint") -> dict[str, Any]:
+    """Of a model whose arithmetic the backend brings only what its outline says."""
     from cadenza.checkpoint import count_parameters
 
-    if not checkpoint.is_known:
-        return _outlined(name, checkpoint)
-    shape = checkpoint.config
-    return {
+    outline = checkpoint.outline
+    facts = {
         "name": name or "bundled",
         "revision": checkpoint.revision,
         "is_supported": True,
         "format": checkpoint.format,
         "files": _files(checkpoint),
-        "family": shape.family,
+        "family": outline.family,
+    }
+    end = {"eos_token_ids": checkpoint.eos_token_ids}
+    if not checkpoint.is_known:
+        sizes = picked(outline, "vocab_size", "max_position_embeddings")
+        return {**facts, "stored_dtype": outline.dtype, **sizes, **end}
+    shape, weights = checkpoint.config, checkpoint.weights
+    return {
+        **facts,
         "num_parameters": count_parameters(shape),
         "stored_dtype": shape.dtype,
-        "stored_types": _stored_types(checkpoint),
+        "stored_types": dict(Counter(sorted(weights.stored_type(name) for name in weights))),
         **_scheme(checkpoint),
-        "num_layers": shape.num_layers,
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
+        **picked(shape, "num_layers", "hidden_size", "intermediate_size"),
         **_experts(shape),
-        "num_heads": shape.num_heads,
-        "num_kv_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
-        "vocab_size": shape.vocab_size,
-        "max_position_embeddings": shape.max_position_embeddings,
-        "tie_word_embeddings": shape.tie_word_embeddings,
+        **picked(shape, "num_heads", "num_kv_heads", "head_dim", "vocab_size"),
+        **picked(shape, "max_position_embeddings", "tie_word_embeddings"),
         "can_generate": checkpoint.can_generate,
         "has_score_head": checkpoint.score_head is not None,
-        "eos_token_ids": checkpoint.eos_token_ids,
+        **end,
     }
 
 
@@ -267,12 +253,6 @@ def _scheme(checkpoint: "Checkpoint") -> dict[str, str | None]:
     }
 
 
-def _stored_types(checkpoint: "Checkpoint") -> dict[str, int]:
-    """How many tensors are stored in each data type or encoding."""
-    weights = checkpoint.weights
-    return dict(Counter(sorted(weights.stored_type(name) for name in weights)))
-
-
 def _files(checkpoint: "Checkpoint") -> dict[str, int]:
     """Name to size in bytes: of a folder's files, or of those of a GGUF model."""
     from cadenza.checkpoint.survey import list_files
@@ -280,23 +260,6 @@ def _files(checkpoint: "Checkpoint") -> dict[str, int]:
     if checkpoint.format == "gguf":
         return {file.name: len(file.data) for file in checkpoint.weights.files}
     return list_files(checkpoint.folder)
-
-
-def _outlined(name: str | None, checkpoint: "Checkpoint") -> dict[str, Any]:
-    """What is known of a model whose arithmetic the backend brings."""
-    outline = checkpoint.outline
-    return {
-        "name": name or "bundled",
-        "revision": checkpoint.revision,
-        "is_supported": True,
-        "format": checkpoint.format,
-        "files": _files(checkpoint),
-        "family": outline.family,
-        "stored_dtype": outline.dtype,
-        "vocab_size": outline.vocab_size,
-        "max_position_embeddings": outline.max_position_embeddings,
-        "eos_token_ids": checkpoint.eos_token_ids,
-    }
 
 
 def _experts(shape: "ModelConfig") -> dict[str, int | None]:

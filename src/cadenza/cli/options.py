@@ -28,6 +28,7 @@ from cadenza.config import EngineConfig, refuse_fp8_kv
 from cadenza.errors import ConfigError
 
 Result = TypeVar("Result")
+Value = TypeVar("Value")
 
 ENVIRONMENT_PREFIX = "CADENZA_"
 VARIABLES_WITHOUT_FLAG: Mapping[str, str] = {
@@ -78,24 +79,29 @@ def flag(default: Any, help: str, *names: str, has_variable: bool = False, **set
     return dataclasses.field(default=default, metadata={"flag": described})
 
 
-def whole_or_auto(text: str) -> int | None:
-    """A whole number; None for "auto"."""
-    if text == "auto":
-        return None
-    try:
-        return int(text)
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is neither a whole number nor auto") from None
+def parsed(read: Callable[[str], Value], what: str) -> Callable[[str], Value]:
+    """A flag's parser. A text that `read` cannot read is an error, which says that it is `what`."""
+
+    def parse(text: str) -> Value:
+        try:
+            return read(text)
+        except (OSError, ValueError, RecursionError):
+            raise typer.BadParameter(f"{text!r} is {what}") from None
+
+    return parse
 
 
-def share_or_auto(text: str) -> float | None:
-    """A number; None for "auto"."""
-    if text == "auto":
-        return None
-    try:
-        return float(text)
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is neither a number nor auto") from None
+def _or_auto(kind: Callable[[str], Value]) -> Callable[[str], Value | None]:
+    """Reads a number; None for "auto"."""
+    return lambda text: None if text == "auto" else kind(text)
+
+
+whole_or_auto = parsed(_or_auto(int), "neither a whole number nor auto")
+share_or_auto = parsed(_or_auto(float), "neither a number nor auto")
+milliseconds = parsed(
+    lambda text: text if text in ("auto", "none") else float(text),
+    "neither a number, auto nor none",
+)
 
 
 class Chosen(Enum):
@@ -108,16 +114,6 @@ def whole_or_chosen(text: str) -> int | Chosen:
     """A whole number; `Chosen.AT_LOAD_TIME` for "auto"."""
     number = whole_or_auto(text)
     return Chosen.AT_LOAD_TIME if number is None else number
-
-
-def milliseconds(text: str) -> float | str:
-    """A number; "auto" and "none" as they are."""
-    if text in ("auto", "none"):
-        return text
-    try:
-        return float(text)
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is neither a number, auto nor none") from None
 
 
 _MODEL_HELP = "A model's folder, GGUF file or hub id (default: the bundled model)."

@@ -74,6 +74,23 @@ def json_line(found: object) -> str:
     return json.dumps(found, allow_nan=False, default=asdict)
 
 
+def picked(result: object, *names: str) -> dict[str, Any]:
+    """Some attributes of a result, by their names."""
+    return as_object(keys(*names), result)
+
+
+def show(facts: object, text: "Iterable[str | Table]", *, as_json: bool) -> None:
+    """Prints the JSON object, or the lines and tables of the text, which is made only then."""
+    if as_json:
+        print(json_line(facts))
+        return
+    for each in text:
+        if isinstance(each, str):
+            print(each)
+        else:
+            print_table(each)
+
+
 def as_table(columns: Columns, results: Iterable[object]) -> "Table":
     """A row for each result. The first column is aligned left, the others right."""
     from rich.box import SIMPLE_HEAD

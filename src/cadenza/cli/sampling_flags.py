@@ -10,68 +10,55 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, cast
 
-import typer
-
-from cadenza.cli.options import flag
+from cadenza.cli.options import flag, parsed
 from cadenza.structured import StructuredOutput
 
 FORMS = {"json_schema": "json", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 """The flags that ask for a form of the answer, and their members of `StructuredOutput`."""
 
 
-def token_biases(text: str) -> dict[int, float]:
-    """A JSON object of token ids and biases, say {"12": -5}."""
-    try:
-        found: object = json.loads(text)
-        if not isinstance(found, dict):
-            raise ValueError
-        pairs = cast(dict[str, object], found)
-        return {int(key): _number(value) for key, value in pairs.items()}
-    except (ValueError, RecursionError):
-        raise typer.BadParameter(
-            f'{text!r} is not a JSON object of token ids and biases, such as {{"12": -5}}'
-        ) from None
+def _biases(text: str) -> dict[int, float]:
+    found: object = json.loads(text)
+    if not isinstance(found, dict):
+        raise ValueError
+    pairs = cast(dict[str, object], found)
+    return {int(key): _number(value) for key, value in pairs.items()}
 
 
-def token_ids(text: str) -> tuple[int, ...]:
-    """Token ids with commas between them."""
-    try:
-        return tuple(int(each) for each in text.split(","))
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a list of token ids, such as 5,6,7") from None
+token_biases = parsed(_biases, 'not a JSON object of token ids and biases, such as {"12": -5}')
+token_ids = parsed(
+    lambda text: tuple(int(each) for each in text.split(",")),
+    "not a list of token ids, such as 5,6,7",
+)
 
 
-def schema_text(text: str) -> str:
-    """A JSON Schema, or the name of a file that has one."""
-    if text.lstrip().startswith("{") or text.strip() in ("true", "false"):
-        return text
-    try:
-        return Path(text).read_text(encoding="utf-8")
-    except (OSError, ValueError):
-        raise typer.BadParameter(
-            f'{text!r} is neither a JSON Schema, such as {{"type": "object"}}, nor a file that '
-            f"can be read"
-        ) from None
+def _schema(text: str) -> str:
+    is_schema = text.lstrip().startswith("{") or text.strip() in ("true", "false")
+    return text if is_schema else Path(text).read_text(encoding="utf-8")
 
 
-def grammar_text(text: str) -> str:
-    """A grammar, or the name of a file that has one."""
-    if ":" in text and not Path(text).exists():
-        return text
-    try:
-        return Path(text).read_text(encoding="utf-8")
-    except (OSError, ValueError):
-        raise typer.BadParameter(
-            f"{text!r} is neither a grammar, such as 'start: \"a\"', nor a file that can be read"
-        ) from None
+def _grammar(text: str) -> str:
+    is_grammar = ":" in text and not Path(text).exists()
+    return text if is_grammar else Path(text).read_text(encoding="utf-8")
 
 
-def speculative(text: str) -> bool | int:
-    """true, false or a number of drafts, which `SamplingParams` bounds."""
+schema_text = parsed(
+    _schema, 'neither a JSON Schema, such as {"type": "object"}, nor a file that can be read'
+)
+grammar_text = parsed(
+    _grammar, "neither a grammar, such as 'start: \"a\"', nor a file that can be read"
+)
+
+
+def _drafts(text: str) -> bool | int:
+    """A number is bounded by `SamplingParams`."""
     words = {"true": True, "false": False}
-    if text in words or text.isdecimal():
-        return words[text] if text in words else int(text)
-    raise typer.BadParameter(f"{text!r} is not true, false or a number of drafts")
+    if text not in words and not text.isdecimal():
+        raise ValueError
+    return words[text] if text in words else int(text)
+
+
+speculative = parsed(_drafts, "not true, false or a number of drafts")
 
 
 def _number(value: object) -> float:

@@ -3,7 +3,9 @@
 Owns the command's flags and what it prints; the comparisons are `verification`'s.
 """
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Literal
 
 import typer
@@ -14,9 +16,8 @@ from cadenza.cli.report import (
     Columns,
     as_object,
     as_table,
-    json_line,
     keys,
-    print_table,
+    show,
     status_line,
 )
 from cadenza.config import DEFAULT_MAX_NUM_SEQS, EngineConfig
@@ -139,16 +140,17 @@ def _verify(options: "VerifyOptions", *, as_json: bool) -> bool:
 
     with status_line("starting") as report:
         result, plan = verify(options, report)
-    if as_json:
-        backend = {"backend": plan.traits.name, "ops": plan.traits.ops, "dtype": plan.dtype}
-        print(json_line(as_object(_RESULT, result) | backend))
-        return result.passed
-    print_table(as_table(_MODE, result.modes))
-    print("joined: in mid-stream; reused: rows; hits: prompts with a cached prefix")
-    print(f"backend: {plan.traits.name}, {plan.traits.ops} ops, {plan.dtype}")
+    traits = plan.traits
+    backend = {"backend": traits.name, "ops": traits.ops, "dtype": plan.dtype}
+    lines = [
+        "joined: in mid-stream; reused: rows; hits: prompts with a cached prefix",
+        f"backend: {traits.name}, {traits.ops} ops, {plan.dtype}",
+    ]
     if options.config.arithmetic == "portable":
-        print(f"portable digest: {result.digest}")
-    _print_closing_lines(result)
+        lines.append(f"portable digest: {result.digest}")
+    table = (as_table(_MODE, each) for each in [result.modes])
+    text = chain(table, lines, _closing_lines(result))
+    show(as_object(_RESULT, result) | backend, text, as_json=as_json)
     return result.passed
 
 
@@ -171,14 +173,10 @@ def _verify_url(gate: GateFlags, url: str, model: str | None, *, as_json: bool) 
     )
     with status_line("starting") as report:
         result = verify_url(options, report)
-    if as_json:
-        print(json_line(as_object(_RESULT, result)))
-        return result.passed
-    for mode in result.modes:
-        print(f"{mode.name}: {mode.num_equal}/{mode.num_streams} equal")
-    for each in result.left_out:
-        print(f"not compared: {each}")
-    _print_closing_lines(result)
+    lines = [f"{mode.name}: {mode.num_equal}/{mode.num_streams} equal" for mode in result.modes]
+    lines += [f"not compared: {each}" for each in result.left_out]
+    text = (*lines, *_closing_lines(result))
+    show(as_object(_RESULT, result), text, as_json=as_json)
     return result.passed
 
 
@@ -187,10 +185,8 @@ def _self_test(options: "VerifyOptions", *, as_json: bool) -> bool:
 
     with status_line("starting") as report:
         tested = self_test(options, report)
-    if as_json:
-        print(json_line({**asdict(tested), "passed": tested.passed}))
-    else:
-        _print_self_test(tested)
+    facts = {**asdict(tested), "passed": tested.passed}
+    show(facts, _self_test_text(tested), as_json=as_json)
     return tested.passed
 
 
@@ -227,23 +223,23 @@ def _matrix(gate: GateFlags, options: "tuple[Option, ...]") -> "OptionMatrix | N
     return make_matrix(options)
 
 
-def _print_closing_lines(result: "GateResult") -> None:
+def _closing_lines(result: "GateResult") -> Iterator[str]:
     batched, sequential = result.batched_tokens_per_s, result.sequential_tokens_per_s
     ratio = batched / sequential if sequential else 0.0
-    print(f"throughput: {batched:.0f} tok/s batched (vs {sequential:.0f} sequential, {ratio:.1f}x)")
+    yield f"throughput: {batched:.0f} tok/s batched (vs {sequential:.0f} sequential, {ratio:.1f}x)"
     if result.shortfall is not None:
-        print(f"note: {result.shortfall}")
-    print(result.last_line)
+        yield f"note: {result.shortfall}"
+    yield result.last_line
 
 
-def _print_self_test(tested: "SelfTestResult") -> None:
-    print(f"no fault: {'the gate passes' if tested.sound_passed else 'THE GATE FAILS'}")
-    for fault in tested.caught:
-        print(f"caught: {fault}")
-    for fault in tested.missed:
-        print(f"MISSED: {fault}")
-    for fault in tested.skipped:
-        print(f"skipped, the context is too short for it to show: {fault}")
+def _self_test_text(tested: "SelfTestResult") -> Iterator[str]:
+    yield f"no fault: {'the gate passes' if tested.sound_passed else 'THE GATE FAILS'}"
+    for what, faults in (
+        ("caught", tested.caught),
+        ("MISSED", tested.missed),
+        ("skipped, the context is too short for it to show", tested.skipped),
+    ):
+        yield from (f"{what}: {fault}" for fault in faults)
     if tested.note is not None:
-        print(f"note: {tested.note}")
-    print(tested.last_line)
+        yield f"note: {tested.note}"
+    yield tested.last_line
