@@ -28,7 +28,7 @@ EXTRA := project.optional-dependencies
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run test lint soak oracle real mutants bench lock kernels-all wheel clean
+.PHONY: help run test test-tools lint soak oracle real mutants bench lock kernels-all wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,10 +41,15 @@ test: export PYTHONDONTWRITEBYTECODE =
 test: .venv/.has-tools ## run the tests, two files at a time
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
+test-tools: .venv/.has-tools ## run the tests of the gates and tools, changed or not
+	$(BIN)/python -m pytest tests/tools -p no:cacheprovider
+
 lint: .venv/.has-tools ## run every gate: format, lint, types, layers, sizes, banned calls, names
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python tools/size_gate.py
+	$(BIN)/python tools/package_sizes.py
+	$(BIN)/python tools/small_functions.py
 	$(BIN)/python tools/banned_calls.py
 	$(BIN)/python tools/duplicate_names.py
 	$(BIN)/lint-imports --no-logo

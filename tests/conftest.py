@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tools.passed_gates import PassedGates
 from tools.real_models import GEMMA3, MODELS, SMOLLM2, RealModel, cache_folder, find
 
 LIBRARY_SUFFIXES = frozenset({".so", ".dylib", ".pyd"})
@@ -40,6 +41,7 @@ settings.register_profile(
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(PassedGates(config))
     if config.getoption("--hypothesis-profile") is None:
         settings.load_profile("ci")
     if not hasattr(config, "workerinput"):  # workers inherit it

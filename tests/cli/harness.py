@@ -8,13 +8,20 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from inspect import Parameter, Signature
 from pathlib import Path
+from typing import Any
 
+import typer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from typer.main import get_command
+from typer.testing import CliRunner
 
 from cadenza.checkpoint import ModelConfig, RopeConfig, write_random_checkpoint
+from cadenza.cli.options import with_flags
 
 TINY = ModelConfig(
     family="llama",
@@ -58,6 +65,44 @@ class Ran:
 
 def _refuse(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """A parameter that is a group of flags; made once, so that its parser is made once."""
+
+    name: str
+    kind: Any
+
+
+@cache
+def _parser(*groups: Group) -> tuple[Any, list[dict[str, Any]]]:
+    """A command with groups of flags, and what it was called with."""
+    seen: list[dict[str, Any]] = []
+
+    def command(**taken: Any) -> None:
+        seen.append(taken)
+
+    kind = Parameter.KEYWORD_ONLY
+    parameters = [Parameter(group.name, kind, annotation=group.kind) for group in groups]
+    vars(command)["__signature__"] = Signature(parameters)
+    app = typer.Typer(add_completion=False)
+    app.command()(with_flags(command))
+    return get_command(app), seen
+
+
+def taken(
+    groups: Sequence[Group], arguments: Sequence[object], env: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """What a command with these groups of flags makes of its arguments. Raises what it raises."""
+    command, seen = _parser(*groups)
+    with CliRunner().isolation(env=dict(env or {})):
+        try:
+            command.main(args=[str(each) for each in arguments], prog_name="c")
+        except SystemExit as end:
+            if end.code != 0:
+                raise
+    return seen.pop()
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:

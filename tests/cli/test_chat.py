@@ -33,13 +33,22 @@ def answers(llm: LLM, *turns: str, system: str | None = None) -> list[str]:
     return found
 
 
-def test_piped_lines_are_answered_with_the_history_and_without_decoration(
+def test_piped_lines_are_answered_with_the_history_and_commands_change_it(
     cadenza: Callable[..., Ran], model: Path, llm: LLM
 ):
-    ran = cadenza("chat", model, *FLAGS, stdin="the quick\n\none two\n")
-    first, second = answers(llm, "the quick", "one two")
-    assert ran == Ran(0, f"{first}\n{second}\n", "")
+    """One conversation with every command; nothing is printed but answers."""
+    lines = (
+        *("/retry", "the quick", "", "one two", "/retry", "six"),
+        *("/reset", "/retry", "the", "/reset", "/system be quick", "the", "/reset", "the"),
+        *("/system", "/reset", "the", "/bye", "never"),
+    )
+    ran = cadenza("chat", model, *FLAGS, stdin="".join(f"{line}\n" for line in lines))
+    first, second, third = answers(llm, "the quick", "one two", "six")
     assert second != answers(llm, "one two")[0]
+    (plain,), (quick,) = answers(llm, "the"), answers(llm, "the", system="be quick")
+    assert plain != quick
+    expected = (first, second, second, third, plain, quick, quick, plain)
+    assert ran == Ran(0, "".join(f"{text}\n" for text in expected), "")
 
 
 def test_the_pool_has_one_context_unless_a_flag_says_otherwise(
@@ -52,45 +61,6 @@ def test_the_pool_has_one_context_unless_a_flag_says_otherwise(
     assert [each.limits.num_pages for each in plans] == [4, 16]
     assert runs[0] == runs[1]
     assert (runs[0].code, runs[0].err) == (0, "")
-
-
-def test_reset_forgets_and_exit_ends(cadenza: Callable[..., Ran], model: Path, llm: LLM):
-    ran = cadenza("chat", "--model", model, *FLAGS, stdin="the\n/reset\none\n/exit\nnever\n")
-    expected = answers(llm, "the") + answers(llm, "one")
-    assert ran == Ran(0, "".join(f"{text}\n" for text in expected), "")
-
-
-@pytest.mark.parametrize("end", ["/bye", "/exit", "/quit"])
-def test_the_conversation_ends_by_each_of_the_usual_words(
-    cadenza: Callable[..., Ran], model: Path, llm: LLM, end: str
-):
-    ran = cadenza("chat", model, *FLAGS, stdin=f"the\n{end}\nnever\n")
-    assert ran == Ran(0, f"{answers(llm, 'the')[0]}\n", "")
-
-
-def test_retry_asks_the_last_question_again_with_the_history_before_it(
-    cadenza: Callable[..., Ran], model: Path, llm: LLM
-):
-    ran = cadenza("chat", model, *FLAGS, stdin="the\none\n/retry\ntwo\n")
-    first, second, third = answers(llm, "the", "one", "two")
-    assert ran == Ran(0, f"{first}\n{second}\n{second}\n{third}\n", "")
-
-
-def test_retry_without_a_question_asks_nothing(cadenza: Callable[..., Ran], model: Path, llm: LLM):
-    assert cadenza("chat", model, *FLAGS, stdin="/retry\n") == Ran(0, "", "")
-    ran = cadenza("chat", model, *FLAGS, stdin="the\n/reset\n/retry\n")
-    assert ran == Ran(0, f"{answers(llm, 'the')[0]}\n", "")
-
-
-def test_system_sets_and_removes_the_system_message_and_reset_keeps_it(
-    cadenza: Callable[..., Ran], model: Path, llm: LLM
-):
-    turns = "/system be quick\nthe\n/reset\nthe\n/system\n/reset\nthe\n"
-    ran = cadenza("chat", model, *FLAGS, stdin=turns)
-    with_system = answers(llm, "the", system="be quick")[0]
-    without = answers(llm, "the")[0]
-    assert with_system != without
-    assert ran == Ran(0, f"{with_system}\n{with_system}\n{without}\n", "")
 
 
 def test_a_system_message_comes_first(cadenza: Callable[..., Ran], model: Path, llm: LLM):
@@ -119,7 +89,7 @@ def test_a_conversation_that_outgrows_the_context_exits_with_2(
     assert "context" in ran.err
 
 
-@pytest.mark.parametrize("stdin", ["", "/exit\n"])
+@pytest.mark.parametrize("stdin", ["", "/exit\n", "/quit\n"])
 def test_nothing_asked_is_nothing_answered(cadenza: Callable[..., Ran], model: Path, stdin: str):
     assert cadenza("chat", model, *FLAGS, stdin=stdin) == Ran(0, "", "")
 

@@ -7,17 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from typer.main import get_command
 
 from cadenza.cli.app import build_app
 from cadenza.cli.config_file import read_config_file
-from cadenza.cli.options import EngineFlags, flags_of, with_flags
+from cadenza.cli.options import EngineFlags, flags_of
 from cadenza.cli.sampling_flags import SamplingFlags
 from cadenza.cli.serve import ServeFlags
 from cadenza.config import EngineConfig
 from cadenza.errors import ConfigError
-from tests.cli.harness import Ran
+from tests.cli.harness import Group, Ran, taken
 from tests.cli.test_options import ALIASES, VALUES
 
 DEFAULT = EngineConfig()
@@ -42,28 +41,26 @@ def toml(values: Mapping[str, object]) -> str:
     return "\n".join(lines)
 
 
-def parsed(*arguments: object, group: Any = SamplingFlags) -> tuple[EngineConfig, Any]:
+CONFIG, SAMPLING, SERVE = (
+    Group("config", EngineFlags),
+    Group("own", SamplingFlags),
+    Group("own", ServeFlags),
+)
+
+
+def parsed(*arguments: object, own: Group = SAMPLING) -> tuple[EngineConfig, Any]:
     """What a command sees. Raises what it raises."""
-    seen: list[tuple[EngineConfig, Any]] = []
-
-    def command(config: EngineFlags, own: Any) -> None:
-        seen.append((config, own))
-
-    command.__annotations__["own"] = group
-
-    app = typer.Typer()
-    app.command()(with_flags(command))
-    with get_command(app).make_context("c", [str(each) for each in arguments]) as context:
-        context.command.invoke(context)
-    return seen[0]
+    found = taken((CONFIG, own), arguments)
+    return found["config"], found["own"]
 
 
-@pytest.mark.parametrize("name", VALUES)
-def test_the_file_sets_every_flag_of_the_engine_by_its_name(file: Path, name: str):
-    file.write_text(toml({name: TYPES[name]}))
-    assert getattr(parsed("--config", file)[0], name) == VALUES[name][1]
-    file.write_text(toml({name.replace("_", "-"): TYPES[name]}))
-    assert getattr(parsed("--config", file)[0], name) == VALUES[name][1]
+def test_the_file_sets_every_flag_of_the_engine_by_its_name(file: Path):
+    file.write_text(toml(TYPES))
+    of_file = parsed("--config", file)[0]
+    file.write_text(toml({name.replace("_", "-"): value for name, value in TYPES.items()}))
+    for name, (_, meant) in VALUES.items():
+        assert getattr(of_file, name) == meant
+    assert parsed("--config", file)[0] == of_file
 
 
 def test_the_file_sets_switches_lists_and_tables(file: Path):
@@ -78,10 +75,10 @@ def test_the_file_sets_switches_lists_and_tables(file: Path):
     assert (sampling.logit_bias, sampling.speculative) == ({12: -5}, False)
 
 
-@pytest.mark.parametrize(("alias", "name"), [each for each in ALIASES if each[0][:2] == "--"])
-def test_an_alias_means_its_flag(file: Path, alias: str, name: str):
-    file.write_text(toml({alias[2:]: TYPES[name]}))
-    assert getattr(parsed("--config", file)[0], name) == VALUES[name][1]
+def test_an_alias_means_its_flag(file: Path):
+    for alias, name in (each for each in ALIASES if each[0][:2] == "--"):
+        file.write_text(toml({alias[2:]: TYPES[name]}))
+        assert getattr(parsed("--config", file)[0], name) == VALUES[name][1]
 
 
 def test_a_flag_comes_first_then_the_environment_then_the_file(
@@ -99,7 +96,7 @@ def test_a_flag_comes_first_then_the_environment_then_the_file(
 
 def test_the_server_takes_its_own_flags_and_keys_from_the_file(file: Path):
     file.write_text("port = 0\napi_key = ['one', 'two']\nhost = '::1'\nqueue_timeout = 3\n")
-    flags = parsed("--config", file, group=ServeFlags)[1]
+    flags = parsed("--config", file, own=SERVE)[1]
     assert (flags.port, flags.host, flags.queue_timeout) == (0, "::1", 3.0)
     assert flags.api_key == ["one", "two"]
 
@@ -127,16 +124,13 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("number", range(len(WRONG)))
-def test_what_cannot_work_names_the_file_and_the_name(
-    cadenza: Callable[..., Ran], file: Path, number: int
-):
-    text, said = [*WRONG.items()][number]
-    file.write_text(text, errors="surrogateescape")
-    ran = cadenza("serve", "--config", file)
-    assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1)
-    assert said.format(file=file) in ran.err
-    assert str(file) in ran.err
+def test_what_cannot_work_names_the_file_and_the_name(cadenza: Callable[..., Ran], file: Path):
+    for text, said in WRONG.items():
+        file.write_text(text, errors="surrogateescape")
+        ran = cadenza("serve", "--config", file)
+        assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1)
+        assert said.format(file=file) in ran.err
+        assert str(file) in ran.err
 
 
 def test_a_file_that_is_not_there_is_named(cadenza: Callable[..., Ran], file: Path):

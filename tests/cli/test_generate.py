@@ -11,6 +11,7 @@ import pytest
 
 from cadenza import LLM
 from cadenza.loading.plan import EnginePlan
+from tests.by_day import by_day
 from tests.cli.harness import COMMAND, ENGINE, Ran
 
 PROMPTS = ("the quick brown", "one two", "three four five six seven the lazy dog")
@@ -49,27 +50,19 @@ def test_json_has_the_token_ids_that_llm_gives(cadenza: Callable[..., Ran], mode
     assert summary["tokens_per_s"] > 0
 
 
-@pytest.mark.parametrize(("n", "num_pages"), [(1, 64), (5, 128)])
+@pytest.mark.parametrize("planned", by_day([(1, 64), (5, 128)], [(5, 128)]))
 def test_the_pool_is_planned_for_the_prompts_unless_a_flag_says_otherwise(
-    cadenza: Callable[..., Ran], model: Path, n: int, num_pages: int, plans: list[EnginePlan]
+    cadenza: Callable[..., Ran],
+    model: Path,
+    planned: tuple[int, int],
+    plans: list[EnginePlan],
 ):
     """A sample needs 13 pages; 16 rows of the whole context have the 8,192 of the flag."""
-    few = ("--max-num-batched-tokens", 64)
-    given = (
-        "generate",
-        model,
-        "the",
-        "--max-tokens",
-        200,
-        "--n",
-        n,
-        "--ignore-eos",
-        "--json",
-        *few,
-    )
+    n, num_pages = planned
+    few = ("--max-num-batched-tokens", 64, "--ignore-eos", "--json", "--seed", 3)
     runs: list[list[object]] = []
     for flags in ((), ("--num-pages", 8192)):
-        ran = cadenza(*given, "--seed", 3, *flags)
+        ran = cadenza("generate", model, "the", "--max-tokens", 200, "--n", n, *few, *flags)
         runs.append([each["token_ids"] for each in ran.objects[:-1]])
     assert [each.limits.num_pages for each in plans] == [num_pages, 8192]
     assert len(runs[0]) == n
@@ -88,40 +81,15 @@ def test_without_a_seed_each_request_has_the_one_that_llm_derives(
     assert len(set(found)) > 1
 
 
-def test_sampling_flags_reach_the_request(cadenza: Callable[..., Ran], model: Path, llm: LLM):
-    flags = ("--temperature", 0.8, "--top-k", 30, "--top-p", 0.9, "--min-p", 0.01, "--seed", 4)
-    ran = cadenza(
-        "generate", model, PROMPTS[0], "--max-tokens", 20, "--ignore-eos", "--json", *flags, *ENGINE
-    )
-    params = llm.default_params(
-        max_tokens=20, temperature=0.8, top_k=30, top_p=0.9, min_p=0.01, seed=4, ignore_eos=True
-    )
-    (expected,) = llm.generate(PROMPTS[0], params)
-    assert tuple(ran.objects[0]["token_ids"]) == expected.outputs[0].token_ids
-    assert len(ran.objects[0]["token_ids"]) == 20
-
-
 def test_logprobs_are_printed_on_demand(cadenza: Callable[..., Ran], model: Path):
-    ran = cadenza(
-        "generate",
-        model,
-        "the",
-        "--max-tokens",
-        3,
-        "--ignore-eos",
-        "--json",
-        "--logprobs",
-        2,
-        *ENGINE,
-    )
-    first = ran.objects[0]
+    flags = ("--max-tokens", 3, "--ignore-eos", "--json", "--logprobs", 2, *ENGINE)
+    first = cadenza("generate", model, "the", *flags).objects[0]
     assert [each["token_id"] for each in first["logprobs"]] == first["token_ids"]
     for each in first["logprobs"]:
         assert each["logprob"] <= 0
         assert 2 <= len(each["top"]) <= 3
-        assert [top["logprob"] for top in each["top"]] == sorted(
-            (top["logprob"] for top in each["top"]), reverse=True
-        )
+        likeliest = [top["logprob"] for top in each["top"]]
+        assert likeliest == sorted(likeliest, reverse=True)
 
 
 def test_one_prompt_prints_its_text_and_nothing_else(
@@ -191,14 +159,6 @@ def test_chat_renders_each_prompt_as_a_message(cadenza: Callable[..., Ran], mode
     (expected,) = llm.chat([message], llm.default_params(max_tokens=64, seed=1))
     assert ran.objects[0]["prompt"] == "<|user|>hello<|end|><|assistant|>"
     assert tuple(ran.objects[0]["token_ids"]) == expected.outputs[0].token_ids
-
-
-def test_more_prompts_than_rows_and_queue_are_all_answered(
-    cadenza: Callable[..., Ran], model: Path
-):
-    flags = ("--max-num-queued-reqs", 2, "--max-tokens", 3, "--ignore-eos", "--json", *ENGINE)
-    found = cadenza("generate", model, *(f"prompt {n}" for n in range(15)), *flags).objects
-    assert [len(each["token_ids"]) for each in found[:-1]] == [3] * 15
 
 
 @pytest.mark.parametrize(

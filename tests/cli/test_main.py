@@ -27,26 +27,27 @@ def test_the_version_is_the_packages(cadenza: Callable[..., Ran], word: str):
     assert cadenza(word) == Ran(0, f"cadenza {package.__version__}\n", "")
 
 
-@pytest.mark.parametrize("words", [(), ("serve",), ("bench", "throughput")])
-def test_h_is_short_for_help(cadenza: Callable[..., Ran], words: tuple[str, ...]):
-    shown = cadenza(*words, "-h")
-    assert shown.code == 0
-    assert shown == cadenza(*words, "--help")
+def test_h_is_short_for_help(cadenza: Callable[..., Ran]):
+    for words in ((), ("serve",), ("bench", "throughput")):
+        shown = cadenza(*words, "-h")
+        assert shown.code == 0
+        assert shown == cadenza(*words, "--help")
 
 
-@pytest.mark.parametrize("arguments", [["--help"], *([name, "--help"] for name in COMMANDS)])
-def test_help_is_complete_and_loads_nothing_heavy(arguments: list[str]):
+def test_help_is_complete_and_loads_nothing_heavy():
+    """Of all commands, in one new process."""
+    asked = [["--help"], *([name, "--help"] for name in COMMANDS)]
     script = (
         "import json, sys; from cadenza.cli import main\n"
-        f"code = main({arguments!r})\n"
-        "print(json.dumps([code, sorted(sys.modules)]), file=sys.stderr)"
+        f"codes = [main(words) for words in {asked!r}]\n"
+        "print(json.dumps([codes, sorted(sys.modules)]), file=sys.stderr)"
     )
     ran = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
     )
-    code, modules = json.loads(ran.stderr)
-    assert code == 0
-    assert "Usage: cadenza" in ran.stdout
+    codes, modules = json.loads(ran.stderr)
+    assert codes == [0] * (1 + len(COMMANDS))
+    assert ran.stdout.count("Usage: cadenza") == len(codes)
     assert not {name.partition(".")[0] for name in modules} & HEAVY
     assert len(modules) < MAX_MODULES
 
@@ -167,23 +168,15 @@ OUTPUTS = {
 }
 
 
-BUFFERED_BY_DAY = OUTPUTS.keys() - {"info_json", "generate"}
-"""These two take a path of another: that of `info`, and of `generate` as JSON or unbuffered."""
-
-
 @pytest.mark.parametrize(
-    ("name", "unbuffered"),
-    [
-        *(
-            pytest.param(name, "", marks=() if name in BUFFERED_BY_DAY else pytest.mark.soak)
-            for name in OUTPUTS
-        ),
-        ("generate", "1"),
-    ],
+    "output",
+    by_day(
+        [*((name, "") for name in OUTPUTS), ("generate", "1")],
+        [("help", ""), ("generate_json", ""), ("generate", "1")],
+    ),
 )
-def test_a_full_disk_is_told_in_one_line_and_by_the_exit_code(
-    model: Path, name: str, unbuffered: str
-):
+def test_a_full_disk_is_told_in_one_line_and_by_the_exit_code(model: Path, output: tuple[str, str]):
+    name, unbuffered = output
     arguments = [str(model) if each == "MODEL" else str(each) for each in OUTPUTS[name]]
     with Path("/dev/full").open("wb") as full:
         ran = subprocess.run(
@@ -200,7 +193,10 @@ def test_a_full_disk_is_told_in_one_line_and_by_the_exit_code(
     assert "cadenza: error: the output cannot be written: No space left on device" in ran.stderr
 
 
-@pytest.mark.parametrize(("arguments", "code"), [(["info", "MODEL"], 0), (["info", "absent"], 3)])
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [pytest.param(["info", "MODEL"], 0, marks=pytest.mark.soak), (["info", "absent"], 3)],
+)
 def test_an_error_that_cannot_be_told_still_has_its_exit_code(
     model: Path, arguments: list[str], code: int
 ):
@@ -216,9 +212,7 @@ def test_an_error_that_cannot_be_told_still_has_its_exit_code(
     assert ran.returncode == code
 
 
-@pytest.mark.parametrize(
-    "closed", by_day(["<&-", ">&-", "2>&-", "<&- >&- 2>&-"], {">&-", "<&- >&- 2>&-"})
-)
+@pytest.mark.parametrize("closed", by_day(["<&-", ">&-", "2>&-", "<&- >&- 2>&-"], {"<&- >&- 2>&-"}))
 def test_streams_that_are_closed_are_no_error(model: Path, closed: str):
     ran = subprocess.run(
         ["/bin/sh", "-c", f'exec "$@" {closed}', "sh", *COMMAND, "info", str(model)],

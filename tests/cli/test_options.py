@@ -5,8 +5,6 @@ from types import UnionType
 from typing import Literal, Union, get_args, get_origin, get_type_hints
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
 from cadenza.bench.traffic import TrafficOptions
 from cadenza.bench.workloads import ServeOptions, Workload
@@ -17,12 +15,12 @@ from cadenza.cli.options import (
     flag,
     flags_of,
     whole_or_auto,
-    with_flags,
 )
 from cadenza.cli.sampling_flags import SamplingFlags
 from cadenza.config import EngineConfig, EngineOptions, config_from_options
 from cadenza.errors import ConfigError
 from cadenza.speculative_config import SpeculativeConfig
+from tests.cli.harness import Group, taken
 
 DEFAULT = EngineConfig()
 
@@ -33,20 +31,14 @@ class Own:
     kind: Literal["a", "b"] = flag("a", "One with choices.")
 
 
+GROUPS = (Group("own", Own), Group("sampling", SamplingFlags), Group("config", EngineFlags))
+
+
 def parse(*arguments: str, env: dict[str, str] | None = None) -> tuple[EngineConfig, SamplingFlags]:
     """What a command sees of `arguments`. Raises what it raises."""
-    seen: list[tuple[EngineConfig, SamplingFlags]] = []
-
-    def command(own: Own, sampling: SamplingFlags, config: EngineFlags) -> None:
-        assert own.size == 3
-        seen.append((config, sampling))
-
-    app = typer.Typer()
-    app.command()(with_flags(command))
-    result = CliRunner().invoke(app, list(arguments), env=env or {})
-    if result.exception is not None:
-        raise result.exception
-    return seen[0]
+    found = taken(GROUPS, arguments, env)
+    assert found["own"].size == 3
+    return found["config"], found["sampling"]
 
 
 def config_of(*arguments: str, env: dict[str, str] | None = None) -> EngineConfig:
@@ -112,39 +104,26 @@ def test_nothing_given_is_engine_configs_own_default():
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_a_flag_sets_its_field(name: str):
+def test_a_flag_its_variable_and_pythons_option_set_a_field_and_the_flag_comes_first(name: str):
     written, meant = VALUES[name]
-    assert meant != getattr(DEFAULT, name)
-    assert getattr(config_of("--" + name.replace("_", "-"), written), name) == meant
-
-
-@pytest.mark.parametrize("name", VALUES)
-def test_the_environment_sets_a_field_and_a_flag_comes_before_it(name: str):
-    written, meant = VALUES[name]
+    flag, default = "--" + name.replace("_", "-"), getattr(DEFAULT, name)
+    assert meant != default
+    of_flag = config_of(flag, written)
+    assert getattr(of_flag, name) == meant
+    assert getattr(config_from_options({name: meant}), name) == meant
     env = {f"CADENZA_{name.upper()}": written}
     assert getattr(config_of(env=env), name) == meant
-    default = getattr(DEFAULT, name)
-    of_none = "none" if name == "speculative_config" else "auto"
-    given = of_none if default is None else str(default)
-    flag = "--" + name.replace("_", "-")
     # As a sampling flag, a seed of 0 is a seed; any word names a revision, a file or a folder.
     if name not in ("seed", "revision", "chat_template", "prefix_cache_disk"):
+        of_none = "none" if name == "speculative_config" else "auto"
+        given = of_none if default is None else str(default)
         assert getattr(config_of(flag, given, env=env), name) == default
-
-
-@pytest.mark.parametrize("name", VALUES)
-def test_an_option_takes_in_python_what_its_flag_takes(name: str):
-    written, meant = VALUES[name]
-    flag = "--" + name.replace("_", "-")
-    assert getattr(config_of(flag, written), name) == getattr(
-        config_from_options({name: meant}), name
-    )
     for word in ("auto", "none"):
         try:
-            of_flag = config_of(flag, word)
+            found = config_of(flag, word)
         except (ConfigError, SystemExit):
             continue
-        assert config_from_options({name: word}) == of_flag
+        assert config_from_options({name: word}) == found
 
 
 def test_the_typed_options_of_python_are_the_fields_of_engine_config_and_what_they_take():
@@ -181,16 +160,13 @@ def test_an_empty_variable_counts_as_not_set():
     assert config_of(env={"CADENZA_MAX_NUM_SEQS": ""}) == DEFAULT
 
 
-@pytest.mark.parametrize(("alias", "name"), ALIASES)
-def test_an_alias_means_its_flag(alias: str, name: str):
-    written, meant = VALUES[name]
-    assert getattr(config_of(alias, written), name) == meant
-
-
-def test_the_fields_known_aliases_are_there():
+def test_every_known_alias_means_its_flag():
     known = """--ctx-size -c --context-length --parallel -np --max-running-requests --max-batch-size
         --decode-concurrency --prefill-step-size --scheduler-policy"""
     assert set(known.split()) == {alias for alias, _ in ALIASES}
+    for alias, name in ALIASES:
+        written, meant = VALUES[name]
+        assert getattr(config_of(alias, written), name) == meant
 
 
 @pytest.mark.parametrize(

@@ -5,19 +5,16 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
 from cadenza import SamplingParams, StructuredOutput
 from cadenza.checkpoint import open_checkpoint
 from cadenza.cli.batch_run import BatchStream, Question
 from cadenza.cli.generate import GenerateFlags
 from cadenza.cli.generate_report import block
-from cadenza.cli.options import with_flags
 from cadenza.cli.sampling_flags import SamplingFlags
 from cadenza.frontend.output_processor import OutputProcessor
 from cadenza.frontend.text_frontend import TextFrontend
-from tests.cli.harness import ENGINE, Ran
+from tests.cli.harness import ENGINE, Group, Ran, taken
 from tests.faces.scripted_engine import finished, token
 
 GIVEN: dict[str, tuple[tuple[str, ...], object]] = {
@@ -49,44 +46,38 @@ GIVEN: dict[str, tuple[tuple[str, ...], object]] = {
 }
 
 
+GROUPS = (Group("flags", GenerateFlags), Group("sampling", SamplingFlags))
+
+
 def params_of(*arguments: str) -> SamplingParams:
-    seen: list[SamplingParams] = []
-
-    def command(flags: GenerateFlags, sampling: SamplingFlags) -> None:
-        seen.append(SamplingParams(**{**sampling.changes(), **flags.changes()}))
-
-    app = typer.Typer()
-    app.command()(with_flags(command))
-    result = CliRunner().invoke(app, list(arguments))
-    if result.exception is not None:
-        raise result.exception
-    return seen[0]
+    """The parameters that `generate` asks for with these flags."""
+    found = taken(GROUPS, arguments)
+    return SamplingParams(**{**found["sampling"].changes(), **found["flags"].changes()})
 
 
 def test_every_field_of_sampling_params_has_a_flag():
     assert set(GIVEN) == {field.name for field in fields(SamplingParams)}
 
 
-@pytest.mark.parametrize("name", GIVEN)
-def test_a_flag_sets_its_field_and_no_other(name: str):
-    arguments, meant = GIVEN[name]
-    given, default = params_of(*arguments), params_of()
-    assert getattr(given, name) == meant != getattr(default, name)
-    others = [field.name for field in fields(SamplingParams) if field.name != name]
-    assert all(getattr(given, other) == getattr(default, other) for other in others)
+def test_a_flag_sets_its_field_and_no_other():
+    default = params_of()
+    for name, (arguments, meant) in GIVEN.items():
+        given = params_of(*arguments)
+        changed = {
+            field.name
+            for field in fields(SamplingParams)
+            if getattr(given, field.name) != getattr(default, field.name)
+        }
+        assert (changed, getattr(given, name)) == ({name}, meant)
 
 
-@pytest.mark.parametrize(
-    ("flags", "meant"),
-    [
+def test_a_form_of_the_answer_is_a_flag():
+    for flags, meant in (
         (("--json-schema", '{"type": "null"}'), StructuredOutput(json='{"type": "null"}')),
         (("--choice", "a", "--choice", "b"), StructuredOutput(choice=("a", "b"))),
         (("--grammar", 'start: "a"'), StructuredOutput(grammar='start: "a"')),
-    ],
-    ids=str,
-)
-def test_a_form_of_the_answer_is_a_flag(flags: tuple[str, ...], meant: StructuredOutput):
-    assert params_of(*flags).structured == meant
+    ):
+        assert params_of(*flags).structured == meant
 
 
 @pytest.mark.parametrize("flag", ["--json-schema", "--grammar"])
@@ -130,16 +121,6 @@ def test_a_stop_string_ends_the_answer_and_is_told(cadenza: Callable[..., Ran], 
     assert (cut["finish_reason"], cut["stop_reason"]) == ("stop", stop)
     assert cut["num_generated_tokens"] == len(cut["token_ids"]) < len(whole["token_ids"])
     assert (whole["stop_reason"], whole["sample"]) == (None, 0)
-
-
-def test_generation_config_none_leaves_the_models_sampling_aside(
-    cadenza: Callable[..., Ran], model: Path
-):
-    flags = ("--generation-config", "none", "--seed", 1, "--json", *ENGINE)
-    assert cadenza("generate", model, "the", *flags).code == 0
-    ran = cadenza("generate", model, "the", "--generation-config", "some", *ENGINE)
-    assert ran.code == 2
-    assert "auto, none" in ran.err
 
 
 def test_several_samples_are_printed_with_their_numbers(model: Path):

@@ -12,6 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
+import pytest
+
 from tests.cli.harness import COMMAND, ENGINE, TINY, write_model
 
 READ_S = 120.0
@@ -97,6 +99,7 @@ class Terminal:
             return ""
 
 
+@pytest.mark.soak
 def test_a_terminal_shows_rows_at_work_and_ends_with_a_table(model: Path):
     flags = ("--max-tokens", 60, "--ignore-eos", "-np", 2, "-c", 256, *FEW)
     with Terminal("generate", model, *PROMPTS, *flags) as shown:
@@ -124,6 +127,7 @@ def test_ctrl_c_in_the_live_view_keeps_what_was_written_and_ends_quietly_with_13
     assert answer.strip()
 
 
+@pytest.mark.soak
 def test_chat_lists_its_commands_and_ctrl_c_drops_a_line_that_is_typed(model: Path):
     with Terminal("chat", model, "-np", 1, "-c", 64, "--max-tokens", 4) as shown:
         shown.read_until(r"tiny: llama, \d+\.\d K parameters in float32, context of 64 tokens")
@@ -143,6 +147,7 @@ def test_chat_lists_its_commands_and_ctrl_c_drops_a_line_that_is_typed(model: Pa
         assert shown.end() == 0
 
 
+@pytest.mark.soak
 def test_the_bundled_model_says_what_to_ask_it():
     with Terminal("chat", "-np", 1, "-c", 64) as shown:
         shown.read_until(r"3\.4 M parameters(?s:.*)Try: What is the capital of Japan\?(?s:.*)> ")
@@ -154,6 +159,7 @@ def test_the_bundled_model_says_what_to_ask_it():
         assert shown.end() == 0
 
 
+@pytest.mark.soak
 def test_several_lines_are_one_message_if_they_are_pasted_or_quoted(model: Path):
     flags = ("--ignore-eos", "-np", 1, "-c", 128, "--max-tokens", 4, "--verbose", *FEW)
     typed = ("\x1b[200~the quick\nbrown fox\x1b[201~\n", '"""the quick\nbrown fox"""\n')
@@ -214,6 +220,7 @@ def test_a_full_context_offers_to_drop_the_oldest_turns_and_the_history_outlives
         assert shown.end() == 0
 
 
+@pytest.mark.soak
 def test_json_on_a_terminal_is_json_alone(model: Path):
     with Terminal("generate", model, "the", "--max-tokens", 2, "--json", *ENGINE) as shown:
         assert shown.end() == 0

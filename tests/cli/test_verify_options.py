@@ -9,6 +9,7 @@ from cadenza.verification.option_matrix import make_matrix
 from tests.cli.harness import LIMITS, Ran
 
 
+@pytest.mark.soak
 def test_the_command_plays_the_matrix(cadenza: Callable[..., Ran], model: Path):
     flags = ("--options", "all", "--reference", "solo", "--max-tokens", 4, *LIMITS)
     ran = cadenza("verify", model, *flags)
@@ -48,6 +49,4 @@ def test_the_portable_digest_tells_weights_apart(cadenza: Callable[..., Ran], mo
         assert ran.code == 0, ran.out + ran.err
         return ran.objects[0]["digest"]
 
-    first = digest(model)
-    assert digest(model, "--scheduler", "plain") == first
-    assert digest("--shape", "tiny-llama") != first
+    assert digest("--shape", "tiny-llama") != digest(model)

@@ -6,6 +6,8 @@ import pytest
 
 from tools import banned_calls
 
+pytestmark = pytest.mark.gates
+
 BANNED = [
     "import pickle",
     "import pickle as p",
@@ -37,17 +39,12 @@ ALLOWED = [
 
 
 def gate_on(root: Path, text: str) -> int:
-    source = root / "src" / "cadenza"
-    source.mkdir(parents=True)
-    (source / "a.py").write_text(text + "\n", encoding="utf-8")
+    source = root / "src" / "cadenza" / "a.py"
+    source.parent.mkdir(parents=True, exist_ok=True)
+    source.write_text(text + "\n", encoding="utf-8")
     return banned_calls.main([str(root)])
 
 
-@pytest.mark.parametrize("text", BANNED)
-def test_the_gate_fails_on_a_banned_thing(tmp_path: Path, text: str):
-    assert gate_on(tmp_path, text) == 1
-
-
-@pytest.mark.parametrize("text", ALLOWED)
-def test_the_gate_passes_what_only_looks_alike(tmp_path: Path, text: str):
-    assert gate_on(tmp_path, text) == 0
+def test_the_gate_fails_on_a_banned_thing_and_passes_what_only_looks_alike(tmp_path: Path):
+    assert [text for text in BANNED if gate_on(tmp_path, text) != 1] == []
+    assert [text for text in ALLOWED if gate_on(tmp_path, text) != 0] == []

@@ -2,7 +2,11 @@
 
 from pathlib import Path
 
+import pytest
+
 from tools import duplicate_names
+
+pytestmark = pytest.mark.gates
 
 REPOSITORY = Path(__file__).parents[2]
 OVERLOADED = """
@@ -54,7 +58,3 @@ def test_an_exception_excuses_its_name_and_one_that_excuses_nothing_fails(tmp_pa
 def test_a_file_that_does_not_parse_fails_the_gate(tmp_path: Path):
     write_package(tmp_path, core="def f(:")
     assert duplicate_names.main([str(tmp_path)]) == 1
-
-
-def test_the_package_itself_passes():
-    assert duplicate_names.main([str(REPOSITORY)]) == 0

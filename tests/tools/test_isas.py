@@ -7,6 +7,8 @@ from types import ModuleType
 
 import pytest
 
+pytestmark = pytest.mark.gates
+
 ROOT = Path(__file__).resolve().parents[2]
 PLAIN = {"scalar", "int8_scalar"}
 

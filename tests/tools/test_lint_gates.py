@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.gates
+
 REPOSITORY = Path(__file__).parents[2]
 RUFF_CHECK = ("-m", "ruff", "check", "--no-cache", "--output-format=concise")
 HEADER = '"""A module."""\n\n'

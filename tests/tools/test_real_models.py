@@ -22,6 +22,8 @@ from tools.real_models import (
     find,
 )
 
+pytestmark = pytest.mark.gates
+
 PARTS = (b"first part, ", b"second part")
 
 

@@ -49,6 +49,8 @@ MARKED = "import pytest\n\n\n@pytest.mark.{}\ndef test_it():\n    assert {}\n"
 FRESH = """
 from hypothesis import settings
 
+pytestmark = pytest.mark.gates
+
 def test_it():
     assert settings.get_current_profile_name() == "{}"
 """

@@ -8,6 +8,10 @@ import subprocess
 import time
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.gates
+
 TIMED = Path(__file__).parents[2] / "tools" / "timed.sh"
 END_S = 60.0
 

@@ -1,0 +1,70 @@
+"""Fails if a package of src/cadenza has more lines than its bound in `MAX_LINES`.
+
+    python tools/package_sizes.py
+
+A bound has some room for what is planned; raise it in the commit that needs more, and say there
+what the lines are for. Invariant: a package without a bound is a fault, and so is a bound without a
+package.
+"""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+PACKAGE = Path("src/cadenza")
+ROOT = "(modules)"
+"""The modules that are in no package."""
+
+MAX_LINES: Mapping[str, int] = {
+    ROOT: 2_300,
+    "backends": 9_200,
+    "bench": 3_100,
+    "checkpoint": 10_100,
+    "cli": 5_700,
+    "core": 6_100,
+    "engine": 5_700,
+    "frontend": 2_900,
+    "loading": 2_600,
+    "models": 100,
+    "server": 11_800,
+    "text": 4_300,
+    "verification": 3_300,
+}
+
+
+def main(arguments: list[str]) -> int:
+    """Counts the tree at `arguments[0]`, or here; 0 when every package is within its bound."""
+    counted = lines_of(Path(*arguments[:1]) / PACKAGE)
+    faults = find_faults(counted, MAX_LINES)
+    for name, count in sorted(counted.items(), key=lambda each: -each[1]):
+        print(f"package sizes: {name:<13} {count:6,} of {MAX_LINES.get(name, 0):6,} lines")
+    for fault in faults:
+        print(f"package sizes: {fault}", file=sys.stderr)
+    print(f"package sizes: {sum(counted.values()):,} lines, {len(faults)} at fault")
+    return 1 if faults else 0
+
+
+def lines_of(package: Path) -> dict[str, int]:
+    """Lines of Python by the name of the package below."""
+    counted: dict[str, int] = {}
+    for path in package.rglob("*.py"):
+        first, *rest = path.relative_to(package).parts
+        name = first if rest else ROOT
+        counted[name] = counted.get(name, 0) + len(path.read_bytes().splitlines())
+    return counted
+
+
+def find_faults(counted: Mapping[str, int], bounds: Mapping[str, int]) -> list[str]:
+    """A line for each fault, in the order of the packages."""
+    faults = [f"{name} has no bound; give it one" for name in sorted({*counted} - {*bounds})]
+    faults += [f"{name} is bounded, but absent" for name in sorted({*bounds} - {*counted})]
+    return faults + [
+        f"{name} has {counted[name]} lines, more than {bounds[name]}; make it smaller, or raise "
+        f"its bound and say why"
+        for name in sorted({*counted} & {*bounds})
+        if counted[name] > bounds[name]
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
