@@ -17,17 +17,16 @@ ROOT = "(modules)"
 
 MAX_LINES: Mapping[str, int] = {
     ROOT: 2_300,
-    "backends": 9_200,
+    "backends": 9_700,  # layers with recurrent state, GPUs
     "bench": 3_100,
-    "checkpoint": 10_100,
+    "checkpoint": 10_500,
     "cli": 5_700,
-    "core": 6_100,
-    "engine": 5_700,
-    "frontend": 2_900,
-    "loading": 2_600,
-    "models": 100,
-    "server": 11_800,
-    "text": 4_300,
+    "core": 6_700,
+    "engine": 6_100,
+    "frontend": 3_300,
+    "loading": 3_000,
+    "server": 15_600,  # the page at /, images
+    "text": 9_300,
     "verification": 3_300,
 }
 
