@@ -18,7 +18,7 @@ from cadenza.frontend.loaded_model import load_model
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.request import Request, SamplingParams
 from cadenza.verification.forms import JSON_FORMS, TEXT_FORMS
-from cadenza.verification.gate import error_of
+from cadenza.verification.gate import lack_of
 from cadenza.verification.modes import Stream, TokenRecord
 from cadenza.verification.option_matrix import OPTIONS, OptionMatrix
 from cadenza.verification.over_http import RemotePlayer, UrlOptions, verify_url
@@ -239,7 +239,7 @@ def test_an_answer_that_lacks_what_was_asked_is_an_error_even_alone(
     params: dict[str, Any], stream: Stream, expected: str | None
 ) -> None:
     request = Request(prompt_token_ids=(1, 2), params=SamplingParams(**params))
-    found = error_of(request, stream, RemotePlayer.has_logprobs)
+    found = lack_of(request, stream, RemotePlayer.has_logprobs)
     assert (None if found is None else found.expected) == expected
 
 

@@ -8,6 +8,7 @@ from tools import banned_calls
 
 pytestmark = pytest.mark.gates
 
+
 BANNED = [
     "import pickle",
     "import pickle as p",

@@ -8,6 +8,7 @@ from tools import duplicate_names
 
 pytestmark = pytest.mark.gates
 
+
 REPOSITORY = Path(__file__).parents[2]
 OVERLOADED = """
 @overload

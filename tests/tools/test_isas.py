@@ -9,6 +9,7 @@ import pytest
 
 pytestmark = pytest.mark.gates
 
+
 ROOT = Path(__file__).resolve().parents[2]
 PLAIN = {"scalar", "int8_scalar"}
 

@@ -10,6 +10,7 @@ import pytest
 
 pytestmark = pytest.mark.gates
 
+
 REPOSITORY = Path(__file__).parents[2]
 RUN_CONTRACTS = "from importlinter.cli import lint_imports_command as run; run()"
 

@@ -11,6 +11,7 @@ import pytest
 
 pytestmark = pytest.mark.gates
 
+
 REPOSITORY = Path(__file__).parents[2]
 RUFF_CHECK = ("-m", "ruff", "check", "--no-cache", "--output-format=concise")
 HEADER = '"""A module."""\n\n'

@@ -21,6 +21,7 @@ from tools.mutants import (
 
 pytestmark = pytest.mark.gates
 
+
 SOURCE = "src/cadenza/__init__.py"
 SOUND = 'def half(number: int) -> int:\n    """Rounded down."""\n    return number // 2\n'
 TESTS = """import cadenza

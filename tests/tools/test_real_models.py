@@ -24,6 +24,7 @@ from tools.real_models import (
 
 pytestmark = pytest.mark.gates
 
+
 PARTS = (b"first part, ", b"second part")
 
 

@@ -6,6 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.gates
+
 REPOSITORY = Path(__file__).parents[2]
 PLUGINS = ("-p", "pytest_timeout", "-p", "_hypothesis_pytestplugin")
 """Those that the settings are for."""
@@ -49,7 +53,6 @@ MARKED = "import pytest\n\n\n@pytest.mark.{}\ndef test_it():\n    assert {}\n"
 FRESH = """
 from hypothesis import settings
 
-pytestmark = pytest.mark.gates
 
 def test_it():
     assert settings.get_current_profile_name() == "{}"

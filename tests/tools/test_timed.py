@@ -12,6 +12,7 @@ import pytest
 
 pytestmark = pytest.mark.gates
 
+
 TIMED = Path(__file__).parents[2] / "tools" / "timed.sh"
 END_S = 60.0
 

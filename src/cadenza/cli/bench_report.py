@@ -26,7 +26,7 @@ from cadenza.cli.report import (
     keys,
     picked,
     section_text,
-    show,
+    show_result,
     value_text,
 )
 
@@ -137,7 +137,7 @@ def print_throughput(found: Throughput, *, as_json: bool) -> None:
         "roofline": found.roofline and picked(found.roofline, "read_gb_s", "gflop_s"),
         "results": results,
     }
-    show(facts, _throughput_text(found), as_json=as_json)
+    show_result(facts, _throughput_text(found), as_json=as_json)
 
 
 def _throughput_text(found: Throughput) -> Text:
@@ -188,7 +188,7 @@ def print_serving(found: ServeFigures, options: ServeOptions, *, as_json: bool) 
         "workload": setting,
         "results": [as_object(_SERVED_LOAD, load) for load in found.loads],
     }
-    show(facts, _serving_text(found), as_json=as_json)
+    show_result(facts, _serving_text(found), as_json=as_json)
 
 
 def _serving_text(found: ServeFigures) -> Text:
@@ -205,7 +205,7 @@ def print_simulation(found: Simulated, options: TrafficOptions, *, as_json: bool
     """The server, one row for each policy and, of several tenants, for each of them."""
     results = [as_object(_SIMULATED, each) for each in found.results]
     facts = {"server": found.server, "traffic": options, "results": results}
-    show(facts, _simulation_text(found, options), as_json=as_json)
+    show_result(facts, _simulation_text(found, options), as_json=as_json)
 
 
 def _simulation_text(found: Simulated, options: TrafficOptions) -> Text:
@@ -240,13 +240,13 @@ def print_roofline(machine: Machine, found: Sequence[Roofline], *, as_json: bool
     }
     multiply = (f"multiply: {_multiply_text(each)}" for each in found)
     text = (_machine_text(machine), f"read: {read_gb_s:.1f} GB/s", *multiply)
-    show({"machine": machine, "roofline": rates}, text, as_json=as_json)
+    show_result({"machine": machine, "roofline": rates}, text, as_json=as_json)
 
 
 def print_startup(machine: Machine, found: Sequence[Startup], *, as_json: bool) -> None:
     """Median seconds of each phase."""
     results = [as_object(_STARTUP, each) for each in found]
-    show({"machine": machine, "results": results}, _startup_text(found), as_json=as_json)
+    show_result({"machine": machine, "results": results}, _startup_text(found), as_json=as_json)
 
 
 def _startup_text(found: Sequence[Startup]) -> Text:
@@ -261,7 +261,7 @@ def print_load(machine: Machine, found: Load, *, as_json: bool) -> None:
     results = picked(found, *_LOAD)
     title = f"medians of {counted(len(found.load_s), 'load')}"
     text = (_machine_text(machine), section_text(title, results))
-    show({"machine": machine, "results": results}, text, as_json=as_json)
+    show_result({"machine": machine, "results": results}, text, as_json=as_json)
 
 
 def _machine_text(machine: Machine) -> str:

@@ -79,7 +79,7 @@ def picked(result: object, *names: str) -> dict[str, Any]:
     return as_object(keys(*names), result)
 
 
-def show(facts: object, text: "Iterable[str | Table]", *, as_json: bool) -> None:
+def show_result(facts: object, text: "Iterable[str | Table]", *, as_json: bool) -> None:
     """Prints the JSON object, or the lines and tables of the text, which is made only then."""
     if as_json:
         print(json_line(facts))

@@ -17,7 +17,7 @@ from cadenza.cli.report import (
     as_object,
     as_table,
     keys,
-    show,
+    show_result,
     status_line,
 )
 from cadenza.config import DEFAULT_MAX_NUM_SEQS, EngineConfig
@@ -150,7 +150,7 @@ def _verify(options: "VerifyOptions", *, as_json: bool) -> bool:
         lines.append(f"portable digest: {result.digest}")
     table = (as_table(_MODE, each) for each in [result.modes])
     text = chain(table, lines, _closing_lines(result))
-    show(as_object(_RESULT, result) | backend, text, as_json=as_json)
+    show_result(as_object(_RESULT, result) | backend, text, as_json=as_json)
     return result.passed
 
 
@@ -176,7 +176,7 @@ def _verify_url(gate: GateFlags, url: str, model: str | None, *, as_json: bool) 
     lines = [f"{mode.name}: {mode.num_equal}/{mode.num_streams} equal" for mode in result.modes]
     lines += [f"not compared: {each}" for each in result.left_out]
     text = (*lines, *_closing_lines(result))
-    show(as_object(_RESULT, result), text, as_json=as_json)
+    show_result(as_object(_RESULT, result), text, as_json=as_json)
     return result.passed
 
 
@@ -186,7 +186,7 @@ def _self_test(options: "VerifyOptions", *, as_json: bool) -> bool:
     with status_line("starting") as report:
         tested = self_test(options, report)
     facts = {**asdict(tested), "passed": tested.passed}
-    show(facts, _self_test_text(tested), as_json=as_json)
+    show_result(facts, _self_test_text(tested), as_json=as_json)
     return tested.passed
 
 

@@ -202,7 +202,7 @@ def compare(
         len(player.requests[stream.request].prompt_token_ids) + len(stream.tokens)
         for stream in alone
     )
-    found = (error_of(player.requests[each.request], each, player.has_logprobs) for each in alone)
+    found = (lack_of(player.requests[each.request], each, player.has_logprobs) for each in alone)
     result.mismatch = next(filter(None, found), None)
     for trial in player.trials() if result.mismatch is None else ():
         _run_trial(trial, alone, result, report, bitwise=bitwise)
@@ -481,7 +481,7 @@ def _difference_at_end(mode: str, finish: str, actual: Stream) -> Mismatch | Non
     )
 
 
-def error_of(
+def lack_of(
     request: Request, alone: Stream, has_logprobs: Callable[[TokenRecord, int | None], bool]
 ) -> Mismatch | None:
     """What a solo stream lacks of what its request asks for."""
