@@ -13,7 +13,7 @@ from cadenza.errors import FormNotCheckedError
 from cadenza.events import ErrorKind
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.server.access import ApiKeys
-from cadenza.server.errors import ApiError, error_of, none_allowed
+from cadenza.server.errors import UNAVAILABLE_CODES, ApiError, error_of, none_allowed
 from cadenza.server.limits import ServerLimits
 from cadenza.server.schemas.json_text import read_json
 from tests.server.bodies import GENERATING
@@ -63,7 +63,6 @@ def check_error(
 def test_a_bad_body_is_a_400_that_names_the_field(
     scripted: RunningServer, body: bytes, code: str, param: str | None
 ) -> None:
-    answer = scripted.post("/v1/completions", None)
     with scripted.client() as client:
         headers = {"content-type": "application/json"}
         answer = client.post("/v1/completions", content=body, headers=headers)
@@ -168,26 +167,38 @@ def test_ids_that_the_model_lacks_have_no_text(scripted: RunningServer) -> None:
     assert scripted.post("/detokenize", {"tokens": [5, 330]}).status_code == 200
 
 
-def test_an_unknown_model_and_an_unknown_url_are_404(scripted: RunningServer) -> None:
-    answer = scripted.post("/v1/completions", {**BODY, "model": "gpt"})
-    assert answer.status_code == 404
-    check_error(answer.json(), "invalid_request_error", "model_not_found", "model")
-    answer = scripted.get("/v2/completions")
-    assert answer.status_code == 404
-    check_error(answer.json(), "invalid_request_error", "unknown_url")
-
-
-def test_another_method_is_a_405_that_tells_the_right_one(scripted: RunningServer) -> None:
-    answer = scripted.get("/v1/completions")
-    assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
-    check_error(answer.json(), "invalid_request_error", "method_not_allowed")
-
-
-def test_a_path_with_two_methods_tells_both(scripted: RunningServer) -> None:
-    assert [scripted.get("/ping").status_code, scripted.post("/ping").status_code] == [200, 200]
+@pytest.mark.parametrize(
+    ("method", "path", "sent", "status", "code", "headers"),
+    [
+        ("POST", "/v1/completions", {"json": {**BODY, "model": "gpt"}}, 404, "model_not_found", {}),
+        ("GET", "/v2/completions", {}, 404, "unknown_url", {}),
+        ("GET", "/v1/completions", {}, 405, "method_not_allowed", {"allow": "POST"}),
+        ("DELETE", "/ping", {}, 405, "method_not_allowed", {"allow": "GET, HEAD, POST"}),
+        (
+            "POST",
+            "/v1/completions",
+            {"content": b"{}", "headers": {"content-type": "text/plain"}},
+            415,
+            "unsupported_media_type",
+            {},
+        ),
+    ],
+)
+def test_what_is_not_here_or_in_no_such_form_is_refused(
+    scripted: RunningServer,
+    method: str,
+    path: str,
+    sent: dict[str, Any],
+    status: int,
+    code: str,
+    headers: dict[str, str],
+) -> None:
     with scripted.client() as client:
-        answer = client.delete("/ping")
-    assert (answer.status_code, answer.headers["allow"]) == (405, "GET, HEAD, POST")
+        answer = client.request(method, path, **sent)
+    assert answer.status_code == status
+    param = "model" if code == "model_not_found" else None
+    check_error(answer.json(), "invalid_request_error", code, param)
+    assert answer.headers.items() >= headers.items()
 
 
 def test_the_load_is_the_number_of_open_calls(
@@ -209,15 +220,6 @@ def test_the_load_is_the_number_of_open_calls(
     wait_until(lambda: server.get("/load").json() == {"server_load": 0})
 
 
-def test_another_type_of_body_is_a_415(scripted: RunningServer) -> None:
-    with scripted.client() as client:
-        answer = client.post(
-            "/v1/completions", content=b"{}", headers={"content-type": "text/plain"}
-        )
-    assert answer.status_code == 415
-    check_error(answer.json(), "invalid_request_error", "unsupported_media_type")
-
-
 def test_a_large_body_is_a_413_with_or_without_its_length(
     engine: ScriptedEngine, text: TextFrontend
 ) -> None:
@@ -235,17 +237,14 @@ def test_a_large_body_is_a_413_with_or_without_its_length(
     assert not engine.submitted
 
 
-@pytest.mark.parametrize("header", [None, "Bearer wrong-key", "Basic right-key", "Bearer"])
-def test_without_a_valid_key_it_is_a_401(
-    engine: ScriptedEngine, text: TextFrontend, header: str | None
-) -> None:
-    keys = ApiKeys(["right-key"])
-    with running_server(engine, text, options(keys=keys)) as server:
-        sent = {} if header is None else {"authorization": header}
-        answer = server.post("/v1/completions", BODY, headers=sent)
-        assert answer.status_code == 401
-        assert answer.headers["www-authenticate"].startswith("Bearer")
-        check_error(answer.json(), "invalid_request_error", "invalid_api_key")
+def test_without_a_valid_key_it_is_a_401(engine: ScriptedEngine, text: TextFrontend) -> None:
+    with running_server(engine, text, options(keys=ApiKeys(["right-key"]))) as server:
+        for header in (None, "Bearer wrong-key", "Basic right-key", "Bearer"):
+            sent = {} if header is None else {"authorization": header}
+            answer = server.post("/v1/completions", BODY, headers=sent)
+            assert answer.status_code == 401
+            assert answer.headers["www-authenticate"].startswith("Bearer")
+            check_error(answer.json(), "invalid_request_error", "invalid_api_key")
         right = {"authorization": "Bearer right-key"}
         assert server.post("/v1/completions", BODY, headers=right).status_code == 200
 
@@ -270,14 +269,14 @@ def test_a_full_queue_is_a_429_at_once(script: tuple[int, ...], text: TextFronte
 
 
 @pytest.mark.parametrize(
-    ("kind", "status", "code", "retry"),
+    ("kind", "status", "code", "retry", "words"),
     [
-        ("not_finite", 500, "server_error", "false"),
-        ("step_failed", 500, "step_failed", None),
-        ("engine_lost", 503, "engine_restarting", None),
-        ("engine_failed", 500, "engine_failed", "false"),
-        ("queue_timeout", 504, "deadline_exceeded", None),
-        ("request_timeout", 504, "deadline_exceeded", None),
+        ("not_finite", 500, "server_error", "false", "numbers"),
+        ("step_failed", 500, "step_failed", None, "the server's log"),
+        ("engine_lost", 503, "engine_restarting", None, "try again soon"),
+        ("engine_failed", 500, "engine_failed", "false", "do not send it again"),
+        ("queue_timeout", 504, "deadline_exceeded", None, "61.5 seconds in the queue"),
+        ("request_timeout", 504, "deadline_exceeded", None, "took 602 seconds"),
     ],
 )
 def test_a_failure_of_the_engine_has_its_own_answer(
@@ -287,35 +286,20 @@ def test_a_failure_of_the_engine_has_its_own_answer(
     status: int,
     code: str,
     retry: str | None,
+    words: str,
 ) -> None:
     engine.failing = kind
+    chat = {"messages": [{"role": "user", "content": "the fox"}], "max_tokens": 4}
+    check_error(server.post("/v1/chat/completions", chat).json(), "server_error", code)
     answer = server.post("/v1/completions", BODY)
     assert answer.status_code == status
-    check_error(answer.json(), "server_error", code)
+    check_error(answer.json(), "server_error", code, words=(words,))
     assert answer.headers.get("x-should-retry") == retry
     assert ("retry-after" in answer.headers) == (status == 503)
     assert "secret words" not in answer.text
     *_, failed, done = server.events("/v1/completions", {**BODY, "stream": True})
-    check_error(failed, "server_error", code)
+    check_error(failed, "server_error", code, words=(words,))
     assert done == "[DONE]"
-
-
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        ("queue_timeout", ("61.5 seconds in the queue", "--queue-timeout")),
-        ("request_timeout", ("took 602 seconds", "--request-timeout")),
-    ],
-)
-def test_a_504_says_which_bound_it_was_and_its_number(
-    server: RunningServer, engine: ScriptedEngine, kind: ErrorKind, words: tuple[str, ...]
-) -> None:
-    engine.failing = kind
-    whole = server.post("/v1/completions", BODY).json()
-    *_, streamed, _ = server.events("/v1/completions", {**BODY, "stream": True})
-    chat = {"messages": [{"role": "user", "content": "the fox"}], "max_tokens": 4}
-    for answer in (whole, streamed, server.post("/v1/chat/completions", chat).json()):
-        check_error(answer, "server_error", "deadline_exceeded", words=words)
 
 
 FORM = {"type": "json_schema", "name": "f", "schema": {}}
@@ -380,12 +364,7 @@ def test_a_form_that_cannot_be_checked_just_now_may_be_sent_again() -> None:
 
 @pytest.mark.parametrize(
     ("state", "code"),
-    [
-        ("loading", "loading"),
-        ("restarting", "engine_restarting"),
-        ("draining", "draining"),
-        ("dead", "engine_dead"),
-    ],
+    [*UNAVAILABLE_CODES.items()],
 )
 def test_while_the_engine_is_not_ready_it_is_a_503(
     server: RunningServer, engine: ScriptedEngine, state: Any, code: str

@@ -120,6 +120,7 @@ def test_a_server_that_is_not_there_is_said(url: str) -> None:
         verify_url(UrlOptions(url=url, **SIZE), ignore)
 
 
+@pytest.mark.soak
 def test_a_server_passes_with_every_pair_of_options(bundled: RunningServer) -> None:
     result = verify_url(UrlOptions(url=bundled.url, max_tokens=8, matrix=ONCE), ignore)
     assert result.passed, result.last_line
@@ -131,6 +132,7 @@ def test_a_server_passes_with_every_pair_of_options(bundled: RunningServer) -> N
     assert num_samples > 3 * len(ONCE.rows), "some requests have several samples"
 
 
+@pytest.mark.soak
 def test_a_server_whose_queue_is_full_at_times_passes(
     forgetful: tuple[ForgetfulInCompany, RunningServer],
 ) -> None:
@@ -144,12 +146,11 @@ def test_a_server_whose_queue_is_full_at_times_passes(
 
 @pytest.mark.parametrize(
     "name",
-    by_day(["structured", "bad_words", "logit_bias", "min_tokens"], {"structured", "bad_words"}),
+    by_day(["structured", "bad_words", "logit_bias", "min_tokens"], {"structured"}),
 )
 def test_a_server_that_ignores_an_option_in_company_fails(
     forgetful: tuple[ForgetfulInCompany, RunningServer], name: str
 ) -> None:
-    """By day the options that are forgotten in a way of their own."""
     engine, server = forgetful
     engine.forgets = name
     result = verify_url(UrlOptions(url=server.url, max_tokens=24, matrix=TWICE), ignore)
