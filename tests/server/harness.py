@@ -4,7 +4,7 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +25,34 @@ MODEL = "scripted"
 
 def options(**changes: Any) -> ServerOptions:
     return ServerOptions(**changes)
+
+
+@dataclass(slots=True, eq=False)
+class HandClock:
+    """Seconds that pass when the test lets them."""
+
+    now_s: float = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class InBackground:
+    """A call on a thread of its own."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self._found: list[Any] = []
+        self._thread = threading.Thread(target=lambda: self._found.append(call()))
+        self._thread.start()
+
+    def result(self) -> Any:
+        self._thread.join(TIMEOUT_S)
+        (found,) = self._found
+        return found
+
+
+def in_background(calls: Iterable[Callable[[], Any]]) -> list[InBackground]:
+    return [InBackground(call) for call in calls]
 
 
 def serving_one(
@@ -66,6 +94,10 @@ class RunningServer:
     def post(self, path: str, body: Any = None, **settings: Any) -> httpx.Response:
         with self.client() as client:
             return client.post(path, json=body, **settings)
+
+    def posting(self, path: str, body: Any, **settings: Any) -> InBackground:
+        """A post that goes on while the test does."""
+        return InBackground(lambda: self.post(path, body, **settings))
 
     def events(self, path: str, body: dict[str, Any]) -> list[Any]:
         """The data of a stream's frames, the last of which must be [DONE]; comments left out."""

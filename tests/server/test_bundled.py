@@ -7,23 +7,10 @@ import httpx
 import pytest
 
 from cadenza import LLM, SamplingParams
-from tests.server.harness import TIMEOUT_S, RunningServer
+from tests.server.harness import InBackground, RunningServer, in_background
 from tests.server.watched_service import WatchedService
 
 PROMPTS = ["The capital of France is", "12 + 30 =", "Once upon a time", "The dog"]
-
-
-def in_threads(calls: list[Any]) -> list[Any]:
-    results: dict[int, Any] = {}
-    threads = [
-        threading.Thread(target=lambda i=i, call=call: results.__setitem__(i, call()))
-        for i, call in enumerate(calls)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(TIMEOUT_S)
-    return [results[i] for i in range(len(calls))]
 
 
 def test_four_completions_overlap_and_are_what_each_is_alone(
@@ -48,11 +35,12 @@ def test_four_completions_overlap_and_are_what_each_is_alone(
     assert len({tuple(answer) for answer in alone}) == 4
     assert watched.most_running == 1
     watched.gather(4)
-    together = in_threads([lambda body=body: ask(body) for body in bodies])
-    assert together == alone
+    together = in_background(lambda body=body: ask(body) for body in bodies)
+    assert [each.result() for each in together] == alone
     assert watched.most_running == 4
 
 
+@pytest.mark.soak
 def test_evaluation_harnesses_get_the_log_probabilities_of_their_prompts(
     bundled: RunningServer,
 ) -> None:
@@ -89,6 +77,7 @@ def test_a_request_that_forbids_every_token_is_its_clients_fault(bundled: Runnin
     assert answer.json()["error"]["param"] == "allowed_token_ids"
 
 
+@pytest.mark.soak
 def test_sixty_four_streams_at_once_are_all_served(bundled: RunningServer) -> None:
     body = {"prompt": "Once", "max_tokens": 16, "ignore_eos": True, "temperature": 0}
     expected = bundled.post("/v1/completions", body).json()["choices"][0]["text"]
@@ -97,7 +86,7 @@ def test_sixty_four_streams_at_once_are_all_served(bundled: RunningServer) -> No
         events = bundled.events("/v1/completions", {**body, "stream": True})[:-1]
         return "".join(choice["text"] for event in events for choice in event["choices"])
 
-    assert in_threads([ask] * 64) == [expected] * 64
+    assert [each.result() for each in in_background([ask] * 64)] == [expected] * 64
 
 
 def test_probes_answer_throughout_long_prefills(bundled: RunningServer) -> None:
@@ -108,13 +97,18 @@ def test_probes_answer_throughout_long_prefills(bundled: RunningServer) -> None:
     """
     prompts = [[first] * 2000 for first in range(7, 11)]
     body = {"prompt": prompts, "max_tokens": 1, "cache_salt": "prefill"}
-    answers: list[httpx.Response] = []
-    asking = threading.Thread(target=lambda: answers.append(bundled.post("/v1/completions", body)))
-    num_answered = 0
+    num_answered, is_over = 0, threading.Event()
+
+    def ask() -> httpx.Response:
+        try:
+            return bundled.post("/v1/completions", body)
+        finally:
+            is_over.set()
+
     with bundled.client() as client:
-        asking.start()
-        while asking.is_alive():
+        asking = InBackground(ask)
+        while not is_over.is_set():
             assert client.get("/live").status_code == 200
             num_answered += 1
-    assert [answer.status_code for answer in answers] == [200], answers[0].text
+    assert asking.result().status_code == 200
     assert num_answered > 5

@@ -22,6 +22,7 @@ from cadenza.server.metrics import ServedCounts
 from cadenza.server.run import KEEP_ALIVE_S
 from tests.server.harness import (
     TIMEOUT_S,
+    HandClock,
     RunningServer,
     options,
     raw_post,
@@ -33,16 +34,6 @@ from tests.server.serve_process import ServeProcess, serve_process
 from tests.server.test_metrics_and_log import read_metrics
 from tests.server.test_serve_command import CERTIFICATE, FLAGS
 from tests.server.test_streams import wait_until
-
-
-class HandClock:
-    """Seconds that pass when a test says so."""
-
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def told(caplog: pytest.LogCaptureFixture) -> int:

@@ -3,7 +3,6 @@
 `SDK_HEADERS` are what headless Chromium 156 asked for with the openai package 6.49 for JavaScript.
 """
 
-import threading
 from collections.abc import Iterator
 
 import httpx
@@ -13,7 +12,7 @@ from cadenza.errors import ConfigError
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.server.access import ApiKeys, Cors
 from cadenza.server.limits import ServerLimits
-from tests.server.harness import TIMEOUT_S, RunningServer, options, read_events, running_server
+from tests.server.harness import RunningServer, in_background, options, read_events, running_server
 from tests.server.scripted_engine import ScriptedEngine
 from tests.server.test_streams import wait_until
 
@@ -215,14 +214,11 @@ def test_a_page_can_read_that_it_should_try_again(
             return server.post("/v1/completions", COMPLETION, headers=headers)
 
         engine.pause()
-        posts = [threading.Thread(target=post) for _ in range(5)]
-        for each in posts:
-            each.start()
+        posts = in_background([post] * 5)
         wait_until(lambda: engine.num_open == 5)
         full = post()
         engine.resume()
-        for each in posts:
-            each.join(TIMEOUT_S)
+        assert [each.result().status_code for each in posts] == [200] * 5
         engine.failing = "not_finite"
         failed = post()
         engine.state = "restarting"

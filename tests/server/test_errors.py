@@ -2,7 +2,6 @@
 
 import json
 import re
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -207,16 +206,12 @@ def test_the_load_is_the_number_of_open_calls(
     assert server.get("/load").json() == {"server_load": 0}
     engine.pause()
     posts = [
-        threading.Thread(target=server.post, args=("/v1/completions", {**BODY, **more}))
-        for more in ({}, {"prompt": [[5]] * 3})
+        server.posting("/v1/completions", {**BODY, **more}) for more in ({}, {"prompt": [[5]] * 3})
     ]
-    for post in posts:
-        post.start()
     wait_until(lambda: engine.num_open == 4)
     assert server.get("/load").json() == {"server_load": 2}
     engine.resume()
-    for post in posts:
-        post.join(TIMEOUT_S)
+    assert [post.result().status_code for post in posts] == [200, 200]
     wait_until(lambda: server.get("/load").json() == {"server_load": 0})
 
 
@@ -253,16 +248,11 @@ def test_a_full_queue_is_a_429_at_once(script: tuple[int, ...], text: TextFronte
     engine = ScriptedEngine(script, max_num_queued_reqs=1)
     with running_server(engine, text) as server:
         engine.pause()
-        posts = [
-            threading.Thread(target=server.post, args=("/v1/completions", BODY)) for _ in range(5)
-        ]
-        for post in posts:
-            post.start()
+        posts = [server.posting("/v1/completions", BODY) for _ in range(5)]
         wait_until(lambda: engine.num_open == 5)
         answer = server.post("/v1/completions", BODY)
         engine.resume()
-        for post in posts:
-            post.join(TIMEOUT_S)
+        assert [post.result().status_code for post in posts] == [200] * 5
         assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
         check_error(answer.json(), "rate_limit_error", "queue_full")
         assert 'reason="queue_full"} 1.0' in server.get("/metrics").text

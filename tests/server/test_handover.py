@@ -42,6 +42,7 @@ from tests.by_day import by_day
 from tests.ports import kept_port
 from tests.server.harness import (
     TIMEOUT_S,
+    HandClock,
     RunningServer,
     options,
     raw_post,
@@ -60,18 +61,8 @@ BODY = {"prompt": "the fox", "max_tokens": 9}
 LIVE = b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n"
 
 
-@dataclass(slots=True, eq=False)
-class HandClock:
-    """Seconds that pass when the test lets them."""
-
-    now_s: float = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 @dataclass(slots=True)
-class Town:
+class Succession:
     """An address, and the servers that follow each other there."""
 
     address: Address
@@ -126,9 +117,9 @@ def address(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Address]
 
 
 @pytest.fixture
-def town(address: Address, script: tuple[int, ...], text: TextFrontend) -> Iterator[Town]:
+def servers(address: Address, script: tuple[int, ...], text: TextFrontend) -> Iterator[Succession]:
     with ExitStack() as stack:
-        yield Town(address, script, text, stack)
+        yield Succession(address, script, text, stack)
 
 
 on_a_port = pytest.mark.parametrize("address", ["port"], indirect=True)
@@ -160,24 +151,24 @@ def streaming(client: httpx.Client) -> Generator[Iterator[str]]:
 
 @pytest.mark.parametrize("address", ["port", "path", "tls"], indirect=True)
 def test_open_streams_finish_on_the_old_server_and_new_ones_begin_on_the_new_one(
-    town: Town,
+    servers: Succession,
 ) -> None:
-    first = town.begin()
-    whole = town.complete_anew()
-    town.engines[0].pause()
-    with town.client() as old, town.client() as new, streaming(old) as lines:
-        wait_until(lambda: town.engines[0].num_open == 1)
-        town.follow()
-        assert town.complete(new) == whole
-        assert len(town.engines[0].submitted) == 2
-        assert len(town.engines[1].submitted) == 1
-        town.engines[0].resume()
+    first = servers.begin()
+    whole = servers.complete_anew()
+    servers.engines[0].pause()
+    with servers.client() as old, servers.client() as new, streaming(old) as lines:
+        wait_until(lambda: servers.engines[0].num_open == 1)
+        servers.follow()
+        assert servers.complete(new) == whole
+        assert len(servers.engines[0].submitted) == 2
+        assert len(servers.engines[1].submitted) == 1
+        servers.engines[0].resume()
         events = list(read_events(lines))
         assert "".join(event["choices"][0]["text"] for event in events[:-1]) == whole
     wait_ended(first)
-    assert town.complete_anew() == whole
-    if town.address.uds is not None:
-        assert town.address.uds.is_socket()
+    assert servers.complete_anew() == whole
+    if servers.address.uds is not None:
+        assert servers.address.uds.is_socket()
 
 
 def test_a_path_gets_the_mode_of_its_newest_server_and_the_last_one_removes_it(
@@ -185,29 +176,29 @@ def test_a_path_gets_the_mode_of_its_newest_server_and_the_last_one_removes_it(
 ) -> None:
     path = tmp_path / "cadenza.sock"
     with ExitStack() as stack:
-        town = Town(Address(uds=path), script, text, stack)
-        town.begin()
-        town.follow()
-        town.address = Address(uds=path, uds_mode=0o660)
-        town.follow()
-        wait_until(lambda: sum(not engine.is_shut_down for engine in town.engines) == 1)
+        servers = Succession(Address(uds=path), script, text, stack)
+        servers.begin()
+        servers.follow()
+        servers.address = Address(uds=path, uds_mode=0o660)
+        servers.follow()
+        wait_until(lambda: sum(not engine.is_shut_down for engine in servers.engines) == 1)
         assert path.is_socket()
         assert path.stat().st_mode & 0o777 == 0o660
-        assert town.complete_anew()
+        assert servers.complete_anew()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_no_request_is_lost_while_servers_follow_each_other(town: Town) -> None:
+def test_no_request_is_lost_while_servers_follow_each_other(servers: Succession) -> None:
     """Some clients keep their connections, some open one for each request."""
-    town.begin()
-    whole, is_over = town.complete_anew(), threading.Event()
+    servers.begin()
+    whole, is_over = servers.complete_anew(), threading.Event()
     answers: list[list[str]] = [[] for _ in range(6)]
 
     def ask(own: list[str], *, is_keeping: bool) -> None:
         try:
-            with town.client() as kept:
+            with servers.client() as kept:
                 while not is_over.is_set():
-                    own.append(town.complete(kept) if is_keeping else town.complete_anew())
+                    own.append(servers.complete(kept) if is_keeping else servers.complete_anew())
         except (httpx.TransportError, AssertionError) as error:
             own.append(f"{'kept' if is_keeping else 'fresh'}: {error!r}")
 
@@ -222,40 +213,40 @@ def test_no_request_is_lost_while_servers_follow_each_other(town: Town) -> None:
         wait_until(
             lambda counts=counts: all(len(o) > c for o, c in zip(answers, counts, strict=True))
         )
-        town.follow()
+        servers.follow()
     is_over.set()
     for thread in threads:
         thread.join(TIMEOUT_S)
     assert {text for own in answers for text in own} == {whole}
-    assert sum(bool(engine.submitted) for engine in town.engines) > 2
+    assert sum(bool(engine.submitted) for engine in servers.engines) > 2
 
 
 @on_a_port
-def test_an_answer_after_the_handover_is_the_last_of_its_connection(town: Town) -> None:
-    town.begin()
-    with town.connect() as idle, town.connect() as used:
+def test_an_answer_after_the_handover_is_the_last_of_its_connection(servers: Succession) -> None:
+    servers.begin()
+    with servers.connect() as idle, servers.connect() as used:
         assert b"connection: close" not in ask_live(used)
-        town.follow()
+        servers.follow()
         for connection in (idle, used):
             connection.sendall(raw_post("/v1/completions", json.dumps(BODY).encode()))
             answer = read_to_end(connection)
             assert answer.startswith(b"HTTP/1.1 200"), answer
             assert b"connection: close" in answer
-    assert len(town.engines[0].submitted) == 2
-    assert not town.engines[1].submitted
+    assert len(servers.engines[0].submitted) == 2
+    assert not servers.engines[1].submitted
 
 
 @on_a_port
-def test_an_answer_that_had_begun_keeps_its_connection_for_one_more(town: Town) -> None:
+def test_an_answer_that_had_begun_keeps_its_connection_for_one_more(servers: Succession) -> None:
     """It has not said that it is the last, so that its client may send another request."""
-    town.begin()
-    town.engines[0].pause()
+    servers.begin()
+    servers.engines[0].pause()
     body = json.dumps({**BODY, "stream": True}).encode()
-    with town.connect() as connection:
+    with servers.connect() as connection:
         connection.sendall(raw_post("/v1/completions", body))
         received = connection.recv(1 << 16)
-        town.follow()
-        town.engines[0].resume()
+        servers.follow()
+        servers.engines[0].resume()
         while b"[DONE]" not in received or not received.endswith(b"0\r\n\r\n"):
             received += connection.recv(1 << 16)
         assert b"connection: close" not in received
@@ -266,129 +257,129 @@ def test_an_answer_that_had_begun_keeps_its_connection_for_one_more(town: Town) 
 
 
 @on_a_port
-def test_an_answer_that_had_not_begun_says_that_it_is_the_last(town: Town) -> None:
-    town.begin()
-    town.engines[0].pause()
-    with town.connect() as connection:
+def test_an_answer_that_had_not_begun_says_that_it_is_the_last(servers: Succession) -> None:
+    servers.begin()
+    servers.engines[0].pause()
+    with servers.connect() as connection:
         connection.sendall(raw_post("/v1/completions", json.dumps(BODY).encode()))
-        wait_until(lambda: town.engines[0].num_open)
-        town.follow()
-        town.engines[0].resume()
+        wait_until(lambda: servers.engines[0].num_open)
+        servers.follow()
+        servers.engines[0].resume()
         answer = read_to_end(connection)
     assert answer.startswith(b"HTTP/1.1 200")
     assert b"connection: close" in answer
 
 
 @on_a_port
-def test_idle_connections_are_kept_for_a_time_and_then_closed(town: Town) -> None:
-    first = town.begin()
-    with town.connect() as early, town.connect() as late:
+def test_idle_connections_are_kept_for_a_time_and_then_closed(servers: Succession) -> None:
+    first = servers.begin()
+    with servers.connect() as early, servers.connect() as late:
         for each in (early, late):
             ask_live(each)
-        town.follow()
-        town.clock.now_s += IDLE_GRACE_S - 0.1
+        servers.follow()
+        servers.clock.now_s += IDLE_GRACE_S - 0.1
         early.sendall(LIVE)
         assert b"connection: close" in read_to_end(early)
         assert first.thread.is_alive()
-        town.clock.now_s += 0.2
+        servers.clock.now_s += 0.2
         assert read_to_end(late) == b""
         wait_ended(first)
 
 
 @on_a_port
-def test_the_old_server_is_ready_for_as_long_as_it_serves(town: Town) -> None:
-    first = town.begin()
-    with town.connect() as kept, town.connect() as later:
+def test_the_old_server_is_ready_for_as_long_as_it_serves(servers: Succession) -> None:
+    first = servers.begin()
+    with servers.connect() as kept, servers.connect() as later:
         for each in (kept, later):
             ask_live(each)
-        town.engines[0].pause()
-        with town.client() as client, streaming(client):
-            town.follow()
+        servers.engines[0].pause()
+        with servers.client() as client, streaming(client):
+            servers.follow()
             kept.sendall(b"GET /ready HTTP/1.1\r\nhost: x\r\n\r\n")
             assert read_to_end(kept).startswith(b"HTTP/1.1 200")
             first.call(first.lifecycle.ask)
             later.sendall(b"GET /ready HTTP/1.1\r\nhost: x\r\n\r\n")
             assert read_to_end(later).startswith(b"HTTP/1.1 503")
-            town.engines[0].resume()
+            servers.engines[0].resume()
         wait_ended(first)
 
 
-def test_streams_that_outlast_the_drain_time_end_with_the_clean_error(town: Town) -> None:
-    first = town.begin(limits=ServerLimits(drain_s=0.1))
-    town.engines[0].pause()
-    with town.client() as client, streaming(client) as lines:
-        wait_until(lambda: town.engines[0].num_open)
-        town.follow()
+def test_streams_that_outlast_the_drain_time_end_with_the_clean_error(servers: Succession) -> None:
+    first = servers.begin(limits=ServerLimits(drain_s=0.1))
+    servers.engines[0].pause()
+    with servers.client() as client, streaming(client) as lines:
+        wait_until(lambda: servers.engines[0].num_open)
+        servers.follow()
         *_, error, done = read_events(lines)
         assert error["error"]["code"] == "draining"
         assert done == "[DONE]"
     wait_ended(first)
-    assert town.complete_anew()
+    assert servers.complete_anew()
 
 
 @on_a_port
-def test_a_draining_server_can_be_taken_over_from(town: Town) -> None:
-    first = town.begin()
-    town.engines[0].pause()
-    with town.client() as old, town.client() as new, streaming(old) as lines:
-        wait_until(lambda: town.engines[0].num_open)
+def test_a_draining_server_can_be_taken_over_from(servers: Succession) -> None:
+    first = servers.begin()
+    servers.engines[0].pause()
+    with servers.client() as old, servers.client() as new, streaming(old) as lines:
+        wait_until(lambda: servers.engines[0].num_open)
         first.call(first.lifecycle.ask)
         assert new.get("/ready").status_code == 503
-        town.follow()
-        with town.client() as another:
+        servers.follow()
+        with servers.client() as another:
             assert another.get("/ready").status_code == 200
-        town.engines[0].resume()
+        servers.engines[0].resume()
         assert list(read_events(lines))[-1] == "[DONE]"
     wait_ended(first)
 
 
 @on_a_port
-def test_servers_that_ask_at_once_follow_each_other(town: Town) -> None:
+def test_servers_that_ask_at_once_follow_each_other(servers: Succession) -> None:
     """The last one serves; each of the others has served before it."""
-    town.begin()
+    servers.begin()
     barrier = threading.Barrier(3)
 
     def follow() -> None:
         barrier.wait(TIMEOUT_S)
-        town.follow()
+        servers.follow()
 
     threads = [threading.Thread(target=follow) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(TIMEOUT_S)
-    wait_until(lambda: sum(not engine.is_shut_down for engine in town.engines) == 1)
-    assert len(town.engines) == 4
-    assert town.complete_anew()
+    wait_until(lambda: sum(not engine.is_shut_down for engine in servers.engines) == 1)
+    assert len(servers.engines) == 4
+    assert servers.complete_anew()
 
 
 @on_a_port
-def test_a_server_that_has_ended_meanwhile_leaves_its_address(town: Town) -> None:
-    first = town.begin()
-    predecessor = find_predecessor(town.address)
+def test_a_server_that_has_ended_meanwhile_leaves_its_address(servers: Succession) -> None:
+    first = servers.begin()
+    predecessor = find_predecessor(servers.address)
     assert predecessor is not None
     first.call(first.lifecycle.ask)
     wait_ended(first)
-    town.follow()
-    assert town.complete_anew()
+    servers.follow()
+    assert servers.complete_anew()
 
 
-def test_where_nobody_serves_there_is_none_to_take_over_from(town: Town) -> None:
-    assert find_predecessor(town.address) is None
+def test_where_nobody_serves_there_is_none_to_take_over_from(servers: Succession) -> None:
+    assert find_predecessor(servers.address) is None
     with pytest.raises(ConfigError, match="name that port"):
         find_predecessor(Address(port=0))
 
 
 @on_a_port
 def test_an_address_whose_control_socket_is_taken_is_served_all_the_same(
-    town: Town, caplog: pytest.LogCaptureFixture
+    servers: Succession, caplog: pytest.LogCaptureFixture
 ) -> None:
-    place = ("127.0.0.1", town.address.port)
+    place = ("127.0.0.1", servers.address.port)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as squatter:
         squatter.bind(module.control_name(place))
-        town.begin()
+        servers.begin()
     assert "no other process can take over from this one" in caplog.text
-    assert town.complete_anew()
+    assert servers.complete_anew()
 
 
 # --- the exchange ---------------------------------------------------------------------------------

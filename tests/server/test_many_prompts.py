@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -21,7 +20,14 @@ from cadenza.server.limits import ServerLimits
 from cadenza.server.metrics import ServedCounts
 from cadenza.server.served_model import OpenCall
 from cadenza.server.tenants import TenantFile, Tenants, TenantUse
-from tests.server.harness import TIMEOUT_S, RunningServer, options, raw_post, running_server
+from tests.server.harness import (
+    TIMEOUT_S,
+    InBackground,
+    RunningServer,
+    options,
+    raw_post,
+    running_server,
+)
 from tests.server.scripted_engine import ScriptedEngine
 from tests.server.test_completions import finish_reasons, joined
 from tests.server.test_streams import wait_until
@@ -134,24 +140,6 @@ def test_the_prompts_beside_one_are_counted_while_they_are_submitted(
     asyncio.run(run())
 
 
-class InBackground:
-    """A call on a thread of its own."""
-
-    def __init__(self, call: Callable[[], Any]) -> None:
-        self.found: list[Any] = []
-        self._thread = threading.Thread(target=lambda: self.found.append(call()))
-        self._thread.start()
-
-    def result(self) -> Any:
-        self._thread.join(TIMEOUT_S)
-        (found,) = self.found
-        return found
-
-
-def post_in_background(server: RunningServer, body: dict[str, Any]) -> InBackground:
-    return InBackground(lambda: server.post("/v1/completions", body))
-
-
 @pytest.fixture(params=["scripted", "bundled"])
 def any_server(request: pytest.FixtureRequest) -> RunningServer:
     return request.getfixturevalue(request.param)
@@ -208,10 +196,11 @@ def test_one_call_leaves_half_of_the_places_to_others(
     server: RunningServer, engine: ScriptedEngine
 ) -> None:
     engine.pause()
-    many = post_in_background(server, {"prompt": [[5]] * 500, "max_tokens": 1})
+    many = server.posting("/v1/completions", {"prompt": [[5]] * 500, "max_tokens": 1})
     wait_until(lambda: engine.num_open == NUM_PLACES // 2)
     others = [
-        post_in_background(server, {"prompt": [6], "max_tokens": 1}) for _ in range(NUM_PLACES // 2)
+        server.posting("/v1/completions", {"prompt": [6], "max_tokens": 1})
+        for _ in range(NUM_PLACES // 2)
     ]
     wait_until(lambda: engine.num_open == NUM_PLACES)
     assert server.post("/v1/completions", {"prompt": [[7]] * 3}).status_code == 429
@@ -224,7 +213,7 @@ def test_prompts_wait_while_the_engine_is_restarted(
     server: RunningServer, engine: ScriptedEngine
 ) -> None:
     engine.pause()
-    many = post_in_background(server, {"prompt": [[5]] * 200, "max_tokens": 1})
+    many = server.posting("/v1/completions", {"prompt": [[5]] * 200, "max_tokens": 1})
     wait_until(lambda: engine.num_open == NUM_PLACES // 2)
     engine.state = "restarting"
     engine.resume()
@@ -238,9 +227,9 @@ def test_prompts_wait_while_the_engine_is_restarted(
 
 def test_calls_with_many_prompts_take_turns(server: RunningServer, engine: ScriptedEngine) -> None:
     engine.pause()
-    first = post_in_background(server, {"prompt": [[5]] * 300, "max_tokens": 1})
+    first = server.posting("/v1/completions", {"prompt": [[5]] * 300, "max_tokens": 1})
     wait_until(lambda: engine.num_open == NUM_PLACES // 2)
-    second = post_in_background(server, {"prompt": [[6]] * 300, "max_tokens": 1})
+    second = server.posting("/v1/completions", {"prompt": [[6]] * 300, "max_tokens": 1})
     wait_until(lambda: engine.num_open == NUM_PLACES // 2 + 1)
     engine.resume()
     for call in (first, second):
@@ -288,8 +277,8 @@ def test_a_cancelled_call_tells_the_end_of_every_choice(
 ) -> None:
     engine.pause()
     body = {"prompt": [[5]] * 500, "n": 2, "request_id": "many-1", "stream": is_stream}
-    ask = (lambda: server.events("/v1/completions", body)) if is_stream else None
-    call = InBackground(ask) if ask else post_in_background(server, body)
+    ask = server.events if is_stream else server.post
+    call = InBackground(lambda: ask("/v1/completions", body))
     wait_until(lambda: engine.num_open == NUM_PLACES // 2)
     assert server.post("/v1/requests/many-1/cancel").status_code == 200
     found = call.result()
@@ -315,7 +304,7 @@ def test_a_prompt_that_the_engine_refuses_later_fails_the_call(
     server: RunningServer, engine: ScriptedEngine
 ) -> None:
     engine.pause()
-    call = post_in_background(server, {"prompt": [[5]] * 500, "max_tokens": 1})
+    call = server.posting("/v1/completions", {"prompt": [[5]] * 500, "max_tokens": 1})
     wait_until(lambda: engine.num_open == NUM_PLACES // 2)
     engine.state = "dead"
     engine.resume()
@@ -329,7 +318,7 @@ def test_a_server_that_ends_tells_a_call_whose_prompts_wait(
 ) -> None:
     with running_server(engine, text, options(limits=ServerLimits(drain_s=0.1))) as server:
         engine.pause()
-        call = post_in_background(server, {"prompt": [[5]] * 500, "max_tokens": 1})
+        call = server.posting("/v1/completions", {"prompt": [[5]] * 500, "max_tokens": 1})
         wait_until(lambda: engine.num_open == NUM_PLACES // 2)
         server.call(server.lifecycle.ask)
         answer = call.result()

@@ -21,20 +21,10 @@ from cadenza.server.listening import Address, listening
 from cadenza.server.model_pool import RETRY_S, ModelPool, PoolOptions
 from cadenza.server.served_model import ModelNames, ServedModel
 from cadenza.server.service import Service
-from tests.server.harness import RunningServer, options, serving_at
+from tests.server.harness import HandClock, RunningServer, options, serving_at
 from tests.server.scripted_engine import TIMEOUTS, WAIT_S, ScriptedEngine
 
 COMPLETION = {"prompt": "the quick", "max_tokens": 3}
-
-
-@dataclass(slots=True, eq=False)
-class HandClock:
-    """Seconds that pass when the test lets them."""
-
-    now_s: float = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 class LoadedEngine(ScriptedEngine):

@@ -3,7 +3,6 @@
 import json
 import select
 import socket
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +11,15 @@ import pytest
 
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.server.limits import ServerLimits
-from tests.server.harness import TIMEOUT_S, RunningServer, options, raw_post, running_server
+from tests.server.harness import (
+    TIMEOUT_S,
+    InBackground,
+    RunningServer,
+    in_background,
+    options,
+    raw_post,
+    running_server,
+)
 from tests.server.scripted_engine import ScriptedEngine
 
 LONG = {"prompt": "the fox", "max_tokens": 200}
@@ -74,7 +81,7 @@ def test_a_client_that_does_not_read_is_dropped_and_others_go_on(
 ) -> None:
     engine = ScriptedEngine(script, max_model_len=1 << 20, step_s=0.001)
     limits = ServerLimits(write_stall_s=0.5)
-    with running_server(engine, text, options(limits=limits)) as server:
+    with running_server(engine, text, options(limits=limits), 4096) as server:
         connection = socket.socket()
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(("127.0.0.1", server.port))
@@ -122,19 +129,17 @@ def test_a_cancelled_request_ends_with_what_it_has(
     server: RunningServer, engine: ScriptedEngine, is_stream: bool
 ) -> None:
     engine.pause()
-    found: list[Any] = []
     body = {**LONG, "request_id": "mine-1", "stream": is_stream}
     ask: Callable[..., Any] = server.events if is_stream else server.post
-    asking = threading.Thread(target=lambda: found.append(ask("/v1/completions", body)))
-    asking.start()
+    asking = InBackground(lambda: ask("/v1/completions", body))
     wait_until(lambda: engine.num_open)
     taken = server.post("/v1/completions", body)
     assert (taken.status_code, taken.json()["error"]["param"]) == (400, "request_id")
     cancelled = server.post("/v1/requests/mine-1/cancel")
     assert cancelled.json() == {"id": "mine-1", "object": "request", "cancelled": True}
-    asking.join(TIMEOUT_S)
+    found = asking.result()
     engine.resume()
-    answer = found[0][-2] if is_stream else found[0].json()
+    answer = found[-2] if is_stream else found.json()
     assert answer["choices"][0]["finish_reason"] == "abort"
     assert server.post("/v1/requests/mine-1/cancel").status_code == 404
 
@@ -144,18 +149,13 @@ def test_many_streams_at_once_each_get_their_own(server: RunningServer) -> None:
         {"prompt": "x", "max_tokens": 5 + place, "stream": True, "return_token_ids": True}
         for place in range(32)
     ]
-    counts: dict[int, int] = {}
 
-    def ask(place: int) -> None:
-        events = server.events("/v1/completions", bodies[place])[:-1]
-        counts[place] = sum(len(choice["token_ids"]) for e in events for choice in e["choices"])
+    def ask(body: dict[str, Any]) -> int:
+        events = server.events("/v1/completions", body)[:-1]
+        return sum(len(choice["token_ids"]) for e in events for choice in e["choices"])
 
-    asking = [threading.Thread(target=ask, args=(place,)) for place in range(32)]
-    for each in asking:
-        each.start()
-    for each in asking:
-        each.join(TIMEOUT_S)
-    assert counts == {place: 5 + place for place in range(32)}
+    asking = in_background(lambda body=body: ask(body) for body in bodies)
+    assert [each.result() for each in asking] == [5 + place for place in range(32)]
 
 
 def test_samples_of_one_prompt_come_interleaved_and_whole(server: RunningServer) -> None:
