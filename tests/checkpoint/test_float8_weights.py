@@ -164,10 +164,10 @@ def test_an_operand_of_float8_and_floats_is_planned_as_the_floats_that_it_is_hel
     checkpoint = open_checkpoint(folder)
     own = held_formats(checkpoint.config, checkpoint.weights)
     assert {name for name in writer.meant if own(name) != FLOAT8} == set()
-    mixed = dict(checkpoint.weights.quantised)
+    mixed: dict[str, Any] = dict(checkpoint.weights.tensors)
     q_proj = "model.layers.1.self_attn.q_proj.weight"
     mixed[q_proj] = replace(mixed[q_proj], format=None)
-    held = held_formats(checkpoint.config, replace(checkpoint.weights, quantised=mixed))
+    held = held_formats(checkpoint.config, replace(checkpoint.weights, tensors=mixed))
     names = [q_proj.replace("q_proj", each) for each in ("q_proj", "k_proj", "v_proj")]
     assert [held(name) for name in names] == [None] * 3
     assert {name for name in writer.meant if held(name) != FLOAT8} == set(names)

@@ -29,8 +29,13 @@ def settings_of(name: str) -> dict[str, object]:
     return json.loads((FOLDER / f"{name}.json").read_text())
 
 
+def weights_of(name: str) -> Weights:
+    file, tensors = open_safetensors(FOLDER / f"{name}.safetensors")
+    return Weights(files=(file,), tensors=tensors)
+
+
 def read(name: str, settings: dict[str, object] | None = None) -> QuantisedWeight:
-    weights = Weights.of([open_safetensors(FOLDER / f"{name}.safetensors")])
+    weights = weights_of(name)
     scheme = read_scheme(JsonObject(settings or settings_of(name), "config.json"))
     assert scheme is not None
     spec = TensorSpec(name=WEIGHT, shape=weights.shape("expected"), kind="linear")
@@ -44,7 +49,7 @@ def read(name: str, settings: dict[str, object] | None = None) -> QuantisedWeigh
 
 
 def expected_of(name: str) -> np.ndarray:
-    return open_safetensors(FOLDER / f"{name}.safetensors").array("expected")
+    return weights_of(name).array("expected")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -69,8 +74,7 @@ def test_inputs_in_the_order_of_their_activations_keep_that_order():
 
 
 def test_groups_of_other_sizes_than_the_settings_name_are_refused():
-    weights = open_safetensors(FOLDER / f"{ORDERED}.safetensors")
-    groups = weights.array("model.layers.0.mlp.up_proj.g_idx").copy()
+    groups = weights_of(ORDERED).array("model.layers.0.mlp.up_proj.g_idx").copy()
     for wrong in (np.zeros_like(groups), groups - 1, np.roll(np.sort(groups), 1) // 2):
         with pytest.raises(CheckpointError, match=r"g_idx does not name 32 inputs for each group"):
             order_of_groups("g_idx", wrong, 32)

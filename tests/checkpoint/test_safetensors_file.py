@@ -33,19 +33,19 @@ def test_tensors_come_back_as_they_were_written(tmp_path: Path, dtype: Any):
         "empty": np.zeros((0, 4), dtype=dtype),
     }
     write_tensors(tmp_path / "x.safetensors", tensors)
-    file = open_safetensors(tmp_path / "x.safetensors")
-    assert set(file.entries) == set(tensors)
+    _, stored = open_safetensors(tmp_path / "x.safetensors")
+    assert set(stored) == set(tensors)
     for name, array in tensors.items():
-        view = file.array(name)
+        view = stored[name].array()
         assert view.dtype == array.dtype
         assert view.shape == array.shape
-        assert view.tobytes() == array.tobytes() == bytes(file.raw_bytes(name))
+        assert view.tobytes() == array.tobytes() == bytes(stored[name].raw_bytes)
 
 
 def test_views_share_the_files_pages_and_cannot_be_written(tmp_path: Path):
     write_tensors(tmp_path / "x.safetensors", PAIR)
-    file = open_safetensors(tmp_path / "x.safetensors")
-    first, second = file.array("a"), file.array("a")
+    _, stored = open_safetensors(tmp_path / "x.safetensors")
+    first, second = stored["a"].array(), stored["a"].array()
     assert np.shares_memory(first, second)
     assert not first.flags.owndata
     assert not first.flags.writeable
@@ -53,14 +53,14 @@ def test_views_share_the_files_pages_and_cannot_be_written(tmp_path: Path):
 
 def test_views_outlive_the_file_object(tmp_path: Path):
     write_tensors(tmp_path / "x.safetensors", PAIR)
-    view = open_safetensors(tmp_path / "x.safetensors").array("a")
+    view = open_safetensors(tmp_path / "x.safetensors")[1]["a"].array()
     assert view.tolist() == PAIR["a"].tolist()
 
 
 def test_metadata_and_padded_headers_are_accepted(tmp_path: Path):
     header = json.dumps({"__metadata__": {"format": "pt"}, **HEADER}).encode() + b"   "
     (tmp_path / "x.safetensors").write_bytes(encode_file(header, DATA))
-    assert set(open_safetensors(tmp_path / "x.safetensors").entries) == {"a", "b"}
+    assert set(open_safetensors(tmp_path / "x.safetensors")[1]) == {"a", "b"}
 
 
 LIES: dict[str, tuple[bytes, str]] = {
@@ -151,9 +151,9 @@ def test_any_damaged_bytes_are_read_or_refused(tmp_path: Path, edits: list[tuple
     path = tmp_path / "x.safetensors"
     path.write_bytes(content)
     try:
-        file = open_safetensors(path)
+        _, stored = open_safetensors(path)
     except CheckpointError:
         return
-    for name, entry in file.entries.items():
-        assert file.array(name).nbytes == entry.num_bytes
+    for entry in stored.values():
+        assert entry.array().nbytes == entry.num_bytes
         assert 0 <= entry.start <= entry.stop <= len(content)

@@ -9,7 +9,7 @@ import pytest
 
 from cadenza.checkpoint import open_checkpoint, open_weights
 from cadenza.checkpoint.safetensors_file import open_safetensors
-from cadenza.checkpoint.tensor_file import AnyArray
+from cadenza.checkpoint.stored_tensor import AnyArray
 from cadenza.errors import CheckpointError
 from tests.checkpoint.files import write_tensors
 from tests.checkpoint.quantised_folders import write_quantised
@@ -124,16 +124,16 @@ MOE = {
 
 def switched(folder: Path) -> dict[str, AnyArray]:
     """The tensors of a quantised folder as MLX stores them, with the experts in `switch_mlp`."""
-    stored = open_safetensors(folder / "model.safetensors")
+    _, stored = open_safetensors(folder / "model.safetensors")
     tensors: dict[str, AnyArray] = {}
     experts: dict[str, list[AnyArray]] = {}
-    for name in sorted(stored.entries):  # fewer than ten experts
+    for name in sorted(stored):  # fewer than ten experts
         layer, is_expert, rest = name.partition(".experts.")
         if is_expert:
             part = f"{layer}.switch_mlp.{rest.split('.', 1)[1]}"
-            experts.setdefault(part, []).append(stored.array(name))
+            experts.setdefault(part, []).append(stored[name].array())
         else:
-            tensors[name] = stored.array(name)
+            tensors[name] = stored[name].array()
     assert len(experts) == 2 * 3 * 3, "layers, linears and their tensors"
     return tensors | {name: np.stack(parts) for name, parts in experts.items()}
 

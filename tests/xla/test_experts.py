@@ -27,7 +27,7 @@ from cadenza.backends.xla.ops.table import (
 from cadenza.backends.xla.runner import XlaRunner
 from cadenza.checkpoint.declaration import EMBEDDING
 from cadenza.checkpoint.random_checkpoint import named_shape
-from cadenza.checkpoint.tensor_file import AnyArray
+from cadenza.checkpoint.stored_tensor import AnyArray
 from cadenza.checkpoint.weights import Weights
 from tests.contract.steps import Chunk, Draw, Geometry, Stream, build_inputs, run_step
 from tests.xla.harness import BASE, Lab

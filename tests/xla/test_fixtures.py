@@ -25,7 +25,7 @@ from cadenza.checkpoint.declaration import FINAL_NORM
 from cadenza.checkpoint.families import FAMILIES
 from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.random_checkpoint import named_shape
-from cadenza.checkpoint.tensor_file import AnyArray
+from cadenza.checkpoint.stored_tensor import AnyArray
 from cadenza.checkpoint.weights import Weights, open_weights
 from cadenza.config import EngineLimits
 from cadenza.core.step_schema import StepOutput

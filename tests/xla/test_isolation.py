@@ -15,7 +15,7 @@ from cadenza.backends.base import StepHandle
 from cadenza.backends.xla.mutants import MultipliedPadding
 from cadenza.backends.xla.runner import XlaRunner
 from cadenza.checkpoint.declaration import EMBEDDING
-from cadenza.checkpoint.tensor_file import AnyArray
+from cadenza.checkpoint.stored_tensor import AnyArray
 from cadenza.checkpoint.weights import Weights
 from cadenza.config import SchedulerLoop
 from cadenza.core.step_schema import ModelInputs

@@ -19,16 +19,17 @@ Modules:
 - `float8_weight`: weights in float8_e4m3fn with scales
 - `quantised_weight`: weights as integer codes with scales, and the rounding that makes them
 - `block_weight`: weights in the quantised blocks of a file, as it is mapped
-- `tensor_file`, `safetensors_file`, `weights`: memory-mapped tensors by name
+- `stored_tensor`, `safetensors_file`, `weights`: memory-mapped tensors, and weights that are stored
+  quantised in tensors of other names
 - `safetensors_writer`: tensors into files
 - `quantised_folder`: the folder that `cadenza quantize` writes
-- `stored_weight`: a weight that is stored quantised, in tensors of other names
 - `base_model`: models that were saved without their head, for embeddings
 - `score_head`: the head of models that score a text
 - `mtp_layout`: how the MTP layers of each family are stored and fed
 - `mtp_head`: an MTP layer of a model as a model of one layer
 - `stacked_experts`: checkpoints that store a layer's experts in two tensors
-- `folder`: `open_checkpoint`, of a folder or a GGUF file
+- `opening`: `open_checkpoint`, of a folder or a GGUF file
+- `folder`: an opened model, `Checkpoint`; the reader of folders
 - `hub`: folders of the hub's models
 - `hub_cache`: those in its local cache, listed and removed
 - `other_folders`: folders of the hub's cache, and of LoRA adapters
@@ -48,15 +49,11 @@ from cadenza.checkpoint.declaration import (
     count_parameters,
     declare,
 )
-from cadenza.checkpoint.folder import (
-    Checkpoint,
-    OnProgress,
-    open_bundled_draft,
-    open_checkpoint,
-)
+from cadenza.checkpoint.folder import Checkpoint, OnProgress
 from cadenza.checkpoint.generation_defaults import ASSUMED_OF_GGUF, GenerationDefaults
 from cadenza.checkpoint.hub import Hub, is_hub_id
 from cadenza.checkpoint.model_config import LayerKind, ModelConfig
+from cadenza.checkpoint.opening import open_bundled_draft, open_checkpoint
 from cadenza.checkpoint.random_checkpoint import named_shape, write_random_checkpoint
 from cadenza.checkpoint.rope_config import (
     LinearRopeScaling,

@@ -16,6 +16,7 @@ from typing import Literal
 
 from cadenza.checkpoint.dtypes import WEIGHT_DTYPES, as_weight_dtype
 from cadenza.checkpoint.model_config import ExpertsConfig, ModelConfig
+from cadenza.checkpoint.stored_tensor import StoredTensor
 from cadenza.checkpoint.weights import Weights
 from cadenza.errors import CheckpointError
 
@@ -305,7 +306,7 @@ def check_weights(config: ModelConfig, weights: Weights) -> None:
     missing = [name for name in specs if name not in weights]
     if missing:
         raise CheckpointError(
-            f"the weights lack {_name_some(missing)}, which config.json requires; "
+            f"the weights lack {name_some(missing)}, which config.json requires; "
             f"fetch the checkpoint again or correct config.json"
         )
     extra = [name for name in weights if name not in specs and not _is_ignored(config, name)]
@@ -314,7 +315,7 @@ def check_weights(config: ModelConfig, weights: Weights) -> None:
         extra.remove(HEAD)
     if extra:
         raise CheckpointError(
-            f"the weights contain {_name_some(extra)}, which config.json does not account for; "
+            f"the weights contain {name_some(extra)}, which config.json does not account for; "
             f"use a checkpoint whose config.json describes the model completely"
         )
     for spec in specs.values():
@@ -343,10 +344,10 @@ def _check_tensor(spec: TensorSpec, weights: Weights) -> None:
             f"tensor {spec.name} has shape {list(found)}; config.json requires "
             f"{list(spec.shape)}; correct config.json or fetch the checkpoint again"
         )
-    is_quantised = spec.name in weights.quantised
-    if not is_quantised and as_weight_dtype(weights.entry(spec.name).dtype) is None:
+    stored = weights.tensors[spec.name]
+    if isinstance(stored, StoredTensor) and as_weight_dtype(stored.dtype) is None:
         raise CheckpointError(
-            f"tensor {spec.name} has the type {weights.entry(spec.name).dtype}, but by config.json "
+            f"tensor {spec.name} has the type {stored.dtype}, but by config.json "
             f"it is not quantised; supported are {', '.join(WEIGHT_DTYPES)}; correct config.json "
             f"or fetch the checkpoint again"
         )
@@ -354,8 +355,9 @@ def _check_tensor(spec: TensorSpec, weights: Weights) -> None:
 
 def are_equal(weights: Weights, name: str, other: str) -> bool:
     """Whether two stored tensors have the same type and bytes."""
-    one, two = weights.raw_bytes(name), weights.raw_bytes(other)
-    if weights.entry(name).dtype != weights.entry(other).dtype or len(one) != len(two):
+    tensors = weights.entry(name), weights.entry(other)
+    one, two = (each.raw_bytes for each in tensors)
+    if tensors[0].dtype != tensors[1].dtype or len(one) != len(two):
         return False
     starts = range(0, len(one), _COMPARED_BYTES)
     parts = (slice(start, start + _COMPARED_BYTES) for start in starts)
@@ -374,6 +376,7 @@ def _norm(name: str, size: int) -> TensorSpec:
     return TensorSpec(name=name, shape=(size,), kind="norm")
 
 
-def _name_some(names: list[str]) -> str:
+def name_some(names: list[str]) -> str:
+    """At most three names, and how many more there are, for a message."""
     listed = ", ".join(name[:120] for name in names[:3])
     return listed if len(names) <= 3 else f"{listed} and {len(names) - 3} more tensors"

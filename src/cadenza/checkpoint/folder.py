@@ -1,15 +1,12 @@
-"""Opens a model folder in the Hugging Face layout, or a GGUF file: `open_checkpoint`.
+"""An opened model, `Checkpoint`, and the reader of folders in the Hugging Face layout.
 
-Owns which files are read and how their settings combine. Knows no tokenization and no template
-syntax. Invariant: the weights of a `Checkpoint` match its config; opening reads only their headers
-and executes nothing from the folder.
+Owns which files are read and how their settings combine. Invariant: the weights of a `Checkpoint`
+match its config; opening reads only their headers and executes nothing from the folder.
 """
 
 import hashlib
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from importlib import resources
 from pathlib import Path
 from typing import Literal
 
@@ -23,38 +20,22 @@ from cadenza.checkpoint.generation_defaults import (
     parse_generation_defaults,
     read_generation_config,
 )
-from cadenza.checkpoint.gguf.files import find_gguf, is_gguf_name
-from cadenza.checkpoint.gguf.model import open_gguf_model
-from cadenza.checkpoint.gguf.reader import MAGIC as GGUF_MAGIC
 from cadenza.checkpoint.json_object import JsonObject, parse_json_object, read_small_file
 from cadenza.checkpoint.model_config import ModelConfig
-from cadenza.checkpoint.other_folders import adapter_in, main_snapshot
 from cadenza.checkpoint.outline import ModelOutline, outline_of, read_outline
 from cadenza.checkpoint.pooling_files import DefaultPooling, read_default_pooling
 from cadenza.checkpoint.score_head import ScoreHead, split_score_head
 from cadenza.checkpoint.stacked_experts import split_stacked_experts
-from cadenza.checkpoint.stored_weight import StoredScheme
-from cadenza.checkpoint.tokenizer_files import (
-    TOKENIZER_FILE,
-    TokenizerFiles,
-    read_tokenizer_files,
-)
-from cadenza.checkpoint.weights import INDEX_FILE, SINGLE_FILE, Weights, open_weights
+from cadenza.checkpoint.stored_tensor import QuantisationScheme
+from cadenza.checkpoint.tokenizer_files import TokenizerFiles, read_tokenizer_files
+from cadenza.checkpoint.weights import Weights, open_weights
 from cadenza.errors import CheckpointError
 from cadenza.text.tokenizer import TokenizerSource
 
 MAX_CONFIG_BYTES = 4 << 20
 
-MAX_ENTRIES = 1000
-MAX_NAMED = 4
-"""Of a folder: entries that are looked at, and folders that an error names."""
 MAX_UNREAD_BYTES = 1 << 20
 """Bytes of each file in the digest of a model that only a backend reads."""
-
-_OLLAMA_NAME = re.compile(r"[\w.-]{1,80}:[\w.-]{1,80}", re.ASCII)
-
-_MODELS, _BUNDLED, _BUNDLED_DRAFT = "models", "bundled", "bundled-draft"
-
 
 OnProgress = Callable[[int, int], object]
 """Called with the bytes of the weights that are done, and of all."""
@@ -129,7 +110,7 @@ class Checkpoint:
         return replace(self, known=(config, weights.watched(on_read)))
 
     @property
-    def scheme(self) -> StoredScheme | None:
+    def scheme(self) -> QuantisationScheme | None:
         """How the stored weights are quantised; None if they are not, or not known."""
         return self.weights.scheme if self.is_known else None
 
@@ -152,25 +133,18 @@ class Checkpoint:
         return sum(self.weights.num_bytes(spec.name) for spec in declare(self.config))
 
 
-def open_checkpoint(
-    path: Path | None, *, revision: str | None = None, any_family: bool = False
+def open_folder(
+    folder: Path, *, revision: str | None = None, any_family: bool = False
 ) -> Checkpoint:
-    """Opens a local folder or GGUF file.
+    """Opens a folder with a config.json.
 
     Args:
-        path: the folder or file; None for the bundled model. A folder of the hub's cache is its
-            main snapshot.
         revision: the hub commit that the folder is a snapshot of, if it is one.
         any_family: opens models of unknown arithmetic too, of which only the outline is read.
 
     Raises:
-        CheckpointError: the folder does not exist, or its content is invalid or not supported.
+        CheckpointError: its content is invalid or not supported.
     """
-    path = None if path is None else main_snapshot(path)
-    file = None if path is None else _gguf_file(path)
-    if path is not None and file is not None:
-        return _open_gguf(file, revision, folder=path if path.is_dir() else None)
-    folder = _bundled_folder() if path is None else _local_folder(path)
     config_bytes = read_small_file(folder / CONFIG_FILE, max_bytes=MAX_CONFIG_BYTES)
     raw_config = parse_json_object(config_bytes, CONFIG_FILE)
     try:
@@ -189,7 +163,7 @@ def open_checkpoint(
         folder=folder,
         outline=outline,
         generation_defaults=parse_generation_defaults(generation),
-        eos_token_ids=_unite_eos(outline, generation, tokenizer),
+        eos_token_ids=unite_eos(outline, generation, tokenizer),
         tokenizer=tokenizer,
         digest=hashlib.sha256(config_bytes + digest.encode()).hexdigest(),
         revision=revision,
@@ -244,121 +218,10 @@ def _digest_of_unread(folder: Path) -> str:
     return state.hexdigest()
 
 
-def _gguf_file(path: Path) -> Path | None:
-    """The GGUF file that a path names, or that lies in a folder without safetensors weights. Ollama
-    keeps such files under names without a suffix."""
-    if path.is_dir():
-        has_weights = any((path / name).exists() for name in (SINGLE_FILE, INDEX_FILE))
-        return None if has_weights else find_gguf(path)
-    is_gguf = path.is_file() and (is_gguf_name(path.name) or _begins_as_gguf(path))
-    return path if is_gguf else None
-
-
-def _begins_as_gguf(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            return file.read(len(GGUF_MAGIC)) == GGUF_MAGIC
-    except OSError:
-        return False
-
-
-def _open_gguf(file: Path, revision: str | None, folder: Path | None) -> Checkpoint:
-    """Opens a GGUF file; tokenizer.json and its settings in `folder` replace the metadata's."""
-    model = open_gguf_model(file)
-    tokenizer, eos_token_ids = model.tokenizer, model.eos_token_ids
-    if folder is not None and (folder / TOKENIZER_FILE).exists():
-        tokenizer = read_tokenizer_files(folder)
-        united = _unite_eos(outline_of(model.config), JsonObject({}, file.name), tokenizer)
-        eos_token_ids = tuple(sorted({*eos_token_ids, *united}))
-    return Checkpoint(
-        folder=file.parent,
-        format="gguf",
-        outline=outline_of(model.config),
-        generation_defaults=model.generation_defaults,
-        eos_token_ids=eos_token_ids,
-        tokenizer=tokenizer,
-        digest=hashlib.sha256(model.weights.digest().encode()).hexdigest(),
-        revision=revision,
-        known=(model.config, model.weights),
-        pooling=model.pooling,
-    )
-
-
-def open_bundled_draft(target: Checkpoint) -> Checkpoint:
-    """The draft model in the package.
-
-    Raises:
-        CheckpointError: `target` is not the bundled model, for which it drafts, or this
-            installation has none.
-    """
-    folder = _packaged(_BUNDLED_DRAFT)
-    if target.folder.resolve() != _packaged(_BUNDLED).resolve():
-        raise CheckpointError(
-            "the one in the package drafts for the bundled model only; name another, as in "
-            '{"method": "draft_model", "model": "small-model"}'
-        )
-    if not (folder / CONFIG_FILE).is_file():
-        raise CheckpointError("this installation has none for the bundled model; name another")
-    return open_checkpoint(folder)
-
-
-def _bundled_folder() -> Path:
-    folder = _packaged(_BUNDLED)
-    if not (folder / CONFIG_FILE).is_file():
-        raise CheckpointError(
-            "this installation has no bundled model; name a local model folder instead"
-        )
-    return folder
-
-
-def _packaged(name: str) -> Path:
-    return Path(str(resources.files("cadenza").joinpath(_MODELS, name)))
-
-
-def _local_folder(path: Path) -> Path:
-    if not path.is_dir():
-        found = "is a file" if path.exists() else "does not exist"
-        raise CheckpointError(
-            f"the model folder {str(path)!r} {found}; name a folder with config.json and "
-            f"safetensors weights, a GGUF file (.gguf), or a hub model as owner/model"
-            f"{_advice_on_name(str(path))}"
-        )
-    if not (path / CONFIG_FILE).exists():
-        adapter = adapter_in(path)
-        if adapter is not None:
-            raise CheckpointError(adapter)
-        raise CheckpointError(
-            f"the folder {str(path)!r} {_lack_of(path)}; name a folder in the Hugging Face layout, "
-            f"or one with a GGUF file"
-        )
-    return path
-
-
-def _lack_of(path: Path) -> str:
-    """What a folder has in place of a model: nothing, folders of models, or other files."""
-    try:
-        entries = sorted(path.iterdir())[:MAX_ENTRIES]
-    except OSError as error:
-        return f"cannot be read ({error.strerror})"
-    models = [each.name for each in entries if (each / CONFIG_FILE).exists()]
-    if models:
-        return f"has no {CONFIG_FILE}, but its folders {', '.join(models[:MAX_NAMED])} have one"
-    return f"has no {CONFIG_FILE}" if entries else "is empty"
-
-
-def _advice_on_name(name: str) -> str:
-    """For a name that Ollama's library has, or might have."""
-    if _OLLAMA_NAME.fullmatch(name) is None:
-        return ""
-    return (
-        f"; {name} is how Ollama names models: `ollama show --modelfile {name}` prints the file "
-        f"of such a model (FROM ...), a GGUF file that can be named here"
-    )
-
-
-def _unite_eos(
+def unite_eos(
     outline: ModelOutline, generation: JsonObject, tokenizer: TokenizerFiles
 ) -> tuple[int, ...]:
+    """The end-of-sequence ids of config.json, generation_config.json and the tokenizer files."""
     vocab_size = outline.vocab_size
     found = set(outline.eos_token_ids)
     found.update(read_token_ids(generation, "eos_token_id", vocab_size))

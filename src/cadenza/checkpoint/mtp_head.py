@@ -30,7 +30,7 @@ from cadenza.checkpoint.declaration import (
 from cadenza.checkpoint.folder import Checkpoint
 from cadenza.checkpoint.model_config import LayerKind, ModelConfig
 from cadenza.checkpoint.mtp_layout import MTP_LAYOUTS
-from cadenza.checkpoint.tensor_file import TensorEntry
+from cadenza.checkpoint.stored_tensor import StoredTensor
 from cadenza.checkpoint.weights import Weights
 from cadenza.errors import CheckpointError
 
@@ -71,7 +71,7 @@ def mtp_head_of(checkpoint: Checkpoint) -> Checkpoint:
             f"the weights lack {missing}, which config.json promises as part of an MTP layer; use "
             f"the checkpoint as it was published"
         )
-    parts: dict[str, list[TensorEntry]] = {name: [] for name in weights if name not in stored}
+    parts: dict[str, list[StoredTensor]] = {name: [] for name in weights if name not in stored}
     parts |= {
         name: [replace(weights.entry(name), name=own)]
         for name, own in stored.items()

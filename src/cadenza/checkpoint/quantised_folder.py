@@ -30,7 +30,7 @@ from cadenza.checkpoint.safetensors_writer import (
     Part,
     write_shards,
 )
-from cadenza.checkpoint.tensor_file import AnyArray
+from cadenza.checkpoint.stored_tensor import AnyArray
 from cadenza.checkpoint.weight_format import GROUP
 from cadenza.config import Quantization
 from cadenza.errors import CheckpointError

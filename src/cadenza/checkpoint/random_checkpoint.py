@@ -31,7 +31,7 @@ from cadenza.checkpoint.safetensors_writer import (
     Part,
     write_shards,
 )
-from cadenza.checkpoint.tensor_file import AnyArray
+from cadenza.checkpoint.stored_tensor import AnyArray
 from cadenza.errors import CheckpointError
 
 _CHUNK_ELEMENTS = 1 << 20

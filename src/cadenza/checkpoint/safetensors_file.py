@@ -1,20 +1,19 @@
 """Opens safetensors files: `open_safetensors` maps a file and checks its header.
 
-Owns the reading of the format (https://github.com/huggingface/safetensors#format). Knows no models.
-It does not use the safetensors library, because views must be zero-copy in bfloat16 too and an
-invalid header must raise a specific error. Invariant: every entry of an open file lies inside it,
-overlaps no other entry, and has the number of bytes that its shape and data type imply.
+Owns the reading of the format (https://github.com/huggingface/safetensors#format). It does not use
+the safetensors library, because views must be zero-copy in bfloat16 too and an invalid header must
+raise a specific error. Invariant: every tensor of an open file lies inside it, overlaps no other,
+and has the number of bytes that its shape and data type imply.
 """
 
 import math
-import mmap
-import os
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 from cadenza.checkpoint.dtypes import FORMAT_OF_CODE
 from cadenza.checkpoint.json_object import JsonObject, parse_json_object, regular_file_size, shorten
-from cadenza.checkpoint.tensor_file import TensorEntry, TensorFile
+from cadenza.checkpoint.stored_tensor import FileBytes, MappedFile, StoredTensor, map_file
 from cadenza.errors import CheckpointError
 
 LENGTH_BYTES = 8
@@ -25,8 +24,8 @@ MAX_NAME_CHARS = 512
 METADATA_KEY = "__metadata__"
 
 
-def open_safetensors(path: Path) -> TensorFile:
-    """Maps a file and checks its header completely.
+def open_safetensors(path: Path) -> tuple[MappedFile, dict[str, StoredTensor]]:
+    """Maps a file and checks its header completely; its tensors by name.
 
     Raises:
         CheckpointError: the header is invalid, does not match the file, or has a wrong dtype.
@@ -36,25 +35,28 @@ def open_safetensors(path: Path) -> TensorFile:
         raise CheckpointError(
             f"{path.name} has {num_bytes} bytes, too few for a safetensors file; fetch it again"
         )
-    try:
-        with path.open("rb") as file:
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            modified_ns = os.fstat(file.fileno()).st_mtime_ns
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path.name} cannot be mapped into memory") from error
-    header, entries = read_entries(data, path.name)
-    return TensorFile(
-        name=path.name, header=header, entries=entries, data=data, modified_ns=modified_ns
-    )
+    file = map_file(path)
+    header, tensors = read_entries(file.data, path.name)
+    return replace(file, header=header), tensors
 
 
-def read_entries(data: mmap.mmap | bytes, where: str) -> tuple[bytes, dict[str, TensorEntry]]:
-    """The header and the checked entries of a file's bytes. Raises `CheckpointError`."""
+def read_entries(data: FileBytes, where: str) -> tuple[bytes, dict[str, StoredTensor]]:
+    """The header and the checked tensors of a file's bytes. Raises `CheckpointError`."""
     header = _read_header(data, where)
-    return header, _parse_header(header, where, LENGTH_BYTES + len(header), len(data))
+    table = parse_json_object(header, f"{where}: the header")
+    base, tensors = LENGTH_BYTES + len(header), dict[str, StoredTensor]()
+    for name, value in table.values.items():
+        if name == METADATA_KEY:
+            continue
+        if not isinstance(value, dict) or len(name) > MAX_NAME_CHARS:
+            raise CheckpointError(f"{where}: the header's entry {shorten(name)} is not a tensor")
+        raw = JsonObject(cast(dict[str, object], value), f"{where}: tensor {shorten(name)}")
+        tensors[name] = _parse_entry(name, raw, data, base)
+    _check_cover(list(tensors.values()), where, base, len(data))
+    return header, tensors
 
 
-def _read_header(data: mmap.mmap | bytes, where: str) -> bytes:
+def _read_header(data: FileBytes, where: str) -> bytes:
     num_header_bytes = int.from_bytes(data[:LENGTH_BYTES], "little")
     num_bytes = len(data) - LENGTH_BYTES
     if num_header_bytes > min(num_bytes, MAX_HEADER_BYTES):
@@ -71,28 +73,14 @@ def _read_header(data: mmap.mmap | bytes, where: str) -> bytes:
     return header
 
 
-def _parse_header(header: bytes, where: str, base: int, end: int) -> dict[str, TensorEntry]:
-    table = parse_json_object(header, f"{where}: the header")
-    entries: dict[str, TensorEntry] = {}
-    for name, value in table.values.items():
-        if name == METADATA_KEY:
-            continue
-        if not isinstance(value, dict) or len(name) > MAX_NAME_CHARS:
-            raise CheckpointError(f"{where}: the header's entry {shorten(name)} is not a tensor")
-        raw = JsonObject(cast(dict[str, object], value), f"{where}: tensor {shorten(name)}")
-        entries[name] = _parse_entry(name, raw, base, end)
-    _check_cover(list(entries.values()), where, base, end)
-    return entries
-
-
-def _parse_entry(name: str, raw: JsonObject, base: int, end: int) -> TensorEntry:
+def _parse_entry(name: str, raw: JsonObject, data: FileBytes, base: int) -> StoredTensor:
     code = raw.text("dtype")
     if code is None or code not in FORMAT_OF_CODE:
         raise CheckpointError(
             f"{raw.where} has dtype {shorten(code)}; supported are {', '.join(FORMAT_OF_CODE)}; "
             f"use a checkpoint in one of these"
         )
-    num_bytes = end - base
+    num_bytes = len(data) - base
     shape = _read_sizes(raw, "shape", high=max(num_bytes, 1))
     offsets = _read_sizes(raw, "data_offsets", high=num_bytes)
     if len(shape) > MAX_RANK or len(offsets) != 2 or offsets[0] > offsets[1]:
@@ -109,7 +97,7 @@ def _parse_entry(name: str, raw: JsonObject, base: int, end: int) -> TensorEntry
             f"data_offsets give it {offsets[1] - offsets[0]}; fetch the file again"
         )
     start, stop = base + offsets[0], base + offsets[1]
-    return TensorEntry(name=name, dtype=dtype.name, shape=shape, start=start, stop=stop)
+    return StoredTensor(name=name, dtype=dtype.name, shape=shape, data=data, start=start, stop=stop)
 
 
 def _read_sizes(raw: JsonObject, key: str, *, high: int) -> tuple[int, ...]:
@@ -126,7 +114,7 @@ def _read_sizes(raw: JsonObject, key: str, *, high: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def _check_cover(entries: list[TensorEntry], where: str, base: int, end: int) -> None:
+def _check_cover(entries: list[StoredTensor], where: str, base: int, end: int) -> None:
     """Checks that every byte of the data belongs to exactly one tensor, as the format requires."""
     entries.sort(key=lambda entry: (entry.start, entry.stop))
     position = base

@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 from cadenza.checkpoint.dtypes import FORMAT_OF_NAME, StoredDType
 from cadenza.checkpoint.safetensors_file import LENGTH_BYTES
-from cadenza.checkpoint.tensor_file import AnyArray
+from cadenza.checkpoint.stored_tensor import AnyArray
 from cadenza.checkpoint.weights import INDEX_FILE, SINGLE_FILE
 
 DEFAULT_SHARD_BYTES = 2 << 30

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from cadenza.checkpoint.declaration import ExpertMLPSpec, LinearSpec, declare_layer
 from cadenza.checkpoint.model_config import ModelConfig
-from cadenza.checkpoint.tensor_file import TensorEntry
+from cadenza.checkpoint.stored_tensor import StoredTensor
 from cadenza.checkpoint.weights import Weights
 from cadenza.errors import CheckpointError
 
@@ -25,7 +25,7 @@ def split_stacked_experts(config: ModelConfig, weights: Weights) -> Weights:
     Raises:
         CheckpointError: a stacked tensor has the wrong shape, or an expert is stored twice.
     """
-    parts: dict[str, list[TensorEntry]] = {}
+    parts: dict[str, list[StoredTensor]] = {}
     for index in range(config.num_layers):
         mlp = declare_layer(config, index).mlp
         if isinstance(mlp, ExpertMLPSpec):
@@ -44,12 +44,12 @@ def split_stacked_experts(config: ModelConfig, weights: Weights) -> Weights:
 
 def _parts_of_layer(
     prefix: str, mlp: ExpertMLPSpec, weights: Weights
-) -> dict[str, list[TensorEntry]]:
+) -> dict[str, list[StoredTensor]]:
     """The parts of each stacked tensor of a layer, by its name; empty if none is stacked."""
     gate_ups = [each for expert in mlp.experts for each in expert.gate_up]
     downs = [expert.down for expert in mlp.experts]
     stored = {f"{prefix}.experts.gate_up_proj": gate_ups, f"{prefix}.experts.down_proj": downs}
-    parts: dict[str, list[TensorEntry]] = {}
+    parts: dict[str, list[StoredTensor]] = {}
     for name, linears in stored.items():
         if name in weights:
             num_out = sum(linear.num_out for linear in linears) // len(mlp.experts)
@@ -63,14 +63,14 @@ def _parts_of_layer(
 
 def _parts_of_mlx(
     prefix: str, mlp: ExpertMLPSpec, weights: Weights
-) -> dict[str, list[TensorEntry]]:
+) -> dict[str, list[StoredTensor]]:
     """The same for MLX, whose quantised linears have scales and biases beside the weight."""
     columns = {
         "gate_proj": [expert.gate_up[0] for expert in mlp.experts],
         "up_proj": [expert.gate_up[1] for expert in mlp.experts],
         "down_proj": [expert.down for expert in mlp.experts],
     }
-    parts: dict[str, list[TensorEntry]] = {}
+    parts: dict[str, list[StoredTensor]] = {}
     for column, linears in columns.items():
         for suffix in ("weight", "scales", "biases"):
             name = f"{prefix}.{column}.{suffix}"
@@ -80,8 +80,8 @@ def _parts_of_mlx(
 
 
 def _cut_evenly(
-    entry: TensorEntry, linears: list[LinearSpec], suffix: str
-) -> Iterator[TensorEntry]:
+    entry: StoredTensor, linears: list[LinearSpec], suffix: str
+) -> Iterator[StoredTensor]:
     """Cuts a tensor [X, ...] into one for each expert."""
     if entry.shape[:1] != (len(linears),):
         raise CheckpointError(
@@ -96,8 +96,8 @@ def _cut_evenly(
 
 
 def _cut(
-    entry: TensorEntry, linears: list[LinearSpec], shape: tuple[int, ...]
-) -> Iterator[TensorEntry]:
+    entry: StoredTensor, linears: list[LinearSpec], shape: tuple[int, ...]
+) -> Iterator[StoredTensor]:
     """Cuts a stacked tensor into consecutive parts."""
     if entry.shape != shape:
         raise CheckpointError(

@@ -65,9 +65,9 @@ def _tensors(folder: Path) -> dict[str, Any]:
         weights = open_weights(folder)
     except CheckpointError:
         return {}
-    entries = [weights.entry(name) for name in weights]
+    entries = list(weights.tensors.values())
     return {
         "count": len(entries),
         "num_bytes": sum(entry.num_bytes for entry in entries),
-        "dtypes": dict(Counter(entry.dtype for entry in entries)),
+        "dtypes": dict(Counter(entry.stored_type for entry in entries)),
     }

@@ -1,24 +1,27 @@
 """The tensors of a folder by name, from one safetensors file or several: `Weights`.
 
-Owns the choice of files and the check of the index. Knows no models. Invariant: every file lies
-directly in the folder, and a name refers to exactly one tensor or quantised weight.
+Owns the choice of files and the check of the index. Invariant: every file lies directly in the
+folder, and a name refers to exactly one tensor or quantised weight.
 """
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cadenza.checkpoint.json_object import JsonObject, read_json_object, shorten
 from cadenza.checkpoint.other_folders import adapter_in
 from cadenza.checkpoint.safetensors_file import open_safetensors
-from cadenza.checkpoint.tensor_file import AnyArray, TensorEntry, TensorFile
+from cadenza.checkpoint.stored_tensor import (
+    AnyArray,
+    MappedFile,
+    QuantisationScheme,
+    StoredTensor,
+    StoredWeight,
+)
 from cadenza.checkpoint.weight_format import WeightFormat
 from cadenza.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from cadenza.checkpoint.stored_weight import StoredScheme, StoredWeight
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -39,108 +42,86 @@ class Weights:
     A weight that is stored quantised has its own name in place of the tensors that it is stored in.
     """
 
-    files: tuple[TensorFile, ...]
-    _file_of: dict[str, TensorFile]
-    scheme: "StoredScheme | None" = None
-    quantised: "Mapping[str, StoredWeight]" = field(default_factory=dict[str, "StoredWeight"])
+    files: tuple[MappedFile, ...]
+    tensors: Mapping[str, StoredTensor | StoredWeight]
+    scheme: QuantisationScheme | None = None
     _on_read: Callable[[str], object] = lambda _: None
-
-    @classmethod
-    def of(cls, files: Sequence[TensorFile]) -> "Weights":
-        """The tensors of all files; no name is in two of them."""
-        return cls(
-            files=tuple(files), _file_of={name: file for file in files for name in file.entries}
-        )
 
     def __getitem__(self, name: str) -> Any:
         """A zero-copy view of a stored tensor, or a `CodedWeight`, read on each access.
 
-        Raises `KeyError` for unknown names.
+        Here and below raises `KeyError` for unknown names.
         """
         self._on_read(name)
-        stored = self.quantised.get(name)
-        return self._file_of[name].view(name) if stored is None else stored.load()
+        return self.tensors[name].load()
 
     def __contains__(self, name: str) -> bool:
-        return name in self._file_of or name in self.quantised
+        return name in self.tensors
 
     def __iter__(self) -> Iterator[str]:
-        yield from self._file_of
-        yield from self.quantised
+        return iter(self.tensors)
 
     def __len__(self) -> int:
-        return len(self._file_of) + len(self.quantised)
+        return len(self.tensors)
 
     def release_pages(self) -> None:
         """Makes no page of the files resident in this process; views read them again on access."""
         for file in self.files:
             file.release_pages()
 
-    def entry(self, name: str) -> TensorEntry:
-        """Data type, shape and place of a tensor. Raises `KeyError` for unknown names."""
-        return self._file_of[name].entries[name]
+    def entry(self, name: str) -> StoredTensor:
+        """A tensor that is not a quantised weight."""
+        found = self.tensors[name]
+        assert isinstance(found, StoredTensor), f"{name} is stored in tensors of other names"
+        return found
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor or quantised weight. Raises `KeyError` for unknown names."""
-        stored = self.quantised.get(name)
-        return self.entry(name).shape if stored is None else stored.shape
+        return self.tensors[name].shape
 
     def stored_type(self, name: str) -> str:
-        """How a tensor or quantised weight is stored. Raises `KeyError` for unknown names."""
-        stored = self.quantised.get(name)
-        return self.entry(name).stored_type if stored is None else stored.stored_type
+        """How a tensor or quantised weight is stored."""
+        return self.tensors[name].stored_type
 
     def num_bytes(self, name: str) -> int:
-        """Stored bytes of a tensor or quantised weight. Raises `KeyError` for unknown names."""
-        stored = self.quantised.get(name)
-        if stored is None:
-            return self.entry(name).num_bytes
-        return sum(entry.num_bytes for entry in stored.parts)
+        """Stored bytes."""
+        return self.tensors[name].num_bytes
 
     def format(self, name: str) -> WeightFormat | None:
         """The format of a quantised weight's codes; None if it is loaded as floats."""
-        stored = self.quantised.get(name)
-        return self.entry(name).format if stored is None else stored.format
+        return self.tensors[name].format
 
     def array(self, name: str) -> AnyArray:
-        """A zero-copy view of a stored tensor that is not in blocks. Raises `KeyError` for unknown
-        names.
-        """
-        return self._file_of[name].array(name)
+        """A zero-copy view of a stored tensor that is not in blocks."""
+        return self.entry(name).array()
+
+    @property
+    def quantised(self) -> Mapping[str, StoredWeight]:
+        """The weights that are stored in tensors of other names."""
+        return {name: each for name, each in self.tensors.items() if isinstance(each, StoredWeight)}
 
     @property
     def has_codes(self) -> bool:
         """Whether weights are loaded as integer codes, for which activations are rounded."""
-        formats = map(self.format, self)
+        formats = (each.format for each in self.tensors.values())
         return any(format is not None and format.is_quantised for format in formats)
-
-    def raw_bytes(self, name: str) -> memoryview:
-        """The stored bytes of a tensor, without a copy."""
-        return self._file_of[name].raw_bytes(name)
 
     def watched(self, on_read: Callable[[str], object]) -> "Weights":
         """A copy that calls `on_read` with a name before the tensor or weight is read."""
         return replace(self, _on_read=on_read)
 
     def with_quantised(
-        self, scheme: "StoredScheme", quantised: "Mapping[str, StoredWeight]"
+        self, scheme: QuantisationScheme, quantised: Mapping[str, StoredWeight]
     ) -> "Weights":
         """A copy with quantised weights in place of the tensors that they are stored in."""
-        parts = {entry.name for stored in quantised.values() for entry in stored.parts}
-        file_of = {name: file for name, file in self._file_of.items() if name not in parts}
-        return replace(self, _file_of=file_of, scheme=scheme, quantised=quantised)
+        parts = {part.name for stored in quantised.values() for part in stored.parts}
+        others = {name: each for name, each in self.tensors.items() if name not in parts}
+        return replace(self, tensors={**others, **quantised}, scheme=scheme)
 
-    def with_parts(self, parts: Mapping[str, Sequence[TensorEntry]]) -> "Weights":
-        """A copy in which each tensor named in `parts` is replaced by those entries.
-
-        The entries are byte ranges of the replaced tensor's file.
-        """
-        files = {file.name: dict(file.entries) for file in self.files}
-        for name, entries in parts.items():
-            of_file = files[self._file_of[name].name]
-            del of_file[name]
-            of_file |= {entry.name: entry for entry in entries}
-        return Weights.of([replace(file, entries=files[file.name]) for file in self.files])
+    def with_parts(self, parts: Mapping[str, Sequence[StoredTensor]]) -> "Weights":
+        """A copy in which each tensor named in `parts` is replaced by those tensors."""
+        tensors = {name: each for name, each in self.tensors.items() if name not in parts}
+        tensors |= {each.name: each for entries in parts.values() for each in entries}
+        return replace(self, tensors=tensors)
 
     def digest(self) -> str:
         """A SHA-256 of all files' names, lengths and headers, in hex; no tensor is read."""
@@ -162,10 +143,10 @@ def open_weights(folder: Path, *, has_mtp_layers: bool = False) -> Weights:
         CheckpointError: there are none, or they are invalid.
     """
     if (folder / SINGLE_FILE).exists():
-        single = open_safetensors(folder / SINGLE_FILE)
-        if not has_mtp_layers or not (folder / MTP_FILE).exists():
-            return Weights.of([single])
-        return _with_mtp_file(single, open_safetensors(folder / MTP_FILE))
+        names = [SINGLE_FILE]
+        if has_mtp_layers and (folder / MTP_FILE).exists():
+            names.append(MTP_FILE)
+        return _joined([open_safetensors(folder / name) for name in names])
     if (folder / INDEX_FILE).exists():
         return _open_shards(folder)
     adapter = adapter_in(folder)
@@ -178,14 +159,18 @@ def open_weights(folder: Path, *, has_mtp_layers: bool = False) -> Weights:
     )
 
 
-def _with_mtp_file(single: TensorFile, of_mtp: TensorFile) -> Weights:
-    twice = next((name for name in of_mtp.entries if name in single.entries), None)
-    if twice is not None:
-        raise CheckpointError(
-            f"tensor {shorten(twice)} is both in {SINGLE_FILE} and in {MTP_FILE}; remove one of "
-            f"them"
-        )
-    return Weights.of([single, of_mtp])
+def _joined(opened: Sequence[tuple[MappedFile, dict[str, StoredTensor]]]) -> Weights:
+    """The tensors of all files. Raises `CheckpointError` if a name is in two of them."""
+    tensors: dict[str, StoredTensor] = {}
+    for _, of_file in opened:
+        twice = next((name for name in of_file if name in tensors), None)
+        if twice is not None:
+            raise CheckpointError(
+                f"tensor {shorten(twice)} is both in {SINGLE_FILE} and in {MTP_FILE}; remove one "
+                f"of them"
+            )
+        tensors |= of_file
+    return Weights(files=tuple(file for file, _ in opened), tensors=tensors)
 
 
 def read_shard_names(folder: Path) -> list[str]:
@@ -210,9 +195,9 @@ def _read_index(folder: Path) -> dict[str, str]:
 
 def _open_shards(folder: Path) -> Weights:
     shard_of = _read_index(folder)
-    files = {name: open_safetensors(folder / name) for name in sorted(set(shard_of.values()))}
-    _check_index(shard_of, files)
-    return Weights.of([*files.values()])
+    opened = {name: open_safetensors(folder / name) for name in sorted(set(shard_of.values()))}
+    _check_index(shard_of, {name: tensors for name, (_, tensors) in opened.items()})
+    return _joined([*opened.values()])
 
 
 def _check_shard_name(weight_map: JsonObject, tensor: str) -> str:
@@ -232,15 +217,15 @@ def _check_shard_name(weight_map: JsonObject, tensor: str) -> str:
     return shard
 
 
-def _check_index(shard_of: dict[str, str], files: dict[str, TensorFile]) -> None:
+def _check_index(shard_of: dict[str, str], files: Mapping[str, Mapping[str, StoredTensor]]) -> None:
     for name, shard in shard_of.items():
-        if name not in files[shard].entries:
+        if name not in files[shard]:
             raise CheckpointError(
                 f"{shard} does not contain tensor {shorten(name)}, which {INDEX_FILE} lists for "
                 f"it; fetch both files again"
             )
-    for shard, file in files.items():
-        for name in file.entries:
+    for shard, tensors in files.items():
+        for name in tensors:
             if shard_of.get(name) != shard:
                 raise CheckpointError(
                     f"{shard} contains tensor {shorten(name)}, which {INDEX_FILE} does not list "

@@ -3,15 +3,14 @@
 Owns the setting of config.json that says so. Other readers ignore it and use the floats.
 """
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 
 from cadenza.checkpoint.declaration import TensorSpec
-from cadenza.checkpoint.formats.scheme import QuantisationScheme
 from cadenza.checkpoint.json_object import JsonObject
 from cadenza.checkpoint.quantised_weight import QuantisedWeight, quantise_int8
-from cadenza.checkpoint.stored_weight import StoredWeight
+from cadenza.checkpoint.stored_tensor import AnyArray, QuantisationScheme, StoredWeight
 from cadenza.checkpoint.tensor_formats import needs_8_bits
 from cadenza.checkpoint.weight_format import INT8
 from cadenza.checkpoint.weights import Weights
@@ -36,53 +35,36 @@ def is_float_until_load(spec: TensorSpec, quantization: Quantization) -> bool:
     return quantization == "int4" and spec.kind == "linear" and needs_8_bits(spec)
 
 
-@dataclass(frozen=True, slots=True)
-class WithWeightsAtLoad:
-    """A `QuantisationScheme` whose embedding and head are quantised to int8 at load, and the
-    linears of the first layer too if they are floats."""
-
-    stored: QuantisationScheme
-    has_first_layer: bool
-
-    @property
-    def name(self) -> str:
-        places = "embedding, head and first layer" if self.has_first_layer else "embedding and head"
-        return f"{self.stored.name}, {places} int8 at load"
-
-    @property
-    def activations(self) -> str | None:
-        return self.stored.activations
-
-    def find(self, spec: TensorSpec, weights: Weights) -> StoredWeight | None:
-        if not self._is_at_load(spec) or spec.name not in weights:
-            return self.stored.find(spec, weights)
-        entry = weights.entry(spec.name)
-        return StoredWeight(
-            shape=entry.shape,
-            stored_type=entry.stored_type,
-            format=INT8,
-            parts=(entry,),
-            load=lambda: _quantised(weights, spec),
-        )
-
-    def _is_at_load(self, spec: TensorSpec) -> bool:
-        is_first = self.has_first_layer and is_float_until_load(spec, "int4")
-        return is_first or spec.kind in _PLACES
-
-
 def with_weights_at_load(config: JsonObject, stored: QuantisationScheme) -> QuantisationScheme:
-    """The scheme, with the setting of a config.json. Raises `CheckpointError`."""
+    """The scheme, with embedding and head quantised to int8 at load, and the linears of the first
+    layer too if they are floats, as a setting of config.json says. Raises `CheckpointError`.
+    """
     found = config.get(SETTING)
     if found is None:
         return stored
     settings = {quantization: format_at_load(quantization)[SETTING] for quantization in _SCHEMES}
     if found not in settings.values():
         raise config.wrong(SETTING, " or ".join(map(str, settings.values())) + ", or absent")
-    return WithWeightsAtLoad(stored, has_first_layer=found == settings["int4"])
+    has_first_layer = found == settings["int4"]
+
+    def find(spec: TensorSpec, weights: Weights) -> StoredWeight | None:
+        is_first = has_first_layer and is_float_until_load(spec, "int4")
+        if not (is_first or spec.kind in _PLACES) or spec.name not in weights:
+            return stored.find(spec, weights)
+        entry = weights.entry(spec.name)
+        return StoredWeight(
+            shape=entry.shape,
+            stored_type=entry.stored_type,
+            format=INT8,
+            parts=(entry,),
+            load=lambda: _quantised(entry.array()),
+        )
+
+    places = "embedding, head and first layer" if has_first_layer else "embedding and head"
+    return replace(stored, name=f"{stored.name}, {places} int8 at load", find=find)
 
 
-def _quantised(weights: Weights, spec: TensorSpec) -> QuantisedWeight:
-    view = weights.array(spec.name)
+def _quantised(view: AnyArray) -> QuantisedWeight:
     parts = [quantise_int8(view[at : at + _ROWS]) for at in range(0, len(view), _ROWS)]
     return QuantisedWeight(
         np.concatenate([part.codes for part in parts]),

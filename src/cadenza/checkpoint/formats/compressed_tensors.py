@@ -10,6 +10,7 @@ Shapes: N out, K in, S stored groups of K.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import numpy as np
@@ -22,8 +23,12 @@ from cadenza.checkpoint.formats.scheme import SCALE_DTYPES, ModuleTensors
 from cadenza.checkpoint.formats.targets import MAX_TARGETS, Target
 from cadenza.checkpoint.json_object import JsonObject, shorten
 from cadenza.checkpoint.quantised_weight import QuantisedWeight
-from cadenza.checkpoint.stored_weight import StoredWeight
-from cadenza.checkpoint.tensor_file import AnyArray, TensorEntry
+from cadenza.checkpoint.stored_tensor import (
+    AnyArray,
+    QuantisationScheme,
+    StoredTensor,
+    StoredWeight,
+)
 from cadenza.checkpoint.weight_format import GROUP
 from cadenza.checkpoint.weights import Weights
 from cadenza.errors import CheckpointError
@@ -65,48 +70,39 @@ Layout = Callable[[WeightSettings, TensorSpec, Weights], StoredWeight]
 """Finds the stored tensors of one weight, checks them, and says how it is read."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompressedTensors:
-    """A `QuantisationScheme`."""
-
-    groups: tuple[ConfigGroup, ...]
-    ignored: tuple[Target, ...]
-
-    @property
-    def name(self) -> str:
-        kinds = {
-            f"{group.layout} {group.weights.type}{group.weights.bits}" for group in self.groups
-        }
-        return f"compressed-tensors ({', '.join(sorted(kinds))})"
-
-    @property
-    def activations(self) -> str | None:
-        found = {group.activations for group in self.groups} - {None}
-        return ", ".join(sorted(str(each) for each in found)) or None
-
-    def find(self, spec: TensorSpec, weights: Weights) -> StoredWeight | None:
-        module = spec.name.removesuffix(".weight")
-        kind = "Embedding" if spec.kind == "embedding" else "Linear"
-        if any(each.rank(module, kind) is not None for each in self.ignored):
-            return None
-        ranks = [(_rank(group, module, kind), group) for group in self.groups]
-        matches = [(rank, group) for rank, group in ranks if rank is not None]
-        if not matches:
-            return None
-        _, group = min(matches, key=lambda match: match[0])
-        return _LAYOUTS[group.layout](group.weights, spec, weights)
+def _find(
+    groups: tuple[ConfigGroup, ...],
+    ignored: tuple[Target, ...],
+    spec: TensorSpec,
+    weights: Weights,
+) -> StoredWeight | None:
+    module = spec.name.removesuffix(".weight")
+    kind = "Embedding" if spec.kind == "embedding" else "Linear"
+    if any(each.rank(module, kind) is not None for each in ignored):
+        return None
+    ranks = [(_rank(group, module, kind), group) for group in groups]
+    matches = [(rank, group) for rank, group in ranks if rank is not None]
+    if not matches:
+        return None
+    _, group = min(matches, key=lambda match: match[0])
+    return _LAYOUTS[group.layout](group.weights, spec, weights)
 
 
-def read_compressed_tensors(raw: JsonObject) -> CompressedTensors:
+def read_compressed_tensors(raw: JsonObject) -> QuantisationScheme:
     """The scheme of a `quantization_config`. Raises `CheckpointError`."""
     _refuse(raw)
     table = raw.child("config_groups")
     if table is None or not 0 < len(table.values) <= MAX_CONFIG_GROUPS:
         raise raw.wrong("config_groups", f"an object of 1 to {MAX_CONFIG_GROUPS} groups")
     default = raw.text("format")
-    return CompressedTensors(
-        groups=tuple(_read_group(table, key, default) for key in table.values),
-        ignored=_read_targets(raw, "ignore"),
+    groups = tuple(_read_group(table, key, default) for key in table.values)
+    ignored = _read_targets(raw, "ignore")
+    kinds = {f"{group.layout} {group.weights.type}{group.weights.bits}" for group in groups}
+    activations = {group.activations for group in groups if group.activations is not None}
+    return QuantisationScheme(
+        name=f"compressed-tensors ({', '.join(sorted(kinds))})",
+        activations=", ".join(sorted(activations)) or None,
+        find=partial(_find, groups, ignored),
     )
 
 
@@ -228,9 +224,9 @@ def _find_packed(settings: WeightSettings, spec: TensorSpec, weights: Weights) -
     rows, reduction = spec.shape
     packed = tensors.take("weight_packed", [(rows, -(-reduction * bits // 32))], ("int32",))
     shape = tensors.take("weight_shape", [(2,)], ("int64", "int32"))
-    if tuple(tensors.read(shape).tolist()) != spec.shape:
+    if tuple(shape.array().tolist()) != spec.shape:
         raise CheckpointError(
-            f"tensor {shape.name} is {tensors.read(shape).tolist()}; config.json requires "
+            f"tensor {shape.name} is {shape.array().tolist()}; config.json requires "
             f"{list(spec.shape)}; correct config.json or fetch the checkpoint again"
         )
     scales = _take_scales(settings, tensors, spec)
@@ -242,11 +238,11 @@ def _find_packed(settings: WeightSettings, spec: TensorSpec, weights: Weights) -
         zeros = tensors.take("weight_zero_point", [packed_zeros], ("int32",))
 
     def load() -> QuantisedWeight:
-        codes = unpack_codes(tensors.read(packed), bits, reduction)
+        codes = unpack_codes(packed.array(), bits, reduction)
         points = None
         if zeros is not None:
-            points = unpack_codes(tensors.read(zeros).T, bits, rows).T
-        return layout.weight(codes, tensors.read(scales).reshape(-1, groups), points)
+            points = unpack_codes(zeros.array().T, bits, rows).T
+        return layout.weight(codes, scales.array().reshape(-1, groups), points)
 
     return _stored(spec, layout, (packed, shape, scales, zeros), load)
 
@@ -264,9 +260,9 @@ def _find_plain(settings: WeightSettings, spec: TensorSpec, weights: Weights) ->
         zeros = tensors.take("weight_zero_point", [scales.shape], ("int8",))
 
     def load() -> QuantisedWeight:
-        points = None if zeros is None else _without_sign(tensors.read(zeros)).reshape(-1, groups)
-        scale = tensors.read(scales).reshape(-1, groups)
-        return layout.weight(_without_sign(tensors.read(codes)), scale, points)
+        points = None if zeros is None else _without_sign(zeros.array()).reshape(-1, groups)
+        scale = scales.array().reshape(-1, groups)
+        return layout.weight(_without_sign(codes.array()), scale, points)
 
     return _stored(spec, layout, (codes, scales, zeros), load)
 
@@ -344,7 +340,9 @@ def _check_integers(settings: WeightSettings, supported: tuple[Bits, ...]) -> Bi
     return bits
 
 
-def _take_scales(settings: WeightSettings, tensors: ModuleTensors, spec: TensorSpec) -> TensorEntry:
+def _take_scales(
+    settings: WeightSettings, tensors: ModuleTensors, spec: TensorSpec
+) -> StoredTensor:
     """`weight_scale`: [N, S], or one element with strategy `tensor`."""
     rows, reduction = spec.shape
     shapes: list[tuple[int, ...]] = [(rows, -(-reduction // (settings.group or reduction)))]
@@ -355,7 +353,7 @@ def _take_scales(settings: WeightSettings, tensors: ModuleTensors, spec: TensorS
     return tensors.take("weight_scale", shapes, SCALE_DTYPES)
 
 
-def _layout(settings: WeightSettings, bits: Bits, scales: TensorEntry) -> CodeLayout:
+def _layout(settings: WeightSettings, bits: Bits, scales: StoredTensor) -> CodeLayout:
     return CodeLayout(
         bits=bits,
         group=settings.group,
@@ -367,7 +365,7 @@ def _layout(settings: WeightSettings, bits: Bits, scales: TensorEntry) -> CodeLa
 def _stored(
     spec: TensorSpec,
     layout: CodeLayout,
-    parts: tuple[TensorEntry | None, ...],
+    parts: tuple[StoredTensor | None, ...],
     load: Callable[[], QuantisedWeight],
 ) -> StoredWeight:
     return StoredWeight(

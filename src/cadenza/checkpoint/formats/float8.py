@@ -7,7 +7,7 @@ activations keep the model's type, so scales of inputs that a checkpoint has are
 Shapes: N out, K in.
 """
 
-from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -17,8 +17,7 @@ from cadenza.checkpoint.dtypes import StoredDType
 from cadenza.checkpoint.float8_weight import BLOCK, Float8Weight, scales_of_blocks
 from cadenza.checkpoint.formats.scheme import SCALE_DTYPES, ModuleTensors
 from cadenza.checkpoint.json_object import JsonObject, shorten
-from cadenza.checkpoint.stored_weight import StoredWeight
-from cadenza.checkpoint.tensor_file import TensorEntry
+from cadenza.checkpoint.stored_tensor import QuantisationScheme, StoredTensor, StoredWeight
 from cadenza.checkpoint.weight_format import FLOAT8
 from cadenza.checkpoint.weights import Weights
 from cadenza.errors import CheckpointError
@@ -37,29 +36,18 @@ _INPUT_SCALES = ("input_scale", "activation_scale")
 _ACTIVATIONS = {"dynamic": "float8 per token", "static": "float8 with one scale for each linear"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Float8:
-    """A `QuantisationScheme` in which the stored type of a weight says whether it is quantised."""
-
-    block: tuple[int, int] | None
-    activations: str | None
-
-    @property
-    def name(self) -> str:
-        scales = "" if self.block is None else f", blocks of {self.block[0]} x {self.block[1]}"
-        return f"fp8 (e4m3{scales})"
-
-    def find(self, spec: TensorSpec, weights: Weights) -> StoredWeight | None:
-        if spec.name not in weights or weights.entry(spec.name).dtype != FLOAT8_TYPE:
-            return None
-        tensors = ModuleTensors.of(spec, weights)
-        if self.block is not None:
-            return find_float8(spec, tensors, self.block, _BLOCK_SCALE)
-        has_inverse = tensors.has(_BLOCK_SCALE)  # by its name; it is multiplied all the same
-        return find_float8(spec, tensors, "tensor", _BLOCK_SCALE if has_inverse else "weight_scale")
+def _find(block: tuple[int, int] | None, spec: TensorSpec, weights: Weights) -> StoredWeight | None:
+    """The stored type of a weight says whether it is quantised."""
+    if spec.name not in weights or weights.entry(spec.name).dtype != FLOAT8_TYPE:
+        return None
+    tensors = ModuleTensors.of(spec, weights)
+    if block is not None:
+        return find_float8(spec, tensors, block, _BLOCK_SCALE)
+    has_inverse = tensors.has(_BLOCK_SCALE)  # by its name; it is multiplied all the same
+    return find_float8(spec, tensors, "tensor", _BLOCK_SCALE if has_inverse else "weight_scale")
 
 
-def read_float8(raw: JsonObject) -> Float8:
+def read_float8(raw: JsonObject) -> QuantisationScheme:
     """The scheme of a `quantization_config` whose method is `fp8`. Raises `CheckpointError`."""
     format = raw.text("fmt") or "e4m3"
     if format not in ("e4m3", "float8_e4m3fn"):
@@ -69,7 +57,10 @@ def read_float8(raw: JsonObject) -> Float8:
         raise raw.wrong("activation_scheme", " or ".join(_ACTIVATIONS))
     sizes = raw.items_of("weight_block_size")
     block = check_block(raw.where, "weight_block_size", tuple(sizes)) if sizes else None
-    return Float8(block=block, activations=_ACTIVATIONS[scheme])
+    scales = "" if block is None else f", blocks of {block[0]} x {block[1]}"
+    return QuantisationScheme(
+        name=f"fp8 (e4m3{scales})", activations=_ACTIVATIONS[scheme], find=partial(_find, block)
+    )
 
 
 def check_block(where: str, key: str, sizes: tuple[object, ...] | None) -> tuple[int, int]:
@@ -107,8 +98,7 @@ def find_float8(
     ]
 
     def load() -> Float8Weight:
-        elements = tensors.read(codes).view(np.uint8)
-        return Float8Weight(elements, _read_scales(spec, tensors, scale, block))
+        return Float8Weight(codes.array().view(np.uint8), _read_scales(spec, scale, block))
 
     return StoredWeight(
         shape=spec.shape,
@@ -129,10 +119,10 @@ def _scale_shapes(spec: TensorSpec, block: Block) -> list[tuple[int, ...]]:
 
 
 def _read_scales(
-    spec: TensorSpec, tensors: ModuleTensors, entry: TensorEntry, block: Block
+    spec: TensorSpec, entry: StoredTensor, block: Block
 ) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
     rows, reduction = spec.shape
-    stored = tensors.read(entry).astype(np.float32)
+    stored = entry.array().astype(np.float32)
     if not np.isfinite(stored).all():
         raise CheckpointError(
             f"tensor {entry.name} has a scale that is not finite; fetch the checkpoint again"

@@ -14,12 +14,11 @@ import numpy as np
 
 from cadenza.checkpoint.declaration import TensorSpec
 from cadenza.checkpoint.formats.grouped import Bits, Bytes, CodeLayout, as_bits, unpack_codes
-from cadenza.checkpoint.formats.scheme import ColumnTensors, ModuleTensors, read_group_size
+from cadenza.checkpoint.formats.scheme import ModuleTensors, read_group_size
 from cadenza.checkpoint.formats.targets import MAX_TARGETS, compile_pattern
 from cadenza.checkpoint.json_object import JsonObject, shorten
 from cadenza.checkpoint.quantised_weight import InputOrder, QuantisedWeight
-from cadenza.checkpoint.stored_weight import StoredWeight
-from cadenza.checkpoint.tensor_file import AnyArray, TensorEntry
+from cadenza.checkpoint.stored_tensor import AnyArray, QuantisationScheme, StoredWeight
 from cadenza.checkpoint.weights import Weights
 from cadenza.errors import CheckpointError
 
@@ -37,8 +36,8 @@ class GPTQSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GPTQ:
-    """A `QuantisationScheme`.
+class _GPTQ:
+    """The settings of all modules.
 
     Args:
         is_first_version: stored zero points are one less than the code that stands for 0.
@@ -48,15 +47,6 @@ class GPTQ:
     default: GPTQSettings
     is_first_version: bool
     overrides: tuple[tuple[Pattern[str], GPTQSettings], ...] = ()
-
-    @property
-    def name(self) -> str:
-        group = self.default.group or "all inputs"
-        return f"gptq int{self.default.bits} with groups of {group}"
-
-    @property
-    def activations(self) -> str | None:
-        return None
 
     def find(self, spec: TensorSpec, weights: Weights) -> StoredWeight | None:
         tensors = ModuleTensors.of(spec, weights)
@@ -71,31 +61,29 @@ class GPTQ:
                 f"multiples of {per_word}"
             )
         groups = -(-reduction // (settings.group or reduction))
-        stored = ColumnTensors.take(
-            tensors, (reduction // per_word, columns), (groups, columns // per_word), columns
+        codes, zeros, scales = parts = tensors.take_columns(
+            (reduction // per_word, columns), (groups, columns // per_word), columns
         )
         has_order = tensors.has("g_idx")
         groups_of = tensors.take("g_idx", [(reduction,)], ("int32",)) if has_order else None
-        parts = (stored.codes, stored.zeros, stored.scales)
         layout = CodeLayout(
             bits=bits,
             group=settings.group,
-            scale_dtype=stored.scales.dtype,
+            scale_dtype=scales.dtype,
             correction=None if settings.is_symmetric else "zero_point",
         )
 
         def load() -> QuantisedWeight:
             order = None
             if groups_of is not None:
-                found = tensors.read(groups_of)
-                order = order_of_groups(groups_of.name, found, settings.group)
-            points = unpack_codes(self._zeros(tensors.read(stored.zeros), bits), bits, columns).T
+                order = order_of_groups(groups_of.name, groups_of.array(), settings.group)
+            points = unpack_codes(self._zeros(zeros.array(), bits), bits, columns).T
             if settings.is_symmetric:
-                _check_symmetric(stored.zeros, points, layout.middle)
-            unpacked = unpack_codes(tensors.read(stored.codes).T, bits, reduction)
+                _check_symmetric(zeros.name, points, layout.middle)
+            unpacked = unpack_codes(codes.array().T, bits, reduction)
             weight = layout.weight(
                 unpacked if order is None else unpacked[:, order],
-                tensors.read(stored.scales).T,
+                scales.array().T,
                 None if settings.is_symmetric else points,
             )
             return replace(weight, order=order)
@@ -119,7 +107,7 @@ class GPTQ:
         return next((own for pattern, own in self.overrides if pattern.match(module)), self.default)
 
 
-def read_gptq(raw: JsonObject) -> GPTQ:
+def read_gptq(raw: JsonObject) -> QuantisationScheme:
     """The scheme of a `quantization_config`. Raises `CheckpointError`."""
     version = raw.text("checkpoint_format") or raw.text("format") or _FIRST_VERSION
     if version not in (_FIRST_VERSION, _SECOND_VERSION):
@@ -132,11 +120,13 @@ def read_gptq(raw: JsonObject) -> GPTQ:
         group=read_group_size(raw, "group_size"),
         is_symmetric=raw.flag("sym", True),
     )
-    return GPTQ(
+    modules = _GPTQ(
         default=default,
         is_first_version=version == _FIRST_VERSION,
         overrides=_read_overrides(raw.child("dynamic"), default),
     )
+    name = f"gptq int{default.bits} with groups of {default.group or 'all inputs'}"
+    return QuantisationScheme(name=name, find=modules.find)
 
 
 def _read_bits(raw: JsonObject, default: Bits | None) -> Bits:
@@ -175,10 +165,10 @@ def _read_overrides(
     return tuple(found)
 
 
-def _check_symmetric(entry: TensorEntry, zeros: Bytes, middle: int) -> None:
+def _check_symmetric(name: str, zeros: Bytes, middle: int) -> None:
     if (zeros != middle).any():
         raise CheckpointError(
-            f"tensor {entry.name} has zero points other than {middle}, but config.json says sym; "
+            f"tensor {name} has zero points other than {middle}, but config.json says sym; "
             f"set sym to false or fetch the checkpoint again"
         )
 

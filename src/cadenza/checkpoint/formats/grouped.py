@@ -1,6 +1,6 @@
 """Codes as the methods store them: `GroupedCodes` of groups of any length, and their packing.
 
-Owns the way from stored codes, which have no sign, to a `QuantisedWeight`. Knows no method.
+Owns the way from stored codes, which have no sign, to a `QuantisedWeight`.
 
 Shapes: N out, K in, S stored groups of K, G groups of `GROUP`.
 """
@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from cadenza.checkpoint.dtypes import StoredDType
 from cadenza.checkpoint.quantised_weight import QuantisedWeight
-from cadenza.checkpoint.tensor_file import AnyArray
+from cadenza.checkpoint.stored_tensor import AnyArray
 from cadenza.checkpoint.weight_format import GROUP, ScaleType, WeightFormat, code_format
 
 Bits = Literal[4, 8]

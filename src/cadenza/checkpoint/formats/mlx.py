@@ -7,6 +7,7 @@ Shapes: N out, K in, S stored groups of K.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from cadenza.checkpoint.declaration import TensorSpec
@@ -14,8 +15,7 @@ from cadenza.checkpoint.formats.grouped import Bits, CodeLayout, unpack_codes
 from cadenza.checkpoint.formats.mxfp4 import MXFP4_GROUP, stored_mxfp4
 from cadenza.checkpoint.formats.scheme import SCALE_DTYPES, ModuleTensors
 from cadenza.checkpoint.json_object import JsonObject, shorten
-from cadenza.checkpoint.quantised_weight import QuantisedWeight
-from cadenza.checkpoint.stored_weight import StoredWeight
+from cadenza.checkpoint.stored_tensor import QuantisationScheme, StoredWeight
 from cadenza.checkpoint.weights import Weights
 from cadenza.errors import CheckpointError
 
@@ -34,68 +34,51 @@ class MLXSettings:
     group: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MLX:
-    """A `QuantisationScheme`; `modules` have settings of their own."""
-
-    default: MLXSettings
-    modules: Mapping[str, MLXSettings]
-
-    @property
-    def name(self) -> str:
-        own = self.default
-        kind = own.mode if own.mode == "mxfp4" else f"{own.mode} int{own.bits}"
-        return f"mlx {kind} with groups of {own.group}"
-
-    @property
-    def activations(self) -> str | None:
+def _find(
+    default: MLXSettings, modules: Mapping[str, MLXSettings], spec: TensorSpec, weights: Weights
+) -> StoredWeight | None:
+    """`modules` have settings of their own."""
+    tensors = ModuleTensors.of(spec, weights)
+    if not tensors.has("scales"):
         return None
-
-    def find(self, spec: TensorSpec, weights: Weights) -> StoredWeight | None:
-        tensors = ModuleTensors.of(spec, weights)
-        if not tensors.has("scales"):
-            return None
-        settings = self.modules.get(tensors.module, self.default)
-        rows, reduction = spec.shape
-        if reduction % settings.group:
-            raise CheckpointError(
-                f"{tensors.module} has {reduction} inputs, which is not a multiple of its "
-                f"group_size {settings.group}; correct config.json"
-            )
-        if settings.mode == "mxfp4":
-            codes = tensors.take("weight", [(rows, reduction // 8)], ("uint32",))
-            return stored_mxfp4(spec, tensors, "mlx", codes, "scales")
-        bits, groups = settings.bits, reduction // settings.group
-        codes = tensors.take("weight", [(rows, reduction * bits // 32)], ("uint32",))
-        scales = tensors.take("scales", [(rows, groups)], SCALE_DTYPES)
-        biases = tensors.take("biases", [(rows, groups)], (scales.dtype,))
-        layout = CodeLayout(
-            bits=bits, group=settings.group, scale_dtype=scales.dtype, correction="minimum"
+    settings = modules.get(tensors.module, default)
+    rows, reduction = spec.shape
+    if reduction % settings.group:
+        raise CheckpointError(
+            f"{tensors.module} has {reduction} inputs, which is not a multiple of its "
+            f"group_size {settings.group}; correct config.json"
         )
+    if settings.mode == "mxfp4":
+        codes = tensors.take("weight", [(rows, reduction // 8)], ("uint32",))
+        return stored_mxfp4(spec, tensors, "mlx", codes, "scales")
+    bits, groups = settings.bits, reduction // settings.group
+    codes = tensors.take("weight", [(rows, reduction * bits // 32)], ("uint32",))
+    scales = tensors.take("scales", [(rows, groups)], SCALE_DTYPES)
+    biases = tensors.take("biases", [(rows, groups)], (scales.dtype,))
+    layout = CodeLayout(
+        bits=bits, group=settings.group, scale_dtype=scales.dtype, correction="minimum"
+    )
+    return StoredWeight(
+        shape=spec.shape,
+        stored_type=f"mlx int{bits}",
+        format=layout.format,
+        parts=(codes, scales, biases),
+        load=lambda: layout.weight(
+            unpack_codes(codes.array(), bits, reduction), scales.array(), biases.array()
+        ),
+    )
 
-        def load() -> QuantisedWeight:
-            unsigned = unpack_codes(tensors.read(codes), bits, reduction)
-            return layout.weight(unsigned, tensors.read(scales), tensors.read(biases))
 
-        return StoredWeight(
-            shape=spec.shape,
-            stored_type=f"mlx int{bits}",
-            format=layout.format,
-            parts=(codes, scales, biases),
-            load=load,
-        )
-
-
-def read_mlx(raw: JsonObject) -> MLX:
+def read_mlx(raw: JsonObject) -> QuantisationScheme:
     """The scheme of a `quantization`: settings for all modules, and some by name."""
     default = _read_settings(raw, None)
     if len(raw.values) > MAX_MODULES:
         raise CheckpointError(f"{raw.where} has over {MAX_MODULES} entries")
-    modules = [key for key, value in raw.values.items() if isinstance(value, dict)]
-    own = {key: raw.child(key) for key in modules}
-    return MLX(
-        default=default,
-        modules={key: _read_settings(each, default) for key, each in own.items() if each},
+    own = {key: raw.child(key) for key, value in raw.values.items() if isinstance(value, dict)}
+    modules = {key: _read_settings(each, default) for key, each in own.items() if each}
+    kind = default.mode if default.mode == "mxfp4" else f"{default.mode} int{default.bits}"
+    return QuantisationScheme(
+        name=f"mlx {kind} with groups of {default.group}", find=partial(_find, default, modules)
     )
 
 

@@ -9,8 +9,7 @@ from cadenza.checkpoint.declaration import TensorSpec
 from cadenza.checkpoint.formats.grouped import Bytes, unpack_codes
 from cadenza.checkpoint.formats.scheme import ModuleTensors
 from cadenza.checkpoint.quantised_weight import QuantisedWeight
-from cadenza.checkpoint.stored_weight import StoredWeight
-from cadenza.checkpoint.tensor_file import TensorEntry
+from cadenza.checkpoint.stored_tensor import StoredTensor, StoredWeight
 from cadenza.checkpoint.weight_format import GROUP, code_format
 
 MXFP4_GROUP = GROUP
@@ -21,24 +20,19 @@ _NOT_A_NUMBER = 255
 
 
 def stored_mxfp4(
-    spec: TensorSpec, tensors: ModuleTensors, method: str, codes: TensorEntry, suffix: str
+    spec: TensorSpec, tensors: ModuleTensors, method: str, codes: StoredTensor, suffix: str
 ) -> StoredWeight:
     """The weight `spec` with `codes` that have the even elements in the low nibbles; `suffix` names
     the tensor of its scales. Raises `CheckpointError`.
     """
     rows, reduction = spec.shape
     scales = tensors.take(suffix, [(rows, reduction // MXFP4_GROUP)], ("uint8",))
-
-    def load() -> QuantisedWeight:
-        nibbles = unpack_codes(tensors.read(codes), 4, reduction)
-        return mxfp4_weight(nibbles, tensors.read(scales))
-
     return StoredWeight(
         shape=spec.shape,
         stored_type=f"{method} mxfp4",
         format=_FORMAT,
         parts=(codes, scales),
-        load=load,
+        load=lambda: mxfp4_weight(unpack_codes(codes.array(), 4, reduction), scales.array()),
     )
 
 

@@ -1,44 +1,20 @@
-"""What a method of quantisation says of a checkpoint: `QuantisationScheme`, and checked access to
-the tensors of a module: `ModuleTensors`.
+"""What the methods share: checked access to the tensors of a module, `ModuleTensors`.
 
-Shapes: N out, S stored groups of K. Knows no method.
+Shapes: N out, S stored groups of K.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from cadenza.checkpoint.declaration import TensorSpec
 from cadenza.checkpoint.dtypes import StoredDType
 from cadenza.checkpoint.json_object import JsonObject
-from cadenza.checkpoint.stored_weight import StoredWeight
-from cadenza.checkpoint.tensor_file import AnyArray, TensorEntry
+from cadenza.checkpoint.stored_tensor import StoredTensor
 from cadenza.checkpoint.weight_format import GROUP
 from cadenza.checkpoint.weights import Weights
 from cadenza.errors import CheckpointError
 
 MAX_GROUP = 1 << 20
 SCALE_DTYPES: tuple[StoredDType, ...] = ("float16", "bfloat16", "float32")
-
-
-class QuantisationScheme(Protocol):
-    """Which weights of a checkpoint are quantised, and how."""
-
-    @property
-    def name(self) -> str:
-        """The method and its main settings, for messages and `info`."""
-        ...
-
-    @property
-    def activations(self) -> str | None:
-        """How the checkpoint wants activations rounded; None if it wants them as they are."""
-        ...
-
-    def find(self, spec: TensorSpec, weights: Weights) -> StoredWeight | None:
-        """How the weight `spec` is stored; None if it is not quantised.
-
-        Raises CheckpointError if its tensors are missing, or are not what the settings require.
-        """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +34,7 @@ class ModuleTensors:
 
     def take(
         self, suffix: str, shapes: list[tuple[int, ...]], dtypes: tuple[StoredDType, ...]
-    ) -> TensorEntry:
+    ) -> StoredTensor:
         """The tensor `suffix`, which has one of `shapes` and one of `dtypes`."""
         name = f"{self.module}.{suffix}"
         if name not in self.weights:
@@ -80,28 +56,15 @@ class ModuleTensors:
             )
         return entry
 
-    def read(self, entry: TensorEntry) -> AnyArray:
-        """A view of the stored elements."""
-        return self.weights.array(entry.name)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ColumnTensors:
-    """The tensors of a module whose last axis is N, as AWQ and GPTQ store them."""
-
-    codes: TensorEntry
-    zeros: TensorEntry  # [S, words]
-    scales: TensorEntry  # [S, N]
-
-    @classmethod
-    def take(
-        cls, tensors: ModuleTensors, codes: tuple[int, int], zeros: tuple[int, int], columns: int
-    ) -> "ColumnTensors":
-        """`qweight` and `qzeros` with the given shapes, and `scales`. Raises `CheckpointError`."""
-        return cls(
-            codes=tensors.take("qweight", [codes], ("int32",)),
-            zeros=tensors.take("qzeros", [zeros], ("int32",)),
-            scales=tensors.take("scales", [(zeros[0], columns)], SCALE_DTYPES),
+    def take_columns(
+        self, codes: tuple[int, int], zeros: tuple[int, int], columns: int
+    ) -> tuple[StoredTensor, StoredTensor, StoredTensor]:
+        """`qweight` and `qzeros` [S, words] with these shapes, and `scales` [S, N], as AWQ and GPTQ
+        store them. Raises `CheckpointError`."""
+        return (
+            self.take("qweight", [codes], ("int32",)),
+            self.take("qzeros", [zeros], ("int32",)),
+            self.take("scales", [(zeros[0], columns)], SCALE_DTYPES),
         )
 
 

@@ -1,8 +1,7 @@
 """Finds and opens the files of a GGUF model: `find_gguf`, `open_gguf_files`.
 
-Owns the names of a model in several files, and which file of a folder is meant. Knows no content
-but the metadata of such splits. Invariant: all files of a model lie in one folder, and no tensor is
-in two of them.
+Owns the names of a model in several files, and which file of a folder is meant. Invariant: all
+files of a model lie in one folder, and no tensor is in two of them.
 """
 
 import re
@@ -131,11 +130,11 @@ def open_gguf_files(path: Path) -> tuple[GGUFFile, ...]:
 def _check_splits(files: tuple[GGUFFile, ...]) -> None:
     seen: set[str] = set()
     for number, file in enumerate(files):
-        metadata = file.header.metadata
+        metadata, name = file.header.metadata, file.mapped.name
         count = metadata.integer("split.count", 0, MAX_SPLITS, 1) or 1
         if count != len(files) or metadata.integer("split.no", 0, MAX_SPLITS, 0) != number:
             raise CheckpointError(
-                f"{file.name}: split.no and split.count are {shorten(metadata.get('split.no'))} "
+                f"{name}: split.no and split.count are {shorten(metadata.get('split.no'))} "
                 f"and {shorten(metadata.get('split.count'))}; by its name it is part {number + 1} "
                 f"of {len(files)}; give the files their own names, as in "
                 f"model-00001-of-00003.gguf"
@@ -143,13 +142,13 @@ def _check_splits(files: tuple[GGUFFile, ...]) -> None:
         twice = seen.intersection(file.header.tensors)
         if twice:
             raise CheckpointError(
-                f"{file.name} contains tensor {shorten(min(twice))}, as does a file before it; "
+                f"{name} contains tensor {shorten(min(twice))}, as does a file before it; "
                 f"fetch the files again"
             )
         seen.update(file.header.tensors)
     total = files[0].header.metadata.integer("split.tensors.count", 0, MAX_TENSORS, len(seen))
     if total != len(seen):
         raise CheckpointError(
-            f"{files[0].name}: split.tensors.count is {total}, but the {len(files)} files have "
-            f"{len(seen)} tensors; fetch them again"
+            f"{files[0].mapped.name}: split.tensors.count is {total}, but the {len(files)} files "
+            f"have {len(seen)} tensors; fetch them again"
         )

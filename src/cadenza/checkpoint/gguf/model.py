@@ -5,9 +5,11 @@ sampling. Invariant: opening reads headers only; the tokenizer is made when it i
 """
 
 import functools
-from dataclasses import dataclass, replace
+import hashlib
+from dataclasses import replace
 from pathlib import Path
 
+from cadenza.checkpoint.folder import Checkpoint, unite_eos
 from cadenza.checkpoint.generation_defaults import (
     ASSUMED_OF_GGUF,
     GenerationDefaults,
@@ -20,10 +22,15 @@ from cadenza.checkpoint.gguf.settings import Settings
 from cadenza.checkpoint.gguf.tensors import map_tensors
 from cadenza.checkpoint.gguf.tokenizer import Vocabulary, read_gguf_tokenizer, read_vocabulary
 from cadenza.checkpoint.json_object import JsonObject
-from cadenza.checkpoint.model_config import ModelConfig
+from cadenza.checkpoint.outline import outline_of
 from cadenza.checkpoint.pooling_files import DefaultPooling
-from cadenza.checkpoint.tokenizer_files import MAX_TEMPLATES, TokenizerFiles, check_templates
-from cadenza.checkpoint.weights import Weights
+from cadenza.checkpoint.tokenizer_files import (
+    MAX_TEMPLATES,
+    TOKENIZER_FILE,
+    TokenizerFiles,
+    check_templates,
+    read_tokenizer_files,
+)
 from cadenza.errors import CheckpointError
 from cadenza.request import Pooling
 from cadenza.text.tokenizer import TokenizerSource
@@ -57,20 +64,12 @@ _UNAPPLIED = {"xtc_probability": 0, "mirostat": 0}
 """Recommended settings that are not applied, with their neutral values."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GGUFModel:
-    """The content of a model's files, as `folder.Checkpoint` has it."""
-
-    config: ModelConfig
-    weights: Weights
-    generation_defaults: GenerationDefaults
-    eos_token_ids: tuple[int, ...]
-    tokenizer: TokenizerFiles
-    pooling: DefaultPooling
-
-
-def open_gguf_model(path: Path) -> GGUFModel:
+def open_gguf_model(
+    path: Path, *, revision: str | None = None, beside: Path | None = None
+) -> Checkpoint:
     """Opens a file, with the others of its model if there are several.
+
+    The tokenizer.json of the folder `beside`, with its settings, replaces the metadata's.
 
     Raises:
         CheckpointError: a file is invalid, or the model is not supported.
@@ -84,12 +83,26 @@ def open_gguf_model(path: Path) -> GGUFModel:
             f"{path.name} has {len(vocabulary.tokens)} tokens, but its embedding has "
             f"{config.vocab_size} rows; convert the model again"
         )
-    return GGUFModel(
-        config=replace(config, bos_token_id=vocabulary and vocabulary.token_id("bos_token_id")),
-        weights=map_tensors(config, architecture, files),
-        generation_defaults=_read_defaults(settings.metadata),
-        eos_token_ids=() if vocabulary is None else _end_ids(vocabulary),
-        tokenizer=_read_tokenizer(vocabulary, settings.metadata),
+    config = replace(config, bos_token_id=vocabulary and vocabulary.token_id("bos_token_id"))
+    weights = map_tensors(config, architecture, files)
+    outline = outline_of(config)
+    end_ids = () if vocabulary is None else _end_ids(vocabulary)
+    defaults = _read_defaults(settings.metadata)
+    tokenizer = _read_tokenizer(vocabulary, settings.metadata)
+    if beside is not None and (beside / TOKENIZER_FILE).exists():
+        tokenizer = read_tokenizer_files(beside)
+        united = unite_eos(outline, JsonObject({}, path.name), tokenizer)
+        end_ids = tuple(sorted({*end_ids, *united}))
+    return Checkpoint(
+        folder=path.parent,
+        format="gguf",
+        outline=outline,
+        generation_defaults=defaults,
+        eos_token_ids=end_ids,
+        tokenizer=tokenizer,
+        digest=hashlib.sha256(weights.digest().encode()).hexdigest(),
+        revision=revision,
+        known=(config, weights),
         pooling=_default_pooling(settings),
     )
 

@@ -1,16 +1,14 @@
 """A GGUF file mapped into memory: `open_gguf` checks its header completely.
 
-Owns the reading of the format, versions 2 and 3. Knows no models. It does not use gguf-py, which
+Owns the reading of the format, versions 2 and 3. It does not use gguf-py, which
 trusts every count and offset of the file. Invariant: every number of the header is compared with
 the bytes that are left before anything is read or allocated by it, and every tensor of an open file
 lies inside it, overlaps no other, and has the bytes that its shape and type imply.
 """
 
 import math
-import mmap
-import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -27,6 +25,7 @@ from cadenza.checkpoint.gguf.types import (
     TensorType,
 )
 from cadenza.checkpoint.json_object import JsonObject, regular_file_size, shorten
+from cadenza.checkpoint.stored_tensor import FileBytes, MappedFile, map_file
 from cadenza.errors import CheckpointError
 
 MAGIC = b"GGUF"
@@ -70,17 +69,12 @@ class GGUFHeader:
     num_bytes: int
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class GGUFFile:
-    """An open file, mapped as long as this object or one of its views exists.
+    """An open file and its header."""
 
-    `modified_ns` is the time of its last change, in nanoseconds since 1970.
-    """
-
-    name: str
+    mapped: MappedFile
     header: GGUFHeader
-    data: mmap.mmap
-    modified_ns: int
 
 
 def open_gguf(path: Path) -> GGUFFile:
@@ -91,17 +85,13 @@ def open_gguf(path: Path) -> GGUFFile:
     """
     if regular_file_size(path) == 0:
         raise CheckpointError(f"{path.name} is empty; {_AGAIN}")
-    try:
-        with path.open("rb") as file:
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            modified_ns = os.fstat(file.fileno()).st_mtime_ns
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path.name} cannot be mapped into memory") from error
-    header = read_header(data, path.name)
-    return GGUFFile(name=path.name, header=header, data=data, modified_ns=modified_ns)
+    file = map_file(path)
+    header = read_header(file.data, path.name)
+    content = memoryview(file.data)[: header.num_bytes]
+    return GGUFFile(mapped=replace(file, header=content), header=header)
 
 
-def read_header(data: mmap.mmap | bytes, where: str) -> GGUFHeader:
+def read_header(data: FileBytes, where: str) -> GGUFHeader:
     """The checked header of a file's bytes. Raises `CheckpointError`."""
     cursor = _Cursor(data=data, where=where)
     _check_version(cursor)
@@ -120,7 +110,7 @@ def read_header(data: mmap.mmap | bytes, where: str) -> GGUFHeader:
 class _Cursor:
     """A place in the header; every read is checked against the end of the file."""
 
-    data: mmap.mmap | bytes
+    data: FileBytes
     where: str
     position: int = 0
     num_strings: int = 0
@@ -290,21 +280,8 @@ def _read_alignment(metadata: JsonObject) -> int:
     return alignment
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Info:
-    """An entry of the header's list of tensors; `offset` counts from the first one's start."""
-
-    name: str
-    type: TensorType
-    shape: tuple[int, ...]
-    offset: int
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) // self.type.block_len * self.type.block_bytes
-
-
-def _read_info(cursor: _Cursor) -> _Info:
+def _read_info(cursor: _Cursor) -> GGUFTensor:
+    """An entry of the list of tensors; its place counts from the first tensor's start."""
     name = cursor.text("a tensor's name", MAX_NAME_BYTES)
     what = f"tensor {shorten(name)}"
     rank = cursor.whole(4, f"the rank of {what}")
@@ -321,8 +298,9 @@ def _read_info(cursor: _Cursor) -> _Info:
         )
     kind = TENSOR_TYPES[code]
     _check_sizes(sizes, kind, what, cursor)
-    offset = cursor.whole(10, f"the offset of {what}")
-    return _Info(name=name, type=kind, shape=tuple(reversed(sizes)), offset=offset)
+    start = cursor.whole(10, f"the offset of {what}")
+    stop = start + math.prod(sizes) // kind.block_len * kind.block_bytes
+    return GGUFTensor(name=name, type=kind, shape=tuple(sizes[::-1]), start=start, stop=stop)
 
 
 def _check_sizes(sizes: list[int], kind: TensorType, what: str, cursor: _Cursor) -> None:
@@ -341,27 +319,25 @@ def _check_sizes(sizes: list[int], kind: TensorType, what: str, cursor: _Cursor)
 
 
 def _place(
-    infos: list[_Info], first: int, alignment: int, cursor: _Cursor
+    infos: list[GGUFTensor], first: int, alignment: int, cursor: _Cursor
 ) -> dict[str, GGUFTensor]:
     """The tensors, after checking that they follow each other with no more than padding between."""
     tensors: dict[str, GGUFTensor] = {}
     where, num_bytes, position = cursor.where, len(cursor.data), first
-    for info in sorted(infos, key=lambda info: info.offset):
+    for info in sorted(infos, key=lambda info: info.start):
         what = f"{where}: tensor {shorten(info.name)}"
-        start, stop = first + info.offset, first + info.offset + info.num_bytes
+        start, stop = first + info.start, first + info.stop
         if info.name in tensors:
             raise CheckpointError(f"{what} is listed twice; {_AGAIN}")
         if start != position:
             raise CheckpointError(
-                f"{what} is at byte {info.offset} of the data; it must be at {position - first}, "
+                f"{what} is at byte {info.start} of the data; it must be at {position - first}, "
                 f"behind the one before it, aligned to {alignment}; {_AGAIN}"
             )
         if stop > num_bytes:
             raise CheckpointError(
                 f"{what} ends at byte {stop}, but the file has {num_bytes}: it was cut; {_AGAIN}"
             )
-        tensors[info.name] = GGUFTensor(
-            name=info.name, type=info.type, shape=info.shape, start=start, stop=stop
-        )
+        tensors[info.name] = replace(info, start=start, stop=stop)
         position = -(-stop // alignment) * alignment
     return tensors

@@ -1,6 +1,6 @@
 """The metadata of one architecture, typed: `Settings`.
 
-Owns how its keys are named and read. Knows no architecture. Invariant: a getter returns a value of
+Owns how its keys are named and read. Invariant: a getter returns a value of
 the requested type and range, or raises `CheckpointError` with the complete key.
 """
 
@@ -80,10 +80,10 @@ class Settings:
                 continue
             if entry.type.name != "F32" or entry.shape != (count,) or count > MAX_FACTORS:
                 raise CheckpointError(
-                    f"{file.name}: tensor {tensor} is {entry.type.name} of shape "
+                    f"{file.mapped.name}: tensor {tensor} is {entry.type.name} of shape "
                     f"{list(entry.shape)}; it must be F32 of shape [{count}]"
                 )
-            return tuple(np.frombuffer(file.data, "<f4", count, entry.start).tolist())
+            return tuple(np.frombuffer(file.mapped.data, "<f4", count, entry.start).tolist())
         return None
 
     def wrong(self, key: str, allowed: str) -> CheckpointError:

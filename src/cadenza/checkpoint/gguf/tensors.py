@@ -1,14 +1,14 @@
 """The tensors of a GGUF model under the declared names: `map_tensors`.
 
 Owns llama.cpp's tensor names, and which declared tensors a stored one holds: all experts of a
-layer, and sometimes q, k and v, are stored as one. Knows no architecture. Invariant: every declared
-tensor is a part of one stored tensor of the expected shape, and no stored tensor is left over.
+layer, and sometimes q, k and v, are stored as one. Invariant: every declared tensor is a part of
+one stored tensor of the expected shape, and no stored tensor is left over.
 
 Shapes: E embed, F MLP, D head dim, X experts.
 """
 
 from collections.abc import Container, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from cadenza.checkpoint.declaration import (
     EMBEDDING,
@@ -21,6 +21,7 @@ from cadenza.checkpoint.declaration import (
     TensorSpec,
     declare,
     declare_layer,
+    name_some,
 )
 from cadenza.checkpoint.dtypes import WeightDType
 from cadenza.checkpoint.gguf import config as gguf_config
@@ -28,8 +29,12 @@ from cadenza.checkpoint.gguf.blocks import ENCODINGS
 from cadenza.checkpoint.gguf.config import Architecture
 from cadenza.checkpoint.gguf.reader import GGUFFile, GGUFTensor
 from cadenza.checkpoint.model_config import ModelConfig
-from cadenza.checkpoint.stored_weight import StoredScheme
-from cadenza.checkpoint.tensor_file import TensorEntry, TensorFile
+from cadenza.checkpoint.stored_tensor import (
+    MappedFile,
+    QuantisationScheme,
+    StoredTensor,
+    StoredWeight,
+)
 from cadenza.checkpoint.weights import Weights
 from cadenza.errors import CheckpointError
 
@@ -66,32 +71,19 @@ def map_tensors(
     """
     stored = {name for file in files for name in file.header.tensors}
     places = {place.name: place for place in _places(config, stored)}
-    _check_names(places, stored, files[0].name)
-    opened: list[TensorFile] = []
+    _check_names(places, stored, files[0].mapped.name)
+    tensors: dict[str, StoredTensor | StoredWeight] = {}
     for file in files:
-        tensors = file.header.tensors
-        entries = {
-            entry.name: entry
-            for name in tensors
-            if name in places
-            for entry in _cut(tensors[name], places[name], config, architecture, file.name)
-        }
-        header = memoryview(file.data)[: file.header.num_bytes]
-        opened.append(
-            TensorFile(
-                name=file.name,
-                header=header,
-                entries=entries,
-                data=file.data,
-                modified_ns=file.modified_ns,
-            )
-        )
-    weights = Weights.of(opened)
-    types = sorted(
-        {weights.stored_type(name) for name in weights if weights.format(name) is not None}
+        for name, tensor in file.header.tensors.items():
+            if name in places:
+                parts = _cut(tensor, places[name], config, architecture, file.mapped)
+                tensors |= {part.name: part for part in parts}
+    types = sorted({each.stored_type for each in tensors.values() if each.format is not None})
+    return Weights(
+        files=tuple(file.mapped for file in files),
+        tensors=tensors,
+        scheme=QuantisationScheme(name=", ".join(types)) if types else None,
     )
-    scheme = StoredScheme(name=", ".join(types), activations=None) if types else None
-    return replace(weights, scheme=scheme)
 
 
 def _places(config: ModelConfig, stored: Container[str]) -> Iterator[_Place]:
@@ -170,46 +162,50 @@ def _check_names(places: Mapping[str, _Place], stored: set[str], where: str) -> 
     extra = [name for name in stored if name not in places and name not in _SETTINGS]
     if missing:
         raise CheckpointError(
-            f"{where} lacks {_name_some(missing)}, which its metadata require; fetch the file "
+            f"{where} lacks {name_some(missing)}, which its metadata require; fetch the file "
             f"again, or convert the model again"
         )
     if extra:
         raise CheckpointError(
-            f"{where} contains {_name_some(sorted(extra))}, which its metadata do not account for; "
+            f"{where} contains {name_some(sorted(extra))}, which its metadata do not account for; "
             f"use a file of the model alone"
         )
 
 
 def _cut(
-    tensor: GGUFTensor, place: _Place, config: ModelConfig, architecture: Architecture, where: str
-) -> Iterator[TensorEntry]:
+    tensor: GGUFTensor,
+    place: _Place,
+    config: ModelConfig,
+    architecture: Architecture,
+    file: MappedFile,
+) -> Iterator[StoredTensor]:
     """Cuts a stored tensor into its parts, which are consecutive rows."""
     if tensor.shape != place.shape:
         raise CheckpointError(
-            f"{where}: tensor {tensor.name} has shape {list(tensor.shape)}; the metadata require "
-            f"{list(place.shape)}; convert the model again"
+            f"{file.name}: tensor {tensor.name} has shape {list(tensor.shape)}; the metadata "
+            f"require {list(place.shape)}; convert the model again"
         )
     kind = tensor.type.name
     if kind not in _DTYPES and kind not in ENCODINGS:
         raise CheckpointError(
-            f"{where}: tensor {tensor.name} has the type {kind}, which is not supported; supported "
-            f"are {', '.join([*_DTYPES, *ENCODINGS])}; use another file of the model, such as one "
-            f"in Q4_K_M or Q8_0"
+            f"{file.name}: tensor {tensor.name} has the type {kind}, which is not supported; "
+            f"supported are {', '.join([*_DTYPES, *ENCODINGS])}; use another file of the model, "
+            f"such as one in Q4_K_M or Q8_0"
         )
     num_elements = sum(spec.num_elements for spec in place.parts)
+    has_pairs = architecture.has_paired_rows
     start = tensor.start
     for spec in place.parts:
         stop = start + (tensor.stop - tensor.start) * spec.num_elements // num_elements
-        yield TensorEntry(
+        yield StoredTensor(
             name=spec.name,
             dtype=_DTYPES.get(kind, "float32"),
             shape=spec.shape,
+            data=file.data,
             start=start,
             stop=stop,
             encoding=ENCODINGS.get(kind),
-            num_paired_heads=_num_paired_heads(spec, config)
-            if architecture.has_paired_rows
-            else None,
+            num_paired_heads=_num_paired_heads(spec, config) if has_pairs else None,
         )
         start = stop
 
@@ -219,8 +215,3 @@ def _num_paired_heads(spec: TensorSpec, config: ModelConfig) -> int | None:
     if ".q_proj." in spec.name:
         return config.num_heads
     return config.num_kv_heads if ".k_proj." in spec.name else None
-
-
-def _name_some(names: list[str]) -> str:
-    listed = ", ".join(name[:120] for name in names[:3])
-    return listed if len(names) <= 3 else f"{listed} and {len(names) - 3} more tensors"

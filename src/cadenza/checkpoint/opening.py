@@ -1,0 +1,137 @@
+"""Opens a model by its path: `open_checkpoint`.
+
+Owns which reader a path is for, `folder` or `gguf.model`, and the bundled models.
+"""
+
+import re
+from importlib import resources
+from pathlib import Path
+
+from cadenza.checkpoint.config_json import CONFIG_FILE
+from cadenza.checkpoint.folder import Checkpoint, open_folder
+from cadenza.checkpoint.gguf.files import find_gguf, is_gguf_name
+from cadenza.checkpoint.gguf.model import open_gguf_model
+from cadenza.checkpoint.gguf.reader import MAGIC as GGUF_MAGIC
+from cadenza.checkpoint.other_folders import adapter_in, main_snapshot
+from cadenza.checkpoint.weights import INDEX_FILE, SINGLE_FILE
+from cadenza.errors import CheckpointError
+
+MAX_ENTRIES = 1000
+MAX_NAMED = 4
+"""Of a folder: entries that are looked at, and folders that an error names."""
+
+_OLLAMA_NAME = re.compile(r"[\w.-]{1,80}:[\w.-]{1,80}", re.ASCII)
+
+_MODELS, _BUNDLED, _BUNDLED_DRAFT = "models", "bundled", "bundled-draft"
+
+
+def open_checkpoint(
+    path: Path | None, *, revision: str | None = None, any_family: bool = False
+) -> Checkpoint:
+    """Opens a local folder or GGUF file.
+
+    Args:
+        path: the folder or file; None for the bundled model. A folder of the hub's cache is its
+            main snapshot.
+        revision: the hub commit that the folder is a snapshot of, if it is one.
+        any_family: opens models of unknown arithmetic too, of which only the outline is read.
+
+    Raises:
+        CheckpointError: the folder does not exist, or its content is invalid or not supported.
+    """
+    path = None if path is None else main_snapshot(path)
+    file = None if path is None else _gguf_file(path)
+    if path is not None and file is not None:
+        return open_gguf_model(file, revision=revision, beside=path if path.is_dir() else None)
+    folder = _bundled_folder() if path is None else _local_folder(path)
+    return open_folder(folder, revision=revision, any_family=any_family)
+
+
+def _gguf_file(path: Path) -> Path | None:
+    """The GGUF file that a path names, or that lies in a folder without safetensors weights. Ollama
+    keeps such files under names without a suffix."""
+    if path.is_dir():
+        has_weights = any((path / name).exists() for name in (SINGLE_FILE, INDEX_FILE))
+        return None if has_weights else find_gguf(path)
+    is_gguf = path.is_file() and (is_gguf_name(path.name) or _begins_as_gguf(path))
+    return path if is_gguf else None
+
+
+def _begins_as_gguf(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(len(GGUF_MAGIC)) == GGUF_MAGIC
+    except OSError:
+        return False
+
+
+def open_bundled_draft(target: Checkpoint) -> Checkpoint:
+    """The draft model in the package.
+
+    Raises:
+        CheckpointError: `target` is not the bundled model, for which it drafts, or this
+            installation has none.
+    """
+    folder = _packaged(_BUNDLED_DRAFT)
+    if target.folder.resolve() != _packaged(_BUNDLED).resolve():
+        raise CheckpointError(
+            "the one in the package drafts for the bundled model only; name another, as in "
+            '{"method": "draft_model", "model": "small-model"}'
+        )
+    if not (folder / CONFIG_FILE).is_file():
+        raise CheckpointError("this installation has none for the bundled model; name another")
+    return open_checkpoint(folder)
+
+
+def _bundled_folder() -> Path:
+    folder = _packaged(_BUNDLED)
+    if not (folder / CONFIG_FILE).is_file():
+        raise CheckpointError(
+            "this installation has no bundled model; name a local model folder instead"
+        )
+    return folder
+
+
+def _packaged(name: str) -> Path:
+    return Path(str(resources.files("cadenza").joinpath(_MODELS, name)))
+
+
+def _local_folder(path: Path) -> Path:
+    if not path.is_dir():
+        found = "is a file" if path.exists() else "does not exist"
+        raise CheckpointError(
+            f"the model folder {str(path)!r} {found}; name a folder with config.json and "
+            f"safetensors weights, a GGUF file (.gguf), or a hub model as owner/model"
+            f"{_advice_on_name(str(path))}"
+        )
+    if not (path / CONFIG_FILE).exists():
+        adapter = adapter_in(path)
+        if adapter is not None:
+            raise CheckpointError(adapter)
+        raise CheckpointError(
+            f"the folder {str(path)!r} {_lack_of(path)}; name a folder in the Hugging Face layout, "
+            f"or one with a GGUF file"
+        )
+    return path
+
+
+def _lack_of(path: Path) -> str:
+    """What a folder has in place of a model: nothing, folders of models, or other files."""
+    try:
+        entries = sorted(path.iterdir())[:MAX_ENTRIES]
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    models = [each.name for each in entries if (each / CONFIG_FILE).exists()]
+    if models:
+        return f"has no {CONFIG_FILE}, but its folders {', '.join(models[:MAX_NAMED])} have one"
+    return f"has no {CONFIG_FILE}" if entries else "is empty"
+
+
+def _advice_on_name(name: str) -> str:
+    """For a name that Ollama's library has, or might have."""
+    if _OLLAMA_NAME.fullmatch(name) is None:
+        return ""
+    return (
+        f"; {name} is how Ollama names models: `ollama show --modelfile {name}` prints the file "
+        f"of such a model (FROM ...), a GGUF file that can be named here"
+    )
