@@ -26,7 +26,7 @@ from cadenza.checkpoint.outline import ModelOutline, outline_of, read_outline
 from cadenza.checkpoint.pooling_files import DefaultPooling, read_default_pooling
 from cadenza.checkpoint.score_head import ScoreHead, split_score_head
 from cadenza.checkpoint.stacked_experts import split_stacked_experts
-from cadenza.checkpoint.stored_tensor import QuantisationScheme
+from cadenza.checkpoint.stored_tensor import StoredScheme
 from cadenza.checkpoint.tokenizer_files import TokenizerFiles, read_tokenizer_files
 from cadenza.checkpoint.weights import Weights, open_weights
 from cadenza.errors import CheckpointError
@@ -110,7 +110,7 @@ class Checkpoint:
         return replace(self, known=(config, weights.watched(on_read)))
 
     @property
-    def scheme(self) -> QuantisationScheme | None:
+    def scheme(self) -> StoredScheme | None:
         """How the stored weights are quantised; None if they are not, or not known."""
         return self.weights.scheme if self.is_known else None
 

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,10 +20,6 @@ from cadenza.checkpoint.dtypes import FORMAT_OF_NAME, StoredDType
 from cadenza.checkpoint.quantised_weight import HostWeight
 from cadenza.checkpoint.weight_format import WeightFormat
 from cadenza.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from cadenza.checkpoint.declaration import TensorSpec
-    from cadenza.checkpoint.weights import Weights
 
 AnyArray = npt.NDArray[Any]
 
@@ -150,23 +146,14 @@ class StoredWeight:
         return sum(part.num_bytes for part in self.parts)
 
 
-FindStored = Callable[["TensorSpec", "Weights"], StoredWeight | None]
-"""How a weight is stored; None if it is not quantised.
-
-Raises CheckpointError if its tensors are missing, or are not what the settings require.
-"""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QuantisationScheme:
+class StoredScheme:
     """How a checkpoint is quantised.
 
     Args:
         name: the method with its main settings, for messages and `info`.
         activations: the rounding of activations that it asks for; None if none.
-        find: finds the weights that are stored in tensors of other names.
     """
 
     name: str
     activations: str | None = None
-    find: FindStored = lambda _, __: None

@@ -16,7 +16,7 @@ from cadenza.checkpoint.safetensors_file import open_safetensors
 from cadenza.checkpoint.stored_tensor import (
     AnyArray,
     MappedFile,
-    QuantisationScheme,
+    StoredScheme,
     StoredTensor,
     StoredWeight,
 )
@@ -44,7 +44,7 @@ class Weights:
 
     files: tuple[MappedFile, ...]
     tensors: Mapping[str, StoredTensor | StoredWeight]
-    scheme: QuantisationScheme | None = None
+    scheme: StoredScheme | None = None
     _on_read: Callable[[str], object] = lambda _: None
 
     def __getitem__(self, name: str) -> Any:
@@ -110,7 +110,7 @@ class Weights:
         return replace(self, _on_read=on_read)
 
     def with_quantised(
-        self, scheme: QuantisationScheme, quantised: Mapping[str, StoredWeight]
+        self, scheme: StoredScheme, quantised: Mapping[str, StoredWeight]
     ) -> "Weights":
         """A copy with quantised weights in place of the tensors that they are stored in."""
         parts = {part.name for stored in quantised.values() for part in stored.parts}

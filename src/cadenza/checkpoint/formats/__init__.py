@@ -5,7 +5,7 @@ value is followed or refused by name.
 
 Modules:
 
-- `scheme`: checked access to a module's tensors
+- `scheme`: what a method gives, `QuantisationScheme`; checked access to a module's tensors
 - `methods`: the methods by name, and those that are refused
 - `targets`: names and bounded patterns that choose modules
 - `grouped`: codes in words and groups

@@ -9,9 +9,9 @@ from functools import partial
 
 from cadenza.checkpoint.declaration import TensorSpec
 from cadenza.checkpoint.formats.grouped import Bytes, CodeLayout, unpack_codes
-from cadenza.checkpoint.formats.scheme import ModuleTensors, read_group_size
+from cadenza.checkpoint.formats.scheme import ModuleTensors, QuantisationScheme, read_group_size
 from cadenza.checkpoint.json_object import JsonObject, shorten
-from cadenza.checkpoint.stored_tensor import AnyArray, QuantisationScheme, StoredWeight
+from cadenza.checkpoint.stored_tensor import AnyArray, StoredWeight
 from cadenza.checkpoint.weights import Weights
 from cadenza.errors import CheckpointError
 

@@ -19,13 +19,12 @@ from cadenza.checkpoint.declaration import TensorSpec
 from cadenza.checkpoint.formats.float8 import Block, check_block, find_float8
 from cadenza.checkpoint.formats.grouped import Bits, Bytes, CodeLayout, as_bits, unpack_codes
 from cadenza.checkpoint.formats.mxfp4 import MXFP4_GROUP, stored_mxfp4
-from cadenza.checkpoint.formats.scheme import SCALE_DTYPES, ModuleTensors
+from cadenza.checkpoint.formats.scheme import SCALE_DTYPES, ModuleTensors, QuantisationScheme
 from cadenza.checkpoint.formats.targets import MAX_TARGETS, Target
 from cadenza.checkpoint.json_object import JsonObject, shorten
 from cadenza.checkpoint.quantised_weight import QuantisedWeight
 from cadenza.checkpoint.stored_tensor import (
     AnyArray,
-    QuantisationScheme,
     StoredTensor,
     StoredWeight,
 )

@@ -15,9 +15,10 @@ from cadenza.checkpoint.formats.compressed_tensors import read_compressed_tensor
 from cadenza.checkpoint.formats.float8 import read_float8
 from cadenza.checkpoint.formats.gptq import read_gptq
 from cadenza.checkpoint.formats.mlx import read_mlx
+from cadenza.checkpoint.formats.scheme import QuantisationScheme
 from cadenza.checkpoint.json_object import JsonObject, shorten
 from cadenza.checkpoint.model_config import ModelConfig
-from cadenza.checkpoint.stored_tensor import QuantisationScheme, StoredWeight
+from cadenza.checkpoint.stored_tensor import StoredScheme, StoredWeight
 from cadenza.checkpoint.weights import Weights
 from cadenza.errors import CheckpointError
 
@@ -79,7 +80,8 @@ def apply_scheme(scheme: QuantisationScheme, config: ModelConfig, weights: Weigh
             if stored is not None:
                 _check_once(spec, stored, weights)
                 found[spec.name] = stored if spec.kind != "router" else _as_floats(stored)
-    return weights.with_quantised(scheme, found)
+    stated = StoredScheme(name=scheme.name, activations=scheme.activations)
+    return weights.with_quantised(stated, found)
 
 
 def _check_once(spec: TensorSpec, stored: StoredWeight, weights: Weights) -> None:

@@ -13,9 +13,9 @@ from typing import Literal
 from cadenza.checkpoint.declaration import TensorSpec
 from cadenza.checkpoint.formats.grouped import Bits, CodeLayout, unpack_codes
 from cadenza.checkpoint.formats.mxfp4 import MXFP4_GROUP, stored_mxfp4
-from cadenza.checkpoint.formats.scheme import SCALE_DTYPES, ModuleTensors
+from cadenza.checkpoint.formats.scheme import SCALE_DTYPES, ModuleTensors, QuantisationScheme
 from cadenza.checkpoint.json_object import JsonObject, shorten
-from cadenza.checkpoint.stored_tensor import QuantisationScheme, StoredWeight
+from cadenza.checkpoint.stored_tensor import StoredWeight
 from cadenza.checkpoint.weights import Weights
 from cadenza.errors import CheckpointError
 

@@ -1,20 +1,38 @@
-"""What the methods share: checked access to the tensors of a module, `ModuleTensors`.
+"""What the methods share: `QuantisationScheme`, and checked access to the tensors of a module,
+`ModuleTensors`.
 
 Shapes: N out, S stored groups of K.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from cadenza.checkpoint.declaration import TensorSpec
 from cadenza.checkpoint.dtypes import StoredDType
 from cadenza.checkpoint.json_object import JsonObject
-from cadenza.checkpoint.stored_tensor import StoredTensor
+from cadenza.checkpoint.stored_tensor import StoredTensor, StoredWeight
 from cadenza.checkpoint.weight_format import GROUP
 from cadenza.checkpoint.weights import Weights
 from cadenza.errors import CheckpointError
 
 MAX_GROUP = 1 << 20
 SCALE_DTYPES: tuple[StoredDType, ...] = ("float16", "bfloat16", "float32")
+
+
+FindStored = Callable[[TensorSpec, Weights], StoredWeight | None]
+"""How a weight is stored; None if it is not quantised.
+
+Raises CheckpointError if its tensors are missing, or are not what the settings require.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantisationScheme:
+    """How a checkpoint is quantised, as `StoredScheme`, and how its weights are found."""
+
+    name: str
+    activations: str | None = None
+    find: FindStored
 
 
 @dataclass(frozen=True, slots=True)

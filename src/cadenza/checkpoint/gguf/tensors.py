@@ -31,7 +31,7 @@ from cadenza.checkpoint.gguf.reader import GGUFFile, GGUFTensor
 from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.stored_tensor import (
     MappedFile,
-    QuantisationScheme,
+    StoredScheme,
     StoredTensor,
     StoredWeight,
 )
@@ -82,7 +82,7 @@ def map_tensors(
     return Weights(
         files=tuple(file.mapped for file in files),
         tensors=tensors,
-        scheme=QuantisationScheme(name=", ".join(types)) if types else None,
+        scheme=StoredScheme(name=", ".join(types)) if types else None,
     )
 
 
