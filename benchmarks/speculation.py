@@ -30,7 +30,7 @@ from unittest.mock import patch
 from cadenza import LLM, Request, SamplingParams, Token
 from cadenza.bench.checkpoints import cached_checkpoint
 from cadenza.core.step_cost import StepCost, StepLoad
-from cadenza.core.step_drafts import Drafts, DraftStep, DraftWish, Proposal
+from cadenza.core.step_drafts import DraftSlot, DraftStep
 from cadenza.engine.core import EngineCore
 from cadenza.engine.model_drafter import ModelDrafter
 from cadenza.loading.build import cache_folder
@@ -134,12 +134,12 @@ def made_up(sources: dict[tuple[int, ...], MadeUpDrafts]) -> AbstractContextMana
     have for each prompt."""
     propose = ModelDrafter.propose
 
-    def exchanged(drafter: ModelDrafter, wishes: Sequence[DraftWish], step: DraftStep) -> Drafts:
-        found: Drafts = {}
-        for sequence, (drawn, _) in propose(drafter, wishes, step).items():
-            source = sources[tuple(sequence.request.prompt_token_ids)]
-            found[sequence] = Proposal(tuple(source.propose(sequence.token_ids, len(drawn))))
-        return found
+    def exchanged(drafter: ModelDrafter, slots: Sequence[DraftSlot], step: DraftStep) -> None:
+        propose(drafter, slots, step)
+        for entry in [slot.entry for slot in slots if slot.entry.drafts]:
+            source = sources[tuple(entry.sequence.request.prompt_token_ids)]
+            drafts = source.propose(entry.sequence.token_ids, len(entry.drafts))
+            entry.drafts = tuple(drafts)
 
     return patch.object(ModelDrafter, "propose", exchanged)
 

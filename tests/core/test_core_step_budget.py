@@ -5,6 +5,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cadenza.core.scheduler import MAX_PARTIAL_PREFILLS
 from cadenza.core.step_budget import (
     FINISH_SHARE,
     LEAST_SHARE,
@@ -105,12 +106,11 @@ def test_a_prompt_behind_thousands_is_added_without_sharing_among_them_again() -
 
     budget = CountedBudget(num_tokens=40_000, left_ms=9_000.0, cost=COST)
     shares = PromptShares(budget)
-    for _ in range(4_000):
+    while shares.num_cut(are_first=False) < MAX_PARTIAL_PREFILLS:
         shares.add(PromptPart(start=0, num_left=10))
-        shares.num_cut(are_first=False)
-    assert shares.counts.count(10) == sum(shares.counts) // 10
-    assert 0 < shares.num_cut(are_first=False) < 4_000
-    assert len(taken) <= 3 * 4_000, "most prompts were shared out more than once"
+    num_prompts = len(shares.counts)
+    assert num_prompts > 2_000
+    assert len(taken) <= 6 * num_prompts, "most prompts were shared out more than once"
 
 
 @given(costs, st.lists(prompt_parts, min_size=1, max_size=5), st.data())

@@ -6,20 +6,18 @@ from itertools import pairwise
 
 from cadenza.core.batch import Batch, BatchEntry
 from cadenza.core.draft_costs import FIRST_STEPS
+from cadenza.core.draft_plan import chance_of, pace_of
 from cadenza.core.drafts import Drafting
 from cadenza.core.sequence import Sequence
 from cadenza.core.step_cost import StepCost
 from cadenza.core.step_drafts import (
     FIRST_PROBE,
     LAST_PROBE,
-    NO_HOLDS,
-    Drafts,
+    REPLAN_AFTER_STEPS,
+    DraftSlot,
     DraftStep,
-    DraftWish,
     Probes,
     StepDrafts,
-    chance_of,
-    pace_of,
 )
 from tests.core.builders import scheduler_of, sequence_of
 
@@ -41,7 +39,7 @@ class Asked:
         self.steps.append(step.number)
         return self.answer
 
-    def propose(self, wishes: SequenceOf[DraftWish], step: DraftStep) -> Drafts:
+    def propose(self, slots: SequenceOf[DraftSlot], step: DraftStep) -> None:
         raise AssertionError("nothing is scheduled")
 
 
@@ -114,8 +112,8 @@ def test_sequences_that_look_drafts_up_are_waited_for_while_that_saves_time() ->
     for (acceptance, found), is_worth in cases.items():
         drafting.acceptance, drafting.found = acceptance, found
         assert drafts.decide_wait(running, number, COST) is is_worth, (acceptance, found)
-        number += NO_HOLDS
-        assert drafts.decide_wait(running, 1, None), "nothing is known of the time"
+        number += REPLAN_AFTER_STEPS
+    assert drafts_of().decide_wait(running, 1, None), "nothing is known of the time"
     drafting.acceptance, drafting.found = 0.9, 1.0
     assert not drafts.decide_wait(running, number - 1, COST), "a no holds"
     assert drafts.decide_wait(running, number, COST)

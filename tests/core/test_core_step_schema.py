@@ -62,7 +62,7 @@ def test_settings_are_the_last_columns_of_logit_rows():
 def test_a_rows_settings_stay_until_another_sequence_takes_it():
     settings = RowSettings(4)
     hot = sequence_of(0, 3, params=SamplingParams(temperature=0.75, top_k=5, min_p=0.25))
-    settings.seat(2, hot)
+    settings.set_row(2, hot)
     inputs = ModelInputs.empty(bucket=4, num_rows=4)
     settings.write(inputs, slice(1, 3), np.array([2, 0]))
     logits = inputs.logits
@@ -70,7 +70,7 @@ def test_a_rows_settings_stay_until_another_sequence_takes_it():
     assert logits.top_k[:4].tolist() == [0, 5, 0, 0]
     assert logits.min_p[:4].tolist() == [0.0, 0.25, 0.0, 0.0]
     assert logits.top_p[:4].tolist() == [1.0, 1.0, 1.0, 1.0]
-    settings.seat(2, sequence_of(1, 3, params=SamplingParams(temperature=0.0, logprobs=3)))
+    settings.set_row(2, sequence_of(1, 3, params=SamplingParams(temperature=0.0, logprobs=3)))
     settings.write(inputs, slice(1, 2), np.array([2]))
     assert (logits.temperature[1], logits.top_k[1], logits.num_logprobs[1]) == (0.0, 0, 3)
 

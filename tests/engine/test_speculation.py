@@ -13,7 +13,7 @@ import pytest
 from cadenza.backends.fake import FakeRunner, FakeStepHandle
 from cadenza.config import EngineLimits
 from cadenza.core.batch import Batch
-from cadenza.core.drafts import Drafting, DraftSource
+from cadenza.core.drafts import Drafting, DraftSource, drafting_of
 from cadenza.core.draw_keys import draw_keys
 from cadenza.core.packing import Packer
 from cadenza.core.prompt_lookup import PromptLookup
@@ -22,7 +22,6 @@ from cadenza.core.sequence import Sequence
 from cadenza.core.step_cost import StepCost
 from cadenza.core.step_schema import ModelInputs, StepOutput
 from cadenza.engine.core import CoreOptions, EngineCore
-from cadenza.engine.drafting import drafting_of
 from cadenza.errors import InvalidRequestError
 from cadenza.events import Event
 from cadenza.request import Request, SamplingParams

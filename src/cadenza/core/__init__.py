@@ -6,9 +6,8 @@ Modules:
 - `page_pool`: allocates and frees pages: reference counts, pins, states
 - `eviction_order`: which page of the prefix cache is reused first
 - `prefix_cache`: finds pages by chained keyed hashes of their tokens
-- `prefix_misses`: why tokens of a prompt were not found in the cache
-- `cache_miss`: how much of a prompt earlier ones had, and why the look-up ended there
-- `prefix_leaders`: which running sequence computes a page that waiting ones share
+- `prefix_misses`: why tokens of a prompt were not found in the cache, and where a look-up ended
+- `in_flight_prefixes`: which running sequence computes a page that waiting ones share
 - `slot_prefixes`: finds slots whose sequence began alike, where a page is a slot
 - `kv_cache_manager`: pages of sequences: sharing, growing, publishing, releasing
 - `admission`: whether a sequence may start; what running ones reserve, summed once a step
@@ -34,9 +33,9 @@ Modules:
 - `prompt_rows`: which positions of a prompt still need a logit row
 - `pooling`: hidden states of a prompt folded into an embedding
 - `draw_keys`: keys of random draws
-- `drafts`: how many tokens a sequence drafts, and what became of them
+- `drafts`: how the sequences of a request draft, and what became of their drafts
 - `prompt_lookup`: drafts from what followed the newest tokens before
-- `step_drafts`: which sequences of a step draft, and the protocol of a second model for them
+- `step_drafts`: which sequences of a step draft, and the protocol of what drafts for them
 - `draft_plan`: how many drafts each sequence of a step gets, by their chances and costs
 - `draft_costs`: what a step takes without drafts and what so many add, learned for each number of
   rows

@@ -1,13 +1,14 @@
 """`plan_drafts`: how many drafts each sequence of a step gets.
 
-Weighs the tokens that a step is expected to give against its time. Pure arithmetic; knows no
-sequence, no model and no clock. Invariant: without a gain there are no drafts.
+Weighs the tokens that a step is expected to give against its time. Invariant: without a gain there
+are no drafts.
 """
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 from cadenza.core.draft_costs import DecodeCost
+from cadenza.core.sequence import Sequence
 from cadenza.core.step_cost import StepCost
 
 MIN_RATIO = 1.05
@@ -21,6 +22,13 @@ rows of a batch that drafts end at different times, which is not foreseen."""
 LEAST_GAIN = 0.01
 """Tokens; of a draft that is never worth its time."""
 
+STEEPNESS = 4
+"""How fast a token is worth less, the further its sequence is ahead of the others. With 2 the mean
+time for a token would be least; what is started together also ends only with its slowest."""
+
+PRIOR_STEPS = 8
+"""Steps with one token each, from which the pace of a sequence starts."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftChance:
@@ -32,6 +40,30 @@ class DraftChance:
     most: int
     num_keys: int
     worth: float = 1.0
+
+
+def chance_of(sequence: Sequence, most: int, pace: float | None = None) -> DraftChance:
+    """Of `most` drafts behind the sequence's newest token, in a step of sequences of this pace.
+
+    A token of a sequence that is ahead of the others is worth less: their steps take longer, and
+    they end later.
+    """
+    acceptance = 0.0 if sequence.drafting is None else sequence.drafting.acceptance
+    worth = 1.0 if pace is None else min(1.0, (pace / _pace(sequence)) ** STEEPNESS)
+    return DraftChance(acceptance=acceptance, most=most, num_keys=sequence.num_tokens, worth=worth)
+
+
+def pace_of(sequences: SequenceOf[Sequence]) -> float:
+    """Tokens in each step so far, of a typical one of `sequences`: the harmonic mean, since it is
+    their time for a token that is to fall."""
+    return len(sequences) / sum([1 / _pace(each) for each in sequences]) if sequences else 1.0
+
+
+def _pace(sequence: Sequence) -> float:
+    """Tokens in each step of a sequence so far; starts at 1."""
+    accepted = 0 if sequence.drafting is None else sequence.drafting.num_accepted
+    num_tokens = sequence.num_generated_tokens + PRIOR_STEPS
+    return num_tokens / max(1, num_tokens - accepted)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,13 +113,12 @@ def plan_drafts(
     tokens, drafting_ms, deepest = float(num_rows), 0.0, 0
     most_tokens, least_ms, best_number = tokens, target.base_ms, 0
     first_rate = best_rate = tokens / least_ms
-    more_ms = target.added_up_to(len(drafts))
     for number, (negative, depth, row) in enumerate(drafts, start=1):
         tokens -= negative
         if drafter is not None:
-            drafting_ms += (depth > deepest) * drafter.fixed_ms + _own_ms(drafter, chances[row])
-            deepest = max(depth, deepest)
-        ms = target.base_ms + more_ms[number] + drafting_ms
+            is_deeper, deepest = depth > deepest, max(depth, deepest)
+            drafting_ms += is_deeper * drafter.fixed_ms + drafter.row_ms(chances[row].num_keys)
+        ms = target.base_ms + target.added_ms(number) + drafting_ms
         is_worth = tokens - most_tokens >= margin * best_rate * (ms - least_ms)
         if is_worth and tokens / ms > best_rate:
             most_tokens, least_ms, best_number, best_rate = tokens, ms, number, tokens / ms
@@ -114,8 +145,3 @@ def _drafts_of(chances: SequenceOf[DraftChance], worth: float) -> list[tuple[flo
             drafts.append((-gained, depth, row))
     drafts.sort()
     return drafts
-
-
-def _own_ms(cost: StepCost, chance: DraftChance) -> float:
-    """Of one token with a logit row."""
-    return cost.token_ms + cost.logit_ms + cost.key_ms * chance.num_keys

@@ -1,14 +1,16 @@
 """Drafts: tokens that a step computes and verifies behind a sequence's newest one.
 
 The target samples its own token at each position, with that position's key; a draft is accepted if
-and only if it is that token. So drafts decide how many tokens a step gives, never which. Owns the
-choice of how many are worth a try. Knows no pages, rows or time.
+and only if it is that token. So drafts decide how many tokens a step gives, never which. Owns what
+is known of how often drafts of a sequence are accepted, and its pauses.
 """
 
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from cadenza.speculative_config import MAX_SPECULATIVE_TOKENS
+from cadenza.core.prompt_lookup import PromptLookup
+from cadenza.request import Request
+from cadenza.speculative_config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 
 FIRST_PAUSE, MAX_PAUSE = 16, 256
 """Tokens without drafts after the last ones were not worth it; doubled each time."""
@@ -133,6 +135,49 @@ class Drafting:
         self.resumes_at = num_tokens + self._pause
         self._pause = min(2 * self._pause, MAX_PAUSE)
         self.gain = 2 * MIN_GAIN  # one success after the pause is enough to go on
+
+
+ON_REQUEST = SpeculativeConfig(method="ngram")
+"""The drafts of a request that asks for some where the engine is configured for none."""
+
+
+def drafting_of(
+    request: Request, config: SpeculativeConfig | None, shared: SharedAcceptance | None = None
+) -> Drafting | None:
+    """For one sample; None if its steps verify no drafts.
+
+    A request turns drafts on and off, and may ask for fewer in a step than the engine's `config`
+    allows. A prediction asks for them, too, unless the request turns them off; they are then looked
+    up, whatever the engine's method. `shared` is that of the engine's `Drafter`.
+    """
+    asked = request.params.drafts
+    if asked is False or (asked is None and config is None and not request.prediction):
+        return None
+    chosen = config or ON_REQUEST
+    if chosen.has_model and not request.prediction:
+        if shared is None:
+            return None
+        acceptance = shared.start()
+        return Drafting(
+            source=None, most=_most(request, config), acceptance=acceptance, shared=shared
+        )
+    source = PromptLookup(
+        shortest=chosen.prompt_lookup_min,
+        longest=chosen.prompt_lookup_max,
+        prediction=request.prediction,
+    )
+    return Drafting(source=source, most=_most(request, config))
+
+
+def _most(request: Request, config: SpeculativeConfig | None) -> int:
+    """Drafts in a step. A prediction is followed for long where it is right."""
+    asked = request.params.drafts
+    most = ON_REQUEST.num_speculative_tokens if config is None else config.num_speculative_tokens
+    if config is None and request.prediction:
+        most = MAX_SPECULATIVE_TOKENS
+    if asked is None or asked is True:
+        return most
+    return asked if config is None else min(asked, most)
 
 
 @dataclass(slots=True)

@@ -9,14 +9,20 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
-from cadenza.core.cache_miss import LookedUpPrompt, miss_in_pages, miss_in_slots
 from cadenza.core.eviction_order import PageClass
+from cadenza.core.in_flight_prefixes import InFlightPrefixes
 from cadenza.core.page_pool import PagePool
 from cadenza.core.page_shares import PageShares
 from cadenza.core.page_store import PageStore
 from cadenza.core.prefix_cache import ROOT, Content, PrefixCache
-from cadenza.core.prefix_leaders import PrefixLeaders
-from cadenza.core.prefix_misses import PrefixMisses, no_misses
+from cadenza.core.prefix_misses import (
+    LookedUpPrompt,
+    PrefixMisses,
+    miss_in_pages,
+    miss_in_slots,
+    misses_in_pages,
+    no_misses,
+)
 from cadenza.core.sequence import PageCopy, Sequence
 from cadenza.core.slot_prefixes import SlotPrefix, SlotPrefixes
 from cadenza.events import CacheMiss
@@ -59,7 +65,7 @@ class KVCacheManager:
     ) -> None:
         self.page_size = page_size
         self.prefix_cache: PrefixCache | None = None
-        self.prefix_leaders = PrefixLeaders()
+        self.in_flight_prefixes = InFlightPrefixes()
         self.num_prefix_waits = 0
         self.page_store: PageStore | None = None
         self.slot_prefixes: SlotPrefixes | None = None
@@ -93,9 +99,9 @@ class KVCacheManager:
             return _prefix_of(self.slot_prefixes.find(sequence, content))
         if self.prefix_cache is None:
             return Prefix()
-        self.prefix_cache.extend_keys(sequence.page_keys, content)
-        usable = (len(sequence.token_ids) - 1) // self.page_size
-        found, serial = self.prefix_cache.find(sequence.page_keys, content, num_pages=usable)
+        found, serial = self.prefix_cache.find(
+            self.page_keys(sequence), content, num_pages=self._num_usable(sequence)
+        )
         num_tokens = len(found) * self.page_size
         return Prefix(
             page_ids=found,
@@ -105,55 +111,40 @@ class KVCacheManager:
             num_cached_tokens=num_tokens,
         )
 
-    def misses_of(self, sequence: Sequence, prefix: Prefix) -> PrefixMisses:
-        """Why the prompt of a sequence that is about to start is not all in `prefix`."""
-        misses = no_misses()
-        num_missing = sequence.num_prompt_tokens - prefix.num_cached_tokens
+    def misses_of(
+        self, sequence: Sequence, prefix: Prefix
+    ) -> tuple[PrefixMisses, CacheMiss | None]:
+        """Why the prompt of a sequence that is about to start is not all in `prefix`, and where the
+        look-up ended before the last page that could be shared; None if it did not."""
+        misses, num_tokens = no_misses(), sequence.num_prompt_tokens
+        num_missing = num_tokens - prefix.num_cached_tokens
         if sequence.needs_prompt_rows:
-            is_pooled = sequence.pool is not None
-            misses["pooling" if is_pooled else "prompt_logprobs"] = num_missing
-            return misses
-        if self.prefix_cache is None:
+            misses["prompt_logprobs" if sequence.pool is None else "pooling"] = num_missing
+        else:
             misses["tail"] = min(1, num_missing)
             misses["cold"] = num_missing - misses["tail"]
-            return misses
-        usable = (sequence.num_prompt_tokens - 1) // self.page_size
-        for key in sequence.page_keys[prefix.num_published : usable]:
-            if self.prefix_cache.was_evicted(key):
-                misses["evicted"] += self.page_size
-            elif self.prefix_leaders.is_led(key):
-                misses["in_flight"] += self.page_size
-            else:
-                misses["cold"] += self.page_size
-        misses["tail"] = num_missing - sum(misses.values())
-        return misses
-
-    def cache_miss_of(self, sequence: Sequence, prefix: Prefix) -> CacheMiss | None:
-        """Where and why the look-up of a sequence that is about to start ended before the last page
-        of its prompt that could be shared; None if it did not."""
         content = _content_of(sequence)
         if self.slot_prefixes is not None and not sequence.needs_prompt_rows:
-            num_prompt_tokens = sequence.num_prompt_tokens
-            closest = self.slot_prefixes.closest(content, num_prompt_tokens)
-            return miss_in_slots(closest, prefix.num_cached_tokens, num_prompt_tokens)
+            closest = self.slot_prefixes.closest(content, num_tokens)
+            return misses, miss_in_slots(closest, prefix.num_cached_tokens, num_tokens)
         if self.prefix_cache is None:
-            return None
-        self.prefix_cache.extend_keys(sequence.page_keys, content)
+            return misses, None
         prompt = LookedUpPrompt(
-            keys=sequence.page_keys,
+            keys=self.page_keys(sequence),
             content=content,
-            num_tokens=sequence.num_prompt_tokens,
+            num_tokens=num_tokens,
             num_found_pages=prefix.num_published,
             is_skipped=sequence.needs_prompt_rows,
         )
-        return miss_in_pages(self.prefix_cache, self.prefix_leaders, prompt)
+        if not sequence.needs_prompt_rows:
+            misses = misses_in_pages(self.prefix_cache, self.in_flight_prefixes, prompt)
+        return misses, miss_in_pages(self.prefix_cache, self.in_flight_prefixes, prompt)
 
     def num_uncached_tokens(self, sequence: Sequence) -> int:
         """Tokens of a waiting sequence that are not in the prefix cache; a hit is not confirmed."""
         if self.prefix_cache is None:
             return sequence.num_tokens
-        self.prefix_cache.extend_keys(sequence.page_keys, _content_of(sequence))
-        num_found = self.prefix_cache.count_known(sequence.page_keys)
+        num_found = self.prefix_cache.count_known(self.page_keys(sequence))
         return sequence.num_tokens - num_found * self.page_size
 
     def page_keys(self, sequence: Sequence) -> list[bytes]:
@@ -165,16 +156,14 @@ class KVCacheManager:
 
     def is_prefix_coming(self, sequence: Sequence) -> bool:
         """Whether a waiting sequence should wait for pages that a running one is computing."""
-        leaders = self.prefix_leaders
-        if not len(leaders) or sequence.needs_prompt_rows:
+        in_flight = self.in_flight_prefixes
+        if not len(in_flight) or sequence.needs_prompt_rows:
             return False
-        if leaders.is_led(sequence.awaited_key):
+        if in_flight.is_being_computed(sequence.awaited_key):
             return True
-        found = self.find_prefix(sequence).num_published
-        usable = (len(sequence.token_ids) - 1) // self.page_size
-        missing = sequence.page_keys[found:usable]
         is_first_wait = sequence.awaited_key is None
-        sequence.awaited_key = leaders.awaited_key(missing, self.page_size)
+        _, missing = self._missing_keys(sequence)
+        sequence.awaited_key = in_flight.awaited_key(missing, self.page_size)
         is_waiting = sequence.awaited_key is not None
         self.num_prefix_waits += is_waiting and is_first_wait
         return is_waiting
@@ -186,13 +175,17 @@ class KVCacheManager:
             return False
         if sequence.fork_source is not None or sequence.is_expecting_source:
             return False
+        return store.is_reading(sequence, now_s, lambda: self._missing_keys(sequence))
 
-        def missing() -> tuple[int, list[bytes]]:
-            found = self.find_prefix(sequence).num_published
-            usable = (len(sequence.token_ids) - 1) // self.page_size
-            return found, sequence.page_keys[found:usable]
+    def _missing_keys(self, sequence: Sequence) -> tuple[int, list[bytes]]:
+        """How many pages of a waiting sequence are in the prefix cache, and the keys of those that
+        follow and that it could share."""
+        found = self.find_prefix(sequence).num_published
+        return found, sequence.page_keys[found : self._num_usable(sequence)]
 
-        return store.is_reading(sequence, now_s, missing)
+    def _num_usable(self, sequence: Sequence) -> int:
+        """Pages that a sequence may share: the last token is always computed."""
+        return (len(sequence.token_ids) - 1) // self.page_size
 
     def install(
         self, sequence: Sequence, first: int, count: int, write: Callable[[list[int], int], bool]
@@ -242,7 +235,7 @@ class KVCacheManager:
             self.release(sequence)
             return False
         if self.prefix_cache is not None:
-            self.prefix_leaders.lead(sequence, sequence.page_keys[prefix.num_published :])
+            self.in_flight_prefixes.add(sequence, sequence.page_keys[prefix.num_published :])
         if not sequence.has_started and not any(each.has_started for each in sequence.siblings):
             self.pool.mark_shared(prefix.page_ids[: prefix.num_published])
             if self.page_store is not None:
@@ -273,6 +266,13 @@ class KVCacheManager:
         sequence.page_table.extend(pages)
         return True
 
+    def grow_behind(self, sequence: Sequence, num_tokens: int, count: int) -> int:
+        """Pages for `count` tokens more than `num_tokens`, or for as many as there are pages for;
+        returns their number."""
+        if not count or self.try_grow(sequence, num_tokens + count):
+            return count
+        return len(sequence.page_table) * self.page_size - num_tokens
+
     def exceeds_share(self, sequence: Sequence, num_tokens: int) -> bool:
         """Whether pages for `num_tokens` tokens are more than is left of the tenant's share."""
         missing = -(-num_tokens // self.page_size) - len(sequence.page_table)
@@ -296,7 +296,7 @@ class KVCacheManager:
 
     def release(self, sequence: Sequence) -> None:
         """Frees all pages, last one first (the order of eviction), and rewinds the sequence."""
-        self.prefix_leaders.leave(sequence)
+        self.in_flight_prefixes.remove(sequence)
         self.page_shares.give_back(sequence)
         self.pool.free(reversed(sequence.page_table))
         sequence.rewind()
@@ -325,7 +325,7 @@ class KVCacheManager:
         full = num_tokens // self.page_size
         if self.prefix_cache is None or full <= sequence.num_published_pages:
             return
-        self.prefix_cache.extend_keys(sequence.page_keys, _content_of(sequence))
+        self.page_keys(sequence)
         for index in range(sequence.num_published_pages, full):
             if sequence.published_serial is None:
                 break
@@ -336,7 +336,7 @@ class KVCacheManager:
             if page_class is not PageClass.GENERATED:
                 self._keep(sequence.page_keys[index])
         sequence.num_published_pages = full
-        self.prefix_leaders.leave(sequence)
+        self.in_flight_prefixes.remove(sequence)
 
     def _keep(self, key: bytes) -> None:
         """Leaves the cached page of a key to the store; another sequence's may have come first."""
@@ -380,7 +380,7 @@ class KVCacheManager:
             assert expected == actual, f"page {page_id}: {expected} holders, counted {actual}"
         if self.prefix_cache is not None:
             self.prefix_cache.check_invariants()
-        self.prefix_leaders.check_invariants(sequences)
+        self.in_flight_prefixes.check_invariants(sequences)
         self.page_shares.check_invariants(sequences)
 
     def _fork(self, source: Sequence) -> Prefix:

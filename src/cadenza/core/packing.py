@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
+from cadenza.config import EngineLimits
 from cadenza.core.batch import Batch
 from cadenza.core.draw_keys import keys_of_mixed, mix_seeds
 from cadenza.core.sequence import Sequence
@@ -47,6 +48,15 @@ class Packer:
         self._masks: list[bytes | None] = [None] * max_num_seqs
         self._empty: dict[int, Int32Array] = {}
 
+    @classmethod
+    def of(cls, limits: EngineLimits, vocab_size: int) -> "Packer":
+        return cls(
+            max_num_seqs=limits.max_num_seqs,
+            max_pages_per_seq=limits.max_pages_per_seq,
+            page_size=limits.page_size,
+            vocab_size=vocab_size,
+        )
+
     def forget_rows(self) -> None:
         """Makes the next steps send every row's data again, because the device's state was lost."""
         self._occupant = [None] * self._num_rows
@@ -58,7 +68,7 @@ class Packer:
     def pack(self, batch: Batch, bucket: int, *, masks_follow: bool = False) -> ModelInputs:
         """Inputs of `batch`, padded to `bucket` tokens; `masks_follow` leaves its masks out."""
         assert batch.num_tokens <= bucket, f"{batch.num_tokens} tokens exceed the bucket {bucket}"
-        rule_updates = self._seat(batch)
+        rule_updates = self._set_rows(batch)
         layout = StepLayout(bucket, self._num_rows)
         if bucket not in self._empty:
             self._empty[bucket] = layout.empty_words()
@@ -142,7 +152,7 @@ class Packer:
         logits.keys[:count] = keys_of_mixed(self._mixed_seeds[logit_rows], logits.positions[:count])
         self._settings.write(inputs, slice(first, count), choice_rows)
 
-    def _seat(self, batch: Batch) -> tuple[RuleUpdate, ...]:
+    def _set_rows(self, batch: Batch) -> tuple[RuleUpdate, ...]:
         """Stores the data of sequences in new rows; returns the rules to send to the device."""
         updates: list[RuleUpdate] = []
         for entry in batch.entries:
@@ -150,7 +160,7 @@ class Packer:
             if self._occupant[row] is sequence:
                 continue
             self._occupant[row] = sequence
-            self._settings.seat(row, sequence)
+            self._settings.set_row(row, sequence)
             self._prompt_lens[row] = sequence.num_prompt_tokens
             self._decode_starts[row] = _decode_start(sequence)
             self._mixed_seeds[row] = mix_seeds(np.array([sequence.seed], np.uint64))[0]

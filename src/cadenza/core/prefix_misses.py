@@ -1,14 +1,20 @@
 """Why tokens of a prompt were not found in the prefix cache, and how many were and were not.
 
-Owns the reasons, the counts and the words of the log. Knows no pages. Invariant: a prompt's hits
-and misses add up to its tokens.
+Owns the reasons, the counts and the words of the log. Keys and slots begin with the salt, so that
+what others asked has no influence on what is said. Invariants: a prompt's hits and misses add up to
+its tokens; the cost is one look-up for each page that is missing, and the comparison of one page
+(`PrefixCache.num_common`).
 """
 
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from cadenza.core.in_flight_prefixes import InFlightPrefixes
+from cadenza.core.prefix_cache import Content, PrefixCache
 from cadenza.core.sequence import Sequence
+from cadenza.core.slot_prefixes import Closest
 from cadenza.events import CacheMiss, CacheMissReason
 
 MissReason = Literal["cold", "evicted", "in_flight", "tail", "prompt_logprobs", "pooling"]
@@ -85,13 +91,85 @@ class PrefixCounts:
         assert num_found == self.num_queries, "prompt tokens looked up are counted wrongly"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LookedUpPrompt:
+    """A prompt of `num_tokens` tokens, of which the first `num_found_pages` pages were found, or
+    none because it `is_skipped`: its tokens are computed in any case.
+
+    `content` may be longer than the prompt, and so may `keys`.
+    """
+
+    keys: SequenceOf[bytes]
+    content: Content
+    num_tokens: int
+    num_found_pages: int
+    is_skipped: bool
+
+
+def misses_in_pages(
+    cache: PrefixCache, in_flight: InFlightPrefixes, prompt: LookedUpPrompt
+) -> dict[MissReason, int]:
+    """Why tokens behind the pages that were found are missing."""
+    misses, size = no_misses(), cache.page_size
+    usable = (prompt.num_tokens - 1) // size
+    for key in prompt.keys[prompt.num_found_pages : usable]:
+        if cache.was_evicted(key):
+            misses["evicted"] += size
+        elif in_flight.is_being_computed(key):
+            misses["in_flight"] += size
+        else:
+            misses["cold"] += size
+    misses["tail"] = prompt.num_tokens - prompt.num_found_pages * size - sum(misses.values())
+    return misses
+
+
+def miss_in_pages(
+    cache: PrefixCache, in_flight: InFlightPrefixes, prompt: LookedUpPrompt
+) -> CacheMiss | None:
+    """Where and why the look-up ended; None if all pages were found but the one with the prompt's
+    last token."""
+    keys, found, size = prompt.keys, prompt.num_found_pages, cache.page_size
+    usable = (prompt.num_tokens - 1) // size
+    if found >= usable > 0:
+        return None
+    known = found
+    while known < usable and _is_known(cache, in_flight, keys[known]):
+        known += 1
+    common = cache.num_common(keys, prompt.content, known)
+    reason: CacheMissReason = "new" if common is None else "differs"
+    if known > found:
+        reason = "evicted" if cache.was_evicted(keys[found]) else "in_flight"
+    if prompt.is_skipped:
+        reason = "not_used"
+    elif not usable:
+        reason = "short"
+    return CacheMiss(
+        shared_tokens=min(known * size + (common or 0), prompt.num_tokens), reason=reason
+    )
+
+
+def miss_in_slots(closest: Closest, num_cached_tokens: int, num_tokens: int) -> CacheMiss | None:
+    """None if all tokens of the prompt were found but the last one."""
+    if num_cached_tokens >= num_tokens - 1:
+        return None
+    return CacheMiss(
+        shared_tokens=closest.num_common, reason="differs" if closest.goes_on else "new"
+    )
+
+
+def _is_known(cache: PrefixCache, in_flight: InFlightPrefixes, key: bytes) -> bool:
+    """Whether the page of a key was computed before, or is being computed."""
+    is_there = cache.page_of(key) is not None
+    return is_there or cache.was_evicted(key) or in_flight.is_being_computed(key)
+
+
 def log_text(misses: PrefixMisses) -> str:
     """Say `evicted 32, tail 5`."""
     return ", ".join(f"{reason} {count}" for reason, count in misses.items() if count) or "none"
 
 
 def miss_text(miss: CacheMiss | None, num_tokens: int) -> str:
-    """Where a prompt of `num_tokens` tokens parts from earlier ones; no part of its text."""
+    """Where a prompt of `num_tokens` tokens differs from earlier ones; no part of its text."""
     if miss is None or not miss.shared_tokens:
         return "" if miss is None else f"; reason: {miss.reason}"
     return (

@@ -402,14 +402,13 @@ class Scheduler:
             self.limits.enable_prefix_caching and sequence.num_cached_tokens is None and not is_fork
         )
         misses = self.kv_cache.misses_of(sequence, prefix) if is_looked_up else None
-        miss = self.kv_cache.cache_miss_of(sequence, prefix) if is_looked_up else None
         if not self.kv_cache.try_adopt(sequence, prefix):
             return False
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = prefix.num_cached_tokens
         if misses is not None:
-            sequence.cache_miss = miss
-            self.prefix_counts.add(sequence, misses)
+            by_reason, sequence.cache_miss = misses
+            self.prefix_counts.add(sequence, by_reason)
         self._note_start(sequence, prefix)
         self.turns.leave(sequence)
         sequence.row = heapq.heappop(self._free_rows)

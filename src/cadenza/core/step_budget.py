@@ -149,19 +149,15 @@ class PromptShares:
     going. Among them, and among the others, the prompt with the fewest tokens left gets up to half,
     so that a short prompt need not wait for a long one; the oldest gets the rest, and what it
     leaves goes to the others in order. Among the others the shortest may get more, if the budget
-    says so.
-
-    Adding a prompt takes constant time while all fit, and behind others of its group. One that is
-    then shorter than all of its group, or that comes before others, has the group shared anew.
+    says so. Adding a prompt takes constant time while all fit.
     """
 
     def __init__(self, budget: PromptBudget, parts: Iterable[PromptPart] = ()) -> None:
         self._budget = budget
-        self._firsts = _Group()
-        self._others = _Group()
+        self._parts: list[PromptPart] = []
         self._wanted_tokens = 0
         self._wanted_ms = 0.0
-        self._order: list[_Group] = []
+        self._shared: _Shared | None = None
         for part in parts:
             self._append(part)
 
@@ -173,39 +169,32 @@ class PromptShares:
     @property
     def counts(self) -> list[int]:
         """The tokens of each prompt."""
-        self._share()
-        firsts, others = iter(self._firsts.counts), iter(self._others.counts)
-        return [next(firsts if group is self._firsts else others) for group in self._order]
+        return self._share().counts
 
     @property
     def left_ms(self) -> float:
         """What is left of the time; negative if the grant took more than there was."""
-        self._share()
-        return self._others.left.left_ms
+        return self._share().left.left_ms
 
     @property
     def may_finish_short(self) -> bool:
         """Whether the shortest prompt of the next step may have more than half."""
-        self._share()
-        if self._others.has_shorter:
-            return self._budget.may_finish_short and not self._others.has_finished_short
+        shared = self._share()
+        if shared.has_shorter:
+            return self._budget.may_finish_short and not shared.has_finished_short
         return True
 
     def add(self, part: PromptPart) -> int:
         """The tokens of one more prompt, behind those given so far."""
         self._append(part)
-        if self._all_fit:
-            return part.num_left
-        group = self._share_firsts() if part.is_first else self._share()
-        return group.counts[-1]
+        return part.num_left if self._all_fit else self._share().counts[-1]
 
     def num_cut(self, *, are_first: bool) -> int:
         """Prompts of which the step computes a part only; `are_first`: of those that are first."""
         if self._all_fit:
             return 0
-        if are_first:
-            return self._share_firsts().num_cut
-        return self._share().num_cut + self._firsts.num_cut
+        pairs = zip(self._parts, self._share().counts, strict=True)
+        return sum(count < part.num_left for part, count in pairs if part.is_first or not are_first)
 
     @property
     def _all_fit(self) -> bool:
@@ -217,91 +206,51 @@ class PromptShares:
     def _append(self, part: PromptPart) -> None:
         self._wanted_tokens += part.num_left
         self._wanted_ms += self._budget.time_ms(part, part.num_left)
-        group = self._firsts if part.is_first else self._others
-        if not group.parts:  # the oldest of the others may now have its part before the firsts
-            self._firsts.is_shared = False
-        group.append(part, is_sure=self._all_fit)
-        self._order.append(group)
-        if part.is_first:
-            self._others.is_shared = False
+        self._parts.append(part)
+        self._shared = None
 
-    def _share(self) -> "_Group":
-        """Brings all shares up to date; returns the others."""
-        left = self._share_firsts().left
-        if not self._others.is_shared:
-            self._others.share(left.copy(), may_finish_short=self._budget.may_finish_short)
-        return self._others
-
-    def _share_firsts(self) -> "_Group":
-        """Brings the shares of those that are first up to date; returns them."""
-        firsts, others = self._firsts, self._others
-        if not firsts.is_shared:
-            budget = self._budget.copy()
-            others.num_taken_before = 0
-            if firsts.parts and others.parts and budget.num_tokens > 0:
-                share = max(LEAST_SHARE, 1 / budget.num_tokens)
-                others.num_taken_before = budget.take(others.parts[0], share)
-            firsts.share(budget)
-            others.is_shared = False
-        return firsts
+    def _share(self) -> "_Shared":
+        if self._shared is None:
+            self._shared = _Shared(self._budget.copy(), self._parts)
+        return self._shared
 
 
-class _Group:
-    """The prompts that are first, or the others, in their order.
+class _Shared:
+    """The shares of all prompts, and the budget that is `left` behind them.
 
-    Where `is_shared`, `counts` are their shares, of which `num_cut` are not whole, and `left` is
-    the budget behind them. `num_taken_before`: tokens that the oldest had before all others.
-    `has_finished_short`: the shortest had more than half, and is whole.
+    `has_shorter`: one that is not first is shorter than the oldest of these; `has_finished_short`:
+    it had more than half, and is whole.
     """
 
-    def __init__(self) -> None:
-        self.parts: list[PromptPart] = []
-        self.is_shared = False
-        self.num_taken_before = 0
-        self.counts: list[int] = []
-        self.num_cut = 0
-        self.has_finished_short = False
-        self.left = PromptBudget(num_tokens=0)
-        self._shortest = 0
+    def __init__(self, budget: PromptBudget, parts: list[PromptPart]) -> None:
+        self.left = budget
+        self.counts = [0] * len(parts)
+        self.has_shorter = self.has_finished_short = False
+        self._parts = parts
+        firsts = [index for index, part in enumerate(parts) if part.is_first]
+        others = [index for index, part in enumerate(parts) if not part.is_first]
+        if firsts and others and budget.num_tokens > 0:
+            self._take(others[0], max(LEAST_SHARE, 1 / budget.num_tokens))
+        if firsts:
+            self._share_among(firsts, may_finish_short=False)
+        if others:
+            self._share_among(others, may_finish_short=budget.may_finish_short)
 
-    @property
-    def has_shorter(self) -> bool:
-        """Whether one is shorter than the oldest."""
-        return self._shortest > 0
-
-    def append(self, part: PromptPart, *, is_sure: bool) -> None:
-        """Adds a prompt and, unless it is sure to get all, its share."""
-        self.parts.append(part)
-        if part.num_left < self.parts[self._shortest].num_left:
-            self._shortest = len(self.parts) - 1
-            self.is_shared = False
-        self.is_shared = self.is_shared and not is_sure
-        if self.is_shared:
-            self.counts.append(0)
-            self._take(len(self.counts) - 1)
-
-    def share(self, budget: PromptBudget, *, may_finish_short: bool = False) -> None:
-        """Shares `budget` among all of them."""
-        self.left, self.num_cut, self.is_shared = budget, 0, True
-        self.has_finished_short = False
-        self.counts = [0] * len(self.parts)
-        if self.parts:
-            self.counts[0] = self.num_taken_before
-        if self._shortest:
-            shortest, share = self.parts[self._shortest], SHORT_SHARE
-            if may_finish_short and budget.copy().take(shortest, share) < shortest.num_left:
-                has_all = budget.copy().take(shortest, FINISH_SHARE) == shortest.num_left
-                self.has_finished_short = has_all
-                share = FINISH_SHARE if has_all else share
-            self.counts[self._shortest] = budget.take(shortest, share)
-        for index in range(len(self.parts)):
+    def _share_among(self, indices: list[int], *, may_finish_short: bool) -> None:
+        shortest = min(indices, key=lambda index: self._parts[index].num_left)
+        self.has_shorter = self._parts[shortest].num_left < self._parts[indices[0]].num_left
+        if self.has_shorter:
+            part, share = self._parts[shortest], SHORT_SHARE
+            if may_finish_short and self.left.copy().take(part, share) < part.num_left:
+                self.has_finished_short = self.left.copy().take(part, FINISH_SHARE) == part.num_left
+                share = FINISH_SHARE if self.has_finished_short else share
+            self._take(shortest, share)
+        for index in indices:
             self._take(index)
 
-    def _take(self, index: int) -> None:
-        part, count = self.parts[index], self.counts[index]
+    def _take(self, index: int, share: float = 1.0) -> None:
+        part, count = self._parts[index], self.counts[index]
         rest = part
         if count:
             rest = replace(part, start=part.start + count, num_left=part.num_left - count)
-        count += self.left.take(rest)
-        self.counts[index] = count
-        self.num_cut += count < part.num_left
+        self.counts[index] = count + self.left.take(rest, share)

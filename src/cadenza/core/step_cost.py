@@ -37,6 +37,14 @@ class StepLoad:
             num_keys=self.num_keys + num_keys(start, count),
         )
 
+    def without(self, start: int, count: int) -> "StepLoad":
+        """Without `count` tokens of one sequence from position `start`, each with a logit row."""
+        return StepLoad(
+            num_tokens=self.num_tokens - count,
+            num_logits=self.num_logits - count,
+            num_keys=self.num_keys - num_keys(start, count),
+        )
+
 
 def num_keys(start: int, count: int) -> int:
     """Keys that `count` tokens from position `start` attend to."""
@@ -58,6 +66,19 @@ class StepCost:
             + self.token_ms * load.num_tokens
             + self.logit_ms * load.num_logits
             + self.key_ms * load.num_keys
+        )
+
+    def row_ms(self, num_keys: float) -> float:
+        """Of one more token with a logit row, which attends to `num_keys` keys."""
+        return self.token_ms + self.logit_ms + self.key_ms * num_keys
+
+    def scaled(self, factor: float) -> "StepCost":
+        """Of steps that take `factor` times as long."""
+        return StepCost(
+            fixed_ms=self.fixed_ms * factor,
+            token_ms=self.token_ms * factor,
+            logit_ms=self.logit_ms * factor,
+            key_ms=self.key_ms * factor,
         )
 
     def corrected(self, load: StepLoad, measured_ms: float) -> "StepCost":

@@ -352,7 +352,7 @@ class RowSettings:
         for spec, view in zip(SETTINGS, self._views, strict=True):
             view[:] = spec.fill
 
-    def seat(self, row: int, sequence: Sequence) -> None:
+    def set_row(self, row: int, sequence: Sequence) -> None:
         """Stores a sequence's settings for its row."""
         for spec, view in zip(SETTINGS, self._views, strict=True):
             assert spec.setting is not None

@@ -8,7 +8,6 @@ Modules:
 - `request_check`: refuses requests that can never be served
 - `compiling`: requests whose constraint is being compiled
 - `sample_seed`: the seed of a sample
-- `drafting`: how the sequences of a request draft
 - `model_drafter`: drafts of a second model, which draws them as the target would
 - `loop`: launching and reading steps, and failed steps
 - `calibration`: times a runner's steps before an engine serves

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from cadenza.backends.base import Runner
 from cadenza.config import EngineLimits
-from cadenza.core.batch import Batch, BatchEntry, PageUpdate
+from cadenza.core.batch import Batch, BatchEntry
 from cadenza.core.packing import Packer
 from cadenza.core.sequence import Sequence
 from cadenza.core.step_cost import (
@@ -74,12 +74,7 @@ class _StepTimer:
         self._runner = runner
         self._limits = limits
         self._clock = clock
-        self._packer = Packer(
-            max_num_seqs=limits.max_num_seqs,
-            max_pages_per_seq=limits.max_pages_per_seq,
-            page_size=limits.page_size,
-            vocab_size=runner.vocab_size,
-        )
+        self._packer = Packer.of(limits, runner.vocab_size)
 
     @property
     def max_tokens(self) -> int:
@@ -104,14 +99,14 @@ class _StepTimer:
     def _time_once(self, num_rows: int, start: int, count: int, has_logits: bool) -> float:
         batch = Batch(0)
         for row in range(num_rows):
-            self._enter(batch, row, start, count, has_logits)
+            self._add_row(batch, row, start, count, has_logits)
         bucket = next(size for size in self._runner.token_buckets if size >= batch.num_tokens)
         inputs = self._packer.pack(batch, bucket)
         start_s = self._clock()
         self._runner.launch(inputs).result()
         return self._clock() - start_s
 
-    def _enter(self, batch: Batch, row: int, start: int, count: int, has_logits: bool) -> None:
+    def _add_row(self, batch: Batch, row: int, start: int, count: int, has_logits: bool) -> None:
         end, size = start + count, self._limits.page_size
         request = Request(
             prompt_token_ids=(0,) * end, params=SamplingParams(temperature=0.0, max_tokens=1)
@@ -125,7 +120,5 @@ class _StepTimer:
             token_ids=[0] * end,
         )
         num_pages = -(-end // size)
-        first = row * num_pages
-        batch.page_updates += [PageUpdate(row, at, first + at) for at in range(num_pages)]
-        batch.entries.append(BatchEntry(sequence, row, start, count, int(has_logits), 0))
-        batch.num_tokens += count
+        batch.send_pages(row, [row * num_pages + at for at in range(num_pages)], 0)
+        batch.add(BatchEntry(sequence, row, start, count, int(has_logits), 0))

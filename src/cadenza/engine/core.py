@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from cadenza.backends.base import PageCopier, Runner
 from cadenza.config import Batching, EngineLimits, SchedulerLoop
 from cadenza.core.admission import RESERVED_OUTPUT, Admission
-from cadenza.core.drafts import Drafting
+from cadenza.core.drafts import Drafting, drafting_of
 from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.packing import Packer
 from cadenza.core.pooling import Pool
@@ -28,7 +28,6 @@ from cadenza.core.step_cost import StepBound, StepCost
 from cadenza.core.step_results import refuse_constraint
 from cadenza.core.turns import FCFS, TurnPolicy
 from cadenza.engine.compiling import Compiling
-from cadenza.engine.drafting import drafting_of
 from cadenza.engine.loop import LOOP_DEPTHS, Announce, StepLoop, StepRunner, Steps
 from cadenza.engine.model_drafter import DraftModel, ModelDrafter
 from cadenza.engine.page_folder import PageFolder
@@ -135,12 +134,7 @@ class EngineCore:
                 on_prefix=_log_prefix,
             ),
         )
-        packer = Packer(
-            max_num_seqs=limits.max_num_seqs,
-            max_pages_per_seq=limits.max_pages_per_seq,
-            page_size=limits.page_size,
-            vocab_size=runner.vocab_size,
-        )
+        packer = Packer.of(limits, runner.vocab_size)
         self._loop = StepLoop(
             self.scheduler,
             steps or StepRunner(runner, packer),

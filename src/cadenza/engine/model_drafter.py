@@ -1,30 +1,33 @@
 """`ModelDrafter`: drafts of a second model, which draws them as the target would.
 
 Owns how far the second model has computed each sequence, and its steps: what a sequence lacks, and
-then one token of each sequence at a time, drawn with the same keys and rules as the target's. Knows
-a runner, no model and no time but its own. Invariants: the second model's pages have the ids of the
-target's, so that no page is allocated for it; whatever it computes, the streams are the same.
+then one token of each sequence at a time, drawn with the same keys and rules as the target's.
+Invariants: the second model's pages have the ids of the target's, so that no page is allocated for
+it; whatever it computes, the streams are the same.
 """
 
 import logging
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from cadenza.backends.base import Runner, StepHandle
 from cadenza.config import EngineLimits
-from cadenza.core.batch import Batch, BatchEntry, PageUpdate
+from cadenza.core.batch import Batch, BatchEntry
 from cadenza.core.constraint import Lookahead
-from cadenza.core.draft_plan import DraftNumbers, plan_drafts
+from cadenza.core.draft_plan import DraftNumbers
 from cadenza.core.drafts import SharedAcceptance
 from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.packing import Packer
 from cadenza.core.sequence import Sequence
-from cadenza.core.step_cost import StepCost, StepLoad, num_keys
-from cadenza.core.step_drafts import Drafts, DraftStep, DraftWish, Proposal, chance_of
+from cadenza.core.step_cost import StepCost, StepLoad
+from cadenza.core.step_drafts import DraftSlot, DraftStep
 from cadenza.core.step_schema import StepOutput
 
 logger = logging.getLogger(__name__)
+
+_row_of = attrgetter("row")
 
 REST_STEPS = 16
 """Steps without drafts after they were not worth their time for any sequence."""
@@ -84,12 +87,13 @@ class _Progress:
 
 @dataclass(slots=True, eq=False)
 class _Row:
-    """A sequence of one call: its next token to compute, and its drafts so far.
+    """An entry of the target's step: its next token to compute here, and its drafts so far, of
+    which there are to be `count`.
 
     `ahead` is what its constraint allows behind these, from the first draw on.
     """
 
-    sequence: Sequence
+    entry: BatchEntry
     progress: _Progress
     start: int
     count: int
@@ -97,13 +101,36 @@ class _Row:
     ahead: Lookahead | None = None
 
     @property
+    def sequence(self) -> Sequence:
+        return self.entry.sequence
+
+    @property
+    def row(self) -> int:
+        return self.entry.row
+
+    @property
     def num_missing(self) -> int:
         """Tokens that are known and not computed."""
         return len(self.sequence.token_ids) - self.start
 
+    def take(self, output: StepOutput, index: int, vocab_size: int) -> None:
+        """Adds the token drawn at a logit row to the drafts, or ends them."""
+        token_id = int(output.token_ids[index])
+        is_sound = output.is_finite[index] and output.has_choice[index]
+        has_ended = bool(self.drafts) and self.drafts[-1] in self.sequence.stop_token_ids
+        if not is_sound or has_ended or not 0 <= token_id < vocab_size:
+            self.count = len(self.drafts)
+        if len(self.drafts) == self.count:
+            return
+        if self.ahead is None or self.ahead.take(token_id):
+            self.drafts.append(token_id)
+            if self.ahead is None or not self.ahead.is_over:
+                return
+        self.count = len(self.drafts)
+
 
 class ModelDrafter:
-    """A `core.drafts.Drafter` over the runner of a second model.
+    """A `core.step_drafts.Drafter` over the runner of a second model.
 
     Args:
         clock: seconds, monotonic; measures the steps, to correct their cost.
@@ -112,17 +139,11 @@ class ModelDrafter:
     def __init__(
         self, model: DraftModel, kv_cache: KVCacheManager, clock: Callable[[], float]
     ) -> None:
-        limits = model.limits
         self.acceptance = SharedAcceptance()
         self._model = model
         self._kv_cache = kv_cache
         self._clock = clock
-        self._packer = Packer(
-            max_num_seqs=limits.max_num_seqs,
-            max_pages_per_seq=limits.max_pages_per_seq,
-            page_size=limits.page_size,
-            vocab_size=model.runner.vocab_size,
-        )
+        self._packer = Packer.of(model.limits, model.runner.vocab_size)
         self._progress: dict[int, tuple[Sequence, _Progress]] = {}
         """By row."""
         self._contents: dict[int, bytes] = {}
@@ -130,74 +151,86 @@ class ModelDrafter:
         self._scale = 1.0
         self._rests_until = 0
         self._num_failures = 0
+        self._first_position = int(model.reads_hidden)
+        """Of the tokens that the second model computes; a hidden state is of the token before."""
 
     def is_due(self, number: int) -> bool:
         return number >= self._rests_until and self._num_failures < MAX_FAILURES
 
+    @property
+    def _cost(self) -> StepCost | None:
+        """Of the second model's steps, as measured."""
+        cost = self._model.cost
+        return None if cost is None else cost.scaled(self._scale)
+
     def is_worth(self, sequences: SequenceOf[Sequence], step: DraftStep) -> bool:
-        own, cost = self._model.cost, step.cost
-        if cost is None or own is None:
+        cost = self._cost
+        if step.cost is None or cost is None:
             return True
-        chances = [chance_of(each, each.drafting.most) for each in sequences if each.drafting]
-        plan = plan_drafts(chances, step.load.num_logits, cost, _scaled(own, self._scale))
+        plan = step.plan([(each, each.drafting.most) for each in sequences if each.drafting], cost)
         if not any(plan.counts):
             self._rests_until = step.number + REST_STEPS
         return any(plan.counts)
 
-    def propose(self, wishes: SequenceOf[DraftWish], step: DraftStep) -> Drafts:
-        first = self._first_position
-        wishes = [wish for wish in wishes if len(wish.sequence.token_ids) > first]
-        if not wishes:
-            return {}
-        rows = [self._row_of(wish) for wish in wishes if self._has_room(wish)]
+    def propose(self, slots: SequenceOf[DraftSlot], step: DraftStep) -> None:
+        slots = self._with_pages(slots, step.room)
+        if not slots:
+            return
+        context = self._model.limits.max_model_len
+        rows = [self._row_of(slot) for slot in slots if slot.entry.end < context]
         catch_up = self._plan(rows, step)
         rows = [row for row in rows if row.count]
         if not rows:
             self._rests_until = step.number + REST_STEPS
-            return {}
+            return
         try:
-            return self._draft(rows, catch_up)
+            self._draft(rows, catch_up)
         except Exception:
             self._num_failures += 1
             logger.exception("a step of the draft model failed; the streams go on without drafts")
             self._reset()
-            return {}
+            return
+        for row in rows:
+            row.entry.drafts = tuple(row.drafts)
+            if row.drafts and row.ahead is not None:
+                row.entry.masks = tuple(row.ahead.masks)
 
-    def _has_room(self, wish: DraftWish) -> bool:
-        """Whether the second model's context holds the sequence and a draft."""
-        return len(wish.sequence.token_ids) < self._model.limits.max_model_len
+    def _with_pages(self, slots: SequenceOf[DraftSlot], room: int) -> list[DraftSlot]:
+        """Those of which the second model can compute the newest token. Each has an equal share of
+        the room, and pages for as many drafts."""
+        share = max(1, room // len(slots))
+        found: list[DraftSlot] = []
+        for entry, drafting, most in slots[: max(0, room)]:
+            count = min(share, most, drafting.most)
+            count = self._kv_cache.grow_behind(entry.sequence, entry.end, count)
+            if count > 0 and entry.end > self._first_position:
+                found.append(DraftSlot(entry, drafting, count))
+        return found
 
-    @property
-    def _first_position(self) -> int:
-        """Of the tokens that the second model computes; a hidden state is of the token before."""
-        return int(self._model.reads_hidden)
-
-    def _row_of(self, wish: DraftWish) -> _Row:
-        sequence, most = wish
-        progress = self._progress_of(sequence)
-        num_tokens = len(sequence.token_ids)
-        most = min(most, self._model.limits.max_model_len - num_tokens)
+    def _row_of(self, slot: DraftSlot) -> _Row:
+        entry, sequence = slot.entry, slot.entry.sequence
+        progress, num_tokens = self._progress_of(entry), len(sequence.token_ids)
         progress.num_computed = progress.num_right(sequence.token_ids)
         start = max(progress.num_computed, self._first_position)
         if self._model.shares_kv:
             start = num_tokens - 1
-        row = _Row(sequence, progress, start, most)
+        row = _Row(
+            entry, progress, start, min(slot.most, self._model.limits.max_model_len - num_tokens)
+        )
         progress.num_known = num_tokens
         progress.drafts = [] if self._model.reads_hidden else row.drafts
         return row
 
-    def _progress_of(self, sequence: Sequence) -> _Progress:
-        row = sequence.row
-        assert row is not None
+    def _progress_of(self, entry: BatchEntry) -> _Progress:
+        row, sequence = entry.row, entry.sequence
         holder, progress = self._progress.get(row, (None, None))
         if holder is sequence and progress and progress.num_preemptions == sequence.num_preemptions:
             return progress
         progress = _Progress(sequence.num_preemptions)
         self._progress[row] = sequence, progress
         self._packer.forget_row(row)
-        for page_id, key in zip(
-            sequence.page_table, self._kv_cache.page_keys(sequence), strict=False
-        ):
+        keys = self._kv_cache.page_keys(sequence)
+        for page_id, key in zip(sequence.page_table, keys, strict=False):
             if self._contents.get(page_id) != key:
                 break
             progress.num_computed += self._model.limits.page_size
@@ -208,23 +241,21 @@ class ModelDrafter:
         """Sets how many drafts each row tries; returns how many tokens may be computed of what rows
         lack, beside one of each."""
         budget = self._model.limits.max_num_batched_tokens - len(rows)
-        own, cost = self._model.cost, step.cost
-        if cost is None or own is None:
+        cost = self._cost
+        if step.cost is None or cost is None:
             return budget
-        own = _scaled(own, self._scale)
-        chances = [chance_of(row.sequence, row.count) for row in rows]
-        plan = plan_drafts(chances, step.load.num_logits, cost, own)
+        plan = step.plan([(row.sequence, row.count) for row in rows], cost)
         for row, count in zip(rows, plan.counts, strict=True):
             row.count = count
-            if count and not _pays(row, plan, own):
+            if count and not _pays(row, plan, cost):
                 row.count = 0
                 assert row.sequence.drafting is not None
                 row.sequence.drafting.resumes_at = len(row.sequence.token_ids) + PAUSE_TOKENS
         # As long as the step itself: streams wait at most twice as long meanwhile.
-        in_time = int(cost.base_ms / own.token_ms)
+        in_time = int(step.cost.base_ms / cost.token_ms)
         return min(budget, max(LEAST_CATCH_UP, in_time))
 
-    def _draft(self, rows: list[_Row], catch_up: int) -> Drafts:
+    def _draft(self, rows: list[_Row], catch_up: int) -> None:
         """Computes what rows lack, those that lack least first, then draws.
 
         Steps are launched before earlier ones are read, unless a row is constrained: what it may
@@ -239,7 +270,7 @@ class ModelDrafter:
             if count <= 0:
                 continue
             catch_up -= count - 1
-            self._enter(batch, row, count, samples=count == missing)
+            self._add_to_batch(batch, row, count, samples=count == missing)
             if count == missing:
                 drawing.append(row)
         drawn = [(drawing, self._launch(batch, loads))]
@@ -252,47 +283,38 @@ class ModelDrafter:
                 break
             batch = Batch(depth)
             for row in drawing:
-                self._enter(batch, row, 1, samples=True)
+                self._add_to_batch(batch, row, 1, samples=True)
             drawn.append((drawing, self._launch(batch, loads)))
             depth += 1
         self._read(drawn)
         self._note_pages(rows)
         self._observe(loads, 1000 * (self._clock() - start_s))
-        return {row.sequence: _proposal_of(row) for row in rows if row.drafts}
 
     def _read(self, drawn: list[tuple[list[_Row], StepHandle]]) -> None:
         """Reads the launched steps, and empties their list."""
         for rows, handle in drawn:
-            _take(rows, handle.result(), self._model.runner.vocab_size)
+            output = handle.result()
+            for index, row in enumerate(sorted(rows, key=_row_of)):
+                row.take(output, index, self._model.runner.vocab_size)
         drawn.clear()
 
-    def _enter(self, batch: Batch, row: _Row, count: int, *, samples: bool) -> None:
-        sequence, start = row.sequence, row.start
-        assert sequence.row is not None
-        entry = BatchEntry(
-            sequence, sequence.row, start, count, int(samples), sequence.num_preemptions
-        )
+    def _add_to_batch(self, batch: Batch, row: _Row, count: int, *, samples: bool) -> None:
+        sequence, start, progress = row.sequence, row.start, row.progress
+        entry = BatchEntry(sequence, row.row, start, count, int(samples), sequence.num_preemptions)
         if samples and sequence.constraint is not None:
             row.ahead = row.ahead or Lookahead(sequence.constraint)
             entry.masks = (row.ahead.masks[-1],)
-            batch.needs_masks = True
-        batch.entries.append(entry)
-        batch.num_tokens += count
-        batch.num_keys += num_keys(start, count)
-        batch.num_choices += samples
-        table, size = sequence.page_table, self._model.limits.page_size
-        first = row.progress.num_sent_pages
-        stop = min(len(table), self._model.limits.max_pages_per_seq)
-        batch.page_updates += [
-            PageUpdate(sequence.row, index, table[index]) for index in range(first, stop)
-        ]
-        row.progress.num_sent_pages = stop
+        batch.add(entry)
+        size = self._model.limits.page_size
+        table = sequence.page_table[: self._model.limits.max_pages_per_seq]
+        batch.send_pages(row.row, table, progress.num_sent_pages)
+        progress.num_sent_pages = len(table)
         for page_id in table[start // size : (start + count - 1) // size + 1]:
             self._contents.pop(page_id, None)
-        row.start = row.progress.num_computed = start + count
+        row.start = progress.num_computed = start + count
 
     def _launch(self, batch: Batch, loads: list[StepLoad]) -> StepHandle:
-        batch.entries.sort(key=_row_of_entry)
+        batch.entries.sort(key=_row_of)
         buckets = self._model.runner.token_buckets
         bucket = next(size for size in buckets if size >= batch.num_tokens)
         inputs = self._packer.pack(batch, bucket)
@@ -327,48 +349,10 @@ class ModelDrafter:
             logger.exception("the draft model cannot be reset; there are no more drafts")
 
 
-def _row_of_entry(entry: BatchEntry) -> int:
-    return entry.row
-
-
-def _scaled(cost: StepCost, scale: float) -> StepCost:
-    return StepCost(
-        fixed_ms=cost.fixed_ms * scale,
-        token_ms=cost.token_ms * scale,
-        logit_ms=cost.logit_ms * scale,
-        key_ms=cost.key_ms * scale,
-    )
-
-
-def _pays(row: _Row, plan: DraftNumbers, own: StepCost) -> bool:
+def _pays(row: _Row, plan: DraftNumbers, cost: StepCost) -> bool:
     """Whether what drafts save in the tokens to come is more than the time to compute what the
     second model lacks of the sequence."""
-    num_behind = row.num_missing - 1
-    load = StepLoad().plus(row.start, num_behind, 0)
-    catch_up_ms = own.predict_ms(load) - own.fixed_ms
+    load = StepLoad().plus(row.start, row.num_missing - 1, 0)
+    catch_up_ms = cost.predict_ms(load) - cost.fixed_ms
     rest = row.sequence.max_num_tokens - len(row.sequence.token_ids)
     return plan.saved_ms * min(rest, FORESEEN_TOKENS) > catch_up_ms
-
-
-def _take(rows: list[_Row], output: StepOutput, vocab_size: int) -> None:
-    """Adds the token drawn for each row to its drafts, unless its drafts have ended."""
-    in_order = sorted(rows, key=lambda row: row.sequence.row or 0)
-    for index, row in enumerate(in_order):
-        token_id = int(output.token_ids[index])
-        is_sound = bool(output.is_finite[index]) and bool(output.has_choice[index])
-        has_ended = bool(row.drafts) and row.drafts[-1] in row.sequence.stop_token_ids
-        if not is_sound or has_ended or not 0 <= token_id < vocab_size:
-            row.count = len(row.drafts)
-        if len(row.drafts) == row.count:
-            continue
-        if row.ahead is not None and not row.ahead.take(token_id):
-            row.count = len(row.drafts)
-            continue
-        row.drafts.append(token_id)
-        if row.ahead is not None and row.ahead.is_over:
-            row.count = len(row.drafts)
-
-
-def _proposal_of(row: _Row) -> Proposal:
-    masks = () if row.ahead is None else tuple(row.ahead.masks)
-    return Proposal(tuple(row.drafts), masks)
