@@ -1,187 +1,25 @@
-"""Drafts of constrained sequences: only allowed tokens, each with its own mask, the same streams.
-
-The traffic, the drive and the oracle are those of `tests.engine.simulation`, in which some requests
-have a constraint; the sources of drafts are those of `tests.engine.test_speculation`.
-"""
+"""What a constraint is asked for drafts: on forks, within bounds, and the same as without them."""
 
 import random
-from collections import Counter
 from dataclasses import dataclass, field, replace
 
 import pytest
 
-from cadenza.config import EngineLimits, SchedulerLoop
-from cadenza.core.batch import Batch, BatchEntry
+from cadenza.config import SchedulerLoop
+from cadenza.core.batch import Batch
 from cadenza.core.constraint import Lookahead
 from cadenza.core.drafts import Drafting
-from cadenza.core.packing import Packer
 from cadenza.core.scheduler import Scheduler
 from cadenza.core.sequence import Sequence
 from cadenza.core.step_budget import MAX_ROW_MASKS, MAX_STEP_MASKS
-from cadenza.core.step_schema import NO_RULES, ModelInputs
 from cadenza.engine.compiling import Compiling
 from cadenza.request import Request, SamplingParams
 from cadenza.speculative_config import MAX_SPECULATIVE_TOKENS
 from cadenza.structured import Constraint, ConstraintSpec
-from tests.engine.hashed_constraint import PHRASES, SHORT, STEADY, Compiled, HashedConstraint
-from tests.engine.simulation import (
-    Client,
-    Parts,
-    Scenario,
-    Simulation,
-    make_engine,
-    replayable,
-    run_requests,
-)
-from tests.engine.test_draft_models import parts_with
+from tests.engine.drafting import LIMITS, OWN_SOURCES, AlwaysDrafts, Foresight
+from tests.engine.hashed_constraint import Compiled, HashedConstraint
+from tests.engine.simulation import Parts, make_engine, run_requests
 from tests.engine.test_resume import LOOPS, Relay, requests_of
-from tests.engine.test_speculation import DRAFTING, AlwaysDrafts, DraftingScheduler, Foresight
-
-SEEDS = [*range(6), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(6, 200))]
-HERE = "tests/engine/test_constrained_drafts.py"
-LIMITS = EngineLimits(
-    max_num_seqs=4,
-    max_num_batched_tokens=40,
-    max_model_len=100,
-    page_size=16,
-    num_pages=28,
-    max_num_queued_reqs=8,
-)
-
-
-class Constrained(Scenario):
-    """Most requests have a constraint."""
-
-    def client(self, index: int) -> Client:
-        client = super().client(index)
-        grammar = random.Random(f"{self.seed} {index}").choice([None, "a", STEADY, PHRASES, SHORT])
-        if grammar is None:
-            return client
-        spec = ConstraintSpec(grammar=grammar)
-        return replace(client, request=replace(client.request, constraint=spec))
-
-
-def check_masks(entry: BatchEntry, modes: Counter[str]) -> None:
-    """Each draft is allowed, and each choice has the mask of the tokens before it."""
-    sequence = entry.sequence
-    assert isinstance(sequence.constraint, HashedConstraint)
-    ahead = sequence.constraint.fork()
-    generated = sequence.token_ids[sequence.num_prompt_tokens :]
-    assert ahead.accepted == generated, "the constraint has accepted other tokens"
-    assert len(entry.masks) == 1 + len(entry.drafts)
-    modes["several masks"] += len(set(entry.masks)) > 1
-    for draft, mask in zip((*entry.drafts, None), entry.masks, strict=True):
-        modes["complete"] += ahead.is_complete
-        assert ahead.is_complete or mask == ahead.allowed(), "the mask of other tokens"
-        if draft is not None:
-            assert not ahead.is_complete, "a draft behind the end"
-            assert mask[draft // 8] >> draft % 8 & 1, "a draft that is not allowed"
-            ahead.accept(draft)
-
-
-def observed(modes: Counter[str]) -> Parts:
-    """Checks each step, and counts what it held."""
-
-    class Observed(DraftingScheduler):
-        def schedule(self, now_s: float = 0.0) -> Batch | None:
-            batch = super().schedule(now_s)
-            for entry in batch.entries if batch else ():
-                if entry.sequence.constraint is not None and entry.masks:
-                    check_masks(entry, modes)
-                    modes["drafts" if entry.drafts else "none allowed"] += 1
-            return batch
-
-    return Parts(scheduler=Observed)
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_drafts_of_constrained_rows_are_allowed_and_have_their_masks(seed: int) -> None:
-    with replayable(f"seed {seed}", f"python -m pytest '{HERE}' -k '{seed}'"):
-        scenario = Constrained(seed=seed, num_steps=60)
-        for loop in LOOPS:
-            Simulation(scenario, loop=loop, parts=observed(Counter())).run().verify()
-
-
-def test_the_traffic_holds_what_it_claims_to_test() -> None:
-    modes: Counter[str] = Counter()
-    for seed in range(8):
-        scenario = Constrained(seed=seed, num_steps=60)
-        record = Simulation(scenario, loop="overlap", parts=observed(modes)).run()
-        for (request_id, _), tokens in record.streams.items():
-            if record.requests[request_id].constraint is not None:
-                modes["accepted"] += sum(token.is_draft for token in tokens)
-                modes["rejected"] += sum(token.num_rejected_drafts for token in tokens)
-    wanted = ("several masks", "complete", "drafts", "none allowed", "accepted", "rejected")
-    assert all(modes[mode] for mode in wanted), modes
-
-
-@pytest.mark.parametrize("shares_kv", [False, True], ids=["own pages", "shared pages"])
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_second_model_draws_what_constraints_allow(seed: int, *, shares_kv: bool) -> None:
-    """One that is right is always accepted: it draws from the masks that the model draws from."""
-    with replayable(f"seed {seed}", f"python -m pytest '{HERE}' -k '{seed}'"):
-        for error in (0.0, 0.4):
-            scenario = Constrained(seed=seed, num_steps=40, hang_up=0.0)
-            parts = parts_with(shares_kv=shares_kv, error=error)
-            record = Simulation(scenario, loop="overlap", parts=parts).run()
-            record.verify()
-            ends = sum(end.finish_reason == "stop" for end in record.finished.values())
-            counts = record.engine.scheduler.draft_counts
-            num_rejected = counts.num_draft_tokens - counts.num_accepted_tokens
-            assert error or num_rejected <= ends
-
-
-class MasksOfTheRow(Packer):
-    """All choices of a row have its first mask."""
-
-    def pack(self, batch: Batch, bucket: int, *, masks_follow: bool = False) -> ModelInputs:
-        inputs = super().pack(batch, bucket, masks_follow=masks_follow)
-        named = inputs.logits.rule_record
-        named[named != NO_RULES] = inputs.logits.rows[named != NO_RULES]
-        return inputs
-
-
-class FirstMaskBehindAll(Packer):
-    """The masks of a row's choices are one choice off."""
-
-    def pack(self, batch: Batch, bucket: int, *, masks_follow: bool = False) -> ModelInputs:
-        for entry in batch.entries:
-            if entry.masks:
-                entry.masks = (*entry.masks[1:], entry.masks[0])
-        return super().pack(batch, bucket, masks_follow=masks_follow)
-
-
-class NeverForked(HashedConstraint):
-    def fork(self) -> HashedConstraint:
-        return self
-
-
-class WithoutForks(DraftingScheduler):
-    """Constraints accept their drafts."""
-
-    def add(self, sequence: Sequence) -> None:
-        if isinstance(sequence.constraint, HashedConstraint):
-            sequence.constraint = NeverForked(sequence.constraint.grammar)
-        super().add(sequence)
-
-
-@pytest.mark.parametrize(
-    "parts",
-    [
-        Parts(packer=MasksOfTheRow, scheduler=DraftingScheduler),
-        Parts(packer=FirstMaskBehindAll, scheduler=DraftingScheduler),
-        Parts(scheduler=WithoutForks),
-    ],
-    ids=["masks of the row", "masks one off", "drafts accepted"],
-)
-def test_a_wrong_mask_is_noticed(parts: Parts) -> None:
-    def play() -> None:
-        for seed in range(8):
-            scenario = Constrained(seed=seed, num_steps=60)
-            Simulation(scenario, loop="overlap", parts=parts).run().verify()
-
-    with pytest.raises(AssertionError):
-        play()
 
 
 @pytest.mark.parametrize("loop", LOOPS)
@@ -189,7 +27,7 @@ def test_an_engine_goes_on_with_constrained_streams_whose_drafts_were_accepted(
     loop: SchedulerLoop,
 ) -> None:
     limits = replace(LIMITS, max_num_seqs=3, max_model_len=64, max_num_queued_reqs=100)
-    relay = Relay(limits, loop, DRAFTING)
+    relay = Relay(limits, loop, OWN_SOURCES)
     for request in requests_of(3, 8):
         relay.submit(replace(request, constraint=ConstraintSpec(grammar="a")))
     record = relay.run(kills=range(1, 40, 3))
