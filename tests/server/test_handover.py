@@ -25,16 +25,20 @@ from cadenza.errors import ConfigError
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.server import handover as module
 from cadenza.server.handover import (
-    Accepting,
+    PROTOCOL,
+    Commit,
     ExchangeOptions,
+    Hello,
+    Offer,
     ServerSockets,
+    Sockets,
+    Take,
     find_predecessor,
     hand_over,
     is_supported,
     opened,
     taken_over,
 )
-from cadenza.server.handover_messages import PROTOCOL, Commit, Hello, Offer, Sockets, Take
 from cadenza.server.limits import ServerLimits
 from cadenza.server.listening import Address
 from cadenza.server.run import IDLE_GRACE_S
@@ -391,11 +395,11 @@ class Gate:
 
     changes: list[str] = field(default_factory=list)
 
-    @property
-    def accepting(self) -> Accepting:
-        return Accepting(
-            pause=lambda: self.changes.append("pause"), resume=lambda: self.changes.append("resume")
-        )
+    def pause(self) -> None:
+        self.changes.append("pause")
+
+    def resume(self) -> None:
+        self.changes.append("resume")
 
 
 Play = Callable[[Address, Gate], Awaitable[None]]
@@ -407,7 +411,7 @@ def exchanging(play: Play, exchange: ExchangeOptions) -> tuple[list[str], int | 
 
     async def run() -> int | None:
         with kept_port() as port, opened(address := Address(port=port)) as sockets:
-            offering = asyncio.create_task(hand_over(sockets, gate.accepting, exchange))
+            offering = asyncio.create_task(hand_over(sockets, gate.pause, gate.resume, exchange))
             async with asyncio.timeout(TIMEOUT_S):
                 await play(address, gate)
             if offering.done():
@@ -523,8 +527,9 @@ def test_a_server_of_another_user_is_not_asked() -> None:
 @pytest.mark.parametrize("num_turns", range(6))
 def test_a_server_that_ends_while_it_is_asked_leaves_no_connection_open(num_turns: int) -> None:
     async def run() -> None:
+        gate = Gate()
         with kept_port() as port, opened(address := Address(port=port)) as sockets:
-            offering = asyncio.create_task(hand_over(sockets, Gate().accepting))
+            offering = asyncio.create_task(hand_over(sockets, gate.pause, gate.resume))
             await asyncio.sleep(0.01)
             asker = Asker(address)
             for _ in range(num_turns):  # of the event loop
@@ -555,7 +560,7 @@ def test_a_path_that_was_removed_is_said_before_anything_is_taken(tmp_path: Path
     async def run() -> None:
         gate = Gate()
         with opened(Address(uds=path)) as sockets:
-            offering = asyncio.create_task(hand_over(sockets, gate.accepting))
+            offering = asyncio.create_task(hand_over(sockets, gate.pause, gate.resume))
             path.unlink()
             with pytest.raises(ConfigError, match="not there any more"):
                 await asyncio.to_thread(taken_over(Address(uds=path)).__enter__)

@@ -27,7 +27,6 @@ Modules:
 - `listening`: addresses, and listening sockets
 - `connections`: accepting connections, within the limit of open files
 - `handover`: passing a listening socket to the next server process
-- `handover_messages`: the messages for that
 - `request_log`: the record of a call: its tokens (`Usage`), times and end; one log line a request
 - `metrics`: Prometheus metrics
 - `response_store`: stored responses, within bounds

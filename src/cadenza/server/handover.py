@@ -14,33 +14,18 @@ import contextlib
 import logging
 import os
 import socket
+import struct
 import sys
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import Any, TypeVar
 
 import msgspec
 
 from cadenza import __version__
 from cadenza.errors import ConfigError
-from cadenza.server.handover_messages import (
-    MAX_MESSAGE_BYTES,
-    PROTOCOL,
-    Commit,
-    GoneError,
-    Hello,
-    Left,
-    Offer,
-    Refused,
-    Sockets,
-    Take,
-    decode,
-    receive,
-    receive_from,
-    send,
-    user_of,
-)
 from cadenza.server.listening import Address, check_certificate, listening, owned, resolve
 
 logger = logging.getLogger(__name__)
@@ -49,6 +34,9 @@ EXCHANGE_S = 10.0
 ANSWER_S = 3 * EXCHANGE_S
 RETRY_S = 0.1
 NUM_WAITING = 8
+PROTOCOL = 1
+"""To be raised when a message changes its meaning; `Hello` and `Refused` stay as they are."""
+MAX_MESSAGE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,14 +56,6 @@ class ServerSockets:
         for each in (*self.listeners, self.control):
             if each is not None:
                 each.close()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Accepting:
-    """How to make a server stop and resume accepting connections."""
-
-    pause: Callable[[], None]
-    resume: Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +83,86 @@ def control_name(place: object) -> bytes:
     """The abstract name for a bound address: of `getsockname`, or the complete path."""
     digest = blake2b(repr(place).encode(), digest_size=16).hexdigest()
     return f"\0cadenza-handover-{digest}".encode()
+
+
+# --- the messages: each is a packet of JSON on a Unix socket of packets ---------------------------
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """Successor: who asks."""
+
+    protocol: int
+    pid: int
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """Predecessor: it has another version of the protocol."""
+
+    protocol: int
+
+
+class Offer(msgspec.Struct, frozen=True, tag="offer"):
+    """Predecessor: who would be taken over from."""
+
+    pid: int
+    version: str
+
+
+class Take(msgspec.Struct, frozen=True, tag="take"):
+    """Successor: asks for the sockets."""
+
+
+class Sockets(msgspec.Struct, frozen=True, tag="sockets"):
+    """Predecessor: comes with the descriptors of the listening and the control socket."""
+
+
+class Commit(msgspec.Struct, frozen=True, tag="commit"):
+    """Successor: has the sockets and will accept."""
+
+
+class Left(msgspec.Struct, frozen=True, tag="left"):
+    """Predecessor: has accepted its last connection."""
+
+
+Message = Hello | Refused | Offer | Take | Sockets | Commit | Left
+Kind = TypeVar("Kind", bound=msgspec.Struct)
+
+
+class GoneError(Exception):
+    """The other process has closed the connection."""
+
+
+def user_of(connection: socket.socket) -> int:
+    """The user id of the process at the other end; of a listening one, of who began to listen."""
+    size = struct.calcsize("3i")
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    _, user_id, _ = struct.unpack("3i", credentials)
+    return user_id
+
+
+def send(connection: socket.socket, message: Message) -> None:
+    connection.send(msgspec.json.encode(message))
+
+
+def receive(connection: socket.socket, kind: type[Kind]) -> Kind:
+    """Raises GoneError, OSError, msgspec.MsgspecError."""
+    try:
+        return decode(connection.recv(MAX_MESSAGE_BYTES), kind)
+    except ConnectionError:
+        raise GoneError from None
+
+
+def decode(packet: bytes, kind: Any) -> Any:
+    """Raises GoneError where there is none, msgspec.MsgspecError where it is another one."""
+    if not packet:
+        raise GoneError
+    return msgspec.json.decode(packet, type=kind)
+
+
+async def receive_from(connection: socket.socket, kind: type[Kind]) -> Kind:
+    """Raises GoneError, OSError, msgspec.MsgspecError."""
+    loop = asyncio.get_running_loop()
+    return decode(await loop.sock_recv(connection, MAX_MESSAGE_BYTES), kind)
 
 
 # --- the predecessor ------------------------------------------------------------------------------
@@ -143,10 +203,13 @@ def _open_control(address: Address, bound: socket.socket) -> socket.socket | Non
 
 
 async def hand_over(
-    sockets: ServerSockets, accepting: Accepting, exchange: ExchangeOptions | None = None
+    sockets: ServerSockets,
+    pause: Callable[[], None],
+    resume: Callable[[], None],
+    exchange: ExchangeOptions | None = None,
 ) -> int:
     """Offers the sockets until a successor has taken them; its process id. Processes that ask at
-    the same time are answered one after the other.
+    the same time are answered one after the other. `pause` and `resume` accepting connections.
     """
     assert sockets.control is not None, "a server without a control socket offers nothing"
     exchange = exchange or ExchangeOptions()
@@ -160,7 +223,7 @@ async def hand_over(
         with connection:
             try:
                 async with asyncio.timeout(exchange.exchange_s):
-                    successor = await _exchange(connection, sockets, accepting, exchange)
+                    successor = await _exchange(connection, sockets, exchange, (pause, resume))
             except (TimeoutError, GoneError, OSError, msgspec.MsgspecError) as error:
                 logger.info("a process that asked to take over did not go on (%r)", error)
                 continue
@@ -191,8 +254,8 @@ async def _accept(control: socket.socket) -> socket.socket:
 async def _exchange(
     connection: socket.socket,
     sockets: ServerSockets,
-    accepting: Accepting,
     exchange: ExchangeOptions,
+    accepting: tuple[Callable[[], None], Callable[[], None]],
 ) -> int | None:
     """One process's questions; its id if it has taken over.
 
@@ -214,11 +277,12 @@ async def _exchange(
     descriptors = [sockets.bound.fileno(), sockets.control.fileno()]
     socket.send_fds(connection, [msgspec.json.encode(Sockets())], descriptors)
     await receive_from(connection, Commit)
-    accepting.pause()
+    pause, resume = accepting
+    pause()
     try:
         send(connection, Left())
     except OSError:
-        accepting.resume()
+        resume()
         raise
     return hello.pid
 
@@ -259,31 +323,22 @@ def taken_over(
 
     Raises ConfigError; then the other server goes on as before.
     """
-    with contextlib.ExitStack() as stack:
-        yield _take_or_open(stack, address, exchange or ExchangeOptions(), wait)
-
-
-def _take_or_open(
-    stack: contextlib.ExitStack,
-    address: Address,
-    exchange: ExchangeOptions,
-    wait: Callable[[float], None],
-) -> ServerSockets:
-    """A server that is about to end may answer no more and not have closed its sockets yet."""
+    exchange = exchange or ExchangeOptions()
     num_left = int(exchange.exchange_s / RETRY_S)
-    while True:
-        taken = _take(address, exchange)
-        if taken is not None:
-            stack.enter_context(owned(address, taken.bound))
-            stack.callback(taken.close)
-            return taken
-        try:
-            return stack.enter_context(opened(address))
-        except ConfigError:
-            if not num_left:
-                raise
-        num_left -= 1
-        wait(RETRY_S)
+    with contextlib.ExitStack() as stack:
+        while (sockets := _take(address, exchange)) is None:
+            try:
+                sockets = stack.enter_context(opened(address))
+                break
+            except ConfigError:  # one that is about to end may not have closed its sockets yet
+                if not num_left:
+                    raise
+            num_left -= 1
+            wait(RETRY_S)
+        else:
+            stack.enter_context(owned(address, sockets.bound))
+            stack.callback(sockets.close)
+        yield sockets
 
 
 def _take(address: Address, exchange: ExchangeOptions) -> ServerSockets | None:
@@ -317,7 +372,12 @@ def _ask(address: Address, exchange: ExchangeOptions) -> tuple[socket.socket, Of
         connection.settimeout(exchange.answer_s)
         try:
             connection.connect(control_name(_place_of(address)))
-            _check_user(address, user_of(connection), exchange)
+            user_id = user_of(connection)
+            if user_id != exchange.user_id:
+                raise ConfigError(
+                    f"--handover: the server at {_flags_of(address)} is user {user_id}'s and this "
+                    f"process user {exchange.user_id}'s; start it as the same user"
+                )
             send(connection, Hello(exchange.protocol, os.getpid()))
             answer = decode(connection.recv(MAX_MESSAGE_BYTES), Offer | Refused)
         except (GoneError, ConnectionError):
@@ -350,14 +410,6 @@ def _receive_sockets(connection: socket.socket) -> ServerSockets:
         on_error.pop_all()
     bound, control = found
     return ServerSockets(bound=bound, control=control)
-
-
-def _check_user(address: Address, user_id: int, exchange: ExchangeOptions) -> None:
-    if user_id != exchange.user_id:
-        raise ConfigError(
-            f"--handover: the server at {_flags_of(address)} is user {user_id}'s and this process "
-            f"user {exchange.user_id}'s; start it as the same user"
-        )
 
 
 def _set_mode(address: Address) -> None:

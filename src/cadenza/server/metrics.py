@@ -104,8 +104,8 @@ class ModelLoads:
 LoadsOf = Callable[[CountedModel], ModelLoads]
 
 
-class Metrics:
-    """The registry of one server.
+class Metrics(Collector):
+    """The registry of one server; the families are made from the counts at each collection.
 
     Args:
         counts: of the front end; they have the first model's name.
@@ -119,8 +119,12 @@ class Metrics:
         num_dropped_log_lines: Callable[[], int],
         loads_of: LoadsOf | None = None,
     ) -> None:
+        self._models = models
+        self._counts = counts
+        self._num_dropped_log_lines = num_dropped_log_lines
+        self._loads_of = loads_of
         self._registry = CollectorRegistry()
-        self._registry.register(_Served(models, counts, num_dropped_log_lines, loads_of))
+        self._registry.register(self)
         ProcessCollector(registry=self._registry)
         PlatformCollector(registry=self._registry)
         GCCollector(registry=self._registry)
@@ -132,22 +136,6 @@ class Metrics:
             made = cast(Callable[[Collector], bytes], openmetrics.generate_latest)  # pyright: ignore[reportUnknownMemberType]  untyped
             return made(self._registry), openmetrics.CONTENT_TYPE_LATEST
         return generate_latest(self._registry), CONTENT_TYPE_LATEST
-
-
-class _Served(Collector):
-    """Makes the families from the counts at each collection."""
-
-    def __init__(
-        self,
-        models: Sequence[CountedModel],
-        counts: ServedCounts,
-        num_dropped_log_lines: Callable[[], int],
-        loads_of: LoadsOf | None,
-    ) -> None:
-        self._models = models
-        self._counts = counts
-        self._num_dropped_log_lines = num_dropped_log_lines
-        self._loads_of = loads_of
 
     def collect(self) -> Iterator[Metric]:
         found: dict[str, Metric] = {}

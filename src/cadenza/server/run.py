@@ -19,7 +19,7 @@ import uvicorn
 
 from cadenza.server.app import App
 from cadenza.server.connections import Acceptor, Connections
-from cadenza.server.handover import Accepting, ServerSockets, hand_over
+from cadenza.server.handover import ServerSockets, hand_over
 from cadenza.server.listening import BACKLOG, Address, abandon
 from cadenza.server.protocol import BoundedProtocol, bounded_protocol
 from cadenza.server.service import Service
@@ -161,8 +161,7 @@ class Lifecycle:
 
     async def _offer(self, sockets: ServerSockets) -> None:
         front = self._front
-        accepting = Accepting(pause=front.pause_accepting, resume=front.resume_accepting)
-        successor = await hand_over(sockets, accepting)
+        successor = await hand_over(sockets, front.pause_accepting, front.resume_accepting)
         logger.info(
             "process %d has taken over: new connections are its own, open ones may finish here",
             successor,
