@@ -129,7 +129,7 @@ def play_slow_readers(num_readers: int, stall_s: float) -> float:
 
 
 def num_live_pages(server: RunningServer) -> int:
-    stats = server.service.models.first.monitor.stats()
+    stats = server.service.models.first.engine.stats()
     assert stats is not None
     return stats.pages_live
 

@@ -75,8 +75,8 @@ def call_of(num_prompts: int, submit: Callable[..., Any]) -> tuple[OpenCall, Ten
     """Of a model that submits so, and whose queue takes no turns."""
     prepared = PreparedRequest(text=None, request=Request(prompt_token_ids=(1,)))
     queue = SimpleNamespace(calls=(), add=str, discard=str)
-    monitor = SimpleNamespace(timeouts=RequestTimeouts(total_s=60.0))
-    model: Any = SimpleNamespace(submit=submit, waiting=queue, monitor=monitor)
+    engine = SimpleNamespace(timeouts=RequestTimeouts(total_s=60.0))
+    model: Any = SimpleNamespace(submit=submit, waiting=queue, engine=engine)
     use = Tenants(TenantFile(), ServedCounts(), lambda: 0.0).use("")
     return OpenCall([prepared] * num_prompts, model, use), use
 

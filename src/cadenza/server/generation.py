@@ -152,7 +152,7 @@ class Generation:
             _submit(call, prepared, record, model)
         streamed = request.stream_encoder(head, record.usage, model.text)
         encoder = streamed or request.encoder(head, record.usage, model.text)
-        end_error = partial(error_of_end, monitor=model.monitor, param_of=request.param_of)
+        end_error = partial(error_of_end, monitor=model.engine, param_of=request.param_of)
         with closing(encoder), service.opened(exchange.request_id, call):
             async with call:
                 if streamed is None:

@@ -84,7 +84,7 @@ class CountedModel(Protocol):
     def name(self) -> str: ...
 
     @property
-    def monitor(self) -> EngineMonitor: ...
+    def engine(self) -> EngineMonitor: ...
 
     def stats(self) -> EngineStats | None:
         """The engine's; None unless it runs."""
@@ -150,8 +150,8 @@ class Metrics(Collector):
         is_front_end = model.counts is self._counts
         scrape = _Scrape(
             counts=model.counts,
-            requests=model.monitor.request_stats(),
-            status=model.monitor.status(),
+            requests=model.engine.request_stats(),
+            status=model.engine.status(),
             stats=model.stats(),
             loads=None if self._loads_of is None else self._loads_of(model),
             front_end=self._counts if is_front_end else None,

@@ -27,7 +27,7 @@ from cadenza.server.errors import (
 )
 from cadenza.server.metrics import CountedModel, ModelLoads
 from cadenza.server.model_turns import ModelState, ModelTurn, ModelTurns
-from cadenza.server.served_model import ServedModel
+from cadenza.server.served_model import MAX_LOAD_S, ServedModel
 
 logger = logging.getLogger(__name__)
 
@@ -182,13 +182,13 @@ class ModelPool:
         """Of the server as a whole. It is ready where a model is, or can be loaded when a request
         asks for it; models that are loaded and not ready make it as they are."""
         if not self._switches:
-            return self.first.monitor.status()
-        found = [each.model.monitor.status() for each in self._entries if each.turn.is_loaded]
+            return self.first.engine.status()
+        found = [each.model.engine.status() for each in self._entries if each.turn.is_loaded]
         ready = next((each for each in found if each.is_ready), None)
         if ready is not None or found:
             return ready or found[0]
         if not any(each.num_loads for each in self._entries):
-            return self.first.monitor.status()
+            return self.first.engine.status()
         return EngineStatus(state="ready")
 
     def check_open(self) -> int:
@@ -216,13 +216,13 @@ class ModelPool:
 
     async def wait_loaded(self) -> None:
         """Waits until the first model has been loaded. Raises CadenzaError if it cannot be."""
-        await asyncio.to_thread(self.first.wait_ready)
+        await asyncio.to_thread(self.first.engine.wait_ready, MAX_LOAD_S)
 
     def call_at_death(self, on_death: Callable[[CadenzaError], object]) -> None:
         """Has `on_death` called, on some thread, when the only model's engine is given up. Where
         models are loaded when they are asked for, a load may follow instead."""
         if not self._switches:
-            self.first.call_at_death(on_death)
+            self.first.engine.call_at_death(on_death)
 
     def drain(self) -> None:
         """Refuses new calls from now on. Those that wait for a model go on."""
@@ -288,7 +288,7 @@ class ModelPool:
         waiting = _Waiting(self._num_arrived, num_bytes, admitted)
         turn.waiting.append(waiting)
         self._num_waiting_bytes += num_bytes
-        queue_s = entry.model.monitor.timeouts.queue_s
+        queue_s = entry.model.engine.timeouts.queue_s
         self.advance()
         try:
             await asyncio.wait({admitted}, timeout=queue_s)
@@ -319,7 +319,7 @@ class ModelPool:
 
     def _check_failed(self, entry: _Entry) -> None:
         """Raises ApiError (503) while a model that could not be loaded is not tried again."""
-        if entry.turn.is_loaded and entry.model.monitor.status().state == "dead":
+        if entry.turn.is_loaded and entry.model.engine.status().state == "dead":
             self._retire(entry)
         failure = entry.failure
         if failure is not None and failure.until_s > self._clock():
@@ -365,14 +365,14 @@ class ModelPool:
         is_again = model.limits is not None
         model.start()
         try:
-            await asyncio.to_thread(model.wait_ready)
+            await asyncio.to_thread(model.engine.wait_ready, MAX_LOAD_S)
         except ConfigError:
             if not is_again or self._is_closed:
                 raise
             await model.stop()
             model.forget_limits()
             model.start()
-            await asyncio.to_thread(model.wait_ready)
+            await asyncio.to_thread(model.engine.wait_ready, MAX_LOAD_S)
 
     async def _unload(self, entry: _Entry, reason: str) -> None:
         await entry.model.stop()
@@ -398,7 +398,7 @@ class ModelPool:
     def _retire(self, entry: _Entry) -> None:
         """Unloads a model whose engine has ended for good; after a while it may be loaded anew."""
         entry.turn.state = "unloading"
-        self._take_failure(entry, CadenzaError(entry.model.monitor.status().error or "it ended"))
+        self._take_failure(entry, CadenzaError(entry.model.engine.status().error or "it ended"))
         self._run(self._unload(entry, "its engine failed too often"))
 
     def _look_again(self, at_s: float | None) -> None:

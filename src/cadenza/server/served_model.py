@@ -109,8 +109,8 @@ class ServedModel:
         return self.names.first
 
     @property
-    def monitor(self) -> EngineMonitor:
-        """Of the engine that is loaded, or was loaded last."""
+    def engine(self) -> ServedEngine:
+        """That of the last load."""
         return self._engine
 
     @property
@@ -140,14 +140,6 @@ class ServedModel:
         self._is_spent = self._keeps_limits = True
         self._serving = AsyncEngine(self._engine, self.text, self.fingerprint)
         self._serving.start()
-
-    def wait_ready(self) -> None:
-        """Blocks until the engine that was started is ready. Raises CadenzaError: it cannot be."""
-        self._engine.wait_ready(MAX_LOAD_S)
-
-    def call_at_death(self, on_death: Callable[[CadenzaError], object]) -> None:
-        """Has `on_death` called, on some thread, when the engine is given up after it was ready."""
-        self._engine.call_at_death(on_death)
 
     def forget_limits(self) -> None:
         """The next load chooses its sizes anew."""
@@ -269,7 +261,7 @@ class OpenCall:
 
     async def __aenter__(self) -> Self:
         if self.num_unfinished > 1:  # one alone has the engine's deadline
-            timeout_s = self._model.monitor.timeouts.total_s
+            timeout_s = self._model.engine.timeouts.total_s
             error = request_timeout(seconds=timeout_s)
             self._deadline = asyncio.get_running_loop().call_later(timeout_s, self.fail, error)
         self._model.waiting.add(self)

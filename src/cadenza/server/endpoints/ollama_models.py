@@ -142,7 +142,7 @@ def _cards(service: Service, models: Iterable[ServedModel]) -> list[dict[str, An
 def _loaded_cards(service: Service) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for model in service.models.models:
-        if model.monitor.status().is_ready:
+        if model.engine.status().is_ready:
             left_s = service.models.idle_left_s(model)
             ends_s = _NEVER_S if left_s is None else service.options.now() + left_s
             loaded = {

@@ -68,7 +68,7 @@ class RootHandler:
 
 def _facts_of(model: ServedModel) -> dict[str, str]:
     facts, limits = model.text.facts, model.limits
-    fingerprint = model.monitor.status().fingerprint
+    fingerprint = model.engine.status().fingerprint
     found = {"weights": f"{facts.family}, {facts.stored_type}"}
     if facts.num_parameters is not None:
         found["weights"] += f", {facts.num_parameters:,} parameters"

@@ -71,7 +71,7 @@ async def _cancel(service: Service, exchange: Exchange) -> None:
 
 
 def _card(service: Service, model: ServedModel, name: str) -> dict[str, Any]:
-    status, check = model.monitor.status(), model.request_check
+    status, check = model.engine.status(), model.request_check
     fingerprint = model.text.with_forms(status.fingerprint) or model.fingerprint()
     defaults = model.text.defaults
     card = {
