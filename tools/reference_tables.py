@@ -133,14 +133,14 @@ def served_families() -> Iterable[Metric]:
 
 
 class CountedIdly:
-    """A model, and the monitor of its engine, that have done nothing."""
+    """A model and its engine, which have done nothing."""
 
     name = "model"
     none = Distribution.empty((1.0,))
 
     def __init__(self) -> None:
         self.counts = ServedCounts()
-        self.monitor: Any = self
+        self.engine: Any = self
 
     def status(self) -> EngineStatus:
         return EngineStatus(state="ready", startup_s={"load": 0.0})
