@@ -14,6 +14,15 @@ from cadenza.frontend.answers import AnswerParsers, AskedAnswer, ToolUse
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.request import SamplingParams
 from cadenza.text.answer_grammar import Tool
+from tests.server.dialects import (
+    DIALECTS,
+    body_of,
+    post,
+    stream,
+    told,
+    told_in_stream,
+    tools_of,
+)
 from tests.server.harness import RunningServer, running_server
 from tests.server.scripted_engine import ScriptedEngine
 
@@ -155,48 +164,10 @@ def follows(grammar: str, text: str) -> bool:
     return matcher.consume_tokens([*data]) and matcher.is_accepting()
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
-def test_every_conversation_api_calls_and_takes_results(server: RunningServer, path: str) -> None:
+@pytest.mark.parametrize("name", DIALECTS)
+def test_every_api_tells_of_the_call(server: RunningServer, name: str) -> None:
     length = len(server.service.models.first.text.encode(CALLED, add_special_tokens=False))
-    bodies: dict[str, dict[str, Any]] = {
-        "/v1/chat/completions": {
-            "messages": [QUESTION],
-            "tools": [{"type": "function", "function": FUNCTION}],
-            "max_tokens": length,
-        },
-        "/v1/responses": {
-            "input": "Which weather?",
-            "tools": [{"type": "function", **FUNCTION}],
-            "store": False,
-            "max_output_tokens": length,
-        },
-        "/v1/messages": {
-            "messages": [QUESTION],
-            "tools": [{"name": "weather", "input_schema": CITY}],
-            "max_tokens": length,
-        },
-    }
-    answer = server.post(path, bodies[path])
-    assert answer.status_code == 200, answer.text
-    told = answer.json()
-    if path == "/v1/chat/completions":
-        (call,) = told["choices"][0]["message"]["tool_calls"]
-        name, arguments = call["function"]["name"], json.loads(call["function"]["arguments"])
-        more = [told["choices"][0]["message"], {**LOOP[2], "tool_call_id": call["id"]}]
-        body = {"messages": [QUESTION, *more], "max_tokens": 4}
-    elif path == "/v1/responses":
-        (call,) = [each for each in told["output"] if each["type"] == "function_call"]
-        name, arguments = call["name"], json.loads(call["arguments"])
-        result = {"type": "function_call_output", "call_id": call["call_id"], "output": "Snow."}
-        body = {"input": [{**QUESTION}, call, result], "max_output_tokens": 4, "store": False}
-    else:
-        (call,) = [each for each in told["content"] if each["type"] == "tool_use"]
-        name, arguments = call["name"], call["input"]
-        result = {"type": "tool_result", "tool_use_id": call["id"], "content": "Snow."}
-        turns = [{"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
-        body = {"messages": [QUESTION, *turns], "max_tokens": 4}
-    assert (name, arguments) == ("weather", {"city": "Oslo"})
-    tools = {"tools": bodies[path]["tools"]}
-    for more_fields in ({}, tools):
-        again = server.post(path, {**body, **more_fields})
-        assert again.status_code == 200, again.text
+    tools = tools_of(name, FUNCTION)
+    body = {**body_of(name, [QUESTION], length), "tools": tools}
+    assert told(name, post(server, name, body)).calls == [("weather", {"city": "Oslo"})]
+    assert told_in_stream(name, stream(server, name, body)).calls == [("weather", {"city": "Oslo"})]

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from cadenza.checkpoint import open_checkpoint
-from cadenza.frontend.answers import AnswerParsers
 from cadenza.frontend.text_frontend import TextFrontend
+from cadenza.outputs import OutputPart
 from cadenza.server.access import ApiKeys
 from cadenza.server.dialect import ANTHROPIC_VERSIONS
 from cadenza.server.endpoints.messages import MESSAGES, MessageRequest
 from cadenza.server.endpoints.responses import RESPONSES
 from cadenza.server.limits import ServerLimits
 from cadenza.server.schemas.message_fields import block_messages
+from tests.server.dialects import encoder_of, events_of, output_of, sample
 from tests.server.harness import RunningServer, options, running_server
 from tests.server.scripted_engine import ScriptedEngine
 
@@ -56,66 +56,51 @@ def streamed(server: RunningServer, path: str = PATH, **fields: Any) -> Events:
     return found
 
 
-def joined(events: Events) -> list[dict[str, Any]]:
-    """The content blocks of a stream, put together."""
-    blocks: list[dict[str, Any]] = []
-    written = ""
-    for event in events:
-        match event["type"]:
-            case "content_block_start":
-                assert event["index"] == len(blocks)
-                blocks.append(event["content_block"])
-                written = ""
-            case "content_block_delta":
-                (text,) = (v for k, v in event["delta"].items() if k != "type")
-                written += text
-            case "content_block_stop":
-                block = blocks[event["index"]]
-                if block["type"] == "tool_use":
-                    block["input"] = json.loads(written)
-                else:
-                    block[block["type"]] = written
-    return blocks
+def test_a_message_has_the_fields_of_its_kind(scripted: RunningServer) -> None:
+    message = message_of(scripted)
+    assert (message["type"], message["role"]) == ("message", "assistant")
+    assert (message["model"], message["stop_reason"]) == ("scripted", "max_tokens")
+    counted = scripted.post(COUNT, {"messages": BODY["messages"]}).json()
+    assert message["usage"]["input_tokens"] == counted["input_tokens"]
+    assert message["usage"]["output_tokens"] == 6
 
 
-def without_ids(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{k: v for k, v in block.items() if k != "id"} for block in blocks]
-
-
-def test_a_message_is_that_of_a_chat(server: RunningServer, engine: ScriptedEngine) -> None:
-    fields = {"system": [{"type": "text", "text": "quick"}, {"type": "text", "text": "brown"}]}
-    message = message_of(server, **fields, top_k=4, stop_sequences=["zz"])
-    messages = [{"role": "system", "content": "quick\nbrown"}, *BODY["messages"]]
-    chat = {"messages": messages, "max_tokens": 6, "top_k": 4, "stop": ["zz"]}
-    whole = server.post("/v1/chat/completions", chat).json()
-    first, second = engine.submitted
-    assert first == second
-    text = whole["choices"][0]["message"]["content"]
-    assert message["content"] == [{"type": "text", "text": text}]
-    assert (message["type"], message["role"], message["model"]) == (
-        "message",
-        "assistant",
-        "scripted",
-    )
-    assert message["stop_reason"] == "max_tokens"
-    usage = whole["usage"]
-    assert message["usage"]["input_tokens"] == usage["prompt_tokens"]
-    assert message["usage"]["output_tokens"] == usage["completion_tokens"] == 6
-
-
-def test_events_come_in_order_and_hold_the_whole_message(scripted: RunningServer) -> None:
-    events = streamed(scripted)
-    names = [event["type"] for event in events]
-    assert names[:3] == ["message_start", "ping", "content_block_start"]
-    assert set(names[3:-3]) == {"content_block_delta"}
-    assert names[-3:] == ["content_block_stop", "message_delta", "message_stop"]
-    whole = message_of(scripted)
-    assert joined(events) == whole["content"]
-    start, end = events[0]["message"], events[-2]
-    assert (start["content"], start["stop_reason"]) == ([], None)
-    assert start["usage"]["input_tokens"] == whole["usage"]["input_tokens"]
-    assert end["delta"] == {"stop_reason": "max_tokens", "stop_sequence": None}
-    assert end["usage"] == whole["usage"]
+@pytest.mark.parametrize("display", [None, "omitted"])
+def test_events_come_in_order_each_with_what_is_new(display: str | None) -> None:
+    thinking = {"type": "enabled", "display": display}
+    request = MESSAGES.read(json.dumps({**BODY, "thinking": thinking}).encode(), ServerLimits())
+    samples = [
+        sample(OutputPart("reasoning", "why"), OutputPart("content", "I call.")),
+        sample(OutputPart("tool_call", "{}", name="now"), end="stop"),
+    ]
+    encoder = encoder_of(request)
+    made = encoder.opening() + encoder.take(0, output_of(samples), samples) + encoder.closing()
+    start, ping, *blocks, delta, stop = events_of(made)
+    assert (start["type"], start["message"]["content"]) == ("message_start", [])
+    assert start["message"]["stop_reason"] is None
+    assert [ping, stop] == [{"type": "ping"}, {"type": "message_stop"}]
+    call = {"type": "tool_use", "id": blocks[-3]["content_block"]["id"], "name": "now"}
+    thought = {"type": "thinking_delta", "thinking": "why"}
+    wanted = [
+        ({"type": "thinking", "thinking": "", "signature": ""}, thought),
+        ({"type": "text", "text": ""}, {"type": "text_delta", "text": "I call."}),
+        ({**call, "input": {}}, {"type": "input_json_delta", "partial_json": "{}"}),
+    ]
+    told = [
+        {"type": f"content_block_{kind}", "index": index, **members}
+        for index, (block, new) in enumerate(wanted)
+        for kind, members in (
+            ("start", {"content_block": block}),
+            ("delta", {"delta": new}),
+            ("stop", {}),
+        )
+        if not (display and new is thought and kind == "delta")
+    ]
+    assert blocks == told
+    assert delta["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
+    whole = json.loads(encoder_of(request).whole([output_of(samples)]))
+    assert whole["content"][0]["thinking"] == ("" if display else "why")
+    assert (whole["usage"], whole["stop_reason"]) == (delta["usage"], "tool_use")
 
 
 def test_a_stop_sequence_is_named(scripted: RunningServer) -> None:
@@ -129,58 +114,6 @@ def test_an_answer_that_fills_the_context_says_so(scripted: RunningServer) -> No
     message = message_of(scripted, max_tokens=5000)
     assert message["stop_reason"] == "model_context_window_exceeded"
     assert message["usage"]["output_tokens"] == 256 - message["usage"]["input_tokens"]
-
-
-@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "now"}])
-def test_calls_are_blocks_with_their_input(bundled: RunningServer, choice: Any) -> None:
-    fields = {**ASKED, "tool_choice": {**choice, "disable_parallel_tool_use": True}}
-    message = message_of(bundled, **fields)
-    assert message["stop_reason"] == "tool_use"
-    (call,) = message["content"]
-    assert (call["type"], call["name"], call["input"]) == ("tool_use", "now", {})
-    events = streamed(bundled, **fields)
-    assert without_ids(joined(events)) == without_ids(message["content"])
-    assert events[2]["content_block"]["input"] == {}
-    assert events[3]["delta"] == {"type": "input_json_delta", "partial_json": "{}"}
-
-
-def test_the_last_message_of_an_assistant_is_continued(bundled: RunningServer) -> None:
-    asked = [{"role": "user", "content": "What is the capital of France?"}]
-    begun = [*asked, {"role": "assistant", "content": "The capital of"}]
-    (block,) = message_of(bundled, messages=begun, temperature=0, max_tokens=8)["content"]
-    chat = {"messages": begun, "temperature": 0, "max_tokens": 8, "continue_final_message": True}
-    whole = bundled.post("/v1/chat/completions", chat).json()
-    assert block["text"] == whole["choices"][0]["message"]["content"]
-
-
-def test_the_answer_has_the_form_that_was_asked_for(bundled: RunningServer) -> None:
-    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
-    form = {"type": "json_schema", "schema": {**schema, "additionalProperties": False}}
-    for asked in ({"output_config": {"format": form}}, {"output_format": form}):
-        (block,) = message_of(bundled, **asked, max_tokens=40)["content"]
-        assert json.loads(block["text"]).keys() == {"ok"}
-
-
-def test_thinking_is_a_block_whose_text_can_be_left_out(script: tuple[int, ...]) -> None:
-    text = TextFrontend(open_checkpoint(None), parsers=AnswerParsers(reasoning="think"))
-    said = text.encode("<think>why</think>12")
-    engine = ScriptedEngine(said, vocab_size=4096)
-    with running_server(engine, text) as server:
-        fields = {"max_tokens": len(said)}
-        shown = message_of(server, **fields, thinking={"type": "adaptive"})["content"]
-        assert [(block["type"], block.get("thinking")) for block in shown] == [
-            ("thinking", "why"),
-            ("text", None),
-        ]
-        assert shown[1]["text"] == "12"
-        assert joined(streamed(server, **fields)) == shown
-        omitted = {"type": "adaptive", "display": "omitted"}
-        hidden = message_of(server, **fields, thinking=omitted)["content"]
-        assert hidden == [{**shown[0], "thinking": ""}, shown[1]]
-        assert joined(streamed(server, **fields, thinking=omitted)) == hidden
-        whole = server.post("/v1/responses", {"input": "x", "max_output_tokens": len(said)}).json()
-        assert [item["type"] for item in whole["output"]] == ["reasoning", "message"]
-        assert whole["output"][0]["content"] == [{"type": "reasoning_text", "text": "why"}]
 
 
 def test_blocks_become_the_messages_of_a_chat() -> None:
@@ -398,13 +331,3 @@ def test_a_full_queue_is_a_rate_limit(script: tuple[int, ...], text: TextFronten
             assert "retry-after" in answer.headers
             engine.resume()
             assert list(lines)[-2] == 'data: {"type":"message_stop"}'
-
-
-def test_a_failed_stream_ends_with_an_error_event(
-    script: tuple[int, ...], text: TextFrontend
-) -> None:
-    engine = ScriptedEngine(script)
-    engine.failing = "step_failed"
-    with running_server(engine, text) as server:
-        last = streamed(server)[-1]
-    assert (last["type"], last["error"]["type"]) == ("error", "api_error")

@@ -9,7 +9,6 @@ import pytest
 
 from cadenza.frontend.loaded_model import LoadedModel
 from cadenza.frontend.text_frontend import TextFrontend
-from cadenza.outputs import CompletionOutput, OutputPart, RequestOutput
 from cadenza.server.access import ApiKeys
 from cadenza.server.endpoints.chat import ChatRequest
 from cadenza.server.endpoints.ollama import LineEncoder, OllamaChatRequest, chat_shape
@@ -94,54 +93,6 @@ def test_durations_and_counts_are_those_of_the_call() -> None:
         "eval_count": 3,
         "eval_duration": 1_750_000_000,
     }
-
-
-def sample(*parts: OutputPart, end: str | None = None) -> CompletionOutput:
-    return CompletionOutput(
-        index=0,
-        text="".join(part.text for part in parts),
-        token_ids=(),
-        logprobs=None,
-        cumulative_logprob=None,
-        finish_reason=end,  # pyright: ignore[reportArgumentType]
-        stop_reason=None,
-        parts=parts,
-    )
-
-
-def test_thinking_and_calls_have_their_members() -> None:
-    outputs = [
-        sample(OutputPart("reasoning", "two and")),
-        sample(OutputPart("reasoning", " three"), OutputPart("content", "I add.")),
-        sample(OutputPart("tool_call", '{"a": 2}', name="add")),
-        sample(OutputPart("tool_call", '{"a": 3}', name="add"), end="stop"),
-    ]
-    head = AnswerHead(request_id="1", created=0, model="m")
-    streaming = LineEncoder(head, Usage(), chat_shape, None)
-    request = RequestOutput(
-        request_id=0,
-        prompt=None,
-        prompt_token_ids=(1,),
-        prompt_logprobs=None,
-        num_cached_tokens=0,
-        outputs=(sample(*(part for each in outputs for part in each.parts or ()), end="stop"),),
-        finished=True,
-    )
-    made = b"".join(streaming.take(0, request, [each]) for each in outputs)
-    messages = [json.loads(line)["message"] for line in made.splitlines()]
-    whole = json.loads(LineEncoder(head, Usage(), chat_shape, None).whole([request]))
-    assert whole["done_reason"] == "stop"
-    assert whole["message"]["thinking"] == "two and three"
-    assert whole["message"]["content"] == "I add."
-    calls = [call["function"] for call in whole["message"]["tool_calls"]]
-    assert calls == [
-        {"index": 0, "name": "add", "arguments": {"a": 2}},
-        {"index": 1, "name": "add", "arguments": {"a": 3}},
-    ]
-    assert "".join(each.get("thinking", "") for each in messages) == "two and three"
-    assert "".join(each["content"] for each in messages) == "I add."
-    streamed = [call["function"] for each in messages for call in each.get("tool_calls", ())]
-    assert streamed == calls
 
 
 def test_a_silence_is_a_line_that_adds_nothing() -> None:
@@ -291,24 +242,6 @@ def test_a_prompt_is_a_users_message_unless_it_is_raw(
     assert text.decode(engine.submitted[-1].prompt_token_ids) == "the fox"
 
 
-def test_a_last_message_of_the_assistant_is_continued(
-    server: RunningServer, engine: ScriptedEngine, text: TextFrontend
-) -> None:
-    ask(server, messages=[*MESSAGES, {"role": "assistant", "content": "one two"}])
-    prompt = text.decode(engine.submitted[-1].prompt_token_ids)
-    assert prompt == "<|user|>the fox<|end|><|assistant|>one two"
-
-
-@pytest.mark.parametrize("form", ["json", CITY])
-def test_an_answer_has_the_form_that_is_asked_for(bundled: RunningServer, form: Any) -> None:
-    answer = ask(bundled, format=form, stream=False, options={"num_predict": 60, "temperature": 0})
-    assert answer.status_code == 200, answer.text
-    if form is CITY:
-        assert json.loads(answer.json()["message"]["content"]).keys() == {"city"}
-    else:
-        assert answer.json()["message"]["content"].startswith("{")
-
-
 @pytest.mark.parametrize(("path", "empty"), [(CHAT, {"messages": []}), (GENERATE, {"prompt": ""})])
 def test_without_a_prompt_the_model_is_loaded(
     server: RunningServer, engine: ScriptedEngine, path: str, empty: dict[str, Any]
@@ -317,14 +250,6 @@ def test_without_a_prompt_the_model_is_loaded(
     assert answer.headers["content-type"] == "application/json"
     assert (answer.json()["done"], answer.json()["done_reason"]) == (True, "load")
     assert not engine.submitted
-
-
-def test_a_failed_stream_ends_with_a_line_that_says_so(
-    server: RunningServer, engine: ScriptedEngine
-) -> None:
-    engine.failing = "step_failed"
-    (line,) = lines_of(ask(server))
-    assert line == {"error": "the computation failed; the server's log has the cause"}
 
 
 def test_embeddings_are_those_of_the_other_endpoint(scripted: RunningServer) -> None:

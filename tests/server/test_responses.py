@@ -74,28 +74,6 @@ def test_a_response_has_the_text_and_repeats_what_was_asked(scripted: RunningSer
     assert [answer[name] for name in asked] == [{"a": "b"}, 0.5, "quick", 6, True]
 
 
-def test_a_response_asks_the_engine_what_a_chat_asks(
-    server: RunningServer, engine: ScriptedEngine
-) -> None:
-    items = [
-        {"role": "developer", "content": "the"},
-        {"role": "user", "content": [{"type": "input_text", "text": "quick"}]},
-        {"role": "assistant", "content": [{"type": "output_text", "text": "fox"}]},
-        {"role": "user", "content": "jumps"},
-    ]
-    respond(server, input=items, instructions="brown", top_k=4, seed=7, stop=["zz"])
-    messages = [
-        {"role": "system", "content": "brown\n\nthe"},
-        {"role": "user", "content": "quick"},
-        {"role": "assistant", "content": "fox"},
-        {"role": "user", "content": "jumps"},
-    ]
-    chat = {"messages": messages, "max_tokens": 6, "top_k": 4, "seed": 7, "stop": ["zz"]}
-    assert server.post("/v1/chat/completions", chat).status_code == 200
-    first, second = engine.submitted
-    assert first == second
-
-
 def test_events_come_in_order_and_hold_the_whole_response(scripted: RunningServer) -> None:
     events = streamed(scripted)
     names = [event["type"].removeprefix("response.") for event in events]
@@ -117,14 +95,8 @@ def test_events_come_in_order_and_hold_the_whole_response(scripted: RunningServe
     assert without_ids(last["output"]) == without_ids(respond(scripted)["output"])
 
 
-def test_streamed_calls_are_those_of_the_whole_response(bundled: RunningServer) -> None:
+def test_a_call_is_an_item_with_its_events(bundled: RunningServer) -> None:
     fields = {**ASKED, "tool_choice": {"type": "function", "name": "now"}}
-    whole = respond(bundled, **fields)
-    assert whole["status"] == "completed"
-    (call,) = whole["output"]
-    assert (call["type"], call["name"], call["arguments"]) == ("function_call", "now", "{}")
-    assert whole["tool_choice"] == {"type": "function", "name": "now"}
-    assert whole["tools"] == [{**NOW, "strict": False}]
     events = streamed(bundled, **fields)
     assert [event["type"].removeprefix("response.") for event in events] == [
         "created",
@@ -135,22 +107,13 @@ def test_streamed_calls_are_those_of_the_whole_response(bundled: RunningServer) 
         "output_item.done",
         "completed",
     ]
+    whole = events[-1]["response"]
+    (call,) = whole["output"]
+    assert (call["type"], call["name"], call["arguments"]) == ("function_call", "now", "{}")
+    assert (whole["status"], whole["tool_choice"]) == ("completed", fields["tool_choice"])
+    assert whole["tools"] == [{**NOW, "strict": False}]
     assert events[2]["item"]["arguments"] == ""
-    assert events[2]["item"]["call_id"] == events[-1]["response"]["output"][0]["call_id"]
-    assert without_ids(events[-1]["response"]["output"]) == without_ids(whole["output"])
-
-
-def test_the_text_has_the_form_that_was_asked_for(bundled: RunningServer) -> None:
-    schema = {
-        "type": "object",
-        "properties": {"ok": {"type": "boolean"}},
-        "required": ["ok"],
-        "additionalProperties": False,
-    }
-    form = {"type": "json_schema", "name": "verdict", "schema": schema, "strict": True}
-    answer = respond(bundled, text={"format": form}, max_output_tokens=40)
-    assert answer["text"] == {"format": form}
-    assert json.loads(answer["output"][0]["content"][0]["text"]).keys() == {"ok"}
+    assert events[2]["item"]["call_id"] == call["call_id"]
 
 
 def test_a_response_goes_on_from_the_stored_conversation(

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from cadenza.server.ignored_names import IGNORED_HEADER
-from tests.server.harness import MODEL, RunningServer
+from tests.server.harness import RunningServer
 
 ASKED = [{"role": "user", "content": "Which?"}]
 HOT = {"temperature": 0, "max_tokens": 40}
@@ -17,14 +17,6 @@ MARKS = [(NOT_TRUE, False), (NOT_FALSE, True)]
 
 def chat_format(schema: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
-
-
-def named_events(server: RunningServer, path: str, body: dict[str, Any]) -> list[Any]:
-    text = server.post(path, {**body, "stream": True}).text
-    lines = [
-        line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: {")
-    ]
-    return [json.loads(line) for line in lines]
 
 
 @pytest.mark.parametrize(("schema", "is_valid"), MARKS)
@@ -43,32 +35,6 @@ def test_choices_are_marked_whole_and_at_the_end_of_a_stream(
     body = {"prompt": "x", **HOT, "guided_json": schema}
     (choice,) = bundled.post("/v1/completions", body).json()["choices"]
     assert choice["x_schema_valid"] is is_valid
-
-
-@pytest.mark.parametrize(("schema", "is_valid"), MARKS)
-def test_a_response_is_marked(bundled: RunningServer, schema: Any, is_valid: bool) -> None:
-    form = {"type": "json_schema", "name": "n", "schema": schema}
-    body = {"input": "x", "temperature": 0, "max_output_tokens": 40, "text": {"format": form}}
-    assert bundled.post("/v1/responses", body).json()["x_schema_valid"] is is_valid
-    events = named_events(bundled, "/v1/responses", body)
-    assert events[-1]["response"]["x_schema_valid"] is is_valid
-    assert "x_schema_valid" not in events[0]["response"]
-
-
-@pytest.mark.parametrize(("schema", "is_valid"), MARKS)
-def test_a_message_is_marked(bundled: RunningServer, schema: Any, is_valid: bool) -> None:
-    form = {"format": {"type": "json_schema", "schema": schema}}
-    body = {"messages": ASKED, **HOT, "output_config": form, "model": MODEL}
-    assert bundled.post("/v1/messages", body).json()["x_schema_valid"] is is_valid
-    events = named_events(bundled, "/v1/messages", body)
-    (delta,) = [event for event in events if event["type"] == "message_delta"]
-    assert delta["x_schema_valid"] is is_valid
-
-
-def test_an_answer_of_ollamas_api_is_marked(bundled: RunningServer) -> None:
-    body = {"model": MODEL, "messages": ASKED, "format": NOT_TRUE, "stream": False}
-    answer = bundled.post("/api/chat", {**body, "options": {"temperature": 0}})
-    assert answer.json()["x_schema_valid"] is False
 
 
 def test_an_answer_that_its_grammar_holds_is_not_marked(bundled: RunningServer) -> None:

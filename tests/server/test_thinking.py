@@ -23,6 +23,7 @@ from cadenza.structured import ConstraintSpec, ThinkingBound
 from cadenza.text.thinking_constraint import ThinkingConstraint
 from tests.cli.harness import write_model
 from tests.server.bodies import GENERATING
+from tests.server.dialects import body_of, post, told
 from tests.server.harness import RunningServer, running_server
 from tests.server.scripted_engine import ScriptedEngine
 from tests.server.watched_service import WatchedService
@@ -107,31 +108,23 @@ def test_an_answer_has_its_form_behind_bounded_thinking(server: RunningServer) -
 
 
 @pytest.mark.parametrize(
-    ("path", "fields"),
+    ("name", "bound"),
     [
-        ("/v1/responses", {"thinking_token_budget": 5, "max_output_tokens": 24}),
-        ("/v1/messages", {"thinking": {"type": "enabled", "budget_tokens": 5}, "max_tokens": 24}),
+        ("responses", {"thinking_token_budget": 5}),
+        ("messages", {"thinking": {"type": "enabled", "budget_tokens": 5}}),
     ],
 )
 def test_a_bound_is_the_same_in_every_api(
-    server: RunningServer, path: str, fields: dict[str, Any]
+    server: RunningServer, name: str, bound: dict[str, Any]
 ) -> None:
     common = {"temperature": 1.0, "seed": 3, "ignore_eos": True, "logit_bias": {str(END): -100}}
-    asked = BODY["messages"]
-    prompt = {"messages": asked} if path == "/v1/messages" else {"input": "the fox"}
-    answer = server.post(path, {**prompt, **fields, **common})
-    assert answer.status_code == 200, answer.text
-    if path == "/v1/messages":
-        thought, said = (
-            block.get("thinking") or block["text"] for block in answer.json()["content"]
-        )
-    else:
-        thought, said = (item["content"][0]["text"] for item in answer.json()["output"])
-        assert answer.json()["usage"]["output_tokens_details"] == {"reasoning_tokens": 5}
+    answer = post(server, name, body_of(name, BODY["messages"], 24, **common, **bound))
     chat = server.post(CHAT, {**BODY, **common, "thinking_token_budget": 5}).json()
-    message = chat["choices"][0]["message"]
+    assert told(name, answer) == told("chat", chat)
+    details = "output_tokens_details"
+    spent = {"reasoning_tokens": 5} if name == "responses" else {"thinking_tokens": 5}
+    assert answer["usage"][details] == spent
     assert chat["usage"]["completion_tokens_details"]["reasoning_tokens"] == 5
-    assert (thought, said) == (message["reasoning"], message["content"])
 
 
 @pytest.mark.parametrize("effort", EFFORTS)

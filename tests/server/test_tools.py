@@ -73,12 +73,6 @@ def test_a_required_call_is_made_with_arguments_of_the_schema(
         )
 
 
-def test_a_named_function_is_the_one_that_is_called(bundled: RunningServer) -> None:
-    named = {"type": "function", "function": {"name": "now"}}
-    calls = choice_of(bundled, tool_choice=named)["message"]["tool_calls"]
-    assert [call["function"] for call in calls] == [{"name": "now", "arguments": "{}"}]
-
-
 def test_a_required_call_may_come_with_a_form_which_only_texts_have(
     bundled: RunningServer,
 ) -> None:
