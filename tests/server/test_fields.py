@@ -345,23 +345,6 @@ def test_the_answers_number_and_the_servers_cap_on_logprobs_are_bounded() -> Non
         assert refused.value.param in ("logprobs", "prompt_logprobs")
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        {"role": "tool", "content": "x", "tool_call_id": 1},
-        {"role": "assistant", "content": "x", "tool_calls": "f"},
-        {"role": "assistant", "content": "x", "tool_calls": ["f"]},
-        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
-        {"role": "king", "content": "x"},
-        {"role": "user"},
-        {"role": "user", "content": 1},
-        "hello",
-    ],
-)
-def test_a_message_that_is_not_understood_is_refused(message: Any) -> None:
-    assert refusal("chat", messages=[message]).param == "messages"
-
-
 def members_without_effect(declared: type[DeclaredObject]) -> dict[str, FieldType[Any]]:
     fields = declared.fields.values()
     return {field.name: field.type for field in fields if field.effect is Effect.NONE}

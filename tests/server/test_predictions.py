@@ -66,6 +66,11 @@ def test_a_wrong_prediction_changes_nothing(bundled: RunningServer) -> None:
     )
 
 
+def test_a_prediction_beyond_the_context_is_refused_by_name(bundled: RunningServer) -> None:
+    answer = bundled.post(CHAT, {**ASKED, **predicted("far too long " * 4000)})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prediction")
+
+
 @pytest.mark.parametrize("speculative", [True, {"num_speculative_tokens": 2}])
 def test_a_request_may_ask_for_drafts(bundled: RunningServer, speculative: Any) -> None:
     fields = {"repetition_penalty": 0.5, "max_tokens": 60}
@@ -74,25 +79,3 @@ def test_a_request_may_ask_for_drafts(bundled: RunningServer, speculative: Any) 
     same, accepted, _ = told(bundled, speculative=speculative, **fields)
     assert same == plain
     assert accepted > 0
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        *(("prediction", value) for value in ("x", 1, [], {}, {"type": "content"})),
-        *(("prediction", {"type": kind, "content": "x"}) for kind in ("text", None)),
-        *(("prediction", {"type": "content", "content": each}) for each in (None, 1, [{}])),
-        ("prediction", {"type": "content", "content": "x", "also": 1}),
-        ("prediction", {"type": "content", "content": "far too long " * 4000}),
-        *(("speculative", value) for value in ("x", 3, [], {}, {"num_speculative_tokens": None})),
-        *(("speculative", {"num_speculative_tokens": each}) for each in (0, 17, True, "3")),
-        ("speculative", {"num_speculative_tokens": 3, "also": 1}),
-    ],
-    ids=lambda each: repr(each)[:40].encode("ascii", "replace").decode(),
-)
-def test_what_cannot_be_followed_is_refused_by_name(
-    bundled: RunningServer, field: str, value: Any
-) -> None:
-    answer = bundled.post(CHAT, {**ASKED, field: value})
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == field

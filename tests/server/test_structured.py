@@ -113,53 +113,6 @@ def test_the_official_client_parses_answers_into_models(bundled: RunningServer) 
     assert isinstance(parsed.choices[0].message.parsed, Place)
 
 
-@pytest.mark.parametrize(
-    ("fields", "param", "named"),
-    [
-        ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema"),
-        ({"response_format": {"type": "xml"}}, "response_format", "xml"),
-        ({"response_format": {"type": "structural_tag"}}, "response_format", "structural_tag"),
-        (
-            {"structured_outputs": {"json": {"not": {}}, "strict": True}},
-            "structured_outputs",
-            "uses not",
-        ),
-        ({"structured_outputs": {}}, "structured_outputs", "give one of"),
-        ({"structured_outputs": {"regex": "(a"}}, "structured_outputs", "unclosed group"),
-        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs", "structural tags"),
-        ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice", "guided_regex"),
-        ({"guided_choice": [1]}, "guided_choice", "list of texts"),
-        ({"guided_grammar": "start: ("}, "guided_grammar", "Expected"),
-        ({"guided_regex": "a" * 70_000}, "guided_regex", "characters"),
-        (
-            {"structured_outputs": {"regex": "a", "whitespace": "any"}},
-            "structured_outputs",
-            "whitespace",
-        ),
-        (
-            {
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"schema": {"if": {}}, "strict": True},
-                }
-            },
-            "response_format",
-            "uses if",
-        ),
-    ],
-    ids=str,
-)
-def test_what_cannot_be_followed_is_a_400_that_names_it(
-    bundled: RunningServer, fields: dict[str, Any], param: str, named: str
-) -> None:
-    for path, prompt in ((CHAT, {"messages": MESSAGES}), (COMPLETIONS, {"prompt": "x"})):
-        answer = bundled.post(path, {**prompt, **fields})
-        assert answer.status_code == 400, answer.text
-        error = answer.json()["error"]
-        assert error["param"] == param
-        assert named in error["message"]
-
-
 def test_a_form_goes_with_samples_penalties_and_log_probabilities(bundled: RunningServer) -> None:
     options = {"n": 3, "logprobs": True, "top_logprobs": 2, "frequency_penalty": 0.5}
     body = {"messages": MESSAGES, **HOT, **options, "response_format": FORMAT}

@@ -217,28 +217,6 @@ def test_a_switch_of_another_server_is_the_switch_here(
     assert (None if bound is None else bound.max_tokens) == most
 
 
-@pytest.mark.parametrize(
-    ("asked", "named"),
-    [
-        ({"think": True, "enable_thinking": False}, "think"),
-        ({"reasoning_effort": "low", "think": "high"}, "think"),
-        ({"thinking_token_budget": 5, "reasoning": {"max_tokens": 6}}, "reasoning"),
-        ({"reasoning": {"exclude": True}}, "reasoning"),
-        ({"thinking": "perhaps"}, "thinking"),
-        ({"reasoning_format": "none"}, "reasoning_format"),
-        ({"separate_reasoning": False}, "separate_reasoning"),
-    ],
-    ids=str,
-)
-def test_switches_that_differ_or_ask_for_more_are_refused_by_name(
-    asked: dict[str, Any], named: str
-) -> None:
-    body = json.dumps({"messages": BODY["messages"], **asked}).encode()
-    with pytest.raises(ApiError) as refused:
-        GENERATING["chat"].read(body, ServerLimits())
-    assert (refused.value.status, refused.value.param) == (400, named)
-
-
 def test_a_variable_that_the_template_does_not_read_is_ignored_and_logged_once(
     thinker: LoadedModel, caplog: pytest.LogCaptureFixture
 ) -> None:
