@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cadenza.core.step_schema import LogitInputs
+from cadenza.core.step_schema import NO_HIDDEN, LogitInputs
 from cadenza.request import Request, SamplingParams
 from tests.contract.steps import logit_rows
 from tests.mlx.test_kinds import streams
@@ -41,9 +41,10 @@ def test_choices_from_equal_logits_are_equal():
     import jax.numpy as jnp
     import mlx.core as mx
 
-    from cadenza.backends.mlx.sampling import sample_tokens
-    from cadenza.backends.xla.ops.sampling import choose_tokens
-    from cadenza.backends.xla.ops.table import COLUMN_LOGPROB, COLUMN_RANK, COLUMN_TOP, NUM_TOP
+    from cadenza.backends.mlx.arrays import mlx_arrays
+    from cadenza.backends.step_result import read_result
+    from cadenza.backends.token_choice import TokenChoice
+    from cadenza.backends.xla.ops.jax_arrays import CHOICE
 
     rng = np.random.default_rng(0)
     rows = random_rows(rng)
@@ -52,16 +53,17 @@ def test_choices_from_equal_logits_are_equal():
     logits[3, 9] = np.nan
     names = LogitInputs.__dataclass_fields__
     on_device = replace(rows, **{name: jnp.asarray(getattr(rows, name)) for name in names})
-    theirs = np.asarray(choose_tokens(jnp.asarray(logits), on_device))
-    ours = sample_tokens(mx.array(logits), rows).read(NUM_ROWS)
+    theirs = read_result(
+        np.asarray(CHOICE.choose_tokens(jnp.asarray(logits), on_device)), NO_HIDDEN
+    )
+    chosen = TokenChoice(mlx_arrays()).choose_tokens(mx.array(logits), rows)
+    ours = read_result(np.array(chosen), NO_HIDDEN)
     finite = np.arange(NUM_ROWS) != 3
     assert ours.is_finite.tolist() == finite.tolist()
-    assert ours.token_ids[finite].tolist() == theirs[finite, 0].tolist()
-    assert ours.ranks[finite].tolist() == theirs[finite, COLUMN_RANK].tolist()
-    top_ids = theirs[:, COLUMN_TOP : COLUMN_TOP + NUM_TOP]
-    assert ours.top_ids[finite].tolist() == top_ids[finite].tolist()
-    logprobs = np.ascontiguousarray(theirs[:, COLUMN_LOGPROB]).view(np.float32)
-    np.testing.assert_allclose(ours.logprobs[finite], logprobs[finite], atol=2e-5)
+    for name in ("token_ids", "ranks", "top_ids"):
+        found, expected = (getattr(each, name)[finite].tolist() for each in (ours, theirs))
+        assert found == expected
+    np.testing.assert_allclose(ours.logprobs[finite], theirs.logprobs[finite], atol=2e-5)
 
 
 RULES: dict[str, dict[str, Any]] = {

@@ -9,8 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from cadenza.backends.xla.ops.sampling import choose_tokens
-from cadenza.backends.xla.ops.table import (
+from cadenza.backends.step_result import (
     COLUMN_LOGPROB,
     COLUMN_RANK,
     COLUMN_STATE,
@@ -19,6 +18,7 @@ from cadenza.backends.xla.ops.table import (
     NUM_COLUMNS,
     NUM_TOP,
 )
+from cadenza.backends.xla.ops.jax_arrays import CHOICE
 from cadenza.core.step_schema import LogitInputs, specs_of
 from tests.contract.steps import logit_rows
 
@@ -83,7 +83,7 @@ def test_next_token_agrees_with_the_definition_in_every_column(call, pack, rando
     rows = sampling(random)
     out = choose(call, x, pack(weight, dtype=np.float32), rows)
     logits = jnp.matmul(x, weight.T, precision="highest")
-    expected = np.asarray(choose_tokens(logits, rows))
+    expected = np.asarray(CHOICE.choose_tokens(logits, rows))
     np.testing.assert_array_equal(out[:, COLUMN_TOKEN], expected[:, COLUMN_TOKEN])
     np.testing.assert_array_equal(out[:, COLUMN_STATE], 1)
     asked = rows.num_logprobs >= 0

@@ -18,16 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from cadenza.backends.base import RunnerSetup
+from cadenza.backends.step_result import NUM_COLUMNS, NUM_TOP
 from cadenza.backends.xla.ops.native import NativeOps
 from cadenza.backends.xla.ops.reference import ReferenceOps
-from cadenza.backends.xla.ops.table import (
-    NUM_COLUMNS,
-    NUM_TOP,
-    DecoderSpec,
-    Linear,
-    OpTable,
-    StepArrays,
-)
+from cadenza.backends.xla.ops.table import DecoderSpec, Linear, OpTable, StepArrays
 from cadenza.backends.xla.runner import XlaRunner
 from cadenza.checkpoint import ModelConfig, open_checkpoint
 from cadenza.checkpoint.declaration import EMBEDDING, HEAD

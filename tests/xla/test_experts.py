@@ -14,16 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from cadenza.backends.step_result import COLUMN_STATE, STATE_CHOSEN
 from cadenza.backends.xla.device import MakeOps
 from cadenza.backends.xla.ops.native import NativeOps
 from cadenza.backends.xla.ops.reference import ReferenceOps
-from cadenza.backends.xla.ops.table import (
-    COLUMN_STATE,
-    STATE_CHOSEN,
-    DecoderSpec,
-    ExpertChoice,
-    Linear,
-)
+from cadenza.backends.xla.ops.table import DecoderSpec, ExpertChoice, Linear
 from cadenza.backends.xla.runner import XlaRunner
 from cadenza.checkpoint.declaration import EMBEDDING
 from cadenza.checkpoint.random_checkpoint import named_shape

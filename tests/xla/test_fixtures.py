@@ -15,10 +15,10 @@ import pytest
 from scipy.special import log_softmax
 
 from cadenza.backends.base import RunnerSetup
+from cadenza.backends.step_result import NUM_TOP
 from cadenza.backends.xla.device import MakeOps
 from cadenza.backends.xla.ops.native import NativeOps
 from cadenza.backends.xla.ops.reference import ReferenceOps
-from cadenza.backends.xla.ops.table import NUM_TOP
 from cadenza.backends.xla.reference_model import ReferenceModel
 from cadenza.backends.xla.runner import XlaRunner
 from cadenza.checkpoint.declaration import FINAL_NORM

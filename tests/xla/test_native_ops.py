@@ -19,16 +19,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cadenza.backends.xla.ops.native import NativeOps
-from cadenza.backends.xla.ops.reference import ReferenceOps
-from cadenza.backends.xla.ops.sampling import choose_tokens
-from cadenza.backends.xla.ops.table import (
+from cadenza.backends.step_result import (
     COLUMN_LOGPROB,
     COLUMN_RANK,
     COLUMN_STATE,
     COLUMN_TOKEN,
     COLUMN_TOP,
     NUM_TOP,
+)
+from cadenza.backends.xla.ops.jax_arrays import CHOICE
+from cadenza.backends.xla.ops.native import NativeOps
+from cadenza.backends.xla.ops.reference import ReferenceOps
+from cadenza.backends.xla.ops.table import (
     AttendingLayer,
     DecoderSpec,
     HeadFactors,
@@ -507,7 +509,7 @@ def is_a_near_tie(logits: np.ndarray, params: SamplingParams, position: int) -> 
     return bool(best[1] - best[0] <= 1e-6 * max(1.0, np.abs(scaled).max()))
 
 
-choose_on_device = jax.jit(choose_tokens)
+choose_on_device = jax.jit(CHOICE.choose_tokens)
 
 
 @pytest.mark.parametrize("vocab_size", [23, 331])

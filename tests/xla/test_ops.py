@@ -15,12 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.special import erf
 
+from cadenza.backends.step_result import COLUMN_STATE, COLUMN_TOKEN, COLUMN_TOP, NUM_TOP
 from cadenza.backends.xla.ops.reference import ReferenceOps, rotate
 from cadenza.backends.xla.ops.table import (
-    COLUMN_STATE,
-    COLUMN_TOKEN,
-    COLUMN_TOP,
-    NUM_TOP,
     AttendingLayer,
     DecoderSpec,
     HeadFactors,

@@ -12,18 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cadenza.backends.xla.ops.native_library import has_native_library
-from cadenza.backends.xla.ops.reference import ReferenceOps
-from cadenza.backends.xla.ops.rules import apply_rules
-from cadenza.backends.xla.ops.table import (
+from cadenza.backends.step_result import (
     COLUMN_STATE,
     COLUMN_TOKEN,
     STATE_CHOSEN,
     STATE_NONE_ALLOWED,
     STATE_NOT_FINITE,
-    DecoderSpec,
-    StepArrays,
 )
+from cadenza.backends.xla.ops.native_library import has_native_library
+from cadenza.backends.xla.ops.reference import ReferenceOps
+from cadenza.backends.xla.ops.rules import apply_rules
+from cadenza.backends.xla.ops.table import DecoderSpec, StepArrays
 from cadenza.request import Request, SamplingParams
 from cadenza.verification.reference import choose_token
 from tests.xla.harness import HOSTILE

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from scipy.special import log_softmax
 
-from cadenza.backends.xla.ops import sampling as device
-from cadenza.backends.xla.ops.table import (
+from cadenza.backends.step_result import (
     COLUMN_LOGPROB,
     COLUMN_RANK,
     COLUMN_STATE,
@@ -21,6 +20,7 @@ from cadenza.backends.xla.ops.table import (
     COLUMN_TOP,
     NUM_TOP,
 )
+from cadenza.backends.xla.ops.jax_arrays import CHOICE as device
 from cadenza.core.draw_keys import draw_keys
 from cadenza.core.step_schema import LogitInputs
 from cadenza.request import SamplingParams

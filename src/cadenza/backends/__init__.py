@@ -6,6 +6,8 @@ a particular backend (import-linter enforces this).
 Modules:
 
 - `base`: the interfaces `Backend` and `Runner`
+- `token_choice`, `token_rules`: sampling, and penalties, biases and bans, over an array library
+- `arrays`, `step_result`: that library, JAX or MLX; the result of a step as one array
 - `fake`: a runner that stores tokens in place of KV
 """
 

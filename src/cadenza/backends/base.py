@@ -1,10 +1,9 @@
 """The interface of the device side: `Backend`, and the `Runner` that it loads.
 
 A `Backend` reports its traits for a device before loading anything, then loads what computes on
-that device. A backend without a reference model, instruments or faults returns None for them. A
-`Runner` turns `ModelInputs` into `StepOutput`, one step per launch. It handles pages, rows and
-slots; it is independent of requests, scheduling and text. Every runner passes the same contract
-tests (`tests/contract`).
+that device. A `Runner` turns `ModelInputs` into `StepOutput`, one step per launch. It handles
+pages, rows and slots; it is independent of requests, scheduling and text. Every runner passes the
+same contract tests (`tests/contract`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -334,12 +333,15 @@ class FaultSet:
 
 
 class Backend(Protocol):
-    """One implementation of the device side. Stateless: its constructor loads nothing."""
+    """One implementation of the device side. Stateless: its constructor loads nothing.
+
+    The defaults are those of a backend without a reference model, a compiler, instruments or
+    faults, which promises no bits beyond `describe_arithmetic`.
+    """
 
     def reserve_memory(self, share: float) -> None:
         """Asks for this share of a GPU's memory, before a device is used for the first time in
         the process. Whether it was given is in `BackendTraits.device_memory_bytes`."""
-        ...
 
     def describe(self, device: str, ops: Ops, checkpoint: Checkpoint) -> BackendTraits:
         """The traits on `device` for a checkpoint. Finds the device; loads no weights.
@@ -358,14 +360,11 @@ class Backend(Protocol):
 
     def name_arithmetic(self, checkpoint: Checkpoint, setup: RunnerSetup) -> str | None:
         """The class of a step's arithmetic: with equal names, revisions (`ARITHMETIC_REVISION`) and
-        checkpoints, a step has equal bits on every machine. None if nothing is promised beyond
-        what `describe_arithmetic` names. Raises the errors of `describe`."""
-        ...
+        checkpoints, a step has equal bits on every machine. Raises the errors of `describe`."""
 
     def find_setting(self, arithmetic: str) -> str | None:
         """What to set in the environment so that this machine computes in a class that
         `name_arithmetic` names; None if nothing does."""
-        ...
 
     def load_runner(self, checkpoint: Checkpoint, setup: RunnerSetup) -> Runner:
         """A runner with its weights loaded, before `warmup`. Raises the errors of `describe`."""
@@ -373,19 +372,16 @@ class Backend(Protocol):
 
     def load_witness(self, checkpoint: Checkpoint, max_model_len: int) -> SequenceModel | None:
         """The independent model for contexts of `max_model_len` tokens; None if there is none."""
-        ...
 
     def watch_compiles(self) -> Callable[[], int]:
         """Starts counting compilations in this process and returns the reader of the count.
 
-        Call once per process. A backend without a compiler returns a constant 0.
+        Call once per process.
         """
-        ...
+        return int
 
     def open_instruments(self) -> Instruments | None:
         """The backend's instruments; None if it has none. Raises ConfigError if loading fails."""
-        ...
 
     def find_faults(self, ops: str) -> FaultSet | None:
         """The faults of the op table named `ops` in the traits; None if there are none."""
-        ...

@@ -1,6 +1,6 @@
 """Counter-based randomness: a draw's key depends only on request seed and absolute position.
 
-The sampler turns a key and a token id into noise on the device; see `backends.xla.ops.sampling`.
+The sampler turns a key and a token id into noise on the device; see `backends.token_choice`.
 The mixing function is splitmix64's finaliser (Steele, Lea and Flood, 2014).
 """
 

@@ -12,6 +12,5 @@ Modules:
 - `memory`: the memory that a model takes, found without allocating any
 - `runner`: the runner, and its thread
 - `witness`: mlx-lm's own loop over one sequence, for `verify`
-- `rules`, `sampling`: the definitions of `ops/rules` and `ops/sampling` in MLX
-- `arrays`: host arrays on the device
+- `arrays`: MLX as the arrays in which tokens are chosen
 """

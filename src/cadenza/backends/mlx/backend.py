@@ -9,14 +9,7 @@ from collections.abc import Callable
 from importlib.metadata import version
 from importlib.util import find_spec
 
-from cadenza.backends.base import (
-    BackendTraits,
-    FaultSet,
-    Instruments,
-    Runner,
-    RunnerSetup,
-    SequenceModel,
-)
+from cadenza.backends.base import Backend, BackendTraits, Runner, RunnerSetup, SequenceModel
 from cadenza.checkpoint.dtypes import WeightDType
 from cadenza.checkpoint.folder import Checkpoint
 from cadenza.config import Ops
@@ -44,14 +37,11 @@ POISON = 1000.0
 """A large number: MLX multiplies masked values by 0, which would spread NaN."""
 
 
-class MlxBackend:
+class MlxBackend(Backend):
     """Apple's GPUs, and MLX's CPU and CUDA builds. `find` looks an installed package up."""
 
     def __init__(self, find: Callable[[str], object | None] = find_spec) -> None:
         self._find = find
-
-    def reserve_memory(self, share: float) -> None:
-        """Does nothing: MLX allocates as it computes."""
 
     def describe(self, device: str, ops: Ops, checkpoint: Checkpoint) -> BackendTraits:
         self._check_installed()
@@ -99,16 +89,6 @@ class MlxBackend:
         versions = (version("mlx"), version("mlx-lm"))
         return (*versions, *find_mlx_device(device).described)
 
-    def name_arithmetic(
-        self,
-        checkpoint: Checkpoint,  # noqa: ARG002 (no bits are promised beyond the versions)
-        setup: RunnerSetup,  # noqa: ARG002
-    ) -> str | None:
-        return None
-
-    def find_setting(self, arithmetic: str) -> str | None:  # noqa: ARG002 (no class has a name)
-        return None
-
     def load_runner(self, checkpoint: Checkpoint, setup: RunnerSetup) -> Runner:
         self._check_installed()
         from cadenza.backends.mlx.runner import MlxRunner
@@ -120,15 +100,6 @@ class MlxBackend:
         from cadenza.backends.mlx.witness import MlxWitness
 
         return MlxWitness(checkpoint.folder, checkpoint.outline.vocab_size)
-
-    def watch_compiles(self) -> Callable[[], int]:
-        return lambda: 0
-
-    def open_instruments(self) -> Instruments | None:
-        return None
-
-    def find_faults(self, ops: str) -> FaultSet | None:  # noqa: ARG002 (it has none)
-        return None
 
     def _check_installed(self) -> None:
         """Raises ConfigError if MLX or mlx-lm is not installed."""

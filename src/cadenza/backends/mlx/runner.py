@@ -20,18 +20,20 @@ import numpy as np
 import numpy.typing as npt
 
 from cadenza.backends.base import Capability, RunnerSetup
-from cadenza.backends.mlx.arrays import to_device
+from cadenza.backends.mlx.arrays import mlx_arrays, to_device
 from cadenza.backends.mlx.device import MlxDevice, find_mlx_device, limit_memory
 from cadenza.backends.mlx.probe import find_abilities
-from cadenza.backends.mlx.rules import apply_token_rules
-from cadenza.backends.mlx.sampling import ChosenTokens, sample_tokens
 from cadenza.backends.mlx.slot_model import CHUNK, Abilities, SlotModel
 from cadenza.backends.mlx.slots import SlotSizes
 from cadenza.backends.mlx.step_split import DecodedToken, StepSplit
 from cadenza.backends.mlx.zoo import load_zoo_model, set_dtype
+from cadenza.backends.step_result import COLUMN_TOKEN, NUM_COLUMNS, read_result
+from cadenza.backends.token_choice import TokenChoice
+from cadenza.backends.token_rules import TokenRules
 from cadenza.config import PAGE_SIZE_UNIT
 from cadenza.core.step_schema import (
     LAST_SAMPLED,
+    NO_HIDDEN,
     NO_RULES,
     NO_TARGET,
     NUM_EXTRA_LOGIT_ROWS,
@@ -39,8 +41,9 @@ from cadenza.core.step_schema import (
     ModelInputs,
     StepOutput,
 )
-from cadenza.core.token_rules import MASK, NONE, RuleLayout
+from cadenza.core.token_rules import BAD_WORDS, MASK, NONE, RuleLayout
 from cadenza.errors import RunnerError
+from cadenza.request import MAX_BAD_WORD_TOKENS
 
 Int32Array = npt.NDArray[np.int32]
 Result = TypeVar("Result")
@@ -56,15 +59,15 @@ GPU_CHUNK_SIZES = (CHUNK,)
 class MlxStepHandle:
     """A launched step, whose computation the runner's thread has started."""
 
-    started: "Future[ChosenTokens | None]"
+    started: "Future[mx.array | None]"  # [L, C], if the step has logit rows
     num_logits: int
-    run: Callable[[Callable[[], StepOutput]], "Future[StepOutput]"]
+    run: Callable[[Callable[[], Int32Array]], "Future[Int32Array]"]
 
     def result(self) -> StepOutput:
-        choices = self.started.result()
-        if choices is None:
-            return _no_output()
-        return self.run(lambda: choices.read(self.num_logits)).result()
+        chosen, rows = self.started.result(), np.zeros((0, NUM_COLUMNS), np.int32)
+        if chosen is not None:
+            rows = self.run(lambda: np.array(chosen)[: self.num_logits]).result()
+        return read_result(rows, NO_HIDDEN)
 
 
 class MlxRunner:
@@ -210,13 +213,13 @@ class _Steps:
         mx.eval(logits, *self._model.arrays())
         self.reset()
 
-    def start(self, inputs: ModelInputs) -> ChosenTokens | None:
+    def start(self, inputs: ModelInputs) -> mx.array | None:
         """Starts a step; None if it has no logit rows."""
         if not self._has_state:
             raise RunnerError("the step before this one failed; call reset() first")
         self._has_state = False
         choices = self._compute(inputs)
-        mx.async_eval(*self._arrays(), *([] if choices is None else choices.arrays()))
+        mx.async_eval(*self._arrays(), *([] if choices is None else [choices]))
         self._has_state = True
         return choices
 
@@ -245,7 +248,7 @@ class _Steps:
     def _arrays(self) -> list[mx.array]:
         return [self._last_sampled, self._history, *self._model.arrays()]
 
-    def _compute(self, inputs: ModelInputs) -> ChosenTokens | None:
+    def _compute(self, inputs: ModelInputs) -> mx.array | None:
         for row, index, page in inputs.page_updates:
             assert index == 0
             self._slot_of_row[row] = page
@@ -260,9 +263,9 @@ class _Steps:
         step = StepSplit.of(inputs, self._slot_of_row, is_recurrent=self._model.has_state)
         parts = self._compute_spans(step)
         for each in step.single:
-            logits = self._decode([each.token])
+            logits = self._decode([each])
             if each.is_wanted:
-                parts.append(logits[each.token.slot][None])
+                parts.append(logits[each.slot][None])
         if step.decoding:
             parts.append(self._decode(step.decoding))
         if not inputs.num_logits:
@@ -308,18 +311,18 @@ class _Steps:
         """Token ids in which LAST_SAMPLED is replaced by the last token of its row."""
         return mx.where(ids == LAST_SAMPLED, self._last_sampled[rows], ids)
 
-    def _choose(self, inputs: ModelInputs, step: StepSplit, logits: mx.array) -> ChosenTokens:
+    def _choose(self, inputs: ModelInputs, step: StepSplit, logits: mx.array) -> mx.array:
         count = inputs.num_logits
         size = self._num_rows if count <= self._num_rows else len(inputs.logits.rows)
         rows = _first_rows(inputs.logits, count, size)
         sources = np.zeros(size, np.int32)
         sources[:count] = step.sources
         logits = logits[mx.array(sources)].astype(mx.float32)
-        choices = sample_tokens(logits, rows, self._ruled(logits, rows))
+        choices = TokenChoice(mlx_arrays()).choose_tokens(logits, rows, self._ruled(logits, rows))
         is_choice = rows.targets[:count] == NO_TARGET
         newest = np.full(self._num_rows, -1, np.int32)
         newest[rows.rows[:count][is_choice]] = np.flatnonzero(is_choice)
-        chosen = choices.tokens[mx.array(np.maximum(newest, 0))]
+        chosen = choices[mx.array(np.maximum(newest, 0)), COLUMN_TOKEN]
         self._last_sampled = mx.where(to_device(newest >= 0), chosen, self._last_sampled)
         return choices
 
@@ -332,7 +335,9 @@ class _Steps:
         slots = mx.array(self._slot_of_row[rows.rows].astype(np.int32))
         is_inside = np.arange(self._sizes.capacity) < rows.positions[:, None]
         context = mx.where(to_device(is_inside), self._history[slots], NONE)
-        ruled = apply_token_rules(logits, records, context, rows.positions)
+        rules = TokenRules(mlx_arrays(_longest_bad_word(records)))
+        lengths = to_device(rows.positions)
+        ruled = rules.apply(logits, to_device(records), context, lengths)
         return mx.where(to_device(has_rules)[:, None], ruled, logits)
 
 
@@ -352,6 +357,8 @@ def _first_rows(logits: LogitInputs[Any], count: int, size: int) -> LogitInputs[
     return rows
 
 
-def _no_output() -> StepOutput:
-    nothing = mx.zeros(0, mx.int32)
-    return ChosenTokens(tokens=nothing, is_finite=nothing, has_choice=nothing).read(0)
+def _longest_bad_word(records: Int32Array) -> int:
+    """Tokens of the longest bad word in records [L, W], which NONE separates."""
+    listed = records[:, BAD_WORDS : BAD_WORDS + MAX_BAD_WORD_TOKENS]
+    ends = np.flatnonzero(np.pad(listed < 0, ((0, 0), (0, 1)), constant_values=True))
+    return int(np.diff(ends, prepend=-1).max()) - 1

@@ -22,6 +22,7 @@ from cadenza.backends.mlx.slots import (
     SlotSizes,
     Snapshot,
     has_state,
+    layers_of,
     new_slots,
 )
 from cadenza.errors import RunnerError
@@ -54,8 +55,9 @@ class SlotModel:
         self._model = model
         self._sizes = sizes
         self._chunk_sizes = chunk_sizes
-        self.slots = new_slots(caches, sizes)
-        self.has_state = has_state(self.slots)
+        self._slots = new_slots(caches, sizes)
+        self._layers = [*layers_of(self._slots)]
+        self.has_state = has_state(self._slots)
         self.abilities = Abilities(is_ragged=True, is_padded=not self.has_state)
         self._lengths = np.zeros(sizes.num_slots, np.int64)  # [B], positions in use
         self._saved: dict[int, dict[Snapshot, int]] = {}  # slot to the tokens of its snapshots
@@ -75,7 +77,9 @@ class SlotModel:
         the last one of their prompt, for `copy`.
         """
         for slot in active:
-            self._prepare(slot, int(positions[slot]))
+            if not positions[slot]:
+                self._restart(slot)
+            self._compute_waiting(slot)
         for slot in ending if self.has_state else ():
             self._save(slot, "end", int(positions[slot]))
         if not self.abilities.is_ragged:
@@ -104,7 +108,9 @@ class SlotModel:
         if not self.has_state:
             self.compute(slot, start, tokens)
             return
-        start, tokens = self._with_waiting(slot, start, tokens)
+        if slot in self._waiting:
+            start, waiting = self._waiting.pop(slot)
+            tokens = mx.concatenate([waiting, tokens])
         size = self._chunk_sizes[-1]
         whole = max(0, (start + tokens.shape[0]) // size * size - start)
         if whole:
@@ -121,8 +127,7 @@ class SlotModel:
         """
         if not start:
             self._restart(slot)
-        if slot in self._waiting:
-            self._compute_waiting(slot)
+        self._compute_waiting(slot)
         count = tokens.shape[0]
         logits: list[mx.array] = []
         done = 0
@@ -155,61 +160,41 @@ class SlotModel:
             )
         if source != destination:
             self._restart(destination)
-            for each in self.slots:
+            for each in self._layers:
                 each.copy(source, destination, num_tokens)
         self._cut(destination, num_tokens)
-        for each in self.slots:
+        for each in self._layers:
             for snapshot in found[:1]:
                 each.restore(destination, snapshot)
         border = saved.get("border", num_tokens + 1)
         self._saved[destination] = {"border": border} if border <= num_tokens else {}
 
     def arrays(self) -> list[mx.array]:
-        return [array for each in self.slots for array in each.arrays()]
+        return [array for each in self._layers for array in each.arrays()]
 
     def forget(self) -> None:
         """Drops all slots; they are allocated again by the next call."""
-        for each in self.slots:
+        for each in self._layers:
             each.forget()
         self._lengths[:] = 0
         self._saved.clear()
         self._waiting.clear()
 
-    def _prepare(self, slot: int, position: int) -> None:
-        """Computes what waits."""
-        if not position:
-            self._restart(slot)
-        if slot in self._waiting:
-            self._compute_waiting(slot)
-
-    def _with_waiting(self, slot: int, start: int, tokens: mx.array) -> tuple[int, mx.array]:
-        if slot not in self._waiting:
-            return start, tokens
-        start, waiting = self._waiting.pop(slot)
-        return start, mx.concatenate([waiting, tokens])
-
     def _compute_waiting(self, slot: int) -> None:
-        start, tokens = self._waiting.pop(slot)
-        self.compute(slot, start, tokens)
+        if slot in self._waiting:
+            start, tokens = self._waiting.pop(slot)
+            self.compute(slot, start, tokens)
 
     def _decode_in_turn(
         self, tokens: mx.array, positions: Int32Array, active: Sequence[int]
     ) -> mx.array:
         """The same by a call for each slot, with a plain number as its offset."""
-        rows: list[mx.array] = []
-        nothing: mx.array | None = None
         own = {
             slot: self.compute(slot, int(positions[slot]), tokens[slot : slot + 1])[0]
             for slot in active
         }
-        for slot in range(self._sizes.num_slots):
-            if slot in own:
-                rows.append(own[slot])
-                continue
-            if nothing is None:
-                nothing = mx.zeros_like(next(iter(own.values())))
-            rows.append(nothing)
-        return mx.concatenate(rows)
+        nothing = mx.zeros_like(next(iter(own.values())))
+        return mx.concatenate([own.get(slot, nothing) for slot in range(self._sizes.num_slots)])
 
     def _next_size(self, start: int, count: int) -> tuple[int, int]:
         """How many of `count` tokens a call from `start` on computes, and its padded size."""
@@ -221,13 +206,13 @@ class SlotModel:
         return min(count, fitting), fitting
 
     def _run(self, tokens: mx.array, call: RaggedCall | SlotCall) -> mx.array:
-        for each in self.slots:
+        for each in self._layers:
             each.begin(call)
-        output: mx.array = self._model(tokens, cache=self.slots)
+        output: mx.array = self._model(tokens, cache=self._slots)
         return output
 
     def _save(self, slot: int, snapshot: Snapshot, num_tokens: int) -> None:
-        for each in self.slots:
+        for each in self._layers:
             each.save(slot, snapshot)
         self._saved.setdefault(slot, {})[snapshot] = num_tokens
 
@@ -241,7 +226,7 @@ class SlotModel:
         self._waiting.pop(slot, None)
         length = int(self._lengths[slot])
         if length > num_tokens:
-            for each in self.slots:
+            for each in self._layers:
                 each.clear(slot, num_tokens, length)
         self._lengths[slot] = num_tokens
 

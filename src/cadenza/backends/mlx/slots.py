@@ -9,7 +9,7 @@ padding and is never attended to.
 Legend: B slots · S capacity · C tokens of a call · H KV heads · D head size.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -271,44 +271,18 @@ class StateSlots:
 class ListSlots:
     """Several kinds of slots of one layer, which take the place of mlx-lm's `CacheList`."""
 
-    def __init__(self, parts: Sequence["LayerSlots"]) -> None:
+    def __init__(self, parts: Sequence["CacheSlots"]) -> None:
         self.caches = tuple(parts)
 
-    def __getitem__(self, index: int) -> "LayerSlots":
+    def __getitem__(self, index: int) -> "CacheSlots":
         return self.caches[index]
 
-    def begin(self, call: Call) -> None:
-        for each in self.caches:
-            each.begin(call)
 
-    def arrays(self) -> list[mx.array]:
-        return [array for each in self.caches for array in each.arrays()]
-
-    def copy(self, source: int, destination: int, num_tokens: int) -> None:
-        for each in self.caches:
-            each.copy(source, destination, num_tokens)
-
-    def clear(self, slot: int, start: int, stop: int) -> None:
-        for each in self.caches:
-            each.clear(slot, start, stop)
-
-    def forget(self) -> None:
-        for each in self.caches:
-            each.forget()
-
-    def save(self, slot: int, snapshot: Snapshot) -> None:
-        for each in self.caches:
-            each.save(slot, snapshot)
-
-    def restore(self, slot: int, snapshot: Snapshot) -> None:
-        for each in self.caches:
-            each.restore(slot, snapshot)
+LayerSlots = KVSlots | StateSlots
+CacheSlots = LayerSlots | ListSlots
 
 
-LayerSlots = KVSlots | StateSlots | ListSlots
-
-
-def new_slots(caches: Sequence[Any], sizes: SlotSizes) -> list[LayerSlots]:
+def new_slots(caches: Sequence[Any], sizes: SlotSizes) -> list[CacheSlots]:
     """The slots that take the place of mlx-lm's `caches`, one for each layer.
 
     Raises:
@@ -317,16 +291,22 @@ def new_slots(caches: Sequence[Any], sizes: SlotSizes) -> list[LayerSlots]:
     return [_slots_for(cache, sizes) for cache in caches]
 
 
-def has_state(slots: Sequence[LayerSlots]) -> bool:
+def layers_of(slots: Sequence[CacheSlots]) -> Iterator[LayerSlots]:
+    """The slots themselves, and those in lists."""
+    for each in slots:
+        if isinstance(each, ListSlots):
+            yield from layers_of(each.caches)
+        else:
+            yield each
+
+
+def has_state(slots: Sequence[CacheSlots]) -> bool:
     """Whether a layer is recurrent."""
-    return any(
-        isinstance(each, StateSlots) or (isinstance(each, ListSlots) and has_state(each.caches))
-        for each in slots
-    )
+    return any(isinstance(each, StateSlots) for each in layers_of(slots))
 
 
-def _slots_for(cache: Any, sizes: SlotSizes) -> LayerSlots:
-    makers: dict[str, Callable[[], LayerSlots]] = {
+def _slots_for(cache: Any, sizes: SlotSizes) -> CacheSlots:
+    makers: dict[str, Callable[[], CacheSlots]] = {
         "KVCache": lambda: KVSlots(sizes, None),
         "RotatingKVCache": lambda: KVSlots(sizes, cache.max_size),
         "ArraysCache": lambda: StateSlots(sizes, len(cache.cache)),

@@ -1,12 +1,12 @@
 """`StepSplit`: a step's tokens as calls of a `SlotModel`.
 
-Knows rows and slots, no arrays of MLX. Invariant: the logits from which a row samples always come
+Invariant: the logits from which a row samples always come
 from the same kind of call, and with recurrent layers the calls of a row follow from its tokens'
 positions alone.
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -36,17 +36,10 @@ class DecodedToken:
     position: int
     token_id: int
     ends_prompt: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SingleToken:
-    """A token that is computed by itself."""
-
-    token: DecodedToken
     is_wanted: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class StepSplit:
     """A step as calls: spans of tokens, then single ones, then one token of each decoding row.
 
@@ -55,9 +48,9 @@ class StepSplit:
     and of the slots [B], one after the other, as far as they are wanted.
     """
 
-    spans: list[TokenSpan]
-    single: list[SingleToken]
-    decoding: list[DecodedToken]
+    spans: list[TokenSpan] = field(default_factory=list[TokenSpan])
+    single: list[DecodedToken] = field(default_factory=list[DecodedToken])
+    decoding: list[DecodedToken] = field(default_factory=list[DecodedToken])
     sources: Int32Array
 
     @classmethod
@@ -68,78 +61,75 @@ class StepSplit:
         that gives them is always the same; a recurrent layer's first token is not."""
         starts = inputs.rows.query_starts
         indices = inputs.logits.token_indices[: inputs.num_logits].tolist()
-        wanted = frozenset(indices)
-        rows = [
-            _RowSplit.of(inputs, row, int(slot_of_row[row]), wanted, is_recurrent=is_recurrent)
-            for row in np.flatnonzero(starts[1:] > starts[:-1]).tolist()
-        ]
-        places = [index for each in rows for index in each.wanted_in_span]
-        places += [index for each in rows for index in each.wanted_single]
+        split, wanted = cls(sources=np.zeros(len(indices), np.int32)), frozenset(indices)
+        in_spans: list[int] = []  # the tokens whose logits are needed, as indices of the step's
+        among_single: list[int] = []
+        for row in np.flatnonzero(starts[1:] > starts[:-1]).tolist():
+            tokens = _RowTokens(inputs=inputs, row=row, slot=int(slot_of_row[row]), wanted=wanted)
+            single_from, stop = tokens.cut(is_recurrent=is_recurrent)
+            if single_from > tokens.begin:
+                split.spans.append(tokens.span(single_from))
+                in_spans += [index for index in range(tokens.begin, single_from) if index in wanted]
+            split.single += map(tokens.decoded, range(single_from, stop))
+            among_single += [index for index in range(single_from, stop) if index in wanted]
+            split.decoding += map(tokens.decoded, range(stop, tokens.end))
+        places = [*in_spans, *among_single]
         place_of = {index: place for place, index in enumerate(places)}
-        decoding = [each.decoded for each in rows if each.decoded is not None]
-        for each in decoding:
+        for each in split.decoding:
             place_of[int(starts[each.row + 1]) - 1] = len(places) + each.slot
-        return cls(
-            spans=[each.span for each in rows if each.span is not None],
-            single=[token for each in rows for token in each.single],
-            decoding=decoding,
-            sources=np.array([place_of[index] for index in indices], np.int32),
-        )
+        split.sources[:] = [place_of[index] for index in indices]
+        return split
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _RowSplit:
-    """The tokens of one row; `wanted_in_span` and `wanted_single` are indices into the step's."""
+class _RowTokens:
+    """The tokens of one row; `wanted` are the indices of the step's tokens whose logits are
+    needed."""
 
-    span: TokenSpan | None
-    single: list[SingleToken]
-    decoded: DecodedToken | None
-    wanted_in_span: list[int]
-    wanted_single: list[int]
+    inputs: ModelInputs
+    row: int
+    slot: int
+    wanted: Collection[int]
 
-    @classmethod
-    def of(
-        cls,
-        inputs: ModelInputs,
-        row: int,
-        slot: int,
-        wanted: Collection[int],
-        *,
-        is_recurrent: bool,
-    ) -> "_RowSplit":
-        tokens, starts = inputs.tokens, inputs.rows.query_starts
-        begin, end = int(starts[row]), int(starts[row + 1])
-        start, last = int(tokens.positions[begin]), end - 1
+    @property
+    def begin(self) -> int:
+        return int(self.inputs.rows.query_starts[self.row])
 
-        def decoded(index: int) -> DecodedToken:
-            position = start + index - begin
-            return DecodedToken(
-                row=row,
-                slot=slot,
-                position=position,
-                token_id=int(tokens.ids[index]),
-                ends_prompt=position == inputs.rows.prompt_lens[row] - 1,
-            )
+    @property
+    def end(self) -> int:
+        return int(self.inputs.rows.query_starts[self.row + 1])
 
-        is_decoded = last in wanted and not (is_recurrent and start + last == begin)
-        stop = last if is_decoded else end
-        span_end = stop
-        if is_recurrent:
-            first_single = max(int(inputs.rows.decode_starts[row]), 1)
-            span_end = min(stop, begin + max(0, first_single - start))
-        in_span = [index for index in range(begin, span_end) if index in wanted]
-        span = TokenSpan(
-            row=row,
-            slot=slot,
-            start=start,
-            token_ids=tokens.ids[begin:span_end],
-            wanted=[index - begin for index in in_span],
+    @property
+    def start(self) -> int:
+        """The position of the first token."""
+        return int(self.inputs.tokens.positions[self.begin])
+
+    def cut(self, *, is_recurrent: bool) -> tuple[int, int]:
+        """From which index on tokens are single, and from which on they are decoded."""
+        begin, start, last = self.begin, self.start, self.end - 1
+        is_decoded = last in self.wanted and not (is_recurrent and start + last == begin)
+        stop = last if is_decoded else self.end
+        if not is_recurrent:
+            return stop, stop
+        first_single = max(int(self.inputs.rows.decode_starts[self.row]), 1)
+        return min(stop, begin + max(0, first_single - start)), stop
+
+    def span(self, end: int) -> TokenSpan:
+        return TokenSpan(
+            row=self.row,
+            slot=self.slot,
+            start=self.start,
+            token_ids=self.inputs.tokens.ids[self.begin : end],
+            wanted=[at for at in range(end - self.begin) if self.begin + at in self.wanted],
         )
-        rest = range(span_end, stop)
-        return cls(
-            span=span if span_end > begin else None,
-            single=[SingleToken(token=decoded(index), is_wanted=index in wanted) for index in rest],
-            decoded=decoded(last) if is_decoded else None,
-            wanted_in_span=in_span,
-            wanted_single=[index for index in rest if index in wanted],
+
+    def decoded(self, index: int) -> DecodedToken:
+        position = self.start + index - self.begin
+        return DecodedToken(
+            row=self.row,
+            slot=self.slot,
+            position=position,
+            token_id=int(self.inputs.tokens.ids[index]),
+            ends_prompt=position == self.inputs.rows.prompt_lens[self.row] - 1,
+            is_wanted=index in self.wanted,
         )

@@ -11,6 +11,7 @@ import jax
 import jaxlib.version
 
 from cadenza.backends.base import (
+    Backend,
     BackendTraits,
     FaultSet,
     Instruments,
@@ -56,7 +57,7 @@ REFERENCE_LOGIT_COPIES = 7
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
-class XlaBackend:
+class XlaBackend(Backend):
     """CPU, NVIDIA and TPU, through JAX."""
 
     def reserve_memory(self, share: float) -> None:

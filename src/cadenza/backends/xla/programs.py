@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
+from cadenza.backends.step_result import COLUMN_TOKEN
 from cadenza.backends.xla.decoder import DecoderWeights, LayerOutputs, run_layers
 from cadenza.backends.xla.hidden_states import (
     as_head_step,
@@ -23,7 +24,6 @@ from cadenza.backends.xla.hidden_states import (
 )
 from cadenza.backends.xla.layers.residual import StepContext
 from cadenza.backends.xla.ops.table import (
-    COLUMN_TOKEN,
     DecoderSpec,
     KVPool,
     Linear,

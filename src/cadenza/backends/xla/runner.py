@@ -18,22 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from cadenza.backends.base import Capability, RunnerSetup
+from cadenza.backends.step_result import read_result
 from cadenza.backends.xla.arithmetic import takes_portable_kernels
 from cadenza.backends.xla.decoder import DecoderWeights, load_decoder, load_mtp_layer
 from cadenza.backends.xla.device import MakeOps, find_device, find_ops
 from cadenza.backends.xla.in_flight import InFlight
 from cadenza.backends.xla.layers.weight_source import WeightSource
-from cadenza.backends.xla.ops.table import (
-    COLUMN_LOGPROB,
-    COLUMN_RANK,
-    COLUMN_STATE,
-    COLUMN_TOKEN,
-    COLUMN_TOP,
-    NUM_TOP,
-    STATE_NONE_ALLOWED,
-    STATE_NOT_FINITE,
-    DecoderSpec,
-)
+from cadenza.backends.xla.ops.table import DecoderSpec
 from cadenza.backends.xla.programs import (
     MASK_ROWS,
     PAGE_COPIES,
@@ -77,18 +68,8 @@ class XlaStepHandle:
 
     def result(self) -> StepOutput:
         found, *hidden = self.in_flight.read(self.key)
-        rows = found[: self.num_logits]  # [N, C]
-        top_logprobs = rows[:, COLUMN_TOP + NUM_TOP : COLUMN_TOP + 2 * NUM_TOP]
-        return StepOutput(
-            token_ids=rows[:, COLUMN_TOKEN],
-            is_finite=rows[:, COLUMN_STATE] != STATE_NOT_FINITE,
-            has_choice=rows[:, COLUMN_STATE] != STATE_NONE_ALLOWED,
-            logprobs=rows[:, COLUMN_LOGPROB].view(np.float32),
-            ranks=rows[:, COLUMN_RANK],
-            top_ids=rows[:, COLUMN_TOP : COLUMN_TOP + NUM_TOP],
-            top_logprobs=top_logprobs.view(np.float32),
-            hidden=hidden[0][self.hidden_rows].astype(np.float32) if hidden else NO_HIDDEN,
-        )
+        needed = hidden[0][self.hidden_rows].astype(np.float32) if hidden else NO_HIDDEN
+        return read_result(found[: self.num_logits], needed)
 
 
 @dataclass(slots=True)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
+from cadenza.backends.step_result import NUM_COLUMNS
 from cadenza.backends.xla.ops.experts import Routing
 from cadenza.backends.xla.ops.float8 import are_float8
 from cadenza.backends.xla.ops.native_library import (
@@ -40,7 +41,6 @@ from cadenza.backends.xla.ops.quantised import (
     orders_of,
 )
 from cadenza.backends.xla.ops.table import (
-    NUM_COLUMNS,
     AttendingLayer,
     DecoderSpec,
     ExpertChoice,

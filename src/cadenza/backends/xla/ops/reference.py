@@ -26,6 +26,7 @@ from cadenza.backends.xla.ops.float8 import (
     join_float8,
     stack_float8,
 )
+from cadenza.backends.xla.ops.jax_arrays import CHOICE
 from cadenza.backends.xla.ops.kv_codes import (
     CodedHeads,
     code_scores,
@@ -45,7 +46,6 @@ from cadenza.backends.xla.ops.quantised import (
     stack_codes,
 )
 from cadenza.backends.xla.ops.rules import apply_rules
-from cadenza.backends.xla.ops.sampling import choose_tokens
 from cadenza.backends.xla.ops.table import (
     AttendingLayer,
     ExpertChoice,
@@ -234,7 +234,7 @@ class ReferenceOps(OpTable):
     def next_tokens(self, x: jax.Array, head: Linear, step: StepArrays) -> jax.Array:
         logits = self._shape_logits(_matmul(x, head))
         ruled = apply_rules(logits, step, self._spec.page_size)
-        return choose_tokens(logits, step.logits, ruled)
+        return CHOICE.choose_tokens(logits, step.logits, ruled)
 
     def _shape_logits(self, logits: jax.Array) -> jax.Array:
         """Divides, then caps the logits; those that are not finite are kept for the row state."""

@@ -5,7 +5,7 @@ tables are tested against it. Invariant (solo-exactness): the order of the reduc
 an output element does not depend on the batch.
 
 Legend: T padded tokens · R rows · L logit rows · E embed · F MLP · N out · K in · Hq/Hkv heads ·
-D head size · V vocabulary · P pages per row · C output columns · X experts · A experts per token.
+D head size · V vocabulary · P pages per row · C result columns · X experts · A experts per token.
 """
 
 import math
@@ -29,17 +29,6 @@ from cadenza.checkpoint.tensor_formats import format_of
 from cadenza.checkpoint.weight_format import FLOAT_FORMATS, WeightFormat
 from cadenza.config import KVCacheDType, Quantization
 from cadenza.core.step_schema import LogitInputs, RowInputs, TokenInputs, specs_of
-
-NUM_TOP = 20
-"""Most top log probabilities that a step can report (`--max-logprobs`)."""
-
-COLUMN_TOKEN, COLUMN_STATE, COLUMN_LOGPROB, COLUMN_RANK, COLUMN_TOP = range(5)
-NUM_COLUMNS = COLUMN_TOP + 2 * NUM_TOP
-"""Columns of a step's result: token, row state, logprob bits, rank, top ids, top logprob bits."""
-
-
-STATE_NOT_FINITE, STATE_CHOSEN, STATE_NONE_ALLOWED = range(3)
-"""Row states: a logit is NaN or infinite · a token was chosen · the rules allow no token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

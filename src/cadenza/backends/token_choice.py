@@ -1,0 +1,179 @@
+"""`TokenChoice`: chooses a token for each row of logits without sorting the vocabulary.
+
+Thresholds of top-k and top-p are found by bisection over the bits of an order-preserving integer
+form of the logits. A draw is a Gumbel maximum (Gumbel, 1954) whose noise is a hash of the row's key
+and the token id, so a row's choice depends only on its own logits, settings and key. The result of
+a greedy row, or of one without log probabilities, is the same whether or not other rows use them.
+
+Legend: L logit rows · V vocabulary · C columns of the result.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from cadenza.backends.arrays import Arrays
+from cadenza.backends.step_result import (
+    NUM_TOP,
+    STATE_CHOSEN,
+    STATE_NONE_ALLOWED,
+    STATE_NOT_FINITE,
+)
+from cadenza.core.step_schema import NO_RULES, LogitInputs
+
+Rows = LogitInputs[Any]
+"""The settings of the logit rows [L]."""
+
+_KEY_BITS = 32
+_SIGN = 1 << 31
+
+
+@dataclass(frozen=True, slots=True)
+class TokenChoice:
+    """The choice of tokens with the arrays of `arrays`."""
+
+    arrays: Arrays
+
+    def choose_tokens(self, logits: Any, rows: Rows, ruled: Any = None) -> Any:
+        """Logits [L, V] float32 to the step's int32 result [L, C] (columns: `step_result`).
+
+        Tokens are chosen from `ruled` [L, V], the logits after token rules (default: `logits`); log
+        probabilities and ranks are computed from `logits`. A row with a target reports that token.
+        """
+        xp, on_device = self.arrays.xp, self.arrays.on_device
+        choices = logits if ruled is None else ruled
+        greedy = xp.argmax(choices, axis=-1).astype(xp.int32)  # ties: the lowest id
+        tokens = self.arrays.either(
+            (rows.temperature > 0).any(),
+            lambda: xp.where(on_device(rows.temperature) > 0, self._draw(choices, rows), greedy),
+            lambda: greedy,
+        )
+        targets = on_device(rows.targets)
+        tokens = xp.where(targets >= 0, targets, tokens)
+        details = self.arrays.either(
+            (rows.num_logprobs >= 0).any(),
+            lambda: self._describe(logits, tokens),
+            lambda: xp.zeros((len(logits), 2 + 2 * NUM_TOP), xp.int32),
+        )
+        state = self._state(logits, choices, rows)
+        return xp.concatenate([tokens[:, None], state[:, None], details], axis=1)
+
+    def token_noise(self, keys: Any, vocab_size: int) -> Any:
+        """Standard Gumbel noise [L, V]: a pure function of the row's key [L, 2] and the token id.
+
+        The hash is a multiply-xorshift mixer; the key's second word is added midway.
+        """
+        xp, word = self.arrays.xp, self.arrays.word
+        bits = xp.arange(vocab_size, dtype=xp.uint32)[None, :] * word(0x9E3779B9)
+        bits = bits ^ keys[:, :1]
+        bits = (bits ^ (bits >> word(17))) * word(0xED5AD4BB)
+        bits = (bits ^ (bits >> word(11))) + keys[:, 1:]
+        bits = bits * word(0xAC4C1B51)
+        bits = (bits ^ (bits >> word(15))) * word(0x31848BAB)
+        bits = bits ^ (bits >> word(14))
+        uniform = xp.minimum((bits.astype(xp.float32) + 0.5) * 2.0**-32, 1.0 - 2.0**-24)
+        return -xp.log(-xp.log1p(-uniform))
+
+    def _state(self, logits: Any, choices: Any, rows: Rows) -> Any:
+        """The rows' states [L]."""
+        xp = self.arrays.xp
+        has_choice = xp.any(choices > -xp.inf, axis=-1)
+        none_allowed = self.arrays.on_device(rows.rule_record != NO_RULES) & ~has_choice
+        state = xp.where(none_allowed, STATE_NONE_ALLOWED, STATE_CHOSEN)
+        is_finite = xp.all(xp.isfinite(logits), axis=-1)
+        return xp.where(is_finite, state, STATE_NOT_FINITE).astype(xp.int32)
+
+    def _draw(self, logits: Any, rows: Rows) -> Any:
+        """Draws a token for each row [L]; the token of a row at temperature 0 is arbitrary."""
+        xp, temperature = self.arrays.xp, self.arrays.on_device(rows.temperature)
+        scaled = logits / xp.where(temperature > 0, temperature, 1.0)[:, None]  # [L, V]
+        has_filters = (
+            (rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0) | (rows.top_n_sigma > 0)
+        )
+        kept = self.arrays.either(
+            has_filters.any(),
+            lambda: self._kept(scaled, rows),
+            lambda: xp.ones(scaled.shape, xp.bool_),
+        )
+        noisy = scaled + self.token_noise(self.arrays.on_device(rows.keys), logits.shape[1])
+        return xp.argmax(xp.where(kept, noisy, -xp.inf), axis=-1).astype(xp.int32)
+
+    def _kept(self, scaled: Any, rows: Rows) -> Any:
+        """The tokens kept by min-p and top-n-sigma, then top-k, then top-p: [L, V].
+
+        Tokens with equal logits are all kept or all dropped.
+        """
+        xp, on_device = self.arrays.xp, self.arrays.on_device
+        order, vocab_size = self._ordered(scaled), scaled.shape[1]
+        maximum = xp.max(scaled, axis=-1, keepdims=True)
+        kept = scaled >= maximum + xp.log(on_device(rows.min_p))[:, None]
+        n = on_device(rows.top_n_sigma)[:, None]
+        kept = kept & ((scaled >= maximum - n * self._deviation(scaled, maximum)) | (n <= 0))
+        top_k, top_p = on_device(rows.top_k), on_device(rows.top_p)
+        top_k = xp.where(top_k > 0, xp.minimum(top_k, vocab_size), vocab_size)
+        floor_k = self._highest_floor(order, kept.astype(xp.float32), top_k.astype(xp.float32))
+        kept = kept & (order >= floor_k[:, None])
+        mass = xp.where(kept, xp.exp(scaled - maximum), 0.0)
+        floor_p = self._highest_floor(order, mass, top_p * xp.sum(mass, axis=-1))
+        return kept & ((order >= floor_p[:, None]) | (top_p >= 1)[:, None])
+
+    def _deviation(self, scaled: Any, maximum: Any) -> Any:
+        """The standard deviation of each row's logits that are not banned: [L, 1].
+
+        Distances from the maximum are scaled by the largest one, so that squares do not overflow.
+        """
+        xp = self.arrays.xp
+        is_allowed = scaled > -xp.inf
+        distance = xp.where(is_allowed, maximum - scaled, 0.0)
+        largest = xp.max(distance, axis=-1, keepdims=True)
+        units = distance / xp.where(largest > 0, largest, 1.0)
+        count = xp.maximum(xp.sum(is_allowed, axis=-1, keepdims=True), 1)
+        mean = xp.sum(units, axis=-1, keepdims=True) / count
+        squares = xp.where(is_allowed, (units - mean) ** 2, 0.0)
+        variance = xp.sum(squares, axis=-1, keepdims=True) / count
+        return xp.where(xp.isfinite(largest), largest * xp.sqrt(variance), xp.inf)
+
+    def _ordered(self, values: Any) -> Any:
+        """uint32 keys in the order of the float32 values; 0.0 and -0.0 have the same key."""
+        xp, sign = self.arrays.xp, self.arrays.word(_SIGN)
+        bits = xp.where(values == 0, 0.0, values).view(xp.uint32)
+        return xp.where(bits >= sign, ~bits, bits | sign)
+
+    def _highest_floor(self, order: Any, mass: Any, wanted: Any) -> Any:
+        """The highest floor [L] such that the mass [L, V] at or above it reaches `wanted` [L]."""
+        xp = self.arrays.xp
+
+        def try_bit(index: Any, floor: Any) -> Any:
+            candidate = floor | (self.arrays.word(_SIGN) >> index.astype(xp.uint32))
+            above = xp.sum(xp.where(order >= candidate[:, None], mass, 0.0), axis=-1)
+            return xp.where(above >= wanted, candidate, floor)
+
+        return self.arrays.repeat(_KEY_BITS, try_bit, xp.zeros(len(order), xp.uint32))
+
+    def _describe(self, logits: Any, tokens: Any) -> Any:
+        """Logprob bits and rank of the chosen tokens, then ids and logprob bits of the top ones."""
+        xp = self.arrays.xp
+        maximum = xp.max(logits, axis=-1, keepdims=True)
+        log_total = xp.log(xp.sum(xp.exp(logits - maximum), axis=-1, keepdims=True)) + maximum
+        chosen = xp.take_along_axis(logits, tokens[:, None], axis=1)  # [L, 1]
+        rank = 1 + xp.sum((logits > chosen).astype(xp.int32), axis=-1)
+        top_ids, top_logits = self._top(logits)
+        logprobs = (chosen - log_total).view(xp.int32)
+        top_logprobs = (top_logits - log_total).view(xp.int32)
+        return xp.concatenate([logprobs, rank[:, None], top_ids, top_logprobs], axis=1)
+
+    def _top(self, logits: Any) -> tuple[Any, Any]:
+        """Ids and logits of the largest logits, descending, ties by id: [L, NUM_TOP] each."""
+        xp, set_at = self.arrays.xp, self.arrays.set_at
+        rows = xp.arange(len(logits))
+
+        def take(index: Any, state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+            rest, ids, values = state
+            best = xp.argmax(rest, axis=-1).astype(xp.int32)
+            ids = set_at(ids, (slice(None), index), best)
+            values = set_at(values, (slice(None), index), rest[rows, best])
+            return set_at(rest, (rows, best), -xp.inf), ids, values
+
+        ids = xp.zeros((len(logits), NUM_TOP), xp.int32)
+        values = xp.zeros((len(logits), NUM_TOP), xp.float32)
+        _, ids, values = self.arrays.repeat(NUM_TOP, take, (logits, ids, values))
+        return ids, values
