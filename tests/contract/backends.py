@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from cadenza.backends.base import Runner
+from cadenza.backends.base import Runner, RunnerSetup
 from cadenza.backends.fake import FakeRunner
+from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.random_checkpoint import write_random_checkpoint
 from cadenza.checkpoint.weights import open_weights
 from cadenza.config import EngineLimits
@@ -29,8 +30,10 @@ DENSE_LIMITS = replace(LIMITS, page_size=LIMITS.max_model_len)
 MakeRunner = Callable[[EngineLimits, Path], Runner]
 
 
-def make_fake(limits: EngineLimits, folder: Path) -> FakeRunner:
-    return FakeRunner(
+def make_fake(
+    limits: EngineLimits, folder: Path | None = None, *, kind: type[FakeRunner] = FakeRunner
+) -> FakeRunner:
+    return kind(
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         max_pages_per_seq=limits.max_pages_per_seq,
@@ -39,18 +42,23 @@ def make_fake(limits: EngineLimits, folder: Path) -> FakeRunner:
     )
 
 
-def make_xla(limits: EngineLimits, folder: Path, ops: Any = None, **options: Any) -> Runner:
-    """Random weights of the hostile shape, on the op table that serves here if `ops` is None; KV
-    that nobody has written is NaN."""
-    from cadenza.backends.base import RunnerSetup
-    from cadenza.backends.xla.runner import XlaRunner
+def write_hostile(folder: Path) -> tuple[ModelConfig, Path]:
+    """The hostile shape, and random weights of it."""
     from tests.xla.harness import HOSTILE
 
     checkpoint = folder / "hostile"
     if not checkpoint.exists():
         write_random_checkpoint(HOSTILE, checkpoint, seed=0, dtype="float32")
+    return HOSTILE, checkpoint
+
+
+def make_xla(limits: EngineLimits, folder: Path, ops: Any = None, **options: Any) -> Runner:
+    """On the op table that serves here if `ops` is None; KV that nobody has written is NaN."""
+    from cadenza.backends.xla.runner import XlaRunner
+
     setup = RunnerSetup(limits=limits, fill=float("nan"), copies_pages=True, **options)
-    return XlaRunner(HOSTILE, open_weights(checkpoint), setup, ops)
+    model, checkpoint = write_hostile(folder)
+    return XlaRunner(model, open_weights(checkpoint), setup, ops)
 
 
 def make_reference(limits: EngineLimits, folder: Path) -> Runner:
@@ -60,17 +68,13 @@ def make_reference(limits: EngineLimits, folder: Path) -> Runner:
 
 
 def make_mlx(limits: EngineLimits, folder: Path) -> Runner:
-    """The same weights; KV that nobody has written is a large number."""
-    from cadenza.backends.base import RunnerSetup
+    """KV that nobody has written is a large number."""
     from cadenza.backends.mlx.backend import POISON
     from cadenza.backends.mlx.runner import MlxRunner
-    from tests.xla.harness import HOSTILE
 
-    checkpoint = folder / "hostile"
-    if not checkpoint.exists():
-        write_random_checkpoint(HOSTILE, checkpoint, seed=0, dtype="float32")
     setup = RunnerSetup(limits=limits, device="cpu", ops="auto", dtype="float32", fill=POISON)
-    return MlxRunner(checkpoint, HOSTILE.vocab_size, setup)
+    model, checkpoint = write_hostile(folder)
+    return MlxRunner(checkpoint, model.vocab_size, setup)
 
 
 BACKENDS: dict[str, MakeRunner] = {"fake": make_fake, "xla": make_xla, "mlx": make_mlx}

@@ -7,9 +7,10 @@ compared as bits.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
+import numpy.typing as npt
 
 from cadenza.backends.base import Capability, LateStepHandle, Runner, StepHandle
 from cadenza.config import MAX_LOGPROBS_BOUND, EngineLimits
@@ -61,11 +62,38 @@ def stream_on(row: int, pages: list[int], draw: Draw = SAMPLED) -> Stream:
     return Stream(row=row, pages=pages, draw=draw)
 
 
-def generate(bench: Bench, stream: Stream, *others: Chunk) -> list[StepOutput]:
-    """A prompt in two chunks, then three tokens; `others` are in the first step."""
+def begin(bench: Bench, stream: Stream, *others: Chunk) -> Stream:
+    """A stream with the first chunk of its prompt computed, in a step with `others`."""
     bench.run(stream.chunk(PROMPT[:9], samples=False), *others)
+    return stream
+
+
+def generate(bench: Bench, stream: Stream) -> list[StepOutput]:
+    """A prompt in two chunks, then three tokens."""
+    begin(bench, stream)
     outputs = [bench.run(stream.chunk(PROMPT[9:], samples=True))]
     return outputs + [bench.run(stream.next_token()) for _ in range(3)]
+
+
+def launch_ahead(bench: Bench, stream: Stream) -> list[StepHandle]:
+    """The steps of `generate` behind the first, all launched before any is read."""
+    begin(bench, stream)
+    inputs = [bench.inputs(stream.chunk(PROMPT[9:], samples=True))]
+    inputs += [bench.inputs(stream.next_token()) for _ in range(3)]
+    return [bench.runner.launch(each) for each in inputs]
+
+
+def record_of(bench: Bench, prompt: list[int], **params: Any) -> npt.NDArray[np.int32]:
+    """The token rules of a request."""
+    sequence = sequence_of(0, tuple(prompt), params=SamplingParams(**params))
+    record = RuleLayout(bench.runner.vocab_size).encode(sequence)
+    assert record is not None
+    return record
+
+
+def masks_of(bench: Bench, *allowed: range) -> list[npt.NDArray[np.int32]]:
+    layout = RuleLayout(bench.runner.vocab_size)
+    return [layout.mask_of(np.array(each)) for each in allowed]
 
 
 def row_of(output: StepOutput, index: int) -> StepOutput:
@@ -122,13 +150,8 @@ def check_output(output: StepOutput, num_logits: int, vocab_size: int) -> None:
 
 def check_the_last_sampled_token_needs_no_host(bench: Bench) -> None:
     """Four dependent steps are launched before any is read; the tokens are as when told."""
-    ahead = stream_on(2, [4, 5])
-    bench.run(ahead.chunk(PROMPT[:9], samples=False))
-    inputs = [bench.inputs(ahead.chunk(PROMPT[9:], samples=True))]
-    inputs += [bench.inputs(ahead.next_token()) for _ in range(3)]
-    outputs = [handle.result() for handle in [bench.runner.launch(each) for each in inputs]]
-    told = stream_on(2, [8, 9])
-    bench.run(told.chunk(PROMPT[:9], samples=False))
+    outputs = [handle.result() for handle in launch_ahead(bench, stream_on(2, [4, 5]))]
+    told = begin(bench, stream_on(2, [8, 9]))
     expected = [bench.run(told.chunk(PROMPT[9:], samples=True))]
     for _ in range(3):
         last = int(expected[-1].token_ids[0])
@@ -138,8 +161,7 @@ def check_the_last_sampled_token_needs_no_host(bench: Bench) -> None:
 
 def check_a_row_keeps_its_last_token_while_others_work(bench: Bench) -> None:
     plain = generate(bench, stream_on(1, [2, 3]))
-    stream = stream_on(1, [12, 13])
-    bench.run(stream.chunk(PROMPT[:9], samples=False))
+    stream = begin(bench, stream_on(1, [12, 13]))
     outputs = [bench.run(stream.chunk(PROMPT[9:], samples=True))]
     neighbours = [stream_on(row, [14 + row]) for row in (0, 2, 3)]
     for _ in range(3):
@@ -151,11 +173,7 @@ def check_a_row_keeps_its_last_token_while_others_work(bench: Bench) -> None:
 def check_steps_run_in_the_order_of_their_launches(bench: Bench) -> None:
     """Four dependent steps are launched, and read backwards."""
     expected = generate(bench, stream_on(2, [8, 9]))
-    stream = stream_on(2, [4, 5])
-    bench.run(stream.chunk(PROMPT[:9], samples=False))
-    inputs = [bench.inputs(stream.chunk(PROMPT[9:], samples=True))]
-    inputs += [bench.inputs(stream.next_token()) for _ in range(3)]
-    handles = [bench.runner.launch(each) for each in inputs]
+    handles = launch_ahead(bench, stream_on(2, [4, 5]))
     outputs = [handle.result() for handle in reversed(handles)]
     bench.assert_same(outputs[::-1], expected, "results read backwards")
 
@@ -188,8 +206,7 @@ def check_a_changed_page_table_entry_is_used(bench: Bench) -> None:
 def check_a_copied_page_is_as_good_as_its_original(bench: Bench) -> None:
     """A stream that shares one page and starts from a copy of another, which goes on without it."""
     plain = generate(bench, stream_on(1, [2, 3]))
-    source = stream_on(1, [12, 13])
-    bench.run(source.chunk(PROMPT[:9], samples=False))
+    source = begin(bench, stream_on(1, [12, 13]))
     bench.run(source.chunk(PROMPT[9:], samples=True))
     bench.run(source.next_token())
     num_shared = len(PROMPT) - 1
@@ -247,7 +264,7 @@ def check_a_rows_result_is_the_same_in_company(bench: Bench) -> None:
     def company(length: int) -> list[Chunk]:
         return [s.chunk(OTHER[:length], samples=s.row != 1) for s in others]
 
-    bench.run(stream.chunk(PROMPT[:9], samples=False), *company(2))
+    begin(bench, stream, *company(2))
     crowd = [bench.run(stream.chunk(PROMPT[9:], samples=True), *company(1))]
     crowd += [bench.run(stream.next_token(), *company(2 + step)) for step in range(3)]
     own_index = 1  # rows 0, 2 and 3 sample
@@ -282,13 +299,12 @@ def check_a_row_can_choose_several_tokens_in_a_step(bench: Bench) -> None:
     """Each choice is what a step of its own would have made, and the last one is remembered."""
     alone: list[StepOutput] = []
     for end in (18, 19, 20):
-        short = stream_on(1, [end % 3 * 2, end % 3 * 2 + 1])
-        bench.run(short.chunk(PROMPT[:9], samples=False))
+        short = begin(bench, stream_on(1, [end % 3 * 2, end % 3 * 2 + 1]))
         bench.run(short.chunk(PROMPT[9 : end - 1], samples=False))
         alone.append(bench.run(short.chunk(PROMPT[end - 1 : end], samples=True)))
     following = bench.run(short.next_token())
-    stream, neighbour = stream_on(2, [20, 21]), stream_on(3, [22], Draw())
-    bench.run(stream.chunk(PROMPT[:9], samples=False), neighbour.chunk(OTHER, samples=True))
+    neighbour = stream_on(3, [22], Draw())
+    stream = begin(bench, stream_on(2, [20, 21]), neighbour.chunk(OTHER, samples=True))
     bench.run(stream.chunk(PROMPT[9:16], samples=False))
     several = bench.run(
         stream.chunk(PROMPT[16:], samples=True, num_choices=3), neighbour.next_token()
@@ -316,20 +332,16 @@ def check_the_mask_of_a_rows_rules_is_replaced_by_itself(bench: Bench) -> None:
 
     def tokens(first: range, then: range | None) -> list[int]:
         row, stream = 1, stream_on(1, [0, 1])
-        params = SamplingParams(allowed_token_ids=first, presence_penalty=1.5, logit_bias={71: 9.0})
-        prompt = tuple(PROMPT[:9])
-        sequence = sequence_of(0, prompt, params=params)
-        layout = RuleLayout(bench.runner.vocab_size)
-        record = layout.encode(sequence)
-        assert record is not None
+        prompt, params = PROMPT[:9], {"presence_penalty": 1.5, "logit_bias": {71: 9.0}}
+        record = record_of(bench, prompt, allowed_token_ids=first, **params)
         chosen: list[int] = []
         for place in range(3):
             chunk = stream.next_token() if place else stream.chunk(prompt, samples=True)
             inputs = bench.inputs(chunk)
             inputs.logits.rule_record[0] = row
             rules = () if place else (RuleUpdate(row, record),)
-            is_replaced = then is not None and place == 1
-            masks = (MaskUpdate(row, row, layout.mask_of(np.array(then))),) if is_replaced else ()
+            masks = masks_of(bench, then) if then is not None and place == 1 else []
+            masks = tuple(MaskUpdate(row, row, mask) for mask in masks)
             inputs = replace(inputs, rule_updates=rules, mask_updates=masks)
             chosen.append(int(bench.runner.launch(inputs).result().token_ids[0]))
         return chosen
@@ -375,11 +387,9 @@ def check_a_tokens_hidden_state_follows_from_its_prefix(bench: Bench) -> None:
 def check_each_choice_is_made_from_the_record_that_it_names(bench: Bench) -> None:
     """Three choices of a row with three masks, of which two are behind all rows' records, are those
     of three steps in which the row's own record has the mask; so is the one of the step after."""
-    layout = RuleLayout(bench.runner.vocab_size)
-    params = SamplingParams(allowed_token_ids=range(90), presence_penalty=1.5, logit_bias={71: 2.0})
-    record = layout.encode(sequence_of(0, tuple(PROMPT[:9]), params=params))
-    assert record is not None
-    masks = [layout.mask_of(np.array(each)) for each in (range(20), range(30, 60), range(55, 90))]
+    params = {"allowed_token_ids": range(90), "presence_penalty": 1.5, "logit_bias": {71: 2.0}}
+    record = record_of(bench, PROMPT[:9], **params)
+    masks = masks_of(bench, range(20), range(30, 60), range(55, 90))
     row, extra = 2, bench.limits.max_num_seqs
 
     def launch(chunk: Chunk, records: list[int], *updates: MaskUpdate) -> list[int]:
@@ -390,13 +400,11 @@ def check_each_choice_is_made_from_the_record_that_it_names(bench: Bench) -> Non
 
     alone: list[int] = []
     for end, mask in zip((18, 19, 20, 20), (*masks, masks[0]), strict=True):
-        short = stream_on(row, [0, 1])
-        bench.run(short.chunk(PROMPT[:9], samples=False))
+        short = begin(bench, stream_on(row, [0, 1]))
         bench.run(short.chunk(PROMPT[9 : end - 1], samples=False))
         chunk = short.chunk(PROMPT[end - 1 : end], samples=True)
         alone += launch(chunk, [row], MaskUpdate(row, row, mask))
-    stream = stream_on(row, [20, 21])
-    bench.run(stream.chunk(PROMPT[:9], samples=False))
+    stream = begin(bench, stream_on(row, [20, 21]))
     bench.run(stream.chunk(PROMPT[9:16], samples=False))
     updates = [MaskUpdate(row, row, masks[0])]
     updates += [MaskUpdate(extra + 5 * place, row, masks[place]) for place in (2, 1)]
@@ -415,11 +423,9 @@ def check_masks_may_follow_a_launch(bench: Bench) -> None:
     read, are those of steps that are launched with them; so is the row beside it."""
     if "late_masks" not in bench.runner.capabilities:
         return
-    row, layout = 1, RuleLayout(bench.runner.vocab_size)
-    params = SamplingParams(allowed_token_ids=range(90), presence_penalty=1.5)
-    record = layout.encode(sequence_of(0, tuple(OTHER), params=params))
-    assert record is not None
-    masks = [layout.mask_of(np.arange(16 * place, 16 * place + 16)) for place in range(5)]
+    row = 1
+    record = record_of(bench, OTHER, allowed_token_ids=range(90), presence_penalty=1.5)
+    masks = masks_of(bench, *(range(16 * place, 16 * place + 16) for place in range(5)))
 
     def run(place: int, chunks: list[Chunk], unread: list[StepHandle], *, follow: bool) -> None:
         inputs = bench.inputs(*chunks)

@@ -1,5 +1,6 @@
 """Negative controls of the contract suite: for each check a runner that violates only it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -7,30 +8,35 @@ import numpy as np
 import pytest
 
 from cadenza.backends.fake import FakeLateStepHandle, FakeRunner, FakeStepHandle
-from cadenza.core.step_schema import NO_RULES, NUM_EXTRA_LOGIT_ROWS, ModelInputs, StepOutput
-from tests.contract.backends import LIMITS
+from cadenza.core.step_schema import NO_RULES, ModelInputs, StepOutput
+from tests.contract.backends import LIMITS, make_fake
 from tests.contract.checks import CHECKS, Bench
 from tests.contract.steps import copy_of
 
-NUM_LOGITS = LIMITS.max_num_seqs + NUM_EXTRA_LOGIT_ROWS
+NO_PAGES = np.zeros((0, 3), np.int32)
+
+Change = Callable[[FakeRunner, ModelInputs], ModelInputs]
 
 
-def with_keys(inputs: ModelInputs, spoil: np.ndarray) -> ModelInputs:
-    """The same step with other draw keys [L, 2]."""
-    other = copy_of(inputs)
-    other.logits.keys[:] += spoil.astype(np.uint32)
-    return other
+def launching(change: Change) -> type[FakeRunner]:
+    """Launches other inputs than it is given."""
+
+    class Broken(FakeRunner):
+        def launch(self, inputs: ModelInputs) -> Any:
+            return FakeRunner.launch(self, change(self, inputs))
+
+    return Broken
 
 
-@dataclass(frozen=True, slots=True)
-class Changed:
-    """A handle whose output was tampered with."""
+def keyed(spoil: Callable[[ModelInputs], Any]) -> type[FakeRunner]:
+    """Adds to the draw keys [L, 2]: a number, or one for each logit row."""
 
-    handle: Any
-    change: Any
+    def change(_: FakeRunner, inputs: ModelInputs) -> ModelInputs:
+        other, added = copy_of(inputs), np.asarray(spoil(inputs)).astype(np.uint32)
+        other.logits.keys[:] += added if added.ndim != 1 else added[:, None]
+        return other
 
-    def result(self) -> Any:
-        return self.change(self.handle.result())
+    return launching(change)
 
 
 class Nameless(FakeRunner):
@@ -45,29 +51,28 @@ class FallingBuckets(FakeRunner):
         return (self.max_num_batched_tokens, 8)
 
 
+@dataclass(frozen=True, slots=True)
+class WideHandle:
+    handle: Any
+
+    def result(self) -> StepOutput:
+        output = self.handle.result()
+        return replace(output, token_ids=output.token_ids.astype(np.int64))
+
+
 class WideTokens(FakeRunner):
     def launch(self, inputs: ModelInputs) -> Any:
-        def widen(output: StepOutput) -> StepOutput:
-            return replace(output, token_ids=output.token_ids.astype(np.int64))
-
-        return Changed(FakeRunner.launch(self, inputs), widen)
+        return WideHandle(FakeRunner.launch(self, inputs))
 
 
-class LastTokenOfTheNextRow(FakeRunner):
-    def launch(self, inputs: ModelInputs) -> Any:
-        self._last_sampled = np.roll(self._last_sampled, 1)
-        return FakeRunner.launch(self, inputs)
+def last_token_of_the_next_row(runner: FakeRunner, inputs: ModelInputs) -> ModelInputs:
+    runner._last_sampled = np.roll(runner._last_sampled, 1)
+    return inputs
 
 
-class ForgetsRowsThatSitOut(FakeRunner):
-    def launch(self, inputs: ModelInputs) -> Any:
-        self._last_sampled[inputs.rows.kv_lens == 0] = 0
-        return FakeRunner.launch(self, inputs)
-
-
-class RunsWhenRead(FakeRunner):
-    def launch(self, inputs: ModelInputs) -> Any:
-        return Lazy(self, inputs)
+def forget_rows_that_sit_out(runner: FakeRunner, inputs: ModelInputs) -> ModelInputs:
+    runner._last_sampled[inputs.rows.kv_lens == 0] = 0
+    return inputs
 
 
 @dataclass(slots=True, eq=False)
@@ -79,6 +84,11 @@ class Lazy:
         return FakeRunner.launch(self.runner, self.inputs).result()
 
 
+class RunsWhenRead(FakeRunner):
+    def launch(self, inputs: ModelInputs) -> Any:
+        return Lazy(self, inputs)
+
+
 class ForgetsThePageTable(FakeRunner):
     def launch(self, inputs: ModelInputs) -> Any:
         handle = FakeRunner.launch(self, inputs)
@@ -86,51 +96,17 @@ class ForgetsThePageTable(FakeRunner):
         return handle
 
 
-class KeepsFirstPageUpdate(FakeRunner):
-    def launch(self, inputs: ModelInputs) -> Any:
-        fresh = [u for u in inputs.page_updates.tolist() if self._page_table[u[0], u[1]] < 0]
-        updates = np.array(fresh, np.int32).reshape(-1, 3)
-        return FakeRunner.launch(self, replace(inputs, page_updates=updates))
+def keep_first_page_update(runner: FakeRunner, inputs: ModelInputs) -> ModelInputs:
+    fresh = [each for each in inputs.page_updates.tolist() if runner._page_table[*each[:2]] < 0]
+    return replace(inputs, page_updates=np.array(fresh, np.int32).reshape(-1, 3))
 
 
 class CopiesAPageTooLate(FakeRunner):
     def launch(self, inputs: ModelInputs) -> Any:
-        none = np.zeros((0, 3), np.int32)
-        handle = FakeRunner.launch(self, replace(inputs, page_copies=none))
+        handle = FakeRunner.launch(self, replace(inputs, page_copies=NO_PAGES))
         empty = ModelInputs.empty(bucket=self.max_num_batched_tokens, num_rows=self.max_num_seqs)
         FakeRunner.launch(self, replace(empty, page_copies=inputs.page_copies))
         return handle
-
-
-class KeysFromThePadding(FakeRunner):
-    def launch(self, inputs: ModelInputs) -> Any:
-        return FakeRunner.launch(
-            self, with_keys(inputs, np.full((NUM_LOGITS, 2), inputs.tokens.ids[-1]))
-        )
-
-
-class KeysFromTheRow(FakeRunner):
-    def launch(self, inputs: ModelInputs) -> Any:
-        rows = np.repeat(inputs.logits.rows[:, None], 2, axis=1)
-        return FakeRunner.launch(self, with_keys(inputs, rows))
-
-
-class KeysFromTheCrowd(FakeRunner):
-    def launch(self, inputs: ModelInputs) -> Any:
-        crowd = np.full((NUM_LOGITS, 2), int((inputs.rows.kv_lens > 0).sum()))
-        return FakeRunner.launch(self, with_keys(inputs, crowd))
-
-
-class KeysFromTheChunk(FakeRunner):
-    def launch(self, inputs: ModelInputs) -> Any:
-        return FakeRunner.launch(
-            self, with_keys(inputs, np.full((NUM_LOGITS, 2), inputs.num_tokens))
-        )
-
-
-class NoRandomness(FakeRunner):
-    def launch(self, inputs: ModelInputs) -> Any:
-        return FakeRunner.launch(self, with_keys(inputs, -inputs.logits.keys.astype(np.int64)))
 
 
 class RemembersTheFirstChoice(FakeRunner):
@@ -142,29 +118,27 @@ class RemembersTheFirstChoice(FakeRunner):
         return handle
 
 
-class KeysFromTheLogprobs(FakeRunner):
-    def launch(self, inputs: ModelInputs) -> Any:
-        asked = np.repeat(inputs.logits.num_logprobs[:, None], 2, axis=1)
-        return FakeRunner.launch(self, with_keys(inputs, asked))
+def states_of_the_first_rows(_: FakeRunner, inputs: ModelInputs) -> ModelInputs:
+    return replace(inputs, hidden_rows=np.arange(len(inputs.hidden_rows), dtype=np.int32))
 
 
-class IgnoresMasks(FakeRunner):
-    def launch(self, inputs: ModelInputs) -> Any:
-        return FakeRunner.launch(self, replace(inputs, mask_updates=()))
+def without_masks(_: FakeRunner, inputs: ModelInputs) -> ModelInputs:
+    return replace(inputs, mask_updates=())
 
 
-class StatesOfTheFirstRows(FakeRunner):
-    def launch(self, inputs: ModelInputs) -> Any:
-        rows = np.arange(len(inputs.hidden_rows), dtype=np.int32)
-        return FakeRunner.launch(self, replace(inputs, hidden_rows=rows))
+def minus_the_keys(inputs: ModelInputs) -> Any:
+    return -inputs.logits.keys.astype(np.int64)
 
 
-class MasksOfTheRow(FakeRunner):
-    def launch(self, inputs: ModelInputs) -> Any:
-        other = copy_of(inputs)
-        named = other.logits.rule_record
-        named[:] = np.where(named == NO_RULES, NO_RULES, other.logits.rows)
-        return FakeRunner.launch(self, other)
+def num_logprobs(inputs: ModelInputs) -> Any:
+    return inputs.logits.num_logprobs
+
+
+def masks_of_the_row(_: FakeRunner, inputs: ModelInputs) -> ModelInputs:
+    other = copy_of(inputs)
+    named = other.logits.rule_record
+    named[:] = np.where(named == NO_RULES, NO_RULES, other.logits.rows)
+    return other
 
 
 class IgnoresMasksThatFollow(FakeRunner):
@@ -191,38 +165,32 @@ BROKEN: dict[str, type[FakeRunner]] = {
     "it_describes_itself": Nameless,
     "its_buckets_rise_to_the_budget": FallingBuckets,
     "its_outputs_have_the_promised_shapes_and_types": WideTokens,
-    "the_last_sampled_token_needs_no_host": LastTokenOfTheNextRow,
-    "a_row_keeps_its_last_token_while_others_work": ForgetsRowsThatSitOut,
+    "the_last_sampled_token_needs_no_host": launching(last_token_of_the_next_row),
+    "a_row_keeps_its_last_token_while_others_work": launching(forget_rows_that_sit_out),
     "steps_run_in_the_order_of_their_launches": RunsWhenRead,
     "the_page_table_is_remembered": ForgetsThePageTable,
-    "a_changed_page_table_entry_is_used": KeepsFirstPageUpdate,
+    "a_changed_page_table_entry_is_used": launching(keep_first_page_update),
     "a_copied_page_is_as_good_as_its_original": CopiesAPageTooLate,
-    "padding_is_harmless": KeysFromThePadding,
-    "a_rows_result_is_the_same_in_every_row": KeysFromTheRow,
-    "a_rows_result_is_the_same_in_company": KeysFromTheCrowd,
-    "a_prompts_chunks_do_not_matter": KeysFromTheChunk,
-    "the_key_decides_and_greedy_rows_have_none": NoRandomness,
+    "padding_is_harmless": keyed(lambda inputs: inputs.tokens.ids[-1]),
+    "a_rows_result_is_the_same_in_every_row": keyed(lambda inputs: inputs.logits.rows),
+    "a_rows_result_is_the_same_in_company": keyed(lambda inputs: (inputs.rows.kv_lens > 0).sum()),
+    "a_prompts_chunks_do_not_matter": keyed(lambda inputs: inputs.num_tokens),
+    "the_key_decides_and_greedy_rows_have_none": keyed(
+        lambda inputs: -inputs.logits.keys.astype(np.int64)
+    ),
     "a_row_can_choose_several_tokens_in_a_step": RemembersTheFirstChoice,
-    "asking_for_log_probabilities_changes_no_token": KeysFromTheLogprobs,
-    "the_mask_of_a_rows_rules_is_replaced_by_itself": IgnoresMasks,
-    "a_tokens_hidden_state_follows_from_its_prefix": StatesOfTheFirstRows,
-    "each_choice_is_made_from_the_record_that_it_names": MasksOfTheRow,
+    "asking_for_log_probabilities_changes_no_token": keyed(
+        lambda inputs: inputs.logits.num_logprobs
+    ),
+    "the_mask_of_a_rows_rules_is_replaced_by_itself": launching(
+        lambda _, inputs: replace(inputs, mask_updates=())
+    ),
+    "a_tokens_hidden_state_follows_from_its_prefix": launching(states_of_the_first_rows),
+    "each_choice_is_made_from_the_record_that_it_names": launching(masks_of_the_row),
     "masks_may_follow_a_launch": IgnoresMasksThatFollow,
     "a_step_without_its_masks_cannot_be_read": ChoosesAtOnce,
     "reset_forgets_everything": ForgetsNothing,
 }
-
-
-def bench_of(kind: type[FakeRunner]) -> Bench:
-    return Bench(
-        kind(
-            max_num_seqs=LIMITS.max_num_seqs,
-            max_num_batched_tokens=LIMITS.max_num_batched_tokens,
-            max_pages_per_seq=LIMITS.max_pages_per_seq,
-            num_pages=LIMITS.num_pages,
-            page_size=LIMITS.page_size,
-        )
-    )
 
 
 def test_every_check_has_a_runner_that_fails_it():
@@ -232,4 +200,4 @@ def test_every_check_has_a_runner_that_fails_it():
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_runner_fails_the_check(name: str):
     with pytest.raises(AssertionError):
-        CHECKS[name](bench_of(BROKEN[name]))
+        CHECKS[name](Bench(make_fake(LIMITS, kind=BROKEN[name])))

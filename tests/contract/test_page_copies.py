@@ -1,7 +1,7 @@
 """Pages copied to the host and back have the same bits, wherever they then lie."""
 
 from functools import partial
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,10 +26,18 @@ COPIERS = {
 }
 
 
-def make(name: str, folder: Path) -> Runner:
-    runner = COPIERS[name](LIMITS, folder)
+@pytest.fixture(scope="module", params=by_day(COPIERS, {"fake", "xla"}))
+def warm_runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runner:
+    runner = COPIERS[request.param](LIMITS, tmp_path_factory.mktemp("pages"))
     runner.warmup()
     return runner
+
+
+@pytest.fixture
+def runner(warm_runner: Runner) -> Any:
+    warm_runner.reset()
+    assert isinstance(warm_runner, PageCopier)
+    return warm_runner
 
 
 def prefill(runner: Runner, stream: Stream, prompt: list[int]) -> None:
@@ -37,29 +45,22 @@ def prefill(runner: Runner, stream: Stream, prompt: list[int]) -> None:
         run_step(runner, [stream.chunk(prompt[start : start + 16], samples=True)], GEOMETRY)
 
 
-@pytest.mark.parametrize("name", by_day(COPIERS, {"fake", "xla"}))
-def test_a_stream_goes_on_over_pages_that_were_copied_to_another_runner(name: str, tmp_path: Path):
-    first = make(name, tmp_path)
-    assert isinstance(first, PageCopier)
+def test_a_stream_goes_on_over_pages_that_were_copied_to_another_runner(runner: Any):
     source = Stream(row=0, pages=[5, 2, 7, 9])
-    prefill(first, source, PROMPT)
-    contents = first.read_pages([5, 2, 7])
-    expected = run_step(first, [source.chunk([4], samples=True)], GEOMETRY)
-    assert first.read_pages([7, 5, 2]) == [contents[2], contents[0], contents[1]]
-    first.reset()
-    first.write_pages([11, 3, 8], contents)
-    assert first.read_pages([11, 3, 8]) == contents
+    prefill(runner, source, PROMPT)
+    contents = runner.read_pages([5, 2, 7])
+    expected = run_step(runner, [source.chunk([4], samples=True)], GEOMETRY)
+    assert runner.read_pages([7, 5, 2]) == [contents[2], contents[0], contents[1]]
+    runner.reset()
+    runner.write_pages([11, 3, 8], contents)
+    assert runner.read_pages([11, 3, 8]) == contents
     copy = Stream(row=2, pages=[11, 3, 8, 1], num_computed=len(PROMPT))
-    found = run_step(first, [copy.chunk([4], samples=True)], GEOMETRY)
+    found = run_step(runner, [copy.chunk([4], samples=True)], GEOMETRY)
     assert found.token_ids.tolist() == expected.token_ids.tolist()
     assert found.logprobs.tobytes() == expected.logprobs.tobytes()
-    first.close()
 
 
-@pytest.mark.parametrize("name", by_day(COPIERS, {"fake", "xla"}))
-def test_more_pages_than_a_call_copies_keep_their_places(name: str, tmp_path: Path):
-    runner = make(name, tmp_path)
-    assert isinstance(runner, PageCopier)
+def test_more_pages_than_a_call_copies_keep_their_places(runner: Any):
     contents = runner.read_pages(range(LIMITS.num_pages))
     size = len(contents[0])
     marked = [bytes([0, index]) * (size // 2) for index in range(LIMITS.num_pages)]
@@ -68,15 +69,10 @@ def test_more_pages_than_a_call_copies_keep_their_places(name: str, tmp_path: Pa
     after = runner.read_pages(order)
     assert after[:20] == marked[:20]
     assert after[20:] == [contents[page] for page in order[20:]]
-    runner.close()
 
 
-@pytest.mark.parametrize("name", by_day(COPIERS, {"fake", "xla"}))
-def test_contents_of_another_size_are_refused(name: str, tmp_path: Path):
-    runner = make(name, tmp_path)
-    assert isinstance(runner, PageCopier)
+def test_contents_of_another_size_are_refused(runner: Any):
     content = runner.read_pages([3])[0]
     with pytest.raises(RunnerError, match="bytes, not"):
         runner.write_pages([3], [content[:-1]])
     assert runner.read_pages([3]) == [content]
-    runner.close()

@@ -25,15 +25,11 @@ def test_a_launch_before_warm_up_is_a_runner_error(backend: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("backend", BACKEND_PARAMS)
-def test_a_launch_after_close_is_a_runner_error(backend: str, tmp_path: Path):
+def test_a_launch_after_close_is_a_runner_error_and_closing_twice_is_harmless(
+    backend: str, tmp_path: Path
+):
     runner = BACKENDS[backend](LIMITS_OF[backend], tmp_path)
+    runner.close()
     runner.close()
     with pytest.raises(RunnerError):
         runner.launch(EMPTY)
-
-
-@pytest.mark.parametrize("backend", BACKEND_PARAMS)
-def test_closing_twice_is_harmless(backend: str, tmp_path: Path):
-    runner = BACKENDS[backend](LIMITS_OF[backend], tmp_path)
-    runner.close()
-    runner.close()

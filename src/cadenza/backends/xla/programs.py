@@ -6,13 +6,14 @@ device between steps.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
+from cadenza.backends.base import RunnerSetup
 from cadenza.backends.step_result import COLUMN_TOKEN
 from cadenza.backends.xla.decoder import DecoderWeights, LayerOutputs, run_layers
 from cadenza.backends.xla.hidden_states import (
@@ -94,19 +95,6 @@ class DeviceState(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProgramShape:
-    """The static sizes of a runner's programs."""
-
-    num_rows: int
-    max_pages_per_seq: int
-    num_pages: int
-    token_buckets: tuple[int, ...]
-    fill: float | None
-    copies_pages: bool = False
-    keeps_hidden: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PagePrograms:
     """Copies pages to the host and back; `parts` has the shapes and types of what is copied."""
 
@@ -133,13 +121,13 @@ class Programs:
     operations of a step, or the model reads hidden states.
     """
 
-    step: dict[int, Compiled]
-    begin: dict[int, Compiled]
-    choose: dict[int, Compiled]
     new_state: Compiled
     rows: RowPrograms
     copy_pages: Compiled
     pages: PagePrograms | None = None
+    step: dict[int, Compiled] = field(default_factory=dict[int, Compiled])
+    begin: dict[int, Compiled] = field(default_factory=dict[int, Compiled])
+    choose: dict[int, Compiled] = field(default_factory=dict[int, Compiled])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -296,17 +284,14 @@ def copy_function(ops: OpTable, page_size: int) -> Callable[..., DeviceState]:
 
             def copy_block(block: jax.Array, state: DeviceState) -> DeviceState:
                 slots = source * page_size + block * size, destination * page_size + block * size
-                rows = state.rows
-                tokens = jax.lax.dynamic_slice_in_dim(rows.token_history, slots[0], size)
-                history = jax.lax.dynamic_update_slice_in_dim(
-                    rows.token_history, tokens, slots[1], 0
-                )
+
+                def copy(side: jax.Array) -> jax.Array:
+                    part = jax.lax.dynamic_slice_in_dim(side, slots[0], size)
+                    return jax.lax.dynamic_update_slice_in_dim(side, part, slots[1], 0)
+
+                history, kept = jax.tree.map(copy, (state.rows.token_history, state.kept_hidden))
                 pool = ops.copy_slots(state.pool, *slots, size)
-                kept = state.kept_hidden
-                if kept is not None:
-                    states = jax.lax.dynamic_slice_in_dim(kept, slots[0], size)
-                    kept = jax.lax.dynamic_update_slice_in_dim(kept, states, slots[1], 0)
-                rows = rows._replace(token_history=history)
+                rows = state.rows._replace(token_history=history)
                 return state._replace(pool=pool, rows=rows, kept_hidden=kept)
 
             return jax.lax.fori_loop(0, (num_tokens + size - 1) // size, copy_block, state)
@@ -361,68 +346,32 @@ def write_function(num_pages: int) -> Callable[..., DeviceState]:
     return write_pages
 
 
-def _compile_page_programs(num_pages: int, state: Any, pages: Any, count: Any) -> PagePrograms:
-    """From abstract arguments."""
-    reading = jax.jit(read_function(num_pages)).lower(state, pages)
-    sharding = pages.sharding
-    parts = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        reading.out_info,
-    )
-    writing = jax.jit(write_function(num_pages), donate_argnums=0)
-    return PagePrograms(
-        read=reading.compile(),
-        write=writing.lower(state, pages, parts, count).compile(),
-        parts=parts,
-    )
-
-
-def _compile_row_programs(rows: RowState, sharding: Any, platform: str) -> RowPrograms:
-    """From abstract rows."""
-    num_words = rows.rule_records.shape[1]
-
-    def lower(function: Callable[..., RowState], *shapes: tuple[int, ...]) -> Any:
-        inputs = [jax.ShapeDtypeStruct(each, jnp.int32, sharding=sharding) for each in shapes]
-        return jax.jit(function, donate_argnums=0).lower(rows, *inputs)
-
-    options = _ROUTING_OPTIONS.get(platform)
-
-    return RowPrograms(
-        write_page_table=lower(write_page_table, (PAGE_UPDATES, 3)).compile(options),
-        write_rules=lower(write_rules, (), (num_words,)).compile(options),
-        copy_rules=lower(copy_rules, (MASK_ROWS, 2)).compile(options),
-        write_masks=lower(write_masks, (MASK_ROWS,), (MASK_ROWS, num_words - MASK)).compile(),
-    )
-
-
-def state_function(ops: OpTable, spec: DecoderSpec, shape: ProgramShape) -> Callable[[], Any]:
-    """The program () to a new `DeviceState` with every KV element set to `shape.fill`, or with what
+def state_function(ops: OpTable, spec: DecoderSpec, setup: RunnerSetup) -> Callable[[], Any]:
+    """The program () to a new `DeviceState` with every KV element set to `setup.fill`, or with what
     is written per slot left unwritten."""
-
+    limits, width = setup.limits, spec.model.hidden_size
     num_words = RuleLayout(spec.model.vocab_size).num_words
-    num_slots = shape.num_pages * spec.page_size
-
-    def states(count: int) -> jax.Array:
-        return new_states(count, spec.model.hidden_size, spec.dtype)
+    num_slots = limits.num_pages * spec.page_size
 
     def kept_states() -> jax.Array:
-        if shape.fill is not None:
-            return states(num_slots)
-        like = jax.eval_shape(lambda: states(num_slots))
+        if setup.fill is not None:
+            return new_states(num_slots, width, spec.dtype)
+        like = jax.eval_shape(lambda: new_states(num_slots, width, spec.dtype))
         return ops.unwritten(like.shape, like.dtype)
 
     def new_state() -> DeviceState:
         rows = RowState(
-            jnp.zeros(shape.num_rows, jnp.int32),
-            jnp.zeros((shape.num_rows, shape.max_pages_per_seq), jnp.int32),
-            jnp.zeros((shape.num_rows + NUM_EXTRA_LOGIT_ROWS, num_words), jnp.int32),
+            jnp.zeros(limits.max_num_seqs, jnp.int32),
+            jnp.zeros((limits.max_num_seqs, limits.max_pages_per_seq), jnp.int32),
+            jnp.zeros((limits.max_num_seqs + NUM_EXTRA_LOGIT_ROWS, num_words), jnp.int32),
             jnp.full(num_slots, -1, jnp.int32),
         )
+        reads_hidden = spec.model.reads_hidden
         return DeviceState(
-            ops.new_kv_pool(shape.num_pages, shape.fill),
+            ops.new_kv_pool(limits.num_pages, setup.fill),
             rows,
-            kept_states() if shape.keeps_hidden else None,
-            states(shape.num_rows) if spec.model.reads_hidden else None,
+            kept_states() if setup.keeps_hidden else None,
+            new_states(limits.max_num_seqs, width, spec.dtype) if reads_hidden else None,
         )
 
     return new_state
@@ -433,66 +382,95 @@ def can_split_steps(ops: OpTable, model: ModelConfig) -> bool:
     return ops.is_opaque and not model.reads_hidden
 
 
-def _step_options(ops: OpTable, spec: DecoderSpec, shape: ProgramShape, platform: str) -> _Options:
-    options = _STEP_OPTIONS.get(platform, {})
-    if ops.is_opaque and not (shape.keeps_hidden or spec.model.reads_hidden):
-        return options | _ROUTING_OPTIONS.get(platform, {})
-    return options
-
-
 def compile_programs(
-    ops: OpTable,
-    spec: DecoderSpec,
-    shape: ProgramShape,
-    weights: DecoderWeights,
-    device: Any,
+    ops: OpTable, spec: DecoderSpec, setup: RunnerSetup, weights: DecoderWeights, device: Any
 ) -> Programs:
     """Compiles every program that a runner calls."""
-    sharding = SingleDeviceSharding(device)
+    return _Compiler(ops, spec, setup, device).compile(weights)
 
-    def abstract(tree: Any) -> Any:
-        return jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree
+
+class _Compiler:
+    """Compiles from abstract arguments on a device."""
+
+    def __init__(self, ops: OpTable, spec: DecoderSpec, setup: RunnerSetup, device: Any) -> None:
+        self._ops = ops
+        self._spec = spec
+        self._setup = setup
+        self._sharding = SingleDeviceSharding(device)
+        self._step_options = _STEP_OPTIONS.get(device.platform, {})
+        self._routing_options = _ROUTING_OPTIONS.get(device.platform, {})
+        self._new_state = state_function(ops, spec, setup)
+        self._state = self._abstract(jax.eval_shape(self._new_state))
+
+    def compile(self, weights: DecoderWeights) -> Programs:
+        copy_pages = jax.jit(copy_function(self._ops, self._spec.page_size), donate_argnums=0)
+        copies = self._words(PAGE_COPIES, 3), self._words()
+        new_state = jax.jit(self._new_state, out_shardings=self._sharding)
+        programs = Programs(
+            new_state=new_state.lower().compile(),
+            rows=self._row_programs(),
+            copy_pages=copy_pages.lower(self._state, *copies).compile(),
+            pages=self._page_programs() if self._setup.copies_pages else None,
+        )
+        for bucket in self._ops.token_buckets(self._setup.limits.max_num_batched_tokens):
+            self._add_step(programs, bucket, self._abstract(weights))
+        return programs
+
+    def _add_step(self, programs: Programs, bucket: int, weights: DecoderWeights) -> None:
+        spec, setup = self._spec, self._setup
+        layout = StepLayout(bucket, setup.limits.max_num_seqs)
+        program = StepProgram(
+            ops=self._ops, spec=spec, layout=layout, keeps_hidden=setup.keeps_hidden
+        )
+        whole = weights, self._state, self._words(layout.num_words)
+        kept: list[Any] = []
+        if spec.model.reads_hidden:
+            num_slots, width = setup.limits.num_pages * spec.page_size, spec.model.hidden_size
+            states = jax.eval_shape(lambda: new_states(num_slots, width, spec.dtype))
+            kept.append(self._abstract(states))
+        programs.step[bucket], _ = self._part(program.step, *whole, *kept)
+        if can_split_steps(self._ops, spec.model):
+            programs.begin[bucket], (_, hidden) = self._part(program.begin, *whole)
+            rest = weights.lm_head, self._state.rows, whole[2], hidden
+            programs.choose[bucket], _ = self._part(program.choose, *rest)
+
+    def _part(self, function: Callable[..., Any], *inputs: Any) -> Any:
+        """The compiled function, which takes over its second input, and its abstract results."""
+        has_states = self._setup.keeps_hidden or self._spec.model.reads_hidden
+        options = self._step_options
+        if self._ops.is_opaque and not has_states:
+            options = options | self._routing_options
+        lowered = jax.jit(function, donate_argnums=1).lower(*inputs)
+        return lowered.compile(options), self._abstract(lowered.out_info)
+
+    def _row_programs(self) -> RowPrograms:
+        rows = self._state.rows
+        num_words = rows.rule_records.shape[1]
+
+        def lower(function: Callable[..., RowState], *shapes: tuple[int, ...]) -> Any:
+            inputs = (self._words(*each) for each in shapes)
+            return jax.jit(function, donate_argnums=0).lower(rows, *inputs)
+
+        options = self._routing_options or None
+        return RowPrograms(
+            write_page_table=lower(write_page_table, (PAGE_UPDATES, 3)).compile(options),
+            write_rules=lower(write_rules, (), (num_words,)).compile(options),
+            copy_rules=lower(copy_rules, (MASK_ROWS, 2)).compile(options),
+            write_masks=lower(write_masks, (MASK_ROWS,), (MASK_ROWS, num_words - MASK)).compile(),
         )
 
-    new_state = state_function(ops, spec, shape)
-    state = abstract(jax.eval_shape(new_state))
-    kept: list[Any] = []
-    if spec.model.reads_hidden:
-        num_slots, width = shape.num_pages * spec.page_size, spec.model.hidden_size
-        kept.append(abstract(jax.eval_shape(lambda: new_states(num_slots, width, spec.dtype))))
-    whole = abstract(weights), state
-    options = _step_options(ops, spec, shape, device.platform)
-    steps: dict[int, Compiled] = {}
-    begins: dict[int, Compiled] = {}
-    chooses: dict[int, Compiled] = {}
+    def _page_programs(self) -> PagePrograms:
+        num_pages, pages = self._setup.limits.num_pages, self._words(PAGE_IO)
+        reading = jax.jit(read_function(num_pages)).lower(self._state, pages)
+        parts = self._abstract(reading.out_info)
+        writing = jax.jit(write_function(num_pages), donate_argnums=0)
+        writing = writing.lower(self._state, pages, parts, self._words())
+        return PagePrograms(read=reading.compile(), write=writing.compile(), parts=parts)
 
-    def compile_part(function: Callable[..., Any], *inputs: Any) -> Any:
-        """The compiled function, which takes over its second input, and its abstract results."""
-        lowered = jax.jit(function, donate_argnums=1).lower(*inputs)
-        return lowered.compile(options), abstract(lowered.out_info)
+    def _words(self, *shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._sharding)
 
-    for bucket in shape.token_buckets:
-        layout = StepLayout(bucket, shape.num_rows)
-        part = StepProgram(ops=ops, spec=spec, layout=layout, keeps_hidden=shape.keeps_hidden)
-        wire = jax.ShapeDtypeStruct((layout.num_words,), jnp.int32, sharding=sharding)
-        steps[bucket], _ = compile_part(part.step, *whole, wire, *kept)
-        if can_split_steps(ops, spec.model):
-            begins[bucket], (_, hidden) = compile_part(part.begin, *whole, wire)
-            rest = whole[0].lm_head, state.rows, wire, hidden
-            chooses[bucket], _ = compile_part(part.choose, *rest)
-    copies = jax.ShapeDtypeStruct((PAGE_COPIES, 3), jnp.int32, sharding=sharding)
-    pages = jax.ShapeDtypeStruct((PAGE_IO,), jnp.int32, sharding=sharding)
-    count = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding)
-    copy_pages = jax.jit(copy_function(ops, spec.page_size), donate_argnums=0)
-    return Programs(
-        step=steps,
-        begin=begins,
-        choose=chooses,
-        new_state=jax.jit(new_state, out_shardings=sharding).lower().compile(),
-        rows=_compile_row_programs(state.rows, sharding, device.platform),
-        copy_pages=copy_pages.lower(state, copies, count).compile(),
-        pages=_compile_page_programs(shape.num_pages, state, pages, count)
-        if shape.copies_pages
-        else None,
-    )
+    def _abstract(self, tree: Any) -> Any:
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._sharding), tree
+        )

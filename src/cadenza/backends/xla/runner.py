@@ -33,7 +33,6 @@ from cadenza.backends.xla.programs import (
     DeviceState,
     PagePrograms,
     Programs,
-    ProgramShape,
     can_split_steps,
     compile_programs,
 )
@@ -133,9 +132,7 @@ class XlaRunner:
         )
         self._ops = (make_ops or find_ops(setup.ops, self._device, model))(self._spec)
         self._buckets = self._ops.token_buckets(limits.max_num_batched_tokens)
-        self._fill = setup.fill
-        self._copies_pages = setup.copies_pages
-        self._keeps_hidden = setup.keeps_hidden
+        self._setup = replace(setup, kv_of=None, hidden_of=None)
         self._hidden_of = hidden_of
         with self._ops.loading(setup.packed_weights):
             loaded = self._load(weights)
@@ -215,16 +212,8 @@ class XlaRunner:
 
     def warmup(self) -> None:
         """Compiles every program and runs each step program once with no tokens."""
-        shape = ProgramShape(
-            num_rows=self._limits.max_num_seqs,
-            max_pages_per_seq=self._limits.max_pages_per_seq,
-            num_pages=self._limits.num_pages,
-            token_buckets=self._buckets,
-            fill=self._fill,
-            copies_pages=self._copies_pages,
-            keeps_hidden=self._keeps_hidden,
-        )
-        self._programs = compile_programs(self._ops, self._spec, shape, self.weights, self._device)
+        setup, weights = self._setup, self.weights
+        self._programs = compile_programs(self._ops, self._spec, setup, weights, self._device)
         self.reset()
         for bucket in self._buckets:
             inputs = ModelInputs.empty(bucket=bucket, num_rows=self._limits.max_num_seqs)
