@@ -509,9 +509,6 @@ def is_a_near_tie(logits: np.ndarray, params: SamplingParams, position: int) -> 
     return bool(best[1] - best[0] <= 1e-6 * max(1.0, np.abs(scaled).max()))
 
 
-choose_on_device = jax.jit(CHOICE.choose_tokens)
-
-
 @pytest.mark.parametrize("vocab_size", [23, 331])
 def test_choices_are_the_samplers_and_the_references(vocab_size: int, dtype: str):
     """Tokens, ranks and top ids are equal, but for rows in which rounding alone decides."""
@@ -522,7 +519,7 @@ def test_choices_are_the_samplers_and_the_references(vocab_size: int, dtype: str
         params, positions = random_params(rng, vocab_size), rng.integers(0, 1 << 20, ROWS)
         sampling = arrays_of(params, positions)
         ours = native_choices(logits, sampling, dtype)
-        theirs = np.asarray(choose_on_device(logits, sampling))
+        theirs = np.asarray(jax.jit(CHOICE.choose_tokens)(logits, sampling))
         for row, each in enumerate(params):
             place = int(positions[row])
             plain = choose_token(logits[row], each, seed=each.seed or 0, position=place)
@@ -566,7 +563,7 @@ def test_greedy_ties_go_to_the_lowest_id_in_a_large_vocabulary(num_logprobs: int
     step = sampling_step(sampling, ROWS)
     ours = np.asarray(jax.jit(ops.next_tokens)(jnp.asarray(x, dtype), weight, step))
     assert np.array_equal(ours[:, COLUMN_TOKEN], logits.argmax(axis=1))
-    check_details(ours, np.asarray(choose_on_device(logits, sampling)), logits, params)
+    check_details(ours, np.asarray(jax.jit(CHOICE.choose_tokens)(logits, sampling)), logits, params)
 
 
 @pytest.mark.parametrize(
