@@ -7,7 +7,9 @@ of the reference table (`REFERENCE`). Replays: every workload is a function of i
 test's name shows.
 """
 
+import math
 import os
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -390,6 +392,21 @@ def poison(runner: XlaRunner, owned: np.ndarray, value: float) -> None:
         return jax.device_put(spoilt.reshape(side.shape), side.sharding)
 
     runner._state = state._replace(pool=KVPool(*map(spoil, range(2), state.pool)))
+
+
+_RESULT = re.compile(r"= (\w+)\[([\d,]*)\]\S* ([\w-]+)\(")
+_MOVES_NOTHING = {"parameter", "get-tuple-element", "bitcast", "custom-call", "tuple"}
+
+
+def own_operations(program_text: str, num_elements: int) -> list[str]:
+    """XLA's operations in a compiled program with results of at least so many elements."""
+    entry = program_text[program_text.index("\nENTRY") :]
+    return [
+        f"{operation} {kind}[{sizes}]"
+        for kind, sizes, operation in _RESULT.findall(entry)
+        if math.prod(int(size) for size in sizes.split(",") if size) >= num_elements
+        and operation not in _MOVES_NOTHING
+    ]
 
 
 def replay(workload: str) -> None:

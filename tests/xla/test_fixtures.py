@@ -32,8 +32,9 @@ from cadenza.core.step_schema import StepOutput
 from cadenza.engine.core import EngineCore
 from cadenza.events import Token
 from cadenza.request import Request, SamplingParams
+from tests.by_day import by_day
 from tests.contract.steps import Draw, Geometry, Stream, run_step
-from tests.xla.harness import NAN
+from tests.xla.harness import NAN, own_operations
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 FOLDERS = sorted(path.parent for path in FIXTURES.glob("*/expected.npz"))
@@ -46,12 +47,12 @@ LIMITS = EngineLimits(
     num_pages=30,
     max_num_queued_reqs=4,
 )
-REFERENCE_BY_DAY = {"gemma2-tied", "phi3-tied-partial", "qwen3-moe-tied-bias"}
-"""Compiling the reference table for a fixture takes seconds; these have what the others have, but
-for a head of its own, which `test_solo_exact.py` compares with `ReferenceEngine`, and the factors
-of other ropes, which the native table takes from the same place."""
+REFERENCE_BY_DAY = {"gemma2-tied", "qwen3-moe-tied-bias"}
+"""Compiling the reference table for a fixture takes seconds. These have what other layers have; the
+factors of other ropes come from the same place for the native table."""
 
 MODEL_BY_DAY = REFERENCE_BY_DAY | {
+    "phi3-tied-partial",
     "gemma3-tied",
     "granite-tied-bias",
     "llama-untied-bias-llama3",
@@ -72,14 +73,6 @@ def cases() -> Iterator[Any]:
         )
         marks = () if folder.name in REFERENCE_BY_DAY else pytest.mark.soak
         yield pytest.param((folder, ReferenceOps), id=f"{folder.name}-reference", marks=marks)
-
-
-def by_day(names: set[str]) -> list[Any]:
-    """Every folder, of which those of other names are for `make soak`."""
-    return [
-        pytest.param(folder, id=folder.name, marks=() if folder.name in names else pytest.mark.soak)
-        for folder in FOLDERS
-    ]
 
 
 GEOMETRY = Geometry(bucket=32, num_rows=4, page_size=16)
@@ -234,25 +227,30 @@ def test_greedy_streams_are_transformers(runner: XlaRunner, fixture: Fixture):
     assert streams[ids[2]] == fixture.token_ids[count:]
 
 
-@pytest.mark.parametrize("folder", by_day(MODEL_BY_DAY))
-def test_the_reference_models_logits_are_transformers(folder: Path):
-    fixture = open_fixture(folder)
-    model = ReferenceModel(fixture.config, fixture.weights, LIMITS.max_model_len)
-    model.start()
-    singly = [model.append([token]) for token in fixture.token_ids[: len(fixture.logits)]]
-    assert np.abs(np.array(singly) - fixture.logits).max() <= fixture.tolerance
-
-
-@pytest.mark.parametrize("folder", by_day(REFERENCE_BY_DAY))
-def test_the_reference_models_logits_behind_a_prompt_are_transformers(folder: Path):
-    """A prompt at once is another program than its tokens one by one."""
-    fixture = open_fixture(folder)
+@pytest.mark.parametrize("name", by_day([folder.name for folder in FOLDERS], MODEL_BY_DAY))
+def test_the_reference_models_logits_are_transformers(name: str):
+    """One by one, and behind a prompt at once, which is another program."""
+    fixture = open_fixture(FIXTURES / name)
     model = ReferenceModel(fixture.config, fixture.weights, LIMITS.max_model_len)
     count = fixture.num_prompt_tokens
-    model.start()
-    rows = [model.append(fixture.token_ids[:count])]
-    rows += [model.append([token]) for token in fixture.token_ids[count : len(fixture.logits)]]
-    assert np.abs(np.array(rows) - fixture.logits[count - 1 :]).max() <= fixture.tolerance
+    for num_first in {1, count} if name in REFERENCE_BY_DAY else {1}:
+        model.start()
+        rows = [model.append(fixture.token_ids[:num_first])]
+        rows += [
+            model.append([each]) for each in fixture.token_ids[num_first : len(fixture.logits)]
+        ]
+        error = np.abs(np.array(rows) - fixture.logits[num_first - 1 :]).max()
+        assert error <= fixture.tolerance
+
+
+def test_a_native_step_leaves_nothing_heavy_to_xla(
+    runner: XlaRunner, fixture: Fixture, make_ops: MakeOps
+):
+    """An operation of its own on an array as large as the residual stream would be one that no
+    kernel computes; the reference table consists of them."""
+    text = runner.programs.step[LIMITS.max_num_batched_tokens].as_text()
+    found = own_operations(text, LIMITS.max_num_batched_tokens * fixture.config.hidden_size)
+    assert bool(found) == (make_ops is ReferenceOps), found
 
 
 class SpoiltWeights(Mapping[str, AnyArray]):

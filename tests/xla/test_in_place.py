@@ -25,7 +25,16 @@ from cadenza.config import PAGE_SIZE_UNIT, KVCacheDType
 from cadenza.core.sequence import PageCopy
 from cadenza.core.step_schema import NUM_EXTRA_LOGIT_ROWS, StepLayout
 from tests.contract.steps import Geometry, Stream, build_inputs, run_step
-from tests.xla.harness import BASE, REFERENCE, Lab, Variant, page_bytes, slots_of, slots_of_pool
+from tests.xla.harness import (
+    BASE,
+    REFERENCE,
+    Lab,
+    Variant,
+    own_operations,
+    page_bytes,
+    slots_of,
+    slots_of_pool,
+)
 
 NUM_SIDES = 2
 """Of the pool: keys and values."""
@@ -172,6 +181,14 @@ def test_a_fork_copies_the_blocks_with_its_tokens_and_nothing_behind_them(
     end = -(-num_tokens // PAGE_SIZE_UNIT) * PAGE_SIZE_UNIT
     assert not np.isnan(original[end : 3 * PAGE_SIZE_UNIT + end]).any()
     assert np.isnan(copy[end:]).all()
+
+
+@pytest.mark.native
+def test_a_native_step_in_bfloat16_leaves_nothing_heavy_to_xla(lab: Lab):
+    """In float32 `test_fixtures.py` looks at every family's."""
+    runner = lab.runner(replace(BASE, dtype="bfloat16"))
+    text = runner.programs.step[BASE.bucket].as_text()
+    assert own_operations(text, BASE.bucket * BASE.config.hidden_size) == []
 
 
 @pytest.mark.native
