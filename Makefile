@@ -28,7 +28,7 @@ EXTRA := project.optional-dependencies
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run test test-tools lint soak oracle real mutants bench lock kernels-all wheel clean
+.PHONY: help run check test test-tools lint soak oracle real mutants bench lock kernels-all wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -36,13 +36,20 @@ help: ## list the targets
 run: .venv/.has-cadenza ## answer eight prompts at once with the bundled model
 	$(BIN)/cadenza generate --prompts-file examples/prompts.txt --max-tokens 48
 
+# Without processes, compiled models and what takes seconds: see `slow` in pyproject.toml.
+CHECKED := tests/unit tests/core tests/text tests/engine tests/server tests/contract
+check: export PYTHONDONTWRITEBYTECODE =
+check: .venv/.has-tools ## run the quick tests: a minute, at each save
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder \
+	  -m "not soak and not oracle and not slow" --ignore tests/engine/process $(CHECKED)
+
 # Hundreds of processes start in the tests: they keep their byte code, whatever the environment says.
 test: export PYTHONDONTWRITEBYTECODE =
-test: .venv/.has-tools ## run the tests, two files at a time
+test: .venv/.has-tools ## run the tests before each landing: ten minutes
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-test-tools: .venv/.has-tools ## run the tests of the gates and tools, changed or not
-	$(BIN)/python -m pytest tests/tools -p no:cacheprovider
+test-tools: .venv/.has-tools ## run the tests of gates, tools and kernels that changed or not
+	$(BIN)/python -m pytest tests/tools tests/native/test_kernel_builds.py -p no:cacheprovider
 
 lint: .venv/.has-tools ## run every gate: format, lint, types, layers, sizes, banned calls, names
 	$(BIN)/ruff check .

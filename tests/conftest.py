@@ -71,6 +71,13 @@ def _share_compiled_programs(config: pytest.Config) -> None:
         os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of a module that serves in processes are slow."""
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item.module, "serve_process"):
+            item.add_marker(pytest.mark.slow)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("native") is not None and not has_native_library():
         pytest.skip("the package was built without native kernels")

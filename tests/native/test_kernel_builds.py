@@ -1,17 +1,15 @@
 """What `csrc/Makefile` builds besides the library: the kernels' own tests, and kernels with faults.
 
 Both reuse the objects that an editable install left. They need make and a C++ compiler: without
-them the tests are skipped, unless CADENZA_REQUIRE_NATIVE=1. A test that has passed is skipped by day
-until a source of the kernels, or this file, changes: `make soak` runs them all.
+them the tests are skipped, unless CADENZA_REQUIRE_NATIVE=1; and by day while the sources of the
+kernels are unchanged since they passed.
 """
 
 import fcntl
-import hashlib
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +22,7 @@ from cadenza.verification.run import VerifyOptions, self_test
 from cadenza.verification.self_test import SelfTestResult
 from tests.conftest import LIBRARY_SUFFIXES, must_have_native
 
-pytestmark = [pytest.mark.native, pytest.mark.slow]
+pytestmark = [pytest.mark.native, pytest.mark.slow, pytest.mark.kernels]
 
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
@@ -40,40 +38,11 @@ ALL_FAULTS = (
 )
 
 
-PASSED = CSRC / "build" / "passed"
-"""A file for each test of this module, with the digest of the sources over which it passed."""
-
-
-def digest_of_sources() -> str:
-    found = [*CSRC.glob("*"), *CSRC.glob("[!b]*/*"), *CSRC.glob("bench/*"), Path(__file__)]
-    digest = hashlib.sha256()
-    for path in sorted(each for each in found if each.is_file()):
-        digest.update(f"{path.name} {path.stat().st_size}\n".encode() + path.read_bytes())
-    return digest.hexdigest()
-
-
-@pytest.fixture
-def only_where_kernels_changed(request: pytest.FixtureRequest) -> Iterator[None]:
-    stamp, digest = PASSED / request.node.name, digest_of_sources()
-    is_by_day = "not soak" in request.config.option.markexpr
-    if is_by_day and stamp.is_file() and stamp.read_text() == digest:
-        pytest.skip("it passed over these sources of the kernels")
-    num_failed = request.session.testsfailed
-    yield
-    if request.session.testsfailed == num_failed and not missing_tools():
-        PASSED.mkdir(parents=True, exist_ok=True)
-        stamp.write_text(digest)
-
-
-def missing_tools() -> list[str]:
-    return [tool for tool in ("make", "g++") if shutil.which(tool) is None]
-
-
 def build(library: NativeLibrary, *arguments: str) -> None:
     """Makes targets of csrc with the library's instruction sets; skips where they cannot be made,
     unless they must.
     """
-    tools = missing_tools()
+    tools = [tool for tool in ("make", "g++") if shutil.which(tool) is None]
     if tools and not must_have_native():
         pytest.skip(f"{' and '.join(tools)} not found: the kernels cannot be built here")
     (CSRC / "build").mkdir(exist_ok=True)
@@ -106,7 +75,6 @@ def run_kernel_tests(*arguments: str) -> list[str]:
     return [line.split(" ")[1] for line in ran.stdout.splitlines() if not line.endswith(" passed")]
 
 
-@pytest.mark.usefixtures("only_where_kernels_changed")
 def test_the_kernels_own_tests_pass_on_every_isa_of_this_machine(library: NativeLibrary):
     build(library, "build/native/tests")
     every = set[str]()
@@ -126,7 +94,6 @@ def test_the_kernels_own_tests_pass_in_plain_cpp(library: NativeLibrary):
     assert set(run_kernel_tests("--isa", PLAIN_CPP)) > SLOW_IN_PLAIN_CPP
 
 
-@pytest.mark.usefixtures("only_where_kernels_changed")
 def test_the_kernels_own_benchmark_reports_each_operation(library: NativeLibrary):
     build(library, "build/native/bench")
     command = [CSRC / "build/native/bench", "--rows", "2", "--prefill", "0", "--repeats", "1"]
@@ -149,7 +116,6 @@ def run_self_test(library: NativeLibrary, options: VerifyOptions) -> SelfTestRes
     return self_test(options, lambda _: None)
 
 
-@pytest.mark.usefixtures("only_where_kernels_changed")
 def test_the_gate_catches_every_fault_of_the_native_kernels(library: NativeLibrary):
     result = run_self_test(library, OPTIONS)
     assert result.sound_passed
@@ -174,7 +140,6 @@ def test_a_fault_that_needs_long_prompts_is_skipped_in_a_short_context(library: 
     assert result.last_line == "SELF-TEST PASS caught=4 skipped=1 ops=native"
 
 
-@pytest.mark.usefixtures("only_where_kernels_changed")
 def test_the_library_reads_nothing_by_streams(library: NativeLibrary):
     """Where the C++ runtime is linked in, they crash beside jaxlib's copy; XLA's headers only write
     to streams, and only errors."""

@@ -58,6 +58,7 @@ class Kept:
 
     def __init__(self) -> None:
         self.cache, self.option, self.args, self.keyword = self, self, ["tests"], ""
+        self.markexpr = "not soak and not oracle"
         self.values: dict[str, Any] = {}
 
     def get(self, key: str, default: Any) -> Any:
@@ -101,6 +102,10 @@ def test_a_file_of_gates_is_skipped_once_all_of_it_has_passed_until_a_tool_chang
         passed_gates.PassedGates(config, tmp_path).pytest_collection_modifyitems([item])
         return item.marks == ["skip"]
 
+    assert is_skipped_now() is is_skipped
+    config.markexpr = "soak"
+    assert not is_skipped_now()
+    config.markexpr = "not soak"
     assert is_skipped_now() is is_skipped
     (tmp_path / "pyproject.toml").write_text("a = 2")
     assert not is_skipped_now()
