@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 
+import pytest
+
 from cadenza.checkpoint import open_checkpoint
 from tests.cli.harness import Ran
 
@@ -22,6 +24,7 @@ def test_info_describes_the_bundled_model(cadenza: Callable[..., Ran]):
     assert facts["text"]["has_chat_template"]
 
 
+@pytest.mark.soak
 def test_the_bundled_model_chats(cadenza: Callable[..., Ran]):
     ran = cadenza("chat", "-np", 1, "--temperature", 0, stdin="What is the capital of France?\n")
     assert ran.code == 0

@@ -200,7 +200,8 @@ def test_a_receipt_of_another_version_is_refused(
 def test_a_file_for_receipts_that_cannot_be_written_is_refused(
     cadenza: Callable[..., Ran], model: Path, tmp_path: Path
 ):
-    ran = cadenza("generate", "--model", model, "one", "--receipt", tmp_path / "no" / "file")
+    file = tmp_path / "no" / "file"
+    ran = cadenza("generate", "--model", model, "one", "--receipt", file, *SAMPLED)
     assert ran.code != 0
     assert "cannot be written" in ran.err
 

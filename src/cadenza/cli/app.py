@@ -15,9 +15,8 @@ from cadenza.cli.generate import generate
 from cadenza.cli.info import info
 from cadenza.cli.options import with_flags
 from cadenza.cli.quantize import quantize
-from cadenza.cli.replay import replay
 from cadenza.cli.serve import serve
-from cadenza.cli.verify import verify_command
+from cadenza.cli.verify import replay, verify_command
 
 EPILOG = (
     "Engine flags can also be set in the environment: --max-num-seqs as CADENZA_MAX_NUM_SEQS, and "

@@ -172,7 +172,7 @@ def _checked(where: str, value: object, parameter: Parameter) -> object:
     hint = get_args(parameter.annotation)[0]
     kinds = {hint, *get_args(hint)} - {NoneType}
     option = _option(parameter)
-    if option.parser is not None or ("JSON" in (option.metavar or "") and _is_table(value)):
+    if option.parser is not None or ("JSON" in (option.metavar or "") and isinstance(value, dict)):
         return _as_text(where, value)
     if list[str] in kinds:
         return _texts(where, value)
@@ -181,10 +181,6 @@ def _checked(where: str, value: object, parameter: Parameter) -> object:
     if isinstance(value, allowed) and (kind is bool or not isinstance(value, bool)):
         return value
     raise ConfigError(f"{where} = {_shown(value)}: give {_WORDS[kind]}")
-
-
-def _is_table(value: object) -> bool:
-    return isinstance(value, dict)
 
 
 def _texts(where: str, value: object) -> list[object]:

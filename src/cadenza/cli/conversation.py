@@ -97,7 +97,11 @@ class Conversation:
         """
         user = {"role": "user", "content": text}
         alone = self._num_prompt_tokens([*self._system, user])
-        room = min(self._wanted_room(), self.max_model_len - alone)
+        wanted = self.params.get("max_tokens")
+        if not isinstance(wanted, int):
+            share = max(1, self.max_model_len // SMALL_CONTEXT_SHARE)
+            wanted = min(ROOM_FOR_AN_ANSWER, share)
+        room = min(wanted, self.max_model_len - alone)
         if room <= 0:
             return 0
         for count in range(self.num_questions):
@@ -113,12 +117,6 @@ class Conversation:
     @property
     def _system(self) -> list[dict[str, str]]:
         return [] if self.system is None else [{"role": "system", "content": self.system}]
-
-    def _wanted_room(self) -> int:
-        asked = self.params.get("max_tokens")
-        if isinstance(asked, int):
-            return asked
-        return min(ROOM_FOR_AN_ANSWER, max(1, self.max_model_len // SMALL_CONTEXT_SHARE))
 
     def _num_prompt_tokens(self, messages: list[dict[str, str]]) -> int:
         return len(self.loaded.text.prepare_chat(messages).request.prompt_token_ids)

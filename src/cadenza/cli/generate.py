@@ -163,8 +163,11 @@ def _question(
         prepared = planned.text.prepare(prompt, given)
     if flags.receipt is not None:
         prepared = with_receipt(prepared)
-    shown = prompt if isinstance(prompt, str) else _shown_ids(prompt)
-    return Question(shown=shown, prepared=prepared)
+    if isinstance(prompt, str):
+        return Question(shown=prompt, prepared=prepared)
+    listed = ", ".join(map(str, prompt[:MAX_SHOWN_IDS]))
+    more = ", …" if len(prompt) > MAX_SHOWN_IDS else ""
+    return Question(shown=f"[{listed}{more}]", prepared=prepared)
 
 
 def _open_new(name: str) -> TextIO:
@@ -186,11 +189,6 @@ def _write_receipts(run: "BatchRun", file: TextIO) -> None:
         for completion in stream.completions:
             if completion.receipt is not None:
                 file.write(msgspec.json.encode(completion.receipt).decode() + "\n")
-
-
-def _shown_ids(ids: tuple[int, ...]) -> str:
-    listed = ", ".join(map(str, ids[:MAX_SHOWN_IDS]))
-    return f"[{listed}, …]" if len(ids) > MAX_SHOWN_IDS else f"[{listed}]"
 
 
 def _facts(model: str | None, loaded: "LoadedModel") -> dict[str, str]:

@@ -266,7 +266,11 @@ def _serve_with(
 
     options, address = _options(flags), _address(flags)
     if flags.no_chat_template:
-        config = _without_template(config)
+        if config.chat_template not in (None, "none"):
+            raise typer.BadParameter(
+                "--chat-template and --no-chat-template are both given; give one"
+            )
+        config = replace(config, chat_template="none")
     level = logging.getLevelNamesMapping()[flags.log_level.upper()]
     lines = set_up_logging(flags.log_format, level)
     options = replace(options, num_dropped_log_lines=lambda: lines.num_dropped)
@@ -293,12 +297,6 @@ def _serve_with(
                 "%ssampling of requests that set none: %s", of, model.text.defaults.sentence
             )
         asyncio.run(_run(service, opening))
-
-
-def _without_template(config: EngineConfig) -> EngineConfig:
-    if config.chat_template not in (None, "none"):
-        raise typer.BadParameter("--chat-template and --no-chat-template are both given; give one")
-    return replace(config, chat_template="none")
 
 
 @dataclass(slots=True, eq=False)

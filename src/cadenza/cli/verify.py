@@ -1,21 +1,23 @@
-"""`cadenza verify`: shows on this machine that batching changes no bit of any stream.
+"""`cadenza verify` and `replay`: show on this machine that no bit of any stream changes.
 
-Owns the command's flags and what it prints; the comparisons are `verification`'s.
+Own the commands' flags and what they print; the comparisons are `verification`'s.
 """
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from cadenza.cli.options import EngineFlags, JsonFlag, ModelArgument, flag
+from cadenza.cli.options import EngineFlags, JsonFlag, ModelArgument, ModelFlag, flag
 from cadenza.cli.report import (
     Column,
     Columns,
     as_object,
     as_table,
+    json_line,
     keys,
     show_result,
     status_line,
@@ -26,8 +28,7 @@ from cadenza.errors import ConfigError
 if TYPE_CHECKING:
     from cadenza.verification.gate import GateResult
     from cadenza.verification.option_matrix import Option, OptionMatrix
-    from cadenza.verification.run import VerifyOptions
-    from cadenza.verification.self_test import SelfTestResult
+    from cadenza.verification.run import SelfTestResult, VerifyOptions
 
 CHECK_FAILED = 1
 
@@ -243,3 +244,33 @@ def _self_test_text(tested: "SelfTestResult") -> Iterator[str]:
     if tested.note is not None:
         yield f"note: {tested.note}"
     yield tested.last_line
+
+
+def replay(
+    files: Annotated[
+        list[str],
+        typer.Argument(metavar="FILE…", help="Receipts: JSON, or one a line."),
+    ],
+    *,
+    model: ModelFlag = None,
+    json: JsonFlag = False,
+) -> int:
+    """Compute answers again from their receipts, each alone, and compare every bit.
+
+    The receipt's fingerprint says how: types of activations, weights and KV, arithmetic, context.
+    Prints for each receipt that it is equal, or the first token that differs and by how much, or
+    the part of the fingerprint that does not fit. Exit code 0 when all are equal, 1 when not.
+    """
+    from cadenza.verification.replay import read_receipts, replay_receipts
+
+    receipts = [each for file in files for each in read_receipts(Path(file))]
+    with status_line("replaying"):
+        verdicts = [*replay_receipts(model, receipts)]
+    for each in verdicts:
+        if json:
+            print(json_line({**asdict(each), "is_equal": each.is_equal}))
+        elif each.is_equal:
+            print(f"{each.source}: equal, {each.num_tokens} tokens")
+        else:
+            print("\n".join(f"{each.source}: {text}" for text in each.differences))
+    return 0 if all(each.is_equal for each in verdicts) else CHECK_FAILED

@@ -6,12 +6,11 @@ if every comparison was made and every event that a mode is meant to show (preem
 
 Modules:
 
-- `run`: from a model to a verdict
+- `run`: from a model to a verdict; injects faults that the gate must catch
 - `gate`: compares streams
 - `workload`, `option_matrix`, `pairwise`: the requests, and the combinations of sampling options
 - `forms`: structured outputs for them, and faults of masks
 - `modes`: the ways in which they are run
-- `self_test`: injects faults that the gate must catch
 - `over_http`: the same against a server
 - `remote_server`: a client of one server, which sends the requests
 - `remote_matrix`: the matrix of options for a server, and what cannot be sent

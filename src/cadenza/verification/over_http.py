@@ -137,7 +137,11 @@ class RemotePlayer:
                 raise
         answers = [sent[at].result() for at in sorted(sent)]
         counts = Counts(
-            admitted_midstream=num_overlapping(answers),
+            # Sent while another one was open.
+            admitted_midstream=sum(
+                any(other.start_s < each.start_s < other.end_s for other in answers)
+                for each in answers
+            ),
             cache_hits=sum(answer.num_cached_tokens > 0 for answer in answers),
         )
         streams = [each for at, one in enumerate(answers) for each in self._streams(at, one)]
@@ -150,10 +154,3 @@ class RemotePlayer:
             replace(found.get(sample, Stream()), request=request, sample=sample)
             for sample in range(self.requests[request].params.n)
         ]
-
-
-def num_overlapping(answers: Sequence[Answer]) -> int:
-    """How many requests were sent while another one was open."""
-    return sum(
-        any(other.start_s < answer.start_s < other.end_s for other in answers) for answer in answers
-    )

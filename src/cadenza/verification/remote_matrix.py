@@ -68,7 +68,7 @@ def apply_matrix(
         matrix = matrix.without(BAD_WORD_FIELD)
         left_out.append("bad_words: no tokens were found that are words of letters")
     try:
-        going_on = _single_tokens(server)
+        going_on = {character: _token_of(server, character) for character in CHARACTERS}
     except RefusedError as error:
         going_on, matrix = {}, matrix.without(FORM_FIELD)
         left_out.append(f"structured outputs: {error}")
@@ -82,8 +82,12 @@ def apply_matrix(
         words=words,
     )
     played = matrix.apply(arrivals, vocabulary)
-    requests = tuple(_with_bad_words(server, each.request) for each in played)
-    return RemoteMatrix(matrix=matrix, requests=requests, left_out=tuple(left_out))
+    requests: list[Request] = []
+    for each in played:  # the API takes bad words as texts
+        texts = tuple(map(server.text_of, each.request.bad_word_token_ids))
+        params = replace(each.request.params, bad_words=texts)
+        requests.append(replace(each.request, params=params))
+    return RemoteMatrix(matrix=matrix, requests=tuple(requests), left_out=tuple(left_out))
 
 
 def _find_words(server: RemoteServer) -> tuple[int, ...]:
@@ -100,13 +104,11 @@ def _find_words(server: RemoteServer) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _single_tokens(server: RemoteServer) -> dict[str, int]:
-    """The tokens of `CHARACTERS`. Raises RefusedError if one has none, or there are no forms."""
-    return {character: _token_of(server, character) for character in CHARACTERS}
-
-
 def _token_of(server: RemoteServer, character: str) -> int:
-    """What the server chooses where only the character may follow."""
+    """What the server chooses where only the character may follow.
+
+    Raises RefusedError if the character is no token by itself, or there are no forms.
+    """
     params = SamplingParams(
         max_tokens=2, temperature=0.0, structured=StructuredOutput(choice=[character])
     )
@@ -135,9 +137,3 @@ def _play(server: RemoteServer, params: SamplingParams) -> tuple[int, ...]:
     """The tokens of an answer to any prompt."""
     (stream,) = server.play(Request(prompt_token_ids=(1,), params=params)).streams
     return stream.token_ids
-
-
-def _with_bad_words(server: RemoteServer, request: Request) -> Request:
-    """The request with the texts of its bad words, which is how the API takes them."""
-    texts = tuple(map(server.text_of, request.bad_word_token_ids))
-    return replace(request, params=replace(request.params, bad_words=texts))

@@ -14,7 +14,6 @@ import httpx
 
 from cadenza.errors import ConfigError
 from cadenza.request import Request
-from cadenza.structured import StructuredOutput
 from cadenza.verification.modes import Stream, TokenRecord
 
 TIMEOUT_S = 600.0
@@ -161,18 +160,15 @@ def body_of(request: Request) -> dict[str, Any]:
     params = request.params
     body: dict[str, Any] = {name: getattr(params, name) for name in PLAIN_FIELDS}
     if params.structured is not None:
-        body["structured_outputs"] = _form_fields(params.structured)
+        form = params.structured
+        style = {} if form.whitespace is None else {"whitespace": form.whitespace}
+        body["structured_outputs"] = {form.kind: getattr(form, form.kind), **style}
     return body | {
         "prompt": list(request.prompt_token_ids),
         "logit_bias": {str(token_id): bias for token_id, bias in params.biases},
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,
     }
-
-
-def _form_fields(form: StructuredOutput) -> dict[str, Any]:
-    style = {} if form.whitespace is None else {"whitespace": form.whitespace}
-    return {form.kind: getattr(form, form.kind), **style}
 
 
 def _stream(choice: dict[str, Any]) -> Stream:

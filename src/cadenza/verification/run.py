@@ -38,7 +38,6 @@ from cadenza.verification.gate import Gate, GateResult, ReferenceKind, ReportPro
 from cadenza.verification.modes import MakeCore
 from cadenza.verification.option_matrix import FORM_FIELD, MatrixVocabulary, OptionMatrix
 from cadenza.verification.reference import build_reference
-from cadenza.verification.self_test import SelfTestResult, run_self_test
 from cadenza.verification.workload import (
     LONGEST_SHORT_PROMPT,
     Arrival,
@@ -57,6 +56,35 @@ QUANTISED_TOLERANCE: Mapping[Quantization, float] = {"int8": 0.1, "int4": 0.6}
 KV_TOLERANCE: Mapping[KVCacheDType, float] = {"int8": 0.05}
 """The largest mean difference of log probabilities (nats) from the reference, by the rounding of
 weights at load and by the type of KV; those of both add up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelfTestResult:
+    """Which faults the gate caught; `sound_passed` is the control without a fault.
+
+    `ops` is the op table with the faults; `note` says why, if it is not the one used for serving.
+    `skipped` faults need longer prompts than the context allows.
+    """
+
+    ops: str
+    sound_passed: bool
+    caught: tuple[str, ...]
+    missed: tuple[str, ...]
+    skipped: tuple[str, ...] = ()
+    note: str | None = None
+
+    @property
+    def passed(self) -> bool:
+        return self.sound_passed and bool(self.caught) and not self.missed
+
+    @property
+    def last_line(self) -> str:
+        if self.passed:
+            skipped = f" skipped={len(self.skipped)}" if self.skipped else ""
+            return f"SELF-TEST PASS caught={len(self.caught)}{skipped} ops={self.ops}"
+        if not self.sound_passed:
+            return "SELF-TEST FAIL the gate fails without any fault"
+        return f"SELF-TEST FAIL missed={', '.join(self.missed)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,10 +169,17 @@ def self_test(options: VerifyOptions, report: ReportProgress) -> SelfTestResult:
                 make_core = _faulty_maker(runner, checkpoint, plan, played.forms, fault)
                 return _gate(options, plan, played, make_core).run()
 
+        sound_passed = run_with(None).passed
         faults = [*loads, *(MASK_FAULTS if forms is not None else ())]
-        result = run_self_test(run_with, faults, ops=found.ops)
-        skipped = tuple(each.name for each in found.faults if each.name not in loads)
-        return replace(result, skipped=skipped, note=found.note)
+        is_caught = {fault: run_with(fault).mismatch is not None for fault in faults}
+        return SelfTestResult(
+            ops=found.ops,
+            sound_passed=sound_passed,
+            caught=tuple(fault for fault in faults if is_caught[fault]),
+            missed=tuple(fault for fault in faults if not is_caught[fault]),
+            skipped=tuple(each.name for each in found.faults if each.name not in loads),
+            note=found.note,
+        )
 
 
 def _faulty_maker(
@@ -295,7 +330,8 @@ def _witness(
     wide = plan_model(checkpoint, config, options.backends)
     num_pages = min(plan.limits.num_pages, wide.limits.num_pages)
     wide = replace(wide, limits=replace(plan.limits, num_pages=num_pages))
-    runner = _build_runner(checkpoint, wide, config, options.backends)
+    fill = wide.traits.poison  # unwritten KV changes every result that depends on it
+    runner = build_runner(checkpoint, wide, config, fill=fill, backends=options.backends)
     with closing(runner):
         yield Witness(
             reference=reference, make_core=_maker(runner, checkpoint, wide, compile_constraint)
@@ -317,13 +353,6 @@ def _gate(
         wanted=workload.wanted,
         speculation=options.config.speculation,
     )
-
-
-def _build_runner(
-    checkpoint: Checkpoint, plan: EnginePlan, config: EngineConfig, backends: Backends
-) -> Runner:
-    """A runner whose unwritten KV slots change every result that depends on them."""
-    return build_runner(checkpoint, plan, config, fill=plan.traits.poison, backends=backends)
 
 
 def _without_draft_model(config: EngineConfig) -> EngineConfig:
