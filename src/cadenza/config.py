@@ -1,9 +1,11 @@
 """The user's options (`EngineConfig`) and the limits resolved from them (`EngineLimits`).
 
-Owns the options' defaults and bounds. Knows no checkpoints, devices or memory; `loading.plan` uses
-those to resolve one into the other. Invariant: every `EngineConfig` instance is within bounds.
+Owns the options' defaults and bounds, and how a field is described as a flag (`flag`). Knows no
+checkpoints, devices or memory; `loading.plan` uses those to resolve one into the other. Invariant:
+every `EngineConfig` instance is within bounds.
 """
 
+import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -43,6 +45,30 @@ MIN_GUARD_S, MAX_GUARD_S = 0.001, 86_400.0
 MAX_HEADROOM_GB = 1_000_000.0
 MIN_UTILIZATION = 0.01
 MIN_DISK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flag:
+    """A flag of the command line: what does not follow from the field that it sets.
+
+    Args:
+        names: in place of the field's own name.
+        aliases: further names.
+        has_variable: can also be set by an environment variable, whose name has the prefix.
+        settings: keyword arguments of `typer.Option`, say `metavar` or `parser`.
+    """
+
+    help: str
+    names: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
+    has_variable: bool = False
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+
+
+def flag(default: Any, help: str, *names: str, has_variable: bool = False, **settings: Any) -> Any:
+    """A dataclass field that is a flag; the arguments are `Flag`'s."""
+    described = Flag(help=help, names=names, has_variable=has_variable, settings=settings)
+    return dataclasses.field(default=default, metadata={"flag": described})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

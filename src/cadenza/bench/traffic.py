@@ -18,7 +18,7 @@ from cadenza.bench.workloads import (
     check_lengths,
     check_whole,
 )
-from cadenza.config import MAX_SEED, SchedulingPolicy
+from cadenza.config import MAX_SEED, SchedulingPolicy, flag
 from cadenza.errors import ConfigError
 
 Arrivals = Literal["poisson", "bursty"]
@@ -55,43 +55,45 @@ class TrafficArrival:
 class TrafficOptions:
     """The traffic, on what server, and what is reported of it.
 
-    Args:
-        step_cost: milliseconds of a step, a token, a logit row and a key; None measures a model.
-        policies: each plays the same traffic.
-        num_requests: of all tenants.
-        request_rate: arrivals a second of each tenant.
-        arrivals: "poisson" has exponential intervals; "bursty" has bursts of 20 requests, on
-            average, at ten times the rate, with pauses between them.
-        prompt_lens: tokens of prompts, without the shared prefix.
-        output_lens: tokens of answers.
-        lengths: "uniform" draws evenly from bounds; "tailed" from a log-normal distribution with
-            the bounds as 5th and 95th percentile, up to ten times the upper bound.
-        num_tenants: how many share the server.
-        flood: the first tenant's rate, as a multiple of the others'; 0 leaves it out.
-        num_prefixes: how many prefixes there are; each prompt begins with one of them.
-        prefix_len: tokens of a shared prefix.
-        max_ttft_s: a request with a later first token is not within the goodput.
-        max_tpot_ms: nor is one whose further tokens take longer on average.
-
     Raises:
         ConfigError: a value is out of bounds.
     """
 
-    step_cost: tuple[float, ...] | None = None
-    policies: tuple[SchedulingPolicy, ...] = get_args(SchedulingPolicy)
-    num_requests: int = 2000
-    request_rate: float = 2.0
-    arrivals: Arrivals = "poisson"
-    prompt_lens: tuple[int, int] = (16, 512)
-    output_lens: tuple[int, int] = (16, 128)
-    lengths: Lengths = "uniform"
-    num_tenants: int = 1
-    flood: float = 1.0
-    num_prefixes: int = 0
-    prefix_len: int = 256
-    max_ttft_s: float = 2.0
-    max_tpot_ms: float = 200.0
-    seed: int = 0
+    step_cost: tuple[float, ...] | None = flag(
+        None,
+        "Milliseconds of a step, a token, a logit row and a key attended to, in place of those of "
+        "a model, which is loaded to measure them.",
+        metavar="MS,MS,MS,MS",
+    )
+    policies: tuple[SchedulingPolicy, ...] = flag(
+        get_args(SchedulingPolicy),
+        "Policies with commas between; each plays the same requests (default: all).",
+    )
+    num_requests: int = flag(2000, "Requests of all tenants.")
+    request_rate: float = flag(2.0, "Arrivals a second of each tenant.")
+    arrivals: Arrivals = flag(
+        "poisson", "poisson, or bursty: some 20 requests at ten times the rate, then none."
+    )
+    prompt_lens: tuple[int, int] = flag(
+        (16, 512), "Tokens of each prompt, beside its prefix (default: 16:512).", "--input-len"
+    )
+    output_lens: tuple[int, int] = flag(
+        (16, 128), "Tokens of each answer (default: 16:128).", "--output-len"
+    )
+    lengths: Lengths = flag(
+        "uniform",
+        "uniform between the bounds, or tailed: log-normal, with them as 5th and 95th percentile, "
+        "up to ten times the upper one.",
+    )
+    num_tenants: int = flag(1, "API keys that share the server.")
+    flood: float = flag(
+        1.0, "The first tenant's rate, as a multiple of the others'; 0 leaves it out."
+    )
+    num_prefixes: int = flag(0, "Prefixes of which each prompt of a tenant begins with one.")
+    prefix_len: int = flag(256, "Tokens of such a prefix.")
+    max_ttft_s: float = flag(2.0, "Goodput: the latest first token, in seconds.")
+    max_tpot_ms: float = flag(200.0, "Goodput: the longest average time of a further token, in ms.")
+    seed: int = flag(0, "Seed of the traffic.", "--traffic-seed")
 
     def __post_init__(self) -> None:
         costs = (1.0,) * NUM_COSTS if self.step_cost is None else self.step_cost

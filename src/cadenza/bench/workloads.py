@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from cadenza.config import MAX_NUM_SEQS_BOUND
+from cadenza.config import MAX_NUM_SEQS_BOUND, flag
 from cadenza.errors import ConfigError
 
 PREFILL_STEPS = 4
@@ -39,10 +39,10 @@ def check_whole(flag: str, value: int, low: int, high: int) -> None:
 
 def check_lengths(prompts: tuple[int, int], answers: tuple[int, int]) -> None:
     """Raises ConfigError when the bounds of lengths are out of bounds."""
-    for flag, (low, high) in (("input-len", prompts), ("output-len", answers)):
+    for name, (low, high) in (("input-len", prompts), ("output-len", answers)):
         if not 1 <= low <= high <= MAX_DRAWN_LEN:
             raise ConfigError(
-                f"--{flag} {low}:{high} must be two whole numbers from 1 to {MAX_DRAWN_LEN}, the "
+                f"--{name} {low}:{high} must be two whole numbers from 1 to {MAX_DRAWN_LEN}, the "
                 f"second not below the first"
             )
 
@@ -60,12 +60,17 @@ class Workload:
         ConfigError: a number is out of bounds.
     """
 
-    input_len: int = 128
-    output_len: int = 64
-    concurrency: tuple[int, ...] = (1, 4, 8, 32, 64)
-    repeats: int = 5
-    profile: bool = False
-    sampling: SampledRows = "none"
+    input_len: int = flag(128, "Tokens of each prompt.")
+    output_len: int = flag(64, "Tokens of each answer, 2 or more.")
+    concurrency: tuple[int, ...] = flag(
+        (1, 4, 8, 32, 64),
+        "Requests at the same time, one result for each number (default: 1,4,8,32,64).",
+    )
+    repeats: int = flag(5, "Runs of each kind; the medians are shown.")
+    profile: bool = flag(False, "Also show the time and the bytes of each operation.")
+    sampling: SampledRows = flag(
+        "none", "Decoding rows sampled with top-p and penalties; the others are greedy."
+    )
 
     def __post_init__(self) -> None:
         check_whole("input-len", self.input_len, 1, MAX_LEN)
@@ -110,15 +115,6 @@ class ServeOptions:
 
     Args:
         url: with or without `/v1`.
-        model: its name there; None takes the first that the server lists.
-        concurrency: clients at the same time, one load for each number.
-        num_requests: of each load; None is six for each client and at least twelve, 192 at a rate.
-        request_rate: arrivals a second, at exponential intervals; None sends the next request when
-            a client's last one is done.
-        vocab_size: prompts are of random token ids below.
-        ignore_eos: ask for answers of the full length.
-        time_tokens: ask for token ids and time each chunk that has some, with or without text; for
-            servers that know `return_token_ids`.
         timeout_s: for the next piece of an answer.
 
     Raises:
@@ -126,17 +122,37 @@ class ServeOptions:
     """
 
     url: str
-    model: str | None = None
-    api_key: str | None = None
-    concurrency: tuple[int, ...] = (1, 8, 32)
-    num_requests: int | None = None
-    request_rate: float | None = None
-    prompt_lens: tuple[int, int] = (16, 512)
-    output_lens: tuple[int, int] = (16, 128)
-    vocab_size: int = 1000
-    seed: int = 0
-    ignore_eos: bool = True
-    time_tokens: bool = False
+    model: str | None = flag(
+        None, "The model's name on the server (default: the first one listed)."
+    )
+    api_key: str | None = flag(None, "Sent as a bearer token.", has_variable=True)
+    concurrency: tuple[int, ...] = flag(
+        (1, 8, 32), "Clients at the same time, one load for each (default: 1,8,32)."
+    )
+    num_requests: int | None = flag(
+        None,
+        "Requests of each load (default: six for each client, at least 12; 192 at a rate).",
+    )
+    request_rate: float | None = flag(
+        None,
+        "Arrivals a second, at random intervals, in place of clients that wait for their answers.",
+    )
+    prompt_lens: tuple[int, int] = flag(
+        (16, 512), "Tokens of each prompt (default: 16:512).", "--input-len"
+    )
+    output_lens: tuple[int, int] = flag(
+        (16, 128), "Tokens of each answer (default: 16:128).", "--output-len"
+    )
+    vocab_size: int = flag(1000, "Prompts are of random token ids below this number.")
+    seed: int = flag(0, "Seed of the load.")
+    ignore_eos: bool = flag(
+        True,
+        "Whether answers have their full length, by ignore_eos, or may end early.",
+        "--ignore-eos/--respect-eos",
+    )
+    time_tokens: bool = flag(
+        False, "Time each chunk that has token ids, also without text, by return_token_ids."
+    )
     timeout_s: float = 300.0
 
     def __post_init__(self) -> None:

@@ -15,7 +15,7 @@ import typer
 
 from cadenza.bench.traffic import TrafficOptions
 from cadenza.bench.workloads import ServeOptions, Workload, check_whole
-from cadenza.cli.options import EngineFlags, Flag, JsonFlag, ModelArgument, parsed, with_flags
+from cadenza.cli.options import EngineFlags, JsonFlag, ModelArgument, with_flags
 from cadenza.cli.report import progress_bar, status_line
 from cadenza.config import MAX_SEED, EngineConfig
 from cadenza.errors import ConfigError
@@ -35,105 +35,13 @@ ShapeFlag = Annotated[
 ]
 
 
-whole_numbers = parsed(
-    lambda text: tuple(int(part) for part in text.split(",")),
-    "not whole numbers with commas between, such as 1,4,8",
-)
-costs = parsed(
-    lambda text: tuple(float(part) for part in text.split(",")),
-    "not numbers with commas between, such as 5.4,0.25,0.1,0.00002",
-)
-
-
-def words(text: str) -> tuple[str, ...]:
-    return tuple(part.strip() for part in text.split(",") if part.strip())
-
-
-def _bounds(text: str) -> tuple[int, int]:
-    low, _, high = text.partition(":")
-    return int(low), int(high or low)
-
-
-bounds = parsed(_bounds, "neither a whole number nor two with a colon between, such as 16:512")
-
-
-def _numbers(help: str) -> Flag:
-    return Flag(help=help, settings={"parser": whole_numbers, "metavar": "N,N…"})
-
-
-def _length(name: str, help: str) -> Flag:
-    return Flag(help=help, names=(name,), settings={"parser": bounds, "metavar": "N|LOW:HIGH"})
-
-
-WORKLOAD_FLAGS: Mapping[str, Flag] = {
-    "input_len": Flag(help="Tokens of each prompt."),
-    "output_len": Flag(help="Tokens of each answer, 2 or more."),
-    "concurrency": _numbers(
-        "Requests at the same time, one result for each number (default: 1,4,8,32,64)."
-    ),
-    "repeats": Flag(help="Runs of each kind; the medians are shown."),
-    "profile": Flag(help="Also show the time and the bytes of each operation."),
-    "sampling": Flag(help="Decoding rows sampled with top-p and penalties; the others are greedy."),
-}
-SERVE_FLAGS: Mapping[str, Any] = {
-    "url": typer.Argument(metavar="URL", help="Such as http://127.0.0.1:8000."),
-    "model": Flag(help="The model's name on the server (default: the first one listed)."),
-    "api_key": Flag(help="Sent as a bearer token.", has_variable=True),
-    "concurrency": _numbers("Clients at the same time, one load for each (default: 1,8,32)."),
-    "num_requests": Flag(
-        help="Requests of each load (default: six for each client, at least 12; 192 at a rate)."
-    ),
-    "request_rate": Flag(
-        help="Arrivals a second, at random intervals, in place of clients that wait for their "
-        "answers."
-    ),
-    "prompt_lens": _length("--input-len", "Tokens of each prompt (default: 16:512)."),
-    "output_lens": _length("--output-len", "Tokens of each answer (default: 16:128)."),
-    "vocab_size": Flag(help="Prompts are of random token ids below this number."),
-    "seed": Flag(help="Seed of the load."),
-    "ignore_eos": Flag(
-        help="Whether answers have their full length, by ignore_eos, or may end early.",
-        names=("--ignore-eos/--respect-eos",),
-    ),
-    "time_tokens": Flag(
-        help="Time each chunk that has token ids, also without text, by return_token_ids."
-    ),
-}
-TRAFFIC_FLAGS: Mapping[str, Flag] = {
-    "step_cost": Flag(
-        help="Milliseconds of a step, a token, a logit row and a key attended to, in place of "
-        "those of a model, which is loaded to measure them.",
-        settings={"parser": costs, "metavar": "MS,MS,MS,MS"},
-    ),
-    "policies": Flag(
-        help="Policies with commas between; each plays the same requests (default: all).",
-        settings={"parser": words, "metavar": "NAME,NAME…"},
-    ),
-    "num_requests": Flag(help="Requests of all tenants."),
-    "request_rate": Flag(help="Arrivals a second of each tenant."),
-    "arrivals": Flag(help="poisson, or bursty: some 20 requests at ten times the rate, then none."),
-    "prompt_lens": _length(
-        "--input-len", "Tokens of each prompt, beside its prefix (default: 16:512)."
-    ),
-    "output_lens": _length("--output-len", "Tokens of each answer (default: 16:128)."),
-    "lengths": Flag(
-        help="uniform between the bounds, or tailed: log-normal, with them as 5th and 95th "
-        "percentile, up to ten times the upper one."
-    ),
-    "num_tenants": Flag(help="API keys that share the server."),
-    "flood": Flag(
-        help="The first tenant's rate, as a multiple of the others'; 0 leaves it out.",
-    ),
-    "num_prefixes": Flag(help="Prefixes of which each prompt of a tenant begins with one."),
-    "prefix_len": Flag(help="Tokens of such a prefix."),
-    "max_ttft_s": Flag(help="Goodput: the latest first token, in seconds."),
-    "max_tpot_ms": Flag(help="Goodput: the longest average time of a further token, in ms."),
-    "seed": Flag(help="Seed of the traffic.", names=("--traffic-seed",)),
+_URL: Mapping[str, Any] = {
+    "url": typer.Argument(metavar="URL", help="Such as http://127.0.0.1:8000.")
 }
 
 
 def bench_throughput(
-    workload: Annotated[Workload, WORKLOAD_FLAGS],
+    workload: Workload,
     config: EngineFlags,
     model: ModelArgument = None,
     shape: ShapeFlag = None,
@@ -154,7 +62,7 @@ def bench_throughput(
 
 
 def bench_serve(
-    options: Annotated[ServeOptions, SERVE_FLAGS],
+    options: Annotated[ServeOptions, _URL],
     json: JsonFlag = False,
 ) -> int:
     """Load a server that has the OpenAI API with streamed completions, and time its answers.
@@ -218,7 +126,7 @@ def bench_load(
 
 
 def bench_simulate(
-    options: Annotated[TrafficOptions, TRAFFIC_FLAGS],
+    options: TrafficOptions,
     config: EngineFlags,
     model: ModelArgument = None,
     shape: ShapeFlag = None,

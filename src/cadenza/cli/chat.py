@@ -16,9 +16,10 @@ from cadenza.cli.chat_commands import ENDS, RETRY, obey
 from cadenza.cli.chat_terminal import InputHistory, WordWrap, unechoed
 from cadenza.cli.conversation import Conversation
 from cadenza.cli.interrupts import Interrupts, terminable
-from cadenza.cli.options import EngineFlags, ModelArgument, ModelFlag, flag, whole_or_auto
+from cadenza.cli.options import EngineFlags, ModelArgument, ModelFlag, whole_or_auto
 from cadenza.cli.prompts import only_model
 from cadenza.cli.sampling_flags import SamplingFlags
+from cadenza.config import flag
 from cadenza.errors import InvalidRequestError
 
 if TYPE_CHECKING:

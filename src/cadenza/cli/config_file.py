@@ -173,7 +173,7 @@ def _checked(where: str, value: object, parameter: Parameter) -> object:
     kinds = {hint, *get_args(hint)} - {NoneType}
     option = _option(parameter)
     if option.parser is not None or ("JSON" in (option.metavar or "") and isinstance(value, dict)):
-        return _as_text(where, value)
+        return _as_text(where, cast(object, value))
     if list[str] in kinds:
         return _texts(where, value)
     kind = next((each for each in (bool, int, float) if each in kinds), str)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import typer
 
 from cadenza.cli.interrupts import Interrupts
-from cadenza.cli.options import EngineFlags, JsonFlag, ModelFlag, flag
+from cadenza.cli.options import EngineFlags, JsonFlag, ModelFlag
 from cadenza.cli.prompts import (
     Prompt,
     PromptsFormat,
@@ -24,6 +24,7 @@ from cadenza.cli.prompts import (
     read_words,
 )
 from cadenza.cli.sampling_flags import SamplingFlags
+from cadenza.config import flag
 from cadenza.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -1,9 +1,9 @@
 """How flags are declared, and those that several subcommands share.
 
 Through `with_flags` a subcommand takes a group of flags as one value: a dataclass whose fields are
-flags, each described by a `Flag` where it is declared (`flag`) or, for a dataclass of a
-lower layer, in a table beside it: `Annotated[EngineConfig, ENGINE_FLAGS]`. Names, types, defaults
-and choices follow from the field. A command with the engine's flags has `--config`. Knows no
+flags, each described by a `Flag` where it is declared (`config.flag`) or in a table beside it:
+`Annotated[EngineConfig, ENGINE_FLAGS]`. Names, types, defaults, choices and, of tuples, the way
+they are written follow from the field. A command with the engine's flags has `--config`. Knows no
 command. Invariant: a flag that is given neither on the command line nor in the environment nor in
 the file leaves its field's default.
 """
@@ -12,7 +12,7 @@ import dataclasses
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from difflib import get_close_matches
 from enum import Enum
 from functools import wraps
@@ -24,7 +24,7 @@ import typer
 from cadenza.backends import BACKENDS, resolve_backend
 from cadenza.cli.config_file import NAME as CONFIG_FILE
 from cadenza.cli.config_file import ConfigFile, config_parameter
-from cadenza.config import EngineConfig, refuse_fp8_kv
+from cadenza.config import EngineConfig, Flag, refuse_fp8_kv
 from cadenza.errors import ConfigError
 
 Result = TypeVar("Result")
@@ -53,30 +53,6 @@ KUBERNETES = re.compile(r"SERVICE_(HOST|PORT)(_.+)?|PORT(_\d+_.+)?")
 
 MIN_LIKENESS = 0.7
 """Of a misspelt variable to the one that was meant; others may belong to other programs."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Flag:
-    """What does not follow from the flag's field.
-
-    Args:
-        names: in place of the field's own name.
-        aliases: further names.
-        has_variable: can also be set by an environment variable, whose name has the prefix.
-        settings: keyword arguments of `typer.Option`, say `metavar` or `parser`.
-    """
-
-    help: str
-    names: tuple[str, ...] = ()
-    aliases: tuple[str, ...] = ()
-    has_variable: bool = False
-    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
-
-
-def flag(default: Any, help: str, *names: str, has_variable: bool = False, **settings: Any) -> Any:
-    """A dataclass field that is a flag; the arguments are `Flag`'s."""
-    described = Flag(help=help, names=names, has_variable=has_variable, settings=settings)
-    return dataclasses.field(default=default, metadata={"flag": described})
 
 
 def parsed(read: Callable[[str], Value], what: str) -> Callable[[str], Value]:
@@ -114,6 +90,41 @@ def whole_or_chosen(text: str) -> int | Chosen:
     """A whole number; `Chosen.AT_LOAD_TIME` for "auto"."""
     number = whole_or_auto(text)
     return Chosen.AT_LOAD_TIME if number is None else number
+
+
+def _low_and_high(text: str) -> tuple[int, int]:
+    low, _, high = text.partition(":")
+    return int(low), int(high or low)
+
+
+_TUPLES: Mapping[object, tuple[Callable[[str], object], str]] = {
+    tuple[int, ...]: (
+        parsed(
+            lambda text: tuple(int(part) for part in text.split(",")),
+            "not whole numbers with commas between, such as 1,4,8",
+        ),
+        "N,N…",
+    ),
+    tuple[float, ...]: (
+        parsed(
+            lambda text: tuple(float(part) for part in text.split(",")),
+            "not numbers with commas between, such as 5.4,0.25,0.1,0.00002",
+        ),
+        "N,N…",
+    ),
+    tuple[int, int]: (
+        parsed(
+            _low_and_high,
+            "neither a whole number nor two with a colon between, such as 16:512",
+        ),
+        "N|LOW:HIGH",
+    ),
+}
+"""The parsers of fields that hold several values, and how these are written; words have commas."""
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
 _MODEL_HELP = "A model's folder, GGUF file or hub id (default: the bundled model)."
@@ -373,7 +384,11 @@ def _annotation(field: "dataclasses.Field[Any]", hint: Any, described: Flag) -> 
     name = "--" + field.name.replace("_", "-")
     if kind is bool and field.default is not False:
         name = f"{name}/--no-{name[2:]}"
-    settings = dict(described.settings)
+    settings: dict[str, Any] = dict(described.settings)
+    for each in (hint, *get_args(hint)):
+        if get_origin(each) is tuple and "parser" not in settings:
+            parser, metavar = _TUPLES.get(each, (_words, "NAME,NAME…"))
+            settings = {"metavar": metavar, **settings, "parser": parser}
     if _choices(hint):
         settings.setdefault("metavar", "|".join(_choices(hint)))
     if settings.get("parser") is whole_or_auto:

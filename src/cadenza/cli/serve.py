@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from cadenza import __version__
-from cadenza.cli.options import EngineFlags, ModelFlag, flag
+from cadenza.cli.options import EngineFlags, ModelFlag
 from cadenza.cli.served_models import most_waiting, names_of, open_models, shared_out, words_of
-from cadenza.config import EngineConfig
+from cadenza.config import EngineConfig, flag
 from cadenza.errors import CadenzaError, ConfigError, EngineUnavailableError
 
 if TYPE_CHECKING:

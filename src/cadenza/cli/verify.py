@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from cadenza.cli.options import EngineFlags, JsonFlag, ModelArgument, ModelFlag, flag
+from cadenza.cli.options import EngineFlags, JsonFlag, ModelArgument, ModelFlag
 from cadenza.cli.report import (
     Column,
     Columns,
@@ -22,7 +22,7 @@ from cadenza.cli.report import (
     show_result,
     status_line,
 )
-from cadenza.config import DEFAULT_MAX_NUM_SEQS, EngineConfig
+from cadenza.config import DEFAULT_MAX_NUM_SEQS, EngineConfig, flag
 from cadenza.errors import ConfigError
 
 if TYPE_CHECKING:
