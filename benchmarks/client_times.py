@@ -1,10 +1,10 @@
 """When clients see the tokens of a simulated engine, known from loads of a real server.
 
-A `ClientLoad` has so many clients, of which each sends its next request when its last one is done.
-It says how long a step takes while so many requests are open, with all work of the host (HTTP, the
+A `ClientLoad` is a closed loop: each client sends its next request when its last one is done.
+It says how long a step takes while that many requests are open, with all work of the host (HTTP, the
 clients, whatever shares the cores), and how far times scatter around that: in what chunks tokens
-come, and how late the first one is. Owns what is learned from such loads and its replay. Knows no
-server and no scheduler. Invariant: a replay is a function of its loads, its tokens and the seed.
+come, and how late the first one is. Owns what is learned from such loads and its replay. Invariant:
+a replay is a function of its loads, its tokens and the seed.
 """
 
 import math
@@ -115,7 +115,7 @@ class ClientTimes:
         self._rng = random.Random(f"client times {seed}")
 
     def delay_s(self, num_open: int) -> float:
-        """Of a request on its way, while so many are open."""
+        """Of a request on its way, while `num_open` are open."""
         return max(0.0, self._rng.choice(self._delays_s[self._nearest(num_open)]))
 
     def gaps_s(self, tokens: Sequence[TokenTime]) -> list[float]:

@@ -64,7 +64,7 @@ class Timing:
 
 TIMEOUT_S = 600
 Answer = Callable[[int, int, StructuredOutput | None], list[int]]
-"""Answers so many prompts with so many tokens in one batch; returns the tokens of each."""
+"""Answers prompts in one batch; returns the tokens of each."""
 
 
 def prompts_of(rows: int) -> list[str]:

@@ -1,10 +1,10 @@
 """Turns a GGUF file into a folder in the Hugging Face layout, with its weights dequantised.
 
 Owns config.json, generation_config.json and model.safetensors for the architectures that
-`tools.real_models` uses; `tools.gguf_tokenizer` writes the tokenizer's files. Knows no downloads. A
-stopgap until Cadenza reads GGUF directly. Invariant: unknown metadata of the architecture is
-refused, each tensor of the file is written exactly once, and the weights are the exact float32
-values of the file's blocks.
+`tools.real_models` uses; `tools.gguf_tokenizer` writes the tokenizer's files. A stopgap until
+Cadenza reads GGUF directly. Invariant: unknown metadata of the architecture is refused, each tensor
+of the file is written exactly once, and the weights are the exact float32 values of the file's
+blocks.
 """
 
 import json

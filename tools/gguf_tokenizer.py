@@ -1,9 +1,8 @@
 """Writes the tokenizer of a GGUF file's metadata as tokenizer.json and tokenizer_config.json.
 
 Owns the two kinds of vocabulary that `tools.real_models` needs: byte-level BPE with merges
-(`gpt2`), and SentencePiece BPE, whose merges are derived from the scores (`llama`). Knows no
-weights. Invariant: token ids are those of the file; unsupported token types and pre-tokenizers are
-refused.
+(`gpt2`), and SentencePiece BPE, whose merges are derived from the scores (`llama`). Invariant:
+token ids are those of the file; unsupported token types and pre-tokenizers are refused.
 """
 
 import json

@@ -1,8 +1,7 @@
 """A contract type for import-linter: an allowlist of the direct imports of some packages.
 
-Owns the check of direct imports against lists. Knows no layers, which import-linter's own contracts
-cover. Invariant: a contract may name packages that do not exist yet, and applies to them as soon as
-they do.
+Owns the check of direct imports against lists. Invariant: a contract may name packages that do not
+exist yet, and applies to them as soon as they do.
 """
 
 import sys

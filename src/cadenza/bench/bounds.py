@@ -1,9 +1,9 @@
 """The bound of a rate: what a step must read and multiply, over the machine's roofline.
 
-Pure arithmetic over a model's shape. Knows no engine and measures nothing. Counted are the matrix
-products' weights, once for each step, the KV of the rows' contexts, and the operations of both (a
-multiplication and its sum are two). Norms, biases, activations and the embedding rows, below one
-per cent together, are not counted; so the bound is slightly high and a share of it slightly low.
+Pure arithmetic over a model's shape. Counted are the matrix products' weights, once for each step,
+the KV of the rows' contexts, and the operations of both (a multiplication and its sum are two).
+Norms, biases, activations and the embedding rows, below one per cent together, are not counted; so
+the bound is slightly high and a share of it slightly low.
 
 In a mixture a token is multiplied with its own experts only, and a step reads each expert at most
 once. Which ones the tokens choose is not known beforehand, so the most that a step of T
@@ -108,7 +108,7 @@ class ExpertsCost:
         return self.num_chosen * self.parameters
 
     def most_read_by(self, num_tokens: int) -> int:
-        """The most bytes of weights that a step of so many tokens can need."""
+        """The most bytes of weights that a step of `num_tokens` tokens can need."""
         return min(self.num_experts, num_tokens * self.num_chosen) * self.num_bytes
 
 
@@ -166,7 +166,7 @@ class ModelCost:
         )
 
     def weight_bytes(self, num_tokens: int) -> int:
-        """The most bytes of weights that a step of so many tokens reads."""
+        """The most bytes of weights that a step of `num_tokens` tokens reads."""
         experts = self.experts.most_read_by(num_tokens) if self.experts else 0
         return self.layer_bytes + experts + self.head_bytes
 

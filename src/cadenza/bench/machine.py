@@ -1,8 +1,8 @@
 """This machine: what it is, the rates it reaches, and a fresh Python process on it.
 
-Owns the sizes and repetitions of the roofline's measurement. Knows no model. A rate is the best of
-its runs, because a bound is what the machine can do, not what it does on average. Invariant: the
-description holds neither the machine's name nor its user's.
+Owns the sizes and repetitions of the roofline's measurement. A rate is the best of its runs,
+because a bound is what the machine can do, not what it does on average. Invariant: the description
+holds neither the machine's name nor its user's.
 """
 
 import json

@@ -1,8 +1,7 @@
 """Loads a server that has the OpenAI completions API, and times its streamed answers.
 
-Owns the connections and the reading of streams. Knows no server in particular. Invariants: a time
-is taken when a chunk's bytes have arrived, before they are parsed; a request whose stream ends
-without usage counts as failed.
+Owns the connections and the reading of streams. Invariants: a time is taken when a chunk's bytes
+have arrived, before they are parsed; a request whose stream ends without usage counts as failed.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """Decode and prefill tokens per second through `EngineCore`, repeated, against their bounds.
 
-Owns the order of the runs, the engine's size, and the medians. Knows no kernels. Invariant: no two
-prompts of a benchmark are alike, so nothing is ever found in the prefix cache.
+Owns the order of the runs, the engine's size, and the medians. Invariant: no two prompts of a
+benchmark are alike, so nothing is ever found in the prefix cache.
 """
 
 import random

@@ -2,9 +2,8 @@
 
 Owns the exit codes (0 done, 1 a check or a request failed, 2 wrong use, 3 could not load, which is
 2 of `serve`, 130 Ctrl-C, 141 the reader of the output went away) and the form of errors, one line
-on stderr.
-Knows nothing of what the subcommands do. Invariant: neither jax nor tokenizers is loaded before a
-subcommand's body runs, and a Python traceback is shown only with CADENZA_TRACEBACK=1 or for a bug.
+on stderr. Invariant: neither jax nor tokenizers is loaded before a subcommand's body runs, and a
+Python traceback is shown only with CADENZA_TRACEBACK=1 or for a bug.
 
 Modules:
 

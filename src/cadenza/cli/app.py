@@ -1,6 +1,6 @@
 """The `cadenza` command and its subcommands.
 
-Knows only their functions. Invariant: building the app imports nothing heavy.
+Invariant: building the app imports nothing heavy.
 """
 
 from typing import Annotated

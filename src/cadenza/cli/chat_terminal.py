@@ -1,7 +1,7 @@
 """The terminal of `cadenza chat`: broken lines, what is typed meanwhile, and lines typed before.
 
-Owns the escape sequences and the file of what was typed. Knows no model. Invariant: the terminal's
-settings are as before after `unechoed`, however it is left.
+Owns the escape sequences and the file of what was typed. Invariant: the terminal's settings are as
+before after `unechoed`, however it is left.
 """
 
 import json
@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 NARROWEST = 20
-"""Cells of a line below which words are left to the terminal to break."""
+"""Cells of a line below which the terminal breaks words."""
 
 FENCE = "```"
 MAX_LINES = 1000

@@ -1,8 +1,8 @@
 """`--config FILE`: flags from a file in TOML, below those of the command line and the environment.
 
 Owns the file's reading and the check of its names and types; values are parsed and bounded where
-flags are. Knows no command. Invariant: a name that no command has is an error, and so is a value of
-another type than its flag's; a flag of another command has no effect, as its variable has none.
+flags are. Invariant: a name that no command has is an error, and so is a value of another type than
+its flag's; a flag of another command has no effect, as its variable has none.
 """
 
 import json

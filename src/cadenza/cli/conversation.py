@@ -1,8 +1,7 @@
 """The conversation of `cadenza chat`: its turns, its sampling, and the engine that answers.
 
-Owns the history. Knows nothing of terminals and commands. Invariant: the history holds only
-questions with their answers; a turn that failed, or was stopped before its first token, is not in
-it.
+Owns the history. Invariant: the history holds only questions with their answers; a turn that
+failed, or was stopped before its first token, is not in it.
 """
 
 import time
@@ -21,7 +20,7 @@ ROOM_FOR_AN_ANSWER = 512
 """Tokens that an answer should find in the context where --max-tokens does not say how many."""
 
 SMALL_CONTEXT_SHARE = 4
-"""In a small context, at least one token of so many."""
+"""In a small context an answer should find this part of it: one token in four."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -1,7 +1,7 @@
 """What `generate` prints when streams are done: blocks of text, JSON lines, a table.
 
-Owns the forms. Knows nothing of terminals but the table's width. Invariant: every line of JSON is
-valid JSON (a number that is not finite becomes null).
+Owns the forms. Invariant: every line of JSON is valid JSON (a number that is not finite becomes
+null).
 """
 
 import math

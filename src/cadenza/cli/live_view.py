@@ -168,7 +168,7 @@ def _describe(stream: BatchStream) -> str:
 
 def _lines(streams: list[BatchStream], width: int, height: int) -> Table:
     """One line for each stream; where they are too many, those that run come first."""
-    chosen = _most_alive(streams, height if len(streams) <= height else height - 1)
+    chosen = _running_first(streams, height if len(streams) <= height else height - 1)
     found = Table.grid(padding=(0, 2, 0, 0))
     found.add_column(justify="right", no_wrap=True)
     for _ in range(3):
@@ -188,7 +188,7 @@ def _lines(streams: list[BatchStream], width: int, height: int) -> Table:
     return found
 
 
-def _most_alive(streams: list[BatchStream], count: int) -> list[BatchStream]:
+def _running_first(streams: list[BatchStream], count: int) -> list[BatchStream]:
     order = {"reading": 0, "writing": 0, "failed": 1, "preempted": 2, "waiting": 3, "done": 4}
     chosen = sorted(streams, key=lambda stream: order[stream.state])[: max(1, count)]
     return sorted(chosen, key=lambda stream: stream.index)

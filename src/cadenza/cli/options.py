@@ -3,9 +3,9 @@
 Through `with_flags` a subcommand takes a group of flags as one value: a dataclass whose fields are
 flags, each described by a `Flag` where it is declared (`config.flag`) or in a table beside it:
 `Annotated[EngineConfig, ENGINE_FLAGS]`. Names, types, defaults, choices and, of tuples, the way
-they are written follow from the field. A command with the engine's flags has `--config`. Knows no
-command. Invariant: a flag that is given neither on the command line nor in the environment nor in
-the file leaves its field's default.
+they are written follow from the field. A command with the engine's flags has `--config`. Invariant:
+a flag that is given neither on the command line nor in the environment nor in the file leaves its
+field's default.
 """
 
 import dataclasses

@@ -1,9 +1,9 @@
 """The model and the prompts of a command: positional words, `--model`, stdin and prompt files.
 
-Owns the rule that tells a model from prompts, and the formats of prompt files. Knows no tokenizer.
-Invariant: a word is the model only when it is the first one, `--model` is not given, and it is a
-folder with a config.json, or a GGUF file or a folder with one; a first word that only looks like a
-model is refused.
+Owns the rule that tells a model from prompts, and the formats of prompt files. Invariant: a word is
+the model only when it is the first one, `--model` is not given, and it is a folder with a
+config.json, or a GGUF file or a folder with one; a first word that only looks like a model is
+refused.
 """
 
 import json

@@ -1,9 +1,9 @@
 """How results are written: one description of a result gives its JSON and its text.
 
 A table has a `Column` for each value, which says where the value is read, its key in JSON and its
-heading; a key's ending is the value's unit, from which its form follows. Knows no command.
-Invariants: text that a model or a file wrote cannot move the cursor, change colours or ring the
-bell; JSON has no number that is not finite.
+heading; a key's ending is the value's unit, from which its form follows. Invariants: text that a
+model or a file wrote cannot move the cursor, change colours or ring the bell; JSON has no number
+that is not finite.
 """
 
 import json

@@ -1,8 +1,7 @@
 """The flags of sampling parameters: `SamplingFlags`, shared by `generate` and `chat`.
 
-Owns their names and the parsing of those that hold several values. Knows no bounds: those are
-`SamplingParams`'s. Invariant: a flag that is not given leaves its field as the checkpoint
-recommends it.
+Owns their names and the parsing of those that hold several values. Invariant: a flag that is not
+given leaves its field as the checkpoint recommends it.
 """
 
 import json

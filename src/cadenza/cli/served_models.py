@@ -1,8 +1,7 @@
 """The models of `cadenza serve`: their names, text front ends and engine processes.
 
-Owns what the command's words and flags mean for each model. Knows no socket. Invariant: a model
-that cannot be served is refused here, before a port is open, as far as that can be known without
-loading it.
+Owns what the command's words and flags mean for each model. Invariant: a model that cannot be
+served is refused here, before a port is open, as far as that can be known without loading it.
 """
 
 import logging

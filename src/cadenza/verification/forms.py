@@ -1,8 +1,7 @@
 """Structured outputs that the gate plays, and faults of their masks that it must catch.
 
-Owns the forms, and which tokens each of them can always go on with. Knows no engine. Invariants: a
-request that allows `Forms.going_on` always has a token that may follow; no form is complete before
-four tokens.
+Owns the forms, and which tokens each of them can always go on with. Invariants: a request that
+allows `Forms.going_on` always has a token that may follow; no form is complete before four tokens.
 """
 
 from collections.abc import Callable, Mapping, Sequence

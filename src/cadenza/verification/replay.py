@@ -108,7 +108,7 @@ def replay_receipts(model: str | None, receipts: Iterable[NamedReceipt]) -> Iter
             planned = open_model(model, config)
         except ConfigError as error:
             for each in group:
-                found = (*_untold_model(model), *_other_model(each.receipt, error))
+                found = (*_default_model_note(model), *_other_model(each.receipt, error))
                 yield _verdict(each, found)
             continue
         here = planned.text.with_forms(make_fingerprint(planned.checkpoint, planned.plan, config))
@@ -116,10 +116,10 @@ def replay_receipts(model: str | None, receipts: Iterable[NamedReceipt]) -> Iter
         for each in group:
             if each not in fitting:
                 is_other = each.receipt.fingerprint.checkpoint != here.checkpoint
-                untold = _untold_model(model) if is_other else ()
+                note = _default_model_note(model) if is_other else ()
                 unfit = (*_changes(each.receipt), *_unfit(each.receipt, here))
                 advice = _advice(each.receipt, here, config)
-                yield _verdict(each, (*untold, *unfit, *advice))
+                yield _verdict(each, (*note, *unfit, *advice))
         if fitting:
             with closing(_load(planned, fitting)) as loaded:
                 for each in fitting:
@@ -147,7 +147,7 @@ def config_of(fingerprint: Fingerprint) -> EngineConfig:
         raise ReceiptError(f"the receipt's fingerprint has unknown parts: {error}") from error
 
 
-def _untold_model(model: str | None) -> tuple[str, ...]:
+def _default_model_note(model: str | None) -> tuple[str, ...]:
     """For a receipt that does not fit the model: says so where none was named."""
     if model is not None:
         return ()
