@@ -1,10 +1,10 @@
 """When clients see the tokens of a simulated engine, known from loads of a real server.
 
 A `ClientLoad` is a closed loop: each client sends its next request when its last one is done.
-It says how long a step takes while that many requests are open, with all work of the host (HTTP, the
-clients, whatever shares the cores), and how far times scatter around that: in what chunks tokens
-come, and how late the first one is. Owns what is learned from such loads and its replay. Invariant:
-a replay is a function of its loads, its tokens and the seed.
+It says how long a step takes while that many requests are open, with all work of the host (HTTP,
+the clients, whatever shares the cores), and how far times scatter around that: in what chunks
+tokens come, and how late the first one is. Owns what is learned from such loads and its replay.
+Invariant: a replay is a function of its loads, its tokens and the seed.
 """
 
 import math

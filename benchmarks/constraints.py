@@ -64,7 +64,7 @@ class Timing:
 
 TIMEOUT_S = 600
 Answer = Callable[[int, int, StructuredOutput | None], list[int]]
-"""Answers prompts in one batch; returns the tokens of each."""
+"""Answers (a number of prompts, tokens, form) in one batch; returns the tokens of each."""
 
 
 def prompts_of(rows: int) -> list[str]:
