@@ -57,10 +57,6 @@ class Dialect:
     takes_forms: bool = False
 
 
-def anthropic_status(error: ApiError) -> int:
-    return _OVERLOADED if error.status == 503 else error.status
-
-
 def anthropic_error(error: ApiError, request_id: str) -> dict[str, Any]:
     """The answer, or a stream's last event."""
     described: dict[str, Any] = {
@@ -104,7 +100,7 @@ OPENAI = Dialect(
 ANTHROPIC = Dialect(
     id_headers=("x-request-id", "request-id"),
     version_header=b"anthropic-version",
-    status_of=anthropic_status,
+    status_of=lambda error: _OVERLOADED if error.status == 503 else error.status,
     error_body=lambda error, request_id: msgspec.json.encode(anthropic_error(error, request_id)),
     check_version=_check_anthropic_version,
     error_schema="MessageError",

@@ -188,7 +188,7 @@ class Exchange:
                 *headers,
             )
         await self._start(response.status, headers)
-        await self._finish(response.body)
+        await self.end_stream(response.body)
 
     async def fail(self, error: ApiError) -> None:
         status = self.dialect.status_of(error)
@@ -204,11 +204,8 @@ class Exchange:
         await self._send_body(frames, is_last=False)
 
     async def end_stream(self, frames: bytes) -> None:
-        await self._finish(frames)
-
-    async def _finish(self, body: bytes) -> None:
         self.is_complete = True
-        await self._send_body(body, is_last=True)
+        await self._send_body(frames, is_last=True)
 
     async def _send_body(self, body: bytes, *, is_last: bool) -> None:
         """Sends slices, each when the client has read those before it."""

@@ -86,7 +86,8 @@ class LogQueue:
     def _write_all(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(self._has_work)
+                while not (self._texts or self._num_overflowed or self._is_closed):
+                    self._changed.wait()
                 texts, self._texts = self._texts, deque()
                 num_overflowed, self._num_overflowed = self._num_overflowed, 0
                 self._num_bytes = 0
@@ -101,9 +102,6 @@ class LogQueue:
             self._tell_dropped()
             if is_last:
                 return
-
-    def _has_work(self) -> bool:
-        return bool(self._texts or self._num_overflowed or self._is_closed)
 
     def _tell_dropped(self) -> None:
         if self._num_untold and self._write(self._describe_dropped(self._num_untold).encode()):

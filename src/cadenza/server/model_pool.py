@@ -272,8 +272,9 @@ class ModelPool:
             reason = f"not used for {self._options.idle_unload_s:g} seconds"
             self._run(self._unload(by_turn[id(turn)], reason))
         for each in self._entries:
-            if each.turn.state == "ready":
-                self._admit(each)
+            while each.turn.state == "ready" and each.turn.waiting:
+                each.turn.entered()
+                _end(each.turn.waiting.popleft(), None)
         self._look_again(moves.look_at_s)
 
     async def _enter(self, entry: _Entry, num_bytes: int) -> None:
@@ -311,11 +312,6 @@ class ModelPool:
         entry.turn.left(self._clock())
         if self._switches:
             self.advance()
-
-    def _admit(self, entry: _Entry) -> None:
-        while entry.turn.waiting:
-            entry.turn.entered()
-            _end(entry.turn.waiting.popleft(), None)
 
     def _check_failed(self, entry: _Entry) -> None:
         """Raises ApiError (503) while a model that could not be loaded is not tried again."""
@@ -370,7 +366,7 @@ class ModelPool:
             if not is_again or self._is_closed:
                 raise
             await model.stop()
-            model.forget_limits()
+            model.keeps_limits = False
             model.start()
             await asyncio.to_thread(model.engine.wait_ready, MAX_LOAD_S)
 

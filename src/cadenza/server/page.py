@@ -6,7 +6,7 @@ style, so that not even a text that was not escaped could do anything.
 """
 
 from base64 import b64encode
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from html import escape
@@ -30,14 +30,12 @@ ul { columns: 19rem; margin: .25rem 0; padding-left: 1.1rem; }
 """
 
 
-def _hash_of(text: str) -> str:
-    return b64encode(sha256(text.encode()).digest()).decode()
-
+_STYLE_HASH = b64encode(sha256(_STYLE.encode()).digest()).decode()
 
 PAGE_HEADERS: Headers = (
     (
         "content-security-policy",
-        f"default-src 'none'; style-src 'sha256-{_hash_of(_STYLE)}'; base-uri 'none'; "
+        f"default-src 'none'; style-src 'sha256-{_STYLE_HASH}'; base-uri 'none'; "
         f"form-action 'none'; frame-ancestors 'none'",
     ),
     ("x-content-type-options", "nosniff"),
@@ -45,6 +43,9 @@ PAGE_HEADERS: Headers = (
     ("cache-control", "no-store"),
     ("vary", "accept, authorization, x-api-key"),
 )
+
+
+_KEY_ADVICE = "<p>This server has API keys: its model is shown to whoever sends one.</p>"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +82,7 @@ def render_page(shown: PageFacts) -> bytes:
         f'<p>Cadenza {escape(shown.version)} · <span class="state">{escape(shown.state)}</span> · '
         '<a href="/health">health</a> · <a href="/openapi.json">every field (OpenAPI)</a> · '
         '<a href="/metrics">metrics</a> · <a href="/v1/models">models</a></p>',
-        *_key_advice(shown),
+        _KEY_ADVICE if shown.models is None else "",
         _definitions(shown.facts),
         "<h2>Where clients find it</h2>",
         _definitions(
@@ -97,11 +98,6 @@ def render_page(shown: PageFacts) -> bytes:
         "</body></html>",
     ]
     return "\n".join(part for part in parts if part).encode()
-
-
-def _key_advice(shown: PageFacts) -> Iterable[str]:
-    if shown.models is None:
-        yield "<p>This server has API keys: its model is shown to whoever sends one.</p>"
 
 
 def _definitions(facts: Mapping[str, str]) -> str:

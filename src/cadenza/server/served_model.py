@@ -97,7 +97,8 @@ class ServedModel:
         self._engine = make_engine(None)
         self._serving: AsyncEngine | None = None
         self._is_spent = False
-        self._keeps_limits = True
+        self.keeps_limits = True
+        """The next load has the sizes of the first one; otherwise it chooses them anew."""
         self._known: RequestCheck | None = None
         self._engine_fingerprint: Fingerprint | None = None
         self._fingerprint: Fingerprint | None = None
@@ -136,14 +137,10 @@ class ServedModel:
         """Starts the engine, which then loads. On the event loop to which its streams belong."""
         assert self._serving is None, "it is stopped before it is started again"
         if self._is_spent:
-            self._engine = self._make_engine(self.limits if self._keeps_limits else None)
-        self._is_spent = self._keeps_limits = True
+            self._engine = self._make_engine(self.limits if self.keeps_limits else None)
+        self._is_spent = self.keeps_limits = True
         self._serving = AsyncEngine(self._engine, self.text, self.fingerprint)
         self._serving.start()
-
-    def forget_limits(self) -> None:
-        """The next load chooses its sizes anew."""
-        self._keeps_limits = False
 
     async def stop(self) -> None:
         """Ends the open requests, each with an error, and the engine, whose memory is then free."""

@@ -74,7 +74,18 @@ async def _tags(service: Service, exchange: Exchange) -> None:
 
 
 async def _ps(service: Service, exchange: Exchange) -> None:
-    await send_object(exchange, {"models": _loaded_cards(service)})
+    found: list[dict[str, Any]] = []
+    for model in service.models.models:
+        if model.engine.status().is_ready:
+            left_s = service.models.idle_left_s(model)
+            ends_s = _NEVER_S if left_s is None else service.options.now() + left_s
+            loaded = {
+                "expires_at": time_of(ends_s),
+                "size_vram": 0,
+                "context_length": _context_length(model),
+            }
+            found += [card | loaded for card in _cards(service, [model])]
+    await send_object(exchange, {"models": found})
 
 
 async def _show(service: Service, exchange: Exchange) -> None:
@@ -137,21 +148,6 @@ async def _read(service: Service, exchange: Exchange) -> NamedModelBody:
 def _cards(service: Service, models: Iterable[ServedModel]) -> list[dict[str, Any]]:
     """One for each name."""
     return [_card(service, model, name) for model in models for name in model.names.listed]
-
-
-def _loaded_cards(service: Service) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
-    for model in service.models.models:
-        if model.engine.status().is_ready:
-            left_s = service.models.idle_left_s(model)
-            ends_s = _NEVER_S if left_s is None else service.options.now() + left_s
-            loaded = {
-                "expires_at": time_of(ends_s),
-                "size_vram": 0,
-                "context_length": _context_length(model),
-            }
-            found += [card | loaded for card in _cards(service, [model])]
-    return found
 
 
 def _card(service: Service, model: ServedModel, name: str) -> dict[str, Any]:
