@@ -1,13 +1,6 @@
 """`ModelTurns`: who is loaded, who makes room, and when; the time is the test's."""
 
-from dataclasses import dataclass
-
-from cadenza.server.model_turns import IDLE_S, TURN_S, ModelTurn, ModelTurns, Moves
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    number: int
+from cadenza.server.model_turns import IDLE_S, TURN_S, ModelTurn, ModelTurns, Moves, WaitingCall
 
 
 class Models:
@@ -26,7 +19,7 @@ class Models:
 
     def ask(self, place: int) -> None:
         self._num_calls += 1
-        self.models[place].waiting.append(Call(self._num_calls))
+        self.models[place].waiting.append(WaitingCall(self._num_calls, str))
 
     def after(self, seconds: float) -> Moves:
         self.now_s += seconds

@@ -12,7 +12,8 @@ import logging
 import math
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 
 from cadenza.engine.status import EngineStatus
 from cadenza.errors import CadenzaError, ConfigError, DeviceUnavailableError
@@ -26,8 +27,8 @@ from cadenza.server.errors import (
     unavailable,
 )
 from cadenza.server.metrics import CountedModel, ModelLoads
-from cadenza.server.model_turns import ModelState, ModelTurn, ModelTurns
-from cadenza.server.served_model import MAX_LOAD_S, ServedModel
+from cadenza.server.model_turns import ModelState, ModelTurns, WaitingCall
+from cadenza.server.served_model import MAX_LOAD_S, LoadFailure, ServedModel
 
 logger = logging.getLogger(__name__)
 
@@ -68,37 +69,6 @@ class PoolOptions:
             )
 
 
-@dataclass(slots=True, eq=False)
-class _Waiting:
-    """A call that waits; `admitted` gets None, or the error with which it ends."""
-
-    number: int
-    num_bytes: int
-    admitted: asyncio.Future[ApiError | None]
-
-
-@dataclass(slots=True, eq=False)
-class _Failure:
-    """The last load failed; `num_failed` in a row did."""
-
-    reason: str
-    until_s: float
-    num_failed: int
-
-
-@dataclass(slots=True, eq=False)
-class _Entry:
-    model: ServedModel
-    turn: ModelTurn = field(default_factory=ModelTurn)
-    failure: _Failure | None = None
-    num_loads: int = 0
-
-    def end_waiting(self, error: ApiError) -> None:
-        """Ends the calls that wait, each with this error."""
-        while self.turn.waiting:
-            _end(self.turn.waiting.popleft(), error)
-
-
 class ModelPool:
     """The first model is loaded at the start, and means a request that names none."""
 
@@ -108,11 +78,11 @@ class ModelPool:
         """Raises ConfigError where two models have a name in common."""
         self._options = options
         self._clock = clock
-        self._entries = [_Entry(model) for model in models]
-        self._by_name = _by_name(self._entries)
+        self.models = tuple(models)
+        self._by_name = _by_name(models)
         self._switches = self.is_several or options.idle_unload_s is not None
         self._turns = ModelTurns(
-            [each.turn for each in self._entries], options.max_loaded, options.idle_unload_s
+            [each.turn for each in models], options.max_loaded, options.idle_unload_s
         )
         self._num_arrived = 0
         self._num_waiting_bytes = 0
@@ -121,12 +91,8 @@ class ModelPool:
         self._is_closed = False
 
     @property
-    def models(self) -> tuple[ServedModel, ...]:
-        return tuple(each.model for each in self._entries)
-
-    @property
     def first(self) -> ServedModel:
-        return self._entries[0].model
+        return self.models[0]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -135,7 +101,7 @@ class ModelPool:
 
     @property
     def is_several(self) -> bool:
-        return len(self._entries) > 1
+        return len(self.models) > 1
 
     @property
     def switches(self) -> bool:
@@ -146,7 +112,7 @@ class ModelPool:
     @property
     def num_calls(self) -> int:
         """Calls that have not ended, with those that wait for a model to be loaded."""
-        return self._num_waiting + sum(each.turn.num_calls for each in self._entries)
+        return self._num_waiting + sum(each.turn.num_calls for each in self.models)
 
     def find(self, name: str | None) -> ServedModel:
         """The model that a name means. Raises ApiError (404)."""
@@ -154,28 +120,28 @@ class ModelPool:
             return self.first
         for each in (name, name.removesuffix(DEFAULT_TAG), name + DEFAULT_TAG):
             if each in self._by_name:
-                return self._by_name[each].model
+                return self._by_name[each]
         raise model_not_found(model=name, listed=", ".join(self.names))
 
     def state_of(self, model: ServedModel) -> ModelState:
         """A model that never leaves is ready for as long as the server is."""
-        return self._entry(model).turn.state if self._switches else "ready"
+        return model.turn.state if self._switches else "ready"
 
     def idle_left_s(self, model: ServedModel) -> float | None:
         """Seconds until a model that is loaded is unloaded, if nobody uses it; None: it stays."""
         if self._options.idle_unload_s is None:
             return None
-        turn = self._entry(model).turn
+        turn = model.turn
         since_s = turn.used_s if turn.is_idle else self._clock()
         return since_s + self._options.idle_unload_s - self._clock()
 
     def loads_of(self, model: CountedModel) -> ModelLoads:
         """For the metrics."""
-        entry = self._by_name[model.name]
+        found = self._by_name[model.name]
         return ModelLoads(
-            is_loaded=entry.turn.is_loaded,
-            num_loads=entry.num_loads,
-            num_waiting=len(entry.turn.waiting),
+            is_loaded=found.turn.is_loaded,
+            num_loads=found.num_loads,
+            num_waiting=len(found.turn.waiting),
         )
 
     def status(self) -> EngineStatus:
@@ -183,11 +149,11 @@ class ModelPool:
         asks for it; models that are loaded and not ready make it as they are."""
         if not self._switches:
             return self.first.engine.status()
-        found = [each.model.engine.status() for each in self._entries if each.turn.is_loaded]
+        found = [each.engine.status() for each in self.models if each.turn.is_loaded]
         ready = next((each for each in found if each.is_ready), None)
         if ready is not None or found:
             return ready or found[0]
-        if not any(each.num_loads for each in self._entries):
+        if not any(each.num_loads for each in self.models):
             return self.first.engine.status()
         return EngineStatus(state="ready")
 
@@ -210,9 +176,8 @@ class ModelPool:
         if not self._switches:
             self.first.start()
             return
-        first = self._entries[0]
-        first.turn.began(self._clock())
-        self._run(self._load(first))
+        self.first.turn.began(self._clock())
+        self._run(self._load(self.first))
 
     async def wait_loaded(self) -> None:
         """Waits until the first model has been loaded. Raises CadenzaError if it cannot be."""
@@ -235,8 +200,8 @@ class ModelPool:
         self.drain()
         if self._timer is not None:
             self._timer.cancel()
-        for each in self._entries:
-            each.end_waiting(unavailable("draining"))
+        for each in self.models:
+            _end_waiting(each, unavailable("draining"))
         await asyncio.gather(*(model.stop() for model in self.models))
         if self._tasks:
             await asyncio.wait(self._tasks)
@@ -248,22 +213,21 @@ class ModelPool:
         Raises ApiError: 503 where the model cannot be loaded, or too many calls wait for it; 504
         after the queue's timeout.
         """
-        entry = self._entry(model)
         if self._switches:
-            await self._enter(entry, num_bytes)
+            await self._enter(model, num_bytes)
         else:
-            entry.turn.entered()
+            model.turn.entered()
         try:
             yield
         finally:
-            self._leave(entry)
+            self._leave(model)
 
     def advance(self) -> None:
         """Does what the rules ask for now."""
         if self._is_closed:
             return
         moves = self._turns.advance(self._clock())
-        by_turn = {id(each.turn): each for each in self._entries}
+        by_turn = {id(each.turn): each for each in self.models}
         for turn in moves.load:
             self._run(self._load(by_turn[id(turn)]))
         for turn in moves.unload:
@@ -271,31 +235,31 @@ class ModelPool:
         for turn in moves.idle:
             reason = f"not used for {self._options.idle_unload_s:g} seconds"
             self._run(self._unload(by_turn[id(turn)], reason))
-        for each in self._entries:
+        for each in self.models:
             while each.turn.state == "ready" and each.turn.waiting:
                 each.turn.entered()
-                _end(each.turn.waiting.popleft(), None)
+                each.turn.waiting.popleft().end(None)
         self._look_again(moves.look_at_s)
 
-    async def _enter(self, entry: _Entry, num_bytes: int) -> None:
-        turn = entry.turn
-        self._check_failed(entry)
+    async def _enter(self, model: ServedModel, num_bytes: int) -> None:
+        turn = model.turn
+        self._check_failed(model)
         if turn.state == "ready" and not turn.waiting:
             turn.entered()
             return
-        self._check_waiting(entry, num_bytes)
+        self._check_waiting(model, num_bytes)
         self._num_arrived += 1
         admitted: asyncio.Future[ApiError | None] = asyncio.get_running_loop().create_future()
-        waiting = _Waiting(self._num_arrived, num_bytes, admitted)
+        waiting = WaitingCall(self._num_arrived, partial(_set_result, admitted))
         turn.waiting.append(waiting)
         self._num_waiting_bytes += num_bytes
-        queue_s = entry.model.engine.timeouts.queue_s
+        queue_s = model.engine.timeouts.queue_s
         self.advance()
         try:
             await asyncio.wait({admitted}, timeout=queue_s)
         except asyncio.CancelledError:
             if admitted.done() and admitted.result() is None:
-                self._leave(entry)
+                self._leave(model)
             raise
         finally:
             self._num_waiting_bytes -= num_bytes
@@ -308,39 +272,39 @@ class ModelPool:
         if error is not None:
             raise error
 
-    def _leave(self, entry: _Entry) -> None:
-        entry.turn.left(self._clock())
+    def _leave(self, model: ServedModel) -> None:
+        model.turn.left(self._clock())
         if self._switches:
             self.advance()
 
-    def _check_failed(self, entry: _Entry) -> None:
+    def _check_failed(self, model: ServedModel) -> None:
         """Raises ApiError (503) while a model that could not be loaded is not tried again."""
-        if entry.turn.is_loaded and entry.model.engine.status().state == "dead":
-            self._retire(entry)
-        failure = entry.failure
+        if model.turn.is_loaded and model.engine.status().state == "dead":
+            self._retire(model)
+        failure = model.failure
         if failure is not None and failure.until_s > self._clock():
-            entry.model.counts.reject("unavailable")
-            raise _failed(entry.model, failure.reason, failure.until_s - self._clock())
+            model.counts.reject("unavailable")
+            raise _failed(model, failure.reason, failure.until_s - self._clock())
 
-    def _check_waiting(self, entry: _Entry, num_bytes: int) -> None:
+    def _check_waiting(self, model: ServedModel, num_bytes: int) -> None:
         """Raises ApiError (503) where no further call may wait."""
         most = self._options.max_waiting
         has_bytes = self._num_waiting_bytes + num_bytes > self._options.max_waiting_bytes
-        if len(entry.turn.waiting) < most and not (self._num_waiting_bytes and has_bytes):
+        if len(model.turn.waiting) < most and not (self._num_waiting_bytes and has_bytes):
             return
-        entry.model.counts.reject("queue_full")
+        model.counts.reject("queue_full")
         raise models_full(
-            name=entry.model.name,
+            name=model.name,
             num_waiting=self._num_waiting,
-            seconds=max(RETRY_LOADING_S, math.ceil(entry.turn.load_s)),
+            seconds=max(RETRY_LOADING_S, math.ceil(model.turn.load_s)),
         )
 
     @property
     def _num_waiting(self) -> int:
-        return sum(len(each.turn.waiting) for each in self._entries)
+        return sum(len(each.turn.waiting) for each in self.models)
 
-    async def _load(self, entry: _Entry) -> None:
-        model, turn = entry.model, entry.turn
+    async def _load(self, model: ServedModel) -> None:
+        turn = model.turn
         if turn.waiting:  # of the first load at the start the command tells
             logger.info("loading %s: %d requests wait for it", model.name, len(turn.waiting))
         try:
@@ -348,9 +312,9 @@ class ModelPool:
         except CadenzaError as error:
             await model.stop()
             turn.gone()
-            self._take_failure(entry, error)
+            self._take_failure(model, error)
         else:
-            entry.num_loads, entry.failure = entry.num_loads + 1, None
+            model.num_loads, model.failure = model.num_loads + 1, None
             turn.loaded(self._clock())
             logger.info("%s is loaded, in %.1f s", model.name, turn.load_s)
         self.advance()
@@ -370,32 +334,32 @@ class ModelPool:
             model.start()
             await asyncio.to_thread(model.engine.wait_ready, MAX_LOAD_S)
 
-    async def _unload(self, entry: _Entry, reason: str) -> None:
-        await entry.model.stop()
-        entry.turn.gone()
-        logger.info("%s is unloaded: %s", entry.model.name, reason)
+    async def _unload(self, model: ServedModel, reason: str) -> None:
+        await model.stop()
+        model.turn.gone()
+        logger.info("%s is unloaded: %s", model.name, reason)
         self.advance()
 
-    def _take_failure(self, entry: _Entry, error: CadenzaError) -> None:
+    def _take_failure(self, model: ServedModel, error: CadenzaError) -> None:
         if self._is_closed:
             return
-        num_failed = 1 if entry.failure is None else entry.failure.num_failed + 1
+        num_failed = 1 if model.failure is None else model.failure.num_failed + 1
         again_s = min(MAX_RETRY_S, RETRY_S * 2.0 ** (num_failed - 1))
-        entry.failure = _Failure(_reason_of(error), self._clock() + again_s, num_failed)
-        if any(each.num_loads for each in self._entries):  # else `wait_loaded` raises it
+        model.failure = LoadFailure(_reason_of(error), self._clock() + again_s, num_failed)
+        if any(each.num_loads for each in self.models):  # else `wait_loaded` raises it
             logger.error(
                 "%s could not be loaded, and is not tried again for %.0f seconds: %s",
-                entry.model.name,
+                model.name,
                 again_s,
                 error,
             )
-        entry.end_waiting(_failed(entry.model, entry.failure.reason, again_s))
+        _end_waiting(model, _failed(model, model.failure.reason, again_s))
 
-    def _retire(self, entry: _Entry) -> None:
+    def _retire(self, model: ServedModel) -> None:
         """Unloads a model whose engine has ended for good; after a while it may be loaded anew."""
-        entry.turn.state = "unloading"
-        self._take_failure(entry, CadenzaError(entry.model.engine.status().error or "it ended"))
-        self._run(self._unload(entry, "its engine failed too often"))
+        model.turn.state = "unloading"
+        self._take_failure(model, CadenzaError(model.engine.status().error or "it ended"))
+        self._run(self._unload(model, "its engine failed too often"))
 
     def _look_again(self, at_s: float | None) -> None:
         if self._timer is not None:
@@ -410,30 +374,32 @@ class ModelPool:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _entry(self, model: ServedModel) -> _Entry:
-        return self._by_name[model.name]
+
+def _set_result(admitted: asyncio.Future[ApiError | None], error: ApiError | None) -> None:
+    if not admitted.done():
+        admitted.set_result(error)
 
 
-def _end(waiting: object, error: ApiError | None) -> None:
-    assert isinstance(waiting, _Waiting)
-    if not waiting.admitted.done():
-        waiting.admitted.set_result(error)
+def _end_waiting(model: ServedModel, error: ApiError) -> None:
+    """Ends the calls that wait for it, each with this error."""
+    while model.turn.waiting:
+        model.turn.waiting.popleft().end(error)
 
 
-def _by_name(entries: Sequence[_Entry]) -> dict[str, _Entry]:
+def _by_name(models: Sequence[ServedModel]) -> dict[str, ServedModel]:
     """Raises ConfigError where a listed name means two models; a path that does, means neither."""
-    found: dict[str, _Entry] = {}
-    for entry in entries:
-        for name in entry.model.names.listed:
+    found: dict[str, ServedModel] = {}
+    for model in models:
+        for name in model.names.listed:
             if name in found:
                 raise ConfigError(
                     f"two models have the name {name!r}; give --served-model-name once for each "
                     f"model, in the order of the models"
                 )
-            found[name] = entry
-    for entry in entries:
-        for alias in entry.model.names.aliases:
-            found.setdefault(alias, entry)
+            found[name] = model
+    for model in models:
+        for alias in model.names.aliases:
+            found.setdefault(alias, model)
     return found
 
 

@@ -17,9 +17,9 @@ Invariant: at most `max_loaded` models are loaded, loading or not yet unloaded.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal
 
 IDLE_S = 1.0
 """A model that was used so recently may get its client's next call at any moment."""
@@ -30,13 +30,13 @@ ModelState = Literal["unloaded", "loading", "ready", "draining", "unloading"]
 """`draining`: its open calls continue, new ones wait, for another model needs its place."""
 
 
-class Waiting(Protocol):
-    """A call that waits for a model."""
+@dataclass(frozen=True, slots=True, eq=False)
+class WaitingCall:
+    """A call that waits for a model. `number`: in the order of arrival, of all models' calls; `end`
+    ends its wait, with an error or none."""
 
-    @property
-    def number(self) -> int:
-        """In the order of arrival, of all models' calls."""
-        ...
+    number: int
+    end: Callable[[Any], object]
 
 
 @dataclass(slots=True, eq=False)
@@ -52,7 +52,7 @@ class ModelTurn:
 
     state: ModelState = "unloaded"
     num_calls: int = 0
-    waiting: deque[Waiting] = field(default_factory=deque[Waiting])
+    waiting: deque[WaitingCall] = field(default_factory=deque[WaitingCall])
     ready_s: float = 0.0
     used_s: float = 0.0
     load_s: float = 0.0

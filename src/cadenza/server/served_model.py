@@ -39,6 +39,7 @@ from cadenza.server.errors import (
     unavailable,
 )
 from cadenza.server.metrics import ServedCounts
+from cadenza.server.model_turns import ModelTurn
 from cadenza.server.tenants import TenantUse
 
 MAX_LOAD_S = 24 * 3600.0
@@ -84,6 +85,15 @@ class ModelNames:
         return (*self.listed, *self.aliases)
 
 
+@dataclass(frozen=True, slots=True)
+class LoadFailure:
+    """The last load failed; `num_failed` in a row did. No other is tried until `until_s`."""
+
+    reason: str
+    until_s: float
+    num_failed: int
+
+
 class ServedModel:
     """On one event loop."""
 
@@ -91,6 +101,9 @@ class ServedModel:
         self.names = names
         self.text = text
         self.counts = ServedCounts()
+        self.turn = ModelTurn()
+        self.num_loads = 0
+        self.failure: LoadFailure | None = None
         self.is_refusing = False
         """The server is shutting down."""
         self._make_engine = make_engine
