@@ -22,7 +22,8 @@ from cadenza.engine.open_requests import RequestStats
 from cadenza.engine.stats import Distribution, EngineStats, StepBoundStats
 from cadenza.engine.status import EngineStatus
 from cadenza.engine.stored_pages import StoredPageCounts
-from cadenza.server.metrics import Metrics, ModelLoads, ServedCounts
+from cadenza.server.metrics import Metrics, ServedCounts
+from cadenza.server.model_turns import ModelTurn
 
 DOCS = Path(__file__).parents[1] / "docs"
 WRITTEN = "<!-- Written by tools/reference_tables.py. -->"
@@ -126,8 +127,7 @@ def metrics_page() -> str:
 def served_families() -> Iterable[Metric]:
     """Those of a server with everything that adds metrics."""
     model = CountedIdly()
-    loads = ModelLoads(is_loaded=True, num_loads=1, num_waiting=0)
-    metrics = Metrics([model], model.counts, lambda: 0, lambda _: loads)
+    metrics = Metrics([model], model.counts, lambda: 0, has_loads=True)
     text, _ = metrics.render()
     return text_string_to_metric_families(text.decode())
 
@@ -140,6 +140,7 @@ class CountedIdly:
 
     def __init__(self) -> None:
         self.counts = ServedCounts()
+        self.turn, self.num_loads = ModelTurn(), 1
         self.engine: Any = self
 
     def status(self) -> EngineStatus:

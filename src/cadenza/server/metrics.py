@@ -31,6 +31,7 @@ from cadenza.engine.open_requests import RejectionReason, RequestStats
 from cadenza.engine.stats import Distribution, EngineStats, Tally
 from cadenza.engine.status import EngineMonitor, EngineStatus
 from cadenza.events import FinishReason
+from cadenza.server.model_turns import ModelTurn
 
 FIRST_TOKEN_BOUNDS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5),
@@ -79,6 +80,8 @@ class CountedModel(Protocol):
     """What the metrics need of a model."""
 
     counts: ServedCounts
+    turn: ModelTurn
+    num_loads: int
 
     @property
     def name(self) -> str: ...
@@ -91,25 +94,12 @@ class CountedModel(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelLoads:
-    """Of a model that is loaded when it is asked for: whether it is, and how often it was; and the
-    requests that wait for it."""
-
-    is_loaded: bool
-    num_loads: int
-    num_waiting: int
-
-
-LoadsOf = Callable[[CountedModel], ModelLoads]
-
-
 class Metrics(Collector):
     """The registry of one server; the families are made from the counts at each collection.
 
     Args:
         counts: of the front end; they have the first model's name.
-        loads_of: reads the loads of a model; None where the models stay loaded.
+        has_loads: whether models are loaded when they are asked for.
     """
 
     def __init__(
@@ -117,12 +107,12 @@ class Metrics(Collector):
         models: Sequence[CountedModel],
         counts: ServedCounts,
         num_dropped_log_lines: Callable[[], int],
-        loads_of: LoadsOf | None = None,
+        has_loads: bool = False,
     ) -> None:
         self._models = models
         self._counts = counts
         self._num_dropped_log_lines = num_dropped_log_lines
-        self._loads_of = loads_of
+        self._has_loads = has_loads
         self._registry = CollectorRegistry()
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
@@ -153,7 +143,7 @@ class Metrics(Collector):
             requests=model.engine.request_stats(),
             status=model.engine.status(),
             stats=model.stats(),
-            loads=None if self._loads_of is None else self._loads_of(model),
+            loads=model if self._has_loads else None,
             front_end=self._counts if is_front_end else None,
             num_dropped_log_lines=self._num_dropped_log_lines() if is_front_end else None,
         )
@@ -172,7 +162,7 @@ class _Scrape:
     requests: RequestStats
     status: EngineStatus
     stats: EngineStats | None
-    loads: ModelLoads | None
+    loads: CountedModel | None
     front_end: ServedCounts | None
     num_dropped_log_lines: int | None
 
@@ -180,6 +170,10 @@ class _Scrape:
     def rejections(self) -> dict[str, int]:
         of_engine = {str(name): n for name, n in self.requests.rejections.items()}
         return {name: n + of_engine.get(name, 0) for name, n in self.counts.rejections.items()}
+
+    @property
+    def num_waiting_for_model(self) -> int | None:
+        return None if self.loads is None else len(self.loads.turn.waiting)
 
     @property
     def accepted_per_pos(self) -> dict[str, int] | None:
@@ -330,11 +324,11 @@ _OWN_ROWS = (
         "Idle connections closed for new ones.",
     ),
     _Row("log_lines_dropped", "num_dropped_log_lines", "Log lines that stderr did not take."),
-    _Row("model_loaded", "loads.is_loaded", "Whether the model is loaded.", kind=GAUGE),
+    _Row("model_loaded", "loads.turn.is_loaded", "Whether the model is loaded.", kind=GAUGE),
     _Row("model_loads", "loads.num_loads", "Loads of the model."),
     _Row(
         "requests_waiting_for_model",
-        "loads.num_waiting",
+        "num_waiting_for_model",
         "Requests that wait for the model to be loaded.",
         kind=GAUGE,
     ),

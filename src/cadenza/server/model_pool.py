@@ -26,7 +26,6 @@ from cadenza.server.errors import (
     queue_timeout,
     unavailable,
 )
-from cadenza.server.metrics import CountedModel, ModelLoads
 from cadenza.server.model_turns import ModelState, ModelTurns, WaitingCall
 from cadenza.server.served_model import MAX_LOAD_S, LoadFailure, ServedModel
 
@@ -134,15 +133,6 @@ class ModelPool:
         turn = model.turn
         since_s = turn.used_s if turn.is_idle else self._clock()
         return since_s + self._options.idle_unload_s - self._clock()
-
-    def loads_of(self, model: CountedModel) -> ModelLoads:
-        """For the metrics."""
-        found = self._by_name[model.name]
-        return ModelLoads(
-            is_loaded=found.turn.is_loaded,
-            num_loads=found.num_loads,
-            num_waiting=len(found.turn.waiting),
-        )
 
     def status(self) -> EngineStatus:
         """Of the server as a whole. It is ready where a model is, or can be loaded when a request

@@ -65,7 +65,7 @@ class Service:
             models.models,
             self.counts,
             options.num_dropped_log_lines,
-            models.loads_of if models.switches else None,
+            models.switches,
         )
         self.created = int(options.now())
         self.ignored_names = IgnoredNames()
