@@ -19,7 +19,7 @@ from cadenza.server.sse import KEEP_ALIVE, PromptInfo, schema_mark
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """One of them; of a call the text are the arguments.
+    """One block; the text of a call is its arguments.
 
     Args:
         index: its place in the answer.
@@ -40,7 +40,7 @@ class Block:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Of a call, as an object; a text that is none stands in one."""
+        """Of a call, as an object; a text that is no JSON object is its only member."""
         try:
             return msgspec.json.decode(self.text, type=dict[str, Any])
         except msgspec.DecodeError:
@@ -64,7 +64,7 @@ class BlockReader:
         """`schema_mark` of the output, once it has ended."""
 
     def take(self, output: CompletionOutput) -> Iterator[BlockEvent]:
-        """What is new; the end of the output ends its last block."""
+        """The events of an output; its end ends the last block."""
         parts = output.parts
         if parts is None:
             parts = (OutputPart("content", output.text),)
@@ -109,11 +109,11 @@ class BlockEncoder(ABC):
 
     @abstractmethod
     def _take_end(self, output: CompletionOutput) -> None:
-        """The last output of the answer; its blocks are read after it."""
+        """Called with the last output, before its blocks are read."""
 
     @abstractmethod
     def _whole_object(self) -> dict[str, Any]:
-        """Of all blocks."""
+        """The answer, made of all blocks."""
 
     def take(self, place: int, request: PromptInfo, outputs: Sequence[CompletionOutput]) -> bytes:
         del place, request  # there is one prompt, which the answer does not contain

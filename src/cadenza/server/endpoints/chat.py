@@ -152,7 +152,7 @@ class ChatChoices:
         self._num_top_logprobs = request.num_top_logprobs
         self._shows_ids = request.return_token_ids
         self._custom = {tool.name for tool in request.tools or () if is_custom(tool)}
-        # A token is then shown even where it adds no text.
+        # If so, a token is shown even if it adds no text.
         self._shows_tokens = self._num_top_logprobs is not None or self._shows_ids
         self._begun: set[int] = set()
         self._num_calls: dict[int, int] = {}

@@ -88,7 +88,7 @@ class CompletionChoices:
         # Copies of what is read for every token.
         self._num_top_logprobs = request.num_top_logprobs
         self._shows_ids = request.return_token_ids
-        # A token is then shown even where it adds no text.
+        # If so, a token is shown even if it adds no text.
         self._shows_tokens = self._num_top_logprobs is not None or self._shows_ids
         self._shows_prompt_logprobs = request.prompt_logprobs is not None
         self._text = text

@@ -20,12 +20,12 @@ class AskedConversation:
 
     Args:
         use: the tools that the answer may call; None: none.
-        thinking: what the request asks of it; the most tokens and the switch count whatever the
-            effort.
+        thinking: the effort, the switch and the bound; the switch and the bound take precedence
+            over what the effort implies.
         verbosity: for the chat template; None: as the template does.
         variables: of the chat template, as the request names them; those that the template does
             not read are ignored.
-        template_kwargs: what the chat template is rendered with besides.
+        template_kwargs: further arguments of the chat template.
     """
 
     messages: Sequence[Message]
@@ -56,7 +56,7 @@ class AskedConversation:
         return len(ids)
 
     def _kwargs(self, text: TextFrontend) -> dict[str, Any]:
-        """What the template is rendered with; what the request gives itself comes first."""
+        """The arguments of the template; the request's own variables take precedence."""
         switches: dict[str, Any] = {}
         effort, is_on = self.thinking.effort, self.thinking.is_on
         if effort is not None:

@@ -25,7 +25,7 @@ from cadenza.server.sse import AnswerEncoder, AnswerHead, Usage
 
 MAX_ANSWER_BYTES = 64 << 20
 FLOAT_BYTES, _BASE64_BYTES = 22, 16 / 3
-"""Of a number in an answer: a usual float32 as a double's shortest text, with its comma."""
+"""Bytes of a number in an answer: a typical float32 as a double's shortest text, with a comma."""
 
 _encode = msgspec.json.encode
 
@@ -124,7 +124,7 @@ class EmbeddingRequest(PooledRequest):
 def check_embeddings_size(
     num_prompts: int, num_values: int, value_bytes: float, advice: str
 ) -> None:
-    """Raises ApiError (400) where so many embeddings, of so many numbers, are too large."""
+    """Raises ApiError (400) if `num_prompts` embeddings of `num_values` numbers are too large."""
     if num_prompts * num_values * value_bytes > MAX_ANSWER_BYTES:
         raise invalid_value(
             f"{num_prompts} embeddings of {num_values} numbers are an answer of over "
@@ -135,7 +135,7 @@ def check_embeddings_size(
 
 @dataclass(slots=True)
 class WholeAnswer:
-    """An `AnswerEncoder` that is one function; nothing is left of an answer."""
+    """An `AnswerEncoder` made of one function."""
 
     usage: Usage
     make: Callable[[Iterable[RequestOutput]], bytes]
@@ -147,7 +147,7 @@ class WholeAnswer:
 
 
 def embedding_bytes(request: RequestOutput) -> bytes:
-    """Of a request's only output. Raises ApiError where there is none."""
+    """Of a request's only output. Raises ApiError if it has none, since the call was cancelled."""
     (output,) = request.outputs
     if output.embedding is None:
         raise cancelled()

@@ -73,13 +73,13 @@ class CallContext:
 
 
 class CallRequest(CallBody, ABC):
-    """A checked body of a call of the engine: its prompts, what they are to become, and the form of
-    the answer."""
+    """A checked body of a call of the engine: its prompts, its parameters, and the form of the
+    answer."""
 
     prompt_field: ClassVar[str]
     """The name of the field with the prompt, for errors."""
     param_names: ClassVar[Mapping[str, str]] = {}
-    """The names in this body of what errors of a request name, where they differ."""
+    """This body's names of the fields that an error of a request names, where they differ."""
 
     @property
     def num_prompts(self) -> int:
@@ -160,7 +160,7 @@ class CallRequest(CallBody, ABC):
         return None
 
     def param_of(self, param: str | None) -> str | None:
-        """The name in this body of what an error of a request names."""
+        """This body's name of the field that an error of a request names."""
         if param == "structured":
             return self.form_field or "tools"
         if param == "prompt":
@@ -224,7 +224,7 @@ class ChoicesRequest(GenerationBody, GenerationRequest):
             check_num_logprobs(name, self.values.get(name, 0), limits)
 
     def sampling_values(self) -> dict[str, Any]:
-        """And the form of the answer, and the log probabilities."""
+        """Also the form of the answer, and the log probabilities."""
         found = super().sampling_values()
         if self.form_field is not None:
             found["structured"] = self.values[self.form_field]
@@ -239,7 +239,7 @@ class ChoicesRequest(GenerationBody, GenerationRequest):
             num_prompts=self.num_prompts,
             n=self.n,
             include_usage=asked.include_usage,
-            # It only says where the usage goes; by itself it asks for none.
+            # By itself it asks for no usage.
             continuous_usage=asked.include_usage and asked.continuous_usage_stats,
         )
         return ChunkEncoder(head, usage, choices, options)
@@ -334,7 +334,7 @@ def shown_token(token_id: int, found: Logprob) -> str:
 
 
 def token_name(token_id: int) -> str:
-    """Unlike a token's text this is unique."""
+    """Unique, unlike the token's text."""
     return f"token_id:{token_id}"
 
 

@@ -203,7 +203,7 @@ class MessageRequest(MessagesBody, GenerationRequest):
             ) from None
         if max_num_tokens is None:
             return [prepared]
-        # The API's max_tokens is a bound: beyond the context it means what is left of it.
+        # In this API max_tokens may exceed the context: then it means the rest of the context.
         request = prepared.request
         room = max_num_tokens + 1 - len(request.prompt_token_ids)
         if self.max_tokens is not None and self.max_tokens > room:

@@ -93,7 +93,7 @@ class OllamaRequest(CallRequest):
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no prompt: to Ollama's clients that loads a model."""
+        """Whether there is no prompt, by which Ollama's clients load a model."""
         raise NotImplementedError
 
     def check_together(self, limits: ServerLimits) -> None:
@@ -238,7 +238,7 @@ class LineEncoder:
         return b"".join(made)
 
     def silence(self) -> bytes:
-        """Clients read every line as an object, so it is one that adds nothing."""
+        """A line without text, since clients read every line as an object."""
         return self._line({**self._shape("", "", ()), "done": False})
 
     def closing(self) -> bytes:
@@ -297,13 +297,13 @@ class LineEncoder:
 
 
 def loaded(head: AnswerHead, shape: AnswerShape) -> bytes:
-    """The answer to a prompt that asks for no more than that the model is loaded."""
+    """The answer to a request that only loads the model."""
     end = {"done": True, "done_reason": "load"}
     return _encode({**_about(head), **shape("", "", ()), **end})
 
 
 def metrics(head: AnswerHead, usage: Usage) -> Members:
-    """Tokens, and nanoseconds; none is 0, since clients divide by them."""
+    """Counts of tokens, and durations in nanoseconds, at least 1, since clients divide by them."""
     times = head.times()
     return {
         "total_duration": _ns(times.total_s),
@@ -316,7 +316,7 @@ def metrics(head: AnswerHead, usage: Usage) -> Members:
 
 
 def time_of(seconds: float) -> str:
-    """As Go writes it."""
+    """A time in seconds since 1970, in the format of Go's JSON."""
     return datetime.fromtimestamp(seconds, UTC).isoformat()
 
 

@@ -48,7 +48,7 @@ _ONE_TEXT = {**_TEXT.schema(), "minLength": 1}
 
 @field_type({"anyOf": [_TEXT.schema(), array_schema(_ONE_TEXT, high=MAX_CHOICES)]})
 def input_texts(name: str, value: object) -> tuple[str, ...]:
-    """A text, or a list of texts; nothing, to Ollama's clients, loads a model."""
+    """A text, or a list of texts; with neither, Ollama's clients load a model."""
     items = cast(list[object], value) if isinstance(value, list) else [value]
     if len(items) > MAX_CHOICES:
         raise invalid_value(
@@ -74,7 +74,7 @@ class EmbeddingBase(PooledRequest):
 
     @property
     def num_values(self) -> int | None:
-        """Of each embedding; None: all."""
+        """The numbers that are kept of each embedding; None: all."""
         return None
 
     @property

@@ -1,4 +1,4 @@
-"""/v1/rerank: documents by how much they have to do with a query.
+"""/v1/rerank: documents in the order of their relevance to a query.
 
 Invariant: a score is a function of the query and of its document alone, with the same bits whatever
 else is ranked; of equal scores the earlier document comes first.
@@ -48,7 +48,7 @@ from cadenza.server.schemas.generation import (
 from cadenza.server.sse import AnswerEncoder, AnswerHead, Usage
 
 MAX_DOCUMENTS = MAX_CHOICES - 1
-"""Beside the query."""
+"""The query is one more prompt."""
 
 _TEXT = String(min_chars=1, max_chars=MAX_PROMPT_CHARS)
 
@@ -147,9 +147,9 @@ class RerankRequest(PooledRequest):
 
 
 def _similarities(vectors: Sequence[Sequence[float]]) -> list[float]:
-    """Of the first one to each other: the cosine, since embeddings have unit length."""
+    """The cosine of the first vector and each other one, since embeddings have unit length."""
     query, *documents = vectors
-    # Exactly rounded, so that it does not depend on an order of summing.
+    # Correctly rounded, so that the order of summing does not matter.
     return [fsum(map(mul, query, document)) for document in documents]
 
 
@@ -172,4 +172,4 @@ RERANK = tuple(
         ("reranking", "/v1/reranking"),
     )
 )
-"""Under the paths at which clients of other servers look for it."""
+"""At the paths of other servers."""

@@ -33,7 +33,7 @@ _ITEM_PREFIXES: dict[PartKind, str] = {"content": "msg", "reasoning": "rs", "too
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseFrame:
-    """What is known of a response before it begins.
+    """The facts about a response that are known before it begins.
 
     Args:
         fields: the object without status, output and usage.
@@ -73,7 +73,7 @@ class ResponseEncoder(BlockEncoder):
         return self._event("failed", response=self._whole_object(error))
 
     def close(self) -> None:
-        """Forgets the response where it was left."""
+        """Forgets the response if the client left before its end."""
         if self._status == "in_progress" and self._frame.store is not None:
             self._frame.store.delete(self._frame.tenant, self._frame.fields["id"])
 

@@ -121,9 +121,9 @@ class ResponseRequest(ThinkingSwitches, LabelledBody, GenerationRequest):
     _context: CallContext
     _turns: Sequence[StoredResponse] = ()
     _referred: Mapping[str, StoredResponse | None] = {}
-    """Where the items are that `input` refers to, by their ids."""
+    """The stored responses with the items that `input` refers to, by the items' ids."""
     _max_referred_bytes = 0
-    """Of all items that `input` refers to."""
+    """A bound on the items that `input` refers to, together."""
     _given: bytes = b""
     """`input` as JSON, with the items themselves in place of references, each with an id."""
 
@@ -225,7 +225,7 @@ class ResponseRequest(ThinkingSwitches, LabelledBody, GenerationRequest):
         return TEXT_FORM if asked is None else asked
 
     def _response(self, head: AnswerHead, params: SamplingParams) -> dict[str, Any]:
-        """What the response repeats of the request."""
+        """The members of the response that repeat the request."""
         return {
             "id": RESPONSE_PREFIX + head.request_id,
             "object": "response",
@@ -248,7 +248,7 @@ class ResponseRequest(ThinkingSwitches, LabelledBody, GenerationRequest):
         }
 
     def _shown(self) -> dict[str, Any]:
-        """What the response repeats of the request as it was given."""
+        """Those that repeat it as it was given."""
         return {
             "metadata": self.metadata or {},
             "text": {"format": self._text_format.given, **_given(verbosity=self._verbosity)},
@@ -257,12 +257,12 @@ class ResponseRequest(ThinkingSwitches, LabelledBody, GenerationRequest):
 
 
 def _given(**members: object) -> dict[str, object]:
-    """Those that are not None."""
+    """The members that are not None."""
     return {name: value for name, value in members.items() if value is not None}
 
 
 def _check_unicode(name: str, value: object) -> None:
-    """Raises ApiError (400) for a value that no JSON can hold."""
+    """Raises ApiError (400) for a value with half a surrogate pair, which UTF-8 cannot encode."""
     try:
         msgspec.json.encode(value)
     except UnicodeEncodeError:
@@ -272,12 +272,12 @@ def _check_unicode(name: str, value: object) -> None:
 
 
 def _response_of(item_id: str) -> str:
-    """The id of the response that an item of this id would be of: both have the request's."""
+    """The id of the response that has the item: both contain the request's id."""
     return RESPONSE_PREFIX + item_id.partition("_")[2].rpartition("_")[0]
 
 
 def _encode_items(items: Sequence[dict[str, Any]], request_id: str) -> bytes:
-    """With an id for those without one."""
+    """The items as JSON, each with an id."""
     named = [
         item if "id" in item else {**item, "id": f"item_{request_id}_{place}"}
         for place, item in enumerate(items)
@@ -319,7 +319,7 @@ def _without_references(
 
 
 def _items_of(turn: StoredResponse) -> list[dict[str, Any]]:
-    """What a stored response adds to its conversation."""
+    """The items that a stored response adds to its conversation."""
     return [*msgspec.json.decode(turn.input), *msgspec.json.decode(turn.body)["output"]]
 
 

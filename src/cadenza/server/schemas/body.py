@@ -38,7 +38,7 @@ ObjectT = TypeVar("ObjectT", bound="DeclaredObject")
 
 
 class Effect(Enum):
-    """What a value changes."""
+    """What a field's value changes."""
 
     SAMPLING = "sampling"
     """It is one of `SamplingParams`, under its own name."""
@@ -52,9 +52,9 @@ class Field(Generic[T_co]):
     """One member of a declared object; an instance has its checked value, or the default.
 
     Args:
-        default: the value for null or absence, shown in the description; None: it depends.
+        default: the value for null or absence, shown in the description; None: not fixed.
 
-    `target` is the name under which a body has the value: another one than `name` for an `Alias`.
+    `target` is the name under which a body has the value; for an `Alias` it is not `name`.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Alias(Field[Any]):
         self._type = type
 
     def resolved(self, fields: Mapping[str, Field[Any]]) -> Field[Any] | None:
-        """The field of a body under this name; None where the body lacks what it is a name of."""
+        """The field of a body under this name; None if the body lacks all targets."""
         known = (fields.get(name) for name in self._targets)
         target = next((each for each in known if each and not isinstance(each, Alias)), None)
         if target is None:
@@ -137,7 +137,7 @@ def label(type: FieldType[Any], help: str = "") -> Field[None]:
 
 
 def labels(names: str, type: FieldType[Any] = anything) -> dict[str, Field[Any]]:
-    """One for each of the names, which are separated by blanks."""
+    """A label for each of the names, which are separated by blanks."""
     return {name: label(type) for name in names.split()}
 
 
@@ -149,18 +149,17 @@ def unsupported(what: str, *harmless: object) -> Field[None]:
 class DeclaredObject:
     """A JSON object: its subclass declares the members as `Field`s, an instance has the values.
 
-    Subclasses of a subclass have its members, too. `more` are members that no instance is asked
-    for by an attribute.
+    Members are inherited. `more` are members that code never reads as attributes.
     """
 
     more: ClassVar[Mapping[str, Field[Any]]] = {}
     fields: ClassVar[Mapping[str, Field[Any]]] = {}
     effective_names: ClassVar[tuple[str, ...]] = ()
-    """Of the fields that change something."""
+    """The names of the fields that change something."""
     required_names: ClassVar[tuple[str, ...]] = ()
     defaults: ClassVar[Mapping[str, object]] = {}
     is_open: ClassVar[bool] = False
-    """Whether it is data of a conversation, or a hint, in which no name is a typing error."""
+    """Whether it is data or a hint, in which an unknown name is never taken for a typing error."""
 
     def __init_subclass__(cls) -> None:
         found: dict[str, Field[Any]] = {}
@@ -260,7 +259,7 @@ class Body(DeclaredObject):
     def check(
         cls, given: Mapping[str, object], unknown: UnknownFields = "suggest"
     ) -> dict[str, Any]:
-        """The checked values of the fields that are there and have an effect; as `read`."""
+        """The checked values of the given fields that have an effect. Raises as `read`."""
         with taking_unknown(UnknownMembers(unknown)):
             return cls.checked(given)
 
@@ -301,7 +300,7 @@ class Body(DeclaredObject):
 
 
 def further_members() -> Schema | bool:
-    """What JSON Schema says of members that are not declared."""
+    """The `additionalProperties` of an object's JSON Schema."""
     return NULL if unknown_members().policy == "refuse" else True
 
 

@@ -69,7 +69,7 @@ def checked_dict(name: str, value: object, wanted: str = "an object") -> dict[st
 def checked_list(
     name: str, value: object, wanted: str, bounds: tuple[int, int], entries: str = "entries"
 ) -> list[object]:
-    """Raises ApiError (400) for anything but a list of as many entries as the bounds allow."""
+    """Raises ApiError (400) for anything but a list whose length is within the bounds."""
     if not isinstance(value, list):
         raise refuse(name, value, wanted)
     items = cast(list[object], value)
@@ -81,7 +81,7 @@ def checked_list(
 
 
 def array_schema(item: Schema, low: int | None = None, high: int | None = None) -> Schema:
-    """Of a list of `low` to `high` items; None: no bound."""
+    """The schema of a list of `low` to `high` items; None: no bound."""
     bounds = {"minItems": low, "maxItems": high}
     given = {name: bound for name, bound in bounds.items() if bound is not None}
     return {"type": "array", "items": item, **given}
@@ -90,7 +90,7 @@ def array_schema(item: Schema, low: int | None = None, high: int | None = None) 
 def object_schema(
     members: Mapping[str, Schema], required: Iterable[str] | None = None, **rest: Any
 ) -> Schema:
-    """Of an object; `required` are the members that it needs; None: all."""
+    """The schema of an object; `required` are the members that it needs; None: all."""
     needed = list(members if required is None else required)
     return {"type": "object", "properties": {**members}, "required": needed, **rest}
 
@@ -104,7 +104,7 @@ class Number:
 
     def check(self, name: str, value: object) -> float:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        # Nothing is within bounds of NaN, and an integer of any size can be compared.
+        # NaN is not within any bounds, and an integer of any size can be compared.
         if is_number and self.low <= cast(float, value) <= self.high:
             return cast(float, value)
         raise refuse(name, value, f"a number from {self.low:g} to {self.high:g}")
@@ -131,7 +131,7 @@ class Integer:
 
 
 def as_whole(value: object) -> int | None:
-    """The number, if it is whole: to JSON Schema 2740.0 is an integer, too."""
+    """The number, if it is whole; as in JSON Schema, 2740.0 is an integer."""
     if type(value) is int:
         return value
     return int(value) if isinstance(value, float) and value.is_integer() else None
@@ -275,7 +275,7 @@ class Unsupported:
 
 
 def _is_same_json(left: object, right: object) -> bool:
-    """In JSON, other than in Python, true is not 1."""
+    """In JSON, unlike in Python, true is not 1."""
     return isinstance(left, bool) == isinstance(right, bool) and left == right
 
 
@@ -338,13 +338,13 @@ class AnyJson:
 
 @field_type({})
 def anything(name: str, value: object) -> object:
-    """A label of history, which clients send back as they got it."""
+    """Any value: a label in a conversation, which clients send back as they got it."""
     del name
     return value
 
 
 def members_of(value: object) -> dict[str, Any]:
-    """Of an object; nothing else has any."""
+    """The members of an object; of anything else none."""
     return cast(dict[str, Any], value) if isinstance(value, dict) else {}
 
 

@@ -52,7 +52,7 @@ from cadenza.server.schemas.structured import (
 )
 
 MAX_CHOICES = 2048
-"""Of one call: its prompts times `n`."""
+"""Answers of one call: its prompts times `n`."""
 
 MAX_PROMPT_TOKENS = 1 << 24
 MAX_PROMPT_CHARS = 1 << 26
@@ -132,7 +132,7 @@ def speculative_choice(name: str, value: object) -> bool | dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class StopTexts:
-    """One text, or a list of texts; empty ones stop nothing and are left out."""
+    """One text, or a list of texts; empty ones are left out, since they stop nothing."""
 
     many: ListOf[str]
 
@@ -150,7 +150,7 @@ UNBOUNDED = -1
 
 @dataclass(frozen=True, slots=True)
 class MostTokens:
-    """A number of tokens; -1 is what is left of the context, as other servers have it."""
+    """A number of tokens; -1 is the rest of the context, as in other servers."""
 
     high: int
 
@@ -234,7 +234,7 @@ class CallBody(Body):
 
 
 class SamplingBody(CallBody, OtherEnginesBody):
-    """And those that all endpoints that generate have in common."""
+    """Also the fields that all endpoints that generate have in common."""
 
     temperature = SamplingField("Below 1e-5 always takes the likeliest token.", 1.0)
     top_p = SamplingField("Keep the likeliest tokens of this mass.", 1.0)
@@ -268,7 +268,7 @@ class SamplingBody(CallBody, OtherEnginesBody):
 
 
 class LabelledBody(SamplingBody):
-    """And the labels that OpenAI's endpoints have in common."""
+    """Also the labels that OpenAI's endpoints have in common."""
 
     user = optional(LABEL, "Who asks; it goes into the log's line.")
     metadata = label(
@@ -288,7 +288,7 @@ class LabelledBody(SamplingBody):
 
 
 class GenerationBody(LabelledBody):
-    """And what completions and chat completions have in common."""
+    """Also what completions and chat completions have in common."""
 
     max_tokens = SamplingField("Most new tokens (completions 16; chat: the rest).", None)
     stop = SamplingField("Texts that end the answer, at most 64.", None)

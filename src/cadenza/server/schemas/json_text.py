@@ -1,6 +1,5 @@
-"""The JSON of a request's body: decoded, within bounds, or refused at the place that is wrong.
+"""The JSON of a request's body: decoded, or refused at the place where it is wrong or too deep.
 
-Owns the bounds on the depth of JSON, and what is said of text that is none. Knows no field.
 Invariant: an error names the line, the column, and what was found there.
 """
 
@@ -31,7 +30,7 @@ _WANTED = {
     "Illegal trailing comma before end of object": "no comma may stand before the end",
     "Illegal trailing comma before end of array": "no comma may stand before the end",
 }
-"""By what Python's decoder says."""
+"""Our words for the messages of Python's decoder."""
 _NOT_JSON = "that is not JSON"
 _KINDS = {"list": "a list", "str": "a text", "bool": "true or false", "NoneType": "null"}
 
@@ -101,7 +100,7 @@ def _wrong(text: str, place: int, found: str, wanted: str) -> ApiError:
 
 
 def _check_depth(value: object) -> None:
-    """Walks level by level; lists without lists in them cost one pass."""
+    """Walks level by level; a list without lists in it costs one pass."""
     level: list[object] = [value]
     for _ in range(MAX_JSON_DEPTH):
         deeper: list[object] = []

@@ -101,7 +101,7 @@ class _RedactedThinking(_Block):
 
 
 class _ServerBlock(_Block):
-    """What a tool did that another server ran: its results are sealed, so it is left out."""
+    """A use or result of a tool that another server ran: it is sealed, so it is left out."""
 
     type = required(OneOf(SERVER_BLOCKS))
 
@@ -113,7 +113,7 @@ class _PlainText(DeclaredObject):
 
 
 class _Document(_Block):
-    """One whose text is in the request."""
+    """A document whose text is in the request."""
 
     type = required(OneOf(("document",)))
     source = required(ObjectOf(_PlainText))
@@ -214,7 +214,7 @@ def _text_of(kind: str, block: Mapping[str, Any]) -> str:
 
 
 def _add_text(conversation: ConversationBuilder, role: str, text: str) -> None:
-    """Messages of the user that follow each other are one."""
+    """Consecutive messages of the user are joined."""
     messages = conversation.messages
     if messages and messages[-1]["role"] == role == "user":
         text = f"{messages.pop()['content']}\n{text}"
@@ -236,7 +236,7 @@ def _add_turn(
 
 
 def system_text(texts: Iterable[str]) -> str:
-    """A system text of the blocks, without a label that is none of the text."""
+    """The blocks as one system text, without the billing label."""
     return "\n".join(text for text in texts if not text.startswith(BILLING_LABEL))
 
 

@@ -71,12 +71,12 @@ _TEXT_PARTS = {
 _REASONING = ("thinking", "reasoning")
 """The types of parts that are reasoning, under a member of that name."""
 _LEFT_OUT = ("redacted_thinking", "tool_use", "tool_call", *_REASONING)
-"""Parts that are no content, or that no other server can read."""
+"""Parts that are not content, or that only the server that made them can read."""
 
 
 @field_type(OneOf(tuple(ROLES)).schema())
 def _role(name: str, value: object) -> str:
-    """A role, as templates name it."""
+    """A role, checked into the one that templates know."""
     if isinstance(value, str) and value in ROLES:
         return ROLES[value]
     known = ", ".join(ROLES)
@@ -191,8 +191,8 @@ def _tool_call(name: str, item: object) -> dict[str, Any]:
 
 
 def read_arguments(given: object) -> dict[str, Any] | str:
-    """A call's arguments, an object, or the text that they are; nothing is an object without
-    members."""
+    """A call's arguments as an object, or as the given text if they are none; without any, an empty
+    object."""
     value = given
     if isinstance(given, str):
         try:
@@ -258,7 +258,7 @@ def _template_variables(name: str, value: object) -> dict[str, object]:
 
 
 def template_variables() -> Field[dict[str, object]]:
-    """The field that has them."""
+    """The field `chat_template_kwargs`."""
     help = "Variables of the model's chat template, such as enable_thinking; others are ignored."
     return optional(_template_variables, help, default=dict[str, object]())
 

@@ -35,7 +35,7 @@ from cadenza.server.schemas.generation import sampling_type
 from cadenza.server.schemas.messages import ChatMessage, chat_messages
 
 _UNBOUNDED = 0
-"""And below: as many tokens as there is room for."""
+"""At most this: as many tokens as there is room for."""
 _NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 """The penalties, by `SamplingParams`' names."""
 
@@ -152,7 +152,7 @@ class _CallNumbers:
         self._open: list[tuple[object, str]] = []
 
     def add(self, call: Mapping[str, Any]) -> str:
-        """Nine digits, as some templates ask for."""
+        """Returns nine digits, which some templates need."""
         given = call.get("id")
         number = given if isinstance(given, str) and given else f"{self._num_calls:09d}"
         self._num_calls += 1

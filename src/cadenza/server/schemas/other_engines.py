@@ -49,7 +49,7 @@ _SAMPLERS: Mapping[str, Field[Any]] = {
     "tfs_z": unsupported("tail-free sampling", 1),
     "top_a": unsupported("top-a sampling", 0),
     "adaptive_target": unsupported("adaptive-p sampling", -1),
-    # The numbers beside these switches matter only where they are on.
+    # Parameters of the samplers above.
     **labels(
         "mirostat_tau mirostat_eta dry_base dry_allowed_length dry_penalty_last_n "
         "dry_sequence_breakers xtc_threshold dynatemp_exponent adaptive_decay custom_params",
@@ -131,7 +131,7 @@ _ANSWER: Mapping[str, Field[Any]] = {
     "ttl": label(_HINT, "The model stays loaded without it."),
     "keep_alive": label(_HINT, "The model stays loaded without it."),
 }
-"""What the answer holds beside its text, and hints."""
+"""Further content of the answer, and hints."""
 
 
 class OtherEnginesBody(Body):
@@ -171,7 +171,7 @@ class OtherEnginesBody(Body):
 
 
 def _inlined(given: Mapping[str, object]) -> Mapping[str, object]:
-    """The body with the members of its objects of fields beside its own. Raises ApiError (400)."""
+    """The body with the members of `extra_body` and `options` as fields. Raises ApiError (400)."""
     found, places = dict(given), dict[str, str]()
     for place in _INLINED:
         for name, value in members_of(given.get(place)).items():

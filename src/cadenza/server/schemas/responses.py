@@ -50,7 +50,7 @@ HOSTED_ITEMS = (
     "code_interpreter_call",
     "image_generation_call",
 )
-"""What tools did that another server ran: the model reads what it wrote of it itself."""
+"""Calls of tools that another server ran: the model's own text tells of their results."""
 
 _ID = String(min_chars=1, max_chars=256)
 _NAME = String(min_chars=1, max_chars=128)
@@ -81,7 +81,7 @@ class _Message(_Data):
 
 @field_type({})
 def _argument_text(name: str, value: object) -> str:
-    """A call's arguments: JSON as text, or what a client made of it."""
+    """A call's arguments: JSON as text, or the value that a client decoded it into."""
     return PART_TEXT.check(name, value if isinstance(value, str) else json.dumps(value))
 
 
@@ -261,13 +261,12 @@ INCLUDABLE = (
     "computer_call_output.output.image_url",
     "code_interpreter_call.outputs",
 )
-"""Reasoning is returned in plain text, and the other members are of items that no response has, so
-that these ask for nothing else."""
+"""These change nothing: reasoning is plain text here, and no response has the other items."""
 
 
 @field_type(array_schema(OneOf(INCLUDABLE).schema()))
 def includes(name: str, value: object) -> tuple[str, ...]:
-    """What the answer should have besides."""
+    """Further content of the answer."""
     if not isinstance(value, list):
         raise refuse(name, value, "a list of texts")
     for item in cast(list[object], value):

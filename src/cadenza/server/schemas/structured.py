@@ -161,7 +161,7 @@ class Guided:
 
 @dataclass(frozen=True, slots=True)
 class OrNothing:
-    """A field that one value of asks for nothing (None)."""
+    """A field with one value, `nothing`, that asks for no form (None)."""
 
     type: FieldType[Any]
     nothing: object

@@ -39,8 +39,8 @@ EFFORTS: Mapping[str, int | None] = {
     "xhigh": None,
     "max": None,
 }
-"""And the most tokens of thinking that each means where the chat template has no efforts of its
-own; None: as many as the model likes. With `none` the template's switch turns thinking off."""
+"""Each with the most tokens of thinking that it means if the chat template has no efforts of its
+own; None: no bound. With `none` the template's switch turns thinking off."""
 
 EFFORT = OneOf(tuple(EFFORTS))
 EFFORT_HELP = (
@@ -130,7 +130,7 @@ _FIELDS = ("enable_thinking", "think", "thinking", "reasoning")
 
 
 class ThinkingSwitches(Body):
-    """Of a body that is rendered through a chat template."""
+    """The switches of thinking of a body that is rendered through a chat template."""
 
     enable_thinking: Field[Any] = optional(THINKING, "Whether the model thinks, where it can.")
     think: Field[Any] = optional(THINKING, "Ollama's name of it; or an effort.")

@@ -53,21 +53,21 @@ _MESSAGE_TOOL: Mapping[str, Schema] = {
     "strict": {"type": ["boolean", "null"]},
 }
 _TOOL_LABELS = ("cache_control", "eager_input_streaming", "output_schema", "return")
-"""`return` is what transformers writes of a Python function."""
+"""transformers writes `return` for a Python function."""
 _LABELS_BESIDE_FUNCTION = ("name", "strict")
 _UNSUPPORTED_MEMBERS: Mapping[str, tuple[str, object]] = {
     "defer_loading": ("a tool that is loaded later", False),
     "allowed_callers": ("a tool that code calls", ["direct"]),
     "async": ("a tool whose result comes later", False),
 }
-"""What each asks for, and the value that does not."""
+"""The feature that each asks for, and the value that does not ask for it."""
 
 HOSTED = ("local_shell", "web_search", "web_search_preview", "image_generation")
-"""Tools that only OpenAI's servers run: without them a model does what it can."""
+"""Tools that only OpenAI's servers run; they are left out."""
 _HOSTED_BY_ANTHROPIC = re.compile(
     "^(web_search|web_fetch|code_execution|tool_search_tool_[a-z0-9]+)_[0-9]{8}$"
 )
-"""And those that only Anthropic's servers run."""
+"""Those that only Anthropic's servers run."""
 
 _INPUT = "input"
 _TEXT_INPUT: Mapping[str, Any] = {
@@ -291,7 +291,7 @@ def _message_tool(name: str, members: dict[str, Any]) -> Tool:
 
 
 def _examples(name: str, value: object) -> dict[str, Any]:
-    """As the keyword of JSON Schema, which changes no form; templates show it with the schema."""
+    """As the JSON Schema keyword, which constrains nothing; templates show it with the schema."""
     if value in (None, []):
         return {}
     if not isinstance(value, list) or not all(
@@ -335,7 +335,7 @@ def _grammar(name: str, form: dict[str, Any]) -> InputGrammar:
 
 
 def _described(grammar: InputGrammar) -> Mapping[str, Any]:
-    """The schema of a text, which tells the model of its grammar."""
+    """The parameters of a tool with a grammar, which the description shows to the model."""
     what = "a grammar in Lark's notation" if grammar.syntax == "lark" else "an expression"
     told = f"A text that matches {what}:\n{grammar.definition}"
     return {**_TEXT_INPUT, "properties": {_INPUT: {"type": "string", "description": told}}}
@@ -408,7 +408,7 @@ def _check_members(name: str, members: Mapping[str, Any], *known: str) -> None:
 
 CHOICES = ("none", "auto", "required")
 _OTHER_WORDS = {"any": "required"}
-"""What other APIs call a choice."""
+"""Other APIs' words."""
 
 
 def _choice_type(

@@ -55,7 +55,7 @@ class TextParts:
 
 @dataclass(slots=True, eq=False)
 class ConversationBuilder:
-    """Grows by what a client sent, in its order."""
+    """Makes chat messages of what a client sent, in its order."""
 
     messages: list[Message] = field(default_factory=list[Message])
     _called: dict[str, str] = field(default_factory=dict[str, str])

@@ -1,6 +1,5 @@
 """`UnknownMembers`: what becomes of the members of a request that nothing declares.
 
-Owns the policy, the names that were ignored, and which names are near a known one. Knows no field.
 Invariant: a member that was not refused is either declared or among the ignored names, as far as
 there is room for them.
 """
@@ -13,7 +12,7 @@ from typing import Literal
 from cadenza.server.errors import ApiError
 
 UnknownFields = Literal["refuse", "suggest", "ignore"]
-"""`refuse` takes none with a value, `suggest` only what is no typing error, `ignore` all."""
+"""`refuse` refuses all that have a value, `suggest` likely typing errors, `ignore` none."""
 
 MAX_IGNORED = 32
 """Names that are kept of a request."""
@@ -25,7 +24,7 @@ _LONG_NAME_CHARS, _SHORT_NAME_CHARS = 10, 5
 
 
 class UnknownMembers:
-    """Of one request."""
+    """The unknown members of one request."""
 
     def __init__(self, policy: UnknownFields = "suggest") -> None:
         self.policy: UnknownFields = policy
@@ -59,7 +58,7 @@ _CURRENT: ContextVar[UnknownMembers] = ContextVar("unknown members")
 
 @contextmanager
 def taking_unknown(members: UnknownMembers) -> Generator[UnknownMembers]:
-    """Within it `unknown_members` is `members`: those of the request that is being checked."""
+    """Within it `unknown_members` returns `members`: those of the request being checked."""
     token = _CURRENT.set(members)
     try:
         yield members
@@ -68,7 +67,7 @@ def taking_unknown(members: UnknownMembers) -> Generator[UnknownMembers]:
 
 
 def unknown_members() -> UnknownMembers:
-    """Those of the request that is being checked; outside of a check nobody reads the names."""
+    """Those of the request being checked; outside of a check, new ones that are not read."""
     return _CURRENT.get(None) or UnknownMembers()
 
 
