@@ -147,17 +147,16 @@ def told_in_stream(name: str, data: bytes) -> Told:
                 block[member] = json.loads(written) if member == "input" else written
             return told(name, {"content": blocks})
         case _:
-            for event in events:
-                choices = event.get("choices", ())
-                parts = (
-                    [event] if "message" in event else [{"message": c["delta"]} for c in choices]
-                )
-                for part in parts:
-                    message = {"content": "", **part["message"]}
-                    more = told(name, {"choices": [{"message": message}], "message": message})
-                    found.reasoning += more.reasoning
-                    found.content += more.content
-                    found.calls += more.calls
+            deltas = [choice["delta"] for event in events for choice in event.get("choices", ())]
+            assert not deltas or deltas[0] == {"role": "assistant", "content": ""}
+            numbered = [call["index"] for each in deltas for call in each.get("tool_calls", ())]
+            assert numbered == [*range(len(numbered))]
+            for delta in deltas or [event["message"] for event in events]:
+                message = {"content": "", **delta}
+                more = told(name, {"choices": [{"message": message}], "message": message})
+                found.reasoning += more.reasoning
+                found.content += more.content
+                found.calls += more.calls
             return found
 
 

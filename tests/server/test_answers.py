@@ -134,6 +134,9 @@ def test_a_call_that_is_asked_for_is_made_streamed_and_whole(
     body |= {"tools": tools_of(name, NOW), "tool_choice": choice}
     whole = told(name, post(bundled, name, body))
     assert whole.calls == [("now", {})]
+    events = [*events_of(stream(bundled, name, body))]
+    if name == "chat":
+        assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
     assert told_in_stream(name, stream(bundled, name, body)) == whole
 
 

@@ -43,14 +43,6 @@ def test_a_completion_has_the_fields_of_its_kind(server: RunningServer) -> None:
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
 
 
-def test_a_chat_answer_has_the_fields_of_its_kind(server: RunningServer) -> None:
-    body = server.post("/v1/chat/completions", {"messages": CHAT, "max_tokens": 5}).json()
-    assert body["object"] == "chat.completion"
-    (choice,) = body["choices"]
-    assert choice["message"]["role"] == "assistant"
-    assert isinstance(choice["message"]["content"], str)
-
-
 @pytest.mark.parametrize("changes", [{}, {"ignore_eos": True}, {"temperature": 0.0}])
 def test_a_streams_parts_are_the_whole_completion(
     server: RunningServer, changes: dict[str, Any]
@@ -59,15 +51,6 @@ def test_a_streams_parts_are_the_whole_completion(
     whole = server.post("/v1/completions", body).json()["choices"][0]
     events = server.events("/v1/completions", {**body, "stream": True})
     assert joined(events, 0, ("text",)) == whole["text"]
-    assert finish_reasons(events, 0) == [whole["finish_reason"]]
-
-
-def test_a_streams_parts_are_the_whole_chat_answer(server: RunningServer) -> None:
-    body = {"messages": CHAT, "max_tokens": 24, "seed": 7}
-    whole = server.post("/v1/chat/completions", body).json()["choices"][0]
-    events = server.events("/v1/chat/completions", {**body, "stream": True})
-    assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
-    assert joined(events, 0, ("delta", "content")) == whole["message"]["content"]
     assert finish_reasons(events, 0) == [whole["finish_reason"]]
 
 
@@ -212,16 +195,6 @@ def test_no_tokens_and_an_echo_are_the_prompts_log_probabilities(
         assert found == one["choices"][0]["logprobs"][name][: len(ids)]
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_without_echo_no_tokens_are_an_empty_answer(server: RunningServer, path: str) -> None:
-    asked = {"prompt": "the fox"} if path == "/v1/completions" else {"messages": CHAT}
-    answer = server.post(path, {**asked, "max_tokens": 0}).json()
-    (choice,) = answer["choices"]
-    text = choice["text"] if path == "/v1/completions" else choice["message"]["content"]
-    assert (text, choice["finish_reason"]) == ("", "length")
-    assert answer["usage"]["completion_tokens"] == 0
-
-
 def test_log_probabilities_name_tokens_by_their_ids_when_asked_to(server: RunningServer) -> None:
     asked = {"max_tokens": 4, "ignore_eos": True, "seed": 3, "return_token_ids": True}
     by_ids = {**asked, "return_tokens_as_token_ids": True}
@@ -336,25 +309,6 @@ def test_the_tokenizer_is_described_as_remote_tokenizers_read_it(server: Running
     assert "message" in info["chat_template"]
     pieces = server.post("/detokenize", {"tokens": [info["eos_token_id"]]}).json()["prompt"]
     assert pieces == info["eos_token"]
-
-
-def test_models_are_listed_and_found_by_name(server: RunningServer) -> None:
-    (card,) = server.get("/v1/models").json()["data"]
-    assert server.get(f"/v1/models/{card['id']}").json() == card
-    assert card["max_model_len"] > 0
-
-
-def test_content_parts_are_one_text_and_developer_is_system(server: RunningServer) -> None:
-    parts = [{"type": "text", "text": "Name"}, {"type": "text", "text": "a colour."}]
-    bodies = [
-        [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts}],
-        [
-            {"role": "system", "content": "Be brief."},
-            {"role": "user", "content": "Name\na colour."},
-        ],
-    ]
-    counts = [server.post("/tokenize", {"messages": body}).json()["tokens"] for body in bodies]
-    assert counts[0] == counts[1]
 
 
 def test_a_stop_string_ends_the_answer_before_it(server: RunningServer) -> None:

@@ -35,38 +35,10 @@ def check_error(
         assert word in error["message"]
 
 
-@pytest.mark.parametrize(
-    ("body", "code", "param"),
-    [
-        (b"{", "invalid_json", None),
-        (b"[]", "invalid_json", None),
-        (b"\xff\xfe", "invalid_json", None),
-        (b'{"prompt": "x", "n": ' + b"[" * 100_000, "invalid_json", None),
-        (b'{"prompt": ' + b"[" * 65 + b"]" * 65 + b"}", "invalid_json", None),
-        (b'{"prompt": "x", "temperature": NaN}', "invalid_value", "temperature"),
-        (b'{"prompt": "x", "temperature": 1e400}', "invalid_value", "temperature"),
-        (b'{"prompt": "x", "top_k": 9223372036854775808}', "invalid_value", "top_k"),
-        (b'{"prompt": "x", "maxtokens": 1}', "unknown_field", "maxtokens"),
-        (b'{"prompt": "x", "echo\\ud800": 1}', "unknown_field", r"echo\ud800"),
-        (b'{"prompt": "x", "structured_outputs": {}}', "invalid_value", "structured_outputs"),
-        (b'{"prompt": "\\ud800"}', "invalid_value", "prompt"),
-        (b'{"prompt": []}', "invalid_value", "prompt"),
-        (b'{"prompt": [[]]}', "invalid_value", "prompt"),
-        (b'{"prompt": [1, "a"]}', "invalid_value", "prompt"),
-        (b'{"prompt": ""}', "invalid_value", "prompt"),
-        (b"{}", "invalid_value", "prompt"),
-        (b'{"prompt": "x", "stream_options": {}}', "invalid_value", "stream_options"),
-        (b'{"prompt": [1, 100000]}', "invalid_value", "prompt"),
-    ],
-)
-def test_a_bad_body_is_a_400_that_names_the_field(
-    scripted: RunningServer, body: bytes, code: str, param: str | None
-) -> None:
-    with scripted.client() as client:
-        headers = {"content-type": "application/json"}
-        answer = client.post("/v1/completions", content=body, headers=headers)
+def test_a_token_id_that_the_model_lacks_is_a_400(scripted: RunningServer) -> None:
+    answer = scripted.post("/v1/completions", {"prompt": [1, 100_000]})
     assert answer.status_code == 400, answer.text
-    check_error(answer.json(), "invalid_request_error", code, param)
+    check_error(answer.json(), "invalid_request_error", "invalid_value", "prompt")
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,15 @@ def test_a_conversation_with_broken_turns_is_answered(
     assert answer.status_code == 200, answer.text
 
 
+def test_content_parts_are_one_text_and_developer_is_system() -> None:
+    parts = [{"type": "text", "text": "Name"}, {"type": "text", "text": "a colour."}]
+    given = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts}]
+    assert chat_messages.check("messages", given) == (
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Name\na colour."},
+    )
+
+
 PARTS: list[tuple[list[Any], dict[str, Any]]] = [
     ([{"type": "output_text", "text": "a", "annotations": [], "logprobs": []}], {"content": "a"}),
     ([{"type": "input_text", "text": "a"}, {"type": "text", "text": None}], {"content": "a\n"}),

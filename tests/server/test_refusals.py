@@ -10,7 +10,8 @@ import pytest
 from cadenza.errors import CadenzaError, InvalidRequestError
 from cadenza.frontend.loaded_model import LoadedModel
 from cadenza.server.errors import ApiError
-from tests.server.bodies import NEEDED, PATHS, USER, read
+from cadenza.server.limits import ServerLimits
+from tests.server.bodies import GENERATING, NEEDED, PATHS, USER, read
 from tests.server.harness import RunningServer
 
 Case = tuple[dict[str, Any], str, str]
@@ -308,6 +309,38 @@ def test_a_form_that_cannot_be_followed_is_refused_by_name(
     assert isinstance(refused.value, InvalidRequestError)
     assert request.param_of(refused.value.param) == param
     assert words in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "param"),
+    [
+        (b"{", "invalid_json", None),
+        (b"[]", "invalid_json", None),
+        (b"\xff\xfe", "invalid_json", None),
+        (b'{"prompt": "x", "n": ' + b"[" * 100_000, "invalid_json", None),
+        (b'{"prompt": ' + b"[" * 65 + b"]" * 65 + b"}", "invalid_json", None),
+        (b'{"prompt": "x", "temperature": NaN}', "invalid_value", "temperature"),
+        (b'{"prompt": "x", "temperature": 1e400}', "invalid_value", "temperature"),
+        (b'{"prompt": "x", "top_k": 9223372036854775808}', "invalid_value", "top_k"),
+        (b'{"prompt": "x", "maxtokens": 1}', "unknown_field", "maxtokens"),
+        (b'{"prompt": "x", "echo\\ud800": 1}', "unknown_field", r"echo\ud800"),
+        (b'{"prompt": "x", "structured_outputs": {}}', "invalid_value", "structured_outputs"),
+        (b'{"prompt": "\\ud800"}', "invalid_value", "prompt"),
+        (b'{"prompt": []}', "invalid_value", "prompt"),
+        (b'{"prompt": [[]]}', "invalid_value", "prompt"),
+        (b'{"prompt": [1, "a"]}', "invalid_value", "prompt"),
+        (b'{"prompt": ""}', "invalid_value", "prompt"),
+        (b"{}", "invalid_value", "prompt"),
+        (b'{"prompt": "x", "stream_options": {}}', "invalid_value", "stream_options"),
+    ],
+    ids=lambda each: repr(each)[:40],
+)
+def test_bytes_that_are_no_body_are_refused(body: bytes, code: str, param: str | None) -> None:
+    with pytest.raises(ApiError) as refused:
+        GENERATING["completions"].read(body, ServerLimits())
+    error = refused.value
+    assert (error.status, error.code, error.param) == (400, code, param), error.message
+    assert error.body(), "the answer can be encoded"
 
 
 @pytest.mark.parametrize("name", CASES)

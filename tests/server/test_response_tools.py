@@ -218,21 +218,6 @@ def test_a_response_has_a_text_of_the_grammar_and_its_events(bundled: RunningSer
     assert [each["input"] for each in done] == [call["input"]]
 
 
-def test_a_chat_has_a_text_of_the_grammar(bundled: RunningServer) -> None:
-    custom = {"name": "edit", "format": {"type": "grammar", "grammar": LINES}}
-    body = {
-        "messages": [{"role": "user", "content": "fix it"}],
-        "tools": [{"type": "custom", "custom": custom}],
-        "tool_choice": "required",
-        "parallel_tool_calls": False,
-        "max_tokens": 120,
-    }
-    answer = bundled.post("/v1/chat/completions", body)
-    assert answer.status_code == 200, answer.text
-    (call,) = answer.json()["choices"][0]["message"]["tool_calls"]
-    assert RIGHT_LINES.fullmatch(call["custom"]["input"]), call
-
-
 def test_a_call_that_the_model_begins_has_a_text_of_the_grammar(
     bundled: RunningServer, loaded: Any
 ) -> None:

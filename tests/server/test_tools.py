@@ -87,18 +87,6 @@ def test_a_required_call_may_come_with_a_form_which_only_texts_have(
     assert json.loads(told["content"]).keys() == {"city"}
 
 
-def test_streamed_calls_are_those_of_the_whole_answer(bundled: RunningServer) -> None:
-    fields = {"tool_choice": "required", "temperature": 0}
-    whole = choice_of(bundled, **fields)["message"]["tool_calls"]
-    events = bundled.events(CHAT, {**BODY, **fields, "stream": True})[:-1]
-    choices = [event["choices"][0] for event in events]
-    pieces = [call for each in choices for call in each["delta"].get("tool_calls", ())]
-    assert [call["function"] for call in pieces] == [call["function"] for call in whole]
-    assert [call["index"] for call in pieces] == list(range(len(whole)))
-    assert choices[-1]["finish_reason"] == "tool_calls"
-    assert "".join(each["delta"].get("content") or "" for each in choices) == ""
-
-
 def test_the_model_decides_under_auto_and_sees_no_tools_under_none(bundled: RunningServer) -> None:
     decided = choice_of(bundled, temperature=0)
     assert decided["message"]["tool_calls"][0]["function"]["name"] == "get_weather"
