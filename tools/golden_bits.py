@@ -25,7 +25,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from cadenza.backends import find_backend
 from cadenza.checkpoint import named_shape, open_checkpoint
 from cadenza.checkpoint.random_checkpoint import (
     NoiseSource,
@@ -36,7 +35,8 @@ from cadenza.config import EngineConfig
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.events import Token
 from cadenza.fingerprint import ARITHMETIC_REVISION
-from cadenza.loading.build import build_runner, make_setup, plan_model
+from cadenza.loading.build import plan_model
+from cadenza.loading.planned_engine import PlannedEngine
 from cadenza.request import Request, SamplingParams
 
 FILE = Path(__file__).resolve().parents[1] / "tests" / "golden" / "bits.json"
@@ -102,11 +102,11 @@ def play(case: Case, arithmetic: str = "portable") -> tuple[str, str]:
             **FORMATS[case.format],
         )
         plan = plan_model(checkpoint, config)
-        backend = find_backend(config.backend)
-        name = backend.name_arithmetic(checkpoint, make_setup(plan, config))
+        engine = PlannedEngine(checkpoint=checkpoint, plan=plan, config=config)
+        name = engine.backend.name_arithmetic(checkpoint, engine.setup())
         if name is None:
             raise SystemExit("the golden corpus is of the native kernels, which are not built")
-        with closing(build_runner(checkpoint, plan, config, fill=float("nan"))) as runner:
+        with closing(engine.load_warm_runner(fill=float("nan"))) as runner:
             core = EngineCore(runner, plan.limits, CoreOptions(seed=11, secret=b"golden"))
             return name, _digest_of_streams(core, make_requests(shape.vocab_size))
 

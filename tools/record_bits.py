@@ -34,7 +34,8 @@ from cadenza.checkpoint.random_checkpoint import shape_names
 from cadenza.config import EngineConfig
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.events import Finished, PromptLogprobs, Started, Token, TokenLogprobs
-from cadenza.loading.build import build_runner, plan_model
+from cadenza.loading.build import plan_model
+from cadenza.loading.planned_engine import PlannedEngine
 from cadenza.request import Request, SamplingParams
 
 NUM_REQUESTS = 24
@@ -89,7 +90,8 @@ def record(case: Case) -> Digests:
             num_pages=NUM_ROWS * -(-context // 16),
         )
         plan = plan_model(checkpoint, config)
-        with closing(build_runner(checkpoint, plan, config, fill=float("nan"))) as runner:
+        engine = PlannedEngine(checkpoint=checkpoint, plan=plan, config=config)
+        with closing(engine.load_warm_runner(fill=float("nan"))) as runner:
             short, long = make_requests(vocab_size=shape.vocab_size, context=context), []
             if case.ops == "native":
                 long = [replace(short[0], prompt_token_ids=_long_prompt(shape.vocab_size, context))]

@@ -19,7 +19,7 @@ from cadenza.checkpoint import Checkpoint, open_checkpoint
 from cadenza.config import EngineConfig
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.events import Finished, Token
-from cadenza.loading.build import load_runners, plan_model
+from cadenza.loading.build import load_runners, open_planned
 from cadenza.request import Request, SamplingParams
 from cadenza.speculative_config import SpeculativeConfig
 from training.corpus.example import Split
@@ -79,9 +79,9 @@ def measure_acceptance(
     config = EngineConfig(
         speculative_config=speculation, max_num_seqs=ROWS, max_model_len=1024, seed=0
     )
-    checkpoint = open_checkpoint(folder)
-    plan = plan_model(checkpoint, config)
-    with closing(load_runners(checkpoint, plan, config)) as runners:
+    engine = open_planned(folder, config)
+    checkpoint, plan = engine.checkpoint, engine.plan
+    with closing(load_runners(engine)) as runners:
         runners.warmup()
         options = CoreOptions(
             eos_token_ids=frozenset(checkpoint.eos_token_ids),

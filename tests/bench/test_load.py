@@ -21,8 +21,9 @@ from cadenza.bench.load import (
     measure_load,
 )
 from cadenza.checkpoint import open_checkpoint, write_random_checkpoint
-from cadenza.loading.build import load_runner, plan_model
+from cadenza.loading.build import plan_model
 from cadenza.loading.memory import private_memory_bytes
+from cadenza.loading.planned_engine import PlannedEngine
 from tests.bench.shapes import TINY
 
 SHAPE = replace(TINY, vocab_size=160_000, hidden_size=128, tie_word_embeddings=False)
@@ -47,7 +48,7 @@ def excess_bytes(folder: Path, beside: Callable[[], object]) -> int:
     assert before is not None
     with MemoryWatch() as watch:
         kept = beside()
-        runner = load_runner(checkpoint, plan, config)
+        runner = PlannedEngine(checkpoint=checkpoint, plan=plan, config=config).load_runner()
     del kept  # the last look was before, so that it was seen even if no other one was
     runner.close()
     assert watch.peak_bytes is not None

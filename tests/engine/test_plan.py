@@ -13,7 +13,7 @@ from cadenza.backends.base import BackendTraits, ModelMemory
 from cadenza.checkpoint import open_checkpoint
 from cadenza.config import MAX_NUM_SEQS_BOUND, EngineConfig
 from cadenza.errors import ConfigError, show_size
-from cadenza.loading.identity import identify
+from cadenza.loading.fingerprint import identify
 from cadenza.loading.plan import (
     Beside,
     EnginePlan,
@@ -22,9 +22,10 @@ from cadenza.loading.plan import (
     pages_for_batch,
     with_pool,
 )
+from cadenza.loading.planned_engine import PlannedEngine
 from cadenza.loading.space import ADVISED_SHARE, EXPECTED_TOKENS
 from cadenza.request import Request, SamplingParams
-from tests.faces.stub_backend import StubBackend
+from tests.faces.stub_backend import STUBS
 
 TRAITS = BackendTraits(
     name="test:cpu",
@@ -166,9 +167,14 @@ def test_kv_in_fp8_is_refused_with_the_reason(name: Any):
 
 @pytest.mark.parametrize("changed", [{"kv_cache_dtype": "int8"}, {"quantization": "int8"}])
 def test_streams_go_on_only_with_the_same_types_of_weights_and_kv(changed: dict[str, Any]):
-    checkpoint, backend = open_checkpoint(None), StubBackend()
+    planned = PlannedEngine(
+        checkpoint=open_checkpoint(None),
+        plan=plan(num_pages=8),
+        config=EngineConfig(num_pages=8),
+        backends=STUBS,
+    )
     same, also_same, other = (
-        identify(checkpoint, plan(num_pages=8), EngineConfig(num_pages=8, **options), backend)
+        identify(replace(planned, config=EngineConfig(num_pages=8, **options)))
         for options in ({}, {}, changed)
     )
     assert same == also_same

@@ -16,7 +16,8 @@ from cadenza.backends.base import Runner
 from cadenza.checkpoint import Checkpoint, open_checkpoint
 from cadenza.config import EngineConfig, EngineLimits
 from cadenza.engine.core import CoreOptions, EngineCore
-from cadenza.loading.build import build_runner, constraint_compiler, plan_model
+from cadenza.loading.build import constraint_compiler, plan_model
+from cadenza.loading.planned_engine import PlannedEngine
 from cadenza.request import Request, SamplingParams
 from cadenza.structured import StructuredOutput
 from cadenza.verification.forms import (
@@ -151,7 +152,8 @@ class Bench:
 def bench(tiny_folder: Path) -> Iterator[Bench]:
     checkpoint = open_checkpoint(tiny_folder)
     plan = plan_model(checkpoint, CONFIG)
-    with closing(build_runner(checkpoint, plan, CONFIG, fill=float("nan"))) as runner:
+    engine = PlannedEngine(checkpoint=checkpoint, plan=plan, config=CONFIG)
+    with closing(engine.load_warm_runner(fill=float("nan"))) as runner:
         yield Bench(
             runner=runner,
             reference=build_reference(checkpoint, CONFIG, max_model_len=256),
@@ -167,7 +169,8 @@ def formed(worded_folder: Path) -> Iterator[Bench]:
     plan = plan_model(checkpoint, CONFIG)
     forms = make_forms(constraint_compiler(checkpoint))
     assert forms is not None
-    with closing(build_runner(checkpoint, plan, CONFIG, fill=float("nan"))) as runner:
+    engine = PlannedEngine(checkpoint=checkpoint, plan=plan, config=CONFIG)
+    with closing(engine.load_warm_runner(fill=float("nan"))) as runner:
         yield Bench(
             runner=runner,
             reference=build_reference(

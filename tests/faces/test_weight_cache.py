@@ -16,7 +16,7 @@ from cadenza.checkpoint.model_config import LayerKind
 from cadenza.checkpoint.random_checkpoint import write_random_checkpoint
 from cadenza.config import EngineConfig
 from cadenza.errors import ConfigError
-from cadenza.loading.build import make_setup, plan_model
+from cadenza.loading.build import open_planned
 from cadenza.loading.weight_cache import MIN_WEIGHT_BYTES, packed_weights_file
 
 ENOUGH = MIN_WEIGHT_BYTES
@@ -25,9 +25,8 @@ PARAMS = SamplingParams(temperature=0.8, seed=5, max_tokens=8, ignore_eos=True, 
 
 @pytest.fixture
 def setup(tmp_path: Path) -> RunnerSetup:
-    config = EngineConfig(quantization="int4", max_model_len=64, num_pages=64)
-    plan = plan_model(open_checkpoint(None), config)
-    return replace(make_setup(plan, config), cache_folder=tmp_path)
+    engine = open_planned(None, EngineConfig(quantization="int4", max_model_len=64, num_pages=64))
+    return replace(engine.setup(), cache_folder=tmp_path)
 
 
 def file_for(setup: RunnerSetup, num_bytes: int = ENOUGH, **options: Any) -> Path | None:

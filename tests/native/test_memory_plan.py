@@ -199,7 +199,7 @@ def test_a_restart_keeps_the_plan_of_the_first_start_when_less_is_free(tmp_path:
     start = Start(model=None, config=config, log_level=0)
     with pytest.raises(ConfigError, match=r"; (set|free) "):
         open_start(start, memory=memory)
-    _, kept = open_start(structs.replace(start, is_restart=True), memory=memory)
+    kept = open_start(structs.replace(start, is_restart=True), memory=memory).plan
     assert kept.limits == limits
 
 
@@ -208,7 +208,7 @@ def test_what_the_front_end_has_is_counted_once_and_its_bodies_are(tmp_path: Pat
     start = Start(model=None, config=EngineConfig(max_num_seqs=512), log_level=0)
 
     def opened(**told: int) -> EnginePlan:
-        return open_start(structs.replace(start, **told), memory=memory)[1]
+        return open_start(structs.replace(start, **told), memory=memory).plan
 
     plain, front_end = opened(), opened(front_end_bytes=40 * MB)
     assert front_end.available_bytes == plain.available_bytes + 40 * MB

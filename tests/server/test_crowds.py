@@ -17,7 +17,7 @@ from cadenza.config import EngineConfig
 from cadenza.engine.batch_engine import CoreService
 from cadenza.engine.open_requests import RequestTimeouts
 from cadenza.frontend.loaded_model import load_model
-from cadenza.loading.build import cache_folder
+from cadenza.loading.planned_engine import cache_folder
 from cadenza.server.limits import ServerLimits
 from tests.server.crowd import (
     Reply,

@@ -6,10 +6,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cadenza.checkpoint import open_checkpoint
 from cadenza.config import EngineConfig, EngineLimits
 from cadenza.engine.core import CoreOptions, EngineCore
-from cadenza.loading.build import Runners, load_runners, plan_model
+from cadenza.loading.build import Runners, load_runners, open_planned
 from cadenza.speculative_config import SpeculativeConfig
 
 
@@ -45,8 +44,7 @@ def warm_runners(
 ) -> Iterator[WarmRunners]:
     """Of the model in `folder`, or of the bundled one. KV that was not written is NaN."""
     config = EngineConfig(speculative_config=speculation, **options)
-    checkpoint = open_checkpoint(folder)
-    plan = plan_model(checkpoint, config)
-    with closing(load_runners(checkpoint, plan, config, fill=float("nan"))) as runners:
+    engine = open_planned(folder, config)
+    with closing(load_runners(engine, fill=float("nan"))) as runners:
         runners.warmup()
-        yield WarmRunners(runners, plan.limits, speculation)
+        yield WarmRunners(runners, engine.plan.limits, speculation)

@@ -24,7 +24,7 @@ from cadenza.bench import OnStatus
 from cadenza.bench.machine import num_usable_cores, run_in_fresh_process
 from cadenza.bench.workloads import check_repeats
 from cadenza.checkpoint import Checkpoint
-from cadenza.loading.build import find_configured, load_runner, plan_model
+from cadenza.loading.build import find_configured, open_planned
 from cadenza.loading.memory import private_memory_bytes
 
 ALLOWED_BYTES = 500_000_000
@@ -183,11 +183,11 @@ def measure_here(argument: str) -> Load:
     """Loads and reads in this process. `argument` is JSON: `{"model", "config", "repeats"}`."""
     asked = json.loads(argument)
     config = EngineConfig(**asked["config"])
-    checkpoint = find_configured(asked["model"], config)
-    plan = plan_model(checkpoint, config)
+    engine = open_planned(asked["model"], config)
+    checkpoint, plan = engine.checkpoint, engine.plan
 
     def load() -> None:
-        load_runner(checkpoint, plan, config).close()
+        engine.load_runner().close()
 
     with MemoryWatch() as watch:
         load()

@@ -270,7 +270,7 @@ def _model_or_shape(model: str | None, shape: str | None) -> str | Path | None:
     if model is not None:
         raise ConfigError(f"both a model ({model}) and --shape {shape} were given; give one")
     from cadenza.bench.checkpoints import cached_checkpoint
-    from cadenza.loading.build import cache_folder
+    from cadenza.loading.planned_engine import cache_folder
 
     with status_line("opening random weights") as report:
         return cached_checkpoint(shape, cache_folder(), report)

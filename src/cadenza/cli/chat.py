@@ -176,7 +176,7 @@ def _drop_oldest(talk: Conversation, count: int) -> None:
 
 def _talk_with_person(talk: Conversation, flags: ChatFlags) -> int:
     """Reads messages from a terminal, with history and editing where the platform has readline."""
-    from cadenza.loading.build import cache_folder
+    from cadenza.loading.planned_engine import cache_folder
 
     history = InputHistory(cache_folder() / HISTORY if flags.history else None)
     _prepare_editing()

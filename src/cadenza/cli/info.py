@@ -70,10 +70,10 @@ def info(
 def _measured(checkpoint: "Checkpoint", plan: "EnginePlan", config: EngineConfig) -> dict[str, Any]:
     """What a step costs, and what --max-itl-ms would then be and mean."""
     from cadenza.engine.calibration import make_step_bound, measure_step_cost
-    from cadenza.loading.build import build_runner
+    from cadenza.loading.planned_engine import PlannedEngine
 
     limits = plan.limits
-    runner = build_runner(checkpoint, plan, config)
+    runner = PlannedEngine(checkpoint=checkpoint, plan=plan, config=config).load_warm_runner()
     try:
         measured = measure_step_cost(runner, limits, time.perf_counter)
         bound = make_step_bound(measured, limits, None)
@@ -195,9 +195,11 @@ def _answers(checkpoint: "Checkpoint", plan: "EnginePlan", config: EngineConfig)
     """The fingerprint of answers, and its parts."""
     from cadenza.frontend.loaded_model import open_text
     from cadenza.loading.fingerprint import make_fingerprint
+    from cadenza.loading.planned_engine import PlannedEngine
 
     text = open_text(checkpoint, config, plan.limits.max_model_len)
-    fingerprint = text.with_forms(make_fingerprint(checkpoint, plan, config))
+    engine = PlannedEngine(checkpoint=checkpoint, plan=plan, config=config)
+    fingerprint = text.with_forms(make_fingerprint(engine))
     return {"system_fingerprint": fingerprint.digest, **fingerprint.parts}
 
 

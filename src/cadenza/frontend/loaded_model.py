@@ -27,6 +27,7 @@ from cadenza.loading.build import (
 )
 from cadenza.loading.fingerprint import make_fingerprint
 from cadenza.loading.plan import EnginePlan
+from cadenza.loading.planned_engine import PlannedEngine
 from cadenza.loading.promised_memory import MemoryPromise
 from cadenza.text.grammar import FormChecks
 from cadenza.text.grammar_check import IN_PROCESS
@@ -88,12 +89,14 @@ class PlannedModel:
         config = self.config
         if config.max_itl_ms == "auto":
             config = replace(config, max_itl_ms="none")
-        parts = (self.checkpoint, self.plan, config)
+        engine = PlannedEngine(
+            checkpoint=self.checkpoint, plan=self.plan, config=config, backends=self.backends
+        )
         with ExitStack() as failing, ThreadPoolExecutor(1) as thread:
             promise = failing.enter_context(closing(promise_planned(self.plan)))
             # Reads the weights, while they are loaded.
-            fingerprint = thread.submit(make_fingerprint, *parts, self.backends)
-            core = build_core(*parts, on_phase, backends=self.backends)
+            fingerprint = thread.submit(make_fingerprint, engine)
+            core = build_core(engine, on_phase)
             answers = fingerprint.result()
             failing.pop_all()
         release_tokenizer(self.checkpoint)
@@ -123,7 +126,8 @@ def open_model(
     Raises:
         CheckpointError, ConfigError, DeviceUnavailableError: as their docstrings say.
     """
-    checkpoint, plan = open_planned(model, config, backends)
+    engine = open_planned(model, config, backends)
+    checkpoint, plan = engine.checkpoint, engine.plan
     text = open_text(checkpoint, config, plan.limits.max_model_len)
     if on_progress is not None:
         checkpoint = checkpoint.watched(on_progress)

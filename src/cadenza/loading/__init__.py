@@ -10,9 +10,9 @@ Modules:
   weights and KV
 - `memory`: available memory, below the limits of control groups and of the process
 - `promised_memory`: memory that other engines have planned for and not taken yet
-- `draft`: the second model of an engine that drafts with one
-- `identity`: digests of what streams depend on besides their requests
-- `fingerprint`, `content_digest`: the fingerprint of answers; the digest of the weights
+- `draft`: the plan of the second model of an engine that drafts with one
+- `planned_engine`: a model, its plan and its options, and how its runners are loaded
+- `fingerprint`, `content_digest`: what answers and streams depend on; the digest of the weights
 - `page_folder`: the folder of `--prefix-cache-disk`, and what its pages depend on
 - `weight_cache`: where weights that `--quantization` makes are kept, and how many bytes of them
 - `step_costs`: what steps cost, kept from one start to the next

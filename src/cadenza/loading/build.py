@@ -1,17 +1,15 @@
 """Builds a warm engine from a model's name and options.
 
-Knows no text and no particular backend: `find_backend` imports the configured one on first use, so
-that importing this module is cheap.
+`find_backend` imports the configured backend on first use, so that importing this module is cheap.
 """
 
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cadenza.backends import BACKENDS, Backends, brings_models, find_backend
-from cadenza.backends.base import BackendTraits, Runner, RunnerSetup
+from cadenza.backends.base import BackendTraits, Runner
 from cadenza.checkpoint import Checkpoint, Hub, is_hub_id, open_bundled_draft, open_checkpoint
 from cadenza.checkpoint.tokenizer_files import given_template
 from cadenza.config import EngineConfig, EngineLimits, MaxItlMs
@@ -23,14 +21,14 @@ from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.model_drafter import DraftModel
 from cadenza.engine.page_folder import PageFolder
 from cadenza.errors import CheckpointError, ConfigError, show
-from cadenza.loading.draft import load_draft, plan_copy, plan_draft_model, plan_mtp_head
+from cadenza.loading.draft import plan_copy, plan_draft_model, plan_mtp_head
 from cadenza.loading.footprint import front_end_bytes_of
 from cadenza.loading.memory import HOST_MEMORY, HostMemory
 from cadenza.loading.page_folder import open_page_folder
 from cadenza.loading.plan import Beside, DraftPlan, EnginePlan, device_share, make_plan
+from cadenza.loading.planned_engine import PlannedEngine, cache_folder
 from cadenza.loading.promised_memory import MemoryPromise, find_promised, promise_memory
 from cadenza.loading.step_costs import StepCosts, open_step_costs
-from cadenza.loading.weight_cache import packed_weights_file
 from cadenza.text.token_constraint import ConstraintCompiler
 from cadenza.text.tokenizer import TokenizerSource
 
@@ -178,47 +176,36 @@ def open_planned(
     backends: Backends = BACKENDS,
     memory: HostMemory = HOST_MEMORY,
     bodies_bytes: int = 0,
-) -> tuple[Checkpoint, EnginePlan]:
+) -> PlannedEngine:
     """Opens the checkpoint and plans for it; loads no weights. `config.backend` is in `backends`.
 
     Raises:
         CheckpointError, ConfigError, DeviceUnavailableError: see `find_checkpoint`, `plan_model`.
     """
     checkpoint = find_configured(model, config, backends)
-    return checkpoint, plan_model(checkpoint, config, backends, memory, bodies_bytes)
+    plan = plan_model(checkpoint, config, backends, memory, bodies_bytes)
+    return PlannedEngine(checkpoint=checkpoint, plan=plan, config=config, backends=backends)
 
 
-def build_core(
-    checkpoint: Checkpoint,
-    plan: EnginePlan,
-    config: EngineConfig,
-    on_phase_done: OnPhaseDone = lambda _: None,
-    *,
-    backends: Backends = BACKENDS,
-) -> EngineCore:
+def build_core(engine: PlannedEngine, on_phase_done: OnPhaseDone = lambda _: None) -> EngineCore:
     """Loads the weights and compiles all programs of a plan."""
-    runners = load_warm_runners(checkpoint, plan, config, on_phase_done, backends=backends)
-    return make_core(runners, checkpoint, plan, config, constraint_compiler(checkpoint))
+    runners = load_warm_runners(engine, on_phase_done)
+    return make_core(engine, runners, constraint_compiler(engine.checkpoint))
 
 
 def build_serving_core(
-    checkpoint: Checkpoint,
-    plan: EnginePlan,
-    config: EngineConfig,
-    on_phase_done: OnPhaseDone = lambda _: None,
-    *,
-    backends: Backends = BACKENDS,
+    engine: PlannedEngine, on_phase_done: OnPhaseDone = lambda _: None
 ) -> EngineCore:
     """As `build_core`. What structured outputs need is loaded, too, so that the first of them does
     not hold up the other requests.
     """
-    constraints = constraint_compiler(checkpoint)
+    constraints = constraint_compiler(engine.checkpoint)
     if constraints is not None:
         constraints.start_loading()
-    runners = load_warm_runners(checkpoint, plan, config, on_phase_done, backends=backends)
+    runners = load_warm_runners(engine, on_phase_done)
     if constraints is not None and not constraints.has_loaded():
         constraints = None
-    return make_core(runners, checkpoint, plan, config, constraints)
+    return make_core(engine, runners, constraints)
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,24 +229,23 @@ class Runners:
         self.target.close()
 
 
-def load_warm_runners(
-    checkpoint: Checkpoint,
-    plan: EnginePlan,
-    config: EngineConfig,
-    on_phase_done: OnPhaseDone,
-    *,
-    backends: Backends = BACKENDS,
-) -> Runners:
+def load_runners(engine: PlannedEngine, *, fill: float | None = None) -> Runners:
+    """Runners with their weights loaded and nothing compiled yet; KV slots start as `fill`, or
+    unwritten."""
+    target = engine.load_runner(fill=fill)
+    return Runners(target, engine.load_draft(target, fill=fill))
+
+
+def load_warm_runners(engine: PlannedEngine, on_phase_done: OnPhaseDone) -> Runners:
     """Runners with their weights loaded and all programs compiled."""
+    plan = engine.plan
     logger.info("%s", plan.summary)
     logger.debug("resolved configuration: %s", plan)
-    backend = find_backend(config.backend, backends)
-    setup = make_setup(plan, config)
-    pages = open_page_folder(checkpoint, plan, config, backend, setup)
-    costs = open_step_costs(checkpoint, plan, backend, setup)
-    runners = load_runners(checkpoint, plan, config, backends=backends)
-    runners = replace(runners, pages=pages, costs=costs)
-    _release_files(checkpoint, plan)
+    pages, costs = open_page_folder(engine), open_step_costs(engine)
+    runners = replace(load_runners(engine), pages=pages, costs=costs)
+    for each in (engine.checkpoint, None if plan.draft is None else plan.draft.checkpoint):
+        if each is not None and each.is_known:  # leaves their files to the page cache
+            each.weights.release_pages()
     on_phase_done("load")
     runners.warmup()
     on_phase_done("compile")
@@ -282,22 +268,12 @@ def release_tokenizer(checkpoint: Checkpoint) -> None:
         source.release()
 
 
-def _release_files(checkpoint: Checkpoint, plan: EnginePlan) -> None:
-    """Leaves the files of loaded weights to the page cache."""
-    for each in (checkpoint, None if plan.draft is None else plan.draft.checkpoint):
-        if each is not None and each.is_known:
-            each.weights.release_pages()
-
-
 def make_core(
-    runners: Runners,
-    checkpoint: Checkpoint,
-    plan: EnginePlan,
-    config: EngineConfig,
-    constraints: ConstraintCompiler | None,
+    engine: PlannedEngine, runners: Runners, constraints: ConstraintCompiler | None
 ) -> EngineCore:
     """The engine over warm runners; without `constraints` it refuses structured outputs."""
-    runner, limits, costs = runners.target, plan.limits, runners.costs
+    config, limits = engine.config, engine.plan.limits
+    runner, costs = runners.target, runners.costs
     assert costs is not None, "the runners are warm"
     step_cost = step_bound = None
     if config.max_itl_ms != "none":
@@ -305,7 +281,7 @@ def make_core(
     elif config.speculation is not None:
         step_cost = costs.of("target", runner, limits)
     options = CoreOptions(
-        eos_token_ids=frozenset(checkpoint.eos_token_ids),
+        eos_token_ids=frozenset(engine.checkpoint.eos_token_ids),
         loop=config.scheduler,
         seed=config.seed,
         reserved_output=RESERVED_OUTPUT[config.admission],
@@ -367,74 +343,3 @@ def _step_bound(cost: StepCost, limits: EngineLimits, max_itl_ms: MaxItlMs) -> S
             bound.cost.granted_ms(num_rows, last),
         )
     return bound
-
-
-def build_runner(
-    checkpoint: Checkpoint,
-    plan: EnginePlan,
-    config: EngineConfig,
-    *,
-    fill: float | None = None,
-    backends: Backends = BACKENDS,
-) -> Runner:
-    """A runner with all programs compiled; KV slots start as `fill`, or unwritten."""
-    runner = load_runner(checkpoint, plan, config, fill=fill, backends=backends)
-    runner.warmup()
-    return runner
-
-
-def load_runners(
-    checkpoint: Checkpoint,
-    plan: EnginePlan,
-    config: EngineConfig,
-    *,
-    fill: float | None = None,
-    backends: Backends = BACKENDS,
-) -> Runners:
-    """Runners with their weights loaded and nothing compiled yet; KV is as in `build_runner`."""
-    runner = load_runner(checkpoint, plan, config, fill=fill, backends=backends)
-    setup = make_setup(plan, config, fill=fill)
-    return Runners(runner, load_draft(runner, plan, config, setup, backends=backends))
-
-
-def load_runner(
-    checkpoint: Checkpoint,
-    plan: EnginePlan,
-    config: EngineConfig,
-    *,
-    fill: float | None = None,
-    backends: Backends = BACKENDS,
-) -> Runner:
-    """A runner with its weights loaded and nothing compiled yet; KV is as in `build_runner`."""
-    backend = find_backend(config.backend, backends)
-    setup = make_setup(plan, config, fill=fill)
-    if plan.traits.keeps_packed_weights:
-        kept = packed_weights_file(checkpoint, setup, config, backend, plan.weight_bytes)
-        setup = replace(setup, packed_weights=kept)
-    return backend.load_runner(checkpoint, setup)
-
-
-def make_setup(plan: EnginePlan, config: EngineConfig, *, fill: float | None = None) -> RunnerSetup:
-    """How a backend loads the runner of a plan."""
-    return RunnerSetup(
-        limits=plan.limits,
-        device=config.device,
-        ops=config.ops,
-        dtype=plan.dtype,
-        quantization=plan.quantization,
-        kv_cache_dtype=plan.kv_cache_dtype,
-        arithmetic=config.arithmetic,
-        fill=fill,
-        cache_folder=cache_folder(),
-        copies_pages=config.prefix_cache_disk is not None,
-        keeps_hidden=plan.keeps_hidden,
-    )
-
-
-def cache_folder() -> Path:
-    """The folder for cached data: `CADENZA_CACHE_DIR`, or `cadenza` in the user's cache folder."""
-    chosen = os.environ.get("CADENZA_CACHE_DIR")
-    if chosen:
-        return Path(chosen)
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "cadenza"

@@ -1,30 +1,25 @@
-"""The second model of an engine that drafts with one: its plan, and its runner.
+"""The plan of the second model of an engine that drafts with one.
 
-Owns which models can draft for which. Knows no scheduling. Invariant: nothing that streams depend
-on follows from the draft model.
+Owns which models can draft for which.
 """
 
 from dataclasses import replace
 from pathlib import Path
 
-from cadenza.backends import BACKENDS, Backends, find_backend
-from cadenza.backends.base import BackendTraits, Runner, RunnerSetup
+from cadenza.backends.base import BackendTraits
 from cadenza.checkpoint import Checkpoint, declare
 from cadenza.checkpoint.declaration import EMBEDDING, HEAD
 from cadenza.checkpoint.dtypes import item_bytes
 from cadenza.checkpoint.mtp_head import mtp_head_of
 from cadenza.checkpoint.tensor_formats import stored_bytes
 from cadenza.config import EngineConfig
-from cadenza.engine.model_drafter import DraftModel
 from cadenza.errors import CheckpointError, ConfigError
 from cadenza.loading.plan import (
     DraftPlan,
-    EnginePlan,
     choose_dtype,
     choose_quantization,
     memory_of,
 )
-from cadenza.loading.weight_cache import packed_weights_file
 from cadenza.text.tokenizer import Tokenizer, TokenizerSource
 
 _FLAG = "--speculative-config"
@@ -98,44 +93,6 @@ def plan_mtp_head(checkpoint: Checkpoint, config: EngineConfig, traits: BackendT
         weight_bytes=stored_bytes(own, dtype, config.quantization),
         kv_bytes_per_token=model.kv_bytes_per_token(dtype, config.kv_cache_dtype)
         + model.hidden_size * item_bytes(dtype),
-    )
-
-
-def load_draft(
-    runner: Runner,
-    plan: EnginePlan,
-    config: EngineConfig,
-    setup: RunnerSetup,
-    *,
-    backends: Backends = BACKENDS,
-) -> DraftModel | None:
-    """The draft model of a plan with its weights loaded, not warm; None if there is none.
-
-    `runner` and `setup` are the target's.
-    """
-    draft = plan.draft
-    if draft is None:
-        return None
-    backend = find_backend(config.backend, backends)
-    own_setup = replace(
-        setup,
-        limits=plan.draft_limits,
-        dtype=draft.dtype,
-        quantization=draft.quantization,
-        kv_of=runner if draft.shares_kv else None,
-        keeps_hidden=False,
-        hidden_of=runner if draft.reads_hidden else None,
-        copies_pages=False,
-    )
-    if plan.traits.keeps_packed_weights:
-        kept = packed_weights_file(draft.checkpoint, own_setup, config, backend, draft.weight_bytes)
-        own_setup = replace(own_setup, packed_weights=kept)
-    own = backend.load_runner(draft.checkpoint, own_setup)
-    return DraftModel(
-        runner=own,
-        limits=plan.draft_limits,
-        shares_kv=draft.shares_kv,
-        reads_hidden=draft.reads_hidden,
     )
 
 

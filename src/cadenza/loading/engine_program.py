@@ -19,8 +19,7 @@ from cadenza.errors import ConfigError
 from cadenza.loading.memory import HOST_MEMORY, HostMemory
 
 if TYPE_CHECKING:
-    from cadenza.checkpoint import Checkpoint
-    from cadenza.loading.plan import EnginePlan
+    from cadenza.loading.planned_engine import PlannedEngine
 
 logger = logging.getLogger(__name__)
 
@@ -38,12 +37,10 @@ def load_engine(
     """Loads the model of `start`. Raises the errors of `open_planned` and `build_serving_core`."""
     on_phase("imports")
     from cadenza.loading.build import build_serving_core, promise_planned, release_tokenizer
-    from cadenza.loading.fingerprint import make_fingerprint
-    from cadenza.loading.identity import identify
+    from cadenza.loading.fingerprint import identify, make_fingerprint
 
-    config = start.config
-    checkpoint, plan = open_start(start, backends, memory)  # imports the array library
-    promise = promise_planned(plan)
+    engine = replace(open_start(start, backends, memory), config=start.config)
+    promise = promise_planned(engine.plan)
     on_phase("load")
 
     def after(done: str) -> None:
@@ -51,23 +48,22 @@ def load_engine(
             on_phase("compile")
 
     with ThreadPoolExecutor(1) as thread:  # reads the weights, while they are loaded
-        fingerprint = thread.submit(make_fingerprint, checkpoint, plan, config, backends)
-        core = build_serving_core(checkpoint, plan, config, after, backends=backends)
+        fingerprint = thread.submit(make_fingerprint, engine)
+        core = build_serving_core(engine, after)
         answers = fingerprint.result()
-    release_tokenizer(checkpoint)
-    backend = find_backend(config.backend, backends)
+    release_tokenizer(engine.checkpoint)
     return Serving(
         core=core,
         fingerprint=answers,
-        identity=identify(checkpoint, plan, config, backend),
-        count_compiles=backend.watch_compiles(),
+        identity=identify(engine),
+        count_compiles=engine.backend.watch_compiles(),
         held=promise,
     )
 
 
 def open_start(
     start: Start, backends: Backends = BACKENDS, memory: HostMemory = HOST_MEMORY
-) -> tuple["Checkpoint", "EnginePlan"]:
+) -> "PlannedEngine":
     """As `open_planned`. A restart keeps the sizes of the first start, which open requests depend
     on, also where a little less memory is free now; a warning tells it."""
     from cadenza.loading.build import open_planned

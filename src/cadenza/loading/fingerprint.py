@@ -1,59 +1,74 @@
-"""`make_fingerprint`: what the answers of a planned engine depend on besides their requests.
-
-Knows no backend in particular. Invariant: see `Fingerprint`.
+"""What the answers of a planned engine depend on besides their requests: `make_fingerprint`, and
+`identify` for its streams, which go on after a restart of the engine process only if it is equal.
 """
 
 import hashlib
+from collections.abc import Iterable
 from pathlib import Path
 
+from cadenza import __version__
 from cadenza.backends import BACKENDS, Backends, find_backend
 from cadenza.checkpoint import Checkpoint
 from cadenza.config import EngineConfig
+from cadenza.engine.process.messages import EngineIdentity
 from cadenza.fingerprint import ARITHMETIC_REVISION, Fingerprint
-from cadenza.loading.build import cache_folder, make_setup
 from cadenza.loading.content_digest import content_digest
-from cadenza.loading.plan import EnginePlan
+from cadenza.loading.planned_engine import PlannedEngine, cache_folder
 
 _DIGEST_CHARS = 16
 
 
-def make_fingerprint(
-    checkpoint: Checkpoint,
-    plan: EnginePlan,
-    config: EngineConfig,
-    backends: Backends = BACKENDS,
-) -> Fingerprint:
-    """The fingerprint of the engine that `build_core` makes of the same arguments.
+def make_fingerprint(engine: PlannedEngine) -> Fingerprint:
+    """The fingerprint of an engine.
 
     Reads all weights once, unless their digest is in the cache folder.
     """
+    checkpoint, plan = engine.checkpoint, engine.plan
     return Fingerprint(
         checkpoint=content_digest(checkpoint, cache_folder())[: 2 * _DIGEST_CHARS],
-        arithmetic=name_arithmetic(checkpoint, plan, config, backends),
+        arithmetic=_name_arithmetic(engine),
         activations=plan.dtype,
         weights=plan.weights_name,
         kv=plan.kv_name,
         max_model_len=plan.limits.max_model_len,
         tokenizer=_tokenizer_digest(checkpoint),
         template=_digest(*_flat(checkpoint.tokenizer.chat_templates)),
-        defaults=_defaults_digest(checkpoint, config),
-        engine_seed=config.seed,
+        defaults=_defaults_digest(checkpoint, engine.config),
+        engine_seed=engine.config.seed,
     )
 
 
-def name_arithmetic(
-    checkpoint: Checkpoint,
-    plan: EnginePlan,
-    config: EngineConfig,
-    backends: Backends = BACKENDS,
-) -> str:
+def _name_arithmetic(engine: PlannedEngine) -> str:
     """The class with its revision, or a digest of what decides the bits on this machine."""
-    backend = find_backend(config.backend, backends)
-    name = backend.name_arithmetic(checkpoint, make_setup(plan, config))
+    name = engine.backend.name_arithmetic(engine.checkpoint, engine.setup())
     if name is not None:
         return f"{name}-{ARITHMETIC_REVISION}"
-    described = backend.describe_arithmetic(config.device, config.ops, checkpoint)
-    return f"{plan.traits.name}-{_digest(*described, repr(plan.limits))}"
+    digest = _digest(*_described(engine), repr(engine.plan.limits))
+    return f"{engine.plan.traits.name}-{digest}"
+
+
+def identify(engine: PlannedEngine) -> EngineIdentity:
+    """What the streams of an engine depend on, from one start of its process to the next."""
+    checkpoint, plan, config = engine.checkpoint, engine.plan, engine.config
+    arithmetic = (
+        __version__,
+        plan.dtype,
+        config.quantization,
+        config.kv_cache_dtype,
+        config.arithmetic,
+        repr(plan.limits),
+        repr(sorted(checkpoint.eos_token_ids)),
+        str(config.seed),
+        *_described(engine),
+    )
+    parts = ((checkpoint.digest, *checkpoint.file_stamps), arithmetic)
+    digests = [hashlib.sha256("\0".join(each).encode()).hexdigest() for each in parts]
+    return EngineIdentity(checkpoint=digests[0], arithmetic=digests[1])
+
+
+def _described(engine: PlannedEngine) -> Iterable[str]:
+    config = engine.config
+    return engine.backend.describe_arithmetic(config.device, config.ops, engine.checkpoint)
 
 
 def find_setting(theirs: str, ours: str, backend: str, backends: Backends = BACKENDS) -> str | None:

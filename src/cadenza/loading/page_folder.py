@@ -11,31 +11,25 @@ from dataclasses import replace
 from pathlib import Path
 
 from cadenza import __version__
-from cadenza.backends.base import Backend, RunnerSetup
-from cadenza.checkpoint import Checkpoint
 from cadenza.config import EngineConfig, EngineLimits
 from cadenza.engine.page_folder import PageFolder
 from cadenza.fingerprint import ARITHMETIC_REVISION
 from cadenza.loading.content_digest import content_digest
-from cadenza.loading.plan import EnginePlan
+from cadenza.loading.planned_engine import PlannedEngine
 
 DEFAULT_BYTES = 8 << 30
 """Of a folder without `--prefix-cache-disk-bytes`."""
 
 
-def open_page_folder(
-    checkpoint: Checkpoint,
-    plan: EnginePlan,
-    config: EngineConfig,
-    backend: Backend,
-    setup: RunnerSetup,
-) -> PageFolder | None:
-    """The folder for the runner of `setup`; None if the options ask for none.
+def open_page_folder(engine: PlannedEngine) -> PageFolder | None:
+    """The folder for the runner of an engine; None if the options ask for none.
 
     Raises ConfigError if it cannot be used.
     """
+    checkpoint, plan, config = engine.checkpoint, engine.plan, engine.config
     if config.prefix_cache_disk is None:
         return None
+    backend, setup = engine.backend, engine.setup()
     assert setup.cache_folder is not None
     is_named = backend.name_arithmetic(checkpoint, setup) is not None
     parts = (

@@ -19,13 +19,12 @@ from math import isfinite
 from pathlib import Path
 
 from cadenza import __version__
-from cadenza.backends.base import Backend, Runner, RunnerSetup
-from cadenza.checkpoint import Checkpoint
+from cadenza.backends.base import Runner
 from cadenza.config import EngineLimits
 from cadenza.core.step_cost import StepCost
 from cadenza.engine.calibration import measure_step_cost
 from cadenza.loading.memory import usable_cores
-from cadenza.loading.plan import EnginePlan
+from cadenza.loading.planned_engine import PlannedEngine
 
 logger = logging.getLogger(__name__)
 
@@ -91,15 +90,13 @@ class StepCosts:
         return cost if is_sound and min(asdict(cost).values()) > 0 else None
 
 
-def open_step_costs(
-    checkpoint: Checkpoint, plan: EnginePlan, backend: Backend, setup: RunnerSetup
-) -> StepCosts:
-    """The kept costs of an engine's runners, which are loaded with `setup`."""
-    draft = plan.draft
+def open_step_costs(engine: PlannedEngine) -> StepCosts:
+    """The kept costs of an engine's runners."""
+    checkpoint, setup, draft = engine.checkpoint, engine.setup(), engine.plan.draft
     parts = (
         __version__,
         checkpoint.digest,
-        *backend.describe_arithmetic(setup.device, setup.ops, checkpoint),
+        *engine.backend.describe_arithmetic(setup.device, setup.ops, checkpoint),
         setup.arithmetic,
         setup.dtype,
         setup.quantization,

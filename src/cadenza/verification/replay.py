@@ -21,6 +21,7 @@ from cadenza.frontend.receipts import with_receipt
 from cadenza.frontend.text_frontend import PreparedRequest
 from cadenza.loading.fingerprint import find_setting, make_fingerprint
 from cadenza.loading.plan import pages_for_batch, with_pool
+from cadenza.loading.planned_engine import PlannedEngine
 from cadenza.receipt import RECEIPT_VERSION, Receipt, digest_of_logprobs
 from cadenza.request import Request
 
@@ -111,7 +112,8 @@ def replay_receipts(model: str | None, receipts: Iterable[NamedReceipt]) -> Iter
                 found = (*_default_model_note(model), *_other_model(each.receipt, error))
                 yield _verdict(each, found)
             continue
-        here = planned.text.with_forms(make_fingerprint(planned.checkpoint, planned.plan, config))
+        engine = PlannedEngine(checkpoint=planned.checkpoint, plan=planned.plan, config=config)
+        here = planned.text.with_forms(make_fingerprint(engine))
         fitting = [each for each in group if not _unfit(each.receipt, here)]
         for each in group:
             if each not in fitting:

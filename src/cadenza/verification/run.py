@@ -24,7 +24,6 @@ from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.model_drafter import DraftModel
 from cadenza.errors import ConfigError
 from cadenza.loading.build import (
-    build_runner,
     constraint_compiler,
     describe_backend,
     find_configured,
@@ -32,6 +31,7 @@ from cadenza.loading.build import (
     plan_model,
 )
 from cadenza.loading.plan import EnginePlan, pages_at_once, with_pool
+from cadenza.loading.planned_engine import PlannedEngine
 from cadenza.structured import CompileConstraint
 from cadenza.verification.forms import MASK_FAULTS, Forms, make_forms
 from cadenza.verification.gate import Gate, GateResult, ReferenceKind, ReportProgress, Witness
@@ -115,9 +115,10 @@ def verify(options: VerifyOptions, report: ReportProgress) -> tuple[GateResult, 
     with _checkpoint(options) as checkpoint:
         plan, workload = _prepare(options, checkpoint)
         report("loading and compiling")
-        runners = load_runners(
-            checkpoint, plan, options.config, fill=plan.traits.poison, backends=options.backends
+        engine = PlannedEngine(
+            checkpoint=checkpoint, plan=plan, config=options.config, backends=options.backends
         )
+        runners = load_runners(engine, fill=plan.traits.poison)
         with closing(runners):
             runners.warmup()
             compile_constraint = None if workload.forms is None else workload.forms.compile
@@ -330,8 +331,11 @@ def _witness(
     wide = plan_model(checkpoint, config, options.backends)
     num_pages = min(plan.limits.num_pages, wide.limits.num_pages)
     wide = replace(wide, limits=replace(plan.limits, num_pages=num_pages))
-    fill = wide.traits.poison  # unwritten KV changes every result that depends on it
-    runner = build_runner(checkpoint, wide, config, fill=fill, backends=options.backends)
+    engine = PlannedEngine(
+        checkpoint=checkpoint, plan=wide, config=config, backends=options.backends
+    )
+    # Unwritten KV changes every result that depends on it.
+    runner = engine.load_warm_runner(fill=wide.traits.poison)
     with closing(runner):
         yield Witness(
             reference=reference, make_core=_maker(runner, checkpoint, wide, compile_constraint)

@@ -1,0 +1,94 @@
+"""`PlannedEngine`: a model, the plan of its engine and its options; loads the runners.
+
+Invariant: nothing that streams depend on follows from the draft model.
+"""
+
+import os
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from cadenza.backends import BACKENDS, Backends, find_backend
+from cadenza.backends.base import Backend, Runner, RunnerSetup
+from cadenza.checkpoint import Checkpoint
+from cadenza.config import EngineConfig
+from cadenza.engine.model_drafter import DraftModel
+from cadenza.loading.plan import EnginePlan
+from cadenza.loading.weight_cache import packed_weights_file
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedEngine:
+    """A model and the plan of its engine. `config.backend` is in `backends`."""
+
+    checkpoint: Checkpoint
+    plan: EnginePlan
+    config: EngineConfig
+    backends: Backends = field(default_factory=lambda: BACKENDS)
+
+    @property
+    def backend(self) -> Backend:
+        return find_backend(self.config.backend, self.backends)
+
+    def setup(self, *, fill: float | None = None) -> RunnerSetup:
+        """How the backend loads the model's runner; KV slots start as `fill`, or unwritten."""
+        plan, config = self.plan, self.config
+        return RunnerSetup(
+            limits=plan.limits,
+            device=config.device,
+            ops=config.ops,
+            dtype=plan.dtype,
+            quantization=plan.quantization,
+            kv_cache_dtype=plan.kv_cache_dtype,
+            arithmetic=config.arithmetic,
+            fill=fill,
+            cache_folder=cache_folder(),
+            copies_pages=config.prefix_cache_disk is not None,
+            keeps_hidden=plan.keeps_hidden,
+        )
+
+    def load_runner(self, *, fill: float | None = None) -> Runner:
+        """The model's runner with its weights loaded and nothing compiled yet."""
+        return self._load(self.checkpoint, self.setup(fill=fill), self.plan.weight_bytes)
+
+    def load_warm_runner(self, *, fill: float | None = None) -> Runner:
+        """The model's runner with all programs compiled."""
+        runner = self.load_runner(fill=fill)
+        runner.warmup()
+        return runner
+
+    def load_draft(self, target: Runner, *, fill: float | None = None) -> DraftModel | None:
+        """The draft model beside `target`, the model's own runner; None if the plan has none."""
+        draft = self.plan.draft
+        if draft is None:
+            return None
+        setup = replace(
+            self.setup(fill=fill),
+            limits=self.plan.draft_limits,
+            dtype=draft.dtype,
+            quantization=draft.quantization,
+            kv_of=target if draft.shares_kv else None,
+            keeps_hidden=False,
+            hidden_of=target if draft.reads_hidden else None,
+            copies_pages=False,
+        )
+        return DraftModel(
+            runner=self._load(draft.checkpoint, setup, draft.weight_bytes),
+            limits=self.plan.draft_limits,
+            shares_kv=draft.shares_kv,
+            reads_hidden=draft.reads_hidden,
+        )
+
+    def _load(self, checkpoint: Checkpoint, setup: RunnerSetup, weight_bytes: int) -> Runner:
+        if self.plan.traits.keeps_packed_weights:
+            kept = packed_weights_file(checkpoint, setup, self.config, self.backend, weight_bytes)
+            setup = replace(setup, packed_weights=kept)
+        return self.backend.load_runner(checkpoint, setup)
+
+
+def cache_folder() -> Path:
+    """The folder for cached data: `CADENZA_CACHE_DIR`, or `cadenza` in the user's cache folder."""
+    chosen = os.environ.get("CADENZA_CACHE_DIR")
+    if chosen:
+        return Path(chosen)
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "cadenza"
