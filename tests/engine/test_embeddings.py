@@ -160,14 +160,14 @@ def test_an_engine_that_is_lost_changes_no_embedding(loop: SchedulerLoop) -> Non
     for kill in range(14):
         relay = relay_of(requests, loop)
         ended: dict[int, Finished] = {}
-        pass_on = relay.books.pass_on
+        record = relay.books.record
 
-        def watch(events: Any, take: Any = pass_on, ended: dict[int, Finished] = ended) -> Any:
+        def watch(events: Any, take: Any = record, ended: dict[int, Finished] = ended) -> Any:
             passed = take(events)
             ended |= ends_of(passed)
             return passed
 
-        relay.books.pass_on = watch  # type: ignore[method-assign]
+        relay.books.record = watch  # type: ignore[method-assign]
         relay.run([kill])
         assert [ended[at].embedding for at in range(4)] == [expected(each) for each in requests]
     assert RELAY_LIMITS.max_model_len >= 40

@@ -14,8 +14,9 @@ from cadenza.config import EngineLimits
 from cadenza.core.batch import Batch
 from cadenza.core.step_cost import StepBound, StepCost
 from cadenza.core.step_schema import ModelInputs
-from cadenza.engine.batch_engine import Command, CoreService, Submit, run_steps
+from cadenza.engine.batch_engine import Command, Submit, run_steps
 from cadenza.engine.core import CoreOptions, EngineCore
+from cadenza.engine.front import EngineFront, InProcessLink
 from cadenza.events import Event, Token
 from cadenza.request import Request, SamplingParams
 from tests.engine.simulation import EOS_TOKEN_IDS, SECRET, VOCAB_SIZE, Record
@@ -199,7 +200,7 @@ def test_a_prediction_of_hours_does_not_stop_the_engine() -> None:
 
 def test_a_service_waits_between_its_steps() -> None:
     engine, device = engine_of(COST)
-    service = CoreService(engine)
+    service = EngineFront(InProcessLink(engine))
     service.submit(request_of(6))
     service.drain(within_s=60)
     events: list[Event] = []

@@ -69,7 +69,7 @@ def test_requests_are_accepted_up_to_the_queue_and_the_rows(books: OpenRequests)
     assert [books.accept(request(), LIMITS) for _ in range(5)] == [0, 1, 2, 3, 4]
     with pytest.raises(QueueFullError, match=r"5 requests are open.*max-num-queued-reqs 3"):
         books.accept(request(), LIMITS)
-    books.pass_on([finished(2)])
+    books.record([finished(2)])
     assert books.accept(request(), LIMITS) == 5
     assert books.stats().rejections == {"queue_full": 1}
 
@@ -79,7 +79,7 @@ def test_prompt_tokens_wait_up_to_their_bound_and_one_that_starts_makes_room(boo
         books.accept(request(50), LIMITS)
     with pytest.raises(QueueFullError, match="100 prompt tokens wait already and 1 more"):
         books.accept(request(1), LIMITS)
-    books.pass_on([Started(request_id=0)])
+    books.record([Started(request_id=0)])
     assert books.accept(request(50), LIMITS) == 2
     books.cancel(1)
     assert books.accept(request(50), LIMITS) == 3
@@ -99,18 +99,18 @@ def test_nothing_passes_for_a_request_that_is_not_open(books: OpenRequests):
     assert not books.cancel(first)
     events: list[Event] = [token(first), token(second), finished(second), finished(second)]
     starts = [Started(request_id=each) for each in (first, second)]
-    assert books.pass_on([*starts, *events]) == events[1:3]
-    assert books.pass_on([Started(request_id=9), finished(9)]) == []
+    assert books.record([*starts, *events]) == events[1:3]
+    assert books.record([Started(request_id=9), finished(9)]) == []
 
 
 def test_each_sample_ends_once_and_the_request_with_the_last_of_them(books: OpenRequests):
     books.accept(request(n=4), LIMITS)
     events: list[Event] = [token(0, 0, 2), token(0, 0, 0), token(0, 1, 2), finished(0, 1)]
-    assert books.pass_on([Started(request_id=0), *events]) == events
+    assert books.record([Started(request_id=0), *events]) == events
     assert books.cancel(0, 0)
     assert not books.cancel(0, 0)
     assert not books.cancel(0, 1)
-    assert books.pass_on([token(0, 1, 0), finished(0, 0), finished(0, 1)]) == []
+    assert books.record([token(0, 1, 0), finished(0, 0), finished(0, 1)]) == []
     assert books.num_open == 1
     ends = books.end_all("engine_lost", "gone")
     assert [(end.sample, end.num_generated_tokens) for end in ends] == [(2, 2), (3, 0)]
@@ -120,7 +120,7 @@ def test_each_sample_ends_once_and_the_request_with_the_last_of_them(books: Open
 
 def test_each_deadline_ends_its_requests_once_and_not_before(books: OpenRequests, clock: Clock):
     queued, started = books.accept(request(3), LIMITS), books.accept(request(), LIMITS)
-    books.pass_on([Started(request_id=started), token(started)])
+    books.record([Started(request_id=started), token(started)])
     assert books.next_deadline_s() == 1010.0
     clock.now_s = 1009.9
     assert books.end_overdue() == []
@@ -159,11 +159,11 @@ def test_the_times_of_a_request_are_split_at_its_start_and_its_first_token(
 ):
     books.accept(request(), LIMITS)
     clock.now_s += 1.0
-    books.pass_on([Started(request_id=0)])
+    books.record([Started(request_id=0)])
     clock.now_s += 2.0
-    books.pass_on([token(0)])
+    books.record([token(0)])
     clock.now_s += 4.0
-    books.pass_on([token(0, 1), finished(0)])
+    books.record([token(0, 1), finished(0)])
     stats = books.stats()
     times = (stats.queue_seconds, stats.prefill_seconds, stats.decode_seconds)
     assert [(each.count, each.total) for each in times] == [(1, 1.0), (1, 2.0), (1, 4.0)]
@@ -176,10 +176,10 @@ def test_a_prompt_alone_has_a_time_until_it_is_read_and_none_after_it(
     books.accept(request(n=n), LIMITS)
     books.accept(request(), LIMITS)
     clock.now_s += 1.0
-    books.pass_on([Started(request_id=0), Started(request_id=1)])
+    books.record([Started(request_id=0), Started(request_id=1)])
     clock.now_s += 2.0
     failed = structs.replace(finished(1), finish_reason="error")
-    books.pass_on([*(finished(0, sample) for sample in range(n)), failed])
+    books.record([*(finished(0, sample) for sample in range(n)), failed])
     stats = books.stats()
     times = (stats.queue_seconds, stats.prefill_seconds, stats.decode_seconds)
     assert [(each.count, each.total) for each in times] == [(2, 2.0), (1, 2.0), (0, 0.0)]
@@ -197,11 +197,11 @@ def test_accepted_is_open_plus_ended_in_any_order_of_events(seed: int):
         if action == "accept" and books.num_open < 5:
             books.accept(request(), LIMITS)
         elif action == "token":
-            books.pass_on([token(target)])
+            books.record([token(target)])
         elif action == "start":
-            books.pass_on([Started(request_id=target)])
+            books.record([Started(request_id=target)])
         elif action == "finish":
-            passed = books.pass_on([finished(target)])
+            passed = books.record([finished(target)])
             terminals.update(event.request_id for event in passed)
         elif action == "cancel":
             terminals.update([target] * books.cancel(target))

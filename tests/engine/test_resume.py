@@ -86,7 +86,7 @@ class Relay:
         for event in events:
             if isinstance(event, Started) and event.request_id not in self.record.started:
                 self.record.take(event)
-        for event in self.books.pass_on(events):
+        for event in self.books.record(events):
             if isinstance(event, PromptLogprobs):
                 self.prompt_logprobs.append(event)
             else:
@@ -241,8 +241,8 @@ def test_a_repeated_token_is_not_passed_on_again() -> None:
     events: list[Event] = []
     while not any(isinstance(event, Token) for event in events):
         events += relay.engine.step()
-    assert relay.books.pass_on(events)
-    assert relay.books.pass_on(events) == []
+    assert relay.books.record(events)
+    assert relay.books.record(events) == []
 
 
 def test_a_resumed_request_has_the_events_of_its_rest_only() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cadenza import LLM, AsyncEngine, EngineConfig, Request, RequestOutput, SamplingParams
-from cadenza.engine.batch_engine import CoreService
+from cadenza.engine.front import EngineFront, InProcessLink
 from cadenza.errors import ConfigError, EngineClosedError, InvalidRequestError
 from cadenza.frontend.loaded_model import load_model
 from tests.faces.conftest import LIMITS
@@ -30,7 +30,7 @@ def open_engine(folder: Path) -> AsyncEngine:
 def open_held_engine(folder: Path) -> AsyncEngine:
     """No stream of it is over before somebody ends one."""
     loaded = load_model(folder, EngineConfig(**LIMITS))
-    return AsyncEngine(HeldEngine(CoreService(loaded.core)), loaded.text)
+    return AsyncEngine(HeldEngine(EngineFront(InProcessLink(loaded.core))), loaded.text)
 
 
 def test_concurrent_callers_get_what_llm_gives(tiny_folder: Path, llm: LLM) -> None:

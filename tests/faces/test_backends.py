@@ -16,8 +16,8 @@ from cadenza.backends.base import Backend
 from cadenza.backends.mlx.backend import MlxBackend
 from cadenza.checkpoint import open_checkpoint
 from cadenza.cli.info import describe
-from cadenza.engine.batch_engine import CoreService
-from cadenza.engine.process.engine_process import EngineProcess, ProcessOptions
+from cadenza.engine.front import EngineFront, InProcessLink
+from cadenza.engine.process.process_link import ProcessLink, ProcessOptions
 from cadenza.errors import ConfigError, DeviceUnavailableError
 from cadenza.frontend.loaded_model import load_model
 from cadenza.frontend.text_frontend import TextFrontend
@@ -131,13 +131,13 @@ def test_a_second_backend_is_loaded_and_computes(tiny_folder: Path) -> None:
 @contextmanager
 def served_in_this_process(folder: Path) -> Iterator[RunningServer]:
     loaded = load_model(folder, STUB, backends=STUBS)
-    with running_server(CoreService(loaded.core), loaded.text) as server:
+    with running_server(EngineFront(InProcessLink(loaded.core)), loaded.text) as server:
         yield server
 
 
 @contextmanager
 def served_by_an_engine_process(folder: Path) -> Iterator[RunningServer]:
-    engine = EngineProcess(folder, STUB, ProcessOptions(command=COMMAND))
+    engine = EngineFront(ProcessLink(folder, STUB, ProcessOptions(command=COMMAND)))
     with running_server(engine, TextFrontend(open_checkpoint(folder))) as server:
         engine.wait_ready(LOAD_S)
         yield server

@@ -17,7 +17,8 @@ import pytest
 from cadenza import LLM, AsyncEngine, EngineConfig, ReferenceEngine, Request, SamplingParams
 from cadenza.checkpoint import Checkpoint, open_checkpoint
 from cadenza.config import EngineLimits, config_from_options
-from cadenza.engine.batch_engine import CoreService, Emit
+from cadenza.engine.batch_engine import Emit
+from cadenza.engine.front import EngineFront, InProcessLink
 from cadenza.engine.process.messages import Start, Submit, decode_to_engine, encode
 from cadenza.engine.request_check import RequestCheck
 from cadenza.errors import CadenzaError, ConfigError, InvalidRequestError
@@ -198,7 +199,7 @@ def test_anything_given_to_an_llm_is_refused_or_served(worded: LLM) -> None:
         assert worded.core.is_idle
 
 
-class StillService(CoreService):
+class StillService(EngineFront):
     """Accepts requests, and computes nothing."""
 
     def serve(self, emit: Emit) -> None:
@@ -210,7 +211,7 @@ class StillService(CoreService):
 @pytest.fixture(scope="module")
 def served(worded: LLM) -> Iterator[Callable[[Callable[[AsyncEngine], Call], Any], object]]:
     """Asks an `AsyncEngine` over the core of `worded`, which is not served meanwhile."""
-    still = StillService(worded.core)
+    still = StillService(InProcessLink(worded.core))
     engine = AsyncEngine(still, worded._loaded.text)
 
     def ask(make: Callable[[AsyncEngine], Call], value: Any) -> object:

@@ -8,7 +8,7 @@ import pytest
 
 from cadenza import AsyncEngine, Request, RequestOutput, SamplingParams
 from cadenza.config import EngineConfig
-from cadenza.engine.batch_engine import CoreService
+from cadenza.engine.front import EngineFront, InProcessLink
 from cadenza.events import Event, Token, TokenLogprobs
 from cadenza.frontend.output_processor import TEXT_FAILED, OutputProcessor, OutputRouter
 from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
@@ -121,7 +121,8 @@ def test_streams_go_on_beside_one_that_failed_and_its_pages_are_free(
     worded_text: TextFrontend,
 ) -> None:
     # The victim would run for five seconds if it were not cancelled.
-    service = CoreService(make_core(EngineConfig(max_num_seqs=8), {"step_s": 0.02}))
+    link = InProcessLink(make_core(EngineConfig(max_num_seqs=8), {"step_s": 0.02}))
+    service = EngineFront(link)
     plain = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.7, seed=3)
     broken = victim("detokenizer", ignore_eos=True)
 
@@ -135,7 +136,7 @@ def test_streams_go_on_beside_one_that_failed_and_its_pages_are_free(
             outputs = await asyncio.gather(last(broken), *[last(plain) for _ in range(4)])
             assert service.request_stats().ends == {"abort": 1, "length": 4}
             await last(plain)
-            assert service.stats().pages_live == 0
+            assert link.stats.pages_live == 0
             return outputs
 
     failed, *others = asyncio.run(asyncio.wait_for(play(), 60))

@@ -15,7 +15,8 @@ import pytest
 
 from cadenza.checkpoint import open_checkpoint
 from cadenza.config import EngineConfig
-from cadenza.engine.process.engine_process import EngineProcess, ProcessOptions
+from cadenza.engine.front import EngineFront
+from cadenza.engine.process.process_link import ProcessLink, ProcessOptions
 from cadenza.errors import CheckpointError, ConfigError
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.loading.build import plan_model
@@ -33,19 +34,20 @@ ENDLESS = BODY | {"max_tokens": 60, "ignore_eos": True, "stream": True}
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[tuple[RunningServer, EngineProcess]]:
-    engine = EngineProcess(None, CONFIG, ProcessOptions(command=FAULTY))
+def served() -> Iterator[tuple[RunningServer, ProcessLink]]:
+    link = ProcessLink(None, CONFIG, ProcessOptions(command=FAULTY))
+    engine = EngineFront(link)
     with running_server(engine, TextFrontend(open_checkpoint(None))) as server:
         engine.wait_ready(LOAD_S)
-        yield server, engine
+        yield server, link
 
 
 def test_an_answer_comes_from_an_engine_process_on_mlx(served: Any):
-    server, engine = served
+    server, link = served
     answer = server.post("/v1/completions", BODY)
     assert answer.status_code == 200, answer.text
     assert "Paris" in answer.json()["choices"][0]["text"]
-    assert engine.pid not in (None, os.getpid())
+    assert link.pid not in (None, os.getpid())
 
 
 def test_a_client_that_leaves_its_stream_frees_its_row(served: Any):
@@ -75,8 +77,8 @@ def undisturbed(served: Any) -> str:
 
 @pytest.mark.parametrize("token_id", [RAISE, EXHAUST], ids=["raises", "lacks memory"])
 def test_a_failing_step_ends_its_own_request_only(served: Any, undisturbed: str, token_id: int):
-    server, engine = served
-    pid = engine.pid
+    server, link = served
+    pid = link.pid
     with httpx.stream(
         "POST", f"{server.url}/v1/completions", json=ENDLESS, timeout=LOAD_S
     ) as stream:
@@ -87,12 +89,12 @@ def test_a_failing_step_ends_its_own_request_only(served: Any, undisturbed: str,
     assert failed.status_code == 500
     assert failed.json()["error"]["code"] == "step_failed"
     assert first + rest == undisturbed
-    assert engine.pid == pid
+    assert link.pid == pid
 
 
 def test_a_stream_goes_on_in_the_next_engine_when_its_own_is_killed(served: Any, undisturbed: str):
-    server, engine = served
-    killed = engine.pid
+    server, link = served
+    killed = link.pid
     with httpx.stream(
         "POST", f"{server.url}/v1/completions", json=ENDLESS, timeout=LOAD_S
     ) as stream:
@@ -101,7 +103,7 @@ def test_a_stream_goes_on_in_the_next_engine_when_its_own_is_killed(served: Any,
         os.kill(killed, signal.SIGKILL)
         rest = "".join(parts)
     assert first + rest == undisturbed
-    assert engine.pid != killed
+    assert link.pid != killed
 
 
 def check_gate(model: Path | None, rows: int, num_requests: int) -> None:

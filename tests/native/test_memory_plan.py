@@ -24,8 +24,8 @@ from cadenza.backends.xla.ops.table import DecoderSpec
 from cadenza.checkpoint.dtypes import WeightDType
 from cadenza.checkpoint.random_checkpoint import named_shape, write_random_checkpoint
 from cadenza.config import KVCacheDType
-from cadenza.engine.process.engine_process import EngineProcess, ProcessOptions
 from cadenza.engine.process.messages import Start
+from cadenza.engine.process.process_link import ProcessLink, ProcessOptions
 from cadenza.errors import ConfigError
 from cadenza.loading.build import find_checkpoint, plan_model
 from cadenza.loading.engine_program import open_start
@@ -112,10 +112,10 @@ def measured_peak(root: Path, model: Path | None, config: EngineConfig, plan: En
     """Of an engine process in the system below `root` whose rows were all in use."""
     command = (sys.executable, str(CHILD), str(root))
     name = None if model is None else str(model)
-    front = Front(EngineProcess(name, config, ProcessOptions(command=command)))
+    front = Front(ProcessLink(name, config, ProcessOptions(command=command)))
     try:
-        front.wait(lambda: front.engine.pid)
-        pid = front.engine.pid
+        front.wait(lambda: front.link.pid)
+        pid = front.link.pid
         assert pid is not None
         with PeakWatch(pid) as watch:
             front.wait(lambda: front.engine.status().state in {"ready", "dead"}, LOAD_S)

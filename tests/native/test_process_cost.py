@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from cadenza import EngineConfig, SamplingParams
-from cadenza.engine.process.engine_process import EngineProcess
+from cadenza.engine.process.process_link import ProcessLink
 from cadenza.loading.build import find_checkpoint, plan_model
 from cadenza.loading.plan import EnginePlan
 from cadenza.request import Request
@@ -85,13 +85,13 @@ def test_a_thread_that_seldom_sleeps_is_noticed() -> None:
 
 def served_bytes(model: Path | None, config: EngineConfig) -> int:
     """Private memory of an engine process that has answered a request in every row."""
-    front = Front(EngineProcess(None if model is None else str(model), config))
+    front = Front(ProcessLink(None if model is None else str(model), config))
     front.wait(lambda: front.engine.status().state in {"ready", "dead"}, LOAD_S)
     params = SamplingParams(max_tokens=8, ignore_eos=True)
     for row in range(config.max_num_seqs):
         front.engine.submit(Request(prompt_token_ids=(*range(3, 40), row + 3), params=params))
     front.wait_ends(config.max_num_seqs)
-    pid = front.engine.pid
+    pid = front.link.pid
     assert pid is not None
     found = private_bytes(pid)
     front.stop()

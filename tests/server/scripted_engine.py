@@ -138,7 +138,7 @@ class ScriptedEngine:
             self._take_messages()
             self._may_go.wait(WAIT_S)
             self._ending.wait(self._step_s)
-            events = self._requests.pass_on([*map(_started, self._running), *self._step()])
+            events = self._requests.record([*map(_started, self._running), *self._step()])
             if events:
                 emit(events)
         emit([*self._requests.end_all("engine_closed", "the engine was shut down")])

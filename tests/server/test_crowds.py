@@ -14,7 +14,7 @@ import pytest
 
 from cadenza.bench.checkpoints import cached_checkpoint
 from cadenza.config import EngineConfig
-from cadenza.engine.batch_engine import CoreService
+from cadenza.engine.front import EngineFront, InProcessLink
 from cadenza.engine.open_requests import RequestTimeouts
 from cadenza.frontend.loaded_model import load_model
 from cadenza.loading.planned_engine import cache_folder
@@ -59,7 +59,9 @@ def small_buffers(stall_s: float, num_queued: int) -> Generator[RunningServer]:
         max_num_seqs=16, max_num_batched_tokens=64, max_num_queued_reqs=num_queued
     )
     loaded = load_model(None, config)
-    engine = CoreService(loaded.core, RequestTimeouts(queue_s=3600.0, total_s=3600.0))
+    engine = EngineFront(
+        InProcessLink(loaded.core, RequestTimeouts(queue_s=3600.0, total_s=3600.0))
+    )
     limits = ServerLimits(write_stall_s=stall_s)
     with running_server(engine, loaded.text, options(limits=limits), 4096) as server:
         yield server

@@ -10,8 +10,8 @@ import pytest
 
 from cadenza.cli import main
 from cadenza.config import EngineConfig
-from cadenza.engine.batch_engine import CoreService
 from cadenza.engine.core import EngineCore
+from cadenza.engine.front import EngineFront, InProcessLink
 from cadenza.engine.request_check import RequestCheck
 from cadenza.errors import ConfigError
 from cadenza.frontend.loaded_model import load_model
@@ -54,11 +54,11 @@ class CrowdedEngine(ScriptedEngine):
         return super().submit(request, passed)
 
 
-class ForgetfulInCompany(CoreService):
+class ForgetfulInCompany(EngineFront):
     """Ignores an option of requests that come while another is open: alone it is sound."""
 
     def __init__(self, core: EngineCore) -> None:
-        super().__init__(core)
+        super().__init__(InProcessLink(core))
         self.forgets = ""
 
     def submit(self, request: Request, passed: RequestCheck | None = None) -> int:

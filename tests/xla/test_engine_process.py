@@ -17,9 +17,10 @@ import pytest
 
 from cadenza import LLM, AsyncEngine, EngineConfig, SamplingParams
 from cadenza.engine.batch_engine import Clock
+from cadenza.engine.front import EngineFront
 from cadenza.engine.open_requests import RequestTimeouts
-from cadenza.engine.process.engine_process import EngineProcess, ProcessOptions
 from cadenza.engine.process.launch import COMMAND
+from cadenza.engine.process.process_link import ProcessLink, ProcessOptions
 from cadenza.engine.process.supervision import Patience
 from cadenza.errors import CheckpointError, EngineUnavailableError
 from cadenza.events import Finished
@@ -56,7 +57,7 @@ def open_front(
     clock: Clock = time.monotonic,
 ) -> Front:
     options = ProcessOptions(command=command, patience=patience, timeouts=LENIENT_TIMEOUTS)
-    front = Front(EngineProcess(model, CONFIG, options, clock))
+    front = Front(ProcessLink(model, CONFIG, options, clock))
     front.wait(lambda: front.engine.status().state in {"ready", "dead"}, LOAD_S)
     return front
 
@@ -141,7 +142,7 @@ class Rounds:
 
     @property
     def pid(self) -> int:
-        pid = self.front.engine.pid
+        pid = self.front.link.pid
         assert pid is not None
         return pid
 
@@ -253,7 +254,7 @@ def test_engines_without_the_memory_to_load_end_streams_with_one_clean_error(tmp
         front.engine.submit(each)
     front.wait(lambda: len(front.events) > 300)
     limit.touch()
-    pid = front.engine.pid
+    pid = front.link.pid
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
     front.wait_state("dead")
@@ -290,7 +291,7 @@ def test_the_async_face_over_a_process_gives_what_llm_gives():
     prompts = ["The capital of France is", "One, two,", "A long time ago"]
 
     async def play() -> list[str]:
-        process = EngineProcess(None, CONFIG, ProcessOptions(patience=PATIENT))
+        process = EngineFront(ProcessLink(None, CONFIG, ProcessOptions(patience=PATIENT)))
         async with AsyncEngine(process, TextFrontend(find_checkpoint(None))) as engine:
             await asyncio.to_thread(process.wait_ready, LOAD_S)
 
@@ -322,7 +323,7 @@ def check_idle(seconds: float, share: float) -> None:
     stats = front.engine.stats()
     assert stats is not None
     assert stats.num_compiles_after_warmup == 0
-    pid = front.engine.pid
+    pid = front.link.pid
     assert pid is not None
     # The serving thread is the only one of this process that is awake.
     assert max(idle_share(pid, seconds), idle_share(os.getpid(), seconds)) < share

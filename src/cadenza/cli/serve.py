@@ -392,7 +392,7 @@ def _make(
 ) -> "Service":
     from cadenza.engine.open_requests import RequestTimeouts
     from cadenza.engine.process.child_process import ChildProcess
-    from cadenza.engine.process.engine_process import ProcessOptions
+    from cadenza.engine.process.process_link import ProcessOptions
     from cadenza.frontend.answers import AnswerParsers
     from cadenza.loading.memory import private_memory_bytes
     from cadenza.server.model_pool import ModelPool, PoolOptions

@@ -21,7 +21,7 @@ MAX_NAME_CHARS = 256
 
 if TYPE_CHECKING:
     from cadenza.checkpoint import Checkpoint
-    from cadenza.engine.process.engine_process import ProcessOptions
+    from cadenza.engine.process.process_link import ProcessOptions
     from cadenza.frontend.answers import AnswerParsers
     from cadenza.frontend.text_frontend import TextFrontend
     from cadenza.server.served_model import ModelNames, ServedModel
@@ -90,12 +90,13 @@ class OpenedModel:
 
     def served(self, names: "ModelNames", process: "ProcessOptions") -> "ServedModel":
         """With engines in processes of their own."""
-        from cadenza.engine.process.engine_process import EngineProcess, pinned
+        from cadenza.engine.front import EngineFront
+        from cadenza.engine.process.process_link import ProcessLink, pinned
         from cadenza.server.served_model import ServedModel
 
-        def make_engine(limits: EngineLimits | None) -> EngineProcess:
+        def make_engine(limits: EngineLimits | None) -> EngineFront:
             config = self.config if limits is None else pinned(self.config, limits)
-            return EngineProcess(self.word, config, process)
+            return EngineFront(ProcessLink(self.word, config, process))
 
         return ServedModel(names, self.text, make_engine)
 

@@ -11,8 +11,8 @@ Modules:
 - `model_drafter`: drafts of a second model, which draws them as the target would
 - `loop`: launching and reading steps, and failed steps
 - `calibration`: times a runner's steps before an engine serves
-- `batch_engine`: the thread-safe interface (`BatchEngine`, `CoreService`), and `run_steps`, the one
-  loop over a core
+- `batch_engine`: the thread-safe interface (`BatchEngine`); `run_steps`, the one loop over a core
+- `front`: `EngineFront`, which implements it over a link to an engine, and the link in one process
 - `open_requests`: the open requests, queue bounds, deadlines, times
 - `resumption`: what a request has brought so far, with which another engine goes on
 - `stored_pages`: pages of prompts between the device and a folder, and who waits for them

@@ -180,7 +180,7 @@ class OpenRequests:
         with self._lock:
             self._rejections[reason] += 1
 
-    def pass_on(self, events: Iterable[Event]) -> list[Event]:
+    def record(self, events: Iterable[Event]) -> list[Event]:
         """Records the events of open requests; returns all but `Started`, which is internal.
 
         Events of samples that have ended are dropped, and what was passed on before: an engine that

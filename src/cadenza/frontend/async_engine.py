@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any, Self, Unpack
 
 from cadenza.config import EngineOptions, config_from_options
-from cadenza.engine.batch_engine import BatchEngine, CoreService
+from cadenza.engine.batch_engine import BatchEngine
+from cadenza.engine.front import EngineFront, InProcessLink
 from cadenza.engine.open_requests import RequestTimeouts
 from cadenza.errors import EngineClosedError, InvalidRequestError, show
 from cadenza.events import Event
@@ -88,7 +89,11 @@ class AsyncEngine:
         """
         timeouts = RequestTimeouts(queue_s=queue_timeout, total_s=request_timeout)
         loaded = load_model(model, config_from_options(options))
-        return cls(CoreService(loaded.core, timeouts), loaded.text, lambda: loaded.fingerprint)
+        return cls(
+            EngineFront(InProcessLink(loaded.core, timeouts)),
+            loaded.text,
+            lambda: loaded.fingerprint,
+        )
 
     async def __aenter__(self) -> Self:
         self.start()

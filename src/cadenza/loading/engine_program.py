@@ -1,6 +1,6 @@
 """`python -m cadenza.loading.engine_program`: the program of the engine process.
 
-Started by `EngineProcess`; loads an engine and serves it over an inherited pipe.
+Started by `ProcessLink`; loads an engine and serves it over an inherited pipe.
 """
 
 import logging

@@ -14,10 +14,11 @@ import pytest
 
 from cadenza.config import EngineConfig
 from cadenza.engine.batch_engine import Clock
+from cadenza.engine.front import EngineFront
 from cadenza.engine.open_requests import RequestTimeouts
 from cadenza.engine.process.child_process import ChildProcess
-from cadenza.engine.process.engine_process import EngineProcess, OnEngineFailure, ProcessOptions
 from cadenza.engine.process.launch import Execute, execute
+from cadenza.engine.process.process_link import OnEngineFailure, ProcessLink, ProcessOptions
 from cadenza.engine.process.supervision import Patience
 from cadenza.events import Event, Finished, Token
 from cadenza.request import Request, SamplingParams
@@ -71,16 +72,17 @@ class HandClock:
 
 
 class Front:
-    """One `EngineProcess` served on a thread; collects its events."""
+    """One `EngineFront` served on a thread; collects its events."""
 
-    def __init__(self, engine: EngineProcess) -> None:
-        self.engine = engine
+    def __init__(self, link: ProcessLink) -> None:
+        self.link = link
+        self.engine = EngineFront(link)
         self.events: list[Event] = []
         self._ends: dict[int, Finished] = {}
         self._num_seen = 0
         self.is_stalled = threading.Event()
         self._arrived = threading.Condition()
-        self.thread = threading.Thread(target=engine.serve, args=(self._emit,), daemon=True)
+        self.thread = threading.Thread(target=self.engine.serve, args=(self._emit,), daemon=True)
         self.thread.start()
 
     def wait(self, until: Callable[[], object], timeout_s: float = TIMEOUT_S) -> float:
@@ -180,7 +182,7 @@ def open_front(execute_scripted: Execute) -> Iterator[OpenFront]:
         )
         config = config or EngineConfig(max_num_seqs=8)
         told = json.dumps(script, default=str)
-        front = Front(EngineProcess(told, config, options, clock))
+        front = Front(ProcessLink(told, config, options, clock))
         fronts.append(front)
         return front
 

@@ -6,7 +6,8 @@ import threading
 from pathlib import Path
 
 from cadenza.config import EngineConfig
-from cadenza.engine.process.engine_process import EngineProcess, ProcessOptions
+from cadenza.engine.front import EngineFront
+from cadenza.engine.process.process_link import ProcessLink, ProcessOptions
 from cadenza.engine.process.supervision import Patience
 from cadenza.request import Request, SamplingParams
 
@@ -17,7 +18,8 @@ def main(script: str, command: str) -> None:
     # Nobody but the test ends the engine.
     patience = Patience(hung_after_s=3600.0, load_hung_after_s=3600.0)
     options = ProcessOptions(command=(sys.executable, str(SCRIPT)), patience=patience)
-    engine = EngineProcess(script, EngineConfig(max_num_seqs=2), options)
+    link = ProcessLink(script, EngineConfig(max_num_seqs=2), options)
+    engine = EngineFront(link)
     told = threading.Event()
 
     def emit(_: object) -> None:
@@ -36,7 +38,7 @@ def main(script: str, command: str) -> None:
         while command != "1" and not Path(json.loads(script)["stuck"]).exists():
             told.wait(0.01)
             told.clear()
-    print(engine.pid, flush=True)
+    print(link.pid, flush=True)
     threading.Event().wait()
 
 

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from cadenza.engine.process.child_process import ChildProcess
-from cadenza.engine.process.engine_process import LOG_EVERY_S, SHORTAGE
 from cadenza.engine.process.launch import LARGE_PAGES, FirstLaunch, Program, execute
 from cadenza.engine.process.messages import OUTPUT_LOGGER
+from cadenza.engine.process.process_link import LOG_EVERY_S, SHORTAGE
 from cadenza.errors import EngineUnavailableError
 from tests.by_day import by_day
 from tests.engine.process.conftest import QUICK, TIMEOUT_S, HandClock, OpenFront, request

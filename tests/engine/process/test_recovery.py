@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 
 from cadenza.config import EngineConfig
-from cadenza.engine.batch_engine import Cancel, CoreService, Resume
+from cadenza.engine.batch_engine import Cancel, Resume
+from cadenza.engine.front import EngineFront, InProcessLink
 from cadenza.engine.open_requests import OpenRequests, RequestTimeouts
-from cadenza.engine.process.engine_process import CHANGED
+from cadenza.engine.process.process_link import CHANGED
 from cadenza.engine.process.recovery import ENGINE_FAILED, TRIAL_TOKENS, Cause, Recovery
 from cadenza.errors import CadenzaError, EngineUnavailableError, QueueFullError
 from cadenza.events import Event, Finished, Started, Token
@@ -80,7 +81,7 @@ def content_of(events: list[Event]) -> dict[StreamId, list[object]]:
 
 @cache
 def undisturbed() -> dict[StreamId, list[object]]:
-    service, events = CoreService(make_core(CONFIG)), list[Event]()
+    service, events = EngineFront(InProcessLink(make_core(CONFIG))), list[Event]()
     for each in workload():
         service.submit(each)
     service.drain(TIMEOUT_S)
@@ -97,7 +98,7 @@ def wait_all(front: Front) -> None:
 
 
 def kill(front: Front, number: signal.Signals = signal.SIGKILL) -> None:
-    pid = front.engine.pid
+    pid = front.link.pid
     assert pid is not None
     os.kill(pid, number)
 
@@ -382,17 +383,17 @@ def test_no_other_request_is_in_the_engine_while_a_suspect_runs() -> None:
     limits = limits_of(CONFIG)
     ids = [books.accept(request(max_tokens=50), limits) for _ in range(4)]
     for crash_s in (1.0, 2.0):
-        books.pass_on([Started(request_id=each) for each in ids[1:3]])
+        books.record([Started(request_id=each) for each in ids[1:3]])
         assert recovery.lose_engine(crash_s) is None
     (alone,) = recovery.begin()
     assert isinstance(alone, Resume)
     assert (alone.request_id, recovery.is_done) == (1, False)
     assert recovery.advance() == []
-    books.pass_on([Started(request_id=1)])
+    books.record([Started(request_id=1)])
     tokens = [Token(request_id=1, token_id=5, index=index) for index in range(TRIAL_TOKENS)]
-    books.pass_on(tokens[:-1])
+    books.record(tokens[:-1])
     assert recovery.advance() == []
-    books.pass_on(tokens[-1:])
+    books.record(tokens[-1:])
     withdrawn, alone = recovery.advance()
     assert withdrawn == Cancel(1, None)
     assert isinstance(alone, Resume)
@@ -423,10 +424,10 @@ class Trial:
         """One life of an engine; the cause of its loss, if it is known then."""
         self.recovery.begin()
         if is_started:
-            self.books.pass_on([Started(request_id=self.id)])
+            self.books.record([Started(request_id=self.id)])
         for _ in range(num_tokens):
             token = Token(request_id=self.id, token_id=5, index=self.num_tokens)
-            self.books.pass_on([token])
+            self.books.record([token])
             self.num_tokens += 1
             self.recovery.advance()
         return self.recovery.lose_engine(0.0)

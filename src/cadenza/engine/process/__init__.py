@@ -1,8 +1,8 @@
-"""The engine in a process of its own: `EngineProcess` in front, `worker` behind, frames between.
+"""The engine in a process of its own: `ProcessLink` in front, `worker` behind, frames between.
 
 Modules:
 
-- `engine_process`: a `BatchEngine` whose engine is another process
+- `process_link`: the `EngineLink` to another process, which it starts, watches and replaces
 - `supervision`: the process's state: hung, crashed, when to restart
 - `outbox`: what other threads leave for the thread that serves the process
 - `recovery`: which requests a restarted process goes on with, and when

@@ -1,6 +1,6 @@
-"""`EngineProcess`: a `BatchEngine` over an engine in another process, watched and restarted.
+"""`ProcessLink`: an `EngineLink` to an engine in another process, watched and restarted.
 
-Owns the engine process, the open requests and the outbox. The serving thread does all the work;
+Owns the engine process and the outbox. The serving thread does all the work;
 other threads only append to the outbox and wake it. A turn of its loop handles only what the
 selector says is ready, and looks at deadlines and at progress only when the earliest of them is
 due. When the process is lost, `Recovery` has the next one go on with the open requests. Knows no
@@ -11,7 +11,6 @@ process; `submit` and `cancel` never wait for it.
 import logging
 import selectors
 import signal
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,8 +21,9 @@ import msgspec
 
 from cadenza import errors
 from cadenza.config import EngineConfig, EngineLimits
-from cadenza.engine.batch_engine import DRAINING, SHUT_DOWN, Cancel, Clock, Emit, Submit
-from cadenza.engine.open_requests import EngineLoad, OpenRequests, RequestStats, RequestTimeouts
+from cadenza.engine.batch_engine import Cancel, Clock, Command, Emit
+from cadenza.engine.front import LOST, SHUT_DOWN, EngineFront
+from cadenza.engine.open_requests import RequestTimeouts
 from cadenza.engine.process.child_process import ChildProcess
 from cadenza.engine.process.launch import COMMAND
 from cadenza.engine.process.messages import (
@@ -53,32 +53,17 @@ from cadenza.engine.request_check import RequestCheck
 from cadenza.engine.stats import EngineStats
 from cadenza.engine.status import EngineStatus
 from cadenza.engine.stored_pages import CLOSE_WITHIN_S
-from cadenza.errors import (
-    CadenzaError,
-    ConfigError,
-    EngineClosedError,
-    EngineUnavailableError,
-    RunnerError,
-)
+from cadenza.errors import CadenzaError, ConfigError, EngineUnavailableError, RunnerError
 from cadenza.fingerprint import Fingerprint
-from cadenza.request import Request
 
 logger = logging.getLogger(__name__)
 
 OnEngineFailure = Literal["resume", "error"]
 
-LOST = "the engine stopped unexpectedly and is being started again; send the request once more"
 CHANGED = (
     "the engine was started again with other weights or another arithmetic, so that it cannot go "
     "on with the request; send it once more"
 )
-UNAVAILABLE = {
-    "loading": "the engine is still loading; try again soon",
-    "restarting": "the engine is being started again; try again soon",
-    "draining": DRAINING,
-    "dead": "the engine failed too often while it loaded and is not started again; send the "
-    "request elsewhere",
-}
 SHORTAGE = "the engine process cannot be started for want of file descriptors, processes or memory"
 CANNOT_START = "the engine process cannot be started"
 PHASES = {
@@ -121,8 +106,8 @@ class ProcessOptions:
     count_oom_kills: Callable[[], int | None] = num_oom_kills
 
 
-class EngineProcess:
-    """`BatchEngine` and `EngineMonitor` over a process that `serve` starts and ends.
+class ProcessLink:
+    """To a process that `serve` starts and ends.
 
     Args:
         model: as for `load_model`; the process opens it.
@@ -139,7 +124,8 @@ class EngineProcess:
         clock: Clock = time.monotonic,
     ) -> None:
         self._options = options or ProcessOptions()
-        self._clock = clock
+        self.timeouts = self._options.timeouts
+        self.clock = clock
         level = logging.getLogger("cadenza").getEffectiveLevel()
         self._config = config
         self._start_message = Start(
@@ -152,23 +138,15 @@ class EngineProcess:
             num_engines=self._options.num_engines,
         )
         self._supervision = Supervision(self._options.patience, clock())
-        self._requests = OpenRequests(self._options.timeouts, clock)
-        self._recovery = Recovery(self._requests)
         self._check: RequestCheck | None = None
         self._fingerprint: Fingerprint | None = None
         self._identity: EngineIdentity | None = None
-        self._stats: EngineStats | None = None
+        self.stats: EngineStats | None = None
         self._child: ChildProcess | None = None
         self._failed: Failed | None = None
         self._failure: CadenzaError | None = None
-        self._lock = threading.Lock()
-        self._outbox = Outbox(self._lock)
-        self._settled = threading.Event()
-        self._on_death: Callable[[CadenzaError], object] | None = None
         self._num_oom_kills: int | None = None
-        self._drained_by_s: float | None = None
         self._log_at_s = clock()
-        self._is_shut_down = False
 
     @property
     def pid(self) -> int | None:
@@ -176,103 +154,58 @@ class EngineProcess:
         child = self._child
         return None if child is None else child.pid
 
+    def attach(self, front: EngineFront) -> None:
+        self._front = front
+        self._requests, self._lock = front.requests, front.lock
+        self._outbox = Outbox(front.lock)
+        self._recovery = Recovery(front.requests)
+
     @property
-    def timeouts(self) -> RequestTimeouts:
-        return self._requests.timeouts
+    def is_full(self) -> bool:
+        """Whether too many bytes wait for the process to read them."""
+        num_unsent_bytes = len(self._outbox)
+        if self._child is not None:
+            num_unsent_bytes += self._child.num_unsent_bytes
+        return num_unsent_bytes > self._options.max_unsent_bytes
 
-    def submit(self, request: Request, passed: RequestCheck | None = None) -> int:
-        """As `BatchEngine`; the request is checked here, before it is sent."""
-        if passed is None or passed is not self._check:
-            with self._lock:
-                check = self._checked_state()
-            check.check(request)
-        with self._lock:
-            check = self._checked_state()
-            num_unsent_bytes = len(self._outbox)
-            if self._child is not None:
-                num_unsent_bytes += self._child.num_unsent_bytes
-            if num_unsent_bytes > self._options.max_unsent_bytes:
-                self._requests.count_rejection("queue_full")
-                raise errors.QueueFullError("the engine does not take what it was sent; try later")
-            request_id = self._requests.accept(request, check.limits)
-            self._outbox.put(Submit(request_id, request))
-        return request_id
+    def put(self, *commands: Command) -> None:
+        self._outbox.put(*commands)
 
-    def cancel(self, request_id: int, sample: int | None = None) -> None:
-        with self._lock:
-            if self._requests.cancel(request_id, sample):
-                self._outbox.put(Cancel(request_id, sample))
+    def drain(self) -> None:
+        if self._supervision.state != "dead":
+            self._supervision.state = "draining"
+        self._outbox.wake()
 
-    def drain(self, within_s: float) -> None:
-        with self._lock:
-            if self._drained_by_s is None:
-                self._drained_by_s = self._clock() + within_s
-            if self._supervision.state != "dead":
-                self._supervision.state = "draining"
-            self._outbox.wake()
-
-    def shutdown(self) -> None:
-        with self._lock:
-            self._is_shut_down = True
-            self._outbox.wake()
-
-    def wait_ready(self, timeout_s: float) -> None:
-        """Waits until it is ready.
-
-        Raises:
-            CheckpointError, ConfigError, DeviceUnavailableError, RunnerError: it could not load.
-            EngineUnavailableError: it is not ready within `timeout_s`, or is dead.
-        """
-        self._settled.wait(timeout_s)
-        status = self.status()
-        if status.is_ready:
-            return
-        if self._failure is not None:
-            raise self._failure
-        raise EngineUnavailableError(status.error or UNAVAILABLE[status.state])
-
-    def call_at_death(self, on_death: Callable[[CadenzaError], object]) -> None:
-        """Has `on_death` called, on the serving thread, with the reason if the engine is given up;
-        not where it is shut down. To be called before `serve`."""
-        self._on_death = on_death
+    def wake(self) -> None:
+        self._outbox.wake()
 
     def status(self) -> EngineStatus:
-        with self._lock:
-            now_s, supervision = self._clock(), self._supervision
-            return EngineStatus(
-                state=supervision.state,
-                phase=supervision.phase,
-                startup_s=supervision.startup_s,
-                since_beat_s=supervision.since_beat_s(now_s),
-                num_restarts=max(0, supervision.num_starts - 1),
-                retry_after_s=supervision.retry_after_s(now_s),
-                error=supervision.error,
-                cause=supervision.cause,
-                request_check=self._check,
-                fingerprint=self._fingerprint,
-            )
-
-    def stats(self) -> EngineStats | None:
-        return self._stats
-
-    def load(self) -> EngineLoad:
-        return self._requests.load()
-
-    def request_stats(self) -> RequestStats:
-        return self._requests.stats()
+        now_s, supervision = self.clock(), self._supervision
+        return EngineStatus(
+            state=supervision.state,
+            phase=supervision.phase,
+            startup_s=supervision.startup_s,
+            since_beat_s=supervision.since_beat_s(now_s),
+            num_restarts=max(0, supervision.num_starts - 1),
+            retry_after_s=supervision.retry_after_s(now_s),
+            error=supervision.error,
+            cause=supervision.cause,
+            request_check=self._check,
+            fingerprint=self._fingerprint,
+        )
 
     def serve(self, emit: Emit) -> None:
         """As `BatchEngine`. After a load that failed it is dead, and refuses requests."""
         with selectors.DefaultSelector() as selector, self._outbox.waking(selector):
             try:
-                while not self._is_done():
+                while not self._front.is_done:
                     self._turn(selector, emit)
             finally:
                 self._finish(emit)
 
     def _turn(self, selector: selectors.BaseSelector, emit: Emit) -> None:
         """Waits for messages, output, a wakeup or the next due time, and handles them."""
-        if self._child is None and self._supervision.may_start(self._clock()):
+        if self._child is None and self._supervision.may_start(self.clock()):
             self._start(emit)
         child = self._child
         if child is not None:
@@ -281,10 +214,10 @@ class EngineProcess:
                     frames = self._outbox.take()
                 child.send(frames)
             child.register(selector)
-        start_s = self._clock()
+        start_s = self.clock()
         due_s = max(start_s, self._due_s(start_s))
         ready = {key.data for key, _ in selector.select(due_s - start_s)}
-        now_s = self._clock()
+        now_s = self.clock()
         if now_s - due_s >= STANDSTILL_S:
             self._supervision.overslept(now_s - due_s)
         if "wakeup" in ready:
@@ -317,28 +250,28 @@ class EngineProcess:
                 return
             logger.error("the engine process cannot be started: %s", error)
             with self._lock:
-                self._supervision.started(self._clock())
+                self._supervision.started(self.clock())
                 self._supervision.crashed(
-                    self._clock(),
+                    self.clock(),
                     Loss(error=CANNOT_START, cause=CANNOT_START, load_fault=str(error)),
                     has_requests=bool(self._requests.num_open),
                 )
-            self._settle_if_dead(emit)
+            self._give_up_if_dead(emit)
             return
         with self._lock:
             self._child = child
-            self._supervision.started(self._clock())
+            self._supervision.started(self.clock())
         logger.debug("engine process %d started", child.pid)
         child.send(encode(self._start_message))
 
     def _postpone(self, error: str, emit: Emit) -> None:
-        now_s = self._clock()
+        now_s = self.clock()
         with self._lock:
             self._supervision.postponed(now_s, SHORTAGE, has_requests=bool(self._requests.num_open))
         if now_s >= self._log_at_s:
             self._log_at_s = now_s + LOG_EVERY_S
             logger.error("%s: %s; starts are tried again until one succeeds", SHORTAGE, error)
-        self._settle_if_dead(emit)
+        self._give_up_if_dead(emit)
 
     def _due_s(self, now_s: float) -> float:
         """The next time at which there is something to do without a message."""
@@ -349,7 +282,7 @@ class EngineProcess:
             None if hung_at_s is None else min(hung_at_s, now_s + STANDSTILL_S),
             self._supervision.look_at_s(),
             self._supervision.start_at_s,
-            self._drained_by_s,
+            self._front.drained_by_s,
             now_s + _LONGEST_SLEEP_S,
         ]
         return min([each for each in times_s if each is not None])
@@ -370,7 +303,7 @@ class EngineProcess:
         return None
 
     def _look_for_hang(self, child: ChildProcess) -> Loss | None:
-        now_s = self._clock()
+        now_s = self.clock()
         look_at_s = self._supervision.look_at_s()
         if look_at_s is not None and now_s >= look_at_s:
             self._supervision.looked(now_s, usage_of(child.pid))
@@ -379,14 +312,14 @@ class EngineProcess:
         return None
 
     def _take(self, message: FromEngine, emit: Emit) -> None:
-        now_s = self._clock()
+        now_s = self.clock()
         if isinstance(message, EngineOutputs):
             if message.stats is not None:
-                self._stats = message.stats
+                self.stats = message.stats
             self._supervision.beat(
                 now_s, message.num_steps, message.predicted_s, is_idle=message.is_idle
             )
-            events = self._requests.pass_on(message.events)
+            events = self._requests.record(message.events)
             if events:
                 self._supervision.has_progress = True
                 emit(events)
@@ -403,7 +336,7 @@ class EngineProcess:
         """Begins to resume the open requests; without suspects they are all resumed at once."""
         with self._lock:
             is_same = self._identity in (None, message.identity)
-            self._stats, self._check = message.stats, message.request_check
+            self.stats, self._check = message.stats, message.request_check
             self._identity = message.identity
             self._fingerprint = message.fingerprint
             self._start_message = msgspec.structs.replace(
@@ -420,7 +353,7 @@ class EngineProcess:
             logger.warning("%d requests were ended: %s", len(ended), CHANGED)
             emit([*ended])
         logger.info("engine ready in %s; process %s", _phases(message.startup_s), self.pid)
-        self._settled.set()
+        self._front.settle()
 
     def _go_on(self) -> None:
         """While requests that may be the cause of crashes run alone: the next one, or all."""
@@ -445,11 +378,11 @@ class EngineProcess:
         is_postponed = failed is not None and failed.is_shortage
         with self._lock:
             is_loading = self._supervision.phase is not None
-            self._child = self._stats = None
+            self._child = self.stats = None
             self._outbox.clear()
             if not is_postponed:
                 self._supervision.lost(loss)
-            cause = self._recovery.lose_engine(self._clock())
+            cause = self._recovery.lose_engine(self.clock())
             ended = [] if cause is None else cause.ends
             if self._options.on_failure != "resume":
                 ended += self._requests.end_all("engine_lost", LOST)
@@ -468,7 +401,7 @@ class EngineProcess:
         if is_loading and loss.load_fault is None and not self._was_ended(child, code):
             loss = replace(loss, load_fault=f"{loss.error} (exit status {code})")
         self._go_on_without(failed, loss, is_explained=cause is not None)
-        self._settle_if_dead(emit)
+        self._give_up_if_dead(emit)
 
     def _was_ended(self, child: ChildProcess, code: int) -> bool:
         """Whether somebody killed the process, and not for want of memory."""
@@ -479,7 +412,7 @@ class EngineProcess:
         """Decides whether and when there is a next process."""
         with self._lock:
             self._supervision.crashed(
-                self._clock(),
+                self.clock(),
                 loss,
                 is_explained=is_explained,
                 has_requests=bool(self._requests.num_open),
@@ -493,29 +426,17 @@ class EngineProcess:
                     self._start_message, config=self._config
                 )
 
-    def _settle_if_dead(self, emit: Emit) -> None:
-        """Where no further process will be started, no request waits for one."""
-        if self._supervision.state != "dead":
-            return
-        with self._lock:
-            ended = self._requests.end_all("engine_lost", LOST)
-            on_death, self._on_death = self._on_death, None
-        self._settled.set()
-        if ended:
-            emit([*ended])
-        if on_death is not None:
-            on_death(self._failure or EngineUnavailableError(self._supervision.error or LOST))
+    def _give_up_if_dead(self, emit: Emit) -> None:
+        if self._supervision.state == "dead":
+            error = self._supervision.error or LOST
+            self._front.give_up(self._failure or EngineUnavailableError(error), emit)
 
     def _finish(self, emit: Emit) -> None:
+        self._front.end(emit)
         with self._lock:
-            self._is_shut_down = True
             child, self._child = self._child, None
             self._outbox.clear()
             self._supervision.died(SHUT_DOWN)
-            ended = self._requests.end_all("engine_closed", SHUT_DOWN)
-        self._settled.set()
-        if ended:
-            emit([*ended])
         if child is not None:
             child.send(encode(Stop()))
             code = child.close(within_s=self._stop_s)
@@ -526,26 +447,6 @@ class EngineProcess:
         """Time to exit; with a disk the process writes the newest pages first."""
         is_storing = self._config.prefix_cache_disk is not None and self._check is not None
         return self._options.patience.stop_s + (CLOSE_WITHIN_S if is_storing else 0.0)
-
-    def _is_done(self) -> bool:
-        if self._is_shut_down:
-            return True
-        if self._drained_by_s is None:
-            return False
-        return not self._requests.num_open or self._clock() >= self._drained_by_s
-
-    def _checked_state(self) -> RequestCheck:
-        """Raises where no request can be accepted now."""
-        if self._is_shut_down:
-            raise EngineClosedError(SHUT_DOWN)
-        state = self._supervision.state
-        if state != "ready":
-            self._requests.count_rejection("unavailable")
-            raise EngineUnavailableError(
-                UNAVAILABLE[state], retry_after_s=self._supervision.retry_after_s(self._clock())
-            )
-        assert self._check is not None
-        return self._check
 
 
 def _sendable(path: str) -> str:

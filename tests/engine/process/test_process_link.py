@@ -1,4 +1,4 @@
-"""`EngineProcess` over a real process that breaks on command: one end for each request, always."""
+"""`ProcessLink` to a real process that breaks on command: one end for each request, always."""
 
 import json
 import logging
@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from cadenza.config import EngineConfig
-from cadenza.engine.batch_engine import CoreService
+from cadenza.engine.front import EngineFront, InProcessLink
 from cadenza.engine.open_requests import RequestTimeouts
 from cadenza.engine.process.child_process import ChildProcess
-from cadenza.engine.process.engine_process import EngineProcess, ProcessOptions
+from cadenza.engine.process.process_link import ProcessLink, ProcessOptions
 from cadenza.engine.process.supervision import Patience, usage_of
 from cadenza.errors import (
     CheckpointError,
@@ -86,7 +86,7 @@ def children() -> Callable[[], set[str]]:
 
 def test_streams_equal_those_of_an_engine_in_this_process(open_front: OpenFront):
     requests = [request(*range(1, 2 + index * 9 % 40), max_tokens=20) for index in range(24)]
-    service, events = CoreService(make_core(CONFIG)), list[Event]()
+    service, events = EngineFront(InProcessLink(make_core(CONFIG))), list[Event]()
     for each in requests:
         service.submit(each)
     service.drain(TIMEOUT_S)
@@ -143,7 +143,7 @@ def test_a_killed_engine_ends_each_stream_once_and_another_one_serves(open_front
     for _ in range(64):
         front.engine.submit(request(max_tokens=200))
     front.wait(lambda: len(front.events) > 100)
-    pid = front.engine.pid
+    pid = front.link.pid
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
     front.wait_ends(64)
@@ -171,7 +171,7 @@ def test_an_engine_without_progress_is_killed_and_replaced(
     front.engine.wait_ready(TIMEOUT_S)
     front.engine.submit(request())
     front.wait_ends(1)
-    pid = front.engine.pid
+    pid = front.link.pid
     victim, bystander = front.engine.submit(request(command)), front.engine.submit(request())
     front.wait(stuck.exists)
     assert front.engine.status().num_restarts == 0
@@ -179,7 +179,7 @@ def test_an_engine_without_progress_is_killed_and_replaced(
     ends = front.wait_ends(3)
     assert {ends[victim].error_kind, ends[bystander].error_kind} == {"engine_lost"}
     front.wait_state("ready")
-    assert front.engine.pid != pid
+    assert front.link.pid != pid
     assert str(pid) not in children()
 
 
@@ -202,16 +202,16 @@ def test_an_idle_engine_beats_and_is_left_alone_until_it_is_stopped(open_front: 
     clock = HandClock()
     front = open_front(patience=IMPATIENT, clock=clock)
     front.engine.wait_ready(TIMEOUT_S)
-    pid = front.engine.pid
+    pid = front.link.pid
     assert pid is not None
     for _ in range(4):
         clock.let_pass(0.9 * IMPATIENT.hung_after_s)
         front.wait(lambda: front.engine.status().since_beat_s == 0)
-    assert (front.engine.status().num_restarts, front.engine.pid) == (0, pid)
+    assert (front.engine.status().num_restarts, front.link.pid) == (0, pid)
     os.kill(pid, signal.SIGSTOP)
     clock.let_pass_until(lambda: front.engine.status().num_restarts)
     front.wait_state("ready")
-    assert front.engine.pid != pid
+    assert front.link.pid != pid
 
 
 def test_a_slow_step_that_was_announced_is_not_taken_for_a_hang(
@@ -232,13 +232,13 @@ def test_a_slow_step_that_was_announced_is_not_taken_for_a_hang(
 def test_a_step_that_fails_twice_ends_its_request_and_the_engine_goes_on(open_front: OpenFront):
     front = open_front()
     front.engine.wait_ready(TIMEOUT_S)
-    pid = front.engine.pid
+    pid = front.link.pid
     for _ in range(8):
         broken = front.engine.submit(request(RAISE))
         assert front.wait_ends(broken + 1)[broken].error_kind == "step_failed"
         fine = front.engine.submit(request())
         assert front.wait_ends(fine + 1)[fine].finish_reason == "length"
-    assert front.engine.pid == pid
+    assert front.link.pid == pid
 
 
 def test_failed_steps_in_a_row_have_the_engine_replaced(open_front: OpenFront):
@@ -267,7 +267,7 @@ def test_a_load_that_fails_raises_the_engines_own_error_here(
 
 def test_a_path_that_is_no_text_is_refused_before_a_process_is_started():
     with pytest.raises(ConfigError, match=r"'/models/m\\udcff' is not UTF-8; rename it"):
-        EngineProcess(os.fsdecode(b"/models/m\xff"), CONFIG)
+        ProcessLink(os.fsdecode(b"/models/m\xff"), CONFIG)
 
 
 class OtherWords(ChildProcess):
@@ -334,13 +334,13 @@ def test_a_process_that_is_stopped_while_it_loads_is_replaced(
     clock, gate = HandClock(), tmp_path / "gate"
     front = open_front(patience=IMPATIENT, clock=clock, gate=gate)
     front.wait(lambda: front.engine.status().phase == "load")
-    pid = front.engine.pid
+    pid = front.link.pid
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
     clock.let_pass_until(lambda: front.engine.status().num_restarts)
     gate.touch()
     front.engine.wait_ready(TIMEOUT_S)
-    assert front.engine.pid != pid
+    assert front.link.pid != pid
     assert front.engine.status().cause is None
 
 
@@ -350,7 +350,7 @@ def test_a_slow_load_that_goes_on_is_left_alone(open_front: OpenFront, tmp_path:
     clock, gate = HandClock(), tmp_path / "gate"
     front = open_front(patience=IMPATIENT, clock=clock, gate=gate)
     front.wait(lambda: front.engine.status().phase == "load")
-    pid = front.engine.pid
+    pid = front.link.pid
     assert pid is not None
     for _ in range(12):
         before = num_bytes_read(pid)
@@ -390,7 +390,7 @@ def test_samples_of_a_request_are_cancelled_and_lost_one_by_one(open_front: Open
     request_id = front.engine.submit(request(max_tokens=200, n=3))
     front.wait(lambda: {token.sample for token in front.events} == {0, 1, 2})  # type: ignore[union-attr]
     front.engine.cancel(request_id, 1)
-    pid = front.engine.pid
+    pid = front.link.pid
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
     front.wait(lambda: front.engine.load().num_open == 0)
@@ -447,15 +447,6 @@ def test_draining_finishes_what_is_open_then_exits(open_front: OpenFront, tmp_pa
         front.engine.submit(request())
 
 
-def test_draining_ends_what_takes_too_long(open_front: OpenFront):
-    front = open_front(steps=5)
-    front.engine.wait_ready(TIMEOUT_S)
-    front.engine.submit(request(max_tokens=250))
-    front.engine.drain(within_s=0.3)
-    front.thread.join(TIMEOUT_S)
-    assert front.ends()[0].error_kind == "engine_closed"
-
-
 def test_a_second_call_while_draining_ends_at_once_even_a_hung_engine(
     open_front: OpenFront, children: Callable[[], set[str]]
 ):
@@ -480,7 +471,7 @@ def test_an_engine_with_a_disk_gets_time_to_write_what_is_left(
     config = EngineConfig(max_num_seqs=8, prefix_cache_disk=disk)
     front = open_front(config, Patience(hung_after_s=TIMEOUT_S, stop_s=0.0))
     front.engine.wait_ready(TIMEOUT_S)
-    pid = front.engine.pid
+    pid = front.link.pid
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
     front.engine.shutdown()
@@ -494,7 +485,7 @@ def test_an_engine_with_a_disk_gets_time_to_write_what_is_left(
 def test_a_stalled_engine_blocks_neither_submit_nor_cancel(open_front: OpenFront):
     front = open_front(EngineConfig(max_num_seqs=8, max_num_queued_reqs=2000), QUICK)
     front.engine.wait_ready(TIMEOUT_S)
-    pid = front.engine.pid
+    pid = front.link.pid
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
     for _ in range(2000):
@@ -512,7 +503,7 @@ def test_what_waits_for_a_stalled_engine_is_bounded(open_front: OpenFront):
         max_unsent_bytes=100_000,
     )
     front.engine.wait_ready(TIMEOUT_S)
-    pid = front.engine.pid
+    pid = front.link.pid
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
 
@@ -550,7 +541,7 @@ def start_and_stop(times: int) -> None:
     """Each time a little otherwise: idle, busy, killed, stopped while loading."""
     options = ProcessOptions(command=(sys.executable, str(SCRIPT)), patience=QUICK)
     for turn in range(times):
-        front = Front(EngineProcess(json.dumps({}), CONFIG, options))
+        front = Front(ProcessLink(json.dumps({}), CONFIG, options))
         if turn % 4:
             front.engine.wait_ready(TIMEOUT_S)
             front.engine.submit(request(KILL if turn % 4 == 3 else 1, max_tokens=100))
@@ -579,9 +570,7 @@ def test_two_hundred_starts_and_stops_leave_nothing_behind():
 @pytest.mark.soak
 def test_a_process_left_open_would_be_seen():
     before = children_of_this_process()
-    front = Front(
-        EngineProcess("{}", CONFIG, ProcessOptions(command=(sys.executable, str(SCRIPT))))
-    )
+    front = Front(ProcessLink("{}", CONFIG, ProcessOptions(command=(sys.executable, str(SCRIPT)))))
     front.engine.wait_ready(TIMEOUT_S)
     assert children_of_this_process() != before
     front.stop()

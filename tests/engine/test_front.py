@@ -1,4 +1,4 @@
-"""`CoreService`: draining, deadlines, failures in a row; on one thread, a clock by hand."""
+"""`EngineFront`: draining, deadlines, failures in a row; on one thread, a clock by hand."""
 
 from collections.abc import Callable
 
@@ -7,8 +7,8 @@ import pytest
 from cadenza.backends.fake import FakeRunner, FakeStepHandle
 from cadenza.config import EngineLimits
 from cadenza.core.step_schema import ModelInputs
-from cadenza.engine.batch_engine import CoreService
 from cadenza.engine.core import EngineCore
+from cadenza.engine.front import EngineFront, InProcessLink
 from cadenza.engine.open_requests import RequestTimeouts
 from cadenza.errors import EngineClosedError, EngineUnavailableError, RunnerError
 from cadenza.events import Event, Finished, Token
@@ -52,7 +52,8 @@ class Bench:
         )
         self.core = EngineCore(runner, LIMITS)
         timeouts = RequestTimeouts(queue_s=queue_s, total_s=total_s)
-        self.service = CoreService(self.core, timeouts, lambda: float(self.num_launches))
+        self.link = InProcessLink(self.core, timeouts, lambda: float(self.num_launches))
+        self.service = EngineFront(self.link)
 
     def submit(self, max_tokens: int) -> int:
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
@@ -118,7 +119,7 @@ def test_deadlines_end_requests_and_free_their_pages(bench: Bench):
         3: ("error", "queue_timeout"),
     }
     assert bench.num_launches <= 41
-    assert bench.service.stats().pages_live == 0
+    assert bench.link.stats.pages_live == 0
 
 
 @pytest.mark.parametrize(
@@ -151,4 +152,4 @@ def test_failures_in_a_row_stop_the_service_and_a_success_between_them_does_not(
     assert set(bench.ends()) == set(range(20))
     status = bench.service.status()
     assert (status.state, status.error is not None) == ("dead", True)
-    assert bench.service.stats().num_failed_steps == 7
+    assert bench.link.stats.num_failed_steps == 7

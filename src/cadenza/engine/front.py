@@ -1,0 +1,311 @@
+"""`EngineFront`: the `BatchEngine` of servers and `AsyncEngine`, wherever its engine runs.
+
+Owns the open requests, whether new ones are accepted, and when the engine is to end. Its
+`EngineLink` takes commands to an engine and brings events back: `InProcessLink` for one in this
+process, `process.process_link.ProcessLink` for one in another. Knows no text. Invariants: each
+accepted request ends exactly once; `submit` and `cancel` never wait for the engine.
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from cadenza.engine.batch_engine import (
+    STOPPED,
+    Cancel,
+    Clock,
+    Command,
+    Emit,
+    Submit,
+    check_step_errors,
+    run_steps,
+)
+from cadenza.engine.core import EngineCore
+from cadenza.engine.open_requests import EngineLoad, OpenRequests, RequestStats, RequestTimeouts
+from cadenza.engine.request_check import RequestCheck
+from cadenza.engine.stats import EngineStats, StepMeter
+from cadenza.engine.status import EngineState, EngineStatus
+from cadenza.errors import (
+    CadenzaError,
+    EngineClosedError,
+    EngineUnavailableError,
+    QueueFullError,
+)
+from cadenza.events import Event
+from cadenza.fingerprint import Fingerprint
+from cadenza.request import Request
+
+logger = logging.getLogger(__name__)
+
+WAKE_S = 60.0
+"""Maximum time that an idle engine blocks waiting for a command before it updates its heartbeat."""
+
+SHUT_DOWN = "the engine was shut down"
+LOST = "the engine stopped unexpectedly and is being started again; send the request once more"
+UNAVAILABLE: dict[EngineState, str] = {
+    "loading": "the engine is still loading; try again soon",
+    "restarting": "the engine is being started again; try again soon",
+    "draining": "the server is shutting down and takes no new requests; send it elsewhere",
+    "dead": "the engine failed too often while it loaded and is not started again; send the "
+    "request elsewhere",
+}
+
+
+class EngineLink(Protocol):
+    """The way to one engine. `is_full`: it does not take what it was sent."""
+
+    timeouts: RequestTimeouts
+    clock: Clock
+
+    @property
+    def is_full(self) -> bool: ...
+
+    @property
+    def stats(self) -> EngineStats | None: ...
+
+    def attach(self, front: "EngineFront") -> None:
+        """Called once, before anything else."""
+        ...
+
+    def status(self) -> EngineStatus: ...
+
+    def put(self, *commands: Command) -> None:
+        """Sends commands; never waits. The front's lock is held, as for `drain`."""
+        ...
+
+    def drain(self) -> None:
+        """The front refuses new requests from now on; wakes `serve`."""
+        ...
+
+    def wake(self) -> None: ...
+
+    def serve(self, emit: Emit) -> None:
+        """Returns once `front.is_done`, after `front.end`."""
+        ...
+
+
+class EngineFront:
+    """`BatchEngine` and `EngineMonitor` over the engine at the other end of `link`."""
+
+    def __init__(self, link: EngineLink) -> None:
+        self.link = link
+        self.requests = OpenRequests(link.timeouts, link.clock)
+        self.lock = threading.Lock()
+        self.drained_by_s: float | None = None
+        self.is_shut_down = False
+        self._closed_by = SHUT_DOWN
+        self._failure: CadenzaError | None = None
+        self._settled = threading.Event()
+        self._on_death: Callable[[CadenzaError], object] | None = None
+        link.attach(self)
+
+    @property
+    def timeouts(self) -> RequestTimeouts:
+        return self.link.timeouts
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `serve` is to return: drained or shut down."""
+        if self.is_shut_down or self.drained_by_s is None:
+            return self.is_shut_down
+        return not self.requests.num_open or self.link.clock() >= self.drained_by_s
+
+    def submit(self, request: Request, passed: RequestCheck | None = None) -> int:
+        with self.lock:
+            check = self._accepting()
+        if passed is not check:
+            check.check(request)
+        with self.lock:
+            check = self._accepting()
+            if self.link.is_full:
+                self.requests.count_rejection("queue_full")
+                raise QueueFullError("the engine does not take what it was sent; try later")
+            request_id = self.requests.accept(request, check.limits)
+            self.link.put(Submit(request_id, request))
+        return request_id
+
+    def cancel(self, request_id: int, sample: int | None = None) -> None:
+        with self.lock:
+            if self.requests.cancel(request_id, sample):
+                self.link.put(Cancel(request_id, sample))
+
+    def serve(self, emit: Emit) -> None:
+        self.link.serve(emit)
+
+    def drain(self, within_s: float) -> None:
+        with self.lock:
+            if self.drained_by_s is None:
+                self.drained_by_s = self.link.clock() + within_s
+            self.link.drain()
+
+    def shutdown(self) -> None:
+        with self.lock:
+            self.is_shut_down = True
+            self.link.wake()
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Waits until it is ready.
+
+        Raises:
+            CheckpointError, ConfigError, DeviceUnavailableError, RunnerError: it could not load.
+            EngineUnavailableError: it is not ready within `timeout_s`, or is dead.
+        """
+        self._settled.wait(timeout_s)
+        status = self.status()
+        if not status.is_ready:
+            raise self._failure or EngineUnavailableError(status.error or UNAVAILABLE[status.state])
+
+    def call_at_death(self, on_death: Callable[[CadenzaError], object]) -> None:
+        """Has `on_death` called, on the serving thread, with the reason if the engine is given up;
+        not where it is shut down. To be called before `serve`."""
+        self._on_death = on_death
+
+    def status(self) -> EngineStatus:
+        with self.lock:
+            return self.link.status()
+
+    def stats(self) -> EngineStats | None:
+        return self.link.stats
+
+    def load(self) -> EngineLoad:
+        return self.requests.load()
+
+    def request_stats(self) -> RequestStats:
+        return self.requests.stats()
+
+    def settle(self) -> None:
+        """The engine is ready, or never will be."""
+        self._settled.set()
+
+    def give_up(self, failure: CadenzaError, emit: Emit) -> None:
+        """There will be no engine: no request waits for one."""
+        with self.lock:
+            self._failure = failure
+            ended = self.requests.end_all("engine_lost", LOST)
+            on_death, self._on_death = self._on_death, None
+        self.settle()
+        if ended:
+            emit([*ended])
+        if on_death is not None:
+            on_death(failure)
+
+    def end(self, emit: Emit, error: str = SHUT_DOWN) -> None:
+        """The engine ends: its open requests end with an error, those on their way to it too."""
+        with self.lock:
+            self.is_shut_down, self._closed_by = True, error
+            ended = self.requests.end_all("engine_closed", error)
+        self.settle()
+        if ended:
+            emit([*ended])
+
+    def _accepting(self) -> RequestCheck:
+        """Raises where no request can be accepted now."""
+        if self.is_shut_down:
+            raise EngineClosedError(self._closed_by)
+        status = self.link.status()
+        if not status.is_ready:
+            self.requests.count_rejection("unavailable")
+            text = UNAVAILABLE[status.state]
+            raise EngineUnavailableError(text, retry_after_s=status.retry_after_s)
+        assert status.request_check is not None
+        return status.request_check
+
+
+class InProcessLink:
+    """To `core`, which only the serving thread uses; it sleeps while the core is idle.
+
+    Commands pass through an inbox, whose size the queue's bounds limit.
+    """
+
+    is_full = False
+
+    def __init__(
+        self,
+        core: EngineCore,
+        timeouts: RequestTimeouts | None = None,
+        clock: Clock = time.monotonic,
+        fingerprint: Fingerprint | None = None,
+    ) -> None:
+        self.timeouts = timeouts or RequestTimeouts()
+        self.clock = clock
+        self._core = core
+        self._fingerprint = fingerprint
+        self._meter = StepMeter(core, clock)
+        self.stats: EngineStats = self._meter.stats()
+        self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+        self._error: str | None = None
+        self._beat_s = clock()
+
+    def attach(self, front: EngineFront) -> None:
+        self._front = front
+        front.settle()
+
+    def status(self) -> EngineStatus:
+        front = self._front
+        is_ready = front.drained_by_s is None
+        return EngineStatus(
+            state="dead" if front.is_shut_down else "ready" if is_ready else "draining",
+            since_beat_s=self.clock() - self._beat_s,
+            error=self._error,
+            request_check=self._core.request_check,
+            fingerprint=self._fingerprint,
+        )
+
+    def put(self, *commands: Command) -> None:
+        for command in commands:
+            self._inbox.put(command)
+
+    def wake(self) -> None:
+        self._inbox.put(None)
+
+    drain = wake
+
+    def serve(self, emit: Emit) -> None:
+        try:
+            for events in run_steps(self._core, self._receive, self._meter.step):
+                self._deliver(events, emit)
+                check_step_errors(self._core)
+        except Exception as error:
+            logger.exception("the engine stopped")
+            self._error = str(error) if isinstance(error, CadenzaError) else STOPPED
+            raise
+        finally:
+            self._front.end(emit, self._error or SHUT_DOWN)
+            self._core.close()
+            self.stats = self._meter.stats()
+
+    def _deliver(self, events: list[Event], emit: Emit) -> None:
+        passed = self._front.requests.record(events)
+        overdue = self._front.requests.end_overdue()
+        for finished in overdue:
+            self._core.cancel(finished.request_id)
+        self.stats = self._meter.stats()
+        self._beat_s = self.clock()
+        if passed or overdue:
+            emit([*passed, *overdue])
+
+    def _receive(self, wait_s: float) -> list[Command] | None:
+        """The pending commands; without any it waits for one, up to `wait_s` or while the core is
+        idle. None once drained or shut down."""
+        commands: list[Command] = []
+        start_s = self.clock()
+        while not self._front.is_done:
+            is_idle = not commands and self._core.is_idle
+            timeout_s = WAKE_S if is_idle else 0.0 if commands else wait_s
+            try:
+                command = self._inbox.get(block=timeout_s > 0, timeout=timeout_s)
+            except queue.Empty:
+                if not is_idle:
+                    if wait_s:
+                        self._meter.add_wait(self.clock() - start_s)
+                    return commands
+                self._beat_s = self.clock()
+                continue
+            if command is None:
+                wait_s = 0.0  # `drain` has woken it; the loop asks again how long to wait
+            else:
+                commands.append(command)
+        return None
