@@ -88,7 +88,7 @@ class SocketLink:
         self._poll.register(connection, select.POLLIN)
 
     def receive(self, timeout_s: float) -> list[ToEngine] | None:
-        """As `EngineLink`. Raises FrontEndGone."""
+        """As `FrontLink`. Raises FrontEndGone."""
         if timeout_s and not self._messages:
             self._poll.poll(timeout_s * 1000)
         self._read()

@@ -36,8 +36,8 @@ FADING = 0.98
 """A slow step's share of the forecast after each faster one of its size."""
 
 
-class EngineLink(Protocol):
-    """The engine's end of the connection."""
+class FrontLink(Protocol):
+    """The engine's way to its front end."""
 
     def receive(self, timeout_s: float) -> list[ToEngine] | None:
         """The messages that have arrived; waits up to `timeout_s` for one. None to stop."""
@@ -78,7 +78,7 @@ class Worker:
     def __init__(
         self,
         core: EngineCore,
-        link: EngineLink,
+        link: FrontLink,
         *,
         clock: Callable[[], float] = time.monotonic,
         count_compiles: Callable[[], int] = lambda: 0,
