@@ -5,10 +5,7 @@ Owns what happens before a handler: bounds of the head, CORS preflights, API key
 needs a key, even to be answered with 404.
 """
 
-from collections.abc import Mapping
-
-from starlette.exceptions import HTTPException
-from starlette.routing import Route, Router
+from starlette.routing import compile_path
 from starlette.types import Receive, Scope, Send
 
 from cadenza.server.dialect import dialect_of
@@ -34,7 +31,6 @@ from cadenza.server.routes import OPEN_PATHS, ROUTES, base_url_advice, make_hand
 from cadenza.server.schemas.field_types import String
 from cadenza.server.service import Service
 
-EXCHANGE = "cadenza.exchange"
 MAX_SHOWN_PATH = 256
 PROBE_PATHS = ("/live", "/ready", "/health", "/ping")
 _AT_METRICS_PORT = f"at this port there are {METRICS_PATH} and the probes only"
@@ -52,12 +48,9 @@ class App:
         handlers = make_handlers(service)
         by_path: dict[str, dict[str, Handler]] = {}
         for route in ROUTES:
-            by_path.setdefault(route.path, {})[route.method] = handlers[route.name]
-        routes = [
-            Route(path, _Endpoint(by_method), methods=[*by_method])
-            for path, by_method in by_path.items()
-        ]
-        self._router = Router(routes, redirect_slashes=False, default=_not_found)
+            for method in ("GET", "HEAD") if route.method == "GET" else (route.method,):
+                by_path.setdefault(route.path, {})[method] = handlers[route.name]
+        self._routes = [(compile_path(path)[0], found) for path, found in by_path.items()]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http", "lifespan and websockets are switched off"
@@ -78,9 +71,6 @@ class App:
             pass  # there is no connection to answer on
         except ApiError as error:
             await _fail(exchange, error)
-        except HTTPException as error:  # the router's only one: 405
-            allowed = ", ".join(sorted((error.headers or {}).get("Allow", "GET").split(", ")))
-            await _fail(exchange, method_not_allowed(method=scope["method"], listed=allowed))
         except Exception as error:  # noqa: BLE001  logged without what the client sent
             log_unexpected(error)
             await _fail(exchange, server_error())
@@ -107,8 +97,24 @@ class App:
                 exchange.dialect.check_version(version)
         if path in _BODY_PATHS:
             self._service.check_connections()
-        await self._router(
-            {**scope, "app": self, EXCHANGE: exchange}, exchange.receive, exchange.send
+        await self._handler_of(exchange)(exchange)
+
+    def _handler_of(self, exchange: Exchange) -> Handler:
+        """Raises ApiError (404, 405)."""
+        method, path = exchange.scope["method"], exchange.scope["path"]
+        for pattern, by_method in self._routes:
+            found = pattern.match(path)
+            if found is None:
+                continue
+            if method not in by_method:
+                raise method_not_allowed(method=method, listed=", ".join(sorted(by_method)))
+            exchange.path_params = found.groupdict()
+            return by_method[method]
+        advice = base_url_advice(path, exchange.address) if len(path) <= MAX_SHOWN_PATH else None
+        raise unknown_url(
+            method=method,
+            path=path[:MAX_SHOWN_PATH],
+            advice=advice or "GET /openapi.json has what is",
         )
 
     def _is_at_metrics_port(self, scope: Scope) -> bool:
@@ -157,32 +163,6 @@ class App:
             if not self._service.has_open(asked):
                 return asked
         return new_request_id()
-
-
-class _Endpoint:
-    """The handlers of a path, as an ASGI application."""
-
-    def __init__(self, by_method: Mapping[str, Handler]) -> None:
-        self._by_method = by_method
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        del receive, send  # the exchange has them
-        exchange: Exchange = scope[EXCHANGE]
-        exchange.path_params = scope["path_params"]
-        method = "GET" if scope["method"] == "HEAD" else scope["method"]
-        await self._by_method[method](exchange)
-
-
-async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:
-    del receive, send  # the app answers
-    exchange: Exchange = scope[EXCHANGE]
-    path: str = scope["path"]
-    advice = base_url_advice(path, exchange.address) if len(path) <= MAX_SHOWN_PATH else None
-    raise unknown_url(
-        method=scope["method"],
-        path=path[:MAX_SHOWN_PATH],
-        advice=advice or "GET /openapi.json has what is",
-    )
 
 
 async def _fail(exchange: Exchange, error: ApiError) -> None:
