@@ -15,7 +15,7 @@ import pytest
 
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.server import connections as module
-from cadenza.server.connections import WARN_EVERY_S, Acceptor, Connections, most_connections
+from cadenza.server.connections import WARN_EVERY_S, Acceptor, Connections, max_connections
 from cadenza.server.limits import ServerLimits
 from cadenza.server.listening import Address, listening
 from cadenza.server.metrics import ServedCounts
@@ -101,7 +101,7 @@ def test_there_is_room_below_any_limit_of_open_files() -> None:
     assert module.room_within(256) == 192
     assert module.room_within(100) == 50
     assert module.room_within(1) == 1
-    assert most_connections() >= 1
+    assert max_connections() >= 1
 
 
 # --- accepting ------------------------------------------------------------------------------------

@@ -29,14 +29,14 @@ RETRY_S = 0.1
 WARN_EVERY_S = 60.0
 
 
-def most_connections() -> int:
-    """How many this process's limit of open files has room for."""
+def max_connections() -> int:
+    """How many connections this process's limit of open files (RLIMIT_NOFILE) allows."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return UNLIMITED if soft == resource.RLIM_INFINITY else room_within(soft)
 
 
 def room_within(num_descriptors: int) -> int:
-    """Connections that leave the reserve, or half where there are so few."""
+    """The limit less the reserve, but at least half of the limit."""
     return max(1, num_descriptors // 2, num_descriptors - RESERVED_DESCRIPTORS)
 
 
@@ -66,7 +66,7 @@ class Connections:
 
     @property
     def idle_s(self) -> float:
-        """For how long all have been idle: 0 if one is not, infinite if none is open."""
+        """How long all have been idle: 0 if one is busy, infinite if none is open."""
         if self._busy:
             return 0.0
         return self._clock() - self._idle_since_s if self._idle else math.inf
@@ -77,7 +77,7 @@ class Connections:
 
     @property
     def is_crowded(self) -> bool:
-        """So many have requests in progress that the remaining ones are reserved for probes."""
+        """Only the connections that are reserved for probes are left."""
         return len(self._busy) > self._max_busy
 
     def add(self, connection: object, close: Callable[[], object]) -> None:
@@ -87,7 +87,7 @@ class Connections:
         self.mark_idle(connection, close)
 
     def mark_idle(self, connection: object, close: Callable[[], object]) -> None:
-        """Marks it as idle; `close` drops it at once."""
+        """Marks it as idle; `close` closes it at once."""
         self._busy.discard(connection)
         self._idle[connection] = close
         self._idle_since_s = self._clock()

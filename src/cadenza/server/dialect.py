@@ -17,7 +17,7 @@ EVENT_STREAM = "text/event-stream"
 NDJSON = "application/x-ndjson"
 
 ANTHROPIC_VERSIONS = ("2023-06-01", "2026-10-21")
-"""Of which the newer one allows less in requests; what it removes is accepted all the same."""
+"""What the newer one removes from requests is still accepted."""
 
 _ANTHROPIC_TYPES: Mapping[int, str] = {
     400: "invalid_request_error",
@@ -120,7 +120,7 @@ _PATHS = {"/v1/messages": ANTHROPIC, "/api": OLLAMA}
 
 
 def dialect_of(path: str) -> Dialect:
-    """Also of a path where there is nothing."""
+    """Also of a path without a route."""
     for place, dialect in _PATHS.items():
         if path == place or path.startswith(f"{place}/"):
             return dialect

@@ -84,9 +84,9 @@ class ApiError(Exception):
         self.param = param
         self.headers = headers
         self.details: Mapping[str, Any] | None = None
-        """For programs, in APIs whose errors have room for them."""
+        """Structured details, in APIs whose errors have a member for them."""
         self.in_anthropic: str | None = None
-        """How Anthropic's API says it, which its clients read; it is said first there."""
+        """The words of Anthropic's API, which its clients match; they precede the message there."""
 
     def body(self) -> bytes:
         """The JSON of the answer, or of a stream's error frame."""

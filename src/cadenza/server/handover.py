@@ -35,7 +35,7 @@ ANSWER_S = 3 * EXCHANGE_S
 RETRY_S = 0.1
 NUM_WAITING = 8
 PROTOCOL = 1
-"""To be raised when a message changes its meaning; `Hello` and `Refused` stay as they are."""
+"""Increased when a message changes its meaning; `Hello` and `Refused` never change."""
 MAX_MESSAGE_BYTES = 4096
 
 
@@ -75,7 +75,7 @@ class ExchangeOptions:
 
 
 def is_supported() -> bool:
-    """Abstract sockets, and the user behind a connection, are Linux's."""
+    """Abstract sockets and SO_PEERCRED exist on Linux only."""
     return sys.platform == "linux"
 
 
@@ -89,39 +89,39 @@ def control_name(place: object) -> bytes:
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """Successor: who asks."""
+    """From the successor, first."""
 
     protocol: int
     pid: int
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """Predecessor: it has another version of the protocol."""
+    """From a predecessor with another version of the protocol."""
 
     protocol: int
 
 
 class Offer(msgspec.Struct, frozen=True, tag="offer"):
-    """Predecessor: who would be taken over from."""
+    """From the predecessor, in answer to `Hello`."""
 
     pid: int
     version: str
 
 
 class Take(msgspec.Struct, frozen=True, tag="take"):
-    """Successor: asks for the sockets."""
+    """From the successor: asks for the sockets."""
 
 
 class Sockets(msgspec.Struct, frozen=True, tag="sockets"):
-    """Predecessor: comes with the descriptors of the listening and the control socket."""
+    """From the predecessor, with the descriptors of the listening and the control socket."""
 
 
 class Commit(msgspec.Struct, frozen=True, tag="commit"):
-    """Successor: has the sockets and will accept."""
+    """From the successor: it has the sockets and will accept."""
 
 
 class Left(msgspec.Struct, frozen=True, tag="left"):
-    """Predecessor: has accepted its last connection."""
+    """From the predecessor: it accepts no more connections."""
 
 
 Message = Hello | Refused | Offer | Take | Sockets | Commit | Left
@@ -133,7 +133,7 @@ class GoneError(Exception):
 
 
 def user_of(connection: socket.socket) -> int:
-    """The user id of the process at the other end; of a listening one, of who began to listen."""
+    """The user id of the process at the other end (SO_PEERCRED)."""
     size = struct.calcsize("3i")
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
     _, user_id, _ = struct.unpack("3i", credentials)
@@ -257,7 +257,7 @@ async def _exchange(
     exchange: ExchangeOptions,
     accepting: tuple[Callable[[], None], Callable[[], None]],
 ) -> int | None:
-    """One process's questions; its id if it has taken over.
+    """The exchange with one process; its id if it has taken over.
 
     Raises GoneError, OSError, msgspec.MsgspecError.
     """

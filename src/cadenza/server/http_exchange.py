@@ -35,15 +35,15 @@ Result = TypeVar("Result")
 NO_CONTENT = 204
 JSON_TYPE = "application/json"
 FORM_TYPE = "application/x-www-form-urlencoded"
-"""What curl and browsers label a body with that nobody has labelled."""
+"""The default content type of curl and of browsers' forms."""
 _HOST = re.compile(r"[A-Za-z0-9._:\[\]-]{1,255}")
-"""As a Host header has it, and nothing that could be more than an address."""
+"""A Host header that is an address and nothing more."""
 STREAM_HEADERS: Headers = (("cache-control", "no-cache"), ("x-accel-buffering", "no"))
 
 
 SLICE_BYTES = 64 << 10
-"""What is sent at once of an answer: a client that reads slowly is dropped only where it does not
-read so much within `write_stall_s`."""
+"""Answers are sent in slices of this size: a client is dropped only where it reads less than one
+within `write_stall_s`."""
 
 
 class ClientDisconnected(Exception):

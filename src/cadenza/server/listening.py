@@ -122,7 +122,7 @@ def abandon(address: Address, bound: socket.socket) -> None:
 
 
 def why_not(error: Exception) -> str:
-    """Why an address cannot be listened on, and what to do."""
+    """The reason of a failed bind or listen, with what to do."""
     if isinstance(error, socket.gaierror | UnicodeError):
         return "there is no such host; give an address of this machine"
     number = error.errno if isinstance(error, OSError) else None

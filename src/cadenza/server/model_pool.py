@@ -32,7 +32,7 @@ from cadenza.server.served_model import MAX_LOAD_S, LoadFailure, ServedModel
 logger = logging.getLogger(__name__)
 
 DEFAULT_TAG = ":latest"
-"""Of a model's name without a tag, to Ollama's clients."""
+"""The tag that Ollama's clients add to a model's name that has none."""
 
 RETRY_S, MAX_RETRY_S = 30.0, 3600.0
 """After a load that failed; twice as long after each further one. Each attempt may unload another
@@ -123,7 +123,7 @@ class ModelPool:
         raise model_not_found(model=name, listed=", ".join(self.names))
 
     def state_of(self, model: ServedModel) -> ModelState:
-        """A model that never leaves is ready for as long as the server is."""
+        """Always ready where models are not unloaded."""
         return model.turn.state if self._switches else "ready"
 
     def idle_left_s(self, model: ServedModel) -> float | None:
@@ -213,7 +213,7 @@ class ModelPool:
             self._leave(model)
 
     def advance(self) -> None:
-        """Does what the rules ask for now."""
+        """Loads, unloads and admits as `ModelTurns` decides now."""
         if self._is_closed:
             return
         moves = self._turns.advance(self._clock())
@@ -310,8 +310,7 @@ class ModelPool:
         self.advance()
 
     async def _load_in_some_size(self, model: ServedModel) -> None:
-        """In that of its first load; where that no longer fits, in one that does. Raises
-        CadenzaError."""
+        """In the size of its first load, or another where that no longer fits. Raises CadenzaError."""
         is_again = model.limits is not None
         model.start()
         try:
@@ -377,7 +376,7 @@ def _end_waiting(model: ServedModel, error: ApiError) -> None:
 
 
 def _by_name(models: Sequence[ServedModel]) -> dict[str, ServedModel]:
-    """Raises ConfigError where a listed name means two models; a path that does, means neither."""
+    """Raises ConfigError where two models have one listed name."""
     found: dict[str, ServedModel] = {}
     for model in models:
         for name in model.names.listed:
@@ -398,7 +397,7 @@ def _failed(model: ServedModel, reason: str, retry_after_s: float) -> ApiError:
 
 
 def _reason_of(error: CadenzaError) -> str:
-    """In words for clients, which are told no path of this machine."""
+    """The reason as clients may see it: without a path of this machine."""
     if isinstance(error, ConfigError | DeviceUnavailableError):
         return str(error)
     return "the server's log has the cause"

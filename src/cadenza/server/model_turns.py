@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 IDLE_S = 1.0
-"""A model that was used so recently may get its client's next call at any moment."""
+"""A model that was used less than this ago counts as in use: its client may call again."""
 
 TURN_S = 5.0
 
@@ -67,7 +67,7 @@ class ModelTurn:
 
     @property
     def first_number(self) -> int:
-        """Of the call that has waited longest."""
+        """The number of the call that has waited longest."""
         return self.waiting[0].number
 
     def began(self, now_s: float) -> None:

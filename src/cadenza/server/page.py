@@ -1,8 +1,7 @@
 """The page at `/` for people: one screen without scripts, that names what is here.
 
-Owns its HTML and its headers. What it shows are parameters. Invariant: every text
-that is not this module's own is escaped, and the page's policy (CSP) allows nothing but its own
-style, so that not even a text that was not escaped could do anything.
+Invariant: every text that is a parameter is escaped, and the page's content security policy allows
+nothing but its own style, so that a text that was not escaped could not run either.
 """
 
 from base64 import b64encode

@@ -77,7 +77,7 @@ class BoundedProtocol(HttpToolsProtocol):
     _stall_timer: asyncio.TimerHandle | None = None
     _rest_timer: asyncio.TimerHandle | None = None
     _cycles: Sequence[RequestResponseCycle] = ()
-    """Several for a client that pipelines its requests."""
+    """More than one where the client pipelines requests."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
@@ -263,8 +263,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._linger()
 
     def _linger(self) -> None:
-        """Closes our side, and waits `head_s` for the client to close its own: closing a connection
-        with unread bytes resets it, and the answer may then be lost.
+        """Closes the sending side, and waits `head_s` for the client to close its own: closing a
+        connection with unread bytes resets it, and the answer may then be lost.
         """
         self.is_lingering = True
         self._mark_idle()

@@ -21,8 +21,7 @@ logger = logging.getLogger("cadenza.requests")
 @dataclass(slots=True, eq=False)
 class Usage:
     """Tokens of one call so far, by the place of a prompt and by the index of a choice; of the
-    generated ones those of reasoning, those that were drafted (`accepted`), and drafts in vain
-    (`rejected`).
+    generated ones those of reasoning, those that were drafted (`accepted`), and rejected drafts.
     """
 
     prompt: dict[int, int] = field(default_factory=dict[int, int])
@@ -73,7 +72,7 @@ class Usage:
 
 
 class LookedUp(Protocol):
-    """What a call is told about the look-up of a prompt."""
+    """The result of the look-up of a prompt in the prefix cache."""
 
     @property
     def num_cached_tokens(self) -> int: ...

@@ -32,7 +32,7 @@ IDLE_GRACE_S = 5.0
 """Without a request for so long, connections are closed when a successor has taken over. A request
 on an open connection gets an answer that is its last, so that the client opens its next one."""
 REFUSING_S = 1.0
-"""The same where the drain time is over, and requests are refused."""
+"""The same once the drain time is over and requests are refused."""
 LAST_FRAMES_S = 1.0
 """After the drain time: for the error frames to be sent."""
 SECOND_SIGNAL_S = 1.5
@@ -147,7 +147,7 @@ class Lifecycle:
         self._front.should_exit = True
 
     def leave(self) -> None:
-        """As `drain`, where the server cannot serve and its error is told by who ends it."""
+        """As `drain`, but logs nothing: the caller reports why the server ends."""
         self._service.drain()
         self._end_when_done()
 
@@ -190,9 +190,9 @@ class Lifecycle:
         self._front.should_exit = True
 
     async def _close_connections(self) -> None:
-        """Here and not by uvicorn, which would take a moment: a request that came on an idle one
-        meanwhile would be cut. One that comes after the drain time is refused by an answer; once
-        taken over from, the server waits for such requests, since a successor answers the next.
+        """Not by uvicorn, whose shutdown may cut a request that arrives meanwhile. A request after
+        the drain time is refused by an answer; once taken over from, the server waits for such
+        requests, since a successor answers the next.
         """
         loop, connections = asyncio.get_running_loop(), self._service.connections
         self._service.drain()
@@ -209,7 +209,7 @@ class Lifecycle:
             await asyncio.sleep(POLL_S)
 
     def _is_done(self) -> bool:
-        """No call is open and, unless new ones are refused, none is to be expected."""
+        """No call is open and, unless new ones are refused, connections have been idle for a while."""
         if self._service.num_open:
             return False
         return self._service.is_draining or self._service.connections.idle_s >= IDLE_GRACE_S

@@ -124,7 +124,7 @@ class ServedModel:
 
     @property
     def engine(self) -> ServedEngine:
-        """That of the last load."""
+        """The engine that is loaded, or was loaded last."""
         return self._engine
 
     @property
@@ -139,7 +139,7 @@ class ServedModel:
 
     @property
     def engine_state(self) -> EngineState:
-        """For errors: once new calls are refused, the engine is not to be blamed for its end."""
+        """As errors name it: draining once new calls are refused, whatever the engine's own is."""
         return "draining" if self.is_refusing else self._engine.status().state
 
     def stats(self) -> EngineStats | None:
@@ -164,7 +164,7 @@ class ServedModel:
             await serving.stop()
 
     def check_accepting(self) -> None:
-        """Raises ApiError (503) where the server is shutting down. Calls that came before go on."""
+        """Raises ApiError (503) where the server is shutting down. Open calls continue."""
         if self.is_refusing:
             self.counts.reject("unavailable")
             raise unavailable("draining")
@@ -182,8 +182,7 @@ class ServedModel:
         return status.request_check
 
     def fingerprint(self) -> Fingerprint | None:
-        """That of the engine's answers when a call was last admitted; None before, and where it is
-        not known."""
+        """The engine's, as of the last admission of a call; None before it, or if it is unknown."""
         return self._fingerprint
 
     @property
@@ -212,7 +211,7 @@ class ServedModel:
             self._num_preparing -= 1
 
     def submit(self, prepared: PreparedRequest, on_update: Callable[[], None]) -> OutputStream:
-        """Submits a prompt; `on_update` is called when there is news of it. Raises CadenzaError."""
+        """Submits a prompt; `on_update` is called when it has new output. Raises CadenzaError."""
         if self._serving is None:  # the server stopped it while the prompt was tokenised
             raise EngineClosedError(f"{self.name} is stopped")
         return self._serving.submit(prepared, kind="delta", on_news=on_update)
@@ -299,7 +298,7 @@ class OpenCall:
         return self._waiting[0][1] if self._waiting else None
 
     def submit_next(self) -> None:
-        """Submits the next prompt. Raises CadenzaError; then it is still the next."""
+        """Submits the next prompt, which stays the next one where it raises CadenzaError."""
         place, prepared = self._waiting[0]
         self._streams[place] = self._model.submit(prepared, self.notify)
         self._waiting.popleft()

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from cadenza.server.access import ApiKeys, Cors
-from cadenza.server.connections import Connections, most_connections
+from cadenza.server.connections import Connections, max_connections
 from cadenza.server.errors import connections_full, invalid_value, queue_full, request_not_found
 from cadenza.server.ignored_names import IgnoredNames
 from cadenza.server.limits import BodyBudget, ServerLimits, TextWork
@@ -59,8 +59,8 @@ class Service:
         self.bodies = BodyBudget(
             options.limits.max_bodies_bytes, lambda: self.counts.reject("bodies_full")
         )
-        max_connections = options.limits.max_connections or most_connections()
-        self.connections = Connections(max_connections, self.counts, options.clock)
+        max_open = options.limits.max_connections or max_connections()
+        self.connections = Connections(max_open, self.counts, options.clock)
         self.metrics = Metrics(
             models.models,
             self.counts,
@@ -98,7 +98,7 @@ class Service:
         return self.models.num_calls + self._num_tokenizing
 
     def check_connections(self) -> None:
-        """Raises ApiError (429) where the last file descriptors are reserved for probes."""
+        """Raises ApiError (429) where only the connections reserved for probes are left."""
         if self.connections.is_crowded:
             self.connections.refuse()
             raise connections_full()

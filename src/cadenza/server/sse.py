@@ -80,7 +80,7 @@ class AnswerEncoder(Protocol):
 
 
 class StreamEncoder(AnswerEncoder, Protocol):
-    """And the events of a stream."""
+    """Also makes the events of a stream."""
 
     def opening(self) -> bytes:
         """The events that a stream begins with, before there is any token."""
@@ -91,7 +91,7 @@ class StreamEncoder(AnswerEncoder, Protocol):
         ...
 
     def silence(self) -> bytes:
-        """What is sent where there has been nothing for a while, so that no proxy gives up."""
+        """Sent after a silence, so that no proxy closes the connection."""
         ...
 
     def closing(self) -> bytes:
@@ -214,7 +214,7 @@ class ChunkEncoder:
         return _encode(answer)
 
     def close(self) -> None:
-        """Nothing is left of an answer."""
+        """Holds nothing."""
 
     def _make_after(self, about_prompt: dict[str, Any] | None) -> bytes:
         """What follows the choices in a chunk."""
@@ -240,7 +240,7 @@ def schema_mark(output: CompletionOutput) -> dict[str, bool]:
 
 
 def _add_end(choice: ChoiceObject, output: CompletionOutput) -> None:
-    """What was asked of the end of a sample."""
+    """Adds the members of a sample's end: its receipt and its schema's mark."""
     if output.receipt is not None:
         choice["receipt"] = output.receipt
     choice |= schema_mark(output)

@@ -26,7 +26,7 @@ MINUTE_S = 60.0
 
 KEPT_SHARE = 0.125
 """Of the places for open requests: kept from a tenant that has more than its part of all places,
-once several tenants have called, so that a flood refuses nobody else's calls."""
+once several tenants have called, so that one tenant's overload refuses no other's calls."""
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,32}")
 _KEY = re.compile(r"[!-~]{8,}")
@@ -168,8 +168,8 @@ def _number(what: str, value: object, low: float, high: float) -> float:
 
 
 class Bucket:
-    """At most `per_minute` at once, refilled at that rate. What is taken later than it is known,
-    such as the tokens of an answer, may leave it below zero.
+    """A token bucket of `per_minute`, refilled at that rate. What is only known afterwards, as the
+    tokens of an answer, may leave it below zero.
     """
 
     def __init__(self, per_minute: float, now_s: float) -> None:
@@ -178,7 +178,7 @@ class Bucket:
         self._filled_s = now_s
 
     def wait_s(self, amount: float, now_s: float) -> float:
-        """Seconds until `amount` is there, or all that it holds; 0.0 if it is there now."""
+        """Seconds until it holds `amount`, or is full; 0.0 if it does now."""
         self._fill(now_s)
         missing = min(amount, self.per_minute) - self._level
         return max(0.0, missing) * MINUTE_S / self.per_minute
@@ -194,9 +194,7 @@ class Bucket:
 
 
 class TenantUse:
-    """What one tenant has used. On the event loop only; `tenant`, what the engine is told of it,
-    is safe on any thread.
-    """
+    """What one tenant has used. On the event loop only, except `tenant`, which the engine gets."""
 
     def __init__(
         self, tenant: Tenant, limits: TenantLimits, counts: ServedCounts, clock: Callable[[], float]
@@ -216,7 +214,7 @@ class TenantUse:
         }
 
     def check_rates(self, num_prompt_tokens: int) -> None:
-        """Raises ApiError (429) unless a request and so many tokens, at least one, are there."""
+        """Raises ApiError (429) unless the rates allow one request and so many tokens (at least 1)."""
         amounts, now_s = {"requests": 1, "tokens": max(1, num_prompt_tokens)}, self._clock()
         waits = {
             f"{name}_per_minute of {bucket.per_minute:g}": bucket.wait_s(amounts[name], now_s)
@@ -234,7 +232,7 @@ class TenantUse:
         self._take(requests=1, tokens=num_prompt_tokens)
 
     def take_answer(self, num_tokens: int) -> None:
-        """A call's answer has ended; its tokens are taken even if too few are there."""
+        """A call's answer has ended; its tokens are taken even beyond the rate."""
         self._take(tokens=num_tokens)
 
     def _take(self, **amounts: int) -> None:
