@@ -86,8 +86,8 @@ class BodyBudget:
 
     @contextmanager
     def holding(self) -> Generator[Callable[[int], bool]]:
-        """For one body, from its first byte until it has been decoded. Yields the function that adds
-        to its bytes; it returns False, and adds nothing, where the budget is used up."""
+        """For one body, from its first byte until it has been decoded. Yields the function that
+        adds to its bytes; it returns False, and adds nothing, where the budget is used up."""
         num_held = 0
 
         def try_add(num_bytes: int) -> bool:

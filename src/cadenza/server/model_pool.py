@@ -310,7 +310,7 @@ class ModelPool:
         self.advance()
 
     async def _load_in_some_size(self, model: ServedModel) -> None:
-        """In the size of its first load, or another where that no longer fits. Raises CadenzaError."""
+        """In the size of its first load, if that still fits. Raises CadenzaError."""
         is_again = model.limits is not None
         model.start()
         try:

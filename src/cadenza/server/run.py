@@ -209,7 +209,7 @@ class Lifecycle:
             await asyncio.sleep(POLL_S)
 
     def _is_done(self) -> bool:
-        """No call is open and, unless new ones are refused, connections have been idle for a while."""
+        """No call is open and, unless new ones are refused, connections are idle for a while."""
         if self._service.num_open:
             return False
         return self._service.is_draining or self._service.connections.idle_s >= IDLE_GRACE_S
