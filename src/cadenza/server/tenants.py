@@ -214,7 +214,7 @@ class TenantUse:
         }
 
     def check_rates(self, num_prompt_tokens: int) -> None:
-        """Raises ApiError (429) unless the rates allow a request and so many tokens (1 at least)."""
+        """Raises ApiError (429) unless the rates allow a request and the tokens (at least 1)."""
         amounts, now_s = {"requests": 1, "tokens": max(1, num_prompt_tokens)}, self._clock()
         waits = {
             f"{name}_per_minute of {bucket.per_minute:g}": bucket.wait_s(amounts[name], now_s)
