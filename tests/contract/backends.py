@@ -53,7 +53,7 @@ def write_hostile(folder: Path) -> tuple[ModelConfig, Path]:
 
 
 def make_xla(limits: EngineLimits, folder: Path, ops: Any = None, **options: Any) -> Runner:
-    """On the op table that serves here if `ops` is None; KV that nobody has written is NaN."""
+    """On the op table that serves here if `ops` is None; unwritten KV is NaN."""
     from cadenza.backends.xla.runner import XlaRunner
 
     setup = RunnerSetup(limits=limits, fill=float("nan"), copies_pages=True, **options)
@@ -68,7 +68,7 @@ def make_reference(limits: EngineLimits, folder: Path) -> Runner:
 
 
 def make_mlx(limits: EngineLimits, folder: Path) -> Runner:
-    """KV that nobody has written is a large number."""
+    """Unwritten KV is a large number."""
     from cadenza.backends.mlx.backend import POISON
     from cadenza.backends.mlx.runner import MlxRunner
 

@@ -149,13 +149,13 @@ def check_output(output: StepOutput, num_logits: int, vocab_size: int) -> None:
 
 
 def check_the_last_sampled_token_needs_no_host(bench: Bench) -> None:
-    """Four dependent steps are launched before any is read; the tokens are as when told."""
+    """Four dependent steps, launched before any is read, give what they give with their tokens."""
     outputs = [handle.result() for handle in launch_ahead(bench, stream_on(2, [4, 5]))]
-    told = begin(bench, stream_on(2, [8, 9]))
-    expected = [bench.run(told.chunk(PROMPT[9:], samples=True))]
+    given = begin(bench, stream_on(2, [8, 9]))
+    expected = [bench.run(given.chunk(PROMPT[9:], samples=True))]
     for _ in range(3):
         last = int(expected[-1].token_ids[0])
-        expected.append(bench.run(told.chunk([last], samples=True)))
+        expected.append(bench.run(given.chunk([last], samples=True)))
     bench.assert_same(outputs, expected, "tokens taken from the device")
 
 
@@ -190,7 +190,7 @@ def check_the_page_table_is_remembered(bench: Bench) -> None:
 
 
 def check_a_changed_page_table_entry_is_used(bench: Bench) -> None:
-    """A row reads the page it was last told of: two prompts on two pages, one question."""
+    """A row reads the page of its newest entry: two prompts on two pages, one question."""
     for page, tokens in ((3, PROMPT[:16]), (4, [*OTHER, *PROMPT[:11]])):
         bench.run(stream_on(1, [page]).chunk(tokens, samples=False))
     answers: list[StepOutput] = []

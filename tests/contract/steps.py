@@ -36,7 +36,7 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draw:
-    """How a stream's tokens are chosen; greedy where nothing is said."""
+    """How a stream's tokens are chosen; greedy by default."""
 
     temperature: float = 0.0
     top_k: int = 0

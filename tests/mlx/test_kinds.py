@@ -15,6 +15,7 @@ from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.errors import RunnerError
 from cadenza.events import Finished, PromptLogprobs, Token
 from cadenza.request import Request, SamplingParams
+from tests.by_day import by_day
 from tests.mlx.tiny_models import KINDS, QUICK_KINDS, VOCAB_SIZE, Kind
 
 LIMITS = EngineLimits(
@@ -83,12 +84,7 @@ def token_ids(stream: list[Any]) -> list[int]:
     return [token_id for token_id, _ in stream]
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(kind, marks=[] if kind in QUICK_KINDS else pytest.mark.soak) for kind in KINDS
-    ],
-)
+@pytest.fixture(scope="module", params=by_day(KINDS, QUICK_KINDS))
 def loaded(request: pytest.FixtureRequest, tiny_model: Callable[[str], Path]) -> Iterator[Loaded]:
     from cadenza.backends.mlx.runner import MlxRunner
 

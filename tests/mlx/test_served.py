@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ def test_an_answer_comes_from_an_engine_process_on_mlx(served: Any):
     assert link.pid not in (None, os.getpid())
 
 
+@pytest.mark.soak
 def test_a_client_that_leaves_its_stream_frees_its_row(served: Any):
     server, _ = served
     for _ in range(3):  # more than there are rows
@@ -66,43 +68,41 @@ def texts(lines: Iterator[str]) -> Iterator[str]:
             yield from (each["text"] for each in json.loads(content)["choices"])
 
 
+@contextmanager
+def endless(server: RunningServer) -> Iterator[tuple[str, Iterator[str]]]:
+    """The first text of the stream of `ENDLESS`, and the texts after it."""
+    url = f"{server.url}/v1/completions"
+    with httpx.stream("POST", url, json=ENDLESS, timeout=LOAD_S) as stream:
+        parts = texts(stream.iter_lines())
+        yield next(parts), parts
+
+
 @pytest.fixture(scope="module")
 def undisturbed(served: Any) -> str:
     """The text of `ENDLESS`."""
-    server, _ = served
-    url = f"{server.url}/v1/completions"
-    with httpx.stream("POST", url, json=ENDLESS, timeout=LOAD_S) as stream:
-        return "".join(texts(stream.iter_lines()))
+    with endless(served[0]) as (first, parts):
+        return first + "".join(parts)
 
 
 @pytest.mark.parametrize("token_id", [RAISE, EXHAUST], ids=["raises", "lacks memory"])
 def test_a_failing_step_ends_its_own_request_only(served: Any, undisturbed: str, token_id: int):
     server, link = served
     pid = link.pid
-    with httpx.stream(
-        "POST", f"{server.url}/v1/completions", json=ENDLESS, timeout=LOAD_S
-    ) as stream:
-        parts = texts(stream.iter_lines())
-        first = next(parts)
+    with endless(server) as (first, parts):
         failed = server.post("/v1/completions", BODY | {"prompt": [3, 4, token_id]})
-        rest = "".join(parts)
+        assert first + "".join(parts) == undisturbed
     assert failed.status_code == 500
     assert failed.json()["error"]["code"] == "step_failed"
-    assert first + rest == undisturbed
     assert link.pid == pid
 
 
+@pytest.mark.soak
 def test_a_stream_goes_on_in_the_next_engine_when_its_own_is_killed(served: Any, undisturbed: str):
     server, link = served
     killed = link.pid
-    with httpx.stream(
-        "POST", f"{server.url}/v1/completions", json=ENDLESS, timeout=LOAD_S
-    ) as stream:
-        parts = texts(stream.iter_lines())
-        first = next(parts)
+    with endless(server) as (first, parts):
         os.kill(killed, signal.SIGKILL)
-        rest = "".join(parts)
-    assert first + rest == undisturbed
+        assert first + "".join(parts) == undisturbed
     assert link.pid != killed
 
 

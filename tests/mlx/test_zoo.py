@@ -11,7 +11,8 @@ import pytest
 
 from cadenza.checkpoint import open_checkpoint
 from cadenza.errors import CheckpointError
-from tests.mlx.tiny_models import KINDS
+from tests.by_day import by_day
+from tests.mlx.tiny_models import KINDS, QUICK_KINDS
 
 GENERATE = """
 import resource, sys
@@ -59,32 +60,31 @@ def test_a_model_file_of_the_checkpoint_is_refused_and_never_runs(
 
 
 @pytest.mark.parametrize(
-    "name", ["nothing", "../utils", "base.x", "json", "", "__init__", None, 3, "cache"], ids=repr
+    ("changes", "reason"),
+    [
+        *(
+            ({"model_type": name}, "which mlx-lm does not have")
+            for name in ("nothing", "../utils", "base.x", "json", "", "__init__", None, 3)
+        ),
+        ({"model_type": "cache"}, "mlx-lm cannot load the model"),
+        ({"num_hidden_layers": 2}, "mlx-lm cannot load the model"),
+    ],
+    ids=repr,
 )
-def test_a_model_type_that_mlx_lm_does_not_have_is_refused(
-    tiny_model: Callable[[str], Path], tmp_path: Path, name: object
+def test_a_model_that_mlx_lm_cannot_load_is_refused(
+    tiny_model: Callable[[str], Path], tmp_path: Path, changes: dict[str, object], reason: str
 ):
     from cadenza.backends.mlx.zoo import load_zoo_model
 
-    folder = changed_copy(tiny_model("full"), tmp_path / "typed", model_type=name)
+    folder = changed_copy(tiny_model("full"), tmp_path / "changed", **changes)
     before = set(sys.modules)
-    with pytest.raises(CheckpointError, match="mlx-lm"):
+    with pytest.raises(CheckpointError, match=reason):
         load_zoo_model(folder)
     assert not {each for each in sys.modules if each.startswith("mlx_lm")} - before
 
 
-def test_weights_that_do_not_fit_the_model_are_a_checkpoint_error(
-    tiny_model: Callable[[str], Path], tmp_path: Path
-):
-    from cadenza.backends.mlx.zoo import load_zoo_model
-
-    folder = changed_copy(tiny_model("full"), tmp_path / "narrow", num_hidden_layers=2)
-    with pytest.raises(CheckpointError, match="mlx-lm cannot load the model"):
-        load_zoo_model(folder)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_model_of_any_family_opens_where_the_backend_brings_its_arithmetic(
+@pytest.mark.parametrize("kind", by_day(KINDS, QUICK_KINDS))
+def test_a_model_of_any_family_opens_where_the_backend_has_its_code(
     tiny_model: Callable[[str], Path], kind: str
 ):
     checkpoint = open_checkpoint(tiny_model(kind), any_family=True)
@@ -97,7 +97,7 @@ def test_a_model_of_any_family_opens_where_the_backend_brings_its_arithmetic(
             _ = checkpoint.config
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", by_day(KINDS, QUICK_KINDS))
 def test_the_measured_memory_is_that_of_the_loaded_model(
     tiny_model: Callable[[str], Path], kind: str
 ):

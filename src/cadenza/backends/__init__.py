@@ -35,8 +35,8 @@ BACKENDS: Backends = MappingProxyType(
     }
 )
 
-OWN_MODELS = frozenset({"mlx"})
-"""Backends that bring the arithmetic of their models and need no `ModelConfig`."""
+OWN_MODEL_CODE = frozenset({"mlx"})
+"""Backends that have the code of their models, so that they need no `ModelConfig`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,9 +75,9 @@ def resolve_backend(
     raise ConfigError(f"--backend {show(name)} is not one of {allowed}")
 
 
-def brings_models(name: str, backends: Backends = BACKENDS) -> bool:
+def uses_own_model_code(name: str, backends: Backends = BACKENDS) -> bool:
     """Whether the backend called `name` needs no `ModelConfig`. Raises ConfigError if unknown."""
-    return resolve_backend(name, backends) in OWN_MODELS
+    return resolve_backend(name, backends) in OWN_MODEL_CODE
 
 
 def find_backend(name: str, backends: Backends = BACKENDS) -> "Backend":

@@ -36,7 +36,7 @@ class ModelMemory:
     """Bytes that a model takes on a device.
 
     Args:
-        row_bytes: of each row, whatever its context.
+        row_bytes: of each row, for a context of any length.
         scratch_bytes: of everything that does not last longer than a step.
     """
 

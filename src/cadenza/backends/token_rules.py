@@ -1,4 +1,4 @@
-"""`TokenRules`: changes a row's logits before sampling as its record of rules says.
+"""`TokenRules`: applies a row's record of rules to its logits before sampling.
 
 In this order:
 1. Banned tokens are set to -inf: those that are not allowed, those that would complete a bad word,

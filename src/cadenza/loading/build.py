@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cadenza.backends import BACKENDS, Backends, brings_models, find_backend
+from cadenza.backends import BACKENDS, Backends, find_backend, uses_own_model_code
 from cadenza.backends.base import BackendTraits, Runner
 from cadenza.checkpoint import Checkpoint, Hub, is_hub_id, open_bundled_draft, open_checkpoint
 from cadenza.checkpoint.tokenizer_files import given_template
@@ -45,7 +45,8 @@ def find_configured(
 
     Raises also ConfigError if there is no such backend.
     """
-    any_family = brings_models(config.backend, backends)  # refuses a wrong name before a download
+    # A wrong name is refused before a download.
+    any_family = uses_own_model_code(config.backend, backends)
     checkpoint = find_checkpoint(model, revision=config.revision, any_family=any_family)
     if config.chat_template is None:
         return checkpoint

@@ -18,7 +18,7 @@ def to_device(values: Any) -> mx.array:
 
 
 def mlx_arrays(max_rounds: int = 0) -> Arrays:
-    """`max_rounds`: how often `repeat_while` calls its body, whatever the condition says."""
+    """`max_rounds`: how often `repeat_while` calls its body; its condition is ignored."""
 
     def repeat_while(_: Any, body: Callable[[Any], Any], state: Any) -> Any:
         for _ in range(max_rounds):

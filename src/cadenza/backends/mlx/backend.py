@@ -24,7 +24,7 @@ DEFAULT_MAX_MODEL_LEN = 4096
 requests. A longer context costs time in every step and must be asked for with --max-model-len."""
 
 CPU_SPAN = 64
-"""MLX's CPU kernels add up one position after another, whatever their number; prompts are cut into
+"""MLX's CPU kernels sum over positions in order, independent of their number; prompts are cut into
 calls of 64 tokens. The kernels are slow, so `verify` plays no longer prompts than it must."""
 
 GPU_SPAN = 512

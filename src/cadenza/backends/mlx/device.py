@@ -20,7 +20,7 @@ class MlxDevice:
 
     @property
     def described(self) -> tuple[str, ...]:
-        """The kind of device and, as far as MLX says, its architecture."""
+        """The kind of device and, if MLX reports it, its architecture."""
         info = mx.device_info(self.device)
         return (self.name, *(f"{key} {info[key]}" for key in ("architecture",) if key in info))
 
@@ -32,7 +32,7 @@ def find_mlx_device(name: str) -> MlxDevice:
         ConfigError: MLX has no such kind of device.
         DeviceUnavailableError: this machine, or this build of MLX, does not have the device.
     """
-    gpu = "metal" if mx.metal.is_available() else "cuda" if _has_gpu() else None
+    gpu = "metal" if mx.metal.is_available() else "cuda" if mx.device_count(mx.gpu) else None
     kind, _, index = name.partition(":")
     if kind == "auto":
         kind = gpu or "cpu"
@@ -56,10 +56,6 @@ def limit_memory(device: MlxDevice) -> None:
         mx.set_memory_limit(device.memory_bytes)
     if device.name == "metal" and device.memory_bytes is not None:
         mx.set_wired_limit(device.memory_bytes)
-
-
-def _has_gpu() -> bool:
-    return mx.device_count(mx.gpu) > 0
 
 
 def _memory_bytes(device: mx.Device) -> int | None:

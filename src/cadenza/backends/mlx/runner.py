@@ -1,7 +1,7 @@
 """`MlxRunner`: `backends.base.Runner` on MLX, over a model of mlx-lm.
 
 Owns the model, its slots, the token history and a thread in which everything of MLX happens: MLX's
-streams belong to threads. Knows no requests and no text. Invariants: a page is a slot, of one
+streams belong to threads. Invariants: a page is a slot, of one
 sequence; steps run in launch order; a step is started before the previous one has been computed;
 and nothing runs after `close`.
 

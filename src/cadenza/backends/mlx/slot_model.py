@@ -1,8 +1,8 @@
 """`SlotModel`: a model of mlx-lm over dense slots, and what its layers can compute together.
 
 Owns the slots and the shapes of the calls: one token for every slot (`decode`), and consecutive
-tokens of one slot in calls of few sizes (`compute`). Knows no rows, steps or sampling. Invariant: a
-slot's results do not depend on the tokens of other slots.
+tokens of one slot in calls of few sizes (`compute`). Invariant: a slot's results do not depend on
+the tokens of other slots.
 
 Legend: B slots · V vocabulary.
 """
@@ -122,8 +122,8 @@ class SlotModel:
     def compute(self, slot: int, start: int, tokens: mx.array) -> list[mx.array]:
         """Computes consecutive tokens of a slot from position `start` on.
 
-        Returns the logits [·, V] of its calls, which follow one another; those that nobody
-        evaluates are never computed.
+        Returns the logits [·, V] of its calls, which follow one another and are computed only if
+        they are evaluated.
         """
         if not start:
             self._restart(slot)
@@ -148,8 +148,8 @@ class SlotModel:
     def copy(self, source: int, destination: int, num_tokens: int) -> None:
         """Copies the first `num_tokens` positions of a slot; onto itself, it drops the others.
 
-        Of a recurrent layer this is a snapshot. Raises RunnerError if there is none of so many
-        tokens.
+        Of a recurrent layer this is a snapshot. Raises RunnerError if there is none of
+        `num_tokens` tokens.
         """
         nothing: dict[Snapshot, int] = {}
         saved = self._saved.get(source, nothing)

@@ -4,14 +4,12 @@ All tables without bf16 instructions compute the same bits, the class `PORTABLE`
 instructions the products of bfloat16 round in another way: the class is that of the instructions.
 """
 
-from typing import Protocol
-
+from cadenza.backends.base import RunnerSetup
 from cadenza.checkpoint.declaration import TensorKind, declare
 from cadenza.checkpoint.dtypes import WeightDType
 from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.tensor_formats import format_of
 from cadenza.checkpoint.weights import Weights
-from cadenza.config import Arithmetic, KVCacheDType, Quantization
 
 PORTABLE = "portable"
 
@@ -19,29 +17,17 @@ _LARGE: frozenset[TensorKind] = frozenset({"embedding", "head", "linear"})
 """Weights whose products take time; routers are small."""
 
 
-class Formats(Protocol):
-    """What a runner is asked to compute in."""
-
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def quantization(self) -> Quantization: ...
-    @property
-    def kv_cache_dtype(self) -> KVCacheDType: ...
-    @property
-    def arithmetic(self) -> Arithmetic: ...
-
-
-def takes_portable_kernels(model: ModelConfig, weights: Weights, asked: Formats) -> bool:
+def takes_portable_kernels(model: ModelConfig, weights: Weights, setup: RunnerSetup) -> bool:
     """Whether a step takes the kernels without bf16 instructions.
 
     If they were asked for, or cost nothing: integer codes in all large weights and in KV leave only
     norms and routers to them.
     """
-    if asked.arithmetic == "portable":
+    if setup.arithmetic == "portable":
         return True
-    return asked.kv_cache_dtype == "int8" and all(
-        format_of(spec, _dtype(asked), asked.quantization, weights.format(spec.name)).is_quantised
+    dtype: WeightDType = "float32" if setup.dtype == "float32" else "bfloat16"
+    return setup.kv_cache_dtype == "int8" and all(
+        format_of(spec, dtype, setup.quantization, weights.format(spec.name)).is_quantised
         for spec in declare(model)
         if spec.kind in _LARGE
     )
@@ -54,7 +40,3 @@ def name_class(isa: str, portable_isa: str, *, is_portable: bool, dtype: str) ->
     """
     has_same_bits = is_portable or isa == portable_isa or dtype == "float32"
     return PORTABLE if has_same_bits else isa
-
-
-def _dtype(asked: Formats) -> WeightDType:
-    return "float32" if asked.dtype == "float32" else "bfloat16"

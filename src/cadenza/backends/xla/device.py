@@ -71,7 +71,7 @@ class DeviceMemory:
 def memory_of_device(device: Any, environment: Mapping[str, str]) -> DeviceMemory | None:
     """None if the device uses host memory or does not report its size.
 
-    JAX tells the bytes of its allocator, which are a fixed fraction of a GPU's memory.
+    JAX reports the bytes of its allocator, which are a fixed fraction of a GPU's memory.
     """
     stats = None if device.platform == "cpu" else device.memory_stats()
     limit = (stats or {}).get("bytes_limit")

@@ -8,7 +8,7 @@ p - 1, whose slot is that of the hidden state. For a token that was drawn by the
 on the device, it takes its own output for the token before, after its final norm, of which it keeps
 the newest of each row, [R, E].
 
-bfloat16 is stored as uint16, since XLA updates bfloat16 by way of float32 on a CPU.
+bfloat16 is stored as uint16, since XLA updates bfloat16 through float32 on a CPU.
 """
 
 from dataclasses import replace

@@ -408,7 +408,7 @@ def _split_pages(shapes: list[Any], contents: Sequence[bytes]) -> list[np.ndarra
 
 def enable_compilation_cache(folder: Path) -> None:
     """Caches compiled programs on disk (JAX keys them by program, versions, flags and CPU), unless
-    JAX_COMPILATION_CACHE_DIR already says where.
+    JAX_COMPILATION_CACHE_DIR is set.
 
     If the folder cannot be created, logs a warning and leaves the cache disabled.
     """

@@ -151,7 +151,7 @@ class NativeOps(OpTable):
         if self._spec.has_kv_codes:
             return KVPool(_filled_codes(shape, 255, fill), _filled_codes(shape, 127, fill))
         element = np.full((), fill, self._spec.dtype)
-        if self._spec.dtype == jnp.bfloat16:  # XLA copies bfloat16 by way of float32 on a CPU
+        if self._spec.dtype == jnp.bfloat16:  # XLA copies bfloat16 through float32 on a CPU
             element = element.view(np.uint16)
         return KVPool(jnp.full(shape, element), jnp.full(shape, element))
 

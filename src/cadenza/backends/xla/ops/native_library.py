@@ -73,38 +73,40 @@ class NativeLibrary:
     @functools.cached_property
     def operations(self) -> Mapping[str, tuple[int, tuple[str, ...]]]:
         """Index and names of the attributes of each operation of a program."""
-        lines = self.handle.cadenza_program_operations().decode().splitlines()
-        signatures = [line.split() for line in lines]
+        signatures = [line.split() for line in self._text("program_operations").splitlines()]
         return {name: (code, tuple(rest)) for code, (name, *rest) in enumerate(signatures)}
 
     @property
     def cpu_isa(self) -> str:
         """The instruction set of the kernels in use."""
-        return self.handle.cadenza_cpu_isa().decode()
+        return self._text("cpu_isa")
 
     @property
     def portable_isa(self) -> str:
         """That of the kernels for `--arithmetic portable`: without bf16 instructions."""
-        return self.handle.cadenza_portable_isa().decode()
+        return self._text("portable_isa")
 
     @property
     def cpu_integer_isa(self) -> str:
         """The instruction set of the kernels of quantised products in use."""
-        return self.handle.cadenza_cpu_integer_isa().decode()
-
-    @property
-    def available_integer_isas(self) -> tuple[str, ...]:
-        """The values of CADENZA_CPU_INTEGER_ISA that this machine supports, best first."""
-        return tuple(self.handle.cadenza_available_integer_isas().decode().split(","))
+        return self._text("cpu_integer_isa")
 
     @property
     def available_isas(self) -> tuple[str, ...]:
         """The values of CADENZA_CPU_ISA that this machine supports, best first."""
-        return tuple(self.handle.cadenza_available_isas().decode().split(","))
+        return tuple(self._text("available_isas").split(","))
+
+    @property
+    def available_integer_isas(self) -> tuple[str, ...]:
+        """The values of CADENZA_CPU_INTEGER_ISA that this machine supports, best first."""
+        return tuple(self._text("available_integer_isas").split(","))
 
     @property
     def num_threads(self) -> int:
         return self.handle.cadenza_num_threads()
+
+    def _text(self, name: str) -> str:
+        return getattr(self.handle, f"cadenza_{name}")().decode()
 
     def pack(
         self,
@@ -446,30 +448,29 @@ def _load(path: Path, *, prefix: str) -> NativeLibrary:
     return library
 
 
+_TEXTS = (
+    *("configure", "logit_columns", "program_operations"),
+    *("cpu_isa", "available_isas", "portable_isa", "cpu_integer_isa", "available_integer_isas"),
+)
+_SOURCES, _LONGS = ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_int64)
+_DENSE = (_LONGS, _LONGS, ctypes.c_int64, ctypes.c_void_p)
+_PACKERS = {
+    "pack": (_SOURCES, ctypes.POINTER(ctypes.c_int), *_DENSE, ctypes.c_int),
+    "pack_float8": (_SOURCES, _SOURCES, *_DENSE),
+    "pack_quantised": (
+        *(ctypes.POINTER(_CodeSource), ctypes.c_int64),
+        *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64),
+    ),
+}
+"""The types between the number of sources and `is_gated`."""
+
+
 def _declare(handle: ctypes.CDLL) -> None:
     """Declares result and argument types of the C entry points."""
-    isas = (
-        *("cpu_isa", "available_isas", "portable_isa"),
-        *("cpu_integer_isa", "available_integer_isas"),
-    )
-    for name in ("configure", *isas, "logit_columns", "program_operations"):
+    for name in _TEXTS:
         getattr(handle, f"cadenza_{name}").restype = ctypes.c_char_p
     handle.cadenza_num_threads.restype = ctypes.c_int
-    stored = (ctypes.POINTER(ctypes.c_int64), ctypes.POINTER(ctypes.c_int64))
-    pointers = ctypes.POINTER(ctypes.c_void_p)
-    packed_floats = (*stored, ctypes.c_int64, ctypes.c_void_p)
-    packers = {
-        "pack": (pointers, ctypes.POINTER(ctypes.c_int), *packed_floats, ctypes.c_int),
-        "pack_float8": (pointers, pointers, *packed_floats),
-        "pack_quantised": (
-            ctypes.POINTER(_CodeSource),
-            ctypes.c_int64,
-            ctypes.c_void_p,
-            ctypes.c_void_p,
-            ctypes.c_int64,
-        ),
-    }
-    for name, arguments in packers.items():
+    for name, arguments in _PACKERS.items():
         packer = getattr(handle, f"cadenza_{name}")
         packer.restype = ctypes.c_char_p
         packer.argtypes = [ctypes.c_int, *arguments, ctypes.c_int]

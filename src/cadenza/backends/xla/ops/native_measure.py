@@ -16,6 +16,13 @@ from cadenza.checkpoint.dtypes import WeightDType
 from cadenza.errors import ConfigError
 
 _ALIGNMENT = 64
+_ENTRY_POINTS = {
+    "measure_read": (ctypes.c_double, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int),
+    "measure_multiply": (ctypes.c_double, ctypes.c_int, ctypes.c_int),
+    "measure_multiply_codes": (ctypes.c_double, ctypes.c_int),
+    "profile_read": (ctypes.c_char_p, ctypes.c_int, ctypes.c_void_p),
+}
+"""The types of the result and of the arguments."""
 _DTYPE_CODES: dict[WeightDType, int] = {"bfloat16": 0, "float32": 1}
 
 
@@ -29,17 +36,13 @@ class NativeInstruments:
         self._library = load_native_library()
         handle = self._handle = self._library.handle
         try:
-            handle.cadenza_measure_read.restype = ctypes.c_double
-            handle.cadenza_measure_multiply.restype = ctypes.c_double
-            handle.cadenza_measure_multiply_codes.restype = ctypes.c_double
-            handle.cadenza_profile_read.restype = ctypes.c_char_p
+            for name, (result, *arguments) in _ENTRY_POINTS.items():
+                entry = getattr(handle, f"cadenza_{name}")
+                entry.restype, entry.argtypes = result, arguments
         except AttributeError as error:
             raise ConfigError(
                 "the native CPU kernels are older than this package; install it again"
             ) from error
-        handle.cadenza_measure_read.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
-        handle.cadenza_measure_multiply_codes.argtypes = [ctypes.c_int]
-        handle.cadenza_measure_multiply.argtypes = [ctypes.c_int, ctypes.c_int]
 
     @property
     def cpu_isa(self) -> str:

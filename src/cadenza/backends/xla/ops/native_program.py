@@ -6,7 +6,7 @@ the library's target, which runs them in order. Results that nothing outside nee
 buffer. `csrc/ffi/program.cpp` reads what `emit` writes.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,9 +118,20 @@ class NativeProgram:
             each.storage in results for each in self._operands.values() if each.is_overwritten
         ), "an operand was overwritten that is not an output"
         outer = {id(each): 1 + at for at, each in enumerate([*operands, *results])}
-        words = _Words(outer, num_outer=1 + len(operands) + len(results) + 1)
-        operations = words.of_operations(self._operations)
-        arrays, scratch_bytes = words.of_scratch_arrays()
+        first_inner = 1 + len(operands) + len(results) + 1
+        inner: dict[int, tuple[int, Recorded]] = {}  # the arrays in the scratch buffer
+
+        def index_of(array: Recorded | None) -> int:
+            if array is None:
+                return _ABSENT
+            own = first_inner + len(inner), array
+            return outer.get(id(array.storage)) or inner.setdefault(id(array), own)[0]
+
+        operations: list[int] = []
+        for each in self._operations:
+            parameters = [*map(index_of, each.arrays), *each.attributes]
+            operations += [each.code, len(parameters), *parameters]
+        arrays, scratch_bytes = _place_arrays([array for _, array in inner.values()])
         shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
         scratch = jax.ShapeDtypeStruct((scratch_bytes,), jnp.uint8)
         call = jax.ffi.ffi_call(
@@ -128,8 +139,8 @@ class NativeProgram:
         )
         *computed, _ = call(
             *(each.operand for each in operands),
-            arrays=arrays,
-            operations=operations,
+            arrays=np.array(arrays, np.int64),
+            operations=np.array(operations, np.int64),
             is_portable=self._is_portable,
         )
         return jax.tree.unflatten(tree, computed)
@@ -160,43 +171,14 @@ class NativeProgram:
         return Recorded(shape.shape, dtype, reused.storage)
 
 
-class _Words:
-    """A program as the words that the library reads.
-
-    `outer` maps the storages of operands and results to the indices of their arrays; the arrays in
-    the scratch buffer follow from index `num_outer` on.
-    """
-
-    def __init__(self, outer: dict[int, int], num_outer: int) -> None:
-        self._outer = outer
-        self._num_outer = num_outer
-        self._scratch: dict[int, tuple[int, Recorded]] = {}
-
-    def of_operations(self, operations: Iterable[_Operation]) -> np.ndarray[Any, Any]:
-        words: list[int] = []
-        for each in operations:
-            parameters = [*map(self._index, each.arrays), *each.attributes]
-            words += [each.code, len(parameters), *parameters]
-        return np.array(words, np.int64)
-
-    def of_scratch_arrays(self) -> tuple[np.ndarray[Any, Any], int]:
-        """The arrays in the scratch buffer, and its size in bytes."""
-        inner = [array for _, array in self._scratch.values()]
-        num_bytes = place(list({id(each.storage): each.storage for each in inner}.values()))
-        words: list[int] = []
-        for array in inner:
-            code = _CODE_OF_DTYPE[array.dtype]
-            words += [array.storage.offset, code, len(array.shape), *array.shape]
-        return np.array(words, np.int64), num_bytes
-
-    def _index(self, array: Recorded | None) -> int:
-        if array is None:
-            return _ABSENT
-        outer = self._outer.get(id(array.storage))
-        if outer is not None:
-            return outer
-        index = self._num_outer + len(self._scratch)
-        return self._scratch.setdefault(id(array), (index, array))[0]
+def _place_arrays(arrays: Sequence[Recorded]) -> tuple[list[int], int]:
+    """The arrays of the scratch buffer as words that the library reads, and its size in bytes."""
+    num_bytes = place(list({id(each.storage): each.storage for each in arrays}.values()))
+    words: list[int] = []
+    for array in arrays:
+        code = _CODE_OF_DTYPE[array.dtype]
+        words += [array.storage.offset, code, len(array.shape), *array.shape]
+    return words, num_bytes
 
 
 def place(storages: list[Storage]) -> int:

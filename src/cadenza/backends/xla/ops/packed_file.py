@@ -1,9 +1,8 @@
 """`PackedFile`: packed weights on disk, so that they are packed once and not at every start.
 
 The file is the content of the packed arrays in the order in which they were allocated, then a
-trailer that describes them, with a CRC-32 of each piece. Knows no checkpoints: whoever names the
-file has put everything into the name that the content depends on. Invariant: `read` returns what
-`write` was given, or None.
+trailer that describes them, with a CRC-32 of each piece. The file's name must identify everything
+that the content depends on. Invariant: `read` returns what `write` was given, or None.
 """
 
 import errno
@@ -49,20 +48,11 @@ class ArraySpec:
         return cls(tuple(map(int, shape)), np.dtype(dtype).name)
 
 
-@dataclass(frozen=True, slots=True)
-class PackedContent:
-    """What a file held: each array's description and bytes, in the order of allocation."""
+PackedContent = list[tuple[ArraySpec, Bytes]]
+"""What a file held: each array's description and bytes, in the order of allocation."""
 
-    specs: tuple[ArraySpec, ...]
-    contents: tuple[Bytes, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """A part of an array, and its place in the file."""
-
-    content: Bytes
-    offset: int
+_Piece = tuple[Bytes, int]
+"""A part of an array, and its place in the file."""
 
 
 class _DamagedError(Exception):
@@ -114,47 +104,49 @@ def _write(descriptor: int, arrays: Sequence[npt.NDArray[Any]], piece_bytes: int
     contents = [each.reshape(-1).view(np.uint8) for each in arrays]
 
     def write_piece(piece: _Piece) -> int:
-        written, view = 0, piece.content.data
+        content, offset = piece
+        written, view = 0, content.data
         while written < len(view):
-            written += os.pwrite(descriptor, view[written:], piece.offset + written)
+            written += os.pwrite(descriptor, view[written:], offset + written)
         return zlib.crc32(view)
 
     with ThreadPoolExecutor(MAX_THREADS) as threads:
         checksums = [*threads.map(write_piece, _pieces(contents, piece_bytes))]
     specs = [ArraySpec.of(each.shape, each.dtype) for each in arrays]
-    told = {
+    description = {
         "arrays": [[each.shape, each.dtype] for each in specs],
         "piece_bytes": piece_bytes,
         "checksums": checksums,
     }
-    description = json.dumps(told).encode()
-    end = _END.pack(len(description), zlib.crc32(description), _MAGIC)
-    os.pwrite(descriptor, description + end, sum(map(len, contents)))
+    encoded = json.dumps(description).encode()
+    end = _END.pack(len(encoded), zlib.crc32(encoded), _MAGIC)
+    os.pwrite(descriptor, encoded + end, sum(map(len, contents)))
 
 
 def _read(descriptor: int, allocate: Callable[[Sequence[int]], Sequence[Bytes]]) -> PackedContent:
-    told, num_bytes = _read_description(descriptor)
-    specs = [ArraySpec.of(*each) for each in told["arrays"]]
+    description, num_bytes = _read_description(descriptor)
+    specs = [ArraySpec.of(*each) for each in description["arrays"]]
     sizes = [int(np.prod(each.shape)) * np.dtype(each.dtype).itemsize for each in specs]
     if sum(sizes) != num_bytes:
         raise _DamagedError("has another size than it says")
     contents = allocate(sizes)
-    pieces = [*_pieces(contents, told["piece_bytes"])]
-    if len(pieces) != len(told["checksums"]):
+    pieces = [*_pieces(contents, description["piece_bytes"])]
+    if len(pieces) != len(description["checksums"]):
         raise _DamagedError("lacks checksums")
 
     def is_whole(piece: _Piece, checksum: int) -> bool:
-        view = piece.content.data
+        content, offset = piece
+        view = content.data
         count, done = -1, 0
         while done < len(view) and count:
-            count = os.preadv(descriptor, [view[done:]], piece.offset + done)
+            count = os.preadv(descriptor, [view[done:]], offset + done)
             done += count
         return zlib.crc32(view) == checksum
 
     with ThreadPoolExecutor(MAX_THREADS) as threads:
-        if not all(threads.map(is_whole, pieces, told["checksums"])):
+        if not all(threads.map(is_whole, pieces, description["checksums"])):
             raise _DamagedError("does not have its checksums")
-    return PackedContent(tuple(specs), tuple(contents))
+    return [*zip(specs, contents, strict=True)]
 
 
 def _read_description(descriptor: int) -> tuple[dict[str, Any], int]:
@@ -176,7 +168,7 @@ def _pieces(contents: Sequence[Bytes], piece_bytes: int) -> Iterator[_Piece]:
     offset = 0
     for content in contents:
         for start in range(0, len(content), piece_bytes):
-            yield _Piece(content[start : start + piece_bytes], offset + start)
+            yield content[start : start + piece_bytes], offset + start
         offset += len(content)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cadenza.backends.xla.ops.packed_file import ArraySpec, PackedFile
+from cadenza.backends.xla.ops.packed_file import ArraySpec, PackedContent, PackedFile
 
 CHUNK_BYTES = 256 << 20
 _ALIGNMENT = 64
@@ -32,14 +32,14 @@ class PackedMemory:
     def __init__(self, file: PackedFile | None = None) -> None:
         self._left: Bytes = np.empty(0, np.uint8)
         self._file = file
-        self._stored: list[tuple[ArraySpec, Bytes]] = []
+        self._stored: PackedContent = []
         self._arrays: list[npt.NDArray[Any]] = []
         self._has_packed = False
-        content = None if file is None else file.read(self._allocate_all)
-        if content is None:
+        stored = None if file is None else file.read(self._allocate_all)
+        if stored is None:
             self._left = np.empty(0, np.uint8)
         else:
-            self._stored = [*zip(content.specs, content.contents, strict=True)]
+            self._stored = stored
 
     def hold(
         self,

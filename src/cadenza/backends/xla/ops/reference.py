@@ -77,7 +77,7 @@ _ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
 
 
 class ReferenceOps(OpTable):
-    """Computes every row, whatever the `count`. Weights have the checkpoint's layout; KV is
+    """Computes every row and ignores `count`. Weights have the checkpoint's layout; KV is
     [slots, layers, Hkv, D], in int8 with scales [slots, layers, Hkv].
     """
 
