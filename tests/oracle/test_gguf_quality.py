@@ -30,7 +30,7 @@ MOST_OF_LLAMA_CPP = 0.75
 
 CHUNK, NUM_CHUNKS = 512, 2
 NUM_SCORED = CHUNK // 2 - 1
-TEXT = Path("ARCHITECTURE.md")
+TEXT = Path(__file__).with_name("corpus.txt")
 LIBRARIES = ("src/libllama.a", *(f"ggml/src/libggml{part}.a" for part in ("", "-cpu", "-base")))
 
 
