@@ -15,8 +15,8 @@ from cadenza.config import MAX_NUM_SEQS_BOUND, EngineConfig
 from cadenza.errors import ConfigError, show_size
 from cadenza.loading.fingerprint import identify
 from cadenza.loading.plan import (
-    Beside,
     EnginePlan,
+    ExtraMemory,
     make_plan,
     pages_at_once,
     pages_for_batch,
@@ -496,7 +496,7 @@ def test_the_headroom_is_left_out_of_the_pool():
 
 def test_bodies_that_are_read_are_planned_and_left_out_of_the_pool():
     def with_bodies(traits: BackendTraits, bodies_bytes: int) -> EnginePlan:
-        beside = Beside(bodies_bytes=bodies_bytes)
+        beside = ExtraMemory(bodies_bytes=bodies_bytes)
         return make_plan(EngineConfig(max_num_seqs=64), open_checkpoint(None), traits, GIB, beside)
 
     without, beside = with_bodies(TRAITS, 0), with_bodies(TRAITS, GIB // 2)

@@ -1,8 +1,8 @@
 """Reads model folders in the Hugging Face layout, and writes random ones.
 
 Owns a checkpoint's configuration (`ModelConfig`), tensors (`Weights`, `declare`) and folder
-(`open_checkpoint`). Knows no devices or engines. Invariant: nothing from a checkpoint is executed,
-and anything that cannot be read exactly raises `CheckpointError`.
+(`open_checkpoint`). Invariant: nothing from a checkpoint is executed, and anything that cannot be
+read exactly raises `CheckpointError`.
 
 Modules:
 
@@ -23,13 +23,12 @@ Modules:
   quantised in tensors of other names
 - `safetensors_writer`: tensors into files
 - `quantised_folder`: the folder that `cadenza quantize` writes
-- `base_model`: models that were saved without their head, for embeddings
 - `score_head`: the head of models that score a text
 - `mtp_layout`: how the MTP layers of each family are stored and fed
 - `mtp_head`: an MTP layer of a model as a model of one layer
 - `stacked_experts`: checkpoints that store a layer's experts in two tensors
 - `opening`: `open_checkpoint`, of a folder or a GGUF file
-- `folder`: an opened model, `Checkpoint`; the reader of folders
+- `folder`: an opened model, `Checkpoint`; the reader of folders, those of base models too
 - `hub`: folders of the hub's models
 - `hub_cache`: those in its local cache, listed and removed
 - `other_folders`: folders of the hub's cache, and of LoRA adapters

@@ -1,6 +1,6 @@
 """`BlockWeight`: a weight in the quantised blocks of a file, as it is mapped; and their `Encoding`.
 
-Knows no types: `gguf/blocks` has them. Invariant: nothing is decoded before it is asked for.
+Invariant: nothing is decoded before it is asked for.
 
 Shapes: N out, K in; a row is whole blocks of consecutive elements.
 """

@@ -1,9 +1,7 @@
 """Declares name, shape and kind of every tensor of a model: `declare`.
 
-Owns the tensor names of the supported families. Knows no files or devices: the check of a folder,
-random checkpoints and loading all follow from the declaration. Invariant: weights that passed
-`check_weights` have every declared tensor in its declared shape, and no tensor that would change
-the model.
+Owns the tensor names of the supported families. Invariant: weights that passed `check_weights` have
+every declared tensor in its declared shape, and no tensor that would change the model.
 
 Shapes: E embed, F MLP, Hq/Hkv heads, D head dim, V vocabulary, X experts; a linear is [out, in].
 """

@@ -1,7 +1,7 @@
 """The data types of stored tensors.
 
-Owns the table of Cadenza's names, safetensors codes and numpy dtypes. Knows no files. Invariant:
-every `WeightDType` converts to float32 exactly; the other types occur in quantised weights only.
+Owns the table of Cadenza's names, safetensors codes and numpy dtypes. Invariant: every
+`WeightDType` converts to float32 exactly; the other types occur in quantised weights only.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """`Float8Weight`: a weight as float8_e4m3fn codes with float32 scales.
 
 Owns how scales of larger blocks, of rows or of the whole weight become one for each row and block
-of `BLOCK` elements; `csrc/core/float8.h` states the arithmetic of products. Knows no files.
+of `BLOCK` elements; `csrc/core/float8.h` states the arithmetic of products.
 
 Shapes: N out, K in, B blocks of `BLOCK` consecutive elements of K; the last one may be shorter.
 """

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from cadenza.checkpoint.base_model import as_decoder
 from cadenza.checkpoint.config_json import CONFIG_FILE, parse_model_config, read_token_ids
-from cadenza.checkpoint.declaration import EMBEDDING, FINAL_NORM, check_weights, declare
+from cadenza.checkpoint.declaration import EMBEDDING, FINAL_NORM, HEAD, check_weights, declare
 from cadenza.checkpoint.dtypes import WeightDType, as_weight_dtype
 from cadenza.checkpoint.formats import SETTINGS, apply_scheme, read_scheme
 from cadenza.checkpoint.generation_defaults import (
@@ -36,6 +35,8 @@ MAX_CONFIG_BYTES = 4 << 20
 
 MAX_UNREAD_BYTES = 1 << 20
 """Bytes of each file in the digest of a model that only a backend reads."""
+
+_PREFIX = "model."
 
 OnProgress = Callable[[int, int], object]
 """Called with the bytes of the weights that are done, and of all."""
@@ -182,11 +183,12 @@ def _read_known(
 
     Raises CheckpointError.
     """
-    config = parse_model_config(_without_quantisation(raw_config))
+    plain = {key: value for key, value in raw_config.values.items() if key not in SETTINGS}
+    config = parse_model_config(plain)
     scheme = read_scheme(raw_config)
     weights = open_weights(folder, has_mtp_layers=config.num_mtp_layers > 0)
     config, weights, score_head = split_score_head(raw_config, config, weights)
-    config, weights, can_generate = as_decoder(config, weights)
+    config, weights, can_generate = _as_decoder(config, weights)
     weights = split_stacked_experts(config, weights)
     if scheme is not None:
         weights = apply_scheme(scheme, config, weights)
@@ -196,8 +198,25 @@ def _read_known(
     return config, weights, can_generate and score_head is None, score_head
 
 
-def _without_quantisation(raw: JsonObject) -> dict[str, object]:
-    return {key: value for key, value in raw.values.items() if key not in SETTINGS}
+def _as_decoder(config: ModelConfig, weights: Weights) -> tuple[ModelConfig, Weights, bool]:
+    """A model under the declared names, and whether it can generate.
+
+    transformers' base models, such as `Qwen3Model`, are saved without their head, and their tensors
+    without the prefix of names that they have within the model that generates; so are embedding
+    models. One that cannot generate has the embedding as its head, which nothing reads.
+    """
+    is_base = EMBEDDING.removeprefix(_PREFIX) in weights
+    if not is_base or any(name.startswith(_PREFIX) for name in weights):
+        return config, weights, True
+    parts = {
+        name: [replace(weights.entry(name), name=f"{_PREFIX}{name}")]
+        for name in weights
+        if name != HEAD
+    }
+    can_generate = config.tie_word_embeddings or HEAD in weights
+    if not can_generate:
+        config = replace(config, tie_word_embeddings=True)
+    return config, weights.with_parts(parts), can_generate
 
 
 def _float_type(weights: Weights) -> WeightDType:

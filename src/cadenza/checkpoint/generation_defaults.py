@@ -1,8 +1,7 @@
 """The recommended sampling settings of a model: `GenerationDefaults`.
 
 Owns the keys of generation_config.json, and what is assumed of a file without recommendations.
-Knows no requests. Invariant: a key that would change sampling is either a field here or named in
-`unapplied`.
+Invariant: a key that would change sampling is either a field here or named in `unapplied`.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
 """Untrusted JSON objects with checked getters: `JsonObject`.
 
-Owns the size limits of JSON files and their error messages. Knows no key's meaning. Invariant: a
-getter returns a value of the requested type and range, or raises `CheckpointError`.
+Owns the size limits of JSON files and their error messages. Invariant: a getter returns a value of
+the requested type and range, or raises `CheckpointError`.
 """
 
 import json

@@ -1,8 +1,7 @@
 """A model's shape and arithmetic: `ModelConfig`.
 
-Owns the bounds of all sizes, and what follows from the sizes. Knows no files: `config_json` and
-`families` read and write them. Invariant: a `ModelConfig` that was read is within bounds and
-describes the model's arithmetic completely.
+Owns the bounds of all sizes, and what follows from the sizes. Invariant: a `ModelConfig` that was
+read is within bounds and describes the model's arithmetic completely.
 """
 
 from dataclasses import dataclass

@@ -9,7 +9,6 @@ decoder's final norm, and the embedding e of token t + 1,
 predicts token t + 2. So it is a decoder of one layer, with embedding and head of the model that it
 belongs to, whose first input is x (`ModelConfig.reads_hidden`). What differs between families, with
 its sources, is in `mtp_layout`; the block is a layer of the model's own kind, with full attention.
-Knows no files.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
 """`ModelOutline`: what the engine needs to know of a model whose arithmetic the backend brings.
 
-Owns the reading of a config.json without its family. Knows no arithmetic. Invariant: every
-`ModelConfig` has an outline; a model may have an outline and no `ModelConfig`.
+Owns the reading of a config.json without its family. Invariant: every `ModelConfig` has an outline;
+a model may have an outline and no `ModelConfig`.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
 """`QuantisedWeight`: a weight as integer codes with scales, and the rounding that makes one.
 
 Owns the rounding of weights; `csrc/core/quantised.h` states the rules for weights, activations and
-products, and `core/pack_quantised.cpp` makes the same bits from floats. Knows no layouts.
+products, and `core/pack_quantised.cpp` makes the same bits from floats.
 
 Shapes: N out, K in, G groups of 32 or 16 consecutive elements of K; the last one may be shorter.
 """

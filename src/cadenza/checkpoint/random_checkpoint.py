@@ -1,8 +1,7 @@
 """Writes checkpoints with random weights, of a named shape or any config.
 
-Owns the distribution of random weights. Knows no devices.
-Invariant: the bytes written depend only on config, seed and data type, and at most a part of one
-tensor is in memory at a time.
+Owns the distribution of random weights. Invariant: the bytes written depend only on config, seed
+and data type, and at most a part of one tensor is in memory at a time.
 
 The weights are chosen so that errors change the output: activations keep unit variance through the
 layers, attention is peaked, norms and biases are noisy, and logits have a standard deviation of

@@ -1,7 +1,7 @@
 """The rotary position settings of a config.json: `RopeConfig`, `read_rope` and `format_rope`.
 
-Owns the supported scalings and their defaults. Knows no layers and computes no angles. Invariant:
-a `RopeConfig` has all defaults filled in, so that equivalent files give equal values.
+Owns the supported scalings and their defaults. Invariant: a `RopeConfig` has all defaults filled
+in, so that equivalent files give equal values.
 
 Sources: Su et al., 2021 (rotary embedding); Peng et al., 2023 (YaRN); Ding et al., 2024 (LongRoPE).
 """

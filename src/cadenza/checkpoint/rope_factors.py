@@ -1,10 +1,10 @@
 """`rope_factors`: the cosines and sines of all positions, shared by the runners of all backends.
 
 Owns the arithmetic of a `RopeConfig`, in float64 on the host, rounded once to float32. The factors
-depend on `max_model_len` and are fixed for an engine's lifetime. Knows no layers and no device. The
-witness computes its own factors (`reference_rope`) and must not import this module. Invariant: the
-factors have the same bits on every machine, so elementary functions come from `host_math`, and
-products of complex numbers, which numpy fuses on some CPUs, are written out.
+depend on `max_model_len` and are fixed for an engine's lifetime. The witness computes its own
+factors (`reference_rope`) and must not import this module. Invariant: the factors have the same
+bits on every machine, so elementary functions come from `host_math`, and products of complex
+numbers, which numpy fuses on some CPUs, are written out.
 
 Sources: Su et al., 2021 (rotary embedding); Llama 3.1's wavelength-dependent scaling; Peng et al.,
 2023 (YaRN); Ding et al., 2024 (LongRoPE).

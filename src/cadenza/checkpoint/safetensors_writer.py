@@ -1,7 +1,7 @@
 """Writes tensors into safetensors files: `write_shards`.
 
-Owns the header and the division into files. Knows no models. Invariant: the elements of one `Part`
-are in memory at a time, and the bytes depend only on the parts.
+Owns the header and the division into files. Invariant: the elements of one `Part` are in memory at
+a time, and the bytes depend only on the parts.
 """
 
 import json

@@ -1,8 +1,8 @@
 """`ScoreHead`: the head of models that score a text, such as rerankers, in place of a vocabulary's.
 
 transformers saves such a model (`Qwen3ForSequenceClassification`) with the decoder's own tensor
-names and `score.weight`. Knows no text. Invariant: a model with a score head has no other, and the
-weights that the engine loads lack it: it is applied to the last hidden state of a text.
+names and `score.weight`. Invariant: a model with a score head has no other, and the weights that
+the engine loads lack it: it is applied to the last hidden state of a text.
 """
 
 import math

@@ -1,7 +1,7 @@
 """Describes a model folder, whether it can be loaded or not: `survey_folder`.
 
-Owns the facts that `cadenza info` shows of a refused checkpoint. Knows no family. Invariant: raises
-nothing, and reads only small files and headers.
+Owns the facts that `cadenza info` shows of a refused checkpoint. Invariant: raises nothing, and
+reads only small files and headers.
 """
 
 from collections import Counter

@@ -1,7 +1,7 @@
 """The format in which each tensor of a model is held: `format_of`, `held_formats`.
 
-Knows no files and no layouts. Invariant: memory plans, bounds and loading derive the format of a
-tensor from `format_of`, so that they agree.
+Invariant: memory plans, bounds and loading derive the format of a tensor from `format_of`, so that
+they agree.
 """
 
 from collections.abc import Callable, Iterable

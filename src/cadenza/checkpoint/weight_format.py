@@ -1,7 +1,7 @@
 """How a tensor is held in memory: `WeightFormat`, and the formats of integer codes.
 
-Owns the formats, their sizes and `joined`. Knows no files and no layouts; `csrc/core/code_format.h`
-has the layout of each and lists those that kernels exist for.
+Owns the formats, their sizes and `joined`. `csrc/core/code_format.h` has the layout of each and
+lists those that kernels exist for.
 """
 
 import math

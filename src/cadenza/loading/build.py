@@ -25,7 +25,7 @@ from cadenza.loading.draft import plan_copy, plan_draft_model, plan_mtp_head
 from cadenza.loading.footprint import front_end_bytes_of
 from cadenza.loading.memory import HOST_MEMORY, HostMemory
 from cadenza.loading.page_folder import open_page_folder
-from cadenza.loading.plan import Beside, DraftPlan, EnginePlan, device_share, make_plan
+from cadenza.loading.plan import DraftPlan, EnginePlan, ExtraMemory, device_share, make_plan
 from cadenza.loading.planned_engine import PlannedEngine, cache_folder
 from cadenza.loading.promised_memory import MemoryPromise, find_promised, promise_memory
 from cadenza.loading.step_costs import StepCosts, open_step_costs
@@ -143,8 +143,8 @@ def plan_model(
         if memory.most_bytes is not None:
             available = min(available, memory.most_bytes)
     draft = _plan_draft(checkpoint, config, traits, backends)
-    beside = Beside(draft=draft, bodies_bytes=bodies_bytes)
-    return make_plan(config, checkpoint, traits, available, beside)
+    extra = ExtraMemory(draft=draft, bodies_bytes=bodies_bytes)
+    return make_plan(config, checkpoint, traits, available, extra)
 
 
 def _plan_draft(

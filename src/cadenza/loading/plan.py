@@ -5,7 +5,7 @@ for; one request of `max_model_len` tokens fits the pool of `make_plan`. `with_p
 smaller where the requests are known in advance.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from math import floor
 
@@ -62,7 +62,7 @@ class DraftPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Beside:
+class ExtraMemory:
     """What is planned beside a model: the second one, if the options name one, and the bytes of all
     bodies that a server reads at the same time."""
 
@@ -210,24 +210,24 @@ def make_plan(
     checkpoint: Checkpoint,
     traits: BackendTraits,
     available_bytes: int,
-    beside: Beside | None = None,
+    extra: ExtraMemory | None = None,
 ) -> EnginePlan:
     """Resolves every `None` and `auto` of `config`.
 
     Raises:
         ConfigError: the model or the requested sizes do not fit; the message has both numbers.
     """
-    beside = beside or Beside()
-    draft = beside.draft
+    extra = extra or ExtraMemory()
+    draft = extra.draft
     dtype = choose_dtype(config, checkpoint, traits)
     quantization = choose_quantization(config, checkpoint, traits)
-    kv_cache_dtype = _choose_kv_dtype(config, traits)
+    _check_choice("--kv-cache-dtype", config.kv_cache_dtype, traits.kv_cache_dtypes, traits)
     _check_arithmetic(config, traits)
     _check_speculation(config, traits)
     kv_layout = _choose_layout(config, traits)
     config = replace(config, kv_layout=kv_layout, quantization=quantization)
     memory = _beside_draft(memory_of(checkpoint, traits, dtype, config), draft)
-    footprint = footprint_of(checkpoint, traits, dtype, memory, beside.bodies_bytes)
+    footprint = footprint_of(checkpoint, traits, dtype, memory, extra.bodies_bytes)
     if draft is not None:
         footprint = footprint.with_draft()
     space = Space(
@@ -249,7 +249,7 @@ def make_plan(
         dtype=dtype,
         quantization=quantization,
         scheme=None if checkpoint.scheme is None else checkpoint.scheme.name,
-        kv_cache_dtype=kv_cache_dtype,
+        kv_cache_dtype=config.kv_cache_dtype,
         has_codes=checkpoint.is_known and checkpoint.weights.has_codes,
         kv_layout=kv_layout,
         weight_bytes=memory.weight_bytes - (0 if draft is None else draft.weight_bytes),
@@ -377,10 +377,7 @@ def choose_dtype(
 ) -> WeightDType:
     if config.dtype == "auto":
         return traits.dtype_for[checkpoint.outline.dtype]
-    if config.dtype not in traits.dtypes:
-        raise ConfigError(
-            f"--dtype {config.dtype} is not one of {', '.join(traits.dtypes)} on {traits.name}"
-        )
+    _check_choice("--dtype", config.dtype, traits.dtypes, traits)
     return config.dtype
 
 
@@ -392,21 +389,13 @@ def choose_quantization(
             f"--quantization {config.quantization}: the checkpoint is already quantised as "
             f"{checkpoint.scheme.name}; leave the flag out, or use the unquantised checkpoint"
         )
-    if config.quantization not in traits.quantizations:
-        raise ConfigError(
-            f"--quantization {config.quantization} is not one of "
-            f"{', '.join(traits.quantizations)} on {traits.name}"
-        )
+    _check_choice("--quantization", config.quantization, traits.quantizations, traits)
     return config.quantization
 
 
-def _choose_kv_dtype(config: EngineConfig, traits: BackendTraits) -> KVCacheDType:
-    if config.kv_cache_dtype not in traits.kv_cache_dtypes:
-        raise ConfigError(
-            f"--kv-cache-dtype {config.kv_cache_dtype} is not one of "
-            f"{', '.join(traits.kv_cache_dtypes)} on {traits.name}"
-        )
-    return config.kv_cache_dtype
+def _check_choice(flag: str, value: str, allowed: Sequence[str], traits: BackendTraits) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{flag} {value} is not one of {', '.join(allowed)} on {traits.name}")
 
 
 def _check_arithmetic(config: EngineConfig, traits: BackendTraits) -> None:
@@ -453,11 +442,7 @@ def _check_speculation(config: EngineConfig, traits: BackendTraits) -> None:
 def _choose_layout(config: EngineConfig, traits: BackendTraits) -> KVArrangement:
     if config.kv_layout == "auto":
         return traits.kv_layouts[0]
-    if config.kv_layout not in traits.kv_layouts:
-        raise ConfigError(
-            f"--kv-layout {config.kv_layout} is not one of auto, {', '.join(traits.kv_layouts)} "
-            f"on {traits.name}"
-        )
+    _check_choice("--kv-layout", config.kv_layout, ("auto", *traits.kv_layouts), traits)
     return config.kv_layout
 
 

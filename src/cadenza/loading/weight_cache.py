@@ -1,8 +1,8 @@
 """`packed_weights_file`: where the weights that `--quantization` makes are kept for later starts.
 
 Owns the folder `weights` of the cache folder: the names of its files, and the bound on their bytes.
-Knows no layouts; a backend reads and writes the files. Invariant: a name stands for everything that
-the content of a file depends on.
+A backend reads and writes the files. Invariant: a name stands for everything that the content of a
+file depends on.
 """
 
 import hashlib

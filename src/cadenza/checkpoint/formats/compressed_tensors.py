@@ -17,8 +17,15 @@ import numpy as np
 
 from cadenza.checkpoint.declaration import TensorSpec
 from cadenza.checkpoint.formats.float8 import Block, check_block, find_float8
-from cadenza.checkpoint.formats.grouped import Bits, Bytes, CodeLayout, as_bits, unpack_codes
-from cadenza.checkpoint.formats.mxfp4 import MXFP4_GROUP, stored_mxfp4
+from cadenza.checkpoint.formats.grouped import (
+    MXFP4_GROUP,
+    Bits,
+    Bytes,
+    CodeLayout,
+    as_bits,
+    stored_mxfp4,
+    unpack_codes,
+)
 from cadenza.checkpoint.formats.scheme import SCALE_DTYPES, ModuleTensors, QuantisationScheme
 from cadenza.checkpoint.formats.targets import MAX_TARGETS, Target
 from cadenza.checkpoint.json_object import JsonObject, shorten

@@ -1,4 +1,6 @@
-"""Codes as the methods store them: `GroupedCodes` of groups of any length, and their packing.
+"""Codes as the methods store them: `CodeLayout` of groups of any length, their packing, and mxfp4
+(OCP Microscaling Formats 1.0): nibbles of e2m1 in groups of 32 with scales of e8m0. Twice an e2m1
+value is an integer, so such a weight has codes of 8 bits, exactly.
 
 Owns the way from stored codes, which have no sign, to a `QuantisedWeight`.
 
@@ -11,10 +13,18 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from cadenza.checkpoint.declaration import TensorSpec
 from cadenza.checkpoint.dtypes import StoredDType
+from cadenza.checkpoint.formats.scheme import ModuleTensors
 from cadenza.checkpoint.quantised_weight import QuantisedWeight
-from cadenza.checkpoint.stored_tensor import AnyArray
+from cadenza.checkpoint.stored_tensor import AnyArray, StoredTensor, StoredWeight
 from cadenza.checkpoint.weight_format import GROUP, ScaleType, WeightFormat, code_format
+
+MXFP4_GROUP = GROUP
+_MXFP4_FORMAT = code_format(8, "float32")
+
+_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
+_NOT_A_NUMBER = 255
 
 Bits = Literal[4, 8]
 
@@ -100,3 +110,27 @@ def unpack_codes(words: AnyArray, bits: int, count: int) -> Bytes:
         halves = np.stack([stored & np.uint8(15), stored >> np.uint8(4)], axis=-1)
         stored = halves.reshape(*words.shape[:-1], -1)
     return stored[..., :count]
+
+
+def stored_mxfp4(
+    spec: TensorSpec, tensors: ModuleTensors, method: str, codes: StoredTensor, suffix: str
+) -> StoredWeight:
+    """The weight `spec` with `codes` that have the even elements in the low nibbles; `suffix` names
+    the tensor of its scales. Raises `CheckpointError`.
+    """
+    rows, reduction = spec.shape
+    scales = tensors.take(suffix, [(rows, reduction // MXFP4_GROUP)], ("uint8",))
+    return StoredWeight(
+        shape=spec.shape,
+        stored_type=f"{method} mxfp4",
+        format=_MXFP4_FORMAT,
+        parts=(codes, scales),
+        load=lambda: mxfp4_weight(unpack_codes(codes.array(), 4, reduction), scales.array()),
+    )
+
+
+def mxfp4_weight(nibbles: Bytes, exponents: Bytes) -> QuantisedWeight:
+    """The weight of nibbles [N, K] and the exponents [N, K / 32] of its scales."""
+    halved = np.ldexp(np.float32(1.0), exponents.astype(np.int32) - 128).astype(np.float32)
+    scales = np.where(exponents == _NOT_A_NUMBER, np.float32(np.nan), halved)
+    return QuantisedWeight(_DOUBLED[nibbles], scales.astype(np.float32))

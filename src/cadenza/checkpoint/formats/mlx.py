@@ -11,8 +11,13 @@ from functools import partial
 from typing import Literal
 
 from cadenza.checkpoint.declaration import TensorSpec
-from cadenza.checkpoint.formats.grouped import Bits, CodeLayout, unpack_codes
-from cadenza.checkpoint.formats.mxfp4 import MXFP4_GROUP, stored_mxfp4
+from cadenza.checkpoint.formats.grouped import (
+    MXFP4_GROUP,
+    Bits,
+    CodeLayout,
+    stored_mxfp4,
+    unpack_codes,
+)
 from cadenza.checkpoint.formats.scheme import SCALE_DTYPES, ModuleTensors, QuantisationScheme
 from cadenza.checkpoint.json_object import JsonObject, shorten
 from cadenza.checkpoint.stored_tensor import StoredWeight

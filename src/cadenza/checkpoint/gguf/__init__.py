@@ -1,8 +1,8 @@
 """Reads GGUF files, llama.cpp's format of one file for configuration, tokenizer and weights.
 
 `reader` has the format and `files` the choice of files; `config`, `tokenizer` and `tensors` give
-the meaning of metadata and tensors as the declarations of the package have it. Knows no devices.
-Invariant: nothing is read or allocated by a number of the file before that number was checked.
+the meaning of metadata and tensors as the declarations of the package have it. Invariant: nothing
+is read or allocated by a number of the file before that number was checked.
 
 Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 

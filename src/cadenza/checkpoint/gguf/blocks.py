@@ -1,7 +1,7 @@
 """The quantised types of GGUF as integer codes with scales: `BLOCKS`.
 
-Owns the layout of their blocks. Knows no files. Invariant: the codes, scales and offsets are those
-of the file, exactly, and the float32 values that they stand for are those of ggml's conversion.
+Owns the layout of their blocks. Invariant: the codes, scales and offsets are those of the file,
+exactly, and the float32 values that they stand for are those of ggml's conversion.
 
 Shapes: B blocks, C elements of a block, G groups of a block with one scale each.
 

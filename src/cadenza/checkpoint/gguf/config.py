@@ -1,9 +1,8 @@
 """The `ModelConfig` of a GGUF file's metadata: `read_config`.
 
 Owns what llama.cpp's converter writes for each architecture, and what its program takes as given.
-Knows no tensors but those that settings follow from. Invariant: the metadata become the entries of
-a config.json, which is read as strictly as one; a key of the architecture that is not known here is
-refused by its name.
+Invariant: the metadata become the entries of a config.json, which is read as strictly as one; a key
+of the architecture that is not known here is refused by its name.
 
 Source: llama.cpp's conversion/ and src/models/.
 """

@@ -1,7 +1,7 @@
 r"""How byte-level vocabularies split a text before BPE, by the names of `tokenizer.ggml.pre`.
 
-Owns the table `PRE_TOKENIZERS`. Knows no vocabulary. Invariant: an entry gives what the
-tokenizer.json of the models of that name gives; a name without one is refused.
+Owns the table `PRE_TOKENIZERS`. Invariant: an entry gives what the tokenizer.json of the models of
+that name gives; a name without one is refused.
 """
 
 from collections.abc import Mapping

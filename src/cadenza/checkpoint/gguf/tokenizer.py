@@ -1,9 +1,9 @@
 """The tokenizer of a GGUF file's metadata as a tokenizer.json: `read_gguf_tokenizer`.
 
 Owns the two kinds of vocabulary: BPE over bytes, with merges (`gpt2`), and SentencePiece's BPE,
-whose merges follow from the scores (`llama`). Knows no weights. Invariant: token ids are those of
-the file, and a text gets the ids that the model's own tokenizer.json gives; other kinds and unknown
-pre-tokenizers are refused by their names.
+whose merges follow from the scores (`llama`). Invariant: token ids are those of the file, and a
+text gets the ids that the model's own tokenizer.json gives; other kinds and unknown pre-tokenizers
+are refused by their names.
 """
 
 import json

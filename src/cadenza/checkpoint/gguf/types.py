@@ -1,6 +1,6 @@
 """The types of GGUF: of metadata values (`SCALARS`, `STRING`, `ARRAY`) and of tensors.
 
-Owns their codes and sizes. Knows no files. Invariant: a tensor type's rows are whole blocks.
+Owns their codes and sizes. Invariant: a tensor type's rows are whole blocks.
 """
 
 import struct
