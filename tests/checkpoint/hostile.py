@@ -2,7 +2,8 @@
 
 Owns the corpus (`CORPUS`, a folder's files by case) and the watching: processor time, allocated
 memory, and what Python's audit events tell of files, processes, sockets and code. Run as
-`python -m tests.checkpoint.hostile ROOT`: it opens ROOT/<number> and prints a JSON line for each.
+`python -m tests.checkpoint.hostile ROOT COUNT`: it opens ROOT/<number> and prints a JSON line for
+each.
 """
 
 import json
@@ -10,7 +11,7 @@ import os
 import sys
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -297,10 +298,10 @@ CORPUS: dict[str, tuple[str, dict[str, Any] | Case]] = {
 }
 
 
-def write_corpus(root: Path) -> None:
+def write_corpus(root: Path, names: Sequence[str]) -> None:
     (root / "secret").write_text("the secret of another tenant")
-    for number, (_, content) in enumerate(CORPUS.values()):
-        folder = root / str(number)
+    for number, name in enumerate(names):
+        folder, (_, content) = root / str(number), CORPUS[name]
         content(folder) if callable(content) else write_folder(folder, content)
 
 
@@ -340,7 +341,7 @@ def watch(folder: Path) -> dict[str, Any]:
     return found
 
 
-def main(root: Path) -> None:
+def main(root: Path, num_folders: int) -> None:
     seen: list[str] = []
 
     def listen(event: str, arguments: tuple[object, ...]) -> None:
@@ -352,11 +353,11 @@ def main(root: Path) -> None:
     use_everything(root / "warm")
     tracemalloc.start()
     sys.addaudithook(listen)
-    for number in range(len(CORPUS)):
+    for number in range(num_folders):
         seen.clear()
         found = watch(root / str(number))
         sys.stdout.write(json.dumps({**found, "events": list(seen)}) + "\n")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), int(sys.argv[2]))

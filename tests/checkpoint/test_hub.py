@@ -263,6 +263,7 @@ def run_info(environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.soak
 def test_the_command_line_takes_a_hub_id(hub: FakeHub, tmp_path: Path):
     with serving(hub) as endpoint:
         ran = run_info({"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"})

@@ -30,6 +30,7 @@ from tests.checkpoint.files import small_model, write_tensors
 TINY_SHAPES = [name for name in shape_names() if name.startswith("tiny-")]
 INDEX = "model.safetensors.index.json"
 UP_PROJ = "mtp.layers.0.mlp.up_proj.weight"
+BY_DAY = ("tiny-llama", "tiny-gemma3", "tiny-mixtral", "tiny-phi3")
 
 
 def write_shards(folder: Path, tensors: dict[str, np.ndarray]) -> dict[str, str]:
@@ -214,7 +215,13 @@ def test_the_digest_follows_the_headers_and_not_the_data(tmp_path: Path):
     assert digests[0] != digests[1]
 
 
-@pytest.mark.parametrize("name", TINY_SHAPES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in BY_DAY else pytest.param(name, marks=pytest.mark.soak)
+        for name in TINY_SHAPES
+    ],
+)
 def test_every_declared_tensor_is_needed_and_missed_by_name(name: str, tmp_path: Path):
     """Biases and norms too, which a decoder could do without."""
     config = named_shape(name)

@@ -108,30 +108,25 @@ class Hub:
 class _Fetching:
     """One call of `fetch`, with the hub's settings resolved."""
 
+    hub: Hub
     name: str
     selector: str | None
     revision: str
     endpoint: str
     cache: Path
-    is_offline: bool
-    report: Callable[[str], None]
-    any_family: bool
 
     @classmethod
     def of(cls, hub: Hub, name: str, revision: str) -> "_Fetching":
         from huggingface_hub import constants
 
-        offline = constants.HF_HUB_OFFLINE if hub.is_offline is None else hub.is_offline
         model, _, selector = name.partition(":")
         return cls(
+            hub=hub,
             name=model,
             selector=selector or None,
             revision=revision,
             endpoint=hub.endpoint or constants.ENDPOINT,
             cache=hub.cache or Path(constants.HF_HUB_CACHE),
-            is_offline=offline,
-            report=hub.report,
-            any_family=hub.any_family,
         )
 
     @property
@@ -139,7 +134,10 @@ class _Fetching:
         return self.cache / f"models--{self.name.replace('/', '--')}"
 
     def run(self) -> Snapshot:
-        if self.is_offline:
+        from huggingface_hub import constants
+
+        is_offline = self.hub.is_offline
+        if constants.HF_HUB_OFFLINE if is_offline is None else is_offline:
             return self._find_cached()
         with self._explained():
             from huggingface_hub import HfApi
@@ -154,13 +152,10 @@ class _Fetching:
             )
         sizes = {each.rfilename: each.size or 0 for each in found.siblings or []}
         gguf = self._choose_gguf(sizes)
-        if gguf is not None:
-            file = self._fetch_gguf(api, commit, gguf, sizes)
-            self._remember(commit)
-            return Snapshot(folder=file.parent, commit=commit, gguf=file)
-        folder = self._fetch_files(api, commit, sizes)
+        file = None if gguf is None else self._fetch_gguf(api, commit, gguf, sizes)
+        folder = self._fetch_files(api, commit, sizes) if file is None else file.parent
         self._remember(commit)
-        return Snapshot(folder=folder, commit=commit)
+        return Snapshot(folder=folder, commit=commit, gguf=file)
 
     @property
     def _subject(self) -> str:
@@ -183,11 +178,7 @@ class _Fetching:
             raise CheckpointError(
                 f"{self._subject} has no {absent[0]}, which {name} needs; choose another file"
             )
-        paths = [
-            self._download(api, commit, each, sizes, place=f"{number} of {len(names)}: ")
-            for number, each in enumerate(names, start=1)
-        ]
-        return paths[0]
+        return self._download_all(api, commit, names, sizes)
 
     def _fetch_files(self, api: "HfApi", commit: str, sizes: Mapping[str, int]) -> Path:
         """Downloads small files first, to refuse unsupported models before fetching weights."""
@@ -204,13 +195,11 @@ class _Fetching:
                 f"transformers, with small files of at most {show_size(MAX_TOKENIZER_BYTES)}"
             )
         folder = self._download(api, commit, CONFIG_FILE, sizes).parent
-        if not self.any_family:
+        if not self.hub.any_family:
             parse_model_config(read_json_object(folder / CONFIG_FILE).values)
         for path in sorted(small):
             self._download(api, commit, path, sizes)
-        weights = self._weight_files(folder, sizes)
-        for number, path in enumerate(weights, start=1):
-            self._download(api, commit, path, sizes, place=f"{number} of {len(weights)}: ")
+        self._download_all(api, commit, self._weight_files(folder, sizes), sizes)
         return folder
 
     def _weight_files(self, folder: Path, sizes: Mapping[str, int]) -> list[str]:
@@ -229,13 +218,23 @@ class _Fetching:
             wanted.append(MTP_FILE)
         return wanted
 
+    def _download_all(
+        self, api: "HfApi", commit: str, paths: list[str], sizes: Mapping[str, int]
+    ) -> Path:
+        """Downloads files of weights and returns the first."""
+        fetched = [
+            self._download(api, commit, path, sizes, place=f"{number} of {len(paths)}: ")
+            for number, path in enumerate(paths, start=1)
+        ]
+        return fetched[0]
+
     def _download(
         self, api: "HfApi", commit: str, path: str, sizes: Mapping[str, int], place: str = ""
     ) -> Path:
         is_shown = sys.stderr.isatty()
         target = self.storage / "snapshots" / commit / path
         if not is_shown and not target.exists():
-            self.report(f"fetching {place}{path} ({show_size(sizes[path])})")
+            self.hub.report(f"fetching {place}{path} ({show_size(sizes[path])})")
         download = cast(Callable[..., str], api.hf_hub_download)  # pyright: ignore[reportUnknownMemberType]
         with self._explained():
             fetched = download(
@@ -256,7 +255,7 @@ class _Fetching:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(commit, encoding="ascii")
         except OSError:
-            self.report(
+            self.hub.report(
                 f"cannot write to the cache; {self.revision} cannot be resolved when offline"
             )
 

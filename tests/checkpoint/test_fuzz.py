@@ -1,8 +1,9 @@
-"""The header reader under a coverage-guided fuzz: an honest answer or a named error, always."""
+"""The readers of headers under a guided fuzz: an honest answer or a named error, always."""
 
 import json
 import math
 import random
+import struct
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -11,11 +12,15 @@ import pytest
 
 from cadenza.checkpoint import json_object, safetensors_file
 from cadenza.checkpoint.dtypes import FORMAT_OF_CODE, FORMAT_OF_NAME
+from cadenza.checkpoint.gguf import reader
+from cadenza.checkpoint.gguf.reader import read_header
 from cadenza.checkpoint.safetensors_file import LENGTH_BYTES, read_entries
 from cadenza.errors import CheckpointError
 from tests.checkpoint.files import encode_file, encode_tensors, small_model
-from tests.checkpoint.fuzzing import Fuzz, Grammar, Target
+from tests.checkpoint.fuzzing import NUMBERS, Fuzz, Grammar, Target
+from tests.checkpoint.gguf_bytes import BF16_TENSOR, File, Tensor, small_file
 
+RUNS_BY_DAY = 800
 SOAK_SECONDS = 600.0
 MAX_MESSAGE = 600
 
@@ -101,21 +106,77 @@ def check_message(message: str) -> None:
     assert 0 < len(message) < MAX_MESSAGE
 
 
-def fuzz(target: Target, seed: int) -> Fuzz:
-    watched = {safetensors_file.__file__, json_object.__file__, __file__}
-    grammar = Grammar(words=WORDS, alter=alter, mend=mend)
-    return Fuzz(target, seeds(), grammar, watched, CheckpointError, seed)
+CODES = (0, 1, 2, 4, 6, 7, 8, 9, 12, 13, 30, 39)
+GGUF_WORDS = (
+    *(struct.pack("<I", code) for code in CODES),
+    *(struct.pack("<Q", number) for number in (0, 1, 2, 32, 1 << 40, (1 << 64) - 1)),
+    struct.pack("<Q", 17) + b"general.alignment" + struct.pack("<II", 4, 64),
+    b"GGUF",
+    b"\xff",
+)
 
 
-def test_the_header_reader_withstands_some_fuzzing():
-    session = fuzz(check, seed=1)
-    finding = session.run(max_runs=4000)
+def alter_gguf(draw: random.Random, data: bytes) -> bytes:
+    """Another number of 4 or 8 bytes somewhere, most of the time near the one that was there."""
+    width = draw.choice((4, 8))
+    if len(data) < width:
+        return data
+    place = draw.randrange(len(data) - width + 1)
+    number = int.from_bytes(data[place : place + width], "little")
+    if draw.random() < 0.3:
+        number = draw.choice((*NUMBERS, *CODES))
+    else:
+        number += draw.choice((-32, -1, 1, 8, 32))
+    changed = (number % (1 << 8 * width)).to_bytes(width, "little")
+    return data[:place] + changed + data[place + width :]
+
+
+def seeds_gguf() -> list[bytes]:
+    halves = File(tensors=[Tensor("a", [4, 1, 2], code=BF16_TENSOR)], data=bytes(16))
+    return [small_file().encode(), halves.encode(), File().encode()]
+
+
+def check_gguf(data: bytes) -> None:
+    """Reads `data`; what is accepted must be true, and a refusal must be fit to be read."""
+    try:
+        header = read_header(data, "x.gguf")
+    except CheckpointError as refusal:
+        check_message(str(refusal))
+        raise
+    position = header.num_bytes
+    for tensor in sorted(header.tensors.values(), key=lambda tensor: tensor.start):
+        num_blocks, rest = divmod(math.prod(tensor.shape), tensor.type.block_len)
+        assert rest == 0
+        assert tensor.stop - tensor.start == num_blocks * tensor.type.block_bytes > 0
+        assert position <= tensor.start
+        position = tensor.stop
+    assert position <= len(data)
+
+
+def fuzz(name: str, target: Target, seed: int) -> Fuzz:
+    if name == "gguf":
+        grammar = Grammar(words=GGUF_WORDS, alter=alter_gguf, mend=lambda data: data)
+        read, of = reader, seeds_gguf()
+    else:
+        grammar = Grammar(words=WORDS, alter=alter, mend=mend)
+        read, of = safetensors_file, seeds()
+    watched = {str(read.__file__), json_object.__file__, __file__}
+    return Fuzz(target, of, grammar, watched, CheckpointError, seed)
+
+
+CHECKS = {"safetensors": check, "gguf": check_gguf}
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_a_reader_withstands_some_fuzzing(name: str):
+    session = fuzz(name, CHECKS[name], seed=1)
+    finding = session.run(max_runs=RUNS_BY_DAY)
     assert finding is None, finding
-    assert session.num_runs == 4000
+    assert session.num_runs == RUNS_BY_DAY
 
 
 def test_the_same_seed_takes_the_same_way():
-    first, second = fuzz(check, seed=2), fuzz(check, seed=2)
+    first, second = (fuzz("safetensors", check, seed=2) for _ in range(2))
     first.run(max_runs=400)
     second.run(max_runs=400)
     assert first.edges == second.edges
@@ -145,18 +206,45 @@ def stumble_deep(data: bytes) -> None:
         raise ZeroDivisionError
 
 
-@pytest.mark.parametrize("planted", [accept_overlaps, stumble_deep])
-def test_a_planted_fault_is_found(planted: Callable[[bytes], None]):
-    finding = fuzz(planted, seed=3).run(max_runs=60_000)
+def trust_the_counts(data: bytes) -> None:
+    """A reader that unpacks what the counts claim."""
+    if data[:4] != b"GGUF" or len(data) < 24:
+        raise CheckpointError("refused")
+    position = 24
+    for _ in range(min(struct.unpack_from("<Q", data, 16)[0], 9)):
+        (length,) = struct.unpack_from("<Q", data, position)
+        position += 8 + length
+
+
+def stumble_over_f16(data: bytes) -> None:
+    """The reader, with a fault behind conditions of which each is a new step between lines."""
+    for tensor in read_header(data, "x").tensors.values():
+        if tensor.type.name != "F16":
+            continue
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize(
+    ("name", "planted"),
+    [
+        ("safetensors", accept_overlaps),
+        ("safetensors", stumble_deep),
+        ("gguf", trust_the_counts),
+        pytest.param("gguf", stumble_over_f16, marks=pytest.mark.soak),
+    ],
+)
+def test_a_planted_fault_is_found(name: str, planted: Callable[[bytes], None]):
+    finding = fuzz(name, planted, seed=3).run(max_runs=60_000)
     assert finding is not None
     data = bytes.fromhex(finding.rpartition(" ")[2])
-    with pytest.raises((AssertionError, ZeroDivisionError, IndexError, TypeError)):
+    with pytest.raises((AssertionError, ZeroDivisionError, IndexError, TypeError, struct.error)):
         planted(data)
 
 
 @pytest.mark.soak
-def test_the_header_reader_withstands_ten_minutes_of_fuzzing():
-    session = fuzz(check, seed=4)
+@pytest.mark.parametrize("name", CHECKS)
+def test_a_reader_withstands_ten_minutes_of_fuzzing(name: str):
+    session = fuzz(name, CHECKS[name], seed=4)
     finding = session.run(max_seconds=SOAK_SECONDS)
     sys.stderr.write(f"{session.num_runs} runs, {len(session.edges)} steps between lines\n")
     assert finding is None, finding
