@@ -108,10 +108,12 @@ class ChatRequest(ConversationBody, ThinkingSwitches, ChoicesRequest):
             )
         _ = self.template_kwargs(), self.asked, self.use
 
-    def sampling(self, text: TextFrontend) -> SamplingParams:
+    def sampling_values(self) -> dict[str, Any]:
         most = self.max_completion_tokens
-        most = self.max_tokens if most is None else most
-        return text.default_params(**{**self.sampling_values(), "max_tokens": most})
+        return {
+            **super().sampling_values(),
+            "max_tokens": self.max_tokens if most is None else most,
+        }
 
     def prepare(
         self, text: TextFrontend, params: SamplingParams, max_num_tokens: int | None

@@ -55,11 +55,11 @@ class CompletionRequest(ChoicesRequest):
     def num_top_logprobs(self) -> int | None:
         return self.logprobs
 
-    def sampling(self, text: TextFrontend) -> SamplingParams:
-        changes = {"max_tokens": COMPLETION_MAX_TOKENS, **self.sampling_values()}
+    def sampling_values(self) -> dict[str, Any]:
+        found = {"max_tokens": COMPLETION_MAX_TOKENS, **super().sampling_values()}
         if self.echo and self.logprobs is not None:
-            changes["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
-        return text.default_params(**changes)
+            found["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
+        return found
 
     def prepare(
         self, text: TextFrontend, params: SamplingParams, max_num_tokens: int | None

@@ -48,6 +48,7 @@ from cadenza.server.sse import (
     StreamEncoder,
     Usage,
 )
+from cadenza.structured import StructuredOutput
 from cadenza.text.output_parser import MakeParser
 
 LEAST_LOGPROB = -9999.0
@@ -179,14 +180,19 @@ class GenerationRequest(SamplingBody, CallRequest):
     ) -> StreamEncoder | None:
         return self.encoder(head, usage, text) if self.stream else None
 
+    @property
+    def form(self) -> StructuredOutput | None:
+        """The form of the answer that is asked for."""
+        return None
+
+    def sampling(self, text: TextFrontend) -> SamplingParams:
+        return text.default_params(**self.sampling_values())
+
     def sampling_values(self) -> dict[str, Any]:
-        """The values that are `SamplingParams`' own."""
-        fields = self.fields
-        return {
-            name: value
-            for name, value in self.values.items()
-            if fields[name].effect is Effect.SAMPLING
-        }
+        """The values of `SamplingParams` that the body asks for, by their names there."""
+        fields, form = self.fields, {} if self.form is None else {"structured": self.form}
+        own = {k: v for k, v in self.values.items() if fields[k].effect is Effect.SAMPLING}
+        return {**own, **form}
 
 
 class ChoicesRequest(GenerationBody, GenerationRequest):
@@ -208,6 +214,10 @@ class ChoicesRequest(GenerationBody, GenerationRequest):
     def form_field(self) -> str | None:
         return form_field(self.values.get)
 
+    @property
+    def form(self) -> StructuredOutput | None:
+        return None if self.form_field is None else self.values[self.form_field]
+
     def check_together(self, limits: ServerLimits) -> None:
         check_stream_options(self.stream_options, self.stream)
         form_field(self.values.get)
@@ -224,13 +234,8 @@ class ChoicesRequest(GenerationBody, GenerationRequest):
             check_num_logprobs(name, self.values.get(name, 0), limits)
 
     def sampling_values(self) -> dict[str, Any]:
-        """Also the form of the answer, and the log probabilities."""
-        found = super().sampling_values()
-        if self.form_field is not None:
-            found["structured"] = self.values[self.form_field]
-        if self.num_top_logprobs is not None:
-            found["logprobs"] = self.num_top_logprobs
-        return found
+        num_top = self.num_top_logprobs
+        return {**super().sampling_values(), **({} if num_top is None else {"logprobs": num_top})}
 
     def chunk_encoder(self, head: AnswerHead, usage: Usage, choices: Choices) -> ChunkEncoder:
         """An encoder in OpenAI's shapes."""

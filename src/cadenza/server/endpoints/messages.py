@@ -181,13 +181,9 @@ class MessageRequest(MessagesBody, GenerationRequest):
         del limits  # there are no log probabilities
         self.check_conversation()
 
-    def sampling(self, text: TextFrontend) -> SamplingParams:
-        changes = {**self.sampling_values(), "max_tokens": self.max_tokens}
-        if self.stop_sequences:
-            changes["stop"] = self.stop_sequences
-        if self.form is not None:
-            changes["structured"] = self.form
-        return text.default_params(**changes)
+    def sampling_values(self) -> dict[str, Any]:
+        stop = {"stop": self.stop_sequences} if self.stop_sequences else {}
+        return {**super().sampling_values(), "max_tokens": self.max_tokens, **stop}
 
     def prepare(
         self, text: TextFrontend, params: SamplingParams, max_num_tokens: int | None

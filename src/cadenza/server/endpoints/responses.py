@@ -59,6 +59,7 @@ from cadenza.server.schemas.tools import (
 )
 from cadenza.server.schemas.turns import with_system
 from cadenza.server.sse import AnswerHead, StreamEncoder, Usage
+from cadenza.structured import StructuredOutput
 
 RESPONSE_PREFIX = "resp_"
 
@@ -129,7 +130,7 @@ class ResponseRequest(ThinkingSwitches, LabelledBody, GenerationRequest):
 
     @property
     def form_field(self) -> str | None:
-        return None if self._text_format.form is None else "text"
+        return None if self.form is None else "text"
 
     @cached_property
     def use(self) -> ToolUse | None:
@@ -171,11 +172,12 @@ class ResponseRequest(ThinkingSwitches, LabelledBody, GenerationRequest):
         stored = {turn.id: turn for turn in (*self._turns, *self._referred.values()) if turn}
         self.num_bytes += sum(turn.num_bytes for turn in stored.values())
 
-    def sampling(self, text: TextFrontend) -> SamplingParams:
-        changes = {**self.sampling_values(), "max_tokens": self.max_output_tokens}
-        if self._text_format.form is not None:
-            changes["structured"] = self._text_format.form
-        return text.default_params(**changes)
+    @property
+    def form(self) -> StructuredOutput | None:
+        return self._text_format.form
+
+    def sampling_values(self) -> dict[str, Any]:
+        return {**super().sampling_values(), "max_tokens": self.max_output_tokens}
 
     def prepare(
         self, text: TextFrontend, params: SamplingParams, max_num_tokens: int | None

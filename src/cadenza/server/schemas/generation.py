@@ -44,11 +44,11 @@ from cadenza.server.schemas.field_types import (
 )
 from cadenza.server.schemas.other_engines import OtherEnginesBody
 from cadenza.server.schemas.structured import (
-    Guided,
-    OrNothing,
     answer_format,
+    guided,
     ollama_format,
     one_form,
+    or_nothing,
 )
 
 MAX_CHOICES = 2048
@@ -297,15 +297,15 @@ class GenerationBody(LabelledBody):
 
     response_format = optional(answer_format, "The answer's form: text, or JSON.")
     structured_outputs = optional(one_form, "The answer's form, of which one member is given.")
-    guided_json = optional(Guided("json"), "Older name of structured_outputs.json.")
-    guided_regex = optional(Guided("regex"), "Older name of structured_outputs.regex.")
-    guided_choice = optional(Guided("choice"), "Older name of structured_outputs.choice.")
-    guided_grammar = optional(Guided("grammar"), "Older name of structured_outputs.grammar.")
+    guided_json = optional(guided("json"), "Older name of structured_outputs.json.")
+    guided_regex = optional(guided("regex"), "Older name of structured_outputs.regex.")
+    guided_choice = optional(guided("choice"), "Older name of structured_outputs.choice.")
+    guided_grammar = optional(guided("grammar"), "Older name of structured_outputs.grammar.")
     format = optional(ollama_format, "Ollama's: json, or a JSON Schema.")
-    json_schema = optional(OrNothing(Guided("json"), {}), "llama.cpp's and SGLang's name of it.")
-    grammar = optional(OrNothing(Guided("grammar"), ""), "llama.cpp's name of it.")
-    ebnf = optional(OrNothing(Guided("grammar"), ""), "SGLang's name of it.")
-    regex = optional(OrNothing(Guided("regex"), ""), "SGLang's name of it.")
+    json_schema = optional(or_nothing(guided("json"), {}), "llama.cpp's and SGLang's name of it.")
+    grammar = optional(or_nothing(guided("grammar"), ""), "llama.cpp's name of it.")
+    ebnf = optional(or_nothing(guided("grammar"), ""), "SGLang's name of it.")
+    regex = optional(or_nothing(guided("regex"), ""), "SGLang's name of it.")
     stream_options = optional(
         ObjectOf(StreamOptions),
         "With stream: usage in a last chunk, and then, if asked for, in every chunk, too.",

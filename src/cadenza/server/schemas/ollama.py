@@ -5,7 +5,7 @@ model is loaded is a label.
 """
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from cadenza.server.errors import not_built
 from cadenza.server.schemas.body import (
@@ -44,34 +44,33 @@ def _option(type: FieldType[Any]) -> Field[Any]:
     return Field(type, "", effect=Effect.SAMPLING)
 
 
+def _own(names: str) -> dict[str, Field[Any]]:
+    """Options that have the names of `SamplingParams`."""
+    return {name: _option(sampling_type(name)) for name in names.split()}
+
+
 class OptionFields(DeclaredObject):
     """The members of `options` that are known; Ollama's names, some of which differ."""
 
-    temperature = _option(sampling_type("temperature"))
-    top_k = _option(sampling_type("top_k"))
-    top_p = _option(sampling_type("top_p"))
-    min_p = _option(sampling_type("min_p"))
-    seed = _option(sampling_type("seed"))
-    num_predict = _option(Integer(-2, 1 << 31))
-    stop = _option(sampling_type("stop"))
-    repeat_penalty = _option(sampling_type("repetition_penalty"))
-    presence_penalty = _option(sampling_type("presence_penalty"))
-    frequency_penalty = _option(sampling_type("frequency_penalty"))
-    repeat_last_n = _option(Integer(-1, 1 << 31))
-    penalize_newline = _option(Boolean())
-
-    mirostat = label(Unsupported("mirostat sampling", (0,)))
-    mirostat_tau = label(Number(-1e6, 1e6))
-    mirostat_eta = label(Number(-1e6, 1e6))
-    tfs_z = label(Unsupported("tail-free sampling", (1,)))
-    typical_p = label(Unsupported("typical sampling", (1, 0)))
-
-    # How Ollama loads a model: the flags of this server's start decide that.
-    more = labels(
-        "num_ctx num_batch num_gpu num_keep num_thread main_gpu low_vram numa f16_kv logits_all "
-        "vocab_only use_mmap use_mlock embedding_only draft_num_predict",
-        AnyJson(max_chars=64),
-    )
+    more: ClassVar[Mapping[str, Field[Any]]] = {
+        **_own("temperature top_k top_p min_p seed"),
+        "num_predict": _option(Integer(-2, 1 << 31)),
+        **_own("stop"),
+        "repeat_penalty": _option(sampling_type("repetition_penalty")),
+        **_own("presence_penalty frequency_penalty"),
+        "repeat_last_n": _option(Integer(-1, 1 << 31)),
+        "penalize_newline": _option(Boolean()),
+        "mirostat": label(Unsupported("mirostat sampling", (0,))),
+        **labels("mirostat_tau mirostat_eta", Number(-1e6, 1e6)),
+        "tfs_z": label(Unsupported("tail-free sampling", (1,))),
+        "typical_p": label(Unsupported("typical sampling", (1, 0))),
+        # How Ollama loads a model: the flags of this server's start decide that.
+        **labels(
+            "num_ctx num_batch num_gpu num_keep num_thread main_gpu low_vram numa f16_kv "
+            "logits_all vocab_only use_mmap use_mlock embedding_only draft_num_predict",
+            AnyJson(max_chars=64),
+        ),
+    }
 
 
 @field_type(OptionFields.object_schema)

@@ -5,14 +5,14 @@ asks for a form is followed or refused.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, cast, get_args
+from typing import Any, TypeVar, cast, get_args
 
 from cadenza.errors import InvalidRequestError
 from cadenza.server.errors import invalid_value, not_built
 from cadenza.server.schemas.body import DeclaredObject, ObjectOf, label, optional, unsupported
 from cadenza.server.schemas.field_types import (
     Boolean,
+    CheckedBy,
     FieldType,
     OneOf,
     Schema,
@@ -24,6 +24,8 @@ from cadenza.server.schemas.field_types import (
     refuse,
 )
 from cadenza.structured import MAX_STRUCTURED_BYTES, StructuredOutput, Whitespace
+
+T = TypeVar("T")
 
 _FORMATS = 'an object such as {"type": "json_schema", "json_schema": {"schema": …}}'
 _NAMED = {"name": String(max_chars=64), "description": String(max_chars=16 << 10)}
@@ -146,31 +148,22 @@ def one_form(name: str, value: object) -> StructuredOutput:
     return structured_of(name, **values)
 
 
-@dataclass(frozen=True, slots=True)
-class Guided:
+def guided(member: str) -> CheckedBy[StructuredOutput]:
     """One of vLLM's older fields, such as `guided_regex`."""
+    kind = MEMBERS[member]
 
-    member: str
+    def check(name: str, value: object) -> StructuredOutput:
+        return structured_of(name, **{member: kind.check(name, value)})
 
-    def check(self, name: str, value: object) -> StructuredOutput:
-        return structured_of(name, **{self.member: MEMBERS[self.member].check(name, value)})
-
-    def schema(self) -> Schema:
-        return MEMBERS[self.member].schema()
+    return CheckedBy(check, kind.schema)
 
 
-@dataclass(frozen=True, slots=True)
-class OrNothing:
+def or_nothing(kind: FieldType[T], nothing: object) -> CheckedBy[T | None]:
     """A field with one value, `nothing`, that asks for no form (None)."""
-
-    type: FieldType[Any]
-    nothing: object
-
-    def check(self, name: str, value: object) -> StructuredOutput | None:
-        return None if value == self.nothing else self.type.check(name, value)
-
-    def schema(self) -> Schema:
-        return {"anyOf": [self.type.schema(), {"enum": [self.nothing]}]}
+    schema: Schema = {"anyOf": [kind.schema(), {"enum": [nothing]}]}
+    return CheckedBy(
+        lambda name, value: None if value == nothing else kind.check(name, value), lambda: schema
+    )
 
 
 @field_type({"anyOf": [{"type": "string", "enum": ["", "json"]}, {"type": "object"}]})
