@@ -164,11 +164,7 @@ class Generation:
     async def _encode(self, encoder: AnswerEncoder, outputs: list[RequestOutput]) -> bytes:
         if len(outputs) <= MAX_INLINE_OUTPUTS:
             return encoder.whole(outputs)
-        service = self._service
-        try:
-            return await service.work.do("encode", 0, lambda: encoder.whole(outputs))
-        except CadenzaError as error:  # the server is ending
-            raise error_of(error, "draining") from error
+        return await self._service.work.do("encode", 0, lambda: encoder.whole(outputs))
 
     async def _finish(
         self, call: OpenCall, record: RequestRecord, end_error: EndError
@@ -230,13 +226,9 @@ class Generation:
             return outputs
         if all(each.finish_reason is None for each in outputs):
             return outputs
-        service = self._service
-        try:
-            return await service.work.do(
-                "form", 0, lambda: [request.checked(each) for each in outputs]
-            )
-        except CadenzaError as error:  # the server is ending
-            raise error_of(error, "draining") from error
+        return await self._service.work.do(
+            "form", 0, lambda: [request.checked(each) for each in outputs]
+        )
 
 
 def prepare(

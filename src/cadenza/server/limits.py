@@ -15,12 +15,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from cadenza.errors import ConfigError, EngineClosedError
+from cadenza.errors import ConfigError
+from cadenza.server.errors import unavailable
 
 Result = TypeVar("Result")
 Purpose = Literal["generate", "form", "tokenize", "encode"]
 
-CLOSED = "the server is ending"
 LONG_BYTES = 64 << 10
 """A larger body is long: tokenising it takes more than the 50 ms or so that others may wait."""
 NUM_THREADS: dict[tuple[Purpose, bool], int] = {
@@ -118,17 +118,17 @@ class TextWork:
     async def do(self, purpose: Purpose, num_body_bytes: int, work: Callable[[], Result]) -> Result:
         """Runs `work` in the lane for bodies of this size.
 
-        Raises what it raises; EngineClosedError where `close` comes before its turn.
+        Raises what it raises; ApiError (503) where `close` comes before its turn.
         """
         if self._is_closed:
-            raise EngineClosedError(CLOSED)
+            raise unavailable("draining")
         doing = self._lanes[purpose, num_body_bytes > LONG_BYTES].submit(work)
         try:
             return await asyncio.wrap_future(doing)
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if self._is_closed and task is not None and not task.cancelling():
-                raise EngineClosedError(CLOSED) from None
+                raise unavailable("draining") from None
             raise
 
     def close(self) -> None:

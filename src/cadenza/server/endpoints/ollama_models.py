@@ -11,7 +11,7 @@ from typing import Any
 import cadenza
 from cadenza.errors import CadenzaError
 from cadenza.server.endpoints.ollama import time_of
-from cadenza.server.errors import ApiError, error_of, invalid_value, not_built
+from cadenza.server.errors import ApiError, invalid_value, not_built
 from cadenza.server.http_exchange import Exchange, send_object
 from cadenza.server.model_pool import DEFAULT_TAG
 from cadenza.server.openapi import (
@@ -135,12 +135,9 @@ async def _props(service: Service, exchange: Exchange) -> None:
 async def _read(service: Service, exchange: Exchange) -> NamedModelBody:
     unknown = service.options.unknown_fields
     async with exchange.body() as raw:
-        try:
-            body = await service.work.do(
-                "tokenize", len(raw), lambda: NamedModelBody.read(raw, unknown)
-            )
-        except CadenzaError as error:  # the server is ending
-            raise error_of(error, "draining") from error
+        body = await service.work.do(
+            "tokenize", len(raw), lambda: NamedModelBody.read(raw, unknown)
+        )
     exchange.extra_headers += service.ignored_names.headers(body.ignored)
     return body
 
