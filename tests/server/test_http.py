@@ -135,7 +135,7 @@ def received(*parts: bytes) -> Recorder:
     return recorder
 
 
-@pytest.mark.parametrize("upgrade", [H2C, WEBSOCKET])
+@pytest.mark.parametrize("upgrade", [H2C, pytest.param(WEBSOCKET, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("framing", ["length", "chunked"])
 def test_an_offer_to_upgrade_is_ignored_and_the_body_kept_however_it_comes(
     upgrade: tuple[str, ...], framing: str
