@@ -196,11 +196,13 @@ def measure_here(argument: str) -> Load:
     paths = [checkpoint.folder / file.name for file in checkpoint.weights.files]
     reader = FileReader(paths, num_threads)
     reader.read()
-    runs = [
-        [_timed(each) for each in (reader.read, reader.read_new, load)]
-        for _ in range(asked["repeats"])
-    ]
-    read_s, read_new_s, load_s = zip(*runs, strict=True)
+    timed: list[list[float]] = [[], [], []]
+    for _ in range(asked["repeats"]):
+        for seconds, action in zip(timed, (reader.read, reader.read_new, load), strict=True):
+            start_s = time.perf_counter()
+            action()
+            seconds.append(time.perf_counter() - start_s)
+    read_s, read_new_s, load_s = timed
     return Load(
         file_bytes=reader.num_bytes,
         weight_bytes=plan.weight_bytes,
@@ -211,12 +213,6 @@ def measure_here(argument: str) -> Load:
         read_new_s=read_new_s,
         peak_private_bytes=watch.peak_bytes,
     )
-
-
-def _timed(action: Callable[[], None]) -> float:
-    start_s = time.perf_counter()
-    action()
-    return time.perf_counter() - start_s
 
 
 if __name__ == "__main__":

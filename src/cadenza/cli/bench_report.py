@@ -59,10 +59,6 @@ def _milliseconds(spread: Spread) -> str:
     return " ".join(f"{ms:.0f}" if ms >= 100 else f"{ms:.1f}" for ms in both)
 
 
-def _percent(share: float) -> str:
-    return f"{share:.1%}"
-
-
 def _phase(name: str) -> Column:
     return Column(f"{name}_s", name.replace("_", " "), lambda found: found.phases_s[name])
 
@@ -102,9 +98,9 @@ _SIMULATED: Columns = (
     Column("ttft", "TTFT ms", show=_milliseconds),
     Column("itl", "ITL ms", show=_milliseconds),
     Column("waiting", "waiting ms", show=_milliseconds),
-    Column("good_share", "good", show=_percent),
+    Column("good_share", "good", show="{:.1%}".format),
     Column("num_preemptions", "preempted"),
-    Column("cached_share", "cached", show=_percent),
+    Column("cached_share", "cached", show="{:.1%}".format),
     Column("fairness", "fairness", show="{:.3f}".format),
     *keys("duration_s", "num_output_tokens", "tenants"),
 )

@@ -196,24 +196,11 @@ class ServeFlags:
     disable_log_requests: bool = _flag(False, "Log no line for each request.")
 
 
-def _unbuilt(what: str, *names: str, given: str | bool | None = None, kind: type = str) -> Any:
-    """A flag of other servers. It is refused, unless its value is `given`, which asks for what
-    Cadenza does anyway."""
-
-    def refuse(value: str | bool | None) -> None:
-        if value not in (None, False, given):
-            also = "" if given is None else f" (there is {given})"
-            raise typer.BadParameter(f"{what}: not built yet{also}; leave the flag out")
-
-    default = False if kind is bool else None
-    return flag(default, "", *names, has_variable=True, hidden=True, callback=refuse)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UnbuiltFlags:
-    """Flags that other servers have and Cadenza lacks; none is accepted and ignored."""
+class AcceptedFlags:
+    """Flags of other servers that ask for what Cadenza does anyway."""
 
-    enable_auto_tool_choice: bool = _unbuilt("calling tools", given=True, kind=bool)
+    enable_auto_tool_choice: bool = _flag(False, "", hidden=True)
 
 
 def serve(
@@ -221,14 +208,14 @@ def serve(
     *,
     flags: ServeFlags,
     config: EngineFlags,
-    unbuilt: UnbuiltFlags,
+    accepted: AcceptedFlags,
 ) -> None:
     """Serve models over HTTP, with the APIs of OpenAI, Anthropic and Ollama.
 
     The engine runs in a process of its own, which is restarted when it fails. Ctrl-C, SIGTERM and
     SIGHUP let open requests finish; a second Ctrl-C or SIGTERM ends them at once.
     """
-    del unbuilt  # each of its flags was refused by its own callback
+    del accepted
     with _one_exit_code():
         _serve(words_of(models, flags.model), flags, config)
 

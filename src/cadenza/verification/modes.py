@@ -103,9 +103,6 @@ class Play:
         return sum(len(stream.tokens) for stream in self.rounds[-1])
 
 
-def _ignore(_: BatchProgress) -> None: ...
-
-
 def batched_modes(limits: EngineLimits, arrivals: tuple[Arrival, ...]) -> tuple[Mode, ...]:
     """Modes for both loops, chunk sizes, a cold and a hot prefix cache, and preemption.
 
@@ -195,7 +192,10 @@ def play_showing(
 
 
 def play(
-    make_core: MakeCore, mode: Mode, arrivals: tuple[Arrival, ...], report: OnProgress = _ignore
+    make_core: MakeCore,
+    mode: Mode,
+    arrivals: tuple[Arrival, ...],
+    report: OnProgress = lambda _: None,
 ) -> Play:
     """Runs a workload in one engine, once for each round; reports each step's progress."""
     options = CoreOptions(
@@ -227,7 +227,7 @@ def _play_round(
     core: EngineCore,
     arrivals: Mapping[int, Arrival],
     counts: Counts,
-    report: OnProgress = _ignore,
+    report: OnProgress = lambda _: None,
 ) -> tuple[Stream, ...]:
     """Runs arrivals (ordered by step) with their keys as request ids."""
     streams = {

@@ -79,16 +79,6 @@ def _half(palette: Palette) -> tuple[int, ...]:
     return tuple(sorted({*_few(palette), *range(0, palette.vocab_size, 2)}))
 
 
-def _favours(palette: Palette) -> dict[int, float]:
-    """Biases towards stop tokens and bad words, and away from some free tokens."""
-    biases = dict.fromkeys((*palette.stops, *palette.bad, *palette.ends), 4.0)
-    return {**biases, palette.free[0]: -3.0, palette.free[1]: 2.5}
-
-
-def _shuns(palette: Palette) -> dict[int, float]:
-    return {palette.free[0]: -100.0, palette.stops[0]: -100.0, palette.free[2]: 7.0}
-
-
 def _bad_pair(palette: Palette) -> tuple[tuple[int, ...], ...]:
     """A word of two tokens, and a word of the same token twice; single tokens stay allowed."""
     first, second = palette.bad
@@ -105,7 +95,18 @@ OPTIONS = (
     _fixed("presence_penalty", 0.0, 1.5, -0.8),
     _fixed("frequency_penalty", 0.0, 0.7, -0.4),
     _fixed("repetition_penalty", 1.0, 1.3, 0.8),
-    Option("logit_bias", (lambda _: {}, _favours, _shuns)),
+    Option(
+        "logit_bias",
+        (
+            lambda _: {},
+            # Towards stop tokens and bad words, and away from some free tokens.
+            lambda of: (
+                dict.fromkeys((*of.stops, *of.bad, *of.ends), 4.0)
+                | {of.free[0]: -3.0, of.free[1]: 2.5}
+            ),
+            lambda of: {of.free[0]: -100.0, of.stops[0]: -100.0, of.free[2]: 7.0},
+        ),
+    ),
     Option("allowed_token_ids", (lambda _: None, _few, _half)),
     Option(BAD_WORD_FIELD, (lambda _: (), lambda palette: ((palette.bad[0],),), _bad_pair)),
     _fixed("min_tokens", 0, 4),

@@ -54,7 +54,14 @@ class ReferenceEngine:
         self._compile_constraint = compile_constraint
         self._max_model_len = max_model_len
         self._check = RequestCheck(
-            limits=_limits_of(max_model_len),
+            limits=EngineLimits(  # one sequence in one page
+                max_num_seqs=1,
+                max_num_batched_tokens=1,
+                max_model_len=max_model_len,
+                page_size=max_model_len,
+                num_pages=1,
+                max_num_queued_reqs=1,
+            ),
             vocab_size=model.vocab_size,
             backend="reference",
             capabilities=frozenset({"logprobs"}),
@@ -97,7 +104,10 @@ class ReferenceEngine:
             position = len(request.prompt_token_ids) + len(token_ids)
             ruled = ruled_logits(logits, request, token_ids, stop)
             if constraint is not None:
-                ruled[~_allowed(constraint, len(ruled))] = -np.inf
+                mask = np.unpackbits(
+                    np.frombuffer(constraint.allowed(), np.uint8), bitorder="little"
+                )
+                ruled[mask[: len(ruled)] == 0] = -np.inf
             if np.isneginf(ruled).all():
                 return _result(token_ids, logprobs, "error")
             token_id = choose_token(ruled, params, seed=used_seed, position=position)
@@ -151,18 +161,6 @@ class ReferenceEngine:
         return tuple(logprobs)
 
 
-def _limits_of(max_model_len: int) -> EngineLimits:
-    """Limits for one sequence in one page."""
-    return EngineLimits(
-        max_num_seqs=1,
-        max_num_batched_tokens=1,
-        max_model_len=max_model_len,
-        page_size=max_model_len,
-        num_pages=1,
-        max_num_queued_reqs=1,
-    )
-
-
 def _check_integer(name: str, value: object, high: int) -> None:
     if not is_integer(value) or not 0 <= cast(int, value) <= high:
         raise InvalidRequestError(
@@ -208,12 +206,6 @@ def ruled_logits(
         ruled[token_id] -= np.float32(params.frequency_penalty) * np.float32(count)
         ruled[token_id] -= np.float32(params.presence_penalty)
     return ruled
-
-
-def _allowed(constraint: Constraint, vocab_size: int) -> npt.NDArray[np.bool_]:
-    """Which tokens [V] a constraint allows next."""
-    mask = np.frombuffer(constraint.allowed(), np.uint8)
-    return np.unpackbits(mask, bitorder="little")[:vocab_size].astype(np.bool_)
 
 
 def _bad_word_ends(request: Request, generated: list[int]) -> set[int]:

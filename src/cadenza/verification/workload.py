@@ -92,7 +92,10 @@ def make_workload(shape: WorkloadShape) -> tuple[Arrival, ...]:
             step += rng.randint(0, 4)
         arrivals.append(Arrival(step, _make_request(rng, shape, index, prefix, longest)))
     for index, prompt in _long_prompts(rng, shape).items():
-        arrivals[index] = _with_prompt(arrivals[index], prompt, shape.max_tokens)
+        request = arrivals[index].request
+        params = replace(request.params, max_tokens=shape.max_tokens, ignore_eos=True)
+        request = replace(request, prompt_token_ids=prompt, params=params)
+        arrivals[index] = replace(arrivals[index], request=request)
     return tuple(arrivals)
 
 
@@ -105,13 +108,6 @@ def _long_prompts(rng: random.Random, shape: WorkloadShape) -> dict[int, tuple[i
     joining = tuple(rng.randrange(shape.vocab_size) for _ in range(longest * 3 // 5))
     shared, own = tokens[: longest * 2 // 3], joining[: longest // 4]
     return {1: tokens, shape.rows: joining, shape.num_requests - 1: shared + own}
-
-
-def _with_prompt(arrival: Arrival, prompt: tuple[int, ...], max_tokens: int) -> Arrival:
-    """The arrival with another prompt and exactly `max_tokens` output tokens."""
-    params = replace(arrival.request.params, max_tokens=max_tokens, ignore_eos=True)
-    request = replace(arrival.request, prompt_token_ids=prompt, params=params)
-    return replace(arrival, request=request)
 
 
 def _make_request(
