@@ -23,7 +23,7 @@ PAGE = ROOT / "docs" / "benchmarks.md"
 README = ROOT / "README.md"
 PICTURE = ROOT / "docs" / "images" / "rows.svg"
 
-MACHINES = ("Zen 5", "Zen 4", "Zen 3", "Intel", "NVIDIA H100", "Simulated")
+MACHINES = ("Zen 5", "Zen 4", "Zen 3", "Zen 1", "Intel", "NVIDIA H100", "Simulated", "Any machine")
 ENGINES = ("Cadenza", "vLLM", "llama.cpp", "OpenVINO")
 COLOURS = {"Cadenza": "#c2410c", "vLLM": "#1d4ed8", "llama.cpp": "#15803d", "OpenVINO": "#7e22ce"}
 README_RUN = "zen5-served-135m"
@@ -154,8 +154,9 @@ def figures_table(runs: Iterable[Run]) -> str:
 def command_rows(run: Run) -> Iterable[tuple[str, ...]]:
     machine = run.machine
     rates = [f"{name} {machine[name]}" for name in ("memory", "multiply") if name in machine]
-    where = "; ".join([f"{machine['cores']} cores of an {machine['cpu']}", *rates])
-    if machine["kind"] in ("NVIDIA H100", "Simulated"):
+    cores = "1 core" if machine["cores"] == 1 else f"{machine['cores']} cores"
+    where = "; ".join([f"{cores} of an {machine['cpu']}", *rates])
+    if machine["kind"] in ("NVIDIA H100", "Simulated", "Any machine"):
         where = machine["cpu"]
     about = "; ".join(filter(None, (where, run.conditions)))
     for at, (name, engine) in enumerate(run.engines.items()):
