@@ -8,6 +8,7 @@ Modules:
 - `config`: the user's options (`EngineConfig`) and the resolved bounds (`EngineLimits`)
 - `speculative_config`: the value of `--speculative-config`
 - `tenant`: on whose behalf a request is served
+- `bounds`: bounded values of requests, and what may be given in place of them
 - `request`: `Request`, `SamplingParams` and their `BOUNDS`, attachments
 - `events`: what comes of a request: `Token`, `Finished`, …
 - `outputs`: results, under the names that vLLM uses

@@ -36,6 +36,11 @@ class InvalidRequestError(CadenzaError, ValueError):
         self.param = param
 
 
+def must_be(param: str, given: object, wanted: str) -> InvalidRequestError:
+    """The error of a field whose value is not what is allowed."""
+    return InvalidRequestError(f"{param} is {show(given)}; it must be {wanted}", param=param)
+
+
 class ContextLengthError(InvalidRequestError):
     """The prompt and `max_tokens` together exceed the model's context.
 

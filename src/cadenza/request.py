@@ -5,17 +5,22 @@ Owns the bounds of every number that a client controls. Knows no text, rows or p
 Invariant: every `SamplingParams` instance is finite and within bounds.
 """
 
-import re
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from functools import wraps
-from numbers import Real
-from operator import index
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args
 
-from cadenza.config import MAX_LOGPROBS_BOUND, is_integer
-from cadenza.errors import InvalidRequestError, show
+from cadenza.bounds import (
+    ListBound,
+    NumberBound,
+    as_biases,
+    as_number,
+    as_token_ids,
+    as_tuple,
+)
+from cadenza.config import MAX_LOGPROBS_BOUND
+from cadenza.errors import InvalidRequestError, must_be, show
 from cadenza.speculative_config import MAX_SPECULATIVE_TOKENS, Speculative, as_speculative
 from cadenza.structured import ConstraintSpec, StructuredOutput, as_structured
 from cadenza.tenant import ONE_TENANT, Tenant
@@ -27,6 +32,7 @@ MAX_DRAFTS = MAX_SPECULATIVE_TOKENS
 
 MAX_PRIORITY = 1000
 """Priorities of requests are from minus this number to it."""
+_PRIORITY = NumberBound(-MAX_PRIORITY, MAX_PRIORITY, is_integer=True)
 
 GREEDY_BELOW = 1e-5
 """Lower temperatures mean greedy sampling, as in vLLM."""
@@ -40,24 +46,6 @@ NO_SEED = -1
 
 MAX_BAD_WORD_TOKENS = 1000
 """Tokens of all bad words of a request; each word counts one extra token for its length."""
-
-
-@dataclass(frozen=True, slots=True)
-class NumberBound:
-    """A number in [`low`, `high`]; an integer if `is_integer`; may be None if `is_optional`."""
-
-    low: float
-    high: float
-    is_integer: bool = False
-    is_optional: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class ListBound:
-    """At most `max_items` entries: strings of 1 to `max_chars` characters, or token ids if None."""
-
-    max_items: int
-    max_chars: int | None = None
 
 
 BOUNDS: Mapping[str, NumberBound | ListBound] = {
@@ -89,12 +77,6 @@ _OPTIONAL = frozenset(
 
 _EMPTY: tuple[()] = ()
 """CPython has a single empty tuple, so `is _EMPTY` recognises defaults without a check."""
-
-MAX_BIASES = 300
-BIAS = NumberBound(-100.0, 100.0)
-
-_SURROGATE = re.compile("[\ud800-\udfff]")
-"""Lone surrogates, which UTF-8 cannot encode."""
 
 _BOOLEANS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
 
@@ -211,23 +193,21 @@ class SamplingParams:
                     continue
                 # Messages between processes decode an empty tuple to an empty list.
                 is_empty = isinstance(value, list) and not len(cast(list[Any], value))
-                kept = _EMPTY if is_empty else _as_tuple(name, cast(object, value), bound)
+                kept = _EMPTY if is_empty else as_tuple(name, cast(object, value), bound)
             elif type(value) is float and not bound.is_integer and bound.low <= value <= bound.high:
                 continue  # fast path: nothing to convert
             elif type(value) is int and bound.low <= value <= bound.high:
                 continue
             else:
-                kept = _as_number(name, value, bound)
+                kept = as_number(name, value, bound)
             object.__setattr__(self, name, kept)
         for name in _BOOLEANS:
             if not isinstance(getattr(self, name), bool):
-                raise InvalidRequestError(
-                    f"{name} is {show(getattr(self, name))}; it must be true or false", param=name
-                )
+                raise must_be(name, getattr(self, name), "true or false")
         if isinstance(self.logit_bias, list) and not self.logit_bias:
             object.__setattr__(self, "logit_bias", _EMPTY)
         elif self.logit_bias is not _EMPTY:
-            object.__setattr__(self, "logit_bias", _as_biases(self.logit_bias))
+            object.__setattr__(self, "logit_bias", as_biases(self.logit_bias))
         if self.speculative is not None:
             object.__setattr__(self, "speculative", as_speculative(self.speculative))
         if self.top_p < LEAST_TOP_P:
@@ -253,10 +233,7 @@ class SamplingParams:
 
     def _check_together(self) -> None:
         if not isinstance(self.structured, StructuredOutput | None):
-            raise InvalidRequestError(
-                f"structured is {show(self.structured)}; it must be a StructuredOutput",
-                param="structured",
-            )
+            raise must_be("structured", self.structured, "a StructuredOutput")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError(
                 f"min_tokens is {self.min_tokens} and max_tokens {self.max_tokens}; the first "
@@ -297,17 +274,11 @@ class PoolingParams:
 
     def __post_init__(self) -> None:
         if not isinstance(self.normalize, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise InvalidRequestError(
-                f"normalize is {show(self.normalize)}; it must be true or false", param="normalize"
-            )
+            raise must_be("normalize", self.normalize, "true or false")
         if self.pooling is not None and self.pooling not in get_args(Pooling):
-            raise InvalidRequestError(
-                f"pooling is {show(self.pooling)}; it must be one of "
-                f"{', '.join(get_args(Pooling))}",
-                param="pooling",
-            )
+            raise must_be("pooling", self.pooling, f"one of {', '.join(get_args(Pooling))}")
         if self.dimensions is not None:
-            number = _as_number("dimensions", self.dimensions, DIMENSIONS)
+            number = as_number("dimensions", self.dimensions, DIMENSIONS)
             object.__setattr__(self, "dimensions", number)
 
 
@@ -341,7 +312,7 @@ class Attachment:
 
     def __post_init__(self) -> None:
         for name in ("start", "length"):
-            number = _as_number(name, getattr(self, name), NumberBound(0, 1 << 31, is_integer=True))
+            number = as_number(name, getattr(self, name), NumberBound(0, 1 << 31, is_integer=True))
             object.__setattr__(self, name, number)
         for name in ("digest", "payload"):
             if not isinstance(getattr(self, name), bytes):
@@ -397,9 +368,7 @@ class Request:
 
     def __post_init__(self) -> None:
         if not isinstance(self.params, SamplingParams):
-            raise InvalidRequestError(
-                f"params is {show(self.params)}; it must be SamplingParams", param="params"
-            )
+            raise must_be("params", self.params, "SamplingParams")
         if self.pooling is not None:
             object.__setattr__(self, "params", self._checked_pooled())
         ids = as_token_ids("prompt", self.prompt_token_ids)
@@ -413,27 +382,14 @@ class Request:
             object.__setattr__(self, "attachments", self._checked_attachments())
         salt = self.cache_salt
         if not isinstance(salt, str) or not salt.isascii():
-            raise InvalidRequestError(
-                f"cache_salt is {show(salt)}; it must be a text of ASCII characters",
-                param="cache_salt",
-            )
+            raise must_be("cache_salt", salt, "a text of ASCII characters")
         object.__setattr__(self, "cache_salt", str.__str__(salt))
-        if not is_integer(self.priority) or not -MAX_PRIORITY <= self.priority <= MAX_PRIORITY:
-            raise InvalidRequestError(
-                f"priority is {show(self.priority)}; it must be a whole number from "
-                f"{-MAX_PRIORITY} to {MAX_PRIORITY}",
-                param="priority",
-            )
-        object.__setattr__(self, "priority", index(self.priority))
+        object.__setattr__(self, "priority", as_number("priority", self.priority, _PRIORITY))
         constraint: object = self.constraint
         if constraint is not None and not isinstance(constraint, ConstraintSpec):
-            raise InvalidRequestError(
-                f"constraint is {show(constraint)}; it must be a ConstraintSpec", param="constraint"
-            )
+            raise must_be("constraint", constraint, "a ConstraintSpec")
         if not isinstance(self.tenant, Tenant):
-            raise InvalidRequestError(
-                f"tenant is {show(self.tenant)}; it must be a Tenant", param="tenant"
-            )
+            raise must_be("tenant", self.tenant, "a Tenant")
 
     def _checked_attachments(self) -> tuple[Attachment, ...]:
         given: object = self.attachments
@@ -441,10 +397,7 @@ class Request:
         last, num_tokens = 0, len(self.prompt_token_ids)
         for each in entries:
             if not isinstance(each, Attachment):
-                raise InvalidRequestError(
-                    f"attachments is {show(given)}; it must be a tuple of Attachment",
-                    param="attachments",
-                )
+                raise must_be("attachments", given, "a tuple of Attachment")
             if not last <= each.start < each.end <= num_tokens:
                 raise InvalidRequestError(
                     f"an attachment spans tokens {each.start} to {each.end}; spans hold 1 token or "
@@ -457,9 +410,7 @@ class Request:
     def _checked_pooled(self) -> SamplingParams:
         """The parameters of a pooled request, which samples nothing."""
         if not isinstance(self.pooling, PoolingParams):
-            raise InvalidRequestError(
-                f"pooling is {show(self.pooling)}; it must be PoolingParams", param="pooling"
-            )
+            raise must_be("pooling", self.pooling, "PoolingParams")
         params = prompt_only() if self.params == SamplingParams() else self.params
         is_sampled = params != prompt_only(params.truncate_prompt_tokens)
         if is_sampled or self.bad_word_token_ids or self.constraint or self.prediction:
@@ -494,95 +445,3 @@ class Request:
                 param="bad_words",
             )
         return found
-
-
-def as_token_ids(name: str, value: object) -> tuple[int, ...]:
-    """The integers of a sequence or a one-dimensional array as a tuple of Python ints.
-
-    Raises:
-        InvalidRequestError: `value` is no sequence of integers; the error's `param` is `name`.
-    """
-    entries = sequence_of(value)
-    if entries is None:
-        raise InvalidRequestError(f"{name} is {show(value)}; it must be token ids", param=name)
-    if set(map(type, entries)) <= {int}:
-        return tuple(cast(SequenceOf[int], entries))
-    for entry in entries:
-        if not is_integer(entry):
-            raise InvalidRequestError(
-                f"{name} holds {show(entry)}; token ids are whole numbers", param=name
-            )
-    return tuple(index(cast(int, entry)) for entry in entries)
-
-
-def sequence_of(value: object) -> SequenceOf[object] | None:
-    """The entries of a sequence or an array; None for strings, bytes and other types."""
-    if isinstance(value, tuple | list):
-        return cast(SequenceOf[object], value)
-    # Array types, without importing numpy here.
-    as_list = None if isinstance(value, type) else getattr(value, "tolist", None)
-    entries: object = as_list() if callable(as_list) else value
-    is_text = isinstance(value, memoryview) or isinstance(entries, str | bytes | bytearray)
-    is_sequence = isinstance(entries, SequenceOf) and not is_text
-    return cast(SequenceOf[object], entries) if is_sequence else None
-
-
-def _as_number(name: str, value: object, bound: NumberBound) -> int | float:
-    is_number = is_integer(value) or (isinstance(value, Real) and not bound.is_integer)
-    # The comparison is false for NaN and works for integers of any size.
-    if is_number and not isinstance(value, bool) and bound.low <= cast(float, value) <= bound.high:
-        return index(cast(int, value)) if is_integer(value) else float(cast(float, value))
-    wanted = f"a number from {bound.low:g} to {bound.high:g}"
-    if bound.is_integer:
-        wanted = f"a whole number from {int(bound.low)} to {int(bound.high)}"
-    raise InvalidRequestError(f"{name} is {show(value)}; it must be {wanted}", param=name)
-
-
-def _as_tuple(name: str, value: object, bound: ListBound) -> tuple[Any, ...]:
-    if isinstance(value, str) and name == "stop":
-        value = (value,)
-    if bound.max_chars is None:
-        entries = as_token_ids(name, value)
-    else:
-        entries = _as_strings(name, value, bound.max_chars)
-    if len(entries) > bound.max_items:
-        raise InvalidRequestError(
-            f"{name} has {len(entries)} entries; at most {bound.max_items} are allowed", param=name
-        )
-    return entries
-
-
-def _as_biases(value: object) -> tuple[tuple[int, float], ...]:
-    """(token id, bias) pairs in ascending order of id; the last bias of a repeated id wins."""
-    is_mapping = isinstance(value, Mapping)
-    given = cast(Mapping[object, object], value).items() if is_mapping else sequence_of(value)
-    try:
-        biases = dict(cast(SequenceOf[tuple[int, float]], given))
-    except (TypeError, ValueError):
-        raise InvalidRequestError(
-            f"logit_bias is {show(value)}; it must be a bias for each token id",
-            param="logit_bias",
-        ) from None
-    if len(biases) > MAX_BIASES:
-        raise InvalidRequestError(
-            f"logit_bias has {len(biases)} entries; at most {MAX_BIASES} are allowed",
-            param="logit_bias",
-        )
-    ids = as_token_ids("logit_bias", tuple(biases))
-    numbers = [_as_number("logit_bias", bias, BIAS) for bias in biases.values()]
-    return tuple(sorted(cast(list[tuple[int, float]], [*zip(ids, numbers, strict=True)])))
-
-
-def _as_strings(name: str, texts: object, max_chars: int) -> tuple[str, ...]:
-    if not isinstance(texts, tuple | list):
-        raise InvalidRequestError(
-            f"{name} is {show(texts)}; it must be a list of texts", param=name
-        )
-    for text in cast(SequenceOf[object], texts):
-        if not isinstance(text, str) or not 0 < len(text) <= max_chars or _SURROGATE.search(text):
-            raise InvalidRequestError(
-                f"{name} holds {show(text)}; each entry is a text of 1 to {max_chars} whole "
-                f"characters",
-                param=name,
-            )
-    return tuple(str.__str__(text) for text in cast(SequenceOf[str], texts))

@@ -11,7 +11,7 @@ from numbers import Integral
 from operator import index
 from typing import Any, Literal, cast, get_args
 
-from cadenza.errors import ConfigError, InvalidRequestError, show
+from cadenza.errors import ConfigError, must_be, show
 
 SpeculativeMethod = Literal["ngram", "draft_model", "quantised", "mtp"]
 _OLD_METHODS = {"mimo_mtp": "mtp"}
@@ -164,12 +164,9 @@ def as_speculative(value: object) -> Speculative:
     is_whole = isinstance(number, Integral) and not isinstance(number, bool)
     if is_whole and 1 <= cast(int, number) <= MAX_SPECULATIVE_TOKENS:
         return index(cast(int, number))
-    raise InvalidRequestError(
-        f"speculative is {show(cast(object, value))}; it must be true, false or "
-        f'{{"num_speculative_tokens": N}} '
-        f"with N from 1 to {MAX_SPECULATIVE_TOKENS}",
-        param="speculative",
-    )
+    form = '{"num_speculative_tokens": N}'
+    wanted = f"true, false or {form} with N from 1 to {MAX_SPECULATIVE_TOKENS}"
+    raise must_be("speculative", cast(object, value), wanted)
 
 
 _EXAMPLE = 'write for example {"method": "ngram", "num_speculative_tokens": 5}'

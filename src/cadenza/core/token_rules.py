@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from cadenza.bounds import MAX_BIASES
 from cadenza.core.sequence import Sequence
-from cadenza.request import MAX_BAD_WORD_TOKENS, MAX_BIASES
+from cadenza.request import MAX_BAD_WORD_TOKENS
 
 NUM_PROMPT, STOPS_FROM, PRESENCE, FREQUENCY, REPETITION, HAS_MASK = range(6)
 """Header words: number of prompt tokens · sequence length from which stop tokens are allowed · the

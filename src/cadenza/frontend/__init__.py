@@ -5,6 +5,7 @@ array. Invariant: what is streamed is final.
 Modules:
 
 - `text_frontend`: from prompts to requests
+- `chat_prompts`: from conversations to texts, by the chat template
 - `prompt_forms`: the forms in which programs give a prompt
 - `model_tokenizer`: the tokenizer and the chat template for programs
 - `receipts`: receipts of finished samples
@@ -13,7 +14,6 @@ Modules:
 - `sample_output`: text of one sample: detokenising, stop strings, parts
 - `output_processor`: from events to outputs
 - `progress`: the progress line of many requests on a terminal
-- `embeddings`: from the output of a pooled request to its vector
 - `model_facts`: what clients are told of a model beside its name
 - `loaded_model`: engine and text front end of one checkpoint, and its plan before anything is
   loaded

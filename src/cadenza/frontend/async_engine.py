@@ -23,7 +23,6 @@ from cadenza.engine.open_requests import RequestTimeouts
 from cadenza.errors import EngineClosedError, InvalidRequestError, show
 from cadenza.events import Event
 from cadenza.fingerprint import Fingerprint
-from cadenza.frontend.embeddings import embedding_of
 from cadenza.frontend.loaded_model import EngineOwner, load_model
 from cadenza.frontend.model_tokenizer import ModelTokenizer
 from cadenza.frontend.output_processor import OutputProcessor, OutputRouter, check_kind
@@ -34,7 +33,7 @@ from cadenza.frontend.text_frontend import (
     PreparedRequest,
     TextFrontend,
 )
-from cadenza.outputs import EmbeddingRequestOutput, OutputKind, RequestOutput
+from cadenza.outputs import EmbeddingRequestOutput, OutputKind, RequestOutput, embedding_of
 from cadenza.request import PoolingParams, Request
 
 DEFAULT_TIMEOUTS = RequestTimeouts()

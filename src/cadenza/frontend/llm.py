@@ -9,12 +9,12 @@ from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from typing import Any, Self, Unpack, cast
 
+from cadenza.bounds import sequence_of
 from cadenza.config import EngineOptions, config_from_options, is_integer
 from cadenza.engine.batch_engine import Submit, run_steps
-from cadenza.errors import InvalidRequestError, show
+from cadenza.errors import InvalidRequestError, must_be, show
 from cadenza.events import Event
 from cadenza.fingerprint import Fingerprint
-from cadenza.frontend.embeddings import embedding_of
 from cadenza.frontend.loaded_model import EngineOwner, load_model
 from cadenza.frontend.model_tokenizer import ModelTokenizer
 from cadenza.frontend.output_processor import OutputProcessor, OutputRouter, check_kind
@@ -26,8 +26,8 @@ from cadenza.frontend.text_frontend import (
     PreparedRequest,
     TextFrontend,
 )
-from cadenza.outputs import EmbeddingRequestOutput, OutputKind, RequestOutput
-from cadenza.request import PoolingParams, SamplingParams, prompt_only, sequence_of
+from cadenza.outputs import EmbeddingRequestOutput, OutputKind, RequestOutput, embedding_of
+from cadenza.request import PoolingParams, SamplingParams, prompt_only
 
 ParamsOfMany = Params | SequenceOf[Params]
 """One for all prompts, or one for each."""
@@ -332,5 +332,5 @@ def _entries(name: str, given: object, allowed: str) -> list[object]:
         return [*cast(Iterator[object], given)]
     found = sequence_of(given)
     if found is None:
-        raise InvalidRequestError(f"{name} is {show(given)}; it must be {allowed}", param=name)
+        raise must_be(name, given, allowed)
     return [*found]

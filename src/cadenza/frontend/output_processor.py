@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import get_args
 
-from cadenza.errors import InvalidRequestError, show
+from cadenza.errors import must_be
 from cadenza.events import (
     CacheMiss,
     ErrorKind,
@@ -42,10 +42,7 @@ TEXT_FAILED = "the answer's text could not be made; the log has the cause"
 def check_kind(kind: object) -> None:
     """Raises InvalidRequestError unless it is an `OutputKind`."""
     if not isinstance(kind, str) or kind not in get_args(OutputKind):
-        raise InvalidRequestError(
-            f"kind is {show(kind)}; it must be one of {', '.join(get_args(OutputKind))}",
-            param="kind",
-        )
+        raise must_be("kind", kind, f"one of {', '.join(get_args(OutputKind))}")
 
 
 class OutputProcessor:

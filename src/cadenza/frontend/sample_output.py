@@ -47,20 +47,17 @@ class SampleOutput:
         "_detokenizer",
         "_ending",
         "_ends",
-        "_is_ending_taken",
         "_logprobs",
         "_matcher",
         "_num_reasoning",
         "_num_rejected",
         "_num_searched",
-        "_num_taken_parts",
-        "_num_taken_texts",
-        "_num_taken_tokens",
         "_num_unsearched",
         "_parser",
         "_parts",
         "_stops",
         "_sums",
+        "_taken",
         "_texts",
         "_token_ids",
         "index",
@@ -93,10 +90,9 @@ class SampleOutput:
         """The places of the tokens that were drafted."""
         self._num_rejected = 0
         self._num_searched = 0
-        self._num_taken_texts = 0
-        self._num_taken_parts = 0
-        self._num_taken_tokens = 0
-        self._is_ending_taken = False
+        self._taken = (0, 0, False, 0)
+        """Of tokens and texts the numbers that `take` has returned, whether it has returned the
+        end, and the number of parts, which come with texts or at the end."""
 
     @property
     def is_finished(self) -> bool:
@@ -191,19 +187,11 @@ class SampleOutput:
 
     def take(self) -> CompletionOutput | None:
         """What is new since the last call; None when nothing is."""
-        num_tokens, num_texts = self.num_shown_tokens, len(self._texts)
-        first_token, first_text = self._num_taken_tokens, self._num_taken_texts
-        first_part, has_ended = self._num_taken_parts, self._ending is not None
-        if (
-            num_tokens == first_token
-            and num_texts == first_text
-            and has_ended == self._is_ending_taken
-        ):
+        now = (self.num_shown_tokens, len(self._texts), self.is_finished, len(self._parts))
+        if now[:3] == self._taken[:3]:
             return None
-        self._num_taken_tokens, self._num_taken_texts = num_tokens, num_texts
-        self._num_taken_parts = len(self._parts)
-        self._is_ending_taken = has_ended
-        return self._describe(first_token, first_text, first_part, num_tokens)
+        (first_token, first_text, _, first_part), self._taken = self._taken, now
+        return self._describe(first_token, first_text, first_part, now[0])
 
     def _end(self, ending: Ending) -> None:
         if self._detokenizer is not None:

@@ -14,17 +14,24 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
+from cadenza.bounds import as_token_ids
 from cadenza.checkpoint import Checkpoint
 from cadenza.config import GenerationConfig, is_integer
 from cadenza.engine.request_check import RequestCheck
-from cadenza.errors import InvalidRequestError, MessagesRefusedError, TextTooLongError, show
+from cadenza.errors import (
+    InvalidRequestError,
+    TextTooLongError,
+    must_be,
+    show,
+)
 from cadenza.fingerprint import Fingerprint
 from cadenza.frontend.answers import AnswerParsers, AnswerPlanner, AskedAnswer
+from cadenza.frontend.chat_prompts import ChatPrompts, Message
 from cadenza.frontend.model_facts import facts_of
 from cadenza.frontend.prompt_forms import Prompt, read_prompt
 from cadenza.frontend.sample_output import SampleOutput
 from cadenza.frontend.sampling_defaults import SamplingDefaults
-from cadenza.request import PoolingParams, Request, SamplingParams, as_token_ids, prompt_only
+from cadenza.request import PoolingParams, Request, SamplingParams, prompt_only
 from cadenza.structured import ConstraintSpec, StructuredOutput
 from cadenza.text import (
     ChatTemplate,
@@ -37,7 +44,6 @@ from cadenza.text import (
 )
 from cadenza.text.content_stops import ContentStops
 from cadenza.text.decoder_stages import bytes_of_token
-from cadenza.text.generic_tools import generic_messages, has_calls
 from cadenza.text.grammar import (
     DEFAULT_STYLE,
     FormChecks,
@@ -47,15 +53,11 @@ from cadenza.text.grammar import (
     refused,
 )
 from cadenza.text.grammar_check import IN_PROCESS
-from cadenza.text.message_forms import other_forms
-from cadenza.text.notices import Notices
 from cadenza.text.output_parser import MakeParser
 from cadenza.text.part_parser import PartParser
-from cadenza.text.stable_prompts import stable_messages
 
 logger = logging.getLogger(__name__)
 
-Message = Mapping[str, Any]
 DEFAULT_PARSERS = AnswerParsers()
 ANY_ANSWER = AskedAnswer()
 _SCORED_ROLES = ('"query"', '"document"')
@@ -105,8 +107,6 @@ class TextFrontend:
         parsers: AnswerParsers = DEFAULT_PARSERS,
     ) -> None:
         self.checks = checks
-        self._strict_messages = parsers.strict_messages
-        self._stable_prompts = parsers.stable_prompts
         source = checkpoint.tokenizer_source
         self._files = checkpoint.tokenizer
         self.facts = facts_of(checkpoint)
@@ -121,10 +121,10 @@ class TextFrontend:
                 parsers,
                 reads_tools=self._template.reads_tools,
             )
-        self._is_strict = parsers.strict_tools
+        self._chats = ChatPrompts(self._template, self._planner, parsers)
         self._style = replace(DEFAULT_STYLE, max_string=parsers.max_string)
         formats = () if self._planner is None else self._planner.format_names
-        changes = ("stable prompts",) if self._stable_prompts else ()
+        changes = ("stable prompts",) if parsers.stable_prompts else ()
         self._forms = name_forms(self._style, (*formats, *changes))
         self._max_model_len = max_model_len
         self._pooling = checkpoint.pooling
@@ -138,7 +138,6 @@ class TextFrontend:
                 "--generation-config none ignores the file's sampling",
                 ", ".join(recommended.unapplied),
             )
-        self._notices = Notices(logger)
         self._texts: dict[int, str] = {}
         self._decoder_plan: DecoderPlan | None = None
 
@@ -164,10 +163,8 @@ class TextFrontend:
 
     @property
     def takes_tools(self) -> bool:
-        """Whether conversations may have tools: the chat template has a place for them, or they are
-        described in place of it."""
-        template = self._template
-        return template is not None and (template.reads_tools or not self._is_strict)
+        """As `ChatPrompts.takes_tools`."""
+        return self._chats.takes_tools
 
     @property
     def has_reasoning(self) -> bool:
@@ -176,17 +173,12 @@ class TextFrontend:
 
     @property
     def chat_template_options(self) -> frozenset[str]:
-        """The further variables that the chat template reads, such as `enable_thinking`."""
-        return frozenset() if self._template is None else self._template.options
+        """As `ChatPrompts.options`."""
+        return self._chats.options
 
     def read_by_template(self, variables: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of the variables that the chat template reads. The others have no effect; a log
-        line names each of them once."""
-        options = self.chat_template_options
-        for name in variables.keys() - options:
-            shown = show(name)
-            self._notices.tell(shown, "the chat template has no variable %s: it is ignored", shown)
-        return {name: value for name, value in variables.items() if name in options}
+        """As `ChatPrompts.known`."""
+        return self._chats.known(variables)
 
     def prepare(
         self, prompt: Prompt, params: Params = None, *, max_num_tokens: int | None = None
@@ -211,7 +203,7 @@ class TextFrontend:
         max_num_tokens: int | None = None,
     ) -> PreparedRequest:
         """Makes a request of a conversation, as `prepare`."""
-        text = self._render(messages, tools, template_kwargs)
+        text = self._chats.render(messages, tools, template_kwargs)
         return self._prepare(text, self._encode_rendered(text, max_num_tokens), params)
 
     def prepare_answer(
@@ -226,7 +218,9 @@ class TextFrontend:
         """As `prepare_chat`; the answer is split into reasoning, content and calls of tools, and
         constrained as it is asked for."""
         use = asked.use
-        text = self._render(messages, None if use is None else use.rendered(), template_kwargs)
+        text = self._chats.render(
+            messages, None if use is None else use.rendered(), template_kwargs
+        )
         ids, check = self._encode_rendered(text, max_num_tokens), self.checks.start()
         request = self._resolved(Request(prompt_token_ids=ids, params=params), check)
         assert self._planner is not None, "what was rendered and encoded has a planner"
@@ -277,7 +271,7 @@ class TextFrontend:
         if template is not None and all(role in template.source for role in _SCORED_ROLES):
             texts = zip(("query", "document"), (query, document), strict=True)
             messages = [{"role": role, "content": text} for role, text in texts]
-            ids = self._encode_rendered(self._render(messages, None, None), max_num_tokens)
+            ids = self._encode_rendered(self._chats.render(messages, None, None), max_num_tokens)
         else:
             encode = self._need_tokenizer().encode_pair
             ids = tuple(encode(query, document, max_num_tokens=max_num_tokens))
@@ -380,11 +374,7 @@ class TextFrontend:
         self, text: str | None, ids: tuple[int, ...], params: Params, cache_salt: str = ""
     ) -> PreparedRequest:
         if not isinstance(params, SamplingParams | Mapping | None):
-            raise InvalidRequestError(
-                f"params is {show(params)}; it must be SamplingParams, or a mapping of some of its "
-                f"fields",
-                param="params",
-            )
+            raise must_be("params", params, "SamplingParams, or a mapping of some of its fields")
         if not isinstance(params, SamplingParams):
             given = params or {}
             num_kept = min(len(ids), _whole(given.get("truncate_prompt_tokens"), len(ids)))
@@ -423,77 +413,10 @@ class TextFrontend:
             add_special_tokens: also add the tokenizer's special tokens; most templates write
                 theirs themselves.
         """
-        text = self._render(messages, tools, template_kwargs)
+        text = self._chats.render(messages, tools, template_kwargs)
         return text, self.encode(
             text, add_special_tokens=add_special_tokens, max_num_tokens=max_num_tokens
         )
-
-    def _render(
-        self,
-        messages: SequenceOf[Message],
-        tools: SequenceOf[Message] | None,
-        template_kwargs: Mapping[str, Any] | None,
-    ) -> str:
-        if self._template is None:
-            raise InvalidRequestError(
-                "this model has no chat template; give a plain prompt instead", param="messages"
-            )
-        given: object = {} if template_kwargs is None else template_kwargs
-        names = [*cast(Mapping[object, object], given)] if isinstance(given, Mapping) else [None]
-        if [name for name in names if not isinstance(name, str) or name in ("messages", "tools")]:
-            raise InvalidRequestError(
-                f"chat_template_kwargs is {show(given)}; it must be a mapping of the chat "
-                f"template's own options",
-                param="chat_template_kwargs",
-            )
-        if self._stable_prompts and _are_objects(messages):
-            messages = stable_messages(messages)
-        if self._is_generic(self._template, messages, tools):
-            assert self._planner is not None
-            messages, tools = generic_messages(messages, tools, self._planner.tool_format), None
-        return self._render_in_some_form(
-            self._template, messages, tools, dict(template_kwargs or {})
-        )
-
-    def _render_in_some_form(
-        self,
-        template: ChatTemplate,
-        messages: SequenceOf[Message],
-        tools: SequenceOf[Message] | None,
-        variables: dict[str, Any],
-    ) -> str:
-        """As given; where the template refuses that, in the first form that it takes."""
-        try:
-            return template.render(messages, tools, **variables)
-        except MessagesRefusedError as refusal:
-            if self._strict_messages:
-                raise
-            for form in other_forms(messages):
-                try:
-                    text = template.render(form.messages, tools, **variables)
-                except InvalidRequestError:
-                    continue
-                self._notices.tell(
-                    form.change,
-                    "the chat template refuses some conversations as they are, which are rendered "
-                    "with %s; --strict-messages refuses them",
-                    form.change,
-                )
-                return text
-            raise refusal from None
-
-    def _is_generic(
-        self,
-        template: ChatTemplate,
-        messages: SequenceOf[Message],
-        tools: SequenceOf[Message] | None,
-    ) -> bool:
-        """Whether a conversation has tools, or calls, for which its template has no place."""
-        if self._is_strict or self._planner is None or template.reads_tools:
-            return False
-        if not (_are_objects(messages) and _are_objects(() if tools is None else tools)):
-            return False  # the template refuses them
-        return bool(tools) or (not template.reads_calls and has_calls(messages))
 
     def _encode_rendered(self, text: str, max_num_tokens: int | None) -> tuple[int, ...]:
         """The template writes its own special tokens."""
@@ -581,12 +504,6 @@ class TextFrontend:
                 "this model has no tokenizer.json; give token ids instead of text", param="prompt"
             )
         return self._tokenizer
-
-
-def _are_objects(values: object) -> bool:
-    if not isinstance(values, list | tuple):
-        return False
-    return all(isinstance(each, Mapping) for each in cast(SequenceOf[object], values))
 
 
 def _whole(value: object, otherwise: int) -> int:

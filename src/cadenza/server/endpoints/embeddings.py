@@ -11,9 +11,8 @@ from typing import Any, cast, get_args
 
 import msgspec
 
-from cadenza.frontend.embeddings import values_of
 from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
-from cadenza.outputs import RequestOutput
+from cadenza.outputs import RequestOutput, values_of
 from cadenza.request import DIMENSIONS, Pooling, PoolingParams, SamplingParams, prompt_only
 from cadenza.server.endpoints.generating import CallRequest, GeneratingEndpoint
 from cadenza.server.errors import cancelled, invalid_value

@@ -11,9 +11,8 @@ from typing import Any, cast
 
 import msgspec
 
-from cadenza.frontend.embeddings import values_of
 from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
-from cadenza.outputs import RequestOutput
+from cadenza.outputs import RequestOutput, values_of
 from cadenza.request import Pooling, PoolingParams, SamplingParams
 from cadenza.server.endpoints.embeddings import (
     POOLING,

@@ -8,8 +8,10 @@ meaning, or is refused by name.
 from dataclasses import dataclass
 from typing import Any, cast
 
+from cadenza.bounds import BIAS, MAX_BIASES, ListBound
 from cadenza.config import MAX_LOGPROBS_BOUND
-from cadenza.request import BIAS, BOUNDS, MAX_BIASES, MAX_DRAFTS, MAX_PRIORITY, ListBound, show
+from cadenza.errors import show
+from cadenza.request import BOUNDS, MAX_DRAFTS, MAX_PRIORITY
 from cadenza.server.errors import invalid_value
 from cadenza.server.schemas.body import (
     Body,
