@@ -80,16 +80,9 @@ class Bench:
             num_pages=pages,
             max_num_queued_reqs=1000,
         )
-        kv_cache = KVCacheManager(
-            num_pages=pages, page_size=PAGE_SIZE, enable_prefix_caching=True, secret=b"bench"
-        )
+        kv_cache = KVCacheManager(limits, b"bench")
         self.scheduler = Scheduler(limits, kv_cache, Admission(page_size=PAGE_SIZE))
-        self.packer = Packer(
-            max_num_seqs=workload.num_rows,
-            max_pages_per_seq=limits.max_pages_per_seq,
-            page_size=PAGE_SIZE,
-            vocab_size=97,
-        )
+        self.packer = Packer(limits, 97)
         self.bucket = budget
         if workload.num_blocked_tokens:
             self._add(workload.num_rows, workload.num_blocked_tokens)

@@ -62,7 +62,7 @@ class StoringSteps(SimulatedSteps):
             "vocab_size": VOCAB_SIZE,
         }
         self._bucket = server.limits.max_num_batched_tokens
-        self._packer = Packer(**sizes)
+        self._packer = Packer(server.limits, VOCAB_SIZE)
         self._runner = FakeRunner(
             **sizes, num_pages=server.limits.num_pages, max_num_batched_tokens=self._bucket
         )

@@ -1,6 +1,7 @@
 """Small makers of core objects for the tests of the core."""
 
 import random
+from typing import Any
 
 import numpy as np
 
@@ -9,6 +10,7 @@ from cadenza.core.admission import Admission
 from cadenza.core.batch import Batch
 from cadenza.core.fair_share import FairShare
 from cadenza.core.kv_cache_manager import KVCacheManager
+from cadenza.core.packing import Packer
 from cadenza.core.scheduler import Scheduler
 from cadenza.core.sequence import Sequence
 from cadenza.core.step_schema import StepOutput
@@ -47,10 +49,24 @@ def sequence_of(
     )
 
 
-def manager_of(num_pages: int, *, page_size: int = 16, caching: bool = True) -> KVCacheManager:
-    return KVCacheManager(
-        num_pages=num_pages, page_size=page_size, enable_prefix_caching=caching, secret=SECRET
+def limits_of(**limits: Any) -> EngineLimits:
+    """Small limits, but for those that are given."""
+    return EngineLimits(
+        **{
+            "max_num_seqs": 4,
+            "max_num_batched_tokens": 16,
+            "max_model_len": 512,
+            "page_size": 16,
+            "num_pages": 32,
+            "max_num_queued_reqs": 100,
+            **limits,
+        }
     )
+
+
+def manager_of(num_pages: int, *, caching: bool = True, **limits: Any) -> KVCacheManager:
+    limits = {"num_pages": num_pages, "enable_prefix_caching": caching, **limits}
+    return KVCacheManager(limits_of(**limits), SECRET)
 
 
 def scheduler_of(
@@ -61,19 +77,18 @@ def scheduler_of(
     reserved_output: float = 0.5,
     caching: bool = True,
 ) -> Scheduler:
-    limits = EngineLimits(
+    limits = limits_of(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=token_budget,
-        max_model_len=512,
-        page_size=16,
         num_pages=num_pages,
-        max_num_queued_reqs=100,
+        enable_prefix_caching=caching,
     )
-    return Scheduler(
-        limits,
-        manager_of(num_pages, caching=caching),
-        Admission(page_size=16, reserved_output=reserved_output),
-    )
+    admission = Admission(page_size=16, reserved_output=reserved_output)
+    return Scheduler(limits, KVCacheManager(limits, SECRET), admission)
+
+
+def packer_of(max_num_seqs: int = 4) -> Packer:
+    return Packer(limits_of(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_seqs), 97)
 
 
 def turns_of(policy: TurnPolicy = FCFS, fair_share: FairShare | None = None) -> Turns:

@@ -240,8 +240,7 @@ def test_a_sample_of_the_same_request_does_not_make_pages_shared() -> None:
 
 
 def test_a_bounded_share_of_the_cache_evicts_by_class_too() -> None:
-    manager = manager_of(NUM_PAGES)
-    manager.limit_cache(0.5)
+    manager = manager_of(NUM_PAGES, prefix_cache_memory_share=0.5)
     for index in range(2):
         manager.release(computed(manager, sequence_of(index, (*SYSTEM, index))))
     flood(manager, NUM_PAGES // 6)

@@ -8,7 +8,7 @@ from cadenza.core.kv_cache_manager import KVCacheManager, Prefix
 from cadenza.core.page_pool import PageCounts
 from cadenza.core.prefix_cache import PageContent, PrefixCache
 from cadenza.core.sequence import Sequence
-from tests.core.builders import SECRET, manager_of, prompt_of, sequence_of
+from tests.core.builders import SECRET, limits_of, manager_of, prompt_of, sequence_of
 
 
 def computed(manager: KVCacheManager, sequence: Sequence) -> Sequence:
@@ -159,9 +159,7 @@ class CollidingManager(KVCacheManager):
     """Pages under keys that collide."""
 
     def __init__(self, num_pages: int) -> None:
-        super().__init__(
-            num_pages=num_pages, page_size=16, enable_prefix_caching=True, secret=SECRET
-        )
+        super().__init__(limits_of(num_pages=num_pages), SECRET)
         self.prefix_cache = ColludingCache(page_size=16, secret=SECRET)
 
 

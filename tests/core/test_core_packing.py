@@ -4,11 +4,10 @@ import numpy as np
 
 from cadenza.core.batch import Batch
 from cadenza.core.draw_keys import draw_keys
-from cadenza.core.packing import Packer
 from cadenza.core.scheduler import Scheduler
 from cadenza.core.step_schema import LAST_SAMPLED, NO_RULES, PADDING, ModelInputs
 from cadenza.request import SamplingParams
-from tests.core.builders import add, output_of, scheduler_of, sequence_of
+from tests.core.builders import add, output_of, packer_of, scheduler_of, sequence_of
 
 BUCKET = 24
 
@@ -19,15 +18,11 @@ def next_batch(scheduler: Scheduler) -> Batch:
     return batch
 
 
-def packer() -> Packer:
-    return Packer(max_num_seqs=4, max_pages_per_seq=32, page_size=16, vocab_size=97)
-
-
 def test_a_ragged_step_is_laid_out_row_by_row_and_padded() -> None:
     scheduler = scheduler_of(token_budget=22)
     first, second = sequence_of(0, 18), sequence_of(1, 18)
     add(scheduler, first, second)
-    inputs = packer().pack(next_batch(scheduler), BUCKET)
+    inputs = packer_of().pack(next_batch(scheduler), BUCKET)
     assert (inputs.step_id, inputs.num_tokens, inputs.num_logits) == (0, 22, 1)
     prompt = [*first.token_ids, *second.token_ids[:4]]
     assert inputs.tokens.ids.tolist() == [*prompt, 0, 0]
@@ -49,7 +44,7 @@ def test_rows_without_work_are_empty_and_entries_go_by_row() -> None:
     scheduler = scheduler_of(token_budget=24)
     sequences = [sequence_of(index, 3, max_tokens=1 if index == 1 else 9) for index in range(3)]
     add(scheduler, *sequences)
-    pack = packer().pack
+    pack = packer_of().pack
     for _ in range(2):
         batch = next_batch(scheduler)
         inputs = pack(batch, BUCKET)
@@ -64,7 +59,7 @@ def test_a_token_that_is_still_on_the_device_is_named_and_not_sent() -> None:
     scheduler = scheduler_of()
     sequence = sequence_of(0, 3)
     add(scheduler, sequence)
-    pack = packer().pack
+    pack = packer_of().pack
     first = next_batch(scheduler)
     pack(first, BUCKET)
     ahead = pack(next_batch(scheduler), BUCKET)
@@ -76,7 +71,7 @@ def test_a_token_that_is_still_on_the_device_is_named_and_not_sent() -> None:
 def test_a_token_that_was_read_back_is_sent() -> None:
     scheduler = scheduler_of()
     add(scheduler, sequence_of(0, 3))
-    pack = packer().pack
+    pack = packer_of().pack
     batch = next_batch(scheduler)
     pack(batch, BUCKET)
     scheduler.update(batch, output_of(batch, token_id=42))
@@ -87,7 +82,7 @@ def test_page_updates_hold_new_pages_only() -> None:
     scheduler = scheduler_of(token_budget=24)
     sequence = sequence_of(0, 15)
     add(scheduler, sequence)
-    pack = packer().pack
+    pack = packer_of().pack
     updates: list[list[list[int]]] = []
     for _ in range(4):
         batch = next_batch(scheduler)
@@ -102,7 +97,7 @@ def test_a_readmitted_sequence_sends_all_its_pages_again() -> None:
     scheduler = scheduler_of(token_budget=24, caching=False)
     sequence = sequence_of(0, 20)
     add(scheduler, sequence)
-    pack = packer().pack
+    pack = packer_of().pack
     batch = next_batch(scheduler)
     pack(batch, BUCKET)
     scheduler.update(batch, output_of(batch))
@@ -117,7 +112,7 @@ def test_a_readmitted_sequence_sends_all_its_pages_again() -> None:
 def test_pages_of_a_hit_are_sent_and_its_tokens_are_not() -> None:
     scheduler = scheduler_of(token_budget=64)
     add(scheduler, sequence_of(0, tuple(range(40))))
-    pack = Packer(max_num_seqs=4, max_pages_per_seq=32, page_size=16, vocab_size=97).pack
+    pack = packer_of(4).pack
     batch = next_batch(scheduler)
     pack(batch, 64)
     scheduler.update(batch, output_of(batch))
@@ -143,7 +138,7 @@ def test_sampling_data_belongs_to_the_row_and_follows_its_occupant() -> None:
         presence_penalty=1.0,
     )
     cold = SamplingParams(temperature=1e-6, top_k=-1)
-    pack = Packer(max_num_seqs=1, max_pages_per_seq=32, page_size=16, vocab_size=97).pack
+    pack = packer_of(1).pack
     add(scheduler, sequence_of(0, 3, max_tokens=1, params=hot), sequence_of(1, 3, params=cold))
     seen: list[ModelInputs] = []
     for _ in range(2):
@@ -174,7 +169,7 @@ def test_a_draws_key_is_of_the_requests_seed_and_the_position_drawn() -> None:
     scheduler = scheduler_of(token_budget=24)
     sequences = [sequence_of(index, 4 + index) for index in range(3)]
     add(scheduler, *sequences)
-    pack = packer().pack
+    pack = packer_of().pack
     for step in range(3):
         batch = next_batch(scheduler)
         inputs = pack(batch, BUCKET)
@@ -203,7 +198,7 @@ def test_each_of_many_rows_is_sampled_by_its_own_requests_settings() -> None:
         for index, params in enumerate(settings)
     ]
     add(scheduler, *sequences, sequence_of(count, 200))
-    pack = Packer(max_num_seqs=count, max_pages_per_seq=32, page_size=16, vocab_size=97).pack
+    pack = packer_of(count).pack
     for step in range(2):
         batch = next_batch(scheduler)
         inputs = pack(batch, budget)
@@ -224,7 +219,7 @@ def test_each_of_many_rows_is_sampled_by_its_own_requests_settings() -> None:
 def test_what_is_packed_does_not_grow_with_the_context() -> None:
     scheduler = scheduler_of(token_budget=24)
     add(scheduler, sequence_of(0, 300))
-    pack = packer().pack
+    pack = packer_of().pack
     sizes: set[int] = set()
     for _ in range(10):
         batch = next_batch(scheduler)
@@ -248,7 +243,7 @@ def test_rules_go_up_when_a_row_changes_hands_and_again_to_a_device_that_lost_th
     scheduler = scheduler_of(token_budget=24)
     ruled = SamplingParams(presence_penalty=1.0)
     add(scheduler, sequence_of(0, 4, params=ruled), sequence_of(1, 4))
-    packer = Packer(max_num_seqs=4, max_pages_per_seq=32, page_size=16, vocab_size=97)
+    packer = packer_of(4)
     sent: list[list[int]] = []
     for step in range(3):
         batch = scheduler.schedule()

@@ -30,12 +30,11 @@ def publish(
     """Publishes a prefix page by page; says which of the pages became findable."""
     taken: list[bool] = []
     serial: int | None = ROOT
-    for index, (page_id, key) in enumerate(
-        zip(page_ids, keys_of(cache, tokens, salt), strict=False)
-    ):
+    keys = keys_of(cache, tokens, salt)
+    for index, page_id in enumerate(page_ids[: len(keys)]):
         is_taken = False
         if serial is not None:
-            serial, is_taken = cache.publish(page_id, index, key, Content(tokens), serial)
+            serial, is_taken = cache.publish(page_id, index, keys, Content(tokens), serial)
         taken.append(is_taken)
     return taken
 
@@ -159,14 +158,14 @@ def test_who_asks_again_is_told_of_pages_that_came_and_went(cache: PrefixCache) 
         return list(cache.find(keys, Content(tokens), num_pages=4)[0])
 
     assert ask() == []
-    serial, _ = cache.publish(5, 0, keys[0], Content(tokens), ROOT)
+    serial, _ = cache.publish(5, 0, keys, Content(tokens), ROOT)
     assert ask() == [5]
     assert serial is not None
-    cache.publish(6, 1, keys[1], Content(tokens), serial)
+    cache.publish(6, 1, keys, Content(tokens), serial)
     assert ask() == [5, 6]
     cache.forget(5)
     assert ask() == []
-    cache.publish(8, 0, keys[0], Content(tokens), ROOT)
+    cache.publish(8, 0, keys, Content(tokens), ROOT)
     assert ask() == [8], "page 6 stands behind page 5, not behind page 8"
 
 
@@ -203,9 +202,9 @@ def test_equal_tokens_share_pages_only_where_their_attachments_are_the_same(
     keys: list[bytes] = []
     cache.extend_keys(keys, image)
     serial: int | None = ROOT
-    for index, key in enumerate(keys):
+    for index in range(len(keys)):
         assert serial is not None
-        serial, _ = cache.publish(10 + index, index, key, image, serial)
+        serial, _ = cache.publish(10 + index, index, keys, image, serial)
     assert hits(cache, image) == [10, 11, 12, 13]
     assert hits(cache, attached(tokens)) == [10]
     assert hits(cache, attached(tokens, (5, 6, b"dog"))) == [10]
@@ -219,6 +218,6 @@ def test_colliding_pages_of_other_attachments_are_a_miss() -> None:
     cat, dog = (attached([1] * 4, (0, 2, digest)) for digest in (b"cat", b"dog"))
     keys: list[bytes] = []
     cache.extend_keys(keys, cat)
-    cache.publish(3, 0, keys[0], cat, ROOT)
+    cache.publish(3, 0, keys, cat, ROOT)
     assert hits(cache, cat) == [3]
     assert hits(cache, dog) == []

@@ -7,16 +7,14 @@ from cadenza.core.page_pool import PageCounts
 from cadenza.core.sequence import PageCopy, Sequence
 from cadenza.core.slot_prefixes import BLOCK, MIN_PREFIX, common_length
 from cadenza.request import SamplingParams
-from tests.core.builders import SECRET, prompt_of, sequence_of
+from tests.core.builders import SECRET, limits_of, prompt_of, sequence_of
 
 SLOT = 160
 FIRST = prompt_of(100)
 
 
 def slots_of(count: int, unit: int = 1) -> KVCacheManager:
-    return KVCacheManager(
-        num_pages=count, page_size=SLOT, enable_prefix_caching=True, secret=SECRET, slot_unit=unit
-    )
+    return KVCacheManager(limits_of(num_pages=count, page_size=SLOT, slot_unit=unit), SECRET)
 
 
 def played(manager: KVCacheManager, sequence: Sequence) -> int:

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from cadenza.core.draw_keys import draw_keys
-from cadenza.core.packing import Packer
 from cadenza.core.prompt_rows import PromptRowsProgress
 from cadenza.core.step_schema import (
     NO_TARGET,
@@ -22,7 +21,7 @@ from cadenza.core.step_schema import (
     specs_of,
 )
 from cadenza.request import SamplingParams
-from tests.core.builders import add, output_of, scheduler_of, sequence_of
+from tests.core.builders import add, output_of, packer_of, scheduler_of, sequence_of
 
 GROUPS = {"counts": StepCounts, "tokens": TokenInputs, "rows": RowInputs, "logits": LogitInputs}
 FIELDS = [(name, spec) for name, group in GROUPS.items() for spec in specs_of(group)]
@@ -83,9 +82,7 @@ def test_a_described_row_is_chosen_by_no_setting_and_keyed_by_its_own_position()
     add(scheduler, sequence)
     batch = scheduler.schedule()
     assert batch is not None
-    inputs = Packer(max_num_seqs=4, max_pages_per_seq=32, page_size=16, vocab_size=97).pack(
-        batch, 24
-    )
+    inputs = packer_of().pack(batch, 24)
     logits = inputs.logits
     assert inputs.num_logits == 6
     assert logits.positions[:6].tolist() == [1, 2, 3, 4, 5, 6]

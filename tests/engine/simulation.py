@@ -260,23 +260,11 @@ class AssembledEngine(EngineCore):
         self, runner: FakeRunner, limits: EngineLimits, options: CoreOptions, parts: Parts
     ) -> None:
         super().__init__(runner, limits, options)
-        kv_cache = parts.kv_cache(
-            num_pages=limits.num_pages,
-            page_size=limits.page_size,
-            enable_prefix_caching=limits.enable_prefix_caching,
-            secret=SECRET,
-            slot_unit=limits.slot_unit,
-        )
-        kv_cache.limit_cache(limits.prefix_cache_memory_share)
+        kv_cache = parts.kv_cache(limits, SECRET)
         admission = Admission(page_size=limits.page_size, reserved_output=options.reserved_output)
         order = SchedulerOptions(policy=options.policy, batching=options.batching)
         self.scheduler = parts.scheduler(limits, kv_cache, admission, order)
-        packer = parts.packer(
-            max_num_seqs=limits.max_num_seqs,
-            max_pages_per_seq=limits.max_pages_per_seq,
-            page_size=limits.page_size,
-            vocab_size=runner.vocab_size,
-        )
+        packer = parts.packer(limits, runner.vocab_size)
         self._loop = StepLoop(
             self.scheduler, StepRunner(runner, packer), depth=LOOP_DEPTHS[options.loop]
         )

@@ -1,4 +1,4 @@
-"""Scarce pages: everybody finishes, little is computed twice, nobody starves (bar 6).
+"""Preemption where pages are scarce: all finish, little is computed twice, and none starves.
 
 Owns the definition of the fair wait. All requests of a run are sent at once, in one order.
 """
@@ -154,27 +154,14 @@ def check_scarcity(
         assert wait <= 4 * fair_wait, f"request {request_id} waited {wait}, fair is {fair_wait}"
 
 
-@pytest.mark.parametrize("factor", FACTORS)
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("loop", by_day(["plain", "overlap"], ["overlap"]))
+@pytest.mark.parametrize("factor", by_day(FACTORS, FACTORS[::2]))
+@pytest.mark.parametrize("seed", by_day(range(100), range(2)))
 def test_all_finish_and_wait_no_longer_than_fair_in_pools_of_any_size(
-    seed: int, factor: float
-) -> None:
-    name = "test_all_finish_and_wait_no_longer_than_fair_in_pools_of_any_size"
-    with replayable(f"seed {seed}", f"python -m pytest '{HERE}::{name}[{seed}-{factor}]'"):
-        check_scarcity(seed, factor)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("loop", ["plain", "overlap"])
-@pytest.mark.parametrize("factor", FACTORS)
-@pytest.mark.parametrize("seed", range(100))
-def test_all_finish_and_wait_no_longer_than_fair_over_many_seeds(
     seed: int, factor: float, loop: SchedulerLoop
 ) -> None:
-    name = "test_all_finish_and_wait_no_longer_than_fair_over_many_seeds"
-    with replayable(
-        f"seed {seed}", f"python -m pytest -m soak '{HERE}::{name}[{seed}-{factor}-{loop}]'"
-    ):
+    name = "test_all_finish_and_wait_no_longer_than_fair_in_pools_of_any_size"
+    with replayable(f"seed {seed}", f"python -m pytest '{HERE}::{name}[{seed}-{factor}-{loop}]'"):
         check_scarcity(seed, factor, loop=loop)
 
 
@@ -240,17 +227,18 @@ class PreemptsForNothing(Scheduler):
     ("mutant", "fault"),
     [(ServesTheLastFirst, "waited"), (PreemptsForNothing, "was preempted")],
 )
-def test_the_bar_betrays_a_scheduler_that(mutant: type[Scheduler], fault: str) -> None:
+def test_the_bound_of_waits_and_preemptions_catches_the_fault(
+    mutant: type[Scheduler], fault: str
+) -> None:
+    def check_all_pools() -> None:
+        for seed in range(2):
+            for factor in FACTORS:
+                check_scarcity(seed, factor, parts=Parts(scheduler=mutant))
+
     with pytest.raises(AssertionError, match=fault):
-        for_all_pools(Parts(scheduler=mutant))
+        check_all_pools()
 
 
-def test_the_bar_betrays_a_scheduler_that_computes_too_much_twice() -> None:
+def test_the_bound_of_recomputation_catches_needless_preemption() -> None:
     with pytest.raises(AssertionError, match="more was recomputed than useful"):
         check_oversubscription(0, parts=Parts(scheduler=PreemptsForNothing))
-
-
-def for_all_pools(parts: Parts) -> None:
-    for seed in range(2):
-        for factor in FACTORS:
-            check_scarcity(seed, factor, parts=parts)

@@ -97,8 +97,8 @@ def stream_of(sequence: Sequence) -> StreamId:
 class RecordingPacker(Packer):
     """Notes which streams took part in each step, and which of them it samples."""
 
-    def __init__(self, **options: int) -> None:
-        super().__init__(**options)
+    def __init__(self, limits: EngineLimits, vocab_size: int) -> None:
+        super().__init__(limits, vocab_size)
         self.batches: list[tuple[list[StreamId], list[StreamId]]] = []
 
     def pack(self, batch: Batch, bucket: int, *, masks_follow: bool = False) -> ModelInputs:
@@ -187,8 +187,8 @@ def run_with_fault(kind: FaultKind, at: int, loop: SchedulerLoop, parts: Parts) 
     """
     packers: list[RecordingPacker] = []
 
-    def make_packer(**options: int) -> Packer:
-        packers.append(RecordingPacker(**options))
+    def make_packer(limits: EngineLimits, vocab_size: int) -> Packer:
+        packers.append(RecordingPacker(limits, vocab_size))
         return packers[-1]
 
     engine = make_engine(
@@ -463,8 +463,8 @@ class FailsOneAllocation(PagePool):
 
 
 class WithFailingPool(KVCacheManager):
-    def __init__(self, at: int, **options: object) -> None:
-        super().__init__(**options)  # type: ignore[arg-type]
+    def __init__(self, at: int, limits: EngineLimits, secret: bytes) -> None:
+        super().__init__(limits, secret)
         self.pool = FailsOneAllocation(self.pool.num_pages, self._forget, at)
 
 

@@ -28,7 +28,7 @@ LIMITS = EngineLimits(
 )
 GUARD_S = 2.0
 STEP_S = 0.1
-NUM_FLOODED_STEPS = 400
+NUM_FLOODED_STEPS = 240
 
 
 def request_of(num_tokens: int, seed: int, *, max_tokens: int = 2, priority: int = 0) -> Request:

@@ -117,7 +117,7 @@ def test_only_so_many_removed_keys_are_remembered() -> None:
         content, keys = Content((at,)), list[bytes]()
         cache.extend_keys(keys, content)
         first = first or keys[0]
-        cache.publish(0, 0, keys[0], content, 0)
+        cache.publish(0, 0, keys, content, 0)
         cache.forget(0)
         assert cache.was_evicted(keys[0])
     assert first is not None

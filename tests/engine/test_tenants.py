@@ -24,6 +24,7 @@ from cadenza.errors import InvalidRequestError
 from cadenza.events import Started, Token
 from cadenza.request import Request, SamplingParams
 from cadenza.tenant import Tenant
+from tests.by_day import by_day
 from tests.core.builders import sequence_of, turns_of
 from tests.engine.simulation import (
     REAL_PARTS,
@@ -139,22 +140,14 @@ def check_bound(seed: int, *, policy: SchedulingPolicy = "fcfs", parts: Parts = 
         assert max(gaps) - min(gaps) <= bound, f"{first} and {other.name}: unfair"
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "shortest_first", "priority"])
-@pytest.mark.parametrize("seed", range(1))
+@pytest.mark.parametrize("policy", by_day(["fcfs", "shortest_first", "priority"], ["fcfs"]))
+@pytest.mark.parametrize("seed", by_day(range(100), [0]))
 def test_the_services_of_tenants_that_wait_differ_by_at_most_the_bound(
     seed: int, policy: SchedulingPolicy
 ) -> None:
     name = "test_the_services_of_tenants_that_wait_differ_by_at_most_the_bound"
     with replayable(f"seed {seed}", f"python -m pytest '{HERE}::{name}[{seed}-{policy}]'"):
         check_bound(seed, policy=policy)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("seed", range(100))
-def test_the_services_differ_by_at_most_the_bound_over_many_seeds(seed: int) -> None:
-    name = "test_the_services_differ_by_at_most_the_bound_over_many_seeds"
-    with replayable(f"seed {seed}", f"python -m pytest -m soak '{HERE}::{name}[{seed}]'"):
-        check_bound(seed)
 
 
 class InOrder(FairShare):
@@ -170,7 +163,7 @@ class ServesAllAsOneTenant(Scheduler):
         self.turns.fair_share = InOrder()
 
 
-def test_the_bound_betrays_a_scheduler_without_counters() -> None:
+def test_the_bound_catches_a_scheduler_without_counters() -> None:
     with pytest.raises(AssertionError, match="unfair"):
         check_bound(0, parts=Parts(scheduler=ServesAllAsOneTenant))
 
@@ -323,7 +316,7 @@ def test_turns_hold_each_sequence_once_and_keep_each_tenants_order(
 
 def test_counters_of_tenants_that_are_gone_do_not_pile_up() -> None:
     share = FairShare()
-    for at in range(3 * MAX_COUNTERS):
+    for at in range(MAX_COUNTERS + 50):
         (sequence,) = waiting_of(f"t{at}")
         joined(share, [sequence])
         share.charge_prompt(sequence, 10)

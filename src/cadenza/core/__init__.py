@@ -9,16 +9,15 @@ Modules:
 - `prefix_misses`: why tokens of a prompt were not found in the cache, and where a look-up ended
 - `in_flight_prefixes`: which running sequence computes a page that waiting ones share
 - `slot_prefixes`: finds slots whose sequence began alike, where a page is a slot
-- `kv_cache_manager`: pages of sequences: sharing, growing, publishing, releasing
+- `kv_cache_manager`: pages of sequences: sharing, growing, publishing, releasing; the protocol of
+  what keeps pages beyond the pool
 - `admission`: whether a sequence may start; what running ones reserve, summed once a step
 - `turns`: who goes next and who makes room: the waiting sequences, and one policy a class
 - `fair_share`: whose turn it is among tenants
 - `under_share_tenants`: which tenants ask for no more than their share, and what they may preempt
 - `page_shares`: how many pages each tenant holds, and has in the prefix cache
-- `page_store`: the protocol of what keeps pages beyond the pool
 - `step_cost`: predicts the time of a step, and bounds it
 - `step_budget`: what a step may hold, and how prompts share what decodes leave of it
-- `sequence_events`: the events that tell what came of a sequence
 - `sequence_list`: waiting or running sequences in an order, from which any one leaves without a
   search
 - `scheduler`: allocates pages to whose turn it is, and makes a batch of them

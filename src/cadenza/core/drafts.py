@@ -111,8 +111,7 @@ class Drafting:
     def pause(self, num_tokens: int) -> None:
         """Drafts are not worth their time at this acceptance. What follows may be easier to guess,
         so that it is tried again some time."""
-        self.resumes_at = num_tokens + min(self._pause, MAX_PAUSE_OF_PLAN)
-        self._pause = min(2 * self._pause, MAX_PAUSE)
+        self._rest(num_tokens, MAX_PAUSE_OF_PLAN)
         self.acceptance += (FIRST_ACCEPTANCE - self.acceptance) / 4
 
     def learn(self, num_tokens: int, num_drafts: int, num_accepted: int) -> None:
@@ -130,11 +129,13 @@ class Drafting:
         self.gain += WEIGHT_OF_NEWEST * (num_accepted - self.gain)
         if num_accepted:
             self._pause = FIRST_PAUSE
-        if self.gain >= MIN_GAIN:
-            return
-        self.resumes_at = num_tokens + self._pause
+        if self.gain < MIN_GAIN:
+            self._rest(num_tokens, MAX_PAUSE)
+            self.gain = 2 * MIN_GAIN  # one success after the pause is enough to go on
+
+    def _rest(self, num_tokens: int, most: int) -> None:
+        self.resumes_at = num_tokens + min(self._pause, most)
         self._pause = min(2 * self._pause, MAX_PAUSE)
-        self.gain = 2 * MIN_GAIN  # one success after the pause is enough to go on
 
 
 ON_REQUEST = SpeculativeConfig(method="ngram")

@@ -8,12 +8,13 @@ filled it has succeeded with finite logits.
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from typing import Protocol
 
+from cadenza.config import EngineLimits
 from cadenza.core.eviction_order import PageClass
 from cadenza.core.in_flight_prefixes import InFlightPrefixes
 from cadenza.core.page_pool import PagePool
 from cadenza.core.page_shares import PageShares
-from cadenza.core.page_store import PageStore
 from cadenza.core.prefix_cache import ROOT, Content, PrefixCache
 from cadenza.core.prefix_misses import (
     LookedUpPrompt,
@@ -24,7 +25,7 @@ from cadenza.core.prefix_misses import (
     no_misses,
 )
 from cadenza.core.sequence import PageCopy, Sequence
-from cadenza.core.slot_prefixes import SlotPrefix, SlotPrefixes
+from cadenza.core.slot_prefixes import SlotPrefixes
 from cadenza.events import CacheMiss
 
 
@@ -47,38 +48,51 @@ class Prefix:
     num_cached_tokens: int = 0
 
 
-class KVCacheManager:
-    """Pages of `page_size` tokens. `num_prefix_waits` counts sequences that have waited for pages
-    that others computed. `secret` keys the prefix cache's hashes.
+class PageStore(Protocol):
+    """Keeps pages beyond the pool, by their keys, which stand for the same prefix in all processes.
 
-    `slot_unit` is that of `SlotPrefixes`, if a page is a slot; otherwise None.
+    Its pages enter the prefix cache only through `KVCacheManager.install`, under a key that their
+    content was stored under.
     """
 
-    def __init__(
-        self,
-        *,
-        num_pages: int,
-        page_size: int,
-        enable_prefix_caching: bool,
-        secret: bytes,
-        slot_unit: int | None = None,
-    ) -> None:
-        self.page_size = page_size
+    def is_reading(
+        self, sequence: Sequence, now_s: float, missing: Callable[[], tuple[int, list[bytes]]]
+    ) -> bool:
+        """Whether a waiting sequence should wait for pages that are being read.
+
+        Starts to read if pages are there; answers False once they have come, or after a bounded
+        time.
+
+        Args:
+            missing: returns how many of the sequence's pages are in the prefix cache, and the keys
+                of those that follow and that it could take.
+        """
+        ...
+
+    def keep(self, key: bytes, page_id: int) -> None:
+        """A page of prompt tokens was published or found; it may be stored while it is cached."""
+        ...
+
+
+class KVCacheManager:
+    """The pages of one engine within `limits`; `secret` keys the prefix cache's hashes.
+
+    `num_prefix_waits` counts sequences that have waited for pages that others computed.
+    """
+
+    def __init__(self, limits: EngineLimits, secret: bytes) -> None:
+        self.page_size = limits.page_size
         self.prefix_cache: PrefixCache | None = None
         self.in_flight_prefixes = InFlightPrefixes()
         self.num_prefix_waits = 0
         self.page_store: PageStore | None = None
         self.slot_prefixes: SlotPrefixes | None = None
-        if enable_prefix_caching and slot_unit is None:
-            self.prefix_cache = PrefixCache(page_size=page_size, secret=secret)
-        elif enable_prefix_caching and slot_unit is not None:
-            self.slot_prefixes = SlotPrefixes(slot_unit)
-        self.pool = PagePool(num_pages, self._forget)
-        self.page_shares = PageShares(self.pool)
-
-    def limit_cache(self, share: float) -> None:
-        """At most `share` of the pages will be in the prefix cache, which is empty so far."""
-        self.page_shares.cache_share = share
+        if limits.enable_prefix_caching and limits.slot_unit is None:
+            self.prefix_cache = PrefixCache(page_size=limits.page_size, secret=secret)
+        elif limits.enable_prefix_caching and limits.slot_unit is not None:
+            self.slot_prefixes = SlotPrefixes(limits.slot_unit)
+        self.pool = PagePool(limits.num_pages, self._forget)
+        self.page_shares = PageShares(self.pool, limits.prefix_cache_memory_share)
 
     def num_pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
@@ -96,7 +110,17 @@ class KVCacheManager:
             return Prefix()
         content = _content_of(sequence)
         if self.slot_prefixes is not None:
-            return _prefix_of(self.slot_prefixes.find(sequence, content))
+            slot = self.slot_prefixes.find(sequence, content)
+            return (
+                Prefix()
+                if slot is None
+                else Prefix(
+                    partial_page=slot.slot,
+                    may_take_over=slot.is_most,
+                    num_tokens=slot.num_tokens,
+                    num_cached_tokens=slot.num_tokens,
+                )
+            )
         if self.prefix_cache is None:
             return Prefix()
         found, serial = self.prefix_cache.find(
@@ -358,10 +382,11 @@ class KVCacheManager:
         if not is_known and not self.page_shares.try_cache(tenant, page_id, page_class):
             return None
         content = _content_of(sequence)
-        own, is_taken = self.prefix_cache.publish(page_id, index, key, content, serial)
+        own, is_taken = self.prefix_cache.publish(
+            page_id, index, sequence.page_keys, content, serial
+        )
         if is_taken:
             self.pool.mark_cached(page_id, page_class)
-            self.prefix_cache.add_branch(page_id, sequence.page_keys, content, index)
         return own
 
     def forget_all(self) -> None:
@@ -405,17 +430,6 @@ class KVCacheManager:
             self.prefix_cache.forget(page_id)
         if self.slot_prefixes is not None:
             self.slot_prefixes.forget(page_id)
-
-
-def _prefix_of(found: SlotPrefix | None) -> Prefix:
-    if found is None:
-        return Prefix()
-    return Prefix(
-        partial_page=found.slot,
-        may_take_over=found.is_most,
-        num_tokens=found.num_tokens,
-        num_cached_tokens=found.num_tokens,
-    )
 
 
 def _content_of(sequence: Sequence) -> Content:

@@ -31,31 +31,21 @@ IndexArray = npt.NDArray[np.intp]
 
 
 class Packer:
-    """Packs batches of up to `max_num_seqs` rows over pages of `page_size` tokens."""
+    """Packs batches within `limits`, of sequences over a vocabulary of `vocab_size` tokens."""
 
-    def __init__(
-        self, *, max_num_seqs: int, max_pages_per_seq: int, page_size: int, vocab_size: int
-    ) -> None:
+    def __init__(self, limits: EngineLimits, vocab_size: int) -> None:
+        max_num_seqs = limits.max_num_seqs
         self._num_rows = max_num_seqs
-        self._page_size = page_size
+        self._page_size = limits.page_size
         self._occupant: list[Sequence | None] = [None] * max_num_seqs
         self._settings = RowSettings(max_num_seqs)
         self._mixed_seeds = np.zeros(max_num_seqs, np.uint64)  # [R]
         self._prompt_lens = np.zeros(max_num_seqs, np.int32)  # [R]
         self._decode_starts = np.zeros(max_num_seqs, np.int32)  # [R]
-        self._page_table = np.zeros((max_num_seqs, max_pages_per_seq), np.int32)  # [R, P]
+        self._page_table = np.zeros((max_num_seqs, limits.max_pages_per_seq), np.int32)  # [R, P]
         self._rule_layout = RuleLayout(vocab_size)
         self._masks: list[bytes | None] = [None] * max_num_seqs
         self._empty: dict[int, Int32Array] = {}
-
-    @classmethod
-    def of(cls, limits: EngineLimits, vocab_size: int) -> "Packer":
-        return cls(
-            max_num_seqs=limits.max_num_seqs,
-            max_pages_per_seq=limits.max_pages_per_seq,
-            page_size=limits.page_size,
-            vocab_size=vocab_size,
-        )
 
     def forget_rows(self) -> None:
         """Makes the next steps send every row's data again, because the device's state was lost."""

@@ -1,8 +1,8 @@
 """`PageShares`: how many pages each tenant holds, and how many are in the prefix cache.
 
-Counts only what may have less than all. Knows page ids, no contents. Invariant: a tenant never
-holds more pages than its share, each counted once however many of its sequences share it; nor are
-more in the prefix cache, in use or not, than its share of them and that of all tenants together.
+Tracks only tenants with a quota below 100 %. Invariant: a tenant never holds more pages than its
+quota, each counted once however many of its sequences share it; nor are more in the prefix cache,
+in use or not, than its quota of them and that of all tenants together.
 """
 
 from collections.abc import Iterable
@@ -16,9 +16,9 @@ from cadenza.tenant import Tenant
 class PageShares:
     """The pages of one pool; at most `cache_share` of them are in the prefix cache."""
 
-    def __init__(self, pool: PagePool) -> None:
+    def __init__(self, pool: PagePool, cache_share: float = 1.0) -> None:
         self._pool = pool
-        self.cache_share = 1.0
+        self.cache_share = cache_share
         self._held: dict[str, dict[int, int]] = {}
         # By tenant, and of all tenants under None; in use or not.
         self._cached: dict[str | None, EvictionOrder] = {}

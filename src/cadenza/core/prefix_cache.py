@@ -17,7 +17,7 @@ from itertools import islice, takewhile
 from cadenza.request import Attachment
 
 KEY_BYTES = 32
-"""Keys outlive the process where pages are stored (`core.page_store`)."""
+"""Keys outlive the process where pages are stored (`core.kv_cache_manager.PageStore`)."""
 
 
 MAX_EVICTED_KEYS = 1 << 16
@@ -81,6 +81,7 @@ class CachedPage:
     serial: int
     key: bytes
     parent_serial: int
+    parent_key: bytes
     content: PageContent
 
 
@@ -101,18 +102,13 @@ class _Branches:
     """The contents of pages by the key of the prefix before them, which is one of one salt."""
 
     def __init__(self) -> None:
-        self._parent_of: dict[int, bytes] = {}
         self._pages: dict[bytes, dict[int, PageContent]] = {}
         self._removed: OrderedDict[bytes, PageContent] = OrderedDict()
 
-    def add(self, page_id: int, parent: bytes, page: PageContent) -> None:
-        self._parent_of[page_id] = parent
+    def add(self, parent: bytes, page_id: int, page: PageContent) -> None:
         self._pages.setdefault(parent, {})[page_id] = page
 
-    def remove(self, page_id: int) -> None:
-        parent = self._parent_of.pop(page_id, None)
-        if parent is None:
-            return
+    def remove(self, parent: bytes, page_id: int) -> None:
         pages = self._pages[parent]
         self._removed[parent] = pages.pop(page_id)
         self._removed.move_to_end(parent)
@@ -213,45 +209,42 @@ class PrefixCache:
         return self._pages[page_id].content.token_ids
 
     def publish(
-        self, page_id: int, index: int, key: bytes, content: Content, parent_serial: int
+        self,
+        page_id: int,
+        index: int,
+        keys: SequenceOf[bytes],
+        content: Content,
+        parent_serial: int,
     ) -> tuple[int | None, bool]:
         """Adds page `index` of a prefix, after the page with `parent_serial`, to the index.
 
         Returns the parent serial for the next page, and whether this page was added: it is not if
         its key is in the index. The serial is None if that key belongs to a different prefix.
         """
-        page = content.page(index, self.page_size)
+        page, key = content.page(index, self.page_size), keys[index]
         known = self._page_of_key.get(key)
         if known is not None:
             cached = self._pages[known]
             is_same = self._is_same(cached, parent_serial, page)
             return (cached.serial if is_same else None), False
         self._num_published += 1
-        serial = self._num_published
+        serial, parent_key = self._num_published, self._parent_key(keys, content, index)
         self._page_of_key[key] = page_id
         self._evicted.pop(key, None)
         if self._last is not None and self._last.missing_key == key:
             self._last = None
-        self._pages[page_id] = CachedPage(serial, key, parent_serial, page)
+        self._pages[page_id] = CachedPage(serial, key, parent_serial, parent_key, page)
+        self._branches.add(parent_key, page_id, page)
         return serial, True
-
-    def add_branch(
-        self, page_id: int, keys: SequenceOf[bytes], content: Content, index: int
-    ) -> None:
-        """Remembers a page that was added as page `index` of a prefix as one that goes on from the
-        page before it."""
-        self._branches.add(
-            page_id, self._parent_key(keys, content, index), self._pages[page_id].content
-        )
 
     def forget(self, page_id: int) -> None:
         """Removes a page that is about to be overwritten."""
         if self._last is not None and page_id in self._last.page_set:
             self._last = None
-        key = self._pages.pop(page_id).key
-        self._branches.remove(page_id)
-        del self._page_of_key[key]
-        self._evicted[key] = None
+        cached = self._pages.pop(page_id)
+        self._branches.remove(cached.parent_key, page_id)
+        del self._page_of_key[cached.key]
+        self._evicted[cached.key] = None
         if len(self._evicted) > MAX_EVICTED_KEYS:
             self._evicted.popitem(last=False)
 

@@ -5,14 +5,17 @@ publishes in the KV cache what is known to be right. Invariant: an entry whose s
 changes nothing.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from cadenza.core.batch import Batch, BatchEntry
 from cadenza.core.drafts import DraftCounts
 from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.sequence import MAX_FORCED_TOKENS, Sequence, SequenceStatus
-from cadenza.core.sequence_events import StepChoices, finished_event, logprobs_of
 from cadenza.core.step_schema import StepOutput
 from cadenza.core.token_rules import may_be_forced, ruling_fields
 from cadenza.events import (
@@ -37,6 +40,44 @@ class DraftOutcome(NamedTuple):
 
 
 NO_DRAFT = DraftOutcome(is_draft=False, num_rejected=0)
+
+
+class StepChoices(NamedTuple):
+    """A step's output, and of its logit rows what every row reads, as lists.
+
+    `hidden_places` are the places in `StepOutput.hidden` by logit row.
+    """
+
+    output: StepOutput
+    token_ids: list[int]
+    is_finite: list[bool]
+    has_choice: list[bool]
+    hidden_places: Mapping[int, int]
+
+    @classmethod
+    def of(cls, output: StepOutput, hidden_rows: SequenceOf[int] = ()) -> "StepChoices":
+        return cls(
+            output,
+            output.token_ids.tolist(),
+            output.is_finite.tolist(),
+            output.has_choice.tolist(),
+            {row: place for place, row in enumerate(hidden_rows)},
+        )
+
+    def hidden(self, indices: range) -> npt.NDArray[np.float32]:
+        """The hidden states [N, E] of consecutive logit rows of one pooled sequence."""
+        first = self.hidden_places[indices.start]
+        return self.output.hidden[first : first + len(indices)]
+
+    def logprobs(self, index: int, count: int) -> TokenLogprobs:
+        """Log probabilities of a logit row, with those of its `count` likeliest tokens."""
+        output = self.output
+        return TokenLogprobs(
+            logprob=float(output.logprobs[index]),
+            rank=int(output.ranks[index]),
+            top_ids=tuple(output.top_ids[index, :count].tolist()),
+            top_logprobs=tuple(output.top_logprobs[index, :count].tolist()),
+        )
 
 
 class StepResults:
@@ -83,9 +124,12 @@ class StepResults:
         elif sequence.constraint is not None and sequence.constraint.has_failed:
             events.append(self.fail(sequence, CONSTRAINT_FAILED, "constraint_failed"))
         elif not choices.has_choice[index]:
-            events.append(self._end_without_choice(sequence))
+            named = " and ".join(ruling_fields(sequence)) or "the rules of the request"
+            error = f"no token may follow: {named} rule out every one; loosen one of them"
+            events.append(self.fail(sequence, error, "none_allowed"))
         else:
-            logprobs = choices.logprobs(index, sequence.request.params.logprobs)
+            count = sequence.request.params.logprobs
+            logprobs = None if count is None else choices.logprobs(index, count)
             self._take_token(entry, choices.token_ids[index], logprobs, events, outcome)
 
     def _verify_drafts(
@@ -214,16 +258,10 @@ class StepResults:
                 sequence.pool.add(choices.hidden(indices))
                 continue
             count = sequence.request.params.prompt_logprobs or 0
-            found = tuple(logprobs_of(output, index, count) for index in indices)
+            found = tuple(choices.logprobs(index, count) for index in indices)
             events.append(
                 PromptLogprobs(request_id=sequence.request_id, start=fresh.start, entries=found)
             )
-
-    def _end_without_choice(self, sequence: Sequence) -> Finished:
-        """Ends a sequence after whose newest token no other may follow."""
-        named = " and ".join(ruling_fields(sequence)) or "the rules of the request"
-        error = f"no token may follow: {named} rule out every one; loosen one of them"
-        return self.fail(sequence, error, "none_allowed")
 
     def fail(self, sequence: Sequence, error: str, kind: ErrorKind) -> Finished:
         """Ends a sequence with an error."""
@@ -234,3 +272,28 @@ class StepResults:
 def refuse_constraint(sequence: Sequence) -> Finished:
     """The end of a sequence whose constraint could not be made."""
     return finished_event(sequence, "error", error=CONSTRAINT_FAILED, kind="constraint_failed")
+
+
+def finished_event(
+    sequence: Sequence,
+    reason: FinishReason,
+    *,
+    stop_token_id: int | None = None,
+    error: str | None = None,
+    kind: ErrorKind | None = None,
+) -> Finished:
+    """The end of a sequence; `stop_token_id` is a token that its request named."""
+    return Finished(
+        request_id=sequence.request_id,
+        finish_reason=reason,
+        stop_token_id=stop_token_id,
+        num_prompt_tokens=sequence.num_prompt_tokens,
+        num_generated_tokens=sequence.num_generated_tokens,
+        num_cached_tokens=sequence.num_cached_tokens or 0,
+        sample=sequence.sample,
+        error=error,
+        error_kind=kind,
+        error_fields=ruling_fields(sequence) if kind == "none_allowed" else (),
+        cache_miss=sequence.cache_miss,
+        embedding=None if sequence.pool is None else sequence.pool.embedding,
+    )

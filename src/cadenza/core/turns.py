@@ -134,13 +134,12 @@ class Turn:
 
 
 IsBeingRead = Callable[[Sequence], bool]
-"""Whether a waiting sequence should wait for pages that a store has."""
 
 
 def continuous_turn(
     running: SequenceOf[Sequence], ordered: Iterable[Sequence], is_being_read: IsBeingRead
 ) -> Turn:
-    """Waiting sequences start at any time."""
+    """Waiting sequences start at any time, unless their pages are being read from a store."""
     ready = (each for each in ordered if not is_being_read(each))
     return Turn(running, _startable(ready), joins=True)
 

@@ -74,7 +74,7 @@ class _StepTimer:
         self._runner = runner
         self._limits = limits
         self._clock = clock
-        self._packer = Packer.of(limits, runner.vocab_size)
+        self._packer = Packer(limits, runner.vocab_size)
 
     @property
     def max_tokens(self) -> int:

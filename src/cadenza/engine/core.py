@@ -108,14 +108,7 @@ class EngineCore:
             has_constraints=options.compile_constraint is not None,
             hidden_size=runner.hidden_size,
         )
-        kv_cache = KVCacheManager(
-            num_pages=limits.num_pages,
-            page_size=limits.page_size,
-            enable_prefix_caching=limits.enable_prefix_caching,
-            secret=_secret_of(options),
-            slot_unit=limits.slot_unit,
-        )
-        kv_cache.limit_cache(limits.prefix_cache_memory_share)
+        kv_cache = KVCacheManager(limits, _secret_of(options))
         self.stored_pages = _stored_pages(runner, kv_cache, options.page_folder)
         self._draft_model = options.draft_model
         self._drafter = None
@@ -134,7 +127,7 @@ class EngineCore:
                 on_prefix=_log_prefix,
             ),
         )
-        packer = Packer.of(limits, runner.vocab_size)
+        packer = Packer(limits, runner.vocab_size)
         self._loop = StepLoop(
             self.scheduler,
             steps or StepRunner(runner, packer),

@@ -143,7 +143,7 @@ class ModelDrafter:
         self._model = model
         self._kv_cache = kv_cache
         self._clock = clock
-        self._packer = Packer.of(model.limits, model.runner.vocab_size)
+        self._packer = Packer(model.limits, model.runner.vocab_size)
         self._progress: dict[int, tuple[Sequence, _Progress]] = {}
         """By row."""
         self._contents: dict[int, bytes] = {}

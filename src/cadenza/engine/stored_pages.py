@@ -1,4 +1,4 @@
-"""`StoredPages`: `core.page_store.PageStore` over a folder: pages go to it, and come back.
+"""`StoredPages`: `core.kv_cache_manager.PageStore` over a folder: pages go to it, and come back.
 
 Owns which waiting sequence waits for what. Pages are copied from and to the device on the engine's
 thread, between two steps. Knows no files and no thread but `PageTraffic`. Invariants: a sequence

@@ -141,7 +141,7 @@ class Storing(StoredPages):
                 num_pages=1,
                 page_size=16,
             ),
-            KVCacheManager(num_pages=1, page_size=16, enable_prefix_caching=True, secret=b""),
+            KVCacheManager(LIMITS, b""),
             PageFolder(folder, "a model", 1 << 20),
         )
         self._bench, self._num_left = bench, num_waits

@@ -1,5 +1,5 @@
-"""A tenant that asks for little is served as if nobody flooded the engine, as far as rows, pages
-and a step's prompt tokens go; no answer changes, and it gets no more service than who floods."""
+"""Preemption for tenants that ask for no more than their share: the overload of another costs them
+no wait for rows, pages and a step's prompt tokens, and they get no more service than it does."""
 
 import random
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cadenza.config import EngineLimits
-from cadenza.core.fair_share import CREDIT_STEPS, MAX_COUNTERS, FairShare
+from cadenza.core.fair_share import CREDIT_STEPS, FairShare
 from cadenza.core.scheduler import Scheduler
 from cadenza.core.sequence import Sequence
 from cadenza.core.under_share_tenants import MAX_DISPLACEMENTS, UnderShareTenants
@@ -36,11 +36,11 @@ WIDE = replace(LIMITS, num_pages=64)
 """Pages for all rows: only rows are scarce."""
 
 
-def light_of(open_sequences: list[Sequence], limits: EngineLimits = WIDE) -> UnderShareTenants:
-    light = UnderShareTenants(limits)
+def tenants_of(open_sequences: list[Sequence], limits: EngineLimits = WIDE) -> UnderShareTenants:
+    tenants = UnderShareTenants(limits)
     for sequence in open_sequences:
-        light.open(sequence.request.tenant)
-    return light
+        tenants.open(sequence.request.tenant)
+    return tenants
 
 
 def sequences_of(tenant: Tenant, count: int, num_tokens: int = 16) -> list[Sequence]:
@@ -56,72 +56,70 @@ def sequences_of(tenant: Tenant, count: int, num_tokens: int = 16) -> list[Seque
 @pytest.mark.parametrize(
     ("weight", "num_few", "expected"), [(1.0, 2, True), (1.0, 3, False), (3.0, 3, True)]
 )
-def test_a_tenant_is_light_while_its_sequences_fit_its_share_of_the_rows(
+def test_a_tenant_is_under_its_share_while_its_sequences_fit_its_rows(
     weight: float, num_few: int, expected: bool
 ) -> None:
     few = sequences_of(replace(FEW, weight=weight), num_few)
-    light = light_of([*sequences_of(MANY, 9), *few])
-    assert light.is_under_share("few") is expected
-    assert not light.is_under_share("many")
+    tenants = tenants_of([*sequences_of(MANY, 9), *few])
+    assert tenants.is_under_share("few") is expected
+    assert not tenants.is_under_share("many")
     for sequence in few[2:]:
-        light.close(sequence.request.tenant)
-    assert light.is_under_share("few")
+        tenants.close(sequence.request.tenant)
+    assert tenants.is_under_share("few")
 
 
-def test_with_free_rows_a_tenant_is_light_while_it_has_no_more_than_its_part_of_what_is_open() -> (
-    None
-):
-    light = light_of([*sequences_of(MANY, 2), *sequences_of(FEW, 1)])
-    assert light.is_under_share("few")
-    assert not light.is_under_share("many")
-    light.open(FEW)
-    assert light.is_under_share("few")
-    assert light.is_under_share("many")
+def test_with_free_rows_the_share_is_one_of_all_open_sequences() -> None:
+    tenants = tenants_of([*sequences_of(MANY, 2), *sequences_of(FEW, 1)])
+    assert tenants.is_under_share("few")
+    assert not tenants.is_under_share("many")
+    tenants.open(FEW)
+    assert tenants.is_under_share("few")
+    assert tenants.is_under_share("many")
 
 
-def test_nobody_is_light_alone() -> None:
-    light = light_of(sequences_of(MANY, 1))
-    assert not light.is_under_share("many")
-    assert not light.is_under_share("unknown")
+def test_a_tenant_alone_is_not_under_its_share() -> None:
+    tenants = tenants_of(sequences_of(MANY, 1))
+    assert not tenants.is_under_share("many")
+    assert not tenants.is_under_share("unknown")
 
 
-def test_only_sequences_above_their_tenants_share_make_room_and_only_so_often() -> None:
+def test_only_sequences_of_tenants_above_their_share_are_preempted_and_only_so_often() -> None:
     running, (waiting,) = sequences_of(MANY, 4), sequences_of(FEW, 1)
-    light = light_of([*running, waiting])
-    assert light.preemptable_for(waiting, running, lacks_row=True) == running
+    tenants = tenants_of([*running, waiting])
+    assert tenants.preemptable_for(waiting, running, lacks_row=True) == running
     running[0].num_preemptions = MAX_DISPLACEMENTS
-    assert light.preemptable_for(waiting, running, lacks_row=True) == running[1:]
-    assert light.preemptable_for(waiting, running[:2], lacks_row=True) == []
-    assert light.preemptable_for(running[3], [waiting], lacks_row=True) == [], (
+    assert tenants.preemptable_for(waiting, running, lacks_row=True) == running[1:]
+    assert tenants.preemptable_for(waiting, running[:2], lacks_row=True) == []
+    assert tenants.preemptable_for(running[3], [waiting], lacks_row=True) == [], (
         "a heavy one displaces nobody"
     )
 
 
-def test_pages_are_made_free_only_for_a_sequence_within_its_tenants_share_of_them() -> None:
+def test_preemption_for_pages_needs_a_sequence_within_its_tenants_share_of_them() -> None:
     running = sequences_of(MANY, 2, num_tokens=96)
     (small,) = sequences_of(FEW, 1, num_tokens=96)
     small.page_table = []
-    light = light_of([*running, *sequences_of(MANY, 2), small], replace(WIDE, num_pages=13))
-    assert light.preemptable_for(small, running, lacks_row=False) == running
-    assert light.preemptable_for(small, running[:1], lacks_row=False) == [], (
+    tenants = tenants_of([*running, *sequences_of(MANY, 2), small], replace(WIDE, num_pages=13))
+    assert tenants.preemptable_for(small, running, lacks_row=False) == running
+    assert tenants.preemptable_for(small, running[:1], lacks_row=False) == [], (
         "6 of 13 pages are a share"
     )
     (large,) = sequences_of(FEW, 1, num_tokens=112)
-    assert light.preemptable_for(large, running, lacks_row=False) == []
+    assert tenants.preemptable_for(large, running, lacks_row=False) == []
 
 
-class NobodyIsLight(UnderShareTenants):
+class NoneUnderShare(UnderShareTenants):
     def is_under_share(self, name: str) -> bool:
         return False
 
 
-class ServesNobodyFirst(Scheduler):
+class WithoutDisplacement(Scheduler):
     def __init__(self, limits: EngineLimits, *args: Any) -> None:
         super().__init__(limits, *args)
-        self.turns.under_share = NobodyIsLight(limits)
+        self.turns.under_share = NoneUnderShare(limits)
 
 
-PLAIN = Parts(scheduler=ServesNobodyFirst)
+PLAIN = Parts(scheduler=WithoutDisplacement)
 
 
 @dataclass(kw_only=True)
@@ -129,7 +127,7 @@ class Arrival:
     """A request that comes when the engine is full of another tenant's."""
 
     limits: EngineLimits
-    flood: list[Request]
+    overload: list[Request]
     polite: Request
     after_steps: int = 12
 
@@ -138,7 +136,7 @@ class Arrival:
         verified."""
         engine = make_engine(self.limits, parts=parts, order=Order(clock=lambda: 0.0))
         record = Record(seed=0, engine=engine)
-        for request in self.flood:
+        for request in self.overload:
             record.accept(engine.submit(request), request)
         first: int | None = None
         while not engine.is_idle:
@@ -157,41 +155,41 @@ class Arrival:
 
 
 def request(tenant: Tenant, num_prompt: int, num_output: int, seed: int = 0) -> Request:
-    rng = random.Random(f"light {tenant.name} {seed}")
+    rng = random.Random(f"{tenant.name} {seed}")
     prompt = tuple(rng.choices(range(VOCAB_SIZE), k=num_prompt))
     params = SamplingParams(temperature=0.0, max_tokens=num_output, ignore_eos=True)
     return Request(prompt_token_ids=prompt, params=params, tenant=tenant)
 
 
-def test_a_light_tenants_request_gets_a_row_at_once() -> None:
-    flood = [request(MANY, 8, 80, seed) for seed in range(12)]
-    arrival = Arrival(limits=WIDE, flood=flood, polite=request(FEW, 8, 4))
+def test_a_request_under_its_tenants_share_gets_a_row_at_once() -> None:
+    overload = [request(MANY, 8, 80, seed) for seed in range(12)]
+    arrival = Arrival(limits=WIDE, overload=overload, polite=request(FEW, 8, 4))
     assert arrival.steps_to_first_token() == (2, 1)
     num_steps, num_preemptions = arrival.steps_to_first_token(PLAIN)
     assert num_steps > 50, "there was a row without displacing anybody"
     assert num_preemptions == 0
 
 
-def test_a_light_tenants_request_gets_pages_at_once() -> None:
+def test_a_request_under_its_tenants_share_gets_pages_at_once() -> None:
     """Two sequences hold the pool; one is displaced, though two rows are no more than a share."""
     limits = replace(LIMITS, num_pages=10)
-    flood = [request(MANY, 40, 50, seed) for seed in range(12)]
-    arrival = Arrival(limits=limits, flood=flood, polite=request(FEW, 40, 4))
+    overload = [request(MANY, 40, 50, seed) for seed in range(12)]
+    arrival = Arrival(limits=limits, overload=overload, polite=request(FEW, 40, 4))
     num_steps, num_preemptions = arrival.steps_to_first_token()
     assert num_steps <= 4
     assert num_preemptions >= 1
     assert arrival.steps_to_first_token(PLAIN)[0] > 10, "there were pages for it anyway"
 
 
-def test_a_light_tenants_prompt_does_not_share_a_step_with_a_floods() -> None:
+def test_a_prompt_under_its_tenants_share_shares_no_step_with_an_overload() -> None:
     limits = replace(WIDE, max_num_batched_tokens=24)
-    flood = [request(MANY, 90, 4, seed) for seed in range(12)]
-    arrival = Arrival(limits=limits, flood=flood, polite=request(FEW, 44, 4))
+    overload = [request(MANY, 90, 4, seed) for seed in range(12)]
+    arrival = Arrival(limits=limits, overload=overload, polite=request(FEW, 44, 4))
     assert arrival.steps_to_first_token()[0] == 3
     assert arrival.steps_to_first_token(PLAIN)[0] > 3
 
 
-def test_tenants_that_both_flood_displace_nobody() -> None:
+def test_tenants_that_both_overload_preempt_none_of_each_other() -> None:
     rng = random.Random("both")
     requests = [request_of(rng, tenant) for _ in range(30) for tenant in (MANY, FEW)]
     engine = make_engine(WIDE, order=Order(clock=lambda: 0.0))
@@ -201,7 +199,7 @@ def test_tenants_that_both_flood_displace_nobody() -> None:
     )
     record.verify()
     num_displaced = engine.scheduler.num_preemptions
-    # One that is left with a few requests at the end is light.
+    # One that is left with a few requests at the end is tenants.
     assert max(most) > 50
     assert num_displaced <= 2
 
@@ -281,28 +279,28 @@ loads = st.builds(
 
 
 @given(load=loads)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 def test_no_tenant_gets_more_than_the_bound_beyond_one_that_waits(load: Load) -> None:
     assert load.lead() <= load.bound
 
 
-class LightFirst(FairShare):
-    """Light tenants start whatever service they have had."""
+class UnderShareFirst(FairShare):
+    """Tenants under their share start whatever service they have had."""
 
     def in_turns(self, ordered: list[Sequence]) -> list[Sequence]:
         return sorted(ordered, key=lambda each: each.request.tenant.name == "t0")
 
 
-class StartsLightOnesFirst(Scheduler):
+class StartsOutOfTurn(Scheduler):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.turns.fair_share = LightFirst()
+        self.turns.fair_share = UnderShareFirst()
 
 
-def test_the_bound_betrays_a_scheduler_that_starts_light_tenants_out_of_turn() -> None:
+def test_the_bound_catches_tenants_under_their_share_that_start_out_of_turn() -> None:
     load = Load(seed=0, others=[(2, 100)], weights=[1.0] * 2, longest=(8, 90))
     assert load.lead() <= load.bound
-    assert load.lead(Parts(scheduler=StartsLightOnesFirst)) > load.bound
+    assert load.lead(Parts(scheduler=StartsOutOfTurn)) > load.bound
 
 
 def test_a_prompt_of_another_tenant_goes_on_beside_those_that_come_first() -> None:
@@ -353,13 +351,3 @@ def test_tenants_that_join_one_after_another_start_at_one_level() -> None:
         share.join(tenant)
         joined = sequences_of(tenant, 1)[0]
         assert share.counter_of(joined) == before - 10.0
-
-
-def test_counters_of_tenants_that_came_once_are_dropped() -> None:
-    share = FairShare(COST, credit=10.0)
-    for place in range(3 * MAX_COUNTERS):
-        tenant = Tenant(name=f"tenant-{place}")
-        share.join(tenant)
-        share.charge_prompt(sequences_of(tenant, 1)[0], 1)
-        share.leave(tenant)
-    assert len(share._counters) <= MAX_COUNTERS + 1
