@@ -80,6 +80,7 @@ class NativeOps(OpTable):
     def __init__(self, spec: DecoderSpec, library: NativeLibrary | None = None) -> None:
         super().__init__(spec)
         self._library = library or load_native_library()
+        self._activation = _CODE_OF_ACTIVATION[spec.model.activation]
         self._memory = PackedMemory()
         self._program: NativeProgram | None = None
 
@@ -180,10 +181,8 @@ class NativeOps(OpTable):
     def embed(self, table: Linear, step: StepArrays) -> jax.Array:
         shape = (len(step.tokens.ids), self._model.hidden_size)
         return self._call("embed", _array(shape, jnp.float32))(
-            step.tokens.ids,
-            table.weight,
-            step.num_tokens,
-            vocab=np.int64(self._model.vocab_size),
+            *(step.tokens.ids, table.weight, step.num_tokens),
+            vocab=self._model.vocab_size,
             scale=np.float32(self._model.embedding_scale),
         )
 
@@ -226,25 +225,16 @@ class NativeOps(OpTable):
         return call(y, norm, count, residual, eps=eps)
 
     def gated_linear(self, x: jax.Array, weight: Linear, count: jax.Array) -> jax.Array:
-        shape = (len(x), weight.num_out // 2)
-        return self._call("gated_linear", _array(shape, self._spec.dtype))(
-            x,
-            weight.weight,
-            count,
-            weight.bias,
-            activation=np.int64(_CODE_OF_ACTIVATION[self._model.activation]),
-        )
+        call = self._call("gated_linear", _array((len(x), weight.num_out // 2), self._spec.dtype))
+        return call(x, weight.weight, count, weight.bias, activation=self._activation)
 
     def route_experts(self, x: jax.Array, router: Linear, count: jax.Array) -> ExpertChoice:
         routing = Routing.of(self._model)
         shape = (len(x), routing.num_chosen)
-        results = (_array(shape, jnp.int32), _array(shape, jnp.float32))
-        ids, weights = self._call("route_experts", results)(
-            x,
-            router.weight,
-            count,
-            None,
-            experts=np.int64(routing.num_experts),
+        call = self._call("route_experts", (_array(shape, jnp.int32), _array(shape, jnp.float32)))
+        ids, weights = call(
+            *(x, router.weight, count, None),
+            experts=routing.num_experts,
             over_chosen=routing.over_chosen,
             scale=np.float32(routing.scale),
         )
@@ -254,14 +244,8 @@ class NativeOps(OpTable):
         self, x: jax.Array, weight: Linear, choice: ExpertChoice, count: jax.Array
     ) -> jax.Array:
         shape = (*choice.ids.shape, weight.num_out // 2)
-        return self._call("grouped_gated_linear", _array(shape, self._spec.dtype))(
-            x,
-            weight.weight,
-            count,
-            None,
-            choice.ids,
-            activation=np.int64(_CODE_OF_ACTIVATION[self._model.activation]),
-        )
+        call = self._call("grouped_gated_linear", _array(shape, self._spec.dtype))
+        return call(x, weight.weight, count, None, choice.ids, activation=self._activation)
 
     def grouped_linear(
         self,
@@ -291,21 +275,13 @@ class NativeOps(OpTable):
         query_norm, key_norm = factors.norms or (None, None)
         call = self._call("rope_append_attend", results, {9: 1, 10: 2})
         out, keys, values = call(
-            qkv,
-            step.tokens.positions,
-            step.tokens.slots,
-            step.rows.query_starts,
-            step.rows.kv_lens,
-            step.page_table,
-            factors.rope,
-            query_norm,
-            key_norm,
-            pool.keys,
-            pool.values,
-            layer=np.int64(layer.index),
-            heads=np.int64(model.num_heads),
+            *(qkv, step.tokens.positions, step.tokens.slots),
+            *(step.rows.query_starts, step.rows.kv_lens, step.page_table),
+            *(factors.rope, query_norm, key_norm, pool.keys, pool.values),
+            layer=layer.index,
+            heads=model.num_heads,
             scale=np.float32(self._spec.attention_scale),
-            window=np.int64(layer.window or _NO_WINDOW),
+            window=layer.window or _NO_WINDOW,
             soft_cap=np.float32(model.attention_soft_cap or _NO_CAP),
             norm_eps=np.float32(model.rms_norm_eps),
         )
@@ -313,15 +289,11 @@ class NativeOps(OpTable):
 
     def next_tokens(self, x: jax.Array, head: Linear, step: StepArrays) -> jax.Array:
         return self._call("next_token", _array((len(x), NUM_COLUMNS), jnp.int32))(
-            x,
-            head.weight,
-            step.num_logits,
-            _columns(step.logits),
-            *_memory(step),
-            vocab=np.int64(self._model.vocab_size),
+            *(x, head.weight, step.num_logits, _columns(step.logits), *_memory(step)),
+            vocab=self._model.vocab_size,
             divisor=np.float32(self._model.logit_divisor),
             soft_cap=np.float32(self._model.logit_soft_cap or _NO_CAP),
-            page_size=np.int64(self._spec.page_size),
+            page_size=self._spec.page_size,
         )
 
     def compute(self, decode: Callable[[OpTable], Any]) -> Any:
