@@ -190,6 +190,7 @@ CORPUS: dict[str, tuple[str, dict[str, Any] | Case]] = {
     "config: empty": ("not valid JSON", {"config.json": ""}),
     "config: UTF-16": ("not valid JSON", {"config.json": "{}".encode("utf-16")}),
     "config: a list": ("must hold a JSON object", {"config.json": "[]"}),
+    "config: a key twice": ("twice", {"config.json": '{"vocab_size": 1, "vocab_size": 2}'}),
     "config: deep nesting": ("not valid JSON", {"config.json": "[" * 1_000_000}),
     "config: many containers": ("over", {"config.json": "[" * 3_000_000}),
     "config: five megabytes": (
@@ -291,6 +292,11 @@ CORPUS: dict[str, tuple[str, dict[str, Any] | Case]] = {
     "template: blocks in blocks": ("compiled|Jinja", template("{% if 1 %}" * 5_000)),
     "template: two megabytes": ("2\\.0 MiB", template("x" * (2 << 20))),
     "template: no UTF-8": ("UTF-8", {"chat_template.jinja": b"\xff\xfe"}),
+    "template: a number": ("chat_template", {"tokenizer_config.json": {"chat_template": 3}}),
+    "tokenizer: an eos that is a list": (
+        "eos_token",
+        {"tokenizer_config.json": {"eos_token": ["</s>"]}},
+    ),
     "template: a list of nothing": (
         "name and template",
         {"tokenizer_config.json": {"chat_template": [{}]}},

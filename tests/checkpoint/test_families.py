@@ -72,30 +72,36 @@ def test_the_declaration_is_what_transformers_wrote(folder: str):
     check_weights(config, open_weights(FIXTURES / folder))
 
 
-def test_an_absent_window_is_mistrals_own_and_a_null_one_is_none():
-    assert windows(read("mistral")) == [4096] * 4
-    assert windows(read("mistral", sliding_window=None)) == [None] * 4
-    assert windows(read("ministral", sliding_window=9)) == [9] * 4
+MIXED = [SLIDING, FULL, FULL, SLIDING]
+FROM_1 = {"sliding_window": 9, "max_window_layers": 1}
 
 
-def test_layer_types_say_which_layers_have_the_window():
-    types = [SLIDING, FULL, FULL, SLIDING]
-    for family in ("mistral", "ministral"):
-        config = read(family, sliding_window=9, layer_types=types)
-        assert windows(config) == [9, None, None, 9]
+@pytest.mark.parametrize(
+    ("family", "settings", "expected"),
+    [
+        ("mistral", {}, [4096] * 4),
+        ("mistral", {"sliding_window": None}, [None] * 4),
+        ("ministral", {"sliding_window": 9}, [9] * 4),
+        ("mistral", {"sliding_window": 9, "layer_types": MIXED}, [9, None, None, 9]),
+        ("ministral", {"sliding_window": 9, "layer_types": MIXED}, [9, None, None, 9]),
+        ("qwen2", FROM_1, [None] * 4),
+        ("qwen2", {**FROM_1, "use_sliding_window": True}, [None, 9, 9, 9]),
+        ("qwen3", {"use_sliding_window": True, "max_window_layers": 3}, [None] * 3 + [4096]),
+        ("smollm3", {"use_sliding_window": True, "sliding_window": 9}, [None] * 3 + [9]),
+        ("gemma2", {}, [4096, None] * 2),
+        ("gemma3_text", {"num_hidden_layers": 12}, ([4096] * 5 + [None]) * 2),
+    ],
+)
+def test_each_family_has_its_windows(
+    family: str, settings: dict[str, Any], expected: list[int | None]
+):
+    assert windows(read(family, **settings)) == expected
 
 
 def test_a_pattern_is_the_shortest_that_says_the_same():
     config = read("ministral", sliding_window=9, layer_types=[SLIDING, FULL] * 2)
     assert config.layer_pattern == (LayerKind(window=9), LayerKind())
     assert read("llama").layer_pattern == (LayerKind(),)
-
-
-def test_qwen2_has_a_window_only_where_it_is_used_and_from_a_layer_on():
-    assert windows(read("qwen2", sliding_window=9, max_window_layers=1)) == [None] * 4
-    used = read("qwen2", use_sliding_window=True, sliding_window=9, max_window_layers=1)
-    assert windows(used) == [None, 9, 9, 9]
-    assert windows(read("qwen3", use_sliding_window=True, max_window_layers=3))[3] == 4096
 
 
 def test_qwen2_has_biases_on_its_queries_keys_and_values_alone():
@@ -112,8 +118,6 @@ def test_smollm3_leaves_layers_unrotated():
     listed = read("smollm3", no_rope_layers=[0, 1, 1, 0])
     unrotated = [listed.rope_of(kind) is None for kind in listed.layer_kinds]
     assert unrotated == [True, False, False, True]
-    windowed = read("smollm3", use_sliding_window=True, sliding_window=9)
-    assert windows(windowed) == [None, None, None, 9]
     assert read("smollm3").rope.theta == 2e6
 
 
@@ -125,7 +129,6 @@ def test_gemma2_caps_scales_and_norms_as_published():
     assert config.activation == "gelu_tanh"
     assert config.norm_adds_one
     assert config.tie_word_embeddings
-    assert windows(config) == [4096, None, 4096, None]
     uncapped = read("gemma2", attn_logit_softcapping=None, final_logit_softcapping=None)
     assert (uncapped.attention_soft_cap, uncapped.logit_soft_cap) == (None, None)
 
@@ -166,8 +169,7 @@ def test_gemma3_rotates_its_two_kinds_of_layers_differently_in_both_spellings():
 
 
 def test_gemma3_has_its_defaults():
-    config = read("gemma3_text", num_hidden_layers=12)
-    assert windows(config) == ([4096] * 5 + [None]) * 2
+    config = read("gemma3_text")
     assert config.window_rope is not None
     assert (config.rope.theta, config.window_rope.theta) == (1e6, 1e4)
     assert (config.attention_soft_cap, config.logit_soft_cap) == (None, None)
@@ -343,27 +345,27 @@ OF_NO_FAMILY: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("key", OF_ONE_FAMILY)
-def test_a_setting_of_another_family_is_refused_by_its_name(family: str, key: str):
+def test_a_setting_of_another_family_is_refused_by_its_name(family: str):
     """Read where it is the family's own, and then it makes a difference; refused elsewhere."""
-    values = values_of(family, **{key: OF_ONE_FAMILY[key]})
-    is_own = key in FAMILIES[family].own_keys
-    if is_own or (key == "partial_rotary_factor" and FAMILIES[family].may_be_partly_rotated):
-        needs_use = key == "sliding_window" and family in USES_ITS_WINDOW_WHEN_TOLD
-        config = parse_model_config(values)
-        needs_use |= key == "attention_bias" and family == HAS_BIASES_WHATEVER_IT_SAYS
-        if not needs_use and OF_ONE_FAMILY[key] not in (50.0, 30.0, 256):
-            assert config != read(family)
-        return
-    with pytest.raises(CheckpointError, match=key):
-        parse_model_config(values)
+    for key, value in OF_ONE_FAMILY.items():
+        values = values_of(family, **{key: value})
+        is_own = key in FAMILIES[family].own_keys
+        if is_own or (key == "partial_rotary_factor" and FAMILIES[family].may_be_partly_rotated):
+            needs_use = key == "sliding_window" and family in USES_ITS_WINDOW_WHEN_TOLD
+            config = parse_model_config(values)
+            needs_use |= key == "attention_bias" and family == HAS_BIASES_WHATEVER_IT_SAYS
+            if not needs_use and value not in (50.0, 30.0, 256):
+                assert config != read(family), key
+        else:
+            with pytest.raises(CheckpointError, match=key):
+                parse_model_config(values)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("key", OF_NO_FAMILY)
-def test_a_setting_that_nothing_here_computes_is_refused_by_its_name(family: str, key: str):
-    with pytest.raises(CheckpointError, match="dynamic" if key == "rope_scaling" else key):
-        parse_model_config(values_of(family, **{key: OF_NO_FAMILY[key]}))
+def test_a_setting_that_nothing_here_computes_is_refused_by_its_name(family: str):
+    for key, value in OF_NO_FAMILY.items():
+        with pytest.raises(CheckpointError, match="dynamic" if key == "rope_scaling" else key):
+            parse_model_config(values_of(family, **{key: value}))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

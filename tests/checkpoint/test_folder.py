@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from cadenza.checkpoint import GenerationDefaults, open_checkpoint
-from cadenza.checkpoint.tokenizer_files import MAX_TEMPLATE_BYTES
 from cadenza.errors import CheckpointError
 from tests.checkpoint.files import SMALL_CONFIG, small_model, write_folder, write_tensors
 
@@ -72,26 +71,23 @@ def test_a_folder_without_config_is_refused(tmp_path: Path):
         open_checkpoint(tmp_path)
 
 
-def test_generation_defaults_are_read(tmp_path: Path):
-    recommended = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.05}
-    folder = write_folder(tmp_path, {"generation_config.json": {**recommended, "do_sample": True}})
-    assert open_checkpoint(folder).generation_defaults == GenerationDefaults(**recommended)
-
-
-def test_no_generation_config_recommends_nothing(tmp_path: Path):
-    assert open_checkpoint(write_folder(tmp_path)).generation_defaults == GenerationDefaults()
-
-
-def test_do_sample_false_is_greedy(tmp_path: Path):
-    content = {"do_sample": False, "temperature": 0.7}
-    folder = write_folder(tmp_path, {"generation_config.json": content})
-    assert open_checkpoint(folder).generation_defaults.temperature == 0.0
-
-
-def test_every_recommended_field_is_read(tmp_path: Path):
-    recommended = {"repetition_penalty": 1.05, "min_new_tokens": 2, "max_new_tokens": 2048}
-    folder = write_folder(tmp_path, {"generation_config.json": recommended})
-    assert open_checkpoint(folder).generation_defaults == GenerationDefaults(**recommended)
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (None, {}),
+        ({"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.05, "do_sample": True}, None),
+        ({"do_sample": False, "temperature": 0.7}, {"temperature": 0.0}),
+        ({"repetition_penalty": 1.05, "min_new_tokens": 2, "max_new_tokens": 2048}, None),
+    ],
+)
+def test_generation_defaults_are_read(
+    tmp_path: Path, content: dict[str, Any] | None, expected: dict[str, Any] | None
+):
+    """None is what the file says; `do_sample: false` is greedy."""
+    folder = write_folder(tmp_path, {"generation_config.json": content} if content else {})
+    if expected is None:
+        expected = {key: value for key, value in (content or {}).items() if key != "do_sample"}
+    assert open_checkpoint(folder).generation_defaults == GenerationDefaults(**expected)
 
 
 def test_what_generation_config_asks_for_and_is_not_applied_is_named(tmp_path: Path):
@@ -176,38 +172,6 @@ def test_special_tokens_are_read_from_strings_and_objects(tmp_path: Path):
     }
     tokens = open_checkpoint(write_folder(tmp_path, files)).tokenizer.special_tokens
     assert tokens == {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
-
-
-MALFORMED: dict[str, dict[str, object]] = {
-    "a config that is no JSON": {"config.json": "{"},
-    "a config that is a list": {"config.json": "[]"},
-    "a config with custom code": {
-        "config.json": {**SMALL_CONFIG, "auto_map": {"AutoModel": "x.y"}}
-    },
-    "a config nested too deep": {"config.json": "[" * 100_000},
-    "a config with a huge number": {"config.json": '{"vocab_size": %s}' % ("9" * 5000)},
-    "a config of five megabytes": {"config.json": '{"a": "%s"}' % ("x" * (5 << 20))},
-    "a config with a key twice": {"config.json": '{"vocab_size": 1, "vocab_size": 2}'},
-    "a generation config that is no JSON": {"generation_config.json": "no"},
-    "a template that is too large": {"chat_template.jinja": "x" * (MAX_TEMPLATE_BYTES + 1)},
-    "a template that is no text": {"chat_template.jinja": b"\xff\xfe"},
-    "a template that is a number": {"tokenizer_config.json": {"chat_template": 3}},
-    "named templates without names": {"tokenizer_config.json": {"chat_template": [{"a": 1}]}},
-    "an eos that is a list": {"tokenizer_config.json": {"eos_token": ["</s>"]}},
-    "weights that are garbage": {"model.safetensors": b"garbage that is long enough"},
-    "a tokenizer that is garbage": {
-        "tokenizer_config.json": {"eos_token": "x"},
-        "tokenizer.json": "garbage",
-    },
-}
-
-
-@pytest.mark.parametrize("files", MALFORMED.values(), ids=MALFORMED)
-def test_a_malformed_folder_is_a_named_error(tmp_path: Path, files: dict[str, object]):
-    folder = write_folder(tmp_path, files)
-    with pytest.raises(CheckpointError) as raised:
-        open_checkpoint(folder)
-    assert len(str(raised.value)) < 600
 
 
 def test_a_shape_that_the_weights_do_not_have_is_refused(tmp_path: Path):

@@ -121,15 +121,16 @@ def test_a_file_of_gguf_py_is_read_as_gguf_py_reads_it(tmp_path: Path):
         assert np.array_equal(ours.header.metadata.get(key), theirs.fields[key].contents())
 
 
-@pytest.mark.parametrize("code", sorted(TENSOR_TYPES))
-def test_block_sizes_are_those_of_gguf_py(code: int):
-    try:
-        kind = gguf.GGMLQuantizationType(code)
-    except ValueError:
-        pytest.skip(f"this gguf-py has no type {code}")
-    ours = TENSOR_TYPES[code]
-    assert (ours.block_len, ours.block_bytes) == gguf.GGML_QUANT_SIZES[kind]
-    assert ours.name == kind.name
+def test_block_sizes_are_those_of_gguf_py():
+    theirs = {
+        kind.value: (kind.name, *gguf.GGML_QUANT_SIZES[kind]) for kind in gguf.GGMLQuantizationType
+    }
+    ours = {
+        code: (each.name, each.block_len, each.block_bytes) for code, each in TENSOR_TYPES.items()
+    }
+    known = ours.keys() & theirs.keys()  # an older gguf-py lacks some
+    assert len(known) > 20
+    assert {code: ours[code] for code in known} == {code: theirs[code] for code in known}
 
 
 def metadata(*entries: tuple[str | bytes, Any]) -> File:
@@ -275,10 +276,11 @@ def test_the_number_of_strings_is_bounded_over_all_arrays():
         read_header(metadata(("a", Items(STRING, ["x"])), ("b", empty)).encode(), "x.gguf")
 
 
-@pytest.mark.parametrize("num_bytes", range(0, LENGTH, 3))
-def test_a_file_cut_anywhere_is_refused(num_bytes: int):
-    with pytest.raises(CheckpointError):
-        read_header(small_file().encode()[:num_bytes], "x.gguf")
+def test_a_file_cut_anywhere_is_refused():
+    content = small_file().encode()
+    for num_bytes in range(0, len(content), 3):
+        with pytest.raises(CheckpointError):
+            read_header(content[:num_bytes], "x.gguf")
 
 
 def test_the_honest_file_of_the_corpus_is_read():

@@ -9,7 +9,9 @@ import hashlib
 import logging
 import mmap
 import os
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 from cadenza.checkpoint import Checkpoint
@@ -22,6 +24,25 @@ MIN_CACHED_BYTES = 64 << 20
 """The digests of smaller files are computed each time: in less than a tenth of a second."""
 
 _DIGEST_CHARS = 64
+
+
+def digest_of(parts: Iterable[str]) -> str:
+    """A SHA-256 of texts in order, in hex."""
+    framed = "".join(f"{len(part)}:{part}" for part in parts)
+    return hashlib.sha256(framed.encode()).hexdigest()
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Writes a file of the cache folder; others see all of it or nothing. Raises OSError."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        partial.write_bytes(content)
+        partial.replace(path)
+    except OSError:
+        with suppress(OSError):
+            partial.unlink()
+        raise
 
 
 def content_digest(checkpoint: Checkpoint, cache_folder: Path) -> str:
@@ -78,10 +99,7 @@ def _read_kept(path: Path) -> str | None:
 
 def _keep(path: Path, digest: str) -> None:
     """Best effort: without a cache the digest is computed again."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}")
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        partial.write_text(digest, encoding="ascii")
-        partial.replace(path)
+        replace_file(path, digest.encode("ascii"))
     except OSError as error:
         logger.warning("the digest of the weights cannot be kept: %s", error.strerror)

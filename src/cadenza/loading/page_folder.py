@@ -4,7 +4,6 @@ Reads all weights once for their digest, unless it is in the cache folder. Invar
 equal fingerprints compute equal bits for a page of equal tokens.
 """
 
-import hashlib
 import os
 import platform
 from dataclasses import replace
@@ -14,7 +13,7 @@ from cadenza import __version__
 from cadenza.config import EngineConfig, EngineLimits
 from cadenza.engine.page_folder import PageFolder
 from cadenza.fingerprint import ARITHMETIC_REVISION
-from cadenza.loading.content_digest import content_digest
+from cadenza.loading.content_digest import content_digest, digest_of
 from cadenza.loading.planned_engine import PlannedEngine
 
 DEFAULT_BYTES = 8 << 30
@@ -48,9 +47,8 @@ def open_page_folder(engine: PlannedEngine) -> PageFolder | None:
         str(plan.limits.max_model_len),  # LongRoPE's factors follow it
         *(("hidden states",) if plan.keeps_hidden else ()),  # pages have them, too
     )
-    framed = "".join(f"{len(part)}:{part}" for part in parts)
-    fingerprint = hashlib.sha256(framed.encode()).hexdigest()
-    return PageFolder(Path(config.prefix_cache_disk), fingerprint, max_folder_bytes(config))
+    folder = Path(config.prefix_cache_disk)
+    return PageFolder(folder, digest_of(parts), max_folder_bytes(config))
 
 
 def max_folder_bytes(config: EngineConfig) -> int:

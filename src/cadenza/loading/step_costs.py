@@ -9,11 +9,9 @@ options, versions, kernels, processor, cores. A file that is damaged, foreign or
 import hashlib
 import json
 import logging
-import os
 import platform
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import asdict
 from math import isfinite
 from pathlib import Path
@@ -23,6 +21,7 @@ from cadenza.backends.base import Runner
 from cadenza.config import EngineLimits
 from cadenza.core.step_cost import StepCost
 from cadenza.engine.calibration import measure_step_cost
+from cadenza.loading.content_digest import digest_of, replace_file
 from cadenza.loading.memory import usable_cores
 from cadenza.loading.planned_engine import PlannedEngine
 
@@ -70,7 +69,7 @@ class StepCosts:
     def _path(self, name: str, runner: Runner, limits: EngineLimits) -> Path | None:
         if self._folder is None:
             return None
-        return self._folder / _digest((self._key, name, runner.name, repr(limits)))
+        return self._folder / digest_of((self._key, name, runner.name, repr(limits)))
 
     def _read(self, path: Path) -> StepCost | None:
         try:
@@ -106,7 +105,7 @@ def open_step_costs(engine: PlannedEngine) -> StepCosts:
         str(usable_cores()),
     )
     folder = None if setup.cache_folder is None else setup.cache_folder / "steps"
-    return StepCosts(folder, _digest(parts))
+    return StepCosts(folder, digest_of(parts))
 
 
 def _processor(cpu_info: Path = Path("/proc/cpuinfo")) -> str:
@@ -124,17 +123,7 @@ def _processor(cpu_info: Path = Path("/proc/cpuinfo")) -> str:
 def _write(path: Path, cost: StepCost) -> None:
     """Best effort: without a file the costs are measured again."""
     content = json.dumps(asdict(cost)).encode()
-    partial = path.with_name(f"{path.name}.{os.getpid()}")
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        partial.write_bytes(hashlib.sha256(content).hexdigest().encode() + b"\n" + content)
-        partial.replace(path)
+        replace_file(path, hashlib.sha256(content).hexdigest().encode() + b"\n" + content)
     except OSError as error:
-        with suppress(OSError):
-            partial.unlink()
         logger.debug("the costs of steps cannot be kept: %s", error.strerror)
-
-
-def _digest(parts: Iterable[str]) -> str:
-    framed = "".join(f"{len(part)}:{part}" for part in parts)
-    return hashlib.sha256(framed.encode()).hexdigest()

@@ -5,7 +5,6 @@ A backend reads and writes the files. Invariant: a name stands for everything th
 file depends on.
 """
 
-import hashlib
 import logging
 import os
 import shutil
@@ -18,7 +17,7 @@ from cadenza.backends.base import Backend, RunnerSetup
 from cadenza.checkpoint import Checkpoint
 from cadenza.config import EngineConfig
 from cadenza.fingerprint import ARITHMETIC_REVISION
-from cadenza.loading.content_digest import content_digest
+from cadenza.loading.content_digest import content_digest, digest_of
 
 logger = logging.getLogger(__name__)
 
@@ -74,8 +73,7 @@ def _name(checkpoint: Checkpoint, setup: RunnerSetup, backend: Backend) -> str:
         setup.quantization,
         setup.kv_cache_dtype,
     )
-    framed = "".join(f"{len(part)}:{part}" for part in parts)
-    return hashlib.sha256(framed.encode()).hexdigest()
+    return digest_of(parts)
 
 
 def _make_room(folder: Path, max_bytes: int, num_bytes: int) -> bool:

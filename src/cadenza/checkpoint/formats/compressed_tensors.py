@@ -86,8 +86,12 @@ def _find(
     kind = "Embedding" if spec.kind == "embedding" else "Linear"
     if any(each.rank(module, kind) is not None for each in ignored):
         return None
-    ranks = [(_rank(group, module, kind), group) for group in groups]
-    matches = [(rank, group) for rank, group in ranks if rank is not None]
+    matches = [
+        (rank, group)
+        for group in groups
+        for rank in (target.rank(module, kind) for target in group.targets)
+        if rank is not None
+    ]
     if not matches:
         return None
     _, group = min(matches, key=lambda match: match[0])
@@ -216,11 +220,6 @@ def _read_activations(raw: JsonObject | None, weights: str | None) -> str | None
             f"activations of 8 bits, or without input_activations"
         )
     return f"{kind}8 per {strategy}"
-
-
-def _rank(group: ConfigGroup, module: str, kind: str) -> int | None:
-    ranks = [target.rank(module, kind) for target in group.targets]
-    return min((rank for rank in ranks if rank is not None), default=None)
 
 
 def _find_packed(settings: WeightSettings, spec: TensorSpec, weights: Weights) -> StoredWeight:

@@ -151,11 +151,19 @@ class _Cursor:
                 f"{self.where}: {what} has {num_bytes} bytes; at most {limit} are allowed; {_AGAIN}"
             )
         start = self.take(num_bytes, what)
-        return self._decode(start, self.position, what)
+        try:
+            return str(self.data[start : self.position], "utf-8")
+        except UnicodeDecodeError as error:
+            raise self._not_text(what) from error
 
     def texts(self, count: int, what: str) -> list[str]:
         """An array's strings. Without a call for each: vocabularies have hundreds of thousands."""
-        self._count_strings(count, what)
+        self.num_strings += count
+        if self.num_strings > MAX_STRINGS:
+            raise CheckpointError(
+                f"{self.where}: {what} has {count} strings, {self.num_strings} with those of "
+                f"earlier arrays; at most {MAX_STRINGS} are allowed"
+            )
         data, end, position, found = self.data, len(self.data), self.position, list[str]()
         unpack = SCALARS[10].unpack_from
         for _ in range(count):
@@ -172,20 +180,6 @@ class _Cursor:
                 raise self._not_text(f"string {len(found)} of {what}") from error
         self.position = position
         return found
-
-    def _count_strings(self, count: int, what: str) -> None:
-        self.num_strings += count
-        if self.num_strings > MAX_STRINGS:
-            raise CheckpointError(
-                f"{self.where}: {what} has {count} strings, {self.num_strings} with those of "
-                f"earlier arrays; at most {MAX_STRINGS} are allowed"
-            )
-
-    def _decode(self, start: int, stop: int, what: str) -> str:
-        try:
-            return str(self.data[start:stop], "utf-8")
-        except UnicodeDecodeError as error:
-            raise self._not_text(what) from error
 
     def _not_text(self, what: str) -> CheckpointError:
         return CheckpointError(f"{self.where}: {what} is not UTF-8; {_AGAIN}")
