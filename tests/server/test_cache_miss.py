@@ -4,26 +4,21 @@ from typing import Any
 
 import pytest
 
+from tests.server.bodies import PATHS
+from tests.server.dialects import body_of
 from tests.server.harness import RunningServer
 from tests.server.test_metrics_and_log import read_metrics
 
 LINES = "The quick brown fox jumps over the lazy dog, and a small red hen follows. "
-PATHS = {
-    "chat": "/v1/chat/completions",
-    "completions": "/v1/completions",
-    "responses": "/v1/responses",
-    "messages": "/v1/messages",
-}
+NAMES = ("chat", "completions", "responses", "messages")
 
 
-def body_of(path: str, text: str) -> dict[str, Any]:
-    """Of a call with a prompt that no other call has; each dialect has a salt of its own."""
-    fields: dict[str, Any] = {"cache_salt": path}
-    if path == "completions":
-        return {**fields, "prompt": text, "max_tokens": 1}
-    if path == "responses":
-        return {**fields, "input": text, "max_output_tokens": 1}
-    return {**fields, "messages": [{"role": "user", "content": text}], "max_tokens": 1}
+def asked(name: str, text: str, **fields: Any) -> dict[str, Any]:
+    """A body with a prompt that no other call has; each API has a salt of its own."""
+    fields = {"cache_salt": name, **fields}
+    if name == "completions":
+        return {"prompt": text, "max_tokens": 1, **fields}
+    return body_of(name, [{"role": "user", "content": text}], 1, **fields)
 
 
 def details_of(usage: dict[str, Any], path: str) -> dict[str, Any]:
@@ -33,12 +28,12 @@ def details_of(usage: dict[str, Any], path: str) -> dict[str, Any]:
     return usage["input_tokens_details" if path == "responses" else "prompt_tokens_details"]
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", NAMES)
 def test_usage_says_that_a_prompt_is_new_then_found_then_differs(
     bundled: RunningServer, path: str
 ) -> None:
     def told(text: str) -> tuple[dict[str, Any], dict[str, Any]]:
-        answer = bundled.post(PATHS[path], body_of(path, text))
+        answer = bundled.post(PATHS[path], asked(path, text))
         assert answer.status_code == 200, answer.text
         usage = answer.json()["usage"]
         return details_of(usage, path), usage
@@ -57,12 +52,8 @@ def test_usage_says_that_a_prompt_is_new_then_found_then_differs(
 
 
 def test_the_last_chunk_of_a_stream_says_it(bundled: RunningServer) -> None:
-    body = {
-        **body_of("completions", LINES),
-        "cache_salt": "a stream",
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
+    streaming = {"stream": True, "stream_options": {"include_usage": True}}
+    body = asked("completions", LINES, cache_salt="a stream", **streaming)
     usage = bundled.events("/v1/completions", body)[-2]["usage"]
     miss = {"shared_tokens": 0, "reason": "new"}
     assert usage["prompt_tokens_details"]["cache_miss"] == miss
@@ -70,7 +61,7 @@ def test_the_last_chunk_of_a_stream_says_it(bundled: RunningServer) -> None:
 
 def test_the_first_of_several_prompts_with_a_miss_is_told(bundled: RunningServer) -> None:
     texts = [LINES, "Other words. " * 12]
-    body = {**body_of("completions", LINES), "cache_salt": "several"}
+    body = asked("completions", LINES, cache_salt="several")
     bundled.post("/v1/completions", body)
     usage = bundled.post("/v1/completions", {**body, "prompt": texts}).json()["usage"]
     miss = {"shared_tokens": 0, "reason": "differs"}
@@ -89,7 +80,7 @@ def test_metrics_count_the_prompts_by_reason_and_the_tokens_behind_a_difference(
         assert len(found) == 1
         return found[0]
 
-    body = {**body_of("completions", LINES), "cache_salt": "counted"}
+    body = asked("completions", LINES, cache_salt="counted")
     bundled.post("/v1/completions", body)
     before = count("prefix_cache_missed_prompts", 'reason="differs"')
     tokens_before = count("prefix_cache_differing_tokens")

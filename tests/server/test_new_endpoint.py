@@ -29,19 +29,12 @@ class InputRequest(ChoicesRequest):
     tone = optional(OneOf(("plain", "loud")), "How the answer is written.", default="plain")
 
     @property
-    def num_prompts(self) -> int:
-        return 1
-
-    @property
     def num_top_logprobs(self) -> int | None:
         return None
 
     def check_fields(self) -> None:
         if self.tone == "loud" and self.n > 1:
             raise invalid_value("tone loud goes with n = 1", "tone")
-
-    def sampling(self, text: TextFrontend) -> SamplingParams:
-        return text.default_params(**self.sampling_values())
 
     def prepare(
         self, text: TextFrontend, params: SamplingParams, max_num_tokens: int | None
