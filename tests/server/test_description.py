@@ -107,5 +107,5 @@ def test_the_description_has_the_schema_of_each_body(scripted: RunningServer) ->
 
 
 @pytest.mark.soak
-def test_no_request_that_can_be_described_breaks_the_server(scripted: RunningServer) -> None:
-    play(scripted)
+def test_no_request_that_can_be_described_breaks_the_server(bundled: RunningServer) -> None:
+    play(bundled)
