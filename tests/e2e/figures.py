@@ -13,7 +13,7 @@ def stretch() -> float:
 class Figures:
     """Collects seconds by name. `slack` times what a bar allows is allowed here."""
 
-    def __init__(self, slack: float) -> None:
+    def __init__(self, slack: float = 1.0) -> None:
         self._slack = slack
         self._seconds: dict[str, list[float]] = defaultdict(list)
 

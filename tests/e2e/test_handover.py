@@ -210,7 +210,7 @@ class Line:
 
 def hand_over_again_and_again(kind: str, folder: Path, turns: int) -> None:
     """Only while a server with a short drain time leaves are there errors, and only clean ones."""
-    figures, drain_s = Figures(1.0), LONG_DRAIN_S
+    figures, drain_s = Figures(), LONG_DRAIN_S
     with ExitStack() as stack:
         place = stack.enter_context(place_of(kind, folder))
         line, load = Line(place, stack), Load(place, KINDS)

@@ -124,8 +124,8 @@ def ask_twice(folder: Path, rng: random.Random, figures: Figures) -> None:
 WAYS = (finish_in_time, run_out_of_time, finish_in_time, run_out_of_time, ask_twice)
 
 
-def terminate_under_load(folder: Path, seed: int, slack: float) -> None:
-    figures = Figures(slack)
+def terminate_under_load(folder: Path, seed: int) -> None:
+    figures = Figures()
     for turn, way in enumerate(WAYS):
         way(folder, random.Random(seed * len(WAYS) + turn), figures)
     figures.tell(f"SIGTERM under {NUM_STREAMS} streams, seed {seed}")
@@ -134,7 +134,7 @@ def terminate_under_load(folder: Path, seed: int, slack: float) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("part", range(20))
 def test_a_hundred_sigterms_under_load(tmp_path: Path, part: int) -> None:
-    terminate_under_load(tmp_path, part, 1.0)
+    terminate_under_load(tmp_path, part)
 
 
 def start_and_stop(folder: Path, turn: int, rng: random.Random, figures: Figures) -> None:
@@ -161,7 +161,7 @@ def start_and_stop(folder: Path, turn: int, rng: random.Random, figures: Figures
 @pytest.mark.soak
 @pytest.mark.parametrize("part", range(10))
 def test_two_hundred_starts_and_stops_leave_nothing(tmp_path: Path, part: int) -> None:
-    figures = Figures(1.0)
+    figures = Figures()
     for turn in range(20):
         start_and_stop(tmp_path, turn, random.Random(part * 20 + turn), figures)
     figures.tell(f"starts and stops, part {part}")

@@ -166,11 +166,9 @@ def load_seconds(serving: ServeProcess) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in told)
 
 
-def kill_again_and_again(
-    bodies: list[dict[str, Any]], seed: int, slack: float, num_kills: int
-) -> None:
+def kill_again_and_again(bodies: list[dict[str, Any]], seed: int, num_kills: int) -> None:
     """Each is repaired, and no stream is another one."""
-    rng, figures = random.Random(seed), Figures(slack)
+    rng, figures = random.Random(seed), Figures()
     with serve_process(*FLAGS) as serving:
         serving.wait_ready()
         load_s, expected = load_seconds(serving), wholes(serving, bodies)
@@ -185,7 +183,7 @@ def kill_again_and_again(
 @pytest.mark.soak
 @pytest.mark.parametrize("part", range(25))
 def test_a_hundred_kills_under_streams(part: int) -> None:
-    kill_again_and_again(FULL, part, 1.0, 4)
+    kill_again_and_again(FULL, part, 4)
 
 
 def kill_each(serving: ServeProcess, lives_s: list[float]) -> None:
@@ -268,9 +266,9 @@ def test_streams_end_with_an_error_where_they_are_not_to_be_resumed() -> None:
         assert "cadenza:resume_seconds_bucket{" in serving.get("/metrics").text
 
 
-def stop_and_go(seed: int, slack: float) -> None:
+def stop_and_go(seed: int) -> None:
     """A stopped engine is red within five seconds and replaced; woken early it goes on."""
-    rng, figures = random.Random(seed), Figures(slack)
+    rng, figures = random.Random(seed), Figures()
     with serve_process(*FLAGS) as serving:
         serving.wait_ready()
         load_s, expected = load_seconds(serving), wholes(serving, FULL)
@@ -300,4 +298,4 @@ def check_woken(serving: ServeProcess, bodies: list[dict[str, Any]], expected: l
 @pytest.mark.soak
 @pytest.mark.parametrize("part", range(10))
 def test_twenty_stopped_engines_are_seen_and_replaced(part: int) -> None:
-    stop_and_go(part, 1.0)
+    stop_and_go(part)
