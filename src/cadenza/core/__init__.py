@@ -15,7 +15,7 @@ Modules:
 - `turns`: who goes next and who makes room: the waiting sequences, and one policy a class
 - `fair_share`: whose turn it is among tenants
 - `under_share_tenants`: which tenants ask for no more than their share, and what they may preempt
-- `page_shares`: how many pages each tenant holds, and has in the prefix cache
+- `page_quotas`: how many pages each tenant holds and has in the prefix cache, and may
 - `step_cost`: predicts the time of a step, and bounds it
 - `step_budget`: what a step may hold, and how prompts share what decodes leave of it
 - `sequence_list`: waiting or running sequences in an order, from which any one leaves without a

@@ -114,8 +114,8 @@ class Reservations:
         own = [each for each in self._running if each.tenant.name == tenant.name]
         return Reservations(self._admission, own).can_admit(
             sequence,
-            available=kv_cache.page_shares.num_left(tenant),
-            shared=kv_cache.page_shares.num_held(tenant, prefix.page_ids),
+            available=kv_cache.page_quotas.num_left(tenant),
+            shared=kv_cache.page_quotas.num_held(tenant, prefix.page_ids),
         )
 
     def _sum(self, *, whole: bool) -> _Running:

@@ -1,8 +1,8 @@
 """`Lookahead`: which tokens a constraint allows behind drafts.
 
-Core knows no grammar and no library. The tokens that decide a mask must be known, so a step gets
-its masks when the step before it has been read (`engine.loop`). Invariant: a constraint accepts
-tokens of its stream only; drafts are tried on a fork.
+The tokens that decide a mask must be known, so a step gets its masks when the step before it has
+been read (`engine.loop`). Invariant: a constraint accepts tokens of its stream only; drafts are
+tried on a fork.
 """
 
 from collections.abc import Iterable

@@ -1,9 +1,8 @@
 """`EvictionOrder`: which page of the prefix cache is reused first.
 
 Owns each page's class and its place within it: the lowest class goes first, and within a class the
-page that was added first. Knows page ids only. Invariant: a page that nobody takes falls to the
-next lower class after `ROUNDS` times as many evictions as there are pages, so no class keeps a
-page for ever.
+page that was added first. Invariant: a page that nobody takes falls to the next lower class after
+`ROUNDS` times as many evictions as there are pages, so no class keeps a page for ever.
 """
 
 from collections import OrderedDict

@@ -2,11 +2,11 @@
 
 The algorithm is VTC (Sheng et al., "Fairness in Serving Large Language Models", arXiv 2401.00588).
 Owns each tenant's counter: the service that it has had, divided by its weight. A prompt is charged
-when its sequence first starts, an output token when the step that samples it is launched. Knows
-neither pages nor time. Invariants: with one tenant no order changes; while two tenants both have
-waiting sequences, their services differ by at most 2 max(w_p L, w_q M) + C, and as long as one has
-some, no other gets so much more. w_p and w_q are the costs of a prompt token and an output token, L
-the tokens of a prompt, M those of the pool, and C the credit of a tenant that joins.
+when its sequence first starts, an output token when the step that samples it is launched.
+Invariants: with one tenant no order changes; while two tenants both have waiting sequences, their
+services differ by at most 2 max(w_p L, w_q M) + C, and as long as one has some, no other gets so
+much more. w_p and w_q are the costs of a prompt token and an output token, L the tokens of a
+prompt, M those of the pool, and C the credit of a tenant that joins.
 """
 
 import heapq

@@ -1,8 +1,7 @@
 """`KVCacheManager`: allocates pages to sequences, shares cached prefixes, publishes full pages.
 
-Owns the page pool and the prefix cache; knows sequences, not batches or devices. Invariants: a
-sequence's page table covers all its computed tokens; a page is published only after the step that
-filled it has succeeded with finite logits.
+Owns the page pool and the prefix cache. Invariants: a sequence's page table covers all its computed
+tokens; a page is published only after the step that filled it has succeeded with finite logits.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,7 +13,7 @@ from cadenza.config import EngineLimits
 from cadenza.core.eviction_order import PageClass
 from cadenza.core.in_flight_prefixes import InFlightPrefixes
 from cadenza.core.page_pool import PagePool
-from cadenza.core.page_shares import PageShares
+from cadenza.core.page_quotas import PageQuotas
 from cadenza.core.prefix_cache import ROOT, Content, PrefixCache
 from cadenza.core.prefix_misses import (
     LookedUpPrompt,
@@ -92,7 +91,7 @@ class KVCacheManager:
         elif limits.enable_prefix_caching and limits.slot_unit is not None:
             self.slot_prefixes = SlotPrefixes(limits.slot_unit)
         self.pool = PagePool(limits.num_pages, self._forget)
-        self.page_shares = PageShares(self.pool, limits.prefix_cache_memory_share)
+        self.page_quotas = PageQuotas(self.pool, limits.prefix_cache_memory_share)
 
     def num_pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
@@ -250,7 +249,7 @@ class KVCacheManager:
         """Shares the prefix's pages and allocates the rest for all tokens; False if too few."""
         assert not sequence.page_table, "cannot adopt a prefix: the sequence already has pages"
         self.pool.share(prefix.page_ids)
-        self.page_shares.take(sequence, prefix.page_ids)
+        self.page_quotas.take(sequence, prefix.page_ids)
         sequence.page_table.extend(prefix.page_ids)
         sequence.num_computed_tokens = prefix.num_tokens
         sequence.num_published_pages = prefix.num_published
@@ -277,16 +276,16 @@ class KVCacheManager:
 
     def try_grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Extends the page table to `num_tokens` tokens; False, unchanged, if too few pages are
-        there or left of the tenant's share."""
+        there or left of the tenant's quota."""
         missing = -(-num_tokens // self.page_size) - len(sequence.page_table)
         if missing <= 0:
             return True
-        if sequence.tenant.page_share < 1.0 and self.exceeds_share(sequence, num_tokens):
+        if sequence.tenant.page_share < 1.0 and self.exceeds_quota(sequence, num_tokens):
             return False
         pages = self.pool.try_allocate(missing)
         if pages is None:
             return False
-        self.page_shares.take(sequence, pages)
+        self.page_quotas.take(sequence, pages)
         sequence.page_table.extend(pages)
         return True
 
@@ -297,10 +296,10 @@ class KVCacheManager:
             return count
         return len(sequence.page_table) * self.page_size - num_tokens
 
-    def exceeds_share(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Whether pages for `num_tokens` tokens are more than is left of the tenant's share."""
+    def exceeds_quota(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Whether pages for `num_tokens` tokens are more than is left of the tenant's quota."""
         missing = -(-num_tokens // self.page_size) - len(sequence.page_table)
-        return missing > self.page_shares.num_left(sequence.tenant)
+        return missing > self.page_quotas.num_left(sequence.tenant)
 
     def _try_grow_beside(self, sequence: Sequence, prefix: Prefix) -> bool:
         """`try_grow` for all tokens; may take over the prefix's partial page."""
@@ -314,14 +313,14 @@ class KVCacheManager:
             if is_grown:
                 return True
         self.pool.take_over(source)
-        self.page_shares.take(sequence, (source,))
+        self.page_quotas.take(sequence, (source,))
         sequence.page_table.append(source)
         return self.try_grow(sequence, sequence.num_tokens)
 
     def release(self, sequence: Sequence) -> None:
         """Frees all pages, last one first (the order of eviction), and rewinds the sequence."""
         self.in_flight_prefixes.remove(sequence)
-        self.page_shares.give_back(sequence)
+        self.page_quotas.give_back(sequence)
         self.pool.free(reversed(sequence.page_table))
         sequence.rewind()
 
@@ -341,7 +340,7 @@ class KVCacheManager:
         if self.slot_prefixes is not None:
             slot = sequence.page_table[0]
             if self.slot_prefixes.publish(sequence, _content_of(sequence), num_tokens):
-                if self.page_shares.try_cache(tenant, slot, PageClass.PROMPT):
+                if self.page_quotas.try_cache(tenant, slot, PageClass.PROMPT):
                     self.pool.mark_cached(slot)
                 else:
                     self.slot_prefixes.forget(slot)
@@ -374,12 +373,12 @@ class KVCacheManager:
     ) -> int | None:
         """Adds page `index` of a sequence, behind the page with `serial`, to the prefix cache.
 
-        Returns its serial; None after a key collision, or if the tenant's share is in use.
+        Returns its serial; None after a key collision, or if the tenant's quota is in use.
         """
         assert self.prefix_cache is not None
         key, tenant = sequence.page_keys[index], sequence.tenant
         is_known = self.prefix_cache.page_of(key) is not None
-        if not is_known and not self.page_shares.try_cache(tenant, page_id, page_class):
+        if not is_known and not self.page_quotas.try_cache(tenant, page_id, page_class):
             return None
         content = _content_of(sequence)
         own, is_taken = self.prefix_cache.publish(
@@ -406,7 +405,7 @@ class KVCacheManager:
         if self.prefix_cache is not None:
             self.prefix_cache.check_invariants()
         self.in_flight_prefixes.check_invariants(sequences)
-        self.page_shares.check_invariants(sequences)
+        self.page_quotas.check_invariants(sequences)
 
     def _fork(self, source: Sequence) -> Prefix:
         """Pages of a sibling's computed prompt except its last token, all as unpublished."""
@@ -425,7 +424,7 @@ class KVCacheManager:
         return PageClass.PROMPT if is_prompt else PageClass.GENERATED
 
     def _forget(self, page_id: int) -> None:
-        self.page_shares.forget(page_id)
+        self.page_quotas.forget(page_id)
         if self.prefix_cache is not None:
             self.prefix_cache.forget(page_id)
         if self.slot_prefixes is not None:

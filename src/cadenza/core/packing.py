@@ -1,8 +1,8 @@
 """`Packer`: converts a `Batch` of sequences to the flat, padded arrays of `ModelInputs`.
 
 Owns arrays of the per-row state that persists between steps (settings, seed, page table): written
-when it changes, gathered for each step. Knows no device. Invariant: the work per step grows with
-the step's tokens and new pages, not with `max_model_len`.
+when it changes, gathered for each step. Invariant: the work per step grows with the step's tokens
+and new pages, not with `max_model_len`.
 
 Legend as in `core.step_schema`; B entries of a batch.
 """

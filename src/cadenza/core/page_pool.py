@@ -1,10 +1,9 @@
 """`PagePool`: allocation of the KV cache's pages.
 
-Owns reference counts, pins, free pages and the classes of cached ones. Knows neither tokens nor
-devices.
-Invariant: free + cached + live + pinned = total, where a page is *live* if its reference count is
-above 0, *pinned* if it is unreferenced but a launched step still writes it, *cached* if it is
-unreferenced, unpinned and in the prefix cache, and *free* otherwise.
+Owns reference counts, pins, free pages and the classes of cached ones. Invariant: free + cached +
+live + pinned = total, where a page is *live* if its reference count is above 0, *pinned* if it is
+unreferenced but a launched step still writes it, *cached* if it is unreferenced, unpinned and in
+the prefix cache, and *free* otherwise.
 """
 
 from collections import OrderedDict

@@ -1,6 +1,6 @@
 """`Pool`: folds hidden states of a prompt into an embedding.
 
-Knows no sequence: which states there are decides whether it is their mean or a single one.
+Which states are added decides whether it is their mean or a single one.
 Invariant: states are added one after another, in the order of their positions and in float64, so
 that the bits do not depend on how the prompt was cut.
 

@@ -2,9 +2,8 @@
 
 Owns the index from a page's key to its id. A key is a hash of the previous page's key and the
 page's content (tokens and attachments), keyed with the engine's secret and starting from the
-tenant's salt, so it identifies one prefix of one tenant. Knows nothing of reference counts.
-Invariant: a hit is confirmed by comparing contents, so a key collision is a miss and never causes
-wrong output.
+tenant's salt, so it identifies one prefix of one tenant. Invariant: a hit is confirmed by comparing
+contents, so a key collision is a miss and never causes wrong output.
 """
 
 import hashlib

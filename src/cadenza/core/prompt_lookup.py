@@ -1,8 +1,8 @@
 """`PromptLookup`: proposes what followed the newest tokens where they occurred before.
 
-An index of one sequence's n-grams, extended as the sequence grows. Knows tokens only. Invariant: a
-token is indexed once, and a proposal looks at a bounded number of earlier places, so the work of a
-step does not grow with the sequence.
+An index of one sequence's n-grams, extended as the sequence grows. Invariant: a token is indexed
+once, and a proposal looks at a bounded number of earlier places, so the work of a step does not
+grow with the sequence.
 """
 
 MAX_CANDIDATES = 16

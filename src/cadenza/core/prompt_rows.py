@@ -2,8 +2,8 @@
 
 A request with `prompt_logprobs` gets a log probability for every prompt token but the first, from
 the logits at the previous position; one whose hidden states are averaged needs those of the same
-rows. Knows positions only. Invariant: every position from 1 to the prompt's end is reported once
-and in order, regardless of preemptions and steps in flight.
+rows. Invariant: every position from 1 to the prompt's end is reported once and in order, regardless
+of preemptions and steps in flight.
 """
 
 from dataclasses import dataclass

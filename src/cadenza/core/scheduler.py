@@ -322,7 +322,7 @@ class Scheduler:
         num_tokens = sequence.num_computed_tokens + count
         while not self.kv_cache.try_grow(sequence, num_tokens):
             candidates: SequenceOf[Sequence] = self.running
-            if self.kv_cache.exceeds_share(sequence, num_tokens):
+            if self.kv_cache.exceeds_quota(sequence, num_tokens):
                 candidates = self.running.of_tenant(sequence.tenant.name)
             elif self.kv_cache.pool.num_pinned:
                 return False

@@ -1,8 +1,7 @@
 """`StepCost`: how long a step takes, predicted from what it computes; `StepBound`: a bound on it.
 
-Owns the prediction and its correction by measured steps; `PromptShares` spends the time. Knows no
-clock, no scheduler and no device. Invariant: predictions are positive and grow with each part of
-the load.
+Owns the prediction and its correction by measured steps; `step_budget` spends the time. Invariant:
+predictions are positive and grow with each part of the load.
 """
 
 from collections.abc import Callable

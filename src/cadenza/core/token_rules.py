@@ -2,8 +2,7 @@
 
 A record is sent to the device once, when a sequence is assigned to a row; the preceding tokens,
 which the rules also depend on, are on the device already. Of a constrained row the mask is sent by
-itself for each token. Knows no device and no batch.
-Invariant: a record depends only on its own sequence.
+itself for each token. Invariant: a record depends only on its own sequence.
 
 Legend: V vocabulary · W words of a record. `ops.rules` and `csrc/core/rules.h` read the same words.
 """

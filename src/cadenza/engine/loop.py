@@ -163,8 +163,8 @@ class StepLoop:
         """How many seconds the next step may be put off without a pause of the device.
 
         What is submitted until then runs in that step, and would wait for another one if it was
-        launched now. 0 if nothing is in flight, its time is not known (that of a step with drafts
-        is known too badly), or too little of it is left.
+        launched now. 0 if nothing is in flight, its time is not known (predictions for steps with
+        drafts are too inaccurate), or too little of it is left.
         """
         cost = self._scheduler.step_cost
         if cost is None or not self.in_flight or self.in_flight[-1].batch.has_drafts:

@@ -1,4 +1,4 @@
-"""`PageShares`: how many pages each tenant holds, and how many are in the prefix cache.
+"""`PageQuotas`: how many pages each tenant holds, and how many are in the prefix cache.
 
 Tracks only tenants with a quota below 100 %. Invariant: a tenant never holds more pages than its
 quota, each counted once however many of its sequences share it; nor are more in the prefix cache,
@@ -13,7 +13,7 @@ from cadenza.core.sequence import Sequence
 from cadenza.tenant import Tenant
 
 
-class PageShares:
+class PageQuotas:
     """The pages of one pool; at most `cache_share` of them are in the prefix cache."""
 
     def __init__(self, pool: PagePool, cache_share: float = 1.0) -> None:
