@@ -20,6 +20,7 @@ from cadenza.cli.serve import ServeFlags
 from cadenza.cli.verify import GateFlags
 from cadenza.config import EngineConfig
 from cadenza.engine.process.launch import FirstLaunch
+from tests.by_day import by_day
 from tests.cli.harness import Ran
 from tests.cli.test_options import VALUES
 
@@ -72,14 +73,19 @@ OF_THE_ENGINE = {
 } | SWITCH
 
 
+@pytest.mark.parametrize(
+    "name",
+    by_day(
+        [*sorted(OF_THE_ENGINE.keys() - {"seed"}), "reference"],
+        {"max_num_seqs", "enable_prefix_caching", "reference"},
+    ),
+)
 def test_a_flag_that_means_nothing_to_a_server_that_is_asked_is_refused(
-    cadenza: Callable[..., Ran],
+    cadenza: Callable[..., Ran], name: str
 ) -> None:
-    for name in (*sorted(OF_THE_ENGINE.keys() - {"seed"}), "reference"):
-        flags = OF_THE_ENGINE.get(name, ["--reference", "solo"])
-        ran = cadenza("verify", "--url", NOWHERE, *flags)
-        assert ran.code == 2
-        assert "changes nothing with --url" in ran.err
+    ran = cadenza("verify", "--url", NOWHERE, *OF_THE_ENGINE.get(name, ["--reference", "solo"]))
+    assert ran.code == 2
+    assert "changes nothing with --url" in ran.err
 
 
 def test_a_variable_for_all_commands_is_no_wrong_use_where_a_server_is_asked(

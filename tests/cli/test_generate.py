@@ -11,7 +11,6 @@ import pytest
 
 from cadenza import LLM
 from cadenza.loading.plan import EnginePlan
-from tests.by_day import by_day
 from tests.cli.harness import COMMAND, ENGINE, Ran
 
 PROMPTS = ("the quick brown", "one two", "three four five six seven the lazy dog")
@@ -50,22 +49,29 @@ def test_json_has_the_token_ids_that_llm_gives(cadenza: Callable[..., Ran], mode
     assert summary["tokens_per_s"] > 0
 
 
-@pytest.mark.parametrize("planned", by_day([(1, 64), (5, 128)], [(5, 128)]))
-def test_the_pool_is_planned_for_the_prompts_unless_a_flag_says_otherwise(
-    cadenza: Callable[..., Ran],
-    model: Path,
-    planned: tuple[int, int],
-    plans: list[EnginePlan],
+FIVE = ("--max-tokens", 200, "--n", 5, "--ignore-eos", "--json", "--seed", 3)
+
+
+def test_the_pool_is_planned_for_the_prompts(
+    cadenza: Callable[..., Ran], model: Path, plans: list[EnginePlan]
 ):
-    """A sample needs 13 pages; 16 rows of the whole context have the 8,192 of the flag."""
-    n, num_pages = planned
-    few = ("--max-num-batched-tokens", 64, "--ignore-eos", "--json", "--seed", 3)
-    runs: list[list[object]] = []
-    for flags in ((), ("--num-pages", 8192)):
-        ran = cadenza("generate", model, "the", "--max-tokens", 200, "--n", n, *few, *flags)
-        runs.append([each["token_ids"] for each in ran.objects[:-1]])
-    assert [each.limits.num_pages for each in plans] == [num_pages, 8192]
-    assert len(runs[0]) == n
+    """A sample needs 13 pages."""
+    ran = cadenza("generate", model, "the", *FIVE, "--max-num-batched-tokens", 64)
+    assert [each.limits.num_pages for each in plans] == [128]
+    assert len(ran.objects) == 6
+
+
+@pytest.mark.soak
+def test_the_size_of_the_pool_changes_no_answer(
+    cadenza: Callable[..., Ran], model: Path, plans: list[EnginePlan]
+):
+    """16 rows of the whole context have the 8,192 of the flag."""
+    few = ("--max-num-batched-tokens", 64)
+    runs = [
+        [each["token_ids"] for each in cadenza("generate", model, "the", *given).objects[:-1]]
+        for given in ((*FIVE, *few), (*FIVE, *few, "--num-pages", 8192))
+    ]
+    assert [each.limits.num_pages for each in plans] == [128, 8192]
     assert runs[0] == runs[1]
 
 
