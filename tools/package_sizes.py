@@ -16,18 +16,18 @@ ROOT = "(modules)"
 """The modules that are in no package."""
 
 MAX_LINES: Mapping[str, int] = {
-    ROOT: 2_300,
-    "backends": 9_700,  # layers with recurrent state, GPUs
+    ROOT: 2_350,
+    "backends": 9_400,  # layers with recurrent state, GPUs
     "bench": 3_100,
-    "checkpoint": 10_500,
-    "cli": 5_700,
-    "core": 6_700,
-    "engine": 6_100,
+    "checkpoint": 10_300,
+    "cli": 5_600,
+    "core": 6_400,
+    "engine": 6_000,
     "frontend": 3_300,
-    "loading": 3_000,
-    "server": 15_600,  # the page at /, images
+    "loading": 2_900,
+    "server": 15_300,  # the page at /, images
     "text": 9_300,
-    "verification": 3_300,
+    "verification": 3_200,
 }
 
 

@@ -168,7 +168,10 @@ def _describe(stream: BatchStream) -> str:
 
 def _lines(streams: list[BatchStream], width: int, height: int) -> Table:
     """One line for each stream; where they are too many, those that run come first."""
-    chosen = _running_first(streams, height if len(streams) <= height else height - 1)
+    order = {"reading": 0, "writing": 0, "failed": 1, "preempted": 2, "waiting": 3, "done": 4}
+    count = max(1, height if len(streams) <= height else height - 1)
+    chosen = sorted(streams, key=lambda stream: order[stream.state])[:count]
+    chosen.sort(key=lambda stream: stream.index)
     found = Table.grid(padding=(0, 2, 0, 0))
     found.add_column(justify="right", no_wrap=True)
     for _ in range(3):
@@ -186,12 +189,6 @@ def _lines(streams: list[BatchStream], width: int, height: int) -> Table:
     if len(chosen) < len(streams):
         found.add_row("", Text(f"… {len(streams) - len(chosen)} more", "dim"), "", "")
     return found
-
-
-def _running_first(streams: list[BatchStream], count: int) -> list[BatchStream]:
-    order = {"reading": 0, "writing": 0, "failed": 1, "preempted": 2, "waiting": 3, "done": 4}
-    chosen = sorted(streams, key=lambda stream: order[stream.state])[: max(1, count)]
-    return sorted(chosen, key=lambda stream: stream.index)
 
 
 def _tail(text: str, room: int) -> Text:

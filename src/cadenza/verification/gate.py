@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import itemgetter
 from typing import Literal, Protocol
 
 from cadenza.backends.base import Exactness
@@ -436,7 +437,7 @@ def first_difference(
     mode: str, expected: Stream, actual: Stream, *, bitwise: bool
 ) -> Mismatch | None:
     """The first difference of two streams: in tokens, or if `bitwise` in any bit of logprobs."""
-    pick = _bits if bitwise else _token_only
+    pick: Callable[[TokenRecord], object] = _bits if bitwise else itemgetter(0)
     for left, right, start in (
         (expected.prompt, actual.prompt, -len(expected.prompt)),
         (expected.tokens, actual.tokens, 0),
@@ -512,10 +513,6 @@ def _bits(record: TokenRecord) -> bytes:
     token, logprob, rank, top_ids, top_logprobs = record
     floats = struct.pack(f"<{1 + len(top_logprobs)}d", logprob, *top_logprobs)
     return struct.pack(f"<{2 + len(top_ids)}q", token, rank, *top_ids) + floats
-
-
-def _token_only(record: TokenRecord) -> bytes:
-    return struct.pack("<q", record[0])
 
 
 def _first_unequal(left: Iterable[object], right: Iterable[object]) -> int | None:

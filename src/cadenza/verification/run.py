@@ -137,7 +137,10 @@ def self_test(options: VerifyOptions, report: ReportProgress) -> SelfTestResult:
     Raises:
         CheckpointError, ConfigError, DeviceUnavailableError: the model cannot be loaded.
     """
-    options = replace(options, reference="solo", config=_without_draft_model(options.config))
+    config, drafts = options.config, options.config.speculation
+    if drafts is not None and drafts.has_model:  # it changes no stream
+        config = replace(config, speculative_config=None)
+    options = replace(options, reference="solo", config=config)
     with _checkpoint(options) as checkpoint:
         found = _find_faults(options, checkpoint)
         options = replace(options, config=replace(options.config, ops=found.ops))
@@ -357,12 +360,6 @@ def _gate(
         wanted=workload.wanted,
         speculation=options.config.speculation,
     )
-
-
-def _without_draft_model(config: EngineConfig) -> EngineConfig:
-    """A draft model changes no stream, so that faults of the model are found without it."""
-    has_model = config.speculation is not None and config.speculation.has_model
-    return replace(config, speculative_config=None) if has_model else config
 
 
 def _maker(
