@@ -65,8 +65,6 @@ HOSTILE = ModelConfig(
     dtype="float32",
     eos_token_ids=(2,),
 )
-THIN = replace(HOSTILE, num_layers=1)
-"""For the reference table, whose every layer is compiled."""
 NAN = float("nan")
 
 
@@ -111,12 +109,15 @@ class Variant:
 
 
 def config_of(shape: str) -> ModelConfig:
-    """Of one of the shapes here, or of a named one."""
-    return {"hostile": HOSTILE, "thin": THIN}.get(shape) or named_shape(shape)
+    """Of a named shape, or of the hostile one; "one layer of" it is for the reference table, whose
+    every layer is compiled."""
+    if shape.startswith("one layer of "):
+        return replace(config_of(shape.removeprefix("one layer of ")), num_layers=1)
+    return HOSTILE if shape == "hostile" else named_shape(shape)
 
 
 BASE = Variant()
-REFERENCE = Variant(shape="thin", ops=ReferenceOps)
+REFERENCE = Variant(shape="one layer of hostile", ops=ReferenceOps)
 
 
 class Lab:
@@ -146,10 +147,12 @@ class Lab:
         runner.reset()
         return runner
 
-    def runner_with(self, weights: Weights, model: ModelConfig = HOSTILE) -> XlaRunner:
-        """`BASE`'s programs over other weights of its shape, or over another rope."""
-        runner = XlaRunner(model, weights, BASE.setup, BASE.ops)
-        runner._programs = self.runner().programs
+    def runner_with(
+        self, weights: Weights, model: ModelConfig = HOSTILE, variant: Variant = BASE
+    ) -> XlaRunner:
+        """A variant's programs over other weights of its shape, or over another rope."""
+        runner = XlaRunner(model, weights, variant.setup, variant.ops)
+        runner._programs = self.runner(variant).programs
         runner.reset()
         return runner
 

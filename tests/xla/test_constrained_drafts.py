@@ -212,7 +212,9 @@ def test_drafts_of_constrained_streams_change_no_bit(
     [
         ({}, "ample"),
         ({"dtype": "float32"}, "too small"),
-        ({"quantization": "int4", "kv_cache_dtype": "int8"}, "ample"),
+        pytest.param(
+            {"quantization": "int4", "kv_cache_dtype": "int8"}, "ample", marks=pytest.mark.soak
+        ),
     ],
     ids=["bf16", "preemption", "codes"],
 )

@@ -122,7 +122,7 @@ def varied(vocab_size: int) -> list[Request]:
 @pytest.mark.parametrize(
     ("shape", "options"),
     [
-        ("tiny-llama", {}),
+        pytest.param("tiny-llama", {}, marks=pytest.mark.soak),
         ("tiny-gemma3", {"kv_cache_dtype": "int8"}),
         pytest.param("tiny-llama", {"ops": "reference"}, marks=pytest.mark.soak),
     ],

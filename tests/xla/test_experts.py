@@ -15,8 +15,6 @@ import numpy as np
 import pytest
 
 from cadenza.backends.step_result import COLUMN_STATE, STATE_CHOSEN
-from cadenza.backends.xla.device import MakeOps
-from cadenza.backends.xla.ops.native import NativeOps
 from cadenza.backends.xla.ops.reference import ReferenceOps
 from cadenza.backends.xla.ops.table import DecoderSpec, ExpertChoice, Linear
 from cadenza.backends.xla.runner import XlaRunner
@@ -24,12 +22,14 @@ from cadenza.checkpoint.declaration import EMBEDDING
 from cadenza.checkpoint.random_checkpoint import named_shape
 from cadenza.checkpoint.stored_tensor import AnyArray
 from cadenza.checkpoint.weights import Weights
+from tests.by_day import by_day
 from tests.contract.steps import Chunk, Draw, Geometry, Stream, build_inputs, run_step
-from tests.xla.harness import BASE, Lab
+from tests.xla.harness import BASE, Lab, Variant
 
 SHAPE = "tiny-olmoe"
 CONFIG = named_shape(SHAPE)
 VARIANT = replace(BASE, shape=SHAPE, max_model_len=96, num_pages=48)
+REFERENCE = replace(VARIANT, shape=f"one layer of {SHAPE}", ops=ReferenceOps)
 GEOMETRY = Geometry(bucket=VARIANT.bucket, num_rows=VARIANT.num_rows, page_size=VARIANT.page_size)
 PROMPT = np.random.default_rng(71).integers(3, 331, 21).tolist()
 CURSED_TOKEN = 2
@@ -80,18 +80,14 @@ class Rerouted(Mapping[str, AnyArray]):
         return len(self._weights)
 
 
-TABLES = [
-    pytest.param(ReferenceOps, id="reference"),
-    pytest.param(NativeOps, id="native", marks=pytest.mark.native),
-]
 ROUTES = ["as drawn", "all to the same", "all to others", "cursed"]
+CASES = [(name, route) for name in ("served", "reference") for route in ROUTES]
+BY_DAY = [*CASES[: len(ROUTES)], ("reference", "all to the same"), ("reference", "cursed")]
 
 
-def make_runner(lab: Lab, make_ops: MakeOps, route: str) -> XlaRunner:
-    weights = Rerouted(lab.weights(SHAPE), route)
-    runner = XlaRunner(CONFIG, weights, VARIANT.setup, make_ops)
-    runner.warmup()
-    return runner
+def make_runner(lab: Lab, variant: Variant, route: str) -> XlaRunner:
+    weights = Rerouted(lab.weights(variant.shape), route)
+    return lab.runner_with(weights, variant.config, variant)
 
 
 Neighbours = Callable[[int], list[Chunk]]
@@ -146,14 +142,10 @@ def cursed_tokens(step: int, index: int) -> list[int]:
     return [CURSED_TOKEN, *other_tokens(step, index)[1:]]
 
 
-@pytest.fixture(scope="module", params=TABLES)
-def make_ops(request: pytest.FixtureRequest) -> MakeOps:
-    return request.param
-
-
-@pytest.fixture(scope="module", params=ROUTES)
-def runner(request: pytest.FixtureRequest, lab: Lab, make_ops: MakeOps) -> XlaRunner:
-    return make_runner(lab, make_ops, request.param)
+@pytest.fixture(scope="module", params=by_day(CASES, BY_DAY), ids="-".join)
+def runner(request: pytest.FixtureRequest, lab: Lab) -> XlaRunner:
+    name, route = request.param
+    return make_runner(lab, VARIANT if name == "served" else REFERENCE, route)
 
 
 @pytest.fixture(scope="module")
@@ -192,15 +184,15 @@ def test_the_routes_are_what_they_are_called(lab: Lab, route: str):
 
 def test_experts_with_a_capacity_change_the_bits(lab: Lab):
     """The negative control: the comparison notices experts that take the first tokens only."""
-    capped = make_runner(lab, CappedExperts, "as drawn")
+    capped = make_runner(lab, replace(VARIANT, ops=CappedExperts), "as drawn")
     expected = play(capped, 0, alone)
     together = play(capped, 7, Crowd([0, 1, 2, 3], the_same_tokens))
     assert not np.array_equal(together, expected)
 
 
-def test_the_cursed_neighbour_is_not_finite(lab: Lab, make_ops: MakeOps):
+def test_the_cursed_neighbour_is_not_finite(lab: Lab):
     """The negative control of the cursed route."""
-    cursed = make_runner(lab, make_ops, "cursed")
+    cursed = make_runner(lab, VARIANT, "cursed")
     stream = Stream(row=1, pages=[3])
     assert not run_step(cursed, [stream.chunk([CURSED_TOKEN], samples=True)], GEOMETRY).is_finite[0]
 
@@ -227,12 +219,12 @@ def names_with_floats(operations: list[tuple[str, str]]) -> set[str]:
 
 @pytest.mark.native
 def test_a_native_step_leaves_nothing_heavy_to_xla(lab: Lab):
-    runner = make_runner(lab, NativeOps, "as drawn")
+    runner = lab.runner(VARIANT)
     operations = operations_of(runner)
     assert not names_of(operations).keys() & HEAVY
     assert names_of(operations)["while"] <= NUM_SCATTERS
     assert names_with_floats(operations) <= PASSING_ON
     text = runner.programs.step[VARIANT.bucket].as_text()
     assert len(re.findall(r'custom_call_target="\w*cadenza_program"', text)) == 1
-    by_xla = operations_of(make_runner(lab, ReferenceOps, "as drawn"))
+    by_xla = operations_of(lab.runner(REFERENCE))
     assert names_with_floats(by_xla) >= {"dot", "reduce"}

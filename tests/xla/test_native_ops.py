@@ -46,6 +46,7 @@ from cadenza.config import KVCacheDType
 from cadenza.core.step_schema import LogitInputs, ModelInputs, StepLayout
 from cadenza.request import SamplingParams
 from cadenza.verification.reference import choose_token, gumbel_noise, kept_tokens
+from tests.by_day import by_day
 from tests.contract.steps import Chunk, Geometry, Stream, build_inputs
 from tests.xla.harness import HOSTILE, NAN
 from tests.xla.test_sampling import (
@@ -144,9 +145,16 @@ def dtype(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.fixture(params=SHAPES)
-def pair(request: pytest.FixtureRequest, dtype: str) -> Pair:
-    return make_pair(SHAPES[request.param], dtype)
+def shapes_and_types(*chosen: str) -> list[Any]:
+    """All pairs; `make test` takes the chosen ones, since compiling the reference takes seconds."""
+    pairs = [f"{dtype}-{shape}" for dtype in ("float32", "bfloat16") for shape in SHAPES]
+    return by_day(pairs, chosen)
+
+
+@pytest.fixture(params=shapes_and_types("float32-hostile", "bfloat16-wide", "float32-scaled"))
+def pair(request: pytest.FixtureRequest) -> Pair:
+    dtype, shape = request.param.split("-")
+    return make_pair(SHAPES[shape], dtype)
 
 
 def normal(seed: int, *shape: int) -> np.ndarray:
@@ -304,7 +312,7 @@ def mixture(ops: OpTable, width: int) -> Mix:
     )
 
 
-@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("name", by_day(MIXTURES, {"over_chosen", "over_all"}))
 def test_a_mixture_of_experts_agrees(name: str, dtype: str):
     pair = make_pair(MIXTURES[name], dtype)
     x, residual = pair.activations(46, BUCKETS[-1], 40), normal(47, BUCKETS[-1], 40)
@@ -386,22 +394,12 @@ def reference_attention(
     return attend(pair, pair.reference, (560, 560))
 
 
-def shapes_and_types(*by_day: str) -> list[Any]:
-    """All pairs; `make test` takes those named, since compiling the reference takes seconds."""
-    pairs = [(shape, dtype) for dtype in ("float32", "bfloat16") for shape in SHAPES]
-    names = [f"{dtype}-{shape}" for shape, dtype in pairs]
-    return [
-        pytest.param(*pair, id=name, marks=() if name in by_day else pytest.mark.soak)
-        for name, pair in zip(names, pairs, strict=True)
-    ]
-
-
 @pytest.mark.parametrize("page_size", [16, 64])
 @pytest.mark.parametrize(
-    ("shape", "dtype"),
-    shapes_and_types("float32-hostile", "float32-wide", "bfloat16-wide", "bfloat16-scaled"),
+    "name", shapes_and_types("float32-hostile", "bfloat16-wide", "bfloat16-scaled")
 )
-def test_attention_agrees_over_chunks_and_decodes(shape: str, dtype: str, page_size: int):
+def test_attention_agrees_over_chunks_and_decodes(name: str, page_size: int):
+    dtype, shape = name.split("-")
     pair = make_pair(SHAPES[shape], dtype, page_size)
     ours, expected = attend(pair, pair.native), reference_attention(shape, dtype)
     for mine, theirs in zip(ours, expected, strict=True):
@@ -412,13 +410,10 @@ def test_attention_agrees_over_chunks_and_decodes(shape: str, dtype: str, page_s
 
 
 @pytest.mark.parametrize("page_size", [16, 64])
-@pytest.mark.parametrize(
-    ("shape", "dtype"), shapes_and_types("float32-hostile", "bfloat16-wide", "float32-scaled")
-)
-def test_attention_over_kv_in_int8_agrees_with_its_definition(
-    shape: str, dtype: str, page_size: int
-):
+@pytest.mark.parametrize("name", shapes_and_types("float32-hostile", "bfloat16-wide"))
+def test_attention_over_kv_in_int8_agrees_with_its_definition(name: str, page_size: int):
     """A value on the edge between two codes may get the other one, which few results see."""
+    dtype, shape = name.split("-")
     pair = make_pair(SHAPES[shape], dtype, page_size, "int8")
     ours, expected = attend(pair, pair.native), reference_attention(shape, dtype, "int8")
     errors: list[np.ndarray] = []
@@ -466,12 +461,12 @@ def test_a_wrong_weight_is_off_by_more_than_the_tolerance(pair: Pair):
         pair.check(ours, expected, 64)
 
 
-def test_attention_without_its_norms_is_off_by_more_than_the_tolerance(dtype: str):
+def test_attention_without_its_norms_is_off_by_more_than_the_tolerance():
     """The negative control."""
-    pair = make_pair(SHAPES["wide"], dtype)
+    pair = make_pair(SHAPES["wide"], "bfloat16")
     plain = attend(pair, pair.native, has_norms=False)
     with pytest.raises(AssertionError, match="off by"):
-        assert_close(plain[0], reference_attention("wide", dtype)[0], rounding=10 * ROUNDING)
+        assert_close(plain[0], reference_attention("wide", "bfloat16")[0], rounding=10 * ROUNDING)
 
 
 def sampling_step(sampling: LogitInputs[Any], count: int) -> StepArrays:
@@ -509,7 +504,7 @@ def is_a_near_tie(logits: np.ndarray, params: SamplingParams, position: int) -> 
     return bool(best[1] - best[0] <= 1e-6 * max(1.0, np.abs(scaled).max()))
 
 
-@pytest.mark.parametrize("vocab_size", [23, 331])
+@pytest.mark.parametrize("vocab_size", by_day([23, 331], {331}))
 def test_choices_are_the_samplers_and_the_references(vocab_size: int, dtype: str):
     """Tokens, ranks and top ids are equal, but for rows in which rounding alone decides."""
     num_other = num_rows = 0
@@ -549,7 +544,7 @@ def check_details(
     assert (np.abs(mine - expected) <= LOGPROB_TOLERANCE * np.maximum(1.0, scale)).all()
 
 
-@pytest.mark.parametrize("num_logprobs", [-1, NUM_TOP])
+@pytest.mark.parametrize("num_logprobs", by_day([-1, NUM_TOP], {NUM_TOP}))
 def test_greedy_ties_go_to_the_lowest_id_in_a_large_vocabulary(num_logprobs: int, dtype: str):
     """Small whole numbers, so that every sum is exact and most maxima are shared."""
     rng = np.random.default_rng(100)
@@ -566,12 +561,8 @@ def test_greedy_ties_go_to_the_lowest_id_in_a_large_vocabulary(num_logprobs: int
     check_details(ours, np.asarray(jax.jit(CHOICE.choose_tokens)(logits, sampling)), logits, params)
 
 
-@pytest.mark.parametrize(
-    ("shape", "dtype"), shapes_and_types("float32-hostile", "bfloat16-wide", "float32-scaled")
-)
-def test_next_tokens_agrees_on_random_heads(shape: str, dtype: str):
+def test_next_tokens_agrees_on_random_heads(pair: Pair):
     """The head's product too: logits are only as equal as two orders of summation make them."""
-    pair = make_pair(SHAPES[shape], dtype)
     model = pair.model
     head, x = normal(110, model.vocab_size, model.hidden_size), normal(111, 16, model.hidden_size)
     params = [SamplingParams(temperature=0.0, logprobs=20)] * 16

@@ -5,6 +5,7 @@ slot that is nobody's. Legend as in `ops.table`.
 """
 
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import jax
@@ -38,6 +39,7 @@ from cadenza.core.step_schema import (
     TokenInputs,
     specs_of,
 )
+from tests.by_day import by_day
 from tests.contract.steps import Chunk, Draw, Geometry, Stream, build_inputs
 from tests.xla.harness import HOSTILE, NAN, slots_of
 
@@ -260,9 +262,16 @@ def turn(heads: np.ndarray, factors: np.ndarray) -> np.ndarray:
     return np.concatenate([turned.real, turned.imag], axis=-1)
 
 
-@pytest.mark.parametrize("name", ATTENTIONS)
-def test_rope_append_attend_equals_whole_softmax_attention(dtype: str, name: str):
-    attention = ATTENTIONS[name]
+@pytest.mark.parametrize(
+    "case",
+    by_day(
+        product(["float32", "bfloat16"], ATTENTIONS),
+        [*product(["float32"], ATTENTIONS), ("bfloat16", "plain")],
+    ),
+    ids="-".join,
+)
+def test_rope_append_attend_equals_whole_softmax_attention(case: tuple[str, str]):
+    dtype, attention = case[0], ATTENTIONS[case[1]]
     ops = make_ops(dtype, attention_scale=0.3, attention_soft_cap=attention.soft_cap)
     streams, chunks = streams_and_chunks()
     inputs = build_inputs(chunks, GEOMETRY)

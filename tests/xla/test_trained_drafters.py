@@ -100,6 +100,7 @@ def pair(head: Head) -> Iterator[tuple[XlaRunner, XlaRunner]]:
 
 
 @pytest.mark.native
+@pytest.mark.soak
 def test_the_engine_computes_what_was_trained(head: Head, pair: tuple[XlaRunner, XlaRunner]):
     weights = head.weights | {"input_proj": jnp.roll(head.weights["input_proj"], 256, axis=0)}
     (expected,), (swapped,) = head.logits(1), replace(head, weights=weights).logits(1)
@@ -114,6 +115,7 @@ def test_the_engine_computes_what_was_trained(head: Head, pair: tuple[XlaRunner,
 
 
 @pytest.mark.native
+@pytest.mark.soak
 def test_the_engine_drafts_what_training_finds_the_likeliest(
     head: Head, pair: tuple[XlaRunner, XlaRunner]
 ):
@@ -146,6 +148,7 @@ def draft(layer: XlaRunner, token_ids: list[int]) -> list[int]:
 
 
 @pytest.mark.native
+@pytest.mark.soak
 def test_the_layer_and_a_draft_model_draft_for_the_bundled_model(head: Head, tmp_path: Path):
     export(init_weights(DRAFT_SHAPE, jax.random.key(1)), DRAFT_SHAPE, tmp_path / "draft")
     params = SamplingParams(temperature=0.7, seed=1, max_tokens=24, ignore_eos=True)
@@ -161,6 +164,7 @@ def test_the_layer_and_a_draft_model_draft_for_the_bundled_model(head: Head, tmp
 
 
 @pytest.mark.native
+@pytest.mark.soak
 def test_acceptance_is_measured_of_the_drafters_that_there_are(head: Head, tmp_path: Path):
     found = acceptance_of(head.folder, tmp_path / "none", 1)
     assert set(found) == {"mtp"}
