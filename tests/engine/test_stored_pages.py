@@ -14,7 +14,7 @@ import pytest
 from cadenza.backends.fake import FakeRunner
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.page_folder import FolderAccess, PageFolder, StoredMiss
-from cadenza.engine.process.supervision import Patience
+from cadenza.engine.process.supervision import WatchdogTimeouts
 from cadenza.engine.stored_pages import MAX_STALLS, PATIENCE_S, StoredPages
 from cadenza.errors import RunnerError
 from cadenza.request import Request
@@ -291,7 +291,7 @@ def test_a_sequence_that_came_later_waits_for_its_own_time(tmp_path: Path) -> No
 
 
 def test_the_patience_is_well_below_that_of_the_supervisor() -> None:
-    assert Patience().hung_after_s / 2 > MAX_STALLS * PATIENCE_S
+    assert WatchdogTimeouts().hung_after_s / 2 > MAX_STALLS * PATIENCE_S
 
 
 def test_a_disk_that_does_not_answer_is_not_read_any_more(

@@ -21,7 +21,7 @@ from cadenza.engine.front import EngineFront
 from cadenza.engine.open_requests import RequestTimeouts
 from cadenza.engine.process.launch import COMMAND
 from cadenza.engine.process.process_link import ProcessLink, ProcessOptions
-from cadenza.engine.process.supervision import Patience
+from cadenza.engine.process.supervision import WatchdogTimeouts
 from cadenza.errors import CheckpointError, EngineUnavailableError
 from cadenza.events import Finished
 from cadenza.frontend.text_frontend import TextFrontend
@@ -44,19 +44,19 @@ LENIENT = 60.0
 LENIENT_TIMEOUTS = RequestTimeouts(queue_s=3600.0, total_s=3600.0)
 MOST_ROUNDS = 50
 UNLIMITED = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
-PATIENT = Patience(hung_after_s=LOAD_S, backoff_s=0.0)
+PATIENT = WatchdogTimeouts(hung_after_s=LOAD_S, backoff_s=0.0)
 """A machine that stands still for a while is no hang."""
-STRICT = Patience(backoff_s=0.0)
+STRICT = WatchdogTimeouts(backoff_s=0.0)
 """As served, for a `HandClock`."""
 
 
 def open_front(
     command: tuple[str, ...] = COMMAND,
     model: str | None = None,
-    patience: Patience = PATIENT,
+    watchdog: WatchdogTimeouts = PATIENT,
     clock: Clock = time.monotonic,
 ) -> Front:
-    options = ProcessOptions(command=command, patience=patience, timeouts=LENIENT_TIMEOUTS)
+    options = ProcessOptions(command=command, watchdog=watchdog, timeouts=LENIENT_TIMEOUTS)
     front = Front(ProcessLink(model, CONFIG, options, clock))
     front.wait(lambda: front.engine.status().state in {"ready", "dead"}, LOAD_S)
     return front
@@ -188,7 +188,7 @@ def test_a_hundred_kills_change_none_of_64_streams():
 
 def stop_again_and_again(times: int) -> None:
     clock = HandClock()
-    rounds = Rounds(front := open_front(patience=STRICT, clock=clock))
+    rounds = Rounds(front := open_front(watchdog=STRICT, clock=clock))
     for turn in range(times):
         rounds.begin(50 + 100 * turn)
         rounds.signal(signal.SIGSTOP)
@@ -291,7 +291,7 @@ def test_the_async_face_over_a_process_gives_what_llm_gives():
     prompts = ["The capital of France is", "One, two,", "A long time ago"]
 
     async def play() -> list[str]:
-        process = EngineFront(ProcessLink(None, CONFIG, ProcessOptions(patience=PATIENT)))
+        process = EngineFront(ProcessLink(None, CONFIG, ProcessOptions(watchdog=PATIENT)))
         async with AsyncEngine(process, TextFrontend(find_checkpoint(None))) as engine:
             await asyncio.to_thread(process.wait_ready, LOAD_S)
 

@@ -19,7 +19,7 @@ from cadenza.engine.open_requests import RequestTimeouts
 from cadenza.engine.process.child_process import ChildProcess
 from cadenza.engine.process.launch import Execute, execute
 from cadenza.engine.process.process_link import OnEngineFailure, ProcessLink, ProcessOptions
-from cadenza.engine.process.supervision import Patience
+from cadenza.engine.process.supervision import WatchdogTimeouts
 from cadenza.events import Event, Finished, Token
 from cadenza.request import Request, SamplingParams
 from tests.engine.process.fork_server import ForkServer
@@ -27,9 +27,9 @@ from tests.engine.process.fork_server import ForkServer
 SCRIPT = Path(__file__).with_name("scripted_child.py")
 TIMEOUT_S = 120.0
 """Where only a hang is meant."""
-QUICK = Patience(hung_after_s=TIMEOUT_S, backoff_s=0.05, stop_s=1.0)
+QUICK = WatchdogTimeouts(hung_after_s=TIMEOUT_S, backoff_s=0.05, stop_s=1.0)
 """Restarts at once. A machine that computes other things too must not look like a hang."""
-IMPATIENT = Patience(hung_after_s=1.0, load_hung_after_s=1.0, backoff_s=0.05, stop_s=1.0)
+IMPATIENT = WatchdogTimeouts(hung_after_s=1.0, load_hung_after_s=1.0, backoff_s=0.05, stop_s=1.0)
 """Takes for hung what does not move; with a `HandClock`, for a machine may stand still as long."""
 
 
@@ -62,7 +62,7 @@ class HandClock:
             time.sleep(0.001)
 
     def let_pass_until(self, look: Callable[[], object], step_s: float = 0.9) -> None:
-        """Until there is something to see. A step is shorter than the patience with a new engine,
+        """Until there is something to see. A step is shorter than what a new engine is allowed,
         which may have started before the last one.
         """
         end_s = time.monotonic() + TIMEOUT_S
@@ -162,7 +162,7 @@ def open_front(execute_scripted: Execute) -> Iterator[OpenFront]:
 
     def open_one(
         config: EngineConfig | None = None,
-        patience: Patience = QUICK,
+        watchdog: WatchdogTimeouts = QUICK,
         timeouts: RequestTimeouts | None = None,
         max_unsent_bytes: int = 64 << 20,
         clock: Clock = time.monotonic,
@@ -173,7 +173,7 @@ def open_front(execute_scripted: Execute) -> Iterator[OpenFront]:
     ) -> Front:
         options = ProcessOptions(
             command=(sys.executable, str(SCRIPT)),
-            patience=patience,
+            watchdog=watchdog,
             timeouts=timeouts or RequestTimeouts(),
             max_unsent_bytes=max_unsent_bytes,
             open_child=open_child,

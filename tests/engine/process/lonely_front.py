@@ -8,7 +8,7 @@ from pathlib import Path
 from cadenza.config import EngineConfig
 from cadenza.engine.front import EngineFront
 from cadenza.engine.process.process_link import ProcessLink, ProcessOptions
-from cadenza.engine.process.supervision import Patience
+from cadenza.engine.process.supervision import WatchdogTimeouts
 from cadenza.request import Request, SamplingParams
 
 SCRIPT = Path(__file__).with_name("scripted_child.py")
@@ -16,8 +16,8 @@ SCRIPT = Path(__file__).with_name("scripted_child.py")
 
 def main(script: str, command: str) -> None:
     # Nobody but the test ends the engine.
-    patience = Patience(hung_after_s=3600.0, load_hung_after_s=3600.0)
-    options = ProcessOptions(command=(sys.executable, str(SCRIPT)), patience=patience)
+    watchdog = WatchdogTimeouts(hung_after_s=3600.0, load_hung_after_s=3600.0)
+    options = ProcessOptions(command=(sys.executable, str(SCRIPT)), watchdog=watchdog)
     link = ProcessLink(script, EngineConfig(max_num_seqs=2), options)
     engine = EngineFront(link)
     told = threading.Event()

@@ -159,8 +159,8 @@ def test_an_engine_killed_without_room_for_another_is_started_when_there_is_some
     open_front: OpenFront, caplog: pytest.LogCaptureFixture, number: int
 ):
     clock, wanting = HandClock(), Wanting()
-    patience = replace(QUICK, max_postponed_s=QUICK.backoff_s)
-    front = open_front(patience=patience, clock=clock, open_child=wanting, on_failure="error")
+    watchdog = replace(QUICK, max_postponed_s=QUICK.backoff_s)
+    front = open_front(watchdog=watchdog, clock=clock, open_child=wanting, on_failure="error")
     front.engine.wait_ready(TIMEOUT_S)
     wanting.number = number
     front.engine.submit(request(KILL))
@@ -190,8 +190,8 @@ def test_a_load_without_descriptors_is_tried_until_it_has_some(
     open_front: OpenFront, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     room = tmp_path / "room"
-    patience = replace(QUICK, max_postponed_s=QUICK.backoff_s)
-    front = open_front(patience=patience, room=room)
+    watchdog = replace(QUICK, max_postponed_s=QUICK.backoff_s)
+    front = open_front(watchdog=watchdog, room=room)
     front.wait_restarts(3)
     status = front.engine.status()
     assert (status.state, status.cause) == ("loading", SHORTAGE)

@@ -18,7 +18,7 @@ from cadenza.engine.front import EngineFront, InProcessLink
 from cadenza.engine.open_requests import RequestTimeouts
 from cadenza.engine.process.child_process import ChildProcess
 from cadenza.engine.process.process_link import ProcessLink, ProcessOptions
-from cadenza.engine.process.supervision import Patience, usage_of
+from cadenza.engine.process.supervision import WatchdogTimeouts, usage_of
 from cadenza.errors import (
     CheckpointError,
     ConfigError,
@@ -166,7 +166,7 @@ def test_an_engine_without_progress_is_killed_and_replaced(
 ):
     clock, stuck = HandClock(), tmp_path / "stuck"
     front = open_front(
-        patience=IMPATIENT, clock=clock, stuck=stuck, on_failure="error", open_child=ChildProcess
+        watchdog=IMPATIENT, clock=clock, stuck=stuck, on_failure="error", open_child=ChildProcess
     )
     front.engine.wait_ready(TIMEOUT_S)
     front.engine.submit(request())
@@ -187,8 +187,8 @@ def test_a_pause_of_the_whole_machine_is_not_taken_for_a_hang(
     open_front: OpenFront, tmp_path: Path
 ):
     clock, stuck = HandClock(), tmp_path / "stuck"
-    patience = replace(IMPATIENT, hung_after_s=4.0, hung_after_steps=0.0)
-    front = open_front(patience=patience, clock=clock, stuck=stuck, on_failure="error")
+    watchdog = replace(IMPATIENT, hung_after_s=4.0, hung_after_steps=0.0)
+    front = open_front(watchdog=watchdog, clock=clock, stuck=stuck, on_failure="error")
     front.engine.wait_ready(TIMEOUT_S)
     front.engine.submit(request(HANG))
     front.wait(stuck.exists)
@@ -200,7 +200,7 @@ def test_a_pause_of_the_whole_machine_is_not_taken_for_a_hang(
 
 def test_an_idle_engine_beats_and_is_left_alone_until_it_is_stopped(open_front: OpenFront):
     clock = HandClock()
-    front = open_front(patience=IMPATIENT, clock=clock)
+    front = open_front(watchdog=IMPATIENT, clock=clock)
     front.engine.wait_ready(TIMEOUT_S)
     pid = front.link.pid
     assert pid is not None
@@ -218,7 +218,7 @@ def test_a_slow_step_that_was_announced_is_not_taken_for_a_hang(
     open_front: OpenFront, tmp_path: Path
 ):
     clock, stuck, go = HandClock(), tmp_path / "stuck", tmp_path / "go"
-    front = open_front(patience=IMPATIENT, clock=clock, steps=0, stuck=stuck, go=go)
+    front = open_front(watchdog=IMPATIENT, clock=clock, steps=0, stuck=stuck, go=go)
     front.engine.wait_ready(TIMEOUT_S)
     front.engine.submit(request())
     front.wait(stuck.exists)
@@ -315,7 +315,7 @@ def test_a_slow_start_says_what_it_does_and_refuses_meanwhile(
 def test_a_load_that_hangs_is_killed_tried_again_and_given_up_with_the_reason(
     open_front: OpenFront, caplog: pytest.LogCaptureFixture
 ):
-    front = open_front(patience=IMPATIENT, load_s=3600)
+    front = open_front(watchdog=IMPATIENT, load_s=3600)
     front.wait(lambda: front.engine.status().cause)
     hang = r"no progress in its start, at '(python|load)', for \d+ seconds"
     assert re.search(hang, front.engine.status().cause or "")
@@ -332,7 +332,7 @@ def test_a_process_that_is_stopped_while_it_loads_is_replaced(
     open_front: OpenFront, tmp_path: Path
 ):
     clock, gate = HandClock(), tmp_path / "gate"
-    front = open_front(patience=IMPATIENT, clock=clock, gate=gate)
+    front = open_front(watchdog=IMPATIENT, clock=clock, gate=gate)
     front.wait(lambda: front.engine.status().phase == "load")
     pid = front.link.pid
     assert pid is not None
@@ -348,7 +348,7 @@ def test_a_process_that_is_stopped_while_it_loads_is_replaced(
 def test_a_slow_load_that_goes_on_is_left_alone(open_front: OpenFront, tmp_path: Path):
     """The clock goes on as the load does, so that between any three looks there is work."""
     clock, gate = HandClock(), tmp_path / "gate"
-    front = open_front(patience=IMPATIENT, clock=clock, gate=gate)
+    front = open_front(watchdog=IMPATIENT, clock=clock, gate=gate)
     front.wait(lambda: front.engine.status().phase == "load")
     pid = front.link.pid
     assert pid is not None
@@ -450,8 +450,8 @@ def test_draining_finishes_what_is_open_then_exits(open_front: OpenFront, tmp_pa
 def test_a_second_call_while_draining_ends_at_once_even_a_hung_engine(
     open_front: OpenFront, children: Callable[[], set[str]]
 ):
-    patience = Patience(hung_after_s=TIMEOUT_S, stop_s=0.5)
-    front = open_front(patience=patience, open_child=ChildProcess)
+    watchdog = WatchdogTimeouts(hung_after_s=TIMEOUT_S, stop_s=0.5)
+    front = open_front(watchdog=watchdog, open_child=ChildProcess)
     front.engine.wait_ready(TIMEOUT_S)
     front.engine.submit(request(HANG))
     front.engine.drain(within_s=TIMEOUT_S)
@@ -469,7 +469,7 @@ def test_an_engine_with_a_disk_gets_time_to_write_what_is_left(
     """The process is stopped by a signal, so that it cannot exit before the front end waits."""
     caplog.set_level(logging.INFO, "cadenza")
     config = EngineConfig(max_num_seqs=8, prefix_cache_disk=disk)
-    front = open_front(config, Patience(hung_after_s=TIMEOUT_S, stop_s=0.0))
+    front = open_front(config, WatchdogTimeouts(hung_after_s=TIMEOUT_S, stop_s=0.0))
     front.engine.wait_ready(TIMEOUT_S)
     pid = front.link.pid
     assert pid is not None
@@ -539,7 +539,7 @@ def test_what_the_engine_prints_and_logs_is_logged_here(
 
 def start_and_stop(times: int) -> None:
     """Each time a little otherwise: idle, busy, killed, stopped while loading."""
-    options = ProcessOptions(command=(sys.executable, str(SCRIPT)), patience=QUICK)
+    options = ProcessOptions(command=(sys.executable, str(SCRIPT)), watchdog=QUICK)
     for turn in range(times):
         front = Front(ProcessLink(json.dumps({}), CONFIG, options))
         if turn % 4:

@@ -337,8 +337,8 @@ def test_deadlines_count_on_while_the_engine_is_down(open_front: OpenFront, tmp_
     gate.touch()
     timeouts = RequestTimeouts(queue_s=20.0, total_s=50.0)
     config = EngineConfig(max_num_seqs=1)
-    patience = replace(QUICK, load_hung_after_s=8.0)  # looked at every second
-    front = open_front(config, patience, timeouts, clock=clock, gate=gate, steps=5)
+    watchdog = replace(QUICK, load_hung_after_s=8.0)  # looked at every second
+    front = open_front(config, watchdog, timeouts, clock=clock, gate=gate, steps=5)
     front.engine.wait_ready(TIMEOUT_S)
     running, queued = (front.engine.submit(request(max_tokens=100)) for _ in range(2))
     front.wait(lambda: front.events)
@@ -377,7 +377,7 @@ def test_steps_that_fail_too_often_are_a_pause_for_all_others(open_front: OpenFr
     assert end[0] == "error"
 
 
-def test_no_other_request_is_in_the_engine_while_a_suspect_runs() -> None:
+def test_no_other_request_is_in_the_engine_while_a_quarantined_one_runs() -> None:
     books = OpenRequests(RequestTimeouts(), lambda: 0.0)
     recovery = Recovery(books)
     limits = limits_of(CONFIG)
@@ -406,7 +406,7 @@ def test_no_other_request_is_in_the_engine_while_a_suspect_runs() -> None:
         (Resume, 3),
     ]
     assert recovery.is_done
-    # Of the losses before, nothing is left to suspect.
+    # Of the losses before, none is quarantined.
     assert recovery.lose_engine(3.0) is None
     assert {each.request_id for each in recovery.begin()} == {0, 1, 3}
 

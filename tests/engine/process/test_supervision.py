@@ -19,16 +19,16 @@ from cadenza.engine.process.messages import (
 from cadenza.engine.process.supervision import (
     IDLE_CPU_S,
     Loss,
-    Patience,
     ProcessUsage,
     Supervision,
+    WatchdogTimeouts,
     is_descriptor_shortage,
     num_oom_kills,
     usage_of,
 )
 from cadenza.engine.process.worker import UNMEASURED_STEP_S, StepForecast
 
-PATIENCE = Patience(
+WATCHDOG = WatchdogTimeouts(
     hung_after_s=5,
     hung_after_steps=10,
     load_hung_after_s=20,
@@ -41,7 +41,7 @@ DIED = Loss(error="it died", cause="it died")
 
 def serving(now_s: float = 100.0) -> Supervision:
     """One that was started 4 seconds ago and is ready now."""
-    supervision = Supervision(PATIENCE, now_s - 4)
+    supervision = Supervision(WATCHDOG, now_s - 4)
     supervision.started(now_s - 4)
     supervision.loaded(now_s, {"load": 3.0})
     supervision.ready()
@@ -49,7 +49,7 @@ def serving(now_s: float = 100.0) -> Supervision:
 
 
 def test_the_first_start_is_due_at_once_and_only_one_is():
-    supervision = Supervision(PATIENCE, 10.0)
+    supervision = Supervision(WATCHDOG, 10.0)
     assert (supervision.state, supervision.may_start(10.0)) == ("loading", True)
     supervision.started(10.0)
     assert not supervision.may_start(1000.0)
@@ -74,9 +74,9 @@ def test_silence_is_a_hang_after_five_seconds_or_ten_predicted_steps():
 def test_a_pause_of_the_whole_machine_is_not_held_against_the_engine():
     supervision = serving()
     supervision.beat(101.0, 7, 0.1, is_idle=False)
-    supervision.overslept(0.9)
+    supervision.note_late_wakeup(0.9)
     assert supervision.is_hung(106.0)
-    supervision.overslept(30.0)
+    supervision.note_late_wakeup(30.0)
     assert not supervision.is_hung(135.9)
     assert supervision.is_hung(136.0)
 
@@ -105,10 +105,10 @@ def usage(cpu_s: float = 0.0, read_bytes: int = 0, num_major_faults: int = 0) ->
 
 
 def loading() -> Supervision:
-    supervision = Supervision(PATIENCE, 0.0)
+    supervision = Supervision(WATCHDOG, 0.0)
     supervision.started(0.0)
-    assert supervision.look_at_s() == 2.5
-    supervision.looked(2.5, usage())
+    assert supervision.read_usage_at_s() == 2.5
+    supervision.record_usage(2.5, usage())
     return supervision
 
 
@@ -116,7 +116,7 @@ def test_a_load_without_work_is_a_hang_and_says_where():
     supervision = loading()
     supervision.entered(10.0, "compile")
     for seconds in (12.5, 25.0, 29.0):
-        supervision.looked(seconds, usage(cpu_s=IDLE_CPU_S / 2))
+        supervision.record_usage(seconds, usage(cpu_s=IDLE_CPU_S / 2))
         assert not supervision.is_hung(seconds)
     assert supervision.hung_at_s() == 30.0
     assert supervision.is_hung(30.0)
@@ -130,14 +130,14 @@ def test_a_load_takes_as_long_as_it_works(step: ProcessUsage):
     supervision = loading()
     for turn in range(1, 100):
         done = usage(turn * step.cpu_s, turn * step.read_bytes, turn * step.num_major_faults)
-        supervision.looked(19.0 * turn, done)
+        supervision.record_usage(19.0 * turn, done)
         assert not supervision.is_hung(19.0 * turn)
 
 
 def test_slow_computing_adds_up_to_work():
     supervision = loading()
     for second in range(3, 200):
-        supervision.looked(float(second), usage(cpu_s=second * IDLE_CPU_S / 10))
+        supervision.record_usage(float(second), usage(cpu_s=second * IDLE_CPU_S / 10))
         assert not supervision.is_hung(float(second))
 
 
@@ -152,7 +152,7 @@ def test_a_start_that_is_postponed_is_no_crash_and_is_tried_ever_later_up_to_a_b
         waits_s.append(supervision.start_at_s - now_s)
         now_s = supervision.start_at_s
     assert (supervision.state, supervision.cause) == ("restarting", "no descriptors")
-    assert waits_s == [0.5, 2.0, 8.0, *[PATIENCE.max_postponed_s] * 47]
+    assert waits_s == [0.5, 2.0, 8.0, *[WATCHDOG.max_postponed_s] * 47]
     supervision.started(now_s)
     supervision.loaded(now_s, {})
     supervision.ready()
@@ -164,7 +164,7 @@ def test_a_start_that_is_postponed_is_no_crash_and_is_tried_ever_later_up_to_a_b
 
 
 def test_the_first_start_may_be_postponed():
-    supervision = Supervision(PATIENCE, 10.0)
+    supervision = Supervision(WATCHDOG, 10.0)
     supervision.postponed(10.0, "no descriptors")
     assert (supervision.state, supervision.may_start(10.4)) == ("loading", False)
     assert supervision.may_start(10.5)
@@ -179,18 +179,18 @@ def test_no_start_is_tried_again_while_draining():
 
 
 def test_where_work_cannot_be_told_no_load_is_a_hang():
-    supervision = Supervision(PATIENCE, 0.0)
+    supervision = Supervision(WATCHDOG, 0.0)
     supervision.started(0.0)
-    supervision.looked(2.5, None)
+    supervision.record_usage(2.5, None)
     assert supervision.hung_at_s() is None
-    supervision.looked(5.0, usage())
-    supervision.looked(7.5, None)
+    supervision.record_usage(5.0, usage())
+    supervision.record_usage(7.5, None)
     assert not supervision.is_hung(1e9)
 
 
 def test_a_process_that_serves_is_not_judged_by_its_work():
     supervision = serving()
-    assert supervision.look_at_s() is None
+    assert supervision.read_usage_at_s() is None
     assert supervision.hung_at_s() == 105.0
 
 
@@ -330,7 +330,7 @@ def test_each_further_process_is_judged_as_the_first_was():
         supervision.crashed(crashed_s, DIED)
         assert supervision.hung_at_s() is None
         supervision.started(crashed_s + 1)
-        supervision.looked(crashed_s + 2, usage())
+        supervision.record_usage(crashed_s + 2, usage())
         assert supervision.hung_at_s() == crashed_s + 22
         supervision.loaded(crashed_s + 5, {})
         supervision.ready()

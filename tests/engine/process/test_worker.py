@@ -23,7 +23,7 @@ from cadenza.engine.process.messages import (
     ToEngine,
     WireError,
 )
-from cadenza.engine.process.supervision import Patience, Supervision
+from cadenza.engine.process.supervision import Supervision, WatchdogTimeouts
 from cadenza.engine.process.worker import IDLE_BEAT_S, Worker
 from cadenza.engine.stored_pages import WAIT_S, StoredPages
 from cadenza.errors import RunnerError
@@ -161,8 +161,8 @@ def test_an_engine_that_only_stores_pages_is_idle_and_counts_as_progress(tmp_pat
     bench.core.stored_pages = Storing(bench, tmp_path, 1000)
     bench.play()
     bench.core.close()
-    assert bench.now_s > 2 * Patience().hung_after_s
-    supervision = Supervision(Patience(), 0.0)
+    assert bench.now_s > 2 * WatchdogTimeouts().hung_after_s
+    supervision = Supervision(WatchdogTimeouts(), 0.0)
     supervision.started(0.0)
     supervision.loaded(0.0, {})
     for at_s, report in bench.sent:

@@ -44,8 +44,8 @@ from cadenza.engine.process.supervision import (
     STANDSTILL_S,
     START_SHORTAGES,
     Loss,
-    Patience,
     Supervision,
+    WatchdogTimeouts,
     num_oom_kills,
     usage_of,
 )
@@ -94,7 +94,7 @@ class ProcessOptions:
     """
 
     timeouts: RequestTimeouts = field(default_factory=RequestTimeouts)
-    patience: Patience = field(default_factory=Patience)
+    watchdog: WatchdogTimeouts = field(default_factory=WatchdogTimeouts)
     on_failure: OnEngineFailure = "resume"
     command: Sequence[str] = COMMAND
     open_child: Callable[[Sequence[str]], ChildProcess] = ChildProcess
@@ -137,7 +137,7 @@ class ProcessLink:
             share_bytes=self._options.share_bytes,
             num_engines=self._options.num_engines,
         )
-        self._supervision = Supervision(self._options.patience, clock())
+        self._supervision = Supervision(self._options.watchdog, clock())
         self._check: RequestCheck | None = None
         self._fingerprint: Fingerprint | None = None
         self._identity: EngineIdentity | None = None
@@ -219,7 +219,7 @@ class ProcessLink:
         ready = {key.data for key, _ in selector.select(due_s - start_s)}
         now_s = self.clock()
         if now_s - due_s >= STANDSTILL_S:
-            self._supervision.overslept(now_s - due_s)
+            self._supervision.note_late_wakeup(now_s - due_s)
         if "wakeup" in ready:
             self._outbox.woken()
         if now_s >= due_s:
@@ -232,7 +232,7 @@ class ProcessLink:
             child.log_output()
         loss = self._receive(child, emit) if "messages" in ready else None
         if loss is None and now_s >= due_s:
-            loss = self._look_for_hang(child)
+            loss = self._check_for_hang(child)
         if loss is not None:
             child.unregister(selector)
             self._lose(child, loss, emit)
@@ -280,7 +280,7 @@ class ProcessLink:
             self._requests.next_deadline_s(),
             # A pause of the machine is seen only where it is longer than the sleep that it is in.
             None if hung_at_s is None else min(hung_at_s, now_s + STANDSTILL_S),
-            self._supervision.look_at_s(),
+            self._supervision.read_usage_at_s(),
             self._supervision.start_at_s,
             self._front.drained_by_s,
             now_s + _LONGEST_SLEEP_S,
@@ -302,11 +302,11 @@ class ProcessLink:
             return Loss(error=self._failed.message, cause=told)
         return None
 
-    def _look_for_hang(self, child: ChildProcess) -> Loss | None:
+    def _check_for_hang(self, child: ChildProcess) -> Loss | None:
         now_s = self.clock()
-        look_at_s = self._supervision.look_at_s()
-        if look_at_s is not None and now_s >= look_at_s:
-            self._supervision.looked(now_s, usage_of(child.pid))
+        read_usage_at_s = self._supervision.read_usage_at_s()
+        if read_usage_at_s is not None and now_s >= read_usage_at_s:
+            self._supervision.record_usage(now_s, usage_of(child.pid))
         if self._supervision.is_hung(now_s):
             return self._supervision.hang(now_s)
         return None
@@ -333,7 +333,7 @@ class ProcessLink:
             self._failed = message
 
     def _take_ready(self, message: Ready, now_s: float, emit: Emit) -> None:
-        """Begins to resume the open requests; without suspects they are all resumed at once."""
+        """Begins to resume the open requests, all at once unless some are quarantined."""
         with self._lock:
             is_same = self._identity in (None, message.identity)
             self.stats, self._check = message.stats, message.request_check
@@ -446,7 +446,7 @@ class ProcessLink:
     def _stop_s(self) -> float:
         """Time to exit; with a disk the process writes the newest pages first."""
         is_storing = self._config.prefix_cache_disk is not None and self._check is not None
-        return self._options.patience.stop_s + (CLOSE_WITHIN_S if is_storing else 0.0)
+        return self._options.watchdog.stop_s + (CLOSE_WITHIN_S if is_storing else 0.0)
 
 
 def _sendable(path: str) -> str:

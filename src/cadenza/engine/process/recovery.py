@@ -1,13 +1,13 @@
 """`Recovery`: what a restarted engine gets of the requests that the lost one had, and when.
 
-All open requests are resumed in their order as soon as the engine is loaded, unless some of them
-ran in two engines in a row that were lost before they got on: each of those is a suspect, and is
-first run alone until it has passed the place at which the engine was lost. If three engines in a
-row are lost while the same one runs alone and does not get on, that request is the cause; it is
-ended with an error, and what was lost until then says nothing about the others. One loss is not
-enough: whatever ends engines at random moments from outside may do so during a trial. Knows no
-process and no clock; called on the serving thread. Invariants: while a suspect runs, the engine has
-no other request; a request is the cause only if each of the engines told that it had started it.
+All open requests are resumed in their order as soon as the engine is loaded, except those that ran
+in two engines in a row which were lost before they got on. Each of these is quarantined: it first
+runs alone until it has passed the place at which the engine was lost. If three engines in a row are
+lost while the same request runs alone and does not get on, it is the cause and ends with an error;
+the losses until then say nothing about the others. One loss is not enough: what kills engines at
+random moments from outside may do so during a trial. Knows no process and no clock; called on the
+serving thread. Invariants: while a quarantined request runs, the engine has no other one; a request
+is the cause only if each of the engines reported that it had started it.
 """
 
 from collections import deque
@@ -24,8 +24,8 @@ MOST_LOSSES_ALONE = 3
 """A request with which so many in a row were lost that had no other is the cause."""
 
 TRIAL_TOKENS = 8
-"""A suspect has passed with so many new tokens of each sample. The engine can be at most two steps
-beyond the last token that it told."""
+"""New tokens of each sample with which a quarantined request has passed. An engine is at most two
+steps beyond the last token that it reported."""
 
 ENGINE_FAILED = (
     "the engine failed each time that it computed this request, the last three times with no "
@@ -54,49 +54,49 @@ class Recovery:
 
     def __init__(self, requests: OpenRequests) -> None:
         self._requests = requests
-        self._suspects: deque[int] = deque()
+        self._quarantined: deque[int] = deque()
         self._trial: _Trial | None = None
-        self._blamed: int | None = None
+        self._last_alone: int | None = None
         self._num_losses_alone = 0
-        """Engines in a row that were lost with `_blamed` alone."""
+        """Engines in a row that were lost with `_last_alone` alone."""
         self.is_done = True
 
     def lose_engine(self, now_s: float) -> Cause | None:
         """The engine is gone; ends the request that is known to be the cause, if one is."""
         trial, self._trial = self._trial, None
-        self._suspects.clear()
+        self._quarantined.clear()
         self.is_done = True
         was_running = trial is not None and self._requests.is_running(trial.request_id)
         self._requests.lose_engine(now_s)
         if trial is None or not was_running:
             return None
-        self._blame(trial.request_id)
+        self._count_loss_alone(trial.request_id)
         if self._num_losses_alone < MOST_LOSSES_ALONE:
             return None
-        self._acquit()
+        self._forget_losses_alone()
         ends = self._requests.fail(trial.request_id, "engine_failed", ENGINE_FAILED)
         self._requests.forget_losses()
         return Cause(request_id=trial.request_id, ends=ends)
 
-    def _blame(self, request_id: int) -> None:
+    def _count_loss_alone(self, request_id: int) -> None:
         """An engine was lost with this request alone."""
         if not self._requests.num_losses(request_id):  # it got on, or has ended
-            self._acquit()
+            self._forget_losses_alone()
             return
-        is_same = request_id == self._blamed
+        is_same = request_id == self._last_alone
         self._num_losses_alone = self._num_losses_alone + 1 if is_same else 1
-        self._blamed = request_id
+        self._last_alone = request_id
 
-    def _acquit(self) -> None:
-        self._blamed, self._num_losses_alone = None, 0
+    def _forget_losses_alone(self) -> None:
+        self._last_alone, self._num_losses_alone = None, 0
 
     def begin(self) -> list[Command]:
         """The next engine is loaded; its first commands."""
         self.is_done = False
         open_ids = self._requests.open_ids()
-        suspects = [each for each in open_ids if self._requests.num_losses(each) >= MOST_LOSSES]
-        # The blamed one at once again, so that its losses are in a row.
-        self._suspects.extend(sorted(suspects, key=lambda each: each != self._blamed))
+        quarantined = [each for each in open_ids if self._requests.num_losses(each) >= MOST_LOSSES]
+        # The one that was alone last at once again, so that its losses are in a row.
+        self._quarantined.extend(sorted(quarantined, key=lambda each: each != self._last_alone))
         return self.advance()
 
     def advance(self) -> list[Command]:
@@ -107,9 +107,9 @@ class Recovery:
                 return []
             commands += self._withdraw(self._trial.request_id)
             self._trial = None
-            self._acquit()
-        while self._suspects:
-            request_id = self._suspects.popleft()
+            self._forget_losses_alone()
+        while self._quarantined:
+            request_id = self._quarantined.popleft()
             resumed = self._resume(request_id)
             if resumed:
                 counts = self._requests.num_tokens_of(request_id)

@@ -3,7 +3,7 @@
 A state machine without a clock or a process: the time and what was seen are passed in. Also here:
 what it judges by (`ProcessUsage`, which tells a slow load from one that hangs) and which errors of
 a start are a shortage of the machine. Invariants: `ready` means that progress was seen within the
-patience; a load may take any time while it computes or reads; a process that has got requests on is
+timeouts; a load may take any time while it computes or reads; a process that has got requests on is
 always followed by another one, and only a load that fails in the same way again and again makes the
 state `dead` for good. What ends a load from outside is no failure of it, nor is a shortage.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from cadenza.engine.status import EngineState
 
-NUM_LOOKS = 8
+NUM_USAGE_READS = 8
 """How often the usage of a loading process is read in the time after which it counts as hung."""
 
 STANDSTILL_S = 1.0
@@ -93,7 +93,7 @@ def num_oom_kills(vmstat: Path = Path("/proc/vmstat")) -> int | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
+class WatchdogTimeouts:
     """When a process counts as hung, and how soon another one is started.
 
     Args:
@@ -143,7 +143,7 @@ class Supervision:
         has_progress: the process has computed something for a request that none had before.
     """
 
-    patience: Patience
+    watchdog: WatchdogTimeouts
     now_s: float
     state: EngineState = "loading"
     phase: str | None = None
@@ -164,7 +164,7 @@ class Supervision:
     _beat_s: float | None = None
     _progress_s: float = 0.0
     _usage: ProcessUsage | None = None
-    _looked_s: float = 0.0
+    _usage_read_s: float = 0.0
     _num_steps: int = -1
     _predicted_s: float = 0.0
 
@@ -181,22 +181,22 @@ class Supervision:
         self.has_progress = False
         self._started_at_s = now_s
         self._beat_s = None
-        self._usage, self._looked_s = None, now_s
+        self._usage, self._usage_read_s = None, now_s
         self.entered(now_s, "python")
 
     def entered(self, now_s: float, phase: str) -> None:
         """The next phase of its start has begun."""
         self.phase, self._progress_s = phase, now_s
 
-    def look_at_s(self) -> float | None:
+    def read_usage_at_s(self) -> float | None:
         """When to read its usage again; None unless it is loading."""
         if self.phase is None:
             return None
-        return self._looked_s + self.patience.load_hung_after_s / NUM_LOOKS
+        return self._usage_read_s + self.watchdog.load_hung_after_s / NUM_USAGE_READS
 
-    def looked(self, now_s: float, usage: ProcessUsage | None) -> None:
+    def record_usage(self, now_s: float, usage: ProcessUsage | None) -> None:
         """Its usage was read; None where the kernel has no counts of it."""
-        self._looked_s = now_s
+        self._usage_read_s = now_s
         if usage is None or self._usage is None or usage.is_beyond(self._usage):
             self._usage, self._progress_s = usage, now_s
 
@@ -223,7 +223,7 @@ class Supervision:
             self._progress_s = now_s
         self._num_steps, self._predicted_s = num_steps, predicted_s
 
-    def overslept(self, seconds: float) -> None:
+    def note_late_wakeup(self, seconds: float) -> None:
         """The watching thread woke this much too late. On a machine that was paused the engine was
         paused, too, so the time does not count as time without progress.
         """
@@ -232,13 +232,13 @@ class Supervision:
 
     def hung_at_s(self) -> float | None:
         """When it counts as hung unless it makes progress; None where progress cannot be seen."""
-        patience = self.patience
+        watchdog = self.watchdog
         if self.phase is not None and self._usage is not None:
-            return self._progress_s + patience.load_hung_after_s
+            return self._progress_s + watchdog.load_hung_after_s
         if self._beat_s is None:
             return None
         return self._progress_s + max(
-            patience.hung_after_s, patience.hung_after_steps * self._predicted_s
+            watchdog.hung_after_s, watchdog.hung_after_steps * self._predicted_s
         )
 
     def is_hung(self, now_s: float) -> bool:
@@ -276,7 +276,7 @@ class Supervision:
             is_same = loss.load_fault == self._load_fault
             self._num_failed_loads = self._num_failed_loads + 1 if is_same else 1
             self._load_fault = loss.load_fault
-            if self._num_failed_loads >= self.patience.max_failed_loads:
+            if self._num_failed_loads >= self.watchdog.max_failed_loads:
                 self.died(
                     f"{loss.error}; the engine failed so {self._num_failed_loads} times in a row "
                     f"while it loaded, and is not started again"
@@ -286,7 +286,7 @@ class Supervision:
         self.start_at_s = now_s + self._backoff_s()
 
     def _backoff_s(self) -> float:
-        wait_s, most_s = self.patience.backoff_s, self.patience.max_backoff_s
+        wait_s, most_s = self.watchdog.backoff_s, self.watchdog.max_backoff_s
         for _ in range(1, self._num_fruitless):
             wait_s = min(2.0 * wait_s, most_s)
             if wait_s in (0.0, most_s):
@@ -299,10 +299,10 @@ class Supervision:
         self.error = self.cause = error
         if not self._may_start_again(has_requests=has_requests):
             return
-        patience = self.patience
-        wait_s = patience.backoff_s
+        watchdog = self.watchdog
+        wait_s = watchdog.backoff_s
         for _ in range(self._num_postponed):
-            wait_s = min(4.0 * wait_s, patience.max_postponed_s)
+            wait_s = min(4.0 * wait_s, watchdog.max_postponed_s)
         self._num_postponed += 1
         self.start_at_s = now_s + wait_s
 
