@@ -327,6 +327,8 @@ def test_items_of_one_turn_are_one_message() -> None:
         ]},
         {"type": "message", "role": "assistant", "content": "c"},
         {"type": "message", "role": "assistant", "content": "d"},
+        {"type": "reasoning", "id": "r", "summary": [{"type": "summary_text", "text": "so"}]},
+        {"type": "message", "role": "assistant", "content": "e"},
     ]  # fmt: skip
     user, turn, second, first, *said = messages_of(input_items.check("input", given))
     assert user == {"role": "user", "content": "a"}
@@ -334,7 +336,8 @@ def test_items_of_one_turn_are_one_message() -> None:
     assert [each["id"] for each in turn["tool_calls"]] == ["c1", "c2"]
     assert second == {"role": "tool", "tool_call_id": "c2", "name": "f", "content": "2"}
     assert first["content"] == "1"
-    assert [each["content"] for each in said] == ["c", "d"]
+    assert [each["content"] for each in said] == ["c", "d", "e"]
+    assert [each.get("reasoning_content") for each in said] == [None, None, "so"]
     assert with_system("s", []) == [{"role": "system", "content": "s"}]
     assert with_system(None, [user]) == [user]
 
