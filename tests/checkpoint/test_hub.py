@@ -222,9 +222,18 @@ def test_a_small_file_that_is_huge_is_refused_before_it_is_fetched(client: Hub, 
         ("plain", False),
         ("a/b\n", False),
         ("a--b/c", False),
+        ("a/b:Q4_K_M", True),
+        ("a/b:UD-Q4_K_XL", True),
+        ("a/b:tiny.Q8_0.gguf", True),
+        ("a/b:", False),
+        ("a/b:c/d", False),
+        ("a/b:c:d", False),
+        ("a:c/b", False),
+        ("a/b:../c", False),
+        ("a/b:Q4\n", False),
     ],
 )
-def test_only_owner_and_model_make_a_hub_id(name: str, is_id: bool):
+def test_only_owner_and_model_and_a_selector_make_a_hub_id(name: str, is_id: bool):
     assert is_hub_id(name) == is_id
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from cadenza.checkpoint.gguf.files import choose_gguf, first_files, split_names
-from cadenza.checkpoint.hub import Hub, is_hub_id
+from cadenza.checkpoint.hub import Hub
 from cadenza.errors import CheckpointError
 from cadenza.loading.build import find_checkpoint
 from tests.checkpoint.files import encode_file, encode_tensors, small_model
@@ -121,24 +121,6 @@ def test_offline_the_cache_is_enough(client: Hub, tmp_path: Path):
     part.unlink()
     with pytest.raises(CheckpointError, match=f"the cache lacks {part.name} of"):
         offline.fetch(f"{NAME}:F32")
-
-
-@pytest.mark.parametrize(
-    ("name", "is_id"),
-    [
-        ("a/b:Q4_K_M", True),
-        ("a/b:UD-Q4_K_XL", True),
-        ("a/b:tiny.Q8_0.gguf", True),
-        ("a/b:", False),
-        ("a/b:c/d", False),
-        ("a/b:c:d", False),
-        ("a:c/b", False),
-        ("a/b:../c", False),
-        ("a/b:Q4\n", False),
-    ],
-)
-def test_a_selector_is_a_word(name: str, is_id: bool):
-    assert is_hub_id(name) == is_id
 
 
 NAMES = [

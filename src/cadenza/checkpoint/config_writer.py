@@ -7,7 +7,7 @@ import math
 
 from cadenza.checkpoint.config_json import ACTIVATIONS
 from cadenza.checkpoint.families import FAMILIES
-from cadenza.checkpoint.families.layer_types import FULL, SLIDING
+from cadenza.checkpoint.families.family import FULL, SLIDING
 from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.rope_config import LongRopeScaling, format_rope
 

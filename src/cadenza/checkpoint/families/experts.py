@@ -8,8 +8,9 @@ OLMoE's `clip_qkv` is refused.
 
 from dataclasses import replace
 
-from cadenza.checkpoint.families.family import Family, read_attention_bias
-from cadenza.checkpoint.families.layer_types import (
+from cadenza.checkpoint.families.family import (
+    Family,
+    read_attention_bias,
     read_used_window,
     read_window,
     shortest_pattern,

@@ -1,17 +1,23 @@
-"""`Family`: the settings of one `model_type` beyond those that all families share.
+"""`Family`: the settings of one `model_type` beyond those that all families share; and the readers
+of settings that several families have.
 
-Invariant: `read` receives a `ModelConfig` with all shared settings and
-returns it with the family's own.
+Invariants: `read` receives a `ModelConfig` with all shared settings and returns it with the
+family's own; layer patterns are the shortest that repeat to the layers' kinds, so that equivalent
+files give equal patterns.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from cadenza.checkpoint.json_object import JsonObject
-from cadenza.checkpoint.model_config import ModelConfig
+from cadenza.checkpoint.json_object import JsonObject, shorten
+from cadenza.checkpoint.model_config import LayerKind, ModelConfig
 from cadenza.checkpoint.mtp_layout import MTPLayout
-from cadenza.checkpoint.rope_config import RopeConfig, RopeRules, read_rope
+from cadenza.checkpoint.rope_config import MAX_POSITIONS, RopeConfig, RopeRules, read_rope
 from cadenza.errors import CheckpointError
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+LAYER_KEYS = frozenset({"sliding_window", "layer_types"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,3 +71,51 @@ def refuse_other_code(raw: JsonObject, name: str, published: frozenset[str]) -> 
             f"{raw.where}: auto_map names code other than {name}'s own; code from a checkpoint is "
             f"never run; use a checkpoint that needs none"
         )
+
+
+def read_window(raw: JsonObject, default: int | None) -> int | None:
+    """`sliding_window` in tokens; `default` if the key is absent, None if it is null."""
+    if "sliding_window" not in raw.values:
+        return default
+    return raw.integer("sliding_window", 1, MAX_POSITIONS) if raw.has("sliding_window") else None
+
+
+def read_used_window(raw: JsonObject, default: int | None) -> int | None:
+    """`read_window`, or None unless `use_sliding_window` is set."""
+    return read_window(raw, default) if raw.flag("use_sliding_window", False) else None
+
+
+def read_layer_kinds(
+    raw: JsonObject, are_sliding: Sequence[bool], window: int | None
+) -> list[LayerKind]:
+    """Each layer's kind by `layer_types`, or by `are_sliding` (one per layer) if that is absent.
+
+    Raises CheckpointError for other types, and if there is a sliding layer but no window.
+    """
+    default: list[object] = [SLIDING if is_sliding else FULL for is_sliding in are_sliding]
+    types = raw.items_of("layer_types") if raw.has("layer_types") else default
+    if len(types) < len(default):
+        raise CheckpointError(
+            f"{raw.where}: layer_types has {len(types)} entries for {len(default)} layers; "
+            f"correct one of the two"
+        )
+    types = types[: len(default)]
+    odd = [entry for entry in types if entry not in (FULL, SLIDING)]
+    if odd:
+        raise CheckpointError(
+            f"{raw.where}: layer_types names {shorten(odd[0])}; supported are {FULL} and {SLIDING}"
+        )
+    if window is None and SLIDING in types:
+        raise CheckpointError(
+            f"{raw.where}: layer_types has {SLIDING}, but sliding_window is not set; "
+            f"correct one of the two"
+        )
+    return [LayerKind(window=window if kind == SLIDING else None) for kind in types]
+
+
+def shortest_pattern(kinds: Sequence[LayerKind]) -> tuple[LayerKind, ...]:
+    """The shortest pattern that repeats to `kinds`."""
+    for length in range(1, len(kinds)):
+        if all(kind == kinds[index % length] for index, kind in enumerate(kinds)):
+            return tuple(kinds[:length])
+    return tuple(kinds)

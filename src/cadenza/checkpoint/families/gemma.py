@@ -9,11 +9,12 @@ in windowed layers.
 import math
 from dataclasses import replace
 
-from cadenza.checkpoint.families.family import Family, read_attention_bias
-from cadenza.checkpoint.families.layer_types import (
+from cadenza.checkpoint.families.family import (
     FULL,
     LAYER_KEYS,
     SLIDING,
+    Family,
+    read_attention_bias,
     read_layer_kinds,
     read_window,
     shortest_pattern,

@@ -12,11 +12,13 @@ without that list to the layers from `max_window_layers` on.
 
 from dataclasses import replace
 
-from cadenza.checkpoint.families.family import Family, read_attention_bias, refuse_other_code
-from cadenza.checkpoint.families.layer_types import (
+from cadenza.checkpoint.families.family import (
     LAYER_KEYS,
+    Family,
+    read_attention_bias,
     read_layer_kinds,
     read_used_window,
+    refuse_other_code,
     shortest_pattern,
 )
 from cadenza.checkpoint.json_object import JsonObject

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from cadenza.checkpoint.config_json import parse_model_config
-from cadenza.checkpoint.families.layer_types import FULL, SLIDING
+from cadenza.checkpoint.families.family import FULL, SLIDING
 from cadenza.checkpoint.gguf.settings import Settings
 from cadenza.checkpoint.model_config import (
     MAX_EXPERTS,
