@@ -91,7 +91,20 @@ class SlotSizes:
         return self.capacity - 1
 
 
-class KVSlots:
+class LayerSlots:
+    """The slots of one layer; a kind overrides what it needs."""
+
+    def clear(self, slot: int, start: int, stop: int) -> None:
+        """Clears positions of a slot. Not needed where a fresh call starts from an empty state."""
+
+    def save(self, slot: int, snapshot: Snapshot) -> None:
+        """Saves the state of a slot. Not needed where each position remains."""
+
+    def restore(self, slot: int, snapshot: Snapshot) -> None:
+        """Restores a saved state. Not needed where a call attends only to earlier positions."""
+
+
+class KVSlots(LayerSlots):
     """Keys and values of one attention layer, which takes the place of mlx-lm's `KVCache` or
     `RotatingKVCache`.
 
@@ -163,19 +176,13 @@ class KVSlots:
     def forget(self) -> None:
         self.keys = self.values = None
 
-    def save(self, slot: int, snapshot: Snapshot) -> None:
-        """Nothing to save: the keys and values of each position remain."""
-
-    def restore(self, slot: int, snapshot: Snapshot) -> None:
-        """Nothing to restore: a call attends to the positions before its own."""
-
     def _new(self, like: mx.array) -> mx.array:
         _, num_heads, _, size = like.shape
         shape = (self._sizes.num_slots, num_heads, self._sizes.capacity, size)
         return mx.full(shape, self._sizes.fill, like.dtype)
 
 
-class StateSlots:
+class StateSlots(LayerSlots):
     """The arrays of one recurrent layer, which takes the place of mlx-lm's `ArraysCache`.
 
     A state stands for all tokens of its slot and cannot be cut. `save` keeps a slot's present
@@ -247,9 +254,6 @@ class StateSlots:
                 if each is not None:
                     each[destination] = each[source]
 
-    def clear(self, slot: int, start: int, stop: int) -> None:
-        """Nothing to clear: a fresh call starts from an empty state."""
-
     def forget(self) -> None:
         self._pools = [None] * len(self._pools)
         self._saved = self._no_snapshots()
@@ -278,8 +282,7 @@ class ListSlots:
         return self.caches[index]
 
 
-LayerSlots = KVSlots | StateSlots
-CacheSlots = LayerSlots | ListSlots
+CacheSlots = KVSlots | StateSlots | ListSlots
 
 
 def new_slots(caches: Sequence[Any], sizes: SlotSizes) -> list[CacheSlots]:
@@ -291,7 +294,7 @@ def new_slots(caches: Sequence[Any], sizes: SlotSizes) -> list[CacheSlots]:
     return [_slots_for(cache, sizes) for cache in caches]
 
 
-def layers_of(slots: Sequence[CacheSlots]) -> Iterator[LayerSlots]:
+def layers_of(slots: Sequence[CacheSlots]) -> Iterator[KVSlots | StateSlots]:
     """The slots themselves, and those in lists."""
     for each in slots:
         if isinstance(each, ListSlots):

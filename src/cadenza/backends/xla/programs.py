@@ -38,7 +38,6 @@ from cadenza.config import PAGE_SIZE_UNIT
 from cadenza.core.step_schema import (
     NO_TARGET,
     NUM_EXTRA_LOGIT_ROWS,
-    LogitInputs,
     StepLayout,
 )
 from cadenza.core.token_rules import MASK, RuleLayout
@@ -227,22 +226,17 @@ def _step_arrays(shape: StepLayout, wire: jax.Array, rows: RowState) -> StepArra
 
 
 def _with_choices(rows: RowState, arrays: StepArrays, result: jax.Array) -> RowState:
-    last = _last_choices(rows.last_sampled, arrays.logits, result[:, COLUMN_TOKEN])
-    return rows._replace(last_sampled=last)
-
-
-def _last_choices(
-    last_sampled: jax.Array, logits: LogitInputs[jax.Array], token_ids: jax.Array
-) -> jax.Array:
-    """The last token chosen for each row [R], or its previous one if the step chooses none.
+    """The rows with the last token that the step chooses for each, if it chooses any.
 
     The logit rows of a row are in ascending order of position.
     """
+    logits, last_sampled, token_ids = arrays.logits, rows.last_sampled, result[:, COLUMN_TOKEN]
     is_choice = (logits.token_indices >= 0) & (logits.targets == NO_TARGET)  # [L]
-    rows = jnp.where(is_choice, logits.rows, len(last_sampled))
-    places = jnp.arange(len(rows), dtype=jnp.int32)
-    newest = jnp.full(len(last_sampled), -1, jnp.int32).at[rows].max(places, mode="drop")  # [R]
-    return jnp.where(newest >= 0, token_ids[jnp.maximum(newest, 0)], last_sampled)
+    owners = jnp.where(is_choice, logits.rows, len(last_sampled))
+    places = jnp.arange(len(owners), dtype=jnp.int32)
+    newest = jnp.full(len(last_sampled), -1, jnp.int32).at[owners].max(places, mode="drop")  # [R]
+    last = jnp.where(newest >= 0, token_ids[jnp.maximum(newest, 0)], last_sampled)
+    return rows._replace(last_sampled=last)
 
 
 def write_page_table(rows: RowState, updates: jax.Array) -> RowState:

@@ -63,12 +63,15 @@ class XlaStepHandle:
 
     def rows(self) -> Int32Array:
         """The raw result [L, C]. Call either this or `result`, once: reading releases the step."""
-        return self.in_flight.read(self.key)[0]
+        return self._read()[0]
 
     def result(self) -> StepOutput:
-        found, *hidden = self.in_flight.read(self.key)
+        found, *hidden = self._read()
         needed = hidden[0][self.hidden_rows].astype(np.float32) if hidden else NO_HIDDEN
         return read_result(found[: self.num_logits], needed)
+
+    def _read(self) -> tuple[np.ndarray[Any, Any], ...]:
+        return self.in_flight.read(self.key)
 
 
 @dataclass(slots=True)
@@ -84,17 +87,10 @@ class XlaLateStepHandle(XlaStepHandle):
         self.finish(masks)
         self.is_chosen = True
 
-    def rows(self) -> Int32Array:
-        self._check_chosen()
-        return XlaStepHandle.rows(self)
-
-    def result(self) -> StepOutput:
-        self._check_chosen()
-        return XlaStepHandle.result(self)
-
-    def _check_chosen(self) -> None:
+    def _read(self) -> tuple[np.ndarray[Any, Any], ...]:
         if not self.is_chosen:
             raise RunnerError("the step waits for its masks; call choose first")
+        return self.in_flight.read(self.key)
 
 
 @dataclass(slots=True, eq=False)

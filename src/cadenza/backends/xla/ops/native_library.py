@@ -178,13 +178,12 @@ class NativeLibrary:
             is_ordered=operand.order is not None,
         )
         _check_target(packed, (wanted,))
-        weights = [_CodeArrays.of(each) for each in sources]
         if len({each.shape[1] for each in sources}) > 1:
             raise ConfigError(f"weights of {sorted({s.shape[1] for s in sources})} do not fit")
-        for weight in weights:
-            _check_strides(weight.rows)
+        arrays: list[npt.NDArray[Any]] = []  # referenced until they are packed
         passed = [
-            self._source(weight, target) for weight, target in zip(weights, targets, strict=True)
+            self._source(each, target, arrays)
+            for each, target in zip(sources, targets, strict=True)
         ]
         order = None if operand.order is None else np.ascontiguousarray(operand.order, np.int32)
         error = self.handle.cadenza_pack_quantised(
@@ -198,20 +197,34 @@ class NativeLibrary:
         )
         _raise(error)
 
-    def _source(self, weight: "_CodeArrays", target: WeightFormat) -> "_CodeSource":
-        rows = weight.rows
-        return _CodeSource(
-            data=rows.ctypes.data,
-            scales=_address(weight.scales),
-            corrections=_address(weight.corrections),
-            rows=len(rows),
-            row_stride=rows.strides[0] // rows.itemsize,
-            paired_heads=weight.num_paired_heads or 0,
-            dtype=_dtype_code(rows.dtype) if weight.format is None else 0,
-            format=0 if weight.format is None else self._format_code(weight.format),
-            target=self._format_code(target),
-            blocks=_NO_BLOCKS if weight.block_type is None else weight.block_type,
-        )
+    def _source(
+        self, source: FloatsOrCodes, target: WeightFormat, arrays: list[npt.NDArray[Any]]
+    ) -> "_CodeSource":
+        """Floats, blocks, or codes with contiguous scales and corrections; adds to `arrays` what it
+        points to."""
+        passed = _CodeSource(target=self._format_code(target), blocks=_NO_BLOCKS)
+        if isinstance(source, np.ndarray):
+            rows, passed.dtype = source, _dtype_code(source.dtype)
+        elif isinstance(source, BlockWeight):
+            rows, passed.format = source.stored, self._format_code(source.format)
+            passed.blocks = source.encoding.number
+            passed.paired_heads = source.num_paired_heads or 0
+        else:
+            codes = source.as_codes()
+            rows, passed.format = codes.codes, self._format_code(codes.format)
+            scales = np.ascontiguousarray(codes.scales)
+            passed.scales = scales.ctypes.data
+            arrays.append(scales)
+            corrections = codes.offsets if codes.zero_points is None else codes.zero_points
+            if corrections is not None:
+                corrections = np.ascontiguousarray(corrections)
+                passed.corrections = corrections.ctypes.data
+                arrays.append(corrections)
+        _check_strides(rows)
+        passed.data, passed.rows = rows.ctypes.data, len(rows)
+        passed.row_stride = rows.strides[0] // rows.itemsize
+        arrays.append(rows)
+        return passed
 
     def _format_code(self, format: WeightFormat) -> int:
         """The library's number of a format of codes."""
@@ -255,38 +268,6 @@ class _CodeSource(ctypes.Structure):
         ("target", ctypes.c_int32),
         ("blocks", ctypes.c_int32),
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _CodeArrays:
-    """Floats, codes with contiguous scales and corrections, or blocks, while they are packed."""
-
-    rows: npt.NDArray[Any]
-    format: WeightFormat | None = None
-    block_type: int | None = None
-    num_paired_heads: int | None = None
-    scales: npt.NDArray[Any] | None = None
-    corrections: npt.NDArray[Any] | None = None
-
-    @classmethod
-    def of(cls, source: FloatsOrCodes) -> "_CodeArrays":
-        if isinstance(source, np.ndarray):
-            return cls(rows=source)
-        if isinstance(source, BlockWeight):
-            return cls(
-                rows=source.stored,
-                format=source.format,
-                block_type=source.encoding.number,
-                num_paired_heads=source.num_paired_heads,
-            )
-        codes = source.as_codes()
-        corrections = codes.offsets if codes.zero_points is None else codes.zero_points
-        return cls(
-            rows=codes.codes,
-            format=codes.format,
-            scales=np.ascontiguousarray(codes.scales),
-            corrections=None if corrections is None else np.ascontiguousarray(corrections),
-        )
 
 
 def _address(array: npt.NDArray[Any] | None) -> int | None:
