@@ -265,7 +265,9 @@ def check_server(*arguments: object, before: tuple[str, ...] = (), num_requests:
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("prlimit") is None, reason="this system has no prlimit")
-@pytest.mark.parametrize(("limit", "limit_mb"), [("data", 1300), ("as", 3000)])
+@pytest.mark.parametrize(
+    ("limit", "limit_mb"), [("data", 1300), pytest.param("as", 3000, marks=pytest.mark.soak)]
+)
 def test_a_server_keeps_to_its_plan_below_a_limit_that_the_system_enforces(
     limit: str, limit_mb: int
 ) -> None:

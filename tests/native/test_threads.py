@@ -91,11 +91,8 @@ def tiny_folder(tmp_path: Path) -> Path:
 
 
 @needs_proc
-def test_an_idle_engine_burns_nothing(tiny_folder: Path) -> None:
-    assert share_of_an_idle_engine(tiny_folder, 3.0) < SHORT_IDLE_SHARE
-
-
-@needs_proc
 @pytest.mark.soak
-def test_an_engine_idle_for_a_minute_burns_nothing(tiny_folder: Path) -> None:
-    assert share_of_an_idle_engine(tiny_folder, 60.0) < IDLE_SHARE
+@pytest.mark.parametrize(("seconds", "share"), [(3.0, SHORT_IDLE_SHARE), (60.0, IDLE_SHARE)])
+def test_an_idle_engine_burns_nothing(tiny_folder: Path, seconds: float, share: float) -> None:
+    """By day `test_process_cost.py` looks at an idle server and its engine."""
+    assert share_of_an_idle_engine(tiny_folder, seconds) < share

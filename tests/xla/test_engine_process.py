@@ -27,6 +27,7 @@ from cadenza.events import Finished
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.loading.build import find_checkpoint
 from cadenza.request import Request
+from tests.by_day import by_day
 from tests.e2e.figures import Figures
 from tests.engine.process.conftest import Front, HandClock
 from tests.engine.process.test_recovery import StreamId, content_of
@@ -176,14 +177,10 @@ def kill_again_and_again(times: int) -> None:
     front.stop()
 
 
-def test_a_killed_engine_changes_none_of_64_streams():
+@pytest.mark.parametrize("times", by_day([1, 100], {1}))
+def test_killed_engines_change_none_of_64_streams(times: int):
     """Of kills that follow each other `tests/e2e` has two by day."""
-    kill_again_and_again(1)
-
-
-@pytest.mark.soak
-def test_a_hundred_kills_change_none_of_64_streams():
-    kill_again_and_again(100)
+    kill_again_and_again(times)
 
 
 def stop_again_and_again(times: int) -> None:
@@ -199,13 +196,11 @@ def stop_again_and_again(times: int) -> None:
     front.stop()
 
 
-def test_a_stopped_engine_changes_no_stream():
-    stop_again_and_again(1)
-
-
 @pytest.mark.soak
-def test_twenty_stopped_engines_change_no_stream():
-    stop_again_and_again(20)
+@pytest.mark.parametrize("times", [1, 20])
+def test_stopped_engines_change_no_stream(times: int):
+    """By day `tests/engine/process` stops a scripted child."""
+    stop_again_and_again(times)
 
 
 def memory_of(pid: int) -> int:
@@ -244,6 +239,7 @@ def test_an_engine_that_gets_little_or_no_more_memory_loses_no_stream(spare_byte
     get_no_more_memory(spare_bytes)
 
 
+@pytest.mark.soak
 @needs_proc
 def test_engines_without_the_memory_to_load_end_streams_with_one_clean_error(tmp_path: Path):
     limit = tmp_path / "limit"
@@ -331,12 +327,9 @@ def check_idle(seconds: float, share: float) -> None:
     front.stop()
 
 
-@needs_proc
-def test_an_idle_engine_sleeps_in_both_processes():
-    check_idle(3.0, SHORT_IDLE_SHARE)
-
-
 @pytest.mark.soak
 @needs_proc
-def test_an_idle_engine_sleeps_for_a_minute_in_both_processes():
-    check_idle(60.0, IDLE_SHARE)
+@pytest.mark.parametrize(("seconds", "share"), [(3.0, SHORT_IDLE_SHARE), (60.0, IDLE_SHARE)])
+def test_an_idle_engine_sleeps_in_both_processes(seconds: float, share: float):
+    """By day `tests/native/test_process_cost.py` looks at a server and its engine."""
+    check_idle(seconds, share)

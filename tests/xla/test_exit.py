@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Generator
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -15,11 +16,10 @@ from cadenza.backends.xla.in_flight import InFlight
 from cadenza.backends.xla.runner import XlaRunner
 from cadenza.core.step_schema import ModelInputs
 from cadenza.errors import RunnerError
+from tests.by_day import by_day
 from tests.xla.harness import BASE, Lab
 
 TIMEOUT_S = 300
-NUM_RUNS = 2
-"""Of each program: those that could abort did so more often than not."""
 
 
 class Result:
@@ -232,9 +232,9 @@ params = SamplingParams(max_tokens=64, ignore_eos=True)
 """
 INTERRUPTED = "Ctrl-C in the middle of a stream"
 BY_DAY = {
-    INTERRUPTED,
-    "a daemon thread that steps",
-    "a forked child that closes its parent's engine",
+    (INTERRUPTED, 0),
+    ("a daemon thread that steps", 0),
+    ("a forked child that closes its parent's engine", 0),
 }
 """With steps in flight on the main thread and on another, and in a child. Each test of the command
 in `tests/cli` is one of its exit code.
@@ -253,19 +253,21 @@ def load() -> Generator[None]:
 @pytest.mark.slow
 @pytest.mark.usefixtures("load")
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(each, marks=() if each in BY_DAY else pytest.mark.soak) for each in PROGRAMS],
+    "case", by_day(product(PROGRAMS, range(2)), BY_DAY), ids=lambda case: f"{case[0]}-{case[1]}"
 )
-def test_a_process_that_never_closed_its_engine_exits_without_an_abort(name: str) -> None:
-    for _ in range(NUM_RUNS):
-        run = subprocess.run(
-            [sys.executable, "-c", HEAD + PROGRAMS[name]],
-            env={**os.environ, "PYTHONFAULTHANDLER": "1"},
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-            check=False,
-        )
-        expected = -signal.SIGINT if name == INTERRUPTED else 0
-        assert run.returncode == expected, run.stderr
-        assert "terminate" not in run.stderr
+def test_a_process_that_never_closed_its_engine_exits_without_an_abort(
+    case: tuple[str, int],
+) -> None:
+    """Twice in `make soak`: those that could abort did so more often than not."""
+    name, _ = case
+    run = subprocess.run(
+        [sys.executable, "-c", HEAD + PROGRAMS[name]],
+        env={**os.environ, "PYTHONFAULTHANDLER": "1"},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    expected = -signal.SIGINT if name == INTERRUPTED else 0
+    assert run.returncode == expected, run.stderr
+    assert "terminate" not in run.stderr

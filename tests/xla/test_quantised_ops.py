@@ -21,6 +21,7 @@ from cadenza.checkpoint.quantised_weight import QuantisedWeight
 from cadenza.checkpoint.weight_format import INT4, INT8, WeightFormat, code_format
 from cadenza.core.step_schema import ModelInputs, StepLayout
 from cadenza.errors import CheckpointError
+from tests.by_day import by_day
 from tests.checkpoint.quantised_folders import write_quantised
 from tests.checkpoint.quantised_writers import ALIGNED, ORDERED, gptq_in_many_orders
 from tests.native.quantised_definition import random_weight
@@ -35,7 +36,7 @@ def spec_of(dtype: str) -> DecoderSpec:
     return DecoderSpec(model=MODEL, dtype=jnp.dtype(dtype).type, page_size=16, quantization="int8")
 
 
-@pytest.fixture(params=["float32", "bfloat16"])
+@pytest.fixture(params=by_day(["float32", "bfloat16"], {"bfloat16"}))
 def spec(request: pytest.FixtureRequest) -> DecoderSpec:
     return spec_of(request.param)
 

@@ -6,6 +6,7 @@ Replays: a batch is a function of its seed, which its test's message shows.
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +39,7 @@ Choose = Callable[..., np.ndarray]
 apply_on_device = jax.jit(apply_rules, static_argnums=2)
 
 
+@cache  # for a table and a vocabulary is compiled once
 def chooser(name: str, vocab_size: int) -> Choose:
     """The op's result [L, C] on exactly the rows' logits."""
     spec = DecoderSpec(
