@@ -149,9 +149,11 @@ def told_in_stream(name: str, data: bytes) -> Told:
         case _:
             deltas = [choice["delta"] for event in events for choice in event.get("choices", ())]
             assert not deltas or deltas[0] == {"role": "assistant", "content": ""}
-            numbered = [call["index"] for each in deltas for call in each.get("tool_calls", ())]
-            assert numbered == [*range(len(numbered))]
-            for delta in deltas or [event["message"] for event in events]:
+            deltas = deltas or [event["message"] for event in events]
+            calls = [call for each in deltas for call in each.get("tool_calls", ())]
+            numbers = [{**call["function"], **call}["index"] for call in calls]
+            assert numbers == [*range(len(calls))]
+            for delta in deltas:
                 message = {"content": "", **delta}
                 more = told(name, {"choices": [{"message": message}], "message": message})
                 found.reasoning += more.reasoning
