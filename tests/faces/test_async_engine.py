@@ -9,8 +9,10 @@ import pytest
 
 from cadenza import LLM, AsyncEngine, EngineConfig, Request, RequestOutput, SamplingParams
 from cadenza.engine.front import EngineFront, InProcessLink
+from cadenza.engine.open_requests import RequestTimeouts
 from cadenza.errors import ConfigError, EngineClosedError, InvalidRequestError
-from cadenza.frontend.loaded_model import load_model
+from cadenza.frontend.text_frontend import TextFrontend
+from tests.engine.process.scripted_child import make_core
 from tests.faces.conftest import LIMITS
 from tests.faces.held_engine import HeldEngine
 
@@ -23,19 +25,27 @@ async def collect(engine: AsyncEngine, prompt: list[int]) -> list[RequestOutput]
     return [output async for output in engine.generate(prompt, PARAMS)]
 
 
-def open_engine(folder: Path) -> AsyncEngine:
+def open_real_engine(folder: Path) -> AsyncEngine:
     return AsyncEngine.from_model(folder, **LIMITS)
 
 
-def open_held_engine(folder: Path) -> AsyncEngine:
+def fake_front(num_rows: int = 4, timeouts: RequestTimeouts | None = None) -> EngineFront:
+    """Over the token-storing runner: what these tests show needs no model."""
+    return EngineFront(InProcessLink(make_core(EngineConfig(max_num_seqs=num_rows)), timeouts))
+
+
+def open_engine(text: TextFrontend) -> AsyncEngine:
+    return AsyncEngine(fake_front(), text)
+
+
+def open_held_engine(text: TextFrontend) -> AsyncEngine:
     """No stream of it is over before somebody ends one."""
-    loaded = load_model(folder, EngineConfig(**LIMITS))
-    return AsyncEngine(HeldEngine(EngineFront(InProcessLink(loaded.core))), loaded.text)
+    return AsyncEngine(HeldEngine(fake_front()), text)
 
 
 def test_concurrent_callers_get_what_llm_gives(tiny_folder: Path, llm: LLM) -> None:
     async def play() -> list[list[RequestOutput]]:
-        async with open_engine(tiny_folder) as engine:
+        async with open_real_engine(tiny_folder) as engine:
             calls = (collect(engine, prompt) for prompt in PROMPTS)
             return await asyncio.wait_for(asyncio.gather(*calls), TIMEOUT_S)
 
@@ -47,18 +57,18 @@ def test_concurrent_callers_get_what_llm_gives(tiny_folder: Path, llm: LLM) -> N
         assert not any(output.finished for output in stream[:-1])
 
 
-def test_a_request_object_is_served_as_it_is(tiny_folder: Path) -> None:
+def test_a_request_object_is_served_as_it_is(tiny_text: TextFrontend) -> None:
     async def play() -> RequestOutput:
-        async with open_engine(tiny_folder) as engine:
+        async with open_engine(tiny_text) as engine:
             outputs = engine.generate(Request(prompt_token_ids=(1, 2, 3), params=PARAMS))
             return [output async for output in outputs][-1]
 
     assert len(asyncio.run(play()).outputs[0].token_ids) == 10
 
 
-def test_leaving_early_cancels_the_request_and_the_next_one_works(tiny_folder: Path) -> None:
+def test_leaving_early_cancels_the_request_and_the_next_one_works(tiny_text: TextFrontend) -> None:
     async def play() -> list[RequestOutput]:
-        async with open_engine(tiny_folder) as engine:
+        async with open_engine(tiny_text) as engine:
             stream = engine.generate([1], SamplingParams(max_tokens=200, ignore_eos=True))
             await anext(stream)
             await stream.aclose()
@@ -67,11 +77,9 @@ def test_leaving_early_cancels_the_request_and_the_next_one_works(tiny_folder: P
     assert asyncio.run(play())[-1].finished
 
 
-def test_a_request_that_is_not_started_in_time_ends_with_an_error(tiny_folder: Path) -> None:
+def test_a_request_that_is_not_started_in_time_ends_with_an_error(tiny_text: TextFrontend) -> None:
     async def play() -> list[RequestOutput]:
-        engine = AsyncEngine.from_model(
-            tiny_folder, **{**LIMITS, "max_num_seqs": 1}, queue_timeout=0.001
-        )
+        engine = AsyncEngine(fake_front(1, RequestTimeouts(queue_s=0.001)), tiny_text)
         async with engine:
             first = engine.generate([1], SamplingParams(max_tokens=200, ignore_eos=True))
             await anext(first)
@@ -101,7 +109,7 @@ def test_samples_and_stop_strings_are_what_llm_gives(worded_folder: Path, worded
         return [output async for output in engine.generate("the dog", options, kind="delta")]
 
     async def play() -> list[list[RequestOutput]]:
-        async with open_engine(worded_folder) as engine:
+        async with open_real_engine(worded_folder) as engine:
             calls = (read(engine, options) for options in asked)
             return await asyncio.wait_for(asyncio.gather(*calls), TIMEOUT_S)
 
@@ -118,9 +126,9 @@ def test_samples_and_stop_strings_are_what_llm_gives(worded_folder: Path, worded
             assert parts[-1].stop_reason == whole.stop_reason
 
 
-def test_stopping_ends_open_streams_with_one_error_each(tiny_folder: Path) -> None:
+def test_stopping_ends_open_streams_with_one_error_each(tiny_text: TextFrontend) -> None:
     async def play() -> RequestOutput:
-        engine = open_held_engine(tiny_folder)
+        engine = open_held_engine(tiny_text)
         engine.start()
         stream = engine.generate([1], SamplingParams(max_tokens=250, ignore_eos=True))
         await anext(stream)
@@ -132,9 +140,9 @@ def test_stopping_ends_open_streams_with_one_error_each(tiny_folder: Path) -> No
     assert output.error is not None
 
 
-def test_a_stopped_engine_refuses_requests(tiny_folder: Path) -> None:
+def test_a_stopped_engine_refuses_requests(tiny_text: TextFrontend) -> None:
     async def play() -> None:
-        engine = open_engine(tiny_folder)
+        engine = open_engine(tiny_text)
         engine.start()
         await engine.stop()
         await anext(engine.generate([1], PARAMS))
@@ -143,9 +151,9 @@ def test_a_stopped_engine_refuses_requests(tiny_folder: Path) -> None:
         asyncio.run(play())
 
 
-def test_an_invalid_request_is_refused_and_harms_nobody(tiny_folder: Path) -> None:
+def test_an_invalid_request_is_refused_and_harms_nobody(tiny_text: TextFrontend) -> None:
     async def play() -> RequestOutput:
-        async with open_engine(tiny_folder) as engine:
+        async with open_engine(tiny_text) as engine:
             with pytest.raises(InvalidRequestError):
                 await anext(engine.generate([10_000], PARAMS))
             return (await collect(engine, [2]))[-1]
@@ -158,9 +166,9 @@ def test_an_unknown_option_is_refused_with_the_known_ones(tiny_folder: Path) -> 
         AsyncEngine.from_model(tiny_folder, max_sequences=3)  # type: ignore[call-arg]
 
 
-def test_an_aborted_stream_ends_with_an_output_that_says_so(tiny_folder: Path) -> None:
+def test_an_aborted_stream_ends_with_an_output_that_says_so(tiny_text: TextFrontend) -> None:
     async def play() -> list[RequestOutput]:
-        async with open_held_engine(tiny_folder) as engine:
+        async with open_held_engine(tiny_text) as engine:
             params = SamplingParams(max_tokens=200, ignore_eos=True)
             with engine.submit(Request(prompt_token_ids=(1,), params=params)) as stream:
                 await stream.next()
@@ -174,22 +182,21 @@ def test_an_aborted_stream_ends_with_an_output_that_says_so(tiny_folder: Path) -
     assert others[-1].outputs[0].finish_reason == "length"
 
 
-def test_a_request_starts_the_engine(tiny_folder: Path, llm: LLM) -> None:
+def test_a_request_starts_the_engine(tiny_text: TextFrontend) -> None:
     async def play() -> list[RequestOutput]:
-        engine = open_engine(tiny_folder)
+        engine = open_engine(tiny_text)
         try:
             return await asyncio.wait_for(collect(engine, [1, 2, 3]), TIMEOUT_S)
         finally:
             await engine.stop()
 
-    (expected,) = llm.generate([1, 2, 3], PARAMS)
-    assert asyncio.run(play())[-1].outputs == expected.outputs
+    assert asyncio.run(play())[-1].outputs[0].finish_reason == "length"
 
 
 def test_an_engine_goes_on_in_the_next_event_loop_when_the_first_is_closed(
-    tiny_folder: Path, llm: LLM
+    tiny_text: TextFrontend,
 ) -> None:
-    engine = open_engine(tiny_folder)
+    engine = open_engine(tiny_text)
     left_open: list[object] = []
 
     async def leave() -> None:
@@ -201,13 +208,12 @@ def test_an_engine_goes_on_in_the_next_event_loop_when_the_first_is_closed(
         return await asyncio.wait_for(collect(engine, [4, 5]), TIMEOUT_S)
 
     asyncio.run(leave())
-    (expected,) = llm.generate([4, 5], PARAMS)
-    assert asyncio.run(play())[-1].outputs == expected.outputs
+    assert len(asyncio.run(play())[-1].outputs[0].token_ids) == 10
     asyncio.run(engine.stop())
 
 
-def test_a_second_event_loop_is_refused_while_the_first_is_open(tiny_folder: Path) -> None:
-    engine = open_engine(tiny_folder)
+def test_a_second_event_loop_is_refused_while_the_first_is_open(tiny_text: TextFrontend) -> None:
+    engine = open_engine(tiny_text)
     with asyncio.Runner() as first, asyncio.Runner() as second:
         assert first.run(collect(engine, [2]))[-1].finished
         with pytest.raises(EngineClosedError, match="bound to another event loop"):
@@ -215,8 +221,8 @@ def test_a_second_event_loop_is_refused_while_the_first_is_open(tiny_folder: Pat
         first.run(engine.stop())
 
 
-def test_an_engine_that_was_never_started_can_be_stopped(tiny_folder: Path) -> None:
-    engine = open_engine(tiny_folder)
+def test_an_engine_that_was_never_started_can_be_stopped(tiny_text: TextFrontend) -> None:
+    engine = open_engine(tiny_text)
     asyncio.run(engine.stop())
     with pytest.raises(EngineClosedError):
         asyncio.run(collect(engine, [1]))
@@ -226,7 +232,7 @@ def test_a_conversation_is_answered_as_llm_answers_it(worded_folder: Path, worde
     messages = [{"role": "user", "content": "the dog"}]
 
     async def play() -> RequestOutput:
-        async with open_engine(worded_folder) as engine:
+        async with open_real_engine(worded_folder) as engine:
             return [output async for output in engine.chat(messages, PARAMS)][-1]
 
     (expected,) = worded.chat(messages, PARAMS)
