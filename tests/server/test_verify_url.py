@@ -244,15 +244,26 @@ def test_an_answer_that_lacks_what_was_asked_is_an_error_even_alone(
     assert (None if found is None else found.expected) == expected
 
 
-def test_a_sample_that_an_answer_lacks_has_no_tokens() -> None:
-    class Short:
-        """Answers with one choice, whatever is asked."""
+def player_of_one_choice(n: int) -> RemotePlayer:
+    """On a server that answers with one choice, whatever is asked."""
 
+    class OneChoice:
         def play(self, request: Request, salt: str) -> Answer:
             return Answer(streams=(stream_of(PLAIN),), num_cached_tokens=0, start_s=0, end_s=1)
 
-    requests = [Request(prompt_token_ids=(1,), params=SamplingParams(n=2))]
-    server: Any = Short()
-    player = RemotePlayer(server=server, requests=requests, num_open=1, clock=time.monotonic)
-    first, second = player.play_alone(0)
+    requests = [Request(prompt_token_ids=(1,), params=SamplingParams(n=n))]
+    server: Any = OneChoice()
+    return RemotePlayer(server=server, requests=requests, num_open=1, clock=time.monotonic)
+
+
+def test_a_sample_that_an_answer_lacks_has_no_tokens() -> None:
+    first, second = player_of_one_choice(n=2).play_alone(0)
     assert (first.sample, second.sample, second.finish) == (0, 1, "unfinished")
+
+
+def test_an_answer_with_more_choices_than_were_asked_for_is_an_error() -> None:
+    player = player_of_one_choice(n=1)
+    answer = Answer(streams=(stream_of(PLAIN),) * 2, num_cached_tokens=0, start_s=0, end_s=1)
+    server: Any = type("Generous", (), {"play": lambda *_: answer})()
+    with pytest.raises(ConfigError, match="2 choices for n=1"):
+        replace(player, server=server).play_alone(0)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from secrets import token_hex
 
+from cadenza.errors import ConfigError
 from cadenza.frontend.progress import BatchProgress
 from cadenza.request import Request
 from cadenza.verification.gate import GateResult, ReportProgress, Trial, compare
@@ -148,9 +149,15 @@ class RemotePlayer:
         return Play(rounds=(tuple(streams),), counts=counts, seconds=self.clock() - start_s)
 
     def _streams(self, request: int, answer: Answer) -> list[Stream]:
-        """One for each sample; without tokens where the answer lacks it."""
+        """One for each sample; without tokens where the answer lacks it.
+
+        Raises ConfigError for an answer with more samples than were asked for.
+        """
+        asked, given = self.requests[request].params.n, len(answer.streams)
+        if given > asked:
+            raise ConfigError(f"--url: an answer has {given} choices for n={asked}")
         found = dict(enumerate(answer.streams))
         return [
             replace(found.get(sample, Stream()), request=request, sample=sample)
-            for sample in range(self.requests[request].params.n)
+            for sample in range(asked)
         ]
