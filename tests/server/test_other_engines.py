@@ -79,6 +79,7 @@ def test_two_names_of_one_field_agree_or_are_refused(name: str) -> None:
     assert error.param == "repetition_penalty"
     error = refusal(name, **same, options={"repetition_penalty": 1.1})
     assert "repetition_penalty and options.repetition_penalty" in error.message
+    assert checked(name, top_k=7, options={"top_k": None})["top_k"] == 7
     error = refusal(name, extra_body={"top_k": 7}, options={"top_k": 8})
     assert "extra_body.top_k and options.top_k differ" in error.message
 
