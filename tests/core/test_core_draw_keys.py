@@ -76,7 +76,7 @@ def test_flipping_any_bit_of_seed_or_position_flips_half_of_the_key() -> None:
         assert rates.max() < 0.55
 
 
-def test_the_avalanche_check_betrays_a_weak_mix() -> None:
+def test_the_avalanche_check_catches_a_weak_mix() -> None:
     seeds = np.arange(4000, dtype=np.uint64)
     weak = np.uint64(0x9E3779B97F4A7C15)
     rates = flips(seeds * weak, (seeds ^ np.uint64(1 << 40)) * weak)

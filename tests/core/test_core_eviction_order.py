@@ -111,7 +111,7 @@ class NeverAges(EvictionOrder):
 
 
 @pytest.mark.parametrize("mutant", [IgnoresClasses, NeverAges])
-def test_the_state_machine_betrays_an_order_that(mutant: type[EvictionOrder]) -> None:
+def test_the_state_machine_catches_the_fault(mutant: type[EvictionOrder]) -> None:
     class Mutated(OrderMachine):
         order_type = mutant
 

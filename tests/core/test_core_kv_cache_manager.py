@@ -139,7 +139,7 @@ def test_after_the_device_lost_its_pages_nothing_is_found() -> None:
     assert manager.pool.counts() == PageCounts(free=8, cached=0, live=0, pinned=0)
 
 
-def test_the_invariants_betray_a_hold_that_no_table_shows() -> None:
+def test_the_invariants_catch_a_reference_that_no_page_table_has() -> None:
     manager = manager_of(4)
     sequence = sequence_of(0, 20)
     assert manager.try_grow(sequence, 20)

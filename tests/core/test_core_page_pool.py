@@ -93,7 +93,7 @@ class PoolMachine(RuleBasedStateMachine):
                 self.pool.free([page])
 
     @invariant()
-    def the_books_balance(self) -> None:
+    def the_invariants_hold(self) -> None:
         if not hasattr(self, "pool"):
             return
         self.pool.check_invariants()
@@ -116,7 +116,7 @@ TestPagePool = PoolMachine.TestCase
 
 
 @pytest.mark.soak
-def test_the_books_balance_in_a_thousand_runs_of_a_hundred_steps() -> None:
+def test_the_invariants_hold_in_a_thousand_runs_of_a_hundred_steps() -> None:
     full = settings(max_examples=1000, stateful_step_count=100)
     run_state_machine_as_test(PoolMachine, settings=full)
 
@@ -137,7 +137,7 @@ class CountsOneHolder(PagePool):
 
 
 @pytest.mark.parametrize("mutant", [ForgetsPins, CountsOneHolder])
-def test_the_state_machine_betrays_a_pool_that(mutant: type[PagePool]) -> None:
+def test_the_state_machine_catches_the_fault(mutant: type[PagePool]) -> None:
     class Mutated(PoolMachine):
         pool_type = mutant
 

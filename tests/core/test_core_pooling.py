@@ -44,7 +44,7 @@ class SumsEachPart(Pool):
         super().add(states.sum(axis=0, dtype=np.float32)[None])
 
 
-def test_a_sum_of_sums_would_be_found_out() -> None:
+def test_a_sum_of_sums_is_caught() -> None:
     found = []
     for cuts in ([], [10, 20, 30]):
         pool = SumsEachPart(dimensions=None)

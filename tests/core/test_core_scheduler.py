@@ -335,7 +335,7 @@ def test_only_what_the_first_admission_found_counts_as_cached() -> None:
 
 
 @pytest.mark.parametrize("fault", ["row", "page", "status"])
-def test_the_invariants_betray_a_broken_book(fault: str) -> None:
+def test_the_invariants_catch_a_wrong_row_page_or_status(fault: str) -> None:
     scheduler = scheduler_of()
     sequence = sequence_of(0, 4)
     add(scheduler, sequence)

@@ -137,7 +137,7 @@ def test_a_mean_is_of_all_tokens_though_they_are_cached(loop: SchedulerLoop) -> 
     assert engine.scheduler.prefix_counts.num_misses["pooling"] == 100
 
 
-def test_a_mean_of_what_was_not_cached_would_be_found_out() -> None:
+def test_a_mean_of_what_was_not_cached_is_caught() -> None:
     engine = make_engine(LIMITS, loop="plain", parts=Parts(kv_cache=UsesTheCacheAllTheSame))
     prompt = prompt_of(100)
     check(engine, [pooled(prompt, "last")])

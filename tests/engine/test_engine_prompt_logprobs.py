@@ -223,7 +223,7 @@ class UsesTheCacheAllTheSame(KVCacheManager):
         return prefix
 
 
-def test_a_prefix_that_is_taken_from_the_cache_would_be_found_out() -> None:
+def test_a_prefix_that_is_taken_from_the_cache_is_caught() -> None:
     engine = make_engine(LIMITS, loop="plain", parts=Parts(kv_cache=UsesTheCacheAllTheSame))
     prompt = prompt_of(100)
     run(engine, [Request(prompt_token_ids=prompt, params=SamplingParams(max_tokens=2))])
