@@ -1,4 +1,4 @@
-"""The docstring of each package lists every module of it, each once."""
+"""A package's docstring lists each of its modules once; ARCHITECTURE.md names what exists."""
 
 import ast
 import re
@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).resolve().parents[2] / "src" / "cadenza"
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "src" / "cadenza"
+MOST_LINES = 250
+"""Of ARCHITECTURE.md: a map that is read in one sitting."""
 # A family's module is named by its model type, and listed in the table of families.
 NOT_LISTED = {PACKAGE / "checkpoint" / "families"}
 FOLDERS = sorted({path.parent for path in PACKAGE.rglob("__init__.py")} - NOT_LISTED)
@@ -37,3 +40,24 @@ def test_every_module_is_listed_once(folder: Path):
 def test_a_module_that_is_listed_twice_or_unknown_is_found():
     source = '"""A.\n\nModules:\n\n- `batch`: x\n- `batch`, `ghost`: y `no`\n"""\n'
     assert listed_modules(source) == {"batch": 2, "ghost": 1}
+
+
+def missing_paths(text: str) -> list[str]:
+    """The paths in backquotes that are neither in the repository nor in the package."""
+    named = re.findall(r"`([\w.-]+/[\w./-]+)`", text)
+    places = [[ROOT / each, PACKAGE / each, PACKAGE / f"{each}.py"] for each in named]
+    return [
+        each
+        for each, found in zip(named, places, strict=True)
+        if "NAME" not in each and not any(place.exists() for place in found)
+    ]
+
+
+def test_the_map_is_short_and_names_what_exists():
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    assert missing_paths(text) == []
+    assert len(text.splitlines()) <= MOST_LINES
+
+
+def test_a_path_that_does_not_exist_is_found():
+    assert missing_paths("`core/scheduler`, `core/ghost`, `formats/NAME`") == ["core/ghost"]
