@@ -19,7 +19,7 @@ from cadenza.checkpoint.gguf.tokenizer import read_gguf_tokenizer, read_vocabula
 from cadenza.checkpoint.json_object import JsonObject
 from cadenza.errors import CheckpointError
 from cadenza.text import Tokenizer
-from cadenza.text.provenance import written_by_template
+from cadenza.text.tokens.provenance import written_by_template
 from tests.checkpoint.gguf_models import Conversion, convert
 from tests.tools.gguf_files import BYTE_LEVEL, SENTENCEPIECE
 

@@ -11,10 +11,10 @@ from cadenza.frontend.answers import AnswerParsers, AskedAnswer, ToolUse
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.request import Request, SamplingParams
 from cadenza.structured import JsonStyle, StructuredOutput
-from cadenza.text.answer_grammar import Tool
-from cadenza.text.grammar import name_forms
-from cadenza.text.part_parser import REASONING_FORMATS
-from cadenza.text.tool_calls import TOOL_FORMATS
+from cadenza.text.answers.answer_grammar import Tool
+from cadenza.text.answers.part_parser import REASONING_FORMATS
+from cadenza.text.answers.tool_calls import TOOL_FORMATS
+from cadenza.text.schemas.grammar import name_forms
 
 BLANK = Fingerprint(
     checkpoint="",

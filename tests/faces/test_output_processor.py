@@ -11,7 +11,7 @@ from cadenza.errors import InvalidRequestError
 from cadenza.events import CacheMiss, Event, PromptLogprobs, Token, TokenLogprobs
 from cadenza.frontend.output_processor import OutputProcessor, OutputRouter
 from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
-from cadenza.text.decoder_stages import BYTE_OF_CHARACTER
+from cadenza.text.tokens.decoder_stages import BYTE_OF_CHARACTER
 from tests.faces.scripted_engine import finished, token
 
 NUM_CASES = 150

@@ -17,7 +17,7 @@ import pytest
 from cadenza import LLM, SamplingParams
 from cadenza.checkpoint import declare, open_checkpoint
 from cadenza.text import ChatTemplate, Tokenizer
-from cadenza.text.provenance import written_by_template
+from cadenza.text.tokens.provenance import written_by_template
 from tests.oracle.hf import load_model
 
 BUNDLED = Path("src/cadenza/models/bundled")

@@ -14,8 +14,8 @@ from cadenza.checkpoint.gguf.reader import open_gguf
 from cadenza.checkpoint.gguf.tokenizer import read_gguf_tokenizer, read_vocabulary
 from cadenza.errors import CheckpointError
 from cadenza.text import Tokenizer
-from cadenza.text.provenance import written_by_template
-from cadenza.text.tokenizer import TokenizerSource
+from cadenza.text.tokens.provenance import written_by_template
+from cadenza.text.tokens.tokenizer import TokenizerSource
 
 pytestmark = pytest.mark.oracle
 

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cadenza.text import Tokenizer
-from cadenza.text.provenance import written_by_template
+from cadenza.text.tokens.provenance import written_by_template
 
 pytestmark = pytest.mark.oracle
 

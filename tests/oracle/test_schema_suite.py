@@ -16,10 +16,10 @@ import pytest
 from cadenza.checkpoint import open_checkpoint
 from cadenza.errors import InvalidRequestError
 from cadenza.structured import ConstraintSpec, StructuredOutput
-from cadenza.text.grammar import grammar_of
-from cadenza.text.grammar_check import check_grammar
-from cadenza.text.token_constraint import ConstraintCompiler, GrammarConstraint
-from cadenza.text.tokenizer import Tokenizer
+from cadenza.text.constraints.token_constraint import ConstraintCompiler, GrammarConstraint
+from cadenza.text.schemas.grammar import grammar_of
+from cadenza.text.schemas.grammar_check import check_grammar
+from cadenza.text.tokens.tokenizer import Tokenizer
 from tests.text.walks import accepts
 from tools import schema_suite
 

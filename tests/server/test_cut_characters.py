@@ -6,7 +6,7 @@ import pytest
 
 from cadenza.checkpoint import open_checkpoint
 from cadenza.frontend.text_frontend import TextFrontend
-from cadenza.text.decoder_stages import BYTE_OF_CHARACTER
+from cadenza.text.tokens.decoder_stages import BYTE_OF_CHARACTER
 from tests.server.harness import running_server
 from tests.server.scripted_engine import ScriptedEngine
 

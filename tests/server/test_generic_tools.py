@@ -13,7 +13,7 @@ from cadenza.errors import InvalidRequestError
 from cadenza.frontend.answers import AnswerParsers, AskedAnswer, ToolUse
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.request import SamplingParams
-from cadenza.text.answer_grammar import Tool
+from cadenza.text.answers.answer_grammar import Tool
 from tests.server.dialects import (
     DIALECTS,
     body_of,

@@ -20,7 +20,7 @@ from cadenza.request import Request
 from cadenza.server.endpoints.chat import CHAT, ChatRequest
 from cadenza.server.sse import AnswerHead, Usage
 from cadenza.text import StopMatcher
-from cadenza.text.output_parser import MakeParser
+from cadenza.text.answers.output_parser import MakeParser
 from tests.server.scripted_engine import ScriptedEngine
 from tests.server.test_new_endpoint import handled
 

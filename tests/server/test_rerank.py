@@ -20,7 +20,7 @@ from cadenza.frontend.loaded_model import LoadedModel, load_model
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.request import PoolingParams, prompt_only
 from cadenza.text import Tokenizer
-from cadenza.text.tokenizer import TokenizerSource
+from cadenza.text.tokens.tokenizer import TokenizerSource
 from tests.checkpoint.files import write_tensors
 from tests.cli.harness import write_model
 from tests.server.harness import RunningServer, running_server

@@ -25,11 +25,11 @@ from cadenza.server.schemas.unknown_members import (
     taking_unknown,
 )
 from cadenza.structured import JsonStyle, StructuredOutput
-from cadenza.text.answer_grammar import Tool
-from cadenza.text.grammar import FormChecks, GrammarCheck
-from cadenza.text.grammar_check import check_grammar
-from cadenza.text.json_schema import JsonGrammar, compile_schema
-from cadenza.text.schema_check import is_valid
+from cadenza.text.answers.answer_grammar import Tool
+from cadenza.text.schemas.grammar import FormChecks, GrammarCheck
+from cadenza.text.schemas.grammar_check import check_grammar
+from cadenza.text.schemas.json_schema import JsonGrammar, compile_schema
+from cadenza.text.schemas.schema_check import is_valid
 from tests.server.bodies import BODIES
 from tests.server.harness import RunningServer
 

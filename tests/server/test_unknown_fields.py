@@ -10,7 +10,7 @@ import pytest
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.server.ignored_names import IGNORED_HEADER, IgnoredNames
 from cadenza.server.schemas.unknown_members import MAX_NEAR_CHECKS, UnknownFields, near_name
-from cadenza.text.notices import MAX_NOTICES
+from cadenza.text.templates.notices import MAX_NOTICES
 from tests.server.bodies import BODIES, NEEDED, PATHS, USER, checked, refusal
 from tests.server.harness import RunningServer, options, running_server
 from tests.server.scripted_engine import ScriptedEngine

@@ -1,7 +1,7 @@
 """What a parser makes of a text that comes in pieces, in a form that can be compared."""
 
 from cadenza.outputs import OutputPart
-from cadenza.text.part_parser import PartParser, PartPlan
+from cadenza.text.answers.part_parser import PartParser, PartPlan
 
 Joined = list[tuple[str, str | None, str]]
 

@@ -14,15 +14,15 @@ from cadenza.frontend.answers import AnswerParsers, AnswerPlan, AnswerPlanner, A
 from cadenza.loading.build import constraint_compiler
 from cadenza.structured import CallRule, Constraint, ConstraintSpec
 from cadenza.text import Tokenizer
-from cadenza.text.answer_grammar import Tool
-from cadenza.text.call_grammar import CallGrammar
-from cadenza.text.grammar import ARGUMENTS_STYLE
-from cadenza.text.grammar_check import check_grammar
-from cadenza.text.input_grammar import InputGrammar
-from cadenza.text.json_schema import compile_schema
-from cadenza.text.part_parser import PartPlan
-from cadenza.text.token_constraint import ConstraintCompiler
-from cadenza.text.tool_calls import TOOL_FORMATS, ToolFormat
+from cadenza.text.answers.answer_grammar import Tool
+from cadenza.text.answers.call_grammar import CallGrammar
+from cadenza.text.answers.input_grammar import InputGrammar
+from cadenza.text.answers.part_parser import PartPlan
+from cadenza.text.answers.tool_calls import TOOL_FORMATS, ToolFormat
+from cadenza.text.constraints.token_constraint import ConstraintCompiler
+from cadenza.text.schemas.grammar import ARGUMENTS_STYLE
+from cadenza.text.schemas.grammar_check import check_grammar
+from cadenza.text.schemas.json_schema import compile_schema
 from tests.text.parts import joined, parse
 from tests.text.walks import allowed_ids
 

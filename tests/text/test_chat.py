@@ -10,9 +10,9 @@ import pytest
 from cadenza.checkpoint import open_checkpoint
 from cadenza.errors import CheckpointError, InvalidRequestError
 from cadenza.text import ChatTemplate
-from cadenza.text.bounds import MAX_SECONDS
-from cadenza.text.chat import MAX_TEMPLATE_CHARS
-from cadenza.text.sandbox import BoundedTemplate
+from cadenza.text.templates.bounds import MAX_SECONDS
+from cadenza.text.templates.chat import MAX_TEMPLATE_CHARS
+from cadenza.text.templates.sandbox import BoundedTemplate
 from tests.checkpoint.files import write_folder
 
 MESSAGES = [

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from cadenza.events import Finished
 from cadenza.frontend.sample_output import SampleOutput
-from cadenza.text.content_stops import ContentStops
-from cadenza.text.part_parser import REASONING_FORMATS, PartParser, PartPlan
-from cadenza.text.stop import StopMatcher
-from cadenza.text.tool_calls import GENERIC, TOOL_FORMATS
+from cadenza.text.answers.content_stops import ContentStops
+from cadenza.text.answers.part_parser import REASONING_FORMATS, PartParser, PartPlan
+from cadenza.text.answers.tool_calls import GENERIC, TOOL_FORMATS
+from cadenza.text.tokens.stop import StopMatcher
 from tests.text.parts import Joined, joined, parse
 
 THINK = REASONING_FORMATS["think"]

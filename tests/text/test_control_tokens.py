@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cadenza.text import ChatTemplate, Tokenizer
-from cadenza.text.provenance import MarkedText, join_marked, written_by_template
+from cadenza.text.tokens.provenance import MarkedText, join_marked, written_by_template
 from tests.text.vocabularies import KINDS, byte_level, first_metaspace, gemma_like, unigram
 
 TURNS = (

@@ -13,8 +13,8 @@ from tokenizers import Tokenizer as NativeTokenizer
 
 from cadenza.errors import CheckpointError, InvalidRequestError
 from cadenza.text import IncrementalDetokenizer, StopMatcher, Tokenizer
-from cadenza.text.decoder_stages import CLEANUPS
-from cadenza.text.detokenizer import plan_decoder
+from cadenza.text.tokens.decoder_stages import CLEANUPS
+from cadenza.text.tokens.detokenizer import plan_decoder
 from tests.text.vocabularies import SPACE
 
 LETTERS = ["a", "b", "é", "東", "🙂", "Ġ", "Ã", "©", "â", " ", SPACE, "|", "#", "'", "<", ">", "0"]

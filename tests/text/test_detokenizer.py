@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cadenza.text import IncrementalDetokenizer, Tokenizer
-from cadenza.text.decoder_stages import BYTE_OF_CHARACTER
-from cadenza.text.detokenizer import plan_decoder
+from cadenza.text.tokens.decoder_stages import BYTE_OF_CHARACTER
+from cadenza.text.tokens.detokenizer import plan_decoder
 from tests.text.vocabularies import KINDS
 
 KIND = st.sampled_from(sorted(KINDS))

@@ -9,10 +9,10 @@ from llguidance import LLMatcher
 
 from cadenza.errors import InvalidRequestError
 from cadenza.structured import MAX_STRUCTURED_BYTES, StructuredOutput
-from cadenza.text import json_schema
-from cadenza.text.grammar import grammar_of
-from cadenza.text.grammar_check import ADVICE, NO_TEXT, check_grammar, described
-from cadenza.text.grammar_worker import GrammarWorker
+from cadenza.text.schemas import json_schema
+from cadenza.text.schemas.grammar import grammar_of
+from cadenza.text.schemas.grammar_check import ADVICE, NO_TEXT, check_grammar, described
+from cadenza.text.schemas.grammar_worker import GrammarWorker
 from tests.text.hostile_forms import (
     alternatives,
     any_of_objects,

@@ -12,8 +12,8 @@ import pytest
 
 from cadenza.errors import FormNotCheckedError
 from cadenza.structured import StructuredOutput
-from cadenza.text.grammar import grammar_of
-from cadenza.text.grammar_worker import (
+from cadenza.text.schemas.grammar import grammar_of
+from cadenza.text.schemas.grammar_worker import (
     Checked,
     GrammarWorker,
     Job,

@@ -9,9 +9,9 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from cadenza.errors import InvalidRequestError
-from cadenza.text.escaped_regex import Escapes
-from cadenza.text.grammar_check import check_grammar
-from cadenza.text.input_grammar import InputGrammar
+from cadenza.text.answers.escaped_regex import Escapes
+from cadenza.text.answers.input_grammar import InputGrammar
+from cadenza.text.schemas.grammar_check import check_grammar
 
 TOKENS = LLTokenizer("byte")
 PLAIN, TAGGED = Escapes(), Escapes(also="<")

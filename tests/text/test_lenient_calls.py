@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cadenza.text.call_readers import closed
-from cadenza.text.part_parser import REASONING_FORMATS, PartPlan
-from cadenza.text.tool_calls import GENERIC, TOOL_FORMATS, format_shown_by
+from cadenza.text.answers.call_readers import closed
+from cadenza.text.answers.part_parser import REASONING_FORMATS, PartPlan
+from cadenza.text.answers.tool_calls import GENERIC, TOOL_FORMATS, format_shown_by
 from tests.text.parts import Joined, parse
 
 FUNCTIONS: dict[str, dict[str, Any]] = {

@@ -14,7 +14,7 @@ from cadenza.checkpoint import open_checkpoint
 from cadenza.errors import MessagesRefusedError
 from cadenza.frontend.answers import AnswerParsers
 from cadenza.frontend.text_frontend import TextFrontend
-from cadenza.text.message_forms import other_forms
+from cadenza.text.templates.message_forms import other_forms
 from tests.cli.harness import write_model
 
 _TURN = "<|{{ m.role }}|>{{ m.content }}"

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cadenza.text.call_readers import (
+from cadenza.text.answers.call_readers import (
     read_function_gemma,
     read_glm,
     read_hermes,
@@ -16,8 +16,8 @@ from cadenza.text.call_readers import (
     read_pythonic,
     read_xml,
 )
-from cadenza.text.part_parser import REASONING_FORMATS, PartPlan
-from cadenza.text.tool_calls import TOOL_FORMATS, format_shown_by
+from cadenza.text.answers.part_parser import REASONING_FORMATS, PartPlan
+from cadenza.text.answers.tool_calls import TOOL_FORMATS, format_shown_by
 from tests.text.parts import Joined, parse
 
 THINK = REASONING_FORMATS["think"]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from cadenza.errors import CheckpointError
 from cadenza.text import ChatTemplate
-from cadenza.text.provenance import MarkedText, join_marked, written_by_template
+from cadenza.text.tokens.provenance import MarkedText, join_marked, written_by_template
 
 OWN, OTHER = "abAB <>.", "mnMN \t\n:"
 PARTS = st.lists(st.text(OWN, max_size=4).map(written_by_template) | st.text(OTHER, max_size=4))

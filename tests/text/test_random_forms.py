@@ -8,10 +8,10 @@ import pytest
 
 from cadenza.checkpoint import open_checkpoint
 from cadenza.structured import ConstraintSpec, StructuredOutput
-from cadenza.text.grammar import grammar_of
-from cadenza.text.grammar_check import ADVICE, check_grammar
-from cadenza.text.token_constraint import ConstraintCompiler, GrammarConstraint
-from cadenza.text.tokenizer import Tokenizer
+from cadenza.text.constraints.token_constraint import ConstraintCompiler, GrammarConstraint
+from cadenza.text.schemas.grammar import grammar_of
+from cadenza.text.schemas.grammar_check import ADVICE, check_grammar
+from cadenza.text.tokens.tokenizer import Tokenizer
 from tests.text.random_expressions import random_expression
 from tests.text.random_grammars import (
     Either,

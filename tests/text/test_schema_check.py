@@ -7,7 +7,7 @@ from typing import Any
 import jsonschema_rs
 import pytest
 
-from cadenza.text.schema_check import is_valid
+from cadenza.text.schemas.schema_check import is_valid
 
 SCHEMAS: list[dict[str, Any]] = [
     {"type": "array", "uniqueItems": True},

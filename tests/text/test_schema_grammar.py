@@ -11,11 +11,11 @@ import pytest
 
 from cadenza.checkpoint import open_checkpoint
 from cadenza.structured import ConstraintSpec, JsonStyle, StructuredOutput
-from cadenza.text.grammar import ARGUMENTS_STYLE, DEFAULT_STYLE, read_form
-from cadenza.text.schema_numbers import EmptyRangeError, number_terminal
-from cadenza.text.schema_patterns import without_looking
-from cadenza.text.token_constraint import ConstraintCompiler, GrammarConstraint
-from cadenza.text.tokenizer import Tokenizer
+from cadenza.text.constraints.token_constraint import ConstraintCompiler, GrammarConstraint
+from cadenza.text.schemas.grammar import ARGUMENTS_STYLE, DEFAULT_STYLE, read_form
+from cadenza.text.schemas.schema_numbers import EmptyRangeError, number_terminal
+from cadenza.text.schemas.schema_patterns import without_looking
+from cadenza.text.tokens.tokenizer import Tokenizer
 from tests.text.walks import accepts, walk
 
 EOS, VOCAB_SIZE = 0, 2560

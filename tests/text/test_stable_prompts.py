@@ -7,7 +7,7 @@ import pytest
 from cadenza.checkpoint import open_checkpoint
 from cadenza.frontend.answers import AnswerParsers
 from cadenza.frontend.text_frontend import TextFrontend
-from cadenza.text.stable_prompts import stable_messages
+from cadenza.text.templates.stable_prompts import stable_messages
 
 MOVING = [
     "Today's date: 2026-01-02",

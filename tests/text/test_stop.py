@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cadenza.text.stop import StopMatch, StopMatcher
+from cadenza.text.tokens.stop import StopMatch, StopMatcher
 
 NUM_CASES = 300
 NUM_SOAK_CASES = 50_000

@@ -17,12 +17,12 @@ from llguidance import LLMatcher
 from cadenza.checkpoint import open_checkpoint
 from cadenza.core.constraint import Lookahead
 from cadenza.structured import CallRule, ConstraintSpec, StructuredOutput, ThinkingBound
-from cadenza.text.compile_threads import CompileThreads
-from cadenza.text.grammar import grammar_of
-from cadenza.text.grammar_check import check_grammar
-from cadenza.text.thinking_constraint import ThinkingConstraint
-from cadenza.text.token_constraint import ConstraintCompiler, GrammarConstraint
-from cadenza.text.tokenizer import Tokenizer
+from cadenza.text.constraints.compile_threads import CompileThreads
+from cadenza.text.constraints.thinking_constraint import ThinkingConstraint
+from cadenza.text.constraints.token_constraint import ConstraintCompiler, GrammarConstraint
+from cadenza.text.schemas.grammar import grammar_of
+from cadenza.text.schemas.grammar_check import check_grammar
+from cadenza.text.tokens.tokenizer import Tokenizer
 from tests.text.schemas import random_schema
 from tests.text.walks import accepts, allowed_ids, walk
 

@@ -10,8 +10,8 @@ from tokenizers import Tokenizer as NativeTokenizer
 
 from cadenza.errors import CheckpointError, InvalidRequestError
 from cadenza.text import Tokenizer
-from cadenza.text.provenance import written_by_template
-from cadenza.text.tokenizer import TokenizerSource
+from cadenza.text.tokens.provenance import written_by_template
+from cadenza.text.tokens.tokenizer import TokenizerSource
 from tests.text.vocabularies import SPECIAL, byte_level
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cadenza.structured import Constraint
-from cadenza.text.token_constraint import GrammarConstraint
+from cadenza.text.constraints.token_constraint import GrammarConstraint
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import pytest
 
 from cadenza.checkpoint import open_checkpoint
 from cadenza.text import Tokenizer
-from cadenza.text.provenance import written_by_template
+from cadenza.text.tokens.provenance import written_by_template
 from tests.tools.gguf_files import (
     BYTE_LEVEL,
     SENTENCEPIECE,

@@ -19,9 +19,9 @@ from cadenza.events import Event, Finished, Token
 from cadenza.request import Request, SamplingParams
 from cadenza.speculative_config import SpeculativeConfig
 from cadenza.structured import CallRule, ConstraintSpec, StructuredOutput, ThinkingBound
-from cadenza.text.grammar import grammar_of
-from cadenza.text.token_constraint import ConstraintCompiler
-from cadenza.text.tokenizer import Tokenizer
+from cadenza.text.constraints.token_constraint import ConstraintCompiler
+from cadenza.text.schemas.grammar import grammar_of
+from cadenza.text.tokens.tokenizer import Tokenizer
 from tests.xla.warm_runners import WarmRunners, warm_runners
 
 VOCAB_SIZE = 2560

@@ -29,7 +29,7 @@ from cadenza.checkpoint.stored_tensor import StoredScheme
 from cadenza.checkpoint.tokenizer_files import TokenizerFiles, read_tokenizer_files
 from cadenza.checkpoint.weights import Weights, open_weights
 from cadenza.errors import CheckpointError
-from cadenza.text.tokenizer import TokenizerSource
+from cadenza.text.tokens.tokenizer import TokenizerSource
 
 MAX_CONFIG_BYTES = 4 << 20
 

@@ -21,7 +21,7 @@ from cadenza.checkpoint.json_object import read_json_object
 from cadenza.checkpoint.tokenizer_files import NAMED_TEMPLATES_FOLDER
 from cadenza.checkpoint.weights import INDEX_FILE, MTP_FILE, SINGLE_FILE, read_shard_names
 from cadenza.errors import CheckpointError, show_size
-from cadenza.text.tokenizer import MAX_TOKENIZER_BYTES
+from cadenza.text.tokens.tokenizer import MAX_TOKENIZER_BYTES
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi

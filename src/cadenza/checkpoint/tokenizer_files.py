@@ -17,7 +17,7 @@ from cadenza.checkpoint.json_object import (
     shorten,
 )
 from cadenza.errors import CheckpointError, ConfigError, show, show_size
-from cadenza.text.tokenizer import MAX_TOKENIZER_BYTES, TokenizerSource
+from cadenza.text.tokens.tokenizer import MAX_TOKENIZER_BYTES, TokenizerSource
 
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"

@@ -115,8 +115,8 @@ def open_models(
     """Opens each model's checkpoint and its text front end. Raises CheckpointError, ConfigError."""
     from cadenza.frontend.loaded_model import open_text
     from cadenza.loading.build import find_configured, release_tokenizer
-    from cadenza.text.grammar import FormChecks
-    from cadenza.text.grammar_worker import GrammarWorker
+    from cadenza.text.schemas.grammar import FormChecks
+    from cadenza.text.schemas.grammar_worker import GrammarWorker
 
     worker = GrammarWorker()  # one for all
     checks = FormChecks(start=worker.start_checks, is_valid=worker.is_valid, is_inline=False)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from cadenza.errors import ConfigError, InvalidRequestError, show
 from cadenza.structured import CallRule, ConstraintSpec, ThinkingBound
 from cadenza.text import Tokenizer
-from cadenza.text.answer_grammar import (
+from cadenza.text.answers.answer_grammar import (
     MAX_CALLS,
     Marks,
     Tool,
@@ -22,20 +22,18 @@ from cadenza.text.answer_grammar import (
     either_grammar,
     text_or_calls_grammar,
 )
-from cadenza.text.call_grammar import ANY_OBJECT, CallGrammar, holds_schemas, required_calls
-from cadenza.text.escaped_regex import Escapes
-from cadenza.text.grammar import ARGUMENTS_STYLE, DEFAULT_STYLE, GrammarCheck
-from cadenza.text.input_grammar import arguments_of_written
-from cadenza.text.json_schema import compile_schema
-from cadenza.text.output_parser import MakeParser
-from cadenza.text.part_parser import (
+from cadenza.text.answers.call_grammar import ANY_OBJECT, CallGrammar, holds_schemas, required_calls
+from cadenza.text.answers.escaped_regex import Escapes
+from cadenza.text.answers.input_grammar import arguments_of_written
+from cadenza.text.answers.output_parser import MakeParser
+from cadenza.text.answers.part_parser import (
     REASONING_ALIASES,
     REASONING_FORMATS,
     PartParser,
     PartPlan,
     ReasoningFormat,
 )
-from cadenza.text.tool_calls import (
+from cadenza.text.answers.tool_calls import (
     FORCED,
     GENERIC,
     TOOL_ALIASES,
@@ -43,6 +41,8 @@ from cadenza.text.tool_calls import (
     ToolFormat,
     format_shown_by,
 )
+from cadenza.text.schemas.grammar import ARGUMENTS_STYLE, DEFAULT_STYLE, GrammarCheck
+from cadenza.text.schemas.json_schema import compile_schema
 
 AUTO = "auto"
 NO_PARSER = "none"
@@ -105,9 +105,9 @@ class AnswerParsers:
             as many as the model likes.
         strict_tools: refuse tools where the chat template has no place for them.
         strict_messages: refuse a conversation that the chat template refuses as it is, which
-            otherwise is rendered in another form (`text.message_forms`).
+            otherwise is rendered in another form (`text.templates.message_forms`).
         stable_prompts: move or remove the lines of system prompts that agents change from call to
-            call (`text.stable_prompts`).
+            call (`text.templates.stable_prompts`).
 
     Raises ConfigError.
     """

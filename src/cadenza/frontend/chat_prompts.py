@@ -13,10 +13,10 @@ from typing import Any, cast
 from cadenza.errors import InvalidRequestError, MessagesRefusedError, must_be, show
 from cadenza.frontend.answers import AnswerParsers, AnswerPlanner
 from cadenza.text import ChatTemplate
-from cadenza.text.generic_tools import generic_messages, has_calls
-from cadenza.text.message_forms import other_forms
-from cadenza.text.notices import Notices
-from cadenza.text.stable_prompts import stable_messages
+from cadenza.text.answers.generic_tools import generic_messages, has_calls
+from cadenza.text.templates.message_forms import other_forms
+from cadenza.text.templates.notices import Notices
+from cadenza.text.templates.stable_prompts import stable_messages
 
 logger = logging.getLogger(__name__)
 

@@ -29,8 +29,8 @@ from cadenza.loading.fingerprint import make_fingerprint
 from cadenza.loading.plan import EnginePlan
 from cadenza.loading.planned_engine import PlannedEngine
 from cadenza.loading.promised_memory import MemoryPromise
-from cadenza.text.grammar import FormChecks
-from cadenza.text.grammar_check import IN_PROCESS
+from cadenza.text.schemas.grammar import FormChecks
+from cadenza.text.schemas.grammar_check import IN_PROCESS
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from cadenza.frontend.receipts import make_receipt
 from cadenza.frontend.sample_output import SampleOutput
 from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
 from cadenza.outputs import CompletionOutput, Logprob, OutputKind, RequestOutput
-from cadenza.text.decoder_stages import REPLACEMENT
+from cadenza.text.tokens.decoder_stages import REPLACEMENT
 
 logger = logging.getLogger(__name__)
 

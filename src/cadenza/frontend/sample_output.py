@@ -3,8 +3,8 @@
 Owns the text of one stream: detokenising, cutting at stop strings (and which tokens lie past one),
 splitting into parts, where a parser was chosen. Knows no engine. Invariants: shown text never
 changes; the final text is that of all tokens decoded at once and cut at the earliest stop string,
-which counts in content only where there are parts (`text.content_stops`); tokens past a stop string
-are never shown.
+which counts in content only where there are parts (`text.answers.content_stops`); tokens past a
+stop string are never shown.
 """
 
 from bisect import bisect_left
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from cadenza.events import ErrorKind, Finished, FinishReason
 from cadenza.outputs import CompletionOutput, Logprob, OutputPart
 from cadenza.text import IncrementalDetokenizer, StopMatcher
-from cadenza.text.content_stops import ContentStops, ShownText
-from cadenza.text.output_parser import OutputParser
+from cadenza.text.answers.content_stops import ContentStops, ShownText
+from cadenza.text.answers.output_parser import OutputParser
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

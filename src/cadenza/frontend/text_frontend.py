@@ -42,9 +42,10 @@ from cadenza.text import (
     bad_word_token_ids,
     plan_decoder,
 )
-from cadenza.text.content_stops import ContentStops
-from cadenza.text.decoder_stages import bytes_of_token
-from cadenza.text.grammar import (
+from cadenza.text.answers.content_stops import ContentStops
+from cadenza.text.answers.output_parser import MakeParser
+from cadenza.text.answers.part_parser import PartParser
+from cadenza.text.schemas.grammar import (
     DEFAULT_STYLE,
     FormChecks,
     GrammarCheck,
@@ -52,9 +53,8 @@ from cadenza.text.grammar import (
     read_form,
     refused,
 )
-from cadenza.text.grammar_check import IN_PROCESS
-from cadenza.text.output_parser import MakeParser
-from cadenza.text.part_parser import PartParser
+from cadenza.text.schemas.grammar_check import IN_PROCESS
+from cadenza.text.tokens.decoder_stages import bytes_of_token
 
 logger = logging.getLogger(__name__)
 

@@ -29,8 +29,8 @@ from cadenza.loading.plan import DraftPlan, EnginePlan, ExtraMemory, device_shar
 from cadenza.loading.planned_engine import PlannedEngine, cache_folder
 from cadenza.loading.promised_memory import MemoryPromise, find_promised, promise_memory
 from cadenza.loading.step_costs import StepCosts, open_step_costs
-from cadenza.text.token_constraint import ConstraintCompiler
-from cadenza.text.tokenizer import TokenizerSource
+from cadenza.text.constraints.token_constraint import ConstraintCompiler
+from cadenza.text.tokens.tokenizer import TokenizerSource
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from cadenza.loading.plan import (
     choose_quantization,
     memory_of,
 )
-from cadenza.text.tokenizer import Tokenizer, TokenizerSource
+from cadenza.text.tokens.tokenizer import Tokenizer, TokenizerSource
 
 _FLAG = "--speculative-config"
 _COARSENESS = ("none", "int8", "int4")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from urllib.parse import quote
 
 from cadenza.server.errors import Headers
-from cadenza.text.notices import Notices
+from cadenza.text.templates.notices import Notices
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from cadenza.structured import (
     PendingConstraint,
     StructuredOutput,
 )
-from cadenza.text.grammar import grammar_of
-from cadenza.text.token_constraint import ConstraintCompiler
+from cadenza.text.constraints.token_constraint import ConstraintCompiler
+from cadenza.text.schemas.grammar import grammar_of
 from cadenza.verification.workload import Arrival
 
 COMPILE_S = 60.0

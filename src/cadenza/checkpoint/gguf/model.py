@@ -33,7 +33,7 @@ from cadenza.checkpoint.tokenizer_files import (
 )
 from cadenza.errors import CheckpointError
 from cadenza.request import Pooling
-from cadenza.text.tokenizer import TokenizerSource
+from cadenza.text.tokens.tokenizer import TokenizerSource
 
 _TEMPLATE = "tokenizer.chat_template"
 _SPECIAL_IDS = {

@@ -49,7 +49,7 @@ from cadenza.server.sse import (
     Usage,
 )
 from cadenza.structured import StructuredOutput
-from cadenza.text.output_parser import MakeParser
+from cadenza.text.answers.output_parser import MakeParser
 
 LEAST_LOGPROB = -9999.0
 """JSON has no infinity."""

@@ -30,8 +30,8 @@ from cadenza.server.schemas.field_types import (
 )
 from cadenza.server.schemas.unknown_members import unknown_members
 from cadenza.structured import MAX_STRUCTURED_BYTES
-from cadenza.text.answer_grammar import Tool
-from cadenza.text.input_grammar import InputGrammar
+from cadenza.text.answers.answer_grammar import Tool
+from cadenza.text.answers.input_grammar import InputGrammar
 
 MAX_NAME_CHARS = 128
 MAX_DESCRIPTION_CHARS = 32 << 10

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import cast
 
 from cadenza.structured import JsonStyle
-from cadenza.text.lark_rules import LarkRules
-from cadenza.text.schema_merge import (
+from cadenza.text.schemas.lark_rules import LarkRules
+from cadenza.text.schemas.schema_merge import (
     COMBINATIONS,
     CONSTRAINTS,
     TYPES,
@@ -27,8 +27,12 @@ from cadenza.text.schema_merge import (
     type_of,
     types_of,
 )
-from cadenza.text.schema_numbers import EmptyRangeError, UnboundedDigitsError, number_terminal
-from cadenza.text.schema_values import MAX_UNIQUE, few_values, satisfies_bounds
+from cadenza.text.schemas.schema_numbers import (
+    EmptyRangeError,
+    UnboundedDigitsError,
+    number_terminal,
+)
+from cadenza.text.schemas.schema_values import MAX_UNIQUE, few_values, satisfies_bounds
 
 _MAX_FRAMES = 650
 """Of Python's 1,000 for schemas within each other, references followed."""

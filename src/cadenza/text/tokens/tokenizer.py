@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from cadenza.errors import CheckpointError, InvalidRequestError, TextTooLongError, show_size
-from cadenza.text.control_tokens import ControlTokens, RenamedControls
-from cadenza.text.length_bound import max_chars_per_token
-from cadenza.text.provenance import MarkedText
+from cadenza.text.tokens.control_tokens import ControlTokens, RenamedControls
+from cadenza.text.tokens.length_bound import max_chars_per_token
+from cadenza.text.tokens.provenance import MarkedText
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Encoding

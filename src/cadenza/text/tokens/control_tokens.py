@@ -11,7 +11,7 @@ import secrets
 from typing import TYPE_CHECKING, Any, cast
 
 from cadenza.errors import InvalidRequestError
-from cadenza.text.provenance import MarkedText
+from cadenza.text.tokens.provenance import MarkedText
 
 if TYPE_CHECKING:
     from tokenizers import Encoding

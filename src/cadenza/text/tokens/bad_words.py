@@ -7,7 +7,7 @@ tokenization; other tokenizations of the same text are not banned.
 from collections.abc import Iterable
 
 from cadenza.errors import InvalidRequestError
-from cadenza.text.tokenizer import Tokenizer
+from cadenza.text.tokens.tokenizer import Tokenizer
 
 
 def bad_word_token_ids(tokenizer: Tokenizer, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:

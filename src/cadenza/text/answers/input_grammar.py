@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from cadenza.errors import InvalidRequestError
-from cadenza.text.escaped_regex import Escapes
-from cadenza.text.grammar import GrammarCheck, lark_grammar
-from cadenza.text.grammar_parts import joined_grammar, parts_of
-from cadenza.text.json_schema import NO_TEXT
+from cadenza.text.answers.escaped_regex import Escapes
+from cadenza.text.answers.grammar_parts import joined_grammar, parts_of
+from cadenza.text.schemas.grammar import GrammarCheck, lark_grammar
+from cadenza.text.schemas.json_schema import NO_TEXT
 
 MAX_HEAD_PIECES = 64
 """Of a definition's name and what is said of it."""

@@ -9,14 +9,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from cadenza.text.call_forms import (
+from cadenza.text.answers.call_forms import (
     BareCalls,
     CallForm,
     MarkedCalls,
     begins_json,
     begins_python,
 )
-from cadenza.text.call_readers import (
+from cadenza.text.answers.call_readers import (
     MISTRAL,
     read_function_gemma,
     read_glm,

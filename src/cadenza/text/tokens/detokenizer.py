@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, cast
 
 from cadenza.errors import CheckpointError
-from cadenza.text.decoder_stages import (
+from cadenza.text.tokens.decoder_stages import (
     CLEANUPS,
     BufferedText,
     ByteFallbackText,
@@ -30,7 +30,7 @@ from cadenza.text.decoder_stages import (
     TokenStage,
     replace_all,
 )
-from cadenza.text.tokenizer import Tokenizer
+from cadenza.text.tokens.tokenizer import Tokenizer
 
 Step = Mapping[str, Any]
 """The JSON object of one decoder step in tokenizer.json."""

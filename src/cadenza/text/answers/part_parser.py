@@ -12,9 +12,9 @@ from enum import Enum, auto
 from typing import Any, NamedTuple
 
 from cadenza.outputs import OutputPart, PartKind
-from cadenza.text.call_forms import Beginning, CallForm, Taker, num_held
-from cadenza.text.call_readers import Functions, ToolCall
-from cadenza.text.tool_calls import ToolFormat
+from cadenza.text.answers.call_forms import Beginning, CallForm, Taker, num_held
+from cadenza.text.answers.call_readers import Functions, ToolCall
+from cadenza.text.answers.tool_calls import ToolFormat
 
 MAX_HELD_CHARS = 1 << 16
 """Of what may be a call within reasoning."""
@@ -83,7 +83,7 @@ class _Step(NamedTuple):
 
 
 class PartParser:
-    """The parser of one sample (`text.output_parser.OutputParser`)."""
+    """The parser of one sample (`text.answers.output_parser.OutputParser`)."""
 
     def __init__(self, plan: PartPlan) -> None:
         self._plan = plan

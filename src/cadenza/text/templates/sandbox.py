@@ -2,8 +2,8 @@
 
 Owns the Jinja environment. Knows no messages. Invariant: every loop iteration, call and filter is
 counted against the rendering's budget, operations that can multiply their input have their result's
-size checked first (see `text.bounds`), and only text of the template's source is marked (see
-`text.provenance`).
+size checked first (see `text.templates.bounds`), and only text of the template's source is
+marked (see `text.tokens.provenance`).
 
 The environment matches the one that transformers gives chat templates: an immutable sandbox, block
 trimming, loop controls, `tojson`, `strftime_now`, `raise_exception`, `generation` blocks.
@@ -26,7 +26,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 from jinja2.visitor import NodeTransformer
 
 from cadenza.errors import CheckpointError, InvalidRequestError, MessagesRefusedError
-from cadenza.text.bounds import (
+from cadenza.text.templates.bounds import (
     MAX_CHARS,
     BoundExceededError,
     Budget,
@@ -40,7 +40,7 @@ from cadenza.text.bounds import (
     measure,
     start_budget,
 )
-from cadenza.text.provenance import (
+from cadenza.text.tokens.provenance import (
     MarkedText,
     format_braces,
     join_marked,

@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from cadenza.text.schema_merge import Schema, UnsupportedSchemaError, is_of_type, types_of
+from cadenza.text.schemas.schema_merge import Schema, UnsupportedSchemaError, is_of_type, types_of
 
 MAX_UNIQUE = 64
 """Values that the items of a list without repetition may have: the bits of a rule's parameter."""

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
-from cadenza.text.tool_calls import ToolFormat
+from cadenza.text.answers.tool_calls import ToolFormat
 
 Message = Mapping[str, object]
 

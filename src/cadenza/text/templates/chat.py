@@ -2,7 +2,7 @@
 
 Owns a template's inputs: plain data and the special tokens. Knows no token ids. Invariant: a
 checkpoint's template can neither access nor change anything outside its rendering, and uses bounded
-time and memory (see `text.sandbox`).
+time and memory (see `text.templates.sandbox`).
 """
 
 import secrets
@@ -11,12 +11,12 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Protocol, cast
 
 from cadenza.errors import CheckpointError, InvalidRequestError, show
-from cadenza.text.provenance import MarkedText, written_by_template
+from cadenza.text.tokens.provenance import MarkedText, written_by_template
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from cadenza.text.sandbox import BoundedTemplate
+    from cadenza.text.templates.sandbox import BoundedTemplate
 
 MAX_TEMPLATE_CHARS = 1 << 20
 MAX_DEPTH = 64
@@ -223,7 +223,7 @@ class _OpenEnding:
 
 
 def _compile(source: str, now: "Callable[[], datetime]") -> "BoundedTemplate":
-    from cadenza.text.sandbox import BoundedTemplate
+    from cadenza.text.templates.sandbox import BoundedTemplate
 
     if len(source) > MAX_TEMPLATE_CHARS:
         raise CheckpointError(

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from cadenza.structured import CallRule
-from cadenza.text.answer_grammar import Marks, Tool, literal_in, text_without
-from cadenza.text.call_readers import MISTRAL, kinds_of_schema, resolved
-from cadenza.text.grammar_parts import joined_grammar, parts_of
-from cadenza.text.input_grammar import arguments_of_written
-from cadenza.text.tool_calls import GENERIC, TOOL_FORMATS, ToolFormat
+from cadenza.text.answers.answer_grammar import Marks, Tool, literal_in, text_without
+from cadenza.text.answers.call_readers import MISTRAL, kinds_of_schema, resolved
+from cadenza.text.answers.grammar_parts import joined_grammar, parts_of
+from cadenza.text.answers.input_grammar import arguments_of_written
+from cadenza.text.answers.tool_calls import GENERIC, TOOL_FORMATS, ToolFormat
 
 MAX_LISTED_CALLS = 16
 """Of one list; without a bound a small model may call for ever."""

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from cadenza.outputs import OutputPart
-from cadenza.text.part_parser import PartParser
-from cadenza.text.stop import StopMatch, StopMatcher
+from cadenza.text.answers.part_parser import PartParser
+from cadenza.text.tokens.stop import StopMatch, StopMatcher
 
 
 class ShownText(NamedTuple):

@@ -15,8 +15,8 @@ from fractions import Fraction
 from typing import Any, cast
 
 from cadenza.errors import InvalidRequestError
-from cadenza.text.json_schema import parse_schema, resolve_reference
-from cadenza.text.schema_merge import (
+from cadenza.text.schemas.json_schema import parse_schema, resolve_reference
+from cadenza.text.schemas.schema_merge import (
     Schema,
     UnsupportedSchemaError,
     equal,

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from cadenza.text.grammar import LIMITS, FormChecks
-from cadenza.text.json_schema import NO_TEXT
-from cadenza.text.schema_check import is_valid
+from cadenza.text.schemas.grammar import LIMITS, FormChecks
+from cadenza.text.schemas.json_schema import NO_TEXT
+from cadenza.text.schemas.schema_check import is_valid
 
 MAX_ERROR_CHARS = 300
 

@@ -1,8 +1,8 @@
 """Where calls stand in an answer: behind marks (`MarkedCalls`), or bare (`BareCalls`).
 
-Owns how a call's beginning is recognised, and where it ends; `text.call_readers` reads what is
-between. Knows no states of an answer. Invariant: what a form or its `Taker` decides of a text, no
-later text can change; until then the text is held back.
+Owns how a call's beginning is recognised, and where it ends; `text.answers.call_readers` reads
+what is between. Knows no states of an answer. Invariant: what a form or its `Taker` decides of a
+text, no later text can change; until then the text is held back.
 """
 
 import re
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from cadenza.text.call_readers import Functions, ReadCalls, ToolCall, closed
+from cadenza.text.answers.call_readers import Functions, ReadCalls, ToolCall, closed
 
 MAX_UNDECIDED_CHARS = 4096
 """Of a bare call before its function is known."""

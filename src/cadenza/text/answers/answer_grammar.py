@@ -10,10 +10,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cadenza.text.grammar_parts import joined_grammar, parts_of
-from cadenza.text.input_grammar import InputGrammar
-from cadenza.text.part_parser import ReasoningFormat
-from cadenza.text.tool_calls import ToolFormat
+from cadenza.text.answers.grammar_parts import joined_grammar, parts_of
+from cadenza.text.answers.input_grammar import InputGrammar
+from cadenza.text.answers.part_parser import ReasoningFormat
+from cadenza.text.answers.tool_calls import ToolFormat
 
 MAX_CALLS = 16
 """Of one constrained answer; without a bound a small model may call for ever."""

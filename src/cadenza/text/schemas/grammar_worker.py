@@ -23,9 +23,9 @@ from threading import Condition, Lock
 from typing import Any, NamedTuple
 
 from cadenza.errors import FormNotCheckedError
-from cadenza.text.grammar import GrammarCheck
-from cadenza.text.grammar_check import check_grammar
-from cadenza.text.schema_check import is_valid
+from cadenza.text.schemas.grammar import GrammarCheck
+from cadenza.text.schemas.grammar_check import check_grammar
+from cadenza.text.schemas.schema_check import is_valid
 
 CPU_S = 3.0
 QUICK_CPU_S = 0.25
@@ -269,7 +269,7 @@ def _start() -> "subprocess.Popen[bytes]":
     None is left running where this raises.
     """
     process = subprocess.Popen(
-        [sys.executable, "-m", "cadenza.text.grammar_worker"],
+        [sys.executable, "-m", "cadenza.text.schemas.grammar_worker"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

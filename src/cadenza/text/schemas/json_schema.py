@@ -14,9 +14,9 @@ from urllib.parse import unquote
 
 from cadenza.errors import InvalidRequestError
 from cadenza.structured import JsonStyle
-from cadenza.text.schema_grammar import SchemaGrammar, library_options
-from cadenza.text.schema_merge import UnsatisfiableError, UnsupportedSchemaError
-from cadenza.text.schema_patterns import narrow_texts
+from cadenza.text.schemas.schema_grammar import SchemaGrammar, library_options
+from cadenza.text.schemas.schema_merge import UnsatisfiableError, UnsupportedSchemaError
+from cadenza.text.schemas.schema_patterns import narrow_texts
 
 NO_TEXT = "no text can satisfy it; loosen what it asks for together"
 

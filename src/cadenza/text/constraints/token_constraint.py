@@ -19,11 +19,11 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from cadenza.structured import CallRule, Constraint, ConstraintSpec
-from cadenza.text.call_constraint import CallConstraint, CallWatch
-from cadenza.text.compile_threads import CompileThreads, Result
-from cadenza.text.grammar import LIMITS
-from cadenza.text.thinking_constraint import ThinkingConstraint
-from cadenza.text.tokenizer import TokenizerSource
+from cadenza.text.constraints.call_constraint import CallConstraint, CallWatch
+from cadenza.text.constraints.compile_threads import CompileThreads, Result
+from cadenza.text.constraints.thinking_constraint import ThinkingConstraint
+from cadenza.text.schemas.grammar import LIMITS
+from cadenza.text.tokens.tokenizer import TokenizerSource
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from cadenza.errors import InvalidRequestError
 from cadenza.structured import JsonStyle, StructuredOutput
-from cadenza.text.json_schema import JsonGrammar, compile_schema
+from cadenza.text.schemas.json_schema import JsonGrammar, compile_schema
 
 GrammarCheck = Callable[[str], str | None]
 """What is wrong with a grammar; None if it can be followed."""

@@ -1,0 +1,18 @@
+"""What an answer consists of: reasoning, content and tool calls, parsed and as grammars.
+
+Modules:
+
+- `output_parser`: the protocol of parsers that split a sample's text into parts (content,
+  reasoning, calls)
+- `part_parser`: the parser of reasoning and tool calls
+- `content_stops`: stop strings in the content of an answer that has parts
+- `tool_calls`: the notations of tool calls by family
+- `call_forms`: where calls begin and end in an answer
+- `call_readers`: what is in them, as leniently as is certain
+- `call_grammar`: what a call may be that the model begins by itself
+- `generic_tools`: tools and their results as messages, where a template has no place for them
+- `answer_grammar`: grammars of tool calls, and of what follows reasoning
+- `grammar_parts`: grammars of several parts
+- `input_grammar`: the grammar of a custom tool's text, for the text as it is written within JSON
+- `escaped_regex`: the same of an expression
+"""
