@@ -72,6 +72,8 @@ struct KernelTable {
   UnitFn append[2];
   UnitFn attend[2];
   UnitFn merge[2];
+  UnitFn convolve[2];     // of GatedDeltaTask: queries, keys and values
+  UnitFn gated_delta[2];  // and what follows from them
   UnitFn logits[2];
   UnitFn sample;
   UnitFn route;

@@ -33,6 +33,10 @@ void grouped_linear(const Runtime& runtime, ProductTypes types, const GroupedLin
 // Number of experts chosen by at least one row.
 int64_t count_active_experts(const ExpertChoice& choice, int64_t rows);
 
+// Updates the pools: a slot that a row keeps may be the one that it begins with, and none that another
+// row of the step begins with.
+void gated_delta(const Runtime& runtime, DType dtype, const GatedDeltaTask& task);
+
 void rope_append_attend(const Runtime& runtime, DType dtype, const AttendTask& task);
 
 // Selects a token for each row of `product.x`; with a target or logprobs, also reports its logprob.

@@ -23,7 +23,8 @@ Counter counters[kNumOps] = {{"embed"},
                              {"next_token"},
                              {"route_experts"},
                              {"grouped_gated_linear"},
-                             {"grouped_linear"}};
+                             {"grouped_linear"},
+                             {"gated_delta"}};
 
 Counter& counter_of(Op op) { return counters[static_cast<int>(op)]; }
 

@@ -23,8 +23,9 @@ enum class Op : int {
   kRouteExperts,
   kGroupedGatedLinear,
   kGroupedLinear,
+  kGatedDelta,
 };
-constexpr int kNumOps = static_cast<int>(Op::kGroupedLinear) + 1;
+constexpr int kNumOps = static_cast<int>(Op::kGatedDelta) + 1;
 
 struct OpTotals {
   const char* name;

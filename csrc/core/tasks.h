@@ -116,6 +116,8 @@ struct AttendTask {
   const float* k_weight;        // [D], or [Hkv D] with norm_spans_heads; or null
   float norm_eps;
   bool norm_spans_heads;  // one RMS over all query heads of a token, and one over all key heads
+  const float* sinks = nullptr;  // [Hq]: a score beside those of the tokens, whose value is 0; or null
+  const void* gate = nullptr;    // activation dtype [T, Hq D]: its sigmoid multiplies the output; or null
   KvFormat kv_format = KvFormat::kActivations;
   void* k_pool;  // [num_pages, layers, Hkv, S, D]; layout of [S, D]: kernels/kv.h
   void* v_pool;
@@ -156,6 +158,49 @@ struct MergeGroup {
 struct MergePlan {
   const AttendPlan* plan;
   const MergeGroup* groups;
+};
+
+// The rows of a step whose layer has a state, which is held in slots. Row r's tokens are
+// [query_starts[r], query_starts[r + 1]).
+struct StateRows {
+  int64_t rows;
+  const int32_t* query_starts;  // [R + 1]
+  const int32_t* initial;       // [R]: the slot of the state before the row's first token; < 0: zeros
+  const int32_t* kept;          // [T]: the slot that gets the state behind this token; < 0: none
+  int64_t num_slots;
+  int64_t num_layers = 1, layer = 0;  // layers in the pools, and the layer to compute
+
+  int64_t begin(int64_t row) const { return query_starts[row]; }
+  int64_t end(int64_t row) const { return query_starts[row + 1]; }
+  int64_t num_tokens() const { return query_starts[rows]; }
+  // Where a layer's state is within a pool whose layers have `size` elements each.
+  int64_t place(int32_t slot, int64_t size) const { return (slot * num_layers + layer) * size; }
+};
+
+// A gated delta net (Gated DeltaNet, arXiv 2412.06464): a causal depthwise convolution and SiLU over
+// queries, keys and values, L2 norms of queries and keys, the gated delta rule, and an RMS norm of
+// each head's output, which is multiplied by SiLU of a gate. Channels: the queries of all key heads,
+// their keys, then the values of all value heads; consecutive value heads share a key head.
+struct GatedDeltaTask {
+  StateRows state;
+  int64_t key_heads, value_heads, key_size, value_size, taps;
+  const void* x;             // activation dtype [T, channels]
+  const void* gate;          // activation dtype [T, value heads, value size]
+  const float* rates;        // [T, 2, value heads]: the decay's input, then the write strength's
+  const float* conv_weight;  // [taps, channels], the oldest input first
+  const float* decay;        // [value heads]: -exp(A_log)
+  const float* decay_bias;   // [value heads]
+  const float* norm_weight;  // [value size]
+  float norm_eps;
+  void* conv_pool;    // activation dtype [slots, layers, taps - 1, channels]: the newest inputs
+  float* state_pool;  // [slots, layers, value heads, value size / 16, key size, 16]
+  float* mixed;       // scratch [T, channels]
+  void* out;          // activation dtype [T, value heads, value size]
+
+  int64_t key_width() const { return key_heads * key_size; }
+  int64_t value_width() const { return value_heads * value_size; }
+  int64_t channels() const { return 2 * key_width() + value_width(); }
+  int64_t head_state() const { return key_size * value_size; }
 };
 
 // One thread's running argmax over one row's logits.

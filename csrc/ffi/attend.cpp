@@ -15,7 +15,7 @@ struct AttendAttrs {
 
 struct AttendBuffers {
   Any qkv, positions, slot_mapping, query_starts, kv_lens, page_table, rope, q_weight, k_weight,
-      k_pool, v_pool, out, k_out, v_out;
+      k_pool, v_pool, sinks, gate, out, k_out, v_out;
 };
 
 AttendTask shapes(const AttendBuffers& b, const AttendAttrs& attrs) {
@@ -69,6 +69,11 @@ void check(const AttendBuffers& b, const AttendTask& task, DType dtype) {
   require((task.q_weight == nullptr || dim(b.q_weight, 0) == q_width) &&
               (task.k_weight == nullptr || dim(b.k_weight, 0) == k_width),
           "q_weight and k_weight must be f32 [D], or [Hq D] and [Hkv D]");
+  require(task.sinks == nullptr || dim(b.sinks, 0) == task.heads, "sinks must be f32 [Hq] or empty");
+  require(task.gate == nullptr || (element_type(b.gate) == dtype &&
+                                   dim(b.gate, 0) >= task.num_tokens &&
+                                   dim(b.gate, 1) == task.heads * task.head_size),
+          "gate must have qkv's type, [T, Hq D], or be empty");
   require(dim(b.query_starts, 0) == task.rows + 1, "query_starts must be [R + 1]");
   require(dim(b.page_table, 0) == task.rows, "page_table must be [R, P]");
   require(b.k_out.untyped_data() == b.k_pool.untyped_data() &&
@@ -108,6 +113,8 @@ void attend(const AttendBuffers& b, const AttendAttrs& attrs) {
   task.q_weight = optional_f32(b.q_weight);
   task.k_weight = optional_f32(b.k_weight);
   task.norm_spans_heads = task.q_weight != nullptr && dim(b.q_weight, 0) != task.head_size;
+  task.sinks = optional_f32(b.sinks);
+  task.gate = b.gate.element_count() == 0 ? nullptr : b.gate.untyped_data();
   task.k_pool = b.k_out.untyped_data();
   task.v_pool = b.v_out.untyped_data();
   task.out = b.out.untyped_data();
@@ -123,7 +130,7 @@ void attend(const AttendBuffers& b, const AttendAttrs& attrs) {
 // query_starts [R + 1]; kv_lens [R]; page_table [R, P]; rope f32 [positions, rotary size]; q_weight
 // f32 [D], [Hq D] or [0]; k_weight f32 [D], [Hkv D] or [0]; k_pool and v_pool act [pages, layers,
 // Hkv, S, D], bf16 as its bits in u16, or u8 [pages, layers, Hkv, S, D + 4] for KV in int8
-// (core/kv_codes.h). Results act [T, Hq D], and both pools, which must be donated and alias operands
+// (core/kv_codes.h); sinks f32 [Hq] or [0]; gate act [T, Hq D] or [0]. Results act [T, Hq D], and both pools, which must be donated and alias operands
 // 9 and 10. Attributes: layer i64; heads i64; scale f32; window i64, 0 none; soft_cap f32, 0 none;
 // norm_eps f32.
 //
@@ -132,14 +139,15 @@ void attend(const AttendBuffers& b, const AttendAttrs& attrs) {
 // [max(0, p - window + 1), min(p + 1, kv_lens[r])), which must be covered by the row's pages. Keys
 // and values are written for tokens with slot_mapping >= 0. A q or k weight of D values applies
 // RMSNorm to each head; one of Hq D or Hkv D values applies it to all query heads, or all key
-// heads, of a token together. With a rotary size of 0 nothing is rotated.
+// heads, of a token together. With a rotary size of 0 nothing is rotated. A head's sink is a score
+// beside those of its tokens, with a value of 0. The sigmoid of the gate multiplies the result.
 ffi::Error rope_append_attend_call(Any qkv, Any positions, Any slot_mapping, Any query_starts, Any kv_lens,
                        Any page_table, Any rope, Any q_weight, Any k_weight, Any k_pool, Any v_pool,
-                       AnyResult out, AnyResult k_out, AnyResult v_out, int64_t layer,
+                       Any sinks, Any gate, AnyResult out, AnyResult k_out, AnyResult v_out, int64_t layer,
                        int64_t heads, float scale, int64_t window, float soft_cap, float norm_eps) {
   return guarded("cadenza_rope_append_attend", [&] {
     attend({qkv, positions, slot_mapping, query_starts, kv_lens, page_table, rope, q_weight,
-            k_weight, k_pool, v_pool, *out, *k_out, *v_out},
+            k_weight, k_pool, v_pool, sinks, gate, *out, *k_out, *v_out},
            {layer, heads, window, scale, soft_cap, norm_eps});
   });
 }

@@ -22,9 +22,14 @@ ffi::Error grouped_linear_call(Any x, Any w, Any count, Any bias, Any residual, 
                                Any weights, AnyResult out);
 ffi::Error rope_append_attend_call(Any qkv, Any positions, Any slot_mapping, Any query_starts,
                                    Any kv_lens, Any page_table, Any rope, Any q_weight,
-                                   Any k_weight, Any k_pool, Any v_pool, AnyResult out,
+                                   Any k_weight, Any k_pool, Any v_pool, Any sinks, Any gate, AnyResult out,
                                    AnyResult k_out, AnyResult v_out, int64_t layer, int64_t heads,
                                    float scale, int64_t window, float soft_cap, float norm_eps);
+ffi::Error gated_delta_call(Any x, Any gate, Any rates, Any query_starts, Any initial, Any kept,
+                            Any conv_weight, Any decay, Any decay_bias, Any norm_weight,
+                            Any conv_pool, Any state_pool, AnyResult out, AnyResult conv_out,
+                            AnyResult state_out, int64_t layer, int64_t key_heads,
+                            float norm_eps);
 ffi::Error next_token_call(Any x, Any head, Any count, Any columns, Any records, Any page_table,
                            Any history, AnyResult out, int64_t vocab, float divisor, float soft_cap,
                            int64_t page_size);

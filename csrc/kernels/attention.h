@@ -245,13 +245,27 @@ inline void merge_span(Partial sum, const float* numerator, float maximum, float
   sum.maximum() = highest;
 }
 
+// What the numerator is multiplied by; with a sink, whose score is one more term of the denominator.
+inline float inverse_total(const AttendTask& task, Partial sum, int64_t head) {
+  if (task.sinks == nullptr) return 1.0f / sum.denominator();
+  const float sink = task.sinks[head] * kLog2e;
+  const float highest = sink > sum.maximum() ? sink : sum.maximum();
+  const float keep = exp2_scalar(sum.maximum() - highest);
+  return keep / (sum.denominator() * keep + exp2_scalar(sink - highest));
+}
+
 template <class T>
 inline void write_output(const AttendTask& task, Partial sum, int64_t token, int64_t head) {
-  T* out = static_cast<T*>(task.out) + (token * task.heads + head) * task.head_size;
+  const int64_t at = (token * task.heads + head) * task.head_size;
+  T* out = static_cast<T*>(task.out) + at;
   bool saw_nothing = sum.denominator() == 0.0f;
-  Vec inverse = set1(saw_nothing ? 0.0f : 1.0f / sum.denominator());
+  Vec inverse = set1(saw_nothing ? 0.0f : inverse_total(task, sum, head));
   for (int64_t d = 0; d < task.head_size; d += kLanes) {
-    Elem<T>::store(out + d, saw_nothing ? zero() : mul(load(sum.values + d), inverse));
+    Vec y = saw_nothing ? zero() : mul(load(sum.values + d), inverse);
+    if (task.gate != nullptr) {
+      y = mul(y, sigmoid(Elem<T>::load(static_cast<const T*>(task.gate) + at + d)));
+    }
+    Elem<T>::store(out + d, y);
   }
 }
 

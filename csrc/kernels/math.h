@@ -80,6 +80,14 @@ inline Vec tanh_vec(Vec x) {
   return select(cmp_gt(set1(0.0625f), z), near, far);
 }
 
+inline Vec sigmoid(Vec x) { return div(set1(1.0f), add(set1(1.0f), exp_vec(sub(zero(), x)))); }
+
+// log(1 + e^x), which is x where e^-x is lost in it.
+inline Vec softplus(Vec x) {
+  Vec y = log_vec(add(set1(1.0f), exp_vec(x)));
+  return select(cmp_gt(x, set1(20.0f)), x, y);
+}
+
 inline Vec silu(Vec x) { return div(x, add(set1(1.0f), exp_vec(sub(zero(), x)))); }
 
 inline Vec gelu_tanh(Vec x) {

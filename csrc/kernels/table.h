@@ -4,6 +4,7 @@
 #include "kernels/attention_float.h"
 #include "kernels/experts.h"
 #include "kernels/float8.h"
+#include "kernels/gated_delta.h"
 #include "kernels/linear.h"
 #include "kernels/norm.h"
 #include "kernels/roofline.h"
@@ -24,6 +25,8 @@ constexpr KernelTable make_table(const char* isa) {
           {append_units<FloatKv<bf16>>, append_units<FloatKv<float>>},
           {attend_units<FloatKv<bf16>>, attend_units<FloatKv<float>>},
           {merge_units<bf16>, merge_units<float>},
+          {convolve_units<bf16>, convolve_units<float>},
+          {gated_delta_units<bf16>, gated_delta_units<float>},
           {logits_units<Bf16>, logits_units<F32>},
           sample_units,
           route_units,

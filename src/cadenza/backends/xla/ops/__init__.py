@@ -6,6 +6,7 @@ Modules:
 - `reference`, `experts`: their definition in plain jnp
 - `quantised`, `float8`: products with quantised weights and with float8 weights, in jnp
 - `kv_codes`: attention over KV in int8, in jnp
+- `recurrent`: token mixers with a recurrent state, in jnp
 - `jax_arrays`: JAX as the arrays in which tokens are chosen
 - `rules`: token rules, applied to the logits of a step
 - `native`, `native_program`: the operations over the CPU kernels; a step's operations recorded as

@@ -43,12 +43,18 @@ from cadenza.backends.xla.ops.quantised import (
 from cadenza.backends.xla.ops.table import (
     AttendingLayer,
     DecoderSpec,
+    DeltaInputs,
+    DeltaLayer,
+    DeltaShape,
+    DeltaWeights,
     ExpertChoice,
     HeadFactors,
     KVPool,
     Linear,
     OpTable,
+    StatePool,
     StepArrays,
+    StepStates,
 )
 from cadenza.checkpoint.model_config import Activation
 from cadenza.checkpoint.quantised_weight import MOST_CODE, FloatsOrCodes, HostWeight
@@ -66,6 +72,9 @@ running streams while a prompt is computed, for 3 % more prompt tokens per secon
 _CODE_OF_ACTIVATION: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 _SCALE_BYTES = np.dtype(np.float32).itemsize
 """Of the scale of a key or value of one head, behind its int8 codes."""
+
+_LANES = 16
+"""Columns of a state side by side."""
 
 _NO_WINDOW = 0
 _NO_CAP = 0.0
@@ -159,8 +168,12 @@ class NativeOps(OpTable):
     def _unwritten_side(self, shape: tuple[int, ...]) -> jax.Array:
         if self._spec.has_kv_codes:
             return self.unwritten((*shape[:-1], shape[-1] + _SCALE_BYTES), np.uint8)
-        is_stored_as_words = self._spec.dtype == jnp.bfloat16
-        return self.unwritten(shape, np.uint16 if is_stored_as_words else self._spec.dtype)
+        return self.unwritten(shape, self._stored_dtype)
+
+    @property
+    def _stored_dtype(self) -> Any:
+        """Of pools of activations: XLA copies bfloat16 by way of float32 on a CPU."""
+        return np.uint16 if self._spec.dtype == jnp.bfloat16 else self._spec.dtype
 
     def copy_slots(
         self, pool: KVPool, source: jax.Array, destination: jax.Array, count: int
@@ -278,6 +291,7 @@ class NativeOps(OpTable):
             *(qkv, step.tokens.positions, step.tokens.slots),
             *(step.rows.query_starts, step.rows.kv_lens, step.page_table),
             *(factors.rope, query_norm, key_norm, pool.keys, pool.values),
+            *(None, None),  # sinks and an output gate, which no family of today has
             layer=layer.index,
             heads=model.num_heads,
             scale=np.float32(self._spec.attention_scale),
@@ -286,6 +300,41 @@ class NativeOps(OpTable):
             norm_eps=np.float32(model.rms_norm_eps),
         )
         return out, KVPool(keys, values)
+
+    def new_state_pool(self, num_slots: int, num_layers: int, shape: DeltaShape) -> StatePool:
+        inputs = (num_slots, num_layers, shape.num_inputs - 1, shape.num_channels)
+        blocks = shape.num_value_heads, shape.value_size // _LANES, shape.key_size, _LANES
+        return StatePool(
+            self.unwritten(inputs, self._stored_dtype),
+            self.unwritten((num_slots, num_layers, *blocks), jnp.float32),
+        )
+
+    def gated_delta(
+        self,
+        given: DeltaInputs,
+        weights: DeltaWeights,
+        pool: StatePool,
+        step: tuple[StepArrays, StepStates],
+        layer: DeltaLayer,
+    ) -> tuple[jax.Array, StatePool]:
+        arrays, slots = step
+        results = (
+            _array(given.gate.shape, self._spec.dtype),
+            _array(pool.inputs.shape, pool.inputs.dtype),
+            _array(pool.states.shape, pool.states.dtype),
+        )
+        out, inputs, states = self._call("gated_delta", results, {10: 1, 11: 2})(
+            *given,
+            arrays.rows.query_starts,
+            slots.initial,
+            slots.kept,
+            *weights,
+            *pool,
+            layer=layer.index,
+            key_heads=layer.shape.num_key_heads,
+            norm_eps=np.float32(layer.norm_eps),
+        )
+        return out, StatePool(inputs, states)
 
     def next_tokens(self, x: jax.Array, head: Linear, step: StepArrays) -> jax.Array:
         return self._call("next_token", _array((len(x), NUM_COLUMNS), jnp.int32))(

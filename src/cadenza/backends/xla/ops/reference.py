@@ -45,15 +45,22 @@ from cadenza.backends.xla.ops.quantised import (
     quantised_product,
     stack_codes,
 )
+from cadenza.backends.xla.ops.recurrent import gated_delta
 from cadenza.backends.xla.ops.rules import apply_rules
 from cadenza.backends.xla.ops.table import (
     AttendingLayer,
+    DeltaInputs,
+    DeltaLayer,
+    DeltaShape,
+    DeltaWeights,
     ExpertChoice,
     HeadFactors,
     KVPool,
     Linear,
     OpTable,
+    StatePool,
     StepArrays,
+    StepStates,
 )
 from cadenza.checkpoint.model_config import Activation
 from cadenza.checkpoint.quantised_weight import HostWeight
@@ -230,6 +237,24 @@ class ReferenceOps(OpTable):
         grouped = query.reshape(len(qkv), model.num_kv_heads, -1, model.head_dim)
         out = self._attend(grouped, pool, step, layer)
         return out.reshape(len(qkv), -1).astype(self._spec.dtype), pool
+
+    def new_state_pool(self, num_slots: int, num_layers: int, shape: DeltaShape) -> StatePool:
+        inputs = (num_slots, num_layers, shape.num_inputs - 1, shape.num_channels)
+        heads = (shape.num_value_heads, shape.key_size, shape.value_size)
+        return StatePool(
+            self.unwritten(inputs, self._spec.dtype),
+            self.unwritten((num_slots, num_layers, *heads), jnp.float32),
+        )
+
+    def gated_delta(
+        self,
+        given: DeltaInputs,
+        weights: DeltaWeights,
+        pool: StatePool,
+        step: tuple[StepArrays, StepStates],
+        layer: DeltaLayer,
+    ) -> tuple[jax.Array, StatePool]:
+        return gated_delta(given, weights, pool, step, layer)
 
     def next_tokens(self, x: jax.Array, head: Linear, step: StepArrays) -> jax.Array:
         logits = self._shape_logits(_matmul(x, head))

@@ -6,6 +6,8 @@ an output element does not depend on the batch.
 
 Legend: T padded tokens · R rows · L logit rows · E embed · F MLP · N out · K in · Hq/Hkv heads ·
 D head size · V vocabulary · P pages per row · C result columns · X experts · A experts per token.
+Of a gated delta net: Hk/Hv key and value heads · Dk/Dv their sizes · M = 2 Hk Dk + Hv Dv channels:
+queries, keys, values · J inputs of its convolution · S slots of states.
 """
 
 import math
@@ -120,6 +122,69 @@ class KVPool(NamedTuple):
 
     keys: Any
     values: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaShape:
+    """Consecutive value heads share a key head."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_size: int
+    value_size: int
+    num_inputs: int
+
+    @property
+    def key_width(self) -> int:
+        return self.num_key_heads * self.key_size
+
+    @property
+    def value_width(self) -> int:
+        return self.num_value_heads * self.value_size
+
+    @property
+    def num_channels(self) -> int:
+        return 2 * self.key_width + self.value_width
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaLayer:
+    """The layer's index in the pools, its shape, and the constant of its output norm."""
+
+    index: int
+    shape: DeltaShape
+    norm_eps: float
+
+
+class DeltaWeights(NamedTuple):
+    """Of a gated delta net between its projections, float32."""
+
+    conv: Any  # [J, M], the oldest input first
+    decay: Any  # [Hv]: -exp(A_log)
+    decay_bias: Any  # [Hv]
+    norm: Any  # [Dv]
+
+
+class DeltaInputs(NamedTuple):
+    """Projections of the normed stream: activations, and the rates in float32."""
+
+    mixed: jax.Array  # [T, M], before the convolution
+    gate: jax.Array  # [T, Hv Dv]
+    rates: jax.Array  # [T, 2 Hv]: the inputs of the decays, then of the write strengths
+
+
+class StatePool(NamedTuple):
+    """The slots of all layers with a state; the op table chooses the layout behind the slots."""
+
+    inputs: Any  # [S, layers, ...]: the newest J - 1 inputs of the convolution
+    states: Any  # [S, layers, ...], float32
+
+
+class StepStates(NamedTuple):
+    """Negative for none."""
+
+    initial: jax.Array  # [R]: the slot of the state before a row's first token; none is zeros
+    kept: jax.Array  # [T]: the slot that gets the state behind a token
 
 
 class RuleArrays(NamedTuple):
@@ -314,6 +379,25 @@ class OpTable(ABC):
         """Norms and rotates q and k, writes k and v to their slots, and computes attention.
 
         qkv is [T, (Hq + 2 Hkv) D]. Returns activations [T, Hq D] and the pool, updated in place.
+        """
+
+    @abstractmethod
+    def new_state_pool(self, num_slots: int, num_layers: int, shape: DeltaShape) -> StatePool:
+        """Slots whose content nothing reads before it is kept; called under tracing."""
+
+    @abstractmethod
+    def gated_delta(
+        self,
+        given: DeltaInputs,
+        weights: DeltaWeights,
+        pool: StatePool,
+        step: tuple[StepArrays, StepStates],
+        layer: DeltaLayer,
+    ) -> tuple[jax.Array, StatePool]:
+        """A gated delta net (`ops.recurrent`) between its projections.
+
+        Returns activations [T, Hv Dv] and the pool with what the tokens keep, updated in place. A
+        slot that a row begins with is kept by no other row of the step.
         """
 
     @abstractmethod
