@@ -60,9 +60,9 @@ class Mutant:
     """A small fault and the tests that must catch it.
 
     `suites` are test files or node ids, the fastest first. `objects` are the object files below
-    csrc/build/native/csrc to compile again; `{isa}` and `{integer_isa}` are replaced by the ISAs in
-    use. `equivalent` explains why a mutant changes nothing that can be observed; it must survive.
-    With `may_hang` a run that times out counts as caught.
+    csrc/build/native/csrc to compile again; `{isa}`, `{portable_isa}` and `{integer_isa}` are
+    replaced by the ISAs in use. `equivalent` explains why a mutant changes nothing that can be
+    observed; it must survive. With `may_hang` a run that times out counts as caught.
     """
 
     name: str
@@ -353,10 +353,10 @@ def isas_in_use(tree: Path) -> dict[str, str]:
     """The ISAs whose kernels this machine runs, by the names that `Mutant.objects` has for them."""
     code = (
         "from cadenza.backends.xla.ops.native_library import load_native_library as load\n"
-        "print(load().cpu_isa, load().cpu_integer_isa)"
+        "print(load().cpu_isa, load().portable_isa, load().cpu_integer_isa)"
     )
-    isa, integer_isa = run(tree, [sys.executable, "-c", code], 120.0).output.split()
-    return {"isa": isa, "integer_isa": integer_isa}
+    found = run(tree, [sys.executable, "-c", code], 120.0).output.split()
+    return dict(zip(("isa", "portable_isa", "integer_isa"), found, strict=True))
 
 
 # --- verdicts -------------------------------------------------------------------------------------
