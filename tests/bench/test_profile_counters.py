@@ -25,6 +25,7 @@ OPS = {
     "grouped_linear",
     "take_rows",
     "next_token",
+    "gated_delta",
 }
 PADDED_ROWS, ROWS, IN, OUT = 8, 5, 48, 70
 EMPTY = np.zeros(0, np.float32)
