@@ -36,8 +36,8 @@ help: ## list the targets
 run: .venv/.has-cadenza ## answer eight prompts at once with the bundled model
 	$(BIN)/cadenza generate --prompts-file examples/prompts.txt --max-tokens 48
 
-# Without processes, compiled models and what takes seconds: see `slow` in pyproject.toml.
-CHECKED := tests/unit tests/core tests/text tests/engine tests/server tests/contract
+# What takes seconds is `slow` (pyproject.toml).
+CHECKED := tests/unit tests/core tests/text tests/engine
 check: export PYTHONDONTWRITEBYTECODE =
 check: .venv/.has-tools ## run the quick tests: a minute, at each save
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder \
@@ -45,7 +45,7 @@ check: .venv/.has-tools ## run the quick tests: a minute, at each save
 
 # Hundreds of processes start in the tests: they keep their byte code, whatever the environment says.
 test: export PYTHONDONTWRITEBYTECODE =
-test: .venv/.has-tools ## run the tests before each landing: ten minutes
+test: .venv/.has-tools ## run the tests before each landing: eight minutes
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-tools: .venv/.has-tools ## run the tests of gates, tools and kernels that changed or not
