@@ -315,6 +315,7 @@ class EngineLimits:
     `max_num_batched_tokens` >= `max_num_seqs`, so that every running row gets a token in each step.
     `slot_unit` says where a sequence's prefix can be continued by another one, if each has a slot
     of its own: see `core.slot_prefixes`. None if sequences have pages.
+    `num_state_slots` is 0 for a model without recurrent state.
     """
 
     max_num_seqs: int
@@ -328,6 +329,7 @@ class EngineLimits:
     enable_prefix_caching: bool = True
     prefix_cache_memory_share: float = 1.0
     slot_unit: int | None = None
+    num_state_slots: int = 0
 
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:

@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from cadenza.core.batch import Batch
+from cadenza.core.batch import Batch, KeptState
 from cadenza.core.draw_keys import draw_keys
 from cadenza.core.scheduler import Scheduler
-from cadenza.core.step_schema import LAST_SAMPLED, NO_RULES, PADDING, ModelInputs
+from cadenza.core.step_schema import LAST_SAMPLED, NO_RULES, NO_STATE, PADDING, ModelInputs
 from cadenza.request import SamplingParams
 from tests.core.builders import add, output_of, packer_of, scheduler_of, sequence_of
 
@@ -255,3 +255,27 @@ def test_rules_go_up_when_a_row_changes_hands_and_again_to_a_device_that_lost_th
         if step == 1:
             packer.forget_rows()
     assert sent == [[0], [], [0]]
+
+
+def test_states_are_written_by_row_and_position() -> None:
+    scheduler = scheduler_of(token_budget=12)
+    add(scheduler, sequence_of(0, 5), sequence_of(1, 6))
+    batch = next_batch(scheduler)
+    first, second = batch.entries
+    first.state_start, first.kept_states = 7, (KeptState(2, 3), KeptState(4, 9))
+    second.kept_states = (KeptState(5, 1),)
+    batch.has_states = True
+    inputs = packer_of().pack(batch, BUCKET)
+    assert inputs.rows.state_starts.tolist() == [7, NO_STATE, NO_STATE, NO_STATE]
+    kept = {place: slot for place, slot in enumerate(inputs.tokens.state_slots) if slot >= 0}
+    assert kept == {2: 3, 4: 9, 10: 1}
+
+
+def test_a_step_without_states_names_no_slot() -> None:
+    scheduler = scheduler_of()
+    add(scheduler, sequence_of(0, 5))
+    batch = next_batch(scheduler)
+    assert not batch.has_states
+    inputs = packer_of().pack(batch, BUCKET)
+    assert set(inputs.rows.state_starts.tolist()) == {NO_STATE}
+    assert set(inputs.tokens.state_slots.tolist()) == {NO_STATE}

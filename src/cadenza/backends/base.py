@@ -37,6 +37,8 @@ class ModelMemory:
 
     Args:
         row_bytes: of each row, for a context of any length.
+        state_bytes: of a slot of recurrent state (`EngineLimits.num_state_slots`); 0 for a model
+            without.
         scratch_bytes: of everything that does not last longer than a step.
     """
 
@@ -44,6 +46,7 @@ class ModelMemory:
     kv_bytes_per_token: int
     row_bytes: int
     scratch_bytes: int
+    state_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,6 +194,22 @@ class PageCopier(Protocol):
 
     def write_pages(self, page_ids: Sequence[int], contents: Sequence[bytes]) -> None:
         """Writes what `read_pages` gave into pages, before any later step runs.
+
+        Raises RunnerError if a content has the wrong size.
+        """
+        ...
+
+
+@runtime_checkable
+class StateCopier(PageCopier, Protocol):
+    """The `PageCopier` of a model with recurrent state, whose slots it copies likewise."""
+
+    def read_states(self, slots: Sequence[int]) -> list[bytes]:
+        """The bytes of state slots, once all launched steps have run."""
+        ...
+
+    def write_states(self, slots: Sequence[int], contents: Sequence[bytes]) -> None:
+        """Writes what `read_states` gave into slots, before any later step runs.
 
         Raises RunnerError if a content has the wrong size.
         """

@@ -14,6 +14,13 @@ from cadenza.events import Started
 NO_POSITIONS = range(0)
 
 
+class KeptState(NamedTuple):
+    """Keeps the recurrent state behind the token at `position` in a slot."""
+
+    position: int
+    slot: int
+
+
 @dataclass(slots=True, eq=False)
 class BatchEntry:
     """`num_new_tokens` tokens of `sequence`, starting at position `start`.
@@ -25,6 +32,9 @@ class BatchEntry:
     choice is made from; without drafts they may be left out. `num_preemptions` is the sequence's
     value at launch: if it has increased by the time the step is read, the entry's KV has been
     freed, but its token is still valid.
+
+    With a recurrent state the entry begins with that of slot `state_start`, or with zeros if that
+    is None, and keeps those in `kept_states`, in ascending order.
 
     Until it is added to a batch, `num_new_tokens` are the sequence's own, without drafts.
     """
@@ -38,6 +48,8 @@ class BatchEntry:
     drafts: tuple[int, ...] = ()
     masks: tuple[bytes, ...] = ()
     prompt_rows: range = NO_POSITIONS
+    state_start: int | None = None
+    kept_states: tuple[KeptState, ...] = ()
 
     @property
     def end(self) -> int:
@@ -68,6 +80,7 @@ class Batch:
         has_drafts: how far the sequences have got is known only when the step has been read.
         needs_masks: it samples tokens of constrained sequences, which their tokens so far decide.
         has_pooled: it has a logit row of a pooled sequence.
+        has_states: its sequences have a recurrent state.
     """
 
     step_id: int
@@ -83,6 +96,7 @@ class Batch:
     has_drafts: bool = False
     needs_masks: bool = False
     has_pooled: bool = False
+    has_states: bool = False
 
     def add(self, entry: BatchEntry) -> None:
         """Adds an entry, whose numbers of tokens, choices and rows are final."""
@@ -98,6 +112,8 @@ class Batch:
             self.needs_masks = True
         if sequence.pool is not None:
             self.has_pooled = True
+        if entry.kept_states:
+            self.has_states = True
 
     def send_pages(self, row: int, table: list[int], first: int) -> None:
         """Sends the entries of a row's page table from the `first` on."""

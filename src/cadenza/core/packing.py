@@ -78,6 +78,8 @@ class Packer:
         rows = np.array([entry.row for entry in batch.entries], np.intp)  # [B]
         starts = np.array([entry.start for entry in batch.entries], np.int32)  # [B]
         self._write_tokens(inputs, batch, rows, starts)
+        if batch.has_states:
+            _write_states(inputs, batch)
         self._write_logits(inputs, batch, rows, starts)
         if batch.needs_masks and not masks_follow:
             return replace(inputs, mask_updates=self._write_masks(inputs, batch))
@@ -224,6 +226,17 @@ def _count_up(starts: Int32Array, lengths: Int32Array, total: int) -> Int32Array
     """Concatenation [total] of the ranges starts[i], …, starts[i] + lengths[i] - 1."""
     firsts = np.cumsum(lengths, dtype=np.int32) - lengths
     return np.arange(total, dtype=np.int32) + np.repeat(starts - firsts, lengths)
+
+
+def _write_states(inputs: ModelInputs, batch: Batch) -> None:
+    """Writes where the rows' recurrent states begin, and the slots of those that are kept."""
+    rows, slots = inputs.rows, inputs.tokens.state_slots
+    for entry in batch.entries:
+        if entry.state_start is not None:
+            rows.state_starts[entry.row] = entry.state_start
+        offset = rows.query_starts[entry.row] - entry.start
+        for position, slot in entry.kept_states:
+            slots[offset + position] = slot
 
 
 def _write_prompt_rows(inputs: ModelInputs, batch: Batch) -> None:

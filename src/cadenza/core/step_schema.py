@@ -34,6 +34,9 @@ LAST_SAMPLED = -1
 
 PADDING = -1
 
+NO_STATE = -1
+"""In `RowInputs.state_starts`: zeros. In `TokenInputs.state_slots`: the state is not kept."""
+
 NO_TARGET = -1
 
 NO_RULES = -1
@@ -106,6 +109,7 @@ class TokenInputs(Generic[A]):
     ids: A = field(metadata=_words())  # LAST_SAMPLED or an id
     positions: A = field(metadata=_words())
     slots: A = field(metadata=_words(fill=PADDING))  # page * S + offset
+    state_slots: A = field(metadata=_words(fill=NO_STATE))  # get the state behind the token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,12 +119,16 @@ class RowInputs(Generic[A]):
     `decode_starts` is the position of a prompt's last token, or 0 if the logits of all its tokens
     are needed. A backend whose results depend on how tokens are cut into calls computes a row's
     tokens from there on one at a time, also when they are computed again.
+
+    `state_starts` are the slots of the recurrent state before the row's first token of the step. A
+    slot that a step writes is read by no other row of it.
     """
 
     query_starts: A = field(metadata=_words(extra=1))
     kv_lens: A = field(metadata=_words())  # including this step's tokens; 0 for unused rows
     prompt_lens: A = field(metadata=_words())
     decode_starts: A = field(metadata=_words())  # the first position that is computed by itself
+    state_starts: A = field(metadata=_words(fill=NO_STATE))
 
 
 def _num_logprobs(sequence: Sequence) -> int:
