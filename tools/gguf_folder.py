@@ -20,7 +20,7 @@ from gguf import quants
 
 from cadenza.checkpoint import ModelConfig, declare, open_checkpoint
 from cadenza.checkpoint.config_json import parse_model_config
-from cadenza.checkpoint.declaration import TensorSpec
+from cadenza.checkpoint.tensor_spec import TensorSpec
 from tools.gguf_tokenizer import GGUFError, write_tokenizer
 
 Float32Array = npt.NDArray[np.float32]

@@ -12,7 +12,7 @@ import numpy as np
 
 from cadenza.checkpoint import Weights, declare, named_shape, open_weights, write_random_checkpoint
 from cadenza.checkpoint.config_json import CONFIG_FILE
-from cadenza.checkpoint.declaration import TensorSpec
+from cadenza.checkpoint.tensor_spec import TensorSpec
 from tests.checkpoint.files import write_tensors
 
 Store = Callable[[TensorSpec, np.ndarray], Mapping[str, np.ndarray] | None]

@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 
 from cadenza.checkpoint import ModelConfig, declare, parse_model_config
-from cadenza.checkpoint.declaration import ExpertMLPSpec, GatedMLPSpec, declare_layer
+from cadenza.checkpoint.declaration import declare_layer
 from cadenza.checkpoint.model_config import ExpertNames, ExpertsConfig
+from cadenza.checkpoint.tensor_spec import ExpertMLPSpec, GatedMLPSpec
 from cadenza.errors import CheckpointError
 
 MIXTURES = ("mixtral", "qwen3_moe", "olmoe")

@@ -12,7 +12,7 @@ from cadenza import LLM, SamplingParams
 from cadenza.backends import find_backend
 from cadenza.backends.base import RunnerSetup
 from cadenza.checkpoint import open_checkpoint
-from cadenza.checkpoint.model_config import LayerKind
+from cadenza.checkpoint.layer_kind import LayerKind
 from cadenza.checkpoint.random_checkpoint import write_random_checkpoint
 from cadenza.config import EngineConfig
 from cadenza.errors import ConfigError

@@ -311,7 +311,8 @@ def test_pages_take_no_memory_until_they_are_written(
 
     def taken_bytes(fill: float | None) -> int:
         before = private_bytes(os.getpid())
-        pool = jax.jit(lambda: NativeOps(spec).new_kv_pool(num_pages, fill))()
+        (group,) = spec.model.kv_groups
+        pool = jax.jit(lambda: NativeOps(spec).new_kv_pool(group, num_pages, fill))()
         jax.block_until_ready(pool)
         return private_bytes(os.getpid()) - before
 

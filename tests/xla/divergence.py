@@ -19,7 +19,7 @@ from cadenza.backends.xla.decoder import DecoderWeights, load_decoder, run_layer
 from cadenza.backends.xla.layers.residual import StepContext
 from cadenza.backends.xla.layers.weight_source import WeightSource
 from cadenza.backends.xla.ops.native import NativeOps
-from cadenza.backends.xla.ops.table import DecoderSpec, Linear, StepArrays
+from cadenza.backends.xla.ops.table import DecoderSpec, LayerPools, Linear, StepArrays
 from cadenza.checkpoint import Checkpoint, open_checkpoint
 from cadenza.text import Tokenizer
 from tests.contract.steps import Geometry, Stream, build_inputs
@@ -79,9 +79,10 @@ def logprobs_of(
 
     @jax.jit
     def forward(weights: DecoderWeights, step: StepArrays) -> jax.Array:
-        pool = ops.new_kv_pool(len(pages), float("nan"))
+        (group,) = spec.model.kv_groups
+        pools = LayerPools((ops.new_kv_pool(group, len(pages), float("nan")),))
         context = StepContext(ops, spec.model, step, weights.ropes)
-        hidden = run_layers(context, weights, pool).hidden
+        hidden = run_layers(context, weights, pools).hidden
         logits = ops.next_tokens(hidden, weights.lm_head, step)
         return jax.nn.log_softmax(logits)
 

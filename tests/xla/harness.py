@@ -365,7 +365,7 @@ def slots_of_pool(runner: XlaRunner) -> list[np.ndarray]:
     assert runner._state is not None
     return [
         np.asarray(side).ravel()[places_of_slots(side.shape, side.itemsize, are_keys=index == 0)]
-        for index, side in enumerate(runner._state.pool)
+        for index, side in enumerate(runner._state.pools.kv[0])
     ]
 
 
@@ -394,7 +394,9 @@ def poison(runner: XlaRunner, owned: np.ndarray, value: float) -> None:
         spoilt[places] = content[places]
         return jax.device_put(spoilt.reshape(side.shape), side.sharding)
 
-    runner._state = state._replace(pool=KVPool(*map(spoil, range(2), state.pool)))
+    (pool,) = state.pools.kv
+    spoilt = state.pools.with_kv(0, KVPool(*map(spoil, range(2), pool)))
+    runner._state = state._replace(pools=spoilt)
 
 
 _RESULT = re.compile(r"= (\w+)\[([\d,]*)\]\S* ([\w-]+)\(")

@@ -102,7 +102,7 @@ def addresses_of(runner: XlaRunner) -> list[int]:
     """Of the pool and of what else is kept for each slot and row."""
     state = runner._state
     assert state is not None
-    leaves = jax.tree.leaves((state.pool, state.rows.token_history, state.rows.rule_records))
+    leaves = jax.tree.leaves((state.pools, state.rows.token_history, state.rows.rule_records))
     return [leaf.unsafe_buffer_pointer() for leaf in leaves]
 
 
@@ -138,7 +138,7 @@ def test_the_pool_takes_the_bytes_that_the_plan_counts(
     spec = DecoderSpec(
         model=model, dtype=jnp.dtype(dtype).type, page_size=48, kv_cache_dtype=kv_cache_dtype
     )
-    pool = jax.eval_shape(lambda: ops(spec).new_kv_pool(num_pages, 0.0))
+    pool = jax.eval_shape(lambda: ops(spec).new_kv_pool(model.kv_groups[0], num_pages, 0.0))
     allocated = sum(side.size * side.dtype.itemsize for side in jax.tree.leaves(pool))
     assert allocated == num_pages * 48 * model.kv_bytes_per_token(dtype, kv_cache_dtype)
 
@@ -202,7 +202,7 @@ def test_copies_of_pages_in_bfloat16_convert_no_element(lab: Lab):
 
 def pool_pointers(runner: XlaRunner) -> list[int]:
     assert runner._state is not None
-    return [side.unsafe_buffer_pointer() for side in runner._state.pool]
+    return [side.unsafe_buffer_pointer() for side in runner._state.pools.kv[0]]
 
 
 def test_the_pools_stay_where_they_are_from_step_to_step(lab: Lab):
@@ -294,7 +294,9 @@ def test_a_step_runs_under_a_guard_that_forbids_every_transfer(lab: Lab):
 def test_the_guard_sees_kv_that_comes_from_the_host(lab: Lab):
     runner = lab.runner()
     state = runner._take_state()
-    host_state = state._replace(pool=state.pool._replace(keys=np.asarray(state.pool.keys)))
+    (pool,) = state.pools.kv
+    host_pools = state.pools.with_kv(0, pool._replace(keys=np.asarray(pool.keys)))
+    host_state = state._replace(pools=host_pools)
     wire = jax.device_put(build_inputs([], GEOMETRY).words)
     with jax.transfer_guard("disallow"), pytest.raises(Exception, match=r"[Dd]isallowed"):
         runner.programs.step[BASE.bucket](runner._weights, host_state, wire)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from cadenza.backends.xla.ops.table import KVPool
+from cadenza.backends.xla.ops.table import HeadInputs, KVPool
 from cadenza.config import KVCacheDType
 from tests.xla.divergence import BUNDLED, LogitOps, Logprobs, held_out_texts, logprobs_of, mean_kl
 
@@ -22,13 +22,13 @@ MOST_KL = 3e-4
 class CoarseValues(LogitOps):
     """Rounds the values of each head to 15 multiples of a scale, before they are stored."""
 
-    def rope_append_attend(self, qkv: jax.Array, *others: Any) -> tuple[jax.Array, KVPool]:
-        model = self._model
+    def rope_append_attend(self, given: HeadInputs, *others: Any) -> tuple[jax.Array, KVPool]:
+        model, qkv = self._model, given.qkv
         heads = qkv.reshape(len(qkv), -1, model.head_dim)
         kept, values = jnp.split(heads, [model.num_heads + model.num_kv_heads], axis=1)
         scale = jnp.max(jnp.abs(values), axis=-1, keepdims=True) / 7
         coarse = jnp.concatenate([kept, jnp.round(values / scale) * scale], axis=1)
-        return super().rope_append_attend(coarse.reshape(qkv.shape), *others)
+        return super().rope_append_attend(HeadInputs(coarse.reshape(qkv.shape)), *others)
 
 
 def with_kv(kv_cache_dtype: KVCacheDType, table: type[LogitOps] = LogitOps) -> Logprobs:

@@ -34,12 +34,14 @@ from cadenza.backends.xla.ops.table import (
     AttendingLayer,
     DecoderSpec,
     HeadFactors,
+    HeadInputs,
     Linear,
     OpTable,
     StepArrays,
 )
 from cadenza.backends.xla.wire import unpack
-from cadenza.checkpoint.model_config import ExpertsConfig, LayerKind, ModelConfig
+from cadenza.checkpoint.layer_kind import LayerKind
+from cadenza.checkpoint.model_config import ExpertsConfig, ModelConfig
 from cadenza.checkpoint.rope_config import RopeConfig
 from cadenza.checkpoint.rope_factors import rope_factors
 from cadenza.config import KVCacheDType
@@ -364,23 +366,23 @@ def attend(
     """Each step's output [num_tokens, Hq D], over a pool whose every slot starts as NaN."""
     model, page_size = pair.model, pair.spec.page_size
     steps, pages = attend_inputs(page_size, buckets)
-    kind = model.layer_pattern[0]
-    norms = None
+    kind, heads = model.layer_pattern[0], model.heads
+    layer, norms = AttendingLayer(1, heads, kind.window), None
     if model.qk_norm is not None and has_norms:
         is_whole = model.qk_norm == "all_heads"
-        sizes = (model.query_size, model.kv_size) if is_whole else (model.head_dim,) * 2
+        sizes = (heads.query_size, heads.kv_size) if is_whole else (model.head_dim,) * 2
         norms = (normal(61, sizes[0]), normal(62, sizes[1]))
     factors = HeadFactors(norms, rope_factors(model.rope_of(kind), MAX_LEN))
     call = jax.jit(ops.rope_append_attend, donate_argnums=1, static_argnames="layer")
-    pool = ops.new_kv_pool(pages.size, NAN)
+    pool = ops.new_kv_pool(model.kv_groups[0], pages.size, NAN)
     outputs: list[np.ndarray] = []
     for index, inputs in enumerate(steps):
-        values = normal(70 + index, inputs.num_tokens, model.query_size + 2 * model.kv_size)
+        values = normal(70 + index, inputs.num_tokens, heads.query_size + 2 * heads.kv_size)
         qkv = np.full((len(inputs.tokens.ids), values.shape[1]), NAN, np.float32)
         qkv[: inputs.num_tokens] = values
         step = device_step(inputs, pages)
-        given = qkv.astype(pair.spec.dtype)
-        out, pool = call(given, pool, factors, step, layer=AttendingLayer(1, kind.window))
+        given = HeadInputs(qkv.astype(pair.spec.dtype))
+        out, pool = call(given, pool, factors, step, layer=layer)
         outputs.append(np.asarray(out, np.float32)[: inputs.num_tokens])
     return outputs
 

@@ -22,6 +22,7 @@ from cadenza.backends.xla.ops.table import (
     AttendingLayer,
     DecoderSpec,
     HeadFactors,
+    HeadInputs,
     KVPool,
     Linear,
     StepArrays,
@@ -286,8 +287,8 @@ def test_rope_append_attend_equals_whole_softmax_attention(case: tuple[str, str]
     qkv = jnp.asarray(normal(25, 24, 160), dtype)
     factors = jax.tree.map(jnp.asarray, HeadFactors(attention.norms, attention.factors))
     step = device_step(inputs, table)
-    layer = AttendingLayer(LAYER, attention.window)
-    out, after = ops.rope_append_attend(qkv, pool, factors, step, layer)
+    layer = AttendingLayer(LAYER, ops._model.heads, attention.window)
+    out, after = ops.rope_append_attend(HeadInputs(qkv), pool, factors, step, layer)
     heads = np.asarray(qkv, np.float64).reshape(24, 10, 16)
     expected, written = attend_by_hand(heads, pool, chunks, attention)
     assert_close(out, expected.reshape(24, -1), dtype)

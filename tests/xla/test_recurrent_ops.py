@@ -14,13 +14,13 @@ from cadenza.backends.xla.ops.table import (
     DecoderSpec,
     DeltaInputs,
     DeltaLayer,
-    DeltaShape,
     DeltaWeights,
     OpTable,
     StatePool,
     StepArrays,
     StepStates,
 )
+from cadenza.checkpoint.layer_kind import DeltaShape
 from cadenza.core.step_schema import ModelInputs
 from tests.xla.harness import HOSTILE
 

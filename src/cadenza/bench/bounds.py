@@ -18,15 +18,10 @@ from functools import partial
 from typing import Literal, Self
 
 from cadenza.checkpoint import ModelConfig, declare
-from cadenza.checkpoint.declaration import (
-    ExpertMLPSpec,
-    TensorSpec,
-    declare_embedding,
-    declare_head,
-    declare_layer,
-)
+from cadenza.checkpoint.declaration import declare_embedding, declare_head, declare_layer
 from cadenza.checkpoint.dtypes import WeightDType
 from cadenza.checkpoint.tensor_formats import StoredFormat, stored_bytes
+from cadenza.checkpoint.tensor_spec import ExpertMLPSpec, TensorSpec
 from cadenza.config import KVCacheDType, Quantization
 
 Limit = Literal["read", "multiply"]
@@ -161,7 +156,7 @@ class ModelCost:
             experts=_experts_cost(config, experts, size),
             head_parameters=head.num_elements,
             head_bytes=size([head]),
-            pair_operations=4 * config.query_size * config.num_layers,
+            pair_operations=_pair_operations(config),
             kv_bytes_per_token=config.kv_bytes_per_token(dtype, kv_cache_dtype),
         )
 
@@ -193,6 +188,11 @@ class ModelCost:
             + 2 * self.head_parameters * prompts.count
             + pairs * self.pair_operations,
         )
+
+
+def _pair_operations(config: ModelConfig) -> int:
+    kinds = (kind for kind in config.layer_kinds if kind.recurrence is None)
+    return sum(4 * config.heads_of(kind).query_size for kind in kinds)
 
 
 def _head(config: ModelConfig) -> TensorSpec:

@@ -7,10 +7,12 @@ read exactly raises `CheckpointError`.
 Modules:
 
 - `model_config`: `ModelConfig`, everything that the arithmetic of a model depends on
+- `layer_kind`: `LayerKind`, the heads or the recurrence of a layer, and groups of equal KV
 - `outline`: `ModelOutline`, what is known of a model whose arithmetic a backend brings
 - `config_json`, `config_writer`: strict reading of config.json; writing one
 - `rope_config`, `rope_factors`: rotary settings, and their cosines and sines
 - `host_math`: logarithms, powers, cosines and sines with the same bits on every machine
+- `tensor_spec`: a tensor, a linear, and what the kinds of layers consist of
 - `declaration`: every tensor, declared once; loading and random weights follow
 - `weight_format`: how the elements of a tensor are held in memory: floats, or integer codes
 - `tensor_formats`: the format of each tensor; plans, bounds and loading follow. Beside int4 the
@@ -41,17 +43,12 @@ Modules:
 
 from cadenza.checkpoint.config_json import parse_model_config
 from cadenza.checkpoint.config_writer import format_model_config
-from cadenza.checkpoint.declaration import (
-    TensorKind,
-    TensorSpec,
-    check_weights,
-    count_parameters,
-    declare,
-)
+from cadenza.checkpoint.declaration import check_weights, count_parameters, declare
 from cadenza.checkpoint.folder import Checkpoint, OnProgress
 from cadenza.checkpoint.generation_defaults import ASSUMED_OF_GGUF, GenerationDefaults
 from cadenza.checkpoint.hub import Hub, is_hub_id
-from cadenza.checkpoint.model_config import LayerKind, ModelConfig
+from cadenza.checkpoint.layer_kind import LayerKind
+from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.opening import open_bundled_draft, open_checkpoint
 from cadenza.checkpoint.random_checkpoint import named_shape, write_random_checkpoint
 from cadenza.checkpoint.rope_config import (
@@ -62,6 +59,7 @@ from cadenza.checkpoint.rope_config import (
     YarnRopeScaling,
 )
 from cadenza.checkpoint.score_head import ScoreHead
+from cadenza.checkpoint.tensor_spec import TensorKind, TensorSpec
 from cadenza.checkpoint.weights import Weights, open_weights
 
 __all__ = [

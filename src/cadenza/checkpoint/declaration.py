@@ -3,22 +3,28 @@
 Owns the tensor names of the supported families. Invariant: weights that passed `check_weights` have
 every declared tensor in its declared shape, and no tensor that would change the model.
 
-Shapes: E embed, F MLP, Hq/Hkv heads, D head dim, V vocabulary, X experts; a linear is [out, in].
+Shapes as in `tensor_spec`; V vocabulary.
 """
 
-import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
 
 from cadenza.checkpoint.dtypes import WEIGHT_DTYPES, as_weight_dtype
+from cadenza.checkpoint.layer_kind import DeltaShape, HeadShape, LayerKind
 from cadenza.checkpoint.model_config import ExpertsConfig, ModelConfig
 from cadenza.checkpoint.stored_tensor import StoredTensor
+from cadenza.checkpoint.tensor_spec import (
+    AttentionSpec,
+    DeltaSpec,
+    ExpertMLPSpec,
+    GatedMLPSpec,
+    LayerSpec,
+    LinearSpec,
+    OperandSpec,
+    TensorSpec,
+)
 from cadenza.checkpoint.weights import Weights
 from cadenza.errors import CheckpointError
-
-TensorKind = Literal["embedding", "head", "linear", "router", "norm", "bias"]
 
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
@@ -27,118 +33,10 @@ INPUT_PROJ = "model.input_proj.weight"
 HIDDEN_NORM = "model.hidden_layernorm.weight"
 EMBEDDING_NORM = "model.token_layernorm.weight"
 
-_FIRST_LAYER = "model.layers.0."
-
 _IGNORED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 """Rotary frequencies stored by old Llama checkpoints; ignored, because the config implies them."""
 
 _COMPARED_BYTES = 1 << 22
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorSpec:
-    """One tensor, by its name in the Hugging Face layout."""
-
-    name: str
-    shape: tuple[int, ...]
-    kind: TensorKind
-
-    @property
-    def num_elements(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def is_in_first_layer(self) -> bool:
-        return self.name.startswith(_FIRST_LAYER)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinearSpec:
-    """One stored linear: its weight [out, in] and optional bias [out]."""
-
-    name: str
-    num_out: int
-    num_in: int
-    has_bias: bool = False
-    kind: TensorKind = "linear"
-
-    @property
-    def weight(self) -> str:
-        return f"{self.name}.weight"
-
-    @property
-    def bias(self) -> str | None:
-        return f"{self.name}.bias" if self.has_bias else None
-
-    @property
-    def weight_spec(self) -> TensorSpec:
-        return TensorSpec(name=self.weight, shape=(self.num_out, self.num_in), kind=self.kind)
-
-    def tensors(self) -> Iterator[TensorSpec]:
-        yield self.weight_spec
-        if self.bias is not None:
-            yield TensorSpec(name=self.bias, shape=(self.num_out,), kind="bias")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GatedMLPSpec:
-    """down(activation(gate(x)) * up(x))."""
-
-    gate_up: tuple[LinearSpec, ...]  # gate and up, or one fused linear
-    down: LinearSpec
-
-    def tensors(self) -> Iterator[TensorSpec]:
-        for linear in (*self.gate_up, self.down):
-            yield from linear.tensors()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertMLPSpec:
-    """A mixture of experts: a router and its gated MLPs."""
-
-    router: LinearSpec  # [X, E]
-    experts: tuple[GatedMLPSpec, ...]
-
-    def tensors(self) -> Iterator[TensorSpec]:
-        yield from self.router.tensors()
-        for expert in self.experts:
-            yield from expert.tensors()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerSpec:
-    """The tensors of one decoder layer; None for norms that the family does not have."""
-
-    attention_norm: TensorSpec | None
-    qkv: tuple[LinearSpec, ...]  # q, k and v, or one fused linear
-    qk_norms: tuple[TensorSpec, TensorSpec] | None
-    attention_out: LinearSpec
-    attention_post_norm: TensorSpec | None
-    mlp_norm: TensorSpec | None
-    mlp: GatedMLPSpec | ExpertMLPSpec
-    mlp_post_norm: TensorSpec | None
-
-    def tensors(self) -> Iterator[TensorSpec]:
-        """All tensors in order of use."""
-        yield from filter(None, [self.attention_norm])
-        for linear in self.qkv:
-            yield from linear.tensors()
-        yield from self.qk_norms or ()
-        yield from self.attention_out.tensors()
-        yield from filter(None, [self.attention_post_norm, self.mlp_norm])
-        yield from self.mlp.tensors()
-        yield from filter(None, [self.mlp_post_norm])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OperandSpec:
-    """Linears that are held in one type: those of one input, or those of all experts.
-
-    Only those side by side may be in several formats of codes.
-    """
-
-    linears: tuple[LinearSpec, ...]
-    are_side_by_side: bool = False
 
 
 def declare(config: ModelConfig) -> tuple[TensorSpec, ...]:
@@ -158,17 +56,7 @@ def declare(config: ModelConfig) -> tuple[TensorSpec, ...]:
 def declare_operands(config: ModelConfig) -> Iterator[OperandSpec]:
     """The linears of the layers that are held together."""
     for index in range(config.num_layers):
-        layer = declare_layer(config, index)
-        yield OperandSpec(linears=layer.qkv, are_side_by_side=True)
-        yield OperandSpec(linears=(layer.attention_out,))
-        if isinstance(layer.mlp, GatedMLPSpec):
-            yield OperandSpec(linears=layer.mlp.gate_up)
-            yield OperandSpec(linears=(layer.mlp.down,))
-        else:
-            experts = layer.mlp.experts
-            gate_ups = tuple(each for expert in experts for each in expert.gate_up)
-            yield OperandSpec(linears=gate_ups)
-            yield OperandSpec(linears=tuple(expert.down for expert in experts))
+        yield from declare_layer(config, index).operands()
 
 
 def declare_embedding(config: ModelConfig) -> TensorSpec:
@@ -192,7 +80,6 @@ def declare_input_proj(config: ModelConfig) -> LinearSpec:
 def declare_layer(config: ModelConfig, index: int) -> LayerSpec:
     """The tensors of one decoder layer."""
     prefix, embed = f"model.layers.{index}", config.hidden_size
-    attention = f"{prefix}.self_attn"
     has_pre, has_post = config.has_pre_norms, config.has_post_norms
     mlp_norm = "pre_feedforward_layernorm" if has_post else "post_attention_layernorm"
     norms = {
@@ -205,38 +92,70 @@ def declare_layer(config: ModelConfig, index: int) -> LayerSpec:
         )
         if is_there
     }
+    kind = config.layer_kinds[index]
     return LayerSpec(
-        attention_norm=norms.get("input_layernorm"),
-        qkv=_declare_qkv(config, attention),
-        qk_norms=_declare_qk_norms(config, attention),
-        attention_out=LinearSpec(
-            name=f"{attention}.o_proj",
-            num_out=embed,
-            num_in=config.query_size,
-            has_bias=config.has_attention_out_bias,
-        ),
-        attention_post_norm=norms.get("post_attention_layernorm") if has_post else None,
+        mixer_norm=norms.get("input_layernorm"),
+        mixer=_declare_attention(config, kind, f"{prefix}.self_attn")
+        if kind.recurrence is None
+        else _declare_delta(config, kind.recurrence, f"{prefix}.linear_attn"),
+        mixer_post_norm=norms.get("post_attention_layernorm") if has_post else None,
         mlp_norm=norms.get(mlp_norm) if has_pre else None,
         mlp=_declare_mlp(config, index),
         mlp_post_norm=norms.get("post_feedforward_layernorm"),
     )
 
 
-def _declare_qkv(config: ModelConfig, prefix: str) -> tuple[LinearSpec, ...]:
-    query, kv = config.query_size, config.kv_size
-    parts = [("q_proj", query), ("k_proj", kv), ("v_proj", kv)]  # [Hq D, E], [Hkv D, E] twice
+def _declare_attention(config: ModelConfig, kind: LayerKind, prefix: str) -> AttentionSpec:
+    heads, has_gate = config.heads_of(kind), config.has_attention_gate
+    query, kv = heads.query_size, heads.kv_size
+    parts = [("q_proj", query * (1 + has_gate)), ("k_proj", kv), ("v_proj", kv)]  # [·, E] each
     if config.has_fused_tensors:
         parts = [("qkv_proj", query + 2 * kv)]
-    return _declare_linears(prefix, parts, config.hidden_size, has_bias=config.has_qkv_bias)
+    return AttentionSpec(
+        qkv=_declare_linears(prefix, parts, config.hidden_size, has_bias=config.has_qkv_bias),
+        norms=_declare_qk_norms(config, heads, prefix),
+        out=LinearSpec(
+            name=f"{prefix}.o_proj",
+            num_out=config.hidden_size,
+            num_in=query,
+            has_bias=config.has_attention_out_bias,
+        ),
+        has_gate=has_gate,
+    )
 
 
-def _declare_qk_norms(config: ModelConfig, prefix: str) -> tuple[TensorSpec, TensorSpec] | None:
+def _declare_qk_norms(
+    config: ModelConfig, heads: HeadShape, prefix: str
+) -> tuple[TensorSpec, TensorSpec] | None:
     if config.qk_norm is None:
         return None
     is_over_all_heads = config.qk_norm == "all_heads"
-    query = config.query_size if is_over_all_heads else config.head_dim
-    key = config.kv_size if is_over_all_heads else config.head_dim
+    query = heads.query_size if is_over_all_heads else heads.head_dim
+    key = heads.kv_size if is_over_all_heads else heads.head_dim
     return _norm(f"{prefix}.q_norm.weight", query), _norm(f"{prefix}.k_norm.weight", key)
+
+
+def _declare_delta(config: ModelConfig, shape: DeltaShape, prefix: str) -> DeltaSpec:
+    embed, heads = config.hidden_size, shape.num_value_heads
+    parts = [
+        ("in_proj_qkv", shape.num_channels),
+        ("in_proj_z", shape.value_width),
+        ("in_proj_a", heads),
+        ("in_proj_b", heads),
+    ]
+    mixed, gate, *rates = _declare_linears(prefix, parts, embed, has_bias=False)
+    (out,) = _declare_linears(prefix, [("out_proj", embed)], shape.value_width, has_bias=False)
+    conv = shape.num_channels, 1, shape.num_inputs
+    return DeltaSpec(
+        mixed=mixed,
+        gate=gate,
+        rates=(rates[0], rates[1]),
+        conv=TensorSpec(name=f"{prefix}.conv1d.weight", shape=conv, kind="filter"),
+        decay=TensorSpec(name=f"{prefix}.A_log", shape=(heads,), kind="decay"),
+        decay_bias=TensorSpec(name=f"{prefix}.dt_bias", shape=(heads,), kind="bias"),
+        norm=TensorSpec(name=f"{prefix}.norm.weight", shape=(shape.value_size,), kind="scale"),
+        out=out,
+    )
 
 
 def _declare_mlp(config: ModelConfig, index: int) -> GatedMLPSpec | ExpertMLPSpec:

@@ -4,10 +4,12 @@ Owns the bounds of all sizes, and what follows from the sizes. Invariant: a `Mod
 read is within bounds and describes the model's arithmetic completely.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 from cadenza.checkpoint.dtypes import WeightDType, item_bytes
+from cadenza.checkpoint.layer_kind import DeltaShape, HeadShape, KVGroup, LayerKind
 from cadenza.checkpoint.mtp_layout import MTPLayout
 from cadenza.checkpoint.rope_config import RopeConfig
 from cadenza.config import KVCacheDType
@@ -25,17 +27,6 @@ Activation = Literal["silu", "gelu_tanh", "gelu"]
 
 QKNorm = Literal["head", "all_heads"]
 """Norm of queries and keys: of each head, or over all query heads (all key heads) of a token."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerKind:
-    """A layer's attention window in tokens (None for full attention), whether it applies rotary
-    positions, and whether its MLP is a mixture of experts.
-    """
-
-    window: int | None = None
-    has_rope: bool = True
-    has_experts: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +69,9 @@ class ModelConfig:
         has_post_norms: norms at the output of attention and of the MLP, before the residual sum.
         norm_adds_one: norms multiply by 1 + weight instead of weight.
         has_fused_tensors: q, k and v are stored as one tensor, and gate and up as another.
-        attention_scale: factor of the attention scores; None is 1 / sqrt(`head_dim`).
+        has_attention_gate: attention's output is multiplied by the sigmoid of a projection of its
+            input, which is stored with the queries: for each head, its query and then its gate.
+        attention_scale: factor of the attention scores; None is 1 / sqrt(head dim).
         attention_soft_cap: scores become cap * tanh(score / cap).
         logit_soft_cap: the same for logits, after the division by `logit_divisor`.
         embedding_scale: factor of the token embeddings.
@@ -114,6 +107,7 @@ class ModelConfig:
     has_attention_out_bias: bool = False
     has_mlp_bias: bool = False
     has_fused_tensors: bool = False
+    has_attention_gate: bool = False
     attention_scale: float | None = None
     attention_soft_cap: float | None = None
     logit_soft_cap: float | None = None
@@ -130,14 +124,25 @@ class ModelConfig:
     bos_token_id: int | None = None
 
     @property
-    def query_size(self) -> int:
-        """Total width of the query heads, Hq * D."""
-        return self.num_heads * self.head_dim
+    def heads(self) -> HeadShape:
+        """The heads of layers whose kind has none of its own."""
+        return HeadShape(
+            num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim
+        )
+
+    def heads_of(self, kind: LayerKind) -> HeadShape:
+        """The heads of a layer with attention."""
+        return kind.heads or self.heads
+
+    def scale_of(self, heads: HeadShape) -> float:
+        """The factor of the attention scores."""
+        return self.attention_scale or 1.0 / math.sqrt(heads.head_dim)
 
     @property
-    def kv_size(self) -> int:
-        """Total width of the key heads and of the value heads, Hkv * D each."""
-        return self.num_kv_heads * self.head_dim
+    def widest_heads(self) -> HeadShape:
+        """The heads of the layer whose queries, keys and values are the widest."""
+        shapes = [self.heads_of(kind) for kind in self.layer_kinds if kind.recurrence is None]
+        return max(shapes or [self.heads], key=lambda heads: heads.query_size + 2 * heads.kv_size)
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
@@ -156,12 +161,59 @@ class ModelConfig:
             return None
         return self.rope if kind.window is None else self.window_rope or self.rope
 
+    @property
+    def kv_groups(self) -> tuple[KVGroup, ...]:
+        """The layers with attention, by the shape of their keys and values, in order of first
+        use."""
+        layers: dict[tuple[int, int], list[int]] = {}
+        for index, kind in enumerate(self.layer_kinds):
+            if kind.recurrence is None:
+                layers.setdefault(self.heads_of(kind).kv_shape, []).append(index)
+        return tuple(
+            KVGroup(num_kv_heads=heads, head_dim=size, layers=tuple(places))
+            for (heads, size), places in layers.items()
+        )
+
+    def kv_place(self, index: int) -> tuple[int, int]:
+        """The group of a layer with attention, and the layer's place in it."""
+        for number, group in enumerate(self.kv_groups):
+            if index in group.layers:
+                return number, group.layers.index(index)
+        raise ValueError(f"layer {index} has no attention")
+
+    @property
+    def recurrent_layers(self) -> tuple[int, ...]:
+        """The layers with a recurrent state, ascending."""
+        kinds = enumerate(self.layer_kinds)
+        return tuple(index for index, kind in kinds if kind.recurrence is not None)
+
+    @property
+    def recurrence(self) -> DeltaShape | None:
+        """The recurrence of all layers that have one; None if none has."""
+        kinds = (kind.recurrence for kind in self.layer_kinds)
+        return next((each for each in kinds if each is not None), None)
+
     def kv_bytes_per_token(self, dtype: WeightDType, kv_cache_dtype: KVCacheDType = "auto") -> int:
         """Bytes of one token's keys and values in all layers, for activations of `dtype`.
 
         In int8, each key and value of a head has a float32 scale.
         """
-        head = self.head_dim * item_bytes(dtype)
-        if kv_cache_dtype == "int8":
-            head = self.head_dim + item_bytes("float32")
-        return 2 * self.num_layers * self.num_kv_heads * head
+
+        def head_bytes(size: int) -> int:
+            if kv_cache_dtype == "int8":
+                return size + item_bytes("float32")
+            return size * item_bytes(dtype)
+
+        return sum(
+            2 * len(group.layers) * group.num_kv_heads * head_bytes(group.head_dim)
+            for group in self.kv_groups
+        )
+
+    def state_bytes(self, dtype: WeightDType) -> int:
+        """Bytes of one slot: the recurrent state of a sequence in all layers; 0 without any."""
+        shape = self.recurrence
+        if shape is None:
+            return 0
+        inputs = shape.num_kept_inputs * item_bytes(dtype)
+        states = shape.num_state_elements * item_bytes("float32")
+        return len(self.recurrent_layers) * (inputs + states)

@@ -21,15 +21,16 @@ from cadenza.checkpoint.declaration import (
     HEAD,
     HIDDEN_NORM,
     INPUT_PROJ,
-    TensorSpec,
     are_equal,
     check_weights,
     declare,
 )
 from cadenza.checkpoint.folder import Checkpoint
-from cadenza.checkpoint.model_config import LayerKind, ModelConfig
+from cadenza.checkpoint.layer_kind import LayerKind
+from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.mtp_layout import MTP_LAYOUTS
 from cadenza.checkpoint.stored_tensor import StoredTensor
+from cadenza.checkpoint.tensor_spec import TensorSpec
 from cadenza.checkpoint.weights import Weights
 from cadenza.errors import CheckpointError
 

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cadenza.checkpoint.config_json import CONFIG_FILE
-from cadenza.checkpoint.declaration import TensorSpec, declare
+from cadenza.checkpoint.declaration import declare
 from cadenza.checkpoint.folder import Checkpoint, OnProgress
 from cadenza.checkpoint.formats.at_load import format_at_load, is_float_until_load
 from cadenza.checkpoint.json_object import read_json_object
@@ -31,6 +31,7 @@ from cadenza.checkpoint.safetensors_writer import (
     write_shards,
 )
 from cadenza.checkpoint.stored_tensor import AnyArray
+from cadenza.checkpoint.tensor_spec import TensorSpec
 from cadenza.checkpoint.weight_format import GROUP
 from cadenza.config import Quantization
 from cadenza.errors import CheckpointError

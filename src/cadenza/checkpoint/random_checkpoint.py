@@ -19,7 +19,7 @@ import numpy as np
 
 from cadenza.checkpoint.config_json import CONFIG_FILE, parse_model_config
 from cadenza.checkpoint.config_writer import format_model_config
-from cadenza.checkpoint.declaration import EMBEDDING, FINAL_NORM, HEAD, TensorSpec, declare
+from cadenza.checkpoint.declaration import EMBEDDING, FINAL_NORM, HEAD, declare
 from cadenza.checkpoint.dtypes import FORMAT_OF_NAME, WeightDType
 from cadenza.checkpoint.json_object import parse_json_object, read_json_object
 from cadenza.checkpoint.model_config import ModelConfig
@@ -31,6 +31,7 @@ from cadenza.checkpoint.safetensors_writer import (
     write_shards,
 )
 from cadenza.checkpoint.stored_tensor import AnyArray
+from cadenza.checkpoint.tensor_spec import TensorSpec
 from cadenza.errors import CheckpointError
 
 _CHUNK_ELEMENTS = 1 << 20

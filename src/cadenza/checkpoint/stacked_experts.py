@@ -12,9 +12,10 @@ Shapes: X experts, E embed, F MLP.
 from collections.abc import Iterator
 from dataclasses import replace
 
-from cadenza.checkpoint.declaration import ExpertMLPSpec, LinearSpec, declare_layer
+from cadenza.checkpoint.declaration import declare_layer
 from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.stored_tensor import StoredTensor
+from cadenza.checkpoint.tensor_spec import ExpertMLPSpec, LinearSpec
 from cadenza.checkpoint.weights import Weights
 from cadenza.errors import CheckpointError
 

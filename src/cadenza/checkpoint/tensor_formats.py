@@ -6,14 +6,10 @@ they agree.
 
 from collections.abc import Callable, Iterable
 
-from cadenza.checkpoint.declaration import (
-    TensorKind,
-    TensorSpec,
-    declare,
-    declare_operands,
-)
+from cadenza.checkpoint.declaration import declare, declare_operands
 from cadenza.checkpoint.dtypes import WeightDType
 from cadenza.checkpoint.model_config import ModelConfig
+from cadenza.checkpoint.tensor_spec import TensorKind, TensorSpec
 from cadenza.checkpoint.weight_format import (
     FLOAT_FORMATS,
     INT4,

@@ -156,7 +156,7 @@ def _array_footprint(model: ModelConfig, traits: BackendTraits, dtype: WeightDTy
     return Footprint(
         fixed_bytes=NUM_EXTRA_LOGIT_ROWS * logit_row_bytes,
         context_bytes=_ROPE_COPIES * _WORD * sum(rotary_dims)
-        + traits.gathered_layers * 2 * _WORD * model.kv_size,
+        + traits.gathered_layers * 2 * _WORD * model.widest_heads.kv_size,
         row_bytes=logit_row_bytes,
         table_bytes=2 * _WORD,  # on the device and the host
         step_token_bytes=_SCRATCH_COPIES * _token_bytes(model, dtype),
@@ -172,7 +172,10 @@ def _token_bytes(model: ModelConfig, dtype: WeightDType) -> int:
     if model.experts is not None:
         inner = max(inner, model.experts.num_chosen * model.experts.intermediate_size)
         partial_bytes = _WORD * model.experts.num_chosen * model.hidden_size
-    widest = max(inner, model.query_size + 2 * model.kv_size, model.hidden_size)
+    heads, recurrence = model.widest_heads, model.recurrence
+    widest = max(inner, heads.query_size + 2 * heads.kv_size, model.hidden_size)
+    if recurrence is not None:
+        widest = max(widest, recurrence.num_channels + recurrence.value_width)
     return (
         _WORD * model.hidden_size + item_bytes(dtype) * (model.hidden_size + widest) + partial_bytes
     )

@@ -5,10 +5,11 @@ instructions the products of bfloat16 round in another way: the class is that of
 """
 
 from cadenza.backends.base import RunnerSetup
-from cadenza.checkpoint.declaration import TensorKind, declare
+from cadenza.checkpoint.declaration import declare
 from cadenza.checkpoint.dtypes import WeightDType
 from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.tensor_formats import format_of
+from cadenza.checkpoint.tensor_spec import TensorKind
 from cadenza.checkpoint.weights import Weights
 
 PORTABLE = "portable"

@@ -11,40 +11,63 @@ import jax
 
 from cadenza.backends.xla.layers.attention import Attention
 from cadenza.backends.xla.layers.experts import ExpertMLP
+from cadenza.backends.xla.layers.gated_delta import GatedDelta
 from cadenza.backends.xla.layers.hidden_input import HiddenInput
 from cadenza.backends.xla.layers.mlp import GatedMLP
 from cadenza.backends.xla.layers.residual import Residual, StepContext
 from cadenza.backends.xla.layers.weight_source import WeightSource
-from cadenza.backends.xla.ops.table import KVPool, Linear, OpTable
+from cadenza.backends.xla.ops.table import LayerPools, Linear, OpTable
 from cadenza.checkpoint.declaration import (
     FINAL_NORM,
-    ExpertMLPSpec,
-    GatedMLPSpec,
-    LayerSpec,
     declare_embedding,
     declare_head,
     declare_layer,
 )
 from cadenza.checkpoint.rope_factors import rope_factors
+from cadenza.checkpoint.tensor_spec import (
+    AttentionSpec,
+    DeltaSpec,
+    ExpertMLPSpec,
+    GatedMLPSpec,
+    LayerSpec,
+)
 
+MIXERS = {AttentionSpec: Attention, DeltaSpec: GatedDelta}
 FEED_FORWARDS = {GatedMLPSpec: GatedMLP, ExpertMLPSpec: ExpertMLP}
-"""By the declaration of a layer's MLP."""
+"""By the declaration of a layer's mixer, and of its MLP."""
 
 
 class Layer(NamedTuple):
-    """A token mixer, then a feed-forward."""
+    """A token mixer, then a feed-forward; a norm that the model family does not have is None."""
 
-    mixer: Attention
+    mixer_norm: Any | None  # [E]
+    mixer: Attention | GatedDelta
+    mixer_out: Linear  # [E, width of what the mixer gives]
+    mixer_post_norm: Any | None  # [E]
     feed_forward: GatedMLP | ExpertMLP
 
     @classmethod
     def load(cls, source: WeightSource, layer: LayerSpec) -> "Layer":
-        feed_forward = FEED_FORWARDS[type(layer.mlp)]
-        return cls(Attention.load(source, layer), feed_forward.load(source, layer))
+        mixer: Any = MIXERS[type(layer.mixer)]
+        return cls(
+            mixer_norm=source.optional_norm(layer.mixer_norm),
+            mixer=mixer.load(source, layer.mixer),
+            mixer_out=source.linear(layer.mixer.out),
+            mixer_post_norm=source.optional_norm(layer.mixer_post_norm),
+            feed_forward=FEED_FORWARDS[type(layer.mlp)].load(source, layer),
+        )
+
+    def mix(
+        self, context: StepContext, index: int, stream: Residual, pools: LayerPools
+    ) -> tuple[jax.Array, LayerPools]:
+        """What the mixer gives, as activations [T, ·], and the pools with what it keeps."""
+        normed = stream.normed(context.ops, self.mixer_norm)
+        return self.mixer.mix(context, index, normed, pools)
 
     def add(self, ops: OpTable, mixed: jax.Array, stream: Residual) -> Residual:
         """The stream with the outputs of both, from what the mixer gave."""
-        return self.feed_forward.add(ops, self.mixer.add(ops, mixed, stream))
+        stream = stream.plus(ops, mixed, self.mixer_out, self.mixer_post_norm)
+        return self.feed_forward.add(ops, stream)
 
 
 class DecoderWeights(NamedTuple):
@@ -71,7 +94,7 @@ class LayerOutputs(NamedTuple):
     """
 
     hidden: jax.Array  # [L, E], after the final norm, as activations
-    pool: KVPool
+    pools: LayerPools
     kept: jax.Array | None = None  # [T, E]
 
 
@@ -120,7 +143,7 @@ def enter_stream(
 def run_layers(
     context: StepContext,
     weights: DecoderWeights,
-    pool: KVPool,
+    pools: LayerPools,
     read_hidden: jax.Array | None = None,
     *,
     keeps_hidden: bool = False,
@@ -131,16 +154,16 @@ def run_layers(
     stream = Residual(enter_stream(context, weights, read_hidden), step.num_tokens)
     last = len(weights.layers) - 1
     for index, layer in enumerate(weights.layers):
-        mixed, pool = layer.mixer.mix(context, index, stream, pool)
+        mixed, pools = layer.mix(context, index, stream, pools)
         if index == last and not keeps_hidden:
-            # The KV is written; after it only the logit rows are needed.
+            # KV and states are written; after them only the logit rows are needed.
             mixed, stream = ops.take_logit_rows(mixed, step), stream.logit_rows(ops, step)
         stream = layer.add(ops, mixed, stream)
     if not keeps_hidden:
-        return LayerOutputs(stream.normed(ops, weights.final_norm), pool)
+        return LayerOutputs(stream.normed(ops, weights.final_norm), pools)
     layout = context.model.mtp_layout
     if layout is not None and layout.takes_normed:
         normed = stream.normed(ops, weights.final_norm)
-        return LayerOutputs(ops.take_logit_rows(normed, step), pool, normed)
+        return LayerOutputs(ops.take_logit_rows(normed, step), pools, normed)
     rows = stream.logit_rows(ops, step)
-    return LayerOutputs(rows.normed(ops, weights.final_norm), pool, stream.x)
+    return LayerOutputs(rows.normed(ops, weights.final_norm), pools, stream.x)

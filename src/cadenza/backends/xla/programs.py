@@ -27,6 +27,7 @@ from cadenza.backends.xla.layers.residual import StepContext
 from cadenza.backends.xla.ops.table import (
     DecoderSpec,
     KVPool,
+    LayerPools,
     Linear,
     OpTable,
     RuleArrays,
@@ -87,7 +88,7 @@ class RowState(NamedTuple):
 class DeviceState(NamedTuple):
     """Donated, whole or its rows, to every program that changes it, which returns it updated."""
 
-    pool: KVPool
+    pools: LayerPools
     rows: RowState
     kept_hidden: Any = None  # [slots, E], of a runner that keeps hidden states
     own_hidden: Any = None  # [R, E], of a runner that reads them
@@ -153,7 +154,7 @@ class StepProgram:
         state, arrays, read_hidden = self._enter(state, wire, kept)
 
         def decode(table: OpTable) -> tuple[jax.Array, LayerOutputs]:
-            made = self._run_layers(table, weights, state.pool, arrays, read_hidden)
+            made = self._run_layers(table, weights, state.pools, arrays, read_hidden)
             return table.next_tokens(made.hidden, weights.lm_head, arrays), made
 
         result, made = self.ops.compute(decode)
@@ -167,7 +168,7 @@ class StepProgram:
         """(weights, state, wire [·]) to (state, last hidden states [L, E])."""
         state, arrays, _ = self._enter(state, wire, None)
         made = self.ops.compute(
-            lambda table: self._run_layers(table, weights, state.pool, arrays, None)
+            lambda table: self._run_layers(table, weights, state.pools, arrays, None)
         )
         return self._with_states(state, arrays, made), made.hidden
 
@@ -201,12 +202,12 @@ class StepProgram:
         self,
         table: OpTable,
         weights: DecoderWeights,
-        pool: KVPool,
+        pools: LayerPools,
         arrays: StepArrays,
         read_hidden: jax.Array | None,
     ) -> LayerOutputs:
         context = StepContext(table, self.spec.model, arrays, weights.ropes)
-        return run_layers(context, weights, pool, read_hidden, keeps_hidden=self.keeps_hidden)
+        return run_layers(context, weights, pools, read_hidden, keeps_hidden=self.keeps_hidden)
 
     def _with_states(
         self, state: DeviceState, arrays: StepArrays, made: LayerOutputs
@@ -217,7 +218,7 @@ class StepProgram:
             kept = keep_states(kept, made.kept, arrays.tokens.slots, dtype)
         if own is not None:
             own = keep_newest(own, made.hidden, arrays.logits, dtype)
-        return state._replace(pool=made.pool, kept_hidden=kept, own_hidden=own)
+        return state._replace(pools=made.pools, kept_hidden=kept, own_hidden=own)
 
 
 def _step_arrays(shape: StepLayout, wire: jax.Array, rows: RowState) -> StepArrays:
@@ -284,9 +285,10 @@ def copy_function(ops: OpTable, page_size: int) -> Callable[..., DeviceState]:
                     return jax.lax.dynamic_update_slice_in_dim(side, part, slots[1], 0)
 
                 history, kept = jax.tree.map(copy, (state.rows.token_history, state.kept_hidden))
-                pool = ops.copy_slots(state.pool, *slots, size)
+                kv = tuple(ops.copy_slots(pool, *slots, size) for pool in state.pools.kv)
                 rows = state.rows._replace(token_history=history)
-                return state._replace(pool=pool, rows=rows, kept_hidden=kept)
+                pools = state.pools._replace(kv=kv)
+                return state._replace(pools=pools, rows=rows, kept_hidden=kept)
 
             return jax.lax.fori_loop(0, (num_tokens + size - 1) // size, copy_block, state)
 
@@ -295,9 +297,9 @@ def copy_function(ops: OpTable, page_size: int) -> Callable[..., DeviceState]:
     return copy_pages
 
 
-def page_arrays(state: DeviceState) -> tuple[KVPool, Any, Any | None]:
+def page_arrays(state: DeviceState) -> tuple[tuple[KVPool, ...], Any, Any | None]:
     """What a page consists of: its part of each of these arrays, along the first axis."""
-    return state.pool, state.rows.token_history, state.kept_hidden
+    return state.pools.kv, state.rows.token_history, state.kept_hidden
 
 
 def read_function(num_pages: int) -> Callable[..., Any]:
@@ -331,9 +333,9 @@ def write_function(num_pages: int) -> Callable[..., DeviceState]:
                 changed = jax.lax.dynamic_update_slice_in_dim(by_page, part, pages[index], 0)
                 return changed.reshape(array.shape)
 
-            pool, history, kept = jax.tree.map(write, page_arrays(state), parts)
-            rows = state.rows._replace(token_history=history)
-            return state._replace(pool=pool, rows=rows, kept_hidden=kept)
+            kv, history, kept = jax.tree.map(write, page_arrays(state), parts)
+            rows, pools = state.rows._replace(token_history=history), state.pools._replace(kv=kv)
+            return state._replace(pools=pools, rows=rows, kept_hidden=kept)
 
         return jax.lax.fori_loop(0, count, write_page, state)
 
@@ -353,6 +355,14 @@ def state_function(ops: OpTable, spec: DecoderSpec, setup: RunnerSetup) -> Calla
         like = jax.eval_shape(lambda: new_states(num_slots, width, spec.dtype))
         return ops.unwritten(like.shape, like.dtype)
 
+    def pools() -> LayerPools:
+        groups, model = spec.model.kv_groups, spec.model
+        kv = tuple(ops.new_kv_pool(group, limits.num_pages, setup.fill) for group in groups)
+        if model.recurrence is None:
+            return LayerPools(kv)
+        layers, num_slots = len(model.recurrent_layers), limits.num_state_slots
+        return LayerPools(kv, ops.new_state_pool(num_slots, layers, model.recurrence))
+
     def new_state() -> DeviceState:
         rows = RowState(
             jnp.zeros(limits.max_num_seqs, jnp.int32),
@@ -362,7 +372,7 @@ def state_function(ops: OpTable, spec: DecoderSpec, setup: RunnerSetup) -> Calla
         )
         reads_hidden = spec.model.reads_hidden
         return DeviceState(
-            ops.new_kv_pool(limits.num_pages, setup.fill),
+            pools(),
             rows,
             kept_states() if setup.keeps_hidden else None,
             new_states(limits.max_num_seqs, width, spec.dtype) if reads_hidden else None,

@@ -16,8 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
+from cadenza.backends.xla.reference_delta import DeltaNet, new_delta_state
 from cadenza.backends.xla.reference_rope import reference_rope
-from cadenza.checkpoint.model_config import Activation, LayerKind, ModelConfig
+from cadenza.checkpoint.layer_kind import HeadShape, LayerKind
+from cadenza.checkpoint.model_config import Activation, ModelConfig
 from cadenza.checkpoint.rope_config import RopeConfig
 from cadenza.checkpoint.weights import Weights
 
@@ -28,6 +30,9 @@ EMBEDDING = "model.embed_tokens.weight"
 
 _Cache = tuple[jax.Array, jax.Array]
 _Tensors = dict[str, jax.Array]
+
+_Chunk = tuple[jax.Array, jax.Array]
+"""The position of its first token, and the index of its last one that is not padding."""
 
 _LAYER_TENSOR = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
@@ -63,13 +68,16 @@ class ReferenceModel:
 
     def start(self) -> None:
         """Resets to an empty sequence; the next token is at position 0."""
-        model = self._model
-        shape = (self._context, model.num_kv_heads, model.head_dim)
-        self._caches = [
-            (jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.float32))
-            for _ in range(model.num_layers)
-        ]
+        self._caches = [self._new_cache(kind) for kind in self._model.layer_kinds]
         self._length = 0
+
+    def _new_cache(self, kind: LayerKind) -> _Cache:
+        """Keys and values, or the state of a recurrence."""
+        if kind.recurrence is not None:
+            return new_delta_state(kind.recurrence)
+        heads = self._model.heads_of(kind)
+        shape = (self._context, heads.num_kv_heads, heads.head_dim)
+        return jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.float32)
 
     def append(self, token_ids: list[int]) -> npt.NDArray[np.float32]:
         """Appends tokens to the sequence; returns the logits [V] after the last one."""
@@ -91,7 +99,7 @@ class ReferenceModel:
         x = self._embed(self._outer, token_ids)
         for index, kind in enumerate(self._model.layer_kinds):
             x, self._caches[index] = self._apply_layer(
-                self._layers[index], x, self._caches[index], start, kind=kind
+                self._layers[index], x, self._caches[index], (start, last), kind=kind
             )
         return self._logits(self._outer, x, last)
 
@@ -99,12 +107,16 @@ class ReferenceModel:
         return outer[EMBEDDING][token_ids] * self._model.embedding_scale  # [C, E]
 
     def _layer(
-        self, layer: _Tensors, x: jax.Array, cache: _Cache, start: jax.Array, *, kind: LayerKind
+        self, layer: _Tensors, x: jax.Array, cache: _Cache, chunk: _Chunk, *, kind: LayerKind
     ) -> tuple[jax.Array, _Cache]:
         model, names = self._model, _norm_names(self._model)
-        hidden = self._norm(x, layer.get(names.before_attention))
-        attended, new_cache = self._attention(layer, hidden, cache, start, kind)
-        x = x + model.residual_scale * self._norm(attended, layer.get(names.after_attention))
+        hidden = self._norm(x, layer.get(names.before_mixer))
+        if kind.recurrence is None:
+            mixed, new_cache = self._attention(layer, hidden, cache, chunk[0], kind)
+        else:
+            net = DeltaNet(kind.recurrence, layer, model.rms_norm_eps)
+            mixed, new_cache = net.apply(hidden, cache, chunk[1])
+        x = x + model.residual_scale * self._norm(mixed, layer.get(names.after_mixer))
         hidden = self._norm(x, layer.get(names.before_mlp))
         projected = (self._mixture if kind.has_experts else self._mlp)(layer, hidden)
         x = x + model.residual_scale * self._norm(projected, layer.get(names.after_mlp))
@@ -151,43 +163,50 @@ class ReferenceModel:
         kind: LayerKind,
     ) -> tuple[jax.Array, _Cache]:
         model, count = self._model, len(x)
-        query, key, value = self._query_key_value(layer, x)
+        heads = model.heads_of(kind)
+        query, key, value, gate = self._query_key_value(layer, x, heads)
         rope = self._ropes[model.ropes.index(model.rope_of(kind))]
         factors = jax.lax.dynamic_slice_in_dim(rope, start, count)
         query, key = _turn(query, factors), _turn(key, factors)
         keys = jax.lax.dynamic_update_slice(cache[0], key, (start, 0, 0))  # [N, Hkv, D]
         values = jax.lax.dynamic_update_slice(cache[1], value, (start, 0, 0))
-        groups = model.num_heads // model.num_kv_heads
+        groups = heads.num_heads // heads.num_kv_heads
         wide_keys, wide_values = (jnp.repeat(side, groups, axis=1) for side in (keys, values))
         scores = jnp.einsum("chd,nhd->hcn", query, wide_keys, precision="highest")
-        scale = model.attention_scale or 1.0 / np.sqrt(model.head_dim)
+        scale = model.attention_scale or 1.0 / np.sqrt(heads.head_dim)
         scores = _capped(scores * scale, model.attention_soft_cap)
         ages = start + jnp.arange(count)[:, None] - jnp.arange(self._context)[None, :]  # [C, N]
         visible = (ages >= 0) & (ages < (kind.window or self._context))
         weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
         mixed = jnp.einsum("hcn,nhd->chd", weights, wide_values, precision="highest")
+        if gate is not None:
+            mixed = mixed / (1.0 + jnp.exp(-gate))
         return _project(layer, "self_attn.o_proj", mixed.reshape(count, -1)), (keys, values)
 
     def _query_key_value(
-        self, layer: _Tensors, x: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Query, key and value heads [C, H, D], with the model's query and key norms applied."""
+        self, layer: _Tensors, x: jax.Array, heads: HeadShape
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+        """Query, key and value heads [C, H, D], with the model's query and key norms applied, and
+        the gates of the outputs."""
         model = self._model
         if model.has_fused_tensors:
             fused = _project(layer, "self_attn.qkv_proj", x)
-            sizes = [model.query_size, model.query_size + model.kv_size]
+            sizes = [heads.query_size, heads.query_size + heads.kv_size]
             query, key, value = jnp.split(fused, sizes, axis=-1)
         else:
             query, key, value = (_project(layer, f"self_attn.{n}_proj", x) for n in "qkv")
+        gate = None
+        if model.has_attention_gate:
+            query, gate = jnp.split(query.reshape(len(x), heads.num_heads, -1), 2, axis=-1)
         norms = [layer.get(f"self_attn.{n}_norm.weight") for n in "qk"]
         if model.qk_norm == "all_heads":
             query, key = self._norm(query, norms[0]), self._norm(key, norms[1])
         query, key, value = (
-            part.reshape(len(x), -1, model.head_dim) for part in (query, key, value)
+            part.reshape(len(x), -1, heads.head_dim) for part in (query, key, value)
         )
         if model.qk_norm == "head":
             query, key = self._norm(query, norms[0]), self._norm(key, norms[1])
-        return query, key, value
+        return query, key, value, gate
 
     def _norm(self, x: jax.Array, weight: jax.Array | None) -> jax.Array:
         """The RMS norm of x; x itself if `weight` is None."""
@@ -205,8 +224,8 @@ class _NormNames(NamedTuple):
     otherwise the norm before the MLP.
     """
 
-    before_attention: str
-    after_attention: str
+    before_mixer: str
+    after_mixer: str
     before_mlp: str
     after_mlp: str
 
@@ -214,8 +233,8 @@ class _NormNames(NamedTuple):
 def _norm_names(model: ModelConfig) -> _NormNames:
     second = "post_attention_layernorm.weight"
     return _NormNames(
-        before_attention="input_layernorm.weight",
-        after_attention=second if model.has_post_norms else "",
+        before_mixer="input_layernorm.weight",
+        after_mixer=second if model.has_post_norms else "",
         before_mlp="pre_feedforward_layernorm.weight" if model.has_post_norms else second,
         after_mlp="post_feedforward_layernorm.weight",
     )

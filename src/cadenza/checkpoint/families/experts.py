@@ -16,6 +16,7 @@ from cadenza.checkpoint.families.family import (
     shortest_pattern,
 )
 from cadenza.checkpoint.json_object import JsonObject, shorten
+from cadenza.checkpoint.layer_kind import LayerKind
 from cadenza.checkpoint.model_config import (
     MAX_EXPERTS,
     MAX_LAYERS,
@@ -23,7 +24,6 @@ from cadenza.checkpoint.model_config import (
     MAX_WIDTH,
     ExpertNames,
     ExpertsConfig,
-    LayerKind,
     ModelConfig,
 )
 from cadenza.checkpoint.mtp_layout import DEEPSEEK_MTP, QWEN_MTP

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cadenza.checkpoint.json_object import JsonObject, shorten
-from cadenza.checkpoint.model_config import LayerKind, ModelConfig
+from cadenza.checkpoint.layer_kind import LayerKind
+from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.mtp_layout import MTPLayout
 from cadenza.checkpoint.rope_config import MAX_POSITIONS, RopeConfig, RopeRules, read_rope
 from cadenza.errors import CheckpointError

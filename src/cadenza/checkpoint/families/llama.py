@@ -24,7 +24,8 @@ from cadenza.checkpoint.families.family import (
     shortest_pattern,
 )
 from cadenza.checkpoint.json_object import JsonObject
-from cadenza.checkpoint.model_config import MAX_LAYERS, LayerKind, ModelConfig
+from cadenza.checkpoint.layer_kind import LayerKind
+from cadenza.checkpoint.model_config import MAX_LAYERS, ModelConfig
 from cadenza.checkpoint.rope_config import LongRopeScaling
 from cadenza.errors import CheckpointError
 

@@ -7,11 +7,11 @@ Shapes: N out, K in, S stored groups of K.
 
 from functools import partial
 
-from cadenza.checkpoint.declaration import TensorSpec
 from cadenza.checkpoint.formats.grouped import Bytes, CodeLayout, unpack_codes
 from cadenza.checkpoint.formats.scheme import ModuleTensors, QuantisationScheme, read_group_size
 from cadenza.checkpoint.json_object import JsonObject, shorten
 from cadenza.checkpoint.stored_tensor import AnyArray, StoredWeight
+from cadenza.checkpoint.tensor_spec import TensorSpec
 from cadenza.checkpoint.weights import Weights
 from cadenza.errors import CheckpointError
 

@@ -15,7 +15,6 @@ from typing import cast
 
 import numpy as np
 
-from cadenza.checkpoint.declaration import TensorSpec
 from cadenza.checkpoint.formats.float8 import Block, check_block, find_float8
 from cadenza.checkpoint.formats.grouped import (
     MXFP4_GROUP,
@@ -35,6 +34,7 @@ from cadenza.checkpoint.stored_tensor import (
     StoredTensor,
     StoredWeight,
 )
+from cadenza.checkpoint.tensor_spec import TensorSpec
 from cadenza.checkpoint.weight_format import GROUP
 from cadenza.checkpoint.weights import Weights
 from cadenza.errors import CheckpointError

@@ -12,12 +12,12 @@ from typing import Literal
 
 import numpy as np
 
-from cadenza.checkpoint.declaration import TensorSpec
 from cadenza.checkpoint.dtypes import StoredDType
 from cadenza.checkpoint.float8_weight import BLOCK, Float8Weight, scales_of_blocks
 from cadenza.checkpoint.formats.scheme import SCALE_DTYPES, ModuleTensors, QuantisationScheme
 from cadenza.checkpoint.json_object import JsonObject, shorten
 from cadenza.checkpoint.stored_tensor import StoredTensor, StoredWeight
+from cadenza.checkpoint.tensor_spec import TensorSpec
 from cadenza.checkpoint.weight_format import FLOAT8
 from cadenza.checkpoint.weights import Weights
 from cadenza.errors import CheckpointError

@@ -12,13 +12,13 @@ from re import Pattern
 
 import numpy as np
 
-from cadenza.checkpoint.declaration import TensorSpec
 from cadenza.checkpoint.formats.grouped import Bits, Bytes, CodeLayout, as_bits, unpack_codes
 from cadenza.checkpoint.formats.scheme import ModuleTensors, QuantisationScheme, read_group_size
 from cadenza.checkpoint.formats.targets import MAX_TARGETS, compile_pattern
 from cadenza.checkpoint.json_object import JsonObject, shorten
 from cadenza.checkpoint.quantised_weight import InputOrder, QuantisedWeight
 from cadenza.checkpoint.stored_tensor import AnyArray, StoredWeight
+from cadenza.checkpoint.tensor_spec import TensorSpec
 from cadenza.checkpoint.weights import Weights
 from cadenza.errors import CheckpointError
 

@@ -13,11 +13,11 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from cadenza.checkpoint.declaration import TensorSpec
 from cadenza.checkpoint.dtypes import StoredDType
 from cadenza.checkpoint.formats.scheme import ModuleTensors
 from cadenza.checkpoint.quantised_weight import QuantisedWeight
 from cadenza.checkpoint.stored_tensor import AnyArray, StoredTensor, StoredWeight
+from cadenza.checkpoint.tensor_spec import TensorSpec
 from cadenza.checkpoint.weight_format import GROUP, ScaleType, WeightFormat, code_format
 
 MXFP4_GROUP = GROUP

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from cadenza.checkpoint.declaration import TensorKind, TensorSpec, declare
+from cadenza.checkpoint.declaration import declare
 from cadenza.checkpoint.formats.at_load import with_weights_at_load
 from cadenza.checkpoint.formats.awq import read_awq
 from cadenza.checkpoint.formats.compressed_tensors import read_compressed_tensors
@@ -19,6 +19,7 @@ from cadenza.checkpoint.formats.scheme import QuantisationScheme
 from cadenza.checkpoint.json_object import JsonObject, shorten
 from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.stored_tensor import StoredScheme, StoredWeight
+from cadenza.checkpoint.tensor_spec import TensorKind, TensorSpec
 from cadenza.checkpoint.weights import Weights
 from cadenza.errors import CheckpointError
 

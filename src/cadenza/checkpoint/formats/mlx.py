@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from cadenza.checkpoint.declaration import TensorSpec
 from cadenza.checkpoint.formats.grouped import (
     MXFP4_GROUP,
     Bits,
@@ -21,6 +20,7 @@ from cadenza.checkpoint.formats.grouped import (
 from cadenza.checkpoint.formats.scheme import SCALE_DTYPES, ModuleTensors, QuantisationScheme
 from cadenza.checkpoint.json_object import JsonObject, shorten
 from cadenza.checkpoint.stored_tensor import StoredWeight
+from cadenza.checkpoint.tensor_spec import TensorSpec
 from cadenza.checkpoint.weights import Weights
 from cadenza.errors import CheckpointError
 

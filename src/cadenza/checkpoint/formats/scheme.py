@@ -7,10 +7,10 @@ Shapes: N out, S stored groups of K.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cadenza.checkpoint.declaration import TensorSpec
 from cadenza.checkpoint.dtypes import StoredDType
 from cadenza.checkpoint.json_object import JsonObject
 from cadenza.checkpoint.stored_tensor import StoredTensor, StoredWeight
+from cadenza.checkpoint.tensor_spec import TensorSpec
 from cadenza.checkpoint.weight_format import GROUP
 from cadenza.checkpoint.weights import Weights
 from cadenza.errors import CheckpointError

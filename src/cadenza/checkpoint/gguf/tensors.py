@@ -14,11 +14,6 @@ from cadenza.checkpoint.declaration import (
     EMBEDDING,
     FINAL_NORM,
     HEAD,
-    ExpertMLPSpec,
-    GatedMLPSpec,
-    LayerSpec,
-    LinearSpec,
-    TensorSpec,
     declare,
     declare_layer,
     name_some,
@@ -34,6 +29,14 @@ from cadenza.checkpoint.stored_tensor import (
     StoredScheme,
     StoredTensor,
     StoredWeight,
+)
+from cadenza.checkpoint.tensor_spec import (
+    AttentionSpec,
+    ExpertMLPSpec,
+    GatedMLPSpec,
+    LayerSpec,
+    LinearSpec,
+    TensorSpec,
 )
 from cadenza.checkpoint.weights import Weights
 from cadenza.errors import CheckpointError
@@ -95,24 +98,26 @@ def _places(config: ModelConfig, stored: Container[str]) -> Iterator[_Place]:
 
 
 def _layer_places(layer: LayerSpec, prefix: str, stored: Container[str]) -> Iterator[_Place]:
-    q_norm, k_norm = layer.qk_norms or (None, None)
+    mixer = layer.mixer
+    assert isinstance(mixer, AttentionSpec), "no architecture has other mixers"
+    q_norm, k_norm = mixer.norms or (None, None)
     norms = {
-        "attn_norm": layer.attention_norm,
+        "attn_norm": layer.mixer_norm,
         "attn_q_norm": q_norm,
         "attn_k_norm": k_norm,
-        "post_attention_norm": layer.attention_post_norm,
+        "post_attention_norm": layer.mixer_post_norm,
         "ffn_norm": layer.mlp_norm,
         "post_ffw_norm": layer.mlp_post_norm,
     }
     for name, spec in norms.items():
         if spec is not None:
             yield _Place(name=f"{prefix}.{name}.weight", shape=spec.shape, parts=(spec,))
-    if f"{prefix}.attn_qkv.weight" in stored or len(layer.qkv) == 1:
-        yield from _linear_places(f"{prefix}.attn_qkv", layer.qkv)
+    if f"{prefix}.attn_qkv.weight" in stored or len(mixer.qkv) == 1:
+        yield from _linear_places(f"{prefix}.attn_qkv", mixer.qkv)
     else:
-        for letter, linear in zip("qkv", layer.qkv, strict=True):
+        for letter, linear in zip("qkv", mixer.qkv, strict=True):
             yield from _linear_places(f"{prefix}.attn_{letter}", (linear,))
-    yield from _linear_places(f"{prefix}.attn_output", (layer.attention_out,))
+    yield from _linear_places(f"{prefix}.attn_output", (mixer.out,))
     if isinstance(layer.mlp, GatedMLPSpec):
         yield from _gated_places(layer.mlp, prefix)
     else:

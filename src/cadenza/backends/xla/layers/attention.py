@@ -4,43 +4,69 @@ from typing import Any, NamedTuple
 
 import jax
 
-from cadenza.backends.xla.layers.residual import Residual, StepContext
-from cadenza.backends.xla.layers.weight_source import WeightSource
-from cadenza.backends.xla.ops.table import AttendingLayer, HeadFactors, KVPool, Linear, OpTable
-from cadenza.checkpoint.declaration import LayerSpec
+from cadenza.backends.xla.layers.residual import StepContext
+from cadenza.backends.xla.layers.weight_source import WeightSource, rows_of
+from cadenza.backends.xla.ops.table import (
+    AttendingLayer,
+    HeadFactors,
+    HeadInputs,
+    LayerPools,
+    Linear,
+)
+from cadenza.checkpoint.tensor_spec import AttentionSpec
 
 
 class Attention(NamedTuple):
-    """The weights of one layer's attention; a norm that the model family does not have is None."""
+    """The weights of one layer's attention; what the model family does not have is None."""
 
-    norm: Any | None  # [E]
     qkv: Linear  # [(Hq + 2 Hkv) D, E]
-    qk_norms: tuple[Any, ...] | None  # [D] each, or [Hq D] and [Hkv D]
-    out: Linear  # [E, Hq D]
-    post_norm: Any | None  # [E]
+    gate: Linear | None  # [Hq D, E]
+    norms: tuple[Any, ...] | None  # [D] each, or [Hq D] and [Hkv D]
 
     @classmethod
-    def load(cls, source: WeightSource, layer: LayerSpec) -> "Attention":
-        norms = layer.qk_norms
+    def load(cls, source: WeightSource, spec: AttentionSpec) -> "Attention":
+        norms = spec.norms
+        qkv, gate = _load_gated(source, spec) if spec.has_gate else (source.linear(*spec.qkv), None)
         return cls(
-            norm=source.optional_norm(layer.attention_norm),
-            qkv=source.linear(*layer.qkv),
-            qk_norms=norms and tuple(source.norm(norm.name) for norm in norms),
-            out=source.linear(layer.attention_out),
-            post_norm=source.optional_norm(layer.attention_post_norm),
+            qkv=qkv, gate=gate, norms=norms and tuple(source.norm(norm.name) for norm in norms)
         )
 
     def mix(
-        self, context: StepContext, index: int, stream: Residual, pool: KVPool
-    ) -> tuple[jax.Array, KVPool]:
-        """What layer `index` attends to, as activations [T, Hq D], and the pool with its KV."""
-        ops, model = context.ops, context.model
+        self, context: StepContext, index: int, normed: jax.Array, pools: LayerPools
+    ) -> tuple[jax.Array, LayerPools]:
+        """What layer `index` attends to, as activations [T, Hq D], and the pools with its KV."""
+        ops, model, count = context.ops, context.model, context.step.num_tokens
         kind = model.layer_kinds[index]
         rope = context.ropes[model.ropes.index(model.rope_of(kind))]
-        qkv = ops.linear(stream.normed(ops, self.norm), self.qkv, stream.count)
-        factors, place = HeadFactors(self.qk_norms, rope), AttendingLayer(index, kind.window)
-        return ops.rope_append_attend(qkv, pool, factors, context.step, place)
+        given = HeadInputs(
+            ops.linear(normed, self.qkv, count),
+            None if self.gate is None else ops.linear(normed, self.gate, count),
+        )
+        group, place = model.kv_place(index)
+        layer = AttendingLayer(place, model.heads_of(kind), kind.window)
+        factors = HeadFactors(self.norms, rope)
+        mixed, pool = ops.rope_append_attend(given, pools.kv[group], factors, context.step, layer)
+        return mixed, pools.with_kv(group, pool)
 
-    def add(self, ops: OpTable, mixed: jax.Array, stream: Residual) -> Residual:
-        """The stream [N, E] with the output of `mixed` [N, Hq D]."""
-        return stream.plus(ops, mixed, self.out, self.post_norm)
+
+def _load_gated(source: WeightSource, spec: AttentionSpec) -> tuple[Linear, Linear]:
+    """Queries, keys and values, and the gates, which are stored behind the queries of each head."""
+    heads = source.spec.model.heads
+    query, key, value = spec.qkv
+
+    def halves(part: Any, first: int) -> list[Any]:
+        starts = (
+            (2 * head + first) * heads.head_dim for head in range(heads.num_heads)
+        )  # query, gate, query, ...
+        return [rows_of(part, start, start + heads.head_dim) for start in starts]
+
+    (both,) = source.operand((query,))
+    biases = source.biases((query,))
+    of_query, of_gate = ([half for each in biases for half in halves(each, n)] for n in (0, 1))
+    format = source.format_of((query,))
+    qkv = source.ops.load_linear(
+        [*halves(both, 0), *source.operand((key, value))],
+        [*of_query, *source.biases((key, value))],
+        format,
+    )
+    return qkv, source.ops.load_linear(halves(both, 1), of_gate, format)

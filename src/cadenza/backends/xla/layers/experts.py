@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 from cadenza.backends.xla.layers.residual import Residual
 from cadenza.backends.xla.layers.weight_source import WeightSource
 from cadenza.backends.xla.ops.table import Linear, OpTable
-from cadenza.checkpoint.declaration import ExpertMLPSpec, LayerSpec
+from cadenza.checkpoint.tensor_spec import ExpertMLPSpec, LayerSpec
 
 
 class ExpertMLP(NamedTuple):

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cadenza.backends.xla.layers.residual import Residual
-from cadenza.backends.xla.layers.weight_source import WeightSource
+from cadenza.backends.xla.layers.weight_source import WeightSource, rows_of
 from cadenza.backends.xla.ops.table import Linear, OpTable
-from cadenza.checkpoint.declaration import GatedMLPSpec, LayerSpec
 from cadenza.checkpoint.quantised_weight import HostWeight
+from cadenza.checkpoint.tensor_spec import GatedMLPSpec, LayerSpec
 
 
 class GatedMLP(NamedTuple):
@@ -47,6 +47,4 @@ def _halves(parts: Sequence[HostWeight]) -> Sequence[HostWeight]:
         return parts
     (fused,) = parts
     half = len(fused) // 2
-    if isinstance(fused, np.ndarray):
-        return fused[:half], fused[half:]
-    return fused.rows(0, half), fused.rows(half, len(fused))
+    return rows_of(fused, 0, half), rows_of(fused, half, len(fused))

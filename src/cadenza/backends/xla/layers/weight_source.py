@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from cadenza.backends.xla.ops.table import DecoderSpec, Linear, OpTable
-from cadenza.checkpoint.declaration import LinearSpec, TensorSpec
 from cadenza.checkpoint.float8_weight import Float8Weight
 from cadenza.checkpoint.quantised_weight import HostWeight, have_one_order
+from cadenza.checkpoint.tensor_spec import LinearSpec, TensorSpec
 from cadenza.checkpoint.weight_format import WeightFormat
 from cadenza.checkpoint.weights import Weights
 from cadenza.errors import CheckpointError
@@ -39,6 +39,10 @@ class WeightSource:
 
     def optional_norm(self, spec: TensorSpec | None) -> npt.NDArray[np.float32] | None:
         return None if spec is None else self.norm(spec.name)
+
+    def scale(self, spec: TensorSpec) -> npt.NDArray[np.float32]:
+        """A tensor in float32, as it is stored."""
+        return np.asarray(self.weights[spec.name]).astype(np.float32)
 
     def table(self, spec: TensorSpec) -> Linear:
         """The embedding table or the head [V, E]."""
@@ -65,3 +69,8 @@ class WeightSource:
                 f"linears are computed as one; use a checkpoint with desc_act false"
             )
         return parts
+
+
+def rows_of(part: HostWeight, start: int, stop: int) -> HostWeight:
+    """Rows [start, stop) of a weight, without a copy."""
+    return part[start:stop] if isinstance(part, np.ndarray) else part.rows(start, stop)

@@ -45,10 +45,10 @@ from cadenza.backends.xla.ops.table import (
     DecoderSpec,
     DeltaInputs,
     DeltaLayer,
-    DeltaShape,
     DeltaWeights,
     ExpertChoice,
     HeadFactors,
+    HeadInputs,
     KVPool,
     Linear,
     OpTable,
@@ -56,6 +56,7 @@ from cadenza.backends.xla.ops.table import (
     StepArrays,
     StepStates,
 )
+from cadenza.checkpoint.layer_kind import DeltaShape, KVGroup
 from cadenza.checkpoint.model_config import Activation
 from cadenza.checkpoint.quantised_weight import MOST_CODE, FloatsOrCodes, HostWeight
 from cadenza.checkpoint.weight_format import FLOAT8, WeightFormat, joined, panel_formats
@@ -152,10 +153,9 @@ class NativeOps(OpTable):
         program = self._new_program()
         return program.emit(program.unwritten(_array(shape, dtype)))
 
-    def new_kv_pool(self, num_pages: int, fill: float | None) -> KVPool:
-        model = self._model
-        head = (model.num_kv_heads, self._spec.page_size, model.head_dim)
-        shape = (num_pages, model.num_layers, *head)
+    def new_kv_pool(self, group: KVGroup, num_pages: int, fill: float | None) -> KVPool:
+        head = (group.num_kv_heads, self._spec.page_size, group.head_dim)
+        shape = (num_pages, len(group.layers), *head)
         if fill is None:
             return KVPool(self._unwritten_side(shape), self._unwritten_side(shape))
         if self._spec.has_kv_codes:
@@ -273,15 +273,15 @@ class NativeOps(OpTable):
 
     def rope_append_attend(
         self,
-        qkv: jax.Array,
+        given: HeadInputs,
         pool: KVPool,
         factors: HeadFactors,
         step: StepArrays,
         layer: AttendingLayer,
     ) -> tuple[jax.Array, KVPool]:
-        model = self._model
+        model, heads, qkv = self._model, layer.heads, given.qkv
         results = (
-            _array((len(qkv), model.query_size), self._spec.dtype),
+            _array((len(qkv), heads.query_size), self._spec.dtype),
             _array(pool.keys.shape, pool.keys.dtype),
             _array(pool.values.shape, pool.values.dtype),
         )
@@ -291,10 +291,10 @@ class NativeOps(OpTable):
             *(qkv, step.tokens.positions, step.tokens.slots),
             *(step.rows.query_starts, step.rows.kv_lens, step.page_table),
             *(factors.rope, query_norm, key_norm, pool.keys, pool.values),
-            *(None, None),  # sinks and an output gate, which no family of today has
+            *(factors.sinks, given.gate),
             layer=layer.index,
-            heads=model.num_heads,
-            scale=np.float32(self._spec.attention_scale),
+            heads=heads.num_heads,
+            scale=np.float32(model.scale_of(heads)),
             window=layer.window or _NO_WINDOW,
             soft_cap=np.float32(model.attention_soft_cap or _NO_CAP),
             norm_eps=np.float32(model.rms_norm_eps),

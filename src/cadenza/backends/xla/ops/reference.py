@@ -7,7 +7,7 @@ G query heads per KV head.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,10 +51,10 @@ from cadenza.backends.xla.ops.table import (
     AttendingLayer,
     DeltaInputs,
     DeltaLayer,
-    DeltaShape,
     DeltaWeights,
     ExpertChoice,
     HeadFactors,
+    HeadInputs,
     KVPool,
     Linear,
     OpTable,
@@ -62,6 +62,7 @@ from cadenza.backends.xla.ops.table import (
     StepArrays,
     StepStates,
 )
+from cadenza.checkpoint.layer_kind import DeltaShape, KVGroup
 from cadenza.checkpoint.model_config import Activation
 from cadenza.checkpoint.quantised_weight import HostWeight
 from cadenza.checkpoint.weight_format import FLOAT8, WeightFormat, joined
@@ -81,6 +82,15 @@ _ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
     "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
 }
+
+
+class _Block(NamedTuple):
+    """Of a block of positions: their slots and the layer, the lanes [T, B] that are attended to,
+    and the factor of the scores."""
+
+    places: Places
+    valid: jax.Array
+    scale: float
 
 
 class ReferenceOps(OpTable):
@@ -137,11 +147,10 @@ class ReferenceOps(OpTable):
         codes = [quantise_parts(own, operand) for operand in operands]
         return Linear(stack_codes(codes, orders_of(operands)), None, common, num_out)
 
-    def new_kv_pool(self, num_pages: int, fill: float | None) -> KVPool:
+    def new_kv_pool(self, group: KVGroup, num_pages: int, fill: float | None) -> KVPool:
         fill = fill or 0.0
         slots = num_pages * self._spec.page_size
-        model = self._model
-        shape = (slots, model.num_layers, model.num_kv_heads, model.head_dim)
+        shape = (slots, len(group.layers), group.num_kv_heads, group.head_dim)
         if self._spec.has_kv_codes:
             return KVPool(filled_heads(shape, fill), filled_heads(shape, fill))
         pool = jnp.full(shape, fill, self._spec.dtype)
@@ -213,30 +222,31 @@ class ReferenceOps(OpTable):
 
     def rope_append_attend(
         self,
-        qkv: jax.Array,
+        given: HeadInputs,
         pool: KVPool,
         factors: HeadFactors,
         step: StepArrays,
         layer: AttendingLayer,
     ) -> tuple[jax.Array, KVPool]:
-        model = self._model
-        heads = qkv.astype(jnp.float32).reshape(len(qkv), -1, model.head_dim)  # [T, H, D]
+        qkv, shape, eps = given.qkv, layer.heads, self._model.rms_norm_eps
+        heads = qkv.astype(jnp.float32).reshape(len(qkv), -1, shape.head_dim)  # [T, H, D]
         query, key, value = jnp.split(
-            heads, [model.num_heads, model.num_heads + model.num_kv_heads], axis=1
+            heads, [shape.num_heads, shape.num_heads + shape.num_kv_heads], axis=1
         )
         if factors.norms is not None:
             query_norm, key_norm = factors.norms
-            query = norm_heads(query, query_norm, model.rms_norm_eps)
-            key = norm_heads(key, key_norm, model.rms_norm_eps)
+            query, key = norm_heads(query, query_norm, eps), norm_heads(key, key_norm, eps)
         turns = factors.rope[step.tokens.positions]  # [T, rotary_dim]
         query, key = rotate(query, turns), rotate(key, turns)
         key, value = key.astype(self._spec.dtype), value.astype(self._spec.dtype)
         pool = _append(pool, key, value, (step.tokens.slots, layer.index))
         if not self._spec.has_kv_codes:
             query = query.astype(self._spec.dtype)
-        grouped = query.reshape(len(qkv), model.num_kv_heads, -1, model.head_dim)
-        out = self._attend(grouped, pool, step, layer)
-        return out.reshape(len(qkv), -1).astype(self._spec.dtype), pool
+        grouped = query.reshape(len(qkv), shape.num_kv_heads, -1, shape.head_dim)
+        out = self._attend(grouped, pool, step, layer, factors.sinks).reshape(len(qkv), -1)
+        if given.gate is not None:
+            out = out * jax.nn.sigmoid(given.gate.astype(jnp.float32))
+        return out.astype(self._spec.dtype), pool
 
     def new_state_pool(self, num_slots: int, num_layers: int, shape: DeltaShape) -> StatePool:
         inputs = (num_slots, num_layers, shape.num_inputs - 1, shape.num_channels)
@@ -271,14 +281,19 @@ class ReferenceOps(OpTable):
         return jnp.where(jnp.isfinite(logits), soft_cap(logits, model.logit_soft_cap), logits)
 
     def _attend(
-        self, query: jax.Array, pool: KVPool, step: StepArrays, layer: AttendingLayer
+        self,
+        query: jax.Array,
+        pool: KVPool,
+        step: StepArrays,
+        layer: AttendingLayer,
+        sinks: Any | None,
     ) -> jax.Array:
         """Online softmax over blocks at absolute positions; query and result [T, Hkv, G, D]."""
         limits = jnp.where(step.tokens.slots >= 0, step.tokens.positions + 1, 0)  # [T]
         shape = query.shape[:3]
         state = (
-            jnp.full(shape, -jnp.inf, jnp.float32),  # running maximum
-            jnp.zeros(shape, jnp.float32),  # running sum
+            _first_maximum(shape, sinks),  # running maximum
+            jnp.full(shape, 0.0 if sinks is None else 1.0, jnp.float32),  # running sum
             jnp.zeros(query.shape, jnp.float32),  # running output
         )
 
@@ -288,8 +303,12 @@ class ReferenceOps(OpTable):
             valid = (positions >= 0) & (positions < limits[:, None])
             if layer.window is not None:
                 valid &= positions >= limits[:, None] - layer.window
-            places = (self._slots(positions, valid, step), layer.index)
-            return self._attend_block(query, pool, places, valid, state)
+            own = _Block(
+                (self._slots(positions, valid, step), layer.index),
+                valid,
+                self._model.scale_of(layer.heads),
+            )
+            return self._attend_block(query, pool, own, state)
 
         _, total, out = jax.lax.fori_loop(0, self._num_blocks(limits), body, state)
         return jnp.where(limits[:, None, None, None] > 0, out / total[..., None], 0.0)
@@ -324,14 +343,14 @@ class ReferenceOps(OpTable):
         self,
         query: jax.Array,
         pool: KVPool,
-        places: Places,
-        valid: jax.Array,
+        block: "_Block",
         state: tuple[jax.Array, ...],
     ) -> tuple[jax.Array, ...]:
         """One block of the online softmax; leaves tokens without a valid lane unchanged."""
         maximum, total, out = state
-        loaded = self._load(pool, places, valid)
-        scores = self._scores(query, loaded) * self._spec.attention_scale
+        valid = block.valid
+        loaded = self._load(pool, block.places, valid)
+        scores = self._scores(query, loaded) * block.scale
         if self._model.attention_soft_cap is not None:
             scores = soft_cap(scores, self._model.attention_soft_cap)
         mask = valid[:, None, None, :]
@@ -430,3 +449,10 @@ def _einsum(subscripts: str, left: jax.Array, right: jax.Array) -> jax.Array:
         right.astype(jnp.float32),
         precision=_HIGHEST,
     )
+
+
+def _first_maximum(shape: tuple[int, ...], sinks: Any | None) -> jax.Array:
+    """[T, Hkv, G]: the score of each head's sink [Hq], or none."""
+    if sinks is None:
+        return jnp.full(shape, -jnp.inf, jnp.float32)
+    return jnp.broadcast_to(jnp.asarray(sinks, jnp.float32).reshape(shape[1:]), shape)

@@ -10,7 +10,6 @@ Of a gated delta net: Hk/Hv key and value heads · Dk/Dv their sizes · M = 2 Hk
 queries, keys, values · J inputs of its convolution · S slots of states.
 """
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -23,11 +22,12 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from cadenza.checkpoint.declaration import TensorSpec
 from cadenza.checkpoint.dtypes import WeightDType
+from cadenza.checkpoint.layer_kind import DeltaShape, HeadShape, KVGroup
 from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.quantised_weight import HostWeight
 from cadenza.checkpoint.tensor_formats import format_of
+from cadenza.checkpoint.tensor_spec import TensorSpec
 from cadenza.checkpoint.weight_format import FLOAT_FORMATS, WeightFormat
 from cadenza.config import KVCacheDType, Quantization
 from cadenza.core.step_schema import LogitInputs, RowInputs, TokenInputs, specs_of
@@ -65,10 +65,6 @@ class DecoderSpec:
     def _dtype_name(self) -> WeightDType:
         return cast(WeightDType, np.dtype(self.dtype).name)
 
-    @property
-    def attention_scale(self) -> float:
-        return self.model.attention_scale or 1.0 / math.sqrt(self.model.head_dim)
-
 
 @dataclass(frozen=True, slots=True)
 class Linear:
@@ -102,49 +98,35 @@ class HeadFactors(NamedTuple):
 
     norms: tuple[Any, ...] | None  # [D] each, or [Hq D] and [Hkv D]
     rope: Any  # [positions, rotary_dim]: cosines, then sines; no rotation without columns
+    sinks: Any | None = None  # [Hq]: a score beside those of the tokens, whose value is 0
+
+
+class HeadInputs(NamedTuple):
+    """The projections of the normed stream, as activations."""
+
+    qkv: jax.Array  # [T, (Hq + 2 Hkv) D]
+    gate: jax.Array | None = None  # [T, Hq D]: its sigmoid multiplies the output
 
 
 @dataclass(frozen=True, slots=True)
 class AttendingLayer:
-    """The layer index in the KV pool, and the sliding window.
+    """The layer's place in the KV pool of its group, its heads, and the sliding window.
 
     `window` is the most tokens that a token attends to, including itself; None is unlimited.
     """
 
     index: int
+    heads: HeadShape
     window: int | None = None
 
 
 class KVPool(NamedTuple):
-    """The KV pages of all layers: an array each, or a tree of them. Pages follow one another along
-    the first axis; the op table chooses the rest of the layout.
+    """The KV pages of the layers of a group: an array each, or a tree of them. Pages follow one
+    another along the first axis; the op table chooses the rest of the layout.
     """
 
     keys: Any
     values: Any
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeltaShape:
-    """Consecutive value heads share a key head."""
-
-    num_key_heads: int
-    num_value_heads: int
-    key_size: int
-    value_size: int
-    num_inputs: int
-
-    @property
-    def key_width(self) -> int:
-        return self.num_key_heads * self.key_size
-
-    @property
-    def value_width(self) -> int:
-        return self.num_value_heads * self.value_size
-
-    @property
-    def num_channels(self) -> int:
-        return 2 * self.key_width + self.value_width
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,6 +160,17 @@ class StatePool(NamedTuple):
 
     inputs: Any  # [S, layers, ...]: the newest J - 1 inputs of the convolution
     states: Any  # [S, layers, ...], float32
+
+
+class LayerPools(NamedTuple):
+    """What the layers keep of earlier tokens: KV of each of `ModelConfig.kv_groups`, and states of
+    models that have them."""
+
+    kv: tuple[KVPool, ...]
+    states: StatePool | None = None
+
+    def with_kv(self, group: int, pool: KVPool) -> "LayerPools":
+        return self._replace(kv=(*self.kv[:group], pool, *self.kv[group + 1 :]))
 
 
 class StepStates(NamedTuple):
@@ -280,9 +273,9 @@ class OpTable(ABC):
         return jnp.zeros(shape, dtype)
 
     @abstractmethod
-    def new_kv_pool(self, num_pages: int, fill: float | None) -> KVPool:
-        """A pool of `num_pages` with every element set to `fill`, or `unwritten`; called under
-        tracing."""
+    def new_kv_pool(self, group: KVGroup, num_pages: int, fill: float | None) -> KVPool:
+        """A pool of `num_pages` for the layers of `group`, with every element set to `fill`, or
+        `unwritten`; called under tracing."""
 
     @abstractmethod
     def copy_slots(
@@ -370,7 +363,7 @@ class OpTable(ABC):
     @abstractmethod
     def rope_append_attend(
         self,
-        qkv: jax.Array,
+        given: HeadInputs,
         pool: KVPool,
         factors: HeadFactors,
         step: StepArrays,
@@ -378,7 +371,7 @@ class OpTable(ABC):
     ) -> tuple[jax.Array, KVPool]:
         """Norms and rotates q and k, writes k and v to their slots, and computes attention.
 
-        qkv is [T, (Hq + 2 Hkv) D]. Returns activations [T, Hq D] and the pool, updated in place.
+        Returns activations [T, Hq D] and the pool, updated in place.
         """
 
     @abstractmethod

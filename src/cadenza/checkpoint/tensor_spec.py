@@ -1,0 +1,185 @@
+"""The tensors of a model as values: `TensorSpec`, and what layers are made of.
+
+Owns which linears are held and multiplied together (`operands`). Names are those of the Hugging
+Face layout; `declaration` gives a model's.
+
+Shapes: E embed, F MLP, Hq/Hkv heads, D head dim, X experts; a linear is [out, in]. Of a gated delta
+net: Hv value heads, Dv their size, M channels, J inputs of its convolution.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+TensorKind = Literal[
+    "embedding", "head", "linear", "router", "norm", "scale", "bias", "filter", "decay"
+]
+"""`norm` weights may be stored less 1 (`ModelConfig.norm_adds_one`); a `scale` norm never is.
+`filter`: of a depthwise convolution. `decay`: the logarithm of a rate."""
+
+_FIRST_LAYER = "model.layers.0."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """One tensor, by its name in the Hugging Face layout."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: TensorKind
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def is_in_first_layer(self) -> bool:
+        return self.name.startswith(_FIRST_LAYER)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearSpec:
+    """One stored linear: its weight [out, in] and optional bias [out]."""
+
+    name: str
+    num_out: int
+    num_in: int
+    has_bias: bool = False
+    kind: TensorKind = "linear"
+
+    @property
+    def weight(self) -> str:
+        return f"{self.name}.weight"
+
+    @property
+    def bias(self) -> str | None:
+        return f"{self.name}.bias" if self.has_bias else None
+
+    @property
+    def weight_spec(self) -> TensorSpec:
+        return TensorSpec(name=self.weight, shape=(self.num_out, self.num_in), kind=self.kind)
+
+    def tensors(self) -> Iterator[TensorSpec]:
+        yield self.weight_spec
+        if self.bias is not None:
+            yield TensorSpec(name=self.bias, shape=(self.num_out,), kind="bias")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatedMLPSpec:
+    """down(activation(gate(x)) * up(x))."""
+
+    gate_up: tuple[LinearSpec, ...]  # gate and up, or one fused linear
+    down: LinearSpec
+
+    def tensors(self) -> Iterator[TensorSpec]:
+        for linear in (*self.gate_up, self.down):
+            yield from linear.tensors()
+
+    def operands(self) -> Iterator["OperandSpec"]:
+        yield OperandSpec(linears=self.gate_up)
+        yield OperandSpec(linears=(self.down,))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertMLPSpec:
+    """A mixture of experts: a router and its gated MLPs."""
+
+    router: LinearSpec  # [X, E]
+    experts: tuple[GatedMLPSpec, ...]
+
+    def tensors(self) -> Iterator[TensorSpec]:
+        yield from self.router.tensors()
+        for expert in self.experts:
+            yield from expert.tensors()
+
+    def operands(self) -> Iterator["OperandSpec"]:
+        yield OperandSpec(linears=tuple(each for expert in self.experts for each in expert.gate_up))
+        yield OperandSpec(linears=tuple(expert.down for expert in self.experts))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec:
+    """The tensors of attention; None for norms that the family does not have.
+
+    With `has_gate`, the linear of the queries has twice as many outputs: for each head its query,
+    then the gate of its output.
+    """
+
+    qkv: tuple[LinearSpec, ...]  # q, k and v, or one fused linear
+    norms: tuple[TensorSpec, TensorSpec] | None
+    out: LinearSpec
+    has_gate: bool = False
+
+    def tensors(self) -> Iterator[TensorSpec]:
+        """All tensors in order of use."""
+        for linear in self.qkv:
+            yield from linear.tensors()
+        yield from self.norms or ()
+        yield from self.out.tensors()
+
+    def operands(self) -> Iterator["OperandSpec"]:
+        yield OperandSpec(linears=self.qkv, are_side_by_side=True)
+        yield OperandSpec(linears=(self.out,))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaSpec:
+    """The tensors of a gated delta net."""
+
+    mixed: LinearSpec  # [M, E]: queries, keys and values
+    gate: LinearSpec  # [Hv Dv, E]
+    rates: tuple[LinearSpec, LinearSpec]  # [Hv, E] each: of the decays, and of the write strengths
+    conv: TensorSpec  # [M, 1, J]
+    decay: TensorSpec  # [Hv]: ln(-rate)
+    decay_bias: TensorSpec  # [Hv]
+    norm: TensorSpec  # [Dv]
+    out: LinearSpec  # [E, Hv Dv]
+
+    def tensors(self) -> Iterator[TensorSpec]:
+        """All tensors in order of use."""
+        for linear in (self.mixed, self.gate, *self.rates):
+            yield from linear.tensors()
+        yield from (self.conv, self.decay, self.decay_bias, self.norm)
+        yield from self.out.tensors()
+
+    def operands(self) -> Iterator["OperandSpec"]:
+        for linears in ((self.mixed,), (self.gate,), self.rates, (self.out,)):
+            yield OperandSpec(linears=linears)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSpec:
+    """The tensors of one decoder layer; None for norms that the family does not have."""
+
+    mixer_norm: TensorSpec | None
+    mixer: AttentionSpec | DeltaSpec
+    mixer_post_norm: TensorSpec | None
+    mlp_norm: TensorSpec | None
+    mlp: GatedMLPSpec | ExpertMLPSpec
+    mlp_post_norm: TensorSpec | None
+
+    def tensors(self) -> Iterator[TensorSpec]:
+        """All tensors in order of use."""
+        yield from filter(None, [self.mixer_norm])
+        yield from self.mixer.tensors()
+        yield from filter(None, [self.mixer_post_norm, self.mlp_norm])
+        yield from self.mlp.tensors()
+        yield from filter(None, [self.mlp_post_norm])
+
+    def operands(self) -> Iterator["OperandSpec"]:
+        """The linears that are held together."""
+        yield from self.mixer.operands()
+        yield from self.mlp.operands()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperandSpec:
+    """Linears that are held in one type: those of one input, or those of all experts.
+
+    Only those side by side may be in several formats of codes.
+    """
+
+    linears: tuple[LinearSpec, ...]
+    are_side_by_side: bool = False
