@@ -17,9 +17,9 @@ ROOT = "(modules)"
 
 MAX_LINES: Mapping[str, int] = {
     ROOT: 2_350,
-    "backends": 9_400,  # layers with recurrent state, GPUs
+    "backends": 10_600,  # kinds of layers, GPUs
     "bench": 3_100,
-    "checkpoint": 10_300,
+    "checkpoint": 11_600,  # the families of 2026
     "cli": 5_600,
     "core": 6_400,
     "engine": 6_000,

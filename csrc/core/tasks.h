@@ -39,7 +39,8 @@ struct GatedTask {
 struct RouteTask {
   LinearTask product;  // n = X; residual and out unused
   int64_t num_chosen;
-  bool over_chosen;  // softmax over the chosen experts only, not over all
+  bool over_chosen;  // the weights are divided by the sum of the chosen ones
+  bool sigmoid;      // weights are sigmoids of the logits, in place of their softmax over all
   float scale;       // multiplies the weights
   int32_t* ids;      // [rows, C], in descending order of logits, ties to the lowest id
   float* weights;    // [rows, C]; NaN, with ids 0..C-1, if the largest logit is not finite

@@ -110,7 +110,7 @@ constexpr Operation kOperations[] = {
     operation<take_rows_call>("take_rows"),
     operation<linear_call>("linear scale"),
     operation<gated_linear_call>("gated_linear activation"),
-    operation<route_experts_call>("route_experts experts over_chosen scale"),
+    operation<route_experts_call>("route_experts experts over_chosen sigmoid scale"),
     operation<grouped_gated_linear_call>("grouped_gated_linear activation"),
     operation<grouped_linear_call>("grouped_linear"),
     operation<rope_append_attend_call>(

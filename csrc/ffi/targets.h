@@ -15,7 +15,7 @@ ffi::Error take_rows_call(Any x, Any count, Any indices, AnyResult out);
 ffi::Error linear_call(Any x, Any w, Any count, Any bias, Any residual, AnyResult out, float scale);
 ffi::Error gated_linear_call(Any x, Any w, Any count, Any bias, AnyResult out, int64_t activation);
 ffi::Error route_experts_call(Any x, Any w, Any count, Any bias, AnyResult ids, AnyResult weights,
-                              int64_t experts, bool over_chosen, float scale);
+                              int64_t experts, bool over_chosen, bool sigmoid, float scale);
 ffi::Error grouped_gated_linear_call(Any x, Any w, Any count, Any bias, Any ids, AnyResult out,
                                      int64_t activation);
 ffi::Error grouped_linear_call(Any x, Any w, Any count, Any bias, Any residual, Any ids,

@@ -44,6 +44,14 @@ inline float exponentials(const float* logits, int64_t experts, float largest, f
   return reduce_add(sum);
 }
 
+// Writes the sigmoids of the logits.
+inline void sigmoids(const float* logits, int64_t experts, float* out) {
+  for (int64_t i = 0; i < experts; i += kLanes) {
+    int n = int(experts - i < kLanes ? experts - i : kLanes);
+    store(out + i, sigmoid(load_some(logits + i, n)));
+  }
+}
+
 inline void write_expert_weights(const RouteTask& task, const float* exps, float total,
                                  const int32_t* ids, float* weights) {
   if (task.over_chosen) {
@@ -66,7 +74,12 @@ inline void route_row(const RouteTask& task, const float* logits, int64_t row, f
     return;
   }
   choose_experts(logits, experts, task.num_chosen, ids);
-  float total = exponentials(logits, experts, largest, exps);
+  float total = 1.0f;
+  if (task.sigmoid) {
+    sigmoids(logits, experts, exps);
+  } else {
+    total = exponentials(logits, experts, largest, exps);
+  }
   write_expert_weights(task, exps, total, ids, weights);
 }
 

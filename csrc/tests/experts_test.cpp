@@ -79,6 +79,7 @@ struct Result {
 struct Weighting {
   bool over_chosen;
   float scale;
+  bool sigmoid = false;
 };
 constexpr Weighting kPlainWeights{false, 1.0f};
 
@@ -94,6 +95,7 @@ void route(const Runtime& runtime, Layer<T>& layer, const T* x, int64_t rows, We
   task.product.w = layer.router.packed.data();
   task.num_chosen = s.chosen;
   task.over_chosen = weighting.over_chosen;
+  task.sigmoid = weighting.sigmoid;
   task.scale = weighting.scale;
   task.ids = result.ids.data();
   task.weights = result.weights.data();
@@ -278,17 +280,21 @@ void check_route(const Context& context, const Shape& shape, Weighting weighting
     std::iota(order.begin(), order.end(), 0);
     std::stable_sort(order.begin(), order.end(),
                      [&](int32_t a, int32_t b) { return logits[size_t(a)] > logits[size_t(b)]; });
+    auto score = [&](int64_t s) {
+      double logit = logits[size_t(order[size_t(s)])];
+      return weighting.sigmoid ? 1.0 / (1.0 + std::exp(-logit)) : std::exp(logit);
+    };
     double total = 0, chosen = 0;
     for (int64_t s = 0; s < shape.experts; s++) {
-      double e = std::exp(logits[size_t(order[size_t(s)])]);
+      double e = score(s);
       if (s < shape.chosen) chosen += e;
       total += e;
     }
-    double divisor = weighting.over_chosen ? chosen : total;
+    double divisor = weighting.over_chosen ? chosen : weighting.sigmoid ? 1.0 : total;
     for (int64_t s = 0; s < shape.chosen; s++) {
       size_t pair = size_t(row * shape.chosen + s);
       CHECK(result.ids[pair] == order[size_t(s)]);
-      double expected = std::exp(logits[size_t(order[size_t(s)])]) / divisor * weighting.scale;
+      double expected = score(s) / divisor * weighting.scale;
       CHECK_NEAR(result.weights[pair], expected, 2e-5 * expected);
     }
   }
@@ -297,7 +303,7 @@ void check_route(const Context& context, const Shape& shape, Weighting weighting
 TEST(route_experts_agrees_with_double_precision_in_every_weighting) {
   for (const Shape& shape : {kShape, kWide, Shape{128, 8, 48, 8}, Shape{1, 1, 3, 1}}) {
     for (Weighting weighting :
-         {kPlainWeights, {true, 1.0f}, {true, 2.5f}}) {
+         {kPlainWeights, {true, 1.0f}, {true, 2.5f}, {false, 1.5f, true}, {true, 1.0f, true}}) {
       check_route<bf16>(context, shape, weighting);
       check_route<float>(context, shape, weighting);
     }

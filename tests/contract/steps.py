@@ -48,11 +48,17 @@ class Draw:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Stream:
-    """One row's tokens, whose KV lies in `pages`, in that order."""
+    """One row's tokens, whose KV lies in `pages`, in that order.
+
+    The state behind the last token of each chunk is kept in the `state_slots` by turns, if there
+    are any.
+    """
 
     row: int
     pages: list[int]
     draw: Draw = field(default_factory=Draw)
+    state_slots: tuple[int, ...] = ()
+    state_start: int = PADDING
     num_computed: int = 0
     num_sent_pages: int = 0
     copies: list[PageCopy] = field(default_factory=list[PageCopy])
@@ -111,6 +117,11 @@ def build_inputs(chunks: Iterable[Chunk], geometry: Geometry, *, step_id: int = 
         )
         inputs.rows.kv_lens[stream.row] = chunk.end
         lengths[stream.row] = len(chunk.token_ids)
+        if stream.state_slots:
+            kept, *others = stream.state_slots
+            inputs.rows.state_starts[stream.row] = stream.state_start
+            inputs.tokens.state_slots[end - 1] = kept
+            stream.state_start, stream.state_slots = kept, (*others, kept)
         for index in range(chunk.first_new_page, len(pages)):
             updates.append((stream.row, index, pages[index]))
         if chunk.samples:

@@ -43,6 +43,7 @@ def route(call: Any, x: Any, router: Any, count: int, routing: Routing, bias: An
         bias,
         experts=np.int64(routing.num_experts),
         over_chosen=routing.over_chosen,
+        sigmoid=False,
         scale=np.float32(routing.scale),
     )
     return np.asarray(ids)[:count], np.asarray(weights)[:count]

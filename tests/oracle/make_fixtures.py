@@ -25,7 +25,7 @@ from tests.oracle.hf import compute_logits, decode_greedily
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 NUM_PROMPT_TOKENS = 80
 NUM_NEW_TOKENS = 16
-MAX_TOTAL_BYTES = 10_000_000
+MAX_TOTAL_BYTES = 16_000_000
 
 COMMON = {
     "num_hidden_layers": 3,
@@ -125,14 +125,17 @@ def write_checkpoint(folder: Path, options: dict[str, Any], seed: int) -> None:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     logit_sigma = math.sqrt(math.log(config.vocab_size)) * getattr(config, "logits_scaling", 1.0)
-    is_gemma = config.model_type.startswith("gemma")
+    adds_one = config.model_type.startswith(("gemma2", "gemma3", "qwen3_5"))
     final_gain = final_gain_of(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if "norm" in name:
                 gain = final_gain if name == "model.norm.weight" else 1.0
-                parameter.copy_(gain * (1 + 0.2 * noise) - float(is_gemma))
+                less = float(adds_one and "linear_attn" not in name)
+                parameter.copy_(gain * (1 + 0.2 * noise) - less)
+            elif name.endswith("A_log"):
+                parameter.copy_(noise - 3.0)
             elif name.endswith("bias"):
                 parameter.copy_(0.2 * noise)
             else:

@@ -22,6 +22,7 @@ from cadenza.checkpoint.model_config import (
     ModelConfig,
 )
 from cadenza.checkpoint.rope_config import MAX_POSITIONS, RopeRules
+from cadenza.checkpoint.wrapped_text import unwrap_config
 from cadenza.errors import CheckpointError
 
 CONFIG_FILE = "config.json"
@@ -124,7 +125,7 @@ def parse_model_config(values: Mapping[str, object], where: str = CONFIG_FILE) -
     Raises:
         CheckpointError: a setting is missing, out of bounds or not supported.
     """
-    raw = JsonObject(values, where)
+    raw = unwrap_config(JsonObject(values, where))
     family = _find_family(raw)
     _refuse_unsupported(raw, family)
     model = _read_mtp_layers(raw, family, _read_shared(raw, family))
@@ -222,13 +223,15 @@ def _read_shared(raw: JsonObject, family: Family) -> ModelConfig:
         default_theta=family.default_rope_theta,
         default_original=family.default_original_positions,
         may_be_partial=family.may_be_partly_rotated,
+        default_share=family.default_rotary_share,
+        has_sections=family.has_rope_sections,
         aliases=family.rope_aliases,
     )
     return ModelConfig(
         family=family.model_type,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
-        intermediate_size=raw.integer("intermediate_size", 1, MAX_WIDTH),
+        intermediate_size=raw.integer(family.width_key, 1, MAX_WIDTH, family.default_width),
         num_layers=raw.integer("num_hidden_layers", 1, MAX_LAYERS),
         num_heads=num_heads,
         num_kv_heads=_read_num_kv_heads(raw, family, num_heads),

@@ -7,7 +7,8 @@ import math
 
 from cadenza.checkpoint.config_json import ACTIVATIONS
 from cadenza.checkpoint.families import FAMILIES
-from cadenza.checkpoint.families.family import FULL, SLIDING
+from cadenza.checkpoint.families.family import FULL, LINEAR, SLIDING
+from cadenza.checkpoint.layer_kind import LayerKind
 from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.rope_config import LongRopeScaling, format_rope
 
@@ -48,7 +49,11 @@ def format_model_config(config: ModelConfig) -> dict[str, object]:
 def _format_ropes(config: ModelConfig) -> dict[str, object]:
     """One entry, or one for each kind of layer."""
     if config.window_rope is None:
-        return format_rope(config.rope, config.head_dim)
+        share = config.rope.rotary_dim / config.head_dim
+        stated = format_rope(config.rope, config.head_dim)
+        if FAMILIES[config.family].default_rotary_share != 1.0:
+            stated.setdefault("partial_rotary_factor", share)
+        return stated
     ropes = {FULL: config.rope, SLIDING: config.window_rope}
     return {kind: format_rope(rope, config.head_dim) for kind, rope in ropes.items()}
 
@@ -62,7 +67,7 @@ def _settings(config: ModelConfig) -> dict[str, object]:
         "mlp_bias": config.has_mlp_bias,
         "use_sliding_window": window is not None,
         "sliding_window": window,
-        "layer_types": [FULL if kind.window is None else SLIDING for kind in kinds],
+        "layer_types": [_type_of(kind) for kind in kinds],
         "no_rope_layers": [int(kind.has_rope) for kind in kinds],
         "query_pre_attn_scalar": _scalar_of(config.attention_scale or config.head_dim**-0.5),
         "attn_logit_softcapping": config.attention_soft_cap,
@@ -74,6 +79,15 @@ def _settings(config: ModelConfig) -> dict[str, object]:
     }
     if isinstance(scaling, LongRopeScaling):
         found["original_max_position_embeddings"] = scaling.original_max_position_embeddings
+    if (shape := config.recurrence) is not None:
+        found |= {
+            "attn_output_gate": config.has_attention_gate,
+            "linear_num_key_heads": shape.num_key_heads,
+            "linear_num_value_heads": shape.num_value_heads,
+            "linear_key_head_dim": shape.key_size,
+            "linear_value_head_dim": shape.value_size,
+            "linear_conv_kernel_dim": shape.num_inputs,
+        }
     if experts is not None:
         plain = [index for index, kind in enumerate(kinds) if not kind.has_experts]
         found |= {
@@ -82,8 +96,16 @@ def _settings(config: ModelConfig) -> dict[str, object]:
             "norm_topk_prob": experts.over_chosen,
             "decoder_sparse_step": 1,
             "mlp_only_layers": plain,
+            "shared_expert_intermediate_size": experts.shared_size,
         }
     return found
+
+
+def _type_of(kind: LayerKind) -> str:
+    """A layer's entry in `layer_types`."""
+    if kind.recurrence is not None:
+        return LINEAR
+    return FULL if kind.window is None else SLIDING
 
 
 def _scalar_of(scale: float) -> float:

@@ -161,7 +161,7 @@ def _declare_delta(config: ModelConfig, shape: DeltaShape, prefix: str) -> Delta
 def _declare_mlp(config: ModelConfig, index: int) -> GatedMLPSpec | ExpertMLPSpec:
     prefix = f"model.layers.{index}"
     if config.experts is None or not config.layer_kinds[index].has_experts:
-        return _declare_gated_mlp(config, f"{prefix}.mlp")
+        return _declare_mlp_of(config, f"{prefix}.mlp", config.intermediate_size)
     experts, prefix = config.experts, f"{prefix}.{config.experts.names.block}"
     return ExpertMLPSpec(
         router=LinearSpec(
@@ -174,6 +174,17 @@ def _declare_mlp(config: ModelConfig, index: int) -> GatedMLPSpec | ExpertMLPSpe
             _declare_expert(config.hidden_size, experts, f"{prefix}.experts.{expert}")
             for expert in range(experts.num_experts)
         ),
+        shared=_declare_mlp_of(config, f"{prefix}.{experts.names.shared}", experts.shared_size)
+        if experts.shared_size
+        else None,
+        shared_gate=LinearSpec(
+            name=f"{prefix}.{experts.names.shared}_gate",
+            num_out=1,
+            num_in=config.hidden_size,
+            kind="router",
+        )
+        if experts.has_shared_gate
+        else None,
     )
 
 
@@ -185,8 +196,8 @@ def _declare_expert(embed: int, experts: ExpertsConfig, prefix: str) -> GatedMLP
     return GatedMLPSpec(gate_up=gate_up, down=down)
 
 
-def _declare_gated_mlp(config: ModelConfig, prefix: str) -> GatedMLPSpec:
-    inner, has_bias = config.intermediate_size, config.has_mlp_bias
+def _declare_mlp_of(config: ModelConfig, prefix: str, inner: int) -> GatedMLPSpec:
+    has_bias = config.has_mlp_bias
     parts = [("gate_proj", inner), ("up_proj", inner)]  # [F, E] each
     if config.has_fused_tensors:
         parts = [("gate_up_proj", 2 * inner)]

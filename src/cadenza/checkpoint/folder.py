@@ -28,6 +28,7 @@ from cadenza.checkpoint.stacked_experts import split_stacked_experts
 from cadenza.checkpoint.stored_tensor import StoredScheme
 from cadenza.checkpoint.tokenizer_files import TokenizerFiles, read_tokenizer_files
 from cadenza.checkpoint.weights import Weights, open_weights
+from cadenza.checkpoint.wrapped_text import unwrap_config, unwrap_weights
 from cadenza.errors import CheckpointError
 from cadenza.text.tokens.tokenizer import TokenizerSource
 
@@ -183,10 +184,12 @@ def _read_known(
 
     Raises CheckpointError.
     """
+    whole, raw_config = raw_config, unwrap_config(raw_config)
     plain = {key: value for key, value in raw_config.values.items() if key not in SETTINGS}
     config = parse_model_config(plain)
     scheme = read_scheme(raw_config)
     weights = open_weights(folder, has_mtp_layers=config.num_mtp_layers > 0)
+    weights = unwrap_weights(whole, weights)
     config, weights, score_head = split_score_head(raw_config, config, weights)
     config, weights, can_generate = _as_decoder(config, weights)
     weights = split_stacked_experts(config, weights)

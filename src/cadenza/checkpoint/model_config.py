@@ -37,6 +37,7 @@ class ExpertNames:
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    shared: str = "shared_expert"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,13 +45,17 @@ class ExpertsConfig:
     """A mixture of experts: a router chooses `num_chosen` gated MLPs for each token.
 
     The chosen experts are those with the largest router logits. Their outputs are summed, weighted
-    by a softmax over all experts, or over the chosen ones if `over_chosen`.
+    by a softmax over all experts, or over the chosen ones if `over_chosen`. A shared MLP of the
+    width `shared_size`, if that is not 0, adds its output for every token, times the sigmoid of a
+    linear of the token if `has_shared_gate`.
     """
 
     num_experts: int
     num_chosen: int
     intermediate_size: int
     over_chosen: bool
+    shared_size: int = 0
+    has_shared_gate: bool = False
     names: ExpertNames = ExpertNames()
 
 

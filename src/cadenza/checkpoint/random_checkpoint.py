@@ -39,6 +39,9 @@ _NORM_NOISE = 0.2
 _BIAS_NOISE = 0.2
 _QUERY_GAIN = 2.0
 
+_MEAN_DECAY = -3.0
+"""Of ln(-rate): states remember some twenty tokens, and some of them hundreds."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Normal:
@@ -143,6 +146,10 @@ def _distribution(spec: TensorSpec, config: ModelConfig) -> _Normal:
     if spec.kind == "norm":
         gain = _final_gain(config) if spec.name == FINAL_NORM else 1.0
         return _Normal(mean=gain - float(config.norm_adds_one), sigma=_NORM_NOISE * gain)
+    if spec.kind == "scale":
+        return _Normal(mean=1.0, sigma=_NORM_NOISE)
+    if spec.kind == "decay":
+        return _Normal(mean=_MEAN_DECAY, sigma=1.0)
     if spec.kind == "bias":
         return _Normal(mean=0.0, sigma=_BIAS_NOISE)
     sigma = spec.shape[-1] ** -0.5

@@ -17,6 +17,7 @@ MAX_POSITIONS = 1 << 24
 
 _ORIGINAL = "original_max_position_embeddings"
 _REFUSED_KEYS = ("mrope_section", "short_mscale", "long_mscale", "llama_4_scaling_beta", "alpha")
+_SECTION_KEYS = ("mrope_section",)
 _MAX_FACTOR = 1e6
 
 
@@ -110,6 +111,9 @@ class RopeRules:
         default_original: the original length if it is not set at the file's top level; None takes
             the one in the scaling, or else `max_positions`.
         may_be_partial: `partial_rotary_factor` may be below 1.
+        default_share: of `partial_rotary_factor`.
+        has_sections: positions may have several coordinates (`mrope_section`), which are equal in
+            text, so that its rope is the plain one.
         aliases: (alias, rope type) pairs.
     """
 
@@ -119,6 +123,8 @@ class RopeRules:
     theta_key: str = "rope_theta"
     default_original: int | None = None
     may_be_partial: bool = False
+    default_share: float = 1.0
+    has_sections: bool = False
     aliases: tuple[tuple[str, str], ...] = ()
 
 
@@ -151,7 +157,7 @@ def read_rope(raw: JsonObject, rules: RopeRules) -> RopeConfig:
 def read_rope_entry(raw: JsonObject, source: JsonObject, rules: RopeRules) -> RopeConfig:
     """Reads the rope of one entry; the file's top level gives missing values."""
     for key in _REFUSED_KEYS:
-        if source.has(key):
+        if source.has(key) and not (rules.has_sections and key in _SECTION_KEYS):
             raise CheckpointError(
                 f"{source.where}: {key} is set, which is not supported; use another checkpoint"
             )
@@ -197,7 +203,7 @@ def _read_theta(raw: JsonObject, source: JsonObject, rules: RopeRules) -> float:
 def _read_rotary_dim(raw: JsonObject, source: JsonObject, rules: RopeRules) -> int:
     key = "partial_rotary_factor"
     holder = source if source.has(key) else raw
-    share = holder.number(key, 0.0, 1.0, 1.0)
+    share = holder.number(key, 0.0, 1.0, rules.default_share)
     if share != 1.0 and not rules.may_be_partial:
         raise CheckpointError(
             f"{holder.where}: {key} is {shorten(holder.get(key))}; supported is 1"

@@ -84,19 +84,27 @@ class GatedMLPSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertMLPSpec:
-    """A mixture of experts: a router and its gated MLPs."""
+    """A mixture of experts: a router and its gated MLPs, and one for all tokens if it has one."""
 
     router: LinearSpec  # [X, E]
     experts: tuple[GatedMLPSpec, ...]
+    shared: GatedMLPSpec | None = None
+    shared_gate: LinearSpec | None = None  # [1, E]
 
     def tensors(self) -> Iterator[TensorSpec]:
         yield from self.router.tensors()
         for expert in self.experts:
             yield from expert.tensors()
+        if self.shared is not None:
+            yield from self.shared.tensors()
+        if self.shared_gate is not None:
+            yield from self.shared_gate.tensors()
 
     def operands(self) -> Iterator["OperandSpec"]:
         yield OperandSpec(linears=tuple(each for expert in self.experts for each in expert.gate_up))
         yield OperandSpec(linears=tuple(expert.down for expert in self.experts))
+        if self.shared is not None:
+            yield from self.shared.operands()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

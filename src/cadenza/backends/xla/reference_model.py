@@ -152,7 +152,18 @@ class ReferenceModel:
             gate = _activated(_project(layer, f"{prefix}.{names.gate}", x), activation)
             inner = gate * _project(layer, f"{prefix}.{names.up}", x)
             total += chosen[:, index, None] * _project(layer, f"{prefix}.{names.down}", inner)
-        return total
+        return total + self._shared(layer, x) if experts.shared_size else total
+
+    def _shared(self, layer: _Tensors, x: jax.Array) -> jax.Array:
+        """The output of the MLP for all tokens."""
+        experts = self._model.experts
+        assert experts is not None, "the model has no experts"
+        prefix = f"{experts.names.block}.{experts.names.shared}"
+        gate = _activated(_project(layer, f"{prefix}.gate_proj", x), self._model.activation)
+        y = _project(layer, f"{prefix}.down_proj", gate * _project(layer, f"{prefix}.up_proj", x))
+        if experts.has_shared_gate:
+            y = y / (1.0 + jnp.exp(-_project(layer, f"{prefix}_gate", x)))
+        return y
 
     def _attention(
         self,

@@ -17,7 +17,7 @@ from cadenza.checkpoint.families.llama import (
     PHI3,
     SMOLLM3,
 )
-from cadenza.checkpoint.families.qwen import MIMO, QWEN2, QWEN3
+from cadenza.checkpoint.families.qwen import MIMO, QWEN2, QWEN3, QWEN35, QWEN35_MOE
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
@@ -37,6 +37,8 @@ FAMILIES: dict[str, Family] = {
         QWEN3_MOE,
         OLMOE,
         MIMO,
+        QWEN35,
+        QWEN35_MOE,
     )
 }
 

@@ -30,18 +30,18 @@ from cadenza.checkpoint.mtp_layout import DEEPSEEK_MTP, QWEN_MTP
 from cadenza.errors import CheckpointError
 
 _NUM_EXPERTS = ("num_experts", "num_local_experts")
-"""Two names of the same setting; files of all three families use either."""
+"""Two names of the same setting; files of all families use either."""
 
 _NUM_CHOSEN = "num_experts_per_tok"
-_EXPERT_KEYS = frozenset({*_NUM_EXPERTS, _NUM_CHOSEN})
+EXPERT_KEYS = frozenset({*_NUM_EXPERTS, _NUM_CHOSEN})
 _MIXTRAL_NAMES = ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2")
 _QWEN_WINDOW = 4096
 
 
-def _read_experts(
+def read_experts(
     raw: JsonObject, model: ModelConfig, default_num: int, default_chosen: int
 ) -> ExpertsConfig:
-    """Reads the settings that the three families share; the caller sets width and weighting."""
+    """Reads the settings that families with experts share; the caller sets width and weighting."""
     given = [key for key in _NUM_EXPERTS if raw.has(key)]
     key = given[0] if given else _NUM_EXPERTS[0]
     num_experts = raw.integer(key, 1, MAX_EXPERTS, default_num)
@@ -64,14 +64,14 @@ def _read_experts(
 
 
 def _read_mixtral(raw: JsonObject, model: ModelConfig) -> ModelConfig:
-    experts = replace(_read_experts(raw, model, 8, 2), names=_MIXTRAL_NAMES)
+    experts = replace(read_experts(raw, model, 8, 2), names=_MIXTRAL_NAMES)
     kind = LayerKind(window=read_window(raw, None), has_experts=True)
     return replace(model, layer_pattern=(kind,), experts=experts)
 
 
 def _read_qwen3_moe(raw: JsonObject, model: ModelConfig) -> ModelConfig:
     experts = replace(
-        _read_experts(raw, model, 128, 8),
+        read_experts(raw, model, 128, 8),
         intermediate_size=raw.integer("moe_intermediate_size", 1, MAX_WIDTH, 768),
         over_chosen=raw.flag("norm_topk_prob", False),
     )
@@ -104,7 +104,7 @@ def _read_expert_layers(raw: JsonObject, num_layers: int) -> list[bool]:
 
 
 def _read_olmoe(raw: JsonObject, model: ModelConfig) -> ModelConfig:
-    experts = _read_experts(raw, model, 64, 8)
+    experts = read_experts(raw, model, 64, 8)
     return replace(
         model,
         layer_pattern=(LayerKind(has_experts=True),),
@@ -118,7 +118,7 @@ MIXTRAL = Family(
     model_type="mixtral",
     architecture="MixtralForCausalLM",
     read=_read_mixtral,
-    own_keys=_EXPERT_KEYS | {"sliding_window"},
+    own_keys=EXPERT_KEYS | {"sliding_window"},
     experts_key="num_local_experts",
     has_kv_head_for_each_by_default=True,
     default_max_positions=131_072,
@@ -130,7 +130,7 @@ QWEN3_MOE = Family(
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
     read=_read_qwen3_moe,
-    own_keys=_EXPERT_KEYS
+    own_keys=EXPERT_KEYS
     | {"use_sliding_window", "sliding_window", "attention_bias", "norm_topk_prob"}
     | {"moe_intermediate_size", "decoder_sparse_step", "mlp_only_layers"},
     default_max_positions=32_768,
@@ -141,7 +141,7 @@ OLMOE = Family(
     model_type="olmoe",
     architecture="OlmoeForCausalLM",
     read=_read_olmoe,
-    own_keys=_EXPERT_KEYS | {"attention_bias", "norm_topk_prob"},
+    own_keys=EXPERT_KEYS | {"attention_bias", "norm_topk_prob"},
     has_kv_head_for_each_by_default=True,
     default_max_positions=4096,
     default_norm_eps=1e-5,

@@ -16,7 +16,7 @@ from cadenza.checkpoint.mtp_layout import MTPLayout
 from cadenza.checkpoint.rope_config import MAX_POSITIONS, RopeConfig, RopeRules, read_rope
 from cadenza.errors import CheckpointError
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 LAYER_KEYS = frozenset({"sliding_window", "layer_types"})
 
@@ -33,6 +33,7 @@ class Family:
         default_head_dim: None is `hidden_size / num_attention_heads`.
         default_original_positions: see `RopeRules.default_original`.
         rope_aliases: (alias, rope type) pairs in this family's files.
+        width_key: the setting of the width of MLPs.
         mtp_layouts: those that MTP layers beside the decoder may have.
     """
 
@@ -48,10 +49,14 @@ class Family:
     default_rope_theta: float = 10_000.0
     default_original_positions: int | None = None
     may_be_partly_rotated: bool = False
+    default_rotary_share: float = 1.0
+    has_rope_sections: bool = False
     rope_aliases: tuple[tuple[str, str], ...] = ()
     activation_key: str = "hidden_act"
     default_activation: str = "silu"
     experts_key: str = "num_experts"
+    width_key: str = "intermediate_size"
+    default_width: int | None = None
     ties_by_default: bool = False
     mtp_layouts: tuple[MTPLayout, ...] = ()
 

@@ -1,10 +1,15 @@
-"""Qwen2, Qwen2.5, Qwen3 and MiMo. Qwen2 has biases on q, k and v; Qwen3 norms each query and key
-head. MiMo is Qwen2 with MTP layers (multi-token prediction), and with those biases whatever
-`attention_bias` says; its published files name code in `auto_map`, which is not needed and never
-run.
+"""Qwen2, Qwen2.5, Qwen3, Qwen3.5 and its mixtures, and MiMo.
+
+Qwen2 has biases on q, k and v; Qwen3 norms each query and key head. MiMo is Qwen2 with MTP layers
+(multi-token prediction), and with those biases whatever `attention_bias` says; its published files
+name code in `auto_map`, which is not needed and never run.
 
 Qwen3 may have MTP layers beside it, as Qwen3-Next or DeepSeek-V3 stores them, which only
 speculation reads.
+
+Qwen3.5 has gated delta nets in place of attention in most layers (`layer_types`, or all but every
+`full_attention_interval`-th), gated outputs of attention, norms that multiply by 1 + weight, and a
+rope of a quarter of the head. Its mixtures have an expert for all tokens with a gate of its own.
 
 The window applies only if `use_sliding_window` is set: to the sliding layers of `layer_types`, or
 without that list to the layers from `max_window_layers` on.
@@ -12,8 +17,11 @@ without that list to the layers from `max_window_layers` on.
 
 from dataclasses import replace
 
+from cadenza.checkpoint.families.experts import EXPERT_KEYS, read_experts
 from cadenza.checkpoint.families.family import (
+    FULL,
     LAYER_KEYS,
+    LINEAR,
     Family,
     read_attention_bias,
     read_layer_kinds,
@@ -21,9 +29,17 @@ from cadenza.checkpoint.families.family import (
     refuse_other_code,
     shortest_pattern,
 )
-from cadenza.checkpoint.json_object import JsonObject
-from cadenza.checkpoint.model_config import MAX_LAYERS, ModelConfig
+from cadenza.checkpoint.json_object import JsonObject, shorten
+from cadenza.checkpoint.layer_kind import DeltaShape, LayerKind
+from cadenza.checkpoint.model_config import (
+    MAX_HEAD_DIM,
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_WIDTH,
+    ModelConfig,
+)
 from cadenza.checkpoint.mtp_layout import DEEPSEEK_MTP, MIMO_MTP, QWEN_MTP
+from cadenza.errors import CheckpointError
 
 _DEFAULT_WINDOW = 4096
 _DEFAULT_FULL_LAYERS = 28
@@ -51,6 +67,70 @@ def _read_qwen2(raw: JsonObject, model: ModelConfig) -> ModelConfig:
 
 def _read_qwen3(raw: JsonObject, model: ModelConfig) -> ModelConfig:
     return replace(_read_layers(raw, model), qk_norm="head", **read_attention_bias(raw))
+
+
+def _read_qwen35(raw: JsonObject, model: ModelConfig) -> ModelConfig:
+    if not raw.flag("attn_output_gate", True):
+        raise CheckpointError(
+            f"{raw.where}: attn_output_gate is false; supported is true; use another checkpoint"
+        )
+    shape = _read_delta_shape(raw)
+    kinds = [
+        LayerKind(recurrence=shape if each == LINEAR else None)
+        for each in _read_hybrid_types(raw, model.num_layers)
+    ]
+    return replace(
+        model,
+        layer_pattern=shortest_pattern(kinds),
+        qk_norm="head",
+        norm_adds_one=True,
+        has_attention_gate=True,
+        **read_attention_bias(raw),
+    )
+
+
+def _read_qwen35_moe(raw: JsonObject, model: ModelConfig) -> ModelConfig:
+    model = _read_qwen35(raw, model)
+    kinds = [replace(kind, has_experts=True) for kind in model.layer_pattern]
+    experts = replace(
+        read_experts(raw, model, 256, 8),
+        intermediate_size=raw.integer("moe_intermediate_size", 1, MAX_WIDTH, 512),
+        shared_size=raw.integer("shared_expert_intermediate_size", 1, MAX_WIDTH, 512),
+        has_shared_gate=True,
+    )
+    return replace(model, layer_pattern=tuple(kinds), experts=experts)
+
+
+def _read_delta_shape(raw: JsonObject) -> DeltaShape:
+    shape = DeltaShape(
+        num_key_heads=raw.integer("linear_num_key_heads", 1, MAX_HEADS, 16),
+        num_value_heads=raw.integer("linear_num_value_heads", 1, MAX_HEADS, 32),
+        key_size=raw.integer("linear_key_head_dim", 1, MAX_HEAD_DIM, 128),
+        value_size=raw.integer("linear_value_head_dim", 1, MAX_HEAD_DIM, 128),
+        num_inputs=raw.integer("linear_conv_kernel_dim", 2, MAX_HEADS, 4),
+    )
+    if shape.num_value_heads % shape.num_key_heads:
+        raise CheckpointError(
+            f"{raw.where}: linear_num_value_heads {shape.num_value_heads} is not a multiple of "
+            f"linear_num_key_heads {shape.num_key_heads}; correct one of the two"
+        )
+    return shape
+
+
+def _read_hybrid_types(raw: JsonObject, num_layers: int) -> list[object]:
+    """Each layer's type, `LINEAR` or `FULL`."""
+    interval = raw.integer("full_attention_interval", 1, MAX_LAYERS, 4)
+    default: list[object] = [
+        FULL if (index + 1) % interval == 0 else LINEAR for index in range(num_layers)
+    ]
+    types = raw.items_of("layer_types") if raw.has("layer_types") else default
+    odd = [each for each in types if each not in (FULL, LINEAR)]
+    if odd or len(types) != num_layers:
+        found = shorten(odd[0]) if odd else f"{len(types)} entries for {num_layers} layers"
+        raise CheckpointError(
+            f"{raw.where}: layer_types has {found}; supported is {FULL} or {LINEAR} for each layer"
+        )
+    return types
 
 
 def _read_mimo(raw: JsonObject, model: ModelConfig) -> ModelConfig:
@@ -83,4 +163,35 @@ MIMO = Family(
     own_keys=_KEYS | {"auto_map", "attention_bias"},
     default_max_positions=32_768,
     mtp_layouts=(MIMO_MTP,),
+)
+
+_HYBRID_KEYS = frozenset(
+    {"layer_types", "full_attention_interval", "attn_output_gate", "attention_bias"}
+    | {"linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"}
+    | {"linear_num_key_heads", "linear_num_value_heads"}
+)
+
+QWEN35 = Family(
+    model_type="qwen3_5_text",
+    architecture="Qwen3_5ForCausalLM",
+    read=_read_qwen35,
+    own_keys=_HYBRID_KEYS,
+    default_head_dim=256,
+    default_max_positions=32_768,
+    may_be_partly_rotated=True,
+    default_rotary_share=0.25,
+    has_rope_sections=True,
+    mtp_layouts=(QWEN_MTP,),
+)
+
+QWEN35_MOE = replace(
+    QWEN35,
+    model_type="qwen3_5_moe_text",
+    architecture="Qwen3_5MoeForCausalLM",
+    read=_read_qwen35_moe,
+    own_keys=_HYBRID_KEYS
+    | EXPERT_KEYS
+    | {"moe_intermediate_size", "shared_expert_intermediate_size"},
+    width_key="moe_intermediate_size",
+    default_width=512,
 )

@@ -2,10 +2,48 @@
 
 from typing import Any, NamedTuple
 
+import jax
+
 from cadenza.backends.xla.layers.residual import Residual
 from cadenza.backends.xla.layers.weight_source import WeightSource
 from cadenza.backends.xla.ops.table import Linear, OpTable
 from cadenza.checkpoint.tensor_spec import ExpertMLPSpec, LayerSpec
+
+
+class SharedMLP(NamedTuple):
+    """The MLP for all tokens beside the chosen experts.
+
+    One with a gate is a mixture of a single expert, whose weight is the gate's sigmoid.
+    """
+
+    gate: Linear | None  # [1, E]
+    gate_up: Linear  # [2 F, E], or [1, 2 F, E] with a gate
+    down: Linear  # [E, F], or [1, E, F]
+
+    @classmethod
+    def load(cls, source: WeightSource, mlp: ExpertMLPSpec) -> "SharedMLP | None":
+        spec, ops = mlp.shared, source.ops
+        if spec is None:
+            return None
+        gate_up, format = source.operand(spec.gate_up), source.format_of(spec.gate_up)
+        if mlp.shared_gate is None:
+            return cls(None, ops.load_gate_up(gate_up, (), format), source.linear(spec.down))
+        down = source.operand([spec.down])
+        return cls(
+            gate=source.linear(mlp.shared_gate),
+            gate_up=ops.load_experts([gate_up], format),
+            down=ops.load_experts([down], source.format_of([spec.down])),
+        )
+
+    def add(self, ops: OpTable, normed: jax.Array, stream: Residual) -> Residual:
+        """The stream [N, E] with its output for `normed` [N, E]."""
+        x, count = stream.x, stream.count
+        if self.gate is None:
+            gated = ops.gated_linear(normed, self.gate_up, count)
+            return Residual(ops.linear(gated, self.down, count, residual=x), count)
+        choice = ops.gate_expert(normed, self.gate, count)
+        gated = ops.grouped_gated_linear(normed, self.gate_up, choice, count)
+        return Residual(ops.grouped_linear(gated, self.down, choice, x, count), count)
 
 
 class ExpertMLP(NamedTuple):
@@ -15,6 +53,7 @@ class ExpertMLP(NamedTuple):
     router: Linear  # [X, E]
     gate_up: Linear  # [X, 2 F, E]
     down: Linear  # [X, E, F]
+    shared: SharedMLP | None
 
     @classmethod
     def load(cls, source: WeightSource, layer: LayerSpec) -> "ExpertMLP":
@@ -29,6 +68,7 @@ class ExpertMLP(NamedTuple):
             router=source.linear(mlp.router),
             gate_up=source.ops.load_experts(gate_up, source.format_of(first.gate_up)),
             down=source.ops.load_experts(down, source.format_of([first.down])),
+            shared=SharedMLP.load(source, mlp),
         )
 
     def add(self, ops: OpTable, stream: Residual) -> Residual:
@@ -37,4 +77,5 @@ class ExpertMLP(NamedTuple):
         normed = stream.normed(ops, self.norm)
         choice = ops.route_experts(normed, self.router, count)
         gated = ops.grouped_gated_linear(normed, self.gate_up, choice, count)
-        return Residual(ops.grouped_linear(gated, self.down, choice, x, count), count)
+        stream = Residual(ops.grouped_linear(gated, self.down, choice, x, count), count)
+        return stream if self.shared is None else self.shared.add(ops, normed, stream)

@@ -249,7 +249,20 @@ class NativeOps(OpTable):
             *(x, router.weight, count, None),
             experts=routing.num_experts,
             over_chosen=routing.over_chosen,
+            sigmoid=False,
             scale=np.float32(routing.scale),
+        )
+        return ExpertChoice(ids, weights)
+
+    def gate_expert(self, x: jax.Array, gate: Linear, count: jax.Array) -> ExpertChoice:
+        shape = (len(x), 1)
+        call = self._call("route_experts", (_array(shape, jnp.int32), _array(shape, jnp.float32)))
+        ids, weights = call(
+            *(x, gate.weight, count, None),
+            experts=1,
+            over_chosen=False,
+            sigmoid=True,
+            scale=np.float32(self._model.residual_scale),
         )
         return ExpertChoice(ids, weights)
 

@@ -204,6 +204,10 @@ class ReferenceOps(OpTable):
     def route_experts(self, x: jax.Array, router: Linear, count: jax.Array) -> ExpertChoice:
         return choose_experts(_matmul(x, router), Routing.of(self._model))
 
+    def gate_expert(self, x: jax.Array, gate: Linear, count: jax.Array) -> ExpertChoice:
+        weights = jax.nn.sigmoid(_matmul(x, gate)) * np.float32(self._model.residual_scale)
+        return ExpertChoice(jnp.zeros(weights.shape, jnp.int32), weights)
+
     def grouped_gated_linear(
         self, x: jax.Array, weight: Linear, choice: ExpertChoice, count: jax.Array
     ) -> jax.Array:

@@ -344,6 +344,11 @@ class OpTable(ABC):
         """
 
     @abstractmethod
+    def gate_expert(self, x: jax.Array, gate: Linear, count: jax.Array) -> ExpertChoice:
+        """The only expert for each of x [T, E], weighted by the sigmoid of its linear `gate` [1, E]
+        and the model's `residual_scale`."""
+
+    @abstractmethod
     def grouped_gated_linear(
         self, x: jax.Array, weight: Linear, choice: ExpertChoice, count: jax.Array
     ) -> jax.Array:

@@ -1,0 +1,149 @@
+"""Text models within models of several kinds of input: `unwrap_config` and `unwrap_weights`.
+
+Such a model nests the settings of its text model in `text_config`, and names its tensors below
+`model.language_model` (in older files `language_model.model`), beside those of its towers. Only the
+text model is read; the towers' tensors are not opened. Invariant: what comes out is as a checkpoint
+of the text model alone would have it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from cadenza.checkpoint.json_object import JsonObject, shorten
+from cadenza.checkpoint.stored_tensor import StoredTensor
+from cadenza.checkpoint.weights import Weights
+from cadenza.errors import CheckpointError
+
+TEXT_CONFIG = "text_config"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wrapper:
+    """A model with towers beside its text model, by its names in config.json."""
+
+    model_type: str
+    architecture: str
+    text_type: str
+
+
+WRAPPERS: Mapping[str, Wrapper] = {
+    wrapper.model_type: wrapper
+    for wrapper in (
+        Wrapper(
+            model_type="qwen3_5",
+            architecture="Qwen3_5ForConditionalGeneration",
+            text_type="qwen3_5_text",
+        ),
+        Wrapper(
+            model_type="qwen3_5_moe",
+            architecture="Qwen3_5MoeForConditionalGeneration",
+            text_type="qwen3_5_moe_text",
+        ),
+    )
+}
+
+_NEWER_OUTSIDE = ("tie_word_embeddings",)
+"""Settings that the whole model's head follows, whatever the text model's say."""
+
+_SHARED = ("dtype", "torch_dtype", "eos_token_id", "bos_token_id", "quantization_config")
+"""Settings that may be outside only."""
+
+_PREFIXES = {
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
+
+_TOWERS = (
+    "model.visual.",
+    "visual.",
+    "model.vision_tower.",
+    "vision_tower.",
+    "model.vision_embedder.",
+    "model.embed_vision.",
+    "model.multi_modal_projector.",
+    "multi_modal_projector.",
+    "model.audio_tower.",
+    "audio_tower.",
+    "model.embed_audio.",
+)
+"""What the names of tensors begin with that only images, videos or sound need."""
+
+
+def unwrap_config(raw: JsonObject) -> JsonObject:
+    """The settings of the text model, with those that it shares with the whole model; `raw` itself
+    if it is no such model's.
+
+    Raises CheckpointError if the text model is of another type than it should.
+    """
+    wrapper = _wrapper_of(raw)
+    if wrapper is None:
+        return raw
+    inner = raw.child(TEXT_CONFIG)
+    if inner is None:
+        raise CheckpointError(
+            f"{raw.where}: a model of type {wrapper.model_type} has {TEXT_CONFIG}, which is "
+            f"absent; fetch the checkpoint again"
+        )
+    own_type = inner.text("model_type")
+    if own_type not in (None, wrapper.text_type):
+        raise CheckpointError(
+            f"{inner.where}: model_type is {shorten(own_type)}; within {wrapper.model_type} "
+            f"supported is {wrapper.text_type}"
+        )
+    values = {key: value for key, value in inner.values.items() if key != "architectures"}
+    values["model_type"] = wrapper.text_type
+    values |= {key: raw.values[key] for key in _NEWER_OUTSIDE if raw.has(key)}
+    values |= {key: raw.values[key] for key in _SHARED if raw.has(key) and not inner.has(key)}
+    if isinstance(values.get("quantization_config"), dict):
+        values["quantization_config"] = _renamed(values["quantization_config"])
+    return JsonObject(values, raw.where)
+
+
+def unwrap_weights(raw: JsonObject, weights: Weights) -> Weights:
+    """The text model's tensors under the names that they have without towers.
+
+    Args:
+        raw: the whole model's settings.
+    """
+    if _wrapper_of(raw) is None:
+        return weights
+    parts: dict[str, list[StoredTensor]] = {}
+    for name in weights:
+        own = _own_name(name)
+        if name.startswith(_TOWERS):
+            parts[name] = []
+        elif own != name:
+            parts[name] = [replace(weights.entry(name), name=own)]
+    return weights.with_parts(parts)
+
+
+def _wrapper_of(raw: JsonObject) -> Wrapper | None:
+    names = raw.items_of("architectures")
+    model_type = raw.text("model_type")
+    for wrapper in WRAPPERS.values():
+        if model_type == wrapper.model_type or (
+            model_type is None and wrapper.architecture in names
+        ):
+            return wrapper
+    return None
+
+
+def _own_name(name: str) -> str:
+    for prefix, own in _PREFIXES.items():
+        if name.startswith(prefix):
+            return own + name.removeprefix(prefix)
+    return name
+
+
+def _renamed(value: Any) -> Any:
+    """Settings of quantised weights, with the names of modules that they list."""
+    if isinstance(value, str):
+        return _own_name(value)
+    if isinstance(value, list):
+        return [_renamed(each) for each in cast(list[Any], value)]
+    if isinstance(value, dict):
+        entries = cast(dict[str, Any], value).items()
+        return {_own_name(key): _renamed(each) for key, each in entries}
+    return value

@@ -1,0 +1,85 @@
+"""Models whose layers have recurrent states, on a runner: their logits, and that no cut changes a
+bit. Slots are chosen by hand; `tests/engine` has their life."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from cadenza.backends.xla.runner import XlaRunner
+from cadenza.core.step_schema import StepOutput
+from tests.contract.steps import Draw, Geometry, Stream, run_step
+from tests.xla.harness import Lab, Variant
+
+SHAPES = ["tiny-qwen3.5", "tiny-qwen3.5-moe"]
+NUM_TOKENS = 150
+GEOMETRY = Geometry(bucket=64, num_rows=8, page_size=16)
+NUM_SLOTS = 12
+
+
+def runner_of(lab: Lab, shape: str) -> XlaRunner:
+    variant = Variant(shape=shape)
+    setup = replace(variant.setup, limits=replace(variant.limits, num_state_slots=NUM_SLOTS))
+    runner = XlaRunner(variant.config, lab.weights(shape), setup, variant.ops)
+    runner.warmup()
+    return runner
+
+
+def tokens_of(shape: str, seed: int, lab: Lab) -> list[int]:
+    random = np.random.default_rng(seed)
+    return random.integers(3, Variant(shape=shape).config.vocab_size, NUM_TOKENS).tolist()
+
+
+def stream_of(row: int, first_page: int, slots: tuple[int, int]) -> Stream:
+    pages = list(range(first_page, first_page + 10))
+    return Stream(row=row, pages=pages, draw=Draw(num_logprobs=4), state_slots=slots)
+
+
+def play(
+    runner: XlaRunner, rows: list[tuple[Stream, list[int]]], cuts: list[int]
+) -> list[list[tuple[int, bytes]]]:
+    """The token chosen behind each cut of each row, with the bits of its log probabilities."""
+    found: list[list[tuple[int, bytes]]] = [[] for _ in rows]
+    start = 0
+    for stop in cuts:
+        chunks = [row.chunk(ids[start:stop], samples=True) for row, ids in rows]
+        output = run_step(runner, chunks, GEOMETRY)
+        for place in range(len(rows)):
+            found[place].append(bits_of(output, place))
+        start = stop
+    return found
+
+
+def bits_of(output: StepOutput, place: int) -> tuple[int, bytes]:
+    return int(output.token_ids[place]), output.top_logprobs[place].tobytes()
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_hybrid_has_the_logits_of_the_witness_and_no_cut_or_neighbour_changes_a_bit(
+    lab: Lab, shape: str
+):
+    runner, ids = runner_of(lab, shape), tokens_of(shape, 1, lab)
+    ends = [60, 61, 62, 90, 91, 120, NUM_TOKENS]
+    alone = dict(zip(ends, play(runner, [(stream_of(0, 0, (0, 1)), ids)], ends)[0], strict=True))
+    witness = lab.reference_model(Variant(shape=shape))
+    witness.start()
+    start = 0
+    for end in ends:
+        logits = witness.append(ids[start:end]).astype(np.float64)
+        start = end
+        token, logprobs = alone[end]
+        expected = np.sort(logits - np.logaddexp.reduce(logits))[::-1][:4]
+        assert token == int(np.argmax(logits))
+        np.testing.assert_allclose(np.frombuffer(logprobs, np.float32)[:4], expected, atol=2e-4)
+
+    others = [tokens_of(shape, seed, lab) for seed in (2, 3)]
+    for cuts in ([20, 40, 60, 75, 90, 105, 120, 130, 140, 150], [*range(1, 21), 41, 61, 81, 90]):
+        runner.reset()
+        rows = [stream_of(1, 50, (5, 9)), stream_of(3, 0, (4, 2)), stream_of(6, 20, (7, 3))]
+        beside = play(runner, list(zip(rows, [others[0], ids, others[1]], strict=True)), cuts)[1]
+        seen = dict(zip(cuts, beside, strict=True))
+        assert [seen[end] for end in ends if end in seen] == [
+            alone[end] for end in ends if end in seen
+        ]
+        assert any(end in seen for end in ends)
