@@ -258,6 +258,20 @@ def test_all_tokens_that_end_an_answer_are_found(make: Callable[..., Conversion]
     assert opened(make(vocabulary), tmp_path).eos_token_ids == (1, 15, 18)
 
 
+@pytest.mark.parametrize(("last", "ends"), [("<|channel|>", (1, 16, 17)), ("<|x|>", (1, 15))])
+def test_an_end_of_a_message_is_none_of_the_answer_in_the_harmony_format(
+    make: Callable[..., Conversion], tmp_path: Path, last: str, ends: tuple[int, ...]
+):
+    """Whatever the metadata name: further messages follow `<|end|>`, and `<|call|>` ends a call."""
+    vocabulary = {
+        **BYTE_LEVEL,
+        "tokens": [*BYTE_LEVEL["tokens"], "<|end|>", "<|call|>", "<|return|>", last],
+        "token_type": [*BYTE_LEVEL["token_type"], 3, 3, 3, 3],
+        "eot_token_id": 15,
+    }
+    assert opened(make(vocabulary), tmp_path).eos_token_ids == ends
+
+
 def test_a_file_without_a_vocabulary_serves_token_ids(
     make: Callable[..., Conversion], tmp_path: Path
 ):

@@ -49,6 +49,8 @@ _END_TEXTS = frozenset(
     "<eos>".split()
 )
 """Control tokens that end an answer: many files name only one of theirs."""
+_HARMONY_ENDS = frozenset(("<|return|>", "<|call|>", "<|endoftext|>"))
+"""Those of the harmony format, in which `<|end|>` ends a message, and others follow it."""
 
 _SAMPLING = {
     "temperature": "temp",
@@ -131,12 +133,16 @@ def _default_pooling(settings: Settings) -> DefaultPooling:
 
 def _end_ids(vocabulary: Vocabulary) -> tuple[int, ...]:
     named = {vocabulary.token_id(name) for name in _END_IDS} - {None}
+    texts = _HARMONY_ENDS if "<|channel|>" in vocabulary.tokens else _END_TEXTS
     known = {
         token_id
         for token_id, text in enumerate(vocabulary.tokens)
-        if text in _END_TEXTS and vocabulary.is_control(token_id)
+        if text in texts and vocabulary.is_control(token_id)
     }
-    return tuple(sorted(token_id for token_id in named | known if token_id is not None))
+    ends = {token_id for token_id in named | known if token_id is not None}
+    if texts is _HARMONY_ENDS:
+        ends = {token_id for token_id in ends if vocabulary.tokens[token_id] != "<|end|>"}
+    return tuple(sorted(ends))
 
 
 def _read_tokenizer(vocabulary: Vocabulary | None, metadata: JsonObject) -> TokenizerFiles:
