@@ -130,11 +130,15 @@ class ThinkingBound:
     Args:
         begin: the token that begins it; None where the prompt does.
         end: the token that ends it.
+        before: the tokens that must stand in front of `begin`.
+        recurs: further thinking may follow, which counts alike.
     """
 
     begin: int | None
     end: int
     max_tokens: int
+    before: tuple[int, ...] = ()
+    recurs: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +153,7 @@ class CallRule:
         reasoning: the marks around reasoning, in which nothing is constrained; None: there is none.
         has_begun: the prompt has the mark that begins reasoning.
         is_needed: an answer whose calls cannot be constrained is an error.
+        prompt_end: the end of the prompt, where that may be a part of a beginning.
     """
 
     begin: str
@@ -157,6 +162,7 @@ class CallRule:
     reasoning: tuple[str, str] | None = None
     has_begun: bool = False
     is_needed: bool = False
+    prompt_end: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

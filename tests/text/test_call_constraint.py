@@ -23,6 +23,7 @@ from cadenza.text.constraints.token_constraint import ConstraintCompiler
 from cadenza.text.schemas.grammar import ARGUMENTS_STYLE
 from cadenza.text.schemas.grammar_check import check_grammar
 from cadenza.text.schemas.json_schema import compile_schema
+from tests.text.marked_tokenizers import with_marks
 from tests.text.parts import joined, parse
 from tests.text.walks import allowed_ids
 
@@ -389,16 +390,6 @@ def test_a_name_that_python_does_not_take_is_not_constrained(tokenizer: Tokenize
     odd = {"type": "object", "properties": {"from": {"type": "string"}}}
     assert rule_of(tokenizer, "pythonic", (Tool(name="f", parameters=odd),)) is None
     assert rule_of(tokenizer, "pythonic", (Tool(name="my-f"),)) is None
-
-
-def with_marks(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The tokens of a text, in which marks that are tokens are these."""
-    added = tokenizer.added_tokens
-    pattern = "|".join(map(re.escape, added)) or "(?!)"
-    ids: list[int] = []
-    for part in re.split(f"({pattern})", text):
-        ids += [added[part]] if part in added else tokenizer.encode(part, add_special_tokens=False)
-    return ids
 
 
 def plan_with(tokenizer: Tokenizer, use: ToolUse, form: str | None = None) -> AnswerPlan:

@@ -13,29 +13,34 @@ from typing import Any, Literal
 from cadenza.errors import ConfigError, InvalidRequestError, show
 from cadenza.structured import CallRule, ConstraintSpec, ThinkingBound
 from cadenza.text import Tokenizer
+from cadenza.text.answers.answer_frames import AnswerFrame, MarkedFrame
 from cadenza.text.answers.answer_grammar import (
     MAX_CALLS,
     Marks,
     Tool,
-    after_reasoning,
     calls_grammar,
     either_grammar,
     text_or_calls_grammar,
 )
 from cadenza.text.answers.call_grammar import ANY_OBJECT, CallGrammar, holds_schemas, required_calls
 from cadenza.text.answers.escaped_regex import Escapes
+from cadenza.text.answers.harmony_grammar import (
+    HarmonyFrame,
+    message_calls,
+    text_or_message_calls,
+)
 from cadenza.text.answers.input_grammar import arguments_of_written
 from cadenza.text.answers.output_parser import MakeParser
 from cadenza.text.answers.part_parser import (
     REASONING_ALIASES,
     REASONING_FORMATS,
-    PartParser,
     PartPlan,
     ReasoningFormat,
 )
 from cadenza.text.answers.tool_calls import (
     FORCED,
     GENERIC,
+    HARMONY,
     TOOL_ALIASES,
     TOOL_FORMATS,
     ToolFormat,
@@ -188,48 +193,43 @@ class AnswerPlanner:
         """The plan of an answer to a rendered prompt; `check` is the request's. Raises
         InvalidRequestError."""
         use, max_thinking = asked.use, asked.max_thinking
+        frame = self._frame(prompt)
         grammar = None if form is None else form.grammar
         tools = None if use is None else self._written_in(use, has_form=grammar is not None)
-        marks = self._marks(tools)
-        reasoning, ended = self._reasoning, prompt.rstrip()
-        has_begun = reasoning is not None and ended.endswith(reasoning.begin)
-        is_over = reasoning is not None and ended.endswith(reasoning.end)
-
-        def behind_reasoning(grammar: str, marks: Marks) -> str:
-            if reasoning is None or is_over:
-                return grammar
-            return after_reasoning(grammar, reasoning, marks, has_begun=has_begun)
-
+        marks = self._marks(tools, frame)
         inputs = {} if use is None or tools is None else _inputs(use, tools, check)
         if use is not None and tools is not None and (grammar is not None or use.is_constrained):
-            with_calls = partial(_with_calls, grammar, use, _calls_of(use, tools, inputs, check))
+            calls = _calls_of(use, tools, inputs, check)
+            with_calls = partial(_with_calls, frame, grammar, use, calls)
             # The check has no tokens: the marks are texts there.
-            _refuse_unfit(behind_reasoning(with_calls({}), {}), check)
+            _refuse_unfit(frame.behind_reasoning(with_calls({}), {}), check)
             grammar = with_calls(marks)
+        elif grammar is not None:
+            grammar = frame.told(grammar, marks)
         if grammar is not None:
-            grammar = behind_reasoning(grammar, marks)
-        bound = None
-        if max_thinking is not None and reasoning is not None and not is_over:
-            bound = self._thinking_bound(reasoning, max_thinking, has_begun=has_begun)
+            grammar = frame.behind_reasoning(grammar, marks)
+        bound = None if max_thinking is None else self._thinking_bound(frame, max_thinking)
         rule = None
         if use is not None and tools is not None and grammar is None:
-            rule = self._call_rule(use, tools, inputs, check)
-        if rule is not None and reasoning is not None and not is_over:
-            around = (reasoning.begin, reasoning.end)
-            rule = replace(rule, reasoning=around, has_begun=has_begun)
+            own = CallGrammar(
+                tools=use.tools, format=tools, compile=_lenient_grammar, inputs=inputs
+            )
+            rule = _call_rule(own, marks, check)
+        if rule is not None:
+            rule = frame.placed(rule)
         is_constrained = grammar is not None or bound is not None or rule is not None
         spec = ConstraintSpec(grammar=grammar, thinking=bound, calls=rule)
-        plan = PartPlan(
-            reasoning=reasoning,
-            begins_in_reasoning=has_begun,
-            tools=tools,
-            functions={} if use is None else use.schemas,
-        )
+        plan = PartPlan(tools=tools, functions={} if use is None else use.schemas)
         return AnswerPlan(
-            make_parser=None if reasoning is None and tools is None else partial(PartParser, plan),
+            make_parser=frame.make_parser(plan),
             constraint=spec if is_constrained else None,
             shows_special_tokens=not self._tokenizer.special_token_ids.isdisjoint(marks.values()),
         )
+
+    def _frame(self, prompt: str) -> AnswerFrame:
+        if self._tools is HARMONY:
+            return HarmonyFrame.of(self._reasoning, prompt)
+        return MarkedFrame.of(self._reasoning, prompt)
 
     def _written_in(self, use: ToolUse, *, has_form: bool) -> ToolFormat:
         """The notation of calls: the model's own, or JSON where that cannot be constrained."""
@@ -239,53 +239,39 @@ class AnswerPlanner:
         is_whole = use.choice == "required" or has_form
         return own if is_whole and holds_schemas(own, use.callable_tools) else FORCED
 
-    def _call_rule(
-        self, use: ToolUse, tools: ToolFormat, inputs: Mapping[str, str], check: GrammarCheck
-    ) -> CallRule | None:
-        """What a call may be that the model begins; None where that cannot be followed.
-
-        No schema is refused: of a function whose schema cannot be followed any object is allowed.
-        Raises InvalidRequestError where the text of a custom tool must be of a grammar.
-        """
-        for is_loose in (False, True):
-            functions = [_loosened(tool, check) for tool in use.tools] if is_loose else use.tools
-            calls = CallGrammar(
-                tools=functions, format=tools, compile=_lenient_grammar, inputs=inputs
-            )
-            try:
-                # The check has no tokens: the marks are texts there.
-                trial = calls.rule({})
-                if trial is None:
-                    break
-                if check(trial.grammar) is None:
-                    return calls.rule(self._marks(tools))
-            except InvalidRequestError:
-                continue
-        if inputs:
-            raise InvalidRequestError(
-                f"the grammar of the tool {next(iter(inputs))} cannot be followed together with "
-                f"the other tools; send fewer of them, or name it in tool_choice",
-                param="tools",
-            )
-        return None
-
-    def _thinking_bound(
-        self, reasoning: ReasoningFormat, max_tokens: int, *, has_begun: bool
-    ) -> ThinkingBound:
-        added = self._tokenizer.added_tokens
-        begin, end = added.get(reasoning.begin), added.get(reasoning.end)
-        if end is None or (begin is None and not has_begun):
+    def _thinking_bound(self, frame: AnswerFrame, max_tokens: int) -> ThinkingBound | None:
+        reasoning = frame.reasoning
+        if reasoning is None:
+            return None
+        end = self._tokenizer.added_tokens.get(reasoning.end)
+        *before, begin = self._opening(reasoning)
+        if end is None or (begin is None and not frame.has_begun):
             raise InvalidRequestError(
                 f"a bound on thinking needs marks that are tokens; in this model {reasoning.begin} "
                 f"and {reasoning.end} are not",
                 param="thinking_token_budget",
             )
-        return ThinkingBound(begin=None if has_begun else begin, end=end, max_tokens=max_tokens)
+        if frame.has_begun:
+            return ThinkingBound(begin=None, end=end, max_tokens=max_tokens)
+        return ThinkingBound(
+            begin=begin,
+            end=end,
+            max_tokens=max_tokens,
+            before=tuple(each for each in before if each is not None),
+            recurs=reasoning.recurs,
+        )
 
-    def _marks(self, tools: ToolFormat | None) -> Marks:
-        texts: list[str] = []
-        if self._reasoning is not None:
-            texts += [self._reasoning.begin, self._reasoning.end]
+    def _opening(self, reasoning: ReasoningFormat) -> Sequence[int | None]:
+        """The tokens that begin reasoning; None alone where a mark is none."""
+        added, encode = self._tokenizer.added_tokens, self._tokenizer.encode
+        first, *rest = reasoning.opening or (reasoning.begin,)
+        if not {first, *rest[-1:]} <= added.keys():
+            return (None,)
+        texts = (encode(text, add_special_tokens=False) for text in rest[:-1])
+        return (added[first], *(each for ids in texts for each in ids), *map(added.get, rest[-1:]))
+
+    def _marks(self, tools: ToolFormat | None, frame: AnswerFrame) -> Marks:
+        texts = [*frame.marks]
         if tools is not None:
             texts += [tools.begin, tools.end, *tools.inner_marks]
         added = self._tokenizer.added_tokens
@@ -332,6 +318,33 @@ def _lenient_grammar(schema: str) -> str:
     return compile_schema(schema, ARGUMENTS_STYLE, is_strict=False).text
 
 
+def _call_rule(calls: CallGrammar, marks: Marks, check: GrammarCheck) -> CallRule | None:
+    """What a call may be that the model begins; None where that cannot be followed.
+
+    No schema is refused: of a function whose schema cannot be followed any object is allowed.
+    Raises InvalidRequestError where the text of a custom tool must be of a grammar.
+    """
+    for is_loose in (False, True):
+        if is_loose:
+            calls = replace(calls, tools=[_loosened(tool, check) for tool in calls.tools])
+        try:
+            # The check has no tokens: the marks are texts there.
+            trial = calls.rule({})
+            if trial is None:
+                break
+            if check(trial.grammar) is None:
+                return calls.rule(marks)
+        except InvalidRequestError:
+            continue
+    if calls.inputs:
+        raise InvalidRequestError(
+            f"the grammar of the tool {next(iter(calls.inputs))} cannot be followed together with "
+            f"the other tools; send fewer of them, or name it in tool_choice",
+            param="tools",
+        )
+    return None
+
+
 def _loosened(tool: Tool, check: GrammarCheck) -> Tool:
     """A tool, with any object as its arguments where those of its schema cannot be followed."""
     if tool.input is not None:
@@ -365,6 +378,9 @@ def _calls_of(
 ) -> _Calls:
     """Raises InvalidRequestError where a tool cannot be followed."""
     arguments = {tool.name: _arguments(tool, inputs, check) for tool in use.callable_tools}
+    if tools is HARMONY:
+        free = partial(text_or_message_calls, arguments)
+        return _Calls(required=partial(message_calls, arguments), free=free)
     most = MAX_CALLS if use.is_parallel else 1
     required = partial(calls_grammar, arguments, tools, max_calls=most)
     if not tools.is_json:
@@ -375,12 +391,16 @@ def _calls_of(
     return _Calls(required=required, free=partial(text_or_calls_grammar, arguments, tools))
 
 
-def _with_calls(form: str | None, use: ToolUse, calls: _Calls, marks: Marks) -> str:
+def _with_calls(
+    frame: AnswerFrame, form: str | None, use: ToolUse, calls: _Calls, marks: Marks
+) -> str:
     """The grammar of an answer that may, or must, call tools."""
     if use.choice != "required" and form is None:
-        return calls.free(marks)
-    required = calls.required(marks)
-    return required if use.choice == "required" or form is None else either_grammar(form, required)
+        return frame.called(calls.free(marks), marks)
+    required = frame.called(calls.required(marks), marks)
+    if use.choice == "required" or form is None:
+        return required
+    return either_grammar(frame.told(form, marks), required)
 
 
 def _described(tool: Tool) -> dict[str, Any]:
@@ -397,11 +417,12 @@ def _reasoning_format(name: str, template: str) -> ReasoningFormat | None:
         return None
     if name != AUTO:
         return REASONING_FORMATS[REASONING_ALIASES.get(name, name)]
-    shown: Mapping[str, ReasoningFormat] = REASONING_FORMATS
-    return next((each for each in shown.values() if each.end in template), None)
+    formats: Mapping[str, ReasoningFormat] = REASONING_FORMATS
+    return next((each for each in formats.values() if each.is_shown_by(template)), None)
 
 
 def _tool_format(name: str, template: str, *, reads_tools: bool) -> ToolFormat:
     if name != AUTO:
         return TOOL_FORMATS[TOOL_ALIASES.get(name, name)]
-    return TOOL_FORMATS[format_shown_by(template)] if reads_tools else GENERIC
+    shown = TOOL_FORMATS[format_shown_by(template)]
+    return shown if reads_tools or shown is HARMONY else GENERIC

@@ -4,7 +4,10 @@ Modules:
 
 - `output_parser`: the protocol of parsers that split a sample's text into parts (content,
   reasoning, calls)
-- `part_parser`: the parser of reasoning and tool calls
+- `part_parser`: the parser of reasoning and tool calls between marks
+- `harmony`: the parser of answers that are messages in channels, as gpt-oss writes them
+- `harmony_grammar`: grammars of such answers
+- `answer_frames`: what stands around content and calls in a whole answer, in either form
 - `content_stops`: stop strings in the content of an answer that has parts
 - `tool_calls`: the notations of tool calls by family
 - `call_forms`: where calls begin and end in an answer

@@ -16,8 +16,9 @@ from cadenza.structured import CallRule
 from cadenza.text.answers.answer_grammar import Marks, Tool, literal_in, text_without
 from cadenza.text.answers.call_readers import MISTRAL, kinds_of_schema, resolved
 from cadenza.text.answers.grammar_parts import joined_grammar, parts_of
+from cadenza.text.answers.harmony_grammar import call_rule
 from cadenza.text.answers.input_grammar import arguments_of_written
-from cadenza.text.answers.tool_calls import GENERIC, TOOL_FORMATS, ToolFormat
+from cadenza.text.answers.tool_calls import GENERIC, HARMONY, TOOL_FORMATS, ToolFormat
 
 MAX_LISTED_CALLS = 16
 """Of one list; without a bound a small model may call for ever."""
@@ -118,6 +119,11 @@ def _hermes(calls: CallGrammar, marks: Marks) -> CallRule:
     end = literal_in(calls.format.end, marks)
     lines = [f"start: BLANKS? call BLANKS? {end}", _BLANKS, *_objects(calls.tools)]
     return CallRule(begin=re.escape(calls.format.begin), grammar=_whole(calls, lines))
+
+
+def _harmony(calls: CallGrammar, marks: Marks) -> CallRule:
+    arguments = {tool.name: calls.arguments(tool) for tool in calls.tools}
+    return call_rule(calls.tools, arguments, marks)
 
 
 def _bare(calls: CallGrammar, marks: Marks) -> CallRule:
@@ -412,6 +418,7 @@ _WRITERS: Sequence[tuple[ToolFormat, Callable[[CallGrammar, Marks], CallRule | N
     (TOOL_FORMATS["pythonic"], _pythonic),
     (TOOL_FORMATS["functiongemma"], _function_gemma),
     (TOOL_FORMATS["mistral"], _mistral),
+    (HARMONY, _harmony),
     (TOOL_FORMATS["llama3_json"], _bare),
     (TOOL_FORMATS["json"], _bare),
     (GENERIC, _bare),

@@ -70,7 +70,7 @@ def read_mistral(text: str, functions: Functions) -> list[ToolCall] | None:
     calls: list[ToolCall] = []
     for part in text.split(MISTRAL):
         name, brace, rest = _CALL_ID.sub("", part).replace("[ARGS]", "").partition("{")
-        arguments = _object_of(brace + rest) if brace else "{}"
+        arguments = json_object_of(brace + rest) if brace else "{}"
         if not _NAME.fullmatch(name.strip()) or arguments is None:
             return None
         calls.append(ToolCall(name.strip(), arguments))
@@ -99,7 +99,7 @@ def read_function_gemma(text: str, functions: Functions) -> list[ToolCall] | Non
     texts = [json.dumps(piece) for piece in pieces[1::2]]
     others = [_GEMMA_KEY.sub(_quoted_key, piece) for piece in pieces[::2]]
     written = "".join(a + b for a, b in zip(others, [*texts, ""], strict=False))
-    arguments = _object_of(written)
+    arguments = json_object_of(written)
     return None if arguments is None or len(pieces) % 2 == 0 else [ToolCall(match[1], arguments)]
 
 
@@ -178,7 +178,7 @@ def _calls_of(values: list[object]) -> list[ToolCall] | None:
         if _written(name) is None:
             return None
         if isinstance(arguments, str):
-            written = _object_of(arguments) if arguments.strip() else "{}"
+            written = json_object_of(arguments) if arguments.strip() else "{}"
         else:
             written = _written(cast(object, arguments or {}))
         if written is None:
@@ -187,7 +187,7 @@ def _calls_of(values: list[object]) -> list[ToolCall] | None:
     return calls or None
 
 
-def _object_of(text: str) -> str | None:
+def json_object_of(text: str) -> str | None:
     """The JSON object of a text, written anew; None if it is none."""
     found = _values(text.strip())
     if found is None or len(found) != 1 or not isinstance(found[0], dict):

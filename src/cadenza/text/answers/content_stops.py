@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from cadenza.outputs import OutputPart
-from cadenza.text.answers.part_parser import PartParser
+from cadenza.text.answers.output_parser import PlacedParser
 from cadenza.text.tokens.stop import StopMatch, StopMatcher
 
 
@@ -47,7 +47,7 @@ class ContentStops:
 
     def __init__(
         self,
-        parser: PartParser,
+        parser: PlacedParser,
         stops: Sequence[str],
         make_matcher: Callable[[], StopMatcher],
     ) -> None:

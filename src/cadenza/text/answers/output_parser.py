@@ -8,7 +8,7 @@ returned is final.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from cadenza.outputs import OutputPart
 
@@ -28,6 +28,26 @@ class OutputParser(Protocol):
     def flush(self) -> Sequence[OutputPart]:
         """The parts that were held back; the text has ended."""
         ...
+
+
+PlacedPart = tuple[int, OutputPart]
+"""A part, and where in the answer the text begins that it was read from; a content's text is that
+from there on."""
+
+
+@runtime_checkable
+class PlacedParser(OutputParser, Protocol):
+    """A parser that knows where in the text its parts are. Parts without a text end a stretch of
+    content; `push` and `flush` leave them out."""
+
+    @property
+    def num_read(self) -> int:
+        """Characters of the answer of which it is decided what they are."""
+        ...
+
+    def push_placed(self, text: str) -> Sequence[PlacedPart]: ...
+
+    def flush_placed(self) -> Sequence[PlacedPart]: ...
 
 
 MakeParser = Callable[[], OutputParser]

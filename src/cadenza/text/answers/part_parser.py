@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from cadenza.outputs import OutputPart, PartKind
 from cadenza.text.answers.call_forms import Beginning, CallForm, Taker, num_held
 from cadenza.text.answers.call_readers import Functions, ToolCall
+from cadenza.text.answers.output_parser import PlacedPart
 from cadenza.text.answers.tool_calls import ToolFormat
 
 MAX_HELD_CHARS = 1 << 16
@@ -22,20 +23,45 @@ MAX_HELD_CHARS = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """The marks around reasoning."""
+    """The marks around reasoning.
+
+    Args:
+        shown_by: what a chat template has that shows it; empty: its end.
+        opening: the tokens of its beginning, of which the first and the last are marks; empty: it
+            is one.
+        recurs: an answer may have several stretches of it.
+    """
 
     begin: str
     end: str
+    shown_by: str = ""
+    opening: tuple[str, ...] = ()
+    recurs: bool = False
+
+    def is_shown_by(self, template: str) -> bool:
+        return (self.shown_by or self.end) in template
 
 
 REASONING_FORMATS = {
     "think": ReasoningFormat("<think>", "</think>"),
     "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
+    "harmony": ReasoningFormat(
+        "<|channel|>analysis<|message|>",
+        "<|end|>",
+        shown_by="<|channel|>",
+        opening=("<|channel|>", "analysis", "<|message|>"),
+        recurs=True,
+    ),
     "granite": ReasoningFormat("Here is my thought process:", "Here is my response:"),
 }
 """By the names that `--reasoning-parser` takes."""
 
-REASONING_ALIASES = {"deepseek_r1": "think", "qwen3": "think"}
+REASONING_ALIASES = {
+    "deepseek_r1": "think",
+    "qwen3": "think",
+    "gpt_oss": "harmony",
+    "openai_gptoss": "harmony",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,11 +79,6 @@ class PartPlan:
     begins_in_reasoning: bool = False
     tools: ToolFormat | None = None
     functions: Functions = field(default_factory=dict[str, Mapping[str, Any]])
-
-
-PlacedPart = tuple[int, OutputPart]
-"""A part, and where in the answer the text begins that it was read from; a content's text is that
-from there on."""
 
 
 class _State(Enum):
@@ -83,7 +104,7 @@ class _Step(NamedTuple):
 
 
 class PartParser:
-    """The parser of one sample (`text.answers.output_parser.OutputParser`)."""
+    """The parser of one sample (`text.answers.output_parser.PlacedParser`)."""
 
     def __init__(self, plan: PartPlan) -> None:
         self._plan = plan

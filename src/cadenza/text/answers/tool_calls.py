@@ -67,6 +67,15 @@ _TOOL_CALL, _TOOL_CALL_END = "<tool_call>", "</tool_call>"
 _PYTHON_TAG = "<|python_tag|>"
 _SEPARATED = " \t\r\n;"
 
+HARMONY_MARKS = (
+    *("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"),
+    *("<|end|>", "<|call|>", "<|return|>"),
+)
+"""Of gpt-oss's answers, each of whose messages has a header."""
+
+HARMONY = ToolFormat(forms=(), inner_marks=HARMONY_MARKS)
+"""Its calls are messages (`text.answers.harmony`), and no texts within one."""
+
 TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "hermes": ToolFormat(
         begin=_TOOL_CALL,
@@ -156,6 +165,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
         forms=(_BARE_JSON,),
         skipped=_SEPARATED,
     ),
+    "harmony": HARMONY,
 }
 """By the names that `--tool-call-parser` takes."""
 
@@ -166,6 +176,7 @@ GENERIC = ToolFormat(openers="[{", forms=(_BARE_JSON,), skipped=_SEPARATED)
 """Of models whose chat template has no place for tools: objects, one a line."""
 
 _SHOWN_BY = (
+    ("<|channel|>", "harmony"),
     ("<start_function_call>", "functiongemma"),
     ("<arg_key>", "glm45"),
     ("<function=", "qwen3_coder"),
@@ -183,6 +194,8 @@ TOOL_ALIASES = {
     "glm4_moe": "glm45",
     "llama3": "llama3_json",
     "gemma": "functiongemma",
+    "gpt_oss": "harmony",
+    "openai": "harmony",
 }
 
 

@@ -11,11 +11,12 @@ from cadenza.structured import Constraint, ThinkingBound
 
 
 class Thought(NamedTuple):
-    """How far the thinking of a stream has come."""
+    """How far the thinking of a stream has come; `last` are its newest tokens outside thinking."""
 
     has_begun: bool
     is_over: bool = False
     num_tokens: int = 0
+    last: tuple[int, ...] = ()
 
 
 class ThinkingConstraint:
@@ -56,9 +57,10 @@ class ThinkingConstraint:
         if thought.is_over:
             return
         if not thought.has_begun:
-            self._thought = thought._replace(has_begun=token_id == self._bound.begin)
+            self._thought = self._outside(thought, token_id)
         elif token_id == self._bound.end:
-            self._thought = thought._replace(is_over=True)
+            is_over = not self._bound.recurs
+            self._thought = thought._replace(is_over=is_over, has_begun=is_over, last=())
         else:
             self._thought = thought._replace(num_tokens=thought.num_tokens + 1)
 
@@ -88,3 +90,11 @@ class ThinkingConstraint:
         """Within a character that is not complete a grammar may not allow it yet."""
         place, bit = divmod(self._bound.end, 8)
         return bool(allowed[place] >> bit & 1)
+
+    def _outside(self, thought: Thought, token_id: int) -> Thought:
+        """What is behind a token that is in front of thinking."""
+        before = self._bound.before
+        if token_id == self._bound.begin and thought.last == before:
+            return thought._replace(has_begun=True)
+        last = (*thought.last, token_id)[-len(before) :] if before else ()
+        return thought._replace(last=last)

@@ -253,7 +253,7 @@ class ConstraintCompiler:
             if rule.is_needed:
                 return None
             return self._bounded(spec, None) or CallConstraint(None, None, self._vocab_size)
-        watch = CallWatch(rule, tokens)
+        watch = CallWatch(rule, tokens, rule.prompt_end.encode())
         return self._bounded(spec, CallConstraint(watch, call, self._vocab_size))
 
     def _constraint(self, tokens: "LLTokenizer", grammar: str) -> GrammarConstraint | None:
