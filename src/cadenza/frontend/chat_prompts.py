@@ -14,6 +14,8 @@ from cadenza.errors import InvalidRequestError, MessagesRefusedError, must_be, s
 from cadenza.frontend.answers import AnswerParsers, AnswerPlanner
 from cadenza.text import ChatTemplate
 from cadenza.text.answers.generic_tools import generic_messages, has_calls
+from cadenza.text.answers.tool_calls import HARMONY
+from cadenza.text.templates.harmony_messages import harmony_messages, harmony_tools
 from cadenza.text.templates.message_forms import other_forms
 from cadenza.text.templates.notices import Notices
 from cadenza.text.templates.stable_prompts import stable_messages
@@ -47,6 +49,16 @@ class ChatPrompts:
         return template is not None and (template.reads_tools or not self._is_strict)
 
     @property
+    def _has_channels(self) -> bool:
+        """Whether the template is one of the harmony format."""
+        return self._planner is not None and self._planner.tool_format is HARMONY
+
+    @property
+    def efforts(self) -> tuple[str, ...]:
+        """The efforts of reasoning that the model knows, the least first; empty: any."""
+        return ("low", "medium", "high") if self._has_channels else ()
+
+    @property
     def options(self) -> frozenset[str]:
         """The further variables that the chat template reads, such as `enable_thinking`."""
         return frozenset() if self._template is None else self._template.options
@@ -78,6 +90,9 @@ class ChatPrompts:
             raise must_be("chat_template_kwargs", given, wanted)
         if self._stable_prompts and _are_objects(messages):
             messages = stable_messages(messages)
+        if self._has_channels and _are_objects(messages):
+            messages = harmony_messages(messages)
+            tools = harmony_tools(tools) if _are_objects(tools) and tools else tools
         if self._is_generic(self._template, messages, tools):
             assert self._planner is not None
             messages, tools = generic_messages(messages, tools, self._planner.tool_format), None

@@ -43,8 +43,7 @@ from cadenza.text import (
     plan_decoder,
 )
 from cadenza.text.answers.content_stops import ContentStops
-from cadenza.text.answers.output_parser import MakeParser
-from cadenza.text.answers.part_parser import PartParser
+from cadenza.text.answers.output_parser import MakeParser, PlacedParser
 from cadenza.text.schemas.grammar import (
     DEFAULT_STYLE,
     FormChecks,
@@ -175,6 +174,11 @@ class TextFrontend:
     def chat_template_options(self) -> frozenset[str]:
         """As `ChatPrompts.options`."""
         return self._chats.options
+
+    @property
+    def efforts(self) -> tuple[str, ...]:
+        """As `ChatPrompts.efforts`."""
+        return self._chats.efforts
 
     def read_by_template(self, variables: Mapping[str, Any]) -> dict[str, Any]:
         """As `ChatPrompts.known`."""
@@ -439,7 +443,7 @@ class TextFrontend:
             make_matcher = partial(
                 StopMatcher, params.stop, is_included=params.include_stop_str_in_output
             )
-            if isinstance(parser, PartParser):
+            if isinstance(parser, PlacedParser):
                 parser = ContentStops(parser, params.stop, make_matcher)
             else:
                 matcher = make_matcher()

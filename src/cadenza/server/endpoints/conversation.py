@@ -11,7 +11,12 @@ from typing import Any
 from cadenza.frontend.answers import AskedAnswer, ToolUse
 from cadenza.frontend.text_frontend import Message, PreparedRequest, TextFrontend
 from cadenza.request import SamplingParams
-from cadenza.server.schemas.thinking import EFFORTS, NOTHING_ASKED, AskedThinking
+from cadenza.server.schemas.thinking import (
+    EFFORTS,
+    NOTHING_ASKED,
+    AskedThinking,
+    nearest_effort,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,20 +65,23 @@ class AskedConversation:
         switches: dict[str, Any] = {}
         effort, is_on = self.thinking.effort, self.thinking.is_on
         if effort is not None:
-            switches |= {"enable_thinking": effort != "none", "reasoning_effort": effort}
+            known = nearest_effort(effort, text.efforts)
+            switches |= {"enable_thinking": effort != "none", "reasoning_effort": known}
         if is_on is not None:
             switches |= {"enable_thinking": is_on, "thinking": is_on}
         if self.verbosity is not None:
             switches["verbosity"] = self.verbosity
-        known = {k: v for k, v in switches.items() if k in text.chat_template_options}
-        return {**known, **text.read_by_template(self.variables), **self.template_kwargs}
+        read = {k: v for k, v in switches.items() if k in text.chat_template_options}
+        return {**read, **text.read_by_template(self.variables), **self.template_kwargs}
 
     def _max_thinking(self, text: TextFrontend) -> int | None:
         asked = self.thinking
         if asked.bound is not None or asked.effort is None:
             return asked.bound
-        has_efforts = "reasoning_effort" in text.chat_template_options
-        return None if has_efforts else EFFORTS[asked.effort]
+        if "reasoning_effort" not in text.chat_template_options:
+            return EFFORTS[asked.effort]
+        # A model that knows no such effort does not think either.
+        return 0 if asked.effort == "none" and text.efforts else None
 
 
 def continuing(is_continued: bool) -> dict[str, bool]:

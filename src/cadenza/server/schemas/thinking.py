@@ -5,7 +5,7 @@ fields that ask for different things are refused, so that none of them is passed
 never asks for more than the model gives.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,16 @@ EFFORTS: Mapping[str, int | None] = {
 }
 """Each with the most tokens of thinking that it means if the chat template has no efforts of its
 own; None: no bound. With `none` the template's switch turns thinking off."""
+
+
+def nearest_effort(effort: str, known: Sequence[str]) -> str:
+    """The one of those that a model knows, the least first, that is next to it; itself where the
+    model takes any."""
+    if not known or effort in known:
+        return effort
+    order = [*EFFORTS]
+    return known[0] if order.index(effort) < order.index(known[0]) else known[-1]
+
 
 EFFORT = OneOf(tuple(EFFORTS))
 EFFORT_HELP = (

@@ -33,12 +33,12 @@ def _forms(given: list[Message]) -> Iterator[Form]:
     objects = [_with_objects(message) for message in given]
     yield Form("arguments of calls that are no JSON object as objects", objects)
     for base in (given, objects):
-        placed = _systems_in_turns(base, into_results=False)
+        placed = systems_in_turns(base, into_results=False)
         yield Form("later system messages in user turns", placed)
         joined = _joined(placed)
         yield Form("neighbouring turns of one role joined", joined)
         yield Form("a user turn first", _user_first(joined))
-        in_results = _user_first(_joined(_systems_in_turns(base, into_results=True)))
+        in_results = _user_first(_joined(systems_in_turns(base, into_results=True)))
         yield Form("later system messages in results of calls", in_results)
         for whole in (joined, in_results):
             yield Form("the system text in the first user turn", _without_system(whole))
@@ -61,7 +61,7 @@ def _object_call(call: Any) -> Any:
     return {**found, "function": {**members, "arguments": {"_raw": members["arguments"]}}}
 
 
-def _systems_in_turns(given: list[Message], *, into_results: bool) -> list[Message]:
+def systems_in_turns(given: list[Message], *, into_results: bool) -> list[Message]:
     """Leading system messages are one; a later one stands in its place in the user's turn before
     or behind it, else in the result of a call before it, or in a user's turn of its own."""
     found: list[Message] = []

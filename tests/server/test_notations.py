@@ -1,0 +1,188 @@
+"""Answers in the notations of families, in every API: whole, streamed, and sent back."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cadenza.frontend.text_frontend import TextFrontend
+from cadenza.request import SamplingParams
+from cadenza.server.endpoints.conversation import AskedConversation
+from cadenza.server.schemas.thinking import EFFORTS, AskedThinking, nearest_effort
+from cadenza.structured import ThinkingBound
+from cadenza.text.answers.tool_calls import HARMONY_MARKS
+from tests.server.dialects import (
+    DIALECTS,
+    Json,
+    Told,
+    body_of,
+    post,
+    stream,
+    told,
+    told_in_stream,
+    tools_of,
+)
+from tests.server.harness import RunningServer, running_server
+from tests.server.scripted_engine import ScriptedEngine
+from tests.text.marked_tokenizers import marked_checkpoint, with_marks
+
+TEMPLATES = Path(__file__).parents[1] / "oracle/templates"
+CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "n": {"type": "integer"}},
+    "required": ["city"],
+}
+WEATHER = {"name": "weather", "description": "The weather.", "parameters": CITY}
+USER = {"role": "user", "content": "Which weather?"}
+CALLED = ("weather", {"city": 'Oslo {"<x>"}', "n": 2})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Notation:
+    """How a family answers.
+
+    Args:
+        thought: reasoning that is "It\\nsnows.", up to what follows it.
+        content: an answer that is "Snow.\\n\\n1.".
+        call: an answer that is `CALLED`.
+        history: what a template writes of a turn with the thought and the call, and its result.
+    """
+
+    template: str
+    marks: tuple[str, ...]
+    thought: str
+    content: str
+    call: str
+    history: str
+
+
+NOTATIONS = {
+    "harmony": Notation(
+        template="channels",
+        marks=HARMONY_MARKS,
+        thought="<|channel|>analysis<|message|>It\nsnows.<|end|><|start|>assistant",
+        content="<|channel|>final<|message|>Snow.\n\n1.",
+        call="<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
+        '{"city": "Oslo {\\"<x>\\"}", "n": 2}',
+        history="<|start|>assistant<|channel|>analysis<|message|>It\nsnows.<|end|>"
+        "<|start|>assistant to=functions.weather<|channel|>commentary json<|message|>"
+        '{"city": "Oslo {\\"<x>\\"}", "n": 2}<|call|>'
+        '<|start|>functions.weather to=assistant<|channel|>commentary<|message|>"Cold."<|end|>'
+        "<|start|>assistant",
+    ),
+}
+each_notation = pytest.mark.parametrize("notation", NOTATIONS.values(), ids=NOTATIONS)
+each_dialect = pytest.mark.parametrize("name", DIALECTS)
+
+
+def front_end(notation: Notation) -> TextFrontend:
+    template = (TEMPLATES / f"{notation.template}.jinja").read_text()
+    return TextFrontend(marked_checkpoint(notation.marks, template))
+
+
+@pytest.fixture(scope="module", params=NOTATIONS.values(), ids=NOTATIONS)
+def served(request: Any) -> Iterator["Served"]:
+    notation: Notation = request.param
+    text = front_end(notation)
+    assert text.tokenizer is not None
+    engine = ScriptedEngine(
+        (0,), vocab_size=text.tokenizer.vocab_size, max_model_len=2048, hidden_size=None
+    )
+    with running_server(engine, text) as server:
+        yield Served(notation, text, engine, server)
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    notation: Notation
+    text: TextFrontend
+    engine: ScriptedEngine
+    server: RunningServer
+
+    def answering(self, answer: str) -> int:
+        """Makes the model answer with a text, of so many tokens."""
+        assert self.text.tokenizer is not None
+        self.engine.script = tuple(with_marks(self.text.tokenizer, answer))
+        return len(self.engine.script)
+
+
+def thinking(name: str) -> Json:
+    """The fields of an API that ask for reasoning, where it does not come by itself."""
+    return {"thinking": {"type": "adaptive"}} if name == "messages" else {}
+
+
+@each_dialect
+def test_reasoning_and_content_are_told_apart_whole_and_streamed(served: Served, name: str) -> None:
+    num_tokens = served.answering(served.notation.thought + served.notation.content)
+    body = body_of(name, [USER], num_tokens, **thinking(name))
+    expected = Told(reasoning="It\nsnows.", content="Snow.\n\n1.")
+    assert told(name, post(served.server, name, body)) == expected
+    assert told_in_stream(name, stream(served.server, name, body)) == expected
+
+
+@each_dialect
+def test_a_call_is_told_apart_whole_and_streamed(served: Served, name: str) -> None:
+    num_tokens = served.answering(served.notation.thought + served.notation.call)
+    body = body_of(name, [USER], num_tokens, tools=tools_of(name, WEATHER), **thinking(name))
+    expected = Told(reasoning="It\nsnows.", calls=[CALLED])
+    assert told(name, post(served.server, name, body)) == expected
+    assert told_in_stream(name, stream(served.server, name, body)) == expected
+
+
+@each_dialect
+def test_a_turn_that_is_sent_back_is_what_the_template_writes(served: Served, name: str) -> None:
+    num_tokens = served.answering(served.notation.thought + served.notation.call)
+    fields = {"tools": tools_of(name, WEATHER), **thinking(name)}
+    answer = post(served.server, name, body_of(name, [USER], num_tokens, **fields))
+    body = body_of(name, [USER, *sent_back(name, answer)], 1, **fields)
+    post(served.server, name, body)
+    prompt = served.text.decode(served.engine.submitted[-1].prompt_token_ids)
+    assert prompt.endswith(served.notation.history), prompt
+
+
+def sent_back(name: str, answer: Json) -> list[Json]:
+    """An answer with a call, and its result, as clients send them back."""
+    match name:
+        case "responses":
+            call = next(item for item in answer["output"] if item["type"] == "function_call")
+            told = {"type": "function_call_output", "call_id": call["call_id"], "output": "Cold."}
+            return [*answer["output"], told]
+        case "messages":
+            call = next(each for each in answer["content"] if each["type"] == "tool_use")
+            told = {"type": "tool_result", "tool_use_id": call["id"], "content": "Cold."}
+            turn = {"role": "assistant", "content": answer["content"]}
+            return [turn, {"role": "user", "content": [told]}]
+        case "ollama_chat":
+            turn = answer["message"]
+            called = turn["tool_calls"][0]["function"]["name"]
+            return [turn, {"role": "tool", "tool_name": called, "content": "Cold."}]
+        case _:
+            turn = answer["choices"][0]["message"]
+            call = turn["tool_calls"][0]["id"]
+            return [turn, {"role": "tool", "tool_call_id": call, "content": "Cold."}]
+
+
+def test_an_effort_is_the_nearest_one_that_the_model_knows() -> None:
+    text = front_end(NOTATIONS["harmony"])
+    assert text.tokenizer is not None
+    shown: dict[str, str] = {}
+    for effort in EFFORTS:
+        asked = AskedConversation(
+            messages=[USER], use=None, thinking=AskedThinking(effort=effort), template_kwargs={}
+        )
+        prepared = asked.prepare(text, SamplingParams(), None)
+        assert prepared.text is not None
+        shown[effort] = prepared.text.partition("Reasoning: ")[2].partition("<|end|>")[0]
+        constraint = prepared.request.constraint
+        assert (constraint is not None) == (effort == "none")
+        if constraint is not None:
+            bound = constraint.thinking
+            assert isinstance(bound, ThinkingBound)
+            assert bound.max_tokens == 0
+    low, high = dict.fromkeys(("none", "minimal", "low"), "low"), ("high", "xhigh", "max")
+    assert shown == {**low, "medium": "medium", **dict.fromkeys(high, "high")}
+    assert nearest_effort("xhigh", ()) == "xhigh"
+    assert json.dumps(shown)

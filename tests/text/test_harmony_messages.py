@@ -1,0 +1,143 @@
+"""Conversations as gpt-oss's template has room for them: nothing is passed over."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cadenza.errors import MessagesRefusedError
+from cadenza.frontend.answers import AnswerParsers
+from cadenza.frontend.text_frontend import TextFrontend
+from cadenza.text.answers.tool_calls import HARMONY_MARKS
+from cadenza.text.templates.harmony_messages import harmony_messages, harmony_tools
+from tests.text.marked_tokenizers import marked_checkpoint
+
+TEMPLATE = (Path(__file__).parents[1] / "oracle/templates/channels.jinja").read_text()
+USER = {"role": "user", "content": "Which weather?"}
+
+
+def call(name: str, call_id: str | None = None) -> dict[str, Any]:
+    made = {"type": "function", "function": {"name": name, "arguments": {"n": 1}}}
+    return made if call_id is None else {"id": call_id, **made}
+
+
+def result(text: str, call_id: str | None = None) -> dict[str, Any]:
+    made = {"role": "tool", "content": text}
+    return made if call_id is None else {**made, "tool_call_id": call_id}
+
+
+def turn(*calls: dict[str, Any], **members: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": "", **members, "tool_calls": [*calls]}
+
+
+@pytest.fixture(scope="module")
+def text() -> TextFrontend:
+    return TextFrontend(marked_checkpoint(HARMONY_MARKS, TEMPLATE))
+
+
+def rendered(text: TextFrontend, messages: list[dict[str, Any]]) -> str:
+    """Behind the system's message."""
+    return text.render_chat(messages)[0].partition("<|end|>")[2]
+
+
+ANALYSIS = "<|start|>assistant<|channel|>analysis<|message|>"
+CALL = '<|start|>assistant to=functions.{}<|channel|>commentary json<|message|>{{"n": 1}}<|call|>'
+RESULT = '<|start|>functions.{} to=assistant<|channel|>commentary<|message|>"{}"<|end|>'
+ASKED = "<|start|>user<|message|>Which weather?<|end|>"
+END = "<|start|>assistant"
+
+
+@pytest.mark.parametrize("ids", [("1", "2"), (None, None)])
+def test_calls_of_one_turn_are_messages_with_their_results_behind_them(
+    text: TextFrontend, ids: tuple[str | None, str | None]
+) -> None:
+    first, second = ids
+    results = [result("a", first), result("b", second)]
+    if first is not None:
+        results.reverse()  # they are found by their ids
+    calls = turn(call("f", first), call("g", second), reasoning_content="Both.")
+    shown = f"{ANALYSIS}Both.<|end|>" + CALL.format("f") + RESULT.format("f", "a")
+    shown += CALL.format("g") + RESULT.format("g", "b")
+    assert rendered(text, [USER, calls, *results]) == ASKED + shown + END
+
+
+def test_a_thought_stays_until_an_answer_follows_it(text: TextFrontend) -> None:
+    begun = [USER, turn(call("f", "1"), reasoning_content="Look."), result("a", "1")]
+    answer = {"role": "assistant", "content": "Sun.", "reasoning_content": "It is a."}
+    called = CALL.format("f") + RESULT.format("f", "a")
+    assert rendered(text, begun) == f"{ASKED}{ANALYSIS}Look.<|end|>{called}{END}"
+    final = "<|start|>assistant<|channel|>final<|message|>Sun.<|end|>"
+    whole = rendered(text, [*begun, answer, USER])
+    assert whole == f"{ASKED}{called}{final}{ASKED}{END}"
+
+
+def test_text_beside_a_call_follows_its_reasoning(text: TextFrontend) -> None:
+    both = turn(call("f", "1"), reasoning_content="Look.", content="I look.")
+    assert f"{ANALYSIS}Look.\n\nI look.<|end|>" in rendered(text, [USER, both])
+    told = turn(call("f", "1"), content="I look.")
+    assert f"{ANALYSIS}I look.<|end|>" in rendered(text, [USER, told])
+    parts = turn(call("f", "1"), reasoning_content="Look.", content=[{"type": "text", "text": "x"}])
+    with pytest.raises(MessagesRefusedError):
+        rendered(text, [USER, parts])
+
+
+def test_no_system_text_is_passed_over(text: TextFrontend) -> None:
+    system, developer = ({"role": role, "content": role} for role in ("system", "developer"))
+    shown = rendered(text, [system, developer, USER, {**system, "content": "Be brief."}])
+    assert shown.startswith("<|start|>developer<|message|># Words\n\nsystem\n\ndeveloper")
+    assert "Which weather?\n\nBe brief.<|end|>" in shown
+
+
+def test_every_turn_begins_with_the_one_before(text: TextFrontend) -> None:
+    messages = [
+        USER,
+        turn(call("f", "1"), call("g", "2"), reasoning="Both."),
+        result("a", "1"),
+        result("b", "2"),
+        turn(call("f", "3"), reasoning="Again."),
+        result("c", "3"),
+    ]
+    ends = [rendered(text, messages[:count]).removesuffix(END) for count in (1, 4, 6)]
+    assert ends[2].startswith(ends[1])
+    assert ends[1].startswith(ends[0])
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        [],
+        [USER],
+        [{"role": "assistant", "content": None}],
+        [{"role": "assistant", "tool_calls": [], "content": "a"}],
+        [turn(call("f", "1"), call("g", "1")), result("a", "1"), result("b", "1")],
+        [turn("odd", {"id": 5}), result("a", "5"), result("b")],
+        [result("a", "1")],
+    ],
+)
+def test_no_call_no_result_and_no_text_is_lost(given: list[dict[str, Any]]) -> None:
+    made = harmony_messages(given)
+
+    def of(messages: list[dict[str, Any]], key: str) -> list[Any]:
+        found = [each[key] for each in messages if each.get(key)]
+        ones = (one for each in found for one in (each if isinstance(each, list) else [each]))
+        return sorted(ones, key=str)
+
+    for key in ("tool_calls", "content"):
+        assert of(made, key) == of(given, key)
+    assert all(len(each.get("tool_calls", [0])) == 1 for each in made)
+    assert harmony_messages(made) == made
+
+
+def test_a_function_without_a_description_is_rendered(text: TextFrontend) -> None:
+    tools = [{"type": "function", "function": {"name": "now", "parameters": None}}]
+    assert "// \ntype now" in text.render_chat([USER], tools=tools)[0]
+    odd: list[Any] = [{"type": "function"}]
+    assert harmony_tools(odd) == odd
+
+
+def test_strict_messages_are_rendered_alike() -> None:
+    """What the template would pass over is rendered, whether or not it refuses it."""
+    checkpoint = marked_checkpoint(HARMONY_MARKS, TEMPLATE)
+    strict = TextFrontend(checkpoint, parsers=AnswerParsers(strict_messages=True))
+    shown = rendered(strict, [USER, turn(call("f", "1"), call("g", "2"))])
+    assert shown == ASKED + CALL.format("f") + CALL.format("g") + END
