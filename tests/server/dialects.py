@@ -34,7 +34,7 @@ def body_of(name: str, messages: Sequence[Json], max_tokens: int = 6, **fields: 
         case "responses":
             return {"input": [*messages], "max_output_tokens": max_tokens, "store": False, **fields}
         case "ollama_chat":
-            own = {key: fields.pop(key) for key in ("tools", "format") if key in fields}
+            own = {key: fields.pop(key) for key in ("tools", "format", "think") if key in fields}
             options = {"num_predict": max_tokens, **fields}
             return {"messages": [*messages], "stream": False, "options": options, **own}
         case _:

@@ -40,6 +40,12 @@ USER = {"role": "user", "content": "Which weather?"}
 CALLED = ("weather", {"city": 'Oslo {"<x>"}', "n": 2})
 
 
+GEMMA_MARKS = (
+    *("<|turn>", "<turn|>", "<|channel>", "<channel|>", "<|think|>", "<|tool>", "<tool|>"),
+    *("<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>'),
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notation:
     """How a family answers.
@@ -72,6 +78,16 @@ NOTATIONS = {
         '{"city": "Oslo {\\"<x>\\"}", "n": 2}<|call|>'
         '<|start|>functions.weather to=assistant<|channel|>commentary<|message|>"Cold."<|end|>'
         "<|start|>assistant",
+    ),
+    "gemma4": Notation(
+        template="named_values",
+        marks=GEMMA_MARKS,
+        thought="<|channel>thought\nIt\nsnows.\n<channel|>",
+        content="Snow.\n\n1.",
+        call='<|tool_call>call:weather{city:<|"|>Oslo {"<x>"}<|"|>,n:2}<tool_call|>',
+        history="<|turn>model\n<|channel>thought\nIt\nsnows.\n<channel|>"
+        '<|tool_call>call:weather{city:<|"|>Oslo {"<x>"}<|"|>,n:2}<tool_call|>'
+        '<|tool_response>response:weather{value:<|"|>Cold.<|"|>}<tool_response|>',
     ),
 }
 each_notation = pytest.mark.parametrize("notation", NOTATIONS.values(), ids=NOTATIONS)
@@ -111,7 +127,13 @@ class Served:
 
 def thinking(name: str) -> Json:
     """The fields of an API that ask for reasoning, where it does not come by itself."""
-    return {"thinking": {"type": "adaptive"}} if name == "messages" else {}
+    match name:
+        case "messages":
+            return {"thinking": {"type": "adaptive"}}
+        case "ollama_chat":
+            return {"think": True}
+        case _:
+            return {"reasoning_effort": "high"}
 
 
 @each_dialect

@@ -40,7 +40,7 @@ SCHEMA: dict[str, Any] = {
 }
 TOOLS = (Tool(name="f", parameters=SCHEMA), Tool(name="now"))
 FORMATS = ("hermes", "qwen3_coder", "mistral", "llama3_json", "json", "pythonic")
-TAGGED = ("glm45", "functiongemma")
+TAGGED = ("glm45", "functiongemma", "gemma4")
 BEGINNINGS = {
     "hermes": "<tool_call>",
     "qwen3_coder": "<tool_call>",
@@ -49,6 +49,7 @@ BEGINNINGS = {
     "pythonic": "[f(",
     "glm45": "<tool_call>",
     "functiongemma": "<start_function_call>",
+    "gemma4": "<|tool_call>",
     "json": '```json\n{ "name":"now"',
 }
 
@@ -209,7 +210,7 @@ def test_a_fork_follows_drafts_into_the_call_but_not_over_its_beginning(
         stream.finish_call(random.Random(1))
 
 
-@pytest.mark.parametrize("name", ["qwen3_coder", "pythonic", "functiongemma", "glm45"])
+@pytest.mark.parametrize("name", ["qwen3_coder", "pythonic", "functiongemma", "glm45", "gemma4"])
 def test_a_constraint_is_rebuilt_from_its_tokens(
     tokenizer: Tokenizer, compiler: ConstraintCompiler, name: str
 ) -> None:
@@ -304,6 +305,10 @@ WRITTEN = {
         "<start_function_call>call:f{city:<escape>It's </a> x<escape>,n:",
         "7, unit:<escape>f<escape>}<end_function_call>",
     ),
+    "gemma4": (
+        '<|tool_call>call:f{city:<|"|>It\'s </a> x<|"|>,n:',
+        '7,unit:<|"|>f<|"|>}<tool_call|>',
+    ),
     "pythonic": ('[f(city="It\'s ", n=', '7, unit="f"), now()]'),
 }
 
@@ -374,7 +379,7 @@ def test_marks_within_calls_may_be_tokens(
     stream = Stream(tokenizer, constraint_of(compiler, rule))
     stream.write(tools.begin)
     text = WRITTEN[name][0].removeprefix(tools.begin)
-    for part in re.split(f"({'|'.join(marks)})", text):
+    for part in re.split(f"({'|'.join(map(re.escape, marks))})", text):
         ids = [marks[part]] if part in marks else with_marks(tokenizer, part)
         for token_id in ids:
             assert token_id in allowed_ids(stream.constraint, tokenizer.vocab_size), part
@@ -392,8 +397,10 @@ def test_a_name_that_python_does_not_take_is_not_constrained(tokenizer: Tokenize
     assert rule_of(tokenizer, "pythonic", (Tool(name="my-f"),)) is None
 
 
-def plan_with(tokenizer: Tokenizer, use: ToolUse, form: str | None = None) -> AnswerPlan:
-    planner = AnswerPlanner("", tokenizer, AnswerParsers(tool_calls="qwen3_coder"))
+def plan_with(
+    tokenizer: Tokenizer, use: ToolUse, form: str | None = None, name: str = "qwen3_coder"
+) -> AnswerPlan:
+    planner = AnswerPlanner("", tokenizer, AnswerParsers(tool_calls=name))
     asked = None if form is None else ConstraintSpec(grammar=form)
     return planner.plan("", asked, AskedAnswer(use=use), check_grammar)
 
@@ -459,3 +466,80 @@ def test_required_calls_are_json_where_a_text_is_bounded(
     text = '[{"name": "f", "arguments": {"city": "a", "n": 1}}]'
     found = written(tokenizer, compiler, plan_with(tokenizer, use), text)
     assert found == [("tool_call", "f", '{"city": "a", "n": 1}')]
+
+
+NESTED: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "tags": {"type": "array", "items": {"type": "string"}},
+        "Place": {"$ref": "#/$defs/place"},
+        "mode": {"type": "string", "enum": ["on", "off"]},
+        "code": {"type": "array", "items": {"type": "string", "pattern": "^[a-c]$"}},
+    },
+    "required": ["Place"],
+    "$defs": {
+        "place": {
+            "type": "object",
+            "properties": {"name": {"type": "string"}, "at": {"type": "number"}},
+            "required": ["name"],
+        }
+    },
+}
+CALLED_4 = (
+    '<|tool_call>call:g{code:["a"],mode:<|"|>on<|"|>,'
+    'Place:{at:1.5,name:<|"|>Å {"x"}<|"|>},tags:[<|"|>a, b<|"|>,<|"|><|"|>]}<tool_call|>'
+)
+
+
+def test_values_of_gemma_4_stand_between_its_marks_in_lists_and_objects_too(
+    tokenizer: Tokenizer, compiler: ConstraintCompiler
+) -> None:
+    use = ToolUse(tools=(Tool(name="g", parameters=NESTED), NONE), choice="required")
+    plan = plan_with(tokenizer, use, name="gemma4")
+    value = {
+        "code": ["a"],
+        "mode": "on",
+        "Place": {"at": 1.5, "name": 'Å {"x"}'},
+        "tags": ["a, b", ""],
+    }
+    text = f"{CALLED_4}<|tool_call>call:none{{}}<tool_call|>"
+    found = written(tokenizer, compiler, plan, text)
+    assert [(called, json.loads(arguments)) for _, called, arguments in found] == [
+        ("g", value),
+        ("none", {}),
+    ]
+    for wrong in ('"d"', '<|"|>a<|"|>'):
+        with pytest.raises(AssertionError):
+            written(tokenizer, compiler, plan, CALLED_4.replace('"a"', wrong))
+    with pytest.raises(AssertionError):
+        written(tokenizer, compiler, plan, CALLED_4.replace(",name:", ",other:"))
+
+
+def test_drawn_calls_of_gemma_4_are_of_their_schema(
+    tokenizer: Tokenizer, compiler: ConstraintCompiler
+) -> None:
+    schema: dict[str, Any] = {
+        "type": "object",
+        "properties": {
+            "list": {"type": "array", "items": {"enum": ["x", "y, {z}"]}},
+            "In": {
+                "type": "object",
+                "properties": {"b": {"type": "boolean"}, "a": {"enum": ["q"]}, "c": {"const": 1}},
+                "required": ["c"],
+            },
+        },
+        "required": ["In"],
+    }
+    tools = (Tool(name="g", parameters=schema),)
+    plan = PartPlan(tools=TOOL_FORMATS["gemma4"], functions=ToolUse(tools=tools).schemas)
+    keys: set[str] = set()
+    for seed in range(12):
+        stream = Stream(tokenizer, constraint_of(compiler, rule_of(tokenizer, "gemma4", tools)))
+        stream.write(BEGINNINGS["gemma4"])
+        stream.finish_call(random.Random(seed))
+        ((kind, _, arguments),) = parse(plan, *stream.text)
+        assert kind == "tool_call", stream.text
+        found = json.loads(arguments)
+        assert jsonschema_rs.is_valid(schema, found), stream.text
+        keys |= {*found, *found["In"]}
+    assert keys == {"list", "In", "a", "b", "c"}

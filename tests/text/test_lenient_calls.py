@@ -87,6 +87,20 @@ CASES: list[tuple[str, str, list[tuple[str, str | None, str]]]] = [
         "<end_function_call>",
         [call(city="a, n: {b: 1}", n=2, on=True)],
     ),
+    (
+        "gemma4",
+        'I look.<|tool_call>call:f{city:<|"|>a, {n: "b"}<|"|>,list:[<|"|>x<|"|>,{b:1}],n:2,on:true}'
+        "<tool_call|><|tool_call>call:g{}<tool_call|>",
+        [told("I look."), call(city='a, {n: "b"}', list=["x", {"b": 1}], n=2, on=True), call("g")],
+    ),
+    (
+        "gemma4",
+        '<|tool_call>call:f{any:{a-b:<|"|><tool_call|><|"|>,<|"|>c d<|"|>:None},x:None}'
+        "<tool_call|>",
+        [call(any={"a-b": "<tool_call|>", "c d": None}, x=None)],
+    ),
+    ("gemma4", "<|tool_call>call:f{n:1}", [call(n=1)]),
+    ("gemma4", '<|tool_call>call:f{city:<|"|>x}', [told('<|tool_call>call:f{city:<|"|>x}')]),
     ("pythonic", "[f(on=true, x=null, n=-1)]", [call(on=True, x=None, n=-1)]),
     (
         "pythonic",

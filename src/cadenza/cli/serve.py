@@ -137,7 +137,7 @@ class ServeFlags:
     tool_call_parser: str = _flag(
         "auto",
         "How the model writes tool calls: hermes, qwen3_coder, glm45, mistral, llama3_json, "
-        "pythonic, functiongemma, harmony or json; auto is as the chat template shows.",
+        "pythonic, functiongemma, gemma4, harmony or json; auto is as the chat template shows.",
     )
     structured_max_string: int = _flag(
         4096,
@@ -152,8 +152,8 @@ class ServeFlags:
     )
     reasoning_parser: str = _flag(
         "auto",
-        "How the model marks its reasoning: think, mistral, harmony or granite; auto is as the "
-        "chat template shows, none leaves it in the content.",
+        "How the model marks its reasoning: think, mistral, harmony, gemma4 or granite; auto is as "
+        "the chat template shows, none leaves it in the content.",
     )
     ssl_certfile: str | None = _flag(None, "The TLS certificate, in PEM.", metavar="FILE")
     ssl_keyfile: str | None = _flag(None, "The certificate's key.", metavar="FILE")

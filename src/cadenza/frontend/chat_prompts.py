@@ -19,6 +19,7 @@ from cadenza.text.templates.harmony_messages import harmony_messages, harmony_to
 from cadenza.text.templates.message_forms import other_forms
 from cadenza.text.templates.notices import Notices
 from cadenza.text.templates.stable_prompts import stable_messages
+from cadenza.text.templates.tool_responses import reads_responses_only, with_responses
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ class ChatPrompts:
     ) -> None:
         self._template = template
         self._planner = planner
+        self._reads_responses = template is not None and reads_responses_only(template.source)
         self._strict_messages = parsers.strict_messages
         self._stable_prompts = parsers.stable_prompts
         self._is_strict = parsers.strict_tools
@@ -93,6 +95,8 @@ class ChatPrompts:
         if self._has_channels and _are_objects(messages):
             messages = harmony_messages(messages)
             tools = harmony_tools(tools) if _are_objects(tools) and tools else tools
+        elif self._reads_responses and _are_objects(messages):
+            messages = with_responses(messages)
         if self._is_generic(self._template, messages, tools):
             assert self._planner is not None
             messages, tools = generic_messages(messages, tools, self._planner.tool_format), None

@@ -46,7 +46,7 @@ _SPECIAL_IDS = {
 _END_IDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _END_TEXTS = frozenset(
     "<|eot_id|> <|eom_id|> <|im_end|> <|end|> <|endoftext|> <|end_of_text|> <end_of_turn> </s> "
-    "<eos>".split()
+    "<eos> <turn|> <|tool_response>".split()
 )
 """Control tokens that end an answer: many files name only one of theirs."""
 _HARMONY_ENDS = frozenset(("<|return|>", "<|call|>", "<|endoftext|>"))

@@ -13,6 +13,7 @@ Modules:
 - `call_forms`: where calls begin and end in an answer
 - `call_readers`: what is in them, as leniently as is certain
 - `call_grammar`: what a call may be that the model begins by itself
+- `gemma_values`: arguments of calls as Gemma 4 writes them
 - `generic_tools`: tools and their results as messages, where a template has no place for them
 - `answer_grammar`: grammars of tool calls, and of what follows reasoning
 - `grammar_parts`: grammars of several parts

@@ -8,8 +8,9 @@ import json
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
+from cadenza.text.answers.call_readers import schema_members
 from cadenza.text.answers.grammar_parts import joined_grammar, parts_of
 from cadenza.text.answers.input_grammar import InputGrammar
 from cadenza.text.answers.part_parser import ReasoningFormat
@@ -17,6 +18,12 @@ from cadenza.text.answers.tool_calls import ToolFormat
 
 MAX_CALLS = 16
 """Of one constrained answer; without a bound a small model may call for ever."""
+
+ANNOTATIONS = frozenset({"description", "title", "default", "examples", "$schema"})
+"""Members of a schema that ask for nothing."""
+
+PLAIN_TEXT = ANNOTATIONS | {"type", "enum"}
+"""Those of a text that has no bound and no pattern."""
 
 _NO_ARGUMENTS: Mapping[str, Any] = {
     "type": "object",
@@ -120,3 +127,18 @@ def literal_in(text: str, marks: Marks) -> str:
 def _named(arguments: Arguments) -> list[dict[str, Any]]:
     named = (parts_of(f"args_{i}", grammar) for i, grammar in enumerate(arguments.values()))
     return [part for parts in named for part in parts]
+
+
+def texts_and_end(schema: object, text: str, closing: str) -> str:
+    """A text and the end of its element; of an enum, one of its texts."""
+    options = schema_members(schema).get("enum")
+    texts = cast(list[object], options) if isinstance(options, list) else []
+    if texts and all(isinstance(each, str) for each in texts):
+        return f"({' | '.join(map(json.dumps, texts))}) {closing}"
+    return text
+
+
+def property_schema(schema: Mapping[str, Any], value: object) -> str:
+    """The schema of a property, with the definitions that it may refer to."""
+    shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    return json.dumps({**shared, **schema_members(value)})

@@ -8,31 +8,49 @@ the forms of the same format as calls of its functions.
 import json
 import keyword
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 from cadenza.structured import CallRule
-from cadenza.text.answers.answer_grammar import Marks, Tool, literal_in, text_without
-from cadenza.text.answers.call_readers import MISTRAL, kinds_of_schema, resolved
+from cadenza.text.answers.answer_grammar import (
+    ANNOTATIONS,
+    PLAIN_TEXT,
+    Marks,
+    Tool,
+    literal_in,
+    property_schema,
+    text_without,
+    texts_and_end,
+)
+from cadenza.text.answers.call_readers import (
+    GEMMA_QUOTE,
+    MISTRAL,
+    kinds_of_schema,
+    resolved,
+    schema_members,
+)
+from cadenza.text.answers.gemma_values import GemmaValues, gemma_key
 from cadenza.text.answers.grammar_parts import joined_grammar, parts_of
 from cadenza.text.answers.harmony_grammar import call_rule
 from cadenza.text.answers.input_grammar import arguments_of_written
-from cadenza.text.answers.tool_calls import GENERIC, HARMONY, TOOL_FORMATS, ToolFormat
+from cadenza.text.answers.tool_calls import GEMMA4, GENERIC, HARMONY, TOOL_FORMATS, ToolFormat
 
 MAX_LISTED_CALLS = 16
 """Of one list; without a bound a small model may call for ever."""
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
-_ANNOTATIONS = frozenset({"description", "title", "default", "examples", "$schema"})
-_PLAIN_TEXT = _ANNOTATIONS | {"type", "enum"}
-_PLAIN_OBJECT = _ANNOTATIONS | {
+_PLAIN_OBJECT = ANNOTATIONS | {
     *("type", "properties", "required", "additionalProperties", "$defs", "definitions"),
 }
 
 _BLANKS = r"BLANKS: /[ \t]|\n[ \t]{0,16}/"
 _BEGIN_BLANKS = r"\s{0,16}"
+
+Parts = list[dict[str, Any]]
+"""Named grammars to which others refer."""
 
 CompileSchema = Callable[[str], str]
 """Makes the grammar of a JSON Schema, which is given as JSON."""
@@ -61,7 +79,9 @@ class CallGrammar:
     def value(self, tool: Tool, schema: object) -> str:
         """The grammar of an argument as JSON."""
         text = self.inputs.get(tool.name)
-        return self.compile(_property(tool.parameters or {}, schema)) if text is None else text
+        return (
+            self.compile(property_schema(tool.parameters or {}, schema)) if text is None else text
+        )
 
     def rule(self, marks: Marks) -> CallRule | None:
         """None where the format's calls cannot be constrained. Raises InvalidRequestError where a
@@ -76,7 +96,7 @@ class CallGrammar:
 def holds_schemas(format: ToolFormat, tools: Sequence[Tool]) -> bool:
     """Whether required calls can be written in a format that is not JSON, so that they satisfy all
     that the schemas ask for: elements, whose texts are bounded by nothing."""
-    return format is TOOL_FORMATS["qwen3_coder"] and all(map(_is_held, tools))
+    return format in (TOOL_FORMATS["qwen3_coder"], GEMMA4) and all(map(_is_held, tools))
 
 
 def _is_held(tool: Tool) -> bool:
@@ -87,9 +107,9 @@ def _is_held(tool: Tool) -> bool:
     if "properties" not in schema:
         return "additionalProperties" not in schema
     for value in properties.values():
-        found = _members(resolved(value, schema))
+        found = schema_members(resolved(value, schema))
         kinds = kinds_of_schema(found)
-        is_text = kinds == {"string"} and not found.keys() - _PLAIN_TEXT
+        is_text = kinds == {"string"} and not found.keys() - PLAIN_TEXT
         options = found.get("enum", ())
         if is_text and not all(isinstance(each, str) for each in options):
             return False
@@ -107,9 +127,11 @@ def required_calls(calls: CallGrammar, marks: Marks, *, max_calls: int) -> str:
         for tool in calls.tools
         for schema in (tool.parameters or {},)
     ]
-    one = _xml(replace(calls, tools=tools), marks).grammar
+    write = _gemma4 if calls.format is GEMMA4 else _xml
+    one = write(replace(calls, tools=tools), marks).grammar
+    between = literal_in(calls.format.between, marks)
     lark = (
-        f'start: call ("\\n" call){{0,{max_calls - 1}}}\n'
+        f"start: call ({between} call){{0,{max_calls - 1}}}\n"
         f"call: {literal_in(calls.format.begin, marks)} @one"
     )
     return joined_grammar(lark, parts_of("one", one))
@@ -226,7 +248,7 @@ def _elements(calls: CallGrammar, marks: Marks, tags: _Tags) -> CallRule:
         for j, (key, value) in enumerate(properties.items()):
             kinds = kinds_of_schema(resolved(value, schema))
             if tool.name not in calls.inputs and (not kinds or "string" in kinds):
-                written = _texts(resolved(value, schema), "text", tags.closing)
+                written = texts_and_end(resolved(value, schema), "text", tags.closing)
             else:
                 written = f"@args_{i}_{j} {tags.closing}"
                 parts += parts_of(f"args_{i}_{j}", calls.value(tool, value))
@@ -252,9 +274,12 @@ def _pythonic(calls: CallGrammar, marks: Marks) -> CallRule | None:
     ):
         return None
 
-    def value(tool: Tool, schema: object, name: str) -> str:
+    def value(tool: Tool, schema: object, name: str, parts: Parts) -> str:
+        parts += parts_of(name, calls.value(tool, schema))
         kinds = kinds_of_schema(resolved(schema, tool.parameters or {}))
-        is_any = not {"enum", "const"} & _members(resolved(schema, tool.parameters or {})).keys()
+        is_any = (
+            not {"enum", "const"} & schema_members(resolved(schema, tool.parameters or {})).keys()
+        )
         words = ['"True"', '"False"'] if "boolean" in kinds and is_any else []
         words += ['"None"'] if "null" in kinds and is_any else []
         return f"({' | '.join([f'@{name}', *words])})"
@@ -277,11 +302,12 @@ def _function_gemma(calls: CallGrammar, marks: Marks) -> CallRule:
     """Arguments behind their names; texts stand between marks, other values are JSON."""
     mark = literal_in("<escape>", marks)
 
-    def value(tool: Tool, schema: object, name: str) -> str:
+    def value(tool: Tool, schema: object, name: str, parts: Parts) -> str:
+        parts += parts_of(name, calls.value(tool, schema))
         found = resolved(schema, tool.parameters or {})
         if tool.name in calls.inputs or kinds_of_schema(found) != {"string"}:
             return f"@{name}"
-        return f"{mark} {_texts(found, 'text', mark)}"
+        return f"{mark} {texts_and_end(found, 'text', mark)}"
 
     def key(name: str) -> str:
         is_plain = re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII)
@@ -297,6 +323,37 @@ def _function_gemma(calls: CallGrammar, marks: Marks) -> CallRule:
     return CallRule(begin=re.escape(calls.format.begin), grammar=grammar)
 
 
+def _gemma4(calls: CallGrammar, marks: Marks) -> CallRule:
+    """As function-gemma's, but that texts within lists and objects stand between marks, too, and
+    that arguments are sorted by their names, as the chat template has those of the functions."""
+
+    def value(tool: Tool, schema: object, name: str, parts: Parts) -> str:
+        if tool.name in calls.inputs:
+            parts += parts_of(name, calls.value(tool, schema))
+            return f"@{name}"
+        root = tool.parameters or {}
+        values = GemmaValues(
+            root=root, compile=calls.compile, marks=marks, parts=parts, lines=lines
+        )
+        return values.of(schema, name)
+
+    lines = [
+        f"start: BLANKS? call BLANKS? {literal_in(calls.format.end, marks)}",
+        "KEY: /[A-Za-z_][A-Za-z0-9_.-]{0,63}/",
+        *_text_until(GEMMA_QUOTE, marks),
+    ]
+    notation = _Arguments(
+        head="call:{}{{",
+        end="}",
+        key=gemma_key,
+        any_key='KEY ":"',
+        value=value,
+        order=partial(sorted, key=str.lower),
+    )
+    grammar = _with_arguments(calls, lines, notation)
+    return CallRule(begin=re.escape(calls.format.begin), grammar=grammar)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Arguments:
     """How a call with arguments between commas is written.
@@ -306,14 +363,17 @@ class _Arguments:
         end: what is behind them.
         key: an argument's name and what is behind it, in Lark's notation.
         any_key: of any name.
-        value: of a tool, an argument's schema, and the name of its grammar as JSON.
+        value: of a tool, an argument's schema, and a name for the grammars that it refers to, which
+            it adds to the others.
+        order: of the arguments.
     """
 
     head: str
     end: str
     key: Callable[[str], str]
     any_key: str
-    value: Callable[[Tool, object, str], str]
+    value: Callable[[Tool, object, str, Parts], str]
+    order: Callable[[Iterable[str]], Iterable[str]] = list
 
 
 def _with_arguments(calls: CallGrammar, lines: list[str], notation: _Arguments) -> str:
@@ -322,14 +382,12 @@ def _with_arguments(calls: CallGrammar, lines: list[str], notation: _Arguments) 
         "COMMA: /,[ \\t]?/",
         f"call: {' | '.join(f'call_{i}' for i in range(len(calls.tools)))}",
     ]
-    parts: list[dict[str, Any]] = []
+    parts: Parts = []
     for i, tool in enumerate(calls.tools):
         schema, properties = tool.parameters or {}, _properties(tool)
-        for j, (key, value) in enumerate(properties.items()):
-            lines.append(
-                f"pair_{i}_{j}: {notation.key(key)} {notation.value(tool, value, f'args_{i}_{j}')}"
-            )
-            parts += parts_of(f"args_{i}_{j}", calls.value(tool, value))
+        for j, key in enumerate(notation.order(properties)):
+            value = notation.value(tool, properties[key], f"args_{i}_{j}", parts)
+            lines.append(f"pair_{i}_{j}: {notation.key(key)} {value}")
             # A comma stands between the arguments that are there.
             rest, is_needed = f"tail_{i}_{j + 1}", key in schema.get("required", ())
             lines.append(
@@ -372,25 +430,6 @@ def _text_until(mark: str, marks: Marks, behind: str = "") -> list[str]:
     return [text_without("TEXT", mark), f"text: TEXT {literal_in(mark, marks)} {behind}"]
 
 
-def _texts(schema: object, text: str, closing: str) -> str:
-    """A text and the end of its element; of an enum, one of its texts."""
-    options = _members(schema).get("enum")
-    texts = cast(list[object], options) if isinstance(options, list) else []
-    if texts and all(isinstance(each, str) for each in texts):
-        return f"({' | '.join(map(json.dumps, texts))}) {closing}"
-    return text
-
-
-def _property(schema: Mapping[str, Any], value: object) -> str:
-    """The schema of a property, with the definitions that it may refer to."""
-    shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-    return json.dumps({**shared, **_members(value)})
-
-
-def _members(schema: object) -> Mapping[str, Any]:
-    return cast(Mapping[str, Any], schema) if isinstance(schema, Mapping) else {}
-
-
 def _objects(tools: Sequence[Tool]) -> list[str]:
     """The rule `call`: an object with a name, then its arguments."""
     lines = [f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}"]
@@ -419,6 +458,7 @@ _WRITERS: Sequence[tuple[ToolFormat, Callable[[CallGrammar, Marks], CallRule | N
     (TOOL_FORMATS["functiongemma"], _function_gemma),
     (TOOL_FORMATS["mistral"], _mistral),
     (HARMONY, _harmony),
+    (GEMMA4, _gemma4),
     (TOOL_FORMATS["llama3_json"], _bare),
     (TOOL_FORMATS["json"], _bare),
     (GENERIC, _bare),

@@ -38,7 +38,10 @@ _NESTING = re.compile(r'"(?:[^"\\]|\\.)*+(")?|[{}\[\]]', re.DOTALL)
 _JSON_CALLS = re.compile(r"\s*(\{|\[\s*[{\]])")
 _CALL_ID = re.compile(r"\[CALL_ID\][^\[{]*")
 _GEMMA_CALL = re.compile(r"call:([\w.-]+)\{(.*)\}", re.DOTALL)
-_GEMMA_KEY = re.compile(r'("(?:[^"\\]|\\.)*")|([{,]\s*|^\s*)([A-Za-z_]\w*)\s*:', re.DOTALL)
+_GEMMA_KEY = re.compile(
+    r'("(?:[^"\\]|\\.)*")|([{,]\s*|^\s*)([^\s"{}\[\],:]+)\s*:|\b(None|True|False)\b', re.DOTALL
+)
+GEMMA_QUOTE = '<|"|>'
 _ESCAPE = "<escape>"
 _XML_FUNCTION = re.compile(r"<function=([^>\s]+)\s*>(.*?)(?:</function>|\Z)", re.DOTALL)
 _XML_VALUE = re.compile(
@@ -92,19 +95,31 @@ def read_pythonic(text: str, functions: Functions) -> list[ToolCall] | None:
 def read_function_gemma(text: str, functions: Functions) -> list[ToolCall] | None:
     """`call:name{key:value, …}`, in which texts stand between <escape> marks."""
     del functions
+    return _read_gemma(text, _ESCAPE)
+
+
+def read_gemma4(text: str, functions: Functions) -> list[ToolCall] | None:
+    """As function-gemma's, in which texts stand between other marks."""
+    del functions
+    return _read_gemma(text, GEMMA_QUOTE)
+
+
+def _read_gemma(text: str, quote: str) -> list[ToolCall] | None:
     match = _GEMMA_CALL.fullmatch(text.strip())
     if match is None:
         return None
-    pieces = ("{" + match[2] + "}").split(_ESCAPE)
+    pieces = ("{" + match[2] + "}").split(quote)
     texts = [json.dumps(piece) for piece in pieces[1::2]]
-    others = [_GEMMA_KEY.sub(_quoted_key, piece) for piece in pieces[::2]]
+    others = [_GEMMA_KEY.sub(_as_json, piece) for piece in pieces[::2]]
     written = "".join(a + b for a, b in zip(others, [*texts, ""], strict=False))
     arguments = json_object_of(written)
     return None if arguments is None or len(pieces) % 2 == 0 else [ToolCall(match[1], arguments)]
 
 
-def _quoted_key(found: re.Match[str]) -> str:
-    """A name as JSON has it; a text stays as it is."""
+def _as_json(found: re.Match[str]) -> str:
+    """A name, or a word of Python, as JSON has it; a text stays as it is."""
+    if found[4]:
+        return json.dumps(_WORDS[found[4].lower()])
     return found[1] or f'{found[2]}"{found[3]}":'
 
 
@@ -269,22 +284,23 @@ def resolved(schema: object, root: Mapping[str, Any]) -> object:
     """A schema, or that to which it refers within its root."""
     found: object = schema
     for _ in range(MAX_REFERENCES):
-        name = _members(found).get("$ref")
+        name = schema_members(found).get("$ref")
         if not isinstance(name, str) or not name.startswith("#/"):
             break
         found = root
         for part in name.removeprefix("#/").split("/"):
-            found = _members(found).get(part)
+            found = schema_members(found).get(part)
     return found
 
 
-def _members(schema: object) -> Mapping[str, Any]:
+def schema_members(schema: object) -> Mapping[str, Any]:
+    """Those of an object; none of anything else, such as true."""
     return cast(Mapping[str, Any], schema) if isinstance(schema, Mapping) else {}
 
 
 def kinds_of_schema(schema: object) -> set[str]:
     """The types that a schema names, at its top and in its alternatives."""
-    members = _members(schema)
+    members = schema_members(schema)
     named = members.get("type", [])
     kinds = {named} if isinstance(named, str) else {str(each) for each in named}
     if not kinds:

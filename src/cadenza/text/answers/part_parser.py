@@ -52,6 +52,7 @@ REASONING_FORMATS = {
         opening=("<|channel|>", "analysis", "<|message|>"),
         recurs=True,
     ),
+    "gemma4": ReasoningFormat("<|channel>thought", "<channel|>", opening=("<|channel>",)),
     "granite": ReasoningFormat("Here is my thought process:", "Here is my response:"),
 }
 """By the names that `--reasoning-parser` takes."""

@@ -17,8 +17,10 @@ from cadenza.text.answers.call_forms import (
     begins_python,
 )
 from cadenza.text.answers.call_readers import (
+    GEMMA_QUOTE,
     MISTRAL,
     read_function_gemma,
+    read_gemma4,
     read_glm,
     read_hermes,
     read_mistral,
@@ -75,6 +77,16 @@ HARMONY_MARKS = (
 
 HARMONY = ToolFormat(forms=(), inner_marks=HARMONY_MARKS)
 """Its calls are messages (`text.answers.harmony`), and no texts within one."""
+
+GEMMA4 = ToolFormat(
+    begin="<|tool_call>",
+    end="<tool_call|>",
+    between="",
+    is_json=False,
+    escaped="<",
+    inner_marks=(GEMMA_QUOTE,),
+    forms=(MarkedCalls(begin="<|tool_call>", end="<tool_call|>", read=read_gemma4),),
+)
 
 TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "hermes": ToolFormat(
@@ -157,6 +169,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
             ),
         ),
     ),
+    "gemma4": GEMMA4,
     "json": ToolFormat(
         openers="[{",
         opening="[",
@@ -177,6 +190,7 @@ GENERIC = ToolFormat(openers="[{", forms=(_BARE_JSON,), skipped=_SEPARATED)
 
 _SHOWN_BY = (
     ("<|channel|>", "harmony"),
+    ("<|tool_call>", "gemma4"),
     ("<start_function_call>", "functiongemma"),
     ("<arg_key>", "glm45"),
     ("<function=", "qwen3_coder"),

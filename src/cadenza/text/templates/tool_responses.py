@@ -1,0 +1,48 @@
+"""Results of calls in the message that made them, for chat templates that read them there only.
+
+The first templates of Gemma 4 render a message's `tool_responses`, and have no turn for the role
+`tool`. Knows no template. Invariant: no result is lost, and the form of a conversation begins with
+that of each of its earlier turns.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
+
+from cadenza.text.templates.message_forms import Message
+
+
+def reads_responses_only(template: str) -> bool:
+    """Whether a template's source reads results in the message with the calls, and nowhere else."""
+    return "tool_responses" in template and "tool_call_id" not in template
+
+
+def with_responses(given: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """A result behind a message with calls is in that message, under its function's name; one that
+    is behind another message stays as it is."""
+    found: list[Message] = []
+    for message in given:
+        last = found[-1] if found else {}
+        if message.get("role") == "tool" and last.get("tool_calls"):
+            responses = [*last.get("tool_responses", ()), _response(message, last["tool_calls"])]
+            found[-1] = {**last, "tool_responses": responses}
+        else:
+            found.append(dict(message))
+    return found
+
+
+def _response(result: Mapping[str, Any], calls: object) -> dict[str, Any]:
+    called = dict(_names(calls))
+    name = called.get(result.get("tool_call_id")) or result.get("name") or "unknown"
+    content = result.get("content")
+    return {"name": name, "response": "" if content is None else content}
+
+
+def _names(calls: object) -> Iterator[tuple[object, object]]:
+    """The ids of calls with the names of their functions."""
+    for call in cast(Sequence[object], calls) if isinstance(calls, list) else ():
+        if not isinstance(call, Mapping):
+            continue
+        members = cast(Mapping[str, Any], call)
+        function = members.get("function")
+        if members.get("id") and isinstance(function, Mapping):
+            yield members["id"], cast(Mapping[str, Any], function).get("name")
