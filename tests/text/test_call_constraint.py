@@ -16,6 +16,13 @@ from cadenza.structured import CallRule, Constraint, ConstraintSpec
 from cadenza.text import Tokenizer
 from cadenza.text.answers.answer_grammar import Tool
 from cadenza.text.answers.call_grammar import CallGrammar
+from cadenza.text.answers.call_readers import (
+    DEEPSEEK_CALL,
+    DEEPSEEK_CALL_END,
+    DEEPSEEK_CALLS,
+    DEEPSEEK_CALLS_END,
+    DEEPSEEK_SEPARATOR,
+)
 from cadenza.text.answers.input_grammar import InputGrammar
 from cadenza.text.answers.part_parser import PartPlan
 from cadenza.text.answers.tool_calls import TOOL_FORMATS, ToolFormat
@@ -41,6 +48,7 @@ SCHEMA: dict[str, Any] = {
 TOOLS = (Tool(name="f", parameters=SCHEMA), Tool(name="now"))
 FORMATS = ("hermes", "qwen3_coder", "mistral", "llama3_json", "json", "pythonic")
 TAGGED = ("glm45", "functiongemma", "gemma4")
+LISTED = ("lfm2", "deepseek_v3", "deepseek_v31")
 BEGINNINGS = {
     "hermes": "<tool_call>",
     "qwen3_coder": "<tool_call>",
@@ -50,6 +58,9 @@ BEGINNINGS = {
     "glm45": "<tool_call>",
     "functiongemma": "<start_function_call>",
     "gemma4": "<|tool_call>",
+    "lfm2": "<|tool_call_start|>",
+    "deepseek_v3": DEEPSEEK_CALLS,
+    "deepseek_v31": DEEPSEEK_CALLS,
     "json": '```json\n{ "name":"now"',
 }
 
@@ -108,7 +119,7 @@ class Stream:
         return all(byte == 0xFF for byte in self.constraint.allowed())
 
     def finish_call(self, rng: random.Random) -> None:
-        for _ in range(400):
+        for _ in range(1500):
             if self.is_free:
                 return
             forced = self.constraint.forced()
@@ -118,7 +129,7 @@ class Stream:
         raise AssertionError(f"the call does not end: {self.text}")
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [*FORMATS, *LISTED])
 def test_a_call_that_begins_is_read_as_one_of_a_function_and_its_schema(
     tokenizer: Tokenizer, compiler: ConstraintCompiler, name: str
 ) -> None:
@@ -140,7 +151,7 @@ def test_a_call_that_begins_is_read_as_one_of_a_function_and_its_schema(
         assert stream.is_free
         parts = parse(plan, stream.text)
         calls = [part for part in parts if part[0] == "tool_call"]
-        is_list = name in ("mistral", "pythonic")
+        is_list = name in ("mistral", "pythonic", *LISTED)
         assert len(calls) >= 1 if is_list else len(calls) == 2, stream.text
         for _, called, arguments in calls:
             found = json.loads(arguments)
@@ -259,7 +270,7 @@ CUSTOM = Tool(
 )
 
 
-@pytest.mark.parametrize("name", [*FORMATS, *TAGGED])
+@pytest.mark.parametrize("name", [*FORMATS, *TAGGED, *LISTED])
 def test_a_custom_tools_text_is_of_its_grammar(
     tokenizer: Tokenizer, compiler: ConstraintCompiler, name: str
 ) -> None:
@@ -310,6 +321,21 @@ WRITTEN = {
         '7,unit:<|"|>f<|"|>}<tool_call|>',
     ),
     "pythonic": ('[f(city="It\'s ", n=', '7, unit="f"), now()]'),
+    "lfm2": (
+        '<|tool_call_start|>[f(city="It\'s ", n=',
+        '7, unit="f"), now()]<|tool_call_end|>',
+    ),
+    "deepseek_v31": (
+        f'{DEEPSEEK_CALLS}{DEEPSEEK_CALL}f{DEEPSEEK_SEPARATOR}{{"city": "It\'s ", "n": ',
+        f'7, "unit": "f"}}{DEEPSEEK_CALL_END}{DEEPSEEK_CALL}now{DEEPSEEK_SEPARATOR}{{}}'
+        f"{DEEPSEEK_CALL_END}{DEEPSEEK_CALLS_END}",
+    ),
+    "deepseek_v3": (
+        f"{DEEPSEEK_CALLS}{DEEPSEEK_CALL}function{DEEPSEEK_SEPARATOR}f\n```json\n"
+        '{"city": "It\'s ", "n": ',
+        f'7, "unit": "f"}}\n```{DEEPSEEK_CALL_END}\n{DEEPSEEK_CALL}function{DEEPSEEK_SEPARATOR}'
+        f"now\n```json\n{{}}\n```{DEEPSEEK_CALL_END}{DEEPSEEK_CALLS_END}",
+    ),
 }
 
 
@@ -329,9 +355,10 @@ def test_other_notations_have_the_types_of_the_schema(
     plan = PartPlan(tools=TOOL_FORMATS[name], functions={"f": SCHEMA, "now": {}})
     found = [part for part in parse(plan, stream.text) if part[0] == "tool_call"]
     assert found == [part for part in parse(plan, *stream.text) if part[0] == "tool_call"]
-    city = "It's " if name == "pythonic" else "It's </a> x"
+    is_list = name in ("pythonic", *LISTED)
+    city = "It's " if is_list else "It's </a> x"
     assert json.loads(found[0][2]) == {"city": city, "n": 7, "unit": "f"}
-    assert [called for _, called, _ in found[1:]] == ["now"] * (name == "pythonic")
+    assert [called for _, called, _ in found[1:]] == ["now"] * is_list
 
 
 OPTIONAL: dict[str, Any] = {
@@ -457,6 +484,29 @@ def test_required_calls_are_elements_where_these_hold_the_schemas(
     plan = plan_with(tokenizer, either, 'start: "no"')
     assert written(tokenizer, compiler, plan, XML) == calls
     assert written(tokenizer, compiler, plan, "no") == [("content", None, "no")]
+
+
+@pytest.mark.parametrize("name", LISTED)
+@pytest.mark.parametrize("is_parallel", [True, False])
+def test_required_calls_are_in_their_own_notation_where_their_values_are_json(
+    tokenizer: Tokenizer, compiler: ConstraintCompiler, name: str, is_parallel: bool
+) -> None:
+    use = ToolUse(tools=TOOLS, choice="required", is_parallel=is_parallel)
+    plan = plan_with(tokenizer, use, name=name)
+    both = "".join(WRITTEN[name]).replace("It's ", "It's")
+    second = {
+        "lfm2": ", now()",
+        "deepseek_v31": f"{DEEPSEEK_CALL}now{DEEPSEEK_SEPARATOR}{{}}{DEEPSEEK_CALL_END}",
+        "deepseek_v3": f"\n{DEEPSEEK_CALL}function{DEEPSEEK_SEPARATOR}now\n```json\n{{}}\n```"
+        f"{DEEPSEEK_CALL_END}",
+    }
+    call = ("tool_call", "f", '{"city": "It\'s", "n": 7, "unit": "f"}')
+    assert written(tokenizer, compiler, plan, both.replace(second[name], "")) == [call]
+    if is_parallel:
+        assert written(tokenizer, compiler, plan, both) == [call, ("tool_call", "now", "{}")]
+    else:
+        with pytest.raises(AssertionError):
+            written(tokenizer, compiler, plan, both)
 
 
 def test_required_calls_are_json_where_a_text_is_bounded(

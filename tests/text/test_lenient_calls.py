@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cadenza.text.answers.call_readers import closed
+from cadenza.text.answers.call_readers import (
+    DEEPSEEK_CALL,
+    DEEPSEEK_CALL_END,
+    DEEPSEEK_CALLS,
+    DEEPSEEK_CALLS_END,
+    DEEPSEEK_SEPARATOR,
+    closed,
+)
 from cadenza.text.answers.part_parser import REASONING_FORMATS, PartPlan
 from cadenza.text.answers.tool_calls import GENERIC, TOOL_FORMATS, format_shown_by
 from tests.text.parts import Joined, parse
@@ -101,6 +108,41 @@ CASES: list[tuple[str, str, list[tuple[str, str | None, str]]]] = [
     ),
     ("gemma4", "<|tool_call>call:f{n:1}", [call(n=1)]),
     ("gemma4", '<|tool_call>call:f{city:<|"|>x}', [told('<|tool_call>call:f{city:<|"|>x}')]),
+    (
+        "lfm2",
+        "I look. <|tool_call_start|>[f(city='a]', n=-1, list=[{'b': None}]), g()]"
+        "<|tool_call_end|>Done",
+        [told("I look."), call(city="a]", n=-1, list=[{"b": None}]), call("g"), told("Done")],
+    ),
+    (
+        "lfm2",
+        '<|tool_call_start|>[{"name": "f", "arguments": {"n": 1}}]<|tool_call_end|>',
+        [call(n=1)],
+    ),
+    ("lfm2", "<|tool_call_start|>[f(n=1)]", [call(n=1)]),
+    ("lfm2", "<|tool_call_start|>f(n=1)<|tool_call_end|>", [call(n=1)]),
+    (
+        "deepseek_v31",
+        f'So:{DEEPSEEK_CALLS}{DEEPSEEK_CALL}f{DEEPSEEK_SEPARATOR}{{"city": "a"}}{DEEPSEEK_CALL_END}'
+        f"{DEEPSEEK_CALL}g{DEEPSEEK_SEPARATOR}{{}}{DEEPSEEK_CALL_END}{DEEPSEEK_CALLS_END}",
+        [told("So:"), call(city="a"), call("g")],
+    ),
+    (
+        "deepseek_v3",
+        f"{DEEPSEEK_CALLS}{DEEPSEEK_CALL}function{DEEPSEEK_SEPARATOR}f\n```json\n"
+        f'{{"city": "```"}}\n```{DEEPSEEK_CALL_END}\n{DEEPSEEK_CALLS_END}',
+        [call(city="```")],
+    ),
+    (
+        "deepseek_v31",
+        f'{DEEPSEEK_CALLS}{DEEPSEEK_CALL}f{DEEPSEEK_SEPARATOR}{{"n": 1}}{DEEPSEEK_CALL_END}',
+        [call(n=1)],
+    ),
+    (
+        "deepseek_v31",
+        f"{DEEPSEEK_CALLS}{DEEPSEEK_CALL}f{DEEPSEEK_CALL_END}{DEEPSEEK_CALLS_END}",
+        [told(f"{DEEPSEEK_CALLS}{DEEPSEEK_CALL}f{DEEPSEEK_CALL_END}{DEEPSEEK_CALLS_END}")],
+    ),
     ("pythonic", "[f(on=true, x=null, n=-1)]", [call(on=True, x=None, n=-1)]),
     (
         "pythonic",

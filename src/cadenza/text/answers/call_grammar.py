@@ -35,7 +35,16 @@ from cadenza.text.answers.gemma_values import GemmaValues, gemma_key
 from cadenza.text.answers.grammar_parts import joined_grammar, parts_of
 from cadenza.text.answers.harmony_grammar import call_rule
 from cadenza.text.answers.input_grammar import arguments_of_written
-from cadenza.text.answers.tool_calls import GEMMA4, GENERIC, HARMONY, TOOL_FORMATS, ToolFormat
+from cadenza.text.answers.tool_calls import (
+    DEEPSEEK_V3,
+    DEEPSEEK_V31,
+    GEMMA4,
+    GENERIC,
+    HARMONY,
+    LFM2,
+    TOOL_FORMATS,
+    ToolFormat,
+)
 
 MAX_LISTED_CALLS = 16
 """Of one list; without a bound a small model may call for ever."""
@@ -96,17 +105,26 @@ class CallGrammar:
 def holds_schemas(format: ToolFormat, tools: Sequence[Tool]) -> bool:
     """Whether required calls can be written in a format that is not JSON, so that they satisfy all
     that the schemas ask for: elements, whose texts are bounded by nothing."""
+    if format in (DEEPSEEK_V3, DEEPSEEK_V31):
+        return True
+    if format is LFM2:
+        return _have_python_names(tools) and all(map(_is_listed, tools))
     return format in (TOOL_FORMATS["qwen3_coder"], GEMMA4) and all(map(_is_held, tools))
 
 
-def _is_held(tool: Tool) -> bool:
-    schema = tool.parameters or {}
-    properties = _properties(tool)
+def _is_listed(tool: Tool) -> bool:
+    """Whether arguments by their names, whose values are JSON, hold a function's schema."""
+    schema, properties = tool.parameters or {}, _properties(tool)
     if schema.keys() - _PLAIN_OBJECT or set(schema.get("required", ())) - properties.keys():
         return False
-    if "properties" not in schema:
-        return "additionalProperties" not in schema
-    for value in properties.values():
+    return "properties" in schema or "additionalProperties" not in schema
+
+
+def _is_held(tool: Tool) -> bool:
+    if not _is_listed(tool):
+        return False
+    schema = tool.parameters or {}
+    for value in _properties(tool).values():
         found = schema_members(resolved(value, schema))
         kinds = kinds_of_schema(found)
         is_text = kinds == {"string"} and not found.keys() - PLAIN_TEXT
@@ -127,13 +145,16 @@ def required_calls(calls: CallGrammar, marks: Marks, *, max_calls: int) -> str:
         for tool in calls.tools
         for schema in (tool.parameters or {},)
     ]
+    calls = replace(calls, tools=tools)
+    begin = literal_in(calls.format.begin, marks)
+    if calls.format in (DEEPSEEK_V3, DEEPSEEK_V31, LFM2):
+        write = _python_list if calls.format is LFM2 else _deepseek_list
+        lines = write(calls, marks, max_calls)
+        return joined_grammar(f"start: {begin} @all", parts_of("all", lines))
     write = _gemma4 if calls.format is GEMMA4 else _xml
-    one = write(replace(calls, tools=tools), marks).grammar
+    one = write(calls, marks).grammar
     between = literal_in(calls.format.between, marks)
-    lark = (
-        f"start: call ({between} call){{0,{max_calls - 1}}}\n"
-        f"call: {literal_in(calls.format.begin, marks)} @one"
-    )
+    lark = f"start: call ({between} call){{0,{max_calls - 1}}}\ncall: {begin} @one"
     return joined_grammar(lark, parts_of("one", one))
 
 
@@ -263,39 +284,79 @@ def _elements(calls: CallGrammar, marks: Marks, tags: _Tags) -> CallRule:
 
 
 def _pythonic(calls: CallGrammar, marks: Marks) -> CallRule | None:
-    """A list of calls, from the first one's name on, whose arguments have names that Python takes.
-
-    Values are JSON, with Python's words beside it, which the reader takes alike.
-    """
-    del marks
-    keys = [key for tool in calls.tools for key in _properties(tool)]
-    if not all(map(_is_python_name, keys)) or not all(
-        _is_python_name(part) for tool in calls.tools for part in tool.name.split(".")
-    ):
+    """A list of calls, from the first one's name on. Python must take the names of arguments."""
+    if not _have_python_names(calls.tools):
         return None
+    names = "|".join(re.escape(tool.name) for tool in calls.tools)
+    grammar = _python_list(calls, marks, MAX_LISTED_CALLS)
+    return CallRule(begin=rf"\[{_BEGIN_BLANKS}(?:{names})\(", grammar=grammar, is_read=True)
+
+
+def _lfm2(calls: CallGrammar, marks: Marks) -> CallRule | None:
+    """Such a list between marks."""
+    if not _have_python_names(calls.tools):
+        return None
+    grammar = _python_list(calls, marks, MAX_LISTED_CALLS)
+    return CallRule(begin=re.escape(calls.format.begin), grammar=grammar)
+
+
+def _have_python_names(tools: Sequence[Tool]) -> bool:
+    keys = [key for tool in tools for key in _properties(tool)]
+    parts = [part for tool in tools for part in tool.name.split(".")]
+    return all(map(_is_python_name, (*keys, *parts)))
+
+
+def _python_list(calls: CallGrammar, marks: Marks, most: int) -> str:
+    """At most so many calls. Values are JSON, with Python's words beside it, which the reader takes
+    alike."""
 
     def value(tool: Tool, schema: object, name: str, parts: Parts) -> str:
         parts += parts_of(name, calls.value(tool, schema))
-        kinds = kinds_of_schema(resolved(schema, tool.parameters or {}))
-        is_any = (
-            not {"enum", "const"} & schema_members(resolved(schema, tool.parameters or {})).keys()
-        )
+        found = resolved(schema, tool.parameters or {})
+        kinds = kinds_of_schema(found)
+        is_any = not {"enum", "const"} & schema_members(found).keys()
         words = ['"True"', '"False"'] if "boolean" in kinds and is_any else []
         words += ['"None"'] if "null" in kinds and is_any else []
         return f"({' | '.join([f'@{name}', *words])})"
 
-    names = "|".join(re.escape(tool.name) for tool in calls.tools)
     reserved = "|".join(keyword.kwlist)
+    end = literal_in(calls.format.end, marks)
+    more = _up_to(most - 1, 'BLANKS? "," BLANKS? call')
     lines = [
-        'start: "[" BLANKS? call (BLANKS? "," BLANKS? call)'
-        f'{{0,{MAX_LISTED_CALLS - 1}}} BLANKS? "]"',
+        f'start: "[" BLANKS? call {more} BLANKS? "]" {end}',
         f"KEY: /[A-Za-z_][A-Za-z0-9_]{{0,63}}/ & ~/{reserved}/",
     ]
     notation = _Arguments(
         head="{}(", end=")", key=lambda key: json.dumps(f"{key}="), any_key='KEY "="', value=value
     )
-    grammar = _with_arguments(calls, lines, notation)
-    return CallRule(begin=rf"\[{_BEGIN_BLANKS}(?:{names})\(", grammar=grammar, is_read=True)
+    return _with_arguments(calls, lines, notation)
+
+
+def _up_to(most: int, text: str) -> str:
+    return f"({text}){{0,{most}}}" if most else ""
+
+
+def _deepseek(calls: CallGrammar, marks: Marks) -> CallRule:
+    grammar = _deepseek_list(calls, marks, MAX_LISTED_CALLS)
+    return CallRule(begin=re.escape(calls.format.begin), grammar=grammar)
+
+
+def _deepseek_list(calls: CallGrammar, marks: Marks, most: int) -> str:
+    """At most so many calls, whose arguments are JSON."""
+    begin, separator, end = (literal_in(each, marks) for each in calls.format.inner_marks)
+    is_fenced = calls.format is DEEPSEEK_V3
+    kind = f'"function" {separator}' if is_fenced else ""
+    before, behind = ('"\\n```json\\n"', '"\\n```"') if is_fenced else (separator, "")
+    between, last = (literal_in(each, marks) for each in (calls.format.between, calls.format.end))
+    more = _up_to(most - 1, f"{between} call")
+    lines = [
+        f"start: call {more} {last}",
+        f"call: {' | '.join(f'call_{i}' for i in range(len(calls.tools)))}",
+    ]
+    for i, tool in enumerate(calls.tools):
+        name = json.dumps(tool.name)
+        lines.append(f"call_{i}: {begin} {kind} {name} {before} @args_{i} {behind} {end}")
+    return _whole(calls, lines)
 
 
 def _function_gemma(calls: CallGrammar, marks: Marks) -> CallRule:
@@ -459,6 +520,9 @@ _WRITERS: Sequence[tuple[ToolFormat, Callable[[CallGrammar, Marks], CallRule | N
     (TOOL_FORMATS["mistral"], _mistral),
     (HARMONY, _harmony),
     (GEMMA4, _gemma4),
+    (LFM2, _lfm2),
+    (DEEPSEEK_V3, _deepseek),
+    (DEEPSEEK_V31, _deepseek),
     (TOOL_FORMATS["llama3_json"], _bare),
     (TOOL_FORMATS["json"], _bare),
     (GENERIC, _bare),

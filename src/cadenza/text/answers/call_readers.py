@@ -41,6 +41,12 @@ _GEMMA_CALL = re.compile(r"call:([\w.-]+)\{(.*)\}", re.DOTALL)
 _GEMMA_KEY = re.compile(
     r'("(?:[^"\\]|\\.)*")|([{,]\s*|^\s*)([^\s"{}\[\],:]+)\s*:|\b(None|True|False)\b', re.DOTALL
 )
+_BAR = "\uff5c"
+DEEPSEEK_CALLS, DEEPSEEK_CALLS_END, DEEPSEEK_CALL, DEEPSEEK_SEPARATOR, DEEPSEEK_CALL_END = (
+    f"<{_BAR}tool▁{name}{_BAR}>"
+    for name in ("calls▁begin", "calls▁end", "call▁begin", "sep", "call▁end")
+)
+_FENCED = re.compile(r"```\w*\s*(.*?)\s*(?:```)?", re.DOTALL)
 GEMMA_QUOTE = '<|"|>'
 _ESCAPE = "<escape>"
 _XML_FUNCTION = re.compile(r"<function=([^>\s]+)\s*>(.*?)(?:</function>|\Z)", re.DOTALL)
@@ -90,6 +96,33 @@ def read_pythonic(text: str, functions: Functions) -> list[ToolCall] | None:
     entries = body.elts if isinstance(body, ast.List) else [body]
     calls = [_python_call(each) for each in entries]
     return [each for each in calls if each is not None] if calls and None not in calls else None
+
+
+def read_lfm2(text: str, functions: Functions) -> list[ToolCall] | None:
+    """A Python list, or, as a system text may ask for, objects."""
+    return read_pythonic(text, functions) or read_objects(text, functions)
+
+
+def read_deepseek(text: str, functions: Functions) -> list[ToolCall] | None:
+    """Calls behind marks: a name and its JSON; of V3 and R1 the word `function`, a name, and JSON
+    within a code fence."""
+    del functions
+    before, *calls = text.split(DEEPSEEK_CALL)
+    found = [_deepseek_call(each.split(DEEPSEEK_CALL_END)[0]) for each in calls]
+    if before.strip() or not found or None in found:
+        return None
+    return [each for each in found if each is not None]
+
+
+def _deepseek_call(text: str) -> ToolCall | None:
+    name, mark, written = text.partition(DEEPSEEK_SEPARATOR)
+    if name.strip() == "function":
+        name, _, written = written.partition("\n")
+    fenced = _FENCED.fullmatch(written.strip())
+    body = written if fenced is None else fenced[1]
+    arguments = json_object_of(body) if body.strip() else "{}"
+    is_call = bool(mark) and _NAME.fullmatch(name.strip()) is not None
+    return ToolCall(name.strip(), arguments) if is_call and arguments is not None else None
 
 
 def read_function_gemma(text: str, functions: Functions) -> list[ToolCall] | None:

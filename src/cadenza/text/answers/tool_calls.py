@@ -17,12 +17,19 @@ from cadenza.text.answers.call_forms import (
     begins_python,
 )
 from cadenza.text.answers.call_readers import (
+    DEEPSEEK_CALL,
+    DEEPSEEK_CALL_END,
+    DEEPSEEK_CALLS,
+    DEEPSEEK_CALLS_END,
+    DEEPSEEK_SEPARATOR,
     GEMMA_QUOTE,
     MISTRAL,
+    read_deepseek,
     read_function_gemma,
     read_gemma4,
     read_glm,
     read_hermes,
+    read_lfm2,
     read_mistral,
     read_objects,
     read_pythonic,
@@ -45,6 +52,8 @@ class ToolFormat:
         forms: where calls stand, and what reads them.
         skipped: characters behind a call that are no content.
         inner_marks: marks within a call.
+        example: a call of the notation, for the description of tools that a chat template has no
+            place for; empty: JSON between `opening` and `closing`.
         escaped: characters that a JSON text within a call has escapes for, beside JSON's own: those
             with which marks begin that no JSON text may have.
     """
@@ -61,6 +70,7 @@ class ToolFormat:
     skipped: str = " \t\r\n"
     inner_marks: tuple[str, ...] = ()
     escaped: str = ""
+    example: str = ""
 
 
 _JSON_FIRST = re.compile(r"`{3,}|[\[{]")
@@ -86,6 +96,35 @@ GEMMA4 = ToolFormat(
     escaped="<",
     inner_marks=(GEMMA_QUOTE,),
     forms=(MarkedCalls(begin="<|tool_call>", end="<tool_call|>", read=read_gemma4),),
+)
+
+LFM2 = ToolFormat(
+    begin="<|tool_call_start|>",
+    end="<|tool_call_end|>",
+    is_json=False,
+    forms=(MarkedCalls(begin="<|tool_call_start|>", end="<|tool_call_end|>", read=read_lfm2),),
+)
+
+_DEEPSEEK_MARKS = (DEEPSEEK_CALL, DEEPSEEK_SEPARATOR, DEEPSEEK_CALL_END)
+_DEEPSEEK_CALLS = MarkedCalls(begin=DEEPSEEK_CALLS, end=DEEPSEEK_CALLS_END, read=read_deepseek)
+DEEPSEEK_V3 = ToolFormat(
+    begin=DEEPSEEK_CALLS,
+    end=DEEPSEEK_CALLS_END,
+    is_json=False,
+    inner_marks=_DEEPSEEK_MARKS,
+    forms=(_DEEPSEEK_CALLS,),
+    example=f"{DEEPSEEK_CALLS}{DEEPSEEK_CALL}function{DEEPSEEK_SEPARATOR}tool name\n```json\n"
+    f'{{"parameter": "value"}}\n```{DEEPSEEK_CALL_END}{DEEPSEEK_CALLS_END}',
+)
+DEEPSEEK_V31 = ToolFormat(
+    begin=DEEPSEEK_CALLS,
+    end=DEEPSEEK_CALLS_END,
+    between="",
+    is_json=False,
+    inner_marks=_DEEPSEEK_MARKS,
+    forms=(_DEEPSEEK_CALLS,),
+    example=f"{DEEPSEEK_CALLS}{DEEPSEEK_CALL}tool name{DEEPSEEK_SEPARATOR}"
+    f'{{"parameter": "value"}}{DEEPSEEK_CALL_END}{DEEPSEEK_CALLS_END}',
 )
 
 TOOL_FORMATS: Mapping[str, ToolFormat] = {
@@ -170,6 +209,9 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
         ),
     ),
     "gemma4": GEMMA4,
+    "lfm2": LFM2,
+    "deepseek_v3": DEEPSEEK_V3,
+    "deepseek_v31": DEEPSEEK_V31,
     "json": ToolFormat(
         openers="[{",
         opening="[",
@@ -191,6 +233,8 @@ GENERIC = ToolFormat(openers="[{", forms=(_BARE_JSON,), skipped=_SEPARATED)
 _SHOWN_BY = (
     ("<|channel|>", "harmony"),
     ("<|tool_call>", "gemma4"),
+    ("<|tool_call_start|>", "lfm2"),
+    ("List of tools: ", "lfm2"),
     ("<start_function_call>", "functiongemma"),
     ("<arg_key>", "glm45"),
     ("<function=", "qwen3_coder"),
@@ -215,4 +259,6 @@ TOOL_ALIASES = {
 
 def format_shown_by(template: str) -> str:
     """The name of the format that a chat template asks for; `json` where it shows none."""
+    if DEEPSEEK_CALLS in template:
+        return "deepseek_v3" if "```json" in template else "deepseek_v31"
     return next((name for marker, name in _SHOWN_BY if marker in template), "json")

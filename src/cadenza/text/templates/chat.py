@@ -11,7 +11,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Protocol, cast
 
 from cadenza.errors import CheckpointError, InvalidRequestError, show
-from cadenza.text.tokens.provenance import MarkedText, written_by_template
+from cadenza.text.tokens.provenance import MarkedText, OwnText, written_by_template
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -97,6 +97,11 @@ class ChatTemplate:
     def reads_calls(self) -> bool:
         """Whether it has a place for calls that were made before."""
         return self.reads_tools or "tool_calls" in self.source
+
+    @property
+    def renders_calls(self) -> bool:
+        """Whether it reads the calls of messages, rather than passing over them."""
+        return "tool_calls" in self.source
 
     @property
     def options(self) -> frozenset[str]:
@@ -274,6 +279,8 @@ def _plain(value: object, depth: int = 0) -> object:
         )
     if value is None or isinstance(value, bool):
         return value
+    if isinstance(value, OwnText):
+        return value.text
     for kind in (str, int, float):
         if isinstance(value, kind):
             return value if type(value) is kind else kind(value)

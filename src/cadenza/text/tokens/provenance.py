@@ -8,6 +8,7 @@ propagation return a plain `str`, which counts as user text.
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from string import Formatter
 from typing import Any, SupportsIndex, cast
 
@@ -166,6 +167,14 @@ class MarkedText(str):
             located.append(self.cut(position, position + len(piece)))
             position += len(piece) + len(between or "")
         return located
+
+
+@dataclass(frozen=True, slots=True)
+class OwnText:
+    """A text of a message in which marks were written here, in place of a chat template: it is
+    rendered as `text`, of whose marks no caller's own string has any."""
+
+    text: MarkedText
 
 
 def written_by_template(text: str) -> MarkedText:
