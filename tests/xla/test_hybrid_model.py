@@ -8,6 +8,7 @@ import pytest
 
 from cadenza.backends.xla.runner import XlaRunner
 from cadenza.core.step_schema import StepOutput
+from cadenza.errors import RunnerError
 from tests.contract.steps import Draw, Geometry, Stream, run_step
 from tests.xla.harness import Lab, Variant
 
@@ -19,7 +20,8 @@ NUM_SLOTS = 12
 
 def runner_of(lab: Lab, shape: str) -> XlaRunner:
     variant = Variant(shape=shape)
-    setup = replace(variant.setup, limits=replace(variant.limits, num_state_slots=NUM_SLOTS))
+    limits = replace(variant.limits, num_state_slots=NUM_SLOTS)
+    setup = replace(variant.setup, limits=limits, copies_pages=True)
     runner = XlaRunner(variant.config, lab.weights(shape), setup, variant.ops)
     runner.warmup()
     return runner
@@ -83,3 +85,29 @@ def test_a_hybrid_has_the_logits_of_the_witness_and_no_cut_or_neighbour_changes_
             alone[end] for end in ends if end in seen
         ]
         assert any(end in seen for end in ends)
+
+
+@pytest.mark.native
+def test_a_row_goes_on_from_a_state_and_pages_that_were_on_the_host(lab: Lab):
+    shape = SHAPES[0]
+    runner, ids = runner_of(lab, shape), tokens_of(shape, 1, lab)
+    whole = play(runner, [(stream_of(0, 0, (0, 1)), ids)], [60, 80, 110])[0]
+    runner.reset()
+    before = stream_of(2, 20, (6, 7))
+    assert play(runner, [(before, ids)], [60])[0] == whole[:1]
+    state, pages = runner.read_states([6]), runner.read_pages(before.pages[:4])
+    assert len(state[0]) == Variant(shape=shape).config.state_bytes("float32")
+    runner.reset()
+    runner.write_pages([40, 41, 42, 43], pages)
+    runner.write_states([9], state)
+    after = stream_of(5, 40, (3, 4))
+    after.num_computed, after.state_start = 60, 9
+    other = stream_of(1, 60, (0, 1))
+    play(runner, [(other, ids)], [10])
+    with pytest.raises(RunnerError, match="an item has"):
+        runner.write_states([9], [state[0][:-1]])
+    found: list[tuple[int, bytes]] = []
+    for start, stop in ((60, 80), (80, 110)):
+        output = run_step(runner, [after.chunk(ids[start:stop], samples=True)], GEOMETRY)
+        found.append(bits_of(output, 0))
+    assert found == whole[1:]

@@ -460,6 +460,7 @@ def memory_of(
         kv_bytes_per_token=model.kv_bytes_per_token(dtype, config.kv_cache_dtype),
         row_bytes=0,
         scratch_bytes=0,
+        state_bytes=model.state_bytes(dtype),
     )
 
 

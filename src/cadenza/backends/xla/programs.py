@@ -6,7 +6,7 @@ device between steps.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -31,7 +31,16 @@ from cadenza.backends.xla.ops.table import (
     Linear,
     OpTable,
     RuleArrays,
+    StatePool,
     StepArrays,
+)
+from cadenza.backends.xla.page_copies import (
+    ITEMS_PER_CALL,
+    CopyPrograms,
+    PutArrays,
+    TakeArrays,
+    read_function,
+    write_function,
 )
 from cadenza.backends.xla.wire import are_last_sampled, unpack
 from cadenza.checkpoint.model_config import ModelConfig
@@ -50,9 +59,6 @@ PAGE_UPDATES = 256
 
 PAGE_COPIES = 64
 """Pages per call of `copy_pages`."""
-
-PAGE_IO = 16
-"""Pages per call of `read_pages` and `write_pages`."""
 
 MASK_ROWS = 32
 """Records per call of `copy_rules` and `write_masks`."""
@@ -95,15 +101,6 @@ class DeviceState(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PagePrograms:
-    """Copies pages to the host and back; `parts` has the shapes and types of what is copied."""
-
-    read: Compiled
-    write: Compiled
-    parts: Any
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RowPrograms:
     """Each changes a `RowState`."""
 
@@ -124,7 +121,8 @@ class Programs:
     new_state: Compiled
     rows: RowPrograms
     copy_pages: Compiled
-    pages: PagePrograms | None = None
+    pages: CopyPrograms | None = None
+    states: CopyPrograms | None = None
     step: dict[int, Compiled] = field(default_factory=dict[int, Compiled])
     begin: dict[int, Compiled] = field(default_factory=dict[int, Compiled])
     choose: dict[int, Compiled] = field(default_factory=dict[int, Compiled])
@@ -302,44 +300,20 @@ def page_arrays(state: DeviceState) -> tuple[tuple[KVPool, ...], Any, Any | None
     return state.pools.kv, state.rows.token_history, state.kept_hidden
 
 
-def read_function(num_pages: int) -> Callable[..., Any]:
-    """The program (state, pages [PAGE_IO]) to the pages' parts [PAGE_IO, elements] of each array.
-
-    It does not take the state over.
-    """
-
-    def read_pages(state: DeviceState, pages: jax.Array) -> Any:
-        def parts(array: jax.Array) -> jax.Array:
-            by_page = array.reshape(num_pages, -1)
-            taken = [jax.lax.dynamic_index_in_dim(by_page, pages[k]) for k in range(PAGE_IO)]
-            return jnp.concatenate(taken)
-
-        return jax.tree.map(parts, page_arrays(state))
-
-    return read_pages
+def _with_page_arrays(state: DeviceState, arrays: Any) -> DeviceState:
+    kv, history, kept = arrays
+    rows, pools = state.rows._replace(token_history=history), state.pools._replace(kv=kv)
+    return state._replace(pools=pools, rows=rows, kept_hidden=kept)
 
 
-def write_function(num_pages: int) -> Callable[..., DeviceState]:
-    """The program (state, pages [PAGE_IO], parts as `read_function` gives them, count []) to the
-    state with the first `count` pages overwritten."""
+def _state_arrays(state: DeviceState) -> StatePool:
+    """What a slot consists of, likewise."""
+    assert state.pools.states is not None, "the model has states"
+    return state.pools.states
 
-    def write_pages(
-        state: DeviceState, pages: jax.Array, parts: Any, count: jax.Array
-    ) -> DeviceState:
-        def write_page(index: jax.Array, state: DeviceState) -> DeviceState:
-            def write(array: jax.Array, new: jax.Array) -> jax.Array:
-                by_page = array.reshape(num_pages, -1)
-                part = jax.lax.dynamic_index_in_dim(new, index)
-                changed = jax.lax.dynamic_update_slice_in_dim(by_page, part, pages[index], 0)
-                return changed.reshape(array.shape)
 
-            kv, history, kept = jax.tree.map(write, page_arrays(state), parts)
-            rows, pools = state.rows._replace(token_history=history), state.pools._replace(kv=kv)
-            return state._replace(pools=pools, rows=rows, kept_hidden=kept)
-
-        return jax.lax.fori_loop(0, count, write_page, state)
-
-    return write_pages
+def _with_state_arrays(state: DeviceState, arrays: StatePool) -> DeviceState:
+    return state._replace(pools=state.pools._replace(states=arrays))
 
 
 def state_function(ops: OpTable, spec: DecoderSpec, setup: RunnerSetup) -> Callable[[], Any]:
@@ -414,8 +388,9 @@ class _Compiler:
             new_state=new_state.lower().compile(),
             rows=self._row_programs(),
             copy_pages=copy_pages.lower(self._state, *copies).compile(),
-            pages=self._page_programs() if self._setup.copies_pages else None,
         )
+        if self._setup.copies_pages:
+            programs = replace(programs, **self._all_copy_programs())
         for bucket in self._ops.token_buckets(self._setup.limits.max_num_batched_tokens):
             self._add_step(programs, bucket, self._abstract(weights))
         return programs
@@ -463,13 +438,21 @@ class _Compiler:
             write_masks=lower(write_masks, (MASK_ROWS,), (MASK_ROWS, num_words - MASK)).compile(),
         )
 
-    def _page_programs(self) -> PagePrograms:
-        num_pages, pages = self._setup.limits.num_pages, self._words(PAGE_IO)
-        reading = jax.jit(read_function(num_pages)).lower(self._state, pages)
+    def _all_copy_programs(self) -> dict[str, CopyPrograms]:
+        limits = self._setup.limits
+        found = {"pages": self._copy_programs(page_arrays, _with_page_arrays, limits.num_pages)}
+        if self._spec.model.recurrence is not None:
+            parts = _state_arrays, _with_state_arrays, limits.num_state_slots
+            found["states"] = self._copy_programs(*parts)
+        return found
+
+    def _copy_programs(self, take: TakeArrays, put: PutArrays, num_items: int) -> CopyPrograms:
+        items = self._words(ITEMS_PER_CALL)
+        reading = jax.jit(read_function(take, num_items)).lower(self._state, items)
         parts = self._abstract(reading.out_info)
-        writing = jax.jit(write_function(num_pages), donate_argnums=0)
-        writing = writing.lower(self._state, pages, parts, self._words())
-        return PagePrograms(read=reading.compile(), write=writing.compile(), parts=parts)
+        writing = jax.jit(write_function(take, put, num_items), donate_argnums=0)
+        writing = writing.lower(self._state, items, parts, self._words())
+        return CopyPrograms(read=reading.compile(), write=writing.compile(), parts=parts)
 
     def _words(self, *shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._sharding)

@@ -25,13 +25,18 @@ from cadenza.backends.xla.device import MakeOps, find_device, find_ops
 from cadenza.backends.xla.in_flight import InFlight
 from cadenza.backends.xla.layers.weight_source import WeightSource
 from cadenza.backends.xla.ops.table import DecoderSpec
+from cadenza.backends.xla.page_copies import (
+    ITEMS_PER_CALL,
+    CopyPrograms,
+    bytes_of_items,
+    padded_items,
+    parts_of_items,
+)
 from cadenza.backends.xla.programs import (
     MASK_ROWS,
     PAGE_COPIES,
-    PAGE_IO,
     PAGE_UPDATES,
     DeviceState,
-    PagePrograms,
     Programs,
     can_split_steps,
     compile_programs,
@@ -307,39 +312,43 @@ class XlaRunner:
         return results
 
     def read_pages(self, page_ids: Sequence[int]) -> list[bytes]:
-        programs, contents = self._page_programs, list[bytes]()
-        for start in range(0, len(page_ids), PAGE_IO):
-            part = page_ids[start : start + PAGE_IO]
+        return self._read_items(self._copiers(self.programs.pages), page_ids)
+
+    def write_pages(self, page_ids: Sequence[int], contents: Sequence[bytes]) -> None:
+        self._write_items(self._copiers(self.programs.pages), page_ids, contents)
+
+    def read_states(self, slots: Sequence[int]) -> list[bytes]:
+        return self._read_items(self._copiers(self.programs.states), slots)
+
+    def write_states(self, slots: Sequence[int], contents: Sequence[bytes]) -> None:
+        self._write_items(self._copiers(self.programs.states), slots, contents)
+
+    def _read_items(self, programs: CopyPrograms, items: Sequence[int]) -> list[bytes]:
+        contents = list[bytes]()
+        for start in range(0, len(items), ITEMS_PER_CALL):
+            part = items[start : start + ITEMS_PER_CALL]
             with self._in_flight.lock:
                 self._in_flight.check_open()
                 state = self._take_state()
                 self._state = state  # it is only read
-                arrays = programs.read(state, _padded_pages(part))
-                leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(arrays)]  # [PAGE_IO, ·]
-                contents += [
-                    b"".join([leaf[k].tobytes() for leaf in leaves]) for k in range(len(part))
-                ]
-                del arrays, leaves  # as all of the device's arrays, under the lock
+                # No array of the device outlives the lock.
+                contents += bytes_of_items(programs.read(state, padded_items(part)), len(part))
         return contents
 
-    def write_pages(self, page_ids: Sequence[int], contents: Sequence[bytes]) -> None:
-        programs = self._page_programs
-        shapes, tree = jax.tree.flatten(programs.parts)
-        for start in range(0, len(page_ids), PAGE_IO):
-            part = page_ids[start : start + PAGE_IO]
-            leaves = _split_pages(shapes, contents[start : start + PAGE_IO])
-            parts = jax.tree.unflatten(tree, leaves)
+    def _write_items(
+        self, programs: CopyPrograms, items: Sequence[int], contents: Sequence[bytes]
+    ) -> None:
+        for start in range(0, len(items), ITEMS_PER_CALL):
+            part = items[start : start + ITEMS_PER_CALL]
+            parts = parts_of_items(programs.parts, contents[start : start + ITEMS_PER_CALL])
             with self._in_flight.lock:
                 self._in_flight.check_open()
-                state = self._take_state()
-                count = np.int32(len(part))
-                self._state = programs.write(state, _padded_pages(part), parts, count)
+                state, count = self._take_state(), np.int32(len(part))
+                self._state = programs.write(state, padded_items(part), parts, count)
 
-    @property
-    def _page_programs(self) -> PagePrograms:
-        programs = self.programs.pages
+    def _copiers(self, programs: CopyPrograms | None) -> CopyPrograms:
         if programs is None:
-            raise RunnerError("the runner copies no pages; load it with `copies_pages`")
+            raise RunnerError("the runner copies none of these; load it with `copies_pages`")
         return programs
 
     def reset(self) -> None:
@@ -379,27 +388,6 @@ class XlaRunner:
         for place, update in enumerate(part):
             places[place], masks[place] = (update.record, update.row), update.mask
         return places, masks
-
-
-def _padded_pages(page_ids: Sequence[int]) -> Int32Array:
-    """Pages [PAGE_IO]; the last one is repeated."""
-    padded = np.full(PAGE_IO, page_ids[-1], np.int32)
-    padded[: len(page_ids)] = page_ids
-    return padded
-
-
-def _split_pages(shapes: list[Any], contents: Sequence[bytes]) -> list[np.ndarray[Any, Any]]:
-    """The parts [PAGE_IO, elements] of each array, from the bytes of at most PAGE_IO pages."""
-    sizes = [each.shape[1] * each.dtype.itemsize for each in shapes]
-    leaves = [np.zeros(each.shape, each.dtype) for each in shapes]
-    for index, content in enumerate(contents):
-        if len(content) != sum(sizes):
-            raise RunnerError(f"a page has {sum(sizes)} bytes, not {len(content)}")
-        start = 0
-        for leaf, size in zip(leaves, sizes, strict=True):
-            leaf[index] = np.frombuffer(content[start : start + size], leaf.dtype)
-            start += size
-    return leaves
 
 
 def enable_compilation_cache(folder: Path) -> None:
