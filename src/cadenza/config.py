@@ -34,6 +34,7 @@ WholeOrAuto = int | Literal["auto"] | None
 """None is as "auto"; `EngineConfig` says what that is."""
 
 PAGE_SIZE_UNIT = 16
+DEFAULT_SNAPSHOT_INTERVAL = 512
 MAX_NUM_SEQS_BOUND = 1 << 14
 DEFAULT_MAX_NUM_SEQS = 16
 MAX_MODEL_LEN_BOUND = 1 << 24
@@ -315,7 +316,8 @@ class EngineLimits:
     `max_num_batched_tokens` >= `max_num_seqs`, so that every running row gets a token in each step.
     `slot_unit` says where a sequence's prefix can be continued by another one, if each has a slot
     of its own: see `core.slot_prefixes`. None if sequences have pages.
-    `num_state_slots` is 0 for a model without recurrent state.
+    `num_state_slots` is 0 for a model without recurrent state; `state_snapshot_interval` is that of
+    `EngineConfig`.
     """
 
     max_num_seqs: int
@@ -330,6 +332,7 @@ class EngineLimits:
     prefix_cache_memory_share: float = 1.0
     slot_unit: int | None = None
     num_state_slots: int = 0
+    state_snapshot_interval: int = DEFAULT_SNAPSHOT_INTERVAL
 
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -337,6 +340,11 @@ class EngineLimits:
                 f"--max-num-batched-tokens {self.max_num_batched_tokens} is below "
                 f"--max-num-seqs {self.max_num_seqs}: a full batch could not advance each row; "
                 f"set --max-num-seqs {self.max_num_batched_tokens}, or raise the first"
+            )
+        if self.num_state_slots and self.slot_unit is not None:
+            raise ConfigError(
+                "--kv-layout dense cannot share prefixes of a model with recurrent state; set "
+                "--kv-layout paged"
             )
 
     @property

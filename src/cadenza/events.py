@@ -29,12 +29,15 @@ computed this request, at last alone; the engine was shut down; the queue timeou
 timeout."""
 
 
-CacheMissReason = Literal["new", "differs", "evicted", "in_flight", "short", "not_used"]
+CacheMissReason = Literal[
+    "new", "differs", "evicted", "in_flight", "no_snapshot", "short", "not_used"
+]
 """Why the look-up of a prompt in the prefix cache ended where it did. In order: no known prompt of
 its tenant and salt goes on from there; one does, and differs; an earlier one had more of it, which
 was removed to make room; one that is being computed has more of it and is too far behind to wait
-for; the prompt does not fill a page that can be shared; its log probabilities or hidden states were
-asked for, so that it is computed in any case."""
+for; more of it is there, but without a snapshot of the recurrent state behind it; the prompt does
+not fill a page that can be shared; its log probabilities or hidden states were asked for, so that
+it is computed in any case."""
 
 
 class CacheMiss(Struct, frozen=True, kw_only=True):

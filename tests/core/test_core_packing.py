@@ -2,8 +2,9 @@
 
 import numpy as np
 
-from cadenza.core.batch import Batch, KeptState
+from cadenza.core.batch import Batch
 from cadenza.core.draw_keys import draw_keys
+from cadenza.core.recurrent_states import KeptState
 from cadenza.core.scheduler import Scheduler
 from cadenza.core.step_schema import LAST_SAMPLED, NO_RULES, NO_STATE, PADDING, ModelInputs
 from cadenza.request import SamplingParams

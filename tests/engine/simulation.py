@@ -30,6 +30,7 @@ from cadenza.request import Request, SamplingParams
 from cadenza.structured import ConstraintSpec
 from cadenza.tenant import Tenant
 from tests.engine.hashed_constraint import PHRASES, STEADY, compile_hashed
+from tests.engine.recurrent import spoil_free_states, state_limits
 from tests.engine.solo import (
     EOS_TOKEN_IDS,
     VOCAB_SIZE,
@@ -62,7 +63,7 @@ class Scenario:
     """Random traffic for `num_steps` steps on random limits; then the engine drains.
 
     `arrival` is the chance that clients come before a step, `hang_up` that a client cancels, and
-    no prompt or output is longer than `max_len`.
+    no prompt or output is longer than `max_len`. A `recurrent` model has a state beside its pages.
     """
 
     seed: int
@@ -70,6 +71,7 @@ class Scenario:
     arrival: float = 0.35
     hang_up: float = 0.15
     max_len: int = 120
+    recurrent: bool = False
 
     @cached_property
     def limits(self) -> EngineLimits:
@@ -90,8 +92,9 @@ class Scenario:
             num_pages=max_num_seqs if is_dense else max(1, worst_case + spare),
             max_num_queued_reqs=rng.randint(2, 6),
             enable_prefix_caching=rng.random() < 0.85,
-            slot_unit=(None, 1, 16)[self.seed % 3] if is_dense else None,
+            slot_unit=(None, 1, 16)[self.seed % 3] if is_dense and not self.recurrent else None,
             prefix_cache_memory_share=(1.0, 1.0, 1.0, 0.6, 0.3, 0.0)[self.seed % 6],
+            **(state_limits(self.seed, max_num_seqs) if self.recurrent else {}),
         )
 
     @cached_property
@@ -287,6 +290,7 @@ def make_engine(
         num_pages=limits.num_pages,
         page_size=limits.page_size,
         vocab_size=VOCAB_SIZE,
+        num_state_slots=limits.num_state_slots,
     )
     options = CoreOptions(
         eos_token_ids=EOS_TOKEN_IDS,
@@ -383,6 +387,9 @@ class Record:
         assert engine.is_idle, "the engine is not idle"
         assert counts.live == 0, f"{counts.live} pages leaked"
         assert counts.pinned == 0, f"{counts.pinned} pages stayed pinned"
+        if engine.scheduler.kv_cache.states is not None:
+            slots = engine.scheduler.kv_cache.states.pool.counts()
+            assert (slots.live, slots.pinned) == (0, 0), f"slots of states leaked: {slots}"
 
     def _verify_tokens(self, stream: StreamId) -> None:
         expected, actual = self.solo(stream).token_ids, self.token_ids(stream)
@@ -475,6 +482,7 @@ class Simulation:
             record.num_steps += 1
             self._now_s += STEP_S
             self._audit(self.engine)
+            spoil_free_states(self.engine)
         return record
 
     def _let_clients_come(self) -> None:
@@ -538,6 +546,7 @@ def run_requests(
             record.take(event)
         record.num_steps += 1
         engine.check_invariants()
+        spoil_free_states(engine)
     return record
 
 

@@ -37,8 +37,8 @@ def shown(stream: list[Token]) -> list[Token]:
     return [replace(token, num_cached_tokens=None, cache_miss=None) for token in stream]
 
 
-def check_seed(seed: int, num_steps: int) -> None:
-    scenario = Scenario(seed=seed, num_steps=num_steps)
+def check_seed(seed: int, num_steps: int, *, recurrent: bool = False) -> None:
+    scenario = Scenario(seed=seed, num_steps=num_steps, recurrent=recurrent)
     plain, overlap = simulate(scenario, "plain"), simulate(scenario, "overlap")
     for stream in plain.finished.keys() & overlap.finished.keys():
         assert plain.requests[stream[0]] == overlap.requests[stream[0]]
@@ -52,6 +52,13 @@ def test_streams_are_exact_and_invariants_hold_under_random_traffic(seed: int) -
     name = "test_streams_are_exact_and_invariants_hold_under_random_traffic"
     with replayable(f"seed {seed}", f"python -m pytest '{HERE}::{name}[{seed}]'"):
         check_seed(seed, NUM_STEPS)
+
+
+@pytest.mark.parametrize("seed", by_day(range(200), range(20)))
+def test_streams_of_a_recurrent_model_are_exact(seed: int) -> None:
+    name = "test_streams_of_a_recurrent_model_are_exact"
+    with replayable(f"seed {seed}", f"python -m pytest '{HERE}::{name}[{seed}]'"):
+        check_seed(seed, NUM_STEPS, recurrent=True)
 
 
 @pytest.mark.soak

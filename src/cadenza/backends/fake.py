@@ -1,9 +1,11 @@
 """The fake runner for tests: it stores tokens in the slots where a model would store KV.
 
 It writes each token to its slot, reads every row's history back through the page table and returns
-a hash of it. An error in paging, sharing, chunking, preemption or speculation therefore changes the
-output, without a model. numpy only. Invariant: reading a slot that was never written, or that
-belongs to another prefix, changes the result from `next_token(history)`, up to hash collisions.
+a hash of it. With `num_state_slots` it has a recurrent state, too, which stores the tokens a second
+time (`backends.fake_states`). An error in paging, sharing, chunking, preemption or speculation
+therefore changes the output, without a model. numpy only. Invariant: reading a slot that was never
+written, or that belongs to another prefix, changes the result from `next_token(history)`, up to
+hash collisions.
 """
 
 import hashlib
@@ -15,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cadenza.backends.base import Capability
+from cadenza.backends.fake_states import FakeStates, state_of
 from cadenza.core.step_schema import (
     LAST_SAMPLED,
     NO_HIDDEN,
@@ -106,12 +109,15 @@ class FakeRunner:
     num_pages: int
     page_size: int
     vocab_size: int = 97
+    num_state_slots: int = 0
     trace: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
     _slots: np.ndarray = field(init=False)  # [P * S]
     _page_table: np.ndarray = field(init=False)  # [R, pages]
     _last_sampled: np.ndarray = field(init=False)  # [R]
     _rules: np.ndarray = field(init=False)  # [L, W]
     _generation: int = field(init=False)  # of KV: increased by a reset
+    states: FakeStates = field(init=False)
+    _states_behind: list[tuple[int, ...]] = field(init=False)  # each token of the newest step
 
     def __post_init__(self) -> None:
         self._generation = 0
@@ -139,6 +145,8 @@ class FakeRunner:
     def reset(self) -> None:
         self._generation += 1
         self._slots = np.full(self.num_pages * self.page_size, _NEVER_WRITTEN, np.int64)
+        self.states = FakeStates(self.num_state_slots, self.max_pages_per_seq * self.page_size)
+        self._states_behind = []
         self._page_table = np.full((self.max_num_seqs, self.max_pages_per_seq), -1, np.int64)
         self._last_sampled = np.full(self.max_num_seqs, _NEVER_WRITTEN, np.int64)
         num_words = RuleLayout(self.vocab_size).num_words
@@ -160,6 +168,12 @@ class FakeRunner:
                 raise RunnerError(f"a page has {pages[page_id].nbytes} bytes, not {len(content)}")
             pages[page_id] = np.frombuffer(content, np.int64)
 
+    def read_states(self, slots: Sequence[int]) -> list[bytes]:
+        return self.states.read(slots)
+
+    def write_states(self, slots: Sequence[int], contents: Sequence[bytes]) -> None:
+        self.states.write(slots, contents)
+
     def close(self) -> None:
         self._slots = np.empty(0, np.int64)
 
@@ -175,6 +189,9 @@ class FakeRunner:
             pages[destination, :num_tokens] = pages[source, :num_tokens]
         for row in range(self.max_num_seqs):
             self._store(inputs, row)
+        if len(self.states):
+            stored = self._slots[inputs.tokens.slots[: inputs.num_tokens]]
+            self._states_behind = self.states.run(inputs, stored.tolist())
         step_id = inputs.step_id
         self.trace.append(("launch", step_id))
         on_read = partial(self.trace.append, ("read", step_id))
@@ -224,10 +241,11 @@ class FakeRunner:
         return np.stack(found) if found else NO_HIDDEN
 
     def _history(self, inputs: ModelInputs, index: int, row: int) -> list[int]:
-        """The tokens up to that of logit row `index`, read back through the page table."""
-        logits = inputs.logits
-        num_before = int(inputs.tokens.positions[logits.token_indices[index]]) + 1
-        return [
+        """The tokens up to that of logit row `index`, read back through the page table; behind
+        them a state that is not theirs."""
+        place = inputs.logits.token_indices[index]
+        num_before = int(inputs.tokens.positions[place]) + 1
+        history = [
             int(
                 self._slots[
                     self._page_table[row, at // self.page_size] * self.page_size
@@ -236,6 +254,9 @@ class FakeRunner:
             )
             for at in range(num_before)
         ]
+        if not len(self.states) or self._states_behind[place] == state_of(history):
+            return history
+        return [*history, *self._states_behind[place]]
 
     def _sample(self, inputs: ModelInputs, index: int, row: int) -> int:
         logits, history = inputs.logits, self._history(inputs, index, row)

@@ -8,6 +8,7 @@ Modules:
 - `prefix_cache`: finds pages by chained keyed hashes of their tokens
 - `prefix_misses`: why tokens of a prompt were not found in the cache, and where a look-up ended
 - `in_flight_prefixes`: which running sequence computes a page that waiting ones share
+- `recurrent_states`: slots of recurrent states, and snapshots of them behind pages of the cache
 - `slot_prefixes`: finds slots whose sequence began alike, where a page is a slot
 - `kv_cache_manager`: pages of sequences: sharing, growing, publishing, releasing; the protocol of
   what keeps pages beyond the pool

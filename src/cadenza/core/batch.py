@@ -7,18 +7,12 @@ entry's logit positions belong to its own sequence, in ascending order.
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from cadenza.core.recurrent_states import KeptState
 from cadenza.core.sequence import PageCopy, Sequence
 from cadenza.core.step_cost import StepLoad, num_keys
 from cadenza.events import Started
 
 NO_POSITIONS = range(0)
-
-
-class KeptState(NamedTuple):
-    """Keeps the recurrent state behind the token at `position` in a slot."""
-
-    position: int
-    slot: int
 
 
 @dataclass(slots=True, eq=False)
@@ -74,6 +68,7 @@ class Batch:
         entries: sorted by row.
         started: one for each request that got its first row.
         written_pages: pages written by the step, pinned until it is read.
+        state_slots: slots of states that the step reads or writes, pinned likewise.
         page_updates: page-table entries not yet on the device.
         page_copies: copies made before the step.
         num_keys: that its tokens attend to (`StepLoad`).
@@ -87,6 +82,7 @@ class Batch:
     entries: list[BatchEntry] = field(default_factory=list[BatchEntry])
     started: list[Started] = field(default_factory=list[Started])
     written_pages: list[int] = field(default_factory=list[int])
+    state_slots: list[int] = field(default_factory=list[int])
     page_updates: list[PageUpdate] = field(default_factory=list[PageUpdate])
     page_copies: list[PageCopy] = field(default_factory=list[PageCopy])
     num_tokens: int = 0

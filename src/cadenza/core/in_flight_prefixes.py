@@ -7,11 +7,19 @@ waits for a page that will not come.
 
 from collections.abc import Sequence as SequenceOf
 from itertools import takewhile
+from typing import NamedTuple
 
 from cadenza.core.sequence import Sequence
 
 MAX_WAIT_RATIO = 2
 """A sequence waits for one that computes at most this many times the tokens to be shared."""
+
+
+class Coming(NamedTuple):
+    """A running sequence, and how many of its pages a waiting one shares and lacks."""
+
+    sequence: Sequence
+    num_pages: int
 
 
 class InFlightPrefixes:
@@ -42,8 +50,9 @@ class InFlightPrefixes:
     def is_being_computed(self, key: bytes | None) -> bool:
         return key in self._sequence_of
 
-    def awaited_key(self, keys: SequenceOf[bytes], page_size: int) -> bytes | None:
-        """The first of a waiting sequence's missing keys, if waiting for it saves work; else None.
+    def coming(self, keys: SequenceOf[bytes], page_size: int) -> Coming | None:
+        """Who computes the first pages of a waiting sequence's missing keys, if waiting for them
+        saves work; else None.
 
         Pages are published when the whole prompt is computed: of the sequence that computes them
         there must not be much more left than what the two share.
@@ -54,7 +63,7 @@ class InFlightPrefixes:
         shared = takewhile(lambda key: self._sequence_of.get(key) is other, keys)
         num_shared = sum(1 for _ in shared)
         is_near = other.num_uncomputed_tokens <= MAX_WAIT_RATIO * num_shared * page_size
-        return keys[0] if is_near else None
+        return Coming(other, num_shared) if is_near else None
 
     def check_invariants(self, running: SequenceOf[Sequence]) -> None:
         """Raises AssertionError if a sequence is in it that does not run."""

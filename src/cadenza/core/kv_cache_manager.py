@@ -1,7 +1,8 @@
 """`KVCacheManager`: allocates pages to sequences, shares cached prefixes, publishes full pages.
 
-Owns the page pool and the prefix cache. Invariants: a sequence's page table covers all its computed
-tokens; a page is published only after the step that filled it has succeeded with finite logits.
+Owns the page pool, the prefix cache and, for a model with recurrent state, the slots of states.
+Invariants: a sequence's page table covers all its computed tokens; a page, or a snapshot of a
+state, is published only after the step that made it has succeeded with finite logits.
 """
 
 from collections.abc import Callable, Iterable
@@ -11,7 +12,7 @@ from typing import Protocol
 
 from cadenza.config import EngineLimits
 from cadenza.core.eviction_order import PageClass
-from cadenza.core.in_flight_prefixes import InFlightPrefixes
+from cadenza.core.in_flight_prefixes import Coming, InFlightPrefixes
 from cadenza.core.page_pool import PagePool
 from cadenza.core.page_quotas import PageQuotas
 from cadenza.core.prefix_cache import ROOT, Content, PrefixCache
@@ -22,6 +23,13 @@ from cadenza.core.prefix_misses import (
     miss_in_slots,
     misses_in_pages,
     no_misses,
+)
+from cadenza.core.recurrent_states import (
+    Placement,
+    RecurrentStates,
+    SequenceState,
+    StateSnapshot,
+    snapshot_places,
 )
 from cadenza.core.sequence import PageCopy, Sequence
 from cadenza.core.slot_prefixes import SlotPrefixes
@@ -36,6 +44,9 @@ class Prefix:
     the last of them. `partial_page` holds the remaining tokens; it is copied, because the sequences
     write different tokens after them. An unreferenced one is taken over instead if `may_take_over`,
     or if no other page is left. `num_cached_tokens` is what the sequence reports as cached.
+
+    `state_slot` has the recurrent state behind these tokens: a prefix of a model with one ends
+    where there is a snapshot. `num_matched` pages are in the prefix cache, with or without one.
     """
 
     page_ids: tuple[int, ...] = ()
@@ -45,6 +56,8 @@ class Prefix:
     partial_page: int | None = None
     may_take_over: bool = False
     num_cached_tokens: int = 0
+    state_slot: int | None = None
+    num_matched: int = 0
 
 
 class PageStore(Protocol):
@@ -92,6 +105,13 @@ class KVCacheManager:
             self.slot_prefixes = SlotPrefixes(limits.slot_unit)
         self.pool = PagePool(limits.num_pages, self._forget)
         self.page_quotas = PageQuotas(self.pool, limits.prefix_cache_memory_share)
+        self.states: RecurrentStates | None = None
+        if limits.num_state_slots:
+            self.states = RecurrentStates(
+                limits.num_state_slots, num_rows=limits.max_num_seqs, page_size=limits.page_size
+            )
+        interval, size = limits.state_snapshot_interval, limits.page_size
+        self._snapshot_interval = -(-interval // size) * size
 
     def num_pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
@@ -99,8 +119,9 @@ class KVCacheManager:
     def find_prefix(self, sequence: Sequence) -> Prefix:
         """The part of a sequence whose KV exists; excludes at least its last token.
 
-        A sibling's computed prompt if there is one, otherwise the longest cached prefix; empty
-        while the sequence needs logit rows of its prompt.
+        A sibling's computed prompt if there is one, otherwise the longest cached prefix, of a model
+        with recurrent state the longest behind which there is a snapshot; empty while the sequence
+        needs logit rows of its prompt.
         """
         source = sequence.fork_source
         if source is not None:
@@ -122,9 +143,13 @@ class KVCacheManager:
             )
         if self.prefix_cache is None:
             return Prefix()
-        found, serial = self.prefix_cache.find(
-            self.page_keys(sequence), content, num_pages=self._num_usable(sequence)
-        )
+        found, serial = self._find_pages(sequence)
+        slot, num_matched = None, len(found)
+        if self.states is not None:
+            count, slot = self.states.longest(found)
+            if count < num_matched:
+                found = found[:count]
+                serial = self.prefix_cache.serial_of(found[-1]) if found else ROOT
         num_tokens = len(found) * self.page_size
         return Prefix(
             page_ids=found,
@@ -132,6 +157,19 @@ class KVCacheManager:
             num_published=len(found),
             serial=serial,
             num_cached_tokens=num_tokens,
+            state_slot=slot,
+            num_matched=num_matched,
+        )
+
+    def _find_pages(self, sequence: Sequence) -> tuple[tuple[int, ...], int]:
+        """The pages of the longest cached prefix that a sequence may share, and the serial of the
+        last one; none while it needs logit rows of its prompt."""
+        if self.prefix_cache is None or sequence.needs_prompt_rows:
+            return (), ROOT
+        return self.prefix_cache.find(
+            self.page_keys(sequence),
+            _content_of(sequence),
+            num_pages=self._num_usable(sequence),
         )
 
     def misses_of(
@@ -157,6 +195,7 @@ class KVCacheManager:
             content=content,
             num_tokens=num_tokens,
             num_found_pages=prefix.num_published,
+            num_matched_pages=prefix.num_matched,
             is_skipped=sequence.needs_prompt_rows,
         )
         if not sequence.needs_prompt_rows:
@@ -167,7 +206,8 @@ class KVCacheManager:
         """Tokens of a waiting sequence that are not in the prefix cache; a hit is not confirmed."""
         if self.prefix_cache is None:
             return sequence.num_tokens
-        num_found = self.prefix_cache.count_known(self.page_keys(sequence))
+        known = self.prefix_cache.known(self.page_keys(sequence))
+        num_found = len(known) if self.states is None else self.states.longest(known)[0]
         return sequence.num_tokens - num_found * self.page_size
 
     def page_keys(self, sequence: Sequence) -> list[bytes]:
@@ -185,11 +225,25 @@ class KVCacheManager:
         if in_flight.is_being_computed(sequence.awaited_key):
             return True
         is_first_wait = sequence.awaited_key is None
-        _, missing = self._missing_keys(sequence)
-        sequence.awaited_key = in_flight.awaited_key(missing, self.page_size)
+        num_found, missing = self._missing_keys(sequence)
+        coming = in_flight.coming(missing, self.page_size)
+        if coming is not None and self._is_snapshot_coming(sequence, coming, num_found):
+            sequence.awaited_key = missing[0]
+        else:
+            sequence.awaited_key = None
         is_waiting = sequence.awaited_key is not None
         self.num_prefix_waits += is_waiting and is_first_wait
         return is_waiting
+
+    def _is_snapshot_coming(self, sequence: Sequence, coming: Coming, num_found: int) -> bool:
+        """Whether pages that another sequence computes behind the first `num_found` will end with a
+        snapshot that saves work, or need none. It is asked for one where the two part."""
+        state = coming.sequence.state
+        if self.states is None or state is None:
+            return True
+        num_shared = (num_found + coming.num_pages) * self.page_size
+        behind = state.ask_for(num_shared, coming.sequence.num_computed_tokens)
+        return behind > self.find_prefix(sequence).num_tokens
 
     def is_being_read(self, sequence: Sequence, now_s: float) -> bool:
         """Whether a waiting sequence should wait for pages that a store has."""
@@ -202,8 +256,10 @@ class KVCacheManager:
 
     def _missing_keys(self, sequence: Sequence) -> tuple[int, list[bytes]]:
         """How many pages of a waiting sequence are in the prefix cache, and the keys of those that
-        follow and that it could share."""
-        found = self.find_prefix(sequence).num_published
+        follow and that it could share; none of a sample that starts from another one."""
+        if sequence.fork_source is not None:
+            return 0, []
+        found = len(self._find_pages(sequence)[0])
         return found, sequence.page_keys[found : self._num_usable(sequence)]
 
     def _num_usable(self, sequence: Sequence) -> int:
@@ -223,22 +279,22 @@ class KVCacheManager:
                 sequence's page of the index given; False if they cannot be used.
         """
         assert self.prefix_cache is not None
-        prefix = self.find_prefix(sequence)
-        start, end = prefix.num_published, first + count
+        known, known_serial = self._find_pages(sequence)
+        start, end = len(known), first + count
         if not first <= start < end:
             return 0
-        self.pool.share(prefix.page_ids)
+        self.pool.share(known)
         page_ids = self.pool.try_allocate(end - start)
         num_added = 0
         if page_ids is not None:
-            serial: int | None = prefix.serial if write(page_ids, start) else None
+            serial: int | None = known_serial if write(page_ids, start) else None
             for index, page_id in enumerate(page_ids, start):
                 if serial is None:
                     break
                 serial = self._add_to_cache(sequence, index, page_id, serial, PageClass.PROMPT)
                 num_added += serial is not None
             self.pool.free(reversed(page_ids))
-        self.pool.free(reversed(prefix.page_ids))
+        self.pool.free(reversed(known))
         return num_added
 
     def num_unheld(self, prefix: Prefix) -> int:
@@ -254,13 +310,18 @@ class KVCacheManager:
         sequence.num_computed_tokens = prefix.num_tokens
         sequence.num_published_pages = prefix.num_published
         sequence.published_serial = prefix.serial
-        if not self._try_grow_beside(sequence, prefix):
+        if self.states is not None:
+            sequence.state = self._opened_state(self.states, sequence, prefix)
+        has_state = self.states is None or sequence.state is not None
+        if not (has_state and self._try_grow_beside(sequence, prefix)):
             self.release(sequence)
             return False
         if self.prefix_cache is not None:
             self.in_flight_prefixes.add(sequence, sequence.page_keys[prefix.num_published :])
         if not sequence.has_started and not any(each.has_started for each in sequence.siblings):
             self.pool.mark_shared(prefix.page_ids[: prefix.num_published])
+            if self.states is not None and prefix.num_published and prefix.state_slot is not None:
+                self.states.pool.mark_shared((prefix.state_slot,))
             if self.page_store is not None:
                 found = prefix.page_ids[: prefix.num_published]
                 for key, page_id in zip(sequence.page_keys, found, strict=False):
@@ -274,9 +335,66 @@ class KVCacheManager:
             )
         return True
 
+    def _opened_state(
+        self, states: RecurrentStates, sequence: Sequence, prefix: Prefix
+    ) -> SequenceState | None:
+        """The state of a sequence that starts behind a prefix; None if there are too few slots."""
+        state, num_prompt_tokens = (
+            SequenceState(current=prefix.state_slot),
+            sequence.num_prompt_tokens,
+        )
+        if self.prefix_cache is not None:
+            state.rolls_from = num_prompt_tokens
+            state.wanted = snapshot_places(
+                num_prompt_tokens,
+                prefix.num_tokens,
+                page_size=self.page_size,
+                interval=self._snapshot_interval,
+            )
+            if prefix.num_matched > prefix.num_published:
+                state.ask_for(prefix.num_matched * self.page_size, prefix.num_tokens)
+        if sequence.is_fresh and len(sequence.siblings) > 1:
+            state.forks_at = num_prompt_tokens - 1
+        if not states.try_open(state, from_snapshot=prefix.num_published > 0):
+            return None
+        if state.forks_at == prefix.num_tokens:
+            states.keep_for_samples(state)
+        return state
+
+    def place_state(self, sequence: Sequence, start: int, end: int, num_drafts: int) -> Placement:
+        """Names the slots of a step that computes a sequence's tokens from `start` to `end`, of
+        which the last are drafts; `unpin` them when it has been read."""
+        assert self.states is not None, "the model has no recurrent state"
+        assert sequence.state is not None, "a sequence without a row has no state"
+        return self.states.place(sequence.state, start, end, num_drafts)
+
+    def settle_drafts(self, sequence: Sequence) -> None:
+        """After a step with drafts was read: keeps the state behind the accepted ones."""
+        if self.states is not None and sequence.state is not None:
+            self.states.settle(sequence.state, sequence.num_computed_tokens)
+
+    def pin(self, page_ids: Iterable[int]) -> None:
+        """Prevents the reuse of pages while a launched step writes them."""
+        self.pool.pin(page_ids)
+
+    def unpin(self, page_ids: Iterable[int], state_slots: Iterable[int]) -> None:
+        """After a step was read or dropped: its pages, and the slots of its states."""
+        self.pool.unpin(page_ids)
+        if self.states is not None:
+            self.states.pool.unpin(state_slots)
+
+    @property
+    def has_pinned(self) -> bool:
+        """Whether pages or slots become available when launched steps have been read."""
+        is_state_pinned = self.states is not None and self.states.pool.num_pinned > 0
+        return self.pool.num_pinned > 0 or is_state_pinned
+
     def try_grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Extends the page table to `num_tokens` tokens; False, unchanged, if too few pages are
-        there or left of the tenant's quota."""
+        """Extends the page table to `num_tokens` tokens, with a slot for the state behind them;
+        False if too few pages are there or left of the tenant's quota."""
+        state = sequence.state
+        if state is not None and self.states is not None and not self.states.try_reserve(state):
+            return False
         missing = -(-num_tokens // self.page_size) - len(sequence.page_table)
         if missing <= 0:
             return True
@@ -290,8 +408,10 @@ class KVCacheManager:
         return True
 
     def grow_behind(self, sequence: Sequence, num_tokens: int, count: int) -> int:
-        """Pages for `count` tokens more than `num_tokens`, or for as many as there are pages for;
-        returns their number."""
+        """Pages for `count` drafts more than `num_tokens`, and slots for their states, or for as
+        many as there are some for; returns their number."""
+        if count and self.states is not None and sequence.state is not None:
+            count = self.states.reserve_drafts(sequence.state, count)
         if not count or self.try_grow(sequence, num_tokens + count):
             return count
         return len(sequence.page_table) * self.page_size - num_tokens
@@ -322,6 +442,8 @@ class KVCacheManager:
         self.in_flight_prefixes.remove(sequence)
         self.page_quotas.give_back(sequence)
         self.pool.free(reversed(sequence.page_table))
+        if self.states is not None and sequence.state is not None:
+            self.states.release(sequence.state)
         sequence.rewind()
 
     def take_copies(self, started: Iterable[Sequence]) -> list[PageCopy]:
@@ -336,6 +458,33 @@ class KVCacheManager:
 
     def publish(self, sequence: Sequence, num_tokens: int) -> None:
         """Adds the first `num_tokens` tokens to the prefix cache, as far as they fill pages."""
+        self._publish_pages(sequence, num_tokens)
+        state = sequence.state
+        if self.states is None or state is None:
+            return
+        if state.forks_at is not None and not sequence.awaits_fork:
+            self.states.free_for_samples(state)
+        for count in sorted(each for each in state.snapshots if each <= num_tokens):
+            self._publish_state(self.states, sequence, state, count)
+
+    def _publish_state(
+        self, states: RecurrentStates, sequence: Sequence, state: SequenceState, num_tokens: int
+    ) -> None:
+        """Makes the state behind `num_tokens` tokens the snapshot behind their last page, if that
+        is in the prefix cache."""
+        assert self.prefix_cache is not None, "snapshots are made for a prefix cache only"
+        slot, index = state.snapshots.pop(num_tokens), num_tokens // self.page_size - 1
+        page_id = None
+        if sequence.published_serial is not None:
+            page_id = self.prefix_cache.page_of(sequence.page_keys[index])
+        if page_id is not None:
+            snapshot, page_class = StateSnapshot(page_id, slot), self._class_of(sequence, index)
+            is_new = states.try_publish(snapshot, page_class)
+            if is_new and page_class is PageClass.GENERATED:
+                states.roll(state, snapshot)
+        states.pool.free((slot,))
+
+    def _publish_pages(self, sequence: Sequence, num_tokens: int) -> None:
         tenant = sequence.tenant
         if self.slot_prefixes is not None:
             slot = sequence.page_table[0]
@@ -404,6 +553,10 @@ class KVCacheManager:
             assert expected == actual, f"page {page_id}: {expected} holders, counted {actual}"
         if self.prefix_cache is not None:
             self.prefix_cache.check_invariants()
+        if self.states is not None:
+            states = [each.state for each in sequences if each.state is not None]
+            cached = [] if self.prefix_cache is None else self.prefix_cache.page_ids
+            self.states.check_invariants(states, cached)
         self.in_flight_prefixes.check_invariants(sequences)
         self.page_quotas.check_invariants(sequences)
 
@@ -416,6 +569,7 @@ class KVCacheManager:
             num_tokens=num_tokens,
             partial_page=source.page_table[full] if rest else None,
             num_cached_tokens=source.num_cached_tokens or 0,
+            state_slot=None if source.state is None else source.state.for_samples,
         )
 
     def _class_of(self, sequence: Sequence, index: int) -> PageClass:
@@ -425,6 +579,8 @@ class KVCacheManager:
 
     def _forget(self, page_id: int) -> None:
         self.page_quotas.forget(page_id)
+        if self.states is not None:
+            self.states.forget_page(page_id)
         if self.prefix_cache is not None:
             self.prefix_cache.forget(page_id)
         if self.slot_prefixes is not None:

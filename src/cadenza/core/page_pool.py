@@ -73,6 +73,15 @@ class PagePool:
     def ref_count(self, page_id: int) -> int:
         return self._pages[page_id].ref_count
 
+    def is_cached(self, page_id: int) -> bool:
+        """Whether it is in the prefix cache, referenced or not."""
+        return self._pages[page_id].is_cached
+
+    def is_own(self, page_id: int) -> bool:
+        """Whether it has one holder, and is not in the prefix cache."""
+        page = self._pages[page_id]
+        return page.ref_count == 1 and not page.is_cached
+
     def class_of(self, page_id: int) -> PageClass:
         """The class of a page in the prefix cache."""
         return self._pages[page_id].page_class
@@ -171,11 +180,17 @@ class PagePool:
         """Evicts all cached pages, because the device's pages were lost."""
         for page_id, page in enumerate(self._pages):
             if page.is_cached:
-                page.is_cached = False
-                if page_id in self._cached:
-                    self._cached.take(page_id)
-                    self._add_free(page_id)
-                self._on_evict(page_id)
+                self.uncache(page_id)
+
+    def uncache(self, page_id: int) -> None:
+        """Removes a page from the prefix cache, referenced or not; its content is lost."""
+        page = self._pages[page_id]
+        assert page.is_cached, "only a cached page can leave the prefix cache"
+        page.is_cached = False
+        if page_id in self._cached:
+            self._cached.take(page_id)
+            self._add_free(page_id)
+        self._on_evict(page_id)
 
     def check_invariants(self) -> None:
         """Raises AssertionError if the counters and the pages' states disagree."""

@@ -166,9 +166,10 @@ class PrefixCache:
             last = self._last = self._look_up(keys, content, num_pages)
         return last.page_ids, last.serial
 
-    def count_known(self, keys: SequenceOf[bytes]) -> int:
-        """The number of `keys`, from the first on, that are in the index."""
-        return sum(1 for _ in takewhile(self._page_of_key.__contains__, keys))
+    def known(self, keys: SequenceOf[bytes]) -> list[int]:
+        """The pages of `keys`, from the first on, as far as they are in the index."""
+        pages = self._page_of_key
+        return [pages[key] for key in takewhile(pages.__contains__, keys)]
 
     def num_common(self, keys: SequenceOf[bytes], content: Content, index: int) -> int | None:
         """Tokens that page `index` of `content`, which may be its partial last one, shares with a
@@ -202,6 +203,15 @@ class PrefixCache:
     def page_of(self, key: bytes) -> int | None:
         """The page of a key."""
         return self._page_of_key.get(key)
+
+    def serial_of(self, page_id: int) -> int:
+        """The serial of a page in the index."""
+        return self._pages[page_id].serial
+
+    @property
+    def page_ids(self) -> list[int]:
+        """All pages in the index."""
+        return list(self._pages)
 
     def tokens_of(self, page_id: int) -> tuple[int, ...]:
         """The tokens of a page in the index."""

@@ -17,11 +17,14 @@ from cadenza.core.sequence import Sequence
 from cadenza.core.slot_prefixes import Closest
 from cadenza.events import CacheMiss, CacheMissReason
 
-MissReason = Literal["cold", "evicted", "in_flight", "tail", "prompt_logprobs", "pooling"]
+MissReason = Literal[
+    "cold", "evicted", "in_flight", "no_snapshot", "tail", "prompt_logprobs", "pooling"
+]
 """In order: never computed, or forgotten long ago; computed, but its page was needed for something
-else since; being computed by a running sequence that is too far behind to wait for; behind the last
-full page of the prompt, the last token among them, which is always computed; computed in any case,
-for its log probabilities; or for the mean of its hidden states.
+else since; being computed by a running sequence that is too far behind to wait for; in the cache,
+but without a snapshot of the recurrent state behind it; behind the last full page of the prompt,
+the last token among them, which is always computed; computed in any case, for its log
+probabilities; or for the mean of its hidden states.
 
 That another tenant has computed the same is no reason of its own: it is cold, so that no tenant can
 learn what others ask."""
@@ -37,6 +40,7 @@ _THEN: Mapping[CacheMissReason, str] = {
     "differs": ", then differs",
     "evicted": ", whose pages were evicted since",
     "in_flight": ", which is still being computed",
+    "no_snapshot": ", for all of which there is no snapshot of the recurrent state",
     "short": "; too few to fill a page",
     "not_used": "; all are computed for their log probabilities or hidden states",
 }
@@ -94,7 +98,8 @@ class PrefixCounts:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LookedUpPrompt:
     """A prompt of `num_tokens` tokens, of which the first `num_found_pages` pages were found, or
-    none because it `is_skipped`: its tokens are computed in any case.
+    none because it `is_skipped`: its tokens are computed in any case. The first `num_matched_pages`
+    are in the cache, those behind the found ones without a snapshot of the state.
 
     `content` may be longer than the prompt, and so may `keys`.
     """
@@ -103,6 +108,7 @@ class LookedUpPrompt:
     content: Content
     num_tokens: int
     num_found_pages: int
+    num_matched_pages: int
     is_skipped: bool
 
 
@@ -112,7 +118,9 @@ def misses_in_pages(
     """Why tokens behind the pages that were found are missing."""
     misses, size = no_misses(), cache.page_size
     usable = (prompt.num_tokens - 1) // size
-    for key in prompt.keys[prompt.num_found_pages : usable]:
+    matched = max(prompt.num_matched_pages, prompt.num_found_pages)
+    misses["no_snapshot"] = (matched - prompt.num_found_pages) * size
+    for key in prompt.keys[matched:usable]:
         if cache.was_evicted(key):
             misses["evicted"] += size
         elif in_flight.is_being_computed(key):
@@ -132,12 +140,14 @@ def miss_in_pages(
     usable = (prompt.num_tokens - 1) // size
     if found >= usable > 0:
         return None
-    known = found
+    known = matched = max(found, prompt.num_matched_pages)
     while known < usable and _is_known(cache, in_flight, keys[known]):
         known += 1
     common = cache.num_common(keys, prompt.content, known)
     reason: CacheMissReason = "new" if common is None else "differs"
-    if known > found:
+    if matched > found:
+        reason = "no_snapshot"
+    elif known > found:
         reason = "evicted" if cache.was_evicted(keys[found]) else "in_flight"
     if prompt.is_skipped:
         reason = "not_used"

@@ -172,7 +172,7 @@ class Scheduler:
 
     def update(self, batch: Batch, output: StepOutput) -> list[Event]:
         """Applies a step's results; `output` has one entry per logit row of the batch."""
-        self.kv_cache.pool.unpin(batch.written_pages)
+        self.kv_cache.unpin(batch.written_pages, batch.state_slots)
         return self._results.apply(batch, output)
 
     def fail_batch(self, batch: Batch, error: str) -> list[Event]:
@@ -192,7 +192,7 @@ class Scheduler:
 
     def drop_batch(self, batch: Batch) -> None:
         """Unpins the pages of a step that will not be read; `restart` recomputes its tokens."""
-        self.kv_cache.pool.unpin(batch.written_pages)
+        self.kv_cache.unpin(batch.written_pages, batch.state_slots)
 
     def cancel(self, sequence: Sequence) -> None:
         """Ends a waiting or running sequence without an event."""
@@ -314,17 +314,17 @@ class Scheduler:
         return BatchEntry(sequence, row, start, count, 0, sequence.num_preemptions)
 
     def _allocate_or_preempt(self, sequence: Sequence, count: int) -> bool:
-        """Allocates the pages that the next `count` tokens lack, preempting other sequences and
-        finally itself.
+        """Allocates what the next `count` tokens lack, preempting other sequences and finally
+        itself.
 
-        False if it was preempted, or if pages are still pinned by a launched step.
+        False if it was preempted, or if pages or slots are still pinned by a launched step.
         """
         num_tokens = sequence.num_computed_tokens + count
         while not self.kv_cache.try_grow(sequence, num_tokens):
             candidates: SequenceOf[Sequence] = self.running
             if self.kv_cache.exceeds_quota(sequence, num_tokens):
                 candidates = self.running.of_tenant(sequence.tenant.name)
-            elif self.kv_cache.pool.num_pinned:
+            elif self.kv_cache.has_pinned:
                 return False
             victim = self.turns.victim(candidates)
             self._preempt(victim)
@@ -387,7 +387,7 @@ class Scheduler:
                 sequence, self.running, lacks_row=not has_row
             )
             # Pages of a preempted one are free once the steps in flight have been read.
-            if not preemptable or (has_row and self.kv_cache.pool.num_pinned):
+            if not preemptable or (has_row and self.kv_cache.has_pinned):
                 return False
             self._preempt(self.turns.victim(preemptable))
         return True
@@ -440,7 +440,7 @@ class Scheduler:
             self._add_to_batch(batch, entry)
         self.turns.fair_share.charge_outputs(entries)
         batch.entries.sort(key=_row_of)
-        self.kv_cache.pool.pin(batch.written_pages)
+        self.kv_cache.pin(batch.written_pages)
         self.num_scheduled_tokens += batch.num_tokens
         self.num_steps += 1
         return batch
@@ -455,6 +455,10 @@ class Scheduler:
         end = start + entry.num_new_tokens
         sequence.num_pending_tokens += entry.num_choices
         sequence.num_computed_tokens = end
+        if sequence.state is not None:
+            placed = self.kv_cache.place_state(sequence, start, end, num_drafts)
+            entry.state_start, entry.kept_states = placed.start, placed.kept
+            batch.state_slots += placed.slots
         if sequence.prompt_rows is not None:
             entry.prompt_rows = sequence.prompt_rows.launch(start, end)
         batch.add(entry)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from cadenza.core.drafts import Drafting
 from cadenza.core.pooling import Pool
 from cadenza.core.prompt_rows import PromptRowsProgress
+from cadenza.core.recurrent_states import SequenceState
 from cadenza.events import CacheMiss, FinishReason
 from cadenza.request import Request, SamplingParams
 from cadenza.structured import Constraint
@@ -58,6 +59,7 @@ class Sequence:
             sample that another engine began has that engine's number.
         cache_miss: where and why the look-up of its prompt ended at its first start, if early.
         num_sent_pages: entries of the page table already sent to the device.
+        state: the recurrent state of its row; None without one, and while it has no row.
         published_serial: the prefix cache's serial of its last published page; None after a
             key collision, or where the tenant's share of the cache is in use: both end publication.
         awaited_key: the key of a page that another sequence computes, for which this one waits.
@@ -94,6 +96,7 @@ class Sequence:
     published_serial: int | None = 0
     awaited_key: bytes | None = None
     num_sent_pages: int = 0
+    state: SequenceState | None = None
     num_preemptions: int = 0
     prompt_rows: PromptRowsProgress | None = None
     pool: Pool | None = None
@@ -157,15 +160,15 @@ class Sequence:
 
     @property
     def fork_source(self) -> "Sequence | None":
-        """A running sibling whose pages hold the KV of the prompt except its last token.
+        """A running sibling whose pages hold the KV of the prompt except its last token, and which
+        has the state behind it, if there is one.
 
         The last token is recomputed, because each stream samples its first token from its logits.
         """
         if not self.is_fresh or self.needs_prompt_rows:
             return None
-        most = self.num_prompt_tokens - 1
         for sibling in self._running_siblings():
-            if sibling.num_computed_tokens >= most and sibling.page_copy is None:
+            if not sibling.is_before_fork and sibling.has_fork_state:
                 return sibling
         return None
 
@@ -174,7 +177,27 @@ class Sequence:
         """True while a running sibling has not yet computed the prompt that this one will share."""
         if not self.is_fresh or self.needs_prompt_rows:
             return False
-        return self._running_siblings() != [] and self.fork_source is None
+        is_coming = any(sibling.is_before_fork for sibling in self._running_siblings())
+        return is_coming and self.fork_source is None
+
+    @property
+    def is_before_fork(self) -> bool:
+        """True while the pages of a running sequence do not hold the prompt without its last
+        token."""
+        most = self.num_prompt_tokens - 1
+        return self.num_computed_tokens < most or self.page_copy is not None
+
+    @property
+    def has_fork_state(self) -> bool:
+        """True if a running sequence has the state behind its prompt without the last token, or
+        needs none. It is missing where there were too few slots."""
+        state = self.state
+        return state is None or self.num_prompt_tokens == 1 or state.for_samples is not None
+
+    @property
+    def awaits_fork(self) -> bool:
+        """True while one of its siblings may start from its state."""
+        return any(each.is_fresh for each in self.siblings)
 
     @property
     def needs_prompt_rows(self) -> bool:
@@ -225,5 +248,6 @@ class Sequence:
         self.num_published_pages = 0
         self.published_serial = 0
         self.num_sent_pages = 0
+        self.state = None
         if self.prompt_rows is not None:
             self.prompt_rows.rewind()

@@ -157,6 +157,7 @@ class StepResults:
         if not sequence.is_finished:
             assert sequence.drafting is not None
             sequence.drop_drafts()
+            self._kv_cache.settle_drafts(sequence)
             sequence.drafting.learn(sequence.num_tokens, len(entry.drafts), num_accepted)
             self._take_forced(sequence, events)
 
