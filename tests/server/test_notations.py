@@ -13,6 +13,13 @@ from cadenza.request import SamplingParams
 from cadenza.server.endpoints.conversation import AskedConversation
 from cadenza.server.schemas.thinking import EFFORTS, AskedThinking, nearest_effort
 from cadenza.structured import ThinkingBound
+from cadenza.text.answers.call_readers import (
+    DEEPSEEK_CALL,
+    DEEPSEEK_CALL_END,
+    DEEPSEEK_CALLS,
+    DEEPSEEK_CALLS_END,
+    DEEPSEEK_SEPARATOR,
+)
 from cadenza.text.answers.tool_calls import HARMONY_MARKS
 from tests.server.dialects import (
     DIALECTS,
@@ -29,7 +36,7 @@ from tests.server.harness import RunningServer, running_server
 from tests.server.scripted_engine import ScriptedEngine
 from tests.text.marked_tokenizers import marked_checkpoint, with_marks
 
-TEMPLATES = Path(__file__).parents[1] / "oracle/templates"
+TESTS = Path(__file__).parents[1]
 CITY = {
     "type": "object",
     "properties": {"city": {"type": "string"}, "n": {"type": "integer"}},
@@ -67,7 +74,7 @@ class Notation:
 
 NOTATIONS = {
     "harmony": Notation(
-        template="channels",
+        template="oracle/templates/channels",
         marks=HARMONY_MARKS,
         thought="<|channel|>analysis<|message|>It\nsnows.<|end|><|start|>assistant",
         content="<|channel|>final<|message|>Snow.\n\n1.",
@@ -80,7 +87,7 @@ NOTATIONS = {
         "<|start|>assistant",
     ),
     "gemma4": Notation(
-        template="named_values",
+        template="oracle/templates/named_values",
         marks=GEMMA_MARKS,
         thought="<|channel>thought\nIt\nsnows.\n<channel|>",
         content="Snow.\n\n1.",
@@ -89,13 +96,82 @@ NOTATIONS = {
         '<|tool_call>call:weather{city:<|"|>Oslo {"<x>"}<|"|>,n:2}<tool_call|>'
         '<|tool_response>response:weather{value:<|"|>Cold.<|"|>}<tool_response|>',
     ),
+    "qwen3.5": Notation(
+        template="oracle/templates/element_calls",
+        marks=("<|turn|>", "<|over|>", "<think>", "</think>", "<tool_call>", "</tool_call>"),
+        thought="It\nsnows.\n</think>\n\n",
+        content="Snow.\n\n1.",
+        call='<tool_call>\n<function=weather>\n<parameter=city>\nOslo {"<x>"}\n</parameter>\n'
+        "<parameter=n>\n2\n</parameter>\n</function>\n</tool_call>",
+        history="<|turn|>assistant\n<think>\nIt\nsnows.\n</think>\n\n"
+        '<tool_call>\n<function=weather>\n<parameter=city>\nOslo {"<x>"}\n</parameter>\n'
+        "<parameter=n>\n2\n</parameter>\n</function>\n</tool_call><|over|>\n"
+        "<|turn|>user\n<tool_response>\nCold.\n</tool_response><|over|>\n"
+        "<|turn|>assistant\n<think>\n",
+    ),
+    "glm4.7": Notation(
+        template="oracle/templates/keyed_values",
+        marks=("<|turn|>", "<think>", "</think>", "<tool_call>", "</tool_call>", "<arg_key>"),
+        thought="\n<think>It\nsnows.</think>\n",
+        content="Snow.\n\n1.",
+        call='<tool_call>weather<arg_key>city</arg_key><arg_value>Oslo {"<x>"}</arg_value>'
+        "<arg_key>n</arg_key><arg_value>2</arg_value></tool_call>",
+        history="<|assistant|>\n<think>It\nsnows.</think>\n"
+        '<tool_call>weather<arg_key>city</arg_key>\n<arg_value>Oslo {"<x>"}</arg_value>\n'
+        "<arg_key>n</arg_key>\n<arg_value>2</arg_value>\n</tool_call>"
+        "<|observation|>\n<tool_response>\nCold.\n</tool_response><|assistant|>",
+    ),
+    "lfm2": Notation(
+        template="oracle/templates/listed_tools",
+        marks=("<|turn|>", "<|over|>", "<|tool_call_start|>", "<|tool_call_end|>"),
+        thought="<think>It\nsnows.</think>",
+        content="Snow.\n\n1.",
+        call="<|tool_call_start|>[weather(city='Oslo {\"<x>\"}', n=2)]<|tool_call_end|>",
+        history="<|turn|>assistant\n"
+        '<|tool_call_start|>[weather(city="Oslo {\\"<x>\\"}", n=2)]<|tool_call_end|><|over|>\n'
+        "<|turn|>tool\n<|tool_response_start|>Cold.<|tool_response_end|><|over|>\n"
+        "<|turn|>assistant\n",
+    ),
+    "deepseek-v3.1": Notation(
+        template="text/joined_calls",
+        marks=(DEEPSEEK_CALLS, DEEPSEEK_CALLS_END, DEEPSEEK_CALL, DEEPSEEK_CALL_END, "<think>"),
+        thought="It\nsnows.</think>",
+        content="Snow.\n\n1.",
+        call=f"{DEEPSEEK_CALLS}{DEEPSEEK_CALL}weather{DEEPSEEK_SEPARATOR}"
+        f'{{"city": "Oslo {{\\"<x>\\"}}", "n": 2}}{DEEPSEEK_CALL_END}{DEEPSEEK_CALLS_END}',
+        history=f"<|assistant|></think>{DEEPSEEK_CALLS}{DEEPSEEK_CALL}weather{DEEPSEEK_SEPARATOR}"
+        f'{{"city": "Oslo {{\\"<x>\\"}}", "n": 2}}{DEEPSEEK_CALL_END}{DEEPSEEK_CALLS_END}<|end|>'
+        f"{DEEPSEEK_CALLS.replace('calls', 'output')}Cold."
+        f"{DEEPSEEK_CALLS_END.replace('calls', 'output')}",
+    ),
+    "ministral3": Notation(
+        template="oracle/templates/bracketed_calls",
+        marks=("[THINK]", "[/THINK]", "[TOOL_CALLS]", "[ARGS]", "[INST]", "[/INST]"),
+        thought="[THINK]It\nsnows.[/THINK]",
+        content="Snow.\n\n1.",
+        call='[TOOL_CALLS]weather[ARGS]{"city": "Oslo {\\"<x>\\"}", "n": 2}',
+        history='[/INST][TOOL_CALLS]weather[ARGS]{"city": "Oslo {\\"<x>\\"}", "n": 2}<|im_end|>'
+        "[TOOL_RESULTS]Cold.[/TOOL_RESULTS]",
+    ),
+    "granite4": Notation(
+        template="text/object_calls",
+        marks=("<|start_of_role|>", "<tool_call>", "</tool_call>"),
+        thought="<think>It\nsnows.</think>",
+        content="Snow.\n\n1.",
+        call='<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo {\\"<x>\\"}", "n": 2}}\n'
+        "</tool_call>",
+        history="<|start_of_role|>assistant<|end_of_role|>"
+        '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo {\\"<x>\\"}", "n": 2}}\n'
+        "</tool_call>\n<|start_of_role|>user<|end_of_role|><tool_response>Cold.</tool_response>\n"
+        "<|start_of_role|>assistant<|end_of_role|>",
+    ),
 }
 each_notation = pytest.mark.parametrize("notation", NOTATIONS.values(), ids=NOTATIONS)
 each_dialect = pytest.mark.parametrize("name", DIALECTS)
 
 
 def front_end(notation: Notation) -> TextFrontend:
-    template = (TEMPLATES / f"{notation.template}.jinja").read_text()
+    template = (TESTS / f"{notation.template}.jinja").read_text()
     return TextFrontend(marked_checkpoint(notation.marks, template))
 
 

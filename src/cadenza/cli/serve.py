@@ -137,7 +137,8 @@ class ServeFlags:
     tool_call_parser: str = _flag(
         "auto",
         "How the model writes tool calls: hermes, qwen3_coder, glm45, mistral, llama3_json, "
-        "pythonic, functiongemma, gemma4, harmony or json; auto is as the chat template shows.",
+        "pythonic, lfm2, functiongemma, gemma4, harmony, deepseek_v3, deepseek_v31 or json; auto "
+        "is as the chat template shows.",
     )
     structured_max_string: int = _flag(
         4096,

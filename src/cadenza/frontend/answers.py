@@ -38,6 +38,7 @@ from cadenza.text.answers.part_parser import (
     ReasoningFormat,
 )
 from cadenza.text.answers.tool_calls import (
+    DEEPSEEK_V31,
     FORCED,
     GENERIC,
     HARMONY,
@@ -425,4 +426,4 @@ def _tool_format(name: str, template: str, *, reads_tools: bool) -> ToolFormat:
     if name != AUTO:
         return TOOL_FORMATS[TOOL_ALIASES.get(name, name)]
     shown = TOOL_FORMATS[format_shown_by(template)]
-    return shown if reads_tools or shown is HARMONY else GENERIC
+    return shown if reads_tools or shown in (HARMONY, DEEPSEEK_V31) else GENERIC

@@ -14,7 +14,8 @@ from cadenza.errors import InvalidRequestError, MessagesRefusedError, must_be, s
 from cadenza.frontend.answers import AnswerParsers, AnswerPlanner
 from cadenza.text import ChatTemplate
 from cadenza.text.answers.generic_tools import generic_messages, has_calls
-from cadenza.text.answers.tool_calls import HARMONY
+from cadenza.text.answers.tool_calls import HARMONY, LFM2
+from cadenza.text.answers.written_calls import with_description, with_listed_calls
 from cadenza.text.templates.harmony_messages import harmony_messages, harmony_tools
 from cadenza.text.templates.message_forms import other_forms
 from cadenza.text.templates.notices import Notices
@@ -92,17 +93,35 @@ class ChatPrompts:
             raise must_be("chat_template_kwargs", given, wanted)
         if self._stable_prompts and _are_objects(messages):
             messages = stable_messages(messages)
-        if self._has_channels and _are_objects(messages):
-            messages = harmony_messages(messages)
-            tools = harmony_tools(tools) if _are_objects(tools) and tools else tools
-        elif self._reads_responses and _are_objects(messages):
-            messages = with_responses(messages)
-        if self._is_generic(self._template, messages, tools):
-            assert self._planner is not None
-            messages, tools = generic_messages(messages, tools, self._planner.tool_format), None
+        if _are_objects(messages):
+            messages, tools = self._prepared(self._template, messages, tools)
         return self._render_in_some_form(
             self._template, messages, tools, dict(template_kwargs or {})
         )
+
+    def _prepared(
+        self,
+        template: ChatTemplate,
+        messages: SequenceOf[Message],
+        tools: SequenceOf[Message] | None,
+    ) -> tuple[SequenceOf[Message], SequenceOf[Message] | None]:
+        """A conversation and its tools as the template has room for them, so that it passes over
+        none of them."""
+        format = None if self._planner is None else self._planner.tool_format
+        has_tools = bool(tools) and _are_objects(tools)
+        if format is HARMONY:
+            messages = harmony_messages(messages)
+            tools = harmony_tools(tools) if tools and has_tools else tools
+        elif self._reads_responses:
+            messages = with_responses(messages)
+        elif format is LFM2 and template.reads_tools and not template.renders_calls:
+            messages = with_listed_calls(messages, LFM2)
+        if not self._is_generic(template, messages, tools):
+            return messages, tools
+        assert format is not None, "what is generic has a planner"
+        if tools and format.example and template.renders_calls:
+            return with_description(messages, tools, format), None
+        return generic_messages(messages, tools, format), None
 
     def _render_in_some_form(
         self,

@@ -15,6 +15,7 @@ Modules:
 - `call_grammar`: what a call may be that the model begins by itself
 - `gemma_values`: arguments of calls as Gemma 4 writes them
 - `generic_tools`: tools and their results as messages, where a template has no place for them
+- `written_calls`: calls and tools as texts of messages, where a template passes over them
 - `answer_grammar`: grammars of tool calls, and of what follows reasoning
 - `grammar_parts`: grammars of several parts
 - `input_grammar`: the grammar of a custom tool's text, for the text as it is written within JSON

@@ -50,13 +50,19 @@ def generic_messages(
 
 
 def _instruction(tools: Sequence[Message], format: ToolFormat) -> str:
-    listed = json.dumps([each.get("function", each) for each in tools], ensure_ascii=False)
     call = _CALL.replace("arguments", format.arguments)
-    return (
+    before, behind = tools_described(tools)
+    return f"{before}{format.opening}{call}{format.closing}{behind}"
+
+
+def tools_described(tools: Sequence[Message]) -> tuple[str, str]:
+    """What a system's text has in front of an example of a call, and behind it."""
+    listed = json.dumps([each.get("function", each) for each in tools], ensure_ascii=False)
+    before = (
         f"You are a helpful assistant. You can use these tools:\n{listed}\n"
-        f"To use a tool, reply only with {format.opening}{call}{format.closing}. When you have the "
-        f"results that you need, answer the user in plain words."
+        f"To use a tool, reply only with "
     )
+    return before, (". When you have the results that you need, answer the user in plain words.")
 
 
 def _shown(messages: Sequence[Message]) -> Iterator[Message]:

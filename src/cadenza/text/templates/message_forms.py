@@ -6,7 +6,8 @@ Invariant: no text is lost or moved over another turn, and the form of a convers
 that of each of its earlier turns, so that a prefix cache finds them.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 Message = dict[str, Any]
@@ -32,6 +33,7 @@ def other_forms(given: Sequence[Mapping[str, Any]]) -> Iterator[Form]:
 def _forms(given: list[Message]) -> Iterator[Form]:
     objects = [_with_objects(message) for message in given]
     yield Form("arguments of calls that are no JSON object as objects", objects)
+    yield Form("arguments of calls as JSON texts", [_with_texts(message) for message in given])
     for base in (given, objects):
         placed = systems_in_turns(base, into_results=False)
         yield Form("later system messages in user turns", placed)
@@ -46,19 +48,38 @@ def _forms(given: list[Message]) -> Iterator[Form]:
 
 def _with_objects(message: Message) -> Message:
     """Arguments that are a text stand in an object, for templates that go over its members."""
+
+    def changed(arguments: object) -> object:
+        return {"_raw": arguments} if isinstance(arguments, str) else arguments
+
+    return _with_arguments(message, changed)
+
+
+def _with_texts(message: Message) -> Message:
+    """Arguments are JSON, for templates that put it together with other texts."""
+
+    def changed(arguments: object) -> object:
+        is_object = isinstance(arguments, dict)
+        return json.dumps(arguments, ensure_ascii=False) if is_object else arguments
+
+    return _with_arguments(message, changed)
+
+
+def _with_arguments(message: Message, change: Callable[[object], object]) -> Message:
     calls = message.get("tool_calls")
     if not isinstance(calls, list):
         return message
-    return {**message, "tool_calls": [_object_call(call) for call in cast(list[Any], calls)]}
+    changed = [_changed_call(call, change) for call in cast(list[Any], calls)]
+    return {**message, "tool_calls": changed}
 
 
-def _object_call(call: Any) -> Any:
+def _changed_call(call: Any, change: Callable[[object], object]) -> Any:
     found = cast(dict[str, Any], call) if isinstance(call, dict) else {}
     function: object = found.get("function")
-    members = cast(dict[str, Any], function) if isinstance(function, dict) else {}
-    if not isinstance(members.get("arguments"), str):
+    if not isinstance(function, dict) or "arguments" not in function:
         return cast(Any, call)
-    return {**found, "function": {**members, "arguments": {"_raw": members["arguments"]}}}
+    members = cast(dict[str, Any], function)
+    return {**found, "function": {**members, "arguments": change(members["arguments"])}}
 
 
 def systems_in_turns(given: list[Message], *, into_results: bool) -> list[Message]:
