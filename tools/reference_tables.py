@@ -19,7 +19,7 @@ from typer.main import get_command
 from cadenza.cli.app import build_app
 from cadenza.cli.options import ENGINE_FLAGS, VARIABLES_WITHOUT_FLAG
 from cadenza.engine.open_requests import RequestStats
-from cadenza.engine.stats import Distribution, EngineStats, StepBoundStats
+from cadenza.engine.stats import Distribution, EngineStats, StateStats, StepBoundStats
 from cadenza.engine.status import EngineStatus
 from cadenza.engine.stored_pages import StoredPageCounts
 from cadenza.server.metrics import Metrics, ServedCounts
@@ -158,7 +158,9 @@ class CountedIdly:
         for by_reason in ("num_prefix_misses", "num_missed_prompts"):
             counted.pop(by_reason, None)
         bound = StepBoundStats(max_s=1.0, prefill_share=1.0, num_granted=0, num_exceeded=0)
-        return EngineStats(**counted, step_bound=bound, stored_pages=StoredPageCounts())
+        return EngineStats(
+            **counted, step_bound=bound, stored_pages=StoredPageCounts(), states=StateStats()
+        )
 
 
 def name_of(metric: Metric) -> str:

@@ -106,6 +106,8 @@ class EngineConfig:
     page_size: int = PAGE_SIZE_UNIT
     enable_prefix_caching: bool = True
     prefix_cache_memory_share: float = 1.0
+    max_state_snapshots: int | None = None
+    state_snapshot_interval: int = DEFAULT_SNAPSHOT_INTERVAL
     prefix_cache_disk: str | None = None
     prefix_cache_disk_bytes: int | None = None
     scheduler: SchedulerLoop = "overlap"
@@ -212,6 +214,8 @@ class EngineOptions(TypedDict, total=False):
     page_size: int | Literal["auto"]
     enable_prefix_caching: bool
     prefix_cache_memory_share: float
+    max_state_snapshots: WholeOrAuto
+    state_snapshot_interval: int | Literal["auto"]
     prefix_cache_disk: str | Path | None
     prefix_cache_disk_bytes: WholeOrAuto
     scheduler: SchedulerLoop
@@ -270,6 +274,8 @@ _RANGES: Mapping[str, tuple[int, int]] = {
     "max_consecutive_step_errors": (1, 1 << 31),
     "seed": (0, MAX_SEED),
     "page_size": (PAGE_SIZE_UNIT, 1 << 16),
+    "max_state_snapshots": (0, 1 << 24),
+    "state_snapshot_interval": (PAGE_SIZE_UNIT, MAX_MODEL_LEN_BOUND),
     "prefix_cache_disk_bytes": (MIN_DISK_BYTES, 1 << 60),
     "weight_cache_bytes": (0, 1 << 60),
 }
@@ -285,7 +291,7 @@ _NUMBERS: Mapping[str, tuple[float, float, str]] = {
 
 _OPTIONAL = frozenset(
     "max_num_seqs max_model_len max_num_batched_tokens kv_cache_memory_bytes num_pages "
-    "max_num_queued_reqs max_num_queued_tokens prefix_cache_disk_bytes "
+    "max_num_queued_reqs max_num_queued_tokens max_state_snapshots prefix_cache_disk_bytes "
     "gpu_memory_utilization weight_cache_bytes".split()
 )
 """Numbers that may be None."""

@@ -302,7 +302,7 @@ ELSEWHERE = {
     *("max_itl_ms", "batching", "scheduling_policy", "starvation_guard", "admission"),
     *("arithmetic", "speculative_config", "chat_template"),
     *("prefix_cache_disk", "prefix_cache_disk_bytes", "gpu_memory_utilization"),
-    "weight_cache_bytes",
+    *("weight_cache_bytes", "max_state_snapshots"),
 }
 """Options that the plan has no number of; `tests/faces` has them."""
 
@@ -320,6 +320,7 @@ PLANNED: dict[str, Any] = {
     "page_size": 32,
     "enable_prefix_caching": False,
     "prefix_cache_memory_share": 0.5,
+    "state_snapshot_interval": 64,
     "max_num_queued_reqs": 5,
     "max_num_queued_tokens": 500,
     "max_consecutive_step_errors": 2,
@@ -525,3 +526,72 @@ def test_a_headroom_that_leaves_nothing_is_refused_with_what_it_may_be():
 def test_a_headroom_that_is_no_size_is_refused_by_its_flag(value: Any):
     with pytest.raises(ConfigError, match="--scheduler-headroom-gb"):
         EngineConfig(scheduler_headroom_gb=value)
+
+
+def recurrent_plan(available_bytes: int, **options: Any) -> EnginePlan:
+    memory = ModelMemory(
+        weight_bytes=10_000,
+        kv_bytes_per_token=100,
+        row_bytes=2_000,
+        scratch_bytes=5_000,
+        state_bytes=1_000_000,
+    )
+    traits = replace(
+        OWN, kv_layouts=("paged", "dense"), memory={"bfloat16": memory, "float32": memory}
+    )
+    config = EngineConfig(max_num_seqs=4, **options)
+    return make_plan(config, open_checkpoint(None), traits, available_bytes)
+
+
+def test_states_have_two_slots_a_row_and_others_for_snapshots():
+    found = recurrent_plan(GIB)
+    assert found.limits.num_state_slots == 2 * 4 + 16
+    assert found.state_bytes == 24_000_000
+    stateless = own_plan(GIB, kv_layout="dense")
+    assert stateless.limits.num_state_slots == stateless.state_bytes == 0
+    assert "24.0 MB of 24 states" in found.summary
+    assert "states" not in stateless.summary
+    assert found.planned_bytes - found.scratch_bytes > found.state_bytes
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"max_state_snapshots": 0}, 8),
+        ({"max_state_snapshots": 3}, 11),
+        ({"max_state_snapshots": 50}, 58),
+        ({"enable_prefix_caching": False}, 8),
+        ({"speculative_config": '{"method": "ngram", "num_speculative_tokens": 3}'}, 24 + 12),
+    ],
+)
+def test_the_number_of_snapshots_can_be_chosen(options: dict[str, Any], expected: int):
+    assert recurrent_plan(GIB, **options).limits.num_state_slots == expected
+
+
+def test_snapshots_take_a_quarter_of_the_memory_that_is_left_at_most():
+    roomy = recurrent_plan(GIB, max_state_snapshots=1 << 20)
+    beside = (roomy.limits.num_state_slots - 8) * 1_000_000
+    left = GIB - (roomy.planned_bytes - roomy.kv_bytes - beside)
+    assert left / 4 - 2_000_000 < beside <= left / 4
+
+
+def test_rows_with_two_slots_each_fit_where_no_snapshot_does():
+    least = next(size for size in range(8_000_000, GIB, 20_000) if fits(size))
+    found = recurrent_plan(least)
+    assert found.limits.num_state_slots == 8
+    assert found.planned_bytes <= least
+    with pytest.raises(ConfigError, match="set --max-num-seqs 3"):
+        recurrent_plan(least - 400_000)
+
+
+def fits(available_bytes: int) -> bool:
+    try:
+        recurrent_plan(available_bytes)
+    except ConfigError:
+        return False
+    return True
+
+
+def test_blocks_for_each_row_have_states_and_share_nothing():
+    found = recurrent_plan(GIB, kv_layout="dense").limits
+    assert (found.num_state_slots, found.enable_prefix_caching) == (8, False)

@@ -126,6 +126,7 @@ def describe(
             **picked(plan, "available_bytes", "headroom_bytes", "weight_bytes", "kv_bytes"),
             **picked(plan, "scratch_bytes"),
             **picked(plan.footprint, "process_bytes", "front_end_bytes", "bodies_bytes"),
+            **_states(plan),
             "planned_bytes": plan.planned_bytes,
             "resident_at_start_bytes": plan.start_bytes,
             **picked(plan, "reserved_bytes", "kv_bytes_per_token", "kv_layout"),
@@ -153,6 +154,24 @@ def describe(
         },
         **_page_folder(config),
         **_speculation(plan, config),
+    }
+
+
+def _states(plan: "EnginePlan") -> dict[str, int]:
+    """Of a model with recurrent state: its slots, and how many are snapshots at least."""
+    from cadenza.loading.space import SLOTS_PER_ROW
+
+    limits, state_bytes = plan.limits, plan.state_bytes_per_slot
+    if not limits.num_state_slots:
+        return {}
+    num_row_slots = SLOTS_PER_ROW * limits.max_num_seqs
+    return {
+        "state_bytes": plan.state_bytes,
+        "state_bytes_per_slot": state_bytes,
+        "row_state_bytes": num_row_slots * state_bytes,
+        "snapshot_bytes": (limits.num_state_slots - num_row_slots) * state_bytes,
+        "num_state_slots": limits.num_state_slots,
+        "state_snapshot_interval": limits.state_snapshot_interval,
     }
 
 

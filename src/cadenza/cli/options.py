@@ -195,6 +195,14 @@ ENGINE_FLAGS: Mapping[str, Flag] = {
     "prefix_cache_memory_share": _engine(
         "The most of the KV pages that may hold prefixes for reuse, in use or not.", metavar="SHARE"
     ),
+    "max_state_snapshots": _number(
+        "Of a model with recurrent state, states kept for prompts that begin alike, at most: as "
+        "many as fit a quarter of the memory that is left; auto: one for each row, at least 16."
+    ),
+    "state_snapshot_interval": _number(
+        "Tokens of a prompt between two such states, beside those at its end and where it parts "
+        "from earlier ones; a prompt has few: a long one has them further apart."
+    ),
     "prefix_cache_disk": _engine(
         "Store the KV of prompts in this folder too, from where later starts and other servers "
         "take it.",

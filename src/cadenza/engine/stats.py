@@ -12,6 +12,7 @@ from typing import Self
 
 from cadenza.config import EngineLimits
 from cadenza.core.prefix_misses import MissReason, no_missed_prompts, no_misses
+from cadenza.core.recurrent_states import RecurrentStates
 from cadenza.core.step_cost import StepBound
 from cadenza.engine.core import EngineCore
 from cadenza.engine.loop import Announce
@@ -56,6 +57,20 @@ class StepBoundStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StateStats:
+    """The recurrent states of a model. Slots by their state are gauges, of which `slots_live` has
+    the pinned ones, too; the rest are counters: snapshots made, hits that started from one, and
+    snapshots dropped, for others or with their page."""
+
+    slots_live: int = 0
+    slots_cached: int = 0
+    slots_free: int = 0
+    num_snapshots: int = 0
+    num_hits: int = 0
+    num_dropped: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
     """A snapshot. Running, waiting and page counts are gauges; all others are counters.
 
@@ -65,7 +80,8 @@ class EngineStats:
     are those of `PrefixCounts`.
     `num_drafts` counts steps of sequences with drafts, `num_accepted_per_pos` accepted drafts by
     their place behind the newest token. `pages_live` includes pinned pages. `step_tokens` is the
-    number of tokens per step. `stored_pages` is None without `--prefix-cache-disk`.
+    number of tokens per step. `stored_pages` is None without `--prefix-cache-disk`, `states` for a
+    model without recurrent state.
     """
 
     num_running: int
@@ -90,6 +106,7 @@ class EngineStats:
     num_differing_tokens: int = 0
     step_bound: StepBoundStats | None = None
     stored_pages: StoredPageCounts | None = None
+    states: StateStats | None = None
 
     @property
     def kv_cache_usage(self) -> float:
@@ -188,7 +205,22 @@ class StepMeter:
             step_tokens=self._tokens.snapshot(),
             step_bound=_bound_stats(scheduler.step_bound, self._core.limits),
             stored_pages=None if stored is None else stored.counts,
+            states=_state_stats(scheduler.kv_cache.states),
         )
+
+
+def _state_stats(states: RecurrentStates | None) -> StateStats | None:
+    if states is None:
+        return None
+    slots = states.pool.counts()
+    return StateStats(
+        slots_live=slots.live + slots.pinned,
+        slots_cached=slots.cached,
+        slots_free=slots.free,
+        num_snapshots=states.num_snapshots,
+        num_hits=states.num_hits,
+        num_dropped=states.num_dropped,
+    )
 
 
 def _bound_stats(bound: StepBound | None, limits: EngineLimits) -> StepBoundStats | None:

@@ -110,6 +110,11 @@ def _plan(
     quantization = choose_quantization(own, checkpoint, traits)
     dtype = choose_dtype(own, checkpoint, traits)
     memory = memory_of(checkpoint, traits, dtype, own)
+    if memory.state_bytes:
+        raise ConfigError(
+            f"{_FLAG}: {name} has recurrent layers, and drafts of such a model are not supported; "
+            f"choose the method ngram, or mtp where the model has an MTP layer"
+        )
     return DraftPlan(
         name=name,
         checkpoint=checkpoint,

@@ -31,6 +31,7 @@ from cadenza.loading.space import (
     choose_rows,
     largest_context,
     pool_tokens,
+    state_slots,
 )
 from cadenza.request import Request
 
@@ -83,6 +84,7 @@ class EnginePlan:
     kv_layout: KVArrangement
     weight_bytes: int
     kv_bytes_per_token: int
+    state_bytes_per_slot: int = 0
     available_bytes: int
     headroom_bytes: int = 0
     footprint: Footprint = field(default_factory=Footprint)
@@ -108,6 +110,7 @@ class EnginePlan:
         return (
             self.weight_bytes
             + self.kv_bytes
+            + self.state_bytes
             + self.draft_bytes
             + self.scratch_bytes
             + self.footprint.process_bytes
@@ -120,7 +123,7 @@ class EnginePlan:
         """Of `planned_bytes`, those that are resident before the first request comes, at most."""
         limits = self.limits
         draft_bytes = 0 if self.draft is None else self.draft.weight_bytes
-        filled_bytes = self.kv_bytes + self.draft_bytes - draft_bytes
+        filled_bytes = self.kv_bytes + self.state_bytes + self.draft_bytes - draft_bytes
         return (
             self.weight_bytes
             + draft_bytes
@@ -145,7 +148,7 @@ class EnginePlan:
         context = min(draft.context, limits.max_model_len)
         if draft.shares_kv:  # it computes one token of each row
             return replace(limits, max_num_batched_tokens=limits.max_num_seqs)
-        return replace(limits, max_model_len=context)
+        return replace(limits, max_model_len=context, num_state_slots=0)
 
     @property
     def draft_bytes(self) -> int:
@@ -163,6 +166,11 @@ class EnginePlan:
     @property
     def kv_bytes(self) -> int:
         return self.kv_bytes_per_token * self.limits.num_pages * self.limits.page_size
+
+    @property
+    def state_bytes(self) -> int:
+        """Of all slots of recurrent states, those of snapshots among them."""
+        return self.state_bytes_per_slot * self.limits.num_state_slots
 
     @property
     def weights_name(self) -> str:
@@ -187,12 +195,18 @@ class EnginePlan:
         return (
             f"{traits.name} with {traits.ops} ops, exactness {traits.exactness}: "
             f"{self.weight_bytes / 1e6:.1f} MB of {self.weights_name} weights, "
-            f"{self.kv_bytes / 1e6:.1f} MB of {self.kv_name} KV cache, "
+            f"{self.kv_bytes / 1e6:.1f} MB of {self.kv_name} KV cache{self._state_summary}, "
             f"{limits.max_num_seqs} rows{self._rows_summary}, "
             f"context of {limits.max_model_len} tokens{self._draft_summary}; "
             f"{self.planned_bytes / 1e6:.1f} MB planned in all, {self.start_bytes / 1e6:.1f} MB of "
             f"them resident at the start"
         )
+
+    @property
+    def _state_summary(self) -> str:
+        if not self.state_bytes:
+            return ""
+        return f", {self.state_bytes / 1e6:.1f} MB of {self.limits.num_state_slots} states"
 
     @property
     def _rows_summary(self) -> str:
@@ -241,6 +255,7 @@ def make_plan(
         context=config.max_model_len or 1,
         budget=traits.max_num_batched_tokens,
         is_dense=kv_layout == "dense",
+        state_bytes=memory.state_bytes,
     )
     limits, rows_reason = _divide(space, config, checkpoint, traits, dtype)
     _check_page_folder(config, traits, limits)
@@ -255,6 +270,7 @@ def make_plan(
         weight_bytes=memory.weight_bytes - (0 if draft is None else draft.weight_bytes),
         kv_bytes_per_token=memory.kv_bytes_per_token
         - (0 if draft is None else draft.kv_bytes_per_token),
+        state_bytes_per_slot=memory.state_bytes,
         available_bytes=available_bytes,
         headroom_bytes=space.headroom_bytes,
         footprint=footprint.at(limits.max_model_len, config.page_size),
@@ -331,7 +347,10 @@ def _divide(
         space = space.at(largest_context(space, num_rows, usual))
         num_tokens = pool_tokens(space, num_rows)
     max_model_len = choose_context(space, num_rows, num_tokens)
-    return _limits(config, traits, num_rows, max_model_len, num_tokens), reason
+    limits = _limits(config, traits, num_rows, max_model_len, num_tokens)
+    pool_bytes = limits.num_pages * limits.page_size * space.slot_bytes
+    num_slots = state_slots(space, num_rows, pool_bytes)
+    return replace(limits, num_state_slots=num_slots), reason
 
 
 def with_pool(plan: EnginePlan, config: EngineConfig, num_pages: int) -> EnginePlan:
@@ -504,5 +523,6 @@ def _limits(
         enable_prefix_caching=config.enable_prefix_caching
         and (config.kv_layout != "dense" or slot_unit is not None),
         prefix_cache_memory_share=config.prefix_cache_memory_share,
+        state_snapshot_interval=config.state_snapshot_interval,
         slot_unit=slot_unit,
     )

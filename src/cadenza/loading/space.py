@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from math import ceil, floor
 
 from cadenza.config import MAX_NUM_SEQS_BOUND, PAGE_SIZE_UNIT, EngineConfig, Quantization
+from cadenza.core.step_schema import NUM_EXTRA_LOGIT_ROWS
 from cadenza.errors import ConfigError, show_missing, show_size
 from cadenza.loading.footprint import Footprint
 
@@ -23,6 +24,15 @@ ADVISED_SHARE = 0.98
 """Of the available memory, that a size which a message advises takes at most, if any size fits it:
 the memory that is free changes from one moment to the next."""
 
+SNAPSHOT_SHARE = 0.25
+"""Largest fraction of that memory for slots of recurrent states beyond those that rows need."""
+
+SLOTS_PER_ROW = 2
+"""Slots of recurrent state that let each row advance: that from which it starts, and its own."""
+
+LEAST_SNAPSHOTS = 16
+"""By default there are as many snapshots as rows, but at least so many."""
+
 GB = 1e9
 
 
@@ -30,7 +40,7 @@ GB = 1e9
 class Space:
     """The memory of an engine in bytes, with a longest context of `context` tokens. `terms` has
     those that depend on it; `budget` is the number of tokens of a step for fewer rows than that,
-    and `weights_name` the type of the weights."""
+    `weights_name` the type of the weights, and `state_bytes` those of a slot of recurrent state."""
 
     config: EngineConfig
     available_bytes: int
@@ -42,6 +52,7 @@ class Space:
     context: int
     budget: int
     is_dense: bool
+    state_bytes: int = 0
 
     def at(self, context: int) -> "Space":
         """With another longest context."""
@@ -81,8 +92,9 @@ class Space:
     def beside_pool(self, num_rows: int) -> int:
         """Bytes of rows and of the largest step."""
         footprint = self.footprint
+        state_bytes = SLOTS_PER_ROW * self.state_bytes
         return (
-            num_rows * (footprint.row_bytes + footprint.request_bytes)
+            num_rows * (footprint.row_bytes + footprint.request_bytes + state_bytes)
             + self.step_tokens(num_rows) * footprint.step_token_bytes
         )
 
@@ -252,6 +264,25 @@ def _tokens_for_pool(space: Space, num_rows: int) -> tuple[int, int]:
     if config.kv_cache_memory_bytes is not None:
         return config.kv_cache_memory_bytes // max(space.kv_bytes_per_token, 1), most
     return int(left * POOL_SHARE) // space.slot_bytes, most
+
+
+def state_slots(space: Space, num_rows: int, pool_bytes: int) -> int:
+    """Slots of recurrent state beside a pool: what the rows need, and as many as are wanted for
+    snapshots and drafts and as have room; 0 for a model without recurrent state."""
+    if not space.state_bytes:
+        return 0
+    config = space.config
+    wanted = config.max_state_snapshots
+    if not config.enable_prefix_caching or space.is_dense:
+        wanted = 0
+    elif wanted is None:
+        wanted = max(num_rows, LEAST_SNAPSHOTS)
+    if config.speculation is not None:
+        num_drafts = num_rows * config.speculation.num_speculative_tokens
+        wanted += min(num_drafts, NUM_EXTRA_LOGIT_ROWS)
+    left = space.left_bytes - space.beside_pool(num_rows)
+    room = min(int(left * SNAPSHOT_SHARE), left - pool_bytes)
+    return SLOTS_PER_ROW * num_rows + min(wanted, max(0, room) // space.state_bytes)
 
 
 def largest_context(space: Space, num_rows: int, most: int) -> int:

@@ -185,6 +185,11 @@ class _Scrape:
         s = self.stats
         return s and {"live": s.pages_live, "cached": s.pages_cached, "free": s.pages_free}
 
+    @property
+    def state_slots(self) -> dict[str, int] | None:
+        s = self.stats and self.stats.states
+        return s and {"live": s.slots_live, "cached": s.slots_cached, "free": s.slots_free}
+
 
 GAUGE = GaugeMetricFamily
 
@@ -383,5 +388,23 @@ _OWN_ROWS = (
         "reason",
     ),
     _Row("pages", "pages", "KV pages by their state.", "state", GAUGE),
+    _Row(
+        "state_slots",
+        "state_slots",
+        "Slots of recurrent states by their state; cached ones are snapshots.",
+        "state",
+        GAUGE,
+    ),
+    _Row("state_snapshots", "stats.states.num_snapshots", "Snapshots of recurrent states made."),
+    _Row(
+        "state_snapshot_hits",
+        "stats.states.num_hits",
+        "Sequences that started from a snapshot of a recurrent state.",
+    ),
+    _Row(
+        "state_snapshots_dropped",
+        "stats.states.num_dropped",
+        "Snapshots that made room for others, or whose page did.",
+    ),
 )
 """Under `cadenza:` only."""
