@@ -3,6 +3,7 @@
 import io
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from rich.console import Console
 
 from cadenza.backends.fake import FakeRunner, FakeStepHandle
 from cadenza.checkpoint import open_checkpoint
-from cadenza.cli.batch_run import BatchRun, Question
+from cadenza.cli.batch_run import BatchRun, Question, told
 from cadenza.cli.generate import report_failures, run_as_json, run_as_text
 from cadenza.cli.generate_report import json_lines
 from cadenza.cli.interrupts import Interrupts
@@ -20,8 +21,10 @@ from cadenza.core.step_schema import ModelInputs
 from cadenza.engine.core import EngineCore
 from cadenza.errors import InvalidRequestError, RunnerError
 from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
+from cadenza.outputs import CompletionOutput, OutputPart
 from cadenza.request import Request, SamplingParams
 from tests.by_day import by_day
+from tests.server.dialects import sample
 
 STEP_S = 0.5
 VOCAB = 260
@@ -292,3 +295,18 @@ def test_the_result_on_a_terminal_has_every_answer_and_no_control_characters(tex
     assert "prompt 1" in shown
     assert "2 prompts on 2 rows, 6 steps in 3.00 s" in shown
     assert "…" not in shown
+
+
+def test_an_answer_in_parts_is_told_with_its_reasoning_first() -> None:
+    def completion(*parts: OutputPart) -> CompletionOutput:
+        return sample(*parts, end="stop")
+
+    thought = [OutputPart("reasoning", each) for each in ("I ", "see.")]
+    said = [OutputPart("content", each) for each in ("So", ".")]
+    assert told(completion(*thought, *said)) == "I see.\n\nSo."
+    assert told(completion(*said)) == "So."
+    assert told(completion()) == ""
+    for count in range(len(thought) + len(said)):  # it only grows
+        begun = told(completion(*[*thought, *said][:count]))
+        assert told(completion(*thought, *said)).startswith(begun)
+    assert told(replace(completion(), text="as it is", parts=None)) == "as it is"

@@ -5,9 +5,12 @@ from typing import Any
 
 import pytest
 
+from cadenza.checkpoint import open_checkpoint
 from cadenza.errors import MessagesRefusedError
 from cadenza.frontend.answers import AnswerParsers
 from cadenza.frontend.text_frontend import TextFrontend
+from cadenza.request import SamplingParams
+from cadenza.structured import StructuredOutput
 from cadenza.text.answers.tool_calls import HARMONY_MARKS
 from cadenza.text.templates.harmony_messages import harmony_messages, harmony_tools
 from tests.text.marked_tokenizers import marked_checkpoint
@@ -141,3 +144,26 @@ def test_strict_messages_are_rendered_alike() -> None:
     strict = TextFrontend(checkpoint, parsers=AnswerParsers(strict_messages=True))
     shown = rendered(strict, [USER, turn(call("f", "1"), call("g", "2"))])
     assert shown == ASKED + CALL.format("f") + CALL.format("g") + END
+
+
+def test_an_offline_answer_is_split_into_parts_and_its_form_is_that_of_the_final_channel(
+    text: TextFrontend,
+) -> None:
+    form = StructuredOutput(regex="[0-9]+")
+    params = SamplingParams(structured=form)
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    prepared = text.prepare_chat([USER], params, tools=tools)
+    assert not prepared.request.params.skip_special_tokens
+    assert prepared.make_parser is not None
+    answer = "<|channel|>analysis<|message|>a<|end|><|start|>assistant to=functions.f"
+    answer += "<|channel|>commentary json<|message|>{}<|call|>"
+    parser = prepared.make_parser()
+    found = [(part.kind, part.name) for part in (*parser.push(answer), *parser.flush())]
+    assert found == [("reasoning", None), ("tool_call", "f")]
+    constraint = prepared.request.constraint
+    assert constraint is not None
+    assert constraint.grammar is not None
+    assert "final" in constraint.grammar
+    plain = TextFrontend(open_checkpoint(None)).prepare_chat([USER], params)
+    assert plain.make_parser is None
+    assert plain.request.params.skip_special_tokens

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Literal
 
 from cadenza.cli.report import NOTHING
@@ -81,8 +82,18 @@ class BatchStream:
 
     @property
     def text(self) -> str:
-        """The first sample's."""
-        return self.completions[0].text if self.completions else ""
+        """The first sample's: of an answer that is in parts, its reasoning, then its content."""
+        return told(self.completions[0]) if self.completions else ""
+
+    @property
+    def answer(self) -> str:
+        """The first sample's without its reasoning, where that is told apart."""
+        if not self.completions:
+            return ""
+        completion = self.completions[0]
+        if completion.parts is None:
+            return completion.text
+        return "".join(part.text for part in completion.parts if part.kind == "content")
 
     @property
     def finish_reasons(self) -> str | None:
@@ -224,3 +235,11 @@ class BatchRun:
 def rate(count: int, seconds: float) -> float | None:
     """`count` per second; None for nothing, and when no time has passed."""
     return count / seconds if count > 0 and seconds > 0 else None
+
+
+def told(completion: CompletionOutput) -> str:
+    """A completion's text; of parts, with an empty line between those of different kinds."""
+    if completion.parts is None:
+        return completion.text
+    kinds = groupby(completion.parts, key=lambda part: part.kind)
+    return "\n\n".join("".join(part.text for part in parts) for _, parts in kinds)

@@ -73,8 +73,8 @@ class Conversation:
         run = BatchRun(self.loaded.core, self.loaded.text, [question], self.clock)
         self._follow(run, write)
         stream = run.streams[0]
-        if stream.text and stream.state != "failed":
-            self.turns = [*turns, {"role": "assistant", "content": stream.text}]
+        if stream.answer and stream.state != "failed":
+            self.turns = [*turns, {"role": "assistant", "content": stream.answer}]
         return stream
 
     def take_back(self) -> str | None:

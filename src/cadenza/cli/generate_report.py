@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
-from cadenza.cli.batch_run import BatchRun, BatchStream
+from cadenza.cli.batch_run import BatchRun, BatchStream, told
 from cadenza.cli.report import (
     Column,
     Columns,
@@ -39,7 +39,7 @@ _SUMMARY: Columns = (
 def block(stream: BatchStream, count: int) -> str:
     """A finished stream as plain text. One of several is headed by its number and prompt; one of a
     prompt's several samples also by the sample's number."""
-    texts = [completion.text.rstrip("\n") for completion in stream.completions]
+    texts = [told(completion).rstrip("\n") for completion in stream.completions]
     if count == len(texts) == 1:
         return f"{texts[0]}\n"
     shown = clipped(on_one_line(stream.shown), MAX_SHOWN_PROMPT)

@@ -8,7 +8,7 @@ and the form that a request asks for, are in the grammar, behind the reasoning.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from cadenza.errors import ConfigError, InvalidRequestError, show
 from cadenza.structured import CallRule, ConstraintSpec, ThinkingBound
@@ -83,6 +83,18 @@ class ToolUse:
     @property
     def is_constrained(self) -> bool:
         return self.choice == "required" or any(tool.is_strict for tool in self.tools)
+
+    @classmethod
+    def of_rendered(cls, tools: Sequence[Mapping[str, Any]]) -> "ToolUse":
+        """The tools as chat templates read them, as far as they have names."""
+        functions = [cast(Mapping[str, Any], each.get("function") or each) for each in tools]
+        return cls(
+            tools=tuple(
+                Tool(name=str(each["name"]), parameters=each.get("parameters"))
+                for each in functions
+                if each.get("name")
+            )
+        )
 
     def rendered(self) -> list[dict[str, Any]]:
         """The tools as chat templates read them."""

@@ -52,14 +52,14 @@ class ChatPrompts:
         return template is not None and (template.reads_tools or not self._is_strict)
 
     @property
-    def _has_channels(self) -> bool:
+    def has_channels(self) -> bool:
         """Whether the template is one of the harmony format."""
         return self._planner is not None and self._planner.tool_format is HARMONY
 
     @property
     def efforts(self) -> tuple[str, ...]:
         """The efforts of reasoning that the model knows, the least first; empty: any."""
-        return ("low", "medium", "high") if self._has_channels else ()
+        return ("low", "medium", "high") if self.has_channels else ()
 
     @property
     def options(self) -> frozenset[str]:

@@ -25,7 +25,7 @@ from cadenza.errors import (
     show,
 )
 from cadenza.fingerprint import Fingerprint
-from cadenza.frontend.answers import AnswerParsers, AnswerPlanner, AskedAnswer
+from cadenza.frontend.answers import AnswerParsers, AnswerPlanner, AskedAnswer, ToolUse
 from cadenza.frontend.chat_prompts import ChatPrompts, Message
 from cadenza.frontend.model_facts import facts_of
 from cadenza.frontend.prompt_forms import Prompt, read_prompt
@@ -206,9 +206,14 @@ class TextFrontend:
         template_kwargs: Mapping[str, Any] | None = None,
         max_num_tokens: int | None = None,
     ) -> PreparedRequest:
-        """Makes a request of a conversation, as `prepare`."""
+        """Makes a request of a conversation, as `prepare`. An answer that is messages in channels
+        is split into its parts, and a form is that of its content."""
         text = self._chats.render(messages, tools, template_kwargs)
-        return self._prepare(text, self._encode_rendered(text, max_num_tokens), params)
+        prepared = self._prepare(text, self._encode_rendered(text, max_num_tokens), params)
+        if not self._chats.has_channels:
+            return prepared
+        asked = AskedAnswer(use=ToolUse.of_rendered(tools)) if tools else ANY_ANSWER
+        return self._planned(text, prepared.request, asked, self.checks.start())
 
     def prepare_answer(
         self,
@@ -227,8 +232,15 @@ class TextFrontend:
         )
         ids, check = self._encode_rendered(text, max_num_tokens), self.checks.start()
         request = self._resolved(Request(prompt_token_ids=ids, params=params), check)
+        return self._planned(text, request, asked, check)
+
+    def _planned(
+        self, text: str, request: Request, asked: AskedAnswer, check: GrammarCheck
+    ) -> PreparedRequest:
+        """A request of a rendered prompt, with the parser and the constraint of its answer."""
         assert self._planner is not None, "what was rendered and encoded has a planner"
         plan = self._planner.plan(text, request.constraint, asked, check)
+        params = request.params
         if plan.shows_special_tokens:
             params = replace(params, skip_special_tokens=False)
         request = replace(request, params=params, constraint=plan.constraint)
