@@ -181,10 +181,11 @@ struct StateRows {
 // A gated delta net (Gated DeltaNet, arXiv 2412.06464): a causal depthwise convolution and SiLU over
 // queries, keys and values, L2 norms of queries and keys, the gated delta rule, and an RMS norm of
 // each head's output, which is multiplied by SiLU of a gate. Channels: the queries of all key heads,
-// their keys, then the values of all value heads; consecutive value heads share a key head.
+// their keys, then the values of all value heads.
 struct GatedDeltaTask {
   StateRows state;
   int64_t key_heads, value_heads, key_size, value_size, taps;
+  bool tiled;                // value head h has key head h % key_heads; else consecutive ones share one
   const void* x;             // activation dtype [T, channels]
   const void* gate;          // activation dtype [T, value heads, value size]
   const float* rates;        // [T, 2, value heads]: the decay's input, then the write strength's
@@ -202,6 +203,9 @@ struct GatedDeltaTask {
   int64_t value_width() const { return value_heads * value_size; }
   int64_t channels() const { return 2 * key_width() + value_width(); }
   int64_t head_state() const { return key_size * value_size; }
+  int64_t key_head(int64_t value_head) const {
+    return tiled ? value_head % key_heads : value_head / (value_heads / key_heads);
+  }
 };
 
 // One thread's running argmax over one row's logits.

@@ -115,7 +115,7 @@ constexpr Operation kOperations[] = {
     operation<grouped_linear_call>("grouped_linear"),
     operation<rope_append_attend_call>(
         "rope_append_attend layer heads scale window soft_cap norm_eps"),
-    operation<gated_delta_call>("gated_delta layer key_heads norm_eps"),
+    operation<gated_delta_call>("gated_delta layer key_heads tiled norm_eps"),
     operation<next_token_call>("next_token vocab divisor soft_cap page_size"),
 };
 

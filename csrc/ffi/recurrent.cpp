@@ -39,10 +39,12 @@ struct GatedDeltaBuffers {
       conv_pool, state_pool, out, conv_out, state_out;
 };
 
-GatedDeltaTask gated_delta_task(const GatedDeltaBuffers& b, int64_t layer, int64_t key_heads) {
+GatedDeltaTask gated_delta_task(const GatedDeltaBuffers& b, int64_t layer, int64_t key_heads,
+                                bool tiled) {
   GatedDeltaTask task{};
   task.state = state_rows(b.query_starts, b.initial, b.kept, b.state_pool, layer);
   task.key_heads = key_heads;
+  task.tiled = tiled;
   task.value_heads = dim(b.state_pool, 2);
   task.value_size = dim(b.state_pool, 3) * kLanes;
   task.key_size = dim(b.state_pool, 4);
@@ -104,7 +106,8 @@ int64_t bytes_read(const GatedDeltaTask& task, DType dtype) {
 // initial [R]; kept [T]; conv_weight f32 [taps, C]; decay f32 [Hv]; decay_bias f32 [Hv]; norm_weight
 // f32 [Dv]; conv_pool act [slots, layers, taps - 1, C], bf16 as its bits in u16; state_pool f32
 // [slots, layers, Hv, Dv / 16, Dk, 16]. Results act [T, Hv Dv], and both pools, which must be donated
-// and alias operands 10 and 11. Attributes: layer i64; key_heads i64; norm_eps f32.
+// and alias operands 10 and 11. Attributes: layer i64; key_heads i64; tiled bool; norm_eps
+// f32.
 //
 // C is 2 Hk Dk + Hv Dv, and the arithmetic that of GatedDeltaTask (core/tasks.h). Row r's tokens are
 // [query_starts[r], query_starts[r + 1]); its state before them is that of slot initial[r], or zeros if
@@ -113,14 +116,14 @@ ffi::Error gated_delta_call(Any x, Any gate, Any rates, Any query_starts, Any in
                             Any conv_weight, Any decay, Any decay_bias, Any norm_weight,
                             Any conv_pool, Any state_pool, AnyResult out, AnyResult conv_out,
                             AnyResult state_out, int64_t layer, int64_t key_heads,
-                            float norm_eps) {
+                            bool tiled, float norm_eps) {
   return guarded("cadenza_gated_delta", [&] {
     ProfileScope profile(Op::kGatedDelta);
     const GatedDeltaBuffers buffers{x,          gate,      rates,      query_starts, initial,
                                     kept,       conv_weight, decay,    decay_bias,   norm_weight,
                                     conv_pool,  state_pool, *out,      *conv_out,    *state_out};
     const DType dtype = element_type(x);
-    GatedDeltaTask task = gated_delta_task(buffers, layer, key_heads);
+    GatedDeltaTask task = gated_delta_task(buffers, layer, key_heads, tiled);
     task.norm_eps = norm_eps;
     check(buffers, task, dtype);
     if (profile.is_on()) profile.reads(bytes_read(task, dtype));

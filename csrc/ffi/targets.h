@@ -29,7 +29,7 @@ ffi::Error gated_delta_call(Any x, Any gate, Any rates, Any query_starts, Any in
                             Any conv_weight, Any decay, Any decay_bias, Any norm_weight,
                             Any conv_pool, Any state_pool, AnyResult out, AnyResult conv_out,
                             AnyResult state_out, int64_t layer, int64_t key_heads,
-                            float norm_eps);
+                            bool tiled, float norm_eps);
 ffi::Error next_token_call(Any x, Any head, Any count, Any columns, Any records, Any page_table,
                            Any history, AnyResult out, int64_t vocab, float divisor, float soft_cap,
                            int64_t page_size);

@@ -214,7 +214,7 @@ class DeltaHead {
   // Passes tokens over the columns from `column` on.
   void pass(int64_t first, int64_t tokens, int64_t column, bool is_start) {
     const int64_t key_size = task_.key_size, at = column * key_size;
-    const int64_t query = head_ / (task_.value_heads / task_.key_heads) * key_size;
+    const int64_t query = task_.key_head(head_) * key_size;
     const int64_t key = task_.key_width() + query;
     const int64_t value = 2 * task_.key_width() + head_ * task_.value_size + column;
     const int32_t initial = task_.state.initial[row_];

@@ -7,13 +7,15 @@ namespace {
 
 struct DeltaShape {
   int64_t key_heads, value_heads, key_size, value_size, taps;
+  bool tiled = false;
   int64_t key_width() const { return key_heads * key_size; }
   int64_t value_width() const { return value_heads * value_size; }
   int64_t channels() const { return 2 * key_width() + value_width(); }
   int64_t state_size() const { return value_heads * key_size * value_size; }
 };
 
-constexpr DeltaShape kShapes[] = {{1, 1, 16, 16, 2}, {2, 6, 32, 48, 4}, {2, 2, 128, 128, 4}};
+constexpr DeltaShape kShapes[] = {{1, 1, 16, 16, 2}, {2, 6, 32, 48, 4}, {2, 2, 128, 128, 4},
+                                    {2, 6, 16, 32, 3, true}};
 constexpr float kEps = 1e-6f;
 constexpr int64_t kLayers = 2, kLayer = 1;
 
@@ -107,7 +109,7 @@ class Net {
                 {{int64_t(parts.size()), starts.data(), initial.data(), kept.data(), pools.slots,
                   kLayers, kLayer},
                  shape_.key_heads, shape_.value_heads, shape_.key_size, shape_.value_size,
-                 shape_.taps, x.data(), gate.data(), rates.data(), weights_.conv.data(),
+                 shape_.taps, shape_.tiled, x.data(), gate.data(), rates.data(), weights_.conv.data(),
                  weights_.decay.data(), weights_.decay_bias.data(), weights_.norm.data(), kEps,
                  pools.conv.data(), pools.state.data(), nullptr, out.data()});
     return out;
@@ -151,7 +153,8 @@ std::vector<double> define(const DeltaShape& shape, const Stream<T>& stream, int
   out.resize(size_t(tokens * shape.value_width()));
   for (int64_t head = 0; head < shape.value_heads; head++) {
     std::vector<double> state(size_t(dk * dv), 0);
-    const int64_t key_head = head / (shape.value_heads / shape.key_heads);
+    const int64_t group = shape.value_heads / shape.key_heads;
+    const int64_t key_head = shape.tiled ? head % shape.key_heads : head / group;
     for (int64_t t = 0; t < tokens; t++) {
       const double* q = &mixed[size_t(t * channels + key_head * dk)];
       const double* k = q + shape.key_width();

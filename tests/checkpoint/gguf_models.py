@@ -47,6 +47,7 @@ ARCHITECTURES = {
     "olmo2": "olmo2",
     "olmoe": "olmoe",
 }
+HYBRIDS = {"qwen3.5": "qwen35", "qwen3.5-moe": "qwen35moe"}
 """GGUF's architecture for each tiny shape."""
 
 CHANGES: dict[str, dict[str, Any]] = {
@@ -105,7 +106,8 @@ class Conversion:
 
 def convert(shape: str, folder: Path, *, dtype: Any = "float32") -> Conversion:
     """A random model of a tiny shape in `folder`, and what a GGUF file of it holds."""
-    return convert_config(ARCHITECTURES[shape], tiny_config(shape), folder, dtype=dtype)
+    architecture = (ARCHITECTURES | HYBRIDS)[shape]
+    return convert_config(architecture, tiny_config(shape), folder, dtype=dtype)
 
 
 def convert_config(
@@ -155,9 +157,28 @@ def describe(architecture: str, config: ModelConfig, weights: Weights) -> dict[s
     if config.experts is not None:
         values["expert_count"] = config.experts.num_experts
         values["expert_used_count"] = config.experts.num_chosen
-        if architecture == "qwen3moe":
+        if config.experts.shared_size:
+            values["expert_shared_feed_forward_length"] = config.experts.shared_size
+        if architecture in ("qwen3moe", "qwen35moe"):
             values["expert_feed_forward_length"] = config.experts.intermediate_size
-    return values | describe_scaling(config)
+    return values | describe_recurrence(config) | describe_scaling(config)
+
+
+def describe_recurrence(config: ModelConfig) -> dict[str, Any]:
+    shape = config.recurrence
+    if shape is None:
+        return {}
+    are_recurrent = [kind.recurrence is not None for kind in config.layer_kinds]
+    return {
+        "block_count": config.num_layers + config.num_mtp_layers,
+        "nextn_predict_layers": config.num_mtp_layers,
+        "attention.recurrent_layers": are_recurrent + [False] * config.num_mtp_layers,
+        "ssm.conv_kernel": shape.num_inputs,
+        "ssm.state_size": shape.key_size,
+        "ssm.group_count": shape.num_key_heads,
+        "ssm.time_step_rank": shape.num_value_heads,
+        "ssm.inner_size": shape.value_width,
+    }
 
 
 def describe_scaling(config: ModelConfig) -> dict[str, Any]:
@@ -198,12 +219,18 @@ def llama3_factors(rope: RopeConfig, scaling: Llama3RopeScaling) -> np.ndarray:
 
 
 def rename(architecture: str, config: ModelConfig, arrays: Mapping[str, np.ndarray]) -> Arrays:
-    table = gguf.get_tensor_name_map(arch_code(architecture), config.num_layers)
+    num_layers = config.num_layers + config.num_mtp_layers
+    table = gguf.get_tensor_name_map(arch_code(architecture), num_layers)
     renamed: Arrays = {}
-    for name, array in stack_experts(arrays).items():
-        found = table.get_name(name, try_suffixes=(".weight", ".bias"))
+    for stored, array in stack_experts(arrays).items():
+        name = stored.replace("mtp.layers.0.", f"model.layers.{config.num_layers}.")
+        name = name.replace(".dt_bias", ".dt_proj.bias")
+        if name in AROUND_MTP:
+            found = f"blk.{config.num_layers}.nextn.{AROUND_MTP[name]}.weight"
+        else:
+            found = table.get_name(name, try_suffixes=(".weight", ".bias"))
         assert found is not None, name
-        renamed[found] = as_stored(architecture, config, name, array)
+        renamed[found] = as_stored(architecture, config, stored, array)
     return renamed
 
 
@@ -229,7 +256,43 @@ def stack_experts(arrays: Mapping[str, np.ndarray]) -> Arrays:
     }
 
 
+AROUND_MTP = {
+    "mtp.fc.weight": "eh_proj",
+    "mtp.pre_fc_norm_embedding.weight": "enorm",
+    "mtp.pre_fc_norm_hidden.weight": "hnorm",
+    "mtp.norm.weight": "shared_head_norm",
+}
+"""GGUF's names of what is around the block of an MTP layer, behind `blk.N.nextn.`."""
+
+
+def of_hybrid(config: ModelConfig, name: str, array: np.ndarray) -> np.ndarray:
+    """What llama.cpp's converter makes of a tensor of Qwen3.5."""
+    shape = config.recurrence
+    assert shape is not None
+
+    def tile(part: np.ndarray, size: int, axis: int = 0) -> np.ndarray:
+        places = np.arange(part.shape[axis]).reshape(shape.num_key_heads, -1, size)
+        return np.take(part, places.transpose(1, 0, 2).reshape(-1), axis)
+
+    if name.endswith("norm.weight") and "linear_attn" not in name:
+        return array + np.float32(1.0)
+    if "linear_attn" not in name or name.endswith("norm.weight"):
+        return array[0] if name.endswith("shared_expert_gate.weight") else array
+    if name.endswith(("in_proj_qkv.weight", "conv1d.weight")):
+        fixed, values = np.split(array, [2 * shape.key_width])
+        both = np.concatenate([fixed, tile(values, shape.value_size)])
+        return both[:, 0] if both.ndim == 3 else both
+    if name.endswith("in_proj_z.weight"):
+        return tile(array, shape.value_size)
+    if name.endswith("out_proj.weight"):
+        return tile(array, shape.value_size, axis=1)
+    heads = tile(array, 1)
+    return -np.exp(heads) if name.endswith("A_log") else heads
+
+
 def as_stored(architecture: str, config: ModelConfig, name: str, array: np.ndarray) -> np.ndarray:
+    if config.recurrence is not None:
+        return of_hybrid(config, name, array)
     if architecture.startswith("gemma") and name.endswith("norm.weight"):
         return array + np.float32(1.0)
     heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(name.split(".")[-2])

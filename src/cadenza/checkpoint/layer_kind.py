@@ -33,9 +33,11 @@ class HeadShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaShape:
-    """A gated delta net (arXiv 2412.06464). Consecutive value heads share a key head.
+    """A gated delta net (arXiv 2412.06464).
 
     `num_inputs` are those of the causal convolution: the token's own and those before it.
+    Consecutive value heads share a key head; with `is_tiled` value head h has key head h % Hk.
+    `has_rates`: the checkpoint has the rates of decay in place of ln(-rate).
     """
 
     num_key_heads: int
@@ -43,6 +45,8 @@ class DeltaShape:
     key_size: int
     value_size: int
     num_inputs: int
+    is_tiled: bool = False
+    has_rates: bool = False
 
     @property
     def key_width(self) -> int:

@@ -140,7 +140,7 @@ class DeltaSpec:
     gate: LinearSpec  # [Hv Dv, E]
     rates: tuple[LinearSpec, LinearSpec]  # [Hv, E] each: of the decays, and of the write strengths
     conv: TensorSpec  # [M, 1, J]
-    decay: TensorSpec  # [Hv]: ln(-rate)
+    decay: TensorSpec  # [Hv]: ln(-rate), or the rates
     decay_bias: TensorSpec  # [Hv]
     norm: TensorSpec  # [Dv]
     out: LinearSpec  # [E, Hv Dv]

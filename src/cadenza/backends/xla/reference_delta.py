@@ -45,7 +45,8 @@ class DeltaNet(NamedTuple):
         keys = self._keys(mixed[:, key_width : 2 * key_width])
         values = mixed[:, 2 * key_width :].reshape(count, shape.num_value_heads, -1)
         rates = jnp.log1p(jnp.exp(self._project("in_proj_a", x) + self._tensor("dt_bias")))
-        decays = jnp.exp(-jnp.exp(self._tensor("A_log")) * rates)  # [C, Hv]
+        decay = self._tensor("A_log")
+        decays = jnp.exp((decay if shape.has_rates else -jnp.exp(decay)) * rates)  # [C, Hv]
         strengths = 1.0 / (1.0 + jnp.exp(-self._project("in_proj_b", x)))  # [C, Hv]
 
         def advance(
@@ -71,7 +72,10 @@ class DeltaNet(NamedTuple):
         """Keys or queries [C, Hv, Dk] of length 1, from [C, Hk Dk]."""
         heads = flat.reshape(len(flat), self.shape.num_key_heads, -1)
         heads = heads / jnp.sqrt(jnp.sum(jnp.square(heads), axis=-1, keepdims=True) + 1e-6)
-        return jnp.repeat(heads, self.shape.num_value_heads // self.shape.num_key_heads, axis=1)
+        places = jnp.arange(self.shape.num_value_heads)
+        if self.shape.is_tiled:
+            return heads[:, places % self.shape.num_key_heads]
+        return heads[:, places * self.shape.num_key_heads // self.shape.num_value_heads]
 
     def _tensor(self, name: str) -> jax.Array:
         return self.layer[f"linear_attn.{name}"]

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from cadenza.checkpoint.config_json import parse_model_config
-from cadenza.checkpoint.families.family import FULL, SLIDING
+from cadenza.checkpoint.families.family import FULL, LINEAR, SLIDING
 from cadenza.checkpoint.gguf.settings import Settings
 from cadenza.checkpoint.model_config import (
     MAX_EXPERTS,
@@ -63,6 +63,13 @@ _EXPERT_KEYS = frozenset(
 _WINDOW = "attention.sliding_window"
 _PATTERN = "attention.sliding_window_pattern"
 
+_RECURRENT = "attention.recurrent_layers"
+_SSM_HEADS = "ssm.time_step_rank"
+_HYBRID_KEYS = frozenset(
+    "ssm.conv_kernel ssm.state_size ssm.group_count ssm.inner_size full_attention_interval "
+    "rope.dimension_sections nextn_predict_layers".split()
+) | {_RECURRENT, _SSM_HEADS}
+
 _DTYPES = {"F32": "float32", "F16": "float16"}
 
 
@@ -73,12 +80,14 @@ class Architecture:
     Args:
         read: the entries of config.json beyond those that all architectures share.
         keys: the keys that `read` takes care of.
+        adapt: the config of what is stored in another way than in the Hugging Face layout.
         has_paired_rows: a head's rows of q and k are stored in the order 0, D / 2, 1, D / 2 + 1, …,
             for a rotation of neighbours.
     """
 
     read: Callable[[Settings], dict[str, object]]
     keys: frozenset[str] = frozenset()
+    adapt: Callable[[ModelConfig], ModelConfig] = lambda config: config
     has_paired_rows: bool = False
 
 
@@ -110,7 +119,7 @@ def read_config(settings: Settings) -> tuple[ModelConfig, Architecture]:
     values = {**_read_common(settings), **architecture.read(settings)}
     config = parse_model_config(values, where=f"the metadata of {where}")
     # Norms that multiply by 1 + weight are stored as that sum.
-    return replace(config, norm_adds_one=False), architecture
+    return architecture.adapt(replace(config, norm_adds_one=False)), architecture
 
 
 def _read_common(settings: Settings) -> dict[str, object]:
@@ -128,7 +137,7 @@ def _read_common(settings: Settings) -> dict[str, object]:
     return {
         "vocab_size": embedding.shape[0],
         "hidden_size": settings.integer("embedding_length", 1, MAX_WIDTH),
-        "intermediate_size": settings.integer("feed_forward_length", 1, MAX_WIDTH),
+        "intermediate_size": _width(settings),
         "num_hidden_layers": _num_layers(settings),
         "num_attention_heads": num_heads,
         "num_key_value_heads": settings.integer("attention.head_count_kv", 1, MAX_HEADS, num_heads),
@@ -142,8 +151,18 @@ def _read_common(settings: Settings) -> dict[str, object]:
     }
 
 
+def _width(settings: Settings) -> int | None:
+    """Of the MLPs; a model may have experts alone."""
+    key = "feed_forward_length"
+    if not settings.has(key) and settings.has("expert_count"):
+        return None
+    return settings.integer(key, 1, MAX_WIDTH)
+
+
 def _num_layers(settings: Settings) -> int:
-    return settings.integer("block_count", 1, MAX_LAYERS)
+    """Without the MTP layers behind the model's own."""
+    count = settings.integer("block_count", 1, MAX_LAYERS)
+    return count - settings.integer("nextn_predict_layers", 0, count - 1, 0)
 
 
 def _head_dim(settings: Settings) -> int:
@@ -269,6 +288,53 @@ def _read_qwen3_moe(settings: Settings) -> dict[str, object]:
     }
 
 
+def _read_qwen35(settings: Settings) -> dict[str, object]:
+    num_layers, num_heads = _num_layers(settings), settings.integer(_SSM_HEADS, 1, MAX_HEADS)
+    width = settings.integer("ssm.inner_size", 1, MAX_WIDTH)
+    return {
+        "model_type": "qwen3_5_text",
+        "attention_bias": False,
+        "layer_types": _hybrid_layer_types(settings, num_layers),
+        "linear_conv_kernel_dim": settings.integer("ssm.conv_kernel", 2, MAX_HEADS),
+        "linear_key_head_dim": settings.integer("ssm.state_size", 1, MAX_HEAD_DIM),
+        "linear_value_head_dim": width // num_heads,
+        "linear_num_key_heads": settings.integer("ssm.group_count", 1, MAX_HEADS),
+        "linear_num_value_heads": num_heads,
+    }
+
+
+def _hybrid_layer_types(settings: Settings, num_layers: int) -> list[str]:
+    if settings.is_array(_RECURRENT):
+        count = settings.integer("block_count", 1, MAX_LAYERS)
+        are_recurrent = settings.flags_of_layers(_RECURRENT, count)[:num_layers]
+    else:
+        interval = settings.integer("full_attention_interval", 1, MAX_LAYERS, 4)
+        are_recurrent = [(index + 1) % interval != 0 for index in range(num_layers)]
+    return [LINEAR if is_recurrent else FULL for is_recurrent in are_recurrent]
+
+
+def _read_qwen35_moe(settings: Settings) -> dict[str, object]:
+    shared = "expert_shared_feed_forward_length"
+    return {
+        **_read_qwen35(settings),
+        "model_type": "qwen3_5_moe_text",
+        **_read_experts(settings),
+        "moe_intermediate_size": settings.integer("expert_feed_forward_length", 1, MAX_WIDTH),
+        "shared_expert_intermediate_size": settings.integer(shared, 1, MAX_WIDTH),
+    }
+
+
+def _with_stored_rates(config: ModelConfig) -> ModelConfig:
+    """The value heads of one key head lie apart, and decays are stored as rates."""
+    kinds = [
+        replace(kind, recurrence=replace(kind.recurrence, is_tiled=True, has_rates=True))
+        if kind.recurrence is not None
+        else kind
+        for kind in config.layer_pattern
+    ]
+    return replace(config, layer_pattern=tuple(kinds))
+
+
 def _read_olmoe(settings: Settings) -> dict[str, object]:
     weighting = {"norm_topk_prob": settings.flag("expert_weights_norm", False)}
     return {"model_type": "olmoe", **_read_experts(settings), **weighting}
@@ -332,6 +398,12 @@ _ARCHITECTURES: dict[str, Architecture] = {
     "qwen2": Architecture(read=lambda _: {"model_type": "qwen2"}),
     "qwen3": Architecture(read=_read_qwen3),
     "qwen3moe": Architecture(read=_read_qwen3_moe, keys=_EXPERT_KEYS),
+    "qwen35": Architecture(read=_read_qwen35, keys=_HYBRID_KEYS, adapt=_with_stored_rates),
+    "qwen35moe": Architecture(
+        read=_read_qwen35_moe,
+        keys=_HYBRID_KEYS | _EXPERT_KEYS | {"expert_shared_feed_forward_length"},
+        adapt=_with_stored_rates,
+    ),
     "smollm3": Architecture(read=_read_smollm3, has_paired_rows=True),
     "gemma2": Architecture(
         read=_read_gemma2,

@@ -32,6 +32,7 @@ from cadenza.checkpoint.stored_tensor import (
 )
 from cadenza.checkpoint.tensor_spec import (
     AttentionSpec,
+    DeltaSpec,
     ExpertMLPSpec,
     GatedMLPSpec,
     LayerSpec,
@@ -99,29 +100,62 @@ def _places(config: ModelConfig, stored: Container[str]) -> Iterator[_Place]:
 
 def _layer_places(layer: LayerSpec, prefix: str, stored: Container[str]) -> Iterator[_Place]:
     mixer = layer.mixer
-    assert isinstance(mixer, AttentionSpec), "no architecture has other mixers"
-    q_norm, k_norm = mixer.norms or (None, None)
+    q_norm, k_norm = (isinstance(mixer, AttentionSpec) and mixer.norms) or (None, None)
+    second = f"{prefix}.post_attention_norm.weight"
+    has_other_name = layer.mixer_post_norm is None and second in stored
     norms = {
         "attn_norm": layer.mixer_norm,
         "attn_q_norm": q_norm,
         "attn_k_norm": k_norm,
         "post_attention_norm": layer.mixer_post_norm,
-        "ffn_norm": layer.mlp_norm,
+        "post_attention_norm" if has_other_name else "ffn_norm": layer.mlp_norm,
         "post_ffw_norm": layer.mlp_post_norm,
     }
     for name, spec in norms.items():
         if spec is not None:
             yield _Place(name=f"{prefix}.{name}.weight", shape=spec.shape, parts=(spec,))
+    if isinstance(mixer, AttentionSpec):
+        yield from _attention_places(mixer, prefix, stored)
+    else:
+        yield from _delta_places(mixer, prefix)
+    if isinstance(layer.mlp, GatedMLPSpec):
+        yield from _gated_places(layer.mlp, prefix)
+    else:
+        yield from _expert_places(layer.mlp, prefix, stored)
+
+
+def _attention_places(
+    mixer: AttentionSpec, prefix: str, stored: Container[str]
+) -> Iterator[_Place]:
     if f"{prefix}.attn_qkv.weight" in stored or len(mixer.qkv) == 1:
         yield from _linear_places(f"{prefix}.attn_qkv", mixer.qkv)
     else:
         for letter, linear in zip("qkv", mixer.qkv, strict=True):
             yield from _linear_places(f"{prefix}.attn_{letter}", (linear,))
     yield from _linear_places(f"{prefix}.attn_output", (mixer.out,))
-    if isinstance(layer.mlp, GatedMLPSpec):
-        yield from _gated_places(layer.mlp, prefix)
-    else:
-        yield from _expert_places(layer.mlp, prefix, stored)
+
+
+def _delta_places(mixer: DeltaSpec, prefix: str) -> Iterator[_Place]:
+    """The filter is stored as [M, J]."""
+    alpha, beta = mixer.rates
+    linears = {
+        "attn_qkv": mixer.mixed,
+        "attn_gate": mixer.gate,
+        "ssm_alpha": alpha,
+        "ssm_beta": beta,
+        "ssm_out": mixer.out,
+    }
+    for name, linear in linears.items():
+        yield from _linear_places(f"{prefix}.{name}", (linear,))
+    channels, _, taps = mixer.conv.shape
+    stored = {
+        "ssm_conv1d.weight": (mixer.conv, (channels, taps)),
+        "ssm_a": (mixer.decay, mixer.decay.shape),
+        "ssm_dt.bias": (mixer.decay_bias, mixer.decay_bias.shape),
+        "ssm_norm.weight": (mixer.norm, mixer.norm.shape),
+    }
+    for name, (spec, shape) in stored.items():
+        yield _Place(name=f"{prefix}.{name}", shape=shape, parts=(spec,))
 
 
 def _gated_places(mlp: GatedMLPSpec, prefix: str) -> Iterator[_Place]:
@@ -151,6 +185,14 @@ def _expert_places(mlp: ExpertMLPSpec, prefix: str, stored: Container[str]) -> I
         yield _stack(f"{prefix}.ffn_gate_exps", [expert.gate_up[:1] for expert in mlp.experts])
         yield _stack(f"{prefix}.ffn_up_exps", [expert.gate_up[1:] for expert in mlp.experts])
     yield _stack(f"{prefix}.ffn_down_exps", [(expert.down,) for expert in mlp.experts])
+    if mlp.shared is not None:
+        gate, up = mlp.shared.gate_up
+        for name, linear in (("gate", gate), ("up", up), ("down", mlp.shared.down)):
+            yield from _linear_places(f"{prefix}.ffn_{name}_shexp", (linear,))
+    if mlp.shared_gate is not None:
+        name = f"{prefix}.ffn_gate_inp_shexp.weight"
+        parts = (mlp.shared_gate.weight_spec,)
+        yield _Place(name=name, shape=(mlp.shared_gate.num_in,), parts=parts)
 
 
 def _stack(name: str, experts: list[tuple[LinearSpec, ...]]) -> _Place:
@@ -164,7 +206,9 @@ def _stack(name: str, experts: list[tuple[LinearSpec, ...]]) -> _Place:
 
 def _check_names(places: Mapping[str, _Place], stored: set[str], where: str) -> None:
     missing = [name for name in places if name not in stored]
-    extra = [name for name in stored if name not in places and name not in _SETTINGS]
+    mtp_layers = tuple(name.split("nextn.")[0] for name in stored if ".nextn." in name)
+    unused = {name for name in stored if name in _SETTINGS or name.startswith(mtp_layers)}
+    extra = [name for name in stored if name not in places and name not in unused]
     if missing:
         raise CheckpointError(
             f"{where} lacks {name_some(missing)}, which its metadata require; fetch the file "

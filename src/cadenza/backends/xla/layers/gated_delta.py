@@ -28,14 +28,16 @@ class GatedDelta(NamedTuple):
 
     @classmethod
     def load(cls, source: WeightSource, spec: DeltaSpec) -> "GatedDelta":
-        conv = source.scale(spec.conv)[:, 0]  # [M, J]
+        conv, decay = source.scale(spec.conv)[:, 0], source.scale(spec.decay)  # [M, J], [Hv]
+        shape = source.spec.model.recurrence
+        assert shape is not None, "the layer has a recurrence"
         return cls(
             mixed=source.linear(spec.mixed),
             gate=source.linear(spec.gate),
             rates=source.linear(*spec.rates),
             inner=DeltaWeights(
                 conv=np.ascontiguousarray(conv.T),
-                decay=-np.exp(source.scale(spec.decay)),
+                decay=decay if shape.has_rates else -np.exp(decay),
                 decay_bias=source.scale(spec.decay_bias),
                 norm=source.scale(spec.norm),
             ),

@@ -345,6 +345,7 @@ class NativeOps(OpTable):
             *pool,
             layer=layer.index,
             key_heads=layer.shape.num_key_heads,
+            tiled=layer.shape.is_tiled,
             norm_eps=np.float32(layer.norm_eps),
         )
         return out, StatePool(inputs, states)

@@ -88,7 +88,8 @@ def _advance(
     query, key = (_unit(each.reshape(-1, shape.key_size)) for each in (query, key))  # [Hk, Dk]
     query = query / np.sqrt(np.float32(shape.key_size))
     group = shape.num_value_heads // shape.num_key_heads
-    query, key = (jnp.repeat(each, group, axis=0) for each in (query, key))  # [Hv, Dk]
+    spread = partial(jnp.tile, reps=(group, 1)) if shape.is_tiled else partial(_repeat, group)
+    query, key = spread(query), spread(key)  # [Hv, Dk]
     value = value.reshape(-1, shape.value_size)  # [Hv, Dv]
     rate, strength = jnp.split(token.rates, 2)
     decay = jnp.exp(weights.decay * jax.nn.softplus(rate + weights.decay_bias))  # [Hv]
@@ -100,6 +101,10 @@ def _advance(
     scale = jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + np.float32(layer.norm_eps))
     gate = jax.nn.silu(token.gate.astype(jnp.float32).reshape(y.shape))
     return (y * scale * weights.norm * gate).reshape(-1), _RowStates(inputs[1:], state)
+
+
+def _repeat(count: int, heads: jax.Array) -> jax.Array:
+    return jnp.repeat(heads, count, axis=0)
 
 
 def _unit(x: jax.Array) -> jax.Array:
