@@ -141,6 +141,28 @@ def test_the_tokenizers_eos_is_found_by_its_text(
     assert open_checkpoint(write_folder(tmp_path, files)).eos_token_ids == expected
 
 
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{{ '<|channel|>analysis' }}", (2, 5, 9)),
+        ("{{ '<|tool_call>call:' }}", (2, 5, 10)),
+        ("{{ '<tool_call>' }}", (2, 5)),
+    ],
+)
+def test_what_a_template_shows_to_end_answers_ends_them(
+    tmp_path: Path, template: str, expected: tuple[int, ...]
+):
+    """Behind a call a tool goes on, although a copy of the checkpoint names the other end only."""
+    names = {"5": "<|return|>", "9": "<|call|>", "10": "<|tool_response>", "99": "<turn|>"}
+    config = {
+        "eos_token": "<|return|>",
+        "chat_template": template,
+        "added_tokens_decoder": {key: {"content": name} for key, name in names.items()},
+    }
+    files = {"tokenizer_config.json": config, "tokenizer.json": TOKENIZER}
+    assert open_checkpoint(write_folder(tmp_path, files)).eos_token_ids == expected
+
+
 def test_a_tokenizer_eos_beyond_the_vocabulary_is_refused(tmp_path: Path):
     config = {"eos_token": "x", "added_tokens_decoder": {"99": {"content": "x"}}}
     with pytest.raises(CheckpointError, match="the tokenizer: eos_token"):

@@ -243,11 +243,13 @@ def _digest_of_unread(folder: Path) -> str:
 def unite_eos(
     outline: ModelOutline, generation: JsonObject, tokenizer: TokenizerFiles
 ) -> tuple[int, ...]:
-    """The end-of-sequence ids of config.json, generation_config.json and the tokenizer files."""
+    """The end-of-sequence ids of config.json, generation_config.json and the tokenizer files, and
+    those that the chat template shows."""
     vocab_size = outline.vocab_size
     found = set(outline.eos_token_ids)
     found.update(read_token_ids(generation, "eos_token_id", vocab_size))
     if tokenizer.eos_token_id is not None:
         raw = JsonObject({"eos_token": tokenizer.eos_token_id}, "the tokenizer")
         found.update(read_token_ids(raw, "eos_token", vocab_size))
+    found.update(token_id for token_id in tokenizer.end_token_ids if token_id < vocab_size)
     return tuple(sorted(found))

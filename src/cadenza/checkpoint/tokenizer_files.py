@@ -5,7 +5,7 @@ renders no templates. Invariant: files beyond their size limit are refused, not 
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,6 +32,13 @@ MAX_TOKENIZER_CONFIG_BYTES = 16 << 20
 MAX_TEMPLATE_BYTES = 1 << 20
 MAX_TEMPLATES = 64
 
+_TEMPLATE_ENDS = (
+    ("<|channel|>", ("<|return|>", "<|call|>")),
+    ("<|tool_call>", ("<turn|>", "<|tool_response>")),
+)
+"""Tokens behind which another than the model goes on, by what a chat template has of the family:
+many copies of a checkpoint name only one of them."""
+
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
 
@@ -41,13 +48,14 @@ class TokenizerFiles:
 
     `source` is tokenizer.json's path, or its content made of other data, None if there is none.
     `special_tokens` maps names such as bos_token to their text, `chat_templates` maps names such as
-    "default" to Jinja source.
+    "default" to Jinja source. `end_token_ids` are those that a chat template shows to end answers.
     """
 
     source: Path | TokenizerSource | None
     special_tokens: dict[str, str] = field(default_factory=dict[str, str])
     chat_templates: dict[str, str] = field(default_factory=dict[str, str])
     eos_token_id: int | None = None
+    end_token_ids: tuple[int, ...] = ()
 
 
 def read_tokenizer_files(folder: Path) -> TokenizerFiles:
@@ -65,12 +73,21 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
     config = _read_optional(folder / TOKENIZER_CONFIG_FILE)
     special_tokens = _read_special_tokens(_read_optional(folder / SPECIAL_TOKENS_FILE))
     special_tokens |= _read_special_tokens(config)
+    templates = _read_templates(folder, config)
+    eos = special_tokens.get("eos_token")
+    ends = _ends_shown_by(templates.get("default", ""))
+    ids = _find_token_ids([*ends, *([] if eos is None else [eos])], config, path)
     return TokenizerFiles(
         source=path if path.exists() else None,
         special_tokens=special_tokens,
-        chat_templates=_read_templates(folder, config),
-        eos_token_id=_find_token_id(special_tokens.get("eos_token"), config, path),
+        chat_templates=templates,
+        eos_token_id=None if eos is None else ids.get(eos),
+        end_token_ids=tuple(sorted({ids[end] for end in ends if end in ids})),
     )
+
+
+def _ends_shown_by(template: str) -> Sequence[str]:
+    return next((ends for mark, ends in _TEMPLATE_ENDS if mark in template), ())
 
 
 def _read_optional(path: Path) -> JsonObject:
@@ -163,25 +180,36 @@ def _read_config_templates(config: JsonObject) -> dict[str, str]:
     return found
 
 
-def _find_token_id(content: str | None, config: JsonObject, tokenizer: Path) -> int | None:
-    """The id of a special token, from tokenizer_config.json, or else tokenizer.json."""
-    if content is None:
-        return None
+def _find_token_ids(contents: Sequence[str], config: JsonObject, tokenizer: Path) -> dict[str, int]:
+    """The ids of those that are tokens, from tokenizer_config.json, or else tokenizer.json."""
+    found: dict[str, int] = {}
     decoder = config.child("added_tokens_decoder")
     for key in decoder.values if decoder is not None else ():
+        if found.keys() >= {*contents}:
+            return found
         entry = decoder.child(key) if decoder is not None else None
-        if entry is not None and entry.text("content") == content and key.isdecimal():
-            return int(key[:20])
-    if not tokenizer.exists():
-        return None
+        content = None if entry is None else entry.text("content")
+        if content is not None and content in contents and key.isdecimal():
+            found.setdefault(content, int(key[:20]))
+    if found.keys() >= {*contents} or not tokenizer.exists():
+        return found
     raw = read_json_object(tokenizer, max_bytes=MAX_TOKENIZER_BYTES)
+    return {**_ids_of_file(contents, raw), **found}
+
+
+def _ids_of_file(contents: Sequence[str], raw: JsonObject) -> dict[str, int]:
+    """As tokenizer.json has them: of its added tokens, or else of its vocabulary."""
+    found: dict[str, int] = {}
     for entry in raw.items_of("added_tokens"):
         token = JsonObject({"token": entry}, f"{TOKENIZER_FILE}: added_tokens").child("token")
-        if token is not None and token.text("content") == content:
-            return token.integer("id", 0, 1 << 31)
+        content = None if token is None else token.text("content")
+        if token is not None and content is not None and content in contents:
+            found.setdefault(content, token.integer("id", 0, 1 << 31))
     model = raw.child("model")
-    vocab = model.get("vocab") if model is not None else None
-    if isinstance(vocab, dict) and content in vocab and model is not None:
-        found = model.child("vocab")
-        return found.integer(content, 0, 1 << 31) if found is not None else None
-    return None
+    if model is None or not isinstance(model.get("vocab"), dict):
+        return found
+    vocab = model.child("vocab")
+    for content in contents:
+        if vocab is not None and content not in found and content in vocab.values:
+            found[content] = vocab.integer(content, 0, 1 << 31)
+    return found
