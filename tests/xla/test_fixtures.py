@@ -95,8 +95,12 @@ class Fixture:
         return TOLERANCE * float(np.ptp(self.logits))
 
     def runner(self, weights: Mapping[str, AnyArray] | Weights, make_ops: MakeOps) -> XlaRunner:
-        limits = replace(LIMITS, num_state_slots=2 * self.has_states)
-        return XlaRunner(self.config, weights, RunnerSetup(limits=limits, fill=NAN), make_ops)
+        setup = RunnerSetup(limits=self.limits, fill=NAN)
+        return XlaRunner(self.config, weights, setup, make_ops)
+
+    @property
+    def limits(self) -> EngineLimits:
+        return replace(LIMITS, num_state_slots=12 * self.has_states)
 
     @property
     def has_states(self) -> bool:
@@ -224,12 +228,10 @@ def test_the_steps_log_probabilities_are_transformers(
 
 
 def test_greedy_streams_are_transformers(runner: XlaRunner, fixture: Fixture):
-    if fixture.has_states:
-        pytest.skip("its slots of states are the engine's, whose suites have them")
     count = fixture.num_prompt_tokens
     num_new = len(fixture.token_ids) - count
     params = SamplingParams(temperature=0.0, max_tokens=num_new, ignore_eos=True)
-    engine = EngineCore(runner, LIMITS)
+    engine = EngineCore(runner, fixture.limits)
     prompts = [fixture.token_ids[:count], fixture.token_ids[5:30], fixture.token_ids[:count]]
     ids = [
         engine.submit(Request(prompt_token_ids=tuple(prompt), params=params)) for prompt in prompts
