@@ -30,6 +30,11 @@ def log(x: float) -> float:
     return float(Decimal(x).ln(_CONTEXT))
 
 
+def exp(x: float) -> float:
+    """e ** x, correctly rounded."""
+    return float(Decimal(x).exp(_CONTEXT))
+
+
 def power(base: float, exponent: float) -> float:
     """base ** exponent of a positive base; the error is below 1 ulp."""
     logarithm = Decimal(base).ln(_CONTEXT)

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
+import numpy.typing as npt
 
 from cadenza.backends.xla.layers.residual import StepContext
 from cadenza.backends.xla.layers.weight_source import WeightSource
@@ -15,6 +16,7 @@ from cadenza.backends.xla.ops.table import (
     Linear,
     StepStates,
 )
+from cadenza.checkpoint.host_math import exp
 from cadenza.checkpoint.tensor_spec import DeltaSpec
 
 
@@ -37,7 +39,7 @@ class GatedDelta(NamedTuple):
             rates=source.linear(*spec.rates),
             inner=DeltaWeights(
                 conv=np.ascontiguousarray(conv.T),
-                decay=decay if shape.has_rates else -np.exp(decay),
+                decay=decay if shape.has_rates else _rates(decay),
                 decay_bias=source.scale(spec.decay_bias),
                 norm=source.scale(spec.norm),
             ),
@@ -63,3 +65,8 @@ class GatedDelta(NamedTuple):
         )
         mixed, states = ops.gated_delta(given, self.inner, pools.states, (step, slots), layer)
         return mixed, pools._replace(states=states)
+
+
+def _rates(logarithms: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """-exp(ln(-rate)) of each head, with the same bits on every machine."""
+    return np.array([-exp(float(each)) for each in logarithms], np.float32)
