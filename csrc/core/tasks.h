@@ -14,7 +14,9 @@
 
 namespace cadenza {
 
-enum class Activation : int32_t { kSilu = 0, kGeluTanh = 1, kGelu = 2 };
+// What multiplies the up projection. With kClampedSwiglu it is bounded, and 1 is added to it.
+enum class Activation : int32_t { kSilu = 0, kGeluTanh = 1, kGelu = 2, kClampedSwiglu = 3 };
+constexpr int kNumActivations = 4;
 
 struct LinearTask {
   int64_t rows, n, k;

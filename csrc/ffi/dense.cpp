@@ -146,14 +146,14 @@ ffi::Error linear_call(Any x, Any w, Any count, Any bias, Any residual, AnyResul
 
 // cadenza_gated_linear: x act [T, K]; w packed gated; count; bias f32 [2, F] or [0]. Result act [T,
 // F]: activation(x w_gate + bias_gate) · (x w_up + bias_up). Attribute: activation i64, 0 silu, 1
-// gelu_tanh, 2 gelu.
+// gelu_tanh, 2 gelu, 3 clamped_swiglu, which bounds the second factor and adds 1 to it.
 ffi::Error gated_linear_call(Any x, Any w, Any count, Any bias, AnyResult out, int64_t activation) {
   return guarded("cadenza_gated_linear", [&] {
     ProfileScope profile(Op::kGatedLinear);
     ProductTypes types = product_types(x, w);
     DType dtype = types.activation;
-    require(activation >= 0 && activation <= 2,
-            "activation must be 0 (silu), 1 (gelu_tanh) or 2 (gelu)");
+    require(activation >= 0 && activation < kNumActivations,
+            "activation must be 0 (silu), 1 (gelu_tanh), 2 (gelu) or 3 (clamped_swiglu)");
     GatedTask task{};
     task.rows = true_count(count, dim(*out, 0));
     task.f = dim(*out, 1);

@@ -82,8 +82,8 @@ ffi::Error grouped_gated_linear_call(Any x, Any w, Any count, Any bias, Any ids,
     ProfileScope profile(Op::kGroupedGatedLinear);
     ProductTypes types = product_types(x, w);
     DType dtype = types.activation;
-    require(activation >= 0 && activation <= 2,
-            "activation must be 0 (silu), 1 (gelu_tanh) or 2 (gelu)");
+    require(activation >= 0 && activation < kNumActivations,
+            "activation must be 0 (silu), 1 (gelu_tanh), 2 (gelu) or 3 (clamped_swiglu)");
     GatedTask task{};
     task.rows = true_count(count, dim(*out, 0));
     task.f = dim(*out, 2);

@@ -103,6 +103,8 @@ template <class T>
       return GatedEpilogue<T, Activation::kGeluTanh>{task, column}(row, columns);
     case Activation::kGelu:
       return GatedEpilogue<T, Activation::kGelu>{task, column}(row, columns);
+    case Activation::kClampedSwiglu:
+      return GatedEpilogue<T, Activation::kClampedSwiglu>{task, column}(row, columns);
   }
 }
 

@@ -297,10 +297,13 @@ struct GatedEpilogue {
       gate = add(gate, load_some(task.bias + column, n));
       up = add(up, load_some(task.bias + task.f + column, n));
     }
-    if constexpr (A == Activation::kSilu) gate = silu(gate);
-    if constexpr (A == Activation::kGeluTanh) gate = gelu_tanh(gate);
-    if constexpr (A == Activation::kGelu) gate = gelu(gate);
-    store_some(static_cast<T*>(task.out) + row * task.f + column, mul(gate, up), n);
+    store_some(static_cast<T*>(task.out) + row * task.f + column, gated(gate, up), n);
+  }
+  static Vec gated(Vec gate, Vec up) {
+    if constexpr (A == Activation::kClampedSwiglu) return clamped_swiglu(gate, up);
+    if constexpr (A == Activation::kSilu) return mul(silu(gate), up);
+    if constexpr (A == Activation::kGeluTanh) return mul(gelu_tanh(gate), up);
+    if constexpr (A == Activation::kGelu) return mul(gelu(gate), up);
   }
 };
 
@@ -322,6 +325,8 @@ void gated_units(const void* context, int64_t begin, int64_t end, Worker& worker
       return gated_units_as<P, T, Activation::kGeluTanh>(units, begin, end, worker);
     case Activation::kGelu:
       return gated_units_as<P, T, Activation::kGelu>(units, begin, end, worker);
+    case Activation::kClampedSwiglu:
+      return gated_units_as<P, T, Activation::kClampedSwiglu>(units, begin, end, worker);
   }
 }
 

@@ -113,4 +113,12 @@ inline Vec gelu(Vec x) {
   return mul(mul(set1(0.5f), x), add(set1(1.0f), erf_vec(mul(x, set1(0.70710678f)))));
 }
 
+// gate · sigmoid(1.702 gate) · (1 + up) of a gate of at most 7 and an up from -7 to 7.
+inline Vec clamped_swiglu(Vec gate, Vec up) {
+  constexpr float kAlpha = 1.702f, kLimit = 7.0f;
+  gate = min(set1(kLimit), gate);
+  up = min(set1(kLimit), max(set1(-kLimit), up));
+  return mul(add(up, set1(1.0f)), mul(gate, sigmoid(mul(gate, set1(kAlpha)))));
+}
+
 }  // namespace cadenza::CADENZA_ISA

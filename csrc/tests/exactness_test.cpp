@@ -94,7 +94,8 @@ void check_gated(const Context& context, Activation activation) {
 }
 
 TEST(a_gated_linear_row_does_not_depend_on_its_batch) {
-  for (Activation activation : {Activation::kSilu, Activation::kGeluTanh, Activation::kGelu}) {
+  for (Activation activation : {Activation::kSilu, Activation::kGeluTanh, Activation::kGelu,
+                                Activation::kClampedSwiglu}) {
     check_gated<bf16>(context, activation);
     check_gated<float>(context, activation);
   }

@@ -128,6 +128,10 @@ TEST(nan_inf_huge_and_denormal_values_do_not_leave_their_row_in_linear) {
 }
 
 double activate(Activation activation, double x) {
+  if (activation == Activation::kClampedSwiglu) {
+    x = std::min(x, 7.0);
+    return x / (1 + std::exp(-1.702 * x));
+  }
   if (activation == Activation::kSilu) return x / (1 + std::exp(-x));
   if (activation == Activation::kGelu) return 0.5 * x * (1 + std::erf(x / std::sqrt(2.0)));
   return 0.5 * x * (1 + std::tanh(std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x)));
@@ -161,6 +165,7 @@ void check_gated(const Context& context, Activation activation, int64_t f, int64
         g += double(widen(x[size_t(r * k + i)])) * widen(gate[size_t(c * k + i)]);
         u += double(widen(x[size_t(r * k + i)])) * widen(up[size_t(c * k + i)]);
       }
+      if (activation == Activation::kClampedSwiglu) u = 1 + std::clamp(u, -7.0, 7.0);
       double expected = activate(activation, g) * u;
       CHECK_NEAR(widen(out[size_t(r * f + c)]), expected,
                  kEpsilon<T> * std::abs(expected) + 2e-5 * (1 + std::abs(u)));
@@ -169,7 +174,8 @@ void check_gated(const Context& context, Activation activation, int64_t f, int64
 }
 
 TEST(gated_linear_agrees_with_double_precision_and_with_batches_of_one) {
-  for (Activation activation : {Activation::kSilu, Activation::kGeluTanh, Activation::kGelu}) {
+  for (Activation activation : {Activation::kSilu, Activation::kGeluTanh, Activation::kGelu,
+                                Activation::kClampedSwiglu}) {
     for (auto [f, k] : {std::pair{48, 32}, {37, 45}}) {
       check_gated<bf16>(context, activation, f, k);
       check_gated<float>(context, activation, f, k);

@@ -22,11 +22,12 @@ from cadenza.checkpoint import (
     RopeConfig,
     YarnRopeScaling,
     named_shape,
+    open_checkpoint,
     write_random_checkpoint,
 )
 from cadenza.checkpoint.config_json import parse_model_config
 from cadenza.checkpoint.config_writer import format_model_config
-from cadenza.checkpoint.weights import Weights, open_weights
+from cadenza.checkpoint.weights import Weights
 from tests.checkpoint.gguf_random import FACTORS, random_tensor
 
 Arrays = dict[str, np.ndarray]
@@ -46,6 +47,7 @@ ARCHITECTURES = {
     "phi3": "phi3",
     "olmo2": "olmo2",
     "olmoe": "olmoe",
+    "gpt-oss": "gpt-oss",
 }
 HYBRIDS = {"qwen3.5": "qwen35", "qwen3.5-moe": "qwen35moe"}
 """GGUF's architecture for each tiny shape."""
@@ -90,7 +92,8 @@ class Conversion:
         for key, value in self.others.items():
             add_value(writer, key, value)
         for name, array in self.tensors.items():
-            kind = self.kinds.get(name, self.kind if array.ndim > 1 else "F32")
+            is_vector = array.ndim == 1 or name.endswith(".bias")
+            kind = self.kinds.get(name, "F32" if is_vector else self.kind)
             code = gguf.GGMLQuantizationType[kind]
             if kind in FACTORS:
                 stored = random_tensor(kind, array.shape, seed=len(name))
@@ -114,7 +117,7 @@ def convert_config(
     architecture: str, config: ModelConfig, folder: Path, *, dtype: Any = "float32"
 ) -> Conversion:
     write_random_checkpoint(config, folder, seed=5, dtype=dtype)
-    weights = open_weights(folder)
+    weights = open_checkpoint(folder).weights
     arrays = {name: np.asarray(weights[name]).astype(np.float32) for name in weights}
     return Conversion(
         architecture=architecture,
@@ -159,7 +162,7 @@ def describe(architecture: str, config: ModelConfig, weights: Weights) -> dict[s
         values["expert_used_count"] = config.experts.num_chosen
         if config.experts.shared_size:
             values["expert_shared_feed_forward_length"] = config.experts.shared_size
-        if architecture in ("qwen3moe", "qwen35moe"):
+        if architecture in ("qwen3moe", "qwen35moe", "gpt-oss"):
             values["expert_feed_forward_length"] = config.experts.intermediate_size
     return values | describe_recurrence(config) | describe_scaling(config)
 
@@ -187,7 +190,13 @@ def describe_scaling(config: ModelConfig) -> dict[str, Any]:
         case LinearRopeScaling(factor=factor):
             return {"rope.scaling.type": "linear", "rope.scaling.factor": factor}
         case YarnRopeScaling(factor=factor, original_max_position_embeddings=length):
-            values = {"rope.scaling.type": "yarn", "rope.scaling.factor": factor}
+            scaling = config.rope.scaling
+            values = {
+                "rope.scaling.type": "yarn",
+                "rope.scaling.factor": factor,
+                "rope.scaling.yarn_beta_fast": scaling.beta_fast,
+                "rope.scaling.yarn_beta_slow": scaling.beta_slow,
+            }
             return {**values, original: length}
         case LongRopeScaling(original_max_position_embeddings=length, attention_factor=factor):
             return {original: length, "rope.scaling.attn_factor": factor}
@@ -225,6 +234,7 @@ def rename(architecture: str, config: ModelConfig, arrays: Mapping[str, np.ndarr
     for stored, array in stack_experts(arrays).items():
         name = stored.replace("mtp.layers.0.", f"model.layers.{config.num_layers}.")
         name = name.replace(".dt_bias", ".dt_proj.bias")
+        name = f"{name}.weight" if name.endswith(".sinks") else name
         if name in AROUND_MTP:
             found = f"blk.{config.num_layers}.nextn.{AROUND_MTP[name]}.weight"
         else:

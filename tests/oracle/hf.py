@@ -5,6 +5,7 @@ attention, experts one after another). Knows nothing of Cadenza. torch and trans
 inside the functions, so that tests that need neither can be collected without them.
 """
 
+import inspect
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -74,12 +75,15 @@ def decode_greedily(
 
     model = load_model(folder)
     token_ids = list(prompt)
+    # Newer versions have another name for it.
+    names = inspect.signature(model.forward).parameters
+    cache_name = "cache" if "cache" in names else "past_key_values"
     new_ids, cache, rows = token_ids, None, []
     with torch.inference_mode():
         for _ in range(num_tokens):
-            output = model(torch.tensor([new_ids]), past_key_values=cache, use_cache=True)
+            output = model(torch.tensor([new_ids]), use_cache=True, **{cache_name: cache})
             rows.append(output.logits[0].float().numpy())
-            cache = output.past_key_values
+            cache = getattr(output, cache_name)
             new_ids = [int(rows[-1][-1].argmax())]
             token_ids += new_ids
     return token_ids, np.concatenate(rows)

@@ -37,8 +37,8 @@ COMMON = {
     "dtype": "float32",
 }
 
-GAINS = {"q_proj": 2.0, "qkv_proj": 1.5}
-"""Of weights, so that attention is peaked."""
+GAINS = {"q_proj": 2.0, "qkv_proj": 1.5, "clamped": 8.0}
+"""Of weights, so that attention is peaked, and the bounds of gates bend."""
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama-untied-bias-llama3": {
@@ -138,12 +138,24 @@ def write_checkpoint(folder: Path, options: dict[str, Any], seed: int) -> None:
                 parameter.copy_(noise - 3.0)
             elif name.endswith("bias"):
                 parameter.copy_(0.2 * noise)
+            elif name.endswith("sinks"):
+                parameter.copy_(2.0 + noise)
             else:
                 is_head = "lm_head" in name or "embed" in name
-                gain = logit_sigma / final_gain if is_head else GAINS.get(name.split(".")[-2], 1.0)
+                gain = (
+                    logit_sigma / final_gain
+                    if is_head
+                    else GAINS.get(gain_name(name, config.model_type), 1.0)
+                )
                 parameter.copy_(noise * gain / math.sqrt(parameter.shape[-1]))
     model.save_pretrained(folder)
     (folder / "model.safetensors").chmod(0o644)
+
+
+def gain_name(parameter: str, model_type: str) -> str:
+    """The module, or `clamped` for gates that are bounded."""
+    *_, module, own = parameter.split(".")
+    return "clamped" if model_type == "gpt_oss" and own == "gate_up_proj" else module
 
 
 def final_gain_of(config: Any) -> float:

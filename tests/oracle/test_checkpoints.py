@@ -13,6 +13,7 @@ from cadenza.checkpoint import (
     open_weights,
     write_random_checkpoint,
 )
+from cadenza.checkpoint.interleaved_experts import split_interleaved_experts
 from cadenza.checkpoint.random_checkpoint import shape_names
 from tests.oracle.hf import compute_logits, load_config, load_model
 
@@ -59,7 +60,7 @@ def assert_tensors_agree(folder: Path, saved: Path) -> None:
     """Each declared tensor is one that transformers loads and saves, and there are no others."""
     checkpoint = open_checkpoint(folder)
     load_model(folder).save_pretrained(saved)
-    theirs = open_weights(saved)
+    theirs = split_interleaved_experts(checkpoint.config, open_weights(saved))
     assert {spec.name for spec in declare(checkpoint.config)} == set(theirs)
     for name in theirs:
         assert np.array_equal(checkpoint.weights[name], theirs[name])

@@ -24,9 +24,10 @@ from cadenza.backends.xla.runner import XlaRunner
 from cadenza.checkpoint.declaration import FINAL_NORM
 from cadenza.checkpoint.families import FAMILIES
 from cadenza.checkpoint.model_config import ModelConfig
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.checkpoint.random_checkpoint import named_shape
 from cadenza.checkpoint.stored_tensor import AnyArray
-from cadenza.checkpoint.weights import Weights, open_weights
+from cadenza.checkpoint.weights import Weights
 from cadenza.config import EngineLimits
 from cadenza.core.step_schema import StepOutput
 from cadenza.engine.core import EngineCore
@@ -57,6 +58,7 @@ MODEL_BY_DAY = REFERENCE_BY_DAY | {
     "granite-tied-bias",
     "llama-untied-bias-llama3",
     "llama-untied-yarn",
+    "gpt-oss-untied-bias",
     "mixtral-untied",
     "olmo2-untied",
     "olmoe-untied",
@@ -111,7 +113,7 @@ def open_fixture(folder: Path) -> Fixture:
     with np.load(folder / "expected.npz", allow_pickle=False) as expected:
         return Fixture(
             named_shape(str(folder)),
-            open_weights(folder),
+            open_checkpoint(folder).weights,
             expected["token_ids"].tolist(),
             expected["logits"],
             int(expected["num_prompt_tokens"]),

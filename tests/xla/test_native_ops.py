@@ -286,6 +286,7 @@ MIXTURE = replace(
     residual_scale=0.6,
 )
 MIXTURES = {
+    "biased": replace(MIXTURE, activation="clamped_swiglu"),
     "over_chosen": MIXTURE,
     "over_all": replace(MIXTURE, experts=replace(MIXTURE.experts, over_chosen=False)),
     "all_chosen": replace(MIXTURE, experts=replace(MIXTURE.experts, num_chosen=11)),
@@ -295,13 +296,21 @@ MIXTURES = {
 Mix = Callable[[np.ndarray, np.ndarray, int], list[np.ndarray]]
 
 
-def mixture(ops: OpTable, width: int) -> Mix:
+def mixture(ops: OpTable, width: int, *, has_bias: bool = False) -> Mix:
     """The three operations of a mixture over the same weights: ids, inner, out."""
-    inner, router = 37, ops.load_linear([normal(45, 11, width)], [])
-    gate_up = ops.load_experts(
-        [(normal(100 + i, inner, width), normal(200 + i, inner, width)) for i in range(11)]
-    )
-    down = ops.load_experts([[normal(300 + i, width, inner)] for i in range(11)])
+
+    def biases(seed: int, *sizes: int) -> list[list[np.ndarray]]:
+        own = ([normal(seed + i + 50 * j, n) for j, n in enumerate(sizes)] for i in range(11))
+        return list(own) if has_bias else []
+
+    inner, gain = 37, 8 if has_bias else 1
+    router = ops.load_linear([normal(45, 11, width)], [normal(48, 11)] if has_bias else [])
+    pairs = [
+        (gain * normal(100 + i, inner, width), normal(200 + i, inner, width)) for i in range(11)
+    ]
+    downs = [[normal(300 + i, width, inner)] for i in range(11)]
+    gate_up = ops.load_experts(pairs, biases=biases(400, inner, inner))
+    down = ops.load_experts(downs, biases=biases(500, width))
 
     @jax.jit
     def run(weights: tuple[Linear, ...], x: Any, residual: Any, count: Any) -> tuple[Any, ...]:
@@ -314,12 +323,12 @@ def mixture(ops: OpTable, width: int) -> Mix:
     )
 
 
-@pytest.mark.parametrize("name", by_day(MIXTURES, {"over_chosen", "over_all"}))
+@pytest.mark.parametrize("name", by_day(MIXTURES, {"over_chosen", "over_all", "biased"}))
 def test_a_mixture_of_experts_agrees(name: str, dtype: str):
-    pair = make_pair(MIXTURES[name], dtype)
+    pair, has_bias = make_pair(MIXTURES[name], dtype), name == "biased"
     x, residual = pair.activations(46, BUCKETS[-1], 40), normal(47, BUCKETS[-1], 40)
-    expected = mixture(pair.reference, 40)(x, residual, BUCKETS[-1])
-    mix = mixture(pair.native, 40)
+    expected = mixture(pair.reference, 40, has_bias=has_bias)(x, residual, BUCKETS[-1])
+    mix = mixture(pair.native, 40, has_bias=has_bias)
     for bucket, count in SIZES:
         ours = mix(x[:bucket], residual[:bucket], count)
         assert np.array_equal(ours[0][:count], expected[0][:count])

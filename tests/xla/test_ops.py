@@ -157,6 +157,19 @@ def gelu_tanh(x: np.ndarray) -> np.ndarray:
     return x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))) / 2
 
 
+def test_a_clamped_swiglu_bounds_gate_and_up(dtype: str):
+    ops = make_ops(dtype, activation="clamped_swiglu")
+    gate, up, x = 4 * normal(10, 56, 40), 4 * normal(11, 56, 40), normal(12, 24, 40)
+    wide = rounded(x, dtype)
+    gates, ups = wide @ rounded(gate, dtype).T, wide @ rounded(up, dtype).T
+    assert gates.max() > 7 > -7 > gates.min()
+    assert ups.max() > 7 > -7 > ups.min()
+    bounded = np.minimum(gates, 7.0)
+    expected = bounded / (1 + np.exp(-1.702 * bounded)) * (1 + np.clip(ups, -7.0, 7.0))
+    result = ops.gated_linear(jnp.asarray(x, dtype), ops.load_gate_up([gate, up]), COUNT)
+    assert_close(result, expected, dtype)
+
+
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("activation", [silu, gelu_tanh, gelu], ids=lambda f: f.__name__)
 def test_gated_linear_is_the_activated_gate_times_up(dtype: str, has_bias: bool, activation: Any):

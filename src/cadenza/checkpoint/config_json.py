@@ -63,6 +63,8 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "attn_logit_softcapping": (),
     "final_logit_softcapping": (),
     "query_pre_attn_scalar": (),
+    "swiglu_alpha": (),
+    "swiglu_limit": (),
     "attention_multiplier": (),
     "embedding_multiplier": (1,),
     "residual_multiplier": (1,),

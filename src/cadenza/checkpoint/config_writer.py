@@ -17,7 +17,9 @@ def format_model_config(config: ModelConfig) -> dict[str, object]:
     """The content of a config.json from which `parse_model_config` restores `config`."""
     family = FAMILIES[config.family]
     eos = config.eos_token_ids
-    name = next(name for name, known in ACTIVATIONS.items() if known == config.activation)
+    # That of gpt-oss, clamped_swiglu, has no name: its files say silu.
+    names = (name for name, known in ACTIVATIONS.items() if known == config.activation)
+    name = next(names, "silu")
     shared: dict[str, object] = {
         "architectures": [family.architecture],
         "model_type": config.family,

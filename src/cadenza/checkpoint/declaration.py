@@ -121,6 +121,9 @@ def _declare_attention(config: ModelConfig, kind: LayerKind, prefix: str) -> Att
             has_bias=config.has_attention_out_bias,
         ),
         has_gate=has_gate,
+        sinks=TensorSpec(name=f"{prefix}.sinks", shape=(heads.num_heads,), kind="sink")
+        if config.has_attention_sinks
+        else None,
     )
 
 
@@ -165,9 +168,10 @@ def _declare_mlp(config: ModelConfig, index: int) -> GatedMLPSpec | ExpertMLPSpe
     experts, prefix = config.experts, f"{prefix}.{config.experts.names.block}"
     return ExpertMLPSpec(
         router=LinearSpec(
-            name=f"{prefix}.gate",
+            name=f"{prefix}.{experts.names.router}",
             num_out=experts.num_experts,
             num_in=config.hidden_size,
+            has_bias=experts.has_bias,
             kind="router",
         ),
         experts=tuple(
@@ -191,8 +195,9 @@ def _declare_mlp(config: ModelConfig, index: int) -> GatedMLPSpec | ExpertMLPSpe
 def _declare_expert(embed: int, experts: ExpertsConfig, prefix: str) -> GatedMLPSpec:
     inner, names = experts.intermediate_size, experts.names
     parts = [(names.gate, inner), (names.up, inner)]  # [F, E] each
-    gate_up = _declare_linears(prefix, parts, embed, has_bias=False)
-    (down,) = _declare_linears(prefix, [(names.down, embed)], inner, has_bias=False)  # [E, F]
+    has_bias = experts.has_bias
+    gate_up = _declare_linears(prefix, parts, embed, has_bias=has_bias)
+    (down,) = _declare_linears(prefix, [(names.down, embed)], inner, has_bias=has_bias)  # [E, F]
     return GatedMLPSpec(gate_up=gate_up, down=down)
 
 

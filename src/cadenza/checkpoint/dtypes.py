@@ -50,6 +50,6 @@ def item_bytes(dtype: StoredDType) -> int:
     return FORMAT_OF_NAME[dtype].numpy.itemsize
 
 
-def as_weight_dtype(dtype: StoredDType) -> WeightDType | None:
+def as_weight_dtype(dtype: str) -> WeightDType | None:
     """The same type if weights that are not quantised can have it, otherwise None."""
     return next((each for each in WEIGHT_DTYPES if each == dtype), None)

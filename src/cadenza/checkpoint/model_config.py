@@ -23,7 +23,13 @@ MAX_EXPERTS = 1 << 12
 MAX_TOTAL_EXPERTS = 1 << 15
 """In all layers together; every expert has its own tensors."""
 
-Activation = Literal["silu", "gelu_tanh", "gelu"]
+Activation = Literal["silu", "gelu_tanh", "gelu", "clamped_swiglu"]
+"""What multiplies the up projection: an activation of the gate. With `clamped_swiglu` both are
+bounded first, and 1 is added to the up projection (`CLAMPED_ALPHA`, `CLAMPED_LIMIT`)."""
+
+CLAMPED_ALPHA, CLAMPED_LIMIT = 1.702, 7.0
+"""gate * sigmoid(alpha * gate) of a gate of at most the limit, times 1 + up, which is bounded on
+both sides."""
 
 QKNorm = Literal["head", "all_heads"]
 """Norm of queries and keys: of each head, or over all query heads (all key heads) of a token."""
@@ -31,13 +37,19 @@ QKNorm = Literal["head", "all_heads"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertNames:
-    """Tensor names of a mixture: `{block}.gate`, `{block}.experts.0.{up}` and so on."""
+    """Tensor names of a mixture: `{block}.{router}`, `{block}.experts.0.{up}` and so on.
+
+    `are_interleaved`: stacked tensors have the outputs of gate and up in turn
+    (`checkpoint.interleaved_experts`).
+    """
 
     block: str = "mlp"
+    router: str = "gate"
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
     shared: str = "shared_expert"
+    are_interleaved: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +59,8 @@ class ExpertsConfig:
     The chosen experts are those with the largest router logits. Their outputs are summed, weighted
     by a softmax over all experts, or over the chosen ones if `over_chosen`. A shared MLP of the
     width `shared_size`, if that is not 0, adds its output for every token, times the sigmoid of a
-    linear of the token if `has_shared_gate`.
+    linear of the token if `has_shared_gate`. With `has_bias` the router and all linears of the
+    experts have biases.
     """
 
     num_experts: int
@@ -56,6 +69,7 @@ class ExpertsConfig:
     over_chosen: bool
     shared_size: int = 0
     has_shared_gate: bool = False
+    has_bias: bool = False
     names: ExpertNames = ExpertNames()
 
 
@@ -76,6 +90,8 @@ class ModelConfig:
         has_fused_tensors: q, k and v are stored as one tensor, and gate and up as another.
         has_attention_gate: attention's output is multiplied by the sigmoid of a projection of its
             input, which is stored with the queries: for each head, its query and then its gate.
+        has_attention_sinks: a query head has a learned score beside those of the tokens, whose
+            value is 0.
         attention_scale: factor of the attention scores; None is 1 / sqrt(head dim).
         attention_soft_cap: scores become cap * tanh(score / cap).
         logit_soft_cap: the same for logits, after the division by `logit_divisor`.
@@ -113,6 +129,7 @@ class ModelConfig:
     has_mlp_bias: bool = False
     has_fused_tensors: bool = False
     has_attention_gate: bool = False
+    has_attention_sinks: bool = False
     attention_scale: float | None = None
     attention_soft_cap: float | None = None
     logit_soft_cap: float | None = None

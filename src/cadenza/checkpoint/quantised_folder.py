@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from cadenza.checkpoint.config_json import CONFIG_FILE
 from cadenza.checkpoint.declaration import declare
+from cadenza.checkpoint.dtypes import as_weight_dtype
 from cadenza.checkpoint.folder import Checkpoint, OnProgress
 from cadenza.checkpoint.formats.at_load import format_at_load, is_float_until_load
 from cadenza.checkpoint.json_object import read_json_object
@@ -93,7 +94,8 @@ def _parts(checkpoint: Checkpoint, quantization: Quantization) -> list[Part]:
 
 
 def _copied(checkpoint: Checkpoint, spec: TensorSpec) -> Part:
-    dtype = checkpoint.weights.entry(spec.name).dtype
+    dtype = as_weight_dtype(checkpoint.weights.stored_type(spec.name))
+    assert dtype is not None, "checked by check_weights"
     tensor = NewTensor(name=spec.name, dtype=dtype, shape=spec.shape)
     return Part(tensors=(tensor,), make=lambda: iter([checkpoint.weights.array(spec.name)]))
 

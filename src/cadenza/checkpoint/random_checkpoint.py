@@ -21,6 +21,7 @@ from cadenza.checkpoint.config_json import CONFIG_FILE, parse_model_config
 from cadenza.checkpoint.config_writer import format_model_config
 from cadenza.checkpoint.declaration import EMBEDDING, FINAL_NORM, HEAD, declare
 from cadenza.checkpoint.dtypes import FORMAT_OF_NAME, WeightDType
+from cadenza.checkpoint.interleaved_experts import stacked_parts
 from cadenza.checkpoint.json_object import parse_json_object, read_json_object
 from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.mtp_head import declare_mtp_layers
@@ -37,6 +38,8 @@ from cadenza.errors import CheckpointError
 _CHUNK_ELEMENTS = 1 << 20
 _NORM_NOISE = 0.2
 _BIAS_NOISE = 0.2
+_SINK = 2.0
+"""The mean score of attention sinks, beside which those of few tokens are small."""
 _QUERY_GAIN = 2.0
 
 _MEAN_DECAY = -3.0
@@ -121,7 +124,7 @@ def write_drawn_checkpoint(
                 f"the folder {folder.name} is not empty; a random checkpoint needs a new one"
             )
         specs = (*declare(config), *declare_mtp_layers(config))
-        parts = [_part(spec, config, source, dtype) for spec in specs]
+        parts = stacked_parts(config, [_part(spec, config, source, dtype) for spec in specs])
         write_shards(folder, parts, max_shard_bytes=max_shard_bytes)
         text = json.dumps(format_model_config(replace(config, dtype=dtype)), indent=2)
         (folder / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
@@ -152,6 +155,8 @@ def _distribution(spec: TensorSpec, config: ModelConfig) -> _Normal:
         return _Normal(mean=_MEAN_DECAY, sigma=1.0)
     if spec.kind == "bias":
         return _Normal(mean=0.0, sigma=_BIAS_NOISE)
+    if spec.kind == "sink":
+        return _Normal(mean=_SINK, sigma=1.0)
     sigma = spec.shape[-1] ** -0.5
     if spec.name == HEAD or (spec.name == EMBEDDING and config.tie_word_embeddings):
         spread = math.sqrt(math.log(max(config.vocab_size, 2))) * config.logit_divisor

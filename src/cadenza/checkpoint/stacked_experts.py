@@ -1,10 +1,10 @@
 """Reads mixtures that store all experts of a layer in stacked tensors: `split_stacked_experts`.
 
 Newer versions of transformers write `mlp.experts.gate_up_proj` [X, 2 F, E] and
-`mlp.experts.down_proj` [X, E, F], with the router as `mlp.gate`. MLX writes `switch_mlp` with gate,
-up and down [X, ...] of each tensor that its linears have. Each expert is a contiguous range
-of bytes, so it is read without a copy. Invariant: the result has only the declared names, and no
-byte belongs to two of them.
+`mlp.experts.down_proj` [X, E, F], with the router as `mlp.gate`. MLX writes `switch_mlp`, or
+`experts`, with gate, up and down [X, ...] of each tensor that its linears have. Each expert is a
+contiguous range of bytes, so it is read without a copy. Invariant: the result has only the declared
+names, and no byte belongs to two of them.
 
 Shapes: X experts, E embed, F MLP.
 """
@@ -29,10 +29,13 @@ def split_stacked_experts(config: ModelConfig, weights: Weights) -> Weights:
     parts: dict[str, list[StoredTensor]] = {}
     for index in range(config.num_layers):
         mlp = declare_layer(config, index).mlp
-        if isinstance(mlp, ExpertMLPSpec):
+        if not isinstance(mlp, ExpertMLPSpec):
+            continue
+        if not _are_interleaved(config):
             parts |= _parts_of_layer(f"model.layers.{index}.mlp", mlp, weights)
-            block = mlp.router.name.removesuffix(".gate")
-            parts |= _parts_of_mlx(f"{block}.switch_mlp", mlp, weights)
+        block, _, _ = mlp.router.name.rpartition(".")
+        for stack in ("switch_mlp", "experts"):
+            parts |= _parts_of_mlx(f"{block}.{stack}", mlp, weights)
     for name, entries in parts.items():
         twice = next((entry.name for entry in entries if entry.name in weights), None)
         if twice is not None:
@@ -41,6 +44,10 @@ def split_stacked_experts(config: ModelConfig, weights: Weights) -> Weights:
                 f"remove one of the two"
             )
     return weights.with_parts(parts) if parts else weights
+
+
+def _are_interleaved(config: ModelConfig) -> bool:
+    return config.experts is not None and config.experts.names.are_interleaved
 
 
 def _parts_of_layer(
@@ -73,7 +80,7 @@ def _parts_of_mlx(
     }
     parts: dict[str, list[StoredTensor]] = {}
     for column, linears in columns.items():
-        for suffix in ("weight", "scales", "biases"):
+        for suffix in ("weight", "scales", "biases", "bias"):
             name = f"{prefix}.{column}.{suffix}"
             if name in weights:
                 parts[name] = list(_cut_evenly(weights.entry(name), linears, suffix))

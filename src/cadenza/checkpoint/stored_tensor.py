@@ -133,6 +133,7 @@ class StoredWeight:
         format: of what `load` gives; None if that is floats.
         parts: the tensors that it is stored in.
         load: reads it, on each call.
+        num_sharing: weights that are stored in these parts, evenly.
     """
 
     shape: tuple[int, ...]
@@ -140,10 +141,11 @@ class StoredWeight:
     format: WeightFormat | None
     parts: tuple[StoredTensor, ...]
     load: Callable[[], HostWeight]
+    num_sharing: int = 1
 
     @property
     def num_bytes(self) -> int:
-        return sum(part.num_bytes for part in self.parts)
+        return sum(part.num_bytes for part in self.parts) // self.num_sharing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 TensorKind = Literal[
-    "embedding", "head", "linear", "router", "norm", "scale", "bias", "filter", "decay"
+    "embedding", "head", "linear", "router", "norm", "scale", "bias", "filter", "decay", "sink"
 ]
 """`norm` weights may be stored less 1 (`ModelConfig.norm_adds_one`); a `scale` norm never is.
-`filter`: of a depthwise convolution. `decay`: the logarithm of a rate."""
+`filter`: of a depthwise convolution. `decay`: the logarithm of a rate. `sink`: scores of heads."""
 
 _FIRST_LAYER = "model.layers.0."
 
@@ -119,12 +119,14 @@ class AttentionSpec:
     norms: tuple[TensorSpec, TensorSpec] | None
     out: LinearSpec
     has_gate: bool = False
+    sinks: TensorSpec | None = None  # [Hq]
 
     def tensors(self) -> Iterator[TensorSpec]:
         """All tensors in order of use."""
         for linear in self.qkv:
             yield from linear.tensors()
         yield from self.norms or ()
+        yield from filter(None, [self.sinks])
         yield from self.out.tensors()
 
     def operands(self) -> Iterator["OperandSpec"]:

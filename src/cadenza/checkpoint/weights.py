@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from cadenza.checkpoint.json_object import JsonObject, read_json_object, shorten
 from cadenza.checkpoint.other_folders import adapter_in
 from cadenza.checkpoint.safetensors_file import open_safetensors
@@ -91,8 +93,8 @@ class Weights:
         return self.tensors[name].format
 
     def array(self, name: str) -> AnyArray:
-        """A zero-copy view of a stored tensor that is not in blocks."""
-        return self.entry(name).array()
+        """A tensor or weight that is stored as floats; a view if it is stored in order."""
+        return np.asarray(self.tensors[name].load())
 
     @property
     def quantised(self) -> Mapping[str, StoredWeight]:
@@ -113,9 +115,13 @@ class Weights:
         self, scheme: StoredScheme, quantised: Mapping[str, StoredWeight]
     ) -> "Weights":
         """A copy with quantised weights in place of the tensors that they are stored in."""
-        parts = {part.name for stored in quantised.values() for part in stored.parts}
+        return replace(self.with_stored(quantised), scheme=scheme)
+
+    def with_stored(self, stored: Mapping[str, StoredWeight]) -> "Weights":
+        """A copy with weights in place of the tensors that they are stored in."""
+        parts = {part.name for each in stored.values() for part in each.parts}
         others = {name: each for name, each in self.tensors.items() if name not in parts}
-        return replace(self, tensors={**others, **quantised}, scheme=scheme)
+        return replace(self, tensors={**others, **stored})
 
     def with_parts(self, parts: Mapping[str, Sequence[StoredTensor]]) -> "Weights":
         """A copy in which each tensor named in `parts` is replaced by those tensors."""

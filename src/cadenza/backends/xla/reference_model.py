@@ -19,7 +19,12 @@ import numpy.typing as npt
 from cadenza.backends.xla.reference_delta import DeltaNet, new_delta_state
 from cadenza.backends.xla.reference_rope import reference_rope
 from cadenza.checkpoint.layer_kind import HeadShape, LayerKind
-from cadenza.checkpoint.model_config import Activation, ModelConfig
+from cadenza.checkpoint.model_config import (
+    CLAMPED_ALPHA,
+    CLAMPED_LIMIT,
+    Activation,
+    ModelConfig,
+)
 from cadenza.checkpoint.rope_config import RopeConfig
 from cadenza.checkpoint.weights import Weights
 
@@ -134,23 +139,23 @@ class ReferenceModel:
             gate, up = jnp.split(_project(layer, "mlp.gate_up_proj", x), 2, axis=-1)
         else:
             gate, up = _project(layer, "mlp.gate_proj", x), _project(layer, "mlp.up_proj", x)
-        return _project(layer, "mlp.down_proj", _activated(gate, self._model.activation) * up)
+        return _project(layer, "mlp.down_proj", _gated(gate, up, self._model.activation))
 
     def _mixture(self, layer: _Tensors, x: jax.Array) -> jax.Array:
         """The weighted sum of all experts; those that are not chosen have weight 0."""
         experts = self._model.experts
         assert experts is not None, "the model has no experts"
         names, activation = experts.names, self._model.activation
-        chances = jax.nn.softmax(_project(layer, f"{names.block}.gate", x), axis=-1)  # [C, X]
-        ranks = jnp.argsort(jnp.argsort(-chances, axis=-1), axis=-1)
+        chances = jax.nn.softmax(_project(layer, f"{names.block}.{names.router}", x), axis=-1)
+        ranks = jnp.argsort(jnp.argsort(-chances, axis=-1), axis=-1)  # [C, X]
         chosen = jnp.where(ranks < experts.num_chosen, chances, 0.0)
         if experts.over_chosen:
             chosen = chosen / jnp.sum(chosen, axis=-1, keepdims=True)
         total = jnp.zeros_like(x)
         for index in range(experts.num_experts):
             prefix = f"{names.block}.experts.{index}"
-            gate = _activated(_project(layer, f"{prefix}.{names.gate}", x), activation)
-            inner = gate * _project(layer, f"{prefix}.{names.up}", x)
+            gate, up = (_project(layer, f"{prefix}.{n}", x) for n in (names.gate, names.up))
+            inner = _gated(gate, up, activation)
             total += chosen[:, index, None] * _project(layer, f"{prefix}.{names.down}", inner)
         return total + self._shared(layer, x) if experts.shared_size else total
 
@@ -188,7 +193,12 @@ class ReferenceModel:
         scores = _capped(scores * scale, model.attention_soft_cap)
         ages = start + jnp.arange(count)[:, None] - jnp.arange(self._context)[None, :]  # [C, N]
         visible = (ages >= 0) & (ages < (kind.window or self._context))
-        weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
+        scores = jnp.where(visible, scores, -jnp.inf)
+        sinks = layer.get("self_attn.sinks")
+        if sinks is not None:  # one more position, whose value is 0
+            own = jnp.broadcast_to(sinks[:, None, None], (len(sinks), count, 1))
+            scores = jnp.concatenate([scores, own], axis=-1)
+        weights = jax.nn.softmax(scores, axis=-1)[..., : self._context]
         mixed = jnp.einsum("hcn,nhd->chd", weights, wide_values, precision="highest")
         if gate is not None:
             mixed = mixed / (1.0 + jnp.exp(-gate))
@@ -249,6 +259,14 @@ def _norm_names(model: ModelConfig) -> _NormNames:
         before_mlp="pre_feedforward_layernorm.weight" if model.has_post_norms else second,
         after_mlp="post_feedforward_layernorm.weight",
     )
+
+
+def _gated(gate: jax.Array, up: jax.Array, activation: Activation) -> jax.Array:
+    if activation != "clamped_swiglu":
+        return _activated(gate, activation) * up
+    gate = jnp.where(gate > CLAMPED_LIMIT, CLAMPED_LIMIT, gate)
+    up = jnp.where(jnp.abs(up) > CLAMPED_LIMIT, CLAMPED_LIMIT * jnp.sign(up), up)
+    return gate / (1.0 + jnp.exp(-CLAMPED_ALPHA * gate)) * (1.0 + up)
 
 
 def _activated(x: jax.Array, activation: Activation) -> jax.Array:

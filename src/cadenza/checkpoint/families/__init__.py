@@ -8,6 +8,7 @@ its kin or in a new one, list it here, and see that `config_writer` writes its o
 from cadenza.checkpoint.families.experts import MIXTRAL, OLMOE, QWEN3_MOE
 from cadenza.checkpoint.families.family import Family
 from cadenza.checkpoint.families.gemma import GEMMA2, GEMMA3
+from cadenza.checkpoint.families.gpt_oss import GPT_OSS
 from cadenza.checkpoint.families.llama import (
     GRANITE,
     LLAMA,
@@ -39,6 +40,7 @@ FAMILIES: dict[str, Family] = {
         MIMO,
         QWEN35,
         QWEN35_MOE,
+        GPT_OSS,
     )
 }
 

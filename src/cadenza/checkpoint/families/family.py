@@ -61,9 +61,9 @@ class Family:
     mtp_layouts: tuple[MTPLayout, ...] = ()
 
 
-def read_attention_bias(raw: JsonObject) -> dict[str, bool]:
+def read_attention_bias(raw: JsonObject, *, default: bool = False) -> dict[str, bool]:
     """`attention_bias`, which applies to q, k, v and o, as fields of a `ModelConfig`."""
-    has_bias = raw.flag("attention_bias", False)
+    has_bias = raw.flag("attention_bias", default)
     return {"has_qkv_bias": has_bias, "has_attention_out_bias": has_bias}
 
 

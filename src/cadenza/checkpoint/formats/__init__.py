@@ -8,8 +8,8 @@ Modules:
 - `scheme`: what a method gives, `QuantisationScheme`; checked access to a module's tensors
 - `methods`: the methods by name, and those that are refused
 - `targets`: names and bounded patterns that choose modules
-- `grouped`: codes in words and groups, and mxfp4, which two methods store
-- `compressed_tensors`, `awq`, `gptq`, `mlx`, `float8`: one module a method
+- `grouped`: codes in words and groups, and mxfp4, which three methods store
+- `compressed_tensors`, `awq`, `gptq`, `mlx`, `float8`, `mxfp4`: one module a method
 - `at_load`: weights that are floats in the file and quantised at load
 """
 

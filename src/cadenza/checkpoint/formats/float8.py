@@ -38,7 +38,7 @@ _ACTIVATIONS = {"dynamic": "float8 per token", "static": "float8 with one scale 
 
 def _find(block: tuple[int, int] | None, spec: TensorSpec, weights: Weights) -> StoredWeight | None:
     """The stored type of a weight says whether it is quantised."""
-    if spec.name not in weights or weights.entry(spec.name).dtype != FLOAT8_TYPE:
+    if spec.name not in weights or weights.stored_type(spec.name) != FLOAT8_TYPE:
         return None
     tensors = ModuleTensors.of(spec, weights)
     if block is not None:

@@ -21,7 +21,7 @@ from cadenza.checkpoint.tensor_spec import TensorSpec
 from cadenza.checkpoint.weight_format import GROUP, ScaleType, WeightFormat, code_format
 
 MXFP4_GROUP = GROUP
-_MXFP4_FORMAT = code_format(8, "float32")
+MXFP4_FORMAT = code_format(8, "float32")
 
 _DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
 _NOT_A_NUMBER = 255
@@ -123,7 +123,7 @@ def stored_mxfp4(
     return StoredWeight(
         shape=spec.shape,
         stored_type=f"{method} mxfp4",
-        format=_MXFP4_FORMAT,
+        format=MXFP4_FORMAT,
         parts=(codes, scales),
         load=lambda: mxfp4_weight(unpack_codes(codes.array(), 4, reduction), scales.array()),
     )

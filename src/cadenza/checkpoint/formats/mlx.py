@@ -5,7 +5,8 @@ Owns the settings. A module is quantised if it has `scales`.
 Shapes: N out, K in, S stored groups of K.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -26,6 +27,7 @@ from cadenza.errors import CheckpointError
 
 MAX_MODULES = 1 << 17
 _GROUPS = (32, 64, 128)
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 Mode = Literal["affine", "mxfp4"]
 
@@ -46,7 +48,8 @@ def _find(
     tensors = ModuleTensors.of(spec, weights)
     if not tensors.has("scales"):
         return None
-    settings = modules.get(tensors.module, default)
+    named = (modules.get(name) for name in (tensors.module, *_stacks_of(tensors.module)))
+    settings = next((each for each in named if each is not None), default)
     rows, reduction = spec.shape
     if reduction % settings.group:
         raise CheckpointError(
@@ -72,6 +75,12 @@ def _find(
             unpack_codes(codes.array(), bits, reduction), scales.array(), biases.array()
         ),
     )
+
+
+def _stacks_of(module: str) -> Iterator[str]:
+    """How MLX names the stack of all experts that a module is one of."""
+    for stack in ("switch_mlp", "experts"):
+        yield _EXPERT.sub(f".{stack}.", module)
 
 
 def read_mlx(raw: JsonObject) -> QuantisationScheme:

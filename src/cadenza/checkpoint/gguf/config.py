@@ -340,6 +340,23 @@ def _read_olmoe(settings: Settings) -> dict[str, object]:
     return {"model_type": "olmoe", **_read_experts(settings), **weighting}
 
 
+def _read_gpt_oss(settings: Settings) -> dict[str, object]:
+    """Its rope is not truncated, which llama.cpp has no key for; transformers' config says so."""
+    rope = _read_rope(settings)
+    if isinstance(rope.scaling, YarnRopeScaling):
+        rope = replace(rope, scaling=replace(rope.scaling, truncate=False))
+    return {
+        "model_type": "gpt_oss",
+        "attention_bias": _has_bias(settings, "attn_q"),
+        "num_local_experts": settings.integer("expert_count", 1, MAX_EXPERTS),
+        "num_experts_per_tok": settings.integer("expert_used_count", 1, MAX_EXPERTS),
+        "intermediate_size": settings.integer("expert_feed_forward_length", 1, MAX_WIDTH),
+        "sliding_window": _window(settings),
+        "layer_types": _layer_types(settings, _num_layers(settings), full_every=2),
+        "rope_parameters": format_rope(rope, _head_dim(settings)),
+    }
+
+
 def _read_phi3(settings: Settings) -> dict[str, object]:
     return {"model_type": "phi3", "sliding_window": _window(settings)}
 
@@ -353,13 +370,13 @@ def _read_gemma(settings: Settings, *, full_every: int, layers_of_27b: int) -> d
     cap = "final_logit_softcapping"
     return {
         "sliding_window": _window(settings),
-        "layer_types": _gemma_layer_types(settings, num_layers, full_every),
+        "layer_types": _layer_types(settings, num_layers, full_every),
         "query_pre_attn_scalar": scalar,
         cap: settings.number(cap, 1e-3, 1e6) if settings.has(cap) else None,
     }
 
 
-def _gemma_layer_types(settings: Settings, num_layers: int, full_every: int) -> list[str]:
+def _layer_types(settings: Settings, num_layers: int, full_every: int) -> list[str]:
     if _window(settings) is None:
         return [FULL] * num_layers
     if settings.is_array(_PATTERN):
@@ -416,6 +433,7 @@ _ARCHITECTURES: dict[str, Architecture] = {
     "phi3": Architecture(read=_read_phi3, keys=frozenset({_WINDOW, "rope.scaling.attn_factor"})),
     "olmo2": Architecture(read=lambda _: {"model_type": "olmo2"}),
     "olmoe": Architecture(read=_read_olmoe, keys=_EXPERT_KEYS),
+    "gpt-oss": Architecture(read=_read_gpt_oss, keys=_EXPERT_KEYS | {_WINDOW, _PATTERN}),
     "granite": Architecture(
         read=_read_granite,
         keys=frozenset({"attention.scale", "embedding_scale", "residual_scale", "logit_scale"}),

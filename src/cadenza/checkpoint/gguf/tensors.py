@@ -107,6 +107,7 @@ def _layer_places(layer: LayerSpec, prefix: str, stored: Container[str]) -> Iter
         "attn_norm": layer.mixer_norm,
         "attn_q_norm": q_norm,
         "attn_k_norm": k_norm,
+        "attn_sinks": mixer.sinks if isinstance(mixer, AttentionSpec) else None,
         "post_attention_norm": layer.mixer_post_norm,
         "post_attention_norm" if has_other_name else "ffn_norm": layer.mlp_norm,
         "post_ffw_norm": layer.mlp_post_norm,
@@ -180,11 +181,12 @@ def _expert_places(mlp: ExpertMLPSpec, prefix: str, stored: Container[str]) -> I
     yield from _linear_places(f"{prefix}.ffn_gate_inp", (mlp.router,))
     fused = f"{prefix}.ffn_gate_up_exps"
     if f"{fused}.weight" in stored:
-        yield _stack(fused, [expert.gate_up for expert in mlp.experts])
+        yield from _stacks(fused, [expert.gate_up for expert in mlp.experts])
     else:
-        yield _stack(f"{prefix}.ffn_gate_exps", [expert.gate_up[:1] for expert in mlp.experts])
-        yield _stack(f"{prefix}.ffn_up_exps", [expert.gate_up[1:] for expert in mlp.experts])
-    yield _stack(f"{prefix}.ffn_down_exps", [(expert.down,) for expert in mlp.experts])
+        gates = [expert.gate_up[:1] for expert in mlp.experts]
+        yield from _stacks(f"{prefix}.ffn_gate_exps", gates)
+        yield from _stacks(f"{prefix}.ffn_up_exps", [expert.gate_up[1:] for expert in mlp.experts])
+    yield from _stacks(f"{prefix}.ffn_down_exps", [(expert.down,) for expert in mlp.experts])
     if mlp.shared is not None:
         gate, up = mlp.shared.gate_up
         for name, linear in (("gate", gate), ("up", up), ("down", mlp.shared.down)):
@@ -195,13 +197,15 @@ def _expert_places(mlp: ExpertMLPSpec, prefix: str, stored: Container[str]) -> I
         yield _Place(name=name, shape=(mlp.shared_gate.num_in,), parts=parts)
 
 
-def _stack(name: str, experts: list[tuple[LinearSpec, ...]]) -> _Place:
+def _stacks(name: str, experts: list[tuple[LinearSpec, ...]]) -> Iterator[_Place]:
+    """The stacked weights, and the biases if there are any."""
     num_out = sum(linear.num_out for linear in experts[0])
-    return _Place(
-        name=f"{name}.weight",
-        shape=(len(experts), num_out, experts[0][0].num_in),
-        parts=tuple(spec for linears in experts for each in linears for spec in each.tensors()),
-    )
+    all_linears = [linear for linears in experts for linear in linears]
+    weights, *biases = zip(*(linear.tensors() for linear in all_linears), strict=True)
+    shape = (len(experts), num_out)
+    yield _Place(name=f"{name}.weight", shape=(*shape, experts[0][0].num_in), parts=weights)
+    for parts in biases:
+        yield _Place(name=f"{name}.bias", shape=shape, parts=parts)
 
 
 def _check_names(places: Mapping[str, _Place], stored: set[str], where: str) -> None:

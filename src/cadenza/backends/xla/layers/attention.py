@@ -22,13 +22,17 @@ class Attention(NamedTuple):
     qkv: Linear  # [(Hq + 2 Hkv) D, E]
     gate: Linear | None  # [Hq D, E]
     norms: tuple[Any, ...] | None  # [D] each, or [Hq D] and [Hkv D]
+    sinks: Any | None  # [Hq]
 
     @classmethod
     def load(cls, source: WeightSource, spec: AttentionSpec) -> "Attention":
         norms = spec.norms
         qkv, gate = _load_gated(source, spec) if spec.has_gate else (source.linear(*spec.qkv), None)
         return cls(
-            qkv=qkv, gate=gate, norms=norms and tuple(source.norm(norm.name) for norm in norms)
+            qkv=qkv,
+            gate=gate,
+            norms=norms and tuple(source.norm(norm.name) for norm in norms),
+            sinks=None if spec.sinks is None else source.scale(spec.sinks),
         )
 
     def mix(
@@ -44,7 +48,7 @@ class Attention(NamedTuple):
         )
         group, place = model.kv_place(index)
         layer = AttendingLayer(place, model.heads_of(kind), kind.window)
-        factors = HeadFactors(self.norms, rope)
+        factors = HeadFactors(self.norms, rope, self.sinks)
         mixed, pool = ops.rope_append_attend(given, pools.kv[group], factors, context.step, layer)
         return mixed, pools.with_kv(group, pool)
 

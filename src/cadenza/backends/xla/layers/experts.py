@@ -66,8 +66,16 @@ class ExpertMLP(NamedTuple):
         return cls(
             norm=source.optional_norm(layer.mlp_norm),
             router=source.linear(mlp.router),
-            gate_up=source.ops.load_experts(gate_up, source.format_of(first.gate_up)),
-            down=source.ops.load_experts(down, source.format_of([first.down])),
+            gate_up=source.ops.load_experts(
+                gate_up,
+                source.format_of(first.gate_up),
+                [source.biases(expert.gate_up) for expert in mlp.experts],
+            ),
+            down=source.ops.load_experts(
+                down,
+                source.format_of([first.down]),
+                [source.biases([expert.down]) for expert in mlp.experts],
+            ),
             shared=SharedMLP.load(source, mlp),
         )
 

@@ -11,14 +11,16 @@ from typing import Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from cadenza.backends.xla.ops.float8 import float8_product
 from cadenza.backends.xla.ops.quantised import quantised_product
 from cadenza.backends.xla.ops.table import ExpertChoice, Linear
-from cadenza.checkpoint.model_config import ModelConfig
+from cadenza.checkpoint.model_config import CLAMPED_ALPHA, CLAMPED_LIMIT, ModelConfig
 from cadenza.checkpoint.weight_format import FLOAT8
 
-Activate = Callable[[jax.Array], jax.Array]
+Gate = Callable[[jax.Array, jax.Array], jax.Array]
+"""Of a gate and an up projection of one shape."""
 
 _HIGHEST = jax.lax.Precision.HIGHEST
 
@@ -63,6 +65,18 @@ def choose_experts(logits: jax.Array, routing: Routing) -> ExpertChoice:
     return ExpertChoice(ids, jnp.where(is_sound, weights * routing.scale, jnp.nan))
 
 
+def silu_gate(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """silu(gate) * up."""
+    return jax.nn.silu(gate) * up
+
+
+def clamped_swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """gate * sigmoid(alpha * gate) * (1 + up), of a gate and an up within the limit."""
+    bounded = jnp.minimum(gate, np.float32(CLAMPED_LIMIT))
+    up = jnp.clip(up, -np.float32(CLAMPED_LIMIT), np.float32(CLAMPED_LIMIT))
+    return (up + 1) * (bounded * jax.nn.sigmoid(bounded * np.float32(CLAMPED_ALPHA)))
+
+
 def grouped_product(x: jax.Array, weight: Linear, ids: jax.Array) -> jax.Array:
     """x [T, A or 1, K] times the transposed weight [N, K] of each slot's expert: float32 [T, A, N].
 
@@ -94,14 +108,14 @@ def _expert_product(x: jax.Array, weight: Linear, expert: jax.Array) -> jax.Arra
 
 
 def grouped_gated_linear(
-    x: jax.Array, weight: Linear, ids: jax.Array, activation: Activate = jax.nn.silu
+    x: jax.Array, weight: Linear, ids: jax.Array, gate_of: Gate = silu_gate
 ) -> jax.Array:
-    """activation(x Wg) * (x Wu) of each slot's expert, x [T, E] to [T, A, F] in x's type.
+    """`gate_of` x Wg and x Wu of each slot's expert, x [T, E] to [T, A, F] in x's type.
 
     `weight.weight` is [X, 2 F, E], gates first, `weight.bias` [X, 2 F] or None.
     """
     gate, up = jnp.split(grouped_product(x[:, None], weight, ids), 2, axis=-1)  # [T, A, F] each
-    return (activation(gate) * up).astype(x.dtype)
+    return gate_of(gate, up).astype(x.dtype)
 
 
 def grouped_linear(

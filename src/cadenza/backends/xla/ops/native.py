@@ -55,6 +55,7 @@ from cadenza.backends.xla.ops.table import (
     StatePool,
     StepArrays,
     StepStates,
+    expert_biases,
 )
 from cadenza.checkpoint.layer_kind import DeltaShape, KVGroup
 from cadenza.checkpoint.model_config import Activation
@@ -70,7 +71,12 @@ DEFAULT_MAX_TOKENS = 256
 """Enough rows for matrix products to reach full speed. 512 would double the inter-token latency of
 running streams while a prompt is computed, for 3 % more prompt tokens per second."""
 
-_CODE_OF_ACTIVATION: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
+_CODE_OF_ACTIVATION: dict[Activation, int] = {
+    "silu": 0,
+    "gelu_tanh": 1,
+    "gelu": 2,
+    "clamped_swiglu": 3,
+}
 _SCALE_BYTES = np.dtype(np.float32).itemsize
 """Of the scale of a key or value of one head, behind its int8 codes."""
 
@@ -126,9 +132,13 @@ class NativeOps(OpTable):
         return replace(held, weight=held.weight[0], bias=both)
 
     def load_experts(
-        self, experts: Sequence[Sequence[HostWeight]], format: WeightFormat | None = None
+        self,
+        experts: Sequence[Sequence[HostWeight]],
+        format: WeightFormat | None = None,
+        biases: Sequence[Sequence[npt.NDArray[Any]]] = (),
     ) -> Linear:
-        return self._pack(experts, format, is_gated=len(experts[0]) == 2)
+        held = self._pack(experts, format, is_gated=len(experts[0]) == 2)
+        return replace(held, bias=expert_biases(biases))
 
     def _pack(
         self,
@@ -246,7 +256,7 @@ class NativeOps(OpTable):
         shape = (len(x), routing.num_chosen)
         call = self._call("route_experts", (_array(shape, jnp.int32), _array(shape, jnp.float32)))
         ids, weights = call(
-            *(x, router.weight, count, None),
+            *(x, router.weight, count, router.bias),
             experts=routing.num_experts,
             over_chosen=routing.over_chosen,
             sigmoid=False,
@@ -271,7 +281,7 @@ class NativeOps(OpTable):
     ) -> jax.Array:
         shape = (*choice.ids.shape, weight.num_out // 2)
         call = self._call("grouped_gated_linear", _array(shape, self._spec.dtype))
-        return call(x, weight.weight, count, None, choice.ids, activation=self._activation)
+        return call(x, weight.weight, count, weight.bias, choice.ids, activation=self._activation)
 
     def grouped_linear(
         self,
@@ -282,7 +292,7 @@ class NativeOps(OpTable):
         count: jax.Array,
     ) -> jax.Array:
         call = self._call("grouped_linear", _array(residual.shape, jnp.float32), {4: 0})
-        return call(x, weight.weight, count, None, residual, *choice)
+        return call(x, weight.weight, count, weight.bias, residual, *choice)
 
     def rope_append_attend(
         self,

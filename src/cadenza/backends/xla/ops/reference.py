@@ -5,8 +5,7 @@ reduction is the same for every batch. Legend as in `ops.table`; B positions per
 G query heads per KV head.
 """
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,10 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from cadenza.backends.xla.ops.experts import (
+    Gate,
     Routing,
     choose_experts,
+    clamped_swiglu,
     grouped_gated_linear,
     grouped_linear,
+    silu_gate,
 )
 from cadenza.backends.xla.ops.float8 import (
     are_float8,
@@ -61,6 +63,7 @@ from cadenza.backends.xla.ops.table import (
     StatePool,
     StepArrays,
     StepStates,
+    expert_biases,
 )
 from cadenza.checkpoint.layer_kind import DeltaShape, KVGroup
 from cadenza.checkpoint.model_config import Activation
@@ -77,10 +80,11 @@ Places = tuple[jax.Array, int]
 
 _HIGHEST = jax.lax.Precision.HIGHEST
 
-_ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
-    "silu": jax.nn.silu,
-    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
-    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+_GATES: dict[Activation, Gate] = {
+    "silu": silu_gate,
+    "gelu_tanh": lambda gate, up: jax.nn.gelu(gate, approximate=True) * up,
+    "gelu": lambda gate, up: jax.nn.gelu(gate, approximate=False) * up,
+    "clamped_swiglu": clamped_swiglu,
 }
 
 
@@ -129,23 +133,26 @@ class ReferenceOps(OpTable):
         return Linear(floats.astype(jnp.dtype(format.name)), all_biases, format, num_out)
 
     def load_experts(
-        self, experts: Sequence[Sequence[HostWeight]], format: WeightFormat | None = None
+        self,
+        experts: Sequence[Sequence[HostWeight]],
+        format: WeightFormat | None = None,
+        biases: Sequence[Sequence[npt.NDArray[Any]]] = (),
     ) -> Linear:
-        num_out = sum(map(len, experts[0]))
+        num_out, bias = sum(map(len, experts[0])), expert_biases(biases)
         if all(are_float8(parts) for parts in experts):
             weight = stack_float8([join_float8(parts) for parts in experts])
-            return Linear(weight, None, FLOAT8, num_out)
+            return Linear(weight, bias, FLOAT8, num_out)
         own = format or self._spec.weight_format
         held = as_operand([part for parts in experts for part in parts], own)
         if not are_codes(held, own):
             loaded = [self.load_linear(parts, (), own).weight for parts in experts]
-            return Linear(np.stack(loaded), None, own, num_out)
+            return Linear(np.stack(loaded), bias, own, num_out)
         coded = [part if isinstance(part, np.ndarray) else part.as_codes() for part in held]
         common, width = joined(formats_of(coded, own)), len(experts[0])
         each = [part if isinstance(part, np.ndarray) else part.in_format(common) for part in coded]
         operands = [each[at : at + width] for at in range(0, len(each), width)]
         codes = [quantise_parts(own, operand) for operand in operands]
-        return Linear(stack_codes(codes, orders_of(operands)), None, common, num_out)
+        return Linear(stack_codes(codes, orders_of(operands)), bias, common, num_out)
 
     def new_kv_pool(self, group: KVGroup, num_pages: int, fill: float | None) -> KVPool:
         fill = fill or 0.0
@@ -199,7 +206,7 @@ class ReferenceOps(OpTable):
 
     def gated_linear(self, x: jax.Array, weight: Linear, count: jax.Array) -> jax.Array:
         gate, up = jnp.split(_matmul(x, weight), 2, axis=-1)  # [T, F] each
-        return (_ACTIVATIONS[self._model.activation](gate) * up).astype(self._spec.dtype)
+        return _GATES[self._model.activation](gate, up).astype(self._spec.dtype)
 
     def route_experts(self, x: jax.Array, router: Linear, count: jax.Array) -> ExpertChoice:
         return choose_experts(_matmul(x, router), Routing.of(self._model))
@@ -211,8 +218,8 @@ class ReferenceOps(OpTable):
     def grouped_gated_linear(
         self, x: jax.Array, weight: Linear, choice: ExpertChoice, count: jax.Array
     ) -> jax.Array:
-        activation = _ACTIVATIONS[self._model.activation]
-        return grouped_gated_linear(x, weight, choice.ids, activation)
+        gate = _GATES[self._model.activation]
+        return grouped_gated_linear(x, weight, choice.ids, gate)
 
     def grouped_linear(
         self,

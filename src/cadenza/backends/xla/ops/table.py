@@ -200,6 +200,15 @@ class StepArrays(NamedTuple):
     rules: RuleArrays | None = None  # None: no row has rules
 
 
+def expert_biases(
+    biases: Sequence[Sequence[npt.NDArray[Any]]],
+) -> npt.NDArray[np.float32] | None:
+    """The biases of each expert's parts, one behind the other: [X, N]; None if there are none."""
+    if not any(len(parts) for parts in biases):
+        return None
+    return np.stack([np.concatenate(parts) for parts in biases]).astype(np.float32)
+
+
 jax.tree_util.register_dataclass(Linear, ["weight", "bias"], ["format", "num_out"])
 for _group in (TokenInputs, RowInputs, LogitInputs):
     jax.tree_util.register_dataclass(_group, [spec.name for spec in specs_of(_group)], [])
@@ -260,10 +269,13 @@ class OpTable(ABC):
 
     @abstractmethod
     def load_experts(
-        self, experts: Sequence[Sequence[HostWeight]], format: WeightFormat | None = None
+        self,
+        experts: Sequence[Sequence[HostWeight]],
+        format: WeightFormat | None = None,
+        biases: Sequence[Sequence[npt.NDArray[Any]]] = (),
     ) -> Linear:
         """The weight [E, F] of each expert, for `grouped_linear`, or its gate and up [F, E], for
-        `grouped_gated_linear`."""
+        `grouped_gated_linear`. `biases` are those of each expert, if there are any."""
 
     def unwritten(self, shape: tuple[int, ...], dtype: Any) -> jax.Array:
         """An array whose content nothing reads before it is written; called under tracing.

@@ -1,0 +1,74 @@
+"""Reads experts in MXFP4 as gpt-oss stores them: the method `mxfp4`.
+
+Owns the tensors: `gate_up_proj_blocks` [X, 2 F, K / 32, 16] and `down_proj_blocks` [X, E, K / 32,
+16], with the even elements in the low nibbles, and their `_scales` [X, N, K / 32]. Output 2 f is
+that of the gate's f, output 2 f + 1 that of up's. What has no such tensors is stored as floats,
+whatever `modules_to_not_convert` names.
+
+Shapes: X experts, E embed, F MLP, N out, K in.
+"""
+
+import re
+
+from cadenza.checkpoint.formats.grouped import MXFP4_FORMAT, MXFP4_GROUP, mxfp4_weight, unpack_codes
+from cadenza.checkpoint.formats.scheme import ModuleTensors, QuantisationScheme
+from cadenza.checkpoint.interleaved_experts import part_of_expert
+from cadenza.checkpoint.json_object import JsonObject
+from cadenza.checkpoint.quantised_weight import QuantisedWeight
+from cadenza.checkpoint.stored_tensor import StoredTensor, StoredWeight
+from cadenza.checkpoint.tensor_spec import TensorSpec
+from cadenza.checkpoint.weights import Weights
+from cadenza.errors import CheckpointError
+
+_EXPERT = re.compile(r"(?P<stack>.+\.experts)\.(?P<index>\d+)\.(?P<part>gate|up|down)_proj\.weight")
+_BLOCK_BYTES = MXFP4_GROUP // 2
+
+
+def read_mxfp4(raw: JsonObject) -> QuantisationScheme:  # noqa: ARG001 (the tensors say it all)
+    """The scheme of a `quantization_config` whose method is `mxfp4`."""
+    return QuantisationScheme(name=f"mxfp4 with groups of {MXFP4_GROUP}", find=_find)
+
+
+def _find(spec: TensorSpec, weights: Weights) -> StoredWeight | None:
+    found = _EXPERT.fullmatch(spec.name)
+    if found is None:
+        return None
+    is_down = found["part"] == "down"
+    name = "down_proj" if is_down else "gate_up_proj"
+    tensors = ModuleTensors(weights, found["stack"])
+    if not tensors.has(f"{name}_blocks"):
+        return None
+    rows, reduction = spec.shape
+    if reduction % MXFP4_GROUP:
+        raise CheckpointError(
+            f"{spec.name} has {reduction} inputs, which is not a multiple of {MXFP4_GROUP}; "
+            f"correct config.json"
+        )
+    sharing = 1 if is_down else 2
+    groups = sharing * rows, reduction // MXFP4_GROUP
+    blocks, scales = (
+        _part(tensors, f"{name}_{suffix}", int(found["index"]), shape)
+        for suffix, shape in (("blocks", (*groups, _BLOCK_BYTES)), ("scales", groups))
+    )
+    every = slice(int(found["part"] == "up"), None, sharing)
+
+    def load() -> QuantisedWeight:
+        own = blocks.array()[every].reshape(rows, -1)
+        return mxfp4_weight(unpack_codes(own, 4, reduction), scales.array()[every])
+
+    return StoredWeight(
+        shape=spec.shape,
+        stored_type="mxfp4",
+        format=MXFP4_FORMAT,
+        parts=(blocks, scales),
+        load=load,
+        num_sharing=sharing,
+    )
+
+
+def _part(tensors: ModuleTensors, suffix: str, index: int, shape: tuple[int, ...]) -> StoredTensor:
+    """The part of expert `index` of a stacked tensor, which has at least so many."""
+    name = f"{tensors.module}.{suffix}"
+    stored = tensors.weights.shape(name)[:1] if tensors.has(suffix) else ()
+    count = max((index + 1, *stored))
+    return part_of_expert(tensors.take(suffix, [(count, *shape)], ("uint8",)), index)
