@@ -12,6 +12,7 @@ from typing import Literal
 
 from cadenza.checkpoint.config_json import CONFIG_FILE, parse_model_config, read_token_ids
 from cadenza.checkpoint.declaration import EMBEDDING, FINAL_NORM, HEAD, check_weights, declare
+from cadenza.checkpoint.described_family import Description, read_description
 from cadenza.checkpoint.dtypes import WeightDType, as_weight_dtype
 from cadenza.checkpoint.formats import SETTINGS, apply_scheme, read_scheme
 from cadenza.checkpoint.generation_defaults import (
@@ -149,9 +150,9 @@ def open_folder(
         CheckpointError: its content is invalid or not supported.
     """
     config_bytes = read_small_file(folder / CONFIG_FILE, max_bytes=MAX_CONFIG_BYTES)
-    raw_config = parse_json_object(config_bytes, CONFIG_FILE)
+    raw_config, described = parse_json_object(config_bytes, CONFIG_FILE), read_description(folder)
     try:
-        config, weights, can_generate, score_head = _read_known(raw_config, folder)
+        config, weights, can_generate, score_head = _read_known(raw_config, folder, described)
         known = config, weights
         outline, digest = outline_of(config), weights.digest()
     except CheckpointError as error:
@@ -160,6 +161,7 @@ def open_folder(
         known, outline = error, read_outline(raw_config.values)
         can_generate, score_head = True, None
         digest = _digest_of_unread(folder)
+    described_bytes = b"" if described is None else described.content
     generation = read_generation_config(folder)
     tokenizer = read_tokenizer_files(folder)
     return Checkpoint(
@@ -168,7 +170,7 @@ def open_folder(
         generation_defaults=parse_generation_defaults(generation),
         eos_token_ids=unite_eos(outline, generation, tokenizer),
         tokenizer=tokenizer,
-        digest=hashlib.sha256(config_bytes + digest.encode()).hexdigest(),
+        digest=hashlib.sha256(config_bytes + described_bytes + digest.encode()).hexdigest(),
         revision=revision,
         known=known,
         pooling=read_default_pooling(folder),
@@ -178,7 +180,7 @@ def open_folder(
 
 
 def _read_known(
-    raw_config: JsonObject, folder: Path
+    raw_config: JsonObject, folder: Path, described: Description | None
 ) -> tuple[ModelConfig, Weights, bool, ScoreHead | None]:
     """The arithmetic of a model, its weights, which match, whether it can generate, and its score
     head.
@@ -187,10 +189,13 @@ def _read_known(
     """
     whole, raw_config = raw_config, unwrap_config(raw_config)
     plain = {key: value for key, value in raw_config.values.items() if key not in SETTINGS}
-    config = parse_model_config(plain)
+    if described is None:
+        config = parse_model_config(plain)
+    else:
+        config = described.read_config(JsonObject(plain, raw_config.where))
     scheme = read_scheme(raw_config)
     weights = open_weights(folder, has_mtp_layers=config.num_mtp_layers > 0)
-    weights = unwrap_weights(whole, weights)
+    weights = unwrap_weights(whole, weights) if described is None else described.rename(weights)
     config, weights, score_head = split_score_head(raw_config, config, weights)
     config, weights, can_generate = _as_decoder(config, weights)
     weights = split_interleaved_experts(config, split_stacked_experts(config, weights))

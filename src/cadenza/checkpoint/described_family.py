@@ -1,0 +1,197 @@
+"""Models of an unknown type that a file beside them describes: `cadenza.toml`.
+
+The file says which known family computes as the model does, and what has other names or values:
+
+    like = "llama"
+
+    [settings]                    # keys of config.json that the family names otherwise
+    hidden_size = "n_embd"
+
+    [values]                      # settings that config.json does not have
+    rope_theta = 500000.0
+
+    [norms]                       # in place of the family's
+    qk = "head"                   # "head", "all_heads" or "none"
+    before = true                 # of attention and MLP, of their inputs
+    after = false                 # of their outputs
+    adds_one = false              # they multiply by 1 + weight
+
+    [tensors]                     # the family's names, and this model's; {layer} is a number
+    "model.embed_tokens.weight" = "wte.weight"
+    "model.layers.{layer}.self_attn.q_proj.weight" = "h.{layer}.attn.q.weight"
+
+    [ignored]                     # beginnings of names of tensors that are no part of the model
+    names = ["vision."]
+
+Invariant: everything else is as strict as for a known type: a setting that changes the arithmetic
+and is not described is refused by its name, and so is a tensor that is missing or left over.
+"""
+
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, cast
+
+from cadenza.checkpoint.config_json import parse_model_config
+from cadenza.checkpoint.families import FAMILIES
+from cadenza.checkpoint.json_object import JsonObject, read_small_file, shorten
+from cadenza.checkpoint.model_config import ModelConfig
+from cadenza.checkpoint.stored_tensor import StoredTensor
+from cadenza.checkpoint.weights import Weights
+from cadenza.errors import CheckpointError
+
+DESCRIPTION_FILE = "cadenza.toml"
+MAX_DESCRIPTION_BYTES = 1 << 20
+
+_LAYER = "{layer}"
+_REPLACED = frozenset({"model_type", "architectures", "auto_map"})
+"""Settings of config.json in whose place the description stands."""
+
+_NORM_FIELDS = {
+    "qk": "qk_norm",
+    "before": "has_pre_norms",
+    "after": "has_post_norms",
+    "adds_one": "norm_adds_one",
+}
+_FLAGS = {True: True, False: False}
+_QK_NORMS = {"none": None, "head": "head", "all_heads": "all_heads"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Description:
+    """The content of a `cadenza.toml`.
+
+    Args:
+        like: the `model_type` of the family.
+        settings: the family's keys, and those of config.json.
+        values: settings by the family's keys.
+        norms: fields of `ModelConfig`.
+        tensors: the family's names, and the stored ones.
+        ignored: beginnings of names.
+        content: the file's bytes.
+    """
+
+    like: str
+    settings: Mapping[str, str] = field(default_factory=dict[str, str])
+    values: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    norms: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    tensors: Mapping[str, str] = field(default_factory=dict[str, str])
+    ignored: tuple[str, ...] = ()
+    content: bytes = b""
+
+    def read_config(self, raw: JsonObject) -> ModelConfig:
+        """The config of the model whose config.json is `raw`.
+
+        Raises CheckpointError.
+        """
+        missing = next((key for key in self.settings.values() if key not in raw.values), None)
+        if missing is not None:
+            raise CheckpointError(
+                f"{DESCRIPTION_FILE}: settings names {missing[:80]}, which {raw.where} does not "
+                f"have; correct one of the two"
+            )
+        taken = {*self.settings.values(), *_REPLACED}
+        values = {key: value for key, value in raw.values.items() if key not in taken}
+        values |= {own: raw.values[key] for own, key in self.settings.items()}
+        values |= {**self.values, "model_type": self.like}
+        return replace(parse_model_config(values, raw.where), **self.norms)
+
+    def rename(self, weights: Weights) -> Weights:
+        """The tensors under the family's names, without those that are ignored."""
+        patterns = [(_pattern(stored), own) for own, stored in self.tensors.items()]
+        parts: dict[str, list[StoredTensor]] = {}
+        for name in weights:
+            own = _own_name(name, patterns)
+            if name.startswith(self.ignored):
+                parts[name] = []
+            elif own != name:
+                parts[name] = [replace(weights.entry(name), name=own)]
+        return weights.with_parts(parts)
+
+
+def read_description(folder: Path) -> Description | None:
+    """The description of a folder's model; None without one.
+
+    Raises:
+        CheckpointError: the file is too large, no TOML, or not what is described above.
+    """
+    path = folder / DESCRIPTION_FILE
+    if not path.is_file():
+        return None
+    content = read_small_file(path, max_bytes=MAX_DESCRIPTION_BYTES)
+    try:
+        raw = tomllib.loads(content.decode())
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise CheckpointError(f"{DESCRIPTION_FILE} is no TOML: {error}") from error
+    return replace(_parse(raw), content=content)
+
+
+def _parse(raw: dict[str, Any]) -> Description:
+    tables = ("settings", "values", "norms", "tensors", "ignored")
+    unknown = next((key for key in raw if key not in ("like", *tables)), None)
+    if unknown is not None:
+        raise _wrong(unknown, f"not known; known are like and the tables {', '.join(tables)}")
+    like = raw.get("like")
+    if like not in FAMILIES:
+        raise _wrong("like", f"{shorten(like)}; it must be one of {', '.join(FAMILIES)}")
+    for name in tables:
+        if not isinstance(raw.get(name, {}), dict):
+            raise _wrong(name, "no table")
+    return Description(
+        like=like,
+        settings=_texts("settings", raw.get("settings", {})),
+        values=raw.get("values", {}),
+        norms=_norms(raw.get("norms", {})),
+        tensors=_texts("tensors", raw.get("tensors", {})),
+        ignored=_names(raw.get("ignored", {})),
+    )
+
+
+def _texts(name: str, table: dict[str, Any]) -> dict[str, str]:
+    for key, value in table.items():
+        if not isinstance(value, str):
+            raise _wrong(f"{name}.{key}", f"{shorten(value)}; it must be a name")
+        if name == "tensors" and (key.count(_LAYER), value.count(_LAYER)) not in ((0, 0), (1, 1)):
+            raise _wrong(f"{name}.{key}", f"{shorten(value)}; both need {_LAYER} once, or none")
+    return table
+
+
+def _norms(table: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        if key not in _NORM_FIELDS:
+            raise _wrong(f"norms.{key}", f"not known; known are {', '.join(_NORM_FIELDS)}")
+        allowed = cast(Mapping[Any, Any], _QK_NORMS if key == "qk" else _FLAGS)
+        if not isinstance(value, str | bool) or value not in allowed:
+            names = [str(each).lower() for each in allowed]
+            raise _wrong(f"norms.{key}", f"{shorten(value)}; it must be {', '.join(names)}")
+        found[_NORM_FIELDS[key]] = allowed[value]
+    return found
+
+
+def _names(table: dict[str, Any]) -> tuple[str, ...]:
+    names = table.get("names", [])
+    if set(table) - {"names"} or not isinstance(names, list):
+        raise _wrong("ignored", "not a list of names; give names = [...]")
+    every = cast(list[Any], names)
+    odd = [each for each in every if not isinstance(each, str) or not each]
+    if odd:
+        raise _wrong("ignored.names", f"{shorten(odd[0])}; it must have names")
+    return tuple(every)
+
+
+def _wrong(key: str, what: str) -> CheckpointError:
+    return CheckpointError(f"{DESCRIPTION_FILE}: {key} is {what}")
+
+
+def _pattern(stored: str) -> re.Pattern[str]:
+    return re.compile(re.escape(stored).replace(re.escape(_LAYER), r"(\d{1,4})"))
+
+
+def _own_name(name: str, patterns: list[tuple[re.Pattern[str], str]]) -> str:
+    for pattern, own in patterns:
+        if (found := pattern.fullmatch(name)) is not None:
+            return own.replace(_LAYER, found[1]) if found.groups() else own
+    return name
