@@ -1,6 +1,6 @@
 """A gated delta net: the native operation against its definition, on the same ragged steps."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -29,6 +29,7 @@ pytestmark = pytest.mark.native
 NUM_TOKENS, NUM_ROWS, NUM_SLOTS, NUM_LAYERS = 24, 4, 6, 2
 SHAPE = DeltaShape(num_key_heads=2, num_value_heads=6, key_size=32, value_size=48, num_inputs=4)
 LAYER = DeltaLayer(index=1, shape=SHAPE, norm_eps=1e-6)
+TILED = replace(LAYER, shape=replace(SHAPE, is_tiled=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +82,10 @@ def step_of(parts: tuple[Part, ...]) -> tuple[StepArrays, StepStates]:
 class Table:
     """An op table and its pool."""
 
-    def __init__(self, table: OpTable) -> None:
+    def __init__(self, table: OpTable, layer: DeltaLayer = LAYER) -> None:
         self.run = jax.jit(
             lambda pool, given, step: table.compute(
-                lambda ops: ops.gated_delta(given, make_weights(), pool, step, LAYER)
+                lambda ops: ops.gated_delta(given, make_weights(), pool, step, layer)
             ),
             donate_argnums=0,
         )
@@ -112,10 +113,10 @@ def given_for(seed: int, dtype: Any) -> DeltaInputs:
     )
 
 
-@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
-def test_native_gated_delta_nets_compute_the_definition(dtype: Any):
+@pytest.mark.parametrize(("dtype", "layer"), [(np.float32, LAYER), (jnp.bfloat16, TILED)])
+def test_native_gated_delta_nets_compute_the_definition(dtype: Any, layer: DeltaLayer):
     spec = DecoderSpec(model=HOSTILE, dtype=dtype, page_size=16)
-    native, reference = Table(NativeOps(spec)), Table(ReferenceOps(spec))
+    native, reference = Table(NativeOps(spec), layer), Table(ReferenceOps(spec), layer)
     tolerance = 2e-5 if dtype == np.float32 else 2.0**-6
     for seed, parts in ((10, PROMPTS), (20, GOING_ON)):
         given = given_for(seed, dtype)
