@@ -62,6 +62,8 @@ VALUES = {
     "page_size": ("32", 32),
     "scheduler": ("plain", "plain"),
     "prefix_cache_memory_share": ("0.5", 0.5),
+    "max_state_snapshots": ("7", 7),
+    "state_snapshot_interval": ("64", 64),
     "prefix_cache_disk": ("pages", "pages"),
     "prefix_cache_disk_bytes": ("2000000", 2000000),
     "generation_config": ("none", "none"),

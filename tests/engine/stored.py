@@ -37,6 +37,7 @@ def runner_of(limits: EngineLimits, kind: type[FakeRunner] = FakeRunner) -> Fake
         max_pages_per_seq=limits.max_pages_per_seq,
         num_pages=limits.num_pages,
         page_size=limits.page_size,
+        num_state_slots=limits.num_state_slots,
     )
 
 

@@ -14,9 +14,10 @@ import pytest
 
 from cadenza.config import EngineLimits
 from cadenza.core.batch import Batch
-from cadenza.core.kv_cache_manager import KVCacheManager, Prefix
+from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.packing import Packer
 from cadenza.core.page_pool import PagePool
+from cadenza.core.prefix import Prefix
 from cadenza.core.scheduler import Scheduler
 from cadenza.core.sequence import Sequence
 from cadenza.core.step_schema import ModelInputs, StepOutput

@@ -6,9 +6,11 @@ Modules:
 - `page_pool`: allocates and frees pages: reference counts, pins, states
 - `eviction_order`: which page of the prefix cache is reused first
 - `prefix_cache`: finds pages by chained keyed hashes of their tokens
+- `prefix`: what exists of a sequence before it starts
 - `prefix_misses`: why tokens of a prompt were not found in the cache, and where a look-up ended
 - `in_flight_prefixes`: which running sequence computes a page that waiting ones share
 - `recurrent_states`: slots of recurrent states, and snapshots of them behind pages of the cache
+- `sequence_states`: the recurrent states of sequences: opened, placed, published
 - `slot_prefixes`: finds slots whose sequence began alike, where a page is a slot
 - `kv_cache_manager`: pages of sequences: sharing, growing, publishing, releasing; the protocol of
   what keeps pages beyond the pool

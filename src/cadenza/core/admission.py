@@ -9,7 +9,8 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 from cadenza.config import AdmissionMode
-from cadenza.core.kv_cache_manager import KVCacheManager, Prefix
+from cadenza.core.kv_cache_manager import KVCacheManager
+from cadenza.core.prefix import Prefix
 from cadenza.core.sequence import Sequence
 
 RESERVED_OUTPUT: dict[AdmissionMode, float] = {

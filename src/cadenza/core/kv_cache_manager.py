@@ -7,14 +7,14 @@ state, is published only after the step that made it has succeeded with finite l
 
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from cadenza.config import EngineLimits
 from cadenza.core.eviction_order import PageClass
 from cadenza.core.in_flight_prefixes import Coming, InFlightPrefixes
 from cadenza.core.page_pool import PagePool
 from cadenza.core.page_quotas import PageQuotas
+from cadenza.core.prefix import Prefix
 from cadenza.core.prefix_cache import ROOT, Content, PrefixCache
 from cadenza.core.prefix_misses import (
     LookedUpPrompt,
@@ -24,40 +24,21 @@ from cadenza.core.prefix_misses import (
     misses_in_pages,
     no_misses,
 )
-from cadenza.core.recurrent_states import (
-    Placement,
-    RecurrentStates,
-    SequenceState,
-    StateSnapshot,
-    snapshot_places,
-)
+from cadenza.core.recurrent_states import Placement, RecurrentStates
 from cadenza.core.sequence import PageCopy, Sequence
+from cadenza.core.sequence_states import SequenceStates
 from cadenza.core.slot_prefixes import SlotPrefixes
 from cadenza.events import CacheMiss
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prefix:
-    """Pages that already hold the KV of a sequence's first `num_tokens` tokens.
+class MissingPages(NamedTuple):
+    """What a waiting sequence could take from a store: the pages of `keys` behind its first
+    `num_before` pages, which are in the prefix cache. Behind the last of these are no snapshots of
+    a recurrent state, as far back as `bare_keys` go, which are those of the last of them."""
 
-    The first `num_published` of `page_ids` came from the prefix cache; `serial` is the serial of
-    the last of them. `partial_page` holds the remaining tokens; it is copied, because the sequences
-    write different tokens after them. An unreferenced one is taken over instead if `may_take_over`,
-    or if no other page is left. `num_cached_tokens` is what the sequence reports as cached.
-
-    `state_slot` has the recurrent state behind these tokens: a prefix of a model with one ends
-    where there is a snapshot. `num_matched` pages are in the prefix cache, with or without one.
-    """
-
-    page_ids: tuple[int, ...] = ()
-    num_tokens: int = 0
-    num_published: int = 0
-    serial: int = ROOT
-    partial_page: int | None = None
-    may_take_over: bool = False
-    num_cached_tokens: int = 0
-    state_slot: int | None = None
-    num_matched: int = 0
+    num_before: int
+    keys: list[bytes]
+    bare_keys: list[bytes]
 
 
 class PageStore(Protocol):
@@ -68,7 +49,7 @@ class PageStore(Protocol):
     """
 
     def is_reading(
-        self, sequence: Sequence, now_s: float, missing: Callable[[], tuple[int, list[bytes]]]
+        self, sequence: Sequence, now_s: float, missing: Callable[[], MissingPages]
     ) -> bool:
         """Whether a waiting sequence should wait for pages that are being read.
 
@@ -76,13 +57,16 @@ class PageStore(Protocol):
         time.
 
         Args:
-            missing: returns how many of the sequence's pages are in the prefix cache, and the keys
-                of those that follow and that it could take.
+            missing: returns what of the sequence's pages is not in the prefix cache.
         """
         ...
 
     def keep(self, key: bytes, page_id: int) -> None:
         """A page of prompt tokens was published or found; it may be stored while it is cached."""
+        ...
+
+    def keep_state(self, key: bytes, slot: int) -> None:
+        """The same of the snapshot behind the page of a key."""
         ...
 
 
@@ -105,13 +89,14 @@ class KVCacheManager:
             self.slot_prefixes = SlotPrefixes(limits.slot_unit)
         self.pool = PagePool(limits.num_pages, self._forget)
         self.page_quotas = PageQuotas(self.pool, limits.prefix_cache_memory_share)
-        self.states: RecurrentStates | None = None
+        self.sequence_states: SequenceStates | None = None
         if limits.num_state_slots:
-            self.states = RecurrentStates(
-                limits.num_state_slots, num_rows=limits.max_num_seqs, page_size=limits.page_size
-            )
-        interval, size = limits.state_snapshot_interval, limits.page_size
-        self._snapshot_interval = -(-interval // size) * size
+            self.sequence_states = SequenceStates(limits, self.prefix_cache)
+
+    @property
+    def states(self) -> RecurrentStates | None:
+        """The slots of recurrent states; None for a model without."""
+        return None if self.sequence_states is None else self.sequence_states.slots
 
     def num_pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
@@ -144,12 +129,8 @@ class KVCacheManager:
         if self.prefix_cache is None:
             return Prefix()
         found, serial = self._find_pages(sequence)
-        slot, num_matched = None, len(found)
-        if self.states is not None:
-            count, slot = self.states.longest(found)
-            if count < num_matched:
-                found = found[:count]
-                serial = self.prefix_cache.serial_of(found[-1]) if found else ROOT
+        if self.sequence_states is not None:
+            return self.sequence_states.prefix_of(found)
         num_tokens = len(found) * self.page_size
         return Prefix(
             page_ids=found,
@@ -157,8 +138,7 @@ class KVCacheManager:
             num_published=len(found),
             serial=serial,
             num_cached_tokens=num_tokens,
-            state_slot=slot,
-            num_matched=num_matched,
+            num_matched=len(found),
         )
 
     def _find_pages(self, sequence: Sequence) -> tuple[tuple[int, ...], int]:
@@ -225,25 +205,22 @@ class KVCacheManager:
         if in_flight.is_being_computed(sequence.awaited_key):
             return True
         is_first_wait = sequence.awaited_key is None
-        num_found, missing = self._missing_keys(sequence)
-        coming = in_flight.coming(missing, self.page_size)
-        if coming is not None and self._is_snapshot_coming(sequence, coming, num_found):
-            sequence.awaited_key = missing[0]
+        missing = self._missing_pages(sequence)
+        coming = in_flight.coming(missing.keys, self.page_size)
+        if coming is not None and self._is_saving(sequence, coming, missing):
+            sequence.awaited_key = missing.keys[0]
         else:
             sequence.awaited_key = None
         is_waiting = sequence.awaited_key is not None
         self.num_prefix_waits += is_waiting and is_first_wait
         return is_waiting
 
-    def _is_snapshot_coming(self, sequence: Sequence, coming: Coming, num_found: int) -> bool:
-        """Whether pages that another sequence computes behind the first `num_found` will end with a
-        snapshot that saves work, or need none. It is asked for one where the two part."""
-        state = coming.sequence.state
-        if self.states is None or state is None:
+    def _is_saving(self, sequence: Sequence, coming: Coming, missing: MissingPages) -> bool:
+        """Whether a waiting sequence can start from what another one computes."""
+        if self.sequence_states is None:
             return True
-        num_shared = (num_found + coming.num_pages) * self.page_size
-        behind = state.ask_for(num_shared, coming.sequence.num_computed_tokens)
-        return behind > self.find_prefix(sequence).num_tokens
+        num_shared = (missing.num_before + coming.num_pages) * self.page_size
+        return self.sequence_states.is_saving(self.find_prefix(sequence), num_shared, coming)
 
     def is_being_read(self, sequence: Sequence, now_s: float) -> bool:
         """Whether a waiting sequence should wait for pages that a store has."""
@@ -252,15 +229,17 @@ class KVCacheManager:
             return False
         if sequence.fork_source is not None or sequence.is_expecting_source:
             return False
-        return store.is_reading(sequence, now_s, lambda: self._missing_keys(sequence))
+        return store.is_reading(sequence, now_s, lambda: self._missing_pages(sequence))
 
-    def _missing_keys(self, sequence: Sequence) -> tuple[int, list[bytes]]:
-        """How many pages of a waiting sequence are in the prefix cache, and the keys of those that
-        follow and that it could share; none of a sample that starts from another one."""
+    def _missing_pages(self, sequence: Sequence) -> MissingPages:
+        """What a waiting sequence could share and is not in the prefix cache; nothing of a sample
+        that starts from another one."""
         if sequence.fork_source is not None:
-            return 0, []
-        found = len(self._find_pages(sequence)[0])
-        return found, sequence.page_keys[found : self._num_usable(sequence)]
+            return MissingPages(0, [], [])
+        found = self._find_pages(sequence)[0]
+        count, keys = len(found), sequence.page_keys[: self._num_usable(sequence)]
+        num_behind = count if self.states is None else self.states.longest(found)[0]
+        return MissingPages(count, keys[count:], keys[num_behind:count])
 
     def _num_usable(self, sequence: Sequence) -> int:
         """Pages that a sequence may share: the last token is always computed."""
@@ -297,6 +276,20 @@ class KVCacheManager:
         self.pool.free(reversed(known))
         return num_added
 
+    def install_state(
+        self, sequence: Sequence, num_pages: int, write: Callable[[int], bool]
+    ) -> bool:
+        """Adds the snapshot behind the first `num_pages` pages of a waiting sequence from a store;
+        False if these are not in the prefix cache, or it cannot be added.
+
+        Args:
+            write: as in `SequenceStates.install`.
+        """
+        states, found = self.sequence_states, self._find_pages(sequence)[0]
+        if states is None or len(found) < num_pages:
+            return False
+        return states.install(found[num_pages - 1], write)
+
     def num_unheld(self, prefix: Prefix) -> int:
         """Unreferenced pages of a prefix: sharing them reduces the available pages."""
         return sum(1 for page_id in prefix.page_ids if not self.pool.ref_count(page_id))
@@ -310,9 +303,8 @@ class KVCacheManager:
         sequence.num_computed_tokens = prefix.num_tokens
         sequence.num_published_pages = prefix.num_published
         sequence.published_serial = prefix.serial
-        if self.states is not None:
-            sequence.state = self._opened_state(self.states, sequence, prefix)
-        has_state = self.states is None or sequence.state is not None
+        states = self.sequence_states
+        has_state = states is None or states.try_open(sequence, prefix)
         if not (has_state and self._try_grow_beside(sequence, prefix)):
             self.release(sequence)
             return False
@@ -320,12 +312,9 @@ class KVCacheManager:
             self.in_flight_prefixes.add(sequence, sequence.page_keys[prefix.num_published :])
         if not sequence.has_started and not any(each.has_started for each in sequence.siblings):
             self.pool.mark_shared(prefix.page_ids[: prefix.num_published])
-            if self.states is not None and prefix.num_published and prefix.state_slot is not None:
-                self.states.pool.mark_shared((prefix.state_slot,))
-            if self.page_store is not None:
-                found = prefix.page_ids[: prefix.num_published]
-                for key, page_id in zip(sequence.page_keys, found, strict=False):
-                    self.page_store.keep(key, page_id)
+            if states is not None:
+                states.mark_shared(prefix)
+            self._keep_found(sequence, prefix)
         if prefix.partial_page is not None:
             index = len(prefix.page_ids)
             sequence.page_copy = PageCopy(
@@ -335,43 +324,26 @@ class KVCacheManager:
             )
         return True
 
-    def _opened_state(
-        self, states: RecurrentStates, sequence: Sequence, prefix: Prefix
-    ) -> SequenceState | None:
-        """The state of a sequence that starts behind a prefix; None if there are too few slots."""
-        state, num_prompt_tokens = (
-            SequenceState(current=prefix.state_slot),
-            sequence.num_prompt_tokens,
-        )
-        if self.prefix_cache is not None:
-            state.rolls_from = num_prompt_tokens
-            state.wanted = snapshot_places(
-                num_prompt_tokens,
-                prefix.num_tokens,
-                page_size=self.page_size,
-                interval=self._snapshot_interval,
-            )
-            if prefix.num_matched > prefix.num_published:
-                state.ask_for(prefix.num_matched * self.page_size, prefix.num_tokens)
-        if sequence.is_fresh and len(sequence.siblings) > 1:
-            state.forks_at = num_prompt_tokens - 1
-        if not states.try_open(state, from_snapshot=prefix.num_published > 0):
-            return None
-        if state.forks_at == prefix.num_tokens:
-            states.keep_for_samples(state)
-        return state
+    def _keep_found(self, sequence: Sequence, prefix: Prefix) -> None:
+        """Leaves what a sequence found in the prefix cache to the store."""
+        store, num_found = self.page_store, prefix.num_published
+        if store is None or not num_found:
+            return
+        for key, page_id in zip(sequence.page_keys, prefix.page_ids[:num_found], strict=False):
+            store.keep(key, page_id)
+        if prefix.state_slot is not None:
+            store.keep_state(sequence.page_keys[num_found - 1], prefix.state_slot)
 
     def place_state(self, sequence: Sequence, start: int, end: int, num_drafts: int) -> Placement:
         """Names the slots of a step that computes a sequence's tokens from `start` to `end`, of
         which the last are drafts; `unpin` them when it has been read."""
-        assert self.states is not None, "the model has no recurrent state"
-        assert sequence.state is not None, "a sequence without a row has no state"
-        return self.states.place(sequence.state, start, end, num_drafts)
+        assert self.sequence_states is not None, "the model has no recurrent state"
+        return self.sequence_states.place(sequence, start, end, num_drafts)
 
     def settle_drafts(self, sequence: Sequence) -> None:
         """After a step with drafts was read: keeps the state behind the accepted ones."""
-        if self.states is not None and sequence.state is not None:
-            self.states.settle(sequence.state, sequence.num_computed_tokens)
+        if self.sequence_states is not None:
+            self.sequence_states.settle(sequence)
 
     def pin(self, page_ids: Iterable[int]) -> None:
         """Prevents the reuse of pages while a launched step writes them."""
@@ -392,8 +364,8 @@ class KVCacheManager:
     def try_grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Extends the page table to `num_tokens` tokens, with a slot for the state behind them;
         False if too few pages are there or left of the tenant's quota."""
-        state = sequence.state
-        if state is not None and self.states is not None and not self.states.try_reserve(state):
+        states = self.sequence_states
+        if states is not None and not states.try_reserve(sequence):
             return False
         missing = -(-num_tokens // self.page_size) - len(sequence.page_table)
         if missing <= 0:
@@ -410,8 +382,8 @@ class KVCacheManager:
     def grow_behind(self, sequence: Sequence, num_tokens: int, count: int) -> int:
         """Pages for `count` drafts more than `num_tokens`, and slots for their states, or for as
         many as there are some for; returns their number."""
-        if count and self.states is not None and sequence.state is not None:
-            count = self.states.reserve_drafts(sequence.state, count)
+        if count and self.sequence_states is not None:
+            count = self.sequence_states.reserve_drafts(sequence, count)
         if not count or self.try_grow(sequence, num_tokens + count):
             return count
         return len(sequence.page_table) * self.page_size - num_tokens
@@ -442,8 +414,8 @@ class KVCacheManager:
         self.in_flight_prefixes.remove(sequence)
         self.page_quotas.give_back(sequence)
         self.pool.free(reversed(sequence.page_table))
-        if self.states is not None and sequence.state is not None:
-            self.states.release(sequence.state)
+        if self.sequence_states is not None:
+            self.sequence_states.release(sequence)
         sequence.rewind()
 
     def take_copies(self, started: Iterable[Sequence]) -> list[PageCopy]:
@@ -459,30 +431,11 @@ class KVCacheManager:
     def publish(self, sequence: Sequence, num_tokens: int) -> None:
         """Adds the first `num_tokens` tokens to the prefix cache, as far as they fill pages."""
         self._publish_pages(sequence, num_tokens)
-        state = sequence.state
-        if self.states is None or state is None:
+        if self.sequence_states is None:
             return
-        if state.forks_at is not None and not sequence.awaits_fork:
-            self.states.free_for_samples(state)
-        for count in sorted(each for each in state.snapshots if each <= num_tokens):
-            self._publish_state(self.states, sequence, state, count)
-
-    def _publish_state(
-        self, states: RecurrentStates, sequence: Sequence, state: SequenceState, num_tokens: int
-    ) -> None:
-        """Makes the state behind `num_tokens` tokens the snapshot behind their last page, if that
-        is in the prefix cache."""
-        assert self.prefix_cache is not None, "snapshots are made for a prefix cache only"
-        slot, index = state.snapshots.pop(num_tokens), num_tokens // self.page_size - 1
-        page_id = None
-        if sequence.published_serial is not None:
-            page_id = self.prefix_cache.page_of(sequence.page_keys[index])
-        if page_id is not None:
-            snapshot, page_class = StateSnapshot(page_id, slot), self._class_of(sequence, index)
-            is_new = states.try_publish(snapshot, page_class)
-            if is_new and page_class is PageClass.GENERATED:
-                states.roll(state, snapshot)
-        states.pool.free((slot,))
+        for page_id, slot in self.sequence_states.publish(sequence, num_tokens):
+            if self.page_store is not None and self.prefix_cache is not None:
+                self.page_store.keep_state(self.prefix_cache.key_of(page_id), slot)
 
     def _publish_pages(self, sequence: Sequence, num_tokens: int) -> None:
         tenant = sequence.tenant
@@ -553,10 +506,8 @@ class KVCacheManager:
             assert expected == actual, f"page {page_id}: {expected} holders, counted {actual}"
         if self.prefix_cache is not None:
             self.prefix_cache.check_invariants()
-        if self.states is not None:
-            states = [each.state for each in sequences if each.state is not None]
-            cached = [] if self.prefix_cache is None else self.prefix_cache.page_ids
-            self.states.check_invariants(states, cached)
+        if self.sequence_states is not None:
+            self.sequence_states.check_invariants(sequences)
         self.in_flight_prefixes.check_invariants(sequences)
         self.page_quotas.check_invariants(sequences)
 
@@ -579,8 +530,8 @@ class KVCacheManager:
 
     def _forget(self, page_id: int) -> None:
         self.page_quotas.forget(page_id)
-        if self.states is not None:
-            self.states.forget_page(page_id)
+        if self.sequence_states is not None:
+            self.sequence_states.slots.forget_page(page_id)
         if self.prefix_cache is not None:
             self.prefix_cache.forget(page_id)
         if self.slot_prefixes is not None:

@@ -208,6 +208,10 @@ class PrefixCache:
         """The serial of a page in the index."""
         return self._pages[page_id].serial
 
+    def key_of(self, page_id: int) -> bytes:
+        """The key of a page in the index."""
+        return self._pages[page_id].key
+
     @property
     def page_ids(self) -> list[int]:
         """All pages in the index."""

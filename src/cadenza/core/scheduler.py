@@ -21,7 +21,8 @@ from cadenza.core.admission import Admission, Reservations
 from cadenza.core.batch import Batch, BatchEntry
 from cadenza.core.drafts import DraftCounts
 from cadenza.core.fair_share import fair_share_of
-from cadenza.core.kv_cache_manager import KVCacheManager, Prefix
+from cadenza.core.kv_cache_manager import KVCacheManager
+from cadenza.core.prefix import Prefix
 from cadenza.core.prefix_misses import OnPrefix, PrefixCounts
 from cadenza.core.sequence import Sequence, SequenceStatus
 from cadenza.core.sequence_list import SequenceList

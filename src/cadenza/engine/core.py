@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cadenza.backends.base import PageCopier, Runner
+from cadenza.backends.base import PageCopier, Runner, StateCopier
 from cadenza.config import Batching, EngineLimits, SchedulerLoop
 from cadenza.core.admission import RESERVED_OUTPUT, Admission
 from cadenza.core.drafts import Drafting, drafting_of
@@ -366,7 +366,8 @@ def _stored_pages(
 ) -> StoredPages | None:
     if folder is None:
         return None
-    assert isinstance(runner, PageCopier), "the plan allows a folder only where pages can be copied"
+    copier = PageCopier if kv_cache.states is None else StateCopier
+    assert isinstance(runner, copier), "the plan allows a folder only where pages can be copied"
     return StoredPages(runner, kv_cache, folder)
 
 

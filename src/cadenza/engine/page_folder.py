@@ -145,6 +145,11 @@ class PageFolder:
         """Whether there was a page of `key` at the last scan, or it was written since."""
         return key in self._known
 
+    @property
+    def max_content_bytes(self) -> int:
+        """Of the largest page that can be stored."""
+        return self._max_bytes // SCAN_SHARE - OVERHEAD_BYTES
+
     def read(self, key: bytes) -> bytes | StoredMiss:
         """The content of a page; a file that is not what was written is removed."""
         path = self._path_of(key)
@@ -178,7 +183,7 @@ class PageFolder:
         if key in self._known:
             self.touch(key)
             return False
-        if size > self._max_bytes // SCAN_SHARE:
+        if len(content) > self.max_content_bytes:
             self._stop(f"a page has {size} bytes: --prefix-cache-disk-bytes is too small")
             return False
         path, partial = self._path_of(key), self._writing / key.hex()

@@ -1,11 +1,13 @@
 """`StoredPages`: `core.kv_cache_manager.PageStore` over a folder: pages go to it, and come back.
 
 Owns which waiting sequence waits for what. Pages are copied from and to the device on the engine's
-thread, between two steps. Knows no files and no thread but `PageTraffic`. Invariants: a sequence
-waits at most `PATIENCE_S` in all; a page enters the cache only if its tokens are those of the
-sequence.
+thread, between two steps. The snapshot of a recurrent state is a file of its own, under a key that
+follows from that of its page; of a model with states no more pages are read than one has behind it.
+Knows no files and no thread but `PageTraffic`. Invariants: a sequence waits at most `PATIENCE_S` in
+all; a page enters the cache only if its tokens are those of the sequence, and so does a snapshot.
 """
 
+import hashlib
 import logging
 import time
 import weakref
@@ -14,8 +16,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from cadenza.backends.base import PageCopier
-from cadenza.core.kv_cache_manager import KVCacheManager
+from cadenza.backends.base import PageCopier, StateCopier
+from cadenza.core.kv_cache_manager import KVCacheManager, MissingPages
 from cadenza.core.sequence import Sequence, SequenceStatus
 from cadenza.engine.page_folder import PageFolder, StoredMiss
 from cadenza.engine.page_traffic import PageRead, PageTraffic
@@ -32,8 +34,11 @@ MAX_STALLS = 2
 MAX_BACKLOG = 1 << 14
 """Published pages that may wait for being copied; the oldest of more are not stored."""
 
+MAX_STATE_BACKLOG = 64
+"""The same of snapshots."""
+
 PAGES_PER_STEP = 16
-"""Pages copied from the device between two steps."""
+"""Pages copied from the device between two steps, beside one snapshot."""
 
 WAIT_S = 0.01
 """Longest wait of an engine that has nothing else to do."""
@@ -59,15 +64,23 @@ class StoredPageCounts:
 class _Wait:
     """A waiting sequence, since when it waits, and the read that it waits for.
 
-    If the read is its own, it brings the pages behind the first `num_before`.
+    If the read is its own, it brings the pages behind the first `num_before`; with
+    `num_state_pages`, first the snapshot behind so many pages.
     """
 
     since_s: float
     read: PageRead
     is_own: bool
     num_before: int
+    num_state_pages: int | None = None
+    state: bytes | None = None
     num_taken: int = 0
     has_seen_end: bool = False
+
+    @property
+    def lacks_state(self) -> bool:
+        """Whether its own read was to bring a snapshot, and brought nothing."""
+        return self.num_state_pages is not None and self.state is None
 
 
 class StoredPages:
@@ -79,7 +92,8 @@ class StoredPages:
         self._folder = folder
         self._waits: dict[Sequence, _Wait] = {}
         self._backlog: OrderedDict[bytes, int] = OrderedDict()
-        self._is_off = False
+        self._state_backlog: OrderedDict[bytes, int] = OrderedDict()
+        self._is_off = self._has_noted_size = False
         self._num_stalls = 0
         self._num_read = self._num_read_bytes = 0
         self._traffic = PageTraffic(folder)
@@ -90,7 +104,11 @@ class StoredPages:
     @property
     def is_busy(self) -> bool:
         """Whether pages wait for being copied from or to the device."""
-        return not self._has_ended and bool(self._backlog or self._waits)
+        return not self._has_ended and bool(self._has_backlog or self._waits)
+
+    @property
+    def _has_backlog(self) -> bool:
+        return bool(self._backlog or self._state_backlog)
 
     @property
     def counts(self) -> StoredPageCounts:
@@ -108,14 +126,15 @@ class StoredPages:
         return self._is_off or self._traffic.is_off
 
     def is_reading(
-        self, sequence: Sequence, now_s: float, missing: Callable[[], tuple[int, list[bytes]]]
+        self, sequence: Sequence, now_s: float, missing: Callable[[], MissingPages]
     ) -> bool:
         if self._has_ended or self._num_stalls >= MAX_STALLS:
             return False
         wait = self._waits.get(sequence)
         if wait is None:
             wait = self._start(sequence, now_s, missing)
-        elif not (wait.is_own or wait.read.is_open):  # what it lacks by now
+        elif not wait.read.is_open and (not wait.is_own or wait.lacks_state):
+            # What it lacks by now, or a shorter prefix: the snapshot of this one cannot be used.
             wait.has_seen_end = True
             if now_s - wait.since_s <= PATIENCE_S:
                 wait = self._start(sequence, wait.since_s, missing)
@@ -137,6 +156,16 @@ class StoredPages:
         if len(self._backlog) > MAX_BACKLOG:
             self._backlog.popitem(last=False)
 
+    def keep_state(self, key: bytes, slot: int) -> None:
+        if self._has_ended:
+            return
+        if state_key(key) in self._folder:
+            self._traffic.touch(state_key(key))
+            return
+        self._state_backlog[key] = slot
+        if len(self._state_backlog) > MAX_STATE_BACKLOG:
+            self._state_backlog.popitem(last=False)
+
     def advance(self) -> None:
         """Takes pages that were read, and copies published ones; between two steps."""
         if self._is_off:
@@ -146,6 +175,8 @@ class StoredPages:
                 self._take(sequence, wait)
             if self._backlog and self._traffic.has_room:
                 self._copy_published()
+            if self._state_backlog and self._traffic.has_room:
+                self._copy_state()
         except Exception:
             logger.exception("the prefix cache on disk is off: pages could not be copied")
             self._turn_off()
@@ -154,7 +185,7 @@ class StoredPages:
 
     def wait(self) -> bool:
         """Waits a moment for the thread; returns False at once if there is something to do."""
-        if self._backlog and self._traffic.has_room:
+        if self._has_backlog and self._traffic.has_room:
             return False
         unseen = [each.read for each in self._waits.values() if not each.has_seen_end]
         return self._traffic.wait(WAIT_S, *unseen)
@@ -163,26 +194,46 @@ class StoredPages:
         """Writes what is left, within a bounded time, and ends the thread."""
         self._kv_cache.page_store = None
         end_s = time.monotonic() + CLOSE_WITHIN_S
-        while self._backlog and not self._has_ended and time.monotonic() < end_s:
+        while self._has_backlog and not self._has_ended and time.monotonic() < end_s:
             self.advance()
             self.wait()
         self._traffic.stop()
         self._traffic.join(max(0.0, end_s - time.monotonic()))
 
     def _start(
-        self, sequence: Sequence, since_s: float, missing: Callable[[], tuple[int, list[bytes]]]
+        self, sequence: Sequence, since_s: float, missing: Callable[[], MissingPages]
     ) -> _Wait | None:
         """Waits for a read that brings the first missing page: of another sequence, if there is
         one. None if nothing is missing."""
-        num_before, keys = missing()
+        lacks = missing()
+        num_state_pages, keys = None, lacks.keys
+        if self._kv_cache.states is not None:
+            num_state_pages, keys = self._longest_state(lacks)
         if not keys:
             return None
         others = (each.read for each in self._waits.values() if each.is_own)
         found = next((each for each in others if each.brings(keys[0])), None)
         read = found or self._traffic.read(keys)
-        wait = _Wait(since_s, read, is_own=found is None, num_before=num_before)
+        wait = _Wait(
+            since_s,
+            read,
+            is_own=found is None,
+            num_before=lacks.num_before,
+            num_state_pages=num_state_pages,
+        )
         self._waits[sequence] = wait
         return wait
+
+    def _longest_state(self, lacks: MissingPages) -> tuple[int | None, list[bytes]]:
+        """The most pages behind which the folder has a snapshot, and the keys to read for it: its
+        own, then those of missing pages. Without one no page is of use."""
+        keys = [*lacks.bare_keys, *lacks.keys]
+        first = lacks.num_before - len(lacks.bare_keys)
+        for count in range(len(keys), 0, -1):
+            if state_key(keys[count - 1]) in self._folder:
+                pages = keys[len(lacks.bare_keys) : count]
+                return first + count, [state_key(keys[count - 1]), *pages]
+        return None, [state_key(keys[-1])] if keys else []
 
     def _give_up(self, wait: _Wait) -> None:
         """Of a read that is late; others that wait for it may start one of their own."""
@@ -210,14 +261,24 @@ class StoredPages:
         if not contents:
             return
         self._num_stalls = 0
+        if wait.lacks_state:
+            wait.state, *contents = contents
+        if contents:
+            self._install(sequence, wait, contents)
+        num_pages = wait.num_state_pages
+        if num_pages is not None and wait.num_before + wait.num_taken >= num_pages:
+            self._install_state(sequence, wait, num_pages)
+
+    def _install(self, sequence: Sequence, wait: _Wait, contents: list[bytes]) -> None:
+        """Puts pages into the cache."""
         first = wait.num_before + wait.num_taken
+
+        size = self._kv_cache.page_size
 
         def write(page_ids: list[int], start: int) -> bool:
             own = contents[start - first :]
-            size = self._kv_cache.page_size
-            tokens = sequence.token_ids
             for index, content in enumerate(own, start):
-                if not content.startswith(_bytes_of(tokens[index * size : (index + 1) * size])):
+                if not content.startswith(_tokens_of(sequence, index, size)):
                     return False
             try:
                 self._runner.write_pages(page_ids, [each[4 * size :] for each in own])
@@ -230,6 +291,24 @@ class StoredPages:
         wait.num_taken += len(contents)
         self._num_read += num_added
         self._num_read_bytes += sum(map(len, contents[len(contents) - num_added :]))
+
+    def _install_state(self, sequence: Sequence, wait: _Wait, num_pages: int) -> None:
+        """Puts a snapshot into the cache, behind its pages."""
+        content, size = wait.state, self._kv_cache.page_size
+        if not content or not content.startswith(_tokens_of(sequence, num_pages - 1, size)):
+            return
+        wait.state = b""
+
+        def write(slot: int) -> bool:
+            assert isinstance(self._runner, StateCopier), "a model with states has a StateCopier"
+            try:
+                self._runner.write_states([slot], [content[4 * size :]])
+            except Exception:
+                logger.exception("the prefix cache on disk is off: a state could not be copied")
+                self._is_off = True
+            return not self._is_off
+
+        self._kv_cache.install_state(sequence, num_pages, write)
 
     def _copy_published(self) -> None:
         """Copies pages from the device that are still in the cache."""
@@ -248,12 +327,54 @@ class StoredPages:
         for (page_id, key), content in zip(pages.items(), contents, strict=True):
             self._traffic.write(key, _bytes_of(cache.tokens_of(page_id)) + content)
 
+    def _copy_state(self) -> None:
+        """Copies the next snapshot from the device that is still in the cache."""
+        cache, states = self._kv_cache.prefix_cache, self._kv_cache.states
+        assert cache is not None
+        assert states is not None
+        assert isinstance(self._runner, StateCopier), "a model with states has a StateCopier"
+        while self._state_backlog:
+            key, slot = self._state_backlog.popitem(last=False)
+            page_id = cache.page_of(key)
+            if page_id is None or states.slot_of(page_id) != slot or state_key(key) in self._folder:
+                continue
+            (content,) = self._runner.read_states([slot])
+            content = _bytes_of(cache.tokens_of(page_id)) + content
+            if len(content) > self._folder.max_content_bytes:
+                self._state_backlog.clear()
+                self._note_large_state(len(content))
+                return
+            self._traffic.write(state_key(key), content)
+            return
+
+    def _note_large_state(self, num_bytes: int) -> None:
+        """Once: no snapshot is stored."""
+        if not self._has_noted_size:
+            logger.warning(
+                "snapshots of %d bytes are not stored: --prefix-cache-disk-bytes is too small for "
+                "them, so that prompts are not found on the disk",
+                num_bytes,
+            )
+        self._has_noted_size = True
+
     def _turn_off(self) -> None:
         self._is_off = True
         self._backlog.clear()
+        self._state_backlog.clear()
         for wait in self._waits.values():
             self._traffic.end(wait.read)
         self._waits.clear()
+
+
+def state_key(page_key: bytes) -> bytes:
+    """The key of the snapshot behind the page of a key."""
+    digest_size = len(page_key)
+    return hashlib.blake2b(page_key, digest_size=digest_size, person=b"cadenza-state").digest()
+
+
+def _tokens_of(sequence: Sequence, index: int, size: int) -> bytes:
+    """With what a content of a sequence's page `index` begins, or of the snapshot behind it."""
+    return _bytes_of(sequence.token_ids[index * size : (index + 1) * size])
 
 
 def _bytes_of(token_ids: list[int] | tuple[int, ...]) -> bytes:
