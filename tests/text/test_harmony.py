@@ -19,6 +19,7 @@ from cadenza.text import Tokenizer
 from cadenza.text.answers.answer_grammar import Tool
 from cadenza.text.answers.content_stops import ContentStops
 from cadenza.text.answers.harmony import MAX_HEADER_CHARS, HarmonyParser, tail_of
+from cadenza.text.answers.input_grammar import InputGrammar
 from cadenza.text.answers.part_parser import REASONING_FORMATS, PartPlan
 from cadenza.text.answers.tool_calls import HARMONY, HARMONY_MARKS
 from cadenza.text.constraints.token_constraint import ConstraintCompiler
@@ -382,3 +383,39 @@ def test_a_template_with_channels_shows_the_format(tokenizer: Tokenizer) -> None
     assert AnswerPlanner("", tokenizer, named).format_names == ("harmony", "harmony")
     silent = AnswerPlanner(TEMPLATE, tokenizer, AnswerParsers(reasoning="none"))
     assert silent.format_names == ("harmony",)
+
+
+PATCH = 'start: ("+" | "-") /[a-z<"]{1,4}/ "\\n"'
+CUSTOM = Tool(
+    name="patch",
+    parameters={
+        "type": "object",
+        "properties": {"input": {"type": "string"}},
+        "required": ["input"],
+    },
+    input=InputGrammar(syntax="lark", definition=PATCH),
+)
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_a_custom_tools_text_is_of_its_grammar(
+    tokenizer: Tokenizer, compiler: ConstraintCompiler, choice: Any
+) -> None:
+    plan = plan_of(tokenizer, ToolUse(tools=(CUSTOM,), choice=choice))
+    assert plan.constraint is not None
+    assert plan.constraint.is_needed
+    header = CALL.replace(".f ", ".patch ")
+    for text, is_taken in (('{"input": "+a<\\"b\\n"}', True), ('{"input": "a"}', False)):
+        constraint = constraint_of(compiler, plan)
+        taken: list[bool] = []
+        for token_id in ids_of(tokenizer, header + text):
+            taken.append(token_id in allowed_ids(constraint, tokenizer.vocab_size))
+            if not taken[-1]:
+                break
+            constraint.accept(token_id)
+        assert all(taken) == is_taken, text
+    assert plan.make_parser is not None
+    parser = plan.make_parser()
+    answer = header + '{"input": "+a<\\"b\\n"}<|call|>'
+    (part,) = (*parser.push(answer), *parser.flush())
+    assert json.loads(part.text) == {"input": '+a<"b\n'}
