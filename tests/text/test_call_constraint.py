@@ -4,6 +4,7 @@ import json
 import random
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import jsonschema_rs
@@ -15,7 +16,7 @@ from cadenza.loading.build import constraint_compiler
 from cadenza.structured import CallRule, Constraint, ConstraintSpec
 from cadenza.text import Tokenizer
 from cadenza.text.answers.answer_grammar import Tool
-from cadenza.text.answers.call_grammar import CallGrammar
+from cadenza.text.answers.call_grammar import call_rule
 from cadenza.text.answers.call_readers import (
     DEEPSEEK_CALL,
     DEEPSEEK_CALL_END,
@@ -23,6 +24,7 @@ from cadenza.text.answers.call_readers import (
     DEEPSEEK_CALLS_END,
     DEEPSEEK_SEPARATOR,
 )
+from cadenza.text.answers.called_tools import CallGrammar
 from cadenza.text.answers.input_grammar import InputGrammar
 from cadenza.text.answers.part_parser import PartPlan
 from cadenza.text.answers.tool_calls import TOOL_FORMATS, ToolFormat
@@ -402,7 +404,7 @@ def test_marks_within_calls_may_be_tokens(
     marks = dict(zip(tools.inner_marks[-2:], spare, strict=False))
     assert len(marks) == min(2, len(tools.inner_marks))
     calls = CallGrammar(tools=TOOLS, format=tools, compile=lenient, inputs={})
-    rule = calls.rule(marks)
+    rule = call_rule(calls, marks)
     stream = Stream(tokenizer, constraint_of(compiler, rule))
     stream.write(tools.begin)
     text = WRITTEN[name][0].removeprefix(tools.begin)
@@ -480,6 +482,11 @@ def test_required_calls_are_elements_where_these_hold_the_schemas(
         ("tool_call", "none", "{}"),
     ]
     assert written(tokenizer, compiler, plan_with(tokenizer, use), XML) == calls
+    one = plan_with(tokenizer, replace(use, is_parallel=False))
+    first, _, second = XML.partition("\n<tool_call>")
+    assert written(tokenizer, compiler, one, first) == calls[:1]
+    with pytest.raises(AssertionError):
+        written(tokenizer, compiler, one, f"{first}\n<tool_call>{second}")
     either = ToolUse(tools=(WRITE, NONE))
     plan = plan_with(tokenizer, either, 'start: "no"')
     assert written(tokenizer, compiler, plan, XML) == calls
@@ -544,8 +551,8 @@ CALLED_4 = (
 def test_values_of_gemma_4_stand_between_its_marks_in_lists_and_objects_too(
     tokenizer: Tokenizer, compiler: ConstraintCompiler
 ) -> None:
-    use = ToolUse(tools=(Tool(name="g", parameters=NESTED), NONE), choice="required")
-    plan = plan_with(tokenizer, use, name="gemma4")
+    tools = (Tool(name="g", parameters=NESTED), NONE)
+    plan = plan_with(tokenizer, ToolUse(tools=tools, choice="required"), name="gemma4")
     value = {
         "code": ["a"],
         "mode": "on",

@@ -22,7 +22,8 @@ from cadenza.text.answers.answer_grammar import (
     either_grammar,
     text_or_calls_grammar,
 )
-from cadenza.text.answers.call_grammar import ANY_OBJECT, CallGrammar, holds_schemas, required_calls
+from cadenza.text.answers.call_grammar import ANY_OBJECT, call_rule, holds_schemas, required_calls
+from cadenza.text.answers.called_tools import CallGrammar
 from cadenza.text.answers.escaped_regex import Escapes
 from cadenza.text.answers.harmony_grammar import (
     HarmonyFrame,
@@ -342,11 +343,11 @@ def _call_rule(calls: CallGrammar, marks: Marks, check: GrammarCheck) -> CallRul
             calls = replace(calls, tools=[_loosened(tool, check) for tool in calls.tools])
         try:
             # The check has no tokens: the marks are texts there.
-            trial = calls.rule({})
+            trial = call_rule(calls, {})
             if trial is None:
                 break
             if check(trial.grammar) is None:
-                return calls.rule(marks)
+                return call_rule(calls, marks)
         except InvalidRequestError:
             continue
     if calls.inputs:

@@ -12,7 +12,9 @@ Modules:
 - `tool_calls`: the notations of tool calls by family
 - `call_forms`: where calls begin and end in an answer
 - `call_readers`: what is in them, as leniently as is certain
-- `call_grammar`: what a call may be that the model begins by itself
+- `call_grammar`: what a call may be that the model begins by itself, in each notation
+- `called_tools`: what the grammars of calls are made of
+- `element_calls`, `listed_calls`: grammars of calls with elements, and with arguments in a list
 - `gemma_values`: arguments of calls as Gemma 4 writes them
 - `generic_tools`: tools and their results as messages, where a template has no place for them
 - `written_calls`: calls and tools as texts of messages, where a template passes over them

@@ -55,7 +55,7 @@ def text_or_message_calls(arguments: Arguments, marks: Marks) -> str:
     return joined_grammar("\n".join(lines), _named(arguments))
 
 
-def call_rule(tools: Sequence[Tool], arguments: Mapping[str, str], marks: Marks) -> CallRule:
+def message_rule(tools: Sequence[Tool], arguments: Mapping[str, str], marks: Marks) -> CallRule:
     """A call from its function's name on, which is one of the tools'."""
     lines = [f"start: {_either('call', len(tools))}", *_kinds(marks)]
     header = literal_in(_COMMENTARY, marks)
