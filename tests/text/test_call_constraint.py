@@ -3,132 +3,39 @@
 import json
 import random
 import re
-from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import jsonschema_rs
 import pytest
 
-from cadenza.checkpoint import open_checkpoint
-from cadenza.frontend.answers import AnswerParsers, AnswerPlan, AnswerPlanner, AskedAnswer, ToolUse
-from cadenza.loading.build import constraint_compiler
-from cadenza.structured import CallRule, Constraint, ConstraintSpec
+from cadenza.frontend.answers import ToolUse
+from cadenza.structured import ConstraintSpec
 from cadenza.text import Tokenizer
 from cadenza.text.answers.answer_grammar import Tool
 from cadenza.text.answers.call_grammar import call_rule
-from cadenza.text.answers.call_readers import (
-    DEEPSEEK_CALL,
-    DEEPSEEK_CALL_END,
-    DEEPSEEK_CALLS,
-    DEEPSEEK_CALLS_END,
-    DEEPSEEK_SEPARATOR,
-)
 from cadenza.text.answers.called_tools import CallGrammar
 from cadenza.text.answers.input_grammar import InputGrammar
 from cadenza.text.answers.part_parser import PartPlan
 from cadenza.text.answers.tool_calls import TOOL_FORMATS, ToolFormat
 from cadenza.text.constraints.token_constraint import ConstraintCompiler
 from cadenza.text.schemas.grammar import ARGUMENTS_STYLE
-from cadenza.text.schemas.grammar_check import check_grammar
 from cadenza.text.schemas.json_schema import compile_schema
+from tests.text.call_streams import (
+    BEGINNINGS,
+    LISTED,
+    SCHEMA,
+    TOOLS,
+    WRITTEN,
+    Stream,
+    constraint_of,
+    rule_of,
+)
 from tests.text.marked_tokenizers import with_marks
-from tests.text.parts import joined, parse
+from tests.text.parts import parse
 from tests.text.walks import allowed_ids
 
-SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "properties": {
-        "city": {"type": "string", "maxLength": 5},
-        "n": {"$ref": "#/$defs/n"},
-        "unit": {"type": "string", "enum": ["c", "f"]},
-    },
-    "required": ["city", "n"],
-    "additionalProperties": False,
-    "$defs": {"n": {"type": "integer", "minimum": 1, "maximum": 9}},
-}
-TOOLS = (Tool(name="f", parameters=SCHEMA), Tool(name="now"))
 FORMATS = ("hermes", "qwen3_coder", "mistral", "llama3_json", "json", "pythonic")
 TAGGED = ("glm45", "functiongemma", "gemma4")
-LISTED = ("lfm2", "deepseek_v3", "deepseek_v31")
-BEGINNINGS = {
-    "hermes": "<tool_call>",
-    "qwen3_coder": "<tool_call>",
-    "mistral": "[TOOL_CALLS]",
-    "llama3_json": '{"name": "f"',
-    "pythonic": "[f(",
-    "glm45": "<tool_call>",
-    "functiongemma": "<start_function_call>",
-    "gemma4": "<|tool_call>",
-    "lfm2": "<|tool_call_start|>",
-    "deepseek_v3": DEEPSEEK_CALLS,
-    "deepseek_v31": DEEPSEEK_CALLS,
-    "json": '```json\n{ "name":"now"',
-}
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    source = open_checkpoint(None).tokenizer_source
-    assert source is not None
-    return Tokenizer(source)
-
-
-@pytest.fixture(scope="module")
-def compiler() -> Iterator[ConstraintCompiler]:
-    made = constraint_compiler(open_checkpoint(None))
-    assert made is not None
-    yield made
-    made.close()
-
-
-def rule_of(
-    tokenizer: Tokenizer, name: str, tools: tuple[Tool, ...] = TOOLS, reasoning: str = "none"
-) -> CallRule | None:
-    planner = AnswerPlanner("", tokenizer, AnswerParsers(tool_calls=name, reasoning=reasoning))
-    plan = planner.plan("", None, AskedAnswer(use=ToolUse(tools=tools)), check_grammar)
-    return None if plan.constraint is None else plan.constraint.calls
-
-
-def constraint_of(compiler: ConstraintCompiler, rule: CallRule | None) -> Constraint:
-    made = compiler.compile(ConstraintSpec(calls=rule)).result()
-    assert made is not None
-    return made
-
-
-class Stream:
-    """A constraint and the text of what it accepted."""
-
-    def __init__(self, tokenizer: Tokenizer, constraint: Constraint) -> None:
-        self.tokenizer = tokenizer
-        self.constraint = constraint
-        self.ids: list[int] = []
-
-    def write(self, text: str) -> None:
-        for token_id in with_marks(self.tokenizer, text):
-            self.take(token_id)
-
-    def take(self, token_id: int) -> None:
-        self.constraint.accept(token_id)
-        self.ids.append(token_id)
-
-    @property
-    def text(self) -> str:
-        return self.tokenizer.decode(self.ids, skip_special_tokens=False)
-
-    @property
-    def is_free(self) -> bool:
-        return all(byte == 0xFF for byte in self.constraint.allowed())
-
-    def finish_call(self, rng: random.Random) -> None:
-        for _ in range(1500):
-            if self.is_free:
-                return
-            forced = self.constraint.forced()
-            allowed = allowed_ids(self.constraint, self.tokenizer.vocab_size)
-            assert not forced or allowed == [forced[0]]
-            self.take(rng.choice(allowed))
-        raise AssertionError(f"the call does not end: {self.text}")
 
 
 @pytest.mark.parametrize("name", [*FORMATS, *LISTED])
@@ -308,39 +215,6 @@ def test_a_needed_call_that_cannot_go_on_is_a_failure(
         assert stream.constraint.has_failed == has_failed
 
 
-WRITTEN = {
-    "glm45": (
-        "<tool_call>f\n<arg_key>city</arg_key>\n<arg_value>It's </a> x</arg_value>\n"
-        "<arg_key>n</arg_key>\n<arg_value>",
-        "7</arg_value>\n<arg_key>unit</arg_key>\n<arg_value>f</arg_value>\n</tool_call>",
-    ),
-    "functiongemma": (
-        "<start_function_call>call:f{city:<escape>It's </a> x<escape>,n:",
-        "7, unit:<escape>f<escape>}<end_function_call>",
-    ),
-    "gemma4": (
-        '<|tool_call>call:f{city:<|"|>It\'s </a> x<|"|>,n:',
-        '7,unit:<|"|>f<|"|>}<tool_call|>',
-    ),
-    "pythonic": ('[f(city="It\'s ", n=', '7, unit="f"), now()]'),
-    "lfm2": (
-        '<|tool_call_start|>[f(city="It\'s ", n=',
-        '7, unit="f"), now()]<|tool_call_end|>',
-    ),
-    "deepseek_v31": (
-        f'{DEEPSEEK_CALLS}{DEEPSEEK_CALL}f{DEEPSEEK_SEPARATOR}{{"city": "It\'s ", "n": ',
-        f'7, "unit": "f"}}{DEEPSEEK_CALL_END}{DEEPSEEK_CALL}now{DEEPSEEK_SEPARATOR}{{}}'
-        f"{DEEPSEEK_CALL_END}{DEEPSEEK_CALLS_END}",
-    ),
-    "deepseek_v3": (
-        f"{DEEPSEEK_CALLS}{DEEPSEEK_CALL}function{DEEPSEEK_SEPARATOR}f\n```json\n"
-        '{"city": "It\'s ", "n": ',
-        f'7, "unit": "f"}}\n```{DEEPSEEK_CALL_END}\n{DEEPSEEK_CALL}function{DEEPSEEK_SEPARATOR}'
-        f"now\n```json\n{{}}\n```{DEEPSEEK_CALL_END}{DEEPSEEK_CALLS_END}",
-    ),
-}
-
-
 @pytest.mark.parametrize("name", WRITTEN)
 def test_other_notations_have_the_types_of_the_schema(
     tokenizer: Tokenizer, compiler: ConstraintCompiler, name: str
@@ -424,179 +298,3 @@ def test_a_name_that_python_does_not_take_is_not_constrained(tokenizer: Tokenize
     odd = {"type": "object", "properties": {"from": {"type": "string"}}}
     assert rule_of(tokenizer, "pythonic", (Tool(name="f", parameters=odd),)) is None
     assert rule_of(tokenizer, "pythonic", (Tool(name="my-f"),)) is None
-
-
-def plan_with(
-    tokenizer: Tokenizer, use: ToolUse, form: str | None = None, name: str = "qwen3_coder"
-) -> AnswerPlan:
-    planner = AnswerPlanner("", tokenizer, AnswerParsers(tool_calls=name))
-    asked = None if form is None else ConstraintSpec(grammar=form)
-    return planner.plan("", asked, AskedAnswer(use=use), check_grammar)
-
-
-def written(tokenizer: Tokenizer, compiler: ConstraintCompiler, plan: AnswerPlan, text: str) -> Any:
-    """The parts of a text that the plan's constraint allows, whole and in pieces."""
-    assert plan.constraint is not None
-    assert plan.make_parser is not None
-    made = compiler.compile(plan.constraint).result()
-    assert made is not None
-    for token_id in with_marks(tokenizer, text):
-        assert token_id in allowed_ids(made, tokenizer.vocab_size), text
-        made.accept(token_id)
-    whole, pieces = plan.make_parser(), plan.make_parser()
-    found = joined([*whole.push(text), *whole.flush()])
-    assert found == joined([*(p for each in text for p in pieces.push(each)), *pieces.flush()])
-    return [part for part in found if part[2].strip()]
-
-
-PLAIN = {
-    "type": "object",
-    "properties": {"path": {"type": "string"}, "n": {"type": "integer", "maximum": 9}},
-    "required": ["path"],
-}
-WRITE = Tool(name="write", parameters=PLAIN)
-NONE = Tool(name="none", parameters={"type": "object", "properties": {}})
-XML = """<tool_call>
-<function=write>
-<parameter=path>
-a <b>
-c
-</parameter>
-<parameter=n>
-7
-</parameter>
-</function>
-</tool_call>
-<tool_call>
-<function=none>
-</function>
-</tool_call>"""
-
-
-def test_required_calls_are_elements_where_these_hold_the_schemas(
-    tokenizer: Tokenizer, compiler: ConstraintCompiler
-) -> None:
-    use = ToolUse(tools=(WRITE, NONE), choice="required")
-    calls = [
-        ("tool_call", "write", '{"path": "a <b>\\nc", "n": 7}'),
-        ("tool_call", "none", "{}"),
-    ]
-    assert written(tokenizer, compiler, plan_with(tokenizer, use), XML) == calls
-    one = plan_with(tokenizer, replace(use, is_parallel=False))
-    first, _, second = XML.partition("\n<tool_call>")
-    assert written(tokenizer, compiler, one, first) == calls[:1]
-    with pytest.raises(AssertionError):
-        written(tokenizer, compiler, one, f"{first}\n<tool_call>{second}")
-    either = ToolUse(tools=(WRITE, NONE))
-    plan = plan_with(tokenizer, either, 'start: "no"')
-    assert written(tokenizer, compiler, plan, XML) == calls
-    assert written(tokenizer, compiler, plan, "no") == [("content", None, "no")]
-
-
-@pytest.mark.parametrize("name", LISTED)
-@pytest.mark.parametrize("is_parallel", [True, False])
-def test_required_calls_are_in_their_own_notation_where_their_values_are_json(
-    tokenizer: Tokenizer, compiler: ConstraintCompiler, name: str, is_parallel: bool
-) -> None:
-    use = ToolUse(tools=TOOLS, choice="required", is_parallel=is_parallel)
-    plan = plan_with(tokenizer, use, name=name)
-    both = "".join(WRITTEN[name]).replace("It's ", "It's")
-    second = {
-        "lfm2": ", now()",
-        "deepseek_v31": f"{DEEPSEEK_CALL}now{DEEPSEEK_SEPARATOR}{{}}{DEEPSEEK_CALL_END}",
-        "deepseek_v3": f"\n{DEEPSEEK_CALL}function{DEEPSEEK_SEPARATOR}now\n```json\n{{}}\n```"
-        f"{DEEPSEEK_CALL_END}",
-    }
-    call = ("tool_call", "f", '{"city": "It\'s", "n": 7, "unit": "f"}')
-    assert written(tokenizer, compiler, plan, both.replace(second[name], "")) == [call]
-    if is_parallel:
-        assert written(tokenizer, compiler, plan, both) == [call, ("tool_call", "now", "{}")]
-    else:
-        with pytest.raises(AssertionError):
-            written(tokenizer, compiler, plan, both)
-
-
-def test_required_calls_are_json_where_a_text_is_bounded(
-    tokenizer: Tokenizer, compiler: ConstraintCompiler
-) -> None:
-    use = ToolUse(tools=TOOLS, choice="required")
-    text = '[{"name": "f", "arguments": {"city": "a", "n": 1}}]'
-    found = written(tokenizer, compiler, plan_with(tokenizer, use), text)
-    assert found == [("tool_call", "f", '{"city": "a", "n": 1}')]
-
-
-NESTED: dict[str, Any] = {
-    "type": "object",
-    "properties": {
-        "tags": {"type": "array", "items": {"type": "string"}},
-        "Place": {"$ref": "#/$defs/place"},
-        "mode": {"type": "string", "enum": ["on", "off"]},
-        "code": {"type": "array", "items": {"type": "string", "pattern": "^[a-c]$"}},
-    },
-    "required": ["Place"],
-    "$defs": {
-        "place": {
-            "type": "object",
-            "properties": {"name": {"type": "string"}, "at": {"type": "number"}},
-            "required": ["name"],
-        }
-    },
-}
-CALLED_4 = (
-    '<|tool_call>call:g{code:["a"],mode:<|"|>on<|"|>,'
-    'Place:{at:1.5,name:<|"|>Å {"x"}<|"|>},tags:[<|"|>a, b<|"|>,<|"|><|"|>]}<tool_call|>'
-)
-
-
-def test_values_of_gemma_4_stand_between_its_marks_in_lists_and_objects_too(
-    tokenizer: Tokenizer, compiler: ConstraintCompiler
-) -> None:
-    tools = (Tool(name="g", parameters=NESTED), NONE)
-    plan = plan_with(tokenizer, ToolUse(tools=tools, choice="required"), name="gemma4")
-    value = {
-        "code": ["a"],
-        "mode": "on",
-        "Place": {"at": 1.5, "name": 'Å {"x"}'},
-        "tags": ["a, b", ""],
-    }
-    text = f"{CALLED_4}<|tool_call>call:none{{}}<tool_call|>"
-    found = written(tokenizer, compiler, plan, text)
-    assert [(called, json.loads(arguments)) for _, called, arguments in found] == [
-        ("g", value),
-        ("none", {}),
-    ]
-    for wrong in ('"d"', '<|"|>a<|"|>'):
-        with pytest.raises(AssertionError):
-            written(tokenizer, compiler, plan, CALLED_4.replace('"a"', wrong))
-    with pytest.raises(AssertionError):
-        written(tokenizer, compiler, plan, CALLED_4.replace(",name:", ",other:"))
-
-
-def test_drawn_calls_of_gemma_4_are_of_their_schema(
-    tokenizer: Tokenizer, compiler: ConstraintCompiler
-) -> None:
-    schema: dict[str, Any] = {
-        "type": "object",
-        "properties": {
-            "list": {"type": "array", "items": {"enum": ["x", "y, {z}"]}},
-            "In": {
-                "type": "object",
-                "properties": {"b": {"type": "boolean"}, "a": {"enum": ["q"]}, "c": {"const": 1}},
-                "required": ["c"],
-            },
-        },
-        "required": ["In"],
-    }
-    tools = (Tool(name="g", parameters=schema),)
-    plan = PartPlan(tools=TOOL_FORMATS["gemma4"], functions=ToolUse(tools=tools).schemas)
-    keys: set[str] = set()
-    for seed in range(12):
-        stream = Stream(tokenizer, constraint_of(compiler, rule_of(tokenizer, "gemma4", tools)))
-        stream.write(BEGINNINGS["gemma4"])
-        stream.finish_call(random.Random(seed))
-        ((kind, _, arguments),) = parse(plan, *stream.text)
-        assert kind == "tool_call", stream.text
-        found = json.loads(arguments)
-        assert jsonschema_rs.is_valid(schema, found), stream.text
-        keys |= {*found, *found["In"]}
-    assert keys == {"list", "In", "a", "b", "c"}
