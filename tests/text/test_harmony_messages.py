@@ -114,7 +114,6 @@ def test_every_turn_begins_with_the_one_before(text: TextFrontend) -> None:
         [{"role": "assistant", "tool_calls": [], "content": "a"}],
         [turn(call("f", "1"), call("g", "1")), result("a", "1"), result("b", "1")],
         [turn("odd", {"id": 5}), result("a", "5"), result("b")],
-        [result("a", "1")],
     ],
 )
 def test_no_call_no_result_and_no_text_is_lost(given: list[dict[str, Any]]) -> None:
@@ -129,6 +128,19 @@ def test_no_call_no_result_and_no_text_is_lost(given: list[dict[str, Any]]) -> N
         assert of(made, key) == of(given, key)
     assert all(len(each.get("tool_calls", [0])) == 1 for each in made)
     assert harmony_messages(made) == made
+
+
+def test_a_result_without_a_call_is_told_by_the_user(text: TextFrontend) -> None:
+    """As a history has it that was cut."""
+    named = {**result("a", "1"), "name": "f"}
+    answer = {"role": "assistant", "content": "Sun."}
+    shown = rendered(text, [named, USER, answer, result("b", "2")])
+    assert "<|start|>user<|message|>Result of f: a<|end|>" in shown
+    assert "Sun.<|end|><|start|>user<|message|>Result: b<|end|>" in shown
+    (made,) = harmony_messages([{**named, "content": [{"type": "text", "text": "a"}]}])
+    assert made == {"role": "user", "content": [{"type": "text", "text": "a"}]}
+    called = [USER, turn(call("f", "1")), USER, result("a", "1")]
+    assert RESULT.format("f", "a") in rendered(text, called)
 
 
 def test_a_function_without_a_description_is_rendered(text: TextFrontend) -> None:

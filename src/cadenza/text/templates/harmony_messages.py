@@ -17,24 +17,39 @@ _BETWEEN = "\n\n"
 
 def harmony_messages(given: Sequence[Mapping[str, Any]]) -> list[Message]:
     """Each call is a message of its own, with its result behind it; the text of a turn with calls
-    follows its reasoning; a later system text stands in its place in a user's turn."""
+    follows its reasoning; a later system text stands in its place in a user's turn, and so does a
+    result without a call before it."""
     placed = systems_in_turns([dict(message) for message in given], into_results=False)
     found: list[Message] = []
-    place = 0
+    place, has_called = 0, False
     while place < len(placed):
         message = placed[place]
         place += 1
-        calls = message.get("tool_calls")
-        if message.get("role") != "assistant" or not isinstance(calls, list) or not calls:
-            rest = {key: value for key, value in message.items() if key != "tool_calls"}
-            found.append({**rest, "content": message.get("content") or ""})
+        calls, role = message.get("tool_calls"), message.get("role")
+        if role != "assistant" or not isinstance(calls, list) or not calls:
+            has_called = has_called and role != "assistant"
+            is_orphan = role == "tool" and not has_called
+            found.append(_told(message) if is_orphan else _without_calls(message))
             continue
+        has_called = True
         results: list[Message] = []
         while place < len(placed) and placed[place].get("role") == "tool":
             results.append(placed[place])
             place += 1
         found += _one_by_one(_with_thought(message), cast(list[Any], calls), results)
     return found
+
+
+def _without_calls(message: Message) -> Message:
+    rest = {key: value for key, value in message.items() if key != "tool_calls"}
+    return {**rest, "content": message.get("content") or ""}
+
+
+def _told(result: Message) -> Message:
+    """A result as the user tells it."""
+    name, text = result.get("name"), result.get("content") or ""
+    told = f"Result of {name}: " if isinstance(name, str) and name else "Result: "
+    return {"role": "user", "content": told + text if isinstance(text, str) else text}
 
 
 def harmony_tools(tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
