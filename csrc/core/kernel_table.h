@@ -29,6 +29,9 @@ struct RouteUnits {
   const float* logits;  // [rows, X]
 };
 
+// The channels of a unit of a convolution over all channels of a layer.
+constexpr int64_t kConvChannels = 64;
+
 // The pairs routed to one expert.
 struct ExpertGroup {
   int64_t expert;
@@ -72,8 +75,12 @@ struct KernelTable {
   UnitFn append[2];
   UnitFn attend[2];
   UnitFn merge[2];
-  UnitFn convolve[2];     // of GatedDeltaTask: queries, keys and values
-  UnitFn gated_delta[2];  // and what follows from them
+  UnitFn delta_convolve[2];  // of GatedDeltaTask: queries, keys and values
+  UnitFn gated_delta[2];     // and what follows from them
+  UnitFn short_conv[2];
+  UnitFn scan_convolve[2];  // of SelectiveScanTask: values, keys and queries,
+  UnitFn selective_scan[2];  // the scan and its gate,
+  UnitFn scan_norm[2];       // and the norm
   UnitFn logits[2];
   UnitFn sample;
   UnitFn route;

@@ -33,9 +33,11 @@ void grouped_linear(const Runtime& runtime, ProductTypes types, const GroupedLin
 // Number of experts chosen by at least one row.
 int64_t count_active_experts(const ExpertChoice& choice, int64_t rows);
 
-// Updates the pools: a slot that a row keeps may be the one that it begins with, and none that another
+// Layers with a state update the pools: a slot that a row keeps may be the one that it begins with, and none that another
 // row of the step begins with.
 void gated_delta(const Runtime& runtime, DType dtype, const GatedDeltaTask& task);
+void short_conv(const Runtime& runtime, DType dtype, const ShortConvTask& task);
+void selective_scan(const Runtime& runtime, DType dtype, const SelectiveScanTask& task);
 
 void rope_append_attend(const Runtime& runtime, DType dtype, const AttendTask& task);
 

@@ -24,7 +24,9 @@ Counter counters[kNumOps] = {{"embed"},
                              {"route_experts"},
                              {"grouped_gated_linear"},
                              {"grouped_linear"},
-                             {"gated_delta"}};
+                             {"gated_delta"},
+                             {"short_conv"},
+                             {"selective_scan"}};
 
 Counter& counter_of(Op op) { return counters[static_cast<int>(op)]; }
 

@@ -24,8 +24,10 @@ enum class Op : int {
   kGroupedGatedLinear,
   kGroupedLinear,
   kGatedDelta,
+  kShortConv,
+  kSelectiveScan,
 };
-constexpr int kNumOps = static_cast<int>(Op::kGatedDelta) + 1;
+constexpr int kNumOps = static_cast<int>(Op::kSelectiveScan) + 1;
 
 struct OpTotals {
   const char* name;

@@ -180,34 +180,78 @@ struct StateRows {
   int64_t place(int32_t slot, int64_t size) const { return (slot * num_layers + layer) * size; }
 };
 
+// A causal depthwise convolution of the newest `taps` inputs of each channel.
+struct Convolution {
+  StateRows state;
+  int64_t channels, taps;
+  const float* weight;          // [taps, channels], the oldest input first
+  const float* bias = nullptr;  // [channels], or null
+  void* pool;                   // activation dtype [slots, layers, taps - 1, channels]: the newest inputs
+};
+
+// A matrix of keys by values for each head of a layer with a state, in its slots.
+struct StateMatrices {
+  float* pool;  // [slots, layers, heads, values / 16, keys, 16]
+  int64_t heads, keys, values;
+
+  int64_t head_size() const { return keys * values; }
+  int64_t width() const { return heads * values; }
+};
+
 // A gated delta net (Gated DeltaNet, arXiv 2412.06464): a causal depthwise convolution and SiLU over
 // queries, keys and values, L2 norms of queries and keys, the gated delta rule, and an RMS norm of
 // each head's output, which is multiplied by SiLU of a gate. Channels: the queries of all key heads,
 // their keys, then the values of all value heads.
 struct GatedDeltaTask {
-  StateRows state;
-  int64_t key_heads, value_heads, key_size, value_size, taps;
+  Convolution conv;
+  StateMatrices matrices;    // of the value heads
+  int64_t key_heads;
   bool tiled;                // value head h has key head h % key_heads; else consecutive ones share one
   const void* x;             // activation dtype [T, channels]
   const void* gate;          // activation dtype [T, value heads, value size]
   const float* rates;        // [T, 2, value heads]: the decay's input, then the write strength's
-  const float* conv_weight;  // [taps, channels], the oldest input first
   const float* decay;        // [value heads]: -exp(A_log)
   const float* decay_bias;   // [value heads]
   const float* norm_weight;  // [value size]
   float norm_eps;
-  void* conv_pool;    // activation dtype [slots, layers, taps - 1, channels]: the newest inputs
-  float* state_pool;  // [slots, layers, value heads, value size / 16, key size, 16]
-  float* mixed;       // scratch [T, channels]
-  void* out;          // activation dtype [T, value heads, value size]
+  float* mixed;  // scratch [T, channels]
+  void* out;     // activation dtype [T, value heads, value size]
 
-  int64_t key_width() const { return key_heads * key_size; }
-  int64_t value_width() const { return value_heads * value_size; }
-  int64_t channels() const { return 2 * key_width() + value_width(); }
-  int64_t head_state() const { return key_size * value_size; }
+  int64_t key_width() const { return key_heads * matrices.keys; }
+  int64_t num_channels() const { return 2 * key_width() + matrices.width(); }
   int64_t key_head(int64_t value_head) const {
-    return tiled ? value_head % key_heads : value_head / (value_heads / key_heads);
+    return tiled ? value_head % key_heads : value_head / (matrices.heads / key_heads);
   }
+};
+
+// A gated short convolution (LFM2): C * conv(B * x), with B, C and x beside each other in the input.
+struct ShortConvTask {
+  Convolution conv;
+  const void* x;  // activation dtype [T, 3, channels]: B, C, x
+  void* out;      // activation dtype [T, channels]
+};
+
+// A selective scan with one decay a head (Mamba-2, arXiv 2405.21060): a causal depthwise convolution
+// and SiLU over values x, keys B and queries C; S = exp(dt A) S + B (dt x), y = C S + D x; y times SiLU
+// of a gate, and an RMS norm of each group. Channels: the values of all heads, the keys of all groups,
+// then their queries; consecutive heads share a group.
+struct SelectiveScanTask {
+  Convolution conv;
+  StateMatrices matrices;
+  int64_t groups;
+  const void* x;             // activation dtype [T, channels]
+  const void* gate;          // activation dtype [T, heads, values]
+  const float* rates;        // [T, heads]: dt before its bias and softplus
+  const float* decay;        // [heads]: A, which is -exp(A_log)
+  const float* rate_bias;    // [heads]
+  const float* skip;         // [heads]: D
+  const float* norm_weight;  // [heads, values]
+  float norm_eps;
+  float* mixed;  // scratch [T, channels]
+  float* gated;  // scratch [T, heads, values]
+  void* out;     // activation dtype [T, heads, values]
+
+  int64_t num_channels() const { return matrices.width() + 2 * groups * matrices.keys; }
 };
 
 // One thread's running argmax over one row's logits.

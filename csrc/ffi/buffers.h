@@ -47,6 +47,14 @@ const T* data(const Any& buffer) {
   return static_cast<const T*>(buffer.untyped_data());
 }
 
+// An empty array, which stands for an absent operand.
+inline Any absent() {
+  static int64_t none[1] = {0};
+  static const XLA_FFI_Buffer buffer{
+      sizeof(XLA_FFI_Buffer), nullptr, XLA_FFI_DataType_F32, nullptr, 1, none};
+  return Any(&buffer);
+}
+
 // The buffer's elements, or null for an empty array, which stands for an absent operand.
 inline const float* optional_f32(const Any& buffer) {
   if (buffer.element_count() == 0) return nullptr;

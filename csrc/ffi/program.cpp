@@ -19,7 +19,7 @@ class Values {
  public:
   Values(ffi::RemainingArgs args, ffi::RemainingRets rets) {
     all_.reserve(1 + args.size() + rets.size());
-    all_.emplace_back(&absent());
+    all_.push_back(absent());
     for (size_t i = 0; i < args.size(); i++) all_.push_back(args.get<Any>(i).value());
     for (size_t i = 0; i < rets.size(); i++) all_.push_back(*rets.get<Any>(i).value());
   }
@@ -42,13 +42,6 @@ class Values {
   const Any& at(int64_t index) const { return all_.at(size_t(index)); }
 
  private:
-  static const XLA_FFI_Buffer& absent() {
-    static int64_t none[1] = {0};
-    static const XLA_FFI_Buffer buffer{
-        sizeof(XLA_FFI_Buffer), nullptr, XLA_FFI_DataType_F32, nullptr, 1, none};
-    return buffer;
-  }
-
   static XLA_FFI_DataType type_of(int64_t code) {
     require(code >= 0 && code <= 2, "the type of a scratch array must be 0, 1 or 2");
     return code == 0 ? XLA_FFI_DataType_BF16
@@ -116,6 +109,8 @@ constexpr Operation kOperations[] = {
     operation<rope_append_attend_call>(
         "rope_append_attend layer heads scale window soft_cap norm_eps"),
     operation<gated_delta_call>("gated_delta layer key_heads tiled norm_eps"),
+    operation<short_conv_call>("short_conv layer"),
+    operation<selective_scan_call>("selective_scan layer groups norm_eps"),
     operation<next_token_call>("next_token vocab divisor soft_cap page_size"),
 };
 

@@ -34,100 +34,176 @@ const float* f32(const Any& buffer, int64_t elements, const char* message) {
   return data<float>(buffer);
 }
 
-struct GatedDeltaBuffers {
-  Any x, gate, rates, query_starts, initial, kept, conv_weight, decay, decay_bias, norm_weight,
-      conv_pool, state_pool, out, conv_out, state_out;
-};
-
-GatedDeltaTask gated_delta_task(const GatedDeltaBuffers& b, int64_t layer, int64_t key_heads,
-                                bool tiled) {
-  GatedDeltaTask task{};
-  task.state = state_rows(b.query_starts, b.initial, b.kept, b.state_pool, layer);
-  task.key_heads = key_heads;
-  task.tiled = tiled;
-  task.value_heads = dim(b.state_pool, 2);
-  task.value_size = dim(b.state_pool, 3) * kLanes;
-  task.key_size = dim(b.state_pool, 4);
-  task.taps = dim(b.conv_weight, 0);
-  require(key_heads > 0 && task.value_heads % key_heads == 0,
-          "the number of value heads must be a multiple of the number of key heads");
-  require(task.key_size % kLanes == 0, "the key size must be a multiple of 16");
-  task.x = b.x.untyped_data();
-  task.gate = b.gate.untyped_data();
-  task.rates = data<float>(b.rates);
-  task.conv_weight = f32(b.conv_weight, task.taps * task.channels(), "conv_weight must be f32 [taps, C]");
-  task.decay = f32(b.decay, task.value_heads, "decay must be f32 [Hv]");
-  task.decay_bias = f32(b.decay_bias, task.value_heads, "decay_bias must be f32 [Hv]");
-  task.norm_weight = f32(b.norm_weight, task.value_size, "norm_weight must be f32 [Dv]");
-  task.conv_pool = b.conv_out.untyped_data();
-  task.state_pool = static_cast<float*>(b.state_out.untyped_data());
-  task.out = b.out.untyped_data();
-  return task;
-}
-
 // Whether rows of tokens have a type and a width.
 bool is_rows(const Any& buffer, ffi::DataType type, int64_t tokens, int64_t width) {
   return buffer.element_type() == type && dim(buffer, 0) >= tokens && dim(buffer, 1) == width;
 }
 
-void check(const GatedDeltaBuffers& b, const GatedDeltaTask& task, DType dtype) {
-  const ffi::DataType act = b.x.element_type();
-  const int64_t tokens = task.state.num_tokens();
-  require(is_rows(b.x, act, tokens, task.channels()), "x must be act [T, 2 Hk Dk + Hv Dv]");
-  require(is_rows(b.gate, act, tokens, task.value_width()), "gate must have x's type, [T, Hv Dv]");
-  require(is_rows(b.out, act, tokens, task.value_width()), "the result must have x's type, [T, Hv Dv]");
-  require(is_rows(b.rates, ffi::F32, tokens, 2 * task.value_heads), "rates must be f32 [T, 2 Hv]");
-  require(b.state_pool.element_type() == ffi::F32 && dim(b.state_pool, 5) == kLanes,
-          "state_pool must be f32 [slots, layers, Hv, Dv / 16, Dk, 16]");
-  require(b.conv_pool.element_type() == (dtype == DType::kBf16 ? ffi::U16 : ffi::F32) &&
-              dim(b.conv_pool, 0) == task.state.num_slots &&
-              dim(b.conv_pool, 1) == task.state.num_layers &&
-              dim(b.conv_pool, 2) == task.taps - 1 && dim(b.conv_pool, 3) == task.channels(),
+// The operands of all layers with a state.
+struct StateBuffers {
+  Any x, query_starts, initial, kept, conv_weight, conv_bias, conv_pool, conv_out;
+};
+
+Convolution convolution(const StateBuffers& b, int64_t layer) {
+  Convolution conv{};
+  conv.state = state_rows(b.query_starts, b.initial, b.kept, b.conv_pool, layer);
+  conv.taps = dim(b.conv_weight, 0);
+  conv.channels = dim(b.conv_weight, 1);
+  conv.weight = f32(b.conv_weight, conv.taps * conv.channels, "conv_weight must be f32 [taps, C]");
+  conv.bias = optional_f32(b.conv_bias);
+  conv.pool = b.conv_out.untyped_data();
+  require(conv.channels % kLanes == 0, "the number of channels must be a multiple of 16");
+  require(conv.bias == nullptr || int64_t(b.conv_bias.element_count()) == conv.channels,
+          "conv_bias must be f32 [C], or [0]");
+  const bool is_bf16 = element_type(b.x) == DType::kBf16;
+  require(b.conv_pool.element_type() == (is_bf16 ? ffi::U16 : ffi::F32) &&
+              dim(b.conv_pool, 2) == conv.taps - 1 && dim(b.conv_pool, 3) == conv.channels,
           "conv_pool must be u16 beside bf16, or f32 beside f32, [slots, layers, taps - 1, C]");
-  require(b.conv_out.untyped_data() == b.conv_pool.untyped_data() &&
-              b.state_out.untyped_data() == b.state_pool.untyped_data(),
-          "conv_pool and state_pool must be donated and aliased to the results");
+  require(b.conv_out.untyped_data() == b.conv_pool.untyped_data(),
+          "conv_pool must be donated and aliased to its result");
+  return conv;
 }
 
-// The states of rows with tokens, and the inputs of the tokens.
-int64_t bytes_read(const GatedDeltaTask& task, DType dtype) {
+// The matrices of a layer's heads, whose slots and layers are those of its convolution.
+StateMatrices state_matrices(const Any& pool, const Any& out, const StateRows& rows) {
+  StateMatrices matrices{};
+  matrices.pool = static_cast<float*>(out.untyped_data());
+  matrices.heads = dim(pool, 2);
+  matrices.values = dim(pool, 3) * kLanes;
+  matrices.keys = dim(pool, 4);
+  require(pool.element_type() == ffi::F32 && dim(pool, 0) == rows.num_slots &&
+              dim(pool, 1) == rows.num_layers && dim(pool, 5) == kLanes,
+          "state_pool must be f32 [slots, layers, heads, values / 16, keys, 16]");
+  require(matrices.keys % kLanes == 0, "the number of keys must be a multiple of 16");
+  require(out.untyped_data() == pool.untyped_data(),
+          "state_pool must be donated and aliased to its result");
+  return matrices;
+}
+
+// The bytes of the states of rows with tokens, and of `width` inputs of each token.
+int64_t bytes_read(const StateRows& state, int64_t state_elements, int64_t width, DType dtype) {
   int64_t rows = 0;
-  for (int64_t row = 0; row < task.state.rows; row++) {
-    rows += task.state.end(row) > task.state.begin(row);
-  }
-  const int64_t states = rows * task.value_heads * task.head_state() * int64_t(sizeof(float));
-  const int64_t width = task.channels() + task.value_width();
-  return states + task.state.num_tokens() * width * bytes_of(dtype);
+  for (int64_t row = 0; row < state.rows; row++) rows += state.end(row) > state.begin(row);
+  return rows * state_elements * int64_t(sizeof(float)) +
+         state.num_tokens() * width * bytes_of(dtype);
 }
 
 }  // namespace
 
+// Conventions of the layers with a state. Row r's tokens are [query_starts[r], query_starts[r + 1]); its
+// state before them is that of slot initial[r], or zeros if that is negative. The state behind token t
+// is written to slot kept[t], unless that is negative. conv_weight f32 [taps, C]; conv_bias f32 [C] or
+// [0]; conv_pool act [slots, layers, taps - 1, C], bf16 as its bits in u16; state_pool f32 [slots,
+// layers, heads, values / 16, keys, 16]. Pools must be donated and are results, too.
+
 // cadenza_gated_delta: x act [T, C]; gate act [T, Hv Dv]; rates f32 [T, 2 Hv]; query_starts [R + 1];
-// initial [R]; kept [T]; conv_weight f32 [taps, C]; decay f32 [Hv]; decay_bias f32 [Hv]; norm_weight
-// f32 [Dv]; conv_pool act [slots, layers, taps - 1, C], bf16 as its bits in u16; state_pool f32
-// [slots, layers, Hv, Dv / 16, Dk, 16]. Results act [T, Hv Dv], and both pools, which must be donated
-// and alias operands 10 and 11. Attributes: layer i64; key_heads i64; tiled bool; norm_eps
-// f32.
-//
-// C is 2 Hk Dk + Hv Dv, and the arithmetic that of GatedDeltaTask (core/tasks.h). Row r's tokens are
-// [query_starts[r], query_starts[r + 1]); its state before them is that of slot initial[r], or zeros if
-// that is negative. The state behind token t is written to slot kept[t], unless that is negative.
+// initial [R]; kept [T]; conv_weight; decay f32 [Hv]; decay_bias f32 [Hv]; norm_weight f32 [Dv];
+// conv_pool; state_pool. Results act [T, Hv Dv], and both pools, which alias operands 10 and 11.
+// Attributes: layer i64; key_heads i64; tiled bool; norm_eps f32. C is 2 Hk Dk + Hv Dv; GatedDeltaTask
+// (core/tasks.h) has the arithmetic.
 ffi::Error gated_delta_call(Any x, Any gate, Any rates, Any query_starts, Any initial, Any kept,
                             Any conv_weight, Any decay, Any decay_bias, Any norm_weight,
                             Any conv_pool, Any state_pool, AnyResult out, AnyResult conv_out,
-                            AnyResult state_out, int64_t layer, int64_t key_heads,
-                            bool tiled, float norm_eps) {
+                            AnyResult state_out, int64_t layer, int64_t key_heads, bool tiled,
+                            float norm_eps) {
   return guarded("cadenza_gated_delta", [&] {
     ProfileScope profile(Op::kGatedDelta);
-    const GatedDeltaBuffers buffers{x,          gate,      rates,      query_starts, initial,
-                                    kept,       conv_weight, decay,    decay_bias,   norm_weight,
-                                    conv_pool,  state_pool, *out,      *conv_out,    *state_out};
     const DType dtype = element_type(x);
-    GatedDeltaTask task = gated_delta_task(buffers, layer, key_heads, tiled);
+    GatedDeltaTask task{};
+    task.conv = convolution({x, query_starts, initial, kept, conv_weight, absent(), conv_pool, *conv_out},
+                            layer);
+    const StateRows& state = task.conv.state;
+    task.matrices = state_matrices(state_pool, *state_out, state);
+    task.key_heads = key_heads;
+    task.tiled = tiled;
+    const int64_t heads = task.matrices.heads, tokens = state.num_tokens();
+    const int64_t width = task.matrices.width();
+    require(key_heads > 0 && heads % key_heads == 0,
+            "the number of value heads must be a multiple of the number of key heads");
+    require(task.conv.channels == task.num_channels(), "conv_weight must be [taps, 2 Hk Dk + Hv Dv]");
+    require(is_rows(x, x.element_type(), tokens, task.conv.channels), "x must be act [T, C]");
+    require(is_rows(gate, x.element_type(), tokens, width), "gate must have x's type, [T, Hv Dv]");
+    require(is_rows(*out, x.element_type(), tokens, width), "the result must have x's type, [T, Hv Dv]");
+    require(is_rows(rates, ffi::F32, tokens, 2 * heads), "rates must be f32 [T, 2 Hv]");
+    task.x = x.untyped_data();
+    task.gate = gate.untyped_data();
+    task.rates = data<float>(rates);
+    task.decay = f32(decay, heads, "decay must be f32 [Hv]");
+    task.decay_bias = f32(decay_bias, heads, "decay_bias must be f32 [Hv]");
+    task.norm_weight = f32(norm_weight, task.matrices.values, "norm_weight must be f32 [Dv]");
     task.norm_eps = norm_eps;
-    check(buffers, task, dtype);
-    if (profile.is_on()) profile.reads(bytes_read(task, dtype));
+    task.out = out->untyped_data();
+    if (profile.is_on()) {
+      const int64_t elements = heads * task.matrices.head_size();
+      profile.reads(bytes_read(state, elements, task.conv.channels + width, dtype));
+    }
     gated_delta(runtime(), dtype, task);
+  });
+}
+
+// cadenza_short_conv: x act [T, 3 C]: B, C and x of each token; query_starts [R + 1]; initial [R];
+// kept [T]; conv_weight; conv_bias; conv_pool. Results act [T, C], and the pool, which aliases operand
+// 6. Attribute: layer i64.
+ffi::Error short_conv_call(Any x, Any query_starts, Any initial, Any kept, Any conv_weight,
+                           Any conv_bias, Any conv_pool, AnyResult out, AnyResult conv_out,
+                           int64_t layer) {
+  return guarded("cadenza_short_conv", [&] {
+    ProfileScope profile(Op::kShortConv);
+    const DType dtype = element_type(x);
+    ShortConvTask task{};
+    task.conv = convolution(
+        {x, query_starts, initial, kept, conv_weight, conv_bias, conv_pool, *conv_out}, layer);
+    const int64_t tokens = task.conv.state.num_tokens(), channels = task.conv.channels;
+    require(is_rows(x, x.element_type(), tokens, 3 * channels), "x must be act [T, 3 C]");
+    require(is_rows(*out, x.element_type(), tokens, channels), "the result must have x's type, [T, C]");
+    task.x = x.untyped_data();
+    task.out = out->untyped_data();
+    if (profile.is_on()) profile.reads(bytes_read(task.conv.state, 0, 3 * channels, dtype));
+    short_conv(runtime(), dtype, task);
+  });
+}
+
+// cadenza_selective_scan: x act [T, C]; gate act [T, H D]; rates f32 [T, H]; query_starts [R + 1];
+// initial [R]; kept [T]; conv_weight; conv_bias; decay, rate_bias and skip f32 [H]; norm_weight f32
+// [H D]; conv_pool; state_pool. Results act [T, H D], and both pools, which alias operands 12 and 13.
+// Attributes: layer i64; groups i64; norm_eps f32. C is H D + 2 G N; SelectiveScanTask (core/tasks.h)
+// has the arithmetic.
+ffi::Error selective_scan_call(Any x, Any gate, Any rates, Any query_starts, Any initial, Any kept,
+                               Any conv_weight, Any conv_bias, Any decay, Any rate_bias, Any skip,
+                               Any norm_weight, Any conv_pool, Any state_pool, AnyResult out,
+                               AnyResult conv_out, AnyResult state_out, int64_t layer,
+                               int64_t groups, float norm_eps) {
+  return guarded("cadenza_selective_scan", [&] {
+    ProfileScope profile(Op::kSelectiveScan);
+    const DType dtype = element_type(x);
+    SelectiveScanTask task{};
+    task.conv = convolution(
+        {x, query_starts, initial, kept, conv_weight, conv_bias, conv_pool, *conv_out}, layer);
+    const StateRows& state = task.conv.state;
+    task.matrices = state_matrices(state_pool, *state_out, state);
+    task.groups = groups;
+    const int64_t heads = task.matrices.heads, tokens = state.num_tokens();
+    const int64_t width = task.matrices.width();
+    require(groups > 0 && heads % groups == 0, "the number of heads must be a multiple of groups");
+    require(task.conv.channels == task.num_channels(), "conv_weight must be [taps, H D + 2 G N]");
+    require(is_rows(x, x.element_type(), tokens, task.conv.channels), "x must be act [T, C]");
+    require(is_rows(gate, x.element_type(), tokens, width), "gate must have x's type, [T, H D]");
+    require(is_rows(*out, x.element_type(), tokens, width), "the result must have x's type, [T, H D]");
+    require(is_rows(rates, ffi::F32, tokens, heads), "rates must be f32 [T, H]");
+    task.x = x.untyped_data();
+    task.gate = gate.untyped_data();
+    task.rates = data<float>(rates);
+    task.decay = f32(decay, heads, "decay must be f32 [H]");
+    task.rate_bias = f32(rate_bias, heads, "rate_bias must be f32 [H]");
+    task.skip = f32(skip, heads, "skip must be f32 [H]");
+    task.norm_weight = f32(norm_weight, width, "norm_weight must be f32 [H D]");
+    task.norm_eps = norm_eps;
+    task.out = out->untyped_data();
+    if (profile.is_on()) {
+      const int64_t elements = heads * task.matrices.head_size();
+      profile.reads(bytes_read(state, elements, task.conv.channels + width, dtype));
+    }
+    selective_scan(runtime(), dtype, task);
   });
 }
 

@@ -30,6 +30,14 @@ ffi::Error gated_delta_call(Any x, Any gate, Any rates, Any query_starts, Any in
                             Any conv_pool, Any state_pool, AnyResult out, AnyResult conv_out,
                             AnyResult state_out, int64_t layer, int64_t key_heads,
                             bool tiled, float norm_eps);
+ffi::Error short_conv_call(Any x, Any query_starts, Any initial, Any kept, Any conv_weight,
+                           Any conv_bias, Any conv_pool, AnyResult out, AnyResult conv_out,
+                           int64_t layer);
+ffi::Error selective_scan_call(Any x, Any gate, Any rates, Any query_starts, Any initial, Any kept,
+                               Any conv_weight, Any conv_bias, Any decay, Any rate_bias, Any skip,
+                               Any norm_weight, Any conv_pool, Any state_pool, AnyResult out,
+                               AnyResult conv_out, AnyResult state_out, int64_t layer,
+                               int64_t groups, float norm_eps);
 ffi::Error next_token_call(Any x, Any head, Any count, Any columns, Any records, Any page_table,
                            Any history, AnyResult out, int64_t vocab, float divisor, float soft_cap,
                            int64_t page_size);

@@ -82,9 +82,12 @@ inline Vec tanh_vec(Vec x) {
 
 inline Vec sigmoid(Vec x) { return div(set1(1.0f), add(set1(1.0f), exp_vec(sub(zero(), x)))); }
 
-// log(1 + e^x), which is x where e^-x is lost in it.
+// log(1 + e^x), corrected for the rounding of 1 + e^x; x where e^-x is lost in it.
 inline Vec softplus(Vec x) {
-  Vec y = log_vec(add(set1(1.0f), exp_vec(x)));
+  Vec e = exp_vec(x);
+  Vec w = add(set1(1.0f), e);
+  Vec lost = sub(e, sub(w, set1(1.0f)));
+  Vec y = add(log_vec(w), div(lost, w));
   return select(cmp_gt(x, set1(20.0f)), x, y);
 }
 

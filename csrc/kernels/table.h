@@ -9,6 +9,7 @@
 #include "kernels/norm.h"
 #include "kernels/roofline.h"
 #include "kernels/sampling.h"
+#include "kernels/selective_scan.h"
 
 namespace cadenza::CADENZA_ISA {
 
@@ -25,8 +26,12 @@ constexpr KernelTable make_table(const char* isa) {
           {append_units<FloatKv<bf16>>, append_units<FloatKv<float>>},
           {attend_units<FloatKv<bf16>>, attend_units<FloatKv<float>>},
           {merge_units<bf16>, merge_units<float>},
-          {convolve_units<bf16>, convolve_units<float>},
+          {delta_convolve_units<bf16>, delta_convolve_units<float>},
           {gated_delta_units<bf16>, gated_delta_units<float>},
+          {short_conv_units<bf16>, short_conv_units<float>},
+          {scan_convolve_units<bf16>, scan_convolve_units<float>},
+          {selective_scan_units<bf16>, selective_scan_units<float>},
+          {scan_norm_units<bf16>, scan_norm_units<float>},
           {logits_units<Bf16>, logits_units<F32>},
           sample_units,
           route_units,

@@ -26,6 +26,8 @@ OPS = {
     "take_rows",
     "next_token",
     "gated_delta",
+    "short_conv",
+    "selective_scan",
 }
 PADDED_ROWS, ROWS, IN, OUT = 8, 5, 48, 70
 EMPTY = np.zeros(0, np.float32)

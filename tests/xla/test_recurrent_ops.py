@@ -1,6 +1,7 @@
-"""A gated delta net: the native operation against its definition, on the same ragged steps."""
+"""Layers with a state: native operations against their definitions, on the same ragged steps."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -11,25 +12,25 @@ import pytest
 from cadenza.backends.xla.ops.native import NativeOps
 from cadenza.backends.xla.ops.reference import ReferenceOps
 from cadenza.backends.xla.ops.table import (
+    ConvWeights,
     DecoderSpec,
     DeltaInputs,
-    DeltaLayer,
     DeltaWeights,
     OpTable,
+    RecurrentLayer,
+    ScanInputs,
+    ScanWeights,
     StatePool,
     StepArrays,
     StepStates,
 )
-from cadenza.checkpoint.layer_kind import DeltaShape
+from cadenza.checkpoint.layer_kind import ConvShape, DeltaShape, Recurrence, ScanShape
 from cadenza.core.step_schema import ModelInputs
 from tests.xla.harness import HOSTILE
 
 pytestmark = pytest.mark.native
 
 NUM_TOKENS, NUM_ROWS, NUM_SLOTS, NUM_LAYERS = 24, 4, 6, 2
-SHAPE = DeltaShape(num_key_heads=2, num_value_heads=6, key_size=32, value_size=48, num_inputs=4)
-LAYER = DeltaLayer(index=1, shape=SHAPE, norm_eps=1e-6)
-TILED = replace(LAYER, shape=replace(SHAPE, is_tiled=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +50,88 @@ def random(seed: int, *shape: int, scale: float = 1.0) -> np.ndarray:
     return (np.random.default_rng(seed).standard_normal(shape) * scale).astype(np.float32)
 
 
-def make_weights() -> DeltaWeights:
-    return DeltaWeights(
-        conv=random(1, SHAPE.num_inputs, SHAPE.num_channels, scale=0.5),
-        decay=-np.exp(random(2, SHAPE.num_value_heads) - 2),
-        decay_bias=random(3, SHAPE.num_value_heads),
-        norm=random(4, SHAPE.value_size),
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A recurrence: the name of its operation, its weights, and what it is given for a seed."""
+
+    operation: str
+    shape: Recurrence
+    weights: Any
+    given: Callable[[int, Any], Any]
+
+    @property
+    def layer(self) -> RecurrentLayer[Any]:
+        return RecurrentLayer(index=1, shape=self.shape, norm_eps=1e-6)
+
+
+def delta_case(is_tiled: bool) -> Case:
+    shape = DeltaShape(
+        num_key_heads=2,
+        num_value_heads=6,
+        key_size=32,
+        value_size=48,
+        num_inputs=4,
+        is_tiled=is_tiled,
     )
+    weights = DeltaWeights(
+        conv=random(1, shape.num_inputs, shape.num_channels, scale=0.5),
+        decay=-np.exp(random(2, shape.num_value_heads) - 2),
+        decay_bias=random(3, shape.num_value_heads),
+        norm=random(4, shape.value_size),
+    )
+
+    def given(seed: int, dtype: Any) -> DeltaInputs:
+        return DeltaInputs(
+            mixed=jnp.asarray(random(seed, NUM_TOKENS, shape.num_channels), dtype),
+            gate=jnp.asarray(random(seed + 1, NUM_TOKENS, shape.value_width), dtype),
+            rates=jnp.asarray(random(seed + 2, NUM_TOKENS, 2 * shape.num_value_heads)),
+        )
+
+    return Case("gated_delta", shape, weights, given)
+
+
+def conv_case(has_bias: bool) -> Case:
+    shape = ConvShape(num_channels=80, num_inputs=3, has_bias=has_bias)
+    weights = ConvWeights(
+        conv=random(1, shape.num_inputs, shape.num_channels, scale=0.5),
+        bias=random(2, shape.num_channels) if has_bias else None,
+    )
+
+    def given(seed: int, dtype: Any) -> jax.Array:
+        return jnp.asarray(random(seed, NUM_TOKENS, 3 * shape.num_channels), dtype)
+
+    return Case("short_conv", shape, weights, given)
+
+
+def scan_case() -> Case:
+    shape = ScanShape(num_heads=6, num_groups=2, key_size=48, value_size=32, num_inputs=4)
+    weights = ScanWeights(
+        conv=random(1, shape.num_inputs, shape.num_channels, scale=0.5),
+        conv_bias=random(2, shape.num_channels, scale=0.3),
+        decay=-np.exp(random(3, shape.num_heads) - 2),
+        rate_bias=random(4, shape.num_heads) - 2,  # rates near 0, where 1 + e^x is 1
+        skip=random(5, shape.num_heads),
+        norm=random(6, shape.value_width),
+    )
+
+    def given(seed: int, dtype: Any) -> ScanInputs:
+        return ScanInputs(
+            mixed=jnp.asarray(random(seed, NUM_TOKENS, shape.num_channels), dtype),
+            gate=jnp.asarray(random(seed + 1, NUM_TOKENS, shape.value_width), dtype),
+            rates=jnp.asarray(random(seed + 2, NUM_TOKENS, shape.num_heads, scale=3.0)),
+        )
+
+    return Case("selective_scan", shape, weights, given)
+
+
+CASES = {
+    "delta": delta_case(is_tiled=False),
+    "tiled-delta": delta_case(is_tiled=True),
+    "conv": conv_case(has_bias=False),
+    "biased-conv": conv_case(has_bias=True),
+    "scan": scan_case(),
+}
+each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 
 
 def step_of(parts: tuple[Part, ...]) -> tuple[StepArrays, StepStates]:
@@ -82,44 +158,43 @@ def step_of(parts: tuple[Part, ...]) -> tuple[StepArrays, StepStates]:
 class Table:
     """An op table and its pool."""
 
-    def __init__(self, table: OpTable, layer: DeltaLayer = LAYER) -> None:
-        self.run = jax.jit(
-            lambda pool, given, step: table.compute(
-                lambda ops: ops.gated_delta(given, make_weights(), pool, step, layer)
-            ),
-            donate_argnums=0,
-        )
-        self.pool = jax.jit(lambda: table.new_state_pool(NUM_SLOTS, NUM_LAYERS, SHAPE))()
+    def __init__(self, table: OpTable, case: Case) -> None:
+        def run(pool: StatePool, given: Any, step: tuple[StepArrays, StepStates]) -> Any:
+            def decode(ops: OpTable) -> Any:
+                return getattr(ops, case.operation)(given, case.weights, pool, step, case.layer)
 
-    def step(self, parts: tuple[Part, ...], given: DeltaInputs) -> np.ndarray:
+            return table.compute(decode)
+
+        self.case = case
+        self.run = jax.jit(run, donate_argnums=0)
+        self.pool = jax.jit(lambda: table.new_state_pool(NUM_SLOTS, NUM_LAYERS, case.shape))()
+
+    def step(self, parts: tuple[Part, ...], given: Any) -> np.ndarray:
         out, self.pool = self.run(self.pool, given, step_of(parts))
         return np.asarray(out.astype(jnp.float32))[: sum(part.count for part in parts)]
 
-    def states(self, slots: list[int]) -> StatePool:
-        """Of slots: inputs [S, J - 1, M] and states [S, Hv, Dk, Dv], in the reference's layout."""
-        inputs, states = (np.asarray(side)[slots, LAYER.index] for side in self.pool)
+    def states(self, slots: list[int]) -> list[np.ndarray]:
+        """Of slots: inputs [S, J - 1, M], and states [S, Hv, Dk, Dv] if there are any, in the
+        reference's layout."""
+        held = [np.asarray(side)[slots, 1] for side in jax.tree.leaves(self.pool)]
+        inputs = held[0].view(jnp.bfloat16) if held[0].dtype == np.uint16 else held[0]
+        matrices = self.case.shape.matrices
+        if matrices is None:
+            return [inputs.astype(np.float32)]
+        states = held[1]
         if states.ndim == 5:
-            states = np.moveaxis(states, 3, 2).reshape(*states.shape[:2], SHAPE.key_size, -1)
-        if inputs.dtype == np.uint16:
-            inputs = inputs.view(jnp.bfloat16)
-        return StatePool(inputs.astype(np.float32), states)
+            states = np.moveaxis(states, 3, 2).reshape(*states.shape[:2], matrices.key_size, -1)
+        return [inputs.astype(np.float32), states]
 
 
-def given_for(seed: int, dtype: Any) -> DeltaInputs:
-    return DeltaInputs(
-        mixed=jnp.asarray(random(seed, NUM_TOKENS, SHAPE.num_channels), dtype),
-        gate=jnp.asarray(random(seed + 1, NUM_TOKENS, SHAPE.value_width), dtype),
-        rates=jnp.asarray(random(seed + 2, NUM_TOKENS, 2 * SHAPE.num_value_heads)),
-    )
-
-
-@pytest.mark.parametrize(("dtype", "layer"), [(np.float32, LAYER), (jnp.bfloat16, TILED)])
-def test_native_gated_delta_nets_compute_the_definition(dtype: Any, layer: DeltaLayer):
+@each_case
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+def test_native_layers_with_a_state_compute_the_definition(case: Case, dtype: Any):
     spec = DecoderSpec(model=HOSTILE, dtype=dtype, page_size=16)
-    native, reference = Table(NativeOps(spec), layer), Table(ReferenceOps(spec), layer)
+    native, reference = Table(NativeOps(spec), case), Table(ReferenceOps(spec), case)
     tolerance = 2e-5 if dtype == np.float32 else 2.0**-6
     for seed, parts in ((10, PROMPTS), (20, GOING_ON)):
-        given = given_for(seed, dtype)
+        given = case.given(seed, dtype)
         ours, expected = native.step(parts, given), reference.step(parts, given)
         np.testing.assert_allclose(ours, expected, rtol=tolerance, atol=tolerance)
         kept = sorted({slot for part in parts for slot in part.kept})
@@ -127,20 +202,24 @@ def test_native_gated_delta_nets_compute_the_definition(dtype: Any, layer: Delta
             np.testing.assert_allclose(own, defined, rtol=2e-5, atol=2e-5)
 
 
+@each_case
 @pytest.mark.parametrize("table", [NativeOps, ReferenceOps])
-def test_a_rows_outputs_depend_neither_on_its_cut_nor_on_its_neighbours(table: type[OpTable]):
+def test_a_rows_outputs_depend_neither_on_its_cut_nor_on_its_neighbours(
+    case: Case, table: type[OpTable]
+):
     spec = DecoderSpec(model=HOSTILE, dtype=np.float32, page_size=16)
-    given = given_for(30, np.float32)
-    whole = Table(table(spec))
+    given = case.given(30, np.float32)
+    whole = Table(table(spec), case)
     expected = whole.step((Part(9, -1, (0,)), *(Part(0, -1),) * 3), given)
-    cut = Table(table(spec))
+    cut = Table(table(spec), case)
 
-    def tokens(*places: int) -> DeltaInputs:
+    def tokens(*places: int) -> Any:
         rows = np.pad(np.array(places), (0, NUM_TOKENS - len(places)))
-        return DeltaInputs(*(each[rows] for each in given))
+        return jax.tree.map(lambda side: side[rows], given)
 
     none = Part(0, -1)
     first = cut.step((Part(2, -1, (3,)), Part(4, -1, (1,)), none, none), tokens(15, 16, 0, 1, 2, 3))
     rest = cut.step((none, Part(1, 3, (3,)), Part(5, 1, (0,)), none), tokens(17, 4, 5, 6, 7, 8))
     np.testing.assert_array_equal(np.concatenate([first[2:], rest[1:]]), expected)
-    np.testing.assert_array_equal(cut.states([0]).states, whole.states([0]).states)
+    for own, defined in zip(cut.states([0]), whole.states([0]), strict=True):
+        np.testing.assert_array_equal(own, defined)

@@ -10,17 +10,26 @@ import re
 from collections.abc import Iterator
 
 from cadenza.checkpoint.dtypes import WEIGHT_DTYPES, as_weight_dtype
-from cadenza.checkpoint.layer_kind import DeltaShape, HeadShape, LayerKind
+from cadenza.checkpoint.layer_kind import (
+    ConvShape,
+    DeltaShape,
+    HeadShape,
+    LayerKind,
+    ScanShape,
+)
 from cadenza.checkpoint.model_config import ExpertsConfig, ModelConfig
 from cadenza.checkpoint.stored_tensor import StoredTensor
 from cadenza.checkpoint.tensor_spec import (
     AttentionSpec,
+    ConvSpec,
     DeltaSpec,
     ExpertMLPSpec,
     GatedMLPSpec,
     LayerSpec,
     LinearSpec,
+    MixerSpec,
     OperandSpec,
+    ScanSpec,
     TensorSpec,
 )
 from cadenza.checkpoint.weights import Weights
@@ -28,6 +37,8 @@ from cadenza.errors import CheckpointError
 
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
+"""In most families: `declare_final_norm` knows the others."""
+
 HEAD = "lm_head.weight"
 INPUT_PROJ = "model.input_proj.weight"
 HIDDEN_NORM = "model.hidden_layernorm.weight"
@@ -47,7 +58,7 @@ def declare(config: ModelConfig) -> tuple[TensorSpec, ...]:
         specs += declare_input_proj(config).tensors()
     for index in range(config.num_layers):
         specs += declare_layer(config, index).tensors()
-    specs.append(_norm(FINAL_NORM, config.hidden_size))
+    specs.append(declare_final_norm(config))
     if not config.tie_word_embeddings:
         specs.append(declare_head(config))
     return tuple(specs)
@@ -71,6 +82,11 @@ def declare_head(config: ModelConfig) -> TensorSpec:
     return TensorSpec(name=HEAD, shape=shape, kind="head")
 
 
+def declare_final_norm(config: ModelConfig) -> TensorSpec:
+    """The norm before the head."""
+    return _norm(f"{config.names.final_norm}.weight", config.hidden_size)
+
+
 def declare_input_proj(config: ModelConfig) -> LinearSpec:
     """The linear of hidden states and embeddings, in the order of the layout: [E, 2 E]."""
     embed = config.hidden_size
@@ -81,28 +97,39 @@ def declare_layer(config: ModelConfig, index: int) -> LayerSpec:
     """The tensors of one decoder layer."""
     prefix, embed = f"model.layers.{index}", config.hidden_size
     has_pre, has_post = config.has_pre_norms, config.has_post_norms
-    mlp_norm = "pre_feedforward_layernorm" if has_post else "post_attention_layernorm"
+    names = config.names
+    mlp_norm = "pre_feedforward_layernorm" if has_post else names.mlp_norm
     norms = {
         name: _norm(f"{prefix}.{name}.weight", embed)
         for name, is_there in (
-            ("input_layernorm", has_pre),
-            ("post_attention_layernorm", has_pre or has_post),
+            (names.mixer_norm, has_pre),
+            (names.mlp_norm, has_pre or has_post),
             ("pre_feedforward_layernorm", has_pre and has_post),
             ("post_feedforward_layernorm", has_post),
         )
         if is_there
     }
-    kind = config.layer_kinds[index]
     return LayerSpec(
-        mixer_norm=norms.get("input_layernorm"),
-        mixer=_declare_attention(config, kind, f"{prefix}.self_attn")
-        if kind.recurrence is None
-        else _declare_delta(config, kind.recurrence, f"{prefix}.linear_attn"),
-        mixer_post_norm=norms.get("post_attention_layernorm") if has_post else None,
+        mixer_norm=norms.get(names.mixer_norm),
+        mixer=_declare_mixer(config, config.layer_kinds[index], prefix),
+        mixer_post_norm=norms.get(names.mlp_norm) if has_post else None,
         mlp_norm=norms.get(mlp_norm) if has_pre else None,
         mlp=_declare_mlp(config, index),
         mlp_post_norm=norms.get("post_feedforward_layernorm"),
     )
+
+
+def _declare_mixer(config: ModelConfig, kind: LayerKind, prefix: str) -> MixerSpec:
+    own = f"{prefix}.{config.names.recurrence}"
+    match kind.recurrence:
+        case DeltaShape() as shape:
+            return _declare_delta(config, shape, own)
+        case ConvShape() as shape:
+            return _declare_conv(config, shape, own)
+        case ScanShape() as shape:
+            return _declare_scan(config, shape, own)
+        case None:
+            return _declare_attention(config, kind, f"{prefix}.self_attn")
 
 
 def _declare_attention(config: ModelConfig, kind: LayerKind, prefix: str) -> AttentionSpec:
@@ -115,7 +142,7 @@ def _declare_attention(config: ModelConfig, kind: LayerKind, prefix: str) -> Att
         qkv=_declare_linears(prefix, parts, config.hidden_size, has_bias=config.has_qkv_bias),
         norms=_declare_qk_norms(config, heads, prefix),
         out=LinearSpec(
-            name=f"{prefix}.o_proj",
+            name=f"{prefix}.{config.names.attention_out}",
             num_out=config.hidden_size,
             num_in=query,
             has_bias=config.has_attention_out_bias,
@@ -135,7 +162,11 @@ def _declare_qk_norms(
     is_over_all_heads = config.qk_norm == "all_heads"
     query = heads.query_size if is_over_all_heads else heads.head_dim
     key = heads.kv_size if is_over_all_heads else heads.head_dim
-    return _norm(f"{prefix}.q_norm.weight", query), _norm(f"{prefix}.k_norm.weight", key)
+    names = config.names
+    return (
+        _norm(f"{prefix}.{names.query_norm}.weight", query),
+        _norm(f"{prefix}.{names.key_norm}.weight", key),
+    )
 
 
 def _declare_delta(config: ModelConfig, shape: DeltaShape, prefix: str) -> DeltaSpec:
@@ -161,34 +192,67 @@ def _declare_delta(config: ModelConfig, shape: DeltaShape, prefix: str) -> Delta
     )
 
 
+def _declare_conv(config: ModelConfig, shape: ConvShape, prefix: str) -> ConvSpec:
+    embed, width, has_bias = config.hidden_size, shape.num_channels, shape.has_bias
+    (mixed,) = _declare_linears(prefix, [("in_proj", 3 * width)], embed, has_bias=has_bias)
+    (out,) = _declare_linears(prefix, [("out_proj", embed)], width, has_bias=has_bias)
+    filters = width, 1, shape.num_inputs
+    return ConvSpec(
+        mixed=mixed,
+        conv=TensorSpec(name=f"{prefix}.conv.weight", shape=filters, kind="filter"),
+        conv_bias=TensorSpec(name=f"{prefix}.conv.bias", shape=(width,), kind="bias")
+        if has_bias
+        else None,
+        out=out,
+    )
+
+
+def _declare_scan(config: ModelConfig, shape: ScanShape, prefix: str) -> ScanSpec:
+    embed, heads, width = config.hidden_size, shape.num_heads, shape.value_width
+    channels, has_bias = shape.num_channels, shape.has_bias
+    rows = width + channels + heads
+    (mixed,) = _declare_linears(prefix, [("in_proj", rows)], embed, has_bias=has_bias)
+    (out,) = _declare_linears(prefix, [("out_proj", embed)], width, has_bias=has_bias)
+    filters = channels, 1, shape.num_inputs
+    return ScanSpec(
+        mixed=mixed,
+        conv=TensorSpec(name=f"{prefix}.conv1d.weight", shape=filters, kind="filter"),
+        conv_bias=TensorSpec(name=f"{prefix}.conv1d.bias", shape=(channels,), kind="bias")
+        if shape.has_conv_bias
+        else None,
+        decay=TensorSpec(name=f"{prefix}.A_log", shape=(heads,), kind="decay"),
+        rate_bias=TensorSpec(name=f"{prefix}.dt_bias", shape=(heads,), kind="bias"),
+        skip=TensorSpec(name=f"{prefix}.D", shape=(heads,), kind="scale"),
+        norm=TensorSpec(name=f"{prefix}.norm.weight", shape=(width,), kind="scale"),
+        out=out,
+    )
+
+
 def _declare_mlp(config: ModelConfig, index: int) -> GatedMLPSpec | ExpertMLPSpec:
-    prefix = f"model.layers.{index}"
-    if config.experts is None or not config.layer_kinds[index].has_experts:
-        return _declare_mlp_of(config, f"{prefix}.mlp", config.intermediate_size)
-    experts, prefix = config.experts, f"{prefix}.{config.experts.names.block}"
+    layer, embed = f"model.layers.{index}", config.hidden_size
+    experts = config.experts
+    if experts is None or not config.layer_kinds[index].has_experts:
+        return _declare_mlp_of(config, f"{layer}.{config.names.mlp}", config.intermediate_size)
+    names, block = experts.names, f"{layer}.{experts.names.block}"
+    shared, shared_gate = f"{layer}.{names.shared}", None
+    if experts.has_shared_gate:
+        shared_gate = LinearSpec(name=f"{shared}_gate", num_out=1, num_in=embed, kind="router")
     return ExpertMLPSpec(
         router=LinearSpec(
-            name=f"{prefix}.{experts.names.router}",
+            name=f"{block}.{names.router}",
             num_out=experts.num_experts,
-            num_in=config.hidden_size,
+            num_in=embed,
             has_bias=experts.has_bias,
             kind="router",
         ),
         experts=tuple(
-            _declare_expert(config.hidden_size, experts, f"{prefix}.experts.{expert}")
+            _declare_expert(embed, experts, f"{block}.experts.{expert}")
             for expert in range(experts.num_experts)
         ),
-        shared=_declare_mlp_of(config, f"{prefix}.{experts.names.shared}", experts.shared_size)
+        shared=_declare_mlp_of(config, shared, experts.shared_size)
         if experts.shared_size
         else None,
-        shared_gate=LinearSpec(
-            name=f"{prefix}.{experts.names.shared}_gate",
-            num_out=1,
-            num_in=config.hidden_size,
-            kind="router",
-        )
-        if experts.has_shared_gate
-        else None,
+        shared_gate=shared_gate,
     )
 
 
@@ -202,12 +266,11 @@ def _declare_expert(embed: int, experts: ExpertsConfig, prefix: str) -> GatedMLP
 
 
 def _declare_mlp_of(config: ModelConfig, prefix: str, inner: int) -> GatedMLPSpec:
-    has_bias = config.has_mlp_bias
-    parts = [("gate_proj", inner), ("up_proj", inner)]  # [F, E] each
-    if config.has_fused_tensors:
-        parts = [("gate_up_proj", 2 * inner)]
+    has_bias, names = config.has_mlp_bias, config.names
+    fused = "gate_up_proj" if config.has_fused_tensors else names.gate_up
+    parts = [(names.gate, inner), (names.up, inner)] if fused is None else [(fused, 2 * inner)]
     (down,) = _declare_linears(
-        prefix, [("down_proj", config.hidden_size)], inner, has_bias=has_bias
+        prefix, [(names.down, config.hidden_size)], inner, has_bias=has_bias
     )  # [E, F]
     gate_up = _declare_linears(prefix, parts, config.hidden_size, has_bias=has_bias)
     return GatedMLPSpec(gate_up=gate_up, down=down)

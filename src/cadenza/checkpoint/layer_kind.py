@@ -35,9 +35,9 @@ class HeadShape:
 class DeltaShape:
     """A gated delta net (arXiv 2412.06464).
 
-    `num_inputs` are those of the causal convolution: the token's own and those before it.
-    Consecutive value heads share a key head; with `is_tiled` value head h has key head h % Hk.
-    `has_rates`: the checkpoint has the rates of decay in place of ln(-rate).
+    `num_inputs`, here and below, are those of a channel's causal convolution: the token's own and
+    those before it. Consecutive value heads share a key head; with `is_tiled` value head h has key
+    head h % Hk. `has_rates`: the checkpoint has the rates of decay in place of ln(-rate).
     """
 
     num_key_heads: int
@@ -61,14 +61,93 @@ class DeltaShape:
         return 2 * self.key_width + self.value_width
 
     @property
-    def num_kept_inputs(self) -> int:
-        """Elements of the convolution's state, in the type of the activations."""
-        return (self.num_inputs - 1) * self.num_channels
+    def matrices(self) -> "StateMatrices | None":
+        return StateMatrices(
+            num_heads=self.num_value_heads, key_size=self.key_size, value_size=self.value_size
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvShape:
+    """A gated short convolution, as in LFM2: its state is the inputs that it still reads.
+
+    `has_bias`: the convolution, and the linears around it, have one.
+    """
+
+    num_channels: int
+    num_inputs: int
+    has_bias: bool = False
 
     @property
-    def num_state_elements(self) -> int:
-        """Elements of the recurrent state, float32."""
-        return self.num_value_heads * self.key_size * self.value_size
+    def value_width(self) -> int:
+        return self.num_channels
+
+    @property
+    def matrices(self) -> "StateMatrices | None":
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScanShape:
+    """A selective scan with one decay a head: Mamba-2 (arXiv 2405.21060).
+
+    Consecutive heads share a group, which has their key B and their query C. `has_rates` as in
+    `DeltaShape`.
+    """
+
+    num_heads: int
+    num_groups: int
+    key_size: int
+    value_size: int
+    num_inputs: int
+    has_conv_bias: bool = True
+    has_bias: bool = False
+    has_rates: bool = False
+
+    @property
+    def group_width(self) -> int:
+        """Of the keys of all groups, and of their queries."""
+        return self.num_groups * self.key_size
+
+    @property
+    def value_width(self) -> int:
+        return self.num_heads * self.value_size
+
+    @property
+    def num_channels(self) -> int:
+        return self.value_width + 2 * self.group_width
+
+    @property
+    def matrices(self) -> "StateMatrices | None":
+        return StateMatrices(
+            num_heads=self.num_heads, key_size=self.key_size, value_size=self.value_size
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateMatrices:
+    """The recurrent state of a layer: a float32 matrix of keys by values for each head."""
+
+    num_heads: int
+    key_size: int
+    value_size: int
+
+    @property
+    def num_elements(self) -> int:
+        return self.num_heads * self.key_size * self.value_size
+
+
+Recurrence = DeltaShape | ConvShape | ScanShape
+"""A token mixer with a state. All have a causal depthwise convolution of `num_channels` channels,
+whose newest `num_inputs` - 1 inputs are kept in the type of the activations; `matrices`, if any;
+and an output of `value_width`."""
+
+
+def state_bytes_of(shape: Recurrence, item_bytes: int) -> int:
+    """Bytes of the state of one layer, with activations of `item_bytes` each."""
+    inputs = (shape.num_inputs - 1) * shape.num_channels * item_bytes
+    matrices = shape.matrices
+    return inputs + (0 if matrices is None else 4 * matrices.num_elements)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +166,7 @@ class LayerKind:
     has_rope: bool = True
     has_experts: bool = False
     heads: HeadShape | None = None
-    recurrence: DeltaShape | None = None
+    recurrence: Recurrence | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from cadenza.checkpoint.dtypes import WeightDType, item_bytes
-from cadenza.checkpoint.layer_kind import DeltaShape, HeadShape, KVGroup, LayerKind
+from cadenza.checkpoint.layer_kind import (
+    HeadShape,
+    KVGroup,
+    LayerKind,
+    Recurrence,
+    state_bytes_of,
+)
 from cadenza.checkpoint.mtp_layout import MTPLayout
 from cadenza.checkpoint.rope_config import RopeConfig
 from cadenza.config import KVCacheDType
@@ -36,8 +42,34 @@ QKNorm = Literal["head", "all_heads"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TensorNames:
+    """Tensor names of a family: of the final norm, and within `model.layers.0` and so on.
+
+    Args:
+        mixer_norm, mlp_norm: the norms before the token mixer and before the MLP, in families
+            without norms behind them.
+        mixer: the block of a layer's recurrence.
+        gate_up: of gate and up as one tensor; None if they are `gate` and `up`.
+    """
+
+    final_norm: str = "model.norm"
+    mixer_norm: str = "input_layernorm"
+    mlp_norm: str = "post_attention_layernorm"
+    query_norm: str = "q_norm"
+    key_norm: str = "k_norm"
+    attention_out: str = "o_proj"
+    recurrence: str = "linear_attn"
+    mlp: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    gate_up: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertNames:
-    """Tensor names of a mixture: `{block}.{router}`, `{block}.experts.0.{up}` and so on.
+    """Tensor names of a mixture: `{block}.{router}`, `{block}.experts.0.{up}` and so on; `shared`
+    is the MLP for all tokens, within the layer.
 
     `are_interleaved`: stacked tensors have the outputs of gate and up in turn
     (`checkpoint.interleaved_experts`).
@@ -48,7 +80,7 @@ class ExpertNames:
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
-    shared: str = "shared_expert"
+    shared: str = "mlp.shared_expert"
     are_interleaved: bool = False
 
 
@@ -81,6 +113,7 @@ class ModelConfig:
         family: the `model_type` of config.json.
         intermediate_size: width F of the MLPs that are not mixtures.
         experts: the mixture of layers with `LayerKind.has_experts`.
+        names: of the tensors, in the Hugging Face layout.
         layer_pattern: the kinds of the layers, repeated up to `num_layers`.
         rope: rotary positions of layers with `LayerKind.has_rope`.
         window_rope: the same for layers with a window; None takes `rope`.
@@ -116,6 +149,7 @@ class ModelConfig:
     head_dim: int
     rms_norm_eps: float
     rope: RopeConfig
+    names: TensorNames = TensorNames()
     window_rope: RopeConfig | None = None
     layer_pattern: tuple[LayerKind, ...] = (LayerKind(),)
     experts: ExpertsConfig | None = None
@@ -174,8 +208,9 @@ class ModelConfig:
 
     @property
     def ropes(self) -> tuple[RopeConfig | None, ...]:
-        """The distinct ropes of the layers, in order of first use."""
-        return tuple(dict.fromkeys(map(self.rope_of, self.layer_kinds)))
+        """The distinct ropes of the layers with attention, in order of first use."""
+        attending = (kind for kind in self.layer_kinds if kind.recurrence is None)
+        return tuple(dict.fromkeys(map(self.rope_of, attending)))
 
     def rope_of(self, kind: LayerKind) -> RopeConfig | None:
         """The rope of a layer of this kind; None if it has none."""
@@ -210,7 +245,7 @@ class ModelConfig:
         return tuple(index for index, kind in kinds if kind.recurrence is not None)
 
     @property
-    def recurrence(self) -> DeltaShape | None:
+    def recurrence(self) -> Recurrence | None:
         """The recurrence of all layers that have one; None if none has."""
         kinds = (kind.recurrence for kind in self.layer_kinds)
         return next((each for each in kinds if each is not None), None)
@@ -236,6 +271,4 @@ class ModelConfig:
         shape = self.recurrence
         if shape is None:
             return 0
-        inputs = shape.num_kept_inputs * item_bytes(dtype)
-        states = shape.num_state_elements * item_bytes("float32")
-        return len(self.recurrent_layers) * (inputs + states)
+        return len(self.recurrent_layers) * state_bytes_of(shape, item_bytes(dtype))

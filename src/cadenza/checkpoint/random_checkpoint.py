@@ -19,7 +19,7 @@ import numpy as np
 
 from cadenza.checkpoint.config_json import CONFIG_FILE, parse_model_config
 from cadenza.checkpoint.config_writer import format_model_config
-from cadenza.checkpoint.declaration import EMBEDDING, FINAL_NORM, HEAD, declare
+from cadenza.checkpoint.declaration import EMBEDDING, HEAD, declare, declare_final_norm
 from cadenza.checkpoint.dtypes import FORMAT_OF_NAME, WeightDType
 from cadenza.checkpoint.interleaved_experts import stacked_parts
 from cadenza.checkpoint.json_object import parse_json_object, read_json_object
@@ -147,7 +147,8 @@ def _part(spec: TensorSpec, config: ModelConfig, source: NoiseSource, dtype: Wei
 def _distribution(spec: TensorSpec, config: ModelConfig) -> _Normal:
     """The distribution of a tensor's elements; linears keep the variance of their input."""
     if spec.kind == "norm":
-        gain = _final_gain(config) if spec.name == FINAL_NORM else 1.0
+        is_final = spec.name == declare_final_norm(config).name
+        gain = _final_gain(config) if is_final else 1.0
         return _Normal(mean=gain - float(config.norm_adds_one), sigma=_NORM_NOISE * gain)
     if spec.kind == "scale":
         return _Normal(mean=1.0, sigma=_NORM_NOISE)

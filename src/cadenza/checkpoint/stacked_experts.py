@@ -1,7 +1,8 @@
 """Reads mixtures that store all experts of a layer in stacked tensors: `split_stacked_experts`.
 
 Newer versions of transformers write `mlp.experts.gate_up_proj` [X, 2 F, E] and
-`mlp.experts.down_proj` [X, E, F], with the router as `mlp.gate`. MLX writes `switch_mlp`, or
+`mlp.experts.down_proj` [X, E, F], with the router as `mlp.gate`; Granite's files have the same as
+`input_linear.weight` and `output_linear.weight` of their block. MLX writes `switch_mlp`, or
 `experts`, with gate, up and down [X, ...] of each tensor that its linears have. Each expert is a
 contiguous range of bytes, so it is read without a copy. Invariant: the result has only the declared
 names, and no byte belongs to two of them.
@@ -31,9 +32,12 @@ def split_stacked_experts(config: ModelConfig, weights: Weights) -> Weights:
         mlp = declare_layer(config, index).mlp
         if not isinstance(mlp, ExpertMLPSpec):
             continue
-        if not _are_interleaved(config):
-            parts |= _parts_of_layer(f"model.layers.{index}.mlp", mlp, weights)
-        block, _, _ = mlp.router.name.rpartition(".")
+        assert config.experts is not None, "the layer has experts"
+        layer, names = f"model.layers.{index}", config.experts.names
+        block = f"{layer}.{names.block}"
+        if not names.are_interleaved:
+            parts |= _parts_of_layer(f"{layer}.mlp", mlp, weights)
+            parts |= _parts_of_block(block, mlp, weights)
         for stack in ("switch_mlp", "experts"):
             parts |= _parts_of_mlx(f"{block}.{stack}", mlp, weights)
     for name, entries in parts.items():
@@ -46,26 +50,38 @@ def split_stacked_experts(config: ModelConfig, weights: Weights) -> Weights:
     return weights.with_parts(parts) if parts else weights
 
 
-def _are_interleaved(config: ModelConfig) -> bool:
-    return config.experts is not None and config.experts.names.are_interleaved
-
-
 def _parts_of_layer(
     prefix: str, mlp: ExpertMLPSpec, weights: Weights
 ) -> dict[str, list[StoredTensor]]:
     """The parts of each stacked tensor of a layer, by its name; empty if none is stacked."""
+    names = f"{prefix}.experts.gate_up_proj", f"{prefix}.experts.down_proj"
+    parts = _parts_of_stacks(names, mlp, weights)
+    router = f"{prefix}.gate.weight"
+    if parts and router in weights and router != mlp.router.weight:
+        parts[router] = [replace(weights.entry(router), name=mlp.router.weight)]
+    return parts
+
+
+def _parts_of_block(
+    block: str, mlp: ExpertMLPSpec, weights: Weights
+) -> dict[str, list[StoredTensor]]:
+    names = f"{block}.input_linear.weight", f"{block}.output_linear.weight"
+    return _parts_of_stacks(names, mlp, weights)
+
+
+def _parts_of_stacks(
+    names: tuple[str, str], mlp: ExpertMLPSpec, weights: Weights
+) -> dict[str, list[StoredTensor]]:
+    """Of the stack of gates and ups, and of that of downs."""
     gate_ups = [each for expert in mlp.experts for each in expert.gate_up]
     downs = [expert.down for expert in mlp.experts]
-    stored = {f"{prefix}.experts.gate_up_proj": gate_ups, f"{prefix}.experts.down_proj": downs}
     parts: dict[str, list[StoredTensor]] = {}
+    stored = dict(zip(names, (gate_ups, downs), strict=True))
     for name, linears in stored.items():
         if name in weights:
             num_out = sum(linear.num_out for linear in linears) // len(mlp.experts)
             shape = (len(mlp.experts), num_out, linears[0].num_in)
             parts[name] = list(_cut(weights.entry(name), linears, shape))
-    router = f"{prefix}.gate.weight"
-    if parts and router in weights and router != mlp.router.weight:
-        parts[router] = [replace(weights.entry(router), name=mlp.router.weight)]
     return parts
 
 

@@ -3,8 +3,8 @@
 Owns which linears are held and multiplied together (`operands`). Names are those of the Hugging
 Face layout; `declaration` gives a model's.
 
-Shapes: E embed, F MLP, Hq/Hkv heads, D head dim, X experts; a linear is [out, in]. Of a gated delta
-net: Hv value heads, Dv their size, M channels, J inputs of its convolution.
+Shapes: E embed, F MLP, Hq/Hkv heads, D head dim, X experts; a linear is [out, in]. Of recurrences:
+M channels, J inputs of their convolution, Hv heads of values, Dv their size.
 """
 
 import math
@@ -160,11 +160,60 @@ class DeltaSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ConvSpec:
+    """The tensors of a gated short convolution."""
+
+    mixed: LinearSpec  # [3 M, E]: B, C and x
+    conv: TensorSpec  # [M, 1, J]
+    conv_bias: TensorSpec | None  # [M]
+    out: LinearSpec  # [E, M]
+
+    def tensors(self) -> Iterator[TensorSpec]:
+        """All tensors in order of use."""
+        yield from self.mixed.tensors()
+        yield from filter(None, [self.conv, self.conv_bias])
+        yield from self.out.tensors()
+
+    def operands(self) -> Iterator["OperandSpec"]:
+        for linear in (self.mixed, self.out):
+            yield OperandSpec(linears=(linear,))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScanSpec:
+    """The tensors of a selective scan; `mixed` has the gate's rows, those of the convolution's
+    channels, and a head's rate each."""
+
+    mixed: LinearSpec  # [Hv Dv + M + Hv, E]
+    conv: TensorSpec  # [M, 1, J]
+    conv_bias: TensorSpec | None  # [M]
+    decay: TensorSpec  # [Hv]: ln(-A)
+    rate_bias: TensorSpec  # [Hv]
+    skip: TensorSpec  # [Hv]
+    norm: TensorSpec  # [Hv Dv]
+    out: LinearSpec  # [E, Hv Dv]
+
+    def tensors(self) -> Iterator[TensorSpec]:
+        """All tensors in order of use."""
+        yield from self.mixed.tensors()
+        yield from filter(None, [self.conv, self.conv_bias])
+        yield from (self.decay, self.rate_bias, self.skip, self.norm)
+        yield from self.out.tensors()
+
+    def operands(self) -> Iterator["OperandSpec"]:
+        for linear in (self.mixed, self.out):
+            yield OperandSpec(linears=(linear,))
+
+
+MixerSpec = AttentionSpec | DeltaSpec | ConvSpec | ScanSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
     """The tensors of one decoder layer; None for norms that the family does not have."""
 
     mixer_norm: TensorSpec | None
-    mixer: AttentionSpec | DeltaSpec
+    mixer: MixerSpec
     mixer_post_norm: TensorSpec | None
     mlp_norm: TensorSpec | None
     mlp: GatedMLPSpec | ExpertMLPSpec

@@ -12,7 +12,8 @@ Modules:
 - `in_flight`: steps launched and not read; waits for them at close and at exit
 - `decoder`: the model, its weights and their loading, over the kinds of `layers`
 - `hidden_states`: hidden states that a target's steps keep and an MTP head's steps read
-- `reference_model`, `reference_delta`, `reference_rope`: the independent witness, its own gated
-  delta net and rotary factors
+- `reference_model`: the independent witness
+- `reference_block`, `reference_delta`, `reference_scan`, `reference_rope`: its own recurrences, and
+  its own rotary factors
 - `mutants`: op tables with faults, for `verify --self-test`
 """

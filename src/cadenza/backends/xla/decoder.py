@@ -15,24 +15,33 @@ from cadenza.backends.xla.layers.gated_delta import GatedDelta
 from cadenza.backends.xla.layers.hidden_input import HiddenInput
 from cadenza.backends.xla.layers.mlp import GatedMLP
 from cadenza.backends.xla.layers.residual import Residual, StepContext
+from cadenza.backends.xla.layers.selective_scan import SelectiveScan
+from cadenza.backends.xla.layers.short_conv import ShortConv
 from cadenza.backends.xla.layers.weight_source import WeightSource
 from cadenza.backends.xla.ops.table import LayerPools, Linear, OpTable
 from cadenza.checkpoint.declaration import (
-    FINAL_NORM,
     declare_embedding,
+    declare_final_norm,
     declare_head,
     declare_layer,
 )
 from cadenza.checkpoint.rope_factors import rope_factors
 from cadenza.checkpoint.tensor_spec import (
     AttentionSpec,
+    ConvSpec,
     DeltaSpec,
     ExpertMLPSpec,
     GatedMLPSpec,
     LayerSpec,
+    ScanSpec,
 )
 
-MIXERS = {AttentionSpec: Attention, DeltaSpec: GatedDelta}
+MIXERS = {
+    AttentionSpec: Attention,
+    DeltaSpec: GatedDelta,
+    ConvSpec: ShortConv,
+    ScanSpec: SelectiveScan,
+}
 FEED_FORWARDS = {GatedMLPSpec: GatedMLP, ExpertMLPSpec: ExpertMLP}
 """By the declaration of a layer's mixer, and of its MLP."""
 
@@ -41,7 +50,7 @@ class Layer(NamedTuple):
     """A token mixer, then a feed-forward; a norm that the model family does not have is None."""
 
     mixer_norm: Any | None  # [E]
-    mixer: Attention | GatedDelta
+    mixer: Attention | GatedDelta | ShortConv | SelectiveScan
     mixer_out: Linear  # [E, width of what the mixer gives]
     mixer_post_norm: Any | None  # [E]
     feed_forward: GatedMLP | ExpertMLP
@@ -122,7 +131,7 @@ def _load_rest(
     return DecoderWeights(
         embedding=embedding,
         layers=tuple(Layer.load(source, layer) for layer in layers),
-        final_norm=source.norm(FINAL_NORM),
+        final_norm=source.norm(declare_final_norm(model).name),
         head=head,
         ropes=tuple(rope_factors(rope, max_model_len) for rope in model.ropes),
         inputs=HiddenInput.load(source) if model.reads_hidden else None,

@@ -16,8 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from cadenza.backends.xla.reference_delta import DeltaNet, new_delta_state
+from cadenza.backends.xla.reference_block import BlockTensors, new_state
 from cadenza.backends.xla.reference_rope import reference_rope
+from cadenza.backends.xla.reference_scan import net_of
 from cadenza.checkpoint.layer_kind import HeadShape, LayerKind
 from cadenza.checkpoint.model_config import (
     CLAMPED_ALPHA,
@@ -79,7 +80,7 @@ class ReferenceModel:
     def _new_cache(self, kind: LayerKind) -> _Cache:
         """Keys and values, or the state of a recurrence."""
         if kind.recurrence is not None:
-            return new_delta_state(kind.recurrence)
+            return new_state(kind.recurrence)
         heads = self._model.heads_of(kind)
         shape = (self._context, heads.num_kv_heads, heads.head_dim)
         return jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.float32)
@@ -119,7 +120,8 @@ class ReferenceModel:
         if kind.recurrence is None:
             mixed, new_cache = self._attention(layer, hidden, cache, chunk[0], kind)
         else:
-            net = DeltaNet(kind.recurrence, layer, model.rms_norm_eps)
+            block = BlockTensors(layer, model.names.recurrence)
+            net = net_of(kind.recurrence, block, model.rms_norm_eps)
             mixed, new_cache = net.apply(hidden, cache, chunk[1])
         x = x + model.residual_scale * self._norm(mixed, layer.get(names.after_mixer))
         hidden = self._norm(x, layer.get(names.before_mlp))
@@ -129,17 +131,24 @@ class ReferenceModel:
 
     def _head(self, outer: _Tensors, x: jax.Array, last: jax.Array) -> jax.Array:
         model = self._model
-        final = self._norm(x[last], outer["model.norm.weight"])
+        final = self._norm(x[last], outer[f"{model.names.final_norm}.weight"])
         head = outer[EMBEDDING if model.tie_word_embeddings else "lm_head.weight"]
         logits = jnp.matmul(head, final, precision="highest") / model.logit_divisor
         return _capped(logits, model.logit_soft_cap)
 
     def _mlp(self, layer: _Tensors, x: jax.Array) -> jax.Array:
-        if self._model.has_fused_tensors:
-            gate, up = jnp.split(_project(layer, "mlp.gate_up_proj", x), 2, axis=-1)
+        return self._gated_mlp(layer, self._model.names.mlp, x)
+
+    def _gated_mlp(self, layer: _Tensors, prefix: str, x: jax.Array) -> jax.Array:
+        """The gated MLP whose tensors' names begin with `prefix`."""
+        names = self._model.names
+        fused = "gate_up_proj" if self._model.has_fused_tensors else names.gate_up
+        if fused is not None:
+            gate, up = jnp.split(_project(layer, f"{prefix}.{fused}", x), 2, axis=-1)
         else:
-            gate, up = _project(layer, "mlp.gate_proj", x), _project(layer, "mlp.up_proj", x)
-        return _project(layer, "mlp.down_proj", _gated(gate, up, self._model.activation))
+            gate, up = (_project(layer, f"{prefix}.{n}", x) for n in (names.gate, names.up))
+        inner = _gated(gate, up, self._model.activation)
+        return _project(layer, f"{prefix}.{names.down}", inner)
 
     def _mixture(self, layer: _Tensors, x: jax.Array) -> jax.Array:
         """The weighted sum of all experts; those that are not chosen have weight 0."""
@@ -163,9 +172,8 @@ class ReferenceModel:
         """The output of the MLP for all tokens."""
         experts = self._model.experts
         assert experts is not None, "the model has no experts"
-        prefix = f"{experts.names.block}.{experts.names.shared}"
-        gate = _activated(_project(layer, f"{prefix}.gate_proj", x), self._model.activation)
-        y = _project(layer, f"{prefix}.down_proj", gate * _project(layer, f"{prefix}.up_proj", x))
+        prefix = experts.names.shared
+        y = self._gated_mlp(layer, prefix, x)
         if experts.has_shared_gate:
             y = y / (1.0 + jnp.exp(-_project(layer, f"{prefix}_gate", x)))
         return y
@@ -202,7 +210,8 @@ class ReferenceModel:
         mixed = jnp.einsum("hcn,nhd->chd", weights, wide_values, precision="highest")
         if gate is not None:
             mixed = mixed / (1.0 + jnp.exp(-gate))
-        return _project(layer, "self_attn.o_proj", mixed.reshape(count, -1)), (keys, values)
+        out = f"self_attn.{model.names.attention_out}"
+        return _project(layer, out, mixed.reshape(count, -1)), (keys, values)
 
     def _query_key_value(
         self, layer: _Tensors, x: jax.Array, heads: HeadShape
@@ -219,7 +228,8 @@ class ReferenceModel:
         gate = None
         if model.has_attention_gate:
             query, gate = jnp.split(query.reshape(len(x), heads.num_heads, -1), 2, axis=-1)
-        norms = [layer.get(f"self_attn.{n}_norm.weight") for n in "qk"]
+        names = (model.names.query_norm, model.names.key_norm)
+        norms = [layer.get(f"self_attn.{name}.weight") for name in names]
         if model.qk_norm == "all_heads":
             query, key = self._norm(query, norms[0]), self._norm(key, norms[1])
         query, key, value = (
@@ -252,9 +262,9 @@ class _NormNames(NamedTuple):
 
 
 def _norm_names(model: ModelConfig) -> _NormNames:
-    second = "post_attention_layernorm.weight"
+    first, second = f"{model.names.mixer_norm}.weight", f"{model.names.mlp_norm}.weight"
     return _NormNames(
-        before_mixer="input_layernorm.weight",
+        before_mixer=first,
         after_mixer=second if model.has_post_norms else "",
         before_mlp="pre_feedforward_layernorm.weight" if model.has_post_norms else second,
         after_mlp="post_feedforward_layernorm.weight",

@@ -8,7 +8,7 @@ Modules:
 - `weight_source`: the tensors of a checkpoint, loaded in the op table's layouts
 - `residual`: the residual stream, and what the layers of a step compute with
 - `attention`: the token mixer over KV pages
-- `gated_delta`: the token mixer with a recurrent state
+- `gated_delta`, `short_conv`, `selective_scan`: the token mixers with a recurrent state
 - `mlp`, `experts`: the feed-forwards: a gated MLP, and a mixture of them
 - `hidden_input`: an MTP layer's input, of hidden states and embeddings
 """

@@ -25,7 +25,7 @@ class SharedMLP(NamedTuple):
         spec, ops = mlp.shared, source.ops
         if spec is None:
             return None
-        gate_up, format = source.operand(spec.gate_up), source.format_of(spec.gate_up)
+        gate_up, format = source.gate_up(spec), source.format_of(spec.gate_up)
         if mlp.shared_gate is None:
             return cls(None, ops.load_gate_up(gate_up, (), format), source.linear(spec.down))
         down = source.operand([spec.down])

@@ -1,14 +1,12 @@
 """`GatedMLP`: the feed-forward down(activation(gate(x)) * up(x))."""
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from cadenza.backends.xla.layers.residual import Residual
-from cadenza.backends.xla.layers.weight_source import WeightSource, rows_of
+from cadenza.backends.xla.layers.weight_source import WeightSource
 from cadenza.backends.xla.ops.table import Linear, OpTable
-from cadenza.checkpoint.quantised_weight import HostWeight
 from cadenza.checkpoint.tensor_spec import GatedMLPSpec, LayerSpec
 
 
@@ -27,7 +25,7 @@ class GatedMLP(NamedTuple):
         biases = source.biases(mlp.gate_up)
         if len(biases) == 1:
             biases = np.split(biases[0], 2)
-        gate_up = _halves(source.operand(mlp.gate_up))
+        gate_up = source.gate_up(mlp)
         return cls(
             norm=source.optional_norm(layer.mlp_norm),
             gate_up=source.ops.load_gate_up(gate_up, biases, source.format_of(mlp.gate_up)),
@@ -39,12 +37,3 @@ class GatedMLP(NamedTuple):
         """The stream [N, E] with the MLP's output."""
         gated = ops.gated_linear(stream.normed(ops, self.norm), self.gate_up, stream.count)
         return stream.plus(ops, gated, self.down, self.post_norm)
-
-
-def _halves(parts: Sequence[HostWeight]) -> Sequence[HostWeight]:
-    """Gate and up, from two tensors or from the halves of a fused one."""
-    if len(parts) == 2:
-        return parts
-    (fused,) = parts
-    half = len(fused) // 2
-    return rows_of(fused, 0, half), rows_of(fused, half, len(fused))

@@ -8,7 +8,13 @@ from typing import Any, NamedTuple
 
 import jax
 
-from cadenza.backends.xla.ops.table import Linear, OpTable, StepArrays
+from cadenza.backends.xla.ops.table import (
+    Linear,
+    OpTable,
+    RecurrentLayer,
+    StepArrays,
+    StepStates,
+)
 from cadenza.checkpoint.model_config import ModelConfig
 
 
@@ -19,6 +25,15 @@ class StepContext(NamedTuple):
     model: ModelConfig
     step: StepArrays
     ropes: tuple[Any, ...]  # [positions, rotary_dim] of each of `ModelConfig.ropes`
+
+    def recurrent(self, index: int) -> tuple[tuple[StepArrays, StepStates], RecurrentLayer[Any]]:
+        """The rows of the step with their slots, and layer `index`, which has a state."""
+        model, step = self.model, self.step
+        shape = model.layer_kinds[index].recurrence
+        assert shape is not None, "the layer has a recurrence"
+        place = model.recurrent_layers.index(index)
+        layer = RecurrentLayer(index=place, shape=shape, norm_eps=model.rms_norm_eps)
+        return (step, StepStates(step.rows.state_starts, step.tokens.state_slots)), layer
 
 
 @dataclass(frozen=True, slots=True)

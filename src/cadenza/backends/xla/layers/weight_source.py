@@ -13,8 +13,10 @@ import numpy.typing as npt
 
 from cadenza.backends.xla.ops.table import DecoderSpec, Linear, OpTable
 from cadenza.checkpoint.float8_weight import Float8Weight
+from cadenza.checkpoint.host_math import exp
+from cadenza.checkpoint.layer_kind import DeltaShape, ScanShape
 from cadenza.checkpoint.quantised_weight import HostWeight, have_one_order
-from cadenza.checkpoint.tensor_spec import LinearSpec, TensorSpec
+from cadenza.checkpoint.tensor_spec import GatedMLPSpec, LinearSpec, TensorSpec
 from cadenza.checkpoint.weight_format import WeightFormat
 from cadenza.checkpoint.weights import Weights
 from cadenza.errors import CheckpointError
@@ -43,6 +45,45 @@ class WeightSource:
     def scale(self, spec: TensorSpec) -> npt.NDArray[np.float32]:
         """A tensor in float32, as it is stored."""
         return np.asarray(self.weights[spec.name]).astype(np.float32)
+
+    def filters(self, spec: TensorSpec) -> npt.NDArray[np.float32]:
+        """Of a depthwise convolution [M, 1, J], as [J, M]."""
+        return np.ascontiguousarray(self.scale(spec)[:, 0].T)
+
+    def decay(self, spec: TensorSpec) -> npt.NDArray[np.float32]:
+        """The rates of a recurrence, which are negative, with the same bits on every machine."""
+        stored, shape = self.scale(spec), self.spec.model.recurrence
+        assert isinstance(shape, DeltaShape | ScanShape), "the model has decays"
+        if shape.has_rates:
+            return stored
+        return np.array([-exp(float(each)) for each in stored], np.float32)
+
+    def optional_scale(self, spec: TensorSpec | None) -> npt.NDArray[np.float32] | None:
+        return None if spec is None else self.scale(spec)
+
+    def row_parts(self, linear: LinearSpec, sizes: Sequence[int]) -> list[Linear]:
+        """A linear as several, of consecutive rows; `sizes` are their numbers of rows."""
+        (whole,), biases, format = (
+            self.operand([linear]),
+            self.biases([linear]),
+            self.format_of([linear]),
+        )
+        parts: list[Linear] = []
+        start = 0
+        for size in sizes:
+            stop = start + size
+            own = [bias[start:stop] for bias in biases]
+            parts.append(self.ops.load_linear([rows_of(whole, start, stop)], own, format))
+            start = stop
+        return parts
+
+    def gate_up(self, mlp: GatedMLPSpec) -> tuple[HostWeight, HostWeight]:
+        """Gate and up, from two tensors or from the halves of a fused one."""
+        first, *others = self.operand(mlp.gate_up)
+        if others:
+            return first, others[0]
+        half = len(first) // 2
+        return rows_of(first, 0, half), rows_of(first, half, len(first))
 
     def table(self, spec: TensorSpec) -> Linear:
         """The embedding table or the head [V, E]."""

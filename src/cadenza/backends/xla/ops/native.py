@@ -42,9 +42,9 @@ from cadenza.backends.xla.ops.quantised import (
 )
 from cadenza.backends.xla.ops.table import (
     AttendingLayer,
+    ConvWeights,
     DecoderSpec,
     DeltaInputs,
-    DeltaLayer,
     DeltaWeights,
     ExpertChoice,
     HeadFactors,
@@ -52,12 +52,21 @@ from cadenza.backends.xla.ops.table import (
     KVPool,
     Linear,
     OpTable,
+    RecurrentLayer,
+    ScanInputs,
+    ScanWeights,
     StatePool,
     StepArrays,
     StepStates,
     expert_biases,
 )
-from cadenza.checkpoint.layer_kind import DeltaShape, KVGroup
+from cadenza.checkpoint.layer_kind import (
+    ConvShape,
+    DeltaShape,
+    KVGroup,
+    Recurrence,
+    ScanShape,
+)
 from cadenza.checkpoint.model_config import Activation
 from cadenza.checkpoint.quantised_weight import MOST_CODE, FloatsOrCodes, HostWeight
 from cadenza.checkpoint.weight_format import FLOAT8, WeightFormat, joined, panel_formats
@@ -324,13 +333,15 @@ class NativeOps(OpTable):
         )
         return out, KVPool(keys, values)
 
-    def new_state_pool(self, num_slots: int, num_layers: int, shape: DeltaShape) -> StatePool:
+    def new_state_pool(self, num_slots: int, num_layers: int, shape: Recurrence) -> StatePool:
         inputs = (num_slots, num_layers, shape.num_inputs - 1, shape.num_channels)
-        blocks = shape.num_value_heads, shape.value_size // _LANES, shape.key_size, _LANES
-        return StatePool(
-            self.unwritten(inputs, self._stored_dtype),
-            self.unwritten((num_slots, num_layers, *blocks), jnp.float32),
-        )
+        matrices, states = shape.matrices, None
+        if matrices is not None:
+            blocks = matrices.value_size // _LANES, matrices.key_size, _LANES
+            states = self.unwritten(
+                (num_slots, num_layers, matrices.num_heads, *blocks), jnp.float32
+            )
+        return StatePool(self.unwritten(inputs, self._stored_dtype), states)
 
     def gated_delta(
         self,
@@ -338,24 +349,46 @@ class NativeOps(OpTable):
         weights: DeltaWeights,
         pool: StatePool,
         step: tuple[StepArrays, StepStates],
-        layer: DeltaLayer,
+        layer: RecurrentLayer[DeltaShape],
     ) -> tuple[jax.Array, StatePool]:
-        arrays, slots = step
-        results = (
-            _array(given.gate.shape, self._spec.dtype),
-            _array(pool.inputs.shape, pool.inputs.dtype),
-            _array(pool.states.shape, pool.states.dtype),
-        )
+        results = (_array(given.gate.shape, self._spec.dtype), *map(_like, pool))
         out, inputs, states = self._call("gated_delta", results, {10: 1, 11: 2})(
-            *given,
-            arrays.rows.query_starts,
-            slots.initial,
-            slots.kept,
-            *weights,
-            *pool,
+            *(*given, *_rows_of(step), *weights, *pool),
             layer=layer.index,
             key_heads=layer.shape.num_key_heads,
             tiled=layer.shape.is_tiled,
+            norm_eps=np.float32(layer.norm_eps),
+        )
+        return out, StatePool(inputs, states)
+
+    def short_conv(
+        self,
+        given: jax.Array,
+        weights: ConvWeights,
+        pool: StatePool,
+        step: tuple[StepArrays, StepStates],
+        layer: RecurrentLayer[ConvShape],
+    ) -> tuple[jax.Array, StatePool]:
+        shape = (len(given), layer.shape.num_channels)
+        results = (_array(shape, self._spec.dtype), _like(pool.inputs))
+        out, inputs = self._call("short_conv", results, {6: 1})(
+            *(given, *_rows_of(step), *weights, pool.inputs), layer=layer.index
+        )
+        return out, StatePool(inputs, None)
+
+    def selective_scan(
+        self,
+        given: ScanInputs,
+        weights: ScanWeights,
+        pool: StatePool,
+        step: tuple[StepArrays, StepStates],
+        layer: RecurrentLayer[ScanShape],
+    ) -> tuple[jax.Array, StatePool]:
+        results = (_array(given.gate.shape, self._spec.dtype), *map(_like, pool))
+        out, inputs, states = self._call("selective_scan", results, {12: 1, 13: 2})(
+            *(*given, *_rows_of(step), *weights, *pool),
+            layer=layer.index,
+            groups=layer.shape.num_groups,
             norm_eps=np.float32(layer.norm_eps),
         )
         return out, StatePool(inputs, states)
@@ -477,11 +510,21 @@ def _columns(logits: LogitInputs[jax.Array]) -> jax.Array:
     return jnp.concatenate(parts)
 
 
+def _rows_of(step: tuple[StepArrays, StepStates]) -> tuple[jax.Array, ...]:
+    """Of a layer with a state: where rows begin, and their slots."""
+    arrays, slots = step
+    return arrays.rows.query_starts, slots.initial, slots.kept
+
+
 def _memory(step: StepArrays) -> tuple[jax.Array | None, ...]:
     """Rules [L, W], page table [R, P] and history [slots]; absent if no row has rules."""
     if step.rules is None:
         return (None,) * 3
     return step.rules.records, step.page_table, step.rules.history
+
+
+def _like(array: Any) -> jax.ShapeDtypeStruct:
+    return _array(array.shape, array.dtype)
 
 
 def _array(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:

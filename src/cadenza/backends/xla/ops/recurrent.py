@@ -6,6 +6,7 @@ row leaves the slot that it began with as it is, and goes on in the next one; an
 drafts keeps its own state. Legend as in `ops.table`.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,29 +15,41 @@ import jax.numpy as jnp
 import numpy as np
 
 from cadenza.backends.xla.ops.table import (
+    ConvWeights,
     DeltaInputs,
-    DeltaLayer,
     DeltaWeights,
+    RecurrentLayer,
+    ScanInputs,
+    ScanWeights,
     StatePool,
     StepArrays,
     StepStates,
 )
+from cadenza.checkpoint.layer_kind import ConvShape, DeltaShape, ScanShape
 
 _HIGHEST = jax.lax.Precision.HIGHEST
 UNIT_NORM_EPS = np.float32(1e-6)
 
+_Step = tuple[StepArrays, StepStates]
+
 
 class _RowStates(NamedTuple):
-    inputs: jax.Array  # [R, J - 1, M]
-    states: jax.Array  # [R, Hv, Dk, Dv]
+    """Of all rows, [R, ...], or of one; float32."""
+
+    inputs: jax.Array  # [J - 1, M]
+    states: jax.Array | None  # [Hv, Dk, Dv]
+
+
+_Advance = Callable[[Any, _RowStates], tuple[jax.Array, _RowStates]]
+"""The output of one token, from its inputs and its row's state, and the state behind it."""
 
 
 def gated_delta(
     given: DeltaInputs,
     weights: DeltaWeights,
     pool: StatePool,
-    step: tuple[StepArrays, StepStates],
-    layer: DeltaLayer,
+    step: _Step,
+    layer: RecurrentLayer[DeltaShape],
 ) -> tuple[jax.Array, StatePool]:
     """A gated delta net (arXiv 2412.06464) between its projections: activations [T, Hv Dv], and the
     pool, [S, layers, J - 1, M] and [S, layers, Hv, Dk, Dv], with what the tokens keep.
@@ -45,24 +58,75 @@ def gated_delta(
     keys; S = a S; S += k b (v - S k); y = S q; and an RMS norm of each head's y, times SiLU of the
     gate.
     """
+    advance = partial(_advance_delta, weights=weights, layer=layer)
+    y, pool = _run_rows(advance, given, pool, step, layer.index)
+    return y.astype(given.mixed.dtype), pool
+
+
+def short_conv(
+    given: jax.Array,
+    weights: ConvWeights,
+    pool: StatePool,
+    step: _Step,
+    layer: RecurrentLayer[ConvShape],
+) -> tuple[jax.Array, StatePool]:
+    """A gated short convolution: C * conv(B * x), from B, C and x [T, 3 M], and the pool [S,
+    layers, J - 1, M] of the products B * x, which are rounded to activations."""
+    first, gate, last = jnp.split(given, 3, axis=1)
+    product = (first.astype(jnp.float32) * last.astype(jnp.float32)).astype(given.dtype)
+
+    def advance(token: tuple[jax.Array, ...], now: _RowStates) -> tuple[jax.Array, _RowStates]:
+        sums, inputs = _convolve(token[0], now.inputs, weights.conv, weights.bias)
+        return token[1].astype(jnp.float32) * sums, _RowStates(inputs, None)
+
+    y, pool = _run_rows(advance, (product, gate), pool, step, layer.index)
+    return y.astype(given.dtype), pool
+
+
+def selective_scan(
+    given: ScanInputs,
+    weights: ScanWeights,
+    pool: StatePool,
+    step: _Step,
+    layer: RecurrentLayer[ScanShape],
+) -> tuple[jax.Array, StatePool]:
+    """A selective scan with one decay a head (Mamba-2, arXiv 2405.21060): activations [T, Hv Dv],
+    and the pool, [S, layers, J - 1, M] and [S, layers, Hv, Dk, Dv], with what the tokens keep.
+
+    A causal depthwise convolution and SiLU over values x, keys B and queries C; dt is softplus of
+    the rate; S = exp(dt A) S + B dt x; y = S C + D x; y times SiLU of the gate; and an RMS norm of
+    each group.
+    """
+    advance = partial(_advance_scan, weights=weights, layer=layer)
+    y, pool = _run_rows(advance, given, pool, step, layer.index)
+    return y.astype(given.mixed.dtype), pool
+
+
+def _run_rows(
+    advance: _Advance, given: Any, pool: StatePool, step: _Step, layer: int
+) -> tuple[jax.Array, StatePool]:
+    """All tokens of a step in order: what `advance` gives for each of `given` [T, ...], in float32,
+    and the pool."""
     arrays, slots = step
-    rows = _RowStates(*(_begin(side, slots.initial, layer.index) for side in pool))
-    places = jnp.arange(len(given.mixed))
+    held = jax.tree.map(lambda side: _begin(side, slots.initial, layer), pool)
+    rows = _RowStates(held.inputs, held.states)
+    num_tokens = len(jax.tree.leaves(given)[0])
+    places = jnp.arange(num_tokens)
     is_used = places < arrays.num_tokens
     row_of = jnp.where(is_used, arrays.token_rows, len(slots.initial))
-    slot_of = jnp.where(is_used & (slots.kept >= 0), slots.kept, len(pool.states))
+    slot_of = jnp.where(is_used & (slots.kept >= 0), slots.kept, len(pool.inputs))
 
     def body(carry: Any, place: jax.Array) -> tuple[Any, jax.Array]:
         rows, pool = carry
         row = jnp.minimum(row_of[place], len(slots.initial) - 1)
-        now = _RowStates(rows.inputs[row], rows.states[row])
-        y, new = _advance(DeltaInputs(*(each[place] for each in given)), weights, now, layer)
+        now = jax.tree.map(lambda side: side[row], rows)
+        y, new = advance(jax.tree.map(lambda side: side[place], given), now)
         rows = jax.tree.map(partial(_write, row_of[place]), rows, new)
-        pool = jax.tree.map(partial(_write, (slot_of[place], layer.index)), pool, StatePool(*new))
+        pool = jax.tree.map(partial(_write, (slot_of[place], layer)), pool, StatePool(*new))
         return (rows, pool), y
 
     (_, pool), y = jax.lax.scan(body, (rows, pool), places)
-    return y.astype(given.mixed.dtype), pool
+    return y, pool
 
 
 def _write(place: Any, side: jax.Array, own: jax.Array) -> jax.Array:
@@ -77,13 +141,26 @@ def _begin(side: jax.Array, initial: jax.Array, layer: int) -> jax.Array:
     return jnp.where(is_held, held, 0.0)
 
 
-def _advance(
-    token: DeltaInputs, weights: DeltaWeights, now: _RowStates, layer: DeltaLayer
+def _convolve(
+    own: jax.Array, inputs: jax.Array, weights: jax.Array, bias: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """The convolution [M] at one token's own input [M], and the newest inputs [J - 1, M] then."""
+    window = jnp.concatenate([inputs, own[None].astype(jnp.float32)])  # [J, M]
+    sums = jnp.sum(window * weights, axis=0)
+    return sums if bias is None else sums + bias, window[1:]
+
+
+def _advance_delta(
+    token: DeltaInputs,
+    now: _RowStates,
+    *,
+    weights: DeltaWeights,
+    layer: RecurrentLayer[DeltaShape],
 ) -> tuple[jax.Array, _RowStates]:
     """The output [Hv Dv] of one token, and its row's state behind it."""
     shape = layer.shape
-    inputs = jnp.concatenate([now.inputs, token.mixed[None].astype(jnp.float32)])  # [J, M]
-    mixed = jax.nn.silu(jnp.sum(inputs * weights.conv, axis=0))
+    sums, inputs = _convolve(token.mixed, now.inputs, weights.conv, None)
+    mixed = jax.nn.silu(sums)
     query, key, value = jnp.split(mixed, [shape.key_width, 2 * shape.key_width])
     query, key = (_unit(each.reshape(-1, shape.key_size)) for each in (query, key))  # [Hk, Dk]
     query = query / np.sqrt(np.float32(shape.key_size))
@@ -93,6 +170,7 @@ def _advance(
     value = value.reshape(-1, shape.value_size)  # [Hv, Dv]
     rate, strength = jnp.split(token.rates, 2)
     decay = jnp.exp(weights.decay * jax.nn.softplus(rate + weights.decay_bias))  # [Hv]
+    assert now.states is not None, "the layer has matrices"
     state = now.states * decay[:, None, None]
     read = jnp.einsum("hkv,hk->hv", state, key, precision=_HIGHEST)
     change = (value - read) * jax.nn.sigmoid(strength)[:, None]
@@ -100,7 +178,11 @@ def _advance(
     y = jnp.einsum("hkv,hk->hv", state, query, precision=_HIGHEST)
     scale = jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + np.float32(layer.norm_eps))
     gate = jax.nn.silu(token.gate.astype(jnp.float32).reshape(y.shape))
-    return (y * scale * weights.norm * gate).reshape(-1), _RowStates(inputs[1:], state)
+    return (y * scale * weights.norm * gate).reshape(-1), _RowStates(inputs, state)
+
+
+def _repeat(count: int, heads: jax.Array) -> jax.Array:
+    return jnp.repeat(heads, count, axis=0)
 
 
 def _repeat(count: int, heads: jax.Array) -> jax.Array:
@@ -110,3 +192,33 @@ def _repeat(count: int, heads: jax.Array) -> jax.Array:
 def _unit(x: jax.Array) -> jax.Array:
     """x / |x| over the last axis."""
     return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + UNIT_NORM_EPS)
+
+
+def _advance_scan(
+    token: ScanInputs,
+    now: _RowStates,
+    *,
+    weights: ScanWeights,
+    layer: RecurrentLayer[ScanShape],
+) -> tuple[jax.Array, _RowStates]:
+    """The output [Hv Dv] of one token, and its row's state behind it."""
+    shape = layer.shape
+    sums, inputs = _convolve(token.mixed, now.inputs, weights.conv, weights.conv_bias)
+    parts = [shape.value_width, shape.value_width + shape.group_width]
+    value, key, query = jnp.split(jax.nn.silu(sums), parts)
+    value = value.reshape(-1, shape.value_size)  # [Hv, Dv]
+    group = shape.num_heads // shape.num_groups
+    key, query = (
+        jnp.repeat(each.reshape(-1, shape.key_size), group, axis=0) for each in (key, query)
+    )  # [Hv, Dk]
+    rate = jax.nn.softplus(token.rates + weights.rate_bias)  # [Hv]
+    assert now.states is not None, "the layer has matrices"
+    kept = now.states * jnp.exp(rate * weights.decay)[:, None, None]
+    state = kept + key[:, :, None] * (rate[:, None] * value)[:, None, :]
+    y = jnp.einsum("hkv,hk->hv", state, query, precision=_HIGHEST)
+    y = y + weights.skip[:, None] * value
+    y = y.reshape(-1) * jax.nn.silu(token.gate.astype(jnp.float32))
+    groups = y.reshape(shape.num_groups, -1)
+    mean_square = jnp.mean(groups * groups, axis=-1, keepdims=True)
+    groups = groups * jax.lax.rsqrt(mean_square + np.float32(layer.norm_eps))
+    return groups.reshape(-1) * weights.norm, _RowStates(inputs, state)

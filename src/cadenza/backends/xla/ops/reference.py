@@ -47,12 +47,12 @@ from cadenza.backends.xla.ops.quantised import (
     quantised_product,
     stack_codes,
 )
-from cadenza.backends.xla.ops.recurrent import gated_delta
+from cadenza.backends.xla.ops.recurrent import gated_delta, selective_scan, short_conv
 from cadenza.backends.xla.ops.rules import apply_rules
 from cadenza.backends.xla.ops.table import (
     AttendingLayer,
+    ConvWeights,
     DeltaInputs,
-    DeltaLayer,
     DeltaWeights,
     ExpertChoice,
     HeadFactors,
@@ -60,12 +60,21 @@ from cadenza.backends.xla.ops.table import (
     KVPool,
     Linear,
     OpTable,
+    RecurrentLayer,
+    ScanInputs,
+    ScanWeights,
     StatePool,
     StepArrays,
     StepStates,
     expert_biases,
 )
-from cadenza.checkpoint.layer_kind import DeltaShape, KVGroup
+from cadenza.checkpoint.layer_kind import (
+    ConvShape,
+    DeltaShape,
+    KVGroup,
+    Recurrence,
+    ScanShape,
+)
 from cadenza.checkpoint.model_config import Activation
 from cadenza.checkpoint.quantised_weight import HostWeight
 from cadenza.checkpoint.weight_format import FLOAT8, WeightFormat, joined
@@ -259,13 +268,13 @@ class ReferenceOps(OpTable):
             out = out * jax.nn.sigmoid(given.gate.astype(jnp.float32))
         return out.astype(self._spec.dtype), pool
 
-    def new_state_pool(self, num_slots: int, num_layers: int, shape: DeltaShape) -> StatePool:
+    def new_state_pool(self, num_slots: int, num_layers: int, shape: Recurrence) -> StatePool:
         inputs = (num_slots, num_layers, shape.num_inputs - 1, shape.num_channels)
-        heads = (shape.num_value_heads, shape.key_size, shape.value_size)
-        return StatePool(
-            self.unwritten(inputs, self._spec.dtype),
-            self.unwritten((num_slots, num_layers, *heads), jnp.float32),
-        )
+        matrices, states = shape.matrices, None
+        if matrices is not None:
+            heads = (matrices.num_heads, matrices.key_size, matrices.value_size)
+            states = self.unwritten((num_slots, num_layers, *heads), jnp.float32)
+        return StatePool(self.unwritten(inputs, self._spec.dtype), states)
 
     def gated_delta(
         self,
@@ -273,9 +282,29 @@ class ReferenceOps(OpTable):
         weights: DeltaWeights,
         pool: StatePool,
         step: tuple[StepArrays, StepStates],
-        layer: DeltaLayer,
+        layer: RecurrentLayer[DeltaShape],
     ) -> tuple[jax.Array, StatePool]:
         return gated_delta(given, weights, pool, step, layer)
+
+    def short_conv(
+        self,
+        given: jax.Array,
+        weights: ConvWeights,
+        pool: StatePool,
+        step: tuple[StepArrays, StepStates],
+        layer: RecurrentLayer[ConvShape],
+    ) -> tuple[jax.Array, StatePool]:
+        return short_conv(given, weights, pool, step, layer)
+
+    def selective_scan(
+        self,
+        given: ScanInputs,
+        weights: ScanWeights,
+        pool: StatePool,
+        step: tuple[StepArrays, StepStates],
+        layer: RecurrentLayer[ScanShape],
+    ) -> tuple[jax.Array, StatePool]:
+        return selective_scan(given, weights, pool, step, layer)
 
     def next_tokens(self, x: jax.Array, head: Linear, step: StepArrays) -> jax.Array:
         logits = self._shape_logits(_matmul(x, head))

@@ -6,8 +6,9 @@ an output element does not depend on the batch.
 
 Legend: T padded tokens · R rows · L logit rows · E embed · F MLP · N out · K in · Hq/Hkv heads ·
 D head size · V vocabulary · P pages per row · C result columns · X experts · A experts per token.
-Of a gated delta net: Hk/Hv key and value heads · Dk/Dv their sizes · M = 2 Hk Dk + Hv Dv channels:
-queries, keys, values · J inputs of its convolution · S slots of states.
+Of layers with a state: M channels · J inputs of their convolution · S slots of states · Hv heads ·
+Dk/Dv sizes of keys and values. Of a gated delta net: Hk key heads · M = 2 Hk Dk + Hv Dv: queries,
+keys, values. Of a selective scan: G groups · M = Hv Dv + 2 G Dk: values, keys, queries.
 """
 
 from abc import ABC, abstractmethod
@@ -15,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,14 @@ import numpy as np
 import numpy.typing as npt
 
 from cadenza.checkpoint.dtypes import WeightDType
-from cadenza.checkpoint.layer_kind import DeltaShape, HeadShape, KVGroup
+from cadenza.checkpoint.layer_kind import (
+    ConvShape,
+    DeltaShape,
+    HeadShape,
+    KVGroup,
+    Recurrence,
+    ScanShape,
+)
 from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.quantised_weight import HostWeight
 from cadenza.checkpoint.tensor_formats import format_of
@@ -129,12 +137,15 @@ class KVPool(NamedTuple):
     values: Any
 
 
+Shape = TypeVar("Shape", bound=Recurrence)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeltaLayer:
+class RecurrentLayer(Generic[Shape]):
     """The layer's index in the pools, its shape, and the constant of its output norm."""
 
     index: int
-    shape: DeltaShape
+    shape: Shape
     norm_eps: float
 
 
@@ -155,11 +166,37 @@ class DeltaInputs(NamedTuple):
     rates: jax.Array  # [T, 2 Hv]: the inputs of the decays, then of the write strengths
 
 
+class ConvWeights(NamedTuple):
+    """Of a gated short convolution between its projections, float32."""
+
+    conv: Any  # [J, M], the oldest input first
+    bias: Any | None  # [M]
+
+
+class ScanWeights(NamedTuple):
+    """Of a selective scan between its projections, float32."""
+
+    conv: Any  # [J, M], the oldest input first
+    conv_bias: Any | None  # [M]
+    decay: Any  # [Hv]: -exp(A_log)
+    rate_bias: Any  # [Hv]
+    skip: Any  # [Hv]: D
+    norm: Any  # [Hv Dv]
+
+
+class ScanInputs(NamedTuple):
+    """Projections of the normed stream: activations, and the rates in float32."""
+
+    mixed: jax.Array  # [T, M], before the convolution
+    gate: jax.Array  # [T, Hv Dv]
+    rates: jax.Array  # [T, Hv]: dt before its bias and softplus
+
+
 class StatePool(NamedTuple):
     """The slots of all layers with a state; the op table chooses the layout behind the slots."""
 
     inputs: Any  # [S, layers, ...]: the newest J - 1 inputs of the convolution
-    states: Any  # [S, layers, ...], float32
+    states: Any | None  # [S, layers, ...], float32; None for layers without matrices
 
 
 class LayerPools(NamedTuple):
@@ -392,7 +429,7 @@ class OpTable(ABC):
         """
 
     @abstractmethod
-    def new_state_pool(self, num_slots: int, num_layers: int, shape: DeltaShape) -> StatePool:
+    def new_state_pool(self, num_slots: int, num_layers: int, shape: Recurrence) -> StatePool:
         """Slots whose content nothing reads before it is kept; called under tracing."""
 
     @abstractmethod
@@ -402,13 +439,36 @@ class OpTable(ABC):
         weights: DeltaWeights,
         pool: StatePool,
         step: tuple[StepArrays, StepStates],
-        layer: DeltaLayer,
+        layer: RecurrentLayer[DeltaShape],
     ) -> tuple[jax.Array, StatePool]:
         """A gated delta net (`ops.recurrent`) between its projections.
 
-        Returns activations [T, Hv Dv] and the pool with what the tokens keep, updated in place. A
-        slot that a row begins with is kept by no other row of the step.
+        Returns, as all layers with a state, activations [T, Hv Dv] and the pool with what the
+        tokens keep, updated in place. A slot that a row begins with is kept by no other row of the
+        step.
         """
+
+    @abstractmethod
+    def short_conv(
+        self,
+        given: jax.Array,
+        weights: ConvWeights,
+        pool: StatePool,
+        step: tuple[StepArrays, StepStates],
+        layer: RecurrentLayer[ConvShape],
+    ) -> tuple[jax.Array, StatePool]:
+        """A gated short convolution of `given`, B, C and x in activations [T, 3 M]: [T, M]."""
+
+    @abstractmethod
+    def selective_scan(
+        self,
+        given: ScanInputs,
+        weights: ScanWeights,
+        pool: StatePool,
+        step: tuple[StepArrays, StepStates],
+        layer: RecurrentLayer[ScanShape],
+    ) -> tuple[jax.Array, StatePool]:
+        """A selective scan (`ops.recurrent`) between its projections: [T, Hv Dv]."""
 
     @abstractmethod
     def next_tokens(self, x: jax.Array, head: Linear, step: StepArrays) -> jax.Array:
