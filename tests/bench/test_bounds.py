@@ -44,6 +44,14 @@ def test_a_step_reads_kv_in_int8_in_its_own_bytes(cost: ModelCost):
     assert coded.kv_bytes_per_token == KV_BYTES * 68 // 128
 
 
+def test_a_step_reads_the_recurrent_state_of_each_row():
+    conv = ModelCost.of(named_shape("tiny-lfm2"), "bfloat16")
+    assert conv.state_bytes == 3 * 2 * 96 * 2  # three layers, two inputs of 96 channels
+    scan = ModelCost.of(named_shape("tiny-granite4"), "bfloat16")
+    assert scan.state_bytes == 3 * (3 * 384 * 2 + 6 * 48 * 32 * 4)
+    assert scan.decode_step(8, 0.0).read_bytes == scan.weight_bytes(8) + 8 * scan.state_bytes
+
+
 def test_routers_are_not_quantised(mixture: ModelCost):
     quantised = ModelCost.of(named_shape("tiny-qwen3-moe"), "bfloat16", "int8")
     routers = 3 * 96 * 13

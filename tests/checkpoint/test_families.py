@@ -27,7 +27,9 @@ from cadenza.checkpoint import (
 )
 from cadenza.checkpoint.families import FAMILIES
 from cadenza.checkpoint.interleaved_experts import split_interleaved_experts
+from cadenza.checkpoint.layer_kind import ConvShape, ScanShape
 from cadenza.checkpoint.mtp_layout import DEEPSEEK_MTP, QWEN_MTP
+from cadenza.checkpoint.stacked_experts import split_stacked_experts
 from cadenza.errors import CheckpointError
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
@@ -45,8 +47,15 @@ SHARED: dict[str, Any] = {
 }
 
 
-def values_of(model_type: str, **changes: Any) -> dict[str, Any]:
-    return {**SHARED, "model_type": model_type, **changes}
+NEEDED: dict[str, dict[str, Any]] = {
+    "lfm2": {"hidden_size": 48},
+    "granitemoehybrid": {"hidden_size": 48, "mamba_n_heads": 6},
+}
+"""Settings of families whose defaults do not fit models as small as these."""
+
+
+def values_of(family: str, **changes: Any) -> dict[str, Any]:
+    return {**SHARED, **NEEDED.get(family, {}), "model_type": family, **changes}
 
 
 def read(model_type: str, **changes: Any) -> ModelConfig:
@@ -62,15 +71,15 @@ def test_every_family_reads_a_file_that_leaves_its_own_settings_out(family: str)
     config = read(family)
     assert config.family == family
     assert len(config.layer_kinds) == 4
-    assert (
-        parse_model_config({**SHARED, "architectures": [FAMILIES[family].architecture]}) == config
-    )
+    values = values_of(family, architectures=[FAMILIES[family].architecture], model_type=None)
+    assert parse_model_config(values) == config
 
 
 @pytest.mark.parametrize("folder", sorted(path.name for path in FIXTURES.iterdir()))
 def test_the_declaration_is_what_transformers_wrote(folder: str):
     config, weights = named_shape(str(FIXTURES / folder)), open_weights(FIXTURES / folder)
-    check_weights(config, split_interleaved_experts(config, weights))
+    weights = split_interleaved_experts(config, split_stacked_experts(config, weights))
+    check_weights(config, weights)
 
 
 MIXED = [SLIDING, FULL, FULL, SLIDING]
@@ -451,3 +460,94 @@ def test_published_names_of_families_are_known():
     shapes = Path("src/cadenza/checkpoint/shapes")
     tiny = {json.loads(path.read_text())["model_type"] for path in shapes.glob("tiny-*.json")}
     assert tiny == FAMILIES.keys()
+
+
+def test_lfm2_names_its_attention_layers_in_two_ways():
+    listed = read("lfm2", layer_types=["conv", FULL, "conv", "conv"])
+    assert read("lfm2", full_attn_idxs=[1]) == listed
+    shape = ConvShape(num_channels=48, num_inputs=3)
+    assert [kind.recurrence for kind in listed.layer_kinds] == [shape, None, shape, shape]
+    assert read("lfm2").recurrence is None  # without either, all layers have attention
+    assert read("lfm2", conv_L_cache=5, conv_bias=True, full_attn_idxs=[1]).recurrence == (
+        ConvShape(num_channels=48, num_inputs=5, has_bias=True)
+    )
+
+
+def test_lfm2_adjusts_the_width_of_its_mlps_as_published():
+    def width(**changes: Any) -> int:
+        return read("lfm2", **changes).intermediate_size
+
+    assert width(intermediate_size=12_288) == 8192
+    assert width(block_ff_dim=6656) == 4608
+    assert width(block_ff_dim=6656, block_ffn_dim_multiplier=1.3, block_multiple_of=64) == 5824
+    assert width(block_ff_dim=6656, block_ffn_dim_multiplier=None) == 4437
+    assert width(intermediate_size=10, block_auto_adjust_ff_dim=False) == 10
+
+
+def test_lfm2_has_names_norms_and_a_head_of_its_own():
+    config = read("lfm2", norm_eps=1e-3, layer_types=["conv", FULL, "conv", "conv"])
+    assert config.rms_norm_eps == 1e-3
+    assert config.tie_word_embeddings
+    assert not read("lfm2", tie_embedding=False).tie_word_embeddings
+    assert config.rope.theta == 1e6
+    names = {spec.name for spec in declare(config)}
+    assert names > {
+        "model.embedding_norm.weight",
+        "model.layers.0.operator_norm.weight",
+        "model.layers.0.conv.conv.weight",
+        "model.layers.0.feed_forward.w3.weight",
+        "model.layers.1.self_attn.q_layernorm.weight",
+        "model.layers.1.self_attn.out_proj.weight",
+        "model.layers.1.ffn_norm.weight",
+    }
+
+
+GRANITE4 = {"num_local_experts": 0, "shared_intermediate_size": 40, "mamba_d_state": 32}
+
+
+def test_granite_4_reads_both_spellings_of_its_layers():
+    old = read("granitemoehybrid", **GRANITE4, layer_types=["mamba", "attention", "mamba", "mamba"])
+    linear = "linear_attention"
+    new = read("granitemoehybrid", **GRANITE4, layers_block_type=[linear, FULL, linear, linear])
+    shape = ScanShape(num_heads=6, num_groups=1, key_size=32, value_size=16, num_inputs=4)
+    assert [kind.recurrence for kind in old.layer_kinds] == [shape, None, shape, shape]
+    assert old == new
+    assert old.intermediate_size == 40
+    assert old.ropes == (None,)
+    rotated = read(
+        "granitemoehybrid", **GRANITE4, layer_types=[FULL] * 4, position_embedding_type="rope"
+    )
+    assert rotated.ropes == (rotated.rope,)
+
+
+def test_granite_4_has_experts_beside_an_mlp_for_all_tokens():
+    experts = read("granitemoehybrid").experts
+    assert experts is not None
+    assert (experts.num_experts, experts.num_chosen) == (8, 2)
+    assert (experts.intermediate_size, experts.shared_size) == (10, 1024)
+    assert read("granitemoehybrid", num_local_experts=0).experts is None
+
+
+@pytest.mark.parametrize("limit", [None, [0.0, math.inf], [0.0, {"__float__": "Infinity"}]])
+def test_granite_4_has_steps_without_limits(limit: Any):
+    assert read("granitemoehybrid", time_step_limit=limit) == read("granitemoehybrid")
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "words"),
+    [
+        ("lfm2", {"layer_types": [SLIDING] * 4}, "layer_types names 'sliding_attention'"),
+        ("lfm2", {"layer_types": ["conv"]}, "has 1 entries for 4 layers"),
+        ("lfm2", {"hidden_size": 24}, "hidden_size is 24; .* multiples of 16"),
+        ("lfm2", {"block_ffn_dim_multiplier": 0.001, "block_multiple_of": 1}, "MLPs is 0"),
+        ("granitemoehybrid", {"mamba_d_state": 24}, "mamba_d_state is 24; .* multiples of 16"),
+        ("granitemoehybrid", {"mamba_d_head": 8}, "6 of 8 values are not .* 96"),
+        ("granitemoehybrid", {"mamba_n_groups": 4}, "6 is not a multiple of mamba_n_groups 4"),
+        ("granitemoehybrid", {"position_embedding_type": "alibi"}, "position_embedding_type"),
+        ("granitemoehybrid", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; it must be silu"),
+        ("granitemoehybrid", {"time_step_limit": [0.0, 0.1]}, "time_step_limit"),
+    ],
+)
+def test_what_hybrids_do_not_compute_is_refused(family: str, changes: dict[str, Any], words: str):
+    with pytest.raises(CheckpointError, match=words):
+        read(family, **changes)

@@ -136,6 +136,8 @@ def write_checkpoint(folder: Path, options: dict[str, Any], seed: int) -> None:
                 parameter.copy_(gain * (1 + 0.2 * noise) - less)
             elif name.endswith("A_log"):
                 parameter.copy_(noise - 3.0)
+            elif name.endswith(".D"):
+                parameter.copy_(1 + 0.2 * noise)
             elif name.endswith("bias"):
                 parameter.copy_(0.2 * noise)
             elif name.endswith("sinks"):

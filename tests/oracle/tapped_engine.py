@@ -36,6 +36,7 @@ MAX_TOKENS = {"reference": 64, "native": 96}
 """Tokens of a step. The native table's is above its decode bucket, so that both buckets run."""
 
 PAGE_SIZE = 16
+MAX_STREAMS = 8
 CHUNKS = (7, 1, 33, 16, 48)
 """Prompt tokens that the rows take in a step, in turns: below, at and across pages."""
 
@@ -87,8 +88,9 @@ class TappedEngine:
             max_num_batched_tokens=self._budget,
             max_model_len=self._pages_per_row * PAGE_SIZE,
             page_size=PAGE_SIZE,
-            num_pages=8 * self._pages_per_row,
+            num_pages=MAX_STREAMS * self._pages_per_row,
             max_num_queued_reqs=1,
+            num_state_slots=2 * MAX_STREAMS if model.recurrence else 0,
         )
 
         def make_ops(spec: DecoderSpec) -> Any:
@@ -106,9 +108,12 @@ class TappedEngine:
         The first `num_prompt_tokens` of each come in chunks, the others one by one, as decodes do.
         """
         self._runner.reset()
-        pages = np.random.default_rng(0).permutation(8 * self._pages_per_row)
-        table = pages.reshape(8, self._pages_per_row).tolist()
-        streams = [Stream(row=row, pages=table[row]) for row, _ in enumerate(sequences)]
+        pages = np.random.default_rng(0).permutation(MAX_STREAMS * self._pages_per_row)
+        table = pages.reshape(MAX_STREAMS, self._pages_per_row).tolist()
+        streams = [
+            Stream(row=row, pages=table[row], state_slots=self._slots_of(row))
+            for row, _ in enumerate(sequences)
+        ]
         parts: list[list[npt.NDArray[np.int32]]] = [[] for _ in sequences]
         step = 0
         while True:
@@ -126,6 +131,10 @@ class TappedEngine:
                 parts[chunk.stream.row].append(taken)
             step += 1
         return [self._forced(np.concatenate(each)) for each in parts]
+
+    def _slots_of(self, row: int) -> tuple[int, ...]:
+        """The two slots that a row's recurrent state changes between."""
+        return () if self._model.recurrence is None else (2 * row + 1, 2 * row)
 
     def _counts(
         self,

@@ -12,7 +12,7 @@ from cadenza.errors import RunnerError
 from tests.contract.steps import Draw, Geometry, Stream, run_step
 from tests.xla.harness import Lab, Variant
 
-SHAPES = ["tiny-qwen3.5", "tiny-qwen3.5-moe"]
+SHAPES = ["tiny-qwen3.5", "tiny-qwen3.5-moe", "tiny-lfm2", "tiny-granite4"]
 NUM_TOKENS = 150
 GEOMETRY = Geometry(bucket=64, num_rows=8, page_size=16)
 NUM_SLOTS = 12

@@ -1,9 +1,10 @@
 """The bound of a rate: what a step must read and multiply, over the machine's roofline.
 
 Pure arithmetic over a model's shape. Counted are the matrix products' weights, once for each step,
-the KV of the rows' contexts, and the operations of both (a multiplication and its sum are two).
-Norms, biases, activations and the embedding rows, below one per cent together, are not counted; so
-the bound is slightly high and a share of it slightly low.
+the KV of the rows' contexts, the rows' recurrent states, and the operations of products and
+attention (a multiplication and its sum are two). Norms, biases, activations, recurrences and the
+embedding rows, below one per cent together, are not counted; so the bound is slightly high and a
+share of it slightly low.
 
 In a mixture a token is multiplied with its own experts only, and a step reads each expert at most
 once. Which ones the tokens choose is not known beforehand, so the most that a step of T
@@ -117,6 +118,7 @@ class ModelCost:
         pair_operations: attention of one query and one token of its context, in all layers.
         layer_bytes, head_bytes: of their weights as they are held in memory.
         kv_bytes_per_token: one token's keys and values in all layers.
+        state_bytes: the recurrent state of a sequence.
     """
 
     layer_parameters: int
@@ -125,6 +127,7 @@ class ModelCost:
     layer_bytes: int
     head_bytes: int
     kv_bytes_per_token: int
+    state_bytes: int = 0
     experts: ExpertsCost | None = None
 
     @classmethod
@@ -158,6 +161,7 @@ class ModelCost:
             head_bytes=size([head]),
             pair_operations=_pair_operations(config),
             kv_bytes_per_token=config.kv_bytes_per_token(dtype, kv_cache_dtype),
+            state_bytes=config.state_bytes(dtype),
         )
 
     def weight_bytes(self, num_tokens: int) -> int:
@@ -174,7 +178,8 @@ class ModelCost:
         """One token for each row; `context` is a row's average KV length, its own included."""
         parameters = self.token_parameters + self.head_parameters
         return Cost(
-            read_bytes=self.weight_bytes(rows) + rows * context * self.kv_bytes_per_token,
+            read_bytes=self.weight_bytes(rows)
+            + rows * (context * self.kv_bytes_per_token + self.state_bytes),
             operations=rows * (2 * parameters + context * self.pair_operations),
         )
 
@@ -183,7 +188,8 @@ class ModelCost:
         pairs = prompts.count * prompts.length * (prompts.length + 1) // 2
         return Cost(
             read_bytes=sum(map(self.weight_bytes, prompts.step_sizes))
-            + prompts.num_tokens * self.kv_bytes_per_token,
+            + prompts.num_tokens * self.kv_bytes_per_token
+            + prompts.count * self.state_bytes,
             operations=2 * self.token_parameters * prompts.num_tokens
             + 2 * self.head_parameters * prompts.count
             + pairs * self.pair_operations,

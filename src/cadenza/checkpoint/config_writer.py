@@ -8,7 +8,8 @@ import math
 from cadenza.checkpoint.config_json import ACTIVATIONS
 from cadenza.checkpoint.families import FAMILIES
 from cadenza.checkpoint.families.family import FULL, LINEAR, SLIDING
-from cadenza.checkpoint.layer_kind import LayerKind
+from cadenza.checkpoint.families.hybrid import CONV
+from cadenza.checkpoint.layer_kind import ConvShape, DeltaShape, LayerKind, ScanShape
 from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.rope_config import LongRopeScaling, format_rope
 
@@ -31,7 +32,7 @@ def format_model_config(config: ModelConfig) -> dict[str, object]:
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
         family.activation_key: name,
-        "rms_norm_eps": config.rms_norm_eps,
+        family.norm_eps_key: config.rms_norm_eps,
         "rope_parameters": _format_ropes(config),
         "tie_word_embeddings": config.tie_word_embeddings,
         "max_position_embeddings": config.max_position_embeddings,
@@ -79,17 +80,9 @@ def _settings(config: ModelConfig) -> dict[str, object]:
         "residual_multiplier": config.residual_scale,
         "logits_scaling": config.logit_divisor,
     }
+    found |= _recurrence_settings(config)
     if isinstance(scaling, LongRopeScaling):
         found["original_max_position_embeddings"] = scaling.original_max_position_embeddings
-    if (shape := config.recurrence) is not None:
-        found |= {
-            "attn_output_gate": config.has_attention_gate,
-            "linear_num_key_heads": shape.num_key_heads,
-            "linear_num_value_heads": shape.num_value_heads,
-            "linear_key_head_dim": shape.key_size,
-            "linear_value_head_dim": shape.value_size,
-            "linear_conv_kernel_dim": shape.num_inputs,
-        }
     if experts is not None:
         plain = [index for index, kind in enumerate(kinds) if not kind.has_experts]
         found |= {
@@ -104,10 +97,50 @@ def _settings(config: ModelConfig) -> dict[str, object]:
 
 
 def _type_of(kind: LayerKind) -> str:
-    """A layer's entry in `layer_types`."""
+    """The name of a layer's kind in `layer_types`."""
+    if isinstance(kind.recurrence, ConvShape):
+        return CONV
     if kind.recurrence is not None:
         return LINEAR
     return FULL if kind.window is None else SLIDING
+
+
+def _recurrence_settings(config: ModelConfig) -> dict[str, object]:
+    """The settings of a model's recurrences."""
+    shape = config.recurrence
+    if isinstance(shape, DeltaShape):
+        return {
+            "attn_output_gate": config.has_attention_gate,
+            "linear_num_key_heads": shape.num_key_heads,
+            "linear_num_value_heads": shape.num_value_heads,
+            "linear_key_head_dim": shape.key_size,
+            "linear_value_head_dim": shape.value_size,
+            "linear_conv_kernel_dim": shape.num_inputs,
+        }
+    if isinstance(shape, ConvShape):
+        return {
+            "conv_L_cache": shape.num_inputs,
+            "conv_bias": shape.has_bias,
+            "block_auto_adjust_ff_dim": False,
+        }
+    if not isinstance(shape, ScanShape):
+        return {}
+    ropes = [kind.has_rope for kind in config.layer_kinds if kind.recurrence is None]
+    return {
+        "position_embedding_type": "rope" if any(ropes) else None,
+        "num_local_experts": 0,  # unless there are any: their number is written last
+        "shared_intermediate_size": config.experts.shared_size
+        if config.experts
+        else config.intermediate_size,
+        "mamba_n_heads": shape.num_heads,
+        "mamba_d_head": shape.value_size,
+        "mamba_n_groups": shape.num_groups,
+        "mamba_d_state": shape.key_size,
+        "mamba_d_conv": shape.num_inputs,
+        "mamba_expand": shape.value_width // config.hidden_size,
+        "mamba_conv_bias": shape.has_conv_bias,
+        "mamba_proj_bias": shape.has_bias,
+    }
 
 
 def _scalar_of(scale: float) -> float:

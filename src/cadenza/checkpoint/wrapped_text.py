@@ -40,6 +40,11 @@ WRAPPERS: Mapping[str, Wrapper] = {
             architecture="Qwen3_5MoeForConditionalGeneration",
             text_type="qwen3_5_moe_text",
         ),
+        Wrapper(
+            model_type="lfm2_vl",
+            architecture="Lfm2VlForConditionalGeneration",
+            text_type="lfm2",
+        ),
     )
 }
 

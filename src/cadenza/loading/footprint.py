@@ -170,7 +170,8 @@ def _token_bytes(model: ModelConfig, dtype: WeightDType) -> int:
     inner = model.intermediate_size
     partial_bytes = 0
     if model.experts is not None:
-        inner = max(inner, model.experts.num_chosen * model.experts.intermediate_size)
+        chosen = model.experts.num_chosen * model.experts.intermediate_size
+        inner = max(inner, chosen, model.experts.shared_size)
         partial_bytes = _WORD * model.experts.num_chosen * model.hidden_size
     heads, recurrence = model.widest_heads, model.recurrence
     widest = max(inner, heads.query_size + 2 * heads.kv_size, model.hidden_size)

@@ -9,6 +9,7 @@ from cadenza.checkpoint.families.experts import MIXTRAL, OLMOE, QWEN3_MOE
 from cadenza.checkpoint.families.family import Family
 from cadenza.checkpoint.families.gemma import GEMMA2, GEMMA3
 from cadenza.checkpoint.families.gpt_oss import GPT_OSS
+from cadenza.checkpoint.families.hybrid import GRANITE_HYBRID, LFM2
 from cadenza.checkpoint.families.llama import (
     GRANITE,
     LLAMA,
@@ -41,6 +42,8 @@ FAMILIES: dict[str, Family] = {
         QWEN35,
         QWEN35_MOE,
         GPT_OSS,
+        LFM2,
+        GRANITE_HYBRID,
     )
 }
 

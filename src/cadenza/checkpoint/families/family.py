@@ -34,6 +34,7 @@ class Family:
         default_original_positions: see `RopeRules.default_original`.
         rope_aliases: (alias, rope type) pairs in this family's files.
         width_key: the setting of the width of MLPs.
+        default_width: None if files have to state it.
         mtp_layouts: those that MTP layers beside the decoder may have.
     """
 
@@ -45,6 +46,7 @@ class Family:
     default_head_dim: int | None = None
     has_kv_head_for_each_by_default: bool = False
     default_max_positions: int
+    norm_eps_key: str = "rms_norm_eps"
     default_norm_eps: float = 1e-6
     default_rope_theta: float = 10_000.0
     default_original_positions: int | None = None

@@ -36,6 +36,7 @@ _MULTIPLIERS = {
     "residual_multiplier": "residual_scale",
     "logits_scaling": "logit_divisor",
 }
+MULTIPLIER_KEYS = frozenset(_MULTIPLIERS)
 _MISTRAL_WINDOW = 4096
 _SMOLLM3_INTERVAL = 4
 _PHI3_CODE = frozenset({"configuration_phi3.Phi3Config", "modeling_phi3.Phi3ForCausalLM"})
@@ -82,8 +83,13 @@ def _read_phi3(raw: JsonObject, model: ModelConfig) -> ModelConfig:
 
 
 def _read_granite(raw: JsonObject, model: ModelConfig) -> ModelConfig:
-    found = {field: raw.number(key, 1e-6, 1e6, 1.0) for key, field in _MULTIPLIERS.items()}
-    return replace(_read_biases(raw, model), **found)
+    return replace(_read_biases(raw, model), **read_multipliers(raw))
+
+
+def read_multipliers(raw: JsonObject) -> dict[str, float]:
+    """Granite's factors of embeddings, scores, residuals and logits, as fields of a
+    `ModelConfig`."""
+    return {field: raw.number(key, 1e-6, 1e6, 1.0) for key, field in _MULTIPLIERS.items()}
 
 
 def _read_olmo2(raw: JsonObject, model: ModelConfig) -> ModelConfig:
@@ -144,7 +150,7 @@ GRANITE = Family(
     model_type="granite",
     architecture="GraniteForCausalLM",
     read=_read_granite,
-    own_keys=_BIAS_KEYS.union(_MULTIPLIERS),
+    own_keys=_BIAS_KEYS | MULTIPLIER_KEYS,
     has_kv_head_for_each_by_default=True,
     default_max_positions=2048,
 )
