@@ -21,7 +21,7 @@ from cadenza.core.packing import Packer
 from cadenza.core.page_pool import PagePool
 from cadenza.core.scheduler import Scheduler
 from cadenza.core.sequence import Sequence
-from cadenza.core.step_schema import ModelInputs, StepOutput
+from cadenza.core.step_schema import NO_STATE, ModelInputs, StepOutput
 from cadenza.request import Request, SamplingParams
 from tests.by_day import by_day
 from tests.engine.simulation import (
@@ -143,12 +143,17 @@ class FaultyRunner(ObservedRunner):
     def _spoil(self, inputs: ModelInputs) -> None:
         """What a step that fails, or a row that is not finite, has written is worth nothing."""
         if self.kind not in ROW_FAULTS:
-            self._slots[inputs.tokens.slots[: inputs.num_tokens]] = VOCAB_SIZE + 1
+            self._spoil_tokens(inputs, slice(inputs.num_tokens))
             return
         num_bad = 1 if self.kind == "one row not finite" else inputs.num_logits
         for row in inputs.logits.rows[:num_bad]:
             written = slice(inputs.rows.query_starts[row], inputs.rows.query_starts[row + 1])
-            self._slots[inputs.tokens.slots[written]] = VOCAB_SIZE + 1
+            self._spoil_tokens(inputs, written)
+
+    def _spoil_tokens(self, inputs: ModelInputs, written: slice) -> None:
+        self._slots[inputs.tokens.slots[written]] = VOCAB_SIZE + 1
+        kept = inputs.tokens.state_slots[written]
+        self.states.spoil(kept[kept != NO_STATE].tolist())
 
 
 def _faulty_handle(kind: FaultKind, output: StepOutput) -> FakeStepHandle:
@@ -180,7 +185,13 @@ def workload() -> tuple[Request, ...]:
     return tuple(requests_of(0, 22))
 
 
-def run_with_fault(kind: FaultKind, at: int, loop: SchedulerLoop, parts: Parts) -> Record:
+def run_with_fault(
+    kind: FaultKind,
+    at: int,
+    loop: SchedulerLoop,
+    parts: Parts,
+    limits: EngineLimits = LIMITS,
+) -> Record:
     """One run in which launch `at` fails; checks who paid for it.
 
     A step that fails once costs nobody, a row that is not finite its own stream.
@@ -192,7 +203,7 @@ def run_with_fault(kind: FaultKind, at: int, loop: SchedulerLoop, parts: Parts) 
         return packers[-1]
 
     engine = make_engine(
-        LIMITS,
+        limits,
         loop=loop,
         parts=Parts(
             runner=partial(FaultyRunner, kind=kind, at=at),
