@@ -27,12 +27,13 @@ from cadenza.checkpoint import (
 )
 from cadenza.checkpoint.config_json import parse_model_config
 from cadenza.checkpoint.config_writer import format_model_config
+from cadenza.checkpoint.layer_kind import ConvShape, DeltaShape, ScanShape
 from cadenza.checkpoint.weights import Weights
 from tests.checkpoint.gguf_random import FACTORS, random_tensor
 
 Arrays = dict[str, np.ndarray]
 
-LIKE_LLAMA = ("llama", "granite", "smollm3")
+LIKE_LLAMA = ("llama", "granite", "granitehybrid", "smollm3")
 ARCHITECTURES = {
     "llama": "llama",
     "mistral": "llama",
@@ -47,9 +48,16 @@ ARCHITECTURES = {
     "phi3": "phi3",
     "olmo2": "olmo2",
     "olmoe": "olmoe",
+    "lfm2": "lfm2",
     "gpt-oss": "gpt-oss",
 }
-HYBRIDS = {"qwen3.5": "qwen35", "qwen3.5-moe": "qwen35moe"}
+HYBRIDS = {
+    "qwen3.5": "qwen35",
+    "qwen3.5-moe": "qwen35moe",
+    "lfm2": "lfm2",
+    "granite4": "granitehybrid",
+    "granite4-moe": "granitehybrid",
+}
 """GGUF's architecture for each tiny shape."""
 
 CHANGES: dict[str, dict[str, Any]] = {
@@ -152,7 +160,7 @@ def describe(architecture: str, config: ModelConfig, weights: Weights) -> dict[s
         values["attn_logit_softcapping"] = config.attention_soft_cap
     if config.logit_soft_cap is not None:
         values["final_logit_softcapping"] = config.logit_soft_cap
-    if architecture == "granite":
+    if architecture in ("granite", "granitehybrid"):
         values["attention.scale"] = config.attention_scale
         values["embedding_scale"] = config.embedding_scale
         values["residual_scale"] = config.residual_scale
@@ -168,18 +176,32 @@ def describe(architecture: str, config: ModelConfig, weights: Weights) -> dict[s
 
 
 def describe_recurrence(config: ModelConfig) -> dict[str, Any]:
-    shape = config.recurrence
-    if shape is None:
-        return {}
-    are_recurrent = [kind.recurrence is not None for kind in config.layer_kinds]
-    return {
-        "block_count": config.num_layers + config.num_mtp_layers,
-        "nextn_predict_layers": config.num_mtp_layers,
-        "attention.recurrent_layers": are_recurrent + [False] * config.num_mtp_layers,
+    shape, kinds = config.recurrence, config.layer_kinds
+    kv_heads = [0 if kind.recurrence else config.num_kv_heads for kind in kinds]
+    match shape:
+        case None:
+            return {}
+        case ConvShape():
+            return {"attention.head_count_kv": kv_heads, "shortconv.l_cache": shape.num_inputs}
+        case ScanShape():
+            own = {
+                "attention.head_count_kv": kv_heads,
+                "rope.scaling.finetuned": any(config.ropes),
+            }
+        case DeltaShape():
+            are_recurrent = [kind.recurrence is not None for kind in kinds]
+            own = {
+                "block_count": config.num_layers + config.num_mtp_layers,
+                "nextn_predict_layers": config.num_mtp_layers,
+                "attention.recurrent_layers": are_recurrent + [False] * config.num_mtp_layers,
+            }
+    matrices = shape.matrices
+    is_scan = isinstance(shape, ScanShape)
+    return own | {
         "ssm.conv_kernel": shape.num_inputs,
         "ssm.state_size": shape.key_size,
-        "ssm.group_count": shape.num_key_heads,
-        "ssm.time_step_rank": shape.num_value_heads,
+        "ssm.group_count": shape.num_groups if is_scan else shape.num_key_heads,
+        "ssm.time_step_rank": matrices.num_heads,
         "ssm.inner_size": shape.value_width,
     }
 
@@ -231,7 +253,7 @@ def rename(architecture: str, config: ModelConfig, arrays: Mapping[str, np.ndarr
     num_layers = config.num_layers + config.num_mtp_layers
     table = gguf.get_tensor_name_map(arch_code(architecture), num_layers)
     renamed: Arrays = {}
-    for stored, array in stack_experts(arrays).items():
+    for stored, array in split_pairs(config, stack_experts(arrays)).items():
         name = stored.replace("mtp.layers.0.", f"model.layers.{config.num_layers}.")
         name = name.replace(".dt_bias", ".dt_proj.bias")
         name = f"{name}.weight" if name.endswith(".sinks") else name
@@ -257,13 +279,31 @@ def stack_experts(arrays: Mapping[str, np.ndarray]) -> Arrays:
             stacked[name] = [array]
             continue
         merged = f"{before}.experts.{after.split('.', 1)[1]}"
-        if "block_sparse_moe" in before:
+        if "gate_proj" in after or "up_proj" in after or "down_proj" in after:
+            merged = merged.replace(".block_sparse_moe.", ".mlp.")
+        elif "block_sparse_moe" in before:
             layer = before.removeprefix("model.").removesuffix(".block_sparse_moe")
             merged = f"{layer}.feed_forward.experts.{after.split('.', 1)[1]}"
         stacked.setdefault(merged, []).append(array)
     return {
         name: np.stack(each) if ".experts." in name else each[0] for name, each in stacked.items()
     }
+
+
+def split_pairs(config: ModelConfig, arrays: Arrays) -> Arrays:
+    """Granite's MLP for all tokens as the converter stores it: gates and ups apart, and as the MLP
+    of a dense model if there are no experts beside it."""
+    split: Arrays = {}
+    for name, array in arrays.items():
+        layer, is_shared, linear = name.partition("shared_mlp.")
+        block = f"{layer}mlp." + ("shared_expert." if config.experts else "")
+        if not is_shared:
+            split[name] = array
+        elif linear == "input_linear.weight":
+            split[f"{block}gate_proj.weight"], split[f"{block}up_proj.weight"] = np.split(array, 2)
+        else:
+            split[f"{block}down_proj.weight"] = array
+    return split
 
 
 AROUND_MTP = {
@@ -278,7 +318,7 @@ AROUND_MTP = {
 def of_hybrid(config: ModelConfig, name: str, array: np.ndarray) -> np.ndarray:
     """What llama.cpp's converter makes of a tensor of Qwen3.5."""
     shape = config.recurrence
-    assert shape is not None
+    assert isinstance(shape, DeltaShape)
 
     def tile(part: np.ndarray, size: int, axis: int = 0) -> np.ndarray:
         places = np.arange(part.shape[axis]).reshape(shape.num_key_heads, -1, size)
@@ -301,8 +341,15 @@ def of_hybrid(config: ModelConfig, name: str, array: np.ndarray) -> np.ndarray:
 
 
 def as_stored(architecture: str, config: ModelConfig, name: str, array: np.ndarray) -> np.ndarray:
-    if config.recurrence is not None:
+    if isinstance(config.recurrence, DeltaShape):
         return of_hybrid(config, name, array)
+    if name.endswith((".conv.weight", "conv1d.weight")):
+        return array[:, 0]
+    if name.endswith((".A_log", ".D")):
+        return -np.exp(array[:, None]) if name.endswith(".A_log") else array[:, None]
+    if name.endswith("mamba.norm.weight"):
+        assert isinstance(config.recurrence, ScanShape)
+        return array.reshape(config.recurrence.num_groups, -1)
     if architecture.startswith("gemma") and name.endswith("norm.weight"):
         return array + np.float32(1.0)
     heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(name.split(".")[-2])

@@ -66,6 +66,30 @@ def test_a_models_config_and_weights_are_those_of_its_folder(
     assert ours.layer_kinds == theirs.layer_kinds
 
 
+@pytest.mark.parametrize("shape", ["granite4", "granite4-moe"])
+def test_granite_4_stores_rates_and_the_halves_of_its_mlp(make: Make, tmp_path: Path, shape: str):
+    model = make(shape)
+    found, original = opened(model, tmp_path), open_checkpoint(model.original)
+    prefix = "model.layers.0"
+    for name in original.weights:
+        if "shared_mlp.input" not in name:
+            theirs = np.asarray(original.weights[name])
+            expected = -np.exp(theirs) if name.endswith("A_log") else theirs
+            assert np.array_equal(np.asarray(found.weights[name]), expected), name
+    halves = [found.weights[f"{prefix}.shared_mlp.{each}_proj.weight"] for each in ("gate", "up")]
+    both = original.weights[f"{prefix}.shared_mlp.input_linear.weight"]
+    assert np.array_equal(np.concatenate(halves), both)
+    assert found.config.ropes == original.config.ropes
+    assert found.config.experts == original.config.experts
+
+
+def test_heads_of_keys_that_differ_by_layer_are_refused(make: Make, tmp_path: Path):
+    model = make("lfm2")
+    model.metadata["attention.head_count_kv"] = [0, 0, 2, 0, 3]
+    with pytest.raises(CheckpointError, match=r"head_count_kv .* same for all layers with att"):
+        opened(model, tmp_path)
+
+
 def test_a_file_without_a_suffix_is_known_by_its_beginning(make: Make, tmp_path: Path):
     """As Ollama keeps them."""
     model = make()

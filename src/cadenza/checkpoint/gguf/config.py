@@ -8,12 +8,14 @@ Source: llama.cpp's conversion/ and src/models/.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 
 from cadenza.checkpoint.config_json import parse_model_config
 from cadenza.checkpoint.families.family import FULL, LINEAR, SLIDING
+from cadenza.checkpoint.families.hybrid import CONV, MAX_TAPS
 from cadenza.checkpoint.gguf.settings import Settings
+from cadenza.checkpoint.layer_kind import DeltaShape, LayerKind, ScanShape
 from cadenza.checkpoint.model_config import (
     MAX_EXPERTS,
     MAX_HEAD_DIM,
@@ -70,6 +72,12 @@ _HYBRID_KEYS = frozenset(
     "rope.dimension_sections nextn_predict_layers".split()
 ) | {_RECURRENT, _SSM_HEADS}
 
+_KV_HEADS = "attention.head_count_kv"
+_SHARED_WIDTH = "expert_shared_feed_forward_length"
+_MULTIPLIER_KEYS = frozenset(
+    {"attention.scale", "embedding_scale", "residual_scale", "logit_scale"}
+)
+
 _DTYPES = {"F32": "float32", "F16": "float16"}
 
 
@@ -81,6 +89,7 @@ class Architecture:
         read: the entries of config.json beyond those that all architectures share.
         keys: the keys that `read` takes care of.
         adapt: the config of what is stored in another way than in the Hugging Face layout.
+        has_layers_without_kv: layers with a recurrence have 0 heads of keys and values.
         has_paired_rows: a head's rows of q and k are stored in the order 0, D / 2, 1, D / 2 + 1, …,
             for a rotation of neighbours.
     """
@@ -88,6 +97,7 @@ class Architecture:
     read: Callable[[Settings], dict[str, object]]
     keys: frozenset[str] = frozenset()
     adapt: Callable[[ModelConfig], ModelConfig] = lambda config: config
+    has_layers_without_kv: bool = False
     has_paired_rows: bool = False
 
 
@@ -116,13 +126,13 @@ def read_config(settings: Settings) -> tuple[ModelConfig, Architecture]:
             f"{where}: {settings.architecture}.{unknown[0][:120]} is set, which is not supported "
             f"for models of this architecture; use another checkpoint"
         )
-    values = {**_read_common(settings), **architecture.read(settings)}
+    values = {**_read_common(settings, architecture), **architecture.read(settings)}
     config = parse_model_config(values, where=f"the metadata of {where}")
     # Norms that multiply by 1 + weight are stored as that sum.
     return architecture.adapt(replace(config, norm_adds_one=False)), architecture
 
 
-def _read_common(settings: Settings) -> dict[str, object]:
+def _read_common(settings: Settings, architecture: Architecture) -> dict[str, object]:
     embedding = settings.tensors.get(EMBEDDING)
     if embedding is None or len(embedding.shape) != 2:
         raise CheckpointError(
@@ -140,7 +150,7 @@ def _read_common(settings: Settings) -> dict[str, object]:
         "intermediate_size": _width(settings),
         "num_hidden_layers": _num_layers(settings),
         "num_attention_heads": num_heads,
-        "num_key_value_heads": settings.integer("attention.head_count_kv", 1, MAX_HEADS, num_heads),
+        "num_key_value_heads": _num_kv_heads(settings, architecture, num_heads),
         "head_dim": head_dim,
         "max_position_embeddings": settings.integer("context_length", 1, MAX_POSITIONS),
         "rms_norm_eps": settings.number("attention.layer_norm_rms_epsilon", 1e-12, 1.0),
@@ -149,6 +159,26 @@ def _read_common(settings: Settings) -> dict[str, object]:
         "tie_word_embeddings": HEAD not in settings.tensors,
         "dtype": _DTYPES.get(embedding.type.name, "bfloat16"),
     }
+
+
+def _num_kv_heads(settings: Settings, architecture: Architecture, num_heads: int) -> int:
+    counts = _kv_heads_of_layers(settings) if architecture.has_layers_without_kv else None
+    if counts is None:
+        return settings.integer(_KV_HEADS, 1, MAX_HEADS, num_heads)
+    found = {count for count in counts if count}
+    if len(found) > 1:
+        raise settings.wrong(_KV_HEADS, "the same for all layers with attention, 0 for others")
+    return found.pop() if found else num_heads
+
+
+def _kv_heads_of_layers(settings: Settings) -> list[int] | None:
+    return settings.integers_of_layers(_KV_HEADS, _num_layers(settings))
+
+
+def _types_of_layers(settings: Settings, recurrent: str) -> list[str]:
+    """Layers without heads of keys and values are of the `recurrent` type."""
+    counts = _kv_heads_of_layers(settings) or [1] * _num_layers(settings)
+    return [FULL if count else recurrent for count in counts]
 
 
 def _width(settings: Settings) -> int | None:
@@ -258,14 +288,63 @@ def _read_experts(settings: Settings) -> dict[str, object]:
 
 
 def _read_granite(settings: Settings) -> dict[str, object]:
+    return {"model_type": "granite", **_biases(settings), **_multipliers(settings)}
+
+
+def _multipliers(settings: Settings) -> dict[str, object]:
     scale = settings.number("attention.scale", 1e-6, 1e6, _head_dim(settings) ** -0.5)
     return {
-        "model_type": "granite",
-        **_biases(settings),
         "attention_multiplier": scale,
         "embedding_multiplier": settings.number("embedding_scale", 1e-6, 1e6, 1.0),
         "residual_multiplier": settings.number("residual_scale", 1e-6, 1e6, 1.0),
         "logits_scaling": settings.number("logit_scale", 1e-6, 1e6, 1.0),
+    }
+
+
+def _read_granite_hybrid(settings: Settings) -> dict[str, object]:
+    types, tensors = _types_of_layers(settings, LINEAR), settings.tensors
+    num_heads = settings.integer(_SSM_HEADS, 1, MAX_HEADS)
+    width = settings.integer("ssm.inner_size", 1, MAX_WIDTH)
+    has_experts = settings.integer("expert_count", 0, MAX_EXPERTS, 0) > 0
+    shared = _SHARED_WIDTH if has_experts else "feed_forward_length"
+    return {
+        "model_type": "granitemoehybrid",
+        "layer_types": types,
+        "attention_bias": any(f"blk.{at}.attn_q.bias" in tensors for at in range(len(types))),
+        **_multipliers(settings),
+        **(_read_experts(settings) if has_experts else {"num_local_experts": 0}),
+        "shared_intermediate_size": settings.integer(shared, 1, MAX_WIDTH),
+        "position_embedding_type": "rope"
+        if settings.flag("rope.scaling.finetuned", False)
+        else None,
+        "mamba_n_heads": num_heads,
+        "mamba_d_head": width // num_heads,
+        "mamba_expand": width // settings.integer("embedding_length", 1, MAX_WIDTH),
+        "mamba_n_groups": settings.integer("ssm.group_count", 1, MAX_HEADS),
+        "mamba_d_state": settings.integer("ssm.state_size", 1, MAX_HEAD_DIM),
+        "mamba_d_conv": settings.integer("ssm.conv_kernel", 2, MAX_TAPS),
+        "mamba_conv_bias": _is_in_recurrent(tensors, types, "ssm_conv1d.bias"),
+        "mamba_proj_bias": _is_in_recurrent(tensors, types, "ssm_in.bias"),
+    }
+
+
+def _is_in_recurrent(tensors: Container[str], types: list[str], name: str) -> bool:
+    return any(f"blk.{at}.{name}" in tensors for at, each in enumerate(types) if each == LINEAR)
+
+
+def _granite_as_stored(config: ModelConfig) -> ModelConfig:
+    """Gate and up are two tensors, and decays are stored as rates."""
+    names = replace(config.names, gate_up=None)
+    return replace(config, names=names, layer_pattern=_with_rates(config.layer_pattern))
+
+
+def _read_lfm2(settings: Settings) -> dict[str, object]:
+    return {
+        "model_type": "lfm2",
+        "layer_types": _types_of_layers(settings, CONV),
+        "conv_L_cache": settings.integer("shortconv.l_cache", 2, MAX_TAPS),
+        "block_auto_adjust_ff_dim": False,
+        "norm_eps": settings.number("attention.layer_norm_rms_epsilon", 1e-12, 1.0),
     }
 
 
@@ -314,25 +393,33 @@ def _hybrid_layer_types(settings: Settings, num_layers: int) -> list[str]:
 
 
 def _read_qwen35_moe(settings: Settings) -> dict[str, object]:
-    shared = "expert_shared_feed_forward_length"
     return {
         **_read_qwen35(settings),
         "model_type": "qwen3_5_moe_text",
         **_read_experts(settings),
         "moe_intermediate_size": settings.integer("expert_feed_forward_length", 1, MAX_WIDTH),
-        "shared_expert_intermediate_size": settings.integer(shared, 1, MAX_WIDTH),
+        "shared_expert_intermediate_size": settings.integer(_SHARED_WIDTH, 1, MAX_WIDTH),
     }
 
 
-def _with_stored_rates(config: ModelConfig) -> ModelConfig:
+def _qwen35_as_stored(config: ModelConfig) -> ModelConfig:
     """The value heads of one key head lie apart, and decays are stored as rates."""
     kinds = [
-        replace(kind, recurrence=replace(kind.recurrence, is_tiled=True, has_rates=True))
-        if kind.recurrence is not None
+        replace(kind, recurrence=replace(kind.recurrence, is_tiled=True))
+        if isinstance(kind.recurrence, DeltaShape)
         else kind
         for kind in config.layer_pattern
     ]
-    return replace(config, layer_pattern=tuple(kinds))
+    return replace(config, layer_pattern=_with_rates(kinds))
+
+
+def _with_rates(kinds: Sequence[LayerKind]) -> tuple[LayerKind, ...]:
+    return tuple(
+        replace(kind, recurrence=replace(kind.recurrence, has_rates=True))
+        if isinstance(kind.recurrence, DeltaShape | ScanShape)
+        else kind
+        for kind in kinds
+    )
 
 
 def _read_olmoe(settings: Settings) -> dict[str, object]:
@@ -415,11 +502,11 @@ _ARCHITECTURES: dict[str, Architecture] = {
     "qwen2": Architecture(read=lambda _: {"model_type": "qwen2"}),
     "qwen3": Architecture(read=_read_qwen3),
     "qwen3moe": Architecture(read=_read_qwen3_moe, keys=_EXPERT_KEYS),
-    "qwen35": Architecture(read=_read_qwen35, keys=_HYBRID_KEYS, adapt=_with_stored_rates),
+    "qwen35": Architecture(read=_read_qwen35, keys=_HYBRID_KEYS, adapt=_qwen35_as_stored),
     "qwen35moe": Architecture(
         read=_read_qwen35_moe,
-        keys=_HYBRID_KEYS | _EXPERT_KEYS | {"expert_shared_feed_forward_length"},
-        adapt=_with_stored_rates,
+        keys=_HYBRID_KEYS | _EXPERT_KEYS | {_SHARED_WIDTH},
+        adapt=_qwen35_as_stored,
     ),
     "smollm3": Architecture(read=_read_smollm3, has_paired_rows=True),
     "gemma2": Architecture(
@@ -436,7 +523,19 @@ _ARCHITECTURES: dict[str, Architecture] = {
     "gpt-oss": Architecture(read=_read_gpt_oss, keys=_EXPERT_KEYS | {_WINDOW, _PATTERN}),
     "granite": Architecture(
         read=_read_granite,
-        keys=frozenset({"attention.scale", "embedding_scale", "residual_scale", "logit_scale"}),
+        keys=_MULTIPLIER_KEYS,
         has_paired_rows=True,
+    ),
+    "granitehybrid": Architecture(
+        read=_read_granite_hybrid,
+        keys=_MULTIPLIER_KEYS | _HYBRID_KEYS | _EXPERT_KEYS | {_SHARED_WIDTH},
+        adapt=_granite_as_stored,
+        has_layers_without_kv=True,
+        has_paired_rows=True,
+    ),
+    "lfm2": Architecture(
+        read=_read_lfm2,
+        keys=frozenset({"shortconv.l_cache"}),
+        has_layers_without_kv=True,
     ),
 }

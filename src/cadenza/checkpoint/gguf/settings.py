@@ -69,6 +69,15 @@ class Settings:
             raise self.wrong(key, f"an array of {num_layers} flags, one per layer")
         return [bool(each) for each in cast(npt.NDArray[Any], value)]
 
+    def integers_of_layers(self, key: str, num_layers: int) -> list[int] | None:
+        """An array with an integer per layer; None if the key has one value for all."""
+        if not self.is_array(key):
+            return None
+        values = cast(npt.NDArray[Any], self.metadata.get(self._full(key)))
+        if len(values) != num_layers or values.dtype.kind not in "iu":
+            raise self.wrong(key, f"an array of {num_layers} integers, one per layer")
+        return [int(each) for each in values]
+
     def is_array(self, key: str) -> bool:
         return isinstance(self.metadata.get(self._full(key)), np.ndarray)
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from cadenza.checkpoint.declaration import (
     EMBEDDING,
-    FINAL_NORM,
     HEAD,
     declare,
+    declare_final_norm,
     declare_layer,
     name_some,
 )
@@ -23,6 +23,7 @@ from cadenza.checkpoint.gguf import config as gguf_config
 from cadenza.checkpoint.gguf.blocks import ENCODINGS
 from cadenza.checkpoint.gguf.config import Architecture
 from cadenza.checkpoint.gguf.reader import GGUFFile, GGUFTensor
+from cadenza.checkpoint.layer_kind import Recurrence, ScanShape
 from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.stored_tensor import (
     MappedFile,
@@ -32,11 +33,13 @@ from cadenza.checkpoint.stored_tensor import (
 )
 from cadenza.checkpoint.tensor_spec import (
     AttentionSpec,
+    ConvSpec,
     DeltaSpec,
     ExpertMLPSpec,
     GatedMLPSpec,
     LayerSpec,
     LinearSpec,
+    ScanSpec,
     TensorSpec,
 )
 from cadenza.checkpoint.weights import Weights
@@ -48,11 +51,8 @@ _SETTINGS = frozenset(
 )
 """Tensors that `read_config` reads."""
 
-_TOP = {
-    EMBEDDING: gguf_config.EMBEDDING,
-    FINAL_NORM: "output_norm.weight",
-    HEAD: gguf_config.HEAD,
-}
+_FINAL_NORM = "output_norm.weight"
+_FINAL_NORM_OF_LFM2 = "token_embd_norm.weight"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,14 +91,24 @@ def map_tensors(
 
 
 def _places(config: ModelConfig, stored: Container[str]) -> Iterator[_Place]:
+    has_other_norm = _FINAL_NORM_OF_LFM2 in stored
+    top = {
+        EMBEDDING: gguf_config.EMBEDDING,
+        declare_final_norm(config).name: _FINAL_NORM_OF_LFM2 if has_other_norm else _FINAL_NORM,
+        HEAD: gguf_config.HEAD,
+    }
     for spec in declare(config):
-        if spec.name in _TOP:
-            yield _Place(name=_TOP[spec.name], shape=spec.shape, parts=(spec,))
+        if spec.name in top:
+            yield _Place(name=top[spec.name], shape=spec.shape, parts=(spec,))
     for index in range(config.num_layers):
-        yield from _layer_places(declare_layer(config, index), f"blk.{index}", stored)
+        recurrence = config.layer_kinds[index].recurrence
+        layer = declare_layer(config, index)
+        yield from _layer_places(layer, recurrence, f"blk.{index}", stored)
 
 
-def _layer_places(layer: LayerSpec, prefix: str, stored: Container[str]) -> Iterator[_Place]:
+def _layer_places(
+    layer: LayerSpec, recurrence: Recurrence | None, prefix: str, stored: Container[str]
+) -> Iterator[_Place]:
     mixer = layer.mixer
     q_norm, k_norm = (isinstance(mixer, AttentionSpec) and mixer.norms) or (None, None)
     second = f"{prefix}.post_attention_norm.weight"
@@ -115,10 +125,16 @@ def _layer_places(layer: LayerSpec, prefix: str, stored: Container[str]) -> Iter
     for name, spec in norms.items():
         if spec is not None:
             yield _Place(name=f"{prefix}.{name}.weight", shape=spec.shape, parts=(spec,))
-    if isinstance(mixer, AttentionSpec):
-        yield from _attention_places(mixer, prefix, stored)
-    else:
-        yield from _delta_places(mixer, prefix)
+    match mixer:
+        case AttentionSpec():
+            yield from _attention_places(mixer, prefix, stored)
+        case DeltaSpec():
+            yield from _delta_places(mixer, prefix)
+        case ConvSpec():
+            yield from _conv_places(mixer, prefix)
+        case ScanSpec():
+            assert isinstance(recurrence, ScanShape), "the layer is a selective scan"
+            yield from _scan_places(mixer, recurrence, prefix)
     if isinstance(layer.mlp, GatedMLPSpec):
         yield from _gated_places(layer.mlp, prefix)
     else:
@@ -148,15 +164,44 @@ def _delta_places(mixer: DeltaSpec, prefix: str) -> Iterator[_Place]:
     }
     for name, linear in linears.items():
         yield from _linear_places(f"{prefix}.{name}", (linear,))
-    channels, _, taps = mixer.conv.shape
     stored = {
-        "ssm_conv1d.weight": (mixer.conv, (channels, taps)),
+        "ssm_conv1d.weight": (mixer.conv, _filter_shape(mixer.conv)),
         "ssm_a": (mixer.decay, mixer.decay.shape),
         "ssm_dt.bias": (mixer.decay_bias, mixer.decay_bias.shape),
         "ssm_norm.weight": (mixer.norm, mixer.norm.shape),
     }
     for name, (spec, shape) in stored.items():
         yield _Place(name=f"{prefix}.{name}", shape=shape, parts=(spec,))
+
+
+def _filter_shape(spec: TensorSpec) -> tuple[int, int]:
+    channels, _, taps = spec.shape
+    return channels, taps
+
+
+def _conv_places(mixer: ConvSpec, prefix: str) -> Iterator[_Place]:
+    yield from _linear_places(f"{prefix}.shortconv.in_proj", (mixer.mixed,))
+    yield from _linear_places(f"{prefix}.shortconv.out_proj", (mixer.out,))
+    name, shape = f"{prefix}.shortconv.conv.weight", _filter_shape(mixer.conv)
+    yield _Place(name=name, shape=shape, parts=(mixer.conv,))
+
+
+def _scan_places(mixer: ScanSpec, shape: ScanShape, prefix: str) -> Iterator[_Place]:
+    """Values of heads are stored with an axis of 1, and norms as [G, ·]."""
+    yield from _linear_places(f"{prefix}.ssm_in", (mixer.mixed,))
+    yield from _linear_places(f"{prefix}.ssm_out", (mixer.out,))
+    heads, groups = (shape.num_heads, 1), (shape.num_groups, shape.value_width // shape.num_groups)
+    stored = {
+        "ssm_conv1d.weight": (mixer.conv, _filter_shape(mixer.conv)),
+        "ssm_conv1d.bias": (mixer.conv_bias, (shape.num_channels,)),
+        "ssm_a": (mixer.decay, heads),
+        "ssm_d": (mixer.skip, heads),
+        "ssm_dt.bias": (mixer.rate_bias, mixer.rate_bias.shape),
+        "ssm_norm.weight": (mixer.norm, groups),
+    }
+    for name, (spec, own) in stored.items():
+        if spec is not None:
+            yield _Place(name=f"{prefix}.{name}", shape=own, parts=(spec,))
 
 
 def _gated_places(mlp: GatedMLPSpec, prefix: str) -> Iterator[_Place]:
