@@ -3,10 +3,11 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from cadenza.checkpoint import open_checkpoint
-from cadenza.errors import MessagesRefusedError
+from cadenza.errors import InvalidRequestError, MessagesRefusedError
 from cadenza.frontend.answers import AnswerParsers
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.request import SamplingParams
@@ -179,3 +180,38 @@ def test_an_offline_answer_is_split_into_parts_and_its_form_is_that_of_the_final
     plain = TextFrontend(open_checkpoint(None)).prepare_chat([USER], params)
     assert plain.make_parser is None
     assert plain.request.params.skip_special_tokens
+
+
+ODD: tuple[Any, ...] = (
+    *(None, True, float("nan"), 7, "", "\ud800", b"x", [], [1], {}, {1: 2}, object(), set()),
+    *(np.zeros(3), np.float32("nan"), [np.zeros(2)], "x" * 10, [{"type": "text"}]),
+)
+
+
+@pytest.mark.parametrize("name", ["channels", "listed_tools", "responses"])
+def test_odd_messages_are_rendered_or_refused_by_name(name: str) -> None:
+    folder = Path(__file__).parents[1] / "oracle/templates"
+    template = "{% for m in messages %}{{ m.tool_responses }}{{ m.content }}{% endfor %}{{ tools }}"
+    if name != "responses":
+        template = (folder / f"{name}.jinja").read_text()
+    odd = TextFrontend(marked_checkpoint(HARMONY_MARKS, template))
+    num_rendered = 0
+    for value in ODD:
+        one = {"role": "assistant", "content": "", "tool_calls": [{**call("f"), "id": value}]}
+        for messages in (
+            [{"role": "user", "content": value}, {"role": "system", "content": value}],
+            [{"role": "assistant", "content": value, "reasoning": value, "tool_calls": value}],
+            [USER, turn(call("f", "1"), reasoning=value, content=value), result("a", "1")],
+            [USER, one, {"role": "tool", "content": value, "tool_call_id": value, "name": value}],
+            [USER, turn(value, {"function": value}, {"function": {"name": value}})],
+            [USER, turn(call("f", "1")), {"role": value, "content": value}],
+            value,
+            [value],
+        ):
+            for tools in (None, [value], value):
+                try:
+                    odd.render_chat(messages, tools=tools)
+                    num_rendered += 1
+                except InvalidRequestError:
+                    continue
+    assert num_rendered > 20

@@ -16,6 +16,7 @@ from cadenza.text import ChatTemplate
 from cadenza.text.answers.generic_tools import generic_messages, has_calls
 from cadenza.text.answers.tool_calls import HARMONY, LFM2
 from cadenza.text.answers.written_calls import with_description, with_listed_calls
+from cadenza.text.templates.chat import plain_objects
 from cadenza.text.templates.harmony_messages import harmony_messages, harmony_tools
 from cadenza.text.templates.message_forms import other_forms
 from cadenza.text.templates.notices import Notices
@@ -108,13 +109,15 @@ class ChatPrompts:
         """A conversation and its tools as the template has room for them, so that it passes over
         none of them."""
         format = None if self._planner is None else self._planner.tool_format
-        has_tools = bool(tools) and _are_objects(tools)
+        is_listed = format is LFM2 and template.reads_tools and not template.renders_calls
+        if format is HARMONY or self._reads_responses or is_listed:
+            messages = plain_objects(messages, "messages") or []
+            tools = plain_objects(tools, "tools")
         if format is HARMONY:
-            messages = harmony_messages(messages)
-            tools = harmony_tools(tools) if tools and has_tools else tools
+            messages, tools = harmony_messages(messages), tools and harmony_tools(tools)
         elif self._reads_responses:
             messages = with_responses(messages)
-        elif format is LFM2 and template.reads_tools and not template.renders_calls:
+        elif is_listed:
             messages = with_listed_calls(messages, LFM2)
         if not self._is_generic(template, messages, tools):
             return messages, tools

@@ -51,7 +51,8 @@ def _calls(calls: list[Any]) -> Iterator[str]:
         if not isinstance(call, Mapping):
             continue
         members = cast(Mapping[str, Any], call)
-        function = cast(Mapping[str, Any], members.get("function") or members)
+        given = members.get("function")
+        function = cast(Mapping[str, Any], given) if isinstance(given, Mapping) else members
         arguments: object = function.get("arguments")
         if isinstance(arguments, Mapping):
             given = cast(Mapping[str, Any], arguments)

@@ -165,8 +165,8 @@ class ChatTemplate:
                 **{name: written_by_template(text) for name, text in self._variables.items()},
                 **_plain_object(options),
                 "messages": prepared,
-                "tools": _plain_list(tools, "tools"),
-                "documents": _plain_list(documents, "documents"),
+                "tools": plain_objects(tools, "tools"),
+                "documents": plain_objects(documents, "documents"),
                 "add_generation_prompt": add_generation_prompt,
             }
         )
@@ -261,7 +261,8 @@ def _plain_object(value: Mapping[str, object]) -> dict[str, object]:
     return cast(dict[str, object], plain)
 
 
-def _plain_list(values: object, name: str) -> list[dict[str, object]] | None:
+def plain_objects(values: object, name: str) -> list[dict[str, object]] | None:
+    """A list of objects rebuilt from JSON types; None stays None. Raises InvalidRequestError."""
     if values is None:
         return None
     if not isinstance(values, list | tuple):

@@ -31,18 +31,20 @@ def with_responses(given: Sequence[Mapping[str, Any]]) -> list[Message]:
 
 
 def _response(result: Mapping[str, Any], calls: object) -> dict[str, Any]:
-    called = dict(_names(calls))
-    name = called.get(result.get("tool_call_id")) or result.get("name") or "unknown"
+    called, call_id = dict(_names(calls)), result.get("tool_call_id")
+    name = called.get(call_id) if isinstance(call_id, str) else None
+    name = name or result.get("name") or "unknown"
     content = result.get("content")
     return {"name": name, "response": "" if content is None else content}
 
 
-def _names(calls: object) -> Iterator[tuple[object, object]]:
+def _names(calls: object) -> Iterator[tuple[str, object]]:
     """The ids of calls with the names of their functions."""
     for call in cast(Sequence[object], calls) if isinstance(calls, list) else ():
         if not isinstance(call, Mapping):
             continue
         members = cast(Mapping[str, Any], call)
         function = members.get("function")
-        if members.get("id") and isinstance(function, Mapping):
-            yield members["id"], cast(Mapping[str, Any], function).get("name")
+        call_id: object = members.get("id")
+        if isinstance(call_id, str) and call_id and isinstance(function, Mapping):
+            yield call_id, cast(Mapping[str, Any], function).get("name")
