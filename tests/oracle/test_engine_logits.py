@@ -143,11 +143,15 @@ def near_tie_gaps(llm: LLM, theirs: Theirs) -> list[float]:
 
 @pytest.mark.parametrize("ops", OPS)
 def test_a_slightly_wrong_rope_is_noticed(theirs: list[Theirs], folder: Path, ops: str):
-    """The negative control: another 1 % on every rotary base is beyond the tolerance."""
+    """The negative control: another 1 % on every rotary base is beyond the tolerance; 10 % where
+    few layers have attention."""
     config = open_checkpoint(folder).config
-    wrong = replace(config, rope=replace(config.rope, theta=config.rope.theta * 1.01))
+    if config.ropes == (None,):
+        pytest.skip("no layer has rotary positions")
+    factor = 1.01 if config.recurrence is None else 1.1
+    wrong = replace(config, rope=replace(config.rope, theta=config.rope.theta * factor))
     if config.window_rope is not None:
-        theta = config.window_rope.theta * 1.01
+        theta = config.window_rope.theta * factor
         wrong = replace(wrong, window_rope=replace(config.window_rope, theta=theta))
     engine = TappedEngine(folder, ops=ops, dtype="float32", config=wrong)
     assert worst_error(engine, theirs)[0] > 10 * TOLERANCE

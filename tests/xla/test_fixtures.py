@@ -57,7 +57,6 @@ MODEL_BY_DAY = REFERENCE_BY_DAY | {
     "gemma3-tied",
     "granite-tied-bias",
     "granite4-moe-untied",
-    "granite4-tied-bias",
     "lfm2-tied",
     "llama-untied-bias-llama3",
     "llama-untied-yarn",

@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import Literal
 
 from cadenza.checkpoint.config_json import CONFIG_FILE, parse_model_config, read_token_ids
-from cadenza.checkpoint.declaration import EMBEDDING, FINAL_NORM, HEAD, check_weights, declare
+from cadenza.checkpoint.declaration import (
+    EMBEDDING,
+    HEAD,
+    check_weights,
+    declare,
+    declare_final_norm,
+)
 from cadenza.checkpoint.described_family import Description, read_description
 from cadenza.checkpoint.dtypes import WeightDType, as_weight_dtype
 from cadenza.checkpoint.formats import SETTINGS, apply_scheme, read_scheme
@@ -203,7 +209,7 @@ def _read_known(
         weights = apply_scheme(scheme, config, weights)
     check_weights(config, weights)
     if not raw_config.has("dtype") and not raw_config.has("torch_dtype"):
-        config = replace(config, dtype=_float_type(weights))
+        config = replace(config, dtype=_float_type(config, weights))
     return config, weights, can_generate and score_head is None, score_head
 
 
@@ -228,9 +234,10 @@ def _as_decoder(config: ModelConfig, weights: Weights) -> tuple[ModelConfig, Wei
     return config, weights.with_parts(parts), can_generate
 
 
-def _float_type(weights: Weights) -> WeightDType:
+def _float_type(config: ModelConfig, weights: Weights) -> WeightDType:
     """The type of the embedding, or of the final norm if the embedding is quantised."""
-    name = FINAL_NORM if EMBEDDING in weights.quantised else EMBEDDING
+    norm = declare_final_norm(config).name
+    name = norm if EMBEDDING in weights.quantised else EMBEDDING
     dtype = as_weight_dtype(weights.entry(name).dtype)
     assert dtype is not None, "checked by check_weights"
     return dtype
