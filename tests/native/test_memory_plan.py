@@ -10,6 +10,7 @@ import shutil
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -294,6 +295,15 @@ def test_an_engine_of_a_larger_shape_keeps_to_its_plan(tmp_path: Path, version: 
     write_random_checkpoint(named_shape("smollm2-135m"), folder, seed=1, dtype="bfloat16")
     config = EngineConfig(max_num_seqs=16, max_model_len=512, quantization="int4")
     check_engine(tmp_path, version, folder, config)
+
+
+@pytest.mark.soak
+def test_an_engine_of_a_hybrid_keeps_to_its_plan(tmp_path: Path) -> None:
+    """Half of what it takes are states of rows and snapshots."""
+    folder, shape = tmp_path / "shape", named_shape("qwen3.5-0.8b")
+    small = replace(shape, num_layers=8, vocab_size=8192, eos_token_ids=(2,))
+    write_random_checkpoint(small, folder, seed=1, dtype="bfloat16")
+    check_engine(tmp_path, version_2, folder, EngineConfig(max_num_seqs=24, max_model_len=8192))
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
