@@ -11,6 +11,7 @@
 //          whose high nibbles are codes 4 to 7; codes from 0 to 15, or code + 8 without a correction
 //          5 bits: the low four as 4 bits, then [32 columns][4] bytes, in which bit i is the fifth bit
 //          of code 4 i + byte; codes from 0 to 31, or code + 16 without a correction
+//          4 bits with bf16 scales, MXFP4: indices of kDoubledE2m1
 //   scales: [32 / group][32 columns]; nested ones are bytes, each an integer + 128, and multiplied by
 //   the factor, which is exact in f32
 //   zero points, u8 [32 columns], or offsets like the scales
@@ -22,11 +23,17 @@
 
 namespace cadenza {
 
-enum class ScaleType : int32_t { kF16 = 0, kF32 = 1, kNested = 2 };
+// Scales in bf16 are those of MXFP4, which are powers of two.
+enum class ScaleType : int32_t { kF16 = 0, kF32 = 1, kNested = 2, kBf16 = 3 };
 
 // What corrects codes without sign: an integer that is subtracted from the codes, or a float that is
 // added to the products of code and scale.
 enum class Correction : int32_t { kNone = 0, kZeroPoint = 1, kOffset = 2 };
+
+// What the codes of MXFP4 stand for: twice the values of E2M1.
+constexpr int8_t kDoubledE2m1[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+// What a product adds to them, so that they have no sign.
+constexpr int kE2m1Bias = 12;
 
 // Elements of K whose nested scales have one factor.
 constexpr int kNested = 256;
@@ -44,8 +51,10 @@ struct CodeFormat {
   // The code that is stored for 0 without a correction.
   constexpr int middle() const { return 1 << (bits - 1); }
   constexpr int64_t scale_size() const {
-    return scale == ScaleType::kNested ? 1 : (scale == ScaleType::kF16 ? 2 : 4);
+    return scale == ScaleType::kNested ? 1 : (scale == ScaleType::kF32 ? 4 : 2);
   }
+  // Whether codes are indices of kDoubledE2m1.
+  constexpr bool is_mxfp4() const { return scale == ScaleType::kBf16; }
   constexpr int64_t scale_bytes() const { return num_parts() * kPanel * scale_size(); }
   constexpr int64_t correction_bytes() const {
     if (correction == Correction::kZeroPoint) return num_parts() * kPanel;
@@ -81,6 +90,7 @@ constexpr CodeFormat kCodeFormats[] = {
     {8, 32, ScaleType::kNested, Correction::kOffset},
     {8, 16, ScaleType::kNested, Correction::kNone},  {5, 32, ScaleType::kF16, Correction::kNone},
     {5, 32, ScaleType::kF16, Correction::kOffset},   {5, 32, ScaleType::kNested, Correction::kOffset},
+    {4, 32, ScaleType::kBf16, Correction::kNone},
 };
 constexpr int kNumCodeFormats = sizeof(kCodeFormats) / sizeof(*kCodeFormats);
 

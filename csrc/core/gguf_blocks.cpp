@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "core/code_format.h"
 #include "core/half.h"
 
 namespace cadenza {
@@ -141,13 +142,11 @@ void read_q6_k(const uint8_t* row, int64_t index, CodeGroup& group) {
 
 // Codes are twice the values of E2M1, scales half the power of two.
 void read_mxfp4(const uint8_t* row, int64_t index, CodeGroup& group) {
-  static constexpr int8_t kDoubled[16] = {0, 1,  2,  3,  4,  6,  8,  12,
-                                          0, -1, -2, -3, -4, -6, -8, -12};
   const uint8_t* block = row + index * 17;
   group.scales[0] = group.scales[1] = std::ldexp(0.5f, int(block[0]) - 127);
   for (int i = 0; i < 16; i++) {
-    group.codes[i] = kDoubled[block[1 + i] & 15];
-    group.codes[i + 16] = kDoubled[block[1 + i] >> 4];
+    group.codes[i] = kDoubledE2m1[block[1 + i] & 15];
+    group.codes[i + 16] = kDoubledE2m1[block[1 + i] >> 4];
   }
 }
 

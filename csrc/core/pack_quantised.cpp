@@ -112,8 +112,8 @@ void quantise(int target, const float (&values)[kGroup], CodeGroup& group) {
 }
 
 float read_scale(ScaleType type, const void* scales, int64_t at) {
-  if (type == ScaleType::kF32) return static_cast<const float*>(scales)[at];
-  return f16_to_f32(static_cast<const uint16_t*>(scales)[at]);
+  if (type == ScaleType::kF16) return f16_to_f32(static_cast<const uint16_t*>(scales)[at]);
+  return static_cast<const float*>(scales)[at];
 }
 
 void read_codes(const CodeColumn& column, int64_t k, int64_t index, CodeGroup& group) {
@@ -163,6 +163,11 @@ void store_scales(const CodeFormat& format, const float (&scales)[2], int64_t co
     const int64_t at = part * kPanel + column;
     if (format.scale == ScaleType::kF32) {
       std::memcpy(to + at * 4, &scales[part], 4);
+    } else if (format.scale == ScaleType::kBf16) {  // powers of two, which are exact
+      uint32_t raw;
+      std::memcpy(&raw, &scales[part], 4);
+      const uint16_t half = uint16_t(raw >> 16);
+      std::memcpy(to + at * 2, &half, 2);
     } else {
       const uint16_t half = to_f16(scales[part]);
       std::memcpy(to + at * 2, &half, 2);
@@ -209,6 +214,14 @@ void store_codes(const CodeFormat& format, const uint8_t (&codes)[kGroup], int64
   store_word(fifth, column, to + format.nibble_bytes());
 }
 
+// The code of MXFP4 that stands for twice a value of E2M1.
+uint8_t e2m1_index(int8_t doubled) {
+  for (int i = 0; i < 16; i++) {
+    if (kDoubledE2m1[i] == doubled) return uint8_t(i);
+  }
+  return 0;
+}
+
 // Where a group of a panel is stored.
 struct GroupPlace {
   const CodeFormat& format;
@@ -227,7 +240,9 @@ void store_group(const GroupPlace& place, const CodeGroup& group, bool has_zero_
   }
   if (format.correction == Correction::kZeroPoint && !has_zero_point) bias = zero_point = 8;
   uint8_t stored[kGroup];
-  for (int i = 0; i < kGroup; i++) stored[i] = uint8_t(group.codes[i] + bias);
+  for (int i = 0; i < kGroup; i++) {
+    stored[i] = format.is_mxfp4() ? e2m1_index(group.codes[i]) : uint8_t(group.codes[i] + bias);
+  }
   store_codes(format, stored, column, place.group);
   if (format.scale == ScaleType::kNested) {
     store_nested(format, group.nested, column, place.group, place.factors);
@@ -277,7 +292,8 @@ bool is_code_format(int index) { return index >= 0 && index < kNumCodeFormats; }
 
 // Checks that codes keep their values in the target.
 void check_target(const CodeFormat& from, const CodeFormat& to) {
-  const bool fits = to.scale == ScaleType::kNested ? from == to
+  const bool fits = to.scale == ScaleType::kNested || to.is_mxfp4() || from.is_mxfp4()
+                        ? from == to || (from.is_mxfp4() && to.scale == ScaleType::kF32)
                     : to.scale == ScaleType::kF16  ? from.scale == ScaleType::kF16
                                                    : true;
   check(from.bits <= to.bits && fits && from.group >= to.group,

@@ -9,7 +9,7 @@
 // remainders, fma(-code, scale, x), by the same rules, with a scale of their own.
 // Weights are integer codes with one scale for each column and group of 32 or 16 elements, and with a
 // zero point, an offset or neither (core/code_format.h); an element is (code - zero point) * scale +
-// offset. Quantised from floats, in groups of 32 with f16 scales:
+// offset. The codes of MXFP4 are those of the values that its nibbles stand for. Quantised from floats, in groups of 32 with f16 scales:
 //   int8: largest = max |w|; scale = f16(largest / 127); code = round_even(w * (1 / scale)), clamped
 //   to [-127, 127]; all 0 if the scale is 0, and a NaN scale if a value or the scale is not finite.
 //   int4: low = min(0, min w), high = max(0, max w); scale = f16((high - low) / 15); zero point =

@@ -37,6 +37,7 @@ struct Codes {
 
   // What a dot begins with, because codes are stored without sign.
   static int32_t start(int32_t total) {
+    if constexpr (kFormat.is_mxfp4()) return -kE2m1Bias * total;
     if constexpr (kFormat.bits == 8) return (kCodeBias - kFormat.middle()) * total;
     return kFormat.correction == Correction::kNone ? -kFormat.middle() * total : 0;
   }
@@ -46,6 +47,8 @@ struct Codes {
       return mul(factor, sub(load_u8(scales + lane), set1(128.0f)));
     } else if constexpr (kFormat.scale == ScaleType::kF32) {
       return load(reinterpret_cast<const float*>(scales) + lane);
+    } else if constexpr (kFormat.scale == ScaleType::kBf16) {
+      return load_bf16(reinterpret_cast<const bf16*>(scales) + lane);
     } else {
       return load_f16(reinterpret_cast<const uint16_t*>(scales) + lane);
     }
@@ -75,7 +78,9 @@ template <class F, int MR, int NR>
 template <class F, int MR, int NR>
 [[gnu::always_inline]] inline void add_narrow_dots(VecI (&dots)[MR][NR], const uint8_t* w,
                                                    const uint8_t* x, int64_t row_stride) {
-  constexpr int kBytes = F::kFormat.group / 8, kMost = NarrowDots::max_steps(F::kFormat.bits) / 2;
+  // What MXFP4 multiplies has five bits.
+  constexpr int kBits = F::kFormat.is_mxfp4() ? 5 : F::kFormat.bits;
+  constexpr int kBytes = F::kFormat.group / 8, kMost = NarrowDots::max_steps(kBits) / 2;
   VecI fifth_bits[NR];
   if constexpr (F::kFormat.bits == 5) {
     for (int j = 0; j < NR; j++) fifth_bits[j] = load_words(w + F::kFormat.nibble_bytes() + j * 64);
@@ -96,6 +101,9 @@ template <class F, int MR, int NR>
           load_fives(at, fifth_bits[j], columns[0][j], columns[1][j]);
         } else {
           load_nibbles(at, columns[0][j], columns[1][j]);
+          if constexpr (F::kFormat.is_mxfp4()) {
+            for (auto& each : {&columns[0][j], &columns[1][j]}) *each = biased_e2m1(*each);
+          }
         }
       }
 #pragma GCC unroll 2
@@ -471,6 +479,12 @@ inline float code_element(const CodePanel& panel, int64_t k, int64_t column, int
     if (format.scale == ScaleType::kF16) {
       return f16_to_f32(*reinterpret_cast<const uint16_t*>(at));
     }
+    if (format.scale == ScaleType::kBf16) {
+      const uint32_t raw = uint32_t(*reinterpret_cast<const uint16_t*>(at)) << 16;
+      float value;
+      __builtin_memcpy(&value, &raw, sizeof(value));
+      return value;
+    }
     const auto* factor = reinterpret_cast<const uint16_t*>(factors) + which * kPanel + column;
     return f16_to_f32(*factor) * float(int(*at) - 128);
   };
@@ -484,7 +498,11 @@ inline float code_element(const CodePanel& panel, int64_t k, int64_t column, int
       const int fifth_bits = group[format.nibble_bytes() + column * 4 + within % 4];
       code |= (fifth_bits >> within / 4 & 1) << 4;
     }
-    if (format.correction == Correction::kNone) code -= format.middle();
+    if (format.is_mxfp4()) {
+      code = kDoubledE2m1[code];
+    } else if (format.correction == Correction::kNone) {
+      code -= format.middle();
+    }
   }
   if (format.correction == Correction::kZeroPoint) code -= group[format.corrections_at() + lane];
   const float value = float(code) * scale_at(format.code_bytes(), 0);

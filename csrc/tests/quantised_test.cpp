@@ -335,6 +335,47 @@ TEST(codes_of_5_bits_have_the_products_of_the_same_codes_in_8_bits) {
   check_equal_products(context, Correction::kOffset);
 }
 
+TEST(codes_of_mxfp4_have_the_products_of_the_same_codes_in_8_bits) {
+  const int64_t n = 45, k = 2120, rows = 7, groups = ceil_div(k, kGroup);
+  Random random(13);
+  std::vector<int8_t> codes;
+  for (int64_t i = 0; i < n * k; i++) codes.push_back(kDoubledE2m1[random.below(16)]);
+  std::vector<float> scales;
+  for (int64_t i = 0; i < n * groups; i++) scales.push_back(std::ldexp(1.0f, -int(random.below(20))));
+  scales[3] = std::ldexp(1.0f, -128);
+  scales[4] = std::ldexp(1.0f, 127);
+  const int four = index_of(CodeFormat{4, 32, ScaleType::kBf16, Correction::kNone});
+  const int eight = index_of(CodeFormat{8, 32, ScaleType::kF32, Correction::kNone});
+  std::vector<float> x = random_values<float>(random, rows * k);
+  for (const Runtime& runtime : runtimes(context)) {
+    std::vector<float> found[2];
+    for (int target : {four, eight}) {
+      const int64_t bytes =
+          int64_t(sizeof(CodesHeader)) + ceil_div(n, kPanel) * code_panel_bytes(target, k);
+      Aligned packed(bytes);
+      const CodeSource source{{codes.data(), DType::kF32, n, k}, target, four, scales.data(),
+                              nullptr, nullptr, 0};
+      auto* to = static_cast<uint8_t*>(packed.data());
+      pack_quantised(runtime.executor, {{source}, k, to, bytes, false});
+      std::vector<float>& out = found[target == eight];
+      for (int64_t count : {int64_t(1), rows}) {
+        const size_t before = out.size();
+        out.resize(before + size_t(count * n));
+        linear(runtime, {WeightFormat::kCodes, DType::kF32},
+               {count, n, k, x.data(), to, nullptr, nullptr, out.data() + before, true});
+      }
+      for (int32_t id = 0; id < 3; id++) {
+        const size_t before = out.size();
+        out.resize(before + size_t(k));
+        embed(runtime, WeightFormat::kCodes, {1, k, n, &id, to, true, 1.0f, out.data() + before});
+      }
+    }
+    CHECK(found[0].size() == found[1].size());
+    CHECK(same_bits(found[0].data(), found[1].data(), int64_t(found[0].size())));
+    CHECK(found[0][5] != found[0][6]);
+  }
+}
+
 TEST(packing_codes_with_their_scales_and_zero_points_keeps_them) {
   const int64_t n = 40, k = 45, groups = 2;
   Random random(10);

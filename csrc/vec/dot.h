@@ -377,4 +377,30 @@ inline void load_fives(const uint8_t* p, VecI& fifth_bits, NarrowDots::Codes& lo
   fifth_bits = shr<2>(fifth_bits);
 }
 
+// kDoubledE2m1 (core/code_format.h) plus kE2m1Bias.
+constexpr uint8_t kBiasedE2m1[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+
+// What codes of MXFP4 stand for, without sign.
+inline NarrowDots::Codes biased_e2m1(const NarrowDots::Codes& indices) {
+#if defined(CADENZA_VEC_AVX512)
+  const __m128i values = _mm_loadu_si128(reinterpret_cast<const __m128i*>(kBiasedE2m1));
+  return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(values), indices);
+#elif defined(CADENZA_VEC_AVX2)
+  const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(kBiasedE2m1));
+  const __m256i values = _mm256_broadcastsi128_si256(half);
+  return {_mm256_shuffle_epi8(values, indices.lo), _mm256_shuffle_epi8(values, indices.hi)};
+#elif defined(CADENZA_VEC_NEON)
+  const int8x16_t values = vreinterpretq_s8_u8(vld1q_u8(kBiasedE2m1));
+  NarrowDots::Codes codes;
+  for (int i = 0; i < kParts; i++) {
+    codes.q[i] = vqtbl1q_s8(values, vreinterpretq_u8_s8(indices.q[i]));
+  }
+  return codes;
+#else
+  NarrowDots::Codes codes;
+  for (int i = 0; i < 4 * kLanes; i++) codes.codes[i] = kBiasedE2m1[indices.codes[i]];
+  return codes;
+#endif
+}
+
 }  // namespace cadenza::CADENZA_ISA

@@ -20,6 +20,7 @@ from cadenza.checkpoint.config_json import parse_model_config
 from cadenza.checkpoint.formats.grouped import mxfp4_weight
 from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.safetensors_writer import NewTensor, Part, write_shards
+from cadenza.checkpoint.weight_format import INT8, MXFP4, code_format, joined
 from cadenza.errors import CheckpointError
 
 EXPERTS = "model.layers.1.mlp.experts"
@@ -127,6 +128,27 @@ def test_codes_in_mxfp4_stand_for_the_floats_that_they_say(floats: Path, tmp_pat
     assert found.scheme is not None
     assert found.scheme.name == "mxfp4 with groups of 32"
     assert found.num_weight_bytes == sum(each.nbytes for each in coded.values())
+
+
+def test_weights_in_mxfp4_stay_in_4_bits(floats: Path, tmp_path: Path):
+    weights = opened_in_mxfp4(floats, tmp_path / "codes").weights
+    coded = weights[f"{EXPERTS}.0.up_proj.weight"]
+    assert (
+        coded.format == coded.rows(3, 9).format == weights.format(f"{EXPERTS}.1.gate_proj.weight")
+    )
+    assert coded.format == MXFP4
+    assert MXFP4.num_bytes((10, 64)) == 10 * 64 * 4.5 / 8
+
+
+def test_weights_in_mxfp4_beside_other_codes_have_8_bits():
+    wide = code_format(8, "float32")
+    assert joined([MXFP4, MXFP4]) == MXFP4
+    assert joined([MXFP4, INT8]) == joined([MXFP4, code_format(4)]) == wide
+    coded = mxfp4_weight(np.arange(32, dtype=np.uint8)[None] % 16, np.array([[130]], np.uint8))
+    held = coded.in_format(wide)
+    assert held.format == wide
+    assert np.array_equal(held.dequantised(), coded.dequantised())
+    assert np.array_equal(held.dequantised()[0, :16], 8 * np.array(VALUES, np.float32))
 
 
 def test_an_exponent_of_255_is_not_a_number():

@@ -97,6 +97,7 @@ class BlockWeight:
             offsets=in_rows(read.offsets),
             bits=read.bits,
             group=read.group,
+            is_mxfp4=read.is_mxfp4,
         )
 
     def dequantised(self) -> npt.NDArray[np.float32]:

@@ -17,6 +17,7 @@ from cadenza.checkpoint.float8_weight import Float8Weight
 from cadenza.checkpoint.weight_format import (
     GROUP,
     HALF_GROUP,
+    MXFP4,
     Correction,
     ScaleType,
     WeightFormat,
@@ -42,8 +43,10 @@ class QuantisedWeight:
     share a group; the order has each index below K once.
 
     Codes of 8 bits are from -128 to 127 and have no zero points. Codes of 4 bits are from 0 to 15
-    with zero points or offsets, and from -8 to 7 without. Groups of 16 have codes of 8 bits and
-    float32 scales. Scales and offsets, of one type, keep the type in which they are stored.
+    with zero points or offsets, and from -8 to 7 without; with `is_mxfp4` they are twice the values
+    of E2M1, from -12 to 12, and the scales are powers of two in float32. Groups of 16 have codes of
+    8 bits and float32 scales. Scales and offsets, of one type, keep the type in which they are
+    stored.
     """
 
     codes: npt.NDArray[np.int8]  # [N, K]
@@ -53,6 +56,7 @@ class QuantisedWeight:
     bits: Literal[4, 8] = 8
     group: int = GROUP
     order: InputOrder | None = None  # [K]
+    is_mxfp4: bool = False
 
     def __post_init__(self) -> None:
         rows, reduction = self.codes.shape
@@ -82,6 +86,8 @@ class QuantisedWeight:
     @property
     def format(self) -> WeightFormat:
         correction: Correction | None = "offset" if self.offsets is not None else None
+        if self.is_mxfp4:
+            return MXFP4
         if self.zero_points is not None:
             correction = "zero_point"
         scale = cast(ScaleType, self.scales.dtype.name)
@@ -101,6 +107,7 @@ class QuantisedWeight:
             bits=self.bits,
             group=self.group,
             order=self.order,
+            is_mxfp4=self.is_mxfp4,
         )
 
     def in_format(self, format: WeightFormat) -> "QuantisedWeight":

@@ -16,8 +16,9 @@ GROUP = 32
 
 HALF_GROUP = 16
 
-ScaleType = Literal["float16", "float32", "nested"]
-"""Nested scales are integers of a byte with one float16 factor for 256 elements; so are offsets."""
+ScaleType = Literal["float16", "float32", "nested", "bfloat16"]
+"""Nested scales are integers of a byte with one float16 factor for 256 elements; so are offsets.
+Those in bfloat16 are powers of two."""
 
 NESTED = 256
 
@@ -57,7 +58,9 @@ class WeightFormat:
     def group_bits(self) -> int:
         """Of what a group has beside its elements."""
         assert self.group is not None, "floats have no groups"
-        scale = {"float16": 16, "float32": 32, "nested": 8 + 16 * self.group // NESTED}[self.scale]
+        nested = 8 + 16 * self.group // NESTED
+        bits = {"float16": 16, "float32": 32, "nested": nested, "bfloat16": 16}
+        scale = bits[self.scale]
         return scale + {None: 0, "zero_point": 8, "offset": scale}[self.correction]
 
     def num_bytes(self, shape: tuple[int, ...]) -> int:
@@ -104,6 +107,12 @@ INT4 = code_format(4, correction="zero_point")
 """Codes from 0 to 15 with a float16 scale and an integer zero point of a byte for each group."""
 
 
+MXFP4 = WeightFormat(name="mxfp4", bits=4, group=GROUP, scale="bfloat16")
+"""Codes that stand for twice the values of E2M1, which are integers, so that products are those of
+these integers in 8 bits."""
+
+_MXFP4_IN_8_BITS = code_format(8, "float32")
+
 FLOAT8 = WeightFormat(name="float8", bits=8, block=FLOAT8_BLOCK)
 """float8_e4m3fn with a float32 scale for each row and block, multiplied by activations as they
 are."""
@@ -125,9 +134,10 @@ def panel_formats(formats: Sequence[WeightFormat], num_rows: Sequence[int]) -> l
 def joined(formats: Iterable[WeightFormat]) -> WeightFormat:
     """The smallest format of codes that holds weights of all `formats` exactly."""
     each = list(formats)
-    corrections: set[Correction | None] = {format.correction for format in each}
     if len(set(each)) == 1:
         return each[0]
+    each = [_MXFP4_IN_8_BITS if format == MXFP4 else format for format in each]
+    corrections: set[Correction | None] = {format.correction for format in each}
     group = min(format.group or GROUP for format in each)
     is_wide = group == HALF_GROUP or any(format.scale != "float16" for format in each)
     scale: ScaleType = "float32" if is_wide else "float16"

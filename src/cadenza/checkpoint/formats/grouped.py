@@ -1,6 +1,6 @@
 """Codes as the methods store them: `CodeLayout` of groups of any length, their packing, and mxfp4
 (OCP Microscaling Formats 1.0): nibbles of e2m1 in groups of 32 with scales of e8m0. Twice an e2m1
-value is an integer, so such a weight has codes of 8 bits, exactly.
+value is an integer, so such a weight has integer codes, exactly.
 
 Owns the way from stored codes, which have no sign, to a `QuantisedWeight`.
 
@@ -18,10 +18,9 @@ from cadenza.checkpoint.formats.scheme import ModuleTensors
 from cadenza.checkpoint.quantised_weight import QuantisedWeight
 from cadenza.checkpoint.stored_tensor import AnyArray, StoredTensor, StoredWeight
 from cadenza.checkpoint.tensor_spec import TensorSpec
-from cadenza.checkpoint.weight_format import GROUP, ScaleType, WeightFormat, code_format
+from cadenza.checkpoint.weight_format import GROUP, MXFP4, ScaleType, WeightFormat, code_format
 
 MXFP4_GROUP = GROUP
-MXFP4_FORMAT = code_format(8, "float32")
 
 _DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
 _NOT_A_NUMBER = 255
@@ -123,7 +122,7 @@ def stored_mxfp4(
     return StoredWeight(
         shape=spec.shape,
         stored_type=f"{method} mxfp4",
-        format=MXFP4_FORMAT,
+        format=MXFP4,
         parts=(codes, scales),
         load=lambda: mxfp4_weight(unpack_codes(codes.array(), 4, reduction), scales.array()),
     )
@@ -133,4 +132,4 @@ def mxfp4_weight(nibbles: Bytes, exponents: Bytes) -> QuantisedWeight:
     """The weight of nibbles [N, K] and the exponents [N, K / 32] of its scales."""
     halved = np.ldexp(np.float32(1.0), exponents.astype(np.int32) - 128).astype(np.float32)
     scales = np.where(exponents == _NOT_A_NUMBER, np.float32(np.nan), halved)
-    return QuantisedWeight(_DOUBLED[nibbles], scales.astype(np.float32))
+    return QuantisedWeight(_DOUBLED[nibbles], scales.astype(np.float32), bits=4, is_mxfp4=True)

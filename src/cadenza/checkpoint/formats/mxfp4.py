@@ -10,13 +10,14 @@ Shapes: X experts, E embed, F MLP, N out, K in.
 
 import re
 
-from cadenza.checkpoint.formats.grouped import MXFP4_FORMAT, MXFP4_GROUP, mxfp4_weight, unpack_codes
+from cadenza.checkpoint.formats.grouped import MXFP4_GROUP, mxfp4_weight, unpack_codes
 from cadenza.checkpoint.formats.scheme import ModuleTensors, QuantisationScheme
 from cadenza.checkpoint.interleaved_experts import part_of_expert
 from cadenza.checkpoint.json_object import JsonObject
 from cadenza.checkpoint.quantised_weight import QuantisedWeight
 from cadenza.checkpoint.stored_tensor import StoredTensor, StoredWeight
 from cadenza.checkpoint.tensor_spec import TensorSpec
+from cadenza.checkpoint.weight_format import MXFP4
 from cadenza.checkpoint.weights import Weights
 from cadenza.errors import CheckpointError
 
@@ -59,7 +60,7 @@ def _find(spec: TensorSpec, weights: Weights) -> StoredWeight | None:
     return StoredWeight(
         shape=spec.shape,
         stored_type="mxfp4",
-        format=MXFP4_FORMAT,
+        format=MXFP4,
         parts=(blocks, scales),
         load=load,
         num_sharing=sharing,

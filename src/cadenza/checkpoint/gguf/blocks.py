@@ -18,7 +18,7 @@ import numpy.typing as npt
 from cadenza.checkpoint.block_weight import Encoding
 from cadenza.checkpoint.gguf.types import TENSOR_TYPES, TensorType
 from cadenza.checkpoint.quantised_weight import QuantisedWeight, Scales
-from cadenza.checkpoint.weight_format import WeightFormat, code_format
+from cadenza.checkpoint.weight_format import MXFP4, WeightFormat, code_format
 
 Bytes = npt.NDArray[Any]
 """Of uint8."""
@@ -48,6 +48,7 @@ class CodedBlocks:
             offsets=None if self.offsets is None else stored(self.offsets),
             bits=4 if format.bits == 4 else 8,
             group=self.codes.shape[2],
+            is_mxfp4=format == MXFP4,
         )
 
 
@@ -173,9 +174,9 @@ _FORMATS: dict[str, WeightFormat] = {
     "Q4_K": code_format(4, "nested", "offset"),
     "Q5_K": code_format(5, "nested", "offset"),
     "Q6_K": code_format(8, "nested", None, 16),
-    "MXFP4": code_format(8, "float32"),
+    "MXFP4": MXFP4,
 }
-"""Codes of 6 bits, and those of E2M1, are held in 8 bits."""
+"""Codes of 6 bits are held in 8 bits."""
 
 
 def _encoding_of(number: int, kind: TensorType) -> Encoding:

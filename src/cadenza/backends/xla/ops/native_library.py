@@ -46,7 +46,7 @@ _DTYPE_CODES = {
     np.dtype(np.float32): 1,
     np.dtype(np.float16): 2,
 }
-_SCALE_CODES: dict[ScaleType, int] = {"float16": 0, "float32": 1, "nested": 2}
+_SCALE_CODES: dict[ScaleType, int] = {"float16": 0, "float32": 1, "nested": 2, "bfloat16": 3}
 _CORRECTION_CODES: dict[Correction | None, int] = {None: 0, "zero_point": 1, "offset": 2}
 _CODES_HEADER_BYTES = 64
 _CACHE_LINE = 64
