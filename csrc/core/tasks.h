@@ -106,6 +106,7 @@ struct AttendTask {
   int64_t rows, num_tokens, pages_per_row, page_size, num_pages;
   int64_t num_layers = 1, layer = 0;  // layers in the pools, and the layer to attend
   int64_t heads, kv_heads, head_size, rotary_size, rope_rows;
+  bool has_query_factors = false;  // a last column of `rope`: what queries are multiplied by
   float scale, soft_cap;  // soft_cap 0: none
   int64_t window;         // 0: none
   const void* qkv;        // [T, (Hq + 2 Hkv) D]
@@ -114,7 +115,7 @@ struct AttendTask {
   const int32_t* query_starts;  // [R + 1]
   const int32_t* kv_lens;       // [R]
   const int32_t* page_table;    // [R, P]
-  const float* rope;            // [rope_rows, rotary_size]: cosines, then sines
+  const float* rope;            // [rope_rows, rope_columns()]: cosines, then sines
   const float* q_weight;        // [D], or [Hq D] with norm_spans_heads; or null
   const float* k_weight;        // [D], or [Hkv D] with norm_spans_heads; or null
   float norm_eps;
@@ -127,6 +128,7 @@ struct AttendTask {
   void* out;  // [T, Hq D]
 
   int64_t group() const { return heads / kv_heads; }
+  int64_t rope_columns() const { return rotary_size + (has_query_factors ? 1 : 0); }
   int64_t qkv_width() const { return (heads + 2 * kv_heads) * head_size; }
 
   // Offset by which a row's spans start before multiples of kSpan; 0 unless a fault is injected.

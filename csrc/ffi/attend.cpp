@@ -34,7 +34,8 @@ AttendTask shapes(const AttendBuffers& b, const AttendAttrs& attrs) {
   }
   task.heads = attrs.heads;
   task.rope_rows = dim(b.rope, 0);
-  task.rotary_size = dim(b.rope, 1);
+  task.rotary_size = dim(b.rope, 1) / 2 * 2;
+  task.has_query_factors = dim(b.rope, 1) % 2 != 0;
   task.scale = attrs.scale;
   task.soft_cap = attrs.soft_cap;
   task.window = attrs.window;
@@ -62,8 +63,9 @@ void check(const AttendBuffers& b, const AttendTask& task, DType dtype) {
   require(task.heads > 0 && task.heads % task.kv_heads == 0,
           "the number of heads must be a multiple of the number of KV heads");
   require(dim(b.qkv, 1) == task.qkv_width(), "qkv must be [T, (Hq + 2 Hkv) D]");
-  require(task.rotary_size % 2 == 0 && task.rotary_size <= task.head_size,
-          "rope must be [positions, rotary size], the rotary size even and at most D");
+  require(task.rotary_size <= task.head_size,
+          "rope must be [positions, rotary size], the rotary size even and at most D; or one column "
+          "more, the factors of the queries");
   int64_t q_width = task.norm_spans_heads ? task.heads * task.head_size : task.head_size;
   int64_t k_width = task.norm_spans_heads ? task.kv_heads * task.head_size : task.head_size;
   require((task.q_weight == nullptr || dim(b.q_weight, 0) == q_width) &&
@@ -127,8 +129,8 @@ void attend(const AttendBuffers& b, const AttendAttrs& attrs) {
 }  // namespace
 
 // cadenza_rope_append_attend: qkv act [T, (Hq + 2 Hkv) D]; positions [T]; slot_mapping [T];
-// query_starts [R + 1]; kv_lens [R]; page_table [R, P]; rope f32 [positions, rotary size]; q_weight
-// f32 [D], [Hq D] or [0]; k_weight f32 [D], [Hkv D] or [0]; k_pool and v_pool act [pages, layers,
+// query_starts [R + 1]; kv_lens [R]; page_table [R, P]; rope f32 [positions, rotary size], or one
+// column more; q_weight f32 [D], [Hq D] or [0]; k_weight f32 [D], [Hkv D] or [0]; k_pool and v_pool act [pages, layers,
 // Hkv, S, D], bf16 as its bits in u16, or u8 [pages, layers, Hkv, S, D + 4] for KV in int8
 // (core/kv_codes.h); sinks f32 [Hq] or [0]; gate act [T, Hq D] or [0]. Results act [T, Hq D], and both pools, which must be donated and alias operands
 // 9 and 10. Attributes: layer i64; heads i64; scale f32; window i64, 0 none; soft_cap f32, 0 none;
@@ -139,7 +141,8 @@ void attend(const AttendBuffers& b, const AttendAttrs& attrs) {
 // [max(0, p - window + 1), min(p + 1, kv_lens[r])), which must be covered by the row's pages. Keys
 // and values are written for tokens with slot_mapping >= 0. A q or k weight of D values applies
 // RMSNorm to each head; one of Hq D or Hkv D values applies it to all query heads, or all key
-// heads, of a token together. With a rotary size of 0 nothing is rotated. A head's sink is a score
+// heads, of a token together. With a rotary size of 0 nothing is rotated. Where rope has an odd number
+// of columns, the last one has the factor of the queries of each position. A head's sink is a score
 // beside those of its tokens, with a value of 0. The sigmoid of the gate multiplies the result.
 ffi::Error rope_append_attend_call(Any qkv, Any positions, Any slot_mapping, Any query_starts, Any kv_lens,
                        Any page_table, Any rope, Any q_weight, Any k_weight, Any k_pool, Any v_pool,

@@ -62,7 +62,7 @@ inline void norm_head(const AttendTask& task, int64_t token, int64_t head, float
 // Applies RoPE in place: rotates the two halves of the first rotary_size elements.
 inline void rotate_head(const AttendTask& task, int64_t position, float* head) {
   int64_t half = task.rotary_size / 2;
-  const float* cosine = task.rope + position * task.rotary_size;
+  const float* cosine = task.rope + position * task.rope_columns();
   const float* sine = cosine + half;
   for (int64_t i = 0; i < half; i += kLanes) {
     int n = int(half - i < kLanes ? half - i : kLanes);
@@ -70,6 +70,14 @@ inline void rotate_head(const AttendTask& task, int64_t position, float* head) {
     Vec c = load_some(cosine + i, n), s = load_some(sine + i, n);
     store_some(head + i, fnma(b, s, mul(a, c)), n);
     store_some(head + half + i, fma(a, s, mul(b, c)), n);
+  }
+}
+
+// Multiplies a query by the factor of its position.
+inline void scale_query(const AttendTask& task, int64_t position, float* head) {
+  const float factor = task.rope[position * task.rope_columns() + task.rotary_size];
+  for (int64_t i = 0; i < task.head_size; i += kLanes) {
+    store(head + i, mul(load(head + i), set1(factor)));
   }
 }
 
@@ -87,7 +95,9 @@ inline void prepare_head(const AttendTask& task, int64_t token, int64_t head,
   const T* raw = static_cast<const T*>(task.qkv) + token * task.qkv_width() + head * task.head_size;
   for (int64_t i = 0; i < task.head_size; i += kLanes) store(work + i, Elem<T>::load(raw + i));
   norm_head<T>(task, token, head, work);
-  rotate_head(task, rope_row(task, token), work);
+  const int64_t position = rope_row(task, token);
+  rotate_head(task, position, work);
+  if (task.has_query_factors && head < task.heads) scale_query(task, position, work);
   for (int64_t i = 0; i < task.head_size; i += kLanes) store_at(i, load(work + i));
 }
 

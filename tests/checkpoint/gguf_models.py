@@ -33,11 +33,12 @@ from tests.checkpoint.gguf_random import FACTORS, random_tensor
 
 Arrays = dict[str, np.ndarray]
 
-LIKE_LLAMA = ("llama", "granite", "granitehybrid", "smollm3")
+LIKE_LLAMA = ("llama", "mistral3", "granite", "granitehybrid", "smollm3")
 ARCHITECTURES = {
     "llama": "llama",
     "mistral": "llama",
     "mixtral": "llama",
+    "ministral3": "mistral3",
     "granite": "granite",
     "smollm3": "smollm3",
     "qwen2": "qwen2",
@@ -219,6 +220,9 @@ def describe_scaling(config: ModelConfig) -> dict[str, Any]:
                 "rope.scaling.yarn_beta_fast": scaling.beta_fast,
                 "rope.scaling.yarn_beta_slow": scaling.beta_slow,
             }
+            if scaling.query_beta:
+                values["attention.temperature_scale"] = scaling.query_beta
+                values["rope.scaling.yarn_log_multiplier"] = 1.0
             return {**values, original: length}
         case LongRopeScaling(original_max_position_embeddings=length, attention_factor=factor):
             return {original: length, "rope.scaling.attn_factor": factor}

@@ -551,3 +551,18 @@ def test_granite_4_has_steps_without_limits(limit: Any):
 def test_what_hybrids_do_not_compute_is_refused(family: str, changes: dict[str, Any], words: str):
     with pytest.raises(CheckpointError, match=words):
         read(family, **changes)
+
+
+def test_factors_of_queries_are_read_by_ministral_3_alone():
+    rope = {"rope_type": "yarn", "factor": 2.0, "llama_4_scaling_beta": 0.1}
+    config = read("ministral3", rope_parameters=rope)
+    assert isinstance(config.rope.scaling, YarnRopeScaling)
+    assert (config.rope.scaling.query_beta, config.rope.has_query_factors) == (0.1, True)
+    assert parse_model_config(format_model_config(config)) == config
+    with pytest.raises(CheckpointError, match="llama_4_scaling_beta is set, which is not"):
+        read("llama", rope_parameters=rope)
+    with pytest.raises(CheckpointError, match=r"llama_4_scaling_beta is 0\.1; it must be absent"):
+        read("ministral3", rope_parameters={**rope, "rope_type": "default"})
+    silent = read("ministral3").rope.scaling
+    assert isinstance(silent, YarnRopeScaling)
+    assert (silent.query_beta, silent.factor, silent.attention_factor) == (0.1, 16.0, 1.0)

@@ -51,6 +51,17 @@ def test_the_text_model_is_read_and_the_towers_are_left_out(tmp_path: Path, pref
     assert all(np.array_equal(ours.weights[name], theirs.weights[name]) for name in theirs.weights)
 
 
+@pytest.mark.parametrize("text_type", ["mistral", "ministral3"])
+def test_mistral_3_has_text_models_of_two_types(text_type: str):
+    inner = {"model_type": text_type, "hidden_size": 8}
+    raw = JsonObject(
+        {"model_type": "mistral3", "vision_config": {}, "text_config": inner}, "config.json"
+    )
+    found = unwrap_config(raw)
+    assert (found.text("model_type"), found.get("hidden_size")) == (text_type, 8)
+    assert not found.has("vision_config")
+
+
 def test_settings_that_stand_outside_hold_for_the_text_model():
     raw = JsonObject(
         {

@@ -312,4 +312,23 @@ FAMILY_CONFIGS: dict[str, dict[str, Any]] = {
         "attention_multiplier": 0.3,
         "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
     },
+    "ministral3-tied": {
+        **SMALL,
+        "model_type": "ministral3",
+        "vocab_size": 173,
+        "hidden_size": 36,
+        "head_dim": 16,
+        "tie_word_embeddings": True,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1000000.0,
+            "factor": 16.0,
+            "original_max_position_embeddings": 32,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.4,
+        },
+    },
 }

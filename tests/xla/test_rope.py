@@ -174,3 +174,23 @@ def test_a_fault_of_the_engines_rope_changes_the_tokens_that_the_gate_compares(l
     sound, faulty = (RopeConfig(theta=1e4, rotary_dim=16, scaling=s) for s in FAULTS[name])
     assert not differs_from_witness(lab, sound, sound)
     assert differs_from_witness(lab, faulty, sound)
+
+
+def test_queries_of_late_positions_are_multiplied_by_a_factor():
+    """As in Ministral 3: 1 + beta * ln(1 + floor(position / original length))."""
+    scaling = YarnRopeScaling(
+        factor=4.0,
+        original_max_position_embeddings=100,
+        attention_factor=1.0,
+        beta_fast=32.0,
+        beta_slow=1.0,
+        truncate=True,
+    )
+    plain = RopeConfig(theta=1e6, rotary_dim=8, scaling=scaling)
+    scaled = RopeConfig(theta=1e6, rotary_dim=8, scaling=replace(scaling, query_beta=0.3))
+    factors = rope_factors(scaled, 350)
+    assert factors.shape == (350, 9)
+    assert np.array_equal(factors[:, :8], rope_factors(plain, 350))
+    expected = [1.0 + 0.3 * math.log(1 + position // 100) for position in range(350)]
+    assert np.allclose(factors[:, 8], expected, rtol=1e-7, atol=0)
+    assert factors[99, 8] == 1.0 < factors[100, 8]

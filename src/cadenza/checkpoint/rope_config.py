@@ -16,7 +16,8 @@ from cadenza.errors import CheckpointError
 MAX_POSITIONS = 1 << 24
 
 _ORIGINAL = "original_max_position_embeddings"
-_REFUSED_KEYS = ("mrope_section", "short_mscale", "long_mscale", "llama_4_scaling_beta", "alpha")
+_QUERY_BETA = "llama_4_scaling_beta"
+_REFUSED_KEYS = ("mrope_section", "short_mscale", "long_mscale", _QUERY_BETA, "alpha")
 _SECTION_KEYS = ("mrope_section",)
 _MAX_FACTOR = 1e6
 
@@ -49,7 +50,8 @@ class YarnRopeScaling:
     Frequencies with more than `beta_fast` rotations in the original length are kept, those with
     fewer than `beta_slow` are divided by `factor`, with a linear ramp over the pairs between;
     `truncate` rounds the ramp's ends to integers. Cosines and sines are multiplied by
-    `attention_factor`.
+    `attention_factor`, and the queries of position p by 1 + query_beta * ln(1 + floor(p / original
+    length)).
     """
 
     factor: float
@@ -58,6 +60,7 @@ class YarnRopeScaling:
     beta_fast: float
     beta_slow: float
     truncate: bool
+    query_beta: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +99,11 @@ class RopeConfig:
     scaling: RopeScaling | None = None
 
     @property
+    def has_query_factors(self) -> bool:
+        """Whether queries are multiplied by a factor of their position."""
+        return isinstance(self.scaling, YarnRopeScaling) and self.scaling.query_beta != 0.0
+
+    @property
     def attention_factor(self) -> float:
         """Factor of all cosines and sines."""
         if isinstance(self.scaling, YarnRopeScaling | LongRopeScaling):
@@ -111,6 +119,7 @@ class RopeRules:
         default_original: the original length if it is not set at the file's top level; None takes
             the one in the scaling, or else `max_positions`.
         may_be_partial: `partial_rotary_factor` may be below 1.
+        may_scale_queries: `llama_4_scaling_beta` may be set, with YaRN.
         default_share: of `partial_rotary_factor`.
         has_sections: positions may have several coordinates (`mrope_section`), which are equal in
             text, so that its rope is the plain one.
@@ -123,6 +132,7 @@ class RopeRules:
     theta_key: str = "rope_theta"
     default_original: int | None = None
     may_be_partial: bool = False
+    may_scale_queries: bool = False
     default_share: float = 1.0
     has_sections: bool = False
     aliases: tuple[tuple[str, str], ...] = ()
@@ -157,7 +167,9 @@ def read_rope(raw: JsonObject, rules: RopeRules) -> RopeConfig:
 def read_rope_entry(raw: JsonObject, source: JsonObject, rules: RopeRules) -> RopeConfig:
     """Reads the rope of one entry; the file's top level gives missing values."""
     for key in _REFUSED_KEYS:
-        if source.has(key) and not (rules.has_sections and key in _SECTION_KEYS):
+        is_read = key == _QUERY_BETA and rules.may_scale_queries
+        is_read |= key in _SECTION_KEYS and rules.has_sections
+        if source.has(key) and not is_read:
             raise CheckpointError(
                 f"{source.where}: {key} is set, which is not supported; use another checkpoint"
             )
@@ -168,6 +180,8 @@ def read_rope_entry(raw: JsonObject, source: JsonObject, rules: RopeRules) -> Ro
     scaling = _read_scaling(raw, source, rules, kind=kind, rotary_dim=rotary_dim)
     if isinstance(scaling, YarnRopeScaling) and theta <= 1.0:
         raise source.wrong("rope_theta", "above 1 for a rope of type yarn")
+    if source.has(_QUERY_BETA) and not isinstance(scaling, YarnRopeScaling):
+        raise source.wrong(_QUERY_BETA, "absent for a rope that is not of type yarn")
     return RopeConfig(theta=theta, rotary_dim=rotary_dim, scaling=scaling)
 
 
@@ -177,6 +191,8 @@ def format_rope(rope: RopeConfig, head_dim: int) -> dict[str, object]:
         values: dict[str, object] = {"rope_type": "default"}
     else:
         values = {"rope_type": _NAME_OF_SCALING[type(rope.scaling)], **asdict(rope.scaling)}
+    if (beta := values.pop("query_beta", 0.0)) != 0.0:
+        values[_QUERY_BETA] = beta
     if isinstance(rope.scaling, LongRopeScaling):
         values["short_factor"] = list(rope.scaling.short_factor)
         values["long_factor"] = list(rope.scaling.long_factor)
@@ -273,6 +289,7 @@ def _read_yarn(source: JsonObject, original: int, rules: RopeRules) -> YarnRopeS
         beta_fast=source.number("beta_fast", 1e-6, 1e6, 32.0),
         beta_slow=source.number("beta_slow", 1e-6, 1e6, 1.0),
         truncate=source.flag("truncate", True),
+        query_beta=source.number(_QUERY_BETA, 0.0, 1e3, 0.0),
     )
     if scaling.beta_fast < scaling.beta_slow:
         raise CheckpointError(

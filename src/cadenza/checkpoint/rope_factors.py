@@ -32,21 +32,33 @@ much faster for long contexts.
 
 
 def rope_factors(rope: RopeConfig | None, max_model_len: int) -> npt.NDArray[np.float32]:
-    """[max_model_len, rotary_dim]: each position's cosines, then its sines; 0 columns for None."""
+    """[max_model_len, rotary_dim]: each position's cosines, then its sines; 0 columns for None.
+
+    With `RopeConfig.has_query_factors` a last column has what the queries are multiplied by.
+    """
     if rope is None:
         return np.empty((max_model_len, 0), np.float32)
     frequencies = _frequencies(rope, max_model_len)
     num_pairs = len(frequencies)
     firsts = range(0, max_model_len, ROPE_BLOCK_LEN)
     cosines, sines = _rotations(range(min(ROPE_BLOCK_LEN, max_model_len)), frequencies)
-    factors = np.empty((max_model_len, 2 * num_pairs), np.float32)
+    factors = np.empty((max_model_len, 2 * num_pairs + rope.has_query_factors), np.float32)
+    if isinstance(rope.scaling, YarnRopeScaling) and rope.has_query_factors:
+        factors[:, -1] = _query_factors(rope.scaling, max_model_len)
     for first, *rotation in zip(firsts, *_rotations(firsts, frequencies), strict=True):
         count = min(ROPE_BLOCK_LEN, max_model_len - first)
         c, s = (each * rope.attention_factor for each in rotation)
         block = factors[first : first + count]
         block[:, :num_pairs] = cosines[:count] * c - sines[:count] * s
-        block[:, num_pairs:] = sines[:count] * c + cosines[:count] * s
+        block[:, num_pairs : 2 * num_pairs] = sines[:count] * c + cosines[:count] * s
     return factors
+
+
+def _query_factors(scaling: YarnRopeScaling, max_model_len: int) -> Floats:
+    """What the queries of each position are multiplied by: [max_model_len]."""
+    lengths = np.arange(max_model_len) // scaling.original_max_position_embeddings
+    by_length = [1.0 + scaling.query_beta * log(1.0 + n) for n in range(int(lengths[-1]) + 1)]
+    return np.array(by_length)[lengths]
 
 
 def _rotations(positions: range, frequencies: Floats) -> tuple[Floats, Floats]:

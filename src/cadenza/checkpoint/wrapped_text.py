@@ -25,6 +25,7 @@ class Wrapper:
     model_type: str
     architecture: str
     text_type: str
+    other_text_types: tuple[str, ...] = ()
 
 
 WRAPPERS: Mapping[str, Wrapper] = {
@@ -44,6 +45,12 @@ WRAPPERS: Mapping[str, Wrapper] = {
             model_type="lfm2_vl",
             architecture="Lfm2VlForConditionalGeneration",
             text_type="lfm2",
+        ),
+        Wrapper(
+            model_type="mistral3",
+            architecture="Mistral3ForConditionalGeneration",
+            text_type="mistral",
+            other_text_types=("ministral3",),
         ),
     )
 }
@@ -92,13 +99,14 @@ def unwrap_config(raw: JsonObject) -> JsonObject:
             f"absent; fetch the checkpoint again"
         )
     own_type = inner.text("model_type")
-    if own_type not in (None, wrapper.text_type):
+    types = wrapper.text_type, *wrapper.other_text_types
+    if own_type not in (None, *types):
         raise CheckpointError(
             f"{inner.where}: model_type is {shorten(own_type)}; within {wrapper.model_type} "
-            f"supported is {wrapper.text_type}"
+            f"supported is {' or '.join(types)}"
         )
     values = {key: value for key, value in inner.values.items() if key != "architectures"}
-    values["model_type"] = wrapper.text_type
+    values["model_type"] = own_type or wrapper.text_type
     values |= {key: raw.values[key] for key in _NEWER_OUTSIDE if raw.has(key)}
     values |= {key: raw.values[key] for key in _SHARED if raw.has(key) and not inner.has(key)}
     if isinstance(values.get("quantization_config"), dict):

@@ -147,7 +147,9 @@ def front_end_bytes_of(checkpoint: Checkpoint) -> int:
 
 def _array_footprint(model: ModelConfig, traits: BackendTraits, dtype: WeightDType) -> Footprint:
     """Of the arrays of a backend that computes what `ModelConfig` says."""
-    rotary_dims = [rope.rotary_dim for rope in model.ropes if rope is not None]
+    rotary_dims = [
+        rope.rotary_dim + rope.has_query_factors for rope in model.ropes if rope is not None
+    ]
     logit_row_bytes = (
         _WORD * (RuleLayout(model.vocab_size).num_words + _LOGIT_ROW_WORDS)
         + _WORD * traits.logit_copies * (model.vocab_size + _PANEL)

@@ -26,7 +26,7 @@ from cadenza.checkpoint.model_config import (
     Activation,
     ModelConfig,
 )
-from cadenza.checkpoint.rope_config import RopeConfig
+from cadenza.checkpoint.rope_config import RopeConfig, YarnRopeScaling
 from cadenza.checkpoint.weights import Weights
 
 CHUNK = 64
@@ -192,6 +192,7 @@ class ReferenceModel:
         rope = self._ropes[model.ropes.index(model.rope_of(kind))]
         factors = jax.lax.dynamic_slice_in_dim(rope, start, count)
         query, key = _turn(query, factors), _turn(key, factors)
+        query = _by_position(query, model.rope_of(kind), start + jnp.arange(count))
         keys = jax.lax.dynamic_update_slice(cache[0], key, (start, 0, 0))  # [N, Hkv, D]
         values = jax.lax.dynamic_update_slice(cache[1], value, (start, 0, 0))
         groups = heads.num_heads // heads.num_kv_heads
@@ -295,6 +296,15 @@ def _project(layer: _Tensors, name: str, x: jax.Array) -> jax.Array:
     y = jnp.matmul(x, layer[f"{name}.weight"].T, precision="highest")
     bias = layer.get(f"{name}.bias")
     return y if bias is None else y + bias
+
+
+def _by_position(query: jax.Array, rope: RopeConfig | None, positions: jax.Array) -> jax.Array:
+    """Queries [C, Hq, D], which some models make longer at late positions [C]."""
+    if rope is None or not isinstance(rope.scaling, YarnRopeScaling):
+        return query
+    lengths = positions // rope.scaling.original_max_position_embeddings
+    growth = rope.scaling.query_beta * jnp.log1p(lengths.astype(jnp.float32))
+    return query + query * growth[:, None, None]
 
 
 def _turn(heads: jax.Array, factors: jax.Array) -> jax.Array:

@@ -1,5 +1,6 @@
 """Llama 2 and 3 (SmolLM and SmolLM2 too), and the families that differ from it in a few settings.
 
+- Ministral 3 and Devstral 2 have full attention, YaRN, and queries that grow with their position.
 - Mistral has a sliding window in every layer, Ministral in those of `layer_types`; a Mistral file
   with `layer_types` is read like Ministral's.
 - SmolLM3 has layers without rotary positions. Despite its name, `no_rope_layers` has a 0 for each
@@ -26,7 +27,13 @@ from cadenza.checkpoint.families.family import (
 from cadenza.checkpoint.json_object import JsonObject
 from cadenza.checkpoint.layer_kind import LayerKind
 from cadenza.checkpoint.model_config import MAX_LAYERS, ModelConfig
-from cadenza.checkpoint.rope_config import LongRopeScaling
+from cadenza.checkpoint.rope_config import (
+    LongRopeScaling,
+    RopeConfig,
+    RopeRules,
+    read_rope,
+    read_rope_entry,
+)
 from cadenza.errors import CheckpointError
 
 _BIAS_KEYS = frozenset({"attention_bias", "mlp_bias"})
@@ -38,6 +45,16 @@ _MULTIPLIERS = {
 }
 MULTIPLIER_KEYS = frozenset(_MULTIPLIERS)
 _MISTRAL_WINDOW = 4096
+_MINISTRAL3_ROPE = {
+    "rope_type": "yarn",
+    "factor": 16.0,
+    "original_max_position_embeddings": 16_384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale_all_dim": 1.0,
+    "mscale": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
 _SMOLLM3_INTERVAL = 4
 _PHI3_CODE = frozenset({"configuration_phi3.Phi3Config", "modeling_phi3.Phi3ForCausalLM"})
 
@@ -51,6 +68,17 @@ def _read_mistral(raw: JsonObject, model: ModelConfig) -> ModelConfig:
     window = read_window(raw, _MISTRAL_WINDOW)
     kinds = read_layer_kinds(raw, [window is not None] * model.num_layers, window)
     return replace(model, layer_pattern=shortest_pattern(kinds))
+
+
+def _read_ministral3(raw: JsonObject, model: ModelConfig) -> ModelConfig:
+    return replace(model, layer_pattern=(LayerKind(window=read_window(raw, None)),))
+
+
+def _read_ministral3_rope(raw: JsonObject, rules: RopeRules) -> RopeConfig:
+    rules = replace(rules, may_scale_queries=True)
+    if raw.has("rope_parameters") or raw.has("rope_scaling"):
+        return read_rope(raw, rules)
+    return read_rope_entry(raw, JsonObject(_MINISTRAL3_ROPE, raw.where), rules)
 
 
 def _read_smollm3(raw: JsonObject, model: ModelConfig) -> ModelConfig:
@@ -120,6 +148,18 @@ MISTRAL = Family(
 )
 
 MINISTRAL = replace(MISTRAL, model_type="ministral", architecture="MinistralForCausalLM")
+
+MINISTRAL3 = Family(
+    model_type="ministral3",
+    architecture="Ministral3ForCausalLM",
+    read=_read_ministral3,
+    own_keys=frozenset({"sliding_window"}),
+    read_rope=_read_ministral3_rope,
+    default_head_dim=128,
+    default_max_positions=262_144,
+    default_norm_eps=1e-5,
+    default_rope_theta=1_000_000.0,
+)
 
 SMOLLM3 = Family(
     model_type="smollm3",

@@ -62,6 +62,7 @@ _EXPERT_KEYS = frozenset(
     "expert_count expert_used_count expert_feed_forward_length expert_weights_norm "
     "expert_gating_func".split()
 )
+_LOG_MULTIPLIER, _TEMPERATURE = "rope.scaling.yarn_log_multiplier", "attention.temperature_scale"
 _WINDOW = "attention.sliding_window"
 _PATTERN = "attention.sliding_window_pattern"
 
@@ -269,6 +270,24 @@ def _read_llama(settings: Settings) -> dict[str, object]:
     if _window(settings) is not None:
         return {"model_type": "mistral", "sliding_window": _window(settings)}
     return {"model_type": "llama", **_biases(settings)}
+
+
+def _read_mistral3(settings: Settings) -> dict[str, object]:
+    """Mistral Small 3.1 without, and Ministral 3 with factors of its queries."""
+    beta = settings.number(_TEMPERATURE, 0.0, 1e3, 0.0)
+    if not beta:
+        return {"model_type": "mistral", "sliding_window": None}
+    rope = _read_rope(settings)
+    if not isinstance(rope.scaling, YarnRopeScaling):
+        raise settings.wrong("rope.scaling.type", f"yarn beside {_TEMPERATURE}")
+    multiplier = settings.number(_LOG_MULTIPLIER, 0.0, 1e3, 0.0)
+    magnitude = 1.0 + 0.1 * multiplier * math.log(rope.scaling.factor)
+    factor = rope.scaling.attention_factor / magnitude
+    scaling = replace(rope.scaling, query_beta=beta, attention_factor=factor)
+    return {
+        "model_type": "ministral3",
+        "rope_parameters": format_rope(replace(rope, scaling=scaling), _head_dim(settings)),
+    }
 
 
 def _biases(settings: Settings) -> dict[str, object]:
@@ -499,6 +518,9 @@ def _read_gemma3(settings: Settings) -> dict[str, object]:
 
 _ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(read=_read_llama, keys=_EXPERT_KEYS | {_WINDOW}, has_paired_rows=True),
+    "mistral3": Architecture(
+        read=_read_mistral3, keys=frozenset({_LOG_MULTIPLIER, _TEMPERATURE}), has_paired_rows=True
+    ),
     "qwen2": Architecture(read=lambda _: {"model_type": "qwen2"}),
     "qwen3": Architecture(read=_read_qwen3),
     "qwen3moe": Architecture(read=_read_qwen3_moe, keys=_EXPERT_KEYS),

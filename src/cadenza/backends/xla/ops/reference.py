@@ -257,6 +257,9 @@ class ReferenceOps(OpTable):
             query_norm, key_norm = factors.norms
             query, key = norm_heads(query, query_norm, eps), norm_heads(key, key_norm, eps)
         turns = factors.rope[step.tokens.positions]  # [T, rotary_dim]
+        if turns.shape[1] % 2:
+            turns, scale = turns[:, :-1], turns[:, -1]
+            query = query * scale[:, None, None]
         query, key = rotate(query, turns), rotate(key, turns)
         key, value = key.astype(self._spec.dtype), value.astype(self._spec.dtype)
         pool = _append(pool, key, value, (step.tokens.slots, layer.index))

@@ -106,6 +106,7 @@ class HeadFactors(NamedTuple):
 
     norms: tuple[Any, ...] | None  # [D] each, or [Hq D] and [Hkv D]
     rope: Any  # [positions, rotary_dim]: cosines, then sines; no rotation without columns
+    """With an odd number of columns the last one has what queries are multiplied by."""
     sinks: Any | None = None  # [Hq]: a score beside those of the tokens, whose value is 0
 
 
