@@ -263,6 +263,9 @@ PIECES = [
     *("<think>", "</think>", "<tool_call>", "</tool_call>", "<function=f>", "</function>"),
     *("<parameter=n>", "</parameter>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "```", "```json\n"),
     *('{"name": "f", "arguments": {}}', '{"name": "', 'f"', "[f(n=1)]", "[f(", ")]", "[", "{", "}"),
+    *("<|tool_call>", "<tool_call|>", "call:f{", '<|"|>', "n:1", "<|channel>thought", "<channel|>"),
+    *("<|tool_call_start|>", "<|tool_call_end|>", DEEPSEEK_CALLS, DEEPSEEK_CALLS_END),
+    *(DEEPSEEK_CALL, DEEPSEEK_SEPARATOR, DEEPSEEK_CALL_END, "f", "{}"),
     *("]", ";", "<|python_tag|>", "<", "`", "word", "é", "\n", " ", '"', "'", "\\"),
 ]
 TEXTS = st.lists(st.sampled_from(PIECES), max_size=10).map("".join)
@@ -273,7 +276,8 @@ NAMES = ("generic", *TOOL_FORMATS)
 def test_any_answer_has_the_same_parts_however_it_is_cut(
     name: str, begins: bool | None, text: str, data: st.DataObject
 ) -> None:
-    thinking = None if begins is None else REASONING_FORMATS["think"]
+    marks = "gemma4" if name == "gemma4" else "think"
+    thinking = None if begins is None else REASONING_FORMATS[marks]
     plan = plan_of(name, reasoning=thinking, begins_in_reasoning=bool(begins))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
     pieces = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
