@@ -5,7 +5,10 @@ from typing import Any
 
 import pytest
 
+from cadenza.frontend.answers import AskedAnswer, ToolUse
 from cadenza.frontend.text_frontend import TextFrontend
+from cadenza.request import SamplingParams
+from cadenza.text.answers.answer_grammar import Tool
 from cadenza.text.answers.call_readers import (
     DEEPSEEK_CALL,
     DEEPSEEK_CALL_END,
@@ -101,3 +104,20 @@ def test_a_description_is_a_system_text_of_its_own_where_there_is_none() -> None
     assert second == USER
     (only,) = with_description([], [TOOL], DEEPSEEK_V31)
     assert only == first
+
+
+def test_where_the_generic_form_is_asked_for_a_call_in_the_models_own_is_read_too() -> None:
+    """As DeepSeek's V3 and R1 write it, whose templates have no place for tools."""
+    template = (TESTS / "text/joined_calls.jinja").read_text().replace("<|user|>", "```json")
+    text = TextFrontend(marked_checkpoint(DEEPSEEK_MARKS, template))
+    assert text.tokenizer is not None
+    use = ToolUse(tools=(Tool(name="f"),))
+    prepared = text.prepare_answer([USER], SamplingParams(), asked=AskedAnswer(use=use))
+    assert prepared.text is not None
+    assert 'reply only with {"name": "tool name"' in prepared.text
+    own = f"{DEEPSEEK_CALLS}{DEEPSEEK_CALL}function{DEEPSEEK_SEPARATOR}f\n```json\n{{}}\n```"
+    for answer in ('{"name": "f", "arguments": {}}', own + DEEPSEEK_CALL_END + DEEPSEEK_CALLS_END):
+        assert prepared.make_parser is not None
+        parser = prepared.make_parser()
+        (part,) = (*parser.push(answer), *parser.flush())
+        assert (part.kind, part.name, part.text) == ("tool_call", "f", "{}")

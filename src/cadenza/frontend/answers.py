@@ -39,6 +39,7 @@ from cadenza.text.answers.part_parser import (
     ReasoningFormat,
 )
 from cadenza.text.answers.tool_calls import (
+    DEEPSEEK_V3,
     DEEPSEEK_V31,
     FORCED,
     GENERIC,
@@ -177,6 +178,10 @@ class AnswerPlanner:
         self._tokenizer = tokenizer
         self._reasoning = _reasoning_format(parsers.reasoning, template)
         self._tools = _tool_format(parsers.tool_calls, template, reads_tools=reads_tools)
+        own = TOOL_FORMATS[format_shown_by(template)]
+        further = own.forms if own is DEEPSEEK_V3 else ()
+        self._generic = replace(GENERIC, forms=(*GENERIC.forms, *further))
+        """What is read where the generic form is asked for: the model may write its own."""
 
     @property
     def tool_format(self) -> ToolFormat:
@@ -233,7 +238,10 @@ class AnswerPlanner:
             rule = frame.placed(rule)
         is_constrained = grammar is not None or bound is not None or rule is not None
         spec = ConstraintSpec(grammar=grammar, thinking=bound, calls=rule)
-        plan = PartPlan(tools=tools, functions={} if use is None else use.schemas)
+        plan = PartPlan(
+            tools=self._generic if tools is GENERIC else tools,
+            functions={} if use is None else use.schemas,
+        )
         return AnswerPlan(
             make_parser=frame.make_parser(plan),
             constraint=spec if is_constrained else None,
