@@ -76,9 +76,11 @@ class Planner {
   int64_t num_groups() const { return num_groups_; }
   int64_t num_partials() const { return num_partials_; }
   // True if each (row, KV head) is one unit, which then appends its keys before it attends.
-  bool append_inside() const { return !has_blocks_ && num_groups_ == 0; }
+  bool append_inside() const { return appends() && !has_blocks_ && num_groups_ == 0; }
+  bool append_before() const { return appends() && !append_inside(); }
 
  private:
+  bool appends() const { return task_.kv_parts > 0; }
   bool is_split(const QueryBlock& block) const {
     return block.num_spans() > 1 && block.work() > most_unsplit_work_;
   }
@@ -133,7 +135,7 @@ void rope_append_attend(const Runtime& runtime, DType dtype, const AttendTask& t
   int64_t stride = round_up(task.head_size + 2, kLanes);
   float* partials = lease.scratch().take<float>(planner.num_partials() * stride);
   AttendPlan plan{&task, planner.units(), planner.num_units(), planner.append_inside(), partials};
-  if (!plan.append_inside) {
+  if (planner.append_before()) {
     lease.run({kernels.append, &plan, task.num_tokens, 32}, task.num_tokens > 8);
   }
   lease.run({kernels.attend, &plan, plan.num_units, 4}, true);

@@ -70,6 +70,7 @@ struct KernelTable {
   UnitFn linear[2];
   UnitFn gated[2];
   UnitFn norm[2];
+  UnitFn gate[2];
   UnitFn convert[2];
   UnitFn embed[2];
   UnitFn append[2];

@@ -56,6 +56,13 @@ void rms_norm(const Runtime& runtime, DType dtype, const NormTask& task) {
             task.rows * task.width > kMinParallelElements);
 }
 
+void gate_inputs(const Runtime& runtime, DType dtype, const GateTask& task) {
+  if (task.rows == 0) return;
+  Executor::Lease lease(runtime.executor);
+  lease.run({runtime.kernels.gate[index_of(dtype)], &task, task.rows, 16},
+            task.rows * task.width > kMinParallelElements / 4);
+}
+
 void convert(const Runtime& runtime, DType dtype, const ConvertTask& task) {
   if (task.rows == 0) return;
   Executor::Lease lease(runtime.executor);

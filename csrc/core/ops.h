@@ -20,6 +20,7 @@ struct Runtime {
 void linear(const Runtime& runtime, ProductTypes types, const LinearTask& task);
 void gated_linear(const Runtime& runtime, ProductTypes types, const GatedTask& task);
 void rms_norm(const Runtime& runtime, DType dtype, const NormTask& task);
+void gate_inputs(const Runtime& runtime, DType dtype, const GateTask& task);
 void convert(const Runtime& runtime, DType dtype, const ConvertTask& task);
 void embed(const Runtime& runtime, WeightFormat format, const EmbedTask& task);
 // Runs on the calling thread: a step takes few rows.

@@ -26,7 +26,8 @@ Counter counters[kNumOps] = {{"embed"},
                              {"grouped_linear"},
                              {"gated_delta"},
                              {"short_conv"},
-                             {"selective_scan"}};
+                             {"selective_scan"},
+                             {"gate_inputs"}};
 
 Counter& counter_of(Op op) { return counters[static_cast<int>(op)]; }
 

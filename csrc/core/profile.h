@@ -26,8 +26,9 @@ enum class Op : int {
   kGatedDelta,
   kShortConv,
   kSelectiveScan,
+  kGateInputs,
 };
-constexpr int kNumOps = static_cast<int>(Op::kSelectiveScan) + 1;
+constexpr int kNumOps = static_cast<int>(Op::kGateInputs) + 1;
 
 struct OpTotals {
   const char* name;

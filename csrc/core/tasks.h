@@ -44,6 +44,7 @@ struct RouteTask {
   bool over_chosen;  // the weights are divided by the sum of the chosen ones
   bool sigmoid;      // weights are sigmoids of the logits, in place of their softmax over all
   float scale;       // multiplies the weights
+  const float* factors = nullptr;  // [X]: multiply the weights of each expert; or null
   int32_t* ids;      // [rows, C], in descending order of logits, ties to the lowest id
   float* weights;    // [rows, C]; NaN, with ids 0..C-1, if the largest logit is not finite
 };
@@ -76,6 +77,16 @@ struct NormTask {
   const float* residual;  // [rows, width] added after the norm, or null; may alias `out`
   void* out;              // activation dtype, or f32
   bool out_is_f32;
+  const float* factor = nullptr;  // [1]: multiplies the sum; or null
+};
+
+// Rows of activation(x) times the elements [first, first + width) of a row of inputs.
+struct GateTask {
+  int64_t rows, width, input_width, first;
+  const float* x;       // [rows, width]
+  const float* inputs;  // [rows, input_width]
+  Activation activation;
+  void* out;  // activation dtype [rows, width]
 };
 
 // Rounds rows of f32 to the activation dtype.
@@ -109,7 +120,11 @@ struct AttendTask {
   bool has_query_factors = false;  // a last column of `rope`: what queries are multiplied by
   float scale, soft_cap;  // soft_cap 0: none
   int64_t window;         // 0: none
-  const void* qkv;        // [T, (Hq + 2 Hkv) D]
+  // Keys and values of qkv: 2 for both; 1 for keys, of which the values are made; 0 for queries alone,
+  // with which nothing is appended.
+  int64_t kv_parts = 2;
+  bool norms_values = false;  // RMSNorm of each value head, without a weight
+  const void* qkv;            // [T, (Hq + kv_parts Hkv) D]
   const int32_t* positions;
   const int32_t* slot_mapping;
   const int32_t* query_starts;  // [R + 1]
@@ -129,7 +144,9 @@ struct AttendTask {
 
   int64_t group() const { return heads / kv_heads; }
   int64_t rope_columns() const { return rotary_size + (has_query_factors ? 1 : 0); }
-  int64_t qkv_width() const { return (heads + 2 * kv_heads) * head_size; }
+  int64_t qkv_width() const { return (heads + kv_parts * kv_heads) * head_size; }
+  // The head of qkv of which a value is made.
+  int64_t value_head(int64_t kv_head) const { return heads + (kv_parts - 1) * kv_heads + kv_head; }
 
   // Offset by which a row's spans start before multiples of kSpan; 0 unless a fault is injected.
   int32_t span_shift(int64_t row) const {

@@ -11,6 +11,7 @@ namespace {
 struct AttendAttrs {
   int64_t layer, heads, window;
   float scale, soft_cap, norm_eps;
+  bool norms_values;
 };
 
 struct AttendBuffers {
@@ -40,6 +41,9 @@ AttendTask shapes(const AttendBuffers& b, const AttendAttrs& attrs) {
   task.soft_cap = attrs.soft_cap;
   task.window = attrs.window;
   task.norm_eps = attrs.norm_eps;
+  task.norms_values = attrs.norms_values;
+  const int64_t kv_width = task.kv_heads * task.head_size;
+  task.kv_parts = (dim(b.qkv, 1) - task.heads * task.head_size) / std::max<int64_t>(kv_width, 1);
   return task;
 }
 
@@ -62,7 +66,9 @@ void check(const AttendBuffers& b, const AttendTask& task, DType dtype) {
           "the head size must be a multiple of 16, at most 512");
   require(task.heads > 0 && task.heads % task.kv_heads == 0,
           "the number of heads must be a multiple of the number of KV heads");
-  require(dim(b.qkv, 1) == task.qkv_width(), "qkv must be [T, (Hq + 2 Hkv) D]");
+  require(task.kv_parts >= 0 && task.kv_parts <= 2 && dim(b.qkv, 1) == task.qkv_width(),
+          "qkv must be [T, (Hq + 2 Hkv) D], [T, (Hq + Hkv) D] or [T, Hq D]");
+  require(task.kv_parts != 1 || task.norms_values, "values that are made of keys must be normed");
   require(task.rotary_size <= task.head_size,
           "rope must be [positions, rotary size], the rotary size even and at most D; or one column "
           "more, the factors of the queries");
@@ -128,13 +134,18 @@ void attend(const AttendBuffers& b, const AttendAttrs& attrs) {
 
 }  // namespace
 
-// cadenza_rope_append_attend: qkv act [T, (Hq + 2 Hkv) D]; positions [T]; slot_mapping [T];
-// query_starts [R + 1]; kv_lens [R]; page_table [R, P]; rope f32 [positions, rotary size], or one
-// column more; q_weight f32 [D], [Hq D] or [0]; k_weight f32 [D], [Hkv D] or [0]; k_pool and v_pool act [pages, layers,
+// cadenza_rope_append_attend: qkv act [T, (Hq + 2 Hkv) D], [T, (Hq + Hkv) D] or [T, Hq D]; positions
+// [T]; slot_mapping [T]; query_starts [R + 1]; kv_lens [R]; page_table [R, P]; rope f32 [positions,
+// rotary size], or one column more; q_weight f32 [D], [Hq D] or [0]; k_weight f32 [D], [Hkv D] or
+// [0]; k_pool and v_pool act [pages, layers,
 // Hkv, S, D], bf16 as its bits in u16, or u8 [pages, layers, Hkv, S, D + 4] for KV in int8
 // (core/kv_codes.h); sinks f32 [Hq] or [0]; gate act [T, Hq D] or [0]. Results act [T, Hq D], and both pools, which must be donated and alias operands
 // 9 and 10. Attributes: layer i64; heads i64; scale f32; window i64, 0 none; soft_cap f32, 0 none;
-// norm_eps f32.
+// norm_eps f32; norms_values bool.
+//
+// Without values in qkv they are made of the keys before their norm and rotation; without keys, too,
+// nothing is appended, and the pools have what another layer wrote. With norms_values each value head
+// has an RMSNorm without a weight.
 //
 // The number of tokens is query_starts[R]; padding rows repeat that value. Row r's queries are the
 // tokens [query_starts[r], query_starts[r + 1]). A query at position p attends to KV positions
@@ -147,11 +158,12 @@ void attend(const AttendBuffers& b, const AttendAttrs& attrs) {
 ffi::Error rope_append_attend_call(Any qkv, Any positions, Any slot_mapping, Any query_starts, Any kv_lens,
                        Any page_table, Any rope, Any q_weight, Any k_weight, Any k_pool, Any v_pool,
                        Any sinks, Any gate, AnyResult out, AnyResult k_out, AnyResult v_out, int64_t layer,
-                       int64_t heads, float scale, int64_t window, float soft_cap, float norm_eps) {
+                       int64_t heads, float scale, int64_t window, float soft_cap, float norm_eps,
+                       bool norms_values) {
   return guarded("cadenza_rope_append_attend", [&] {
     attend({qkv, positions, slot_mapping, query_starts, kv_lens, page_table, rope, q_weight,
             k_weight, k_pool, v_pool, sinks, gate, *out, *k_out, *v_out},
-           {layer, heads, window, scale, soft_cap, norm_eps});
+           {layer, heads, window, scale, soft_cap, norm_eps, norms_values});
   });
 }
 

@@ -39,18 +39,28 @@ ffi::Error embed_call(Any token_ids, Any table, Any count, AnyResult out, int64_
 
 namespace {
 
-void norm(Op op, Any x, Any weight, Any count, const Any* residual, AnyResult out, float eps) {
+// What is computed with the normed values.
+struct Added {
+  const Any* residual;
+  const Any* factor;
+};
+
+void norm(Op op, Any x, Any weight, Any count, Added added, AnyResult out, float eps) {
   ProfileScope profile(op);
   NormTask task{};
+  const int64_t width = dim(*out, 1);
   task.rows = true_count(count, dim(*out, 0));
-  task.width = dim(*out, 1);
-  require(x.element_type() == ffi::F32 && dim(x, 1) == task.width, "x must be f32 [T, E]");
+  require(x.element_type() == ffi::F32 && dim(x, 1) == width, "x must be f32 [T, E]");
   require(dim(x, 0) >= task.rows, "x has too few rows");
-  require(dim(weight, 0) == task.width, "the norm's weight must be f32 [E]");
+  task.width = dim(weight, 0);
+  require(task.width > 0 && width % task.width == 0,
+          "the norm's weight must be f32 [E], or of parts of equal width");
+  task.rows *= width / task.width;
   task.x = data<float>(x);
   task.weight = optional_f32(weight);
   task.eps = eps;
-  task.residual = residual == nullptr ? nullptr : optional_f32(*residual);
+  task.residual = added.residual == nullptr ? nullptr : optional_f32(*added.residual);
+  task.factor = added.factor == nullptr ? nullptr : optional_f32(*added.factor);
   task.out = out->untyped_data();
   task.out_is_f32 = is_f32(*out);
   if (profile.is_on()) {
@@ -63,18 +73,44 @@ void norm(Op op, Any x, Any weight, Any count, const Any* residual, AnyResult ou
 }  // namespace
 
 // cadenza_rms_norm: x f32 [T, E]; weight f32 [E]; count. Result act or f32 [T, E]. Attribute: eps
-// f32.
+// f32. A weight of P values norms each P of the E by themselves.
 ffi::Error rms_norm_call(Any x, Any weight, Any count, AnyResult out, float eps) {
   return guarded("cadenza_rms_norm", [&] {
-    norm(Op::kRmsNorm, x, weight, count, nullptr, out, eps);
+    norm(Op::kRmsNorm, x, weight, count, {}, out, eps);
   });
 }
 
-// cadenza_rms_norm_add: rms_norm with an operand 3, residual f32 [T, E], which is added to the
-// normalised values. The result may alias it.
-ffi::Error rms_norm_add_call(Any x, Any weight, Any count, Any residual, AnyResult out, float eps) {
+// cadenza_rms_norm_add: rms_norm with an operand 3, residual f32 [T, E] or [0], which is added to the
+// normalised values, and an operand 4, factor f32 [1] or [0], which multiplies the sum. The result
+// may alias the residual.
+ffi::Error rms_norm_add_call(Any x, Any weight, Any count, Any residual, Any factor, AnyResult out,
+                             float eps) {
   return guarded("cadenza_rms_norm_add", [&] {
-    norm(Op::kRmsNormAdd, x, weight, count, &residual, out, eps);
+    norm(Op::kRmsNormAdd, x, weight, count, {&residual, &factor}, out, eps);
+  });
+}
+
+// cadenza_gate_inputs: x f32 [T, P]; inputs f32 [T, W]; count. Result act [T, P]: the activation
+// with x as gate and the inputs [first, first + P) as what it multiplies. Attributes: first i64; activation as for gated_linear.
+ffi::Error gate_inputs_call(Any x, Any inputs, Any count, AnyResult out, int64_t first,
+                            int64_t activation) {
+  return guarded("cadenza_gate_inputs", [&] {
+    ProfileScope profile(Op::kGateInputs);
+    GateTask task{};
+    task.rows = true_count(count, dim(*out, 0));
+    task.width = dim(*out, 1);
+    task.input_width = dim(inputs, 1);
+    task.first = first;
+    require(is_f32(x) && is_f32(inputs) && dim(x, 1) == task.width, "x must be f32 [T, P]");
+    require(dim(x, 0) >= task.rows && dim(inputs, 0) >= task.rows, "x or inputs have too few rows");
+    require(first >= 0 && first + task.width <= task.input_width, "first is outside the inputs");
+    require(activation >= 0 && activation < kNumActivations, "the activation is none of its kinds");
+    task.activation = static_cast<Activation>(activation);
+    task.x = data<float>(x);
+    task.inputs = data<float>(inputs);
+    task.out = out->untyped_data();
+    if (profile.is_on()) profile.reads(2 * task.rows * task.width * int64_t(sizeof(float)));
+    gate_inputs(runtime(), element_type(*out), task);
   });
 }
 

@@ -28,16 +28,17 @@ void count_reads(ProfileScope& profile, const Any& w, const Any& bias, const Exp
 
 }  // namespace
 
-// cadenza_route_experts: x act [T, K]; w packed; count; bias f32 [X] or [0]. Results ids [T, C],
-// weights f32 [T, C]. Attributes: experts i64 (X); over_chosen bool; sigmoid bool; scale
-// f32.
+// cadenza_route_experts: x act [T, K]; w packed; count; bias f32 [X] or [0]; factors f32 [X] or [0],
+// which multiply the weights of each expert. Results ids [T, C], weights f32 [T, C]. Attributes:
+// experts i64 (X); over_chosen bool; sigmoid bool; scale f32.
 //
 // Chooses the C largest logits (f32, bias included) of each row in descending order, ties to the
 // lowest id. Weights are a softmax over all experts, or with sigmoid the sigmoids of their logits;
 // with over_chosen they are divided by their sum over those C; times scale.
 // A row whose largest logit is NaN or infinite gets ids 0 to C - 1 and NaN weights.
-ffi::Error route_experts_call(Any x, Any w, Any count, Any bias, AnyResult ids, AnyResult weights,
-                              int64_t experts, bool over_chosen, bool sigmoid, float scale) {
+ffi::Error route_experts_call(Any x, Any w, Any count, Any bias, Any factors, AnyResult ids,
+                              AnyResult weights, int64_t experts, bool over_chosen, bool sigmoid,
+                              float scale) {
   return guarded("cadenza_route_experts", [&] {
     ProfileScope profile(Op::kRouteExperts);
     ProductTypes types = product_types(x, w);
@@ -60,6 +61,9 @@ ffi::Error route_experts_call(Any x, Any w, Any count, Any bias, AnyResult ids, 
     require(ids->element_type() == ffi::S32 && weights->element_type() == ffi::F32 &&
                 weights->dimensions() == ids->dimensions(),
             "the results must be ids int32 [T, C] and weights f32 [T, C]");
+    task.factors = optional_f32(factors);
+    require(task.factors == nullptr || dim(factors, 0) == experts,
+            "the experts' factors must be f32 [X] or empty");
     task.over_chosen = over_chosen;
     task.sigmoid = sigmoid;
     task.scale = scale;

@@ -107,10 +107,11 @@ constexpr Operation kOperations[] = {
     operation<grouped_gated_linear_call>("grouped_gated_linear activation"),
     operation<grouped_linear_call>("grouped_linear"),
     operation<rope_append_attend_call>(
-        "rope_append_attend layer heads scale window soft_cap norm_eps"),
+        "rope_append_attend layer heads scale window soft_cap norm_eps norms_values"),
     operation<gated_delta_call>("gated_delta layer key_heads tiled norm_eps"),
     operation<short_conv_call>("short_conv layer"),
     operation<selective_scan_call>("selective_scan layer groups norm_eps"),
+    operation<gate_inputs_call>("gate_inputs first activation"),
     operation<next_token_call>("next_token vocab divisor soft_cap page_size"),
 };
 

@@ -9,13 +9,17 @@ namespace cadenza::xla_ffi {
 ffi::Error embed_call(Any token_ids, Any table, Any count, AnyResult out, int64_t vocab,
                       float scale);
 ffi::Error rms_norm_call(Any x, Any weight, Any count, AnyResult out, float eps);
-ffi::Error rms_norm_add_call(Any x, Any weight, Any count, Any residual, AnyResult out, float eps);
+ffi::Error rms_norm_add_call(Any x, Any weight, Any count, Any residual, Any factor, AnyResult out,
+                             float eps);
+ffi::Error gate_inputs_call(Any x, Any inputs, Any count, AnyResult out, int64_t first,
+                            int64_t activation);
 ffi::Error convert_call(Any x, Any count, AnyResult out);
 ffi::Error take_rows_call(Any x, Any count, Any indices, AnyResult out);
 ffi::Error linear_call(Any x, Any w, Any count, Any bias, Any residual, AnyResult out, float scale);
 ffi::Error gated_linear_call(Any x, Any w, Any count, Any bias, AnyResult out, int64_t activation);
-ffi::Error route_experts_call(Any x, Any w, Any count, Any bias, AnyResult ids, AnyResult weights,
-                              int64_t experts, bool over_chosen, bool sigmoid, float scale);
+ffi::Error route_experts_call(Any x, Any w, Any count, Any bias, Any factors, AnyResult ids,
+                              AnyResult weights, int64_t experts, bool over_chosen, bool sigmoid,
+                              float scale);
 ffi::Error grouped_gated_linear_call(Any x, Any w, Any count, Any bias, Any ids, AnyResult out,
                                      int64_t activation);
 ffi::Error grouped_linear_call(Any x, Any w, Any count, Any bias, Any residual, Any ids,
@@ -24,7 +28,8 @@ ffi::Error rope_append_attend_call(Any qkv, Any positions, Any slot_mapping, Any
                                    Any kv_lens, Any page_table, Any rope, Any q_weight,
                                    Any k_weight, Any k_pool, Any v_pool, Any sinks, Any gate, AnyResult out,
                                    AnyResult k_out, AnyResult v_out, int64_t layer, int64_t heads,
-                                   float scale, int64_t window, float soft_cap, float norm_eps);
+                                   float scale, int64_t window, float soft_cap, float norm_eps,
+                                   bool norms_values);
 ffi::Error gated_delta_call(Any x, Any gate, Any rates, Any query_starts, Any initial, Any kept,
                             Any conv_weight, Any decay, Any decay_bias, Any norm_weight,
                             Any conv_pool, Any state_pool, AnyResult out, AnyResult conv_out,

@@ -59,6 +59,8 @@ inline void write_expert_weights(const RouteTask& task, const float* exps, float
     for (int64_t s = 0; s < task.num_chosen; s++) total += exps[ids[s]];
   }
   for (int64_t s = 0; s < task.num_chosen; s++) weights[s] = exps[ids[s]] / total * task.scale;
+  if (task.factors == nullptr) return;
+  for (int64_t s = 0; s < task.num_chosen; s++) weights[s] *= task.factors[ids[s]];
 }
 
 inline void route_row(const RouteTask& task, const float* logits, int64_t row, float* exps) {

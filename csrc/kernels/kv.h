@@ -136,12 +136,14 @@ struct NewTokens {
 };
 
 // Writes a token's value, with the next one's if both are a pair; the second of a pair is skipped.
+// Values that are not those of qkv are written one by one.
 template <class T>
 inline void append_value(FloatKv<T>, const AttendTask& task, NewTokens tokens, int64_t token,
                          const T* value, char* block) {
   const int64_t slot = task.slot_mapping[token], lane = slot % kLanes;
   T* to = reinterpret_cast<T*>(block);
   if constexpr (kStep<T> == 2) {
+    if (task.norms_values) return write_value<T>(task, value, to, lane);
     bool has_next =
         token + 1 < tokens.end && slot % 2 == 0 && task.slot_mapping[token + 1] == slot + 1;
     if (has_next) write_value_pair(task, value, value + task.qkv_width(), to, lane);
@@ -150,6 +152,16 @@ inline void append_value(FloatKv<T>, const AttendTask& task, NewTokens tokens, i
     if (has_next || is_done) return;
   }
   write_value<T>(task, value, to, lane);
+}
+
+// The norm of a value of qkv, in `normed` [D].
+template <class T>
+inline const T* norm_value(const AttendTask& task, const T* value, T* normed) {
+  const Vec inverse = set1(inverse_rms(value, task.head_size, task.norm_eps));
+  for (int64_t i = 0; i < task.head_size; i += kLanes) {
+    Elem<T>::store(normed + i, mul(Elem<T>::load(value + i), inverse));
+  }
+  return normed;
 }
 
 inline bool is_stored(const AttendTask& task, int64_t token) {
@@ -170,7 +182,8 @@ inline void append_tokens(const AttendTask& task, NewTokens tokens, int64_t kv_h
                     [&](int64_t i, Vec values) { Elem<T>::store(key + i, values); });
     write_key(Kv{}, task, key, static_cast<char*>(task.k_pool) + at, offset % kLanes);
     const T* value = static_cast<const T*>(task.qkv) + token * task.qkv_width() +
-                     (task.heads + task.kv_heads + kv_head) * task.head_size;
+                     task.value_head(kv_head) * task.head_size;
+    if (task.norms_values) value = norm_value(task, value, key);
     append_value(Kv{}, task, tokens, token, value, static_cast<char*>(task.v_pool) + at);
   }
 }

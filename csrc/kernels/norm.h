@@ -40,6 +40,7 @@ void norm_row(const NormTask& task, int64_t row) {
     int64_t at = row * task.width + i;
     Vec y = mul(mul(load_some(x + i, n), scale), load_some(task.weight + i, n));
     if (task.residual != nullptr) y = add(y, load_some(task.residual + at, n));
+    if (task.factor != nullptr) y = mul(y, set1(*task.factor));
     if (task.out_is_f32) {
       store_some(static_cast<float*>(task.out) + at, y, n);
     } else {
@@ -52,6 +53,34 @@ template <class T>
 void norm_units(const void* context, int64_t begin, int64_t end, Worker&) {
   const auto& task = *static_cast<const NormTask*>(context);
   for (int64_t row = begin; row < end; row++) norm_row<T>(task, row);
+}
+
+inline Vec gated(Activation activation, Vec gate, Vec up) {
+  switch (activation) {
+    case Activation::kSilu:
+      return mul(silu(gate), up);
+    case Activation::kGeluTanh:
+      return mul(gelu_tanh(gate), up);
+    case Activation::kGelu:
+      return mul(gelu(gate), up);
+    case Activation::kClampedSwiglu:
+      return clamped_swiglu(gate, up);
+  }
+  return gate;
+}
+
+template <class T>
+void gate_units(const void* context, int64_t begin, int64_t end, Worker&) {
+  const auto& task = *static_cast<const GateTask*>(context);
+  for (int64_t row = begin; row < end; row++) {
+    const float* x = task.x + row * task.width;
+    const float* inputs = task.inputs + row * task.input_width + task.first;
+    T* out = static_cast<T*>(task.out) + row * task.width;
+    for (int64_t i = 0; i < task.width; i += kLanes) {
+      int n = int(task.width - i < kLanes ? task.width - i : kLanes);
+      store_some(out + i, gated(task.activation, load_some(x + i, n), load_some(inputs + i, n)), n);
+    }
+  }
 }
 
 // A unit is a row of f32 to convert to T.

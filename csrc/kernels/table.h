@@ -21,6 +21,7 @@ constexpr KernelTable make_table(const char* isa) {
           {linear_units<Bf16, bf16>, linear_units<F32, float>},
           {gated_units<Bf16, bf16>, gated_units<F32, float>},
           {norm_units<bf16>, norm_units<float>},
+          {gate_units<bf16>, gate_units<float>},
           {convert_units<bf16>, convert_units<float>},
           {embed_units<bf16>, embed_units<float>},
           {append_units<FloatKv<bf16>>, append_units<FloatKv<float>>},

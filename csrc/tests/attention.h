@@ -17,7 +17,17 @@ struct Shape {
   KvFormat kv_format = KvFormat::kActivations;
   bool has_sinks = false;
   bool has_gate = false;
-  int64_t width() const { return (heads + 2 * kv_heads) * size; }
+  int64_t kv_parts = 2;
+  bool norms_values = false;
+  bool reads_again = false;  // each step is run again with queries alone
+  int64_t width() const { return (heads + kv_parts * kv_heads) * size; }
+  // The same with normed values, which are made of keys if `parts` is 1.
+  Shape with_normed_values(int64_t parts) const {
+    Shape shape = *this;
+    shape.kv_parts = parts;
+    shape.norms_values = shape.reads_again = true;
+    return shape;
+  }
   // The same with a sink for each head, and an output gate, which is the query as it is projected.
   Shape with_sinks_and_gate() const {
     Shape shape = *this;
@@ -150,8 +160,31 @@ class Engine {
     task.k_pool = keys_.data();
     task.v_pool = values_.data();
     task.out = out.data();
+    task.kv_parts = shape_.kv_parts;
+    task.norms_values = shape_.norms_values;
     rope_append_attend(context_.runtime(threads), dtype_of<T>(), task);
+    if (shape_.reads_again) check_queries_alone(task, threads);
     return out;
+  }
+
+  // Queries without keys give the same, and leave the pools as they are.
+  void check_queries_alone(AttendTask task, size_t threads) {
+    const int64_t width = shape_.heads * shape_.size;
+    const std::vector<uint8_t> old_keys(keys(), keys() + pool_bytes_);
+    const std::vector<uint8_t> old_values(values(), values() + pool_bytes_);
+    std::vector<T> queries, out(size_t(task.num_tokens * width));
+    for (int64_t i = 0; i < task.num_tokens; i++) {
+      const T* from = static_cast<const T*>(task.qkv) + i * shape_.width();
+      queries.insert(queries.end(), from, from + width);
+    }
+    const T* expected = static_cast<const T*>(task.out);
+    task.qkv = queries.data();
+    task.kv_parts = 0;
+    task.out = out.data();
+    rope_append_attend(context_.runtime(threads), dtype_of<T>(), task);
+    CHECK(same_bits(out.data(), expected, task.num_tokens * width));
+    CHECK(std::equal(old_keys.begin(), old_keys.end(), keys()));
+    CHECK(std::equal(old_values.begin(), old_values.end(), values()));
   }
 
   const uint8_t* keys() { return static_cast<const uint8_t*>(keys_.data()); }

@@ -43,6 +43,26 @@ std::vector<double> reference_head(const Shape& shape, const Engine<T>& engine,
   return x;
 }
 
+// The value of a KV head, rounded to T if it is normed.
+template <class T>
+std::vector<double> reference_value(const Shape& shape, const Engine<T>& engine,
+                                    const Sequence<T>& sequence, int64_t position, int64_t kv) {
+  if (!shape.norms_values) {
+    return reference_head(shape, engine, sequence, position, shape.heads + shape.kv_heads + kv);
+  }
+  const int64_t head = shape.heads + (shape.kv_parts - 1) * shape.kv_heads + kv;
+  const T* raw = sequence.qkv.data() + position * shape.width() + head * shape.size;
+  std::vector<double> x(size_t(shape.size));
+  double squares = 0;
+  for (int64_t i = 0; i < shape.size; i++) squares += std::pow(double(widen(raw[i])), 2);
+  for (int64_t i = 0; i < shape.size; i++) {
+    T rounded;
+    set(rounded, float(widen(raw[i]) / std::sqrt(squares / double(shape.size) + 1e-6)));
+    x[size_t(i)] = widen(rounded);
+  }
+  return x;
+}
+
 // Rounds `count` elements to the multiples that their codes, of at most `most`, stand for
 // (core/kv_codes.h); returns the scale.
 double round_to_codes(double* x, size_t count, double most = 127) {
@@ -80,7 +100,7 @@ void check_reference(const Context& context, Shape shape, int64_t length) {
     keys.clear(), values.clear(), value_scales.clear();
     for (int64_t p = 0; p < length; p++) {
       keys.push_back(reference_head(shape, engine, sequence, p, kv));
-      values.push_back(reference_head(shape, engine, sequence, p, kv + shape.kv_heads));
+      values.push_back(reference_value(shape, engine, sequence, p, kv - shape.heads));
       if (!has_codes) continue;
       round_to_codes(keys.back().data(), keys.back().size());
       value_scales.push_back(round_to_codes(values.back().data(), values.back().size()));
@@ -196,6 +216,19 @@ TEST(attention_has_the_same_bits_for_every_chunking_page_size_and_thread_count) 
   }
 }
 
+TEST(attention_with_normed_values_or_values_of_keys_agrees_with_double_precision) {
+  for (const Shape& plain : {Shape{4, 2, 32, 16, 40, 0, true}, Shape{3, 1, 512, 512, 0, 0, true}}) {
+    for (int64_t parts : {1, 2}) {
+      const Shape shape = plain.with_normed_values(parts);
+      check_reference<bf16>(context, shape, 50);
+      check_reference<float>(context, shape, 40);
+      check_reference<float>(context, shape.with_codes(), 40);
+      check_chunks<bf16>(context, shape, 40);
+      check_chunks<float>(context, shape.with_codes(), 40);
+    }
+  }
+}
+
 template <class T>
 void check_neighbours(const Context& context, const Shape& shape) {
   const int64_t row_size = shape.heads * shape.size;
@@ -291,6 +324,7 @@ TEST(attention_of_long_rows_together_has_the_bits_of_each_alone) {
   check_long_rows<bf16>(context, Shape{4, 2, 16, 16}.with_sinks_and_gate());
   check_long_rows<bf16>(context, Shape{4, 2, 16, 16}.with_codes());
   check_long_rows<float>(context, Shape{2, 1, 32, 16, 700, 5.0f}.with_codes());
+  check_long_rows<bf16>(context, Shape{4, 2, 16, 16, 700, 0, true}.with_normed_values(1));
 }
 
 // Rows that decode after contexts of 1 to 40 tokens; the output of the last query is compared. A

@@ -58,6 +58,50 @@ TEST(rms_norm_adds_its_residual_in_place) {
   for (size_t i = 0; i < sum.size(); i++) CHECK(sum[i] == plain[i] + residual[i]);
 }
 
+TEST(rms_norm_multiplies_the_sum_by_its_factor) {
+  Random random(5);
+  const int64_t rows = 5, width = 33;
+  std::vector<float> x = random_values<float>(random, rows * width);
+  std::vector<float> weight = random_values<float>(random, width);
+  std::vector<float> residual = random_values<float>(random, rows * width);
+  std::vector<float> sum(residual.size()), product(residual.size());
+  NormTask task{rows, width, x.data(), weight.data(), 1e-5f, residual.data(), sum.data(), true};
+  rms_norm(context.runtime(), DType::kBf16, task);
+  const float factor = 0.3f;
+  task.factor = &factor;
+  task.out = product.data();
+  rms_norm(context.runtime(1), DType::kBf16, task);
+  for (size_t i = 0; i < sum.size(); i++) CHECK(product[i] == sum[i] * factor);
+}
+
+template <class T>
+void check_gate(const Context& context, int64_t width) {
+  Random random(static_cast<uint64_t>(width));
+  const int64_t rows = 19, layers = 3, first = width;
+  std::vector<float> x = random_values<float>(random, rows * width, 3);
+  std::vector<float> inputs = random_values<float>(random, rows * layers * width);
+  std::vector<T> out(size_t(rows * width));
+  GateTask task{rows,          width,     layers * width,        first,
+                x.data(),      inputs.data(), Activation::kGeluTanh, out.data()};
+  gate_inputs(context.runtime(), dtype_of<T>(), task);
+  for (int64_t r = 0; r < rows; r++) {
+    for (int64_t i = 0; i < width; i++) {
+      double v = x[size_t(r * width + i)];
+      double inner = std::sqrt(2 / 3.14159265358979) * (v + 0.044715 * v * v * v);
+      double expected = v / 2 * (1 + std::tanh(inner)) * inputs[size_t(r * layers * width + first + i)];
+      CHECK_NEAR(widen(out[size_t(r * width + i)]), expected,
+                 (kEpsilon<T> + 1e-6) * std::abs(expected) + 1e-6);
+    }
+  }
+}
+
+TEST(gate_inputs_agrees_with_double_precision) {
+  for (int64_t width : {1, 24, 256}) {
+    check_gate<bf16>(context, width);
+    check_gate<float>(context, width);
+  }
+}
+
 TEST(take_rows_copies_rows_and_zeros_those_with_an_invalid_index) {
   Random random(6);
   const int64_t width = 33, sources = 7;

@@ -179,7 +179,7 @@ def test_tokens_that_are_not_used_are_not_found_in_a_text():
     [
         ({"pre": "qwen99"}, "tokenizer.ggml.pre 'qwen99' is not supported; supported are gpt-2,"),
         ({"pre": None}, r"tokenizer\.ggml\.pre is missing"),
-        ({"model": "t5"}, "tokenizer.ggml.model 't5' is not supported; supported are gpt2 and"),
+        ({"model": "t5"}, "tokenizer.ggml.model 't5' is not supported; supported are gpt2, llama"),
         ({"model": None}, "tokenizer.ggml.model None is not supported"),
         ({"merges": ["a"]}, "has 'a'; it must be two tokens, separated by a space"),
         ({"merges": ["a z"]}, "has 'a z'; it must be two tokens"),
@@ -348,3 +348,18 @@ def test_what_a_file_does_not_recommend_is_as_in_llama_cpp(
 def test_a_template_without_end_is_refused(make: Callable[..., Conversion], tmp_path: Path):
     with pytest.raises(CheckpointError, match=r"the chat template 'default' has over 1\.0 MiB"):
         opened(make({}, **{"tokenizer.chat_template": "x" * (1 << 20) + "x"}), tmp_path)
+
+
+def test_merges_that_gemma_4_lists_take_the_place_of_scores():
+    """Its pieces are SentencePiece's, without a leading space; only listed merges are made."""
+    listed: Metadata = {"model": "gemma4", "scores": None, "add_space_prefix": None}
+    known = set(SENTENCEPIECE["tokens"])
+    first = next(piece for piece in known if len(piece) == 2 and set(piece) <= known)
+    native = NativeTokenizer.from_buffer(
+        describe(SENTENCEPIECE, **listed, merges=[f"{first[0]} {first[1]}"])
+    )
+    text = first.replace("▁", " ") + "é"
+    found = native.encode(text, add_special_tokens=False)
+    assert found.tokens == [first, "<0xC3>", "<0xA9>"]
+    assert native.decode(found.ids) == text
+    assert native.encode(text).tokens[0] == "<start>"

@@ -136,8 +136,10 @@ def write_checkpoint(folder: Path, options: dict[str, Any], seed: int) -> None:
                 parameter.copy_(gain * (1 + 0.2 * noise) - less)
             elif name.endswith("A_log"):
                 parameter.copy_(noise - 3.0)
-            elif name.endswith(".D"):
+            elif name.endswith((".D", "scale")):
                 parameter.copy_(1 + 0.2 * noise)
+            elif "embed_tokens_per_layer" in name:
+                parameter.copy_(noise / math.sqrt(config.hidden_size_per_layer_input))
             elif name.endswith("bias"):
                 parameter.copy_(0.2 * noise)
             elif name.endswith("sinks"):
@@ -150,6 +152,9 @@ def write_checkpoint(folder: Path, options: dict[str, Any], seed: int) -> None:
                     else GAINS.get(gain_name(name, config.model_type), 1.0)
                 )
                 parameter.copy_(noise * gain / math.sqrt(parameter.shape[-1]))
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.copy_(1 + 0.2 * torch.randn(1, generator=generator))
     model.save_pretrained(folder)
     (folder / "model.safetensors").chmod(0o644)
 

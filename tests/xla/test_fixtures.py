@@ -67,6 +67,8 @@ MODEL_BY_DAY = REFERENCE_BY_DAY | {
     "qwen3.5-tied",
     "qwen3.5-moe-untied",
     "smollm3-tied",
+    "gemma4-tied",
+    "gemma4-moe-tied",
 }
 """Compiling `ReferenceModel` takes seconds too; these have every trait that any fixture has."""
 

@@ -22,7 +22,7 @@ from cadenza.checkpoint import ModelConfig, declare
 from cadenza.checkpoint.declaration import declare_embedding, declare_head, declare_layer
 from cadenza.checkpoint.dtypes import WeightDType
 from cadenza.checkpoint.tensor_formats import StoredFormat, stored_bytes
-from cadenza.checkpoint.tensor_spec import ExpertMLPSpec, TensorSpec
+from cadenza.checkpoint.tensor_spec import ExpertMLPSpec, ParallelMLPSpec, TensorSpec
 from cadenza.config import KVCacheDType, Quantization
 
 Limit = Literal["read", "multiply"]
@@ -209,7 +209,8 @@ def _head(config: ModelConfig) -> TensorSpec:
 def _expert_tensors(config: ModelConfig) -> list[list[TensorSpec]]:
     """The tensors of each expert in all layers that have experts."""
     layers = [declare_layer(config, index).mlp for index in range(config.num_layers)]
-    mixtures = [mlp for mlp in layers if isinstance(mlp, ExpertMLPSpec)]
+    own = [mlp.experts if isinstance(mlp, ParallelMLPSpec) else mlp for mlp in layers]
+    mixtures = [mlp for mlp in own if isinstance(mlp, ExpertMLPSpec)]
     return [
         [spec for expert in column for spec in expert.tensors()]
         for column in zip(*(mlp.experts for mlp in mixtures), strict=True)

@@ -108,6 +108,14 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "use_expert_bias": (False,),
     "moe_router_enable_expert_bias": (False,),
     "zero_expert_num": (0,),
+    "global_head_dim": (),
+    "num_global_key_value_heads": (),
+    "per_layer_config": ({},),
+    "attention_k_eq_v": (False,),
+    "num_kv_shared_layers": (0,),
+    "use_double_wide_mlp": (False,),
+    "hidden_size_per_layer_input": (0,),
+    "enable_moe_block": (False,),
 }
 """Settings that change the arithmetic, with their neutral values."""
 

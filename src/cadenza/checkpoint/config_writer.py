@@ -58,7 +58,12 @@ def _format_ropes(config: ModelConfig) -> dict[str, object]:
             stated.setdefault("partial_rotary_factor", share)
         return stated
     ropes = {FULL: config.rope, SLIDING: config.window_rope}
-    return {kind: format_rope(rope, config.head_dim) for kind, rope in ropes.items()}
+    kinds = {_type_of(kind): kind for kind in config.layer_kinds}
+    heads = {name: config.heads_of(kind) for name, kind in kinds.items()}
+    return {
+        name: format_rope(rope, heads.get(name, config.heads).head_dim)
+        for name, rope in ropes.items()
+    }
 
 
 def _settings(config: ModelConfig) -> dict[str, object]:
@@ -92,8 +97,25 @@ def _settings(config: ModelConfig) -> dict[str, object]:
             "decoder_sparse_step": 1,
             "mlp_only_layers": plain,
             "shared_expert_intermediate_size": experts.shared_size,
+            "top_k_experts": experts.num_chosen,
         }
-    return found
+    return found | _settings_of_kinds(config)
+
+
+def _settings_of_kinds(config: ModelConfig) -> dict[str, object]:
+    """What full layers have of their own, and layers without keys of their own."""
+    kinds, inputs, experts = config.layer_kinds, config.layer_inputs, config.experts
+    full = next((kind for kind in kinds if _type_of(kind) == FULL), kinds[0])
+    return {
+        "global_head_dim": config.heads_of(full).head_dim,
+        "num_global_key_value_heads": config.heads_of(full).num_kv_heads,
+        "attention_k_eq_v": any(kind.keys_are_values for kind in kinds),
+        "num_kv_shared_layers": sum(kind.kv_source is not None for kind in kinds),
+        "use_double_wide_mlp": any(kind.intermediate_size is not None for kind in kinds),
+        "hidden_size_per_layer_input": 0 if inputs is None else inputs.size,
+        "vocab_size_per_layer_input": None if inputs is None else inputs.vocab_size,
+        "enable_moe_block": experts is not None and experts.are_beside_mlp,
+    }
 
 
 def _type_of(kind: LayerKind) -> str:

@@ -10,13 +10,7 @@ import re
 from collections.abc import Iterator
 
 from cadenza.checkpoint.dtypes import WEIGHT_DTYPES, as_weight_dtype
-from cadenza.checkpoint.layer_kind import (
-    ConvShape,
-    DeltaShape,
-    HeadShape,
-    LayerKind,
-    ScanShape,
-)
+from cadenza.checkpoint.layer_kind import ConvShape, DeltaShape, LayerKind, ScanShape
 from cadenza.checkpoint.model_config import ExpertsConfig, ModelConfig
 from cadenza.checkpoint.stored_tensor import StoredTensor
 from cadenza.checkpoint.tensor_spec import (
@@ -25,10 +19,13 @@ from cadenza.checkpoint.tensor_spec import (
     DeltaSpec,
     ExpertMLPSpec,
     GatedMLPSpec,
+    LayerInputSpec,
     LayerSpec,
     LinearSpec,
     MixerSpec,
+    MLPSpec,
     OperandSpec,
+    ParallelMLPSpec,
     ScanSpec,
     TensorSpec,
 )
@@ -43,9 +40,15 @@ HEAD = "lm_head.weight"
 INPUT_PROJ = "model.input_proj.weight"
 HIDDEN_NORM = "model.hidden_layernorm.weight"
 EMBEDDING_NORM = "model.token_layernorm.weight"
+LAYER_EMBEDDING = "model.embed_tokens_per_layer.weight"
+LAYER_PROJ = "model.per_layer_model_projection.weight"
+LAYER_PROJ_NORM = "model.per_layer_projection_norm.weight"
 
 _IGNORED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 """Rotary frequencies stored by old Llama checkpoints; ignored, because the config implies them."""
+
+_KEYS_OR_VALUES = re.compile(r"model\.layers\.(\d+)\.self_attn\.[kv]_(?:proj|norm)\.")
+"""Of a layer that reads those of an earlier one they are stored with some models, and unused."""
 
 _COMPARED_BYTES = 1 << 22
 
@@ -56,6 +59,8 @@ def declare(config: ModelConfig) -> tuple[TensorSpec, ...]:
     if config.reads_hidden:
         specs += [_norm(name, config.hidden_size) for name in (HIDDEN_NORM, EMBEDDING_NORM)]
         specs += declare_input_proj(config).tensors()
+    if config.layer_inputs is not None:
+        specs += declare_layer_inputs(config)
     for index in range(config.num_layers):
         specs += declare_layer(config, index).tensors()
     specs.append(declare_final_norm(config))
@@ -65,7 +70,9 @@ def declare(config: ModelConfig) -> tuple[TensorSpec, ...]:
 
 
 def declare_operands(config: ModelConfig) -> Iterator[OperandSpec]:
-    """The linears of the layers that are held together."""
+    """The linears that are held together."""
+    if config.layer_inputs is not None:
+        yield OperandSpec(linears=(declare_layer_proj(config),))
     for index in range(config.num_layers):
         yield from declare_layer(config, index).operands()
 
@@ -93,6 +100,29 @@ def declare_input_proj(config: ModelConfig) -> LinearSpec:
     return LinearSpec(name=INPUT_PROJ.removesuffix(".weight"), num_out=embed, num_in=2 * embed)
 
 
+def declare_layer_inputs(config: ModelConfig) -> tuple[TensorSpec, TensorSpec, TensorSpec]:
+    """Of per-layer embeddings: the table [V, layers P], the projection of the stream, its norm."""
+    inputs = config.layer_inputs
+    assert inputs is not None, "the model has no per-layer embeddings"
+    shape = (inputs.vocab_size, config.num_layers * inputs.size)
+    return (
+        TensorSpec(name=LAYER_EMBEDDING, shape=shape, kind="embedding"),
+        declare_layer_proj(config).weight_spec,
+        _norm(LAYER_PROJ_NORM, inputs.size),
+    )
+
+
+def declare_layer_proj(config: ModelConfig) -> LinearSpec:
+    """The linear of the stream before the first layer: [layers P, E]."""
+    inputs = config.layer_inputs
+    assert inputs is not None, "the model has no per-layer embeddings"
+    return LinearSpec(
+        name=LAYER_PROJ.removesuffix(".weight"),
+        num_out=config.num_layers * inputs.size,
+        num_in=config.hidden_size,
+    )
+
+
 def declare_layer(config: ModelConfig, index: int) -> LayerSpec:
     """The tensors of one decoder layer."""
     prefix, embed = f"model.layers.{index}", config.hidden_size
@@ -116,6 +146,21 @@ def declare_layer(config: ModelConfig, index: int) -> LayerSpec:
         mlp_norm=norms.get(mlp_norm) if has_pre else None,
         mlp=_declare_mlp(config, index),
         mlp_post_norm=norms.get("post_feedforward_layernorm"),
+        inputs=_declare_layer_input(config, prefix),
+        scale=TensorSpec(name=f"{prefix}.layer_scalar", shape=(1,), kind="scale")
+        if config.has_layer_scales
+        else None,
+    )
+
+
+def _declare_layer_input(config: ModelConfig, prefix: str) -> LayerInputSpec | None:
+    if config.layer_inputs is None:
+        return None
+    size, embed = config.layer_inputs.size, config.hidden_size
+    return LayerInputSpec(
+        gate=LinearSpec(name=f"{prefix}.per_layer_input_gate", num_out=size, num_in=embed),
+        out=LinearSpec(name=f"{prefix}.per_layer_projection", num_out=embed, num_in=size),
+        post_norm=_norm(f"{prefix}.post_per_layer_input_norm.weight", embed),
     )
 
 
@@ -136,11 +181,15 @@ def _declare_attention(config: ModelConfig, kind: LayerKind, prefix: str) -> Att
     heads, has_gate = config.heads_of(kind), config.has_attention_gate
     query, kv = heads.query_size, heads.kv_size
     parts = [("q_proj", query * (1 + has_gate)), ("k_proj", kv), ("v_proj", kv)]  # [·, E] each
+    if kind.kv_source is not None:
+        parts = parts[:1]
+    elif kind.keys_are_values:
+        parts = parts[:2]
     if config.has_fused_tensors:
         parts = [("qkv_proj", query + 2 * kv)]
     return AttentionSpec(
         qkv=_declare_linears(prefix, parts, config.hidden_size, has_bias=config.has_qkv_bias),
-        norms=_declare_qk_norms(config, heads, prefix),
+        norms=_declare_qk_norms(config, kind, prefix),
         out=LinearSpec(
             name=f"{prefix}.{config.names.attention_out}",
             num_out=config.hidden_size,
@@ -155,18 +204,20 @@ def _declare_attention(config: ModelConfig, kind: LayerKind, prefix: str) -> Att
 
 
 def _declare_qk_norms(
-    config: ModelConfig, heads: HeadShape, prefix: str
-) -> tuple[TensorSpec, TensorSpec] | None:
+    config: ModelConfig, kind: LayerKind, prefix: str
+) -> tuple[TensorSpec, ...] | None:
     if config.qk_norm is None:
         return None
+    heads = config.heads_of(kind)
     is_over_all_heads = config.qk_norm == "all_heads"
     query = heads.query_size if is_over_all_heads else heads.head_dim
     key = heads.kv_size if is_over_all_heads else heads.head_dim
     names = config.names
-    return (
+    norms = (
         _norm(f"{prefix}.{names.query_norm}.weight", query),
         _norm(f"{prefix}.{names.key_norm}.weight", key),
     )
+    return norms if kind.kv_source is None else norms[:1]
 
 
 def _declare_delta(config: ModelConfig, shape: DeltaShape, prefix: str) -> DeltaSpec:
@@ -228,12 +279,20 @@ def _declare_scan(config: ModelConfig, shape: ScanShape, prefix: str) -> ScanSpe
     )
 
 
-def _declare_mlp(config: ModelConfig, index: int) -> GatedMLPSpec | ExpertMLPSpec:
-    layer, embed = f"model.layers.{index}", config.hidden_size
-    experts = config.experts
-    if experts is None or not config.layer_kinds[index].has_experts:
-        return _declare_mlp_of(config, f"{layer}.{config.names.mlp}", config.intermediate_size)
-    names, block = experts.names, f"{layer}.{experts.names.block}"
+def _declare_mlp(config: ModelConfig, index: int) -> MLPSpec:
+    layer, kind, experts = f"model.layers.{index}", config.layer_kinds[index], config.experts
+    inner = kind.intermediate_size or config.intermediate_size
+    if experts is None or not kind.has_experts:
+        return _declare_mlp_of(config, f"{layer}.{config.names.mlp}", inner)
+    if experts.are_beside_mlp:
+        return _declare_parallel_mlp(config, experts, inner, layer)
+    return _declare_experts(config, experts, f"{layer}.{experts.names.block}", layer)
+
+
+def _declare_experts(
+    config: ModelConfig, experts: ExpertsConfig, block: str, layer: str
+) -> ExpertMLPSpec:
+    names, embed = experts.names, config.hidden_size
     shared, shared_gate = f"{layer}.{names.shared}", None
     if experts.has_shared_gate:
         shared_gate = LinearSpec(name=f"{shared}_gate", num_out=1, num_in=embed, kind="router")
@@ -253,6 +312,23 @@ def _declare_mlp(config: ModelConfig, index: int) -> GatedMLPSpec | ExpertMLPSpe
         if experts.shared_size
         else None,
         shared_gate=shared_gate,
+    )
+
+
+def _declare_parallel_mlp(
+    config: ModelConfig, experts: ExpertsConfig, inner: int, prefix: str
+) -> ParallelMLPSpec:
+    embed = config.hidden_size
+    return ParallelMLPSpec(
+        dense=_declare_mlp_of(config, f"{prefix}.mlp", inner),
+        dense_norm=_norm(f"{prefix}.post_feedforward_layernorm_1.weight", embed),
+        experts=_declare_experts(config, experts, prefix, prefix),
+        input_norm=_norm(f"{prefix}.pre_feedforward_layernorm_2.weight", embed),
+        experts_norm=_norm(f"{prefix}.post_feedforward_layernorm_2.weight", embed),
+        router_scale=TensorSpec(name=f"{prefix}.router.scale", shape=(embed,), kind="scale"),
+        expert_scale=TensorSpec(
+            name=f"{prefix}.router.per_expert_scale", shape=(experts.num_experts,), kind="scale"
+        ),
     )
 
 
@@ -320,7 +396,15 @@ def check_weights(config: ModelConfig, weights: Weights) -> None:
 
 def _is_ignored(config: ModelConfig, name: str) -> bool:
     """Whether it is no part of the decoder: a tensor of an MTP layer, for example."""
-    return name.startswith(_mtp_prefixes(config)) or _IGNORED.fullmatch(name) is not None
+    if name.startswith(_mtp_prefixes(config)) or _IGNORED.fullmatch(name) is not None:
+        return True
+    owner = _KEYS_OR_VALUES.match(name)
+    kinds = config.layer_kinds
+    return (
+        owner is not None
+        and int(owner[1]) < len(kinds)
+        and kinds[int(owner[1])].kv_source is not None
+    )
 
 
 def _mtp_prefixes(config: ModelConfig) -> tuple[str, ...]:

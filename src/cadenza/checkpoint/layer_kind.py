@@ -159,6 +159,10 @@ class LayerKind:
         has_rope: whether attention applies rotary positions.
         has_experts: whether the MLP is a mixture of experts.
         heads: of attention, where they are not the model's.
+        kv_source: the earlier layer whose keys and values attention reads; it has none of its own.
+        keys_are_values: attention has no projection of values; its values are made of the keys as
+            they are projected, before their norm and rotation.
+        intermediate_size: width of the MLP, where it is not the model's.
         recurrence: the recurrence that is the token mixer in place of attention.
     """
 
@@ -166,6 +170,9 @@ class LayerKind:
     has_rope: bool = True
     has_experts: bool = False
     heads: HeadShape | None = None
+    kv_source: int | None = None
+    keys_are_values: bool = False
+    intermediate_size: int | None = None
     recurrence: Recurrence | None = None
 
 

@@ -93,6 +93,9 @@ class ExpertsConfig:
     width `shared_size`, if that is not 0, adds its output for every token, times the sigmoid of a
     linear of the token if `has_shared_gate`. With `has_bias` the router and all linears of the
     experts have biases.
+
+    With `are_beside_mlp` a layer has its MLP, too. Both have norms of their own, the router reads
+    the normed stream times a scale for each value, and each expert has a factor of its weights.
     """
 
     num_experts: int
@@ -102,7 +105,25 @@ class ExpertsConfig:
     shared_size: int = 0
     has_shared_gate: bool = False
     has_bias: bool = False
+    are_beside_mlp: bool = False
     names: ExpertNames = ExpertNames()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerInputsConfig:
+    """Per-layer embeddings: each layer gets `size` values of each token, from a table of
+    `vocab_size` tokens and from the stream before the first layer.
+
+    A layer adds norm(projection(activation(gate(stream)) * its values)) to the stream.
+    """
+
+    vocab_size: int
+    size: int
+
+    @property
+    def embedding_scale(self) -> float:
+        """Of the table's rows: sqrt(size), and sqrt(1/2) of their mean with the stream's part."""
+        return math.sqrt(self.size / 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +142,9 @@ class ModelConfig:
         has_post_norms: norms at the output of attention and of the MLP, before the residual sum.
         norm_adds_one: norms multiply by 1 + weight instead of weight.
         has_fused_tensors: q, k and v are stored as one tensor, and gate and up as another.
+        has_value_norm: values have the RMS norm of each head, without a weight.
+        layer_inputs: per-layer embeddings; None without them.
+        has_layer_scales: the stream is multiplied by a stored number behind each layer.
         has_attention_gate: attention's output is multiplied by the sigmoid of a projection of its
             input, which is stored with the queries: for each head, its query and then its gate.
         has_attention_sinks: a query head has a learned score beside those of the tokens, whose
@@ -162,6 +186,9 @@ class ModelConfig:
     has_attention_out_bias: bool = False
     has_mlp_bias: bool = False
     has_fused_tensors: bool = False
+    has_value_norm: bool = False
+    layer_inputs: LayerInputsConfig | None = None
+    has_layer_scales: bool = False
     has_attention_gate: bool = False
     has_attention_sinks: bool = False
     attention_scale: float | None = None
@@ -220,11 +247,11 @@ class ModelConfig:
 
     @property
     def kv_groups(self) -> tuple[KVGroup, ...]:
-        """The layers with attention, by the shape of their keys and values, in order of first
+        """The layers with keys and values of their own, by the shape of these, in order of first
         use."""
         layers: dict[tuple[int, int], list[int]] = {}
         for index, kind in enumerate(self.layer_kinds):
-            if kind.recurrence is None:
+            if kind.recurrence is None and kind.kv_source is None:
                 layers.setdefault(self.heads_of(kind).kv_shape, []).append(index)
         return tuple(
             KVGroup(num_kv_heads=heads, head_dim=size, layers=tuple(places))
@@ -232,7 +259,9 @@ class ModelConfig:
         )
 
     def kv_place(self, index: int) -> tuple[int, int]:
-        """The group of a layer with attention, and the layer's place in it."""
+        """The group of the keys and values that a layer attends to, and their place in it."""
+        source = self.layer_kinds[index].kv_source
+        index = index if source is None else source
         for number, group in enumerate(self.kv_groups):
             if index in group.layers:
                 return number, group.layers.index(index)

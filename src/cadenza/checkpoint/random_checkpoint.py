@@ -19,7 +19,13 @@ import numpy as np
 
 from cadenza.checkpoint.config_json import CONFIG_FILE, parse_model_config
 from cadenza.checkpoint.config_writer import format_model_config
-from cadenza.checkpoint.declaration import EMBEDDING, HEAD, declare, declare_final_norm
+from cadenza.checkpoint.declaration import (
+    EMBEDDING,
+    HEAD,
+    LAYER_EMBEDDING,
+    declare,
+    declare_final_norm,
+)
 from cadenza.checkpoint.dtypes import FORMAT_OF_NAME, WeightDType
 from cadenza.checkpoint.interleaved_experts import stacked_parts
 from cadenza.checkpoint.json_object import parse_json_object, read_json_object
@@ -148,7 +154,7 @@ def _distribution(spec: TensorSpec, config: ModelConfig) -> _Normal:
     """The distribution of a tensor's elements; linears keep the variance of their input."""
     if spec.kind == "norm":
         is_final = spec.name == declare_final_norm(config).name
-        gain = _final_gain(config) if is_final else 1.0
+        gain = _final_gain(config) if is_final else _norm_gain(spec, config)
         return _Normal(mean=gain - float(config.norm_adds_one), sigma=_NORM_NOISE * gain)
     if spec.kind == "scale":
         return _Normal(mean=1.0, sigma=_NORM_NOISE)
@@ -162,6 +168,8 @@ def _distribution(spec: TensorSpec, config: ModelConfig) -> _Normal:
     if spec.name == HEAD or (spec.name == EMBEDDING and config.tie_word_embeddings):
         spread = math.sqrt(math.log(max(config.vocab_size, 2))) * config.logit_divisor
         return _Normal(mean=0.0, sigma=sigma * spread / _final_gain(config))
+    if spec.name == LAYER_EMBEDDING and config.layer_inputs is not None:
+        return _Normal(mean=0.0, sigma=config.layer_inputs.size**-0.5)
     if spec.name == EMBEDDING:
         return _Normal(mean=0.0, sigma=1.0 / config.embedding_scale)
     return _Normal(mean=0.0, sigma=sigma * _score_gain(spec, config))
@@ -176,6 +184,13 @@ def _final_gain(config: ModelConfig) -> float:
     if not config.tie_word_embeddings:
         return 1.0
     return config.embedding_scale * config.logit_divisor / config.residual_scale
+
+
+def _norm_gain(spec: TensorSpec, config: ModelConfig) -> float:
+    """Gain of a norm: that of queries has the scale of the scores, if the model has none."""
+    if config.attention_scale == 1.0 and spec.name.endswith(".q_norm.weight"):
+        return spec.shape[-1] ** -0.5
+    return 1.0
 
 
 def _score_gain(spec: TensorSpec, config: ModelConfig) -> float:

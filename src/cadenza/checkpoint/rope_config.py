@@ -77,13 +77,30 @@ class LongRopeScaling:
     attention_factor: float
 
 
-RopeScaling = LinearRopeScaling | Llama3RopeScaling | YarnRopeScaling | LongRopeScaling
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProportionalRopeScaling:
+    """Gemma 4's rope: the first `num_pairs` pairs of a head have the frequencies that they would
+    have if all rotated, divided by `factor`; the others do not rotate.
+    """
+
+    num_pairs: int
+    factor: float
+
+
+RopeScaling = (
+    LinearRopeScaling
+    | Llama3RopeScaling
+    | YarnRopeScaling
+    | LongRopeScaling
+    | ProportionalRopeScaling
+)
 
 _NAME_OF_SCALING: dict[type, str] = {
     LinearRopeScaling: "linear",
     Llama3RopeScaling: "llama3",
     YarnRopeScaling: "yarn",
     LongRopeScaling: "longrope",
+    ProportionalRopeScaling: "proportional",
 }
 
 
@@ -174,9 +191,13 @@ def read_rope_entry(raw: JsonObject, source: JsonObject, rules: RopeRules) -> Ro
                 f"{source.where}: {key} is set, which is not supported; use another checkpoint"
             )
     theta = _read_theta(raw, source, rules)
-    rotary_dim = _read_rotary_dim(raw, source, rules)
     kind = source.text("rope_type") or source.text("type") or "default"
     kind = dict(rules.aliases).get(kind, kind)
+    if kind == "proportional":
+        return RopeConfig(
+            theta=theta, rotary_dim=rules.head_dim, scaling=_read_proportional(source, rules)
+        )
+    rotary_dim = _read_rotary_dim(raw, source, rules)
     scaling = _read_scaling(raw, source, rules, kind=kind, rotary_dim=rotary_dim)
     if isinstance(scaling, YarnRopeScaling) and theta <= 1.0:
         raise source.wrong("rope_theta", "above 1 for a rope of type yarn")
@@ -187,6 +208,10 @@ def read_rope_entry(raw: JsonObject, source: JsonObject, rules: RopeRules) -> Ro
 
 def format_rope(rope: RopeConfig, head_dim: int) -> dict[str, object]:
     """The `rope_parameters` from which `read_rope` restores `rope`."""
+    if isinstance(rope.scaling, ProportionalRopeScaling):
+        share = _share_of(2 * rope.scaling.num_pairs, head_dim)
+        entry = {"partial_rotary_factor": share, "factor": rope.scaling.factor}
+        return {"rope_type": "proportional", "rope_theta": rope.theta, **entry}
     if rope.scaling is None:
         values: dict[str, object] = {"rope_type": "default"}
     else:
@@ -198,10 +223,22 @@ def format_rope(rope: RopeConfig, head_dim: int) -> dict[str, object]:
         values["long_factor"] = list(rope.scaling.long_factor)
     values["rope_theta"] = rope.theta
     if rope.rotary_dim != head_dim:
-        share = rope.rotary_dim / head_dim
-        is_short = int(head_dim * share) < rope.rotary_dim
-        values["partial_rotary_factor"] = math.nextafter(share, 1.0) if is_short else share
+        values["partial_rotary_factor"] = _share_of(rope.rotary_dim, head_dim)
     return values
+
+
+def _share_of(rotated: int, head_dim: int) -> float:
+    """The `partial_rotary_factor` that gives so many values of a head."""
+    share = rotated / head_dim
+    return math.nextafter(share, 1.0) if int(head_dim * share) < rotated else share
+
+
+def _read_proportional(source: JsonObject, rules: RopeRules) -> ProportionalRopeScaling:
+    share = source.number("partial_rotary_factor", 0.0, 1.0, 1.0)
+    num_pairs = int(share * rules.head_dim // 2)
+    return ProportionalRopeScaling(
+        num_pairs=num_pairs, factor=source.number("factor", 1.0, _MAX_FACTOR, 1.0)
+    )
 
 
 def _read_theta(raw: JsonObject, source: JsonObject, rules: RopeRules) -> float:

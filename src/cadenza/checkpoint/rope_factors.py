@@ -20,6 +20,7 @@ from cadenza.checkpoint.rope_config import (
     LinearRopeScaling,
     Llama3RopeScaling,
     LongRopeScaling,
+    ProportionalRopeScaling,
     RopeConfig,
     YarnRopeScaling,
 )
@@ -75,6 +76,8 @@ def _frequencies(rope: RopeConfig, max_model_len: int) -> Floats:
             return plain
         case LinearRopeScaling(factor=factor):
             return plain / factor
+        case ProportionalRopeScaling(num_pairs=num_pairs, factor=factor):
+            return np.where(np.arange(len(plain)) < num_pairs, plain / factor, 0.0)
         case Llama3RopeScaling():
             return _llama3_frequencies(plain, rope.scaling)
         case YarnRopeScaling():

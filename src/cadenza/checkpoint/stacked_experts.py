@@ -1,11 +1,11 @@
 """Reads mixtures that store all experts of a layer in stacked tensors: `split_stacked_experts`.
 
 Newer versions of transformers write `mlp.experts.gate_up_proj` [X, 2 F, E] and
-`mlp.experts.down_proj` [X, E, F], with the router as `mlp.gate`; Granite's files have the same as
-`input_linear.weight` and `output_linear.weight` of their block. MLX writes `switch_mlp`, or
-`experts`, with gate, up and down [X, ...] of each tensor that its linears have. Each expert is a
-contiguous range of bytes, so it is read without a copy. Invariant: the result has only the declared
-names, and no byte belongs to two of them.
+`mlp.experts.down_proj` [X, E, F], with the router as `mlp.gate`; beside an MLP they are `experts`
+of the layer. Granite's files have the same as `input_linear.weight` and `output_linear.weight` of
+their block. MLX writes `switch_mlp`, or `experts`, with gate, up and down [X, ...] of each tensor
+that its linears have. Each expert is a contiguous range of bytes, so it is read without a copy.
+Invariant: the result has only the declared names, and no byte belongs to two of them.
 
 Shapes: X experts, E embed, F MLP.
 """
@@ -16,7 +16,7 @@ from dataclasses import replace
 from cadenza.checkpoint.declaration import declare_layer
 from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.stored_tensor import StoredTensor
-from cadenza.checkpoint.tensor_spec import ExpertMLPSpec, LinearSpec
+from cadenza.checkpoint.tensor_spec import ExpertMLPSpec, LinearSpec, ParallelMLPSpec
 from cadenza.checkpoint.weights import Weights
 from cadenza.errors import CheckpointError
 
@@ -30,6 +30,8 @@ def split_stacked_experts(config: ModelConfig, weights: Weights) -> Weights:
     parts: dict[str, list[StoredTensor]] = {}
     for index in range(config.num_layers):
         mlp = declare_layer(config, index).mlp
+        if isinstance(mlp, ParallelMLPSpec):
+            parts |= _parts_of_layer(f"model.layers.{index}", mlp.experts, weights)
         if not isinstance(mlp, ExpertMLPSpec):
             continue
         assert config.experts is not None, "the layer has experts"

@@ -108,15 +108,43 @@ class ExpertMLPSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelMLPSpec:
+    """An MLP beside a mixture of experts, whose normed outputs are summed."""
+
+    dense: GatedMLPSpec
+    dense_norm: TensorSpec  # [E], of its output, like `experts_norm`
+    experts: ExpertMLPSpec
+    input_norm: TensorSpec  # [E], of what the experts read
+    experts_norm: TensorSpec
+    router_scale: TensorSpec  # [E]
+    expert_scale: TensorSpec  # [X]
+
+    def tensors(self) -> Iterator[TensorSpec]:
+        yield from self.dense.tensors()
+        yield from self.experts.tensors()
+        yield from (self.dense_norm, self.input_norm, self.experts_norm)
+        yield from (self.router_scale, self.expert_scale)
+
+    def operands(self) -> Iterator["OperandSpec"]:
+        yield from self.dense.operands()
+        yield from self.experts.operands()
+
+
+MLPSpec = GatedMLPSpec | ExpertMLPSpec | ParallelMLPSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
     """The tensors of attention; None for norms that the family does not have.
+
+    Without keys of its own, it has the linear and the norm of the queries only.
 
     With `has_gate`, the linear of the queries has twice as many outputs: for each head its query,
     then the gate of its output.
     """
 
     qkv: tuple[LinearSpec, ...]  # q, k and v, or one fused linear
-    norms: tuple[TensorSpec, TensorSpec] | None
+    norms: tuple[TensorSpec, ...] | None
     out: LinearSpec
     has_gate: bool = False
     sinks: TensorSpec | None = None  # [Hq]
@@ -157,6 +185,24 @@ class DeltaSpec:
     def operands(self) -> Iterator["OperandSpec"]:
         for linears in ((self.mixed,), (self.gate,), self.rates, (self.out,)):
             yield OperandSpec(linears=linears)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerInputSpec:
+    """How a layer adds its values P of each token's per-layer embedding."""
+
+    gate: LinearSpec  # [P, E]
+    out: LinearSpec  # [E, P]
+    post_norm: TensorSpec
+
+    def tensors(self) -> Iterator[TensorSpec]:
+        yield from self.gate.tensors()
+        yield from self.out.tensors()
+        yield self.post_norm
+
+    def operands(self) -> Iterator["OperandSpec"]:
+        for linear in (self.gate, self.out):
+            yield OperandSpec(linears=(linear,))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,14 +256,16 @@ MixerSpec = AttentionSpec | DeltaSpec | ConvSpec | ScanSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """The tensors of one decoder layer; None for norms that the family does not have."""
+    """The tensors of one decoder layer; None for what the family does not have."""
 
     mixer_norm: TensorSpec | None
     mixer: MixerSpec
     mixer_post_norm: TensorSpec | None
     mlp_norm: TensorSpec | None
-    mlp: GatedMLPSpec | ExpertMLPSpec
+    mlp: MLPSpec
     mlp_post_norm: TensorSpec | None
+    inputs: LayerInputSpec | None = None
+    scale: TensorSpec | None = None  # [1], of the stream behind the layer
 
     def tensors(self) -> Iterator[TensorSpec]:
         """All tensors in order of use."""
@@ -226,11 +274,16 @@ class LayerSpec:
         yield from filter(None, [self.mixer_post_norm, self.mlp_norm])
         yield from self.mlp.tensors()
         yield from filter(None, [self.mlp_post_norm])
+        if self.inputs is not None:
+            yield from self.inputs.tensors()
+        yield from filter(None, [self.scale])
 
     def operands(self) -> Iterator["OperandSpec"]:
         """The linears that are held together."""
         yield from self.mixer.operands()
         yield from self.mlp.operands()
+        if self.inputs is not None:
+            yield from self.inputs.operands()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

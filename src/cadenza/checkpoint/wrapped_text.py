@@ -52,6 +52,16 @@ WRAPPERS: Mapping[str, Wrapper] = {
             text_type="mistral",
             other_text_types=("ministral3",),
         ),
+        Wrapper(
+            model_type="gemma4",
+            architecture="Gemma4ForConditionalGeneration",
+            text_type="gemma4_text",
+        ),
+        Wrapper(
+            model_type="gemma4_unified",
+            architecture="Gemma4UnifiedForConditionalGeneration",
+            text_type="gemma4_unified_text",
+        ),
     )
 }
 

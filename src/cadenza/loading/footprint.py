@@ -169,7 +169,7 @@ def _array_footprint(model: ModelConfig, traits: BackendTraits, dtype: WeightDTy
 def _token_bytes(model: ModelConfig, dtype: WeightDType) -> int:
     """Of a token's arrays while a layer is computed: its sum, the layer's input and the widest of
     what is computed from it."""
-    inner = model.intermediate_size
+    inner = max(kind.intermediate_size or model.intermediate_size for kind in model.layer_kinds)
     partial_bytes = 0
     if model.experts is not None:
         chosen = model.experts.num_chosen * model.experts.intermediate_size
@@ -179,6 +179,9 @@ def _token_bytes(model: ModelConfig, dtype: WeightDType) -> int:
     widest = max(inner, heads.query_size + 2 * heads.kv_size, model.hidden_size)
     if recurrence is not None:
         widest = max(widest, recurrence.num_channels + recurrence.value_width)
+    inputs = model.layer_inputs
+    if inputs is not None:
+        partial_bytes += _WORD * model.num_layers * inputs.size
     return (
         _WORD * model.hidden_size + item_bytes(dtype) * (model.hidden_size + widest) + partial_bytes
     )

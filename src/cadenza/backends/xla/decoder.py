@@ -13,7 +13,9 @@ from cadenza.backends.xla.layers.attention import Attention
 from cadenza.backends.xla.layers.experts import ExpertMLP
 from cadenza.backends.xla.layers.gated_delta import GatedDelta
 from cadenza.backends.xla.layers.hidden_input import HiddenInput
+from cadenza.backends.xla.layers.layer_inputs import LayerEmbedding, LayerInput
 from cadenza.backends.xla.layers.mlp import GatedMLP
+from cadenza.backends.xla.layers.parallel_mlp import ParallelMLP
 from cadenza.backends.xla.layers.residual import Residual, StepContext
 from cadenza.backends.xla.layers.selective_scan import SelectiveScan
 from cadenza.backends.xla.layers.short_conv import ShortConv
@@ -33,6 +35,7 @@ from cadenza.checkpoint.tensor_spec import (
     ExpertMLPSpec,
     GatedMLPSpec,
     LayerSpec,
+    ParallelMLPSpec,
     ScanSpec,
 )
 
@@ -42,18 +45,23 @@ MIXERS = {
     ConvSpec: ShortConv,
     ScanSpec: SelectiveScan,
 }
-FEED_FORWARDS = {GatedMLPSpec: GatedMLP, ExpertMLPSpec: ExpertMLP}
+FEED_FORWARDS: dict[type, Any] = {
+    GatedMLPSpec: GatedMLP,
+    ExpertMLPSpec: ExpertMLP,
+    ParallelMLPSpec: ParallelMLP,
+}
 """By the declaration of a layer's mixer, and of its MLP."""
 
 
 class Layer(NamedTuple):
-    """A token mixer, then a feed-forward; a norm that the model family does not have is None."""
+    """A token mixer, then a feed-forward; what the model family does not have is None."""
 
     mixer_norm: Any | None  # [E]
     mixer: Attention | GatedDelta | ShortConv | SelectiveScan
     mixer_out: Linear  # [E, width of what the mixer gives]
     mixer_post_norm: Any | None  # [E]
-    feed_forward: GatedMLP | ExpertMLP
+    feed_forward: GatedMLP | ExpertMLP | ParallelMLP
+    inputs: LayerInput | None = None
 
     @classmethod
     def load(cls, source: WeightSource, layer: LayerSpec) -> "Layer":
@@ -64,6 +72,7 @@ class Layer(NamedTuple):
             mixer_out=source.linear(layer.mixer.out),
             mixer_post_norm=source.optional_norm(layer.mixer_post_norm),
             feed_forward=FEED_FORWARDS[type(layer.mlp)].load(source, layer),
+            inputs=LayerInput.load(source, layer),
         )
 
     def mix(
@@ -81,7 +90,7 @@ class Layer(NamedTuple):
 
 class DecoderWeights(NamedTuple):
     """`head` is None if it is tied to the embedding; `inputs` are there if the model reads hidden
-    states."""
+    states, `layer_embedding` if it has per-layer embeddings."""
 
     embedding: Linear  # [V, E]
     layers: tuple[Layer, ...]
@@ -89,6 +98,7 @@ class DecoderWeights(NamedTuple):
     head: Linear | None  # [V, E]
     ropes: tuple[Any, ...]  # [positions, rotary_dim] of each of `ModelConfig.ropes`
     inputs: HiddenInput | None = None
+    layer_embedding: LayerEmbedding | None = None
 
     @property
     def lm_head(self) -> Linear:
@@ -135,6 +145,7 @@ def _load_rest(
         head=head,
         ropes=tuple(rope_factors(rope, max_model_len) for rope in model.ropes),
         inputs=HiddenInput.load(source) if model.reads_hidden else None,
+        layer_embedding=None if model.layer_inputs is None else LayerEmbedding.load(source),
     )
 
 
@@ -161,13 +172,19 @@ def run_layers(
     bit of a row."""
     ops, step = context.ops, context.step
     stream = Residual(enter_stream(context, weights, read_hidden), step.num_tokens)
+    embedding = weights.layer_embedding
+    inputs = None if embedding is None else embedding.enter(context, stream)
     last = len(weights.layers) - 1
     for index, layer in enumerate(weights.layers):
         mixed, pools = layer.mix(context, index, stream, pools)
         if index == last and not keeps_hidden:
             # KV and states are written; after them only the logit rows are needed.
             mixed, stream = ops.take_logit_rows(mixed, step), stream.logit_rows(ops, step)
+            inputs = None if inputs is None else ops.take_logit_rows(inputs, step)
         stream = layer.add(ops, mixed, stream)
+        if layer.inputs is not None:
+            assert inputs is not None, "the model has per-layer embeddings"
+            stream = layer.inputs.add(ops, stream, inputs, index)
     if not keeps_hidden:
         return LayerOutputs(stream.normed(ops, weights.final_norm), pools)
     layout = context.model.mtp_layout

@@ -17,6 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from cadenza.backends.xla.reference_block import BlockTensors, new_state
+from cadenza.backends.xla.reference_inputs import (
+    add_layer_input,
+    layer_inputs,
+    parallel_mixture,
+)
 from cadenza.backends.xla.reference_rope import reference_rope
 from cadenza.backends.xla.reference_scan import net_of
 from cadenza.checkpoint.layer_kind import HeadShape, LayerKind
@@ -103,9 +108,14 @@ class ReferenceModel:
     ) -> jax.Array:
         """The logits [V] after token `last` of a chunk [C] at position `start`."""
         x = self._embed(self._outer, token_ids)
+        values = None
+        if self._model.layer_inputs is not None:
+            values = layer_inputs(self._model, self._outer, jnp.asarray(token_ids), x)
         for index, kind in enumerate(self._model.layer_kinds):
-            x, self._caches[index] = self._apply_layer(
-                self._layers[index], x, self._caches[index], (start, last), kind=kind
+            source = index if kind.kv_source is None else kind.kv_source
+            own = None if values is None else values[:, index]
+            x, self._caches[source] = self._apply_layer(
+                self._layers[index], (x, own), self._caches[source], (start, last), kind=kind
             )
         return self._logits(self._outer, x, last)
 
@@ -113,9 +123,15 @@ class ReferenceModel:
         return outer[EMBEDDING][token_ids] * self._model.embedding_scale  # [C, E]
 
     def _layer(
-        self, layer: _Tensors, x: jax.Array, cache: _Cache, chunk: _Chunk, *, kind: LayerKind
+        self,
+        layer: _Tensors,
+        given: tuple[jax.Array, jax.Array | None],
+        cache: _Cache,
+        chunk: _Chunk,
+        *,
+        kind: LayerKind,
     ) -> tuple[jax.Array, _Cache]:
-        model, names = self._model, _norm_names(self._model)
+        model, names, (x, values) = self._model, _norm_names(self._model), given
         hidden = self._norm(x, layer.get(names.before_mixer))
         if kind.recurrence is None:
             mixed, new_cache = self._attention(layer, hidden, cache, chunk[0], kind)
@@ -125,9 +141,26 @@ class ReferenceModel:
             mixed, new_cache = net.apply(hidden, cache, chunk[1])
         x = x + model.residual_scale * self._norm(mixed, layer.get(names.after_mixer))
         hidden = self._norm(x, layer.get(names.before_mlp))
-        projected = (self._mixture if kind.has_experts else self._mlp)(layer, hidden)
+        projected = self._feed_forward(layer, x, hidden, kind)
         x = x + model.residual_scale * self._norm(projected, layer.get(names.after_mlp))
-        return x, new_cache
+        if values is not None:
+            x = add_layer_input(model, layer, x, values, self._activate)
+        return x * layer.get("layer_scalar", 1.0), new_cache
+
+    def _feed_forward(
+        self, layer: _Tensors, x: jax.Array, hidden: jax.Array, kind: LayerKind
+    ) -> jax.Array:
+        """Of the stream x, whose norm is `hidden`."""
+        experts = self._model.experts
+        if experts is None or not kind.has_experts:
+            return self._mlp(layer, hidden)
+        if experts.are_beside_mlp:
+            dense = self._mlp(layer, hidden)
+            return parallel_mixture(self._model, layer, x, dense, self._activate)
+        return self._mixture(layer, hidden)
+
+    def _activate(self, x: jax.Array) -> jax.Array:
+        return _activated(x, self._model.activation)
 
     def _head(self, outer: _Tensors, x: jax.Array, last: jax.Array) -> jax.Array:
         model = self._model
@@ -188,13 +221,18 @@ class ReferenceModel:
     ) -> tuple[jax.Array, _Cache]:
         model, count = self._model, len(x)
         heads = model.heads_of(kind)
-        query, key, value, gate = self._query_key_value(layer, x, heads)
         rope = self._ropes[model.ropes.index(model.rope_of(kind))]
         factors = jax.lax.dynamic_slice_in_dim(rope, start, count)
-        query, key = _turn(query, factors), _turn(key, factors)
+        keys, values, gate = *cache, None
+        if kind.kv_source is None:
+            query, key, value, gate = self._query_key_value(layer, x, heads)
+            keys = jax.lax.dynamic_update_slice(keys, _turn(key, factors), (start, 0, 0))
+            values = jax.lax.dynamic_update_slice(values, value, (start, 0, 0))  # [N, Hkv, D]
+        else:
+            query = _project(layer, "self_attn.q_proj", x).reshape(count, -1, heads.head_dim)
+            query = self._norm(query, layer["self_attn.q_norm.weight"])
+        query = _turn(query, factors)
         query = _by_position(query, model.rope_of(kind), start + jnp.arange(count))
-        keys = jax.lax.dynamic_update_slice(cache[0], key, (start, 0, 0))  # [N, Hkv, D]
-        values = jax.lax.dynamic_update_slice(cache[1], value, (start, 0, 0))
         groups = heads.num_heads // heads.num_kv_heads
         wide_keys, wide_values = (jnp.repeat(side, groups, axis=1) for side in (keys, values))
         scores = jnp.einsum("chd,nhd->hcn", query, wide_keys, precision="highest")
@@ -225,7 +263,10 @@ class ReferenceModel:
             sizes = [heads.query_size, heads.query_size + heads.kv_size]
             query, key, value = jnp.split(fused, sizes, axis=-1)
         else:
-            query, key, value = (_project(layer, f"self_attn.{n}_proj", x) for n in "qkv")
+            query, key = (_project(layer, f"self_attn.{n}_proj", x) for n in "qk")
+            value = key
+            if "self_attn.v_proj.weight" in layer:
+                value = _project(layer, "self_attn.v_proj", x)
         gate = None
         if model.has_attention_gate:
             query, gate = jnp.split(query.reshape(len(x), heads.num_heads, -1), 2, axis=-1)
@@ -238,6 +279,8 @@ class ReferenceModel:
         )
         if model.qk_norm == "head":
             query, key = self._norm(query, norms[0]), self._norm(key, norms[1])
+        if model.has_value_norm:
+            value = self._norm(value, jnp.ones(heads.head_dim))
         return query, key, value, gate
 
     def _norm(self, x: jax.Array, weight: jax.Array | None) -> jax.Array:

@@ -17,6 +17,7 @@ from cadenza.checkpoint.rope_config import (
     LinearRopeScaling,
     Llama3RopeScaling,
     LongRopeScaling,
+    ProportionalRopeScaling,
     RopeConfig,
     YarnRopeScaling,
 )
@@ -40,7 +41,7 @@ def _magnitude(rope: RopeConfig) -> float:
     match rope.scaling:
         case YarnRopeScaling(attention_factor=factor) | LongRopeScaling(attention_factor=factor):
             return factor
-        case None | LinearRopeScaling() | Llama3RopeScaling():
+        case None | LinearRopeScaling() | Llama3RopeScaling() | ProportionalRopeScaling():
             return 1.0
 
 
@@ -51,6 +52,8 @@ def _radians_per_token(rope: RopeConfig, pair: int, max_model_len: int) -> float
             return frequency
         case LinearRopeScaling():
             return frequency / rope.scaling.factor
+        case ProportionalRopeScaling():
+            return frequency / rope.scaling.factor if pair < rope.scaling.num_pairs else 0.0
         case Llama3RopeScaling():
             return _llama3(frequency, rope.scaling)
         case YarnRopeScaling():

@@ -8,6 +8,7 @@ its kin or in a new one, list it here, and see that `config_writer` writes its o
 from cadenza.checkpoint.families.experts import MIXTRAL, OLMOE, QWEN3_MOE
 from cadenza.checkpoint.families.family import Family
 from cadenza.checkpoint.families.gemma import GEMMA2, GEMMA3
+from cadenza.checkpoint.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from cadenza.checkpoint.families.gpt_oss import GPT_OSS
 from cadenza.checkpoint.families.hybrid import GRANITE_HYBRID, LFM2
 from cadenza.checkpoint.families.llama import (
@@ -34,6 +35,8 @@ FAMILIES: dict[str, Family] = {
         SMOLLM3,
         GEMMA2,
         GEMMA3,
+        GEMMA4,
+        GEMMA4_UNIFIED,
         PHI3,
         OLMO2,
         GRANITE,

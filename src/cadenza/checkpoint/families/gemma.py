@@ -24,7 +24,7 @@ from cadenza.checkpoint.model_config import MAX_LAYERS, ModelConfig
 from cadenza.checkpoint.rope_config import RopeConfig, RopeRules, read_rope, read_rope_entry
 from cadenza.errors import CheckpointError
 
-_ATTENTION_CAP, _LOGIT_CAP = "attn_logit_softcapping", "final_logit_softcapping"
+_ATTENTION_CAP, LOGIT_CAP = "attn_logit_softcapping", "final_logit_softcapping"
 _SCALAR = "query_pre_attn_scalar"
 _DEFAULT_SCALAR = 256.0
 _DEFAULT_WINDOW = 4096
@@ -46,7 +46,7 @@ def _read_common(raw: JsonObject, model: ModelConfig, *, interval: int) -> Model
     )
 
 
-def _read_cap(raw: JsonObject, key: str, default: float | None) -> float | None:
+def read_cap(raw: JsonObject, key: str, default: float | None) -> float | None:
     """A soft cap; `default` if the key is absent, None if it is null."""
     if key not in raw.values:
         return default
@@ -56,8 +56,8 @@ def _read_cap(raw: JsonObject, key: str, default: float | None) -> float | None:
 def _read_gemma2(raw: JsonObject, model: ModelConfig) -> ModelConfig:
     return replace(
         _read_common(raw, model, interval=2),
-        attention_soft_cap=_read_cap(raw, _ATTENTION_CAP, 50.0),
-        logit_soft_cap=_read_cap(raw, _LOGIT_CAP, 30.0),
+        attention_soft_cap=read_cap(raw, _ATTENTION_CAP, 50.0),
+        logit_soft_cap=read_cap(raw, LOGIT_CAP, 30.0),
     )
 
 
@@ -73,7 +73,7 @@ def _read_gemma3(raw: JsonObject, model: ModelConfig) -> ModelConfig:
         _read_common(raw, model, interval=interval),
         qk_norm="head",
         window_rope=_read_kind_of_rope(raw, rules, SLIDING),
-        logit_soft_cap=_read_cap(raw, _LOGIT_CAP, None),
+        logit_soft_cap=read_cap(raw, LOGIT_CAP, None),
     )
 
 
@@ -100,7 +100,7 @@ GEMMA2 = Family(
     model_type="gemma2",
     architecture="Gemma2ForCausalLM",
     read=_read_gemma2,
-    own_keys=LAYER_KEYS | {"attention_bias", _SCALAR, _ATTENTION_CAP, _LOGIT_CAP},
+    own_keys=LAYER_KEYS | {"attention_bias", _SCALAR, _ATTENTION_CAP, LOGIT_CAP},
     default_head_dim=256,
     default_max_positions=8192,
     activation_key="hidden_activation",
@@ -114,7 +114,7 @@ GEMMA3 = replace(
     architecture="Gemma3ForCausalLM",
     read=_read_gemma3,
     own_keys=LAYER_KEYS
-    | {"attention_bias", _SCALAR, _LOGIT_CAP, "sliding_window_pattern", "rope_local_base_freq"},
+    | {"attention_bias", _SCALAR, LOGIT_CAP, "sliding_window_pattern", "rope_local_base_freq"},
     read_rope=_read_gemma3_rope,
     default_max_positions=131_072,
     default_rope_theta=1_000_000.0,

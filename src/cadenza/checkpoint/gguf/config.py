@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from cadenza.checkpoint.config_json import parse_model_config
 from cadenza.checkpoint.families.family import FULL, LINEAR, SLIDING
 from cadenza.checkpoint.families.hybrid import CONV, MAX_TAPS
+from cadenza.checkpoint.gguf.gemma4 import ROPE_FREQUENCIES, read_gemma4_settings
 from cadenza.checkpoint.gguf.settings import Settings
 from cadenza.checkpoint.layer_kind import DeltaShape, LayerKind, ScanShape
 from cadenza.checkpoint.model_config import (
@@ -38,7 +39,6 @@ from cadenza.errors import CheckpointError
 
 EMBEDDING = "token_embd.weight"
 HEAD = "output.weight"
-ROPE_FREQUENCIES = "rope_freqs.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 
 _DEFAULT_THETA = 10_000.0
@@ -165,7 +165,7 @@ def _read_common(settings: Settings, architecture: Architecture) -> dict[str, ob
 def _num_kv_heads(settings: Settings, architecture: Architecture, num_heads: int) -> int:
     counts = _kv_heads_of_layers(settings) if architecture.has_layers_without_kv else None
     if counts is None:
-        return settings.integer(_KV_HEADS, 1, MAX_HEADS, num_heads)
+        return _shared_or_first(settings, _KV_HEADS, MAX_HEADS, num_heads)
     found = {count for count in counts if count}
     if len(found) > 1:
         raise settings.wrong(_KV_HEADS, "the same for all layers with attention, 0 for others")
@@ -187,7 +187,14 @@ def _width(settings: Settings) -> int | None:
     key = "feed_forward_length"
     if not settings.has(key) and settings.has("expert_count"):
         return None
-    return settings.integer(key, 1, MAX_WIDTH)
+    return _shared_or_first(settings, key, MAX_WIDTH)
+
+
+def _shared_or_first(settings: Settings, key: str, most: int, default: int | None = None) -> int:
+    """The number of all layers; the first one's, if the architecture's may differ."""
+    if settings.architecture in _VARYING:
+        return settings.integer_of_layer(key, 0, (1, most), default)
+    return settings.integer(key, 1, most, default)
 
 
 def _num_layers(settings: Settings) -> int:
@@ -516,6 +523,9 @@ def _read_gemma3(settings: Settings) -> dict[str, object]:
     }
 
 
+_VARYING = frozenset({"gemma4"})
+"""Architectures whose layers may have other widths and numbers of heads than the first."""
+
 _ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(read=_read_llama, keys=_EXPERT_KEYS | {_WINDOW}, has_paired_rows=True),
     "mistral3": Architecture(
@@ -538,6 +548,13 @@ _ARCHITECTURES: dict[str, Architecture] = {
     "gemma3": Architecture(
         read=_read_gemma3,
         keys=frozenset({_WINDOW, _PATTERN, "rope.freq_base_swa", "final_logit_softcapping"}),
+    ),
+    "gemma4": Architecture(
+        read=read_gemma4_settings,
+        keys=_EXPERT_KEYS
+        | {_WINDOW, _PATTERN, "rope.freq_base_swa", "rope.dimension_count_swa"}
+        | {"attention.key_length_swa", "attention.value_length_swa", "attention.shared_kv_layers"}
+        | {"embedding_length_per_layer_input", "final_logit_softcapping"},
     ),
     "phi3": Architecture(read=_read_phi3, keys=frozenset({_WINDOW, "rope.scaling.attn_factor"})),
     "olmo2": Architecture(read=lambda _: {"model_type": "olmo2"}),

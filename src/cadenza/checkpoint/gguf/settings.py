@@ -53,6 +53,19 @@ class Settings:
         """An integer, or an array with a value per layer if all are the same."""
         return self._of_layers(key).integer(self._full(key), low, high, default)
 
+    def integer_of_layer(
+        self, key: str, layer: int, bounds: tuple[int, int], default: int | None = None
+    ) -> int:
+        """A layer's integer within the bounds, of an array with one per layer or of one for all."""
+        full = self._full(key)
+        value = self.metadata.get(full)
+        if not isinstance(value, np.ndarray):
+            return self.metadata.integer(full, *bounds, default)
+        values = cast(npt.NDArray[Any], value)
+        if values.dtype.kind not in "iu" or not 0 <= layer < len(values):
+            raise self.wrong(key, "an array with a number per layer")
+        return JsonObject({full: int(values[layer])}, self.metadata.where).integer(full, *bounds)
+
     def number(self, key: str, low: float, high: float, default: float | None = None) -> float:
         return self.metadata.number(self._full(key), low, high, default)
 

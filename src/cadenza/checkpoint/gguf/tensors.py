@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from cadenza.checkpoint.declaration import (
     EMBEDDING,
     HEAD,
+    LAYER_EMBEDDING,
+    LAYER_PROJ,
+    LAYER_PROJ_NORM,
     declare,
     declare_final_norm,
     declare_layer,
@@ -22,6 +25,7 @@ from cadenza.checkpoint.dtypes import WeightDType
 from cadenza.checkpoint.gguf import config as gguf_config
 from cadenza.checkpoint.gguf.blocks import ENCODINGS
 from cadenza.checkpoint.gguf.config import Architecture
+from cadenza.checkpoint.gguf.gemma4 import LAYER_EMBEDDING as LAYER_TABLE
 from cadenza.checkpoint.gguf.reader import GGUFFile, GGUFTensor
 from cadenza.checkpoint.layer_kind import Recurrence, ScanShape
 from cadenza.checkpoint.model_config import ModelConfig
@@ -39,6 +43,7 @@ from cadenza.checkpoint.tensor_spec import (
     GatedMLPSpec,
     LayerSpec,
     LinearSpec,
+    ParallelMLPSpec,
     ScanSpec,
     TensorSpec,
 )
@@ -75,7 +80,7 @@ def map_tensors(
     """
     stored = {name for file in files for name in file.header.tensors}
     places = {place.name: place for place in _places(config, stored)}
-    _check_names(places, stored, files[0].mapped.name)
+    _check_names(places, stored - _unused(config), files[0].mapped.name)
     tensors: dict[str, StoredTensor | StoredWeight] = {}
     for file in files:
         for name, tensor in file.header.tensors.items():
@@ -96,6 +101,9 @@ def _places(config: ModelConfig, stored: Container[str]) -> Iterator[_Place]:
         EMBEDDING: gguf_config.EMBEDDING,
         declare_final_norm(config).name: _FINAL_NORM_OF_LFM2 if has_other_norm else _FINAL_NORM,
         HEAD: gguf_config.HEAD,
+        LAYER_EMBEDDING: LAYER_TABLE,
+        LAYER_PROJ: "per_layer_model_proj.weight",
+        LAYER_PROJ_NORM: "per_layer_proj_norm.weight",
     }
     for spec in declare(config):
         if spec.name in top:
@@ -110,10 +118,11 @@ def _layer_places(
     layer: LayerSpec, recurrence: Recurrence | None, prefix: str, stored: Container[str]
 ) -> Iterator[_Place]:
     mixer = layer.mixer
-    q_norm, k_norm = (isinstance(mixer, AttentionSpec) and mixer.norms) or (None, None)
+    norms = mixer.norms if isinstance(mixer, AttentionSpec) else None
+    q_norm, k_norm = (*(norms or ()), None, None)[:2]
     second = f"{prefix}.post_attention_norm.weight"
     has_other_name = layer.mixer_post_norm is None and second in stored
-    norms = {
+    own = {
         "attn_norm": layer.mixer_norm,
         "attn_q_norm": q_norm,
         "attn_k_norm": k_norm,
@@ -122,7 +131,7 @@ def _layer_places(
         "post_attention_norm" if has_other_name else "ffn_norm": layer.mlp_norm,
         "post_ffw_norm": layer.mlp_post_norm,
     }
-    for name, spec in norms.items():
+    for name, spec in own.items():
         if spec is not None:
             yield _Place(name=f"{prefix}.{name}.weight", shape=spec.shape, parts=(spec,))
     match mixer:
@@ -135,19 +144,29 @@ def _layer_places(
         case ScanSpec():
             assert isinstance(recurrence, ScanShape), "the layer is a selective scan"
             yield from _scan_places(mixer, recurrence, prefix)
-    if isinstance(layer.mlp, GatedMLPSpec):
-        yield from _gated_places(layer.mlp, prefix)
+    if layer.inputs is not None:
+        yield from _linear_places(f"{prefix}.inp_gate", (layer.inputs.gate,))
+        yield from _linear_places(f"{prefix}.proj", (layer.inputs.out,))
+        yield _place(f"{prefix}.post_norm.weight", layer.inputs.post_norm)
+    if layer.scale is not None:
+        yield _place(f"{prefix}.layer_output_scale.weight", layer.scale)
+    mlp = layer.mlp
+    if isinstance(mlp, ParallelMLPSpec):
+        yield from _parallel_places(mlp, prefix, stored)
+    elif isinstance(mlp, GatedMLPSpec):
+        yield from _gated_places(mlp, prefix)
     else:
-        yield from _expert_places(layer.mlp, prefix, stored)
+        yield from _expert_places(mlp, prefix, stored)
 
 
 def _attention_places(
     mixer: AttentionSpec, prefix: str, stored: Container[str]
 ) -> Iterator[_Place]:
-    if f"{prefix}.attn_qkv.weight" in stored or len(mixer.qkv) == 1:
+    is_fused = mixer.qkv[0].name.endswith("qkv_proj")
+    if f"{prefix}.attn_qkv.weight" in stored or is_fused:
         yield from _linear_places(f"{prefix}.attn_qkv", mixer.qkv)
     else:
-        for letter, linear in zip("qkv", mixer.qkv, strict=True):
+        for letter, linear in zip("qkv", mixer.qkv, strict=False):
             yield from _linear_places(f"{prefix}.attn_{letter}", (linear,))
     yield from _linear_places(f"{prefix}.attn_output", (mixer.out,))
 
@@ -204,6 +223,24 @@ def _scan_places(mixer: ScanSpec, shape: ScanShape, prefix: str) -> Iterator[_Pl
             yield _Place(name=f"{prefix}.{name}", shape=own, parts=(spec,))
 
 
+def _place(name: str, spec: TensorSpec) -> _Place:
+    return _Place(name=name, shape=spec.shape, parts=(spec,))
+
+
+def _parallel_places(mlp: ParallelMLPSpec, prefix: str, stored: Container[str]) -> Iterator[_Place]:
+    yield from _gated_places(mlp.dense, prefix)
+    yield from _expert_places(mlp.experts, prefix, stored)
+    others = {
+        "post_ffw_norm_1.weight": mlp.dense_norm,
+        "pre_ffw_norm_2.weight": mlp.input_norm,
+        "post_ffw_norm_2.weight": mlp.experts_norm,
+        "ffn_gate_inp.scale": mlp.router_scale,
+        "ffn_down_exps.scale": mlp.expert_scale,
+    }
+    for name, spec in others.items():
+        yield _place(f"{prefix}.{name}", spec)
+
+
 def _gated_places(mlp: GatedMLPSpec, prefix: str) -> Iterator[_Place]:
     """Fused gates and ups are stored as `ffn_up`."""
     names = ("ffn_gate", "ffn_up") if len(mlp.gate_up) == 2 else ("ffn_up",)
@@ -251,6 +288,16 @@ def _stacks(name: str, experts: list[tuple[LinearSpec, ...]]) -> Iterator[_Place
     yield _Place(name=f"{name}.weight", shape=(*shape, experts[0][0].num_in), parts=weights)
     for parts in biases:
         yield _Place(name=f"{name}.bias", shape=shape, parts=parts)
+
+
+def _unused(config: ModelConfig) -> set[str]:
+    """Keys and values of layers that read an earlier layer's; some files have them."""
+    return {
+        f"blk.{index}.{name}.weight"
+        for index, kind in enumerate(config.layer_kinds)
+        if kind.kv_source is not None
+        for name in ("attn_k", "attn_v", "attn_k_norm")
+    }
 
 
 def _check_names(places: Mapping[str, _Place], stored: set[str], where: str) -> None:

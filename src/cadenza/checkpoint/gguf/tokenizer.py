@@ -1,9 +1,9 @@
 """The tokenizer of a GGUF file's metadata as a tokenizer.json: `read_gguf_tokenizer`.
 
-Owns the two kinds of vocabulary: BPE over bytes, with merges (`gpt2`), and SentencePiece's BPE,
-whose merges follow from the scores (`llama`). Invariant: token ids are those of the file, and a
-text gets the ids that the model's own tokenizer.json gives; other kinds and unknown pre-tokenizers
-are refused by their names.
+Owns the kinds of vocabulary: BPE over bytes, with merges (`gpt2`), and SentencePiece's BPE, whose
+merges follow from the scores (`llama`) or are listed (`gemma4`). Invariant: token ids are those of
+the file, and a text gets the ids that the model's own tokenizer.json gives; other kinds and unknown
+pre-tokenizers are refused by their names.
 """
 
 import json
@@ -129,11 +129,13 @@ def _read_parts(vocabulary: Vocabulary) -> dict[str, object]:
         case "gpt2":
             return _byte_level(vocabulary)
         case "llama":
-            return _sentencepiece(vocabulary)
+            return _sentencepiece(vocabulary, _merges_of_scores(vocabulary))
+        case "gemma4":
+            return _sentencepiece(vocabulary, _read_merges(vocabulary))
         case model:
             raise CheckpointError(
                 f"{vocabulary.metadata.where}: {_PREFIX}model {shorten(model)} is not supported; "
-                f"supported are gpt2 and llama; {_INSTEAD}"
+                f"supported are gpt2, llama and gemma4; {_INSTEAD}"
             )
 
 
@@ -179,8 +181,8 @@ def _read_merges(vocabulary: Vocabulary) -> Iterator[list[str]]:
         yield [left, right]
 
 
-def _sentencepiece(vocabulary: Vocabulary) -> dict[str, object]:
-    has_prefix = vocabulary.flag("add_space_prefix", True)
+def _sentencepiece(vocabulary: Vocabulary, merges: Iterator[list[str]]) -> dict[str, object]:
+    has_prefix = vocabulary.flag("add_space_prefix", vocabulary.model == "llama")
     to_mark: dict[str, object] = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     to_space: dict[str, object] = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
     normalizer = to_mark
@@ -197,7 +199,7 @@ def _sentencepiece(vocabulary: Vocabulary) -> dict[str, object]:
         "pre_tokenizer": None,
         "decoder": {"type": "Sequence", "decoders": decoders},
         "model": {
-            **_bpe(vocabulary, list(_merges_of_scores(vocabulary))),
+            **_bpe(vocabulary, list(merges)),
             "unk_token": None if unknown_id is None else vocabulary.tokens[unknown_id],
             "fuse_unk": True,
             "byte_fallback": True,
@@ -266,7 +268,8 @@ def _post_processor(vocabulary: Vocabulary) -> object:
     """Adds the first and the last token to a text, as the metadata say."""
     bos = vocabulary.token_id("bos_token_id")
     eos = vocabulary.token_id("eos_token_id")
-    has_bos = vocabulary.flag("add_bos_token", vocabulary.model == "llama") and bos is not None
+    adds_bos = vocabulary.model in ("llama", "gemma4")
+    has_bos = vocabulary.flag("add_bos_token", adds_bos) and bos is not None
     has_eos = vocabulary.flag("add_eos_token", False) and eos is not None
     if not has_bos and not has_eos:
         return None

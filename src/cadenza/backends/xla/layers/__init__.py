@@ -9,6 +9,7 @@ Modules:
 - `residual`: the residual stream, and what the layers of a step compute with
 - `attention`: the token mixer over KV pages
 - `gated_delta`, `short_conv`, `selective_scan`: the token mixers with a recurrent state
-- `mlp`, `experts`: the feed-forwards: a gated MLP, and a mixture of them
+- `mlp`, `experts`, `parallel_mlp`: the feed-forwards: a gated MLP, a mixture of them, and both
+- `layer_inputs`: per-layer embeddings, and how a layer adds its part
 - `hidden_input`: an MTP layer's input, of hidden states and embeddings
 """

@@ -60,22 +60,12 @@ class ExpertMLP(NamedTuple):
         mlp = layer.mlp
         assert isinstance(mlp, ExpertMLPSpec), "the layer has experts"
         assert layer.mlp_post_norm is None, "a norm after the experts is not supported"
-        first = mlp.experts[0]
-        gate_up = [source.operand(expert.gate_up) for expert in mlp.experts]
-        down = [source.operand([expert.down]) for expert in mlp.experts]
+        gate_up, down = load_experts(source, mlp)
         return cls(
             norm=source.optional_norm(layer.mlp_norm),
             router=source.linear(mlp.router),
-            gate_up=source.ops.load_experts(
-                gate_up,
-                source.format_of(first.gate_up),
-                [source.biases(expert.gate_up) for expert in mlp.experts],
-            ),
-            down=source.ops.load_experts(
-                down,
-                source.format_of([first.down]),
-                [source.biases([expert.down]) for expert in mlp.experts],
-            ),
+            gate_up=gate_up,
+            down=down,
             shared=SharedMLP.load(source, mlp),
         )
 
@@ -87,3 +77,22 @@ class ExpertMLP(NamedTuple):
         gated = ops.grouped_gated_linear(normed, self.gate_up, choice, count)
         stream = Residual(ops.grouped_linear(gated, self.down, choice, x, count), count)
         return stream if self.shared is None else self.shared.add(ops, normed, stream)
+
+
+def load_experts(source: WeightSource, mlp: ExpertMLPSpec) -> tuple[Linear, Linear]:
+    """Gate and up of all experts [X, 2 F, E], and their down [X, E, F]."""
+    first = mlp.experts[0]
+    gate_up = [source.operand(expert.gate_up) for expert in mlp.experts]
+    down = [source.operand([expert.down]) for expert in mlp.experts]
+    return (
+        source.ops.load_experts(
+            gate_up,
+            source.format_of(first.gate_up),
+            [source.biases(expert.gate_up) for expert in mlp.experts],
+        ),
+        source.ops.load_experts(
+            down,
+            source.format_of([first.down]),
+            [source.biases([expert.down]) for expert in mlp.experts],
+        ),
+    )

@@ -22,18 +22,25 @@ class GatedMLP(NamedTuple):
     def load(cls, source: WeightSource, layer: LayerSpec) -> "GatedMLP":
         mlp = layer.mlp
         assert isinstance(mlp, GatedMLPSpec), "the layer has a gated MLP"
-        biases = source.biases(mlp.gate_up)
-        if len(biases) == 1:
-            biases = np.split(biases[0], 2)
-        gate_up = source.gate_up(mlp)
         return cls(
             norm=source.optional_norm(layer.mlp_norm),
-            gate_up=source.ops.load_gate_up(gate_up, biases, source.format_of(mlp.gate_up)),
+            gate_up=load_gate_up(source, mlp),
             down=source.linear(mlp.down),
-            post_norm=source.optional_norm(layer.mlp_post_norm),
+            post_norm=source.closing_norm(
+                layer.mlp_post_norm, None if layer.inputs else layer.scale
+            ),
         )
 
     def add(self, ops: OpTable, stream: Residual) -> Residual:
         """The stream [N, E] with the MLP's output."""
         gated = ops.gated_linear(stream.normed(ops, self.norm), self.gate_up, stream.count)
         return stream.plus(ops, gated, self.down, self.post_norm)
+
+
+def load_gate_up(source: WeightSource, mlp: GatedMLPSpec) -> Linear:
+    """Gate and up of an MLP."""
+    biases = source.biases(mlp.gate_up)
+    if len(biases) == 1:
+        biases = np.split(biases[0], 2)
+    format = source.format_of(mlp.gate_up)
+    return source.ops.load_gate_up(source.gate_up(mlp), biases, format)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cadenza.backends.xla.ops.table import DecoderSpec, Linear, OpTable
+from cadenza.backends.xla.ops.table import DecoderSpec, Linear, OpTable, ScaledNorm
 from cadenza.checkpoint.float8_weight import Float8Weight
 from cadenza.checkpoint.host_math import exp
 from cadenza.checkpoint.layer_kind import DeltaShape, ScanShape
@@ -41,6 +41,14 @@ class WeightSource:
 
     def optional_norm(self, spec: TensorSpec | None) -> npt.NDArray[np.float32] | None:
         return None if spec is None else self.norm(spec.name)
+
+    def closing_norm(self, spec: TensorSpec | None, scale: TensorSpec | None) -> Any | None:
+        """The norm of the last output of a layer, with the layer's scale if it has one."""
+        norm = self.optional_norm(spec)
+        if scale is None:
+            return norm
+        assert norm is not None, "a layer with a scale norms its last output"
+        return ScaledNorm(norm, self.scale(scale))
 
     def scale(self, spec: TensorSpec) -> npt.NDArray[np.float32]:
         """A tensor in float32, as it is stored."""

@@ -53,6 +53,7 @@ from cadenza.backends.xla.ops.table import (
     Linear,
     OpTable,
     RecurrentLayer,
+    ScaledNorm,
     ScanInputs,
     ScanWeights,
     StatePool,
@@ -94,6 +95,14 @@ _LANES = 16
 
 _NO_WINDOW = 0
 _NO_CAP = 0.0
+
+
+class _TableRows(NamedTuple):
+    """The rows of an embedding's table, and their factor."""
+
+    vocab: int
+    width: int
+    scale: float
 
 
 class NativeOps(OpTable):
@@ -211,11 +220,31 @@ class NativeOps(OpTable):
         return KVPool(copy(pool.keys), copy(pool.values))
 
     def embed(self, table: Linear, step: StepArrays) -> jax.Array:
-        shape = (len(step.tokens.ids), self._model.hidden_size)
+        model = self._model
+        rows = _TableRows(model.vocab_size, model.hidden_size, model.embedding_scale)
+        return self._embed(table, step, rows)
+
+    def embed_for_layers(self, table: Linear, step: StepArrays) -> jax.Array:
+        inputs = self._model.layer_inputs
+        assert inputs is not None, "the model has no per-layer embeddings"
+        width = self._model.num_layers * inputs.size
+        return self._embed(
+            table, step, _TableRows(inputs.vocab_size, width, inputs.embedding_scale)
+        )
+
+    def _embed(self, table: Linear, step: StepArrays, rows: "_TableRows") -> jax.Array:
+        shape = (len(step.tokens.ids), rows.width)
         return self._call("embed", _array(shape, jnp.float32))(
             *(step.tokens.ids, table.weight, step.num_tokens),
-            vocab=self._model.vocab_size,
-            scale=np.float32(self._model.embedding_scale),
+            vocab=rows.vocab,
+            scale=np.float32(rows.scale),
+        )
+
+    def gate_inputs(
+        self, x: jax.Array, inputs: jax.Array, layer: int, count: jax.Array
+    ) -> jax.Array:
+        return self._call("gate_inputs", _array(x.shape, self._spec.dtype))(
+            *(x, inputs, count), first=layer * x.shape[1], activation=self._activation
         )
 
     def to_activations(self, x: jax.Array, count: jax.Array) -> jax.Array:
@@ -236,36 +265,44 @@ class NativeOps(OpTable):
         self, x: jax.Array, weight: Linear, count: jax.Array, residual: jax.Array | None = None
     ) -> jax.Array:
         if residual is None:
-            return self._product(x, weight, count, self._spec.dtype)
+            return self._product(x, weight, count, (self._spec.dtype, 1.0))
         call = self._call("linear", _array(residual.shape, jnp.float32), {4: 0})
         scale = np.float32(self._model.residual_scale)
         return call(x, weight.weight, count, weight.bias, residual, scale=scale)
 
-    def project(self, x: jax.Array, weight: Linear, count: jax.Array) -> jax.Array:
-        return self._product(x, weight, count, jnp.float32)
-
-    def _product(self, x: jax.Array, weight: Linear, count: jax.Array, dtype: Any) -> jax.Array:
-        call = self._call("linear", _array((len(x), weight.num_out), dtype))
-        return call(x, weight.weight, count, weight.bias, None, scale=np.float32(1.0))
-
-    def linear_norm_add(
-        self, x: jax.Array, weight: Linear, norm: jax.Array, residual: jax.Array, count: jax.Array
+    def project(
+        self, x: jax.Array, weight: Linear, count: jax.Array, scale: float = 1.0
     ) -> jax.Array:
-        y = self.project(x, weight, count)
-        call = self._call("rms_norm_add", _array(residual.shape, jnp.float32), {3: 0})
+        return self._product(x, weight, count, (jnp.float32, scale))
+
+    def _product(
+        self, x: jax.Array, weight: Linear, count: jax.Array, result: tuple[Any, float]
+    ) -> jax.Array:
+        dtype, scale = result
+        call = self._call("linear", _array((len(x), weight.num_out), dtype))
+        return call(x, weight.weight, count, weight.bias, None, scale=np.float32(scale))
+
+    def norm_add(
+        self, x: jax.Array, norm: Any, residual: jax.Array | None, count: jax.Array
+    ) -> jax.Array:
+        weight, factor = norm if isinstance(norm, ScaledNorm) else (norm, None)
+        reused = None if residual is None else {3: 0}
+        call = self._call("rms_norm_add", _array(x.shape, jnp.float32), reused)
         eps = np.float32(self._model.rms_norm_eps)
-        return call(y, norm, count, residual, eps=eps)
+        return call(x, weight, count, residual, factor, eps=eps)
 
     def gated_linear(self, x: jax.Array, weight: Linear, count: jax.Array) -> jax.Array:
         call = self._call("gated_linear", _array((len(x), weight.num_out // 2), self._spec.dtype))
         return call(x, weight.weight, count, weight.bias, activation=self._activation)
 
-    def route_experts(self, x: jax.Array, router: Linear, count: jax.Array) -> ExpertChoice:
+    def route_experts(
+        self, x: jax.Array, router: Linear, count: jax.Array, factors: Any | None = None
+    ) -> ExpertChoice:
         routing = Routing.of(self._model)
         shape = (len(x), routing.num_chosen)
         call = self._call("route_experts", (_array(shape, jnp.int32), _array(shape, jnp.float32)))
         ids, weights = call(
-            *(x, router.weight, count, router.bias),
+            *(x, router.weight, count, router.bias, factors),
             experts=routing.num_experts,
             over_chosen=routing.over_chosen,
             sigmoid=False,
@@ -277,7 +314,7 @@ class NativeOps(OpTable):
         shape = (len(x), 1)
         call = self._call("route_experts", (_array(shape, jnp.int32), _array(shape, jnp.float32)))
         ids, weights = call(
-            *(x, gate.weight, count, None),
+            *(x, gate.weight, count, None, None),
             experts=1,
             over_chosen=False,
             sigmoid=True,
@@ -297,10 +334,11 @@ class NativeOps(OpTable):
         x: jax.Array,
         weight: Linear,
         choice: ExpertChoice,
-        residual: jax.Array,
+        residual: jax.Array | None,
         count: jax.Array,
     ) -> jax.Array:
-        call = self._call("grouped_linear", _array(residual.shape, jnp.float32), {4: 0})
+        result = _array((len(x), weight.num_out), jnp.float32)
+        call = self._call("grouped_linear", result, None if residual is None else {4: 0})
         return call(x, weight.weight, count, weight.bias, residual, *choice)
 
     def rope_append_attend(
@@ -317,7 +355,7 @@ class NativeOps(OpTable):
             _array(pool.keys.shape, pool.keys.dtype),
             _array(pool.values.shape, pool.values.dtype),
         )
-        query_norm, key_norm = factors.norms or (None, None)
+        query_norm, key_norm = (*(factors.norms or ()), None, None)[:2]
         call = self._call("rope_append_attend", results, {9: 1, 10: 2})
         out, keys, values = call(
             *(qkv, step.tokens.positions, step.tokens.slots),
@@ -330,6 +368,7 @@ class NativeOps(OpTable):
             window=layer.window or _NO_WINDOW,
             soft_cap=np.float32(model.attention_soft_cap or _NO_CAP),
             norm_eps=np.float32(model.rms_norm_eps),
+            norms_values=model.has_value_norm,
         )
         return out, KVPool(keys, values)
 

@@ -61,6 +61,7 @@ from cadenza.backends.xla.ops.table import (
     Linear,
     OpTable,
     RecurrentLayer,
+    ScaledNorm,
     ScanInputs,
     ScanWeights,
     StatePool,
@@ -188,6 +189,23 @@ class ReferenceOps(OpTable):
             rows = table.weight[step.tokens.ids].astype(jnp.float32)  # [T, E]
         return rows * np.float32(self._model.embedding_scale)
 
+    def embed_for_layers(self, table: Linear, step: StepArrays) -> jax.Array:
+        inputs = self._model.layer_inputs
+        assert inputs is not None, "the model has no per-layer embeddings"
+        if table.format.is_quantised:
+            width = inputs.size * self._model.num_layers
+            rows = dequantised_rows(table.weight, step.tokens.ids, width)
+        else:
+            rows = table.weight[step.tokens.ids].astype(jnp.float32)
+        return rows * np.float32(inputs.embedding_scale)
+
+    def gate_inputs(
+        self, x: jax.Array, inputs: jax.Array, layer: int, count: jax.Array
+    ) -> jax.Array:
+        first, size = layer * x.shape[1], x.shape[1]
+        gated = _GATES[self._model.activation](x, inputs[:, first : first + size])
+        return gated.astype(self._spec.dtype)
+
     def to_activations(self, x: jax.Array, count: jax.Array) -> jax.Array:
         return x.astype(self._spec.dtype)
 
@@ -205,20 +223,32 @@ class ReferenceOps(OpTable):
             return y.astype(self._spec.dtype)
         return residual + y * np.float32(self._model.residual_scale)
 
-    def project(self, x: jax.Array, weight: Linear, count: jax.Array) -> jax.Array:
-        return _matmul(x, weight)
-
-    def linear_norm_add(
-        self, x: jax.Array, weight: Linear, norm: jax.Array, residual: jax.Array, count: jax.Array
+    def project(
+        self, x: jax.Array, weight: Linear, count: jax.Array, scale: float = 1.0
     ) -> jax.Array:
-        return residual + rms_norm(_matmul(x, weight), norm, self._model.rms_norm_eps)
+        y = _matmul(x, weight)
+        return y if scale == 1.0 else y * np.float32(scale)
+
+    def norm_add(
+        self, x: jax.Array, norm: Any, residual: jax.Array | None, count: jax.Array
+    ) -> jax.Array:
+        weight, factor = norm if isinstance(norm, ScaledNorm) else (norm, None)
+        parts = x if len(weight) == x.shape[1] else x.reshape(len(x), -1, len(weight))
+        y = rms_norm(parts, weight, self._model.rms_norm_eps).reshape(x.shape)
+        total = y if residual is None else residual + y
+        return total if factor is None else total * factor
 
     def gated_linear(self, x: jax.Array, weight: Linear, count: jax.Array) -> jax.Array:
         gate, up = jnp.split(_matmul(x, weight), 2, axis=-1)  # [T, F] each
         return _GATES[self._model.activation](gate, up).astype(self._spec.dtype)
 
-    def route_experts(self, x: jax.Array, router: Linear, count: jax.Array) -> ExpertChoice:
-        return choose_experts(_matmul(x, router), Routing.of(self._model))
+    def route_experts(
+        self, x: jax.Array, router: Linear, count: jax.Array, factors: Any | None = None
+    ) -> ExpertChoice:
+        choice = choose_experts(_matmul(x, router), Routing.of(self._model))
+        if factors is None:
+            return choice
+        return choice._replace(weights=choice.weights * jnp.asarray(factors)[choice.ids])
 
     def gate_expert(self, x: jax.Array, gate: Linear, count: jax.Array) -> ExpertChoice:
         weights = jax.nn.sigmoid(_matmul(x, gate)) * np.float32(self._model.residual_scale)
@@ -235,9 +265,11 @@ class ReferenceOps(OpTable):
         x: jax.Array,
         weight: Linear,
         choice: ExpertChoice,
-        residual: jax.Array,
+        residual: jax.Array | None,
         count: jax.Array,
     ) -> jax.Array:
+        if residual is None:
+            residual = jnp.zeros((len(x), weight.num_out), jnp.float32)
         return grouped_linear(x, weight, choice, residual)
 
     def rope_append_attend(
@@ -250,19 +282,20 @@ class ReferenceOps(OpTable):
     ) -> tuple[jax.Array, KVPool]:
         qkv, shape, eps = given.qkv, layer.heads, self._model.rms_norm_eps
         heads = qkv.astype(jnp.float32).reshape(len(qkv), -1, shape.head_dim)  # [T, H, D]
-        query, key, value = jnp.split(
-            heads, [shape.num_heads, shape.num_heads + shape.num_kv_heads], axis=1
-        )
-        if factors.norms is not None:
-            query_norm, key_norm = factors.norms
-            query, key = norm_heads(query, query_norm, eps), norm_heads(key, key_norm, eps)
+        first, second = shape.num_heads, shape.num_heads + shape.num_kv_heads
+        query, key, value = heads[:, :first], heads[:, first:second], heads[:, second:]
         turns = factors.rope[step.tokens.positions]  # [T, rotary_dim]
+        query_scale = None
         if turns.shape[1] % 2:
-            turns, scale = turns[:, :-1], turns[:, -1]
-            query = query * scale[:, None, None]
-        query, key = rotate(query, turns), rotate(key, turns)
-        key, value = key.astype(self._spec.dtype), value.astype(self._spec.dtype)
-        pool = _append(pool, key, value, (step.tokens.slots, layer.index))
+            turns, query_scale = turns[:, :-1], turns[:, -1]
+        if key.shape[1]:
+            key, value = self._keys_and_values(key, value, factors, turns)
+            pool = _append(pool, key, value, (step.tokens.slots, layer.index))
+        if factors.norms is not None:
+            query = norm_heads(query, factors.norms[0], eps)
+        if query_scale is not None:
+            query = query * query_scale[:, None, None]
+        query = rotate(query, turns)
         if not self._spec.has_kv_codes:
             query = query.astype(self._spec.dtype)
         grouped = query.reshape(len(qkv), shape.num_kv_heads, -1, shape.head_dim)
@@ -270,6 +303,19 @@ class ReferenceOps(OpTable):
         if given.gate is not None:
             out = out * jax.nn.sigmoid(given.gate.astype(jnp.float32))
         return out.astype(self._spec.dtype), pool
+
+    def _keys_and_values(
+        self, key: jax.Array, value: jax.Array, factors: HeadFactors, turns: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Keys and values [T, Hkv, D] as they are kept; without values these are made of keys."""
+        eps, dtype = self._model.rms_norm_eps, self._spec.dtype
+        if not value.shape[1]:
+            value = key
+        if factors.norms is not None:
+            key = norm_heads(key, factors.norms[1], eps)
+        if self._model.has_value_norm:
+            value = rms_norm(value, jnp.ones((), jnp.float32), eps)
+        return rotate(key, turns).astype(dtype), value.astype(dtype)
 
     def new_state_pool(self, num_slots: int, num_layers: int, shape: Recurrence) -> StatePool:
         inputs = (num_slots, num_layers, shape.num_inputs - 1, shape.num_channels)

@@ -98,22 +98,32 @@ class ExpertChoice(NamedTuple):
     weights: jax.Array  # [T, A]
 
 
+class ScaledNorm(NamedTuple):
+    """A norm whose sum with the residual stream is multiplied by a number."""
+
+    weight: Any  # [E]
+    factor: Any  # [1]
+
+
 class HeadFactors(NamedTuple):
     """The parameters that turn projections into query and key heads: norm weights and rope.
 
     A norm of D values is applied to each head; a longer one is applied across all heads.
     """
 
-    norms: tuple[Any, ...] | None  # [D] each, or [Hq D] and [Hkv D]
+    norms: tuple[Any, ...] | None  # [D] each, or [Hq D] and [Hkv D]; the first alone without keys
     rope: Any  # [positions, rotary_dim]: cosines, then sines; no rotation without columns
     """With an odd number of columns the last one has what queries are multiplied by."""
     sinks: Any | None = None  # [Hq]: a score beside those of the tokens, whose value is 0
 
 
 class HeadInputs(NamedTuple):
-    """The projections of the normed stream, as activations."""
+    """The projections of the normed stream, as activations.
 
-    qkv: jax.Array  # [T, (Hq + 2 Hkv) D]
+    Without values they are made of the keys; without keys, too, those of another layer are read.
+    """
+
+    qkv: jax.Array  # [T, (Hq + 2 Hkv) D], [T, (Hq + Hkv) D] or [T, Hq D]
     gate: jax.Array | None = None  # [T, Hq D]: its sigmoid multiplies the output
 
 
@@ -348,6 +358,17 @@ class OpTable(ABC):
         """Residual stream [T, E], float32, scaled by the model's `embedding_scale`."""
 
     @abstractmethod
+    def embed_for_layers(self, table: Linear, step: StepArrays) -> jax.Array:
+        """The rows of the per-layer embedding's table: float32 [T, layers P], times sqrt(P / 2)."""
+
+    @abstractmethod
+    def gate_inputs(
+        self, x: jax.Array, inputs: jax.Array, layer: int, count: jax.Array
+    ) -> jax.Array:
+        """activation(x) * the layer's part of `inputs` [T, layers P]: float32 [T, P] to
+        activations."""
+
+    @abstractmethod
     def to_activations(self, x: jax.Array, count: jax.Array) -> jax.Array:
         """Casts x [T, E] from float32 to the type of the activations."""
 
@@ -373,24 +394,38 @@ class OpTable(ABC):
         """
 
     @abstractmethod
-    def project(self, x: jax.Array, weight: Linear, count: jax.Array) -> jax.Array:
-        """x W, [·, K] to float32 [·, N]: a residual stream."""
+    def project(
+        self, x: jax.Array, weight: Linear, count: jax.Array, scale: float = 1.0
+    ) -> jax.Array:
+        """scale * x W, [·, K] to float32 [·, N]: a residual stream."""
 
     @abstractmethod
-    def linear_norm_add(
-        self, x: jax.Array, weight: Linear, norm: jax.Array, residual: jax.Array, count: jax.Array
+    def norm_add(
+        self, x: jax.Array, norm: Any, residual: jax.Array | None, count: jax.Array
     ) -> jax.Array:
-        """Float32 `residual` [·, N] + rms_norm(x W)."""
+        """Float32 `residual`, if any, + rms_norm(x) [·, N], times the factor of a `ScaledNorm`.
+
+        A norm of P values norms each P of the N by themselves.
+        """
+
+    def linear_norm_add(
+        self, x: jax.Array, weight: Linear, norm: Any, residual: jax.Array, count: jax.Array
+    ) -> jax.Array:
+        """Float32 `residual` [·, N] + rms_norm(x W), times the factor of a `ScaledNorm`."""
+        return self.norm_add(self.project(x, weight, count), norm, residual, count)
 
     @abstractmethod
     def gated_linear(self, x: jax.Array, weight: Linear, count: jax.Array) -> jax.Array:
         """activation(x Wg) * (x Wu): [T, E] to activations [T, F]."""
 
     @abstractmethod
-    def route_experts(self, x: jax.Array, router: Linear, count: jax.Array) -> ExpertChoice:
+    def route_experts(
+        self, x: jax.Array, router: Linear, count: jax.Array, factors: Any | None = None
+    ) -> ExpertChoice:
         """The experts of x [T, E] with the largest router logits; ties go to the lowest id.
 
-        Their weights follow the model's `experts` and include its `residual_scale`.
+        Their weights follow the model's `experts` and include its `residual_scale`, and the
+        `factors` [X] of the experts if there are any.
         """
 
     @abstractmethod
@@ -410,10 +445,11 @@ class OpTable(ABC):
         x: jax.Array,
         weight: Linear,
         choice: ExpertChoice,
-        residual: jax.Array,
+        residual: jax.Array | None,
         count: jax.Array,
     ) -> jax.Array:
-        """Float32 `residual` [T, E] + the weighted sum over a token's experts, x [T, A, F]."""
+        """The weighted sum over a token's experts, x [T, A, F], float32 [T, E]; with `residual`,
+        its sum with that."""
 
     @abstractmethod
     def rope_append_attend(
@@ -426,6 +462,7 @@ class OpTable(ABC):
     ) -> tuple[jax.Array, KVPool]:
         """Norms and rotates q and k, writes k and v to their slots, and computes attention.
 
+        Values are normed if the model says so; without keys in `given` nothing is written.
         Returns activations [T, Hq D] and the pool, updated in place.
         """
 
