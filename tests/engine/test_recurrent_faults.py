@@ -27,7 +27,7 @@ RECURRENT = replace(LIMITS, num_state_slots=10, state_snapshot_interval=16)
 
 @pytest.mark.parametrize("kind", ["launch raises", "result raises", "no row finite"])
 @pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("at", by_day(range(120), {0, 7, 23, 40, 61}))
+@pytest.mark.parametrize("at", by_day(range(0, 120, 9), {0, 9, 27, 45, 63}))
 def test_states_of_a_step_that_failed_are_not_started_from(
     kind: FaultKind, loop: SchedulerLoop, at: int
 ) -> None:

@@ -196,8 +196,9 @@ ENGINE_FLAGS: Mapping[str, Flag] = {
         "The most of the KV pages that may hold prefixes for reuse, in use or not.", metavar="SHARE"
     ),
     "max_state_snapshots": _number(
-        "Of a model with recurrent state, states kept for prompts that begin alike, at most: as "
-        "many as fit a quarter of the memory that is left; auto: one for each row, at least 16."
+        "Of a model with recurrent state, slots for states of prompts that begin alike, beside two "
+        "for each row, as far as they fit a quarter of the memory that is left; auto: one for each "
+        "row, at least 16."
     ),
     "state_snapshot_interval": _number(
         "Tokens of a prompt between two such states, beside those at its end and where it parts "
