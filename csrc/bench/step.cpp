@@ -123,7 +123,7 @@ struct Step {
     task.layer = l;
     task.heads = shape.heads;
     task.kv_heads = shape.kv_heads;
-    task.head_size = task.rotary_size = shape.size;
+    task.head_size = task.value_size = task.rotary_size = shape.size;
     task.rope_rows = kMaxContext;
     task.scale = 0.125f;
     task.qkv = wide;

@@ -1,4 +1,5 @@
-// Plans ragged attention: its units, whether rows are split by spans, and when keys are appended.
+// Plans ragged attention: its units, whether rows are split by spans or by heads, and when keys are
+// appended.
 #include <algorithm>
 
 #include "core/ops.h"
@@ -51,7 +52,7 @@ int64_t most_unsplit_work(const AttendTask& task, int threads) {
   if (threads == 1) return INT64_MAX;
   int64_t work = 0;
   for_each_block(task, [&](int64_t, const QueryBlock& block) { work += block.work(); });
-  return work * task.kv_heads / (8 * threads);
+  return work * task.unit_heads() / (8 * threads);
 }
 
 class Planner {
@@ -60,13 +61,13 @@ class Planner {
       : task_(task), most_unsplit_work_(most_unsplit_work(task, threads)) {
     int64_t most = 0;
     for_each_block(task, [&](int64_t, const QueryBlock& block) {
-      most += task.kv_heads * (is_split(block) ? block.num_spans() : 1);
+      most += task.unit_heads() * (is_split(block) ? block.num_spans() : 1);
     });
     units_ = scratch.take<AttendUnit>(most);
     groups_ = scratch.take<MergeGroup>(most);
     for_each_block(task, [&](int64_t row, const QueryBlock& block) {
       has_blocks_ |= block.begin > 0;
-      for (int64_t head = 0; head < task.kv_heads; head++) add_block(row, head, block);
+      for (int64_t head = 0; head < task.unit_heads(); head++) add_block(row, head, block);
     });
   }
 
@@ -76,7 +77,9 @@ class Planner {
   int64_t num_groups() const { return num_groups_; }
   int64_t num_partials() const { return num_partials_; }
   // True if each (row, KV head) is one unit, which then appends its keys before it attends.
-  bool append_inside() const { return appends() && !has_blocks_ && num_groups_ == 0; }
+  bool append_inside() const {
+    return appends() && !has_blocks_ && num_groups_ == 0 && task_.head_parts == 1;
+  }
   bool append_before() const { return appends() && !append_inside(); }
 
  private:
@@ -111,28 +114,45 @@ class Planner {
   bool has_blocks_ = false;
 };
 
+// Parts of the query heads of latents, which share their only key, so that few rows are a unit or
+// more for each thread. A part has at least kMinPartHeads: each reads the keys anew.
+constexpr int64_t kMinPartHeads = 8;
+int64_t num_head_parts(const AttendTask& task, int threads) {
+  int64_t units = 0, parts = 1;
+  for_each_block(task, [&](int64_t, const QueryBlock& block) { units += block.num_spans(); });
+  for (int64_t more = 2; units * parts < threads && task.heads / more >= kMinPartHeads; more++) {
+    if (task.heads % more == 0) parts = more;
+  }
+  return parts;
+}
+
 struct AttendKernels {
   UnitFn append, attend, merge;
 };
 
-AttendKernels attend_kernels(const Runtime& runtime, DType dtype, KvFormat format) {
+AttendKernels attend_kernels(const Runtime& runtime, DType dtype, const AttendTask& task) {
   const int type = static_cast<int>(dtype);
-  if (format == KvFormat::kInt8) {
+  if (task.kv_format == KvFormat::kInt8) {
     const IntegerKernels& table = runtime.integer;
     return {table.append[type], table.attend[type], table.merge[type]};
   }
   const KernelTable& table = runtime.kernels;
+  if (task.has_latents()) {
+    return {table.append_latents[type], table.attend_latents[type], table.merge[type]};
+  }
   return {table.append[type], table.attend[type], table.merge[type]};
 }
 
 }  // namespace
 
-void rope_append_attend(const Runtime& runtime, DType dtype, const AttendTask& task) {
-  if (task.num_tokens == 0) return;
+void rope_append_attend(const Runtime& runtime, DType dtype, const AttendTask& whole) {
+  if (whole.num_tokens == 0) return;
   Executor::Lease lease(runtime.executor);
-  const AttendKernels kernels = attend_kernels(runtime, dtype, task.kv_format);
+  AttendTask task = whole;
+  if (task.has_latents()) task.head_parts = num_head_parts(task, lease.num_threads());
+  const AttendKernels kernels = attend_kernels(runtime, dtype, task);
   Planner planner(task, lease.num_threads(), lease.scratch());
-  int64_t stride = round_up(task.head_size + 2, kLanes);
+  int64_t stride = round_up(task.value_size + 2, kLanes);
   float* partials = lease.scratch().take<float>(planner.num_partials() * stride);
   AttendPlan plan{&task, planner.units(), planner.num_units(), planner.append_inside(), partials};
   if (planner.append_before()) {

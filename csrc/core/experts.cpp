@@ -1,4 +1,5 @@
-// Mixture of experts: groups rows by expert and partitions the products into units.
+// Mixture of experts: groups rows by expert and partitions the products into units. And products
+// with a weight for each head, whose groups have all rows.
 #include <cstring>
 
 #include "core/partition.h"
@@ -80,6 +81,33 @@ const int32_t* const* orders_of_pairs(Arena& scratch, const Sorted& sorted, cons
   return orders;
 }
 
+struct HeadGather {
+  const HeadLinearTask* task;
+  size_t element_bytes;
+  char* out;
+};
+
+// Unit i is row i % rows of head i / rows.
+void gather_head_units(const void* context, int64_t begin, int64_t end, Worker&) {
+  const auto& gather = *static_cast<const HeadGather*>(context);
+  const HeadLinearTask& task = *gather.task;
+  const size_t bytes = size_t(task.k) * gather.element_bytes;
+  for (int64_t i = begin; i < end; i++) {
+    const int64_t place = (i % task.rows * task.heads + i / task.rows) * task.stride;
+    std::memcpy(gather.out + size_t(i) * bytes,
+                static_cast<const char*>(task.x) + size_t(place) * gather.element_bytes, bytes);
+  }
+}
+
+// The rows of each head, one head after the other.
+const void* gather_heads(Executor::Lease& lease, ProductTypes types, const HeadLinearTask& task) {
+  const int64_t row_bytes = activation_row_bytes(types, task.k), num_rows = task.heads * task.rows;
+  char* out = lease.scratch().take<char>(num_rows * row_bytes);
+  HeadGather context{&task, size_t(row_bytes / task.k), out};
+  lease.run({gather_head_units, &context, num_rows, 16}, num_rows * row_bytes > kMinParallelBytes);
+  return out;
+}
+
 // The rows of x in the order of `sorted.pairs`, as the products read them. Each row is quantised once,
 // unless experts read its elements in orders of their own.
 const void* gathered_rows(const Runtime& runtime, Executor::Lease& lease, ProductTypes types,
@@ -136,6 +164,28 @@ void grouped_gated_linear(const Runtime& runtime, ProductTypes types,
   GroupedGatedUnits context{&task, {sorted.groups, sorted.num_groups, sorted.pairs, x}};
   lease.run({kernels.grouped_gated, &context, units, kMaxPanels},
             sorted.num_pairs * product.f * product.k > kMinParallelOps);
+}
+
+void head_linear(const Runtime& runtime, ProductTypes types, const HeadLinearTask& task) {
+  if (task.rows == 0) return;
+  Executor::Lease lease(runtime.executor);
+  const ProductKernels kernels = product_kernels(runtime, types);
+  const int64_t num_rows = task.heads * task.rows, panels = ceil_div(task.n, kPanel);
+  Sorted sorted{lease.scratch().take<ExpertGroup>(task.heads), task.heads, num_rows, nullptr};
+  const Grid grid = partition_product(task.rows, task.k, panels, {kernels.max_rows, 1});
+  for (int64_t head = 0; head < task.heads; head++) {
+    sorted.groups[head] = {head, head * task.rows, task.rows, head * grid.units(), grid};
+  }
+  const void* x = gather_heads(lease, types, task);
+  if (is_quantised(types.weight)) {
+    const bool has_orders = input_order(task.w) != nullptr;
+    x = quantise_rows(runtime, lease, types,
+                      {num_rows, task.k, x, nullptr,
+                       has_orders ? orders_of_pairs(lease.scratch(), sorted, task.w) : nullptr});
+  }
+  HeadLinearUnits context{&task, {sorted.groups, task.heads, nullptr, x}};
+  lease.run({kernels.head_linear, &context, task.heads * grid.units(), kMaxPanels},
+            num_rows * task.n * task.k > kMinParallelOps);
 }
 
 void grouped_linear(const Runtime& runtime, ProductTypes types, const GroupedLinearTask& task) {

@@ -53,6 +53,10 @@ struct GroupedLinearUnits {
   const GroupedLinearTask* task;
   ExpertGroups experts;
 };
+struct HeadLinearUnits {
+  const HeadLinearTask* task;
+  ExpertGroups heads;
+};
 
 // The products of e4m3 weights, indexed by the activations' DType.
 struct Float8Kernels {
@@ -62,6 +66,7 @@ struct Float8Kernels {
   UnitFn logits[2];
   UnitFn grouped_gated[2];
   UnitFn grouped_linear[2];
+  UnitFn head_linear[2];
 };
 
 struct KernelTable {
@@ -75,6 +80,8 @@ struct KernelTable {
   UnitFn embed[2];
   UnitFn append[2];
   UnitFn attend[2];
+  UnitFn append_latents[2];
+  UnitFn attend_latents[2];
   UnitFn merge[2];
   UnitFn delta_convolve[2];  // of GatedDeltaTask: queries, keys and values
   UnitFn gated_delta[2];     // and what follows from them
@@ -87,6 +94,7 @@ struct KernelTable {
   UnitFn route;
   UnitFn grouped_gated[2];
   UnitFn grouped_linear[2];
+  UnitFn head_linear[2];
   UnitFn read;  // read and multiply only measure the roofline
   UnitFn multiply[2];
   Float8Kernels float8;
@@ -108,6 +116,7 @@ struct IntegerKernels {
   UnitFn logits;
   UnitFn grouped_gated[2];
   UnitFn grouped_linear[2];
+  UnitFn head_linear[2];
 };
 
 }  // namespace cadenza

@@ -31,6 +31,8 @@ void route_experts(const Runtime& runtime, ProductTypes types, const RouteTask& 
 void grouped_gated_linear(const Runtime& runtime, ProductTypes types,
                           const GroupedGatedTask& task);
 void grouped_linear(const Runtime& runtime, ProductTypes types, const GroupedLinearTask& task);
+// Multi-head latent attention: the absorbed weights of each head.
+void head_linear(const Runtime& runtime, ProductTypes types, const HeadLinearTask& task);
 // Number of experts chosen by at least one row.
 int64_t count_active_experts(const ExpertChoice& choice, int64_t rows);
 

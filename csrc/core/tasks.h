@@ -38,11 +38,19 @@ struct GatedTask {
   void* out;  // activation dtype [rows, F]
 };
 
+// A choice of experts by sigmoids of the logits plus a bias, which the weights are without, among the
+// groups of consecutive experts with the largest sums of their two best.
+struct BiasedChoice {
+  const float* bias = nullptr;  // [X]; null: the choice is by the logits
+  int64_t num_groups = 1, num_chosen_groups = 1;
+};
+
 struct RouteTask {
   LinearTask product;  // n = X; residual and out unused
   int64_t num_chosen;
   bool over_chosen;  // the weights are divided by the sum of the chosen ones
   bool sigmoid;      // weights are sigmoids of the logits, in place of their softmax over all
+  BiasedChoice choice;
   float scale;       // multiplies the weights
   const float* factors = nullptr;  // [X]: multiply the weights of each expert; or null
   int32_t* ids;      // [rows, C], in descending order of logits, ties to the lowest id
@@ -67,6 +75,15 @@ struct GroupedLinearTask {
   LinearTask product;  // x [rows, C, K], w [X] packed weights, bias [X, N] or null
   ExpertChoice choice;
   const float* weights;  // [rows, C]: weight of each expert's output in the row's sum
+};
+
+// The product of each head's part of a row with a weight of the head's own.
+struct HeadLinearTask {
+  int64_t rows, heads, n, k;
+  int64_t stride;  // elements of x from one head to the next; the first k are multiplied
+  const void* x;   // activation dtype [rows, heads, stride]
+  const void* w;   // [heads] packed weights
+  void* out;       // activation dtype [rows, heads, N]
 };
 
 struct NormTask {
@@ -113,12 +130,25 @@ struct EmbedTask {
   float* out;  // [rows, width]
 };
 
+// What attention over latents (multi-head latent attention) reads in place of qkv. A token's key, D =
+// L + rotary size values for all heads, is its normed latent and a rotated part; its value is the
+// latent.
+struct LatentInputs {
+  const void* absorbed = nullptr;  // activation dtype [T, Hq, L]: queries times the keys' weights
+  const void* queries = nullptr;   // activation dtype [T, Hq, query_size]: rotated at their ends
+  const float* keys = nullptr;     // [T, D]: latents before their norm (k_weight), rotated at their ends
+  int64_t query_size = 0;
+  bool pairs_neighbours = true;    // elements 2 i and 2 i + 1 are rotated together, not two halves
+};
+
 struct AttendTask {
   int64_t rows, num_tokens, pages_per_row, page_size, num_pages;
   int64_t num_layers = 1, layer = 0;  // layers in the pools, and the layer to attend
   int64_t heads, kv_heads, head_size, rotary_size, rope_rows;
   bool has_query_factors = false;  // a last column of `rope`: what queries are multiplied by
-  float scale, soft_cap;  // soft_cap 0: none
+  int64_t value_size;      // of a head's value; head_size but for latents
+  int64_t head_parts = 1;  // units that share the query heads of a KV head
+  float scale, soft_cap;   // soft_cap 0: none
   int64_t window;         // 0: none
   // Keys and values of qkv: 2 for both; 1 for keys, of which the values are made; 0 for queries alone,
   // with which nothing is appended.
@@ -137,12 +167,16 @@ struct AttendTask {
   bool norm_spans_heads;  // one RMS over all query heads of a token, and one over all key heads
   const float* sinks = nullptr;  // [Hq]: a score beside those of the tokens, whose value is 0; or null
   const void* gate = nullptr;    // activation dtype [T, Hq D]: its sigmoid multiplies the output; or null
+  LatentInputs latent;           // in place of qkv; the pool of values is then null
   KvFormat kv_format = KvFormat::kActivations;
   void* k_pool;  // [num_pages, layers, Hkv, S, D]; layout of [S, D]: kernels/kv.h
   void* v_pool;
   void* out;  // [T, Hq D]
 
-  int64_t group() const { return heads / kv_heads; }
+  // Query heads of a unit, and the units of each query.
+  int64_t group() const { return heads / (kv_heads * head_parts); }
+  int64_t unit_heads() const { return kv_heads * head_parts; }
+  bool has_latents() const { return latent.absorbed != nullptr; }
   int64_t rope_columns() const { return rotary_size + (has_query_factors ? 1 : 0); }
   int64_t qkv_width() const { return (heads + kv_parts * kv_heads) * head_size; }
   // The head of qkv of which a value is made.
@@ -156,9 +190,10 @@ struct AttendTask {
   }
 };
 
-// A range of one row's queries for one KV head, over a range of the row's spans.
+// A range of one row's queries for one KV head or a part of its query heads, over a range of the
+// row's spans.
 struct AttendUnit {
-  int32_t row, kv_head;
+  int32_t row, unit_head;
   int32_t query_begin, query_end;  // within the row
   int32_t span_begin, span_end;
   int64_t partial;  // index of the unit's first partial result; -1: the unit writes the output
@@ -169,7 +204,7 @@ struct AttendPlan {
   const AttendUnit* units;
   int64_t num_units;
   bool append_inside;  // each unit appends the new keys and values of its row and KV head
-  float* partials;     // [.., D + 2, padded to kLanes]: numerator, maximum, denominator
+  float* partials;     // [.., value size + 2, padded to kLanes]: numerator, maximum, denominator
 };
 
 // The units of one query block whose (row, KV head) is split by spans; one unit per span.

@@ -33,6 +33,7 @@ AttendTask shapes(const AttendBuffers& b, const AttendAttrs& attrs) {
     task.kv_format = KvFormat::kInt8;
     task.head_size -= kv_code_bytes(0);
   }
+  task.value_size = task.head_size;
   task.heads = attrs.heads;
   task.rope_rows = dim(b.rope, 0);
   task.rotary_size = dim(b.rope, 1) / 2 * 2;
@@ -164,6 +165,110 @@ ffi::Error rope_append_attend_call(Any qkv, Any positions, Any slot_mapping, Any
     attend({qkv, positions, slot_mapping, query_starts, kv_lens, page_table, rope, q_weight,
             k_weight, k_pool, v_pool, sinks, gate, *out, *k_out, *v_out},
            {layer, heads, window, scale, soft_cap, norm_eps, norms_values});
+  });
+}
+
+namespace {
+
+struct LatentBuffers {
+  Any absorbed, queries, keys, positions, slot_mapping, query_starts, kv_lens, page_table, rope,
+      norm, pool, out, pool_out;
+};
+
+AttendTask latent_task(const LatentBuffers& b, int64_t layer, int64_t heads) {
+  AttendTask task{};
+  task.rows = dim(b.kv_lens, 0);
+  task.pages_per_row = dim(b.page_table, 1);
+  task.num_pages = dim(b.pool, 0);
+  task.num_layers = dim(b.pool, 1);
+  task.layer = layer;
+  task.kv_heads = 1;
+  task.page_size = dim(b.pool, 3);
+  task.head_size = dim(b.pool, 4);
+  task.heads = heads;
+  task.rope_rows = dim(b.rope, 0);
+  task.rotary_size = dim(b.rope, 1);
+  task.value_size = task.head_size - task.rotary_size;
+  task.latent.query_size = heads > 0 ? dim(b.queries, 1) / heads : 0;
+  task.num_tokens = int32(b.query_starts)[task.rows];
+  return task;
+}
+
+void check_latents(const LatentBuffers& b, const AttendTask& task, DType dtype) {
+  require(b.pool.element_type() == pool_type(task, dtype) && dim(b.pool, 2) == 1,
+          "the pool must be u16 beside bf16, or f32 beside f32, with one KV head");
+  require(b.pool_out.untyped_data() == b.pool.untyped_data(),
+          "the pool must be donated and aliased to the result");
+  require(task.layer >= 0 && task.layer < task.num_layers, "layer is outside the pool's layers");
+  require(task.page_size % kLanes == 0, "the page size must be a multiple of 16");
+  require(task.head_size <= 1024 && task.value_size > 0 && task.value_size % kLanes == 0 &&
+              task.rotary_size > 0 && task.rotary_size % kLanes == 0,
+          "the latent and the rotary size must be multiples of 16, at most 1024 together");
+  require(task.heads > 0 && dim(b.absorbed, 1) == task.heads * task.value_size,
+          "absorbed must be [T, Hq L]");
+  require(element_type(b.queries) == dtype && dim(b.queries, 1) % task.heads == 0 &&
+              task.latent.query_size >= task.rotary_size,
+          "queries must be [T, Hq Dq] of absorbed's type, Dq at least the rotary size");
+  require(b.keys.element_type() == ffi::F32 && dim(b.keys, 1) == task.head_size,
+          "keys must be f32 [T, L + rotary size]");
+  require(dim(b.norm, 0) == task.value_size, "norm must be f32 [L]");
+  require(dim(b.query_starts, 0) == task.rows + 1, "query_starts must be [R + 1]");
+  require(dim(b.page_table, 0) == task.rows, "page_table must be [R, P]");
+  require(task.num_tokens >= 0 && task.num_tokens <= dim(b.absorbed, 0) &&
+              task.num_tokens <= dim(b.queries, 0) && task.num_tokens <= dim(b.keys, 0),
+          "query_starts ends outside the padded tokens");
+}
+
+int64_t latent_bytes_read(const AttendTask& task, DType dtype) {
+  int64_t contexts = 0;
+  for (int64_t row = 0; row < task.rows; row++) {
+    if (task.query_starts[row + 1] > task.query_starts[row]) contexts += task.kv_lens[row];
+  }
+  const int64_t of_queries = task.heads * (task.value_size + task.rotary_size) * bytes_of(dtype);
+  return contexts * task.head_size * bytes_of(dtype) +
+         task.num_tokens * (of_queries + task.head_size * int64_t(sizeof(float)));
+}
+
+}  // namespace
+
+// cadenza_latent_attend: absorbed act [T, Hq L]; queries act [T, Hq Dq], each head rotated at its
+// end; keys f32 [T, L + rotary size]: latents, and what is rotated; positions [T]; slot_mapping [T];
+// query_starts [R + 1]; kv_lens [R]; page_table [R, P]; rope f32 [positions, rotary size]; norm f32
+// [L], of latents; pool act [pages, layers, 1, S, L + rotary size], bf16 as its bits in u16. Results
+// act [T, Hq L], and the pool, which must be donated and alias operand 10. Attributes: layer i64;
+// heads i64; scale f32; norm_eps f32; pairs_neighbours bool.
+//
+// Attention of absorbed queries over normed latents (multi-head latent attention), which are keys
+// and values of all heads; rows, positions and slots as for rope_append_attend. With
+// pairs_neighbours elements 2 i and 2 i + 1 are rotated together, else those of two halves.
+ffi::Error latent_attend_call(Any absorbed, Any queries, Any keys, Any positions, Any slot_mapping,
+                              Any query_starts, Any kv_lens, Any page_table, Any rope, Any norm,
+                              Any pool, AnyResult out, AnyResult pool_out, int64_t layer,
+                              int64_t heads, float scale, float norm_eps, bool pairs_neighbours) {
+  return guarded("cadenza_latent_attend", [&] {
+    ProfileScope profile(Op::kRopeAppendAttend);
+    const LatentBuffers b{absorbed, queries, keys, positions, slot_mapping, query_starts, kv_lens,
+                          page_table, rope, norm, pool, *out, *pool_out};
+    const DType dtype = element_type(absorbed);
+    AttendTask task = latent_task(b, layer, heads);
+    check_latents(b, task, dtype);
+    task.scale = scale;
+    task.norm_eps = norm_eps;
+    task.latent.absorbed = absorbed.untyped_data();
+    task.latent.queries = queries.untyped_data();
+    task.latent.keys = data<float>(keys);
+    task.latent.pairs_neighbours = pairs_neighbours;
+    task.positions = int32(positions);
+    task.slot_mapping = int32(slot_mapping);
+    task.query_starts = int32(query_starts);
+    task.kv_lens = int32(kv_lens);
+    task.page_table = int32(page_table);
+    task.rope = data<float>(rope);
+    task.k_weight = optional_f32(norm);
+    task.k_pool = pool_out->untyped_data();
+    task.out = out->untyped_data();
+    if (profile.is_on()) profile.reads(latent_bytes_read(task, dtype));
+    rope_append_attend(runtime(), dtype, task);
   });
 }
 

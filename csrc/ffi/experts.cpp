@@ -29,16 +29,19 @@ void count_reads(ProfileScope& profile, const Any& w, const Any& bias, const Exp
 }  // namespace
 
 // cadenza_route_experts: x act [T, K]; w packed; count; bias f32 [X] or [0]; factors f32 [X] or [0],
-// which multiply the weights of each expert. Results ids [T, C], weights f32 [T, C]. Attributes:
-// experts i64 (X); over_chosen bool; sigmoid bool; scale f32.
+// which multiply the weights of each expert; choice_bias f32 [X] or [0]. Results ids [T, C], weights
+// f32 [T, C]. Attributes: experts i64 (X); over_chosen bool; sigmoid bool; groups i64; chosen_groups
+// i64; scale f32.
 //
 // Chooses the C largest logits (f32, bias included) of each row in descending order, ties to the
 // lowest id. Weights are a softmax over all experts, or with sigmoid the sigmoids of their logits;
 // with over_chosen they are divided by their sum over those C; times scale.
+// A choice bias is added to the sigmoids by which experts are then chosen, in the chosen_groups of
+// `groups` groups of consecutive experts whose two best have the largest sums.
 // A row whose largest logit is NaN or infinite gets ids 0 to C - 1 and NaN weights.
-ffi::Error route_experts_call(Any x, Any w, Any count, Any bias, Any factors, AnyResult ids,
-                              AnyResult weights, int64_t experts, bool over_chosen, bool sigmoid,
-                              float scale) {
+ffi::Error route_experts_call(Any x, Any w, Any count, Any bias, Any factors, Any choice_bias,
+                              AnyResult ids, AnyResult weights, int64_t experts, bool over_chosen,
+                              bool sigmoid, int64_t groups, int64_t chosen_groups, float scale) {
   return guarded("cadenza_route_experts", [&] {
     ProfileScope profile(Op::kRouteExperts);
     ProductTypes types = product_types(x, w);
@@ -66,6 +69,11 @@ ffi::Error route_experts_call(Any x, Any w, Any count, Any bias, Any factors, An
             "the experts' factors must be f32 [X] or empty");
     task.over_chosen = over_chosen;
     task.sigmoid = sigmoid;
+    task.choice = {optional_f32(choice_bias), groups, chosen_groups};
+    require(task.choice.bias == nullptr || (sigmoid && dim(choice_bias, 0) == experts),
+            "a choice bias must be f32 [X], beside sigmoids");
+    require(groups > 0 && experts % groups == 0 && chosen_groups > 0 && chosen_groups <= groups,
+            "groups must divide the experts, and those chosen be among them");
     task.scale = scale;
     task.ids = static_cast<int32_t*>(ids->untyped_data());
     task.weights = static_cast<float*>(weights->untyped_data());
@@ -143,6 +151,36 @@ ffi::Error grouped_linear_call(Any x, Any w, Any count, Any bias, Any residual, 
     int64_t x_bytes = choice.num_pairs(task.rows) * task.k * bytes_of(dtype);
     count_reads(profile, w, bias, choice, task.rows, x_bytes);
     grouped_linear(runtime(), types, {task, choice, data<float>(weights)});
+  });
+}
+
+// cadenza_head_linear: x act [T, Hq D]; w packed weights [Hq, ...] of N columns; count. Result act
+// [T, Hq N]: the first `width` elements of each head's part of x, multiplied by the head's weight.
+// Attribute: width i64.
+ffi::Error head_linear_call(Any x, Any w, Any count, AnyResult out, int64_t width) {
+  return guarded("cadenza_head_linear", [&] {
+    ProfileScope profile(Op::kLinear);
+    ProductTypes types = product_types(x, w);
+    HeadLinearTask task{};
+    task.heads = dim(w, 0);
+    require(task.heads > 0 && dim(x, 1) % task.heads == 0 && dim(*out, 1) % task.heads == 0,
+            "x must be [T, Hq D] and the result [T, Hq N]");
+    task.rows = true_count(count, dim(*out, 0));
+    task.n = dim(*out, 1) / task.heads;
+    task.k = width;
+    task.stride = dim(x, 1) / task.heads;
+    require(dim(x, 0) >= task.rows, "x has too few rows");
+    require(width > 0 && width <= task.stride, "the width must be within a head's part of x");
+    require_packed_experts(w, task.n, task.k);
+    require(element_type(*out) == types.activation, "the result must have x's type");
+    task.x = x.untyped_data();
+    task.w = w.untyped_data();
+    task.out = out->untyped_data();
+    if (profile.is_on()) {
+      profile.reads(int64_t(w.size_bytes()));
+      profile.reads(task.rows * dim(x, 1) * bytes_of(types.activation));
+    }
+    head_linear(runtime(), types, task);
   });
 }
 

@@ -103,11 +103,14 @@ constexpr Operation kOperations[] = {
     operation<take_rows_call>("take_rows"),
     operation<linear_call>("linear scale"),
     operation<gated_linear_call>("gated_linear activation"),
-    operation<route_experts_call>("route_experts experts over_chosen sigmoid scale"),
+    operation<route_experts_call>(
+        "route_experts experts over_chosen sigmoid groups chosen_groups scale"),
     operation<grouped_gated_linear_call>("grouped_gated_linear activation"),
     operation<grouped_linear_call>("grouped_linear"),
     operation<rope_append_attend_call>(
         "rope_append_attend layer heads scale window soft_cap norm_eps norms_values"),
+    operation<latent_attend_call>("latent_attend layer heads scale norm_eps pairs_neighbours"),
+    operation<head_linear_call>("head_linear width"),
     operation<gated_delta_call>("gated_delta layer key_heads tiled norm_eps"),
     operation<short_conv_call>("short_conv layer"),
     operation<selective_scan_call>("selective_scan layer groups norm_eps"),

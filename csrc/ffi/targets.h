@@ -17,9 +17,9 @@ ffi::Error convert_call(Any x, Any count, AnyResult out);
 ffi::Error take_rows_call(Any x, Any count, Any indices, AnyResult out);
 ffi::Error linear_call(Any x, Any w, Any count, Any bias, Any residual, AnyResult out, float scale);
 ffi::Error gated_linear_call(Any x, Any w, Any count, Any bias, AnyResult out, int64_t activation);
-ffi::Error route_experts_call(Any x, Any w, Any count, Any bias, Any factors, AnyResult ids,
-                              AnyResult weights, int64_t experts, bool over_chosen, bool sigmoid,
-                              float scale);
+ffi::Error route_experts_call(Any x, Any w, Any count, Any bias, Any factors, Any choice_bias,
+                              AnyResult ids, AnyResult weights, int64_t experts, bool over_chosen,
+                              bool sigmoid, int64_t groups, int64_t chosen_groups, float scale);
 ffi::Error grouped_gated_linear_call(Any x, Any w, Any count, Any bias, Any ids, AnyResult out,
                                      int64_t activation);
 ffi::Error grouped_linear_call(Any x, Any w, Any count, Any bias, Any residual, Any ids,
@@ -30,6 +30,11 @@ ffi::Error rope_append_attend_call(Any qkv, Any positions, Any slot_mapping, Any
                                    AnyResult k_out, AnyResult v_out, int64_t layer, int64_t heads,
                                    float scale, int64_t window, float soft_cap, float norm_eps,
                                    bool norms_values);
+ffi::Error latent_attend_call(Any absorbed, Any queries, Any keys, Any positions, Any slot_mapping,
+                              Any query_starts, Any kv_lens, Any page_table, Any rope, Any norm,
+                              Any pool, AnyResult out, AnyResult pool_out, int64_t layer,
+                              int64_t heads, float scale, float norm_eps, bool pairs_neighbours);
+ffi::Error head_linear_call(Any x, Any w, Any count, AnyResult out, int64_t width);
 ffi::Error gated_delta_call(Any x, Any gate, Any rates, Any query_starts, Any initial, Any kept,
                             Any conv_weight, Any decay, Any decay_bias, Any norm_weight,
                             Any conv_pool, Any state_pool, AnyResult out, AnyResult conv_out,

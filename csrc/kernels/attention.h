@@ -40,13 +40,13 @@ struct AttendTile {
         unit(unit_),
         operands(arena, task_.head_size),
         scores(arena.take<float>(kAttendRows * kSpan)),
-        numerator(arena.take<float>(kAttendRows * task_.head_size)) {}
+        numerator(arena.take<float>(kAttendRows * task_.value_size)) {}
 
   const AttendTask& task;
   const AttendUnit& unit;
   AttendOperands<Kv> operands;    // queries and weights as the products read them
   float* const scores;            // [count, 512]
-  float* const numerator;         // [count, D] of the current span
+  float* const numerator;         // [count, value size] of the current span
   int64_t first;                  // r of the tile's first query
   int count;                      // queries in the tile, at most kAttendRows
   TokenRange range[kAttendRows];  // of the current span, relative to it
@@ -63,7 +63,7 @@ struct AttendTile {
     return blocks + num_blocks + (block - first_block);
   }
   int64_t token(int i) const { return task.query_starts[unit.row] + (first + i) / task.group(); }
-  int64_t head(int i) const { return unit.kv_head * task.group() + (first + i) % task.group(); }
+  int64_t head(int i) const { return unit.unit_head * task.group() + (first + i) % task.group(); }
 };
 
 template <class Kv>
@@ -99,7 +99,8 @@ inline int64_t offset_of_position(const AttendTask& task, const AttendUnit& unit
   int64_t owner = unit.row;
   if constexpr (kHasFaults) owner = faulty_owner(task, owner, position);
   int64_t page = task.page_table[owner * task.pages_per_row + position / task.page_size];
-  return block_offset<Kv>(task, page, unit.kv_head, position % task.page_size);
+  const int64_t kv_head = unit.unit_head / task.head_parts;
+  return block_offset<Kv>(task, page, kv_head, position % task.page_size);
 }
 
 template <class Kv>
@@ -112,7 +113,7 @@ template <class Kv>
 inline void record_upcoming(const AttendTile<Kv>& tile) {
   const AttendTask& task = tile.task;
   int64_t layer = task.kv_heads * task.page_size * Kv::token_bytes(task.head_size);
-  for (int i = 0; i < 2 * tile.num_blocks; i++) {
+  for (int i = 0; i < (Kv::kHasValues ? 2 : 1) * tile.num_blocks; i++) {
     tile.upcoming->record(block_at<Kv>(tile.blocks[i], layer));
   }
 }
@@ -137,7 +138,12 @@ inline TokenRange enter_span(AttendTile<Kv>& tile, int64_t span) {
     if constexpr (kHasFaults) position -= task.span_shift(tile.unit.row);
     int64_t at = offset_of_position<Kv>(task, tile.unit, position);
     tile.blocks[i] = block_at<Kv>(task.k_pool, at);
-    tile.blocks[tile.num_blocks + i] = block_at<Kv>(task.v_pool, at);
+    if constexpr (Kv::kHasValues) {
+      tile.blocks[tile.num_blocks + i] = block_at<Kv>(task.v_pool, at);
+    } else {
+      tile.blocks[tile.num_blocks + i] =
+          tile.operands.values_of(task, tile.first_block + i, tile.blocks[i]);
+    }
   }
   if (tile.upcoming != nullptr) record_upcoming(tile);
   for (int i = 0; i < kAttendVecs; i++) tile.blocks[2 * tile.num_blocks + i] = tile.next[i];
@@ -213,7 +219,7 @@ template <int MR, int NR>
 
 // A query's partial result: numerator, maximum, denominator.
 struct Partial {
-  float* values;  // [D + 2]
+  float* values;  // [value size + 2]
   int64_t size;
   float& maximum() const { return values[size]; }
   float& denominator() const { return values[size + 1]; }
@@ -256,11 +262,11 @@ inline float inverse_total(const AttendTask& task, Partial sum, int64_t head) {
 
 template <class T>
 inline void write_output(const AttendTask& task, Partial sum, int64_t token, int64_t head) {
-  const int64_t at = (token * task.heads + head) * task.head_size;
+  const int64_t at = (token * task.heads + head) * task.value_size;
   T* out = static_cast<T*>(task.out) + at;
   bool saw_nothing = sum.denominator() == 0.0f;
   Vec inverse = set1(saw_nothing ? 0.0f : inverse_total(task, sum, head));
-  for (int64_t d = 0; d < task.head_size; d += kLanes) {
+  for (int64_t d = 0; d < task.value_size; d += kLanes) {
     Vec y = saw_nothing ? zero() : mul(load(sum.values + d), inverse);
     if (task.gate != nullptr) {
       y = mul(y, sigmoid(Elem<T>::load(static_cast<const T*>(task.gate) + at + d)));
@@ -273,7 +279,7 @@ inline void write_output(const AttendTask& task, Partial sum, int64_t token, int
 // floats.
 template <class Kv, int MR>
 inline void attend_tile(AttendTile<Kv>& tile, float* sums, int64_t stride) {
-  const int64_t size = tile.task.head_size;
+  const int64_t size = tile.task.value_size;
   for (int i = 0; i < MR; i++) Partial{sums + i * stride, size}.denominator() = 0.0f;
   for (int64_t span = tile.unit.span_begin; span < tile.unit.span_end; span++) {
     TokenRange all = enter_span(tile, span);
@@ -310,13 +316,13 @@ inline void first_keys(const AttendPlan& plan, const AttendUnit& unit,
   }
 }
 
-// A unit with partial results has one span; its results are [query][D + 2] from index `partial` on.
+// A unit with partial results has one span; its results are [query][value size + 2] from index `partial` on.
 template <class Kv>
 inline void attend_unit(const AttendPlan& plan, const AttendUnit& unit, const AttendUnit& next_unit,
                         Worker& worker) {
   const AttendTask& task = *plan.task;
   Arena& arena = worker.arena;
-  const int64_t size = task.head_size, stride = round_up(size + 2, kLanes);
+  const int64_t size = task.value_size, stride = round_up(size + 2, kLanes);
   AttendTile<Kv> tile{task, unit, arena};
   bool is_decode = unit.query_end - unit.query_begin == 1;
   if (is_decode && task.layer + 1 < task.num_layers) tile.upcoming = &worker.upcoming;
@@ -347,7 +353,7 @@ void attend_units(const void* context, int64_t begin, int64_t end, Worker& worke
     const AttendTask& task = *plan.task;
     if (plan.append_inside) {
       int64_t start = task.query_starts[unit.row];
-      append_tokens<Kv>(task, {start + unit.query_begin, start + unit.query_end}, unit.kv_head);
+      append_tokens<Kv>(task, {start + unit.query_begin, start + unit.query_end}, unit.unit_head);
     }
     worker.arena.reset();
     worker.upcoming.start(task.layer, kLanes * Kv::token_bytes(task.head_size));
@@ -360,7 +366,7 @@ template <class T>
 void merge_units(const void* context, int64_t begin, int64_t end, Worker& worker) {
   const auto& merge = *static_cast<const MergePlan*>(context);
   const AttendTask& task = *merge.plan->task;
-  const int64_t size = task.head_size, stride = round_up(size + 2, kLanes);
+  const int64_t size = task.value_size, stride = round_up(size + 2, kLanes);
   worker.arena.reset();
   Partial sum{worker.arena.take<float>(stride), size};
   for (int64_t g = begin; g < end; g++) {
@@ -375,7 +381,7 @@ void merge_units(const void* context, int64_t begin, int64_t end, Worker& worker
       }
       int64_t index = unit.query_begin * task.group() + r;
       write_output<T>(task, sum, task.query_starts[unit.row] + index / task.group(),
-                      unit.kv_head * task.group() + index % task.group());
+                      unit.unit_head * task.group() + index % task.group());
     }
   }
 }

@@ -23,13 +23,13 @@ inline void prepare_query(AttendTile<FloatKv<T>>& tile, int i) {
   });
 }
 
-template <class T>
-inline void store_weights(AttendTile<FloatKv<T>>& tile, int i, int block, Vec p) {
+template <class T, bool V>
+inline void store_weights(AttendTile<FloatKv<T, V>>& tile, int i, int block, Vec p) {
   Elem<T>::store_input(tile.operands.weights + i * kSpan + block * kLanes, p);
 }
 
-template <class T, int MR, int NR>
-[[gnu::always_inline]] inline void score_blocks(AttendTile<FloatKv<T>>& tile, int block) {
+template <class T, int MR, int NR, bool V>
+[[gnu::always_inline]] inline void score_blocks(AttendTile<FloatKv<T, V>>& tile, int block) {
   const T* keys[NR];
   for (int j = 0; j < NR; j++) keys[j] = tile.keys(block)[j];
   Vec acc[MR][NR];
@@ -45,8 +45,8 @@ template <class T, int MR, int NR>
     }
 }
 
-template <class T, int MR>
-inline void score_span(Count<MR>, AttendTile<FloatKv<T>>& tile, TokenRange all) {
+template <class T, int MR, bool V>
+inline void score_span(Count<MR>, AttendTile<FloatKv<T, V>>& tile, TokenRange all) {
   int block = all.begin / kLanes, end = (all.end + kLanes - 1) / kLanes;
   constexpr int NR = tile_vecs<MR>(kAttendVecs);
   for (; block + NR <= end; block += NR) score_blocks<T, MR, NR>(tile, block);
@@ -69,11 +69,11 @@ inline StepRange<T> full_steps(TokenRange r) {
 }
 
 // numerator[i][d..] += weights · values, over steps within the range of every query of the tile.
-template <class T, int MR, int NR>
-[[gnu::always_inline]] inline void add_values(AttendTile<FloatKv<T>>& tile, StepRange<T> steps,
+template <class T, int MR, int NR, bool V>
+[[gnu::always_inline]] inline void add_values(AttendTile<FloatKv<T, V>>& tile, StepRange<T> steps,
                                               int64_t d) {
   constexpr int kSteps = kLanes / kStep<T>;
-  const int64_t size = tile.task.head_size;
+  const int64_t size = tile.task.value_size;
   Vec acc[MR][NR];
   load_tile(acc, tile.numerator + d, size);
   for (int step = steps.begin; step < steps.end;) {
@@ -94,10 +94,10 @@ template <class T, int MR, int NR>
 
 // The same for one query, over steps at the ends of its range; values outside the range are loaded
 // as zero.
-template <class T>
-inline void add_edge_values(AttendTile<FloatKv<T>>& tile, int i, StepRange<T> steps) {
+template <class T, bool V>
+inline void add_edge_values(AttendTile<FloatKv<T, V>>& tile, int i, StepRange<T> steps) {
   constexpr int kSteps = kLanes / kStep<T>;
-  const int64_t size = tile.task.head_size;
+  const int64_t size = tile.task.value_size;
   TokenRange range = tile.range[i];
   for (int step = steps.begin; step < steps.end; step++) {
     int token = step * kStep<T>;
@@ -119,8 +119,8 @@ inline void add_edge_values(AttendTile<FloatKv<T>>& tile, int i, StepRange<T> st
 
 // Each query adds its steps in ascending order: those before the steps shared by all queries of the
 // tile, the shared steps, then the rest. If any query has an empty range, no steps are shared.
-template <class T, int MR>
-inline void add_span_values(Count<MR>, AttendTile<FloatKv<T>>& tile) {
+template <class T, int MR, bool V>
+inline void add_span_values(Count<MR>, AttendTile<FloatKv<T, V>>& tile) {
   StepRange<T> shared{0, kSpan};
   for (int i = 0; i < MR; i++) {
     StepRange<T> whole = full_steps<T>(tile.range[i]);
@@ -128,7 +128,7 @@ inline void add_span_values(Count<MR>, AttendTile<FloatKv<T>>& tile) {
     if (whole.end < shared.end) shared.end = whole.end;
   }
   bool none = shared.end <= shared.begin;
-  const int64_t size = tile.task.head_size;
+  const int64_t size = tile.task.value_size;
   for (int i = 0; i < MR; i++) {
     for (int64_t d = 0; d < size; d += kLanes) store(tile.numerator + i * size + d, zero());
     if (tile.range[i].empty()) continue;

@@ -14,6 +14,7 @@ template <class T>
 struct CodeKv {
   using Activation = T;
   using Stored = uint8_t;
+  static constexpr bool kHasValues = true;
   static int64_t token_bytes(int64_t head_size) { return kv_code_bytes(head_size); }
 };
 

@@ -31,6 +31,31 @@ inline void choose_experts(const float* logits, int64_t experts, int64_t num_cho
   }
 }
 
+// The sum of the two largest of a group's scores.
+inline float group_score(const float* scores, int64_t size) {
+  float first = -__builtin_inff(), second = first;
+  for (int64_t i = 0; i < size; i++) {
+    second = scores[i] > first ? first : scores[i] > second ? scores[i] : second;
+    if (scores[i] > first) first = scores[i];
+  }
+  return size == 1 ? first : first + second;
+}
+
+// Makes the scores of groups that are not chosen -inf.
+inline void keep_best_groups(const BiasedChoice& choice, int64_t experts, float* scores,
+                             Arena& arena) {
+  const int64_t count = choice.num_groups, size = experts / count;
+  float* of_groups = arena.take<float>(count);
+  int32_t* kept = arena.take<int32_t>(choice.num_chosen_groups);
+  for (int64_t g = 0; g < count; g++) of_groups[g] = group_score(scores + g * size, size);
+  choose_experts(of_groups, count, choice.num_chosen_groups, kept);
+  for (int64_t g = 0; g < count; g++) {
+    bool is_kept = false;
+    for (int64_t i = 0; i < choice.num_chosen_groups; i++) is_kept |= kept[i] == g;
+    for (int64_t i = g * size; !is_kept && i < (g + 1) * size; i++) scores[i] = -__builtin_inff();
+  }
+}
+
 // Writes exp(logits - largest) and returns the sum, in an order fixed by the number of experts.
 inline float exponentials(const float* logits, int64_t experts, float largest, float* out) {
   Vec sum = zero();
@@ -57,13 +82,14 @@ inline void write_expert_weights(const RouteTask& task, const float* exps, float
   if (task.over_chosen) {
     total = 0.0f;
     for (int64_t s = 0; s < task.num_chosen; s++) total += exps[ids[s]];
+    if (task.sigmoid) total += 1e-20f;  // which can all be 0
   }
   for (int64_t s = 0; s < task.num_chosen; s++) weights[s] = exps[ids[s]] / total * task.scale;
   if (task.factors == nullptr) return;
   for (int64_t s = 0; s < task.num_chosen; s++) weights[s] *= task.factors[ids[s]];
 }
 
-inline void route_row(const RouteTask& task, const float* logits, int64_t row, float* exps) {
+inline void route_row(const RouteTask& task, const float* logits, int64_t row, Arena& arena) {
   const int64_t experts = task.product.n;
   int32_t* ids = task.ids + row * task.num_chosen;
   float* weights = task.weights + row * task.num_chosen;
@@ -75,12 +101,20 @@ inline void route_row(const RouteTask& task, const float* logits, int64_t row, f
     }
     return;
   }
-  choose_experts(logits, experts, task.num_chosen, ids);
+  float* exps = arena.take<float>(round_up(experts, kLanes));
   float total = 1.0f;
   if (task.sigmoid) {
     sigmoids(logits, experts, exps);
   } else {
     total = exponentials(logits, experts, largest, exps);
+  }
+  if (task.choice.bias == nullptr) {
+    choose_experts(logits, experts, task.num_chosen, ids);
+  } else {
+    float* scores = arena.take<float>(experts);
+    for (int64_t i = 0; i < experts; i++) scores[i] = exps[i] + task.choice.bias[i];
+    if (task.choice.num_groups > 1) keep_best_groups(task.choice, experts, scores, arena);
+    choose_experts(scores, experts, task.num_chosen, ids);
   }
   write_expert_weights(task, exps, total, ids, weights);
 }
@@ -88,9 +122,9 @@ inline void route_row(const RouteTask& task, const float* logits, int64_t row, f
 inline void route_units(const void* context, int64_t begin, int64_t end, Worker& worker) {
   const auto& units = *static_cast<const RouteUnits*>(context);
   const int64_t experts = units.task->product.n;
-  float* exps = worker.arena.take<float>(round_up(experts, kLanes));
   for (int64_t row = begin; row < end; row++) {
-    route_row(*units.task, units.logits + row * experts, row, exps);
+    worker.arena.reset();
+    route_row(*units.task, units.logits + row * experts, row, worker.arena);
   }
 }
 
@@ -122,6 +156,20 @@ struct GroupedGatedEpilogue {
   }
 };
 
+template <class T>
+struct HeadEpilogue {
+  const HeadLinearTask& task;
+  int64_t head, column;
+
+  void operator()(int64_t row, const Vec (&columns)[kPanelVecs]) const {
+    T* out = static_cast<T*>(task.out) + (row * task.heads + head) * task.n + column;
+    for (int j = 0; j < kPanelVecs; j++) {
+      const int64_t n = task.n - column - j * kLanes;
+      if (n > 0) store_some(out + j * kLanes, columns[j], int(n < kLanes ? n : kLanes));
+    }
+  }
+};
+
 // A unit is one panel of one expert for one block of its rows.
 template <class P, class T>
 void grouped_gated_units(const void* context, int64_t begin, int64_t end, Worker& worker) {
@@ -141,6 +189,26 @@ void grouped_gated_units(const void* context, int64_t begin, int64_t end, Worker
            P::expert(task.w, group.expert, group.grid.panels, task.k), group.grid, first, last,
            within, [&](int64_t panel) {
              return GroupedGatedEpilogue<T>{task, experts.pairs + group.first, panel * kLanes};
+           });
+  }
+}
+
+// A unit is one panel of one head's weight for one block of rows.
+template <class P, class T>
+void head_linear_units(const void* context, int64_t begin, int64_t end, Worker& worker) {
+  const auto& units = *static_cast<const HeadLinearUnits*>(context);
+  const HeadLinearTask& task = *units.task;
+  Worker within{worker.index, worker.arena};  // share_end counts the job's units
+  for (int64_t g = 0; g < units.heads.num_groups; g++) {
+    const ExpertGroup& group = units.heads.groups[g];
+    int64_t first = begin - group.first_unit, last = end - group.first_unit;
+    if (first < 0) first = 0;
+    if (last > group.grid.units()) last = group.grid.units();
+    if (first >= last) continue;
+    P::run(P::row(units.heads.x, group.first, task.k),
+           P::expert(task.w, group.expert, group.grid.panels, task.k), group.grid, first, last,
+           within, [&](int64_t panel) {
+             return HeadEpilogue<T>{task, group.expert, panel * kPanel};
            });
   }
 }

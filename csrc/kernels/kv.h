@@ -12,11 +12,13 @@ namespace cadenza::CADENZA_ISA {
 
 constexpr int kMaxHeadSize = 512;
 
-// Keys and values in the type of the activations, T.
-template <class T>
+// Keys and values in the type of the activations, T. Without values of their own they are latents:
+// kernels/attention_latent.h.
+template <class T, bool V = true>
 struct FloatKv {
   using Activation = T;
   using Stored = T;
+  static constexpr bool kHasValues = V;
   static int64_t token_bytes(int64_t head_size) { return head_size * int64_t(sizeof(T)); }
 };
 
@@ -102,8 +104,8 @@ inline void prepare_head(const AttendTask& task, int64_t token, int64_t head,
 }
 
 // Writes one key into its lane of a sub-block: D/step words at a stride of kLanes words.
-template <class T>
-inline void write_key(FloatKv<T>, const AttendTask& task, const T* key, char* block, int64_t lane) {
+template <class T, bool V>
+inline void write_key(FloatKv<T, V>, const AttendTask& task, const T* key, char* block, int64_t lane) {
   uint32_t* to = reinterpret_cast<uint32_t*>(block) + lane;
   for (int64_t i = 0; i < task.head_size; i += kStep<T>) {
     uint32_t word;
@@ -169,22 +171,28 @@ inline bool is_stored(const AttendTask& task, int64_t token) {
   return slot >= 0 && slot < task.num_pages * task.page_size;
 }
 
+// Writes a token's key and value of one KV head to where its slot is in the pools.
+template <class Kv>
+inline void append_token(Kv, const AttendTask& task, NewTokens tokens, int64_t token,
+                         int64_t kv_head) {
+  using T = typename Kv::Activation;
+  int64_t slot = task.slot_mapping[token], offset = slot % task.page_size;
+  int64_t at = block_offset<Kv>(task, slot / task.page_size, kv_head, offset);
+  alignas(64) T key[kMaxHeadSize];
+  prepare_head<T>(task, token, task.heads + kv_head,
+                  [&](int64_t i, Vec values) { Elem<T>::store(key + i, values); });
+  write_key(Kv{}, task, key, static_cast<char*>(task.k_pool) + at, offset % kLanes);
+  const T* value = static_cast<const T*>(task.qkv) + token * task.qkv_width() +
+                   task.value_head(kv_head) * task.head_size;
+  if (task.norms_values) value = norm_value(task, value, key);
+  append_value(Kv{}, task, tokens, token, value, static_cast<char*>(task.v_pool) + at);
+}
+
 // Appends keys and values of new tokens for one KV head.
 template <class Kv>
 inline void append_tokens(const AttendTask& task, NewTokens tokens, int64_t kv_head) {
-  using T = typename Kv::Activation;
   for (int64_t token = tokens.begin; token < tokens.end; token++) {
-    if (!is_stored(task, token)) continue;
-    int64_t slot = task.slot_mapping[token], offset = slot % task.page_size;
-    int64_t at = block_offset<Kv>(task, slot / task.page_size, kv_head, offset);
-    alignas(64) T key[kMaxHeadSize];
-    prepare_head<T>(task, token, task.heads + kv_head,
-                    [&](int64_t i, Vec values) { Elem<T>::store(key + i, values); });
-    write_key(Kv{}, task, key, static_cast<char*>(task.k_pool) + at, offset % kLanes);
-    const T* value = static_cast<const T*>(task.qkv) + token * task.qkv_width() +
-                     task.value_head(kv_head) * task.head_size;
-    if (task.norms_values) value = norm_value(task, value, key);
-    append_value(Kv{}, task, tokens, token, value, static_cast<char*>(task.v_pool) + at);
+    if (is_stored(task, token)) append_token(Kv{}, task, tokens, token, kv_head);
   }
 }
 

@@ -571,7 +571,8 @@ constexpr IntegerKernels make_integer_kernels(const char* isa) {
           {gated_units<P, bf16>, gated_units<P, float>},
           logits_units<P>,
           {grouped_gated_units<P, bf16>, grouped_gated_units<P, float>},
-          {grouped_linear_units<P, bf16>, grouped_linear_units<P, float>}};
+          {grouped_linear_units<P, bf16>, grouped_linear_units<P, float>},
+          {head_linear_units<P, bf16>, head_linear_units<P, float>}};
 }
 
 }  // namespace cadenza::CADENZA_ISA

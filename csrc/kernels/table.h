@@ -1,7 +1,7 @@
 // Instantiates every kernel for this translation unit's ISA.
 #pragma once
 
-#include "kernels/attention_float.h"
+#include "kernels/attention_latent.h"
 #include "kernels/experts.h"
 #include "kernels/float8.h"
 #include "kernels/gated_delta.h"
@@ -26,6 +26,8 @@ constexpr KernelTable make_table(const char* isa) {
           {embed_units<bf16>, embed_units<float>},
           {append_units<FloatKv<bf16>>, append_units<FloatKv<float>>},
           {attend_units<FloatKv<bf16>>, attend_units<FloatKv<float>>},
+          {append_units<LatentKv<bf16>>, append_units<LatentKv<float>>},
+          {attend_units<LatentKv<bf16>>, attend_units<LatentKv<float>>},
           {merge_units<bf16>, merge_units<float>},
           {delta_convolve_units<bf16>, delta_convolve_units<float>},
           {gated_delta_units<bf16>, gated_delta_units<float>},
@@ -38,6 +40,7 @@ constexpr KernelTable make_table(const char* isa) {
           route_units,
           {grouped_gated_units<Bf16, bf16>, grouped_gated_units<F32, float>},
           {grouped_linear_units<Bf16, bf16>, grouped_linear_units<F32, float>},
+          {head_linear_units<Bf16, bf16>, head_linear_units<F32, float>},
           read_units,
           {multiply_units<bf16>, multiply_units<float>},
           make_float8_kernels()};

@@ -133,7 +133,7 @@ class Engine {
     task.num_pages = num_pages_;
     task.heads = shape_.heads;
     task.kv_heads = shape_.kv_heads;
-    task.head_size = shape_.size;
+    task.head_size = task.value_size = shape_.size;
     task.rotary_size = shape_.rotary;
     task.rope_rows = kRopeRows;
     task.scale = 1 / std::sqrt(float(shape_.size));

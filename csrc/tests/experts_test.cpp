@@ -326,6 +326,47 @@ TEST(route_experts_gives_ties_to_the_lowest_id) {
   CHECK((result.ids == std::vector<int32_t>{7, 18, 0, 1}));
 }
 
+TEST(a_biased_choice_is_among_the_groups_whose_two_best_have_the_largest_sums) {
+  const Shape shape{8, 3, 2, 1};
+  Random random(36);
+  Layer<float> layer(random, shape, *context.executors[0]);
+  // Logits of four groups of two; with the bias the sums of their two best are
+  // 1.2, 1.3, 1.0 and 1.4 or so.
+  const float logits[8] = {2.0f, -1.5f, 0.5f, 0.3f, -3.0f, 3.0f, 1.0f, -1.0f};
+  const float bias[8] = {0.1f, 0.0f, 0.0f, 0.1f, 0.0f, 0.0f, 0.1f, 0.3f};
+  std::vector<float> w(16, 0.0f), x{1.0f, 0.0f}, nothing(2);
+  for (int e = 0; e < 8; e++) w[size_t(2 * e)] = logits[e];
+  pack(*context.executors[0],
+       {{{w.data(), DType::kF32, shape.experts, 2}}, 2, layer.router.at(0), DType::kF32, false});
+  std::vector<double> scores, chances;
+  for (int e = 0; e < 8; e++) {
+    chances.push_back(1 / (1 + std::exp(-double(logits[e]))));
+    scores.push_back(chances.back() + bias[e]);
+  }
+  Result<float> result = empty_result<float>(shape, nothing.data(), 1);
+  RouteTask task{};
+  task.product.rows = 1;
+  task.product.n = shape.experts;
+  task.product.k = 2;
+  task.product.x = x.data();
+  task.product.w = layer.router.packed.data();
+  task.num_chosen = shape.chosen;
+  task.over_chosen = task.sigmoid = true;
+  task.choice = {bias, 4, 2};
+  task.scale = 2.5f;
+  task.ids = result.ids.data();
+  task.weights = result.weights.data();
+  route_experts(context.runtime(), DType::kF32, task);
+  CHECK(scores[6] + scores[7] > scores[2] + scores[3]);
+  CHECK(scores[2] + scores[3] > scores[0] + scores[1]);
+  CHECK((result.ids == std::vector<int32_t>{6, 3, 2}));  // without 0 and 5, the best of all
+  const double total = chances[6] + chances[3] + chances[2];
+  for (size_t s = 0; s < 3; s++) {
+    double expected = chances[size_t(result.ids[s])] / total * 2.5;
+    CHECK_NEAR(result.weights[s], expected, 1e-5);
+  }
+}
+
 template <class T>
 void check_layer(const Context& context, const Shape& shape) {
   Random random(36);

@@ -170,7 +170,7 @@ class GoldenDecoder {
     AttendTask task{};
     task.rows = 1, task.num_tokens = rows, task.pages_per_row = kPages;
     task.page_size = kPageSize, task.num_pages = kPages;
-    task.heads = kHeads, task.kv_heads = kKvHeads, task.head_size = kHead;
+    task.heads = kHeads, task.kv_heads = kKvHeads, task.head_size = task.value_size = kHead;
     task.rotary_size = kHead, task.rope_rows = kPrompt + kNew;
     task.scale = 0.25f, task.soft_cap = style_.soft_cap, task.window = style_.window;
     task.qkv = qkv.data(), task.positions = positions.data(), task.slot_mapping = slots.data();

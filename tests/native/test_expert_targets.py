@@ -41,9 +41,13 @@ def route(call: Any, x: Any, router: Any, count: int, routing: Routing, bias: An
         router,
         np.int32(count),
         bias,
+        NONE,
+        NONE,
         experts=np.int64(routing.num_experts),
         over_chosen=routing.over_chosen,
         sigmoid=False,
+        groups=1,
+        chosen_groups=1,
         scale=np.float32(routing.scale),
     )
     return np.asarray(ids)[:count], np.asarray(weights)[:count]

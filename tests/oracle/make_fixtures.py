@@ -37,7 +37,7 @@ COMMON = {
     "dtype": "float32",
 }
 
-GAINS = {"q_proj": 2.0, "qkv_proj": 1.5, "clamped": 8.0}
+GAINS = {"q_proj": 2.0, "q_b_proj": 2.0, "qkv_proj": 1.5, "clamped": 8.0}
 """Of weights, so that attention is peaked, and the bounds of gates bend."""
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -155,6 +155,8 @@ def write_checkpoint(folder: Path, options: dict[str, Any], seed: int) -> None:
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
                 buffer.copy_(1 + 0.2 * torch.randn(1, generator=generator))
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
     model.save_pretrained(folder)
     (folder / "model.safetensors").chmod(0o644)
 

@@ -23,6 +23,7 @@ from cadenza.backends.xla.reference_model import ReferenceModel
 from cadenza.backends.xla.runner import XlaRunner
 from cadenza.checkpoint.declaration import declare_final_norm
 from cadenza.checkpoint.families import FAMILIES
+from cadenza.checkpoint.layer_kind import LatentShape
 from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.checkpoint.random_checkpoint import named_shape
@@ -53,6 +54,8 @@ REFERENCE_BY_DAY = {"gemma2-tied", "qwen3-moe-tied-bias"}
 factors of other ropes come from the same place for the native table."""
 
 MODEL_BY_DAY = REFERENCE_BY_DAY | {
+    "deepseek-v3-untied-yarn",
+    "glm4-moe-lite-tied-bias",
     "phi3-tied-partial",
     "gemma3-tied",
     "granite-tied-bias",
@@ -174,8 +177,10 @@ def traits_of(config: ModelConfig) -> set[tuple[str, object]]:
     for kind in config.layer_kinds:
         traits.add(("layer", (kind.window is None, kind.has_rope, kind.has_experts)))
         traits.add(("recurrence", type(kind.recurrence)))
+        traits.add(("latents", latent_traits(kind.latent)))
     if config.experts is not None:
         traits.add(("experts", (config.experts.over_chosen, config.experts.names)))
+        traits.add(("choice", type(config.experts.sigmoid_choice)))
         traits.add(("shared", (config.experts.shared_size > 0, config.experts.has_shared_gate)))
     handled = SIZES_AND_NAMES | {"rope", "window_rope", "layer_pattern", "experts"}
     for each in fields(config):
@@ -184,6 +189,10 @@ def traits_of(config: ModelConfig) -> set[tuple[str, object]]:
             is_set = value != each.default if isinstance(value, float) else value
             traits.add((each.name, is_set))
     return traits
+
+
+def latent_traits(shape: LatentShape | None) -> tuple[bool, bool] | None:
+    return None if shape is None else (shape.query_rank is None, shape.pairs_neighbours)
 
 
 def all_traits(names: set[str]) -> set[tuple[str, object]]:

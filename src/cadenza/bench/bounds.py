@@ -197,8 +197,14 @@ class ModelCost:
 
 
 def _pair_operations(config: ModelConfig) -> int:
-    kinds = (kind for kind in config.layer_kinds if kind.recurrence is None)
-    return sum(4 * config.heads_of(kind).query_size for kind in kinds)
+    found = 0
+    for kind in config.layer_kinds:
+        heads = config.heads_of(kind)
+        if kind.latent is not None:  # scores of all values, sums of those of the latent
+            found += 2 * heads.num_heads * (heads.head_dim + kind.latent.rank)
+        elif kind.recurrence is None:
+            found += 4 * heads.query_size
+    return found
 
 
 def _head(config: ModelConfig) -> TensorSpec:

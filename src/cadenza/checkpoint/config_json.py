@@ -94,6 +94,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "rope_local_base_freq": (),
     "rotary_pct": (1,),
     "kv_lora_rank": (),
+    "index_topk": (),
     "q_lora_rank": (),
     "use_parallel_residual": (False,),
     "parallel_attn": (False,),

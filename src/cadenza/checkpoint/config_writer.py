@@ -7,6 +7,7 @@ import math
 
 from cadenza.checkpoint.config_json import ACTIVATIONS
 from cadenza.checkpoint.families import FAMILIES
+from cadenza.checkpoint.families.deepseek import DENSE, SPARSE
 from cadenza.checkpoint.families.family import FULL, LINEAR, SLIDING
 from cadenza.checkpoint.families.hybrid import CONV
 from cadenza.checkpoint.layer_kind import ConvShape, DeltaShape, LayerKind, ScanShape
@@ -98,6 +99,26 @@ def _settings(config: ModelConfig) -> dict[str, object]:
             "mlp_only_layers": plain,
             "shared_expert_intermediate_size": experts.shared_size,
             "top_k_experts": experts.num_chosen,
+            "n_shared_experts": experts.shared_size // experts.intermediate_size,
+            "routed_scaling_factor": experts.weight_scale,
+        }
+        if (choice := experts.sigmoid_choice) is not None:
+            found |= {
+                "scoring_func": "sigmoid",
+                "topk_method": "noaux_tc",
+                "n_group": choice.num_groups,
+                "topk_group": choice.num_chosen_groups,
+                "first_k_dense_replace": _num_leading(plain),
+                "mlp_layer_types": [SPARSE if kind.has_experts else DENSE for kind in kinds],
+            }
+    if (latent := config.latent) is not None:
+        found |= {
+            "kv_lora_rank": latent.rank,
+            "q_lora_rank": latent.query_rank,
+            "qk_nope_head_dim": latent.plain_size,
+            "qk_rope_head_dim": latent.rotary_size,
+            "v_head_dim": latent.value_size,
+            "rope_interleave": latent.pairs_neighbours,
         }
     return found | _settings_of_kinds(config)
 
@@ -116,6 +137,11 @@ def _settings_of_kinds(config: ModelConfig) -> dict[str, object]:
         "vocab_size_per_layer_input": None if inputs is None else inputs.vocab_size,
         "enable_moe_block": experts is not None and experts.are_beside_mlp,
     }
+
+
+def _num_leading(layers: list[int]) -> int:
+    """How many layers are listed before the first that is not."""
+    return next((place for place, layer in enumerate(layers) if layer != place), len(layers))
 
 
 def _type_of(kind: LayerKind) -> str:

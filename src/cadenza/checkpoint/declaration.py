@@ -10,7 +10,13 @@ import re
 from collections.abc import Iterator
 
 from cadenza.checkpoint.dtypes import WEIGHT_DTYPES, as_weight_dtype
-from cadenza.checkpoint.layer_kind import ConvShape, DeltaShape, LayerKind, ScanShape
+from cadenza.checkpoint.layer_kind import (
+    ConvShape,
+    DeltaShape,
+    LatentShape,
+    LayerKind,
+    ScanShape,
+)
 from cadenza.checkpoint.model_config import ExpertsConfig, ModelConfig
 from cadenza.checkpoint.stored_tensor import StoredTensor
 from cadenza.checkpoint.tensor_spec import (
@@ -19,6 +25,7 @@ from cadenza.checkpoint.tensor_spec import (
     DeltaSpec,
     ExpertMLPSpec,
     GatedMLPSpec,
+    LatentSpec,
     LayerInputSpec,
     LayerSpec,
     LinearSpec,
@@ -173,6 +180,8 @@ def _declare_mixer(config: ModelConfig, kind: LayerKind, prefix: str) -> MixerSp
             return _declare_conv(config, shape, own)
         case ScanShape() as shape:
             return _declare_scan(config, shape, own)
+        case None if kind.latent is not None:
+            return _declare_latent(config, kind.latent, f"{prefix}.self_attn")
         case None:
             return _declare_attention(config, kind, f"{prefix}.self_attn")
 
@@ -218,6 +227,34 @@ def _declare_qk_norms(
         _norm(f"{prefix}.{names.key_norm}.weight", key),
     )
     return norms if kind.kv_source is None else norms[:1]
+
+
+def _declare_latent(config: ModelConfig, shape: LatentShape, prefix: str) -> LatentSpec:
+    embed, rank, has_bias = config.hidden_size, shape.query_rank, config.has_qkv_bias
+    width, heads = shape.num_heads * shape.query_size, shape.num_heads
+
+    def linear(name: str, num_out: int, num_in: int, *, has_bias: bool = False) -> LinearSpec:
+        return LinearSpec(
+            name=f"{prefix}.{name}", num_out=num_out, num_in=num_in, has_bias=has_bias
+        )
+
+    query = (linear("q_proj", width, embed),)
+    if rank is not None:
+        query = (
+            linear("q_a_proj", rank, embed, has_bias=has_bias),
+            linear("q_b_proj", width, rank),
+        )
+    latent = linear("kv_a_proj_with_mqa", shape.rank + shape.rotary_size, embed, has_bias=has_bias)
+    return LatentSpec(
+        query=query,
+        query_norm=None if rank is None else _norm(f"{prefix}.q_a_layernorm.weight", rank),
+        latent=latent,
+        latent_norm=_norm(f"{prefix}.kv_a_layernorm.weight", shape.rank),
+        keys_values=linear("kv_b_proj", heads * (shape.plain_size + shape.value_size), shape.rank),
+        out=linear(
+            "o_proj", embed, heads * shape.value_size, has_bias=config.has_attention_out_bias
+        ),
+    )
 
 
 def _declare_delta(config: ModelConfig, shape: DeltaShape, prefix: str) -> DeltaSpec:
@@ -312,6 +349,13 @@ def _declare_experts(
         if experts.shared_size
         else None,
         shared_gate=shared_gate,
+        choice_bias=TensorSpec(
+            name=f"{block}.{names.router}.e_score_correction_bias",
+            shape=(experts.num_experts,),
+            kind="bias",
+        )
+        if experts.sigmoid_choice is not None
+        else None,
     )
 
 

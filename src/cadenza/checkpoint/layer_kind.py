@@ -1,7 +1,8 @@
 """What a decoder layer may be: `LayerKind`, with the shapes of its token mixer.
 
-Owns the geometry of keys, values and recurrent states; no tensor names. A token mixer is attention,
-whose keys and values lie in pages, or a recurrence, whose state lies in a slot.
+Owns the geometry of keys, values and recurrent states; no tensor names. A token mixer is
+attention, whose keys and values, or latents of them, lie in pages, or a recurrence, whose state
+lies in a slot.
 """
 
 from dataclasses import dataclass
@@ -29,6 +30,47 @@ class HeadShape:
     def kv_shape(self) -> tuple[int, int]:
         """The heads and values of a token's keys, and of its values, in one layer."""
         return self.num_kv_heads, self.head_dim
+
+
+LATENT_NORM_EPS = 1e-6
+"""Of the norms of latents, whatever that of the model's others is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentShape:
+    """Multi-head latent attention (arXiv 2405.04434): keys and values of all heads are linears of a
+    latent, and pages hold the latent and the part of the key that is rotated, which heads share.
+
+    It is computed in the absorbed form, with the linears of the keys applied to the queries.
+
+    Args:
+        rank: of the latent of keys and values.
+        query_rank: of the latent from which queries are made; None for queries of the input.
+        plain_size: values of a head's query and key that are not rotated.
+        rotary_size: those that are, which come behind them.
+        value_size: of a head's value.
+        pairs_neighbours: values 2 i and 2 i + 1 are rotated together, as they are stored; else
+            i and i + rotary_size / 2.
+    """
+
+    num_heads: int
+    rank: int
+    query_rank: int | None
+    plain_size: int
+    rotary_size: int
+    value_size: int
+    pairs_neighbours: bool = True
+
+    @property
+    def query_size(self) -> int:
+        return self.plain_size + self.rotary_size
+
+    @property
+    def heads(self) -> HeadShape:
+        """The heads of the absorbed form: one key for all of them."""
+        return HeadShape(
+            num_heads=self.num_heads, num_kv_heads=1, head_dim=self.rank + self.rotary_size
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,6 +205,7 @@ class LayerKind:
         keys_are_values: attention has no projection of values; its values are made of the keys as
             they are projected, before their norm and rotation.
         intermediate_size: width of the MLP, where it is not the model's.
+        latent: attention over latents in place of keys and values.
         recurrence: the recurrence that is the token mixer in place of attention.
     """
 
@@ -173,6 +216,7 @@ class LayerKind:
     kv_source: int | None = None
     keys_are_values: bool = False
     intermediate_size: int | None = None
+    latent: LatentShape | None = None
     recurrence: Recurrence | None = None
 
 
@@ -180,9 +224,11 @@ class LayerKind:
 class KVGroup:
     """Layers whose keys and values have one shape, and one pool; all groups share page tables.
 
-    `layers` are ascending; a layer's place in it is its place in the pool.
+    `layers` are ascending; a layer's place in it is its place in the pool. Without `has_values`,
+    values are parts of the keys (`LatentShape`).
     """
 
     num_kv_heads: int
     head_dim: int
     layers: tuple[int, ...]
+    has_values: bool = True

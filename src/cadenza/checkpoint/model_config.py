@@ -12,6 +12,7 @@ from cadenza.checkpoint.dtypes import WeightDType, item_bytes
 from cadenza.checkpoint.layer_kind import (
     HeadShape,
     KVGroup,
+    LatentShape,
     LayerKind,
     Recurrence,
     state_bytes_of,
@@ -85,14 +86,24 @@ class ExpertNames:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SigmoidChoice:
+    """Experts are chosen by the sigmoids of their logits plus a bias of each, within the groups of
+    consecutive experts whose two best have the largest sums; the weights are without the bias."""
+
+    num_groups: int = 1
+    num_chosen_groups: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsConfig:
     """A mixture of experts: a router chooses `num_chosen` gated MLPs for each token.
 
     The chosen experts are those with the largest router logits. Their outputs are summed, weighted
-    by a softmax over all experts, or over the chosen ones if `over_chosen`. A shared MLP of the
-    width `shared_size`, if that is not 0, adds its output for every token, times the sigmoid of a
-    linear of the token if `has_shared_gate`. With `has_bias` the router and all linears of the
-    experts have biases.
+    by a softmax over all experts, or over the chosen ones if `over_chosen`; with a `sigmoid_choice`
+    by sigmoids, divided by their sum over the chosen if `over_chosen`; times `weight_scale`. A
+    shared MLP of the width `shared_size`, if that is not 0, adds its output for every token, times
+    the sigmoid of a linear of the token if `has_shared_gate`. With `has_bias` the router and all
+    linears of the experts have biases.
 
     With `are_beside_mlp` a layer has its MLP, too. Both have norms of their own, the router reads
     the normed stream times a scale for each value, and each expert has a factor of its weights.
@@ -106,6 +117,8 @@ class ExpertsConfig:
     has_shared_gate: bool = False
     has_bias: bool = False
     are_beside_mlp: bool = False
+    sigmoid_choice: SigmoidChoice | None = None
+    weight_scale: float = 1.0
     names: ExpertNames = ExpertNames()
 
 
@@ -215,7 +228,14 @@ class ModelConfig:
 
     def heads_of(self, kind: LayerKind) -> HeadShape:
         """The heads of a layer with attention."""
+        if kind.latent is not None:
+            return kind.latent.heads
         return kind.heads or self.heads
+
+    @property
+    def latent(self) -> LatentShape | None:
+        """The latents of all layers that have them; None if none has."""
+        return next((kind.latent for kind in self.layer_kinds if kind.latent is not None), None)
 
     def scale_of(self, heads: HeadShape) -> float:
         """The factor of the attention scores."""
@@ -249,13 +269,14 @@ class ModelConfig:
     def kv_groups(self) -> tuple[KVGroup, ...]:
         """The layers with keys and values of their own, by the shape of these, in order of first
         use."""
-        layers: dict[tuple[int, int], list[int]] = {}
+        layers: dict[tuple[int, int, bool], list[int]] = {}
         for index, kind in enumerate(self.layer_kinds):
             if kind.recurrence is None and kind.kv_source is None:
-                layers.setdefault(self.heads_of(kind).kv_shape, []).append(index)
+                shape = (*self.heads_of(kind).kv_shape, kind.latent is None)
+                layers.setdefault(shape, []).append(index)
         return tuple(
-            KVGroup(num_kv_heads=heads, head_dim=size, layers=tuple(places))
-            for (heads, size), places in layers.items()
+            KVGroup(num_kv_heads=heads, head_dim=size, layers=tuple(places), has_values=has_values)
+            for (heads, size, has_values), places in layers.items()
         )
 
     def kv_place(self, index: int) -> tuple[int, int]:
@@ -291,7 +312,10 @@ class ModelConfig:
             return size * item_bytes(dtype)
 
         return sum(
-            2 * len(group.layers) * group.num_kv_heads * head_bytes(group.head_dim)
+            (1 + group.has_values)
+            * len(group.layers)
+            * group.num_kv_heads
+            * head_bytes(group.head_dim)
             for group in self.kv_groups
         )
 

@@ -197,9 +197,10 @@ def _score_gain(spec: TensorSpec, config: ModelConfig) -> float:
     """Gain of the query weights that makes attention peaked; 1 if query norms would cancel it."""
     if config.qk_norm is not None:
         return 1.0
-    scale = config.attention_scale or config.head_dim**-0.5
-    gain = _QUERY_GAIN * config.head_dim**-0.5 / scale
-    if spec.name.endswith(".q_proj.weight"):
+    size = config.head_dim if config.latent is None else config.latent.query_size
+    scale = config.attention_scale or size**-0.5
+    gain = _QUERY_GAIN * size**-0.5 / scale
+    if spec.name.endswith((".q_proj.weight", ".q_b_proj.weight")):
         return gain
     return math.sqrt(gain) if spec.name.endswith(".qkv_proj.weight") else 1.0
 

@@ -51,7 +51,7 @@ class YarnRopeScaling:
     fewer than `beta_slow` are divided by `factor`, with a linear ramp over the pairs between;
     `truncate` rounds the ramp's ends to integers. Cosines and sines are multiplied by
     `attention_factor`, and the queries of position p by 1 + query_beta * ln(1 + floor(p / original
-    length)).
+    length)). Families with latents multiply scores by a magnitude of `mscale_all_dim`.
     """
 
     factor: float
@@ -61,6 +61,7 @@ class YarnRopeScaling:
     beta_slow: float
     truncate: bool
     query_beta: float = 0.0
+    mscale_all_dim: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,6 +222,8 @@ def format_rope(rope: RopeConfig, head_dim: int) -> dict[str, object]:
     if isinstance(rope.scaling, LongRopeScaling):
         values["short_factor"] = list(rope.scaling.short_factor)
         values["long_factor"] = list(rope.scaling.long_factor)
+    if isinstance(rope.scaling, YarnRopeScaling) and not rope.scaling.mscale_all_dim:
+        del values["mscale_all_dim"]
     values["rope_theta"] = rope.theta
     if rope.rotary_dim != head_dim:
         values["partial_rotary_factor"] = _share_of(rope.rotary_dim, head_dim)
@@ -327,6 +330,7 @@ def _read_yarn(source: JsonObject, original: int, rules: RopeRules) -> YarnRopeS
         beta_slow=source.number("beta_slow", 1e-6, 1e6, 1.0),
         truncate=source.flag("truncate", True),
         query_beta=source.number(_QUERY_BETA, 0.0, 1e3, 0.0),
+        mscale_all_dim=source.number("mscale_all_dim", 0.0, 1e3, 0.0),
     )
     if scaling.beta_fast < scaling.beta_slow:
         raise CheckpointError(

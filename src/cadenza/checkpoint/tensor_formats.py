@@ -55,16 +55,17 @@ def held_formats(config: ModelConfig, weights: Weights) -> StoredFormat:
     """The formats of the weights that a checkpoint stores quantised, as they are held.
 
     Where an operand has integer codes beside floats, or beside float8, all of it is held in floats,
-    and codes whose formats cannot lie beside each other are held in one that has them all.
+    as one that is transposed, and codes whose formats cannot lie beside each other are held in one
+    that has them all.
     """
     formats = {spec.name: weights.format(spec.name) for spec in declare(config)}
     for operand in declare_operands(config):
         names = [linear.weight for linear in operand.linears]
         own = [formats[name] for name in names]
-        if len({_kind(format) for format in own}) > 1:
+        if operand.is_transposed or len({_kind(format) for format in own}) > 1:
             formats.update(dict.fromkeys(names))
         codes = [format for format in own if format is not None and format.is_quantised]
-        if len(codes) == len(own):
+        if len(codes) == len(own) and not operand.is_transposed:
             rows = [linear.num_out for linear in operand.linears]
             one = [joined(codes)] * len(codes)
             held = panel_formats(codes, rows) if operand.are_side_by_side else one

@@ -90,9 +90,11 @@ class ExpertMLPSpec:
     experts: tuple[GatedMLPSpec, ...]
     shared: GatedMLPSpec | None = None
     shared_gate: LinearSpec | None = None  # [1, E]
+    choice_bias: TensorSpec | None = None  # [X], of `SigmoidChoice`
 
     def tensors(self) -> Iterator[TensorSpec]:
         yield from self.router.tensors()
+        yield from filter(None, [self.choice_bias])
         for expert in self.experts:
             yield from expert.tensors()
         if self.shared is not None:
@@ -160,6 +162,31 @@ class AttentionSpec:
     def operands(self) -> Iterator["OperandSpec"]:
         yield OperandSpec(linears=self.qkv, are_side_by_side=True)
         yield OperandSpec(linears=(self.out,))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentSpec:
+    """The tensors of attention over latents; L rank of the latent, R values that are rotated."""
+
+    query: tuple[LinearSpec, ...]  # [Hq D, E], or [rank, E] and then [Hq D, rank]
+    query_norm: TensorSpec | None  # [rank], between the two
+    latent: LinearSpec  # [L + R, E]
+    latent_norm: TensorSpec  # [L]
+    keys_values: LinearSpec  # [Hq (D - R + Dv), L]: for each head, its key and then its value
+    out: LinearSpec  # [E, Hq Dv]
+
+    def tensors(self) -> Iterator[TensorSpec]:
+        """All tensors in order of use."""
+        for linear in (*self.query, self.latent):
+            yield from linear.tensors()
+        yield from filter(None, [self.query_norm, self.latent_norm])
+        for linear in (self.keys_values, self.out):
+            yield from linear.tensors()
+
+    def operands(self) -> Iterator["OperandSpec"]:
+        for linear in (*self.query, self.latent, self.out):
+            yield OperandSpec(linears=(linear,))
+        yield OperandSpec(linears=(self.keys_values,), is_transposed=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,7 +278,7 @@ class ScanSpec:
             yield OperandSpec(linears=(linear,))
 
 
-MixerSpec = AttentionSpec | DeltaSpec | ConvSpec | ScanSpec
+MixerSpec = AttentionSpec | LatentSpec | DeltaSpec | ConvSpec | ScanSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,8 +317,10 @@ class LayerSpec:
 class OperandSpec:
     """Linears that are held in one type: those of one input, or those of all experts.
 
-    Only those side by side may be in several formats of codes.
+    Only those side by side may be in several formats of codes. Codes of one that `is_transposed`,
+    whole or in part, are not kept: their groups are along the other axis.
     """
 
     linears: tuple[LinearSpec, ...]
     are_side_by_side: bool = False
+    is_transposed: bool = False

@@ -182,6 +182,9 @@ def _token_bytes(model: ModelConfig, dtype: WeightDType) -> int:
     inputs = model.layer_inputs
     if inputs is not None:
         partial_bytes += _WORD * model.num_layers * inputs.size
+    if (latent := model.latent) is not None:
+        of_head = latent.query_size + 2 * latent.rank  # absorbed queries, and what they attend to
+        widest = max(widest, latent.num_heads * of_head + 2 * heads.head_dim)
     return (
         _WORD * model.hidden_size + item_bytes(dtype) * (model.hidden_size + widest) + partial_bytes
     )

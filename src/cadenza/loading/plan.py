@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from math import floor
 
 from cadenza.backends.base import BackendTraits, KVArrangement, ModelMemory
-from cadenza.checkpoint import Checkpoint, declare
+from cadenza.checkpoint import Checkpoint, ModelConfig, declare
 from cadenza.checkpoint.dtypes import WeightDType
 from cadenza.checkpoint.tensor_formats import held_formats, stored_bytes
 from cadenza.config import (
@@ -472,6 +472,7 @@ def memory_of(
     if traits.memory is not None:
         return traits.memory[dtype]
     model = checkpoint.config
+    _check_latents(model, config)
     return ModelMemory(
         weight_bytes=stored_bytes(
             declare(model), dtype, config.quantization, held_formats(model, checkpoint.weights)
@@ -481,6 +482,15 @@ def memory_of(
         scratch_bytes=0,
         state_bytes=model.state_bytes(dtype),
     )
+
+
+def _check_latents(model: ModelConfig, config: EngineConfig) -> None:
+    if model.latent is not None and config.kv_cache_dtype != "auto":
+        raise ConfigError(
+            f"--kv-cache-dtype {config.kv_cache_dtype} is not supported for models of type "
+            f"{model.family}, whose pages hold latents in place of keys and values; leave it at "
+            f"auto"
+        )
 
 
 def _beside_draft(memory: ModelMemory, draft: DraftPlan | None) -> ModelMemory:

@@ -13,6 +13,7 @@ from cadenza.backends.xla.layers.attention import Attention
 from cadenza.backends.xla.layers.experts import ExpertMLP
 from cadenza.backends.xla.layers.gated_delta import GatedDelta
 from cadenza.backends.xla.layers.hidden_input import HiddenInput
+from cadenza.backends.xla.layers.latent_attention import LatentAttention
 from cadenza.backends.xla.layers.layer_inputs import LayerEmbedding, LayerInput
 from cadenza.backends.xla.layers.mlp import GatedMLP
 from cadenza.backends.xla.layers.parallel_mlp import ParallelMLP
@@ -34,6 +35,7 @@ from cadenza.checkpoint.tensor_spec import (
     DeltaSpec,
     ExpertMLPSpec,
     GatedMLPSpec,
+    LatentSpec,
     LayerSpec,
     ParallelMLPSpec,
     ScanSpec,
@@ -41,6 +43,7 @@ from cadenza.checkpoint.tensor_spec import (
 
 MIXERS = {
     AttentionSpec: Attention,
+    LatentSpec: LatentAttention,
     DeltaSpec: GatedDelta,
     ConvSpec: ShortConv,
     ScanSpec: SelectiveScan,
@@ -57,7 +60,7 @@ class Layer(NamedTuple):
     """A token mixer, then a feed-forward; what the model family does not have is None."""
 
     mixer_norm: Any | None  # [E]
-    mixer: Attention | GatedDelta | ShortConv | SelectiveScan
+    mixer: Attention | LatentAttention | GatedDelta | ShortConv | SelectiveScan
     mixer_out: Linear  # [E, width of what the mixer gives]
     mixer_post_norm: Any | None  # [E]
     feed_forward: GatedMLP | ExpertMLP | ParallelMLP

@@ -22,6 +22,7 @@ NATIVE_HEAD_UNIT = 16
 """The native attention supports head sizes that are multiples of this, up to `MAX_NATIVE_HEAD`."""
 
 MAX_NATIVE_HEAD = 512
+MAX_NATIVE_LATENT = 1024
 
 MakeOps = Callable[[DecoderSpec], OpTable]
 
@@ -112,7 +113,14 @@ def _obstacle_to_native(device: Any, model: ModelConfig) -> str | None:
     """Why the native kernels cannot run a model on a device; None if they can."""
     if device.platform != "cpu":
         return f"the native kernels run on cpu, not on {device.platform}"
-    if model.head_dim % NATIVE_HEAD_UNIT or model.head_dim > MAX_NATIVE_HEAD:
+    if (latent := model.latent) is not None:
+        sizes = latent.rank, latent.rotary_size
+        if any(size % NATIVE_HEAD_UNIT for size in sizes) or sum(sizes) > MAX_NATIVE_LATENT:
+            return (
+                f"latents of {sizes[0]} values and {sizes[1]} that are rotated are not multiples "
+                f"of {NATIVE_HEAD_UNIT}, of at most {MAX_NATIVE_LATENT} together"
+            )
+    elif model.head_dim % NATIVE_HEAD_UNIT or model.head_dim > MAX_NATIVE_HEAD:
         return (
             f"heads of {model.head_dim} values are not a multiple of {NATIVE_HEAD_UNIT} "
             f"of at most {MAX_NATIVE_HEAD}"

@@ -22,6 +22,7 @@ from cadenza.backends.xla.reference_inputs import (
     layer_inputs,
     parallel_mixture,
 )
+from cadenza.backends.xla.reference_latent import LatentHeads, new_latent_cache
 from cadenza.backends.xla.reference_rope import reference_rope
 from cadenza.backends.xla.reference_scan import net_of
 from cadenza.checkpoint.layer_kind import HeadShape, LayerKind
@@ -30,6 +31,7 @@ from cadenza.checkpoint.model_config import (
     CLAMPED_LIMIT,
     Activation,
     ModelConfig,
+    SigmoidChoice,
 )
 from cadenza.checkpoint.rope_config import RopeConfig, YarnRopeScaling
 from cadenza.checkpoint.weights import Weights
@@ -86,6 +88,8 @@ class ReferenceModel:
         """Keys and values, or the state of a recurrence."""
         if kind.recurrence is not None:
             return new_state(kind.recurrence)
+        if kind.latent is not None:
+            return new_latent_cache(kind.latent, self._context)
         heads = self._model.heads_of(kind)
         shape = (self._context, heads.num_kv_heads, heads.head_dim)
         return jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.float32)
@@ -188,11 +192,19 @@ class ReferenceModel:
         experts = self._model.experts
         assert experts is not None, "the model has no experts"
         names, activation = experts.names, self._model.activation
-        chances = jax.nn.softmax(_project(layer, f"{names.block}.{names.router}", x), axis=-1)
-        ranks = jnp.argsort(jnp.argsort(-chances, axis=-1), axis=-1)  # [C, X]
+        router = f"{names.block}.{names.router}"
+        logits = _project(layer, router, x)  # [C, X]
+        if experts.sigmoid_choice is None:
+            chances = scores = jax.nn.softmax(logits, axis=-1)
+        else:
+            chances = 1.0 / (1.0 + jnp.exp(-logits))
+            scores = chances + layer[f"{router}.e_score_correction_bias"]
+            scores = _without_other_groups(scores, experts.sigmoid_choice)
+        ranks = jnp.argsort(jnp.argsort(-scores, axis=-1), axis=-1)
         chosen = jnp.where(ranks < experts.num_chosen, chances, 0.0)
         if experts.over_chosen:
             chosen = chosen / jnp.sum(chosen, axis=-1, keepdims=True)
+        chosen = chosen * experts.weight_scale
         total = jnp.zeros_like(x)
         for index in range(experts.num_experts):
             prefix = f"{names.block}.experts.{index}"
@@ -223,6 +235,9 @@ class ReferenceModel:
         heads = model.heads_of(kind)
         rope = self._ropes[model.ropes.index(model.rope_of(kind))]
         factors = jax.lax.dynamic_slice_in_dim(rope, start, count)
+        if kind.latent is not None:
+            latent = LatentHeads(kind.latent, layer, model.scale_of(heads))
+            return latent.apply(x, cache, start, factors)
         keys, values, gate = *cache, None
         if kind.kv_source is None:
             query, key, value, gate = self._query_key_value(layer, x, heads)
@@ -329,6 +344,15 @@ def _activated(x: jax.Array, activation: Activation) -> jax.Array:
     if activation == "gelu_tanh":
         return 0.5 * x * (1.0 + jnp.tanh(np.sqrt(2.0 / np.pi) * (x + 0.044715 * x**3)))
     return 0.5 * x * (1.0 + jax.lax.erf(x / np.sqrt(2.0)))
+
+
+def _without_other_groups(scores: jax.Array, choice: SigmoidChoice) -> jax.Array:
+    """The scores [C, X]; those of groups whose two best do not sum up to enough become -inf."""
+    parts = jnp.stack(jnp.split(scores, choice.num_groups, axis=-1), axis=1)  # [C, groups, ·]
+    sums = jnp.sum(jnp.sort(parts, axis=-1)[..., -2:], axis=-1)
+    ranks = jnp.argsort(jnp.argsort(-sums, axis=-1), axis=-1)
+    kept = jnp.where((ranks < choice.num_chosen_groups)[..., None], parts, -jnp.inf)
+    return kept.reshape(scores.shape)
 
 
 def _capped(values: jax.Array, cap: float | None) -> jax.Array:

@@ -5,6 +5,7 @@ A family is data (`Family`) and a function that reads its own settings of a conf
 its kin or in a new one, list it here, and see that `config_writer` writes its own settings.
 """
 
+from cadenza.checkpoint.families.deepseek import DEEPSEEK_V3, GLM4_MOE_LITE
 from cadenza.checkpoint.families.experts import MIXTRAL, OLMOE, QWEN3_MOE
 from cadenza.checkpoint.families.family import Family
 from cadenza.checkpoint.families.gemma import GEMMA2, GEMMA3
@@ -49,6 +50,8 @@ FAMILIES: dict[str, Family] = {
         GPT_OSS,
         LFM2,
         GRANITE_HYBRID,
+        DEEPSEEK_V3,
+        GLM4_MOE_LITE,
     )
 }
 

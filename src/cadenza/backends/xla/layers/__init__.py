@@ -8,6 +8,7 @@ Modules:
 - `weight_source`: the tensors of a checkpoint, loaded in the op table's layouts
 - `residual`: the residual stream, and what the layers of a step compute with
 - `attention`: the token mixer over KV pages
+- `latent_attention`: the token mixer over latents in KV pages
 - `gated_delta`, `short_conv`, `selective_scan`: the token mixers with a recurrent state
 - `mlp`, `experts`, `parallel_mlp`: the feed-forwards: a gated MLP, a mixture of them, and both
 - `layer_inputs`: per-layer embeddings, and how a layer adds its part

@@ -53,6 +53,7 @@ class ExpertMLP(NamedTuple):
     router: Linear  # [X, E]
     gate_up: Linear  # [X, 2 F, E]
     down: Linear  # [X, E, F]
+    choice_bias: Any | None  # [X]
     shared: SharedMLP | None
 
     @classmethod
@@ -66,6 +67,7 @@ class ExpertMLP(NamedTuple):
             router=source.linear(mlp.router),
             gate_up=gate_up,
             down=down,
+            choice_bias=None if mlp.choice_bias is None else source.scale(mlp.choice_bias),
             shared=SharedMLP.load(source, mlp),
         )
 
@@ -73,7 +75,7 @@ class ExpertMLP(NamedTuple):
         """The stream [N, E] with the mixture's output."""
         x, count = stream.x, stream.count
         normed = stream.normed(ops, self.norm)
-        choice = ops.route_experts(normed, self.router, count)
+        choice = ops.route_experts(normed, self.router, count, None, self.choice_bias)
         gated = ops.grouped_gated_linear(normed, self.gate_up, choice, count)
         stream = Residual(ops.grouped_linear(gated, self.down, choice, x, count), count)
         return stream if self.shared is None else self.shared.add(ops, normed, stream)

@@ -16,13 +16,21 @@ import numpy as np
 from cadenza.backends.xla.ops.float8 import float8_product
 from cadenza.backends.xla.ops.quantised import quantised_product
 from cadenza.backends.xla.ops.table import ExpertChoice, Linear
-from cadenza.checkpoint.model_config import CLAMPED_ALPHA, CLAMPED_LIMIT, ModelConfig
+from cadenza.checkpoint.model_config import (
+    CLAMPED_ALPHA,
+    CLAMPED_LIMIT,
+    ModelConfig,
+    SigmoidChoice,
+)
 from cadenza.checkpoint.weight_format import FLOAT8
 
 Gate = Callable[[jax.Array, jax.Array], jax.Array]
 """Of a gate and an up projection of one shape."""
 
 _HIGHEST = jax.lax.Precision.HIGHEST
+
+LEAST_SUM = 1e-20
+"""Added to the sum of the chosen experts' sigmoids, which can all be 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +40,8 @@ class Routing:
     num_experts: int
     num_chosen: int
     over_chosen: bool
-    """Whether the softmax is over the chosen experts only, instead of over all experts."""
+    """Whether the weights are divided by the sum of the chosen experts', instead of by all."""
+    sigmoid_choice: SigmoidChoice | None = None
     scale: float = 1.0
 
     @classmethod
@@ -43,26 +52,48 @@ class Routing:
             num_experts=model.experts.num_experts,
             num_chosen=model.experts.num_chosen,
             over_chosen=model.experts.over_chosen,
-            scale=model.residual_scale,
+            sigmoid_choice=model.experts.sigmoid_choice,
+            scale=model.residual_scale * model.experts.weight_scale,
         )
 
 
-def choose_experts(logits: jax.Array, routing: Routing) -> ExpertChoice:
-    """Ids of the A largest logits [T, X], in descending order, and their weights.
+def choose_experts(
+    logits: jax.Array, routing: Routing, bias: jax.Array | None = None
+) -> ExpertChoice:
+    """Ids of the A largest logits [T, X], or of a `SigmoidChoice` with the biases [X], in
+    descending order, and their weights.
 
     Ties go to the lowest id; 0.0 and -0.0 are equal. A token whose largest logit is not finite gets
     the ids 0 to A - 1 and NaN weights.
     """
     largest = jnp.max(logits, axis=-1, keepdims=True)  # [T, 1]
     is_sound = jnp.isfinite(largest)
-    signless = jnp.where(logits == 0, 0.0, logits)
+    choice = routing.sigmoid_choice
+    if choice is None:
+        shares, scores = jnp.exp(logits - largest), logits  # [T, X]
+    else:
+        shares = jax.nn.sigmoid(logits)
+        scores = _in_best_groups(shares if bias is None else shares + bias, choice)
+    signless = jnp.where(scores == 0, 0.0, scores)
     _, ids = jax.lax.top_k(signless, routing.num_chosen)
     ids = jnp.where(is_sound, ids, jnp.arange(routing.num_chosen)).astype(jnp.int32)  # [T, A]
-    exps = jnp.exp(logits - largest)  # [T, X]
-    weights = jnp.take_along_axis(exps, ids, axis=-1)  # [T, A]
-    total = weights if routing.over_chosen else exps
-    weights = weights / jnp.sum(total, axis=-1, keepdims=True)
+    weights = jnp.take_along_axis(shares, ids, axis=-1)  # [T, A]
+    if routing.over_chosen or choice is None:
+        total = weights if routing.over_chosen else shares
+        smallest = 0.0 if choice is None else LEAST_SUM
+        weights = weights / (jnp.sum(total, axis=-1, keepdims=True) + smallest)
     return ExpertChoice(ids, jnp.where(is_sound, weights * routing.scale, jnp.nan))
+
+
+def _in_best_groups(scores: jax.Array, choice: SigmoidChoice) -> jax.Array:
+    """The scores [T, X], -inf outside the chosen groups."""
+    if choice.num_groups == 1:
+        return scores
+    grouped = scores.reshape(len(scores), choice.num_groups, -1)
+    best, _ = jax.lax.top_k(grouped, 2)
+    _, kept = jax.lax.top_k(jnp.sum(best, axis=-1), choice.num_chosen_groups)  # [T, groups]
+    is_kept = jnp.any(kept[..., None] == jnp.arange(choice.num_groups), axis=1)
+    return jnp.where(is_kept[..., None], grouped, -jnp.inf).reshape(scores.shape)
 
 
 def silu_gate(gate: jax.Array, up: jax.Array) -> jax.Array:
@@ -90,10 +121,11 @@ def grouped_product(x: jax.Array, weight: Linear, ids: jax.Array) -> jax.Array:
         return jnp.where((ids == expert)[..., None], y, out)
 
     start = jnp.zeros((*ids.shape, weight.num_out), jnp.float32)
-    return jax.lax.fori_loop(0, _num_experts(weight), body, start)
+    return jax.lax.fori_loop(0, num_experts(weight), body, start)
 
 
-def _num_experts(weight: Linear) -> int:
+def num_experts(weight: Linear) -> int:
+    """Of a weight of `load_experts`."""
     return len(jax.tree.leaves(weight.weight)[0])
 
 
@@ -127,7 +159,7 @@ def grouped_linear(
     """
     ids, weights = choice
     y = grouped_product(x, weight, ids)  # [T, A, N]
-    has_expert = (ids >= 0) & (ids < _num_experts(weight))
+    has_expert = (ids >= 0) & (ids < num_experts(weight))
     total = jnp.zeros_like(residual)
     for slot in range(ids.shape[1]):
         part = weights[:, slot, None] * y[:, slot]

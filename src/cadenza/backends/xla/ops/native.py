@@ -50,6 +50,9 @@ from cadenza.backends.xla.ops.table import (
     HeadFactors,
     HeadInputs,
     KVPool,
+    LatentFactors,
+    LatentInputs,
+    LatentLayer,
     Linear,
     OpTable,
     RecurrentLayer,
@@ -184,14 +187,23 @@ class NativeOps(OpTable):
     def new_kv_pool(self, group: KVGroup, num_pages: int, fill: float | None) -> KVPool:
         head = (group.num_kv_heads, self._spec.page_size, group.head_dim)
         shape = (num_pages, len(group.layers), *head)
+        if not group.has_values:
+            return self._new_latent_pool(shape, fill)
         if fill is None:
             return KVPool(self._unwritten_side(shape), self._unwritten_side(shape))
         if self._spec.has_kv_codes:
             return KVPool(_filled_codes(shape, 255, fill), _filled_codes(shape, 127, fill))
+        return KVPool(self._filled_side(shape, fill), self._filled_side(shape, fill))
+
+    def _new_latent_pool(self, shape: tuple[int, ...], fill: float | None) -> KVPool:
+        keys = self._unwritten_side(shape) if fill is None else self._filled_side(shape, fill)
+        return KVPool(keys, None)
+
+    def _filled_side(self, shape: tuple[int, ...], fill: float) -> jax.Array:
         element = np.full((), fill, self._spec.dtype)
         if self._spec.dtype == jnp.bfloat16:  # XLA copies bfloat16 through float32 on a CPU
             element = element.view(np.uint16)
-        return KVPool(jnp.full(shape, element), jnp.full(shape, element))
+        return jnp.full(shape, element)
 
     def _unwritten_side(self, shape: tuple[int, ...]) -> jax.Array:
         if self._spec.has_kv_codes:
@@ -217,7 +229,7 @@ class NativeOps(OpTable):
             slots = jax.lax.dynamic_slice(side, place(source), shape)
             return jax.lax.dynamic_update_slice(side, slots, place(destination))
 
-        return KVPool(copy(pool.keys), copy(pool.values))
+        return jax.tree.map(copy, pool)
 
     def embed(self, table: Linear, step: StepArrays) -> jax.Array:
         model = self._model
@@ -252,9 +264,11 @@ class NativeOps(OpTable):
             return x
         return self._call("convert", _array(x.shape, self._spec.dtype))(x, count)
 
-    def rms_norm(self, x: jax.Array, weight: jax.Array, count: jax.Array) -> jax.Array:
+    def rms_norm(
+        self, x: jax.Array, weight: jax.Array, count: jax.Array, eps: float | None = None
+    ) -> jax.Array:
         return self._call("rms_norm", _array(x.shape, self._spec.dtype))(
-            x, weight, count, eps=np.float32(self._model.rms_norm_eps)
+            x, weight, count, eps=np.float32(eps or self._model.rms_norm_eps)
         )
 
     def take_rows(self, x: jax.Array, indices: jax.Array, count: jax.Array) -> jax.Array:
@@ -296,16 +310,24 @@ class NativeOps(OpTable):
         return call(x, weight.weight, count, weight.bias, activation=self._activation)
 
     def route_experts(
-        self, x: jax.Array, router: Linear, count: jax.Array, factors: Any | None = None
+        self,
+        x: jax.Array,
+        router: Linear,
+        count: jax.Array,
+        factors: Any | None = None,
+        bias: Any | None = None,
     ) -> ExpertChoice:
         routing = Routing.of(self._model)
+        choice = routing.sigmoid_choice
         shape = (len(x), routing.num_chosen)
         call = self._call("route_experts", (_array(shape, jnp.int32), _array(shape, jnp.float32)))
         ids, weights = call(
-            *(x, router.weight, count, router.bias, factors),
+            *(x, router.weight, count, router.bias, factors, bias),
             experts=routing.num_experts,
             over_chosen=routing.over_chosen,
-            sigmoid=False,
+            sigmoid=choice is not None,
+            groups=1 if choice is None else choice.num_groups,
+            chosen_groups=1 if choice is None else choice.num_chosen_groups,
             scale=np.float32(routing.scale),
         )
         return ExpertChoice(ids, weights)
@@ -314,10 +336,12 @@ class NativeOps(OpTable):
         shape = (len(x), 1)
         call = self._call("route_experts", (_array(shape, jnp.int32), _array(shape, jnp.float32)))
         ids, weights = call(
-            *(x, gate.weight, count, None, None),
+            *(x, gate.weight, count, None, None, None),
             experts=1,
             over_chosen=False,
             sigmoid=True,
+            groups=1,
+            chosen_groups=1,
             scale=np.float32(self._model.residual_scale),
         )
         return ExpertChoice(ids, weights)
@@ -371,6 +395,38 @@ class NativeOps(OpTable):
             norms_values=model.has_value_norm,
         )
         return out, KVPool(keys, values)
+
+    def head_linear(self, x: jax.Array, weight: Linear, count: jax.Array, width: int) -> jax.Array:
+        shape = (len(x), weight.weight.shape[0] * weight.num_out)
+        return self._call("head_linear", _array(shape, self._spec.dtype))(
+            x, weight.weight, count, width=width
+        )
+
+    def latent_attend(
+        self,
+        given: LatentInputs,
+        pool: KVPool,
+        factors: LatentFactors,
+        step: StepArrays,
+        layer: LatentLayer,
+    ) -> tuple[jax.Array, KVPool]:
+        shape, keys = layer.shape, pool.keys
+        results = (
+            _array(given.absorbed.shape, self._spec.dtype),
+            _array(keys.shape, keys.dtype),
+        )
+        out, keys = self._call("latent_attend", results, {10: 1})(
+            *given,
+            *(step.tokens.positions, step.tokens.slots),
+            *(step.rows.query_starts, step.rows.kv_lens, step.page_table),
+            *(factors.rope, factors.norm, keys),
+            layer=layer.index,
+            heads=shape.num_heads,
+            scale=np.float32(self._model.scale_of(shape.heads)),
+            norm_eps=np.float32(layer.norm_eps),
+            pairs_neighbours=shape.pairs_neighbours,
+        )
+        return out, KVPool(keys, None)
 
     def new_state_pool(self, num_slots: int, num_layers: int, shape: Recurrence) -> StatePool:
         inputs = (num_slots, num_layers, shape.num_inputs - 1, shape.num_channels)

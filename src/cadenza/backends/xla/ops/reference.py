@@ -20,6 +20,8 @@ from cadenza.backends.xla.ops.experts import (
     clamped_swiglu,
     grouped_gated_linear,
     grouped_linear,
+    grouped_product,
+    num_experts,
     silu_gate,
 )
 from cadenza.backends.xla.ops.float8 import (
@@ -58,6 +60,9 @@ from cadenza.backends.xla.ops.table import (
     HeadFactors,
     HeadInputs,
     KVPool,
+    LatentFactors,
+    LatentInputs,
+    LatentLayer,
     Linear,
     OpTable,
     RecurrentLayer,
@@ -105,6 +110,17 @@ class _Block(NamedTuple):
     places: Places
     valid: jax.Array
     scale: float
+
+
+class _Span(NamedTuple):
+    """What queries attend to: a layer's window, if any, and its scores; of keys alone, the first
+    `value_size` are the values."""
+
+    layer: int
+    scale: float
+    value_size: int
+    window: int | None = None
+    sinks: Any | None = None
 
 
 class ReferenceOps(OpTable):
@@ -171,7 +187,8 @@ class ReferenceOps(OpTable):
         if self._spec.has_kv_codes:
             return KVPool(filled_heads(shape, fill), filled_heads(shape, fill))
         pool = jnp.full(shape, fill, self._spec.dtype)
-        return KVPool(pool, jnp.full(shape, fill, self._spec.dtype))
+        values = jnp.full(shape, fill, self._spec.dtype) if group.has_values else None
+        return KVPool(pool, values)
 
     def copy_slots(
         self, pool: KVPool, source: jax.Array, destination: jax.Array, count: int
@@ -209,8 +226,10 @@ class ReferenceOps(OpTable):
     def to_activations(self, x: jax.Array, count: jax.Array) -> jax.Array:
         return x.astype(self._spec.dtype)
 
-    def rms_norm(self, x: jax.Array, weight: jax.Array, count: jax.Array) -> jax.Array:
-        return rms_norm(x, weight, self._model.rms_norm_eps).astype(self._spec.dtype)
+    def rms_norm(
+        self, x: jax.Array, weight: jax.Array, count: jax.Array, eps: float | None = None
+    ) -> jax.Array:
+        return rms_norm(x, weight, eps or self._model.rms_norm_eps).astype(self._spec.dtype)
 
     def take_rows(self, x: jax.Array, indices: jax.Array, count: jax.Array) -> jax.Array:
         return jnp.where(indices[:, None] >= 0, x[jnp.maximum(indices, 0)], 0)
@@ -243,9 +262,14 @@ class ReferenceOps(OpTable):
         return _GATES[self._model.activation](gate, up).astype(self._spec.dtype)
 
     def route_experts(
-        self, x: jax.Array, router: Linear, count: jax.Array, factors: Any | None = None
+        self,
+        x: jax.Array,
+        router: Linear,
+        count: jax.Array,
+        factors: Any | None = None,
+        bias: Any | None = None,
     ) -> ExpertChoice:
-        choice = choose_experts(_matmul(x, router), Routing.of(self._model))
+        choice = choose_experts(_matmul(x, router), Routing.of(self._model), bias)
         if factors is None:
             return choice
         return choice._replace(weights=choice.weights * jnp.asarray(factors)[choice.ids])
@@ -299,7 +323,9 @@ class ReferenceOps(OpTable):
         if not self._spec.has_kv_codes:
             query = query.astype(self._spec.dtype)
         grouped = query.reshape(len(qkv), shape.num_kv_heads, -1, shape.head_dim)
-        out = self._attend(grouped, pool, step, layer, factors.sinks).reshape(len(qkv), -1)
+        scale = self._model.scale_of(shape)
+        span = _Span(layer.index, scale, shape.head_dim, layer.window, factors.sinks)
+        out = self._attend(grouped, pool, step, span).reshape(len(qkv), -1)
         if given.gate is not None:
             out = out * jax.nn.sigmoid(given.gate.astype(jnp.float32))
         return out.astype(self._spec.dtype), pool
@@ -316,6 +342,44 @@ class ReferenceOps(OpTable):
         if self._model.has_value_norm:
             value = rms_norm(value, jnp.ones((), jnp.float32), eps)
         return rotate(key, turns).astype(dtype), value.astype(dtype)
+
+    def head_linear(self, x: jax.Array, weight: Linear, count: jax.Array, width: int) -> jax.Array:
+        heads = num_experts(weight)
+        parts = x.reshape(len(x), heads, -1)[..., :width]
+        ids = jnp.broadcast_to(jnp.arange(heads), (len(x), heads))
+        y = grouped_product(parts, weight, ids)  # [T, Hq, N]
+        return y.reshape(len(x), -1).astype(self._spec.dtype)
+
+    def latent_attend(
+        self,
+        given: LatentInputs,
+        pool: KVPool,
+        factors: LatentFactors,
+        step: StepArrays,
+        layer: LatentLayer,
+    ) -> tuple[jax.Array, KVPool]:
+        shape, count = layer.shape, len(given.keys)
+        turns = factors.rope[step.tokens.positions]  # [T, rotary_size]
+        latent, key = jnp.split(given.keys, [shape.rank], axis=-1)
+        latent = rms_norm(latent, factors.norm, layer.norm_eps)
+        absorbed = given.absorbed.reshape(count, shape.num_heads, -1).astype(jnp.float32)
+        query = given.queries.reshape(count, shape.num_heads, -1)[..., shape.plain_size :]
+
+        def with_rotated(plain: jax.Array, rotated: jax.Array) -> jax.Array:
+            if shape.pairs_neighbours:
+                rotated = jnp.concatenate([rotated[..., 0::2], rotated[..., 1::2]], axis=-1)
+            turned = rotate(rotated.astype(jnp.float32), turns)
+            return jnp.concatenate([plain, turned], axis=-1).astype(self._spec.dtype)
+
+        pool = _append(
+            pool,
+            with_rotated(latent[:, None], key[:, None]),  # [T, 1, rank + rotary_size]
+            None,
+            (step.tokens.slots, layer.index),
+        )
+        span = _Span(layer.index, self._model.scale_of(shape.heads), shape.rank)
+        out = self._attend(with_rotated(absorbed, query)[:, None], pool, step, span)
+        return out.reshape(count, -1).astype(self._spec.dtype), pool
 
     def new_state_pool(self, num_slots: int, num_layers: int, shape: Recurrence) -> StatePool:
         inputs = (num_slots, num_layers, shape.num_inputs - 1, shape.num_channels)
@@ -369,34 +433,25 @@ class ReferenceOps(OpTable):
             return logits
         return jnp.where(jnp.isfinite(logits), soft_cap(logits, model.logit_soft_cap), logits)
 
-    def _attend(
-        self,
-        query: jax.Array,
-        pool: KVPool,
-        step: StepArrays,
-        layer: AttendingLayer,
-        sinks: Any | None,
-    ) -> jax.Array:
-        """Online softmax over blocks at absolute positions; query and result [T, Hkv, G, D]."""
+    def _attend(self, query: jax.Array, pool: KVPool, step: StepArrays, span: _Span) -> jax.Array:
+        """Online softmax over blocks at absolute positions; query [T, Hkv, G, D], result
+        [T, Hkv, G, value size]."""
         limits = jnp.where(step.tokens.slots >= 0, step.tokens.positions + 1, 0)  # [T]
         shape = query.shape[:3]
         state = (
-            _first_maximum(shape, sinks),  # running maximum
-            jnp.full(shape, 0.0 if sinks is None else 1.0, jnp.float32),  # running sum
-            jnp.zeros(query.shape, jnp.float32),  # running output
+            _first_maximum(shape, span.sinks),  # running maximum
+            jnp.full(shape, 0.0 if span.sinks is None else 1.0, jnp.float32),  # running sum
+            jnp.zeros((*shape, span.value_size), jnp.float32),  # running output
         )
 
         def body(block: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             starts = self._block_start(block, step)  # [T]
             positions = starts[:, None] + jnp.arange(BLOCK)  # [T, B]
             valid = (positions >= 0) & (positions < limits[:, None])
-            if layer.window is not None:
-                valid &= positions >= limits[:, None] - layer.window
-            own = _Block(
-                (self._slots(positions, valid, step), layer.index),
-                valid,
-                self._model.scale_of(layer.heads),
-            )
+            if span.window is not None:
+                valid &= positions >= limits[:, None] - span.window
+            places = self._slots(positions, valid, step), span.layer
+            own = _Block(places, valid, span.scale)
             return self._attend_block(query, pool, own, state)
 
         _, total, out = jax.lax.fori_loop(0, self._num_blocks(limits), body, state)
@@ -448,6 +503,8 @@ class ReferenceOps(OpTable):
         weights = jnp.where(mask, jnp.exp(scores - new_maximum[..., None]), 0.0)  # [T, Hkv, G, B]
         shrink = jnp.where(maximum == -jnp.inf, 0.0, jnp.exp(maximum - new_maximum))
         new_total = total * shrink + jnp.sum(weights, axis=-1)
+        if loaded.values is None:
+            loaded = KVPool(loaded.keys, loaded.keys[..., : out.shape[-1]])
         new_out = out * shrink[..., None] + self._weighted_values(weights, loaded)
         touched = jnp.any(valid, axis=1)[:, None, None]
         return (
@@ -501,12 +558,13 @@ def rotate(heads: jax.Array, factors: jax.Array) -> jax.Array:
     return jnp.concatenate(turned, axis=-1)
 
 
-def _append(pool: KVPool, key: jax.Array, value: jax.Array, places: Places) -> KVPool:
+def _append(pool: KVPool, key: jax.Array, value: jax.Array | None, places: Places) -> KVPool:
     """Writes key and value [T, Hkv, D] to their slots [T]; padding (slot -1) is skipped."""
     slots, layer = places
     slots = jnp.where(slots >= 0, slots, len(jax.tree.leaves(pool)[0]))
     new = KVPool(key, value)
     if isinstance(pool.keys, CodedHeads):
+        assert value is not None, "latents have no codes"
         new = KVPool(encode_heads(key), encode_heads(value))
 
     def write(side: jax.Array, rows: jax.Array) -> jax.Array:

@@ -29,6 +29,7 @@ from cadenza.checkpoint.layer_kind import (
     DeltaShape,
     HeadShape,
     KVGroup,
+    LatentShape,
     Recurrence,
     ScanShape,
 )
@@ -139,9 +140,37 @@ class AttendingLayer:
     window: int | None = None
 
 
+class LatentInputs(NamedTuple):
+    """Of attention over latents: queries times the linears of the keys, and projections of the
+    normed stream."""
+
+    absorbed: jax.Array  # [T, Hq rank], activations
+    queries: jax.Array  # [T, Hq D], activations; the end of each head is rotated
+    keys: (
+        jax.Array
+    )  # [T, rank + rotary_size], float32: latents before their norm; the end is rotated
+
+
+class LatentFactors(NamedTuple):
+    """The weight of the latents' norm and the rope."""
+
+    norm: Any  # [rank]
+    rope: Any  # [positions, rotary_size]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentLayer:
+    """The layer's place in the KV pool of its group, its shape, and the constant of its norms."""
+
+    index: int
+    shape: LatentShape
+    norm_eps: float
+
+
 class KVPool(NamedTuple):
     """The KV pages of the layers of a group: an array each, or a tree of them. Pages follow one
-    another along the first axis; the op table chooses the rest of the layout.
+    another along the first axis; the op table chooses the rest of the layout. `values` is None
+    where they are parts of the keys (`KVGroup.has_values`).
     """
 
     keys: Any
@@ -373,8 +402,10 @@ class OpTable(ABC):
         """Casts x [T, E] from float32 to the type of the activations."""
 
     @abstractmethod
-    def rms_norm(self, x: jax.Array, weight: jax.Array, count: jax.Array) -> jax.Array:
-        """x / rms(x) * weight: [·, E] float32 to activations."""
+    def rms_norm(
+        self, x: jax.Array, weight: jax.Array, count: jax.Array, eps: float | None = None
+    ) -> jax.Array:
+        """x / rms(x) * weight: [·, E] float32 to activations; `eps` is the model's by default."""
 
     @abstractmethod
     def take_rows(self, x: jax.Array, indices: jax.Array, count: jax.Array) -> jax.Array:
@@ -420,9 +451,15 @@ class OpTable(ABC):
 
     @abstractmethod
     def route_experts(
-        self, x: jax.Array, router: Linear, count: jax.Array, factors: Any | None = None
+        self,
+        x: jax.Array,
+        router: Linear,
+        count: jax.Array,
+        factors: Any | None = None,
+        bias: Any | None = None,
     ) -> ExpertChoice:
-        """The experts of x [T, E] with the largest router logits; ties go to the lowest id.
+        """The experts of x [T, E] with the largest router logits, or of a `SigmoidChoice`, whose
+        `bias` [X] is given; ties go to the lowest id.
 
         Their weights follow the model's `experts` and include its `residual_scale`, and the
         `factors` [X] of the experts if there are any.
@@ -464,6 +501,26 @@ class OpTable(ABC):
 
         Values are normed if the model says so; without keys in `given` nothing is written.
         Returns activations [T, Hq D] and the pool, updated in place.
+        """
+
+    @abstractmethod
+    def head_linear(self, x: jax.Array, weight: Linear, count: jax.Array, width: int) -> jax.Array:
+        """The first `width` values of each head of x [T, Hq D] times the head's own weight, of
+        `load_experts`: activations [T, Hq N]."""
+
+    @abstractmethod
+    def latent_attend(
+        self,
+        given: LatentInputs,
+        pool: KVPool,
+        factors: LatentFactors,
+        step: StepArrays,
+        layer: LatentLayer,
+    ) -> tuple[jax.Array, KVPool]:
+        """Norms latents, rotates what is rotated of queries and keys, writes keys to their slots,
+        and computes attention of the absorbed queries.
+
+        Returns activations [T, Hq rank] and the pool, updated in place.
         """
 
     @abstractmethod
