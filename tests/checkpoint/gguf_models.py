@@ -51,6 +51,7 @@ ARCHITECTURES = {
     "olmoe": "olmoe",
     "lfm2": "lfm2",
     "gpt-oss": "gpt-oss",
+    "deepseek-v3": "deepseek2",
 }
 HYBRIDS = {
     "qwen3.5": "qwen35",
@@ -67,6 +68,16 @@ CHANGES: dict[str, dict[str, Any]] = {
     "qwen2": {"use_sliding_window": False, "layer_types": None},
     "qwen3": {"use_sliding_window": False, "layer_types": None},
     "qwen3-moe": {"mlp_only_layers": []},
+    "deepseek-v3": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 32.0,
+            "original_max_position_embeddings": 128,
+            "mscale": 0.8,
+            "mscale_all_dim": 0.8,
+        }
+    },
 }
 """What of a tiny shape GGUF cannot express: it has no key for it, and llama.cpp a fixed value."""
 
@@ -169,11 +180,12 @@ def describe(architecture: str, config: ModelConfig, weights: Weights) -> dict[s
     if config.experts is not None:
         values["expert_count"] = config.experts.num_experts
         values["expert_used_count"] = config.experts.num_chosen
-        if config.experts.shared_size:
+        if config.experts.has_shared_gate:
             values["expert_shared_feed_forward_length"] = config.experts.shared_size
         if architecture in ("qwen3moe", "qwen35moe", "gpt-oss"):
             values["expert_feed_forward_length"] = config.experts.intermediate_size
-    return values | describe_recurrence(config) | describe_scaling(config)
+    values |= describe_recurrence(config) | describe_scaling(config)
+    return values | describe_latents(config)
 
 
 def describe_recurrence(config: ModelConfig) -> dict[str, Any]:
@@ -205,6 +217,36 @@ def describe_recurrence(config: ModelConfig) -> dict[str, Any]:
         "ssm.time_step_rank": matrices.num_heads,
         "ssm.inner_size": shape.value_width,
     }
+
+
+def describe_latents(config: ModelConfig) -> dict[str, Any]:
+    """As attention of one KV head, whose values are a part of its keys."""
+    shape, experts = config.latent, config.experts
+    if shape is None:
+        return {}
+    assert experts is not None
+    assert experts.sigmoid_choice is not None
+    values: dict[str, Any] = {
+        "attention.head_count_kv": 1,
+        "attention.kv_lora_rank": shape.rank,
+        "attention.key_length": shape.rank + shape.rotary_size,
+        "attention.value_length": shape.rank,
+        "attention.key_length_mla": shape.query_size,
+        "attention.value_length_mla": shape.value_size,
+        "leading_dense_block_count": sum(not kind.has_experts for kind in config.layer_kinds),
+        "expert_feed_forward_length": experts.intermediate_size,
+        "expert_shared_count": experts.shared_size // experts.intermediate_size,
+        "expert_weights_scale": experts.weight_scale,
+        "expert_weights_norm": experts.over_chosen,
+        "expert_gating_func": 2,
+        "expert_group_count": experts.sigmoid_choice.num_groups,
+        "expert_group_used_count": experts.sigmoid_choice.num_chosen_groups,
+    }
+    if shape.query_rank is not None:
+        values["attention.q_lora_rank"] = shape.query_rank
+    if isinstance(config.rope.scaling, YarnRopeScaling):
+        values["rope.scaling.yarn_log_multiplier"] = 0.1 * config.rope.scaling.mscale_all_dim
+    return values
 
 
 def describe_scaling(config: ModelConfig) -> dict[str, Any]:
@@ -257,9 +299,10 @@ def rename(architecture: str, config: ModelConfig, arrays: Mapping[str, np.ndarr
     num_layers = config.num_layers + config.num_mtp_layers
     table = gguf.get_tensor_name_map(arch_code(architecture), num_layers)
     renamed: Arrays = {}
-    for stored, array in split_pairs(config, stack_experts(arrays)).items():
+    stacked = stack_experts(split_latents(config, arrays))
+    for stored, array in split_pairs(config, stacked).items():
         name = stored.replace("mtp.layers.0.", f"model.layers.{config.num_layers}.")
-        name = name.replace(".dt_bias", ".dt_proj.bias")
+        name = name.replace(".dt_bias", ".dt_proj.bias").replace("_correction_b", "_correction.b")
         name = f"{name}.weight" if name.endswith(".sinks") else name
         if name in AROUND_MTP:
             found = f"blk.{config.num_layers}.nextn.{AROUND_MTP[name]}.weight"
@@ -272,6 +315,18 @@ def rename(architecture: str, config: ModelConfig, arrays: Mapping[str, np.ndarr
 
 def arch_code(architecture: str) -> gguf.MODEL_ARCH:
     return next(code for code, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+
+
+def split_latents(config: ModelConfig, arrays: Mapping[str, np.ndarray]) -> Arrays:
+    """The linears of keys and values apart, the keys' transposed."""
+    shape, parts = config.latent, dict(arrays)
+    for name in [name for name in arrays if shape is not None and ".kv_b_proj." in name]:
+        assert shape is not None
+        both = parts.pop(name).reshape(shape.num_heads, -1, shape.rank)
+        keys, values = np.split(both, [shape.plain_size], axis=1)
+        parts[name.replace("kv_b_proj", "k_b_proj")] = keys.swapaxes(1, 2)
+        parts[name.replace("kv_b_proj", "v_b_proj")] = values
+    return parts
 
 
 def stack_experts(arrays: Mapping[str, np.ndarray]) -> Arrays:

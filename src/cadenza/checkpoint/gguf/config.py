@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from cadenza.checkpoint.config_json import parse_model_config
 from cadenza.checkpoint.families.family import FULL, LINEAR, SLIDING
 from cadenza.checkpoint.families.hybrid import CONV, MAX_TAPS
+from cadenza.checkpoint.gguf import latents
 from cadenza.checkpoint.gguf.gemma4 import ROPE_FREQUENCIES, read_gemma4_settings
 from cadenza.checkpoint.gguf.settings import Settings
 from cadenza.checkpoint.layer_kind import DeltaShape, LayerKind, ScanShape
@@ -142,7 +143,8 @@ def _read_common(settings: Settings, architecture: Architecture) -> dict[str, ob
         )
     num_heads = settings.integer("attention.head_count", 1, MAX_HEADS)
     head_dim = _head_dim(settings)
-    if settings.integer("attention.value_length", 1, MAX_WIDTH, head_dim) != head_dim:
+    value_size = settings.integer("attention.value_length", 1, MAX_WIDTH, head_dim)
+    if value_size != head_dim and not settings.has("attention.kv_lora_rank"):
         raise settings.wrong("attention.value_length", f"{head_dim}, like the keys' length")
     rope = _read_rope(settings)
     return {
@@ -539,6 +541,10 @@ _ARCHITECTURES: dict[str, Architecture] = {
         read=_read_qwen35_moe,
         keys=_HYBRID_KEYS | _EXPERT_KEYS | {_SHARED_WIDTH},
         adapt=_qwen35_as_stored,
+    ),
+    "deepseek2": Architecture(
+        read=lambda settings: latents.read_latents(settings, _read_rope(settings)),
+        keys=latents.KEYS | _EXPERT_KEYS,
     ),
     "smollm3": Architecture(read=_read_smollm3, has_paired_rows=True),
     "gemma2": Architecture(

@@ -26,6 +26,7 @@ from cadenza.checkpoint.gguf import config as gguf_config
 from cadenza.checkpoint.gguf.blocks import ENCODINGS
 from cadenza.checkpoint.gguf.config import Architecture
 from cadenza.checkpoint.gguf.gemma4 import LAYER_EMBEDDING as LAYER_TABLE
+from cadenza.checkpoint.gguf.latents import join_latents, latent_places
 from cadenza.checkpoint.gguf.reader import GGUFFile, GGUFTensor
 from cadenza.checkpoint.layer_kind import Recurrence, ScanShape
 from cadenza.checkpoint.model_config import ModelConfig
@@ -41,6 +42,7 @@ from cadenza.checkpoint.tensor_spec import (
     DeltaSpec,
     ExpertMLPSpec,
     GatedMLPSpec,
+    LatentSpec,
     LayerSpec,
     LinearSpec,
     ParallelMLPSpec,
@@ -87,6 +89,8 @@ def map_tensors(
             if name in places:
                 parts = _cut(tensor, places[name], config, architecture, file.mapped)
                 tensors |= {part.name: part for part in parts}
+    if config.latent is not None:
+        tensors = join_latents(config.latent, tensors)
     types = sorted({each.stored_type for each in tensors.values() if each.format is not None})
     return Weights(
         files=tuple(file.mapped for file in files),
@@ -109,9 +113,13 @@ def _places(config: ModelConfig, stored: Container[str]) -> Iterator[_Place]:
         if spec.name in top:
             yield _Place(name=top[spec.name], shape=spec.shape, parts=(spec,))
     for index in range(config.num_layers):
+        layer, prefix = declare_layer(config, index), f"blk.{index}"
         recurrence = config.layer_kinds[index].recurrence
-        layer = declare_layer(config, index)
-        yield from _layer_places(layer, recurrence, f"blk.{index}", stored)
+        yield from _layer_places(layer, recurrence, prefix, stored)
+        if isinstance(layer.mixer, LatentSpec) and config.latent is not None:
+            for each in latent_places(layer.mixer, config.latent, prefix, stored):
+                yield _Place(name=each.name, shape=each.shape, parts=(each.part,))
+            yield from _linear_places(f"{prefix}.attn_output", (layer.mixer.out,))
 
 
 def _layer_places(
@@ -144,6 +152,8 @@ def _layer_places(
         case ScanSpec():
             assert isinstance(recurrence, ScanShape), "the layer is a selective scan"
             yield from _scan_places(mixer, recurrence, prefix)
+        case LatentSpec():
+            pass  # `latent_places`
     if layer.inputs is not None:
         yield from _linear_places(f"{prefix}.inp_gate", (layer.inputs.gate,))
         yield from _linear_places(f"{prefix}.proj", (layer.inputs.out,))
@@ -261,6 +271,8 @@ def _linear_places(name: str, linears: tuple[LinearSpec, ...]) -> Iterator[_Plac
 def _expert_places(mlp: ExpertMLPSpec, prefix: str, stored: Container[str]) -> Iterator[_Place]:
     """[X, F, E] for gates and ups, or [X, 2 F, E] for both, and [X, E, F] for downs."""
     yield from _linear_places(f"{prefix}.ffn_gate_inp", (mlp.router,))
+    if (bias := mlp.choice_bias) is not None:
+        yield _Place(name=f"{prefix}.exp_probs_b.bias", shape=bias.shape, parts=(bias,))
     fused = f"{prefix}.ffn_gate_up_exps"
     if f"{fused}.weight" in stored:
         yield from _stacks(fused, [expert.gate_up for expert in mlp.experts])

@@ -3,7 +3,7 @@
 Modules:
 
 - `table`: the operations by name
-- `reference`, `experts`: their definition in plain jnp
+- `reference`, `experts`, `head_math`: their definition in plain jnp
 - `quantised`, `float8`: products with quantised weights and with float8 weights, in jnp
 - `kv_codes`: attention over KV in int8, in jnp
 - `recurrent`: token mixers with a recurrent state, in jnp
@@ -11,7 +11,7 @@ Modules:
 - `rules`: token rules, applied to the logits of a step
 - `native`, `native_program`: the operations over the CPU kernels; a step's operations recorded as
   one call into the library
-- `native_library`, `packed_memory`, `packed_file`, `native_measure`: loading the kernels and
-  packing weights; memory of packed weights, and a file of them; bandwidth, FLOP/s and time per
+- `native_library`, `native_packing`, `packed_memory`, `packed_file`, `native_measure`: loading the
+  kernels; packing weights; memory of packed weights, and a file of them; bandwidth, FLOP/s and time per
   operation
 """

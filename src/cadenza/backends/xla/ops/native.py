@@ -9,7 +9,6 @@ operation its operands and attributes, which `csrc/ffi/` defines. Legend as in
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,26 +19,14 @@ import numpy.typing as npt
 
 from cadenza.backends.step_result import NUM_COLUMNS
 from cadenza.backends.xla.ops.experts import Routing
-from cadenza.backends.xla.ops.float8 import are_float8
 from cadenza.backends.xla.ops.native_library import (
-    CodedOperand,
     NativeLibrary,
-    float8_shape,
     load_native_library,
-    num_columns,
-    packed_bytes,
-    packed_shape,
 )
+from cadenza.backends.xla.ops.native_packing import plan_packing
 from cadenza.backends.xla.ops.native_program import NativeProgram
 from cadenza.backends.xla.ops.packed_file import PackedFile
 from cadenza.backends.xla.ops.packed_memory import PackedMemory
-from cadenza.backends.xla.ops.quantised import (
-    are_codes,
-    as_floats,
-    as_operand,
-    formats_of,
-    orders_of,
-)
 from cadenza.backends.xla.ops.table import (
     AttendingLayer,
     ConvWeights,
@@ -72,8 +59,8 @@ from cadenza.checkpoint.layer_kind import (
     ScanShape,
 )
 from cadenza.checkpoint.model_config import Activation
-from cadenza.checkpoint.quantised_weight import MOST_CODE, FloatsOrCodes, HostWeight
-from cadenza.checkpoint.weight_format import FLOAT8, WeightFormat, joined, panel_formats
+from cadenza.checkpoint.quantised_weight import MOST_CODE, HostWeight
+from cadenza.checkpoint.weight_format import WeightFormat
 from cadenza.config import PAGE_SIZE_UNIT
 from cadenza.core.step_schema import LogitInputs, specs_of
 
@@ -170,7 +157,7 @@ class NativeOps(OpTable):
     ) -> Linear:
         """The packed weights [X, ...] of experts with equal parts."""
         own = format or self._spec.weight_format
-        packing = _plan_packing(self._library, experts, own, is_gated=is_gated)
+        packing = plan_packing(self._library, experts, own, is_gated=is_gated)
 
         def write_all(packed: npt.NDArray[Any]) -> None:
             for place, write in zip(packed, packing.writers, strict=True):
@@ -518,68 +505,6 @@ class NativeOps(OpTable):
         program = self._new_program()
         record = program.call(name, results, aliases)
         return lambda *operands, **attributes: program.emit(record(*operands, **attributes))
-
-
-class _Packing(NamedTuple):
-    """How the weights of experts are packed: the array of each, and what writes it.
-
-    `format` is that of the first part.
-    """
-
-    shape: tuple[int, ...]
-    dtype: Any
-    format: WeightFormat
-    writers: Sequence[Callable[[npt.NDArray[Any]], None]]
-
-
-def _plan_packing(
-    library: NativeLibrary,
-    experts: Sequence[Sequence[HostWeight]],
-    format: WeightFormat,
-    *,
-    is_gated: bool,
-) -> _Packing:
-    sizes = num_columns(experts[0], is_gated=is_gated), experts[0][0].shape[1]
-    if all(are_float8(parts) for parts in experts):
-        coded: Sequence[Any] = experts
-        shape, dtype = float8_shape(*sizes, is_gated=is_gated), jnp.float8_e4m3fn
-        writers = [partial(library.pack_float8, each, is_gated=is_gated) for each in coded]
-        return _Packing(shape, dtype, FLOAT8, writers)
-    held = [as_operand(parts, format) for parts in experts]
-    if all(are_codes(parts, format) for parts in held):
-        return _plan_codes(library, held, format, is_gated=is_gated)
-    floats = [[as_floats(part) for part in parts] for parts in held]
-    dtype = jnp.dtype(format.name)
-    writers = [partial(library.pack, each, is_gated=is_gated) for each in floats]
-    return _Packing(packed_shape(*sizes, dtype, is_gated=is_gated), dtype, format, writers)
-
-
-def _plan_codes(
-    library: NativeLibrary,
-    experts: Sequence[Sequence[FloatsOrCodes]],
-    format: WeightFormat,
-    *,
-    is_gated: bool,
-) -> _Packing:
-    formats = [each for parts in experts for each in formats_of(parts, format)]
-    rows, orders = [len(part) for part in experts[0]], orders_of(experts)
-    if is_gated or len(experts) > 1:
-        targets = [joined(formats)] * len(rows)
-    else:
-        targets = panel_formats(formats, rows)
-    columns = [rows[0]] if is_gated else rows
-    num_bytes = packed_bytes(
-        [*zip(targets[: len(columns)], columns, strict=True)],
-        experts[0][0].shape[1],
-        is_gated=is_gated,
-        is_ordered=orders[0] is not None,
-    )
-    operands = [
-        CodedOperand(targets=targets, parts=parts, order=order)
-        for parts, order in zip(experts, orders, strict=True)
-    ]
-    writers = [partial(library.pack_quantised, each, is_gated=is_gated) for each in operands]
-    return _Packing((num_bytes,), np.uint8, targets[0], writers)
 
 
 def _filled_codes(shape: tuple[int, ...], code: int, fill: float) -> jax.Array:

@@ -30,6 +30,13 @@ from cadenza.backends.xla.ops.float8 import (
     join_float8,
     stack_float8,
 )
+from cadenza.backends.xla.ops.head_math import (
+    latent_heads,
+    norm_heads,
+    rms_norm,
+    rotate,
+    soft_cap,
+)
 from cadenza.backends.xla.ops.jax_arrays import CHOICE
 from cadenza.backends.xla.ops.kv_codes import (
     CodedHeads,
@@ -358,28 +365,13 @@ class ReferenceOps(OpTable):
         step: StepArrays,
         layer: LatentLayer,
     ) -> tuple[jax.Array, KVPool]:
-        shape, count = layer.shape, len(given.keys)
-        turns = factors.rope[step.tokens.positions]  # [T, rotary_size]
-        latent, key = jnp.split(given.keys, [shape.rank], axis=-1)
-        latent = rms_norm(latent, factors.norm, layer.norm_eps)
-        absorbed = given.absorbed.reshape(count, shape.num_heads, -1).astype(jnp.float32)
-        query = given.queries.reshape(count, shape.num_heads, -1)[..., shape.plain_size :]
-
-        def with_rotated(plain: jax.Array, rotated: jax.Array) -> jax.Array:
-            if shape.pairs_neighbours:
-                rotated = jnp.concatenate([rotated[..., 0::2], rotated[..., 1::2]], axis=-1)
-            turned = rotate(rotated.astype(jnp.float32), turns)
-            return jnp.concatenate([plain, turned], axis=-1).astype(self._spec.dtype)
-
-        pool = _append(
-            pool,
-            with_rotated(latent[:, None], key[:, None]),  # [T, 1, rank + rotary_size]
-            None,
-            (step.tokens.slots, layer.index),
-        )
+        shape, turns = layer.shape, factors.rope[step.tokens.positions]  # [T, rotary_size]
+        query, key = latent_heads(given, turns, factors.norm, layer)
+        key, query = key.astype(self._spec.dtype), query.astype(self._spec.dtype)
+        pool = _append(pool, key, None, (step.tokens.slots, layer.index))
         span = _Span(layer.index, self._model.scale_of(shape.heads), shape.rank)
-        out = self._attend(with_rotated(absorbed, query)[:, None], pool, step, span)
-        return out.reshape(count, -1).astype(self._spec.dtype), pool
+        out = self._attend(query, pool, step, span)
+        return out.reshape(len(query), -1).astype(self._spec.dtype), pool
 
     def new_state_pool(self, num_slots: int, num_layers: int, shape: Recurrence) -> StatePool:
         inputs = (num_slots, num_layers, shape.num_inputs - 1, shape.num_channels)
@@ -524,38 +516,6 @@ class ReferenceOps(OpTable):
         if self._spec.has_kv_codes:
             return sum_code_values(weights, loaded.values)
         return _einsum("tkgb,tbkd->tkgd", weights, loaded.values)
-
-
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """Root-mean-square norm over the last axis (Zhang and Sennrich, 2019), in float32."""
-    scale = jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
-    return x * scale * weight
-
-
-def norm_heads(heads: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """`rms_norm` of heads [T, H, D]: over each head, or over all heads of a token if the weight has
-    H D values.
-    """
-    if weight.shape[0] == heads.shape[-1]:
-        return rms_norm(heads, weight, eps)
-    return rms_norm(heads.reshape(len(heads), -1), weight, eps).reshape(heads.shape)
-
-
-def soft_cap(values: jax.Array, cap: float) -> jax.Array:
-    """cap * tanh(values / cap): limits values to [-cap, cap]."""
-    return jnp.tanh(values / np.float32(cap)) * np.float32(cap)
-
-
-def rotate(heads: jax.Array, factors: jax.Array) -> jax.Array:
-    """Rotary embedding (Su et al., 2021) of the first rotary_dim values: heads [T, H, D].
-
-    `factors` [T, rotary_dim] holds cosines, then sines; value i pairs with i + rotary_dim / 2.
-    """
-    rotary = factors.shape[-1]
-    cos, sin = jnp.split(factors[:, None, :], 2, axis=-1)  # [T, 1, rotary_dim / 2]
-    first, second = jnp.split(heads[..., :rotary], 2, axis=-1)
-    turned = [first * cos - second * sin, second * cos + first * sin, heads[..., rotary:]]
-    return jnp.concatenate(turned, axis=-1)
 
 
 def _append(pool: KVPool, key: jax.Array, value: jax.Array | None, places: Places) -> KVPool:
