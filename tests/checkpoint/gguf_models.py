@@ -180,7 +180,7 @@ def describe(architecture: str, config: ModelConfig, weights: Weights) -> dict[s
     if config.experts is not None:
         values["expert_count"] = config.experts.num_experts
         values["expert_used_count"] = config.experts.num_chosen
-        if config.experts.has_shared_gate:
+        if config.experts.shared_size and config.latent is None:
             values["expert_shared_feed_forward_length"] = config.experts.shared_size
         if architecture in ("qwen3moe", "qwen35moe", "gpt-oss"):
             values["expert_feed_forward_length"] = config.experts.intermediate_size
