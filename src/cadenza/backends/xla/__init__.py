@@ -13,8 +13,8 @@ Modules:
 - `decoder`: the model, its weights and their loading, over the kinds of `layers`
 - `hidden_states`: hidden states that a target's steps keep and an MTP head's steps read
 - `reference_model`: the independent witness
-- `reference_block`, `reference_delta`, `reference_scan`, `reference_latent`, `reference_inputs`,
-  `reference_rope`: its own recurrences, attention over latents, per-layer embeddings and rotary
-  factors
+- `reference_block`, `reference_delta`, `reference_scan`: its own recurrences
+- `reference_latent`, `reference_inputs`, `reference_rope`: its own attention over latents,
+  per-layer embeddings and rotary factors
 - `mutants`: op tables with faults, for `verify --self-test`
 """

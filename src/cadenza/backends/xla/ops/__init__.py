@@ -11,7 +11,7 @@ Modules:
 - `rules`: token rules, applied to the logits of a step
 - `native`, `native_program`: the operations over the CPU kernels; a step's operations recorded as
   one call into the library
-- `native_library`, `native_packing`, `packed_memory`, `packed_file`: loading the kernels and packing
+- `native_library`, `native_packing`, `packed_memory`, `packed_file`: loading the kernels; packing
   weights; memory of packed weights, and a file of them
 - `native_measure`: bandwidth, FLOP/s and time per operation
 """
