@@ -194,3 +194,15 @@ def test_steps_are_timed_if_that_is_asked(cadenza: Callable[..., Ran], model: Pa
     assert 0 < steps["prefill_share_under_default"] <= 1
     assert steps["smallest_max_itl_ms_kept"] > steps["fixed_ms"] > 0
     assert steps["context_kept_under_default"] == 64
+
+
+def test_a_model_with_recurrent_state_tells_its_slots(cadenza: Callable[..., Ran], tmp_path: Path):
+    write_sparse_model(tmp_path / "model", named_shape("tiny-qwen3.5"))
+    ran = cadenza("info", tmp_path / "model", "--json", "-np", 3, "--max-state-snapshots", 5)
+    (facts,) = ran.objects
+    memory = facts["memory"]
+    assert memory["num_state_slots"] == 2 * 3 + 5
+    assert memory["state_bytes"] == 11 * memory["state_bytes_per_slot"] > 0
+    assert memory["row_state_bytes"] + memory["snapshot_bytes"] == memory["state_bytes"]
+    terms = ("weight", "kv", "state", "scratch", "process", "front_end", "bodies")
+    assert memory["planned_bytes"] == sum(memory[f"{term}_bytes"] for term in terms)

@@ -12,6 +12,7 @@ from cadenza.config import EngineLimits, SchedulerLoop
 from cadenza.core.recurrent_states import RecurrentStates, snapshot_places
 from cadenza.core.sequence import Sequence
 from cadenza.engine.core import EngineCore
+from cadenza.engine.stats import StateStats, StepMeter
 from cadenza.errors import ConfigError
 from cadenza.events import Finished
 from cadenza.request import Request, SamplingParams
@@ -314,3 +315,16 @@ def test_a_sequence_without_a_row_holds_no_slot() -> None:
     while not engine.is_idle:
         engine.step()
     assert states_of(engine).pool.counts().live == 0
+
+
+def test_slots_and_snapshots_are_counted() -> None:
+    engine = make_engine(LIMITS)
+    meter = StepMeter(engine, lambda: 0.0)
+    for _ in range(2):
+        engine.submit(request_of(max_tokens=1))
+        while not engine.is_idle:
+            meter.step()
+    counted = meter.stats().states
+    assert counted == StateStats(
+        slots_live=0, slots_cached=3, slots_free=21, num_snapshots=3, num_hits=1, num_dropped=0
+    )
