@@ -52,6 +52,7 @@ struct RouteTask {
   bool sigmoid;      // weights are sigmoids of the logits, in place of their softmax over all
   BiasedChoice choice;
   float scale;       // multiplies the weights
+  float least_sum;   // added to the sum that divides the weights: sigmoids can all be 0
   const float* factors = nullptr;  // [X]: multiply the weights of each expert; or null
   int32_t* ids;      // [rows, C], in descending order of logits, ties to the lowest id
   float* weights;    // [rows, C]; NaN, with ids 0..C-1, if the largest logit is not finite

@@ -31,17 +31,18 @@ void count_reads(ProfileScope& profile, const Any& w, const Any& bias, const Exp
 // cadenza_route_experts: x act [T, K]; w packed; count; bias f32 [X] or [0]; factors f32 [X] or [0],
 // which multiply the weights of each expert; choice_bias f32 [X] or [0]. Results ids [T, C], weights
 // f32 [T, C]. Attributes: experts i64 (X); over_chosen bool; sigmoid bool; groups i64; chosen_groups
-// i64; scale f32.
+// i64; scale f32; least_sum f32.
 //
 // Chooses the C largest logits (f32, bias included) of each row in descending order, ties to the
 // lowest id. Weights are a softmax over all experts, or with sigmoid the sigmoids of their logits;
-// with over_chosen they are divided by their sum over those C; times scale.
+// with over_chosen they are divided by their sum over those C plus least_sum; times scale.
 // A choice bias is added to the sigmoids by which experts are then chosen, in the chosen_groups of
 // `groups` groups of consecutive experts whose two best have the largest sums.
 // A row whose largest logit is NaN or infinite gets ids 0 to C - 1 and NaN weights.
 ffi::Error route_experts_call(Any x, Any w, Any count, Any bias, Any factors, Any choice_bias,
                               AnyResult ids, AnyResult weights, int64_t experts, bool over_chosen,
-                              bool sigmoid, int64_t groups, int64_t chosen_groups, float scale) {
+                              bool sigmoid, int64_t groups, int64_t chosen_groups, float scale,
+                              float least_sum) {
   return guarded("cadenza_route_experts", [&] {
     ProfileScope profile(Op::kRouteExperts);
     ProductTypes types = product_types(x, w);
@@ -69,6 +70,7 @@ ffi::Error route_experts_call(Any x, Any w, Any count, Any bias, Any factors, An
             "the experts' factors must be f32 [X] or empty");
     task.over_chosen = over_chosen;
     task.sigmoid = sigmoid;
+    task.least_sum = least_sum;
     task.choice = {optional_f32(choice_bias), groups, chosen_groups};
     require(task.choice.bias == nullptr || (sigmoid && dim(choice_bias, 0) == experts),
             "a choice bias must be f32 [X], beside sigmoids");

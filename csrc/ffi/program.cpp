@@ -104,7 +104,7 @@ constexpr Operation kOperations[] = {
     operation<linear_call>("linear scale"),
     operation<gated_linear_call>("gated_linear activation"),
     operation<route_experts_call>(
-        "route_experts experts over_chosen sigmoid groups chosen_groups scale"),
+        "route_experts experts over_chosen sigmoid groups chosen_groups scale least_sum"),
     operation<grouped_gated_linear_call>("grouped_gated_linear activation"),
     operation<grouped_linear_call>("grouped_linear"),
     operation<rope_append_attend_call>(

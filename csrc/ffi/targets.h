@@ -19,7 +19,8 @@ ffi::Error linear_call(Any x, Any w, Any count, Any bias, Any residual, AnyResul
 ffi::Error gated_linear_call(Any x, Any w, Any count, Any bias, AnyResult out, int64_t activation);
 ffi::Error route_experts_call(Any x, Any w, Any count, Any bias, Any factors, Any choice_bias,
                               AnyResult ids, AnyResult weights, int64_t experts, bool over_chosen,
-                              bool sigmoid, int64_t groups, int64_t chosen_groups, float scale);
+                              bool sigmoid, int64_t groups, int64_t chosen_groups, float scale,
+                              float least_sum);
 ffi::Error grouped_gated_linear_call(Any x, Any w, Any count, Any bias, Any ids, AnyResult out,
                                      int64_t activation);
 ffi::Error grouped_linear_call(Any x, Any w, Any count, Any bias, Any residual, Any ids,

@@ -82,7 +82,7 @@ inline void write_expert_weights(const RouteTask& task, const float* exps, float
   if (task.over_chosen) {
     total = 0.0f;
     for (int64_t s = 0; s < task.num_chosen; s++) total += exps[ids[s]];
-    if (task.sigmoid) total += 1e-20f;  // which can all be 0
+    total += task.least_sum;
   }
   for (int64_t s = 0; s < task.num_chosen; s++) weights[s] = exps[ids[s]] / total * task.scale;
   if (task.factors == nullptr) return;

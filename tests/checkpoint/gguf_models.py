@@ -57,6 +57,7 @@ HYBRIDS = {
     "qwen3.5": "qwen35",
     "qwen3.5-moe": "qwen35moe",
     "lfm2": "lfm2",
+    "lfm2-moe": "lfm2moe",
     "granite4": "granitehybrid",
     "granite4-moe": "granitehybrid",
 }
@@ -182,7 +183,7 @@ def describe(architecture: str, config: ModelConfig, weights: Weights) -> dict[s
         values["expert_used_count"] = config.experts.num_chosen
         if config.experts.shared_size and config.latent is None:
             values["expert_shared_feed_forward_length"] = config.experts.shared_size
-        if architecture in ("qwen3moe", "qwen35moe", "gpt-oss"):
+        if architecture in ("qwen3moe", "qwen35moe", "lfm2moe", "gpt-oss"):
             values["expert_feed_forward_length"] = config.experts.intermediate_size
     values |= describe_recurrence(config) | describe_scaling(config)
     return values | describe_latents(config)
@@ -195,7 +196,11 @@ def describe_recurrence(config: ModelConfig) -> dict[str, Any]:
         case None:
             return {}
         case ConvShape():
-            return {"attention.head_count_kv": kv_heads, "shortconv.l_cache": shape.num_inputs}
+            own = {"attention.head_count_kv": kv_heads, "shortconv.l_cache": shape.num_inputs}
+            if config.experts is not None:
+                num_dense = sum(not kind.has_experts for kind in kinds)
+                own |= {"leading_dense_block_count": num_dense, "expert_gating_func": 2}
+            return own
         case ScanShape():
             own = {
                 "attention.head_count_kv": kv_heads,
@@ -304,6 +309,7 @@ def rename(architecture: str, config: ModelConfig, arrays: Mapping[str, np.ndarr
         name = stored.replace("mtp.layers.0.", f"model.layers.{config.num_layers}.")
         name = name.replace(".dt_bias", ".dt_proj.bias").replace("_correction_b", "_correction.b")
         name = f"{name}.weight" if name.endswith(".sinks") else name
+        name = f"{name}.bias" if name.endswith(".expert_bias") else name
         if name in AROUND_MTP:
             found = f"blk.{config.num_layers}.nextn.{AROUND_MTP[name]}.weight"
         else:
@@ -340,6 +346,8 @@ def stack_experts(arrays: Mapping[str, np.ndarray]) -> Arrays:
         merged = f"{before}.experts.{after.split('.', 1)[1]}"
         if "gate_proj" in after or "up_proj" in after or "down_proj" in after:
             merged = merged.replace(".block_sparse_moe.", ".mlp.")
+        elif before.endswith("feed_forward"):
+            merged = merged.removeprefix("model.")
         elif "block_sparse_moe" in before:
             layer = before.removeprefix("model.").removesuffix(".block_sparse_moe")
             merged = f"{layer}.feed_forward.experts.{after.split('.', 1)[1]}"

@@ -28,6 +28,7 @@ from cadenza.checkpoint import (
 from cadenza.checkpoint.families import FAMILIES
 from cadenza.checkpoint.interleaved_experts import split_interleaved_experts
 from cadenza.checkpoint.layer_kind import ConvShape, ScanShape
+from cadenza.checkpoint.model_config import SigmoidChoice
 from cadenza.checkpoint.mtp_layout import DEEPSEEK_MTP, QWEN_MTP
 from cadenza.checkpoint.stacked_experts import split_stacked_experts
 from cadenza.errors import CheckpointError
@@ -49,6 +50,7 @@ SHARED: dict[str, Any] = {
 
 NEEDED: dict[str, dict[str, Any]] = {
     "lfm2": {"hidden_size": 48},
+    "lfm2_moe": {"hidden_size": 48},
     "granitemoehybrid": {"hidden_size": 48, "mamba_n_heads": 6},
 }
 """Settings of families whose defaults do not fit models as small as these."""
@@ -503,6 +505,21 @@ def test_lfm2_has_names_norms_and_a_head_of_its_own():
         "model.layers.1.self_attn.out_proj.weight",
         "model.layers.1.ffn_norm.weight",
     }
+
+
+def test_lfm2s_mixtures_are_chosen_by_sigmoids_behind_dense_layers():
+    config = read("lfm2_moe", layer_types=["conv", FULL, "conv", "conv"])
+    assert [kind.has_experts for kind in config.layer_kinds] == [False, False, True, True]
+    experts = config.experts
+    assert experts is not None
+    assert (experts.num_experts, experts.num_chosen, experts.intermediate_size) == (32, 4, 1792)
+    assert experts.sigmoid_choice == SigmoidChoice(least_sum=1e-6)
+    assert experts.over_chosen
+    assert config.intermediate_size == 10  # which is not adjusted
+    names = {spec.name for spec in declare(config)}
+    assert "model.layers.2.feed_forward.expert_bias" in names
+    unbiased = read("lfm2_moe", use_expert_bias=False)
+    assert not any("expert_bias" in spec.name for spec in declare(unbiased))
 
 
 GRANITE4 = {"num_local_experts": 0, "shared_intermediate_size": 40, "mamba_d_state": 32}

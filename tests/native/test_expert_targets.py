@@ -46,6 +46,7 @@ def route(call: Any, x: Any, router: Any, count: int, routing: Routing, bias: An
         experts=np.int64(routing.num_experts),
         over_chosen=routing.over_chosen,
         sigmoid=False,
+        least_sum=np.float32(0.0),
         groups=1,
         chosen_groups=1,
         scale=np.float32(routing.scale),

@@ -427,4 +427,18 @@ FAMILY_CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     },
+    "lfm2-moe-untied": {
+        **SMALL,
+        "model_type": "lfm2_moe",
+        "hidden_size": 32,
+        "num_attention_heads": 2,
+        "layer_types": ["conv", "full_attention", "conv"],
+        "num_dense_layers": 1,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "routed_scaling_factor": 1.5,
+        "norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
 }

@@ -155,7 +155,7 @@ def write_checkpoint(folder: Path, options: dict[str, Any], seed: int) -> None:
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
                 buffer.copy_(1 + 0.2 * torch.randn(1, generator=generator))
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
     model.save_pretrained(folder)
     (folder / "model.safetensors").chmod(0o644)

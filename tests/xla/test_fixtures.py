@@ -60,6 +60,7 @@ MODEL_BY_DAY = REFERENCE_BY_DAY | {
     "gemma3-tied",
     "granite-tied-bias",
     "granite4-moe-untied",
+    "lfm2-moe-untied",
     "lfm2-tied",
     "llama-untied-bias-llama3",
     "llama-untied-yarn",

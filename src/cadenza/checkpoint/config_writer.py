@@ -109,6 +109,8 @@ def _settings(config: ModelConfig) -> dict[str, object]:
                 "n_group": choice.num_groups,
                 "topk_group": choice.num_chosen_groups,
                 "first_k_dense_replace": _num_leading(plain),
+                "num_dense_layers": _num_leading(plain),
+                "use_expert_bias": choice.has_bias,
                 "mlp_layer_types": [SPARSE if kind.has_experts else DENSE for kind in kinds],
             }
     if (latent := config.latent) is not None:

@@ -350,11 +350,11 @@ def _declare_experts(
         else None,
         shared_gate=shared_gate,
         choice_bias=TensorSpec(
-            name=f"{block}.{names.router}.e_score_correction_bias",
+            name=f"{block}.{names.choice_bias}",
             shape=(experts.num_experts,),
             kind="bias",
         )
-        if experts.sigmoid_choice is not None
+        if experts.sigmoid_choice is not None and experts.sigmoid_choice.has_bias
         else None,
     )
 

@@ -78,6 +78,7 @@ class ExpertNames:
 
     block: str = "mlp"
     router: str = "gate"
+    choice_bias: str = "gate.e_score_correction_bias"
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
@@ -88,10 +89,15 @@ class ExpertNames:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SigmoidChoice:
     """Experts are chosen by the sigmoids of their logits plus a bias of each, within the groups of
-    consecutive experts whose two best have the largest sums; the weights are without the bias."""
+    consecutive experts whose two best have the largest sums; the weights are without the bias.
+
+    `least_sum` is added to the sum that divides the weights, since sigmoids can all be 0.
+    """
 
     num_groups: int = 1
     num_chosen_groups: int = 1
+    has_bias: bool = True
+    least_sum: float = 1e-20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

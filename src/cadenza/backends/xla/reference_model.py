@@ -198,12 +198,14 @@ class ReferenceModel:
             chances = scores = jax.nn.softmax(logits, axis=-1)
         else:
             chances = 1.0 / (1.0 + jnp.exp(-logits))
-            scores = chances + layer[f"{router}.e_score_correction_bias"]
+            scores = chances + layer.get(f"{names.block}.{names.choice_bias}", 0.0)
             scores = _without_other_groups(scores, experts.sigmoid_choice)
         ranks = jnp.argsort(jnp.argsort(-scores, axis=-1), axis=-1)
         chosen = jnp.where(ranks < experts.num_chosen, chances, 0.0)
         if experts.over_chosen:
-            chosen = chosen / jnp.sum(chosen, axis=-1, keepdims=True)
+            choice = experts.sigmoid_choice
+            smallest = 0.0 if choice is None else choice.least_sum
+            chosen = chosen / (jnp.sum(chosen, axis=-1, keepdims=True) + smallest)
         chosen = chosen * experts.weight_scale
         total = jnp.zeros_like(x)
         for index in range(experts.num_experts):

@@ -11,7 +11,7 @@ from cadenza.checkpoint.families.family import Family
 from cadenza.checkpoint.families.gemma import GEMMA2, GEMMA3
 from cadenza.checkpoint.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from cadenza.checkpoint.families.gpt_oss import GPT_OSS
-from cadenza.checkpoint.families.hybrid import GRANITE_HYBRID, LFM2
+from cadenza.checkpoint.families.hybrid import GRANITE_HYBRID, LFM2, LFM2_MOE
 from cadenza.checkpoint.families.llama import (
     GRANITE,
     LLAMA,
@@ -49,6 +49,7 @@ FAMILIES: dict[str, Family] = {
         QWEN35_MOE,
         GPT_OSS,
         LFM2,
+        LFM2_MOE,
         GRANITE_HYBRID,
         DEEPSEEK_V3,
         GLM4_MOE_LITE,

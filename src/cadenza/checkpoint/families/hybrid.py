@@ -2,7 +2,8 @@
 
 - LFM2 and LFM2.5 have gated short convolutions. The width of their MLPs is a share of what the file
   names (`block_auto_adjust_ff_dim`), rounded up. Older files name their attention layers in
-  `full_attn_idxs`, and `block_ff_dim` and `tie_embedding` replace settings with common names.
+  `full_attn_idxs`, and `block_ff_dim` and `tie_embedding` replace settings with common names. Its
+  mixtures are chosen by sigmoids with a bias, in all layers but the first `num_dense_layers`.
 - Granite 4 has selective scans (Mamba-2), attention without rotary positions unless
   `position_embedding_type` is rope, the multipliers of Granite 3, and one MLP for all tokens beside
   experts, or alone if `num_local_experts` is 0. Files name the kinds of its layers in two ways.
@@ -27,9 +28,11 @@ from cadenza.checkpoint.model_config import (
     MAX_EXPERTS,
     MAX_HEAD_DIM,
     MAX_HEADS,
+    MAX_LAYERS,
     MAX_WIDTH,
     ExpertNames,
     ModelConfig,
+    SigmoidChoice,
     TensorNames,
 )
 from cadenza.errors import CheckpointError
@@ -43,17 +46,41 @@ _LANES = 16
 
 
 def _read_lfm2(raw: JsonObject, model: ModelConfig) -> ModelConfig:
+    width = raw.integer("block_ff_dim", 1, MAX_WIDTH, model.intermediate_size)
+    return replace(_read_convs(raw, model), intermediate_size=_adjusted_width(raw, width))
+
+
+def _read_lfm2_moe(raw: JsonObject, model: ModelConfig) -> ModelConfig:
+    num_dense = raw.integer("num_dense_layers", 0, MAX_LAYERS, 2)
+    model = _read_convs(raw, model)
+    kinds = [
+        replace(kind, has_experts=index >= num_dense)
+        for index, kind in enumerate(model.layer_kinds)
+    ]
+    experts = replace(
+        read_experts(raw, model, 32, 4),
+        intermediate_size=raw.integer("moe_intermediate_size", 1, MAX_WIDTH, 1792),
+        over_chosen=raw.flag("norm_topk_prob", True),
+        sigmoid_choice=SigmoidChoice(
+            has_bias=raw.flag("use_expert_bias", True), least_sum=_LFM2_LEAST_SUM
+        ),
+        weight_scale=raw.number("routed_scaling_factor", 1e-6, 1e6, 1.0),
+        names=_LFM2_EXPERTS,
+    )
+    return replace(model, layer_pattern=shortest_pattern(kinds), experts=experts)
+
+
+def _read_convs(raw: JsonObject, model: ModelConfig) -> ModelConfig:
+    """What dense models and mixtures share."""
     _check_lanes(raw, {"hidden_size": model.hidden_size})
     shape = ConvShape(
         num_channels=model.hidden_size,
         num_inputs=raw.integer("conv_L_cache", 2, MAX_TAPS, 3),
         has_bias=raw.flag("conv_bias", False),
     )
-    width = raw.integer("block_ff_dim", 1, MAX_WIDTH, model.intermediate_size)
     return replace(
         model,
         names=_LFM2_NAMES,
-        intermediate_size=_adjusted_width(raw, width),
         layer_pattern=_read_pattern(
             raw,
             _lfm2_types(raw, model.num_layers),
@@ -194,6 +221,10 @@ _LFM2_NAMES = TensorNames(
     up="w3",
     down="w2",
 )
+_LFM2_EXPERTS = ExpertNames(
+    block="feed_forward", choice_bias="expert_bias", gate="w1", up="w3", down="w2"
+)
+_LFM2_LEAST_SUM = 1e-6
 _GRANITE_EXPERTS = ExpertNames(block="block_sparse_moe", router="router.layer", shared="shared_mlp")
 _GRANITE_NAMES = TensorNames(
     recurrence="mamba", mlp="shared_mlp", gate_up="input_linear", down="output_linear"
@@ -209,6 +240,23 @@ LFM2 = Family(
     ),
     norm_eps_key="norm_eps",
     default_width=12_288,
+    default_max_positions=128_000,
+    default_norm_eps=1e-5,
+    default_rope_theta=1_000_000.0,
+    ties_by_default=True,
+)
+
+LFM2_MOE = Family(
+    model_type="lfm2_moe",
+    architecture="Lfm2MoeForCausalLM",
+    read=_read_lfm2_moe,
+    own_keys=frozenset(
+        "layer_types conv_L_cache conv_bias tie_embedding num_dense_layers num_experts "
+        "num_experts_per_tok moe_intermediate_size norm_topk_prob use_expert_bias "
+        "routed_scaling_factor".split()
+    ),
+    norm_eps_key="norm_eps",
+    default_width=7168,
     default_max_positions=128_000,
     default_norm_eps=1e-5,
     default_rope_theta=1_000_000.0,

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 
 from cadenza.checkpoint.config_json import parse_model_config
 from cadenza.checkpoint.families.family import FULL, LINEAR, SLIDING
-from cadenza.checkpoint.families.hybrid import CONV, MAX_TAPS
-from cadenza.checkpoint.gguf import latents
+from cadenza.checkpoint.families.hybrid import MAX_TAPS
+from cadenza.checkpoint.gguf import hybrids, latents
 from cadenza.checkpoint.gguf.gemma4 import ROPE_FREQUENCIES, read_gemma4_settings
 from cadenza.checkpoint.gguf.settings import Settings
 from cadenza.checkpoint.layer_kind import DeltaShape, LayerKind, ScanShape
@@ -74,7 +74,6 @@ _HYBRID_KEYS = frozenset(
     "rope.dimension_sections nextn_predict_layers".split()
 ) | {_RECURRENT, _SSM_HEADS}
 
-_KV_HEADS = "attention.head_count_kv"
 _SHARED_WIDTH = "expert_shared_feed_forward_length"
 _MULTIPLIER_KEYS = frozenset(
     {"attention.scale", "embedding_scale", "residual_scale", "logit_scale"}
@@ -165,23 +164,9 @@ def _read_common(settings: Settings, architecture: Architecture) -> dict[str, ob
 
 
 def _num_kv_heads(settings: Settings, architecture: Architecture, num_heads: int) -> int:
-    counts = _kv_heads_of_layers(settings) if architecture.has_layers_without_kv else None
-    if counts is None:
-        return _shared_or_first(settings, _KV_HEADS, MAX_HEADS, num_heads)
-    found = {count for count in counts if count}
-    if len(found) > 1:
-        raise settings.wrong(_KV_HEADS, "the same for all layers with attention, 0 for others")
-    return found.pop() if found else num_heads
-
-
-def _kv_heads_of_layers(settings: Settings) -> list[int] | None:
-    return settings.integers_of_layers(_KV_HEADS, _num_layers(settings))
-
-
-def _types_of_layers(settings: Settings, recurrent: str) -> list[str]:
-    """Layers without heads of keys and values are of the `recurrent` type."""
-    counts = _kv_heads_of_layers(settings) or [1] * _num_layers(settings)
-    return [FULL if count else recurrent for count in counts]
+    if architecture.has_layers_without_kv:
+        return hybrids.num_kv_heads(settings, num_heads)
+    return _shared_or_first(settings, hybrids.KV_HEADS, MAX_HEADS, num_heads)
 
 
 def _width(settings: Settings) -> int | None:
@@ -330,7 +315,7 @@ def _multipliers(settings: Settings) -> dict[str, object]:
 
 
 def _read_granite_hybrid(settings: Settings) -> dict[str, object]:
-    types, tensors = _types_of_layers(settings, LINEAR), settings.tensors
+    types, tensors = hybrids.types_of_layers(settings, LINEAR), settings.tensors
     num_heads = settings.integer(_SSM_HEADS, 1, MAX_HEADS)
     width = settings.integer("ssm.inner_size", 1, MAX_WIDTH)
     has_experts = settings.integer("expert_count", 0, MAX_EXPERTS, 0) > 0
@@ -364,16 +349,6 @@ def _granite_as_stored(config: ModelConfig) -> ModelConfig:
     """Gate and up are two tensors, and decays are stored as rates."""
     names = replace(config.names, gate_up=None)
     return replace(config, names=names, layer_pattern=_with_rates(config.layer_pattern))
-
-
-def _read_lfm2(settings: Settings) -> dict[str, object]:
-    return {
-        "model_type": "lfm2",
-        "layer_types": _types_of_layers(settings, CONV),
-        "conv_L_cache": settings.integer("shortconv.l_cache", 2, MAX_TAPS),
-        "block_auto_adjust_ff_dim": False,
-        "norm_eps": settings.number("attention.layer_norm_rms_epsilon", 1e-12, 1.0),
-    }
 
 
 def _read_smollm3(settings: Settings) -> dict[str, object]:
@@ -579,8 +554,13 @@ _ARCHITECTURES: dict[str, Architecture] = {
         has_paired_rows=True,
     ),
     "lfm2": Architecture(
-        read=_read_lfm2,
-        keys=frozenset({"shortconv.l_cache"}),
+        read=hybrids.read_lfm2_settings,
+        keys=hybrids.LFM2_KEYS,
+        has_layers_without_kv=True,
+    ),
+    "lfm2moe": Architecture(
+        read=hybrids.read_lfm2_mixture_settings,
+        keys=_EXPERT_KEYS | hybrids.LFM2_MOE_KEYS,
         has_layers_without_kv=True,
     ),
 }

@@ -33,7 +33,7 @@ KEYS = frozenset(
     "expert_group_count expert_group_used_count rope.scaling.yarn_log_multiplier "
     "nextn_predict_layers".split()
 )
-_SIGMOID_GATING = 2
+SIGMOID_GATING = 2
 _LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
 _QUERY_RANK = "attention.q_lora_rank"
 _OF_KEYS, _OF_VALUES = ".of_keys", ".of_values"
@@ -80,9 +80,9 @@ def _with_magnitude(settings: Settings, rope: RopeConfig) -> RopeConfig:
 def _read_mixture(settings: Settings) -> dict[str, object]:
     """Files of GLM-4.7-Flash name no gating; biases of the choice go with sigmoids."""
     has_biases = any(name.endswith(".exp_probs_b.bias") for name in settings.tensors)
-    assumed = _SIGMOID_GATING if has_biases else 1
-    if settings.integer("expert_gating_func", 0, 8, assumed) != _SIGMOID_GATING:
-        raise settings.wrong("expert_gating_func", f"{_SIGMOID_GATING} (sigmoid)")
+    assumed = SIGMOID_GATING if has_biases else 1
+    if settings.integer("expert_gating_func", 0, 8, assumed) != SIGMOID_GATING:
+        raise settings.wrong("expert_gating_func", f"{SIGMOID_GATING} (sigmoid)")
     num_groups = settings.integer("expert_group_count", 0, MAX_EXPERTS, 1) or 1
     num_chosen = settings.integer("expert_group_used_count", 0, MAX_EXPERTS, num_groups)
     return {

@@ -29,9 +29,6 @@ Gate = Callable[[jax.Array, jax.Array], jax.Array]
 
 _HIGHEST = jax.lax.Precision.HIGHEST
 
-LEAST_SUM = 1e-20
-"""Added to the sum of the chosen experts' sigmoids, which can all be 0."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routing:
@@ -80,7 +77,7 @@ def choose_experts(
     weights = jnp.take_along_axis(shares, ids, axis=-1)  # [T, A]
     if routing.over_chosen or choice is None:
         total = weights if routing.over_chosen else shares
-        smallest = 0.0 if choice is None else LEAST_SUM
+        smallest = 0.0 if choice is None else np.float32(choice.least_sum)
         weights = weights / (jnp.sum(total, axis=-1, keepdims=True) + smallest)
     return ExpertChoice(ids, jnp.where(is_sound, weights * routing.scale, jnp.nan))
 

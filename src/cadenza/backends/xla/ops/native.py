@@ -316,6 +316,7 @@ class NativeOps(OpTable):
             groups=1 if choice is None else choice.num_groups,
             chosen_groups=1 if choice is None else choice.num_chosen_groups,
             scale=np.float32(routing.scale),
+            least_sum=np.float32(0.0 if choice is None else choice.least_sum),
         )
         return ExpertChoice(ids, weights)
 
@@ -330,6 +331,7 @@ class NativeOps(OpTable):
             groups=1,
             chosen_groups=1,
             scale=np.float32(self._model.residual_scale),
+            least_sum=np.float32(0.0),
         )
         return ExpertChoice(ids, weights)
 
