@@ -214,6 +214,7 @@ def describe_recurrence(config: ModelConfig) -> dict[str, Any]:
                 "attention.recurrent_layers": are_recurrent + [False] * config.num_mtp_layers,
             }
     matrices = shape.matrices
+    assert matrices is not None
     is_scan = isinstance(shape, ScanShape)
     return own | {
         "ssm.conv_kernel": shape.num_inputs,

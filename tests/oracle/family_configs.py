@@ -225,7 +225,7 @@ FAMILY_CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     },
-    "qwen3.5-tied": {
+    "qwen3.5-tied-bias": {
         **SMALL,
         "model_type": "qwen3_5_text",
         "num_hidden_layers": 4,

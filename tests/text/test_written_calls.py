@@ -117,7 +117,8 @@ def test_where_the_generic_form_is_asked_for_a_call_in_the_models_own_is_read_to
     assert 'reply only with {"name": "tool name"' in prepared.text
     own = f"{DEEPSEEK_CALLS}{DEEPSEEK_CALL}function{DEEPSEEK_SEPARATOR}f\n```json\n{{}}\n```"
     for answer in ('{"name": "f", "arguments": {}}', own + DEEPSEEK_CALL_END + DEEPSEEK_CALLS_END):
-        assert prepared.make_parser is not None
-        parser = prepared.make_parser()
+        make_parser = prepared.make_parser
+        assert make_parser is not None
+        parser = make_parser()
         (part,) = (*parser.push(answer), *parser.flush())
         assert (part.kind, part.name, part.text) == ("tool_call", "f", "{}")

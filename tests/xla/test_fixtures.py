@@ -68,7 +68,7 @@ MODEL_BY_DAY = REFERENCE_BY_DAY | {
     "mixtral-untied",
     "olmo2-untied",
     "olmoe-untied",
-    "qwen3.5-tied",
+    "qwen3.5-tied-bias",
     "qwen3.5-moe-untied",
     "smollm3-tied",
     "gemma4-tied",
