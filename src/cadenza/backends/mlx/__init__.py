@@ -5,6 +5,7 @@ Modules:
 - `backend`: `MlxBackend`
 - `device`: resolves `--device`, and bounds MLX's memory
 - `zoo`: mlx-lm's models, imported without its package
+- `settings`: settings of config.json under the names that mlx-lm reads
 - `slots`: KV and recurrent state of a layer, under the interface of mlx-lm's caches
 - `slot_model`: a model over slots: tokens of all slots, or of one
 - `step_split`: a step's tokens as calls of a slot model

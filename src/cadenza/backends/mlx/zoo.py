@@ -22,6 +22,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_map_with_path
 
+from cadenza.backends.mlx.settings import settings_for_mlx_lm
 from cadenza.checkpoint.dtypes import WeightDType
 from cadenza.checkpoint.json_object import read_json_object, shorten
 from cadenza.errors import CheckpointError
@@ -79,9 +80,11 @@ class Zoo:
                 f"checkpoint that needs none"
             )
         with self._imported() as utils:
-            self.check_model_type(config.get("model_type"), utils.MODEL_REMAPPING)
+            changes = settings_for_mlx_lm(utils.load_config(folder))
+            model_type = changes.get("model_type", config.get("model_type"))
+            self.check_model_type(model_type, utils.MODEL_REMAPPING)
             try:
-                model, _ = utils.load_model(folder, lazy=True)
+                model, _ = utils.load_model(folder, lazy=True, model_config=changes)
             except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
                 raise CheckpointError(
                     f"mlx-lm cannot load the model in {str(folder)!r} "
