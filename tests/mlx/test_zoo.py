@@ -114,7 +114,7 @@ def test_the_measured_memory_is_that_of_the_loaded_model(
     loaded = load_zoo_model(folder)
     slots = SlotModel(loaded.model, loaded.new_caches(), SlotSizes(num_slots=3, capacity=50), (16,))
     slots.compute(0, 0, mx.array([1, 2, 3]))
-    assert measured.is_recurrent == (KINDS[kind].slot_unit > 1)
+    assert measured.depends_on_cuts == (KINDS[kind].slot_unit > 1)
     held = sum(each.nbytes for each in slots.arrays())
     memory = stated["float32"]
     logits = 6 * 131 * 4

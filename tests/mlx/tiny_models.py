@@ -91,6 +91,117 @@ KINDS: dict[str, Kind] = {
         },
         slot_unit=64,
     ),
+    "gated delta": Kind(
+        config=_DENSE
+        | {
+            "model_type": "qwen3_5",
+            "num_hidden_layers": 4,
+            "linear_num_value_heads": 4,
+            "linear_num_key_heads": 2,
+            "linear_key_head_dim": 32,
+            "linear_value_head_dim": 16,
+            "linear_conv_kernel_dim": 4,
+            "tie_word_embeddings": True,
+            "full_attention_interval": 2,
+        },
+        slot_unit=64,
+    ),
+    "convolutions": Kind(
+        config=_DENSE
+        | {
+            "model_type": "lfm2",
+            "num_hidden_layers": 4,
+            "norm_eps": 1e-5,
+            "conv_bias": False,
+            "conv_L_cache": 3,
+            "block_dim": 64,
+            "block_multiple_of": 16,
+            "block_ffn_dim_multiplier": 1.0,
+            "block_auto_adjust_ff_dim": False,
+            "layer_types": ["conv", "conv", "full_attention", "conv"],
+        },
+        slot_unit=64,
+    ),
+    "scans": Kind(
+        config=_DENSE
+        | {
+            "model_type": "granitemoehybrid",
+            "attention_bias": False,
+            "embedding_multiplier": 2.0,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 2.0,
+            "residual_multiplier": 0.5,
+            "layer_types": ["mamba", "attention", "mamba"],
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 32,
+            "mamba_n_heads": 8,
+            "mamba_d_head": 16,
+            "mamba_proj_bias": False,
+            "mamba_d_state": 32,
+            "mamba_d_conv": 4,
+            "mamba_n_groups": 1,
+            "mamba_conv_bias": True,
+        },
+        slot_unit=64,
+    ),
+    "shared keys": Kind(
+        config=_DENSE
+        | {
+            "model_type": "gemma4_text",
+            "num_hidden_layers": 6,
+            "global_head_dim": 32,
+            "sliding_window": 9,
+            "sliding_window_pattern": 3,
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCAB_SIZE,
+        }
+    ),
+    "sinks": Kind(
+        config=_DENSE
+        | {
+            "model_type": "gpt_oss",
+            "num_hidden_layers": 4,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 8,
+        }
+    ),
+    "growing queries": Kind(
+        config=_DENSE
+        | {
+            "model_type": "ministral3",
+            "rope_parameters": {
+                "type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+                "llama_4_scaling_beta": 0.1,
+            },
+        }
+    ),
+    "latents": Kind(
+        config=_DENSE
+        | {
+            "model_type": "glm4_moe_lite",
+            "num_key_value_heads": 4,
+            "moe_intermediate_size": 32,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "kv_lora_rank": 32,
+            "q_lora_rank": 24,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 16,
+        },
+        slot_unit=64,
+    ),
     "one offset": Kind(
         config=_DENSE
         | {

@@ -70,7 +70,7 @@ class MlxBackend(Backend):
             kv_layouts=("dense",),
             default_max_model_len=DEFAULT_MAX_MODEL_LEN,
             poison=POISON,
-            slot_unit=CHUNK if measured.is_recurrent else 1,
+            slot_unit=CHUNK if measured.depends_on_cuts else 1,
             memory=measured.memory,
             attention_span=CPU_SPAN if found.name == "cpu" else GPU_SPAN,
             # A recurrent state cannot go back, and Metal's bits depend on a call's size.

@@ -16,7 +16,7 @@ from mlx.utils import tree_flatten
 from cadenza.backends.base import ModelMemory
 from cadenza.backends.mlx.device import CACHE_BYTES
 from cadenza.backends.mlx.slot_model import CHUNK, SlotModel
-from cadenza.backends.mlx.slots import SlotSizes, has_state, new_slots
+from cadenza.backends.mlx.slots import SlotSizes, depends_on_cuts, new_slots
 from cadenza.backends.mlx.zoo import ZooModel, load_zoo_model, set_dtype
 from cadenza.checkpoint.dtypes import WeightDType
 from cadenza.config import PAGE_SIZE_UNIT
@@ -27,10 +27,10 @@ LOGIT_COPIES = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredModel:
-    """`memory` by compute type, and whether the model has recurrent layers."""
+    """`memory` by compute type; `depends_on_cuts` as `slots.depends_on_cuts`."""
 
     memory: Mapping[WeightDType, ModelMemory]
-    is_recurrent: bool
+    depends_on_cuts: bool
 
 
 def measure_model(folder: Path, vocab_size: int, dtypes: Sequence[WeightDType]) -> MeasuredModel:
@@ -42,7 +42,9 @@ def measure_model(folder: Path, vocab_size: int, dtypes: Sequence[WeightDType]) 
     loaded = load_zoo_model(folder)
     return MeasuredModel(
         memory={dtype: _measure(loaded, vocab_size, dtype) for dtype in dtypes},
-        is_recurrent=has_state(new_slots(loaded.new_caches(), SlotSizes(num_slots=1, capacity=1))),
+        depends_on_cuts=depends_on_cuts(
+            loaded.model, new_slots(loaded.new_caches(), SlotSizes(num_slots=1, capacity=1))
+        ),
     )
 
 

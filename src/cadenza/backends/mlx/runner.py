@@ -260,7 +260,7 @@ class _Steps:
         for source, destination, num_tokens in inputs.page_copies.tolist():
             self._model.copy(source, destination, num_tokens)
             self._history[destination, :num_tokens] = self._history[source, :num_tokens]
-        step = StepSplit.of(inputs, self._slot_of_row, is_recurrent=self._model.has_state)
+        step = StepSplit.of(inputs, self._slot_of_row, has_cuts=self._model.depends_on_cuts)
         parts = self._compute_spans(step)
         for each in step.single:
             logits = self._decode([each])

@@ -113,6 +113,14 @@ def _absent(defaults: Callable[[Mapping[str, Any]], Settings]) -> _Reader:
     }
 
 
+def _glm_settings(config: Mapping[str, Any]) -> Settings:
+    """How many of the first layers have no experts, which newer files list."""
+    types = config.get("mlp_layer_types")
+    if not isinstance(types, list) or "sparse" not in types:
+        return {}
+    return {"first_k_dense_replace": types.index("sparse")}
+
+
 _GEMMA = _absent(lambda _: {"num_kv_shared_layers": 0, "use_double_wide_mlp": False})
 _GEMMA_UNIFIED = _absent(
     lambda _: {
@@ -136,6 +144,7 @@ _LFM2 = _absent(
 _BY_TYPE: Mapping[str, _Reader] = {
     "gemma4_text": _GEMMA,
     "gemma4_unified_text": _GEMMA_UNIFIED,
+    "glm4_moe_lite": _glm_settings,
     "granitemoehybrid": _granite_settings,
     "lfm2": _LFM2,
     "qwen3_5_text": _qwen_settings,

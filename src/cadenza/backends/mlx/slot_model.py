@@ -21,6 +21,7 @@ from cadenza.backends.mlx.slots import (
     SlotCall,
     SlotSizes,
     Snapshot,
+    depends_on_cuts,
     has_state,
     layers_of,
     new_slots,
@@ -58,6 +59,7 @@ class SlotModel:
         self._slots = new_slots(caches, sizes)
         self._layers = [*layers_of(self._slots)]
         self.has_state = has_state(self._slots)
+        self.depends_on_cuts = depends_on_cuts(model, self._slots)
         self.abilities = Abilities(is_ragged=True, is_padded=not self.has_state)
         self._lengths = np.zeros(sizes.num_slots, np.int64)  # [B], positions in use
         self._saved: dict[int, dict[Snapshot, int]] = {}  # slot to the tokens of its snapshots

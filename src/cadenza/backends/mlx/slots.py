@@ -19,6 +19,9 @@ from cadenza.errors import CheckpointError
 
 Masks = dict[int | None, mx.array]
 
+_LATENT_LAYER = "MultiLinear"
+"""mlx-lm's layer from latents to keys and values; a call of one token applies it to the query."""
+
 Snapshot = Literal["border", "end"]
 """What is kept of a slot's recurrent state: after the last whole chunk of its prompt, from where
 other prompts can go on, and before the prompt's last token, where its samples part."""
@@ -306,6 +309,14 @@ def layers_of(slots: Sequence[CacheSlots]) -> Iterator[KVSlots | StateSlots]:
 def has_state(slots: Sequence[CacheSlots]) -> bool:
     """Whether a layer is recurrent."""
     return any(isinstance(each, StateSlots) for each in layers_of(slots))
+
+
+def depends_on_cuts(model: Any, slots: Sequence[CacheSlots]) -> bool:
+    """Whether the bits of a token depend on the cuts of its sequence into calls: with recurrent
+    layers, and with attention over latents, whose call of one token has products of its own."""
+    return has_state(slots) or any(
+        type(each).__name__ == _LATENT_LAYER for _, each in model.named_modules()
+    )
 
 
 def _slots_for(cache: Any, sizes: SlotSizes) -> CacheSlots:

@@ -1,8 +1,7 @@
 """`StepSplit`: a step's tokens as calls of a `SlotModel`.
 
-Invariant: the logits from which a row samples always come
-from the same kind of call, and with recurrent layers the calls of a row follow from its tokens'
-positions alone.
+Invariant: the logits from which a row samples always come from the same kind of call, and where
+bits depend on cuts (`slots.depends_on_cuts`) a row's calls follow from its tokens' positions alone.
 """
 
 from collections.abc import Collection
@@ -43,7 +42,8 @@ class DecodedToken:
 class StepSplit:
     """A step as calls: spans of tokens, then single ones, then one token of each decoding row.
 
-    Single tokens are those that a recurrent layer computes again, or all whose logits it needs.
+    With `has_cuts`, single tokens are generated ones that are computed again, and those of a prompt
+    whose logits are needed.
     `sources` are the places of the logit rows [N] in the logits of the spans, of the single tokens
     and of the slots [B], one after the other, as far as they are wanted.
     """
@@ -55,10 +55,10 @@ class StepSplit:
 
     @classmethod
     def of(
-        cls, inputs: ModelInputs, slot_of_row: npt.NDArray[np.intp], *, is_recurrent: bool
+        cls, inputs: ModelInputs, slot_of_row: npt.NDArray[np.intp], *, has_cuts: bool
     ) -> "StepSplit":
         """A row's last token is decoded if its logits are needed, so that the shape of the call
-        that gives them is always the same; a recurrent layer's first token is not."""
+        that gives them is always the same; with cuts the first token of all is not."""
         starts = inputs.rows.query_starts
         indices = inputs.logits.token_indices[: inputs.num_logits].tolist()
         split, wanted = cls(sources=np.zeros(len(indices), np.int32)), frozenset(indices)
@@ -66,7 +66,7 @@ class StepSplit:
         among_single: list[int] = []
         for row in np.flatnonzero(starts[1:] > starts[:-1]).tolist():
             tokens = _RowTokens(inputs=inputs, row=row, slot=int(slot_of_row[row]), wanted=wanted)
-            single_from, stop = tokens.cut(is_recurrent=is_recurrent)
+            single_from, stop = tokens.cut(has_cuts=has_cuts)
             if single_from > tokens.begin:
                 split.spans.append(tokens.span(single_from))
                 in_spans += [index for index in range(tokens.begin, single_from) if index in wanted]
@@ -104,12 +104,12 @@ class _RowTokens:
         """The position of the first token."""
         return int(self.inputs.tokens.positions[self.begin])
 
-    def cut(self, *, is_recurrent: bool) -> tuple[int, int]:
+    def cut(self, *, has_cuts: bool) -> tuple[int, int]:
         """From which index on tokens are single, and from which on they are decoded."""
         begin, start, last = self.begin, self.start, self.end - 1
-        is_decoded = last in self.wanted and not (is_recurrent and start + last == begin)
+        is_decoded = last in self.wanted and not (has_cuts and start + last == begin)
         stop = last if is_decoded else self.end
-        if not is_recurrent:
+        if not has_cuts:
             return stop, stop
         first_single = max(int(self.inputs.rows.decode_starts[self.row]), 1)
         return min(stop, begin + max(0, first_single - start)), stop
