@@ -26,7 +26,7 @@ FULL = {"rope_type": "proportional", "rope_theta": 1e6}
         ),
         (
             {"model_type": "gpt_oss", "rope_parameters": YARN},
-            {"rope_theta": 5e5, "rope_scaling": YARN},
+            {"rope_theta": 5e5, "rope_scaling": {"type": "yarn", **YARN}},
         ),
         (
             {
@@ -36,7 +36,11 @@ FULL = {"rope_type": "proportional", "rope_theta": 1e6}
                     "sliding_attention": {"rope_theta": 1e4},
                 },
             },
-            {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": FULL},
+            {
+                "rope_theta": 1e6,
+                "rope_local_base_freq": 1e4,
+                "rope_scaling": {"type": "proportional", **FULL},
+            },
         ),
         ({"model_type": "qwen3_5_moe_text"}, {"model_type": "qwen3_5_moe"}),
         (
@@ -87,7 +91,7 @@ def test_a_magnitude_of_yarn_is_given_as_the_scale_that_mlx_lm_reads():
     parameters = {**YARN, "attention_factor": 1.5}
     changes = settings_for_mlx_lm({"model_type": "ministral3", "rope_parameters": parameters})
     scaling = changes["rope_parameters"]
-    assert scaling == changes["rope_scaling"]
+    assert changes["rope_scaling"] == {"type": "yarn", **scaling}
     assert 0.1 * scaling["mscale"] * math.log(16.0) + 1 == pytest.approx(1.5)
     assert scaling["mscale_all_dim"] == 0
     assert "mscale" not in parameters

@@ -55,7 +55,8 @@ def _own_settings(config: Mapping[str, Any]) -> Settings:
 
 
 def _rope_settings(config: Mapping[str, Any]) -> Settings:
-    """`rope_parameters` as `rope_theta` and `rope_scaling`, which most of mlx-lm's models read."""
+    """`rope_parameters` as `rope_theta` and `rope_scaling`, which most of mlx-lm's models read;
+    some of them know the kind of a scaling as `type` only."""
     parameters = config.get("rope_parameters")
     if not isinstance(parameters, dict):
         return {}
@@ -70,7 +71,7 @@ def _rope_settings(config: Mapping[str, Any]) -> Settings:
     if isinstance(sliding, dict) and "rope_theta" in sliding:
         found["rope_local_base_freq"] = sliding["rope_theta"]
     if full.get("rope_type", "default") != "default":
-        found["rope_scaling"] = scaled
+        found["rope_scaling"] = {"type": full["rope_type"], **scaled}
     return changes | {key: value for key, value in found.items() if config.get(key) is None}
 
 
