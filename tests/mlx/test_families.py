@@ -111,7 +111,6 @@ def test_a_rows_slot_holds_its_state_and_the_plan_has_no_slots_of_state(
     plan = plan_model(checkpoint, CONFIG)
     assert plan.limits.num_state_slots == 0
     assert plan.state_bytes == plan.state_bytes_per_slot == 0
-    assert plan.limits.slot_unit == 64
     assert plan.traits.memory is not None
     model, memory = checkpoint.config, plan.traits.memory["float32"]
     assert memory.kv_bytes_per_token == model.kv_bytes_per_token("float32", "auto")
@@ -120,12 +119,21 @@ def test_a_rows_slot_holds_its_state_and_the_plan_has_no_slots_of_state(
     assert held == 3 * model.state_bytes("float32")
 
 
+@pytest.mark.parametrize(("name", "unit"), [("qwen3.5", 64), ("deepseek-v3", 64), ("gpt-oss", 1)])
+def test_prompts_are_continued_where_the_cuts_of_their_calls_change_no_bits(
+    family_folder: Callable[[str], Path], name: str, unit: int
+):
+    assert plan_model(open_checkpoint(family_folder(name)), CONFIG).limits.slot_unit == unit
+
+
 @pytest.mark.parametrize(
     ("family", "reason"),
     [
         (FamilyFolder(shape="tiny-lfm2", wrapper="lfm2_vl"), "lfm2_vl', which mlx-lm does not"),
         # Its layers with attention are at no interval.
         (FamilyFolder(shape="tiny-qwen3.5-moe"), "mlx-lm cannot load the model"),
+        # It has no layer with full attention, of whose cache mlx-lm makes the mask.
+        (FamilyFolder(shape="tiny-gemma3", num_layers=3), "mlx-lm cannot compute the model"),
         (FamilyFolder(shape="tiny-gpt-oss"), "mlx-lm cannot load the model"),
     ],
     ids=lambda value: value.shape if isinstance(value, FamilyFolder) else "",

@@ -42,6 +42,13 @@ FULL = {"rope_type": "proportional", "rope_theta": 1e6}
                 "rope_scaling": {"type": "proportional", **FULL},
             },
         ),
+        (
+            {
+                "model_type": "gemma3_text",
+                "layer_types": [*["sliding_attention"] * 2, "full_attention"],
+            },
+            {"sliding_window_pattern": 3},
+        ),
         ({"model_type": "qwen3_5_moe_text"}, {"model_type": "qwen3_5_moe"}),
         (
             {

@@ -15,11 +15,14 @@ from mlx.utils import tree_flatten
 
 from cadenza.backends.base import ModelMemory
 from cadenza.backends.mlx.device import CACHE_BYTES
+from cadenza.backends.mlx.probe import REFUSALS
 from cadenza.backends.mlx.slot_model import CHUNK, SlotModel
 from cadenza.backends.mlx.slots import SlotSizes, depends_on_cuts, new_slots
 from cadenza.backends.mlx.zoo import ZooModel, load_zoo_model, set_dtype
 from cadenza.checkpoint.dtypes import WeightDType
+from cadenza.checkpoint.json_object import shorten
 from cadenza.config import PAGE_SIZE_UNIT
+from cadenza.errors import CheckpointError
 
 LOGIT_COPIES = 6
 """Arrays [R, V] of float32 that exist at the same time while tokens are chosen."""
@@ -37,11 +40,22 @@ def measure_model(folder: Path, vocab_size: int, dtypes: Sequence[WeightDType]) 
     """What a checkpoint takes in each compute type.
 
     Raises:
-        CheckpointError: mlx-lm does not have the model, or its caches have no slots.
+        CheckpointError: mlx-lm does not have the model or cannot compute it, or its caches have no
+            slots.
     """
     loaded = load_zoo_model(folder)
+    try:
+        memory: dict[WeightDType, ModelMemory] = {
+            dtype: _measure(loaded, vocab_size, dtype) for dtype in dtypes
+        }
+    except REFUSALS as error:
+        raise CheckpointError(
+            f"mlx-lm cannot compute the model in {str(folder)!r} "
+            f"({type(error).__name__}: {shorten(str(error))}); use a checkpoint that mlx-lm "
+            f"supports, or another --backend"
+        ) from error
     return MeasuredModel(
-        memory={dtype: _measure(loaded, vocab_size, dtype) for dtype in dtypes},
+        memory=memory,
         depends_on_cuts=depends_on_cuts(
             loaded.model, new_slots(loaded.new_caches(), SlotSizes(num_slots=1, capacity=1))
         ),

@@ -99,12 +99,16 @@ def _granite_settings(config: Mapping[str, Any]) -> Settings:
     return changes
 
 
-def _qwen_settings(config: Mapping[str, Any]) -> Settings:
-    """Which layers have attention: mlx-lm reads their interval, not the list of their types."""
-    types = config.get("layer_types")
-    if not isinstance(types, list) or _FULL not in types:
-        return {}
-    return {"full_attention_interval": types.index(_FULL) + 1}
+def _interval(name: str) -> _Reader:
+    """Every how many layers have full attention, which mlx-lm reads in place of their types."""
+
+    def read(config: Mapping[str, Any]) -> Settings:
+        types = config.get("layer_types")
+        if not isinstance(types, list) or _FULL not in types:
+            return {}
+        return {name: types.index(_FULL) + 1}
+
+    return read
 
 
 def _absent(defaults: Callable[[Mapping[str, Any]], Settings]) -> _Reader:
@@ -143,11 +147,12 @@ _LFM2 = _absent(
 )
 
 _BY_TYPE: Mapping[str, _Reader] = {
+    "gemma3_text": _interval("sliding_window_pattern"),
     "gemma4_text": _GEMMA,
     "gemma4_unified_text": _GEMMA_UNIFIED,
     "glm4_moe_lite": _glm_settings,
     "granitemoehybrid": _granite_settings,
     "lfm2": _LFM2,
-    "qwen3_5_text": _qwen_settings,
-    "qwen3_5_moe_text": _qwen_settings,
+    "qwen3_5_text": _interval("full_attention_interval"),
+    "qwen3_5_moe_text": _interval("full_attention_interval"),
 }
