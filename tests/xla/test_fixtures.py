@@ -156,9 +156,13 @@ def runner(warm_runner: XlaRunner) -> XlaRunner:
     return warm_runner
 
 
+WITHOUT_FIXTURE = {"gemma4_unified_text"}
+"""transformers 5.24 does not have the type; its layers are those of `gemma4_text`."""
+
+
 def test_there_are_fixtures_for_every_family():
     families = {named_shape(str(folder)).family for folder in FOLDERS}
-    assert families == FAMILIES.keys()
+    assert families == FAMILIES.keys() - WITHOUT_FIXTURE
 
 
 SIZES_AND_NAMES = {

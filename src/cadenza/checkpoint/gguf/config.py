@@ -105,6 +105,11 @@ class Architecture:
 _BASE_NAME = "general.base_model.0.name"
 
 
+def architectures() -> tuple[str, ...]:
+    """The names of those that can be read."""
+    return tuple(_ARCHITECTURES)
+
+
 def read_config(settings: Settings) -> tuple[ModelConfig, Architecture]:
     """The model's config and how its tensors are stored.
 

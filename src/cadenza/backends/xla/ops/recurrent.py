@@ -185,10 +185,6 @@ def _repeat(count: int, heads: jax.Array) -> jax.Array:
     return jnp.repeat(heads, count, axis=0)
 
 
-def _repeat(count: int, heads: jax.Array) -> jax.Array:
-    return jnp.repeat(heads, count, axis=0)
-
-
 def _unit(x: jax.Array) -> jax.Array:
     """x / |x| over the last axis."""
     return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + UNIT_NORM_EPS)
