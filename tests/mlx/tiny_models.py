@@ -21,6 +21,23 @@ _DENSE: dict[str, Any] = {
     "dtype": "float32",
 }
 
+_LATENTS = _DENSE | {
+    "model_type": "glm4_moe_lite",
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 16,
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
@@ -182,26 +199,8 @@ KINDS: dict[str, Kind] = {
             },
         }
     ),
-    "latents": Kind(
-        config=_DENSE
-        | {
-            "model_type": "glm4_moe_lite",
-            "num_key_value_heads": 4,
-            "moe_intermediate_size": 32,
-            "n_routed_experts": 4,
-            "n_shared_experts": 1,
-            "num_experts_per_tok": 2,
-            "n_group": 1,
-            "topk_group": 1,
-            "first_k_dense_replace": 1,
-            "kv_lora_rank": 32,
-            "q_lora_rank": 24,
-            "qk_rope_head_dim": 8,
-            "qk_nope_head_dim": 16,
-            "v_head_dim": 16,
-        },
-        slot_unit=64,
-    ),
+    "latents": Kind(config=_LATENTS, slot_unit=64),
+    "latents in 4 bits": Kind(config=_LATENTS, bits=4, slot_unit=64),
     "one offset": Kind(
         config=_DENSE
         | {

@@ -19,8 +19,8 @@ from cadenza.errors import CheckpointError
 
 Masks = dict[int | None, mx.array]
 
-_LATENT_LAYER = "MultiLinear"
-"""mlx-lm's layer from latents to keys and values; a call of one token applies it to the query."""
+_LATENT_LAYERS = ("MultiLinear", "QuantizedMultiLinear")
+"""mlx-lm's layers from latents to keys and values, which a call of one token applies to queries."""
 
 Snapshot = Literal["border", "end"]
 """What is kept of a slot's recurrent state: after the last whole chunk of its prompt, from where
@@ -315,7 +315,7 @@ def depends_on_cuts(model: Any, slots: Sequence[CacheSlots]) -> bool:
     """Whether the bits of a token depend on the cuts of its sequence into calls: with recurrent
     layers, and with attention over latents, whose call of one token has products of its own."""
     return has_state(slots) or any(
-        type(each).__name__ == _LATENT_LAYER for _, each in model.named_modules()
+        type(each).__name__ in _LATENT_LAYERS for _, each in model.named_modules()
     )
 
 
