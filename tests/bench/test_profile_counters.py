@@ -28,6 +28,7 @@ OPS = {
     "gated_delta",
     "short_conv",
     "selective_scan",
+    "gate_inputs",
 }
 PADDED_ROWS, ROWS, IN, OUT = 8, 5, 48, 70
 EMPTY = np.zeros(0, np.float32)

@@ -107,6 +107,7 @@ class Row:
             window=np.int64(variant.window),
             soft_cap=np.float32(variant.soft_cap),
             norm_eps=np.float32(1e-6),
+            norms_values=False,
         )
         return np.asarray(out)[:count]
 
@@ -222,4 +223,5 @@ def test_attention_refuses_pools_that_are_not_aliased(call, random):
             window=np.int64(0),
             soft_cap=np.float32(0),
             norm_eps=np.float32(1e-6),
+            norms_values=False,
         )

@@ -102,7 +102,7 @@ def test_rms_norm_takes_residuals(call, random, magnitude):
     shape = jax.ShapeDtypeStruct((6, 50), jnp.float32)
     plain = call("rms_norm", shape, x, weight, np.int32(6), **attrs)
     np.testing.assert_allclose(plain, expected, rtol=1e-5)
-    added = call("rms_norm_add", shape, x, weight, np.int32(6), x, **attrs)
+    added = call("rms_norm_add", shape, x, weight, np.int32(6), x, NONE, **attrs)
     assert np.asarray(added).tobytes() == (np.asarray(plain) + x).tobytes()
 
 

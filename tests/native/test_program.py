@@ -39,7 +39,7 @@ def operands(pack: Any, random: np.random.Generator) -> tuple[Any, ...]:
 def mlp(call: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
     """Two layers of the same MLP, whose stream is updated in place after the first norm."""
     stream, norm, gate_up, down = operands
-    x = call("rms_norm_add", STREAM)(stream, norm, COUNT, stream, eps=EPS)
+    x = call("rms_norm_add", STREAM)(stream, norm, COUNT, stream, None, eps=EPS)
     for _ in range(2):
         normed = call("rms_norm", NORMED)(x, norm, COUNT, eps=EPS)
         gated = call("gated_linear", GATED)(normed, gate_up, COUNT, None, activation=np.int64(0))
@@ -78,8 +78,8 @@ def test_what_an_operation_overwrote_cannot_be_used_again(
 ):
     stream, norm, _, _ = operands
     program = NativeProgram(library)
-    x = program.call("rms_norm_add", STREAM)(stream, norm, COUNT, stream, eps=EPS)
-    program.call("rms_norm_add", STREAM, {3: 0})(x, norm, COUNT, x, eps=EPS)
+    x = program.call("rms_norm_add", STREAM)(stream, norm, COUNT, stream, None, eps=EPS)
+    program.call("rms_norm_add", STREAM, {3: 0})(x, norm, COUNT, x, None, eps=EPS)
     with pytest.raises(AssertionError, match="was overwritten"):
         program.call("rms_norm", NORMED)(x, norm, COUNT, eps=EPS)
     with pytest.raises(AssertionError, match="was overwritten"):
@@ -91,7 +91,9 @@ def test_an_operand_is_overwritten_only_if_it_becomes_an_output(
 ):
     stream, norm, _, _ = operands
     program = NativeProgram(library)
-    changed = program.call("rms_norm_add", STREAM, {3: 0})(stream, norm, COUNT, stream, eps=EPS)
+    changed = program.call("rms_norm_add", STREAM, {3: 0})(
+        stream, norm, COUNT, stream, None, eps=EPS
+    )
     normed = program.call("rms_norm", NORMED)(changed, norm, COUNT, eps=EPS)
     with pytest.raises(AssertionError, match="not an output"):
         program.emit(normed)

@@ -88,6 +88,8 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "prefix_cache_memory_share": st.floats(0.0, 1.0) | whole(0, 1),
     "prefix_cache_disk": st.none() | NAMES | NAMES.map(Text),
     "prefix_cache_disk_bytes": st.none() | whole(MIN_DISK_BYTES, 1 << 60),
+    "max_state_snapshots": st.none() | whole(0, 1 << 24),
+    "state_snapshot_interval": whole(16, MAX_MODEL_LEN_BOUND),
     "max_num_queued_reqs": st.none() | whole(1, 1 << 31),
     "max_num_queued_tokens": st.none() | whole(1, MAX_NUM_QUEUED_TOKENS_BOUND),
     "max_consecutive_step_errors": whole(1, 1 << 31),
