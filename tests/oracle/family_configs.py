@@ -270,7 +270,11 @@ FAMILY_CONFIGS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 3,
         "moe_intermediate_size": 11,
         "shared_expert_intermediate_size": 13,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.75,
+        },
     },
     "olmoe-untied": {
         **SMALL,

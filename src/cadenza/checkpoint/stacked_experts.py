@@ -38,7 +38,8 @@ def split_stacked_experts(config: ModelConfig, weights: Weights) -> Weights:
         layer, names = f"model.layers.{index}", config.experts.names
         block = f"{layer}.{names.block}"
         if not names.are_interleaved:
-            parts |= _parts_of_layer(f"{layer}.mlp", mlp, weights)
+            for prefix in dict.fromkeys((f"{layer}.mlp", block)):
+                parts |= _parts_of_layer(prefix, mlp, weights)
             parts |= _parts_of_block(block, mlp, weights)
         for stack in ("switch_mlp", "experts"):
             parts |= _parts_of_mlx(f"{block}.{stack}", mlp, weights)
@@ -58,9 +59,9 @@ def _parts_of_layer(
     """The parts of each stacked tensor of a layer, by its name; empty if none is stacked."""
     names = f"{prefix}.experts.gate_up_proj", f"{prefix}.experts.down_proj"
     parts = _parts_of_stacks(names, mlp, weights)
-    router = f"{prefix}.gate.weight"
-    if parts and router in weights and router != mlp.router.weight:
-        parts[router] = [replace(weights.entry(router), name=mlp.router.weight)]
+    for router in (f"{prefix}.gate.weight", f"{prefix}.router.weight"):
+        if parts and router in weights and router != mlp.router.weight:
+            parts[router] = [replace(weights.entry(router), name=mlp.router.weight)]
     return parts
 
 
