@@ -5,6 +5,7 @@ On the token-storing runner, whose tokens depend on the state that was read thro
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -46,11 +47,11 @@ LIMITS = EngineLimits(
 
 
 def request_of(
-    prompt: Iterable[int] = PROMPT, *, max_tokens: int = 6, n: int = 1, **fields: object
+    prompt: Iterable[int] = PROMPT, *, max_tokens: int = 6, n: int = 1, **fields: Any
 ) -> Request:
     params = SamplingParams(
         temperature=1.0, seed=5, max_tokens=max_tokens, ignore_eos=True, n=n, **fields
-    )  # type: ignore[arg-type]
+    )
     return Request(prompt_token_ids=tuple(prompt), params=params)
 
 

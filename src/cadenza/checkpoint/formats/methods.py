@@ -15,7 +15,7 @@ from cadenza.checkpoint.formats.compressed_tensors import read_compressed_tensor
 from cadenza.checkpoint.formats.float8 import read_float8
 from cadenza.checkpoint.formats.gptq import read_gptq
 from cadenza.checkpoint.formats.mlx import read_mlx
-from cadenza.checkpoint.formats.mxfp4 import read_mxfp4
+from cadenza.checkpoint.formats.mxfp4 import MXFP4_METHOD
 from cadenza.checkpoint.formats.scheme import QuantisationScheme
 from cadenza.checkpoint.json_object import JsonObject, shorten
 from cadenza.checkpoint.model_config import ModelConfig
@@ -34,7 +34,7 @@ _METHODS: dict[str, Callable[[JsonObject], QuantisationScheme]] = {
     "awq": read_awq,
     "gptq": read_gptq,
     "fp8": read_float8,
-    "mxfp4": read_mxfp4,
+    "mxfp4": lambda _: MXFP4_METHOD,
 }
 
 _UNQUANTISED = "use the unquantised checkpoint with --quantization int8 or int4"

@@ -13,7 +13,6 @@ import re
 from cadenza.checkpoint.formats.grouped import MXFP4_GROUP, mxfp4_weight, unpack_codes
 from cadenza.checkpoint.formats.scheme import ModuleTensors, QuantisationScheme
 from cadenza.checkpoint.interleaved_experts import part_of_expert
-from cadenza.checkpoint.json_object import JsonObject
 from cadenza.checkpoint.quantised_weight import QuantisedWeight
 from cadenza.checkpoint.stored_tensor import StoredTensor, StoredWeight
 from cadenza.checkpoint.tensor_spec import TensorSpec
@@ -23,11 +22,6 @@ from cadenza.errors import CheckpointError
 
 _EXPERT = re.compile(r"(?P<stack>.+\.experts)\.(?P<index>\d+)\.(?P<part>gate|up|down)_proj\.weight")
 _BLOCK_BYTES = MXFP4_GROUP // 2
-
-
-def read_mxfp4(raw: JsonObject) -> QuantisationScheme:  # noqa: ARG001 (the tensors say it all)
-    """The scheme of a `quantization_config` whose method is `mxfp4`."""
-    return QuantisationScheme(name=f"mxfp4 with groups of {MXFP4_GROUP}", find=_find)
 
 
 def _find(spec: TensorSpec, weights: Weights) -> StoredWeight | None:
@@ -73,3 +67,7 @@ def _part(tensors: ModuleTensors, suffix: str, index: int, shape: tuple[int, ...
     stored = tensors.weights.shape(name)[:1] if tensors.has(suffix) else ()
     count = max((index + 1, *stored))
     return part_of_expert(tensors.take(suffix, [(count, *shape)], ("uint8",)), index)
+
+
+MXFP4_METHOD = QuantisationScheme(name=f"mxfp4 with groups of {MXFP4_GROUP}", find=_find)
+"""Of a `quantization_config` whose method is `mxfp4`: the tensors say everything."""
