@@ -2,13 +2,17 @@
 bit. Slots are chosen by hand; `tests/engine` has their life."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from cadenza.backends.xla.runner import XlaRunner
+from cadenza.checkpoint import named_shape, open_checkpoint, write_random_checkpoint
+from cadenza.config import EngineConfig, SpeculativeConfig
 from cadenza.core.step_schema import StepOutput
-from cadenza.errors import RunnerError
+from cadenza.errors import ConfigError, RunnerError
+from cadenza.loading.build import plan_model
 from tests.by_day import by_day
 from tests.contract.steps import Draw, Geometry, Stream, run_step
 from tests.xla.harness import Lab, Variant
@@ -113,3 +117,11 @@ def test_a_row_goes_on_from_a_state_and_pages_that_were_on_the_host(lab: Lab):
         output = run_step(runner, [after.chunk(ids[start:stop], samples=True)], GEOMETRY)
         found.append(bits_of(output, 0))
     assert found == whole[1:]
+
+
+def test_a_draft_model_with_recurrent_layers_is_refused(tmp_path: Path):
+    write_random_checkpoint(named_shape(SHAPES[0]), tmp_path / "model", seed=1, dtype="float32")
+    speculation = SpeculativeConfig(method="quantised", num_speculative_tokens=2)
+    config = EngineConfig(speculative_config=speculation, max_model_len=256)
+    with pytest.raises(ConfigError, match="has recurrent layers, and drafts of such a model are"):
+        plan_model(open_checkpoint(tmp_path / "model"), config)
