@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <chrono>
 
+#include "core/tiles.h"
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -200,6 +202,7 @@ bool Pool::wait_for_job(uint64_t seen, PrefetchRange& prefetch) {
       relax_or_prefetch(prefetch);
     }
   } while (Clock::now() < deadline);
+  release_tiles();
   std::unique_lock<std::mutex> lock(sleep_mutex_);
   sleepers_.fetch_add(1);
   wake_.wait(lock, [&] { return generation_.load() != seen || stopping_.load(); });
@@ -236,6 +239,7 @@ Executor::Lease::Lease(Executor& executor)
 }
 
 Executor::Lease::~Lease() {
+  release_tiles();
   scratch_->reset();
   leave_float_state(float_state_);
 }
