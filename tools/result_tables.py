@@ -12,7 +12,7 @@ import hashlib
 import json
 import statistics
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,16 @@ PAGE = ROOT / "docs" / "benchmarks.md"
 README = ROOT / "README.md"
 PICTURE = ROOT / "docs" / "images" / "rows.svg"
 
+PEOPLE_HEAD = """## What people run
+
+Models of the sizes that people serve on a desktop, each engine on the same file, in turns; random
+weights, with which these rates are those of trained ones. Decode is of all rows together; memory is
+the largest resident size, with the pages of the file that are in it.
+"""
+
 MACHINES = ("Zen 5", "Zen 4", "Zen 3", "Zen 1", "Intel", "NVIDIA H100", "Simulated", "Any machine")
 ENGINES = ("Cadenza", "vLLM", "llama.cpp", "OpenVINO")
+PEOPLE_FIGURES = ("decode", "decode, share of the bound", "prefill", "memory")
 COLOURS = {"Cadenza": "#c2410c", "vLLM": "#1d4ed8", "llama.cpp": "#15803d", "OpenVINO": "#7e22ce"}
 README_RUN = "zen5-served-135m"
 PICTURED = {
@@ -88,6 +96,10 @@ class Run:
     engines: Mapping[str, Engine]
     figures: tuple[Figure, ...]
     conditions: str = ""
+    model: Mapping[str, Any] | None = None  # "name", "file" and "gb" of what people run
+
+    def figure(self, what: str) -> Figure:
+        return next(each for each in self.figures if each.what == what)
 
 
 def main() -> None:
@@ -128,8 +140,13 @@ def read_figure(*, at: Iterable[str] = (), **members: Any) -> Figure:
 
 def page(runs: Mapping[str, Run]) -> str:
     parts = [HEAD]
+    people = [run for run in runs.values() if run.model is not None]
+    if people:
+        parts.append(f"{PEOPLE_HEAD}\n{people_table(people)}")
     for kind in MACHINES:
-        of_kind = [run for run in runs.values() if run.machine["kind"] == kind]
+        of_kind = [
+            run for run in runs.values() if run.machine["kind"] == kind and run.model is None
+        ]
         if of_kind:
             parts.append(f"## {kind}\n\n{figures_table(of_kind)}")
     rows = [row for run in runs.values() for row in command_rows(run)]
@@ -149,6 +166,22 @@ def figures_table(runs: Iterable[Run]) -> str:
             cells = [cell(figure.values.get(name, [])) for name in engines]
             rows.append((first, figure.label, *cells))
     return table(("workload", "measured", *engines), rows)
+
+
+def people_table(runs: Sequence[Run]) -> str:
+    """A row for each model's file and engine; all were measured at the same numbers of rows."""
+    places = " / ".join(runs[0].figure("decode").at)
+    rows: list[tuple[str, ...]] = []
+    for run in sorted(runs, key=lambda run: (run.machine["kind"], run.model and run.model["gb"])):
+        model = run.model or {}
+        title = f"**{model['name']}**, {model['file']}, {number(model['gb'])} GB"
+        for at, engine in enumerate(run.engines):
+            values = [cell(run.figure(what).values.get(engine, [])) for what in PEOPLE_FIGURES]
+            first = (f"{title} ([{run.name}](results/{run.name}.json))", run.machine["kind"])
+            rows.append((*(("", "") if at else first), engine, *values))
+    decode = f"decode, tok/s at {places} rows"
+    head = ("model and file", "machine", "engine", decode, "of its bound, %")
+    return table((*head, "prefill, tok/s", "memory, GB"), rows)
 
 
 def command_rows(run: Run) -> Iterable[tuple[str, ...]]:

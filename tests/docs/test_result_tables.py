@@ -54,6 +54,25 @@ def test_a_figure_has_a_row_and_each_value_its_form(tmp_path: Path) -> None:
     assert shown == ["0.29", "2", "−3.2", "7–9", "3"]
 
 
+def test_a_model_that_people_run_has_a_row_for_each_engine(tmp_path: Path) -> None:
+    places: dict[str, Any] = {"unit": "tok/s", "at": ["1", "8"]}
+    figures = [
+        {"what": "decode", **places, "values": {"Cadenza": [5, 9], "llama.cpp": [4, 6]}},
+        {"what": "decode, share of the bound", **places, "values": {"Cadenza": [90, 70]}},
+        {"what": "prefill", "unit": "tok/s", "values": {"Cadenza": [80], "llama.cpp": [30]}},
+        {"what": "memory", "unit": "GB", "values": {"Cadenza": [3], "llama.cpp": [2.5]}},
+    ]
+    engines = {name: {"version": "1", "command": "x"} for name in ("Cadenza", "llama.cpp")}
+    model = {"name": "A", "file": "4 bits", "gb": 2.5}
+    run = read(tmp_path, RUN | {"engines": engines, "figures": figures, "model": model})
+    ours, other = result_tables.people_table([run]).splitlines()[2:]
+    assert ours.startswith("| **A**, 4 bits, 2.5 GB ([run](results/run.json)) | Zen 5 | Cadenza |")
+    assert ours.endswith("| Cadenza | 5 / 9 | 90 / 70 | 80 | 3 |")
+    assert other == "|  |  | llama.cpp | 4 / 6 |  | 30 | 2.5 |"
+    page = result_tables.page({"run": run})
+    assert page.count("(results/run.json)") == 1
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
