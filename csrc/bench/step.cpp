@@ -7,6 +7,9 @@
 //   [--context 128] [--prefill 512] [--behind 0] [--repeats 10] [--steps 4] [--cpu-time] [--kv-int8]
 //
 // --prefill N tokens of a prompt are computed behind --behind of it; the rows behind --context.
+// build/native/order-ISA has the same options. It times steps whose products of bf16 are in the order
+// of AMX's tiles beside steps as they are, in turns.
+//
 // --cpu-time measures the calling thread's CPU time instead of wall time; use it with one thread
 // only, as the time of worker threads is not included. --kv-int8 stores keys and values as codes.
 #include <time.h>
@@ -25,6 +28,11 @@
 #include "core/roofline.h"
 
 using namespace cadenza;
+
+namespace cadenza {
+// Linked into the binary that compares two orders of products (bench/order.cpp).
+[[gnu::weak]] void use_tile_order(KernelTable& table);
+}  // namespace cadenza
 
 namespace {
 
@@ -173,8 +181,12 @@ struct Step {
   }
 };
 
-Step make_step(const Options& options, Runtime runtime, int64_t rows, int64_t queries,
-               int64_t context, const Step* shared) {
+struct StepSize {
+  int64_t rows, queries, context;  // queries: tokens of each row
+};
+
+Step make_step(const Options& options, Runtime runtime, const StepSize& size, const Step* shared) {
+  const auto [rows, queries, context] = size;
   Step s{options, runtime, rows * queries,
          rows,    context, {},
          {},      {},      {},
@@ -255,6 +267,30 @@ void report_step(Step& s, const void* memory) {
   std::fflush(stdout);
 }
 
+double run_steps(Step& s) {
+  double start = now(s.options.cpu_time);
+  for (int j = 0; j < s.options.steps; j++) s.run();
+  return (now(s.options.cpu_time) - start) / s.options.steps * 1e3;
+}
+
+// Runs both kinds of step in turns: ascending, tiles, tiles, ascending.
+void compare_orders(Step& ascending, Step& tiles) {
+  std::vector<double> first, second, ratios;
+  for (int i = 0; i < ascending.options.repeats; i++) {
+    double a = run_steps(ascending), t = run_steps(tiles);
+    t = std::min(t, run_steps(tiles));
+    a = std::min(a, run_steps(ascending));
+    first.push_back(a);
+    second.push_back(t);
+    ratios.push_back(t / a);
+  }
+  std::printf("%4ld tokens: ascending median %.2f ms, best %.2f; order of tiles %.2f, best %.2f; "
+              "median of the ratios %.3f\n",
+              long(ascending.tokens), median(first), *std::min_element(first.begin(), first.end()),
+              median(second), *std::min_element(second.begin(), second.end()), median(ratios));
+  std::fflush(stdout);
+}
+
 void report(Step& s) {
   const Shape& shape = s.shape;
   const int64_t width = shape.qkv_width();
@@ -327,6 +363,19 @@ Options parse(int argc, char** argv) {
   return options;
 }
 
+void time_steps(const Options& options, Runtime runtime, const StepSize& size, const Step& first,
+                const void* memory) {
+  Step s = make_step(options, runtime, size, &first);
+  if (use_tile_order == nullptr) {
+    report(s);
+    return report_step(s, memory);
+  }
+  KernelTable table = runtime.kernels;
+  use_tile_order(table);
+  Step tiles = make_step(options, {table, runtime.integer, runtime.executor}, size, &first);
+  compare_orders(s, tiles);
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -339,18 +388,14 @@ int main(int argc, char** argv) {
   Runtime runtime{kernels(), integer_kernels(), executor};
   std::printf("isa %s, %d threads, peak %.0f GF\n", runtime.kernels.isa, options.threads,
               1e-9 * measure_multiply(runtime, DType::kBf16, kPeakRepeats));
-  Step first = make_step(options, runtime, 1, 1, options.context, nullptr);
+  Step first = make_step(options, runtime, {1, 1, options.context}, nullptr);
   const void* memory = filled<char>(kReadBytes, 1);
   for (int64_t rows : options.rows) {
-    Step s = make_step(options, runtime, rows, 1, options.context, &first);
-    report(s);
-    report_step(s, memory);
+    time_steps(options, runtime, {rows, 1, options.context}, first, memory);
   }
   if (options.prefill > 0) {
-    int64_t context = options.behind + options.prefill;
-    Step s = make_step(options, runtime, 1, options.prefill, context, &first);
-    report(s);
-    report_step(s, memory);
+    time_steps(options, runtime, {1, options.prefill, options.behind + options.prefill}, first,
+               memory);
   }
   return 0;
 }
