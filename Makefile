@@ -28,7 +28,7 @@ EXTRA := project.optional-dependencies
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run check test test-tools lint soak oracle real mutants bench lock kernels-all wheel clean
+.PHONY: help run check test test-tools test-ui lint soak oracle real mutants bench lock kernels-all wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -51,6 +51,9 @@ test: .venv/.has-tools ## run the tests before each landing: eight minutes
 test-tools: .venv/.has-tools ## run the tests of gates, tools and kernels that changed or not
 	$(BIN)/python -m pytest tests/tools tests/native/test_kernel_builds.py -p no:cacheprovider
 
+test-ui: .venv/.has-browser-driver ## run the tests of the page at / in Chromium (apt-get install chromium)
+	CADENZA_REQUIRE_BROWSER=1 $(BIN)/python -m pytest tests/ui
+
 lint: .venv/.has-tools ## run every gate: format, lint, types, layers, sizes, banned calls, names
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -59,6 +62,8 @@ lint: .venv/.has-tools ## run every gate: format, lint, types, layers, sizes, ba
 	$(BIN)/python tools/small_functions.py
 	$(BIN)/python tools/banned_calls.py
 	$(BIN)/python tools/duplicate_names.py
+	$(BIN)/python tools/vendor_ui.py
+	$(BIN)/python tools/ui_syntax.py
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/pyright --warnings
 	$(BIN)/pyright -p tests --warnings
@@ -153,6 +158,12 @@ endef
 	@$(BIN)/python -c "$$LIST_NEEDS" $(EXTRA).test $(EXTRA).lint > .venv/needs.txt
 	@$(TIMED) "installing the tests' and gates' tools into .venv" \
 	  $(BIN)/$(PIP) install -r .venv/constraints.txt -r .venv/needs.txt
+	@touch $@
+
+.venv/.has-browser-driver: .venv/.has-tools
+	@$(BIN)/python -c "$$LIST_NEEDS" $(EXTRA).ui-test > .venv/needs.txt
+	@$(TIMED) "installing the driver of the browser into .venv" \
+	  $(BIN)/$(PIP) install -r .venv/needs.txt
 	@touch $@
 
 .venv-oracle/.has-torch: .venv-oracle/pyvenv.cfg $(SOURCES_OF_BUILD)

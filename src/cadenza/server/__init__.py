@@ -16,13 +16,13 @@ Modules:
 - `model_turns`: which models are loaded, and which one makes room for another
 - `sse`: bytes of answers and of streamed events
 - `errors`: every error answer
-- `page`: the HTML of the page at `/`
+- `page`: the HTML of the page at `/docs`
 - `dialect`: the shapes of errors and the headers of each API
 - `ignored_names`: the header and the log lines about unknown fields
 - `http_exchange`: one HTTP request and its response
 - `protocol`: HTTP/1.1 connections and their bounds
 - `limits`: bounds, memory for bodies, threads for text
-- `access`: API keys and CORS
+- `access`: API keys, CORS, names of the host
 - `tenants`: what each tenant may have, and what it has used of its rates
 - `listening`: addresses, and listening sockets
 - `connections`: accepting connections, within the limit of open files

@@ -1,4 +1,4 @@
-"""Access control: API keys (`ApiKeys`) and origins of web pages (`Cors`).
+"""Access control: API keys (`ApiKeys`), origins of pages (`Cors`), the server's names (`Hosts`).
 
 Owns the constant-time comparison of keys, and the CORS headers (the Fetch standard, 3.3) of
 preflights and all other answers. Invariants: a request without a valid key has no
@@ -8,13 +8,15 @@ gets no `Access-Control-*` header.
 
 import hmac
 import re
+import socket
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
+from ipaddress import ip_address
 from pathlib import Path
 
 from cadenza.errors import ConfigError
 from cadenza.request import show
-from cadenza.server.errors import ApiError, Headers
+from cadenza.server.errors import ApiError, Headers, invalid_host
 from cadenza.server.tenants import hash_in
 
 RawHeaders = Sequence[tuple[bytes, bytes]]
@@ -31,6 +33,11 @@ EXPOSED_HEADERS = (
     "x-cadenza-ignored",
 )
 """Response headers that a page may read; some client libraries read them."""
+
+ANY_HOST = "*"
+_LOCAL_ENDS = (".localhost", ".internal")
+"""Names that nobody can register (RFC 6761, ICANN): the second is that of containers' hosts."""
+_PORT = re.compile(r":\d+$")
 
 _ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://([^/?#@\s,]+)")
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
@@ -157,6 +164,55 @@ class Cors:
         if len(found) != 1 or not (found[0] in self._origins or ANY_ORIGIN in self._origins):
             return None
         return found[0]
+
+
+class Hosts:
+    """The names under which requests may call a server that is open to everybody on its machine.
+
+    A web page of any site can have its own name lead to 127.0.0.1 after it was loaded (DNS
+    rebinding), and is then of one origin with the server. Its name is in the Host header, so other
+    names than these are refused. An address in place of a name cannot be made to lead elsewhere.
+
+    Args:
+        names: None or `*` among them: any name.
+    """
+
+    def __init__(self, names: Iterable[str] | None = None) -> None:
+        listed = None if names is None else frozenset(name.lower() for name in names)
+        self._names = None if listed is None or ANY_HOST in listed else listed
+
+    @staticmethod
+    def of_loopback(host: str, names: Iterable[str]) -> "Hosts":
+        """Those of a server without a key at `host`; only where that is a loopback address are
+        they restricted, to this machine's names and `names`."""
+        is_loopback = host.lower() == "localhost" or _is_loopback(host)
+        return Hosts((host, socket.gethostname(), *names)) if is_loopback else Hosts()
+
+    def check(self, headers: RawHeaders) -> None:
+        """Raises ApiError (400)."""
+        if self._names is None:
+            return
+        for value in _values(headers, b"host"):
+            name = value.decode("latin-1").strip().lower()
+            if not self._allows(_PORT.sub("", name)):
+                raise invalid_host(name=show(name[:64]))
+
+    def _allows(self, name: str) -> bool:
+        assert self._names is not None, "any name is allowed"
+        is_reserved = name in ("", "localhost") or name.endswith(_LOCAL_ENDS)
+        return is_reserved or name in self._names or _is_address(name.strip("[]"))
+
+
+def _is_loopback(host: str) -> bool:
+    return _is_address(host) and ip_address(host).is_loopback
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ip_address(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _normal(origin: str) -> str:

@@ -1,8 +1,8 @@
 """The ASGI application: checks before a handler, routing, and errors as answers.
 
-Owns what happens before a handler: bounds of the head, CORS preflights, API keys. Decides by
-`scope["path"]` alone, never by a URL or a Host header. Invariant: a path that is not declared open
-needs a key, even to be answered with 404.
+Owns what happens before a handler: bounds of the head, names of the host, CORS preflights, API
+keys. Decides by `scope["path"]` alone, never by a URL; a Host header can only have a request
+refused. Invariant: a path that is not declared open needs a key, even to be answered with 404.
 """
 
 from starlette.routing import compile_path
@@ -27,7 +27,13 @@ from cadenza.server.http_exchange import (
     Response,
     new_request_id,
 )
-from cadenza.server.routes import OPEN_PATHS, ROUTES, base_url_advice, make_handlers
+from cadenza.server.routes import (
+    OPEN_PATHS,
+    ROUTES,
+    base_url_advice,
+    make_handlers,
+    make_ui_handlers,
+)
 from cadenza.server.schemas.field_types import String
 from cadenza.server.service import Service
 
@@ -50,6 +56,8 @@ class App:
         for route in ROUTES:
             for method in ("GET", "HEAD") if route.method == "GET" else (route.method,):
                 by_path.setdefault(route.path, {})[method] = handlers[route.name]
+        for path, handler in make_ui_handlers(service).items():
+            by_path[path] = {"GET": handler, "HEAD": handler}
         self._routes = [(compile_path(path)[0], found) for path, found in by_path.items()]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -78,6 +86,7 @@ class App:
     async def _authenticate_and_route(self, exchange: Exchange) -> None:
         scope = exchange.scope
         self._check_head(exchange)
+        self._service.options.hosts.check(scope["headers"])
         if scope["method"] == "OPTIONS":
             preflight = self._service.options.cors.preflight_headers(scope["headers"])
             if preflight is not None:

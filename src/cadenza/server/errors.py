@@ -164,6 +164,13 @@ _RETRY: Headers = (("retry-after", str(RETRY_QUEUE_S)),)
 _RETRY_LATER: Headers = (("retry-after", "{seconds}"),)
 
 invalid_http = Kind(400, "invalid_http", "{message}", CLOSING)
+invalid_host = Kind(
+    400,
+    "invalid_host",
+    "the Host header is {name}: a server at a loopback address without an API key answers to "
+    "localhost, IP addresses and the names of --allowed-hosts, so that no web page can reach it "
+    "under a name of its own; call it by one of those, or start it with a key",
+)
 invalid_api_key = Kind(
     401,
     "invalid_api_key",

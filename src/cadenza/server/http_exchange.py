@@ -33,6 +33,7 @@ from cadenza.server.limits import BodyBudget, ServerLimits
 Result = TypeVar("Result")
 
 NO_CONTENT = 204
+NOT_MODIFIED = 304
 JSON_TYPE = "application/json"
 FORM_TYPE = "application/x-www-form-urlencoded"
 """The default content type of curl and of browsers' forms."""
@@ -180,7 +181,7 @@ class Exchange:
 
     async def answer(self, response: Response) -> None:
         headers = response.headers
-        if response.status != NO_CONTENT:
+        if response.status not in (NO_CONTENT, NOT_MODIFIED):
             length = str(len(response.body))
             headers = (
                 ("content-type", response.content_type),

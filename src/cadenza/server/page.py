@@ -1,4 +1,4 @@
-"""The page at `/` for people: one screen without scripts, that names what is here.
+"""The page at `/docs` for people: one screen without scripts, that names what is here.
 
 Invariant: every text that is a parameter is escaped, and the page's content security policy allows
 nothing but its own style, so that a text that was not escaped could not run either.

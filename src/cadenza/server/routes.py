@@ -25,6 +25,7 @@ from cadenza.server.endpoints.root import ROOT_ROUTES, RootHandler
 from cadenza.server.endpoints.status import STATUS_ROUTES
 from cadenza.server.endpoints.stored_responses import STORED_RESPONSE_ROUTES
 from cadenza.server.endpoints.tokens import TOKEN_ROUTES
+from cadenza.server.endpoints.ui import UI_FILES, UI_PATHS, UI_PREFIX, read_ui_file
 from cadenza.server.generation import Generation
 from cadenza.server.http_exchange import Exchange, Handler, Response
 from cadenza.server.openapi import DESCRIPTION, ApiRoute, describe_api
@@ -57,7 +58,7 @@ ROUTES: tuple[ApiRoute, ...] = (
 )
 
 PATHS = frozenset(route.path for route in ROUTES)
-OPEN_PATHS = frozenset(route.path for route in ROUTES if route.policy == "open")
+OPEN_PATHS = UI_PATHS | {route.path for route in ROUTES if route.policy == "open"}
 
 
 def make_handlers(service: Service) -> Mapping[str, Handler]:
@@ -76,6 +77,13 @@ def make_handlers(service: Service) -> Mapping[str, Handler]:
         **{each.name: RootHandler(service, ROUTES) for each in ROOT_ROUTES},
         DESCRIPTION.name: describe,
     }
+
+
+def make_ui_handlers(service: Service) -> Mapping[str, Handler]:
+    """The files of the page at `/`, by their paths; they are no part of the API's description."""
+    if not service.options.has_ui:
+        return {}
+    return {f"{UI_PREFIX}{name}": read_ui_file(name) for name in UI_FILES}
 
 
 def base_url_advice(path: str, address: str) -> str | None:

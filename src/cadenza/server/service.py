@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from cadenza.server.access import ApiKeys, Cors
+from cadenza.server.access import ApiKeys, Cors, Hosts
 from cadenza.server.connections import Connections, max_connections
 from cadenza.server.errors import connections_full, invalid_value, queue_full, request_not_found
 from cadenza.server.ignored_names import IgnoredNames
@@ -38,6 +38,8 @@ class ServerOptions:
     metrics_keys: ApiKeys = field(default_factory=ApiKeys)
     metrics_port: int | None = None
     cors: Cors = field(default_factory=Cors)
+    hosts: Hosts = field(default_factory=Hosts)
+    has_ui: bool = True
     stored_responses: StoreBounds = field(default_factory=StoreBounds)
     unknown_fields: UnknownFields = "suggest"
     is_logging_requests: bool = True

@@ -18,5 +18,6 @@ Modules:
 - `generating`: their interface to `generation`
 - `tokens`: /tokenize, /detokenize and the counts of messages
 - `root`: `/` and `/docs`
+- `ui`: the files of the page at `/`
 - `status`: routes that do not generate
 """

@@ -1,4 +1,6 @@
-"""`/` and `/docs`: a page for browsers, and a few words for everything else.
+"""`/` and `/docs`: pages for browsers, and a few words for everything else.
+
+`/docs` names what is here, without a script; so does `/` in a server without the page of `ui`.
 
 Invariant: they are open, and tell nothing of the model to whoever has no key, if there are keys.
 """
@@ -6,6 +8,7 @@ Invariant: they are open, and tell nothing of the model to whoever has no key, i
 from collections.abc import Sequence
 
 import cadenza
+from cadenza.server.endpoints.ui import INDEX, read_ui_file
 from cadenza.server.errors import UNAVAILABLE_CODES
 from cadenza.server.http_exchange import Exchange, Response, send_object
 from cadenza.server.openapi import TEXT, AnswerSchema, ApiRoute, object_of
@@ -29,10 +32,14 @@ class RootHandler:
     def __init__(self, service: Service, routes: Sequence[ApiRoute]) -> None:
         self._service = service
         self._endpoints = _by_api(routes)
+        self._index = read_ui_file(INDEX) if service.options.has_ui else None
 
     async def __call__(self, exchange: Exchange) -> None:
         if "text/html" not in exchange.accept.lower():
             await send_object(exchange, {"status": self._state(), **_LINKS})
+            return
+        if self._index is not None and exchange.scope["path"] == "/":
+            await self._index(exchange)
             return
         keys = self._service.options.keys
         found = keys.tenant_of(exchange.header(b"authorization"), exchange.header(b"x-api-key"))
