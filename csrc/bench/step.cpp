@@ -3,9 +3,11 @@
 // which reduces noise from other load. The step's bound is the larger of reading its weights and KV
 // and of multiplying; both rates are measured between its runs.
 //
-//   build/native/bench [--shape smollm2-135m|llama-3.2-1b] [--threads N] [--rows 1,4,8]
-//   [--context 128] [--prefill 512] [--behind 0] [--repeats 10] [--steps 4] [--cpu-time] [--kv-int8]
+//   build/native/bench [--shape smollm2-135m|llama-3.2-1b|qwen3-4b|llama-3.1-8b] [--layers N]
+//   [--weights bf16|q8_0|int4|q4_k|q6_k] [--threads N] [--rows 1,4,8] [--context 128] [--prefill 512]
+//   [--behind 0] [--repeats 10] [--steps 4] [--cpu-time] [--kv-int8]
 //
+// --layers computes so many layers of a shape, for those whose weights do not fit the memory.
 // --prefill N tokens of a prompt are computed behind --behind of it; the rows behind --context.
 // build/native/order-ISA has the same options. It times steps whose products of bf16 are in the order
 // of AMX's tiles beside steps as they are, in turns.
@@ -22,6 +24,7 @@
 #include <string>
 #include <vector>
 
+#include "core/code_format.h"
 #include "core/isa.h"
 #include "core/kv_codes.h"
 #include "core/ops.h"
@@ -48,10 +51,40 @@ struct Shape {
 };
 
 constexpr Shape kShapes[] = {{"smollm2-135m", 30, 576, 9, 3, 64, 1536, 49152},
-                             {"llama-3.2-1b", 16, 2048, 32, 8, 64, 8192, 128256}};
+                             {"llama-3.2-1b", 16, 2048, 32, 8, 64, 8192, 128256},
+                             {"qwen3-4b", 36, 2560, 32, 8, 128, 9728, 151936},
+                             {"llama-3.1-8b", 32, 4096, 32, 8, 128, 14336, 128256}};
+
+struct WeightType {
+  const char* name;
+  int format;  // of codes, or -1: bf16
+
+  ProductTypes types() const {
+    return {format < 0 ? WeightFormat::kBf16 : WeightFormat::kCodes, DType::kBf16};
+  }
+  int64_t panel_bytes(int64_t k) const {
+    return format < 0 ? cadenza::panel_bytes(WeightFormat::kBf16, k) : code_panel_bytes(format, k);
+  }
+};
+
+constexpr WeightType kWeightTypes[] = {
+    {"bf16", -1},
+    {"q8_0", kInt8Format},
+    {"int4", kInt4Format},
+    {"q4_k", index_of(CodeFormat{4, 32, ScaleType::kNested, Correction::kOffset})},
+    {"q6_k", index_of(CodeFormat{8, 16, ScaleType::kNested, Correction::kNone})}};
+
+// The weights [N, K] of one operation in all layers, one behind the other.
+struct Weights {
+  char* data;
+  int64_t n, k, layer_bytes;
+
+  const char* of(int64_t layer) const { return data + layer * layer_bytes; }
+};
 
 struct Options {
   Shape shape = kShapes[0];
+  WeightType weights = kWeightTypes[0];
   int threads = 1;
   int64_t context = 128, prefill = 512, behind = 0;
   std::vector<int64_t> rows{1, 4, 8, 16, 32, 64};
@@ -79,11 +112,24 @@ bf16* weights(int64_t n, int64_t k) {
   return w;
 }
 
+Weights make_weights(const WeightType& type, int64_t layers, int64_t n, int64_t k) {
+  if (type.format < 0) {
+    return {reinterpret_cast<char*>(weights(n, k * layers)), n, k, 2 * n * k};
+  }
+  CodesHeader header{CodesHeader::kVersion, 1, 0, k, {{type.format, int32_t(n / kPanel)}}};
+  const int64_t bytes = header.num_bytes();
+  Weights made{filled<char>(layers * bytes, 0x11), n, k, bytes};  // scales of 0.0006
+  for (int64_t l = 0; l < layers; l++) {
+    std::memcpy(made.data + l * bytes, &header, sizeof(header));
+  }
+  return made;
+}
+
 struct Step {
   const Options& options;
   Runtime runtime;
   int64_t tokens, rows, context;
-  bf16 *qkv_w, *o_w, *gate_up_w, *down_w, *head_w;
+  Weights qkv_w, o_w, gate_up_w, down_w, head_w;
   bf16 *act, *wide, *k_pool, *v_pool;
   float *x, *norm;
   std::vector<int32_t> positions, slots, starts, lens, table;
@@ -92,28 +138,22 @@ struct Step {
   float* rope;
   const Shape& shape = options.shape;
 
-  void linear_layer(int64_t l, const bf16* w, int64_t n, int64_t k, bool adds) {
+  void linear_layer(int64_t l, const Weights& w, bool adds) {
     LinearTask task{tokens,
-                    n,
-                    k,
+                    w.n,
+                    w.k,
                     wide,
-                    w + l * n * k,
+                    w.of(l),
                     nullptr,
                     adds ? x : nullptr,
                     adds ? static_cast<void*>(x) : act,
                     adds};
-    linear(runtime, DType::kBf16, task);
+    linear(runtime, options.weights.types(), task);
   }
   void gated_layer(int64_t l) {
-    GatedTask task{tokens,
-                   shape.ffn,
-                   shape.hidden,
-                   wide,
-                   gate_up_w + l * 2 * shape.ffn * shape.hidden,
-                   nullptr,
-                   Activation::kSilu,
-                   act};
-    gated_linear(runtime, DType::kBf16, task);
+    GatedTask task{tokens,  shape.ffn,         shape.hidden, wide, gate_up_w.of(l),
+                   nullptr, Activation::kSilu, act};
+    gated_linear(runtime, options.weights.types(), task);
   }
   void norm_layer(int64_t) {
     for (int i = 0; i < 2; i++) {
@@ -149,23 +189,25 @@ struct Step {
   }
   void run() {
     for (int64_t l = 0; l < shape.layers; l++) {
-      linear_layer(l, qkv_w, shape.qkv_width(), shape.hidden, false);
+      linear_layer(l, qkv_w, false);
       attend_layer(l);
-      linear_layer(l, o_w, shape.hidden, shape.hidden, true);
+      linear_layer(l, o_w, true);
       gated_layer(l);
-      linear_layer(l, down_w, shape.hidden, shape.ffn, true);
+      linear_layer(l, down_w, true);
       norm_layer(l);
     }
     head();
   }
-  int64_t bytes() const {
-    int64_t layer = shape.qkv_width() + shape.hidden + 3 * shape.ffn;
+  int64_t kv_bytes() const {
     int64_t token = options.kv_int8 ? kv_code_bytes(shape.size) : 2 * shape.size;
-    int64_t kv = rows * context * 2 * shape.kv_heads * token;
-    return shape.layers * (2 * layer * shape.hidden + kv) + 2 * shape.vocab * shape.hidden;
+    return rows * context * 2 * shape.kv_heads * token;
+  }
+  int64_t bytes() const {
+    int64_t layer = qkv_w.layer_bytes + o_w.layer_bytes + gate_up_w.layer_bytes + down_w.layer_bytes;
+    return shape.layers * (layer + kv_bytes()) + head_w.layer_bytes;
   }
   double operations() const {
-    int64_t layer = shape.qkv_width() + shape.hidden + 3 * shape.ffn;
+    int64_t layer = shape.qkv_width() + shape.heads * shape.size + 3 * shape.ffn;
     int64_t seen = context - (tokens / rows - 1) / 2;
     return 2.0 * double(shape.layers * tokens *
                             (layer * shape.hidden + 2 * seen * shape.heads * shape.size) +
@@ -173,11 +215,11 @@ struct Step {
   }
   void head() {
     NextTokenTask task{
-        {rows, shape.vocab, shape.hidden, wide, head_w, nullptr, nullptr, nullptr, false},
+        {rows, shape.vocab, shape.hidden, wide, head_w.data, nullptr, nullptr, nullptr, false},
         params.data(),
         out.data(),
         {}};
-    next_token(runtime, DType::kBf16, task);
+    next_token(runtime, options.weights.types(), task);
   }
 };
 
@@ -196,15 +238,18 @@ Step make_step(const Options& options, Runtime runtime, const StepSize& size, co
          {},      {},      {},
          {},      {},      {}};
   const Shape& shape = options.shape;
-  s.qkv_w = shared ? shared->qkv_w : weights(shape.qkv_width(), shape.hidden * shape.layers);
-  s.o_w = shared ? shared->o_w : weights(shape.hidden, shape.hidden * shape.layers);
-  s.gate_up_w = shared ? shared->gate_up_w : weights(2 * shape.ffn, shape.hidden * shape.layers);
-  s.down_w = shared ? shared->down_w : weights(shape.hidden, shape.ffn * shape.layers);
-  s.head_w = shared ? shared->head_w : weights(shape.vocab, shape.hidden);
+  const auto make = [&](Weights Step::*weight, int64_t layers, int64_t n, int64_t k) {
+    s.*weight = shared ? shared->*weight : make_weights(options.weights, layers, n, k);
+  };
+  make(&Step::qkv_w, shape.layers, shape.qkv_width(), shape.hidden);
+  make(&Step::o_w, shape.layers, shape.hidden, shape.heads * shape.size);
+  make(&Step::gate_up_w, shape.layers, 2 * shape.ffn, shape.hidden);
+  make(&Step::down_w, shape.layers, shape.hidden, shape.ffn);
+  make(&Step::head_w, 1, shape.vocab, shape.hidden);
   s.rope = shared ? shared->rope : filled<float>(kMaxContext * shape.size, 0.7f);
   s.norm = shared ? shared->norm : filled<float>(shape.hidden, 1.0f);
   int64_t pages = ceil_div(context, kPage);
-  s.act = filled<bf16>(s.tokens * 2 * shape.ffn, bf16{0x3c00});
+  s.act = filled<bf16>(s.tokens * std::max(2 * shape.ffn, shape.qkv_width()), bf16{0x3c00});
   s.wide = weights(s.tokens, shape.ffn);
   s.x = filled<float>(s.tokens * shape.hidden, 0.01f);
   s.k_pool =
@@ -248,17 +293,23 @@ double median(std::vector<double> values) {
   return values[values.size() / 2];
 }
 
+// Multiplications and sums a second, of the weights' type.
+double measure_peak(const Step& s) {
+  if (s.options.weights.format >= 0) return measure_multiply_codes(s.runtime, 1);
+  return measure_multiply(s.runtime, DType::kBf16, 1);
+}
+
 // Runs whole steps, each between measurements of the two rates.
 void report_step(Step& s, const void* memory) {
   std::vector<double> ms, shares;
   for (int i = 0; i < s.options.repeats; i++) {
     double read = measure_read(s.runtime, memory, kReadBytes, 1);
-    double multiply = measure_multiply(s.runtime, DType::kBf16, 1);
+    double multiply = measure_peak(s);
     double start = now(s.options.cpu_time);
     for (int j = 0; j < s.options.steps; j++) s.run();
     double took = (now(s.options.cpu_time) - start) / s.options.steps;
     read = (read + measure_read(s.runtime, memory, kReadBytes, 1)) / 2;
-    multiply = (multiply + measure_multiply(s.runtime, DType::kBf16, 1)) / 2;
+    multiply = (multiply + measure_peak(s)) / 2;
     ms.push_back(took * 1e3);
     shares.push_back(std::max(double(s.bytes()) / read, s.operations() / multiply) / took);
   }
@@ -291,34 +342,55 @@ void compare_orders(Step& ascending, Step& tiles) {
   std::fflush(stdout);
 }
 
-void report(Step& s) {
+// An operation of all layers: the time, and the share of what reading its bytes and multiplying take.
+struct Timed {
+  double ms, bytes, operations;
+
+  double share(double read, double multiply) const {
+    return 1e5 * std::max(bytes / read, operations / multiply) / ms;
+  }
+};
+
+void report(Step& s, const void* memory) {
   const Shape& shape = s.shape;
-  const int64_t width = shape.qkv_width();
-  double qkv = best(s.options, shape.layers,
-                    [&](int64_t l) { s.linear_layer(l, s.qkv_w, width, shape.hidden, false); });
-  double o = best(s.options, shape.layers,
-                  [&](int64_t l) { s.linear_layer(l, s.o_w, shape.hidden, shape.hidden, true); });
-  double gate_up = best(s.options, shape.layers, [&](int64_t l) { s.gated_layer(l); });
-  double down = best(s.options, shape.layers, [&](int64_t l) {
-    s.linear_layer(l, s.down_w, shape.hidden, shape.ffn, true);
-  });
-  double norm = best(s.options, shape.layers, [&](int64_t l) { s.norm_layer(l); });
-  double attend = best(s.options, shape.layers, [&](int64_t l) { s.attend_layer(l); });
-  double head = best(s.options, 1, [&](int64_t) { s.head(); });
-  double total = qkv + o + gate_up + down + norm + attend + head;
-  auto rate = [&](double n, double k, double layers, double ms, double tokens) {
-    return 2e-6 * n * k * layers * tokens / ms;
+  const double read = measure_read(s.runtime, memory, kReadBytes, 5);
+  const double multiply = measure_peak(s);
+  const auto timed = [&](const Weights& w, int64_t layers, int64_t rows,
+                         const std::function<void(int64_t)>& body) {
+    return Timed{best(s.options, layers, body), double(layers * w.layer_bytes),
+                 2.0 * double(layers * w.n * w.k * rows)};
   };
-  std::printf(
-      "%4ld tokens: qkv %6.2f (%3.0f GF) o %6.2f (%3.0f) gate-up %6.2f (%3.0f) down %6.2f (%3.0f) "
-      "norm %5.2f attend %6.2f head %6.2f (%3.0f)  total %7.2f ms = %6.0f tok/s\n",
-      long(s.tokens), qkv, rate(width, shape.hidden, shape.layers, qkv, double(s.tokens)), o,
-      rate(shape.hidden, shape.hidden, shape.layers, o, double(s.tokens)), gate_up,
-      rate(2 * shape.ffn, shape.hidden, shape.layers, gate_up, double(s.tokens)), down,
-      rate(shape.hidden, shape.ffn, shape.layers, down, double(s.tokens)), norm, attend, head,
-      rate(shape.vocab, shape.hidden, 1, head, double(s.rows)), total,
-      double(s.tokens) / total * 1e3);
+  const auto linear_time = [&](const Weights& w, bool adds) {
+    return timed(w, shape.layers, s.tokens, [&, adds](int64_t l) { s.linear_layer(l, w, adds); });
+  };
+  const Timed all[] = {linear_time(s.qkv_w, false), linear_time(s.o_w, true),
+                       timed(s.gate_up_w, shape.layers, s.tokens, [&](int64_t l) { s.gated_layer(l); }),
+                       linear_time(s.down_w, true),
+                       timed(s.head_w, 1, s.rows, [&](int64_t) { s.head(); })};
+  const int64_t seen = s.context - (s.tokens / s.rows - 1) / 2;
+  const Timed attend{best(s.options, shape.layers, [&](int64_t l) { s.attend_layer(l); }),
+                     double(shape.layers * s.kv_bytes()),
+                     4.0 * double(shape.layers * s.tokens * seen * shape.heads * shape.size)};
+  const double norm = best(s.options, shape.layers, [&](int64_t l) { s.norm_layer(l); });
+  std::printf("%4ld tokens, %.1f GB/s, %.0f GF:", long(s.tokens), 1e-9 * read, 1e-9 * multiply);
+  const char* const names[] = {"qkv", "o", "gate-up", "down", "head"};
+  double total = norm + attend.ms;
+  for (size_t i = 0; i < std::size(all); i++) {
+    std::printf(" %s %.2f (%.0f %%)", names[i], all[i].ms, all[i].share(read, multiply));
+    total += all[i].ms;
+  }
+  std::printf(" attend %.2f (%.0f %%) norm %.2f  total %.2f ms = %.1f tok/s\n", attend.ms,
+              attend.share(read, multiply), norm, total, double(s.tokens) / total * 1e3);
   std::fflush(stdout);
+}
+
+template <class T, size_t N>
+const T& named(const T (&all)[N], const char* name) {
+  for (const T& each : all) {
+    if (std::strcmp(each.name, name) == 0) return each;
+  }
+  std::fprintf(stderr, "there is no '%s'\n", name);
+  std::exit(1);
 }
 
 Options parse(int argc, char** argv) {
@@ -334,16 +406,9 @@ Options parse(int argc, char** argv) {
       options.kv_int8 = true;
       continue;
     }
-    if (name == "--shape") {
-      const auto* found =
-          std::find_if(std::begin(kShapes), std::end(kShapes),
-                       [&](const Shape& shape) { return value == std::string(shape.name); });
-      if (found == std::end(kShapes)) {
-        std::fprintf(stderr, "no shape '%s'\n", value);
-        std::exit(1);
-      }
-      options.shape = *found;
-    }
+    if (name == "--shape") options.shape = named(kShapes, value);
+    if (name == "--weights") options.weights = named(kWeightTypes, value);
+    if (name == "--layers") options.shape.layers = std::atoi(value);
     if (name == "--threads") options.threads = std::atoi(value);
     if (name == "--steps") options.steps = std::atoi(value);
     if (name == "--repeats") options.repeats = std::atoi(value);
@@ -367,7 +432,7 @@ void time_steps(const Options& options, Runtime runtime, const StepSize& size, c
                 const void* memory) {
   Step s = make_step(options, runtime, size, &first);
   if (use_tile_order == nullptr) {
-    report(s);
+    report(s, memory);
     return report_step(s, memory);
   }
   KernelTable table = runtime.kernels;
