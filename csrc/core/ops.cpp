@@ -99,7 +99,7 @@ namespace {
 RowBest merge_best(const RowBest* best, int threads, int64_t rows, int64_t row) {
   RowBest merged = best[row];
   for (int t = 1; t < threads; t++) {
-    const RowBest& other = best[t * rows + row];
+    const RowBest& other = best[t * best_stride(rows) + row];
     bool better =
         other.value > merged.value || (other.value == merged.value && other.id < merged.id);
     if (better) merged.value = other.value, merged.id = other.id;
@@ -121,8 +121,9 @@ void next_token(const Runtime& runtime, ProductTypes types, const NextTokenTask&
   Executor::Lease lease(runtime.executor);
   Arena& scratch = lease.scratch();
   const int threads = lease.num_threads();
-  RowBest* best = scratch.take<RowBest>(threads * rows);
-  std::fill(best, best + threads * rows, RowBest{-__builtin_inff(), 0x7fffffff, 0});
+  const int64_t num_best = threads * best_stride(rows);
+  RowBest* best = scratch.take<RowBest>(num_best);
+  std::fill(best, best + num_best, RowBest{-__builtin_inff(), 0x7fffffff, 0});
   float** kept = scratch.take<float*>(rows);
   SampledRow* sampled = scratch.take<SampledRow>(rows);
   int64_t num_sampled = 0;

@@ -17,6 +17,11 @@ using Clock = std::chrono::steady_clock;
 constexpr auto kSpin = std::chrono::microseconds(50);
 constexpr int kSpinsPerClock = 64;
 constexpr int kSpinsBeforeYield = 4096;
+// Threads that one thread wakes: a wake takes the one that wakes 1 to 3 us, and each level about 10.
+constexpr int kWakeFanOut = 8;
+// A generation is the number of a job above the number of its threads.
+constexpr int kThreadBits = 16;
+constexpr uint64_t kThreadMask = (uint64_t{1} << kThreadBits) - 1;
 
 inline void relax() {
 #if defined(__x86_64__)
@@ -104,7 +109,11 @@ Share::Units Share::claim_back(int64_t most) {
   }
 }
 
-Pool::Pool(int num_threads) : num_threads_(num_threads), shares_(size_t(num_threads)) {
+Pool::Pool(int num_threads)
+    : num_threads_(num_threads),
+      shares_(size_t(num_threads)),
+      joined_(size_t(num_threads)),
+      sleepers_(size_t(num_threads)) {
   for (int i = 0; i < num_threads; i++) {
     arenas_.push_back(std::make_unique<Arena>());
     workers_.push_back({i, *arenas_.back()});
@@ -113,22 +122,19 @@ Pool::Pool(int num_threads) : num_threads_(num_threads), shares_(size_t(num_thre
 }
 
 Pool::~Pool() {
-  {
-    std::lock_guard<std::mutex> lock(sleep_mutex_);
-    stopping_.store(true);
-  }
-  wake_.notify_all();
+  stopping_.store(true);
+  for (Sleeper& sleeper : sleepers_) wake(sleeper);
   for (std::thread& thread : threads_) thread.join();
 }
 
 Share::Units Pool::share_of(int index) const {
-  return {job_.units * index / num_threads_, job_.units * (index + 1) / num_threads_};
+  return {job_.units * index / job_threads_, job_.units * (index + 1) / job_threads_};
 }
 
 void Pool::run_share(Worker& worker) {
   worker.share_end = share_of(worker.index).end;
   if (job_.next_weight.data != nullptr) {
-    worker.prefetch = prefetch_range(job_.next_weight, worker.index, num_threads_);
+    worker.prefetch = prefetch_range(job_.next_weight, worker.index, job_threads_);
   }
   try {
     claim_units(worker);
@@ -148,8 +154,8 @@ void Pool::claim_units(Worker& worker) {
     if (mine.empty()) break;
     run_units(mine, worker);
   }
-  for (int i = 1; i < num_threads_; i++) {
-    Share& other = shares_[(worker.index + i) % num_threads_];
+  for (int i = 1; i < job_threads_; i++) {
+    Share& other = shares_[(worker.index + i) % job_threads_];
     for (;;) {
       Share::Units theirs = other.claim_back(job_.max_chunk);
       if (theirs.empty()) break;
@@ -158,26 +164,41 @@ void Pool::claim_units(Worker& worker) {
   }
 }
 
+// A sleeper that saw no new generation has said before that it is asleep.
+void Pool::wake(Sleeper& sleeper) {
+  if (!sleeper.is_asleep.load()) return;
+  { std::lock_guard<std::mutex> lock(sleeper.mutex); }
+  sleeper.wake.notify_one();
+}
+
+// Each thread of a job wakes up to kWakeFanOut others, so that the caller does not wake all.
+void Pool::wake_followers(int index, uint64_t generation) {
+  const int threads = int(generation & kThreadMask), first = index * kWakeFanOut + 1;
+  const int end = std::min(first + kWakeFanOut, threads);
+  for (int i = first; i < end; i++) wake(sleepers_[size_t(i)]);
+}
+
 void Pool::open(const Job& job) {
   job_ = job;
-  for (int i = 0; i < num_threads_; i++) {
+  job_threads_ = int(std::min<int64_t>(num_threads_, job.units));
+  for (int i = 0; i < job_threads_; i++) {
     shares_[i].open(share_of(i));
   }
-  uint64_t generation = generation_.load(std::memory_order_relaxed) + 1;
+  const uint64_t number = (generation_.load(std::memory_order_relaxed) >> kThreadBits) + 1;
+  const uint64_t generation = number << kThreadBits | uint64_t(job_threads_);
   open_generation_.store(generation);
   generation_.store(generation);
-  if (sleepers_.load() > 0) {
-    { std::lock_guard<std::mutex> lock(sleep_mutex_); }
-    wake_.notify_all();
-  }
+  wake_followers(0, generation);
 }
 
 // On return no worker uses the job: those that joined have finished, and later ones find no open
 // generation.
 void Pool::close(PrefetchRange& prefetch) {
   open_generation_.store(0);
-  for (int spins = 0; active_.load() != 0; spins++) {
-    if (spins < kSpinsBeforeYield) {
+  for (int i = 1, spins = 0; i < job_threads_;) {
+    if (joined_[size_t(i)].generation.load() == 0) {
+      i++;
+    } else if (spins++ < kSpinsBeforeYield) {
       relax_or_prefetch(prefetch);
     } else {
       std::this_thread::yield();
@@ -194,31 +215,34 @@ void Pool::run(const Job& job) {
 
 // Waits for a job newer than `seen`, first spinning, then sleeping; returns false when the pool
 // stops.
-bool Pool::wait_for_job(uint64_t seen, PrefetchRange& prefetch) {
+bool Pool::wait_for_job(int index, uint64_t seen) {
   auto deadline = Clock::now() + kSpin;
   do {
     for (int i = 0; i < kSpinsPerClock; i++) {
       if (generation_.load(std::memory_order_relaxed) != seen) return true;
-      relax_or_prefetch(prefetch);
+      relax_or_prefetch(workers_[size_t(index)].prefetch);
     }
   } while (Clock::now() < deadline);
   release_tiles();
-  std::unique_lock<std::mutex> lock(sleep_mutex_);
-  sleepers_.fetch_add(1);
-  wake_.wait(lock, [&] { return generation_.load() != seen || stopping_.load(); });
-  sleepers_.fetch_sub(1);
+  Sleeper& me = sleepers_[size_t(index)];
+  std::unique_lock<std::mutex> lock(me.mutex);
+  me.is_asleep.store(true);
+  me.wake.wait(lock, [&] { return generation_.load() != seen || stopping_.load(); });
+  me.is_asleep.store(false);
   return !stopping_.load();
 }
 
 void Pool::worker_loop(int index) {
   enter_float_state();
-  Worker& worker = workers_[size_t(index)];
+  std::atomic<uint64_t>& joined = joined_[size_t(index)].generation;
   uint64_t seen = 0;
-  while (wait_for_job(seen, worker.prefetch)) {
+  while (wait_for_job(index, seen)) {
     seen = generation_.load();
-    active_.fetch_add(1);
-    if (open_generation_.load() == seen) run_share(worker);
-    active_.fetch_sub(1);
+    wake_followers(index, seen);
+    if (index >= int(seen & kThreadMask)) continue;
+    joined.store(seen);
+    if (open_generation_.load() == seen) run_share(workers_[size_t(index)]);
+    joined.store(0);
   }
 }
 

@@ -5,6 +5,9 @@
 // claims chunks from the front of its own share, then steals from the back of the others', so a
 // preempted thread delays only the chunk it holds. Results do not depend on which thread computes a
 // unit.
+//
+// With many cores a job must not cost more than it saves: a job of fewer units than threads leaves
+// the others where they are, no line is written by all threads, and sleeping threads wake each other.
 #pragma once
 
 #include <atomic>
@@ -73,35 +76,48 @@ class Pool {
   // The caller's, to run a job without the other threads.
   Worker& worker() { return workers_[0]; }
 
-  // Runs a job on all threads and waits for it. Throws std::bad_alloc if an allocation failed in
-  // any of them.
+  // Runs a job on all threads, or as many as it has units, and waits for it. Throws std::bad_alloc
+  // if an allocation failed in any of them.
   void run(const Job& job);
 
  private:
+  // The generation that a thread computes, or 0.
+  struct alignas(64) Joined {
+    std::atomic<uint64_t> generation{0};
+  };
+  struct alignas(64) Sleeper {
+    std::atomic<bool> is_asleep{false};
+    std::mutex mutex;
+    std::condition_variable wake;
+  };
+
   void run_share(Worker& worker);
   void run_units(Share::Units units, Worker& worker);
   void claim_units(Worker& worker);
   void worker_loop(int index);
-  bool wait_for_job(uint64_t seen, PrefetchRange& prefetch);
+  bool wait_for_job(int index, uint64_t seen);
   void open(const Job& job);
   void close(PrefetchRange& prefetch);
+  void wake(Sleeper& sleeper);
+  void wake_followers(int index, uint64_t generation);
   Share::Units share_of(int index) const;
 
   const int num_threads_;
   std::vector<std::unique_ptr<Arena>> arenas_;
   std::vector<Worker> workers_;  // index 0 is the caller's
   std::vector<Share> shares_;
+  std::vector<Joined> joined_;
+  std::vector<Sleeper> sleepers_;
   std::vector<std::thread> threads_;
-  Job job_{};
-
-  alignas(64) std::atomic<uint64_t> generation_{0};
-  std::atomic<uint64_t> open_generation_{0};
-  alignas(64) std::atomic<int> active_{0};
-  std::atomic<int> sleepers_{0};
   std::atomic<bool> out_of_memory_{false};
   std::atomic<bool> stopping_{false};
-  std::mutex sleep_mutex_;
-  std::condition_variable wake_;
+
+  // Written by the caller alone, once for each job, so that the others' copies stay in their caches.
+  alignas(64) Job job_{};
+  int job_threads_ = 1;
+  // The number of the job above that of its threads: waiting threads read this line only.
+  alignas(64) std::atomic<uint64_t> generation_{0};
+  alignas(64) std::atomic<uint64_t> open_generation_{0};
 };
 
 // Owns the process's pool. One caller at a time leases it; concurrent callers run single-threaded.
@@ -140,7 +156,8 @@ class Executor {
   Arena scratch_;
 };
 
-// CADENZA_NUM_THREADS, or the number of cores in the affinity mask, capped by the cgroup CPU quota.
+// CADENZA_NUM_THREADS, or the threads that the CPUs of the affinity mask can use
+// (core/topology.h), capped by the cgroup CPU quota.
 int default_num_threads();
 // CPU quota of this process's cgroups in cores, rounded to the nearest, read from the files below
 // `root`; between 1 and 256, and 256 without a quota.

@@ -315,6 +315,9 @@ struct RowBest {
   int32_t id;
   uint32_t largest_bits;  // largest |logit| as bits: >= 0x7f800000 if any is not finite
 };
+// RowBests between those of two threads, which then share no cache line.
+constexpr int64_t best_stride(int64_t rows) { return round_up(rows, 16); }
+static_assert(16 * sizeof(RowBest) % 64 == 0);
 
 // The model's logit transforms, applied before sampling and logprobs. Both are monotonic.
 struct LogitTransform {
@@ -325,7 +328,7 @@ struct LogitTransform {
 struct LogitsTask {
   LinearTask product;  // rows = L, n = V; `out` unused
   LogitTransform transform;
-  RowBest* best;       // [threads, L]
+  RowBest* best;       // [threads, best_stride(L)]
   float* const* kept;  // [L]: where to store the row's logits; null: they are not needed
 };
 

@@ -385,7 +385,7 @@ template <class P>
 void logits_units(const void* context, int64_t begin, int64_t end, Worker& worker) {
   const auto& task = *static_cast<const LogitsTask*>(context);
   const LinearTask& product = task.product;
-  RowBest* best = task.best + worker.index * product.rows;
+  RowBest* best = task.best + worker.index * best_stride(product.rows);
   const Grid grid{product.rows, product.k, ceil_div(product.n, kPanel), 1};
   P::run(product.x, product.w, grid, begin, end, worker, [&](int64_t panel) {
     return LogitsEpilogue{task, best, panel * kPanel};
