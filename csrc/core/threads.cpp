@@ -1,6 +1,5 @@
-// The number of threads: environment, affinity mask and cgroup CPU quota.
+// The number of threads: environment, cores in the affinity mask and cgroup CPU quota.
 #include <algorithm>
-#include <cstdio>
 #include <cstdlib>
 #include <limits>
 #include <stdexcept>
@@ -8,10 +7,8 @@
 #include <thread>
 
 #include "core/pool.h"
+#include "core/topology.h"
 
-#if defined(__linux__)
-#include <sched.h>
-#endif
 #if defined(__APPLE__)
 #include <sys/sysctl.h>
 #endif
@@ -23,14 +20,13 @@ namespace {
 constexpr int kMaxThreads = 256;
 
 int visible_cores() {
-#if defined(__linux__)
-  cpu_set_t set;
-  if (sched_getaffinity(0, sizeof(set), &set) == 0) return CPU_COUNT(&set);
-#elif defined(__APPLE__)
+#if defined(__APPLE__)
   int cores = 0;
   size_t size = sizeof(cores);
   if (sysctlbyname("hw.perflevel0.logicalcpu", &cores, &size, nullptr, 0) == 0) return cores;
 #endif
+  const std::vector<int> cpus = allowed_cpus();
+  if (!cpus.empty()) return threads_of_cpus("", cpus);
   return static_cast<int>(std::thread::hardware_concurrency());
 }
 
@@ -40,18 +36,6 @@ struct QuotaFiles {
 };
 constexpr QuotaFiles kVersion1{"/sys/fs/cgroup/cpu", "/cpu.cfs_quota_us", "/cpu.cfs_period_us"};
 constexpr QuotaFiles kVersion2{"/sys/fs/cgroup", "/cpu.max", nullptr};
-
-// The content of a file; empty if it cannot be read. Without streams: a library whose C++ runtime is
-// linked in crashes in them beside another copy of that runtime, such as jaxlib's.
-std::string read_text(const std::string& path) {
-  std::string text;
-  std::FILE* file = std::fopen(path.c_str(), "r");
-  if (file == nullptr) return text;
-  char part[4096];
-  for (size_t n; (n = std::fread(part, 1, sizeof(part), file)) > 0;) text.append(part, n);
-  std::fclose(file);
-  return text;
-}
 
 // Quota of one group in cores; infinity without a limit ("max 100000", "-1", or no file).
 double quota_of(const std::string& group, const QuotaFiles& files) {

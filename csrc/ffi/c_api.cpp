@@ -8,6 +8,7 @@
 #include "core/float8.h"
 #include "core/isa.h"
 #include "core/logit_rows.h"
+#include "core/memory_pages.h"
 #include "core/pack.h"
 
 namespace {
@@ -71,6 +72,11 @@ CADENZA_EXPORT const char* cadenza_available_integer_isas() {
 CADENZA_EXPORT const char* cadenza_logit_columns() { return cadenza::kLogitColumnNames; }
 
 CADENZA_EXPORT int cadenza_num_threads() { return cadenza::executor().num_threads(); }
+
+// Places the pages of memory that holds weights (core/memory_pages.h).
+CADENZA_EXPORT void cadenza_place_pages(void* data, int64_t bytes) {
+  cadenza::place_pages(data, size_t(bytes), cadenza::nodes_to_spread_over());
+}
 
 CADENZA_EXPORT int64_t cadenza_packed_bytes(int64_t n, int64_t k, int dtype, int gated) {
   return cadenza::packed_bytes(n, k, static_cast<cadenza::DType>(dtype), gated != 0);

@@ -1,6 +1,7 @@
 // Operations as XLA calls them: embedding, norms, row gather and linear products. Conventions: csrc/README.md.
 #include <algorithm>
 
+#include "core/memory_pages.h"
 #include "ffi/targets.h"
 
 namespace cadenza::xla_ffi {
@@ -144,6 +145,13 @@ ffi::Error take_rows_call(Any x, Any count, Any indices, AnyResult out) {
     task.out = out->untyped_data();
     if (profile.is_on()) profile.reads(task.rows * task.row_bytes);
     take_rows(task);
+  });
+}
+
+// cadenza_reserve: result any array, whose content stays as it is; only its pages are placed.
+ffi::Error reserve_call(AnyResult out) {
+  return guarded("cadenza_reserve", [&] {
+    place_pages(out->untyped_data(), out->size_bytes(), nodes_to_spread_over());
   });
 }
 

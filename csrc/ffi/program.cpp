@@ -101,6 +101,7 @@ constexpr Operation kOperations[] = {
     operation<rms_norm_add_call>("rms_norm_add eps"),
     operation<convert_call>("convert"),
     operation<take_rows_call>("take_rows"),
+    operation<reserve_call>("reserve"),
     operation<linear_call>("linear scale"),
     operation<gated_linear_call>("gated_linear activation"),
     operation<route_experts_call>(

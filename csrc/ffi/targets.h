@@ -15,6 +15,7 @@ ffi::Error gate_inputs_call(Any x, Any inputs, Any count, AnyResult out, int64_t
                             int64_t activation);
 ffi::Error convert_call(Any x, Any count, AnyResult out);
 ffi::Error take_rows_call(Any x, Any count, Any indices, AnyResult out);
+ffi::Error reserve_call(AnyResult out);
 ffi::Error linear_call(Any x, Any w, Any count, Any bias, Any residual, AnyResult out, float scale);
 ffi::Error gated_linear_call(Any x, Any w, Any count, Any bias, AnyResult out, int64_t activation);
 ffi::Error route_experts_call(Any x, Any w, Any count, Any bias, Any factors, Any choice_bias,

@@ -1,9 +1,19 @@
-// The thread pool, weight prefetch, cgroup quotas, and results independent of the order of claims.
+// The thread pool, weight prefetch, the machine's cores and memory nodes, cgroup quotas, and results
+// independent of the order of claims.
 #include <atomic>
+#include <chrono>
 #include <filesystem>
 #include <fstream>
 #include <memory>
+#include <thread>
 
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+#include "core/memory_pages.h"
+#include "core/topology.h"
 #include "tests/check.h"
 #include "tests/data.h"
 
@@ -143,10 +153,55 @@ TEST(a_worker_has_the_end_of_its_share_and_its_prefetch_range) {
   for (const auto& executor : context.executors) {
     if (executor->num_threads() == 1) continue;
     for (int64_t units : {2, 9, 100}) {
-      Expected expected{{false}, units, executor->num_threads(), weight_at(1 << 20, units)};
+      const int64_t threads = std::min<int64_t>(units, executor->num_threads());
+      Expected expected{{false}, units, threads, weight_at(1 << 20, units)};
       Executor::Lease lease(*executor);
       lease.run({check_worker, &expected, units, 4, expected.next}, true);
       CHECK(!expected.is_wrong);
+    }
+  }
+}
+
+struct Arrivals {
+  std::atomic<int64_t> count{0};
+  std::atomic<bool> is_late{false}, has_outsider{false};
+  int64_t units;
+};
+
+// Each unit waits for all others, so that no thread computes two of them.
+void arrive(const void* context, int64_t begin, int64_t, Worker& worker) {
+  auto& arrivals = *const_cast<Arrivals*>(static_cast<const Arrivals*>(context));
+  if (worker.index >= arrivals.units) arrivals.has_outsider = true;
+  arrivals.count++;
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+  while (arrivals.count.load() < arrivals.units && !arrivals.is_late.load()) {
+    std::this_thread::yield();
+    if (std::chrono::steady_clock::now() > deadline) arrivals.is_late = true;
+  }
+  CHECK(begin < arrivals.units);
+}
+
+// Threads fall asleep between the jobs, as there are more than cores: each must be woken, by others
+// than the caller too.
+TEST(a_job_reaches_as_many_threads_as_it_has_units_and_no_others) {
+  Executor executor(24);
+  for (int64_t units : {24, 3, 24, 10, 2, 9, 24}) {
+    Arrivals arrivals;
+    arrivals.units = units;
+    Executor::Lease lease(executor);
+    lease.run({arrive, &arrivals, units, 1}, true);
+    CHECK(!arrivals.is_late && !arrivals.has_outsider && arrivals.count.load() == units);
+  }
+}
+
+TEST(many_more_threads_than_cores_compute_every_unit_exactly_once) {
+  for (int threads : {16, 64}) {
+    Executor executor(threads);
+    for (int64_t units : {2, 15, 64, 65, 1000}) {
+      Counts counts(units, threads - 1);
+      Executor::Lease lease(executor);
+      lease.run({count_units, &counts, units, 4}, true);
+      for (const auto& times : counts.done) CHECK(times.load() == 1);
     }
   }
 }
@@ -166,6 +221,7 @@ class Files {
     return *this;
   }
   int cores() const { return cgroup_cores(root_); }
+  const std::string& root() const { return root_; }
 
  private:
   std::string root_;
@@ -200,6 +256,87 @@ TEST(the_quotas_of_all_ancestor_cgroups_apply) {
     CHECK(Files().with(groups, hostile).cores() == 256);
   }
 }
+
+using Numbers = std::vector<int>;
+
+TEST(a_list_of_numbers_ends_at_what_is_no_number) {
+  CHECK(numbers_of_list("0-2,8\n") == (Numbers{0, 1, 2, 8}));
+  CHECK(numbers_of_list("5") == Numbers{5});
+  CHECK(numbers_of_list("").empty() && numbers_of_list("\n").empty());
+  CHECK(numbers_of_list("1,x,2") == Numbers{1});
+  CHECK(numbers_of_list("3-1,4") == Numbers{4});
+  CHECK(numbers_of_list("2-") == Numbers{2});
+  CHECK(numbers_of_list("-3").empty());
+  CHECK(numbers_of_list("1,0-99999999999").size() == 1);
+}
+
+Files& with_siblings(Files& files, int cpu, const std::string& list) {
+  const std::string folder = "/sys/devices/system/cpu/cpu" + std::to_string(cpu);
+  return files.with(folder + "/topology/thread_siblings_list", list + "\n");
+}
+
+TEST(there_is_a_thread_for_each_core_and_not_for_each_of_its_two_cpus) {
+  Files paired, adjacent;
+  for (int cpu = 0; cpu < 8; cpu++) {
+    with_siblings(paired, cpu, std::to_string(cpu % 4) + "," + std::to_string(cpu % 4 + 4));
+    with_siblings(adjacent, cpu, std::to_string(cpu & ~1) + "-" + std::to_string(cpu | 1));
+  }
+  for (const Files* files : {&paired, &adjacent}) {
+    CHECK(threads_of_cpus(files->root(), {0, 1, 2, 3, 4, 5, 6, 7}) == 4);
+  }
+  // The mask has one CPU of each core, or so few cores that their second CPUs are of use.
+  CHECK(threads_of_cpus(paired.root(), {4, 5, 6, 7}) == 4);
+  CHECK(threads_of_cpus(paired.root(), {0, 1, 2, 4, 5, 6}) == 6);
+  CHECK(threads_of_cpus(adjacent.root(), {0, 1}) == 2);
+  // Efficiency cores have no second CPU, and count.
+  Files hybrid;
+  for (int cpu = 0; cpu < 8; cpu++) {
+    with_siblings(hybrid, cpu, std::to_string(cpu & ~1) + "-" + std::to_string(cpu | 1));
+  }
+  for (int cpu = 8; cpu < 12; cpu++) with_siblings(hybrid, cpu, std::to_string(cpu));
+  CHECK(threads_of_cpus(hybrid.root(), {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11}) == 8);
+  CHECK(threads_of_cpus(Files().root(), {0, 1, 2, 3, 4}) == 5);
+}
+
+TEST(memory_is_on_the_nodes_of_the_cpus_that_have_memory_for_this_process) {
+  const std::string folder = "/sys/devices/system/node/";
+  Files files;
+  files.with(folder + "online", "0-2\n").with(folder + "node0/cpulist", "0-3\n");
+  files.with(folder + "node1/cpulist", "4-7\n").with(folder + "node2/cpulist", "\n");
+  CHECK(nodes_of_cpus(files.root(), {0, 1, 6}) == (Numbers{0, 1}));
+  CHECK(nodes_of_cpus(files.root(), {4, 5}) == Numbers{1});
+  files.with("/proc/self/status", "Name:\tx\nMems_allowed:\t3\nMems_allowed_list:\t0-2\nEnd:\t1\n");
+  CHECK(nodes_of_cpus(files.root(), {0, 6}) == (Numbers{0, 1}));
+  files.with(folder + "has_memory", "0,2\n");
+  CHECK(nodes_of_cpus(files.root(), {0, 6}) == Numbers{0});
+  files.with("/proc/self/status", "Name:\tx\nMems_allowed_list:\t1\n");
+  CHECK(nodes_of_cpus(files.root(), {0, 6}).empty());
+  CHECK(nodes_of_cpus(Files().root(), {0}).empty());
+}
+
+#if defined(__linux__)
+// The memory policy at an address, or -1 where the system does not say.
+int policy_at(const void* data) {
+  constexpr unsigned long kOfAddress = 1 << 1;
+  int policy = -1;
+  return syscall(SYS_get_mempolicy, &policy, nullptr, 0ul, data, kOfAddress) == 0 ? policy : -1;
+}
+
+TEST(memory_that_is_spread_keeps_its_content_and_has_the_policy_that_is_said) {
+  constexpr size_t kBytes = 8 << 20;
+  Aligned memory(kBytes);
+  char* data = static_cast<char*>(memory.data());
+  for (size_t i = 0; i < kBytes; i++) data[i] = char(i * 7);
+  const int before = policy_at(data + kBytes / 2);
+  CHECK(!place_pages(data, kBytes, {}) && !place_pages(data, kBytes, {0}));
+  CHECK(policy_at(data + kBytes / 2) == before);
+  CHECK(!place_pages(data + 1, 100, {0, 0}));  // no whole page
+  const bool is_spread = place_pages(data, kBytes, {0, 0});
+  constexpr int kInterleave = 3;
+  CHECK(policy_at(data + kBytes / 2) == (is_spread ? kInterleave : before));
+  for (size_t i = 0; i < kBytes; i++) CHECK(data[i] == char(i * 7));
+}
+#endif
 
 // All logits are equal: the lowest id is selected although its panel is computed last.
 TEST(ties_go_to_the_lowest_id_when_panels_are_computed_in_reverse) {

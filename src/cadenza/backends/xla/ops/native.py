@@ -105,7 +105,7 @@ class NativeOps(OpTable):
         super().__init__(spec)
         self._library = library or load_native_library()
         self._activation = _CODE_OF_ACTIVATION[spec.model.activation]
-        self._memory = PackedMemory()
+        self._memory = PackedMemory(place=self._library.place_pages)
         self._program: NativeProgram | None = None
 
     def token_buckets(self, max_num_batched_tokens: int) -> tuple[int, ...]:
@@ -115,7 +115,8 @@ class NativeOps(OpTable):
 
     @contextmanager
     def loading(self, packed: Path | None) -> Generator[None]:
-        self._memory = PackedMemory(None if packed is None else PackedFile(packed))
+        file = None if packed is None else PackedFile(packed)
+        self._memory = PackedMemory(file, self._library.place_pages)
         yield
         self._memory.keep()
 

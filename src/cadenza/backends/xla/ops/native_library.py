@@ -105,6 +105,11 @@ class NativeLibrary:
     def num_threads(self) -> int:
         return self.handle.cadenza_num_threads()
 
+    def place_pages(self, memory: npt.NDArray[np.uint8]) -> None:
+        """Asks for large pages for memory that is read by all threads for long, and, on a machine
+        with several memory nodes, that they are spread over those of the process's CPUs."""
+        self.handle.cadenza_place_pages(_address(memory), memory.nbytes)
+
     def _text(self, name: str) -> str:
         return getattr(self.handle, f"cadenza_{name}")().decode()
 
@@ -451,6 +456,8 @@ def _declare(handle: ctypes.CDLL) -> None:
     for name in _TEXTS:
         getattr(handle, f"cadenza_{name}").restype = ctypes.c_char_p
     handle.cadenza_num_threads.restype = ctypes.c_int
+    handle.cadenza_place_pages.restype = None
+    handle.cadenza_place_pages.argtypes = (ctypes.c_void_p, ctypes.c_int64)
     for name, arguments in _PACKERS.items():
         packer = getattr(handle, f"cadenza_{name}")
         packer.restype = ctypes.c_char_p

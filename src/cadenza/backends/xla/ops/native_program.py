@@ -102,8 +102,8 @@ class NativeProgram:
     def unwritten(self, shape: jax.ShapeDtypeStruct) -> Recorded:
         """An array that no operation has to write. As an output of the program it has the memory
         as the allocator gives it: of a large one, pages that are not resident before they are
-        written."""
-        return self._result(shape, None)
+        written. They are placed as those of weights."""
+        return self.call("reserve", shape)()
 
     def emit(self, outputs: Any) -> Any:
         """Calls the program; returns the tree `outputs` of `Recorded` as arrays."""

@@ -26,10 +26,13 @@ class PackedMemory:
     """Allocates from large chunks, whose pages become resident when they are first written.
 
     Of a `file`, the arrays are taken in the order in which they were written. `keep` writes it if
-    an array was packed anew.
+    an array was packed anew. `place` is called with each chunk before anything is written to it.
     """
 
-    def __init__(self, file: PackedFile | None = None) -> None:
+    def __init__(
+        self, file: PackedFile | None = None, place: Callable[[Bytes], None] | None = None
+    ) -> None:
+        self._place = place
         self._left: Bytes = np.empty(0, np.uint8)
         self._file = file
         self._stored: PackedContent = []
@@ -80,23 +83,25 @@ class PackedMemory:
         return content.view(np.dtype(spec.dtype)).reshape(spec.shape)
 
     def _allocate_all(self, sizes: Sequence[int]) -> list[Bytes]:
-        self._left = _new_chunk(sum(map(_aligned, sizes)))
+        self._left = self._new_chunk(sum(map(_aligned, sizes)))
         return [self._allocate(size) for size in sizes]
 
     def _allocate(self, num_bytes: int) -> Bytes:
         if num_bytes > len(self._left):
-            self._left = _new_chunk(max(num_bytes, CHUNK_BYTES))
+            self._left = self._new_chunk(max(num_bytes, CHUNK_BYTES))
         memory = self._left[:num_bytes]
         self._left = self._left[_aligned(num_bytes) :]
         return memory
 
+    def _new_chunk(self, num_bytes: int) -> Bytes:
+        """A chunk aligned to a huge page. On Linux, numpy requests huge pages for arrays this
+        large."""
+        memory = np.empty(num_bytes + _LARGE_PAGE, np.uint8)
+        if self._place is not None:
+            self._place(memory)
+        start = -memory.ctypes.data % _LARGE_PAGE
+        return memory[start : start + num_bytes]
+
 
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def _new_chunk(num_bytes: int) -> Bytes:
-    """A chunk aligned to a huge page. On Linux, numpy requests huge pages for arrays this large."""
-    memory = np.empty(num_bytes + _LARGE_PAGE, np.uint8)
-    start = -memory.ctypes.data % _LARGE_PAGE
-    return memory[start : start + num_bytes]
