@@ -217,7 +217,7 @@ template <class T, int MR, int NR>
       for (int j = 0; j < NR; j++) {
         const uint8_t* column = values + step * 4 * size + j * 64;
         columns[j] = load_signed_codes(reinterpret_cast<const int8_t*>(column));
-        __builtin_prefetch(next + step * 4 * size + j * 64, 0, 3);
+        prefetch_kv(next + step * 4 * size + j * 64);
       }
 #pragma GCC unroll 8
       for (int i = 0; i < MR; i++) {

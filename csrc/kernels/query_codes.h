@@ -67,7 +67,7 @@ struct QueryLayout {
       const WideCodes columns = load_wide(keys + d * kLanes + HALF * 32);
 #pragma GCC unroll 8
       for (int i = 0; i < MR; i++) add_wide(sums[i], columns, queries + i * size + d);
-      if constexpr (HALF == 0) __builtin_prefetch(next + d * kLanes, 0, 3);
+      if constexpr (HALF == 0) prefetch_kv(next + d * kLanes);
     }
 #pragma GCC unroll 8
     for (int i = 0; i < MR; i++) {
@@ -130,7 +130,7 @@ struct QueryLayout {
       }
       if (next == keys) continue;
 #pragma GCC unroll 4
-      for (int j = 0; j < NR; j++) __builtin_prefetch(next[j] + d * kLanes, 0, 3);
+      for (int j = 0; j < NR; j++) prefetch_kv(next[j] + d * kLanes);
     }
   }
 
