@@ -20,6 +20,7 @@ FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 OF_OTHERS = {
     *("--no-deps", "--modelfile", "--weight-format", "--spec-draft-n-max", "--xla_cpu_max_isa"),
     *("--tag", "--rm", "--publish", "--volume", "--env", "--time", "--no-healthcheck"),
+    *("--cap-add", "--cpunodebind", "--membind"),
     *("--rows", "--threads", "--prefill", "--only"),  # of the kernels' own programs
 }
 DOCS = ROOT / "docs"
