@@ -1,6 +1,7 @@
 """`StepMeter`: every count equals what was seen from outside, and a snapshot stays as it was."""
 
 from itertools import count
+from typing import TypeVar, overload
 
 import pytest
 
@@ -35,8 +36,15 @@ class CountingRunner(FakeRunner):
         return super().launch(inputs)
 
 
-def make_runner(*fails_at: int) -> CountingRunner:
-    runner = CountingRunner(
+RunnerKind = TypeVar("RunnerKind", bound=CountingRunner)
+
+
+@overload
+def make_runner(*fails_at: int) -> CountingRunner: ...
+@overload
+def make_runner(*fails_at: int, kind: type[RunnerKind]) -> RunnerKind: ...
+def make_runner(*fails_at: int, kind: type[CountingRunner] = CountingRunner) -> CountingRunner:
+    runner = kind(
         max_num_seqs=LIMITS.max_num_seqs,
         max_num_batched_tokens=LIMITS.max_num_batched_tokens,
         max_pages_per_seq=LIMITS.max_pages_per_seq,

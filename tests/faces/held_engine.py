@@ -8,6 +8,7 @@ import threading
 
 from cadenza.engine.batch_engine import BatchEngine, Emit
 from cadenza.engine.request_check import RequestCheck
+from cadenza.engine.step_watch import OnNews
 from cadenza.events import Event
 from cadenza.request import Request
 
@@ -27,6 +28,9 @@ class HeldEngine:
     def cancel(self, request_id: int, sample: int | None = None) -> None:
         self._engine.cancel(request_id, sample)
         self._may_go.set()
+
+    def watch(self, on_news: OnNews | None) -> None:
+        self._engine.watch(on_news)
 
     def drain(self, within_s: float) -> None:
         self._engine.drain(within_s)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from cadenza.engine.batch_engine import Emit
 from cadenza.engine.request_check import RequestCheck
+from cadenza.engine.step_watch import OnNews
 from cadenza.events import Event, Finished, FinishReason, Token
 from cadenza.request import Request
 
@@ -15,6 +16,7 @@ class ScriptedEngine:
     def __init__(self) -> None:
         self.submitted: list[Request] = []
         self.cancelled: list[tuple[int, int | None]] = []
+        self.on_news: OnNews | None = None
         self._steps: queue.SimpleQueue[list[Event] | Exception | None] = queue.SimpleQueue()
 
     def submit(self, request: Request, passed: RequestCheck | None = None) -> int:
@@ -29,6 +31,9 @@ class ScriptedEngine:
             if isinstance(step, Exception):
                 raise step
             emit(step)
+
+    def watch(self, on_news: OnNews | None) -> None:
+        self.on_news = on_news
 
     def drain(self, within_s: float) -> None:
         self.shutdown()

@@ -17,6 +17,7 @@ from cadenza.engine.open_requests import EngineLoad, OpenRequests, RequestStats,
 from cadenza.engine.request_check import RequestCheck
 from cadenza.engine.stats import EngineStats
 from cadenza.engine.status import EngineState, EngineStatus
+from cadenza.engine.step_watch import OnNews
 from cadenza.errors import CadenzaError, EngineClosedError, EngineUnavailableError
 from cadenza.events import ErrorKind, Event, Finished, PromptLogprobs, Started, Token, TokenLogprobs
 from cadenza.request import Request
@@ -68,6 +69,8 @@ class ScriptedEngine:
         self.cancelled: list[int] = []
         self.submitted: list[Request] = []
         self.failing: ErrorKind | None = None
+        self.on_news: OnNews | None = None
+        self.watched = threading.Event()
         self._limits = EngineLimits(
             max_num_seqs=4,
             max_num_batched_tokens=64,
@@ -123,6 +126,11 @@ class ScriptedEngine:
         if sample is None and self._requests.cancel(request_id):
             self.cancelled.append(request_id)
             self._inbox.put(request_id)
+
+    def watch(self, on_news: OnNews | None) -> None:
+        self.on_news = on_news
+        if on_news is not None:
+            self.watched.set()
 
     def drain(self, within_s: float) -> None:
         self.state = "draining"

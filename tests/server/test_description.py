@@ -36,11 +36,12 @@ NUM_EXAMPLES = 400
 
 
 def play(server: RunningServer) -> None:
+    """Asks every route but the one whose answer has no end."""
     config = schemathesis.Config.from_dict(CONFIG)
     schema: Any = schemathesis.openapi.from_url(
         f"{server.url}/openapi.json", config=config, timeout=TIMEOUT_S
     )
-    for result in schema.get_all_operations():
+    for result in schema.exclude(operation_id="batch_stream").get_all_operations():
         operation = result.ok()
         for mode in modes_of(operation):
             strategy = operation.as_strategy(generation_mode=mode)

@@ -19,4 +19,5 @@ Modules:
 - `page_traffic`: the thread that reads and writes pages
 - `page_folder`: pages as files that several engines share
 - `stats`, `status`: counters; the state for health checks
+- `step_watch`: summaries of the steps for viewers, while there are any
 """

@@ -13,6 +13,7 @@ import msgspec
 from cadenza.engine.core import EngineCore
 from cadenza.engine.request_check import RequestCheck
 from cadenza.engine.resumption import Resumption
+from cadenza.engine.step_watch import OnNews
 from cadenza.errors import RunnerError
 from cadenza.events import Event
 from cadenza.request import Request
@@ -46,6 +47,11 @@ class BatchEngine(Protocol):
 
     def serve(self, emit: Emit) -> None:
         """Runs until drained or shut down; requests still open then end with an error."""
+        ...
+
+    def watch(self, on_news: OnNews | None) -> None:
+        """Has `on_news` called with summaries of the steps, and when the engine is lost or ready,
+        until the next call; None ends it. Steps that nobody watches cost nothing for it."""
         ...
 
     def drain(self, within_s: float) -> None:

@@ -28,6 +28,7 @@ from cadenza.engine.open_requests import EngineLoad, OpenRequests, RequestStats,
 from cadenza.engine.request_check import RequestCheck
 from cadenza.engine.stats import EngineStats, StepMeter
 from cadenza.engine.status import EngineState, EngineStatus
+from cadenza.engine.step_watch import LiveNews, OnNews, StepSummary, Watch
 from cadenza.errors import (
     CadenzaError,
     EngineClosedError,
@@ -72,7 +73,7 @@ class EngineLink(Protocol):
 
     def status(self) -> EngineStatus: ...
 
-    def put(self, *commands: Command) -> None:
+    def put(self, *commands: Command | Watch) -> None:
         """Sends commands; never waits. The front's lock is held, as for `drain`."""
         ...
 
@@ -100,6 +101,8 @@ class EngineFront:
         self._failure: CadenzaError | None = None
         self._settled = threading.Event()
         self._on_death: Callable[[CadenzaError], object] | None = None
+        self._on_news: OnNews | None = None
+        self._next_label = 1
         link.attach(self)
 
     @property
@@ -131,6 +134,31 @@ class EngineFront:
         with self.lock:
             if self.requests.cancel(request_id, sample):
                 self.link.put(Cancel(request_id, sample))
+
+    def watch(self, on_news: OnNews | None) -> None:
+        with self.lock:
+            self._on_news, self._next_label = on_news, 1
+            if self.link.status().state in ("ready", "draining"):  # else the link asks once it is
+                self.link.put(self._watch)
+
+    def watch_commands(self) -> list[Watch]:
+        """For an engine that has none of the earlier one's; the lock is held."""
+        return [] if self._on_news is None else [self._watch]
+
+    def tell(self, news: LiveNews) -> None:
+        """To be called on the serving thread; passes news on to whoever watches."""
+        on_news = self._on_news
+        if on_news is None:
+            return
+        if isinstance(news, StepSummary):
+            labels = [row.label + 1 for row in news.rows]
+            self._next_label = max(self._next_label, *labels) if labels else self._next_label
+        on_news(news)
+
+    @property
+    def _watch(self) -> Watch:
+        """With labels that no summary of this watch has had."""
+        return Watch(None if self._on_news is None else self._next_label)
 
     def serve(self, emit: Emit) -> None:
         self.link.serve(emit)
@@ -235,7 +263,7 @@ class InProcessLink:
         self._fingerprint = fingerprint
         self._meter = StepMeter(core, clock)
         self.stats: EngineStats = self._meter.stats()
-        self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Command | Watch | None] = queue.SimpleQueue()
         self._error: str | None = None
         self._beat_s = clock()
 
@@ -254,7 +282,7 @@ class InProcessLink:
             fingerprint=self._fingerprint,
         )
 
-    def put(self, *commands: Command) -> None:
+    def put(self, *commands: Command | Watch) -> None:
         for command in commands:
             self._inbox.put(command)
 
@@ -284,6 +312,7 @@ class InProcessLink:
             self._core.cancel(finished.request_id)
         self.stats = self._meter.stats()
         self._beat_s = self.clock()
+        self._tell_summary()
         if passed or overdue:
             emit([*passed, *overdue])
 
@@ -294,7 +323,7 @@ class InProcessLink:
         start_s = self.clock()
         while not self._front.is_done:
             is_idle = not commands and self._core.is_idle
-            timeout_s = WAKE_S if is_idle else 0.0 if commands else wait_s
+            timeout_s = self._idle_wait_s() if is_idle else 0.0 if commands else wait_s
             try:
                 command = self._inbox.get(block=timeout_s > 0, timeout=timeout_s)
             except queue.Empty:
@@ -303,9 +332,21 @@ class InProcessLink:
                         self._meter.add_wait(self.clock() - start_s)
                     return commands
                 self._beat_s = self.clock()
+                self._tell_summary()
                 continue
             if command is None:
                 wait_s = 0.0  # `drain` has woken it; the loop asks again how long to wait
+            elif isinstance(command, Watch):
+                self._meter.watch(command.first_label)
             else:
                 commands.append(command)
         return None
+
+    def _idle_wait_s(self) -> float:
+        due_in_s = self._meter.summary_due_in_s()
+        return WAKE_S if due_in_s is None else min(due_in_s, WAKE_S)
+
+    def _tell_summary(self) -> None:
+        summary = self._meter.take_summary()
+        if summary is not None:
+            self._front.tell(summary)

@@ -16,6 +16,7 @@ from cadenza.core.recurrent_states import RecurrentStates
 from cadenza.core.step_cost import StepBound
 from cadenza.engine.core import EngineCore
 from cadenza.engine.loop import Announce
+from cadenza.engine.step_watch import StepSummary, StepWatch
 from cadenza.engine.stored_pages import StoredPageCounts
 from cadenza.events import CacheMissReason, Event
 
@@ -156,6 +157,7 @@ class StepMeter:
         self._seconds = Tally(STEP_SECONDS_BOUNDS)
         self._tokens = Tally(STEP_TOKENS_BOUNDS)
         self._waited_s = 0.0
+        self._watch: StepWatch | None = None
         self.last_s = 0.0
         """How long the newest step took: the call, and the time for which it was put off while
         another one was computed."""
@@ -175,7 +177,24 @@ class StepMeter:
         if scheduler.num_steps > num_steps:
             self._seconds.add(self.last_s)
             self._tokens.add(scheduler.num_scheduled_tokens - num_tokens)
+        if self._watch is not None and (events or scheduler.num_steps > num_steps):
+            self._watch.note(events, self.last_s)
         return events
+
+    def watch(self, first_label: int | None) -> None:
+        """Summarises steps from now on, unless it does already; None: no more."""
+        if first_label is None:
+            self._watch = None
+        elif self._watch is None:
+            self._watch = StepWatch(self._core, self._clock, first_label)
+
+    def summary_due_in_s(self) -> float | None:
+        """Seconds until `take_summary` has one; None while there is nothing to summarise."""
+        return None if self._watch is None else self._watch.due_in_s()
+
+    def take_summary(self) -> StepSummary | None:
+        """The summary that is due, if one is."""
+        return self._watch.take() if self.summary_due_in_s() == 0.0 and self._watch else None
 
     def stats(self) -> EngineStats:
         """A snapshot of the current values."""

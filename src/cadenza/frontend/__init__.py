@@ -17,5 +17,6 @@ Modules:
 - `model_facts`: what clients are told of a model beside its name
 - `loaded_model`: engine and text front end of one checkpoint, and its plan before anything is
   loaded
+- `live_steps`: the viewers of a running engine's steps, and what they have seen of late
 - `llm`, `async_engine`: the Python interfaces
 """

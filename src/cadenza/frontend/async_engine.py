@@ -13,6 +13,7 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, Unpack
 
@@ -20,9 +21,11 @@ from cadenza.config import EngineOptions, config_from_options
 from cadenza.engine.batch_engine import BatchEngine
 from cadenza.engine.front import EngineFront, InProcessLink
 from cadenza.engine.open_requests import RequestTimeouts
+from cadenza.engine.step_watch import OnNews
 from cadenza.errors import EngineClosedError, InvalidRequestError, show
 from cadenza.events import Event
 from cadenza.fingerprint import Fingerprint
+from cadenza.frontend.live_steps import LiveEntry, LiveSteps
 from cadenza.frontend.loaded_model import EngineOwner, load_model
 from cadenza.frontend.model_tokenizer import ModelTokenizer
 from cadenza.frontend.output_processor import OutputProcessor, OutputRouter, check_kind
@@ -51,6 +54,7 @@ class AsyncEngine:
         engine: its `serve` runs on a thread of this object.
         text: the model's text front end.
         fingerprint: reads that of the engine's answers; None while it is not known.
+        live: the viewers of its steps, where they may outlive it.
     """
 
     def __init__(
@@ -58,10 +62,12 @@ class AsyncEngine:
         engine: BatchEngine,
         text: TextFrontend,
         fingerprint: Callable[[], Fingerprint | None] = lambda: None,
+        live: LiveSteps | None = None,
     ) -> None:
         self._engine = engine
         self._text = text
         self._fingerprint = fingerprint
+        self._live = LiveSteps() if live is None else live
         self._owner = EngineOwner()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._router = OutputRouter(engine.cancel)
@@ -115,6 +121,7 @@ class AsyncEngine:
         if self._loop is None:
             self._loop = loop
             self._thread.start()
+            self._live.attach(self._listen)
         elif self._loop.is_closed():
             self._move_to(loop)
         else:
@@ -138,6 +145,7 @@ class AsyncEngine:
             self._leave(request_id)
         with self._lock:  # an event that comes from here on is delivered to the new loop
             self._loop, self._arrived = loop, []
+        self._live.forget_viewers()
 
     def get_tokenizer(self) -> ModelTokenizer:
         """The model's tokenizer with its chat template. Raises InvalidRequestError without one."""
@@ -206,6 +214,21 @@ class AsyncEngine:
         with self.submit(prepared, kind="final") as stream:
             return embedding_of(await stream.next())
 
+    async def watch(self) -> AsyncGenerator[LiveEntry, None]:
+        """Yields summaries of the engine's steps, at most each `SUMMARY_EVERY_S`, as long as it
+        serves; those of a slow reader are skipped. Only meanwhile are any made.
+
+        Raises:
+            QueueFullError: there are `MAX_VIEWERS` already.
+        """
+        self.start()
+        with self._live.viewing() as viewer:
+            for entry in viewer.history:
+                yield entry
+            while viewer.has_unread or (self._live.is_attached and not viewer.is_closed):
+                for entry in await viewer.next():
+                    yield entry
+
     def submit(
         self,
         request: Request | PreparedRequest,
@@ -253,6 +276,12 @@ class AsyncEngine:
         if self._router.remove(request_id):
             self._engine.cancel(request_id)
 
+    def _listen(self, on_news: OnNews | None) -> None:
+        """Has the engine's news passed to the event loop."""
+        self._engine.watch(
+            None if on_news is None else lambda news: self._call(partial(on_news, news))
+        )
+
     def _serve(self) -> None:
         try:
             self._engine.serve(self._emit)
@@ -267,7 +296,7 @@ class AsyncEngine:
         if not is_called:
             self._call(self._deliver)
 
-    def _call(self, callback: Callable[[], None]) -> None:
+    def _call(self, callback: Callable[[], object]) -> None:
         assert self._loop is not None, "start() binds the loop before it starts the thread"
         with suppress(RuntimeError):  # the loop is closed, so nothing can be delivered
             self._loop.call_soon_threadsafe(callback)
@@ -283,6 +312,7 @@ class AsyncEngine:
         """On the event loop, after the last events: ends the streams that are still open."""
         for processor in self._router.fail_all("the engine has ended"):
             self._listeners[processor.request_id]()
+        self._live.detach()
 
 
 class OutputStream:

@@ -8,10 +8,11 @@ all bodies, and work for a client that disconnected is cancelled.
 import asyncio
 import re
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
+from urllib.parse import parse_qsl
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -25,6 +26,7 @@ from cadenza.server.errors import (
     bodies_full,
     bounds_exceeded,
     content_too_large,
+    invalid_value,
     unsupported_encoding,
     unsupported_media_type,
 )
@@ -94,6 +96,21 @@ class Exchange:
         """This server's, as the client called it."""
         name = (self.header(b"host") or b"").decode("latin-1")
         return f"{self.scope['scheme']}://{name}" if _HOST.fullmatch(name) else "http://HOST:PORT"
+
+    def query(self, known: Collection[str]) -> dict[str, str]:
+        """The parameters, each at most once. Raises ApiError (400)."""
+        text = self.scope["query_string"].decode("latin-1")
+        found: dict[str, str] = {}
+        for name, value in parse_qsl(text, keep_blank_values=True):
+            if name not in known or name in found:
+                listed = ", ".join(known)
+                raise invalid_value(
+                    f"the query has {name[:64]!r} twice, or where it is not known; there are "
+                    f"{listed}",
+                    "query",
+                )
+            found[name] = value
+        return found
 
     @asynccontextmanager
     async def body(self) -> AsyncGenerator[bytes]:

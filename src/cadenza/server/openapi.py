@@ -46,12 +46,13 @@ def object_of(required: dict[str, Schema]) -> Schema:
 
 @dataclass(frozen=True, slots=True)
 class AnswerSchema:
-    """The body of a 200; `name` is the component's. Without a schema it is plain text. `also` are
-    the types of text that it may have instead, if the client asks for them."""
+    """The body of a 200; `name` is the component's. Without a schema it is text of the type `kind`.
+    `also` are the types of text that it may have instead, if the client asks for them."""
 
     name: str
     schema: Schema | None
     also: tuple[str, ...] = ()
+    kind: str = "text/plain"
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +162,7 @@ def _answer(route: ApiRoute) -> dict[str, Any]:
     name = route.answers.name
     content: dict[str, Any] = {kind: {"schema": TEXT} for kind in route.answers.also}
     if route.answers.schema is None:
-        content["text/plain"] = {"schema": TEXT}
+        content[route.answers.kind] = {"schema": TEXT}
         return {"description": f"{name}.", "content": content}
     content["application/json"] = {"schema": {"$ref": f"#/components/schemas/{name}"}}
     if route.can_stream:

@@ -11,6 +11,7 @@ from functools import partial
 
 import msgspec
 
+from cadenza.server.endpoints.batch_stream import BATCH_ROUTES
 from cadenza.server.endpoints.chat import CHAT
 from cadenza.server.endpoints.completions import COMPLETIONS
 from cadenza.server.endpoints.embeddings import EMBEDDINGS
@@ -51,6 +52,7 @@ ROUTES: tuple[ApiRoute, ...] = (
     *(endpoint.route for endpoint in GENERATING),
     *STORED_RESPONSE_ROUTES,
     *STATUS_ROUTES,
+    *BATCH_ROUTES,
     DESCRIPTION,
     *TOKEN_ROUTES,
     *OLLAMA_ROUTES,

@@ -169,6 +169,7 @@ class Lifecycle:
         self._sockets = None
         sockets.close()
         front.wind_down()
+        self._service.end_watching()
         self._end_when_done()
 
     def _end_when_done(self) -> None:

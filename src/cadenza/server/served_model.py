@@ -27,6 +27,7 @@ from cadenza.errors import (
 )
 from cadenza.fingerprint import Fingerprint
 from cadenza.frontend.async_engine import AsyncEngine, OutputStream
+from cadenza.frontend.live_steps import LiveSteps
 from cadenza.frontend.output_processor import OutputProcessor
 from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
 from cadenza.outputs import CompletionOutput, RequestOutput
@@ -102,6 +103,7 @@ class ServedModel:
         self.text = text
         self.counts = ServedCounts()
         self.turn = ModelTurn()
+        self.live = LiveSteps()
         self.num_loads = 0
         self.failure: LoadFailure | None = None
         self.is_refusing = False
@@ -152,7 +154,7 @@ class ServedModel:
         if self._is_spent:
             self._engine = self._make_engine(self.limits if self.keeps_limits else None)
         self._is_spent = self.keeps_limits = True
-        self._serving = AsyncEngine(self._engine, self.text, self.fingerprint)
+        self._serving = AsyncEngine(self._engine, self.text, self.fingerprint, self.live)
         self._serving.start()
 
     async def stop(self) -> None:

@@ -90,6 +90,12 @@ class Service:
         """Refuses new calls from now on; open calls continue."""
         self._is_draining = True
         self.models.drain()
+        self.end_watching()
+
+    def end_watching(self) -> None:
+        """Ends the streams of all who watch a batch."""
+        for model in self.models.models:
+            model.live.close()
 
     @property
     def is_draining(self) -> bool:

@@ -30,6 +30,7 @@ from cadenza.engine.process.messages import (
 from cadenza.engine.request_check import RequestCheck
 from cadenza.engine.resumption import ResumedSample, Resumption
 from cadenza.engine.stats import STEP_SECONDS_BOUNDS, Distribution, EngineStats, StepBoundStats
+from cadenza.engine.step_watch import RowSummary, StepSummary, Watch
 from cadenza.events import CacheMiss, Event, Finished, PromptLogprobs, Started, Token, TokenLogprobs
 from cadenza.request import Attachment, Request, SamplingParams
 from cadenza.structured import ConstraintSpec, StructuredOutput
@@ -139,6 +140,20 @@ OUTPUTS = EngineOutputs(
     predicted_s=0.5,
     events=(STARTED, PROMPT_LOGPROBS, TOKEN, FINISHED, TOKEN),
     stats=STATS,
+    summary=StepSummary(
+        num_steps=3,
+        seconds=0.1,
+        longest_s=0.05,
+        num_tokens=40,
+        num_sampled=2,
+        num_running=1,
+        num_waiting=0,
+        pages_live=3,
+        pages_cached=4,
+        pages_free=5,
+        tenants=("", "a"),
+        rows=(RowSummary(1, 1, "prompt", 32, 50, 16, 0, 0, 1),),
+    ),
 )
 TO_ENGINE: list[ToEngine] = [
     Start(model="a folder", config=EngineConfig(num_pages=5), log_level=20),
@@ -146,6 +161,8 @@ TO_ENGINE: list[ToEngine] = [
     Resume(7, REQUEST, RESUMPTION),
     Cancel(3, None),
     Cancel(3, 1),
+    Watch(7),
+    Watch(None),
     Stop(),
 ]
 FROM_ENGINE: list[FromEngine] = [

@@ -25,6 +25,7 @@ from cadenza.engine.process.messages import (
 )
 from cadenza.engine.process.supervision import Supervision, WatchdogTimeouts
 from cadenza.engine.process.worker import IDLE_BEAT_S, Worker
+from cadenza.engine.step_watch import Watch
 from cadenza.engine.stored_pages import WAIT_S, StoredPages
 from cadenza.errors import RunnerError
 from cadenza.events import Finished, Started, Token
@@ -234,3 +235,31 @@ def test_a_message_that_does_not_belong_is_refused():
     with pytest.raises(WireError, match="Start"):
         Bench(lambda _: 0.01, [start]).play()
     assert Loading("load").phase == "load"
+
+
+def test_a_watched_worker_sends_a_summary_each_tenth_of_a_second_until_it_is_watched_no_more():
+    bench = Bench(
+        lambda _: 0.01,
+        [Watch(1), submit(0, 3, 60)],
+        *[[] for _ in range(45)],
+        [Watch(None)],
+    )
+    bench.play()
+    summaries = [(at_s, each.summary) for at_s, each in bench.sent if each.summary is not None]
+    assert [round(at_s, 2) for at_s, _ in summaries] == [0.0, 0.11, 0.21, 0.31, 0.41]
+    assert [each.num_steps for _, each in summaries] == [0, 11, 10, 10, 10]
+    assert bench.sent[-1][0] > 0.55
+
+
+def test_an_idle_worker_sends_the_summary_of_the_last_steps_when_it_is_due():
+    bench = Bench(lambda _: 0.01, [Watch(1), submit(0, 3, 3)], *[[]] * 8)
+    bench.play()
+    found = [(at_s, each.summary) for at_s, each in bench.sent if each.summary is not None]
+    assert [round(at_s, 2) for at_s, _ in found] == [0.0, 0.1]
+    last = found[-1][1]
+    assert (last.num_running, last.num_steps, last.num_sampled) == (0, 3, 3)
+
+
+def test_an_unwatched_worker_sends_no_summary():
+    bench = Bench(lambda _: 0.2, [submit(0, 200, 5)])
+    assert all(each.summary is None for each in bench.play())

@@ -17,6 +17,7 @@ from cadenza.config import EngineConfig
 from cadenza.engine.batch_engine import Cancel, Resume, Submit
 from cadenza.engine.request_check import RequestCheck
 from cadenza.engine.stats import EngineStats
+from cadenza.engine.step_watch import StepSummary, Watch
 from cadenza.errors import CadenzaError
 from cadenza.events import Event
 from cadenza.fingerprint import Fingerprint
@@ -105,6 +106,7 @@ class EngineOutputs(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_de
         is_idle: no request is open.
         predicted_s: the forecast of the next step's time.
         stats: in some of them only.
+        summary: likewise, while somebody watches.
     """
 
     num_steps: int
@@ -112,9 +114,10 @@ class EngineOutputs(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_de
     predicted_s: float
     events: tuple[Event, ...] = ()
     stats: EngineStats | None = None
+    summary: StepSummary | None = None
 
 
-ToEngine = Start | Submit | Resume | Cancel | Stop
+ToEngine = Start | Submit | Resume | Cancel | Watch | Stop
 FromEngine = Loading | Ready | Failed | EngineOutputs
 
 _encoder = msgspec.msgpack.Encoder()

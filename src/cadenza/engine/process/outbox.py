@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 from cadenza.engine.batch_engine import Command
 from cadenza.engine.process.messages import encode
+from cadenza.engine.step_watch import Watch
 
 
 class _Wakeup:
@@ -52,7 +53,7 @@ class Outbox:
         """Bytes."""
         return len(self._frames)
 
-    def put(self, *commands: Command) -> None:
+    def put(self, *commands: Command | Watch) -> None:
         for command in commands:
             self._frames += encode(command)
         if commands:

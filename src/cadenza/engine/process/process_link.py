@@ -52,6 +52,7 @@ from cadenza.engine.process.supervision import (
 from cadenza.engine.request_check import RequestCheck
 from cadenza.engine.stats import EngineStats
 from cadenza.engine.status import EngineStatus
+from cadenza.engine.step_watch import Watch
 from cadenza.engine.stored_pages import CLOSE_WITHIN_S
 from cadenza.errors import CadenzaError, ConfigError, EngineUnavailableError, RunnerError
 from cadenza.fingerprint import Fingerprint
@@ -168,7 +169,7 @@ class ProcessLink:
             num_unsent_bytes += self._child.num_unsent_bytes
         return num_unsent_bytes > self._options.max_unsent_bytes
 
-    def put(self, *commands: Command) -> None:
+    def put(self, *commands: Command | Watch) -> None:
         self._outbox.put(*commands)
 
     def drain(self) -> None:
@@ -316,6 +317,8 @@ class ProcessLink:
         if isinstance(message, EngineOutputs):
             if message.stats is not None:
                 self.stats = message.stats
+            if message.summary is not None:
+                self._front.tell(message.summary)
             self._supervision.beat(
                 now_s, message.num_steps, message.predicted_s, is_idle=message.is_idle
             )
@@ -346,9 +349,10 @@ class ProcessLink:
             )
             self._supervision.loaded(now_s, message.startup_s)
             ended = [] if is_same else self._requests.end_all("engine_lost", CHANGED)
-            self._outbox.put(*self._recovery.begin())
+            self._outbox.put(*self._front.watch_commands(), *self._recovery.begin())
             if self._recovery.is_done:
                 self._supervision.ready()
+        self._front.tell("ready")
         if ended:
             logger.warning("%d requests were ended: %s", len(ended), CHANGED)
             emit([*ended])
@@ -386,6 +390,7 @@ class ProcessLink:
             ended = [] if cause is None else cause.ends
             if self._options.on_failure != "resume":
                 ended += self._requests.end_all("engine_lost", LOST)
+        self._front.tell("lost")
         if ended:
             emit([*ended])
         if cause is not None:

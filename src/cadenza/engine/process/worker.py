@@ -22,6 +22,7 @@ from cadenza.engine.batch_engine import (
 from cadenza.engine.core import EngineCore
 from cadenza.engine.process.messages import EngineOutputs, FromEngine, ToEngine, WireError
 from cadenza.engine.stats import StepMeter
+from cadenza.engine.step_watch import Watch
 from cadenza.events import Event, Started
 
 BEAT_EVERY_S = 0.25
@@ -101,6 +102,7 @@ class Worker:
         for events in run_steps(self._core, self._receive, self._step):
             self._is_idle = self._core.is_idle
             is_due = self._clock() - self._sent_at_s >= BEAT_EVERY_S
+            is_due = is_due or self.meter.summary_due_in_s() == 0.0
             if events or self._is_idle or is_due:
                 self._send(events)
             check_step_errors(self._core)
@@ -109,18 +111,26 @@ class Worker:
         if wait_s:
             self._announce_slow_step()
         start_s = self._clock()
-        messages = self._link.receive(IDLE_BEAT_S if self._is_idle else wait_s)
+        messages = self._link.receive(self._idle_wait_s() if self._is_idle else wait_s)
         if wait_s:
             self.meter.add_wait(self._clock() - start_s)
         if not messages:
             return None if messages is None else []
         commands: list[Command] = []
         for message in messages:
+            if isinstance(message, Watch):
+                self.meter.watch(message.first_label)
+                continue
             if not isinstance(message, Submit | Resume | Cancel):
                 raise WireError(f"a {type(message).__name__} came to an engine that serves")
             commands.append(message)
         self._has_changed = True
         return commands
+
+    def _idle_wait_s(self) -> float:
+        """How long an idle engine waits for a message before it reports again."""
+        due_in_s = self.meter.summary_due_in_s()
+        return IDLE_BEAT_S if due_in_s is None else min(due_in_s, IDLE_BEAT_S)
 
     def _step(self) -> list[Event]:
         if self._is_idle and self._core.is_idle:
@@ -177,6 +187,7 @@ class Worker:
                 # `Started` was sent before the step was computed.
                 events=tuple([each for each in events if not isinstance(each, Started)]),
                 stats=self.meter.stats() if has_stats else None,
+                summary=self.meter.take_summary(),
             )
         )
         self._sent_at_s = now_s

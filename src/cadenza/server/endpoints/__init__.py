@@ -20,4 +20,5 @@ Modules:
 - `root`: `/` and `/docs`
 - `ui`: the files of the page at `/`
 - `status`: routes that do not generate
+- `batch_stream`: /debug/batch/stream: the engine's steps while somebody looks
 """

@@ -6,7 +6,6 @@ only.
 
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import parse_qsl
 
 import msgspec
 
@@ -25,7 +24,7 @@ CANCEL_S = 5.0
 
 
 async def _response(service: Service, exchange: Exchange) -> None:
-    query = _query(exchange, _RESPONSE_QUERY)
+    query = exchange.query(_RESPONSE_QUERY)
     if query.get("stream", "false") != "false":
         raise not_built("stream", "streaming a stored response", ("false",))
     await exchange.answer(Response(body=_find(service, exchange).body))
@@ -50,7 +49,7 @@ async def _cancel(service: Service, exchange: Exchange) -> None:
 
 
 async def _input_items(service: Service, exchange: Exchange) -> None:
-    query = _query(exchange, _LIST_QUERY)
+    query = exchange.query(_LIST_QUERY)
     limit = _limit(query.get("limit"))
     order = OneOf(_ORDERS).check("order", query.get("order", "desc"))
     items: list[dict[str, Any]] = msgspec.json.decode(_find(service, exchange).input)
@@ -84,21 +83,6 @@ def _find(service: Service, exchange: Exchange) -> StoredResponse:
 
 def _request_id(response: StoredResponse) -> str:
     return response.id.removeprefix(RESPONSE_PREFIX)
-
-
-def _query(exchange: Exchange, known: Mapping[str, Schema]) -> dict[str, str]:
-    """The parameters, each at most once. Raises ApiError (400)."""
-    text = exchange.scope["query_string"].decode("latin-1")
-    found: dict[str, str] = {}
-    for name, value in parse_qsl(text, keep_blank_values=True):
-        if name not in known or name in found:
-            listed = ", ".join(known)
-            raise invalid_value(
-                f"the query has {name[:64]!r} twice, or where it is not known; there are {listed}",
-                "query",
-            )
-        found[name] = value
-    return found
 
 
 def _limit(text: str | None) -> int:

@@ -1,0 +1,163 @@
+"""`LiveSteps`: what an engine does, for its viewers, on one event loop.
+
+Owns the viewers and what they were told within `HISTORY_S`. Knows an engine only as a function that
+takes its listener, so that one of a model's later loads may follow. Invariants: an engine is
+listened to only while there is a viewer; history and what a viewer has not read are bounded, and a
+slow reader loses the oldest of it.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import msgspec
+
+from cadenza.engine.step_watch import EngineChange, LiveNews, OnNews, StepSummary
+from cadenza.errors import QueueFullError
+
+MAX_VIEWERS = 8
+HISTORY_S = 60.0
+MAX_HISTORY_BYTES = 1 << 20
+MAX_UNREAD = 10
+
+Listen = Callable[[OnNews | None], object]
+"""Has a listener called on the event loop with what an engine does; None: no more."""
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(StepSummary | EngineChange).decode
+
+
+@dataclass(frozen=True, slots=True)
+class LiveEntry:
+    """`at_s` is in seconds since the `LiveSteps` was made, when the news came."""
+
+    at_s: float
+    news: LiveNews
+
+
+class Viewer:
+    """`history` is what had come before it; closed, it gets no more."""
+
+    def __init__(self, history: tuple[LiveEntry, ...]) -> None:
+        self.history = history
+        self.is_closed = False
+        self._unread: deque[LiveEntry] = deque(maxlen=MAX_UNREAD)
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def has_unread(self) -> bool:
+        return bool(self._unread)
+
+    async def next(self, within_s: float | None = None) -> list[LiveEntry]:
+        """What has come since the last call; waits for it, and is empty where there was none
+        `within_s`, or where the viewer is closed."""
+        if not self._unread and not self.is_closed:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await asyncio.wait({self._waiter}, timeout=within_s)
+            self._waiter = None
+        found = [*self._unread]
+        self._unread.clear()
+        return found
+
+    def push(self, entry: LiveEntry) -> None:
+        self._unread.append(entry)
+        self._wake()
+
+    def close(self) -> None:
+        self.is_closed = True
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class LiveSteps:
+    """On one event loop. `clock`: seconds, monotonic."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._start_s = clock()
+        self._viewers: list[Viewer] = []
+        self._history: deque[tuple[float, bytes]] = deque()
+        self._num_history_bytes = 0
+        self._listen: Listen | None = None
+
+    @property
+    def is_attached(self) -> bool:
+        """There is an engine, which may still be loading."""
+        return self._listen is not None
+
+    def attach(self, listen: Listen) -> None:
+        """Of an engine that has started."""
+        self._listen = listen
+        if self._viewers:
+            listen(self.take)
+
+    def detach(self) -> None:
+        """The engine has ended. Viewers stay: another one may follow."""
+        if self._listen is not None:
+            self._listen = None
+            self.take("lost")
+
+    @contextmanager
+    def viewing(self) -> Generator[Viewer]:
+        """A viewer until the block ends. Raises QueueFullError where there are too many."""
+        if len(self._viewers) >= MAX_VIEWERS:
+            raise QueueFullError(
+                f"{MAX_VIEWERS} viewers watch the batch already, the most that may; close one of "
+                f"them, then try again"
+            )
+        if not self._viewers:  # what came before has other labels
+            self._history.clear()
+            self._num_history_bytes = 0
+        viewer = Viewer(self._seen())
+        self._viewers.append(viewer)
+        if len(self._viewers) == 1 and self._listen is not None:
+            self._listen(self.take)
+        try:
+            yield viewer
+        finally:
+            if viewer in self._viewers:
+                self._viewers.remove(viewer)
+                self._end_if_unwatched()
+
+    def close(self) -> None:
+        """Ends all viewers' streams."""
+        for viewer in self._viewers:
+            viewer.close()
+
+    def forget_viewers(self) -> None:
+        """Their event loop is closed, so that none of them can read any more."""
+        if self._viewers:
+            self._viewers.clear()
+            self._end_if_unwatched()
+
+    def _end_if_unwatched(self) -> None:
+        if not self._viewers and self._listen is not None:
+            self._listen(None)
+
+    def take(self, news: LiveNews) -> None:
+        """Passes news of the engine on to all viewers."""
+        if not self._viewers:  # it was under way when the last one left
+            return
+        entry = LiveEntry(self._clock() - self._start_s, news)
+        self._keep(entry)
+        for viewer in self._viewers:
+            viewer.push(entry)
+
+    def _keep(self, entry: LiveEntry) -> None:
+        encoded = _encode(entry.news)
+        self._history.append((entry.at_s, encoded))
+        self._num_history_bytes += len(encoded)
+        while (
+            self._history[0][0] < entry.at_s - HISTORY_S
+            or self._num_history_bytes > MAX_HISTORY_BYTES
+        ):
+            self._num_history_bytes -= len(self._history.popleft()[1])
+
+    def _seen(self) -> tuple[LiveEntry, ...]:
+        return tuple(LiveEntry(at_s, _decode(encoded)) for at_s, encoded in self._history)

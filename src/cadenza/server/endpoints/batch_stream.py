@@ -1,0 +1,146 @@
+"""/debug/batch/stream: what the engine's steps do, as server-sent events, while somebody looks.
+
+Owns the events' form. Invariants: an event has numbers and words of this module, and nothing of any
+prompt, text, key or request id; of other tenants' rows a viewer sees only the sum.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from cadenza.engine.step_watch import RowSummary, StepSummary
+from cadenza.errors import QueueFullError
+from cadenza.frontend.live_steps import LiveEntry, Viewer
+from cadenza.server.errors import queue_full, unavailable
+from cadenza.server.http_exchange import Exchange
+from cadenza.server.openapi import TEXT, AnswerSchema, ApiRoute
+from cadenza.server.served_model import ServedModel
+from cadenza.server.service import Service
+from cadenza.server.sse import KEEP_ALIVE
+
+VERSION = 1
+SUMMED = ("computed", "total", "cached", "new", "drafts", "preempted")
+"""Fields of a row, which are summed for the rows that a viewer may not see."""
+
+
+async def _stream(service: Service, exchange: Exchange) -> None:
+    service.check_connections()
+    model = _model(service, exchange)
+    limits = model.limits
+    if service.is_draining or limits is None:
+        raise unavailable("draining" if service.is_draining else "loading")
+    hello = {
+        "v": VERSION,
+        "rows": limits.max_num_seqs,
+        "pages": limits.num_pages,
+        "page_size": limits.page_size,
+        "model": model.name,
+    }
+    opening = _event("hello", hello)
+    if not model.engine.status().is_ready:
+        opening += _event("engine", {"state": "lost"})
+    try:
+        with model.live.viewing() as viewer:
+            await exchange.while_connected(_send(exchange, viewer, opening))
+    except QueueFullError as error:
+        raise queue_full(message=error) from error
+
+
+def _model(service: Service, exchange: Exchange) -> ServedModel:
+    """The one that is named; otherwise the first that is loaded, or was."""
+    name = exchange.query(_QUERY).get("model")
+    if name is not None:
+        return service.models.find(name)
+    loaded = (each for each in service.models.models if each.live.is_attached)
+    return next(loaded, service.models.first)
+
+
+async def _send(exchange: Exchange, viewer: Viewer, opening: bytes) -> None:
+    await exchange.start_stream()
+    if exchange.scope["method"] == "HEAD":
+        await exchange.end_stream(b"")
+        return
+    await exchange.stream(opening + _events(viewer.history, exchange.tenant))
+    while not viewer.is_closed:
+        entries = await viewer.next(exchange.limits.keep_alive_s)
+        if entries:
+            await exchange.stream(_events(entries, exchange.tenant))
+        elif not viewer.is_closed:
+            await exchange.stream(KEEP_ALIVE)
+    await exchange.end_stream(b"")
+
+
+def _events(entries: Sequence[LiveEntry], tenant: str) -> bytes:
+    return b"".join(
+        [
+            _event("step", step_object(each.at_s, each.news, tenant))
+            if isinstance(each.news, StepSummary)
+            else _event("engine", {"state": each.news})
+            for each in entries
+        ]
+    )
+
+
+def _event(name: str, value: object) -> bytes:
+    return b"event: %s\ndata: %s\n\n" % (name.encode(), msgspec.json.encode(value))
+
+
+def step_object(at_s: float, summary: StepSummary, tenant: str) -> dict[str, Any]:
+    """A `step` event's object, as `tenant` may see it."""
+    own = summary.tenants.index(tenant) if tenant in summary.tenants else None
+    others = [row for row in summary.rows if row.tenant != own]
+    return {
+        "t": round(1000 * at_s),
+        "tokens": summary.num_tokens,
+        "steps": summary.num_steps,
+        "waiting": summary.num_waiting,
+        "running": summary.num_running,
+        "pages": {
+            "live": summary.pages_live,
+            "cached": summary.pages_cached,
+            "free": summary.pages_free,
+        },
+        "tok_s": round(summary.num_sampled / summary.seconds, 1) if summary.seconds else 0.0,
+        "gap_ms": round(1000 * summary.longest_s, 1),
+        "rows": [_row(row) for row in summary.rows if row.tenant == own],
+        "others": _sum_of(others),
+    }
+
+
+def _row(row: RowSummary) -> dict[str, Any]:
+    return {
+        "id": row.label,
+        "kind": row.kind,
+        "computed": row.computed,
+        "total": row.total,
+        "cached": row.cached,
+        "new": row.new,
+        "drafts": row.drafts,
+        "preempted": row.preempted,
+    }
+
+
+def _sum_of(rows: Sequence[RowSummary]) -> dict[str, int] | None:
+    if not rows:
+        return None
+    return {
+        "rows": len(rows),
+        **{name: sum([getattr(row, name) for row in rows]) for name in SUMMED},
+    }
+
+
+_QUERY = {"model": TEXT}
+
+BATCH_ROUTES: tuple[ApiRoute, ...] = (
+    ApiRoute(
+        "batch_stream",
+        "GET",
+        "/debug/batch/stream",
+        "What the engine's steps do, as events, while somebody looks.",
+        AnswerSchema("BatchEvents", None, kind="text/event-stream"),
+        _stream,
+        statuses=(404, 429, 503),
+        query=_QUERY,
+    ),
+)
