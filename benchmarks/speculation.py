@@ -222,6 +222,7 @@ def main() -> None:
     parser.add_argument("--rows", default="1,4,8")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--length", type=int, default=64)
+    parser.add_argument("--tasks", default=",".join(TASKS))
     parser.add_argument("--shape", help="random weights in place of a model")
     parser.add_argument("--quantization", default="none")
     parser.add_argument("--acceptance", help="made-up drafts, right with these chances")
@@ -257,7 +258,7 @@ def main() -> None:
                     print(measure_made_up(llm, acceptance, each, options), flush=True)
             return
         print("task    rows   off t/s    on t/s   ratio   accepted   of all tokens", flush=True)
-        for task in TASKS:
+        for task in options.tasks.split(","):
             for each in rows:
                 print(measure(llm, task, each, options), flush=True)
 

@@ -72,11 +72,11 @@ def test_steps_with_prompts_say_nothing_of_drafts() -> None:
 def test_a_step_without_drafts_is_wanted_at_first_and_from_time_to_time() -> None:
     costs, load = DraftCosts(), rows(4)
     wanted: list[int] = []
-    for number in range(200):
+    for number in range(600):
         is_stale = costs.is_stale(load)
         wanted += [number] * is_stale
         costs.observe(load, 0 if is_stale else 3, 20.0, COST)
-    assert wanted == [*range(FIRST_STEPS, 200, REFRESH_STEPS + 1)]
+    assert wanted == [*range(FIRST_STEPS, 600, REFRESH_STEPS + 1)]
     assert len(wanted) > 3
     assert not costs.is_stale(rows(4, num_prompt=8)), "it would not be measured"
 

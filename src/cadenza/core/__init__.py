@@ -41,4 +41,6 @@ Modules:
 - `draft_plan`: how many drafts each sequence of a step gets, by their chances and costs
 - `draft_costs`: what a step takes without drafts and what so many add, learned for each number of
   rows
+- `draft_returns`: what the drafts of a step gave and what they took
+- `draft_ledger`: what drafts have saved and cost at each number of rows, and whether they go on
 """

@@ -30,7 +30,8 @@ class BatchEntry:
     With a recurrent state the entry begins with that of slot `state_start`, or with zeros if that
     is None, and keeps those in `kept_states`, in ascending order.
 
-    Until it is added to a batch, `num_new_tokens` are the sequence's own, without drafts.
+    Until it is added to a batch, `num_new_tokens` are the sequence's own, without drafts. When the
+    step has been applied, `num_accepted` of the drafts have become the sequence's.
     """
 
     sequence: Sequence
@@ -44,6 +45,7 @@ class BatchEntry:
     prompt_rows: range = NO_POSITIONS
     state_start: int | None = None
     kept_states: tuple[KeptState, ...] = ()
+    num_accepted: int = 0
 
     @property
     def end(self) -> int:

@@ -30,7 +30,7 @@ FIRST_HALF = 1 / 3
 """The share of what the fewest measured drafts cost, taken to be that of half as many: low, so
 that fewer are tried where they may be nearly free."""
 
-FIRST_STEPS, REFRESH_STEPS = 4, 64
+FIRST_STEPS, REFRESH_STEPS = 4, 128
 """Steps with drafts after which one without is wanted, to measure what it costs: for the first
 time, and later."""
 
@@ -127,6 +127,11 @@ class DraftCosts:
         known_ms = known.base_ms + known.added_ms(num_drafts)
         table = self._tables.setdefault(load.num_logits, _Table())
         table.observe(num_drafts, ms - keys_ms, known_ms - keys_ms)
+
+    def has_base(self, load: StepLoad) -> bool:
+        """Whether steps like one of `load` were measured without drafts."""
+        table = self._tables.get(load.num_logits)
+        return table is not None and bool(table.base) and load.num_tokens == load.num_logits
 
     def is_stale(self, load: StepLoad) -> bool:
         """Whether a step of `load` should go without drafts, to be measured."""

@@ -49,8 +49,13 @@ def chance_of(sequence: Sequence, most: int, pace: float | None = None) -> Draft
     they end later.
     """
     acceptance = 0.0 if sequence.drafting is None else sequence.drafting.acceptance
-    worth = 1.0 if pace is None else min(1.0, (pace / _pace(sequence)) ** STEEPNESS)
+    worth = 1.0 if pace is None else worth_of(sequence, pace)
     return DraftChance(acceptance=acceptance, most=most, num_keys=sequence.num_tokens, worth=worth)
+
+
+def worth_of(sequence: Sequence, pace: float) -> float:
+    """Of a token of the sequence beside others of this pace; 1 unless it is ahead of them."""
+    return min(1.0, (pace / _pace(sequence)) ** STEEPNESS)
 
 
 def pace_of(sequences: SequenceOf[Sequence]) -> float:

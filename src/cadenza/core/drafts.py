@@ -8,6 +8,7 @@ is known of how often drafts of a sequence are accepted, and its pauses.
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from cadenza.core.draft_ledger import DraftOrigin, OwnCredit
 from cadenza.core.prompt_lookup import PromptLookup
 from cadenza.request import Request
 from cadenza.speculative_config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
@@ -70,6 +71,7 @@ class Drafting:
         resumes_at: the number of tokens from which the sequence drafts again after a pause.
         shared: what other sequences with the same `Drafter` meet.
         num_accepted: of all its drafts so far.
+        credit: what its drafts have saved.
     """
 
     source: DraftSource | None
@@ -80,8 +82,13 @@ class Drafting:
     resumes_at: int = 0
     shared: SharedAcceptance | None = None
     num_accepted: int = 0
+    credit: OwnCredit = field(default_factory=OwnCredit)
     _pause: int = field(default=FIRST_PAUSE, init=False)
     _num_tried: int = field(default=0, init=False)
+
+    @property
+    def origin(self) -> DraftOrigin:
+        return "model" if self.source is None else "ngram"
 
     def is_due(self, num_tokens: int) -> bool:
         """False during a pause of a sequence with `num_tokens` tokens."""

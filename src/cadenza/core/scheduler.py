@@ -19,6 +19,7 @@ from operator import attrgetter
 from cadenza.config import Batching, EngineLimits
 from cadenza.core.admission import Admission, Reservations
 from cadenza.core.batch import Batch, BatchEntry
+from cadenza.core.draft_ledger import OnDrafts
 from cadenza.core.drafts import DraftCounts
 from cadenza.core.fair_share import fair_share_of
 from cadenza.core.kv_cache_manager import KVCacheManager
@@ -49,6 +50,7 @@ class SchedulerOptions:
         step_bound: bounds the time of steps; None bounds only their tokens.
         step_cost: what steps cost, where there is no bound; None if it is not known.
         drafter: drafts for the sequences that have no source of their own.
+        on_drafts: called when drafts begin or cease to pay.
         batching: "static" starts sequences only when all that ran have ended, as many as there are
             rows and pages for.
         on_prefix: called with each sequence whose prompt was looked up, as it starts, and with why
@@ -58,6 +60,7 @@ class SchedulerOptions:
     step_bound: StepBound | None = None
     step_cost: StepCost | None = None
     drafter: Drafter | None = None
+    on_drafts: OnDrafts | None = None
     policy: TurnPolicy = FCFS
     batching: Batching = "continuous"
     on_prefix: OnPrefix | None = None
@@ -94,7 +97,7 @@ class Scheduler:
         self.num_scheduled_tokens = 0
         self.prefix_counts = PrefixCounts(options.on_prefix)
         self._results = StepResults(kv_cache, self._end)
-        self._drafts = StepDrafts(limits, kv_cache, options.drafter)
+        self.drafts = StepDrafts(limits, kv_cache, options.drafter, options.on_drafts)
         self._step_cost = options.step_cost
         self._may_finish_short = True
         self._reservations = Reservations(admission, self.running)
@@ -123,7 +126,7 @@ class Scheduler:
         """Whether the next step is to follow the newest tokens, because running sequences would
         draft and can only behind these. To be asked once for a step, for answers are counted: what
         a wait costs is measured now and then, and a no holds for some steps."""
-        return self._drafts.decide_wait(self.running, self.num_steps, self.step_cost)
+        return self.drafts.decide_wait(self.running, self.num_steps, self.step_cost)
 
     def observe(self, batch: Batch, measured_ms: float, idle_ms: float | None = None) -> None:
         """A step took `measured_ms`, after `idle_ms` if it waited for the newest tokens.
@@ -133,7 +136,7 @@ class Scheduler:
         cost = self.step_cost
         if cost is None:
             return
-        self._drafts.observe(batch, measured_ms, cost, idle_ms)
+        self.drafts.observe(batch, measured_ms, cost, idle_ms)
         if self.step_bound is None:
             if not batch.has_drafts:
                 self._step_cost = cost.corrected(batch.load, measured_ms)
@@ -168,13 +171,15 @@ class Scheduler:
             # Who starts computes something in that step, or another one does.
             assert not self._has_page_copy(), "no step makes a page's copy"
             return None
-        self._drafts.propose(entries, budget.num_rows, self.num_steps, self.step_cost)
+        self.drafts.propose(entries, budget.num_rows, self.num_steps, self.step_cost)
         return self._launched(entries)
 
     def update(self, batch: Batch, output: StepOutput) -> list[Event]:
         """Applies a step's results; `output` has one entry per logit row of the batch."""
         self.kv_cache.unpin(batch.written_pages, batch.state_slots)
-        return self._results.apply(batch, output)
+        events = self._results.apply(batch, output)
+        self.drafts.settle(batch)
+        return events
 
     def fail_batch(self, batch: Batch, error: str) -> list[Event]:
         """A step failed: each of its sequences is retried once, in steps of its own. One that was

@@ -15,7 +15,9 @@ from cadenza.config import EngineLimits
 from cadenza.core.batch import Batch, BatchEntry
 from cadenza.core.constraint import Lookahead
 from cadenza.core.draft_costs import DecodeCost, DraftCosts
+from cadenza.core.draft_ledger import DraftAccount, DraftLedger, DraftOrigin, OnDrafts
 from cadenza.core.draft_plan import DraftNumbers, chance_of, pace_of, plan_drafts
+from cadenza.core.draft_returns import DraftReturns
 from cadenza.core.drafts import Drafting
 from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.sequence import Sequence
@@ -50,6 +52,9 @@ class DraftStep:
         pace: of its sequences; see `pace_of`.
         wait_ms: what is lost before a step that is scheduled when no step is in flight.
         waits_anyway: the next step waits for this one, whether there are more drafts or not.
+        account: what a second model's drafts have saved; None if it is not known.
+        spent_ms: what a second model took for the drafts.
+        caught_up_ms: of that, for what it lacked of the sequences.
     """
 
     number: int
@@ -59,6 +64,9 @@ class DraftStep:
     pace: float = 1.0
     wait_ms: float = 0.0
     waits_anyway: bool = False
+    account: DraftAccount | None = None
+    spent_ms: float = 0.0
+    caught_up_ms: float = 0.0
 
     def plan(
         self, wanted: SequenceOf[tuple[Sequence, int]], drafter: StepCost | None = None
@@ -189,15 +197,22 @@ class SourceDrafter:
 
 
 class StepDrafts:
-    """`drafter` is that of sequences without a source of their own."""
+    """`drafter` is that of sequences without a source of their own; `on_drafts` is called when
+    drafts begin or cease to pay."""
 
     def __init__(
-        self, limits: EngineLimits, kv_cache: KVCacheManager, drafter: Drafter | None
+        self,
+        limits: EngineLimits,
+        kv_cache: KVCacheManager,
+        drafter: Drafter | None,
+        on_drafts: OnDrafts | None = None,
     ) -> None:
+        self.ledger = DraftLedger(on_drafts)
         self._max_num_tokens = limits.max_num_batched_tokens
         self._sources = SourceDrafter(kv_cache)
         self._drafter = drafter
         self._costs = DraftCosts()
+        self._returns = DraftReturns(self.ledger)
         self._wait_ms = 0.0
 
     def observe(
@@ -212,15 +227,42 @@ class StepDrafts:
             count = len(entry.drafts)
             num_drafts += count
             base = base.without(entry.end - count, count)
-        if idle_ms is not None:
-            # Where steps that overlap wait for the host, one that does not is shorter.
-            base_ms = self._costs.beside(base, cost).base_ms
-            wait_ms = max(0.0, idle_ms - max(0.0, base_ms - measured_ms))
-            self._wait_ms += WEIGHT_OF_NEWEST_WAIT * (wait_ms - self._wait_ms)
+        self._observe_drafts(batch, base, measured_ms, cost, idle_ms)
         if batch.num_prompt_rows:
             return  # not all rows of logits are those of decoding rows
         if num_drafts or idle_ms is None:
             self._costs.observe(base, num_drafts, measured_ms, cost)
+
+    def _observe_drafts(
+        self,
+        batch: Batch,
+        base: StepLoad,
+        measured_ms: float,
+        cost: StepCost,
+        idle_ms: float | None,
+    ) -> None:
+        """`base` is the load of the step without its drafts."""
+        known = self._costs.beside(base, cost)
+        if idle_ms is not None:
+            # Where steps that overlap wait for the host, one that does not is shorter.
+            wait_ms = max(0.0, idle_ms - max(0.0, known.base_ms - measured_ms))
+            self._wait_ms += WEIGHT_OF_NEWEST_WAIT * (wait_ms - self._wait_ms)
+        waited_ms = idle_ms
+        if idle_ms is None:
+            waited_ms = self._returns.note(batch.step_id).spent_ms or None
+        if batch.num_prompt_rows or not self._costs.has_base(base):
+            # What the step would take without drafts is not known well enough.
+            measured_ms = known.base_ms + known.added_ms(batch.load.num_logits - base.num_logits)
+        self._returns.observe(batch, base.num_logits, known, measured_ms, waited_ms)
+
+    def settle(self, batch: Batch) -> None:
+        """The step, observed last, was applied: enters what its drafts gave."""
+        self._returns.settle(batch)
+
+    def _may_draft(self, drafting: Drafting, num_rows: int) -> bool:
+        """Whether its source's drafts pay or are due for a trial, or its own have saved enough."""
+        account = self.ledger.account(drafting.origin, num_rows)
+        return account.may_draft or drafting.credit.is_enough(num_rows)
 
     def decide_wait(
         self, running: SequenceOf[Sequence], number: int, cost: StepCost | None
@@ -235,6 +277,8 @@ class StepDrafts:
         for sequence in running:
             drafting = sequence.drafting
             if drafting is None or not drafting.is_due(sequence.num_tokens):
+                continue
+            if not self._may_draft(drafting, len(running)):
                 continue
             if sequence.constraint is not None and not num_row_masks(running):
                 continue
@@ -253,7 +297,12 @@ class StepDrafts:
         if self._costs.is_stale(load):
             return False  # a step that waited would not be measured
         step = self._step(number, load, running, cost)
-        return any(drafter.is_worth(own, step) for drafter, own in due)
+        for drafter, own in due:
+            if drafter.is_worth(own, step):
+                origin: DraftOrigin = "ngram" if drafter is self._sources else "model"
+                self._returns.note(number).waited_for = (origin,)
+                return True
+        return False
 
     def propose(
         self, entries: SequenceOf[BatchEntry], num_rows: int, number: int, cost: StepCost | None
@@ -270,7 +319,11 @@ class StepDrafts:
             return
         room = self._max_num_tokens - sum([entry.num_new_tokens for entry in entries])
         room = min(room, num_rows)
-        slots = _slots(entries, room)
+        slots = [
+            slot
+            for slot in _slots(entries, room)
+            if cost is None or self._may_draft(slot.drafting, len(entries))
+        ]
         load = _load_of([(entry.sequence, entry.num_new_tokens) for entry in entries])
         if not slots or self._costs.is_stale(load):
             return
@@ -282,7 +335,10 @@ class StepDrafts:
         step.waits_anyway = drafter is not None and bool(has_none)
         self._sources.propose(has_source, step)
         if drafter is not None and has_none:
+            step.account = self.ledger.account("model", len(entries))
             drafter.propose(has_none, step)
+            note = self._returns.note(number)
+            note.spent_ms, note.caught_up_ms = step.spent_ms, step.caught_up_ms
 
     def _step(
         self, number: int, load: StepLoad, sequences: SequenceOf[Sequence], cost: StepCost | None

@@ -153,6 +153,7 @@ class StepResults:
                 sequence.constraint.allowed()
         else:
             self._take_choice(entry, choices, first + len(entry.drafts), events)
+        entry.num_accepted = num_accepted
         self.draft_counts.add(len(entry.drafts), num_accepted)
         if not sequence.is_finished:
             assert sequence.drafting is not None

@@ -170,6 +170,9 @@ class ModelDrafter:
         plan = step.plan([(each, each.drafting.most) for each in sequences if each.drafting], cost)
         if not any(plan.counts):
             self._rests_until = step.number + REST_STEPS
+            for sequence in sequences:
+                assert sequence.drafting is not None
+                sequence.drafting.pause(sequence.num_tokens)
         return any(plan.counts)
 
     def propose(self, slots: SequenceOf[DraftSlot], step: DraftStep) -> None:
@@ -183,6 +186,8 @@ class ModelDrafter:
         if not rows:
             self._rests_until = step.number + REST_STEPS
             return
+        start_s = self._clock()
+        missing_ms = sum([_catch_up_ms(row, self._cost) for row in rows])
         try:
             self._draft(rows, catch_up)
         except Exception:
@@ -190,6 +195,10 @@ class ModelDrafter:
             logger.exception("a step of the draft model failed; the streams go on without drafts")
             self._reset()
             return
+        finally:
+            step.spent_ms = 1000 * (self._clock() - start_s)
+            missing_ms -= sum([_catch_up_ms(row, self._cost) for row in rows])
+            step.caught_up_ms = min(step.spent_ms, max(0.0, missing_ms))
         for row in rows:
             row.entry.drafts = tuple(row.drafts)
             if row.drafts and row.ahead is not None:
@@ -245,9 +254,13 @@ class ModelDrafter:
         if step.cost is None or cost is None:
             return budget
         plan = step.plan([(row.sequence, row.count) for row in rows], cost)
+        catch_up_ms = 0.0
         for row, count in zip(rows, plan.counts, strict=True):
             row.count = count
-            if count and not _pays(row, plan, cost):
+            more_ms = catch_up_ms + _catch_up_ms(row, cost)
+            if count and _pays(row, plan, cost) and _is_affordable(more_ms, step):
+                catch_up_ms = more_ms
+            elif count:
                 row.count = 0
                 assert row.sequence.drafting is not None
                 row.sequence.drafting.resumes_at = len(row.sequence.token_ids) + PAUSE_TOKENS
@@ -352,7 +365,21 @@ class ModelDrafter:
 def _pays(row: _Row, plan: DraftNumbers, cost: StepCost) -> bool:
     """Whether what drafts save in the tokens to come is more than the time to compute what the
     second model lacks of the sequence."""
-    load = StepLoad().plus(row.start, row.num_missing - 1, 0)
-    catch_up_ms = cost.predict_ms(load) - cost.fixed_ms
     rest = row.sequence.max_num_tokens - len(row.sequence.token_ids)
-    return plan.saved_ms * min(rest, FORESEEN_TOKENS) > catch_up_ms
+    return plan.saved_ms * min(rest, FORESEEN_TOKENS) > _catch_up_ms(row, cost)
+
+
+def _catch_up_ms(row: _Row, cost: StepCost | None) -> float:
+    """To compute what the second model lacks of the sequence but for its newest token; a few tokens
+    are those of its own drafts."""
+    if cost is None or row.num_missing <= LEAST_CATCH_UP:
+        return 0.0
+    load = StepLoad().plus(row.start, row.num_missing - 1, 0)
+    return cost.predict_ms(load) - cost.fixed_ms
+
+
+def _is_affordable(catch_up_ms: float, step: DraftStep) -> bool:
+    """Whether drafts have saved as much, or may cost as much on trial."""
+    if step.account is None or step.cost is None or not catch_up_ms:
+        return True
+    return step.account.may_invest(catch_up_ms / step.cost.base_ms)

@@ -1,0 +1,201 @@
+"""`DraftLedger`: what drafts have saved and cost in time, by their source and the number of rows.
+
+Owns whether a source may draft at a number of rows. The unit is a step without drafts at that
+number of rows, so that accounts of different rows compare. Invariant: what drafts have cost more
+than they have saved is at most `SHARE` of the steps in which sequences could have drafted, and once
+`RESERVE`; beyond that only the last loss of each account, which is known only afterwards.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import inf
+from typing import Literal, NamedTuple
+
+DraftOrigin = Literal["ngram", "model"]
+"""Looked up by each sequence, or made by the engine's second model."""
+
+SHARE = 0.015
+"""Of the steps in which sequences could draft: what trying drafts that do not pay may cost."""
+
+MAX_PATIENCE = 2
+"""The share is divided by the trials in succession that did not pay, and at most by this."""
+
+RESERVE, FIRST_CREDIT = 3.0, 2.0
+"""Steps for the first trials of all accounts after the start, and of these for one account."""
+
+MAX_CREDIT = 6.0
+"""Steps that a source may lose in succession, after it has saved as many."""
+
+MAX_CAPITAL = 64.0
+"""Steps saved beyond that, which may be spent on what a second model lacks of a sequence."""
+
+WEIGHT_OF_NEWEST = 0.2
+MOVED_CREDIT = 1.0
+TOKENS_AHEAD = 2.0
+"""Of what a sequence's own drafts have saved it may lose the time of so many tokens again, although
+drafts of its source do not pay."""
+
+
+class DraftState(NamedTuple):
+    """What is known of a source at some rows: whether it drafts, and what a step with drafts saved
+    of late, as a share of a step without."""
+
+    origin: DraftOrigin
+    rows: str
+    is_on: bool
+    gain: float
+
+
+OnDrafts = Callable[[DraftState], object]
+
+
+@dataclass(slots=True)
+class OwnCredit:
+    """What the drafts of one sequence have saved, as far as it may lose it again; in steps."""
+
+    steps: float = 0.0
+
+    def is_enough(self, num_rows: int) -> bool:
+        return self.steps * num_rows >= 1.0
+
+    def take(self, gain: float, num_rows: int) -> float:
+        """Adds a gain or takes off a loss; returns what is left of it for the account."""
+        before = self.steps
+        self.steps = min(TOKENS_AHEAD / num_rows, max(0.0, before + gain))
+        return gain - (self.steps - before)
+
+
+@dataclass(slots=True, eq=False)
+class DraftAccount:
+    """Of one source at about the same number of rows, in steps.
+
+    Args:
+        credit: what drafts may cost before they have saved anything again; negative: what they have
+            cost beyond that.
+        capital: what they have saved beyond `MAX_CREDIT`.
+        gain: mean of the newest steps with drafts, without what was computed for prompts.
+        is_on: whether drafts are made other than on trial.
+    """
+
+    credit: float = 0.0
+    capital: float = 0.0
+    gain: float = 0.0
+    is_on: bool = True
+    num_observed: int = 0
+    _num_losses: int = 0
+    _wanted: float = 0.0
+
+    @property
+    def may_draft(self) -> bool:
+        """Whether one more loss like the newest is within the credit."""
+        return self.credit >= max(0.0, -self.gain)
+
+    @property
+    def is_unknown(self) -> bool:
+        return not self.num_observed
+
+    def accrue(self) -> None:
+        """A step passed in which the source could have drafted."""
+        most = max(MAX_CREDIT, self._wanted)
+        if self.credit < most:
+            patience = min(MAX_PATIENCE, max(1, self._num_losses))
+            self.credit = min(most, self.credit + SHARE / patience)
+
+    def observe(self, gain: float, left: float) -> None:
+        """A step with drafts gained so much, of which `left` is not its sequences' own."""
+        self.num_observed += 1
+        weight = max(WEIGHT_OF_NEWEST, 1 / (1 + self.num_observed))
+        self.gain += weight * (gain - self.gain)
+        self._num_losses = 0 if gain > 0 else self._num_losses + 1
+        self._add(left)
+
+    def invest(self, steps: float) -> None:
+        """So much was spent on what a second model lacked of sequences."""
+        from_capital = min(self.capital, steps)
+        self.capital -= from_capital
+        self.credit -= steps - from_capital
+        self._wanted = 0.0
+
+    def may_invest(self, steps: float) -> bool:
+        """Whether so much may be spent on it; if not, credit is saved up for it."""
+        if self.capital + self.credit >= steps:
+            return True
+        self._wanted = steps if not self._wanted else min(self._wanted, steps)
+        return False
+
+    def _add(self, steps: float) -> None:
+        self.credit += steps
+        over = self.credit - max(MAX_CREDIT, self._wanted)
+        if over > 0 and steps > 0:
+            over = min(over, steps)
+            self.credit -= over
+            self.capital = min(MAX_CAPITAL, self.capital + over)
+
+
+@dataclass(slots=True, eq=False)
+class DraftLedger:
+    """`on_change` is called when drafts of a source begin or cease to pay at a number of rows."""
+
+    on_change: OnDrafts | None = None
+    _accounts: dict[tuple[DraftOrigin, int], DraftAccount] = field(
+        default_factory=dict[tuple[DraftOrigin, int], DraftAccount]
+    )
+    _reserve: float = RESERVE
+
+    def account(self, origin: DraftOrigin, num_rows: int) -> DraftAccount:
+        """The one of a source at a number of rows; a new one starts from the nearest of the source
+        of which anything is known, with a part of its credit, or else from the reserve."""
+        key = origin, _bucket(num_rows)
+        account = self._accounts.get(key)
+        if account is None:
+            account = self._accounts[key] = self._opened(*key)
+        return account
+
+    def _opened(self, origin: DraftOrigin, bucket: int) -> DraftAccount:
+        nearest, least = None, inf
+        for (other, at), account in self._accounts.items():
+            if other == origin and not account.is_unknown and abs(at - bucket) < least:
+                nearest, least = account, abs(at - bucket)
+        if nearest is None:
+            credit = min(FIRST_CREDIT, self._reserve)
+            self._reserve -= credit
+            return DraftAccount(credit=credit)
+        moved = 0.0
+        if nearest.gain > 0:
+            moved = max(0.0, min(MOVED_CREDIT, nearest.credit))
+            nearest.credit -= moved
+        return DraftAccount(credit=moved, gain=nearest.gain, is_on=nearest.is_on)
+
+    def note(self, origin: DraftOrigin, num_rows: int) -> None:
+        """After steps of a source at a number of rows were observed: tells if drafts begin or cease
+        to pay."""
+        account = self.account(origin, num_rows)
+        was_on = account.is_on
+        if account.gain > 0 and account.credit >= MOVED_CREDIT:
+            account.is_on = True
+        elif account.gain < 0 and not account.may_draft:
+            account.is_on = False
+        if account.is_on is not was_on and self.on_change is not None:
+            self.on_change(_state_of(origin, _bucket(num_rows), account))
+
+    @property
+    def states(self) -> tuple[DraftState, ...]:
+        return tuple(
+            _state_of(origin, bucket, account)
+            for (origin, bucket), account in sorted(self._accounts.items())
+            if not account.is_unknown
+        )
+
+
+def _state_of(origin: DraftOrigin, bucket: int, account: DraftAccount) -> DraftState:
+    return DraftState(origin, _rows_of(bucket), account.is_on, account.gain)
+
+
+def _bucket(num_rows: int) -> int:
+    """1, 2, 3 to 4, 5 to 8, 9 to 16, ..."""
+    return (max(1, num_rows) - 1).bit_length()
+
+
+def _rows_of(bucket: int) -> str:
+    least, most = (1 << bucket >> 1) + 1, 1 << bucket
+    return str(most) if bucket < 2 else f"{least}-{most}"

@@ -1,0 +1,155 @@
+"""Drafts never cost more than a few per cent of the time, and good ones keep what they gain: in the
+modelled time of `tests.engine.modelled`."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cadenza.core.draft_ledger import RESERVE, SHARE
+from tests.by_day import by_day
+from tests.engine.modelled import Accepts, Case, Machine, Phase, Play, best_ratio, rate_ratio
+
+LEAST_RATIO = 0.97
+
+
+def never(_: int) -> float:
+    return 0.0
+
+
+def always(_: int) -> float:
+    return 1.0
+
+
+def at_first(num_tokens: int) -> float:
+    return 0.95 if num_tokens < 50 else 0.0
+
+
+def in_turns(num_tokens: int) -> float:
+    """Right as long as it takes to be trusted, then wrong."""
+    return 0.9 * (num_tokens // 40 % 2)
+
+
+def spikes(num_tokens: int) -> float:
+    """Of all times: now and then everything takes three times as long for a while."""
+    return 3.0 if num_tokens % 160 < 20 else 1.0
+
+
+DEAR, CHEAP = Machine(), Machine(read_ms=1.0, token_ms=0.05)
+ONE = (Phase(num_rows=1, num_streams=8, length=100),)
+LOADS: dict[str, tuple[Phase, ...]] = {
+    "1 row": ONE,
+    "4 rows": (Phase(num_rows=4, num_streams=32, length=100),),
+    "8 rows, short": (Phase(num_rows=8, num_streams=160, length=30),),
+    "32 rows": (Phase(num_rows=32, num_streams=256, length=60),),
+    "1 row, 16, 1": (
+        Phase(num_rows=1, num_streams=3, length=100),
+        Phase(num_rows=16, num_streams=48, length=60),
+        Phase(num_rows=1, num_streams=3, length=100),
+    ),
+    "1 row, long prompts": (Phase(num_rows=1, num_streams=8, length=80, num_prompt=300),),
+}
+HOPELESS: dict[str, tuple[Accepts, Machine | None, Machine]] = {
+    "look-up, always wrong": (never, None, Machine()),
+    "look-up, wrong and dear": (never, None, Machine(num_free=1, token_ms=4.0, believed=0.1)),
+    "as large as the target": (always, DEAR, Machine()),
+    "as large, taken for small": (always, replace(DEAR, believed=0.1), Machine()),
+    "as large, always wrong": (never, replace(DEAR, believed=0.1), Machine()),
+    "small, always wrong": (never, CHEAP, Machine()),
+    "small, right at first": (at_first, CHEAP, Machine()),
+    "look-up, in turns": (in_turns, None, Machine()),
+    "noise": (never, CHEAP, Machine(noise=0.2)),
+}
+BY_DAY = {
+    ("look-up, always wrong", "1 row"),
+    ("look-up, wrong and dear", "1 row, 16, 1"),
+    ("as large, always wrong", "4 rows"),
+    ("small, right at first", "8 rows, short"),
+    ("noise", "1 row, long prompts"),
+}
+CASES = [(drafts, load) for drafts in HOPELESS for load in LOADS]
+
+
+def hopeless(drafts: str, load: str) -> Case:
+    accepts, drafter, target = HOPELESS[drafts]
+    return Case(seed=1, phases=LOADS[load], accepts=accepts, drafter=drafter, target=target)
+
+
+@pytest.mark.parametrize("case", by_day(CASES, BY_DAY), ids=" with ".join)
+def test_drafts_that_do_not_pay_cost_next_to_nothing(case: tuple[str, str]) -> None:
+    assert rate_ratio(hopeless(*case)) >= LEAST_RATIO
+
+
+def test_a_machine_that_is_slow_now_and_then_costs_no_more() -> None:
+    assert rate_ratio(replace(hopeless("small, always wrong", "1 row"), scale=spikes)) >= 0.96
+
+
+MACHINES = st.builds(
+    Machine,
+    num_free=st.integers(1, 12),
+    token_ms=st.floats(0.05, 3.0),
+    host_ms=st.floats(0.05, 2.0),
+    believed=st.floats(0.2, 2.0),
+)
+DRAFTERS = st.none() | st.builds(
+    Machine, read_ms=st.floats(0.3, 12.0), token_ms=st.floats(0.01, 1.0)
+)
+
+
+@given(
+    MACHINES,
+    DRAFTERS,
+    st.integers(1, 8),
+    st.integers(20, 100),
+    st.lists(st.floats(0.0, 1.0), min_size=1, max_size=4),
+)
+@settings(max_examples=4)
+def test_whatever_the_costs_and_however_acceptance_changes_no_more_is_lost(
+    target: Machine, drafter: Machine | None, num_rows: int, length: int, chances: list[float]
+) -> None:
+    num_streams = num_rows * 500 // length
+
+    def accepts(num_tokens: int) -> float:
+        return chances[num_tokens // 150 % len(chances)]
+
+    case = Case(
+        seed=num_rows,
+        phases=(Phase(num_rows=num_rows, num_streams=num_streams, length=length),),
+        accepts=accepts,
+        target=target,
+        drafter=drafter,
+    )
+    without_ms = Play(case, has_drafts=False).run()
+    most_ms = (1 + SHARE) * without_ms + (RESERVE + 4) * target.step_ms(num_rows)
+    assert Play(case, has_drafts=True).run() <= most_ms
+
+
+@pytest.mark.parametrize(
+    "case",
+    by_day(
+        [(chance, drafter) for chance in (0.6, 0.8, 0.95) for drafter in (None, CHEAP)],
+        [(0.8, None)],
+    ),
+)
+def test_good_drafts_keep_what_the_best_number_of_them_would_gain(
+    case: tuple[float, Machine | None],
+) -> None:
+    acceptance, drafter = case
+    played = Case(seed=2, phases=ONE, accepts=lambda _: acceptance, drafter=drafter)
+    best = best_ratio(played)
+    assert best > 1.3
+    assert rate_ratio(played) >= 0.95 * best
+
+
+def test_drafts_that_become_good_are_found() -> None:
+    """In the second half of the tokens all are right: at best a half of the time and a sixth."""
+    case = Case(seed=3, phases=ONE, accepts=lambda num_tokens: num_tokens >= 400, drafter=CHEAP)
+    assert 1.15 < rate_ratio(case) < 1.7
+
+
+def test_the_same_drafts_without_a_bound_are_caught() -> None:
+    """The negative control: drafts that are made whatever they cost."""
+    case = hopeless("as large, always wrong", "1 row")
+    without_ms = Play(case, has_drafts=False).run()
+    assert without_ms / Play(case, has_drafts=True, is_forced=True).run() < 0.5
