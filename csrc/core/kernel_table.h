@@ -117,6 +117,12 @@ struct IntegerKernels {
   UnitFn grouped_gated[2];
   UnitFn grouped_linear[2];
   UnitFn head_linear[2];
+  // Of each format the rows of a unit from which tiles multiply it, measured at the first call; null
+  // in tables without tiles.
+  const int* (*least_tile_rows)();
 };
+
+// Of a format that is never multiplied by tiles.
+constexpr int kNeverByTiles = 1 << 30;
 
 }  // namespace cadenza

@@ -302,7 +302,7 @@ constexpr Tiles make_tiles(std::integer_sequence<int, Format...>) {
   return {{tiles_of_format<Format>(std::make_integer_sequence<int, kDotRows>())...}};
 }
 
-constexpr Tiles kTiles = make_tiles(std::make_integer_sequence<int, kNumCodeFormats>());
+constexpr Tiles kCodeTiles = make_tiles(std::make_integer_sequence<int, kNumCodeFormats>());
 
 // The row tiles of a block: tile t has rows [t * rows / tiles, (t + 1) * rows / tiles).
 struct TileRange {
@@ -355,7 +355,7 @@ inline void run_code_panels(const void* x, const void* w, const Grid& grid, int6
                                                index + 1 < grid.panels, worker);
     const char* start = prefetch.at;
     int64_t done = 0;
-    const FormatTiles& tile_of = kTiles.of_formats[panel.format];
+    const FormatTiles& tile_of = kCodeTiles.of_formats[panel.format];
     for (int64_t tile = range.begin; tile < range.end; tile++) {
       const int64_t row = range.first_row(tile);
       const int count = range.count(tile);
@@ -560,12 +560,19 @@ inline void multiply_codes_units(const void* context, int64_t begin, int64_t end
   __atomic_fetch_add(task.operations, (end - begin) * task.steps * kPerStep, __ATOMIC_RELAXED);
 }
 
-constexpr IntegerKernels make_integer_kernels(const char* isa) {
-  using P = CodeProduct;
+// How a table multiplies: the rows of its tiles, and its roofline.
+struct ProductLimits {
+  int max_rows;
+  UnitFn multiply;
+  const int* (*least_tile_rows)();
+};
+
+template <class P>
+constexpr IntegerKernels make_integer_kernels(const char* isa, const ProductLimits& limits) {
   return {isa,
-          kDotRows,
+          limits.max_rows,
           {quantise_units<bf16>, quantise_units<float>},
-          multiply_codes_units,
+          limits.multiply,
           {append_units<CodeKv<bf16>>, append_units<CodeKv<float>>},
           {attend_units<CodeKv<bf16>>, attend_units<CodeKv<float>>},
           {merge_units<bf16>, merge_units<float>},
@@ -575,7 +582,12 @@ constexpr IntegerKernels make_integer_kernels(const char* isa) {
           logits_units<P>,
           {grouped_gated_units<P, bf16>, grouped_gated_units<P, float>},
           {grouped_linear_units<P, bf16>, grouped_linear_units<P, float>},
-          {head_linear_units<P, bf16>, head_linear_units<P, float>}};
+          {head_linear_units<P, bf16>, head_linear_units<P, float>},
+          limits.least_tile_rows};
+}
+
+constexpr IntegerKernels make_integer_kernels(const char* isa) {
+  return make_integer_kernels<CodeProduct>(isa, {kDotRows, multiply_codes_units, nullptr});
 }
 
 }  // namespace cadenza::CADENZA_ISA

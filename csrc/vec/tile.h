@@ -55,15 +55,10 @@ template <int C, int A, int B>
 [[gnu::always_inline]] inline void tile_dot_bf16() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
 }
-// Signed codes in A with unsigned codes in B, like dot_codes in vec/dot.h.
+// Codes with sign, in A and in B.
 template <int C, int A, int B>
 [[gnu::always_inline]] inline void tile_dot_codes() {
-  asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
-}
-// Unsigned codes in A with signed codes in B, like dot_signed_codes in vec/dot.h.
-template <int C, int A, int B>
-[[gnu::always_inline]] inline void tile_dot_signed_codes() {
-  asm volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
+  asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
 }
 
 }  // namespace cadenza::CADENZA_ISA

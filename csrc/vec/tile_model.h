@@ -118,15 +118,16 @@ inline void tile_dot_bf16() {
   leave_float_state(float_state);
 }
 
-// Four codes of each word, of types CodeA and CodeB.
-template <class CodeA, class CodeB>
-inline void dot_tile_codes(const TileProductOperands& tiles) {
+// Four codes of each word.
+template <int C, int A, int B>
+inline void tile_dot_codes() {
+  const TileProductOperands tiles = tile_operands<C, A, B>();
   for (int row = 0; row < tiles.c.rows; row++) {
-    const auto* a = reinterpret_cast<const CodeA*>(tiles.a.data[row]);
+    const auto* a = reinterpret_cast<const int8_t*>(tiles.a.data[row]);
     uint32_t sums[kTileRowBytes / 4];
     std::memcpy(sums, tiles.c.data[row], sizeof(sums));
     for (int k = 0; k < tiles.depth; k++) {
-      const auto* b = reinterpret_cast<const CodeB*>(tiles.b.data[k]);
+      const auto* b = reinterpret_cast<const int8_t*>(tiles.b.data[k]);
       for (int n = 0; n < tiles.c.row_bytes / 4; n++) {
         for (int i = 0; i < 4; i++) sums[n] += uint32_t(int(a[4 * k + i]) * int(b[4 * n + i]));
       }
@@ -134,14 +135,6 @@ inline void dot_tile_codes(const TileProductOperands& tiles) {
     std::memset(tiles.c.data[row], 0, kTileRowBytes);
     std::memcpy(tiles.c.data[row], sums, size_t(tiles.c.row_bytes));
   }
-}
-template <int C, int A, int B>
-inline void tile_dot_codes() {
-  dot_tile_codes<int8_t, uint8_t>(tile_operands<C, A, B>());
-}
-template <int C, int A, int B>
-inline void tile_dot_signed_codes() {
-  dot_tile_codes<uint8_t, int8_t>(tile_operands<C, A, B>());
 }
 
 }  // namespace cadenza::CADENZA_ISA
