@@ -161,6 +161,9 @@ PLACES: Mapping[str, Place] = {
     "VLLM_CPU_OMP_THREADS_BIND=0-1 VLLM_CPU_KVCACHE_SPACE=2 vllm serve FOLDER --dtype bfloat16 "
     "--max-model-len 2048 --max-num-seqs 32 --no-enable-prefix-caching": Parsed(OTHERS),
     "python benchmarks/rivals/as_gguf.py FOLDER random.gguf": Parsed(MINUTES),
+    "python benchmarks/rivals/as_gguf.py qwen3-30b-a3b random.gguf Q4_K_M --layers 12": (
+        Parsed(MINUTES)
+    ),
     "python benchmarks/rivals/beside_llama_cpp.py FILE.gguf OUT.json --llama BIN "
     '--kind "Zen 4" --model "Qwen3-4B shape"': Parsed(OTHERS),
     "llama-server -m random.gguf -np 32 -c 65536 -t 2 -tb 2": Parsed(OTHERS),

@@ -53,7 +53,7 @@ _MEAN_DECAY = -3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Normal:
+class Normal:
     """The normal distribution of one tensor's elements."""
 
     mean: float
@@ -144,35 +144,35 @@ def _part(spec: TensorSpec, config: ModelConfig, source: NoiseSource, dtype: Wei
     numpy_type = FORMAT_OF_NAME[dtype].numpy
 
     def make() -> Iterator[AnyArray]:
-        for part in _draw(spec, _distribution(spec, config), source):
+        for part in _draw(spec, distribution_of(spec, config), source):
             yield part.astype(numpy_type)
 
     return Part(tensors=(NewTensor(name=spec.name, dtype=dtype, shape=spec.shape),), make=make)
 
 
-def _distribution(spec: TensorSpec, config: ModelConfig) -> _Normal:
+def distribution_of(spec: TensorSpec, config: ModelConfig) -> Normal:
     """The distribution of a tensor's elements; linears keep the variance of their input."""
     if spec.kind == "norm":
         is_final = spec.name == declare_final_norm(config).name
         gain = _final_gain(config) if is_final else _norm_gain(spec, config)
-        return _Normal(mean=gain - float(config.norm_adds_one), sigma=_NORM_NOISE * gain)
+        return Normal(mean=gain - float(config.norm_adds_one), sigma=_NORM_NOISE * gain)
     if spec.kind == "scale":
-        return _Normal(mean=1.0, sigma=_NORM_NOISE)
+        return Normal(mean=1.0, sigma=_NORM_NOISE)
     if spec.kind == "decay":
-        return _Normal(mean=_MEAN_DECAY, sigma=1.0)
+        return Normal(mean=_MEAN_DECAY, sigma=1.0)
     if spec.kind == "bias":
-        return _Normal(mean=0.0, sigma=_BIAS_NOISE)
+        return Normal(mean=0.0, sigma=_BIAS_NOISE)
     if spec.kind == "sink":
-        return _Normal(mean=_SINK, sigma=1.0)
+        return Normal(mean=_SINK, sigma=1.0)
     sigma = spec.shape[-1] ** -0.5
     if spec.name == HEAD or (spec.name == EMBEDDING and config.tie_word_embeddings):
         spread = math.sqrt(math.log(max(config.vocab_size, 2))) * config.logit_divisor
-        return _Normal(mean=0.0, sigma=sigma * spread / _final_gain(config))
+        return Normal(mean=0.0, sigma=sigma * spread / _final_gain(config))
     if spec.name == LAYER_EMBEDDING and config.layer_inputs is not None:
-        return _Normal(mean=0.0, sigma=config.layer_inputs.size**-0.5)
+        return Normal(mean=0.0, sigma=config.layer_inputs.size**-0.5)
     if spec.name == EMBEDDING:
-        return _Normal(mean=0.0, sigma=1.0 / config.embedding_scale)
-    return _Normal(mean=0.0, sigma=sigma * _score_gain(spec, config))
+        return Normal(mean=0.0, sigma=1.0 / config.embedding_scale)
+    return Normal(mean=0.0, sigma=sigma * _score_gain(spec, config))
 
 
 def _final_gain(config: ModelConfig) -> float:
@@ -205,7 +205,7 @@ def _score_gain(spec: TensorSpec, config: ModelConfig) -> float:
     return math.sqrt(gain) if spec.name.endswith(".qkv_proj.weight") else 1.0
 
 
-def _draw(spec: TensorSpec, normal: _Normal, source: NoiseSource) -> Iterator[AnyArray]:
+def _draw(spec: TensorSpec, normal: Normal, source: NoiseSource) -> Iterator[AnyArray]:
     """A tensor's elements in float32 chunks; they depend on the seed and the tensor's name."""
     words = np.frombuffer(spec.name.encode().ljust(-(-len(spec.name) // 4) * 4), dtype="<u4")
     generator = np.random.Generator(np.random.Philox(np.random.SeedSequence([source.seed, *words])))
