@@ -4,7 +4,8 @@
     python tools/vendor_ui.py --fetch    # `npm pack` of each package, checked, then written
 
 Owns the table of packages. Invariant: a file of `vendor` is a file of a package whose archive has
-the table's SHA-512, changed only as `REWRITES` says; each package's licence is beside it.
+the table's SHA-512, changed only as `REWRITES` and `APPENDED` say; each package's licence is beside
+it.
 """
 
 import argparse
@@ -79,6 +80,11 @@ REWRITES: Mapping[str, tuple[tuple[bytes, bytes], ...]] = {
 }
 """What is changed of a file, by its name here; each is there exactly once."""
 
+APPENDED: Mapping[str, bytes] = {
+    # It is a script that defines a global; so it is loaded as a module when it is needed.
+    "uplot.js": b"\nexport default uPlot;\n",
+}
+
 SHA256: Mapping[str, str] = {
     "LICENSES.txt": "4551d6b19bd07899e607c691055b8dd0450ccb92930ba6765358d2dbe36b81f3",
     "hooks.js": "5c65ab263688d0805862fd0807c779af02c2799c44fda0873dfcb870d0da70a0",
@@ -86,7 +92,7 @@ SHA256: Mapping[str, str] = {
     "marked.js": "c622dc6824a1c92c2d10ea9ede2fc872e46128afcc34b298e6ddee6f387ace8e",
     "preact.js": "225d7a773766e6fb2cfcc45274fe41d2059f5782f3f2c4569aa5132a2d3a2902",
     "uplot.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
-    "uplot.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
+    "uplot.js": "8301d1a4fcc08355d4ff7e8c87cc4a4e13cc4da93ba50a20816005488c0c5f6e",
 }
 """Of every file in `vendor`."""
 
@@ -166,7 +172,8 @@ def _rewritten(name: str, content: bytes) -> bytes:
         content = content.replace(old, new)
     # No maps are served, and a browser's tools would ask for them.
     lines = content.splitlines(keepends=True)
-    return b"".join(line for line in lines if not line.startswith(b"//# sourceMappingURL="))
+    kept = b"".join(line for line in lines if not line.startswith(b"//# sourceMappingURL="))
+    return kept + APPENDED.get(name, b"")
 
 
 def _sha256(content: bytes) -> str:

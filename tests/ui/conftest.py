@@ -83,9 +83,12 @@ class Visit:
     def press(self, name: str) -> None:
         self.page.get_by_role("button", name=name, exact=True).first.click()
 
-    def stream(self, *deltas: dict[str, Any], is_cut: bool = False) -> None:
-        """Has the next requests for a chat answered with these deltas."""
+    def stream(self, *deltas: dict[str, Any], is_cut: bool = False, receipt: object = None) -> None:
+        """Has the next requests for a chat answered with these deltas, and a receipt at the end."""
         choices = [{"index": 0, "delta": delta, "finish_reason": None} for delta in deltas]
+        if receipt is not None:
+            end = {"index": 0, "delta": {}, "finish_reason": "stop", "receipt": receipt}
+            choices.append(end)
         chunks: list[Any] = [{"model": "scripted", "choices": [each]} for each in choices]
         frames = [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks]
         body = "".join(frames) + ("" if is_cut else "data: [DONE]\n\n")

@@ -32,8 +32,6 @@ export class Answer {
     /** What there is to say while it is written. */
     this.note = "";
     this.needsKey = false;
-    /** @type {unknown} what `cadenza replay` takes */
-    this.receipt = null;
     this.sentAt = 0;
     this.firstAt = 0;
     this.lastAt = 0;
@@ -127,7 +125,6 @@ export class Answer {
     message.text += delta.content ?? "";
     message.thinking += thought;
     for (const call of calls) this.takeCall(call);
-    if (choice.receipt) this.receipt = choice.receipt;
     if (choice.finish_reason) message.state = choice.finish_reason === "length" ? "length" : "writing";
   }
 

@@ -89,7 +89,9 @@ export const requestJson = async (path, options) => (await request(path, options
 
 /**
  * The served models.
- * @returns {Promise<{id: string, max_model_len: number | null, default_sampling_params?: Record<string, unknown>}[]>}
+ * @typedef {{id: string, max_model_len: number | null, system_fingerprint: string | null,
+ *   default_sampling_params?: Record<string, unknown>}} Model
+ * @returns {Promise<Model[]>}
  */
 export const listModels = async () => (await requestJson("v1/models")).data;
 
@@ -100,20 +102,6 @@ export async function trouble() {
     return "";
   } catch (error) {
     return error instanceof ApiFailure ? error.code || "unreachable" : "unreachable";
-  }
-}
-
-/**
- * Whether the server has a route: to a wrong method it answers that another one is needed.
- * @param {string} path
- * @param {string} method one that the route does not have
- */
-export async function hasRoute(path, method) {
-  try {
-    await request(path, { method });
-    return true;
-  } catch (error) {
-    return error instanceof ApiFailure && error.status === 405;
   }
 }
 

@@ -6,7 +6,7 @@
  * @typedef {import("./conversation.js").Message} Message
  * @typedef {import("./conversation.js").Call} Call
  * @typedef {import("./settings.js").Settings} Settings
- * @typedef {Awaited<ReturnType<typeof listModels>>[number]} Model
+ * @typedef {import("./api.js").Model} Model
  */
 import { Answer } from "./answer.js";
 import { ApiFailure, listModels, setKey } from "./api.js";
@@ -23,6 +23,7 @@ import {
   readExport,
   show,
 } from "./conversation.js";
+import { LivePanel, LiveSteps } from "./live.js";
 import { SettingsPanel, bodyFields, emptySettings, keepSettings, readSettings } from "./settings.js";
 import { Store } from "./store.js";
 import { Changes, html, render, useChanges, useState } from "./ui.js";
@@ -39,6 +40,7 @@ export class App {
   constructor() {
     this.changes = new Changes();
     this.store = new Store();
+    this.live = new LiveSteps(this.changes);
     this.settings = readSettings();
     /** @type {Model[]} */
     this.models = [];
@@ -53,6 +55,7 @@ export class App {
     this.panel = "";
     this.isMenuOpen = false;
     this.theme = "auto";
+    this.isDark = matchMedia("(prefers-color-scheme: dark)").matches;
     this.savedAt = 0;
     this.focusInput = () => {};
   }
@@ -393,6 +396,7 @@ function Page({ app }) {
       ${app.needsKey ? html`<${KeyForm} app=${app} />` : html`<${Chat} app=${app} /><${Compose} app=${app} />`}
     </main>
     ${app.panel === "settings" && html`<aside aria-label="Settings"><${SettingsPanel} app=${app} /></aside>`}
+    ${app.panel === "live" && html`<aside aria-label="Live"><${LivePanel} app=${app} /></aside>`}
     <div class="hidden" role="status" aria-live="polite">${app.announced}</div>
   `;
 }
@@ -422,6 +426,7 @@ function TopBar({ app }) {
           ${app.models.map((each) => html`<option key=${each.id} value=${each.id}>${each.id}</option>`)}
         </select>
       </label>
+      <button type="button" aria-pressed=${app.panel === "live"} onClick=${toggle("live")}>Live</button>
       <button type="button" aria-pressed=${app.panel === "settings"} onClick=${toggle("settings")}>Settings</button>
       <button type="button" onClick=${() => app.setTheme(next)}>Theme: ${app.theme}</button>
     </header>
@@ -509,6 +514,10 @@ function KeyForm({ app }) {
 const app = new App();
 addEventListener("keydown", (event) => {
   if (event.key === "Escape" && app.isBusy) app.stop();
+});
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", (event) => {
+  app.isDark = event.matches;
+  app.changes.tell("app");
 });
 addEventListener("pagehide", () => app.save(true));
 render(html`<${Page} app=${app} />`, /** @type {HTMLElement} */ (document.getElementById("page")));

@@ -24,17 +24,20 @@ export class GrowingMarkdown {
   /** @param {HTMLElement} element */
   constructor(element) {
     this.element = element;
-    this.reset();
-  }
-
-  reset() {
-    this.element.replaceChildren();
     this.text = "";
     /** Characters whose nodes are final. */
     this.settled = 0;
     /** @type {Node[]} those of the text behind */
     this.open = [];
     /** @type {{text: Text, start: number, close: RegExp} | null} a code block without its end */
+    this.fence = null;
+  }
+
+  reset() {
+    this.element.replaceChildren();
+    this.text = "";
+    this.settled = 0;
+    this.open = [];
     this.fence = null;
   }
 
@@ -226,7 +229,7 @@ function inlineOf(token, depth) {
   if (token.type === "codespan") return element("code", [textNode(token.text)]);
   if (token.type === "br") return element("br");
   if (token.type === "link") return link(token.href, inline(token.tokens, depth + 1), token.raw);
-  if (token.type === "image") return link(token.href, [textNode(`🖼 ${token.text || token.href}`)], token.raw);
+  if (token.type === "image") return link(token.href, [textNode(`Image: ${token.text || token.href}`)], token.raw);
   if (token.type === "text" && token.tokens) return element("span", inline(token.tokens, depth + 1));
   if (token.type === "text") return textNode(decoded(token.text));
   if (token.type === "escape") return textNode(token.text);

@@ -26,7 +26,7 @@ export function MessageView({ app, message }) {
   const name = isUser ? "You" : message.model || "Assistant";
   return html`
     <article class=${`message ${message.role}`} aria-label=${isUser ? "Your message" : "Answer"} id=${`m-${message.id}`}>
-      <header><span class="who">${name}</span><${Versions} app=${app} message=${message} /></header>
+      <header><h2 class="who">${name}</h2><${Versions} app=${app} message=${message} /></header>
       ${isUser ? html`<${UserText} app=${app} message=${message} />` : html`<${AnswerText} app=${app} message=${message} />`}
     </article>
   `;

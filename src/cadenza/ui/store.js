@@ -31,6 +31,7 @@ export class Store {
 
   /** @returns {Promise<Head[]>} the newest first */
   async heads() {
+    /** @type {Head[]} */
     const found = this.database
       ? await this.all("heads").catch(() => [])
       : [...this.memory.values()].map(headOf);

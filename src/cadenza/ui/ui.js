@@ -6,7 +6,8 @@ import { h, render } from "./vendor/preact.js";
 import { useEffect, useLayoutEffect, useRef, useState } from "./vendor/hooks.js";
 import htm from "./vendor/htm.js";
 
-export const html = htm.bind(h);
+/** @type {(strings: TemplateStringsArray, ...values: unknown[]) => any} */
+export const html = /** @type {any} */ (htm).bind(h);
 export { render, useEffect, useLayoutEffect, useRef, useState };
 
 /** Tells who listens to a topic that something of it changed, at most once a frame. */
@@ -57,6 +58,18 @@ export class Changes {
 export function useChanges(changes, topic) {
   const [, again] = useState(0);
   useEffect(() => changes.listen(topic, () => again((/** @type {number} */ n) => n + 1)), [topic]);
+}
+
+/**
+ * A colour of the style sheet as it is now: a custom property itself is text such as light-dark(…).
+ * @param {HTMLElement} element
+ * @param {string} name of a custom property, without the dashes
+ */
+export function colourOf(element, name) {
+  element.style.color = `var(--${name})`;
+  const found = getComputedStyle(element).color;
+  element.style.color = "";
+  return found;
 }
 
 /**
