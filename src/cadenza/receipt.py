@@ -25,6 +25,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         params: all of them, with the seed that was used.
         logprobs: of the tokens, natural logarithms.
         logprob_digest: of their bits.
+        seal: by which the server that made it knows it again.
     """
 
     receipt: int = RECEIPT_VERSION
@@ -36,6 +37,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     finish_reason: FinishReason
     logprobs: tuple[float, ...]
     logprob_digest: str
+    seal: str | msgspec.UnsetType = msgspec.UNSET
 
 
 def digest_of_logprobs(logprobs: Sequence[float]) -> str:

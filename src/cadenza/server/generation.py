@@ -23,8 +23,15 @@ from cadenza.frontend.receipts import with_receipt
 from cadenza.frontend.text_frontend import PreparedRequest
 from cadenza.outputs import CompletionOutput, RequestOutput
 from cadenza.server.endpoints.generating import CallContext, CallRequest, GeneratingEndpoint
-from cadenza.server.errors import ApiError, error_of, error_of_end, invalid_value, server_error
-from cadenza.server.http_exchange import ClientDisconnected, Exchange, Response
+from cadenza.server.errors import (
+    ApiError,
+    error_of,
+    error_of_end,
+    invalid_value,
+    queue_full,
+    server_error,
+)
+from cadenza.server.http_exchange import ClientDisconnected, Exchange, Handler, Response
 from cadenza.server.request_log import RequestRecord
 from cadenza.server.served_model import OpenCall, ServedModel
 from cadenza.server.service import Service
@@ -108,6 +115,9 @@ class Generation:
                 tenant=exchange.tenant,
                 request_id=exchange.request_id,
                 responses=service.responses,
+                seal=service.seal,
+                engine=lambda: model.engine,
+                fingerprint=model.fingerprint,
             )
         )
         async with service.models.using(model, request.num_bytes):
@@ -180,7 +190,8 @@ class Generation:
         wholes: list[RequestOutput] = []
         for _, each in sorted(found.items()):
             whole = each.output() if isinstance(each, OutputProcessor) else each
-            wholes.append(replace(whole, outputs=tuple(await self._checked(each, whole.outputs))))
+            outputs = self._sealed(await self._checked(each, whole.outputs), call)
+            wholes.append(replace(whole, outputs=tuple(outputs)))
         return wholes
 
     async def _stream(
@@ -204,7 +215,7 @@ class Generation:
                     failed = record.take(place, request, outputs)
                     if failed is not None:
                         raise end_error(failed)
-                    checked = await self._checked(request, outputs)
+                    checked = self._sealed(await self._checked(request, outputs), call)
                     made.append(encoder.take(place, request, checked))
                 events = b"".join(made)
                 if events and call.num_unfinished:
@@ -216,6 +227,20 @@ class Generation:
             log_unexpected(error)
             record.status, events = 500, encoder.failure(server_error())
         await exchange.end_stream(events)
+
+    def _sealed(
+        self, outputs: Sequence[CompletionOutput], call: OpenCall
+    ) -> Sequence[CompletionOutput]:
+        """The outputs, their receipts with this server's seal."""
+        if all(each.receipt is None for each in outputs):
+            return outputs
+        seal, tenant = self._service.seal, call.use.tenant.name
+        return [
+            each
+            if each.receipt is None
+            else replace(each, receipt=seal.sealed(each.receipt, tenant))
+            for each in outputs
+        ]
 
     async def _checked(
         self, request: OutputProcessor | RequestOutput, outputs: Sequence[CompletionOutput]
@@ -229,6 +254,25 @@ class Generation:
         return await self._service.work.do(
             "form", 0, lambda: [request.checked(each) for each in outputs]
         )
+
+
+class OneAtATime:
+    """Has `handler` answer one request at a time; another one is told `busy` meanwhile."""
+
+    def __init__(self, handler: Handler, busy: str) -> None:
+        self._handler = handler
+        self._busy = busy
+        self._is_busy = False
+
+    async def __call__(self, exchange: Exchange) -> None:
+        """Raises ApiError (429) beside what the handler does."""
+        if self._is_busy:
+            raise queue_full(message=self._busy)
+        self._is_busy = True
+        try:
+            await self._handler(exchange)
+        finally:
+            self._is_busy = False
 
 
 def prepare(

@@ -20,6 +20,7 @@ from cadenza.server.endpoints.messages import MESSAGES
 from cadenza.server.endpoints.ollama import OLLAMA_CHAT, OLLAMA_GENERATE
 from cadenza.server.endpoints.ollama_embed import OLLAMA_EMBED, OLLAMA_EMBEDDINGS
 from cadenza.server.endpoints.ollama_models import OLLAMA_ROUTES
+from cadenza.server.endpoints.replay import BUSY, REPLAY
 from cadenza.server.endpoints.rerank import RERANK
 from cadenza.server.endpoints.responses import RESPONSES
 from cadenza.server.endpoints.root import ROOT_ROUTES, RootHandler
@@ -27,7 +28,7 @@ from cadenza.server.endpoints.status import STATUS_ROUTES
 from cadenza.server.endpoints.stored_responses import STORED_RESPONSE_ROUTES
 from cadenza.server.endpoints.tokens import TOKEN_ROUTES
 from cadenza.server.endpoints.ui import UI_FILES, UI_PATHS, UI_PREFIX, read_ui_file
-from cadenza.server.generation import Generation
+from cadenza.server.generation import Generation, OneAtATime
 from cadenza.server.http_exchange import Exchange, Handler, Response
 from cadenza.server.openapi import DESCRIPTION, ApiRoute, describe_api
 from cadenza.server.service import Service
@@ -46,6 +47,7 @@ GENERATING: tuple[GeneratingEndpoint, ...] = (
     OLLAMA_GENERATE,
     OLLAMA_EMBED,
     OLLAMA_EMBEDDINGS,
+    REPLAY,
 )
 
 ROUTES: tuple[ApiRoute, ...] = (
@@ -75,6 +77,7 @@ def make_handlers(service: Service) -> Mapping[str, Handler]:
 
     return {
         **{each.route.name: Generation(service, each) for each in GENERATING},
+        REPLAY.route.name: OneAtATime(Generation(service, REPLAY), BUSY),
         **{each.name: partial(each.handler, service) for each in ROUTES if each.handler},
         **{each.name: RootHandler(service, ROUTES) for each in ROOT_ROUTES},
         DESCRIPTION.name: describe,

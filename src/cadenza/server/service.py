@@ -14,6 +14,7 @@ from cadenza.server.ignored_names import IgnoredNames
 from cadenza.server.limits import BodyBudget, ServerLimits, TextWork
 from cadenza.server.metrics import Metrics
 from cadenza.server.model_pool import ModelPool
+from cadenza.server.receipt_seal import ReceiptSeal
 from cadenza.server.response_store import ResponseStore, StoreBounds
 from cadenza.server.schemas.unknown_members import UnknownFields
 from cadenza.server.served_model import OpenCall
@@ -71,6 +72,7 @@ class Service:
         )
         self.created = int(options.now())
         self.ignored_names = IgnoredNames()
+        self.seal = ReceiptSeal()
         self.responses = ResponseStore(options.stored_responses, options.clock)
         self._open: dict[str, OpenCall] = {}
         self._num_tokenizing = 0

@@ -15,6 +15,7 @@ Modules:
 - `messages`: /v1/messages: its body, its answer and events
 - `ollama`, `ollama_embed`: /api/chat, /api/generate and /api/embed: bodies, and answers in lines
 - `ollama_models`: the models as Ollama lists them, what would change them, and llama.cpp's /props
+- `replay`: /v1/receipts/replay: its body and its answer
 - `generating`: their interface to `generation`
 - `tokens`: /tokenize, /detokenize and the counts of messages
 - `root`: `/` and `/docs`

@@ -6,11 +6,13 @@ its prompt is too long or its tokens unknown.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
+from cadenza.engine.status import EngineMonitor
+from cadenza.fingerprint import Fingerprint
 from cadenza.frontend.answers import ToolUse
 from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
 from cadenza.outputs import Logprob
@@ -26,6 +28,7 @@ from cadenza.server.openapi import (
     object_of,
     one_of,
 )
+from cadenza.server.receipt_seal import ReceiptSeal
 from cadenza.server.response_store import ResponseStore
 from cadenza.server.schemas.body import Effect
 from cadenza.server.schemas.field_types import Schema, or_null
@@ -66,11 +69,16 @@ class CallContext:
 
     Args:
         responses: the stored ones, of all tenants.
+        seal: of this server's receipts.
+        engine: the model's, and `fingerprint` that of its answers, once the model is loaded.
     """
 
     tenant: str
     request_id: str
     responses: ResponseStore
+    seal: ReceiptSeal
+    engine: Callable[[], EngineMonitor]
+    fingerprint: Callable[[], Fingerprint | None]
 
 
 class CallRequest(CallBody, ABC):

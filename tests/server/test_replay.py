@@ -1,0 +1,192 @@
+"""/v1/receipts/replay: an own answer is computed again; what is changed, foreign or too long is
+told or refused."""
+
+import json
+import struct
+from typing import Any
+
+import msgspec
+import pytest
+
+from cadenza.errors import InvalidRequestError
+from cadenza.fingerprint import Fingerprint
+from cadenza.frontend.loaded_model import LoadedModel
+from cadenza.receipt import Receipt
+from cadenza.server.endpoints.replay import MAX_TOKENS, check_fingerprint, place_of_difference
+from cadenza.server.receipt_seal import ReceiptSeal
+from tests.server.harness import RunningServer
+from tests.server.test_streams import wait_until
+from tests.server.watched_service import WatchedService
+
+PATH = "/v1/receipts/replay"
+BODY = {"prompt": "Once upon a time", "max_tokens": 24, "temperature": 1.0, "receipt": True}
+
+
+def receipt_of(server: RunningServer, **fields: Any) -> dict[str, Any]:
+    answer = server.post("/v1/completions", {**BODY, **fields}).json()
+    return answer["choices"][-1]["receipt"]
+
+
+def flipped(logprob: float) -> float:
+    """The float32 with its lowest bit changed."""
+    (bits,) = struct.unpack("<I", struct.pack("<f", logprob))
+    return struct.unpack("<f", struct.pack("<I", bits ^ 1))[0]
+
+
+@pytest.mark.parametrize("fields", [{}, {"n": 2}, {"seed": 7, "stop": ["the"]}, {"stream": False}])
+def test_an_own_receipt_is_equal_and_was_computed_alone(
+    bundled: RunningServer, fields: dict[str, Any]
+) -> None:
+    receipt = receipt_of(bundled, **fields)
+    again = bundled.post(PATH, {"receipt": receipt}).json()
+    assert again == {
+        "equal": True,
+        "alone": True,
+        "beside": 0,
+        "tokens": receipt["token_ids"],
+        "logprobs": receipt["logprobs"],
+        "bits": [struct.pack(">f", each).hex() for each in receipt["logprobs"]],
+        "digest": receipt["logprob_digest"],
+        "expected_digest": receipt["logprob_digest"],
+        "fingerprint": receipt["system_fingerprint"],
+        "first_difference": None,
+    }
+
+
+def test_a_receipt_of_a_stream_and_one_that_passed_through_javascript_are_own(
+    bundled: RunningServer,
+) -> None:
+    body = {**BODY, "stream": True}
+    lines = bundled.post("/v1/completions", body).text.splitlines()
+    choices = [json.loads(line[6:])["choices"][0] for line in lines if line.startswith("data: {")]
+    receipt = choices[-1]["receipt"]
+    seed = receipt["params"]["seed"]
+    rounded = int(float(seed))
+    assert rounded != seed, "else this test shows nothing"
+    receipt["params"]["seed"] = rounded
+    receipt["params"]["temperature"] = 1
+    assert bundled.post(PATH, {"receipt": receipt}).json()["equal"]
+
+
+def test_a_receipt_with_one_bit_changed_is_unequal_at_that_place(bundled: RunningServer) -> None:
+    receipt = receipt_of(bundled)
+    receipt["logprobs"][5] = flipped(receipt["logprobs"][5])
+    again = bundled.post(PATH, {"receipt": receipt}).json()
+    assert (again["equal"], again["first_difference"]) == (False, 5)
+    receipt = receipt_of(bundled)
+    receipt["logprob_digest"] = "0" + receipt["logprob_digest"][1:-1] + "0"
+    again = bundled.post(PATH, {"receipt": receipt}).json()
+    assert (again["equal"], again["first_difference"]) == (False, None)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("prompt_token_ids",), [5, 6, 7]),
+        (("params", "temperature"), 0.5),
+        (("params", "seed"), 12),
+        (("params", "max_tokens"), 400),
+        (("seal",), "0" * 80),
+        (("seal",), "no seal"),
+    ],
+)
+def test_a_receipt_whose_request_was_changed_or_that_has_no_seal_is_refused(
+    bundled: RunningServer, path: tuple[str, ...], value: object
+) -> None:
+    receipt = receipt_of(bundled)
+    *parents, name = path
+    place = receipt
+    for each in parents:
+        place = place[each]
+    place[name] = value
+    refused = bundled.post(PATH, {"receipt": receipt})
+    assert refused.status_code == 400
+    error = refused.json()["error"]
+    assert error["param"] == "receipt"
+    assert "not one that this server gave you" in error["message"]
+    assert "`cadenza replay`" in error["message"]
+
+
+def test_another_fingerprint_is_refused_with_the_part_that_does_not_fit(
+    bundled: RunningServer,
+) -> None:
+    receipt = receipt_of(bundled)
+    receipt["fingerprint"]["weights"] = "int4"
+    refused = bundled.post(PATH, {"receipt": receipt})
+    assert refused.status_code == 400
+    assert "the weights is int4 in the receipt" in refused.json()["error"]["message"]
+
+
+def test_a_fingerprint_names_each_part_that_does_not_fit(loaded: LoadedModel) -> None:
+    here: Fingerprint = loaded.fingerprint
+    check_fingerprint(here, here)
+    other = msgspec.structs.replace(here, checkpoint="x", kv="int8")
+    with pytest.raises(InvalidRequestError, match=r"checkpoint is x .*; the kv is int8 "):
+        check_fingerprint(other, here)
+
+
+@pytest.mark.parametrize(
+    ("receipt", "words"),
+    [
+        (3, "receipt is none"),
+        ({}, "missing required field"),
+        ({"receipt": 1, "other": 3}, "receipt is none"),
+    ],
+)
+def test_what_is_no_receipt_is_refused(
+    scripted: RunningServer, receipt: object, words: str
+) -> None:
+    refused = scripted.post(PATH, {"receipt": receipt})
+    assert refused.status_code == 400
+    assert words in refused.json()["error"]["message"]
+
+
+def test_a_receipt_of_too_many_tokens_or_another_version_is_refused(
+    bundled: RunningServer,
+) -> None:
+    receipt = receipt_of(bundled)
+    long = {**receipt, "token_ids": [5] * (MAX_TOKENS + 1)}
+    refused = bundled.post(PATH, {"receipt": long})
+    assert refused.status_code == 400
+    assert "has 513 tokens; at most 512" in refused.json()["error"]["message"]
+    refused = bundled.post(PATH, {"receipt": {**receipt, "receipt": 2}})
+    assert "has the version 2; this server reads 1" in refused.json()["error"]["message"]
+
+
+def test_a_replay_beside_others_says_how_many_and_a_second_one_meanwhile_is_refused(
+    bundled: RunningServer, watched: WatchedService
+) -> None:
+    receipt = receipt_of(bundled)
+    watched.gather(2)  # the first one's tokens wait for a request beside it
+    replaying = bundled.posting(PATH, {"receipt": receipt})
+    wait_until(lambda: watched.load().num_open == 1)
+    refused = bundled.post(PATH, {"receipt": receipt})
+    assert refused.status_code == 429
+    assert "one at a time" in refused.json()["error"]["message"]
+    bundled.post("/v1/completions", {"prompt": "the", "max_tokens": 2})
+    again = replaying.result().json()
+    assert (again["equal"], again["alone"], again["beside"]) == (True, False, 1)
+
+
+def test_a_seal_is_of_a_tenant_and_of_a_secret(bundled: RunningServer) -> None:
+    receipt = msgspec.convert(receipt_of(bundled), Receipt)
+    seal = ReceiptSeal(b"secret")
+    sealed = seal.sealed(receipt, "a")
+    assert seal.opened(sealed, "a") == sealed
+    assert seal.opened(sealed, "b") is None
+    assert ReceiptSeal(b"another").opened(sealed, "a") is None
+
+
+def test_answers_of_other_lengths_or_ends_differ_where_they_cease_to_be_equal(
+    bundled: RunningServer,
+) -> None:
+    receipt = msgspec.convert(receipt_of(bundled), Receipt)
+    shorter = msgspec.structs.replace(
+        receipt, token_ids=receipt.token_ids[:9], logprobs=receipt.logprobs[:9]
+    )
+    other = msgspec.structs.replace(receipt, token_ids=(*receipt.token_ids[:3], 1, 2))
+    ended = msgspec.structs.replace(receipt, finish_reason="stop")
+    assert place_of_difference(receipt, receipt) is None
+    assert place_of_difference(shorter, receipt) == place_of_difference(receipt, shorter) == 9
+    assert place_of_difference(receipt, other) == 3
+    assert place_of_difference(receipt, ended) == len(receipt.token_ids)
