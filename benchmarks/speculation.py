@@ -14,6 +14,12 @@ a chance, and costs nothing. Random weights of a shape then show what verifying 
 ratio stands the best one that the measured costs of steps allow. With the method of a second model
 that model drafts, too, at its own cost, which the best one leaves out, and each of its drafts is
 exchanged for a made-up one: `--method quantised --shape llama-3.2-1b --acceptance 0.93`.
+
+With `--hopeless` all made-up drafts are wrong, and rows may change: `1+16+1` is one stream, then
+16, then one. What it costs to find out that drafts do not pay is the ratio's distance from one.
+`--draft-shape` has a second model of random weights draft: `--hopeless --shape smollm2-135m
+--method draft_model --draft-shape smollm2-135m`. With `--own-drafts` its drafts stay as they are:
+those of the target's own shape are all right and as dear as what they save.
 """
 
 import argparse
@@ -137,7 +143,9 @@ def made_up(sources: dict[tuple[int, ...], MadeUpDrafts]) -> AbstractContextMana
     def exchanged(drafter: ModelDrafter, slots: Sequence[DraftSlot], step: DraftStep) -> None:
         propose(drafter, slots, step)
         for entry in [slot.entry for slot in slots if slot.entry.drafts]:
-            source = sources[tuple(entry.sequence.request.prompt_token_ids)]
+            source = sources.get(tuple(entry.sequence.request.prompt_token_ids))
+            if source is None:
+                continue
             drafts = source.propose(entry.sequence.token_ids, len(entry.drafts))
             entry.drafts = tuple(drafts)
 
@@ -214,6 +222,34 @@ def measure_made_up(llm: LLM, acceptance: float, rows: int, options: argparse.Na
     )
 
 
+def measure_hopeless(llm: LLM, load: str, options: argparse.Namespace) -> str:
+    """One line of the table of drafts that do not pay; `load` has numbers of rows, one after the
+    other."""
+    rng = random.Random(load)
+    phases = [
+        [tuple(rng.choices(range(1000), k=options.prompt_tokens)) for _ in range(int(rows))]
+        for rows in load.split("+")
+    ]
+    answers = [answer_with(llm.core, each, options.length, [])[1] for each in phases]
+    rates: dict[bool, list[float]] = {True: [], False: []}
+    for number in range(2 * options.rounds):
+        drafts = number % 4 in (0, 3)  # whoever is first is so every second time only
+        seconds = 0.0
+        for prompts, expected in zip(phases, answers, strict=True):
+            sources = [MadeUpDrafts(options.prompt_tokens, each, 0.0, rng) for each in expected]
+            exchanged = {} if options.own_drafts else dict(zip(prompts, sources, strict=True))
+            with made_up(exchanged):
+                rate, found = answer_with(
+                    llm.core, prompts, options.length, sources if drafts else []
+                )
+            if found != expected:
+                raise SystemExit("the answers differ")
+            seconds += len(prompts) * options.length / rate
+        rates[drafts].append(sum(map(len, phases)) * options.length / seconds)
+    on, off = statistics.median(rates[True]), statistics.median(rates[False])
+    return f"{load:8} {off:9.1f} {on:9.1f} {ratio_of(rates):7.3f}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Drafts on and off, in alternating rounds.")
     parser.add_argument("model", nargs="?")
@@ -226,6 +262,9 @@ def main() -> None:
     parser.add_argument("--shape", help="random weights in place of a model")
     parser.add_argument("--quantization", default="none")
     parser.add_argument("--acceptance", help="made-up drafts, right with these chances")
+    parser.add_argument("--hopeless", action="store_true", help="made-up drafts, all wrong")
+    parser.add_argument("--own-drafts", action="store_true", help="none are exchanged")
+    parser.add_argument("--draft-shape", help="random weights in place of a draft model")
     parser.add_argument("--prompt-tokens", type=int, default=100, help="of made-up drafts' prompts")
     parser.add_argument("--most", type=int, default=5, help="made-up drafts in a step")
     parser.add_argument(
@@ -240,17 +279,27 @@ def main() -> None:
         config["num_speculative_tokens"] = options.most
     if options.draft is not None:
         config["model"] = options.draft
-    rows = [int(each) for each in options.rows.split(",")]
+    loads = options.rows.split(",")
+    rows = [int(each) for each in loads if "+" not in each]
+    most_rows = max([int(each) for load in loads for each in load.split("+")])
+    if options.draft_shape is not None:
+        folder = cached_checkpoint(options.draft_shape, cache_folder(), lambda _: None)
+        config["model"] = str(folder)
     model: str | Path | None = options.model
     if options.shape is not None:
         model = cached_checkpoint(options.shape, cache_folder(), lambda _: None)
     with LLM(
         model,
-        max_num_seqs=max(rows),
+        max_num_seqs=most_rows,
         max_model_len=1024,
         speculative_config=config,
         quantization=options.quantization,
     ) as llm:
+        if options.hopeless:
+            print("rows       off t/s    on t/s   ratio", flush=True)
+            for load in loads:
+                print(measure_hopeless(llm, load, options), flush=True)
+            return
         if options.acceptance is not None:
             print("acceptance rows   off t/s    on t/s   ratio    best   accepted   of all tokens")
             for acceptance in map(float, options.acceptance.split(",")):

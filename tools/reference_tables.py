@@ -18,6 +18,7 @@ from typer.main import get_command
 
 from cadenza.cli.app import build_app
 from cadenza.cli.options import ENGINE_FLAGS, VARIABLES_WITHOUT_FLAG
+from cadenza.core.draft_ledger import DraftState
 from cadenza.engine.open_requests import RequestStats
 from cadenza.engine.stats import Distribution, EngineStats, StateStats, StepBoundStats
 from cadenza.engine.status import EngineStatus
@@ -159,7 +160,11 @@ class CountedIdly:
             counted.pop(by_reason, None)
         bound = StepBoundStats(max_s=1.0, prefill_share=1.0, num_granted=0, num_exceeded=0)
         return EngineStats(
-            **counted, step_bound=bound, stored_pages=StoredPageCounts(), states=StateStats()
+            **counted,
+            draft_states=(DraftState("ngram", "1", is_on=True, gain=0.0),),
+            step_bound=bound,
+            stored_pages=StoredPageCounts(),
+            states=StateStats(),
         )
 
 

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cadenza.core.draft_ledger import RESERVE, SHARE
+from cadenza.engine.stats import StepMeter
 from tests.by_day import by_day
 from tests.engine.modelled import Accepts, Case, Machine, Phase, Play, best_ratio, rate_ratio
 
@@ -59,7 +60,7 @@ HOPELESS: dict[str, tuple[Accepts, Machine | None, Machine]] = {
     "small, always wrong": (never, CHEAP, Machine()),
     "small, right at first": (at_first, CHEAP, Machine()),
     "look-up, in turns": (in_turns, None, Machine()),
-    "noise": (never, CHEAP, Machine(noise=0.2)),
+    "noise": (never, CHEAP, Machine(noise=0.1)),
 }
 BY_DAY = {
     ("look-up, always wrong", "1 row"),
@@ -153,3 +154,17 @@ def test_the_same_drafts_without_a_bound_are_caught() -> None:
     case = hopeless("as large, always wrong", "1 row")
     without_ms = Play(case, has_drafts=False).run()
     assert without_ms / Play(case, has_drafts=True, is_forced=True).run() < 0.5
+
+
+def test_that_drafts_do_not_pay_is_told_by_the_log_and_the_statistics(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    play = Play(hopeless("small, always wrong", "1 row"), has_drafts=True)
+    with caplog.at_level("INFO"):
+        play.run()
+    assert caplog.text.count("drafts by draft_model are off at 1 rows: they cost ") == 1
+    stats = StepMeter(play.engine, play.time.seconds).stats()
+    assert [(each.origin, each.rows, each.is_on) for each in stats.draft_states] == [
+        ("draft_model", "1", False)
+    ]
+    assert stats.draft_states[0].gain < 0

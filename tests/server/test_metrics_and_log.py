@@ -9,6 +9,7 @@ from cadenza.frontend.text_frontend import TextFrontend
 from tests.server.harness import TIMEOUT_S, RunningServer, options, running_server
 from tests.server.scripted_engine import ScriptedEngine
 from tests.server.test_streams import wait_until
+from tools.reference_tables import served_families
 
 LINE = re.compile(r"^([\w:]+)(?:\{(.*)\})? (\S+)$")
 
@@ -49,6 +50,12 @@ def test_counts_are_those_of_the_client(server: RunningServer, engine: ScriptedE
         assert found[f"{prefix}time_to_first_token_seconds_count{label}"] == 5
         assert found[f"{prefix}request_generation_tokens_sum{label}"] == generated
     assert set(before) == set(found), "no request adds a series"
+
+
+def test_whether_drafts_pay_is_a_gauge_by_their_source_and_numbers_of_rows() -> None:
+    family = next(each for each in served_families() if each.name == "cadenza:drafts_on")
+    labels = {"model_name": "model", "source": "ngram", "rows": "1"}
+    assert [(sample.labels, sample.value) for sample in family.samples] == [(labels, 1.0)]
 
 
 def test_a_refused_request_counts_no_tokens(server: RunningServer) -> None:

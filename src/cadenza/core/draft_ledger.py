@@ -40,7 +40,7 @@ class DraftState(NamedTuple):
     """What is known of a source at some rows: whether it drafts, and what a step with drafts saved
     of late, as a share of a step without."""
 
-    origin: DraftOrigin
+    origin: str
     rows: str
     is_on: bool
     gain: float

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from cadenza.backends.base import PageCopier, Runner, StateCopier
 from cadenza.config import Batching, EngineLimits, SchedulerLoop
 from cadenza.core.admission import RESERVED_OUTPUT, Admission
+from cadenza.core.draft_ledger import DraftState
 from cadenza.core.drafts import Drafting, drafting_of
 from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.packing import Packer
@@ -125,6 +126,7 @@ class EngineCore:
                 policy=options.policy,
                 batching=options.batching,
                 on_prefix=_log_prefix,
+                on_drafts=self._log_drafts,
             ),
         )
         packer = Packer(limits, runner.vocab_size)
@@ -303,6 +305,30 @@ class EngineCore:
             # Where no drafts are verified, several tokens of a row are not computed as one call.
             takes_forced="drafts" in self.runner.capabilities,
         )
+
+    @property
+    def draft_states(self) -> tuple[DraftState, ...]:
+        """By how drafts are made and the number of rows: whether they are, for they pay."""
+        return tuple(map(self._named, self.scheduler.drafts.ledger.states))
+
+    def _named(self, state: DraftState) -> DraftState:
+        """With the engine's method in place of its second model."""
+        if state.origin != "model" or self._speculation is None:
+            return state
+        return state._replace(origin=self._speculation.method)
+
+    def _log_drafts(self, state: DraftState) -> None:
+        state = self._named(state)
+        if state.is_on:
+            logger.info("drafts by %s pay again at %s rows", state.origin, state.rows)
+        else:
+            logger.info(
+                "drafts by %s are off at %s rows: they cost %.0f %% of a step more than they save;"
+                " they are tried again from time to time",
+                state.origin,
+                state.rows,
+                -100 * state.gain,
+            )
 
     def _drafting_of(self, request: Request) -> Drafting | None:
         """A pooled sequence has none: it generates nothing."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from cadenza.config import EngineLimits
+from cadenza.core.draft_ledger import DraftState
 from cadenza.core.prefix_misses import MissReason, no_missed_prompts, no_misses
 from cadenza.core.recurrent_states import RecurrentStates
 from cadenza.core.step_cost import StepBound
@@ -81,7 +82,8 @@ class EngineStats:
     are those of `PrefixCounts`.
     `num_drafts` counts steps of sequences with drafts, `num_accepted_per_pos` accepted drafts by
     their place behind the newest token. `pages_live` includes pinned pages. `step_tokens` is the
-    number of tokens per step. `stored_pages` is None without `--prefix-cache-disk`, `states` for a
+    number of tokens per step. `draft_states` has each way of drafting by numbers of rows, once it
+    was tried. `stored_pages` is None without `--prefix-cache-disk`, `states` for a
     model without recurrent state.
     """
 
@@ -105,6 +107,7 @@ class EngineStats:
     num_prefix_misses: dict[MissReason, int] = field(default_factory=no_misses)
     num_missed_prompts: dict[CacheMissReason, int] = field(default_factory=no_missed_prompts)
     num_differing_tokens: int = 0
+    draft_states: tuple[DraftState, ...] = ()
     step_bound: StepBoundStats | None = None
     stored_pages: StoredPageCounts | None = None
     states: StateStats | None = None
@@ -222,6 +225,7 @@ class StepMeter:
             num_compiles_after_warmup=self._count_compiles(),
             step_seconds=self._seconds.snapshot(),
             step_tokens=self._tokens.snapshot(),
+            draft_states=self._core.draft_states,
             step_bound=_bound_stats(scheduler.step_bound, self._core.limits),
             stored_pages=None if stored is None else stored.counts,
             states=_state_stats(scheduler.kv_cache.states),

@@ -181,6 +181,11 @@ class _Scrape:
         return s and {str(place): n for place, n in enumerate(s.num_accepted_per_pos)}
 
     @property
+    def drafts_on(self) -> dict[tuple[str, str], int] | None:
+        s = self.stats
+        return s and {(each.origin, each.rows): int(each.is_on) for each in s.draft_states}
+
+    @property
     def pages(self) -> dict[str, int] | None:
         s = self.stats
         return s and {"live": s.pages_live, "cached": s.pages_cached, "free": s.pages_free}
@@ -197,12 +202,12 @@ GAUGE = GaugeMetricFamily
 @dataclass(frozen=True, slots=True)
 class _Row:
     """A family. `path` leads to its value in a `_Scrape`: a number, a histogram, or numbers by the
-    values of `label`."""
+    values of `label`, of one or of several."""
 
     name: str
     path: str
     help: str
-    label: str | None = None
+    label: str | tuple[str, ...] | None = None
     kind: type[CounterMetricFamily | GaugeMetricFamily] = CounterMetricFamily
 
     def read(self, scrape: _Scrape) -> Any:
@@ -223,11 +228,15 @@ class _Row:
             family = self.kind(name, self.help, labels=labels)
             family.add_metric((model_name,), found)
         else:
-            family = self.kind(name, self.help, labels=(*labels, self.label))
-            by_label: Mapping[str, float] = found
+            family = self.kind(name, self.help, labels=(*labels, *_tuple_of(self.label)))
+            by_label: Mapping[str | tuple[str, ...], float] = found
             for value, number in by_label.items():
-                family.add_metric((model_name, value), number)
+                family.add_metric((model_name, *_tuple_of(value)), number)
         return family
+
+
+def _tuple_of(names: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else names
 
 
 _ROWS = (
@@ -386,6 +395,14 @@ _OWN_ROWS = (
         "stats.stored_pages.misses",
         "KV pages looked for on the disk and not taken.",
         "reason",
+    ),
+    _Row(
+        "drafts_on",
+        "drafts_on",
+        "Whether drafts are made because they save time, by their source and numbers of rows; "
+        "else they are only tried now and then.",
+        ("source", "rows"),
+        GAUGE,
     ),
     _Row("pages", "pages", "KV pages by their state.", "state", GAUGE),
     _Row(

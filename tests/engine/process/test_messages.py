@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from cadenza.config import EngineConfig, EngineLimits
+from cadenza.core.draft_ledger import DraftState
 from cadenza.engine.process.messages import (
     Cancel,
     EngineIdentity,
@@ -119,6 +120,7 @@ STATS = EngineStats(
     num_compiles_after_warmup=12,
     step_seconds=Distribution.empty(STEP_SECONDS_BOUNDS),
     step_tokens=Distribution(bounds=(1.0,), counts=(2, 3), total=4.5),
+    draft_states=(DraftState("ngram", "5-8", is_on=False, gain=-0.25),),
     step_bound=StepBoundStats(max_s=0.05, prefill_share=0.9, num_granted=13, num_exceeded=14),
 )
 CHECK = RequestCheck(
