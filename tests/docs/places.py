@@ -99,6 +99,7 @@ MANY = (
     "--num-pages 400000"
 )
 FLOOD = f"{COST} --num-tenants 2 --request-rate 0.5 --max-num-queued-reqs 1000000"
+KERNELS = "csrc/build/native/bench"
 BENCH = "cadenza bench throughput"
 RECEIPT = 'cadenza generate "The capital of France is" --receipt answer.json'
 KEY = 'CADENZA_API_KEY="$(openssl rand -hex 16)"'
@@ -149,6 +150,12 @@ PLACES: Mapping[str, Place] = {
     f"{BENCH} --shape smollm2-135m --json": Parsed(MINUTES),
     "make -C csrc build/native/bench": Parsed(BUILDS),
     "CADENZA_CPU_ISA=avx2 csrc/build/native/bench --threads 2 --rows 1,4,8,32 --prefill 256": (
+        Parsed(BUILDS)
+    ),
+    f"{KERNELS} --shape qwen3-4b --layers 8 --weights q4_k --threads 2 --rows 1,4,8,32": (
+        Parsed(BUILDS)
+    ),
+    f"{KERNELS} --shape llama-3.1-8b --layers 4 --weights q8_0 --context 8000 --kv-int8": (
         Parsed(BUILDS)
     ),
     f"cadenza bench serve http://{PORT} --concurrency 1,8,32 --json": Run(prints='"results"'),

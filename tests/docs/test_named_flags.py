@@ -21,7 +21,16 @@ OF_OTHERS = {
     *("--no-deps", "--modelfile", "--weight-format", "--spec-draft-n-max", "--xla_cpu_max_isa"),
     *("--tag", "--rm", "--publish", "--volume", "--env", "--time", "--no-healthcheck"),
     *("--cap-add", "--cpunodebind", "--membind"),
-    *("--rows", "--threads", "--prefill", "--only"),  # of the kernels' own programs
+    *(
+        "--rows",
+        "--threads",
+        "--prefill",
+        "--only",
+        "--layers",
+        "--context",
+        "--weights",
+        "--kv-int8",
+    ),  # of the kernels' own programs
 }
 DOCS = ROOT / "docs"
 
