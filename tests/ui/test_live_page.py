@@ -1,7 +1,10 @@
-"""The live picture of the page at /, over scripted events."""
+"""The live picture of the page at /, and its proof: over scripted events and answers."""
 
 import json
+import struct
 from typing import Any
+
+import pytest
 
 from tests.ui.conftest import Visit, Visiting
 
@@ -69,3 +72,55 @@ def colours_of(seen: Visit) -> set[tuple[int, ...]]:
         }"""
     )
     return {tuple(int(part) for part in each.split(",")) for each in found}
+
+
+RECEIPT = {
+    "token_ids": [5, 7],
+    "logprobs": [-0.625, -0.875],
+    "logprob_digest": "d" * 64,
+    "system_fingerprint": "fp",
+    "params": {"seed": (1 << 64) - 3, "stop": ["}", '"{']},  # no number of JavaScript
+}
+
+
+def bits_of(value: float) -> str:
+    return struct.pack(">f", value).hex()
+
+
+@pytest.mark.parametrize("is_equal", [True, False])
+def test_an_answer_is_proved_and_a_changed_bit_is_red(visit: Visiting, is_equal: bool) -> None:
+    seen = visit()
+    seen.stream({"content": "A fox."}, receipt=RECEIPT)
+    again = -0.875 if is_equal else -0.87500006
+    replay = {
+        "equal": is_equal,
+        "alone": is_equal,
+        "beside": 0 if is_equal else 7,
+        "tokens": RECEIPT["token_ids"],
+        "logprobs": [-0.625, again],
+        "bits": [bits_of(-0.625), bits_of(again)],
+        "digest": "d" * 64,
+        "expected_digest": "d" * 64,
+        "fingerprint": "fp",
+        "first_difference": None if is_equal else 1,
+    }
+    asked: list[Any] = []
+
+    def answer(route: Any) -> None:
+        asked.append(route.request.post_data_json)
+        route.fulfill(json=replay)
+
+    seen.page.route("**/v1/receipts/replay", answer)
+    seen.ask()
+    seen.press("Prove it")
+    if is_equal:
+        seen.see("Equal, bit for bit.")
+        seen.see("alone, with nothing else in the batch")
+    else:
+        seen.see("Not equal. First difference: token 2.")
+        seen.see("in another row, beside 7 other rows")
+    assert asked == [{"receipt": RECEIPT}]
+    seen.page.locator("summary", has_text="Every token").click()
+    rows = seen.page.locator(".prove tbody tr")
+    assert rows.nth(1).inner_text().split() == ["2", "7", "7", bits_of(-0.875), bits_of(again)]
+    assert seen.page.locator(".prove tr.fault").count() == (0 if is_equal else 1)

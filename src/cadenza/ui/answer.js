@@ -12,6 +12,8 @@ const SILENCE_MS = 1500;
 const WATCH_MS = 1000;
 const MAX_TRIES = 6;
 const MAX_WAIT_S = 15;
+/** What came at once, as after a pause of the browser, has no rate. */
+const LEAST_RATED_S = 0.05;
 /** What the codes of the server's errors mean to who waits, where it is worth to wait. */
 const PASSING = new Map([
   ["loading", "The model is being loaded"],
@@ -32,6 +34,9 @@ export class Answer {
     /** What there is to say while it is written. */
     this.note = "";
     this.needsKey = false;
+    /** What `cadenza replay` takes, as it came: a seed is no number of JavaScript. */
+    this.receipt = "";
+    this.hasNoReceipts = false;
     this.sentAt = 0;
     this.firstAt = 0;
     this.lastAt = 0;
@@ -79,6 +84,12 @@ export class Answer {
         this.note = "";
         return response;
       } catch (error) {
+        if (error instanceof ApiFailure && error.param === "receipt" && this.body.receipt) {
+          // Constrained answers and some engines have none.
+          delete this.body.receipt;
+          this.hasNoReceipts = true;
+          continue;
+        }
         const cause = error instanceof ApiFailure ? (PASSING.get(error.code) ?? "") : "";
         if (!(error instanceof ApiFailure) || !cause || tries === MAX_TRIES) throw error;
         const seconds = Math.min(error.retryAfter ?? 2 ** tries, MAX_WAIT_S);
@@ -101,6 +112,7 @@ export class Answer {
         break;
       }
       this.take(JSON.parse(data));
+      this.receipt = memberText(data, "receipt") || this.receipt;
       this.onChange();
     }
     if (!this.isDone && this.isRunning) throw new ApiFailure(0, { message: "the stream ended early" });
@@ -149,7 +161,7 @@ export class Answer {
     this.message.figures = {
       firstMs: this.firstAt ? this.firstAt - this.sentAt : null,
       tokens,
-      perSecond: this.firstAt && more > 0 && seconds > 0 ? more / seconds : null,
+      perSecond: this.firstAt && more > 0 && seconds > LEAST_RATED_S ? more / seconds : null,
       prompt: usage.prompt_tokens ?? null,
       cached: usage.prompt_tokens_details?.cached_tokens ?? null,
     };
@@ -193,4 +205,23 @@ export class Answer {
       setTimeout(resolve, ms);
     });
   }
+}
+
+/**
+ * The text of an object that is a member of a JSON text, however deep; "" without one.
+ * @param {string} json
+ * @param {string} name
+ */
+export function memberText(json, name) {
+  // Within a string each quote has a backslash before it, so this is found in no string.
+  const found = new RegExp(`"${name}":\\s*(?={)`).exec(json);
+  if (!found) return "";
+  const from = found.index + found[0].length;
+  let depth = 0;
+  for (const { 0: part, index } of json.slice(from).matchAll(/"(?:[^"\\]|\\.)*"|[{}]/g)) {
+    if (part === "{") depth += 1;
+    if (part === "}") depth -= 1;
+    if (depth === 0) return json.slice(from, from + index + 1);
+  }
+  return "";
 }

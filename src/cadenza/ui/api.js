@@ -47,24 +47,30 @@ export class ApiFailure extends Error {
 }
 
 /**
+ * @typedef {{body?: unknown, json?: string, signal?: AbortSignal, method?: string}} Options
+ *   `json` is a body as it is, in place of `body`
+ */
+
+/**
  * A response with a good status.
  * @param {string} path without a slash at its beginning
- * @param {{body?: unknown, signal?: AbortSignal, method?: string}} [options]
+ * @param {Options} [options]
  * @returns {Promise<Response>} rejects with ApiFailure, or with AbortError
  */
 export async function request(path, options = {}) {
   /** @type {Record<string, string>} */
   const headers = { accept: "application/json, text/event-stream" };
   if (key) headers.authorization = `Bearer ${key}`;
-  if (options.body !== undefined) headers["content-type"] = "application/json";
-  const method = options.method ?? (options.body === undefined ? "GET" : "POST");
+  const body = options.json ?? (options.body === undefined ? undefined : JSON.stringify(options.body));
+  if (body !== undefined) headers["content-type"] = "application/json";
+  const method = options.method ?? (body === undefined ? "GET" : "POST");
   let response;
   try {
     response = await fetch(path, {
       method,
       headers,
       signal: options.signal,
-      body: options.body === undefined ? undefined : JSON.stringify(options.body),
+      body,
       credentials: "omit",
       cache: "no-store",
     });
@@ -83,7 +89,7 @@ export const isAbort = (error) => error instanceof DOMException && error.name ==
 
 /**
  * @param {string} path
- * @param {{body?: unknown, signal?: AbortSignal}} [options]
+ * @param {Options} [options]
  */
 export const requestJson = async (path, options) => (await request(path, options)).json();
 

@@ -50,6 +50,7 @@ export class App {
     /** @type {Map<string, Answer>} those of this session, by their messages */
     this.answers = new Map();
     this.needsKey = false;
+    this.hasReceipts = true;
     this.notice = "";
     this.announced = "";
     this.panel = "";
@@ -241,8 +242,10 @@ export class App {
       this.tellAll();
       return;
     }
+    const hasReceipts = this.hasReceipts && Boolean(this.shownModel?.system_fingerprint);
+    const receipt = this.settings.wantsReceipt && hasReceipts ? { receipt: true } : {};
     const usage = { stream: true, stream_options: { include_usage: true, continuous_usage_stats: true } };
-    const body = { ...fields, ...usage, ...more, messages: path };
+    const body = { ...fields, ...usage, ...receipt, ...more, messages: path };
     const answer = new Answer({ message, body, onChange });
     this.answers.set(message.id, answer);
     const running = answer.run();
@@ -257,6 +260,7 @@ export class App {
    */
   async ended(answer, conversation) {
     if (answer.needsKey) this.needsKey = true;
+    if (answer.hasNoReceipts) this.hasReceipts = false;
     const { text, error } = answer.message;
     // Once, when it is whole: a token at a time is unusable in a screen reader.
     this.announced = error || `Answer: ${text.slice(0, MAX_ANNOUNCED_CHARS)}`;

@@ -11,7 +11,9 @@ import { copyFrom } from "./ui.js";
 const SAFE_LINK = /^(https?:|mailto:)/i;
 const MAX_DEPTH = 40;
 /** A block that grows beyond this is cut at a line, so that a frame never has much to lex. */
-const MAX_OPEN_CHARS = 8000;
+const MAX_OPEN_CHARS = 4000;
+/** Code that grows is in parts of their own layout: only the last is laid out again. */
+const MAX_PART_CHARS = 2000;
 /** @type {Record<string, string>} */
 const ENTITIES = { amp: "&", lt: "<", gt: ">", quot: '"', apos: "'", nbsp: "\u00a0", hellip: "…", mdash: "—", ndash: "–" };
 /** @type {Record<string, string>} */
@@ -29,7 +31,7 @@ export class GrowingMarkdown {
     this.settled = 0;
     /** @type {Node[]} those of the text behind */
     this.open = [];
-    /** @type {{text: Text, start: number, close: RegExp} | null} a code block without its end */
+    /** @type {{text: Text, close: RegExp} | null} a code block without its end */
     this.fence = null;
   }
 
@@ -51,7 +53,7 @@ export class GrowingMarkdown {
     const added = text.slice(this.text.length);
     this.text = text;
     if (this.fence && !isWhole && !this.fence.close.test(this.lastLines(added))) {
-      this.fence.text.appendData(added);
+      this.fence.text = growCode(this.fence.text, added);
       return;
     }
     this.fence = null;
@@ -93,9 +95,11 @@ export class GrowingMarkdown {
     const code = this.open[0] instanceof Element ? this.open[0].querySelector("code") : null;
     if (token.type === "code" && fence && code?.firstChild instanceof Text) {
       // marked leaves out line ends at the end, which are in the text as long as it grows.
-      code.firstChild.data = token.raw.slice(fence[0].length);
+      const shown = token.raw.slice(fence[0].length);
+      code.firstChild.data = "";
+      const text = growCode(code.firstChild, shown);
       const close = new RegExp(`\\n {0,3}\\${fence[1][0]}{${fence[1].length},}[ \\t]*(\\n|$)`);
-      if (!close.test(token.raw)) this.fence = { text: code.firstChild, start: this.settled, close };
+      if (!close.test(token.raw)) this.fence = { text, close };
       return;
     }
     if (token.raw.length < MAX_OPEN_CHARS || token.type === "table") return;
@@ -109,6 +113,28 @@ export class GrowingMarkdown {
     }
     this.settled += cut;
   }
+}
+
+/**
+ * Adds code; a part that is long ends with its line.
+ * @param {Text} text the last of the block
+ * @param {string} added
+ * @returns {Text} the last one now
+ */
+function growCode(text, added) {
+  const end = text.length > MAX_PART_CHARS ? added.indexOf("\n") : -1;
+  if (end < 0) {
+    text.appendData(added);
+    return text;
+  }
+  text.appendData(added.slice(0, end + 1));
+  const part = textNode(added.slice(end + 1));
+  const owner = /** @type {Element} */ (text.parentElement);
+  const span = element("span", [part]);
+  span.className = "part";
+  if (owner.className === "part") owner.after(span);
+  else owner.append(span);
+  return part;
 }
 
 /**

@@ -8,6 +8,7 @@
  */
 import { versions } from "./conversation.js";
 import { GrowingMarkdown } from "./markdown.js";
+import { Prove } from "./prove.js";
 import { copyFrom, html, useChanges, useLayoutEffect, useRef, useState } from "./ui.js";
 
 /** @type {Record<string, string>} */
@@ -91,6 +92,7 @@ function AnswerText({ app, message }) {
     ${message.error && html`<p class="fault" role="alert">${message.error}</p>`}
     ${!message.error && ENDS[message.state] && html`<p class="note">${ENDS[message.state]}</p>`}
     ${message.figures && html`<${FiguresLine} figures=${message.figures} />`}
+    ${!isWriting && answer?.receipt && html`<${Prove} key=${answer?.requestId} answer=${answer} />`}
     ${!isWriting && html`<${AnswerActions} app=${app} message=${message} />`}
   `;
 }

@@ -4,7 +4,8 @@
  * @typedef {{model: string, temperature: string, top_p: string, top_k: string, min_p: string,
  *   max_tokens: string, seed: string, stop: string, repetition_penalty: string,
  *   presence_penalty: string, frequency_penalty: string, reasoning_effort: string, tools: string,
- *   second_model: string, second_temperature: string, second_seed: string, isDouble: boolean}} Settings
+ *   second_model: string, second_temperature: string, second_seed: string, isDouble: boolean,
+ *   wantsReceipt: boolean}} Settings
  * @typedef {import("./app.js").App} App
  */
 import { html } from "./ui.js";
@@ -30,6 +31,7 @@ const DEFAULTS = {
   second_temperature: "",
   second_seed: "",
   isDouble: false,
+  wantsReceipt: true,
 };
 
 /** The fields of numbers: name, label, step, lowest. @type {[keyof Settings, string, string, string][]} */
@@ -211,6 +213,14 @@ export function SettingsPanel({ app }) {
           </label>
         </div>
       </fieldset>
+      <label class="check">
+        <input
+          type="checkbox"
+          checked=${settings.wantsReceipt}
+          onChange=${(/** @type {any} */ event) => app.changeSettings({ wantsReceipt: event.target.checked })}
+        />
+        Ask for a receipt of each answer, to prove it
+      </label>
       <p class="note">An empty field leaves the server's default, which is shown in it.</p>
       <button type="button" onClick=${() => app.resetSettings()}>Reset settings</button>
     </section>
