@@ -26,6 +26,7 @@ five times as long; the others have three quarters of their speed with it."""
 
 ISA_FLAGS: dict[str, dict[str, list[str]]] = {
     "x86_64": {
+        "amx": [*_AVX512, "-mamx-tile", "-mamx-bf16", "-mamx-int8"],
         "avx512_bf16": [*_AVX512, "-mavx512bf16"],
         "avx512": _AVX512,
         "avx2": _AVX2,
@@ -43,6 +44,15 @@ ISA_FLAGS: dict[str, dict[str, list[str]]] = {
     },
 }
 """By architecture, each set's flags; `int8_` are those of the integer kernels."""
+
+_NEEDS = {"amx": "avx512"}
+"""Tables that take what they do not compute themselves from another one."""
+
+_OWN_BF16 = ("amx", "avx512_bf16", "neon_bf16")
+"""Sets whose products of bfloat16 round in their own way: not of the portable arithmetic."""
+
+_TILE_BASES = ("avx2", "neon", "avx512", "scalar")
+"""What the tests' table of emulated tiles is based on: the first that is compiled."""
 
 _ALIASES = {"amd64": "x86_64", "arm64": "aarch64"}
 
@@ -64,7 +74,8 @@ def isas_to_build(compiler: list[str]) -> dict[str, list[str]]:
             f"{VARIABLE}={asked}: there is no instruction set {', '.join(unknown)}; there are "
             f"machine, all, or of {', '.join(every)} some, with commas"
         )
-    chosen = {isa: flags for isa, flags in every.items() if isa in {*names, *_PLAIN}}
+    needed = [_NEEDS[isa] for isa in names if isa in _NEEDS]
+    chosen = {isa: flags for isa, flags in every.items() if isa in {*names, *needed, *_PLAIN}}
     refused = [isa for isa, flags in chosen.items() if not _accepts(compiler, flags)]
     if refused and asked != "machine":
         raise BuildError(f"{VARIABLE}={asked}: the compiler does not know {', '.join(refused)}")
@@ -100,7 +111,7 @@ def _isas_of_machine(compiler: list[str]) -> list[str]:
         return list(every)
     known = [[isa for isa in isas if _accepts(compiler, every[isa])] for isas in runs]
     floats, integers = known
-    portable = [isa for isa in floats if not isa.endswith("_bf16")]
+    portable = [isa for isa in floats if isa not in _OWN_BF16]
     return [floats[0], portable[0], integers[0]]
 
 
@@ -130,6 +141,8 @@ def makefile(compiler: list[str]) -> str:
     isas = isas_to_build(compiler)
     lines = [f"ISAS = {' '.join(isas)}"]
     lines += [f"FLAGS_{isa} = {' '.join(flags)}" for isa, flags in isas.items()]
+    base = next(isa for isa in _TILE_BASES if isa in isas)
+    lines += [f"TILE_BASE = {base}", f"FLAGS_amx_emulated = {' '.join(isas[base])}"]
     tables = [shlex.quote(f"-D{name}={value}") for name, value in table_macros(isas).items()]
     return "\n".join([*lines, f"TABLES = {' '.join(tables)}"])
 

@@ -2,6 +2,10 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #endif
 #if defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
@@ -38,6 +42,52 @@ bool has_fast_bf16() {
   const bool is_intel = __get_cpuid(0, &a, &b, &c, &d) != 0 && b == signature_INTEL_ebx &&
                         c == signature_INTEL_ecx && d == signature_INTEL_edx;
   return !is_intel;
+}
+
+enum class TileSupport { kNone, kNotEnabled, kNotPermitted, kGranted };
+
+// The state components of tile registers in XCR0 and in the kernel's numbering.
+constexpr unsigned kTileState = 3u << 17;
+constexpr unsigned long kTileData = 18;
+
+bool has_amx() {
+  constexpr unsigned kAmx = 1u << 22 | 1u << 24 | 1u << 25;  // bf16, tile, int8
+  unsigned a, b, c, d;
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) != 0 && (d & kAmx) == kAmx;
+}
+bool system_saves_tiles() {
+  unsigned a, b, c, d, low, high;
+  if (__get_cpuid(1, &a, &b, &c, &d) == 0 || (c >> 27 & 1) == 0) return false;
+  asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return (low & kTileState) == kTileState;
+}
+bool is_permitted_tiles() {
+#if defined(__linux__)
+  constexpr int kRequestPermission = 0x1023;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+TileSupport tile_support() {
+  static const TileSupport support = [] {
+    if (!has_amx()) return TileSupport::kNone;
+    if (!system_saves_tiles()) return TileSupport::kNotEnabled;
+    return is_permitted_tiles() ? TileSupport::kGranted : TileSupport::kNotPermitted;
+  }();
+  return support;
+}
+const char* refusal_of(TileSupport support) {
+  switch (support) {
+    case TileSupport::kNotEnabled:
+      return "the CPU has AMX, but the system or its hypervisor does not enable it";
+    case TileSupport::kNotPermitted:
+      return "the CPU has AMX, but the system refused this process its use (arch_prctl)";
+    case TileSupport::kNone:
+    case TileSupport::kGranted:
+      return "";
+  }
+  return "";
 }
 #elif defined(__aarch64__)
 bool has_bf16() {
@@ -87,7 +137,8 @@ std::vector<std::string> isas_of_cpu() {
   const Isa bf16 = {"avx512_bf16", avx512 && __builtin_cpu_supports("avx512bf16")};
   const Isa widened = {"avx512", avx512};
   const bool bf16_first = has_fast_bf16();
-  return names_of({bf16_first ? bf16 : widened,
+  return names_of({{"amx", avx512 && tile_support() == TileSupport::kGranted},
+                   bf16_first ? bf16 : widened,
                    bf16_first ? widened : bf16,
                    {"avx2", avx2},
                    {"scalar", true}});
@@ -113,7 +164,17 @@ std::vector<std::string> integer_isas_of_cpu() { return {"scalar"}; }
 #endif
 
 bool has_bf16_instructions(const std::string& isa) {
-  return isa.find("_bf16") != std::string::npos;
+  return isa.find("_bf16") != std::string::npos || has_tiles(isa);
+}
+
+bool has_tiles(const std::string& isa) { return isa.rfind("amx", 0) == 0; }
+
+std::string refusal_of_tiles() {
+#if defined(__x86_64__)
+  return refusal_of(tile_support());
+#else
+  return "";
+#endif
 }
 
 }  // namespace cadenza

@@ -18,6 +18,9 @@ CADENZA_TABLES(CADENZA_DECLARE)
 #define CADENZA_DECLARE(isa) extern const IntegerKernels int8_##isa##_kernels;
 CADENZA_INTEGER_TABLES(CADENZA_DECLARE)
 #undef CADENZA_DECLARE
+#ifdef CADENZA_EMULATED_TILES
+extern const KernelTable amx_emulated_kernels;
+#endif
 
 namespace {
 
@@ -40,7 +43,13 @@ std::vector<const Table*> runnable(const Table* const (&compiled)[N],
   }
   return tables;
 }
-std::vector<const KernelTable*> tables() { return runnable(kTables, isas_of_cpu()); }
+std::vector<const KernelTable*> tables() {
+  std::vector<const KernelTable*> found = runnable(kTables, isas_of_cpu());
+#ifdef CADENZA_EMULATED_TILES
+  found.push_back(&amx_emulated_kernels);  // of tests; last, since it is slow
+#endif
+  return found;
+}
 std::vector<const IntegerKernels*> integer_tables() {
   return runnable(kIntegerTables, integer_isas_of_cpu());
 }
@@ -70,7 +79,7 @@ std::string environment(const char* name) {
 
 // Bits of an ISA's vectors; 0 for scalar kernels.
 int vector_bits(const std::string& isa) {
-  if (isa.rfind("avx512", 0) == 0) return 512;
+  if (isa.rfind("avx512", 0) == 0 || has_tiles(isa)) return 512;
   if (isa.rfind("avx", 0) == 0) return 256;
   return isa.rfind("neon", 0) == 0 ? 128 : 0;
 }

@@ -71,7 +71,7 @@ struct Float8Kernels {
 
 struct KernelTable {
   const char* isa;
-  int max_rows;  // rows of one register tile
+  int max_rows[2];  // rows of one register tile
   UnitFn linear[2];
   UnitFn gated[2];
   UnitFn norm[2];

@@ -116,7 +116,8 @@ Pool::Pool(int num_threads)
       sleepers_(size_t(num_threads)) {
   for (int i = 0; i < num_threads; i++) {
     arenas_.push_back(std::make_unique<Arena>());
-    workers_.push_back({i, *arenas_.back()});
+    arranged_.push_back(std::make_unique<ArrangedInputs>());
+    workers_.push_back({i, *arenas_.back(), arranged_.back().get()});
   }
   for (int i = 1; i < num_threads; i++) threads_.emplace_back([this, i] { worker_loop(i); });
 }
@@ -133,6 +134,7 @@ Share::Units Pool::share_of(int index) const {
 
 void Pool::run_share(Worker& worker) {
   worker.share_end = share_of(worker.index).end;
+  worker.arranged->forget();
   if (job_.next_weight.data != nullptr) {
     worker.prefetch = prefetch_range(job_.next_weight, worker.index, job_threads_);
   }
@@ -280,6 +282,7 @@ void Executor::Lease::run(const Job& job, bool is_parallel) {
   if (!lock_.owns_lock()) own = std::make_unique<Worker>(Worker{0, *unit_arena_});
   Worker& worker = own != nullptr ? *own : executor_.pool_.worker();
   worker.share_end = 0;
+  if (worker.arranged != nullptr) worker.arranged->forget();
   for (int64_t begin = 0; begin < job.units; begin += job.max_chunk) {
     unit_arena_->reset();
     job.run(job.context, begin, std::min(begin + job.max_chunk, job.units), worker);

@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "core/arena.h"
+#include "core/arranged.h"
 #include "core/prefetch.h"
 
 namespace cadenza {
@@ -28,6 +29,7 @@ namespace cadenza {
 struct alignas(64) Worker {
   int index;
   Arena& arena;
+  ArrangedInputs* arranged = nullptr;  // of the job; null where nothing is kept between claims
   int64_t share_end = 0;     // end of the units this thread started with
   PrefetchRange prefetch{};  // its share of the weight predicted to be read next
   UpcomingBlocks upcoming{};
@@ -104,6 +106,7 @@ class Pool {
 
   const int num_threads_;
   std::vector<std::unique_ptr<Arena>> arenas_;
+  std::vector<std::unique_ptr<ArrangedInputs>> arranged_;
   std::vector<Worker> workers_;  // index 0 is the caller's
   std::vector<Share> shares_;
   std::vector<Joined> joined_;

@@ -14,7 +14,7 @@ ProductKernels product_kernels(const Runtime& runtime, ProductTypes types) {
   }
   if (!is_quantised(types.weight)) {
     const KernelTable& table = runtime.kernels;
-    return {table.max_rows,       table.linear[weight],        table.gated[weight],
+    return {table.max_rows[weight], table.linear[weight],      table.gated[weight],
             table.logits[weight], table.grouped_gated[weight], table.grouped_linear[weight],
             table.head_linear[weight]};
   }

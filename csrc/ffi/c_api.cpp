@@ -6,6 +6,7 @@
 #include "core/code_format.h"
 #include "core/faults.h"
 #include "core/float8.h"
+#include "core/cpu.h"
 #include "core/isa.h"
 #include "core/logit_rows.h"
 #include "core/memory_pages.h"
@@ -67,6 +68,12 @@ CADENZA_EXPORT const char* cadenza_available_isas() {
 CADENZA_EXPORT const char* cadenza_available_integer_isas() {
   static const std::string names = joined(cadenza::available_integer_isas());
   return names.c_str();
+}
+
+// A sentence if the CPU has tile instructions that cannot be used; else empty.
+CADENZA_EXPORT const char* cadenza_refusal_of_tiles() {
+  static const std::string reason = cadenza::refusal_of_tiles();
+  return reason.c_str();
 }
 
 CADENZA_EXPORT const char* cadenza_logit_columns() { return cadenza::kLogitColumnNames; }

@@ -176,7 +176,7 @@ void grouped_gated_units(const void* context, int64_t begin, int64_t end, Worker
   const auto& units = *static_cast<const GroupedGatedUnits*>(context);
   const ExpertGroups& experts = units.experts;
   GatedTask task = units.task->product;
-  Worker within{worker.index, worker.arena};  // share_end counts the job's units
+  Worker within{worker.index, worker.arena, worker.arranged};  // share_end counts the job's units
   for (int64_t g = 0; g < experts.num_groups; g++) {
     const ExpertGroup& group = experts.groups[g];
     int64_t first = begin - group.first_unit, last = end - group.first_unit;
@@ -198,7 +198,7 @@ template <class P, class T>
 void head_linear_units(const void* context, int64_t begin, int64_t end, Worker& worker) {
   const auto& units = *static_cast<const HeadLinearUnits*>(context);
   const HeadLinearTask& task = *units.task;
-  Worker within{worker.index, worker.arena};  // share_end counts the job's units
+  Worker within{worker.index, worker.arena, worker.arranged};  // share_end counts the job's units
   for (int64_t g = 0; g < units.heads.num_groups; g++) {
     const ExpertGroup& group = units.heads.groups[g];
     int64_t first = begin - group.first_unit, last = end - group.first_unit;
@@ -263,7 +263,7 @@ void grouped_linear_units(const void* context, int64_t begin, int64_t end, Worke
   const LinearTask& task = units.task->product;
   const int64_t stride = (end - begin) * kPanel, panels = ceil_div(task.n, kPanel);
   float* partials = worker.arena.take<float>(units.task->choice.num_pairs(task.rows) * stride);
-  Worker within{worker.index, worker.arena};  // share_end counts the job's units
+  Worker within{worker.index, worker.arena, worker.arranged};  // share_end counts the job's units
   for (int64_t g = 0; g < experts.num_groups; g++) {
     const ExpertGroup& group = experts.groups[g];
     const float* bias = task.bias == nullptr ? nullptr : task.bias + group.expert * task.n;

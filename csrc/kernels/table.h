@@ -17,7 +17,7 @@ constexpr KernelTable make_table(const char* isa) {
   using Bf16 = FloatProduct<bf16>;
   using F32 = FloatProduct<float>;
   return {isa,
-          kMaxRows,
+          {kMaxRows, kMaxRows},
           {linear_units<Bf16, bf16>, linear_units<F32, float>},
           {gated_units<Bf16, bf16>, gated_units<F32, float>},
           {norm_units<bf16>, norm_units<float>},

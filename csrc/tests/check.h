@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "core/cpu.h"
 #include "core/isa.h"
 #include "core/ops.h"
 #include "core/pack.h"

@@ -63,7 +63,12 @@ std::vector<float> block_sums(const Context& context, const Codes8& w, const std
   Aligned packed(packed_bytes(w.n, k, dtype_of<T>(), false));
   pack(*context.executors[0],
        {{{values.data(), DType::kF32, w.n, k}}, k, packed.data(), dtype_of<T>(), false});
-  linear(context.runtime(), dtype_of<T>(),
+  // A table of tiles has the products of a portable one for these weights.
+  const Runtime runtime = context.runtime();
+  const bool by_tiles = has_tiles(context.kernels.isa);
+  const Runtime dense{by_tiles ? portable_kernels() : runtime.kernels, runtime.integer,
+                      runtime.executor};
+  linear(dense, dtype_of<T>(),
          {rows, w.n, k, part.data(), packed.data(), nullptr, nullptr, out.data(), true});
   return out;
 }

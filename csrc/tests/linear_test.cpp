@@ -1,6 +1,9 @@
 // Packing and dense products: compared with double precision, and independence of rows and threads.
+#include <algorithm>
+
 #include "tests/check.h"
 #include "tests/data.h"
+#include "tests/exactness.h"
 
 namespace cadenza::tests {
 namespace {
@@ -101,6 +104,74 @@ TEST(a_reduction_split_by_the_number_of_rows_is_detected) {
     split.push_back(sum_in_parts(x, w, 3));
   }
   CHECK(!same_bits(whole.data(), split.data(), 16));
+}
+
+// Longer than what stays in the second level of cache: tables of tiles divide it along K.
+TEST(a_linear_of_many_inputs_does_not_depend_on_its_batch) {
+  Random random(21);
+  const int64_t rows = 100, n = 300, k = 5603;
+  Weight<bf16> w(random, n, k, *context.executors[0]);
+  std::vector<bf16> x = random_values<bf16>(random, rows * k);
+  std::vector<bf16> together = run_linear(context.runtime(0), w, x, rows);
+  for (size_t threads : {1, 2}) {
+    std::vector<bf16> again = run_linear(context.runtime(threads), w, x, rows);
+    CHECK(same_bits(again.data(), together.data(), rows * n));
+  }
+  for (int64_t row : {0, 31, 99}) {
+    std::vector<bf16> one(x.begin() + row * k, x.begin() + (row + 1) * k);
+    std::vector<bf16> alone = run_linear(context.runtime(), w, one, 1);
+    CHECK(same_bits(alone.data(), together.data() + row * n, n));
+  }
+}
+
+// An even and an odd chain over each 32 elements of K, and their sum added to the total.
+float product_by_tiles(const bf16* x, const bf16* w, int64_t k) {
+  float total = 0;
+  for (int64_t begin = 0; begin < k; begin += 32) {
+    float chains[2] = {0, 0};
+    for (int64_t i = begin; i < std::min(begin + 32, k); i++) {
+      chains[i % 2] = std::fmaf(widen(x[i]), widen(w[i]), chains[i % 2]);
+    }
+    total += chains[0] + chains[1];
+  }
+  return total;
+}
+
+TEST(a_product_by_tiles_is_its_definition) {
+  if (!has_tiles(context.kernels.isa)) return;
+  Random random(23);
+  for (auto [n, k] : {std::pair{40, 96}, {33, 71}, {5, 1}}) {
+    Weight<bf16> w(random, n, k, *context.executors[0]);
+    const int64_t rows = 18;
+    std::vector<bf16> x = random_values<bf16>(random, rows * k);
+    std::vector<float> out(size_t(rows * n));
+    linear(context.runtime(), DType::kBf16,
+           {rows, n, k, x.data(), w.packed.data(), nullptr, nullptr, out.data(), true});
+    for (int64_t i = 0; i < rows * n; i++) {
+      CHECK(out[size_t(i)] == product_by_tiles(&x[size_t(i / n * k)], &w.rows[size_t(i % n * k)], k));
+    }
+  }
+}
+
+// The tests of a machine without AMX are of the model; this one shows that the CPU does the same.
+TEST(tile_instructions_and_their_model_agree_bit_for_bit) {
+  if (std::string(context.kernels.isa) != "amx") {
+    std::fprintf(stderr, "%s has no tile instructions to compare with\n", context.kernels.isa);
+    return;
+  }
+  Random random(22);
+  const Runtime model{kernels_for("amx_emulated"), context.runtime().integer,
+                      *context.executors[1]};
+  for (auto [n, k] : {std::pair{96, 576}, {33, 31}, {70, 1}, {300, 1531}}) {
+    Weight<bf16> w(random, n, k, *context.executors[0]);
+    for (int64_t rows : batch_sizes(context.quick, 257)) {
+      std::vector<bf16> x = random_values<bf16>(random, rows * k);
+      // Values of all sizes; products of some are denormal.
+      for (bf16& value : x) set(value, std::ldexp(widen(value), random.below(160) - 130));
+      const std::vector<bf16> found = run_linear(context.runtime(1), w, x, rows);
+      CHECK(same_bits(found.data(), run_linear(model, w, x, rows).data(), rows * n));
+    }
+  }
 }
 
 template <class T>

@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from cadenza.checkpoint import ModelConfig, declare, named_shape
+from cadenza.checkpoint import ModelConfig, declare, named_shape, open_checkpoint
 from cadenza.checkpoint.config_writer import format_model_config
 from cadenza.checkpoint.dtypes import FORMAT_OF_NAME
+from cadenza.cli.info import describe
+from cadenza.config import EngineConfig
+from cadenza.loading.build import plan_model
 from tests.cli.harness import TINY, Ran
 
 
@@ -74,6 +77,15 @@ PLANNED = (
     ("--ops reference", "engine", "ops", "reference"),
     ("--max-num-batched-tokens 48", "engine", "max_num_batched_tokens", 48),
 )
+
+
+def test_instructions_that_the_kernels_cannot_use_are_told(model: Path):
+    checkpoint, config = open_checkpoint(model), EngineConfig(num_pages=40)
+    plan = plan_model(checkpoint, config)
+    for note in (None, "the CPU has AMX, but the system refused it"):
+        noted = replace(plan, traits=replace(plan.traits, kernels_note=note))
+        told = describe("tiny", checkpoint, noted, config)["engine"]
+        assert told.get("kernels_note") == note
 
 
 def test_every_engine_flag_shows_in_the_plan(cadenza: Callable[..., Ran], model: Path):

@@ -59,6 +59,8 @@ def product(x: Float32Array, weight: Float8Weight) -> Float32Array:
 
 def product_of_blocks(x: npt.NDArray[Any], weight: Float8Weight) -> Float32Array:
     """The same from the dense product of each block, in the type of the activations."""
+    if load_native_library().cpu_isa == "amx":  # whose dense products of bfloat16 are of tiles
+        x = x.astype(np.float32)
     total = np.zeros((len(x), len(weight)), np.float32)
     for block in range(weight.scales.shape[1]):
         part = slice(block * BLOCK, (block + 1) * BLOCK)

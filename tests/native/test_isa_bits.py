@@ -33,7 +33,8 @@ def test_two_portable_tables_give_equal_streams_and_logprobs(
     library: NativeLibrary, tmp_path: Path, shape: str
 ):
     """The two fastest that were built, of which the last one may be plain C++."""
-    first, second, *_ = [*(isa for isa in library.available_isas if "_bf16" not in isa), None]
+    portable = [isa for isa in library.available_isas if isa != "amx" and "_bf16" not in isa]
+    first, second, *_ = [*portable, None]
     if second is None:
         pytest.skip("this CPU and build have one table without bf16 instructions")
     recording = str(tmp_path / "bits.json")

@@ -83,6 +83,7 @@ def test_the_kernels_own_tests_pass_on_every_isa_of_this_machine(library: Native
             assert every > SLOW_IN_PLAIN_CPP
     for name in sorted(every - SLOW_IN_PLAIN_CPP):
         assert name in run_kernel_tests("--isa", PLAIN_CPP, "--only", name)
+    assert every <= set(run_kernel_tests("--isa", "amx_emulated"))
     if not every:
         assert run_kernel_tests("--isa", PLAIN_CPP)
 

@@ -50,7 +50,30 @@ def test_a_build_has_the_sets_of_this_machine_and_plain_cpp(
     floats = [isa for isa in chosen if not isa.startswith("int8_")]
     assert PLAIN < set(chosen) <= set(every)
     assert 2 <= len(floats) <= 3  # the fastest, the portable one where that has bf16, and plain C++
-    assert any(not isa.endswith("_bf16") for isa in floats if isa != "scalar")
+    assert any(isa not in isas._OWN_BF16 for isa in floats if isa != "scalar")
+
+
+def test_a_cpu_with_tiles_has_the_table_of_tiles_and_the_portable_one(
+    isas: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("CADENZA_BUILD_ISAS", raising=False)
+    compiler = fake_compiler(tmp_path, "x86_64-linux-gnu", builds=True)
+    script = Path(compiler[0])
+    probe = "printf 'echo amx avx512 avx512_bf16 avx2 scalar\\necho avx512_vnni scalar\\n'"
+    making = f'for last; do :; done\ncase "$*" in *probe*) (echo "#!/bin/sh"; {probe}) > "$last"; '
+    script.write_text(script.read_text().replace("exit 0", making + 'chmod +x "$last";; esac'))
+    chosen = isas.isas_to_build(compiler)
+    assert set(chosen) == {"amx", "avx512", "int8_avx512_vnni", *PLAIN}
+    assert {"-mamx-tile", "-mamx-bf16", "-mavx512f"} < set(chosen["amx"])
+
+
+def test_the_table_of_tiles_brings_the_one_that_computes_the_rest(
+    isas: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("CADENZA_BUILD_ISAS", "amx")
+    compiler = fake_compiler(tmp_path, "x86_64-linux-gnu", builds=True)
+    assert set(isas.isas_to_build(compiler)) == {"amx", "avx512", *PLAIN}
+    assert "TILE_BASE = avx512\nFLAGS_amx_emulated = -mavx2" in isas.makefile(compiler)
 
 
 def test_another_architecture_has_all_of_its_sets(

@@ -42,6 +42,9 @@ def test_codes_in_weights_and_kv_take_the_portable_kernels(
         ("avx512_bf16", True, "bfloat16", "portable"),
         ("avx512_bf16", False, "float32", "portable"),
         ("avx512", False, "bfloat16", "portable"),
+        ("amx", False, "bfloat16", "amx"),
+        ("amx", True, "bfloat16", "portable"),
+        ("amx_emulated", False, "bfloat16", "amx"),
     ],
 )
 def test_only_products_of_bfloat16_by_bf16_instructions_are_another_class(

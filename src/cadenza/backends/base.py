@@ -86,6 +86,7 @@ class BackendTraits:
         process_bytes: private memory of a process beside its models: libraries and programs.
         logit_copies: float32 arrays [L, V] that exist at the same time while tokens are chosen.
         gathered_layers: how often a step holds one layer's keys, and values, of a whole context.
+        kernels_note: a sentence about instructions that the device has and its kernels cannot use.
     """
 
     name: str
@@ -113,6 +114,7 @@ class BackendTraits:
     process_bytes: int = 0
     logit_copies: int = 0
     gathered_layers: int = 0
+    kernels_note: str | None = None
 
 
 class StepHandle(Protocol):

@@ -1,7 +1,8 @@
 """The class of the native kernels' arithmetic: what decides the bits of a step, by name.
 
 All tables without bf16 instructions compute the same bits, the class `PORTABLE`. With bf16
-instructions the products of bfloat16 round in another way: the class is that of the instructions.
+instructions, tiles among them, the products of bfloat16 round in another way: the class is that of
+the instructions.
 """
 
 from cadenza.backends.base import RunnerSetup
@@ -13,6 +14,9 @@ from cadenza.checkpoint.tensor_spec import TensorKind
 from cadenza.checkpoint.weights import Weights
 
 PORTABLE = "portable"
+
+_EMULATED = "_emulated"
+"""Of a table of tests, which computes the bits of instructions that the CPU lacks."""
 
 _LARGE: frozenset[TensorKind] = frozenset({"embedding", "head", "linear"})
 """Weights whose products take time; routers are small."""
@@ -39,5 +43,6 @@ def name_class(isa: str, portable_isa: str, *, is_portable: bool, dtype: str) ->
 
     The products of float32 are the same in both.
     """
+    own = isa.removesuffix(_EMULATED)
     has_same_bits = is_portable or isa == portable_isa or dtype == "float32"
-    return PORTABLE if has_same_bits else isa
+    return PORTABLE if has_same_bits else own

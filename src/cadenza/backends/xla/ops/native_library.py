@@ -83,7 +83,7 @@ class NativeLibrary:
 
     @property
     def portable_isa(self) -> str:
-        """That of the kernels for `--arithmetic portable`: without bf16 instructions."""
+        """That of the kernels for `--arithmetic portable`: without instructions for bf16."""
         return self._text("portable_isa")
 
     @property
@@ -100,6 +100,11 @@ class NativeLibrary:
     def available_integer_isas(self) -> tuple[str, ...]:
         """The values of CADENZA_CPU_INTEGER_ISA that this machine supports, best first."""
         return tuple(self._text("available_integer_isas").split(","))
+
+    @property
+    def refusal_of_tiles(self) -> str | None:
+        """Why the CPU's tile instructions cannot be used; None if they can be, or it has none."""
+        return self._text("refusal_of_tiles") or None
 
     @property
     def num_threads(self) -> int:
@@ -437,6 +442,7 @@ def _load(path: Path, *, prefix: str) -> NativeLibrary:
 _TEXTS = (
     *("configure", "logit_columns", "program_operations"),
     *("cpu_isa", "available_isas", "portable_isa", "cpu_integer_isa", "available_integer_isas"),
+    "refusal_of_tiles",
 )
 _SOURCES, _LONGS = ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_int64)
 _DENSE = (_LONGS, _LONGS, ctypes.c_int64, ctypes.c_void_p)
