@@ -171,6 +171,8 @@ PLACES: Mapping[str, Place] = {
     "python benchmarks/rivals/as_gguf.py qwen3-30b-a3b random.gguf Q4_K_M --layers 12": (
         Parsed(MINUTES)
     ),
+    "python benchmarks/rivals/beside_openvino.py FOLDER OUT --openvino OV/bin/python "
+    "--shape 135M": Parsed(OTHERS),
     "python benchmarks/rivals/beside_llama_cpp.py FILE.gguf OUT.json --llama BIN "
     '--kind "Zen 4" --model "Qwen3-4B shape"': Parsed(OTHERS),
     "llama-server -m random.gguf -np 32 -c 65536 -t 2 -tb 2": Parsed(OTHERS),
