@@ -234,6 +234,7 @@ PLACES: Mapping[str, Place] = {
     ),
     "cadenza verify --backend mlx": Run(prints="PASS", needs="mlx_lm"),
     # docs/serving.md
+    f"cadenza top http://{PORT}": Parsed("runs until q is pressed"),
     ".venv/bin/cadenza serve": Shared(),
     f"curl -s http://{PORT}/ready": Post("ready"),
     f"curl -s {CHAT} -d '{QUESTION}'": Post("Tokyo"),

@@ -14,6 +14,7 @@ Modules:
 - `conversation`: the turns of `chat`, and which leave a full context
 - `chat_commands`, `chat_terminal`: what is typed there: commands; wrapped answers, the input's
   history
+- `top`, `top_loop`, `top_view`: a server's batch in the terminal
 - `cached_models`: `list`, `pull` and `rm`, for the hub's cache
 - `options`, `sampling_flags`: how flags are declared; the shared ones
 - `config_file`: flags from a file

@@ -16,6 +16,7 @@ from cadenza.cli.info import info
 from cadenza.cli.options import with_flags
 from cadenza.cli.quantize import quantize
 from cadenza.cli.serve import serve
+from cadenza.cli.top import top
 from cadenza.cli.verify import replay, verify_command
 
 EPILOG = (
@@ -40,7 +41,7 @@ def build_app() -> typer.Typer:
         name = command.__name__.removesuffix("_command")
         app.command(name, epilog=EPILOG)(with_flags(command))
     app.command("quantize", epilog=EPILOG)(quantize)
-    for command in (list_command, pull, rm):
+    for command in (list_command, pull, rm, top):
         app.command(command.__name__.removesuffix("_command"))(command)
     app.add_typer(build_bench(EPILOG), name="bench")
     app.command("version")(_version)
