@@ -118,7 +118,7 @@ def test_an_answer_is_proved_and_a_changed_bit_is_red(visit: Visiting, is_equal:
         seen.see("alone, with nothing else in the batch")
     else:
         seen.see("Not equal. First difference: token 2.")
-        seen.see("in another row, beside 7 other rows")
+        seen.see("in another row, among 7 other requests")
     assert asked == [{"receipt": RECEIPT}]
     seen.page.locator("summary", has_text="Every token").click()
     rows = seen.page.locator(".prove tbody tr")

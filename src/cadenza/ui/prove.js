@@ -50,7 +50,7 @@ function Verdict({ receipt, replay }) {
   const count = receipt.token_ids.length;
   const where = replay.alone
     ? "alone, with nothing else in the batch"
-    : `in another row, beside ${replay.beside} other ${replay.beside === 1 ? "row" : "rows"}`;
+    : `in another row, among ${replay.beside} other ${replay.beside === 1 ? "request" : "requests"}`;
   const place = replay.first_difference === null ? "" : ` First difference: token ${replay.first_difference + 1}.`;
   return html`
     <div role="status">
