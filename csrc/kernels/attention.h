@@ -29,6 +29,10 @@ struct TokenRange {
 template <class Kv>
 struct AttendOperands;
 
+// The most queries of a tile.
+template <class Kv>
+constexpr int kTileQueries = kAttendRows;
+
 // A register tile of queries. Query r of a row is its token r / group, head r % group of the KV
 // head.
 template <class Kv>
@@ -39,8 +43,8 @@ struct AttendTile {
       : task(task_),
         unit(unit_),
         operands(arena, task_.head_size),
-        scores(arena.take<float>(kAttendRows * kSpan)),
-        numerator(arena.take<float>(kAttendRows * task_.value_size)) {}
+        scores(arena.take<float>(kTileQueries<Kv> * kSpan)),
+        numerator(arena.take<float>(kTileQueries<Kv> * task_.value_size)) {}
 
   const AttendTask& task;
   const AttendUnit& unit;
@@ -48,9 +52,9 @@ struct AttendTile {
   float* const scores;            // [count, 512]
   float* const numerator;         // [count, value size] of the current span
   int64_t first;                  // r of the tile's first query
-  int count;                      // queries in the tile, at most kAttendRows
-  TokenRange range[kAttendRows];  // of the current span, relative to it
-  float maximum[kAttendRows], denominator[kAttendRows];
+  int count;                           // queries in the tile, at most kTileQueries
+  TokenRange range[kTileQueries<Kv>];  // of the current span, relative to it
+  float maximum[kTileQueries<Kv>], denominator[kTileQueries<Kv>];
   // Sub-blocks of the current span in the order of use: keys, values, then `next`. While one is
   // processed, the one kAttendVecs later is prefetched.
   const Stored* blocks[2 * kBlocksPerSpan + kAttendVecs];
@@ -275,27 +279,36 @@ inline void write_output(const AttendTask& task, Partial sum, int64_t token, int
   }
 }
 
-// Computes one tile over the unit's spans and merges them into `sums`, [MR] rows of `stride`
-// floats.
-template <class Kv, int MR>
-inline void attend_tile(AttendTile<Kv>& tile, float* sums, int64_t stride) {
+// Computes one tile over the unit's spans and merges them into `sums`, rows of `stride` floats.
+// `count` says how many queries the tile has, to the compiler where its products are unrolled.
+template <class Kv, class Queries>
+inline void attend_tile(Queries count, AttendTile<Kv>& tile, float* sums, int64_t stride) {
   const int64_t size = tile.task.value_size;
-  for (int i = 0; i < MR; i++) Partial{sums + i * stride, size}.denominator() = 0.0f;
+  for (int i = 0; i < count.value; i++) Partial{sums + i * stride, size}.denominator() = 0.0f;
   for (int64_t span = tile.unit.span_begin; span < tile.unit.span_end; span++) {
     TokenRange all = enter_span(tile, span);
     if (all.empty()) continue;
-    score_span(Count<MR>{}, tile, all);
-    for (int i = 0; i < MR; i++) {
+    score_span(count, tile, all);
+    for (int i = 0; i < count.value; i++) {
       tile.denominator[i] = 0.0f;
       if (!tile.range[i].empty()) softmax_span(tile, i);
     }
-    add_span_values(Count<MR>{}, tile);
-    for (int i = 0; i < MR; i++) {
+    add_span_values(count, tile);
+    for (int i = 0; i < count.value; i++) {
       merge_span({sums + i * stride, size}, tile.numerator + i * size, tile.maximum[i],
                  tile.denominator[i]);
     }
   }
 }
+
+// Calls body with the number of a tile's queries.
+template <class Kv>
+struct QueryCount {
+  template <class Body>
+  static void with(int count, Body&& body) {
+    with_count<kAttendRows>(count, body);
+  }
+};
 
 // The first key sub-blocks of a unit, which the preceding unit prefetches.
 template <class Kv>
@@ -327,17 +340,16 @@ inline void attend_unit(const AttendPlan& plan, const AttendUnit& unit, const At
   bool is_decode = unit.query_end - unit.query_begin == 1;
   if (is_decode && task.layer + 1 < task.num_layers) tile.upcoming = &worker.upcoming;
   first_keys<Kv>(plan, next_unit, tile.next);
-  float* scratch = arena.take<float>(kAttendRows * stride);
+  float* scratch = arena.take<float>(kTileQueries<Kv> * stride);
   int64_t begin = unit.query_begin * task.group(), total = unit.query_end * task.group() - begin;
-  int64_t tiles = ceil_div(total, kAttendRows);
+  int64_t tiles = ceil_div(total, kTileQueries<Kv>);
   for (int64_t t = 0; t < tiles; t++) {
     int64_t low = t * total / tiles, high = (t + 1) * total / tiles;
     tile.first = begin + low;
     tile.count = int(high - low);
     for (int i = 0; i < tile.count; i++) prepare_query(tile, i);
     float* sums = unit.partial < 0 ? scratch : plan.partials + (unit.partial + low) * stride;
-    with_count<kAttendRows>(
-        tile.count, [&](auto n) { attend_tile<Kv, decltype(n)::value>(tile, sums, stride); });
+    QueryCount<Kv>::with(tile.count, [&](auto n) { attend_tile<Kv>(n, tile, sums, stride); });
     for (int i = 0; unit.partial < 0 && i < tile.count; i++) {
       using T = typename Kv::Activation;
       write_output<T>(task, {sums + i * stride, size}, tile.token(i), tile.head(i));

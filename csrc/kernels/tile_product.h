@@ -6,6 +6,7 @@
 // in both. An element is reduced as vec/tile.h says, over blocks of 32 in ascending order.
 #pragma once
 
+#include "kernels/attention_tiles.h"
 #include "kernels/experts.h"
 #include "kernels/roofline.h"
 #include "vec/tile.h"
@@ -409,8 +410,8 @@ inline void multiply_tile_units(const void* context, int64_t begin, int64_t end,
   __atomic_fetch_add(task.operations, steps * kPerStep, __ATOMIC_RELAXED);
 }
 
-// A table whose products of bf16 weights are made of tiles, and whose other kernels are those of
-// `base`.
+// A table whose products of bf16 weights, and attention over KV in bf16, are made of tiles, and whose
+// other kernels are those of `base`.
 inline KernelTable make_tile_table(const char* isa, const KernelTable& base) {
   constexpr int kBf16 = int(WeightFormat::kBf16);
   KernelTable table = base;
@@ -422,6 +423,7 @@ inline KernelTable make_tile_table(const char* isa, const KernelTable& base) {
   table.grouped_gated[kBf16] = grouped_gated_units<TileProduct, bf16>;
   table.grouped_linear[kBf16] = grouped_linear_units<TileProduct, bf16>;
   table.head_linear[kBf16] = head_linear_units<TileProduct, bf16>;
+  table.attend[kBf16] = attend_units<TileKv>;
   table.multiply[kBf16] = multiply_tile_units;
   return table;
 }
