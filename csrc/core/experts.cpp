@@ -10,8 +10,10 @@ namespace cadenza {
 
 namespace {
 
-// Maximum partial results (floats) of one claim, so that they stay in the core's L2 cache.
-constexpr int64_t kMaxPartials = 1 << 17;
+// Maximum partial results (floats) of a block of panels, so that they stay in the caches until they
+// are combined. With few rows all panels are one block, so that each expert's weight is read in one
+// run.
+constexpr int64_t kMaxPartials = 1 << 19;
 constexpr int64_t kMinParallelBytes = 1 << 18;
 
 // The pairs of all active experts, grouped by expert; ascending within a group.
@@ -196,11 +198,19 @@ void grouped_linear(const Runtime& runtime, ProductTypes types, const GroupedLin
   const int64_t pairs = task.choice.num_pairs(product.rows);
   const void* x = gathered_rows(runtime, lease, types, sorted,
                                 {pairs, product.k, product.x, product.w}, 1);
-  GroupedLinearUnits context{&task, {sorted.groups, sorted.num_groups, sorted.pairs, x}};
-  int64_t chunk = std::clamp<int64_t>(kMaxPartials / (pairs * kPanel), 1, kMaxPanels);
-  lease.run({product_kernels(runtime, types).grouped_linear, &context, ceil_div(product.n, kPanel),
-             chunk},
-            pairs * product.n * product.k > kMinParallelOps);
+  const ProductKernels kernels = product_kernels(runtime, types);
+  const int64_t panels = ceil_div(product.n, kPanel);
+  const int64_t block = std::clamp<int64_t>(kMaxPartials / (pairs * kPanel), 1, panels);
+  GroupedLinearUnits context{&task, {sorted.groups, sorted.num_groups, sorted.pairs, x}, 0, 0,
+                             lease.scratch().take<float>(pairs * block * kPanel)};
+  for (; context.first_panel < panels; context.first_panel += block) {
+    context.num_panels = std::min(block, panels - context.first_panel);
+    const int64_t columns = context.num_panels * kPanel;
+    lease.run({kernels.grouped_linear, &context, sorted.num_groups * context.num_panels, kMaxPanels},
+              pairs * columns * product.k > kMinParallelOps);
+    lease.run({kernels.combine, &context, context.num_panels, kMaxPanels},
+              pairs * columns > kMinParallelElements);
+  }
 }
 
 int64_t count_active_experts(const ExpertChoice& choice, int64_t rows) {

@@ -49,9 +49,12 @@ struct GroupedGatedUnits {
   const GroupedGatedTask* task;
   ExpertGroups experts;
 };
+// The panels of a block, whose partial results are combined before those of the next.
 struct GroupedLinearUnits {
   const GroupedLinearTask* task;
   ExpertGroups experts;
+  int64_t first_panel, num_panels;
+  float* partials;  // [pairs, 32 num_panels]
 };
 struct HeadLinearUnits {
   const HeadLinearTask* task;
@@ -66,6 +69,7 @@ struct Float8Kernels {
   UnitFn logits[2];
   UnitFn grouped_gated[2];
   UnitFn grouped_linear[2];
+  UnitFn combine[2];  // its partial results
   UnitFn head_linear[2];
 };
 
@@ -94,6 +98,7 @@ struct KernelTable {
   UnitFn route;
   UnitFn grouped_gated[2];
   UnitFn grouped_linear[2];
+  UnitFn combine[2];  // its partial results
   UnitFn head_linear[2];
   UnitFn read;  // read and multiply only measure the roofline
   UnitFn multiply[2];
@@ -115,7 +120,8 @@ struct IntegerKernels {
   UnitFn gated[2];
   UnitFn logits;
   UnitFn grouped_gated[2];
-  UnitFn grouped_linear[2];
+  UnitFn grouped_linear;
+  UnitFn combine[2];  // its partial results
   UnitFn head_linear[2];
   // Of each format the rows of a unit from which tiles multiply it, measured at the first call; null
   // in tables without tiles.

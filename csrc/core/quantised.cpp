@@ -8,20 +8,20 @@ ProductKernels product_kernels(const Runtime& runtime, ProductTypes types) {
   const int weight = index_of(types.weight), act = index_of(types.activation);
   if (types.weight == WeightFormat::kFloat8) {
     const Float8Kernels& table = runtime.kernels.float8;
-    return {table.max_rows,    table.linear[act],        table.gated[act],
-            table.logits[act], table.grouped_gated[act], table.grouped_linear[act],
-            table.head_linear[act]};
+    return {table.max_rows,           table.linear[act],         table.gated[act],
+            table.logits[act],        table.grouped_gated[act],  table.grouped_linear[act],
+            table.combine[act],       table.head_linear[act]};
   }
   if (!is_quantised(types.weight)) {
     const KernelTable& table = runtime.kernels;
-    return {table.max_rows[weight], table.linear[weight],      table.gated[weight],
-            table.logits[weight], table.grouped_gated[weight], table.grouped_linear[weight],
-            table.head_linear[weight]};
+    return {table.max_rows[weight], table.linear[weight],        table.gated[weight],
+            table.logits[weight],   table.grouped_gated[weight], table.grouped_linear[weight],
+            table.combine[weight],  table.head_linear[weight]};
   }
   const IntegerKernels& table = runtime.integer;
-  return {table.max_rows,   table.linear[act],        table.gated[act],
-          table.logits,     table.grouped_gated[act], table.grouped_linear[act],
-          table.head_linear[act]};
+  return {table.max_rows,     table.linear[act],        table.gated[act],
+          table.logits,       table.grouped_gated[act], table.grouped_linear,
+          table.combine[act], table.head_linear[act]};
 }
 
 int64_t activation_row_bytes(ProductTypes types, int64_t k) {

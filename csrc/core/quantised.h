@@ -67,7 +67,7 @@ struct QuantiseTask {
 // The kernels of a product.
 struct ProductKernels {
   int max_rows;  // rows of one register tile
-  UnitFn linear, gated, logits, grouped_gated, grouped_linear, head_linear;
+  UnitFn linear, gated, logits, grouped_gated, grouped_linear, combine, head_linear;
 };
 
 // Chosen by weight format and activation type.

@@ -170,6 +170,15 @@ struct HeadEpilogue {
   }
 };
 
+// The weight of the group behind group g, which is read next; empty behind the last.
+template <class P>
+PrefetchRange following_weight(const ExpertGroups& experts, int64_t g, const void* w, int64_t panels,
+                               int64_t k) {
+  if (g + 1 == experts.num_groups) return {};
+  const void* next = P::expert(w, experts.groups[g + 1].expert, panels, k);
+  return {static_cast<const char*>(next), static_cast<const char*>(next) + kMaxPrefetchBytes};
+}
+
 // A unit is one panel of one expert for one block of its rows.
 template <class P, class T>
 void grouped_gated_units(const void* context, int64_t begin, int64_t end, Worker& worker) {
@@ -185,6 +194,7 @@ void grouped_gated_units(const void* context, int64_t begin, int64_t end, Worker
     if (first >= last) continue;
     const float* bias = units.task->product.bias;
     task.bias = bias == nullptr ? nullptr : bias + group.expert * 2 * task.f;
+    within.prefetch = following_weight<P>(experts, g, task.w, group.grid.panels, task.k);
     P::run(P::row(experts.x, group.first, task.k),
            P::expert(task.w, group.expert, group.grid.panels, task.k), group.grid, first, last,
            within, [&](int64_t panel) {
@@ -205,6 +215,7 @@ void head_linear_units(const void* context, int64_t begin, int64_t end, Worker& 
     if (first < 0) first = 0;
     if (last > group.grid.units()) last = group.grid.units();
     if (first >= last) continue;
+    within.prefetch = following_weight<P>(units.heads, g, task.w, group.grid.panels, task.k);
     P::run(P::row(units.heads.x, group.first, task.k),
            P::expert(task.w, group.expert, group.grid.panels, task.k), group.grid, first, last,
            within, [&](int64_t panel) {
@@ -235,47 +246,52 @@ struct PartialEpilogue {
   }
 };
 
-// Writes the weighted sum over each row's slots, in ascending order, for panels [begin, end).
-template <class T>
-void combine_slots(const GroupedLinearTask& task, int64_t begin, int64_t end,
-                   const float* partials) {
-  const int64_t stride = (end - begin) * kPanel, chosen = task.choice.num_chosen;
-  LinearTask product = task.product;
-  product.bias = nullptr;  // already in the partial results
-  const LinearEpilogue<T> epilogue{product, 0};
-  for (int64_t row = 0; row < product.rows; row++) {
-    for (int64_t i = 0; i < stride; i += kLanes) {
-      Vec sum = zero();
-      for (int64_t pair = row * chosen; pair < (row + 1) * chosen; pair++) {
-        if (!task.choice.has_expert(pair)) continue;
-        sum = fma(set1(task.weights[pair]), load(partials + pair * stride + i), sum);
-      }
-      epilogue.finish(row, begin * kPanel + i, sum);
-    }
-  }
-}
-
-// A unit is one panel of every expert for all rows.
-template <class P, class T>
+// A unit is one panel of one expert for all of its rows: the panels of the block of one expert, then
+// those of the next.
+template <class P>
 void grouped_linear_units(const void* context, int64_t begin, int64_t end, Worker& worker) {
   const auto& units = *static_cast<const GroupedLinearUnits*>(context);
   const ExpertGroups& experts = units.experts;
   const LinearTask& task = units.task->product;
-  const int64_t stride = (end - begin) * kPanel, panels = ceil_div(task.n, kPanel);
-  float* partials = worker.arena.take<float>(units.task->choice.num_pairs(task.rows) * stride);
+  const int64_t stride = units.num_panels * kPanel, panels = ceil_div(task.n, kPanel);
   Worker within{worker.index, worker.arena, worker.arranged};  // share_end counts the job's units
-  for (int64_t g = 0; g < experts.num_groups; g++) {
+  for (int64_t unit = begin; unit < end;) {
+    const int64_t g = unit / units.num_panels, first = unit % units.num_panels;
+    const int64_t left = units.num_panels - first, count = left < end - unit ? left : end - unit;
     const ExpertGroup& group = experts.groups[g];
     const float* bias = task.bias == nullptr ? nullptr : task.bias + group.expert * task.n;
+    within.prefetch = following_weight<P>(experts, g, task.w, panels, task.k);
     P::run(P::row(experts.x, group.first, task.k), P::expert(task.w, group.expert, panels, task.k),
-           {group.rows, task.k, panels, 1}, begin, end, within, [&](int64_t panel) {
+           {group.rows, task.k, panels, 1}, units.first_panel + first,
+           units.first_panel + first + count, within, [&](int64_t panel) {
              int64_t column = panel * kPanel;
-             return PartialEpilogue{partials + (panel - begin) * kPanel, stride,
+             return PartialEpilogue{units.partials + (panel - units.first_panel) * kPanel, stride,
                                     experts.pairs + group.first,
                                     bias == nullptr ? nullptr : bias + column, task.n - column};
            });
+    unit += count;
   }
-  combine_slots<T>(*units.task, begin, end, partials);
+}
+
+// Writes the weighted sum over each row's slots, in ascending order. A unit is one panel of the block.
+template <class T>
+void combine_units(const void* context, int64_t begin, int64_t end, Worker&) {
+  const auto& units = *static_cast<const GroupedLinearUnits*>(context);
+  const GroupedLinearTask& task = *units.task;
+  const int64_t stride = units.num_panels * kPanel, chosen = task.choice.num_chosen;
+  LinearTask product = task.product;
+  product.bias = nullptr;  // already in the partial results
+  const LinearEpilogue<T> epilogue{product, 0};
+  for (int64_t row = 0; row < product.rows; row++) {
+    for (int64_t i = begin * kPanel; i < end * kPanel; i += kLanes) {
+      Vec sum = zero();
+      for (int64_t pair = row * chosen; pair < (row + 1) * chosen; pair++) {
+        if (!task.choice.has_expert(pair)) continue;
+        sum = fma(set1(task.weights[pair]), load(units.partials + pair * stride + i), sum);
+      }
+      epilogue.finish(row, units.first_panel * kPanel + i, sum);
+    }
+  }
 }
 
 }  // namespace cadenza::CADENZA_ISA

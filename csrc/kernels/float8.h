@@ -90,7 +90,8 @@ constexpr Float8Kernels make_float8_kernels() {
           {gated_units<Bf16, bf16>, gated_units<F32, float>},
           {logits_units<Bf16>, logits_units<F32>},
           {grouped_gated_units<Bf16, bf16>, grouped_gated_units<F32, float>},
-          {grouped_linear_units<Bf16, bf16>, grouped_linear_units<F32, float>},
+          {grouped_linear_units<Bf16>, grouped_linear_units<F32>},
+          {combine_units<bf16>, combine_units<float>},
           {head_linear_units<Bf16, bf16>, head_linear_units<F32, float>}};
 }
 

@@ -317,24 +317,53 @@ struct TileRange {
   }
 };
 
+// Where a thread reads on `distance` bytes behind the start of a panel: behind the `left` panels that
+// it reads in a row lies what it reads next.
+inline const char* read_ahead(const CodePanel& panel, int64_t left, int64_t distance,
+                              const Worker& worker) {
+  const char* own = reinterpret_cast<const char*>(panel.data);
+  const int64_t beyond = distance - left * panel.bytes;
+  return beyond >= 0 && worker.prefetch.at != nullptr ? worker.prefetch.at + beyond : own + distance;
+}
+
+// A unit's place among those that its thread computes: the panels from it on to the last of the
+// thread's share, or of a job that counts other units, to the last of the weight.
+struct UnitPlace {
+  int64_t left;
+  bool is_last_of_share;
+  bool has_next;  // within the weight
+
+  UnitPlace(int64_t unit, const Grid& grid, const Worker& worker)
+      : left(grid.panels - unit % grid.panels),
+        is_last_of_share(unit + 1 == worker.share_end),
+        has_next(left > 1) {
+    if (unit < worker.share_end) left = worker.share_end - unit;
+  }
+};
+
 // What a unit prefetches in `count` passes: as run_panels of kernels/linear.h, group by group, and a
 // single pass always into both levels.
-inline SpreadPrefetch prefetch_of_unit(const CodePanel& panel, int64_t count, bool is_last_of_share,
-                                       bool has_next, Worker& worker) {
+inline SpreadPrefetch prefetch_of_unit(const CodePanel& panel, int64_t count, const UnitPlace& place,
+                                       Worker& worker) {
   const char* own = reinterpret_cast<const char*>(panel.data);
   const int64_t group_bytes = kCodeFormats[panel.format].group_bytes();
   // At 60 GB/s a 4B model in 8 bits took 1.0, 0.88 and 0.75 of the time at 1, 4 and 6 rows, one in
   // Q4_K 0.83 and 0.93 at 1 and 4; at 35 GB/s as long as with the first level alone.
-  if (count == 1) return {own + kFarPrefetchDistance, group_bytes, CacheLevels::kBoth};
+  if (count == 1) {
+    return {read_ahead(panel, place.left, kFarPrefetchDistance, worker), group_bytes,
+            CacheLevels::kBoth};
+  }
   const int64_t share = round_up(ceil_div(group_bytes, count), kCacheLine);
-  if (is_last_of_share) {
+  if (place.is_last_of_share) {
     SpreadPrefetch prefetch;
     if (!worker.prefetch.empty()) prefetch = {worker.prefetch.at, share, levels_of_next_panel(count)};
     worker.prefetch.at += panel.bytes;
     return prefetch;
   }
-  if (!has_next) return {};
-  return {own + panel.bytes, share, levels_of_next_panel(count)};
+  if (place.has_next) return {own + panel.bytes, share, levels_of_next_panel(count)};
+  // The weight behind this one, which only jobs over several weights know.
+  if (worker.share_end > 0 || worker.prefetch.at == nullptr) return {};
+  return {worker.prefetch.at, share, levels_of_next_panel(count)};
 }
 
 // Computes units [begin, end), divided into row tiles and row blocks as in kernels/linear.h.
@@ -351,8 +380,8 @@ inline void run_code_panels(const void* x, const void* w, const Grid& grid, int6
     const TileRange range{block * tiles / grid.row_blocks, (block + 1) * tiles / grid.row_blocks,
                           rows, tiles};
     const int64_t passes = range.passes();
-    SpreadPrefetch prefetch = prefetch_of_unit(panel, passes, unit + 1 == worker.share_end,
-                                               index + 1 < grid.panels, worker);
+    SpreadPrefetch prefetch =
+        prefetch_of_unit(panel, passes, UnitPlace(unit, grid, worker), worker);
     const char* start = prefetch.at;
     int64_t done = 0;
     const FormatTiles& tile_of = kCodeTiles.of_formats[panel.format];
@@ -581,7 +610,8 @@ constexpr IntegerKernels make_integer_kernels(const char* isa, const ProductLimi
           {gated_units<P, bf16>, gated_units<P, float>},
           logits_units<P>,
           {grouped_gated_units<P, bf16>, grouped_gated_units<P, float>},
-          {grouped_linear_units<P, bf16>, grouped_linear_units<P, float>},
+          grouped_linear_units<P>,
+          {combine_units<bf16>, combine_units<float>},
           {head_linear_units<P, bf16>, head_linear_units<P, float>},
           limits.least_tile_rows};
 }

@@ -421,7 +421,7 @@ inline KernelTable make_tile_table(const char* isa, const KernelTable& base) {
   table.gated[kBf16] = gated_units<TileProduct, bf16>;
   table.logits[kBf16] = logits_units<TileProduct>;
   table.grouped_gated[kBf16] = grouped_gated_units<TileProduct, bf16>;
-  table.grouped_linear[kBf16] = grouped_linear_units<TileProduct, bf16>;
+  table.grouped_linear[kBf16] = grouped_linear_units<TileProduct>;
   table.head_linear[kBf16] = head_linear_units<TileProduct, bf16>;
   table.attend[kBf16] = attend_units<TileKv>;
   table.multiply[kBf16] = multiply_tile_units;
