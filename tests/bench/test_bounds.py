@@ -72,14 +72,30 @@ def mixture() -> ModelCost:
     return ModelCost.of(named_shape("tiny-qwen3-moe"), "bfloat16")
 
 
-@pytest.mark.parametrize(("rows", "num_experts"), [(1, 4), (3, 12), (4, 13), (64, 13)])
-def test_a_step_reads_at_most_the_experts_that_its_tokens_can_choose(
-    mixture: ModelCost, rows: int, num_experts: int
+@pytest.mark.parametrize(
+    ("rows", "num_experts"), [(1, 4.0), (3, 13 * (1 - (9 / 13) ** 3)), (400, 13.0)]
+)
+def test_a_step_reads_the_distinct_experts_that_tokens_touch_on_average(
+    mixture: ModelCost, rows: int, num_experts: float
 ):
     assert mixture.layer_parameters == PLAIN
-    assert mixture.decode_step(rows, 0.0).read_bytes == 2 * (
-        PLAIN + 3 * num_experts * EXPERT + 331 * 96
+    assert mixture.decode_step(rows, 0.0).read_bytes == pytest.approx(
+        2 * (PLAIN + 3 * num_experts * EXPERT + 331 * 96)
     )
+
+
+def test_a_step_reads_the_experts_that_were_counted(mixture: ModelCost):
+    found = mixture.decode_step(3, 0.0, touched_bytes=1000.0)
+    assert found.read_bytes == 2 * (PLAIN + 331 * 96) + 1000
+    assert found.operations == mixture.decode_step(3, 0.0).operations
+
+
+def test_a_gated_mlp_for_all_tokens_is_not_counted_with_the_experts_a_second_time():
+    cost = ModelCost.of(named_shape("tiny-qwen3.5-moe"), "bfloat16")
+    assert cost.gated_bytes > 0
+    counted = cost.gated_bytes + 1000.0
+    found = cost.decode_step(1, 0.0, touched_bytes=counted).read_bytes
+    assert found == cost.layer_bytes + cost.head_bytes + cost.state_bytes + 1000
 
 
 def test_a_token_is_multiplied_with_its_own_experts_only(mixture: ModelCost):
@@ -92,9 +108,10 @@ def test_a_token_is_multiplied_with_its_own_experts_only(mixture: ModelCost):
 def test_the_last_step_of_prompts_reads_the_experts_of_its_own_tokens(mixture: ModelCost):
     prompts = Prompts(count=2, length=33, token_budget=64)
     assert prompts.step_sizes == [64, 2]
-    weights = 2 * (PLAIN + 331 * 96) + 3 * (13 + 8) * EXPERT
+    in_last = 13 * (1 - (9 / 13) ** 2)
+    weights = 2 * (PLAIN + 331 * 96) + 3 * (13 + in_last) * EXPERT
     kv_bytes = 66 * 2 * 4 * 2 * 32 * 2
-    assert mixture.prefill(prompts).read_bytes == 2 * weights + kv_bytes
+    assert mixture.prefill(prompts).read_bytes == pytest.approx(2 * weights + kv_bytes)
 
 
 def test_a_decode_step_reads_weights_and_contexts(cost: ModelCost):

@@ -14,6 +14,7 @@ from cadenza.bench.runs import (
     run_decode,
     run_prefill,
     step_profile,
+    touched_bytes,
 )
 from cadenza.config import EngineLimits
 from cadenza.engine.core import CoreOptions
@@ -113,3 +114,17 @@ def test_a_step_profile_is_mean_time_times_calls_of_a_step():
     assert profile.step_ms == pytest.approx(20.0)
     assert profile.rest_ms == pytest.approx(2.0)
     assert profile.read_bytes == 10 + 400
+
+
+def test_touched_experts_are_mean_bytes_times_calls_of_a_step_also_of_steps_covered_in_part():
+    def timed(*ops: OpTotals) -> Timed:
+        return Timed(elapsed_s=1.0, num_tokens=12, num_steps=12, context=3.0, ops=ops)
+
+    whole = [op("next_token", 12, 1.0, 0), op("grouped_linear", 48, 1.0, 4800)]
+    part = [op("next_token", 12, 1.0, 0), op("grouped_linear", 46, 1.0, 4600)]
+    assert touched_bytes([timed(*whole)]) == 400.0
+    assert touched_bytes([timed(*whole), timed(*part)]) == 400.0
+    both = op("grouped_gated_linear", 48, 1.0, 9600)
+    assert touched_bytes([timed(*whole, both)]) == 1200.0
+    assert touched_bytes([timed(whole[0], op("linear", 48, 1.0, 4800))]) is None
+    assert touched_bytes([timed()]) is None

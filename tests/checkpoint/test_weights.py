@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from cadenza.checkpoint.mtp_head import mtp_head_of
 from cadenza.checkpoint.mtp_layout import QWEN_MTP
 from cadenza.checkpoint.random_checkpoint import shape_names
 from cadenza.checkpoint.stacked_experts import split_stacked_experts
+from cadenza.checkpoint.stored_tensor import MappedFile
 from cadenza.errors import CheckpointError
 from tests.checkpoint.files import small_model, write_tensors
 
@@ -252,3 +253,32 @@ def test_a_flag_that_calls_for_tensors_which_are_not_there_is_refused(name: str,
         if (without.family, flag) != ("mimo", "attention_bias"):  # as it is without the flag
             with pytest.raises(CheckpointError, match=rf"lack .*\.bias|{flag} is True"):
                 open_checkpoint(tmp_path)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class CountingFile(MappedFile):
+    """A mapped file that notes how many tensors had been read when its pages were released."""
+
+    reads: list[str] = field(default_factory=list[str])
+    releases: list[int] = field(default_factory=list[int])
+
+    def release_pages(self) -> None:
+        self.releases.append(len(self.reads))
+        MappedFile.release_pages(self)
+
+
+def test_pages_are_released_when_the_reading_comes_to_another_layer(tmp_path: Path):
+    config, tensors = small_model()
+    write_tensors(tmp_path / "model.safetensors", tensors)
+    weights = open_weights(tmp_path)
+    (whole,) = weights.files
+    file = CountingFile(name=whole.name, data=whole.data, modified_ns=whole.modified_ns)
+    loaded = replace(weights, files=(file,)).watched(file.reads.append).released_by_layer()
+    names = [spec.name for spec in declare(config)]
+    for name in names:
+        assert np.array_equal(loaded[name], tensors[name])
+    assert file.reads == names
+    layers = [name.split(".")[2] if ".layers." in name else "" for name in names]
+    changes = [at + 1 for at in range(1, len(names)) if layers[at] != layers[at - 1]]
+    assert file.releases == changes
+    assert len(changes) == config.num_layers + 1

@@ -6,10 +6,11 @@ attention (a multiplication and its sum are two). Norms, biases, activations, re
 embedding rows, below one per cent together, are not counted; so the bound is slightly high and a
 share of it slightly low.
 
-In a mixture a token is multiplied with its own experts only, and a step reads each expert at most
-once. Which ones the tokens choose is not known beforehand, so the most that a step of T
-tokens can need is counted: min(X, T A) of X experts in each layer where a token chooses A. Where
-tokens choose the same experts a step reads less, so a share can exceed 100 %.
+In a mixture a token is multiplied with its own experts only, and a step reads each distinct expert
+that its tokens choose once. Decode steps count those that a run touched, where the kernels counted
+them. Else, and in prefill, the number is what T tokens touch on average that choose evenly and on
+their own: X (1 - (1 - A / X)^T) of X experts in each layer where a token chooses A. Where tokens
+choose alike a step reads less, and a share of that bound can exceed 100 %.
 """
 
 import statistics
@@ -103,9 +104,11 @@ class ExpertsCost:
         """Parameters that one token is multiplied with."""
         return self.num_chosen * self.parameters
 
-    def most_read_by(self, num_tokens: int) -> int:
-        """The most bytes of weights that a step of `num_tokens` tokens can need."""
-        return min(self.num_experts, num_tokens * self.num_chosen) * self.num_bytes
+    def read_by(self, num_tokens: int) -> float:
+        """The bytes of weights that a step of `num_tokens` tokens needs on average, if they choose
+        evenly."""
+        unchosen = (1 - self.num_chosen / self.num_experts) ** num_tokens
+        return self.num_experts * (1 - unchosen) * self.num_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +122,8 @@ class ModelCost:
         layer_bytes, head_bytes: of their weights as they are held in memory.
         kv_bytes_per_token: one token's keys and values in all layers.
         state_bytes: the recurrent state of a sequence.
+        gated_bytes: the part of the layers' that the kernels count with the experts: MLPs for all
+            tokens that have a gate.
     """
 
     layer_parameters: int
@@ -129,6 +134,7 @@ class ModelCost:
     kv_bytes_per_token: int
     state_bytes: int = 0
     experts: ExpertsCost | None = None
+    gated_bytes: int = 0
 
     @classmethod
     def of(
@@ -162,23 +168,29 @@ class ModelCost:
             pair_operations=_pair_operations(config),
             kv_bytes_per_token=config.kv_bytes_per_token(dtype, kv_cache_dtype),
             state_bytes=config.state_bytes(dtype),
+            gated_bytes=size(_gated_tensors(config)),
         )
 
-    def weight_bytes(self, num_tokens: int) -> int:
-        """The most bytes of weights that a step of `num_tokens` tokens reads."""
-        experts = self.experts.most_read_by(num_tokens) if self.experts else 0
-        return self.layer_bytes + experts + self.head_bytes
+    def weight_bytes(self, num_tokens: int, touched_bytes: float | None = None) -> float:
+        """Of the weights that a step of `num_tokens` tokens reads; `touched_bytes`: of the experts
+        that it touched, if they were counted."""
+        if touched_bytes is None:
+            touched_bytes = self.experts.read_by(num_tokens) if self.experts else 0
+        else:
+            touched_bytes -= self.gated_bytes
+        return self.layer_bytes + touched_bytes + self.head_bytes
 
     @property
     def token_parameters(self) -> int:
         """Parameters of the layers that one token is multiplied with."""
         return self.layer_parameters + (self.experts.token_parameters if self.experts else 0)
 
-    def decode_step(self, rows: int, context: float) -> Cost:
-        """One token for each row; `context` is a row's average KV length, its own included."""
+    def decode_step(self, rows: int, context: float, touched_bytes: float | None = None) -> Cost:
+        """One token for each row; `context` is a row's average KV length, its own included.
+        `touched_bytes` as for `weight_bytes`."""
         parameters = self.token_parameters + self.head_parameters
         return Cost(
-            read_bytes=self.weight_bytes(rows)
+            read_bytes=self.weight_bytes(rows, touched_bytes)
             + rows * (context * self.kv_bytes_per_token + self.state_bytes),
             operations=rows * (2 * parameters + context * self.pair_operations),
         )
@@ -212,14 +224,27 @@ def _head(config: ModelConfig) -> TensorSpec:
     return declare_embedding(config) if config.tie_word_embeddings else declare_head(config)
 
 
-def _expert_tensors(config: ModelConfig) -> list[list[TensorSpec]]:
-    """The tensors of each expert in all layers that have experts."""
+def _mixtures(config: ModelConfig) -> list[ExpertMLPSpec]:
     layers = [declare_layer(config, index).mlp for index in range(config.num_layers)]
     own = [mlp.experts if isinstance(mlp, ParallelMLPSpec) else mlp for mlp in layers]
-    mixtures = [mlp for mlp in own if isinstance(mlp, ExpertMLPSpec)]
+    return [mlp for mlp in own if isinstance(mlp, ExpertMLPSpec)]
+
+
+def _expert_tensors(config: ModelConfig) -> list[list[TensorSpec]]:
+    """The tensors of each expert in all layers that have experts."""
     return [
         [spec for expert in column for spec in expert.tensors()]
-        for column in zip(*(mlp.experts for mlp in mixtures), strict=True)
+        for column in zip(*(mlp.experts for mlp in _mixtures(config)), strict=True)
+    ]
+
+
+def _gated_tensors(config: ModelConfig) -> list[TensorSpec]:
+    """Of the MLPs for all tokens that have a gate."""
+    return [
+        spec
+        for mlp in _mixtures(config)
+        if mlp.shared is not None and mlp.shared_gate is not None
+        for spec in mlp.shared.tensors()
     ]
 
 

@@ -36,6 +36,8 @@ SAMPLED: dict[str, Any] = {
 """The sampling of a row that is not greedy."""
 
 STEP_OP = "next_token"
+EXPERT_OPS = frozenset({"grouped_gated_linear", "grouped_linear"})
+"""Operations that count the weights of the experts that they touch as read."""
 
 Prompt = tuple[int, ...]
 
@@ -245,6 +247,22 @@ def calls_of_a_step(ops: Sequence[OpTotals]) -> dict[str, int]:
     """How often a step calls each operation, from the totals of complete steps."""
     num_steps = next((op.num_calls for op in ops if op.name == STEP_OP), 0)
     return {op.name: op.num_calls // num_steps for op in ops if op.num_calls and num_steps}
+
+
+def touched_bytes(runs: Sequence[Timed]) -> float | None:
+    """Of the experts that an average step touched, and of what they multiplied, which is little
+    beside them; None if no run counted them. Each operation counts with the mean of its calls, as
+    the runs may cover steps in part."""
+    totals = [op for run in runs for op in run.ops if op.num_calls]
+    num_steps = sum(op.num_calls for op in totals if op.name == STEP_OP)
+    num_bytes = 0.0
+    for name in EXPERT_OPS:
+        own = [op for op in totals if op.name == name]
+        num_calls = sum(op.num_calls for op in own)
+        if num_calls and num_steps:
+            mean = sum(op.read_bytes for op in own) / num_calls
+            num_bytes += mean * round(num_calls / num_steps)
+    return num_bytes or None
 
 
 def step_profile(timed: Timed, calls: Mapping[str, int]) -> StepProfile:

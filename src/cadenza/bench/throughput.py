@@ -25,6 +25,7 @@ from cadenza.bench.runs import (
     run_decode,
     run_prefill,
     step_profile,
+    touched_bytes,
 )
 from cadenza.bench.workloads import Workload
 from cadenza.checkpoint.tensor_formats import held_formats
@@ -179,6 +180,7 @@ def measure_throughput(
             workload=workload,
             bound=_bound_of(loaded, instruments),
             random=random.Random(fitted.seed),  # noqa: S311 - prompts, not secrets
+            expert_counter=instruments if _counts_experts(loaded) else None,
         )
         results: list[ConcurrencyResult] = []
         for rows in workload.concurrency:
@@ -231,6 +233,11 @@ def _bound_of(loaded: LoadedModel, instruments: Instruments | None) -> _Bound | 
     return _Bound(cost=cost, probe=probe)
 
 
+def _counts_experts(loaded: LoadedModel) -> bool:
+    """Whether the operations count the experts that a step touches."""
+    return loaded.plan.traits.ops == "native" and loaded.checkpoint.config.experts is not None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Runs:
     """The runs on one engine."""
@@ -239,6 +246,7 @@ class _Runs:
     workload: Workload
     bound: _Bound | None
     random: random.Random
+    expert_counter: Instruments | None
 
     def measure(self, rows: int, report: OnStatus) -> ConcurrencyResult:
         """Warm-up runs, then the repeats."""
@@ -250,7 +258,9 @@ class _Runs:
         prefill: list[RatedRun] = []
         for repeat in range(workload.repeats):
             report(f"{rows} rows: run {repeat + 1} of {workload.repeats}{_speeds(decode, prefill)}")
-            decode.append(self._rate(lambda: self._decode(rows, workload.output_len)))
+            decode.append(
+                self._rate(lambda: self._decode(rows, workload.output_len, self.expert_counter))
+            )
             prefill.append(self._rate(lambda: self._prefill(rows)))
         cost = None if self.bound is None else self.bound.cost
         prompts = Prompts(
@@ -262,7 +272,10 @@ class _Runs:
             concurrency=rows,
             decode=Rate(
                 runs=tuple(decode),
-                cost=cost and cost.decode_step(rows, decode[0].run.context),
+                cost=cost
+                and cost.decode_step(
+                    rows, decode[0].run.context, touched_bytes([each.run for each in decode])
+                ),
                 num_tokens=rows,
             ),
             prefill=Rate(

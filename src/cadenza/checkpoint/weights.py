@@ -71,6 +71,23 @@ class Weights:
         for file in self.files:
             file.release_pages()
 
+    def released_by_layer(self) -> "Weights":
+        """A copy that releases the mapped pages before it reads another layer, for loads in
+        the order of layers. The file and what is made of it are then not both resident, and the
+        system can take back the file's part of the page cache.
+        """
+        layer: list[str] = [""]
+
+        def release(name: str) -> None:
+            self._on_read(name)
+            parts = name.split(".")
+            own = next((part for part in parts if part.isdecimal()), "")
+            if own != layer[0]:
+                layer[0] = own
+                self.release_pages()
+
+        return self.watched(release)
+
     def entry(self, name: str) -> StoredTensor:
         """A tensor that is not a quantised weight."""
         found = self.tensors[name]

@@ -180,8 +180,15 @@ def check_base(space: Space, coarser: Callable[[Quantization], int | None]) -> N
             raise ConfigError(f"{told}; set --quantization {quantization}")
     raise ConfigError(
         f"{told}; free {show_missing(needed - space.available_bytes)}, raise the limit, or choose "
-        f"a smaller model"
+        f"{_smaller_model(space.weight_bytes - (needed - space.advised.available_bytes))}"
     )
+
+
+def _smaller_model(weight_bytes: int) -> str:
+    """What fits in place of the model."""
+    if weight_bytes <= 0:
+        return "a smaller model"
+    return f"a model or a file with fewer bits whose weights take at most {show_size(weight_bytes)}"
 
 
 def _check_base_context(space: Space) -> None:

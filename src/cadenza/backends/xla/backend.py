@@ -125,7 +125,7 @@ class XlaBackend(Backend):
 
         if setup.cache_folder is not None:
             enable_compilation_cache(setup.cache_folder / "xla")
-        return XlaRunner(checkpoint.config, checkpoint.weights, setup)
+        return XlaRunner(checkpoint.config, checkpoint.weights.released_by_layer(), setup)
 
     def load_witness(self, checkpoint: Checkpoint, max_model_len: int) -> SequenceModel | None:
         from cadenza.backends.xla.reference_model import ReferenceModel
