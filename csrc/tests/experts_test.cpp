@@ -212,10 +212,13 @@ void check_with_other_rows(const Context& context) {
   alone.weights = {0.75f, 0.5f};
   apply(context.runtime(0), layer, x.data(), 1, alone);
   for (size_t threads = 0; threads < 3; threads++) {
-    // -1: the other rows have no expert.
-    for (int others = -1; others < int(shape.experts); others++) {
+    // -1: the other rows have no expert; the number of experts: each pair has another one.
+    for (int others = -1; others <= int(shape.experts); others++) {
       Result<T> all = empty_result<T>(shape, residual.data(), rows);
       std::fill(all.ids.begin(), all.ids.end(), others);
+      if (others == int(shape.experts)) {
+        for (size_t i = 0; i < all.ids.size(); i++) all.ids[i] = int32_t(i) % others;
+      }
       std::fill(all.weights.begin(), all.weights.end(), 0.5f);
       std::copy(alone.ids.begin(), alone.ids.end(), all.ids.begin());
       std::copy(alone.weights.begin(), alone.weights.end(), all.weights.begin());
@@ -231,6 +234,30 @@ void check_with_other_rows(const Context& context) {
 TEST(an_experts_output_for_a_row_does_not_depend_on_its_other_rows) {
   check_with_other_rows<bf16>(context);
   check_with_other_rows<float>(context);
+}
+
+// The partial results of so many rows are those of several blocks of panels.
+template <class T>
+void check_blocks(const Context& context) {
+  const Shape shape{9, 4, 300, 17};
+  Random random(40);
+  Layer<T> layer(random, shape, *context.executors[0]);
+  const int64_t rows = 513;
+  std::vector<T> x = random_values<T>(random, rows * shape.hidden);
+  std::vector<float> residual = random_values<float>(random, rows * shape.hidden);
+  for (size_t threads = 0; threads < 3; threads++) {
+    Result<T> all = run_layer(context.runtime(threads), layer, x.data(), residual.data(), rows);
+    for (int64_t row : {int64_t(0), rows / 2, rows - 1}) {
+      Result<T> alone = run_layer(context.runtime(0), layer, x.data() + row * shape.hidden,
+                                  residual.data() + row * shape.hidden, 1);
+      CHECK(same_rows(shape, all, row, alone, 0, 1));
+    }
+  }
+}
+
+TEST(experts_of_so_many_rows_that_their_sums_are_taken_in_blocks_give_each_row_its_own_bits) {
+  check_blocks<bf16>(context);
+  check_blocks<float>(context);
 }
 
 // Negative control: summing a row's slots in another order, such as the order of the experts in the
