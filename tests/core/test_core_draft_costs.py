@@ -81,6 +81,15 @@ def test_a_step_without_drafts_is_wanted_at_first_and_from_time_to_time() -> Non
     assert not costs.is_stale(rows(4, num_prompt=8)), "it would not be measured"
 
 
+def test_the_time_for_drafting_counts_until_a_step_without_drafts_is_wanted() -> None:
+    costs, load = known(4, d0=20.0), rows(4)
+    number = 0
+    while not costs.is_stale(load):
+        costs.observe(load, 3, 20.0, COST, waited_ms=60.0)
+        number += 1
+    assert number == REFRESH_STEPS / 4
+
+
 @pytest.mark.parametrize("num_drafts", [0, 4])
 def test_one_time_that_was_far_too_long_changes_little(num_drafts: int) -> None:
     costs = known(4, d0=20.0, d4=28.0)

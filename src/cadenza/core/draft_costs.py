@@ -82,13 +82,14 @@ class _Table:
     )
     newest: dict[int, int] = field(default_factory=dict[int, int])
     num_steps: int = 0
-    num_since_base: int = 0
+    num_since_base: float = 0.0
 
-    def observe(self, num_drafts: int, ms: float, known_ms: float) -> None:
-        """A step took `ms`; until such steps were measured, they were known to take `known_ms`."""
+    def observe(self, num_drafts: int, ms: float, known_ms: float, waited: float) -> None:
+        """A step took `ms`; until such steps were measured, they were known to take `known_ms`.
+        It waited for `waited` times as long."""
         self.num_steps += 1
         if num_drafts:
-            self.num_since_base += 1
+            self.num_since_base += 1 + waited
             bucket = _bucket(num_drafts)
             first = deque([(num_drafts, known_ms)], NUM_KEPT)
             self.drafts.setdefault(bucket, first).append((num_drafts, ms))
@@ -119,14 +120,21 @@ class DraftCosts:
     def __init__(self) -> None:
         self._tables: dict[int, _Table] = {}
 
-    def observe(self, load: StepLoad, num_drafts: int, ms: float, cost: StepCost) -> None:
-        """A step of `load` and `num_drafts` drafts took `ms`; one with prompts says nothing."""
+    def observe(
+        self, load: StepLoad, num_drafts: int, ms: float, cost: StepCost, waited_ms: float = 0.0
+    ) -> None:
+        """A step of `load` and `num_drafts` drafts took `ms`; one with prompts says nothing.
+
+        `waited_ms`, in which a second model drafted, counts like steps until one without drafts is
+        wanted: where that takes long, the time of one would be known from long ago.
+        """
         if load.num_tokens != load.num_logits:
             return
         known, keys_ms = self.beside(load, cost), cost.key_ms * load.num_keys
         known_ms = known.base_ms + known.added_ms(num_drafts)
         table = self._tables.setdefault(load.num_logits, _Table())
-        table.observe(num_drafts, ms - keys_ms, known_ms - keys_ms)
+        waited = waited_ms / max(SMALLEST_MS, ms)
+        table.observe(num_drafts, ms - keys_ms, known_ms - keys_ms, waited)
 
     def has_base(self, load: StepLoad) -> bool:
         """Whether steps like one of `load` were measured without drafts."""

@@ -231,7 +231,7 @@ class StepDrafts:
         if batch.num_prompt_rows:
             return  # not all rows of logits are those of decoding rows
         if num_drafts or idle_ms is None:
-            self._costs.observe(base, num_drafts, measured_ms, cost)
+            self._costs.observe(base, num_drafts, measured_ms, cost, idle_ms or 0.0)
 
     def _observe_drafts(
         self,
