@@ -30,6 +30,7 @@ ISA_FLAGS: dict[str, dict[str, list[str]]] = {
         "avx512_bf16": [*_AVX512, "-mavx512bf16"],
         "avx512": _AVX512,
         "avx2": _AVX2,
+        "int8_amx": [*_AVX512, "-mavx512vnni", "-mamx-tile", "-mamx-int8"],
         "int8_avx512_vnni": [*_AVX512, "-mavx512vnni"],
         "int8_avx_vnni": [*_AVX2, "-mf16c", "-mavxvnni"],
         "int8_avx2": [*_AVX2, "-mf16c"],
@@ -143,6 +144,8 @@ def makefile(compiler: list[str]) -> str:
     lines += [f"FLAGS_{isa} = {' '.join(flags)}" for isa, flags in isas.items()]
     base = next(isa for isa in _TILE_BASES if isa in isas)
     lines += [f"TILE_BASE = {base}", f"FLAGS_amx_emulated = {' '.join(isas[base])}"]
+    integers = next(isa for isa in isas if isa.startswith("int8_") and isa != "int8_amx")
+    lines += [f"FLAGS_int8_amx_emulated = {' '.join(isas[integers])}"]
     tables = [shlex.quote(f"-D{name}={value}") for name, value in table_macros(isas).items()]
     return "\n".join([*lines, f"TABLES = {' '.join(tables)}"])
 

@@ -146,7 +146,9 @@ std::vector<std::string> isas_of_cpu() {
 // VNNI is implied neither by AVX-512 nor by its bf16 instructions.
 std::vector<std::string> integer_isas_of_cpu() {
   const bool avx2 = has_avx2() && has_f16c();
-  return names_of({{"avx512_vnni", has_avx512() && __builtin_cpu_supports("avx512vnni")},
+  const bool vnni = has_avx512() && __builtin_cpu_supports("avx512vnni");
+  return names_of({{"amx", vnni && tile_support() == TileSupport::kGranted},
+                   {"avx512_vnni", vnni},
                    {"avx_vnni", avx2 && has_avx_vnni()},
                    {"avx2", avx2},
                    {"scalar", true}});

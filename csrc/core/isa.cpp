@@ -20,6 +20,7 @@ CADENZA_INTEGER_TABLES(CADENZA_DECLARE)
 #undef CADENZA_DECLARE
 #ifdef CADENZA_EMULATED_TILES
 extern const KernelTable amx_emulated_kernels;
+extern const IntegerKernels int8_amx_emulated_kernels;
 #endif
 
 namespace {
@@ -51,7 +52,11 @@ std::vector<const KernelTable*> tables() {
   return found;
 }
 std::vector<const IntegerKernels*> integer_tables() {
-  return runnable(kIntegerTables, integer_isas_of_cpu());
+  std::vector<const IntegerKernels*> found = runnable(kIntegerTables, integer_isas_of_cpu());
+#ifdef CADENZA_EMULATED_TILES
+  found.push_back(&int8_amx_emulated_kernels);
+#endif
+  return found;
 }
 
 template <class Table>

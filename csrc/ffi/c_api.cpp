@@ -1,4 +1,5 @@
 // C entry points for ctypes: configuration, packing, and the ISA and threads in use.
+#include <algorithm>
 #include <exception>
 #include <stdexcept>
 #include <string>
@@ -48,7 +49,8 @@ extern "C" {
 CADENZA_EXPORT const char* cadenza_configure() {
   return guarded([] {
     cadenza::kernels();
-    cadenza::integer_kernels();
+    const auto tile_rows = cadenza::integer_kernels().least_tile_rows;
+    if (tile_rows != nullptr) tile_rows();
     cadenza::executor();
   });
 }
@@ -74,6 +76,21 @@ CADENZA_EXPORT const char* cadenza_available_integer_isas() {
 CADENZA_EXPORT const char* cadenza_refusal_of_tiles() {
   static const std::string reason = cadenza::refusal_of_tiles();
   return reason.c_str();
+}
+
+// From how many rows products with quantised weights use tiles: of all formats, as "8", "4 to 16" or
+// "never"; empty without tiles.
+CADENZA_EXPORT const char* cadenza_tile_rows() {
+  static const std::string text = [] {
+    const auto tile_rows = cadenza::integer_kernels().least_tile_rows;
+    if (tile_rows == nullptr) return std::string();
+    const auto [least, most] = std::minmax_element(tile_rows(), tile_rows() + cadenza::kNumCodeFormats);
+    const auto name = [](int rows) {
+      return rows == cadenza::kNeverByTiles ? std::string("never") : std::to_string(rows);
+    };
+    return *least == *most ? name(*least) : name(*least) + " to " + name(*most);
+  }();
+  return text.c_str();
 }
 
 CADENZA_EXPORT const char* cadenza_logit_columns() { return cadenza::kLogitColumnNames; }

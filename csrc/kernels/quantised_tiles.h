@@ -178,17 +178,25 @@ inline void fill_terms(RowTerms& to, const uint8_t* terms, int groups) {
 }
 
 // The rows [begin, end) of a unit in tiles of 16, of which the last may overlap the one before, or
-// in one tile of fewer.
+// in one tile of fewer. Their terms are arranged once for a thread and job.
 class TiledRows {
  public:
-  TiledRows(const void* x, int64_t k, Arena& arena)
-      : x_(static_cast<const uint8_t*>(x)), k_(k), arena_(arena) {}
+  TiledRows(const void* x, int64_t k, Worker& worker)
+      : x_(static_cast<const uint8_t*>(x)), k_(k), worker_(worker) {}
 
   void prepare(int64_t begin, int64_t end) {
     if (begin == begin_ && end == end_) return;
     begin_ = begin;
     end_ = end;
-    terms_ = arena_.take<RowTerms>(tiles() * blocks() * kTileRows);
+    ArrangedInputs* kept = worker_.arranged;
+    const uint8_t* rows = x_ + begin * stride();
+    void* found = kept == nullptr ? nullptr : kept->find(rows, end - begin);
+    terms_ = static_cast<RowTerms*>(found);
+    if (found != nullptr) return;
+    const int64_t count = tiles() * blocks() * kTileRows;
+    const int64_t bytes = count * int64_t(sizeof(RowTerms));
+    if (kept != nullptr) found = kept->add(rows, end - begin, bytes);
+    terms_ = found == nullptr ? worker_.arena.take<RowTerms>(count) : static_cast<RowTerms*>(found);
     for (int64_t tile = 0; tile < tiles(); tile++) {
       for (int64_t block = 0; block < blocks(); block++) prepare_terms(tile, block);
     }
@@ -228,7 +236,7 @@ class TiledRows {
 
   const uint8_t* x_;
   const int64_t k_;
-  Arena& arena_;
+  Worker& worker_;
   int64_t begin_ = 0, end_ = 0;
   RowTerms* terms_ = nullptr;
 };
@@ -409,7 +417,7 @@ inline void run_tiled_panels(const void* x, const void* w, const Grid& grid, int
                              const MakeEpilogue& make_epilogue) {
   const int64_t tiles = ceil_div(grid.rows, kTileRows), rows = grid.rows / grid.row_blocks;
   if (rows < least.of_any()) return run_code_panels(x, w, grid, begin, end, worker, make_epilogue);
-  TiledRows inputs(x, grid.k, worker.arena);
+  TiledRows inputs(x, grid.k, worker);
   TileScratch scratch{nullptr, nullptr};
   for (int64_t unit = begin; unit < end; unit++) {
     const int64_t index = unit % grid.panels, block = unit / grid.panels;

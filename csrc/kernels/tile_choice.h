@@ -84,6 +84,7 @@ inline LeastTileRows measured_least_rows() {
   for (int format = 0; format < kNumCodeFormats; format++) {
     least.of_formats[format] = measured_least(format);
   }
+  release_tiles();
   return least;
 }
 

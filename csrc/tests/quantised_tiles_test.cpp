@@ -8,8 +8,7 @@
 
 namespace cadenza::tests {
 
-// Of emulated_integer.cpp; the table multiplies all rows by tiles.
-extern const IntegerKernels emulated_tile_kernels;
+// Of isa/int8_amx_emulated.cpp, whose table multiplies all rows by tiles.
 std::vector<int> measured_tile_rows();
 int stated_tile_rows(const std::string& text);
 
@@ -72,7 +71,7 @@ Aligned random_weight(Random& random, int64_t k, const std::vector<int>& formats
 }
 
 Runtime by_tiles(const Context& context, size_t which = 0) {
-  return {context.kernels, emulated_tile_kernels, *context.executors[which]};
+  return {context.kernels, integer_kernels_for("amx_emulated", ""), *context.executors[which]};
 }
 
 // Once, with the best ISA: the tables here are the same for all.

@@ -88,6 +88,15 @@ def test_instructions_that_the_kernels_cannot_use_are_told(model: Path):
         assert told.get("kernels_note") == note
 
 
+def test_the_rows_from_which_tiles_multiply_are_told(model: Path):
+    checkpoint, config = open_checkpoint(model), EngineConfig(num_pages=40)
+    plan = plan_model(checkpoint, config)
+    for rows in (None, "4 to 16"):
+        with_rows = replace(plan, traits=replace(plan.traits, tile_rows=rows))
+        told = describe("tiny", checkpoint, with_rows, config)["engine"]
+        assert told.get("tile_rows") == rows
+
+
 def test_every_engine_flag_shows_in_the_plan(cadenza: Callable[..., Ran], model: Path):
     for arguments, section, key, value in PLANNED:
         ran = cadenza("info", model, "--json", *arguments.split())

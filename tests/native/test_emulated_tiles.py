@@ -37,8 +37,11 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(module: str, *arguments: str, isa: str, package: Path | None = None) -> str:
-    environment = {**os.environ, "CADENZA_CPU_ISA": isa, "CADENZA_NUM_THREADS": "2"}
+def run(
+    module: str, *arguments: str, isa: str, package: Path | None = None, **settings: str
+) -> str:
+    own = {"CADENZA_CPU_ISA": isa, "CADENZA_NUM_THREADS": "2"}
+    environment = {**os.environ, **own, **settings}
     if package is not None:
         environment["PYTHONPATH"] = f"{package}{os.pathsep}{ROOT}"
     ran = subprocess.run(
@@ -71,6 +74,38 @@ def test_the_engine_computes_the_recorded_bits_over_emulated_tiles(package: Path
     assert "1 cases compared, 0 differ" in play(
         "deepseek-v3 bfloat16", isa=EMULATED, package=package
     )
+
+
+def test_quantised_products_over_emulated_tiles_have_the_bits_of_the_definition(package: Path):
+    """Every format of codes and every type of GGUF, by tiles at every number of rows."""
+    module = "tests.native.quantised_definition"
+    _, *expected = run(module, "few", isa="scalar", CADENZA_CPU_INTEGER_ISA="scalar").split()
+    settings = {"CADENZA_CPU_INTEGER_ISA": EMULATED}
+    used, *found = run(module, "few", isa="scalar", package=package, **settings).split()
+    assert used == EMULATED
+    assert found == expected
+
+
+def test_rows_for_tiles_that_are_no_number_are_refused(package: Path):
+    """Where the integer kernels have tiles; `never` leaves all products to vectors."""
+    code = (
+        "from cadenza.backends.xla.ops.native_library import load_native_library as load\n"
+        "print(load().tile_rows)"
+    )
+    own = {"CADENZA_CPU_INTEGER_ISA": EMULATED, "PYTHONPATH": f"{package}{os.pathsep}{ROOT}"}
+    for stated, told in (("", "1\n"), ("24", "24\n"), ("never", "never\n"), ("some", None)):
+        environment = {**os.environ, **own, "CADENZA_TILE_ROWS": stated}
+        ran = subprocess.run(
+            [sys.executable, "-c", code],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if told is None:
+            assert "CADENZA_TILE_ROWS is 'some'; it is a number of rows" in ran.stderr
+        else:
+            assert ran.stdout == told, ran.stderr
 
 
 @pytest.mark.soak

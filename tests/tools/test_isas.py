@@ -59,12 +59,14 @@ def test_a_cpu_with_tiles_has_the_table_of_tiles_and_the_portable_one(
     monkeypatch.delenv("CADENZA_BUILD_ISAS", raising=False)
     compiler = fake_compiler(tmp_path, "x86_64-linux-gnu", builds=True)
     script = Path(compiler[0])
-    probe = "printf 'echo amx avx512 avx512_bf16 avx2 scalar\\necho avx512_vnni scalar\\n'"
+    probe = "printf 'echo amx avx512 avx512_bf16 avx2 scalar\\necho amx avx512_vnni scalar\\n'"
     making = f'for last; do :; done\ncase "$*" in *probe*) (echo "#!/bin/sh"; {probe}) > "$last"; '
     script.write_text(script.read_text().replace("exit 0", making + 'chmod +x "$last";; esac'))
     chosen = isas.isas_to_build(compiler)
-    assert set(chosen) == {"amx", "avx512", "int8_avx512_vnni", *PLAIN}
+    assert set(chosen) == {"amx", "avx512", "int8_amx", *PLAIN}
     assert {"-mamx-tile", "-mamx-bf16", "-mavx512f"} < set(chosen["amx"])
+    assert {"-mamx-tile", "-mamx-int8", "-mavx512vnni"} < set(chosen["int8_amx"])
+    assert "FLAGS_int8_amx_emulated = -O2\n" in isas.makefile(compiler)
 
 
 def test_the_table_of_tiles_brings_the_one_that_computes_the_rest(

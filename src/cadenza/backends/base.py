@@ -87,6 +87,8 @@ class BackendTraits:
         logit_copies: float32 arrays [L, V] that exist at the same time while tokens are chosen.
         gathered_layers: how often a step holds one layer's keys, and values, of a whole context.
         kernels_note: a sentence about instructions that the device has and its kernels cannot use.
+        tile_rows: from how many rows products with quantised weights use tile registers, as text;
+            None without them.
     """
 
     name: str
@@ -115,6 +117,7 @@ class BackendTraits:
     logit_copies: int = 0
     gathered_layers: int = 0
     kernels_note: str | None = None
+    tile_rows: str | None = None
 
 
 class StepHandle(Protocol):

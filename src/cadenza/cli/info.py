@@ -144,6 +144,7 @@ def describe(
             "kv_cache_dtype": plan.kv_cache_dtype,
             "arithmetic": config.arithmetic,
             **({} if traits.kernels_note is None else {"kernels_note": traits.kernels_note}),
+            **({} if traits.tile_rows is None else {"tile_rows": traits.tile_rows}),
             "max_num_seqs": limits.max_num_seqs,
             "max_num_seqs_reason": plan.rows_reason or "as given",
             **picked(limits, "max_num_batched_tokens", "max_num_queued_reqs"),

@@ -38,11 +38,13 @@ VARIABLES_WITHOUT_FLAG: Mapping[str, str] = {
         "CPU_ISA": "The instruction set of the native kernels: amx, avx512_bf16, avx512, "
         "avx2, neon_bf16, neon or scalar (default: the fastest that the CPU has).",
         "CPU_INTEGER_ISA": "That of products with quantised weights and of attention over KV in "
-        "int8: avx512_vnni, avx_vnni, avx2, neon_dotprod, neon or scalar (default: the best that "
-        "is not wider than CADENZA_CPU_ISA).",
+        "int8: amx, avx512_vnni, avx_vnni, avx2, neon_dotprod, neon or scalar (default: the best "
+        "that is not wider than CADENZA_CPU_ISA).",
         "NUM_THREADS": "Threads that compute (default: the cores that the process may use).",
         "REQUIRE_NATIVE": "1 while the package is installed: it is an error if no native "
         "kernels can be built.",
+        "TILE_ROWS": "From how many rows products with quantised weights use the tiles of amx: a "
+        "number or never (default: measured at the start; the answers are the same).",
         "TRACEBACK": "1 shows the Python traceback of an error.",
     }.items()
 }

@@ -93,6 +93,7 @@ class XlaBackend(Backend):
             logit_copies=REFERENCE_LOGIT_COPIES if is_reference else 1,
             gathered_layers=2 if is_reference else 0,
             kernels_note=None if is_reference else load_native_library().refusal_of_tiles,
+            tile_rows=None if is_reference else load_native_library().tile_rows,
         )
 
     def describe_arithmetic(self, device: str, ops: Ops, checkpoint: Checkpoint) -> tuple[str, ...]:

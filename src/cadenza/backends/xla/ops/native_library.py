@@ -107,6 +107,12 @@ class NativeLibrary:
         return self._text("refusal_of_tiles") or None
 
     @property
+    def tile_rows(self) -> str | None:
+        """From how many rows products with quantised weights use tiles, such as "4 to 16", or
+        "never"; None without tiles."""
+        return self._text("tile_rows") or None
+
+    @property
     def num_threads(self) -> int:
         return self.handle.cadenza_num_threads()
 
@@ -442,7 +448,7 @@ def _load(path: Path, *, prefix: str) -> NativeLibrary:
 _TEXTS = (
     *("configure", "logit_columns", "program_operations"),
     *("cpu_isa", "available_isas", "portable_isa", "cpu_integer_isa", "available_integer_isas"),
-    "refusal_of_tiles",
+    *("refusal_of_tiles", "tile_rows"),
 )
 _SOURCES, _LONGS = ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_int64)
 _DENSE = (_LONGS, _LONGS, ctypes.c_int64, ctypes.c_void_p)
