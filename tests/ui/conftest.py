@@ -103,7 +103,8 @@ Visiting = Callable[..., Visit]
 
 @pytest.fixture
 def visit(browser: Any, text: TextFrontend) -> Iterator[Visiting]:
-    """Opens the page of a new server whose every answer is `answer`."""
+    """Opens the page of a new server, whose every answer is `answer`, or `num_tokens` of it over
+    and over."""
     with ExitStack() as stack:
         visits: list[Visit] = []
 
@@ -111,14 +112,16 @@ def visit(browser: Any, text: TextFrontend) -> Iterator[Visiting]:
             answer: str = "A fox, a dog.",
             options: ServerOptions | None = None,
             step_s: float = 0.0,
+            num_tokens: int | None = None,
             **context: Any,
         ) -> Visit:
             script = text.encode(answer)
-            engine = ScriptedEngine(script, max_model_len=CONTEXT_TOKENS, step_s=step_s)
+            most = num_tokens or len(script)
+            engine = ScriptedEngine(script, max_model_len=most + CONTEXT_TOKENS, step_s=step_s)
             server = stack.enter_context(running_server(engine, text, options))
             opened = browser.new_context(**context)
             stack.callback(opened.close)
-            settings = json.dumps({"max_tokens": str(len(script))})
+            settings = json.dumps({"max_tokens": str(most)})
             opened.add_init_script(
                 f"localStorage.getItem('cadenza.settings') ?? "
                 f"localStorage.setItem('cadenza.settings', {settings!r})"
