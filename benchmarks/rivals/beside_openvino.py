@@ -2,6 +2,7 @@
 
     python3 -m venv OV
     OV/bin/pip install openvino-genai==2026.4 optimum-intel nncf
+    echo '{"tokenizer_class": "PreTrainedTokenizerFast"}' > FOLDER/tokenizer_config.json
     export="OV/bin/optimum-cli export openvino -m FOLDER --task text-generation-with-past"
     $export --weight-format fp16 FOLDER-bf16
     $export --weight-format int8 FOLDER-int8
