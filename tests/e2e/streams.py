@@ -124,7 +124,7 @@ def _request(body: dict[str, Any]) -> bytes:
     content = json.dumps({"stream": True, **body}).encode()
     head = (
         "POST /v1/completions HTTP/1.1",
-        "host: x",
+        "host: localhost",
         "content-type: application/json",
         f"content-length: {len(content)}",
         "connection: close",

@@ -68,7 +68,7 @@ def bystander() -> Generator[int]:
 
 
 def closing_get(path: str) -> bytes:
-    return f"GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode()
+    return f"GET {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n".encode()
 
 
 def closing_post(path: str, body: Any) -> bytes:

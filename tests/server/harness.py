@@ -156,7 +156,7 @@ def read_to_end(connection: socket.socket) -> bytes:
 def raw_post(path: str, body: bytes, *headers: str) -> bytes:
     head = [
         f"POST {path} HTTP/1.1",
-        "host: x",
+        "host: localhost",
         "content-type: application/json",
         f"content-length: {len(body)}",
         *headers,

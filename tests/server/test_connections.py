@@ -249,7 +249,7 @@ def test_handshakes_that_fail_are_forgotten() -> None:
 
 # --- a server -------------------------------------------------------------------------------------
 
-HEAD = b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n"
+HEAD = b"GET /live HTTP/1.1\r\nhost: localhost\r\n\r\n"
 
 
 @pytest.fixture
@@ -305,7 +305,7 @@ def test_a_slow_reader_of_its_last_answer_is_not_closed_for_others(
     engine: ScriptedEngine, text: TextFrontend, header: str
 ) -> None:
     limits = ServerLimits(max_connections=4)
-    request = f"GET /openapi.json HTTP/1.1\r\nhost: x\r\n{header}\r\n\r\n".encode()
+    request = f"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n{header}\r\n\r\n".encode()
     with running_server(engine, text, options(limits=limits), 4096) as server, socket.socket() as s:
         s.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         s.settimeout(TIMEOUT_S)

@@ -62,7 +62,7 @@ pytestmark = pytest.mark.skipif(not is_supported(), reason="handing over needs L
 
 CERTIFICATE = Path(__file__).with_name("localhost.pem")
 BODY = {"prompt": "the fox", "max_tokens": 9}
-LIVE = b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n"
+LIVE = b"GET /live HTTP/1.1\r\nhost: localhost\r\n\r\n"
 
 
 @dataclass(slots=True)
@@ -299,10 +299,10 @@ def test_the_old_server_is_ready_for_as_long_as_it_serves(servers: Succession) -
         servers.engines[0].pause()
         with servers.client() as client, streaming(client):
             servers.follow()
-            kept.sendall(b"GET /ready HTTP/1.1\r\nhost: x\r\n\r\n")
+            kept.sendall(b"GET /ready HTTP/1.1\r\nhost: localhost\r\n\r\n")
             assert read_to_end(kept).startswith(b"HTTP/1.1 200")
             first.call(first.lifecycle.ask)
-            later.sendall(b"GET /ready HTTP/1.1\r\nhost: x\r\n\r\n")
+            later.sendall(b"GET /ready HTTP/1.1\r\nhost: localhost\r\n\r\n")
             assert read_to_end(later).startswith(b"HTTP/1.1 503")
             servers.engines[0].resume()
         wait_ended(first)
