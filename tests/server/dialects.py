@@ -3,11 +3,12 @@
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from cadenza import SamplingParams
 from cadenza.outputs import CompletionOutput, OutputPart, RequestOutput
 from cadenza.server.endpoints.generating import CallContext, CallRequest
+from cadenza.server.receipt_seal import ReceiptSeal
 from cadenza.server.request_log import Usage
 from cadenza.server.response_store import ResponseStore, StoreBounds
 from cadenza.server.sse import AnswerHead, StreamEncoder
@@ -164,11 +165,26 @@ def told_in_stream(name: str, data: bytes) -> Told:
 
 def encoder_of(request: CallRequest) -> StreamEncoder:
     """That of a request that needs no front end and stores nothing."""
-    store = ResponseStore(StoreBounds(), lambda: 0.0)
-    request.enter(CallContext(tenant="", request_id="1", responses=store))
+    request.enter(context_of(ResponseStore(StoreBounds(), lambda: 0.0)))
     text: Any = _NoText()
     encoder: Any = request.encoder(AnswerHead(request_id="1", created=0, model="m"), Usage(), text)
     return encoder
+
+
+def context_of(store: ResponseStore, tenant: str = "") -> CallContext:
+    """That of a call for which no engine runs."""
+
+    def none() -> NoReturn:
+        raise AssertionError("there is no engine")
+
+    return CallContext(
+        tenant=tenant,
+        request_id="1",
+        responses=store,
+        seal=ReceiptSeal(),
+        engine=none,
+        fingerprint=lambda: None,
+    )
 
 
 class _NoText:

@@ -11,12 +11,12 @@ from openai.types.responses.response_create_params import ResponseCreateParamsBa
 
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.server.access import ApiKeys
-from cadenza.server.endpoints.generating import CallContext
 from cadenza.server.endpoints.responses import ResponseRequest
 from cadenza.server.limits import ServerLimits
 from cadenza.server.response_store import ResponseStore, StoreBounds, StoredResponse
 from cadenza.server.schemas.responses import input_items, messages_of
 from cadenza.server.schemas.turns import with_system
+from tests.server.dialects import context_of
 from tests.server.harness import RunningServer, options, running_server
 from tests.server.scripted_engine import ScriptedEngine
 from tests.server.test_streams import wait_until
@@ -228,7 +228,7 @@ def test_what_a_call_takes_from_the_store_counts_as_its_text() -> None:
     }
     request = ResponseRequest.read(json.dumps(given).encode())
     before = request.num_bytes
-    request.enter(CallContext(tenant="me", request_id="c", responses=store))
+    request.enter(context_of(store, "me"))
     assert request.num_bytes - before == store.num_bytes
 
 
