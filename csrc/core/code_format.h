@@ -11,6 +11,8 @@
 //          whose high nibbles are codes 4 to 7; codes from 0 to 15, or code + 8 without a correction
 //          5 bits: the low four as 4 bits, then [32 columns][4] bytes, in which bit i is the fifth bit
 //          of code 4 i + byte; codes from 0 to 31, or code + 16 without a correction
+//          6 bits, in groups of 16: for each of the two parts the low four as 4 bits, then [32
+//          columns][4] bytes, in which bits 2 i and 2 i + 1 are the highest of code 4 i + byte; code + 32
 //          4 bits with bf16 scales, MXFP4: indices of kDoubledE2m1
 //   scales: [32 / group][32 columns]; nested ones are bytes, each an integer + 128, and multiplied by
 //   the factor, which is exact in f32
@@ -39,15 +41,15 @@ constexpr int kE2m1Bias = 12;
 constexpr int kNested = 256;
 
 struct CodeFormat {
-  int bits;   // of a code: 4, 5 or 8
+  int bits;   // of a code: 4, 5, 6 or 8
   int group;  // consecutive elements with one scale: 32 or 16
   ScaleType scale;  // also of offsets
   Correction correction;
 
   constexpr int num_parts() const { return kGroup / group; }
   constexpr int64_t code_bytes() const { return kGroup * kPanel * bits / 8; }
-  // Of the codes without their fifth bits.
-  constexpr int64_t nibble_bytes() const { return kGroup * kPanel / 2; }
+  // Of a part's codes, without what they have above their low four bits.
+  constexpr int64_t nibble_bytes() const { return group * kPanel / 2; }
   // The code that is stored for 0 without a correction.
   constexpr int middle() const { return 1 << (bits - 1); }
   constexpr int64_t scale_size() const {
@@ -88,7 +90,7 @@ constexpr CodeFormat kCodeFormats[] = {
     {4, 32, ScaleType::kF32, Correction::kOffset}, {8, 16, ScaleType::kF32, Correction::kNone},
     {8, 16, ScaleType::kF32, Correction::kOffset}, {4, 32, ScaleType::kNested, Correction::kOffset},
     {8, 32, ScaleType::kNested, Correction::kOffset},
-    {8, 16, ScaleType::kNested, Correction::kNone},  {5, 32, ScaleType::kF16, Correction::kNone},
+    {6, 16, ScaleType::kNested, Correction::kNone},  {5, 32, ScaleType::kF16, Correction::kNone},
     {5, 32, ScaleType::kF16, Correction::kOffset},   {5, 32, ScaleType::kNested, Correction::kOffset},
     {4, 32, ScaleType::kBf16, Correction::kNone},
 };
@@ -115,7 +117,7 @@ struct CodeSegment {
 };
 
 struct CodesHeader {
-  static constexpr uint32_t kVersion = 0x43445a03;
+  static constexpr uint32_t kVersion = 0x43445a04;
   static constexpr int kMaxSegments = 6;
 
   uint32_t version;

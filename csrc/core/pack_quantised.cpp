@@ -204,14 +204,22 @@ void store_codes(const CodeFormat& format, const uint8_t (&codes)[kGroup], int64
     for (int i = 0; i < kGroup / 4; i++) store_word(four_codes(codes + 4 * i), i * kPanel + column, to);
     return;
   }
-  for (int i = 0; i < kGroup / 8; i++) {
-    const uint32_t low = four_codes(codes + 8 * i), high = four_codes(codes + 8 * i + 4);
-    store_word((low & 0x0f0f0f0f) | (high & 0x0f0f0f0f) << 4, i * kPanel + column, to);
+  const int above = format.bits - 4;
+  const uint32_t mask = above == 1 ? 0x01010101 : 0x03030303;
+  for (int part = 0; part < format.num_parts(); part++) {
+    const uint8_t* from = codes + part * format.group;
+    uint8_t* part_to = to + part * format.code_bytes() / format.num_parts();
+    for (int i = 0; i < format.group / 8; i++) {
+      const uint32_t low = four_codes(from + 8 * i), high = four_codes(from + 8 * i + 4);
+      store_word((low & 0x0f0f0f0f) | (high & 0x0f0f0f0f) << 4, i * kPanel + column, part_to);
+    }
+    if (above == 0) continue;
+    uint32_t highest = 0;
+    for (int i = 0; i < format.group / 4; i++) {
+      highest |= (four_codes(from + 4 * i) >> 4 & mask) << above * i;
+    }
+    store_word(highest, column, part_to + format.nibble_bytes());
   }
-  if (format.bits == 4) return;
-  uint32_t fifth = 0;
-  for (int i = 0; i < kGroup / 4; i++) fifth |= (four_codes(codes + 4 * i) >> 4 & 0x01010101) << i;
-  store_word(fifth, column, to + format.nibble_bytes());
 }
 
 // The code of MXFP4 that stands for twice a value of E2M1.

@@ -75,16 +75,17 @@ template <class F, int MR, int NR>
   }
 }
 
-// The same with codes of 4 or 5 bits, of which a byte has those of two steps.
+// The same with codes of 4 to 6 bits, of which a byte has those of two steps.
 template <class F, int MR, int NR>
 [[gnu::always_inline]] inline void add_narrow_dots(VecI (&dots)[MR][NR], const uint8_t* w,
                                                    const uint8_t* x, int64_t row_stride) {
   // What MXFP4 multiplies has five bits.
   constexpr int kBits = F::kFormat.is_mxfp4() ? 5 : F::kFormat.bits;
-  constexpr int kBytes = F::kFormat.group / 8, kMost = NarrowDots::max_steps(kBits) / 2;
-  VecI fifth_bits[NR];
-  if constexpr (F::kFormat.bits == 5) {
-    for (int j = 0; j < NR; j++) fifth_bits[j] = load_words(w + F::kFormat.nibble_bytes() + j * 64);
+  constexpr int kBytes = F::kFormat.group / 8, kFit = NarrowDots::max_steps(kBits) / 2;
+  constexpr int kMost = kFit < kBytes ? kFit : kBytes;
+  VecI highest[NR];
+  if constexpr (F::kFormat.bits > 4) {
+    for (int j = 0; j < NR; j++) highest[j] = load_words(w + F::kFormat.nibble_bytes() + j * 64);
   }
 #pragma GCC unroll 2
   for (int first = 0; first < kBytes; first += kMost) {
@@ -98,8 +99,8 @@ template <class F, int MR, int NR>
       NarrowDots::Codes columns[2][NR];
       for (int j = 0; j < NR; j++) {
         const uint8_t* at = w + (byte * kPanelVecs + j) * 64;
-        if constexpr (F::kFormat.bits == 5) {
-          load_fives(at, fifth_bits[j], columns[0][j], columns[1][j]);
+        if constexpr (F::kFormat.bits > 4) {
+          load_wider<F::kFormat.bits>(at, highest[j], columns[0][j], columns[1][j]);
         } else {
           load_nibbles(at, columns[0][j], columns[1][j]);
           if constexpr (F::kFormat.is_mxfp4()) {
@@ -476,11 +477,13 @@ inline float code_element(const CodePanel& panel, int64_t k, int64_t column, int
   if (format.bits == 8) {
     code = group[(within / 4 * kPanel + column) * 4 + within % 4] - 128;
   } else {
-    const int byte = group[(within / 8 * kPanel + column) * 4 + within % 4];
-    code = within % 8 < 4 ? byte & 15 : byte >> 4;
-    if (format.bits == 5) {
-      const int fifth_bits = group[format.nibble_bytes() + column * 4 + within % 4];
-      code |= (fifth_bits >> within / 4 & 1) << 4;
+    const int64_t in_part = within % format.group;
+    const uint8_t* part = group + within / format.group * format.code_bytes() / format.num_parts();
+    const int byte = part[(in_part / 8 * kPanel + column) * 4 + in_part % 4];
+    code = in_part % 8 < 4 ? byte & 15 : byte >> 4;
+    if (const int above = format.bits - 4; above > 0) {
+      const int highest = part[format.nibble_bytes() + column * 4 + in_part % 4];
+      code |= (highest >> in_part / 4 * above & ((1 << above) - 1)) << 4;
     }
     if (format.is_mxfp4()) {
       code = kDoubledE2m1[code];

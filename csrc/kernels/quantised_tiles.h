@@ -89,22 +89,26 @@ inline void expand_codes(const uint8_t* group, int j, uint8_t (&out)[kGroupWords
     }
   } else {
     const VecI less = code_of_zero<F>(group + kFormat.corrections_at() + j * kLanes);
-    VecI fifths = set1_i(0);
-    if constexpr (kFormat.bits == 5) fifths = load_words(group + kFormat.nibble_bytes() + j * 64);
-    const VecI mask = set1_i(0x0f0f0f0f), bit = set1_i(0x10101010);
-    for (int byte = 0; byte < kGroupWords / 2; byte++) {
-      const VecI both = load_words(group + (byte * kPanelVecs + j) * 64);
-      VecI low = and_i(both, mask), high = and_i(shr<4>(both), mask);
-      if constexpr (kFormat.bits == 5) {
-        low = or_i(low, and_i(shl<4>(fifths), bit));
-        high = or_i(high, and_i(shl<3>(fifths), bit));
-        fifths = shr<2>(fifths);
+    constexpr int kAbove = kFormat.bits - 4, kPartWords = kFormat.group / 4;
+    const VecI mask = set1_i(0x0f0f0f0f), above = set1_i(kAbove == 1 ? 0x10101010 : 0x30303030);
+    const auto sign = [&](VecI codes) {
+      return kFormat.is_mxfp4() ? doubled_e2m1(codes) : subtract_bytes(codes, less);
+    };
+    for (int part = 0; part < kFormat.num_parts(); part++) {
+      const uint8_t* codes = group + part * kFormat.code_bytes() / kFormat.num_parts();
+      VecI highest = set1_i(0);
+      if constexpr (kAbove > 0) highest = load_words(codes + kFormat.nibble_bytes() + j * 64);
+      for (int byte = 0; byte < kPartWords / 2; byte++) {
+        const VecI both = load_words(codes + (byte * kPanelVecs + j) * 64);
+        VecI low = and_i(both, mask), high = and_i(shr<4>(both), mask);
+        if constexpr (kAbove > 0) {
+          low = or_i(low, and_i(shl<4>(highest), above));
+          high = or_i(high, and_i(shl<4 - kAbove>(highest), above));
+          highest = shr<2 * kAbove>(highest);
+        }
+        store_words(out[part * kPartWords + 2 * byte], sign(low));
+        store_words(out[part * kPartWords + 2 * byte + 1], sign(high));
       }
-      const auto sign = [&](VecI codes) {
-        return kFormat.is_mxfp4() ? doubled_e2m1(codes) : subtract_bytes(codes, less);
-      };
-      store_words(out[2 * byte], sign(low));
-      store_words(out[2 * byte + 1], sign(high));
     }
   }
 }

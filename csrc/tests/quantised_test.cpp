@@ -1,6 +1,7 @@
 // Quantised products: the definition bit for bit on every integer ISA, independence of the
 // batch.
 #include <algorithm>
+#include <cstring>
 #include <stdexcept>
 #include <tuple>
 
@@ -333,6 +334,53 @@ void check_equal_products(const Context& context, Correction correction) {
 TEST(codes_of_5_bits_have_the_products_of_the_same_codes_in_8_bits) {
   check_equal_products(context, Correction::kNone);
   check_equal_products(context, Correction::kOffset);
+}
+
+// Rows of blocks of Q6_K: any codes and scales, factors of some thousandths.
+std::vector<uint8_t> random_q6_k(Random& random, int64_t rows, int64_t k) {
+  constexpr int64_t kBytes = 210;
+  std::vector<uint8_t> blocks;
+  for (int64_t i = 0; i < rows * k / kNested * kBytes; i++) blocks.push_back(uint8_t(random.below(256)));
+  for (size_t at = kBytes - 2; at < blocks.size(); at += kBytes) {
+    const uint16_t factor = uint16_t(0x1800 + random.below(1024));
+    std::memcpy(&blocks[at], &factor, sizeof(factor));
+  }
+  return blocks;
+}
+
+TEST(codes_of_6_bits_have_the_products_of_the_same_codes_in_8_bits) {
+  const int64_t n = 45, k = 512, rows = 14;
+  Random random(17);
+  const std::vector<uint8_t> blocks = random_q6_k(random, n, k);
+  const int six = index_of(CodeFormat{6, 16, ScaleType::kNested, Correction::kNone});
+  const int eight = index_of(CodeFormat{8, 16, ScaleType::kF32, Correction::kNone});
+  std::vector<float> x = random_values<float>(random, rows * k);
+  for (const Runtime& runtime : runtimes(context)) {
+    std::vector<float> found[2];
+    for (int target : {six, eight}) {
+      const int64_t bytes =
+          int64_t(sizeof(CodesHeader)) + ceil_div(n, kPanel) * code_panel_bytes(target, k);
+      Aligned packed(bytes);
+      const CodeSource source{{blocks.data(), DType::kF32, n, k / kNested * 210}, target, six,
+                              nullptr, nullptr, find_block_type(14), 0};
+      auto* to = static_cast<uint8_t*>(packed.data());
+      pack_quantised(runtime.executor, {{source}, k, to, bytes, false});
+      std::vector<float>& out = found[target == eight];
+      for (int64_t count : {int64_t(1), int64_t(7), rows}) {
+        const size_t before = out.size();
+        out.resize(before + size_t(count * n));
+        linear(runtime, {WeightFormat::kCodes, DType::kF32},
+               {count, n, k, x.data(), to, nullptr, nullptr, out.data() + before, true});
+      }
+      for (int32_t id = 0; id < 3; id++) {
+        const size_t before = out.size();
+        out.resize(before + size_t(k));
+        embed(runtime, WeightFormat::kCodes, {1, k, n, &id, to, true, 1.0f, out.data() + before});
+      }
+    }
+    CHECK(same_bits(found[0].data(), found[1].data(), int64_t(found[0].size())));
+    CHECK(found[0][5] != found[0][6]);
+  }
 }
 
 TEST(codes_of_mxfp4_have_the_products_of_the_same_codes_in_8_bits) {

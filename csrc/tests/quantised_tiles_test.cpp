@@ -100,7 +100,7 @@ TEST(tiles_multiply_every_format_with_the_bits_of_vectors) {
         const auto found = linear_of(by_tiles(context), n, k, weight.data(), some);
         const auto expected = linear_of(context.runtime(), n, k, weight.data(), some);
         CHECK(same_bits(found.data(), expected.data(), count * n));
-        CHECK(found[0] != found[1]);
+        CHECK(k == 1 || found[0] != found[1]);  // one product may be 0 in both
       }
     }
   }

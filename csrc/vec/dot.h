@@ -337,13 +337,13 @@ inline void store_weights(int8_t* p, Vec integers) {
   store_codes(p, sub(integers, set1(float(kWeightBias))));
 }
 
-// The dots of one row with a column vector of codes of 4 or 5 bits.
+// The dots of one row with a column vector of codes of 4 to 6 bits.
 #if defined(CADENZA_VEC_AVX2) && !defined(__AVXVNNI__)
 // Added up in 16 bits: a pair is at most 2 * 15 * 127, so that eight fit, or 2 * 31 * 127, so that
-// four do.
+// four do, or 2 * 63 * 127, so that two do.
 struct NarrowDots {
   using Codes = VecI;
-  static constexpr int max_steps(int bits) { return bits == 4 ? 8 : 4; }
+  static constexpr int max_steps(int bits) { return bits == 4 ? 8 : (bits == 5 ? 4 : 2); }
   static NarrowDots begin(VecI) { return {set1_i(0)}; }
   void add(const Codes& w, CodeOperand x) {
     pairs = in_order(_mm256_add_epi16(pairs.lo, _mm256_maddubs_epi16(w.lo, x)),
@@ -367,14 +367,17 @@ struct NarrowDots {
 };
 #endif
 
-// Loads codes of 5 bits from 64 bytes of their low four; their fifth bits are the two lowest of each
-// byte of `fifth_bits`, and are shifted out.
-inline void load_fives(const uint8_t* p, VecI& fifth_bits, NarrowDots::Codes& low,
+// Loads codes of 5 or 6 bits from 64 bytes of their low four; their highest bits are the lowest of
+// each byte of `highest`, and are shifted out.
+template <int Bits>
+inline void load_wider(const uint8_t* p, VecI& highest, NarrowDots::Codes& low,
                        NarrowDots::Codes& high) {
-  const VecI nibbles = load_words(p), mask = set1_i(0x0f0f0f0f), bit = set1_i(0x10101010);
-  low = codes_of(or_i(and_i(nibbles, mask), and_i(shl<4>(fifth_bits), bit)));
-  high = codes_of(or_i(and_i(shr<4>(nibbles), mask), and_i(shl<3>(fifth_bits), bit)));
-  fifth_bits = shr<2>(fifth_bits);
+  constexpr int kAbove = Bits - 4;
+  const VecI nibbles = load_words(p), mask = set1_i(0x0f0f0f0f);
+  const VecI above = set1_i(kAbove == 1 ? 0x10101010 : 0x30303030);
+  low = codes_of(or_i(and_i(nibbles, mask), and_i(shl<4>(highest), above)));
+  high = codes_of(or_i(and_i(shr<4>(nibbles), mask), and_i(shl<4 - kAbove>(highest), above)));
+  highest = shr<2 * kAbove>(highest);
 }
 
 // kDoubledE2m1 (core/code_format.h) plus kE2m1Bias.

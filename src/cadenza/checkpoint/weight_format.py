@@ -80,7 +80,7 @@ FLOAT_FORMATS: dict[WeightDType, WeightFormat] = {
 
 
 def code_format(
-    bits: Literal[4, 5, 8],
+    bits: Literal[4, 5, 6, 8],
     scale: ScaleType = "float16",
     correction: Correction | None = None,
     group: int = GROUP,
@@ -88,7 +88,8 @@ def code_format(
     """A format of integer codes: with a correction from 0 to 15 in 4 bits, otherwise signed.
 
     Codes of 5 and 8 bits have no zero points (an offset -scale * zero point says the same), and
-    groups of 16 have 8 bits and scales in float32 or nested ones. Scales of 5 bits are not float32.
+    groups of 16 have 8 bits and scales in float32, or 6 bits and nested ones. Scales of 5 bits are
+    not float32.
     """
     name = f"int{bits}"
     if group != GROUP:

@@ -173,10 +173,9 @@ _FORMATS: dict[str, WeightFormat] = {
     "Q5_1": code_format(5, "float16", "offset"),
     "Q4_K": code_format(4, "nested", "offset"),
     "Q5_K": code_format(5, "nested", "offset"),
-    "Q6_K": code_format(8, "nested", None, 16),
+    "Q6_K": code_format(6, "nested", None, 16),
     "MXFP4": MXFP4,
 }
-"""Codes of 6 bits are held in 8 bits."""
 
 
 def _encoding_of(number: int, kind: TensorType) -> Encoding:
