@@ -141,7 +141,7 @@ def result(options: argparse.Namespace, rounds: dict[str, list[Round]]) -> dict[
             "cores": threads(),
             "memory": f"{min(rates):.0f} to {max(rates):.0f} GB/s",
         },
-        "conditions": f"{options.conditions}, {options.rounds} rounds in turns",
+        "conditions": f"{options.conditions}, in turns, rounds: {options.rounds}",
         "engines": {
             "Cadenza": {
                 "version": f"jax {machine.get('jax')}, Python {machine.get('python')}",
