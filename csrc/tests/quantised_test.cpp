@@ -336,6 +336,33 @@ TEST(codes_of_5_bits_have_the_products_of_the_same_codes_in_8_bits) {
   check_equal_products(context, Correction::kOffset);
 }
 
+// Products of the first `counts` rows of x with a source as it is packed, then three of its rows.
+std::vector<float> products_and_rows(const Runtime& runtime, const CodeSource& source, int64_t k,
+                                     const std::vector<float>& x,
+                                     const std::vector<int64_t>& counts) {
+  const int64_t n = source.rows.rows;
+  const int64_t bytes =
+      int64_t(sizeof(CodesHeader)) + ceil_div(n, kPanel) * code_panel_bytes(source.target, k);
+  Aligned packed(bytes);
+  auto* to = static_cast<uint8_t*>(packed.data());
+  pack_quantised(runtime.executor, {{source}, k, to, bytes, false});
+  std::vector<float> out;
+  const auto take = [&](int64_t count) {
+    out.resize(out.size() + size_t(count));
+    return out.data() + (int64_t(out.size()) - count);
+  };
+  for (int64_t count : counts) {
+    float* product = take(count * n);
+    linear(runtime, {WeightFormat::kCodes, DType::kF32},
+           {count, n, k, x.data(), to, nullptr, nullptr, product, true});
+  }
+  for (int32_t id = 0; id < 3; id++) {
+    float* row = take(k);
+    embed(runtime, WeightFormat::kCodes, {1, k, n, &id, to, true, 1.0f, row});
+  }
+  return out;
+}
+
 // Rows of blocks of Q6_K: any codes and scales, factors of some thousandths.
 std::vector<uint8_t> random_q6_k(Random& random, int64_t rows, int64_t k) {
   constexpr int64_t kBytes = 210;
@@ -358,25 +385,9 @@ TEST(codes_of_6_bits_have_the_products_of_the_same_codes_in_8_bits) {
   for (const Runtime& runtime : runtimes(context)) {
     std::vector<float> found[2];
     for (int target : {six, eight}) {
-      const int64_t bytes =
-          int64_t(sizeof(CodesHeader)) + ceil_div(n, kPanel) * code_panel_bytes(target, k);
-      Aligned packed(bytes);
       const CodeSource source{{blocks.data(), DType::kF32, n, k / kNested * 210}, target, six,
                               nullptr, nullptr, find_block_type(14), 0};
-      auto* to = static_cast<uint8_t*>(packed.data());
-      pack_quantised(runtime.executor, {{source}, k, to, bytes, false});
-      std::vector<float>& out = found[target == eight];
-      for (int64_t count : {int64_t(1), int64_t(7), rows}) {
-        const size_t before = out.size();
-        out.resize(before + size_t(count * n));
-        linear(runtime, {WeightFormat::kCodes, DType::kF32},
-               {count, n, k, x.data(), to, nullptr, nullptr, out.data() + before, true});
-      }
-      for (int32_t id = 0; id < 3; id++) {
-        const size_t before = out.size();
-        out.resize(before + size_t(k));
-        embed(runtime, WeightFormat::kCodes, {1, k, n, &id, to, true, 1.0f, out.data() + before});
-      }
+      found[target == eight] = products_and_rows(runtime, source, k, x, {1, 7, rows});
     }
     CHECK(same_bits(found[0].data(), found[1].data(), int64_t(found[0].size())));
     CHECK(found[0][5] != found[0][6]);
@@ -398,25 +409,9 @@ TEST(codes_of_mxfp4_have_the_products_of_the_same_codes_in_8_bits) {
   for (const Runtime& runtime : runtimes(context)) {
     std::vector<float> found[2];
     for (int target : {four, eight}) {
-      const int64_t bytes =
-          int64_t(sizeof(CodesHeader)) + ceil_div(n, kPanel) * code_panel_bytes(target, k);
-      Aligned packed(bytes);
       const CodeSource source{{codes.data(), DType::kF32, n, k}, target, four, scales.data(),
                               nullptr, nullptr, 0};
-      auto* to = static_cast<uint8_t*>(packed.data());
-      pack_quantised(runtime.executor, {{source}, k, to, bytes, false});
-      std::vector<float>& out = found[target == eight];
-      for (int64_t count : {int64_t(1), rows}) {
-        const size_t before = out.size();
-        out.resize(before + size_t(count * n));
-        linear(runtime, {WeightFormat::kCodes, DType::kF32},
-               {count, n, k, x.data(), to, nullptr, nullptr, out.data() + before, true});
-      }
-      for (int32_t id = 0; id < 3; id++) {
-        const size_t before = out.size();
-        out.resize(before + size_t(k));
-        embed(runtime, WeightFormat::kCodes, {1, k, n, &id, to, true, 1.0f, out.data() + before});
-      }
+      found[target == eight] = products_and_rows(runtime, source, k, x, {1, rows});
     }
     CHECK(found[0].size() == found[1].size());
     CHECK(same_bits(found[0].data(), found[1].data(), int64_t(found[0].size())));
