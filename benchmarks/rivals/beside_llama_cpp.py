@@ -1,6 +1,6 @@
 """Cadenza and llama.cpp on the same GGUF file, in turns, as a result file of docs/results.
 
-    python benchmarks/rivals/beside_llama_cpp.py FILE.gguf OUT.json --llama BIN --kind "Zen 4" \\
+    python -m benchmarks.rivals.beside_llama_cpp FILE.gguf OUT.json --llama BIN --kind "Zen 4" \\
         --model "Qwen3-4B" [--format "4 bits (Q4_K_M)"] [--rows 1,4,8] [--rounds 3]
 
 BIN is the folder of `llama-batched-bench`, built for the machine. Each round runs both once, each
@@ -10,36 +10,30 @@ the largest resident size, file pages included. Nothing else should run meanwhil
 """
 
 import argparse
-import datetime
 import json
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Round:
-    """One run of one engine."""
-
-    decode: list[float]  # for each number of rows
-    prefill: float
-    memory_gb: float
-    share: list[float] | None = None  # of the bound, percent
-    machine: dict[str, Any] | None = None
-    roofline: dict[str, float] | None = None
+from benchmarks.rivals.side_by_side import (
+    Round,
+    cadenza_round,
+    decode_figures,
+    machine_of,
+    run_measured,
+    threads,
+    today,
+    version_of,
+)
 
 
 def main() -> None:
     options = parse_arguments()
     rounds: dict[str, list[Round]] = {"Cadenza": [], "llama.cpp": []}
     for at in range(options.rounds):
-        for name, run in (("Cadenza", cadenza_round), ("llama.cpp", llama_round)):
+        for name, run in (("Cadenza", our_round), ("llama.cpp", llama_round)):
             print(f"round {at + 1} of {options.rounds}: {name}", file=sys.stderr, flush=True)
             rounds[name].append(run(options))
             print(f"  {rounds[name][-1].decode} {rounds[name][-1].prefill:.1f}", file=sys.stderr)
@@ -57,19 +51,8 @@ def cadenza_command(options: argparse.Namespace) -> list[str]:
     ]
 
 
-def cadenza_round(options: argparse.Namespace) -> Round:
-    command = [str(Path(sys.executable).with_name("cadenza")), *cadenza_command(options)[1:]]
-    output, memory_gb = run_measured([*command, "--json"], {})
-    found = json.loads(output)
-    results = found["results"]
-    return Round(
-        decode=[each["decode_tok_s"] for each in results],
-        prefill=max(each["prefill_tok_s"] for each in results),
-        memory_gb=memory_gb,
-        share=[100 * each["decode_share_of_bound"] for each in results],
-        machine=found["machine"],
-        roofline=found["roofline"],
-    )
+def our_round(options: argparse.Namespace) -> Round:
+    return cadenza_round(cadenza_command(options))
 
 
 def llama_command(options: argparse.Namespace) -> list[str]:
@@ -94,77 +77,34 @@ def llama_round(options: argparse.Namespace) -> Round:
     )
 
 
-def run_measured(command: Sequence[str], environment: dict[str, str]) -> tuple[str, float]:
-    """The output of a process and its largest resident size in GB. Exits with its error."""
-    with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            env={**os.environ, **environment},
-        )
-        assert process.stdout is not None
-        output = process.stdout.read()
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-        if process.returncode != 0:
-            errors.seek(0)
-            sys.exit(f"{' '.join(command)}\n{errors.read()[-2000:]}")
-    return output, usage.ru_maxrss * 1024 / 1e9
-
-
-def threads() -> int:
-    return len(os.sched_getaffinity(0))
-
-
 def result(options: argparse.Namespace, rounds: dict[str, list[Round]]) -> dict[str, Any]:
     """The members of a result file; see tools/result_tables.py."""
-    ours = rounds["Cadenza"]
-    machine = ours[0].machine or {}
-    rates = [each.roofline["read_gb_s"] for each in ours if each.roofline]
-    size = options.file.stat().st_size / 1e9
-    rows = options.rows.split(",")
-    decode = {
-        name: [[round(each.decode[at], 1) for each in runs] for at in range(len(rows))]
-        for name, runs in rounds.items()
-    }
-    shares = [[round(each.share[at]) for each in ours if each.share] for at in range(len(rows))]
+    ours, size = rounds["Cadenza"], options.file.stat().st_size / 1e9
     return {
         "workload": f"{options.model}, {options.format}, {size:.1f} GB, {options.input_len} "
         f"tokens in, {options.output_len} out",
         "model": {"name": options.model, "file": options.format, "gb": round(size, 1)},
-        "date": str(datetime.datetime.now(tz=datetime.UTC).date()),
-        "machine": {
-            "kind": options.kind,
-            "cpu": options.cpu or f"{machine.get('cpu')} ({options.kind}, {machine.get('isa')})",
-            "cores": threads(),
-            "memory": f"{min(rates):.0f} to {max(rates):.0f} GB/s",
-        },
+        "date": today(),
+        "machine": machine_of(ours, options.kind, options.cpu),
         "conditions": f"{options.conditions}, in turns, rounds: {options.rounds}",
         "engines": {
             "Cadenza": {
-                "version": f"jax {machine.get('jax')}, Python {machine.get('python')}",
+                "version": version_of(ours),
                 "command": shown(cadenza_command(options)),
             },
             "llama.cpp": {"version": options.version, "command": shown(llama_command(options))},
         },
         "figures": [
-            {"what": "decode", "unit": "tok/s", "at": rows, "of": "rows", "values": decode},
-            {
-                "what": "decode, share of the bound",
-                "unit": "%",
-                "at": rows,
-                "of": "rows",
-                "values": {"Cadenza": shares},
-            },
+            *decode_figures(options.rows.split(","), rounds),
             single("prefill", "tok/s", rounds, lambda each: each.prefill),
             single("memory", "GB", rounds, lambda each: each.memory_gb),
         ],
     }
 
 
-def single(what: str, unit: str, rounds: dict[str, list[Round]], value: Any) -> dict[str, Any]:
+def single(
+    what: str, unit: str, rounds: Mapping[str, Sequence[Round]], value: Callable[[Round], float]
+) -> dict[str, Any]:
     values = {
         name: [round(statistics.median(map(value, runs)), 1)] for name, runs in rounds.items()
     }

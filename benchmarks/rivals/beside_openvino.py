@@ -6,7 +6,7 @@
     export="OV/bin/optimum-cli export openvino -m FOLDER --task text-generation-with-past"
     $export --weight-format fp16 FOLDER-bf16
     $export --weight-format int8 FOLDER-int8
-    python benchmarks/rivals/beside_openvino.py FOLDER OUT --openvino OV/bin/python --shape 135M
+    python -m benchmarks.rivals.beside_openvino FOLDER OUT --openvino OV/bin/python --shape 135M
 
 FOLDER has random weights of a shape: `cadenza bench make-checkpoint --shape smollm2-135m FOLDER`,
 or `llama-3.2-1b` with `--shape 1B`. OpenVINO computes in bfloat16 where the CPU has AMX, whatever
@@ -18,17 +18,24 @@ to reach. The exit status is 1 if one does not, or if the table of kernels that 
 """
 
 import argparse
-import datetime
 import json
-import os
 import re
 import statistics
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from benchmarks.rivals.side_by_side import (
+    Round,
+    cadenza_round,
+    decode_figures,
+    machine_of,
+    run_measured,
+    today,
+    version_of,
+)
 
 RIVAL = Path(__file__).with_name("openvino_batched.py")
 LINE = re.compile(r" *(\d+) rows: decode +([\d.]+) tok/s, prefill +([\d.]+) tok/s")
@@ -39,17 +46,6 @@ DECODE_BARS = {"1": 1.5, "4": 1.5, "8": 1.5, "32": 1.15}
 SHARE_BARS = {"135M": 50.0, "1B": 80.0}
 """In percent of the bound, at `SHARE_ROWS` rows in bfloat16."""
 SHARE_ROWS = "32"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Round:
-    """One run of one engine."""
-
-    decode: list[float]  # for each number of rows
-    prefill: float
-    share: list[float] | None = None  # of the bound, percent
-    machine: dict[str, Any] | None = None
-    roofline: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,16 +150,7 @@ def our_command(options: argparse.Namespace, type: str) -> list[str]:
 
 
 def our_round(options: argparse.Namespace, type: str) -> Round:
-    name, *rest = our_command(options, type)
-    found = json.loads(output_of([str(Path(sys.executable).with_name(name)), *rest, "--json"]))
-    results = found["results"]
-    return Round(
-        decode=[each["decode_tok_s"] for each in results],
-        prefill=max(each["prefill_tok_s"] for each in results),
-        share=[100 * each["decode_share_of_bound"] for each in results],
-        machine=found["machine"],
-        roofline=found["roofline"],
-    )
+    return cadenza_round(our_command(options, type))
 
 
 def their_folder(options: argparse.Namespace, type: str) -> Path:
@@ -180,7 +167,8 @@ def their_command(options: argparse.Namespace, type: str) -> list[str]:
 
 
 def their_round(options: argparse.Namespace, type: str) -> Round:
-    return read_rival(output_of(their_command(options, type)), options.rows.split(","))
+    output, _ = run_measured(their_command(options, type))
+    return read_rival(output, options.rows.split(","))
 
 
 def read_rival(output: str, rows: Sequence[str]) -> Round:
@@ -195,44 +183,19 @@ def read_rival(output: str, rows: Sequence[str]) -> Round:
     )
 
 
-def output_of(command: Sequence[str]) -> str:
-    """Of a process. Exits with its error."""
-    ran = subprocess.run(command, capture_output=True, text=True, check=False)
-    if ran.returncode != 0:
-        sys.exit(f"{' '.join(command)}\n{ran.stderr[-2000:]}")
-    return ran.stdout
-
-
 def result(options: argparse.Namespace, comparison: Comparison) -> dict[str, Any]:
     """The members of a result file; see tools/result_tables.py."""
-    machine = comparison.ours[0].machine or {}
-    rooflines = [each.roofline for each in comparison.ours if each.roofline]
-    reads = [each["read_gb_s"] for each in rooflines]
     engines = {"Cadenza": comparison.ours, "OpenVINO": comparison.theirs}
-    rows = comparison.rows
-    decode = {
-        name: [[round(each.decode[at], 1) for each in runs] for at in range(len(rows))]
-        for name, runs in engines.items()
-    }
     prefill = {name: [[round(each.prefill, 1) for each in runs]] for name, runs in engines.items()}
-    shares = [
-        [round(each.share[at]) for each in comparison.ours if each.share] for at in range(len(rows))
-    ]
     return {
         "workload": f"{options.shape} shape, {comparison.type}, {options.input_len} tokens in, "
         f"{options.output_len} out",
-        "date": str(datetime.datetime.now(tz=datetime.UTC).date()),
-        "machine": {
-            "kind": options.kind,
-            "cpu": f"{machine.get('cpu')} ({machine.get('isa')})",
-            "cores": len(os.sched_getaffinity(0)),
-            "memory": f"{min(reads):.0f} to {max(reads):.0f} GB/s",
-            "multiply": f"{max(each['gflop_s'] for each in rooflines):.0f} G operations/s",
-        },
+        "date": today(),
+        "machine": machine_of(comparison.ours, options.kind),
         "conditions": f"{options.conditions}, {options.rounds} rounds in turns",
         "engines": {
             "Cadenza": {
-                "version": f"jax {machine.get('jax')}, Python {machine.get('python')}",
+                "version": version_of(comparison.ours),
                 "command": shown(our_command(options, comparison.type)),
             },
             "OpenVINO": {
@@ -241,14 +204,7 @@ def result(options: argparse.Namespace, comparison: Comparison) -> dict[str, Any
             },
         },
         "figures": [
-            {"what": "decode", "unit": "tok/s", "at": rows, "of": "rows", "values": decode},
-            {
-                "what": "decode, share of the bound",
-                "unit": "%",
-                "at": rows,
-                "of": "rows",
-                "values": {"Cadenza": shares},
-            },
+            *decode_figures(comparison.rows, engines),
             {"what": "prefill", "unit": "tok/s", "values": prefill},
         ],
     }

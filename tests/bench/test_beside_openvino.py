@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.rivals.beside_openvino import Comparison, Round, judge, read_rival
+from benchmarks.rivals.beside_openvino import Comparison, judge, read_rival
+from benchmarks.rivals.side_by_side import Round
 from cadenza.checkpoint import named_shape, write_random_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -79,22 +79,16 @@ PLANNED = (
 )
 
 
-def test_instructions_that_the_kernels_cannot_use_are_told(model: Path):
+@pytest.mark.parametrize(
+    ("trait", "value"),
+    [("kernels_note", "the CPU has AMX, but the system refused it"), ("tile_rows", "4 to 16")],
+)
+def test_what_the_kernels_say_of_the_machine_is_told(model: Path, trait: str, value: str):
     checkpoint, config = open_checkpoint(model), EngineConfig(num_pages=40)
     plan = plan_model(checkpoint, config)
-    for note in (None, "the CPU has AMX, but the system refused it"):
-        noted = replace(plan, traits=replace(plan.traits, kernels_note=note))
-        told = describe("tiny", checkpoint, noted, config)["engine"]
-        assert told.get("kernels_note") == note
-
-
-def test_the_rows_from_which_tiles_multiply_are_told(model: Path):
-    checkpoint, config = open_checkpoint(model), EngineConfig(num_pages=40)
-    plan = plan_model(checkpoint, config)
-    for rows in (None, "4 to 16"):
-        with_rows = replace(plan, traits=replace(plan.traits, tile_rows=rows))
-        told = describe("tiny", checkpoint, with_rows, config)["engine"]
-        assert told.get("tile_rows") == rows
+    for said in (None, value):
+        told_plan = replace(plan, traits=replace(plan.traits, **{trait: said}))
+        assert describe("tiny", checkpoint, told_plan, config)["engine"].get(trait) == said
 
 
 def test_every_engine_flag_shows_in_the_plan(cadenza: Callable[..., Ran], model: Path):

@@ -171,9 +171,9 @@ PLACES: Mapping[str, Place] = {
     "python benchmarks/rivals/as_gguf.py qwen3-30b-a3b random.gguf Q4_K_M --layers 12": (
         Parsed(MINUTES)
     ),
-    "python benchmarks/rivals/beside_openvino.py FOLDER OUT --openvino OV/bin/python "
+    "python -m benchmarks.rivals.beside_openvino FOLDER OUT --openvino OV/bin/python "
     "--shape 135M": Parsed(OTHERS),
-    "python benchmarks/rivals/beside_llama_cpp.py FILE.gguf OUT.json --llama BIN "
+    "python -m benchmarks.rivals.beside_llama_cpp FILE.gguf OUT.json --llama BIN "
     '--kind "Zen 4" --model "Qwen3-4B shape"': Parsed(OTHERS),
     "llama-server -m random.gguf -np 32 -c 65536 -t 2 -tb 2": Parsed(OTHERS),
     "cadenza serve [FOLDER] --device cuda --gpu-memory-utilization 0.5 --max-num-seqs 64 "
