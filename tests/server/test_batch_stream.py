@@ -1,5 +1,5 @@
-"""/debug/batch/stream: its events, who may see what, its bounds, and that nothing of a prompt is in
-it."""
+"""/debug/batch/stream and /debug/batch: their events, who may see what, their bounds, and that
+nothing of a prompt is in them."""
 
 import json
 from collections.abc import Generator, Iterator
@@ -14,10 +14,17 @@ from cadenza.frontend.live_steps import MAX_VIEWERS
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.server.access import ApiKeys
 from cadenza.server.limits import ServerLimits
-from tests.server.harness import TIMEOUT_S, RunningServer, options, running_server
+from tests.server.harness import (
+    TIMEOUT_S,
+    InBackground,
+    RunningServer,
+    options,
+    running_server,
+)
 from tests.server.scripted_engine import ScriptedEngine
 
 PATH = "/debug/batch/stream"
+ONCE = "/debug/batch"
 KEYS = {"key-of-web": "web", "key-of-batch": "batch"}
 SUMMARY = StepSummary(
     num_steps=4,
@@ -195,6 +202,69 @@ def test_a_query_may_name_the_model_and_nothing_else(
 ) -> None:
     with scripted.client() as client:
         assert client.head(PATH + query).status_code == status
+
+
+def test_one_answer_has_the_values_of_a_step_event(
+    server: RunningServer, engine: ScriptedEngine
+) -> None:
+    with stream(server) as lines:
+        next_event(lines)
+        tell(server, engine, SUMMARY)
+        step = next_event(lines)[1]
+        assert server.get(ONCE).json() == step
+    assert step["others"]["rows"] == 3
+
+
+def test_one_answer_waits_for_a_step_where_rows_run_and_ends_its_watch(
+    server: RunningServer, engine: ScriptedEngine
+) -> None:
+    asked = InBackground(lambda: server.get(ONCE))
+    tell(server, engine, msgspec.structs.replace(SUMMARY, num_steps=0, seconds=0.0))
+    tell(server, engine, SUMMARY)
+    assert asked.result().json()["tok_s"] == 40.0
+    assert engine.on_news is None
+
+
+def test_one_answer_of_an_idle_engine_has_no_rows(bundled: RunningServer) -> None:
+    answer = bundled.get(ONCE).json()
+    assert (answer["running"], answer["waiting"], answer["rows"]) == (0, 0, [])
+    assert answer["pages"]["free"] > 0
+    assert answer["pages"]["live"] == 0
+
+
+@pytest.mark.parametrize(("news", "code"), [("lost", "engine_restarting"), (None, "draining")])
+def test_one_answer_is_a_503_where_the_engine_is_lost_or_the_server_drains_meanwhile(
+    server: RunningServer, engine: ScriptedEngine, news: str | None, code: str
+) -> None:
+    asked = InBackground(lambda: server.get(ONCE))
+    assert engine.watched.wait(TIMEOUT_S)
+    if news is None:
+        server.call(server.lifecycle.drain)
+    else:
+        tell(server, engine, news)
+    answer = asked.result()
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, code)
+    assert "retry-after" in answer.headers
+
+
+def test_one_answer_is_a_503_at_once_where_the_engine_restarts(
+    server: RunningServer, engine: ScriptedEngine
+) -> None:
+    engine.state = "restarting"
+    assert server.get(ONCE).json()["error"]["code"] == "engine_restarting"
+    assert not engine.watched.is_set()
+
+
+def test_one_answer_needs_a_key_and_has_a_tenants_own_rows(
+    keyed: RunningServer, engine: ScriptedEngine
+) -> None:
+    assert keyed.get(ONCE).status_code == 401
+    headers = {"authorization": "Bearer key-of-web"}
+    asked = InBackground(lambda: keyed.get(ONCE, headers=headers))
+    tell(keyed, engine, SUMMARY)
+    answer = asked.result().json()
+    assert [row["id"] for row in answer["rows"]] == [1]
+    assert answer["others"]["rows"] == 2
 
 
 def test_nothing_of_a_prompt_an_answer_or_an_id_is_in_the_stream(bundled: RunningServer) -> None:

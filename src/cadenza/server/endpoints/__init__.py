@@ -21,5 +21,6 @@ Modules:
 - `root`: `/` and `/docs`
 - `ui`: the files of the page at `/`
 - `status`: routes that do not generate
-- `batch_stream`: /debug/batch/stream: the engine's steps while somebody looks
+- `batch_stream`: /debug/batch and /debug/batch/stream: the engine's steps, once and while somebody
+  looks
 """

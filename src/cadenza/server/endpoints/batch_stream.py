@@ -1,20 +1,23 @@
-"""/debug/batch/stream: what the engine's steps do, as server-sent events, while somebody looks.
+"""/debug/batch: what the engine's steps do, once; /debug/batch/stream: as server-sent events, while
+somebody looks.
 
 Owns the events' form. Invariants: an event has numbers and words of this module, and nothing of any
 prompt, text, key or request id; of other tenants' rows a viewer sees only the sum.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from typing import Any, get_args
 
 import msgspec
 
-from cadenza.engine.step_watch import RowSummary, StepSummary
+from cadenza.engine.step_watch import RowKind, RowSummary, StepSummary
 from cadenza.errors import QueueFullError
 from cadenza.frontend.live_steps import LiveEntry, Viewer
-from cadenza.server.errors import queue_full, unavailable
-from cadenza.server.http_exchange import Exchange
-from cadenza.server.openapi import TEXT, AnswerSchema, ApiRoute
+from cadenza.server.errors import UNAVAILABLE_CODES, queue_full, unavailable
+from cadenza.server.http_exchange import Exchange, send_object
+from cadenza.server.openapi import COUNT, TEXT, AnswerSchema, ApiRoute, list_of, object_of, one_of
+from cadenza.server.schemas.field_types import Schema, or_null
 from cadenza.server.served_model import ServedModel
 from cadenza.server.service import Service
 from cadenza.server.sse import KEEP_ALIVE
@@ -22,6 +25,10 @@ from cadenza.server.sse import KEEP_ALIVE
 VERSION = 1
 SUMMED = ("computed", "total", "cached", "new", "drafts", "preempted")
 """Fields of a row, which are summed for the rows that a viewer may not see."""
+
+
+RATE_WAIT_S = 1.0
+"""How long an answer waits, where rows run, for a summary of at least one step."""
 
 
 async def _stream(service: Service, exchange: Exchange) -> None:
@@ -40,9 +47,51 @@ async def _stream(service: Service, exchange: Exchange) -> None:
     opening = _event("hello", hello)
     if not model.engine.status().is_ready:
         opening += _event("engine", {"state": "lost"})
+    with _viewing(model) as viewer:
+        await exchange.while_connected(_send(exchange, viewer, opening))
+
+
+async def _once(service: Service, exchange: Exchange) -> None:
+    """Answers with the newest summary."""
+    service.check_connections()
+    model = _model(service, exchange)
+    status = model.engine.status()
+    if service.is_draining or not model.live.is_attached:
+        raise unavailable("draining" if service.is_draining else "loading")
+    if not status.is_ready:
+        raise unavailable(UNAVAILABLE_CODES[status.state], status.retry_after_s, status.cause)
+    with _viewing(model) as viewer:
+        at_s, summary = await exchange.while_connected(_newest(viewer))
+    await send_object(exchange, step_object(at_s, summary, exchange.tenant))
+
+
+async def _newest(viewer: Viewer) -> tuple[float, StepSummary]:
+    """The newest summary and its time. Raises ApiError (503) where the engine is lost first.
+
+    The first summary of a watch has no steps: where rows run, the next one tells how fast.
+    """
+    found, entries = None, viewer.history
+    while True:
+        for each in entries:
+            if isinstance(each.news, StepSummary):
+                found = each.at_s, each.news
+            elif each.news == "lost" and entries is not viewer.history:
+                raise unavailable("engine_restarting")
+        if viewer.is_closed:
+            raise unavailable("draining")
+        if found is not None and (found[1].num_steps or not found[1].num_running):
+            return found
+        entries = await viewer.next(None if found is None else RATE_WAIT_S)
+        if found is not None and not entries:
+            return found
+
+
+@contextmanager
+def _viewing(model: ServedModel) -> Generator[Viewer]:
+    """Raises ApiError (429)."""
     try:
         with model.live.viewing() as viewer:
-            await exchange.while_connected(_send(exchange, viewer, opening))
+            yield viewer
     except QueueFullError as error:
         raise queue_full(message=error) from error
 
@@ -132,7 +181,31 @@ def _sum_of(rows: Sequence[RowSummary]) -> dict[str, int] | None:
 
 _QUERY = {"model": TEXT}
 
+_COUNTS = dict.fromkeys(SUMMED, COUNT)
+_ROW = object_of({"id": COUNT, "kind": one_of(*get_args(RowKind)), **_COUNTS})
+_AMOUNT: Schema = {"type": "number", "minimum": 0}
+_STEP = object_of(
+    {
+        **dict.fromkeys(("t", "tokens", "steps", "waiting", "running"), COUNT),
+        "pages": object_of(dict.fromkeys(("live", "cached", "free"), COUNT)),
+        "tok_s": _AMOUNT,
+        "gap_ms": _AMOUNT,
+        "rows": list_of(_ROW),
+        "others": or_null(object_of({"rows": COUNT, **_COUNTS})),
+    }
+)
+
 BATCH_ROUTES: tuple[ApiRoute, ...] = (
+    ApiRoute(
+        "batch",
+        "GET",
+        "/debug/batch",
+        "What the engine's newest steps did.",
+        AnswerSchema("Batch", _STEP),
+        _once,
+        statuses=(404, 429, 503),
+        query=_QUERY,
+    ),
     ApiRoute(
         "batch_stream",
         "GET",
