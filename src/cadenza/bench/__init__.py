@@ -12,6 +12,7 @@ Modules:
 - `serve`, `serve_figures`: load on a server, and its figures
 - `traffic`: the requests of a simulation, and when they arrive
 - `simulate`: the engine's core over steps that only take time
+- `plots`: charts as PNG and as one page
 - `checkpoints`: random checkpoints in the cache folder
 """
 
