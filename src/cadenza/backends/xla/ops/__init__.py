@@ -9,9 +9,9 @@ Modules:
 - `recurrent`: token mixers with a recurrent state, in jnp
 - `jax_arrays`: JAX as the arrays in which tokens are chosen
 - `rules`: token rules, applied to the logits of a step
-- `native`, `native_program`: the operations over the CPU kernels; a step's operations recorded as
-  one call into the library
-- `native_library`, `native_packing`, `packed_memory`, `packed_file`: loading the kernels; packing
-  weights; memory of packed weights, and a file of them
+- `program_ops`, `native_program`: operations recorded as one call into a library of kernels
+- `native`, `native_library`, `native_packing`: the CPU kernels; loading them, packing weights
+- `packed_memory`, `packed_file`: memory of packed weights, and a file of them
+- `cuda`, `cuda_library`: the kernels for NVIDIA GPUs; loading them
 - `native_measure`: bandwidth, FLOP/s and time per operation
 """

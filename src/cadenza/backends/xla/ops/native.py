@@ -1,24 +1,17 @@
 """The op table over the native CPU kernels, called through XLA's FFI: one call for a whole step.
 
-Exact by construction: a kernel's order of reduction does not depend on the batch, and it receives
-the true number of rows, so padding is not computed and every bucket gives the same bits. Gives each
-operation its operands and attributes, which `csrc/ffi/` defines. Legend as in
-`ops.table`.
+A kernel receives the true number of rows, so padding is not computed. Legend as in `ops.table`.
 """
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from cadenza.backends.step_result import NUM_COLUMNS
-from cadenza.backends.xla.ops.experts import Routing
 from cadenza.backends.xla.ops.native_library import (
     NativeLibrary,
     load_native_library,
@@ -27,42 +20,14 @@ from cadenza.backends.xla.ops.native_packing import plan_packing
 from cadenza.backends.xla.ops.native_program import NativeProgram
 from cadenza.backends.xla.ops.packed_file import PackedFile
 from cadenza.backends.xla.ops.packed_memory import PackedMemory
+from cadenza.backends.xla.ops.program_ops import ProgramOps
 from cadenza.backends.xla.ops.table import (
-    AttendingLayer,
-    ConvWeights,
     DecoderSpec,
-    DeltaInputs,
-    DeltaWeights,
-    ExpertChoice,
-    HeadFactors,
-    HeadInputs,
-    KVPool,
-    LatentFactors,
-    LatentInputs,
-    LatentLayer,
     Linear,
-    OpTable,
-    RecurrentLayer,
-    ScaledNorm,
-    ScanInputs,
-    ScanWeights,
-    StatePool,
-    StepArrays,
-    StepStates,
     expert_biases,
 )
-from cadenza.checkpoint.layer_kind import (
-    ConvShape,
-    DeltaShape,
-    KVGroup,
-    Recurrence,
-    ScanShape,
-)
-from cadenza.checkpoint.model_config import Activation
-from cadenza.checkpoint.quantised_weight import MOST_CODE, HostWeight
+from cadenza.checkpoint.quantised_weight import HostWeight
 from cadenza.checkpoint.weight_format import WeightFormat
-from cadenza.config import PAGE_SIZE_UNIT
-from cadenza.core.step_schema import LogitInputs, specs_of
 
 DECODE_BUCKET = 64
 """Steps of at most this many tokens use smaller arrays; the arithmetic is the same."""
@@ -71,42 +36,16 @@ DEFAULT_MAX_TOKENS = 256
 """Enough rows for matrix products to reach full speed. 512 would double the inter-token latency of
 running streams while a prompt is computed, for 3 % more prompt tokens per second."""
 
-_CODE_OF_ACTIVATION: dict[Activation, int] = {
-    "silu": 0,
-    "gelu_tanh": 1,
-    "gelu": 2,
-    "clamped_swiglu": 3,
-}
-_SCALE_BYTES = np.dtype(np.float32).itemsize
-"""Of the scale of a key or value of one head, behind its int8 codes."""
 
-_LANES = 16
-"""Columns of a state side by side."""
-
-_NO_WINDOW = 0
-_NO_CAP = 0.0
-
-
-class _TableRows(NamedTuple):
-    """The rows of an embedding's table, and their factor."""
-
-    vocab: int
-    width: int
-    scale: float
-
-
-class NativeOps(OpTable):
+class NativeOps(ProgramOps):
     """Calls kernels; weights are packed once, when the checkpoint is loaded."""
 
     name = "native"
-    is_opaque = True
 
     def __init__(self, spec: DecoderSpec, library: NativeLibrary | None = None) -> None:
         super().__init__(spec)
         self._library = library or load_native_library()
-        self._activation = _CODE_OF_ACTIVATION[spec.model.activation]
         self._memory = PackedMemory(place=self._library.place_pages)
-        self._program: NativeProgram | None = None
 
     def token_buckets(self, max_num_batched_tokens: int) -> tuple[int, ...]:
         """A small bucket for decode steps, and the full token budget."""
@@ -168,387 +107,5 @@ class NativeOps(OpTable):
         weight = self._memory.hold(shape, packing.dtype, write_all)
         return Linear(weight, None, packing.format, sum(map(len, experts[0])))
 
-    def unwritten(self, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-        program = self._new_program()
-        return program.emit(program.unwritten(_array(shape, dtype)))
-
-    def new_kv_pool(self, group: KVGroup, num_pages: int, fill: float | None) -> KVPool:
-        head = (group.num_kv_heads, self._spec.page_size, group.head_dim)
-        shape = (num_pages, len(group.layers), *head)
-        if not group.has_values:
-            return self._new_latent_pool(shape, fill)
-        if fill is None:
-            return KVPool(self._unwritten_side(shape), self._unwritten_side(shape))
-        if self._spec.has_kv_codes:
-            return KVPool(_filled_codes(shape, 255, fill), _filled_codes(shape, 127, fill))
-        return KVPool(self._filled_side(shape, fill), self._filled_side(shape, fill))
-
-    def _new_latent_pool(self, shape: tuple[int, ...], fill: float | None) -> KVPool:
-        keys = self._unwritten_side(shape) if fill is None else self._filled_side(shape, fill)
-        return KVPool(keys, None)
-
-    def _filled_side(self, shape: tuple[int, ...], fill: float) -> jax.Array:
-        element = np.full((), fill, self._spec.dtype)
-        if self._spec.dtype == jnp.bfloat16:  # XLA copies bfloat16 through float32 on a CPU
-            element = element.view(np.uint16)
-        return jnp.full(shape, element)
-
-    def _unwritten_side(self, shape: tuple[int, ...]) -> jax.Array:
-        if self._spec.has_kv_codes:
-            return self.unwritten((*shape[:-1], shape[-1] + _SCALE_BYTES), np.uint8)
-        return self.unwritten(shape, self._stored_dtype)
-
-    @property
-    def _stored_dtype(self) -> Any:
-        """Of pools of activations: XLA copies bfloat16 by way of float32 on a CPU."""
-        return np.uint16 if self._spec.dtype == jnp.bfloat16 else self._spec.dtype
-
-    def copy_slots(
-        self, pool: KVPool, source: jax.Array, destination: jax.Array, count: int
-    ) -> KVPool:
-        page_size, zero = self._spec.page_size, jnp.int32(0)
-
-        def place(slot: jax.Array) -> tuple[jax.Array, ...]:
-            return slot // page_size, zero, zero, slot % page_size, zero
-
-        def copy(side: jax.Array) -> jax.Array:  # [pages, layers, Hkv, page_size, ·]
-            _, layers, heads, _, width = side.shape
-            shape = (1, layers, heads, count, width)
-            slots = jax.lax.dynamic_slice(side, place(source), shape)
-            return jax.lax.dynamic_update_slice(side, slots, place(destination))
-
-        return jax.tree.map(copy, pool)
-
-    def embed(self, table: Linear, step: StepArrays) -> jax.Array:
-        model = self._model
-        rows = _TableRows(model.vocab_size, model.hidden_size, model.embedding_scale)
-        return self._embed(table, step, rows)
-
-    def embed_for_layers(self, table: Linear, step: StepArrays) -> jax.Array:
-        inputs = self._model.layer_inputs
-        assert inputs is not None, "the model has no per-layer embeddings"
-        width = self._model.num_layers * inputs.size
-        return self._embed(
-            table, step, _TableRows(inputs.vocab_size, width, inputs.embedding_scale)
-        )
-
-    def _embed(self, table: Linear, step: StepArrays, rows: "_TableRows") -> jax.Array:
-        shape = (len(step.tokens.ids), rows.width)
-        return self._call("embed", _array(shape, jnp.float32))(
-            *(step.tokens.ids, table.weight, step.num_tokens),
-            vocab=rows.vocab,
-            scale=np.float32(rows.scale),
-        )
-
-    def gate_inputs(
-        self, x: jax.Array, inputs: jax.Array, layer: int, count: jax.Array
-    ) -> jax.Array:
-        return self._call("gate_inputs", _array(x.shape, self._spec.dtype))(
-            *(x, inputs, count), first=layer * x.shape[1], activation=self._activation
-        )
-
-    def to_activations(self, x: jax.Array, count: jax.Array) -> jax.Array:
-        if self._spec.dtype == jnp.float32:
-            return x
-        return self._call("convert", _array(x.shape, self._spec.dtype))(x, count)
-
-    def rms_norm(
-        self, x: jax.Array, weight: jax.Array, count: jax.Array, eps: float | None = None
-    ) -> jax.Array:
-        return self._call("rms_norm", _array(x.shape, self._spec.dtype))(
-            x, weight, count, eps=np.float32(eps or self._model.rms_norm_eps)
-        )
-
-    def take_rows(self, x: jax.Array, indices: jax.Array, count: jax.Array) -> jax.Array:
-        result = _array((len(indices), x.shape[1]), x.dtype)
-        return self._call("take_rows", result)(x, count, indices)
-
-    def linear(
-        self, x: jax.Array, weight: Linear, count: jax.Array, residual: jax.Array | None = None
-    ) -> jax.Array:
-        if residual is None:
-            return self._product(x, weight, count, (self._spec.dtype, 1.0))
-        call = self._call("linear", _array(residual.shape, jnp.float32), {4: 0})
-        scale = np.float32(self._model.residual_scale)
-        return call(x, weight.weight, count, weight.bias, residual, scale=scale)
-
-    def project(
-        self, x: jax.Array, weight: Linear, count: jax.Array, scale: float = 1.0
-    ) -> jax.Array:
-        return self._product(x, weight, count, (jnp.float32, scale))
-
-    def _product(
-        self, x: jax.Array, weight: Linear, count: jax.Array, result: tuple[Any, float]
-    ) -> jax.Array:
-        dtype, scale = result
-        call = self._call("linear", _array((len(x), weight.num_out), dtype))
-        return call(x, weight.weight, count, weight.bias, None, scale=np.float32(scale))
-
-    def norm_add(
-        self, x: jax.Array, norm: Any, residual: jax.Array | None, count: jax.Array
-    ) -> jax.Array:
-        weight, factor = norm if isinstance(norm, ScaledNorm) else (norm, None)
-        reused = None if residual is None else {3: 0}
-        call = self._call("rms_norm_add", _array(x.shape, jnp.float32), reused)
-        eps = np.float32(self._model.rms_norm_eps)
-        return call(x, weight, count, residual, factor, eps=eps)
-
-    def gated_linear(self, x: jax.Array, weight: Linear, count: jax.Array) -> jax.Array:
-        call = self._call("gated_linear", _array((len(x), weight.num_out // 2), self._spec.dtype))
-        return call(x, weight.weight, count, weight.bias, activation=self._activation)
-
-    def route_experts(
-        self,
-        x: jax.Array,
-        router: Linear,
-        count: jax.Array,
-        factors: Any | None = None,
-        bias: Any | None = None,
-    ) -> ExpertChoice:
-        routing = Routing.of(self._model)
-        choice = routing.sigmoid_choice
-        shape = (len(x), routing.num_chosen)
-        call = self._call("route_experts", (_array(shape, jnp.int32), _array(shape, jnp.float32)))
-        ids, weights = call(
-            *(x, router.weight, count, router.bias, factors, bias),
-            experts=routing.num_experts,
-            over_chosen=routing.over_chosen,
-            sigmoid=choice is not None,
-            groups=1 if choice is None else choice.num_groups,
-            chosen_groups=1 if choice is None else choice.num_chosen_groups,
-            scale=np.float32(routing.scale),
-            least_sum=np.float32(0.0 if choice is None else choice.least_sum),
-        )
-        return ExpertChoice(ids, weights)
-
-    def gate_expert(self, x: jax.Array, gate: Linear, count: jax.Array) -> ExpertChoice:
-        shape = (len(x), 1)
-        call = self._call("route_experts", (_array(shape, jnp.int32), _array(shape, jnp.float32)))
-        ids, weights = call(
-            *(x, gate.weight, count, None, None, None),
-            experts=1,
-            over_chosen=False,
-            sigmoid=True,
-            groups=1,
-            chosen_groups=1,
-            scale=np.float32(self._model.residual_scale),
-            least_sum=np.float32(0.0),
-        )
-        return ExpertChoice(ids, weights)
-
-    def grouped_gated_linear(
-        self, x: jax.Array, weight: Linear, choice: ExpertChoice, count: jax.Array
-    ) -> jax.Array:
-        shape = (*choice.ids.shape, weight.num_out // 2)
-        call = self._call("grouped_gated_linear", _array(shape, self._spec.dtype))
-        return call(x, weight.weight, count, weight.bias, choice.ids, activation=self._activation)
-
-    def grouped_linear(
-        self,
-        x: jax.Array,
-        weight: Linear,
-        choice: ExpertChoice,
-        residual: jax.Array | None,
-        count: jax.Array,
-    ) -> jax.Array:
-        result = _array((len(x), weight.num_out), jnp.float32)
-        call = self._call("grouped_linear", result, None if residual is None else {4: 0})
-        return call(x, weight.weight, count, weight.bias, residual, *choice)
-
-    def rope_append_attend(
-        self,
-        given: HeadInputs,
-        pool: KVPool,
-        factors: HeadFactors,
-        step: StepArrays,
-        layer: AttendingLayer,
-    ) -> tuple[jax.Array, KVPool]:
-        model, heads, qkv = self._model, layer.heads, given.qkv
-        results = (
-            _array((len(qkv), heads.query_size), self._spec.dtype),
-            _array(pool.keys.shape, pool.keys.dtype),
-            _array(pool.values.shape, pool.values.dtype),
-        )
-        query_norm, key_norm = (*(factors.norms or ()), None, None)[:2]
-        call = self._call("rope_append_attend", results, {9: 1, 10: 2})
-        out, keys, values = call(
-            *(qkv, step.tokens.positions, step.tokens.slots),
-            *(step.rows.query_starts, step.rows.kv_lens, step.page_table),
-            *(factors.rope, query_norm, key_norm, pool.keys, pool.values),
-            *(factors.sinks, given.gate),
-            layer=layer.index,
-            heads=heads.num_heads,
-            scale=np.float32(model.scale_of(heads)),
-            window=layer.window or _NO_WINDOW,
-            soft_cap=np.float32(model.attention_soft_cap or _NO_CAP),
-            norm_eps=np.float32(model.rms_norm_eps),
-            norms_values=model.has_value_norm,
-        )
-        return out, KVPool(keys, values)
-
-    def head_linear(self, x: jax.Array, weight: Linear, count: jax.Array, width: int) -> jax.Array:
-        shape = (len(x), weight.weight.shape[0] * weight.num_out)
-        return self._call("head_linear", _array(shape, self._spec.dtype))(
-            x, weight.weight, count, width=width
-        )
-
-    def latent_attend(
-        self,
-        given: LatentInputs,
-        pool: KVPool,
-        factors: LatentFactors,
-        step: StepArrays,
-        layer: LatentLayer,
-    ) -> tuple[jax.Array, KVPool]:
-        shape, keys = layer.shape, pool.keys
-        results = (
-            _array(given.absorbed.shape, self._spec.dtype),
-            _array(keys.shape, keys.dtype),
-        )
-        out, keys = self._call("latent_attend", results, {10: 1})(
-            *given,
-            *(step.tokens.positions, step.tokens.slots),
-            *(step.rows.query_starts, step.rows.kv_lens, step.page_table),
-            *(factors.rope, factors.norm, keys),
-            layer=layer.index,
-            heads=shape.num_heads,
-            scale=np.float32(self._model.scale_of(shape.heads)),
-            norm_eps=np.float32(layer.norm_eps),
-            pairs_neighbours=shape.pairs_neighbours,
-        )
-        return out, KVPool(keys, None)
-
-    def new_state_pool(self, num_slots: int, num_layers: int, shape: Recurrence) -> StatePool:
-        inputs = (num_slots, num_layers, shape.num_inputs - 1, shape.num_channels)
-        matrices, states = shape.matrices, None
-        if matrices is not None:
-            blocks = matrices.value_size // _LANES, matrices.key_size, _LANES
-            states = self.unwritten(
-                (num_slots, num_layers, matrices.num_heads, *blocks), jnp.float32
-            )
-        return StatePool(self.unwritten(inputs, self._stored_dtype), states)
-
-    def gated_delta(
-        self,
-        given: DeltaInputs,
-        weights: DeltaWeights,
-        pool: StatePool,
-        step: tuple[StepArrays, StepStates],
-        layer: RecurrentLayer[DeltaShape],
-    ) -> tuple[jax.Array, StatePool]:
-        results = (_array(given.gate.shape, self._spec.dtype), *map(_like, pool))
-        out, inputs, states = self._call("gated_delta", results, {10: 1, 11: 2})(
-            *(*given, *_rows_of(step), *weights, *pool),
-            layer=layer.index,
-            key_heads=layer.shape.num_key_heads,
-            tiled=layer.shape.is_tiled,
-            norm_eps=np.float32(layer.norm_eps),
-        )
-        return out, StatePool(inputs, states)
-
-    def short_conv(
-        self,
-        given: jax.Array,
-        weights: ConvWeights,
-        pool: StatePool,
-        step: tuple[StepArrays, StepStates],
-        layer: RecurrentLayer[ConvShape],
-    ) -> tuple[jax.Array, StatePool]:
-        shape = (len(given), layer.shape.num_channels)
-        results = (_array(shape, self._spec.dtype), _like(pool.inputs))
-        out, inputs = self._call("short_conv", results, {6: 1})(
-            *(given, *_rows_of(step), *weights, pool.inputs), layer=layer.index
-        )
-        return out, StatePool(inputs, None)
-
-    def selective_scan(
-        self,
-        given: ScanInputs,
-        weights: ScanWeights,
-        pool: StatePool,
-        step: tuple[StepArrays, StepStates],
-        layer: RecurrentLayer[ScanShape],
-    ) -> tuple[jax.Array, StatePool]:
-        results = (_array(given.gate.shape, self._spec.dtype), *map(_like, pool))
-        out, inputs, states = self._call("selective_scan", results, {12: 1, 13: 2})(
-            *(*given, *_rows_of(step), *weights, *pool),
-            layer=layer.index,
-            groups=layer.shape.num_groups,
-            norm_eps=np.float32(layer.norm_eps),
-        )
-        return out, StatePool(inputs, states)
-
-    def next_tokens(self, x: jax.Array, head: Linear, step: StepArrays) -> jax.Array:
-        return self._call("next_token", _array((len(x), NUM_COLUMNS), jnp.int32))(
-            *(x, head.weight, step.num_logits, _columns(step.logits), *_memory(step)),
-            vocab=self._model.vocab_size,
-            divisor=np.float32(self._model.logit_divisor),
-            soft_cap=np.float32(self._model.logit_soft_cap or _NO_CAP),
-            page_size=self._spec.page_size,
-        )
-
-    def compute(self, decode: Callable[[OpTable], Any]) -> Any:
-        assert self._program is None, "a program cannot be within another"
-        self._program = program = self._new_program()
-        try:
-            return program.emit(decode(self))
-        finally:
-            self._program = None
-
     def _new_program(self) -> NativeProgram:
         return NativeProgram(self._library, is_portable=self._spec.is_portable)
-
-    def _call(self, name: str, results: Any, aliases: dict[int, int] | None = None) -> Any:
-        """A function that calls an operation, or records it within `compute`.
-
-        `aliases` maps operand indices to the results that reuse their buffers.
-        """
-        if self._program is not None:
-            return self._program.call(name, results, aliases)
-        program = self._new_program()
-        record = program.call(name, results, aliases)
-        return lambda *operands, **attributes: program.emit(record(*operands, **attributes))
-
-
-def _filled_codes(shape: tuple[int, ...], code: int, fill: float) -> jax.Array:
-    """A pool of KV in int8 [..., page_size, D + 4], in the layout of `csrc/core/kv_codes.h`.
-
-    Each element is `fill`: the largest code, stored as `code`, with a scale.
-    """
-    *pages, page_size, head_dim = shape
-    scales = np.full(PAGE_SIZE_UNIT, fill / MOST_CODE, np.float32).view(np.uint8)
-    block = np.concatenate([np.full(PAGE_SIZE_UNIT * head_dim, code, np.uint8), scales])
-    blocks = jnp.broadcast_to(block, (*pages, page_size // PAGE_SIZE_UNIT, len(block)))
-    return blocks.reshape(*pages, page_size, head_dim + _SCALE_BYTES)
-
-
-def _columns(logits: LogitInputs[jax.Array]) -> jax.Array:
-    """The fields of the logit rows as 32-bit words, in declaration order: [columns, L]."""
-    parts = [
-        jax.lax.bitcast_convert_type(getattr(logits, spec.name), jnp.int32)
-        .reshape(-1, spec.columns)
-        .T
-        for spec in specs_of(LogitInputs)
-    ]
-    return jnp.concatenate(parts)
-
-
-def _rows_of(step: tuple[StepArrays, StepStates]) -> tuple[jax.Array, ...]:
-    """Of a layer with a state: where rows begin, and their slots."""
-    arrays, slots = step
-    return arrays.rows.query_starts, slots.initial, slots.kept
-
-
-def _memory(step: StepArrays) -> tuple[jax.Array | None, ...]:
-    """Rules [L, W], page table [R, P] and history [slots]; absent if no row has rules."""
-    if step.rules is None:
-        return (None,) * 3
-    return step.rules.records, step.page_table, step.rules.history
-
-
-def _like(array: Any) -> jax.ShapeDtypeStruct:
-    return _array(array.shape, array.dtype)
-
-
-def _array(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype)

@@ -18,7 +18,7 @@ import functools
 import hashlib
 import itertools
 import sys
-from collections.abc import Iterable, Mapping, Sequence, Sized
+from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from cadenza.backends.xla.ops.native_program import ProgramLibrary
 from cadenza.checkpoint.block_weight import BlockWeight
 from cadenza.checkpoint.float8_weight import BLOCK, Float8Weight
 from cadenza.checkpoint.quantised_weight import FloatsOrCodes, InputOrder
@@ -59,22 +60,15 @@ _FAULTY_PREFIX = "faulty_"
 
 
 @dataclass(frozen=True)
-class NativeLibrary:
+class NativeLibrary(ProgramLibrary):
     """The loaded library; created by `load_native_library` or `load_faulty_library`."""
 
-    handle: ctypes.CDLL
     prefix: str = ""
 
     @property
     def target(self) -> str:
         """The registered name of this library's FFI target, which runs a program of operations."""
         return self.prefix + _TARGET
-
-    @functools.cached_property
-    def operations(self) -> Mapping[str, tuple[int, tuple[str, ...]]]:
-        """Index and names of the attributes of each operation of a program."""
-        signatures = [line.split() for line in self._text("program_operations").splitlines()]
-        return {name: (code, tuple(rest)) for code, (name, *rest) in enumerate(signatures)}
 
     @property
     def cpu_isa(self) -> str:
@@ -446,7 +440,7 @@ def _load(path: Path, *, prefix: str) -> NativeLibrary:
 
 
 _TEXTS = (
-    *("configure", "logit_columns", "program_operations"),
+    *("configure", "logit_columns"),
     *("cpu_isa", "available_isas", "portable_isa", "cpu_integer_isa", "available_integer_isas"),
     *("refusal_of_tiles", "tile_rows"),
 )

@@ -6,18 +6,23 @@ the library's target, which runs them in order. Results that nothing outside nee
 buffer. `csrc/ffi/program.cpp` reads what `emit` writes.
 """
 
-from collections.abc import Callable, Sequence
+import ctypes
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from cadenza.backends.xla.ops.native_library import NativeLibrary
-
 _ALIGNMENT = 64
+
+WORKSPACE_UNIT = 256
+"""What operations use for themselves begins at a multiple of it."""
+
 _CODE_OF_DTYPE = {
     np.dtype(ml_dtypes.bfloat16): 0,
     np.dtype(np.float32): 1,
@@ -62,6 +67,34 @@ class _Operation:
     attributes: Sequence[int]
 
 
+@dataclass(frozen=True)
+class ProgramLibrary(ABC):
+    """The kernels of one kind of device, and the FFI target that runs a program of them."""
+
+    handle: ctypes.CDLL
+
+    @property
+    @abstractmethod
+    def target(self) -> str:
+        """The target's registered name."""
+
+    @functools.cached_property
+    def operations(self) -> Mapping[str, tuple[int, tuple[str, ...]]]:
+        """Index and names of the attributes of each operation."""
+        self.handle.cadenza_program_operations.restype = ctypes.c_char_p
+        text: bytes = self.handle.cadenza_program_operations()
+        signatures = [line.split() for line in text.decode().splitlines()]
+        return {name: (code, tuple(rest)) for code, (name, *rest) in enumerate(signatures)}
+
+
+class ProgramWords(NamedTuple):
+    """What the target reads of a program: its operations, and the arrays without the absent one in
+    the order of their indices."""
+
+    operations: Sequence[int]
+    arrays: Sequence[jax.ShapeDtypeStruct]
+
+
 class NativeProgram:
     """Operations in the order of their calls.
 
@@ -69,7 +102,7 @@ class NativeProgram:
     CPU.
     """
 
-    def __init__(self, library: NativeLibrary, *, is_portable: bool = False) -> None:
+    def __init__(self, library: ProgramLibrary, *, is_portable: bool = False) -> None:
         self._library = library
         self._is_portable = is_portable
         self._operations: list[_Operation] = []
@@ -131,9 +164,15 @@ class NativeProgram:
         for each in self._operations:
             parameters = [*map(index_of, each.arrays), *each.attributes]
             operations += [each.code, len(parameters), *parameters]
-        arrays, scratch_bytes = _place_arrays([array for _, array in inner.values()])
-        shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
-        scratch = jax.ShapeDtypeStruct((scratch_bytes,), jnp.uint8)
+        recorded = [array for _, array in inner.values()]
+        arrays, scratch_bytes = _place_arrays(recorded)
+        shapes = [_shape_of(leaf) for leaf in leaves]
+        used = [*map(_shape_of, self._operands.values()), *shapes, _bytes(scratch_bytes)]
+        words = ProgramWords(operations, [*used, *map(_shape_of, recorded)])
+        attributes, workspace_bytes = self._settings(words)
+        if workspace_bytes:
+            scratch_bytes = -(-scratch_bytes // WORKSPACE_UNIT) * WORKSPACE_UNIT + workspace_bytes
+        scratch = _bytes(scratch_bytes)
         call = jax.ffi.ffi_call(
             self._library.target, (*shapes, scratch), input_output_aliases=aliases
         )
@@ -141,9 +180,14 @@ class NativeProgram:
             *(each.operand for each in operands),
             arrays=np.array(arrays, np.int64),
             operations=np.array(operations, np.int64),
-            is_portable=self._is_portable,
+            **attributes,
         )
         return jax.tree.unflatten(tree, computed)
+
+    def _settings(self, words: ProgramWords) -> tuple[dict[str, Any], int]:  # noqa: ARG002
+        """The target's further attributes, and the bytes behind the arrays of the scratch buffer
+        that operations use for themselves."""
+        return {"is_portable": self._is_portable}, 0
 
     def _use(self, operand: Any) -> Recorded | None:
         """An operand of the next operation; its storage lives at least until then."""
@@ -169,6 +213,14 @@ class NativeProgram:
             return Recorded(shape.shape, dtype, Storage(position, position, None, num_bytes))
         reused.is_overwritten = True
         return Recorded(shape.shape, dtype, reused.storage)
+
+
+def _shape_of(array: Recorded) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype)
+
+
+def _bytes(count: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((count,), jnp.uint8)
 
 
 def _place_arrays(arrays: Sequence[Recorded]) -> tuple[list[int], int]:

@@ -1,0 +1,95 @@
+// The graphs that were recorded, the newest kept.
+#include "cuda/graphs.h"
+
+#include <list>
+#include <map>
+#include <mutex>
+#include <utility>
+
+namespace cadenza::cuda {
+
+#ifdef CADENZA_EMULATED_GPU
+
+void run_as_graph(GraphKey, const std::function<bool()>& body) { body(); }
+
+#else
+
+namespace {
+
+// Several for each bucket, whose inputs and results alternate between a few places.
+constexpr size_t kMostGraphs = 256;
+
+class Graphs {
+ public:
+  cudaGraphExec_t find(const GraphKey& key) {
+    const auto found = places_.find(key);
+    if (found == places_.end()) return nullptr;
+    order_.splice(order_.begin(), order_, found->second);
+    return found->second->second;
+  }
+
+  void add(GraphKey key, cudaGraphExec_t graph) {
+    order_.emplace_front(key, graph);
+    places_[std::move(key)] = order_.begin();
+    if (order_.size() <= kMostGraphs) return;
+    places_.erase(order_.back().first);
+    check(cudaGraphExecDestroy(order_.back().second));
+    order_.pop_back();
+  }
+
+ private:
+  std::list<std::pair<GraphKey, cudaGraphExec_t>> order_;
+  std::map<GraphKey, decltype(order_)::iterator> places_;
+};
+
+std::mutex mutex;
+
+// Of each device.
+Graphs& graphs() {
+  static std::map<int, Graphs> all;
+  int device = 0;
+  check(cudaGetDevice(&device));
+  return all[device];
+}
+
+// What the body launches, or null if it failed.
+cudaGraphExec_t record(const std::function<bool()>& body) {
+  check(cudaStreamBeginCapture(context.stream, cudaStreamCaptureModeThreadLocal));
+  bool holds = false;
+  cudaGraph_t graph = nullptr;
+  try {
+    holds = body();
+  } catch (...) {
+    cudaStreamEndCapture(context.stream, &graph);
+    if (graph != nullptr) cudaGraphDestroy(graph);
+    throw;
+  }
+  check(cudaStreamEndCapture(context.stream, &graph));
+  cudaGraphExec_t made = nullptr;
+  if (holds) check(cudaGraphInstantiate(&made, graph, 0));
+  check(cudaGraphDestroy(graph));
+  return made;
+}
+
+}  // namespace
+
+void run_as_graph(GraphKey key, const std::function<bool()>& body) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  check(cudaStreamIsCapturing(context.stream, &status));
+  if (status != cudaStreamCaptureStatusNone) {
+    body();
+    return;
+  }
+  std::lock_guard<std::mutex> lock(mutex);
+  cudaGraphExec_t graph = graphs().find(key);
+  if (graph == nullptr) {
+    graph = record(body);
+    if (graph == nullptr) return;
+    graphs().add(std::move(key), graph);
+  }
+  check(cudaGraphLaunch(graph, context.stream));
+}
+
+#endif
+
+}  // namespace cadenza::cuda

@@ -1,0 +1,95 @@
+// What an operation's body needs: the stream and the workspace of the program that runs, and the
+// launch of kernels.
+//
+// A program is run in two ways. Measured, its arrays have shapes but no memory: bodies ask for
+// their workspace, and launches are left out, so the largest demand is known before XLA allocates.
+// Run, the workspace is a part of the program's scratch memory. Operations follow one another on
+// the stream, so each may use the workspace from its beginning.
+#pragma once
+
+#include <cstddef>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "cuda/device.h"
+
+namespace cadenza::cuda {
+
+struct Context {
+  Stream stream = nullptr;
+  bool is_measured = false;
+  char* workspace = nullptr;
+  size_t workspace_bytes = 0;
+  size_t needed_bytes = 0;
+  // No step has more rows of anything than tokens: rows of longer arrays are not computed.
+  int64_t row_bound = 0;
+};
+
+// Of the program that this thread runs.
+inline thread_local Context context;
+
+// The rows that an operation over arrays of `padded` rows has to compute at most.
+inline int64_t rows_to_compute(int64_t padded) {
+  return context.row_bound > 0 && context.row_bound < padded ? context.row_bound : padded;
+}
+
+// The memory of one operation. take() calls must be the same, measured and run.
+class Workspace {
+ public:
+  template <class T>
+  T* take(int64_t count) {
+    const size_t at = taken_;
+    taken_ += (size_t(count) * sizeof(T) + 255) / 256 * 256;
+    if (context.is_measured) {
+      if (taken_ > context.needed_bytes) context.needed_bytes = taken_;
+      return nullptr;
+    }
+    if (taken_ > context.workspace_bytes) throw std::logic_error("the workspace is too small");
+    return reinterpret_cast<T*>(context.workspace + at);
+  }
+
+ private:
+  size_t taken_ = 0;
+};
+
+#ifdef CADENZA_EMULATED_GPU
+
+template <class... P, class... A>
+void launch(void (*kernel)(P...), dim3 grid, unsigned threads, size_t shared_bytes, A... arguments) {
+  if (context.is_measured || grid.x == 0 || grid.y == 0 || grid.z == 0) return;
+  emulated::run_grid(grid, threads, shared_bytes, [&] { kernel(P(arguments)...); });
+}
+
+inline void copy_on_device(void* to, const void* from, size_t bytes) {
+  if (!context.is_measured) std::memmove(to, from, bytes);
+}
+
+#else
+
+inline void check(cudaError_t status) {
+  if (status != cudaSuccess) throw std::runtime_error(cudaGetErrorString(status));
+}
+
+// A block may have 48 KiB of dynamic shared memory unless more is asked for.
+constexpr size_t kSharedWithoutAsking = 48 << 10;
+
+template <class... P, class... A>
+void launch(void (*kernel)(P...), dim3 grid, unsigned threads, size_t shared_bytes, A... arguments) {
+  if (context.is_measured || grid.x == 0 || grid.y == 0 || grid.z == 0) return;
+  if (shared_bytes > kSharedWithoutAsking) {
+    check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                               cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared_bytes)));
+  }
+  kernel<<<grid, threads, shared_bytes, context.stream>>>(P(arguments)...);
+  check(cudaGetLastError());
+}
+
+inline void copy_on_device(void* to, const void* from, size_t bytes) {
+  if (context.is_measured) return;
+  check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, context.stream));
+}
+
+#endif
+
+}  // namespace cadenza::cuda

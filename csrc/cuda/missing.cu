@@ -1,0 +1,46 @@
+// Operations whose kernels are not there yet.
+#include "cuda/bodies.h"
+
+namespace cadenza::xla_ffi {
+
+namespace {
+ffi::Error missing(const char* name) {
+  return ffi::Error(ffi::ErrorCode::kUnimplemented, std::string(name) + " has no kernel for GPUs");
+}
+}  // namespace
+
+ffi::Error embed_call(Any, Any, Any, AnyResult, int64_t, float) { return missing("embed"); }
+
+ffi::Error gate_inputs_call(Any, Any, Any, AnyResult, int64_t, int64_t) { return missing("gate_inputs"); }
+
+ffi::Error convert_call(Any, Any, AnyResult) { return missing("convert"); }
+
+ffi::Error take_rows_call(Any, Any, Any, AnyResult) { return missing("take_rows"); }
+
+ffi::Error reserve_call(AnyResult) { return missing("reserve"); }
+
+ffi::Error linear_call(Any, Any, Any, Any, Any, AnyResult, float) { return missing("linear"); }
+
+ffi::Error gated_linear_call(Any, Any, Any, Any, AnyResult, int64_t) { return missing("gated_linear"); }
+
+ffi::Error route_experts_call(Any, Any, Any, Any, Any, Any, AnyResult, AnyResult, int64_t, bool, bool, int64_t, int64_t, float, float) { return missing("route_experts"); }
+
+ffi::Error grouped_gated_linear_call(Any, Any, Any, Any, Any, AnyResult, int64_t) { return missing("grouped_gated_linear"); }
+
+ffi::Error grouped_linear_call(Any, Any, Any, Any, Any, Any, Any, AnyResult) { return missing("grouped_linear"); }
+
+ffi::Error rope_append_attend_call(Any, Any, Any, Any, Any, Any, Any, Any, Any, Any, Any, Any, Any, AnyResult, AnyResult, AnyResult, int64_t, int64_t, float, int64_t, float, float, bool) { return missing("rope_append_attend"); }
+
+ffi::Error latent_attend_call(Any, Any, Any, Any, Any, Any, Any, Any, Any, Any, Any, AnyResult, AnyResult, int64_t, int64_t, float, float, bool) { return missing("latent_attend"); }
+
+ffi::Error head_linear_call(Any, Any, Any, AnyResult, int64_t) { return missing("head_linear"); }
+
+ffi::Error gated_delta_call(Any, Any, Any, Any, Any, Any, Any, Any, Any, Any, Any, Any, AnyResult, AnyResult, AnyResult, int64_t, int64_t, bool, float) { return missing("gated_delta"); }
+
+ffi::Error short_conv_call(Any, Any, Any, Any, Any, Any, Any, AnyResult, AnyResult, int64_t) { return missing("short_conv"); }
+
+ffi::Error selective_scan_call(Any, Any, Any, Any, Any, Any, Any, Any, Any, Any, Any, Any, Any, Any, AnyResult, AnyResult, AnyResult, int64_t, int64_t, float) { return missing("selective_scan"); }
+
+ffi::Error next_token_call(Any, Any, Any, Any, Any, Any, Any, AnyResult, int64_t, float, float, int64_t) { return missing("next_token"); }
+
+}  // namespace cadenza::xla_ffi
