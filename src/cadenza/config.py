@@ -17,7 +17,7 @@ from typing import Any, Literal, TypedDict, cast, get_args
 from cadenza.errors import ConfigError, show
 from cadenza.speculative_config import SpeculativeConfig, parse_speculative_config
 
-Ops = Literal["auto", "native", "reference"]
+Ops = Literal["auto", "native", "reference", "cuda"]
 DType = Literal["auto", "float32", "bfloat16"]
 Quantization = Literal["none", "int8", "int4"]
 KVCacheDType = Literal["auto", "int8"]

@@ -20,13 +20,13 @@ import ml_dtypes
 import numpy as np
 
 from cadenza.backends.base import Runner, RunnerSetup
-from cadenza.backends.xla.device import MakeOps
 from cadenza.backends.xla.ops.native import NativeOps
 from cadenza.backends.xla.ops.native_library import has_native_library
 from cadenza.backends.xla.ops.reference import ReferenceOps
 from cadenza.backends.xla.ops.table import KVPool
 from cadenza.backends.xla.reference_model import ReferenceModel
 from cadenza.backends.xla.runner import XlaRunner
+from cadenza.backends.xla.tables import MakeOps
 from cadenza.checkpoint.dtypes import WeightDType
 from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.random_checkpoint import named_shape, write_random_checkpoint

@@ -16,11 +16,11 @@ from scipy.special import log_softmax
 
 from cadenza.backends.base import RunnerSetup
 from cadenza.backends.step_result import NUM_TOP
-from cadenza.backends.xla.device import MakeOps
 from cadenza.backends.xla.ops.native import NativeOps
 from cadenza.backends.xla.ops.reference import ReferenceOps
 from cadenza.backends.xla.reference_model import ReferenceModel
 from cadenza.backends.xla.runner import XlaRunner
+from cadenza.backends.xla.tables import MakeOps
 from cadenza.checkpoint.declaration import declare_final_norm
 from cadenza.checkpoint.families import FAMILIES
 from cadenza.checkpoint.layer_kind import LatentShape

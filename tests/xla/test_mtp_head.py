@@ -17,10 +17,10 @@ from scipy.special import log_softmax
 
 from cadenza.backends.base import LateStepHandle, RunnerSetup
 from cadenza.backends.step_result import NUM_TOP
-from cadenza.backends.xla.device import MakeOps
 from cadenza.backends.xla.ops.native import NativeOps
 from cadenza.backends.xla.ops.reference import ReferenceOps
 from cadenza.backends.xla.runner import XlaRunner
+from cadenza.backends.xla.tables import MakeOps
 from cadenza.checkpoint import open_checkpoint
 from cadenza.checkpoint.mtp_head import mtp_head_of
 from cadenza.config import EngineLimits

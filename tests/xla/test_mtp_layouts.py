@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 
 from cadenza.backends.base import RunnerSetup
-from cadenza.backends.xla.device import MakeOps
 from cadenza.backends.xla.ops.native import NativeOps
 from cadenza.backends.xla.ops.reference import ReferenceOps
 from cadenza.backends.xla.runner import XlaRunner
+from cadenza.backends.xla.tables import MakeOps
 from cadenza.checkpoint import (
     Checkpoint,
     ModelConfig,

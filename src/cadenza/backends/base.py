@@ -86,7 +86,8 @@ class BackendTraits:
         process_bytes: private memory of a process beside its models: libraries and programs.
         logit_copies: float32 arrays [L, V] that exist at the same time while tokens are chosen.
         gathered_layers: how often a step holds one layer's keys, and values, of a whole context.
-        kernels_note: a sentence about instructions that the device has and its kernels cannot use.
+        kernels_note: a sentence about kernels for the device that do not serve, or instructions
+            that it has and its kernels cannot use.
         tile_rows: from how many rows products with quantised weights use tile registers, as text;
             None without them.
     """

@@ -241,6 +241,8 @@ def load_warm_runners(engine: PlannedEngine, on_phase_done: OnPhaseDone) -> Runn
     """Runners with their weights loaded and all programs compiled."""
     plan = engine.plan
     logger.info("%s", plan.summary)
+    if plan.traits.kernels_note is not None:
+        logger.info("%s", plan.traits.kernels_note)
     logger.debug("resolved configuration: %s", plan)
     pages, costs = open_page_folder(engine), open_step_costs(engine)
     runners = replace(load_runners(engine), pages=pages, costs=costs)

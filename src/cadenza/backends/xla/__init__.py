@@ -3,7 +3,8 @@
 Modules:
 
 - `backend`: `XlaBackend`, and the count of compiled programs
-- `device`: resolves `--device` and `--ops`: which device and which op table are chosen
+- `device`: resolves `--device`, and tells its memory
+- `tables`: resolves `--ops`: the op tables, what each needs and what a backend has with it
 - `arithmetic`: the class of a step's arithmetic, by name
 - `runner`: the runner
 - `programs`: the compiled programs and the device state

@@ -5,7 +5,8 @@ Modules that serving does not need are imported on use.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jaxlib.version
@@ -19,46 +20,25 @@ from cadenza.backends.base import (
     RunnerSetup,
     SequenceModel,
 )
-from cadenza.backends.xla.arithmetic import name_class, takes_portable_kernels
-from cadenza.backends.xla.device import (
-    find_device,
-    find_ops,
-    memory_of_device,
-    reserve_memory,
-)
-from cadenza.backends.xla.ops.native_library import (
-    digest_of_library,
-    has_native_library,
-    load_native_library,
-)
-from cadenza.backends.xla.ops.reference import MAX_TOKENS, ReferenceOps
+from cadenza.backends.xla.device import find_device, memory_of_device, reserve_memory
+from cadenza.backends.xla.ops.native_library import has_native_library, load_native_library
+from cadenza.backends.xla.tables import TABLES, Choice, Table, choose_table
 from cadenza.checkpoint.dtypes import WeightDType
 from cadenza.checkpoint.folder import Checkpoint
-from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.config import KVCacheDType, Ops, Quantization
 
 DTYPES: tuple[WeightDType, ...] = ("float32", "bfloat16")
 QUANTIZATIONS: tuple[Quantization, ...] = ("none", "int8", "int4")
 KV_CACHE_DTYPES: tuple[KVCacheDType, ...] = ("auto", "int8")
 
-NATIVE_PROCESS_BYTES = 160_000_000
-REFERENCE_PROCESS_BYTES = 330_000_000
-REFERENCE_LAYER_BYTES = 4_000_000
-"""What a process holds that has imported JAX and compiled a model's programs: with the native
-kernels 151 MB, with the reference operations 333 MB for 4 layers and 390 for 30."""
-
-THREAD_VOCAB_BYTES = 32
-"""Of each thread, for each token of the vocabulary: the candidates of the row that it samples."""
-
-THREAD_BYTES = 2_000_000
-
-REFERENCE_LOGIT_COPIES = 7
-
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
 class XlaBackend(Backend):
-    """CPU, NVIDIA and TPU, through JAX."""
+    """CPU, NVIDIA and TPU, through JAX, with one of the op tables `tables`."""
+
+    def __init__(self, tables: Sequence[Table] = TABLES) -> None:
+        self._tables = tables
 
     def reserve_memory(self, share: float) -> None:
         reserve_memory(share, os.environ)
@@ -66,56 +46,36 @@ class XlaBackend(Backend):
     def describe(self, device: str, ops: Ops, checkpoint: Checkpoint) -> BackendTraits:
         found = find_device(device)
         memory = memory_of_device(found, os.environ)
-        is_reference = find_ops(ops, found, checkpoint.config) is ReferenceOps
-        stored: dict[WeightDType, WeightDType] = {
-            "float32": "float32",
-            "bfloat16": "bfloat16",
-            "float16": "bfloat16",
-        }
-        return BackendTraits(
+        chosen = self._choose(ops, found, checkpoint)
+        common = BackendTraits(
             name=f"xla:{found.platform}",
-            ops="reference" if is_reference else "native",
+            ops=chosen.table.name,
             exactness="bitwise",
             dtypes=DTYPES,
-            dtype_for=dict.fromkeys(stored, "float32") if is_reference else stored,
-            max_num_batched_tokens=MAX_TOKENS if is_reference else _native_budget(),
+            dtype_for={},
+            max_num_batched_tokens=0,
             quantizations=QUANTIZATIONS,
-            keeps_packed_weights=not is_reference,
             kv_cache_dtypes=KV_CACHE_DTYPES,
             copies_pages=True,
-            # A program that keeps them may be fused, and so rounded, otherwise by XLA.
-            keeps_hidden=not is_reference,
-            fills_kv=is_reference,
-            arithmetics=("fast",) if is_reference else ("fast", "portable"),
             device_memory_bytes=memory and memory.allocator_bytes,
             device_total_bytes=memory and memory.total_bytes,
-            process_bytes=_process_bytes(checkpoint.config, is_reference=is_reference),
-            logit_copies=REFERENCE_LOGIT_COPIES if is_reference else 1,
-            gathered_layers=2 if is_reference else 0,
-            kernels_note=None if is_reference else load_native_library().refusal_of_tiles,
-            tile_rows=None if is_reference else load_native_library().tile_rows,
+            kernels_note=chosen.note,
         )
+        return chosen.table.add_traits(common, checkpoint.config)
 
     def describe_arithmetic(self, device: str, ops: Ops, checkpoint: Checkpoint) -> tuple[str, ...]:
         found = find_device(device)
         versions = (jax.__version__, jaxlib.version.__version__)
-        described = (*versions, found.platform, found.device_kind)
-        if find_ops(ops, found, checkpoint.config) is ReferenceOps:
-            return (*described, "reference")
-        library = load_native_library()
-        isas = (library.cpu_isa, library.cpu_integer_isa)
-        return (*described, "native", *isas, digest_of_library())
+        table = self._choose(ops, found, checkpoint).table
+        own = table.describe_arithmetic(found)
+        return (*versions, found.platform, found.device_kind, *own)
 
     def name_arithmetic(self, checkpoint: Checkpoint, setup: RunnerSetup) -> str | None:
-        if find_ops(setup.ops, find_device(setup.device), checkpoint.config) is ReferenceOps:
-            return None
-        library = load_native_library()
-        return name_class(
-            library.cpu_isa,
-            library.portable_isa,
-            is_portable=takes_portable_kernels(checkpoint.config, checkpoint.weights, setup),
-            dtype=setup.dtype,
-        )
+        found = find_device(setup.device)
+        return self._choose(setup.ops, found, checkpoint).table.name_class(found, checkpoint, setup)
+
+    def _choose(self, ops: Ops, device: Any, checkpoint: Checkpoint) -> Choice:
+        return choose_table(ops, device, checkpoint.config, self._tables)
 
     def find_setting(self, arithmetic: str) -> str | None:
         isas = load_native_library().available_isas if has_native_library() else ()
@@ -126,7 +86,9 @@ class XlaBackend(Backend):
 
         if setup.cache_folder is not None:
             enable_compilation_cache(setup.cache_folder / "xla")
-        return XlaRunner(checkpoint.config, checkpoint.weights.released_by_layer(), setup)
+        table = self._choose(setup.ops, find_device(setup.device), checkpoint).table
+        weights = checkpoint.weights.released_by_layer()
+        return XlaRunner(checkpoint.config, weights, setup, table.new_ops)
 
     def load_witness(self, checkpoint: Checkpoint, max_model_len: int) -> SequenceModel | None:
         from cadenza.backends.xla.reference_model import ReferenceModel
@@ -147,21 +109,6 @@ class XlaBackend(Backend):
         from cadenza.backends.xla.mutants import faults_of, has_native_faults
 
         return faults_of(ops, are_built=ops == "native" and has_native_faults())
-
-
-def _process_bytes(model: ModelConfig, *, is_reference: bool) -> int:
-    if is_reference:
-        return REFERENCE_PROCESS_BYTES + model.num_layers * REFERENCE_LAYER_BYTES
-    num_threads = load_native_library().num_threads
-    return NATIVE_PROCESS_BYTES + num_threads * (
-        THREAD_BYTES + THREAD_VOCAB_BYTES * model.vocab_size
-    )
-
-
-def _native_budget() -> int:
-    from cadenza.backends.xla.ops.native import DEFAULT_MAX_TOKENS
-
-    return DEFAULT_MAX_TOKENS
 
 
 class CompileCount:

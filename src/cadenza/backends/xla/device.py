@@ -1,30 +1,17 @@
-"""Resolves `--device` and `--ops` to a JAX device and an op table.
+"""Resolves `--device` to a JAX device, and tells what memory it has.
 
-`auto` selects JAX's default device, and the native op table if it is available. A name given
-explicitly is never replaced by another: if it is not available, an error gives the reason.
+`auto` selects JAX's default device. A name given explicitly is never replaced by another: if it is
+not available, an error gives the reason.
 """
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax._src import xla_bridge
 
-from cadenza.backends.xla.ops.native_library import has_native_library
-from cadenza.backends.xla.ops.reference import ReferenceOps
-from cadenza.backends.xla.ops.table import DecoderSpec, OpTable
-from cadenza.checkpoint.model_config import ModelConfig
-from cadenza.config import Ops
 from cadenza.errors import ConfigError, DeviceUnavailableError
-
-NATIVE_HEAD_UNIT = 16
-"""The native attention supports head sizes that are multiples of this, up to `MAX_NATIVE_HEAD`."""
-
-MAX_NATIVE_HEAD = 512
-MAX_NATIVE_LATENT = 1024
-
-MakeOps = Callable[[DecoderSpec], OpTable]
 
 DEFAULT_FRACTION = 0.75
 """Of a GPU's memory that JAX takes if the environment does not say how much."""
@@ -92,37 +79,3 @@ def reserve_memory(share: float, environment: MutableMapping[str, str]) -> None:
         return
     if not any(environment.get(name) for name in _FRACTION_VARIABLES):
         environment[_FRACTION_VARIABLES[0]] = str(share)
-
-
-def find_ops(ops: Ops, device: Any, model: ModelConfig) -> MakeOps:
-    """The op table named `ops`; `auto` is the native one if it supports the device and the model.
-
-    Raises ConfigError if `ops` is native and the native kernels are not available.
-    """
-    obstacle = _obstacle_to_native(device, model)
-    if ops == "native" and obstacle is not None:
-        raise ConfigError(f"--ops native: {obstacle}; use --ops auto")
-    if ops == "reference" or obstacle is not None:
-        return ReferenceOps
-    from cadenza.backends.xla.ops.native import NativeOps
-
-    return NativeOps
-
-
-def _obstacle_to_native(device: Any, model: ModelConfig) -> str | None:
-    """Why the native kernels cannot run a model on a device; None if they can."""
-    if device.platform != "cpu":
-        return f"the native kernels run on cpu, not on {device.platform}"
-    if (latent := model.latent) is not None:
-        sizes = latent.rank, latent.rotary_size
-        if any(size % NATIVE_HEAD_UNIT for size in sizes) or sum(sizes) > MAX_NATIVE_LATENT:
-            return (
-                f"latents of {sizes[0]} values and {sizes[1]} that are rotated are not multiples "
-                f"of {NATIVE_HEAD_UNIT}, of at most {MAX_NATIVE_LATENT} together"
-            )
-    elif model.head_dim % NATIVE_HEAD_UNIT or model.head_dim > MAX_NATIVE_HEAD:
-        return (
-            f"heads of {model.head_dim} values are not a multiple of {NATIVE_HEAD_UNIT} "
-            f"of at most {MAX_NATIVE_HEAD}"
-        )
-    return None if has_native_library() else "this installation was built without a C++ compiler"

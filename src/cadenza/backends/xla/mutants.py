@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 
 from cadenza.backends.base import Fault, FaultSet, LoadRunner
-from cadenza.backends.xla.device import MakeOps
 from cadenza.backends.xla.ops.native import NativeOps
 from cadenza.backends.xla.ops.native_library import (
     faulty_library_path,
@@ -23,6 +22,7 @@ from cadenza.backends.xla.ops.reference import BLOCK, Places, ReferenceOps
 from cadenza.backends.xla.ops.table import DecoderSpec as Spec
 from cadenza.backends.xla.ops.table import KVPool, Linear, OpTable, StepArrays
 from cadenza.backends.xla.runner import XlaRunner
+from cadenza.backends.xla.tables import MakeOps
 
 
 class RelativeBlocks(ReferenceOps):

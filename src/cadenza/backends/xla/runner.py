@@ -21,7 +21,7 @@ from cadenza.backends.base import Capability, RunnerSetup
 from cadenza.backends.step_result import read_result
 from cadenza.backends.xla.arithmetic import takes_portable_kernels
 from cadenza.backends.xla.decoder import DecoderWeights, load_decoder, load_mtp_layer
-from cadenza.backends.xla.device import MakeOps, find_device, find_ops
+from cadenza.backends.xla.device import find_device
 from cadenza.backends.xla.in_flight import InFlight
 from cadenza.backends.xla.layers.weight_source import WeightSource
 from cadenza.backends.xla.ops.table import DecoderSpec
@@ -41,6 +41,7 @@ from cadenza.backends.xla.programs import (
     can_split_steps,
     compile_programs,
 )
+from cadenza.backends.xla.tables import MakeOps, choose_table
 from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.weights import Weights
 from cadenza.core.step_schema import (
@@ -131,7 +132,8 @@ class XlaRunner:
             kv_cache_dtype=setup.kv_cache_dtype,
             is_portable=takes_portable_kernels(model, weights, setup),
         )
-        self._ops = (make_ops or find_ops(setup.ops, self._device, model))(self._spec)
+        make_ops = make_ops or choose_table(setup.ops, self._device, model).table.new_ops
+        self._ops = make_ops(self._spec)
         self._buckets = self._ops.token_buckets(limits.max_num_batched_tokens)
         self._setup = replace(setup, kv_of=None, hidden_of=None)
         self._hidden_of = hidden_of

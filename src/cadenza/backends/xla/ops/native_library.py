@@ -15,7 +15,6 @@ conventions.
 
 import ctypes
 import functools
-import hashlib
 import itertools
 import sys
 from collections.abc import Iterable, Sequence, Sized
@@ -366,11 +365,6 @@ def packed_shape(
 def library_path() -> Path:
     """The library's path, in the package's root folder."""
     return Path(__file__).resolve().parents[3] / LIBRARY_NAME
-
-
-def digest_of_library() -> str:
-    """A hash of the library's file, in hex."""
-    return hashlib.sha256(library_path().read_bytes()).hexdigest()
 
 
 def has_native_library() -> bool:

@@ -8,9 +8,11 @@ buffer. `csrc/ffi/program.cpp` reads what `emit` writes.
 
 import ctypes
 import functools
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -77,6 +79,12 @@ class ProgramLibrary(ABC):
     @abstractmethod
     def target(self) -> str:
         """The target's registered name."""
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """A hash of the library's file, in hex."""
+        path = Path(self.handle._name)  # noqa: SLF001 (documented by ctypes)
+        return hashlib.sha256(path.read_bytes()).hexdigest()
 
     @functools.cached_property
     def operations(self) -> Mapping[str, tuple[int, tuple[str, ...]]]:

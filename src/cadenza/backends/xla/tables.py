@@ -1,0 +1,286 @@
+"""The op tables that `--ops` names: what each needs, and what a backend has with it.
+
+Owns the choice of a table and its traits; loads no weights. Invariant: a table that was named is
+never replaced by another, and what `auto` passes over is told (`Choice.note`).
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
+from cadenza.backends.base import BackendTraits, RunnerSetup
+from cadenza.backends.xla.arithmetic import name_class, takes_portable_kernels
+from cadenza.backends.xla.ops.cuda_library import CudaLibrary, load_cuda_library
+from cadenza.backends.xla.ops.native_library import has_native_library, load_native_library
+from cadenza.backends.xla.ops.reference import MAX_TOKENS, ReferenceOps
+from cadenza.backends.xla.ops.table import DecoderSpec, OpTable
+from cadenza.checkpoint.dtypes import WeightDType
+from cadenza.checkpoint.folder import Checkpoint
+from cadenza.checkpoint.model_config import ModelConfig
+from cadenza.config import Ops
+from cadenza.errors import ConfigError
+
+MakeOps = Callable[[DecoderSpec], OpTable]
+
+HEAD_UNIT = 16
+"""The attention of kernels supports head sizes that are multiples of this, up to `MAX_HEAD`."""
+
+MAX_HEAD = 512
+MAX_LATENT = 1024
+
+NATIVE_PROCESS_BYTES = 160_000_000
+REFERENCE_PROCESS_BYTES = 330_000_000
+REFERENCE_LAYER_BYTES = 4_000_000
+"""What a process holds that has imported JAX and compiled a model's programs: with kernels 151 MB,
+with the reference operations 333 MB for 4 layers and 390 for 30."""
+
+THREAD_VOCAB_BYTES = 32
+"""Of each thread, for each token of the vocabulary: the candidates of the row that it samples."""
+
+THREAD_BYTES = 2_000_000
+
+REFERENCE_LOGIT_COPIES = 7
+
+LEAST_CAPABILITY = (8, 0)
+"""Of a card: bfloat16 in tensor cores, and copies that do not wait."""
+
+_STORED: dict[WeightDType, WeightDType] = {
+    "float32": "float32",
+    "bfloat16": "bfloat16",
+    "float16": "bfloat16",
+}
+
+
+class Table(Protocol):
+    """One implementation of the model's operations."""
+
+    @property
+    def name(self) -> Ops: ...
+
+    def obstacle(self, device: Any, model: ModelConfig) -> str | None:
+        """Why it cannot run a model on a device; None if it can."""
+        ...
+
+    def new_ops(self, spec: DecoderSpec) -> OpTable: ...
+
+    def add_traits(self, common: BackendTraits, model: ModelConfig) -> BackendTraits:
+        """The traits with those that follow from the table."""
+        ...
+
+    def describe_arithmetic(self, device: Any) -> tuple[str, ...]:
+        """What decides the bits of a step besides JAX's versions and the device's name."""
+        ...
+
+    def name_class(self, device: Any, checkpoint: Checkpoint, setup: RunnerSetup) -> str | None:
+        """As `Backend.name_arithmetic`."""
+        ...
+
+
+class Choice(NamedTuple):
+    """A table, and why it is not the one that `auto` prefers on such a device, if it is not."""
+
+    table: Table
+    note: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceTable:
+    """The definition of the operations, in plain JAX: on every device, for every model."""
+
+    name: Ops = "reference"
+
+    def obstacle(self, device: Any, model: ModelConfig) -> str | None:  # noqa: ARG002
+        return None
+
+    def new_ops(self, spec: DecoderSpec) -> OpTable:
+        return ReferenceOps(spec)
+
+    def add_traits(self, common: BackendTraits, model: ModelConfig) -> BackendTraits:
+        return replace(
+            common,
+            ops=self.name,
+            dtype_for=dict.fromkeys(_STORED, "float32"),
+            max_num_batched_tokens=MAX_TOKENS,
+            # A program that keeps hidden states may be fused, and so rounded, otherwise by XLA.
+            keeps_hidden=False,
+            fills_kv=True,
+            process_bytes=REFERENCE_PROCESS_BYTES + model.num_layers * REFERENCE_LAYER_BYTES,
+            logit_copies=REFERENCE_LOGIT_COPIES,
+            gathered_layers=2,
+        )
+
+    def describe_arithmetic(self, device: Any) -> tuple[str, ...]:  # noqa: ARG002
+        return ("reference",)
+
+    def name_class(self, device: Any, checkpoint: Checkpoint, setup: RunnerSetup) -> str | None:  # noqa: ARG002
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class NativeTable:
+    """The kernels for CPUs."""
+
+    name: Ops = "native"
+
+    def obstacle(self, device: Any, model: ModelConfig) -> str | None:
+        if device.platform != "cpu":
+            return f"the native kernels run on cpu, not on {device.platform}"
+        unsupported = _obstacle_of_heads(model)
+        if unsupported is not None or has_native_library():
+            return unsupported
+        return "this installation was built without a C++ compiler"
+
+    def new_ops(self, spec: DecoderSpec) -> OpTable:
+        from cadenza.backends.xla.ops.native import NativeOps
+
+        return NativeOps(spec)
+
+    def add_traits(self, common: BackendTraits, model: ModelConfig) -> BackendTraits:
+        from cadenza.backends.xla.ops.native import DEFAULT_MAX_TOKENS
+
+        library = load_native_library()
+        thread_bytes = THREAD_BYTES + THREAD_VOCAB_BYTES * model.vocab_size
+        return replace(
+            common,
+            ops=self.name,
+            dtype_for=_STORED,
+            max_num_batched_tokens=DEFAULT_MAX_TOKENS,
+            keeps_packed_weights=True,
+            keeps_hidden=True,
+            fills_kv=False,
+            arithmetics=("fast", "portable"),
+            process_bytes=NATIVE_PROCESS_BYTES + library.num_threads * thread_bytes,
+            logit_copies=1,
+            kernels_note=library.refusal_of_tiles,
+            tile_rows=library.tile_rows,
+        )
+
+    def describe_arithmetic(self, device: Any) -> tuple[str, ...]:  # noqa: ARG002
+        library = load_native_library()
+        isas = (library.cpu_isa, library.cpu_integer_isa)
+        return ("native", *isas, library.digest)
+
+    def name_class(self, device: Any, checkpoint: Checkpoint, setup: RunnerSetup) -> str | None:  # noqa: ARG002
+        library = load_native_library()
+        return name_class(
+            library.cpu_isa,
+            library.portable_isa,
+            is_portable=takes_portable_kernels(checkpoint.config, checkpoint.weights, setup),
+            dtype=setup.dtype,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CudaTable:
+    """The kernels for NVIDIA GPUs, or those of `load` over an emulation of one on `platform`."""
+
+    name: Ops = "cuda"
+    platform: str = "gpu"
+    load: Callable[[], CudaLibrary] = load_cuda_library
+
+    def obstacle(self, device: Any, model: ModelConfig) -> str | None:
+        if device.platform != self.platform:
+            return f"its kernels run on cuda, not on {device.platform}"
+        unsupported = _obstacle_of_heads(model)
+        if unsupported is None and self.platform == "gpu":
+            unsupported = _obstacle_of_card(device)
+        if unsupported is not None:
+            return unsupported
+        try:
+            self.load()
+        except ConfigError as error:
+            return str(error)
+        return None
+
+    def new_ops(self, spec: DecoderSpec) -> OpTable:
+        from cadenza.backends.xla.ops.cuda import CudaOps
+
+        return CudaOps(spec, self.load())
+
+    def add_traits(self, common: BackendTraits, model: ModelConfig) -> BackendTraits:  # noqa: ARG002
+        from cadenza.backends.xla.ops.cuda import DEFAULT_CUDA_TOKENS
+
+        return replace(
+            common,
+            ops=self.name,
+            dtype_for=_STORED,
+            max_num_batched_tokens=DEFAULT_CUDA_TOKENS,
+            keeps_hidden=True,
+            fills_kv=False,
+            process_bytes=NATIVE_PROCESS_BYTES,
+            logit_copies=1,
+        )
+
+    def describe_arithmetic(self, device: Any) -> tuple[str, ...]:
+        platform = getattr(device.client, "platform_version", "")
+        return ("cuda", _capability_of(device), platform, self.load().digest)
+
+    def name_class(self, device: Any, checkpoint: Checkpoint, setup: RunnerSetup) -> str | None:  # noqa: ARG002
+        return f"cuda_{_capability_of(device)}"
+
+
+_PREFERRED = {"cpu": "native", "gpu": "cuda"}
+"""The table that is made for a platform."""
+
+TABLES: Sequence[Table] = (NativeTable(), CudaTable(), ReferenceTable())
+"""In the order of preference of `auto`; the last one runs everywhere."""
+
+
+def choose_table(
+    ops: Ops, device: Any, model: ModelConfig, tables: Sequence[Table] = TABLES
+) -> Choice:
+    """The table named `ops`; `auto` is the first that runs the model on the device.
+
+    Raises ConfigError if the one that was named does not.
+    """
+    if ops != "auto":
+        (named,) = (table for table in tables if table.name == ops)
+        obstacle = named.obstacle(device, model)
+        if obstacle is not None:
+            raise ConfigError(f"--ops {ops}: {obstacle}; use --ops auto")
+        return Choice(named)
+    made_for_device = _PREFERRED.get(device.platform)
+    note = None
+    for table in tables:
+        obstacle = table.obstacle(device, model)
+        if obstacle is None:
+            return Choice(table, note)
+        if table.name == made_for_device:
+            note = f"the {table.name} operations do not serve: {obstacle}"
+    raise AssertionError("the last table runs everywhere")
+
+
+def _obstacle_of_heads(model: ModelConfig) -> str | None:
+    """Why kernels cannot attend with a model's heads or latents; None if they can."""
+    if (latent := model.latent) is not None:
+        sizes = latent.rank, latent.rotary_size
+        if any(size % HEAD_UNIT for size in sizes) or sum(sizes) > MAX_LATENT:
+            return (
+                f"latents of {sizes[0]} values and {sizes[1]} that are rotated are not multiples "
+                f"of {HEAD_UNIT}, of at most {MAX_LATENT} together"
+            )
+    elif model.head_dim % HEAD_UNIT or model.head_dim > MAX_HEAD:
+        return (
+            f"heads of {model.head_dim} values are not a multiple of {HEAD_UNIT} "
+            f"of at most {MAX_HEAD}"
+        )
+    return None
+
+
+def _obstacle_of_card(device: Any) -> str | None:
+    """Why the kernels for GPUs cannot run on a card; None if they can."""
+    capability = _capability_of(device)
+    found = re.fullmatch(r"(\d+)\.(\d+)", capability)
+    if found is None:
+        return f"its kernels are for NVIDIA GPUs, not for {device.device_kind}"
+    if tuple(map(int, found.groups())) < LEAST_CAPABILITY:
+        least = ".".join(map(str, LEAST_CAPABILITY))
+        has = f"{device.device_kind} has compute capability {capability}"
+        return f"{has}, and its kernels need {least}"
+    return None
+
+
+def _capability_of(device: Any) -> str:
+    """Such as "9.0"; the emulation has none."""
+    return str(getattr(device, "compute_capability", "emulated"))
