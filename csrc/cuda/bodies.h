@@ -6,6 +6,7 @@
 #pragma once
 
 #include "cuda/launch.h"
+#include "cuda/product.h"
 #include "ffi/targets.h"
 
 namespace cadenza::xla_ffi {
@@ -14,6 +15,12 @@ namespace cadenza::xla_ffi {
 inline const int32_t* device_count(const Any& count) {
   require(count.element_type() == ffi::S32, "count must be int32");
   return data<int32_t>(count);
+}
+
+// A weight as product.h takes it; valid as long as the buffer is.
+inline cuda::Weight weight_of(const Any& w) {
+  const auto shape = w.dimensions();
+  return {w.untyped_data(), weight_format(w), shape.begin(), int(shape.size())};
 }
 
 }  // namespace cadenza::xla_ffi

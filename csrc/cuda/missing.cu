@@ -19,10 +19,6 @@ ffi::Error take_rows_call(Any, Any, Any, AnyResult) { return missing("take_rows"
 
 ffi::Error reserve_call(AnyResult) { return missing("reserve"); }
 
-ffi::Error linear_call(Any, Any, Any, Any, Any, AnyResult, float) { return missing("linear"); }
-
-ffi::Error gated_linear_call(Any, Any, Any, Any, AnyResult, int64_t) { return missing("gated_linear"); }
-
 ffi::Error route_experts_call(Any, Any, Any, Any, Any, Any, AnyResult, AnyResult, int64_t, bool, bool, int64_t, int64_t, float, float) { return missing("route_experts"); }
 
 ffi::Error grouped_gated_linear_call(Any, Any, Any, Any, Any, AnyResult, int64_t) { return missing("grouped_gated_linear"); }
@@ -33,8 +29,6 @@ ffi::Error rope_append_attend_call(Any, Any, Any, Any, Any, Any, Any, Any, Any, 
 
 ffi::Error latent_attend_call(Any, Any, Any, Any, Any, Any, Any, Any, Any, Any, Any, AnyResult, AnyResult, int64_t, int64_t, float, float, bool) { return missing("latent_attend"); }
 
-ffi::Error head_linear_call(Any, Any, Any, AnyResult, int64_t) { return missing("head_linear"); }
-
 ffi::Error gated_delta_call(Any, Any, Any, Any, Any, Any, Any, Any, Any, Any, Any, Any, AnyResult, AnyResult, AnyResult, int64_t, int64_t, bool, float) { return missing("gated_delta"); }
 
 ffi::Error short_conv_call(Any, Any, Any, Any, Any, Any, Any, AnyResult, AnyResult, int64_t) { return missing("short_conv"); }
@@ -44,3 +38,17 @@ ffi::Error selective_scan_call(Any, Any, Any, Any, Any, Any, Any, Any, Any, Any,
 ffi::Error next_token_call(Any, Any, Any, Any, Any, Any, Any, AnyResult, int64_t, float, float, int64_t) { return missing("next_token"); }
 
 }  // namespace cadenza::xla_ffi
+
+namespace cadenza::cuda {
+
+void float_product(const ProductTask&, Workspace&) { throw std::invalid_argument("weights of floats have no kernel for GPUs"); }
+
+void code_product(const ProductTask&, Workspace&) { throw std::invalid_argument("weights of codes have no kernel for GPUs"); }
+
+bool codes_fit(const Weight&, int, int64_t, int64_t) { return true; }
+
+void float8_product(const ProductTask&, Workspace&) { throw std::invalid_argument("float8 weights have no kernel for GPUs"); }
+
+bool float8_fits(const Weight&, int, int64_t, int64_t) { return true; }
+
+}  // namespace cadenza::cuda

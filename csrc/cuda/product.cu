@@ -1,0 +1,115 @@
+// Products by the format of their weight, and the operations that are one product.
+#include "cuda/product.h"
+
+#include "cuda/bodies.h"
+
+namespace cadenza::cuda {
+
+void product(const ProductTask& task, Workspace& workspace) {
+  switch (task.w.format) {
+    case WeightFormat::kBf16:
+    case WeightFormat::kF32:
+      return float_product(task, workspace);
+    case WeightFormat::kCodes:
+      return code_product(task, workspace);
+    case WeightFormat::kFloat8:
+      return float8_product(task, workspace);
+  }
+}
+
+bool fits(const Weight& w, int first, int64_t n, int64_t k) {
+  if (w.format == WeightFormat::kCodes) return codes_fit(w, first, n, k);
+  if (w.format == WeightFormat::kFloat8) return float8_fits(w, first, n, k);
+  return w.rank == first + 2 && w.shape[first] == n && w.shape[first + 1] == k;
+}
+
+}  // namespace cadenza::cuda
+
+namespace cadenza::xla_ffi {
+
+namespace {
+
+using cuda::ProductTask;
+
+// What every product of rows of x has; the caller adds the number of columns and the epilogue.
+ProductTask task_of(const Any& x, const Any& w, const Any& count, const Any& out) {
+  ProductTask task{};
+  task.rows = cuda::rows_to_compute(dim(out, 0));
+  task.k = dim(x, 1);
+  task.x = x.untyped_data();
+  task.x_type = product_types(x, w).activation;
+  task.w = weight_of(w);
+  task.out = out.untyped_data();
+  task.out_is_f32 = out.element_type() == ffi::F32;
+  task.count = device_count(count);
+  require(dim(x, 0) >= task.rows, "x has too few rows");
+  require(task.out_is_f32 || element_type(out) == task.x_type, "the result must be f32 or x's type");
+  return task;
+}
+
+void run(const ProductTask& task) {
+  require(cuda::fits(task.w, 0, task.n, task.k), "the weight's shape does not fit its columns and reduction");
+  cuda::Workspace workspace;
+  cuda::product(task, workspace);
+}
+
+Activation activation_of(int64_t code) {
+  require(code >= 0 && code < kNumActivations,
+          "activation must be 0 (silu), 1 (gelu_tanh), 2 (gelu) or 3 (clamped_swiglu)");
+  return static_cast<Activation>(code);
+}
+
+void head_linear(const Any& x, const Any& w, const Any& count, const Any& out, int64_t width) {
+  const int64_t heads = dim(w, 0);
+  require(heads > 0 && dim(x, 1) % heads == 0 && dim(out, 1) % heads == 0,
+          "x must be [T, Hq D] and the result [T, Hq N]");
+  const int64_t part = dim(x, 1) / heads;
+  require(width > 0 && width <= part, "the width must be within a head's part of x");
+  ProductTask task = task_of(x, w, count, out);
+  require(task.out_is_f32 == (task.x_type == DType::kF32), "the result must have x's type");
+  task.n = dim(out, 1) / heads;
+  task.k = width;
+  task.x_stride = dim(x, 1);
+  task.out_stride = dim(out, 1);
+  require(cuda::fits(task.w, 1, task.n, task.k), "the heads' weights do not fit the result and the width");
+  const int64_t element = bytes_of(task.x_type);
+  task.heads = {heads, part * element, int64_t(w.size_bytes()) / heads, task.n * element};
+  task.w.shape++;
+  task.w.rank--;
+  cuda::Workspace workspace;
+  cuda::product(task, workspace);
+}
+
+}  // namespace
+
+ffi::Error linear_call(Any x, Any w, Any count, Any bias, Any residual, AnyResult out, float scale) {
+  return guarded("cadenza_linear", [&] {
+    ProductTask task = task_of(x, w, count, *out);
+    task.n = dim(*out, 1);
+    task.bias = optional_f32(bias);
+    require(bias.element_count() == 0 || dim(bias, 0) == task.n, "the bias must be f32 [N] or empty");
+    task.residual = optional_f32(residual);
+    task.scale = scale;
+    run(task);
+  });
+}
+
+ffi::Error gated_linear_call(Any x, Any w, Any count, Any bias, AnyResult out, int64_t activation) {
+  return guarded("cadenza_gated_linear", [&] {
+    ProductTask task = task_of(x, w, count, *out);
+    require(task.out_is_f32 == (task.x_type == DType::kF32), "the result must have x's type");
+    task.n = 2 * dim(*out, 1);
+    task.bias = optional_f32(bias);
+    require(bias.element_count() == 0 || int64_t(bias.element_count()) == task.n,
+            "the bias must be f32 [2, F] or empty");
+    task.is_gated = true;
+    task.activation = activation_of(activation);
+    run(task);
+  });
+}
+
+ffi::Error head_linear_call(Any x, Any w, Any count, AnyResult out, int64_t width) {
+  return guarded("cadenza_head_linear", [&] { head_linear(x, w, count, *out, width); });
+}
+
+}  // namespace cadenza::xla_ffi
