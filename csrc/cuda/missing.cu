@@ -9,16 +9,6 @@ ffi::Error missing(const char* name) {
 }
 }  // namespace
 
-ffi::Error embed_call(Any, Any, Any, AnyResult, int64_t, float) { return missing("embed"); }
-
-ffi::Error gate_inputs_call(Any, Any, Any, AnyResult, int64_t, int64_t) { return missing("gate_inputs"); }
-
-ffi::Error convert_call(Any, Any, AnyResult) { return missing("convert"); }
-
-ffi::Error take_rows_call(Any, Any, Any, AnyResult) { return missing("take_rows"); }
-
-ffi::Error reserve_call(AnyResult) { return missing("reserve"); }
-
 ffi::Error route_experts_call(Any, Any, Any, Any, Any, Any, AnyResult, AnyResult, int64_t, bool, bool, int64_t, int64_t, float, float) { return missing("route_experts"); }
 
 ffi::Error grouped_gated_linear_call(Any, Any, Any, Any, Any, AnyResult, int64_t) { return missing("grouped_gated_linear"); }
