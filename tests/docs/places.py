@@ -234,6 +234,10 @@ PLACES: Mapping[str, Place] = {
     ),
     "cadenza verify --backend mlx": Run(prints="PASS", needs="mlx_lm"),
     # docs/serving.md
+    "pip install '.[otel]'": Parsed(NETWORK),
+    "cadenza serve --otlp-traces-endpoint http://127.0.0.1:4318/v1/traces": Serve(
+        needs="opentelemetry"
+    ),
     f"cadenza top http://{PORT}": Parsed("runs until q is pressed"),
     ".venv/bin/cadenza serve": Shared(),
     f"curl -s http://{PORT}/ready": Post("ready"),

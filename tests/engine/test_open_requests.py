@@ -8,7 +8,7 @@ import pytest
 from msgspec import structs
 
 from cadenza.config import EngineLimits
-from cadenza.engine.open_requests import OpenRequests, RequestTimeouts
+from cadenza.engine.open_requests import OpenRequests, RequestTimeouts, RequestTimes
 from cadenza.errors import ConfigError, QueueFullError
 from cadenza.events import Event, Finished, Started, Token
 from cadenza.request import Request, SamplingParams
@@ -211,3 +211,25 @@ def test_accepted_is_open_plus_ended_in_any_order_of_events(seed: int):
         assert stats.num_accepted == books.num_open + sum(stats.ends.values())
     terminals.update(end.request_id for end in books.end_all("engine_lost", "gone"))
     assert terminals == Counter(range(books.stats().num_accepted))
+
+
+def test_the_times_of_a_request_are_filled_in_with_the_pauses_of_lost_engines(
+    books: OpenRequests, clock: Clock
+):
+    times = RequestTimes()
+    books.accept(request(), LIMITS, times)
+
+    def at(now_s: float, *events: Event) -> None:
+        clock.now_s = now_s
+        books.record(events)
+
+    at(1001.0, Started(request_id=0))
+    at(1002.0, token(0, 0))
+    books.lose_engine(1003.0)
+    at(1004.0, Started(request_id=0))
+    at(1005.0, token(0, 1))
+    books.lose_engine(1006.0)
+    at(1007.0, finished(0))
+    assert (times.accepted_s, times.started_s) == (1000.0, 1001.0)
+    assert (times.first_token_s, times.ended_s) == (1002.0, 1007.0)
+    assert times.pauses == [(1003.0, 1005.0), (1006.0, 1007.0)]

@@ -4,6 +4,7 @@ import queue
 from collections.abc import Sequence
 
 from cadenza.engine.batch_engine import Emit
+from cadenza.engine.open_requests import RequestTimes
 from cadenza.engine.request_check import RequestCheck
 from cadenza.engine.step_watch import OnNews
 from cadenza.events import Event, Finished, FinishReason, Token
@@ -19,7 +20,12 @@ class ScriptedEngine:
         self.on_news: OnNews | None = None
         self._steps: queue.SimpleQueue[list[Event] | Exception | None] = queue.SimpleQueue()
 
-    def submit(self, request: Request, passed: RequestCheck | None = None) -> int:
+    def submit(
+        self,
+        request: Request,
+        passed: RequestCheck | None = None,
+        times: RequestTimes | None = None,
+    ) -> int:
         self.submitted.append(request)
         return len(self.submitted) - 1
 

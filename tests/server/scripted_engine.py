@@ -13,7 +13,13 @@ from collections.abc import Callable, Sequence
 from cadenza.backends.base import Capability
 from cadenza.config import EngineLimits
 from cadenza.engine.batch_engine import Emit
-from cadenza.engine.open_requests import EngineLoad, OpenRequests, RequestStats, RequestTimeouts
+from cadenza.engine.open_requests import (
+    EngineLoad,
+    OpenRequests,
+    RequestStats,
+    RequestTimeouts,
+    RequestTimes,
+)
 from cadenza.engine.request_check import RequestCheck
 from cadenza.engine.stats import EngineStats
 from cadenza.engine.status import EngineState, EngineStatus
@@ -111,13 +117,18 @@ class ScriptedEngine:
     def timeouts(self) -> RequestTimeouts:
         return self._requests.timeouts
 
-    def submit(self, request: Request, passed: RequestCheck | None = None) -> int:
+    def submit(
+        self,
+        request: Request,
+        passed: RequestCheck | None = None,
+        times: RequestTimes | None = None,
+    ) -> int:
         if self.is_shut_down:
             raise EngineClosedError("the engine was shut down")
         if self.state != "ready":
             raise EngineUnavailableError("not now")
         self._check.check(request)
-        request_id = self._requests.accept(request, self._limits)
+        request_id = self._requests.accept(request, self._limits, times)
         self.submitted.append(request)
         self._inbox.put((request_id, request))
         return request_id

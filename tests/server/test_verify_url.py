@@ -12,6 +12,7 @@ from cadenza.cli import main
 from cadenza.config import EngineConfig
 from cadenza.engine.core import EngineCore
 from cadenza.engine.front import EngineFront, InProcessLink
+from cadenza.engine.open_requests import RequestTimes
 from cadenza.engine.request_check import RequestCheck
 from cadenza.errors import ConfigError
 from cadenza.frontend.loaded_model import load_model
@@ -48,10 +49,15 @@ def ignore(_: str) -> None:
 class CrowdedEngine(ScriptedEngine):
     """Gives requests that are not alone another text."""
 
-    def submit(self, request: Request, passed: RequestCheck | None = None) -> int:
+    def submit(
+        self,
+        request: Request,
+        passed: RequestCheck | None = None,
+        times: RequestTimes | None = None,
+    ) -> int:
         if self.num_open:
             self.script = (*self.script[1:], self.script[0])
-        return super().submit(request, passed)
+        return super().submit(request, passed, times)
 
 
 class ForgetfulInCompany(EngineFront):
@@ -61,7 +67,12 @@ class ForgetfulInCompany(EngineFront):
         super().__init__(InProcessLink(core))
         self.forgets = ""
 
-    def submit(self, request: Request, passed: RequestCheck | None = None) -> int:
+    def submit(
+        self,
+        request: Request,
+        passed: RequestCheck | None = None,
+        times: RequestTimes | None = None,
+    ) -> int:
         if self.load().num_open and self.forgets:
             default = getattr(SamplingParams(), self.forgets)
             params = replace(request.params, **{self.forgets: default})
@@ -70,7 +81,7 @@ class ForgetfulInCompany(EngineFront):
                 request = replace(request, constraint=None)
             elif self.forgets == "bad_words":
                 request = replace(request, bad_word_token_ids=())
-        return super().submit(request, passed)
+        return super().submit(request, passed, times)
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import threading
 from cadenza.engine.batch_engine import Emit
 from cadenza.engine.core import EngineCore
 from cadenza.engine.front import EngineFront, InProcessLink
+from cadenza.engine.open_requests import RequestTimes
 from cadenza.engine.request_check import RequestCheck
 from cadenza.events import Event
 from cadenza.fingerprint import Fingerprint
@@ -31,8 +32,13 @@ class WatchedService(EngineFront):
         self.most_running, self._num_missing = 0, num_requests
         self._all_came.clear()
 
-    def submit(self, request: Request, passed: RequestCheck | None = None) -> int:
-        request_id = super().submit(request, passed)
+    def submit(
+        self,
+        request: Request,
+        passed: RequestCheck | None = None,
+        times: RequestTimes | None = None,
+    ) -> int:
+        request_id = super().submit(request, passed, times)
         self._num_missing -= 1
         if self._num_missing <= 0:
             self._all_came.set()

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from cadenza.server.run import Lifecycle
     from cadenza.server.schemas.unknown_members import UnknownFields
     from cadenza.server.service import ServerOptions, Service
+    from cadenza.server.tracing import SpanExport
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +101,12 @@ class ServeFlags:
         "needs no key.",
         min=1,
         max=65535,
+    )
+    otlp_traces_endpoint: str | None = _flag(
+        None,
+        "A collector to which spans of each request are sent by OTLP over HTTP, such as "
+        "http://HOST:4318/v1/traces; needs the extra otel (default: none are made).",
+        metavar="URL",
     )
     metrics_key: str | None = _flag(
         None,
@@ -271,13 +278,20 @@ def _serve_with(
         config = replace(config, chat_template="none")
     level = logging.getLevelNamesMapping()[flags.log_level.upper()]
     lines = set_up_logging(flags.log_format, level)
-    options = replace(options, num_dropped_log_lines=lambda: lines.num_dropped)
+    spans = _span_export(flags.otlp_traces_endpoint)
+    options = replace(
+        options,
+        num_dropped_log_lines=lambda: lines.num_dropped,
+        begin_trace=None if spans is None else spans.begin,
+    )
     service = _make(words, flags, config, options, first)
     logger.debug("resolved configuration: %s %s", config, _without_keys(flags))
     if flags.ignore_unknown_fields:
         logger.warning("--ignore-unknown-fields: fields with misspelt names have no effect")
     loading = f"loading {service.models.first.name} with cadenza {__version__}"
     with terminable(), ExitStack() as held:
+        if spans is not None:
+            held.callback(spans.close)
         predecessor = find_predecessor(address) if flags.handover else None
         if predecessor is None:
             if flags.handover:
@@ -295,6 +309,20 @@ def _serve_with(
                 "%ssampling of requests that set none: %s", of, model.text.defaults.sentence
             )
         asyncio.run(_run(service, opening))
+
+
+def _span_export(endpoint: str | None) -> "SpanExport | None":
+    """Raises ConfigError where spans are asked for and cannot be sent."""
+    if endpoint is None:
+        return None
+    try:
+        from cadenza.server.tracing import SpanExport
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"--otlp-traces-endpoint needs the package {error.name}; install the extra otel: pip "
+            f"install opentelemetry-sdk opentelemetry-exporter-otlp-proto-http"
+        ) from error
+    return SpanExport(endpoint)
 
 
 @dataclass(slots=True, eq=False)

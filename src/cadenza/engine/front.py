@@ -24,7 +24,13 @@ from cadenza.engine.batch_engine import (
     run_steps,
 )
 from cadenza.engine.core import EngineCore
-from cadenza.engine.open_requests import EngineLoad, OpenRequests, RequestStats, RequestTimeouts
+from cadenza.engine.open_requests import (
+    EngineLoad,
+    OpenRequests,
+    RequestStats,
+    RequestTimeouts,
+    RequestTimes,
+)
 from cadenza.engine.request_check import RequestCheck
 from cadenza.engine.stats import EngineStats, StepMeter
 from cadenza.engine.status import EngineState, EngineStatus
@@ -116,7 +122,12 @@ class EngineFront:
             return self.is_shut_down
         return not self.requests.num_open or self.link.clock() >= self.drained_by_s
 
-    def submit(self, request: Request, passed: RequestCheck | None = None) -> int:
+    def submit(
+        self,
+        request: Request,
+        passed: RequestCheck | None = None,
+        times: RequestTimes | None = None,
+    ) -> int:
         with self.lock:
             check = self._accepting()
         if passed is not check:
@@ -126,7 +137,7 @@ class EngineFront:
             if self.link.is_full:
                 self.requests.count_rejection("queue_full")
                 raise QueueFullError("the engine does not take what it was sent; try later")
-            request_id = self.requests.accept(request, check.limits)
+            request_id = self.requests.accept(request, check.limits, times)
             self.link.put(Submit(request_id, request))
         return request_id
 

@@ -94,6 +94,22 @@ class RequestStats:
     resume_seconds: Distribution
 
 
+@dataclass(slots=True, eq=False)
+class RequestTimes:
+    """When a request came to what, in clock readings; None: not yet, or never.
+
+    Args:
+        started_s: it left the queue.
+        pauses: from the loss of an engine in which it ran to its next token, or to its end.
+    """
+
+    accepted_s: float | None = None
+    started_s: float | None = None
+    first_token_s: float | None = None
+    ended_s: float | None = None
+    pauses: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class _OpenRequest:
     """An accepted request; times are clock readings.
@@ -114,8 +130,7 @@ class _OpenRequest:
     token_ids: dict[int, list[int]]
     num_cached_tokens: dict[int, int] = field(default_factory=dict[int, int])
     num_prompt_logprobs: int = 0
-    started_s: float | None = None
-    first_token_s: float | None = None
+    times: RequestTimes = field(default_factory=RequestTimes)
     is_running: bool = False
     is_lost: bool = False
     lost_s: float | None = None
@@ -159,8 +174,13 @@ class OpenRequests:
     def timeouts(self) -> RequestTimeouts:
         return self._timeouts
 
-    def accept(self, request: Request, limits: EngineLimits) -> int:
-        """Opens a request and returns its id. Raises QueueFullError and counts the rejection."""
+    def accept(
+        self, request: Request, limits: EngineLimits, times: RequestTimes | None = None
+    ) -> int:
+        """Opens a request and returns its id; `times` is filled in as it gets on.
+
+        Raises QueueFullError and counts the rejection.
+        """
         num_tokens = len(request.prompt_token_ids)
         with self._lock:
             self._check_room(num_tokens, limits)
@@ -171,7 +191,9 @@ class OpenRequests:
                 request=request,
                 accepted_s=self._clock(),
                 token_ids={sample: [] for sample in range(request.params.n)},
+                times=RequestTimes() if times is None else times,
             )
+            entry.times.accepted_s = entry.accepted_s
             self._open[request_id] = self._queued[request_id] = entry
             self._num_queued_tokens += num_tokens
         return request_id
@@ -349,7 +371,7 @@ class OpenRequests:
     def _start(self, entry: _OpenRequest, now_s: float) -> None:
         if self._queued.pop(entry.request_id, None) is not None:
             self._num_queued_tokens -= entry.num_prompt_tokens
-            entry.started_s = now_s
+            entry.times.started_s = now_s
             self._times.queue.add(now_s - entry.accepted_s)
 
     def _record(self, event: Event, now_s: float) -> Event | None:
@@ -367,7 +389,7 @@ class OpenRequests:
             if event.sample not in entry.token_ids:
                 return None
             is_read = event.finish_reason in ("stop", "length") and len(entry.token_ids) == 1
-            if is_read and entry.first_token_s is None:  # a prompt alone
+            if is_read and entry.times.first_token_s is None:  # a prompt alone
                 self._take_prefill(entry, now_s)
             self._end(entry, event.sample, event.finish_reason, now_s)
             return event
@@ -382,24 +404,25 @@ class OpenRequests:
         entry.has_progress = True
         if event.num_cached_tokens is not None:
             entry.num_cached_tokens[event.sample] = event.num_cached_tokens
-        if entry.first_token_s is None:
+        if entry.times.first_token_s is None:
             self._take_first_token(entry, now_s)
         if entry.lost_s is not None:
             self._end_pause(entry, now_s)
         return True
 
     def _take_first_token(self, entry: _OpenRequest, now_s: float) -> None:
-        entry.first_token_s = now_s
+        entry.times.first_token_s = now_s
         self._take_prefill(entry, now_s)
 
     def _take_prefill(self, entry: _OpenRequest, now_s: float) -> None:
         self._start(entry, now_s)
-        assert entry.started_s is not None
-        self._times.prefill.add(now_s - entry.started_s)
+        assert entry.times.started_s is not None
+        self._times.prefill.add(now_s - entry.times.started_s)
 
     def _end_pause(self, entry: _OpenRequest, now_s: float) -> None:
         assert entry.lost_s is not None
         self._times.resume.add(now_s - entry.lost_s)
+        entry.times.pauses.append((entry.lost_s, now_s))
         entry.lost_s = None
 
     def _end(self, entry: _OpenRequest, sample: int, reason: FinishReason, now_s: float) -> None:
@@ -410,8 +433,11 @@ class OpenRequests:
         del self._open[entry.request_id]
         if self._queued.pop(entry.request_id, None) is not None:
             self._num_queued_tokens -= entry.num_prompt_tokens
-        if entry.first_token_s is not None:
-            self._times.decode.add(now_s - entry.first_token_s)
+        if entry.lost_s is not None:
+            entry.times.pauses.append((entry.lost_s, now_s))
+        entry.times.ended_s = now_s
+        if entry.times.first_token_s is not None:
+            self._times.decode.add(now_s - entry.times.first_token_s)
 
     def _fail_each(
         self, entries: Iterable[_OpenRequest], kind: ErrorKind, error: str, now_s: float

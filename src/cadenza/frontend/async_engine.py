@@ -251,7 +251,7 @@ class AsyncEngine:
         check_kind(kind)
         if not isinstance(request, PreparedRequest):
             request = PreparedRequest(text=None, request=self._text.resolve(request))
-        request_id = self._engine.submit(request.request, request.passed)
+        request_id = self._engine.submit(request.request, request.passed, request.times)
         processor = OutputProcessor(request_id, request, self._text, self._fingerprint())
         stream = OutputStream(processor, kind, self._leave, on_news)
         self._router.add(processor)

@@ -17,6 +17,7 @@ import msgspec
 from cadenza.bounds import as_token_ids
 from cadenza.checkpoint import Checkpoint
 from cadenza.config import GenerationConfig, is_integer
+from cadenza.engine.open_requests import RequestTimes
 from cadenza.engine.request_check import RequestCheck
 from cadenza.errors import (
     InvalidRequestError,
@@ -76,6 +77,7 @@ class PreparedRequest:
         make_parser: of its samples' parsers; None leaves the text whole.
         passed: the check that it has passed, if it has.
         makes_receipt: whether finished samples have a receipt (`receipts.with_receipt`).
+        times: is filled in by the engine, where somebody wants them.
     """
 
     text: str | None
@@ -83,6 +85,7 @@ class PreparedRequest:
     make_parser: MakeParser | None = None
     passed: RequestCheck | None = None
     makes_receipt: bool = False
+    times: RequestTimes | None = None
 
 
 class TextFrontend:

@@ -29,6 +29,7 @@ Modules:
 - `handover`: passing a listening socket to the next server process
 - `request_log`: the record of a call: its tokens (`Usage`), times and end; one log line a request
 - `metrics`: Prometheus metrics
+- `tracing`: spans of calls for an OpenTelemetry collector
 - `receipt_seal`: marks a receipt as this server's
 - `response_store`: stored responses, within bounds
 - `log_output`: log lines written without blocking

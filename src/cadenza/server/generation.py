@@ -61,12 +61,14 @@ class Generation:
 
     async def __call__(self, exchange: Exchange) -> None:
         service = self._service
+        begin_trace = service.options.begin_trace
         record = RequestRecord(
             request_id=exchange.request_id,
             endpoint=self._endpoint.route.name,
             counts=service.counts,
             clock=service.options.clock,
             is_logged=service.options.is_logging_requests,
+            trace=None if begin_trace is None else begin_trace(exchange),
         )
         rest: FinishReason = "error"
         try:
@@ -158,6 +160,8 @@ class Generation:
             structured = prepared[0].request.params.structured if prepared else None
             formats = model.text.ignored_formats(structured)
             exchange.extra_headers += service.ignored_names.format_headers(formats)
+            if record.trace is not None:
+                prepared = record.trace.take(prepared, model.name)
             call = OpenCall(prepared, model, use)
             _submit(call, prepared, record, model)
         streamed = request.stream_encoder(head, record.usage, model.text)

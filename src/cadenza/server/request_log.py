@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from cadenza.events import CacheMiss, FinishReason
+from cadenza.frontend.text_frontend import PreparedRequest
 from cadenza.outputs import CompletionOutput
 from cadenza.server.metrics import ServedCounts
 
@@ -81,6 +82,18 @@ class LookedUp(Protocol):
     def cache_miss(self) -> CacheMiss | None: ...
 
 
+class CallTrace(Protocol):
+    """Makes spans of a call, as `tracing.SpansOfCall` does."""
+
+    def take(self, prepared: Sequence[PreparedRequest], model: str) -> list[PreparedRequest]:
+        """The call's prompts, with times that the engine fills in."""
+        ...
+
+    def end(self, record: "RequestRecord") -> None:
+        """The call has ended, with this record of it."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerTimes:
     """Seconds of a call so far.
@@ -117,6 +130,7 @@ class RequestRecord:
     counts: ServedCounts
     clock: Callable[[], float]
     is_logged: bool
+    trace: CallTrace | None = None
     user: str | None = None
     status: int = 200
     n: int = 1
@@ -199,6 +213,8 @@ class RequestRecord:
         if self.is_logged:
             line = self._line(now_s, rest)
             logger.info("request", extra={"request": line})
+        if self.trace is not None:
+            self.trace.end(self)
 
     def times(self) -> AnswerTimes:
         return self._times(self.clock())

@@ -10,11 +10,13 @@ from dataclasses import dataclass, field
 from cadenza.server.access import ApiKeys, Cors, Hosts
 from cadenza.server.connections import Connections, max_connections
 from cadenza.server.errors import connections_full, invalid_value, queue_full, request_not_found
+from cadenza.server.http_exchange import Exchange
 from cadenza.server.ignored_names import IgnoredNames
 from cadenza.server.limits import BodyBudget, ServerLimits, TextWork
 from cadenza.server.metrics import Metrics
 from cadenza.server.model_pool import ModelPool
 from cadenza.server.receipt_seal import ReceiptSeal
+from cadenza.server.request_log import CallTrace
 from cadenza.server.response_store import ResponseStore, StoreBounds
 from cadenza.server.schemas.unknown_members import UnknownFields
 from cadenza.server.served_model import OpenCall
@@ -28,6 +30,7 @@ class ServerOptions:
     Args:
         metrics_keys: with which only the metrics can be read; without one, as everything else.
         metrics_port: of this machine, at which there are only the metrics and probes.
+        begin_trace: of a call that has just arrived; None where nobody wants spans.
         num_dropped_log_lines: counts them, for the metrics.
         clock: seconds, monotonic.
         now: seconds since 1970.
@@ -44,6 +47,7 @@ class ServerOptions:
     stored_responses: StoreBounds = field(default_factory=StoreBounds)
     unknown_fields: UnknownFields = "suggest"
     is_logging_requests: bool = True
+    begin_trace: Callable[[Exchange], CallTrace] | None = None
     num_dropped_log_lines: Callable[[], int] = lambda: 0
     clock: Callable[[], float] = time.monotonic
     now: Callable[[], float] = time.time
