@@ -31,8 +31,6 @@ ffi::Error next_token_call(Any, Any, Any, Any, Any, Any, Any, AnyResult, int64_t
 
 namespace cadenza::cuda {
 
-void float_product(const ProductTask&, Workspace&) { throw std::invalid_argument("weights of floats have no kernel for GPUs"); }
-
 void code_product(const ProductTask&, Workspace&) { throw std::invalid_argument("weights of codes have no kernel for GPUs"); }
 
 bool codes_fit(const Weight&, int, int64_t, int64_t) { return true; }
