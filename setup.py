@@ -1,7 +1,9 @@
-"""Builds the native CPU kernels into one shared library beside the package.
+"""Builds the native CPU kernels into one shared library beside the package, and those for NVIDIA
+GPUs into another if CADENZA_CUDA=1.
 
-Everything else about the project is in pyproject.toml. The library is optional: where it cannot be
-built the package installs without it and says so once, unless CADENZA_REQUIRE_NATIVE=1.
+Everything else about the project is in pyproject.toml. The CPU's library is optional: where it
+cannot be built the package installs without it and says so once, unless CADENZA_REQUIRE_NATIVE=1.
+The GPU's is built because somebody asked for it, so that a failure ends the build.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,13 +24,15 @@ ROOT = Path(__file__).resolve().parent
 CSRC = Path("csrc")
 sys.path.insert(0, str(ROOT / CSRC))
 import isas  # noqa: E402  the build's own, beside the kernels
+import nvcc  # noqa: E402
 
 OBJECTS = CSRC / "build" / "native"
 """Where `make -C csrc` looks for objects: it makes none again that an editable install made."""
 
 ISA_TABLES = OBJECTS / CSRC / "core" / "isa.o"
 
-LIBRARY_NAME = "_native.dylib" if sys.platform == "darwin" else "_native.so"
+SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
+CUDA = "cadenza._cuda"
 COMMON_FLAGS = [
     "-std=c++17",
     "-O3",
@@ -61,9 +66,12 @@ class BuildNative(build_ext):
     """Compiles each source with its own ISA's flags; no Python module, a plain shared library."""
 
     def get_ext_filename(self, fullname: str) -> str:
-        return os.path.join(*fullname.split(".")[:-1], LIBRARY_NAME)
+        return os.path.join(*fullname.split(".")) + SUFFIX
 
     def build_extension(self, ext: Extension) -> None:
+        if ext.name == CUDA:
+            self._build_cuda(ext)
+            return
         try:
             self._build(ext)
         except Exception as error:  # any failure means the same: no native kernels
@@ -112,6 +120,27 @@ class BuildNative(build_ext):
             target_lang="c++",
         )
 
+    def _build_cuda(self, ext: Extension) -> None:
+        """By csrc/Makefile, which has nvcc's flags."""
+        target = self.get_ext_fullpath_built(ext) if self.inplace else self.get_ext_fullpath(CUDA)
+        objects = OBJECTS if self.editable_mode else Path(self.build_temp) / "cuda"
+        os.makedirs(os.path.dirname(os.path.abspath(target)), exist_ok=True)
+        arguments = {
+            "BUILD": os.path.abspath(objects),
+            "CUDA_LIBRARY": os.path.abspath(target),
+            "FFI_INCLUDE": ffi_include_dir(),
+            "NVCC": nvcc.find_nvcc(os.environ),
+            "PYTHON": sys.executable,
+        }
+        words = [f"{name}={value}" for name, value in arguments.items()]
+        jobs = f"-j{os.cpu_count() or 1}"
+        try:
+            subprocess.run(
+                [shutil.which("make") or "make", "-C", str(CSRC), jobs, "cuda", *words], check=True
+            )
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise SystemExit(f"the kernels for NVIDIA GPUs were not built: {error}") from error
+
     def _use_ccache(self) -> None:
         ccache = shutil.which("ccache")
         for name in ("compiler_so", "compiler_so_cxx"):
@@ -127,7 +156,12 @@ class PlatformWheel(bdist_wheel):
         return "py3", "none", super().get_tag()[2]
 
 
+EXTENSIONS = [Extension("cadenza._native", native_sources(), depends=native_headers())]
+if nvcc.is_asked_for(os.environ):
+    nvcc.find_nvcc(os.environ)  # before anything is compiled
+    EXTENSIONS.append(Extension(CUDA, []))
+
 setup(
-    ext_modules=[Extension("cadenza._native", native_sources(), depends=native_headers())],
+    ext_modules=EXTENSIONS,
     cmdclass={"build_ext": BuildNative, "bdist_wheel": PlatformWheel},
 )

@@ -1,10 +1,12 @@
 #!/bin/sh
 # check_wheel.sh WHEEL PYTHON: installs the wheel into a new environment without a C++ compiler, and
-# has the bundled model answer through the native kernels. Prints what the environment takes on disk.
+# has the bundled model answer through the native kernels. With CADENZA_CUDA=1 the wheel must have the
+# kernels for NVIDIA GPUs, too. Prints what the environment takes on disk.
 set -eu
 
 wheel=$1
 python=$2
+tools=$(cd "$(dirname "$0")" && pwd)
 MOST_MIB=768
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
@@ -16,6 +18,9 @@ size=$(($(du -sm "$folder/venv" | cut -f1) - before))
 cd "$folder"
 answer=$(CADENZA_REQUIRE_NATIVE=1 "$folder/venv/bin/cadenza" generate "The capital of France is" --max-tokens 4)
 ops=$("$folder/venv/bin/cadenza" info | grep -i 'ops\|kernels' || true)
+if [ "${CADENZA_CUDA:-0}" = 1 ]; then
+  "$folder/venv/bin/python" "$tools/cuda_library.py"
+fi
 echo "answer:$answer"
 echo "$ops"
 echo "installed: $size MiB"

@@ -15,7 +15,10 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
-_SETTINGS = ("pyproject.toml", "requirements.lock", "Makefile", "setup.py", "csrc/isas.py")
+_SETTINGS = (
+    *("pyproject.toml", "requirements.lock", "Makefile", "setup.py"),
+    *("csrc/isas.py", "csrc/nvcc.py"),
+)
 WATCHED = {
     "gates": ("tools", "tests/tools", "tests/conftest.py", "tests/pyrightconfig.json", *_SETTINGS),
     "kernels": ("csrc", "MANIFEST.in", "setup.py", "tests/native/test_kernel_builds.py"),
