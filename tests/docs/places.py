@@ -206,6 +206,13 @@ PLACES: Mapping[str, Place] = {
     f"{BENCH} --shape llama-3.2-1b --concurrency 1,32": Parsed(MINUTES),
     f"{BENCH} --shape qwen3-0.6b --concurrency 1,32": Parsed(MINUTES),
     "cadenza bench startup": Run(),
+    "cadenza bench batching --max-num-seqs 4 --num-requests 8 --json": Run(
+        prints='"tokens_equal": true', soak=False
+    ),
+    "cadenza bench batching --concurrency 1,4,8 --request-rate 5,20 --plot charts": Run(
+        prints="tokens: equal in all 75 runs", needs="matplotlib"
+    ),
+    "cadenza bench batching --setting A --shape smollm2-135m --check": Parsed(MINUTES),
     # docs/command-line.md
     "cadenza list": Run(),
     "cadenza rm owner/model": Parsed("asks on a terminal, and needs a model of the hub"),

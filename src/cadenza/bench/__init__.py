@@ -10,6 +10,8 @@ Modules:
 - `machine`: the machine's description and roofline, and measuring in a fresh process
 - `startup`, `startup_probe`, `load`: time to the first token; rate of loading
 - `serve`, `serve_figures`: load on a server, and its figures
+- `batching`: continuous batching beside other ways to batch, with `batching_plan` (settings and
+  requests), `batching_player` (modes), `batching_figures`, `batching_ideal` and `batching_bars`
 - `traffic`: the requests of a simulation, and when they arrive
 - `simulate`: the engine's core over steps that only take time
 - `plots`: charts as PNG and as one page

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from cadenza.bench.batching_plan import BatchingOptions
 from cadenza.bench.traffic import TrafficOptions
 from cadenza.bench.workloads import ServeOptions, Workload, check_whole
 from cadenza.cli.options import EngineFlags, JsonFlag, ModelArgument, with_flags
@@ -76,6 +77,41 @@ def bench_serve(
         found = measure_serving(options, report)
     print_serving(found, options, as_json=json)
     return 1 if found.num_failures else 0
+
+
+def bench_batching(
+    options: BatchingOptions,
+    config: EngineFlags,
+    model: ModelArgument = None,
+    shape: ShapeFlag = None,
+    json: JsonFlag = False,
+) -> int:
+    """Compare continuous batching with other ways to batch, on the same engine and requests.
+
+    static: a batch starts when all of the last one have ended; rows that have finished leave, and
+    tokens stream. static-whole: all answers of a batch come when it ends. padded: finished rows go
+    on until the longest of their batch has ended. sequential: one request at a time. Exits with 1
+    when two runs differ in a token.
+    """
+    from cadenza.bench.batching import measure_batching
+    from cadenza.bench.plots import require_plot_library, write_plots
+    from cadenza.cli.batching_report import (
+        batching_charts,
+        batching_exit_code,
+        batching_facts,
+        print_batching,
+    )
+
+    if options.plot is not None:
+        require_plot_library()
+    chosen = _model_or_shape(model, shape)
+    with status_line("starting") as report:
+        found = measure_batching(chosen, config, options, report)
+    print_batching(found, as_json=json)
+    if options.plot is not None:
+        title = f"Batching: {found.workload['model']}"
+        write_plots(Path(options.plot), title, batching_charts(found), batching_facts(found))
+    return batching_exit_code(found, options)
 
 
 def bench_roofline(json: JsonFlag = False) -> None:
@@ -182,6 +218,7 @@ def bench_make_checkpoint(
 _COMMANDS: Mapping[str, Callable[..., object]] = {
     "throughput": bench_throughput,
     "serve": bench_serve,
+    "batching": bench_batching,
     "roofline": bench_roofline,
     "startup": bench_startup,
     "load": bench_load,
@@ -199,6 +236,7 @@ QUICK: Mapping[str, tuple[str, Mapping[str, object]]] = {
         "--concurrency 1,8 --num-requests 12 --output-len 16:32",
         {"concurrency": "1,8", "num_requests": 12, "output_lens": "16:32"},
     ),
+    "batching": ("--num-requests 8 --repeats 1", {"num_requests": 8, "repeats": 1}),
     "startup": ("--repeats 1", {"repeats": 1}),
     "load": ("--repeats 2", {"repeats": 2}),
 }

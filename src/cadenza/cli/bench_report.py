@@ -138,7 +138,7 @@ def print_throughput(found: Throughput, *, as_json: bool) -> None:
 
 def _throughput_text(found: Throughput) -> Text:
     roofline, setting = found.roofline, found.workload
-    yield _machine_text(found.machine)
+    yield machine_text(found.machine)
     if roofline is not None:
         yield f"roofline: read {roofline.read_gb_s:.1f} GB/s, {_multiply_text(roofline)}"
     yield (
@@ -235,7 +235,7 @@ def print_roofline(machine: Machine, found: Sequence[Roofline], *, as_json: bool
         "method": found[0].method,
     }
     multiply = (f"multiply: {_multiply_text(each)}" for each in found)
-    text = (_machine_text(machine), f"read: {read_gb_s:.1f} GB/s", *multiply)
+    text = (machine_text(machine), f"read: {read_gb_s:.1f} GB/s", *multiply)
     show_result({"machine": machine, "roofline": rates}, text, as_json=as_json)
 
 
@@ -256,11 +256,12 @@ def print_load(machine: Machine, found: Load, *, as_json: bool) -> None:
     """The rates, their shares, and the memory that loading took."""
     results = picked(found, *_LOAD)
     title = f"medians of {counted(len(found.load_s), 'load')}"
-    text = (_machine_text(machine), section_text(title, results))
+    text = (machine_text(machine), section_text(title, results))
     show_result({"machine": machine, "results": results}, text, as_json=as_json)
 
 
-def _machine_text(machine: Machine) -> str:
+def machine_text(machine: Machine) -> str:
+    """The first line of a report."""
     native = f"{machine['isa']}, {machine['threads']} threads" if machine["isa"] else "no kernels"
     cores, load = machine["cores"], machine["load_average"]
     return f"machine: {machine['cpu']}, {cores} cores, {native}; load {load}"

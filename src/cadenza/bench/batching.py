@@ -1,0 +1,326 @@
+"""`cadenza bench batching`: continuous batching beside other ways to batch, on one engine.
+
+Owns the order of the runs, the engine's size and the comparison of their tokens. Every mode plays
+the same requests, each run in cache salts of its own. Invariant: no prompt is found in the prefix
+cache, unless the setting is about that.
+"""
+
+import random
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from cadenza import EngineConfig, EngineCore
+from cadenza.backends import BACKENDS, Backends, find_backend
+from cadenza.bench import OnStatus
+from cadenza.bench.batching_bars import Bar, Measured, bars_of
+from cadenza.bench.batching_figures import (
+    Difference,
+    ModeFigures,
+    PlayedRun,
+    first_token_difference,
+    gains_over,
+)
+from cadenza.bench.batching_ideal import StepRates, ideal_gain
+from cadenza.bench.batching_plan import BatchingLoad, BatchingOptions, BatchingPlan
+from cadenza.bench.batching_player import POLICIES, BatchPlayer, PlayedRequest, PlayTask, Timing
+from cadenza.bench.machine import describe_machine
+from cadenza.bench.runs import DecodeTask, run_decode, run_prefill
+from cadenza.bench.workloads import PlannedRequest, Workload
+from cadenza.errors import ConfigError
+from cadenza.frontend.loaded_model import load_model
+from cadenza.loading.build import describe_backend, find_configured
+from cadenza.loading.plan import EnginePlan
+
+RATE_STEPS = 16
+"""Decode steps of a measured rate."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """The runs of a plan; `difference` is None if all have the same tokens."""
+
+    figures: Sequence[ModeFigures]
+    rates: StepRates | None
+    bars: Sequence[Bar]
+    difference: Difference | None
+
+    @property
+    def all_bars_met(self) -> bool:
+        return all(bar.is_met for bar in self.bars)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchingResult:
+    """What was compared, with the machine and the workload."""
+
+    machine: dict[str, object]
+    workload: dict[str, object]
+    plan: BatchingPlan
+    compared: Compared
+
+
+def measure_batching(
+    model: str | Path | None,
+    config: EngineConfig,
+    options: BatchingOptions,
+    report: OnStatus,
+    backends: Backends = BACKENDS,
+) -> BatchingResult:
+    """Loads the model and plays the plan.
+
+    Raises:
+        CheckpointError, ConfigError, DeviceUnavailableError: it cannot be loaded or measured.
+        RunnerError: a request failed.
+    """
+    plan = options.plan()
+    traits = describe_backend(config, find_configured(model, config, backends), backends)
+    fitted = fitted_config(config, plan, traits.max_num_batched_tokens)
+    report("loading the model")
+    loaded = load_model(model, fitted, backends=backends)
+    try:
+        compared = compare_modes(loaded.core, plan, report)
+        described = _describe(model, plan, loaded.plan)
+    finally:
+        loaded.close()
+    instruments = find_backend(config.backend, backends).open_instruments()
+    return BatchingResult(
+        machine=describe_machine(instruments), workload=described, plan=plan, compared=compared
+    )
+
+
+def fitted_config(
+    config: EngineConfig, plan: BatchingPlan, default_token_budget: int
+) -> EngineConfig:
+    """`config` with the plan's rows and, unless it was given, a fitting context.
+
+    Raises ConfigError where the engine would decide what the modes are to decide.
+    """
+    if config.batching != "continuous":
+        raise ConfigError(f"--batching {config.batching}: the modes batch; give --modes instead")
+    if config.prefix_cache_disk is not None:
+        raise ConfigError("--prefix-cache-disk: the runs store no pages; leave it out")
+    if plan.system_len and not config.enable_prefix_caching:
+        raise ConfigError("setting D measures the prefix cache; leave it on")
+    sizes = rate_workload(plan)
+    budget = config.max_num_batched_tokens or default_token_budget
+    for_rates = sizes.input_len + sizes.most_tokens(plan.rows, budget)
+    needed = max(plan.longest_prompt + plan.longest_answer, for_rates)
+    if config.max_model_len is not None and config.max_model_len < needed:
+        raise ConfigError(
+            f"--max-model-len {config.max_model_len} is below the {needed} tokens that the runs "
+            f"take; raise it, or lower --input-len or --output-len"
+        )
+    return replace(config, max_num_seqs=plan.rows, max_model_len=config.max_model_len or needed)
+
+
+def rate_workload(plan: BatchingPlan) -> Workload:
+    """The runs that measure steps: prompts of the average length, by the number of rows."""
+    by_two = [1 << power for power in range(plan.rows.bit_length()) if 1 << power < plan.rows]
+    return Workload(
+        input_len=plan.system_len + max(1, sum(plan.prompt_lens) // 2),
+        output_len=RATE_STEPS,
+        concurrency=(*by_two, plan.rows),
+    )
+
+
+def compare_modes(
+    core: EngineCore, plan: BatchingPlan, report: OnStatus, timing: Timing | None = None
+) -> Compared:
+    """Plays the plan on an idle engine.
+
+    Raises:
+        ConfigError: the KV pool has no room for all rows.
+        RunnerError: a request failed.
+    """
+    _check_room(core, plan)
+    requests = plan.requests(core.runner.vocab_size)
+    stage = _Stage(
+        core=core,
+        plan=plan,
+        requests=requests,
+        timing=timing or Timing(),
+        random=random.Random(f"bench batching rates {plan.seed}"),  # noqa: S311 - no secret
+    )
+    has_rates = not plan.system_len
+    rates: list[StepRates] = []
+    runs: list[PlayedRun] = []
+    for number in range(plan.repeats):
+        if has_rates:
+            report(f"round {number + 1} of {plan.repeats}: measuring steps")
+            rates.append(stage.rates())
+        play = stage.prefix_runs if plan.system_len else stage.mode_runs
+        runs += play(number + 1, report)
+    found = _median_rates(rates) if rates else None
+    figures = _figures(runs, plan, requests, found)
+    by_name = {(each.mode, each.load): each for each in figures}
+    measured = Measured(plan=plan, requests=requests, figures=by_name, rates=found)
+    return Compared(
+        figures=figures,
+        rates=found,
+        bars=bars_of(measured),
+        difference=first_token_difference(runs),
+    )
+
+
+def _check_room(core: EngineCore, plan: BatchingPlan) -> None:
+    limits = core.limits
+    longest = plan.longest_prompt + plan.longest_answer
+    needed = plan.rows * -(-longest // limits.page_size)
+    if needed > limits.num_pages:
+        raise ConfigError(
+            f"{plan.rows} requests of {longest} tokens need {needed} KV pages, and there are "
+            f"{limits.num_pages}; raise --kv-cache-memory-bytes or --num-pages, or lower "
+            f"--max-num-seqs"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stage:
+    """The engine, and what is played on it."""
+
+    core: EngineCore
+    plan: BatchingPlan
+    requests: Sequence[PlannedRequest]
+    timing: Timing
+    random: random.Random  # of the prompts that measure steps
+
+    def mode_runs(self, number: int, report: OnStatus) -> Iterator[PlayedRun]:
+        """Of one round: every load in every mode, in every second round from the last one."""
+        modes = self.plan.modes if number % 2 else self.plan.modes[::-1]
+        for load in self.plan.loads:
+            arrivals_s = self.plan.arrivals_s(load)
+            requests = [
+                replace(each, after_s=after_s)
+                for each, after_s in zip(self.requests, arrivals_s, strict=True)
+            ]
+            for mode in modes:
+                task = PlayTask(
+                    policy=POLICIES[mode],
+                    rows=self.plan.rows,
+                    requests=requests,
+                    salts=[f"{number} {load.label} {mode}"] * len(requests),
+                    clients=load.clients,
+                )
+                what = f"round {number} of {self.plan.repeats}, {load.label}, {mode}"
+                played = self._play(task, what, report)
+                yield PlayedRun(mode=mode, load=load, round=number, requests=played)
+
+    def prefix_runs(self, number: int, report: OnStatus) -> Iterator[PlayedRun]:
+        """Of one round: the same questions one by one, each as if nothing were known, and behind a
+        first one that leaves the system prompt in the prefix cache."""
+        (load,) = self.plan.loads
+        count = len(self.requests)
+        hit = f"{number} hit"
+        system = self.requests[0].prompt_token_ids[: self.plan.system_len]
+        first = PlannedRequest(prompt_token_ids=system, max_tokens=1)
+        self._play(_one_by_one([first], [hit]), f"round {number}, the system prompt", report)
+        salts = {"miss": [f"{number} miss {at}" for at in range(count)], "hit": [hit] * count}
+        for name in ("miss", "hit") if number % 2 else ("hit", "miss"):
+            task = _one_by_one(self.requests, salts[name])
+            what = f"round {number} of {self.plan.repeats}, {name}"
+            played = self._play(task, what, report)
+            yield PlayedRun(mode=name, load=load, round=number, requests=played)
+
+    def rates(self) -> StepRates:
+        """Of prompts, and of decode steps by the number of rows."""
+        sizes, clock = rate_workload(self.plan), self.timing.clock
+        budget = self.core.limits.max_num_batched_tokens
+        step_s: dict[int, float] = {}
+        for rows in sizes.concurrency:
+            task = DecodeTask(
+                prompts=self._prompts(rows, sizes.input_len),
+                output_len=sizes.output_len,
+                max_tokens=sizes.most_tokens(rows, budget),
+            )
+            step_s[rows] = rows / run_decode(self.core, task, clock).tokens_per_s
+        count = sizes.num_prefill_prompts(self.plan.rows, budget)
+        prefill = run_prefill(self.core, self._prompts(count, sizes.input_len), clock)
+        return StepRates(prefill_tok_s=prefill.tokens_per_s, decode_step_s=step_s)
+
+    def _prompts(self, count: int, length: int) -> list[tuple[int, ...]]:
+        ids = range(self.core.runner.vocab_size)
+        return [tuple(self.random.choices(ids, k=length)) for _ in range(count)]
+
+    def _play(self, task: PlayTask, what: str, report: OnStatus) -> list[PlayedRequest]:
+        def on_done(done: int) -> None:
+            report(f"{what}: {done} of {len(task.requests)} requests")
+
+        report(what)
+        return BatchPlayer(self.core, task, self.timing, on_done).play()
+
+
+def _one_by_one(requests: Sequence[PlannedRequest], salts: Sequence[str]) -> PlayTask:
+    policy = POLICIES["sequential"]
+    return PlayTask(policy=policy, rows=1, requests=requests, salts=salts, clients=1)
+
+
+def _median_rates(found: Sequence[StepRates]) -> StepRates:
+    return StepRates(
+        prefill_tok_s=statistics.median(each.prefill_tok_s for each in found),
+        decode_step_s={
+            rows: statistics.median(each.decode_step_s[rows] for each in found)
+            for rows in found[0].decode_step_s
+        },
+    )
+
+
+def _figures(
+    runs: Sequence[PlayedRun],
+    plan: BatchingPlan,
+    requests: Sequence[PlannedRequest],
+    rates: StepRates | None,
+) -> list[ModeFigures]:
+    """BatchingLoad by load, the modes in the order of the plan."""
+
+    def runs_of(name: str, load: BatchingLoad) -> list[PlayedRun]:
+        return [run for run in runs if (run.mode, run.load) == (name, load)]
+
+    if plan.system_len:
+        (load,) = plan.loads
+        return [
+            ModeFigures(mode=name, load=load, runs=runs_of(name, load)) for name in ("miss", "hit")
+        ]
+    lens = [each.max_tokens for each in requests]
+    found: list[ModeFigures] = []
+    for load in plan.loads:
+        known = rates if load.is_saturated else None
+        for mode in plan.modes:
+            figures = ModeFigures(
+                mode=mode,
+                load=load,
+                runs=runs_of(mode, load),
+                gains=gains_over(runs_of("continuous", load), runs_of(mode, load)),
+                ideal_gain=known and ideal_gain(mode, lens, plan.rows),
+                allowed_gain=known and known.allowed_gain(mode, requests, plan.rows),
+                is_whole=POLICIES[mode].is_whole,
+            )
+            found.append(figures)
+    return found
+
+
+def _describe(
+    model: str | Path | None, plan: BatchingPlan, engine: EnginePlan
+) -> dict[str, object]:
+    """The JSON object `workload`."""
+    return {
+        "model": "bundled" if model is None else Path(model).name,
+        "setting": plan.setting,
+        "rows": plan.rows,
+        "modes": list(plan.modes) or ["miss", "hit"],
+        "loads": [each.label for each in plan.loads],
+        "num_requests": plan.num_requests,
+        "input_len": list(plan.prompt_lens),
+        "output_len": list(plan.output_lens),
+        "long_answers": plan.long_answers,
+        "system_len": plan.system_len,
+        "repeats": plan.repeats,
+        "seed": plan.seed,
+        "backend": engine.traits.name,
+        "ops": engine.traits.ops,
+        "dtype": engine.dtype,
+        "quantization": engine.quantization,
+        "kv_cache_dtype": engine.kv_cache_dtype,
+        "max_num_batched_tokens": engine.limits.max_num_batched_tokens,
+    }

@@ -1,0 +1,153 @@
+"""The bars of the settings: a measured ratio beside the least that is asked for.
+
+Pure arithmetic. Ratios are of runs of the same round, and the median of the rounds counts, as it is
+shown, with two decimals. Invariant: a bar that cannot be met is stated as missed, beside what the
+measured rates allow.
+"""
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from cadenza.bench.batching_figures import ModeFigures, PlayedRun
+from cadenza.bench.batching_ideal import StepRates
+from cadenza.bench.batching_plan import BatchingLoad, BatchingPlan
+from cadenza.bench.workloads import PlannedRequest
+
+SHARE_OF_ALLOWED = 0.9
+SHARE_OF_OFFLINE = 0.95
+TTFT_CLIENTS = 4
+SEED_TTFT_CLAIM = "6 to 9"
+SEED_HIT_RATIO = 7.0
+LEAST_PADDED_IDEAL = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """One ratio; `of` is what `required` is a share of, and `claim` what others have stated.
+
+    `ideal` is by lengths (or tokens computed) alone, `allowed` by the measured rates.
+    """
+
+    what: str
+    ratios: Sequence[float]
+    required: float
+    ideal: float | None = None
+    allowed: float | None = None
+    claim: str | None = None
+
+    @property
+    def ratio(self) -> float:
+        return statistics.median(self.ratios)
+
+    @property
+    def is_met(self) -> bool:
+        return round(self.ratio, 2) >= round(self.required, 2)
+
+    @property
+    def share_of_allowed(self) -> float | None:
+        return None if self.allowed is None else self.ratio / self.allowed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What bars are computed from."""
+
+    plan: BatchingPlan
+    requests: Sequence[PlannedRequest]
+    figures: Mapping[tuple[str, BatchingLoad], ModeFigures]
+    rates: StepRates | None
+
+    def ratios(
+        self,
+        over: tuple[str, BatchingLoad],
+        under: tuple[str, BatchingLoad],
+        of: Callable[[PlayedRun], float],
+    ) -> list[float]:
+        """In each round."""
+        pairs = zip(self.figures[over].runs, self.figures[under].runs, strict=True)
+        return [of(a) / of(b) for a, b in pairs]
+
+
+def bars_of(found: Measured) -> list[Bar]:
+    """The bars of the plan's setting; none where it lacks the modes or the loads for them."""
+    match found.plan.setting:
+        case "A":
+            return _bars_of_clients(found)
+        case "B":
+            return _bars_of_ideal(found, "static")
+        case "C":
+            return _bars_of_ideal(found, "padded")
+        case "D":
+            return [_bar_of_hits(found)]
+        case None:
+            return []
+
+
+def _bars_of_clients(found: Measured) -> list[Bar]:
+    """The first token, beside a batch that is handed over whole, and tokens a second."""
+    plan, closed = found.plan, [load for load in found.plan.loads if load.clients is not None]
+    whole = ("static-whole", BatchingLoad(clients=plan.num_requests))
+    bars: list[Bar] = []
+    for load in closed:
+        ours, clients = ("continuous", load), load.clients or 1
+        if clients == TTFT_CLIENTS and whole in found.figures and found.rates is not None:
+            rates = found.rates
+            batch_s = rates.batch_s(found.requests, is_padded=False)
+            allowed = batch_s / rates.burst_ttft_s(found.requests, clients)
+            bars.append(
+                Bar(
+                    what=f"mean TTFT of static-whole over that of continuous, {load.label}",
+                    ratios=found.ratios(whole, ours, lambda run: run.mean_ttft_s),
+                    required=SHARE_OF_ALLOWED * allowed,
+                    allowed=allowed,
+                    claim=SEED_TTFT_CLAIM,
+                )
+            )
+        is_all = clients == plan.num_requests
+        other = whole if is_all else ("static", load)
+        if other in found.figures:
+            bars.append(
+                Bar(
+                    what=f"tok/s over {other[0]}, {load.label}",
+                    ratios=found.ratios(ours, other, lambda run: run.tok_s),
+                    required=1.0 if is_all else SHARE_OF_OFFLINE,
+                )
+            )
+    return bars
+
+
+def _bars_of_ideal(found: Measured, mode: str) -> list[Bar]:
+    """Tokens a second while requests wait, over those of a mode."""
+    (load,) = found.plan.loads
+    other = found.figures.get((mode, load))
+    if other is None or other.ideal_gain is None:
+        return []
+    bar = Bar(
+        what=f"tok/s over {mode}",
+        ratios=other.gains,
+        required=SHARE_OF_ALLOWED * other.ideal_gain,
+        ideal=other.ideal_gain,
+        allowed=other.allowed_gain,
+    )
+    if mode != "padded":
+        return [bar]
+    least = Bar(
+        what="the ideal over padded, by the lengths",
+        ratios=[other.ideal_gain],
+        required=LEAST_PADDED_IDEAL,
+    )
+    return [least, bar]
+
+
+def _bar_of_hits(found: Measured) -> Bar:
+    (load,) = found.plan.loads
+    hits = found.figures["hit", load]
+    computed = hits.num_prompt_tokens / (hits.num_prompt_tokens - hits.num_cached_tokens)
+    return Bar(
+        what="mean TTFT of a miss over that of a hit",
+        ratios=found.ratios(("miss", load), ("hit", load), lambda run: run.mean_ttft_s),
+        required=min(SEED_HIT_RATIO, computed),
+        ideal=computed,
+        claim=f"{SEED_HIT_RATIO:g}",
+    )

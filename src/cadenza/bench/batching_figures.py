@@ -1,0 +1,184 @@
+"""The figures of runs, and the first token in which two runs differ.
+
+Pure arithmetic. TTFT is counted from when a request was due, so that waiting for a batch is part of
+it; ITL are the gaps between tokens that were handed over, all pooled; TPOT is (last token - first)
+/ (tokens - 1) of each request. A mode that hands over whole batches has neither ITL nor TPOT.
+"""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from cadenza.bench.batching_plan import BatchingLoad
+from cadenza.bench.batching_player import PlayedRequest
+from cadenza.bench.serve_figures import Spread, spread_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlayedRun:
+    """One run: a mode, or what stands in its place, a load and a round."""
+
+    mode: str
+    load: BatchingLoad
+    round: int
+    requests: Sequence[PlayedRequest]
+
+    @property
+    def duration_s(self) -> float:
+        return max(each.content_s[-1] for each in self.requests)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(len(each.token_ids) for each in self.requests)
+
+    @property
+    def tok_s(self) -> float:
+        """Output tokens over the time from the start to the last of them."""
+        return self.num_output_tokens / self.duration_s
+
+    @property
+    def full_tok_s(self) -> float:
+        """Output tokens a second until the last request has its first one: while others wait to
+        take a place that becomes free."""
+        until_s = max(each.content_s[0] for each in self.requests)
+        count = sum(time_s <= until_s for each in self.requests for time_s in each.content_s)
+        return count / until_s
+
+    @property
+    def mean_ttft_s(self) -> float:
+        return statistics.fmean(self.ttfts_s)
+
+    @property
+    def ttfts_s(self) -> list[float]:
+        return [each.content_s[0] - each.due_s for each in self.requests]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModeFigures:
+    """All rounds of a mode under a load; times of requests are pooled, rates are medians.
+
+    Args:
+        gains: tokens a second of continuous batching over those of this mode, in each round; of
+            requests that wait from the start, those of continuous batching while others wait.
+        ideal_gain, allowed_gain: what they can be by the lengths alone, and by measured rates; None
+            where requests do not wait from the start.
+    """
+
+    mode: str
+    load: BatchingLoad
+    runs: Sequence[PlayedRun]
+    gains: Sequence[float] = ()
+    ideal_gain: float | None = None
+    allowed_gain: float | None = None
+    is_whole: bool = False
+
+    @property
+    def gain(self) -> float | None:
+        return statistics.median(self.gains) if self.gains else None
+
+    @property
+    def tok_s(self) -> float:
+        """Tokens a second of whole runs."""
+        return statistics.median(self.tok_s_runs)
+
+    @property
+    def tok_s_runs(self) -> list[float]:
+        return [each.tok_s for each in self.runs]
+
+    @property
+    def full_tok_s(self) -> float | None:
+        """None where requests do not wait from the start."""
+        if not self.load.is_saturated:
+            return None
+        return statistics.median(each.full_tok_s for each in self.runs)
+
+    @property
+    def duration_s(self) -> float:
+        return statistics.median(each.duration_s for each in self.runs)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self.runs[0].num_output_tokens
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(each.num_prompt_tokens for each in self.runs[0].requests)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return sum(each.num_cached_tokens for each in self.runs[0].requests)
+
+    @property
+    def ttft(self) -> Spread | None:
+        return spread_of([time_s for run in self.runs for time_s in run.ttfts_s])
+
+    @property
+    def itl(self) -> Spread | None:
+        if self.is_whole:
+            return None
+        return spread_of([b - a for each in self._requests for a, b in pairwise(each.content_s)])
+
+    @property
+    def tpot(self) -> Spread | None:
+        if self.is_whole:
+            return None
+        return spread_of(
+            [
+                (each.content_s[-1] - each.content_s[0]) / (len(each.content_s) - 1)
+                for each in self._requests
+                if len(each.content_s) > 1
+            ]
+        )
+
+    @property
+    def e2e(self) -> Spread | None:
+        return spread_of([each.content_s[-1] - each.due_s for each in self._requests])
+
+    @property
+    def _requests(self) -> list[PlayedRequest]:
+        return [each for run in self.runs for each in run.requests]
+
+
+def gains_over(ours: Sequence[PlayedRun], theirs: Sequence[PlayedRun]) -> list[float]:
+    """`ModeFigures.gains`, of the runs of continuous batching and those of another mode."""
+    return [
+        (a.full_tok_s if a.load.is_saturated else a.tok_s) / b.tok_s
+        for a, b in zip(ours, theirs, strict=True)
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """The first token in which a run is not as `expected_of`, the first run; `position` counts the
+    tokens of the answer from 0."""
+
+    mode: str
+    load: str
+    round: int
+    request: int
+    position: int
+    found: int
+    expected: int
+    expected_of: str
+
+
+def first_token_difference(runs: Sequence[PlayedRun]) -> Difference | None:
+    """None if all runs have the tokens of the first one."""
+    first = runs[0]
+    for run in runs[1:]:
+        for expected, found in zip(first.requests, run.requests, strict=True):
+            pairs = zip(expected.token_ids, found.token_ids, strict=True)
+            for position, (a, b) in enumerate(pairs):
+                if a != b:
+                    return Difference(
+                        mode=run.mode,
+                        load=run.load.label,
+                        round=run.round,
+                        request=found.index,
+                        position=position,
+                        found=b,
+                        expected=a,
+                        expected_of=f"{first.mode}, {first.load.label}, round {first.round}",
+                    )
+    return None

@@ -1,0 +1,240 @@
+"""What `cadenza bench batching` prints and draws: its JSON object, text and charts.
+
+Owns the keys, headings and forms. Invariant: bars are shown with the ratio, what was asked for and
+what the lengths and the measured rates allow, met or not.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from cadenza.bench.batching import BatchingResult
+from cadenza.bench.batching_figures import Difference, ModeFigures
+from cadenza.bench.batching_plan import BatchingOptions, BatchingPlan
+from cadenza.bench.plots import Chart, Series
+from cadenza.bench.serve_figures import Spread
+from cadenza.cli.bench_report import Text, machine_text
+from cadenza.cli.report import (
+    Column,
+    Columns,
+    as_object,
+    as_table,
+    counted,
+    keys,
+    show_result,
+)
+
+
+def _milliseconds(spread: Spread) -> str:
+    """The mean, p50, p95 and p99."""
+    values = (spread.mean_s, spread.p50_s, spread.p95_s, spread.p99_s)
+    return " ".join(
+        f"{1000 * each:.0f}" if each >= 0.1 else f"{1000 * each:.1f}" for each in values
+    )
+
+
+def _ratio(value: float) -> str:
+    return f"{value:.2f}"
+
+
+_MODE: Columns = (
+    Column("load", read="load.label"),
+    Column("mode", "mode"),
+    Column("tok_s", "tok/s"),
+    Column("ttft", "TTFT ms", show=_milliseconds),
+    Column("itl", "ITL ms", show=_milliseconds),
+    Column("tpot", "TPOT ms", show=_milliseconds),
+    Column("gain", "gain", show=_ratio),
+    Column("ideal_gain", "ideal", show=_ratio),
+    Column("allowed_gain", "allowed", show=_ratio),
+    Column("clients", read="load.clients"),
+    Column("request_rate", read="load.rate"),
+    *keys("e2e", "full_tok_s", "tok_s_runs", "gains", "duration_s"),
+    *keys("num_prompt_tokens", "num_output_tokens", "num_cached_tokens"),
+)
+_MODE_WITHOUT_IDEAL = [each for each in _MODE if each.heading not in ("ideal", "allowed")]
+_BAR: Columns = (
+    Column("what", "bar"),
+    Column("ratio", "measured", show=_ratio),
+    Column("required", "at least", show=_ratio),
+    Column("is_met", "met", show=lambda is_met: "pass" if is_met else "miss"),
+    Column("ideal", "ideal", show=_ratio),
+    Column("allowed", "allowed", show=_ratio),
+    Column("share_of_allowed", "of that"),
+    Column("claim", "seed's claim"),
+    *keys("ratios"),
+)
+
+
+def print_batching(found: BatchingResult, *, as_json: bool) -> None:
+    """The machine, the setting, one row for each load and mode, the bars, and whether all modes
+    gave the same tokens."""
+    show_result(batching_facts(found), _text(found), as_json=as_json)
+
+
+def batching_facts(found: BatchingResult) -> dict[str, Any]:
+    """The JSON object."""
+    compared = found.compared
+    return {
+        "machine": found.machine,
+        "workload": found.workload,
+        "rates": compared.rates,
+        "results": [as_object(_MODE, each) for each in compared.figures],
+        "bars": [as_object(_BAR, each) for each in compared.bars],
+        "tokens_equal": compared.difference is None,
+        "first_difference": compared.difference,
+    }
+
+
+def batching_exit_code(found: BatchingResult, options: BatchingOptions) -> int:
+    """1 when two runs differ in a token or, where bars are to be checked, one is missed."""
+    compared = found.compared
+    is_missed = options.check and not compared.all_bars_met
+    return 1 if compared.difference is not None or is_missed else 0
+
+
+def _text(found: BatchingResult) -> Text:
+    setting, plan, compared = found.workload, found.plan, found.compared
+    yield machine_text(found.machine)
+    yield (
+        f"model: {setting['model']}, {setting['dtype']}, {setting['ops']} ops; {plan.rows} rows; "
+        f"{_requests_text(plan)}; {counted(plan.repeats, 'round')}"
+    )
+    if compared.rates is not None:
+        steps = compared.rates.decode_step_s
+        yield (
+            f"measured rates: {compared.rates.prefill_tok_s:.0f} prompt tokens/s; a decode step of "
+            f"{' / '.join(map(str, steps))} rows: "
+            f"{' / '.join(f'{1000 * each:.1f}' for each in steps.values())} ms"
+        )
+    for load in plan.loads:
+        shown = [each for each in compared.figures if each.load == load]
+        has_ideal = any(each.ideal_gain is not None for each in shown)
+        yield f"{load.label}:"
+        yield as_table(_MODE if has_ideal else _MODE_WITHOUT_IDEAL, shown)
+    yield "ms: mean, p50, p95 and p99; gain: tok/s of continuous batching over this mode's"
+    if any(each.ideal_gain is not None for each in compared.figures):
+        yield "ideal: that gain by the lengths of answers alone; allowed: by the measured rates"
+    if compared.bars:
+        yield as_table(_BAR, compared.bars)
+    yield _tokens_text(found)
+
+
+def _requests_text(plan: BatchingPlan) -> str:
+    long = plan.long_answers
+    parts = (
+        counted(plan.num_requests, "request"),
+        f"{plan.system_len} + " if plan.system_len else "",
+        f"{_lens(plan.prompt_lens)} prompt tokens, {_lens(plan.output_lens)} new ones",
+        "" if long is None else f", {long.length} of one in {long.every}",
+    )
+    return f"{parts[0]} of {''.join(parts[1:])}"
+
+
+def _lens(bounds: tuple[int, int]) -> str:
+    low, high = bounds
+    return str(low) if low == high else f"{low} to {high}"
+
+
+def _tokens_text(found: BatchingResult) -> str:
+    different = found.compared.difference
+    if different is not None:
+        return _difference_text(different)
+    runs = sum(len(each.runs) for each in found.compared.figures)
+    return f"tokens: equal in all {counted(runs, 'run')}"
+
+
+def _difference_text(found: Difference) -> str:
+    return (
+        f"tokens DIFFER: request {found.request}, token {found.position} of the answer is "
+        f"{found.found} in {found.mode}, {found.load}, round {found.round}, and {found.expected} "
+        f"in {found.expected_of}"
+    )
+
+
+def batching_charts(found: BatchingResult) -> list[Chart]:
+    """Tokens a second and the first token by load and mode, what the modes lose, and the requests
+    of the first round over time."""
+    figures, loads = found.compared.figures, found.plan.loads
+    kinds = {
+        "clients": [each for each in loads if each.clients is not None],
+        "requests a second": [each for each in loads if each.rate is not None],
+        "at once": [each for each in loads if each.is_saturated],
+    }
+    charts: list[Chart] = []
+    for kind, some in kinds.items():
+        if some:
+            shown = [each for each in figures if each.load in some]
+            charts += [_throughput_chart(kind, shown), _ttft_chart(kind, shown)]
+    full = [each for each in figures if each.ideal_gain is not None]
+    if full:
+        charts.append(_gain_chart([each for each in full if each.load == full[-1].load]))
+    middle = loads[len(loads) // 2]
+    charts.append(_timeline([each for each in figures if each.load == middle]))
+    return charts
+
+
+def _throughput_chart(kind: str, figures: Sequence[ModeFigures]) -> Chart:
+    return _by_load("throughput", "tokens a second", kind, [(each, each.tok_s) for each in figures])
+
+
+def _ttft_chart(kind: str, figures: Sequence[ModeFigures]) -> Chart:
+    times = [(each, each.ttft.mean_s) for each in figures if each.ttft is not None]
+    return _by_load("ttft", "mean time to the first token, s", kind, times)
+
+
+def _by_load(name: str, what: str, kind: str, values: Sequence[tuple[ModeFigures, float]]) -> Chart:
+    """A line of each mode over several loads; bars of one load."""
+    loads = list(dict.fromkeys(each.load for each, _ in values))
+    name = f"{name}_{kind.replace(' ', '_')}"
+    if len(loads) == 1:
+        (load,) = loads
+        series = [Series(label=load.label, points=[(each.mode, value) for each, value in values])]
+        title = f"{what}, {load.label}"
+        return Chart(
+            name=name, title=title, x_label="mode", y_label=what, series=series, kind="bar"
+        )
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for each, value in values:
+        at = each.load.clients or each.load.rate or 0.0
+        lines.setdefault(each.mode, []).append((at, value))
+    series = [Series(label=mode, points=points) for mode, points in lines.items()]
+    return Chart(name=name, title=what, x_label=kind, y_label=what, series=series, kind="line")
+
+
+def _gain_chart(figures: Sequence[ModeFigures]) -> Chart:
+    def bars(label: str, name: str) -> Series:
+        return Series(label=label, points=[(each.mode, getattr(each, name)) for each in figures])
+
+    return Chart(
+        name="gain",
+        title=f"tokens a second of continuous batching over each mode, {figures[0].load.label}",
+        x_label="mode",
+        y_label="ratio",
+        series=[
+            bars("measured", "gain"),
+            bars("ideal, by lengths", "ideal_gain"),
+            bars("allowed, by measured rates", "allowed_gain"),
+        ],
+        kind="bar",
+    )
+
+
+def _timeline(figures: Sequence[ModeFigures]) -> Chart:
+    series = [
+        Series(
+            label=each.mode,
+            points=[
+                (one.index, one.due_s, one.content_s[0], one.content_s[-1])
+                for one in each.runs[0].requests
+            ],
+        )
+        for each in figures
+    ]
+    return Chart(
+        name="timeline",
+        title=f"requests over time, {figures[0].load.label}",
+        x_label="seconds",
+        y_label="request",
+        series=series,
+        kind="timeline",
+    )

@@ -1,0 +1,516 @@
+"""`cadenza bench batching`: modes on the token-storing runner and a clock of steps, by hand."""
+
+import json
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from cadenza import EngineConfig, EngineCore
+from cadenza.backends.fake import FakeRunner, FakeStepHandle
+from cadenza.bench.batching import (
+    BatchingResult,
+    Compared,
+    compare_modes,
+    fitted_config,
+    rate_workload,
+)
+from cadenza.bench.batching_bars import Bar
+from cadenza.bench.batching_figures import ModeFigures, PlayedRun, first_token_difference
+from cadenza.bench.batching_ideal import StepRates, ideal_gain, static_steps
+from cadenza.bench.batching_plan import (
+    SETTINGS,
+    BatchingLoad,
+    BatchingMode,
+    BatchingOptions,
+    BatchingPlan,
+)
+from cadenza.bench.batching_player import (
+    POLICIES,
+    BatchPlayer,
+    PlayedRequest,
+    PlayTask,
+    Timing,
+)
+from cadenza.bench.workloads import PlannedRequest
+from cadenza.cli import main
+from cadenza.cli.batching_report import batching_charts, batching_exit_code, print_batching
+from cadenza.config import EngineLimits
+from cadenza.core.step_schema import ModelInputs
+from cadenza.engine.core import CoreOptions
+from cadenza.errors import ConfigError
+
+ROWS = 2
+AT_ONCE = BatchingLoad()
+ANSWERS = (2, 6, 3, 3)
+"""Two static batches of two rows, of 6 and 3 steps."""
+
+
+class RowDependentRunner(FakeRunner):
+    """Its tokens are others where more than one row is computed."""
+
+    def launch(self, inputs: ModelInputs) -> FakeStepHandle:
+        handle = super().launch(inputs)
+        if inputs.num_logits > 1:
+            token_ids = (handle.output.token_ids + 1) % self.vocab_size
+            handle.output = replace(handle.output, token_ids=token_ids)
+        return handle
+
+
+def make_core(runner: type[FakeRunner] = FakeRunner, num_pages: int = 64) -> EngineCore:
+    limits = EngineLimits(
+        max_num_seqs=ROWS,
+        max_num_batched_tokens=64,
+        max_model_len=256,
+        page_size=16,
+        num_pages=num_pages,
+        max_num_queued_reqs=16,
+    )
+    made = runner(
+        max_num_seqs=ROWS,
+        max_num_batched_tokens=64,
+        max_pages_per_seq=limits.max_pages_per_seq,
+        num_pages=num_pages,
+        page_size=16,
+    )
+    return EngineCore(made, limits, CoreOptions(loop="plain"))
+
+
+@dataclass(slots=True, eq=False)
+class StepClock:
+    """Seconds are steps launched, and what was slept."""
+
+    core: EngineCore
+    slept_s: float = 0.0
+
+    def __call__(self) -> float:
+        runner = self.core.runner
+        assert isinstance(runner, FakeRunner)
+        return self.slept_s + sum(kind == "launch" for kind, _ in runner.trace)
+
+    def sleep(self, seconds: float) -> None:
+        self.slept_s += seconds
+
+    @property
+    def timing(self) -> Timing:
+        return Timing(clock=self, sleep=self.sleep)
+
+
+def planned(answers: tuple[int, ...], length: int = 4) -> list[PlannedRequest]:
+    return [
+        PlannedRequest(
+            prompt_token_ids=tuple((7 * at + place) % 97 for place in range(length)),
+            max_tokens=answer,
+        )
+        for at, answer in enumerate(answers)
+    ]
+
+
+def play(
+    mode: BatchingMode, requests: list[PlannedRequest], clients: int | None = None
+) -> list[PlayedRequest]:
+    core = make_core()
+    task = PlayTask(
+        policy=POLICIES[mode],
+        rows=ROWS,
+        requests=requests,
+        salts=[mode] * len(requests),
+        clients=clients,
+    )
+    played = BatchPlayer(core, task, StepClock(core).timing).play()
+    assert core.is_idle
+    core.check_invariants()
+    return played
+
+
+def spans(played: list[PlayedRequest]) -> list[tuple[float, float]]:
+    """The first and the last token's time of each request."""
+    return [(each.content_s[0], each.content_s[-1]) for each in played]
+
+
+# Modes
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("continuous", [(1, 2), (1, 6), (3, 5), (6, 8)]),
+        ("static", [(1, 2), (1, 6), (7, 9), (7, 9)]),
+        ("static-whole", [(6, 6), (6, 6), (9, 9), (9, 9)]),
+        ("sequential", [(1, 2), (3, 8), (9, 11), (12, 14)]),
+        ("padded", [(1, 2), (1, 6), (7, 9), (7, 9)]),
+    ],
+)
+def test_a_mode_says_when_requests_start_and_when_answers_are_handed_over(
+    mode: BatchingMode, expected: list[tuple[float, float]]
+):
+    assert spans(play(mode, planned(ANSWERS))) == expected
+
+
+def test_padded_rows_go_on_and_their_tokens_are_counted_out():
+    core = make_core()
+    task = PlayTask(policy=POLICIES["padded"], rows=ROWS, requests=planned((2, 6)), salts=["", ""])
+    played = BatchPlayer(core, task, StepClock(core).timing).play()
+    assert [len(each.token_ids) for each in played] == [2, 6]
+    assert core.scheduler.num_scheduled_tokens == 2 * (4 + 5)
+
+
+def test_all_modes_give_the_tokens_that_a_request_has_alone():
+    alone = [tuple(each.token_ids) for each in play("sequential", planned(ANSWERS))]
+    assert len(set(alone)) == len(ANSWERS)
+    for mode in POLICIES:
+        assert [tuple(each.token_ids) for each in play(mode, planned(ANSWERS))] == alone
+
+
+def test_a_client_sends_its_next_request_when_its_answer_was_handed_over():
+    played = play("static-whole", planned((2, 6, 3, 3)), clients=2)
+    assert [each.due_s for each in played] == [0, 0, 6, 6]
+    played = play("continuous", planned((2, 6, 3, 3)), clients=2)
+    assert [each.due_s for each in played] == [0, 0, 2, 5]
+
+
+def test_requests_at_a_rate_are_waited_for_and_counted_from_when_they_were_due():
+    late = [
+        replace(each, after_s=at) for each, at in zip(planned((3, 3)), (0.5, 9.25), strict=True)
+    ]
+    played = play("continuous", late)
+    assert [each.due_s for each in played] == [0.5, 9.25]
+    assert spans(played) == [(1.5, 3.5), (10.25, 12.25)]
+
+
+def test_a_static_batch_takes_those_that_have_come_when_the_last_one_ends():
+    arrivals = (0.0, 0.5, 1.5, 1.75)
+    requests = [
+        replace(each, after_s=at) for each, at in zip(planned(ANSWERS), arrivals, strict=True)
+    ]
+    assert spans(play("static", requests)) == [(1, 2), (3, 8), (3, 5), (9, 11)]
+
+
+# What lengths and rates allow
+
+
+def test_static_batches_take_as_many_steps_as_their_longest_answers():
+    assert static_steps((2, 6, 3, 3), 2) == 9
+    assert static_steps((2, 6, 3), 2) == 9
+    assert ideal_gain("static", (2, 6, 3, 3), 2) == pytest.approx(9 / (14 / 2))
+    assert ideal_gain("padded", (2, 6, 3, 3), 2) == pytest.approx(9 / 7)
+    assert ideal_gain("sequential", (2, 6, 3, 3), 2) == pytest.approx(2.0)
+    assert ideal_gain("continuous", (2, 6, 3, 3), 2) == 1.0
+
+
+RATES = StepRates(prefill_tok_s=100.0, decode_step_s={1: 1.0, 2: 2.0, 4: 3.0})
+
+
+def test_a_step_of_rows_between_two_that_were_measured_is_interpolated():
+    assert [RATES.step_s(rows) for rows in (1, 2, 3, 4)] == [1.0, 2.0, 2.5, 3.0]
+
+
+def test_measured_rates_give_the_time_of_batches():
+    requests = planned(ANSWERS, length=50)  # half a second for each prompt
+    first = requests[:2]
+    assert RATES.batch_s(first, is_padded=True) == pytest.approx(1.0 + 5 * 2.0)
+    assert RATES.batch_s(first, is_padded=False) == pytest.approx(1.0 + 1 * 2.0 + 4 * 1.0)
+    assert RATES.run_s("continuous", requests, 2) == pytest.approx(2.0 + (14 - 4) / 2 * 2.0)
+    assert RATES.run_s("sequential", requests, 2) == pytest.approx(2.0 + 10 * 1.0)
+    static_s = (1.0 + 2.0 + 4.0) + (1.0 + 2 * 2.0)
+    assert RATES.allowed_gain("static", requests, 2) == pytest.approx(static_s / 12.0)
+
+
+def test_prompts_that_come_together_have_their_first_tokens_one_after_the_other():
+    requests = planned(ANSWERS, length=50)
+    assert RATES.burst_ttft_s(requests, 1) == pytest.approx(0.5)
+    assert RATES.burst_ttft_s(requests, 4) == pytest.approx((0.5 + 1.0 + 1.5 + 2.0) / 4)
+
+
+# Plans
+
+
+def test_a_plan_gives_the_same_requests_each_time_and_others_for_another_seed():
+    plan = BatchingOptions(num_requests=5).plan()
+    assert plan.requests(97) == plan.requests(97)
+    assert plan.requests(97) != replace(plan, seed=1).requests(97)
+    for each in plan.requests(97):
+        assert 16 <= len(each.prompt_token_ids) <= 128
+        assert 8 <= each.max_tokens <= 96
+
+
+def test_setting_c_has_one_long_answer_in_each_ten():
+    lens = [each.max_tokens for each in SETTINGS["C"].requests(97)]
+    for at in range(0, len(lens), 10):
+        assert sorted(lens[at : at + 10])[-1] == 512
+        assert all(8 <= each <= 16 for each in sorted(lens[at : at + 10])[:-1])
+    assert ideal_gain("padded", lens, 8) >= 5
+
+
+def test_setting_d_has_one_system_prompt_and_other_questions():
+    requests = SETTINGS["D"].requests(97)
+    assert len({each.prompt_token_ids[:2000] for each in requests}) == 1
+    assert len({each.prompt_token_ids[2000:] for each in requests}) == len(requests)
+
+
+def test_arrivals_of_twice_the_rate_come_in_half_the_time():
+    plan = BatchingPlan(num_requests=2000)
+    slow, fast = (plan.arrivals_s(BatchingLoad(rate=rate)) for rate in (5.0, 10.0))
+    assert fast == [pytest.approx(each / 2) for each in slow]
+    assert slow[0] == 0.0
+    assert slow[-1] / 1999 == pytest.approx(1 / 5, rel=0.1)
+    assert set(plan.arrivals_s(AT_ONCE)) == {0.0}
+
+
+def test_loads_are_of_clients_then_of_rates_and_inf_is_at_once():
+    given = BatchingOptions(concurrency=(1, 4), request_rate=(2.5, math.inf)).plan().loads
+    assert given == (
+        BatchingLoad(clients=1),
+        BatchingLoad(clients=4),
+        BatchingLoad(rate=2.5),
+        AT_ONCE,
+    )
+    assert [each.label for each in given] == [
+        "1 client",
+        "4 clients",
+        "2.5 requests/s",
+        "all at once",
+    ]
+    assert BatchingOptions(max_num_seqs=3).plan().loads == (BatchingLoad(clients=3), AT_ONCE)
+    assert [each.clients for each in BatchingOptions(setting="A").plan().loads] == [1, 2, 4, 8]
+
+
+def test_flags_change_a_setting():
+    plan = BatchingOptions(setting="B", num_requests=9, output_lens=(3, 5), max_num_seqs=2).plan()
+    assert (plan.num_requests, plan.output_lens, plan.rows) == (9, (3, 5), 2)
+    assert plan.prompt_lens == (32, 512)
+
+
+# Comparisons
+
+
+def small_plan(**changes: object) -> BatchingPlan:
+    plan = BatchingPlan(
+        rows=ROWS,
+        loads=(BatchingLoad(clients=2), AT_ONCE),
+        num_requests=5,
+        prompt_lens=(3, 20),
+        output_lens=(2, 9),
+        repeats=2,
+    )
+    return replace(plan, **changes)  # type: ignore[arg-type]
+
+
+def compared(plan: BatchingPlan, runner: type[FakeRunner] = FakeRunner) -> Compared:
+    core = make_core(runner)
+    return compare_modes(core, plan, lambda _: None, StepClock(core).timing)
+
+
+def result(plan: BatchingPlan, found: Compared) -> BatchingResult:
+    machine = {"cpu": "m", "cores": 2, "isa": None, "threads": None, "load_average": 0.0}
+    workload: dict[str, object] = {"model": "m", "dtype": "float32", "ops": "stored"}
+    return BatchingResult(machine=machine, workload=workload, plan=plan, compared=found)
+
+
+def test_every_mode_plays_every_load_in_every_round_with_equal_tokens():
+    plan = small_plan()
+    found = compared(plan)
+    assert [(each.mode, each.load) for each in found.figures] == [
+        (mode, load) for load in plan.loads for mode in plan.modes
+    ]
+    for each in found.figures:
+        assert [run.round for run in each.runs] == [1, 2]
+        assert each.num_cached_tokens == 0
+    assert found.difference is None
+    assert found.rates is not None
+    assert sorted(found.rates.decode_step_s) == [1, 2]
+    assert batching_exit_code(result(plan, found), BatchingOptions()) == 0
+
+
+def test_a_runner_whose_tokens_depend_on_the_rows_fails_the_comparison(
+    capsys: pytest.CaptureFixture[str],
+):
+    plan = small_plan()
+    found = compared(plan, RowDependentRunner)
+    difference = found.difference
+    assert difference is not None
+    assert (difference.expected_of, difference.round) == ("continuous, 2 clients, round 1", 1)
+    assert difference.found != difference.expected
+    shown = result(plan, found)
+    assert batching_exit_code(shown, BatchingOptions()) == 1
+    print_batching(shown, as_json=False)
+    text = f"request {difference.request}, token {difference.position} of the answer"
+    assert text in capsys.readouterr().out
+    print_batching(shown, as_json=True)
+    told = json.loads(capsys.readouterr().out)
+    assert told["tokens_equal"] is False
+    assert told["first_difference"]["mode"] == difference.mode
+
+
+def test_hits_are_told_from_misses_by_their_salts():
+    plan = small_plan(
+        setting="D", modes=(), loads=(BatchingLoad(clients=1),), system_len=96, num_requests=3
+    )
+    found = compared(plan)
+    miss, hit = found.figures
+    assert (miss.mode, miss.num_cached_tokens) == ("miss", 0)
+    assert (hit.mode, hit.num_cached_tokens) == ("hit", 3 * 96)
+    (bar,) = found.bars
+    assert bar.ideal == pytest.approx(hit.num_prompt_tokens / (hit.num_prompt_tokens - 3 * 96))
+    assert bar.required == min(7.0, bar.ideal)
+    assert bar.ratio == pytest.approx(2.0)  # 96 tokens and more are two steps of 64, and one
+    assert not bar.is_met
+    assert bar.required > 2.1
+
+
+def test_a_setting_has_its_bars():
+    lens = {"num_requests": 4, "prompt_lens": (4, 4)}
+    at_clients = tuple(BatchingLoad(clients=clients) for clients in (2, 4))
+    found = compared(small_plan(setting="A", loads=at_clients, output_lens=(5, 5), **lens))
+    assert [bar.what for bar in found.bars] == [
+        "tok/s over static, 2 clients",
+        "mean TTFT of static-whole over that of continuous, 4 clients",
+        "tok/s over static-whole, 4 clients",
+    ]
+    assert [bar.ratio for bar in found.bars if "tok/s" in bar.what] == [1.0, 1.0]
+    found = compared(small_plan(setting="C", loads=(AT_ONCE,)))
+    least, bar = found.bars
+    assert bar.ideal == least.ratio
+    assert bar.required == pytest.approx(0.9 * least.ratio)
+    found = compared(small_plan(setting="B", loads=(AT_ONCE,)))
+    assert [bar.what for bar in found.bars] == ["tok/s over static"]
+
+
+def test_a_missed_bar_decides_the_exit_code_only_where_bars_are_checked():
+    plan = small_plan(setting="B")
+    missed = Bar(what="a ratio", ratios=(1.0, 1.25, 1.5), required=1.26)
+    found = Compared(figures=(), rates=None, bars=(missed,), difference=None)
+    assert (missed.ratio, missed.is_met) == (1.25, False)
+    assert replace(missed, required=1.2549).is_met
+    shown = result(plan, found)
+    assert batching_exit_code(shown, BatchingOptions(setting="B")) == 0
+    assert batching_exit_code(shown, BatchingOptions(setting="B", check=True)) == 1
+
+
+def test_a_pool_without_room_for_all_rows_is_refused():
+    core = make_core(num_pages=3)
+    with pytest.raises(ConfigError, match="need 4 KV pages, and there are 3"):
+        compare_modes(core, small_plan(), lambda _: None)
+
+
+# Figures
+
+
+def played(
+    times: list[float], due_s: float = 0.0, tokens: list[int] | None = None
+) -> PlayedRequest:
+    return PlayedRequest(
+        index=0,
+        due_s=due_s,
+        planned=PlannedRequest(prompt_token_ids=(1, 2), max_tokens=len(times)),
+        token_ids=tokens or [5] * len(times),
+        content_s=times,
+    )
+
+
+def test_figures_pool_the_times_of_requests_and_take_medians_of_rates():
+    run = PlayedRun(
+        mode="static", load=AT_ONCE, round=1, requests=[played([1, 2, 4]), played([3, 5], 2.0)]
+    )
+    figures = ModeFigures(mode="static", load=AT_ONCE, runs=[run])
+    assert figures.ttft is not None
+    assert figures.itl is not None
+    assert figures.tpot is not None
+    assert figures.e2e is not None
+    assert (figures.ttft.mean_s, figures.e2e.mean_s) == (1.0, 3.5)
+    assert (figures.itl.count, figures.itl.mean_s) == (3, pytest.approx(5 / 3))
+    assert figures.tpot.mean_s == pytest.approx((1.5 + 2) / 2)
+    assert figures.tok_s == 1.0
+    assert figures.full_tok_s == 1.0  # three tokens by the third second
+    whole = replace(figures, is_whole=True)
+    assert (whole.itl, whole.tpot) == (None, None)
+
+
+def test_the_first_token_that_differs_is_named():
+    runs = [
+        PlayedRun(mode=mode, load=AT_ONCE, round=1, requests=[played([1, 2], tokens=tokens)])
+        for mode, tokens in (("continuous", [5, 6]), ("static", [5, 6]), ("padded", [5, 7]))
+    ]
+    assert first_token_difference(runs[:2]) is None
+    found = first_token_difference(runs)
+    assert found is not None
+    assert (found.mode, found.position, found.found, found.expected) == ("padded", 1, 7, 6)
+
+
+def test_charts_have_a_line_for_each_mode_and_a_timeline():
+    plan = small_plan(loads=(BatchingLoad(clients=1), BatchingLoad(clients=2), AT_ONCE), repeats=1)
+    charts = {each.name: each for each in batching_charts(result(plan, compared(plan)))}
+    assert set(charts) == {
+        *("throughput_clients", "ttft_clients", "throughput_at_once", "ttft_at_once"),
+        *("gain", "timeline"),
+    }
+    lines = charts["throughput_clients"]
+    assert (lines.kind, [each.label for each in lines.series]) == ("line", list(plan.modes))
+    assert [x for x, _ in lines.series[0].points] == [1, 2]
+    timeline = charts["timeline"].series[0]
+    assert [point[0] for point in timeline.points] == list(range(plan.num_requests))
+
+
+# The command
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (("--modes", "static"), "continuous"),
+        (("--modes", "continuous,dynamic"), "'dynamic'"),
+        (("--modes", "continuous,continuous"), "twice"),
+        (("--setting", "E"), "--setting"),
+        (("--setting", "B", "--concurrency", "4"), "--concurrency"),
+        (("--setting", "D", "--modes", "continuous"), "--modes"),
+        (("--check",), "--setting"),
+        (("--request-rate", "0"), "--request-rate"),
+        (("--concurrency", "0"), "--concurrency"),
+        (("--num-requests", "0"), "--num-requests"),
+        (("--max-num-seqs", "0"), "--max-num-seqs"),
+        (("--repeats", "0"), "--repeats"),
+        (("--output-len", "9:2"), "--output-len"),
+        (("--batching", "static"), "--modes"),
+        (("--prefix-cache-disk", "folder"), "--prefix-cache-disk"),
+        (("--setting", "D", "--no-enable-prefix-caching"), "prefix cache"),
+        (("--max-model-len", "64"), "--max-model-len"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_by_name(
+    arguments: tuple[str, ...], word: str, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["bench", "batching", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert word in captured.err
+
+
+def test_the_engine_has_the_rows_and_the_context_of_the_plan():
+    plan = BatchingOptions(setting="B", max_num_seqs=4).plan()
+    assert rate_workload(plan).concurrency == (1, 2, 4)
+    fitted = fitted_config(EngineConfig(), plan, 256)
+    assert fitted.max_num_seqs == 4
+    assert fitted.max_model_len == 512 + 256
+
+
+def test_the_command_prints_one_object_and_draws(
+    shape_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    sizes = ("--input-len", "4:20", "--output-len", "2:6", "--repeats", "1")
+    flags = ("--max-num-seqs", "2", "--num-requests", "4", "--request-rate", "1000")
+    shape = ("--shape", str(shape_file), "--plot", str(tmp_path))
+    capsys.readouterr()
+    assert main(["bench", "batching", *shape, *sizes, *flags, "--json"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    found = json.loads(line)
+    assert {"machine", "workload", "rates", "results", "bars", "tokens_equal"} <= set(found)
+    assert found["workload"]["loads"] == ["1000 requests/s"]
+    assert [each["mode"] for each in found["results"]] == list(POLICIES)
+    for each in found["results"]:
+        assert each["num_output_tokens"] == found["results"][0]["num_output_tokens"]
+        assert each["ttft"]["count"] == 4
+        assert set(each["ttft"]) >= {"mean_s", "p50_s", "p95_s", "p99_s"}
+        assert each["tok_s"] == pytest.approx(each["num_output_tokens"] / each["duration_s"])
+    assert (tmp_path / "index.html").exists()
+    assert (tmp_path / "timeline.png").exists()
