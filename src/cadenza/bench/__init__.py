@@ -10,8 +10,9 @@ Modules:
 - `machine`: the machine's description and roofline, and measuring in a fresh process
 - `startup`, `startup_probe`, `load`: time to the first token; rate of loading
 - `serve`, `serve_figures`: load on a server, and its figures
-- `batching`: continuous batching beside other ways to batch, with `batching_plan` (settings and
-  requests), `batching_player` (modes), `batching_figures`, `batching_ideal` and `batching_bars`
+- `batching`, `batching_plan`, `batching_player`: continuous batching beside other ways to batch:
+  rounds, settings and requests, modes
+- `batching_figures`, `batching_ideal`, `batching_bars`: their figures, and what these are held to
 - `traffic`: the requests of a simulation, and when they arrive
 - `simulate`: the engine's core over steps that only take time
 - `plots`: charts as PNG and as one page

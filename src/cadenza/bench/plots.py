@@ -78,7 +78,7 @@ def require_plot_library(find: Callable[[str], object] = find_spec) -> None:
     """Raises ConfigError when matplotlib is not installed; for use before a long measurement."""
     if find("matplotlib") is None:
         raise ConfigError(
-            "--plot needs matplotlib, which is not installed; run `pip install 'cadenza[plot]'`, "
+            "--plot needs matplotlib, which is not installed; run `pip install matplotlib`, "
             "or leave --plot out"
         )
 
