@@ -78,6 +78,13 @@ class ServeFlags:
         "loaded one finish its requests and make room.",
         min=1,
     )
+    replicas: int = _flag(
+        1,
+        "Engines of each model that serve as one: the CPUs are split among them, with --device "
+        "cuda each has a card. When one is lost, its streams go on in another, with the same bits.",
+        min=1,
+        max=64,
+    )
     idle_unload: float | None = _flag(
         None,
         "Seconds without a request after which a model is unloaded, and its memory is free; the "
@@ -451,9 +458,10 @@ def _make(
         front_end_bytes=private_memory_bytes() or 0,
         bodies_bytes=flags.max_bodies_bytes,
     )
-    processes = shared_out(process, opened, pool_options.max_loaded)
+    processes = shared_out(process, opened, pool_options.max_loaded, flags.replicas)
     models = [
-        each.served(names, own) for each, names, own in zip(opened, named, processes, strict=True)
+        each.served(names, own, flags.replicas)
+        for each, names, own in zip(opened, named, processes, strict=True)
     ]
     return Service(ModelPool(models, pool_options, options.clock), options)
 

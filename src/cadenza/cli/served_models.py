@@ -6,7 +6,7 @@ served is refused here, before a port is open, as far as that can be known witho
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +21,8 @@ MAX_NAME_CHARS = 256
 
 if TYPE_CHECKING:
     from cadenza.checkpoint import Checkpoint
-    from cadenza.engine.process.process_link import ProcessOptions
+    from cadenza.engine.process.child_process import ChildProcess
+    from cadenza.engine.process.process_link import ProcessLink, ProcessOptions
     from cadenza.frontend.answers import AnswerParsers
     from cadenza.frontend.text_frontend import TextFrontend
     from cadenza.server.served_model import ModelNames, ServedModel
@@ -88,17 +89,70 @@ class OpenedModel:
     text: "TextFrontend"
     config: EngineConfig
 
-    def served(self, names: "ModelNames", process: "ProcessOptions") -> "ServedModel":
-        """With engines in processes of their own."""
+    def served(
+        self, names: "ModelNames", process: "ProcessOptions", num_replicas: int = 1
+    ) -> "ServedModel":
+        """With engines in processes of their own, of which `num_replicas` serve as one."""
+        from cadenza.cluster.engine_group import EngineGroup
+        from cadenza.cluster.group_stats import replica_limits
         from cadenza.engine.front import EngineFront
-        from cadenza.engine.process.process_link import ProcessLink, pinned
-        from cadenza.server.served_model import ServedModel
+        from cadenza.server.served_model import ServedEngine, ServedModel
 
-        def make_engine(limits: EngineLimits | None) -> EngineFront:
-            config = self.config if limits is None else pinned(self.config, limits)
-            return EngineFront(ProcessLink(self.word, config, process))
+        def make_engine(limits: EngineLimits | None) -> ServedEngine:
+            if num_replicas == 1:
+                return EngineFront(self._link(process, limits))
+            known = None if limits is None else replica_limits(limits, num_replicas)
+            places = replica_places(self.config.device, num_replicas)
+
+            def make_replica(
+                place: int, own: EngineLimits | None, ids: Iterator[int]
+            ) -> EngineFront:
+                return EngineFront(self._link(process, own or known, places[place]), ids)
+
+            return EngineGroup(make_replica, num_replicas)
 
         return ServedModel(names, self.text, make_engine)
+
+    def _link(
+        self,
+        process: "ProcessOptions",
+        limits: EngineLimits | None,
+        at: "ReplicaPlace | None" = None,
+    ) -> "ProcessLink":
+        from cadenza.engine.process.process_link import ProcessLink, pinned
+
+        config = self.config if limits is None else pinned(self.config, limits)
+        if at is not None:
+            config, process = replace(config, device=at.device), at.process(process)
+        return ProcessLink(self.word, config, process)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaPlace:
+    """Where a replica computes: a device, and the CPUs of its process; none: any."""
+
+    device: str
+    cpus: tuple[int, ...]
+
+    def process(self, options: "ProcessOptions") -> "ProcessOptions":
+        """Whose processes run on these CPUs."""
+        from cadenza.cluster.cores import place_on
+
+        def open_child(command: Sequence[str]) -> "ChildProcess":
+            child = options.open_child(command)
+            place_on(child.pid, self.cpus)
+            return child
+
+        return replace(options, open_child=open_child)
+
+
+def replica_places(device: str, num_replicas: int) -> list[ReplicaPlace]:
+    """A card for each where the device is `cuda`; the CPUs are split among them."""
+    from cadenza.cluster.cores import own_cpus, split_cpus
+
+    parts = split_cpus(own_cpus(), num_replicas)
+    devices = [f"cuda:{at}" if device == "cuda" else device for at in range(num_replicas)]
+    return [ReplicaPlace(*each) for each in zip(devices, parts, strict=True)]
 
 
 def most_waiting(config: EngineConfig) -> int:
@@ -138,15 +192,20 @@ def open_models(
 
 
 def shared_out(
-    process: "ProcessOptions", opened: Sequence[OpenedModel], num_engines: int
+    process: "ProcessOptions", opened: Sequence[OpenedModel], num_models: int, num_replicas: int
 ) -> "list[ProcessOptions]":
-    """The options of each model's process, with its share of the memory where several engines run
-    side by side. Raises ConfigError where their weights do not fit together."""
+    """The options of each model's processes, with their share of the memory where several engines
+    run side by side, of `num_models` at the same time. Replicas on cards of their own share
+    nothing. Raises ConfigError where their weights do not fit together."""
     from cadenza.loading.memory import available_memory_bytes
     from cadenza.loading.memory_shares import memory_shares, weight_bytes_of
 
+    has_cards = opened[0].config.device == "cuda"
+    num_copies = 1 if has_cards else num_replicas
+    num_engines = num_models * num_copies
     if num_engines == 1:
         return [process] * len(opened)
     weights = [weight_bytes_of(each.checkpoint, each.config) for each in opened]
-    shares = memory_shares(weights, num_engines, available_memory_bytes())
+    copies = [each for each in weights for _ in range(num_copies)]
+    shares = memory_shares(copies, num_engines, available_memory_bytes())[::num_copies]
     return [replace(process, share_bytes=each, num_engines=num_engines) for each in shares]

@@ -10,7 +10,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from cadenza.engine.batch_engine import (
@@ -19,6 +19,7 @@ from cadenza.engine.batch_engine import (
     Clock,
     Command,
     Emit,
+    Resume,
     Submit,
     check_step_errors,
     run_steps,
@@ -26,6 +27,7 @@ from cadenza.engine.batch_engine import (
 from cadenza.engine.core import EngineCore
 from cadenza.engine.open_requests import (
     EngineLoad,
+    OpenRequest,
     OpenRequests,
     RequestStats,
     RequestTimeouts,
@@ -34,7 +36,7 @@ from cadenza.engine.open_requests import (
 from cadenza.engine.request_check import RequestCheck
 from cadenza.engine.stats import EngineStats, StepMeter
 from cadenza.engine.status import EngineState, EngineStatus
-from cadenza.engine.step_watch import LiveNews, OnNews, StepSummary, Watch
+from cadenza.engine.step_watch import EngineChange, LiveNews, OnNews, StepSummary, Watch
 from cadenza.errors import (
     CadenzaError,
     EngineClosedError,
@@ -46,6 +48,8 @@ from cadenza.fingerprint import Fingerprint
 from cadenza.request import Request
 
 logger = logging.getLogger(__name__)
+
+OnEngineChange = Callable[[EngineChange], object]
 
 WAKE_S = 60.0
 """Maximum time that an idle engine blocks waiting for a command before it updates its heartbeat."""
@@ -95,11 +99,15 @@ class EngineLink(Protocol):
 
 
 class EngineFront:
-    """`BatchEngine` and `EngineMonitor` over the engine at the other end of `link`."""
+    """`BatchEngine` and `EngineMonitor` over the engine at the other end of `link`.
 
-    def __init__(self, link: EngineLink) -> None:
+    Args:
+        ids: as for `OpenRequests`.
+    """
+
+    def __init__(self, link: EngineLink, ids: Iterator[int] | None = None) -> None:
         self.link = link
-        self.requests = OpenRequests(link.timeouts, link.clock)
+        self.requests = OpenRequests(link.timeouts, link.clock, ids)
         self.lock = threading.Lock()
         self.drained_by_s: float | None = None
         self.is_shut_down = False
@@ -107,6 +115,7 @@ class EngineFront:
         self._failure: CadenzaError | None = None
         self._settled = threading.Event()
         self._on_death: Callable[[CadenzaError], object] | None = None
+        self._on_change: OnEngineChange | None = None
         self._on_news: OnNews | None = None
         self._next_label = 1
         link.attach(self)
@@ -121,6 +130,14 @@ class EngineFront:
         if self.is_shut_down or self.drained_by_s is None:
             return self.is_shut_down
         return not self.requests.num_open or self.link.clock() >= self.drained_by_s
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether its engine computes, also where it refuses new requests; the lock is held, or the
+        answer may be outdated."""
+        status = self.link.status()
+        is_there = status.state in ("ready", "draining") and status.since_beat_s is not None
+        return is_there and not self.is_shut_down
 
     def submit(
         self,
@@ -146,6 +163,28 @@ class EngineFront:
             if self.requests.cancel(request_id, sample):
                 self.link.put(Cancel(request_id, sample))
 
+    def release(self, request_id: int) -> OpenRequest | None:
+        """Gives an open request up, to be adopted by another engine's front; None if it is not
+        open."""
+        with self.lock:
+            entry = self.requests.release(request_id)
+            if entry is not None and self.is_serving:
+                self.link.put(Cancel(request_id, None))
+            return entry
+
+    def adopt(self, entry: OpenRequest) -> None:
+        """Goes on with a request that another engine began, at its next token.
+
+        Raises EngineUnavailableError where no engine is there to go on with it.
+        """
+        with self.lock:
+            if not self.is_serving:
+                raise EngineUnavailableError("no engine is there to go on with the request")
+            self.requests.adopt(entry)
+            resumed = self.requests.resume(entry.request_id)
+            assert resumed is not None, "it is open"
+            self.link.put(Resume(entry.request_id, *resumed))
+
     def watch(self, on_news: OnNews | None) -> None:
         with self.lock:
             self._on_news, self._next_label = on_news, 1
@@ -158,6 +197,8 @@ class EngineFront:
 
     def tell(self, news: LiveNews) -> None:
         """To be called on the serving thread; passes news on to whoever watches."""
+        if isinstance(news, str) and self._on_change is not None:
+            self._on_change(news)
         on_news = self._on_news
         if on_news is None:
             return
@@ -201,6 +242,11 @@ class EngineFront:
         """Has `on_death` called, on the serving thread, with the reason if the engine is given up;
         not where it is shut down. To be called before `serve`."""
         self._on_death = on_death
+
+    def call_at_changes(self, on_change: OnEngineChange) -> None:
+        """Has `on_change` called, on the serving thread, when the engine is lost, while its open
+        requests wait for the next one, and when one is ready. To be called before `serve`."""
+        self._on_change = on_change
 
     def status(self) -> EngineStatus:
         with self.lock:

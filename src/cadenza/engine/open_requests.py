@@ -1,18 +1,18 @@
 """`OpenRequests`: the open requests, their tokens and deadlines, and statistics of ended ones.
 
-Owns the request ids, the queue's bounds, the deadlines, the latency measurements, and what another
-engine needs to go on with a request: the tokens that were passed on, and how many engines in a row
-were lost with it before it got on. Knows no engine and no process; thread-safe. Invariants: ids
-increase; each sample of an accepted request ends exactly once, by a `Finished` event, `cancel`, its
-deadline, `fail` or `end_all`; its later events are dropped, and so is a token that was passed on
-before.
+Owns the queue's bounds, the deadlines, the latency measurements, and what another engine needs to
+go on with a request: the tokens that were passed on, and how many engines in a row were lost with
+it before it got on. Knows no engine and no process; thread-safe. Invariants: each sample of an
+accepted request ends exactly once, by a `Finished` event, `cancel`, its deadline, `fail` or
+`end_all`, unless the request is released to others; its later events are dropped, and so is a token
+that was passed on before.
 """
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import count, takewhile
 from typing import Literal
 
 from msgspec.structs import replace
@@ -111,8 +111,9 @@ class RequestTimes:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class _OpenRequest:
-    """An accepted request; times are clock readings.
+class OpenRequest:
+    """An accepted request, as those who release and adopt it hand it over; times are clock
+    readings.
 
     Args:
         token_ids: of each sample that has not ended, the tokens so far.
@@ -151,14 +152,25 @@ class _Times:
 
 
 class OpenRequests:
-    """Accepts requests within the queue's bounds, and filters and records their events."""
+    """Accepts requests within the queue's bounds, and filters and records their events.
 
-    def __init__(self, timeouts: RequestTimeouts, clock: Callable[[], float]) -> None:
+    Args:
+        ids: of the requests that it accepts, increasing; those who release requests to one another
+            have one.
+    """
+
+    def __init__(
+        self,
+        timeouts: RequestTimeouts,
+        clock: Callable[[], float],
+        ids: Iterator[int] | None = None,
+    ) -> None:
         self._timeouts = timeouts
         self._clock = clock
+        self._ids = count() if ids is None else ids
         self._lock = threading.RLock()
-        self._open: dict[int, _OpenRequest] = {}
-        self._queued: dict[int, _OpenRequest] = {}
+        self._open: dict[int, OpenRequest] = {}
+        self._queued: dict[int, OpenRequest] = {}
         self._num_queued_tokens = 0
         self._num_accepted = 0
         self._num_resumed = 0
@@ -184,9 +196,9 @@ class OpenRequests:
         num_tokens = len(request.prompt_token_ids)
         with self._lock:
             self._check_room(num_tokens, limits)
-            request_id = self._num_accepted
+            request_id = next(self._ids)
             self._num_accepted += 1
-            entry = _OpenRequest(
+            entry = OpenRequest(
                 request_id=request_id,
                 request=request,
                 accepted_s=self._clock(),
@@ -197,6 +209,25 @@ class OpenRequests:
             self._open[request_id] = self._queued[request_id] = entry
             self._num_queued_tokens += num_tokens
         return request_id
+
+    def release(self, request_id: int) -> OpenRequest | None:
+        """Gives an open request up to others, which `adopt` it; None if it is not open. It has not
+        ended, and what still comes of it here is dropped."""
+        with self._lock:
+            entry = self._open.pop(request_id, None)
+            if entry is not None and self._queued.pop(request_id, None) is not None:
+                self._num_queued_tokens -= entry.num_prompt_tokens
+            return entry
+
+    def adopt(self, entry: OpenRequest) -> None:
+        """Takes over what others have released, whatever the queue's bounds, with its deadlines."""
+        with self._lock:
+            entry.is_running = entry.has_progress = False
+            # Deadlines are looked for at the front: entries stay in the order of acceptance.
+            self._open = _by_acceptance([*self._open.values(), entry])
+            if entry.times.started_s is None:
+                self._queued = _by_acceptance([*self._queued.values(), entry])
+                self._num_queued_tokens += entry.num_prompt_tokens
 
     def count_rejection(self, reason: RejectionReason) -> None:
         with self._lock:
@@ -368,7 +399,7 @@ class OpenRequests:
                 f"when some have been read"
             )
 
-    def _start(self, entry: _OpenRequest, now_s: float) -> None:
+    def _start(self, entry: OpenRequest, now_s: float) -> None:
         if self._queued.pop(entry.request_id, None) is not None:
             self._num_queued_tokens -= entry.num_prompt_tokens
             entry.times.started_s = now_s
@@ -395,7 +426,7 @@ class OpenRequests:
             return event
         return _new_logprobs(entry, event)
 
-    def _record_token(self, entry: _OpenRequest, event: Token, now_s: float) -> bool:
+    def _record_token(self, entry: OpenRequest, event: Token, now_s: float) -> bool:
         """Whether the token is new, of a sample that has not ended."""
         token_ids = entry.token_ids.get(event.sample)
         if token_ids is None or event.index < len(token_ids):
@@ -410,22 +441,22 @@ class OpenRequests:
             self._end_pause(entry, now_s)
         return True
 
-    def _take_first_token(self, entry: _OpenRequest, now_s: float) -> None:
+    def _take_first_token(self, entry: OpenRequest, now_s: float) -> None:
         entry.times.first_token_s = now_s
         self._take_prefill(entry, now_s)
 
-    def _take_prefill(self, entry: _OpenRequest, now_s: float) -> None:
+    def _take_prefill(self, entry: OpenRequest, now_s: float) -> None:
         self._start(entry, now_s)
         assert entry.times.started_s is not None
         self._times.prefill.add(now_s - entry.times.started_s)
 
-    def _end_pause(self, entry: _OpenRequest, now_s: float) -> None:
+    def _end_pause(self, entry: OpenRequest, now_s: float) -> None:
         assert entry.lost_s is not None
         self._times.resume.add(now_s - entry.lost_s)
         entry.times.pauses.append((entry.lost_s, now_s))
         entry.lost_s = None
 
-    def _end(self, entry: _OpenRequest, sample: int, reason: FinishReason, now_s: float) -> None:
+    def _end(self, entry: OpenRequest, sample: int, reason: FinishReason, now_s: float) -> None:
         del entry.token_ids[sample]
         self._ends[reason] += 1
         if entry.token_ids:
@@ -440,7 +471,7 @@ class OpenRequests:
             self._times.decode.add(now_s - entry.times.first_token_s)
 
     def _fail_each(
-        self, entries: Iterable[_OpenRequest], kind: ErrorKind, error: str, now_s: float
+        self, entries: Iterable[OpenRequest], kind: ErrorKind, error: str, now_s: float
     ) -> list[Finished]:
         ended: list[Finished] = []
         for entry in entries:
@@ -462,7 +493,7 @@ class OpenRequests:
         return ended
 
 
-def _new_logprobs(entry: _OpenRequest, event: PromptLogprobs) -> PromptLogprobs | None:
+def _new_logprobs(entry: OpenRequest, event: PromptLogprobs) -> PromptLogprobs | None:
     """The event without the positions that were passed on before; None if it has no other."""
     start = 1 + entry.num_prompt_logprobs
     fresh = event.entries[max(0, start - event.start) :]
@@ -473,6 +504,10 @@ def _new_logprobs(entry: _OpenRequest, event: PromptLogprobs) -> PromptLogprobs 
     return event if len(fresh) == len(event.entries) else replace(event, start=start, entries=fresh)
 
 
-def _older(entries: dict[int, _OpenRequest], accepted_s: float) -> list[_OpenRequest]:
+def _by_acceptance(entries: Iterable[OpenRequest]) -> dict[int, OpenRequest]:
+    return {each.request_id: each for each in sorted(entries, key=lambda each: each.request_id)}
+
+
+def _older(entries: dict[int, OpenRequest], accepted_s: float) -> list[OpenRequest]:
     """Entries accepted at or before `accepted_s`; `entries` is in order of acceptance."""
     return list(takewhile(lambda entry: entry.accepted_s <= accepted_s, entries.values()))

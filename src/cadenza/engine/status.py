@@ -30,6 +30,7 @@ class EngineStatus:
         cause: the same without internal details, for clients.
         request_check: the check for requests; None until the first load is done.
         fingerprint: that of its answers; None until then, and where it is not known.
+        replicas: the state of each of the engines that serve as one; empty for a single one.
     """
 
     state: EngineState
@@ -42,6 +43,7 @@ class EngineStatus:
     cause: str | None = None
     request_check: RequestCheck | None = None
     fingerprint: Fingerprint | None = None
+    replicas: tuple[EngineState, ...] = ()
 
     @property
     def is_ready(self) -> bool:

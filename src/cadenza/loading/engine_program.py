@@ -97,7 +97,8 @@ def _told_of_share(error: ConfigError, start: Start) -> ConfigError:
         return ConfigError(str(error))
     return ConfigError(
         f"{error} (this model's share of the memory is {start.share_bytes} bytes, since "
-        f"--max-loaded-models is {start.num_engines}; fewer have larger shares)"
+        f"--max-loaded-models and --replicas have {start.num_engines} engines side by side; fewer "
+        f"have larger shares)"
     )
 
 

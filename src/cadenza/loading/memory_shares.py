@@ -26,7 +26,8 @@ def memory_shares(weight_bytes: Sequence[int], num_engines: int, available_bytes
     raise ConfigError(
         f"--max-loaded-models {num_engines}: the weights of the {num_engines} largest models take "
         f"{sum(ordered[:num_engines])} bytes, but {available_bytes} are available; set "
-        f"--max-loaded-models {fitting}, or choose a --quantization"
+        f"--max-loaded-models {fitting}, or choose a --quantization (each of the --replicas of a "
+        f"model counts as one)"
     )
 
 

@@ -5,6 +5,7 @@ dashboards and autoscalers use, and as `cadenza:…`. Invariant: labels have a f
 that no client can add a series.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -172,6 +173,11 @@ class _Scrape:
         return {name: n + of_engine.get(name, 0) for name, n in self.counts.rejections.items()}
 
     @property
+    def replicas(self) -> dict[str, int] | None:
+        """By state; None where there is one engine."""
+        return {**Counter(map(str, self.status.replicas))} or None
+
+    @property
     def num_waiting_for_model(self) -> int | None:
         return None if self.loads is None else len(self.loads.turn.waiting)
 
@@ -324,9 +330,8 @@ _OWN_ROWS = (
         GAUGE,
     ),
     _Row("engine_restarts", "status.num_restarts", "Starts after the first."),
-    _Row(
-        "requests_resumed", "requests.num_resumed", "Requests that a restarted engine went on with."
-    ),
+    _Row("replicas", "replicas", "Engines that serve as one, by state.", "state", GAUGE),
+    _Row("requests_resumed", "requests.num_resumed", "Requests that another engine went on with."),
     _Row(
         "resume_seconds",
         "requests.resume_seconds",

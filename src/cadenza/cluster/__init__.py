@@ -1,0 +1,11 @@
+"""Several engines that serve one model as one: streams move between them, bit for bit.
+
+Modules:
+
+- `engine_group`: `EngineGroup`, a `BatchEngine` over replicas
+- `group_stats`: the replicas' states and figures as those of one engine
+- `live_rows`: summaries of the replicas' steps as those of one engine
+- `route_choice`: which replica a request goes to
+- `prefix_view`: what each replica is likely to hold of prompts
+- `cores`: the CPUs of each replica
+"""

@@ -1,0 +1,355 @@
+"""`EngineGroup`: a `BatchEngine` over several engines of one model, whose streams move.
+
+Owns the replicas and which of them a request goes to. Each replica is an `EngineFront` with its own
+open requests and its own recovery; ids are the group's, so that a request keeps its own wherever it
+is. A replica that is lost is a pause for its streams: they go on at their next token in another
+one, with the same bits, since a stream is a function of its request. One that ran in two engines
+which were lost stays where it is, where `Recovery` has it run alone. Invariants: an open request is
+in exactly one replica; all replicas have one fingerprint and one plan, those of the first.
+
+Locks: the group's is taken before a replica's; neither is held while events are emitted.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+
+from cadenza.cluster.group_stats import (
+    group_limits,
+    group_load,
+    group_request_stats,
+    group_stats,
+    group_status,
+)
+from cadenza.cluster.live_rows import LiveRows
+from cadenza.cluster.prefix_view import PrefixView, page_keys
+from cadenza.cluster.route_choice import ReplicaLoad, order_replicas
+from cadenza.config import EngineLimits
+from cadenza.engine.batch_engine import Clock, Emit
+from cadenza.engine.front import SHUT_DOWN, UNAVAILABLE, EngineFront
+from cadenza.engine.open_requests import EngineLoad, RequestStats, RequestTimeouts, RequestTimes
+from cadenza.engine.process.recovery import MOST_LOSSES
+from cadenza.engine.request_check import RequestCheck
+from cadenza.engine.stats import EngineStats
+from cadenza.engine.status import EngineStatus
+from cadenza.engine.step_watch import EngineChange, LiveNews, OnNews
+from cadenza.errors import CadenzaError, EngineClosedError, EngineUnavailableError
+from cadenza.events import Event
+from cadenza.fingerprint import Fingerprint
+from cadenza.request import Request
+
+logger = logging.getLogger(__name__)
+
+MakeReplica = Callable[[int, EngineLimits | None, Iterator[int]], EngineFront]
+"""Makes the engine at a place, with the sizes of the first one, and the ids of its requests."""
+
+
+@dataclass(slots=True, eq=False)
+class Replica:
+    """An engine of the group. `is_refused`: it would give other answers than the first one."""
+
+    place: int
+    front: EngineFront
+    view: PrefixView = field(default_factory=PrefixView)
+    thread: threading.Thread | None = None
+    is_dead: bool = False
+    is_refused: bool = False
+
+    @property
+    def is_serving(self) -> bool:
+        return not self.is_refused and self.front.is_serving
+
+
+class EngineGroup:
+    """`ServedEngine` over `num_replicas` engines. The first one plans and loads; the others follow
+    with its sizes, while it serves already."""
+
+    def __init__(
+        self, make_replica: MakeReplica, num_replicas: int, clock: Clock = time.monotonic
+    ) -> None:
+        self._make_replica = make_replica
+        self._num_replicas = num_replicas
+        self._clock = clock
+        self._ids = count()
+        self._lock = threading.RLock()
+        self._emitting = threading.Lock()
+        self._changed = threading.Event()
+        self._emit: Emit | None = None
+        self.replicas = [self._made(0, None)]
+        self._live: LiveRows | None = None
+        self._on_news: OnNews | None = None
+        self._on_death: Callable[[CadenzaError], object] | None = None
+        self._drained_by_s: float | None = None
+        self._is_shut_down = False
+        self._check: tuple[RequestCheck, RequestCheck] | None = None
+        self._fingerprint: Fingerprint | None = None
+
+    @property
+    def timeouts(self) -> RequestTimeouts:
+        return self.replicas[0].front.timeouts
+
+    def submit(
+        self,
+        request: Request,
+        passed: RequestCheck | None = None,
+        times: RequestTimes | None = None,
+    ) -> int:
+        for tries_left in reversed(range(self._num_replicas)):
+            with self._lock:
+                self._check_open()
+                best, keys = self._route(request)
+                # The group's check differs from a replica's in what the queue holds alone.
+                if self._check is not None and passed is self._check[1]:
+                    passed = best.front.status().request_check
+                best.view.add(keys)
+            try:
+                return best.front.submit(request, passed, times)
+            except EngineUnavailableError:  # it was lost just now
+                if not tries_left or not any(each.is_serving for each in self.replicas):
+                    raise
+        raise AssertionError("the last try returns or raises")
+
+    def cancel(self, request_id: int, sample: int | None = None) -> None:
+        with self._lock:
+            for each in self.replicas:
+                each.front.cancel(request_id, sample)
+        if self._drained_by_s is not None:
+            self._changed.set()
+
+    def serve(self, emit: Emit) -> None:
+        self._emit = emit
+        try:
+            self._start(self.replicas[0])
+            while not self._is_done:
+                self._changed.wait(self._wait_s())
+                self._changed.clear()
+                self._start_others()
+        finally:
+            self._end()
+
+    def watch(self, on_news: OnNews | None) -> None:
+        with self._lock:
+            self._on_news = on_news
+            self._live = None if on_news is None else LiveRows(self._num_replicas)
+            for each in self.replicas:
+                self._watch(each)
+
+    def drain(self, within_s: float) -> None:
+        with self._lock:
+            if self._drained_by_s is None:
+                self._drained_by_s = self._clock() + within_s
+        self._changed.set()
+
+    def shutdown(self) -> None:
+        self._is_shut_down = True
+        self._changed.set()
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """As `EngineFront.wait_ready`, for the first engine, with which the group is ready."""
+        self.replicas[0].front.wait_ready(timeout_s)
+
+    def call_at_death(self, on_death: Callable[[CadenzaError], object]) -> None:
+        """Has `on_death` called when the last engine is given up. To be called before `serve`."""
+        self._on_death = on_death
+
+    def status(self) -> EngineStatus:
+        found = [each.front.status() for each in self.replicas if not each.is_refused]
+        status = group_status(found, is_draining=self._drained_by_s is not None)
+        return status if status.request_check is None else self._with_check(status)
+
+    def stats(self) -> EngineStats | None:
+        found = [each.front.stats() for each in self.replicas]
+        return group_stats([each for each in found if each is not None])
+
+    def load(self) -> EngineLoad:
+        return group_load([each.front.load() for each in self.replicas])
+
+    def request_stats(self) -> RequestStats:
+        return group_request_stats([each.front.request_stats() for each in self.replicas])
+
+    def _made(self, place: int, limits: EngineLimits | None) -> Replica:
+        replica = Replica(place, self._make_replica(place, limits, self._ids))
+        replica.front.call_at_changes(lambda change: self._take_change(replica, change))
+        replica.front.call_at_death(lambda failure: self._take_death(replica, failure))
+        return replica
+
+    def _check_open(self) -> None:
+        """Raises where the group accepts nothing."""
+        if self._is_shut_down:
+            raise EngineClosedError(SHUT_DOWN)
+        if self._drained_by_s is not None:
+            raise EngineUnavailableError(UNAVAILABLE["draining"])
+
+    def _route(self, request: Request) -> tuple[Replica, Sequence[bytes]]:
+        """The replica for a request, and the keys of its prompt's pages; any replica if none
+        serves, whose refusal tells why."""
+        serving = [each for each in self.replicas if each.is_serving]
+        status = self.replicas[0].front.status()
+        if not serving or status.request_check is None:
+            left = [each for each in self.replicas if not each.is_dead] or self.replicas
+            return left[0], ()
+        limits = status.request_check.limits
+        keys = page_keys(request, limits.page_size) if len(serving) > 1 else ()
+        loads = [self._load_of(each, keys, limits.page_size) for each in serving]
+        order = order_replicas(loads, len(request.prompt_token_ids))
+        has_room = [at for at in order if loads[at].num_open < limits.max_num_open_reqs]
+        return serving[(has_room or order)[0]], keys
+
+    @staticmethod
+    def _load_of(replica: Replica, keys: Sequence[bytes], page_size: int) -> ReplicaLoad:
+        load = replica.front.load()
+        held = replica.view.num_held(keys) * page_size
+        return ReplicaLoad(load.num_open, load.num_queued_tokens, held, len(replica.view))
+
+    def _with_check(self, status: EngineStatus) -> EngineStatus:
+        """With the bounds of the whole group in the check of requests."""
+        own = status.request_check
+        assert own is not None
+        with self._lock:
+            if self._check is None or self._check[0] is not own:
+                limits = group_limits(own.limits, self._num_replicas)
+                self._check = own, replace(own, limits=limits)
+            return replace(status, request_check=self._check[1])
+
+    def _start(self, replica: Replica) -> None:
+        replica.thread = threading.Thread(
+            target=self._serve_one, args=(replica,), name=f"cadenza-replica-{replica.place}"
+        )
+        replica.thread.daemon = True
+        replica.thread.start()
+
+    def _serve_one(self, replica: Replica) -> None:
+        try:
+            replica.front.serve(self._emit_events)
+        except Exception:
+            logger.exception("replica %d stopped", replica.place)
+        finally:
+            replica.is_dead = True
+            self._changed.set()
+
+    def _start_others(self) -> None:
+        """Once the first one has planned."""
+        if len(self.replicas) == self._num_replicas or self._is_done:
+            return
+        check = self.replicas[0].front.status().request_check
+        if check is None:
+            return
+        for place in range(1, self._num_replicas):
+            replica = self._made(place, check.limits)
+            with self._lock:
+                self.replicas.append(replica)
+                self._watch(replica)
+            self._start(replica)
+
+    @property
+    def _is_done(self) -> bool:
+        if self._is_shut_down or self._drained_by_s is None:
+            return self._is_shut_down
+        return not self.load().num_open or self._clock() >= self._drained_by_s
+
+    def _wait_s(self) -> float | None:
+        """Until the group is drained at the latest; without end while nothing happens."""
+        if self._drained_by_s is None:
+            return None
+        return max(0.0, self._drained_by_s - self._clock())
+
+    def _end(self) -> None:
+        """Ends every engine; what is still open ends with an error."""
+        self._is_shut_down = True
+        for each in self.replicas:
+            each.front.shutdown()
+        for each in self.replicas:
+            if each.thread is not None:
+                each.thread.join()
+
+    def _emit_events(self, events: list[Event]) -> None:
+        assert self._emit is not None, "emitted while it serves"
+        with self._emitting:
+            self._emit(events)
+        if self._drained_by_s is not None:
+            self._changed.set()
+
+    def _take_change(self, replica: Replica, change: EngineChange) -> None:
+        """On the replica's serving thread."""
+        if change == "ready":
+            replica.view.clear()
+            self._compare(replica)
+        self._changed.set()
+        self._move_lost()
+
+    def _take_death(self, replica: Replica, failure: CadenzaError) -> None:
+        replica.is_dead = True
+        if all(each.is_dead for each in self.replicas) and self._on_death is not None:
+            on_death, self._on_death = self._on_death, None
+            on_death(failure)
+
+    def _compare(self, replica: Replica) -> None:
+        """Refuses a replica whose answers would differ from the first one's."""
+        own = replica.front.status().fingerprint
+        if self._fingerprint is None or own is None or own == self._fingerprint:
+            self._fingerprint = self._fingerprint or own
+            return
+        first = self._fingerprint.parts
+        unlike = [
+            f"{name} {value}, not {first[name]}"
+            for name, value in own.parts.items()
+            if value != first[name]
+        ]
+        logger.error(
+            "replica %d is not used: its answers would differ from the others' (%s); start all "
+            "with the same model, flags and instruction set",
+            replica.place,
+            "; ".join(unlike) or "another seed",
+        )
+        replica.is_refused = True
+        replica.front.shutdown()
+
+    def _move_lost(self) -> None:
+        """Has the open requests of replicas that do not compute go on in those that do."""
+        with self._lock:
+            for replica in self.replicas:
+                if replica.is_serving:
+                    continue
+                requests = replica.front.requests
+                movable = [
+                    each for each in requests.open_ids() if requests.num_losses(each) < MOST_LOSSES
+                ]
+                num_moved = sum([self._move(replica, each) for each in movable])
+                if num_moved:
+                    logger.warning(
+                        "%d requests of replica %d go on in others", num_moved, replica.place
+                    )
+
+    def _move(self, replica: Replica, request_id: int) -> bool:
+        """Whether another replica goes on with the request; otherwise it stays where it is."""
+        if not any(each.is_serving for each in self.replicas):
+            return False
+        entry = replica.front.release(request_id)
+        if entry is None:
+            return False
+        best, keys = self._route(entry.request)
+        try:
+            best.front.adopt(entry)
+        except EngineUnavailableError:
+            replica.front.requests.adopt(entry)  # its own next engine goes on with it
+            return False
+        best.view.add(keys)
+        return True
+
+    def _watch(self, replica: Replica) -> None:
+        """Has the replica tell what it does, or no more; the lock is held."""
+        live, on_news = self._live, self._on_news
+        if live is None or on_news is None:
+            replica.front.watch(None)
+            return
+
+        def tell(news: LiveNews) -> None:
+            with self._emitting:
+                joined = live.take(replica.place, news)
+                if joined is not None:
+                    on_news(joined)
+
+        replica.front.watch(tell)
