@@ -74,6 +74,16 @@ __device__ __forceinline__ void warp_mma_int8(int32_t (&d)[4], const uint32_t (&
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
+// d = start + a b, in all elements; as warp_mma_int8 otherwise.
+__device__ __forceinline__ void warp_mma_int8_from(int32_t start, int32_t (&d)[4], const uint32_t (&a)[4],
+                                                   const uint32_t (&b)[2]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},"
+      "{%10,%10,%10,%10};"
+      : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(start));
+}
+
 // Four matrices [8, 8] of 16-bit elements from shared memory: lane l gives the address of row l % 8
 // of matrix l / 8, 16 bytes aligned; of lane l = 4 g + t, r[i] has row g, columns 2 t, 2 t + 1 of
 // matrix i.

@@ -14,6 +14,7 @@
 
 #define __global__
 #define __device__
+#define __constant__
 #define __host__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
@@ -58,6 +59,13 @@ inline int __popc(unsigned word) { return __builtin_popcount(word); }
 inline int __dp4a(int a, int b, int sum) {
   for (int i = 0; i < 4; i++) sum += int(int8_t(a >> 8 * i)) * int(int8_t(b >> 8 * i));
   return sum;
+}
+// Byte i of the result is the one of the eight of `low` and `high` that nibble i of the selector names.
+inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
+  const uint64_t bytes = uint64_t(high) << 32 | low;
+  unsigned result = 0;
+  for (int i = 0; i < 4; i++) result |= unsigned(bytes >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+  return result;
 }
 void __syncthreads();
 inline int atomicAdd(int* at, int value) {
@@ -142,6 +150,10 @@ inline void warp_barrier() { emulated::wait_for_warp(); }
 
 void warp_mma_bf16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]);
 void warp_mma_int8(int32_t (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]);
+inline void warp_mma_int8_from(int32_t start, int32_t (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  for (int32_t& each : d) each = start;
+  warp_mma_int8(d, a, b);
+}
 void warp_load_matrices(uint32_t (&r)[4], const void* row);
 void warp_load_transposed(uint32_t (&r)[4], const void* row);
 

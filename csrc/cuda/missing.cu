@@ -31,10 +31,6 @@ ffi::Error next_token_call(Any, Any, Any, Any, Any, Any, Any, AnyResult, int64_t
 
 namespace cadenza::cuda {
 
-void code_product(const ProductTask&, Workspace&) { throw std::invalid_argument("weights of codes have no kernel for GPUs"); }
-
-bool codes_fit(const Weight&, int, int64_t, int64_t) { return true; }
-
 void float8_product(const ProductTask&, Workspace&) { throw std::invalid_argument("float8 weights have no kernel for GPUs"); }
 
 bool float8_fits(const Weight&, int, int64_t, int64_t) { return true; }
