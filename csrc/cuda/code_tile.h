@@ -3,7 +3,7 @@
 // A block of eight warps has one panel and 8 NR rows. The groups of K are taken in rounds, some by
 // each warp, which leave the exact products of integers in shared memory; then each thread folds those
 // of its column and its rows in ascending order. So K is read by all warps at once, and an element's
-// sum still has one order. A warp loads its groups of the next round before it multiplies these.
+// sum still has one order. A warp's loads for the next round are on their way while a round is folded.
 #pragma once
 
 #include "cuda/code_rows.h"
@@ -92,15 +92,16 @@ class CodeTile {
   __device__ __forceinline__ void run(TileSums<NR>& sums) {
     constexpr int kRound = kCodeWarps * kOfWarp;
     for (auto& pair : sums.of) pair[0] = pair[1] = 0.0f;
-    Loaded now, next;
-    load(now, 0);
+    Loaded loaded;
+#pragma unroll
+    for (int i = 0; i < kTermLoads; i++) load_rows(loaded, 0, i);
+#pragma unroll
+    for (int i = 0; i < kOfWarp; i++) load_group(loaded, 0, i);
     for (int first = 0; first < x_.groups; first += kRound) {
-      load(next, first + kRound);
-      multiply(now, first);
+      multiply(loaded, first);
       __syncthreads();
       fold_round(sums, min(kRound, x_.groups - first) * kPartsOf);
       __syncthreads();
-      now = next;
     }
     for (int first = 0; first < x_.spans; first += kUnits<NR> / kPartsOf) {
       const int count = min(kUnits<NR> / kPartsOf, x_.spans - first);
@@ -132,55 +133,66 @@ class CodeTile {
     return reinterpret_cast<const uint2*>(x_.rows.codes + (row * x_.groups + group) * kGroup) + lane_ % 4;
   }
 
-  __device__ __forceinline__ void load(Loaded& loaded, int first) const {
+  // Loads a warp's group i of the round that begins at group `first`, if there is one.
+  __device__ __forceinline__ void load_group(Loaded& loaded, int first, int i) const {
+    const int64_t group = group_of(first, i);
+    if (group >= x_.groups) return;
+    load_codes<U>(loaded.codes[i], panel_.groups + group * panel_.entry().group_bytes, lane_);
 #pragma unroll
-    for (int i = 0; i < kOfWarp; i++) {
-      const int64_t group = group_of(first, i);
-      if (group >= x_.groups) break;
-      load_codes<U>(loaded.codes[i], panel_.groups + group * panel_.entry().group_bytes, lane_);
-#pragma unroll
-      for (int part = 0; part < kPartsOf; part++) {
-        loaded.columns[i][part] = load_terms(panel_, group, part, lane_);
-      }
-#pragma unroll
-      for (int r = 0; r < NR; r++) {
-        loaded.x[i][r] = load_constant(codes_of(memory_.sources[r * kRowsOfProduct + lane_ / 4], group));
-      }
+    for (int part = 0; part < kPartsOf; part++) {
+      loaded.columns[i][part] = load_terms(panel_, group, part, lane_);
     }
 #pragma unroll
-    for (int i = 0; i < kTermLoads; i++) {
-      const int at = i * kWarp + lane_, group = group_of(first, at / kRows);
-      if (at >= kTermsOfWarp || group >= x_.groups) break;
-      const int64_t row = memory_.sources[at % kRows];
-      loaded.rows[i] = load_constant(reinterpret_cast<const uint2*>(x_.rows.terms + row * x_.groups + group));
+    for (int r = 0; r < NR; r++) {
+      loaded.x[i][r] = load_constant(codes_of(memory_.sources[r * kRowsOfProduct + lane_ / 4], group));
     }
   }
 
-  __device__ __forceinline__ void multiply(const Loaded& loaded, int first) {
+  // Some of the terms of the warp's groups and all rows, one for each lane.
+  __device__ __forceinline__ void load_rows(Loaded& loaded, int first, int i) const {
+    const int at = i * kWarp + lane_, group = group_of(first, at / kRows);
+    if (at >= kTermsOfWarp || group >= x_.groups) return;
+    const int64_t row = memory_.sources[at % kRows];
+    loaded.rows[i] = load_constant(reinterpret_cast<const uint2*>(x_.rows.terms + row * x_.groups + group));
+  }
+
+  __device__ __forceinline__ void multiply_group(const Loaded& loaded, int first, int i) {
+    if (group_of(first, i) >= x_.groups) return;
+    const int unit = (warp_ * kOfWarp + i) * kPartsOf;
+    uint32_t a[2][4];
+    unpack_all<U>(loaded.codes[i], lane_, a);
 #pragma unroll
-    for (int i = 0; i < kOfWarp; i++) {
-      if (group_of(first, i) >= x_.groups) break;
-      const int unit = (warp_ * kOfWarp + i) * kPartsOf;
-      uint32_t a[2][4];
-      unpack_all<U>(loaded.codes[i], lane_, a);
+    for (int part = 0; part < kPartsOf; part++) {
+      memory_.columns[unit + part][lane_] = terms_of(panel_.entry(), loaded.columns[i][part]);
 #pragma unroll
-      for (int part = 0; part < kPartsOf; part++) {
-        memory_.columns[unit + part][lane_] = terms_of(panel_.entry(), loaded.columns[i][part]);
-#pragma unroll
-        for (int r = 0; r < NR; r++) multiply_part(a, loaded.x[i][r], part, unit + part, r * 4);
-      }
+      for (int r = 0; r < NR; r++) multiply_part(a, loaded.x[i][r], part, unit + part, r * 4);
     }
+  }
+
+  __device__ __forceinline__ void store_rows(const Loaded& loaded, int first, int i) {
+    const int at = i * kWarp + lane_, within = at / kRows, row = at % kRows;
+    if (at >= kTermsOfWarp || group_of(first, within) >= x_.groups) return;
+    const GroupTerms terms = as_bits<GroupTerms>(loaded.rows[i]);
+#pragma unroll
+    for (int part = 0; part < kPartsOf; part++) {
+      RowTerms& to = memory_.rows[(warp_ * kOfWarp + within) * kPartsOf + part][row / 2];
+      to.scale[row % 2] = terms.scale;
+      to.total[row % 2] = float(total_of(terms, kPartsOf, part));
+    }
+  }
+
+  // What a round leaves in shared memory; each register is loaded for the next one once it was used.
+  __device__ __forceinline__ void multiply(Loaded& loaded, int first) {
+    constexpr int kRound = kCodeWarps * kOfWarp;
 #pragma unroll
     for (int i = 0; i < kTermLoads; i++) {
-      const int at = i * kWarp + lane_, within = at / kRows, row = at % kRows;
-      if (at >= kTermsOfWarp || group_of(first, within) >= x_.groups) break;
-      const GroupTerms terms = as_bits<GroupTerms>(loaded.rows[i]);
+      store_rows(loaded, first, i);
+      load_rows(loaded, first + kRound, i);
+    }
 #pragma unroll
-      for (int part = 0; part < kPartsOf; part++) {
-        RowTerms& to = memory_.rows[(warp_ * kOfWarp + within) * kPartsOf + part][row / 2];
-        to.scale[row % 2] = terms.scale;
-        to.total[row % 2] = float(total_of(terms, kPartsOf, part));
-      }
+    for (int i = 0; i < kOfWarp; i++) {
+      multiply_group(loaded, first, i);
+      load_group(loaded, first + kRound, i);
     }
   }
 

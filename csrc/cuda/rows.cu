@@ -2,6 +2,7 @@
 //
 // A thread has some elements side by side of one row; a row has as many blocks as its width needs.
 #include "cuda/bodies.h"
+#include "cuda/code_embed.h"
 #include "cuda/elements.h"
 #include "cuda/math.h"
 
@@ -132,13 +133,22 @@ int64_t shared_rows(const Any& out, const Any& x) {
   return rows_to_compute(std::min(dim(out, 0), dim(x, 0)));
 }
 
+void embed_from_codes(const Any& token_ids, const Any& table, const Any& count, const Any& out, int64_t vocab,
+                      float scale) {
+  require(is_f32(out), "the result must be f32");
+  require(cuda::codes_fit(weight_of(table), 0, vocab, dim(out, 1)), "the table must be packed codes");
+  cuda::embed_codes({int32(token_ids), device_count(count), shared_rows(out, token_ids), dim(out, 1), vocab,
+                     table.untyped_data(), scale, static_cast<float*>(out.untyped_data())});
+}
+
 }  // namespace
 
-// The table is [V, E], as checkpoints have it.
+// The table is [V, E], as checkpoints have it, or packed codes.
 ffi::Error embed_call(Any token_ids, Any table, Any count, AnyResult out, int64_t vocab,
                       float scale) {
   return guarded("cadenza_embed", [&] {
     const cuda::Rows task{device_count(count), int(dim(*out, 1))};
+    if (is_quantised(weight_format(table))) return embed_from_codes(token_ids, table, count, *out, vocab, scale);
     require(table.dimensions().size() == 2 && dim(table, 0) == vocab && dim(table, 1) == task.width,
             "the table must be [vocab, width]");
     require(is_f32(*out), "the result must be f32");

@@ -59,9 +59,7 @@ def test_a_product_has_the_bits_of_its_definition_for_every_type_of_gguf(
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("rows", [1, 8, 9, 17, 33])
-def test_a_row_has_the_same_bits_in_every_number_of_rows(
-    call: Call, rows: int, dtype: Any
-) -> None:
+def test_a_row_has_the_same_bits_in_every_number_of_rows(call: Call, rows: int, dtype: Any) -> None:
     weight = random_weight(np.random.default_rng(1), INT4, 32, 45)
     x = activations(2, 33, 45, dtype)
     found = linear(call, x[:rows], pack(INT4, weight), 32)
@@ -70,9 +68,7 @@ def test_a_row_has_the_same_bits_in_every_number_of_rows(
 
 @pytest.mark.parametrize("format", [INT4, FORMATS[-1]], ids=str)
 @pytest.mark.parametrize("rows", [2, 17])
-def test_each_span_of_groups_has_second_codes(
-    call: Call, rows: int, format: WeightFormat
-) -> None:
+def test_each_span_of_groups_has_second_codes(call: Call, rows: int, format: WeightFormat) -> None:
     """Of 2100 elements, which are two spans and rounds of groups that are not whole."""
     weight = random_weight(np.random.default_rng(3), format, 5, 2100)
     x = activations(4, rows, 2100)
@@ -98,9 +94,7 @@ def test_the_inputs_are_read_in_the_order_of_the_weight(call: Call) -> None:
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_a_row_that_is_not_finite_is_nan_and_its_neighbours_are_not(
-    call: Call, bad: float
-) -> None:
+def test_a_row_that_is_not_finite_is_nan_and_its_neighbours_are_not(call: Call, bad: float) -> None:
     weight = random_weight(np.random.default_rng(1), INT8, 32, 70)
     x = activations(2, 3, 70)
     x[1, 69] = bad
@@ -110,9 +104,7 @@ def test_a_row_that_is_not_finite_is_nan_and_its_neighbours_are_not(
     assert found[[0, 2]].tobytes() == expected[[0, 2]].tobytes()
 
 
-def test_rows_behind_the_count_change_nothing(
-    call: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_behind_the_count_change_nothing(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CADENZA_GPU_ORDER", "backward")
     weight = random_weight(np.random.default_rng(1), INT4, 32, 64)
     x = activations(2, 12, 64)
@@ -148,3 +140,25 @@ def test_each_head_has_a_weight_of_its_own(call: Call) -> None:
     parts = x.reshape(2, heads, 48)[:, :, :width]
     expected = [product(parts[:, h], each) for h, each in enumerate(weights)]
     assert found.tobytes() == np.stack(expected, axis=1).tobytes()
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_a_row_of_a_table_of_codes_is_its_elements(call: Call, format: WeightFormat) -> None:
+    weight = random_weight(np.random.default_rng(7), format, 37, 70)
+    assert_embeds(call, pack(format, weight), weight.dequantised())
+
+
+@pytest.mark.parametrize("name", ENCODINGS)
+def test_a_row_of_a_table_of_blocks_is_its_elements(call: Call, name: str) -> None:
+    weight = random_blocks(name, 37, 256)
+    assert_embeds(call, pack(weight.format, weight), weight.as_codes().dequantised())
+
+
+def assert_embeds(call: Call, packed: npt.NDArray[Any], elements: npt.NDArray[Any]) -> None:
+    ids = np.array([0, 36, -1, 12, 37, 5], np.int32)
+    out = jax.ShapeDtypeStruct((6, elements.shape[1]), jnp.float32)
+    attributes = {"vocab": np.int64(37), "scale": np.float32(1.7)}
+    found = np.asarray(call("embed", out, ids, packed, np.int32(6), **attributes))
+    expected = elements * np.float32(1.7)
+    assert found[[0, 1, 3, 5]].tobytes() == expected[ids[[0, 1, 3, 5]]].tobytes()
+    assert not found[[2, 4]].any()
