@@ -1,4 +1,4 @@
-"""Products with weights of codes on GPUs: the bits of their definition, which are those of the CPU."""
+"""Products with weights of codes on GPUs: the bits of their definition, as on the CPU."""
 
 from dataclasses import replace
 from typing import Any
