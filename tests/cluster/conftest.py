@@ -15,7 +15,7 @@ from cadenza.config import EngineConfig, EngineLimits
 from cadenza.engine.front import EngineFront
 from cadenza.engine.process.child_process import ChildProcess
 from cadenza.engine.process.launch import Execute
-from cadenza.engine.process.process_link import ProcessLink, ProcessOptions, pinned
+from cadenza.engine.process.process_link import EngineChild, ProcessLink, ProcessOptions, pinned
 from cadenza.events import Event, Finished
 from tests.engine.process.conftest import QUICK, SCRIPT, TIMEOUT_S, execute_scripted
 
@@ -62,17 +62,20 @@ class Group:
 
 
 OpenGroup = Callable[..., Group]
+OpenChild = Callable[[Sequence[str]], EngineChild]
 
 
 @pytest.fixture
 def open_group(execute_scripted: Execute) -> Iterator[OpenGroup]:
     """Opens groups; `scripts` are those of the replicas, the last one for all that follow."""
     groups: list[Group] = []
+    forked = partial(ChildProcess, execute=execute_scripted)
 
     def open_one(
         num_replicas: int = 2,
         config: EngineConfig | None = None,
         scripts: Sequence[Mapping[str, Any]] = ({},),
+        open_children: Sequence[OpenChild] = (),
     ) -> Group:
         given = config or EngineConfig(max_num_seqs=8)
         links: list[ProcessLink] = []
@@ -84,7 +87,7 @@ def open_group(execute_scripted: Execute) -> Iterator[OpenGroup]:
             options = ProcessOptions(
                 command=(sys.executable, str(SCRIPT)),
                 watchdog=QUICK,
-                open_child=partial(ChildProcess, execute=execute_scripted),
+                open_child=open_children[place] if open_children else forked,
                 count_oom_kills=lambda: 0,
             )
             own = given if limits is None else pinned(given, limits)

@@ -7,5 +7,8 @@ Modules:
 - `live_rows`: summaries of the replicas' steps as those of one engine
 - `route_choice`: which replica a request goes to
 - `prefix_view`: what each replica is likely to hold of prompts
+- `engine_host`: `EngineHost`, which runs engine processes for front ends on other machines
+- `remote_engine`: such a process, as a front end sees its child
+- `handshake`: how both ends prove that they know one secret
 - `cores`: the CPUs of each replica
 """

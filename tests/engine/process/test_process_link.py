@@ -7,7 +7,7 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -270,17 +270,17 @@ def test_a_path_that_is_no_text_is_refused_before_a_process_is_started():
         ProcessLink(os.fsdecode(b"/models/m\xff"), CONFIG)
 
 
-class OtherWords(ChildProcess):
-    """Sends what no engine process knows."""
-
-    def send(self, frame: bytes) -> None:
-        super().send(len(b"\xc1").to_bytes(4, "little") + b"\xc1")
+def speak_other_words(command: Sequence[str]) -> ChildProcess:
+    """A process that was sent what no engine process knows."""
+    child = ChildProcess(command)
+    child.frames.send(len(b"\xc1").to_bytes(4, "little") + b"\xc1")
+    return child
 
 
 def test_a_start_that_the_process_refuses_is_its_one_error_and_is_not_tried_again(
     open_front: OpenFront, caplog: pytest.LogCaptureFixture
 ):
-    front = open_front(open_child=OtherWords)
+    front = open_front(open_child=speak_other_words)
     with pytest.raises(RunnerError, match="the front end sent something unknown"):
         front.engine.wait_ready(TIMEOUT_S)
     assert front.engine.status().state == "dead"

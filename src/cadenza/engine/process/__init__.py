@@ -8,6 +8,7 @@ Modules:
 - `recovery`: which requests a restarted process goes on with, and when
 - `launch`: starts the process, before its front end has loaded anything
 - `child_process`: the process handle
+- `frame_socket`: messages over a socket that never blocks
 - `messages`: the protocol between the processes, and log records as lines
 - `child`: the engine process's program
 - `worker`: runs `run_steps` there, and predicts the time of a step

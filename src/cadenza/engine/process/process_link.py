@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 import msgspec
 
@@ -25,6 +25,7 @@ from cadenza.engine.batch_engine import Cancel, Clock, Command, Emit
 from cadenza.engine.front import LOST, SHUT_DOWN, EngineFront
 from cadenza.engine.open_requests import RequestTimeouts
 from cadenza.engine.process.child_process import ChildProcess
+from cadenza.engine.process.frame_socket import FrameSocket
 from cadenza.engine.process.launch import COMMAND
 from cadenza.engine.process.messages import (
     EngineIdentity,
@@ -44,10 +45,10 @@ from cadenza.engine.process.supervision import (
     STANDSTILL_S,
     START_SHORTAGES,
     Loss,
+    ProcessUsage,
     Supervision,
     WatchdogTimeouts,
     num_oom_kills,
-    usage_of,
 )
 from cadenza.engine.request_check import RequestCheck
 from cadenza.engine.stats import EngineStats
@@ -66,6 +67,7 @@ CHANGED = (
     "on with the request; send it once more"
 )
 SHORTAGE = "the engine process cannot be started for want of file descriptors, processes or memory"
+UNREACHABLE = "no engine host takes the engine at present"
 CANNOT_START = "the engine process cannot be started"
 PHASES = {
     "python": "the engine process starts",
@@ -77,6 +79,40 @@ PHASES = {
 LOG_EVERY_S = 60.0
 _EXIT_S = 0.5
 _LONGEST_SLEEP_S = 60.0
+
+
+class EngineChild(Protocol):
+    """The front end's handle on one engine process; `ChildProcess` is that of one of this machine.
+
+    `frames`: its messages. `close` waits up to `within_s` for its exit, then ends it, and returns
+    its exit status.
+    """
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def frames(self) -> FrameSocket: ...
+
+    def register(self, selector: selectors.BaseSelector) -> None:
+        """As `ChildProcess.register`."""
+        ...
+
+    def unregister(self, selector: selectors.BaseSelector) -> None: ...
+
+    def log_output(self) -> bool:
+        """Logs some of what it has printed; whether there was any."""
+        ...
+
+    def usage(self) -> ProcessUsage | None:
+        """What it has used; None where that cannot be seen."""
+        ...
+
+    def close(self, *, within_s: float) -> int: ...
+
+
+class EngineUnreachableError(OSError):
+    """There is no way to start an engine at present; a later attempt may find one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +134,7 @@ class ProcessOptions:
     watchdog: WatchdogTimeouts = field(default_factory=WatchdogTimeouts)
     on_failure: OnEngineFailure = "resume"
     command: Sequence[str] = COMMAND
-    open_child: Callable[[Sequence[str]], ChildProcess] = ChildProcess
+    open_child: Callable[[Sequence[str]], EngineChild] = ChildProcess
     max_unsent_bytes: int = 64 << 20
     front_end_bytes: int = 0
     bodies_bytes: int = 0
@@ -143,7 +179,7 @@ class ProcessLink:
         self._fingerprint: Fingerprint | None = None
         self._identity: EngineIdentity | None = None
         self.stats: EngineStats | None = None
-        self._child: ChildProcess | None = None
+        self._child: EngineChild | None = None
         self._failed: Failed | None = None
         self._failure: CadenzaError | None = None
         self._num_oom_kills: int | None = None
@@ -166,7 +202,7 @@ class ProcessLink:
         """Whether too many bytes wait for the process to read them."""
         num_unsent_bytes = len(self._outbox)
         if self._child is not None:
-            num_unsent_bytes += self._child.num_unsent_bytes
+            num_unsent_bytes += self._child.frames.num_unsent_bytes
         return num_unsent_bytes > self._options.max_unsent_bytes
 
     def put(self, *commands: Command | Watch) -> None:
@@ -213,7 +249,7 @@ class ProcessLink:
             if len(self._outbox):
                 with self._lock:
                     frames = self._outbox.take()
-                child.send(frames)
+                child.frames.send(frames)
             child.register(selector)
         start_s = self.clock()
         due_s = max(start_s, self._due_s(start_s))
@@ -227,8 +263,8 @@ class ProcessLink:
             self._end_overdue(emit)
         if child is None:
             return
-        if child.num_unsent_bytes:
-            child.flush()
+        if child.frames.num_unsent_bytes:
+            child.frames.flush()
         if "output" in ready:
             child.log_output()
         loss = self._receive(child, emit) if "messages" in ready else None
@@ -245,9 +281,12 @@ class ProcessLink:
         self._num_oom_kills = self._options.count_oom_kills()
         try:
             child = self._options.open_child(self._options.command)
+        except EngineUnreachableError as error:
+            self._postpone(UNREACHABLE, str(error), emit)
+            return
         except OSError as error:
             if error.errno in START_SHORTAGES:
-                self._postpone(str(error), emit)
+                self._postpone(SHORTAGE, str(error), emit)
                 return
             logger.error("the engine process cannot be started: %s", error)
             with self._lock:
@@ -263,15 +302,15 @@ class ProcessLink:
             self._child = child
             self._supervision.started(self.clock())
         logger.debug("engine process %d started", child.pid)
-        child.send(encode(self._start_message))
+        child.frames.send(encode(self._start_message))
 
-    def _postpone(self, error: str, emit: Emit) -> None:
+    def _postpone(self, cause: str, error: str, emit: Emit) -> None:
         now_s = self.clock()
         with self._lock:
-            self._supervision.postponed(now_s, SHORTAGE, has_requests=bool(self._requests.num_open))
+            self._supervision.postponed(now_s, cause, has_requests=bool(self._requests.num_open))
         if now_s >= self._log_at_s:
             self._log_at_s = now_s + LOG_EVERY_S
-            logger.error("%s: %s; starts are tried again until one succeeds", SHORTAGE, error)
+            logger.error("%s: %s; starts are tried again until one succeeds", cause, error)
         self._give_up_if_dead(emit)
 
     def _due_s(self, now_s: float) -> float:
@@ -288,14 +327,14 @@ class ProcessLink:
         ]
         return min([each for each in times_s if each is not None])
 
-    def _receive(self, child: ChildProcess, emit: Emit) -> Loss | None:
+    def _receive(self, child: EngineChild, emit: Emit) -> Loss | None:
         """Handles the messages that have arrived; why the process must be given up, if it must."""
         try:
-            for message in child.receive():
+            for message in child.frames.receive():
                 self._take(message, emit)
         except WireError as error:
             return Loss(error=str(error), cause="the engine process did not keep to the protocol")
-        if child.has_hung_up:
+        if child.frames.has_hung_up:
             ended = "the engine process ended"
             if self._failed is None:
                 return Loss(error=ended, cause=ended)
@@ -303,11 +342,11 @@ class ProcessLink:
             return Loss(error=self._failed.message, cause=told)
         return None
 
-    def _check_for_hang(self, child: ChildProcess) -> Loss | None:
+    def _check_for_hang(self, child: EngineChild) -> Loss | None:
         now_s = self.clock()
         read_usage_at_s = self._supervision.read_usage_at_s()
         if read_usage_at_s is not None and now_s >= read_usage_at_s:
-            self._supervision.record_usage(now_s, usage_of(child.pid))
+            self._supervision.record_usage(now_s, child.usage())
         if self._supervision.is_hung(now_s):
             return self._supervision.hang(now_s)
         return None
@@ -373,7 +412,7 @@ class ProcessLink:
                 self._outbox.put(*(Cancel(end.request_id, end.sample) for end in overdue))
             emit([*overdue])
 
-    def _lose(self, child: ChildProcess, loss: Loss, emit: Emit) -> None:
+    def _lose(self, child: EngineChild, loss: Loss, emit: Emit) -> None:
         """Ends the request that is the cause, if one is known, and closes the process.
 
         The other open requests wait for the next process, if there will be one and they may.
@@ -395,9 +434,9 @@ class ProcessLink:
             emit([*ended])
         if cause is not None:
             logger.error("request %d is ended: %s", cause.request_id, ENGINE_FAILED)
-        code = child.close(within_s=_EXIT_S if child.has_hung_up else 0.0)
+        code = child.close(within_s=_EXIT_S if child.frames.has_hung_up else 0.0)
         if is_postponed:
-            self._postpone(loss.error, emit)
+            self._postpone(SHORTAGE, loss.error, emit)
             return
         # Whoever waits for the first load raises its error, which is then not told twice.
         is_refused = failed is not None and self._check is None
@@ -408,9 +447,9 @@ class ProcessLink:
         self._go_on_without(failed, loss, is_explained=cause is not None)
         self._give_up_if_dead(emit)
 
-    def _was_ended(self, child: ChildProcess, code: int) -> bool:
+    def _was_ended(self, child: EngineChild, code: int) -> bool:
         """Whether somebody killed the process, and not for want of memory."""
-        is_killed = child.has_hung_up and code == -signal.SIGKILL
+        is_killed = child.frames.has_hung_up and code == -signal.SIGKILL
         return is_killed and self._options.count_oom_kills() == self._num_oom_kills
 
     def _go_on_without(self, failed: Failed | None, loss: Loss, *, is_explained: bool) -> None:
@@ -443,7 +482,7 @@ class ProcessLink:
             self._outbox.clear()
             self._supervision.died(SHUT_DOWN)
         if child is not None:
-            child.send(encode(Stop()))
+            child.frames.send(encode(Stop()))
             code = child.close(within_s=self._stop_s)
             logger.info("engine process %d stopped (exit status %d)", child.pid, code)
 

@@ -1,0 +1,71 @@
+"""`greet_host`, `greet_client`: how the two ends of a connection prove that they know one secret.
+
+Each sends a random number and answers the other's with an HMAC of both, so that nothing which was
+heard before opens a connection. What follows is neither encrypted nor signed: it is for a network
+that others cannot write into. Invariant: no byte is interpreted before the other end has proved it.
+"""
+
+import hmac
+import secrets
+import socket
+import struct
+
+MAGIC = b"cadenza-engine-1"
+NONCE_BYTES = 32
+MAC_BYTES = 32
+MIN_SECRET_BYTES = 16
+GREETING_S = 10.0
+"""The longest that the other end may take for it."""
+
+_PID = struct.Struct("<I")
+
+
+class HandshakeError(OSError):
+    """The other end did not prove that it knows the secret."""
+
+
+def greet_host(connection: socket.socket, secret: bytes) -> int:
+    """The client's side; returns the id of the engine process that the host has started."""
+    connection.settimeout(GREETING_S)
+    own = secrets.token_bytes(NONCE_BYTES)
+    connection.sendall(MAGIC + own)
+    theirs = _read(connection, NONCE_BYTES)
+    connection.sendall(_proof(secret, b"client", own, theirs))
+    _check(_read(connection, MAC_BYTES), _proof(secret, b"host", own, theirs))
+    (pid,) = _PID.unpack(_read(connection, _PID.size))
+    return pid
+
+
+def greet_client(connection: socket.socket, secret: bytes) -> None:
+    """The host's side. `tell_pid` follows once the engine process runs."""
+    connection.settimeout(GREETING_S)
+    if _read(connection, len(MAGIC)) != MAGIC:
+        raise HandshakeError("it does not speak this protocol, or another version of it")
+    theirs = _read(connection, NONCE_BYTES)
+    own = secrets.token_bytes(NONCE_BYTES)
+    connection.sendall(own)
+    _check(_read(connection, MAC_BYTES), _proof(secret, b"client", theirs, own))
+    connection.sendall(_proof(secret, b"host", theirs, own))
+
+
+def tell_pid(connection: socket.socket, pid: int) -> None:
+    connection.sendall(_PID.pack(pid))
+
+
+def _proof(secret: bytes, role: bytes, of_client: bytes, of_host: bytes) -> bytes:
+    return hmac.digest(secret, role + of_client + of_host, "sha256")
+
+
+def _check(given: bytes, wanted: bytes) -> None:
+    if not hmac.compare_digest(given, wanted):
+        raise HandshakeError("it has another secret")
+
+
+def _read(connection: socket.socket, count: int) -> bytes:
+    found = bytearray()
+    while len(found) < count:
+        received = connection.recv(count - len(found))
+        if not received:
+            raise HandshakeError("it closed the connection")
+        found += received
+    return bytes(found)
