@@ -17,25 +17,33 @@ void run_as_graph(GraphKey, const std::function<bool()>& body) { body(); }
 namespace {
 
 // Several for each bucket, whose inputs and results alternate between a few places.
-constexpr size_t kMostGraphs = 256;
+constexpr size_t kMostKeys = 512;
 
 class Graphs {
  public:
-  cudaGraphExec_t find(const GraphKey& key) {
+  // Of a key: whether it was seen before, and its graph, if one was recorded.
+  struct Found {
+    bool is_known;
+    cudaGraphExec_t graph;
+  };
+  Found find(const GraphKey& key) {
     const auto found = places_.find(key);
-    if (found == places_.end()) return nullptr;
+    if (found == places_.end()) return {false, nullptr};
     order_.splice(order_.begin(), order_, found->second);
-    return found->second->second;
+    return {true, found->second->second};
   }
 
-  void add(GraphKey key, cudaGraphExec_t graph) {
-    order_.emplace_front(key, graph);
-    places_[std::move(key)] = order_.begin();
-    if (order_.size() <= kMostGraphs) return;
+  void add(const GraphKey& key) {
+    order_.emplace_front(key, nullptr);
+    places_[key] = order_.begin();
+    if (order_.size() <= kMostKeys) return;
     places_.erase(order_.back().first);
-    check(cudaGraphExecDestroy(order_.back().second));
+    // One that runs is freed when it has ended.
+    if (order_.back().second != nullptr) check(cudaGraphExecDestroy(order_.back().second));
     order_.pop_back();
   }
+
+  void set(const GraphKey& key, cudaGraphExec_t graph) { places_.at(key)->second = graph; }
 
  private:
   std::list<std::pair<GraphKey, cudaGraphExec_t>> order_;
@@ -81,13 +89,18 @@ void run_as_graph(GraphKey key, const std::function<bool()>& body) {
     return;
   }
   std::lock_guard<std::mutex> lock(mutex);
-  cudaGraphExec_t graph = graphs().find(key);
-  if (graph == nullptr) {
-    graph = record(body);
-    if (graph == nullptr) return;
-    graphs().add(std::move(key), graph);
+  Graphs::Found found = graphs().find(key);
+  if (!found.is_known) {  // addresses that may never recur are not worth a graph
+    graphs().add(key);
+    body();
+    return;
   }
-  check(cudaGraphLaunch(graph, context.stream));
+  if (found.graph == nullptr) {
+    found.graph = record(body);
+    if (found.graph == nullptr) return;
+    graphs().set(key, found.graph);
+  }
+  check(cudaGraphLaunch(found.graph, context.stream));
 }
 
 #endif
