@@ -25,8 +25,6 @@ ffi::Error short_conv_call(Any, Any, Any, Any, Any, Any, Any, AnyResult, AnyResu
 
 ffi::Error selective_scan_call(Any, Any, Any, Any, Any, Any, Any, Any, Any, Any, Any, Any, Any, Any, AnyResult, AnyResult, AnyResult, int64_t, int64_t, float) { return missing("selective_scan"); }
 
-ffi::Error next_token_call(Any, Any, Any, Any, Any, Any, Any, AnyResult, int64_t, float, float, int64_t) { return missing("next_token"); }
-
 }  // namespace cadenza::xla_ffi
 
 namespace cadenza::cuda {

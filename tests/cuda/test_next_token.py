@@ -1,0 +1,189 @@
+"""The choice of tokens by the kernels for GPUs: the CPU's results, and each row's own bits.
+
+Logits are exact (each row takes one column of the head), so both tables choose from equal values.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cadenza.backends.step_result import (
+    COLUMN_LOGPROB,
+    COLUMN_RANK,
+    COLUMN_STATE,
+    COLUMN_TOKEN,
+    COLUMN_TOP,
+    NUM_TOP,
+    STATE_CHOSEN,
+    STATE_NONE_ALLOWED,
+    STATE_NOT_FINITE,
+)
+from cadenza.backends.xla.ops.cuda import CudaOps
+from cadenza.backends.xla.ops.cuda_library import CudaLibrary
+from cadenza.backends.xla.ops.native import NativeOps
+from cadenza.backends.xla.ops.table import DecoderSpec, OpTable, StepArrays
+from cadenza.request import Request, SamplingParams
+from tests.xla.harness import HOSTILE
+from tests.xla.rules import PAGE_SIZE, RuledRow, random_row, step_of
+from tests.xla.test_rules import with_params
+
+pytestmark = [pytest.mark.native, pytest.mark.kernels]
+
+Choose = Callable[..., np.ndarray]
+SLICE, LISTED = 2048, 3072
+"""Tokens of a block's part of a row, and values that a filter searches in shared memory."""
+
+ROWS = 12
+WORDS = slice(COLUMN_TOKEN, COLUMN_LOGPROB), slice(COLUMN_RANK, COLUMN_TOP + NUM_TOP)
+FLOATS = slice(COLUMN_LOGPROB, COLUMN_RANK), slice(COLUMN_TOP + NUM_TOP, None)
+
+
+def choosing(
+    make_ops: Callable[[DecoderSpec], OpTable], vocab_size: int, **model: object
+) -> Choose:
+    """The result [L, C] of a table on the rows' logits."""
+    config = replace(HOSTILE, vocab_size=vocab_size, **model)
+    ops = make_ops(DecoderSpec(model=config, dtype=jnp.float32, page_size=PAGE_SIZE))
+    compiled = jax.jit(ops.next_tokens)
+
+    def choose(
+        rows: list[RuledRow], step: StepArrays | None = None, x: np.ndarray | None = None
+    ) -> np.ndarray:
+        columns = np.stack([row.logits for row in rows], axis=1)
+        identity = np.eye(len(rows), dtype=np.float32)
+        given = identity if x is None else x, ops.load_linear([columns], [])
+        return np.asarray(compiled(*given, step_of(rows) if step is None else step))
+
+    return choose
+
+
+@pytest.fixture
+def ours(library: CudaLibrary) -> Callable[..., Choose]:
+    def make(vocab_size: int, **model: object) -> Choose:
+        return choosing(lambda spec: CudaOps(spec, library), vocab_size, **model)
+
+    return make
+
+
+def batch(vocab_size: int, seed: int = 0, count: int = ROWS) -> list[RuledRow]:
+    rng = np.random.default_rng([vocab_size, seed, 44])
+    return [random_row(rng, vocab_size) for _ in range(count)]
+
+
+def floats(columns: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(columns).view(np.float32)
+
+
+def assert_equal_but_for_rounding(found: np.ndarray, expected: np.ndarray) -> None:
+    """Tokens, states, ranks and ids are equal, and log probabilities all but."""
+    for columns in WORDS:
+        np.testing.assert_array_equal(found[:, columns], expected[:, columns])
+    for columns in FLOATS:
+        mine, theirs = floats(found[:, columns]), floats(expected[:, columns])
+        np.testing.assert_allclose(mine, theirs, rtol=1e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("vocab_size", [23, 331, SLICE + 77])
+def test_rows_with_rules_and_filters_have_the_cpus_results(
+    ours: Callable[..., Choose], vocab_size: int
+) -> None:
+    choose, cpu = ours(vocab_size), choosing(NativeOps, vocab_size)
+    for seed in range(3):
+        rows = batch(vocab_size, seed)
+        rows[3] = with_params(rows[3], allowed_token_ids=(2,), min_tokens=99)  # 2 is a stop token
+        found = choose(rows)
+        assert_equal_but_for_rounding(found, cpu(rows))
+        assert found[3, COLUMN_STATE] == STATE_NONE_ALLOWED
+        assert (np.delete(found[:, COLUMN_STATE], 3) == STATE_CHOSEN).any()
+
+
+def test_filters_that_leave_more_than_shared_memory_holds_leave_what_the_cpu_leaves(
+    ours: Callable[..., Choose],
+) -> None:
+    vocab_size = LISTED + SLICE
+    drawn = {"temperature": 3.0, "min_p": 0.0, "top_n_sigma": 0.0, "allowed_token_ids": None}
+    wanted = [
+        {"top_k": LISTED + 400, "top_p": 1.0},
+        {"top_k": 7, "top_p": 0.999},
+        {"top_k": 0, "top_p": 0.97},
+        {"top_k": LISTED + 1000, "top_p": 0.3},
+    ]
+    rows = [
+        with_params(row, **drawn, **each)
+        for row, each in zip(batch(vocab_size, 1, len(wanted)), wanted, strict=True)
+    ]
+    ties = np.round(rows[0].logits * 4)
+    rows[0] = replace(rows[0], logits=ties)
+    assert_equal_but_for_rounding(ours(vocab_size)(rows), choosing(NativeOps, vocab_size)(rows))
+
+
+@pytest.mark.parametrize("order", ["forward", "backward"])
+def test_a_row_has_the_same_bits_alone_in_company_and_beside_padding(
+    ours: Callable[..., Choose], monkeypatch: pytest.MonkeyPatch, order: str
+) -> None:
+    choose = ours(SLICE + 77)
+    rows = [with_params(row, logprobs=20) for row in batch(SLICE + 77, 2, 6)]
+    together = choose(rows)
+    monkeypatch.setenv("CADENZA_GPU_ORDER", order)
+    x = np.eye(len(rows), dtype=np.float32)
+    x[4:] = np.nan
+    fewer = choose(rows, step_of(rows)._replace(num_logits=np.int32(4)), x)
+    np.testing.assert_array_equal(fewer[:4], together[:4])
+    assert not fewer[4:].any()
+    for index in (1, 3):
+        np.testing.assert_array_equal(choose([rows[index]] * 2)[1], together[index])
+
+
+def test_logits_are_divided_then_capped_and_a_cap_hides_no_infinite_one(
+    ours: Callable[..., Choose],
+) -> None:
+    shape = {"logit_divisor": 1.5, "logit_soft_cap": 6.0}
+    rows = [with_params(row, logprobs=20) for row in batch(331, 3)]
+    found = ours(331, **shape)(rows)
+    assert_equal_but_for_rounding(found, choosing(NativeOps, 331, **shape)(rows))
+    x = np.eye(len(rows), dtype=np.float32)
+    x[5, 5] = np.inf
+    spoilt = ours(331, **shape)(rows, x=x)
+    assert spoilt[5, COLUMN_STATE] == STATE_NOT_FINITE
+    np.testing.assert_array_equal(np.delete(spoilt, 5, axis=0), np.delete(found, 5, axis=0))
+
+
+def test_a_target_is_reported_in_place_of_a_choice(ours: Callable[..., Choose]) -> None:
+    rows = [with_params(row, logprobs=5) for row in batch(331, 4)]
+    step = step_of(rows)
+    targets = np.where(np.arange(ROWS) % 2, np.arange(ROWS) * 3, -1).astype(np.int32)
+    aimed = step._replace(logits=replace(step.logits, targets=jnp.asarray(targets)))
+    found = ours(331)(rows, aimed)
+    assert_equal_but_for_rounding(found, choosing(NativeOps, 331)(rows, aimed))
+    np.testing.assert_array_equal(found[1::2, COLUMN_TOKEN], targets[1::2])
+
+
+def test_equal_logits_give_the_lowest_id_even_of_zeros_with_either_sign(
+    ours: Callable[..., Choose],
+) -> None:
+    bare = Request(prompt_token_ids=(1,), params=SamplingParams(temperature=0.0, logprobs=20))
+    logits = np.full(331, -1, np.float32)
+    logits[[9, 70, 300]] = -0.0, 0.0, 0.0
+    found = ours(331)([RuledRow(request=bare, generated=[], logits=logits)])[0]
+    assert found[COLUMN_TOKEN] == 9
+    assert found[COLUMN_RANK] == 1
+    assert found[COLUMN_TOP : COLUMN_TOP + 5].tolist() == [9, 70, 300, 0, 1]
+
+
+@pytest.mark.parametrize("field", ["targets", "rule_record", "rows", "positions"])
+def test_a_row_that_refers_to_nothing_is_reported_and_harms_no_other(
+    ours: Callable[..., Choose], field: str
+) -> None:
+    rows = [with_params(row, presence_penalty=0.5) for row in batch(331, 6, 4)]
+    step = step_of(rows)
+    choose = ours(331)
+    healthy = choose(rows, step)
+    strange = np.array(getattr(step.logits, field))
+    strange[2] = 1 << 20
+    found = choose(rows, step._replace(logits=replace(step.logits, **{field: strange})))
+    assert found[2, COLUMN_STATE] == STATE_NOT_FINITE
+    np.testing.assert_array_equal(np.delete(found, 2, axis=0), np.delete(healthy, 2, axis=0))
