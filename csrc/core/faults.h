@@ -20,6 +20,8 @@ enum class Fault : int32_t {
   kNeighbourPagesFar = 3,  // positions from 640 on are read from another row's pages
   kRowKey = 4,             // the draw key is the logit row's index in the batch
   kMultipliedPadding = 5,  // lanes outside a row's range are multiplied by zero, not masked
+  kSumsByRows = 6,         // GPU: a product of more than eight rows adds K's stages from the last on
+  kSplitLibrary = 7,       // GPU: cublasLt's algorithms split K
 };
 
 #ifdef CADENZA_FAULTS

