@@ -16,6 +16,7 @@ Modules:
   protocol of what decides which tokens may follow
 - `errors`: one tree of exceptions
 - `fingerprint`: what an answer depends on besides its request
+- `kernel_proof`: what was compared of kernels' bits when a model was loaded
 - `receipt`: what another machine needs to compute an answer again
 """
 

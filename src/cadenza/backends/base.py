@@ -21,6 +21,7 @@ from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.weights import Weights
 from cadenza.config import Arithmetic, EngineLimits, KVCacheDType, Ops, Quantization
 from cadenza.core.step_schema import MaskUpdate, ModelInputs, StepOutput
+from cadenza.kernel_proof import KernelProof
 
 ProductDType = WeightDType | Literal["int8"]
 Exactness = Literal["bitwise", "token"]
@@ -219,6 +220,16 @@ class StateCopier(PageCopier, Protocol):
 
         Raises RunnerError if a content has the wrong size.
         """
+        ...
+
+
+@runtime_checkable
+class ProvenRunner(Protocol):
+    """A runner that compares its kernels' bits when it is warmed up."""
+
+    @property
+    def proof(self) -> KernelProof | None:
+        """None before `warmup`, or if its operations need none."""
         ...
 
 

@@ -8,6 +8,7 @@ text and JSON have the same facts and keys.
 import time
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -63,24 +64,27 @@ def info(
     facts = dict(describe(name, checkpoint, plan, config))
     facts["answers"] = _answers(checkpoint, plan, config)
     if measure:
-        facts["steps"] = _measured(checkpoint, plan, config)
+        facts |= _measured(checkpoint, plan, config)
     print(json_line(facts) if json else _as_text(facts))
 
 
-def _measured(checkpoint: "Checkpoint", plan: "EnginePlan", config: EngineConfig) -> dict[str, Any]:
-    """What a step costs, and what --max-itl-ms would then be and mean."""
+def _measured(checkpoint: "Checkpoint", plan: "EnginePlan", config: EngineConfig) -> Facts:
+    """What a step costs, and what --max-itl-ms would then be and mean; which kernels were compared
+    while the model was loaded, where that is done."""
+    from cadenza.backends.base import ProvenRunner
     from cadenza.engine.calibration import make_step_bound, measure_step_cost
     from cadenza.loading.planned_engine import PlannedEngine
 
     limits = plan.limits
     runner = PlannedEngine(checkpoint=checkpoint, plan=plan, config=config).load_warm_runner()
+    proof = runner.proof if isinstance(runner, ProvenRunner) else None
     try:
         measured = measure_step_cost(runner, limits, time.perf_counter)
         bound = make_step_bound(measured, limits, None)
     finally:
         runner.close()
     cost = bound.cost
-    return {
+    steps = {
         "fixed_ms": cost.fixed_ms,
         "token_ms": cost.token_ms,
         "logit_row_ms": cost.logit_ms,
@@ -95,6 +99,7 @@ def _measured(checkpoint: "Checkpoint", plan: "EnginePlan", config: EngineConfig
             limits.max_model_len, cost.kept_context(bound.max_ms, limits.max_num_seqs)
         ),
     }
+    return {"steps": steps} | ({} if proof is None else {"kernel_proof": asdict(proof)})
 
 
 def _show_refused(name: str, reason: str, *, as_json: bool) -> None:

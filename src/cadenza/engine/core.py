@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cadenza.backends.base import PageCopier, Runner, StateCopier
+from cadenza.backends.base import PageCopier, ProvenRunner, Runner, StateCopier
 from cadenza.config import Batching, EngineLimits, SchedulerLoop
 from cadenza.core.admission import RESERVED_OUTPUT, Admission
 from cadenza.core.draft_ledger import DraftState
@@ -38,6 +38,7 @@ from cadenza.engine.sample_seed import seed_of_sample
 from cadenza.engine.stored_pages import StoredPages
 from cadenza.errors import EngineClosedError, QueueFullError
 from cadenza.events import Event, Finished
+from cadenza.kernel_proof import KernelProof
 from cadenza.request import Request
 from cadenza.speculative_config import SpeculativeConfig
 from cadenza.structured import CompileConstraint
@@ -144,6 +145,11 @@ class EngineCore:
         self._clock = options.clock
         self._next_request_id = 0
         self._is_closed = False
+
+    @property
+    def kernel_proof(self) -> KernelProof | None:
+        """What was compared when the runner was warmed up, if it compares anything."""
+        return self.runner.proof if isinstance(self.runner, ProvenRunner) else None
 
     @property
     def is_idle(self) -> bool:

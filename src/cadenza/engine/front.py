@@ -337,6 +337,7 @@ class InProcessLink:
             error=self._error,
             request_check=self._core.request_check,
             fingerprint=self._fingerprint,
+            kernel_proof=self._core.kernel_proof,
         )
 
     def put(self, *commands: Command | Watch) -> None:

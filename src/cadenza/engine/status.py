@@ -10,6 +10,7 @@ from cadenza.engine.open_requests import EngineLoad, RequestStats, RequestTimeou
 from cadenza.engine.request_check import RequestCheck
 from cadenza.engine.stats import EngineStats
 from cadenza.fingerprint import Fingerprint
+from cadenza.kernel_proof import KernelProof
 
 EngineState = Literal["loading", "ready", "draining", "restarting", "dead"]
 """`loading`: first start · `restarting`: a later start, or the delay before it · `draining`: open
@@ -30,6 +31,7 @@ class EngineStatus:
         cause: the same without internal details, for clients.
         request_check: the check for requests; None until the first load is done.
         fingerprint: that of its answers; None until then, and where it is not known.
+        kernel_proof: what was compared of its kernels when it was loaded; None if nothing was.
         replicas: the state of each of the engines that serve as one; empty for a single one.
     """
 
@@ -43,6 +45,7 @@ class EngineStatus:
     cause: str | None = None
     request_check: RequestCheck | None = None
     fingerprint: Fingerprint | None = None
+    kernel_proof: KernelProof | None = None
     replicas: tuple[EngineState, ...] = ()
 
     @property

@@ -8,6 +8,7 @@ Modules:
 - `arithmetic`: the class of a step's arithmetic, by name
 - `runner`: the runner
 - `programs`: the compiled programs and the device state
+- `kernel_proof`: compares the bits of a table's kernels on the device, when a model is loaded
 - `page_copies`: copies of pages and states to the host and back
 - `wire`: splits the uploaded buffer into the step's arrays
 - `in_flight`: steps launched and not read; waits for them at close and at exit

@@ -24,6 +24,7 @@ from cadenza.backends.xla.decoder import DecoderWeights, load_decoder, load_mtp_
 from cadenza.backends.xla.device import find_device
 from cadenza.backends.xla.in_flight import InFlight
 from cadenza.backends.xla.layers.weight_source import WeightSource
+from cadenza.backends.xla.ops.program_ops import ProgramOps
 from cadenza.backends.xla.ops.table import DecoderSpec
 from cadenza.backends.xla.page_copies import (
     ITEMS_PER_CALL,
@@ -53,6 +54,7 @@ from cadenza.core.step_schema import (
     StepOutput,
 )
 from cadenza.errors import RunnerError
+from cadenza.kernel_proof import KernelProof
 
 logger = logging.getLogger(__name__)
 
@@ -141,6 +143,7 @@ class XlaRunner:
             loaded = self._load(weights)
         self._weights: DecoderWeights | None = jax.device_put(loaded, self._device)
         self._programs: Programs | None = None
+        self._proof: KernelProof | None = None
         self._owns_state = kv_of is None
         self._holder = StateHolder() if kv_of is None else kv_of.state_holder
         self._in_flight = InFlight(self)
@@ -165,6 +168,10 @@ class XlaRunner:
     @property
     def _can_split_steps(self) -> bool:
         return can_split_steps(self._ops, self._model)
+
+    @property
+    def proof(self) -> KernelProof | None:
+        return self._proof
 
     @property
     def vocab_size(self) -> int:
@@ -214,8 +221,13 @@ class XlaRunner:
         return self._programs
 
     def warmup(self) -> None:
-        """Compiles every program and runs each step program once with no tokens."""
+        """Compiles every program and runs each step program once with no tokens.
+
+        Raises ConfigError if the kernels are proved at load and are not exact.
+        """
         setup, weights = self._setup, self.weights
+        if self._ops.is_proved_at_load:  # while the pools take no memory
+            self._proof = self._prove(weights)
         self._programs = compile_programs(self._ops, self._spec, setup, weights, self._device)
         self.reset()
         for bucket in self._buckets:
@@ -226,6 +238,15 @@ class XlaRunner:
                 assert isinstance(late, XlaLateStepHandle)
                 late.choose(())
                 late.result()
+
+    def _prove(self, weights: DecoderWeights) -> KernelProof:
+        from cadenza.backends.xla.kernel_proof import prove_kernels
+
+        assert isinstance(self._ops, ProgramOps), "the table records programs"
+        with jax.default_device(self._device):
+            proof = prove_kernels(self._ops, self._spec, self._limits, weights)
+        logger.info("%s", proof.summary)
+        return proof
 
     def launch(self, inputs: ModelInputs) -> XlaStepHandle:
         programs = self.programs

@@ -202,6 +202,7 @@ def _serve(startup: _Startup, load: Load) -> int:
             request_check=serving.core.request_check,
             identity=serving.identity,
             fingerprint=serving.fingerprint,
+            kernel_proof=serving.core.kernel_proof,
             startup_s=startup.seconds,
             stats=worker.meter.stats(),
         )

@@ -21,6 +21,7 @@ from cadenza.engine.step_watch import StepSummary, Watch
 from cadenza.errors import CadenzaError
 from cadenza.events import Event
 from cadenza.fingerprint import Fingerprint
+from cadenza.kernel_proof import KernelProof
 
 MAX_FRAME_BYTES = 256 << 20
 _LENGTH = struct.Struct("<I")
@@ -83,6 +84,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     request_check: RequestCheck
     identity: EngineIdentity
     fingerprint: Fingerprint | None = None
+    kernel_proof: KernelProof | None = None
     startup_s: dict[str, float]
     stats: EngineStats
 

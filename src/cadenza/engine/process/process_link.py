@@ -57,6 +57,7 @@ from cadenza.engine.step_watch import Watch
 from cadenza.engine.stored_pages import CLOSE_WITHIN_S
 from cadenza.errors import CadenzaError, ConfigError, EngineUnavailableError, RunnerError
 from cadenza.fingerprint import Fingerprint
+from cadenza.kernel_proof import KernelProof
 
 logger = logging.getLogger(__name__)
 
@@ -177,6 +178,7 @@ class ProcessLink:
         self._supervision = Supervision(self._options.watchdog, clock())
         self._check: RequestCheck | None = None
         self._fingerprint: Fingerprint | None = None
+        self._kernel_proof: KernelProof | None = None
         self._identity: EngineIdentity | None = None
         self.stats: EngineStats | None = None
         self._child: EngineChild | None = None
@@ -229,6 +231,7 @@ class ProcessLink:
             cause=supervision.cause,
             request_check=self._check,
             fingerprint=self._fingerprint,
+            kernel_proof=self._kernel_proof,
         )
 
     def serve(self, emit: Emit) -> None:
@@ -381,6 +384,7 @@ class ProcessLink:
             self.stats, self._check = message.stats, message.request_check
             self._identity = message.identity
             self._fingerprint = message.fingerprint
+            self._kernel_proof = message.kernel_proof
             self._start_message = msgspec.structs.replace(
                 self._start_message,
                 config=pinned(self._config, message.request_check.limits),

@@ -3,6 +3,7 @@
 Invariant: health, metrics and version never wait for the engine.
 """
 
+from dataclasses import asdict
 from typing import Any, Literal
 
 import cadenza
@@ -28,6 +29,15 @@ async def _ready(service: Service, exchange: Exchange) -> None:
     if not status.is_ready:
         raise unavailable(UNAVAILABLE_CODES[status.state], status.retry_after_s, status.cause)
     await send_object(exchange, {"status": "ready"})
+
+
+async def _health(service: Service, exchange: Exchange) -> None:
+    """As `_ready`, with what was compared of the kernels of the first model, if anything was."""
+    status = service.models.status()
+    if service.is_draining or not status.is_ready or status.kernel_proof is None:
+        await _ready(service, exchange)
+        return
+    await send_object(exchange, {"status": "ready", "kernel_proof": asdict(status.kernel_proof)})
 
 
 async def _load(service: Service, exchange: Exchange) -> None:
@@ -131,6 +141,18 @@ METRICS_PATH = "/metrics"
 
 _LIST, _ONE = AnswerSchema("ModelList", _MODEL_LIST), AnswerSchema("Model", _MODEL)
 _HEALTH = AnswerSchema("Health", object_of({"status": TEXT}))
+_PROOF = object_of(
+    {
+        "operations": list_of(TEXT),
+        "step_sizes": list_of(COUNT),
+        "num_single": COUNT,
+        "elapsed_s": _NUMBER,
+    }
+)
+_HEALTH_IN_DETAIL = AnswerSchema(
+    "HealthInDetail",
+    {**object_of({"status": TEXT}), "properties": {"status": TEXT, "kernel_proof": _PROOF}},
+)
 _LOAD = AnswerSchema("Load", object_of({"server_load": COUNT}))
 _METRICS = AnswerSchema("Metrics", None, also=(OPEN_METRICS,))
 _VERSION = AnswerSchema("Version", object_of({"version": TEXT}))
@@ -153,7 +175,16 @@ STATUS_ROUTES: tuple[ApiRoute, ...] = (
     ),
     ApiRoute("models", "GET", "/v1/models", "The models that are served.", _LIST, _models),
     ApiRoute("model", "GET", "/v1/models/{id:path}", "One of them.", _ONE, _model, statuses=(404,)),
-    _probe("health", "/health", "Are requests served?"),
+    ApiRoute(
+        "health",
+        "GET",
+        "/health",
+        "Are requests served? On a GPU, also which kernels were proved to be exact at the start.",
+        _HEALTH_IN_DETAIL,
+        _health,
+        policy="open",
+        statuses=(503,),
+    ),
     ApiRoute("live", "GET", "/live", "Is the front end there?", _HEALTH, _live, policy="open"),
     _probe("ready", "/ready", "Are requests served?"),
     _probe("ping", "/ping", "Are requests served? For SageMaker."),

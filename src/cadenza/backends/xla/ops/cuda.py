@@ -42,6 +42,7 @@ class CudaOps(ProgramOps):
     """Calls kernels; weights are loaded as they are stored."""
 
     name = "cuda"
+    is_proved_at_load = True
 
     def __init__(self, spec: DecoderSpec, library: CudaLibrary | None = None) -> None:
         super().__init__(spec)

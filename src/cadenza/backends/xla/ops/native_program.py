@@ -103,6 +103,10 @@ class ProgramWords(NamedTuple):
     arrays: Sequence[jax.ShapeDtypeStruct]
 
 
+Listener = Callable[[str, Sequence[Recorded | None], Sequence[Recorded]], None]
+"""Told of each operation once it is recorded: its name, operands and results."""
+
+
 class NativeProgram:
     """Operations in the order of their calls.
 
@@ -113,6 +117,7 @@ class NativeProgram:
     def __init__(self, library: ProgramLibrary, *, is_portable: bool = False) -> None:
         self._library = library
         self._is_portable = is_portable
+        self.listener: Listener | None = None
         self._operations: list[_Operation] = []
         self._operands: dict[int, Recorded] = {}
 
@@ -136,6 +141,8 @@ class NativeProgram:
             made = [self._result(shape, reused.get(index)) for index, shape in enumerate(shapes)]
             words = [_word(attributes[each]) for each in names]
             self._operations.append(_Operation(code, (*used, *made), words))
+            if self.listener is not None:
+                self.listener(name, used, made)
             return tuple(made) if isinstance(results, tuple) else made[0]
 
         return record

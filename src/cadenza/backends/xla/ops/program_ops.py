@@ -412,10 +412,14 @@ class ProgramOps(OpTable):
         )
 
     def compute(self, decode: Callable[[OpTable], Any]) -> Any:
+        return self.compute_watched(lambda _: decode(self))
+
+    def compute_watched(self, decode: Callable[[NativeProgram], Any]) -> Any:
+        """As `compute`; `decode` is given the program that records what it calls."""
         assert self._program is None, "a program cannot be within another"
         self._program = program = self._new_program()
         try:
-            return program.emit(decode(self))
+            return program.emit(decode(program))
         finally:
             self._program = None
 

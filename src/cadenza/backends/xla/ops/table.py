@@ -306,6 +306,9 @@ class OpTable(ABC):
     nothing to optimise.
     """
 
+    is_proved_at_load = False
+    """Whether the bits of its kernels are compared on the device at hand before a model serves."""
+
     def __init__(self, spec: DecoderSpec) -> None:
         self._spec = spec
         self._model = spec.model

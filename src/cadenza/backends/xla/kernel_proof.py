@@ -1,0 +1,287 @@
+"""The proof at load: each operation of a step has the same bits in steps of every size.
+
+Owns the steps that are compared: the model's first layers, at least one of each kind, over tokens
+that are the same in each step, with some rows of every operation's result beside the step's own.
+So those kernels are proved that this card, this driver and these weights' shapes get, whatever
+chose them. Computes in pools of its own, before the model's are allocated.
+
+Legend as in `ops.table`; K tokens that are compared.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from cadenza.backends.xla.decoder import DecoderWeights, run_layers
+from cadenza.backends.xla.layers.residual import StepContext
+from cadenza.backends.xla.ops.native_program import NativeProgram, Recorded
+from cadenza.backends.xla.ops.program_ops import ProgramOps
+from cadenza.backends.xla.ops.table import DecoderSpec, LayerPools, StepArrays
+from cadenza.config import EngineLimits
+from cadenza.core.draw_keys import draw_keys
+from cadenza.core.step_schema import StepLayout
+from cadenza.errors import ConfigError
+from cadenza.kernel_proof import KernelProof
+
+SEQUENCE_TOKENS = 700
+"""Of each row of a step of prompts: a span of attention and a part of the next."""
+
+GROWTH = 1.35
+"""From one compared token to the next; the first ones follow each other."""
+
+_FLOATS = (np.dtype(jnp.bfloat16), np.dtype(np.float32))
+_OVER_POOLS = frozenset(
+    {"rope_append_attend", "latent_attend", "gated_delta", "short_conv", "selective_scan"}
+)
+
+_Indices = npt.NDArray[np.int32]
+
+
+class Outcome(NamedTuple):
+    """What is compared of a step: rows of each operation's result, and its choices of tokens."""
+
+    taken: Sequence[npt.NDArray[Any]]  # [up to K, ·] each
+    choices: npt.NDArray[np.int32]  # [up to K, C]
+
+
+class ProofInputs(NamedTuple):
+    """A step, and where the compared tokens are in it: the first `count` of `places`."""
+
+    arrays: StepArrays
+    read_hidden: Any | None  # [T, E], of a model that reads hidden states
+    places: Any  # [K]
+    count: Any  # []
+
+
+def prove_kernels(
+    ops: ProgramOps, spec: DecoderSpec, limits: EngineLimits, weights: DecoderWeights
+) -> KernelProof:
+    """Compares steps of all sizes, and then of single tokens of several rows, whose KV a step of
+    prompts has written. Raises ConfigError with the first operation whose bits differ."""
+    started = time.perf_counter()
+    sizes = ops.token_buckets(limits.max_num_batched_tokens)
+    tokens = ProofTokens(spec, limits)
+    steps = ProofSteps(ops, spec, weights, tokens)
+    found = {size: steps.run(tokens.prompts(size)) for size in sizes}
+    whole = found[sizes[-1]]
+    for size in sizes[:-1]:
+        steps.compare(found[size], whole, f"a step of {size} tokens")
+    single = [size for size in sizes if tokens.can_be_single(size)]
+    for size in single:
+        of_rows = steps.run(tokens.single_tokens(size))
+        steps.compare(of_rows, whole, f"a step of {size} rows with one token each")
+    return KernelProof(
+        operations=tuple(dict.fromkeys(steps.labels)),
+        step_sizes=sizes,
+        num_single=len(single),
+        elapsed_s=time.perf_counter() - started,
+    )
+
+
+class ProofTokens:
+    """The tokens of the steps: token i of a step of prompts is the same one in each of them."""
+
+    def __init__(self, spec: DecoderSpec, limits: EngineLimits) -> None:
+        self._spec, self._limits = spec, limits
+        self._length = min(SEQUENCE_TOKENS, limits.max_model_len)
+        self._pages_per_row = -(-self._length // spec.page_size)
+
+    @property
+    def num_pages(self) -> int:
+        """Of the prompts of the largest step."""
+        return -(-self._most // self._length) * self._pages_per_row
+
+    @cached_property
+    def compared(self) -> _Indices:
+        """The tokens of prompts that are compared."""
+        found = [0]
+        while (following := max(found[-1] + 1, int(found[-1] * GROWTH))) < self._most:
+            found.append(following)
+        return np.array(found, np.int32)
+
+    @property
+    def _most(self) -> int:
+        return self._num_tokens(self._limits.max_num_batched_tokens)
+
+    def _num_tokens(self, size: int) -> int:
+        """How many tokens a step of `size` has: no more than the rows hold."""
+        return min(size, self._length * self._limits.max_num_seqs)
+
+    def can_be_single(self, size: int) -> bool:
+        """Whether there is a step of `size` rows of one token; one needs its row's state."""
+        return size <= self._limits.max_num_seqs and self._spec.model.recurrence is None
+
+    def prompts(self, size: int) -> ProofInputs:
+        """As many tokens as a step of `size` has, row by row."""
+        indices = np.arange(self._num_tokens(size))
+        places = self.compared[self.compared < len(indices)]
+        return self._step(size, indices, indices // self._length, places)
+
+    def single_tokens(self, size: int) -> ProofInputs:
+        """The compared tokens in rows of their own, by turns."""
+        indices = self.compared[np.arange(size) % len(self.compared)]
+        places = np.arange(min(size, len(self.compared)), dtype=np.int32)
+        return self._step(size, indices, np.arange(size), places)
+
+    def _step(
+        self, size: int, indices: npt.NDArray[Any], rows: npt.NDArray[Any], places: _Indices
+    ) -> ProofInputs:
+        """Tokens of prompts by their indices, in `rows`, and a token drawn after each of those at
+        `places`, every other one at random."""
+        layout = StepLayout(size, self._limits.max_num_seqs)
+        groups = layout.views(layout.empty_words())
+        owners, positions = np.divmod(indices, self._length)
+        num_tokens, page_size = len(indices), self._spec.page_size
+        first_pages = owners * self._pages_per_row
+        tokens, of_rows, logits = groups.tokens, groups.rows, groups.logits
+        tokens.ids[:num_tokens] = (indices * 7919 + 13) % self._spec.model.vocab_size
+        tokens.positions[:num_tokens] = positions
+        tokens.slots[:num_tokens] = first_pages * page_size + positions
+        of_rows.query_starts[1:] = np.searchsorted(rows, np.arange(layout.num_rows), side="right")
+        np.maximum.at(of_rows.kv_lens, rows, positions + 1)
+        page_table = np.zeros((layout.num_rows, self._limits.max_pages_per_seq), np.int32)
+        page_table[rows, : self._pages_per_row] = first_pages[:, None] + np.arange(
+            self._pages_per_row
+        )
+        count = len(places)
+        logits.token_indices[:count] = places
+        logits.rows[:count] = rows[places]
+        logits.positions[:count] = positions[places] + 1
+        logits.temperature[:count:2] = 1.0
+        logits.keys[:count] = draw_keys(np.arange(count, dtype=np.uint64), logits.positions[:count])
+        arrays: dict[str, Any] = {
+            "num_tokens": np.int32(num_tokens),
+            "num_logits": np.int32(count),
+            "tokens": tokens,
+            "token_rows": _padded(rows, size),
+            "rows": of_rows,
+            "logits": logits,
+            "page_table": page_table,
+        }
+        read_hidden = None
+        if self._spec.model.reads_hidden:
+            shape = size, self._spec.model.hidden_size
+            read_hidden = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+        return ProofInputs(
+            StepArrays(**arrays), read_hidden, _padded(places, len(self.compared)), np.int32(count)
+        )
+
+
+class ProofSteps:
+    """Runs steps over pools of its own; `labels` names the operations of which it gives rows."""
+
+    def __init__(
+        self, ops: ProgramOps, spec: DecoderSpec, weights: DecoderWeights, tokens: ProofTokens
+    ) -> None:
+        self._ops, self._spec = ops, spec
+        self._weights = weights._replace(layers=weights.layers[: num_first(spec, weights)])
+        self._pools = self._new_pools(tokens.num_pages)
+        self._program = jax.jit(self._compute, donate_argnums=1)
+        self.labels: list[str] = []
+
+    def _new_pools(self, num_pages: int) -> LayerPools:
+        """KV that no step has written is NaN."""
+        model = self._spec.model
+        kv = (self._ops.new_kv_pool(group, num_pages, np.nan) for group in model.kv_groups)
+        if model.recurrence is None:
+            return LayerPools(tuple(kv))
+        states = self._ops.new_state_pool(1, len(model.recurrent_layers), model.recurrence)
+        return LayerPools(tuple(kv), states)
+
+    def run(self, inputs: ProofInputs) -> Outcome:
+        taken, choices, self._pools = self._program(self._weights, self._pools, inputs)
+        valid = slice(0, int(inputs.count))
+        return Outcome([np.asarray(each)[valid] for each in taken], np.asarray(choices)[valid])
+
+    def compare(self, found: Outcome, whole: Outcome, step: str) -> None:
+        """Raises ConfigError if a step has other bits than that of the most tokens."""
+        for label, some, all_rows in zip(self.labels, found.taken, whole.taken, strict=True):
+            if some.tobytes() != all_rows[: len(some)].tobytes():
+                raise _not_exact(label, step)
+        if found.choices.tobytes() != whole.choices[: len(found.choices)].tobytes():
+            raise _not_exact("next_token", step)
+
+    def _compute(
+        self, weights: DecoderWeights, pools: LayerPools, inputs: ProofInputs
+    ) -> tuple[list[Any], Any, LayerPools]:
+        ops, arrays = self._ops, inputs.arrays
+        context = StepContext(ops, self._spec.model, arrays, weights.ropes)
+
+        def decode(program: NativeProgram) -> tuple[list[Any], Any, LayerPools]:
+            taps = _Taps(program, inputs.places, inputs.count)
+            program.listener = taps.hear
+            made = run_layers(context, weights, pools, inputs.read_hidden)
+            choices = ops.next_tokens(made.hidden, weights.lm_head, arrays)
+            self.labels = taps.labels
+            return taps.taken, choices, made.pools
+
+        return ops.compute_watched(decode)
+
+
+@dataclass(slots=True, eq=False)
+class _Taps:
+    """Takes the compared rows of each operation's result, before another overwrites them."""
+
+    program: NativeProgram
+    places: Any  # [K]
+    count: Any
+    labels: list[str] = field(default_factory=list[str])
+    taken: list[Any] = field(default_factory=list[Any])
+    is_taking: bool = False
+
+    def hear(self, name: str, used: Sequence[Recorded | None], made: Sequence[Recorded]) -> None:
+        if self.is_taking:
+            return
+        if name == "take_rows":  # from here on the rows are those of logits, which are compared
+            self.places = np.arange(len(self.places), dtype=np.int32)
+        for each in made:
+            if len(each.shape) == 2 and each.dtype in _FLOATS:
+                self.taken.append(self._take(each))
+                self.labels.append(_label(name, used, each))
+
+    def _take(self, made: Recorded) -> Any:
+        self.is_taking = True
+        rows = jax.ShapeDtypeStruct((len(self.places), made.shape[1]), made.dtype)
+        taken = self.program.call("take_rows", rows)(made, self.count, self.places)
+        self.is_taking = False
+        return taken
+
+
+def num_first(spec: DecoderSpec, weights: DecoderWeights) -> int:
+    """How many of the first layers have at least one of each kind."""
+    kinds: dict[Any, int] = {}
+    for index, (kind, layer) in enumerate(zip(spec.model.layer_kinds, weights.layers, strict=True)):
+        leaves, tree = jax.tree.flatten(layer)
+        shapes = tuple((each.shape, np.dtype(each.dtype)) for each in leaves)
+        kinds.setdefault((kind, tree, shapes), index)
+    return max(kinds.values()) + 1
+
+
+def _label(name: str, used: Sequence[Recorded | None], made: Recorded) -> str:
+    """An operation with its weight's shape and type, or with the width of its result."""
+    outer = [each for each in used if each is not None and each.storage.operand is not None]
+    weights = [each for each in outer if len(each.shape) > 1 or each.dtype == np.uint8]
+    if name in _OVER_POOLS or not weights:
+        return f"{name} {made.shape[1]} {made.dtype.name}"
+    widest = max(weights, key=lambda each: int(np.prod(each.shape)))
+    return f"{name} {'x'.join(map(str, widest.shape))} {widest.dtype.name}"
+
+
+def _padded(values: npt.NDArray[Any], size: int) -> _Indices:
+    padded = np.zeros(size, np.int32)
+    padded[: len(values)] = values
+    return padded
+
+
+def _not_exact(operation: str, step: str) -> ConfigError:
+    return ConfigError(
+        f"the kernels for this device are not exact: {operation} has other bits in {step} than in "
+        f"the largest; use --ops reference, and report the device and its driver"
+    )

@@ -1,0 +1,35 @@
+"""`KernelProof`: what an engine compared of its kernels' bits when it loaded a model.
+
+A plain value, which the engine's process sends to the front end.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelProof:
+    """Of kernels whose bits were compared on the device at hand when a model was loaded.
+
+    Each operation was computed for the same tokens in steps of every size, and in steps of single
+    tokens, and gave equal bits: otherwise loading fails.
+
+    Args:
+        operations: what was compared, such as `gated_linear 28672x4096 bfloat16`.
+        step_sizes: tokens of the steps.
+        num_single: how many steps of single tokens of several rows there were; 0 where the model's
+            layers have states, which such steps would need.
+    """
+
+    operations: tuple[str, ...]
+    step_sizes: tuple[int, ...]
+    num_single: int
+    elapsed_s: float
+
+    @property
+    def summary(self) -> str:
+        """One line for the log."""
+        singles = f" and in {self.num_single} of single tokens" if self.num_single else ""
+        return (
+            f"{len(self.operations)} operations have equal bits in steps of {self.step_sizes[0]} "
+            f"to {self.step_sizes[-1]} tokens{singles}, compared in {self.elapsed_s:.1f} s"
+        )
