@@ -1,8 +1,9 @@
-// C entry points for ctypes: the proof at load, the search for cublasLt, and faults. Functions return
+// C entry points for ctypes: the proof at load, the search for cublasLt, rates and faults. Functions return
 // null, or an error that is valid until this thread's next call.
 #include "cuda/cublaslt.h"
 #include "cuda/fake_cublaslt.h"
 #include "cuda/lt_product.h"
+#include "cuda/measure.h"
 #include "cuda/proof.h"
 
 #ifdef CADENZA_FAULTS
@@ -71,6 +72,21 @@ void cadenza_cuda_search_cublaslt(const char* folder) { cuda::search_cublaslt_in
 int64_t cadenza_cuda_cublaslt_version() {
   const cuda::lt::Functions* found = cuda::cublaslt();
   return found == nullptr ? 0 : int64_t(found->version());
+}
+
+// Bytes a second that kernels read, and that a copy on the device reads and writes; operations a
+// second of tensor cores. Each takes some hundredths of a second and up to a GiB of memory.
+const char* cadenza_cuda_measure_read(double* rate) {
+  return guarded([&] { *rate = cuda::read_rate(); });
+}
+const char* cadenza_cuda_measure_copy(double* rate) {
+  return guarded([&] { *rate = cuda::copy_rate(); });
+}
+const char* cadenza_cuda_measure_bf16(double* rate) {
+  return guarded([&] { *rate = cuda::bf16_rate(); });
+}
+const char* cadenza_cuda_measure_int8(double* rate) {
+  return guarded([&] { *rate = cuda::int8_rate(); });
 }
 
 #ifdef CADENZA_FAULTS

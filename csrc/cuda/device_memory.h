@@ -26,11 +26,11 @@ inline void finish_stream() {}
 inline void copy_to_host(void* to, const void* from, size_t bytes) { std::memcpy(to, from, bytes); }
 inline void fill_bytes(void* at, int value, size_t bytes) { std::memset(at, value, bytes); }
 
-// Seconds; emulated threads have none that mean anything.
+// A second for whatever runs: the time of emulated threads says nothing.
 template <class Body>
 double seconds_of(const Body& body) {
   body();
-  return 0.0;
+  return 1.0;
 }
 
 #else

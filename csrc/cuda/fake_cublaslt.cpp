@@ -50,6 +50,7 @@ Status set_product(Descriptor product, int attribute, const void* value, size_t 
   return kSuccess;
 }
 Status create_matrix(Descriptor* matrix, int type, uint64_t rows, uint64_t columns, int64_t stride) {
+  if (type == lt::kI8) return kInvalid;
   *matrix = new Matrix{type, rows, columns, stride};
   return kSuccess;
 }

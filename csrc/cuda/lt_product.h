@@ -5,8 +5,7 @@
 // that was not proven is computed by our kernels.
 #pragma once
 
-#include <string>
-
+#include "cuda/cublaslt_plan.h"
 #include "cuda/product.h"
 
 namespace cadenza::cuda {
@@ -19,21 +18,13 @@ enum class ProductKernel { kProven, kOwn, kShared };
 // What the products of this thread are computed by; others than kProven for the proof.
 inline thread_local ProductKernel product_kernel = ProductKernel::kProven;
 
-// A planted algorithm that splits K (core/faults.h) keeps partial sums, in memory of the proof's.
-constexpr size_t kPlantedBytes = 64 << 20;
-inline thread_local void* planted_workspace = nullptr;
-
 // Whether a product has as many rows and such a layout that cublasLt may compute it.
 bool can_be_shared(const ProductTask& task);
 
 // Computes it by what was chosen. Takes the same from the workspace, whichever that is.
 void bf16_product(const ProductTask& task, Workspace& workspace);
 
-// For the proof. The algorithm in words, or why there is none, which `exists` tells.
-struct SharedAlgorithm {
-  bool exists;
-  std::string text;
-};
+// For the proof.
 SharedAlgorithm shared_algorithm(const ProductTask& task);
 void choose(const ProductTask& task, ProductKernel kernel);
 

@@ -209,7 +209,9 @@ class Proof {
     }
     Bucket bucket{rows, is_f32, false, false, "own kernel", 0.0, 0.0};
     if (request_.w.format != WeightFormat::kBf16) return bucket;
-    const SharedAlgorithm algorithm = shared_algorithm(task);
+    // A bias or a scale takes sums in float32.
+    const SharedAlgorithm sums = shared_algorithm(this->task(rows, true));
+    const SharedAlgorithm algorithm = sums.exists ? shared_algorithm(task) : sums;
     bucket.text = algorithm.text;
     if (algorithm.exists) {
       bucket.has_difference = differs_in_f32 || differing_row(task, ProductKernel::kShared) >= 0;
