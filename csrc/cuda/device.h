@@ -84,6 +84,16 @@ __device__ __forceinline__ void warp_mma_int8_from(int32_t start, int32_t (&d)[4
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(start));
 }
 
+// d += a b with a [16, 16] of uint8 and b [16, 8] of int8, exact. Of lane l = 4 g + t, a[0] has row g
+// and columns 4 t to 4 t + 3, a[1] row g + 8; b has rows 4 t to 4 t + 3 of column g; d as of
+// warp_mma_bf16.
+__device__ __forceinline__ void warp_mma_uint8(int32_t (&d)[4], const uint32_t (&a)[2], uint32_t b) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.s32.u8.s8.s32 {%0,%1,%2,%3},{%4,%5},{%6},{%0,%1,%2,%3};"
+      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(b));
+}
+
 // Four matrices [8, 8] of 16-bit elements from shared memory: lane l gives the address of row l % 8
 // of matrix l / 8, 16 bytes aligned; of lane l = 4 g + t, r[i] has row g, columns 2 t, 2 t + 1 of
 // matrix i.

@@ -318,6 +318,19 @@ void warp_mma_int8(int32_t (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[
   release();
 }
 
+void warp_mma_uint8(int32_t (&d)[4], const uint32_t (&a)[2], uint32_t b) {
+  const unsigned char* values = exchange(Fragments{{a[0], a[1], 0, 0}, {b, 0}});
+  for (int i = 0; i < 4; i++) {
+    const int row = own_lane() / 4 + i / 2 * 8, column = own_lane() % 4 * 2 + i % 2;
+    for (int k = 0; k < 16; k++) {
+      const auto own = value_of<Fragments>(values, row % 8 * 4 + k / 4);
+      const auto other = value_of<Fragments>(values, column * 4 + k / 4);
+      d[i] += int(own.a[row / 8] >> k % 4 * 8 & 0xff) * int8_at(other.b[0], k % 4);
+    }
+  }
+  release();
+}
+
 void warp_load_matrices(uint32_t (&r)[4], const void* row) { load(r, row, false); }
 void warp_load_transposed(uint32_t (&r)[4], const void* row) { load(r, row, true); }
 

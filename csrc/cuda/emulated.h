@@ -154,6 +154,7 @@ inline void warp_mma_int8_from(int32_t start, int32_t (&d)[4], const uint32_t (&
   for (int32_t& each : d) each = start;
   warp_mma_int8(d, a, b);
 }
+void warp_mma_uint8(int32_t (&d)[4], const uint32_t (&a)[2], uint32_t b);
 void warp_load_matrices(uint32_t (&r)[4], const void* row);
 void warp_load_transposed(uint32_t (&r)[4], const void* row);
 

@@ -15,10 +15,6 @@ ffi::Error grouped_gated_linear_call(Any, Any, Any, Any, Any, AnyResult, int64_t
 
 ffi::Error grouped_linear_call(Any, Any, Any, Any, Any, Any, Any, AnyResult) { return missing("grouped_linear"); }
 
-ffi::Error rope_append_attend_call(Any, Any, Any, Any, Any, Any, Any, Any, Any, Any, Any, Any, Any, AnyResult, AnyResult, AnyResult, int64_t, int64_t, float, int64_t, float, float, bool) { return missing("rope_append_attend"); }
-
-ffi::Error latent_attend_call(Any, Any, Any, Any, Any, Any, Any, Any, Any, Any, Any, AnyResult, AnyResult, int64_t, int64_t, float, float, bool) { return missing("latent_attend"); }
-
 ffi::Error gated_delta_call(Any, Any, Any, Any, Any, Any, Any, Any, Any, Any, Any, Any, AnyResult, AnyResult, AnyResult, int64_t, int64_t, bool, float) { return missing("gated_delta"); }
 
 ffi::Error short_conv_call(Any, Any, Any, Any, Any, Any, Any, AnyResult, AnyResult, int64_t) { return missing("short_conv"); }

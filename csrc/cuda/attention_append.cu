@@ -1,0 +1,244 @@
+// Queries are prepared and new keys and values written by a warp for each head of each token; the
+// first block divides the rows.
+#include "cuda/attention_append.h"
+
+namespace cadenza::cuda {
+
+namespace {
+
+constexpr int kAppendWarps = 8;
+constexpr int kMostHead = 512;
+constexpr int kMostLatent = 1024;
+
+// What a row needs of few and of many.
+struct RowWork {
+  int few, slots, many;
+  __device__ void add(const RowWork& other) { few += other.few, slots += other.slots, many += other.many; }
+};
+
+__device__ RowWork work_of(const Attention& a, int row, bool are_all_many) {
+  const RowContext c = context_of(a, row);
+  if (c.queries <= 0) return {0, 0, 0};
+  const int rows = c.queries * a.group();
+  if (are_all_many || c.queries > kFewQueries) return {0, 0, (rows + a.many_rows - 1) / a.many_rows};
+  return {(rows + kTileRows - 1) / kTileRows * c.num_parts, c.queries * c.num_parts, 0};
+}
+
+// The sums before each row, by lanes that have consecutive rows each.
+__device__ RowWork write_plan(const Attention& a, bool are_all_many) {
+  const int lane = int(threadIdx.x), each = (a.rows + kWarp - 1) / kWarp;
+  const int begin = min(lane * each, a.rows), end = min(begin + each, a.rows);
+  RowWork own{0, 0, 0};
+  for (int row = begin; row < end; row++) own.add(work_of(a, row, are_all_many));
+  RowWork before = own;
+  for (int step = 1; step < kWarp; step *= 2) {
+    const int from = max(lane - step, 0);
+    const RowWork other{warp_shuffle(before.few, from), warp_shuffle(before.slots, from),
+                        warp_shuffle(before.many, from)};
+    if (lane >= step) before.add(other);
+  }
+  const RowWork total{warp_shuffle(before.few, kWarp - 1), warp_shuffle(before.slots, kWarp - 1),
+                      warp_shuffle(before.many, kWarp - 1)};
+  before.add({-own.few, -own.slots, -own.many});
+  for (int row = begin; row < end; row++) {
+    a.plan.few[row] = before.few, a.plan.slots[row] = before.slots, a.plan.many[row] = before.many;
+    before.add(work_of(a, row, are_all_many));
+  }
+  if (lane == 0) {
+    a.plan.few[a.rows] = total.few, a.plan.slots[a.rows] = total.slots, a.plan.many[a.rows] = total.many;
+  }
+  return total;
+}
+
+__device__ void divide_rows(const Attention& a) {
+  if (threadIdx.x >= kWarp) return;
+  if (threadIdx.x < 2) a.plan.queues[threadIdx.x] = 0;
+  if (write_plan(a, false).slots > a.num_slots) write_plan(a, true);
+}
+
+// Writes values [size] as they are stored.
+template <class T>
+__device__ __forceinline__ void store_values(const float* values, int size, T* to, int lane) {
+  for (int i = lane; i < size; i += kWarp) to[i] = from_float<T>(values[i]);
+}
+
+template <class T>
+struct HeadWriter {
+  const Attention& a;
+  const HeadAppend& given;
+  int token;
+  WarpHead work;
+
+  __device__ const T* row() const {
+    return static_cast<const T*>(given.qkv) + int64_t(token) * (a.heads + given.kv_parts * a.kv_heads) * a.key_size;
+  }
+
+  // A query or key head, normed and rotated; `first` is the first head of its kind, `count` their number.
+  __device__ void prepare(int head, int first, int count, const float* weight) {
+    const int size = a.key_size;
+    work.load(row() + head * size, size);
+    if (weight != nullptr) {
+      float inverse;
+      if (given.norm_spans_heads) {
+        inverse = inverse_rms(row() + first * size, count * size, given.norm_eps);
+        weight += (head - first) * size;
+      } else {
+        inverse = inverse_rms(work.values, size, given.norm_eps);
+      }
+      for (int i = work.lane; i < size; i += kWarp) work.values[i] = work.values[i] * inverse * weight[i];
+      warp_barrier();
+    }
+    const float* rope = given.rope + int64_t(rope_row(a, token, given.rope_rows)) * given.rope_columns;
+    work.rotate(rope, 0, given.rotary_size);
+  }
+
+  __device__ void write_query(int head) {
+    const int size = a.key_size;
+    prepare(head, 0, a.heads, given.q_weight);
+    if (given.rope_columns > given.rotary_size) {
+      const int64_t position = rope_row(a, token, given.rope_rows);
+      const float factor = given.rope[position * given.rope_columns + given.rotary_size];
+      for (int i = work.lane; i < size; i += kWarp) work.values[i] *= factor;
+    }
+    const int64_t at = int64_t(token) * a.heads + head;
+    if (!given.has_codes) return store_values(work.values, size, reinterpret_cast<T*>(given.queries) + at * size, work.lane);
+    warp_barrier();
+    const Largest largest = Largest::of(work.values, size, work.lane);
+    const float inverse = largest.inverse();
+    char* coarse_codes = given.queries + 2 * at * size;
+    for (int i = work.lane; i < size; i += kWarp) {
+      const float exact = largest.has_codes() ? work.values[i] * inverse : 0.0f, coarse = rintf(exact);
+      coarse_codes[i] = char(int(coarse));
+      coarse_codes[size + i] = char(int(rintf((exact - coarse) * float(kFinePerCoarse))));
+    }
+    if (work.lane == 0) given.query_scales[at] = largest.scale(float(kFinePerCoarse));
+  }
+
+  // The token of the pool's layers and heads that a slot is.
+  __device__ int64_t place_of(int slot, int kv_head) const {
+    const int64_t page = slot / a.page_size;
+    return ((page * a.num_layers + a.layer) * a.kv_heads + kv_head) * a.page_size + slot % a.page_size;
+  }
+
+  // Stores what the warp has as a key, or as a value.
+  __device__ void write(int slot, int kv_head, bool is_key) {
+    const int size = a.key_size;
+    const int64_t place = place_of(slot, kv_head);
+    char* pool = is_key ? given.k_pool : given.v_pool;
+    if (!given.has_codes) return store_values(work.values, size, reinterpret_cast<T*>(pool) + place * size, work.lane);
+    for (int i = work.lane; i < size; i += kWarp) work.values[i] = to_float(from_float<T>(work.values[i]));
+    warp_barrier();
+    const Largest largest = Largest::of(work.values, size, work.lane);
+    const float inverse = largest.inverse();
+    char* block = pool + place / kSub * kSub * code_bytes(size);
+    const int lane = int(place % kSub);
+    for (int i = work.lane; i < size; i += kWarp) {
+      const int code = largest.has_codes() ? int(rintf(work.values[i] * inverse)) : 0;
+      if (is_key) {
+        block[lane * size + i] = char(code ^ 0x80);
+      } else {
+        block[(lane / 4 * size + i) * 4 + lane % 4] = char(code);
+      }
+    }
+    if (work.lane == 0) reinterpret_cast<float*>(block + kSub * size)[lane] = largest.scale(1.0f);
+  }
+
+  __device__ void write_value(int slot, int kv_head) {
+    const int size = a.key_size;
+    work.load(row() + (a.heads + (given.kv_parts - 1) * a.kv_heads + kv_head) * size, size);
+    if (given.norms_values) {
+      const float inverse = inverse_rms(work.values, size, given.norm_eps);
+      for (int i = work.lane; i < size; i += kWarp) work.values[i] *= inverse;
+      warp_barrier();
+    }
+    write(slot, kv_head, false);
+  }
+};
+
+template <class T>
+__global__ void __launch_bounds__(kAppendWarps* kWarp) append_kernel(Attention a, HeadAppend given) {
+  __shared__ float work[kAppendWarps][kMostHead];
+  if (blockIdx.x == 0) return divide_rows(a);
+  const int warp = int(threadIdx.x) / kWarp, lane = int(threadIdx.x) % kWarp;
+  const int heads = a.heads + (given.kv_parts > 0 ? 2 * a.kv_heads : 0);
+  const int64_t index = int64_t(blockIdx.x - 1) * kAppendWarps + warp;
+  const int token = int(index / heads), head = int(index % heads);
+  if (token >= given.tokens || token >= a.query_starts[a.rows]) return;
+  HeadWriter<T> writer{a, given, token, {work[warp], lane}};
+  if (head < a.heads) return writer.write_query(head);
+  const int slot = given.slot_mapping[token], kv_head = (head - a.heads) % a.kv_heads;
+  if (slot < 0 || slot >= given.num_slots) return;
+  if (head >= a.heads + a.kv_heads) return writer.write_value(slot, kv_head);
+  writer.prepare(head, a.heads, a.kv_heads, given.k_weight);
+  writer.write(slot, kv_head, true);
+}
+
+template <class T>
+struct LatentWriter {
+  const Attention& a;
+  const LatentAppend& given;
+  int token;
+  WarpHead work;
+
+  // Loads a part that is rotated behind the latent; pairs of neighbours become two halves.
+  template <class From>
+  __device__ void rotate(const From* from) {
+    const int size = given.rotary_size, half = size / 2, first = a.value_size;
+    for (int i = work.lane; i < half; i += kWarp) {
+      const bool paired = given.pairs_neighbours;
+      work.values[first + i] = to_float(from[paired ? 2 * i : i]);
+      work.values[first + half + i] = to_float(from[paired ? 2 * i + 1 : half + i]);
+    }
+    warp_barrier();
+    work.rotate(given.rope + int64_t(rope_row(a, token, given.rope_rows)) * size, first, size);
+  }
+
+  __device__ void write_query(int head) {
+    const int64_t at = int64_t(token) * a.heads + head;
+    work.load(static_cast<const T*>(given.absorbed) + at * a.value_size, a.value_size);
+    rotate(static_cast<const T*>(given.queries) + (at + 1) * given.query_size - given.rotary_size);
+    store_values(work.values, a.key_size, reinterpret_cast<T*>(given.prepared) + at * a.key_size, work.lane);
+  }
+
+  __device__ void write_key(int slot) {
+    const float* raw = given.keys + int64_t(token) * a.key_size;
+    const float inverse = inverse_rms(raw, a.value_size, given.norm_eps);
+    for (int i = work.lane; i < a.value_size; i += kWarp) work.values[i] = raw[i] * inverse * given.norm[i];
+    rotate(raw + a.value_size);
+    const int64_t page = slot / a.page_size;
+    const int64_t place = (page * a.num_layers + a.layer) * a.page_size + slot % a.page_size;
+    store_values(work.values, a.key_size, reinterpret_cast<T*>(given.pool) + place * a.key_size, work.lane);
+  }
+};
+
+template <class T>
+__global__ void __launch_bounds__(kAppendWarps* kWarp) append_latents_kernel(Attention a, LatentAppend given) {
+  __shared__ float work[kAppendWarps][kMostLatent];
+  if (blockIdx.x == 0) return divide_rows(a);
+  const int warp = int(threadIdx.x) / kWarp, lane = int(threadIdx.x) % kWarp;
+  const int64_t index = int64_t(blockIdx.x - 1) * kAppendWarps + warp;
+  const int token = int(index / (a.heads + 1)), head = int(index % (a.heads + 1));
+  if (token >= given.tokens || token >= a.query_starts[a.rows]) return;
+  LatentWriter<T> writer{a, given, token, {work[warp], lane}};
+  if (head < a.heads) return writer.write_query(head);
+  const int slot = given.slot_mapping[token];
+  if (slot >= 0 && slot < given.num_slots) writer.write_key(slot);
+}
+
+dim3 append_grid(int64_t warps) { return {unsigned(1 + ceil_div(warps, kAppendWarps))}; }
+
+}  // namespace
+
+void append_heads(const Attention& a, const HeadAppend& given, bool is_f32) {
+  const int heads = a.heads + (given.kv_parts > 0 ? 2 * a.kv_heads : 0);
+  const dim3 grid = append_grid(int64_t(given.tokens) * heads);
+  launch(is_f32 ? append_kernel<float> : append_kernel<bf16>, grid, kAppendWarps * kWarp, 0, a, given);
+}
+
+void append_latents(const Attention& a, const LatentAppend& given, bool is_f32) {
+  const dim3 grid = append_grid(int64_t(given.tokens) * (a.heads + 1));
+  launch(is_f32 ? append_latents_kernel<float> : append_latents_kernel<bf16>, grid, kAppendWarps * kWarp,
+         0, a, given);
+}
+
+}  // namespace cadenza::cuda

@@ -1,0 +1,23 @@
+// Attention over latents (multi-head latent attention): a token's only key begins with its value.
+#include "cuda/attention_block.h"
+
+namespace cadenza::cuda {
+
+// Up to 512 values and 64 rotated elements, as DeepSeek's models have them, or up to 1024 together.
+void attend_latents_bf16(const Attention& a, dim3 few_blocks, dim3 many_blocks) {
+  if (a.key_size <= 576 && a.value_size <= 512) {
+    attend_with<Bf16Kv<576, 512, 16, 2, false>, 4, kLatentGroups, 4>(a, few_blocks, many_blocks);
+  } else {
+    attend_with<Bf16Kv<1024, 1024, 16, 1, false>, 8, kLatentGroups, 8>(a, few_blocks, many_blocks);
+  }
+}
+
+void attend_latents_f32(const Attention& a, dim3 few_blocks, dim3 many_blocks) {
+  if (a.key_size <= 576 && a.value_size <= 512) {
+    attend_with<F32Kv<576, 512, 16, 1, false>, 4, kLatentGroups, 4>(a, few_blocks, many_blocks);
+  } else {
+    attend_with<F32Kv<1024, 1024, 16, 1, false>, 8, kLatentGroups, 8>(a, few_blocks, many_blocks);
+  }
+}
+
+}  // namespace cadenza::cuda
