@@ -1,6 +1,6 @@
 // Products of quantised rows with weights of codes: a block for each panel and tile of rows. The
 // formats of a weight's panels are on the device, so one kernel has all of them.
-#include "cuda/code_product.h"
+#include "cuda/grouped_product.h"
 
 #include "cuda/code_tile.h"
 #include "cuda/epilogue.h"

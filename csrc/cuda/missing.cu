@@ -9,12 +9,6 @@ ffi::Error missing(const char* name) {
 }
 }  // namespace
 
-ffi::Error route_experts_call(Any, Any, Any, Any, Any, Any, AnyResult, AnyResult, int64_t, bool, bool, int64_t, int64_t, float, float) { return missing("route_experts"); }
-
-ffi::Error grouped_gated_linear_call(Any, Any, Any, Any, Any, AnyResult, int64_t) { return missing("grouped_gated_linear"); }
-
-ffi::Error grouped_linear_call(Any, Any, Any, Any, Any, Any, Any, AnyResult) { return missing("grouped_linear"); }
-
 ffi::Error gated_delta_call(Any, Any, Any, Any, Any, Any, Any, Any, Any, Any, Any, Any, AnyResult, AnyResult, AnyResult, int64_t, int64_t, bool, float) { return missing("gated_delta"); }
 
 ffi::Error short_conv_call(Any, Any, Any, Any, Any, Any, Any, AnyResult, AnyResult, int64_t) { return missing("short_conv"); }

@@ -116,21 +116,11 @@ __device__ __forceinline__ void finish_block(const TiledProduct<typename Math::T
   }
 }
 
-// Grid: blocks of tokens, which share weights, blocks of weight rows, heads.
-template <class Math, int Stages, bool Gated, bool Aligned>
-__global__ void __launch_bounds__(Math::kThreads) tiled_product(TiledProduct<typename Math::T> p) {
+// Adds the products of all stages of K to the sums of a block, whose rows the copies name.
+template <class Math, int Stages, class Weights, class Tokens>
+__device__ __forceinline__ void multiply_stages(Math& math, const Weights& weights, const Tokens& tokens,
+                                                const TiledProduct<typename Math::T>& p) {
   using T = typename Math::T;
-  const int64_t first = int64_t(blockIdx.x) * Math::kTokens;
-  if (p.count != nullptr && first >= *p.count) return;
-  const T* w = p.w + blockIdx.z * p.heads.w_bytes / int64_t(sizeof(T));
-  const T* x = p.x + blockIdx.z * p.heads.x_bytes / int64_t(sizeof(T));
-  const RowCopies<T, Math::kRows, Math::kThreads, Aligned> weights([&](int r) {
-    const int64_t row = weight_row<Math, Gated>(r, p.n);
-    return row < 0 ? nullptr : w + row * p.k;
-  });
-  const RowCopies<T, Math::kTokens, Math::kThreads, Aligned> tokens(
-      [&](int r) { return first + r < p.rows ? x + (first + r) * p.x_stride : nullptr; });
-
   unsigned char* stages = shared_memory<unsigned char>();
   constexpr int kWeightBytes = Math::kRows * kStageBytes;
   constexpr int kBytes = kWeightBytes + Math::kTokens * kStageBytes;
@@ -146,7 +136,6 @@ __global__ void __launch_bounds__(Math::kThreads) tiled_product(TiledProduct<typ
     copy_commit();
   };
   for (int stage = 0; stage < Stages - 1; stage++) start(stage);
-  Math math;
   for (int stage = 0; stage < num_stages; stage++) {
     copy_wait<Stages - 2>();
     __syncthreads();  // this stage is there, and nobody reads the last one's memory
@@ -154,6 +143,25 @@ __global__ void __launch_bounds__(Math::kThreads) tiled_product(TiledProduct<typ
     const unsigned char* at = stages + stage % Stages * kBytes;
     math.multiply(at, at + kWeightBytes);
   }
+}
+
+// Grid: blocks of tokens, which share weights, blocks of weight rows, heads.
+template <class Math, int Stages, bool Gated, bool Aligned>
+__global__ void __launch_bounds__(Math::kThreads) tiled_product(TiledProduct<typename Math::T> p) {
+  using T = typename Math::T;
+  const int64_t first = int64_t(blockIdx.x) * Math::kTokens;
+  if (p.count != nullptr && first >= *p.count) return;
+  const T* w = p.w + blockIdx.z * p.heads.w_bytes / int64_t(sizeof(T));
+  const T* x = p.x + blockIdx.z * p.heads.x_bytes / int64_t(sizeof(T));
+  const RowCopies<T, Math::kRows, Math::kThreads, Aligned> weights([&](int r) {
+    const int64_t row = weight_row<Math, Gated>(r, p.n);
+    return row < 0 ? nullptr : w + row * p.k;
+  });
+  const RowCopies<T, Math::kTokens, Math::kThreads, Aligned> tokens(
+      [&](int r) { return first + r < p.rows ? x + (first + r) * p.x_stride : nullptr; });
+
+  Math math;
+  multiply_stages<Math, Stages>(math, weights, tokens, p);
   finish_block<Math, Gated>(p, math);
 }
 
