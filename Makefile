@@ -23,12 +23,13 @@ for path in sys.argv[1:]:
     print(*found, sep="\n")
 endef
 export LIST_NEEDS
+export SITE = import sysconfig; print(sysconfig.get_path("purelib"))
 BUILD_AND_RUN := build-system.requires project.dependencies
 EXTRA := project.optional-dependencies
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run check test test-tools test-ui lint soak oracle real mutants bench lock kernels-all cuda wheel clean
+.PHONY: help run check test test-tools test-ui lint docs soak oracle real mutants bench lock kernels-all cuda wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -67,6 +68,11 @@ lint: .venv/.has-tools ## run every gate: format, lint, types, layers, sizes, ba
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/pyright --warnings
 	$(BIN)/pyright -p tests --warnings
+
+# A warning fails it: a link that leads nowhere, a page that no list has, a docstring that is not read.
+docs: .venv-docs/.has-sphinx ## build the pages as a site in build/docs, offline
+	PYTHONPATH=src .venv-docs/bin/sphinx-build -q -W --keep-going -j auto -c docs/site docs build/docs
+	@echo "build/docs/index.html"
 
 soak: .venv/.has-tools ## run the reliability bars in full size (hours)
 	$(BIN)/python -m pytest -m soak --hypothesis-profile=soak -o timeout=0
@@ -122,7 +128,7 @@ wheel: .venv-wheel/pyvenv.cfg ## build dist/*.whl with the kernels of every inst
 	CADENZA_CUDA=$(CADENZA_CUDA) tools/check_wheel.sh dist/*.whl $(PYTHON)
 
 clean: ## remove all that these targets made
-	rm -rf .venv .venv-lock .venv-oracle .venv-wheel build csrc/build dist src/*.egg-info
+	rm -rf .venv .venv-docs .venv-lock .venv-oracle .venv-wheel build csrc/build dist src/*.egg-info
 	rm -rf .hypothesis .import_linter_cache .pytest_cache .ruff_cache
 	find src tests tools training -name __pycache__ -prune -exec rm -rf {} +
 	rm -f src/cadenza/_native.* src/cadenza/_cuda.*
@@ -170,6 +176,14 @@ endef
 	@$(BIN)/python -c "$$LIST_NEEDS" $(EXTRA).ui-test > .venv/needs.txt
 	@$(TIMED) "installing the driver of the browser into .venv" \
 	  $(BIN)/$(PIP) install -r .venv/needs.txt
+	@touch $@
+
+# Beside Sphinx it has what .venv has, which the docstrings' modules import.
+.venv-docs/.has-sphinx: .venv-docs/pyvenv.cfg pyproject.toml | .venv/.has-cadenza
+	@$(BIN)/python -c "$$SITE" > "$$(.venv-docs/bin/python -c "$$SITE")/beside.pth"
+	@$(BIN)/python -c "$$LIST_NEEDS" $(EXTRA).docs > .venv-docs/needs.txt
+	@$(TIMED) "installing Sphinx into .venv-docs" \
+	  .venv-docs/bin/$(PIP) install --no-compile -r .venv-docs/needs.txt
 	@touch $@
 
 .venv-oracle/.has-torch: .venv-oracle/pyvenv.cfg $(SOURCES_OF_BUILD)

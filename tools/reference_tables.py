@@ -1,9 +1,11 @@
-"""Writes docs/flags.md and docs/metrics.md from what declares flags and metrics.
+"""Writes docs/flags.md, docs/metrics.md and docs/fields.md from what declares flags, metrics and
+fields.
 
-    python tools/reference_tables.py
+    python -m tools.reference_tables
 
-Knows the form of the two pages. Invariant: a page has nothing that is not derived, so that a change
-of a flag or a metric is a run of this script; a test compares the pages with what it would write.
+Knows the form of the first two pages, `field_tables` that of the third. Invariant: a page has
+nothing that is not derived, so that a change of a flag, a metric or a field is a run of this
+script; a test compares the pages with what it would write.
 """
 
 import re
@@ -25,6 +27,7 @@ from cadenza.engine.status import EngineStatus
 from cadenza.engine.stored_pages import StoredPageCounts
 from cadenza.server.metrics import Metrics, ServedCounts
 from cadenza.server.model_turns import ModelTurn
+from tools.field_tables import fields_page, table
 
 DOCS = Path(__file__).parents[1] / "docs"
 WRITTEN = "<!-- Written by tools/reference_tables.py. -->"
@@ -50,7 +53,8 @@ def main() -> None:
 
 
 def pages() -> dict[str, str]:
-    return {"flags.md": flags_page(), "metrics.md": metrics_page()}
+    fields = f"{WRITTEN}\n{fields_page()}"
+    return {"flags.md": flags_page(), "metrics.md": metrics_page(), "fields.md": fields}
 
 
 def flags_page() -> str:
@@ -177,12 +181,6 @@ def name_of(metric: Metric) -> str:
 def labels_of(metric: Metric) -> str:
     labels = {label for sample in metric.samples for label in sample.labels}
     return ", ".join(f"`{label}`" for label in sorted(labels - {"model_name", "le"}))
-
-
-def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    lines = [head, ("---",) * len(head), *rows]
-    cells = [[" ".join(cell.split()).replace("|", "\\|") for cell in line] for line in lines]
-    return "".join(f"| {' | '.join(line)} |\n" for line in cells)
 
 
 if __name__ == "__main__":

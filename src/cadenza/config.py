@@ -124,7 +124,7 @@ class EngineConfig:
     chat_template: str | None = None
     """A file, or the text of a template, in place of the model's own; "none" has none."""
     speculative_config: SpeculativeConfig | str | None = None
-    """None or "none": no drafts. Other text, and a mapping, is parsed."""
+    """None and "none" are no drafts. Other text, and a mapping, is parsed."""
 
     def __post_init__(self) -> None:
         self._resolve_auto()

@@ -223,7 +223,7 @@ class SamplingParams:
 
     @property
     def biases(self) -> tuple[tuple[int, float], ...]:
-        """The stored `logit_bias`: (token id, bias) pairs in ascending order of id."""
+        """The stored `logit_bias`, (token id, bias) pairs in ascending order of id."""
         return cast(tuple[tuple[int, float], ...], self.logit_bias)
 
     @property

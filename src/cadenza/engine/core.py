@@ -314,7 +314,7 @@ class EngineCore:
 
     @property
     def draft_states(self) -> tuple[DraftState, ...]:
-        """By how drafts are made and the number of rows: whether they are, for they pay."""
+        """By how drafts are made and the number of rows, whether they are, for they pay."""
         return tuple(map(self._named, self.scheduler.drafts.ledger.states))
 
     def _named(self, state: DraftState) -> DraftState:

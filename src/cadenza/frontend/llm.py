@@ -73,7 +73,7 @@ class LLM:
 
     @property
     def default_sampling_params(self) -> SamplingParams:
-        """What the checkpoint recommends (`--generation-config none`: Cadenza's defaults)."""
+        """What the checkpoint recommends; Cadenza's defaults with `--generation-config none`."""
         return self.default_params()
 
     def default_params(self, **changes: object) -> SamplingParams:

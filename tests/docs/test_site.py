@@ -1,0 +1,13 @@
+"""What the site shows beside the pages that everybody reads: all of it is there. `make docs`
+builds it, and fails at a link that leads nowhere or a page that no list has."""
+
+import re
+
+import cadenza
+from tests.docs.documents import ROOT
+
+
+def test_the_page_of_the_interface_has_every_public_name() -> None:
+    page = (ROOT / "docs" / "site" / "interface.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^\.\. autoclass:: (\w+)$", page, re.MULTILINE)
+    assert sorted(shown) == sorted(set(cadenza.__all__) - {"__version__"})
