@@ -21,7 +21,7 @@ from serving import COMMAND, serving
 from cadenza.bench.checkpoints import cached_checkpoint
 from cadenza.bench.serve import measure_serving
 from cadenza.bench.serve_figures import LoadFigures, Spread
-from cadenza.bench.workloads import ServeOptions
+from cadenza.bench.serve_options import LoadOptions, ServerAddress
 from cadenza.loading.build import cache_folder
 
 KEYS = POLITE_KEY, FLOOD_KEY = "polite-tenant", "flooding-tenant"
@@ -62,14 +62,9 @@ def flooding(url: str, request_rate: float, seed: int) -> Generator[None]:
 
 
 def polite(url: str, request_rate: float, num_requests: int, seed: int) -> LoadFigures:
-    options = ServeOptions(
-        url=url,
-        api_key=POLITE_KEY,
-        request_rate=request_rate,
-        num_requests=num_requests,
-        seed=seed,
-    )
-    return measure_serving(options, lambda _: None).loads[0]
+    address = ServerAddress(url=url, api_key=POLITE_KEY)
+    options = LoadOptions(request_rate=(request_rate,), num_requests=num_requests, seed=seed)
+    return measure_serving(address, options, lambda _: None).loads[0]
 
 
 def show(name: str, figures: LoadFigures) -> Spread:

@@ -32,8 +32,9 @@ from serving import serving
 
 from cadenza import EngineConfig, Finished, Request, SamplingParams, Token
 from cadenza.bench.checkpoints import cached_checkpoint
-from cadenza.bench.serve import measure_outcomes, measure_serving
+from cadenza.bench.serve import measure_serving
 from cadenza.bench.serve_figures import LoadFigures, Outcome, Spread, spread_of
+from cadenza.bench.serve_options import LoadOptions, ServerAddress
 from cadenza.bench.simulate import (
     SimulatedClock,
     SimulatedServer,
@@ -44,7 +45,6 @@ from cadenza.bench.simulate import (
     play_traffic,
 )
 from cadenza.bench.traffic import VOCAB_SIZE, TrafficArrival, TrafficOptions
-from cadenza.bench.workloads import ServeOptions
 from cadenza.core.step_cost import StepLoad
 from cadenza.loading.build import cache_folder
 
@@ -112,8 +112,7 @@ def _measure_round(url: str, seed: int) -> list[Sequence[Outcome]]:
 
 
 def _measure_load(url: str, prompt_len: int, clients: int, seed: int) -> Sequence[Outcome]:
-    options = ServeOptions(
-        url=url,
+    options = LoadOptions(
         concurrency=(clients,),
         num_requests=max(LEAST_REQUESTS, REQUESTS_PER_CLIENT * clients),
         prompt_lens=(prompt_len, prompt_len),
@@ -121,7 +120,7 @@ def _measure_load(url: str, prompt_len: int, clients: int, seed: int) -> Sequenc
         time_tokens=True,
         seed=CALIBRATION_SEED + 1000 * seed + prompt_len + clients,
     )
-    (outcomes,) = measure_outcomes(options, lambda _: None)
+    (outcomes,) = measure_serving(ServerAddress(url=url), options, lambda _: None).timelines
     return steady(outcomes, clients)
 
 
@@ -168,7 +167,7 @@ class _Asked:
     tokens: list[TokenTime] = field(default_factory=list[TokenTime])
 
 
-def predict(server: SimulatedServer, options: ServeOptions, found: Calibration) -> Latencies:
+def predict(server: SimulatedServer, options: LoadOptions, found: Calibration) -> Latencies:
     """Simulates the requests that `bench serve` sends with these options, as its client sees them.
 
     Each is open from its arrival, and reaches the engine after a delay that the loads saw.
@@ -212,7 +211,7 @@ def _request_of(arrival: TrafficArrival) -> Request:
     return Request(prompt_token_ids=arrival.prompt_token_ids, params=params)
 
 
-def predict_kernels(server: SimulatedServer, options: ServeOptions) -> Latencies:
+def predict_kernels(server: SimulatedServer, options: LoadOptions) -> Latencies:
     """With the costs that the engine has measured, and nothing of HTTP or clients."""
     clock, record = SimulatedClock(), SimulationRecord(TrafficOptions())
     core = make_simulated_core(server, "fcfs", clock)
@@ -225,9 +224,9 @@ def predict_kernels(server: SimulatedServer, options: ServeOptions) -> Latencies
     return Latencies(ttft=ttft, itl=itl)
 
 
-def _arrivals(options: ServeOptions) -> Iterator[TrafficArrival]:
-    ((_, requests),) = options.loads()
-    for each in requests:
+def _arrivals(options: LoadOptions) -> Iterator[TrafficArrival]:
+    (load,) = options.loads(options.source())
+    for each in load.requests:
         yield TrafficArrival(
             after_s=each.after_s,
             tenant=0,
@@ -280,15 +279,14 @@ def main() -> None:
     flags = ("--disable-log-requests", "--max-model-len", str(arguments.max_model_len))
     with serving(folder, *flags) as url:
         rounds = measure_rounds(url, range(ROUNDS))
-        options = ServeOptions(
-            url=url,
-            request_rate=arguments.request_rate,
+        options = LoadOptions(
+            request_rate=(arguments.request_rate,),
             num_requests=arguments.num_requests,
             prompt_lens=(16, 256),
             output_lens=(16, 64),
             time_tokens=True,
         )
-        load = measure_serving(options, lambda _: None).loads[0]
+        load = measure_serving(ServerAddress(url=url), options, lambda _: None).loads[0]
         rounds += measure_rounds(url, range(ROUNDS, 2 * ROUNDS))
     found = calibrate(rounds, kernels)
     show_calibration(found)

@@ -19,7 +19,7 @@ from cadenza import LLM, SamplingParams
 from cadenza.bench.checkpoints import cached_checkpoint
 from cadenza.bench.serve import measure_serving
 from cadenza.bench.serve_figures import LoadFigures
-from cadenza.bench.workloads import ServeOptions
+from cadenza.bench.serve_options import LoadOptions, ServerAddress
 from cadenza.loading.build import cache_folder
 
 MAX_MODEL_LEN = 1024
@@ -28,16 +28,14 @@ MAX_MODEL_LEN = 1024
 def served(folder: Path, concurrency: int, num_requests: int, seed: int) -> LoadFigures:
     flags = ("--disable-log-requests", "--max-num-seqs", str(concurrency))
     with serving(folder, *flags, "--max-model-len", str(MAX_MODEL_LEN)) as url:
-        options = ServeOptions(
-            url=url, concurrency=(concurrency,), num_requests=num_requests, seed=seed
-        )
-        found = measure_serving(options, lambda *_: None)
+        options = LoadOptions(concurrency=(concurrency,), num_requests=num_requests, seed=seed)
+        found = measure_serving(ServerAddress(url=url), options, lambda *_: None)
         assert found.num_failures == 0
         return found.loads[0]
 
 
 def offline_tok_s(folder: Path, concurrency: int, num_requests: int, seed: int) -> float:
-    planned = ServeOptions(url="http://offline", seed=seed).requests(num_requests, part=1)
+    planned = LoadOptions(seed=seed).source().take(num_requests, 1)
     params = [
         SamplingParams(max_tokens=each.max_tokens, temperature=0.0, ignore_eos=True)
         for each in planned

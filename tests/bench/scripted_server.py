@@ -7,7 +7,7 @@ wrong is decided by the prompt's first token.
 import asyncio
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +29,13 @@ class ScriptedServer:
     together: range = range(0)
     all_came: asyncio.Event = field(default_factory=asyncio.Event)
     bodies: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    delay_s: float = 0.0
+    """Before each chunk."""
+    before_chunk: Callable[[], None] = lambda: None
+    keeps_connections: bool = False
+    drops_kept: bool = False
+    """Closes a kept connection when its next request comes, as one that was idle for long."""
+    num_connections: int = 0
     keys: set[str | None] = field(default_factory=set[str | None])
     num_open: int = 0
     most_open: int = 0
@@ -36,8 +43,13 @@ class ScriptedServer:
     url: str = ""
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_connections += 1
+        num_answers = 0
         try:
             while head := await reader.readuntil(b"\r\n\r\n"):
+                if num_answers and self.drops_kept:
+                    break
+                num_answers += 1
                 if not await self._answer(head.decode(), reader, writer):
                     break
         except (asyncio.IncompleteReadError, ConnectionError):
@@ -70,7 +82,7 @@ class ScriptedServer:
         try:
             if place in self.together:
                 await self._wait_for_the_others()
-            return await self._complete(body, writer)
+            return await self._complete(body, writer, is_chat="/chat/" in request_line)
         finally:
             self.num_open -= 1
 
@@ -81,41 +93,53 @@ class ScriptedServer:
         with suppress(TimeoutError):
             await asyncio.wait_for(self.all_came.wait(), TIMEOUT_S)
 
-    async def _complete(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
-        what, count = body["prompt"][0], body["max_tokens"]
+    async def _complete(
+        self, body: dict[str, Any], writer: asyncio.StreamWriter, *, is_chat: bool
+    ) -> bool:
+        prompt = body["messages"] if is_chat else body["prompt"]
+        what, count = 0 if is_chat else prompt[0], body["max_tokens"]
         if what == HANG_UP:
             return False
         if what == REFUSED:
             return await _send(writer, "429 Too Many Requests", '{"error": {}}')
-        writer.write(
-            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
-            b": a comment\n\n"
-        )
+        how = b"transfer-encoding: chunked" if self.keeps_connections else b"connection: close"
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n" + how + b"\r\n\r\n")
+        send = _send_chunk if self.keeps_connections else asyncio.StreamWriter.write
+        send(writer, b": a comment\n\n")
         for index in range(count):
             # Half of a frame at a time, so that frames must be put together.
-            choice = {"index": 0, "text": "" if what == NO_TEXT else "a", "finish_reason": None}
+            text = "" if what == NO_TEXT else "a"
+            shown: dict[str, Any] = {"delta": {"content": text}} if is_chat else {"text": text}
+            choice = {"index": 0, **shown, "finish_reason": None}
             if body.get("return_token_ids"):
                 choice["token_ids"] = [1]
             frame = _frame({"choices": [choice]})
-            writer.write(frame[:9])
+            send(writer, frame[:9])
             await writer.drain()
-            await asyncio.sleep(0)
-            writer.write(frame[9:])
+            await asyncio.sleep(self.delay_s)
+            self.before_chunk()
+            send(writer, frame[9:])
             if what in {ERROR_FRAME, CUT, NOT_JSON} and index == 2:
                 break
         if what == CUT:
             return False
         if what == ERROR_FRAME:
-            writer.write(_frame({"error": {"message": "no"}}))
+            send(writer, _frame({"error": {"message": "no"}}))
         if what == NOT_JSON:
-            writer.write(b"data: {\n\n")
-        usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": count}
-        writer.write(_frame({"choices": [{"index": 0, "text": "", "finish_reason": "length"}]}))
+            send(writer, b"data: {\n\n")
+        usage = {"prompt_tokens": len(prompt), "completion_tokens": count}
+        send(writer, _frame({"choices": [{"index": 0, "text": "", "finish_reason": "length"}]}))
         if what != NO_USAGE:
-            writer.write(_frame({"choices": [], "usage": usage}))
-        writer.write(b"data: [DONE]\n\n")
+            send(writer, _frame({"choices": [], "usage": usage}))
+        send(writer, b"data: [DONE]\n\n")
+        if self.keeps_connections:
+            writer.write(b"0\r\n\r\n")
         await writer.drain()
-        return False
+        return self.keeps_connections
+
+
+def _send_chunk(writer: asyncio.StreamWriter, data: bytes) -> None:
+    writer.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
 
 
 def _frame(value: dict[str, Any]) -> bytes:

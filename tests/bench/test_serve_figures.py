@@ -1,6 +1,6 @@
 """The arithmetic of a served load: exact numbers from times given by hand."""
 
-from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -8,13 +8,14 @@ from cadenza.bench.serve_figures import (
     CompletedRequest,
     CpuTimes,
     FailedRequest,
+    LoadSetting,
     Spread,
     figures_of,
     spread_of,
 )
-from cadenza.bench.workloads import FIRST_TOKEN_ID, ServeOptions
+from cadenza.bench.serve_options import LoadOptions, parse_goodput
+from cadenza.bench.workloads import FIRST_TOKEN_ID, PlannedRequest
 
-URL = "http://127.0.0.1:8000"
 CPU = CpuTimes(client_s=0.0012, server_s=0.012)
 ANSWERS = (
     CompletedRequest(
@@ -39,7 +40,7 @@ FAILURES = (
 
 
 def test_the_figures_of_a_small_load_are_exact():
-    found = figures_of([*ANSWERS, *FAILURES], CPU, concurrency=4)
+    found = figures_of([*ANSWERS, *FAILURES], CPU, LoadSetting(concurrency=4))
     assert (found.num_answers, found.errors) == (3, {"429": 2, "timeout": 1})
     assert found.duration_s == 6.0
     assert (found.num_prompt_tokens, found.num_output_tokens) == (150, 12)
@@ -63,7 +64,7 @@ def test_the_figures_of_a_small_load_are_exact():
 
 
 def test_a_load_that_failed_altogether_has_counts_and_no_times():
-    found = figures_of(FAILURES, CpuTimes(client_s=1.0, server_s=None), concurrency=None)
+    found = figures_of(FAILURES, CpuTimes(client_s=1.0, server_s=None), LoadSetting())
     assert (found.num_answers, found.output_tok_s) == (0, 0.0)
     assert found.ttft is found.itl is found.tpot is found.e2e is None
     assert found.client_us_per_token is found.server_us_per_token is None
@@ -82,12 +83,16 @@ def test_one_value_is_its_own_spread_and_no_values_have_none():
     assert spread_of([]) is None
 
 
+def drawn(count: int, *, part: int = 1, **options: Any) -> list[PlannedRequest]:
+    return LoadOptions(**options).source().take(count, part)
+
+
 def test_a_workload_is_a_function_of_its_seed_and_keeps_its_bounds():
-    options = ServeOptions(url=URL, seed=4)
-    requests = options.requests(300)
-    assert requests == options.requests(300)
-    assert requests != ServeOptions(url=URL, seed=5).requests(300)
-    assert requests[:10] == options.requests(10)
+    requests = drawn(300, seed=4)
+    assert requests == drawn(300, seed=4)
+    assert requests != drawn(300, seed=5)
+    assert requests != drawn(300, part=2, seed=4)
+    assert requests[:10] == drawn(10, seed=4)
     lengths = [len(each.prompt_token_ids) for each in requests]
     assert (min(lengths) >= 16, max(lengths) <= 512) == (True, True)
     assert (min(lengths) < 40, max(lengths) > 480) == (True, True)
@@ -98,12 +103,55 @@ def test_a_workload_is_a_function_of_its_seed_and_keeps_its_bounds():
     assert all(each.after_s == 0 for each in requests)
 
 
-def test_arrivals_come_at_the_rate_in_the_mean_and_not_evenly():
-    requests = ServeOptions(url=URL, request_rate=50.0).requests(4000)
-    times = [each.after_s for each in requests]
-    assert times == sorted(times)
-    assert times[-1] == pytest.approx(80.0, rel=0.1)
-    gaps = [later - sooner for sooner, later in pairwise(times)]
-    mean = sum(gaps) / len(gaps)
-    # The standard deviation of exponential gaps is their mean.
-    assert sum((gap - mean) ** 2 for gap in gaps) / len(gaps) == pytest.approx(mean**2, rel=0.15)
+def answer(start_s: float, first_s: float, end_s: float, tokens: int) -> CompletedRequest:
+    return CompletedRequest(
+        sent_s=start_s + 0.25,
+        due_s=start_s,
+        content_s=(first_s, end_s) if tokens > 1 else (first_s,),
+        end_s=end_s,
+        num_prompt_tokens=1,
+        num_output_tokens=tokens,
+    )
+
+
+def test_what_was_sent_late_is_timed_from_when_it_was_due():
+    found = figures_of([answer(1.0, 2.0, 4.0, 5)], CPU, LoadSetting())
+    assert found.ttft is not None
+    assert found.e2e is not None
+    assert found.tpot is not None
+    assert found.send_lag is not None
+    assert (found.ttft.mean_s, found.e2e.mean_s, found.tpot.mean_s) == (1.0, 3.0, 0.5)
+    assert (found.send_lag.count, found.send_lag.mean_s, found.duration_s) == (1, 0.25, 3.0)
+
+
+GOODPUTS = {
+    "ttft:1000": 3,
+    "ttft:999": 2,
+    "tpot:500": 3,
+    "tpot:499": 1,
+    "e2el:3000": 3,
+    "e2el:2999": 2,
+    "ttft:1500,tpot:500": 3,
+    "ttft:400 tpot:500": 1,
+    "ttft:1000, tpot:100, e2el:900": 1,
+}
+
+
+@pytest.mark.parametrize("bounds", GOODPUTS)
+def test_a_good_request_keeps_all_bounds_and_one_token_has_no_tpot(bounds: str):
+    outcomes = [
+        answer(1.0, 2.0, 4.0, 5),
+        answer(0.0, 0.5, 2.0, 4),
+        answer(2.0, 2.25, 2.25, 1),
+        FailedRequest(sent_s=0.0, end_s=4.0, reason="429"),
+    ]
+    found = figures_of(outcomes, CPU, LoadSetting(goodput=parse_goodput(bounds)))
+    assert found.num_good == GOODPUTS[bounds]
+    assert found.good_share == GOODPUTS[bounds] / 4
+    assert found.goodput_rps == GOODPUTS[bounds] / 4.0
+
+
+def test_percentiles_that_are_asked_for_have_their_names():
+    found = spread_of([float(each) for each in range(1001)], (10.0, 99.9))
+    assert found is not None
+    assert found.percentiles_s == {"10": pytest.approx(100.0), "99.9": pytest.approx(999.0)}

@@ -6,8 +6,9 @@ from typing import Literal, Union, get_args, get_origin, get_type_hints
 
 import pytest
 
+from cadenza.bench.serve_options import CompareOptions, LoadOptions, ServerAddress
 from cadenza.bench.traffic import TrafficOptions
-from cadenza.bench.workloads import ServeOptions, Workload
+from cadenza.bench.workloads import Workload
 from cadenza.cli.options import (
     ENGINE_FLAGS,
     EngineFlags,
@@ -93,12 +94,13 @@ def test_every_field_of_engine_config_is_described_and_tested():
 
 
 def test_every_setting_of_the_benchmarks_is_a_flag():
-    for group, others in ((Workload, set()), (TrafficOptions, set()), (ServeOptions, OF_SERVE)):
+    for group in (Workload, TrafficOptions, ServerAddress, LoadOptions, CompareOptions):
+        others = OF_SERVE.get(group, set())
         names = {each.name for each in flags_of(group, {})}
         assert names | others == {field.name for field in fields(group)}
 
 
-OF_SERVE = {"url", "timeout_s"}
+OF_SERVE = {ServerAddress: {"url"}, LoadOptions: {"timeout_s"}}
 """A word of the command line, and what no flag sets."""
 
 

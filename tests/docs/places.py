@@ -101,6 +101,8 @@ MANY = (
 FLOOD = f"{COST} --num-tenants 2 --request-rate 0.5 --max-num-queued-reqs 1000000"
 KERNELS = "csrc/build/native/bench"
 BENCH = "cadenza bench throughput"
+ANY_SHARE = {"bench serve": "bench serve --max-client-share 1"}
+"""The tests' model is so small that most of the time is the client's."""
 RECEIPT = 'cadenza generate "The capital of France is" --receipt answer.json'
 KEY = 'CADENZA_API_KEY="$(openssl rand -hex 16)"'
 CHAT = "http://127.0.0.1:8000/v1/chat/completions -H 'content-type: application/json'"
@@ -158,7 +160,14 @@ PLACES: Mapping[str, Place] = {
     f"{KERNELS} --shape llama-3.1-8b --layers 4 --weights q8_0 --context 8000 --kv-int8": (
         Parsed(BUILDS)
     ),
-    f"cadenza bench serve http://{PORT} --concurrency 1,8,32 --json": Run(prints='"results"'),
+    f"cadenza bench serve http://{PORT} --concurrency 1,8,32 --json": Run(
+        prints='"results"', instead=ANY_SHARE
+    ),
+    f"cadenza bench serve http://{PORT} --request-rate 1,2,4,8 --goodput ttft:500,tpot:100 "
+    "--plot plots": Parsed(MINUTES),
+    f"cadenza bench compare --url a=http://{PORT} --url b=http://127.0.0.1:8080 --plot plots": (
+        Parsed(OTHERS)
+    ),
     "cadenza serve FOLDER --max-num-seqs 32 --max-model-len 2048 --disable-log-requests": Serve(
         instead={"FOLDER": TINY}
     ),
@@ -179,7 +188,7 @@ PLACES: Mapping[str, Place] = {
     "cadenza serve [FOLDER] --device cuda --gpu-memory-utilization 0.5 --max-num-seqs 64 "
     "--max-model-len 1024": Parsed("needs a GPU"),
     f"cadenza bench serve http://{PORT} --concurrency 1,8,64 --input-len 128 --output-len 64": (
-        Run(prints="tok/s")
+        Run(prints="tok/s", instead=ANY_SHARE)
     ),
     "python benchmarks/serving_overhead.py --shape smollm2-135m": Parsed(MINUTES),
     f"{SIMULATE} MODEL --num-requests 5000 --request-rate 3": Run(

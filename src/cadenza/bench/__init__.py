@@ -5,11 +5,13 @@ its public faces only. Invariant: every figure comes with the machine that it wa
 
 Modules:
 
-- `workloads`: settings and requests of the benchmarks
+- `workloads`: settings of `throughput`, and bounds that benchmarks share
 - `throughput`, `runs`, `bounds`: tokens a second, the timed runs, and the machine's bound for them
 - `machine`: the machine's description and roofline, and measuring in a fresh process
 - `startup`, `startup_probe`, `load`: time to the first token; rate of loading
-- `serve`, `serve_figures`: load on a server, and its figures
+- `serve_options`, `datasets`, `arrivals`: loads on servers, their prompts, and when they are due
+- `serve`, `serve_client`, `client_watch`: how a server is loaded, by a client that is watched
+- `serve_figures`, `serve_plots`, `compare`: the figures, their charts, and those of several servers
 - `batching`, `batching_plan`, `batching_player`: continuous batching beside other ways to batch:
   rounds, settings and requests, modes
 - `batching_figures`, `batching_ideal`, `batching_bars`: their figures, and what these are held to

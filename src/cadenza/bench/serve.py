@@ -1,204 +1,241 @@
-"""Loads a server that has the OpenAI completions API, and times its streamed answers.
+"""Loads a server that has the OpenAI API, and times its streamed answers.
 
-Owns the connections and the reading of streams. Invariants: a time is taken when a chunk's bytes
-have arrived, before they are parsed; a request whose stream ends without usage counts as failed.
+Owns the order of loads, and when each request is sent. Arrivals are scheduled and encoded before a
+load begins, and each is timed from when it is due. Invariant: requests of an open loop wait for no
+answer; those of a closed loop wait for that of their own client only.
 """
 
 import asyncio
-import json
 import re
 import time
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import httpx
 
 from cadenza.bench import Clock, OnStatus
+from cadenza.bench.arrivals import Arrivals
+from cadenza.bench.client_watch import WatchedSelector, WatchedTime
+from cadenza.bench.datasets import PromptSource
+from cadenza.bench.serve_client import RequestForm, ServeClient
 from cadenza.bench.serve_figures import (
+    ClientShare,
     CompletedRequest,
     CpuTimes,
-    FailedRequest,
+    LoadFigures,
+    LoadSetting,
     Outcome,
     ServeFigures,
     figures_of,
+    spread_of,
 )
-from cadenza.bench.workloads import MAX_CLIENTS, PlannedRequest, ServeOptions
+from cadenza.bench.serve_options import LoadOptions, PlannedLoad, ServerAddress
+from cadenza.bench.workloads import PlannedRequest
 from cadenza.errors import CadenzaError
+from cadenza.loading.memory import usable_cores
+
+Result = TypeVar("Result")
+
+KEPT_UP = 0.95
+"""A server keeps up with a rate when it completes this share of what arrives in that time."""
+GOOD_SHARE = 0.9
+"""Or, with --goodput, when this share of them is good."""
 
 _CPU_SECONDS = re.compile(r"^process_cpu_seconds_total(?:\{[^}]*\})? ([0-9.eE+-]+)$", re.MULTILINE)
+_PROBE = PlannedRequest(text="Hi", max_tokens=1)
+_TICK_S = 0.05
+"""Between two timers by which the lateness of wake-ups is seen."""
+_TIMER_S = 0.001
+_SPIN_SHARE = 0.01
+"""Of the mean gap between arrivals, the most that is spent on meeting a due time exactly."""
 
 
 class ServerError(CadenzaError):
     """The server cannot be measured: it does not answer, or not as the API says."""
 
 
-class _Failed(Exception):
-    """One request failed, for this reason."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredLoad:
+    """A load's figures, and the outcomes that they follow from."""
+
+    figures: LoadFigures
+    outcomes: Sequence[Outcome]
 
 
-def measure_serving(options: ServeOptions, report: OnStatus) -> ServeFigures:
+def measure_serving(address: ServerAddress, options: LoadOptions, report: OnStatus) -> ServeFigures:
     """Loads the server and waits for all answers.
 
-    Raises ServerError when the server cannot be reached, or lists no model.
+    Raises ServerError when the server cannot be reached, or lists no model; ConfigError when the
+    data set cannot be read.
     """
-    model, loads = asyncio.run(_measure(options, report))
-    return ServeFigures(
-        url=options.base_url,
-        model=model,
-        loads=tuple(
-            figures_of(each.outcomes, each.cpu, concurrency=each.clients) for each in loads
-        ),
-    )
+    source = options.source()
+
+    async def measure(watch: WatchedSelector) -> ServeFigures:
+        async with LoadedServer(address, options, watch) as server:
+            report("warming up")
+            await server.warm_up(options.warm_ups(source))
+            measured = [await server.measure(load, report) for load in options.loads(source)]
+            if options.sweep is not None:
+                async for each in server.sweep(measured, source, report):
+                    measured.append(each)
+            return ServeFigures(
+                url=address.base_url,
+                model=server.model,
+                loads=tuple(each.figures for each in measured),
+                timelines=tuple(each.outcomes for each in measured),
+                capacity_rps=None if options.sweep is None else capacity_rps(measured),
+            )
+
+    return run_watched(measure)
 
 
-def measure_outcomes(options: ServeOptions, report: OnStatus) -> list[Sequence[Outcome]]:
-    """What came of each request, load by load; raises as `measure_serving` does."""
-    _, loads = asyncio.run(_measure(options, report))
-    return [each.outcomes for each in loads]
+def run_watched(work: Callable[[WatchedSelector], Coroutine[Any, Any, Result]]) -> Result:
+    """Runs a coroutine on an event loop whose time is watched."""
+    watch = WatchedSelector()
+    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(watch)) as runner:
+        return runner.run(work(watch))
 
 
-@dataclass(frozen=True, slots=True)
-class _MeasuredLoad:
-    clients: int | None
-    outcomes: Sequence[Outcome]
-    cpu: CpuTimes
-
-
-async def _measure(options: ServeOptions, report: OnStatus) -> tuple[str, list[_MeasuredLoad]]:
-    """The model's name on the server, and the loads."""
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=MAX_CLIENTS)
-    headers = {} if options.api_key is None else {"Authorization": f"Bearer {options.api_key}"}
-    async with httpx.AsyncClient(
-        base_url=options.base_url,
-        headers=headers,
-        limits=limits,
-        timeout=httpx.Timeout(options.timeout_s),
-    ) as http:
-        model = options.model or await _first_model(http)
-        client = ServeClient(
-            http, model, ignore_eos=options.ignore_eos, time_tokens=options.time_tokens
-        )
-        report("one request to warm up")
-        await client.complete(options.warm_up())
-        loads: list[_MeasuredLoad] = []
-        for clients, requests in options.loads():
-            how = "at a rate" if clients is None else f"from {clients} clients"
-            watch = _Watch(len(requests), how, report)
-            loads.append(await _load(client, requests, clients, watch))
-    return model, loads
-
-
-class _Watch:
-    """Reports the progress of a load with each request that ends."""
-
-    def __init__(self, num_requests: int, how: str, report: OnStatus) -> None:
-        self._of, self._report = f"{num_requests} requests {how}", report
-        self._num_done = self._num_tokens = 0
-        self._start_s = time.perf_counter()
-        report(self._of)
-
-    def add(self, outcome: Outcome) -> None:
-        self._num_done += 1
-        if isinstance(outcome, CompletedRequest):
-            self._num_tokens += outcome.num_output_tokens or 0
-        rate = self._num_tokens / (time.perf_counter() - self._start_s)
-        self._report(f"{self._of}: {self._num_done} done, {rate:.1f} tok/s")
-
-
-async def _load(
-    client: "ServeClient", requests: Sequence[PlannedRequest], clients: int | None, watch: _Watch
-) -> _MeasuredLoad:
-    server_before_s, client_before_s = await client.server_cpu_s(), time.process_time()
-    if clients is None:
-        outcomes = await _open_loop(client, requests, watch)
-    else:
-        outcomes = await _closed_loop(client, requests, clients, watch)
-    client_s, server_after_s = time.process_time() - client_before_s, await client.server_cpu_s()
-    server_s = None
-    if server_before_s is not None and server_after_s is not None:
-        server_s = server_after_s - server_before_s
-    return _MeasuredLoad(clients, outcomes, CpuTimes(client_s=client_s, server_s=server_s))
-
-
-async def _closed_loop(
-    client: "ServeClient", requests: Sequence[PlannedRequest], clients: int, watch: _Watch
-) -> list[Outcome]:
-    """Each client sends its next request when its last one is done."""
-    left = iter(requests)
-    outcomes: list[Outcome] = []
-
-    async def send_all() -> None:
-        for request in left:
-            outcomes.append(await client.complete(request))
-            watch.add(outcomes[-1])
-
-    await asyncio.gather(*(send_all() for _ in range(clients)))
-    return outcomes
-
-
-async def _open_loop(
-    client: "ServeClient", requests: Sequence[PlannedRequest], watch: _Watch
-) -> list[Outcome]:
-    """Each request is sent at its time of arrival, however many are open."""
-
-    async def send(request: PlannedRequest) -> Outcome:
-        await asyncio.sleep(request.after_s)
-        outcome = await client.complete(request)
-        watch.add(outcome)
-        return outcome
-
-    return list(await asyncio.gather(*map(send, requests)))
-
-
-class ServeClient:
-    """Completions over one connection pool."""
+class LoadedServer:
+    """A server and the client that loads it, as an asynchronous context."""
 
     def __init__(
         self,
-        http: httpx.AsyncClient,
-        model: str,
-        *,
-        ignore_eos: bool = True,
-        time_tokens: bool = False,
+        address: ServerAddress,
+        options: LoadOptions,
+        watch: WatchedSelector,
         clock: Clock = time.perf_counter,
     ) -> None:
-        self._http = http
-        self._model = model
-        self._ignore_eos = ignore_eos
-        self._content = "token_ids" if time_tokens else "text"
+        self.model = ""
         self._clock = clock
+        self._address, self._options, self._watch = address, options, watch
+        headers = {"Authorization": f"Bearer {address.api_key}"} if address.api_key else {}
+        timeout = httpx.Timeout(options.timeout_s)
+        self._http = httpx.AsyncClient(base_url=address.base_url, headers=headers, timeout=timeout)
 
-    async def complete(self, request: PlannedRequest) -> Outcome:
-        """One streamed completion, until it ends or fails."""
-        body: dict[str, Any] = {
-            "model": self._model,
-            "prompt": request.prompt_token_ids,
-            "max_tokens": request.max_tokens,
-            "temperature": 0,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-        if self._ignore_eos:
-            body["ignore_eos"] = True
-        if self._content == "token_ids":
-            body["return_token_ids"] = True
-        sent_s = self._clock()
+    async def __aenter__(self) -> "LoadedServer":
         try:
-            async with self._http.stream("POST", "/v1/completions", json=body) as response:
-                if response.status_code != httpx.codes.OK:
-                    await response.aread()
-                    raise _Failed(str(response.status_code))
-                return await self._read(response, sent_s)
-        except _Failed as failed:
-            reason = str(failed)
-        except httpx.TimeoutException:
-            reason = "timeout"
-        except httpx.HTTPError as error:
-            reason = type(error).__name__
-        return FailedRequest(sent_s=sent_s, end_s=self._clock(), reason=reason)
+            self.model = self._address.model or await _first_model(self._http)
+        except BaseException:
+            await self._http.aclose()
+            raise
+        form = RequestForm(
+            model=self.model,
+            ignore_eos=self._options.ignore_eos,
+            time_tokens=self._options.time_tokens,
+            timeout_s=self._options.timeout_s,
+        )
+        self._client = ServeClient(self._address, form, self._clock)
+        return self
 
-    async def server_cpu_s(self) -> float | None:
+    async def __aexit__(self, *_: object) -> None:
+        self._client.close()
+        await self._http.aclose()
+
+    async def warm_up(self, requests: Sequence[PlannedRequest]) -> None:
+        await asyncio.gather(*map(self._client.complete, requests))
+
+    async def measure(self, load: PlannedLoad, report: OnStatus) -> MeasuredLoad:
+        """Plays one load, with its probes beside it."""
+        probes: list[Outcome] = []
+        encoded = list(map(self._client.encode, load.requests))
+        progress = _Progress(load, report)
+        ticks = [asyncio.create_task(_tick())]
+        if self._options.probe_request_rate:
+            ticks.append(asyncio.create_task(self._probe(probes)))
+        server_before_s = await self._server_cpu_s()
+        self._watch.restart()
+        try:
+            play = self._closed_loop if load.arrivals is None else self._open_loop
+            outcomes = await play(load, encoded, progress)
+            watched = self._watch.read()
+        finally:
+            for each in ticks:
+                each.cancel()
+            await asyncio.gather(*ticks, return_exceptions=True)
+        server_after_s = await self._server_cpu_s()
+        server_s = None
+        if server_before_s is not None and server_after_s is not None:
+            server_s = server_after_s - server_before_s
+        cpu = CpuTimes(client_s=watched.cpu_s, server_s=server_s)
+        figures = figures_of(outcomes, cpu, self._setting(load))
+        answered = [each.e2e_s for each in probes if isinstance(each, CompletedRequest)]
+        figures = replace(
+            figures,
+            probe=spread_of(answered, self._options.metric_percentiles),
+            client=client_share(watched, figures),
+        )
+        return MeasuredLoad(figures=figures, outcomes=outcomes)
+
+    async def sweep(
+        self, ends: Sequence[MeasuredLoad], source: PromptSource, report: OnStatus
+    ) -> AsyncIterator[MeasuredLoad]:
+        """The loads at rates between those that one client and many reached."""
+        low, high = (each.figures.requests_per_s for each in ends)
+        if not 0 < low <= high:
+            return
+        count = self._options.sweep or 0
+        for at in range(1, count + 1):
+            rate = low + (high - low) * at / count
+            arrivals = Arrivals(rate=rate, burstiness=self._options.burstiness)
+            load = self._options.at_rate(arrivals, source, len(ends) + at)
+            yield await self.measure(load, report)
+
+    def _setting(self, load: PlannedLoad) -> LoadSetting:
+        return LoadSetting(
+            concurrency=load.clients,
+            arrivals=load.arrivals,
+            goodput=self._options.goodput,
+            percentiles=self._options.metric_percentiles,
+        )
+
+    async def _closed_loop(
+        self, load: PlannedLoad, encoded: Sequence[bytes], progress: "_Progress"
+    ) -> list[Outcome]:
+        """Each client sends its next request when its last one is done."""
+        left = iter(zip(load.requests, encoded, strict=True))
+        outcomes: list[Outcome] = []
+
+        async def send_all() -> None:
+            for request, data in left:
+                found = await self._client.complete(request, data)
+                outcomes.extend(found)
+                progress.add(found)
+
+        await asyncio.gather(*(send_all() for _ in range(load.clients or 1)))
+        return outcomes
+
+    async def _open_loop(
+        self, load: PlannedLoad, encoded: Sequence[bytes], progress: "_Progress"
+    ) -> list[Outcome]:
+        """Each request is sent when it is due, however many are open."""
+        assert load.arrivals is not None
+        clock, start_s = self._client.clock, self._client.clock() + _TICK_S
+        # A timer is up to a millisecond late; polling for that long would take processor time.
+        spin_s = min(_TIMER_S, _SPIN_SHARE / load.arrivals.highest_rate)
+
+        async def send(request: PlannedRequest, data: bytes, due_s: float) -> list[Outcome]:
+            found = await self._client.complete(request, data, due_s)
+            progress.add(found)
+            return found
+
+        tasks: list[asyncio.Task[list[Outcome]]] = []
+        for request, data in zip(load.requests, encoded, strict=True):
+            due_s = start_s + request.after_s
+            await asyncio.sleep(max(0.0, due_s - spin_s - clock()))
+            while clock() < due_s:
+                await asyncio.sleep(0)
+            tasks.append(asyncio.create_task(send(request, data, due_s)))
+        return [outcome for found in await asyncio.gather(*tasks) for outcome in found]
+
+    async def _probe(self, outcomes: list[Outcome]) -> None:
+        """Small requests, each a fixed time after the answer to the one before it."""
+        while True:
+            outcomes += await self._client.complete(_PROBE)
+            await asyncio.sleep(1 / self._options.probe_request_rate)
+
+    async def _server_cpu_s(self) -> float | None:
         """The server's processor time; None where its metrics lack it."""
         try:
             response = await self._http.get("/metrics")
@@ -207,43 +244,64 @@ class ServeClient:
         found = _CPU_SECONDS.search(response.text)
         return None if found is None else float(found.group(1))
 
-    async def _read(self, response: httpx.Response, sent_s: float) -> CompletedRequest:
-        content_s: list[float] = []
-        num_content_tokens: list[int] = []
-        usage: dict[str, Any] | None = None
-        async for data, arrived_s in self._frames(response):
-            chunk = _object(data)
-            if "error" in chunk:
-                raise _Failed("error frame")
-            choices = chunk.get("choices") or ()
-            if any(choice.get(self._content) for choice in choices):
-                content_s.append(arrived_s)
-                if self._content == "token_ids":
-                    num_content_tokens.append(sum(len(each[self._content]) for each in choices))
-            usage = chunk.get("usage") or usage
-        return CompletedRequest(
-            sent_s=sent_s,
-            content_s=tuple(content_s),
-            end_s=self._clock(),
-            num_prompt_tokens=_count(usage, "prompt_tokens"),
-            num_output_tokens=_count(usage, "completion_tokens"),
-            num_content_tokens=tuple(num_content_tokens),
-        )
 
-    async def _frames(self, response: httpx.Response) -> AsyncIterator[tuple[str, float]]:
-        """(data, time) of each server-sent event until `[DONE]`."""
-        rest = b""
-        async for received in response.aiter_bytes():
-            arrived_s = self._clock()
-            *lines, rest = (rest + received).split(b"\n")
-            for line in lines:
-                if not line.startswith(b"data:"):
-                    continue
-                data = line[5:].strip().decode(errors="replace")
-                if data == "[DONE]":
-                    return
-                yield data, arrived_s
-        raise _Failed("cut stream")
+def client_share(watched: WatchedTime, load: LoadFigures) -> ClientShare:
+    """The client's part of a load, from what was watched meanwhile."""
+    lag_s = watched.lag_s + (load.send_lag.mean_s if load.send_lag else 0.0)
+    ttft_s = load.ttft.mean_s if load.ttft else 0.0
+    return ClientShare(
+        cpu_share=watched.cpu_s / watched.elapsed_s / usable_cores(),
+        lag_s=lag_s,
+        lag_share=lag_s / ttft_s if ttft_s else 0.0,
+        longest_busy_s=watched.longest_busy_s,
+    )
+
+
+def capacity_rps(loads: Sequence[MeasuredLoad]) -> float | None:
+    """The highest rate that the server kept up with; None where there was none.
+
+    That is, with --goodput, that enough requests were good; else that they were completed about as
+    fast as they came.
+    """
+    kept = [
+        figures.arrivals.rate
+        for each in loads
+        if (figures := each.figures).arrivals is not None and _kept_up(each)
+    ]
+    return max(kept, default=None)
+
+
+def _kept_up(load: MeasuredLoad) -> bool:
+    figures = load.figures
+    if figures.good_share is not None:
+        return figures.good_share >= GOOD_SHARE
+    starts = [each.start_s for each in load.outcomes]
+    arrived_rps = (len(starts) - 1) / max(max(starts) - min(starts), 1e-9)
+    return not figures.errors and figures.requests_per_s >= KEPT_UP * arrived_rps
+
+
+class _Progress:
+    """Reports the progress of a load with each request that ends."""
+
+    def __init__(self, load: PlannedLoad, report: OnStatus) -> None:
+        how = "at a rate" if load.clients is None else f"from {load.clients} clients"
+        self._of, self._report = f"{len(load.requests)} requests {how}", report
+        self._num_done = self._num_tokens = 0
+        self._start_s = time.perf_counter()
+        report(self._of)
+
+    def add(self, outcomes: Sequence[Outcome]) -> None:
+        self._num_done += 1
+        for each in outcomes:
+            if isinstance(each, CompletedRequest):
+                self._num_tokens += each.num_output_tokens
+        rate = self._num_tokens / (time.perf_counter() - self._start_s)
+        self._report(f"{self._of}: {self._num_done} done, {rate:.1f} tok/s")
+
+
+async def _tick() -> None:
+    while True:
+        await asyncio.sleep(_TICK_S)
 
 
 async def _first_model(http: httpx.AsyncClient) -> str:
@@ -264,20 +322,3 @@ async def _first_model(http: httpx.AsyncClient) -> str:
         raise ServerError(
             f"{http.base_url} does not list its models at /v1/models; give --model"
         ) from None
-
-
-def _count(usage: dict[str, Any] | None, name: str) -> int:
-    count = (usage or {}).get(name)
-    if not isinstance(count, int):
-        raise _Failed("no usage")
-    return count
-
-
-def _object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        raise _Failed("not JSON") from None
-    if not isinstance(value, dict):
-        raise _Failed("not an object")
-    return cast(dict[str, Any], value)

@@ -1,12 +1,9 @@
-"""What the benchmarks play: `Workload` on an engine, `ServeOptions` on a server; their bounds.
+"""`Workload`: what `cadenza bench throughput` plays; requests and bounds that benchmarks share.
 
-Pure functions of a seed; imports nothing heavy, because the command line's flags follow from these
-classes. Invariant: the same settings give the same requests in the same order, however many clients
-send them.
+Imports nothing heavy, because the command line's flags follow from this class.
 """
 
-import random
-import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,12 +19,10 @@ MAX_CLIENTS = 1024
 MAX_NUM_REQUESTS = 1_000_000
 MAX_LEN = 1 << 24
 MAX_DRAWN_LEN = 1 << 20
-REQUESTS_PER_CLIENT = 6
-LEAST_REQUESTS = 12
-REQUESTS_AT_A_RATE = 192
 FIRST_TOKEN_ID = 3
 """The lowest ids are often begin, end and padding."""
 
+ChatMessages = tuple[Mapping[str, str], ...]
 SampledRows = Literal["none", "one", "all"]
 
 
@@ -102,109 +97,17 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRequest:
-    """One prompt and the length of its answer; `after_s` is its arrival, 0 without a rate."""
-
-    prompt_token_ids: tuple[int, ...]
-    max_tokens: int
-    after_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServeOptions:
-    """How `cadenza bench serve` loads a server. Lengths are drawn evenly, both bounds included.
+    """One prompt, in one of three forms, and the length of its answer.
 
     Args:
-        url: with or without `/v1`.
-        timeout_s: for the next piece of an answer.
-
-    Raises:
-        ConfigError: a value is out of bounds.
+        messages: of a chat; the others are completions.
+        turns: what the user says after each answer, in a conversation.
+        after_s: when it is due, from the start of the load; 0 without a rate.
     """
 
-    url: str
-    model: str | None = flag(
-        None, "The model's name on the server (default: the first one listed)."
-    )
-    api_key: str | None = flag(None, "Sent as a bearer token.", has_variable=True)
-    concurrency: tuple[int, ...] = flag(
-        (1, 8, 32), "Clients at the same time, one load for each (default: 1,8,32)."
-    )
-    num_requests: int | None = flag(
-        None,
-        "Requests of each load (default: six for each client, at least 12; 192 at a rate).",
-    )
-    request_rate: float | None = flag(
-        None,
-        "Arrivals a second, at random intervals, in place of clients that wait for their answers.",
-    )
-    prompt_lens: tuple[int, int] = flag(
-        (16, 512), "Tokens of each prompt (default: 16:512).", "--input-len"
-    )
-    output_lens: tuple[int, int] = flag(
-        (16, 128), "Tokens of each answer (default: 16:128).", "--output-len"
-    )
-    vocab_size: int = flag(1000, "Prompts are of random token ids below this number.")
-    seed: int = flag(0, "Seed of the load.")
-    ignore_eos: bool = flag(
-        True,
-        "Whether answers have their full length, by ignore_eos, or may end early.",
-        "--ignore-eos/--respect-eos",
-    )
-    time_tokens: bool = flag(
-        False, "Time each chunk that has token ids, also without text, by return_token_ids."
-    )
-    timeout_s: float = 300.0
-
-    def __post_init__(self) -> None:
-        if not re.match(r"https?://[^/]", self.url):
-            raise ConfigError(f"{self.url!r} is not a URL; give one such as http://127.0.0.1:8000")
-        check_whole("concurrency (how many values)", len(self.concurrency), 1, MAX_CONCURRENCIES)
-        for clients in self.concurrency:
-            check_whole("concurrency", clients, 1, MAX_CLIENTS)
-        if self.num_requests is not None:
-            check_whole("num-requests", self.num_requests, 1, MAX_NUM_REQUESTS)
-        check_lengths(self.prompt_lens, self.output_lens)
-        if self.vocab_size <= FIRST_TOKEN_ID:
-            raise ConfigError(f"--vocab-size {self.vocab_size} must be above {FIRST_TOKEN_ID}")
-        if self.request_rate is not None and not 0 < self.request_rate < 1e6:
-            raise ConfigError(f"--request-rate {self.request_rate} must be above 0 and below 1e6")
-
-    @property
-    def base_url(self) -> str:
-        return self.url.rstrip("/").removesuffix("/v1")
-
-    def loads(self) -> list[tuple[int | None, tuple[PlannedRequest, ...]]]:
-        """(clients, requests) of each load; one load without clients where there is a rate."""
-        if self.request_rate is not None:
-            return [(None, self.requests(self.num_requests or REQUESTS_AT_A_RATE, part=1))]
-        sizes = [
-            self.num_requests or max(LEAST_REQUESTS, REQUESTS_PER_CLIENT * clients)
-            for clients in self.concurrency
-        ]
-        return [
-            (clients, self.requests(size, part=part))
-            for part, (clients, size) in enumerate(zip(self.concurrency, sizes, strict=True), 1)
-        ]
-
-    def warm_up(self) -> PlannedRequest:
-        """One request of the same kind that is in no load."""
-        return self.requests(1, part=0)[0]
-
-    def requests(self, count: int, *, part: int = 0) -> tuple[PlannedRequest, ...]:
-        """In the order of arrival. Different parts share no prompt, which a server might cache."""
-        rng = random.Random(f"bench serve {self.seed} {part}")  # noqa: S311 - a workload, no secret
-        ids = range(FIRST_TOKEN_ID, self.vocab_size)
-        arrival_s = 0.0
-        planned: list[PlannedRequest] = []
-        for _ in range(count):
-            length = rng.randint(*self.prompt_lens)
-            planned.append(
-                PlannedRequest(
-                    prompt_token_ids=tuple(rng.choices(ids, k=length)),
-                    max_tokens=rng.randint(*self.output_lens),
-                    after_s=arrival_s,
-                )
-            )
-            if self.request_rate is not None:
-                arrival_s += rng.expovariate(self.request_rate)
-        return tuple(planned)
+    prompt_token_ids: tuple[int, ...] = ()
+    text: str = ""
+    messages: ChatMessages = ()
+    max_tokens: int
+    turns: tuple[str, ...] = ()
+    after_s: float = 0.0

@@ -20,6 +20,7 @@ Modules:
 - `config_file`: flags from a file
 - `prompts`: prompts from arguments, files and stdin
 - `report`: a result's columns, described once, give its table and its JSON
+- `bench_serve`: `bench serve` and `bench compare`
 - `bench_report`, `batching_report`, `generate_report`: their columns
 - `batch_run`, `live_view`: prompts in one batch, and its view in a terminal
 - `interrupts`: signals

@@ -15,7 +15,8 @@ import typer
 
 from cadenza.bench.batching_plan import BatchingOptions
 from cadenza.bench.traffic import TrafficOptions
-from cadenza.bench.workloads import ServeOptions, Workload, check_whole
+from cadenza.bench.workloads import Workload, check_whole
+from cadenza.cli.bench_serve import bench_compare, bench_serve
 from cadenza.cli.options import EngineFlags, JsonFlag, ModelArgument, with_flags
 from cadenza.cli.report import progress_bar, status_line
 from cadenza.config import MAX_SEED, EngineConfig
@@ -34,11 +35,6 @@ ShapeFlag = Annotated[
         "qwen3-0.6b, another name, or a config.json. They are written once and cached.",
     ),
 ]
-
-
-_URL: Mapping[str, Any] = {
-    "url": typer.Argument(metavar="URL", help="Such as http://127.0.0.1:8000.")
-}
 
 
 def bench_throughput(
@@ -60,23 +56,6 @@ def bench_throughput(
     with status_line("starting") as report:
         found = measure_throughput(chosen, config, workload, report)
     print_throughput(found, as_json=json)
-
-
-def bench_serve(
-    options: Annotated[ServeOptions, _URL],
-    json: JsonFlag = False,
-) -> int:
-    """Load a server that has the OpenAI API with streamed completions, and time its answers.
-
-    Exits with 1 when a request failed.
-    """
-    from cadenza.bench.serve import measure_serving
-    from cadenza.cli.bench_report import print_serving
-
-    with status_line("starting") as report:
-        found = measure_serving(options, report)
-    print_serving(found, options, as_json=json)
-    return 1 if found.num_failures else 0
 
 
 def bench_batching(
@@ -219,6 +198,7 @@ _COMMANDS: Mapping[str, Callable[..., object]] = {
     "throughput": bench_throughput,
     "serve": bench_serve,
     "batching": bench_batching,
+    "compare": bench_compare,
     "roofline": bench_roofline,
     "startup": bench_startup,
     "load": bench_load,
@@ -237,6 +217,10 @@ QUICK: Mapping[str, tuple[str, Mapping[str, object]]] = {
         {"concurrency": "1,8", "num_requests": 12, "output_lens": "16:32"},
     ),
     "batching": ("--num-requests 8 --repeats 1", {"num_requests": 8, "repeats": 1}),
+    "compare": (
+        "--concurrency 1,8 --num-requests 12 --output-len 16:32 --rounds 2",
+        {"concurrency": "1,8", "num_requests": 12, "output_lens": "16:32", "rounds": 2},
+    ),
     "startup": ("--repeats 1", {"repeats": 1}),
     "load": ("--repeats 2", {"repeats": 2}),
 }

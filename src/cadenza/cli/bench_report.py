@@ -4,18 +4,16 @@ Owns the keys, headings and forms.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from cadenza.bench.bounds import Roofline
 from cadenza.bench.load import Load
 from cadenza.bench.runs import StepProfile
-from cadenza.bench.serve_figures import ServeFigures, Spread
+from cadenza.bench.serve_figures import Spread
 from cadenza.bench.simulate import Simulated
 from cadenza.bench.startup import PHASES, Startup
 from cadenza.bench.throughput import ConcurrencyResult, Throughput
 from cadenza.bench.traffic import TrafficOptions
-from cadenza.bench.workloads import ServeOptions
 from cadenza.cli.report import (
     Column,
     Columns,
@@ -53,7 +51,7 @@ def _rate(kind: str) -> Columns:
     )
 
 
-def _milliseconds(spread: Spread) -> str:
+def latency_text(spread: Spread) -> str:
     """The p50 and the p99."""
     both = (1000 * spread.p50_s, 1000 * spread.p99_s)
     return " ".join(f"{ms:.0f}" if ms >= 100 else f"{ms:.1f}" for ms in both)
@@ -78,26 +76,14 @@ _OPERATION: Columns = (
     Column("read_bytes", "read"),
     Column("read_gb_s", "rate"),
 )
-_SERVED_LOAD: Columns = (
-    Column("concurrency", "clients", absent="rate"),
-    Column("num_answers", "done"),
-    Column("output_tok_s", "tok/s"),
-    Column("ttft", "TTFT ms", show=_milliseconds),
-    Column("itl", "ITL ms", show=_milliseconds),
-    Column("tpot", "TPOT ms", show=_milliseconds),
-    Column("client_us_per_token", "client µs"),
-    Column("server_us_per_token", "server µs"),
-    *keys("e2e", "errors", "duration_s", "num_prompt_tokens", "num_output_tokens", "cpu"),
-    *keys("total_tok_s", "requests_per_s"),
-)
 _SIMULATED: Columns = (
     Column("policy", "policy"),
     Column("num_answers", "done"),
     Column("num_rejected", "refused"),
     Column("output_tok_s", "tok/s"),
-    Column("ttft", "TTFT ms", show=_milliseconds),
-    Column("itl", "ITL ms", show=_milliseconds),
-    Column("waiting", "waiting ms", show=_milliseconds),
+    Column("ttft", "TTFT ms", show=latency_text),
+    Column("itl", "ITL ms", show=latency_text),
+    Column("waiting", "waiting ms", show=latency_text),
     Column("good_share", "good", show="{:.1%}".format),
     Column("num_preemptions", "preempted"),
     Column("cached_share", "cached", show="{:.1%}".format),
@@ -108,7 +94,7 @@ _SIMULATED_TENANT: Columns = (
     Column("tenant", "tenant"),
     Column("num_answers", "done"),
     Column("num_output_tokens", "tokens"),
-    Column("ttft", "TTFT ms", show=_milliseconds),
+    Column("ttft", "TTFT ms", show=latency_text),
     Column(None, "ms a token", lambda found: 1000 * found.per_token_s, show="{:.1f}".format),
 )
 _STARTUP: Columns = (
@@ -173,28 +159,6 @@ def _profile_table(profile: StepProfile) -> "Table":
     table.add_row("left in XLA and host", "", value_text("ms", rest), "", "", share(rest))
     table.add_row("step", "", value_text("ms", profile.step_ms), read, "", "")
     return table
-
-
-def print_serving(found: ServeFigures, options: ServeOptions, *, as_json: bool) -> None:
-    """One row for each load, then what failed. The API key is printed nowhere."""
-    setting = {name: value for name, value in asdict(options).items() if name != "api_key"}
-    facts = {
-        "url": found.url,
-        "model": found.model,
-        "workload": setting,
-        "results": [as_object(_SERVED_LOAD, load) for load in found.loads],
-    }
-    show_result(facts, _serving_text(found), as_json=as_json)
-
-
-def _serving_text(found: ServeFigures) -> Text:
-    yield f"{found.url}: {found.model}"
-    yield as_table(_SERVED_LOAD, found.loads)
-    yield "tok/s: output tokens by usage; ms: p50 and p99; µs: processor time for each token"
-    for load in found.loads:
-        where = "at a rate" if load.concurrency is None else f"{load.concurrency} clients"
-        for reason, count in sorted(load.errors.items()):
-            yield f"failed ({where}): {counted(count, 'request')}: {reason}"
 
 
 def print_simulation(found: Simulated, options: TrafficOptions, *, as_json: bool) -> None:

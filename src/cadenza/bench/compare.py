@@ -1,0 +1,191 @@
+"""Compares servers under the same loads: alternating rounds, and ratios with their intervals.
+
+Owns the order of rounds and the statistics. Each round sends the same requests to every server, in
+one order and then in the other (A B B A), so that a machine that becomes slower favours none. A
+ratio is taken within a round; its interval is from rounds drawn again with replacement. Invariant:
+the first server is what the others are compared with.
+"""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+import numpy as np
+
+from cadenza.bench import Clock, OnStatus
+from cadenza.bench.client_watch import WatchedSelector
+from cadenza.bench.serve import LoadedServer, MeasuredLoad, run_watched
+from cadenza.bench.serve_figures import LoadFigures, Spread
+from cadenza.bench.serve_options import CompareOptions, LoadOptions, PlannedLoad
+from cadenza.errors import ConfigError
+
+NUM_RESAMPLES = 2000
+INTERVAL = (2.5, 97.5)
+
+
+def _p99(spread: Spread | None) -> float | None:
+    return None if spread is None else spread.p99_s
+
+
+def _mean(spread: Spread | None) -> float | None:
+    return None if spread is None else spread.mean_s
+
+
+METRICS: Mapping[str, Callable[[LoadFigures], float | None]] = {
+    "output_tok_s": lambda load: load.output_tok_s,
+    "ttft_mean_s": lambda load: _mean(load.ttft),
+    "ttft_p99_s": lambda load: _p99(load.ttft),
+    "tpot_mean_s": lambda load: _mean(load.tpot),
+    "itl_p99_s": lambda load: _p99(load.itl),
+    "e2e_mean_s": lambda load: _mean(load.e2e),
+}
+"""What is compared; of all but the first, less is better."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ratio:
+    """A server's metric over the first server's: the geometric mean of the rounds' ratios.
+
+    Args:
+        low, high: 95 % of the means of rounds drawn again.
+        rounds: the ratio of each round.
+    """
+
+    server: str
+    metric: str
+    mean: float
+    low: float
+    high: float
+    rounds: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerRounds:
+    """The rounds of one load on one server."""
+
+    server: str
+    rounds: tuple[MeasuredLoad, ...]
+
+    def values(self, metric: str) -> list[float | None]:
+        return [METRICS[metric](each.figures) for each in self.rounds]
+
+    def mean(self, metric: str) -> float | None:
+        values = [each for each in self.values(metric) if each is not None]
+        return sum(values) / len(values) if values else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedLoad:
+    """One load on all servers, the first of which is the reference."""
+
+    servers: tuple[ServerRounds, ...]
+    ratios: tuple[Ratio, ...]
+
+    @property
+    def first(self) -> LoadFigures:
+        """For how the load was made, which is the same in all rounds."""
+        return self.servers[0].rounds[0].figures
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """The loads on servers; `models` by the servers' names."""
+
+    models: Mapping[str, str]
+    urls: Mapping[str, str]
+    loads: tuple[ComparedLoad, ...]
+
+    @property
+    def measured(self) -> list[tuple[str, LoadFigures]]:
+        """The server and the figures of every round."""
+        return [
+            (each.server, load.figures)
+            for compared in self.loads
+            for each in compared.servers
+            for load in each.rounds
+        ]
+
+
+def compare_servers(
+    compared: CompareOptions,
+    options: LoadOptions,
+    report: OnStatus,
+    clock: Clock = time.perf_counter,
+) -> Comparison:
+    """Plays the rounds of each load on each server.
+
+    Raises ServerError when one cannot be reached; ConfigError when a setting cannot work.
+    """
+    servers = compared.servers()
+    if options.sweep is not None:
+        raise ConfigError("--sweep finds the rates of one server; give --request-rate R,R…")
+    source = options.source(as_text=True)
+    warm_ups = options.warm_ups(source)
+    # The same prompts in each round would be found in a prefix cache.
+    loads = [list(options.loads(source, round_)) for round_ in range(compared.rounds)]
+
+    async def measure(watch: WatchedSelector) -> Comparison:
+        async with AsyncExitStack() as stack:
+            opened = {
+                name: await stack.enter_async_context(LoadedServer(address, options, watch, clock))
+                for name, address in servers.items()
+            }
+            for name, server in opened.items():
+                report(f"{name}: warming up")
+                await server.warm_up(warm_ups)
+            measured = [
+                await _measure_load(opened, of_rounds, report)
+                for of_rounds in zip(*loads, strict=True)
+            ]
+            return Comparison(
+                models={name: server.model for name, server in opened.items()},
+                urls={name: address.base_url for name, address in servers.items()},
+                loads=tuple(_compared(each, options.seed) for each in measured),
+            )
+
+    return run_watched(measure)
+
+
+async def _measure_load(
+    servers: Mapping[str, LoadedServer], of_rounds: Sequence[PlannedLoad], report: OnStatus
+) -> list[ServerRounds]:
+    measured: dict[str, list[MeasuredLoad]] = {name: [] for name in servers}
+    for round_, load in enumerate(of_rounds):
+        order = list(servers)[:: -1 if round_ % 2 else 1]
+        for name in order:
+            where = f"{name}, round {round_ + 1} of {len(of_rounds)}"
+            found = await servers[name].measure(
+                load, lambda line, where=where: report(f"{where}: {line}")
+            )
+            measured[name].append(found)
+    return [ServerRounds(server=name, rounds=tuple(each)) for name, each in measured.items()]
+
+
+def _compared(servers: Sequence[ServerRounds], seed: int) -> ComparedLoad:
+    reference, *others = servers
+    ratios = [ratio_of(reference, other, metric, seed) for other in others for metric in METRICS]
+    return ComparedLoad(
+        servers=tuple(servers), ratios=tuple(each for each in ratios if each is not None)
+    )
+
+
+def ratio_of(first: ServerRounds, other: ServerRounds, metric: str, seed: int) -> Ratio | None:
+    """None where a round has no value on both sides."""
+    pairs = zip(first.values(metric), other.values(metric), strict=True)
+    rounds = [b / a for a, b in pairs if a and b]
+    if len(rounds) < len(first.rounds):
+        return None
+    logs = np.log(rounds)
+    rng = np.random.default_rng(seed)
+    drawn = rng.integers(len(logs), size=(NUM_RESAMPLES, len(logs)))
+    low, high = np.percentile(np.exp(logs[drawn].mean(axis=1)), INTERVAL).tolist()
+    return Ratio(
+        server=other.server,
+        metric=metric,
+        mean=math.exp(logs.mean()),
+        low=low,
+        high=high,
+        rounds=tuple(rounds),
+    )
