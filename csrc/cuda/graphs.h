@@ -30,7 +30,8 @@ inline uint64_t hash_of(const int64_t* begin, const int64_t* end, uint64_t hash 
 }
 
 // Runs `body`, which launches on the context's stream and says whether it succeeded; from the second
-// time on for an equal key, records what it launches, and replays that. Within a capture of XLA's own, and on the emulation, just runs it.
+// time on for an equal key, records what it launches, and replays that. Within a capture of XLA's own,
+// and on the emulation, just runs it.
 void run_as_graph(GraphKey key, const std::function<bool()>& body);
 
 }  // namespace cadenza::cuda
