@@ -18,7 +18,15 @@ import typer
 
 from cadenza import __version__
 from cadenza.cli.options import EngineFlags, ModelFlag
-from cadenza.cli.served_models import most_waiting, names_of, open_models, shared_out, words_of
+from cadenza.cli.served_models import (
+    ReplicaPlace,
+    most_waiting,
+    names_of,
+    open_models,
+    replica_places,
+    shared_out,
+    words_of,
+)
 from cadenza.config import EngineConfig, flag
 from cadenza.errors import CadenzaError, ConfigError, EngineUnavailableError
 
@@ -276,7 +284,7 @@ def _serve_with(
     from cadenza.server.handover import find_predecessor, opened, taken_over
     from cadenza.server.log_output import set_up_logging
 
-    options, address = _options(flags), _address(flags)
+    options, address = server_options(flags), _address(flags)
     if flags.no_chat_template:
         if config.chat_template not in (None, "none"):
             raise typer.BadParameter(
@@ -291,7 +299,7 @@ def _serve_with(
         num_dropped_log_lines=lambda: lines.num_dropped,
         begin_trace=None if spans is None else spans.begin,
     )
-    service = _make(words, flags, config, options, first)
+    service = make_service(words, flags, config, options, local_places(flags, config, first))
     logger.debug("resolved configuration: %s %s", config, _without_keys(flags))
     if flags.ignore_unknown_fields:
         logger.warning("--ignore-unknown-fields: fields with misspelt names have no effect")
@@ -416,15 +424,30 @@ async def _run(service: "Service", opening: Opening) -> None:
         raise failures[0]
 
 
-def _make(
+def local_places(
+    flags: ServeFlags, config: EngineConfig, first: "FirstLaunch"
+) -> "list[ReplicaPlace]":
+    """Of this machine; the first engine process has been launched already."""
+    from cadenza.engine.process.child_process import ChildProcess
+
+    def open_child(command: Sequence[str]) -> ChildProcess:
+        return ChildProcess(command, launched=first.take())
+
+    return replica_places(config.device, flags.replicas, open_child)
+
+
+def make_service(
     words: Sequence[str | None],
     flags: ServeFlags,
     config: EngineConfig,
     options: "ServerOptions",
-    first: "FirstLaunch",
+    places: "Sequence[ReplicaPlace]",
 ) -> "Service":
+    """The models and what serves them; each has an engine at each of the places.
+
+    Raises CheckpointError, ConfigError.
+    """
     from cadenza.engine.open_requests import RequestTimeouts
-    from cadenza.engine.process.child_process import ChildProcess
     from cadenza.engine.process.process_link import ProcessOptions
     from cadenza.frontend.answers import AnswerParsers
     from cadenza.loading.memory import private_memory_bytes
@@ -447,26 +470,22 @@ def _make(
         max_string=flags.structured_max_string or None,
     )
     opened = open_models(words, config, parsers)
-
-    def open_child(command: Sequence[str]) -> ChildProcess:
-        return ChildProcess(command, launched=first.take())
-
+    is_local = any(each.is_local for each in places)
     process = ProcessOptions(
-        open_child=open_child,
         timeouts=RequestTimeouts(queue_s=flags.queue_timeout, total_s=flags.request_timeout),
         on_failure=flags.on_engine_failure,
-        front_end_bytes=private_memory_bytes() or 0,
-        bodies_bytes=flags.max_bodies_bytes,
+        front_end_bytes=(private_memory_bytes() or 0) if is_local else 0,
+        bodies_bytes=flags.max_bodies_bytes if is_local else 0,
     )
-    processes = shared_out(process, opened, pool_options.max_loaded, flags.replicas)
+    processes = shared_out(process, opened, pool_options.max_loaded, places)
     models = [
-        each.served(names, own, flags.replicas)
+        each.served(names, own, places)
         for each, names, own in zip(opened, named, processes, strict=True)
     ]
     return Service(ModelPool(models, pool_options, options.clock), options)
 
 
-def _options(flags: ServeFlags) -> "ServerOptions":
+def server_options(flags: ServeFlags) -> "ServerOptions":
     from cadenza.server.access import ApiKeys, Cors, Hosts, read_keys
     from cadenza.server.limits import ServerLimits
     from cadenza.server.response_store import StoreBounds

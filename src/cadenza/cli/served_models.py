@@ -6,7 +6,8 @@ served is refused here, before a port is open, as far as that can be known witho
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,8 +22,7 @@ MAX_NAME_CHARS = 256
 
 if TYPE_CHECKING:
     from cadenza.checkpoint import Checkpoint
-    from cadenza.engine.process.child_process import ChildProcess
-    from cadenza.engine.process.process_link import ProcessLink, ProcessOptions
+    from cadenza.engine.process.process_link import EngineChild, ProcessLink, ProcessOptions
     from cadenza.frontend.answers import AnswerParsers
     from cadenza.frontend.text_frontend import TextFrontend
     from cadenza.server.served_model import ModelNames, ServedModel
@@ -90,69 +90,69 @@ class OpenedModel:
     config: EngineConfig
 
     def served(
-        self, names: "ModelNames", process: "ProcessOptions", num_replicas: int = 1
+        self, names: "ModelNames", process: "ProcessOptions", places: "Sequence[ReplicaPlace]"
     ) -> "ServedModel":
-        """With engines in processes of their own, of which `num_replicas` serve as one."""
+        """With an engine process at each of the places; several serve as one."""
         from cadenza.cluster.engine_group import EngineGroup
         from cadenza.cluster.group_stats import replica_limits
         from cadenza.engine.front import EngineFront
         from cadenza.server.served_model import ServedEngine, ServedModel
 
         def make_engine(limits: EngineLimits | None) -> ServedEngine:
-            if num_replicas == 1:
-                return EngineFront(self._link(process, limits))
-            known = None if limits is None else replica_limits(limits, num_replicas)
-            places = replica_places(self.config.device, num_replicas)
+            if len(places) == 1:
+                return EngineFront(self._link(process, limits, places[0]))
+            known = None if limits is None else replica_limits(limits, len(places))
 
             def make_replica(
                 place: int, own: EngineLimits | None, ids: Iterator[int]
             ) -> EngineFront:
                 return EngineFront(self._link(process, own or known, places[place]), ids)
 
-            return EngineGroup(make_replica, num_replicas)
+            return EngineGroup(make_replica, len(places))
 
         return ServedModel(names, self.text, make_engine)
 
     def _link(
-        self,
-        process: "ProcessOptions",
-        limits: EngineLimits | None,
-        at: "ReplicaPlace | None" = None,
+        self, process: "ProcessOptions", limits: EngineLimits | None, at: "ReplicaPlace"
     ) -> "ProcessLink":
         from cadenza.engine.process.process_link import ProcessLink, pinned
 
         config = self.config if limits is None else pinned(self.config, limits)
-        if at is not None:
-            config, process = replace(config, device=at.device), at.process(process)
-        return ProcessLink(self.word, config, process)
+        options = replace(process, open_child=at.open_child)
+        return ProcessLink(self.word, replace(config, device=at.device), options)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaPlace:
-    """Where a replica computes: a device, and the CPUs of its process; none: any."""
+    """Where an engine computes: how its process is opened, on which device; `is_local`: on this
+    machine, whose memory it takes."""
 
+    open_child: "Callable[[Sequence[str]], EngineChild]"
     device: str
-    cpus: tuple[int, ...]
+    is_local: bool = True
 
-    def process(self, options: "ProcessOptions") -> "ProcessOptions":
-        """Whose processes run on these CPUs."""
-        from cadenza.cluster.cores import place_on
 
-        def open_child(command: Sequence[str]) -> "ChildProcess":
-            child = options.open_child(command)
-            place_on(child.pid, self.cpus)
+def replica_places(
+    device: str, num_replicas: int, open_child: "Callable[[Sequence[str]], EngineChild]"
+) -> list[ReplicaPlace]:
+    """On this machine: a card for each where the device is `cuda`; the CPUs are split among
+    several."""
+    if num_replicas == 1:
+        return [ReplicaPlace(open_child=open_child, device=device)]
+    from cadenza.cluster.cores import own_cpus, place_on, split_cpus
+
+    def opener(cpus: Sequence[int]) -> "Callable[[Sequence[str]], EngineChild]":
+        def open_placed(command: Sequence[str]) -> "EngineChild":
+            child = open_child(command)
+            place_on(child.pid, cpus)
             return child
 
-        return replace(options, open_child=open_child)
+        return open_placed
 
-
-def replica_places(device: str, num_replicas: int) -> list[ReplicaPlace]:
-    """A card for each where the device is `cuda`; the CPUs are split among them."""
-    from cadenza.cluster.cores import own_cpus, split_cpus
-
-    parts = split_cpus(own_cpus(), num_replicas)
-    devices = [f"cuda:{at}" if device == "cuda" else device for at in range(num_replicas)]
-    return [ReplicaPlace(*each) for each in zip(devices, parts, strict=True)]
+    return [
+        ReplicaPlace(open_child=opener(cpus), device=f"cuda:{at}" if device == "cuda" else device)
+        for at, cpus in enumerate(split_cpus(own_cpus(), num_replicas))
+    ]
 
 
 def most_waiting(config: EngineConfig) -> int:
@@ -192,16 +192,19 @@ def open_models(
 
 
 def shared_out(
-    process: "ProcessOptions", opened: Sequence[OpenedModel], num_models: int, num_replicas: int
+    process: "ProcessOptions",
+    opened: Sequence[OpenedModel],
+    num_models: int,
+    places: Sequence[ReplicaPlace],
 ) -> "list[ProcessOptions]":
     """The options of each model's processes, with their share of the memory where several engines
-    run side by side, of `num_models` at the same time. Replicas on cards of their own share
-    nothing. Raises ConfigError where their weights do not fit together."""
+    run side by side, of `num_models` at the same time. Replicas on cards or machines of their own
+    share nothing. Raises ConfigError where their weights do not fit together.
+    """
     from cadenza.loading.memory import available_memory_bytes
     from cadenza.loading.memory_shares import memory_shares, weight_bytes_of
 
-    has_cards = opened[0].config.device == "cuda"
-    num_copies = 1 if has_cards else num_replicas
+    num_copies = max(Counter(each.device for each in places if each.is_local).values(), default=1)
     num_engines = num_models * num_copies
     if num_engines == 1:
         return [process] * len(opened)
