@@ -135,5 +135,7 @@ def test_a_server_follows_generation_config_as_it_is_asked_to(
     config = EngineConfig(generation_config=chosen)  # type: ignore[arg-type]
     flags = ServeFlags()
     with closing(FirstLaunch(("true",))) as first:
-        service = serve._make([str(folder)], flags, config, serve._options(flags), first)
+        places = serve.local_places(flags, config, first)
+        options = serve.server_options(flags)
+        service = serve.make_service([str(folder)], flags, config, options, places)
     assert service.models.first.text.default_params().temperature == temperature

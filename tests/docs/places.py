@@ -251,6 +251,7 @@ PLACES: Mapping[str, Place] = {
     "cadenza verify --backend mlx": Run(prints="PASS", needs="mlx_lm"),
     # docs/serving.md
     "pip install '.[otel]'": Parsed(NETWORK),
+    "pip install '.[ray]'": Parsed(NETWORK),
     "cadenza serve --otlp-traces-endpoint http://127.0.0.1:4318/v1/traces": Serve(
         needs="opentelemetry"
     ),

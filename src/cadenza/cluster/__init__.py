@@ -9,6 +9,7 @@ Modules:
 - `prefix_view`: what each replica is likely to hold of prompts
 - `engine_host`: `EngineHost`, which runs engine processes for front ends on other machines
 - `remote_engine`: such a process, as a front end sees its child
+- `host_book`: which host each place of a front end uses
 - `handshake`: how both ends prove that they know one secret
 - `cores`: the CPUs of each replica
 """

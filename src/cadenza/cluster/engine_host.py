@@ -69,6 +69,10 @@ class EngineHost:
         return host, port
 
     @property
+    def is_listening(self) -> bool:
+        return self._thread.is_alive()
+
+    @property
     def num_engines(self) -> int:
         return len(self._relays)
 

@@ -1,0 +1,199 @@
+"""A Ray Serve application: one front end, and engines on the machines of a Ray cluster.
+
+    serve run cadenza.serve_app:app model=/models/m replicas=2 max_num_seqs=64
+
+The keywords are the flags of `cadenza serve`, and `engine_resources` (of each engine, as Ray names
+them) and `front_resources`. Ray places, restarts and watches; tokens do not pass through it: the
+front speaks with each engine over a socket of its own (`cluster.engine_host`). The only module that
+imports ray (`pip install 'cadenza[ray]'`).
+"""
+# ray is an extra, which nothing that checks types has.
+# pyright: basic, reportMissingImports=false
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from threading import Event, Thread
+from typing import Any, cast
+
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+from ray.util import get_node_ip_address
+from starlette.types import Receive, Scope, Send
+
+from cadenza.cli.app_flags import AppFlags
+from cadenza.cli.serve import make_service, server_options
+from cadenza.cli.served_models import ReplicaPlace, words_of
+from cadenza.cluster.engine_host import EngineHost
+from cadenza.cluster.host_book import HostBook
+from cadenza.errors import ConfigError
+from cadenza.server.app import App
+from cadenza.server.service import Service
+
+logger = logging.getLogger(__name__)
+
+TELL_EVERY_S, FORGET_AFTER_S = 1.0, 5.0
+ANSWER_S = 5.0
+"""The longest that the directory may take to answer."""
+
+MOVE_S = 30.0
+"""Ray gives an engine that it stops so long; its streams are elsewhere within seconds."""
+
+
+def app(args: dict[str, Any]) -> serve.Application:
+    """The application, for `serve run` and `import_path` of a config file. Raises ConfigError."""
+    flags = AppFlags.of(args)
+    if flags.serve.max_loaded_models != 1:
+        raise ConfigError("an application serves one model; deploy one for each")
+    secret, directory = secrets.token_bytes(32), cast(Any, HostDirectory).bind()
+    engine = cast(Any, Engine).options(
+        num_replicas=flags.serve.replicas, ray_actor_options=dict(flags.engine_resources)
+    )
+    front = cast(Any, Front).options(ray_actor_options=dict(flags.front_resources))
+    return front.bind(args, secret, directory, engine.bind(secret, directory))
+
+
+@serve.deployment(num_replicas=1, max_ongoing_requests=1000, ray_actor_options={"num_cpus": 0})
+class HostDirectory:
+    """Where engine hosts are. They tell it again and again, so that it may be lost."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[str, int], float] = {}
+
+    def tell(self, address: tuple[str, int]) -> None:
+        self._seen[address] = time.monotonic()
+
+    def leave(self, address: tuple[str, int]) -> None:
+        self._seen.pop(address, None)
+
+    def hosts(self) -> list[tuple[str, int]]:
+        since_s = time.monotonic() - FORGET_AFTER_S
+        return [each for each, seen_s in self._seen.items() if seen_s >= since_s]
+
+
+@serve.deployment(
+    max_ongoing_requests=1_000_000,
+    health_check_period_s=2.0,
+    health_check_timeout_s=10.0,
+    graceful_shutdown_timeout_s=MOVE_S,
+    graceful_shutdown_wait_loop_s=0.1,
+)
+class Engine:
+    """An engine host on one node. When it stops, its streams go on in the others."""
+
+    def __init__(self, secret: bytes, directory: DeploymentHandle) -> None:
+        logging.basicConfig(level=logging.INFO)
+        self._host = EngineHost((get_node_ip_address(), 0), secret)
+        self._directory = directory
+        self._has_ended = Event()
+        self._thread = Thread(target=self._tell, daemon=True)
+        self._thread.start()
+
+    def check_health(self) -> None:
+        """Raises RuntimeError where it does not listen any more."""
+        if not self._host.is_listening:
+            raise RuntimeError("the engine host does not listen any more")
+
+    def __del__(self) -> None:
+        self._has_ended.set()
+        self._directory.leave.remote(self._host.address)
+        self._host.close()
+
+    def _tell(self) -> None:
+        while not self._has_ended.wait(TELL_EVERY_S):
+            self._directory.tell.remote(self._host.address)
+
+
+class Door:
+    """The ASGI application that Serve is given before there is a service."""
+
+    front: "FrontEnd | None" = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        front = Door.front
+        assert front is not None, "the deployment is constructed first"
+        if scope["type"] == "lifespan":
+            await front.live(receive, send)
+        elif scope["type"] == "http":
+            front.start()
+            await front.app(scope, receive, send)
+
+
+class FrontEnd:
+    """The service of one replica, on the event loop of its requests."""
+
+    def __init__(self, args: Mapping[str, Any], secret: bytes, directory: DeploymentHandle) -> None:
+        flags = AppFlags.of(args)
+
+        def find_hosts() -> Sequence[tuple[str, int]]:
+            try:
+                return directory.hosts.remote().result(timeout_s=ANSWER_S)
+            except Exception as error:  # Ray has many, and each means the same
+                raise OSError(f"the directory does not answer: {error}") from error
+
+        book = HostBook(find_hosts, secret)
+        places = [
+            ReplicaPlace(open_child=book.opener(at), device=flags.config.device, is_local=False)
+            for at in range(flags.serve.replicas)
+        ]
+        self.service: Service = make_service(
+            words_of(None, flags.serve.model),
+            flags.serve,
+            flags.config,
+            server_options(flags.serve),
+            places,
+        )
+        self.app = App(self.service)
+        self._is_started = False
+
+    def start(self) -> None:
+        """On the event loop; the engines then load."""
+        if not self._is_started:
+            self._is_started = True
+            self.service.start()
+
+    async def live(self, receive: Receive, send: Send) -> None:
+        await receive()
+        self.start()
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        await self.stop()
+        await send({"type": "lifespan.shutdown.complete"})
+
+    async def stop(self) -> None:
+        """Open requests may finish within the drain time."""
+        self.service.drain()
+        end_s = time.monotonic() + self.service.options.limits.drain_s
+        while self.service.num_open and time.monotonic() < end_s:
+            await asyncio.sleep(0.05)
+        await self.service.stop()
+
+
+@serve.deployment(
+    num_replicas=1,
+    max_ongoing_requests=1_000_000,
+    health_check_period_s=2.0,
+    health_check_timeout_s=10.0,
+    graceful_shutdown_timeout_s=60.0,
+)
+@serve.ingress(Door())
+class Front:
+    """The front end: HTTP, tokens in and out, and which engine has which stream."""
+
+    def __init__(
+        self,
+        args: Mapping[str, Any],
+        secret: bytes,
+        directory: DeploymentHandle,
+        engines: DeploymentHandle,
+    ) -> None:
+        del engines  # Serve deploys what is bound here
+        Door.front = FrontEnd(args, secret, directory)
+
+    def check_health(self) -> None:
+        """Raises RuntimeError where every engine was given up."""
+        front = Door.front
+        if front is not None and front.service.models.first.engine.status().state == "dead":
+            raise RuntimeError("no engine can be started; the log has why")

@@ -1,0 +1,65 @@
+"""What a Ray application is made of, without Ray: its flags, and who uses which host."""
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+
+import pytest
+
+from cadenza.cli.app_flags import AppFlags
+from cadenza.cluster.engine_host import EngineHost
+from cadenza.cluster.host_book import HostBook
+from cadenza.cluster.remote_engine import RemoteChild
+from cadenza.engine.process.launch import Execute
+from cadenza.engine.process.process_link import EngineUnreachableError
+from cadenza.errors import ConfigError
+from tests.cluster.test_engine_host import COMMAND, SECRET, wait_for
+
+
+@pytest.fixture
+def hosts(execute_scripted: Execute) -> Iterator[list[EngineHost]]:
+    first = EngineHost(("127.0.0.1", 0), SECRET, COMMAND, execute_scripted)
+    second = EngineHost(("127.0.0.1", 0), SECRET, COMMAND, execute_scripted)
+    with closing(first), closing(second):
+        yield [first, second]
+
+
+def opened(open_child: Callable[[tuple[str, ...]], RemoteChild]) -> RemoteChild:
+    return open_child(())
+
+
+def test_each_place_has_a_host_of_its_own_and_takes_another_when_its_own_is_gone(
+    hosts: list[EngineHost],
+) -> None:
+    known = [each.address for each in hosts]
+    book = HostBook(lambda: known, SECRET)
+    children = [opened(book.opener(place)) for place in range(2)]
+    wait_for(lambda: [each.num_engines for each in hosts] == [1, 1])
+    with pytest.raises(EngineUnreachableError, match="2 hosts are there, each of which serves"):
+        opened(book.opener(2))
+    for each in children:
+        each.close(within_s=0.0)
+    known.pop(0)
+    with pytest.raises(EngineUnreachableError, match="1 hosts are there"):
+        opened(book.opener(0))
+    again = opened(book.opener(1))
+    again.close(within_s=0.0)
+
+
+def test_hosts_that_cannot_be_asked_for_are_tried_again_later() -> None:
+    def ask() -> list[tuple[str, int]]:
+        raise OSError("the directory does not answer")
+
+    with pytest.raises(EngineUnreachableError, match="the directory does not answer"):
+        opened(HostBook(ask, SECRET).opener(0))
+
+
+def test_an_application_takes_the_flags_of_serve_by_their_names() -> None:
+    flags = AppFlags.of({"model": "/m", "replicas": 3, "max_num_seqs": 8, "front_resources": {}})
+    assert (flags.serve.model, flags.serve.replicas, flags.config.max_num_seqs) == ("/m", 3, 8)
+    assert flags.engine_resources == {"num_cpus": 1}
+    with pytest.raises(ConfigError, match="no flag max_num_seq "):
+        AppFlags.of({"max_num_seq": 8})
+    with pytest.raises(ConfigError, match="did you mean max_num_seqs"):
+        AppFlags.of({"max_num_seq": 8})
+    with pytest.raises(ConfigError, match="port has no meaning here"):
+        AppFlags.of({"port": 8000})
