@@ -51,7 +51,7 @@ def app(args: dict[str, Any]) -> serve.Application:
     engine = cast(Any, Engine).options(
         num_replicas=flags.serve.replicas, ray_actor_options=dict(flags.engine_resources)
     )
-    front = cast(Any, Front).options(ray_actor_options=dict(flags.front_resources))
+    front = cast(Any, Ingress).options(ray_actor_options=dict(flags.front_resources))
     return front.bind(args, secret, directory, engine.bind(secret, directory))
 
 
@@ -179,7 +179,7 @@ class FrontEnd:
     graceful_shutdown_timeout_s=60.0,
 )
 @serve.ingress(Door())
-class Front:
+class Ingress:
     """The front end: HTTP, tokens in and out, and which engine has which stream."""
 
     def __init__(
