@@ -8,6 +8,7 @@ Python traceback is shown only with CADENZA_TRACEBACK=1 or for a bug.
 Modules:
 
 - `app`: the command line program
+- `app_flags`: those flags as the keywords of a Ray Serve application
 - `served_models`: the models of `serve`: names, checkpoints, engine processes
 - `serve`, `generate`, `chat`, `info`, `quantize`, `bench`: one subcommand each
 - `verify`: `verify` and `replay`
