@@ -4,15 +4,6 @@
 #include "cuda/attention_append.h"
 #include "cuda/bodies.h"
 
-#ifdef CADENZA_FAULTS
-namespace cadenza {
-std::atomic<Fault> injected_fault{Fault::kNone};
-}
-extern "C" __attribute__((visibility("default"))) void cadenza_inject_fault(int fault) {
-  cadenza::injected_fault = static_cast<cadenza::Fault>(fault);
-}
-#endif
-
 namespace cadenza::xla_ffi {
 
 namespace {
