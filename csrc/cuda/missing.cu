@@ -9,12 +9,6 @@ ffi::Error missing(const char* name) {
 }
 }  // namespace
 
-ffi::Error gated_delta_call(Any, Any, Any, Any, Any, Any, Any, Any, Any, Any, Any, Any, AnyResult, AnyResult, AnyResult, int64_t, int64_t, bool, float) { return missing("gated_delta"); }
-
-ffi::Error short_conv_call(Any, Any, Any, Any, Any, Any, Any, AnyResult, AnyResult, int64_t) { return missing("short_conv"); }
-
-ffi::Error selective_scan_call(Any, Any, Any, Any, Any, Any, Any, Any, Any, Any, Any, Any, Any, Any, AnyResult, AnyResult, AnyResult, int64_t, int64_t, float) { return missing("selective_scan"); }
-
 }  // namespace cadenza::xla_ffi
 
 namespace cadenza::cuda {
