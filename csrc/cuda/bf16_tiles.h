@@ -15,6 +15,12 @@ struct TensorMath {
   static constexpr int kRows = WarpsN * MT * 16, kTokens = WarpsT * NT * 8;
   static constexpr int kHalf = MT / 2 * 16;
   static constexpr int kSteps = kStageElements<bf16> / 16;
+  // Few sums wait for each other's steps.
+  static constexpr bool kReadsAhead = MT * NT <= 2;
+
+  struct Stage {
+    uint32_t a[kSteps][MT][4], b[kSteps][NT][2];
+  };
 
   float sums[MT][NT][4] = {};
 
@@ -31,7 +37,7 @@ struct TensorMath {
     }
   }
 
-  // Two tiles of tokens at a time.
+  // Two tiles of tokens at a time; of a single one two steps, the first of which is even.
   __device__ __forceinline__ void load_tokens(uint32_t (&b)[NT][2], const unsigned char* x, int step) const {
 #pragma unroll
     for (int n = 0; n + 1 < NT; n += 2) {
@@ -41,6 +47,31 @@ struct TensorMath {
       b[n][0] = r[0], b[n][1] = r[1];
       b[n + 1][0] = r[2], b[n + 1][1] = r[3];
     }
+  }
+  __device__ __forceinline__ void load_two_steps(uint32_t (&first)[2], uint32_t (&second)[2], const unsigned char* x,
+                                                 int step) const {
+    uint32_t r[4];
+    warp_load_matrices(r, x + chunk_at(first_token() + lane() % 8, 2 * step + lane() / 8));
+    first[0] = r[0], first[1] = r[1];
+    second[0] = r[2], second[1] = r[3];
+  }
+
+  __device__ __forceinline__ Stage load(const unsigned char* w, const unsigned char* x) const {
+    Stage stage;
+#pragma unroll
+    for (int step = 0; step < kSteps; step++) {
+      load_weights(stage.a[step], w, step);
+      if constexpr (NT > 1) {
+        load_tokens(stage.b[step], x, step);
+      } else if (step % 2 == 0) {
+        load_two_steps(stage.b[step][0], stage.b[step + 1][0], x, step);
+      }
+    }
+    return stage;
+  }
+  __device__ __forceinline__ void multiply(const Stage& stage) {
+#pragma unroll
+    for (int step = 0; step < kSteps; step++) add(stage.a[step], stage.b[step]);
   }
 
   __device__ __forceinline__ void add(const uint32_t (&a)[MT][4], const uint32_t (&b)[NT][2]) {
@@ -52,24 +83,12 @@ struct TensorMath {
   }
 
   __device__ __forceinline__ void multiply(const unsigned char* w, const unsigned char* x) {
-    if constexpr (NT == 1) {
 #pragma unroll
-      for (int step = 0; step < kSteps; step += 2) {  // one load has the tokens of two steps
-        uint32_t r[4], a[2][MT][4];
-        warp_load_matrices(r, x + chunk_at(first_token() + lane() % 8, 2 * step + lane() / 8));
-        load_weights(a[0], w, step);
-        load_weights(a[1], w, step + 1);
-        add(a[0], {{r[0], r[1]}});
-        add(a[1], {{r[2], r[3]}});
-      }
-    } else {
-#pragma unroll
-      for (int step = 0; step < kSteps; step++) {
-        uint32_t a[MT][4], b[NT][2];
-        load_weights(a, w, step);
-        load_tokens(b, x, step);
-        add(a, b);
-      }
+    for (int step = 0; step < kSteps; step++) {
+      uint32_t a[MT][4], b[NT][2];
+      load_weights(a, w, step);
+      load_tokens(b, x, step);
+      add(a, b);
     }
   }
 

@@ -12,6 +12,7 @@ struct ChainMath {
   static constexpr int kThreads = Warps * kWarp;
   static constexpr int kRows = R * kWarp, kTokens = Warps * Tokens;
   static constexpr int kHalf = kRows / 2;
+  static constexpr bool kReadsAhead = false;  // a warp has many chains of sums
 
   float sums[R][Tokens] = {};
 

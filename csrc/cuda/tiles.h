@@ -7,6 +7,8 @@
 //   kRows, kTokens         weight rows and tokens of a block
 //   kHalf                  of a gated product: kHalf rows of the gate, then kHalf of the other, and so on
 //   multiply(w, x)         adds a stage's products, elements of K in ascending order
+//   kReadsAhead            whether a stage is read into registers while the one before is multiplied;
+//                          then load(w, x) gives what multiply(loaded) adds
 //   each(visit)            visit(row, token, sum) of this thread's sums
 //   each_pair(visit)       visit(row of the gate, token, gate, up)
 #pragma once
@@ -116,6 +118,16 @@ __device__ __forceinline__ void finish_block(const TiledProduct<typename Math::T
   }
 }
 
+// A barrier of a block's threads, which a single warp has for less.
+template <int Threads>
+__device__ __forceinline__ void block_barrier() {
+  if constexpr (Threads == kWarp) {
+    warp_barrier();
+  } else {
+    __syncthreads();
+  }
+}
+
 // Adds the products of all stages of K to the sums of a block, whose rows the copies name.
 template <class Math, int Stages, class Weights, class Tokens>
 __device__ __forceinline__ void multiply_stages(Math& math, const Weights& weights, const Tokens& tokens,
@@ -135,13 +147,31 @@ __device__ __forceinline__ void multiply_stages(Math& math, const Weights& weigh
     }
     copy_commit();
   };
-  for (int stage = 0; stage < Stages - 1; stage++) start(stage);
-  for (int stage = 0; stage < num_stages; stage++) {
-    copy_wait<Stages - 2>();
-    __syncthreads();  // this stage is there, and nobody reads the last one's memory
-    start(stage + Stages - 1);
-    const unsigned char* at = stages + stage % Stages * kBytes;
-    math.multiply(at, at + kWeightBytes);
+  auto at = [&](int stage) { return stages + stage % Stages * kBytes; };
+  if constexpr (Math::kReadsAhead) {
+    for (int stage = 0; stage < Stages; stage++) start(stage);
+    copy_wait<Stages - 1>();
+    block_barrier<Math::kThreads>();
+    auto loaded = math.load(at(0), at(0) + kWeightBytes), next = loaded;
+    auto advance = [&](int stage, auto& now, auto& ahead) {
+      copy_wait<Stages - 2>();
+      block_barrier<Math::kThreads>();  // the next stage is there, and all have read this one
+      start(stage + Stages);
+      ahead = math.load(at(stage + 1), at(stage + 1) + kWeightBytes);
+      math.multiply(now);
+    };
+    for (int stage = 0; stage < num_stages; stage += 2) {
+      advance(stage, loaded, next);
+      if (stage + 1 < num_stages) advance(stage + 1, next, loaded);
+    }
+  } else {
+    for (int stage = 0; stage < Stages - 1; stage++) start(stage);
+    for (int stage = 0; stage < num_stages; stage++) {
+      copy_wait<Stages - 2>();
+      block_barrier<Math::kThreads>();  // this stage is there, and nobody reads the last one's memory
+      start(stage + Stages - 1);
+      math.multiply(at(stage), at(stage) + kWeightBytes);
+    }
   }
 }
 
