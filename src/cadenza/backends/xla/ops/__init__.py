@@ -12,6 +12,6 @@ Modules:
 - `program_ops`, `native_program`: operations recorded as one call into a library of kernels
 - `native`, `native_library`, `native_packing`: the CPU kernels; loading them, packing weights
 - `packed_memory`, `packed_file`: memory of packed weights, and a file of them
-- `cuda`, `cuda_library`: the kernels for NVIDIA GPUs; loading them
+- `cuda`, `cuda_library`, `cuda_packing`: the kernels for NVIDIA GPUs; loading them and weights
 - `native_measure`: bandwidth, FLOP/s and time per operation
 """

@@ -1,25 +1,24 @@
 """The op table over the kernels for NVIDIA GPUs: one FFI call for a whole step.
 
 The host does not know a step's true number of rows, so a program computes its bucket, and buckets
-are many. Weights of floats keep the checkpoint's layout, [N, K]. Legend as in `ops.table`.
+are many. `cuda_packing` has the layouts of weights. Legend as in `ops.table`.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
 from cadenza.backends.xla.ops.cuda_library import CudaLibrary, load_cuda_library
+from cadenza.backends.xla.ops.cuda_packing import hold_weights
 from cadenza.backends.xla.ops.native_program import NativeProgram, ProgramWords
 from cadenza.backends.xla.ops.program_ops import ProgramOps
-from cadenza.backends.xla.ops.quantised import are_codes, as_floats, as_operand
 from cadenza.backends.xla.ops.table import DecoderSpec, Linear, StepArrays, expert_biases
 from cadenza.checkpoint.quantised_weight import HostWeight
 from cadenza.checkpoint.weight_format import WeightFormat
-from cadenza.errors import ConfigError
 
 DEFAULT_CUDA_TOKENS = 2048
 """Enough rows for the tensor cores to be busy; a step of them takes some tens of milliseconds."""
@@ -59,9 +58,19 @@ class CudaOps(ProgramOps):
         bias: Sequence[npt.NDArray[Any]] = (),
         format: WeightFormat | None = None,
     ) -> Linear:
-        own = format or self._spec.weight_format
+        held = self._hold([parts], format)
         all_biases = np.concatenate(bias).astype(np.float32) if len(bias) else None
-        return Linear(self._joined(parts, own), all_biases, own, sum(map(len, parts)))
+        return replace(held, weight=held.weight[0], bias=all_biases)
+
+    def load_gate_up(
+        self,
+        parts: Sequence[HostWeight],
+        bias: Sequence[npt.NDArray[Any]] = (),
+        format: WeightFormat | None = None,
+    ) -> Linear:
+        held = self._hold([parts], format, is_gated=True)
+        both = np.stack(bias).astype(np.float32) if len(bias) else None
+        return replace(held, weight=held.weight[0], bias=both)
 
     def load_experts(
         self,
@@ -69,17 +78,19 @@ class CudaOps(ProgramOps):
         format: WeightFormat | None = None,
         biases: Sequence[Sequence[npt.NDArray[Any]]] = (),
     ) -> Linear:
-        own = format or self._spec.weight_format
-        weight = np.stack([self._joined(parts, own) for parts in experts])
-        return Linear(weight, expert_biases(biases), own, sum(map(len, experts[0])))
+        held = self._hold(experts, format, is_gated=len(experts[0]) == 2)
+        return replace(held, bias=expert_biases(biases))
 
-    def _joined(self, parts: Sequence[HostWeight], format: WeightFormat) -> npt.NDArray[Any]:
-        """Weights [Ni, K] as one [N, K]; a single one of the right type without a copy."""
-        held = as_operand(parts, format)
-        if are_codes(held, format):
-            raise ConfigError(f"there are no kernels for GPUs for weights in {format.name}")
-        floats = [as_floats(part).astype(jnp.dtype(format.name), copy=False) for part in held]
-        return floats[0] if len(floats) == 1 else np.concatenate(floats)
+    def _hold(
+        self,
+        experts: Sequence[Sequence[HostWeight]],
+        format: WeightFormat | None,
+        *,
+        is_gated: bool = False,
+    ) -> Linear:
+        own = format or self._spec.weight_format
+        held = hold_weights(experts, own, is_gated=is_gated)
+        return Linear(held.weights, None, held.format, sum(map(len, experts[0])))
 
     def embed(self, table: Linear, step: StepArrays) -> jax.Array:
         self._bound(step)
