@@ -97,6 +97,7 @@ class Run:
     figures: tuple[Figure, ...]
     conditions: str = ""
     model: Mapping[str, Any] | None = None  # "name", "file" and "gb" of what people run
+    report: Mapping[str, Any] | None = None  # what the command printed, for what figures leave out
 
     def figure(self, what: str) -> Figure:
         return next(each for each in self.figures if each.what == what)

@@ -6,6 +6,7 @@ from typing import Literal, Union, get_args, get_origin, get_type_hints
 
 import pytest
 
+from cadenza.bench.batching_plan import BatchingOptions
 from cadenza.bench.serve_options import CompareOptions, LoadOptions, ServerAddress
 from cadenza.bench.traffic import TrafficOptions
 from cadenza.bench.workloads import Workload
@@ -94,7 +95,8 @@ def test_every_field_of_engine_config_is_described_and_tested():
 
 
 def test_every_setting_of_the_benchmarks_is_a_flag():
-    for group in (Workload, TrafficOptions, ServerAddress, LoadOptions, CompareOptions):
+    groups = (Workload, TrafficOptions, BatchingOptions, ServerAddress, LoadOptions, CompareOptions)
+    for group in groups:
         others = OF_SERVE.get(group, set())
         names = {each.name for each in flags_of(group, {})}
         assert names | others == {field.name for field in fields(group)}

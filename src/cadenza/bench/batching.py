@@ -21,6 +21,7 @@ from cadenza.bench.batching_figures import (
     PlayedRun,
     first_token_difference,
     gains_over,
+    step_gains_over,
 )
 from cadenza.bench.batching_ideal import StepRates, ideal_gain
 from cadenza.bench.batching_plan import BatchingLoad, BatchingOptions, BatchingPlan
@@ -204,8 +205,10 @@ class _Stage:
                     clients=load.clients,
                 )
                 what = f"round {number} of {self.plan.repeats}, {load.label}, {mode}"
-                played = self._play(task, what, report)
-                yield PlayedRun(mode=mode, load=load, round=number, requests=played)
+                played, num_steps = self._play(task, what, report)
+                yield PlayedRun(
+                    mode=mode, load=load, round=number, requests=played, num_steps=num_steps
+                )
 
     def prefix_runs(self, number: int, report: OnStatus) -> Iterator[PlayedRun]:
         """Of one round: the same questions one by one, each as if nothing were known, and behind a
@@ -215,13 +218,16 @@ class _Stage:
         hit = f"{number} hit"
         system = self.requests[0].prompt_token_ids[: self.plan.system_len]
         first = PlannedRequest(prompt_token_ids=system, max_tokens=1)
-        self._play(_one_by_one([first], [hit]), f"round {number}, the system prompt", report)
         salts = {"miss": [f"{number} miss {at}" for at in range(count)], "hit": [hit] * count}
         for name in ("miss", "hit") if number % 2 else ("hit", "miss"):
+            if name == "hit":  # right before: the misses may push it out
+                self._play(_one_by_one([first], [hit]), f"round {number}, system prompt", report)
             task = _one_by_one(self.requests, salts[name])
             what = f"round {number} of {self.plan.repeats}, {name}"
-            played = self._play(task, what, report)
-            yield PlayedRun(mode=name, load=load, round=number, requests=played)
+            played, num_steps = self._play(task, what, report)
+            yield PlayedRun(
+                mode=name, load=load, round=number, requests=played, num_steps=num_steps
+            )
 
     def rates(self) -> StepRates:
         """Of prompts, and of decode steps by the number of rows."""
@@ -243,12 +249,18 @@ class _Stage:
         ids = range(self.core.runner.vocab_size)
         return [tuple(self.random.choices(ids, k=length)) for _ in range(count)]
 
-    def _play(self, task: PlayTask, what: str, report: OnStatus) -> list[PlayedRequest]:
+    def _play(self, task: PlayTask, what: str, report: OnStatus) -> tuple[list[PlayedRequest], int]:
+        """The requests, and the engine's steps until the last of them was handed over."""
+
         def on_done(done: int) -> None:
             report(f"{what}: {done} of {len(task.requests)} requests")
 
         report(what)
-        return BatchPlayer(self.core, task, self.timing, on_done).play()
+        player = BatchPlayer(self.core, task, self.timing, on_done)
+        played = player.play()
+        num_steps = player.num_steps
+        player.drain()
+        return played, num_steps
 
 
 def _one_by_one(requests: Sequence[PlannedRequest], salts: Sequence[str]) -> PlayTask:
@@ -292,6 +304,7 @@ def _figures(
                 load=load,
                 runs=runs_of(mode, load),
                 gains=gains_over(runs_of("continuous", load), runs_of(mode, load)),
+                step_gains=step_gains_over(runs_of("continuous", load), runs_of(mode, load)),
                 ideal_gain=known and ideal_gain(mode, lens, plan.rows),
                 allowed_gain=known and known.allowed_gain(mode, requests, plan.rows),
                 is_whole=POLICIES[mode].is_whole,

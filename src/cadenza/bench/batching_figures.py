@@ -23,6 +23,7 @@ class PlayedRun:
     load: BatchingLoad
     round: int
     requests: Sequence[PlayedRequest]
+    num_steps: int
 
     @property
     def duration_s(self) -> float:
@@ -41,9 +42,25 @@ class PlayedRun:
     def full_tok_s(self) -> float:
         """Output tokens a second until the last request has its first one: while others wait to
         take a place that becomes free."""
-        until_s = max(each.content_s[0] for each in self.requests)
-        count = sum(time_s <= until_s for each in self.requests for time_s in each.content_s)
-        return count / until_s
+        return self._num_full_tokens / self._full_s
+
+    @property
+    def tokens_a_step(self) -> float:
+        return self.num_output_tokens / self.num_steps
+
+    @property
+    def full_tokens_a_step(self) -> float:
+        """As `full_tok_s`."""
+        return self._num_full_tokens / max(each.first_step for each in self.requests)
+
+    @property
+    def _full_s(self) -> float:
+        return max(each.content_s[0] for each in self.requests)
+
+    @property
+    def _num_full_tokens(self) -> int:
+        until_s = self._full_s
+        return sum(time_s <= until_s for each in self.requests for time_s in each.content_s)
 
     @property
     def mean_ttft_s(self) -> float:
@@ -61,6 +78,7 @@ class ModeFigures:
     Args:
         gains: tokens a second of continuous batching over those of this mode, in each round; of
             requests that wait from the start, those of continuous batching while others wait.
+        step_gains: the same of tokens a step, which no other program on the machine can disturb.
         ideal_gain, allowed_gain: what they can be by the lengths alone, and by measured rates; None
             where requests do not wait from the start.
     """
@@ -69,6 +87,7 @@ class ModeFigures:
     load: BatchingLoad
     runs: Sequence[PlayedRun]
     gains: Sequence[float] = ()
+    step_gains: Sequence[float] = ()
     ideal_gain: float | None = None
     allowed_gain: float | None = None
     is_whole: bool = False
@@ -76,6 +95,14 @@ class ModeFigures:
     @property
     def gain(self) -> float | None:
         return statistics.median(self.gains) if self.gains else None
+
+    @property
+    def step_gain(self) -> float | None:
+        return statistics.median(self.step_gains) if self.step_gains else None
+
+    @property
+    def num_steps(self) -> int:
+        return round(statistics.median(each.num_steps for each in self.runs))
 
     @property
     def tok_s(self) -> float:
@@ -144,6 +171,14 @@ def gains_over(ours: Sequence[PlayedRun], theirs: Sequence[PlayedRun]) -> list[f
     """`ModeFigures.gains`, of the runs of continuous batching and those of another mode."""
     return [
         (a.full_tok_s if a.load.is_saturated else a.tok_s) / b.tok_s
+        for a, b in zip(ours, theirs, strict=True)
+    ]
+
+
+def step_gains_over(ours: Sequence[PlayedRun], theirs: Sequence[PlayedRun]) -> list[float]:
+    """`ModeFigures.step_gains`."""
+    return [
+        (a.full_tokens_a_step if a.load.is_saturated else a.tokens_a_step) / b.tokens_a_step
         for a, b in zip(ours, theirs, strict=True)
     ]
 

@@ -76,7 +76,7 @@ class PlayedRequest:
     """What came of a request; times are seconds from the start of the run.
 
     `content_s`: when each token was handed over, all at the same time in a mode that hands over
-    whole batches.
+    whole batches. `first_step`: steps of the run until the first token.
     """
 
     index: int
@@ -85,6 +85,7 @@ class PlayedRequest:
     token_ids: list[int] = field(default_factory=list[int])
     content_s: list[float] = field(default_factory=list[float])
     num_cached_tokens: int = 0
+    first_step: int = 0
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -108,14 +109,20 @@ class BatchPlayer:
         self._core, self._task = core, task
         self._timing, self._on_done = timing, on_done
         self._start_s = timing.clock()
+        self._start_step = core.num_steps
         self._coming = deque(enumerate(task.requests))
         self._waiting: deque[PlayedRequest] = deque()
         self._open: dict[int, PlayedRequest] = {}
         self._batch: list[PlayedRequest] = []
         self._done: list[PlayedRequest] = []
 
+    @property
+    def num_steps(self) -> int:
+        """Of the engine since the start."""
+        return self._core.num_steps - self._start_step
+
     def play(self) -> list[PlayedRequest]:
-        """All requests, in the order of arrival.
+        """All requests, in the order of arrival; rows that go on are left to `drain`.
 
         Raises RunnerError when one fails or ends early.
         """
@@ -131,9 +138,12 @@ class BatchPlayer:
                     self._take(event, now_s)
             else:
                 self._timing.sleep(max(0.0, self._coming[0][1].after_s - self._now_s()))
+        return sorted(self._done, key=lambda each: each.index)
+
+    def drain(self) -> None:
+        """Steps until the engine is idle."""
         while not self._core.is_idle:
             self._core.step()
-        return sorted(self._done, key=lambda each: each.index)
 
     def _now_s(self) -> float:
         return self._timing.clock() - self._start_s
@@ -176,8 +186,9 @@ class BatchPlayer:
             request = self._open[event.request_id]
             if request.has_all:
                 return
-            if event.num_cached_tokens:
-                request.num_cached_tokens = event.num_cached_tokens
+            if not request.token_ids:
+                request.first_step = self.num_steps
+                request.num_cached_tokens = event.num_cached_tokens or 0
             request.token_ids.append(event.token_id)
             request.content_s.append(now_s)
             if request.has_all and not self._task.policy.is_whole:

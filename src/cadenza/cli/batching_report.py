@@ -43,7 +43,9 @@ _MODE: Columns = (
     Column("ttft", "TTFT ms", show=_milliseconds),
     Column("itl", "ITL ms", show=_milliseconds),
     Column("tpot", "TPOT ms", show=_milliseconds),
+    Column("num_steps", "steps"),
     Column("gain", "gain", show=_ratio),
+    Column("step_gain", "in steps", show=_ratio),
     Column("ideal_gain", "ideal", show=_ratio),
     Column("allowed_gain", "allowed", show=_ratio),
     Column("clients", read="load.clients"),
@@ -56,12 +58,12 @@ _BAR: Columns = (
     Column("what", "bar"),
     Column("ratio", "measured", show=_ratio),
     Column("required", "at least", show=_ratio),
-    Column("is_met", "met", show=lambda is_met: "pass" if is_met else "miss"),
+    Column("verdict", "verdict"),
     Column("ideal", "ideal", show=_ratio),
     Column("allowed", "allowed", show=_ratio),
     Column("share_of_allowed", "of that"),
     Column("claim", "seed's claim"),
-    *keys("ratios"),
+    *keys("ratios", "error", "is_met"),
 )
 
 
@@ -111,7 +113,10 @@ def _text(found: BatchingResult) -> Text:
         has_ideal = any(each.ideal_gain is not None for each in shown)
         yield f"{load.label}:"
         yield as_table(_MODE if has_ideal else _MODE_WITHOUT_IDEAL, shown)
-    yield "ms: mean, p50, p95 and p99; gain: tok/s of continuous batching over this mode's"
+    yield (
+        "ms: mean, p50, p95 and p99; gain: tok/s of continuous batching over this mode's, and its "
+        "tokens a step"
+    )
     if any(each.ideal_gain is not None for each in compared.figures):
         yield "ideal: that gain by the lengths of answers alone; allowed: by the measured rates"
     if compared.bars:
