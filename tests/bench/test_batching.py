@@ -324,6 +324,7 @@ def test_every_mode_plays_every_load_in_every_round_with_equal_tokens():
         (mode, load) for load in plan.loads for mode in plan.modes
     ]
     for each in found.figures:
+        assert (each.gain is None) == (each.mode == "continuous")
         assert [run.round for run in each.runs] == [1, 2]
         assert each.num_cached_tokens == 0
     assert found.difference is None

@@ -127,6 +127,13 @@ def test_titles_and_labels_are_text_and_every_number_is_in_a_table(folder: Path)
         assert f">{label}</text>" in text
 
 
+def test_the_axis_of_a_timeline_reaches_the_last_end_of_all_its_panels(folder: Path):
+    text = (folder / "index.html").read_text()
+    _, _, timeline = text.partition('aria-label="Requests"')
+    ticks = re.findall(r"<text[^>]*>([0-9.]+)</text>", timeline.partition("</svg>")[0])
+    assert "3.5" in ticks
+
+
 def test_the_same_charts_give_the_same_bytes(folder: Path, tmp_path: Path):
     for path in write_plots(tmp_path, "Bench <1>", CHARTS, {"results": [Result(tok_s=5.0)]}):
         assert path.read_bytes() == (folder / path.name).read_bytes(), path.name

@@ -298,17 +298,20 @@ def _figures(
     found: list[ModeFigures] = []
     for load in plan.loads:
         known = rates if load.is_saturated else None
+        ours = runs_of("continuous", load)
         for mode in plan.modes:
+            theirs = runs_of(mode, load)
             figures = ModeFigures(
-                mode=mode,
-                load=load,
-                runs=runs_of(mode, load),
-                gains=gains_over(runs_of("continuous", load), runs_of(mode, load)),
-                step_gains=step_gains_over(runs_of("continuous", load), runs_of(mode, load)),
-                ideal_gain=known and ideal_gain(mode, lens, plan.rows),
-                allowed_gain=known and known.allowed_gain(mode, requests, plan.rows),
-                is_whole=POLICIES[mode].is_whole,
+                mode=mode, load=load, runs=theirs, is_whole=POLICIES[mode].is_whole
             )
+            if mode != "continuous":
+                figures = replace(
+                    figures,
+                    gains=gains_over(ours, theirs),
+                    step_gains=step_gains_over(ours, theirs),
+                    ideal_gain=known and ideal_gain(mode, lens, plan.rows),
+                    allowed_gain=known and known.allowed_gain(mode, requests, plan.rows),
+                )
             found.append(figures)
     return found
 

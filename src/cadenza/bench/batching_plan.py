@@ -136,17 +136,15 @@ SETTINGS: Mapping[Setting, BatchingPlan] = {
         loads=_AT_ONCE,
         prompt_lens=(32, 512),
         output_lens=(16, 256),
-        repeats=1,
     ),
     "C": BatchingPlan(
         setting="C",
         modes=("continuous", "static", "padded"),
-        num_requests=120,
+        num_requests=60,
         loads=_AT_ONCE,
         prompt_lens=(8, 8),
         output_lens=(8, 16),
         long_answers=LongAnswers(every=10, length=512),
-        repeats=1,
     ),
     "D": BatchingPlan(
         setting="D",
@@ -187,7 +185,7 @@ class BatchingOptions:
         "continuous, static and padded in settings B and C).",
     )
     num_requests: int | None = flag(
-        None, "Requests of each load (default: 16, or the setting's: 8, 48, 120, 8)."
+        None, "Requests of each load (default: 16, or the setting's: 8, 48, 60, 8)."
     )
     concurrency: tuple[int, ...] | None = flag(
         None,
@@ -204,9 +202,7 @@ class BatchingOptions:
     output_lens: tuple[int, int] | None = flag(
         None, "Tokens of each answer (default: 8:96).", "--output-len"
     )
-    repeats: int | None = flag(
-        None, "Rounds, in each of which all modes play (default: 3; 1 in settings B and C)."
-    )
+    repeats: int | None = flag(None, "Rounds, in each of which all modes play (default: 3).")
     seed: int = flag(0, "Seed of the requests and arrivals.", "--traffic-seed")
     check: bool = flag(False, "Exit with 1 also when a bar of the setting is missed.")
     plot: str | None = flag(

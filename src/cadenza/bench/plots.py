@@ -188,6 +188,8 @@ def _timeline(chart: Chart) -> Figure:
         looks = [patch(color=_WAITING), patch(color=colour)]
         where: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1, 1)}
         panel.legend(looks, ["waiting", "answering"], frameon=False, ncols=2, **where)
+    ends = [float(point[3]) for each in chart.series for point in each.points]
+    panels[-1].set_xlim(0, max(ends, default=1.0))  # of all panels, which share their axis
     panels[-1].set_xlabel(chart.x_label)
     figure.suptitle(chart.title)
     return figure
@@ -201,7 +203,6 @@ def _draw_requests(panel: Axes, points: Sequence[ChartPoint], colour: str) -> No
     answers = [end - first for first, end in zip(firsts, ends, strict=True)]
     panel.barh(at, waits, left=starts, height=0.3, color=_WAITING)
     panel.barh(at, answers, left=firsts, height=0.8, color=colour)
-    panel.set_xlim(left=0)
     panel.margins(y=0.02)
     panel.invert_yaxis()
 
