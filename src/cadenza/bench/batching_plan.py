@@ -9,9 +9,9 @@ import math
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Any, Literal, get_args
 
+from cadenza.bench.arrivals import Arrivals
 from cadenza.bench.workloads import (
     FIRST_TOKEN_ID,
     MAX_CLIENTS,
@@ -108,8 +108,7 @@ class BatchingPlan:
         if load.rate is None:
             return [0.0] * self.num_requests
         rng = random.Random(f"bench batching arrivals {self.seed}")  # noqa: S311 - as above
-        gaps = [rng.expovariate(1.0) / load.rate for _ in range(self.num_requests - 1)]
-        return list(accumulate(gaps, initial=0.0))
+        return list(Arrivals(rate=load.rate).times(self.num_requests, rng))
 
     def _answer_lens(self, rng: random.Random) -> list[int]:
         lens = [rng.randint(*self.output_lens) for _ in range(self.num_requests)]
