@@ -56,26 +56,24 @@ Bounds bounds_of(const Attention& a, int64_t padded_tokens) {
   return {tokens, std::min<int64_t>(a.rows, tokens), parts};
 }
 
-// Takes what the kernels need for themselves, and divides the work.
+// Takes what the kernels need for themselves, and bounds the work.
 struct Work {
-  int64_t tokens;
-  dim3 few, many;
+  int64_t tokens, pieces;
 
   Work(Attention& a, const Bounds& bounds, cuda::Workspace& workspace) : tokens(bounds.tokens) {
     const int64_t queries = std::min(tokens, bounds.rows * cuda::kFewQueries);
     const int64_t slots = queries * bounds.parts, slot_bytes = int64_t(a.heads) * a.partial_stride() * 4;
     a.num_slots = int(std::min(slots, cuda::kMostPartialBytes / slot_bytes));
-    for (int32_t** each : {&a.plan.few, &a.plan.slots, &a.plan.many}) *each = workspace.take<int32_t>(a.rows + 1);
-    a.plan.queues = workspace.take<int32_t>(2);
-    a.partials = workspace.take<float>(a.num_slots * slot_bytes / 4);
     const int64_t row_queries = std::min<int64_t>(tokens, cuda::kFewQueries) * a.group();
-    const int64_t tiles = bounds.rows * ceil_div(row_queries, cuda::kTileRows);
-    few = grid(tiles * bounds.parts * a.kv_heads);
-    const bool may_have_many = tokens > cuda::kFewQueries || a.num_slots < slots;
-    many = grid(may_have_many ? (ceil_div(tokens * a.group(), a.many_rows) + bounds.rows) * a.kv_heads : 0);
+    a.few_tiles = int(ceil_div(row_queries, cuda::kTileRows));
+    a.plan.contexts = workspace.take<cuda::RowContext>(a.rows);
+    for (int32_t** each : {&a.plan.few, &a.plan.many}) *each = workspace.take<int32_t>(a.rows + 1);
+    a.plan.taken = workspace.take<int32_t>(1);
+    a.plan.parts = workspace.take<int32_t>(int64_t(a.rows) * a.few_tiles * a.kv_heads);
+    a.partials = workspace.take<float>(a.num_slots * slot_bytes / 4);
+    const int64_t many_tiles = ceil_div(tokens * a.group(), a.many_rows) + bounds.rows;
+    pieces = (bounds.rows * a.few_tiles * bounds.parts + many_tiles) * a.kv_heads;
   }
-
-  static dim3 grid(int64_t pieces) { return {unsigned(std::min<int64_t>(pieces, cuda::kMostBlocks))}; }
 };
 
 // Scores are scaled for exp2.
@@ -177,8 +175,7 @@ void attend_heads(const RowBuffers& rows, const HeadBuffers& b, Attention a, con
   a.query_scales = given.query_scales;
   append_heads(a, given, is_f32);
   const auto attend = given.has_codes ? cuda::attend_int8 : (is_f32 ? cuda::attend_f32 : cuda::attend_bf16);
-  attend(a, work.few, work.many);
-  merge_parts(a, work.tokens);
+  attend(a, work.pieces);
 }
 
 struct LatentBuffers {
@@ -230,8 +227,7 @@ void attend_latents(const RowBuffers& rows, const LatentBuffers& b, Attention a,
   given.prepared = workspace.take<char>(work.tokens * a.heads * a.key_size * bytes_of(element_type(b.absorbed)));
   a.queries = given.prepared;
   append_latents(a, given, is_f32);
-  (is_f32 ? cuda::attend_latents_f32 : cuda::attend_latents_bf16)(a, work.few, work.many);
-  merge_parts(a, work.tokens);
+  (is_f32 ? cuda::attend_latents_f32 : cuda::attend_latents_bf16)(a, work.pieces);
 }
 
 }  // namespace

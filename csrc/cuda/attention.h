@@ -7,9 +7,10 @@
 // range leaves its state as it is, bit for bit, so it does not matter which queries share a tile.
 // Tokens outside a query's range are masked by a select.
 //
-// Rows with few queries in the step are computed a part at a time by blocks of their own, whose
-// partial results a further kernel merges; other rows by blocks that each run over all parts of a
-// tile of queries. Both do the same arithmetic.
+// Rows with few queries in the step are computed a part at a time, and the block that is the last one
+// of a tile merges its partial results; of other rows a block runs over all parts of a tile of queries.
+// Both do the same arithmetic. A first kernel appends keys and values, prepares queries and divides
+// the rows; in a second one each block takes one piece of work after another.
 //
 // Pages are [S, D] for each KV head, a token behind the other. Of int8, sub-blocks of sixteen tokens
 // are keys as [16][D] codes + 128, values as [16/4][D][4] codes, then the scales of the tokens.
@@ -31,8 +32,6 @@ constexpr int kFewQueries = 8;
 constexpr int kTileRows = 16;
 // Tokens of a sub-block, one step of the tensor cores.
 constexpr int kSub = 16;
-// Blocks that are launched at most; each takes one piece of work after another.
-constexpr int kMostBlocks = 640;
 // The most bytes of partial results; steps that need more compute all rows as if of many queries.
 #ifdef CADENZA_EMULATED_GPU
 constexpr int64_t kMostPartialBytes = int64_t(1) << 20;
@@ -43,12 +42,22 @@ constexpr int64_t kMostPartialBytes = int64_t(64) << 20;
 // Bytes of the codes and the scale of a key or value.
 __host__ __device__ constexpr int code_bytes(int head_size) { return head_size + int(sizeof(float)); }
 
+// A row's queries, the tokens that they see, and the parts that hold these, at least one.
+struct alignas(16) RowContext {
+  int32_t first, queries;  // its tokens in the step
+  int32_t begin, end;
+  int32_t first_part, num_parts;
+  int32_t shift;  // parts begin so much before multiples of kPart: 0 but for a fault
+  int32_t slots;  // pairs of a query and a part in the rows before, of few queries
+};
+
 // How a step's rows are divided, computed on the device.
 struct AttendPlan {
+  RowContext* contexts;  // [R]
   int32_t* few;    // [R + 1]: pairs of a tile and a part in the rows before, of few queries
-  int32_t* slots;  // [R + 1]: pairs of a query and a part in these
   int32_t* many;   // [R + 1]: tiles of the rows before, of many queries
-  int32_t* queues;  // [2]: pieces of work that blocks took, of few and of many
+  int32_t* taken;  // pieces of work that blocks took
+  int32_t* parts;  // [R, few_tiles, Hkv]: parts that are done
 };
 
 struct Attention {
@@ -72,6 +81,7 @@ struct Attention {
   bool out_is_f32;
   float* partials;  // [slots, Hq, partial_stride()]: numerator, maximum, denominator
   int num_slots;
+  int few_tiles;  // of a row with few queries, at most
   int many_rows;  // queries of a tile of rows with many
   AttendPlan plan;
   Fault fault;
@@ -80,29 +90,6 @@ struct Attention {
   __host__ __device__ int partial_stride() const { return value_size + 4; }
   __device__ bool has(Fault which) const { return kHasFaults && fault == which; }
 };
-
-// A row's queries, the tokens that they see, and the parts that hold these.
-struct RowContext {
-  int first, queries;  // its tokens in the step
-  int begin, end;
-  int first_part, num_parts;
-  int shift;  // parts begin so much before multiples of kPart: 0 but for a fault
-};
-
-__device__ __forceinline__ RowContext context_of(const Attention& a, int row) {
-  RowContext c{};
-  c.first = a.query_starts[row];
-  c.queries = a.query_starts[row + 1] - c.first;
-  if (c.queries <= 0) return c;
-  const int position = a.positions[c.first];
-  c.begin = a.window > 0 ? max(0, position - a.window + 1) : 0;
-  c.end = min(a.positions[c.first + c.queries - 1] + 1, a.kv_lens[row]);
-  if (a.has(Fault::kRelativeSpans)) c.shift = (kPart - position / kSub * kSub % kPart) % kPart;
-  if (c.end <= c.begin) return c;
-  c.first_part = (c.begin + c.shift) / kPart;
-  c.num_parts = (c.end + c.shift + kPart - 1) / kPart - c.first_part;
-  return c;
-}
 
 // The row that holds the piece of work `index`, of `before` [R + 1], by all lanes of a warp.
 __device__ __forceinline__ int row_of(const int32_t* before, int rows, int index) {
@@ -158,13 +145,11 @@ __device__ __forceinline__ void write_output(const Attention& a, int64_t at, flo
 constexpr int row_groups(int head_size) { return head_size <= 128 ? 4 : head_size <= 256 ? 2 : 1; }
 constexpr int kLatentGroups = 1;
 
-// Launches the kernels that attend: those of rows with few queries, whose parts `merge_parts` merges,
-// and those of rows with many.
-void attend_bf16(const Attention& a, dim3 few_blocks, dim3 many_blocks);
-void attend_f32(const Attention& a, dim3 few_blocks, dim3 many_blocks);
-void attend_int8(const Attention& a, dim3 few_blocks, dim3 many_blocks);
-void attend_latents_bf16(const Attention& a, dim3 few_blocks, dim3 many_blocks);
-void attend_latents_f32(const Attention& a, dim3 few_blocks, dim3 many_blocks);
-void merge_parts(const Attention& a, int64_t tokens);
+// Launch the kernel that attends; there are at most `pieces` of work.
+void attend_bf16(const Attention& a, int64_t pieces);
+void attend_f32(const Attention& a, int64_t pieces);
+void attend_int8(const Attention& a, int64_t pieces);
+void attend_latents_bf16(const Attention& a, int64_t pieces);
+void attend_latents_f32(const Attention& a, int64_t pieces);
 
 }  // namespace cadenza::cuda

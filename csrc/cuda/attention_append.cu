@@ -10,14 +10,29 @@ constexpr int kAppendWarps = 8;
 constexpr int kMostHead = 512;
 constexpr int kMostLatent = 1024;
 
+__device__ RowContext context_of(const Attention& a, int row) {
+  RowContext c{};
+  c.first = a.query_starts[row];
+  c.queries = a.query_starts[row + 1] - c.first;
+  c.num_parts = 1;
+  if (c.queries <= 0) return c;
+  const int position = a.positions[c.first];
+  c.begin = a.window > 0 ? max(0, position - a.window + 1) : 0;
+  c.end = min(a.positions[c.first + c.queries - 1] + 1, a.kv_lens[row]);
+  if (a.has(Fault::kRelativeSpans)) c.shift = (kPart - position / kSub * kSub % kPart) % kPart;
+  if (c.end <= c.begin) return c;
+  c.first_part = (c.begin + c.shift) / kPart;
+  c.num_parts = (c.end + c.shift + kPart - 1) / kPart - c.first_part;
+  return c;
+}
+
 // What a row needs of few and of many.
 struct RowWork {
   int few, slots, many;
   __device__ void add(const RowWork& other) { few += other.few, slots += other.slots, many += other.many; }
 };
 
-__device__ RowWork work_of(const Attention& a, int row, bool are_all_many) {
-  const RowContext c = context_of(a, row);
+__device__ RowWork work_of(const Attention& a, const RowContext& c, bool are_all_many) {
   if (c.queries <= 0) return {0, 0, 0};
   const int rows = c.queries * a.group();
   if (are_all_many || c.queries > kFewQueries) return {0, 0, (rows + a.many_rows - 1) / a.many_rows};
@@ -29,7 +44,7 @@ __device__ RowWork write_plan(const Attention& a, bool are_all_many) {
   const int lane = int(threadIdx.x), each = (a.rows + kWarp - 1) / kWarp;
   const int begin = min(lane * each, a.rows), end = min(begin + each, a.rows);
   RowWork own{0, 0, 0};
-  for (int row = begin; row < end; row++) own.add(work_of(a, row, are_all_many));
+  for (int row = begin; row < end; row++) own.add(work_of(a, context_of(a, row), are_all_many));
   RowWork before = own;
   for (int step = 1; step < kWarp; step *= 2) {
     const int from = max(lane - step, 0);
@@ -41,18 +56,21 @@ __device__ RowWork write_plan(const Attention& a, bool are_all_many) {
                       warp_shuffle(before.many, kWarp - 1)};
   before.add({-own.few, -own.slots, -own.many});
   for (int row = begin; row < end; row++) {
-    a.plan.few[row] = before.few, a.plan.slots[row] = before.slots, a.plan.many[row] = before.many;
-    before.add(work_of(a, row, are_all_many));
+    RowContext c = context_of(a, row);
+    c.slots = before.slots;
+    a.plan.contexts[row] = c;
+    a.plan.few[row] = before.few, a.plan.many[row] = before.many;
+    before.add(work_of(a, c, are_all_many));
   }
-  if (lane == 0) {
-    a.plan.few[a.rows] = total.few, a.plan.slots[a.rows] = total.slots, a.plan.many[a.rows] = total.many;
-  }
+  if (lane == 0) a.plan.few[a.rows] = total.few, a.plan.many[a.rows] = total.many;
   return total;
 }
 
 __device__ void divide_rows(const Attention& a) {
+  const int num_counters = a.rows * a.few_tiles * a.kv_heads;
+  for (int i = int(threadIdx.x); i < num_counters; i += int(blockDim.x)) a.plan.parts[i] = 0;
   if (threadIdx.x >= kWarp) return;
-  if (threadIdx.x < 2) a.plan.queues[threadIdx.x] = 0;
+  if (threadIdx.x == 0) *a.plan.taken = 0;
   if (write_plan(a, false).slots > a.num_slots) write_plan(a, true);
 }
 

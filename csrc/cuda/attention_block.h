@@ -4,12 +4,15 @@
 // scores among them, and the columns of values.
 #pragma once
 
+#include <algorithm>
+
 #include "cuda/attention_kv.h"
 
 namespace cadenza::cuda {
 
 // A tile of queries, all of one row and KV head, and the parts that a block computes.
 struct Tile {
+  RowContext context;
   int row, kv_head;
   int first, count;  // queries of the row, one for each token and head of the group
   int part, end_part;
@@ -30,7 +33,7 @@ struct BlockShape {
     unsigned char weights[kRows * Kv::kWeightPitch];
     float maxima[kRows][kSubs], sums[kRows][kSubs], weight_scales[kRows][kSubs];
     float query_scales[kRows];
-    int next;
+    int is_last;
   };
 };
 
@@ -69,8 +72,7 @@ class AttendBlock {
   // Loads the tile's queries and finds what the warp's rows see.
   __device__ __forceinline__ void start(const Tile& tile) {
     tile_ = tile;
-    const RowContext row = context_of(a_, tile.row);
-    token_ = row.first, shift_ = row.shift;
+    token_ = tile.context.first, shift_ = tile.context.shift;
     for (int i = int(threadIdx.x) / kWarp; i < Shape::kRows; i += Groups * Split) {
       const bool holds = i < tile.count;
       Kv::load_query(a_, holds ? head_at(i) : 0, holds, shared_.queries + i * Kv::kQueryBytes, lane_);
@@ -99,8 +101,11 @@ class AttendBlock {
   // Starts to copy a block's keys and values, with the queries at first.
   __device__ __forceinline__ void load(int block) {
     auto& stage = stage_of(block);
+    SubPlace places[kSubs];
 #pragma unroll
-    for (int sub = 0; sub < kSubs; sub++) Kv::load(a_, stage, sub, place_of(start_of(block) + sub * kSub));
+    for (int sub = 0; sub < kSubs; sub++) places[sub] = place_of(start_of(block) + sub * kSub);
+#pragma unroll
+    for (int sub = 0; sub < kSubs; sub++) Kv::load(a_, stage, sub, places[sub]);
     copy_commit();
   }
 
@@ -127,16 +132,13 @@ class AttendBlock {
     Kv::template add_values<kTiles>(state.numerator, weights(), shared_.weight_scales[row], stage, split_ * kTiles * 8);
   }
 
-  // Writes the state of a part as the partial results with index `slot` of the tile's first query's
-  // token.
-  __device__ __forceinline__ void write_partial(const State& state, int64_t slot) const {
+  // Writes the state of the tile's part for the block that merges.
+  __device__ __forceinline__ void write_partial(const State& state) const {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       const int i = row_at(half);
       if (i >= tile_.count) continue;
-      const int query = tile_.first + i, group = a_.group();
-      const int64_t head = (slot + query / group) * a_.heads + tile_.kv_head * group + query % group;
-      float* to = a_.partials + head * a_.partial_stride();
+      float* to = a_.partials + partial_at(i, tile_.part - tile_.context.first_part);
       if (split_ == 0 && lane_ % 4 == 0) {
         to[a_.value_size] = state.maximum[half];
         to[a_.value_size + 1] = state.sum[half];
@@ -148,6 +150,29 @@ class AttendBlock {
         *reinterpret_cast<float2*>(to + column) =
             make_float2(state.numerator[n][half * 2], state.numerator[n][half * 2 + 1]);
       }
+    }
+  }
+
+  // Whether this is the last of the tile's parts: then it sees what the other blocks wrote.
+  __device__ __forceinline__ bool is_last(int* flag) const {
+    memory_fence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      const int first_query = tile_.row * a_.few_tiles + tile_.first / kTileRows;
+      int* done = a_.plan.parts + int64_t(first_query) * a_.kv_heads + tile_.kv_head;
+      *flag = atomicAdd(done, 1) == tile_.context.num_parts - 1;
+      memory_fence();
+    }
+    __syncthreads();
+    return *flag != 0;
+  }
+
+  // Merges the parts of the tile's queries, a warp for each, and writes the results.
+  __device__ __forceinline__ void merge_parts() const {
+    const int stride = int(partial_at(0, 1) - partial_at(0, 0));
+    for (int i = int(threadIdx.x) / kWarp; i < tile_.count; i += Groups * Split) {
+      const float* from = a_.partials + partial_at(i, 0);
+      for (int column = lane_ * 4; column < a_.value_size; column += 4 * kWarp) merge_columns(i, from, stride, column);
     }
   }
 
@@ -186,6 +211,35 @@ class AttendBlock {
   }
 
  private:
+  // The index of the partial result of a query of the tile.
+  __device__ __forceinline__ int64_t partial_at(int i, int part) const {
+    const int query = tile_.first + i, group = a_.group();
+    const int64_t slot = tile_.context.slots + int64_t(part) * tile_.context.queries + query / group;
+    return (slot * a_.heads + tile_.kv_head * group + query % group) * a_.partial_stride();
+  }
+
+  // Four columns of a query's merged parts, which are `stride` apart.
+  __device__ __forceinline__ void merge_columns(int i, const float* from, int stride, int column) const {
+    float maximum = -INFINITY, sum = 0.0f, total[4] = {};
+#pragma unroll 8
+    for (int part = 0; part < tile_.context.num_parts; part++) {
+      const float* own = from + int64_t(part) * stride;
+      const float4 values = load_fresh(reinterpret_cast<const float4*>(own + column));
+      const float2 end = load_fresh(reinterpret_cast<const float2*>(own + a_.value_size));
+      const Merge merge(maximum, sum, end.x, end.y);
+      maximum = merge.maximum;
+      sum = merge.of(sum, end.y);
+      total[0] = merge.of(total[0], values.x), total[1] = merge.of(total[1], values.y);
+      total[2] = merge.of(total[2], values.z), total[3] = merge.of(total[3], values.w);
+    }
+    const int64_t head = head_at(i), at = head * a_.value_size + column;
+    const float inverse = inverse_total(a_, maximum, sum, int(head % a_.heads));
+    for (int pair = 0; pair < 4; pair += 2) {
+      write_output(a_, at + pair, sum == 0.0f ? 0.0f : total[pair] * inverse,
+                   sum == 0.0f ? 0.0f : total[pair + 1] * inverse);
+    }
+  }
+
   __device__ __forceinline__ int row_at(int half) const { return group_ * kTileRows + lane_ / 4 + half * 8; }
   __device__ __forceinline__ int column_of(int n) const { return (split_ * kTiles + n) * 8 + lane_ % 4 * 2; }
   __device__ __forceinline__ int token_of(int i) const { return token_ + (tile_.first + i) / a_.group(); }
@@ -349,23 +403,23 @@ __device__ __forceinline__ void for_each_block(Block& work, OfBlock&& of_block) 
 // A piece of work of rows with few queries: a tile, a part and a KV head.
 __device__ __forceinline__ Tile few_tile(const Attention& a, int piece) {
   const int row = row_of(a.plan.few, a.rows, piece / a.kv_heads);
-  const RowContext c = context_of(a, row);
+  const RowContext c = a.plan.contexts[row];
   const int index = piece / a.kv_heads - a.plan.few[row], part = c.first_part + index % c.num_parts;
   const int first = index / c.num_parts * kTileRows;
-  return {row, piece % a.kv_heads, first, min(c.queries * a.group() - first, kTileRows),
+  return {c, row, piece % a.kv_heads, first, min(c.queries * a.group() - first, kTileRows),
           part, part + 1, c.begin, c.end};
 }
 
 // A tile of a row with many queries, with the tokens that its own queries see.
 __device__ __forceinline__ Tile many_tile(const Attention& a, int piece, int rows_of_tile) {
   const int row = row_of(a.plan.many, a.rows, piece / a.kv_heads);
-  const RowContext c = context_of(a, row);
+  const RowContext c = a.plan.contexts[row];
   const int first = (piece / a.kv_heads - a.plan.many[row]) * rows_of_tile, group = a.group();
   const int count = min(c.queries * group - first, rows_of_tile);
   const int position = a.positions[c.first + first / group];
   const int begin = a.window > 0 ? max(0, position - a.window + 1) : 0;
   const int end = min(a.positions[c.first + (first + count - 1) / group] + 1, a.kv_lens[row]);
-  return {row, piece % a.kv_heads, first, count, begin / kPart, INT32_MAX / kPart, begin, end};
+  return {c, row, piece % a.kv_heads, first, count, begin / kPart, INT32_MAX / kPart, begin, end};
 }
 
 // Calls of_piece(piece) for the pieces of work that this block takes, in the order of their numbers.
@@ -381,49 +435,63 @@ __device__ __forceinline__ void take_pieces(int total, int32_t* queue, int* next
 }
 
 template <class Kv, int Split>
-__global__ void __launch_bounds__(Split* kWarp) attend_parts(Attention a) {
-  using Shape = BlockShape<Kv, 1, Split>;
-  auto& shared = *shared_memory<typename Shape::Shared>();
-  take_pieces(a.plan.few[a.rows] * a.kv_heads, a.plan.queues, &shared.next, [&](int piece) {
-    AttendBlock<Kv, 1, Split> work(a, shared);
-    const Tile tile = few_tile(a, piece);
-    work.start(tile);
-    RowState<Shape::kTiles> state;
-    state.clear();
-    for_each_block<Kv>(work, [&](int block) { work.add(block, state); });
-    const RowContext c = context_of(a, tile.row);
-    work.write_partial(state, a.plan.slots[tile.row] + (tile.part - c.first_part) * c.queries);
-  });
+__device__ __forceinline__ void attend_part(const Attention& a, typename BlockShape<Kv, 1, Split>::Shared& shared,
+                                            int piece) {
+  AttendBlock<Kv, 1, Split> work(a, shared);
+  const Tile tile = few_tile(a, piece);
+  work.start(tile);
+  typename AttendBlock<Kv, 1, Split>::State state;
+  state.clear();
+  for_each_block<Kv>(work, [&](int block) { work.add(block, state); });
+  if (tile.context.num_parts == 1) return work.write(state);
+  work.write_partial(state);
+  if (work.is_last(&shared.is_last)) work.merge_parts();
 }
 
 template <class Kv, int Groups, int Split>
-__global__ void __launch_bounds__(Groups* Split* kWarp) attend_rows(Attention a) {
-  using Shape = BlockShape<Kv, Groups, Split>;
-  auto& shared = *shared_memory<typename Shape::Shared>();
-  const int total = a.plan.many[a.rows] * a.kv_heads;
-  take_pieces(total, a.plan.queues + 1, &shared.next, [&](int piece) {
-    AttendBlock<Kv, Groups, Split> work(a, shared);
-    work.start(many_tile(a, total - 1 - piece, Shape::kRows));  // long contexts first
-    RowState<Shape::kTiles> whole, state;
-    whole.clear();
+__device__ __forceinline__ void attend_tile(const Attention& a, typename BlockShape<Kv, Groups, Split>::Shared& shared,
+                                            int piece) {
+  AttendBlock<Kv, Groups, Split> work(a, shared);
+  work.start(many_tile(a, piece, Groups * kTileRows));
+  typename AttendBlock<Kv, Groups, Split>::State whole, state;
+  whole.clear();
+  state.clear();
+  for_each_block<Kv>(work, [&](int block) {
+    work.add(block, state);
+    if ((block + 1) % (kPart / Kv::kTokens) != 0 && block + 1 < work.end_block()) return;
+    work.merge(whole, state);
     state.clear();
-    for_each_block<Kv>(work, [&](int block) {
-      work.add(block, state);
-      if ((block + 1) % (kPart / Kv::kTokens) != 0 && block + 1 < work.end_block()) return;
-      work.merge(whole, state);
-      state.clear();
-    });
-    work.write(whole);
+  });
+  work.write(whole);
+}
+
+// Tiles of many queries come first, those with long contexts before others.
+template <class Kv, int Groups, int Split>
+__global__ void __launch_bounds__(Groups* Split* kWarp) attend_kernel(Attention a) {
+  using Few = BlockShape<Kv, 1, Groups * Split>;
+  using Many = BlockShape<Kv, Groups, Split>;
+  auto* shared = shared_memory<unsigned char>();
+  const int many = a.plan.many[a.rows] * a.kv_heads, total = many + a.plan.few[a.rows] * a.kv_heads;
+  take_pieces(total, a.plan.taken, reinterpret_cast<int*>(shared), [&](int piece) {
+    if (piece < many) {
+      attend_tile<Kv, Groups, Split>(a, *reinterpret_cast<typename Many::Shared*>(shared + 16), many - 1 - piece);
+    } else {
+      attend_part<Kv, Groups * Split>(a, *reinterpret_cast<typename Few::Shared*>(shared + 16), piece - many);
+    }
   });
 }
 
-// The kernels of one type of KV: `FewSplit` warps share a part, Groups x Split warps a tile.
-template <class Kv, int FewSplit, int Groups, int Split>
-void attend_with(const Attention& a, dim3 few_blocks, dim3 many_blocks) {
-  using Few = BlockShape<Kv, 1, FewSplit>;
+// Launches the kernel of one type of KV, of which Groups x Split warps share a tile.
+template <class Kv, int Groups, int Split>
+void attend_with(const Attention& a, int64_t pieces) {
   using Many = BlockShape<Kv, Groups, Split>;
-  launch(attend_parts<Kv, FewSplit>, few_blocks, Few::kThreads, sizeof(typename Few::Shared), a);
-  launch(attend_rows<Kv, Groups, Split>, many_blocks, Many::kThreads, sizeof(typename Many::Shared), a);
+  using Few = BlockShape<Kv, 1, Groups * Split>;
+  constexpr size_t kBytes = 16 + std::max(sizeof(typename Few::Shared), sizeof(typename Many::Shared));
+  constexpr unsigned kThreads = Many::kThreads;
+  if (context.is_measured) return;
+  static const int most = resident_blocks(attend_kernel<Kv, Groups, Split>, kThreads, kBytes);
+  const dim3 grid{unsigned(std::min<int64_t>(pieces, most))};
+  launch(attend_kernel<Kv, Groups, Split>, grid, kThreads, kBytes, a);
 }
 
 }  // namespace cadenza::cuda

@@ -129,6 +129,13 @@ __device__ __forceinline__ void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(Left) : "memory");
 }
 
+// What other blocks wrote before their memory_fence, which this one knows of by an atomic.
+template <class T>
+__device__ __forceinline__ T load_fresh(const T* at) {
+  return __ldcg(at);
+}
+__device__ __forceinline__ void memory_fence() { __threadfence(); }
+
 // Reads global memory that the kernel does not write.
 template <class T>
 __device__ __forceinline__ T load_constant(const T* at) {

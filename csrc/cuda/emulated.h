@@ -168,6 +168,11 @@ void copy_wait() {
 }
 
 template <class T>
+T load_fresh(const T* at) {
+  return *at;
+}
+inline void memory_fence() {}
+template <class T>
 T load_constant(const T* at) {
   return *at;
 }

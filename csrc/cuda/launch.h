@@ -61,6 +61,12 @@ void launch(void (*kernel)(P...), dim3 grid, unsigned threads, size_t shared_byt
   emulated::run_grid(grid, threads, shared_bytes, [&] { kernel(P(arguments)...); });
 }
 
+// The blocks of a kernel that the device holds at a time.
+template <class... P>
+int resident_blocks(void (*)(P...), unsigned, size_t) {
+  return 3;
+}
+
 inline void copy_on_device(void* to, const void* from, size_t bytes) {
   if (!context.is_measured) std::memmove(to, from, bytes);
 }
@@ -74,13 +80,27 @@ inline void check(cudaError_t status) {
 // A block may have 48 KiB of dynamic shared memory unless more is asked for.
 constexpr size_t kSharedWithoutAsking = 48 << 10;
 
+template <class... P>
+void ask_for_shared(void (*kernel)(P...), size_t shared_bytes) {
+  if (shared_bytes <= kSharedWithoutAsking) return;
+  check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                             cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared_bytes)));
+}
+
+template <class... P>
+int resident_blocks(void (*kernel)(P...), unsigned threads, size_t shared_bytes) {
+  int device = 0, processors = 0, blocks = 0;
+  ask_for_shared(kernel, shared_bytes);
+  check(cudaGetDevice(&device));
+  check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
+  check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, int(threads), shared_bytes));
+  return processors * (blocks > 0 ? blocks : 1);
+}
+
 template <class... P, class... A>
 void launch(void (*kernel)(P...), dim3 grid, unsigned threads, size_t shared_bytes, A... arguments) {
   if (context.is_measured || grid.x == 0 || grid.y == 0 || grid.z == 0) return;
-  if (shared_bytes > kSharedWithoutAsking) {
-    check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                               cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared_bytes)));
-  }
+  ask_for_shared(kernel, shared_bytes);
   kernel<<<grid, threads, shared_bytes, context.stream>>>(P(arguments)...);
   check(cudaGetLastError());
 }
