@@ -39,37 +39,50 @@ __device__ RowWork work_of(const Attention& a, const RowContext& c, bool are_all
   return {(rows + kTileRows - 1) / kTileRows * c.num_parts, c.queries * c.num_parts, 0};
 }
 
-// The sums before each row, by lanes that have consecutive rows each.
-__device__ RowWork write_plan(const Attention& a, bool are_all_many) {
-  const int lane = int(threadIdx.x), each = (a.rows + kWarp - 1) / kWarp;
-  const int begin = min(lane * each, a.rows), end = min(begin + each, a.rows);
-  RowWork own{0, 0, 0};
-  for (int row = begin; row < end; row++) own.add(work_of(a, context_of(a, row), are_all_many));
-  RowWork before = own;
+// The sum over the lanes before a lane and its own.
+__device__ __forceinline__ RowWork warp_scan(RowWork sum) {
+  const int lane = int(threadIdx.x) % kWarp;
   for (int step = 1; step < kWarp; step *= 2) {
     const int from = max(lane - step, 0);
-    const RowWork other{warp_shuffle(before.few, from), warp_shuffle(before.slots, from),
-                        warp_shuffle(before.many, from)};
-    if (lane >= step) before.add(other);
+    const RowWork other{warp_shuffle(sum.few, from), warp_shuffle(sum.slots, from), warp_shuffle(sum.many, from)};
+    if (lane >= step) sum.add(other);
   }
-  const RowWork total{warp_shuffle(before.few, kWarp - 1), warp_shuffle(before.slots, kWarp - 1),
-                      warp_shuffle(before.many, kWarp - 1)};
-  before.add({-own.few, -own.slots, -own.many});
-  for (int row = begin; row < end; row++) {
-    RowContext c = context_of(a, row);
+  return sum;
+}
+
+// Writes the rows' contexts and the sums before each row; returns the sums over all rows.
+__device__ RowWork write_plan(const Attention& a, bool are_all_many) {
+  __shared__ RowWork of_warps[kAppendWarps];
+  const int warp = int(threadIdx.x) / kWarp;
+  RowWork total{0, 0, 0};
+  for (int first = 0; first < a.rows; first += kAppendWarps * kWarp) {
+    const int row = first + int(threadIdx.x);
+    RowContext c{};
+    if (row < a.rows) c = context_of(a, row);
+    const RowWork own = work_of(a, c, are_all_many);
+    RowWork before = warp_scan(own);
+    if (threadIdx.x % kWarp == kWarp - 1) of_warps[warp] = before;
+    before.add({-own.few, -own.slots, -own.many});
+    before.add(total);
+    __syncthreads();
+    for (int other = 0; other < kAppendWarps; other++) {
+      if (other < warp) before.add(of_warps[other]);
+      total.add(of_warps[other]);
+    }
+    __syncthreads();
+    if (row >= a.rows) continue;
     c.slots = before.slots;
     a.plan.contexts[row] = c;
     a.plan.few[row] = before.few, a.plan.many[row] = before.many;
-    before.add(work_of(a, c, are_all_many));
   }
-  if (lane == 0) a.plan.few[a.rows] = total.few, a.plan.many[a.rows] = total.many;
+  if (threadIdx.x == 0) a.plan.few[a.rows] = total.few, a.plan.many[a.rows] = total.many;
   return total;
 }
 
+// By a whole block.
 __device__ void divide_rows(const Attention& a) {
   const int num_counters = a.rows * a.few_tiles * a.kv_heads;
   for (int i = int(threadIdx.x); i < num_counters; i += int(blockDim.x)) a.plan.parts[i] = 0;
-  if (threadIdx.x >= kWarp) return;
   if (threadIdx.x == 0) *a.plan.taken = 0;
   if (write_plan(a, false).slots > a.num_slots) write_plan(a, true);
 }
