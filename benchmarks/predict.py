@@ -36,7 +36,6 @@ from cadenza.bench.serve import measure_serving
 from cadenza.bench.serve_figures import LoadFigures, Outcome, Spread, spread_of
 from cadenza.bench.serve_options import LoadOptions, ServerAddress
 from cadenza.bench.simulate import (
-    SimulatedClock,
     SimulatedServer,
     SimulatedSteps,
     SimulationRecord,
@@ -44,6 +43,7 @@ from cadenza.bench.simulate import (
     measure_server,
     play_traffic,
 )
+from cadenza.bench.simulated_group import SimulatedClock, SimulatedReplica
 from cadenza.bench.traffic import VOCAB_SIZE, TrafficArrival, TrafficOptions
 from cadenza.core.step_cost import StepLoad
 from cadenza.loading.build import cache_folder
@@ -215,7 +215,7 @@ def predict_kernels(server: SimulatedServer, options: LoadOptions) -> Latencies:
     """With the costs that the engine has measured, and nothing of HTTP or clients."""
     clock, record = SimulatedClock(), SimulationRecord(TrafficOptions())
     core = make_simulated_core(server, "fcfs", clock)
-    for _ in play_traffic(core, _arrivals(options), "fcfs", clock, record):
+    for _ in play_traffic([SimulatedReplica(core, clock)], _arrivals(options), "fcfs", record):
         pass
     ttft = spread_of([ttft_s for each in record.tenants.values() for ttft_s in each.ttfts_s])
     itl = record.gaps.spread()

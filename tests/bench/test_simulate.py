@@ -15,7 +15,6 @@ from cadenza.backends.fake import FakeRunner, next_token
 from cadenza.bench.simulate import (
     GapCounts,
     PolicyFigures,
-    SimulatedClock,
     SimulatedServer,
     SimulatedSteps,
     SimulationRecord,
@@ -25,6 +24,7 @@ from cadenza.bench.simulate import (
     simulate,
     simulate_all,
 )
+from cadenza.bench.simulated_group import SimulatedClock, SimulatedReplica
 from cadenza.bench.traffic import VOCAB_SIZE, TrafficArrival, TrafficOptions
 from cadenza.cli import main
 from cadenza.config import EngineLimits, SchedulingPolicy
@@ -80,7 +80,7 @@ class StreamRecord(SimulationRecord):
 
     def take(self, event: object, now_s: float) -> None:
         if isinstance(event, Token):
-            arrival = self.open[event.request_id].arrival
+            arrival = self.open[self.place, event.request_id].arrival
             self.prompts[event.request_id] = arrival.prompt_token_ids
             self.streams.setdefault(event.request_id, []).append(event.token_id)
             self.times.append((event.request_id, now_s))
@@ -92,7 +92,7 @@ def recorded(policy: SchedulingPolicy, *, is_storing: bool) -> StreamRecord:
     steps = StoringSteps(server, clock) if is_storing else None
     core, record = make_simulated_core(server, policy, clock, steps), StreamRecord(TRAFFIC)
     arrivals = TRAFFIC.traffic(server.limits.max_model_len)
-    for _ in play_traffic(core, arrivals, policy, clock, record):
+    for _ in play_traffic([SimulatedReplica(core, clock)], arrivals, policy, record):
         core.check_invariants()
     assert core.scheduler.prefix_counts.num_hits > 0
     return record
@@ -139,7 +139,7 @@ def test_what_comes_while_a_step_runs_is_in_the_next_one() -> None:
         after_s=0.0, tenant=0, prompt_token_ids=(1,) * 8, max_tokens=20, priority=0
     )
     second = replace(first, after_s=0.412, max_tokens=2)
-    for _ in play_traffic(core, iter([first, second]), "fcfs", clock, record):
+    for _ in play_traffic([SimulatedReplica(core, clock)], iter([first, second]), "fcfs", record):
         core.check_invariants()
     began_s = max(at_s for request_id, at_s in record.times if request_id == 0 and at_s < 0.412)
     assert next(at_s for request_id, at_s in record.times if request_id == 1) == pytest.approx(
@@ -347,3 +347,30 @@ def test_progress_counts_the_requests_of_all_policies() -> None:
     assert all(total == 3000 for _, total in seen)
     assert 1000 <= seen[0][0] <= 1500
     assert 2500 <= seen[1][0] <= 3000
+
+
+def grouped(num_replicas: int, rate: float, num_prefixes: int = 4) -> PolicyFigures:
+    options = replace(
+        TRAFFIC,
+        replicas=num_replicas,
+        num_requests=400,
+        num_tenants=1,
+        flood=1.0,
+        request_rate=rate,
+        num_prefixes=num_prefixes,
+        prefix_len=64,
+        arrivals="poisson",
+    )
+    return simulate(given_server(COST, CONFIG), options, "fcfs")
+
+
+def test_replicas_share_the_load_and_keep_prefixes_of_their_own() -> None:
+    """Twice the load on two replicas is no worse than the load on one, since either may help the
+    other, and prefixes are computed about as seldom."""
+    one, two, overloaded = grouped(1, 8.0), grouped(2, 16.0), grouped(1, 20.0)
+    assert (one.num_rejected, two.num_rejected) == (0, 0)
+    assert one.ttft is not None
+    assert two.ttft is not None
+    assert two.ttft.p50_s <= 1.1 * one.ttft.p50_s
+    assert two.cached_share >= 0.9 * one.cached_share
+    assert overloaded.num_rejected > 0

@@ -16,7 +16,7 @@ Modules:
   rounds, settings and requests, modes
 - `batching_figures`, `batching_ideal`, `batching_bars`: their figures, and what these are held to
 - `traffic`: the requests of a simulation, and when they arrive
-- `simulate`: the engine's core over steps that only take time
+- `simulate`, `simulated_group`: the engine's core over steps that only take time; several as one
 - `plots`: charts as PNG and as one page
 - `checkpoints`: random checkpoints in the cache folder
 """

@@ -9,7 +9,7 @@ the machine.
 import math
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -18,6 +18,7 @@ import numpy as np
 from cadenza import EngineConfig, EngineCore, Finished, Request, SamplingParams, Token
 from cadenza.backends.base import Capability, StepHandle
 from cadenza.bench.serve_figures import Spread, spread_of
+from cadenza.bench.simulated_group import SimulatedClock, SimulatedReplica, happenings, route
 from cadenza.bench.traffic import VOCAB_SIZE, TrafficArrival, TrafficOptions
 from cadenza.config import DEFAULT_MAX_NUM_SEQS, MAX_MAX_ITL_MS, EngineLimits, SchedulingPolicy
 from cadenza.core.batch import Batch
@@ -43,16 +44,6 @@ DEFAULT_TOKEN_BUDGET = 256
 QUEUED_PER_ROW = 4
 HISTOGRAM_BASE = 1.01
 """Gaps between tokens are counted in classes that are 1 % apart."""
-
-
-@dataclass(slots=True, eq=False)
-class SimulatedClock:
-    """Seconds since the start."""
-
-    now_s: float = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,10 +262,11 @@ class _TenantRecord:
 
 @dataclass(slots=True, eq=False)
 class SimulationRecord:
-    """What clients saw, from the events of the engine."""
+    """What clients saw, from the events of the engines; `place` is of the one that is read."""
 
     options: TrafficOptions
-    open: dict[int, _Open] = field(default_factory=dict[int, _Open])
+    place: int = 0
+    open: dict[tuple[int, int], _Open] = field(default_factory=dict[tuple[int, int], _Open])
     tenants: dict[int, _TenantRecord] = field(default_factory=dict[int, _TenantRecord])
     waits_s: "array[float]" = field(default_factory=lambda: array("d"))
     gaps: GapCounts = field(default_factory=GapCounts)
@@ -288,7 +280,7 @@ class SimulationRecord:
 
     def take(self, event: object, now_s: float) -> None:
         if isinstance(event, Token):
-            request = self.open[event.request_id]
+            request = self.open[self.place, event.request_id]
             if request.num_tokens:
                 self.gaps.add(now_s - request.last_s)
             else:
@@ -298,10 +290,10 @@ class SimulationRecord:
         elif isinstance(event, Finished):
             self._end(event, now_s)
         elif isinstance(event, Started):
-            self.waits_s.append(now_s - self.open[event.request_id].arrival.after_s)
+            self.waits_s.append(now_s - self.open[self.place, event.request_id].arrival.after_s)
 
     def _end(self, event: Finished, now_s: float) -> None:
-        request = self.open.pop(event.request_id)
+        request = self.open.pop((self.place, event.request_id))
         if event.finish_reason != "length":
             raise RunnerError(f"a simulated request ended by {event.finish_reason}: {event.error}")
         arrival, count = request.arrival, request.num_tokens
@@ -322,16 +314,18 @@ def simulate(
     on_progress: OnProgress = lambda _, __: None,
 ) -> PolicyFigures:
     """Plays the traffic under one policy until all requests have ended."""
-    clock = SimulatedClock()
-    core = make_simulated_core(server, policy, clock)
+    clocks = [SimulatedClock() for _ in range(options.replicas)]
+    replicas = [
+        SimulatedReplica(make_simulated_core(server, policy, clock), clock) for clock in clocks
+    ]
     record = SimulationRecord(options)
     num_reported = 0
     arrivals = options.traffic(server.limits.max_model_len)
-    for _ in play_traffic(core, arrivals, policy, clock, record):
+    for _ in play_traffic(replicas, arrivals, policy, record):
         if record.num_ended >= num_reported + REPORT_EVERY:
             num_reported = record.num_ended
             on_progress(num_reported, options.num_requests)
-    return _figures(record, core, policy, clock.now_s)
+    return _figures(record, replicas, policy)
 
 
 def make_simulated_core(
@@ -355,70 +349,70 @@ def make_simulated_core(
 
 
 def play_traffic(
-    core: EngineCore,
+    replicas: Sequence[SimulatedReplica],
     traffic: Iterator[TrafficArrival],
     policy: SchedulingPolicy,
-    clock: SimulatedClock,
     record: SimulationRecord,
 ) -> Iterator[float]:
-    """Submits each request when it arrives and steps the engine; yields the time of each step."""
-    coming = next(traffic, None)
+    """Submits each request when it arrives and steps the engines; yields the time of each step."""
+    places = {id(each): at for at, each in enumerate(replicas)}
     tenants = [Tenant(name=f"tenant-{at}") for at in range(record.options.num_tenants)]
-    while coming is not None or not core.is_idle:
-        if core.is_idle and coming is not None:
-            clock.now_s = max(clock.now_s, coming.after_s)
-        due_s = clock.now_s + core.launch_in_s()
-        while coming is not None and coming.after_s <= due_s:
-            clock.now_s = max(clock.now_s, coming.after_s)
-            _submit(core, coming, policy, tenants[coming.tenant], record)
-            coming = next(traffic, None)
-        clock.now_s = due_s
-        for event in core.step():
-            record.take(event, clock.now_s)
-        yield clock.now_s
+    for each in happenings(replicas, traffic):
+        if each.arrival is not None:
+            request = _request_of(each.arrival, policy, tenants[each.arrival.tenant])
+            replica = route(replicas, request)
+            replica.clock.now_s = max(replica.clock.now_s, each.at_s)
+            record.place = places[id(replica)]
+            _submit(replica.core, request, each.arrival, record)
+        elif each.replica is not None:
+            record.place = places[id(each.replica)]
+            each.replica.clock.now_s = each.at_s
+            for event in each.replica.core.step():
+                record.take(event, each.replica.clock.now_s)
+            yield each.replica.clock.now_s
 
 
-def _submit(
-    core: EngineCore,
-    arrival: TrafficArrival,
-    policy: SchedulingPolicy,
-    tenant: Tenant,
-    record: SimulationRecord,
-) -> None:
-    request = Request(
+def _request_of(arrival: TrafficArrival, policy: SchedulingPolicy, tenant: Tenant) -> Request:
+    return Request(
         prompt_token_ids=arrival.prompt_token_ids,
         params=SamplingParams(temperature=0.0, max_tokens=arrival.max_tokens, ignore_eos=True),
         priority=arrival.priority if policy == "priority" else 0,
         tenant=tenant,
     )
+
+
+def _submit(
+    core: EngineCore, request: Request, arrival: TrafficArrival, record: SimulationRecord
+) -> None:
     try:
         request_id = core.submit(request)
     except QueueFullError:
         record.num_rejected += 1
     else:
-        record.open[request_id] = _Open(arrival, arrival.after_s)
+        record.open[record.place, request_id] = _Open(arrival, arrival.after_s)
 
 
 def _figures(
-    record: SimulationRecord, core: EngineCore, policy: SchedulingPolicy, duration_s: float
+    record: SimulationRecord, replicas: Sequence[SimulatedReplica], policy: SchedulingPolicy
 ) -> PolicyFigures:
-    scheduler = core.scheduler
+    schedulers = [each.core.scheduler for each in replicas]
     tenants = [_tenant_figures(at, each) for at, each in sorted(record.tenants.items())]
     delays = [each.per_token_s for each in tenants]
     squares = len(delays) * sum(delay * delay for delay in delays)
-    queries = scheduler.prefix_counts.num_queries
+    queries = sum(each.prefix_counts.num_queries for each in schedulers)
+    hits = sum(each.prefix_counts.num_hits for each in schedulers)
     return PolicyFigures(
         policy=policy,
         num_answers=record.num_answers,
         num_rejected=record.num_rejected,
-        duration_s=duration_s,
+        duration_s=max(each.clock.now_s for each in replicas),
         num_output_tokens=sum(each.num_output_tokens for each in tenants),
         ttft=spread_of([ttft for each in record.tenants.values() for ttft in each.ttfts_s]),
         itl=record.gaps.spread(),
         waiting=spread_of(record.waits_s),
         good_share=record.num_good / record.num_ended,
-        num_preemptions=scheduler.num_preemptions,
-        cached_share=scheduler.prefix_counts.num_hits / queries if queries else 0.0,
+        num_preemptions=sum(each.num_preemptions for each in schedulers),
+        cached_share=hits / queries if queries else 0.0,
         fairness=sum(delays) ** 2 / squares if squares else 1.0,
         tenants=tuple(tenants),
     )

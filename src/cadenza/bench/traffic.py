@@ -36,6 +36,7 @@ MAX_TAIL = 10
 NUM_COSTS = 4
 MAX_COST_MS = 1e9
 MAX_TENANTS = 100
+MAX_REPLICAS = 64
 MAX_PREFIXES = 10_000
 _RANDOM_TOKENS = 1 << 18
 
@@ -69,6 +70,7 @@ class TrafficOptions:
         get_args(SchedulingPolicy),
         "Policies with commas between; each plays the same requests (default: all).",
     )
+    replicas: int = flag(1, "Engines that serve as one, each as it is described here.")
     num_requests: int = flag(2000, "Requests of all tenants.")
     request_rate: float = flag(2.0, "Arrivals a second of each tenant.")
     arrivals: Arrivals = flag(
@@ -109,6 +111,7 @@ class TrafficOptions:
         _check_choice("arrivals", self.arrivals, get_args(Arrivals))
         _check_choice("lengths", self.lengths, get_args(Lengths))
         check_whole("num-requests", self.num_requests, 1, MAX_NUM_REQUESTS)
+        check_whole("replicas", self.replicas, 1, MAX_REPLICAS)
         check_whole("num-tenants", self.num_tenants, 1, MAX_TENANTS)
         check_whole("num-prefixes", self.num_prefixes, 0, MAX_PREFIXES)
         check_whole("prefix-len", self.prefix_len, 1, MAX_DRAWN_LEN)
