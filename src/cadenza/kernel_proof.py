@@ -7,6 +7,25 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ProvenProduct:
+    """Which kernels compute the products with weights of one shape.
+
+    Args:
+        weight: its shape and type, such as `28672x4096 bfloat16, gate and up`.
+        own_rows: numbers of rows that the package's kernels compute.
+        library_rows: those that cublasLt computes, whose bits are the same and which was faster.
+        differing_rows: those for which cublasLt has other bits, so that it is not used.
+        algorithm: cublasLt's for the most rows, or why there is none.
+    """
+
+    weight: str
+    own_rows: tuple[int, ...]
+    library_rows: tuple[int, ...]
+    differing_rows: tuple[int, ...]
+    algorithm: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KernelProof:
     """Of kernels whose bits were compared on the device at hand when a model was loaded.
 
@@ -18,12 +37,14 @@ class KernelProof:
         step_sizes: tokens of the steps.
         num_single: how many steps of single tokens of several rows there were; 0 where the model's
             layers have states, which such steps would need.
+        products: of each shape of weights, on a device whose library may compute products.
     """
 
     operations: tuple[str, ...]
     step_sizes: tuple[int, ...]
     num_single: int
     elapsed_s: float
+    products: tuple[ProvenProduct, ...] = ()
 
     @property
     def summary(self) -> str:

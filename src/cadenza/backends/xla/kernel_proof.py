@@ -21,8 +21,8 @@ import numpy.typing as npt
 
 from cadenza.backends.xla.decoder import DecoderWeights, run_layers
 from cadenza.backends.xla.layers.residual import StepContext
-from cadenza.backends.xla.ops.native_program import NativeProgram, Recorded
-from cadenza.backends.xla.ops.program_ops import ProgramOps
+from cadenza.backends.xla.ops.native_program import Call, NativeProgram, Recorded
+from cadenza.backends.xla.ops.program_ops import Product, ProgramOps
 from cadenza.backends.xla.ops.table import DecoderSpec, LayerPools, StepArrays
 from cadenza.config import EngineLimits
 from cadenza.core.draw_keys import draw_keys
@@ -40,6 +40,9 @@ _FLOATS = (np.dtype(jnp.bfloat16), np.dtype(np.float32))
 _OVER_POOLS = frozenset(
     {"rope_append_attend", "latent_attend", "gated_delta", "short_conv", "selective_scan"}
 )
+
+_PRODUCTS = frozenset({"linear", "gated_linear", "next_token"})
+"""Operations whose second operand is one weight, and the first activations."""
 
 _Indices = npt.NDArray[np.int32]
 
@@ -69,6 +72,7 @@ def prove_kernels(
     sizes = ops.token_buckets(limits.max_num_batched_tokens)
     tokens = ProofTokens(spec, limits)
     steps = ProofSteps(ops, spec, weights, tokens)
+    products = ops.prove_products(steps.products(tokens.prompts(1)), tokens.rows(sizes))
     found = {size: steps.run(tokens.prompts(size)) for size in sizes}
     whole = found[sizes[-1]]
     for size in sizes[:-1]:
@@ -82,6 +86,7 @@ def prove_kernels(
         step_sizes=sizes,
         num_single=len(single),
         elapsed_s=time.perf_counter() - started,
+        products=products,
     )
 
 
@@ -105,6 +110,11 @@ class ProofTokens:
         while (following := max(found[-1] + 1, int(found[-1] * GROWTH))) < self._most:
             found.append(following)
         return np.array(found, np.int32)
+
+    def rows(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        """Of which products have how many rows in steps of `sizes`: of tokens, or of logits."""
+        num_logits = StepLayout(1, self._limits.max_num_seqs).num_logits
+        return tuple(sorted({*sizes, *(min(size, num_logits) for size in sizes)}))
 
     @property
     def _most(self) -> int:
@@ -185,6 +195,7 @@ class ProofSteps:
         self._pools = self._new_pools(tokens.num_pages)
         self._program = jax.jit(self._compute, donate_argnums=1)
         self.labels: list[str] = []
+        self._products: dict[Any, Product] = {}
 
     def _new_pools(self, num_pages: int) -> LayerPools:
         """KV that no step has written is NaN."""
@@ -194,6 +205,11 @@ class ProofSteps:
             return LayerPools(tuple(kv))
         states = self._ops.new_state_pool(1, len(model.recurrent_layers), model.recurrence)
         return LayerPools(tuple(kv), states)
+
+    def products(self, inputs: ProofInputs) -> tuple[Product, ...]:
+        """One of each shape, of those that a step like `inputs` has."""
+        self._program.trace(self._weights, self._pools, inputs)
+        return tuple(self._products.values())
 
     def run(self, inputs: ProofInputs) -> Outcome:
         taken, choices, self._pools = self._program(self._weights, self._pools, inputs)
@@ -216,13 +232,34 @@ class ProofSteps:
 
         def decode(program: NativeProgram) -> tuple[list[Any], Any, LayerPools]:
             taps = _Taps(program, inputs.places, inputs.count)
-            program.listener = taps.hear
+
+            def hear(call: Call) -> None:
+                if not taps.is_taking:
+                    self._note_product(call, jax.tree.leaves(weights))
+                    taps.hear(call)
+
+            program.listener = hear
             made = run_layers(context, weights, pools, inputs.read_hidden)
             choices = ops.next_tokens(made.hidden, weights.lm_head, arrays)
             self.labels = taps.labels
             return taps.taken, choices, made.pools
 
         return ops.compute_watched(decode)
+
+    def _note_product(self, call: Call, leaves: Sequence[Any]) -> None:
+        """Keeps the weight on the device behind `leaves`, which a program's inputs stand for."""
+        if call.name not in _PRODUCTS:
+            return
+        x, weight, *_ = call.used
+        assert x is not None, "a product has activations"
+        assert weight is not None, "a product has a weight"
+        place = [id(leaf) for leaf in leaves].index(id(weight.storage.operand))
+        is_gated = call.name == "gated_linear"
+        columns = call.made[0].shape[1] * (2 if is_gated else 1)
+        n = self._spec.model.vocab_size if call.name == "next_token" else columns
+        key = weight.shape, weight.dtype, n, x.shape[1], is_gated, x.dtype
+        held = jax.tree.leaves(self._weights)[place]
+        self._products.setdefault(key, Product(held, n, x.shape[1], is_gated, x.dtype))
 
 
 @dataclass(slots=True, eq=False)
@@ -236,15 +273,15 @@ class _Taps:
     taken: list[Any] = field(default_factory=list[Any])
     is_taking: bool = False
 
-    def hear(self, name: str, used: Sequence[Recorded | None], made: Sequence[Recorded]) -> None:
-        if self.is_taking:
-            return
-        if name == "take_rows":  # from here on the rows are those of logits, which are compared
+    def hear(self, call: Call) -> None:
+        if (
+            call.name == "take_rows"
+        ):  # from here on the rows are those of logits, which are compared
             self.places = np.arange(len(self.places), dtype=np.int32)
-        for each in made:
+        for each in call.made:
             if len(each.shape) == 2 and each.dtype in _FLOATS:
                 self.taken.append(self._take(each))
-                self.labels.append(_label(name, used, each))
+                self.labels.append(_label(call, each))
 
     def _take(self, made: Recorded) -> Any:
         self.is_taking = True
@@ -264,9 +301,10 @@ def num_first(spec: DecoderSpec, weights: DecoderWeights) -> int:
     return max(kinds.values()) + 1
 
 
-def _label(name: str, used: Sequence[Recorded | None], made: Recorded) -> str:
+def _label(call: Call, made: Recorded) -> str:
     """An operation with its weight's shape and type, or with the width of its result."""
-    outer = [each for each in used if each is not None and each.storage.operand is not None]
+    name = call.name
+    outer = [each for each in call.used if each is not None and each.storage.operand is not None]
     weights = [each for each in outer if len(each.shape) > 1 or each.dtype == np.uint8]
     if name in _OVER_POOLS or not weights:
         return f"{name} {made.shape[1]} {made.dtype.name}"

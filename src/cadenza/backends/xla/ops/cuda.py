@@ -15,10 +15,11 @@ import numpy.typing as npt
 from cadenza.backends.xla.ops.cuda_library import CudaLibrary, load_cuda_library
 from cadenza.backends.xla.ops.cuda_packing import hold_weights
 from cadenza.backends.xla.ops.native_program import NativeProgram, ProgramWords
-from cadenza.backends.xla.ops.program_ops import ProgramOps
+from cadenza.backends.xla.ops.program_ops import Product, ProgramOps
 from cadenza.backends.xla.ops.table import DecoderSpec, Linear, StepArrays, expert_biases
 from cadenza.checkpoint.quantised_weight import HostWeight
 from cadenza.checkpoint.weight_format import WeightFormat
+from cadenza.kernel_proof import ProvenProduct
 
 DEFAULT_CUDA_TOKENS = 2048
 """Enough rows for the tensor cores to be busy; a step of them takes some tens of milliseconds."""
@@ -46,6 +47,25 @@ class CudaOps(ProgramOps):
     def __init__(self, spec: DecoderSpec, library: CudaLibrary | None = None) -> None:
         super().__init__(spec)
         self._library = library or load_cuda_library()
+
+    def prove_products(
+        self, products: Sequence[Product], rows: Sequence[int]
+    ) -> tuple[ProvenProduct, ...]:
+        return tuple(self._prove(each, rows) for each in products)
+
+    def _prove(self, product: Product, rows: Sequence[int]) -> ProvenProduct:
+        weight = product.weight
+        found = self._library.prove_product(product, rows)
+        shared = {each["rows"] for each in found if each["kernel"] != "own"}
+        differing = {each["rows"] for each in found if each["cublaslt_differs"]}
+        shape = "x".join(map(str, weight.shape))
+        return ProvenProduct(
+            weight=f"{shape} {weight.dtype.name}{', gate and up' * product.is_gated}",
+            own_rows=tuple(each for each in rows if each not in shared),
+            library_rows=tuple(sorted(shared)),
+            differing_rows=tuple(sorted(differing)),
+            algorithm=found[-1]["found"],
+        )
 
     def token_buckets(self, max_num_batched_tokens: int) -> tuple[int, ...]:
         """Powers of two, and the full token budget."""

@@ -6,6 +6,8 @@ of threads and blocks are a library for the host, which tests use (`make -C csrc
 
 import ctypes
 import functools
+import importlib.util
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,7 @@ import ml_dtypes
 import numpy as np
 
 from cadenza.backends.xla.ops.native_program import ProgramLibrary
+from cadenza.backends.xla.ops.program_ops import Product
 from cadenza.errors import ConfigError
 
 CUDA_LIBRARY_NAME = "_cuda.so"
@@ -67,6 +70,40 @@ class CudaLibrary(ProgramLibrary):
             raise ConfigError(error.decode())
         return needed.value
 
+    def prove_product(self, product: Product, rows: Sequence[int]) -> list[dict[str, Any]]:
+        """Which kernel computes a product from now on, for each number of rows and type of the
+        result (`cadenza_cuda_prove` of csrc/cuda/c_api.cu).
+
+        Raises ConfigError, with the weight's shape, if a row has other bits than alone.
+        """
+        weight = product.weight
+        proof = _Proof(
+            *(weight.unsafe_buffer_pointer(), _FORMATS[np.dtype(weight.dtype)]),
+            *(_longs(weight.shape), weight.ndim, product.n, product.k),
+            *(product.is_gated, product.x_dtype == np.float32, _longs(rows), len(rows)),
+        )
+        report = ctypes.c_char_p()
+        error = self.handle.cadenza_cuda_prove(ctypes.byref(proof), ctypes.byref(report))
+        if error is not None:
+            raise ConfigError(
+                f"the kernels for this device are not exact: {error.decode()}; use --ops "
+                f"reference, and report the device and its driver"
+            )
+        return json.loads(report.value or b"[]")
+
+
+class _Proof(ctypes.Structure):
+    """`CadenzaCudaProof` of csrc/cuda/c_api.cu."""
+
+    _fields_ = (
+        ("weight", ctypes.c_void_p),
+        ("format", ctypes.c_int64),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        *((name, ctypes.c_int64) for name in ("rank", "n", "k", "is_gated", "x_is_f32")),
+        ("rows", ctypes.POINTER(ctypes.c_int64)),
+        ("num_rows", ctypes.c_int64),
+    )
+
 
 def cuda_library_path() -> Path:
     """The library's path, in the package's root folder."""
@@ -109,10 +146,34 @@ def open_cuda_library(path: Path, *, platform: str, prefix: str = "") -> CudaLib
         *(longs, ctypes.c_int64, longs, ctypes.c_int64),
         *(ctypes.c_int64, longs),
     )
+    handle.cadenza_cuda_search_cublaslt.restype = None
+    handle.cadenza_cuda_search_cublaslt.argtypes = (ctypes.c_char_p,)
+    handle.cadenza_cuda_prove.restype = ctypes.c_char_p
+    _find_cublaslt(handle)
     library = CudaLibrary(handle, platform, prefix)
     capsule = jax.ffi.pycapsule(handle.CadenzaCudaProgram)
     jax.ffi.register_ffi_target(library.target, capsule, platform=platform)
     return library
+
+
+def _find_cublaslt(handle: ctypes.CDLL) -> None:
+    """Names the folders of NVIDIA's wheels, which no search path of the system has."""
+    for package, folder in (("nvidia.cu13", "lib"), ("nvidia.cublas", "lib")):
+        try:
+            spec = importlib.util.find_spec(package)
+        except ModuleNotFoundError:
+            continue
+        for place in (spec and spec.submodule_search_locations) or ():
+            handle.cadenza_cuda_search_cublaslt(str(Path(place) / folder).encode())
+
+
+_FORMATS = {
+    np.dtype(ml_dtypes.bfloat16): 0,
+    np.dtype(np.float32): 1,
+    np.dtype(np.uint8): 2,
+    np.dtype(ml_dtypes.float8_e4m3fn): 3,
+}
+"""Formats of weights (`WeightFormat` of csrc/core/types.h) by the type of their array."""
 
 
 def _shape_words(array: jax.ShapeDtypeStruct) -> tuple[int, ...]:

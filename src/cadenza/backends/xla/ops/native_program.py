@@ -103,8 +103,17 @@ class ProgramWords(NamedTuple):
     arrays: Sequence[jax.ShapeDtypeStruct]
 
 
-Listener = Callable[[str, Sequence[Recorded | None], Sequence[Recorded]], None]
-"""Told of each operation once it is recorded: its name, operands and results."""
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A recorded operation: its name, operands and results."""
+
+    name: str
+    used: Sequence[Recorded | None]
+    made: Sequence[Recorded]
+
+
+Listener = Callable[[Call], None]
+"""Told of each operation once it is recorded."""
 
 
 class NativeProgram:
@@ -142,7 +151,7 @@ class NativeProgram:
             words = [_word(attributes[each]) for each in names]
             self._operations.append(_Operation(code, (*used, *made), words))
             if self.listener is not None:
-                self.listener(name, used, made)
+                self.listener(Call(name, used, made))
             return tuple(made) if isinstance(results, tuple) else made[0]
 
         return record

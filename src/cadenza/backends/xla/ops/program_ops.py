@@ -5,7 +5,7 @@ of the kernels. Legend as in `ops.table`.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -49,6 +49,7 @@ from cadenza.checkpoint.model_config import Activation
 from cadenza.checkpoint.quantised_weight import MOST_CODE
 from cadenza.config import PAGE_SIZE_UNIT
 from cadenza.core.step_schema import LogitInputs, specs_of
+from cadenza.kernel_proof import ProvenProduct
 
 _CODE_OF_ACTIVATION: dict[Activation, int] = {
     "silu": 0,
@@ -74,6 +75,17 @@ class _TableRows(NamedTuple):
     scale: float
 
 
+class Product(NamedTuple):
+    """A product of activations of type `x_dtype`, [·, k], with a weight on the device; `n` columns,
+    or half of them each for gate and up."""
+
+    weight: jax.Array
+    n: int
+    k: int
+    is_gated: bool
+    x_dtype: np.dtype[Any]
+
+
 class ProgramOps(OpTable):
     """Records operations; tables differ in their library and in the layouts of weights.
 
@@ -91,6 +103,15 @@ class ProgramOps(OpTable):
     @abstractmethod
     def _new_program(self) -> NativeProgram:
         """An empty program for the table's library."""
+
+    def prove_products(
+        self,
+        products: Sequence[Product],  # noqa: ARG002 (nothing chooses among kernels)
+        rows: Sequence[int],  # noqa: ARG002
+    ) -> tuple[ProvenProduct, ...]:
+        """Decides which kernel computes each product in steps of so many rows, where there is a
+        choice. Raises ConfigError with the shape of a product that has other bits in some step."""
+        return ()
 
     def unwritten(self, shape: tuple[int, ...], dtype: Any) -> jax.Array:
         program = self._new_program()
