@@ -106,9 +106,10 @@ class XlaBackend(Backend):
         return NativeInstruments()
 
     def find_faults(self, ops: str) -> FaultSet | None:
-        from cadenza.backends.xla.mutants import faults_of, has_native_faults
+        from cadenza.backends.xla.mutants import faults_of, has_cuda_faults, has_native_faults
 
-        return faults_of(ops, are_built=ops == "native" and has_native_faults())
+        has_faults = {"native": has_native_faults, "cuda": has_cuda_faults}
+        return faults_of(ops, are_built=ops in has_faults and has_faults[ops]())
 
 
 class CompileCount:

@@ -1,10 +1,12 @@
 """Op tables with one fault each, for `cadenza verify --self-test`, which must detect every fault.
 
 Each fault makes a row's bits depend on other rows or on how its prompt is split into chunks. Faults
-of the reference table are subclasses of it. Faults of the native table are in its kernels, in a
-separate library (`make -C csrc faults`; `csrc/core/faults.h`). Only the self-test uses them.
+of the reference table are subclasses of it. Faults of tables of kernels are in these, in separate
+libraries (`make -C csrc faults`, `make -C csrc cuda-faults`; `csrc/core/faults.h`). Only the
+self-test uses them.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -12,6 +14,12 @@ import jax
 import jax.numpy as jnp
 
 from cadenza.backends.base import Fault, FaultSet, LoadRunner
+from cadenza.backends.xla.ops.cuda import CudaOps
+from cadenza.backends.xla.ops.cuda_library import (
+    CudaLibrary,
+    faulty_cuda_library_path,
+    load_faulty_cuda_library,
+)
 from cadenza.backends.xla.ops.native import NativeOps
 from cadenza.backends.xla.ops.native_library import (
     faulty_library_path,
@@ -23,6 +31,7 @@ from cadenza.backends.xla.ops.table import DecoderSpec as Spec
 from cadenza.backends.xla.ops.table import KVPool, Linear, OpTable, StepArrays
 from cadenza.backends.xla.runner import XlaRunner
 from cadenza.backends.xla.tables import MakeOps
+from cadenza.config import Ops
 
 
 class RelativeBlocks(ReferenceOps):
@@ -71,20 +80,25 @@ def faults_of(ops: str, *, are_built: bool) -> FaultSet:
     """The faults of the op table `ops`, or of the reference table if the former are not built."""
     if ops == "native" and are_built:
         return _native_faults()
+    if ops == "cuda" and are_built:
+        return cuda_faults(load_faulty_cuda_library)
     faults = tuple(Fault(name=name, load_runner=_loads(table)) for name, table in MUTANTS.items())
     return FaultSet(
         ops="reference",
         load_sound=_loads(ReferenceOps),
         faults=faults,
-        note=_NOT_BUILT if ops == "native" else None,
+        note=_NOT_BUILT.get(ops),
     )
 
 
-_NOT_BUILT = (
-    "the native kernels that serve were not tested, because no library of them with faults is "
-    "built; the reference operations were tested instead. In a source checkout with a C++ "
-    "compiler, `make -C csrc faults` builds that library"
-)
+_NOT_BUILT = {
+    "native": "the native kernels that serve were not tested, because no library of them with "
+    "faults is built; the reference operations were tested instead. In a source checkout with a "
+    "C++ compiler, `make -C csrc faults` builds that library",
+    "cuda": "the kernels for GPUs that serve were not tested, because no library of them with "
+    "faults is built; the reference operations were tested instead. In a source checkout with "
+    "nvcc, `make -C csrc cuda-faults` builds that library",
+}
 
 
 FAR_TOKENS = 1200
@@ -100,19 +114,38 @@ _NATIVE_FAULTS = (
 )
 """Name, value of `cadenza::Fault` and `Fault.min_tokens` of each fault."""
 
+_CUDA_FAULTS = (*_NATIVE_FAULTS, ("sums in an order that depends on the rows", 6, 0))
+
 
 def has_native_faults() -> bool:
     """Whether the library with faults exists for the instruction set in use."""
     return has_native_library() and faulty_library_path().exists()
 
 
+def has_cuda_faults() -> bool:
+    """Whether the library with faults exists for GPUs."""
+    return faulty_cuda_library_path().exists()
+
+
 def _native_faults() -> FaultSet:
+    return _kernel_faults("native", _native_table, _NATIVE_FAULTS)
+
+
+def cuda_faults(load: Callable[[], CudaLibrary]) -> FaultSet:
+    """Those of the kernels for GPUs, in the library that `load` gives."""
+    return _kernel_faults("cuda", partial(_cuda_table, load), _CUDA_FAULTS)
+
+
+def _kernel_faults(
+    ops: Ops, table: Callable[[int], MakeOps], faults: Sequence[tuple[str, int, int]]
+) -> FaultSet:
+    """Those of a table that `table` makes with a value of `cadenza::Fault`."""
     return FaultSet(
-        ops="native",
-        load_sound=_loads(_native_table(_NO_NATIVE_FAULT)),
+        ops=ops,
+        load_sound=_loads(table(_NO_NATIVE_FAULT)),
         faults=tuple(
-            Fault(name=name, load_runner=_loads(_native_table(value)), min_tokens=min_tokens)
-            for name, value, min_tokens in _NATIVE_FAULTS
+            Fault(name=name, load_runner=_loads(table(value)), min_tokens=min_tokens)
+            for name, value, min_tokens in faults
         ),
     )
 
@@ -128,5 +161,22 @@ def _native_table(fault: int) -> MakeOps:
         library = load_faulty_library()
         library.handle.cadenza_inject_fault(fault)
         return NativeOps(spec, library)
+
+    return make
+
+
+class UnprovenCudaOps(CudaOps):
+    """Its kernels serve whatever bits they have."""
+
+    is_proved_at_load = False
+
+
+def _cuda_table(load: Callable[[], CudaLibrary], fault: int) -> MakeOps:
+    """As `_native_table`, of the kernels for GPUs, which are not proved when they are loaded."""
+
+    def make(spec: Spec) -> OpTable:
+        library = load()
+        library.handle.cadenza_cuda_inject_fault(fault)
+        return UnprovenCudaOps(spec, library)
 
     return make

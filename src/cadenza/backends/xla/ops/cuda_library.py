@@ -130,6 +130,18 @@ def load_cuda_library() -> CudaLibrary:
     return open_cuda_library(path, platform="CUDA")
 
 
+def faulty_cuda_library_path() -> Path:
+    """Where `make -C csrc cuda-faults` writes the library with faults."""
+    folder = Path(__file__).resolve().parents[5] / "csrc" / "build" / "native" / "faults"
+    return folder / CUDA_LIBRARY_NAME
+
+
+@functools.cache
+def load_faulty_cuda_library() -> CudaLibrary:
+    """As `load_cuda_library`, of the kernels with faults, beside the others."""
+    return open_cuda_library(faulty_cuda_library_path(), platform="CUDA", prefix="faulty_")
+
+
 def open_cuda_library(path: Path, *, platform: str, prefix: str = "") -> CudaLibrary:
     """Loads a library and registers its target under `prefix`.
 
