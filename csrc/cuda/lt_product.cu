@@ -43,8 +43,10 @@ const SharedPlan& plan_of(const SharedShape& shape) {
   return *plan;
 }
 
+// Products of heads and those with rows apart are not proven: their key is of no other product.
 auto key_of(const ProductTask& task) {
-  return std::tuple(current_device(), task.rows, task.n, task.k, task.is_gated, task.out_is_f32);
+  const bool is_plain = task.heads.num == 1 && task.row_of_x() == task.k && is_aligned<bf16>(task);
+  return std::tuple(current_device(), is_plain ? task.rows : -1, task.n, task.k, task.is_gated, task.out_is_f32);
 }
 
 // Columns of the gate whose sums are kept at a time.
@@ -121,11 +123,11 @@ void shared_product(const ProductTask& task, float* sums) {
 }
 
 ProductKernel kernel_of(const ProductTask& task) {
-  if (product_kernel != ProductKernel::kProven) return product_kernel;
+  if (forced_kernel != nullptr) return *forced_kernel;
   Registry& all = registry();
   std::lock_guard<std::mutex> lock(all.mutex);
   const auto found = all.chosen.find(key_of(task));
-  return found == all.chosen.end() ? ProductKernel::kOwn : found->second;
+  return found == all.chosen.end() ? ProductKernel{} : found->second;
 }
 
 }  // namespace
@@ -136,11 +138,11 @@ bool can_be_shared(const ProductTask& task) {
 }
 
 void bf16_product(const ProductTask& task, Workspace& workspace) {
-  if (!can_be_shared(task)) return own_bf16_product(task);
-  float* sums = workspace.take<float>(num_sums(task));
+  float* sums = can_be_shared(task) ? workspace.take<float>(num_sums(task)) : nullptr;
   if (context.is_measured) return;
-  if (kernel_of(task) == ProductKernel::kShared) return shared_product(task, sums);
-  own_bf16_product(task);
+  const ProductKernel kernel = kernel_of(task);
+  if (kernel.is_shared) return shared_product(task, sums);
+  own_bf16_product(task, kernel.own);
 }
 
 SharedAlgorithm shared_algorithm(const ProductTask& task) {
@@ -155,7 +157,7 @@ SharedAlgorithm shared_algorithm(const ProductTask& task) {
   return found;
 }
 
-void choose(const ProductTask& task, ProductKernel kernel) {
+void choose(const ProductTask& task, const ProductKernel& kernel) {
   Registry& all = registry();
   std::lock_guard<std::mutex> lock(all.mutex);
   all.chosen[key_of(task)] = kernel;

@@ -1,8 +1,8 @@
 // bf16 products of many rows by cublasLt, with algorithms that do not split K.
 //
 // Which of its algorithms and our kernels computes a product is decided once, by the proof at load
-// (proof.h): cublasLt only where every row had the bits of our kernels, and was faster. A product
-// that was not proven is computed by our kernels.
+// (proof.h): the fastest of those with equal bits. A product that was not proven is computed by the
+// first of our kernels.
 #pragma once
 
 #include "cuda/cublaslt_plan.h"
@@ -13,10 +13,14 @@ namespace cadenza::cuda {
 // Rows from which cublasLt is tried. Fewer are bound by reading weights, as our kernels do.
 constexpr int64_t kLeastSharedRows = 16;
 
-enum class ProductKernel { kProven, kOwn, kShared };
+// What computes a product: one of our kernels, by its number, or cublasLt.
+struct ProductKernel {
+  bool is_shared = false;
+  int own = 0;
+};
 
-// What the products of this thread are computed by; others than kProven for the proof.
-inline thread_local ProductKernel product_kernel = ProductKernel::kProven;
+// What the products of this thread are computed by, whatever was chosen: for the proof; or null.
+inline thread_local const ProductKernel* forced_kernel = nullptr;
 
 // Whether a product has as many rows and such a layout that cublasLt may compute it.
 bool can_be_shared(const ProductTask& task);
@@ -26,7 +30,7 @@ void bf16_product(const ProductTask& task, Workspace& workspace);
 
 // For the proof.
 SharedAlgorithm shared_algorithm(const ProductTask& task);
-void choose(const ProductTask& task, ProductKernel kernel);
+void choose(const ProductTask& task, const ProductKernel& kernel);
 
 // All algorithms are found and chosen anew.
 void forget_algorithms();

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "cuda/bf16_product.h"
 #include "cuda/device_memory.h"
 #include "cuda/lt_product.h"
 
@@ -44,12 +45,17 @@ dim3 grid_of(int64_t rows, int64_t columns) {
   return {unsigned(ceil_div(columns, kThreads)), unsigned(rows)};
 }
 
+// Bytes of a bucket's results in float32 from which residuals are left out, and from which it is not
+// proven: its products are computed by the first of our kernels.
+constexpr int64_t kMostResidualBytes = 256 << 20, kMostResultBytes = 640 << 20;
+
 struct Bucket {
   int64_t rows;
   bool is_f32;          // the result
   bool is_shared;       // computed by cublasLt
   bool has_difference;  // cublasLt's bits differ
   std::string text;     // its algorithm, or why there is none
+  std::string tile;     // of the fastest of our kernels
   double own_s, shared_s;
 };
 
@@ -57,10 +63,11 @@ class Proof {
  public:
   explicit Proof(const ProofRequest& request)
       : request_(request),
-        most_rows_(std::max(kPatterns, *std::max_element(request.rows.begin(), request.rows.end()))),
         columns_(request.is_gated ? request.n / 2 : request.n),
+        most_rows_(most_rows_of(request.rows, columns_)),
+        has_residual_(!request.is_gated && most_rows_ * columns_ * 4 <= kMostResidualBytes),
         x_(size_t(most_rows_ * request.k) * sizeof(float)),
-        residual_(size_t(most_rows_ * columns_) * sizeof(float)),
+        residual_(has_residual_ ? size_t(most_rows_ * columns_) * sizeof(float) : 1),
         out_(size_t(most_rows_ * columns_) * sizeof(float)),
         expected_(size_t(kPatterns * columns_) * sizeof(float)),
         differing_(sizeof(int)),
@@ -72,11 +79,11 @@ class Proof {
     } else {
       fill(reinterpret_cast<float*>(x_.data()), request.k, 1);
     }
-    fill(reinterpret_cast<float*>(residual_.data()), columns_, 2);
+    if (has_residual_) fill(reinterpret_cast<float*>(residual_.data()), columns_, 2);
   }
   ~Proof() {
     planted_workspace = nullptr;
-    product_kernel = ProductKernel::kProven;
+    forced_kernel = nullptr;
   }
 
   std::vector<Bucket> run() {
@@ -85,6 +92,7 @@ class Proof {
       if (!is_f32 && request_.x_type == DType::kF32) continue;
       expect(is_f32);
       for (const int64_t rows : request_.rows) {
+        if (rows > most_rows_) continue;
         buckets.push_back(bucket(rows, is_f32, !is_f32 && differs(buckets, rows)));
       }
     }
@@ -92,6 +100,15 @@ class Proof {
   }
 
  private:
+  // Of the patterns, or of the largest bucket whose results are not too many.
+  static int64_t most_rows_of(const std::vector<int64_t>& rows, int64_t columns) {
+    int64_t most = kPatterns;
+    for (const int64_t each : rows) {
+      if (each > most && each * columns * int64_t(sizeof(float)) <= kMostResultBytes) most = each;
+    }
+    return most;
+  }
+
   static bool differs(const std::vector<Bucket>& buckets, int64_t rows) {
     return std::any_of(buckets.begin(), buckets.end(),
                        [&](const Bucket& each) { return each.rows == rows && each.has_difference; });
@@ -114,12 +131,13 @@ class Proof {
     task.out = out_.data();
     task.out_is_f32 = is_f32;
     task.is_gated = request_.is_gated;
-    if (is_f32 && !request_.is_gated) task.residual = reinterpret_cast<const float*>(residual_.data());
+    if (is_f32 && has_residual_) task.residual = reinterpret_cast<const float*>(residual_.data());
     return task;
   }
 
   // Measured first, for its workspace.
-  void multiply(const ProductTask& task) {
+  void multiply(const ProductTask& task, const ProductKernel& kernel = {}) {
+    forced_kernel = &kernel;
     context.is_measured = true;
     context.needed_bytes = 0;
     Workspace needed;
@@ -133,13 +151,13 @@ class Proof {
     }
     Workspace workspace;
     product(task, workspace);
+    forced_kernel = nullptr;
   }
 
   int64_t bytes_of_row(bool is_f32) const { return columns_ * (is_f32 ? 4 : 2); }
 
   // Each pattern alone.
   void expect(bool is_f32) {
-    product_kernel = ProductKernel::kOwn;
     const int64_t x_bytes = request_.k * (request_.x_type == DType::kBf16 ? 2 : 4);
     for (int64_t row = 0; row < kPatterns; row++) {
       ProductTask alone = task(1, is_f32);
@@ -166,20 +184,18 @@ class Proof {
     return found - 1;
   }
 
-  int64_t differing_row(const ProductTask& task, ProductKernel kernel) {
+  int64_t differing_row(const ProductTask& task, const ProductKernel& kernel) {
     fill_bytes(out_.data(), 0xff, size_t(task.rows * bytes_of_row(task.out_is_f32)));
-    product_kernel = kernel;
-    multiply(task);
+    multiply(task, kernel);
     return differing_row(task.rows, task.out_is_f32);
   }
 
   // The shortest of some trials, with weights that are not in the cache.
-  double time_of(const ProductTask& task, ProductKernel kernel) {
-    product_kernel = kernel;
+  double time_of(const ProductTask& task, const ProductKernel& kernel) {
     double best = 1e9;
     for (int trial = 0; trial < kTrials; trial++) {
       forget_caches();
-      best = std::min(best, seconds_of([&] { multiply(task); }));
+      best = std::min(best, seconds_of([&] { multiply(task, kernel); }));
     }
     return best;
   }
@@ -199,34 +215,58 @@ class Proof {
            (request_.is_gated ? ", gate and up," : "");
   }
 
-  // Rounded to bfloat16, few sums show another order: what differs in float32 is not used for it either.
+  void require_equal(const ProductTask& task, const ProductKernel& kernel) {
+    const int64_t row = differing_row(task, kernel);
+    if (row < 0) return;
+    throw std::runtime_error("the product with a weight " + shape() + " gives row " + std::to_string(row) +
+                             " other bits in a step of " + std::to_string(task.rows) + " rows than alone");
+  }
+
   Bucket bucket(int64_t rows, bool is_f32, bool differs_in_f32) {
     const ProductTask task = this->task(rows, is_f32);
-    const int64_t row = differing_row(task, ProductKernel::kOwn);
-    if (row >= 0) {
-      throw std::runtime_error("the product with a weight " + shape() + " gives row " + std::to_string(row) +
-                               " other bits in a step of " + std::to_string(rows) + " rows than alone");
+    Bucket bucket{rows, is_f32, false, false, "own kernel", "", 0.0, 0.0};
+    if (request_.w.format != WeightFormat::kBf16) {
+      require_equal(task, {});
+      return bucket;
     }
-    Bucket bucket{rows, is_f32, false, false, "own kernel", 0.0, 0.0};
-    if (request_.w.format != WeightFormat::kBf16) return bucket;
-    // A bias or a scale takes sums in float32.
-    const SharedAlgorithm sums = shared_algorithm(this->task(rows, true));
-    const SharedAlgorithm algorithm = sums.exists ? shared_algorithm(task) : sums;
-    bucket.text = algorithm.text;
-    if (algorithm.exists) {
-      bucket.has_difference = differs_in_f32 || differing_row(task, ProductKernel::kShared) >= 0;
-      if (!bucket.has_difference) {
-        bucket.own_s = time_of(task, ProductKernel::kOwn);
-        bucket.shared_s = time_of(task, ProductKernel::kShared);
-        bucket.is_shared = bucket.shared_s <= bucket.own_s;
-      }
-      choose(task, bucket.is_shared ? ProductKernel::kShared : ProductKernel::kOwn);
-    }
+    ProductKernel chosen = fastest_own(task, bucket);
+    compare_shared(task, differs_in_f32, bucket);
+    if (bucket.is_shared) chosen.is_shared = true;
+    choose(task, chosen);
     return bucket;
   }
 
+  ProductKernel fastest_own(const ProductTask& task, Bucket& bucket) {
+    ProductKernel fastest{};
+    for (int own = 0; own < num_own_kernels(task); own++) {
+      const ProductKernel kernel{false, own};
+      require_equal(task, kernel);
+      const double seconds = time_of(task, kernel);
+      if (own > 0 && seconds >= bucket.own_s) continue;
+      fastest = kernel;
+      bucket.own_s = seconds;
+    }
+    bucket.tile = name_of_own_kernel(task, fastest.own);
+    return fastest;
+  }
+
+  // Rounded to bfloat16, few sums show another order: what differs in float32 is not used for it either.
+  void compare_shared(const ProductTask& task, bool differs_in_f32, Bucket& bucket) {
+    // A bias or a scale takes sums in float32.
+    const SharedAlgorithm sums = shared_algorithm(this->task(task.rows, true));
+    const SharedAlgorithm algorithm = sums.exists ? shared_algorithm(task) : sums;
+    bucket.text = algorithm.text;
+    if (!algorithm.exists) return;
+    const ProductKernel kernel{true, 0};
+    bucket.has_difference = differs_in_f32 || differing_row(task, kernel) >= 0;
+    if (bucket.has_difference) return;
+    bucket.shared_s = time_of(task, kernel);
+    bucket.is_shared = bucket.shared_s <= bucket.own_s;
+  }
+
   const ProofRequest& request_;
-  int64_t most_rows_, columns_;
+  int64_t columns_, most_rows_;
+  bool has_residual_;
   OwnStream stream_;
   DeviceMemory x_, residual_, out_, expected_, differing_, planted_;
   std::unique_ptr<DeviceMemory> workspace_, flush_;
@@ -238,7 +278,7 @@ std::string json_of(const std::vector<Bucket>& buckets) {
     if (text.size() > 1) text += ", ";
     text += "{\"rows\": " + std::to_string(each.rows) + ", \"result\": \"" + (each.is_f32 ? "float32" : "bfloat16") +
             "\", \"kernel\": \"" + (each.is_shared ? "cublasLt" : "own") +
-            "\", \"cublaslt_differs\": " + (each.has_difference ? "true" : "false") + ", \"found\": \"" + each.text +
+            "\", \"tile\": \"" + each.tile + "\", \"cublaslt_differs\": " + (each.has_difference ? "true" : "false") + ", \"found\": \"" + each.text +
             "\", \"own_us\": " + std::to_string(each.own_s * 1e6) +
             ", \"cublaslt_us\": " + std::to_string(each.shared_s * 1e6) + "}";
   }

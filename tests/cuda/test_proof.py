@@ -123,6 +123,18 @@ def test_without_cublaslt_our_kernels_compute_all_buckets(prover: Prover) -> Non
     assert {each["found"] for each in found if each["rows"] >= 16} == {"cublasLt was not found"}
 
 
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_all_our_kernels_have_the_bits_of_a_row_alone_and_the_fastest_is_named(
+    prover: Prover, is_gated: bool
+) -> None:
+    prover.library.handle.cadenza_cuda_behave(ABSENT)
+    error, found = prover.prove(weight_of(48, 72), is_gated=is_gated, rows=(4, 13, 30, 50, 70))
+    assert error is None
+    tiles = {each["rows"]: each["tile"] for each in found}
+    assert tiles[70] == "128x128, 3 stages"
+    assert len(set(tiles.values())) == 5
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("is_gated", [False, True])
 def test_own_kernels_whose_order_depends_on_the_rows_fail_with_the_shape(
