@@ -2,7 +2,8 @@
 
     cadenza bench batching --setting A --shape smollm2-135m --json > a.json
     python -m benchmarks.batching_result a.json docs/results/zen4-batching-a.json --kind "Zen 4" \\
-        --shape smollm2-135m --conditions "medians of 3 rounds"
+        --shape "135M shape" --conditions "medians of 3 rounds" \\
+        --command "cadenza bench batching --setting A --shape smollm2-135m"
 
 The file holds the whole report, too. Rates and times are those of all rounds; ratios those of each.
 """
@@ -29,7 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("out", type=Path, help="a result file")
     parser.add_argument("--kind", required=True, help="the machine's kind in docs/benchmarks.md")
     parser.add_argument("--cpu", help="the machine's name there")
-    parser.add_argument("--shape", required=True, help="the shape that was given")
+    parser.add_argument("--shape", required=True, help="the shape, as the page names it")
+    parser.add_argument("--command", required=True, help="the command, without --json")
     parser.add_argument("--conditions", default="", help="how it was measured")
     options = parser.parse_args(arguments)
     report = json.loads(options.report.read_text(encoding="utf-8"))
@@ -55,19 +57,11 @@ def result(report: dict[str, Any], options: argparse.Namespace) -> dict[str, Any
         "engines": {
             "Cadenza": {
                 "version": f"jax {machine['jax']}, Python {machine['python']}",
-                "command": command_of(workload, options.shape),
+                "command": options.command,
             }
         },
         "figures": [*mode_figures(report), *map(bar_figure, report["bars"])],
     }
-
-
-def command_of(workload: dict[str, Any], shape: str) -> str:
-    modes = "" if workload["setting"] == "D" else f"--modes {','.join(workload['modes'])} "
-    return (
-        f"cadenza bench batching --shape {shape} --setting {workload['setting']} {modes}"
-        f"--repeats {workload['repeats']}"
-    )
 
 
 def mode_figures(report: dict[str, Any]) -> list[dict[str, Any]]:
@@ -86,6 +80,10 @@ def mode_figures(report: dict[str, Any]) -> list[dict[str, Any]]:
             {"what": mode, "unit": "tok/s", **loads, "values": {"Cadenza": rates}},
             {"what": f"{mode}, mean TTFT", "unit": "ms", **loads, "values": {"Cadenza": times}},
         ]
+        if mode == "continuous" and own[0]["full_tok_s"] is not None:
+            full = {"Cadenza": [round(own[0]["full_tok_s"], 1)]}
+            what = f"{mode}, while requests wait"
+            found.append({"what": what, "unit": "tok/s", "values": full})
     return found
 
 
@@ -93,7 +91,7 @@ def bar_figure(bar: dict[str, Any]) -> dict[str, Any]:
     """A ratio, with what it is held to."""
     beside = [f"bar {bar['required']:.2f}", bar["verdict"].replace("miss", "**miss**")]
     beside += [f"{name} {bar[name]:.2f}" for name in ("ideal", "allowed") if bar[name] is not None]
-    beside += [f"the seed: {bar['claim']}"] if bar["claim"] is not None else []
+    beside += [f"claimed elsewhere {bar['claim']}"] if bar["claim"] is not None else []
     ratios = [round(each, 2) for each in bar["ratios"]]
     what = f"{bar['what']} ({', '.join(beside)})"
     return {"what": what, "unit": "×", "values": {"Cadenza": [ratios]}}

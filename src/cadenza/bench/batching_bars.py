@@ -22,8 +22,12 @@ MIN_ROUNDS = 3
 SHARE_OF_ALLOWED = 0.9
 SHARE_OF_OFFLINE = 0.95
 TTFT_CLIENTS = 4
-SEED_TTFT_CLAIM = "6 to 9"
-SEED_HIT_RATIO = 7.0
+CLAIMED_TTFT_RATIO = "6 to 9"
+"""For continuous batching in mlx-lm (its pull request 629), with this setting."""
+
+LEAST_HIT_RATIO = 7.0
+"""As others claim of prefix caches."""
+
 LEAST_PADDED_IDEAL = 5.0
 
 
@@ -124,7 +128,7 @@ def _bars_of_clients(found: Measured) -> list[Bar]:
                     ratios=found.ratios(whole, ours, lambda run: run.mean_ttft_s),
                     required=SHARE_OF_ALLOWED * allowed,
                     allowed=allowed,
-                    claim=SEED_TTFT_CLAIM,
+                    claim=CLAIMED_TTFT_RATIO,
                 )
             )
         is_all = clients == plan.num_requests
@@ -176,7 +180,7 @@ def _bar_of_hits(found: Measured) -> Bar:
     return Bar(
         what="mean TTFT of a miss over that of a hit",
         ratios=found.ratios(("miss", load), ("hit", load), lambda run: run.mean_ttft_s),
-        required=min(SEED_HIT_RATIO, computed),
+        required=min(LEAST_HIT_RATIO, computed),
         ideal=computed,
-        claim=f"{SEED_HIT_RATIO:g}",
+        claim=f"{LEAST_HIT_RATIO:g}",
     )

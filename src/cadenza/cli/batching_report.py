@@ -62,7 +62,7 @@ _BAR: Columns = (
     Column("ideal", "ideal", show=_ratio),
     Column("allowed", "allowed", show=_ratio),
     Column("share_of_allowed", "of that"),
-    Column("claim", "seed's claim"),
+    Column("claim", "claimed elsewhere"),
     *keys("ratios", "error", "is_met"),
 )
 
