@@ -85,8 +85,8 @@ def test_a_loss_of_all_replicas_is_a_pause(open_group: OpenGroup) -> None:
 def test_a_request_that_kills_engines_fails_alone_and_takes_nobody_along(
     open_group: OpenGroup, caplog: pytest.LogCaptureFixture
 ) -> None:
-    group, poison = open_group(2, CONFIG), 20
-    group.wait_replicas("ready", "ready")
+    group, poison = open_group(4, CONFIG), 20
+    group.wait_replicas(*["ready"] * 4)
     for index, each in enumerate(workload()):
         is_poison = index == poison
         group.engine.submit(request(KILL_LATE, 1, max_tokens=100) if is_poison else each)
