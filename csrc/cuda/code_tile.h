@@ -8,19 +8,17 @@
 
 #include "cuda/code_rows.h"
 #include "cuda/codes.h"
+#include "cuda/panel_block.h"
 
 namespace cadenza::cuda {
-
-constexpr int kCodeWarps = 8;
-constexpr int kRowsOfProduct = 8;  // rows of a tile of the tensor cores
 
 // Parts of groups that a round has at most.
 template <int NR>
 constexpr int kUnits = NR == 1 ? 32 : 16;
 // Groups of a warp in a round: as many as keep 16 to 32 KiB of a block's weights on their way.
 template <Unpacking U, int NR>
-constexpr int kGroupsOfWarp = kUnits<NR> / kCodeWarps / kParts<U> < 16 / kCodeWords<U>
-                                  ? kUnits<NR> / kCodeWarps / kParts<U>
+constexpr int kGroupsOfWarp = kUnits<NR> / kPanelWarps / kParts<U> < 16 / kCodeWords<U>
+                                  ? kUnits<NR> / kPanelWarps / kParts<U>
                                   : 16 / kCodeWords<U>;
 
 // Products of integers are exact; they begin at this, so that their bits are those of the float
@@ -41,13 +39,6 @@ struct TileMemory {
   ColumnTerms columns[kUnits<NR>][kPanel];
   RowTerms rows[kUnits<NR>][kPairs];
   int32_t sources[8 * NR], targets[8 * NR];
-};
-
-// The rows of a thread: those of pairs warp and warp + 8.
-template <int NR>
-struct TileSums {
-  static constexpr int kPairs = NR == 4 ? 2 : 1;
-  float of[kPairs][2];
 };
 
 struct TileRows {
@@ -89,8 +80,8 @@ class CodeTile {
         warp_(int(threadIdx.x) / kWarp),
         lane_(int(threadIdx.x) % kWarp) {}
 
-  __device__ __forceinline__ void run(TileSums<NR>& sums) {
-    constexpr int kRound = kCodeWarps * kOfWarp;
+  __device__ __forceinline__ void run(PanelSums<NR>& sums) {
+    constexpr int kRound = kPanelWarps * kOfWarp;
     for (auto& pair : sums.of) pair[0] = pair[1] = 0.0f;
     Loaded loaded;
 #pragma unroll
@@ -183,7 +174,7 @@ class CodeTile {
 
   // What a round leaves in shared memory; each register is loaded for the next one once it was used.
   __device__ __forceinline__ void multiply(Loaded& loaded, int first) {
-    constexpr int kRound = kCodeWarps * kOfWarp;
+    constexpr int kRound = kPanelWarps * kOfWarp;
 #pragma unroll
     for (int i = 0; i < kTermLoads; i++) {
       store_rows(loaded, first, i);
@@ -217,10 +208,10 @@ class CodeTile {
     }
   }
 
-  __device__ __forceinline__ void fold_round(TileSums<NR>& sums, int units) const {
+  __device__ __forceinline__ void fold_round(PanelSums<NR>& sums, int units) const {
 #pragma unroll
-    for (int p = 0; p < TileSums<NR>::kPairs; p++) {
-      const int pair = warp_ + kCodeWarps * p;
+    for (int p = 0; p < PanelSums<NR>::kPairs; p++) {
+      const int pair = warp_ + kPanelWarps * p;
       if (pair >= TileMemory<NR>::kPairs || 2 * pair >= x_.count) break;
 #pragma unroll 4
       for (int unit = 0; unit < units; unit++) {
@@ -239,7 +230,7 @@ class CodeTile {
 
   // A row's second codes are multiplied by the codes of its own groups, in a product whose other rows are 0.
   __device__ __forceinline__ void multiply_remainders(int first, int count) {
-    for (int row = warp_; row < x_.count; row += kCodeWarps) {
+    for (int row = warp_; row < x_.count; row += kPanelWarps) {
       const int pair = row / 2, within = row % kRowsOfProduct;
 #pragma unroll 2
       for (int span = 0; span < count; span++) {
@@ -269,10 +260,10 @@ class CodeTile {
     }
   }
 
-  __device__ __forceinline__ void fold_remainders(TileSums<NR>& sums, int first, int count) const {
+  __device__ __forceinline__ void fold_remainders(PanelSums<NR>& sums, int first, int count) const {
 #pragma unroll
-    for (int p = 0; p < TileSums<NR>::kPairs; p++) {
-      const int pair = warp_ + kCodeWarps * p;
+    for (int p = 0; p < PanelSums<NR>::kPairs; p++) {
+      const int pair = warp_ + kPanelWarps * p;
 #pragma unroll
       for (int i = 0; i < 2; i++) {
         const int row = 2 * pair + i;

@@ -8,13 +8,7 @@
 #pragma once
 
 #include "core/code_format.h"
-#include "cuda/device.h"
-
-#ifndef CADENZA_EMULATED_GPU
-#include <cuda_fp16.h>
-#else
-#include "core/half.h"
-#endif
+#include "cuda/half.h"
 
 namespace cadenza::cuda {
 
@@ -99,14 +93,6 @@ __device__ __forceinline__ CodePanelView device_panel(const uint8_t* weight, int
     data += segment.panels * bytes;
     index -= segment.panels;
   }
-}
-
-__device__ __forceinline__ float half_to_float(uint32_t bits) {
-#ifdef CADENZA_EMULATED_GPU
-  return f16_to_f32(uint16_t(bits));
-#else
-  return __half2float(__ushort_as_half(uint16_t(bits)));
-#endif
 }
 
 // A lane's codes of one group, as they are stored.

@@ -69,7 +69,7 @@ void product_of_experts(const ProductTask& task, const ChosenExperts& chosen, in
     case WeightFormat::kCodes:
       return code_product_of_experts(task, chosen, pairs_of_row, workspace);
     case WeightFormat::kFloat8:
-      throw std::invalid_argument("experts with float8 weights have no kernel for GPUs");
+      return float8_product_of_experts(task, chosen, pairs_of_row, workspace);
   }
 }
 

@@ -16,5 +16,7 @@ void float_product_of_experts(const ProductTask& task, const ChosenExperts& chos
                               Workspace& workspace);
 void code_product_of_experts(const ProductTask& task, const ChosenExperts& chosen, int64_t pairs_of_row,
                              Workspace& workspace);
+void float8_product_of_experts(const ProductTask& task, const ChosenExperts& chosen, int64_t pairs_of_row,
+                               Workspace& workspace);
 
 }  // namespace cadenza::cuda
