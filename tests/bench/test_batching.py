@@ -532,6 +532,13 @@ def test_the_engine_has_the_rows_and_the_context_of_the_plan():
     fitted = fitted_config(EngineConfig(), plan, 256)
     assert fitted.max_num_seqs == 4
     assert fitted.max_model_len == 512 + 256
+    plan = BatchingOptions(setting="D").plan()
+    assert fitted_config(EngineConfig(), plan, 256).max_model_len == 2000 + 64 + 8
+    short = BatchingOptions(prompt_lens=(100, 100), output_lens=(1, 2)).plan()
+    sizes = rate_workload(short)
+    assert (sizes.input_len, sizes.output_len) == (100, 16)
+    needed = 100 + sizes.most_tokens(8, 32)
+    assert fitted_config(EngineConfig(), short, 32).max_model_len == needed > 102
 
 
 def test_the_command_prints_one_object_and_draws(

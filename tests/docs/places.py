@@ -216,7 +216,7 @@ PLACES: Mapping[str, Place] = {
     f"{BENCH} --shape qwen3-0.6b --concurrency 1,32": Parsed(MINUTES),
     "cadenza bench startup": Run(),
     "cadenza bench batching --max-num-seqs 4 --num-requests 8 --json": Run(
-        prints='"tokens_equal": true', soak=False
+        prints='"tokens_equal": true'
     ),
     "cadenza bench batching --concurrency 1,4,8 --request-rate 5,20 --plot charts": Run(
         prints="tokens: equal in all 75 runs", needs="matplotlib"

@@ -104,10 +104,11 @@ def fitted_config(
         raise ConfigError("--prefix-cache-disk: the runs store no pages; leave it out")
     if plan.system_len and not config.enable_prefix_caching:
         raise ConfigError("setting D measures the prefix cache; leave it on")
-    sizes = rate_workload(plan)
-    budget = config.max_num_batched_tokens or default_token_budget
-    for_rates = sizes.input_len + sizes.most_tokens(plan.rows, budget)
-    needed = max(plan.longest_prompt + plan.longest_answer, for_rates)
+    needed = plan.longest_prompt + plan.longest_answer
+    if not plan.system_len:
+        sizes = rate_workload(plan)
+        budget = config.max_num_batched_tokens or default_token_budget
+        needed = max(needed, sizes.input_len + sizes.most_tokens(plan.rows, budget))
     if config.max_model_len is not None and config.max_model_len < needed:
         raise ConfigError(
             f"--max-model-len {config.max_model_len} is below the {needed} tokens that the runs "
@@ -120,7 +121,7 @@ def rate_workload(plan: BatchingPlan) -> Workload:
     """The runs that measure steps: prompts of the average length, by the number of rows."""
     by_two = [1 << power for power in range(plan.rows.bit_length()) if 1 << power < plan.rows]
     return Workload(
-        input_len=plan.system_len + max(1, sum(plan.prompt_lens) // 2),
+        input_len=sum(plan.prompt_lens) // 2,
         output_len=RATE_STEPS,
         concurrency=(*by_two, plan.rows),
     )
