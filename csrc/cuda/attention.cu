@@ -156,7 +156,8 @@ void attend_heads(const RowBuffers& rows, const HeadBuffers& b, Attention a, con
   a.key_size = int(dim(b.k_pool, 4));
   if (b.k_pool.element_type() == ffi::U8) a.key_size -= cuda::code_bytes(0);
   a.value_size = a.key_size;
-  a.many_rows = cuda::row_groups(a.key_size) * cuda::kTileRows;
+  const bool has_codes = b.k_pool.element_type() == ffi::U8;
+  a.many_rows = (has_codes ? cuda::code_row_groups(a.key_size) : cuda::row_groups(a.key_size)) * cuda::kTileRows;
   cuda::HeadAppend given = append_of(rows, b, a, attrs);
   check_heads(b, a, given);
   const bool is_f32 = element_type(b.qkv) == DType::kF32;

@@ -143,6 +143,8 @@ __device__ __forceinline__ void write_output(const Attention& a, int64_t at, flo
 
 // Groups of sixteen queries of a tile of rows with many, by the size of a head, or of latents.
 constexpr int row_groups(int head_size) { return head_size <= 128 ? 4 : head_size <= 256 ? 2 : 1; }
+// Codes have more sums at a time in registers.
+constexpr int code_row_groups(int head_size) { return head_size <= 64 ? 4 : head_size <= 128 ? 2 : 1; }
 constexpr int kLatentGroups = 1;
 
 // Launch the kernel that attends; there are at most `pieces` of work.

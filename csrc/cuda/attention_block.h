@@ -102,8 +102,13 @@ class AttendBlock {
   __device__ __forceinline__ void load(int block) {
     auto& stage = stage_of(block);
     SubPlace places[kSubs];
+    PagePlace at = page_of(max(start_of(block), 0));
 #pragma unroll
-    for (int sub = 0; sub < kSubs; sub++) places[sub] = place_of(start_of(block) + sub * kSub);
+    for (int sub = 0; sub < kSubs; sub++) {
+      const int position = start_of(block) + sub * kSub;
+      places[sub] = place_of(position, at);
+      if (position >= 0) at.go_on(a_.page_size);
+    }
 #pragma unroll
     for (int sub = 0; sub < kSubs; sub++) Kv::load(a_, stage, sub, places[sub]);
     copy_commit();
@@ -260,17 +265,31 @@ class AttendBlock {
     }
   }
 
+  // A position's index in the page table, and its place in the page.
+  struct PagePlace {
+    int index, offset;
+    __device__ __forceinline__ void go_on(int page_size) {
+      offset += kSub;
+      if (offset < page_size) return;
+      offset = 0;
+      index++;
+    }
+  };
+  __device__ __forceinline__ PagePlace page_of(int position) const {
+    return {position / a_.page_size, position % a_.page_size};
+  }
+
   // Where the sub-block at a position is.
-  __device__ __forceinline__ SubPlace place_of(int position) const {
+  __device__ __forceinline__ SubPlace place_of(int position, PagePlace at) const {
     const int begin = max(tile_.begin - position, 0), end = min(tile_.end - position, kSub);
     if (end <= begin) return {0, 0, 0};
     const bool reads_all = a_.has(Fault::kMultipliedPadding);
     const int owner = a_.has(Fault::kNeighbourPage) || a_.has(Fault::kNeighbourPagesFar)
                           ? faulty_owner(position)
                           : tile_.row;
-    const int64_t page = load_constant(a_.page_table + int64_t(owner) * a_.pages_per_row + position / a_.page_size);
+    const int64_t page = load_constant(a_.page_table + int64_t(owner) * a_.pages_per_row + at.index);
     const int64_t head = (page * a_.num_layers + a_.layer) * a_.kv_heads + tile_.kv_head;
-    return {head * a_.page_size + position % a_.page_size, reads_all ? 0 : begin, reads_all ? kSub : end};
+    return {head * a_.page_size + at.offset, reads_all ? 0 : begin, reads_all ? kSub : end};
   }
 
   // Another row of the step that holds the position.

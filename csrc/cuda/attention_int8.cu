@@ -117,7 +117,7 @@ struct CodeKv {
   static __device__ __forceinline__ void add_values(float (&sum)[Tiles][4], const unsigned char* weights,
                                                     const float* scales, const Stage& stage, int column) {
     const int lane = int(threadIdx.x) % kWarp, g = lane / 4, t = lane % 4;
-#pragma unroll
+#pragma unroll 1
     for (int sub = 0; sub < kTokens / kSub; sub++) {
       const unsigned char* own = weights + g * kWeightPitch + sub * kSub + t * 4;
       const uint32_t w[2] = {word(own), word(own + 8 * kWeightPitch)};
@@ -141,13 +141,13 @@ struct CodeKv {
 
 void attend_int8(const Attention& a, int64_t pieces) {
   if (a.key_size <= 64) {
-    attend_with<CodeKv<64, 64, 2>, row_groups(64), 1>(a, pieces);
+    attend_with<CodeKv<64, 64, 2>, code_row_groups(64), 1>(a, pieces);
   } else if (a.key_size <= 128) {
-    attend_with<CodeKv<128, 64, 2>, row_groups(128), 1>(a, pieces);
+    attend_with<CodeKv<128, 64, 2>, code_row_groups(128), 2>(a, pieces);
   } else if (a.key_size <= 256) {
-    attend_with<CodeKv<256, 32, 2>, row_groups(256), 2>(a, pieces);
+    attend_with<CodeKv<256, 32, 2>, code_row_groups(256), 4>(a, pieces);
   } else {
-    attend_with<CodeKv<512, 16, 2>, row_groups(512), 4>(a, pieces);
+    attend_with<CodeKv<512, 16, 2>, code_row_groups(512), 4>(a, pieces);
   }
 }
 
