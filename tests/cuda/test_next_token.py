@@ -37,7 +37,11 @@ Choose = Callable[..., np.ndarray]
 SLICE, LISTED = 2048, 3072
 """Tokens of a block's part of a row, and values that a filter searches in shared memory."""
 
-ROWS = 12
+ROWS = 10
+
+ROWS_AT_ONCE = 256
+"""Rows whose logits are in memory at the same time."""
+
 WORDS = slice(COLUMN_TOKEN, COLUMN_LOGPROB), slice(COLUMN_RANK, COLUMN_TOP + NUM_TOP)
 FLOATS = slice(COLUMN_LOGPROB, COLUMN_RANK), slice(COLUMN_TOP + NUM_TOP, None)
 
@@ -92,7 +96,7 @@ def test_rows_with_rules_and_filters_have_the_cpus_results(
     ours: Callable[..., Choose], vocab_size: int
 ) -> None:
     choose, cpu = ours(vocab_size), choosing(NativeOps, vocab_size)
-    for seed in range(3):
+    for seed in range(2):
         rows = batch(vocab_size, seed)
         rows[3] = with_params(rows[3], allowed_token_ids=(2,), min_tokens=99)  # 2 is a stop token
         found = choose(rows)
@@ -187,3 +191,18 @@ def test_a_row_that_refers_to_nothing_is_reported_and_harms_no_other(
     found = choose(rows, step._replace(logits=replace(step.logits, **{field: strange})))
     assert found[2, COLUMN_STATE] == STATE_NOT_FINITE
     np.testing.assert_array_equal(np.delete(found, 2, axis=0), np.delete(healthy, 2, axis=0))
+
+
+def test_more_rows_than_are_in_memory_at_the_same_time_have_their_own_results(
+    ours: Callable[..., Choose],
+) -> None:
+    few = [with_params(row, logprobs=None, top_p=1.0, top_k=0) for row in batch(23, 7, 4)]
+    step, choose = step_of(few), ours(23)
+    alone = choose(few, step)
+    places = np.arange(ROWS_AT_ONCE + 9) % len(few)
+    logits = jax.tree.map(lambda column: np.asarray(column)[places], step.logits)
+    count = np.int32(ROWS_AT_ONCE + 6)
+    many = step._replace(logits=logits, num_logits=count)
+    found = choose(few, many, np.eye(len(few), dtype=np.float32)[places])
+    np.testing.assert_array_equal(found[:count], alone[places[:count]])
+    assert not found[count:].any()
