@@ -397,11 +397,13 @@ def test_a_bar_is_met_as_shown_or_within_the_noise_of_three_rounds():
     assert (two.ratio, two.error, two.verdict, two.is_met) == (1.125, 0.0, "miss", False)
     assert replace(two, required=1.12).verdict == "pass"
     three = replace(two, ratios=(1.0, 1.25, 1.5), required=1.253)
-    assert three.error == pytest.approx(2 * 0.25 / math.sqrt(3))
+    assert three.error == pytest.approx(2 * 1.4826 * 0.25 / math.sqrt(3))
     assert three.verdict == "pass"  # 1.25, as both are shown
     assert replace(three, required=1.5).verdict == "pass within noise"
     assert replace(three, required=1.5).is_met
-    assert replace(three, required=1.6).verdict == "miss"
+    assert replace(three, required=1.7).verdict == "miss"
+    disturbed = replace(three, ratios=(0.55, 1.17, 1.15), required=1.39)
+    assert disturbed.verdict == "miss"
 
 
 def test_a_missed_bar_decides_the_exit_code_only_where_bars_are_checked():
@@ -457,6 +459,9 @@ def test_figures_pool_the_times_of_requests_and_take_medians_of_rates():
     assert step_gains_over([run], [replace(run, num_steps=20)]) == [pytest.approx(2.0)]
     closed = replace(run, load=BatchingLoad(clients=2))
     assert step_gains_over([closed], [closed]) == [1.0]
+    long = replace(run, requests=[played([1, 9])])
+    assert replace(figures, runs=[long, run]).middle_run is run
+    assert replace(figures, runs=[long, run, long]).middle_run is long
     whole = replace(figures, is_whole=True)
     assert (whole.itl, whole.tpot) == (None, None)
 

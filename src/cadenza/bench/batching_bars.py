@@ -19,6 +19,9 @@ from cadenza.bench.workloads import PlannedRequest
 Verdict = Literal["pass", "pass within noise", "miss"]
 
 MIN_ROUNDS = 3
+NORMAL_DEVIATION = 1.4826
+"""A normal distribution's standard deviation over its median absolute deviation."""
+
 SHARE_OF_ALLOWED = 0.9
 SHARE_OF_OFFLINE = 0.95
 TTFT_CLIENTS = 4
@@ -51,9 +54,13 @@ class Bar:
 
     @property
     def error(self) -> float:
-        """Two standard errors of the rounds' mean; 0 of fewer than three rounds."""
-        count = len(self.ratios)
-        return 0.0 if count < MIN_ROUNDS else 2 * statistics.stdev(self.ratios) / count**0.5
+        """Two standard errors, by the median absolute deviation, in which a round that another
+        program disturbed does not count; 0 of fewer than three rounds."""
+        count, middle = len(self.ratios), self.ratio
+        if count < MIN_ROUNDS:
+            return 0.0
+        deviation = statistics.median(abs(each - middle) for each in self.ratios)
+        return 2 * NORMAL_DEVIATION * deviation / count**0.5
 
     @property
     def verdict(self) -> Verdict:

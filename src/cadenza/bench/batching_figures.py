@@ -101,6 +101,11 @@ class ModeFigures:
         return statistics.median(self.step_gains) if self.step_gains else None
 
     @property
+    def middle_run(self) -> PlayedRun:
+        """That of the median duration, or the shorter of two."""
+        return sorted(self.runs, key=lambda run: run.duration_s)[(len(self.runs) - 1) // 2]
+
+    @property
     def num_steps(self) -> int:
         return round(statistics.median(each.num_steps for each in self.runs))
 

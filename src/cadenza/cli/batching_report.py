@@ -158,7 +158,7 @@ def _difference_text(found: Difference) -> str:
 
 def batching_charts(found: BatchingResult) -> list[Chart]:
     """Tokens a second and the first token by load and mode, what the modes lose, and the requests
-    of the first round over time."""
+    of a middle round over time."""
     figures, loads = found.compared.figures, found.plan.loads
     kinds = {
         "clients": [each for each in loads if each.clients is not None],
@@ -230,7 +230,7 @@ def _timeline(figures: Sequence[ModeFigures]) -> Chart:
             label=each.mode,
             points=[
                 (one.index, one.due_s, one.content_s[0], one.content_s[-1])
-                for one in each.runs[0].requests
+                for one in each.middle_run.requests
             ],
         )
         for each in figures
