@@ -17,7 +17,14 @@ constexpr int kF32 = 0, kI8 = 3, kI32 = 10, kBf16 = 14;
 constexpr int kNotTransposed = 0, kTransposed = 1;
 
 enum ProductAttribute : int { kTransposesA = 3, kTransposesB = 4 };
-enum PreferenceAttribute : int { kMostWorkspace = 1, kReductionSchemes = 3 };
+enum PreferenceAttribute : int {
+  kMostWorkspace = 1,
+  kReductionSchemes = 3,
+  kAlignmentOfA = 5,
+  kAlignmentOfB = 6,
+  kAlignmentOfC = 7,
+  kAlignmentOfD = 8
+};
 enum AlgorithmAttribute : int { kId = 0, kTile = 1, kSplits = 2, kReductionScheme = 3, kStages = 6 };
 enum ReductionScheme : uint32_t { kNone = 0, kComputeType = 2, kAnyScheme = 7 };
 

@@ -9,6 +9,8 @@ namespace cadenza::cuda {
 namespace {
 
 constexpr int kMostHeuristics = 16;
+// Of arrays within a program's scratch memory; cublasLt supposes 256.
+constexpr uint32_t kAlignment = 64;
 
 void require_success(lt::Status status, const char* what) {
   if (status != 0) {
@@ -89,6 +91,9 @@ std::vector<lt::Heuristic> SharedPlan::candidates(size_t workspace_bytes, uint32
   require_success(f.create_preference(&preference), "cublasLtMatmulPreferenceCreate");
   require_success(set(f.set_preference, preference, lt::kMostWorkspace, workspace_bytes), "the workspace's bound");
   require_success(set(f.set_preference, preference, lt::kReductionSchemes, schemes), "the reduction schemes");
+  for (const int operand : {lt::kAlignmentOfA, lt::kAlignmentOfB, lt::kAlignmentOfC, lt::kAlignmentOfD}) {
+    require_success(set(f.set_preference, preference, operand, kAlignment), "the alignment of operands");
+  }
   std::vector<lt::Heuristic> all(kMostHeuristics);
   int num = 0;
   const lt::Status status =

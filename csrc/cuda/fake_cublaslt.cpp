@@ -65,7 +65,8 @@ Status set_preference(Descriptor preference, int attribute, const void* value, s
   } else if (attribute == lt::kReductionSchemes && bytes == sizeof(uint32_t)) {
     std::memcpy(&to->schemes, value, bytes);
   } else {
-    return kInvalid;
+    return attribute >= lt::kAlignmentOfA && attribute <= lt::kAlignmentOfD && bytes == sizeof(uint32_t) ? kSuccess
+                                                                                                        : kInvalid;
   }
   return kSuccess;
 }

@@ -15,6 +15,10 @@ static_assert(kTransposesA == int(CUBLASLT_MATMUL_DESC_TRANSA) &&
               kTransposesB == int(CUBLASLT_MATMUL_DESC_TRANSB));
 static_assert(kMostWorkspace == int(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES) &&
               kReductionSchemes == int(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK));
+static_assert(kAlignmentOfA == int(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES) &&
+              kAlignmentOfB == int(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES) &&
+              kAlignmentOfC == int(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES) &&
+              kAlignmentOfD == int(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES));
 static_assert(kId == int(CUBLASLT_ALGO_CONFIG_ID) && kTile == int(CUBLASLT_ALGO_CONFIG_TILE_ID) &&
               kSplits == int(CUBLASLT_ALGO_CONFIG_SPLITK_NUM) &&
               kReductionScheme == int(CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME) &&
