@@ -165,6 +165,10 @@ PLACES: Mapping[str, Place] = {
     ),
     f"cadenza bench serve http://{PORT} --request-rate 1,2,4,8 --goodput ttft:500,tpot:100 "
     "--plot plots": Parsed(MINUTES),
+    f"cadenza bench compare --url cadenza=http://{PORT} --url llama.cpp=http://127.0.0.1:8080 "
+    "--concurrency 1,8 --num-requests 8 --input-len 128 --output-len 48 --plot plots": (
+        Parsed(OTHERS)
+    ),
     f"cadenza bench compare --url a=http://{PORT} --url b=http://127.0.0.1:8080 --plot plots": (
         Parsed(OTHERS)
     ),
