@@ -87,12 +87,6 @@ __device__ void divide_rows(const Attention& a) {
   if (write_plan(a, false).slots > a.num_slots) write_plan(a, true);
 }
 
-// Writes values [size] as they are stored.
-template <class T>
-__device__ __forceinline__ void store_values(const float* values, int size, T* to, int lane) {
-  for (int i = lane; i < size; i += kWarp) to[i] = from_float<T>(values[i]);
-}
-
 template <class T>
 struct HeadWriter {
   const Attention& a;
@@ -132,7 +126,7 @@ struct HeadWriter {
       for (int i = work.lane; i < size; i += kWarp) work.values[i] *= factor;
     }
     const int64_t at = int64_t(token) * a.heads + head;
-    if (!given.has_codes) return store_values(work.values, size, reinterpret_cast<T*>(given.queries) + at * size, work.lane);
+    if (!given.has_codes) return work.store(reinterpret_cast<T*>(given.queries) + at * size, size);
     warp_barrier();
     const Largest largest = Largest::of(work.values, size, work.lane);
     const float inverse = largest.inverse();
@@ -156,7 +150,7 @@ struct HeadWriter {
     const int size = a.key_size;
     const int64_t place = place_of(slot, kv_head);
     char* pool = is_key ? given.k_pool : given.v_pool;
-    if (!given.has_codes) return store_values(work.values, size, reinterpret_cast<T*>(pool) + place * size, work.lane);
+    if (!given.has_codes) return work.store(reinterpret_cast<T*>(pool) + place * size, size);
     for (int i = work.lane; i < size; i += kWarp) work.values[i] = to_float(from_float<T>(work.values[i]));
     warp_barrier();
     const Largest largest = Largest::of(work.values, size, work.lane);
@@ -188,7 +182,7 @@ struct HeadWriter {
 
 template <class T>
 __global__ void __launch_bounds__(kAppendWarps* kWarp) append_kernel(Attention a, HeadAppend given) {
-  __shared__ float work[kAppendWarps][kMostHead];
+  __align__(16) __shared__ float work[kAppendWarps][kMostHead];
   if (blockIdx.x == 0) return divide_rows(a);
   const int warp = int(threadIdx.x) / kWarp, lane = int(threadIdx.x) % kWarp;
   const int heads = a.heads + (given.kv_parts > 0 ? 2 * a.kv_heads : 0);
@@ -228,7 +222,7 @@ struct LatentWriter {
     const int64_t at = int64_t(token) * a.heads + head;
     work.load(static_cast<const T*>(given.absorbed) + at * a.value_size, a.value_size);
     rotate(static_cast<const T*>(given.queries) + (at + 1) * given.query_size - given.rotary_size);
-    store_values(work.values, a.key_size, reinterpret_cast<T*>(given.prepared) + at * a.key_size, work.lane);
+    work.store(reinterpret_cast<T*>(given.prepared) + at * a.key_size, a.key_size);
   }
 
   __device__ void write_key(int slot) {
@@ -238,13 +232,13 @@ struct LatentWriter {
     rotate(raw + a.value_size);
     const int64_t page = slot / a.page_size;
     const int64_t place = (page * a.num_layers + a.layer) * a.page_size + slot % a.page_size;
-    store_values(work.values, a.key_size, reinterpret_cast<T*>(given.pool) + place * a.key_size, work.lane);
+    work.store(reinterpret_cast<T*>(given.pool) + place * a.key_size, a.key_size);
   }
 };
 
 template <class T>
 __global__ void __launch_bounds__(kAppendWarps* kWarp) append_latents_kernel(Attention a, LatentAppend given) {
-  __shared__ float work[kAppendWarps][kMostLatent];
+  __align__(16) __shared__ float work[kAppendWarps][kMostLatent];
   if (blockIdx.x == 0) return divide_rows(a);
   const int warp = int(threadIdx.x) / kWarp, lane = int(threadIdx.x) % kWarp;
   const int64_t index = int64_t(blockIdx.x - 1) * kAppendWarps + warp;

@@ -47,15 +47,36 @@ struct LatentAppend {
 void append_heads(const Attention& a, const HeadAppend& given, bool is_f32);
 void append_latents(const Attention& a, const LatentAppend& given, bool is_f32);
 
-// A head as it is changed, in shared memory of the warp that does it.
+// Four elements at a time; both places are aligned to four elements.
+__device__ __forceinline__ float4 load_four(const float* from) { return *reinterpret_cast<const float4*>(from); }
+__device__ __forceinline__ float4 load_four(const bf16* from) {
+  const uint2 raw = *reinterpret_cast<const uint2*>(from);
+  return make_float4(as_bits<float>(raw.x << 16), as_bits<float>(raw.x & 0xffff0000u),
+                     as_bits<float>(raw.y << 16), as_bits<float>(raw.y & 0xffff0000u));
+}
+__device__ __forceinline__ void store_four(float* to, float4 x) { *reinterpret_cast<float4*>(to) = x; }
+__device__ __forceinline__ uint32_t pair_of(float low, float high) {
+  return uint32_t(to_bf16(low).bits) | uint32_t(to_bf16(high).bits) << 16;
+}
+__device__ __forceinline__ void store_four(bf16* to, float4 x) {
+  *reinterpret_cast<uint2*>(to) = make_uint2(pair_of(x.x, x.y), pair_of(x.z, x.w));
+}
+
+// A head as it is changed, in shared memory of the warp that does it. Sizes are multiples of four.
 struct WarpHead {
   float* values;
   int lane;
 
   template <class T>
   __device__ __forceinline__ void load(const T* from, int size) const {
-    for (int i = lane; i < size; i += kWarp) values[i] = to_float(from[i]);
+    for (int i = lane * 4; i < size; i += kWarp * 4) store_four(values + i, load_four(from + i));
     warp_barrier();
+  }
+  // Writes the head as it is stored.
+  template <class T>
+  __device__ __forceinline__ void store(T* to, int size) const {
+    warp_barrier();
+    for (int i = lane * 4; i < size; i += kWarp * 4) store_four(to + i, load_four(values + i));
   }
 
   // Rotates the two halves of `size` elements from `first` on; the warp has a barrier behind it.
