@@ -206,3 +206,17 @@ def test_more_rows_than_are_in_memory_at_the_same_time_have_their_own_results(
     found = choose(few, many, np.eye(len(few), dtype=np.float32)[places])
     np.testing.assert_array_equal(found[:count], alone[places[:count]])
     assert not found[count:].any()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("vocab_size", [23, 331, 2 * SLICE + 1, LISTED * 3])
+def test_hundreds_of_rows_have_the_cpus_tokens(
+    ours: Callable[..., Choose], vocab_size: int
+) -> None:
+    choose, cpu = ours(vocab_size), choosing(NativeOps, vocab_size)
+    num_rows = num_other = 0
+    for seed in range(100, 125):
+        rows = batch(vocab_size, seed)
+        differ = choose(rows)[:, WORDS[0]] != cpu(rows)[:, WORDS[0]]
+        num_rows, num_other = num_rows + len(rows), num_other + int(differ.any(axis=1).sum())
+    assert num_other <= num_rows // 200, f"{num_other} of {num_rows} rows differ"
