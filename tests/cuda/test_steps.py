@@ -23,7 +23,7 @@ from tests.by_day import by_day
 from tests.contract.steps import Draw, Geometry, Stream, run_step
 from tests.xla.harness import Lab, Variant
 
-pytestmark = [pytest.mark.native, pytest.mark.kernels]
+pytestmark = pytest.mark.native
 
 SMALL = {"bucket": 8, "num_rows": 4, "max_model_len": 64, "num_pages": 16}
 SUMS_BY_ROWS = 6

@@ -5,7 +5,10 @@ another shape, so nothing can compile after warm-up. `DeviceState` is the data t
 device between steps.
 """
 
+import itertools
+import os
 from collections.abc import Callable
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -79,6 +82,11 @@ _ROUTING_OPTIONS: dict[str, _Options] = {
 """By platform, for programs that only pass integers on. Without XLA's optimisations they take some
 microseconds more with hundreds of rows, and are compiled sooner: in a third of the time, where XLA
 can still generate the code of fusions without MLIR."""
+
+
+_COMPILING_THREADS = {"gpu": min(8, os.cpu_count() or 1)}
+"""By platform: a GPU has many buckets, each of which takes XLA a second. On a CPU there are few,
+and XLA uses threads itself."""
 
 
 class RowState(NamedTuple):
@@ -374,6 +382,7 @@ class _Compiler:
         self._ops = ops
         self._spec = spec
         self._setup = setup
+        self._platform = device.platform
         self._sharding = SingleDeviceSharding(device)
         self._step_options = _STEP_OPTIONS.get(device.platform, {})
         self._routing_options = _ROUTING_OPTIONS.get(device.platform, {})
@@ -391,11 +400,20 @@ class _Compiler:
         )
         if self._setup.copies_pages:
             programs = replace(programs, **self._all_copy_programs())
-        for bucket in self._ops.token_buckets(self._setup.limits.max_num_batched_tokens):
-            self._add_step(programs, bucket, self._abstract(weights))
+        with ThreadPoolExecutor(_COMPILING_THREADS.get(self._platform, 1)) as compiling:
+            added = [
+                self._start_step(compiling, bucket, self._abstract(weights))
+                for bucket in self._ops.token_buckets(self._setup.limits.max_num_batched_tokens)
+            ]
+        for bucket, name, compiled in itertools.chain(*added):
+            getattr(programs, name)[bucket] = compiled.result()
         return programs
 
-    def _add_step(self, programs: Programs, bucket: int, weights: DecoderWeights) -> None:
+    def _start_step(
+        self, compiling: Executor, bucket: int, weights: DecoderWeights
+    ) -> list[tuple[int, str, "Future[Compiled]"]]:
+        """The parts of a step that are being compiled: bucket, name and program. They are traced
+        one after another, since an op table records one program at a time."""
         spec, setup = self._spec, self._setup
         layout = StepLayout(bucket, setup.limits.max_num_seqs)
         program = StepProgram(
@@ -407,20 +425,23 @@ class _Compiler:
             num_slots, width = setup.limits.num_pages * spec.page_size, spec.model.hidden_size
             states = jax.eval_shape(lambda: new_states(num_slots, width, spec.dtype))
             kept.append(self._abstract(states))
-        programs.step[bucket], _ = self._part(program.step, *whole, *kept)
-        if can_split_steps(self._ops, spec.model):
-            programs.begin[bucket], (_, hidden) = self._part(program.begin, *whole)
-            rest = weights.lm_head, self._state.rows, whole[2], hidden
-            programs.choose[bucket], _ = self._part(program.choose, *rest)
+        step, _ = self._part(compiling, program.step, *whole, *kept)
+        if not can_split_steps(self._ops, spec.model):
+            return [(bucket, "step", step)]
+        begin, (_, hidden) = self._part(compiling, program.begin, *whole)
+        rest = weights.lm_head, self._state.rows, whole[2], hidden
+        choose, _ = self._part(compiling, program.choose, *rest)
+        return [(bucket, "step", step), (bucket, "begin", begin), (bucket, "choose", choose)]
 
-    def _part(self, function: Callable[..., Any], *inputs: Any) -> Any:
-        """The compiled function, which takes over its second input, and its abstract results."""
+    def _part(self, compiling: Executor, function: Callable[..., Any], *inputs: Any) -> Any:
+        """The function as it is compiled, which takes over its second input, and its abstract
+        results."""
         has_states = self._setup.keeps_hidden or self._spec.model.reads_hidden
         options = self._step_options
         if self._ops.is_opaque and not has_states:
             options = options | self._routing_options
         lowered = jax.jit(function, donate_argnums=1).lower(*inputs)
-        return lowered.compile(options), self._abstract(lowered.out_info)
+        return compiling.submit(lowered.compile, options), self._abstract(lowered.out_info)
 
     def _row_programs(self) -> RowPrograms:
         rows = self._state.rows

@@ -139,7 +139,7 @@ class XlaRunner:
         self._buckets = self._ops.token_buckets(limits.max_num_batched_tokens)
         self._setup = replace(setup, kv_of=None, hidden_of=None)
         self._hidden_of = hidden_of
-        with self._ops.loading(setup.packed_weights):
+        with self._ops.loading(setup.packed_weights), jax.default_device(self._device):
             loaded = self._load(weights)
         self._weights: DecoderWeights | None = jax.device_put(loaded, self._device)
         self._programs: Programs | None = None

@@ -80,7 +80,7 @@ class CudaOps(ProgramOps):
     ) -> Linear:
         held = self._hold([parts], format)
         all_biases = np.concatenate(bias).astype(np.float32) if len(bias) else None
-        return replace(held, weight=held.weight[0], bias=all_biases)
+        return replace(held, weight=_placed(held.weight[0]), bias=all_biases)
 
     def load_gate_up(
         self,
@@ -90,7 +90,7 @@ class CudaOps(ProgramOps):
     ) -> Linear:
         held = self._hold([parts], format, is_gated=True)
         both = np.stack(bias).astype(np.float32) if len(bias) else None
-        return replace(held, weight=held.weight[0], bias=both)
+        return replace(held, weight=_placed(held.weight[0]), bias=both)
 
     def load_experts(
         self,
@@ -99,7 +99,7 @@ class CudaOps(ProgramOps):
         biases: Sequence[Sequence[npt.NDArray[Any]]] = (),
     ) -> Linear:
         held = self._hold(experts, format, is_gated=len(experts[0]) == 2)
-        return replace(held, bias=expert_biases(biases))
+        return replace(held, weight=_placed(held.weight), bias=expert_biases(biases))
 
     def _hold(
         self,
@@ -127,3 +127,8 @@ class CudaOps(ProgramOps):
 
     def _new_program(self) -> NativeProgram:
         return CudaProgram(self._library)
+
+
+def _placed(weight: npt.NDArray[Any]) -> jax.Array:
+    """On the device before the next one is read, so that the host holds no second copy of all."""
+    return jax.block_until_ready(jax.device_put(weight))
