@@ -30,7 +30,18 @@ weights, with which these rates are those of trained ones. Decode is of all rows
 the largest resident size, with the pages of the file that are in it.
 """
 
-MACHINES = ("Zen 5", "Zen 4", "Zen 3", "Zen 1", "Intel", "NVIDIA H100", "Simulated", "Any machine")
+MACHINES = (
+    "Zen 5",
+    "Zen 4",
+    "Zen 3",
+    "Zen 1",
+    "Intel",
+    "NVIDIA H100",
+    "NVIDIA H200",
+    "NVIDIA A100",
+    "Simulated",
+    "Any machine",
+)
 ENGINES = ("Cadenza", "vLLM", "llama.cpp", "OpenVINO")
 PEOPLE_FIGURES = ("decode", "decode, share of the bound", "prefill", "memory")
 COLOURS = {"Cadenza": "#c2410c", "vLLM": "#1d4ed8", "llama.cpp": "#15803d", "OpenVINO": "#7e22ce"}

@@ -1,6 +1,7 @@
 """What the tests of the kernels for GPUs share: the kernels over emulated threads and blocks, as a
 library for the host (`make -C csrc cuda-emulated`), and calling an operation once."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,12 @@ def emulated_path() -> Path:
 
 
 @pytest.fixture(scope="session")
-def library(emulated_path: Path) -> CudaLibrary:
-    return open_cuda_library(emulated_path, platform="cpu", prefix="emulated_")
+def library(request: pytest.FixtureRequest) -> CudaLibrary:
+    """The emulation, or the library that CADENZA_TEST_GPU names, on a card."""
+    if real := os.environ.get("CADENZA_TEST_GPU"):
+        return open_cuda_library(Path(real), platform="CUDA", prefix="tested_")
+    path = request.getfixturevalue("emulated_path")
+    return open_cuda_library(path, platform="cpu", prefix="emulated_")
 
 
 @pytest.fixture

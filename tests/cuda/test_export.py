@@ -1,4 +1,4 @@
-"""The step for a GPU, exported without one, and its custom call; the plain step for other devices."""
+"""The step for a GPU, exported without one, with its custom call; the plain step for others."""
 
 import re
 from typing import Any

@@ -67,7 +67,7 @@ class StubBackend:
     def watch_compiles(self) -> Callable[[], int]:
         return lambda: 0
 
-    def open_instruments(self) -> Instruments | None:
+    def open_instruments(self, ops: str = "native") -> Instruments | None:
         return None
 
     def find_faults(self, ops: str) -> FaultSet | None:

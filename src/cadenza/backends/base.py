@@ -416,8 +416,9 @@ class Backend(Protocol):
         """
         return int
 
-    def open_instruments(self) -> Instruments | None:
-        """The backend's instruments; None if it has none. Raises ConfigError if loading fails."""
+    def open_instruments(self, ops: str = "native") -> Instruments | None:
+        """The instruments of the op table named `ops` in the traits; None if there are none. Raises
+        ConfigError if loading fails."""
 
     def find_faults(self, ops: str) -> FaultSet | None:
         """The faults of the op table named `ops` in the traits; None if there are none."""

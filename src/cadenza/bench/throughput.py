@@ -13,7 +13,7 @@ from pathlib import Path
 
 from cadenza import EngineConfig, EngineCore
 from cadenza.backends import BACKENDS, Backends, find_backend
-from cadenza.backends.base import Instruments
+from cadenza.backends.base import Instruments, ProductDType
 from cadenza.bench import OnStatus
 from cadenza.bench.bounds import Cost, Limit, ModelCost, Prompts, Roofline
 from cadenza.bench.machine import RooflineProbe, describe_machine
@@ -170,7 +170,7 @@ def measure_throughput(
     if workload.profile and traits.ops != "native":
         raise ConfigError(f"--profile needs the native ops; this engine runs the {traits.ops} ops")
     fitted = engine_config(config, workload, traits.max_num_batched_tokens)
-    instruments = find_backend(config.backend, backends).open_instruments()
+    instruments = find_backend(config.backend, backends).open_instruments(traits.ops)
     report("loading the model")
     loaded = load_model(model, fitted, backends=backends)
     try:
@@ -217,10 +217,13 @@ class _Bound:
 
 
 def _bound_of(loaded: LoadedModel, instruments: Instruments | None) -> _Bound | None:
-    """None unless the model runs on the processor, whose rates are those that are measured."""
+    """None unless the rates of what the model runs on are measured: of the processor, or of tensor
+    cores and a card's memory."""
     plan, checkpoint = loaded.plan, loaded.checkpoint
     _, _, device = plan.traits.name.partition(":")
-    if device != "cpu" or plan.traits.device_memory_bytes is not None:
+    dtype: ProductDType = "int8" if plan.is_quantised else plan.dtype
+    is_card = plan.traits.ops == "cuda" and dtype != "float32"
+    if not is_card and (device != "cpu" or plan.traits.device_memory_bytes is not None):
         return None
     cost = ModelCost.of(
         checkpoint.config,
@@ -229,7 +232,7 @@ def _bound_of(loaded: LoadedModel, instruments: Instruments | None) -> _Bound | 
         held_formats(checkpoint.config, checkpoint.weights),
         kv_cache_dtype=plan.kv_cache_dtype,
     )
-    probe = RooflineProbe(instruments, "int8" if plan.is_quantised else plan.dtype)
+    probe = RooflineProbe(instruments, dtype)
     return _Bound(cost=cost, probe=probe)
 
 

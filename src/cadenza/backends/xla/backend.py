@@ -98,7 +98,12 @@ class XlaBackend(Backend):
     def watch_compiles(self) -> Callable[[], int]:
         return CompileCount()
 
-    def open_instruments(self) -> Instruments | None:
+    def open_instruments(self, ops: str = "native") -> Instruments | None:
+        if ops == "cuda":
+            from cadenza.backends.xla.ops.cuda_library import load_cuda_library
+            from cadenza.backends.xla.ops.cuda_measure import CudaInstruments
+
+            return CudaInstruments(load_cuda_library())
         if not has_native_library():
             return None
         from cadenza.backends.xla.ops.native_measure import NativeInstruments

@@ -13,5 +13,6 @@ Modules:
 - `native`, `native_library`, `native_packing`: the CPU kernels; loading them, packing weights
 - `packed_memory`, `packed_file`: memory of packed weights, and a file of them
 - `cuda`, `cuda_library`, `cuda_packing`: the kernels for NVIDIA GPUs; loading them and weights
+- `cuda_measure`: the rates of a card
 - `native_measure`: bandwidth, FLOP/s and time per operation
 """
