@@ -1,4 +1,5 @@
-"""What README.md and docs/*.md show: code in fences, indented code, and code within sentences."""
+"""What README.md, docs/*.md and the cookbook show: code in fences, indented code, and code within
+sentences."""
 
 import re
 import shlex
@@ -7,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+FOLDERS = (ROOT / "docs", ROOT / "docs" / "cookbook")
+PAGES = (ROOT / "README.md", *(page for folder in FOLDERS for page in sorted(folder.glob("*.md"))))
 
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 INDENTED = re.compile(r"(?<=\n\n)((?: {4}.*\n|\n(?= {4}))+)")
@@ -101,6 +103,26 @@ def shown_commands() -> dict[str, str]:
             for command in commands(code):
                 found.setdefault(command, code.place)
     return found
+
+
+def shown_outputs() -> dict[str, str]:
+    """What a page shows below a command that it shows with a prompt; no command without any."""
+    found: dict[str, str] = {}
+    for page in PAGES:
+        for code in fences(page):
+            if code.language not in SHELLS:
+                continue
+            for part in re.split(r"^\$ ", code.text, flags=re.MULTILINE)[1:]:
+                command, _, output = part.partition("\n")
+                if output.strip():
+                    found.setdefault(as_one_line(command), output)
+    return found
+
+
+def is_as_shown(printed: str, shown: str) -> bool:
+    """Whether a command printed what a page shows, in which … stands for anything."""
+    pattern = ".*".join(map(re.escape, shown.strip().split("…")))
+    return re.fullmatch(pattern, printed.strip(), re.DOTALL) is not None
 
 
 def is_complete(command: str) -> bool:

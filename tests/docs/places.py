@@ -1,4 +1,4 @@
-"""How a test runs each command that README.md and docs/*.md show.
+"""How a test runs each command that README.md, docs/*.md and the cookbook show.
 
 A command that is not here, or is here and shown no longer, fails a test. Those that take more than
 a second or two on a quiet machine are run by `make soak`.
@@ -116,6 +116,25 @@ RERANK = '{"query": "a fast animal", "documents": ["a red fox", "a grey stone"],
 QUESTION = '{"messages": [{"role": "user", "content": "What is the capital of Japan?"}]}'
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 5}'
 
+EXAMPLES = {"python examples/": "python {root}/examples/"}
+QUESTIONS = "\n".join(
+    f"echo '{json.dumps({'prompt': prompt})}' {redirect} questions.jsonl"
+    for prompt, redirect in (("What is the capital of Japan?", ">"), ("What is 12 + 30?", ">>"))
+)
+ANSWER_QUESTIONS = "cadenza generate --prompts-file questions.jsonl --chat"
+BATCH = json.dumps(
+    {
+        "custom_id": "a",
+        "method": "POST",
+        "url": "/v1/completions",
+        "body": {"prompt": "12 + 30 ="},
+    }
+)
+TABLE = (
+    'cadenza generate "Once upon a time" --seed 7 --temperature 0.8 --max-tokens 16 '
+    "--receipt table.json"
+)
+
 PLACES: Mapping[str, Place] = {
     # README.md
     "make run": Parsed(BUILDS),
@@ -230,6 +249,20 @@ PLACES: Mapping[str, Place] = {
     "cadenza list": Run(),
     "cadenza rm owner/model": Parsed("asks on a terminal, and needs a model of the hub"),
     f"{BENCH} --quick": Run(prints="tokens per second, share of the bound"),
+    # docs/cookbook
+    f'python examples/rag.py http://{PORT} "What is the capital of Japan?"': Run(
+        instead=EXAMPLES, soak=False
+    ),
+    f'python examples/tool_loop.py http://{PORT} "What is the weather in Paris?"': Run(
+        instead=EXAMPLES
+    ),
+    **{command: First(ANSWER_QUESTIONS) for command in QUESTIONS.splitlines()},
+    ANSWER_QUESTIONS: Run(before=QUESTIONS),
+    f"python examples/batch_file.py http://{PORT} questions.jsonl answers.jsonl --at-once 32": Run(
+        before=f"echo '{BATCH}' > questions.jsonl", instead=EXAMPLES, prints="1 answered, 0 of"
+    ),
+    TABLE: First("cadenza replay table.json"),
+    "cadenza replay table.json": Run(before=TABLE),
     # docs/exactness.md
     RECEIPT: First("cadenza replay answer.json"),
     "cadenza replay answer.json": Run(before=RECEIPT, prints="answer.json: equal, 2 tokens"),

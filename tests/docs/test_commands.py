@@ -13,12 +13,21 @@ import typer
 from cadenza.errors import ConfigError
 from tests.docs import command_line
 from tests.docs.conftest import Shell, at
-from tests.docs.documents import PAGES, ROOT, shown_commands, spans
+from tests.docs.documents import (
+    PAGES,
+    ROOT,
+    fences,
+    is_as_shown,
+    shown_commands,
+    shown_outputs,
+    spans,
+)
 from tests.docs.places import PLACES, PORT, First, NoCommand, Parsed, Post, Run, Serve, Shared
 from tests.ports import kept_port
 from tests.server.serve_process import PLAIN, ServeProcess, serve_process
 
 SHOWN = shown_commands()
+OUTPUTS = shown_outputs()
 STAND_INS = {"[": "", "]": "", "FILE…": "FILE", "…": "none", "NAME|FILE": "NAME"} | {
     " URL": f" http://{PORT}",
     " COMMAND ": " serve ",
@@ -110,7 +119,7 @@ def test_what_is_not_run_names_files_that_are_there(command: str, place: Parsed)
 def test_a_command_that_is_run_first_is_run(command: str, place: First) -> None:
     then = PLACES[place.of]
     assert isinstance(then, Run)
-    assert then.before == command
+    assert command in then.before.splitlines()
 
 
 @pytest.mark.parametrize(("command", "place"), placed(Run))
@@ -118,12 +127,36 @@ def test_a_command_does_what_its_page_says(
     request: pytest.FixtureRequest, shell: Shell, command: str, place: Run
 ) -> None:
     skip_without(place.needs)
+    command_of_page = command
     if f"http://{PORT}" in command:
         command = at(command, request.getfixturevalue("served"))
     both = "\n".join(filter(None, (place.before, command)))
     ran = shell.run(shell.with_stand_ins(both, dict(place.instead)), place.stdin)
     assert ran.code == 0, ran.out + ran.err
     assert place.prints in ran.out
+    if command_of_page in OUTPUTS and not place.stdin:
+        ran_all = (*place.before.splitlines(), command_of_page)
+        shown = "".join(OUTPUTS.get(each, "") for each in ran_all)
+        assert is_as_shown(ran.out, shown), ran.out
+
+
+def test_the_readme_shows_what_make_run_prints(shell: Shell) -> None:
+    (recipe,) = re.findall(
+        r"^run:.*\n\t\$\(BIN\)/(.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE
+    )
+    ran = shell.run(recipe.replace("examples/", f"{ROOT}/examples/"))
+    texts = [code.text for code in fences(ROOT / "README.md") if "$ make run\n" in code.text]
+    (shown,) = [text.partition("$ make run\n")[2] for text in texts]
+    for answer in shown.strip().split("\n\n"):
+        assert " ".join(answer.split()) in " ".join(ran.out.split())
+
+
+@pytest.mark.parametrize(
+    ("printed", "shown", "is_same"),
+    [("a\n", "a\n", True), ("a b\nc", "a …", True), ("ab", "a", False), ("a", "b", False)],
+)
+def test_an_output_is_compared_whole(printed: str, shown: str, is_same: bool) -> None:
+    assert is_as_shown(printed, shown) == is_same
 
 
 @pytest.mark.parametrize(("command", "place"), placed(Serve))

@@ -21,6 +21,7 @@ OF_OTHERS = {
     *("--no-deps", "--modelfile", "--weight-format", "--spec-draft-n-max", "--xla_cpu_max_isa"),
     *("--tag", "--rm", "--publish", "--volume", "--env", "--time", "--no-healthcheck"),
     *("--cap-add", "--cpunodebind", "--membind"),
+    *("--include_path", "--tasks", "--model_args", "--log_samples", "--apply_chat_template"),
     *(
         "--rows",
         "--threads",

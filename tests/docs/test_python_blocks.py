@@ -1,6 +1,8 @@
-"""The Python of README.md and docs/*.md runs; of docs/python.md another file sees to that.
+"""The Python of README.md, docs/*.md and the cookbook runs; of docs/python.md another file sees to
+that.
 
 Clients are sent to a server of the bundled model, which has the name that a page gives the model.
+Where that is its own, an example prints what its comments say.
 """
 
 import importlib
@@ -62,7 +64,10 @@ def test_every_client_of_the_pages_has_an_example() -> None:
 @pytest.mark.parametrize("code", OF_CLIENTS, ids=lambda code: code.place)
 def test_a_client_gets_an_answer(served: ServeProcess, code: Code, tmp_path: Path) -> None:
     text = code.text.replace(TRAINED_ONES, 'model="bundled"')
-    assert ran(replace(code, text=text), served.url, tmp_path).strip()
+    printed = ran(replace(code, text=text), served.url, tmp_path)
+    assert printed.strip()
+    if 'model="bundled"' in code.text and PRINTED.search(code.text):
+        assert printed.splitlines() == PRINTED.findall(code.text)
 
 
 @pytest.mark.soak
