@@ -87,7 +87,7 @@ struct DeltaChannels : MatrixInputs<T> {
 
 template <class T>
 struct ScanChannels : MatrixInputs<T> {
-  __host__ __device__ PlainSegments segments() const { return {this->channels}; }
+  __host__ __device__ PlainSegments segments() const { return PlainSegments{this->channels}; }
   __host__ __device__ int num_segments() const { return segments().num_segments(); }
   __device__ void prepare(int token, int lane) const {
     for (int head = lane; head < this->heads; head += kWarp) {
