@@ -27,7 +27,7 @@ constexpr int32_t kMagic = 0x4b400000;
 constexpr float kMagicFloat = 12582912.0f;
 
 // What a product folds beside the integers: the scale and the sum of a row's codes, two rows of a pair.
-struct RowTerms {
+struct alignas(16) RowTerms {
   float scale[2], total[2];
 };
 
@@ -251,9 +251,10 @@ class CodeTile {
           for (int j = 0; j < 2; j++) {
             int32_t d[4];
             warp_mma_int8_from(kMagic, d, a[j], b);
-            if (lane_ % 4 != within / 2) continue;
-            to[4 * j] = row % 2 == 0 ? d[0] : d[1];
-            to[4 * j + 2] = row % 2 == 0 ? d[2] : d[3];
+            if (lane_ % 4 == within / 2) {
+              to[4 * j] = row % 2 == 0 ? d[0] : d[1];
+              to[4 * j + 2] = row % 2 == 0 ? d[2] : d[3];
+            }
           }
         }
       }

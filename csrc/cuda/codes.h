@@ -184,7 +184,7 @@ struct StoredTerms {
   uint32_t factors;  // of nested scales, and in the high half of offsets
 };
 
-struct ColumnTerms {
+struct alignas(8) ColumnTerms {
   float scale;
   float correction;  // a zero point or an offset
 };

@@ -11,11 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cadenza.backends.base import RunnerSetup
 from cadenza.backends.xla.ops.cuda import CudaOps
 from cadenza.backends.xla.ops.cuda_library import CudaLibrary
 from cadenza.backends.xla.ops.native import NativeOps
 from cadenza.backends.xla.ops.table import DecoderSpec
-from cadenza.config import EngineLimits
+from cadenza.config import EngineLimits, Quantization
 from cadenza.events import Token
 from cadenza.request import Request, SamplingParams
 from tests.by_day import by_day
@@ -61,6 +62,11 @@ class Small(Variant):
     bucket: int = max(BUCKETS)
     max_model_len: int = 64
     num_pages: int = 24
+    quantization: Quantization = "none"
+
+    @property
+    def setup(self) -> RunnerSetup:
+        return replace(super().setup, quantization=self.quantization)
 
     @property
     def limits(self) -> EngineLimits:
@@ -74,6 +80,8 @@ VARIANTS = {
     "dense": Small(),
     "hybrid": Small(shape="tiny-qwen3.5"),
     "experts": Small(shape="tiny-qwen3-moe"),
+    "dense-int8": Small(quantization="int8"),
+    "experts-int4": Small(shape="tiny-qwen3-moe", quantization="int4"),
     "dense-int8-kv": Small(dtype="bfloat16", kv_cache_dtype="int8"),
     "windows": Small(shape="tiny-gemma3"),
     "latents": Small(shape="tiny-deepseek-v3"),
@@ -140,7 +148,8 @@ def test_streams_are_bitwise_those_alone_and_have_the_cpus_tokens(
     assert_same(ample, expected)
     assert ample.num_cached_tokens > 0
     on_cpu = alone(lab, replace(variant, ops=NativeOps), requests)
-    is_exact = variant.dtype == "float32"  # else other roundings may choose another token
+    # Otherwise other roundings may choose another token.
+    is_exact = (variant.dtype, variant.quantization) == ("float32", "none")
     for stream, cpus in zip(expected, on_cpu, strict=True):
         assert not is_exact or stream.token_ids == cpus.token_ids
         ours, theirs = (

@@ -156,17 +156,16 @@ def test_products_of_experts_follow_their_definitions(
     layer = Layer(call, sizes, dtype)
     x, ids, weights, residual = layer.given(7)
     ids[3, 1], ids[5] = -1, EXPERTS
-    inner = np.asarray(layer.gated(x, ids, 7), np.float64)
+    unwritten = layer.gated(x, ids, 7)  # in the slots without an expert
     valid = (ids >= 0) & (ids < EXPERTS)
+    inner = np.where(valid[..., None], unwritten, np.zeros((), dtype)).astype(np.float64)
     own = np.where(valid, ids, 0)
     wide = np.einsum("te,tcfe->tcf", x.astype(np.float64), layer.gate_up.astype(np.float64)[own])
     gate, up = np.split(wide + layer.gate_up_bias[own], 2, axis=-1)
     rtol = 1e-2 if dtype == ml_dtypes.bfloat16 else 1e-4
     expected = gate / (1 + np.exp(-gate)) * up
     np.testing.assert_allclose(inner[valid], expected[valid], rtol=rtol, atol=1e-4)
-    given = inner.astype(dtype), ids, weights, residual, 7
-    out = np.asarray(layer.combined(*given))
-    inner[~valid] = 0
+    out = np.asarray(layer.combined(unwritten, ids, weights, residual, 7))
     outputs = np.einsum("tcf,tcef->tce", inner, layer.down.astype(np.float64)[own])
     outputs = (outputs + layer.down_bias[own]) * (weights * valid)[..., None]
     np.testing.assert_allclose(out, residual + outputs.sum(1), rtol=1e-4, atol=1e-4)
