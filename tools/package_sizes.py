@@ -16,14 +16,14 @@ ROOT = "(modules)"
 """The modules that are in no package."""
 
 MAX_LINES: Mapping[str, int] = {
-    ROOT: 2_350,
+    ROOT: 2_450,  # engines on many machines
     "backends": 13_000,  # kernels for GPUs: their table, packing, proof and memory
-    "bench": 5_900,  # charts, data sets, two servers compared, modes of batching
+    "bench": 6_300,  # charts, data sets, two servers compared, modes of batching
     "checkpoint": 13_200,  # the families of 2026
     "cli": 6_300,  # servers compared
     "cluster": 1_500,  # replicas on several machines
     "core": 7_100,  # slots of recurrent states; what drafts saved and cost
-    "engine": 6_200,
+    "engine": 6_300,
     "frontend": 3_500,  # viewers of the batch
     "loading": 2_900,
     "server": 15_300,  # the page at /, images
