@@ -5,7 +5,7 @@
 The keywords are the flags of `cadenza serve`, and `engine_resources` (of each engine, as Ray names
 them) and `front_resources`. Ray places, restarts and watches; tokens do not pass through it: the
 front speaks with each engine over a socket of its own (`cluster.engine_host`). The only module that
-imports ray (`pip install 'cadenza[ray]'`).
+imports ray (`pip install '.[ray]'`).
 """
 # ray is an extra, which nothing that checks types has.
 # pyright: basic, reportMissingImports=false
