@@ -19,6 +19,8 @@ DEFAULT_FRACTION = 0.75
 _FRACTION_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 _PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}
+_EXTRAS = {"cuda": "cuda13", "tpu": "tpu"}
+"""JAX's extra that has a kind of device."""
 
 
 def find_device(name: str) -> Any:
@@ -40,7 +42,7 @@ def find_device(name: str) -> Any:
         devices = []
     if index >= len(devices):
         available = ", ".join(sorted({device.platform for device in jax.devices()}))
-        install = "" if kind == "cpu" else f"pip install 'jax[{kind}]', or "
+        install = f"pip install 'jax[{_EXTRAS[kind]}]', or " if kind in _EXTRAS else ""
         raise DeviceUnavailableError(
             f"--device {name}: this machine has {len(devices)} devices of that kind that JAX can "
             f"use; JAX sees {available}. Remedy: {install}choose another device"
