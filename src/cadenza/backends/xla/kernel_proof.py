@@ -8,8 +8,10 @@ chose them. Computes in pools of its own, before the model's are allocated.
 Legend as in `ops.table`; K tokens that are compared.
 """
 
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -35,6 +37,8 @@ SEQUENCE_TOKENS = 700
 
 GROWTH = 1.35
 """From one compared token to the next; the first ones follow each other."""
+
+MOST_THREADS = 8
 
 _FLOATS = (np.dtype(jnp.bfloat16), np.dtype(np.float32))
 _OVER_POOLS = frozenset(
@@ -73,13 +77,15 @@ def prove_kernels(
     tokens = ProofTokens(spec, limits)
     steps = ProofSteps(ops, spec, weights, tokens)
     products = ops.prove_products(steps.products(tokens.prompts(1)), tokens.rows(sizes))
-    found = {size: steps.run(tokens.prompts(size)) for size in sizes}
+    prompts = {size: tokens.prompts(size) for size in sizes}
+    steps.compile(prompts)
+    found = {size: steps.run(size, inputs) for size, inputs in prompts.items()}
     whole = found[sizes[-1]]
     for size in sizes[:-1]:
         steps.compare(found[size], whole, f"a step of {size} tokens")
     single = [size for size in sizes if tokens.can_be_single(size)]
     for size in single:
-        of_rows = steps.run(tokens.single_tokens(size))
+        of_rows = steps.run(size, tokens.single_tokens(size))
         steps.compare(of_rows, whole, f"a step of {size} rows with one token each")
     return KernelProof(
         operations=tuple(dict.fromkeys(steps.labels)),
@@ -196,6 +202,7 @@ class ProofSteps:
         self._program = jax.jit(self._compute, donate_argnums=1)
         self.labels: list[str] = []
         self._products: dict[Any, Product] = {}
+        self._compiled: dict[int, Any] = {}
 
     def _new_pools(self, num_pages: int) -> LayerPools:
         """KV that no step has written is NaN."""
@@ -211,8 +218,21 @@ class ProofSteps:
         self._program.trace(self._weights, self._pools, inputs)
         return tuple(self._products.values())
 
-    def run(self, inputs: ProofInputs) -> Outcome:
-        taken, choices, self._pools = self._program(self._weights, self._pools, inputs)
+    def compile(self, inputs: Mapping[int, ProofInputs]) -> None:
+        """The programs of steps by their size, side by side; they are traced one after another,
+        since an op table records one program at a time."""
+        lowered = [
+            self._program.trace(self._weights, self._pools, each).lower()
+            for each in inputs.values()
+        ]
+        with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as compiling:
+            compiled = compiling.map(lambda each: each.compile(), lowered)
+            self._compiled = dict(zip(inputs, compiled, strict=True))
+
+    def run(self, size: int, inputs: ProofInputs) -> Outcome:
+        """A step of `size`, which `compile` was given."""
+        program = self._compiled[size]
+        taken, choices, self._pools = program(self._weights, self._pools, inputs)
         valid = slice(0, int(inputs.count))
         return Outcome([np.asarray(each)[valid] for each in taken], np.asarray(choices)[valid])
 
