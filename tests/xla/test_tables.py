@@ -9,11 +9,19 @@ from cadenza.backends.base import RunnerSetup
 from cadenza.backends.xla.backend import XlaBackend
 from cadenza.backends.xla.ops.cuda_library import CudaLibrary
 from cadenza.backends.xla.ops.native_library import load_native_library
-from cadenza.backends.xla.tables import TABLES, CudaTable, NativeTable, ReferenceTable, choose_table
+from cadenza.backends.xla.tables import (
+    CUDA_WORKSPACE_BYTES,
+    TABLES,
+    CudaTable,
+    NativeTable,
+    ReferenceTable,
+    choose_table,
+)
 from cadenza.checkpoint import open_checkpoint
 from cadenza.checkpoint.random_checkpoint import named_shape
-from cadenza.config import EngineLimits, Ops
+from cadenza.config import EngineConfig, EngineLimits, Ops
 from cadenza.errors import ConfigError
+from cadenza.loading.plan import make_plan
 
 MODEL = named_shape("tiny-llama")
 LIMITS = EngineLimits(
@@ -113,3 +121,16 @@ def test_the_cuda_table_has_traits_of_its_own_and_tells_cards_apart() -> None:
     described = table.describe_arithmetic(Card())
     digest = load_native_library().digest
     assert described == ("cuda", "9.0", "cuda 13000", digest)
+
+
+def test_a_plan_has_what_a_step_on_a_card_needs_beside_its_arrays() -> None:
+    """Of the bundled model gate and up, of 640 columns each, are the widest product."""
+    traits = XlaBackend().describe("cpu", "reference", open_checkpoint(None))
+    on_card = CudaTable(load=loaded).add_traits(traits, MODEL)
+    config = EngineConfig(max_num_seqs=2, max_model_len=64)
+    found, without = (
+        make_plan(config, open_checkpoint(None), each, 4 << 30).footprint
+        for each in (on_card, replace(on_card, workspace_bytes=0, has_float_results=False))
+    )
+    assert found.fixed_bytes - without.fixed_bytes == CUDA_WORKSPACE_BYTES
+    assert found.step_token_bytes - without.step_token_bytes == 4 * 2 * 640

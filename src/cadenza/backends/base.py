@@ -86,6 +86,9 @@ class BackendTraits:
             before it is used.
         process_bytes: private memory of a process beside its models: libraries and programs.
         logit_copies: float32 arrays [L, V] that exist at the same time while tokens are chosen.
+        workspace_bytes: what a step's operations use for themselves, whatever the model.
+        has_float_results: whether the float32 result of a layer's widest product exists beside what
+            is made of it.
         gathered_layers: how often a step holds one layer's keys, and values, of a whole context.
         kernels_note: a sentence about kernels for the device that do not serve, or instructions
             that it has and its kernels cannot use.
@@ -117,6 +120,8 @@ class BackendTraits:
     fills_kv: bool = True
     process_bytes: int = 0
     logit_copies: int = 0
+    workspace_bytes: int = 0
+    has_float_results: bool = False
     gathered_layers: int = 0
     kernels_note: str | None = None
     tile_rows: str | None = None

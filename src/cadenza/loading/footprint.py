@@ -156,12 +156,13 @@ def _array_footprint(model: ModelConfig, traits: BackendTraits, dtype: WeightDTy
         + _WORD * model.hidden_size
     )
     return Footprint(
-        fixed_bytes=NUM_EXTRA_LOGIT_ROWS * logit_row_bytes,
+        fixed_bytes=NUM_EXTRA_LOGIT_ROWS * logit_row_bytes + traits.workspace_bytes,
         context_bytes=_ROPE_COPIES * _WORD * sum(rotary_dims)
         + traits.gathered_layers * 2 * _WORD * model.widest_heads.kv_size,
         row_bytes=logit_row_bytes,
         table_bytes=2 * _WORD,  # on the device and the host
-        step_token_bytes=_SCRATCH_COPIES * _token_bytes(model, dtype),
+        step_token_bytes=_SCRATCH_COPIES * _token_bytes(model, dtype)
+        + (_WORD * _widest_product(model) if traits.has_float_results else 0),
         slot_bytes=_WORD,
     )
 
@@ -188,6 +189,17 @@ def _token_bytes(model: ModelConfig, dtype: WeightDType) -> int:
     return (
         _WORD * model.hidden_size + item_bytes(dtype) * (model.hidden_size + widest) + partial_bytes
     )
+
+
+def _widest_product(model: ModelConfig) -> int:
+    """Columns of the widest product of a layer: gate and up of its MLP or of the chosen experts, or
+    queries, keys and values."""
+    inner = max(kind.intermediate_size or model.intermediate_size for kind in model.layer_kinds)
+    if model.experts is not None:
+        chosen = model.experts.num_chosen * model.experts.intermediate_size
+        inner = max(inner, chosen, model.experts.shared_size)
+    heads = model.widest_heads
+    return max(2 * inner, heads.query_size + 2 * heads.kv_size, model.hidden_size)
 
 
 def _tokenizer_bytes(checkpoint: Checkpoint) -> int:

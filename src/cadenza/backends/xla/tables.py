@@ -210,6 +210,8 @@ class CudaTable:
             fills_kv=False,
             process_bytes=NATIVE_PROCESS_BYTES,
             logit_copies=1,
+            workspace_bytes=CUDA_WORKSPACE_BYTES,
+            has_float_results=True,
         )
 
     def describe_arithmetic(self, device: Any) -> tuple[str, ...]:
@@ -219,6 +221,9 @@ class CudaTable:
     def name_class(self, device: Any, checkpoint: Checkpoint, setup: RunnerSetup) -> str | None:  # noqa: ARG002
         return f"cuda_{_capability_of(device)}"
 
+
+CUDA_WORKSPACE_BYTES = 128 << 20
+"""Partial results of attention, at most 64 MiB (`kMostPartialBytes`), and prepared queries."""
 
 _PREFERRED = {"cpu": "native", "gpu": "cuda"}
 """The table that is made for a platform."""
