@@ -43,7 +43,8 @@ def needed(command: Any, folder: Path) -> list[object]:
     found: list[object] = []
     for each in command.params:
         if each.required:
-            found += [folder / "out"] if each.param_type_name == "argument" else [each.opts[0], "x"]
+            word = "http://127.0.0.1:9" if each.name == "url" else str(folder / "out")
+            found += [word] if each.param_type_name == "argument" else [each.opts[0], "x"]
     return found
 
 
@@ -56,8 +57,12 @@ def test_the_commands_and_their_flags_are_found():
     assert {"--port", "--max-num-seqs", "--max-itl-ms", "--device", "--log-level"} <= found
 
 
+TWO_SERVERS = ("--url", "a=http://127.0.0.1:9", "--url", "b=http://127.0.0.1:9")
+
+
 def check(cadenza: Callable[..., Ran], path: tuple[str, ...], flag: str, folder: Path) -> None:
-    ran = cadenza(*path, *needed(COMMANDS[path], folder), flag, "nonsense")
+    given = TWO_SERVERS if path == ("bench", "compare") else needed(COMMANDS[path], folder)
+    ran = cadenza(*path, *given, flag, "nonsense")
     assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1), ran
     assert flag in ran.err
 

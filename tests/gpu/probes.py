@@ -129,7 +129,8 @@ def probe_host(
                 launches.append(time.perf_counter() - started)
                 return handle
 
-        llm.core._loop._step_runner._runner = Timed()
+        steps: Any = llm.core._loop._step_runner
+        steps._runner = Timed()
         for count in rows:
             launches.clear()
             params = SamplingParams(max_tokens=128, ignore_eos=True)

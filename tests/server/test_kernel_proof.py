@@ -27,6 +27,7 @@ def test_health_has_the_proof_of_the_kernels(script: tuple[int, ...], text: Text
                 "step_sizes": [1, 2, 4],
                 "num_single": 2,
                 "elapsed_s": 0.5,
+                "products": [],
             },
         }
         assert server.get("/ready").json() == {"status": "ready"}

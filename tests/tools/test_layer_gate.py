@@ -24,6 +24,7 @@ PACKAGES = (
     "bench",
     "checkpoint",
     "cli",
+    "cluster",
     "core",
     "engine",
     "frontend",
@@ -38,6 +39,7 @@ MODULES = (
     "request",
     "outputs",
     "errors",
+    "serve_app",
     "bench.simulate",
     "core.scheduler",
     "engine.core",
@@ -47,6 +49,10 @@ MODULES = (
 )
 
 LAWFUL = (
+    ("serve_app", "cadenza.cli"),
+    ("serve_app", "ray"),
+    ("cli", "cadenza.cluster"),
+    ("cluster", "cadenza.engine"),
     ("cli", "cadenza.server"),
     ("cli", "cadenza.bench"),
     ("bench", "cadenza"),
@@ -84,6 +90,8 @@ LAWFUL = (
 UNLAWFUL = (
     # upwards, one for each layer
     ("bench", "cadenza.server"),
+    ("cli", "cadenza.serve_app"),
+    ("engine", "cadenza.cluster"),
     ("server", "cadenza.cli"),
     ("engine", "cadenza.server"),
     ("verification", "cadenza.server"),
@@ -111,6 +119,7 @@ UNLAWFUL = (
     ("engine", "jax"),
     ("backends.fake", "jaxlib"),
     ("server", "mlx"),
+    ("server", "ray"),
     ("backends.xla", "torch"),
     ("checkpoint", "transformers"),
     ("checkpoint", "pickle"),

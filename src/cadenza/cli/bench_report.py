@@ -3,13 +3,12 @@
 Owns the keys, headings and forms.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from cadenza.bench.bounds import Roofline
 from cadenza.bench.load import Load
 from cadenza.bench.runs import StepProfile
-from cadenza.bench.serve_figures import Spread
 from cadenza.bench.simulate import Simulated
 from cadenza.bench.startup import PHASES, Startup
 from cadenza.bench.throughput import ConcurrencyResult, Throughput
@@ -17,11 +16,13 @@ from cadenza.bench.traffic import TrafficOptions
 from cadenza.cli.report import (
     Column,
     Columns,
+    Text,
     as_object,
     as_table,
     bytes_text,
     counted,
     keys,
+    latency_text,
     picked,
     section_text,
     show_result,
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 Machine = dict[str, object]
-Text = Iterable["str | Table"]
 
 _LIMITS = {"read": "reading", "multiply": "multiplying"}
 
@@ -49,12 +49,6 @@ def _rate(kind: str) -> Columns:
         column("limit", "by", show=_LIMITS.__getitem__),
         *map(column, ("bound_tok_s", "tok_s_runs", "share_runs")),
     )
-
-
-def latency_text(spread: Spread) -> str:
-    """The p50 and the p99."""
-    both = (1000 * spread.p50_s, 1000 * spread.p99_s)
-    return " ".join(f"{ms:.0f}" if ms >= 100 else f"{ms:.1f}" for ms in both)
 
 
 def _phase(name: str) -> Column:

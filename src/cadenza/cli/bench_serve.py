@@ -12,16 +12,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cadenza.bench.serve_options import CompareOptions, LoadOptions, ServerAddress
-from cadenza.cli.bench_report import Text, latency_text
 from cadenza.cli.options import JsonFlag
 from cadenza.cli.report import (
     NOTHING,
     Column,
     Columns,
+    Text,
     as_object,
     as_table,
     counted,
     keys,
+    latency_text,
     show_result,
     status_line,
 )

@@ -35,6 +35,8 @@ VARIABLES_WITHOUT_FLAG: Mapping[str, str] = {
     f"{ENVIRONMENT_PREFIX}{name}": what
     for name, what in {
         "CACHE_DIR": "The folder of compiled programs, prepared weights, digests and speeds.",
+        "CUDA": "1 while the package is installed: the kernels for NVIDIA GPUs are compiled with "
+        "nvcc, without which it is an error.",
         "CPU_ISA": "The instruction set of the native kernels: amx, avx512_bf16, avx512, "
         "avx2, neon_bf16, neon or scalar (default: the fastest that the CPU has).",
         "CPU_INTEGER_ISA": "That of products with quantised weights and of attention over KV in "

@@ -16,6 +16,10 @@ from typing import TYPE_CHECKING, Any, cast
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from cadenza.bench.serve_figures import Spread
+
+Text = Iterable["str | Table"]
+
 NOTHING = "–"
 MAX_TABLE_WIDTH = 1000
 
@@ -232,3 +236,9 @@ def rate_text(per_s: float | None) -> str:
 def counted(count: int, noun: str) -> str:
     """Say 1 prompt, 2 prompts."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def latency_text(spread: "Spread") -> str:
+    """The p50 and the p99, in milliseconds."""
+    both = (1000 * spread.p50_s, 1000 * spread.p99_s)
+    return " ".join(f"{ms:.0f}" if ms >= 100 else f"{ms:.1f}" for ms in both)

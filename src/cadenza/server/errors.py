@@ -298,6 +298,7 @@ _UNAVAILABLE = {
     "loading": "the model is being loaded; try again soon",
     "draining": "the server is shutting down; try another one",
     "engine_restarting": "the engine is being restarted; try again soon, or another server",
+    "engine_busy": "it does not tell what it does; try again soon",
     "engine_dead": "the engine is down and needs its operator; try another server",
 }
 

@@ -30,6 +30,9 @@ SUMMED = ("computed", "total", "cached", "new", "drafts", "preempted")
 RATE_WAIT_S = 1.0
 """How long an answer waits, where rows run, for a summary of at least one step."""
 
+FIRST_WAIT_S = 2.0
+"""How long it waits for any: an engine tells between two steps, and one may take long."""
+
 
 async def _stream(service: Service, exchange: Exchange) -> None:
     service.check_connections()
@@ -66,7 +69,8 @@ async def _once(service: Service, exchange: Exchange) -> None:
 
 
 async def _newest(viewer: Viewer) -> tuple[float, StepSummary]:
-    """The newest summary and its time. Raises ApiError (503) where the engine is lost first.
+    """The newest summary and its time. Raises ApiError (503) where the engine is lost first, or
+    tells nothing for long.
 
     The first summary of a watch has no steps: where rows run, the next one tells how fast.
     """
@@ -81,9 +85,11 @@ async def _newest(viewer: Viewer) -> tuple[float, StepSummary]:
             raise unavailable("draining")
         if found is not None and (found[1].num_steps or not found[1].num_running):
             return found
-        entries = await viewer.next(None if found is None else RATE_WAIT_S)
+        entries = await viewer.next(FIRST_WAIT_S if found is None else RATE_WAIT_S)
         if found is not None and not entries:
             return found
+        if not entries and not viewer.is_closed:
+            raise unavailable("engine_busy", cause=f"no step has ended for {FIRST_WAIT_S:g} s")
 
 
 @contextmanager
