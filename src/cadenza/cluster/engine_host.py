@@ -9,6 +9,7 @@ what a process prints is logged here; `close` leaves neither.
 import logging
 import os
 import socket
+import subprocess
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -96,7 +97,7 @@ class EngineHost:
                 connection, peer = self._listener.accept()
             except OSError:
                 return
-            if len(self._relays) >= MOST_CONNECTIONS:
+            if len(self._threads) >= MOST_CONNECTIONS:  # also of those that prove nothing
                 connection.close()
                 continue
             arguments = connection, str(peer[0])
@@ -163,7 +164,7 @@ class _Relay:
         first, second, output = self._threads
         first.join()
         second.join()
-        with suppress(Exception):
+        with suppress(subprocess.TimeoutExpired):
             self._launched.program.wait(_EXIT_S)
         self._launched.program.kill()
         code = self._launched.program.wait()

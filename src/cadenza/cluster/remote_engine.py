@@ -12,6 +12,7 @@ from contextlib import suppress
 
 from cadenza.cluster.handshake import GREETING_S, greet_host
 from cadenza.engine.process.frame_socket import FrameSocket
+from cadenza.engine.process.messages import WireError
 from cadenza.engine.process.process_link import EngineUnreachableError
 from cadenza.engine.process.supervision import ProcessUsage
 
@@ -63,7 +64,7 @@ class RemoteChild:
         """Waits for the host to close the connection. The exit status is not known here."""
         end_s = time.monotonic() + within_s
         while not self.frames.has_hung_up and time.monotonic() < end_s:
-            with suppress(Exception):  # what it still sends is of no use
+            with suppress(WireError):  # what it still sends is of no use
                 for _ in self.frames.receive():
                     pass
             time.sleep(_POLL_S)
