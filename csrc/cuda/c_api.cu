@@ -1,6 +1,7 @@
 // C entry points for ctypes: the proof at load, the search for cublasLt, rates and faults. Functions return
 // null, or an error that is valid until this thread's next call.
 #include "cuda/cublaslt.h"
+#include "cuda/device_memory.h"
 #include "cuda/fake_cublaslt.h"
 #include "cuda/lt_product.h"
 #include "cuda/measure.h"
@@ -60,6 +61,7 @@ const char* cadenza_cuda_prove(const CadenzaCudaProof* proof, const char** repor
     if (!cuda::fits(request.w, 0, request.n, request.k)) {
       throw std::invalid_argument("the weight's shape does not fit its columns and reduction");
     }
+    cuda::use_device_of(proof->weight);
     found = cuda::prove_product(request);
     *report = found.c_str();
   });

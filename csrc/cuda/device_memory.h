@@ -19,6 +19,8 @@ class DeviceMemory {
   std::unique_ptr<char[]> bytes_;
 };
 
+inline void use_device_of(const void*) {}
+
 // Of the thread's context, while this lives.
 class OwnStream {};
 
@@ -34,6 +36,13 @@ double seconds_of(const Body& body) {
 }
 
 #else
+
+// This thread computes on the device that has an array from now on: JAX's is another thread's.
+inline void use_device_of(const void* array) {
+  cudaPointerAttributes attributes{};
+  check(cudaPointerGetAttributes(&attributes, array));
+  check(cudaSetDevice(attributes.device));
+}
 
 class DeviceMemory {
  public:
