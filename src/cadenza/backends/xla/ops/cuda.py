@@ -5,18 +5,16 @@ are many. `cuda_packing` has the layouts of weights. Legend as in `ops.table`.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax
-import numpy as np
 import numpy.typing as npt
 
 from cadenza.backends.xla.ops.cuda_library import CudaLibrary, load_cuda_library
 from cadenza.backends.xla.ops.cuda_packing import hold_weights
 from cadenza.backends.xla.ops.native_program import NativeProgram, ProgramWords
 from cadenza.backends.xla.ops.program_ops import Product, ProgramOps
-from cadenza.backends.xla.ops.table import DecoderSpec, Linear, StepArrays, expert_biases
+from cadenza.backends.xla.ops.table import DecoderSpec, Linear, StepArrays
 from cadenza.checkpoint.quantised_weight import HostWeight
 from cadenza.checkpoint.weight_format import WeightFormat
 from cadenza.kernel_proof import ProvenProduct
@@ -72,35 +70,6 @@ class CudaOps(ProgramOps):
         powers = (1 << power for power in range(max_num_batched_tokens.bit_length()))
         return tuple(sorted({*powers, max_num_batched_tokens}))
 
-    def load_linear(
-        self,
-        parts: Sequence[HostWeight],
-        bias: Sequence[npt.NDArray[Any]] = (),
-        format: WeightFormat | None = None,
-    ) -> Linear:
-        held = self._hold([parts], format)
-        all_biases = np.concatenate(bias).astype(np.float32) if len(bias) else None
-        return replace(held, weight=_placed(held.weight[0]), bias=all_biases)
-
-    def load_gate_up(
-        self,
-        parts: Sequence[HostWeight],
-        bias: Sequence[npt.NDArray[Any]] = (),
-        format: WeightFormat | None = None,
-    ) -> Linear:
-        held = self._hold([parts], format, is_gated=True)
-        both = np.stack(bias).astype(np.float32) if len(bias) else None
-        return replace(held, weight=_placed(held.weight[0]), bias=both)
-
-    def load_experts(
-        self,
-        experts: Sequence[Sequence[HostWeight]],
-        format: WeightFormat | None = None,
-        biases: Sequence[Sequence[npt.NDArray[Any]]] = (),
-    ) -> Linear:
-        held = self._hold(experts, format, is_gated=len(experts[0]) == 2)
-        return replace(held, weight=_placed(held.weight), bias=expert_biases(biases))
-
     def _hold(
         self,
         experts: Sequence[Sequence[HostWeight]],
@@ -128,7 +97,7 @@ class CudaOps(ProgramOps):
     def _new_program(self) -> NativeProgram:
         return CudaProgram(self._library)
 
-
-def _placed(weight: npt.NDArray[Any]) -> jax.Array:
-    """On the device before the next one is read, so that the host holds no second copy of all."""
-    return jax.block_until_ready(jax.device_put(weight))
+    def _placed(self, weight: npt.NDArray[Any]) -> jax.Array:
+        """On the device before the next one is read, so that the host holds no second copy of
+        all."""
+        return jax.block_until_ready(jax.device_put(weight))

@@ -5,11 +5,9 @@ A kernel receives the true number of rows, so padding is not computed. Legend as
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from cadenza.backends.xla.ops.native_library import (
@@ -24,7 +22,6 @@ from cadenza.backends.xla.ops.program_ops import ProgramOps
 from cadenza.backends.xla.ops.table import (
     DecoderSpec,
     Linear,
-    expert_biases,
 )
 from cadenza.checkpoint.quantised_weight import HostWeight
 from cadenza.checkpoint.weight_format import WeightFormat
@@ -59,36 +56,7 @@ class NativeOps(ProgramOps):
         yield
         self._memory.keep()
 
-    def load_linear(
-        self,
-        parts: Sequence[HostWeight],
-        bias: Sequence[npt.NDArray[Any]] = (),
-        format: WeightFormat | None = None,
-    ) -> Linear:
-        held = self._pack([parts], format)
-        all_biases = np.concatenate(bias).astype(np.float32) if len(bias) else None
-        return replace(held, weight=held.weight[0], bias=all_biases)
-
-    def load_gate_up(
-        self,
-        parts: Sequence[HostWeight],
-        bias: Sequence[npt.NDArray[Any]] = (),
-        format: WeightFormat | None = None,
-    ) -> Linear:
-        held = self._pack([parts], format, is_gated=True)
-        both = np.stack(bias).astype(np.float32) if len(bias) else None
-        return replace(held, weight=held.weight[0], bias=both)
-
-    def load_experts(
-        self,
-        experts: Sequence[Sequence[HostWeight]],
-        format: WeightFormat | None = None,
-        biases: Sequence[Sequence[npt.NDArray[Any]]] = (),
-    ) -> Linear:
-        held = self._pack(experts, format, is_gated=len(experts[0]) == 2)
-        return replace(held, bias=expert_biases(biases))
-
-    def _pack(
+    def _hold(
         self,
         experts: Sequence[Sequence[HostWeight]],
         format: WeightFormat | None,

@@ -6,11 +6,13 @@ of the kernels. Legend as in `ops.table`.
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 
 from cadenza.backends.step_result import NUM_COLUMNS
 from cadenza.backends.xla.ops.experts import Routing
@@ -37,6 +39,7 @@ from cadenza.backends.xla.ops.table import (
     StatePool,
     StepArrays,
     StepStates,
+    expert_biases,
 )
 from cadenza.checkpoint.layer_kind import (
     ConvShape,
@@ -46,7 +49,8 @@ from cadenza.checkpoint.layer_kind import (
     ScanShape,
 )
 from cadenza.checkpoint.model_config import Activation
-from cadenza.checkpoint.quantised_weight import MOST_CODE
+from cadenza.checkpoint.quantised_weight import MOST_CODE, HostWeight
+from cadenza.checkpoint.weight_format import WeightFormat
 from cadenza.config import PAGE_SIZE_UNIT
 from cadenza.core.step_schema import LogitInputs, specs_of
 from cadenza.kernel_proof import ProvenProduct
@@ -112,6 +116,49 @@ class ProgramOps(OpTable):
         """Decides which kernel computes each product in steps of so many rows, where there is a
         choice. Raises ConfigError with the shape of a product that has other bits in some step."""
         return ()
+
+    @abstractmethod
+    def _hold(
+        self,
+        experts: Sequence[Sequence[HostWeight]],
+        format: WeightFormat | None,
+        *,
+        is_gated: bool = False,
+    ) -> Linear:
+        """The weights [X, ...] of experts with equal parts, in the table's layout; no biases."""
+
+    def _placed(self, weight: npt.NDArray[Any]) -> Any:
+        """Where a held weight stays until the runner takes all of them."""
+        return weight
+
+    def load_linear(
+        self,
+        parts: Sequence[HostWeight],
+        bias: Sequence[npt.NDArray[Any]] = (),
+        format: WeightFormat | None = None,
+    ) -> Linear:
+        held = self._hold([parts], format)
+        all_biases = np.concatenate(bias).astype(np.float32) if len(bias) else None
+        return replace(held, weight=self._placed(held.weight[0]), bias=all_biases)
+
+    def load_gate_up(
+        self,
+        parts: Sequence[HostWeight],
+        bias: Sequence[npt.NDArray[Any]] = (),
+        format: WeightFormat | None = None,
+    ) -> Linear:
+        held = self._hold([parts], format, is_gated=True)
+        both = np.stack(bias).astype(np.float32) if len(bias) else None
+        return replace(held, weight=self._placed(held.weight[0]), bias=both)
+
+    def load_experts(
+        self,
+        experts: Sequence[Sequence[HostWeight]],
+        format: WeightFormat | None = None,
+        biases: Sequence[Sequence[npt.NDArray[Any]]] = (),
+    ) -> Linear:
+        held = self._hold(experts, format, is_gated=len(experts[0]) == 2)
+        return replace(held, weight=self._placed(held.weight), bias=expert_biases(biases))
 
     def unwritten(self, shape: tuple[int, ...], dtype: Any) -> jax.Array:
         program = self._new_program()
