@@ -26,6 +26,7 @@ MAX_LINES: Mapping[str, int] = {
     "engine": 6_300,
     "frontend": 3_500,  # viewers of the batch
     "loading": 2_900,
+    "media": 1_400,
     "server": 15_300,  # the page at /, images
     "text": 10_400,  # notations of the families of 2026
     "verification": 3_200,

@@ -29,6 +29,7 @@ PACKAGES = (
     "engine",
     "frontend",
     "loading",
+    "media",
     "models",
     "server",
     "text",
@@ -86,6 +87,9 @@ LAWFUL = (
     ("core.scheduler", "collections"),
     ("request", "cadenza.config"),
     ("text", "jinja2"),
+    ("media", "PIL"),
+    ("frontend", "cadenza.media"),
+    ("server", "cadenza.media"),
 )
 UNLAWFUL = (
     # upwards, one for each layer
@@ -104,10 +108,12 @@ UNLAWFUL = (
     ("checkpoint", "cadenza.backends.base"),
     ("core", "cadenza.checkpoint"),
     ("text", "cadenza.engine"),
+    ("media", "cadenza.checkpoint"),
     ("config", "cadenza.core"),
     # siblings
     ("core", "cadenza.text"),
     ("text", "cadenza.core"),
+    ("media", "cadenza.text"),
     ("backends.fake", "cadenza.backends.xla"),
     ("backends.xla", "cadenza.backends.mlx"),
     # backends chosen by a string
@@ -130,6 +136,7 @@ UNLAWFUL = (
     ("core", "random"),
     ("core.scheduler", "numpy"),
     ("text", "numpy"),
+    ("media", "numpy"),
     # knowledge
     ("engine.core", "cadenza.text"),
     ("engine", "cadenza.checkpoint"),

@@ -1,0 +1,101 @@
+"""`ImageInput`: an image as a request has it; `OpenedImage`: what it is once it was opened.
+
+A conversation has its images in parts {"type": "image", "image": ImageInput} of a message's
+`content`, whatever API it came by. Invariant: an image is opened at most once, and whoever prepares
+a prompt reads `opened` only.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+from cadenza.errors import InvalidRequestError
+
+Detail = Literal["auto", "low", "high"]
+DETAILS: tuple[Detail, ...] = ("auto", "low", "high")
+
+MAX_IMAGES = 8
+"""Of one request."""
+MAX_ENCODED_BYTES = 20 << 20
+"""Of one image's file."""
+MAX_PIXELS = 25_000_000
+"""Of one image, as its file's header says."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedImage:
+    """An image whose size is known.
+
+    Args:
+        width, height: pixels, upright.
+        parts: the RGB bytes of each part that the model's processor makes of it; None where only
+            the file's header was read, as for counting tokens.
+    """
+
+    width: int
+    height: int
+    parts: tuple[bytes, ...] | None = None
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class ImageInput:
+    """An image of a request. One of `data`, `url` and `picture` is not None.
+
+    Args:
+        data: the file's bytes: JPEG, PNG, WebP or GIF.
+        url: where to fetch it, by https.
+        picture: a PIL image, from a caller in this process.
+        detail: how fine the model is to see it.
+        where: its place in the request, such as "messages[1].content[0]", for errors.
+        opened: set once, when it was opened.
+    """
+
+    data: bytes | None = None
+    url: str | None = None
+    picture: Any = None
+    detail: Detail = "auto"
+    where: str = ""
+    opened: OpenedImage | None = None
+
+
+class ImageFault(Exception):
+    """What is wrong with an image and what is allowed, without saying which image it is."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(problem)
+        self.problem = problem
+
+    def named(self, image: ImageInput, place: int) -> InvalidRequestError:
+        """The error of a request's image at `place`, from 0."""
+        where = f" ({image.where})" if image.where else ""
+        return InvalidRequestError(
+            f"image {place}{where}: {self.problem}", param=image.where or "messages"
+        )
+
+
+def image_part(image: ImageInput) -> dict[str, Any]:
+    """The part of a message's content that has an image."""
+    return {"type": "image", "image": image}
+
+
+def images_of(messages: Iterable[Mapping[str, Any]]) -> list[ImageInput]:
+    """The images of a conversation, in its order."""
+    found: list[ImageInput] = []
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, list):
+            for part in cast(list[object], content):
+                if isinstance(part, Mapping):
+                    image = cast(Mapping[str, object], part).get("image")
+                    found += [image] if isinstance(image, ImageInput) else []
+    return found
+
+
+def check_count(images: list[ImageInput]) -> None:
+    """Raises InvalidRequestError for more images than a request may have."""
+    if len(images) > MAX_IMAGES:
+        first = images[MAX_IMAGES]
+        raise ImageFault(
+            f"a request may have at most {MAX_IMAGES} images, and this one has {len(images)}; "
+            f"leave some out"
+        ).named(first, MAX_IMAGES)
