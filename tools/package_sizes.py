@@ -30,6 +30,7 @@ MAX_LINES: Mapping[str, int] = {
     "server": 15_300,  # the page at /, images
     "text": 10_400,  # notations of the families of 2026
     "verification": 3_200,
+    "vision": 3_000,  # processors of images
 }
 
 

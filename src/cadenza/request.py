@@ -300,18 +300,26 @@ class Attachment:
 
     Args:
         start: index of the first token in the prompt.
-        length: number of tokens.
-        digest: identifies the payload, 1 to 64 bytes: equal digests mean equal payloads.
-        payload: bytes for the backend.
+        length: number of tokens, to the last placeholder. Tokens between placeholders that are none
+            have their own embedding.
+        digest: identifies the payload and its shape, 1 to 64 bytes: equal digests mean equal
+            embeddings. Set by the front end, never by a client.
+        payload: bytes for the backend: of an image part, its rows of RGB bytes.
+        width, height: of an image part, in pixels.
+        rows, columns: of its placeholders; there are rows * columns.
     """
 
     start: int
     length: int
     digest: bytes
     payload: bytes = b""
+    width: int = 0
+    height: int = 0
+    rows: int = 0
+    columns: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("start", "length"):
+        for name in ("start", "length", "width", "height", "rows", "columns"):
             number = as_number(name, getattr(self, name), NumberBound(0, 1 << 31, is_integer=True))
             object.__setattr__(self, name, number)
         for name in ("digest", "payload"):

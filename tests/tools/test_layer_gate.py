@@ -34,6 +34,7 @@ PACKAGES = (
     "server",
     "text",
     "verification",
+    "vision",
 )
 MODULES = (
     "config",
@@ -82,6 +83,8 @@ LAWFUL = (
     ("backends.base", "cadenza.core"),
     ("backends.base", "cadenza.checkpoint"),
     ("checkpoint", "ml_dtypes"),
+    ("checkpoint", "cadenza.vision"),
+    ("engine", "cadenza.vision"),
     ("core", "numpy"),
     ("core", "hashlib"),
     ("core.scheduler", "collections"),
@@ -107,6 +110,8 @@ UNLAWFUL = (
     ("checkpoint", "cadenza.backends.xla"),
     ("checkpoint", "cadenza.backends.base"),
     ("core", "cadenza.checkpoint"),
+    ("vision", "cadenza.checkpoint"),
+    ("core", "cadenza.vision"),
     ("text", "cadenza.engine"),
     ("media", "cadenza.checkpoint"),
     ("config", "cadenza.core"),

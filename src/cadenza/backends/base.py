@@ -22,6 +22,7 @@ from cadenza.checkpoint.weights import Weights
 from cadenza.config import Arithmetic, EngineLimits, KVCacheDType, Ops, Quantization
 from cadenza.core.step_schema import MaskUpdate, ModelInputs, StepOutput
 from cadenza.kernel_proof import KernelProof
+from cadenza.request import Attachment
 
 ProductDType = WeightDType | Literal["int8"]
 Exactness = Literal["bitwise", "token"]
@@ -228,6 +229,40 @@ class StateCopier(PageCopier, Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ImageWork:
+    """The quanta of an image's encoding, in order, and what each of them computes.
+
+    Args:
+        products, attention: [Q] operations of matrix products and of attention.
+    """
+
+    products: npt.NDArray[np.float64]
+    attention: npt.NDArray[np.float64]
+
+    def __len__(self) -> int:
+        return len(self.products)
+
+
+@runtime_checkable
+class ImageRunner(Protocol):
+    """A runner that encodes images (`ModelInputs.image_calls`), with the capability `attachments`.
+
+    Embeddings are a function of an image's pixels, the processor's settings and the weights; they
+    depend neither on how calls are cut into quanta, nor on what runs beside them. `reset` loses
+    them.
+    """
+
+    @property
+    def num_image_slots(self) -> int:
+        """Rows of embeddings on the device, one for each placeholder."""
+        ...
+
+    def image_work(self, part: Attachment) -> ImageWork:
+        """What encoding an image part takes, from its size alone."""
+        ...
+
+
 @runtime_checkable
 class ProvenRunner(Protocol):
     """A runner that compares its kernels' bits when it is warmed up."""
@@ -265,6 +300,7 @@ class RunnerSetup:
         packed_weights: a file whose name stands for checkpoint, `quantization` and arithmetic: the
             weights that were quantised, as an earlier load kept them. A backend may read and write
             it; None: nothing is kept.
+        num_image_slots: 0: no images are encoded; otherwise it must be an `ImageRunner`.
     """
 
     limits: EngineLimits
@@ -281,6 +317,7 @@ class RunnerSetup:
     hidden_of: "Runner | None" = None
     copies_pages: bool = False
     packed_weights: Path | None = None
+    num_image_slots: int = 0
 
 
 LoadRunner = Callable[[ModelConfig, Weights, RunnerSetup], Runner]

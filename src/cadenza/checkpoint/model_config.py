@@ -20,6 +20,7 @@ from cadenza.checkpoint.layer_kind import (
 from cadenza.checkpoint.mtp_layout import MTPLayout
 from cadenza.checkpoint.rope_config import RopeConfig
 from cadenza.config import KVCacheDType
+from cadenza.vision.tower_config import VisionConfig
 
 MAX_VOCAB_SIZE = 1 << 22
 MAX_WIDTH = 1 << 20
@@ -180,6 +181,7 @@ class ModelConfig:
             states and of the embeddings, each of which is normed (`checkpoint.mtp_head`).
         max_position_embeddings: longest context in tokens.
         dtype: data type of the stored weights.
+        vision: of a model that sees; None for text alone.
     """
 
     family: str
@@ -224,6 +226,7 @@ class ModelConfig:
     dtype: WeightDType
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
+    vision: VisionConfig | None = None
 
     @property
     def heads(self) -> HeadShape:

@@ -110,11 +110,15 @@ class RopeConfig:
     """Rotary positions over the first `rotary_dim` values of a head.
 
     Value i is paired with i + rotary_dim / 2 (not with its neighbour).
+
+    `axes` are those of the pairs, if positions have three coordinates (time, height, width), which
+    differ within images: 0, 1 or 2 for each of the rotary_dim / 2 pairs. They are equal in text.
     """
 
     theta: float
     rotary_dim: int
     scaling: RopeScaling | None = None
+    axes: tuple[int, ...] = ()
 
     @property
     def has_query_factors(self) -> bool:

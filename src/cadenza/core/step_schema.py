@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from cadenza.core.sequence import Sequence
 from cadenza.core.token_rules import has_rules
+from cadenza.request import Attachment
 
 Int32Array = npt.NDArray[np.int32]
 HostArray = npt.NDArray[Any]
@@ -36,6 +37,9 @@ PADDING = -1
 
 NO_STATE = -1
 """In `RowInputs.state_starts`: zeros. In `TokenInputs.state_slots`: the state is not kept."""
+
+NO_IMAGE = -1
+"""In `TokenInputs.image_slots`: the token has the embedding of its id."""
 
 NO_TARGET = -1
 
@@ -110,6 +114,8 @@ class TokenInputs(Generic[A]):
     positions: A = field(metadata=_words())
     slots: A = field(metadata=_words(fill=PADDING))  # page * S + offset
     state_slots: A = field(metadata=_words(fill=NO_STATE))  # get the state behind the token
+    image_slots: A = field(metadata=_words(fill=NO_IMAGE))  # have the embedding of a placeholder
+    rope_positions: A = field(metadata=_words(columns=3))  # only of models with sections
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -297,6 +303,20 @@ class MaskUpdate:
     mask: Int32Array  # [W - MASK]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ImageCall:
+    """Part of the encoding of an image: the quanta [start, stop) of its `ImageWork`.
+
+    Those of an image come in order, from 0, and none of another image comes between them. The last
+    quantum writes `slots` [rows * columns], one for each placeholder.
+    """
+
+    attachment: Attachment
+    start: int
+    stop: int
+    slots: Int32Array
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInputs:
     """A runner's inputs for one step: ragged rows concatenated and padded to a bucket.
@@ -320,6 +340,8 @@ class ModelInputs:
     `backends.base.LateStepHandle`."""
     hidden_rows: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))
     """[H] logit rows whose hidden states are needed, ascending."""
+    image_calls: tuple[ImageCall, ...] = ()
+    """Done in order, before the step's tokens, of which there may be none."""
 
     @classmethod
     def empty(cls, *, bucket: int, num_rows: int) -> "ModelInputs":

@@ -1,0 +1,10 @@
+"""Models that see: what their towers are, and how an image becomes a tower's input.
+
+Pure functions of numbers and pixels; knows no devices, requests or files. Invariant: the parts and
+tokens of an image follow from its size alone, before any pixel is decoded.
+
+Modules:
+
+- `tower_config`: `VisionConfig`, everything that the arithmetic of a tower depends on
+- `processor`: `ImageProcessor`, sizes, placeholders, pixels and patches of one family of models
+"""
