@@ -111,7 +111,6 @@ UNLAWFUL = (
     ("checkpoint", "cadenza.backends.base"),
     ("core", "cadenza.checkpoint"),
     ("vision", "cadenza.checkpoint"),
-    ("core", "cadenza.vision"),
     ("text", "cadenza.engine"),
     ("media", "cadenza.checkpoint"),
     ("config", "cadenza.core"),
