@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
+from cadenza.backends.xla.ops.encoder_reference import ReferenceEncoderOps
 from cadenza.backends.xla.ops.experts import (
     Gate,
     Routing,
@@ -71,7 +72,6 @@ from cadenza.backends.xla.ops.table import (
     LatentInputs,
     LatentLayer,
     Linear,
-    OpTable,
     RecurrentLayer,
     ScaledNorm,
     ScanInputs,
@@ -130,7 +130,7 @@ class _Span(NamedTuple):
     sinks: Any | None = None
 
 
-class ReferenceOps(OpTable):
+class ReferenceOps(ReferenceEncoderOps):
     """Computes every row and ignores `count`. Weights have the checkpoint's layout; KV is
     [slots, layers, Hkv, D], in int8 with scales [slots, layers, Hkv].
     """

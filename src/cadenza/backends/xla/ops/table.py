@@ -11,7 +11,7 @@ Dk/Dv sizes of keys and values. Of a gated delta net: Hk key heads · M = 2 Hk D
 keys, values. Of a selective scan: G groups · M = Hv Dv + 2 G Dk: values, keys, queries.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
+from cadenza.backends.xla.ops.encoder_table import EncoderOpTable
 from cadenza.checkpoint.dtypes import WeightDType
 from cadenza.checkpoint.layer_kind import (
     ConvShape,
@@ -291,7 +292,7 @@ for _group in (TokenInputs, RowInputs, LogitInputs):
     jax.tree_util.register_dataclass(_group, [spec.name for spec in specs_of(_group)], [])
 
 
-class OpTable(ABC):
+class OpTable(EncoderOpTable):
     """One implementation of every operation, for one `DecoderSpec`.
 
     `count` [] is the true number of rows; the results of later rows are undefined.
