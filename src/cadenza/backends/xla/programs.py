@@ -158,9 +158,10 @@ class StepProgram:
         token of the step may then be the first of its sequence.
         """
         state, arrays, read_hidden = self._enter(state, wire, kept)
+        context = StepContext.of(self.ops, self.spec.model, arrays, weights.ropes)
 
         def decode(table: OpTable) -> tuple[jax.Array, LayerOutputs]:
-            made = self._run_layers(table, weights, state.pools, arrays, read_hidden)
+            made = self._run_layers(context.within(table), weights, state.pools, read_hidden)
             return table.next_tokens(made.hidden, weights.lm_head, arrays), made
 
         result, made = self.ops.compute(decode)
@@ -173,8 +174,9 @@ class StepProgram:
     ) -> tuple[DeviceState, jax.Array]:
         """(weights, state, wire [·]) to (state, last hidden states [L, E])."""
         state, arrays, _ = self._enter(state, wire, None)
+        context = StepContext.of(self.ops, self.spec.model, arrays, weights.ropes)
         made = self.ops.compute(
-            lambda table: self._run_layers(table, weights, state.pools, arrays, None)
+            lambda table: self._run_layers(context.within(table), weights, state.pools, None)
         )
         return self._with_states(state, arrays, made), made.hidden
 
@@ -206,13 +208,11 @@ class StepProgram:
 
     def _run_layers(
         self,
-        table: OpTable,
+        context: StepContext,
         weights: DecoderWeights,
         pools: LayerPools,
-        arrays: StepArrays,
         read_hidden: jax.Array | None,
     ) -> LayerOutputs:
-        context = StepContext(table, self.spec.model, arrays, weights.ropes)
         return run_layers(context, weights, pools, read_hidden, keeps_hidden=self.keeps_hidden)
 
     def _with_states(

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from cadenza.backends.xla.ops.table import (
     Linear,
@@ -16,15 +18,36 @@ from cadenza.backends.xla.ops.table import (
     StepStates,
 )
 from cadenza.checkpoint.model_config import ModelConfig
+from cadenza.checkpoint.rope_config import RopeConfig
 
 
 class StepContext(NamedTuple):
-    """The operations, the model, the step's arrays, and its distinct ropes."""
+    """The operations, the model, the step's arrays, and the rope of its tokens.
+
+    Where a token's rope has several coordinates, `ropes` has a row for each token, gathered for the
+    step, and `rope_positions` count them.
+    """
 
     ops: OpTable
     model: ModelConfig
     step: StepArrays
     ropes: tuple[Any, ...]  # [positions, rotary_dim] of each of `ModelConfig.ropes`
+    rope_positions: jax.Array  # [T]: the tokens' rows of `ropes`
+
+    @classmethod
+    def of(
+        cls, ops: OpTable, model: ModelConfig, step: StepArrays, ropes: tuple[Any, ...]
+    ) -> "StepContext":
+        """Of a step with the ropes of all positions. Not to be called within `OpTable.compute`."""
+        if not any(rope is not None and rope.axes for rope in model.ropes):
+            return cls(ops, model, step, ropes, step.tokens.positions)
+        pairs = zip(model.ropes, ropes, strict=True)
+        turns = tuple(_turns_of(rope, table, step) for rope, table in pairs)
+        return cls(ops, model, step, turns, jnp.arange(len(step.tokens.ids), dtype=jnp.int32))
+
+    def within(self, ops: OpTable) -> "StepContext":
+        """The same for the operations of a `compute`."""
+        return self._replace(ops=ops)
 
     def recurrent(self, index: int) -> tuple[tuple[StepArrays, StepStates], RecurrentLayer[Any]]:
         """The rows of the step with their slots, and layer `index`, which has a state."""
@@ -34,6 +57,18 @@ class StepContext(NamedTuple):
         place = model.recurrent_layers.index(index)
         layer = RecurrentLayer(index=place, shape=shape, norm_eps=model.rms_norm_eps)
         return (step, StepStates(step.rows.state_starts, step.tokens.state_slots)), layer
+
+
+def _turns_of(rope: RopeConfig | None, table: Any, step: StepArrays) -> jax.Array:
+    """The row of `table` [positions, ·] for each token, each pair by the coordinate of its axis."""
+    coordinates = step.tokens.rope_positions  # [T, 3]
+    if rope is None or not rope.axes:
+        return table[step.tokens.positions]
+    axes = np.array(rope.axes * 2)  # cosines, then sines
+    turns = table[coordinates[:, 0]]
+    for axis in (1, 2):
+        turns = jnp.where(axes == axis, table[coordinates[:, axis]], turns)
+    return turns
 
 
 @dataclass(frozen=True, slots=True)

@@ -315,7 +315,7 @@ class ReferenceOps(ReferenceEncoderOps):
         heads = qkv.astype(jnp.float32).reshape(len(qkv), -1, shape.head_dim)  # [T, H, D]
         first, second = shape.num_heads, shape.num_heads + shape.num_kv_heads
         query, key, value = heads[:, :first], heads[:, first:second], heads[:, second:]
-        turns = factors.rope[step.tokens.positions]  # [T, rotary_dim]
+        turns = factors.rope[factors.rope_positions]  # [T, rotary_dim]
         query_scale = None
         if turns.shape[1] % 2:
             turns, query_scale = turns[:, :-1], turns[:, -1]
@@ -365,7 +365,7 @@ class ReferenceOps(ReferenceEncoderOps):
         step: StepArrays,
         layer: LatentLayer,
     ) -> tuple[jax.Array, KVPool]:
-        shape, turns = layer.shape, factors.rope[step.tokens.positions]  # [T, rotary_size]
+        shape, turns = layer.shape, factors.rope[factors.rope_positions]  # [T, rotary_size]
         query, key = latent_heads(given, turns, factors.norm, layer)
         key, query = key.astype(self._spec.dtype), query.astype(self._spec.dtype)
         pool = _append(pool, key, None, (step.tokens.slots, layer.index))

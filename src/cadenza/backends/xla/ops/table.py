@@ -116,6 +116,7 @@ class HeadFactors(NamedTuple):
     norms: tuple[Any, ...] | None  # [D] each, or [Hq D] and [Hkv D]; the first alone without keys
     rope: Any  # [positions, rotary_dim]: cosines, then sines; no rotation without columns
     """With an odd number of columns the last one has what queries are multiplied by."""
+    rope_positions: jax.Array  # [T]: the rows of `rope` for the step's tokens
     sinks: Any | None = None  # [Hq]: a score beside those of the tokens, whose value is 0
 
 
@@ -157,6 +158,7 @@ class LatentFactors(NamedTuple):
 
     norm: Any  # [rank]
     rope: Any  # [positions, rotary_size]
+    rope_positions: jax.Array  # [T]: its rows for the step's tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
