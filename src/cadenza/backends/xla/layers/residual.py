@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from cadenza.backends.xla.ops.encoder_table import ImageRows
 from cadenza.backends.xla.ops.table import (
     Linear,
     OpTable,
@@ -33,17 +34,26 @@ class StepContext(NamedTuple):
     step: StepArrays
     ropes: tuple[Any, ...]  # [positions, rotary_dim] of each of `ModelConfig.ropes`
     rope_positions: jax.Array  # [T]: the tokens' rows of `ropes`
+    images: ImageRows | None = None  # of a runner that encodes images
 
     @classmethod
     def of(
-        cls, ops: OpTable, model: ModelConfig, step: StepArrays, ropes: tuple[Any, ...]
+        cls,
+        ops: OpTable,
+        model: ModelConfig,
+        step: StepArrays,
+        ropes: tuple[Any, ...],
+        image_rows: jax.Array | None = None,
     ) -> "StepContext":
-        """Of a step with the ropes of all positions. Not to be called within `OpTable.compute`."""
-        if not any(rope is not None and rope.axes for rope in model.ropes):
-            return cls(ops, model, step, ropes, step.tokens.positions)
-        pairs = zip(model.ropes, ropes, strict=True)
-        turns = tuple(_turns_of(rope, table, step) for rope, table in pairs)
-        return cls(ops, model, step, turns, jnp.arange(len(step.tokens.ids), dtype=jnp.int32))
+        """Of a step with the ropes of all positions, and the embeddings in all image slots. Not to
+        be called within `OpTable.compute`."""
+        rope_positions = step.tokens.positions
+        if any(rope is not None and rope.axes for rope in model.ropes):
+            pairs = zip(model.ropes, ropes, strict=True)
+            ropes = tuple(_turns_of(rope, table, step) for rope, table in pairs)
+            rope_positions = jnp.arange(len(step.tokens.ids), dtype=jnp.int32)
+        images = None if image_rows is None else ImageRows(image_rows, step.tokens.image_slots)
+        return cls(ops, model, step, ropes, rope_positions, images)
 
     def within(self, ops: OpTable) -> "StepContext":
         """The same for the operations of a `compute`."""
@@ -91,6 +101,14 @@ class Residual:
         else:
             x = ops.linear_norm_add(y, weight, post_norm, self.x, self.count)
         return Residual(x, self.count)
+
+    def with_images(self, context: StepContext, part: int) -> "Residual":
+        """The stream of a step's tokens with a part of the images' embeddings: the first takes the
+        place of the tokens' own, others are added."""
+        if context.images is None:
+            return self
+        rows = context.ops.place_rows(self.x, context.images, part, self.count, part > 0)
+        return Residual(rows, self.count)
 
     def logit_rows(self, ops: OpTable, step: StepArrays) -> "Residual":
         """The stream of the logit rows [L, E]."""
