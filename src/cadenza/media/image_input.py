@@ -89,13 +89,3 @@ def images_of(messages: Iterable[Mapping[str, Any]]) -> list[ImageInput]:
                     image = cast(Mapping[str, object], part).get("image")
                     found += [image] if isinstance(image, ImageInput) else []
     return found
-
-
-def check_count(images: list[ImageInput]) -> None:
-    """Raises InvalidRequestError for more images than a request may have."""
-    if len(images) > MAX_IMAGES:
-        first = images[MAX_IMAGES]
-        raise ImageFault(
-            f"a request may have at most {MAX_IMAGES} images, and this one has {len(images)}; "
-            f"leave some out"
-        ).named(first, MAX_IMAGES)

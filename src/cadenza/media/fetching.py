@@ -1,0 +1,168 @@
+"""`MediaFetcher`: fetches images by https from the hosts that the operator allowed.
+
+Owns every limit of a fetch. Invariants: a connection goes to an address that was resolved once and
+checked, never to a name; each redirect is checked as the first URL was; nothing of the environment
+(proxies, netrc) and no cookie takes part.
+"""
+
+import asyncio
+import contextlib
+import socket
+import ssl
+from collections.abc import Awaitable, Callable, Sequence
+from ipaddress import IPv4Address, IPv6Address, ip_address
+from typing import TYPE_CHECKING
+from urllib.parse import urljoin
+
+from cadenza.errors import show_size
+from cadenza.media.addresses import AllowedHosts, HttpsUrl, is_public, read_url
+from cadenza.media.headers import too_many_bytes
+from cadenza.media.image_input import MAX_ENCODED_BYTES, ImageFault
+
+if TYPE_CHECKING:
+    import httpx
+
+MAX_REDIRECTS = 3
+FETCH_S = 10.0
+"""Of one image, its redirects included."""
+MAX_ADDRESSES = 3
+"""Of a host that are tried."""
+MAX_FETCHES = 16
+"""At once, of all requests."""
+_REDIRECTS = (301, 302, 303, 307, 308)
+
+Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
+"""The addresses of a host, for a port. Raises OSError."""
+TryAdd = Callable[[int], bool]
+"""Counts bytes against a budget; False where it is used up."""
+
+
+class BudgetFullError(Exception):
+    """The budget of bytes is used up."""
+
+
+async def resolve_host(host: str, port: int) -> list[str]:
+    """By the machine's resolver. Raises OSError."""
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return [str(address[4][0]).partition("%")[0] for address in found]
+
+
+class MediaFetcher:
+    """For one event loop.
+
+    Args:
+        allowed: without any, every fetch is refused.
+        may_connect: whether an address may be connected to.
+        trust: the certificates; None: those of the machine.
+    """
+
+    def __init__(
+        self,
+        allowed: AllowedHosts,
+        *,
+        resolve: Resolve = resolve_host,
+        may_connect: Callable[[IPv4Address | IPv6Address], bool] = is_public,
+        trust: ssl.SSLContext | None = None,
+        fetch_s: float = FETCH_S,
+    ) -> None:
+        self._allowed = allowed
+        self._resolve = resolve
+        self._may_connect = may_connect
+        self._trust = trust
+        self._fetch_s = fetch_s
+        self._places = asyncio.Semaphore(MAX_FETCHES)
+
+    def check(self, url: str) -> None:
+        """Raises ImageFault where a URL would not be fetched."""
+        self._allowed.check(read_url(url))
+
+    async def fetch(self, url: str, try_add: TryAdd) -> bytes:
+        """The bytes at a URL. Raises ImageFault, BudgetFullError."""
+        self.check(url)
+        async with self._places:
+            try:
+                async with asyncio.timeout(self._fetch_s):
+                    return await self._follow(read_url(url), try_add)
+            except TimeoutError:
+                raise ImageFault(
+                    f"it was not fetched within {self._fetch_s:g} s; send it as a data: URL"
+                ) from None
+
+    async def _follow(self, url: HttpsUrl, try_add: TryAdd) -> bytes:
+        first_port = url.port
+        for _ in range(MAX_REDIRECTS + 1):
+            self._allowed.check(url)
+            if url.port != first_port:
+                raise ImageFault("its URL redirects to another port, which is not followed")
+            found = await self._get(url, try_add)
+            if isinstance(found, bytes):
+                return found
+            url = read_url(urljoin(url.text, found))
+        raise ImageFault(f"its URL redirects more than {MAX_REDIRECTS} times")
+
+    async def _get(self, url: HttpsUrl, try_add: TryAdd) -> bytes | str:
+        """The body, or where a redirect points."""
+        import httpx
+
+        addresses = await self._addresses(url)
+        trust = ssl.create_default_context() if self._trust is None else self._trust
+        # A client above it would read redirects, cookies and the environment.
+        async with httpx.AsyncHTTPTransport(verify=trust, trust_env=False, retries=0) as client:
+            for address in addresses[:MAX_ADDRESSES]:
+                with contextlib.suppress(httpx.ConnectError):
+                    try:
+                        return await _read(client, url, address, try_add)
+                    except httpx.ConnectError:
+                        raise
+                    except (httpx.HTTPError, httpx.InvalidURL):
+                        raise ImageFault("the server at its URL broke off its answer") from None
+        raise ImageFault("no connection, or no secure one, to the server at its URL was possible")
+
+    async def _addresses(self, url: HttpsUrl) -> list[str]:
+        """Resolved once; all of them are checked. Raises ImageFault."""
+        try:
+            found = [ip_address(each) for each in await self._resolve(url.host, url.port)]
+        except (OSError, ValueError):
+            found = []
+        if not found:
+            raise ImageFault("the host of its URL has no address")
+        if not all(map(self._may_connect, found)):
+            raise ImageFault(
+                "the host of its URL has an address that is not of the public internet"
+            )
+        return [str(each) for each in dict.fromkeys(found)]
+
+
+async def _read(
+    client: "httpx.AsyncHTTPTransport", url: HttpsUrl, address: str, try_add: TryAdd
+) -> bytes | str:
+    """From an address, with the URL's host as the name of TLS and of the request."""
+    host = f"[{address}]" if ":" in address else address
+    headers = {"host": url.authority, "accept": "image/*", "accept-encoding": "identity"}
+    import httpx
+
+    request = httpx.Request(
+        "GET",
+        f"https://{host}:{url.port}{url.path}",
+        headers=headers,
+        extensions={"sni_hostname": url.host},
+    )
+    response = await client.handle_async_request(request)
+    try:
+        if response.status_code in _REDIRECTS:
+            return response.headers.get("location", "")
+        if response.status_code != 200:
+            raise ImageFault(f"the server at its URL answered {response.status_code}, not 200")
+        coding = response.headers.get("content-encoding", "identity")
+        if coding.strip().lower() != "identity":
+            raise ImageFault("the server at its URL compressed its answer, which is not taken")
+        body = bytearray()
+        async for part in response.aiter_raw(64 << 10):
+            if len(body) + len(part) > MAX_ENCODED_BYTES:
+                raise too_many_bytes(f"over {show_size(MAX_ENCODED_BYTES)}")
+            if not try_add(len(part)):
+                raise BudgetFullError
+            body += part
+        return bytes(body)
+    finally:
+        await response.aclose()

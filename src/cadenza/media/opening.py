@@ -1,0 +1,148 @@
+"""Opens the images of a request: `ImageOpener` for a server, `open_here` within this process.
+
+Owns the order: count, headers of all, then pixels. Invariant: an error names the first image at
+fault, its place and what is allowed; no image is decoded where another one's header is refused.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from cadenza.errors import InvalidRequestError
+from cadenza.media.data_urls import data_of_url, is_data_url
+from cadenza.media.decode_pool import DecodePool
+from cadenza.media.decoding import prepared, prepared_picture
+from cadenza.media.fetching import MediaFetcher, TryAdd
+from cadenza.media.headers import image_size
+from cadenza.media.image_input import (
+    MAX_IMAGES,
+    ImageFault,
+    ImageInput,
+    OpenedImage,
+)
+
+if TYPE_CHECKING:
+    from cadenza.vision.processor import ImageProcessor
+
+_NOT_FETCHED = (
+    "its URL is remote; only a server fetches images, and only with --allowed-media-domains: give "
+    "the file's bytes instead"
+)
+
+
+def check_count(images: Sequence[ImageInput]) -> None:
+    """Raises InvalidRequestError for more images than a request may have."""
+    if len(images) > MAX_IMAGES:
+        raise ImageFault(
+            f"a request may have at most {MAX_IMAGES} images, and this one has {len(images)}; "
+            f"leave some out"
+        ).named(images[MAX_IMAGES], MAX_IMAGES)
+
+
+def open_here(images: Sequence[ImageInput], processor: "ImageProcessor") -> None:
+    """Sets `opened` of each, within this process. Slow. Raises InvalidRequestError."""
+    measure_images(images, processor)
+    for place, image in enumerate(images):
+        with _naming(image, place):
+            if image.picture is not None:
+                image.opened = prepared_picture(image.picture, processor, image.detail)
+            elif image.opened is None or image.opened.parts is None:
+                image.opened = prepared(_given(image), processor, image.detail)
+
+
+def measure_images(images: Sequence[ImageInput], processor: "ImageProcessor") -> None:
+    """Sets `opened` without pixels of each that has none yet: enough to count tokens. Raises
+    InvalidRequestError."""
+    check_count(images)
+    for place, image in enumerate(images):
+        if image.opened is None:
+            with _naming(image, place):
+                _measure(image, processor)
+
+
+def _measure(image: ImageInput, processor: "ImageProcessor") -> None:
+    if image.picture is not None:
+        width, height = image.picture.size
+    else:
+        width, height = image_size(_given(image))
+    processor.plan(width, height, image.detail)  # refuses sizes that the model does not take
+    image.opened = OpenedImage(width=width, height=height)
+
+
+def _given(image: ImageInput) -> bytes:
+    """Raises ImageFault."""
+    if image.data is None and image.url is not None and is_data_url(image.url):
+        image.data = data_of_url(image.url)
+    if image.data is None:
+        raise ImageFault(_NOT_FETCHED)
+    return image.data
+
+
+class ImageOpener:
+    """Of a server; for one event loop, which it never blocks.
+
+    Args:
+        pool: closed with this object.
+    """
+
+    def __init__(self, fetcher: MediaFetcher, pool: DecodePool) -> None:
+        self._fetcher = fetcher
+        self._pool = pool
+
+    async def open(
+        self, images: Sequence[ImageInput], processor: "ImageProcessor", try_add: TryAdd
+    ) -> None:
+        """Sets `opened` of each. Bytes that are fetched count by `try_add`.
+
+        Raises InvalidRequestError, BudgetFullError, EngineUnavailableError.
+        """
+        await self.measure(images, processor, try_add)
+
+        async def decode(image: ImageInput) -> None:
+            doing = self._pool.submit(_given(image), processor, image.detail)
+            image.opened = await asyncio.wrap_future(doing)
+            image.data = None  # the request is kept for as long as it is answered
+
+        await _each(images, decode)
+
+    async def measure(
+        self, images: Sequence[ImageInput], processor: "ImageProcessor", try_add: TryAdd
+    ) -> None:
+        """Sets `opened` of each, without pixels. Raises as `open`."""
+        check_count(images)
+
+        async def fetch(image: ImageInput) -> None:
+            if image.data is None and image.url is not None and not is_data_url(image.url):
+                image.data = await self._fetcher.fetch(image.url, try_add)
+
+        for place, image in enumerate(images):
+            if image.data is None and image.url is not None and not is_data_url(image.url):
+                with _naming(image, place):
+                    self._fetcher.check(image.url)
+        await _each(images, fetch)
+        await asyncio.to_thread(measure_images, images, processor)
+
+    def close(self) -> None:
+        self._pool.close()
+
+
+async def _each(
+    images: Sequence[ImageInput], work: Callable[[ImageInput], Awaitable[None]]
+) -> None:
+    """Works on all at once; raises what the first image that failed did."""
+    found = await asyncio.gather(*map(work, images), return_exceptions=True)
+    for place, error in enumerate(found):
+        if error is not None:
+            with _naming(images[place], place):
+                raise error
+
+
+@contextmanager
+def _naming(image: ImageInput, place: int) -> Generator[None]:
+    try:
+        yield
+    except ImageFault as fault:
+        raise fault.named(image, place) from None
+    except InvalidRequestError as error:
+        raise ImageFault(str(error)).named(image, place) from None
