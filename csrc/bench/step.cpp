@@ -175,7 +175,7 @@ struct Step {
     task.rope_rows = kMaxContext;
     task.scale = 0.125f;
     task.qkv = wide;
-    task.positions = positions.data();
+    task.positions = task.rope_positions = positions.data();
     task.slot_mapping = slots.data();
     task.query_starts = starts.data();
     task.kv_lens = lens.data();

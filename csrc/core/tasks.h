@@ -156,7 +156,8 @@ struct AttendTask {
   int64_t kv_parts = 2;
   bool norms_values = false;  // RMSNorm of each value head, without a weight
   const void* qkv;            // [T, (Hq + kv_parts Hkv) D]
-  const int32_t* positions;
+  const int32_t* positions;       // in the row's KV
+  const int32_t* rope_positions;  // rows of `rope`
   const int32_t* slot_mapping;
   const int32_t* query_starts;  // [R + 1]
   const int32_t* kv_lens;       // [R]

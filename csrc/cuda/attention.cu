@@ -12,7 +12,7 @@ using cuda::Attention;
 
 // What both operations have of rows, slots and pools.
 struct RowBuffers {
-  Any positions, slot_mapping, query_starts, kv_lens, page_table, rope, pool, pool_out;
+  Any positions, slot_mapping, query_starts, kv_lens, page_table, rope, rope_positions, pool, pool_out;
 };
 
 // The largest numbers of a step that the host knows.
@@ -35,6 +35,7 @@ void read_rows(const RowBuffers& b, Attention& a) {
   a.kv_heads = int(dim(b.pool, 2));
   a.page_size = int(dim(b.pool, 3));
   a.positions = int32(b.positions);
+  a.rope_positions = int32(b.rope_positions);
   a.query_starts = int32(b.query_starts);
   a.kv_lens = int32(b.kv_lens);
   a.page_table = int32(b.page_table);
@@ -44,6 +45,7 @@ void read_rows(const RowBuffers& b, Attention& a) {
   require(a.page_size % kLanes == 0, "the page size must be a multiple of 16");
   require(dim(b.query_starts, 0) == a.rows + 1, "query_starts must be [R + 1]");
   require(dim(b.page_table, 0) == a.rows, "page_table must be [R, P]");
+  require(dim(b.rope_positions, 0) == dim(b.positions, 0), "rope_positions must be [T]");
   require(b.pool_out.untyped_data() == b.pool.untyped_data(),
           "the pools must be donated and aliased to the results");
   require(b.pool_out.dimensions() == b.pool.dimensions(), "the pools' results must have their shape");
@@ -235,8 +237,8 @@ void attend_latents(const RowBuffers& rows, const LatentBuffers& b, Attention a,
 
 ffi::Error rope_append_attend_call(Any qkv, Any positions, Any slot_mapping, Any query_starts,
                                    Any kv_lens, Any page_table, Any rope, Any q_weight,
-                                   Any k_weight, Any k_pool, Any v_pool, Any sinks, Any gate, AnyResult out,
-                                   AnyResult k_out, AnyResult v_out, int64_t layer, int64_t heads,
+                                   Any k_weight, Any k_pool, Any v_pool, Any sinks, Any gate,
+                                   Any rope_positions, AnyResult out, AnyResult k_out, AnyResult v_out, int64_t layer, int64_t heads,
                                    float scale, int64_t window, float soft_cap, float norm_eps,
                                    bool norms_values) {
   return guarded("cadenza_rope_append_attend", [&] {
@@ -244,7 +246,7 @@ ffi::Error rope_append_attend_call(Any qkv, Any positions, Any slot_mapping, Any
     a.layer = int(layer);
     a.window = int(window);
     set_scale(a, scale, soft_cap);
-    attend_heads({positions, slot_mapping, query_starts, kv_lens, page_table, rope, k_pool, *k_out},
+    attend_heads({positions, slot_mapping, query_starts, kv_lens, page_table, rope, rope_positions, k_pool, *k_out},
                  {qkv, q_weight, k_weight, k_pool, v_pool, sinks, gate, *out, *v_out}, a,
                  {heads, norm_eps, norms_values});
   });
@@ -252,8 +254,8 @@ ffi::Error rope_append_attend_call(Any qkv, Any positions, Any slot_mapping, Any
 
 ffi::Error latent_attend_call(Any absorbed, Any queries, Any keys, Any positions, Any slot_mapping,
                               Any query_starts, Any kv_lens, Any page_table, Any rope, Any norm,
-                              Any pool, AnyResult out, AnyResult pool_out, int64_t layer,
-                              int64_t heads, float scale, float norm_eps, bool pairs_neighbours) {
+                              Any pool, Any rope_positions, AnyResult out, AnyResult pool_out,
+                              int64_t layer, int64_t heads, float scale, float norm_eps, bool pairs_neighbours) {
   return guarded("cadenza_latent_attend", [&] {
     Attention a{};
     a.layer = int(layer);
@@ -262,7 +264,7 @@ ffi::Error latent_attend_call(Any absorbed, Any queries, Any keys, Any positions
     cuda::LatentAppend given{};
     given.norm_eps = norm_eps;
     given.pairs_neighbours = pairs_neighbours;
-    attend_latents({positions, slot_mapping, query_starts, kv_lens, page_table, rope, pool, *pool_out},
+    attend_latents({positions, slot_mapping, query_starts, kv_lens, page_table, rope, rope_positions, pool, *pool_out},
                    {absorbed, queries, keys, norm, *out}, a, given);
   });
 }

@@ -67,6 +67,7 @@ struct Attention {
   float scale;     // of scores, times log2 e; with a cap, over the cap
   float soft_cap;  // times log2 e; 0: none
   const int32_t* positions;
+  const int32_t* rope_positions;  // rows of the appending kernels' rope
   const int32_t* query_starts;
   const int32_t* kv_lens;
   const int32_t* page_table;

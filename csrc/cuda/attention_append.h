@@ -104,7 +104,7 @@ __device__ __forceinline__ float inverse_rms(const T* x, int size, float eps) {
 }
 
 __device__ __forceinline__ int rope_row(const Attention& a, int token, int rows) {
-  return min(max(a.positions[token], 0), rows - 1);
+  return min(max(a.rope_positions[token], 0), rows - 1);
 }
 
 // The largest magnitude of a vector in shared memory; without codes all codes are 0, and the scale is

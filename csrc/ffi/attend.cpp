@@ -16,7 +16,7 @@ struct AttendAttrs {
 
 struct AttendBuffers {
   Any qkv, positions, slot_mapping, query_starts, kv_lens, page_table, rope, q_weight, k_weight,
-      k_pool, v_pool, sinks, gate, out, k_out, v_out;
+      k_pool, v_pool, sinks, gate, rope_positions, out, k_out, v_out;
 };
 
 AttendTask shapes(const AttendBuffers& b, const AttendAttrs& attrs) {
@@ -84,6 +84,7 @@ void check(const AttendBuffers& b, const AttendTask& task, DType dtype) {
                                    dim(b.gate, 1) == task.heads * task.head_size),
           "gate must have qkv's type, [T, Hq D], or be empty");
   require(dim(b.query_starts, 0) == task.rows + 1, "query_starts must be [R + 1]");
+  require(dim(b.rope_positions, 0) >= task.num_tokens, "rope_positions must be [T]");
   require(dim(b.page_table, 0) == task.rows, "page_table must be [R, P]");
   require(b.k_out.untyped_data() == b.k_pool.untyped_data() &&
               b.v_out.untyped_data() == b.v_pool.untyped_data(),
@@ -114,6 +115,7 @@ void attend(const AttendBuffers& b, const AttendAttrs& attrs) {
   DType dtype = element_type(b.qkv);
   task.qkv = b.qkv.untyped_data();
   task.positions = int32(b.positions);
+  task.rope_positions = int32(b.rope_positions);
   task.slot_mapping = int32(b.slot_mapping);
   task.query_starts = int32(b.query_starts);
   task.kv_lens = int32(b.kv_lens);
@@ -140,8 +142,8 @@ void attend(const AttendBuffers& b, const AttendAttrs& attrs) {
 // rotary size], or one column more; q_weight f32 [D], [Hq D] or [0]; k_weight f32 [D], [Hkv D] or
 // [0]; k_pool and v_pool act [pages, layers,
 // Hkv, S, D], bf16 as its bits in u16, or u8 [pages, layers, Hkv, S, D + 4] for KV in int8
-// (core/kv_codes.h); sinks f32 [Hq] or [0]; gate act [T, Hq D] or [0]. Results act [T, Hq D], and both pools, which must be donated and alias operands
-// 9 and 10. Attributes: layer i64; heads i64; scale f32; window i64, 0 none; soft_cap f32, 0 none;
+// (core/kv_codes.h); sinks f32 [Hq] or [0]; gate act [T, Hq D] or [0]; rope_positions [T], rows of rope.
+// Results act [T, Hq D], and both pools, which must be donated and alias operands 9 and 10. Attributes: layer i64; heads i64; scale f32; window i64, 0 none; soft_cap f32, 0 none;
 // norm_eps f32; norms_values bool.
 //
 // Without values in qkv they are made of the keys before their norm and rotation; without keys, too,
@@ -158,12 +160,12 @@ void attend(const AttendBuffers& b, const AttendAttrs& attrs) {
 // beside those of its tokens, with a value of 0. The sigmoid of the gate multiplies the result.
 ffi::Error rope_append_attend_call(Any qkv, Any positions, Any slot_mapping, Any query_starts, Any kv_lens,
                        Any page_table, Any rope, Any q_weight, Any k_weight, Any k_pool, Any v_pool,
-                       Any sinks, Any gate, AnyResult out, AnyResult k_out, AnyResult v_out, int64_t layer,
-                       int64_t heads, float scale, int64_t window, float soft_cap, float norm_eps,
+                       Any sinks, Any gate, Any rope_positions, AnyResult out, AnyResult k_out,
+                       AnyResult v_out, int64_t layer, int64_t heads, float scale, int64_t window, float soft_cap, float norm_eps,
                        bool norms_values) {
   return guarded("cadenza_rope_append_attend", [&] {
     attend({qkv, positions, slot_mapping, query_starts, kv_lens, page_table, rope, q_weight,
-            k_weight, k_pool, v_pool, sinks, gate, *out, *k_out, *v_out},
+            k_weight, k_pool, v_pool, sinks, gate, rope_positions, *out, *k_out, *v_out},
            {layer, heads, window, scale, soft_cap, norm_eps, norms_values});
   });
 }
@@ -172,7 +174,7 @@ namespace {
 
 struct LatentBuffers {
   Any absorbed, queries, keys, positions, slot_mapping, query_starts, kv_lens, page_table, rope,
-      norm, pool, out, pool_out;
+      norm, pool, rope_positions, out, pool_out;
 };
 
 AttendTask latent_task(const LatentBuffers& b, int64_t layer, int64_t heads) {
@@ -213,6 +215,7 @@ void check_latents(const LatentBuffers& b, const AttendTask& task, DType dtype) 
           "keys must be f32 [T, L + rotary size]");
   require(dim(b.norm, 0) == task.value_size, "norm must be f32 [L]");
   require(dim(b.query_starts, 0) == task.rows + 1, "query_starts must be [R + 1]");
+  require(dim(b.rope_positions, 0) >= task.num_tokens, "rope_positions must be [T]");
   require(dim(b.page_table, 0) == task.rows, "page_table must be [R, P]");
   require(task.num_tokens >= 0 && task.num_tokens <= dim(b.absorbed, 0) &&
               task.num_tokens <= dim(b.queries, 0) && task.num_tokens <= dim(b.keys, 0),
@@ -234,8 +237,8 @@ int64_t latent_bytes_read(const AttendTask& task, DType dtype) {
 // cadenza_latent_attend: absorbed act [T, Hq L]; queries act [T, Hq Dq], each head rotated at its
 // end; keys f32 [T, L + rotary size]: latents, and what is rotated; positions [T]; slot_mapping [T];
 // query_starts [R + 1]; kv_lens [R]; page_table [R, P]; rope f32 [positions, rotary size]; norm f32
-// [L], of latents; pool act [pages, layers, 1, S, L + rotary size], bf16 as its bits in u16. Results
-// act [T, Hq L], and the pool, which must be donated and alias operand 10. Attributes: layer i64;
+// [L], of latents; pool act [pages, layers, 1, S, L + rotary size], bf16 as its bits in u16;
+// rope_positions [T], rows of rope. Results act [T, Hq L], and the pool, which must be donated and alias operand 10. Attributes: layer i64;
 // heads i64; scale f32; norm_eps f32; pairs_neighbours bool.
 //
 // Attention of absorbed queries over normed latents (multi-head latent attention), which are keys
@@ -243,12 +246,12 @@ int64_t latent_bytes_read(const AttendTask& task, DType dtype) {
 // pairs_neighbours elements 2 i and 2 i + 1 are rotated together, else those of two halves.
 ffi::Error latent_attend_call(Any absorbed, Any queries, Any keys, Any positions, Any slot_mapping,
                               Any query_starts, Any kv_lens, Any page_table, Any rope, Any norm,
-                              Any pool, AnyResult out, AnyResult pool_out, int64_t layer,
-                              int64_t heads, float scale, float norm_eps, bool pairs_neighbours) {
+                              Any pool, Any rope_positions, AnyResult out, AnyResult pool_out,
+                              int64_t layer, int64_t heads, float scale, float norm_eps, bool pairs_neighbours) {
   return guarded("cadenza_latent_attend", [&] {
     ProfileScope profile(Op::kRopeAppendAttend);
     const LatentBuffers b{absorbed, queries, keys, positions, slot_mapping, query_starts, kv_lens,
-                          page_table, rope, norm, pool, *out, *pool_out};
+                          page_table, rope, norm, pool, rope_positions, *out, *pool_out};
     const DType dtype = element_type(absorbed);
     AttendTask task = latent_task(b, layer, heads);
     check_latents(b, task, dtype);
@@ -259,6 +262,7 @@ ffi::Error latent_attend_call(Any absorbed, Any queries, Any keys, Any positions
     task.latent.keys = data<float>(keys);
     task.latent.pairs_neighbours = pairs_neighbours;
     task.positions = int32(positions);
+    task.rope_positions = int32(rope_positions);
     task.slot_mapping = int32(slot_mapping);
     task.query_starts = int32(query_starts);
     task.kv_lens = int32(kv_lens);

@@ -28,14 +28,14 @@ ffi::Error grouped_linear_call(Any x, Any w, Any count, Any bias, Any residual, 
                                Any weights, AnyResult out);
 ffi::Error rope_append_attend_call(Any qkv, Any positions, Any slot_mapping, Any query_starts,
                                    Any kv_lens, Any page_table, Any rope, Any q_weight,
-                                   Any k_weight, Any k_pool, Any v_pool, Any sinks, Any gate, AnyResult out,
-                                   AnyResult k_out, AnyResult v_out, int64_t layer, int64_t heads,
+                                   Any k_weight, Any k_pool, Any v_pool, Any sinks, Any gate,
+                                   Any rope_positions, AnyResult out, AnyResult k_out, AnyResult v_out, int64_t layer, int64_t heads,
                                    float scale, int64_t window, float soft_cap, float norm_eps,
                                    bool norms_values);
 ffi::Error latent_attend_call(Any absorbed, Any queries, Any keys, Any positions, Any slot_mapping,
                               Any query_starts, Any kv_lens, Any page_table, Any rope, Any norm,
-                              Any pool, AnyResult out, AnyResult pool_out, int64_t layer,
-                              int64_t heads, float scale, float norm_eps, bool pairs_neighbours);
+                              Any pool, Any rope_positions, AnyResult out, AnyResult pool_out,
+                              int64_t layer, int64_t heads, float scale, float norm_eps, bool pairs_neighbours);
 ffi::Error head_linear_call(Any x, Any w, Any count, AnyResult out, int64_t width);
 ffi::Error gated_delta_call(Any x, Any gate, Any rates, Any query_starts, Any initial, Any kept,
                             Any conv_weight, Any decay, Any decay_bias, Any norm_weight,

@@ -84,7 +84,7 @@ inline void scale_query(const AttendTask& task, int64_t position, float* head) {
 }
 
 inline int64_t rope_row(const AttendTask& task, int64_t token) {
-  int64_t position = task.positions[token];
+  int64_t position = task.rope_positions[token];
   return position < 0 ? 0 : position < task.rope_rows ? position : task.rope_rows - 1;
 }
 

@@ -140,7 +140,7 @@ class Engine {
     task.soft_cap = shape_.soft_cap;
     task.window = shape_.window;
     task.qkv = qkv.data();
-    task.positions = positions.data();
+    task.positions = task.rope_positions = positions.data();
     task.slot_mapping = slots.data();
     task.query_starts = starts.data();
     task.kv_lens = lens.data();

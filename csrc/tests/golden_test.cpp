@@ -175,7 +175,7 @@ class GoldenDecoder {
     task.heads = kHeads, task.kv_heads = kKvHeads, task.head_size = task.value_size = kHead;
     task.rotary_size = kHead, task.rope_rows = kPrompt + kNew;
     task.scale = 0.25f, task.soft_cap = style_.soft_cap, task.window = style_.window;
-    task.qkv = qkv.data(), task.positions = positions.data(), task.slot_mapping = slots.data();
+    task.qkv = qkv.data(), task.positions = task.rope_positions = positions.data(), task.slot_mapping = slots.data();
     task.query_starts = starts, task.kv_lens = lens, task.page_table = pages_.data();
     task.rope = rope_.data(), task.q_weight = task.k_weight = head_norm_.data();
     task.norm_eps = 1e-6f, task.kv_format = style_.kv_format;

@@ -91,7 +91,7 @@ class LatentEngine {
     task.scale = scale();
     task.latent = {absorbed.data(), queries.data(), keys.data(), shape_.query_size,
                    shape_.pairs_neighbours};
-    task.positions = positions.data();
+    task.positions = task.rope_positions = positions.data();
     task.slot_mapping = slots.data();
     task.query_starts = starts.data();
     task.kv_lens = lens.data();

@@ -164,7 +164,7 @@ class Rows:
             "rope_append_attend",
             (out_shape, *(jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in self.pools)),
             *(given[:, : variant.width], positions, slots, starts, lens, table),
-            *(variant.rope, *variant.norms, *self.pools, variant.sinks, gate),
+            *(variant.rope, *variant.norms, *self.pools, variant.sinks, gate, positions),
             aliases={9: 1, 10: 2},
             layer=LAYER,
             heads=variant.heads,

@@ -90,6 +90,7 @@ def play(call: Caller, shape: Shape, inputs: Sequence[Array], chunks: Sequence[i
             np.array([at + count, 0], np.int32),
             np.stack([pages, np.full_like(pages, -1)]).astype(np.int32),
             *(shape.rope, shape.norm, pool),
+            np.concatenate([positions, np.zeros(2, np.int32)]),
             aliases={10: 1},
             layer=LAYER,
             heads=shape.heads,

@@ -86,7 +86,7 @@ def time_attention(library: Any, rows: int, length: int, *, trials: int) -> floa
     pool = ops.new_kv_pool(model.kv_groups[0], rows * pages, 0.5)
 
     def step(pool: Any, qkv: Any, rope: Any, arrays: Any) -> Any:
-        factors, layer = HeadFactors(None, rope), AttendingLayer(0, heads)
+        factors, layer = HeadFactors(None, rope, arrays.tokens.positions), AttendingLayer(0, heads)
         return ops.compute(
             lambda table: table.rope_append_attend(HeadInputs(qkv), pool, factors, arrays, layer)
         )

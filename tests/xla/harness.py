@@ -111,8 +111,9 @@ class Variant:
 def config_of(shape: str) -> ModelConfig:
     """Of a named shape, or of the hostile one; "one layer of" it is for the reference table, whose
     every layer is compiled."""
-    if shape.startswith("one layer of "):
-        return replace(config_of(shape.removeprefix("one layer of ")), num_layers=1)
+    for count, words in enumerate(("one layer of ", "two layers of "), 1):
+        if shape.startswith(words):
+            return replace(config_of(shape.removeprefix(words)), num_layers=count)
     return HOSTILE if shape == "hostile" else named_shape(shape)
 
 

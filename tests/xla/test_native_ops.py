@@ -381,7 +381,6 @@ def attend(
         is_whole = model.qk_norm == "all_heads"
         sizes = (heads.query_size, heads.kv_size) if is_whole else (model.head_dim,) * 2
         norms = (normal(61, sizes[0]), normal(62, sizes[1]))
-    factors = HeadFactors(norms, rope_factors(model.rope_of(kind), MAX_LEN))
     call = jax.jit(ops.rope_append_attend, donate_argnums=1, static_argnames="layer")
     pool = ops.new_kv_pool(model.kv_groups[0], pages.size, NAN)
     outputs: list[np.ndarray] = []
@@ -390,8 +389,9 @@ def attend(
         qkv = np.full((len(inputs.tokens.ids), values.shape[1]), NAN, np.float32)
         qkv[: inputs.num_tokens] = values
         step = device_step(inputs, pages)
-        given = HeadInputs(qkv.astype(pair.spec.dtype))
-        out, pool = call(given, pool, factors, step, layer=layer)
+        rope = rope_factors(model.rope_of(kind), MAX_LEN)
+        factors = HeadFactors(norms, rope, step.tokens.positions)
+        out, pool = call(HeadInputs(qkv.astype(pair.spec.dtype)), pool, factors, step, layer=layer)
         outputs.append(np.asarray(out, np.float32)[: inputs.num_tokens])
     return outputs
 

@@ -152,6 +152,15 @@ def _load_rest(
     )
 
 
+def _num_image_parts(context: StepContext) -> int:
+    """Those of the embeddings of the step's images; 0 where there are none."""
+    vision = context.model.vision
+    if vision is None or context.images is None:
+        return 0
+    assert vision.num_parts <= context.model.num_layers, "the last layer is for logit rows alone"
+    return vision.num_parts
+
+
 def enter_stream(
     context: StepContext, weights: DecoderWeights, read_hidden: jax.Array | None
 ) -> jax.Array:
@@ -175,6 +184,9 @@ def run_layers(
     bit of a row."""
     ops, step = context.ops, context.step
     stream = Residual(enter_stream(context, weights, read_hidden), step.num_tokens)
+    num_image_parts = 0 if read_hidden is not None else _num_image_parts(context)
+    if num_image_parts:
+        stream = stream.with_images(context, 0)
     embedding = weights.layer_embedding
     inputs = None if embedding is None else embedding.enter(context, stream)
     last = len(weights.layers) - 1
@@ -188,6 +200,8 @@ def run_layers(
         if layer.inputs is not None:
             assert inputs is not None, "the model has per-layer embeddings"
             stream = layer.inputs.add(ops, stream, inputs, index)
+        if index + 1 < num_image_parts:
+            stream = stream.with_images(context, index + 1)
     if not keeps_hidden:
         return LayerOutputs(stream.normed(ops, weights.final_norm), pools)
     layout = context.model.mtp_layout

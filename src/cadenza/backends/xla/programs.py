@@ -106,6 +106,7 @@ class DeviceState(NamedTuple):
     rows: RowState
     kept_hidden: Any = None  # [slots, E], of a runner that keeps hidden states
     own_hidden: Any = None  # [R, E], of a runner that reads them
+    image_rows: Any = None  # [S, parts E], of a runner that encodes images
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,9 +159,10 @@ class StepProgram:
         token of the step may then be the first of its sequence.
         """
         state, arrays, read_hidden = self._enter(state, wire, kept)
+        context = self._context(weights, state, arrays)
 
         def decode(table: OpTable) -> tuple[jax.Array, LayerOutputs]:
-            made = self._run_layers(table, weights, state.pools, arrays, read_hidden)
+            made = self._run_layers(context.within(table), weights, state.pools, read_hidden)
             return table.next_tokens(made.hidden, weights.lm_head, arrays), made
 
         result, made = self.ops.compute(decode)
@@ -173,8 +175,9 @@ class StepProgram:
     ) -> tuple[DeviceState, jax.Array]:
         """(weights, state, wire [·]) to (state, last hidden states [L, E])."""
         state, arrays, _ = self._enter(state, wire, None)
+        context = self._context(weights, state, arrays)
         made = self.ops.compute(
-            lambda table: self._run_layers(table, weights, state.pools, arrays, None)
+            lambda table: self._run_layers(context.within(table), weights, state.pools, None)
         )
         return self._with_states(state, arrays, made), made.hidden
 
@@ -195,6 +198,7 @@ class StepProgram:
         slots, history = arrays.tokens.slots, state.rows.token_history
         places = jnp.where(slots >= 0, slots, len(history))
         history = history.at[places].set(arrays.tokens.ids, mode="drop")
+        arrays = self._without_placeholders(arrays)
         arrays = arrays._replace(rules=RuleArrays(state.rows.rule_records, history))
         state = state._replace(rows=state.rows._replace(token_history=history))
         if kept is None:
@@ -204,15 +208,27 @@ class StepProgram:
         read_hidden = read_states(kept, state.own_hidden, arrays, is_drawn, self.spec.dtype)
         return state, arrays, read_hidden
 
+    def _without_placeholders(self, arrays: StepArrays) -> StepArrays:
+        """With an id of the vocabulary for each token that has an image slot."""
+        vision, tokens = self.spec.model.vision, arrays.tokens
+        if vision is None:
+            return arrays
+        ids = jnp.where(tokens.image_slots >= 0, vision.fill_token_id, tokens.ids)
+        return arrays._replace(tokens=replace(tokens, ids=ids))
+
+    def _context(
+        self, weights: DecoderWeights, state: DeviceState, arrays: StepArrays
+    ) -> StepContext:
+        model, images = self.spec.model, state.image_rows
+        return StepContext.of(self.ops, model, arrays, weights.ropes, images)
+
     def _run_layers(
         self,
-        table: OpTable,
+        context: StepContext,
         weights: DecoderWeights,
         pools: LayerPools,
-        arrays: StepArrays,
         read_hidden: jax.Array | None,
     ) -> LayerOutputs:
-        context = StepContext(table, self.spec.model, arrays, weights.ropes)
         return run_layers(context, weights, pools, read_hidden, keeps_hidden=self.keeps_hidden)
 
     def _with_states(
@@ -337,6 +353,14 @@ def state_function(ops: OpTable, spec: DecoderSpec, setup: RunnerSetup) -> Calla
         like = jax.eval_shape(lambda: new_states(num_slots, width, spec.dtype))
         return ops.unwritten(like.shape, like.dtype)
 
+    def image_rows() -> jax.Array | None:
+        if spec.model.vision is None or not setup.num_image_slots:
+            return None
+        shape = setup.num_image_slots, spec.model.vision.num_parts * width
+        if setup.fill is not None:
+            return jnp.full(shape, setup.fill, spec.dtype)
+        return ops.unwritten(shape, spec.dtype)
+
     def pools() -> LayerPools:
         groups, model = spec.model.kv_groups, spec.model
         kv = tuple(ops.new_kv_pool(group, limits.num_pages, setup.fill) for group in groups)
@@ -358,6 +382,7 @@ def state_function(ops: OpTable, spec: DecoderSpec, setup: RunnerSetup) -> Calla
             rows,
             kept_states() if setup.keeps_hidden else None,
             new_states(limits.max_num_seqs, width, spec.dtype) if reads_hidden else None,
+            image_rows(),
         )
 
     return new_state

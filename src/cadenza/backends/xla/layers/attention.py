@@ -48,7 +48,7 @@ class Attention(NamedTuple):
         )
         group, place = model.kv_place(index)
         layer = AttendingLayer(place, model.heads_of(kind), kind.window)
-        factors = HeadFactors(self.norms, rope, self.sinks)
+        factors = HeadFactors(self.norms, rope, context.rope_positions, self.sinks)
         mixed, pool = ops.rope_append_attend(given, pools.kv[group], factors, context.step, layer)
         return mixed, pools.with_kv(group, pool)
 

@@ -77,7 +77,7 @@ class LatentAttention(NamedTuple):
         )
         group, place = model.kv_place(index)
         layer = LatentLayer(index=place, shape=shape, norm_eps=LATENT_NORM_EPS)
-        factors = LatentFactors(self.latent_norm, rope)
+        factors = LatentFactors(self.latent_norm, rope, context.rope_positions)
         mixed, pool = ops.latent_attend(given, pools.kv[group], factors, context.step, layer)
         values = ops.head_linear(mixed, self.values, count, shape.rank)
         return values, pools.with_kv(group, pool)

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
+from cadenza.backends.xla.ops.encoder_table import ImageRows
 from cadenza.backends.xla.ops.table import (
     Linear,
     OpTable,
@@ -16,15 +19,45 @@ from cadenza.backends.xla.ops.table import (
     StepStates,
 )
 from cadenza.checkpoint.model_config import ModelConfig
+from cadenza.checkpoint.rope_config import RopeConfig
 
 
 class StepContext(NamedTuple):
-    """The operations, the model, the step's arrays, and its distinct ropes."""
+    """The operations, the model, the step's arrays, and the rope of its tokens.
+
+    Where a token's rope has several coordinates, `ropes` has a row for each token, gathered for the
+    step, and `rope_positions` count them.
+    """
 
     ops: OpTable
     model: ModelConfig
     step: StepArrays
     ropes: tuple[Any, ...]  # [positions, rotary_dim] of each of `ModelConfig.ropes`
+    rope_positions: jax.Array  # [T]: the tokens' rows of `ropes`
+    images: ImageRows | None = None  # of a runner that encodes images
+
+    @classmethod
+    def of(
+        cls,
+        ops: OpTable,
+        model: ModelConfig,
+        step: StepArrays,
+        ropes: tuple[Any, ...],
+        image_rows: jax.Array | None = None,
+    ) -> "StepContext":
+        """Of a step with the ropes of all positions, and the embeddings in all image slots. Not to
+        be called within `OpTable.compute`."""
+        rope_positions = step.tokens.positions
+        if any(rope is not None and rope.axes for rope in model.ropes):
+            pairs = zip(model.ropes, ropes, strict=True)
+            ropes = tuple(_turns_of(rope, table, step) for rope, table in pairs)
+            rope_positions = jnp.arange(len(step.tokens.ids), dtype=jnp.int32)
+        images = None if image_rows is None else ImageRows(image_rows, step.tokens.image_slots)
+        return cls(ops, model, step, ropes, rope_positions, images)
+
+    def within(self, ops: OpTable) -> "StepContext":
+        """The same for the operations of a `compute`."""
+        return self._replace(ops=ops)
 
     def recurrent(self, index: int) -> tuple[tuple[StepArrays, StepStates], RecurrentLayer[Any]]:
         """The rows of the step with their slots, and layer `index`, which has a state."""
@@ -34,6 +67,18 @@ class StepContext(NamedTuple):
         place = model.recurrent_layers.index(index)
         layer = RecurrentLayer(index=place, shape=shape, norm_eps=model.rms_norm_eps)
         return (step, StepStates(step.rows.state_starts, step.tokens.state_slots)), layer
+
+
+def _turns_of(rope: RopeConfig | None, table: Any, step: StepArrays) -> jax.Array:
+    """The row of `table` [positions, ·] for each token, each pair by the coordinate of its axis."""
+    coordinates = step.tokens.rope_positions  # [T, 3]
+    if rope is None or not rope.axes:
+        return table[step.tokens.positions]
+    axes = np.array(rope.axes * 2)  # cosines, then sines
+    turns = table[coordinates[:, 0]]
+    for axis in (1, 2):
+        turns = jnp.where(axes == axis, table[coordinates[:, axis]], turns)
+    return turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +101,14 @@ class Residual:
         else:
             x = ops.linear_norm_add(y, weight, post_norm, self.x, self.count)
         return Residual(x, self.count)
+
+    def with_images(self, context: StepContext, part: int) -> "Residual":
+        """The stream of a step's tokens with a part of the images' embeddings: the first takes the
+        place of the tokens' own, others are added."""
+        if context.images is None:
+            return self
+        rows = context.ops.place_rows(self.x, context.images, part, self.count, part > 0)
+        return Residual(rows, self.count)
 
     def logit_rows(self, ops: OpTable, step: StepArrays) -> "Residual":
         """The stream of the logit rows [L, E]."""

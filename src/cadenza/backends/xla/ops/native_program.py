@@ -10,7 +10,7 @@ import ctypes
 import functools
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -129,6 +129,11 @@ class NativeProgram:
         self.listener: Listener | None = None
         self._operations: list[_Operation] = []
         self._operands: dict[int, Recorded] = {}
+
+    @property
+    def operations(self) -> Collection[str]:
+        """The names of what can be called."""
+        return self._library.operations
 
     def call(
         self, name: str, results: Any, aliases: dict[int, int] | None = None

@@ -5,7 +5,7 @@ of the kernels. Legend as in `ops.table`.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -16,7 +16,8 @@ import numpy.typing as npt
 
 from cadenza.backends.step_result import NUM_COLUMNS
 from cadenza.backends.xla.ops.experts import Routing
-from cadenza.backends.xla.ops.native_program import NativeProgram
+from cadenza.backends.xla.ops.program_encoder import ProgramEncoderOps
+from cadenza.backends.xla.ops.program_recorder import array_of, like
 from cadenza.backends.xla.ops.table import (
     AttendingLayer,
     ConvWeights,
@@ -31,7 +32,6 @@ from cadenza.backends.xla.ops.table import (
     LatentInputs,
     LatentLayer,
     Linear,
-    OpTable,
     RecurrentLayer,
     ScaledNorm,
     ScanInputs,
@@ -90,23 +90,16 @@ class Product(NamedTuple):
     x_dtype: np.dtype[Any]
 
 
-class ProgramOps(OpTable):
+class ProgramOps(ProgramEncoderOps):
     """Records operations; tables differ in their library and in the layouts of weights.
 
     Exact by construction: a kernel's order of reduction does not depend on the batch, and padding
     is not read, so every bucket gives the same bits.
     """
 
-    is_opaque = True
-
     def __init__(self, spec: DecoderSpec) -> None:
         super().__init__(spec)
         self._activation = _CODE_OF_ACTIVATION[spec.model.activation]
-        self._program: NativeProgram | None = None
-
-    @abstractmethod
-    def _new_program(self) -> NativeProgram:
-        """An empty program for the table's library."""
 
     def prove_products(
         self,
@@ -160,10 +153,6 @@ class ProgramOps(OpTable):
         held = self._hold(experts, format, is_gated=len(experts[0]) == 2)
         return replace(held, weight=self._placed(held.weight), bias=expert_biases(biases))
 
-    def unwritten(self, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-        program = self._new_program()
-        return program.emit(program.unwritten(_array(shape, dtype)))
-
     def new_kv_pool(self, group: KVGroup, num_pages: int, fill: float | None) -> KVPool:
         head = (group.num_kv_heads, self._spec.page_size, group.head_dim)
         shape = (num_pages, len(group.layers), *head)
@@ -189,11 +178,6 @@ class ProgramOps(OpTable):
         if self._spec.has_kv_codes:
             return self.unwritten((*shape[:-1], shape[-1] + _SCALE_BYTES), np.uint8)
         return self.unwritten(shape, self._stored_dtype)
-
-    @property
-    def _stored_dtype(self) -> Any:
-        """Of pools of activations: XLA copies bfloat16 by way of float32 on a CPU."""
-        return np.uint16 if self._spec.dtype == jnp.bfloat16 else self._spec.dtype
 
     def copy_slots(
         self, pool: KVPool, source: jax.Array, destination: jax.Array, count: int
@@ -226,7 +210,7 @@ class ProgramOps(OpTable):
 
     def _embed(self, table: Linear, step: StepArrays, rows: "_TableRows") -> jax.Array:
         shape = (len(step.tokens.ids), rows.width)
-        return self._call("embed", _array(shape, jnp.float32))(
+        return self._call("embed", array_of(shape, jnp.float32))(
             *(step.tokens.ids, table.weight, step.num_tokens),
             vocab=rows.vocab,
             scale=np.float32(rows.scale),
@@ -235,24 +219,24 @@ class ProgramOps(OpTable):
     def gate_inputs(
         self, x: jax.Array, inputs: jax.Array, layer: int, count: jax.Array
     ) -> jax.Array:
-        return self._call("gate_inputs", _array(x.shape, self._spec.dtype))(
+        return self._call("gate_inputs", array_of(x.shape, self._spec.dtype))(
             *(x, inputs, count), first=layer * x.shape[1], activation=self._activation
         )
 
     def to_activations(self, x: jax.Array, count: jax.Array) -> jax.Array:
         if self._spec.dtype == jnp.float32:
             return x
-        return self._call("convert", _array(x.shape, self._spec.dtype))(x, count)
+        return self._call("convert", array_of(x.shape, self._spec.dtype))(x, count)
 
     def rms_norm(
         self, x: jax.Array, weight: jax.Array, count: jax.Array, eps: float | None = None
     ) -> jax.Array:
-        return self._call("rms_norm", _array(x.shape, self._spec.dtype))(
+        return self._call("rms_norm", array_of(x.shape, self._spec.dtype))(
             x, weight, count, eps=np.float32(eps or self._model.rms_norm_eps)
         )
 
     def take_rows(self, x: jax.Array, indices: jax.Array, count: jax.Array) -> jax.Array:
-        result = _array((len(indices), x.shape[1]), x.dtype)
+        result = array_of((len(indices), x.shape[1]), x.dtype)
         return self._call("take_rows", result)(x, count, indices)
 
     def linear(
@@ -260,7 +244,7 @@ class ProgramOps(OpTable):
     ) -> jax.Array:
         if residual is None:
             return self._product(x, weight, count, (self._spec.dtype, 1.0))
-        call = self._call("linear", _array(residual.shape, jnp.float32), {4: 0})
+        call = self._call("linear", array_of(residual.shape, jnp.float32), {4: 0})
         scale = np.float32(self._model.residual_scale)
         return call(x, weight.weight, count, weight.bias, residual, scale=scale)
 
@@ -273,7 +257,7 @@ class ProgramOps(OpTable):
         self, x: jax.Array, weight: Linear, count: jax.Array, result: tuple[Any, float]
     ) -> jax.Array:
         dtype, scale = result
-        call = self._call("linear", _array((len(x), weight.num_out), dtype))
+        call = self._call("linear", array_of((len(x), weight.num_out), dtype))
         return call(x, weight.weight, count, weight.bias, None, scale=np.float32(scale))
 
     def norm_add(
@@ -281,12 +265,12 @@ class ProgramOps(OpTable):
     ) -> jax.Array:
         weight, factor = norm if isinstance(norm, ScaledNorm) else (norm, None)
         reused = None if residual is None else {3: 0}
-        call = self._call("rms_norm_add", _array(x.shape, jnp.float32), reused)
+        call = self._call("rms_norm_add", array_of(x.shape, jnp.float32), reused)
         eps = np.float32(self._model.rms_norm_eps)
         return call(x, weight, count, residual, factor, eps=eps)
 
     def gated_linear(self, x: jax.Array, weight: Linear, count: jax.Array) -> jax.Array:
-        call = self._call("gated_linear", _array((len(x), weight.num_out // 2), self._spec.dtype))
+        call = self._call("gated_linear", array_of((len(x), weight.num_out // 2), self._spec.dtype))
         return call(x, weight.weight, count, weight.bias, activation=self._activation)
 
     def route_experts(
@@ -300,7 +284,9 @@ class ProgramOps(OpTable):
         routing = Routing.of(self._model)
         choice = routing.sigmoid_choice
         shape = (len(x), routing.num_chosen)
-        call = self._call("route_experts", (_array(shape, jnp.int32), _array(shape, jnp.float32)))
+        call = self._call(
+            "route_experts", (array_of(shape, jnp.int32), array_of(shape, jnp.float32))
+        )
         ids, weights = call(
             *(x, router.weight, count, router.bias, factors, bias),
             experts=routing.num_experts,
@@ -315,7 +301,9 @@ class ProgramOps(OpTable):
 
     def gate_expert(self, x: jax.Array, gate: Linear, count: jax.Array) -> ExpertChoice:
         shape = (len(x), 1)
-        call = self._call("route_experts", (_array(shape, jnp.int32), _array(shape, jnp.float32)))
+        call = self._call(
+            "route_experts", (array_of(shape, jnp.int32), array_of(shape, jnp.float32))
+        )
         ids, weights = call(
             *(x, gate.weight, count, None, None, None),
             experts=1,
@@ -332,7 +320,7 @@ class ProgramOps(OpTable):
         self, x: jax.Array, weight: Linear, choice: ExpertChoice, count: jax.Array
     ) -> jax.Array:
         shape = (*choice.ids.shape, weight.num_out // 2)
-        call = self._call("grouped_gated_linear", _array(shape, self._spec.dtype))
+        call = self._call("grouped_gated_linear", array_of(shape, self._spec.dtype))
         return call(x, weight.weight, count, weight.bias, choice.ids, activation=self._activation)
 
     def grouped_linear(
@@ -343,7 +331,7 @@ class ProgramOps(OpTable):
         residual: jax.Array | None,
         count: jax.Array,
     ) -> jax.Array:
-        result = _array((len(x), weight.num_out), jnp.float32)
+        result = array_of((len(x), weight.num_out), jnp.float32)
         call = self._call("grouped_linear", result, None if residual is None else {4: 0})
         return call(x, weight.weight, count, weight.bias, residual, *choice)
 
@@ -357,9 +345,9 @@ class ProgramOps(OpTable):
     ) -> tuple[jax.Array, KVPool]:
         model, heads, qkv = self._model, layer.heads, given.qkv
         results = (
-            _array((len(qkv), heads.query_size), self._spec.dtype),
-            _array(pool.keys.shape, pool.keys.dtype),
-            _array(pool.values.shape, pool.values.dtype),
+            array_of((len(qkv), heads.query_size), self._spec.dtype),
+            array_of(pool.keys.shape, pool.keys.dtype),
+            array_of(pool.values.shape, pool.values.dtype),
         )
         query_norm, key_norm = (*(factors.norms or ()), None, None)[:2]
         call = self._call("rope_append_attend", results, {9: 1, 10: 2})
@@ -367,7 +355,7 @@ class ProgramOps(OpTable):
             *(qkv, step.tokens.positions, step.tokens.slots),
             *(step.rows.query_starts, step.rows.kv_lens, step.page_table),
             *(factors.rope, query_norm, key_norm, pool.keys, pool.values),
-            *(factors.sinks, given.gate),
+            *(factors.sinks, given.gate, factors.rope_positions),
             layer=layer.index,
             heads=heads.num_heads,
             scale=np.float32(model.scale_of(heads)),
@@ -380,7 +368,7 @@ class ProgramOps(OpTable):
 
     def head_linear(self, x: jax.Array, weight: Linear, count: jax.Array, width: int) -> jax.Array:
         shape = (len(x), weight.weight.shape[0] * weight.num_out)
-        return self._call("head_linear", _array(shape, self._spec.dtype))(
+        return self._call("head_linear", array_of(shape, self._spec.dtype))(
             x, weight.weight, count, width=width
         )
 
@@ -394,14 +382,14 @@ class ProgramOps(OpTable):
     ) -> tuple[jax.Array, KVPool]:
         shape, keys = layer.shape, pool.keys
         results = (
-            _array(given.absorbed.shape, self._spec.dtype),
-            _array(keys.shape, keys.dtype),
+            array_of(given.absorbed.shape, self._spec.dtype),
+            array_of(keys.shape, keys.dtype),
         )
         out, keys = self._call("latent_attend", results, {10: 1})(
             *given,
             *(step.tokens.positions, step.tokens.slots),
             *(step.rows.query_starts, step.rows.kv_lens, step.page_table),
-            *(factors.rope, factors.norm, keys),
+            *(factors.rope, factors.norm, keys, factors.rope_positions),
             layer=layer.index,
             heads=shape.num_heads,
             scale=np.float32(self._model.scale_of(shape.heads)),
@@ -428,7 +416,7 @@ class ProgramOps(OpTable):
         step: tuple[StepArrays, StepStates],
         layer: RecurrentLayer[DeltaShape],
     ) -> tuple[jax.Array, StatePool]:
-        results = (_array(given.gate.shape, self._spec.dtype), *map(_like, pool))
+        results = (array_of(given.gate.shape, self._spec.dtype), *map(like, pool))
         out, inputs, states = self._call("gated_delta", results, {10: 1, 11: 2})(
             *(*given, *_rows_of(step), *weights, *pool),
             layer=layer.index,
@@ -447,7 +435,7 @@ class ProgramOps(OpTable):
         layer: RecurrentLayer[ConvShape],
     ) -> tuple[jax.Array, StatePool]:
         shape = (len(given), layer.shape.num_channels)
-        results = (_array(shape, self._spec.dtype), _like(pool.inputs))
+        results = (array_of(shape, self._spec.dtype), like(pool.inputs))
         out, inputs = self._call("short_conv", results, {6: 1})(
             *(given, *_rows_of(step), *weights, pool.inputs), layer=layer.index
         )
@@ -461,7 +449,7 @@ class ProgramOps(OpTable):
         step: tuple[StepArrays, StepStates],
         layer: RecurrentLayer[ScanShape],
     ) -> tuple[jax.Array, StatePool]:
-        results = (_array(given.gate.shape, self._spec.dtype), *map(_like, pool))
+        results = (array_of(given.gate.shape, self._spec.dtype), *map(like, pool))
         out, inputs, states = self._call("selective_scan", results, {12: 1, 13: 2})(
             *(*given, *_rows_of(step), *weights, *pool),
             layer=layer.index,
@@ -471,36 +459,13 @@ class ProgramOps(OpTable):
         return out, StatePool(inputs, states)
 
     def next_tokens(self, x: jax.Array, head: Linear, step: StepArrays) -> jax.Array:
-        return self._call("next_token", _array((len(x), NUM_COLUMNS), jnp.int32))(
+        return self._call("next_token", array_of((len(x), NUM_COLUMNS), jnp.int32))(
             *(x, head.weight, step.num_logits, _columns(step.logits), *_memory(step)),
             vocab=self._model.vocab_size,
             divisor=np.float32(self._model.logit_divisor),
             soft_cap=np.float32(self._model.logit_soft_cap or _NO_CAP),
             page_size=self._spec.page_size,
         )
-
-    def compute(self, decode: Callable[[OpTable], Any]) -> Any:
-        return self.compute_watched(lambda _: decode(self))
-
-    def compute_watched(self, decode: Callable[[NativeProgram], Any]) -> Any:
-        """As `compute`; `decode` is given the program that records what it calls."""
-        assert self._program is None, "a program cannot be within another"
-        self._program = program = self._new_program()
-        try:
-            return program.emit(decode(program))
-        finally:
-            self._program = None
-
-    def _call(self, name: str, results: Any, aliases: dict[int, int] | None = None) -> Any:
-        """A function that calls an operation, or records it within `compute`.
-
-        `aliases` maps operand indices to the results that reuse their buffers.
-        """
-        if self._program is not None:
-            return self._program.call(name, results, aliases)
-        program = self._new_program()
-        record = program.call(name, results, aliases)
-        return lambda *operands, **attributes: program.emit(record(*operands, **attributes))
 
 
 def _filled_codes(shape: tuple[int, ...], code: int, fill: float) -> jax.Array:
@@ -537,11 +502,3 @@ def _memory(step: StepArrays) -> tuple[jax.Array | None, ...]:
     if step.rules is None:
         return (None,) * 3
     return step.rules.records, step.page_table, step.rules.history
-
-
-def _like(array: Any) -> jax.ShapeDtypeStruct:
-    return _array(array.shape, array.dtype)
-
-
-def _array(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
+from cadenza.backends.xla.ops.encoder_reference import ReferenceEncoderOps
 from cadenza.backends.xla.ops.experts import (
     Gate,
     Routing,
@@ -71,7 +72,6 @@ from cadenza.backends.xla.ops.table import (
     LatentInputs,
     LatentLayer,
     Linear,
-    OpTable,
     RecurrentLayer,
     ScaledNorm,
     ScanInputs,
@@ -130,7 +130,7 @@ class _Span(NamedTuple):
     sinks: Any | None = None
 
 
-class ReferenceOps(OpTable):
+class ReferenceOps(ReferenceEncoderOps):
     """Computes every row and ignores `count`. Weights have the checkpoint's layout; KV is
     [slots, layers, Hkv, D], in int8 with scales [slots, layers, Hkv].
     """
@@ -315,7 +315,7 @@ class ReferenceOps(OpTable):
         heads = qkv.astype(jnp.float32).reshape(len(qkv), -1, shape.head_dim)  # [T, H, D]
         first, second = shape.num_heads, shape.num_heads + shape.num_kv_heads
         query, key, value = heads[:, :first], heads[:, first:second], heads[:, second:]
-        turns = factors.rope[step.tokens.positions]  # [T, rotary_dim]
+        turns = factors.rope[factors.rope_positions]  # [T, rotary_dim]
         query_scale = None
         if turns.shape[1] % 2:
             turns, query_scale = turns[:, :-1], turns[:, -1]
@@ -365,7 +365,7 @@ class ReferenceOps(OpTable):
         step: StepArrays,
         layer: LatentLayer,
     ) -> tuple[jax.Array, KVPool]:
-        shape, turns = layer.shape, factors.rope[step.tokens.positions]  # [T, rotary_size]
+        shape, turns = layer.shape, factors.rope[factors.rope_positions]  # [T, rotary_size]
         query, key = latent_heads(given, turns, factors.norm, layer)
         key, query = key.astype(self._spec.dtype), query.astype(self._spec.dtype)
         pool = _append(pool, key, None, (step.tokens.slots, layer.index))

@@ -1,0 +1,168 @@
+"""The operations of image towers in plain jnp: their definition. Legend as in `ops.encoder_table`.
+
+`count` is ignored, as in `ops.reference`, but for what is written to memory that outlives a block.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cadenza.backends.xla.ops.encoder_table import (
+    ENCODER_SPAN,
+    EncoderActivation,
+    EncoderBlock,
+    EncoderFactors,
+    EncoderHeads,
+    EncoderShape,
+    ImageRows,
+)
+from cadenza.backends.xla.ops.head_math import rms_norm, rotate
+from cadenza.backends.xla.ops.table import OpTable
+
+_HIGHEST = jax.lax.Precision.HIGHEST
+
+
+class _Softmax(NamedTuple):
+    """Of the spans so far: maxima and sums [B, H], and weighted values [B, H, D]."""
+
+    maximum: jax.Array
+    total: jax.Array
+    out: jax.Array
+
+
+class ReferenceEncoderOps(OpTable):
+    """Queries, keys and values are [N, H, D] each, in whole spans."""
+
+    def layer_norm(
+        self, x: jax.Array, weight: Any, bias: Any | None, count: jax.Array, eps: float
+    ) -> jax.Array:
+        centred = x - jnp.mean(x, axis=-1, keepdims=True)
+        variance = jnp.mean(centred * centred, axis=-1, keepdims=True)
+        y = centred * jax.lax.rsqrt(variance + np.float32(eps)) * weight
+        return (y if bias is None else y + bias).astype(self._spec.dtype)
+
+    def activate(self, x: jax.Array, kind: EncoderActivation, count: jax.Array) -> jax.Array:
+        return _activated(x.astype(jnp.float32), kind).astype(self._spec.dtype)
+
+    def new_encoder_heads(self, num_rows: int, shape: EncoderShape) -> EncoderHeads:
+        spans = -(-num_rows // ENCODER_SPAN) * ENCODER_SPAN
+        rows = jnp.zeros((spans, shape.num_heads, shape.head_dim), self._spec.dtype)
+        return EncoderHeads(rows, rows, rows)
+
+    def keep_heads(
+        self,
+        qkv: jax.Array,
+        heads: EncoderHeads,
+        factors: EncoderFactors,
+        block: EncoderBlock,
+        shape: EncoderShape,
+    ) -> EncoderHeads:
+        parts = qkv.astype(jnp.float32).reshape(len(qkv), 3, shape.num_heads, shape.head_dim)
+        query, key, value = parts[:, 0], parts[:, 1], parts[:, 2]  # [B, H, D]
+        if factors.norms is not None:
+            query = rms_norm(query, factors.norms[0], shape.norm_eps)
+            key = rms_norm(key, factors.norms[1], shape.norm_eps)
+        if factors.norms_values:
+            value = rms_norm(value, jnp.ones((), jnp.float32), shape.norm_eps)
+        if factors.turns is not None:
+            query, key = rotate(query, factors.turns), rotate(key, factors.turns)
+        index = jnp.arange(len(qkv))
+        index = jnp.where(index < block.num_defined, block.start + index, len(heads.keys))
+
+        def write(side: jax.Array, rows: jax.Array) -> jax.Array:
+            return side.at[index].set(rows.astype(side.dtype), mode="drop")
+
+        return jax.tree.map(write, heads, EncoderHeads(query, key, value))
+
+    def encode_attend(
+        self,
+        heads: EncoderHeads,
+        block: EncoderBlock,
+        shape: EncoderShape,
+        size: int,
+        bounds: jax.Array | None = None,
+    ) -> jax.Array:
+        if bounds is None:
+            bounds = jnp.broadcast_to(jnp.stack([jnp.int32(0), block.num_rows]), (size, 2))
+        index = jnp.minimum(block.start + jnp.arange(size), len(heads.queries) - 1)
+        query = heads.queries[index].astype(jnp.float32)  # [B, H, D]
+
+        def add_span(span: jax.Array, state: _Softmax) -> _Softmax:
+            first = span * ENCODER_SPAN
+            at = first + jnp.arange(ENCODER_SPAN)
+            valid = (at >= bounds[:, :1]) & (at < jnp.minimum(bounds[:, 1:], block.num_rows))
+            keys, values = (
+                jnp.where(
+                    (at < block.num_rows)[:, None, None],
+                    jax.lax.dynamic_slice_in_dim(side, first, ENCODER_SPAN),
+                    0,
+                )
+                for side in (heads.keys, heads.values)
+            )
+            scores = _einsum("bhd,khd->bhk", query, keys) * np.float32(shape.scale)
+            return _with_span(state, scores, valid[:, None, :], values)
+
+        state = _Softmax(
+            jnp.full(query.shape[:2], -jnp.inf, jnp.float32),
+            jnp.zeros(query.shape[:2], jnp.float32),
+            jnp.zeros(query.shape, jnp.float32),
+        )
+        num_spans = -(-block.num_rows // ENCODER_SPAN)
+        state = jax.lax.fori_loop(0, num_spans, add_span, state)
+        total = state.total[..., None]
+        out = jnp.where(total > 0, state.out / total, state.out)
+        return out.reshape(size, -1).astype(self._spec.dtype)
+
+    def keep_rows(self, x: jax.Array, images: ImageRows, part: int, count: jax.Array) -> jax.Array:
+        written = (images.slots >= 0) & (jnp.arange(len(x)) < count)
+        slots = jnp.where(written, images.slots, len(images.rows))
+        columns = slice(part * x.shape[1], (part + 1) * x.shape[1])
+        return images.rows.at[slots, columns].set(x.astype(images.rows.dtype), mode="drop")
+
+    def place_rows(
+        self,
+        x: jax.Array,
+        images: ImageRows,
+        part: int,
+        count: jax.Array,
+        adds: bool = False,
+    ) -> jax.Array:
+        columns = slice(part * x.shape[1], (part + 1) * x.shape[1])
+        rows = images.rows[jnp.maximum(images.slots, 0), columns].astype(jnp.float32)
+        return jnp.where((images.slots >= 0)[:, None], x + rows if adds else rows, x)
+
+
+def _activated(x: jax.Array, kind: EncoderActivation) -> jax.Array:
+    match kind:
+        case "gelu":
+            return jax.nn.gelu(x, approximate=False)
+        case "gelu_tanh":
+            return jax.nn.gelu(x, approximate=True)
+        case "quick_gelu":
+            return x * jax.nn.sigmoid(np.float32(1.702) * x)
+        case "silu":
+            return jax.nn.silu(x)
+
+
+def _with_span(state: _Softmax, scores: jax.Array, valid: jax.Array, values: jax.Array) -> _Softmax:
+    """The online softmax behind one more span; queries that see nothing of it keep theirs."""
+    scores = jnp.where(valid, scores, -jnp.inf)  # [B, H, K]
+    maximum = jnp.maximum(state.maximum, jnp.max(scores, axis=-1))
+    weights = jnp.where(valid, jnp.exp(scores - maximum[..., None]), 0.0)
+    shrink = jnp.where(state.maximum == -jnp.inf, 0.0, jnp.exp(state.maximum - maximum))
+    total = state.total * shrink + jnp.sum(weights, axis=-1)
+    out = state.out * shrink[..., None] + _einsum("bhk,khd->bhd", weights, values)
+    sees = jnp.any(valid, axis=-1)
+    return _Softmax(
+        jnp.where(sees, maximum, state.maximum),
+        jnp.where(sees, total, state.total),
+        jnp.where(sees[..., None], out, state.out),
+    )
+
+
+def _einsum(subscripts: str, left: jax.Array, right: jax.Array) -> jax.Array:
+    return jnp.einsum(
+        subscripts, left.astype(jnp.float32), right.astype(jnp.float32), precision=_HIGHEST
+    )

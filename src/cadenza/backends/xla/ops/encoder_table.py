@@ -1,0 +1,131 @@
+"""The operations of an op table that image towers use beside those of decoders.
+
+They compute blocks of an image's rows. A row's results do not depend on the block in which it is
+computed, on where blocks begin, or on memory behind the image's last row.
+
+Legend: B rows of a block · N rows of the workspace · E width · F MLP · H heads · D head size · R
+values of a head that are rotated · S image slots · T padded tokens.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import jax
+
+EncoderActivation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu"]
+"""x Phi(x) by erf, its approximation by tanh, x sigmoid(1.702 x), and x sigmoid(x)."""
+
+ENCODER_SPAN = 512
+"""Keys of a softmax span; spans begin at multiples of it, from the image's first row."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderShape:
+    """The heads of a tower's attention: as many keys and values as queries."""
+
+    num_heads: int
+    head_dim: int
+    scale: float  # of the scores
+    norm_eps: float = 1e-6  # of the norms of heads
+
+    @property
+    def width(self) -> int:
+        """H D."""
+        return self.num_heads * self.head_dim
+
+
+class EncoderBlock(NamedTuple):
+    """Rows of an image that are computed together; int32 [] each."""
+
+    start: jax.Array  # the first one's index in the image
+    num_defined: jax.Array  # at most B
+    num_rows: jax.Array  # of the whole image, at most N
+
+
+class EncoderFactors(NamedTuple):
+    """What projections are normed by and turned with before they are queries, keys and values.
+
+    Value i of a head is rotated with value i + R / 2, as a decoder's: towers whose pairs lie
+    elsewhere have the rows of their weights, and their norms, reordered when they are loaded.
+    """
+
+    turns: Any | None = None  # [B, R] float32: cosines, then sines
+    norms: tuple[Any, Any] | None = None  # [D] each: RMS norms of a head's query and key
+    norms_values: bool = False  # by an RMS norm without weight
+
+
+class EncoderHeads(NamedTuple):
+    """Queries, keys and values of an image's rows in one layer; the table chooses the layout."""
+
+    queries: Any
+    keys: Any
+    values: Any
+
+
+class ImageRows(NamedTuple):
+    """Embeddings of images, and which of them each token has."""
+
+    rows: jax.Array  # [S, parts E], activations
+    slots: jax.Array  # [T], int32: negative for a token of text
+
+
+class EncoderOpTable(ABC):
+    """Of every op table. `count` [] is the true number of rows, as there."""
+
+    @abstractmethod
+    def layer_norm(
+        self, x: jax.Array, weight: Any, bias: Any | None, count: jax.Array, eps: float
+    ) -> jax.Array:
+        """(x - mean) / sqrt(variance + eps) * weight + bias: [B, E] float32 to activations."""
+
+    @abstractmethod
+    def activate(self, x: jax.Array, kind: EncoderActivation, count: jax.Array) -> jax.Array:
+        """Activations [B, F] of activations."""
+
+    @abstractmethod
+    def new_encoder_heads(self, num_rows: int, shape: EncoderShape) -> EncoderHeads:
+        """Memory of at least `num_rows` that nothing reads before it is written; called under
+        tracing."""
+
+    @abstractmethod
+    def keep_heads(
+        self,
+        qkv: jax.Array,
+        heads: EncoderHeads,
+        factors: EncoderFactors,
+        block: EncoderBlock,
+        shape: EncoderShape,
+    ) -> EncoderHeads:
+        """Norms and rotates the projections of a block, activations [B, 3 H D] of queries, keys and
+        values; returns `heads` with them, updated in place."""
+
+    @abstractmethod
+    def encode_attend(
+        self,
+        heads: EncoderHeads,
+        block: EncoderBlock,
+        shape: EncoderShape,
+        size: int,
+        bounds: jax.Array | None = None,
+    ) -> jax.Array:
+        """Attention of the block's queries over all rows of the image, or over the rows from
+        bounds[i, 0] to bounds[i, 1] - 1 of int32 `bounds` [B, 2]: activations [B, H D], where B is
+        `size`."""
+
+    @abstractmethod
+    def keep_rows(self, x: jax.Array, images: ImageRows, part: int, count: jax.Array) -> jax.Array:
+        """`images.rows` with activations x [B, E] as the part `part` of the rows at `slots` [B],
+        negative ones skipped; updated in place."""
+
+    @abstractmethod
+    def place_rows(
+        self,
+        x: jax.Array,
+        images: ImageRows,
+        part: int,
+        count: jax.Array,
+        adds: bool = False,
+    ) -> jax.Array:
+        """Float32 x [T, E], where a token has a slot replaced by the part of that row, or added to
+        it."""

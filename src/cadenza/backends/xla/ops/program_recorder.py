@@ -1,0 +1,71 @@
+"""How operations become words of a program: recorded within `compute`, alone outside.
+
+Knows no operation but the reservation of memory.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cadenza.backends.xla.ops.native_program import NativeProgram
+from cadenza.backends.xla.ops.table import DecoderSpec, OpTable
+
+
+class ProgramRecorder(OpTable):
+    """Records operations of its library."""
+
+    is_opaque = True
+
+    def __init__(self, spec: DecoderSpec) -> None:
+        super().__init__(spec)
+        self._program: NativeProgram | None = None
+
+    @abstractmethod
+    def _new_program(self) -> NativeProgram:
+        """An empty program for the table's library."""
+
+    def unwritten(self, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        program = self._new_program()
+        return program.emit(program.unwritten(array_of(shape, dtype)))
+
+    @property
+    def _stored_dtype(self) -> Any:
+        """Of pools of activations: XLA copies bfloat16 by way of float32 on a CPU."""
+        return np.uint16 if self._spec.dtype == jnp.bfloat16 else self._spec.dtype
+
+    def compute(self, decode: Callable[[OpTable], Any]) -> Any:
+        return self.compute_watched(lambda _: decode(self))
+
+    def compute_watched(self, decode: Callable[[NativeProgram], Any]) -> Any:
+        """As `compute`; `decode` is given the program that records what it calls."""
+        assert self._program is None, "a program cannot be within another"
+        self._program = program = self._new_program()
+        try:
+            return program.emit(decode(program))
+        finally:
+            self._program = None
+
+    def _call(self, name: str, results: Any, aliases: dict[int, int] | None = None) -> Any:
+        """A function that calls an operation, or records it within `compute`.
+
+        `aliases` maps operand indices to the results that reuse their buffers.
+        """
+        if self._program is not None:
+            return self._program.call(name, results, aliases)
+        program = self._new_program()
+        record = program.call(name, results, aliases)
+        return lambda *operands, **attributes: program.emit(record(*operands, **attributes))
+
+
+def like(array: Any) -> jax.ShapeDtypeStruct:
+    """The shape and type of an array."""
+    return array_of(array.shape, array.dtype)
+
+
+def array_of(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    """A result."""
+    return jax.ShapeDtypeStruct(shape, dtype)

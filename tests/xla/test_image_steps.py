@@ -1,0 +1,103 @@
+"""Tokens that have the embedding of an image, and positions with three coordinates, in a step."""
+
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cadenza.backends.xla.ops.reference import ReferenceOps
+from cadenza.backends.xla.runner import XlaRunner
+from cadenza.vision.tower_config import TowerConfig, VisionConfig
+from tests.contract.steps import Draw, Stream, build_inputs
+from tests.xla.harness import BASE, Lab
+from tests.xla.test_step_exactness import geometry_of
+
+IMAGE, FILL, SLOT = 200, 0, 3
+TOWER = TowerConfig(
+    hidden_size=8,
+    intermediate_size=8,
+    num_layers=1,
+    num_heads=1,
+    head_dim=8,
+    patch_values=8,
+    norm_eps=1e-6,
+    num_deepstack=1,
+)
+VARIANT = replace(BASE, shape="two layers of hostile", bucket=16, ops=ReferenceOps)
+PROMPT = [5, 17, 9, 40]
+
+
+@pytest.fixture(scope="module")
+def runner(lab: Lab) -> Iterator[XlaRunner]:
+    model = replace(
+        VARIANT.config, rope=replace(VARIANT.config.rope, axes=(0, 1, 2, 0, 1, 2, 0, 0))
+    )
+    processor: Any = None
+    vision = VisionConfig(
+        tower=TOWER, processor=processor, image_token_id=IMAGE, fill_token_id=FILL
+    )
+    model = replace(model, vision=vision)
+    setup = replace(VARIANT.setup, num_image_slots=8)
+    with closing(XlaRunner(model, lab.weights("hostile"), setup, ReferenceOps)) as runner:
+        runner.warmup()
+        yield runner
+
+
+def step(runner: XlaRunner, prompt: list[int], *, slot: int = -1, height: int = 0) -> bytes:
+    """The results of a prompt whose second token has an image slot, and is `height` rows lower."""
+    stream = Stream(row=0, pages=[0], draw=Draw(num_logprobs=5))
+    chunk = stream.chunk(prompt, samples=True)
+    inputs = build_inputs([chunk], geometry_of(VARIANT))
+    tokens = inputs.tokens
+    tokens.rope_positions[:] = tokens.positions[:, None]
+    tokens.rope_positions[1, 1] += height
+    tokens.image_slots[1] = slot
+    found = runner.launch(inputs).result()
+    return b"".join(np.asarray(each).tobytes() for each in (found.token_ids, found.top_logprobs))
+
+
+def see(runner: XlaRunner, token_id: int, *, added: float = 0.0) -> None:
+    """Makes an image slot have the embedding of a token; `added` behind the first layer."""
+    runner.reset()
+    state = runner._state
+    assert state is not None
+    (embedding,) = np.asarray(runner.weights.embedding.weight)[[token_id]]
+    row = np.concatenate([embedding, np.full_like(embedding, added)])
+    runner._state = state._replace(image_rows=jnp.asarray(state.image_rows).at[SLOT].set(row))
+
+
+def test_a_token_with_an_image_slot_has_the_embedding_in_it_and_no_other(runner: XlaRunner):
+    see(runner, 17)
+    expected = step(runner, PROMPT)
+    seen = [PROMPT[0], IMAGE, *PROMPT[2:]]
+    assert step(runner, seen, slot=SLOT) == expected, "other slots hold NaN"
+    assert step(runner, seen) != expected
+
+
+def test_an_id_outside_the_vocabulary_may_stand_for_an_image(runner: XlaRunner):
+    see(runner, 17)
+    assert step(runner, [PROMPT[0], 1 << 20, *PROMPT[2:]], slot=SLOT) == step(runner, PROMPT)
+
+
+def test_further_parts_are_added_behind_the_first_layers(runner: XlaRunner):
+    see(runner, 17)
+    expected = step(runner, PROMPT)
+    see(runner, 17, added=0.25)
+    seen = [PROMPT[0], IMAGE, *PROMPT[2:]]
+    assert step(runner, seen, slot=SLOT) != expected
+    assert step(runner, PROMPT) == expected, "text has nothing of it"
+
+
+def test_each_pair_of_a_head_turns_by_the_coordinate_of_its_axis(runner: XlaRunner):
+    see(runner, 17)
+    assert step(runner, PROMPT, height=2) != step(runner, PROMPT)
+
+
+def test_equal_coordinates_give_the_bits_of_plain_positions(lab: Lab, runner: XlaRunner):
+    see(runner, 17)
+    plain = lab.runner(VARIANT)
+    assert step(runner, PROMPT) == step(plain, PROMPT)
