@@ -26,6 +26,7 @@ Modules:
 - `safetensors_writer`: tensors into files
 - `quantised_folder`: the folder that `cadenza quantize` writes
 - `described_family`: models of unknown types, by a file beside them
+- `tower_spec`: the tensors of an image tower (`towers/` reads the settings of models that see)
 - `wrapped_text`: the text model of a checkpoint that has towers for images or sound
 - `score_head`: the head of models that score a text
 - `mtp_layout`: how the MTP layers of each family are stored and fed

@@ -5,7 +5,7 @@ Owns the keys that have a model's settings. A family's own are those of `Family.
 
 import math
 
-from cadenza.checkpoint.config_json import ACTIVATIONS
+from cadenza.checkpoint.config_json import ACTIVATIONS, CONFIG_FILE
 from cadenza.checkpoint.families import FAMILIES
 from cadenza.checkpoint.families.deepseek import DENSE, SPARSE
 from cadenza.checkpoint.families.family import FULL, LINEAR, SLIDING
@@ -13,6 +13,9 @@ from cadenza.checkpoint.families.hybrid import CONV
 from cadenza.checkpoint.layer_kind import ConvShape, DeltaShape, LayerKind, ScanShape
 from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.rope_config import LongRopeScaling, format_rope
+from cadenza.checkpoint.towers.processor_file import IMAGE_PROCESSOR_FILE
+from cadenza.checkpoint.towers.registry import READERS
+from cadenza.checkpoint.wrapped_text import wrap_config
 
 
 def format_model_config(config: ModelConfig) -> dict[str, object]:
@@ -48,6 +51,19 @@ def format_model_config(config: ModelConfig) -> dict[str, object]:
     if config.mtp_layout is not None:
         own[config.mtp_layout.count_key] = config.num_mtp_layers
     return {**shared, **own}
+
+
+def format_files(config: ModelConfig) -> dict[str, dict[str, object]]:
+    """The settings of a model's folder by file: config.json, and those of the image processor of a
+    model that sees."""
+    vision, text = config.vision, format_model_config(config)
+    if vision is None:
+        return {CONFIG_FILE: text}
+    formatted = READERS[vision.family].format(vision)
+    return {
+        CONFIG_FILE: wrap_config(vision.family, text, formatted.config),
+        IMAGE_PROCESSOR_FILE: formatted.processor,
+    }
 
 
 def _format_ropes(config: ModelConfig) -> dict[str, object]:

@@ -36,6 +36,7 @@ from cadenza.checkpoint.tensor_spec import (
     ScanSpec,
     TensorSpec,
 )
+from cadenza.checkpoint.tower_spec import declare_tower
 from cadenza.checkpoint.weights import Weights
 from cadenza.errors import CheckpointError
 
@@ -73,6 +74,8 @@ def declare(config: ModelConfig) -> tuple[TensorSpec, ...]:
     specs.append(declare_final_norm(config))
     if not config.tie_word_embeddings:
         specs.append(declare_head(config))
+    if config.vision is not None:
+        specs += declare_tower(config.vision).tensors()
     return tuple(specs)
 
 
@@ -82,6 +85,8 @@ def declare_operands(config: ModelConfig) -> Iterator[OperandSpec]:
         yield OperandSpec(linears=(declare_layer_proj(config),))
     for index in range(config.num_layers):
         yield from declare_layer(config, index).operands()
+    if config.vision is not None:
+        yield from declare_tower(config.vision).operands()
 
 
 def declare_embedding(config: ModelConfig) -> TensorSpec:

@@ -35,6 +35,9 @@ from cadenza.checkpoint.score_head import ScoreHead, split_score_head
 from cadenza.checkpoint.stacked_experts import split_stacked_experts
 from cadenza.checkpoint.stored_tensor import StoredScheme
 from cadenza.checkpoint.tokenizer_files import TokenizerFiles, read_tokenizer_files
+from cadenza.checkpoint.towers.processor_file import read_processor_settings
+from cadenza.checkpoint.towers.reader import VisionOptions
+from cadenza.checkpoint.towers.registry import read_vision, reader_of
 from cadenza.checkpoint.weights import Weights, open_weights
 from cadenza.checkpoint.wrapped_text import unwrap_config, unwrap_weights
 from cadenza.errors import CheckpointError
@@ -144,11 +147,16 @@ class Checkpoint:
 
 
 def open_folder(
-    folder: Path, *, revision: str | None = None, any_family: bool = False
+    folder: Path,
+    *,
+    revision: str | None = None,
+    any_family: bool = False,
+    vision: VisionOptions | None = None,
 ) -> Checkpoint:
     """Opens a folder with a config.json.
 
     Args:
+        vision: what is asked for of the model's images; None is `VisionOptions()`.
         revision: the hub commit that the folder is a snapshot of, if it is one.
         any_family: opens models of unknown arithmetic too, of which only the outline is read.
 
@@ -158,7 +166,9 @@ def open_folder(
     config_bytes = read_small_file(folder / CONFIG_FILE, max_bytes=MAX_CONFIG_BYTES)
     raw_config, described = parse_json_object(config_bytes, CONFIG_FILE), read_description(folder)
     try:
-        config, weights, can_generate, score_head = _read_known(raw_config, folder, described)
+        config, weights, can_generate, score_head = _read_known(
+            raw_config, folder, (described, vision or VisionOptions())
+        )
         known = config, weights
         outline, digest = outline_of(config), weights.digest()
     except CheckpointError as error:
@@ -176,7 +186,9 @@ def open_folder(
         generation_defaults=parse_generation_defaults(generation),
         eos_token_ids=unite_eos(outline, generation, tokenizer),
         tokenizer=tokenizer,
-        digest=hashlib.sha256(config_bytes + described_bytes + digest.encode()).hexdigest(),
+        digest=hashlib.sha256(
+            config_bytes + described_bytes + digest.encode() + vision_settings(known)
+        ).hexdigest(),
         revision=revision,
         known=known,
         pooling=read_default_pooling(folder),
@@ -185,14 +197,21 @@ def open_folder(
     )
 
 
+def vision_settings(known: tuple[ModelConfig, Weights] | CheckpointError) -> bytes:
+    """What decides the pixels of a model that sees, for the digest of its settings."""
+    vision = None if isinstance(known, CheckpointError) else known[0].vision
+    return b"" if vision is None else vision.processor.settings
+
+
 def _read_known(
-    raw_config: JsonObject, folder: Path, described: Description | None
+    raw_config: JsonObject, folder: Path, given: tuple[Description | None, VisionOptions]
 ) -> tuple[ModelConfig, Weights, bool, ScoreHead | None]:
     """The arithmetic of a model, its weights, which match, whether it can generate, and its score
     head.
 
     Raises CheckpointError.
     """
+    described, options = given
     whole, raw_config = raw_config, unwrap_config(raw_config)
     plain = {key: value for key, value in raw_config.values.items() if key not in SETTINGS}
     if described is None:
@@ -201,7 +220,10 @@ def _read_known(
         config = described.read_config(JsonObject(plain, raw_config.where))
     scheme = read_scheme(raw_config)
     weights = open_weights(folder, has_mtp_layers=config.num_mtp_layers > 0)
-    weights = unwrap_weights(whole, weights) if described is None else described.rename(weights)
+    if described is None:
+        config, weights = _read_vision(whole, folder, (config, weights), options)
+    else:
+        weights = described.rename(weights)
     config, weights, score_head = split_score_head(raw_config, config, weights)
     config, weights, can_generate = _as_decoder(config, weights)
     weights = split_interleaved_experts(config, split_stacked_experts(config, weights))
@@ -211,6 +233,24 @@ def _read_known(
     if not raw_config.has("dtype") and not raw_config.has("torch_dtype"):
         config = replace(config, dtype=_float_type(config, weights))
     return config, weights, can_generate and score_head is None, score_head
+
+
+def _read_vision(
+    whole: JsonObject, folder: Path, text: tuple[ModelConfig, Weights], options: VisionOptions
+) -> tuple[ModelConfig, Weights]:
+    """The text model with what it sees with, and the weights of both under the declared names.
+
+    One whose files lack its tower, or the settings of its processor, is a text model.
+    """
+    config, weights = text
+    reader = reader_of(whole)
+    if reader is None or not any(name.startswith(reader.prefixes) for name in weights):
+        return config, unwrap_weights(whole, weights)
+    vision = read_vision(whole, read_processor_settings(folder), config, options)
+    if vision is None:
+        return config, unwrap_weights(whole, weights)
+    weights = reader.rename(unwrap_weights(whole, weights, reader.prefixes))
+    return replace(config, vision=vision), weights
 
 
 def _as_decoder(config: ModelConfig, weights: Weights) -> tuple[ModelConfig, Weights, bool]:

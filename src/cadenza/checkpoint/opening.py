@@ -13,6 +13,7 @@ from cadenza.checkpoint.gguf.files import find_gguf, is_gguf_name
 from cadenza.checkpoint.gguf.model import open_gguf_model
 from cadenza.checkpoint.gguf.reader import MAGIC as GGUF_MAGIC
 from cadenza.checkpoint.other_folders import adapter_in, main_snapshot
+from cadenza.checkpoint.towers.reader import VisionOptions
 from cadenza.checkpoint.weights import INDEX_FILE, SINGLE_FILE
 from cadenza.errors import CheckpointError
 
@@ -26,7 +27,11 @@ _MODELS, _BUNDLED, _BUNDLED_DRAFT = "models", "bundled", "bundled-draft"
 
 
 def open_checkpoint(
-    path: Path | None, *, revision: str | None = None, any_family: bool = False
+    path: Path | None,
+    *,
+    revision: str | None = None,
+    any_family: bool = False,
+    vision: VisionOptions | None = None,
 ) -> Checkpoint:
     """Opens a local folder or GGUF file.
 
@@ -35,6 +40,7 @@ def open_checkpoint(
             main snapshot.
         revision: the hub commit that the folder is a snapshot of, if it is one.
         any_family: opens models of unknown arithmetic too, of which only the outline is read.
+        vision: what is asked for of the model's images; None is `VisionOptions()`.
 
     Raises:
         CheckpointError: the folder does not exist, or its content is invalid or not supported.
@@ -44,7 +50,7 @@ def open_checkpoint(
     if path is not None and file is not None:
         return open_gguf_model(file, revision=revision, beside=path if path.is_dir() else None)
     folder = _bundled_folder() if path is None else _local_folder(path)
-    return open_folder(folder, revision=revision, any_family=any_family)
+    return open_folder(folder, revision=revision, any_family=any_family, vision=vision)
 
 
 def _gguf_file(path: Path) -> Path | None:

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from cadenza.checkpoint.config_json import CONFIG_FILE, parse_model_config
-from cadenza.checkpoint.config_writer import format_model_config
+from cadenza.checkpoint.config_writer import format_files
 from cadenza.checkpoint.declaration import (
     EMBEDDING,
     HEAD,
@@ -28,7 +28,7 @@ from cadenza.checkpoint.declaration import (
 )
 from cadenza.checkpoint.dtypes import FORMAT_OF_NAME, WeightDType
 from cadenza.checkpoint.interleaved_experts import stacked_parts
-from cadenza.checkpoint.json_object import parse_json_object, read_json_object
+from cadenza.checkpoint.json_object import JsonObject, parse_json_object, read_json_object
 from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.mtp_head import declare_mtp_layers
 from cadenza.checkpoint.safetensors_writer import (
@@ -39,11 +39,18 @@ from cadenza.checkpoint.safetensors_writer import (
 )
 from cadenza.checkpoint.stored_tensor import AnyArray
 from cadenza.checkpoint.tensor_spec import TensorSpec
+from cadenza.checkpoint.towers.processor_file import read_processor_settings
+from cadenza.checkpoint.towers.reader import VisionOptions
+from cadenza.checkpoint.towers.registry import READERS, read_vision
+from cadenza.checkpoint.wrapped_text import outer_name
 from cadenza.errors import CheckpointError
+
+_PROCESSOR = "image_processor"
 
 _CHUNK_ELEMENTS = 1 << 20
 _NORM_NOISE = 0.2
 _BIAS_NOISE = 0.2
+_POSITION_NOISE = 0.5
 _SINK = 2.0
 """The mean score of attention sinks, beside which those of few tokens are small."""
 _QUERY_GAIN = 2.0
@@ -76,15 +83,25 @@ def named_shape(name_or_file: str) -> ModelConfig:
     """
     shape = resources.files("cadenza.checkpoint") / "shapes" / f"{name_or_file}.json"
     if name_or_file in shape_names():
-        return parse_model_config(parse_json_object(shape.read_bytes(), CONFIG_FILE).values)
+        return _read_shape(parse_json_object(shape.read_bytes(), CONFIG_FILE))
     path = Path(name_or_file)
     path = path / CONFIG_FILE if path.is_dir() else path
     if path.is_file():
-        return parse_model_config(read_json_object(path).values)
+        return _read_shape(read_json_object(path), path.parent)
     raise CheckpointError(
         f"there is no shape {name_or_file!r}; give one of {', '.join(shape_names())}, or the path "
         f"of a config.json"
     )
+
+
+def _read_shape(raw: JsonObject, folder: Path | None = None) -> ModelConfig:
+    """The config, with what it sees with: a shape has the settings of the image processor in an
+    entry of its own, a model's in a file beside it."""
+    processor = raw.child(_PROCESSOR)
+    if processor is None and folder is not None:
+        processor = read_processor_settings(folder)
+    config = parse_model_config(raw.values)
+    return replace(config, vision=read_vision(raw, processor, config, VisionOptions()))
 
 
 def shape_names() -> tuple[str, ...]:
@@ -132,8 +149,9 @@ def write_drawn_checkpoint(
         specs = (*declare(config), *declare_mtp_layers(config))
         parts = stacked_parts(config, [_part(spec, config, source, dtype) for spec in specs])
         write_shards(folder, parts, max_shard_bytes=max_shard_bytes)
-        text = json.dumps(format_model_config(replace(config, dtype=dtype)), indent=2)
-        (folder / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
+        for name, content in format_files(replace(config, dtype=dtype)).items():
+            text = json.dumps(content, indent=2)
+            (folder / name).write_text(text + "\n", encoding="utf-8")
     except OSError as error:
         raise CheckpointError(
             f"a random checkpoint cannot be written to {folder.name}: {error.strerror}"
@@ -147,7 +165,10 @@ def _part(spec: TensorSpec, config: ModelConfig, source: NoiseSource, dtype: Wei
         for part in _draw(spec, distribution_of(spec, config), source):
             yield part.astype(numpy_type)
 
-    return Part(tensors=(NewTensor(name=spec.name, dtype=dtype, shape=spec.shape),), make=make)
+    name, vision = spec.name, config.vision
+    if vision is not None and not name.startswith(READERS[vision.family].prefixes):
+        name = outer_name(vision.family, name)
+    return Part(tensors=(NewTensor(name=name, dtype=dtype, shape=spec.shape),), make=make)
 
 
 def distribution_of(spec: TensorSpec, config: ModelConfig) -> Normal:
@@ -160,6 +181,11 @@ def distribution_of(spec: TensorSpec, config: ModelConfig) -> Normal:
         return Normal(mean=1.0, sigma=_NORM_NOISE)
     if spec.kind == "decay":
         return Normal(mean=_MEAN_DECAY, sigma=1.0)
+    if spec.kind == "tower":
+        fan_in = math.prod(spec.shape[1:])
+        return Normal(mean=0.0, sigma=fan_in**-0.5)
+    if spec.kind == "positions":
+        return Normal(mean=0.0, sigma=_POSITION_NOISE)
     if spec.kind == "bias":
         return Normal(mean=0.0, sigma=_BIAS_NOISE)
     if spec.kind == "sink":

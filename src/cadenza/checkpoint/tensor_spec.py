@@ -13,10 +13,22 @@ from dataclasses import dataclass
 from typing import Literal
 
 TensorKind = Literal[
-    "embedding", "head", "linear", "router", "norm", "scale", "bias", "filter", "decay", "sink"
+    "embedding",
+    "head",
+    "linear",
+    "router",
+    "norm",
+    "scale",
+    "bias",
+    "filter",
+    "decay",
+    "sink",
+    "tower",
+    "positions",
 ]
 """`norm` weights may be stored less 1 (`ModelConfig.norm_adds_one`); a `scale` norm never is.
-`filter`: of a depthwise convolution. `decay`: the logarithm of a rate. `sink`: scores of heads."""
+`filter`: of a depthwise convolution. `decay`: the logarithm of a rate. `sink`: scores of heads.
+`tower`: linears of image towers, and `positions` their tables."""
 
 _FIRST_LAYER = "model.layers.0."
 

@@ -1,9 +1,9 @@
 """Text models within models of several kinds of input: `unwrap_config` and `unwrap_weights`.
 
 Such a model nests the settings of its text model in `text_config`, and names its tensors below
-`model.language_model` (in older files `language_model.model`), beside those of its towers. Only the
-text model is read; the towers' tensors are not opened. Invariant: what comes out is as a checkpoint
-of the text model alone would have it.
+`model.language_model` (in older files `language_model.model`), beside those of its towers, which
+keep their names (`towers` reads them) or are not opened. Invariant: what comes out is as a
+checkpoint of the text model alone would have it, with towers beside it at most.
 """
 
 from collections.abc import Mapping
@@ -20,12 +20,14 @@ TEXT_CONFIG = "text_config"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wrapper:
-    """A model with towers beside its text model, by its names in config.json."""
+    """A model with towers beside its text model, by its names in config.json; `prefix` is what the
+    names of the text model's tensors begin with, in place of `model.`."""
 
     model_type: str
     architecture: str
     text_type: str
     other_text_types: tuple[str, ...] = ()
+    prefix: str = "model.language_model."
 
 
 WRAPPERS: Mapping[str, Wrapper] = {
@@ -40,6 +42,18 @@ WRAPPERS: Mapping[str, Wrapper] = {
             model_type="qwen3_5_moe",
             architecture="Qwen3_5MoeForConditionalGeneration",
             text_type="qwen3_5_moe_text",
+        ),
+        Wrapper(
+            model_type="smolvlm",
+            architecture="SmolVLMForConditionalGeneration",
+            text_type="llama",
+            prefix="model.text_model.",
+        ),
+        Wrapper(
+            model_type="idefics3",
+            architecture="Idefics3ForConditionalGeneration",
+            text_type="llama",
+            prefix="model.text_model.",
         ),
         Wrapper(
             model_type="lfm2_vl",
@@ -73,6 +87,7 @@ _SHARED = ("dtype", "torch_dtype", "eos_token_id", "bos_token_id", "quantization
 
 _PREFIXES = {
     "model.language_model.": "model.",
+    "model.text_model.": "model.",
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
 }
@@ -80,6 +95,8 @@ _PREFIXES = {
 _TOWERS = (
     "model.visual.",
     "visual.",
+    "model.vision_model.",
+    "model.connector.",
     "model.vision_tower.",
     "vision_tower.",
     "model.vision_embedder.",
@@ -124,17 +141,20 @@ def unwrap_config(raw: JsonObject) -> JsonObject:
     return JsonObject(values, raw.where)
 
 
-def unwrap_weights(raw: JsonObject, weights: Weights) -> Weights:
+def unwrap_weights(raw: JsonObject, weights: Weights, towers: tuple[str, ...] = ()) -> Weights:
     """The text model's tensors under the names that they have without towers.
 
     Args:
         raw: the whole model's settings.
+        towers: what the names of tensors begin with that are kept beside them.
     """
     if _wrapper_of(raw) is None:
         return weights
     parts: dict[str, list[StoredTensor]] = {}
     for name in weights:
         own = _own_name(name)
+        if name.startswith(towers):
+            continue
         if name.startswith(_TOWERS):
             parts[name] = []
         elif own != name:
@@ -158,6 +178,30 @@ def _own_name(name: str) -> str:
         if name.startswith(prefix):
             return own + name.removeprefix(prefix)
     return name
+
+
+def wrap_config(
+    model_type: str, text: Mapping[str, object], own: Mapping[str, object]
+) -> dict[str, object]:
+    """The config.json of a whole model whose text model's is `text`: the inverse of
+    `unwrap_config`. `own` are its settings beside those."""
+    inner = {key: value for key, value in text.items() if key != "architectures"}
+    outer = {key: text[key] for key in (*_NEWER_OUTSIDE, *_SHARED) if key in text}
+    return {
+        "architectures": [WRAPPERS[model_type].architecture],
+        "model_type": model_type,
+        TEXT_CONFIG: inner,
+        **outer,
+        **own,
+    }
+
+
+def outer_name(model_type: str, name: str) -> str:
+    """The name of a text model's tensor within a whole model."""
+    inner = "model."
+    return (
+        WRAPPERS[model_type].prefix + name.removeprefix(inner) if name.startswith(inner) else name
+    )
 
 
 def _renamed(value: Any) -> Any:

@@ -6,5 +6,9 @@ tokens of an image follow from its size alone, before any pixel is decoded.
 Modules:
 
 - `tower_config`: `VisionConfig`, everything that the arithmetic of a tower depends on
+- `quanta`: the quanta of an image's encoding, the operations of each, and the memory that they take
 - `processor`: `ImageProcessor`, sizes, placeholders, pixels and patches of one family of models
+- `patches`: from pixels to patches, and the order of a tower's rows
+- `pillow`: resizing
+- `idefics3`: the processor of Idefics3 and SmolVLM
 """

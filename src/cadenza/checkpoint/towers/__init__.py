@@ -1,0 +1,13 @@
+"""Reads what models that see have beside their text: towers, and the settings of their processors.
+
+Invariant: a `VisionConfig` that was read is complete and within bounds; a setting that would change
+pixels or arithmetic and is not supported is refused by name.
+
+Modules:
+
+- `reader`: `TowerReader`, what a family gives, and `VisionFiles`, what it is given
+- `registry`: the families by model type, and `read_vision`
+- `processor_file`: the settings of an image processor, from either of their files
+- `siglip`: settings that SigLIP towers share
+- `idefics3`: Idefics3 and SmolVLM
+"""

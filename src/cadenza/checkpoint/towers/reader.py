@@ -1,0 +1,84 @@
+"""`TowerReader`: how the files of one family become a `VisionConfig`, and back.
+
+To add a family, write a module with its reader, and list it in `registry`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from cadenza.checkpoint.json_object import JsonObject
+from cadenza.checkpoint.model_config import ModelConfig
+from cadenza.checkpoint.weights import Weights
+from cadenza.vision.tower_config import VisionConfig
+
+MAX_IMAGE_TOKENS = 4096
+"""Default of `VisionOptions.max_tokens`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionOptions:
+    """What is asked for of a model's images.
+
+    Args:
+        has_images: False: the text model alone is opened.
+        projector: a GGUF file with the tower; None: the one beside the model, if there is one.
+        max_tokens: of an image whose size is its own; larger ones are reduced.
+    """
+
+    has_images: bool = True
+    projector: Path | None = None
+    max_tokens: int = MAX_IMAGE_TOKENS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionFiles:
+    """What a family reads.
+
+    Args:
+        config: config.json, of the whole model.
+        processor: the settings of its image processor.
+        text: the text model.
+        max_tokens: as `VisionOptions.max_tokens`.
+    """
+
+    config: JsonObject
+    processor: JsonObject
+    text: ModelConfig
+    max_tokens: int
+
+    @property
+    def tower(self) -> JsonObject:
+        """The settings in `vision_config`; empty if it is absent."""
+        return self.config.child("vision_config") or JsonObject({}, self.config.where)
+
+
+def _as_stored(weights: Weights) -> Weights:
+    return weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FormattedVision:
+    """The inverse of reading: entries of config.json, and the processor's settings."""
+
+    config: dict[str, object]
+    processor: dict[str, object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TowerReader:
+    """A family of models that see.
+
+    Args:
+        model_types: of config.json.
+        prefixes: what the names of the tower's and the projectors' tensors begin with.
+        read: the tower and its processor. Raises CheckpointError for what is not supported.
+        format: entries of a config.json from which `read` restores a `VisionConfig`.
+        rename: the weights with the tensors of the tower under the declared names.
+    """
+
+    model_types: tuple[str, ...]
+    prefixes: tuple[str, ...]
+    read: Callable[[VisionFiles], VisionConfig]
+    format: Callable[[VisionConfig], FormattedVision]
+    rename: Callable[[Weights], Weights] = _as_stored

@@ -1,0 +1,34 @@
+"""The families of models that see, by model type: `read_vision`, `reader_of`."""
+
+from collections.abc import Mapping
+
+from cadenza.checkpoint.json_object import JsonObject
+from cadenza.checkpoint.model_config import ModelConfig
+from cadenza.checkpoint.towers.idefics3 import IDEFICS3
+from cadenza.checkpoint.towers.reader import TowerReader, VisionFiles, VisionOptions
+from cadenza.vision.tower_config import VisionConfig
+
+READERS: Mapping[str, TowerReader] = {
+    model_type: reader for reader in (IDEFICS3,) for model_type in reader.model_types
+}
+"""By the `model_type` of config.json."""
+
+
+def reader_of(raw: JsonObject) -> TowerReader | None:
+    """The family of a whole model's settings; None if it has none that sees."""
+    return READERS.get(raw.text("model_type") or "")
+
+
+def read_vision(
+    raw: JsonObject, processor: JsonObject | None, text: ModelConfig, options: VisionOptions
+) -> VisionConfig | None:
+    """How a model sees; None if it does not, if nothing is known of its processor, or if images
+    were not asked for.
+
+    Raises CheckpointError for what is not supported.
+    """
+    reader = reader_of(raw)
+    if reader is None or processor is None or not options.has_images:
+        return None
+    files = VisionFiles(config=raw, processor=processor, text=text, max_tokens=options.max_tokens)
+    return reader.read(files)
