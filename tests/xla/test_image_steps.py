@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,40 +11,56 @@ import pytest
 
 from cadenza.backends.xla.ops.reference import ReferenceOps
 from cadenza.backends.xla.runner import XlaRunner
-from cadenza.vision.tower_config import TowerConfig, VisionConfig
+from cadenza.checkpoint.model_config import ModelConfig
+from cadenza.checkpoint.random_checkpoint import named_shape, write_random_checkpoint
+from cadenza.checkpoint.tower_spec import declare_tower
+from cadenza.checkpoint.weights import Weights, open_weights
+from cadenza.vision.tower_config import ProjectorConfig, ProjectorLinear
 from tests.contract.steps import Draw, Stream, build_inputs
 from tests.xla.harness import BASE, Lab
 from tests.xla.test_step_exactness import geometry_of
 
 IMAGE, FILL, SLOT = 200, 0, 3
-TOWER = TowerConfig(
-    hidden_size=8,
-    intermediate_size=8,
-    num_layers=1,
-    num_heads=1,
-    head_dim=8,
-    patch_values=8,
-    norm_eps=1e-6,
-    num_deepstack=1,
+SEEING = named_shape("tiny-smolvlm").vision
+assert SEEING is not None
+TOWER = replace(
+    SEEING.tower,
+    projector=replace(
+        SEEING.tower.projector,
+        linears=(ProjectorLinear(name="model.connector.proj", num_out=40, has_bias=False),),
+    ),
+    deepstack_layers=(0,),
+    deepstack=ProjectorConfig(
+        side=2,
+        linears=(ProjectorLinear(name="model.connector.{index}", num_out=40, has_bias=False),),
+    ),
 )
 VARIANT = replace(BASE, shape="two layers of hostile", bucket=16, ops=ReferenceOps)
 PROMPT = [5, 17, 9, 40]
 
 
 @pytest.fixture(scope="module")
-def runner(lab: Lab) -> Iterator[XlaRunner]:
+def runner(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Iterator[XlaRunner]:
     model = replace(
         VARIANT.config, rope=replace(VARIANT.config.rope, axes=(0, 1, 2, 0, 1, 2, 0, 0))
     )
-    processor: Any = None
-    vision = VisionConfig(
-        tower=TOWER, processor=processor, image_token_id=IMAGE, fill_token_id=FILL
-    )
+    vision = replace(SEEING, tower=TOWER, image_token_id=IMAGE, fill_token_id=FILL)
     model = replace(model, vision=vision)
     setup = replace(VARIANT.setup, num_image_slots=8)
-    with closing(XlaRunner(model, lab.weights("hostile"), setup, ReferenceOps)) as runner:
+    weights = with_tower(lab.weights("hostile"), model, tmp_path_factory.mktemp("tower") / "model")
+    with closing(XlaRunner(model, weights, setup, ReferenceOps)) as runner:
         runner.warmup()
         yield runner
+
+
+def with_tower(text: Weights, model: ModelConfig, folder: Path) -> Weights:
+    """The weights of a text model, and random ones of a tower."""
+    write_random_checkpoint(replace(model, num_layers=1), folder, seed=0, dtype="float32")
+    stored = open_weights(folder)
+    assert model.vision is not None
+    names = [spec.name for spec in declare_tower(model.vision).tensors()]
+    tensors = {**text.tensors, **{name: stored.tensors[name] for name in names}}
+    return Weights(files=(*text.files, *stored.files), tensors=tensors)
 
 
 def step(runner: XlaRunner, prompt: list[int], *, slot: int = -1, height: int = 0) -> bytes:

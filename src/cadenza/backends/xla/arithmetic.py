@@ -18,7 +18,7 @@ PORTABLE = "portable"
 _EMULATED = "_emulated"
 """Of a table of tests, which computes the bits of instructions that the CPU lacks."""
 
-_LARGE: frozenset[TensorKind] = frozenset({"embedding", "head", "linear"})
+_LARGE: frozenset[TensorKind] = frozenset({"embedding", "head", "linear", "tower"})
 """Weights whose products take time; routers are small."""
 
 

@@ -45,6 +45,7 @@ from cadenza.backends.xla.page_copies import (
     read_function,
     write_function,
 )
+from cadenza.backends.xla.vision.tower_state import TowerState, tower_state
 from cadenza.backends.xla.wire import are_last_sampled, unpack
 from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.config import PAGE_SIZE_UNIT
@@ -107,6 +108,7 @@ class DeviceState(NamedTuple):
     kept_hidden: Any = None  # [slots, E], of a runner that keeps hidden states
     own_hidden: Any = None  # [R, E], of a runner that reads them
     image_rows: Any = None  # [S, parts E], of a runner that encodes images
+    tower: TowerState | None = None  # of such a runner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -383,9 +385,20 @@ def state_function(ops: OpTable, spec: DecoderSpec, setup: RunnerSetup) -> Calla
             kept_states() if setup.keeps_hidden else None,
             new_states(limits.max_num_seqs, width, spec.dtype) if reads_hidden else None,
             image_rows(),
+            tower_state(ops, spec, setup),
         )
 
     return new_state
+
+
+def abstract_state(
+    ops: OpTable, spec: DecoderSpec, setup: RunnerSetup, sharding: Any
+) -> DeviceState:
+    """The state of a runner as programs are compiled for it."""
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        jax.eval_shape(state_function(ops, spec, setup)),
+    )
 
 
 def can_split_steps(ops: OpTable, model: ModelConfig) -> bool:

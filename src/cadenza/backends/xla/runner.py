@@ -16,8 +16,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
-from cadenza.backends.base import Capability, RunnerSetup
+from cadenza.backends.base import Capability, ImageWork, RunnerSetup
 from cadenza.backends.step_result import read_result
 from cadenza.backends.xla.arithmetic import takes_portable_kernels
 from cadenza.backends.xla.decoder import DecoderWeights, load_decoder, load_mtp_layer
@@ -39,15 +40,18 @@ from cadenza.backends.xla.programs import (
     PAGE_UPDATES,
     DeviceState,
     Programs,
+    abstract_state,
     can_split_steps,
     compile_programs,
 )
 from cadenza.backends.xla.tables import MakeOps, choose_table
+from cadenza.backends.xla.vision.encoder import ImageEncoder
 from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.weights import Weights
 from cadenza.core.step_schema import (
     NO_HIDDEN,
     NUM_EXTRA_LOGIT_ROWS,
+    ImageCall,
     Int32Array,
     MaskUpdate,
     ModelInputs,
@@ -55,6 +59,7 @@ from cadenza.core.step_schema import (
 )
 from cadenza.errors import RunnerError
 from cadenza.kernel_proof import KernelProof
+from cadenza.request import Attachment
 
 logger = logging.getLogger(__name__)
 
@@ -142,6 +147,10 @@ class XlaRunner:
         with self._ops.loading(setup.packed_weights), jax.default_device(self._device):
             loaded = self._load(weights)
         self._weights: DecoderWeights | None = jax.device_put(loaded, self._device)
+        self._encoder: ImageEncoder | None = None
+        if kv_of is None and self._sees:
+            self._encoder = ImageEncoder(self._spec, make_ops)
+            self._encoder.load(weights, self._device)
         self._programs: Programs | None = None
         self._proof: KernelProof | None = None
         self._owns_state = kv_of is None
@@ -161,9 +170,25 @@ class XlaRunner:
 
     @property
     def capabilities(self) -> frozenset[Capability]:
+        found: set[Capability] = {"logprobs", "drafts"}
         if self._can_split_steps:
-            return frozenset({"logprobs", "drafts", "late_masks"})
-        return frozenset({"logprobs", "drafts"})
+            found.add("late_masks")
+        if self._encoder is not None:
+            found.add("attachments")
+        return frozenset(found)
+
+    @property
+    def _sees(self) -> bool:
+        """Whether its state has embeddings of images."""
+        return self._model.vision is not None and self.num_image_slots > 0
+
+    @property
+    def num_image_slots(self) -> int:
+        return self._setup.num_image_slots
+
+    def image_work(self, part: Attachment) -> ImageWork:
+        assert self._encoder is not None, "the runner encodes images"
+        return self._encoder.work(part)
 
     @property
     def _can_split_steps(self) -> bool:
@@ -229,6 +254,10 @@ class XlaRunner:
         if self._ops.is_proved_at_load:  # while the pools take no memory
             self._proof = self._prove(weights)
         self._programs = compile_programs(self._ops, self._spec, setup, weights, self._device)
+        if self._encoder is not None:
+            sharding = SingleDeviceSharding(self._device)
+            state = abstract_state(self._ops, self._spec, setup, sharding)
+            self._encoder.compile(state.tower, state.image_rows, sharding)
         self.reset()
         for bucket in self._buckets:
             inputs = ModelInputs.empty(bucket=bucket, num_rows=self._limits.max_num_seqs)
@@ -268,6 +297,8 @@ class XlaRunner:
     def _start(self, programs: Programs, bucket: int, inputs: ModelInputs) -> tuple[jax.Array, ...]:
         """Dispatches the step's programs; returns its result [L, C], still being computed, and the
         last hidden states [L, E] if any are needed, or these alone if its masks follow."""
+        if inputs.image_calls:
+            self._encode(inputs.image_calls)
         state = self._update_state(programs, inputs)
         if inputs.masks_follow:
             self._state, hidden = programs.begin[bucket](self._weights, state, inputs.words)
@@ -277,6 +308,16 @@ class XlaRunner:
         step = programs.step[bucket]
         self._state, result, hidden = step(self._weights, state, inputs.words, *kept)
         return self._sent(inputs, result, hidden)
+
+    def _encode(self, calls: Sequence[ImageCall]) -> None:
+        """Dispatches quanta of images."""
+        if self._encoder is None:
+            raise RunnerError("the runner encodes no images; load it with image slots")
+        self._encoder.check(calls)
+        state = self._take_state()
+        assert state.tower is not None, "the runner has image slots"
+        tower, rows = self._encoder.run(state.tower, state.image_rows, calls)
+        self._state = state._replace(tower=tower, image_rows=rows)
 
     def _finish(self, key: int, inputs: ModelInputs, masks: Sequence[MaskUpdate]) -> None:
         """Dispatches the choice of tokens of a step whose masks followed."""
@@ -379,6 +420,8 @@ class XlaRunner:
         if not self._owns_state:
             return
         with self._in_flight.lock:
+            if self._encoder is not None:
+                self._encoder.forget()
             self._state = None  # frees the old pools before the new ones are allocated
             self._state = self.programs.new_state()
 
@@ -388,6 +431,8 @@ class XlaRunner:
             self._state = None
         self._weights = None
         self._programs = None
+        if self._encoder is not None:
+            self._encoder.close()
 
     def _take_state(self) -> DeviceState:
         """Removes and returns the state for donation; `_start` sets the new one on success."""

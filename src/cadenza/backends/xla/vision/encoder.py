@@ -1,0 +1,285 @@
+"""`ImageEncoder`: the compiled stages of a tower, run over the tower state in quanta.
+
+Owns the tower's weights on the device, and what was made on the host of the part that is being
+encoded. Invariant: nothing compiles after `compile`; what a call computes depends on its part and
+quanta alone.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from cadenza.backends.base import ImageWork
+from cadenza.backends.xla.ops.encoder_table import EncoderBlock
+from cadenza.backends.xla.ops.table import DecoderSpec, OpTable
+from cadenza.backends.xla.vision.host_tables import PartTables, part_of
+from cadenza.backends.xla.vision.stages import BlockInputs, TowerStages
+from cadenza.backends.xla.vision.tower_state import TowerState
+from cadenza.backends.xla.vision.tower_weights import TowerSource, TowerWeights
+from cadenza.checkpoint.model_config import Activation, ModelConfig
+from cadenza.checkpoint.weights import Weights
+from cadenza.core.step_schema import ImageCall, Int32Array
+from cadenza.errors import RunnerError
+from cadenza.request import Attachment
+from cadenza.vision.quanta import (
+    Blocks,
+    PartSize,
+    Quantum,
+    Stage,
+    Workspace,
+    operations_of,
+    quanta_of,
+)
+from cadenza.vision.tower_config import TowerConfig
+
+MakeOps = Callable[[DecoderSpec], OpTable]
+
+Compiled = Callable[..., TowerState]
+
+_GATES: dict[str, Activation] = {"gelu": "gelu", "gelu_tanh": "gelu_tanh", "silu": "silu"}
+
+
+def tower_spec(spec: DecoderSpec) -> DecoderSpec:
+    """The constants of the op table of a model's tower: those of its text, with the tower's own
+    norms, activation and residual sums."""
+    vision = spec.model.vision
+    assert vision is not None, "the model sees"
+    return replace(spec, model=_tower_model(spec.model, vision.tower))
+
+
+def _tower_model(model: ModelConfig, tower: TowerConfig) -> ModelConfig:
+    return replace(
+        model,
+        hidden_size=tower.hidden_size,
+        intermediate_size=tower.intermediate_size,
+        rms_norm_eps=tower.norm_eps,
+        activation=_GATES.get(tower.activation, "silu"),
+        residual_scale=1.0,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePrograms:
+    """The compiled stages; `merge` has those of `TowerConfig.projectors`, `attend` that of layers
+    with and without windows."""
+
+    enter: Compiled
+    project: Compiled
+    attend: dict[bool, Compiled]
+    merge: tuple[Compiled, ...]
+    keep: Callable[..., Any]
+
+
+class ImageEncoder:
+    """The tower of one model on one device."""
+
+    def __init__(self, spec: DecoderSpec, make_ops: MakeOps) -> None:
+        """`spec` is the text model's; `make_ops` constructs an op table."""
+        vision = spec.model.vision
+        assert vision is not None, "the model sees"
+        own = tower_spec(spec)
+        self._spec = own
+        self._vision = vision
+        self._ops = make_ops(own)
+        self._blocks = Blocks.of(vision)
+        self._stages = TowerStages(self._ops, vision, self._blocks, own.dtype)
+        self._weights: TowerWeights | None = None
+        self._positions: npt.NDArray[Any] | None = None
+        self._programs: StagePrograms | None = None
+        self._current: tuple[bytes, PartTables] | None = None
+
+    def load(self, weights: Weights, device: Any) -> None:
+        """Loads the tower's tensors onto the device."""
+        source = TowerSource(self._ops, self._spec, weights, self._vision)
+        with self._ops.loading(None), jax.default_device(device):
+            loaded = source.load()
+        self._weights = jax.device_put(loaded, device)
+        self._positions = source.table()
+
+    def compile(self, state: Any, image_rows: Any, sharding: Any) -> None:
+        """Compiles every stage, for an abstract `TowerState` and abstract rows of image slots."""
+        compiler = _StageCompiler(self._stages, self._loaded, state, sharding)
+        self._programs = compiler.compile(image_rows)
+
+    @property
+    def _loaded(self) -> TowerWeights:
+        assert self._weights is not None, "the tower was loaded"
+        return self._weights
+
+    def work(self, part: Attachment) -> ImageWork:
+        """What encoding a part takes."""
+        products, attention = operations_of(self._vision, self._blocks, self._size(part))
+        return ImageWork(products=products, attention=attention)
+
+    def check(self, calls: Sequence[ImageCall]) -> None:
+        """Raises RunnerError for a part that the tower cannot encode."""
+        for call in calls:
+            part = part_of(call.attachment)
+            size, most = self._size(call.attachment), self._vision.max_part_tokens
+            if not 0 < size.num_tokens <= most or len(call.slots) != size.num_tokens:
+                raise RunnerError(
+                    f"an image part of {part.rows} x {part.columns} tokens with {len(call.slots)} "
+                    f"slots: it has from 1 to {most} tokens, and a slot for each"
+                )
+            if len(call.attachment.payload) != part.num_bytes:
+                raise RunnerError(
+                    f"an image part of {part.width} x {part.height} pixels has "
+                    f"{len(call.attachment.payload)} bytes; it needs {part.num_bytes}"
+                )
+
+    def run(
+        self, state: TowerState, image_rows: Any, calls: Sequence[ImageCall]
+    ) -> tuple[TowerState, Any]:
+        """Dispatches the quanta of calls; returns the state and the rows of image slots
+        [S, parts E'], which are both donated."""
+        for call in calls:
+            tables = self._tables(call.attachment)
+            size = self._size(call.attachment)
+            quanta = quanta_of(self._vision, self._blocks, size)
+            for quantum in islice(quanta, call.start, call.stop):
+                if quantum.stage is Stage.KEEP:
+                    image_rows = self._keep(state, image_rows, tables, call.slots)
+                else:
+                    state = self._run(state, quantum, tables)
+        return state, image_rows
+
+    def forget(self) -> None:
+        """Drops what was made of the part that was being encoded."""
+        self._current = None
+
+    def close(self) -> None:
+        """Frees the weights."""
+        self._weights = self._programs = self._current = None
+
+    def _keep(
+        self, state: TowerState, image_rows: Any, tables: PartTables, slots: Int32Array
+    ) -> Any:
+        num_tokens = tables.part.num_tokens
+        padded = np.full(Workspace.of(self._vision).tokens, -1, np.int32)
+        padded[:num_tokens] = slots[tables.order.tokens]
+        return self._compiled.keep(state.rows, image_rows, padded, np.int32(num_tokens))
+
+    def _run(self, state: TowerState, quantum: Quantum, tables: PartTables) -> TowerState:
+        programs, weights = self._compiled, self._loaded
+        num_tokens = tables.part.num_tokens
+        match quantum.stage:
+            case Stage.ENTER:
+                return programs.enter(weights.entry, state, self._given(quantum, tables))
+            case Stage.PROJECT:
+                layer = weights.layers[quantum.layer]
+                return programs.project(layer, state, self._given(quantum, tables))
+            case Stage.ATTEND:
+                layer, given = weights.layers[quantum.layer], self._given(quantum, tables)
+                return programs.attend[given.bounds is not None](layer, state, given)
+            case _:
+                start = quantum.block * self._blocks.tokens
+                count = min(self._blocks.tokens, num_tokens - start)
+                block = _block(start, count, num_tokens)
+                projector = weights.projectors[quantum.layer]
+                return programs.merge[quantum.layer](projector, state, BlockInputs(block))
+
+    @property
+    def _compiled(self) -> StagePrograms:
+        if self._programs is None:
+            raise RunnerError("the runner was not warmed up; call warmup() first")
+        return self._programs
+
+    def _given(self, quantum: Quantum, tables: PartTables) -> BlockInputs:
+        """What a stage takes for a block of patches, padded to its size."""
+        num_patches = len(tables.order.places)
+        start = quantum.block * self._blocks.patches
+        stop = min(start + self._blocks.patches, num_patches)
+        block = _block(start, stop - start, num_patches)
+
+        def padded(rows: npt.NDArray[Any] | None) -> npt.NDArray[Any] | None:
+            if rows is None or len(rows) == self._blocks.patches:
+                return rows
+            missing = self._blocks.patches - len(rows)
+            return np.pad(rows, ((0, missing), (0, 0)))
+
+        match quantum.stage:
+            case Stage.ENTER:
+                patches, positions = tables.patches(start, stop), tables.embeddings(start, stop)
+                return BlockInputs(block, patches=padded(patches), positions=padded(positions))
+            case Stage.PROJECT:
+                return BlockInputs(block, turns=padded(tables.turns(start, stop)))
+            case _:
+                bounds = tables.bounds(quantum.layer, start, stop)
+                return BlockInputs(block, bounds=padded(bounds))
+
+    def _tables(self, part: Attachment) -> PartTables:
+        """Those of a part, kept while it is encoded."""
+        if self._current is None or self._current[0] != part.digest:
+            tables = PartTables.of(self._vision, part, self._positions)
+            self._current = part.digest, tables
+        return self._current[1]
+
+    def _size(self, part: Attachment) -> PartSize:
+        return PartSize.of(self._vision, part.rows, part.columns)
+
+
+def _block(start: int, count: int, num_rows: int) -> EncoderBlock:
+    counts: list[Any] = [np.int32(each) for each in (start, count, num_rows)]
+    return EncoderBlock(*counts)
+
+
+@dataclass(frozen=True, slots=True)
+class _StageCompiler:
+    """Compiles stages from abstract arguments."""
+
+    stages: TowerStages
+    weights: TowerWeights
+    state: Any
+    sharding: Any
+
+    def compile(self, image_rows: Any) -> StagePrograms:
+        stages, weights, tower = self.stages, self._abstract(self.weights), self.stages.tower
+        words: list[Any] = [self._words() for _ in EncoderBlock._fields]
+        size, block = stages.blocks.patches, EncoderBlock(*words)
+        layer = weights.layers[0]
+        enter = BlockInputs(
+            block,
+            patches=self._floats(size, tower.patch_values),
+            positions=None if tower.table is None else self._floats(size, tower.hidden_size),
+        )
+        turns = None if tower.rope is None else self._floats(size, tower.head_dim)
+        bounds = {False: None, True: self._words(size, 2)}
+        kinds = {False} if tower.windows is None else {False, True}
+        return StagePrograms(
+            enter=self._compile(stages.enter, weights.entry, enter),
+            project=self._compile(stages.project, layer, BlockInputs(block, turns=turns)),
+            attend={
+                kind: self._compile(stages.attend, layer, BlockInputs(block, bounds=bounds[kind]))
+                for kind in kinds
+            },
+            merge=tuple(
+                self._compile(stages.merge(index), projector, BlockInputs(block))
+                for index, projector in enumerate(weights.projectors)
+            ),
+            keep=self._compile_keep(image_rows),
+        )
+
+    def _compile_keep(self, image_rows: Any) -> Callable[..., Any]:
+        rows = self.state.rows
+        keep = jax.jit(self.stages.keep, donate_argnums=1)
+        return keep.lower(rows, image_rows, self._words(len(rows)), self._words()).compile()
+
+    def _compile(self, stage: Callable[..., TowerState], weights: Any, given: Any) -> Compiled:
+        return jax.jit(stage, donate_argnums=1).lower(weights, self.state, given).compile()
+
+    def _abstract(self, tree: Any) -> Any:
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self.sharding), tree
+        )
+
+    def _words(self, *shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.sharding)
+
+    def _floats(self, *shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=self.sharding)

@@ -1,0 +1,212 @@
+"""What a quantum of each stage computes: functions over an op table and a `TowerState`.
+
+Owns the order of a tower's operations; one definition covers every family, which differ in
+`TowerConfig` and in which weights are present. Invariant: a stage writes the rows of its block, and
+of these only such as depend on nothing behind the image's last row.
+
+Legend: B rows of a block · N rows of the stream · E the tower's width · P values of a patch · H
+heads · D head size · R values of a head that are rotated · M tokens · S image slots.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cadenza.backends.xla.ops.encoder_table import EncoderBlock, EncoderFactors, ImageRows
+from cadenza.backends.xla.ops.table import OpTable
+from cadenza.backends.xla.vision.tower_state import TowerState, encoder_shape
+from cadenza.backends.xla.vision.tower_weights import (
+    Entry,
+    LayerOutput,
+    Norm,
+    Projector,
+    TowerLayer,
+)
+from cadenza.vision.quanta import Blocks
+from cadenza.vision.tower_config import ProjectorConfig, TowerConfig, VisionConfig
+
+
+class BlockInputs(NamedTuple):
+    """What a stage takes from the host for a block; None for what the tower does not have."""
+
+    block: EncoderBlock
+    patches: Any | None = None  # [B, P], float32
+    positions: Any | None = None  # [B, E], float32
+    turns: Any | None = None  # [B, R], float32
+    bounds: Any | None = None  # [B, 2]
+
+
+@dataclass(frozen=True, slots=True)
+class TowerStages:
+    """The stages of one tower; `ops` is a table for its `DecoderSpec`, `dtype` the type of
+    activations."""
+
+    ops: OpTable
+    vision: VisionConfig
+    blocks: Blocks
+    dtype: Any
+
+    @property
+    def tower(self) -> TowerConfig:
+        return self.vision.tower
+
+    def enter(self, weights: Entry, state: TowerState, given: BlockInputs) -> TowerState:
+        """The first stream of a block."""
+        count, values = given.block.num_defined, given.patches
+        assert values is not None, "the first stage takes patches"
+
+        def compute(ops: OpTable) -> jax.Array:
+            patches = ops.to_activations(values, count)
+            if given.positions is None:
+                x = ops.project(patches, weights.patch, count)
+            else:
+                x = ops.linear(patches, weights.patch, count, residual=given.positions)
+            if weights.pre_norm is None:
+                return x
+            return ops.norm_add(x, weights.pre_norm.weight, None, count)
+
+        x = self.ops.compute(compute)
+        return state._replace(stream=_with_rows(state.stream, x, given.block.start))
+
+    def project(self, layer: TowerLayer, state: TowerState, given: BlockInputs) -> TowerState:
+        """Queries, keys and values of a block."""
+        count, tower = given.block.num_defined, self.tower
+        x = self._rows(state.stream, given.block.start)
+        factors = EncoderFactors(given.turns, layer.head_norms, tower.norms_values)
+
+        def compute(ops: OpTable) -> Any:
+            normed = self._normed(ops, x, layer.norm1, count)
+            qkv = ops.linear(normed, layer.qkv, count)
+            return ops.keep_heads(qkv, state.heads, factors, given.block, encoder_shape(tower))
+
+        return state._replace(heads=self.ops.compute(compute))
+
+    def attend(self, layer: TowerLayer, state: TowerState, given: BlockInputs) -> TowerState:
+        """The rest of a layer for a block."""
+        count, shape = given.block.num_defined, encoder_shape(self.tower)
+        x = self._rows(state.stream, given.block.start)
+
+        def compute(ops: OpTable) -> jax.Array:
+            mixed = ops.encode_attend(
+                state.heads, given.block, shape, self.blocks.patches, given.bounds
+            )
+            y = self._plus(ops, x, mixed, layer.attention_out, count)
+            inner = self._inner(ops, self._normed(ops, y, layer.norm2, count), layer, count)
+            return self._plus(ops, y, inner, layer.mlp_out, count)
+
+        y = self.ops.compute(compute)
+        return state._replace(stream=_with_rows(state.stream, y, given.block.start))
+
+    def merge(self, index: int) -> Callable[..., TowerState]:
+        """The stage of projector `index`: (projector, state, block of tokens) to the state with
+        their rows."""
+        config = self.tower.projectors[index]
+        size, each = self.blocks.tokens, config.side**2
+
+        def merge(projector: Projector, state: TowerState, given: BlockInputs) -> TowerState:
+            block = given.block
+            x = jax.lax.dynamic_slice_in_dim(state.stream, block.start * each, size * each)
+            y = self._projected(projector, config, x, block.num_defined)
+            width = y.shape[1]
+            place = block.start, jnp.int32(index * width)
+            return state._replace(rows=jax.lax.dynamic_update_slice(state.rows, y, place))
+
+        return merge
+
+    def keep(
+        self, rows: jax.Array, image_rows: jax.Array, slots: jax.Array, count: jax.Array
+    ) -> jax.Array:
+        """`image_rows` [S, parts E'] with the first `count` rows of the part [M, parts E'] at
+        `slots` [M]."""
+        images = ImageRows(image_rows, slots)
+        return self.ops.compute(lambda ops: ops.keep_rows(rows, images, 0, count))
+
+    def _projected(
+        self, projector: Projector, config: ProjectorConfig, x: jax.Array, count: jax.Array
+    ) -> jax.Array:
+        """Activations [M, E'] of the patches of M tokens, x [M side^2, E] float32."""
+        each = config.side**2
+        patches = self._before(projector, config, x, count * each)
+        if config.reduction == "average":
+            joined = _average(patches.astype(jnp.float32), each)
+            joined = joined * np.float32(self.tower.output_scale)
+        else:
+            joined = patches.reshape(len(x) // each, -1)
+        is_normed = config.norm_is_behind and projector.norm is not None
+        joined = joined.astype(jnp.float32 if is_normed else self.dtype)
+
+        def behind(ops: OpTable) -> jax.Array:
+            y = self._normed_by(ops, joined, config, projector, count) if is_normed else joined
+            for linear, settings in zip(projector.linears, config.linears, strict=True):
+                y = ops.linear(y, linear, count)
+                if settings.activation is not None:
+                    y = ops.activate(y, settings.activation, count)
+            return y
+
+        return self.ops.compute(behind)
+
+    def _before(
+        self, projector: Projector, config: ProjectorConfig, x: jax.Array, count: jax.Array
+    ) -> jax.Array:
+        """The patches as the reduction takes them, x [·, E] float32."""
+        norm = projector.post_norm
+        if norm is not None:
+            return self.ops.compute(lambda ops: self._normed(ops, x, norm, count))
+        if projector.norm is None or config.norm_is_behind:
+            return x
+        return self.ops.compute(lambda ops: self._normed_by(ops, x, config, projector, count))
+
+    def _inner(self, ops: OpTable, x: jax.Array, layer: TowerLayer, count: jax.Array) -> jax.Array:
+        """The input of the MLP's last linear."""
+        if self.tower.is_gated:
+            return ops.gated_linear(x, layer.up, count)
+        return ops.activate(ops.linear(x, layer.up, count), self.tower.activation, count)
+
+    def _plus(
+        self, ops: OpTable, x: jax.Array, y: jax.Array, output: LayerOutput, count: jax.Array
+    ) -> jax.Array:
+        """The stream x with a linear of y, normed if there is a norm."""
+        if output.norm is None:
+            return ops.linear(y, output.linear, count, residual=x)
+        return ops.linear_norm_add(y, output.linear, output.norm.weight, x, count)
+
+    def _normed(self, ops: OpTable, x: jax.Array, norm: Norm, count: jax.Array) -> jax.Array:
+        """Activations of the tower's norm."""
+        if self.tower.norm == "layer":
+            return ops.layer_norm(x, norm.weight, norm.bias, count, self.tower.norm_eps)
+        return ops.rms_norm(x, norm.weight, count, self.tower.norm_eps)
+
+    def _normed_by(
+        self,
+        ops: OpTable,
+        x: jax.Array,
+        config: ProjectorConfig,
+        projector: Projector,
+        count: jax.Array,
+    ) -> jax.Array:
+        """Activations of a projector's own norm."""
+        norm = projector.norm
+        assert norm is not None, "the projector has a norm"
+        if config.norm == "layer":
+            return ops.layer_norm(x, norm.weight, norm.bias, count, config.norm_eps)
+        return ops.rms_norm(x, norm.weight, count, config.norm_eps)
+
+    def _rows(self, stream: jax.Array, start: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_slice_in_dim(stream, start, self.blocks.patches)
+
+
+def _average(x: jax.Array, each: int) -> jax.Array:
+    """The means [M, E] of rows [M each, E], which are added one after the other."""
+    parts = x.reshape(len(x) // each, each, x.shape[1])
+    total = parts[:, 0]
+    for index in range(1, each):
+        total = total + parts[:, index]
+    return total / np.float32(each)
+
+
+def _with_rows(stream: jax.Array, rows: jax.Array, start: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_slice_in_dim(stream, rows, start, 0)
