@@ -161,6 +161,7 @@ struct AttendTask {
   const int32_t* slot_mapping;
   const int32_t* query_starts;  // [R + 1]
   const int32_t* kv_lens;       // [R]
+  const int32_t* reaches = nullptr;  // [T]: the last position that a token sees, if it is after its own; or null
   const int32_t* page_table;    // [R, P]
   const float* rope;            // [rope_rows, rope_columns()]: cosines, then sines
   const float* q_weight;        // [D], or [Hq D] with norm_spans_heads; or null
@@ -181,6 +182,11 @@ struct AttendTask {
   bool has_latents() const { return latent.absorbed != nullptr; }
   int64_t rope_columns() const { return rotary_size + (has_query_factors ? 1 : 0); }
   int64_t qkv_width() const { return (heads + kv_parts * kv_heads) * head_size; }
+  // The position behind the last one that a token sees; ascends with the tokens of a row.
+  int64_t end_of_context(int64_t token) const {
+    const int32_t position = positions[token];
+    return (reaches != nullptr && reaches[token] > position ? reaches[token] : position) + 1;
+  }
   // The head of qkv of which a value is made.
   int64_t value_head(int64_t kv_head) const { return heads + (kv_parts - 1) * kv_heads + kv_head; }
 

@@ -70,6 +70,7 @@ struct Attention {
   const int32_t* rope_positions;  // rows of the appending kernels' rope
   const int32_t* query_starts;
   const int32_t* kv_lens;
+  const int32_t* reaches;  // [T]: the last position that a token sees, if it is after its own; or null
   const int32_t* page_table;
   // Prepared queries: [T, Hq, D], or of int8 [T, Hq, 2, D] coarse and fine codes.
   const char* queries;
@@ -88,6 +89,11 @@ struct Attention {
   Fault fault;
 
   __host__ __device__ int group() const { return heads / kv_heads; }
+  // The position behind the last one that a token sees; ascends with the tokens of a row.
+  __device__ __forceinline__ int end_of_context(int token) const {
+    const int position = positions[token];
+    return (reaches != nullptr ? max(position, reaches[token]) : position) + 1;
+  }
   __host__ __device__ int partial_stride() const { return value_size + 4; }
   __device__ bool has(Fault which) const { return kHasFaults && fault == which; }
 };

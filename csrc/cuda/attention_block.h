@@ -83,9 +83,9 @@ class AttendBlock {
       const int i = row_at(half);
       low_[half] = high_[half] = 0;
       if (i >= tile.count) continue;
-      const int position = a_.positions[token_of(i)];
+      const int token = token_of(i), position = a_.positions[token];
       low_[half] = a_.window > 0 ? max(0, position - a_.window + 1) : 0;
-      high_[half] = min(position + 1, a_.kv_lens[tile.row]);
+      high_[half] = min(a_.end_of_context(token), a_.kv_lens[tile.row]);
     }
   }
 
@@ -437,7 +437,7 @@ __device__ __forceinline__ Tile many_tile(const Attention& a, int piece, int row
   const int count = min(c.queries * group - first, rows_of_tile);
   const int position = a.positions[c.first + first / group];
   const int begin = a.window > 0 ? max(0, position - a.window + 1) : 0;
-  const int end = min(a.positions[c.first + (first + count - 1) / group] + 1, a.kv_lens[row]);
+  const int end = min(a.end_of_context(c.first + (first + count - 1) / group), a.kv_lens[row]);
   return {c, row, piece % a.kv_heads, first, count, begin / kPart, INT32_MAX / kPart, begin, end};
 }
 

@@ -29,7 +29,7 @@ ffi::Error grouped_linear_call(Any x, Any w, Any count, Any bias, Any residual, 
 ffi::Error rope_append_attend_call(Any qkv, Any positions, Any slot_mapping, Any query_starts,
                                    Any kv_lens, Any page_table, Any rope, Any q_weight,
                                    Any k_weight, Any k_pool, Any v_pool, Any sinks, Any gate,
-                                   Any rope_positions, AnyResult out, AnyResult k_out, AnyResult v_out, int64_t layer, int64_t heads,
+                                   Any rope_positions, Any reaches, AnyResult out, AnyResult k_out, AnyResult v_out, int64_t layer, int64_t heads,
                                    float scale, int64_t window, float soft_cap, float norm_eps,
                                    bool norms_values);
 ffi::Error latent_attend_call(Any absorbed, Any queries, Any keys, Any positions, Any slot_mapping,

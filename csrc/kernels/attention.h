@@ -73,10 +73,9 @@ struct AttendTile {
 template <class Kv>
 inline TokenRange visible(const AttendTile<Kv>& tile, int i, int64_t span) {
   const AttendTask& task = tile.task;
-  int64_t position = task.positions[tile.token(i)];
-  int64_t begin = task.window > 0 ? position - task.window + 1 : 0;
-  int64_t end =
-      position + 1 < task.kv_lens[tile.unit.row] ? position + 1 : task.kv_lens[tile.unit.row];
+  const int64_t token = tile.token(i), behind = task.end_of_context(token);
+  int64_t begin = task.window > 0 ? task.positions[token] - task.window + 1 : 0;
+  int64_t end = behind < task.kv_lens[tile.unit.row] ? behind : task.kv_lens[tile.unit.row];
   int64_t start = span * kSpan;
   if constexpr (kHasFaults) start -= task.span_shift(tile.unit.row);
   begin = begin < start ? 0 : begin - start;

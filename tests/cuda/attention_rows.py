@@ -61,6 +61,7 @@ class Variant:
     has_sinks: bool = False
     has_gate: bool = False
     has_query_factors: bool = False
+    spans: tuple[tuple[int, int], ...] = ()  # whose tokens see all of theirs
     dtype: Any = BF16
 
     @property
@@ -93,6 +94,13 @@ class Variant:
     def num_pool_bytes(self) -> int:
         """Of a token and KV head."""
         return self.size + 4 if self.has_codes else self.size * np.dtype(self.dtype).itemsize
+
+    def reaches(self, length: int) -> npt.NDArray[np.int32]:
+        """[length]: the last position of each token's span, or -1."""
+        found = np.full(length, -1, np.int32)
+        for start, stop in self.spans:
+            found[start:stop] = stop - 1
+        return found
 
     def inputs(self, length: int, seed: int) -> Array:
         """qkv [length, width] of a row, with its gate [length, Hq D] behind."""
@@ -159,12 +167,15 @@ class Rows:
             row.length += count
             at += count
         gate = given[:, variant.width :] if variant.has_gate else np.zeros(0, np.float32)
+        reaches = np.zeros(0, np.int32)
+        if variant.spans:
+            reaches = variant.reaches(ROPE_ROWS)[positions]
         out_shape = jax.ShapeDtypeStruct((bucket, variant.heads * variant.size), variant.dtype)
         out, *self.pools = self.call(
             "rope_append_attend",
             (out_shape, *(jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in self.pools)),
             *(given[:, : variant.width], positions, slots, starts, lens, table),
-            *(variant.rope, *variant.norms, *self.pools, variant.sinks, gate, positions),
+            *(variant.rope, *variant.norms, *self.pools, variant.sinks, gate, positions, reaches),
             aliases={9: 1, 10: 2},
             layer=LAYER,
             heads=variant.heads,
@@ -238,7 +249,10 @@ def softmax_weights(variant: Variant, query: Array, key: Array) -> Array:
     if variant.soft_cap:
         scores = variant.soft_cap * np.tanh(scores / variant.soft_cap)
     distance = np.arange(len(query))[:, None] - np.arange(len(key))[None, :]
-    hidden = (distance < 0) | ((distance >= variant.window) if variant.window else False)
+    last = np.maximum(np.arange(len(query)), variant.reaches(len(query)))
+    hidden = (np.arange(len(key)) > last[:, None]) | (
+        (distance >= variant.window) if variant.window else False
+    )
     scores = np.where(hidden, -np.inf, scores)
     if variant.has_sinks:
         sink = np.broadcast_to(variant.sinks[:, None, None], (*scores.shape[:2], 1))

@@ -25,6 +25,7 @@ pytestmark = [pytest.mark.native, pytest.mark.kernels]
 F32: Any = np.float32
 LENGTH = 40
 CHUNKS = [1, 9, 1, 12, 3, 1, 13]
+SPANS = ((2, 9), (11, 23), (23, 26), (28, 40))  # each within a chunk
 
 VARIANTS = [
     Variant(),
@@ -44,6 +45,8 @@ VARIANTS = [
     Variant(dtype=F32, size=128, heads=2, kv_heads=1),
     Variant(dtype=F32, size=256, heads=1, kv_heads=1),
     Variant(dtype=F32, size=512, heads=1, kv_heads=1),
+    Variant(spans=SPANS),
+    Variant(spans=SPANS, window=8, heads=5, kv_heads=1, dtype=F32),
 ]
 CODES = [
     Variant(has_codes=True),
@@ -52,6 +55,7 @@ CODES = [
     Variant(has_codes=True, size=128, heads=2, dtype=F32),
     Variant(has_codes=True, size=256, heads=2, kv_heads=1),
     Variant(has_codes=True, size=512, heads=2, kv_heads=1),
+    Variant(has_codes=True, spans=SPANS, window=20),
 ]
 TYPES = [
     Variant(heads=1, kv_heads=1),

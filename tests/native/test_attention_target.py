@@ -13,6 +13,7 @@ import pytest
 pytestmark = pytest.mark.native
 
 HEADS, KV_HEADS, SIZE, LENGTH = 6, 2, 64, 75
+ROPE_ROWS = 1024
 WIDTH = (HEADS + 2 * KV_HEADS) * SIZE
 NONE = np.zeros(0, np.float32)
 DTYPES = [ml_dtypes.bfloat16, np.float32]
@@ -30,7 +31,15 @@ class Variant:
     has_norms: bool = False
     norm_spans_heads: bool = False
     has_codes: bool = False  # KV in int8
+    spans: tuple[tuple[int, int], ...] = ()  # whose tokens see all of theirs
 
+
+SPANS = ((10, 33), (40, 60))
+OF_SPANS = [
+    Variant(spans=SPANS),
+    Variant(spans=SPANS, window=16, has_norms=True),
+    Variant(spans=SPANS, window=40, has_codes=True),
+]
 
 VARIANTS = [
     Variant(),
@@ -42,11 +51,12 @@ VARIANTS = [
     Variant(has_norms=True, norm_spans_heads=True),
     Variant(has_codes=True),
     Variant(has_codes=True, has_norms=True, window=40, soft_cap=10.0),
+    *OF_SPANS,
 ]
 
 
 def rope_table(rotary: int) -> npt.NDArray[np.float32]:
-    angles = np.arange(128)[:, None] / 1e4 ** (np.arange(0, rotary, 2) / rotary)
+    angles = np.arange(ROPE_ROWS)[:, None] / 1e4 ** (np.arange(0, rotary, 2) / rotary)
     return np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
 
 
@@ -63,7 +73,8 @@ class Row:
 
     def __init__(self, call: Any, variant: Variant, dtype: Any, page_size: int) -> None:
         self._call, self._variant, self._page_size = call, variant, page_size
-        num_pages = LENGTH // page_size + 3
+        longest = max([LENGTH, *(stop + 40 for _, stop in variant.spans)])
+        num_pages = longest // page_size + 3
         shape = (num_pages, LAYERS, KV_HEADS, page_size, SIZE)
         bits = np.uint16 if dtype == ml_dtypes.bfloat16 else dtype  # as the runner keeps them
         self.pools = [jnp.asarray(np.full(shape, np.nan, dtype).view(bits)) for _ in range(2)]
@@ -83,6 +94,9 @@ class Row:
         slots = np.where(np.arange(bucket) < count, slots + positions % self._page_size, -1)
         self._length += count
         variant = self._variant
+        reaches = (
+            reaches_of(variant, ROPE_ROWS)[positions] if variant.spans else np.zeros(0, np.int32)
+        )
         out, *self.pools = self._call(
             "rope_append_attend",
             (
@@ -101,6 +115,7 @@ class Row:
             NONE,
             NONE,
             positions,
+            reaches,
             aliases={9: 1, 10: 2},
             layer=np.int64(LAYERS - 1),
             heads=np.int64(HEADS),
@@ -112,17 +127,29 @@ class Row:
         )
         return np.asarray(out)[:count]
 
+    def go_back(self, length: int) -> None:
+        """The next tokens are those behind the first `length`, whose KV stays."""
+        self._length = length
+
+
+def reaches_of(variant: Variant, length: int) -> npt.NDArray[np.int32]:
+    """[length]: the last position of each token's span, or -1."""
+    reaches = np.full(length, -1, np.int32)
+    for start, stop in variant.spans:
+        reaches[start:stop] = stop - 1
+    return reaches
+
 
 def turned(
     part: npt.NDArray[np.float64], weight: npt.NDArray[np.float32], variant: Variant
 ) -> npt.NDArray[np.float64]:
-    """Normed and rotated heads [LENGTH, H, SIZE]."""
+    """Normed and rotated heads [length, H, SIZE]."""
     if variant.has_norms:
         axes = (-2, -1) if variant.norm_spans_heads else -1
         part = part / np.sqrt(np.mean(part**2, axis=axes, keepdims=True) + 1e-6)
         part = part * weight.reshape(-1, SIZE)
     half = variant.rotary // 2
-    cos, sin = np.split(rope_table(variant.rotary)[:LENGTH, None, :], 2, axis=-1)
+    cos, sin = np.split(rope_table(variant.rotary)[: len(part), None, :], 2, axis=-1)
     a, b, rest = part[..., :half], part[..., half : 2 * half], part[..., 2 * half :]
     return np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
 
@@ -138,14 +165,16 @@ def rounded_weights(
 ) -> npt.NDArray[np.float64]:
     """Weights [H, Q, K] of values [K, H, SIZE], which are rounded in sub-blocks of 16 tokens."""
     scales = np.abs(value).max(axis=-1).T[:, None, :]
-    padded = np.pad(weights * scales, ((0, 0), (0, 0), (0, -LENGTH % 16)))
+    length = len(value)
+    padded = np.pad(weights * scales, ((0, 0), (0, 0), (0, -length % 16)))
     blocks = padded.reshape(*weights.shape[:2], -1, 16)
-    return rounded_to_codes(blocks, 254).reshape(padded.shape)[..., :LENGTH] / scales
+    return rounded_to_codes(blocks, 254).reshape(padded.shape)[..., :length] / scales
 
 
 def reference(qkv: npt.NDArray[Any], variant: Variant) -> npt.NDArray[np.float64]:
-    """Attention of the whole sequence in float64: [LENGTH, HEADS * SIZE]."""
-    heads = qkv.astype(np.float64).reshape(LENGTH, -1, SIZE)
+    """Attention of the whole sequence in float64: [length, HEADS * SIZE]."""
+    length = len(qkv)
+    heads = qkv.astype(np.float64).reshape(length, -1, SIZE)
     query, key, value = np.split(heads, [HEADS, HEADS + KV_HEADS], axis=1)
     weights = norm_weights(variant)
     query, key = turned(query, weights[0], variant), turned(key, weights[1], variant)
@@ -157,14 +186,17 @@ def reference(qkv: npt.NDArray[Any], variant: Variant) -> npt.NDArray[np.float64
     scores = np.einsum("qhd,khd->hqk", query, key) * SIZE**-0.5
     if variant.soft_cap:
         scores = variant.soft_cap * np.tanh(scores / variant.soft_cap)
-    distance = np.arange(LENGTH)[:, None] - np.arange(LENGTH)[None, :]
-    hidden = (distance < 0) | ((distance >= variant.window) if variant.window else False)
+    at = np.arange(length)
+    distance = at[:, None] - at[None, :]
+    hidden = (at > np.maximum(at, reaches_of(variant, length))[:, None]) | (
+        (distance >= variant.window) if variant.window else False
+    )
     scores = np.where(hidden, -np.inf, scores)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)
     if variant.has_codes:
         weights = rounded_weights(weights, value)
-    return np.einsum("hqk,khd->qhd", weights, value).reshape(LENGTH, -1)
+    return np.einsum("hqk,khd->qhd", weights, value).reshape(length, -1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -179,7 +211,7 @@ def test_attention_agrees_with_float64_in_every_variant(call, random, dtype, var
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [each for each in VARIANTS if not each.spans])
 def test_attention_has_the_same_bits_however_the_row_is_cut_and_paged(call, random, dtype, variant):
     qkv = random.normal(size=(LENGTH, WIDTH)).astype(dtype)
     whole = Row(call, variant, dtype, 16).play(qkv, 80)
@@ -187,6 +219,42 @@ def test_attention_has_the_same_bits_however_the_row_is_cut_and_paged(call, rand
         row = Row(call, variant, dtype, page_size)
         parts = [row.play(qkv[i : i + chunk], bucket) for i in range(0, LENGTH, chunk)]
         assert np.concatenate(parts).tobytes() == whole.tobytes()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("variant", OF_SPANS)
+def test_spans_have_the_same_bits_however_a_row_is_cut_around_them(call, random, dtype, variant):
+    qkv = random.normal(size=(LENGTH, WIDTH)).astype(dtype)
+    whole = Row(call, variant, dtype, 16).play(qkv, 80)
+    row = Row(call, variant, dtype, 32)
+    parts, ends = [], (3, 10, 33, 40, 60, 61, LENGTH)
+    for start, stop in zip((0, *ends), ends, strict=False):
+        parts.append(row.play(qkv[start:stop], 1 if stop - start == 1 else 32))
+    assert np.concatenate(parts).tobytes() == whole.tobytes()
+
+
+@pytest.mark.parametrize(
+    "variant", [Variant(spans=((470, 560),)), Variant(spans=((470, 560),), window=64)]
+)
+def test_a_span_goes_on_behind_the_end_of_a_part_of_the_softmax(call, random, variant):
+    qkv = random.normal(size=(600, WIDTH)).astype(np.float32)
+    row, parts = Row(call, variant, np.float32, 16), []
+    for start, stop in ((0, 300), (300, 470), (470, 560), (560, 600)):
+        parts.append(row.play(qkv[start:stop], 300))
+    np.testing.assert_allclose(np.concatenate(parts), reference(qkv, variant), atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("variant", OF_SPANS)
+@pytest.mark.parametrize("start", [11, 32, 47])
+def test_the_end_of_a_span_has_the_same_bits_over_the_kv_of_its_beginning(
+    call, random, dtype, variant, start
+):
+    qkv = random.normal(size=(LENGTH, WIDTH)).astype(dtype)
+    row = Row(call, variant, dtype, 16)
+    whole = row.play(qkv, 80)
+    row.go_back(start)
+    assert row.play(qkv[start:60], 64).tobytes() == whole[start:60].tobytes()
 
 
 def test_attention_refuses_pools_of_codes_whose_width_is_no_head_with_its_scale(call, random):
@@ -219,6 +287,7 @@ def test_attention_refuses_pools_that_are_not_aliased(call, random):
             NONE,
             NONE,
             one,
+            np.zeros(0, np.int32),
             layer=np.int64(LAYERS - 1),
             heads=np.int64(HEADS),
             scale=np.float32(1),

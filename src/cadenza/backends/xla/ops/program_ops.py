@@ -356,6 +356,7 @@ class ProgramOps(ProgramEncoderOps):
             *(step.rows.query_starts, step.rows.kv_lens, step.page_table),
             *(factors.rope, query_norm, key_norm, pool.keys, pool.values),
             *(factors.sinks, given.gate, factors.rope_positions),
+            step.tokens.reaches if layer.sees_spans else None,
             layer=layer.index,
             heads=heads.num_heads,
             scale=np.float32(model.scale_of(heads)),

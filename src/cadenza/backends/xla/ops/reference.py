@@ -121,13 +121,14 @@ class _Block(NamedTuple):
 
 class _Span(NamedTuple):
     """What queries attend to: a layer's window, if any, and its scores; of keys alone, the first
-    `value_size` are the values."""
+    `value_size` are the values. `sees_spans` as in `AttendingLayer`."""
 
     layer: int
     scale: float
     value_size: int
     window: int | None = None
     sinks: Any | None = None
+    sees_spans: bool = False
 
 
 class ReferenceOps(ReferenceEncoderOps):
@@ -331,7 +332,10 @@ class ReferenceOps(ReferenceEncoderOps):
             query = query.astype(self._spec.dtype)
         grouped = query.reshape(len(qkv), shape.num_kv_heads, -1, shape.head_dim)
         scale = self._model.scale_of(shape)
-        span = _Span(layer.index, scale, shape.head_dim, layer.window, factors.sinks)
+        span = _Span(
+            *(layer.index, scale, shape.head_dim, layer.window, factors.sinks),
+            sees_spans=layer.sees_spans,
+        )
         out = self._attend(grouped, pool, step, span).reshape(len(qkv), -1)
         if given.gate is not None:
             out = out * jax.nn.sigmoid(given.gate.astype(jnp.float32))
@@ -428,7 +432,9 @@ class ReferenceOps(ReferenceEncoderOps):
     def _attend(self, query: jax.Array, pool: KVPool, step: StepArrays, span: _Span) -> jax.Array:
         """Online softmax over blocks at absolute positions; query [T, Hkv, G, D], result
         [T, Hkv, G, value size]."""
-        limits = jnp.where(step.tokens.slots >= 0, step.tokens.positions + 1, 0)  # [T]
+        own = step.tokens.positions + 1
+        ends = jnp.maximum(own, step.tokens.reaches + 1) if span.sees_spans else own
+        limits = jnp.where(step.tokens.slots >= 0, ends, 0)  # [T]
         shape = query.shape[:3]
         state = (
             _first_maximum(shape, span.sinks),  # running maximum
@@ -441,10 +447,10 @@ class ReferenceOps(ReferenceEncoderOps):
             positions = starts[:, None] + jnp.arange(BLOCK)  # [T, B]
             valid = (positions >= 0) & (positions < limits[:, None])
             if span.window is not None:
-                valid &= positions >= limits[:, None] - span.window
+                valid &= positions >= own[:, None] - span.window
             places = self._slots(positions, valid, step), span.layer
-            own = _Block(places, valid, span.scale)
-            return self._attend_block(query, pool, own, state)
+            lanes = _Block(places, valid, span.scale)
+            return self._attend_block(query, pool, lanes, state)
 
         _, total, out = jax.lax.fori_loop(0, self._num_blocks(limits), body, state)
         return jnp.where(limits[:, None, None, None] > 0, out / total[..., None], 0.0)

@@ -134,12 +134,15 @@ class HeadInputs(NamedTuple):
 class AttendingLayer:
     """The layer's place in the KV pool of its group, its heads, and the sliding window.
 
-    `window` is the most tokens that a token attends to, including itself; None is unlimited.
+    `window` is the most tokens that a token attends to, including itself and those before it; None
+    is unlimited. With `sees_spans` a token attends to all of its span, which is of the same step
+    (`TokenInputs.reaches`), beside what it sees otherwise.
     """
 
     index: int
     heads: HeadShape
     window: int | None = None
+    sees_spans: bool = False
 
 
 class LatentInputs(NamedTuple):
