@@ -1,0 +1,172 @@
+"""`Gemma3Images` and `Gemma4Images`: what Gemma makes of an image before its tower.
+
+An image is one part. Gemma 3 makes it a square of one size, whatever its aspect. Gemma 4 keeps the
+aspect: both sides become multiples of what a token stands for, as large as a budget of tokens
+allows, so that small images are enlarged. Sizes, resampling and values are those of transformers'
+Pillow backend, to the bit. Patches follow one another by the blocks that a token is the mean of.
+"""
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cadenza.errors import InvalidRequestError
+from cadenza.vision.pixels import Normalising, patches_in_blocks
+from cadenza.vision.processor import Detail, ImagePart, ImagePlan, Run
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+else:
+    Image = Any
+
+BUDGETS = (70, 140, 280, 560, 1120)
+"""Tokens that Gemma 4 may make of an image, at most."""
+
+LOW_DETAIL_TOKENS = BUDGETS[0]
+
+_TO_UNIT = Normalising(mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
+"""From -1 to 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gemma3Images:
+    """The settings of one model; an `ImageProcessor`.
+
+    Args:
+        side: pixels of an image after resizing.
+        patch_size: pixels on a side of a patch.
+        merge_size: patches on a side of what one token stands for.
+    """
+
+    side: int = 896
+    patch_size: int = 14
+    merge_size: int = 4
+    normalising: Normalising = _TO_UNIT
+    placeholder: str = "<start_of_image>"
+    token: str = "<image_soft_token>"  # noqa: S105 (no password)
+    end: str = "<end_of_image>"
+
+    @property
+    def part(self) -> ImagePart:
+        """Every image's."""
+        count = self.side // (self.patch_size * self.merge_size)
+        return ImagePart(width=self.side, height=self.side, rows=count, columns=count)
+
+    @property
+    def max_tokens(self) -> int:
+        return self.part.num_tokens
+
+    @property
+    def settings(self) -> bytes:
+        return json.dumps({"processor": "gemma3", **asdict(self)}, sort_keys=True).encode()
+
+    def plan(self, width: int, height: int, detail: Detail = "auto") -> ImagePlan:  # noqa: ARG002 (all images are of one size)
+        run = Run(part=0, count=self.part.num_tokens)
+        return ImagePlan(
+            parts=(self.part,),
+            pieces=(f"\n\n{self.placeholder}", run, f"{self.end}\n\n"),
+        )
+
+    def prepare(self, image: Image, detail: Detail = "auto") -> tuple[bytes, ...]:  # noqa: ARG002
+        from PIL.Image import Resampling
+
+        return (image.resize((self.side, self.side), Resampling.BILINEAR).tobytes(),)
+
+    def check(self, part: ImagePart) -> None:
+        if part != self.part:
+            own = self.part
+            raise InvalidRequestError(
+                f"an image of {part.width} x {part.height} pixels has {part.columns} x {part.rows} "
+                f"tokens; for this model every image has {own.width} x {own.height} pixels and "
+                f"{own.columns} x {own.rows} tokens"
+            )
+
+    def patches(self, pixels: bytes, part: ImagePart) -> npt.NDArray[np.float32]:
+        """[patches, channels x patch_size x patch_size]"""
+        return patches_in_blocks(pixels, part, self.normalising.values(), merge=self.merge_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gemma4Images:
+    """The settings of one model; an `ImageProcessor`.
+
+    Args:
+        patch_size: pixels on a side of a patch of the tower, or of the model's whole token where
+            there is no tower (`is_unified`).
+        merge_size: patches on a side of what one token stands for.
+        max_tokens: of an image, one of `BUDGETS`.
+    """
+
+    patch_size: int = 16
+    merge_size: int = 3
+    max_tokens: int = 280
+    is_unified: bool = False
+    factor: float = 1 / 255
+    placeholder: str = "<|image|>"
+    token: str = "<|image|>"  # noqa: S105 (no password)
+    begin: str = "<|image>"
+    end: str = "<image|>"
+
+    @property
+    def unit(self) -> int:
+        """Pixels on a side of what one token stands for."""
+        return self.patch_size * self.merge_size
+
+    @property
+    def settings(self) -> bytes:
+        return json.dumps({"processor": "gemma4", **asdict(self)}, sort_keys=True).encode()
+
+    def plan(self, width: int, height: int, detail: Detail = "auto") -> ImagePlan:
+        budget = min(self.max_tokens, LOW_DETAIL_TOKENS) if detail == "low" else self.max_tokens
+        rows, columns = self._grid(width, height, budget)
+        part = ImagePart(
+            width=columns * self.unit, height=rows * self.unit, rows=rows, columns=columns
+        )
+        run = Run(part=0, count=rows * columns)
+        return ImagePlan(parts=(part,), pieces=(self.begin, run, self.end))
+
+    def prepare(self, image: Image, detail: Detail = "auto") -> tuple[bytes, ...]:
+        from PIL.Image import Resampling
+
+        (part,) = self.plan(image.width, image.height, detail).parts
+        return (image.resize((part.width, part.height), Resampling.BICUBIC).tobytes(),)
+
+    def check(self, part: ImagePart) -> None:
+        unit = self.unit
+        are_sides = (part.width, part.height) == (part.columns * unit, part.rows * unit)
+        if not are_sides or not 1 <= part.num_tokens <= self.max_tokens:
+            raise InvalidRequestError(
+                f"an image of {part.width} x {part.height} pixels has {part.columns} x {part.rows} "
+                f"tokens; a token of this model stands for {unit} x {unit} pixels, and an image "
+                f"has at most {self.max_tokens}"
+            )
+
+    def patches(self, pixels: bytes, part: ImagePart) -> npt.NDArray[np.float32]:
+        """[patches, patch_size x patch_size x channels], from 0 to 1; of a unified model a token is
+        one patch of `unit` pixels on a side."""
+        values = Normalising(factor=self.factor).values()
+        merge = 1 if self.is_unified else self.merge_size
+        return patches_in_blocks(pixels, part, values, merge=merge, channels_last=True)
+
+    def _grid(self, width: int, height: int, budget: int) -> tuple[int, int]:
+        """Rows and columns of tokens, at most `budget` together."""
+        unit = self.unit
+        # The definition's own order of operations: other ones round differently.
+        target = budget * self.merge_size**2 * self.patch_size**2
+        factor = math.sqrt(target / (height * width))
+        rows = math.floor(factor * height / unit)
+        columns = math.floor(factor * width / unit)
+        if rows == 0:
+            return 1, min(math.floor(width / height), budget)
+        if columns == 0:
+            return min(math.floor(height / width), budget), 1
+        return rows, columns
+
+
+def budget_within(max_tokens: int) -> int | None:
+    """The largest budget of Gemma 4 of at most `max_tokens`; None if all are more."""
+    return max((budget for budget in BUDGETS if budget <= max_tokens), default=None)

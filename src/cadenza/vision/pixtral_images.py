@@ -1,0 +1,106 @@
+"""`PixtralImages`: what Pixtral and Mistral 3 make of an image before their tower.
+
+An image is one part. One whose longer side is above a limit is reduced; then both sides are brought
+up to multiples of what a token stands for. A token that says so ends each row of tokens, and
+another one the image: these have embeddings of their own. Sizes, resampling and values are those of
+transformers' Pillow backend, to the bit. Patches follow one another by the blocks that are merged
+into a token.
+"""
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cadenza.errors import InvalidRequestError
+from cadenza.vision.pixels import Normalising, patches_in_blocks
+from cadenza.vision.processor import Detail, ImagePart, ImagePlan, Run
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+else:
+    Image = Any
+
+LOW_DETAIL_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PixtralImages:
+    """The settings of one model; an `ImageProcessor`.
+
+    Args:
+        longest_edge: pixels.
+        patch_size: pixels on a side of a patch.
+        merge_size: patches on a side of what one token stands for.
+        max_tokens: placeholders; larger images are reduced to it (`--image-max-tokens`).
+    """
+
+    longest_edge: int
+    patch_size: int
+    merge_size: int
+    normalising: Normalising
+    max_tokens: int
+    placeholder: str = "[IMG]"
+    token: str = "[IMG]"  # noqa: S105 (no password)
+    row_end: str = "[IMG_BREAK]"
+    end: str = "[IMG_END]"
+
+    @property
+    def unit(self) -> int:
+        """Pixels on a side of what one token stands for."""
+        return self.patch_size * self.merge_size
+
+    @property
+    def settings(self) -> bytes:
+        return json.dumps({"processor": "pixtral", **asdict(self)}, sort_keys=True).encode()
+
+    def plan(self, width: int, height: int, detail: Detail = "auto") -> ImagePlan:
+        limit = min(self.max_tokens, LOW_DETAIL_TOKENS) if detail == "low" else self.max_tokens
+        rows, columns = self._grid(width, height, limit)
+        part = ImagePart(
+            width=columns * self.unit, height=rows * self.unit, rows=rows, columns=columns
+        )
+        row = Run(part=0, count=columns)
+        pieces = (row, self.row_end) * (rows - 1) + (row, self.end)
+        return ImagePlan(parts=(part,), pieces=pieces)
+
+    def prepare(self, image: Image, detail: Detail = "auto") -> tuple[bytes, ...]:
+        from PIL.Image import Resampling
+
+        (part,) = self.plan(image.width, image.height, detail).parts
+        return (image.resize((part.width, part.height), Resampling.BICUBIC).tobytes(),)
+
+    def check(self, part: ImagePart) -> None:
+        unit, most = self.unit, math.ceil(self.longest_edge / self.unit)
+        are_sides = (part.width, part.height) == (part.columns * unit, part.rows * unit)
+        are_few = 1 <= part.num_tokens <= self.max_tokens and max(part.rows, part.columns) <= most
+        if not (are_sides and are_few):
+            raise InvalidRequestError(
+                f"an image of {part.width} x {part.height} pixels has {part.columns} x {part.rows} "
+                f"tokens; a token of this model stands for {unit} x {unit} pixels, and an image "
+                f"has at most {self.max_tokens}, of at most {most} on a side"
+            )
+
+    def patches(self, pixels: bytes, part: ImagePart) -> npt.NDArray[np.float32]:
+        """[patches, channels x patch_size x patch_size]"""
+        return patches_in_blocks(pixels, part, self.normalising.values(), merge=self.merge_size)
+
+    def _grid(self, width: int, height: int, limit: int) -> tuple[int, int]:
+        """Rows and columns of tokens, at most `limit` together."""
+        ratio = max(height / self.longest_edge, width / self.longest_edge)
+        if ratio > 1:
+            # A side of 0 would be no image; the definition fails there.
+            height, width = max(1, math.floor(height / ratio)), max(1, math.floor(width / ratio))
+        rows, columns = self._tokens(height), self._tokens(width)
+        if rows * columns <= limit:
+            return rows, columns
+        # Rounded up, the sides may still have a few tokens more than the pixels would.
+        share = math.sqrt(rows * columns / limit)
+        rows, columns = max(1, math.floor(rows / share)), max(1, math.floor(columns / share))
+        return min(rows, limit), min(columns, limit)
+
+    def _tokens(self, side: int) -> int:
+        return (side - 1) // self.unit + 1
