@@ -22,7 +22,7 @@ MAX_LINES: Mapping[str, int] = {
     "checkpoint": 16_000,  # the families of 2026, and how they see
     "cli": 6_300,  # servers compared
     "cluster": 1_500,  # replicas on several machines
-    "core": 7_100,  # slots of recurrent states; what drafts saved and cost
+    "core": 8_600,  # slots of recurrent states; what drafts saved and cost; images
     "engine": 6_300,
     "frontend": 3_500,  # viewers of the batch
     "loading": 2_900,

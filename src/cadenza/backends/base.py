@@ -26,7 +26,7 @@ from cadenza.request import Attachment
 
 ProductDType = WeightDType | Literal["int8"]
 Exactness = Literal["bitwise", "token"]
-Capability = Literal["logprobs", "attachments", "drafts", "late_masks"]
+Capability = Literal["logprobs", "attachments", "whole_spans", "drafts", "late_masks"]
 """`drafts`: a row samples several tokens in a step, each with the bits of a step of its own, and
 a token computed after a rejected one replaces it. `late_masks`: a step may be launched before its
 masks are known (`ModelInputs.masks_follow`), and its handle is then a `LateStepHandle`."""
@@ -79,6 +79,8 @@ class BackendTraits:
         memory: the model's memory by compute type; None if it follows from its `ModelConfig`.
         attention_span: after how many tokens of context attention may compute in another way;
             `verify` plays prompts of more than two spans.
+        whole_span: tokens of an image, at most, that a step computes together because they see each
+            other both ways (the capability `whole_spans`); 0 if there are none.
         verifies_drafts: whether its runners have the capability `drafts`.
         copies_pages: whether its runners can be `PageCopier`s.
         keeps_hidden: whether its runners can keep and read hidden states (`RunnerSetup`), with the
@@ -115,6 +117,7 @@ class BackendTraits:
     slot_unit: int | None = None
     memory: Mapping[WeightDType, ModelMemory] | None = None
     attention_span: int = 512
+    whole_span: int = 0
     verifies_drafts: bool = True
     copies_pages: bool = False
     keeps_hidden: bool = False

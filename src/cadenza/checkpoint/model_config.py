@@ -241,6 +241,11 @@ class ModelConfig:
             return kind.latent.heads
         return kind.heads or self.heads
 
+    def sees_spans(self, kind: LayerKind) -> bool:
+        """Whether the tokens of an image attend to all of it in a layer."""
+        reach = None if self.vision is None else self.vision.reach
+        return reach == "all" or (reach == "windowed" and kind.window is not None)
+
     @property
     def latent(self) -> LatentShape | None:
         """The latents of all layers that have them; None if none has."""

@@ -21,6 +21,7 @@ Modules:
 - `page_quotas`: how many pages each tenant holds and has in the prefix cache, and may
 - `step_cost`: predicts the time of a step, and bounds it
 - `step_budget`: what a step may hold, and how prompts share what decodes leave of it
+- `whole_spans`: tokens that attend to each other both ways, within which no step ends
 - `sequence_list`: waiting or running sequences in an order, from which any one leaves without a
   search
 - `scheduler`: allocates pages to whose turn it is, and makes a batch of them

@@ -46,6 +46,7 @@ class Packer:
         self._rule_layout = RuleLayout(vocab_size)
         self._masks: list[bytes | None] = [None] * max_num_seqs
         self._empty: dict[int, Int32Array] = {}
+        self._has_spans = False
 
     def forget_rows(self) -> None:
         """Makes the next steps send every row's data again, because the device's state was lost."""
@@ -80,6 +81,8 @@ class Packer:
         self._write_tokens(inputs, batch, rows, starts)
         if batch.has_states:
             _write_states(inputs, batch)
+        if self._has_spans:
+            _write_reaches(inputs, batch)
         self._write_logits(inputs, batch, rows, starts)
         if batch.needs_masks and not masks_follow:
             return replace(inputs, mask_updates=self._write_masks(inputs, batch))
@@ -155,6 +158,7 @@ class Packer:
             self._settings.set_row(row, sequence)
             self._prompt_lens[row] = sequence.num_prompt_tokens
             self._decode_starts[row] = _decode_start(sequence)
+            self._has_spans |= bool(sequence.whole_spans)
             self._mixed_seeds[row] = mix_seeds(np.array([sequence.seed], np.uint64))[0]
             self._masks[row] = None
             record = self._rule_layout.encode(sequence)
@@ -237,6 +241,16 @@ def _write_states(inputs: ModelInputs, batch: Batch) -> None:
         offset = rows.query_starts[entry.row] - entry.start
         for position, slot in entry.kept_states:
             slots[offset + position] = slot
+
+
+def _write_reaches(inputs: ModelInputs, batch: Batch) -> None:
+    """Writes the last position of their span for tokens that see all of it."""
+    for entry in batch.entries:
+        offset = inputs.rows.query_starts[entry.row] - entry.start
+        for start, stop in entry.sequence.whole_spans:
+            inside = slice(offset + max(start, entry.start), offset + min(stop, entry.end))
+            if inside.start < inside.stop:
+                inputs.tokens.reaches[inside] = stop - 1
 
 
 def _write_prompt_rows(inputs: ModelInputs, batch: Batch) -> None:

@@ -302,6 +302,7 @@ class Scheduler:
             num_left=sequence.num_tokens - start,
             has_logits=sequence.needs_prompt_rows,
             is_first=self.turns.under_share.is_under_share(sequence.tenant.name),
+            spans=sequence.whole_spans,
         )
 
     def _try_allocate(

@@ -13,6 +13,7 @@ from cadenza.core.drafts import Drafting
 from cadenza.core.pooling import Pool
 from cadenza.core.prompt_rows import PromptRowsProgress
 from cadenza.core.recurrent_states import SequenceState
+from cadenza.core.whole_spans import WholeSpan
 from cadenza.events import CacheMiss, FinishReason
 from cadenza.request import Request, SamplingParams
 from cadenza.structured import Constraint
@@ -63,6 +64,7 @@ class Sequence:
         published_serial: the prefix cache's serial of its last published page; None after a
             key collision, or where the tenant's share of the cache is in use: both end publication.
         awaited_key: the key of a page that another sequence computes, for which this one waits.
+        whole_spans: of its prompt; empty if its tokens attend to earlier ones only.
         prompt_rows: None if none are needed but that of the prompt's last token.
         pool: of its hidden states; None if it is not pooled.
         drafting: None if its steps verify no drafts.
@@ -98,6 +100,7 @@ class Sequence:
     num_sent_pages: int = 0
     state: SequenceState | None = None
     num_preemptions: int = 0
+    whole_spans: tuple[WholeSpan, ...] = ()
     prompt_rows: PromptRowsProgress | None = None
     pool: Pool | None = None
     drafting: Drafting | None = None

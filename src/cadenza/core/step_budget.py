@@ -13,6 +13,7 @@ from math import inf
 from cadenza.core.sequence import Sequence
 from cadenza.core.step_cost import MIN_PROMPT_TOKENS, StepBound, StepCost, StepLoad
 from cadenza.core.step_schema import NUM_EXTRA_LOGIT_ROWS
+from cadenza.core.whole_spans import WholeSpan, cut_within, fitting_count
 
 LEAST_SHARE = 1 / 16
 """Of a step's prompt tokens, for the oldest prompt beside those that come first; at least one."""
@@ -62,6 +63,7 @@ class StepBudget:
         if progress is None:
             return count
         count = progress.fit(start, count, self.num_rows)
+        count = fitting_count(sequence.whole_spans, start, count, most=0)
         self.num_rows -= len(progress.positions(start, start + count))
         return count
 
@@ -92,13 +94,18 @@ class PromptPart:
     """The uncomputed tokens of a prompt: `num_left` from position `start`.
 
     `has_logits`: each of them has a row of logits (prompt log probabilities). `is_first`: it comes
-    before all prompts of which this is not said.
+    before all prompts of which this is not said. `spans` are not cut.
     """
 
     start: int
     num_left: int
     has_logits: bool = False
     is_first: bool = False
+    spans: tuple[WholeSpan, ...] = ()
+
+    @property
+    def begins_in_span(self) -> bool:
+        return cut_within(self.spans, self.start + 1) is not None
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -120,7 +127,8 @@ class PromptBudget:
         return replace(self)
 
     def take(self, part: PromptPart, share: float = 1.0) -> int:
-        """Takes as many tokens of `part` as fit `share` of what is left; returns their number."""
+        """Takes as many tokens of `part` as fit `share` of what is left, or the span that it begins
+        with, as long as there are tokens for that; returns their number."""
         if not part.num_left or not self.num_tokens:
             return 0
         count = min(part.num_left, int(self.num_tokens * share))
@@ -129,6 +137,8 @@ class PromptBudget:
                 part.start, self.left_ms * share, has_logits=part.has_logits
             )
             count = min(count, max(int(in_time), int(self.num_granted * share)))
+        count = fitting_count(part.spans, part.start, count, self.num_tokens)
+        if self.cost is not None:
             self.left_ms -= self.time_ms(part, count)
         self.num_tokens -= count
         self.num_granted = max(0, self.num_granted - count)
@@ -239,6 +249,10 @@ class _Shared:
     def _share_among(self, indices: list[int], *, may_finish_short: bool) -> None:
         shortest = min(indices, key=lambda index: self._parts[index].num_left)
         self.has_shorter = self._parts[shortest].num_left < self._parts[indices[0]].num_left
+        oldest = self._rest(indices[0])
+        if self.has_shorter and oldest.begins_in_span and self.left.num_tokens > 0:
+            # The span may be more than the half that a shorter prompt would leave.
+            self._take(indices[0], 1 / self.left.num_tokens)
         if self.has_shorter:
             part, share = self._parts[shortest], SHORT_SHARE
             if may_finish_short and self.left.copy().take(part, share) < part.num_left:
@@ -249,8 +263,10 @@ class _Shared:
             self._take(index)
 
     def _take(self, index: int, share: float = 1.0) -> None:
+        self.counts[index] += self.left.take(self._rest(index), share)
+
+    def _rest(self, index: int) -> PromptPart:
         part, count = self._parts[index], self.counts[index]
-        rest = part
-        if count:
-            rest = replace(part, start=part.start + count, num_left=part.num_left - count)
-        self.counts[index] = count + self.left.take(rest, share)
+        if not count:
+            return part
+        return replace(part, start=part.start + count, num_left=part.num_left - count)

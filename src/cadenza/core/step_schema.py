@@ -41,6 +41,9 @@ NO_STATE = -1
 NO_IMAGE = -1
 """In `TokenInputs.image_slots`: the token has the embedding of its id."""
 
+NO_REACH = -1
+"""In `TokenInputs.reaches`: the token attends to no later one."""
+
 NO_TARGET = -1
 
 NO_RULES = -1
@@ -116,6 +119,7 @@ class TokenInputs(Generic[A]):
     state_slots: A = field(metadata=_words(fill=NO_STATE))  # get the state behind the token
     image_slots: A = field(metadata=_words(fill=NO_IMAGE))  # have the embedding of a placeholder
     rope_positions: A = field(metadata=_words(columns=3))  # only of models with sections
+    reaches: A = field(metadata=_words(fill=NO_REACH))  # the last position of the token's span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,6 +28,7 @@ from cadenza.core.sequence import Sequence
 from cadenza.core.step_cost import StepBound, StepCost
 from cadenza.core.step_results import refuse_constraint
 from cadenza.core.turns import FCFS, TurnPolicy
+from cadenza.core.whole_spans import whole_spans_of
 from cadenza.engine.compiling import Compiling
 from cadenza.engine.loop import LOOP_DEPTHS, Announce, StepLoop, StepRunner, Steps
 from cadenza.engine.model_drafter import DraftModel, ModelDrafter
@@ -142,6 +143,7 @@ class EngineCore:
         compile_constraint = options.compile_constraint
         self._compiling = None if compile_constraint is None else Compiling(compile_constraint)
         self._seed = options.seed
+        self._has_spans = "whole_spans" in runner.capabilities
         self._clock = options.clock
         self._next_request_id = 0
         self._is_closed = False
@@ -305,6 +307,7 @@ class EngineCore:
             stop_token_ids=stop if params.ignore_eos else stop | self.eos_token_ids,
             arrived_s=self._clock(),
             token_ids=list(request.prompt_token_ids),
+            whole_spans=whole_spans_of(request.attachments) if self._has_spans else (),
             prompt_rows=_progress_of(request) if sample == 0 else None,
             pool=_pool_of(request),
             drafting=self._drafting_of(request),

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from cadenza.backends.base import Capability
 from cadenza.config import EngineLimits
+from cadenza.core.whole_spans import least_budget, whole_spans_of
 from cadenza.errors import ContextLengthError, InvalidRequestError, show
 from cadenza.request import PoolingParams, Request
 
@@ -67,12 +68,33 @@ class RequestCheck:
                 f"attachments are not supported by the {self.backend} backend; send text alone",
                 param="attachments",
             )
+        if request.attachments and "whole_spans" in self.capabilities:
+            self._check_spans(request)
 
     def max_num_tokens(self, request: Request) -> int:
         """Maximum length of the request's sequences: prompt plus `max_tokens`."""
         if request.params.max_tokens is None:
             return self.limits.max_model_len
         return len(request.prompt_token_ids) + request.params.max_tokens
+
+    def _check_spans(self, request: Request) -> None:
+        """Whether each span fits a step beside a token of each other row."""
+        limits = self.limits
+        longest = max(span.stop - span.start for span in whole_spans_of(request.attachments))
+        least = least_budget(longest, limits.max_num_seqs)
+        if limits.max_num_batched_tokens < least:
+            raise InvalidRequestError(
+                f"an attachment has {longest} tokens, which one step computes with a token of each "
+                f"other row, and a step has at most {limits.max_num_batched_tokens}; send a "
+                f"smaller one, or start the engine with --max-num-batched-tokens {least}",
+                param="attachments",
+            )
+        if request.params.prompt_logprobs is not None:
+            raise InvalidRequestError(
+                "prompt_logprobs are not supported beside attachments whose tokens see each other "
+                "both ways; leave them out",
+                param="prompt_logprobs",
+            )
 
     def _check_tokens(self, request: Request) -> None:
         if not request.prompt_token_ids:

@@ -20,6 +20,7 @@ from cadenza.config import (
     KVCacheDType,
     Quantization,
 )
+from cadenza.core.whole_spans import least_budget
 from cadenza.errors import ConfigError, show_size
 from cadenza.loading.footprint import QUEUE_PER_SEQ, Footprint, footprint_of
 from cadenza.loading.space import (
@@ -29,6 +30,7 @@ from cadenza.loading.space import (
     check_rows,
     choose_context,
     choose_rows,
+    default_step_tokens,
     largest_context,
     pool_tokens,
     state_slots,
@@ -256,9 +258,11 @@ def make_plan(
         budget=traits.max_num_batched_tokens,
         is_dense=kv_layout == "dense",
         state_bytes=memory.state_bytes,
+        whole_span=traits.whole_span,
     )
     limits, rows_reason = _divide(space, config, checkpoint, traits, dtype)
     _check_page_folder(config, traits, limits)
+    _check_whole_span(traits, limits)
     return EnginePlan(
         limits=limits,
         dtype=dtype,
@@ -278,6 +282,18 @@ def make_plan(
         draft=draft,
         rows_reason=rows_reason,
     )
+
+
+def _check_whole_span(traits: BackendTraits, limits: EngineLimits) -> None:
+    """Raises ConfigError if an image that a step computes whole may not fit one."""
+    least = least_budget(traits.whole_span, limits.max_num_seqs)
+    if traits.whole_span and limits.max_num_batched_tokens < least:
+        raise ConfigError(
+            f"--max-num-batched-tokens {limits.max_num_batched_tokens} is too few: an image of "
+            f"this model has up to {traits.whole_span} tokens, which a step computes together, "
+            f"beside one of each other of --max-num-seqs {limits.max_num_seqs} rows; set "
+            f"--max-num-batched-tokens {least}, or --no-images"
+        )
 
 
 def device_share(config: EngineConfig, traits: BackendTraits) -> int | None:
@@ -512,7 +528,7 @@ def _limits(
     num_tokens: int,
 ) -> EngineLimits:
     page_size, num_pages = config.page_size, config.num_pages
-    token_budget = max(traits.max_num_batched_tokens, num_rows)
+    token_budget = default_step_tokens(traits.max_num_batched_tokens, traits.whole_span, num_rows)
     slot_unit = traits.slot_unit if config.kv_layout == "dense" else None
     if config.kv_layout == "dense":
         page_size = -(-max_model_len // PAGE_SIZE_UNIT) * PAGE_SIZE_UNIT

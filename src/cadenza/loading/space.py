@@ -11,6 +11,7 @@ from math import ceil, floor
 
 from cadenza.config import MAX_NUM_SEQS_BOUND, PAGE_SIZE_UNIT, EngineConfig, Quantization
 from cadenza.core.step_schema import NUM_EXTRA_LOGIT_ROWS
+from cadenza.core.whole_spans import least_budget
 from cadenza.errors import ConfigError, show_missing, show_size
 from cadenza.loading.footprint import Footprint
 
@@ -36,11 +37,17 @@ LEAST_SNAPSHOTS = 16
 GB = 1e9
 
 
+def default_step_tokens(budget: int, whole_span: int, num_rows: int) -> int:
+    """The token budget of a step where none was asked for, with a token for each row."""
+    return max(budget, least_budget(max(1, whole_span), num_rows))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
     """The memory of an engine in bytes, with a longest context of `context` tokens. `terms` has
     those that depend on it; `budget` is the number of tokens of a step for fewer rows than that,
-    `weights_name` the type of the weights, and `state_bytes` those of a slot of recurrent state."""
+    `whole_span` that of a span which a step must hold, `weights_name` the type of the weights, and
+    `state_bytes` those of a slot of recurrent state."""
 
     config: EngineConfig
     available_bytes: int
@@ -53,6 +60,7 @@ class Space:
     budget: int
     is_dense: bool
     state_bytes: int = 0
+    whole_span: int = 0
 
     def at(self, context: int) -> "Space":
         """With another longest context."""
@@ -100,7 +108,8 @@ class Space:
 
     def step_tokens(self, num_rows: int) -> int:
         """The token budget: unless it was asked for, each row has a token."""
-        return self.config.max_num_batched_tokens or max(self.budget, num_rows)
+        own = default_step_tokens(self.budget, self.whole_span, num_rows)
+        return self.config.max_num_batched_tokens or own
 
     def least_pool_bytes(self, num_rows: int) -> int:
         """Of the memory beside rows and steps, so that the pool has a page, or a block for each

@@ -265,6 +265,11 @@ class VisionConfig:
     reach: Reach | None = None
 
     @property
+    def whole_span(self) -> int:
+        """Tokens, at most, that see each other both ways, and so are computed together."""
+        return 0 if self.reach is None else self.max_part_tokens
+
+    @property
     def num_parts(self) -> int:
         """Rows of the text model's width that each image token has: the first takes the place of an
         embedding, the others are added behind the first layers."""

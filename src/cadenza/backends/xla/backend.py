@@ -46,7 +46,7 @@ class XlaBackend(Backend):
     def describe(self, device: str, ops: Ops, checkpoint: Checkpoint) -> BackendTraits:
         found = find_device(device)
         memory = memory_of_device(found, os.environ)
-        chosen = self._choose(ops, found, checkpoint)
+        chosen, vision = self._choose(ops, found, checkpoint), checkpoint.config.vision
         common = BackendTraits(
             name=f"xla:{found.platform}",
             ops=chosen.table.name,
@@ -54,6 +54,7 @@ class XlaBackend(Backend):
             dtypes=DTYPES,
             dtype_for={},
             max_num_batched_tokens=0,
+            whole_span=0 if vision is None else vision.whole_span,
             quantizations=QUANTIZATIONS,
             kv_cache_dtypes=KV_CACHE_DTYPES,
             copies_pages=True,

@@ -175,6 +175,8 @@ class XlaRunner:
             found.add("late_masks")
         if self._encoder is not None:
             found.add("attachments")
+            if self._model.vision is not None and self._model.vision.whole_span:
+                found.add("whole_spans")
         return frozenset(found)
 
     @property

@@ -47,7 +47,8 @@ class Attention(NamedTuple):
             None if self.gate is None else ops.linear(normed, self.gate, count),
         )
         group, place = model.kv_place(index)
-        layer = AttendingLayer(place, model.heads_of(kind), kind.window)
+        heads = model.heads_of(kind)
+        layer = AttendingLayer(place, heads, kind.window, sees_spans=model.sees_spans(kind))
         factors = HeadFactors(self.norms, rope, context.rope_positions, self.sinks)
         mixed, pool = ops.rope_append_attend(given, pools.kv[group], factors, context.step, layer)
         return mixed, pools.with_kv(group, pool)
