@@ -20,11 +20,11 @@ MAX_LINES: Mapping[str, int] = {
     "backends": 15_500,  # kernels for GPUs: their table, packing, proof, memory; image towers
     "bench": 6_300,  # charts, data sets, two servers compared, modes of batching
     "checkpoint": 16_000,  # the families of 2026, and how they see
-    "cli": 6_300,  # servers compared
+    "cli": 6_600,  # images of conversations and prompts
     "cluster": 1_500,  # replicas on several machines
     "core": 8_600,  # slots of recurrent states; what drafts saved and cost; images
     "engine": 6_300,
-    "frontend": 3_500,  # viewers of the batch
+    "frontend": 4_300,  # images of prompts
     "loading": 2_900,
     "media": 1_400,
     "server": 15_300,  # the page at /, images

@@ -11,7 +11,7 @@ import pytest
 from cadenza.checkpoint import open_checkpoint
 from cadenza.errors import ConfigError, InvalidRequestError
 from cadenza.frontend.answers import AnswerParsers, AnswerPlanner, AskedAnswer, ToolUse
-from cadenza.frontend.text_frontend import TextFrontend
+from cadenza.frontend.text_frontend import TextFrontend, TextWorkers
 from cadenza.outputs import OutputPart
 from cadenza.request import SamplingParams
 from cadenza.server.endpoints.chat import ChatRequest
@@ -217,7 +217,7 @@ def test_tools_beside_a_form_and_reasoning_are_checked_as_one_grammar() -> None:
 
     parsers = AnswerParsers(reasoning="qwen3", tool_calls="hermes")
     checks = FormChecks(start=start_checks, is_valid=is_valid)
-    text = TextFrontend(open_checkpoint(None), checks=checks, parsers=parsers)
+    text = TextFrontend(open_checkpoint(None), workers=TextWorkers(checks=checks), parsers=parsers)
     params = SamplingParams(structured=StructuredOutput(regex="[0-9]+"), n=8)
     use = ToolUse(tools=(Tool(name="f"),))
     text.prepare_answer([{"role": "user", "content": "x"}], params, asked=AskedAnswer(use=use))

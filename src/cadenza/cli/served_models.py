@@ -168,16 +168,18 @@ def open_models(
 ) -> list[OpenedModel]:
     """Opens each model's checkpoint and its text front end. Raises CheckpointError, ConfigError."""
     from cadenza.frontend.loaded_model import open_text
+    from cadenza.frontend.text_frontend import TextWorkers
     from cadenza.loading.build import find_configured, release_tokenizer
     from cadenza.text.schemas.grammar import FormChecks
     from cadenza.text.schemas.grammar_worker import GrammarWorker
 
     worker = GrammarWorker()  # one for all
     checks = FormChecks(start=worker.start_checks, is_valid=worker.is_valid, is_inline=False)
+    workers = TextWorkers(checks=checks)
     opened: list[OpenedModel] = []
     for word in words:
         checkpoint = find_configured(word, config)
-        text = open_text(checkpoint, config, checks=checks, parsers=parsers)
+        text = open_text(checkpoint, config, workers=workers, parsers=parsers)
         if text.has_chat_template and not (text.takes_tools or parsers.strict_tools):
             logger.info(
                 "%sthe chat template has no place for tools: the system message describes them, "

@@ -7,6 +7,8 @@ Modules:
 - `text_frontend`: from prompts to requests
 - `chat_prompts`: from conversations to texts, by the chat template
 - `prompt_forms`: the forms in which programs give a prompt
+- `image_prompts`: images of a prompt: placeholders, and the pixels behind them
+- `given_images`, `image_opening`: the forms in which programs give images, and what opens them
 - `model_tokenizer`: the tokenizer and the chat template for programs
 - `receipts`: receipts of finished samples
 - `answers`: what an answer to a conversation may consist of, and what it must

@@ -25,11 +25,12 @@ from cadenza.engine.step_watch import OnNews
 from cadenza.errors import EngineClosedError, InvalidRequestError, show
 from cadenza.events import Event
 from cadenza.fingerprint import Fingerprint
+from cadenza.frontend.given_images import with_images
 from cadenza.frontend.live_steps import LiveEntry, LiveSteps
 from cadenza.frontend.loaded_model import EngineOwner, load_model
 from cadenza.frontend.model_tokenizer import ModelTokenizer
 from cadenza.frontend.output_processor import OutputProcessor, OutputRouter, check_kind
-from cadenza.frontend.prompt_forms import Prompt, text_length
+from cadenza.frontend.prompt_forms import Prompt, takes_long
 from cadenza.frontend.text_frontend import (
     Message,
     Params,
@@ -41,8 +42,6 @@ from cadenza.request import PoolingParams, Request
 
 DEFAULT_TIMEOUTS = RequestTimeouts()
 JOIN_S = 60.0
-LONG_TEXT = 2048
-"""Texts of more characters are tokenised on another thread than the event loop's."""
 
 
 class AsyncEngine:
@@ -189,7 +188,7 @@ class AsyncEngine:
         self.start()
         prepared = await asyncio.to_thread(
             self._text.prepare_chat,
-            messages,
+            with_images(messages),
             params,
             tools=tools,
             template_kwargs=chat_template_kwargs,
@@ -207,7 +206,7 @@ class AsyncEngine:
             InvalidRequestError, QueueFullError, EngineClosedError: as `submit`.
         """
         self.start()
-        if text_length(prompt) > LONG_TEXT:
+        if takes_long(prompt):
             prepared = await asyncio.to_thread(self._text.prepare_pooled, prompt, params)
         else:
             prepared = self._text.prepare_pooled(prompt, params)
@@ -267,7 +266,7 @@ class AsyncEngine:
                     param="params",
                 )
             return PreparedRequest(text=None, request=self._text.resolve(request))
-        if text_length(request) > LONG_TEXT:
+        if takes_long(request):
             return await asyncio.to_thread(self._text.prepare, request, params)
         return self._text.prepare(request, params)
 

@@ -15,6 +15,7 @@ from cadenza.engine.batch_engine import Submit, run_steps
 from cadenza.errors import InvalidRequestError, must_be, show
 from cadenza.events import Event
 from cadenza.fingerprint import Fingerprint
+from cadenza.frontend.given_images import with_images
 from cadenza.frontend.loaded_model import EngineOwner, load_model
 from cadenza.frontend.model_tokenizer import ModelTokenizer
 from cadenza.frontend.output_processor import OutputProcessor, OutputRouter, check_kind
@@ -116,13 +117,18 @@ class LLM:
         progress: bool = True,
     ) -> list[RequestOutput]:
         """Answers one conversation or several, through the model's chat template; otherwise as
-        `generate`."""
+        `generate`. A part of a message's content may be an image, as
+        {"type": "image", "image": …} with a PIL image, a file's bytes, a path or a data: URL, or as
+        {"type": "image_url", …} of OpenAI's API."""
         conversations = _conversation_list(messages)
         chosen = self._params_for(len(conversations), params)
         return self._run(
             [
                 self._text.prepare_chat(
-                    conversation, each, tools=tools, template_kwargs=chat_template_kwargs
+                    with_images(conversation),
+                    each,
+                    tools=tools,
+                    template_kwargs=chat_template_kwargs,
                 )
                 for conversation, each in zip(conversations, chosen, strict=True)
             ],
@@ -177,7 +183,7 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """Streams the answer to one conversation, as `chat` and `stream` do."""
         prepared = self._text.prepare_chat(
-            messages, params, tools=tools, template_kwargs=chat_template_kwargs
+            with_images(messages), params, tools=tools, template_kwargs=chat_template_kwargs
         )
         return self._stream([prepared], kind)
 

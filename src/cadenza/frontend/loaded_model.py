@@ -17,7 +17,12 @@ from cadenza.engine.core import EngineCore
 from cadenza.errors import EngineClosedError
 from cadenza.fingerprint import Fingerprint
 from cadenza.frontend.answers import AnswerParsers
-from cadenza.frontend.text_frontend import DEFAULT_PARSERS, TextFrontend
+from cadenza.frontend.text_frontend import (
+    DEFAULT_PARSERS,
+    NO_WORKERS,
+    TextFrontend,
+    TextWorkers,
+)
 from cadenza.loading.build import (
     OnPhaseDone,
     build_core,
@@ -29,8 +34,6 @@ from cadenza.loading.fingerprint import make_fingerprint
 from cadenza.loading.plan import EnginePlan
 from cadenza.loading.planned_engine import PlannedEngine
 from cadenza.loading.promised_memory import MemoryPromise
-from cadenza.text.schemas.grammar import FormChecks
-from cadenza.text.schemas.grammar_check import IN_PROCESS
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,7 @@ class LoadedModel:
     def close(self) -> None:
         self.core.close()
         self.promise.close()
+        self.text.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +155,7 @@ def open_text(
     checkpoint: Checkpoint,
     config: EngineConfig,
     max_model_len: int | None = None,
-    checks: FormChecks = IN_PROCESS,
+    workers: TextWorkers = NO_WORKERS,
     parsers: AnswerParsers = DEFAULT_PARSERS,
 ) -> TextFrontend:
     """The text front end of a checkpoint, configured by `config`. Raises CheckpointError."""
@@ -159,6 +163,6 @@ def open_text(
         checkpoint,
         generation_config=config.generation_config,
         max_model_len=max_model_len,
-        checks=checks,
+        workers=workers,
         parsers=parsers,
     )

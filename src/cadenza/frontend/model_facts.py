@@ -16,11 +16,13 @@ class ModelFacts:
     """A model as it is stored.
 
     Args:
+        name: of its folder or file, or of its repository on a hub.
         num_parameters: None for models that only a backend can read, as `num_bytes`.
         stored_type: of most bytes of the weights, such as `bfloat16` or `Q4_K`.
         max_position_embeddings: of tokens, that the model was made for.
     """
 
+    name: str
     family: str
     format: Literal["safetensors", "gguf"]
     digest: str
@@ -38,6 +40,7 @@ def facts_of(checkpoint: Checkpoint) -> ModelFacts:
     outline = checkpoint.outline
     config = checkpoint.config if checkpoint.is_known else None
     return ModelFacts(
+        name=_name_of(checkpoint),
         family=outline.family,
         format=checkpoint.format,
         digest=checkpoint.digest,
@@ -58,3 +61,11 @@ def _stored_type(checkpoint: Checkpoint) -> str:
         num_bytes[weights.stored_type(name)] += weights.num_bytes(name)
     ((found, _),) = num_bytes.most_common(1)
     return found
+
+
+def _name_of(checkpoint: Checkpoint) -> str:
+    """A snapshot in a hub's cache is in `models--owner--name/snapshots`."""
+    folder = checkpoint.folder
+    is_snapshot = folder.parent.name == "snapshots"
+    name = folder.parent.parent.name if is_snapshot else folder.name
+    return name.removeprefix("models--").replace("--", "/") if is_snapshot else name

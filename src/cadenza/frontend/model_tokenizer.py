@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import Any, Literal, overload
 
+from cadenza.frontend.given_images import with_images
 from cadenza.frontend.text_frontend import Message, TextFrontend
 
 
@@ -91,7 +92,9 @@ class ModelTokenizer:
         Raises:
             InvalidRequestError: there is no template, or it rejects the messages.
         """
-        text, ids = self._text.render_chat(messages, tools=tools, template_kwargs=options)
+        text, ids = self._text.render_chat(
+            with_images(messages), tools=tools, template_kwargs=options
+        )
         return [*ids] if tokenize else text
 
     @property

@@ -28,6 +28,14 @@ from cadenza.errors import (
 from cadenza.fingerprint import Fingerprint
 from cadenza.frontend.answers import AnswerParsers, AnswerPlanner, AskedAnswer, ToolUse
 from cadenza.frontend.chat_prompts import ChatPrompts, Message
+from cadenza.frontend.image_opening import PooledPixels
+from cadenza.frontend.image_prompts import (
+    ImagePrompts,
+    PixelSource,
+    SeenPrompts,
+    Spanned,
+    keep_last,
+)
 from cadenza.frontend.model_facts import facts_of
 from cadenza.frontend.prompt_forms import Prompt, read_prompt
 from cadenza.frontend.sample_output import SampleOutput
@@ -77,6 +85,7 @@ class PreparedRequest:
         make_parser: of its samples' parsers; None leaves the text whole.
         passed: the check that it has passed, if it has.
         makes_receipt: whether finished samples have a receipt (`receipts.with_receipt`).
+        pending: the prompt whose images have no pixels yet (`TextFrontend.with_pixels`).
         times: is filled in by the engine, where somebody wants them.
     """
 
@@ -85,7 +94,24 @@ class PreparedRequest:
     make_parser: MakeParser | None = None
     passed: RequestCheck | None = None
     makes_receipt: bool = False
+    pending: Spanned | None = None
     times: RequestTimes | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextWorkers:
+    """What is done for a text front end elsewhere.
+
+    Args:
+        checks: of the forms of requests.
+        pixels: of images; None: by processes of its own.
+    """
+
+    checks: FormChecks = IN_PROCESS
+    pixels: PixelSource | None = None
+
+
+NO_WORKERS = TextWorkers()
 
 
 class TextFrontend:
@@ -95,7 +121,7 @@ class TextFrontend:
         generation_config: "none" ignores the checkpoint's recommended sampling, and what is
             assumed of a GGUF file without one.
         max_model_len: the context length, where it is known; bounds a recommended length.
-        checks: of the forms of requests.
+        workers: that check forms and open images.
         parsers: of reasoning and tool calls in answers.
     """
 
@@ -105,10 +131,10 @@ class TextFrontend:
         *,
         generation_config: GenerationConfig = "auto",
         max_model_len: int | None = None,
-        checks: FormChecks = IN_PROCESS,
+        workers: TextWorkers = NO_WORKERS,
         parsers: AnswerParsers = DEFAULT_PARSERS,
     ) -> None:
-        self.checks = checks
+        self.checks = workers.checks
         source = checkpoint.tokenizer_source
         self._files = checkpoint.tokenizer
         self.facts = facts_of(checkpoint)
@@ -124,6 +150,11 @@ class TextFrontend:
                 reads_tools=self._template.reads_tools,
             )
         self._chats = ChatPrompts(self._template, self._planner, parsers)
+        vision, images = checkpoint.config.vision if checkpoint.is_known else None, None
+        if vision is not None and self._tokenizer is not None:
+            pixels = workers.pixels or PooledPixels()
+            images = ImagePrompts(vision, self._tokenizer, self.chat_template, pixels)
+        self.prompts = SeenPrompts(self.facts.name, self._chats, self._tokenizer, images)
         self._style = replace(DEFAULT_STYLE, max_string=parsers.max_string)
         formats = () if self._planner is None else self._planner.format_names
         changes = ("stable prompts",) if parsers.stable_prompts else ()
@@ -197,8 +228,12 @@ class TextFrontend:
             InvalidRequestError: the prompt or its params cannot be served.
         """
         given = read_prompt(prompt)
-        ids = self.encode(given.content, max_num_tokens=max_num_tokens)
-        return self._prepare(given.text, ids, params, given.cache_salt)
+        if given.images:
+            rendered = self.prompts.given(given.text or "", given.images)
+            spanned = self.prompts.spanned(rendered, max_num_tokens, add_special_tokens=True)
+        else:
+            spanned = Spanned(ids=self.encode(given.content, max_num_tokens=max_num_tokens))
+        return self._prepare(given.text, spanned, params, given.cache_salt)
 
     def prepare_chat(
         self,
@@ -211,12 +246,13 @@ class TextFrontend:
     ) -> PreparedRequest:
         """Makes a request of a conversation, as `prepare`. An answer that is messages in channels
         is split into its parts, and a form is that of its content."""
-        text = self._chats.render(messages, tools, template_kwargs)
-        prepared = self._prepare(text, self._encode_rendered(text, max_num_tokens), params)
+        rendered = self.prompts.rendered(messages, tools, template_kwargs)
+        spanned = self.prompts.spanned(rendered, max_num_tokens)
+        prepared = self._prepare(rendered.text, spanned, params)
         if not self._chats.has_channels:
             return prepared
         asked = AskedAnswer(use=ToolUse.of_rendered(tools)) if tools else ANY_ANSWER
-        return self._planned(text, prepared.request, asked, self.checks.start())
+        return self._planned(rendered.text, prepared.request, asked, self.checks.start())
 
     def prepare_answer(
         self,
@@ -228,14 +264,27 @@ class TextFrontend:
         max_num_tokens: int | None = None,
     ) -> PreparedRequest:
         """As `prepare_chat`; the answer is split into reasoning, content and calls of tools, and
-        constrained as it is asked for."""
-        use = asked.use
-        text = self._chats.render(
-            messages, None if use is None else use.rendered(), template_kwargs
-        )
-        ids, check = self._encode_rendered(text, max_num_tokens), self.checks.start()
-        request = self._resolved(Request(prompt_token_ids=ids, params=params), check)
-        return self._planned(text, request, asked, check)
+        constrained as it is asked for. Images that have not been opened stay `pending`."""
+        tools = None if asked.use is None else asked.use.rendered()
+        rendered = self.prompts.rendered(messages, tools, template_kwargs)
+        spanned, check = self.prompts.spanned(rendered, max_num_tokens), self.checks.start()
+        request = Request(prompt_token_ids=spanned.ids, params=params)
+        prepared = self._planned(rendered.text, self._resolved(request, check), asked, check)
+        if not spanned.images:
+            return prepared
+        prepared = replace(prepared, pending=spanned)
+        return self.with_pixels(prepared) if spanned.has_pixels else prepared
+
+    def with_pixels(self, prepared: PreparedRequest) -> PreparedRequest:
+        """The request with the pixels of its images, which are opened if they are not yet. Slow;
+        safe on any thread. Raises InvalidRequestError."""
+        if prepared.pending is None:
+            return prepared
+        attachments = self.prompts.attachments(prepared.pending, None)
+        ids = prepared.pending.ids
+        whole = replace(prepared.request, prompt_token_ids=ids, attachments=attachments)
+        request = keep_last(whole, len(prepared.request.prompt_token_ids))
+        return replace(prepared, request=request, pending=None)
 
     def _planned(
         self, text: str, request: Request, asked: AskedAnswer, check: GrammarCheck
@@ -261,6 +310,10 @@ class TextFrontend:
         """Makes a request for the embedding of a prompt, as `prepare`. `params` may cut the prompt
         (`request.prompt_only`)."""
         given = read_prompt(prompt)
+        if given.images:
+            raise InvalidRequestError(
+                "embeddings are of texts alone; leave multi_modal_data out", param="prompt"
+            )
         ids = self.encode(
             given.content, add_special_tokens=add_special_tokens, max_num_tokens=max_num_tokens
         )
@@ -290,9 +343,10 @@ class TextFrontend:
         if template is not None and all(role in template.source for role in _SCORED_ROLES):
             texts = zip(("query", "document"), (query, document), strict=True)
             messages = [{"role": role, "content": text} for role, text in texts]
-            ids = self._encode_rendered(self._chats.render(messages, None, None), max_num_tokens)
+            rendered = self.prompts.rendered(messages, None, None)
+            ids = self.prompts.spanned(rendered, max_num_tokens).ids
         else:
-            encode = self._need_tokenizer().encode_pair
+            encode = self.prompts.need_tokenizer().encode_pair
             ids = tuple(encode(query, document, max_num_tokens=max_num_tokens))
         pooling = PoolingParams(pooling="last", normalize=False)
         request = Request(prompt_token_ids=ids, params=params, pooling=pooling)
@@ -304,7 +358,7 @@ class TextFrontend:
         """The request with a text that its output may repeat in part. Raises InvalidRequestError if
         that has more than `max_num_tokens`.
         """
-        encode = self._need_tokenizer().encode
+        encode = self.prompts.need_tokenizer().encode
         try:
             ids = encode(prediction, add_special_tokens=False, max_num_tokens=max_num_tokens)
         except TextTooLongError as error:
@@ -347,13 +401,13 @@ class TextFrontend:
                     param=name,
                 )
         if params.bad_words and not request.bad_word_token_ids:
-            banned = bad_word_token_ids(self._need_tokenizer(), params.bad_words)
+            banned = bad_word_token_ids(self.prompts.need_tokenizer(), params.bad_words)
             request = replace(request, bad_word_token_ids=banned)
         if params.structured is not None and request.constraint is None:
             request = replace(request, constraint=self._constraint_of(params.structured, check))
         count = params.truncate_prompt_tokens
         if count is not None and len(ids) > count:
-            request = replace(request, prompt_token_ids=ids[-count:])
+            request = keep_last(request, count)
         if request.pooling is not None and request.pooling.pooling is None:
             request = replace(request, pooling=self._resolve_pooling(request.pooling))
         return request
@@ -390,17 +444,26 @@ class TextFrontend:
         return replace(params, pooling=default.pooling)
 
     def _prepare(
-        self, text: str | None, ids: tuple[int, ...], params: Params, cache_salt: str = ""
+        self, text: str | None, spanned: Spanned, params: Params, cache_salt: str = ""
     ) -> PreparedRequest:
         if not isinstance(params, SamplingParams | Mapping | None):
             raise must_be("params", params, "SamplingParams, or a mapping of some of its fields")
         if not isinstance(params, SamplingParams):
-            given = params or {}
-            num_kept = min(len(ids), _whole(given.get("truncate_prompt_tokens"), len(ids)))
+            given, num_ids = params or {}, len(spanned.ids)
+            num_kept = min(num_ids, _whole(given.get("truncate_prompt_tokens"), num_ids))
             room = None if self._max_model_len is None else self._max_model_len - num_kept
             params = self.defaults.complete(given, room=room)
-        request = Request(prompt_token_ids=ids, params=params, cache_salt=cache_salt)
+        request = self._request(spanned, params, cache_salt)
         return PreparedRequest(text=text, request=self.resolve(request))
+
+    def _request(self, spanned: Spanned, params: SamplingParams, cache_salt: str = "") -> Request:
+        most = self._max_model_len if params.truncate_prompt_tokens is None else None
+        return Request(
+            prompt_token_ids=spanned.ids,
+            params=params,
+            attachments=self.prompts.attachments(spanned, most),
+            cache_salt=cache_salt,
+        )
 
     def encode(
         self,
@@ -411,7 +474,7 @@ class TextFrontend:
     ) -> tuple[int, ...]:
         """Token ids of a prompt; ids pass as they are. Raises as `prepare`."""
         if isinstance(prompt, str):
-            encode = self._need_tokenizer().encode
+            encode = self.prompts.need_tokenizer().encode
             return tuple(
                 encode(prompt, add_special_tokens=add_special_tokens, max_num_tokens=max_num_tokens)
             )
@@ -432,15 +495,20 @@ class TextFrontend:
             add_special_tokens: also add the tokenizer's special tokens; most templates write
                 theirs themselves.
         """
-        text = self._chats.render(messages, tools, template_kwargs)
-        return text, self.encode(
-            text, add_special_tokens=add_special_tokens, max_num_tokens=max_num_tokens
+        rendered = self.prompts.rendered(messages, tools, template_kwargs)
+        spanned = self.prompts.spanned(
+            rendered, max_num_tokens, add_special_tokens=add_special_tokens
         )
+        return rendered.text, spanned.ids
 
-    def _encode_rendered(self, text: str, max_num_tokens: int | None) -> tuple[int, ...]:
-        """The template writes its own special tokens."""
-        encode = self._need_tokenizer().encode
-        return tuple(encode(text, add_special_tokens=False, max_num_tokens=max_num_tokens))
+    def close(self) -> None:
+        """Ends the processes that open images, if there are any. Idempotent."""
+        self.prompts.close()
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether its prompts may have images."""
+        return self.prompts.takes_images
 
     def sample_output(
         self, params: SamplingParams, sample: int, make_parser: MakeParser | None = None
@@ -468,7 +536,7 @@ class TextFrontend:
 
     def decode(self, token_ids: SequenceOf[int], *, skip_special_tokens: bool = False) -> str:
         """The text of token ids. Raises InvalidRequestError."""
-        decode = self._need_tokenizer().decode
+        decode = self.prompts.need_tokenizer().decode
         return decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def text_of(self, token_id: int) -> str | None:
@@ -494,12 +562,12 @@ class TextFrontend:
 
         Raises InvalidRequestError without tokenizer.json.
         """
-        return self._need_tokenizer().token_of(token_id)
+        return self.prompts.need_tokenizer().token_of(token_id)
 
     def describe_tokenizer(self) -> dict[str, Any]:
         """The members of tokenizer_config.json that are known: special tokens by name, each with
         its id, and the chat template."""
-        tokenizer = self._need_tokenizer()
+        tokenizer = self.prompts.need_tokenizer()
         described: dict[str, Any] = {
             # The class that transformers loads a tokenizer.json as.
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -516,13 +584,6 @@ class TextFrontend:
     def default_params(self, **changes: object) -> SamplingParams:
         """The sampling of requests that set none (`defaults`), with `changes` on top."""
         return self.defaults.complete(changes)
-
-    def _need_tokenizer(self) -> Tokenizer:
-        if self._tokenizer is None:
-            raise InvalidRequestError(
-                "this model has no tokenizer.json; give token ids instead of text", param="prompt"
-            )
-        return self._tokenizer
 
 
 def _whole(value: object, otherwise: int) -> int:

@@ -1,0 +1,434 @@
+"""`ImagePrompts`: images of a conversation or a prompt, as placeholders and `Attachment`s;
+`SeenPrompts`: prompts of a model, which may see or not.
+
+A template writes one placeholder for each image. What stands in its place, and so the prompt's
+length, follows from the sizes of the images alone; their pixels are made last. Invariant: a
+placeholder is one that a template wrote, or the caller of a raw prompt with images; what a user
+typed is text.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, cast
+
+from cadenza.errors import ContextLengthError, InvalidRequestError, TextTooLongError
+from cadenza.frontend.chat_prompts import ChatPrompts, Message
+from cadenza.media.image_input import ImageFault, ImageInput, images_of
+from cadenza.request import Attachment, Request
+from cadenza.text import Tokenizer
+from cadenza.text.tokens.provenance import MarkedText, OwnText, join_marked, written_by_template
+from cadenza.vision.processor import (
+    ImagePart,
+    ImagePlan,
+    ImageProcessor,
+    Run,
+    image_digest,
+)
+from cadenza.vision.tower_config import VisionConfig
+
+_NAMED = re.compile(r"""(['"])image\1""")
+_OLDER_PART: Mapping[str, object] = {"type": "image_url", "image_url": {"url": ""}}
+_BETWEEN = "\n"
+
+
+class PixelSource(Protocol):
+    """Opens the images of a prompt. Slow; safe on any thread. Raises InvalidRequestError that names
+    the image at fault."""
+
+    def measure(self, images: SequenceOf[ImageInput], processor: ImageProcessor) -> None:
+        """Sets `opened` of each that has none, without pixels: by its file's header."""
+        ...
+
+    def open(self, images: SequenceOf[ImageInput], processor: ImageProcessor) -> None:
+        """Sets `opened` of each, with the pixels of its parts. They were measured before."""
+        ...
+
+    def close(self) -> None:
+        """Frees what opening takes."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A prompt's text, in which a placeholder stands for each of its images."""
+
+    text: str
+    images: SequenceOf[ImageInput] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedImage:
+    """An image, and what it becomes."""
+
+    image: ImageInput
+    plan: ImagePlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaidOut:
+    """A prompt's text, with one image token for each run of placeholders, and its images."""
+
+    text: str
+    images: tuple[PlannedImage, ...] = ()
+
+    @property
+    def runs(self) -> Iterator[tuple[int, Run]]:
+        """Each run, with the place of its image."""
+        for place, each in enumerate(self.images):
+            for piece in each.plan.pieces:
+                if isinstance(piece, Run):
+                    yield place, piece
+
+    @property
+    def num_tokens(self) -> int:
+        """Of placeholders."""
+        return sum(each.plan.num_tokens for each in self.images)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spanned:
+    """A prompt's token ids with every placeholder; its images; and where the first and the last
+    placeholder of each part of each image are."""
+
+    ids: tuple[int, ...]
+    images: tuple[PlannedImage, ...] = ()
+    spans: Mapping[tuple[int, int], tuple[int, int]] = field(
+        default_factory=dict[tuple[int, int], tuple[int, int]]
+    )
+
+    @property
+    def has_pixels(self) -> bool:
+        """Whether all of its images have been opened."""
+        opened = [each.image.opened for each in self.images]
+        return all(each is not None and each.parts is not None for each in opened)
+
+
+class ImagePrompts:
+    """Of one model that sees.
+
+    Args:
+        template: the source of its chat template, if it has one.
+        source: of its images' pixels.
+    """
+
+    def __init__(
+        self,
+        vision: VisionConfig,
+        tokenizer: Tokenizer,
+        template: str | None,
+        source: PixelSource,
+    ) -> None:
+        self.processor = vision.processor
+        self._token_id = vision.image_token_id
+        self.source = source
+        self._part = _part_for(template or "")
+        self._written = _written_forms(self.processor.placeholder, template or "", tokenizer)
+
+    def with_parts(self, messages: SequenceOf[Any]) -> list[Any]:
+        """The messages, in which parts that the template knows stand in place of images."""
+        return [self._with_parts(each) if images_of([each]) else each for each in messages]
+
+    def _with_parts(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        parts = cast(list[Mapping[str, Any]], message["content"])
+        if self._part is not None:
+            changed = [self._part if _is_image(part) else part for part in parts]
+            return {**message, "content": changed}
+        mark = written_by_template(self.processor.placeholder)
+        texts = [mark if _is_image(part) else str(part.get("text", "")) for part in parts]
+        return {**message, "content": OwnText(cast(MarkedText, MarkedText(_BETWEEN).join(texts)))}
+
+    def marked(self, prompt: str) -> MarkedText:
+        """A raw prompt whose placeholders its caller wrote, as a template writes them."""
+        pieces = re.split(f"({self._written})", prompt)
+        return join_marked(
+            written_by_template(piece) if place % 2 else MarkedText(piece)
+            for place, piece in enumerate(pieces)
+        )
+
+    def spanned(
+        self, rendered: Rendered, encode: Callable[[str], SequenceOf[int]], most: int | None
+    ) -> Spanned:
+        """The ids of a prompt, whose images only need to have headers.
+
+        Args:
+            encode: a text's ids.
+            most: of the ids that are allowed.
+
+        Raises:
+            TextTooLongError: there are more.
+            InvalidRequestError: there are more placeholders than images or fewer, or an image
+                cannot be taken.
+        """
+        laid_out = self._laid_out(rendered)
+        ids = encode(laid_out.text)
+        runs = [*laid_out.runs]
+        if ids.count(self._token_id) != len(runs):
+            raise InvalidRequestError(
+                f"this model's tokenizer does not encode {self.processor.token!r} as the token "
+                f"{self._token_id} of images; fetch its tokenizer.json again",
+                param="messages",
+            )
+        num_tokens = len(ids) - len(runs) + laid_out.num_tokens
+        if runs and most is not None and num_tokens > most:
+            raise TextTooLongError(
+                f"the prompt has {num_tokens} tokens, {laid_out.num_tokens} of them of its images; "
+                f"at most {most} are allowed: shorten it, or send fewer or smaller images",
+                num_tokens=num_tokens,
+                length=f"{num_tokens} tokens",
+            )
+        return _with_runs(ids, self._token_id, laid_out) if runs else Spanned(ids=tuple(ids))
+
+    def _laid_out(self, rendered: Rendered) -> LaidOut:
+        """The text with what each image becomes in place of its placeholder."""
+        text, images = rendered.text, rendered.images
+        marked = text if isinstance(text, MarkedText) else MarkedText(text)
+        places = [*self._places(marked)]
+        if len(places) != len(images):
+            raise _miscounted(len(images), len(places))
+        if not images:
+            return LaidOut(text=text)
+        planned = self.planned(images)
+        pieces: list[str] = []
+        position = 0
+        for start, each in zip(places, planned, strict=True):
+            pieces.append(marked.cut(position, start))
+            pieces += [written_by_template(self._text_of(piece)) for piece in each.plan.pieces]
+            position = start + len(self.processor.placeholder)
+        pieces.append(marked.cut(position, len(marked)))
+        return LaidOut(text=join_marked(pieces), images=planned)
+
+    def _text_of(self, piece: str | Run) -> str:
+        return piece if isinstance(piece, str) else self.processor.token
+
+    def _places(self, text: MarkedText) -> Iterator[int]:
+        """Where a template wrote a placeholder."""
+        placeholder = self.processor.placeholder
+        start = text.find(placeholder)
+        while start >= 0:
+            is_own = text.is_own(start, start + len(placeholder))
+            if is_own:
+                yield start
+            start = text.find(placeholder, start + (len(placeholder) if is_own else 1))
+
+    def planned(self, images: SequenceOf[ImageInput]) -> tuple[PlannedImage, ...]:
+        """What each image becomes, by its header. Raises InvalidRequestError."""
+        self.source.measure(images, self.processor)
+        return tuple(self._planned(image, place) for place, image in enumerate(images))
+
+    def _planned(self, image: ImageInput, place: int) -> PlannedImage:
+        size = image.opened
+        assert size is not None, "it was measured"
+        try:
+            plan = self.processor.plan(size.width, size.height, image.detail)
+        except InvalidRequestError as error:
+            raise ImageFault(str(error)).named(image, place) from None
+        return PlannedImage(image=image, plan=plan)
+
+    def attachments(self, spanned: Spanned) -> tuple[Attachment, ...]:
+        """The images behind the placeholders, with their pixels. Slow."""
+        if not spanned.has_pixels:
+            self.source.open([each.image for each in spanned.images], self.processor)
+        found: list[Attachment] = []
+        for place, each in enumerate(spanned.images):
+            parts = () if each.image.opened is None else each.image.opened.parts or ()
+            if [*map(len, parts)] != [part.num_bytes for part in each.plan.parts]:
+                raise ImageFault(
+                    "its pixels are others than its file's header says; save it again"
+                ).named(each.image, place)
+            for number, (part, payload) in enumerate(zip(each.plan.parts, parts, strict=True)):
+                found.append(self._attachment(part, payload, spanned.spans[place, number]))
+        return tuple(found)
+
+    def _attachment(self, part: ImagePart, payload: bytes, span: tuple[int, int]) -> Attachment:
+        first, last = span
+        return Attachment(
+            start=first,
+            length=last + 1 - first,
+            digest=image_digest(self.processor.settings, part, payload),
+            payload=payload,
+            width=part.width,
+            height=part.height,
+            rows=part.rows,
+            columns=part.columns,
+        )
+
+
+class SeenPrompts:
+    """Texts and ids of a model's prompts; it refuses images where the model does not see.
+
+    Args:
+        name: the model's, for messages.
+        images: None where it does not see.
+        tokenizer: None where it has none, and prompts are ids.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        chats: ChatPrompts,
+        tokenizer: Tokenizer | None,
+        images: ImagePrompts | None,
+    ) -> None:
+        self._name = name
+        self._chats = chats
+        self._tokenizer = tokenizer
+        self._images = images
+
+    @property
+    def takes_images(self) -> bool:
+        return self._images is not None
+
+    def close(self) -> None:
+        """Ends the processes that open images. Idempotent."""
+        if self._images is not None:
+            self._images.source.close()
+
+    def rendered(
+        self,
+        messages: SequenceOf[Message],
+        tools: SequenceOf[Message] | None,
+        template_kwargs: Mapping[str, Any] | None,
+    ) -> Rendered:
+        """A conversation by the chat template, up to where the assistant answers. Raises
+        InvalidRequestError."""
+        is_list = isinstance(messages, list | tuple)  # the template refuses others
+        given = messages if is_list else ()
+        images = images_of(each for each in given if isinstance(each, Mapping))
+        if images:
+            messages = self._need_images().with_parts(messages)
+        return Rendered(self._chats.render(messages, tools, template_kwargs), images)
+
+    def planned(self, images: SequenceOf[ImageInput]) -> tuple[PlannedImage, ...]:
+        """What each image becomes, by its header. Raises InvalidRequestError."""
+        return self._need_images().planned(images)
+
+    def given(self, prompt: str, images: SequenceOf[ImageInput]) -> Rendered:
+        """A raw prompt with a placeholder for each of its images. Raises InvalidRequestError."""
+        return Rendered(self._need_images().marked(prompt), images)
+
+    def spanned(
+        self,
+        rendered: Rendered,
+        max_num_tokens: int | None = None,
+        *,
+        add_special_tokens: bool = False,
+    ) -> Spanned:
+        """Token ids of a text in which a template has written its special tokens; its images need
+        only have headers.
+
+        Raises:
+            TextTooLongError: there are more than `max_num_tokens`.
+            InvalidRequestError: there is no tokenizer, or it or an image fails.
+        """
+        tokenizer = self.need_tokenizer()
+
+        def encode(text: str) -> SequenceOf[int]:
+            return tokenizer.encode(
+                text, add_special_tokens=add_special_tokens, max_num_tokens=max_num_tokens
+            )
+
+        if self._images is None:
+            return Spanned(ids=tuple(encode(rendered.text)))
+        return self._images.spanned(rendered, encode, max_num_tokens)
+
+    def attachments(self, spanned: Spanned, max_model_len: int | None) -> tuple[Attachment, ...]:
+        """The pixels of a prompt's images. Slow; raises ContextLengthError before they are made
+        where the prompt is longer than `max_model_len`."""
+        if not spanned.images:
+            return ()
+        if max_model_len is not None and len(spanned.ids) > max_model_len:
+            raise ContextLengthError(
+                prompt_length=f"{len(spanned.ids)} tokens",
+                max_tokens=None,
+                max_model_len=max_model_len,
+                is_prompt_alone=True,
+            )
+        return self._need_images().attachments(spanned)
+
+    def need_tokenizer(self) -> Tokenizer:
+        """Raises InvalidRequestError without one."""
+        if self._tokenizer is None:
+            raise InvalidRequestError(
+                "this model has no tokenizer.json; give token ids instead of text", param="prompt"
+            )
+        return self._tokenizer
+
+    def _need_images(self) -> ImagePrompts:
+        if self._images is None:
+            raise InvalidRequestError(
+                f"the model {self._name} takes no images: its checkpoint has no tower that is "
+                f"read, or --no-images left it out; send text alone, or use a model that sees",
+                param="messages",
+            )
+        return self._images
+
+
+def num_image_tokens(request: Request) -> int:
+    """The placeholders of a request."""
+    return sum(each.rows * each.columns for each in request.attachments)
+
+
+def keep_last(request: Request, count: int) -> Request:
+    """The request with the last tokens of its prompt, and the images among them. Raises
+    InvalidRequestError where that cuts an image."""
+    first = len(request.prompt_token_ids) - count
+    kept = tuple(each for each in request.attachments if each.end > first)
+    if kept and kept[0].start < first:
+        raise InvalidRequestError(
+            f"truncate_prompt_tokens is {count} and cuts the prompt within an image, whose tokens "
+            f"are {kept[0].start} to {kept[0].end - 1}; keep at least "
+            f"{len(request.prompt_token_ids) - kept[0].start}, or leave the image out",
+            param="truncate_prompt_tokens",
+        )
+    moved = tuple(replace(each, start=each.start - first) for each in kept)
+    return replace(request, prompt_token_ids=request.prompt_token_ids[first:], attachments=moved)
+
+
+def _part_for(template: str) -> Mapping[str, object] | None:
+    """The part of a message for which a template writes an image's placeholder; None where it
+    knows none, and a content is one text."""
+    if _NAMED.search(template):
+        return {"type": "image"}
+    return _OLDER_PART if "image_url" in template else None
+
+
+def _written_forms(placeholder: str, template: str, tokenizer: Tokenizer) -> str:
+    """A pattern of the placeholder with the control tokens that the template writes around it."""
+    tokens = "|".join(map(re.escape, sorted(tokenizer.added_tokens, key=len, reverse=True)))
+    around = f"(?:{tokens})*" if tokens else ""
+    found = re.finditer(f"{around}{re.escape(placeholder)}{around}", template)
+    forms = {placeholder, *(match.group() for match in found)}
+    return "|".join(map(re.escape, sorted(forms, key=len, reverse=True)))
+
+
+def _is_image(part: object) -> bool:
+    return isinstance(part, Mapping) and isinstance(
+        cast(Mapping[str, object], part).get("image"), ImageInput
+    )
+
+
+def _miscounted(num_images: int, num_places: int) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"there are {num_images} images and {num_places} placeholders for them: each image needs "
+        f"one, which a raw prompt has in its text, and for which a model's chat template may have "
+        f"no place in some messages; put images into messages of the user",
+        param="messages",
+    )
+
+
+def _with_runs(ids: SequenceOf[int], token_id: int, laid_out: LaidOut) -> Spanned:
+    """The ids with each token `token_id` repeated as its run says."""
+    found: list[int] = []
+    spans: dict[tuple[int, int], tuple[int, int]] = {}
+    position = 0
+    for place, run in laid_out.runs:
+        start = ids.index(token_id, position)
+        found += ids[position:start]
+        first, _ = spans.get((place, run.part), (len(found), 0))
+        found += [token_id] * run.count
+        spans[place, run.part] = first, len(found) - 1
+        position = start + 1
+    found += ids[position:]
+    return Spanned(ids=tuple(found), images=laid_out.images, spans=spans)

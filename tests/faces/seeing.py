@@ -1,0 +1,144 @@
+"""A model that sees, as the front end knows it: the bundled tokenizer with marks of images, a
+template, and a processor whose parts and pieces a test chooses."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from cadenza.checkpoint import Checkpoint, open_checkpoint
+from cadenza.errors import InvalidRequestError
+from cadenza.frontend.text_frontend import TextFrontend, TextWorkers
+from cadenza.media.image_input import ImageInput, OpenedImage
+from cadenza.vision.processor import Detail, ImagePart, ImagePlan, ImageProcessor, Run
+from cadenza.vision.tower_config import TowerConfig, VisionConfig
+from tests.text.marked_tokenizers import marked_checkpoint
+
+IMAGE, BREAK, END = "<image>", "<row_end>", "<image_end>"
+MARKS = (IMAGE, BREAK, END, "<|turn|>")
+TEMPLATE = (
+    "{% for m in messages %}<|turn|>{{ m.role }}\n"
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
+    "{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endif %}{{ '\n' }}{% endfor %}<|turn|>assistant"
+)
+SIDE = 10
+"""Pixels of a token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GridProcessor:
+    """One part: a token for each square of `SIDE` pixels, whose rows may end in a mark."""
+
+    placeholder: str = IMAGE
+    token: str = IMAGE
+    settings: bytes = b"grid"
+    begin: str = ""
+    end: str = ""
+    row_end: str = ""
+
+    def plan(self, width: int, height: int, detail: Detail = "auto") -> ImagePlan:
+        if width > 20 * height:
+            raise InvalidRequestError(f"it has {width} x {height} pixels, which is too flat")
+        columns, rows = width // SIDE, 1 if detail == "low" else height // SIDE
+        part = ImagePart(width=width, height=height, rows=rows, columns=columns)
+        pieces: list[str | Run] = [Run(0, rows * columns)]
+        if self.row_end:
+            pieces = [each for _ in range(rows) for each in (Run(0, columns), self.row_end)]
+        return ImagePlan(parts=(part,), pieces=(self.begin, *pieces, self.end))
+
+    def prepare(self, image: Any, detail: Detail = "auto") -> tuple[bytes, ...]:
+        return (image.tobytes(),)
+
+    def check(self, part: ImagePart) -> None:
+        assert part.rows * part.columns
+
+    def patches(self, pixels: bytes, part: ImagePart) -> Any:
+        raise AssertionError("only an engine makes patches")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TiledProcessor(GridProcessor):
+    """Two tiles side by side, and the whole."""
+
+    def plan(self, width: int, height: int, detail: Detail = "auto") -> ImagePlan:
+        part = ImagePart(width=SIDE, height=SIDE, rows=2, columns=2)
+        pieces = ("\n", Run(0, 4), BREAK, Run(1, 4), "\n\n", Run(2, 4), END)
+        return ImagePlan(parts=(part, part, part), pieces=pieces)
+
+
+@dataclass(eq=False)
+class GivenSizes:
+    """Opens images whose "file" is their size, as b"30x20"; it counts what it opened."""
+
+    opened: list[bytes] = field(default_factory=list[bytes])
+
+    def measure(self, images: Sequence[ImageInput], processor: ImageProcessor) -> None:
+        for image in [each for each in images if each.opened is None]:
+            width, height = map(int, (image.data or b"").split(b"x"))
+            image.opened = OpenedImage(width=width, height=height)
+
+    def open(self, images: Sequence[ImageInput], processor: ImageProcessor) -> None:
+        for image in images:
+            assert image.data is not None
+            assert image.opened is not None
+            self.opened.append(image.data)
+            width, height = image.opened.width, image.opened.height
+            plan = processor.plan(width, height, image.detail)
+            parts = tuple(
+                bytes([number]) * each.num_bytes for number, each in enumerate(plan.parts)
+            )
+            image.opened = OpenedImage(width=width, height=height, parts=parts)
+
+    def close(self) -> None:
+        pass
+
+
+def seeing_checkpoint(
+    processor: GridProcessor | None = None, template: str = TEMPLATE
+) -> Checkpoint:
+    checkpoint = marked_checkpoint(MARKS, template)
+    text = TextFrontend(checkpoint)
+    assert text.tokenizer is not None
+    chosen = processor or GridProcessor()
+    image_id = text.tokenizer.id_of(chosen.token)
+    assert image_id is not None
+    tower = TowerConfig(
+        hidden_size=8,
+        intermediate_size=16,
+        num_layers=1,
+        num_heads=1,
+        head_dim=8,
+        patch_values=3,
+        norm_eps=1e-6,
+    )
+    vision = VisionConfig(tower=tower, processor=chosen, image_token_id=image_id, fill_token_id=0)
+    return replace(
+        checkpoint, known=(replace(checkpoint.config, vision=vision), checkpoint.weights)
+    )
+
+
+def seeing_text(
+    processor: GridProcessor | None = None,
+    template: str = TEMPLATE,
+    pixels: Any = None,
+    **options: Any,
+) -> TextFrontend:
+    workers = TextWorkers(pixels=pixels or GivenSizes())
+    return TextFrontend(seeing_checkpoint(processor, template), workers=workers, **options)
+
+
+def blind_text() -> TextFrontend:
+    return TextFrontend(open_checkpoint(None))
+
+
+def picture(size: str = "30x20", **more: Any) -> dict[str, Any]:
+    """A part with an image of a size."""
+    return {"type": "image", "image": ImageInput(data=size.encode(), **more)}
+
+
+def text_part(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def user(*parts: Any) -> dict[str, Any]:
+    return {"role": "user", "content": [text_part(p) if isinstance(p, str) else p for p in parts]}

@@ -1,0 +1,299 @@
+"""Images of conversations and prompts become placeholders and attachments; texts never do."""
+
+from typing import Any
+
+import pytest
+
+from cadenza.errors import ContextLengthError, InvalidRequestError, TextTooLongError
+from cadenza.frontend.image_prompts import num_image_tokens
+from cadenza.frontend.text_frontend import TextFrontend
+from cadenza.media.image_input import OpenedImage
+from cadenza.request import Attachment, Request, SamplingParams
+from cadenza.vision.processor import ImagePart, image_digest
+from tests.faces.seeing import (
+    BREAK,
+    END,
+    IMAGE,
+    TEMPLATE,
+    GivenSizes,
+    GridProcessor,
+    TiledProcessor,
+    blind_text,
+    picture,
+    seeing_text,
+    user,
+)
+
+
+@pytest.fixture(scope="module")
+def face() -> TextFrontend:
+    return seeing_text()
+
+
+def id_of(face: TextFrontend, mark: str) -> int:
+    assert face.tokenizer is not None
+    found = face.tokenizer.id_of(mark)
+    assert found is not None
+    return found
+
+
+def asked(face: TextFrontend, *messages: dict[str, Any], **options: Any) -> Request:
+    return face.prepare_chat(messages, **options).request
+
+
+def shown(face: TextFrontend, request: Request) -> str:
+    """The prompt's text with `N*` in place of N placeholders in a row."""
+    text, count = face.decode(request.prompt_token_ids), 0
+    parts = text.split(IMAGE)
+    found = parts[0]
+    for place, part in enumerate(parts[1:], 1):
+        count += 1
+        if part or place == len(parts) - 1:
+            found += f"{count}*{part}"
+            count = 0
+    return found
+
+
+def spans(request: Request) -> list[tuple[int, int]]:
+    return [(each.start, each.length) for each in request.attachments]
+
+
+def test_an_image_is_placeholders_in_its_place_with_its_grid_and_digest(face: TextFrontend):
+    request = asked(face, user("Look: ", picture("30x20"), " What is it?"))
+    assert shown(face, request) == "<|turn|>user\nLook: 6* What is it?\n<|turn|>assistant"
+    (found,) = request.attachments
+    first = request.prompt_token_ids.index(id_of(face, IMAGE))
+    assert (found.start, found.length) == (first, 6)
+    assert (found.width, found.height, found.rows, found.columns) == (30, 20, 2, 3)
+    assert found.payload == bytes(30 * 20 * 3)
+    part = ImagePart(width=30, height=20, rows=2, columns=3)
+    assert found.digest == image_digest(b"grid", part, found.payload)
+    assert num_image_tokens(request) == 6
+
+
+def test_images_keep_the_order_of_the_conversation(face: TextFrontend):
+    request = asked(
+        face,
+        user(picture("10x20"), "one ", picture("30x10")),
+        {"role": "assistant", "content": "Two."},
+        user("and ", picture("10x10")),
+    )
+    assert [(each.rows, each.columns) for each in request.attachments] == [(2, 1), (1, 3), (1, 1)]
+    image_id = id_of(face, IMAGE)
+    held = [at for each in request.attachments for at in range(each.start, each.end)]
+    assert held == [at for at, each in enumerate(request.prompt_token_ids) if each == image_id]
+
+
+def test_a_placeholder_that_somebody_typed_stays_text(face: TextFrontend):
+    image_id = id_of(face, IMAGE)
+    request = asked(face, user(f"{IMAGE} is ", picture("10x10"), f" and {IMAGE}"))
+    assert request.prompt_token_ids.count(image_id) == 1
+    assert face.decode(request.prompt_token_ids).count(IMAGE) == 3
+    plain = asked(face, {"role": "user", "content": f"{IMAGE}{IMAGE}"})
+    assert image_id not in plain.prompt_token_ids
+    assert not plain.attachments
+    assert image_id not in face.prepare(f"see {IMAGE}").request.prompt_token_ids
+    _, ids = face.render_chat([{"role": "assistant", "content": IMAGE}])
+    assert image_id not in ids
+
+
+def test_texts_around_the_runs_are_encoded_with_their_neighbours():
+    face = seeing_text(GridProcessor(begin="\n\n", end="\n\n"))
+    request = asked(face, user("a\n", picture("20x10"), "\nb"))
+    assert shown(face, request) == "<|turn|>user\na\n\n\n2*\n\n\nb\n<|turn|>assistant"
+    assert face.tokenizer is not None
+    before, behind = (
+        face.tokenizer.encode(each, add_special_tokens=False) for each in ("a\n\n\n", "\n\n\nb\n")
+    )
+    text = " ".join(map(str, request.prompt_token_ids))
+    assert " ".join(map(str, before)) in text
+    assert " ".join(map(str, behind)) in text
+
+
+def test_marks_between_the_rows_of_an_image_are_in_its_span():
+    face = seeing_text(GridProcessor(row_end=BREAK, end=END))
+    request = asked(face, user(picture("30x20")))
+    (found,) = request.attachments
+    ids = request.prompt_token_ids[found.start : found.end]
+    image_id, break_id = id_of(face, IMAGE), id_of(face, BREAK)
+    assert ids == (image_id,) * 3 + (break_id,) + (image_id,) * 3
+    assert request.prompt_token_ids[found.end : found.end + 2] == (break_id, id_of(face, END))
+    assert (found.rows, found.columns) == (2, 3)
+
+
+def test_each_tile_is_an_attachment_of_its_own():
+    face = seeing_text(TiledProcessor())
+    request = asked(face, user(picture(), "and", picture()))
+    assert [each.length for each in request.attachments] == [4] * 6
+    digests = [each.digest for each in request.attachments]
+    assert len(set(digests)) == 3
+    assert digests[:3] == digests[3:]
+
+
+def test_lengths_follow_from_sizes_and_long_prompts_open_no_image():
+    pixels = GivenSizes()
+    face = seeing_text(pixels=pixels)
+    message = user("see ", picture("500x400"))
+    _, ids = face.render_chat([message])
+    assert len(ids) > 2000
+    with pytest.raises(TextTooLongError, match="2000 of them of its images; at most 2001"):
+        face.prepare_chat([message], max_num_tokens=2001)
+    assert not pixels.opened
+    assert face.prepare_chat([message], max_num_tokens=len(ids)).request.prompt_token_ids == ids
+    assert pixels.opened == [b"500x400"]
+
+
+def test_a_prompt_beyond_the_engines_context_is_refused_before_its_images_are_opened():
+    pixels = GivenSizes()
+    face = seeing_text(pixels=pixels, max_model_len=100)
+    with pytest.raises(ContextLengthError, match="maximum context length is 100 tokens"):
+        face.prepare_chat([user(picture("500x400"))])
+    assert not pixels.opened
+
+
+@pytest.mark.parametrize(
+    ("template", "rendered"),
+    [
+        (TEMPLATE.replace("'image'", '"image"'), "a 1* b"),
+        (TEMPLATE.replace("part.type == 'image'", "part.image_url is defined"), "a 1* b"),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", "a \n1*\n b"),
+        # Images first, as LLaVA's templates have them.
+        (
+            "{% for m in messages %}{% for p in m.content %}{% if p.type == 'image' %}<image>"
+            "{% endif %}{% endfor %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}",
+            "1*a  b",
+        ),
+    ],
+    ids=["quoted", "image_url", "texts alone", "images first"],
+)
+def test_templates_write_images_in_their_own_ways(template: str, rendered: str):
+    face = seeing_text(template=template)
+    request = asked(face, user("a ", picture("10x10"), " b"))
+    assert rendered in shown(face, request)
+    assert len(request.attachments) == 1
+
+
+def test_a_template_that_drops_an_image_is_told_of():
+    template = "{% for m in messages %}{{ 'image' if 0 }}{{ m.content[0].text }}{% endfor %}"
+    face = seeing_text(template=template)
+    with pytest.raises(InvalidRequestError, match="there are 1 images and 0 placeholders"):
+        asked(face, user("a", picture()))
+
+
+def test_a_template_that_refuses_images_in_a_message_is_heard():
+    refusal = (
+        "{% if messages[0].content is not string %}{{ raise_exception('no images') }}{% endif %}"
+    )
+    face = seeing_text(template=refusal + TEMPLATE)
+    with pytest.raises(InvalidRequestError, match="no images"):
+        asked(face, {"role": "system", "content": [picture()]}, user("a"))
+
+
+def test_an_image_that_the_model_does_not_take_is_named(face: TextFrontend):
+    flat = picture("300x10", where="messages[0].content[1]")
+    with pytest.raises(
+        InvalidRequestError, match=r"image 1 \(messages\[0\].content\[1\]\): it has"
+    ):
+        asked(face, user(picture(), flat))
+
+
+def test_a_model_that_does_not_see_says_its_name():
+    face = blind_text()
+    assert not face.takes_images
+    with pytest.raises(InvalidRequestError, match="the model bundled takes no images"):
+        asked(face, user("a", picture()))
+
+
+def test_detail_reaches_the_processor(face: TextFrontend):
+    request = asked(face, user(picture("30x20", detail="low")))
+    assert [each.length for each in request.attachments] == [3]
+
+
+def test_pixels_of_another_size_than_the_header_says_are_refused():
+    class Lying(GivenSizes):
+        def open(self, images: Any, processor: Any) -> None:
+            for image in images:
+                image.opened = OpenedImage(width=1, height=1, parts=(b"123",))
+
+    face = seeing_text(pixels=Lying())
+    with pytest.raises(InvalidRequestError, match=r"image 0.*others than its file's header says"):
+        asked(face, user(picture()))
+
+
+def test_raw_prompts_have_images_for_their_placeholders(face: TextFrontend):
+    data = {"image": [b"20x10", b"10x10"]}
+    given = {"prompt": f"<|turn|>a {IMAGE} b {IMAGE}", "multi_modal_data": data}
+    request = face.prepare(given).request
+    assert [each.length for each in request.attachments] == [2, 1]
+    assert id_of(face, "<|turn|>") not in request.prompt_token_ids
+    one = face.prepare({"prompt": IMAGE, "multi_modal_data": {"image": b"20x10"}}).request
+    assert spans(one) == [(0, 2)]
+    with pytest.raises(InvalidRequestError, match="there are 1 images and 2 placeholders"):
+        face.prepare({"prompt": IMAGE * 2, "multi_modal_data": {"image": b"20x10"}})
+    with pytest.raises(InvalidRequestError, match="multi_modal_data goes with a text"):
+        face.prepare({"prompt_token_ids": [1], "multi_modal_data": {"image": b"20x10"}})
+    with pytest.raises(InvalidRequestError, match="no other kind"):
+        face.prepare({"prompt": "a", "multi_modal_data": {"video": b"20x10"}})
+
+
+def test_a_raw_prompts_placeholder_has_the_marks_that_the_template_writes_around_it():
+    template = TEMPLATE.replace("<image>", "<row_end><image><image_end>")
+    face = seeing_text(template=template)
+    prompt = f"{END}{BREAK}{IMAGE}{END} {BREAK}"
+    request = face.prepare({"prompt": prompt, "multi_modal_data": {"image": b"10x10"}}).request
+    (found,) = request.attachments
+    ids = request.prompt_token_ids
+    assert ids[found.start - 1 : found.end + 1] == tuple(
+        id_of(face, mark) for mark in (BREAK, IMAGE, END)
+    )
+    assert (ids.count(id_of(face, BREAK)), ids.count(id_of(face, END))) == (1, 1)
+
+
+def test_samples_share_their_prompt_with_its_images(face: TextFrontend):
+    request = asked(face, user(picture()), params=SamplingParams(n=3))
+    assert (request.params.n, len(request.attachments)) == (3, 1)
+
+
+def test_a_cut_prompt_keeps_the_images_behind_the_cut(face: TextFrontend):
+    whole = asked(face, user(picture("20x10"), "and then ", picture("30x10"), "?"))
+    first, second = whole.attachments
+    num_kept = len(whole.prompt_token_ids) - first.end
+    params = SamplingParams(truncate_prompt_tokens=num_kept)
+    cut = asked(face, user(picture("20x10"), "and then ", picture("30x10"), "?"), params=params)
+    assert cut.prompt_token_ids == whole.prompt_token_ids[first.end :]
+    assert cut.attachments == (
+        Attachment(
+            start=second.start - first.end,
+            length=3,
+            digest=second.digest,
+            payload=second.payload,
+            width=30,
+            height=10,
+            rows=1,
+            columns=3,
+        ),
+    )
+    with pytest.raises(InvalidRequestError, match="cuts the prompt within an image"):
+        asked(
+            face,
+            user(picture("20x10"), "and then ", picture("30x10"), "?"),
+            params=SamplingParams(truncate_prompt_tokens=num_kept + 1),
+        )
+
+
+def test_the_servers_requests_wait_for_their_pixels():
+    pixels = GivenSizes()
+    face = seeing_text(pixels=pixels)
+    message = user(picture(), "?")
+    params = SamplingParams(truncate_prompt_tokens=9)
+    prepared = face.prepare_answer([message], params)
+    assert not pixels.opened
+    assert (len(prepared.request.prompt_token_ids), prepared.request.attachments) == (9, ())
+    whole = face.with_pixels(prepared)
+    assert pixels.opened == [b"30x20"]
+    assert whole.pending is None
+    assert spans(whole.request) == [(whole.request.prompt_token_ids.index(id_of(face, IMAGE)), 6)]
+    assert whole.request == face.prepare_chat([message], params).request
+    again = face.prepare_answer([message], params)
+    assert again.pending is None
+    assert again.request == whole.request
