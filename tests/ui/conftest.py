@@ -113,12 +113,14 @@ def visit(browser: Any, text: TextFrontend) -> Iterator[Visiting]:
             options: ServerOptions | None = None,
             step_s: float = 0.0,
             num_tokens: int | None = None,
+            face: TextFrontend | None = None,
             **context: Any,
         ) -> Visit:
-            script = text.encode(answer)
+            face = face or text
+            script = face.encode(answer)
             most = num_tokens or len(script)
             engine = ScriptedEngine(script, max_model_len=most + CONTEXT_TOKENS, step_s=step_s)
-            server = stack.enter_context(running_server(engine, text, options))
+            server = stack.enter_context(running_server(engine, face, options))
             opened = browser.new_context(**context)
             stack.callback(opened.close)
             settings = json.dumps({"max_tokens": str(most)})
@@ -146,12 +148,11 @@ def visit(browser: Any, text: TextFrontend) -> Iterator[Visiting]:
 
 def watch(visit: Visit) -> None:
     page, faults = visit.page, visit.faults
+    known = (visit.server.url, "blob:", "data:image/")
     page.on("console", lambda message: faults.append(f"console: {message.text}"))
     page.on("pageerror", lambda error: faults.append(f"error: {error}"))
     page.on("dialog", lambda dialog: (faults.append("dialog"), dialog.dismiss()))
     page.on(
         "request",
-        lambda asked: (
-            asked.url.startswith((visit.server.url, "blob:")) or faults.append(f"left: {asked.url}")
-        ),
+        lambda asked: asked.url.startswith(known) or faults.append(f"left: {asked.url}"),
     )

@@ -330,14 +330,15 @@ def _submit(
     call: OpenCall, prepared: list[PreparedRequest], record: RequestRecord, model: ServedModel
 ) -> None:
     """Submits the first prompt; the call's context submits the others. Raises ApiError."""
-    counts = [len(each.request.prompt_token_ids) for each in prepared]
-    call.use.check_rates(sum(counts))
+    requests = [each.request for each in prepared]
+    num_tokens = sum(len(each.prompt_token_ids) for each in requests)
+    call.use.check_rates(num_tokens)
     try:
         call.submit_next()
     except CadenzaError as error:
         raise model.error_of(error) from error
-    call.use.take(sum(counts))
-    record.start(counts, prepared[0].request.params.n)
+    call.use.take(num_tokens)
+    record.start(requests)
 
 
 def log_unexpected(error: Exception) -> None:

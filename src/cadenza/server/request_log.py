@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from cadenza.events import CacheMiss, FinishReason
+from cadenza.frontend.image_prompts import num_image_tokens
 from cadenza.frontend.text_frontend import PreparedRequest
 from cadenza.outputs import CompletionOutput
+from cadenza.request import Request
 from cadenza.server.metrics import ServedCounts
 
 logger = logging.getLogger("cadenza.requests")
@@ -22,10 +24,12 @@ logger = logging.getLogger("cadenza.requests")
 @dataclass(slots=True, eq=False)
 class Usage:
     """Tokens of one call so far, by the place of a prompt and by the index of a choice; of the
-    generated ones those of reasoning, those that were drafted (`accepted`), and rejected drafts.
+    prompt's those of images; of the generated ones those of reasoning, those that were drafted
+    (`accepted`), and rejected drafts.
     """
 
     prompt: dict[int, int] = field(default_factory=dict[int, int])
+    images: dict[int, int] = field(default_factory=dict[int, int])
     cached: dict[int, int] = field(default_factory=dict[int, int])
     misses: dict[int, CacheMiss] = field(default_factory=dict[int, CacheMiss])
     generated: dict[int, int] = field(default_factory=dict[int, int])
@@ -46,6 +50,12 @@ class Usage:
         return sum(self.generated.values())
 
     @property
+    def image_tokens(self) -> dict[str, int]:
+        """The member `image_tokens` of the prompt's details, where there are images."""
+        count = sum(self.images.values())
+        return {"image_tokens": count} if count else {}
+
+    @property
     def cache_miss(self) -> dict[str, Any]:
         """The member `cache_miss` of a usage: that of the first of the call's prompts that has one;
         no member if all were found, or nothing was looked up."""
@@ -62,6 +72,7 @@ class Usage:
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {
                 "cached_tokens": sum(self.cached.values()),
+                **self.image_tokens,
                 **self.cache_miss,
             },
             "completion_tokens_details": {
@@ -142,13 +153,16 @@ class RequestRecord:
     def __post_init__(self) -> None:
         self.arrived_s = self.clock()
 
-    def start(self, num_prompt_tokens: list[int], n: int) -> None:
-        """The engine has accepted the prompts, each with `n` choices."""
-        self.n = n
-        self.prompts = [PromptTimes() for _ in num_prompt_tokens]
-        for place, count in enumerate(num_prompt_tokens):
+    def start(self, requests: Sequence[Request]) -> None:
+        """The engine has accepted the prompts, all with the same number of choices."""
+        self.n = requests[0].params.n
+        self.prompts = [PromptTimes() for _ in requests]
+        for place, request in enumerate(requests):
+            count, num_of_images = len(request.prompt_token_ids), num_image_tokens(request)
             self.usage.prompt[place] = count
             self.counts.request_prompt_tokens.add(count)
+            if num_of_images:
+                self.usage.images[place] = num_of_images
 
     def take(
         self, prompt: int, found: LookedUp, outputs: Sequence[CompletionOutput]

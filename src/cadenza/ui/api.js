@@ -96,7 +96,7 @@ export const requestJson = async (path, options) => (await request(path, options
 /**
  * The served models.
  * @typedef {{id: string, max_model_len: number | null, system_fingerprint: string | null,
- *   default_sampling_params?: Record<string, unknown>}} Model
+ *   default_sampling_params?: Record<string, unknown>, input_modalities?: string[]}} Model
  * @returns {Promise<Model[]>}
  */
 export const listModels = async () => (await requestJson("v1/models")).data;

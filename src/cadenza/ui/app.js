@@ -158,19 +158,28 @@ export class App {
     return [...this.answers.values()].some((each) => each.isRunning);
   }
 
-  /** @param {string} text */
-  send(text) {
-    const asked = addMessage(this.conversation, this.conversation.leaf, { role: "user", text });
+  /** Whether the model that is asked takes images. */
+  get takesImages() {
+    return this.shownModel?.input_modalities?.includes("image") ?? false;
+  }
+
+  /**
+   * @param {string} text
+   * @param {import("./images.js").Picture[]} images
+   */
+  send(text, images) {
+    const asked = addMessage(this.conversation, this.conversation.leaf, { role: "user", text, images });
     this.ask(asked);
   }
 
   /**
-   * Sends another version of a message.
+   * Sends another version of a message, with its images.
    * @param {Message} message
    * @param {string} text
    */
   edit(message, text) {
-    this.ask(addMessage(this.conversation, message.parent, { role: "user", text }));
+    const { images, parent } = message;
+    this.ask(addMessage(this.conversation, parent, { role: "user", text, images }));
   }
 
   /** @param {Message} message an answer, which stays as a version */

@@ -3,6 +3,7 @@
  *
  * @typedef {import("./app.js").App} App
  */
+import { ACCEPTED, Pictures, readPictures } from "./images.js";
 import { html, useChanges, useEffect, useRef, useState } from "./ui.js";
 
 /** On a touch screen Enter makes a new line, and only the button sends. */
@@ -12,6 +13,7 @@ const isTouch = matchMedia("(pointer: coarse)");
 export function Compose({ app }) {
   useChanges(app.changes, "chat");
   const [text, setText] = useState("");
+  const [images, setImages] = useState(/** @type {import("./images.js").Picture[]} */ ([]));
   const input = useRef(/** @type {HTMLTextAreaElement | null} */ (null));
   const isBusy = app.isBusy;
   useEffect(() => {
@@ -19,10 +21,29 @@ export function Compose({ app }) {
     app.focusInput();
   }, []);
 
+  const takesImages = app.takesImages;
+  const isEmpty = !text.trim() && !images.length;
   const send = () => {
-    if (isBusy || !text.trim()) return;
+    if (isBusy || isEmpty) return;
     setText("");
-    app.send(text);
+    setImages([]);
+    app.send(text, images);
+  };
+  const attach = async (/** @type {Iterable<File>} */ files) => {
+    try {
+      const read = await readPictures(files, images.length);
+      setImages((/** @type {typeof images} */ before) => [...before, ...read]);
+      app.say("");
+    } catch (error) {
+      app.say(error instanceof Error ? error.message : "The image cannot be read.");
+    }
+    app.focusInput();
+  };
+  /** Files are attached; a text goes its usual way. */
+  const given = (/** @type {Event} */ event, /** @type {DataTransfer | null} */ data) => {
+    if (!takesImages || !data?.files.length) return;
+    event.preventDefault();
+    attach([...data.files]);
   };
   const keyed = (/** @type {KeyboardEvent} */ event) => {
     if (event.key !== "Enter" || event.shiftKey || event.isComposing || isTouch.matches) return;
@@ -33,11 +54,31 @@ export function Compose({ app }) {
     <form
       class="compose"
       aria-label="Your message"
+      onPaste=${(/** @type {ClipboardEvent} */ event) => given(event, event.clipboardData)}
+      onDragOver=${(/** @type {DragEvent} */ event) => takesImages && event.preventDefault()}
+      onDrop=${(/** @type {DragEvent} */ event) => given(event, event.dataTransfer)}
       onSubmit=${(/** @type {Event} */ event) => {
         event.preventDefault();
         send();
       }}
     >
+      <${Pictures}
+        pictures=${images}
+        onRemove=${(/** @type {number} */ place) => setImages(images.filter((_, each) => each !== place))}
+      />
+      ${takesImages &&
+      html`<label class="file">
+        <span>Image</span>
+        <input
+          type="file"
+          multiple
+          accept=${ACCEPTED}
+          onChange=${(/** @type {any} */ event) => {
+            attach([...event.target.files]);
+            event.target.value = "";
+          }}
+        />
+      </label>`}
       <label class="hidden" for="message">Message</label>
       <textarea
         id="message"
@@ -50,7 +91,7 @@ export function Compose({ app }) {
       ></textarea>
       ${isBusy
         ? html`<button type="button" class="primary" onClick=${() => app.stop()}>Stop</button>`
-        : html`<button type="submit" class="primary" disabled=${!text.trim()}>Send</button>`}
+        : html`<button type="submit" class="primary" disabled=${isEmpty}>Send</button>`}
     </form>
   `;
 }

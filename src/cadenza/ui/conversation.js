@@ -6,12 +6,15 @@
  * @typedef {{firstMs: number | null, tokens: number, perSecond: number | null, prompt: number | null,
  *   cached: number | null}} Figures
  * @typedef {"writing" | "done" | "stopped" | "length" | "failed" | "cut"} State
+ * @typedef {import("./images.js").Picture} Picture
  * @typedef {{id: string, parent: string | null, role: "user" | "assistant", text: string,
- *   thinking: string, calls: Call[], state: State, error: string, model: string,
+ *   images: Picture[], thinking: string, calls: Call[], state: State, error: string, model: string,
  *   figures: Figures | null, beside: string | null}} Message
  * @typedef {{id: string, title: string, updated: number, system: string, leaf: string | null,
  *   messages: Record<string, Message>}} Conversation
  */
+
+import { picturesOf } from "./images.js";
 
 export const EXPORT_VERSION = 1;
 const MAX_TITLE_CHARS = 60;
@@ -42,7 +45,7 @@ export function addMessage(conversation, parent, given) {
   conversation.messages[message.id] = message;
   conversation.leaf = message.id;
   conversation.updated = Date.now();
-  if (parent === null && message.role === "user") conversation.title = titleOf(message.text);
+  if (parent === null && message.role === "user") conversation.title = titleOf(message.text || message.images[0]?.name || "");
   return message;
 }
 
@@ -53,6 +56,7 @@ function emptyMessage() {
     parent: null,
     role: "user",
     text: "",
+    images: [],
     thinking: "",
     calls: [],
     state: "done",
@@ -126,7 +130,7 @@ export function asMessages(system, path) {
     // A call without a result leaves a conversation that chat templates refuse.
     const calls = message.calls.filter((call) => call.result !== undefined);
     if (message.role === "user" || !calls.length) {
-      sent.push({ role: message.role, content: message.text });
+      sent.push({ role: message.role, content: contentOf(message) });
       continue;
     }
     const shown = calls.map((call) => ({
@@ -141,6 +145,16 @@ export function asMessages(system, path) {
 }
 
 /**
+ * A message's text; with images, parts of OpenAI's API, the images first.
+ * @param {Message} message
+ */
+function contentOf(message) {
+  if (!message.images.length) return message.text;
+  const parts = message.images.map((each) => ({ type: "image_url", image_url: { url: each.url } }));
+  return message.text ? [...parts, { type: "text", text: message.text }] : parts;
+}
+
+/**
  * The shown path as Markdown.
  * @param {Conversation} conversation
  */
@@ -150,7 +164,8 @@ export function asMarkdown(conversation) {
   for (const message of pathTo(conversation)) {
     const who = message.role === "user" ? "User" : `Assistant${message.model ? ` (${message.model})` : ""}`;
     const calls = message.calls.map((call) => `\`${call.name}(${call.arguments})\``);
-    parts.push([`## ${who}`, message.text, ...calls].filter(Boolean).join("\n\n"));
+    const images = message.images.map((each) => `(image: ${each.name})`);
+    parts.push([`## ${who}`, ...images, message.text, ...calls].filter(Boolean).join("\n\n"));
   }
   return `${parts.join("\n\n")}\n`;
 }
@@ -216,6 +231,7 @@ function readMessage(given) {
     parent: typeof given.parent === "string" ? given.parent : null,
     role: given.role === "assistant" ? "assistant" : "user",
     text: textOf(given.text),
+    images: picturesOf(given.images),
     thinking: textOf(given.thinking),
     calls,
     // What was being written when the page was closed has ended.

@@ -7,6 +7,7 @@
  * @typedef {import("./conversation.js").Call} Call
  */
 import { versions } from "./conversation.js";
+import { Pictures } from "./images.js";
 import { GrowingMarkdown } from "./markdown.js";
 import { Prove } from "./prove.js";
 import { copyFrom, html, useChanges, useLayoutEffect, useRef, useState } from "./ui.js";
@@ -53,7 +54,8 @@ function UserText({ app, message }) {
   const [draft, setDraft] = useState(/** @type {string | null} */ (null));
   if (draft === null) {
     return html`
-      <div class="text plain">${message.text}</div>
+      <${Pictures} pictures=${message.images} />
+      ${message.text && html`<div class="text plain">${message.text}</div>`}
       <div class="actions">
         <${Copy} text=${message.text} />
         <button type="button" disabled=${app.isBusy} onClick=${() => setDraft(message.text)}>Edit</button>
@@ -72,7 +74,7 @@ function UserText({ app, message }) {
       onInput=${(/** @type {any} */ event) => setDraft(event.target.value)}
     ></textarea>
     <div class="actions">
-      <button type="button" class="primary" disabled=${!draft.trim()} onClick=${send}>Send as a new version</button>
+      <button type="button" class="primary" disabled=${!draft.trim() && !message.images.length} onClick=${send}>Send as a new version</button>
       <button type="button" onClick=${() => setDraft(null)}>Cancel</button>
     </div>
   `;

@@ -326,6 +326,7 @@ def usage_of_message(usage: Usage) -> dict[str, Any]:
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": num_cached,
         "output_tokens": usage.completion_tokens,
+        **({"input_tokens_details": usage.image_tokens} if usage.image_tokens else {}),
         "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
         **usage.cache_miss,
     }

@@ -199,7 +199,11 @@ def _capabilities(model: ServedModel) -> list[str]:
     text = model.text
     if not text.facts.can_generate:
         return ["embedding"]
-    has = {"tools": text.takes_tools, "thinking": text.has_reasoning}
+    has = {
+        "vision": text.takes_images,
+        "tools": text.takes_tools,
+        "thinking": text.has_reasoning,
+    }
     return ["completion", *(name for name, is_there in has.items() if is_there)]
 
 

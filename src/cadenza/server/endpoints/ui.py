@@ -41,7 +41,7 @@ _HEADERS: Headers = (
 
 UI_FILES: tuple[str, ...] = (
     *("app.js", "api.js", "answer.js", "chat.js", "compose.js", "conversation.js", "markdown.js"),
-    *("live.js", "live_picture.js", "message.js", "prove.js"),
+    *("images.js", "live.js", "live_picture.js", "message.js", "prove.js"),
     *("settings.js", "sse.js", "store.js", "ui.js", "style.css", "icon.svg"),
     *("vendor/preact.js", "vendor/hooks.js", "vendor/htm.js", "vendor/marked.js"),
     *("vendor/uplot.js", "vendor/uplot.css", "vendor/LICENSES.txt"),
