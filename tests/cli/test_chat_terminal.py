@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cadenza.cli.chat_terminal import MAX_LINES, InputHistory, WordWrap
+from cadenza.cli.chat_terminal import MAX_LINES, InputHistory, WordWrap, completions
 
 readline = pytest.importorskip("readline")
 
@@ -125,3 +125,19 @@ def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path):
     history.load()
     history.add("hello")
     assert remembered() == ["hello"]
+
+
+def test_tab_completes_commands_and_the_files_of_images(tmp_path: Path):
+    (tmp_path / "a b").mkdir()
+    for name in ("ab.png", "other.png", ".hidden", "a b/in.png"):
+        (tmp_path / name).touch()
+    commands = ("/image", "/help", "/set")
+    assert completions("/i", commands, "/image") == ["/image "]
+    assert completions("/", commands, "/image") == ["/image ", "/help ", "/set "]
+    at = f"/image {tmp_path}"
+    assert completions(f"{at}/a", commands, "/image") == [f"{at}/a b/", f"{at}/ab.png"]
+    assert completions(f"{at}/a b/", commands, "/image") == [f"{at}/a b/in.png"]
+    assert completions(f"{at}/.h", commands, "/image") == [f"{at}/.hidden"]
+    assert len(completions(f"{at}/", commands, "/image")) == 3
+    for line in ("hello", "/set o", "/image /nowhere/", "/image a\0b"):
+        assert completions(line, commands, "/image") == []

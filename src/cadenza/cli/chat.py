@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from cadenza.cli.chat_commands import ENDS, RETRY, obey
-from cadenza.cli.chat_terminal import InputHistory, WordWrap, unechoed
-from cadenza.cli.conversation import Conversation
+from cadenza.cli.chat_commands import COMMANDS, ENDS, IMAGE, RETRY, obey
+from cadenza.cli.chat_terminal import InputHistory, WordWrap, completions, unechoed
+from cadenza.cli.conversation import Asked, Conversation
 from cadenza.cli.interrupts import Interrupts, terminable
 from cadenza.cli.options import EngineFlags, ModelArgument, ModelFlag, whole_or_auto
 from cadenza.cli.prompts import only_model
@@ -151,8 +151,8 @@ def _answer_lines(talk: Conversation, flags: ChatFlags) -> int:
             return 0
         if text != RETRY and obey(talk, line) is not None:
             continue
-        question = talk.take_back() if text == RETRY else text
-        if not question:
+        question = talk.take_back() if text == RETRY else talk.question(text)
+        if question is None or not question.text:
             continue
         if flags.context_policy == "drop-oldest":
             _drop_oldest(talk, talk.num_too_many(question))
@@ -195,8 +195,8 @@ def _talk_with_person(talk: Conversation, flags: ChatFlags) -> int:
             reply = f"error: {error}"
         if reply is not None:
             print(reply)
-        elif text:
-            _answer_person(talk, text, flags)
+        elif text or talk.images:
+            _answer_person(talk, talk.question(text), flags)
     return 0
 
 
@@ -212,15 +212,15 @@ def _retry(talk: Conversation, flags: ChatFlags) -> None:
         print(SAME_ANSWER)
 
 
-def _answer_person(talk: Conversation, text: str, flags: ChatFlags) -> None:
+def _answer_person(talk: Conversation, asked: Asked, flags: ChatFlags) -> None:
     from cadenza.cli.report import harmless
 
     wrapped = WordWrap(_write)
     try:
-        if not _make_room(talk, text, flags):
+        if not _make_room(talk, asked, flags):
             return
         with unechoed():
-            stream = talk.ask(text, lambda part: wrapped(harmless(part)))
+            stream = talk.ask(asked, lambda part: wrapped(harmless(part)))
     except InvalidRequestError as error:
         print(f"error: {error} (/reset starts over)", file=sys.stderr)
         return
@@ -229,16 +229,16 @@ def _answer_person(talk: Conversation, text: str, flags: ChatFlags) -> None:
     _print_failure(stream)
 
 
-def _make_room(talk: Conversation, text: str, flags: ChatFlags) -> bool:
+def _make_room(talk: Conversation, asked: Asked, flags: ChatFlags) -> bool:
     """Drops the oldest turns where the context is full, as the flag says or a person agrees; False
     where the person would rather not ask at all (Ctrl-C)."""
-    if flags.context_policy == "refuse" or not (count := talk.num_too_many(text)):
+    if flags.context_policy == "refuse" or not (count := talk.num_too_many(asked)):
         return True
     if flags.context_policy == "ask":
-        asked = FULL.format(size=talk.max_model_len, count=count, all=talk.num_questions)
+        offer = FULL.format(size=talk.max_model_len, count=count, all=talk.num_questions)
         try:
             with talk.interrupts.raised():
-                if input(asked).strip().lower() not in ("", "y", "yes"):
+                if input(offer).strip().lower() not in ("", "y", "yes"):
                     return True
         except (KeyboardInterrupt, EOFError):
             print()
@@ -248,11 +248,19 @@ def _make_room(talk: Conversation, text: str, flags: ChatFlags) -> bool:
 
 
 def _prepare_editing() -> None:
-    """Editing for `input`, and pasted lines as one message, where readline has it."""
+    """Editing for `input`, pasted lines as one message, and Tab for commands and images' files,
+    where readline has it."""
     with suppress(ImportError):
         import readline
 
+        def complete(line: str, place: int) -> str | None:
+            found = completions(line, COMMANDS, IMAGE)
+            return found[place] if place < len(found) else None
+
+        readline.set_completer(complete)
+        readline.set_completer_delims("\n")  # a line is one word: names of files may have blanks
         readline.parse_and_bind("set enable-bracketed-paste on")
+        readline.parse_and_bind("tab: complete")
 
 
 def _read_message(talk: Conversation) -> str | None:

@@ -6,9 +6,11 @@ command is never a message, so that a typing error does not reach the model; a n
 """
 
 import re
+import shlex
 from collections.abc import Iterable
 from dataclasses import fields
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -22,9 +24,11 @@ from cadenza.errors import InvalidRequestError
 
 ENDS = ("/bye", "/exit", "/quit")
 RETRY = "/retry"
-COMMANDS = ("/help", "/?", "/set", "/show", "/system", RETRY, "/reset", *ENDS)
+IMAGE = "/image"
+COMMANDS = ("/help", "/?", IMAGE, "/set", "/show", "/system", RETRY, "/reset", *ENDS)
 HELP = """\
 /help            list these commands
+/image FILE      have an image go with the next message; without FILE, none
 /system TEXT     set the system message; without TEXT, remove it
 /set NAME VALUE  set the sampling, as /set temperature 0; without VALUE, as at the start
 /show            the model, what is set, and how full the context is
@@ -64,6 +68,8 @@ def obey(talk: Conversation, line: str) -> str | None:
             return "The conversation is forgotten."
         case "/system":
             return _set_system(talk, rest)
+        case "/image":
+            return _attach(talk, rest)
         case "/set":
             return _set(talk, rest)
         case "/show":
@@ -85,6 +91,34 @@ def _near(name: str, known: Iterable[str]) -> str:
 def _set_system(talk: Conversation, text: str) -> str:
     talk.system = text or None
     return "The system message is removed." if talk.system is None else "It is set."
+
+
+def _attach(talk: Conversation, rest: str) -> str:
+    """One file whose name may have blanks, or several as a shell separates them."""
+    if not rest:
+        dropped, talk.images = counted(len(talk.images), "image"), ()
+        return f"The next message has no image (dropped: {dropped})."
+    return "\n".join(_attached(talk, file) for file in _files(rest))
+
+
+def _files(rest: str) -> list[Path]:
+    whole = Path(rest).expanduser()
+    if whole.exists():
+        return [whole]
+    try:
+        return [Path(word).expanduser() for word in shlex.split(rest)]
+    except ValueError:  # a quote without an end
+        return [whole]
+
+
+def _attached(talk: Conversation, file: Path) -> str:
+    planned = talk.attach(file)
+    size = planned.image.opened
+    assert size is not None, "what is planned was measured"
+    return (
+        f"{harmless(file.name)}: {size.width} x {size.height} pixels, "
+        f"{counted(planned.plan.num_tokens, 'token')}; it goes with the next message."
+    )
 
 
 def _set(talk: Conversation, rest: str) -> str:
@@ -156,6 +190,7 @@ def _show(talk: Conversation) -> str:
         "context": f"{talk.num_tokens():,} of {talk.max_model_len:,} tokens, "
         f"{counted(talk.num_questions, 'question')} answered",
         "system": "none" if talk.system is None else harmless(talk.system),
+        **({"images": f"{len(talk.images)} for the next message"} if talk.images else {}),
         "set": ", ".join(f"{name} {value}" for name, value in given.items()) or "nothing",
         "otherwise": text.defaults.sentence,
         "verbose": "on" if talk.is_verbose else "off",

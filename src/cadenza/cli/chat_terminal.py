@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -17,6 +17,7 @@ NARROWEST = 20
 
 FENCE = "```"
 MAX_LINES = 1000
+MAX_COMPLETIONS = 200
 _NO_BREAK_LENGTH = 8
 
 
@@ -100,6 +101,24 @@ def unechoed() -> Generator[None]:
         yield
     finally:
         termios.tcsetattr(sys.stdin.fileno(), termios.TCSANOW, before)
+
+
+def completions(line: str, commands: Sequence[str], with_file: str) -> list[str]:
+    """What a line that was begun may become: commands, or the one `with_file` with a file."""
+    if line.startswith("/") and " " not in line:
+        return [f"{name} " for name in commands if name.startswith(line)]
+    if not line.startswith(f"{with_file} "):
+        return []
+    given = line.removeprefix(with_file).lstrip()
+    folder, begun = os.path.split(given)
+    with suppress(OSError, ValueError):
+        found = sorted(Path(folder or ".").expanduser().iterdir())
+        return [
+            f"{with_file} {os.path.join(folder, each.name)}{'/' if each.is_dir() else ''}"
+            for each in found
+            if each.name.startswith(begun) and (begun or not each.name.startswith("."))
+        ][:MAX_COMPLETIONS]
+    return []
 
 
 class InputHistory:

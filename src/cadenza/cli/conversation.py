@@ -7,13 +7,16 @@ failed, or was stopped before its first token, is not in it.
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cadenza.cli.interrupts import Interrupts
 
 if TYPE_CHECKING:
     from cadenza.cli.batch_run import BatchRun, BatchStream
+    from cadenza.frontend.image_prompts import PlannedImage
     from cadenza.frontend.loaded_model import LoadedModel
+    from cadenza.media.image_input import ImageInput
 
 TURNS_OF_A_QUESTION = 2
 ROOM_FOR_AN_ANSWER = 512
@@ -23,11 +26,29 @@ SMALL_CONTEXT_SHARE = 4
 """In a small context an answer should find this part of it: one token in four."""
 
 
+class Asked(NamedTuple):
+    """What a user says in a turn."""
+
+    text: str
+    images: "tuple[ImageInput, ...]" = ()
+
+    @property
+    def content(self) -> str | list[dict[str, Any]]:
+        """Of its message."""
+        if not self.images:
+            return self.text
+        from cadenza.media.image_input import image_part
+
+        texts = [{"type": "text", "text": self.text}] if self.text else []
+        return [*map(image_part, self.images), *texts]
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class Conversation:
     """The system message, the turns so far, and the engine that answers.
 
-    `last_question` is kept also where its answer failed; None before the first one.
+    `last_question` is kept also where its answer failed; None before the first one. `images` go
+    with the next one.
     """
 
     loaded: "LoadedModel"
@@ -36,8 +57,9 @@ class Conversation:
     system: str | None = None
     is_verbose: bool = False
     clock: Callable[[], float] = time.perf_counter
-    turns: list[dict[str, str]] = field(default_factory=list[dict[str, str]], init=False)
-    last_question: str | None = field(default=None, init=False)
+    turns: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]], init=False)
+    images: "tuple[ImageInput, ...]" = field(default=(), init=False)
+    last_question: Asked | None = field(default=None, init=False)
     _num_turns_before: int = field(default=0, init=False)
 
     @property
@@ -56,20 +78,34 @@ class Conversation:
 
     def reset(self) -> None:
         """Drops everything but the system message."""
-        self.turns, self.last_question = [], None
+        self.turns, self.last_question, self.images = [], None, ()
 
-    def ask(self, text: str, write: Callable[[str], object]) -> "BatchStream":
-        """Submits `text` and streams the answer to `write`, until it ends or Ctrl-C.
+    def attach(self, file: Path) -> "PlannedImage":
+        """Has an image go with the next question. Raises InvalidRequestError."""
+        from cadenza.frontend.given_images import image_input
+
+        image = image_input(file, file.name)
+        *_, planned = self.loaded.text.prompts.planned([*self.images, image])
+        self.images = *self.images, image
+        return planned
+
+    def question(self, text: str) -> Asked:
+        """`text` with the images that are attached."""
+        return Asked(text, self.images)
+
+    def ask(self, asked: Asked, write: Callable[[str], object]) -> "BatchStream":
+        """Submits a question and streams the answer to `write`, until it ends or Ctrl-C. No image
+        is attached any more.
 
         Raises:
             InvalidRequestError: the conversation no longer fits the context.
         """
         from cadenza.cli.batch_run import BatchRun, Question
 
-        self.last_question, self._num_turns_before = text, len(self.turns)
-        turns = [*self.turns, {"role": "user", "content": text}]
+        self.last_question, self._num_turns_before, self.images = asked, len(self.turns), ()
+        turns = [*self.turns, {"role": "user", "content": asked.content}]
         prepared = self.loaded.text.prepare_chat([*self._system, *turns], self.params)
-        question = Question(shown=text, prepared=prepared)
+        question = Question(shown=asked.text, prepared=prepared)
         run = BatchRun(self.loaded.core, self.loaded.text, [question], self.clock)
         self._follow(run, write)
         stream = run.streams[0]
@@ -77,7 +113,7 @@ class Conversation:
             self.turns = [*turns, {"role": "assistant", "content": stream.answer}]
         return stream
 
-    def take_back(self) -> str | None:
+    def take_back(self) -> Asked | None:
         """Drops the last question with its answer, and returns it to be asked again."""
         question = self.last_question
         if question is not None:
@@ -89,12 +125,12 @@ class Conversation:
         messages = [*self._system, *self.turns]
         return self._num_prompt_tokens(messages) if messages else 0
 
-    def num_too_many(self, text: str) -> int:
-        """How many of the oldest questions must go for `text` and an answer to fit the context.
+    def num_too_many(self, asked: Asked) -> int:
+        """How many of the oldest questions must go for another and an answer to fit the context.
 
         0 also where it would not fit without a history.
         """
-        user = {"role": "user", "content": text}
+        user = {"role": "user", "content": asked.content}
         alone = self._num_prompt_tokens([*self._system, user])
         wanted = self.params.get("max_tokens")
         if not isinstance(wanted, int):
@@ -117,8 +153,8 @@ class Conversation:
     def _system(self) -> list[dict[str, str]]:
         return [] if self.system is None else [{"role": "system", "content": self.system}]
 
-    def _num_prompt_tokens(self, messages: list[dict[str, str]]) -> int:
-        return len(self.loaded.text.prepare_chat(messages).request.prompt_token_ids)
+    def _num_prompt_tokens(self, messages: list[dict[str, Any]]) -> int:
+        return len(self.loaded.text.render_chat(messages)[1])
 
     def _follow(self, run: "BatchRun", write: Callable[[str], object]) -> None:
         stream, written = run.streams[0], 0

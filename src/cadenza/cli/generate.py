@@ -6,11 +6,11 @@ Owns the command's flags and the choice among its three forms of output. Knows t
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, TextIO, cast
 
 import typer
 
@@ -50,6 +50,12 @@ class GenerateFlags:
         None, "The file's format (default: by the ending of its name)."
     )
     chat: bool = flag(False, "Ask each prompt as a user's message, through the chat template.")
+    image: list[str] | None = flag(
+        None,
+        "An image of each prompt, repeatable: with --chat in front of the message, otherwise where "
+        "the prompt has the model's placeholder.",
+        metavar="FILE",
+    )
     json: JsonFlag = False
     max_tokens: int = flag(64, "Most tokens of an answer.")
     logprobs: int | None = flag(
@@ -137,6 +143,8 @@ def _read_prompts(words: list[str], flags: GenerateFlags) -> tuple[str | None, l
     for name in ("logprobs", "prompt_logprobs"):
         if getattr(flags, name) is not None and not flags.json:
             raise ConfigError(f"--{name.replace('_', '-')} needs --json, which prints them; add it")
+    if flags.image and any(not isinstance(prompt, str) for prompt in prompts):
+        raise ConfigError("--image needs texts; a prompt of token ids has no place for an image")
     if flags.chat and any(not isinstance(prompt, str) for prompt in prompts):
         raise ConfigError("--chat needs texts; a prompt of token ids cannot be asked as a message")
     return model, prompts
@@ -159,7 +167,12 @@ def _question(
 
     given = {**sampling.changes(), **flags.changes()}
     if flags.chat:
-        prepared = planned.text.prepare_chat([{"role": "user", "content": prompt}], given)
+        content = _content(cast(str, prompt), flags.image or ())
+        prepared = planned.text.prepare_chat([{"role": "user", "content": content}], given)
+    elif flags.image:
+        files = [Path(file) for file in flags.image]
+        with_images = {"prompt": prompt, "multi_modal_data": {"image": files}}
+        prepared = planned.text.prepare(with_images, given)
     else:
         prepared = planned.text.prepare(prompt, given)
     if flags.receipt is not None:
@@ -169,6 +182,17 @@ def _question(
     listed = ", ".join(map(str, prompt[:MAX_SHOWN_IDS]))
     more = ", …" if len(prompt) > MAX_SHOWN_IDS else ""
     return Question(shown=f"[{listed}{more}]", prepared=prepared)
+
+
+def _content(prompt: str, files: Sequence[str]) -> str | list[dict[str, Any]]:
+    """Of a user's message."""
+    from cadenza.frontend.given_images import image_input
+    from cadenza.media.image_input import image_part
+
+    if not files:
+        return prompt
+    images = [image_part(image_input(Path(file), f"--image {file}")) for file in files]
+    return [*images, {"type": "text", "text": prompt}]
 
 
 def _open_new(name: str) -> TextIO:
