@@ -11,7 +11,7 @@ from typing import Any
 from cadenza.media.decode_pool import DecodePool
 from cadenza.media.decoding import prepared_picture
 from cadenza.media.image_input import ImageFault, ImageInput, OpenedImage
-from cadenza.media.opening import measure_here
+from cadenza.media.opening import measure_images
 from cadenza.vision.processor import ImageProcessor
 
 _ORIENTATION = 0x0112
@@ -33,7 +33,7 @@ class PooledPixels:
         for image in images:
             if image.picture is not None and image.opened is None:
                 image.opened = _size_of_picture(image.picture)
-        measure_here(images, processor)
+        measure_images(images, processor)
 
     def open(self, images: SequenceOf[ImageInput], processor: ImageProcessor) -> None:
         """As `PixelSource.open`; several files are decoded side by side."""
