@@ -26,9 +26,9 @@ END = "<!-- end of families -->"
 ROWS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "Qwen3.5 to 3.8": (("qwen3_5_text",), ("qwen35",)),
     "Qwen3.5 to 3.8, mixtures": (("qwen3_5_moe_text",), ("qwen35moe",)),
-    "Qwen3": (("qwen3",), ("qwen3",)),
-    "Qwen3, mixtures": (("qwen3_moe",), ("qwen3moe",)),
-    "Qwen2, Qwen2.5": (("qwen2",), ("qwen2",)),
+    "Qwen3, Qwen3-VL": (("qwen3",), ("qwen3", "qwen3vl")),
+    "Qwen3, Qwen3-VL, mixtures": (("qwen3_moe",), ("qwen3moe", "qwen3vlmoe")),
+    "Qwen2 and 2.5, Qwen2-VL and 2.5-VL": (("qwen2",), ("qwen2", "qwen2vl")),
     "Gemma 4": (("gemma4_text", "gemma4_unified_text"), ("gemma4",)),
     "Gemma 3": (("gemma3_text",), ("gemma3",)),
     "Gemma 2": (("gemma2",), ("gemma2",)),

@@ -1,13 +1,23 @@
 """`Packer`: known answers for the flat, ragged, padded arrays of a step."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from cadenza.core.batch import Batch
 from cadenza.core.draw_keys import draw_keys
 from cadenza.core.recurrent_states import KeptState
+from cadenza.core.rope_positions import rope_positions
 from cadenza.core.scheduler import Scheduler
-from cadenza.core.step_schema import LAST_SAMPLED, NO_RULES, NO_STATE, PADDING, ModelInputs
-from cadenza.request import SamplingParams
+from cadenza.core.step_schema import (
+    LAST_SAMPLED,
+    NO_ROPE_POSITION,
+    NO_RULES,
+    NO_STATE,
+    PADDING,
+    ModelInputs,
+)
+from cadenza.request import Attachment, SamplingParams
 from tests.core.builders import add, output_of, packer_of, scheduler_of, sequence_of
 
 BUCKET = 24
@@ -280,3 +290,16 @@ def test_a_step_without_states_names_no_slot() -> None:
     inputs = packer_of().pack(batch, BUCKET)
     assert set(inputs.rows.state_starts.tolist()) == {NO_STATE}
     assert set(inputs.tokens.state_slots.tolist()) == {NO_STATE}
+
+
+def test_rope_positions_are_written_for_sequences_with_images_alone() -> None:
+    scheduler = scheduler_of(token_budget=24)
+    image = Attachment(start=2, length=6, digest=b"d", rows=2, columns=3)
+    seeing = sequence_of(1, 9)
+    seeing.request = replace(seeing.request, attachments=(image,))
+    add(scheduler, sequence_of(0, 3), seeing)
+    inputs = packer_of().pack(next_batch(scheduler), BUCKET)
+    found = inputs.tokens.rope_positions
+    assert found[:3].tolist() == [[NO_ROPE_POSITION] * 3] * 3
+    assert np.array_equal(found[3:12], rope_positions((image,), 0, 9))
+    assert (found[12:] == NO_ROPE_POSITION).all()

@@ -236,7 +236,7 @@ def _read_shared(raw: JsonObject, family: Family) -> ModelConfig:
         default_original=family.default_original_positions,
         may_be_partial=family.may_be_partly_rotated,
         default_share=family.default_rotary_share,
-        has_sections=family.has_rope_sections,
+        sections=family.rope_sections,
         aliases=family.rope_aliases,
     )
     return ModelConfig(

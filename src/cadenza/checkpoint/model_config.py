@@ -268,6 +268,11 @@ class ModelConfig:
         return (self.layer_pattern * repeats)[: self.num_layers]
 
     @property
+    def has_rope_axes(self) -> bool:
+        """Whether the tokens of images have other rotary positions than their place (M-RoPE)."""
+        return self.vision is not None and any(rope and rope.axes for rope in self.ropes)
+
+    @property
     def ropes(self) -> tuple[RopeConfig | None, ...]:
         """The distinct ropes of the layers with attention, in order of first use."""
         attending = (kind for kind in self.layer_kinds if kind.recurrence is None)

@@ -7,7 +7,9 @@ Sources: Su et al., 2021 (rotary embedding); Peng et al., 2023 (YaRN); Ding et a
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import Literal
 
 from cadenza.checkpoint.host_math import log
 from cadenza.checkpoint.json_object import JsonObject, is_finite_number, shorten
@@ -18,8 +20,13 @@ MAX_POSITIONS = 1 << 24
 _ORIGINAL = "original_max_position_embeddings"
 _QUERY_BETA = "llama_4_scaling_beta"
 _REFUSED_KEYS = ("mrope_section", "short_mscale", "long_mscale", _QUERY_BETA, "alpha")
-_SECTION_KEYS = ("mrope_section",)
+_SECTIONS, _INTERLEAVED = "mrope_section", "mrope_interleaved"
+_NUM_AXES = 3
 _MAX_FACTOR = 1e6
+
+Sections = Literal["interleaved", "joined"]
+"""How the pairs of a head are shared out among the axes of positions (M-RoPE): in turn, as long as
+each has some left, or all of one behind all of another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +150,7 @@ class RopeRules:
         may_be_partial: `partial_rotary_factor` may be below 1.
         may_scale_queries: `llama_4_scaling_beta` may be set, with YaRN.
         default_share: of `partial_rotary_factor`.
-        has_sections: positions may have several coordinates (`mrope_section`), which are equal in
+        sections: positions may have several coordinates (`mrope_section`), which are equal in
             text, so that its rope is the plain one.
         aliases: (alias, rope type) pairs.
     """
@@ -156,7 +163,7 @@ class RopeRules:
     may_be_partial: bool = False
     may_scale_queries: bool = False
     default_share: float = 1.0
-    has_sections: bool = False
+    sections: Sections | None = None
     aliases: tuple[tuple[str, str], ...] = ()
 
 
@@ -190,7 +197,7 @@ def read_rope_entry(raw: JsonObject, source: JsonObject, rules: RopeRules) -> Ro
     """Reads the rope of one entry; the file's top level gives missing values."""
     for key in _REFUSED_KEYS:
         is_read = key == _QUERY_BETA and rules.may_scale_queries
-        is_read |= key in _SECTION_KEYS and rules.has_sections
+        is_read |= key == _SECTIONS and rules.sections is not None
         if source.has(key) and not is_read:
             raise CheckpointError(
                 f"{source.where}: {key} is set, which is not supported; use another checkpoint"
@@ -208,7 +215,36 @@ def read_rope_entry(raw: JsonObject, source: JsonObject, rules: RopeRules) -> Ro
         raise source.wrong("rope_theta", "above 1 for a rope of type yarn")
     if source.has(_QUERY_BETA) and not isinstance(scaling, YarnRopeScaling):
         raise source.wrong(_QUERY_BETA, "absent for a rope that is not of type yarn")
-    return RopeConfig(theta=theta, rotary_dim=rotary_dim, scaling=scaling)
+    axes = _read_axes(source, rules, rotary_dim)
+    return RopeConfig(theta=theta, rotary_dim=rotary_dim, scaling=scaling, axes=axes)
+
+
+def axes_of(sections: Sequence[int], num_pairs: int, kind: Sections) -> tuple[int, ...]:
+    """The axis of each pair of a head, of `sections` pairs for time, height and width."""
+    if kind == "joined":
+        return tuple(axis for axis, count in enumerate(sections) for _ in range(count))[:num_pairs]
+    limits = [_NUM_AXES * count for count in sections]
+    pairs = ((pair, pair % _NUM_AXES) for pair in range(num_pairs))
+    return tuple(axis if pair < limits[axis] else 0 for pair, axis in pairs)
+
+
+def _read_axes(source: JsonObject, rules: RopeRules, rotary_dim: int) -> tuple[int, ...]:
+    if rules.sections is None or not source.has(_SECTIONS):
+        return ()
+    if source.has(_INTERLEAVED) and source.flag(_INTERLEAVED, True) != (
+        rules.sections == "interleaved"
+    ):
+        raise source.wrong(_INTERLEAVED, "absent, or as in other models of this type")
+    sections: list[int] = []
+    for value in source.items_of(_SECTIONS):
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= rotary_dim:
+            raise source.wrong(_SECTIONS, "a list of three numbers of pairs")
+        sections.append(value)
+    if len(sections) != _NUM_AXES:
+        raise source.wrong(_SECTIONS, "a list of three numbers of pairs")
+    if rules.sections == "joined" and sum(sections) != rotary_dim // 2:
+        raise source.wrong(_SECTIONS, f"three numbers whose sum is {rotary_dim // 2}")
+    return axes_of(sections, rotary_dim // 2, rules.sections)
 
 
 def format_rope(rope: RopeConfig, head_dim: int) -> dict[str, object]:
@@ -229,6 +265,10 @@ def format_rope(rope: RopeConfig, head_dim: int) -> dict[str, object]:
     if isinstance(rope.scaling, YarnRopeScaling) and not rope.scaling.mscale_all_dim:
         del values["mscale_all_dim"]
     values["rope_theta"] = rope.theta
+    if rope.axes:
+        values[_SECTIONS] = [rope.axes.count(axis) for axis in range(_NUM_AXES)]
+        if list(rope.axes) != sorted(rope.axes):
+            values[_INTERLEAVED] = True
     if rope.rotary_dim != head_dim:
         values["partial_rotary_factor"] = _share_of(rope.rotary_dim, head_dim)
     return values

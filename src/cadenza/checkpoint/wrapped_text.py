@@ -7,7 +7,7 @@ checkpoint of the text model alone would have it, with towers beside it at most.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from cadenza.checkpoint.json_object import JsonObject, shorten
@@ -28,6 +28,12 @@ class Wrapper:
     text_type: str
     other_text_types: tuple[str, ...] = ()
     prefix: str = "model.language_model."
+    text_aliases: tuple[str, ...] = ()
+    """Names of `text_type` within this model."""
+    may_be_flat: bool = False
+    """Older files have the text model's settings outside."""
+    text_values: Mapping[str, object] = field(default_factory=dict[str, object])
+    """Settings of the text model that its files do not have."""
 
 
 WRAPPERS: Mapping[str, Wrapper] = {
@@ -54,6 +60,33 @@ WRAPPERS: Mapping[str, Wrapper] = {
             architecture="Idefics3ForConditionalGeneration",
             text_type="llama",
             prefix="model.text_model.",
+        ),
+        Wrapper(
+            model_type="qwen3_vl",
+            architecture="Qwen3VLForConditionalGeneration",
+            text_type="qwen3",
+            text_aliases=("qwen3_vl_text",),
+        ),
+        Wrapper(
+            model_type="qwen3_vl_moe",
+            architecture="Qwen3VLMoeForConditionalGeneration",
+            text_type="qwen3_moe",
+            text_aliases=("qwen3_vl_moe_text",),
+            text_values={"norm_topk_prob": True},
+        ),
+        Wrapper(
+            model_type="qwen2_5_vl",
+            architecture="Qwen2_5_VLForConditionalGeneration",
+            text_type="qwen2",
+            text_aliases=("qwen2_5_vl_text", "qwen2_5_vl"),
+            may_be_flat=True,
+        ),
+        Wrapper(
+            model_type="qwen2_vl",
+            architecture="Qwen2VLForConditionalGeneration",
+            text_type="qwen2",
+            text_aliases=("qwen2_vl_text", "qwen2_vl"),
+            may_be_flat=True,
         ),
         Wrapper(
             model_type="lfm2_vl",
@@ -84,6 +117,16 @@ _NEWER_OUTSIDE = ("tie_word_embeddings",)
 
 _SHARED = ("dtype", "torch_dtype", "eos_token_id", "bos_token_id", "quantization_config")
 """Settings that may be outside only."""
+
+_OF_TOWERS = (
+    "vision_config",
+    "image_token_id",
+    "video_token_id",
+    "vision_start_token_id",
+    "vision_end_token_id",
+    "vision_token_id",
+)
+"""Settings of a flat file that are no part of its text model."""
 
 _PREFIXES = {
     "model.language_model.": "model.",
@@ -120,20 +163,25 @@ def unwrap_config(raw: JsonObject) -> JsonObject:
     if wrapper is None:
         return raw
     inner = raw.child(TEXT_CONFIG)
+    if inner is None and wrapper.may_be_flat:
+        outer = {key: value for key, value in raw.values.items() if key not in _OF_TOWERS}
+        inner = JsonObject(outer, raw.where)
     if inner is None:
         raise CheckpointError(
             f"{raw.where}: a model of type {wrapper.model_type} has {TEXT_CONFIG}, which is "
             f"absent; fetch the checkpoint again"
         )
     own_type = inner.text("model_type")
-    types = wrapper.text_type, *wrapper.other_text_types
+    types = wrapper.text_type, *wrapper.other_text_types, *wrapper.text_aliases
     if own_type not in (None, *types):
         raise CheckpointError(
             f"{inner.where}: model_type is {shorten(own_type)}; within {wrapper.model_type} "
             f"supported is {' or '.join(types)}"
         )
     values = {key: value for key, value in inner.values.items() if key != "architectures"}
-    values["model_type"] = own_type or wrapper.text_type
+    is_own = own_type is not None and own_type not in wrapper.text_aliases
+    values["model_type"] = own_type if is_own else wrapper.text_type
+    values |= wrapper.text_values
     values |= {key: raw.values[key] for key in _NEWER_OUTSIDE if raw.has(key)}
     values |= {key: raw.values[key] for key in _SHARED if raw.has(key) and not inner.has(key)}
     if isinstance(values.get("quantization_config"), dict):

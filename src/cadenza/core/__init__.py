@@ -30,6 +30,7 @@ Modules:
 - `step_schema`: every per-step field, declared once; the upload, the views on the host and the
   device's arrays follow
 - `packing`: a `Batch` becomes `ModelInputs`
+- `rope_positions`: the rotary positions of prompts with images, which have three axes
 - `token_rules`: a row's penalties, biases and bans as one record; which fields of a request rule
   tokens out
 - `constraint`: what a constraint allows behind drafts

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from cadenza.config import EngineLimits
 from cadenza.core.batch import Batch
 from cadenza.core.draw_keys import keys_of_mixed, mix_seeds
+from cadenza.core.rope_positions import rope_positions
 from cadenza.core.sequence import Sequence
 from cadenza.core.step_schema import (
     LAST_SAMPLED,
@@ -83,6 +84,7 @@ class Packer:
             _write_states(inputs, batch)
         if self._has_spans:
             _write_reaches(inputs, batch)
+        _write_rope_positions(inputs, batch)
         self._write_logits(inputs, batch, rows, starts)
         if batch.needs_masks and not masks_follow:
             return replace(inputs, mask_updates=self._write_masks(inputs, batch))
@@ -251,6 +253,17 @@ def _write_reaches(inputs: ModelInputs, batch: Batch) -> None:
             inside = slice(offset + max(start, entry.start), offset + min(stop, entry.end))
             if inside.start < inside.stop:
                 inputs.tokens.reaches[inside] = stop - 1
+
+
+def _write_rope_positions(inputs: ModelInputs, batch: Batch) -> None:
+    """Writes those of sequences with images; in others they are the positions."""
+    for entry in batch.entries:
+        attachments = entry.sequence.request.attachments
+        if attachments:
+            first = inputs.rows.query_starts[entry.row]
+            places = slice(first, first + entry.num_new_tokens)
+            found = rope_positions(attachments, entry.start, entry.end)
+            inputs.tokens.rope_positions[places] = found
 
 
 def _write_prompt_rows(inputs: ModelInputs, batch: Batch) -> None:

@@ -35,6 +35,9 @@ LAST_SAMPLED = -1
 
 PADDING = -1
 
+NO_ROPE_POSITION = -1
+"""In `TokenInputs.rope_positions`: the token's position on each axis."""
+
 NO_STATE = -1
 """In `RowInputs.state_starts`: zeros. In `TokenInputs.state_slots`: the state is not kept."""
 
@@ -118,7 +121,7 @@ class TokenInputs(Generic[A]):
     slots: A = field(metadata=_words(fill=PADDING))  # page * S + offset
     state_slots: A = field(metadata=_words(fill=NO_STATE))  # get the state behind the token
     image_slots: A = field(metadata=_words(fill=NO_IMAGE))  # have the embedding of a placeholder
-    rope_positions: A = field(metadata=_words(columns=3))  # only of models with sections
+    rope_positions: A = field(metadata=_words(fill=NO_ROPE_POSITION, columns=3))
     reaches: A = field(metadata=_words(fill=NO_REACH))  # the last position of the token's span
 
 

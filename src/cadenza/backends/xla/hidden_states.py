@@ -60,8 +60,10 @@ def as_head_step(step: StepArrays, page_size: int) -> StepArrays:
     pages = step.page_table[step.token_rows, positions // page_size]
     slots = jnp.where(step.tokens.slots >= 0, pages * page_size + positions % page_size, -1)
     lengths = step.rows.kv_lens
+    turned = step.tokens.rope_positions
+    turned = jnp.where(turned > 0, turned - 1, turned)
     return step._replace(
-        tokens=replace(step.tokens, positions=positions, slots=slots),
+        tokens=replace(step.tokens, positions=positions, slots=slots, rope_positions=turned),
         rows=replace(step.rows, kv_lens=jnp.maximum(lengths - 1, jnp.minimum(lengths, 1))),
     )
 

@@ -134,6 +134,7 @@ QWEN3_MOE = Family(
     | {"use_sliding_window", "sliding_window", "attention_bias", "norm_topk_prob"}
     | {"moe_intermediate_size", "decoder_sparse_step", "mlp_only_layers"},
     default_max_positions=32_768,
+    rope_sections="interleaved",
     mtp_layouts=(QWEN_MTP, DEEPSEEK_MTP),
 )
 

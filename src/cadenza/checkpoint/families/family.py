@@ -13,7 +13,13 @@ from cadenza.checkpoint.json_object import JsonObject, shorten
 from cadenza.checkpoint.layer_kind import LayerKind
 from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.mtp_layout import MTPLayout
-from cadenza.checkpoint.rope_config import MAX_POSITIONS, RopeConfig, RopeRules, read_rope
+from cadenza.checkpoint.rope_config import (
+    MAX_POSITIONS,
+    RopeConfig,
+    RopeRules,
+    Sections,
+    read_rope,
+)
 from cadenza.errors import CheckpointError
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
@@ -52,7 +58,7 @@ class Family:
     default_original_positions: int | None = None
     may_be_partly_rotated: bool = False
     default_rotary_share: float = 1.0
-    has_rope_sections: bool = False
+    rope_sections: Sections | None = None
     rope_aliases: tuple[tuple[str, str], ...] = ()
     activation_key: str = "hidden_act"
     default_activation: str = "silu"

@@ -7,6 +7,9 @@ name code in `auto_map`, which is not needed and never run.
 Qwen3 may have MTP layers beside it, as Qwen3-Next or DeepSeek-V3 stores them, which only
 speculation reads.
 
+The text models of Qwen2-VL and 2.5-VL are Qwen2, those of Qwen3-VL are Qwen3; positions of three
+axes share out the pairs of a head (`mrope_section`).
+
 Qwen3.5 has gated delta nets in place of attention in most layers (`layer_types`, or all but every
 `full_attention_interval`-th), gated outputs of attention, norms that multiply by 1 + weight, and a
 rope of a quarter of the head. Its mixtures have an expert for all tokens with a gate of its own.
@@ -144,6 +147,8 @@ QWEN2 = Family(
     read=_read_qwen2,
     own_keys=_KEYS,
     default_max_positions=32_768,
+    rope_sections="joined",
+    rope_aliases=(("mrope", "default"),),
 )
 
 QWEN3 = Family(
@@ -153,6 +158,7 @@ QWEN3 = Family(
     own_keys=_KEYS | {"attention_bias"},
     default_head_dim=128,
     default_max_positions=32_768,
+    rope_sections="interleaved",
     mtp_layouts=(QWEN_MTP, DEEPSEEK_MTP),
 )
 
@@ -180,7 +186,7 @@ QWEN35 = Family(
     default_max_positions=32_768,
     may_be_partly_rotated=True,
     default_rotary_share=0.25,
-    has_rope_sections=True,
+    rope_sections="interleaved",
     mtp_layouts=(QWEN_MTP,),
 )
 

@@ -16,6 +16,7 @@ from cadenza.checkpoint.families.family import FULL, LINEAR, SLIDING
 from cadenza.checkpoint.families.hybrid import MAX_TAPS
 from cadenza.checkpoint.gguf import hybrids, latents
 from cadenza.checkpoint.gguf.gemma4 import ROPE_FREQUENCIES, read_gemma4_settings
+from cadenza.checkpoint.gguf.rope_axes import ROPE_SECTIONS, VISION_KEYS, read_axes
 from cadenza.checkpoint.gguf.settings import Settings
 from cadenza.checkpoint.layer_kind import DeltaShape, LayerKind, ScanShape
 from cadenza.checkpoint.model_config import (
@@ -71,8 +72,8 @@ _RECURRENT = "attention.recurrent_layers"
 _SSM_HEADS = "ssm.time_step_rank"
 _HYBRID_KEYS = frozenset(
     "ssm.conv_kernel ssm.state_size ssm.group_count ssm.inner_size full_attention_interval "
-    "rope.dimension_sections nextn_predict_layers".split()
-) | {_RECURRENT, _SSM_HEADS}
+    "nextn_predict_layers".split()
+) | {_RECURRENT, _SSM_HEADS, ROPE_SECTIONS}
 
 _SHARED_WIDTH = "expert_shared_feed_forward_length"
 _MULTIPLIER_KEYS = frozenset(
@@ -207,6 +208,7 @@ def _read_rope(settings: Settings, default_theta: float = _DEFAULT_THETA) -> Rop
         theta=settings.number("rope.freq_base", 1.0, 1e15, default_theta),
         rotary_dim=rotary_dim,
         scaling=_read_scaling(settings, rotary_dim),
+        axes=read_axes(settings, rotary_dim // 2),
     )
 
 
@@ -516,6 +518,9 @@ _ARCHITECTURES: dict[str, Architecture] = {
     "qwen2": Architecture(read=lambda _: {"model_type": "qwen2"}),
     "qwen3": Architecture(read=_read_qwen3),
     "qwen3moe": Architecture(read=_read_qwen3_moe, keys=_EXPERT_KEYS),
+    "qwen2vl": Architecture(read=lambda _: {"model_type": "qwen2"}, keys=VISION_KEYS),
+    "qwen3vl": Architecture(read=_read_qwen3, keys=VISION_KEYS),
+    "qwen3vlmoe": Architecture(read=_read_qwen3_moe, keys=_EXPERT_KEYS | VISION_KEYS),
     "qwen35": Architecture(read=_read_qwen35, keys=_HYBRID_KEYS, adapt=_qwen35_as_stored),
     "qwen35moe": Architecture(
         read=_read_qwen35_moe,

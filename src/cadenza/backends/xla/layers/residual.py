@@ -48,7 +48,7 @@ class StepContext(NamedTuple):
         """Of a step with the ropes of all positions, and the embeddings in all image slots. Not to
         be called within `OpTable.compute`."""
         rope_positions = step.tokens.positions
-        if any(rope is not None and rope.axes for rope in model.ropes):
+        if model.has_rope_axes:
             pairs = zip(model.ropes, ropes, strict=True)
             ropes = tuple(_turns_of(rope, table, step) for rope, table in pairs)
             rope_positions = jnp.arange(len(step.tokens.ids), dtype=jnp.int32)
@@ -71,9 +71,10 @@ class StepContext(NamedTuple):
 
 def _turns_of(rope: RopeConfig | None, table: Any, step: StepArrays) -> jax.Array:
     """The row of `table` [positions, ·] for each token, each pair by the coordinate of its axis."""
-    coordinates = step.tokens.rope_positions  # [T, 3]
+    positions, given = step.tokens.positions, step.tokens.rope_positions
     if rope is None or not rope.axes:
-        return table[step.tokens.positions]
+        return table[positions]
+    coordinates = jnp.where(given >= 0, given, positions[:, None])  # [T, 3]
     axes = np.array(rope.axes * 2)  # cosines, then sines
     turns = table[coordinates[:, 0]]
     for axis in (1, 2):
