@@ -51,6 +51,11 @@ def test_any_part_of_a_prompt_has_the_positions_of_the_whole(attachments: tuple[
             assert np.array_equal(rope_positions(attachments, start, stop), whole[start:stop])
 
 
+def test_an_attachment_without_a_grid_counts_as_text():
+    plain = Attachment(start=3, length=4, digest=b"d")
+    assert np.array_equal(rope_positions((plain,), 0, 9), rope_positions((), 0, 9))
+
+
 def test_positions_never_exceed_indices():
     found = rope_positions(IMAGES, 0, 60)
     assert (found.max(axis=1) <= np.arange(60)).all()

@@ -24,6 +24,7 @@ def rope_positions(
 
     Args:
         attachments: all images of the sequence, by their place; each is a run of placeholders.
+            Those without a grid count as text.
     """
     found = np.empty((stop - start, NUM_AXES), np.int32)
     shift = 0  # of positions against indices
@@ -31,6 +32,8 @@ def rope_positions(
     for each in attachments:
         if each.start >= stop:
             break
+        if not each.columns:
+            continue
         end = each.start + each.length
         if done < each.start:
             found[done - start : each.start - start] = _text(done, each.start, shift)
