@@ -35,17 +35,17 @@ CONFIG_FILE, MTP_FILE = "config.json", "mtp.safetensors"
 def export(weights: Weights, shape: ModelShape, folder: Path) -> None:
     """Writes a model without an MTP layer; one that is there was another model's."""
     folder.mkdir(parents=True, exist_ok=True)
-    _write_tensors(folder / "model.safetensors", dict(_named_tensors(weights, shape)))
-    _write_json(folder / CONFIG_FILE, _config(shape))
-    _write_json(folder / "generation_config.json", _generation_config())
+    write_tensors(folder / "model.safetensors", dict(_named_tensors(weights, shape)))
+    write_object(folder / CONFIG_FILE, _config(shape))
+    write_object(folder / "generation_config.json", _generation_config())
     (folder / MTP_FILE).unlink(missing_ok=True)
 
 
 def export_mtp(weights: Weights, folder: Path) -> None:
     """Writes the MTP layer of the model in `folder`."""
-    _write_tensors(folder / MTP_FILE, dict(_mtp_tensors(weights)))
+    write_tensors(folder / MTP_FILE, dict(_mtp_tensors(weights)))
     config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-    _write_json(folder / CONFIG_FILE, config | {"mtp_num_hidden_layers": 1})
+    write_object(folder / CONFIG_FILE, config | {"mtp_num_hidden_layers": 1})
 
 
 def _named_tensors(weights: Weights, shape: ModelShape) -> Iterator[tuple[str, np.ndarray]]:
@@ -69,7 +69,7 @@ def _shipped(array: Any) -> np.ndarray:
     return np.ascontiguousarray(np.asarray(array).T.astype(ml_dtypes.bfloat16))
 
 
-def _write_tensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
+def write_tensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
     temporary = path.with_suffix(".tmp")
     save_file(tensors, temporary, metadata={"format": "pt"})
     temporary.chmod(0o644)
@@ -120,7 +120,7 @@ def _token_id(token: str) -> int:
     return token_id
 
 
-def _write_json(path: Path, value: Any) -> None:
+def write_object(path: Path, value: Any) -> None:
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
     os.replace(temporary, path)

@@ -2,7 +2,8 @@
 
 Owns the shapes of the networks (`ModelShape`), their initial weights and the forward
 pass.  They are of the Qwen3 architecture: grouped-query attention with normed queries
-and keys, rotary positions, a gated MLP, RMS norms and a tied head.  Knows no text,
+and keys, rotary positions, a gated MLP, RMS norms and a tied head; without the norms of
+queries and keys, of Llama's.  Knows no text,
 files or optimisers.
 
 Invariant: weights are float32; every matrix product reads bfloat16 and adds up in
@@ -40,6 +41,8 @@ class ModelShape:
     max_position_embeddings: int = 2048
     rope_theta: float = 100_000.0
     rms_norm_eps: float = 1e-6
+    has_head_norms: bool = True
+    """Qwen3 norms the heads' queries and keys; Llama does not."""
 
     @property
     def query_size(self) -> int:
@@ -100,7 +103,8 @@ def init_weights(shape: ModelShape, key: jax.Array) -> Weights:
     for name in ("o_proj", "down_proj"):
         layers[name] *= (2 * depth) ** -0.5
     norms = {"input_norm": embed, "mlp_norm": embed}
-    norms |= {"q_norm": shape.head_dim, "k_norm": shape.head_dim}
+    if shape.has_head_norms:
+        norms |= {"q_norm": shape.head_dim, "k_norm": shape.head_dim}
     layers |= {name: jnp.ones((depth, size)) for name, size in norms.items()}
     return {
         "embed": jax.random.normal(keys[0], (shape.vocab_size, embed)) * 0.02,
@@ -217,9 +221,10 @@ def _project(
     query = matmul(normed, weights["q_proj"]).reshape(head)  # [B, T, Hq, D]
     key = matmul(normed, weights["k_proj"]).reshape(head)  # [B, T, Hkv, D]
     value = matmul(normed, weights["v_proj"]).reshape(head)  # [B, T, Hkv, D]
-    query = _rotate(rms_norm(query, weights["q_norm"], shape.rms_norm_eps), rows.rotation)
-    key = _rotate(rms_norm(key, weights["k_norm"], shape.rms_norm_eps), rows.rotation)
-    return query, KeysValues(key, value)
+    if shape.has_head_norms:
+        query = rms_norm(query, weights["q_norm"], shape.rms_norm_eps)
+        key = rms_norm(key, weights["k_norm"], shape.rms_norm_eps)
+    return _rotate(query, rows.rotation), KeysValues(_rotate(key, rows.rotation), value)
 
 
 def _attend(query: jax.Array, calls: Sequence[KeysValues], segments: jax.Array) -> jax.Array:
@@ -238,7 +243,10 @@ def _attend(query: jax.Array, calls: Sequence[KeysValues], segments: jax.Array) 
         visible &= jnp.arange(start, end)[:, None] >= jnp.arange(end)
         nearest = [_at(each, start, end, back) for back, each in enumerate(reversed(later))]
         known = KeysValues(first.keys[:, :end], first.values[:, :end])
-        chunks.append(_attend_chunk(query[:, start:end], known, visible, nearest))
+        if nearest:
+            chunks.append(_attend_chunk(query[:, start:end], known, visible, nearest))
+        else:
+            chunks.append(_attend_known(query[:, start:end], known, visible))
     return jnp.concatenate(chunks, axis=1)
 
 
@@ -246,6 +254,15 @@ def _at(call: KeysValues, start: int, end: int, back: int) -> KeysValues:
     """Keys and values `[B, C, Hkv, D]` of the places `back` before those of a chunk."""
     keys, values = (jnp.roll(each, back, axis=1)[:, start:end] for each in call)
     return KeysValues(keys, values)
+
+
+def _attend_known(query: jax.Array, known: KeysValues, visible: jax.Array) -> jax.Array:
+    """As `_attend_chunk` without `nearest`; faster, as each product has one batch axis a head."""
+    group = query.shape[2] // known.keys.shape[2]
+    keys, values = (jnp.repeat(each, group, axis=2) for each in known)  # [B, S, Hq, D]
+    scores = jnp.einsum("bchd,bshd->bhcs", query * query.shape[-1] ** -0.5, keys)
+    shares = jax.nn.softmax(jnp.where(visible[:, None], scores, MASKED), axis=-1)
+    return jnp.einsum("bhcs,bshd->bchd", shares, values)
 
 
 def _attend_chunk(

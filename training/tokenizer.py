@@ -7,7 +7,7 @@ Run as `python -m training.tokenizer` from the root of the repository.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -30,6 +30,13 @@ WORDS = (
 
 
 def train_tokenizer() -> Tokenizer:
+    tokenizer = train_bpe(_texts(), VOCAB_SIZE - len(VISIBLE), SPECIAL)
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in VISIBLE])
+    return tokenizer
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int, special: Sequence[str]) -> Tokenizer:
+    """A byte-level BPE tokenizer; the ids of `special` are the first ones."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -39,13 +46,12 @@ def train_tokenizer() -> Tokenizer:
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE - len(VISIBLE),
-        special_tokens=list(SPECIAL),
+        vocab_size=vocab_size,
+        special_tokens=list(special),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_texts(), trainer)
-    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in VISIBLE])
+    tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 
 
@@ -54,6 +60,7 @@ def load_tokenizer() -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    """Writes it with the chat template that lies in the folder."""
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -64,7 +71,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
         "add_bos_token": False,
         "clean_up_tokenization_spaces": False,
         "model_max_length": 2048,
-        "chat_template": TEMPLATE_PATH.read_text(encoding="utf-8"),
+        "chat_template": (folder / TEMPLATE_PATH.name).read_text(encoding="utf-8"),
     }
     text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
     (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")

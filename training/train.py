@@ -16,7 +16,7 @@ import functools
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from optax.contrib import MuonDimensionNumbers, muon
-from tokenizers import Tokenizer
 
 from training.batches import MEDIUM, SHORT, PackedBatch, make_batch, training_batch
 from training.corpus.example import Split
@@ -75,6 +74,37 @@ Figures = dict[str, jax.Array]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Feed:
+    """What a run reads.
+
+    Args:
+        training: the batch of a step.
+        held_out: the batches whose figures are averaged, the same each time.
+    """
+
+    training: Callable[[int], Batch]
+    held_out: Sequence[Batch]
+
+
+def text_feed(plan: Plan) -> Feed:
+    """Packed text; the held-out batches are in short and in medium rows."""
+    tokenizer = load_tokenizer()
+
+    def training(step: int) -> Batch:
+        batch = training_batch(
+            tokenizer, (SEED, step), step, copy_steps=plan.copy_steps, long_from=plan.long_from
+        )
+        return as_arrays(batch)
+
+    held_out = [
+        as_arrays(make_batch(tokenizer, Split.HELD_OUT, i, length))
+        for length in (SHORT, MEDIUM)
+        for i in range(HELD_OUT_BATCHES)
+    ]
+    return Feed(training=training, held_out=held_out)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
     """What a run minimises.
 
@@ -82,11 +112,13 @@ class Objective:
         loss: of the trained weights, the frozen ones and a batch; a mean in nats.
         figures: scalars about a held-out batch, by name; arguments as of `loss`.
         frozen: weights that are read and not trained.
+        feed: the batches.
     """
 
     loss: Callable[[Weights, Weights, Batch], jax.Array]
     figures: Callable[[Weights, Weights, Batch], Figures]
     frozen: Weights = field(default_factory=dict[str, Any])
+    feed: Callable[[Plan], Feed] = text_feed
 
 
 @dataclass(slots=True, eq=False)
@@ -157,7 +189,7 @@ def train(
     if resumes:
         run.load(folder)
     print(f"{count_parameters(run.weights):,} parameters, from step {run.step}", flush=True)
-    tokenizer = load_tokenizer()
+    feed = objective.feed(plan)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def take_step(weights: Weights, state: Any, frozen: Weights, batch: Batch) -> Any:
@@ -168,21 +200,19 @@ def train(
     figures = jax.jit(objective.figures)
     losses: list[jax.Array] = []
     started = time.monotonic() - run.seconds
-    batch = _training_batch(tokenizer, plan, run.step)
+    batch = feed.training(run.step)
     while run.step < plan.num_steps:
         run.weights, run.optimizer_state, loss = take_step(
             run.weights, run.optimizer_state, objective.frozen, batch
         )
         losses.append(loss)
         run.step += 1
-        batch = _training_batch(tokenizer, plan, run.step)
+        batch = feed.training(run.step)
         jax.block_until_ready(loss)
         run.seconds = time.monotonic() - started
         if run.step % plan.evaluate_every == 0 or run.step == plan.num_steps:
-            means = held_out_figures(
-                lambda batch: figures(run.weights, objective.frozen, batch), tokenizer
-            )
-            _record(run, losses, means)
+            found = [figures(run.weights, objective.frozen, batch) for batch in feed.held_out]
+            _record(run, losses, mean_figures(found))
             losses = []
         if run.step % plan.save_every == 0 or run.step == plan.num_steps:
             run.save(folder)
@@ -236,13 +266,7 @@ def batch_loss(weights: Weights, batch: Batch, shape: ModelShape) -> jax.Array:
     return jnp.sum(losses * learned) / jnp.sum(learned)
 
 
-def held_out_figures(figures: Callable[[Batch], Figures], tokenizer: Tokenizer) -> dict[str, float]:
-    """Mean figures over the same held-out batches each time, in short and in medium rows."""
-    found = [
-        figures(as_arrays(make_batch(tokenizer, Split.HELD_OUT, i, length)))
-        for length in (SHORT, MEDIUM)
-        for i in range(HELD_OUT_BATCHES)
-    ]
+def mean_figures(found: Sequence[Figures]) -> dict[str, float]:
     return {name: round(float(np.mean([each[name] for each in found])), 4) for name in found[0]}
 
 
@@ -259,13 +283,6 @@ def write_json(path: Path, value: Any) -> None:
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
     os.replace(temporary, path)
-
-
-def _training_batch(tokenizer: Tokenizer, plan: Plan, step: int) -> Batch:
-    batch = training_batch(
-        tokenizer, (SEED, step), step, copy_steps=plan.copy_steps, long_from=plan.long_from
-    )
-    return as_arrays(batch)
 
 
 def _record(run: Run, losses: list[jax.Array], held_out: dict[str, float]) -> None:
