@@ -33,6 +33,9 @@ MaxItlMs = float | str
 WholeOrAuto = int | Literal["auto"] | None
 """None is as "auto"; `EngineConfig` says what that is."""
 
+PACKAGED_MODELS = ("bundled", "bundled-vision")
+"""Models of the package, by the names that commands take; a folder of that name comes before."""
+
 PAGE_SIZE_UNIT = 16
 DEFAULT_SNAPSHOT_INTERVAL = 512
 MAX_NUM_SEQS_BOUND = 1 << 14

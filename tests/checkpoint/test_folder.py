@@ -58,6 +58,15 @@ def test_a_name_as_ollama_has_it_says_where_its_file_is(name: str):
         open_checkpoint(Path(name))
 
 
+def test_models_of_the_package_open_by_name_unless_a_folder_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    assert open_checkpoint(Path("bundled")).digest == open_checkpoint(None).digest
+    own = write_folder(tmp_path / "bundled")
+    assert open_checkpoint(Path("bundled")).folder == own.relative_to(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["absent", "owner/llama3.2:1b", "a:b:c", ":1b"])
 def test_other_names_say_nothing_of_ollama(name: str):
     with pytest.raises(CheckpointError) as error:

@@ -25,6 +25,11 @@ def test_a_first_word_that_is_a_gguf_file_or_a_folder_with_one_is_the_model(tmp_
         assert read_words([word, "a"], None) == (word, ("a",))
 
 
+def test_a_first_word_that_names_a_model_of_the_package_is_the_model():
+    assert read_words(["bundled-vision", "a"], None) == ("bundled-vision", ("a",))
+    assert read_words(["a", "bundled-vision"], None) == (None, ("a", "bundled-vision"))
+
+
 def test_with_the_model_flag_every_word_is_a_prompt(model: Path):
     assert read_words([str(model), "a"], "other") == ("other", (str(model), "a"))
 

@@ -15,6 +15,7 @@ from cadenza.checkpoint.gguf.reader import MAGIC as GGUF_MAGIC
 from cadenza.checkpoint.other_folders import adapter_in, main_snapshot
 from cadenza.checkpoint.towers.reader import VisionOptions
 from cadenza.checkpoint.weights import INDEX_FILE, SINGLE_FILE
+from cadenza.config import PACKAGED_MODELS
 from cadenza.errors import CheckpointError
 
 MAX_ENTRIES = 1000
@@ -36,8 +37,8 @@ def open_checkpoint(
     """Opens a local folder or GGUF file.
 
     Args:
-        path: the folder or file; None for the bundled model. A folder of the hub's cache is its
-            main snapshot.
+        path: the folder or file, or one of `PACKAGED_MODELS`; None for the bundled model. A folder
+            of the hub's cache is its main snapshot.
         revision: the hub commit that the folder is a snapshot of, if it is one.
         any_family: opens models of unknown arithmetic too, of which only the outline is read.
         vision: what is asked for of the model's images; None is `VisionOptions()`.
@@ -49,7 +50,10 @@ def open_checkpoint(
     file = None if path is None else _gguf_file(path)
     if path is not None and file is not None:
         return open_gguf_model(file, revision=revision, beside=path if path.is_dir() else None)
-    folder = _bundled_folder() if path is None else _local_folder(path)
+    if path is None or (str(path) in PACKAGED_MODELS and not path.exists()):
+        folder = _packaged_folder(_BUNDLED if path is None else str(path))
+    else:
+        folder = _local_folder(path)
     return open_folder(folder, revision=revision, any_family=any_family, vision=vision)
 
 
@@ -89,11 +93,11 @@ def open_bundled_draft(target: Checkpoint) -> Checkpoint:
     return open_checkpoint(folder)
 
 
-def _bundled_folder() -> Path:
-    folder = _packaged(_BUNDLED)
+def _packaged_folder(name: str) -> Path:
+    folder = _packaged(name)
     if not (folder / CONFIG_FILE).is_file():
         raise CheckpointError(
-            "this installation has no bundled model; name a local model folder instead"
+            f"this installation has no model {name!r}; name a local model folder instead"
         )
     return folder
 

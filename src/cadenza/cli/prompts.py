@@ -2,8 +2,8 @@
 
 Owns the rule that tells a model from prompts, and the formats of prompt files. Invariant: a word is
 the model only when it is the first one, `--model` is not given, and it is a folder with a
-config.json, or a GGUF file or a folder with one; a first word that only looks like a model is
-refused.
+config.json, a GGUF file or a folder with one, or a model of the package; a first word that only
+looks like a model is refused.
 """
 
 import json
@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal, TextIO, cast
 
+from cadenza.config import PACKAGED_MODELS
 from cadenza.errors import ConfigError, InvalidRequestError
 
 PromptsFormat = Literal["text", "jsonl"]
@@ -55,9 +56,11 @@ def is_local_model(word: str) -> bool:
     try:
         if path.is_file():
             return path.suffix.lower() == ".gguf"
-        return (path / "config.json").is_file() or any(path.glob("*.gguf"))
+        if (path / "config.json").is_file() or any(path.glob("*.gguf")):
+            return True
     except (OSError, ValueError):  # too long for a path, or holds a NUL
         return False
+    return word in PACKAGED_MODELS
 
 
 def looks_like_model(word: str) -> bool:
