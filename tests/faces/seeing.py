@@ -5,12 +5,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from cadenza.checkpoint import Checkpoint, open_checkpoint
+from cadenza.checkpoint import Checkpoint, declare, open_checkpoint
 from cadenza.errors import InvalidRequestError
 from cadenza.frontend.text_frontend import TextFrontend, TextWorkers
 from cadenza.media.image_input import ImageInput, OpenedImage
 from cadenza.vision.processor import Detail, ImagePart, ImagePlan, ImageProcessor, Run
-from cadenza.vision.tower_config import TowerConfig, VisionConfig
+from cadenza.vision.tower_config import (
+    ProjectorConfig,
+    ProjectorLinear,
+    TowerConfig,
+    VisionConfig,
+)
 from tests.text.marked_tokenizers import marked_checkpoint
 
 IMAGE, BREAK, END = "<image>", "<row_end>", "<image_end>"
@@ -102,19 +107,31 @@ def seeing_checkpoint(
     chosen = processor or GridProcessor()
     image_id = text.tokenizer.id_of(chosen.token)
     assert image_id is not None
+    linear = ProjectorLinear(name="projector", num_out=checkpoint.config.hidden_size)
     tower = TowerConfig(
         hidden_size=8,
         intermediate_size=16,
         num_layers=1,
         num_heads=1,
         head_dim=8,
-        patch_values=3,
+        patch_size=1,
+        patch_shape=(3, 1, 1),
         norm_eps=1e-6,
+        projector=ProjectorConfig(side=1, linears=(linear,)),
     )
-    vision = VisionConfig(tower=tower, processor=chosen, image_token_id=image_id, fill_token_id=0)
-    return replace(
-        checkpoint, known=(replace(checkpoint.config, vision=vision), checkpoint.weights)
+    vision = VisionConfig(
+        family="grid",
+        tower=tower,
+        processor=chosen,
+        image_token_id=image_id,
+        fill_token_id=0,
+        max_part_tokens=1 << 16,
     )
+    config, weights = replace(checkpoint.config, vision=vision), checkpoint.weights
+    some = next(iter(weights.tensors.values()))  # nothing reads the tower
+    missing = {spec.name: some for spec in declare(config) if spec.name not in weights}
+    known = config, replace(weights, tensors={**weights.tensors, **missing})
+    return replace(checkpoint, known=known)
 
 
 def seeing_text(

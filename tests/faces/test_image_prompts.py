@@ -5,7 +5,10 @@ from typing import Any
 import pytest
 
 from cadenza.errors import ContextLengthError, InvalidRequestError, TextTooLongError
+from cadenza.events import PromptLogprobs, TokenLogprobs
 from cadenza.frontend.image_prompts import num_image_tokens
+from cadenza.frontend.output_processor import OutputProcessor
+from cadenza.frontend.receipts import with_receipt
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.media.image_input import OpenedImage
 from cadenza.request import Attachment, Request, SamplingParams
@@ -21,6 +24,7 @@ from tests.faces.seeing import (
     blind_text,
     picture,
     seeing_text,
+    text_part,
     user,
 )
 
@@ -297,3 +301,41 @@ def test_the_servers_requests_wait_for_their_pixels():
     again = face.prepare_answer([message], params)
     assert again.pending is None
     assert again.request == whole.request
+
+
+def test_placeholders_have_no_log_probabilities(face: TextFrontend):
+    prepared = face.prepare_chat([user(picture(), "a")], SamplingParams(prompt_logprobs=0))
+    ids = prepared.request.prompt_token_ids
+    processor = OutputProcessor(7, prepared, face)
+    found = TokenLogprobs(logprob=-1.0, rank=1, top_ids=(), top_logprobs=())
+    for start, stop in ((1, 5), (5, len(ids))):
+        entries = (found,) * (stop - start)
+        processor.push(PromptLogprobs(request_id=7, start=start, entries=entries))
+    shown = processor.prompt_logprobs
+    assert shown is not None
+    image_id = id_of(face, IMAGE)
+    assert [each is None for each in shown] == [
+        place == 0 or token_id == image_id for place, token_id in enumerate(ids)
+    ]
+
+
+def test_an_answer_to_images_has_no_receipt(face: TextFrontend):
+    for prepared in (
+        face.prepare_chat([user(picture())]),
+        face.prepare_answer([user(picture())], SamplingParams()),
+    ):
+        with pytest.raises(InvalidRequestError, match="to images has no receipt"):
+            with_receipt(prepared)
+
+
+def test_images_in_results_of_calls_stay_where_tools_are_described(face: TextFrontend):
+    call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": {}}}
+    messages = [
+        {"role": "user", "content": "Look."},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": [text_part("seen"), picture("10x10")]},
+    ]
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+    request = face.prepare_chat(messages, tools=tools).request
+    assert "1*Result of look {}: seen" in shown(face, request)
+    assert len(request.attachments) == 1

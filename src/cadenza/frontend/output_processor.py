@@ -55,6 +55,7 @@ class OutputProcessor:
 
     __slots__ = (
         "_fingerprint",
+        "_placeholders",
         "_prepared",
         "_prompt_logprobs",
         "_running",
@@ -77,6 +78,9 @@ class OutputProcessor:
         self._prepared = prepared
         self._fingerprint = fingerprint
         self._text = text
+        # Tokens of images, which have no probabilities: no model can generate them.
+        ids, parts = prepared.request.prompt_token_ids, prepared.request.attachments
+        self._placeholders = {ids[part.start] for part in parts}
         params, make_parser = prepared.request.params, prepared.make_parser
         self.answer_schema = text.unenforced_schema(params.structured)
         self._samples = [
@@ -216,7 +220,8 @@ class OutputProcessor:
     def _push_prompt_logprobs(self, event: PromptLogprobs) -> None:
         token_ids = self._prepared.request.prompt_token_ids[event.start :]
         for token_id, found in zip(token_ids, event.entries, strict=False):
-            self._prompt_logprobs.append(self._describe(token_id, found))
+            is_shown = token_id not in self._placeholders
+            self._prompt_logprobs.append(self._describe(token_id, found) if is_shown else None)
 
     def _describe(self, token_id: int, found: TokenLogprobs) -> dict[int, Logprob]:
         described = {token_id: self._logprob(token_id, found.logprob, found.rank)}

@@ -24,6 +24,12 @@ def with_receipt(prepared: PreparedRequest) -> PreparedRequest:
             "leave receipt out",
             param="receipt",
         )
+    if request.attachments or prepared.pending is not None:
+        raise InvalidRequestError(
+            "an answer to images has no receipt, which would have to hold their pixels; leave "
+            "receipt out",
+            param="receipt",
+        )
     params = replace(request.params, logprobs=request.params.logprobs or 0)
     return replace(prepared, request=replace(request, params=params), makes_receipt=True)
 

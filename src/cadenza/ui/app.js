@@ -252,7 +252,9 @@ export class App {
       return;
     }
     const hasReceipts = this.hasReceipts && Boolean(this.shownModel?.system_fingerprint);
-    const receipt = this.settings.wantsReceipt && hasReceipts ? { receipt: true } : {};
+    // A receipt has token ids, and no pixels.
+    const seesImages = path.some((each) => Array.isArray(each.content));
+    const receipt = this.settings.wantsReceipt && hasReceipts && !seesImages ? { receipt: true } : {};
     const usage = { stream: true, stream_options: { include_usage: true, continuous_usage_stats: true } };
     const body = { ...fields, ...usage, ...receipt, ...more, messages: path };
     const answer = new Answer({ message, body, onChange });

@@ -71,7 +71,9 @@ def _shown(messages: Sequence[Message]) -> Iterator[Message]:
         if each.get("role") == "tool":
             call = called.get(str(each.get("tool_call_id"))) or _Call(str(each.get("name", "")), "")
             told = " ".join(("Result of", *filter(None, call))) if call.name else "Result"
-            yield {"role": "user", "content": f"{told}: {_text(each.get('content'))}"}
+            text = f"{told}: {_text(each.get('content'))}"
+            others = _other_parts(each.get("content"))
+            yield {"role": "user", "content": [*others, _part(text)] if others else text}
         elif each.get("tool_calls"):
             calls = cast(Sequence[dict[str, Any]], each["tool_calls"])
             called |= {str(call.get("id")): _call_of(call) for call in calls}
@@ -87,6 +89,17 @@ def _call_of(call: Mapping[str, Any]) -> _Call:
     arguments = function.get("arguments", {})
     written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return _Call(str(function.get("name", "")), written)
+
+
+def _part(text: str) -> Message:
+    return {"type": "text", "text": text}
+
+
+def _other_parts(content: object) -> list[object]:
+    """The parts of a message's content that are no texts, such as images."""
+    parts = cast(Sequence[object], content) if isinstance(content, list | tuple) else ()
+    kinds = [cast(Message, part).get("type") if isinstance(part, Mapping) else "" for part in parts]
+    return [part for part, kind in zip(parts, kinds, strict=True) if kind in ("image", "image_url")]
 
 
 def _text(content: object) -> str:
