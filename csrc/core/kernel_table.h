@@ -3,6 +3,7 @@
 // others by the activations' DType: 0 bf16, 1 f32.
 #pragma once
 
+#include "core/encoder_tasks.h"
 #include "core/pool.h"
 #include "core/tasks.h"
 
@@ -73,6 +74,15 @@ struct Float8Kernels {
   UnitFn head_linear[2];
 };
 
+// Operations of image towers, indexed by the activations' DType.
+struct EncoderKernels {
+  UnitFn layer_norm[2];
+  UnitFn activate[2];
+  UnitFn keep_heads[2];
+  UnitFn encode[2];
+  UnitFn place[2];
+};
+
 struct KernelTable {
   const char* isa;
   int max_rows[2];  // rows of one register tile
@@ -103,6 +113,7 @@ struct KernelTable {
   UnitFn read;  // read and multiply only measure the roofline
   UnitFn multiply[2];
   Float8Kernels float8;
+  EncoderKernels encoder;
 };
 
 // The kernels of quantised products and of attention over KV in int8, whose ISA is selected on its

@@ -3,6 +3,7 @@
 // Kernels fix the order of every reduction, so the partition never changes a result.
 #pragma once
 
+#include "core/encoder_tasks.h"
 #include "core/partition.h"
 #include "core/kernel_table.h"
 #include "core/pool.h"
@@ -41,6 +42,15 @@ int64_t count_active_experts(const ExpertChoice& choice, int64_t rows);
 void gated_delta(const Runtime& runtime, DType dtype, const GatedDeltaTask& task);
 void short_conv(const Runtime& runtime, DType dtype, const ShortConvTask& task);
 void selective_scan(const Runtime& runtime, DType dtype, const SelectiveScanTask& task);
+
+// Image towers.
+void layer_norm(const Runtime& runtime, DType dtype, const LayerNormTask& task);
+void activate(const Runtime& runtime, DType dtype, const ActivateTask& task);
+void keep_heads(const Runtime& runtime, DType dtype, const KeepHeadsTask& task);
+void encode_attend(const Runtime& runtime, DType dtype, const EncodeTask& task);
+void place_rows(const Runtime& runtime, DType dtype, const PlaceRowsTask& task);
+// Runs on the calling thread.
+void keep_rows(const KeepRowsTask& task);
 
 void rope_append_attend(const Runtime& runtime, DType dtype, const AttendTask& task);
 

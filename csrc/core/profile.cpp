@@ -27,7 +27,13 @@ Counter counters[kNumOps] = {{"embed"},
                              {"gated_delta"},
                              {"short_conv"},
                              {"selective_scan"},
-                             {"gate_inputs"}};
+                             {"gate_inputs"},
+                             {"layer_norm"},
+                             {"activate"},
+                             {"keep_heads"},
+                             {"encode_attend"},
+                             {"keep_rows"},
+                             {"place_rows"}};
 
 Counter& counter_of(Op op) { return counters[static_cast<int>(op)]; }
 

@@ -27,8 +27,14 @@ enum class Op : int {
   kShortConv,
   kSelectiveScan,
   kGateInputs,
+  kLayerNorm,
+  kActivate,
+  kKeepHeads,
+  kEncodeAttend,
+  kKeepRows,
+  kPlaceRows,
 };
-constexpr int kNumOps = static_cast<int>(Op::kGateInputs) + 1;
+constexpr int kNumOps = static_cast<int>(Op::kPlaceRows) + 1;
 
 struct OpTotals {
   const char* name;

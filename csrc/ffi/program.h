@@ -129,6 +129,12 @@ inline constexpr Operation kOperations[] = {
     operation<short_conv_call>("short_conv layer"),
     operation<selective_scan_call>("selective_scan layer groups norm_eps"),
     operation<gate_inputs_call>("gate_inputs first activation"),
+    operation<layer_norm_call>("layer_norm eps"),
+    operation<activate_call>("activate kind"),
+    operation<keep_heads_call>("keep_heads norm_eps norms_values"),
+    operation<encode_attend_call>("encode_attend scale"),
+    operation<keep_rows_call>("keep_rows part"),
+    operation<place_rows_call>("place_rows part adds"),
     operation<next_token_call>("next_token vocab divisor soft_cap page_size"),
 };
 

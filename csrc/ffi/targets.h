@@ -50,6 +50,17 @@ ffi::Error selective_scan_call(Any x, Any gate, Any rates, Any query_starts, Any
                                Any norm_weight, Any conv_pool, Any state_pool, AnyResult out,
                                AnyResult conv_out, AnyResult state_out, int64_t layer,
                                int64_t groups, float norm_eps);
+ffi::Error layer_norm_call(Any x, Any weight, Any bias, Any count, AnyResult out, float eps);
+ffi::Error activate_call(Any x, Any count, AnyResult out, int64_t kind);
+ffi::Error keep_heads_call(Any qkv, Any turns, Any q_weight, Any k_weight, Any start, Any count,
+                           Any queries, Any keys, Any values, AnyResult queries_out,
+                           AnyResult keys_out, AnyResult values_out, float norm_eps,
+                           bool norms_values);
+ffi::Error encode_attend_call(Any queries, Any keys, Any values, Any start, Any count,
+                              Any num_rows, Any bounds, AnyResult out, float scale);
+ffi::Error keep_rows_call(Any x, Any images, Any slots, Any count, AnyResult out, int64_t part);
+ffi::Error place_rows_call(Any x, Any images, Any slots, Any count, AnyResult out, int64_t part,
+                           bool adds);
 ffi::Error next_token_call(Any x, Any head, Any count, Any columns, Any records, Any page_table,
                            Any history, AnyResult out, int64_t vocab, float divisor, float soft_cap,
                            int64_t page_size);

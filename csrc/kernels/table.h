@@ -2,6 +2,8 @@
 #pragma once
 
 #include "kernels/attention_latent.h"
+#include "kernels/encoder.h"
+#include "kernels/encoder_attention.h"
 #include "kernels/experts.h"
 #include "kernels/float8.h"
 #include "kernels/gated_delta.h"
@@ -44,7 +46,12 @@ constexpr KernelTable make_table(const char* isa) {
           {head_linear_units<Bf16, bf16>, head_linear_units<F32, float>},
           read_units,
           {multiply_units<bf16>, multiply_units<float>},
-          make_float8_kernels()};
+          make_float8_kernels(),
+          {{layer_norm_units<bf16>, layer_norm_units<float>},
+           {activate_units<bf16>, activate_units<float>},
+           {keep_heads_units<bf16>, keep_heads_units<float>},
+           {encode_units<bf16>, encode_units<float>},
+           {place_units<bf16>, place_units<float>}}};
 }
 
 }  // namespace cadenza::CADENZA_ISA
