@@ -36,10 +36,11 @@ template <class T>
 void multiply_units(const void* context, int64_t begin, int64_t end, Worker&) {
   const auto& task = *static_cast<const MultiplyTask*>(context);
   const T* seeds = static_cast<const T*>(task.seeds);
-  Vec acc[kMaxRows][kTileVecs];
-  for (int i = 0; i < kMaxRows; i++) {
+  Vec acc[kMaxRows][kTileVecs];  // in registers: each loop over it is unrolled, and its address unused
+#pragma GCC unroll 16
+  for (int i = 0; i < kMaxRows; i++)
+#pragma GCC unroll 4
     for (int j = 0; j < kTileVecs; j++) acc[i][j] = set1(float(1 + i * kTileVecs + j));
-  }
   auto weight = Elem<T>::template weight<0>(seeds);
   auto operand = Elem<T>::broadcast(reinterpret_cast<const Input<T>*>(seeds + 2));
   for (int64_t step = 0; step < (end - begin) * task.steps; step++) {
@@ -50,7 +51,12 @@ void multiply_units(const void* context, int64_t begin, int64_t end, Worker&) {
         acc[i][j] = Elem<T>::multiply_add(acc[i][j], weight, operand);
       }
   }
-  observe(acc);
+  Vec sum = zero();
+#pragma GCC unroll 16
+  for (int i = 0; i < kMaxRows; i++)
+#pragma GCC unroll 4
+    for (int j = 0; j < kTileVecs; j++) sum = add(sum, acc[i][j]);
+  observe(sum);
   constexpr int64_t kLaneOperations = 2 * kStep<T> / Elem<T>::kProducts;
   constexpr int64_t kPerStep = kLaneOperations * kLanes * kMaxRows * kTileVecs;
   __atomic_fetch_add(task.operations, (end - begin) * task.steps * kPerStep, __ATOMIC_RELAXED);
