@@ -28,7 +28,7 @@ import numpy.typing as npt
 from cadenza.checkpoint import named_shape, open_checkpoint
 from cadenza.checkpoint.random_checkpoint import (
     NoiseSource,
-    shape_names,
+    text_shape_names,
     write_drawn_checkpoint,
 )
 from cadenza.config import EngineConfig
@@ -78,7 +78,7 @@ class Case:
 
 
 def all_cases() -> list[Case]:
-    shapes = [name for name in shape_names() if name.startswith("tiny-")]
+    shapes = [name for name in text_shape_names() if name.startswith("tiny-")]
     return [
         Case(shape=shape, format=format)
         for shape in shapes

@@ -38,6 +38,8 @@ PACKAGED_MODELS = ("bundled", "bundled-vision")
 
 PAGE_SIZE_UNIT = 16
 DEFAULT_SNAPSHOT_INTERVAL = 512
+DEFAULT_IMAGE_CACHE_BYTES = 256 << 20
+DEFAULT_IMAGE_MAX_TOKENS, MIN_IMAGE_MAX_TOKENS, MAX_IMAGE_MAX_TOKENS = 4096, 64, 1 << 16
 MAX_NUM_SEQS_BOUND = 1 << 14
 DEFAULT_MAX_NUM_SEQS = 16
 MAX_MODEL_LEN_BOUND = 1 << 24
@@ -113,6 +115,11 @@ class EngineConfig:
     state_snapshot_interval: int = DEFAULT_SNAPSHOT_INTERVAL
     prefix_cache_disk: str | None = None
     prefix_cache_disk_bytes: int | None = None
+    images: bool = True
+    mmproj: str | None = None
+    """A GGUF file with the tower of the model; None: the one beside it, if there is one."""
+    image_cache_bytes: int = DEFAULT_IMAGE_CACHE_BYTES
+    image_max_tokens: int = DEFAULT_IMAGE_MAX_TOKENS
     scheduler: SchedulerLoop = "overlap"
     max_num_queued_reqs: int | None = None
     max_num_queued_tokens: int | None = None
@@ -169,10 +176,13 @@ class EngineConfig:
             object.__setattr__(self, "chat_template", _as_chat_template(self.chat_template))
         if self.prefix_cache_disk is not None:
             object.__setattr__(self, "prefix_cache_disk", _as_folder(self.prefix_cache_disk))
-        if not isinstance(self.enable_prefix_caching, bool):
-            raise ConfigError(
-                f"--enable-prefix-caching {show(self.enable_prefix_caching)} must be true or false"
-            )
+        if self.mmproj is not None:
+            object.__setattr__(self, "mmproj", _as_projector(self.mmproj))
+        for name in ("enable_prefix_caching", "images"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} {show(getattr(self, name))} must be true or false"
+                )
         if self.page_size % PAGE_SIZE_UNIT:
             raise ConfigError(
                 f"--page-size {self.page_size} is not a multiple of {PAGE_SIZE_UNIT}; "
@@ -221,6 +231,10 @@ class EngineOptions(TypedDict, total=False):
     state_snapshot_interval: int | Literal["auto"]
     prefix_cache_disk: str | Path | None
     prefix_cache_disk_bytes: WholeOrAuto
+    images: bool
+    mmproj: str | Path | None
+    image_cache_bytes: int | Literal["auto"]
+    image_max_tokens: int | Literal["auto"]
     scheduler: SchedulerLoop
     max_num_queued_reqs: WholeOrAuto
     max_num_queued_tokens: WholeOrAuto
@@ -242,6 +256,13 @@ def _as_chat_template(value: object) -> str:
         raise ConfigError(
             f"--chat-template {show(value)} must be a file, or the text of a chat template"
         )
+    return str.__str__(text)
+
+
+def _as_projector(value: object) -> str:
+    text = str(value) if isinstance(value, Path) else value
+    if not isinstance(text, str) or not text.strip() or not _is_encodable(text):
+        raise ConfigError(f"--mmproj {show(value)} must be a GGUF file")
     return str.__str__(text)
 
 
@@ -281,6 +302,8 @@ _RANGES: Mapping[str, tuple[int, int]] = {
     "state_snapshot_interval": (PAGE_SIZE_UNIT, MAX_MODEL_LEN_BOUND),
     "prefix_cache_disk_bytes": (MIN_DISK_BYTES, 1 << 60),
     "weight_cache_bytes": (0, 1 << 60),
+    "image_cache_bytes": (1, 1 << 60),
+    "image_max_tokens": (MIN_IMAGE_MAX_TOKENS, MAX_IMAGE_MAX_TOKENS),
 }
 """Integer options with their inclusive bounds."""
 

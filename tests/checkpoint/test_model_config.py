@@ -1,6 +1,7 @@
 """What a config.json says, and what of it is refused."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,7 @@ def test_kv_bytes_per_token_count_keys_and_values_of_all_layers():
 
 @pytest.mark.parametrize("name", shape_names())
 def test_named_shapes_survive_being_written_and_read(name: str):
-    config = named_shape(name)
+    config = replace(named_shape(name), vision=None)
     assert parse_model_config(format_model_config(config)) == config
 
 

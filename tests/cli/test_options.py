@@ -68,6 +68,9 @@ VALUES = {
     "state_snapshot_interval": ("64", 64),
     "prefix_cache_disk": ("pages", "pages"),
     "prefix_cache_disk_bytes": ("2000000", 2000000),
+    "mmproj": ("mmproj.gguf", "mmproj.gguf"),
+    "image_cache_bytes": ("3000000", 3000000),
+    "image_max_tokens": ("512", 512),
     "generation_config": ("none", "none"),
     "chat_template": ("{{ messages }}", "{{ messages }}"),
     "max_num_queued_reqs": ("9", 9),
@@ -91,7 +94,7 @@ ALIASES = [(alias, name) for name, described in ENGINE_FLAGS.items() for alias i
 def test_every_field_of_engine_config_is_described_and_tested():
     names = {field.name for field in fields(EngineConfig)}
     assert set(ENGINE_FLAGS) == names
-    assert set(VALUES) | {"enable_prefix_caching"} == names
+    assert set(VALUES) | {"enable_prefix_caching", "images"} == names
 
 
 def test_every_setting_of_the_benchmarks_is_a_flag():
@@ -121,7 +124,7 @@ def test_a_flag_its_variable_and_pythons_option_set_a_field_and_the_flag_comes_f
     env = {f"CADENZA_{name.upper()}": written}
     assert getattr(config_of(env=env), name) == meant
     # As a sampling flag, a seed of 0 is a seed; any word names a revision, a file or a folder.
-    if name not in ("seed", "revision", "chat_template", "prefix_cache_disk"):
+    if name not in ("seed", "revision", "chat_template", "prefix_cache_disk", "mmproj"):
         of_none = "none" if name == "speculative_config" else "auto"
         given = of_none if default is None else str(default)
         assert getattr(config_of(flag, given, env=env), name) == default

@@ -15,7 +15,7 @@ from cadenza.checkpoint import (
 )
 from cadenza.checkpoint.families import FAMILIES
 from cadenza.checkpoint.interleaved_experts import split_interleaved_experts
-from cadenza.checkpoint.random_checkpoint import shape_names
+from cadenza.checkpoint.random_checkpoint import text_shape_names
 from tests.oracle.hf import compute_logits, load_config, load_model
 
 pytestmark = pytest.mark.oracle
@@ -25,7 +25,9 @@ FOLDERS = sorted(path for path in FIXTURES.iterdir() if path.is_dir())
 MIXTURES = [path for path in FOLDERS if named_shape(str(path)).experts is not None]
 
 
-@pytest.fixture(scope="module", params=[name for name in shape_names() if name.startswith("tiny-")])
+@pytest.fixture(
+    scope="module", params=[name for name in text_shape_names() if name.startswith("tiny-")]
+)
 def random_folder(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("random") / request.param
     write_random_checkpoint(named_shape(request.param), folder, seed=5, dtype="float32")

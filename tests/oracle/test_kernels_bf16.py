@@ -22,7 +22,7 @@ from cadenza.checkpoint import (
     open_checkpoint,
     write_random_checkpoint,
 )
-from cadenza.checkpoint.random_checkpoint import shape_names
+from cadenza.checkpoint.random_checkpoint import text_shape_names
 from cadenza.text import Tokenizer
 from tests.oracle.hf import decode_greedily, load_model
 from tests.oracle.tapped_engine import Float64Array, TappedEngine, log_softmax
@@ -145,7 +145,7 @@ def test_random_weights_lose_no_more_to_bfloat16_than_in_transformers(
     check(name, measure(tmp_path / name, sequences, list(PROMPT_LENGTHS)), capsys)
 
 
-@pytest.mark.parametrize("name", [name for name in shape_names() if name.startswith("tiny-")])
+@pytest.mark.parametrize("name", [name for name in text_shape_names() if name.startswith("tiny-")])
 def test_every_family_loses_no_more_to_bfloat16_than_in_transformers(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -42,6 +42,8 @@ class ModelMemory:
         state_bytes: of a slot of recurrent state (`EngineLimits.num_state_slots`); 0 for a model
             without.
         scratch_bytes: of everything that does not last longer than a step.
+        image_slot_bytes: of an image slot; 0 for a model that does not see.
+        image_work_bytes: of what is needed while an image is encoded.
     """
 
     weight_bytes: int
@@ -49,6 +51,8 @@ class ModelMemory:
     row_bytes: int
     scratch_bytes: int
     state_bytes: int = 0
+    image_slot_bytes: int = 0
+    image_work_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +91,7 @@ class BackendTraits:
             bits of runners that do not.
         fills_kv: whether it writes all KV slots when it starts, so that their memory is resident
             before it is used.
+        encodes_images: whether its runners of models that see can be `ImageRunner`s.
         process_bytes: private memory of a process beside its models: libraries and programs.
         logit_copies: float32 arrays [L, V] that exist at the same time while tokens are chosen.
         workspace_bytes: what a step's operations use for themselves, whatever the model.
@@ -122,6 +127,7 @@ class BackendTraits:
     copies_pages: bool = False
     keeps_hidden: bool = False
     fills_kv: bool = True
+    encodes_images: bool = False
     process_bytes: int = 0
     logit_copies: int = 0
     workspace_bytes: int = 0

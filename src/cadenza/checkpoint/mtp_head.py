@@ -85,7 +85,14 @@ def mtp_head_of(checkpoint: Checkpoint) -> Checkpoint:
 def config_of_head(config: ModelConfig) -> ModelConfig:
     """The arithmetic of an MTP layer of a model; its MLP is a mixture if any of the model's is."""
     kind = LayerKind(has_experts=config.experts is not None, latent=config.latent)
-    return replace(config, num_layers=1, layer_pattern=(kind,), num_mtp_layers=0, reads_hidden=True)
+    return replace(
+        config,
+        num_layers=1,
+        layer_pattern=(kind,),
+        num_mtp_layers=0,
+        reads_hidden=True,
+        vision=None,
+    )
 
 
 def declare_mtp_layers(config: ModelConfig) -> tuple[TensorSpec, ...]:

@@ -110,6 +110,11 @@ def shape_names() -> tuple[str, ...]:
     return tuple(sorted(file.name[:-5] for file in files if file.name.endswith(".json")))
 
 
+def text_shape_names() -> tuple[str, ...]:
+    """Those of models that do not see."""
+    return tuple(name for name in shape_names() if named_shape(name).vision is None)
+
+
 def write_random_checkpoint(
     config: ModelConfig,
     folder: Path,

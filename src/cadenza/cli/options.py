@@ -195,6 +195,20 @@ ENGINE_FLAGS: Mapping[str, Flag] = {
     ),
     "kv_layout": _engine("KV in pages, or in one block for each row; auto: as the backend has it."),
     "page_size": _number("Tokens of a KV page, a multiple of 16."),
+    "images": _engine("Take images, if the model sees; without, its tower takes no memory."),
+    "mmproj": _engine(
+        "A GGUF file with the model's image tower; by default the one beside a GGUF model whose "
+        "name has mmproj.",
+        metavar="FILE",
+    ),
+    "image_cache_bytes": _engine(
+        "Bytes for embeddings of images on the device, which are kept until others need the room.",
+        parser=whole_or_auto,
+    ),
+    "image_max_tokens": _engine(
+        "The most tokens of an image whose size decides their number; larger ones are reduced.",
+        parser=whole_or_auto,
+    ),
     "enable_prefix_caching": _engine("Reuse the KV of prompts that begin alike."),
     "prefix_cache_memory_share": _engine(
         "The most of the KV pages that may hold prefixes for reuse, in use or not.", metavar="SHARE"

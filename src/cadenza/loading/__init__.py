@@ -17,5 +17,6 @@ Modules:
 - `weight_cache`: where weights that `--quantization` makes are kept, and how many bytes of them
 - `step_costs`: what steps cost, kept from one start to the next
 - `engine_program`: what an engine process executes
+- `image_memory`: what images take
 - `memory_shares`: how memory is divided among engines that run side by side
 """

@@ -12,6 +12,7 @@ from cadenza.backends import BACKENDS, Backends, find_backend, uses_own_model_co
 from cadenza.backends.base import BackendTraits, Runner
 from cadenza.checkpoint import Checkpoint, Hub, is_hub_id, open_bundled_draft, open_checkpoint
 from cadenza.checkpoint.tokenizer_files import given_template
+from cadenza.checkpoint.towers.reader import VisionOptions
 from cadenza.config import EngineConfig, EngineLimits, MaxItlMs
 from cadenza.core.admission import RESERVED_OUTPUT
 from cadenza.core.step_cost import MIN_PROMPT_TOKENS, StepBound, StepCost, StepLoad, last_granted
@@ -47,7 +48,14 @@ def find_configured(
     """
     # A wrong name is refused before a download.
     any_family = uses_own_model_code(config.backend, backends)
-    checkpoint = find_checkpoint(model, revision=config.revision, any_family=any_family)
+    vision = VisionOptions(
+        has_images=config.images and not any_family,
+        projector=None if config.mmproj is None else Path(config.mmproj),
+        max_tokens=config.image_max_tokens,
+    )
+    checkpoint = find_checkpoint(
+        model, revision=config.revision, any_family=any_family, vision=vision
+    )
     if config.chat_template is None:
         return checkpoint
     templates: dict[str, str] = {}
@@ -62,12 +70,13 @@ def find_checkpoint(
     revision: str | None = None,
     hub: Hub | None = None,
     any_family: bool = False,
+    vision: VisionOptions | None = None,
 ) -> Checkpoint:
     """Opens a model folder or GGUF file, or downloads `owner/model` from the hub, or one of its
     GGUF files for `owner/model:Q4_K_M`; None is the bundled model.
 
-    An existing folder takes precedence over a hub model of the same name. `any_family` is that of
-    `open_checkpoint`.
+    An existing folder takes precedence over a hub model of the same name. `any_family` and `vision`
+    are those of `open_checkpoint`.
 
     Raises:
         CheckpointError: there is no such model, or it is not supported.
@@ -76,13 +85,16 @@ def find_checkpoint(
     is_local = model is None or _exists(model) or isinstance(model, Path)
     if not is_local and is_hub_id(str(model)):
         snapshot = (hub or Hub(any_family=any_family)).fetch(str(model), revision)
-        return open_checkpoint(snapshot.path, revision=snapshot.commit, any_family=any_family)
+        return open_checkpoint(
+            snapshot.path, revision=snapshot.commit, any_family=any_family, vision=vision
+        )
     if revision is not None:
         raise ConfigError(
             f"--revision {revision} names a commit of a hub model; "
             f"{model or 'the bundled model'} is not one: leave it out"
         )
-    return open_checkpoint(None if model is None else Path(model), any_family=any_family)
+    path = None if model is None else Path(model)
+    return open_checkpoint(path, any_family=any_family, vision=vision)
 
 
 def _exists(name: object) -> bool:
@@ -165,7 +177,7 @@ def _plan_draft(
         if speculation.model is None:
             draft = open_bundled_draft(checkpoint)
         else:
-            draft = find_checkpoint(speculation.model)
+            draft = find_checkpoint(speculation.model, vision=VisionOptions(has_images=False))
     except CheckpointError as error:
         raise CheckpointError(f"the draft model of --speculative-config: {error}") from error
     return plan_draft_model(checkpoint, draft, config, describe_backend(config, draft, backends))

@@ -45,7 +45,11 @@ def plan_copy(checkpoint: Checkpoint, config: EngineConfig, traits: BackendTrait
             f"{_FLAG}: a draft in {chosen} is no coarser than the model in {config.quantization} "
             f"(--quantization); choose a coarser one, or another method"
         )
-    return _plan(checkpoint, config, traits, name=f"its copy in {chosen}", shares_kv=True)
+    text = _without_images(checkpoint)  # the target has the tower
+    return replace(
+        _plan(text, config, traits, name=f"its copy in {chosen}", shares_kv=True),
+        checkpoint=checkpoint,
+    )
 
 
 def plan_draft_model(
@@ -125,6 +129,12 @@ def _plan(
         weight_bytes=memory.weight_bytes,
         kv_bytes_per_token=0 if shares_kv else memory.kv_bytes_per_token,
     )
+
+
+def _without_images(checkpoint: Checkpoint) -> Checkpoint:
+    """The text model of one that sees."""
+    config = replace(checkpoint.config, vision=None)
+    return replace(checkpoint, known=(config, checkpoint.weights))
 
 
 def _check_vocabulary(name: str, target: Checkpoint, draft: Checkpoint) -> None:

@@ -23,6 +23,7 @@ from cadenza.config import (
 from cadenza.core.whole_spans import least_budget
 from cadenza.errors import ConfigError, show_size
 from cadenza.loading.footprint import QUEUE_PER_SEQ, Footprint, footprint_of
+from cadenza.loading.image_memory import image_memory_of, plan_images
 from cadenza.loading.space import (
     Space,
     check_base,
@@ -87,6 +88,8 @@ class EnginePlan:
     weight_bytes: int
     kv_bytes_per_token: int
     state_bytes_per_slot: int = 0
+    image_bytes: int = 0
+    num_image_slots: int = 0
     available_bytes: int
     headroom_bytes: int = 0
     footprint: Footprint = field(default_factory=Footprint)
@@ -113,6 +116,7 @@ class EnginePlan:
             self.weight_bytes
             + self.kv_bytes
             + self.state_bytes
+            + self.image_bytes
             + self.draft_bytes
             + self.scratch_bytes
             + self.footprint.process_bytes
@@ -125,7 +129,8 @@ class EnginePlan:
         """Of `planned_bytes`, those that are resident before the first request comes, at most."""
         limits = self.limits
         draft_bytes = 0 if self.draft is None else self.draft.weight_bytes
-        filled_bytes = self.kv_bytes + self.state_bytes + self.draft_bytes - draft_bytes
+        own_bytes = self.kv_bytes + self.state_bytes + self.image_bytes
+        filled_bytes = own_bytes + self.draft_bytes - draft_bytes
         return (
             self.weight_bytes
             + draft_bytes
@@ -197,7 +202,8 @@ class EnginePlan:
         return (
             f"{traits.name} with {traits.ops} ops, exactness {traits.exactness}: "
             f"{self.weight_bytes / 1e6:.1f} MB of {self.weights_name} weights, "
-            f"{self.kv_bytes / 1e6:.1f} MB of {self.kv_name} KV cache{self._state_summary}, "
+            f"{self.kv_bytes / 1e6:.1f} MB of {self.kv_name} KV cache{self._state_summary}"
+            f"{self._image_summary}, "
             f"{limits.max_num_seqs} rows{self._rows_summary}, "
             f"context of {limits.max_model_len} tokens{self._draft_summary}; "
             f"{self.planned_bytes / 1e6:.1f} MB planned in all, {self.start_bytes / 1e6:.1f} MB of "
@@ -209,6 +215,12 @@ class EnginePlan:
         if not self.state_bytes:
             return ""
         return f", {self.state_bytes / 1e6:.1f} MB of {self.limits.num_state_slots} states"
+
+    @property
+    def _image_summary(self) -> str:
+        if not self.num_image_slots:
+            return ""
+        return f", {self.image_bytes / 1e6:.1f} MB for {self.num_image_slots} tokens of images"
 
     @property
     def _rows_summary(self) -> str:
@@ -246,6 +258,7 @@ def make_plan(
     footprint = footprint_of(checkpoint, traits, dtype, memory, extra.bodies_bytes)
     if draft is not None:
         footprint = footprint.with_draft()
+    images = plan_images(checkpoint, traits, memory, config.image_cache_bytes)
     space = Space(
         config=config,
         available_bytes=available_bytes,
@@ -259,6 +272,7 @@ def make_plan(
         is_dense=kv_layout == "dense",
         state_bytes=memory.state_bytes,
         whole_span=traits.whole_span,
+        image_bytes=images.num_bytes,
     )
     limits, rows_reason = _divide(space, config, checkpoint, traits, dtype)
     _check_page_folder(config, traits, limits)
@@ -275,6 +289,8 @@ def make_plan(
         kv_bytes_per_token=memory.kv_bytes_per_token
         - (0 if draft is None else draft.kv_bytes_per_token),
         state_bytes_per_slot=memory.state_bytes,
+        image_bytes=images.num_bytes,
+        num_image_slots=images.num_slots,
         available_bytes=available_bytes,
         headroom_bytes=space.headroom_bytes,
         footprint=footprint.at(limits.max_model_len, config.page_size),
@@ -497,6 +513,7 @@ def memory_of(
         row_bytes=0,
         scratch_bytes=0,
         state_bytes=model.state_bytes(dtype),
+        **image_memory_of(model, dtype),
     )
 
 

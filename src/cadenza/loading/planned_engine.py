@@ -44,6 +44,7 @@ class PlannedEngine:
             cache_folder=cache_folder(),
             copies_pages=config.prefix_cache_disk is not None,
             keeps_hidden=plan.keeps_hidden,
+            num_image_slots=plan.num_image_slots,
         )
 
     def load_runner(self, *, fill: float | None = None) -> Runner:
@@ -70,6 +71,7 @@ class PlannedEngine:
             keeps_hidden=False,
             hidden_of=target if draft.reads_hidden else None,
             copies_pages=False,
+            num_image_slots=self.plan.num_image_slots if draft.shares_kv else 0,
         )
         return DraftModel(
             runner=self._load(draft.checkpoint, setup, draft.weight_bytes),

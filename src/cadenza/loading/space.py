@@ -46,8 +46,8 @@ def default_step_tokens(budget: int, whole_span: int, num_rows: int) -> int:
 class Space:
     """The memory of an engine in bytes, with a longest context of `context` tokens. `terms` has
     those that depend on it; `budget` is the number of tokens of a step for fewer rows than that,
-    `whole_span` that of a span which a step must hold, `weights_name` the type of the weights, and
-    `state_bytes` those of a slot of recurrent state."""
+    `whole_span` that of a span which a step must hold, `weights_name` the type of the weights,
+    `state_bytes` those of a slot of recurrent state, and `image_bytes` of all that images take."""
 
     config: EngineConfig
     available_bytes: int
@@ -61,6 +61,7 @@ class Space:
     is_dense: bool
     state_bytes: int = 0
     whole_span: int = 0
+    image_bytes: int = 0
 
     def at(self, context: int) -> "Space":
         """With another longest context."""
@@ -86,6 +87,7 @@ class Space:
         footprint = self.footprint
         return (
             self.weight_bytes
+            + self.image_bytes
             + footprint.process_bytes
             + footprint.front_end_bytes
             + footprint.bodies_bytes

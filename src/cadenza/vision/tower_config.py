@@ -275,6 +275,10 @@ class VisionConfig:
         embedding, the others are added behind the first layers."""
         return 1 + self.tower.num_deepstack
 
+    def slot_values(self, text_width: int) -> int:
+        """Values of an image slot, for a text model of a width."""
+        return self.num_parts * text_width
+
     @property
     def max_patches(self) -> int:
         """The most patches of an image part."""

@@ -58,6 +58,7 @@ class XlaBackend(Backend):
             quantizations=QUANTIZATIONS,
             kv_cache_dtypes=KV_CACHE_DTYPES,
             copies_pages=True,
+            encodes_images=True,
             device_memory_bytes=memory and memory.allocator_bytes,
             device_total_bytes=memory and memory.total_bytes,
             kernels_note=chosen.note,

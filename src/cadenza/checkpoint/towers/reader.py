@@ -10,10 +10,8 @@ from pathlib import Path
 from cadenza.checkpoint.json_object import JsonObject
 from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.weights import Weights
+from cadenza.config import DEFAULT_IMAGE_MAX_TOKENS
 from cadenza.vision.tower_config import VisionConfig
-
-MAX_IMAGE_TOKENS = 4096
-"""Default of `VisionOptions.max_tokens`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +26,7 @@ class VisionOptions:
 
     has_images: bool = True
     projector: Path | None = None
-    max_tokens: int = MAX_IMAGE_TOKENS
+    max_tokens: int = DEFAULT_IMAGE_MAX_TOKENS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,69 @@
+"""What images take of an engine's memory: `image_memory_of` a model, and `plan_images`.
+
+Invariant: the largest part of an image has slots, and the tower's workspace holds it.
+"""
+
+from dataclasses import dataclass
+from typing import TypedDict
+
+from cadenza.backends.base import BackendTraits, ModelMemory
+from cadenza.checkpoint import Checkpoint, ModelConfig
+from cadenza.checkpoint.dtypes import WeightDType, item_bytes
+from cadenza.errors import ConfigError
+from cadenza.vision.quanta import Workspace
+
+MOST_SLOTS = 1 << 17
+"""More would be of no use: they hold 32 images of the largest size."""
+
+
+class ImageMemory(TypedDict):
+    """Fields of a `ModelMemory`."""
+
+    image_slot_bytes: int
+    image_work_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImagePlanned:
+    """Image slots, and the bytes of these and of the tower's workspace."""
+
+    num_slots: int = 0
+    num_bytes: int = 0
+
+
+def image_memory_of(model: ModelConfig, dtype: WeightDType) -> ImageMemory:
+    """Of a model whose activations are in `dtype`; zeros if it does not see."""
+    vision, size = model.vision, item_bytes(dtype)
+    if vision is None:
+        return ImageMemory(image_slot_bytes=0, image_work_bytes=0)
+    width = model.hidden_size
+    return ImageMemory(
+        image_slot_bytes=vision.slot_values(width) * size,
+        image_work_bytes=Workspace.of(vision).num_bytes(vision, width, size),
+    )
+
+
+def plan_images(
+    checkpoint: Checkpoint, traits: BackendTraits, memory: ModelMemory, cache_bytes: int
+) -> ImagePlanned:
+    """The slots that fit `cache_bytes`; none for a model that does not see, or whose images the
+    backend does not encode.
+
+    Raises:
+        ConfigError: the largest part of an image does not fit.
+    """
+    vision = checkpoint.config.vision if checkpoint.is_known else None
+    if vision is None or not traits.encodes_images:
+        return ImagePlanned()
+    least, num_slots = vision.max_part_tokens, cache_bytes // memory.image_slot_bytes
+    if num_slots < least:
+        raise ConfigError(
+            f"--image-cache-bytes {cache_bytes} holds {num_slots} tokens of images, and an image "
+            f"of this model has up to {least}; set --image-cache-bytes "
+            f"{least * memory.image_slot_bytes}, or --no-images"
+        )
+    num_slots = min(num_slots, MOST_SLOTS)
+    return ImagePlanned(
+        num_slots=num_slots,
+        num_bytes=num_slots * memory.image_slot_bytes + memory.image_work_bytes,
+    )
