@@ -29,6 +29,12 @@ OPS = {
     "short_conv",
     "selective_scan",
     "gate_inputs",
+    "layer_norm",
+    "activate",
+    "keep_heads",
+    "encode_attend",
+    "keep_rows",
+    "place_rows",
 }
 PADDED_ROWS, ROWS, IN, OUT = 8, 5, 48, 70
 EMPTY = np.zeros(0, np.float32)
