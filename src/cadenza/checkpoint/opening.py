@@ -49,7 +49,8 @@ def open_checkpoint(
     path = None if path is None else main_snapshot(path)
     file = None if path is None else _gguf_file(path)
     if path is not None and file is not None:
-        return open_gguf_model(file, revision=revision, beside=path if path.is_dir() else None)
+        beside = path if path.is_dir() else None
+        return open_gguf_model(file, revision=revision, beside=beside, vision=vision)
     if path is None or (str(path) in PACKAGED_MODELS and not path.exists()):
         folder = _packaged_folder(_BUNDLED if path is None else str(path))
     else:

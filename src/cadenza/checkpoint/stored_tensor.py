@@ -38,6 +38,7 @@ class MappedFile:
     name: str
     data: mmap.mmap
     modified_ns: int
+    path: Path
     header: bytes | memoryview = b""
 
     def release_pages(self) -> None:
@@ -55,7 +56,7 @@ def map_file(path: Path) -> MappedFile:
             modified_ns = os.fstat(file.fileno()).st_mtime_ns
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path.name} cannot be mapped into memory") from error
-    return MappedFile(name=path.name, data=data, modified_ns=modified_ns)
+    return MappedFile(name=path.name, data=data, modified_ns=modified_ns, path=path)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

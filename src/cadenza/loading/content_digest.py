@@ -55,7 +55,7 @@ def content_digest(checkpoint: Checkpoint, cache_folder: Path) -> str:
 
 def _weight_files(checkpoint: Checkpoint) -> list[Path]:
     if checkpoint.is_known:
-        return [checkpoint.folder / file.name for file in checkpoint.weights.files]
+        return [file.path for file in checkpoint.weights.files]
     return sorted(checkpoint.folder.glob("*.safetensors"))
 
 

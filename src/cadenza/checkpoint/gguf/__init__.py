@@ -14,5 +14,6 @@ Modules:
 - `latents`: both for attention over latents
 - `tensors`, `blocks`: stored tensors under the declared names; quantised types as codes with scales
 - `tokenizer`, `pre_tokenizers`: metadata become a tokenizer.json
+- `mmproj`: the image tower of a model, in a file of its own
 - `model`: all of a GGUF model
 """

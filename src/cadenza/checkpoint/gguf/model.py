@@ -9,7 +9,7 @@ import hashlib
 from dataclasses import replace
 from pathlib import Path
 
-from cadenza.checkpoint.folder import Checkpoint, unite_eos
+from cadenza.checkpoint.folder import Checkpoint, unite_eos, vision_settings
 from cadenza.checkpoint.generation_defaults import (
     ASSUMED_OF_GGUF,
     GenerationDefaults,
@@ -18,10 +18,12 @@ from cadenza.checkpoint.generation_defaults import (
 )
 from cadenza.checkpoint.gguf.config import read_config
 from cadenza.checkpoint.gguf.files import open_gguf_files
+from cadenza.checkpoint.gguf.mmproj import find_projector, open_projector
 from cadenza.checkpoint.gguf.settings import Settings
 from cadenza.checkpoint.gguf.tensors import map_tensors
 from cadenza.checkpoint.gguf.tokenizer import Vocabulary, read_gguf_tokenizer, read_vocabulary
 from cadenza.checkpoint.json_object import JsonObject
+from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.outline import outline_of
 from cadenza.checkpoint.pooling_files import DefaultPooling
 from cadenza.checkpoint.tokenizer_files import (
@@ -31,6 +33,8 @@ from cadenza.checkpoint.tokenizer_files import (
     check_templates,
     read_tokenizer_files,
 )
+from cadenza.checkpoint.towers.reader import VisionOptions
+from cadenza.checkpoint.weights import Weights
 from cadenza.errors import CheckpointError
 from cadenza.request import Pooling
 from cadenza.text.tokens.tokenizer import TokenizerSource
@@ -67,11 +71,16 @@ _UNAPPLIED = {"xtc_probability": 0, "mirostat": 0}
 
 
 def open_gguf_model(
-    path: Path, *, revision: str | None = None, beside: Path | None = None
+    path: Path,
+    *,
+    revision: str | None = None,
+    beside: Path | None = None,
+    vision: VisionOptions | None = None,
 ) -> Checkpoint:
     """Opens a file, with the others of its model if there are several.
 
-    The tokenizer.json of the folder `beside`, with its settings, replaces the metadata's.
+    The tokenizer.json of the folder `beside`, with its settings, replaces the metadata's. `vision`
+    is what is asked for of the model's images; None is `VisionOptions()`.
 
     Raises:
         CheckpointError: a file is invalid, or the model is not supported.
@@ -87,6 +96,8 @@ def open_gguf_model(
         )
     config = replace(config, bos_token_id=vocabulary and vocabulary.token_id("bos_token_id"))
     weights = map_tensors(config, architecture, files)
+    tokens = [] if vocabulary is None else vocabulary.tokens
+    config, weights = _with_tower(path, (config, weights), tokens, vision or VisionOptions())
     outline = outline_of(config)
     end_ids = () if vocabulary is None else _end_ids(vocabulary)
     defaults = _read_defaults(settings.metadata)
@@ -102,11 +113,28 @@ def open_gguf_model(
         generation_defaults=defaults,
         eos_token_ids=end_ids,
         tokenizer=tokenizer,
-        digest=hashlib.sha256(weights.digest().encode()).hexdigest(),
+        digest=hashlib.sha256(
+            weights.digest().encode() + vision_settings((config, weights))
+        ).hexdigest(),
         revision=revision,
         known=(config, weights),
         pooling=_default_pooling(settings),
     )
+
+
+def _with_tower(
+    path: Path, text: tuple[ModelConfig, Weights], tokens: list[str], options: VisionOptions
+) -> tuple[ModelConfig, Weights]:
+    """The text model with its tower, if there is a file with it."""
+    config, weights = text
+    file = find_projector(path, config, options)
+    if file is None:
+        return text
+    vision, tensors = open_projector(file, config, tokens, options)
+    weights = replace(
+        weights, files=(*weights.files, file.mapped), tensors={**weights.tensors, **tensors}
+    )
+    return replace(config, vision=vision), weights
 
 
 def _read_defaults(metadata: JsonObject) -> GenerationDefaults:

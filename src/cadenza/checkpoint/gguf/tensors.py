@@ -7,8 +7,8 @@ one stored tensor of the expected shape, and no stored tensor is left over.
 Shapes: E embed, F MLP, D head dim, X experts.
 """
 
-from collections.abc import Container, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from cadenza.checkpoint.declaration import (
     EMBEDDING,
@@ -337,11 +337,36 @@ def _cut(
     file: MappedFile,
 ) -> Iterator[StoredTensor]:
     """Cuts a stored tensor into its parts, which are consecutive rows."""
-    if tensor.shape != place.shape:
+    _check_shape(tensor, place.shape, file)
+    has_pairs = architecture.has_paired_rows
+    for part in _parts(tensor, place.parts, file):
+        heads = _num_paired_heads(part.name, config) if has_pairs else None
+        yield replace(part, num_paired_heads=heads)
+
+
+def cut_parts(
+    tensor: GGUFTensor, parts: Sequence[TensorSpec], file: MappedFile
+) -> Iterator[StoredTensor]:
+    """A stored tensor as declared ones, which are consecutive rows of it.
+
+    Raises CheckpointError if it has another shape, or a type that is not supported.
+    """
+    rows = sum(spec.shape[0] for spec in parts)
+    _check_shape(tensor, (rows, *parts[0].shape[1:]), file)
+    yield from _parts(tensor, parts, file)
+
+
+def _check_shape(tensor: GGUFTensor, shape: tuple[int, ...], file: MappedFile) -> None:
+    if tensor.shape != shape:
         raise CheckpointError(
             f"{file.name}: tensor {tensor.name} has shape {list(tensor.shape)}; the metadata "
-            f"require {list(place.shape)}; convert the model again"
+            f"require {list(shape)}; convert the model again"
         )
+
+
+def _parts(
+    tensor: GGUFTensor, parts: Sequence[TensorSpec], file: MappedFile
+) -> Iterator[StoredTensor]:
     kind = tensor.type.name
     if kind not in _DTYPES and kind not in ENCODINGS:
         raise CheckpointError(
@@ -349,10 +374,9 @@ def _cut(
             f"supported are {', '.join([*_DTYPES, *ENCODINGS])}; use another file of the model, "
             f"such as one in Q4_K_M or Q8_0"
         )
-    num_elements = sum(spec.num_elements for spec in place.parts)
-    has_pairs = architecture.has_paired_rows
+    num_elements = sum(spec.num_elements for spec in parts)
     start = tensor.start
-    for spec in place.parts:
+    for spec in parts:
         stop = start + (tensor.stop - tensor.start) * spec.num_elements // num_elements
         yield StoredTensor(
             name=spec.name,
@@ -362,13 +386,12 @@ def _cut(
             start=start,
             stop=stop,
             encoding=ENCODINGS.get(kind),
-            num_paired_heads=_num_paired_heads(spec, config) if has_pairs else None,
         )
         start = stop
 
 
-def _num_paired_heads(spec: TensorSpec, config: ModelConfig) -> int | None:
+def _num_paired_heads(name: str, config: ModelConfig) -> int | None:
     """The heads of a weight or bias of queries or keys."""
-    if ".q_proj." in spec.name:
+    if ".q_proj." in name:
         return config.num_heads
-    return config.num_kv_heads if ".k_proj." in spec.name else None
+    return config.num_kv_heads if ".k_proj." in name else None

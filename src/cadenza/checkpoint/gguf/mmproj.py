@@ -1,0 +1,339 @@
+"""The tower of a GGUF model, in a file of its own: `find_projector`, `open_projector`.
+
+Owns what llama.cpp's converter writes into such a file (architecture clip), and what its program
+takes as given for each `clip.projector_type`. Invariant: the metadata become the entries of a
+config.json and of a processor's settings, which are read as strictly as those of a folder.
+
+Source: llama.cpp's conversion/, tools/mtmd/clip.cpp and gguf-py.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from cadenza.checkpoint.declaration import name_some
+from cadenza.checkpoint.gguf.reader import GGUFFile, open_gguf
+from cadenza.checkpoint.gguf.tensors import cut_parts
+from cadenza.checkpoint.json_object import JsonObject, shorten
+from cadenza.checkpoint.model_config import ModelConfig
+from cadenza.checkpoint.stored_tensor import StoredTensor, StoredWeight
+from cadenza.checkpoint.tensor_spec import LinearSpec, TensorSpec
+from cadenza.checkpoint.tower_spec import NormSpec, TowerLayerSpec, TowerSpec, declare_tower
+from cadenza.checkpoint.towers.idefics3 import IDEFICS3
+from cadenza.checkpoint.towers.reader import TowerReader, VisionFiles, VisionOptions
+from cadenza.errors import CheckpointError
+from cadenza.vision.tower_config import VisionConfig
+
+_ARCHITECTURE = "clip"
+_TYPE_KEYS = ("clip.vision.projector_type", "clip.projector_type")
+_VISION = "clip.vision."
+_WIDTH = f"{_VISION}projection_dim"
+_AUDIO = ("a.", "mm.a.")
+"""What the names of tensors begin with that only sound needs."""
+
+Places = dict[str, tuple[TensorSpec, ...]]
+"""Declared tensors by the name of the stored one that holds them, one behind the other."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProjectorFile:
+    """An open file, and what its reader needs of the text model.
+
+    Args:
+        tokens: of the text model's vocabulary.
+    """
+
+    file: GGUFFile
+    text: ModelConfig
+    tokens: list[str]
+
+    @property
+    def metadata(self) -> JsonObject:
+        return self.file.header.metadata
+
+    def vision(self, key: str) -> object:
+        """The value of `clip.vision.{key}`."""
+        return _plain(self.metadata.get(f"{_VISION}{key}"))
+
+    def token_id(self, token: str) -> int:
+        """Of the text model's vocabulary. Raises CheckpointError."""
+        if token not in self.tokens:
+            raise CheckpointError(
+                f"{self.metadata.where} is for models with the token {shorten(token)}, which this "
+                f"one has not; choose the file that belongs to the model, or --no-images"
+            )
+        return self.tokens.index(token)
+
+
+def _nothing(file: ProjectorFile, vision: VisionConfig) -> dict[str, StoredWeight]:  # noqa: ARG001
+    return {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClipProjector:
+    """What llama.cpp means by one `clip.projector_type`.
+
+    Args:
+        reader: of the family's folders.
+        config: the entries of config.json; what the file does not say stands here.
+        processor: the settings of the image processor, likewise.
+        projectors: the declared tensors of the projectors by their stored names.
+        made: tensors that are stored otherwise than in one piece, by their declared names.
+    """
+
+    reader: TowerReader
+    config: Callable[[ProjectorFile], dict[str, object]]
+    processor: Callable[[ProjectorFile], dict[str, object]]
+    projectors: Callable[[TowerSpec], Places]
+    made: Callable[[ProjectorFile, VisionConfig], dict[str, StoredWeight]] = _nothing
+
+
+def _idefics3_config(file: ProjectorFile) -> dict[str, object]:
+    """The converter writes 1e-5 where config.json leaves the constant of norms out, which
+    transformers takes for 1e-6."""
+    eps = file.vision("attention.layer_norm_epsilon")
+    return {
+        "model_type": "smolvlm",
+        "image_token_id": file.token_id("<image>"),
+        "scale_factor": file.vision("projector.scale_factor"),
+        "vision_config": {
+            **siglip_settings(file),
+            "layer_norm_eps": None if eps == _CONVERTERS_EPS else eps,
+        },
+    }
+
+
+def _idefics3_processor(file: ProjectorFile) -> dict[str, object]:
+    return {
+        **normalisation_settings(file),
+        "size": {"longest_edge": file.vision("preproc_image_size")},
+        "max_image_size": {"longest_edge": file.vision("image_size")},
+        "do_image_splitting": True,
+        "resample": _LANCZOS,
+    }
+
+
+def _idefics3_projectors(tower: TowerSpec) -> Places:
+    (linear,) = tower.projectors[0].linears
+    return linear_places("mm.model.fc", linear)
+
+
+_CONVERTERS_EPS = 1e-5
+_LANCZOS = 1
+
+PROJECTORS: Mapping[str, ClipProjector] = {
+    "idefics3": ClipProjector(
+        reader=IDEFICS3,
+        config=_idefics3_config,
+        processor=_idefics3_processor,
+        projectors=_idefics3_projectors,
+    ),
+}
+"""By `clip.projector_type`."""
+
+
+def siglip_settings(file: ProjectorFile) -> dict[str, object]:
+    """The entries of a `vision_config` that all towers' files have."""
+    keys = {
+        "hidden_size": "embedding_length",
+        "intermediate_size": "feed_forward_length",
+        "num_hidden_layers": "block_count",
+        "num_attention_heads": "attention.head_count",
+        "image_size": "image_size",
+        "patch_size": "patch_size",
+        "layer_norm_eps": "attention.layer_norm_epsilon",
+    }
+    return {name: file.vision(key) for name, key in keys.items()}
+
+
+def normalisation_settings(file: ProjectorFile) -> dict[str, object]:
+    """The mean and the spread of pixels."""
+    return {name: file.vision(name) for name in ("image_mean", "image_std")}
+
+
+def find_projector(model: Path, text: ModelConfig, options: VisionOptions) -> GGUFFile | None:
+    """The file with the tower of a GGUF model: the one that was named, or the only one beside the
+    model that is for text models of its width.
+
+    Raises:
+        CheckpointError: the one that was named is invalid or for another model, or there are
+            several.
+    """
+    if not options.has_images:
+        return None
+    if options.projector is not None:
+        file = open_gguf(options.projector)
+        _check_projector(file, text)
+        return file
+    found = [path for path in sorted(model.parent.glob("*.gguf")) if "mmproj" in path.name.lower()]
+    fitting = [file for file in map(_try_open, found) if file and _fits(file, text)]
+    if len(fitting) > 1:
+        names = ", ".join(file.mapped.name for file in fitting)
+        raise CheckpointError(
+            f"{len(fitting)} files beside {model.name} have towers for it: {names}; name one with "
+            f"--mmproj, or leave images out with --no-images"
+        )
+    return fitting[0] if fitting else None
+
+
+def open_projector(
+    file: GGUFFile, text: ModelConfig, tokens: list[str], options: VisionOptions
+) -> tuple[VisionConfig, dict[str, StoredTensor | StoredWeight]]:
+    """What a model sees with, and the tensors of its tower under the declared names.
+
+    Raises:
+        CheckpointError: a setting or a tensor is missing, unexpected or not supported.
+    """
+    opened = ProjectorFile(file=file, text=text, tokens=tokens)
+    projector, where = PROJECTORS[_type_of(file)], opened.metadata.where
+    files = VisionFiles(
+        config=JsonObject(projector.config(opened), where),
+        processor=JsonObject(projector.processor(opened), where),
+        text=text,
+        max_tokens=options.max_tokens,
+    )
+    vision = projector.reader.read(files)
+    made = projector.made(opened, vision)
+    return vision, _tensors(file, vision, projector, made)
+
+
+def linear_places(name: str, linear: LinearSpec) -> Places:
+    """Of a linear that is stored as such."""
+    places: Places = {f"{name}.weight": (linear.weight_spec,)}
+    if linear.bias is not None:
+        places[f"{name}.bias"] = tuple(linear.tensors())[1:]
+    return places
+
+
+def norm_places(name: str, norm: NormSpec | None) -> Places:
+    """Of a norm, if there is one."""
+    if norm is None:
+        return {}
+    places: Places = {f"{name}.weight": (norm.weight,)}
+    if norm.bias is not None:
+        places[f"{name}.bias"] = (norm.bias,)
+    return places
+
+
+def _tensors(
+    file: GGUFFile,
+    vision: VisionConfig,
+    projector: ClipProjector,
+    made: Mapping[str, StoredWeight],
+) -> dict[str, StoredTensor | StoredWeight]:
+    tower, stored = declare_tower(vision), file.header.tensors
+    places = _tower_places(tower, set(stored)) | projector.projectors(tower)
+    places = {name: parts for name, parts in places.items() if parts[0].name not in made}
+    used = {part.name for each in made.values() for part in each.parts}
+    where = file.mapped.name
+    missing = [name for name in places if name not in stored]
+    if missing:
+        raise CheckpointError(
+            f"{where} lacks {name_some(missing)}, which its metadata require; fetch the file "
+            f"again, or convert the model again"
+        )
+    known = places.keys() | used
+    extra = sorted(name for name in stored if name not in known and not name.startswith(_AUDIO))
+    if extra:
+        raise CheckpointError(
+            f"{where} contains {name_some(extra)}, which its metadata do not account for; use "
+            f"another file of the tower, or --no-images"
+        )
+    tensors: dict[str, StoredTensor | StoredWeight] = dict(made)
+    for name, parts in places.items():
+        tensors |= {part.name: part for part in cut_parts(stored[name], parts, file.mapped)}
+    return tensors
+
+
+def _tower_places(tower: TowerSpec, stored: set[str]) -> Places:
+    places: Places = {"v.patch_embd.weight": (tower.patch.weight,)}
+    if tower.patch.bias is not None:
+        places["v.patch_embd.bias"] = (tower.patch.bias,)
+    if tower.table is not None:
+        places["v.position_embd.weight"] = (tower.table,)
+    places |= norm_places("v.pre_ln", tower.pre_norm) | norm_places("v.post_ln", tower.post_norm)
+    for index, layer in enumerate(tower.layers):
+        for more in _layer_places(layer, f"v.blk.{index}", stored):
+            places |= more
+    return places
+
+
+def _layer_places(layer: TowerLayerSpec, prefix: str, stored: set[str]) -> Iterator[Places]:
+    yield norm_places(f"{prefix}.ln1", layer.norm1)
+    yield norm_places(f"{prefix}.ln2", layer.norm2)
+    yield norm_places(f"{prefix}.attn_post_norm", layer.post_norm1)
+    yield norm_places(f"{prefix}.ffn_post_norm", layer.post_norm2)
+    if layer.head_norms is not None:
+        query, key = layer.head_norms
+        yield {f"{prefix}.attn_q_norm.weight": (query,), f"{prefix}.attn_k_norm.weight": (key,)}
+    if len(layer.qkv) == 1 or f"{prefix}.attn_qkv.weight" in stored:
+        weights, *biases = zip(*(linear.tensors() for linear in layer.qkv), strict=True)
+        yield {f"{prefix}.attn_qkv.weight": weights}
+        yield {f"{prefix}.attn_qkv.bias": parts for parts in biases}
+    else:
+        for letter, linear in zip("qkv", layer.qkv, strict=True):
+            yield linear_places(f"{prefix}.attn_{letter}", linear)
+    yield linear_places(f"{prefix}.attn_out", layer.out)
+    names = ("ffn_gate", "ffn_up") if len(layer.up) == 2 else ("ffn_up",)
+    for name, linear in zip(names, layer.up, strict=True):
+        yield linear_places(f"{prefix}.{name}", linear)
+    yield linear_places(f"{prefix}.ffn_down", layer.down)
+
+
+def _try_open(path: Path) -> GGUFFile | None:
+    """A file that was not asked for; None if it is damaged."""
+    try:
+        return open_gguf(path)
+    except CheckpointError:
+        return None
+
+
+def _type_of(file: GGUFFile) -> str:
+    metadata = file.header.metadata
+    return next((found for key in _TYPE_KEYS if (found := metadata.text(key))), "")
+
+
+def _fits(file: GGUFFile, text: ModelConfig) -> bool:
+    metadata = file.header.metadata
+    return (
+        metadata.get("general.architecture") == _ARCHITECTURE
+        and _type_of(file) in PROJECTORS
+        and metadata.get(_WIDTH) == text.hidden_size
+    )
+
+
+def _check_projector(file: GGUFFile, text: ModelConfig) -> None:
+    """Raises CheckpointError if a file that was named does not fit."""
+    metadata = file.header.metadata
+    architecture = metadata.get("general.architecture")
+    if architecture != _ARCHITECTURE:
+        raise CheckpointError(
+            f"--mmproj: {metadata.where} has the architecture {shorten(architecture)}, not "
+            f"{_ARCHITECTURE}; name the file with the model's image tower (mmproj)"
+        )
+    found = _type_of(file)
+    if found not in PROJECTORS:
+        raise CheckpointError(
+            f"--mmproj: {metadata.where} has a projector of type {shorten(found)}, which is not "
+            f"supported; supported are {', '.join(PROJECTORS)}; leave it out with --no-images"
+        )
+    width = metadata.get(_WIDTH)
+    if width != text.hidden_size:
+        raise CheckpointError(
+            f"--mmproj: {metadata.where} is for text models of width {shorten(width)}, and this "
+            f"one has {text.hidden_size}; name the file that belongs to it"
+        )
+
+
+def _plain(value: object) -> object:
+    """A value of the metadata as config.json has it."""
+    if not isinstance(value, np.ndarray):
+        return value
+    array = cast(npt.NDArray[Any], value)
+    if array.dtype.kind == "f":
+        return [float(str(each)) for each in array]
+    return [int(each) for each in array]
