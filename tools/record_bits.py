@@ -30,7 +30,7 @@ from cadenza.checkpoint import (
     open_checkpoint,
     write_random_checkpoint,
 )
-from cadenza.checkpoint.random_checkpoint import shape_names
+from cadenza.checkpoint.random_checkpoint import text_shape_names
 from cadenza.config import EngineConfig
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.events import Finished, PromptLogprobs, Started, Token, TokenLogprobs
@@ -65,7 +65,7 @@ class Case:
 
 def all_cases() -> Iterator[Case]:
     """Every tiny shape on the native table in float32 and bfloat16, and on the reference table."""
-    for shape in shape_names():
+    for shape in text_shape_names():
         if shape.startswith("tiny-"):
             yield Case(shape=shape, ops="native", dtype="float32")
             yield Case(shape=shape, ops="native", dtype="bfloat16")

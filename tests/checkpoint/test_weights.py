@@ -22,13 +22,13 @@ from cadenza.checkpoint import (
 from cadenza.checkpoint.declaration import EMBEDDING, HEAD
 from cadenza.checkpoint.mtp_head import mtp_head_of
 from cadenza.checkpoint.mtp_layout import QWEN_MTP
-from cadenza.checkpoint.random_checkpoint import shape_names
+from cadenza.checkpoint.random_checkpoint import text_shape_names
 from cadenza.checkpoint.stacked_experts import split_stacked_experts
 from cadenza.checkpoint.stored_tensor import MappedFile
 from cadenza.errors import CheckpointError
 from tests.checkpoint.files import small_model, write_tensors
 
-TINY_SHAPES = [name for name in shape_names() if name.startswith("tiny-")]
+TINY_SHAPES = [name for name in text_shape_names() if name.startswith("tiny-")]
 INDEX = "model.safetensors.index.json"
 UP_PROJ = "mtp.layers.0.mlp.up_proj.weight"
 BY_DAY = ("tiny-llama", "tiny-gemma3", "tiny-mixtral", "tiny-phi3")

@@ -1,17 +1,19 @@
 """Sizes, words and patches of Gemma's and Pixtral's images."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from PIL import Image
 
 from cadenza.errors import InvalidRequestError
 from cadenza.vision.gemma_images import BUDGETS, Gemma3Images, Gemma4Images, budget_within
-from cadenza.vision.pixels import Normalising
+from cadenza.vision.patches import Normalisation
 from cadenza.vision.pixtral_images import PixtralImages
 from cadenza.vision.processor import ImagePart, Run
 
 PIXTRAL = PixtralImages(
-    longest_edge=1540, patch_size=14, merge_size=2, normalising=Normalising(), max_tokens=4096
+    longest_edge=1540, patch_size=14, merge_size=2, normalisation=Normalisation(), max_tokens=4096
 )
 
 
@@ -61,9 +63,7 @@ def test_pixtral_ends_each_row_with_a_token_of_its_own():
 @pytest.mark.parametrize("limit", [1, 7, 50, 256])
 @pytest.mark.parametrize("size", [(1600, 1600), (9000, 30), (28, 4000), (1, 1), (1, 6000)])
 def test_pixtral_stays_within_its_limit_of_tokens(limit: int, size: tuple[int, int]):
-    few = PixtralImages(
-        longest_edge=1540, patch_size=14, merge_size=2, normalising=Normalising(), max_tokens=limit
-    )
+    few = replace(PIXTRAL, max_tokens=limit)
     (part,) = few.plan(*size).parts
     assert 1 <= part.num_tokens <= limit
     few.check(part)

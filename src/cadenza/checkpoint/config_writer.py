@@ -61,7 +61,7 @@ def format_files(config: ModelConfig) -> dict[str, dict[str, object]]:
         return {CONFIG_FILE: text}
     formatted = READERS[vision.family].format(vision)
     return {
-        CONFIG_FILE: wrap_config(vision.family, text, formatted.config),
+        CONFIG_FILE: wrap_config(vision.family, {**text, **formatted.text}, formatted.config),
         IMAGE_PROCESSOR_FILE: formatted.processor,
     }
 

@@ -51,6 +51,8 @@ _CHUNK_ELEMENTS = 1 << 20
 _NORM_NOISE = 0.2
 _BIAS_NOISE = 0.2
 _POSITION_NOISE = 0.5
+_BOUND = 2.0
+"""Of clipped linears: some of their inputs and outputs lie beyond."""
 _SINK = 2.0
 """The mean score of attention sinks, beside which those of few tokens are small."""
 _QUERY_GAIN = 2.0
@@ -191,6 +193,9 @@ def distribution_of(spec: TensorSpec, config: ModelConfig) -> Normal:
         return Normal(mean=0.0, sigma=fan_in**-0.5)
     if spec.kind == "positions":
         return Normal(mean=0.0, sigma=_POSITION_NOISE)
+    if spec.kind == "bound":
+        mean = _BOUND if spec.name.endswith("_max") else -_BOUND
+        return Normal(mean=mean, sigma=_BIAS_NOISE)
     if spec.kind == "bias":
         return Normal(mean=0.0, sigma=_BIAS_NOISE)
     if spec.kind == "sink":

@@ -25,10 +25,12 @@ TensorKind = Literal[
     "sink",
     "tower",
     "positions",
+    "bound",
 ]
 """`norm` weights may be stored less 1 (`ModelConfig.norm_adds_one`); a `scale` norm never is.
 `filter`: of a depthwise convolution. `decay`: the logarithm of a rate. `sink`: scores of heads.
-`tower`: linears of image towers, and `positions` their tables."""
+`tower`: linears of image towers, `positions` their tables, and `bound` a number at which the input
+or output of one is clipped."""
 
 _FIRST_LAYER = "model.layers.0."
 

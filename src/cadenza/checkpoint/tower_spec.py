@@ -17,6 +17,9 @@ from cadenza.vision.tower_config import (
     VisionConfig,
 )
 
+BOUNDS = ("input_min", "input_max", "output_min", "output_max")
+"""Of a linear that is clipped, in the order in which they are declared."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NormSpec:
@@ -57,6 +60,7 @@ class TowerLayerSpec:
     up: tuple[LinearSpec, ...]  # [F, E]; gate and up of a gated MLP
     down: LinearSpec  # [E, F]
     post_norm2: NormSpec | None
+    bounds: tuple[TensorSpec, ...] = ()  # [] each: those of `linears`, in their order
 
     @property
     def linears(self) -> tuple[LinearSpec, ...]:
@@ -76,6 +80,7 @@ class TowerLayerSpec:
             yield from linear.tensors()
         if self.post_norm2 is not None:
             yield from self.post_norm2.tensors()
+        yield from self.bounds
 
     def operands(self) -> Iterator[OperandSpec]:
         """The linears that are held together."""
@@ -109,15 +114,18 @@ class TowerSpec:
     layers: tuple[TowerLayerSpec, ...]
     post_norm: NormSpec | None
     projectors: tuple[ProjectorSpec, ...]
+    patch_norms: tuple[NormSpec, NormSpec] | None = None
+    standard: tuple[TensorSpec, TensorSpec] | None = None  # [E] each: bias and scale
 
     def tensors(self) -> Iterator[TensorSpec]:
         """All tensors in order of use."""
         yield from self.patch.tensors()
         if self.table is not None:
             yield self.table
-        for norm in (self.pre_norm, self.post_norm):
+        for norm in (*(self.patch_norms or ()), self.pre_norm, self.post_norm):
             if norm is not None:
                 yield from norm.tensors()
+        yield from self.standard or ()
         for layer in self.layers:
             yield from layer.tensors()
         for projector in self.projectors:
@@ -151,6 +159,15 @@ def declare_tower(vision: VisionConfig) -> TowerSpec:
             _declare_projector(each, tower, index - 1)
             for index, each in enumerate(tower.projectors)
         ),
+        patch_norms=(
+            _norm(tower.norm, names.patch_norm, tower.patch_values),
+            _norm(tower.norm, names.product_norm, width),
+        )
+        if tower.has_patch_norms
+        else None,
+        standard=(_vector(names.std_bias, width, "bias"), _vector(names.std_scale, width, "scale"))
+        if tower.standardizes
+        else None,
     )
 
 
@@ -160,7 +177,8 @@ def _declare_table(tower: TowerConfig) -> TensorSpec | None:
         return None
     shape = (table.num_rows, tower.hidden_size)
     if table.rule == "sum":
-        shape = (2, table.side, tower.hidden_size)
+        axes = (table.side, 2) if table.axes_are_inner else (2, table.side)
+        shape = (*axes, tower.hidden_size)
     return TensorSpec(name=tower.names.positions, shape=shape, kind="positions")
 
 
@@ -176,14 +194,21 @@ def _declare_layer(tower: TowerConfig, index: int) -> TowerLayerSpec:
     if names.qkv is not None:
         qkv = (linear(names.qkv, 3 * heads, width, has_bias),)
     else:
-        parts = names.query, names.key, names.value
-        qkv = tuple(linear(part, heads, width, has_bias) for part in parts)
+        qkv = tuple(linear(part, heads, width, has_bias) for part in parts_of_qkv(tower))
     ups = (names.gate, names.up) if tower.is_gated else (names.up,)
     post1, post2 = (
         _norm(tower.norm, f"{prefix}.{name}", width) if tower.has_post_norms else None
         for name in (names.post_norm1, names.post_norm2)
     )
+    clipped = [*parts_of_qkv(tower), names.out, *ups, names.down] if tower.clips_linears else []
     return TowerLayerSpec(
+        bounds=tuple(
+            TensorSpec(
+                name=f"{prefix}.{name.removesuffix('.linear')}.{bound}", shape=(), kind="bound"
+            )
+            for name in clipped
+            for bound in BOUNDS
+        ),
         norm1=_norm(tower.norm, f"{prefix}.{names.norm1}", width),
         qkv=qkv,
         head_norms=(
@@ -201,17 +226,24 @@ def _declare_layer(tower: TowerConfig, index: int) -> TowerLayerSpec:
     )
 
 
+def parts_of_qkv(tower: TowerConfig) -> tuple[str, ...]:
+    """The names of the linears of queries, keys and values within a layer."""
+    names = tower.names
+    return (names.query, names.key, names.value) if names.qkv is None else (names.qkv,)
+
+
 def _declare_projector(config: ProjectorConfig, tower: TowerConfig, index: int) -> ProjectorSpec:
     """`index` is that of a deepstack projector."""
     linears: list[LinearSpec] = []
+    last = config.linears[-1]
     num_in = config.num_in(tower.hidden_size)
     norm_size = num_in if config.norm_is_behind else tower.hidden_size
     for each in config.linears:
         linears.append(
             LinearSpec(
                 name=each.name.format(index=index),
-                num_out=each.num_out,
-                num_in=num_in,
+                num_out=num_in if config.is_transposed and each is last else each.num_out,
+                num_in=each.num_out if config.is_transposed and each is last else num_in,
                 has_bias=each.has_bias,
                 kind="tower",
             )

@@ -21,7 +21,8 @@ TEXT_CONFIG = "text_config"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wrapper:
     """A model with towers beside its text model, by its names in config.json; `prefix` is what the
-    names of the text model's tensors begin with, in place of `model.`."""
+    names of the text model's tensors begin with, in place of `model.`. `defaults` are settings of
+    the text model that files leave out."""
 
     model_type: str
     architecture: str
@@ -34,6 +35,7 @@ class Wrapper:
     """Older files have the text model's settings outside."""
     text_values: Mapping[str, object] = field(default_factory=dict[str, object])
     """Settings of the text model that its files do not have."""
+    defaults: Mapping[str, object] = field(default_factory=dict[str, object])
 
 
 WRAPPERS: Mapping[str, Wrapper] = {
@@ -98,6 +100,21 @@ WRAPPERS: Mapping[str, Wrapper] = {
             architecture="Mistral3ForConditionalGeneration",
             text_type="mistral",
             other_text_types=("ministral3",),
+        ),
+        Wrapper(
+            model_type="gemma3",
+            architecture="Gemma3ForConditionalGeneration",
+            text_type="gemma3_text",
+            defaults={
+                "vocab_size": 262_208,
+                "hidden_size": 2304,
+                "intermediate_size": 9216,
+                "num_hidden_layers": 26,
+                "num_attention_heads": 8,
+                "num_key_value_heads": 4,
+                "head_dim": 256,
+                "rms_norm_eps": 1e-6,
+            },
         ),
         Wrapper(
             model_type="gemma4",
@@ -178,7 +195,8 @@ def unwrap_config(raw: JsonObject) -> JsonObject:
             f"{inner.where}: model_type is {shorten(own_type)}; within {wrapper.model_type} "
             f"supported is {' or '.join(types)}"
         )
-    values = {key: value for key, value in inner.values.items() if key != "architectures"}
+    own = {key: value for key, value in inner.values.items() if key != "architectures"}
+    values = {**wrapper.defaults, **own}
     is_own = own_type is not None and own_type not in wrapper.text_aliases
     values["model_type"] = own_type if is_own else wrapper.text_type
     values |= wrapper.text_values

@@ -11,7 +11,6 @@ Modules:
 - `patches`: from pixels to patches, and the order of a tower's rows
 - `pillow`: resizing
 - `idefics3`: the processor of Idefics3 and SmolVLM
-- `pixels`: what processors share: levels of bytes, patches in blocks
 - `gemma_images`, `pixtral_images`: the processors of Gemma 3 and 4, and of Pixtral and Mistral 3
 - `qwen_images`: that of Qwen2-VL, 2.5-VL, 3-VL and 3.5
 """

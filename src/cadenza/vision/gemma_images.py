@@ -8,28 +8,24 @@ Pillow backend, to the bit. Patches follow one another by the blocks that a toke
 
 import json
 import math
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from cadenza.errors import InvalidRequestError
-from cadenza.vision.pixels import Normalising, patches_in_blocks
-from cadenza.vision.processor import Detail, ImagePart, ImagePlan, Run
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
-else:
-    Image = Any
+from cadenza.vision.patches import Normalisation, cut_patches, image_array
+from cadenza.vision.pillow import Filter, image_bytes, resized
+from cadenza.vision.processor import Detail, Image, ImagePart, ImagePlan, Run
 
 BUDGETS = (70, 140, 280, 560, 1120)
 """Tokens that Gemma 4 may make of an image, at most."""
 
 LOW_DETAIL_TOKENS = BUDGETS[0]
 
-_TO_UNIT = Normalising(mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
+_TO_UNIT = Normalisation()
 """From -1 to 1."""
+_AS_IS = Normalisation(mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +41,8 @@ class Gemma3Images:
     side: int = 896
     patch_size: int = 14
     merge_size: int = 4
-    normalising: Normalising = _TO_UNIT
+    resample: Filter = "bilinear"
+    normalisation: Normalisation = _TO_UNIT
     placeholder: str = "<start_of_image>"
     token: str = "<image_soft_token>"  # noqa: S105 (no password)
     end: str = "<end_of_image>"
@@ -72,9 +69,7 @@ class Gemma3Images:
         )
 
     def prepare(self, image: Image, detail: Detail = "auto") -> tuple[bytes, ...]:  # noqa: ARG002
-        from PIL.Image import Resampling
-
-        return (image.resize((self.side, self.side), Resampling.BILINEAR).tobytes(),)
+        return (image_bytes(resized(image, (self.side, self.side), self.resample)),)
 
     def check(self, part: ImagePart) -> None:
         if part != self.part:
@@ -87,7 +82,9 @@ class Gemma3Images:
 
     def patches(self, pixels: bytes, part: ImagePart) -> npt.NDArray[np.float32]:
         """[patches, channels x patch_size x patch_size]"""
-        return patches_in_blocks(pixels, part, self.normalising.values(), merge=self.merge_size)
+        values = self.normalisation.apply(image_array(pixels, part))
+        found = cut_patches(values, part, self.merge_size, self.patch_size)
+        return found.reshape(len(found), -1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,16 +92,18 @@ class Gemma4Images:
     """The settings of one model; an `ImageProcessor`.
 
     Args:
-        patch_size: pixels on a side of a patch of the tower, or of the model's whole token where
-            there is no tower (`is_unified`).
+        patch_size: pixels on a side of a patch of the tower.
         merge_size: patches on a side of what one token stands for.
         max_tokens: of an image, one of `BUDGETS`.
+        is_unified: there is no tower; a token is one patch.
+        factor: of a byte.
     """
 
     patch_size: int = 16
     merge_size: int = 3
     max_tokens: int = 280
     is_unified: bool = False
+    resample: Filter = "bicubic"
     factor: float = 1 / 255
     placeholder: str = "<|image|>"
     token: str = "<|image|>"  # noqa: S105 (no password)
@@ -130,10 +129,8 @@ class Gemma4Images:
         return ImagePlan(parts=(part,), pieces=(self.begin, run, self.end))
 
     def prepare(self, image: Image, detail: Detail = "auto") -> tuple[bytes, ...]:
-        from PIL.Image import Resampling
-
         (part,) = self.plan(image.width, image.height, detail).parts
-        return (image.resize((part.width, part.height), Resampling.BICUBIC).tobytes(),)
+        return (image_bytes(resized(image, (part.width, part.height), self.resample)),)
 
     def check(self, part: ImagePart) -> None:
         unit = self.unit
@@ -146,11 +143,12 @@ class Gemma4Images:
             )
 
     def patches(self, pixels: bytes, part: ImagePart) -> npt.NDArray[np.float32]:
-        """[patches, patch_size x patch_size x channels], from 0 to 1; of a unified model a token is
-        one patch of `unit` pixels on a side."""
-        values = Normalising(factor=self.factor).values()
-        merge = 1 if self.is_unified else self.merge_size
-        return patches_in_blocks(pixels, part, values, merge=merge, channels_last=True)
+        """[patches, size x size x channels], from -1 to 1; of a unified model a patch is
+        a token, of `unit` pixels on a side, from 0 to 1."""
+        side, size = (1, self.unit) if self.is_unified else (self.merge_size, self.patch_size)
+        values = replace(_AS_IS if self.is_unified else _TO_UNIT, factor=self.factor)
+        found = cut_patches(values.apply(image_array(pixels, part)), part, side, size)
+        return np.ascontiguousarray(found.transpose(0, 2, 3, 1)).reshape(len(found), -1)
 
     def _grid(self, width: int, height: int, budget: int) -> tuple[int, int]:
         """Rows and columns of tokens, at most `budget` together."""

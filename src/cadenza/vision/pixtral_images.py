@@ -10,19 +10,14 @@ into a token.
 import json
 import math
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from cadenza.errors import InvalidRequestError
-from cadenza.vision.pixels import Normalising, patches_in_blocks
-from cadenza.vision.processor import Detail, ImagePart, ImagePlan, Run
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
-else:
-    Image = Any
+from cadenza.vision.patches import Normalisation, cut_patches, image_array
+from cadenza.vision.pillow import Filter, image_bytes, resized
+from cadenza.vision.processor import Detail, Image, ImagePart, ImagePlan, Run
 
 LOW_DETAIL_TOKENS = 256
 
@@ -41,8 +36,9 @@ class PixtralImages:
     longest_edge: int
     patch_size: int
     merge_size: int
-    normalising: Normalising
+    normalisation: Normalisation
     max_tokens: int
+    resample: Filter = "bicubic"
     placeholder: str = "[IMG]"
     token: str = "[IMG]"  # noqa: S105 (no password)
     row_end: str = "[IMG_BREAK]"
@@ -68,10 +64,8 @@ class PixtralImages:
         return ImagePlan(parts=(part,), pieces=pieces)
 
     def prepare(self, image: Image, detail: Detail = "auto") -> tuple[bytes, ...]:
-        from PIL.Image import Resampling
-
         (part,) = self.plan(image.width, image.height, detail).parts
-        return (image.resize((part.width, part.height), Resampling.BICUBIC).tobytes(),)
+        return (image_bytes(resized(image, (part.width, part.height), self.resample)),)
 
     def check(self, part: ImagePart) -> None:
         unit, most = self.unit, math.ceil(self.longest_edge / self.unit)
@@ -86,7 +80,9 @@ class PixtralImages:
 
     def patches(self, pixels: bytes, part: ImagePart) -> npt.NDArray[np.float32]:
         """[patches, channels x patch_size x patch_size]"""
-        return patches_in_blocks(pixels, part, self.normalising.values(), merge=self.merge_size)
+        values = self.normalisation.apply(image_array(pixels, part))
+        found = cut_patches(values, part, self.merge_size, self.patch_size)
+        return found.reshape(len(found), -1)
 
     def _grid(self, width: int, height: int, limit: int) -> tuple[int, int]:
         """Rows and columns of tokens, at most `limit` together."""

@@ -178,7 +178,7 @@ def _most_operations(vision: VisionConfig, size: int) -> float:
     """Of the longest quantum of the largest part, in blocks of `size` patches."""
     part = PartSize(vision.max_patches, vision.max_part_tokens)
     tower, blocks = vision.tower, Blocks(size)
-    layers = range(tower.num_layers)
+    layers = range(max(1, tower.num_layers))
     widest = max(layers, key=lambda layer: _num_keys(tower, layer, part.num_patches))
-    stages = (Stage.ENTER, Stage.PROJECT, Stage.ATTEND)
+    stages = (Stage.ENTER, Stage.PROJECT, Stage.ATTEND) if tower.num_layers else (Stage.ENTER,)
     return max(sum(_operations(vision, blocks, part, Quantum(s, widest, 0))) for s in stages)

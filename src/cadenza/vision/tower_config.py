@@ -36,11 +36,15 @@ class TowerNames:
 
     Args:
         patch: of the linear of a patch's values, which may be stored as a convolution.
+        patch_norm, product_norm: of norms before and behind that linear.
+        std_bias, std_scale: of what the projector's reduction gives (`TowerConfig.standardizes`).
         layers: what `{layers}.0.{norm1}` and so on begin with.
         qkv: of queries, keys and values as one tensor; None if they are three.
     """
 
     patch: str = "vision_tower.vision_model.embeddings.patch_embedding"
+    patch_norm: str = "vision_tower.patch_norm"
+    product_norm: str = "vision_tower.product_norm"
     positions: str = "vision_tower.vision_model.embeddings.position_embedding.weight"
     pre_norm: str = "vision_tower.vision_model.pre_layernorm"
     post_norm: str = "vision_tower.vision_model.post_layernorm"
@@ -59,6 +63,8 @@ class TowerNames:
     gate: str = "mlp.gate_proj"
     up: str = "mlp.fc1"
     down: str = "mlp.fc2"
+    std_bias: str = "vision_tower.std_bias"
+    std_scale: str = "vision_tower.std_scale"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,10 +74,12 @@ class PatchTable:
     Args:
         side: rows and columns of the grid that the table is for; with the rule "sum", its rows for
             each axis.
+        axes_are_inner: a table with the rule "sum" is stored as [side, 2, E], not as [2, side, E].
     """
 
     rule: PositionRule
     side: int
+    axes_are_inner: bool = False
 
     @property
     def num_rows(self) -> int:
@@ -167,6 +175,7 @@ class TowerConfig:
         deepstack_layers, deepstack: layers whose output is added to the stream of the text model's
             first layers, and the projector of each, whose names have `{index}`.
         table: learned embeddings of positions; None without them.
+        has_patch_norms: LayerNorms of the values of a patch, and of their product.
         has_pre_norm, has_post_norm: norms before the first and behind the last layer.
         has_post_norms: norms at the outputs of attention and MLP, before the residual sum.
         has_head_norms: RMS norms of each head's query and key.
@@ -198,6 +207,7 @@ class TowerConfig:
     has_patch_bias: bool = True
     has_attention_bias: bool = True
     has_mlp_bias: bool = True
+    has_patch_norms: bool = False
     has_pre_norm: bool = False
     has_post_norm: bool = False
     has_post_norms: bool = False

@@ -28,6 +28,8 @@ from cadenza.vision.tower_config import (
 
 Floats = npt.NDArray[np.float64]
 
+_BOUNDS = ("input_min", "input_max", "output_min", "output_max")
+
 _ERF = np.vectorize(math.erf, otypes=[np.float64])
 
 
@@ -55,7 +57,11 @@ class ReferenceTower:
         tower = self.vision.tower
         places = _places(part, tower.merge)
         patches = self.vision.processor.patches(pixels, part).astype(np.float64)
+        if tower.has_patch_norms:
+            patches = self._norm(tower.norm, tower.names.patch_norm, patches, tower.norm_eps)
         x = self._affine(tower.names.patch, patches)
+        if tower.has_patch_norms:
+            x = self._norm(tower.norm, tower.names.product_norm, x, tower.norm_eps)
         if tower.table is not None:
             x = x + self._positions(tower.table, places, part)
         if tower.has_pre_norm:
@@ -133,12 +139,17 @@ class ReferenceTower:
             groups = normed(groups)
         if config.reduction == "average":
             joined = groups.mean(axis=1) * self.vision.tower.output_scale
+            if self.vision.tower.standardizes:
+                names = self.vision.tower.names
+                joined = (joined - self._tensor(names.std_bias)) * self._tensor(names.std_scale)
         else:
             ordered = groups.swapaxes(1, 2) if config.joins_channels_first else groups
             joined = ordered.reshape(len(groups), -1)
         y = normed(joined) if config.norm_is_behind else joined
         for linear in config.linears:
-            y = self._affine(linear.name.format(index=index), y)
+            name, is_last = linear.name.format(index=index), linear is config.linears[-1]
+            is_transposed = config.is_transposed and is_last
+            y = y @ self._tensor(f"{name}.weight") if is_transposed else self._affine(name, y)
             if linear.activation is not None:
                 y = _ACTIVATIONS[linear.activation](y)
         return y
@@ -149,7 +160,8 @@ class ReferenceTower:
         stored = self._tensor(self.vision.tower.names.positions)
         row, column = places[:, 0], places[:, 1]
         if table.rule == "sum":
-            return stored[0][column] + stored[1][row]
+            of_column, of_row = stored.swapaxes(0, 1) if table.axes_are_inner else stored
+            return of_column[column] + of_row[row]
         grid = stored.reshape(table.side, table.side, -1)
         if table.rule == "raster":
             return grid[row, column]
@@ -180,7 +192,13 @@ class ReferenceTower:
 
     def _affine(self, name: str, x: Floats) -> Floats:
         weight = self._tensor(f"{name}.weight")
+        bounds = [f"{name.removesuffix('.linear')}.{bound}" for bound in _BOUNDS]
+        is_clipped = bounds[0] in self.weights
+        if is_clipped:
+            x = np.clip(x, self._tensor(bounds[0]), self._tensor(bounds[1]))
         y = x @ weight.reshape(len(weight), -1).T
+        if is_clipped:
+            y = np.clip(y, self._tensor(bounds[2]), self._tensor(bounds[3]))
         return y + self._tensor(f"{name}.bias") if f"{name}.bias" in self.weights else y
 
     def _tensor(self, name: str) -> Any:

@@ -10,4 +10,7 @@ Modules:
 - `processor_file`: the settings of an image processor, from either of their files
 - `siglip`: settings that SigLIP towers share
 - `idefics3`: Idefics3 and SmolVLM
+- `gemma3`: Gemma 3
+- `gemma4`: Gemma 4, with a tower and unified
+- `pixtral`: Mistral 3, whose tower is Pixtral's
 """

@@ -4,7 +4,7 @@ To add a family, write a module with its reader, and list it in `registry`.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from cadenza.checkpoint.json_object import JsonObject
@@ -57,10 +57,12 @@ def _as_stored(weights: Weights) -> Weights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FormattedVision:
-    """The inverse of reading: entries of config.json, and the processor's settings."""
+    """The inverse of reading: entries of config.json, of its text model, and the processor's
+    settings."""
 
     config: dict[str, object]
     processor: dict[str, object]
+    text: dict[str, object] = field(default_factory=dict[str, object])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

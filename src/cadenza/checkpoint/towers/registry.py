@@ -4,12 +4,17 @@ from collections.abc import Mapping
 
 from cadenza.checkpoint.json_object import JsonObject
 from cadenza.checkpoint.model_config import ModelConfig
+from cadenza.checkpoint.towers.gemma3 import GEMMA3
+from cadenza.checkpoint.towers.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from cadenza.checkpoint.towers.idefics3 import IDEFICS3
+from cadenza.checkpoint.towers.pixtral import MISTRAL3
 from cadenza.checkpoint.towers.reader import TowerReader, VisionFiles, VisionOptions
 from cadenza.vision.tower_config import VisionConfig
 
 READERS: Mapping[str, TowerReader] = {
-    model_type: reader for reader in (IDEFICS3,) for model_type in reader.model_types
+    model_type: reader
+    for reader in (IDEFICS3, GEMMA3, GEMMA4, GEMMA4_UNIFIED, MISTRAL3)
+    for model_type in reader.model_types
 }
 """By the `model_type` of config.json."""
 

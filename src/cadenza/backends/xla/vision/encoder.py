@@ -66,11 +66,11 @@ def _tower_model(model: ModelConfig, tower: TowerConfig) -> ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePrograms:
-    """The compiled stages; `merge` has those of `TowerConfig.projectors`, `attend` that of layers
-    with and without windows."""
+    """The compiled stages; `project` has one, or none of a model without layers, `merge` those of
+    `TowerConfig.projectors`, `attend` that of layers with and without windows."""
 
     enter: Compiled
-    project: Compiled
+    project: tuple[Compiled, ...]
     attend: dict[bool, Compiled]
     merge: tuple[Compiled, ...]
     keep: Callable[..., Any]
@@ -173,7 +173,8 @@ class ImageEncoder:
                 return programs.enter(weights.entry, state, self._given(quantum, tables))
             case Stage.PROJECT:
                 layer = weights.layers[quantum.layer]
-                return programs.project(layer, state, self._given(quantum, tables))
+                (project,) = programs.project
+                return project(layer, state, self._given(quantum, tables))
             case Stage.ATTEND:
                 layer, given = weights.layers[quantum.layer], self._given(quantum, tables)
                 return programs.attend[given.bounds is not None](layer, state, given)
@@ -242,7 +243,6 @@ class _StageCompiler:
         stages, weights, tower = self.stages, self._abstract(self.weights), self.stages.tower
         words: list[Any] = [self._words() for _ in EncoderBlock._fields]
         size, block = stages.blocks.patches, EncoderBlock(*words)
-        layer = weights.layers[0]
         enter = BlockInputs(
             block,
             patches=self._floats(size, tower.patch_values),
@@ -251,12 +251,17 @@ class _StageCompiler:
         turns = None if tower.rope is None else self._floats(size, tower.head_dim)
         bounds = {False: None, True: self._words(size, 2)}
         kinds = {False} if tower.windows is None else {False, True}
+        layers = weights.layers[:1]  # all are alike; a model without a tower has none
         return StagePrograms(
             enter=self._compile(stages.enter, weights.entry, enter),
-            project=self._compile(stages.project, layer, BlockInputs(block, turns=turns)),
+            project=tuple(
+                self._compile(stages.project, layer, BlockInputs(block, turns=turns))
+                for layer in layers
+            ),
             attend={
                 kind: self._compile(stages.attend, layer, BlockInputs(block, bounds=bounds[kind]))
                 for kind in kinds
+                for layer in layers
             },
             merge=tuple(
                 self._compile(stages.merge(index), projector, BlockInputs(block))

@@ -17,9 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from cadenza.backends.xla.ops.encoder_table import EncoderBlock, EncoderFactors, ImageRows
-from cadenza.backends.xla.ops.table import OpTable
+from cadenza.backends.xla.ops.table import Linear, OpTable
 from cadenza.backends.xla.vision.tower_state import TowerState, encoder_shape
 from cadenza.backends.xla.vision.tower_weights import (
+    ClippedLinear,
     Entry,
     LayerOutput,
     Norm,
@@ -58,6 +59,8 @@ class TowerStages:
         """The first stream of a block."""
         count, values = given.block.num_defined, given.patches
         assert values is not None, "the first stage takes patches"
+        if weights.patch_norms is not None:
+            return self._enter_normed(weights, state, given)
 
         def compute(ops: OpTable) -> jax.Array:
             patches = ops.to_activations(values, count)
@@ -72,15 +75,45 @@ class TowerStages:
         x = self.ops.compute(compute)
         return state._replace(stream=_with_rows(state.stream, x, given.block.start))
 
+    def _enter_normed(self, weights: Entry, state: TowerState, given: BlockInputs) -> TowerState:
+        """`enter` of a tower whose patches and their product are normed."""
+        count, norms = given.block.num_defined, weights.patch_norms
+        values = given.patches
+        assert norms is not None, "the patches are normed"
+        assert values is not None, "the first stage takes patches"
+
+        def product(ops: OpTable) -> jax.Array:
+            x = ops.project(self._normed(ops, values, norms[0], count), weights.patch, count)
+            return self._normed(ops, x, norms[1], count)
+
+        x = self.ops.compute(product).astype(jnp.float32)
+        if given.positions is not None:
+            x = x + given.positions
+        norm = weights.pre_norm
+        if norm is not None:
+            summed = x
+            normed = self.ops.compute(lambda ops: self._normed(ops, summed, norm, count))
+            x = normed.astype(jnp.float32)
+        return state._replace(stream=_with_rows(state.stream, x, given.block.start))
+
     def project(self, layer: TowerLayer, state: TowerState, given: BlockInputs) -> TowerState:
         """Queries, keys and values of a block."""
         count, tower = given.block.num_defined, self.tower
         x = self._rows(state.stream, given.block.start)
         factors = EncoderFactors(given.turns, layer.head_norms, tower.norms_values)
+        if isinstance(layer.qkv, tuple):
+            normed = self.ops.compute(lambda ops: self._normed(ops, x, layer.norm1, count))
+            parts = [self._clipped(normed, linear, count) for linear in layer.qkv]
+            joined, shape = jnp.concatenate(parts, axis=1).astype(self.dtype), encoder_shape(tower)
+            heads = self.ops.compute(
+                lambda ops: ops.keep_heads(joined, state.heads, factors, given.block, shape)
+            )
+            return state._replace(heads=heads)
+        weight = layer.qkv
 
         def compute(ops: OpTable) -> Any:
             normed = self._normed(ops, x, layer.norm1, count)
-            qkv = ops.linear(normed, layer.qkv, count)
+            qkv = ops.linear(normed, weight, count)
             return ops.keep_heads(qkv, state.heads, factors, given.block, encoder_shape(tower))
 
         return state._replace(heads=self.ops.compute(compute))
@@ -89,6 +122,9 @@ class TowerStages:
         """The rest of a layer for a block."""
         count, shape = given.block.num_defined, encoder_shape(self.tower)
         x = self._rows(state.stream, given.block.start)
+        if self.tower.clips_linears:
+            y = self._attend_clipped(layer, x, state, given)
+            return state._replace(stream=_with_rows(state.stream, y, given.block.start))
 
         def compute(ops: OpTable) -> jax.Array:
             mixed = ops.encode_attend(
@@ -100,6 +136,41 @@ class TowerStages:
 
         y = self.ops.compute(compute)
         return state._replace(stream=_with_rows(state.stream, y, given.block.start))
+
+    def _attend_clipped(
+        self, layer: TowerLayer, x: jax.Array, state: TowerState, given: BlockInputs
+    ) -> jax.Array:
+        """The stream behind a layer whose linears are clipped."""
+        block, shape = given.block, encoder_shape(self.tower)
+        count, size = block.num_defined, self.blocks.patches
+        mixed = self.ops.compute(
+            lambda ops: ops.encode_attend(state.heads, block, shape, size, given.bounds)
+        )
+        y = self._plus_clipped(x, mixed, layer.attention_out, count)
+        normed = self.ops.compute(lambda ops: self._normed(ops, y, layer.norm2, count))
+        assert isinstance(layer.up, tuple), "gate and up are apart"
+        gate, up = (self._clipped(normed, each, count) for each in layer.up)
+        gates = gate.astype(self.dtype)
+        activated = self.ops.compute(lambda ops: ops.activate(gates, self.tower.activation, count))
+        inner = (activated.astype(jnp.float32) * up).astype(self.dtype)
+        return self._plus_clipped(y, inner, layer.mlp_out, count)
+
+    def _plus_clipped(
+        self, x: jax.Array, y: jax.Array, output: LayerOutput, count: jax.Array
+    ) -> jax.Array:
+        norm = output.norm
+        assert isinstance(output.linear, ClippedLinear), "the tower's linears are clipped"
+        product = self._clipped(y, output.linear, count)
+        if norm is None:
+            return x + product
+        return self.ops.compute(lambda ops: ops.norm_add(product, norm.weight, x, count))
+
+    def _clipped(self, x: jax.Array, weight: ClippedLinear, count: jax.Array) -> jax.Array:
+        """Float32 [B, N] of activations [B, K]."""
+        least, largest, *of_output = (weight.bounds[index] for index in range(4))
+        clamped = jnp.clip(x.astype(jnp.float32), least, largest).astype(self.dtype)
+        y = self.ops.compute(lambda ops: ops.project(clamped, weight.linear, count))
+        return jnp.clip(y, *of_output)
 
     def merge(self, index: int) -> Callable[..., TowerState]:
         """The stage of projector `index`: (projector, state, block of tokens) to the state with
@@ -134,6 +205,8 @@ class TowerStages:
         if config.reduction == "average":
             joined = _average(patches.astype(jnp.float32), each)
             joined = joined * np.float32(self.tower.output_scale)
+            if (standard := projector.standard) is not None:
+                joined = (joined - standard.bias) * standard.factor
         else:
             joined = patches.reshape(len(x) // each, -1)
         is_normed = config.norm_is_behind and projector.norm is not None
@@ -162,6 +235,7 @@ class TowerStages:
 
     def _inner(self, ops: OpTable, x: jax.Array, layer: TowerLayer, count: jax.Array) -> jax.Array:
         """The input of the MLP's last linear."""
+        assert isinstance(layer.up, Linear), "the tower's linears are not clipped"
         if self.tower.is_gated:
             return ops.gated_linear(x, layer.up, count)
         return ops.activate(ops.linear(x, layer.up, count), self.tower.activation, count)
@@ -170,9 +244,11 @@ class TowerStages:
         self, ops: OpTable, x: jax.Array, y: jax.Array, output: LayerOutput, count: jax.Array
     ) -> jax.Array:
         """The stream x with a linear of y, normed if there is a norm."""
+        weight = output.linear
+        assert isinstance(weight, Linear), "the tower's linears are not clipped"
         if output.norm is None:
-            return ops.linear(y, output.linear, count, residual=x)
-        return ops.linear_norm_add(y, output.linear, output.norm.weight, x, count)
+            return ops.linear(y, weight, count, residual=x)
+        return ops.linear_norm_add(y, weight, output.norm.weight, x, count)
 
     def _normed(self, ops: OpTable, x: jax.Array, norm: Norm, count: jax.Array) -> jax.Array:
         """Activations of the tower's norm."""

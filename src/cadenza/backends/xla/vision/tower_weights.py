@@ -33,10 +33,24 @@ class Norm(NamedTuple):
     bias: Any | None  # [E]
 
 
+class ClippedLinear(NamedTuple):
+    """A linear whose input and output are clamped."""
+
+    linear: Linear
+    bounds: Any  # [4], float32: least and largest input, least and largest output
+
+
+class Standard(NamedTuple):
+    """What is taken off, then multiplied by."""
+
+    bias: Any  # [E]
+    factor: Any  # [E]
+
+
 class LayerOutput(NamedTuple):
     """The last linear of attention or MLP, and the norm of what it gives, if there is one."""
 
-    linear: Linear  # [E, H D] or [E, F]
+    linear: Linear | ClippedLinear  # [E, H D] or [E, F]
     norm: Norm | None
 
 
@@ -44,11 +58,11 @@ class TowerLayer(NamedTuple):
     """Attention, then an MLP."""
 
     norm1: Norm
-    qkv: Linear  # [3 H D, E]
+    qkv: Linear | tuple[ClippedLinear, ...]  # [3 H D, E], or [H D, E] each
     head_norms: tuple[Any, Any] | None  # [D] each
     attention_out: LayerOutput
     norm2: Norm
-    up: Linear  # [F, E], or gate and up
+    up: Linear | tuple[ClippedLinear, ...]  # [F, E], or gate and up
     mlp_out: LayerOutput
 
 
@@ -58,6 +72,7 @@ class Projector(NamedTuple):
     post_norm: Norm | None
     norm: Norm | None
     linears: tuple[Linear, ...]
+    standard: Standard | None = None  # of what the reduction gives
 
 
 class Entry(NamedTuple):
@@ -65,6 +80,7 @@ class Entry(NamedTuple):
 
     patch: Linear  # [E, P]
     pre_norm: Norm | None
+    patch_norms: tuple[Norm, Norm] | None = None  # [P] and [E]
 
 
 class TowerWeights(NamedTuple):
@@ -89,10 +105,16 @@ class TowerSource:
         declared = declare_tower(self.vision)
         post_norms = (declared.post_norm, *(None for _ in declared.projectors[1:]))
         projectors = zip(self.vision.tower.projectors, declared.projectors, post_norms, strict=True)
+        main, *others = (self._projector(*each) for each in projectors)
+        standard = self._standard(declared.standard)
         return TowerWeights(
-            entry=Entry(self._patch(declared.patch), self._norm(declared.pre_norm)),
+            entry=Entry(
+                self._patch(declared.patch),
+                self._norm(declared.pre_norm),
+                self._patch_norms(declared.patch_norms),
+            ),
             layers=tuple(self._layer(layer) for layer in declared.layers),
-            projectors=tuple(self._projector(*each) for each in projectors),
+            projectors=(main._replace(standard=standard), *others),
         )
 
     def table(self) -> npt.NDArray[Any] | None:
@@ -101,6 +123,9 @@ class TowerSource:
         if spec is None:
             return None
         stored = np.asarray(self.weights[spec.name])
+        table = self.vision.tower.table
+        if table is not None and table.axes_are_inner:
+            stored = stored.swapaxes(0, 1)
         return stored.reshape(-1, stored.shape[-1])
 
     def _patch(self, spec: PatchSpec) -> Linear:
@@ -108,7 +133,17 @@ class TowerSource:
         bias = [] if spec.bias is None else [self.weights[spec.bias.name]]
         return self.ops.load_linear([stored.reshape(len(stored), -1)], bias)
 
+    def _patch_norms(self, specs: tuple[NormSpec, NormSpec] | None) -> tuple[Norm, Norm] | None:
+        return None if specs is None else (self._some_norm(specs[0]), self._some_norm(specs[1]))
+
+    def _standard(self, specs: tuple[TensorSpec, TensorSpec] | None) -> Standard | None:
+        if specs is None:
+            return None
+        return Standard(self._vector(specs[0]), self._vector(specs[1]))
+
     def _layer(self, spec: TowerLayerSpec) -> TowerLayer:
+        if spec.bounds:
+            return self._clipped_layer(spec)
         return TowerLayer(
             norm1=self._some_norm(spec.norm1),
             qkv=self._qkv(spec.qkv),
@@ -117,6 +152,36 @@ class TowerSource:
             norm2=self._some_norm(spec.norm2),
             up=self._up(spec.up),
             mlp_out=LayerOutput(self._linear(spec.down), self._norm(spec.post_norm2)),
+        )
+
+    def _clipped_layer(self, spec: TowerLayerSpec) -> TowerLayer:
+        """A layer whose linears have bounds of their own, and so are not computed together."""
+        query, key, value = (self._qkv_alone(linear, spec.qkv[2]) for linear in spec.qkv)
+        linears = [query, key, value, self._linear(spec.out)]
+        linears += [self._linear(each) for each in (*spec.up, spec.down)]
+        values = np.array([np.asarray(self.weights[each.name]) for each in spec.bounds], np.float32)
+        pairs = zip(linears, values.reshape(len(linears), -1), strict=True)
+        *qkv, out, gate, up, down = (ClippedLinear(*pair) for pair in pairs)
+        return TowerLayer(
+            norm1=self._some_norm(spec.norm1),
+            qkv=tuple(qkv),
+            head_norms=self._head_norms(spec.head_norms),
+            attention_out=LayerOutput(out, self._norm(spec.post_norm1)),
+            norm2=self._some_norm(spec.norm2),
+            up=(gate, up),
+            mlp_out=LayerOutput(down, self._norm(spec.post_norm2)),
+        )
+
+    def _qkv_alone(self, spec: LinearSpec, value: LinearSpec) -> Linear:
+        """Queries, keys or values; of the first two the rows as in `_qkv`."""
+        tower = self.vision.tower
+        if tower.rope is None or not tower.rope.halves_are_apart or spec is value:
+            return self._linear(spec)
+        (part,), biases = self._parts([spec]), self._biases([spec])
+        pieces = _head_quarters(tower.num_heads, tower.head_dim)
+        return self.ops.load_linear(
+            [rows_of(part, *piece) for piece in pieces],
+            [bias[slice(*piece)] for bias in biases for piece in pieces],
         )
 
     def _qkv(self, linears: Sequence[LinearSpec]) -> Linear:
@@ -155,14 +220,27 @@ class TowerSource:
         self, config: ProjectorConfig, spec: ProjectorSpec, post_norm: NormSpec | None
     ) -> Projector:
         norm = self._norm(spec.norm)
+        if norm is None and config.norm is not None:
+            width = self.vision.tower.hidden_size
+            size = config.num_in(width) if config.norm_is_behind else width
+            norm = Norm(np.ones(size, np.float32), None)
         if norm is not None and config.norm_adds_one:
             norm = norm._replace(weight=norm.weight + np.float32(1.0))
         first, *others = spec.linears
+        if config.is_transposed and not others:
+            linears = (self._transposed(first),)
+        else:
+            linears = (self._joining(config, first), *(self._linear(each) for each in others))
         return Projector(
             post_norm=self._norm(post_norm),
             norm=norm,
-            linears=(self._joining(config, first), *(self._linear(each) for each in others)),
+            linears=linears,
         )
+
+    def _transposed(self, spec: LinearSpec) -> Linear:
+        """A linear that is stored as [in, out]."""
+        stored = np.asarray(self.weights[spec.weight])
+        return self.ops.load_linear([np.ascontiguousarray(stored.T)], self._biases([spec]))
 
     def _joining(self, config: ProjectorConfig, spec: LinearSpec) -> Linear:
         """The linear of what the reduction gives, whose columns may be in another order."""

@@ -1,0 +1,153 @@
+"""Gemma 3: a SigLIP tower, blocks of patches averaged, a norm and one product.
+
+Source: transformers, models/gemma3.
+"""
+
+import math
+from dataclasses import replace
+
+from cadenza.checkpoint.json_object import JsonObject
+from cadenza.checkpoint.model_config import MAX_VOCAB_SIZE
+from cadenza.checkpoint.stored_tensor import StoredTensor
+from cadenza.checkpoint.towers.processor_file import (
+    MAX_PIXELS_OF_SIDE,
+    check_steps,
+    format_normalisation,
+    read_filter,
+    read_normalisation,
+)
+from cadenza.checkpoint.towers.reader import FormattedVision, TowerReader, VisionFiles
+from cadenza.checkpoint.towers.siglip import SiglipDefaults, format_siglip, read_siglip
+from cadenza.checkpoint.weights import Weights
+from cadenza.errors import CheckpointError
+from cadenza.vision.gemma_images import Gemma3Images
+from cadenza.vision.pillow import FILTERS
+from cadenza.vision.tower_config import (
+    ProjectorConfig,
+    ProjectorLinear,
+    TowerConfig,
+    TowerNames,
+    VisionConfig,
+)
+
+NAMES = TowerNames()
+PROJECTOR = "multi_modal_projector"
+PROJECTION, NORM = f"{PROJECTOR}.mm_input_projection", f"{PROJECTOR}.mm_soft_emb_norm"
+
+_NEWER = "model."
+_PREFIXES = (
+    "vision_tower.",
+    "multi_modal_projector.",
+    "model.vision_tower.",
+    "model.multi_modal_projector.",
+)
+_SIZE = ("height", "width")
+_IMAGE_TOKEN = 262_144
+_TOKENS = 256
+_HALF = (0.5, 0.5, 0.5)
+
+
+def _read(files: VisionFiles) -> VisionConfig:
+    raw = files.config
+    num_tokens = raw.integer("mm_tokens_per_image", 1, 1 << 16, _TOKENS)
+    tower = read_siglip(files.tower, SiglipDefaults(), _projector(files), NAMES)
+    assert tower.table is not None, "a SigLIP tower has a table"
+    patches, side = tower.table.side, math.isqrt(num_tokens)
+    if side * side != num_tokens or patches % side:
+        raise raw.wrong(
+            "mm_tokens_per_image", f"the square of a divisor of {patches} patches a side"
+        )
+    tower = replace(tower, projector=replace(tower.projector, side=patches // side))
+    token_id = raw.integer("image_token_index", 0, MAX_VOCAB_SIZE, _IMAGE_TOKEN)
+    return VisionConfig(
+        family="gemma3",
+        tower=tower,
+        processor=_read_processor(files.processor, tower, patches),
+        image_token_id=token_id,
+        fill_token_id=token_id if token_id < files.text.vocab_size else 0,
+        max_part_tokens=num_tokens,
+        reach="all",
+    )
+
+
+def _projector(files: VisionFiles) -> ProjectorConfig:
+    """For one patch a token, until both are known."""
+    linear = ProjectorLinear(name=PROJECTION, num_out=files.text.hidden_size, has_bias=False)
+    return ProjectorConfig(
+        side=1,
+        linears=(linear,),
+        reduction="average",
+        norm="rms",
+        norm_name=NORM,
+        norm_eps=files.tower.number("layer_norm_eps", 1e-12, 1.0, 1e-6),
+        norm_adds_one=True,
+        norm_is_behind=True,
+        is_transposed=True,
+    )
+
+
+def _read_processor(raw: JsonObject, tower: TowerConfig, patches: int) -> Gemma3Images:
+    check_steps(raw)
+    if raw.flag("do_pan_and_scan", False):
+        raise raw.wrong("do_pan_and_scan", "false, null or absent")
+    size, side = raw.child("size"), patches * tower.patch_size
+    sides = [
+        side if size is None else size.integer(key, 1, MAX_PIXELS_OF_SIDE, side) for key in _SIZE
+    ]
+    if sides != [side, side]:
+        raise CheckpointError(
+            f"{raw.where}: size is {sides[0]} x {sides[1]} pixels, and the tower takes images of "
+            f"{side} x {side}; use the processor's file of the same checkpoint"
+        )
+    return Gemma3Images(
+        side=side,
+        patch_size=tower.patch_size,
+        merge_size=tower.merge,
+        resample=read_filter(raw, "bilinear"),
+        normalisation=read_normalisation(raw, _HALF, _HALF),
+    )
+
+
+def _format(vision: VisionConfig) -> FormattedVision:
+    processor, tower = vision.processor, vision.tower
+    assert isinstance(processor, Gemma3Images), "read by this module"
+    return FormattedVision(
+        config={
+            "image_token_index": vision.image_token_id,
+            "mm_tokens_per_image": vision.max_part_tokens,
+            "vision_config": {"model_type": "siglip_vision_model", **format_siglip(tower)},
+        },
+        processor={
+            "image_processor_type": "Gemma3ImageProcessor",
+            "processor_class": "Gemma3Processor",
+            "do_convert_rgb": True,
+            "do_resize": True,
+            "size": dict.fromkeys(_SIZE, processor.side),
+            "resample": FILTERS.index(processor.resample),
+            "do_rescale": True,
+            "do_normalize": True,
+            "do_pan_and_scan": None,
+            **format_normalisation(processor.normalisation),
+        },
+    )
+
+
+def _renamed(weights: Weights) -> Weights:
+    """Newer files have `model.` before these names, and the product is no linear's there."""
+    parts: dict[str, list[StoredTensor]] = {}
+    for name in weights:
+        own = name.removeprefix(_NEWER) if name.startswith(_PREFIXES) else name
+        if own == f"{PROJECTION}_weight":
+            own = f"{PROJECTION}.weight"
+        if own != name:
+            parts[name] = [replace(weights.entry(name), name=own)]
+    return weights.with_parts(parts)
+
+
+GEMMA3 = TowerReader(
+    model_types=("gemma3",),
+    prefixes=_PREFIXES,
+    read=_read,
+    format=_format,
+    rename=_renamed,
+)

@@ -1,0 +1,225 @@
+"""Mistral 3 (with Ministral 3): a Pixtral tower, blocks of patches joined, three products.
+
+Source: transformers, models/pixtral and models/mistral3.
+"""
+
+import math
+from dataclasses import replace
+
+from cadenza.checkpoint.json_object import JsonObject
+from cadenza.checkpoint.model_config import MAX_HEADS, MAX_LAYERS, MAX_VOCAB_SIZE, MAX_WIDTH
+from cadenza.checkpoint.stored_tensor import StoredTensor
+from cadenza.checkpoint.towers.processor_file import (
+    MAX_PIXELS_OF_SIDE,
+    check_steps,
+    format_normalisation,
+    read_filter,
+    read_normalisation,
+)
+from cadenza.checkpoint.towers.reader import FormattedVision, TowerReader, VisionFiles
+from cadenza.checkpoint.towers.siglip import ACTIVATIONS, MAX_PATCH, read_tower_activation
+from cadenza.checkpoint.weights import Weights
+from cadenza.vision.pillow import FILTERS
+from cadenza.vision.pixtral_images import PixtralImages
+from cadenza.vision.processor import CHANNELS
+from cadenza.vision.tower_config import (
+    ProjectorConfig,
+    ProjectorLinear,
+    TowerConfig,
+    TowerNames,
+    TowerRope,
+    VisionConfig,
+)
+
+TOWER, PROJECTOR = "vision_tower", "multi_modal_projector"
+NAMES = TowerNames(
+    patch=f"{TOWER}.patch_conv",
+    pre_norm=f"{TOWER}.ln_pre",
+    layers=f"{TOWER}.transformer.layers",
+    norm1="attention_norm",
+    norm2="ffn_norm",
+    query="attention.q_proj",
+    key="attention.k_proj",
+    value="attention.v_proj",
+    out="attention.o_proj",
+    gate="feed_forward.gate_proj",
+    up="feed_forward.up_proj",
+    down="feed_forward.down_proj",
+)
+
+_NEWER = "model."
+_PREFIXES = (f"{TOWER}.", f"{PROJECTOR}.", f"model.{TOWER}.", f"model.{PROJECTOR}.")
+_IMAGE_TOKEN = 10
+_NORM_EPS = 1e-5
+"""Of the tower's norms, whatever the file says."""
+
+_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+_LONGEST_EDGE = 1024
+
+
+def _read(files: VisionFiles) -> VisionConfig:
+    raw, tower = files.config, files.tower
+    side = raw.integer("spatial_merge_size", 1, 32, 2)
+    if raw.get("vision_feature_layer") not in (None, -1):
+        raise raw.wrong("vision_feature_layer", "-1, or absent: the last layer's output")
+    width = tower.integer("hidden_size", 1, MAX_WIDTH, 1024)
+    num_heads = tower.integer("num_attention_heads", 1, MAX_HEADS, 16)
+    if width % num_heads or width // num_heads % 4:
+        raise tower.wrong("hidden_size", f"a multiple of 4 heads of {num_heads}")
+    head_dim = width // num_heads
+    if tower.integer("head_dim", 1, MAX_WIDTH, head_dim) != head_dim:
+        raise tower.wrong("head_dim", f"hidden_size / num_attention_heads, which is {head_dim}")
+    patch = tower.integer("patch_size", 1, MAX_PATCH, 14)
+    processor = _read_processor(files, patch, side)
+    longest = math.ceil(processor.longest_edge / processor.unit)
+    return VisionConfig(
+        family="mistral3",
+        tower=TowerConfig(
+            hidden_size=width,
+            intermediate_size=tower.integer("intermediate_size", 1, MAX_WIDTH, 4096),
+            num_layers=tower.integer("num_hidden_layers", 1, MAX_LAYERS, 24),
+            num_heads=num_heads,
+            head_dim=head_dim,
+            patch_size=patch,
+            patch_shape=(CHANNELS, patch, patch),
+            norm_eps=_NORM_EPS,
+            projector=_projector(files, side, width),
+            names=NAMES,
+            norm="rms",
+            activation=read_tower_activation(tower, "hidden_act", "gelu"),
+            rope=TowerRope(theta=_theta(tower), alternates=True),
+            has_patch_bias=False,
+            has_attention_bias=False,
+            has_mlp_bias=False,
+            has_pre_norm=True,
+            is_gated=True,
+        ),
+        processor=processor,
+        image_token_id=raw.integer("image_token_index", 0, MAX_VOCAB_SIZE, _IMAGE_TOKEN),
+        fill_token_id=0,
+        max_part_tokens=min(processor.max_tokens, longest * longest),
+    )
+
+
+def _projector(files: VisionFiles, side: int, width: int) -> ProjectorConfig:
+    raw, num_out = files.config, files.text.hidden_size
+    activation = read_tower_activation(raw, "projector_hidden_act", "gelu")
+    has_bias = raw.flag("multimodal_projector_bias", False)
+    return ProjectorConfig(
+        side=side,
+        linears=(
+            ProjectorLinear(
+                name=f"{PROJECTOR}.patch_merger.merging_layer", num_out=width, has_bias=False
+            ),
+            ProjectorLinear(
+                name=f"{PROJECTOR}.linear_1",
+                num_out=num_out,
+                has_bias=has_bias,
+                activation=activation,
+            ),
+            ProjectorLinear(name=f"{PROJECTOR}.linear_2", num_out=num_out, has_bias=has_bias),
+        ),
+        norm="rms",
+        norm_name=f"{PROJECTOR}.norm",
+        norm_eps=files.text.rms_norm_eps,
+        joins_channels_first=True,
+    )
+
+
+def _theta(raw: JsonObject) -> float:
+    rope = raw.child("rope_parameters") or JsonObject({}, raw.where)
+    if rope.text("rope_type") not in (None, "axial", "default"):
+        raise rope.wrong("rope_type", "axial, or absent")
+    theta = raw.number("rope_theta", 1.0, 1e9, 10_000.0)
+    return rope.number("rope_theta", 1.0, 1e9, theta)
+
+
+def _read_processor(files: VisionFiles, patch: int, side: int) -> PixtralImages:
+    raw = files.processor
+    check_steps(raw)
+    own = raw.get("patch_size")
+    sizes = raw.child("patch_size") if isinstance(own, dict) else None
+    keys = ("height", "width")
+    found = (
+        {raw.integer("patch_size", 1, MAX_PATCH * 32, patch)}
+        if sizes is None
+        else {sizes.integer(key, 1, MAX_PATCH * 32, patch) for key in keys}
+    )
+    if not found <= {patch, patch * side}:
+        raise raw.wrong("patch_size", f"that of the tower, which is {patch}")
+    size = raw.child("size")
+    longest = _LONGEST_EDGE
+    if size is not None:
+        longest = size.integer("longest_edge", 1, MAX_PIXELS_OF_SIDE)
+    return PixtralImages(
+        longest_edge=longest,
+        patch_size=patch,
+        merge_size=side,
+        resample=read_filter(raw, "bicubic"),
+        normalisation=read_normalisation(raw, _CLIP_MEAN, _CLIP_STD),
+        max_tokens=files.max_tokens,
+    )
+
+
+def _format(vision: VisionConfig) -> FormattedVision:
+    processor, tower = vision.processor, vision.tower
+    assert isinstance(processor, PixtralImages), "read by this module"
+    assert tower.rope is not None, "the tower has a rope"
+    of_name = {own: name for name, own in reversed(ACTIVATIONS.items())}
+    _, linear, _ = tower.projector.linears
+    assert linear.activation is not None, "the projector has an activation"
+    return FormattedVision(
+        config={
+            "image_token_index": vision.image_token_id,
+            "spatial_merge_size": tower.merge,
+            "vision_feature_layer": -1,
+            "projector_hidden_act": of_name[linear.activation],
+            "multimodal_projector_bias": linear.has_bias,
+            "vision_config": {
+                "model_type": "pixtral",
+                "hidden_size": tower.hidden_size,
+                "intermediate_size": tower.intermediate_size,
+                "num_hidden_layers": tower.num_layers,
+                "num_attention_heads": tower.num_heads,
+                "head_dim": tower.head_dim,
+                "num_channels": CHANNELS,
+                "image_size": processor.longest_edge,
+                "patch_size": tower.patch_size,
+                "hidden_act": of_name[tower.activation],
+                "rope_parameters": {"rope_type": "axial", "rope_theta": tower.rope.theta},
+            },
+        },
+        processor={
+            "image_processor_type": "PixtralImageProcessor",
+            "processor_class": "PixtralProcessor",
+            "do_convert_rgb": True,
+            "do_resize": True,
+            "size": {"longest_edge": processor.longest_edge},
+            "patch_size": tower.patch_size,
+            "spatial_merge_size": tower.merge,
+            "resample": FILTERS.index(processor.resample),
+            "do_rescale": True,
+            "do_normalize": True,
+            **format_normalisation(processor.normalisation),
+        },
+    )
+
+
+def _renamed(weights: Weights) -> Weights:
+    """Newer files have `model.` before these names."""
+    parts: dict[str, list[StoredTensor]] = {}
+    for name in weights:
+        if name.startswith(_NEWER) and name.startswith(_PREFIXES):
+            own = name.removeprefix(_NEWER)
+            parts[name] = [replace(weights.entry(name), name=own)]
+    return weights.with_parts(parts)
+
+
+MISTRAL3 = TowerReader(
+    model_types=("mistral3",),
+    prefixes=_PREFIXES,
+    read=_read,
+    format=_format,
+    rename=_renamed,
+)
