@@ -17,7 +17,7 @@ from typing import Any, Literal, TypedDict, cast, get_args
 from cadenza.errors import ConfigError, show
 from cadenza.speculative_config import SpeculativeConfig, parse_speculative_config
 
-Ops = Literal["auto", "native", "reference", "cuda"]
+Ops = Literal["auto", "native", "reference", "cuda", "split"]
 DType = Literal["auto", "float32", "bfloat16"]
 Quantization = Literal["none", "int8", "int4"]
 KVCacheDType = Literal["auto", "int8"]
@@ -94,6 +94,8 @@ class EngineConfig:
     backend: str = "auto"
     device: str = "auto"
     ops: Ops = "auto"
+    tensor_parallel_size: int | None = None
+    """Devices that share the model; None: one, whose arithmetic is not that of several."""
     revision: str | None = None
     dtype: DType = "auto"
     quantization: Quantization = "none"
@@ -157,6 +159,8 @@ class EngineConfig:
             if value is not None or name not in _OPTIONAL:
                 number = _as_number(name.replace("_", "-"), value, lowest, highest, kind)
                 object.__setattr__(self, name, number)
+        if self.tensor_parallel_size is not None:
+            object.__setattr__(self, "ops", _divided(self.ops))
         object.__setattr__(self, "max_itl_ms", _as_max_itl_ms(self.max_itl_ms))
         if not isinstance(self.backend, str) or not self.backend.isprintable():
             raise ConfigError(f"--backend {show(self.backend)} must be auto, or a backend's name")
@@ -210,6 +214,7 @@ class EngineOptions(TypedDict, total=False):
     backend: str
     device: str
     ops: Ops
+    tensor_parallel_size: WholeOrAuto
     revision: str | None
     dtype: DType
     quantization: Quantization
@@ -248,6 +253,15 @@ class EngineOptions(TypedDict, total=False):
     generation_config: GenerationConfig
     chat_template: str | Path | None
     speculative_config: SpeculativeConfig | Mapping[str, object] | str | None
+
+
+def _divided(ops: Ops) -> Ops:
+    """The operations of a model that devices share."""
+    if ops not in ("auto", "split"):
+        raise ConfigError(
+            f"--tensor-parallel-size is for --ops split, and --ops is {ops}; leave one of them out"
+        )
+    return "split"
 
 
 def _as_chat_template(value: object) -> str:
@@ -293,6 +307,7 @@ _RANGES: Mapping[str, tuple[int, int]] = {
     "max_num_batched_tokens": (1, MAX_MODEL_LEN_BOUND),
     "kv_cache_memory_bytes": (1, 1 << 60),
     "num_pages": (1, 1 << 31),
+    "tensor_parallel_size": (1, 8),
     "max_num_queued_reqs": (1, 1 << 31),
     "max_num_queued_tokens": (1, MAX_NUM_QUEUED_TOKENS_BOUND),
     "max_consecutive_step_errors": (1, 1 << 31),
@@ -318,7 +333,7 @@ _NUMBERS: Mapping[str, tuple[float, float, str]] = {
 _OPTIONAL = frozenset(
     "max_num_seqs max_model_len max_num_batched_tokens kv_cache_memory_bytes num_pages "
     "max_num_queued_reqs max_num_queued_tokens max_state_snapshots prefix_cache_disk_bytes "
-    "gpu_memory_utilization weight_cache_bytes".split()
+    "gpu_memory_utilization weight_cache_bytes tensor_parallel_size".split()
 )
 """Numbers that may be None."""
 

@@ -20,7 +20,7 @@ FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 OF_OTHERS = {
     *("--no-deps", "--modelfile", "--weight-format", "--spec-draft-n-max", "--xla_cpu_max_isa"),
     *("--tag", "--rm", "--publish", "--volume", "--env", "--time", "--no-healthcheck"),
-    *("--cap-add", "--cpunodebind", "--membind"),
+    *("--cap-add", "--cpunodebind", "--membind", "--xla_force_host_platform_device_count"),
     *("--include_path", "--tasks", "--model_args", "--log_samples", "--apply_chat_template"),
     *(
         "--rows",

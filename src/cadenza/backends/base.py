@@ -309,6 +309,8 @@ class RunnerSetup:
         packed_weights: a file whose name stands for checkpoint, `quantization` and arithmetic: the
             weights that were quantised, as an earlier load kept them. A backend may read and write
             it; None: nothing is kept.
+        num_devices: how many devices of one kind share the model, from `device` on; only with
+            operations for that, whose bits do not depend on it.
         num_image_slots: 0: no images are encoded; otherwise it must be an `ImageRunner`.
     """
 
@@ -327,6 +329,7 @@ class RunnerSetup:
     copies_pages: bool = False
     packed_weights: Path | None = None
     num_image_slots: int = 0
+    num_devices: int = 1
 
 
 LoadRunner = Callable[[ModelConfig, Weights, RunnerSetup], Runner]

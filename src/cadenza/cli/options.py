@@ -149,6 +149,11 @@ ENGINE_FLAGS: Mapping[str, Flag] = {
     "backend": _engine("What computes.", metavar="|".join(("auto", *BACKENDS))),
     "device": _engine("Where it computes.", metavar="auto|cpu|cuda[:n]|metal|tpu[:n]"),
     "ops": _engine("The implementation of the model's operations."),
+    "tensor_parallel_size": _number(
+        "Devices of one kind that share the model: 1, 2, 4 or 8, with the same answers, bit for "
+        "bit; auto: one, with the operations made for it.",
+        *("-tp", "--tp-size"),
+    ),
     "revision": _engine(
         "Branch, tag or commit of a hub model; all files are read at that one commit "
         "(default: main).",

@@ -143,7 +143,7 @@ def plan_model(
     traits = describe_backend(config, checkpoint, backends)
     shared = device_share(config, traits)
     if shared is not None:
-        available = shared
+        available = shared * (config.tensor_parallel_size or 1)
     else:  # what the processes have taken already is part of the plan
         promised = find_promised(cache_folder() / "engines", memory.root)
         beside_others = memory.available_beside(

@@ -11,7 +11,9 @@ from math import floor
 
 from cadenza.backends.base import BackendTraits, KVArrangement, ModelMemory
 from cadenza.checkpoint import Checkpoint, ModelConfig, declare
-from cadenza.checkpoint.dtypes import WeightDType
+from cadenza.checkpoint.declaration import declare_embedding
+from cadenza.checkpoint.dtypes import WeightDType, item_bytes
+from cadenza.checkpoint.split import split_model
 from cadenza.checkpoint.tensor_formats import held_formats, stored_bytes
 from cadenza.config import (
     PAGE_SIZE_UNIT,
@@ -251,6 +253,8 @@ def make_plan(
     quantization = choose_quantization(config, checkpoint, traits)
     _check_choice("--kv-cache-dtype", config.kv_cache_dtype, traits.kv_cache_dtypes, traits)
     _check_arithmetic(config, traits)
+    if config.tensor_parallel_size is not None:
+        split_model(checkpoint.config, config.tensor_parallel_size)
     _check_speculation(config, traits)
     kv_layout = _choose_layout(config, traits)
     config = replace(config, kv_layout=kv_layout, quantization=quantization)
@@ -508,13 +512,20 @@ def memory_of(
     return ModelMemory(
         weight_bytes=stored_bytes(
             declare(model), dtype, config.quantization, held_formats(model, checkpoint.weights)
-        ),
+        )
+        + _copied_bytes(model, dtype, config),
         kv_bytes_per_token=model.kv_bytes_per_token(dtype, config.kv_cache_dtype),
         row_bytes=0,
         scratch_bytes=0,
         state_bytes=model.state_bytes(dtype),
         **image_memory_of(model, dtype),
     )
+
+
+def _copied_bytes(model: ModelConfig, dtype: WeightDType, config: EngineConfig) -> int:
+    """Of the weights that each device has whole where several share a model: all but the first."""
+    num_copies = (config.tensor_parallel_size or 1) - 1
+    return num_copies * declare_embedding(model).num_elements * item_bytes(dtype)
 
 
 def _check_latents(model: ModelConfig, config: EngineConfig) -> None:

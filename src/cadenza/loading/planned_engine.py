@@ -42,6 +42,7 @@ class PlannedEngine:
             arithmetic=config.arithmetic,
             fill=fill,
             cache_folder=cache_folder(),
+            num_devices=config.tensor_parallel_size or 1,
             copies_pages=config.prefix_cache_disk is not None,
             keeps_hidden=plan.keeps_hidden,
             num_image_slots=plan.num_image_slots,
@@ -72,6 +73,7 @@ class PlannedEngine:
             hidden_of=target if draft.reads_hidden else None,
             copies_pages=False,
             num_image_slots=self.plan.num_image_slots if draft.shares_kv else 0,
+            num_devices=1,
         )
         return DraftModel(
             runner=self._load(draft.checkpoint, setup, draft.weight_bytes),

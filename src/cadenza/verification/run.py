@@ -153,6 +153,7 @@ def self_test(options: VerifyOptions, report: ReportProgress) -> SelfTestResult:
             limits=plan.limits,
             device=options.config.device,
             ops=found.ops,
+            num_devices=options.config.tensor_parallel_size or 1,
             dtype=plan.dtype,
             quantization=plan.quantization,
             kv_cache_dtype=plan.kv_cache_dtype,

@@ -83,6 +83,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "max_num_batched_tokens": st.none() | whole(1, MAX_MODEL_LEN_BOUND),
     "kv_cache_memory_bytes": st.none() | whole(1, 1 << 60),
     "num_pages": st.none() | whole(1, 1 << 31),
+    "tensor_parallel_size": st.none(),  # is for one choice of `ops`
     "gpu_memory_utilization": st.none() | st.floats(MIN_UTILIZATION, 1.0) | st.just(1),
     "scheduler_headroom_gb": st.floats(0.0, MAX_HEADROOM_GB) | whole(0, 9),
     "page_size": whole(1, (1 << 16) // 16).map(lambda units: 16 * units),

@@ -7,6 +7,7 @@ Modules:
 - `tables`: resolves `--ops`: the op tables, what each needs and what a backend has with it
 - `arithmetic`: the class of a step's arithmetic, by name
 - `runner`: the runner
+- `placement`: on which devices arrays lie, and how programs run there
 - `programs`: the compiled programs and the device state
 - `kernel_proof`: compares the bits of a table's kernels on the device, when a model is loaded
 - `page_copies`: copies of pages and states to the host and back

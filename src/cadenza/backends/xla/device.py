@@ -50,6 +50,28 @@ def find_device(name: str) -> Any:
     return devices[index]
 
 
+def find_devices(name: str, count: int) -> list[Any]:
+    """`count` devices of one kind, from the one named. Raises the errors of `find_device`."""
+    first = find_device(name)
+    if count == 1:
+        return [first]
+    all_devices = jax.devices(first.platform)
+    found = all_devices[all_devices.index(first) :][:count]
+    if len(found) < count:
+        remedy = "lower --tensor-parallel-size"
+        if first.platform == "cpu":
+            remedy += (
+                f", or, to try it on one CPU, set XLA_FLAGS="
+                f"--xla_force_host_platform_device_count={count}"
+            )
+        have = "1 device" if len(found) == 1 else f"{len(found)} devices"
+        raise DeviceUnavailableError(
+            f"--tensor-parallel-size {count}: this machine has {have} from {name} on that JAX can "
+            f"use; {remedy}"
+        )
+    return found
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMemory:
     """Bytes that JAX's allocator may take of a device, and all that the device has."""

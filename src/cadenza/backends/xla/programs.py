@@ -10,11 +10,10 @@ import os
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import SingleDeviceSharding
 
 from cadenza.backends.base import RunnerSetup
 from cadenza.backends.step_result import COLUMN_TOKEN
@@ -45,6 +44,7 @@ from cadenza.backends.xla.page_copies import (
     read_function,
     write_function,
 )
+from cadenza.backends.xla.placement import DevicePlacement
 from cadenza.backends.xla.vision.tower_state import TowerState, tower_state
 from cadenza.backends.xla.wire import are_last_sampled, unpack
 from cadenza.checkpoint.model_config import ModelConfig
@@ -406,33 +406,52 @@ def can_split_steps(ops: OpTable, model: ModelConfig) -> bool:
     return ops.is_opaque and not model.reads_hidden
 
 
+_STATE = DeviceState(
+    pools=cast(Any, True),
+    rows=cast(Any, False),
+    kept_hidden=False,
+    own_hidden=False,
+    image_rows=False,
+    tower=cast(Any, False),
+)
+"""Of what each of several devices has a part."""
+
+
 def compile_programs(
-    ops: OpTable, spec: DecoderSpec, setup: RunnerSetup, weights: DecoderWeights, device: Any
+    ops: OpTable,
+    spec: DecoderSpec,
+    setup: RunnerSetup,
+    weights: DecoderWeights,
+    placement: DevicePlacement,
 ) -> Programs:
     """Compiles every program that a runner calls."""
-    return _Compiler(ops, spec, setup, device).compile(weights)
+    return _Compiler(ops, spec, setup, placement).compile(weights)
 
 
 class _Compiler:
-    """Compiles from abstract arguments on a device."""
+    """Compiles from abstract arguments for a placement."""
 
-    def __init__(self, ops: OpTable, spec: DecoderSpec, setup: RunnerSetup, device: Any) -> None:
+    def __init__(
+        self, ops: OpTable, spec: DecoderSpec, setup: RunnerSetup, placement: DevicePlacement
+    ) -> None:
         self._ops = ops
         self._spec = spec
         self._setup = setup
-        self._platform = device.platform
-        self._sharding = SingleDeviceSharding(device)
-        self._step_options = _STEP_OPTIONS.get(device.platform, {})
-        self._routing_options = _ROUTING_OPTIONS.get(device.platform, {})
-        self._new_state = state_function(ops, spec, setup)
-        self._state = self._abstract(jax.eval_shape(self._new_state))
+        self._placement = placement
+        self._platform = placement.platform
+        self._step_options = _STEP_OPTIONS.get(placement.platform, {})
+        self._routing_options = _ROUTING_OPTIONS.get(placement.platform, {})
+        state = jax.eval_shape(state_function(ops, spec, setup))
+        pools = placement.abstract_parts(state.pools)
+        self._state = self._abstract(state._replace(pools=None))._replace(pools=pools)
 
     def compile(self, weights: DecoderWeights) -> Programs:
-        copy_pages = jax.jit(copy_function(self._ops, self._spec.page_size), donate_argnums=0)
-        copies = self._words(PAGE_COPIES, 3), self._words()
-        new_state = jax.jit(self._new_state, out_shardings=self._sharding)
+        wrap, copies = self._placement.wrap, (self._words(PAGE_COPIES, 3), self._words())
+        copy_pages = copy_function(self._ops, self._spec.page_size)
+        copy_pages = jax.jit(wrap(copy_pages, (_STATE, False, False), _STATE), donate_argnums=0)
+        new_state = wrap(state_function(self._ops, self._spec, self._setup), (), _STATE)
         programs = Programs(
-            new_state=new_state.lower().compile(),
+            new_state=self._placement.jit_new(new_state).lower().compile(),
             rows=self._row_programs(),
             copy_pages=copy_pages.lower(self._state, *copies).compile(),
         )
@@ -440,7 +459,7 @@ class _Compiler:
             programs = replace(programs, **self._all_copy_programs())
         with ThreadPoolExecutor(_COMPILING_THREADS.get(self._platform, 1)) as compiling:
             added = [
-                self._start_step(compiling, bucket, self._abstract(weights))
+                self._start_step(compiling, bucket, _as_abstract(weights))
                 for bucket in self._ops.token_buckets(self._setup.limits.max_num_batched_tokens)
             ]
         for bucket, name, compiled in itertools.chain(*added):
@@ -463,7 +482,9 @@ class _Compiler:
             num_slots, width = setup.limits.num_pages * spec.page_size, spec.model.hidden_size
             states = jax.eval_shape(lambda: new_states(num_slots, width, spec.dtype))
             kept.append(self._abstract(states))
-        step, _ = self._part(compiling, program.step, *whole, *kept)
+        marks = (True, _STATE, False, *(False for _ in kept))
+        whole_step = self._placement.wrap(program.step, marks, (_STATE, False, False))
+        step, _ = self._part(compiling, whole_step, *whole, *kept)
         if not can_split_steps(self._ops, spec.model):
             return [(bucket, "step", step)]
         begin, (_, hidden) = self._part(compiling, program.begin, *whole)
@@ -514,9 +535,14 @@ class _Compiler:
         return CopyPrograms(read=reading.compile(), write=writing.compile(), parts=parts)
 
     def _words(self, *shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._sharding)
+        return self._placement.abstract(jax.ShapeDtypeStruct(shape, jnp.int32))
 
     def _abstract(self, tree: Any) -> Any:
-        return jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._sharding), tree
-        )
+        return self._placement.abstract(tree)
+
+
+def _as_abstract(weights: DecoderWeights) -> Any:
+    """The shapes of arrays on devices, and where they lie."""
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), weights
+    )

@@ -22,7 +22,7 @@ from cadenza.backends.base import Capability, ImageWork, RunnerSetup
 from cadenza.backends.step_result import read_result
 from cadenza.backends.xla.arithmetic import takes_portable_kernels
 from cadenza.backends.xla.decoder import DecoderWeights, load_decoder, load_mtp_layer
-from cadenza.backends.xla.device import find_device
+from cadenza.backends.xla.device import find_devices
 from cadenza.backends.xla.in_flight import InFlight
 from cadenza.backends.xla.layers.weight_source import WeightSource
 from cadenza.backends.xla.ops.program_ops import ProgramOps
@@ -34,6 +34,7 @@ from cadenza.backends.xla.page_copies import (
     padded_items,
     parts_of_items,
 )
+from cadenza.backends.xla.placement import DeviceMesh, SingleDevice
 from cadenza.backends.xla.programs import (
     MASK_ROWS,
     PAGE_COPIES,
@@ -47,6 +48,7 @@ from cadenza.backends.xla.programs import (
 from cadenza.backends.xla.tables import MakeOps, choose_table
 from cadenza.backends.xla.vision.encoder import ImageEncoder
 from cadenza.checkpoint.model_config import ModelConfig
+from cadenza.checkpoint.split import Rank, split_model, split_weights
 from cadenza.checkpoint.weights import Weights
 from cadenza.core.step_schema import (
     NO_HIDDEN,
@@ -128,16 +130,20 @@ class XlaRunner:
         limits, kv_of, hidden_of = setup.limits, setup.kv_of, setup.hidden_of
         assert isinstance(kv_of, XlaRunner | None), "KV is shared within one backend"
         assert isinstance(hidden_of, XlaRunner | None), "states are read within one backend"
-        self._device = find_device(setup.device)
+        is_split = setup.ops == "split"
+        devices = find_devices(setup.device, setup.num_devices)
+        self._device = devices[0]
+        self._placement = DeviceMesh(devices) if is_split else SingleDevice(devices[0])
         self._model = model
         self._limits = limits
         self._spec = DecoderSpec(
-            model=model,
+            model=split_model(model, setup.num_devices) if is_split else model,
             dtype=jnp.dtype(setup.dtype).type,
             page_size=limits.page_size,
             quantization=setup.quantization,
             kv_cache_dtype=setup.kv_cache_dtype,
             is_portable=takes_portable_kernels(model, weights, setup),
+            num_devices=setup.num_devices,
         )
         make_ops = make_ops or choose_table(setup.ops, self._device, model).table.new_ops
         self._ops = make_ops(self._spec)
@@ -145,8 +151,8 @@ class XlaRunner:
         self._setup = replace(setup, kv_of=None, hidden_of=None)
         self._hidden_of = hidden_of
         with self._ops.loading(setup.packed_weights), jax.default_device(self._device):
-            loaded = self._load(weights)
-        self._weights: DecoderWeights | None = jax.device_put(loaded, self._device)
+            loaded = self._placement.put(partial(self._load, weights))
+        self._weights: DecoderWeights | None = loaded
         self._encoder: ImageEncoder | None = None
         if kv_of is None and self._sees:
             self._encoder = ImageEncoder(self._spec, make_ops)
@@ -157,7 +163,11 @@ class XlaRunner:
         self._holder = StateHolder() if kv_of is None else kv_of.state_holder
         self._in_flight = InFlight(self)
 
-    def _load(self, weights: Weights) -> DecoderWeights:
+    def _load(self, weights: Weights, index: int) -> DecoderWeights:
+        """The weights, or those of the device with this index."""
+        if self._setup.ops == "split":
+            rank = Rank(index, self._setup.num_devices)
+            weights = split_weights(weights, self._model, rank)
         source, longest = WeightSource(self._ops, self._spec, weights), self._limits.max_model_len
         if not self._model.reads_hidden:
             return load_decoder(source, longest)
@@ -255,7 +265,7 @@ class XlaRunner:
         setup, weights = self._setup, self.weights
         if self._ops.is_proved_at_load:  # while the pools take no memory
             self._proof = self._prove(weights)
-        self._programs = compile_programs(self._ops, self._spec, setup, weights, self._device)
+        self._programs = compile_programs(self._ops, self._spec, setup, weights, self._placement)
         if self._encoder is not None:
             sharding = SingleDeviceSharding(self._device)
             state = abstract_state(self._ops, self._spec, setup, sharding)

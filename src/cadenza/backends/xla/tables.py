@@ -14,10 +14,12 @@ from cadenza.backends.xla.arithmetic import name_class, takes_portable_kernels
 from cadenza.backends.xla.ops.cuda_library import CudaLibrary, load_cuda_library
 from cadenza.backends.xla.ops.native_library import has_native_library, load_native_library
 from cadenza.backends.xla.ops.reference import MAX_TOKENS, ReferenceOps
+from cadenza.backends.xla.ops.split import SplitOps
 from cadenza.backends.xla.ops.table import DecoderSpec, OpTable
 from cadenza.checkpoint.dtypes import WeightDType
 from cadenza.checkpoint.folder import Checkpoint
 from cadenza.checkpoint.model_config import ModelConfig
+from cadenza.checkpoint.split import obstacle_to_split
 from cadenza.config import Ops
 from cadenza.errors import ConfigError
 
@@ -115,6 +117,26 @@ class ReferenceTable:
 
     def name_class(self, device: Any, checkpoint: Checkpoint, setup: RunnerSetup) -> str | None:  # noqa: ARG002
         return None
+
+
+@dataclass(frozen=True, slots=True)
+class SplitTable(ReferenceTable):
+    """The definition, for a model that devices share."""
+
+    name: Ops = "split"
+
+    def obstacle(self, device: Any, model: ModelConfig) -> str | None:  # noqa: ARG002
+        return obstacle_to_split(model)
+
+    def new_ops(self, spec: DecoderSpec) -> OpTable:
+        return SplitOps(spec)
+
+    def add_traits(self, common: BackendTraits, model: ModelConfig) -> BackendTraits:
+        traits = ReferenceTable.add_traits(self, common, model)
+        return replace(traits, ops=self.name, quantizations=("none",), copies_pages=False)
+
+    def describe_arithmetic(self, device: Any) -> tuple[str, ...]:  # noqa: ARG002
+        return ("split",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +253,9 @@ _PREFERRED = {"cpu": "native", "gpu": "cuda"}
 TABLES: Sequence[Table] = (NativeTable(), CudaTable(), ReferenceTable())
 """In the order of preference of `auto`; the last one runs everywhere."""
 
+NAMED_ONLY: Sequence[Table] = (SplitTable(),)
+"""Those that `auto` does not choose."""
+
 
 def choose_table(
     ops: Ops, device: Any, model: ModelConfig, tables: Sequence[Table] = TABLES
@@ -240,7 +265,7 @@ def choose_table(
     Raises ConfigError if the one that was named does not.
     """
     if ops != "auto":
-        (named,) = (table for table in tables if table.name == ops)
+        (named,) = (table for table in (*tables, *NAMED_ONLY) if table.name == ops)
         obstacle = named.obstacle(device, model)
         if obstacle is not None:
             raise ConfigError(f"--ops {ops}: {obstacle}; use --ops auto")

@@ -267,6 +267,10 @@ class ReferenceOps(ReferenceEncoderOps):
 
     def gated_linear(self, x: jax.Array, weight: Linear, count: jax.Array) -> jax.Array:
         gate, up = jnp.split(_matmul(x, weight), 2, axis=-1)  # [T, F] each
+        return self._gate(gate, up)
+
+    def _gate(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        """Activations [T, F]."""
         return _GATES[self._model.activation](gate, up).astype(self._spec.dtype)
 
     def route_experts(
@@ -416,7 +420,11 @@ class ReferenceOps(ReferenceEncoderOps):
         return selective_scan(given, weights, pool, step, layer)
 
     def next_tokens(self, x: jax.Array, head: Linear, step: StepArrays) -> jax.Array:
-        logits = self._shape_logits(_matmul(x, head))
+        return self._choose(_matmul(x, head), step)
+
+    def _choose(self, logits: jax.Array, step: StepArrays) -> jax.Array:
+        """The row results of logits [L, V]."""
+        logits = self._shape_logits(logits)
         ruled = apply_rules(logits, step, self._spec.page_size)
         return CHOICE.choose_tokens(logits, step.logits, ruled)
 

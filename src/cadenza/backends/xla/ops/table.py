@@ -48,7 +48,8 @@ class DecoderSpec:
     """The constants of an op table.
 
     `dtype` is the type of activations, and of KV that is auto. `is_portable`: the operations have
-    the same bits on every CPU.
+    the same bits on every CPU. `num_devices` share the whole model, of which `model` is the part of
+    each.
     """
 
     model: ModelConfig
@@ -57,6 +58,7 @@ class DecoderSpec:
     quantization: Quantization = "none"
     kv_cache_dtype: KVCacheDType = "auto"
     is_portable: bool = False
+    num_devices: int = 1
 
     @property
     def has_kv_codes(self) -> bool:
