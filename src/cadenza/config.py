@@ -357,6 +357,19 @@ def config_from_options(options: Mapping[str, object]) -> EngineConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ImageLimits:
+    """Of an engine whose model sees.
+
+    Args:
+        token_id: that of placeholders.
+        num_slots: of embeddings on the device, one for each placeholder.
+    """
+
+    token_id: int
+    num_slots: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLimits:
     """The resolved limits of the engine core; every numeric field is a count.
 
@@ -364,7 +377,7 @@ class EngineLimits:
     `slot_unit` says where a sequence's prefix can be continued by another one, if each has a slot
     of its own: see `core.slot_prefixes`. None if sequences have pages.
     `num_state_slots` is 0 for a model without recurrent state; `state_snapshot_interval` is that of
-    `EngineConfig`.
+    `EngineConfig`. `images` is None where none are encoded; they change the bits of no answer.
     """
 
     max_num_seqs: int
@@ -380,6 +393,7 @@ class EngineLimits:
     slot_unit: int | None = None
     num_state_slots: int = 0
     state_snapshot_interval: int = DEFAULT_SNAPSHOT_INTERVAL
+    images: ImageLimits | None = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:

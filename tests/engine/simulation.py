@@ -26,13 +26,20 @@ from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.loop import LOOP_DEPTHS, StepLoop, StepRunner
 from cadenza.errors import InvalidRequestError, QueueFullError
 from cadenza.events import Event, Finished, PromptLogprobs, Started, Token
-from cadenza.request import Request, SamplingParams
+from cadenza.request import Attachment, Request, SamplingParams
 from cadenza.structured import ConstraintSpec
 from cadenza.tenant import Tenant
 from tests.engine.hashed_constraint import PHRASES, STEADY, compile_hashed
 from tests.engine.recurrent import spoil_free_states, state_limits
+from tests.engine.seeing import (
+    RandomImages,
+    can_see,
+    spoil_free_image_slots,
+    without_placeholders,
+)
 from tests.engine.solo import (
     EOS_TOKEN_IDS,
+    IMAGE_TOKEN_ID,
     VOCAB_SIZE,
     SoloStream,
     StreamId,
@@ -63,7 +70,8 @@ class Scenario:
     """Random traffic for `num_steps` steps on random limits; then the engine drains.
 
     `arrival` is the chance that clients come before a step, `hang_up` that a client cancels, and
-    no prompt or output is longer than `max_len`. A `recurrent` model has a state beside its pages.
+    no prompt or output is longer than `max_len`. A `recurrent` model has a state beside its pages,
+    and one that `sees` gets images.
     """
 
     seed: int
@@ -72,6 +80,7 @@ class Scenario:
     hang_up: float = 0.15
     max_len: int = 120
     recurrent: bool = False
+    sees: bool = False
 
     @cached_property
     def limits(self) -> EngineLimits:
@@ -94,8 +103,13 @@ class Scenario:
             enable_prefix_caching=rng.random() < 0.85,
             slot_unit=(None, 1, 16)[self.seed % 3] if is_dense and not self.recurrent else None,
             prefix_cache_memory_share=(1.0, 1.0, 1.0, 0.6, 0.3, 0.0)[self.seed % 6],
+            images=self.images.limits if self.sees else None,
             **(state_limits(self.seed, max_num_seqs) if self.recurrent else {}),
         )
+
+    @cached_property
+    def images(self) -> RandomImages:
+        return RandomImages(self.seed)
 
     @cached_property
     def reserved_output(self) -> float:
@@ -157,6 +171,11 @@ class Scenario:
         )
 
     def _request(self, rng: random.Random, prompt: tuple[int, ...]) -> Request:
+        attachments: tuple[Attachment, ...] = ()
+        if self.sees:
+            own = random.Random(f"images {rng.random()}")
+            longest = self.limits.max_model_len - 1
+            prompt, attachments = self.images.put_into(prompt, own, longest)
         most = max(1, self.limits.max_model_len - len(prompt))
         lengths = [None, rng.randint(1, most), rng.randint(1, most + 1)]
         params = SamplingParams(
@@ -181,6 +200,7 @@ class Scenario:
             cache_salt=salt,
             priority=priority,
             tenant=tenant,
+            attachments=attachments,
             constraint=None if grammar is None else ConstraintSpec(grammar=grammar),
         )
 
@@ -198,11 +218,13 @@ class Scenario:
         longest = self.limits.max_model_len
         num_tokens = min(rng.choice([16, 32, 48, 64, 33]), longest)
         prompt = _random_tokens(rng, rng.randint(1, num_tokens - 1))
+        if self.sees:
+            prompt = without_placeholders(prompt)
         params = SamplingParams(
             temperature=0.0, max_tokens=num_tokens - len(prompt), ignore_eos=True
         )
         request = Request(prompt_token_ids=prompt, params=params)
-        return request, prompt + solo_stream(request, 0, longest).token_ids
+        return request, prompt + solo_stream(request, 0, longest, sees=self.sees).token_ids
 
     def _continued(
         self, rng: random.Random, chat: tuple[Request, tuple[int, ...]]
@@ -265,7 +287,9 @@ class AssembledEngine(EngineCore):
         super().__init__(runner, limits, options)
         kv_cache = parts.kv_cache(limits, SECRET)
         admission = Admission(page_size=limits.page_size, reserved_output=options.reserved_output)
-        order = SchedulerOptions(policy=options.policy, batching=options.batching)
+        order = SchedulerOptions(
+            policy=options.policy, batching=options.batching, image_work=runner.image_work
+        )
         self.scheduler = parts.scheduler(limits, kv_cache, admission, order)
         packer = parts.packer(limits, runner.vocab_size)
         self._loop = StepLoop(
@@ -291,6 +315,8 @@ def make_engine(
         page_size=limits.page_size,
         vocab_size=VOCAB_SIZE,
         num_state_slots=limits.num_state_slots,
+        num_image_slots=0 if limits.images is None else limits.images.num_slots,
+        image_token_id=None if limits.images is None else IMAGE_TOKEN_ID,
     )
     options = CoreOptions(
         eos_token_ids=EOS_TOKEN_IDS,
@@ -390,6 +416,8 @@ class Record:
         if engine.scheduler.kv_cache.states is not None:
             slots = engine.scheduler.kv_cache.states.pool.counts()
             assert (slots.live, slots.pinned) == (0, 0), f"slots of states leaked: {slots}"
+        images = engine.scheduler.images.slot_counts()
+        assert images.live == 0, f"slots of images leaked: {images}"
 
     def _verify_tokens(self, stream: StreamId) -> None:
         expected, actual = self.solo(stream).token_ids, self.token_ids(stream)
@@ -483,6 +511,7 @@ class Simulation:
             self._now_s += STEP_S
             self._audit(self.engine)
             spoil_free_states(self.engine)
+            spoil_free_image_slots(self.engine)
         return record
 
     def _let_clients_come(self) -> None:
@@ -547,6 +576,7 @@ def run_requests(
         record.num_steps += 1
         engine.check_invariants()
         spoil_free_states(engine)
+        spoil_free_image_slots(engine)
     return record
 
 
@@ -556,6 +586,8 @@ def can_ever_fit(request: Request, limits: EngineLimits) -> bool:
     most = request.params.max_tokens
     num_tokens = limits.max_model_len if most is None else num_prompt_tokens + most
     if not 0 < num_prompt_tokens < num_tokens + (most == 0):
+        return False
+    if not can_see(request, limits.images):
         return False
     num_computed = max(num_prompt_tokens, num_tokens - 1)
     return num_tokens <= limits.max_model_len and num_computed <= (

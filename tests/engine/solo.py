@@ -9,6 +9,7 @@ from functools import lru_cache
 import numpy as np
 
 from cadenza.backends.fake import next_token
+from cadenza.backends.fake_images import image_value
 from cadenza.core.draw_keys import derive_sample_seed, derive_seed, draw_keys
 from cadenza.core.token_rules import MASK, RuleLayout
 from cadenza.engine.core import EngineCore
@@ -18,6 +19,9 @@ from tests.engine.hashed_constraint import HashedConstraint, record_of
 
 VOCAB_SIZE = 97
 EOS_TOKEN_IDS = frozenset({3, 11})
+
+IMAGE_TOKEN_ID = VOCAB_SIZE - 1
+"""Where the fake model sees."""
 
 StreamId = tuple[int, int]
 """A request's id and which of its samples."""
@@ -39,14 +43,21 @@ def solo_stream_of(request: Request, stream: StreamId, engine: EngineCore, seed:
     request_id, sample = stream
     own_seed = request.params.seed
     first_seed = derive_seed(seed, request_id) if own_seed is None else own_seed
-    return solo_stream(request, derive_sample_seed(first_seed, sample), engine.limits.max_model_len)
+    return solo_stream(
+        request,
+        derive_sample_seed(first_seed, sample),
+        engine.limits.max_model_len,
+        sees=engine.limits.images is not None,
+    )
 
 
 @lru_cache(maxsize=20_000)
-def solo_stream(request: Request, seed: int, max_model_len: int) -> SoloStream:
+def solo_stream(
+    request: Request, seed: int, max_model_len: int, *, sees: bool = False
+) -> SoloStream:
     """The fake model run over one growing list of tokens."""
     params = request.params
-    history = list(request.prompt_token_ids)
+    history = seen_prompt(request)
     num_prompt_tokens = len(history)
     most = max_model_len if params.max_tokens is None else num_prompt_tokens + params.max_tokens
     record = record_of(request, VOCAB_SIZE)
@@ -58,7 +69,13 @@ def solo_stream(request: Request, seed: int, max_model_len: int) -> SoloStream:
         key = (0, 0) if params.is_greedy else (first, second)
         if constraint is not None:
             record[MASK:] = RuleLayout(VOCAB_SIZE).read_mask(constraint.allowed()).tolist()
-        token_id = next_token(history, key, vocab_size=VOCAB_SIZE, rules=record)
+        token_id = next_token(
+            history,
+            key,
+            vocab_size=VOCAB_SIZE,
+            rules=record,
+            banned=IMAGE_TOKEN_ID if sees else None,
+        )
         if token_id in stop:
             return SoloStream(
                 token_ids=tuple(history[num_prompt_tokens:]),
@@ -77,6 +94,16 @@ def solo_stream(request: Request, seed: int, max_model_len: int) -> SoloStream:
         finish_reason="stop" if is_complete else "length",
         stop_token_id=None,
     )
+
+
+def seen_prompt(request: Request) -> list[int]:
+    """The prompt as the fake model stores it: placeholders as values of their images."""
+    history = list(request.prompt_token_ids)
+    for part in request.attachments:
+        own = [at for at in range(part.start, part.end) if history[at] == IMAGE_TOKEN_ID]
+        for place, at in enumerate(own):
+            history[at] = image_value(part, place, IMAGE_TOKEN_ID)
+    return history
 
 
 def _constraint_of(request: Request) -> HashedConstraint | None:

@@ -37,8 +37,8 @@ def shown(stream: list[Token]) -> list[Token]:
     return [replace(token, num_cached_tokens=None, cache_miss=None) for token in stream]
 
 
-def check_seed(seed: int, num_steps: int, *, recurrent: bool = False) -> None:
-    scenario = Scenario(seed=seed, num_steps=num_steps, recurrent=recurrent)
+def check_seed(seed: int, num_steps: int, *, recurrent: bool = False, sees: bool = False) -> None:
+    scenario = Scenario(seed=seed, num_steps=num_steps, recurrent=recurrent, sees=sees)
     plain, overlap = simulate(scenario, "plain"), simulate(scenario, "overlap")
     for stream in plain.finished.keys() & overlap.finished.keys():
         assert plain.requests[stream[0]] == overlap.requests[stream[0]]
@@ -59,6 +59,13 @@ def test_streams_of_a_recurrent_model_are_exact(seed: int) -> None:
     name = "test_streams_of_a_recurrent_model_are_exact"
     with replayable(f"seed {seed}", f"python -m pytest '{HERE}::{name}[{seed}]'"):
         check_seed(seed, NUM_STEPS, recurrent=True)
+
+
+@pytest.mark.parametrize("seed", by_day(range(200), range(30)))
+def test_streams_of_a_model_that_sees_are_exact(seed: int) -> None:
+    name = "test_streams_of_a_model_that_sees_are_exact"
+    with replayable(f"seed {seed}", f"python -m pytest '{HERE}::{name}[{seed}]'"):
+        check_seed(seed, NUM_STEPS, recurrent=seed % 5 == 4, sees=True)
 
 
 @pytest.mark.soak

@@ -20,6 +20,7 @@ from cadenza.checkpoint.folder import Checkpoint
 from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.weights import Weights
 from cadenza.config import Arithmetic, EngineLimits, KVCacheDType, Ops, Quantization
+from cadenza.core.image_cost import ImageWork
 from cadenza.core.step_schema import MaskUpdate, ModelInputs, StepOutput
 from cadenza.kernel_proof import KernelProof
 from cadenza.request import Attachment
@@ -236,21 +237,6 @@ class StateCopier(PageCopier, Protocol):
         Raises RunnerError if a content has the wrong size.
         """
         ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ImageWork:
-    """The quanta of an image's encoding, in order, and what each of them computes.
-
-    Args:
-        products, attention: [Q] operations of matrix products and of attention.
-    """
-
-    products: npt.NDArray[np.float64]
-    attention: npt.NDArray[np.float64]
-
-    def __len__(self) -> int:
-        return len(self.products)
 
 
 @runtime_checkable

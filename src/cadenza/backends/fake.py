@@ -2,10 +2,11 @@
 
 It writes each token to its slot, reads every row's history back through the page table and returns
 a hash of it. With `num_state_slots` it has a recurrent state, too, which stores the tokens a second
-time (`backends.fake_states`). An error in paging, sharing, chunking, preemption or speculation
-therefore changes the output, without a model. numpy only. Invariant: reading a slot that was never
-written, or that belongs to another prefix, changes the result from `next_token(history)`, up to
-hash collisions.
+time (`backends.fake_states`). With `num_image_slots` it sees (`backends.fake_images`): a
+placeholder is stored as a value of its image's pixels and of its place in it. An error in paging,
+sharing, chunking, preemption, speculation or encoding therefore changes the output, without a
+model. numpy only. Invariant: reading a slot that was never written, or that belongs to another
+prefix, changes the result from `next_token(history)`, up to hash collisions.
 """
 
 import hashlib
@@ -17,10 +18,13 @@ import numpy as np
 import numpy.typing as npt
 
 from cadenza.backends.base import Capability
+from cadenza.backends.fake_images import FakeImages, fake_image_work
 from cadenza.backends.fake_states import FakeStates, state_of
+from cadenza.core.image_cost import ImageWork
 from cadenza.core.step_schema import (
     LAST_SAMPLED,
     NO_HIDDEN,
+    NO_IMAGE,
     NO_RULES,
     NO_TARGET,
     NUM_EXTRA_LOGIT_ROWS,
@@ -30,6 +34,7 @@ from cadenza.core.step_schema import (
 )
 from cadenza.core.token_rules import HAS_MASK, MASK, RuleLayout
 from cadenza.errors import RunnerError
+from cadenza.request import Attachment
 
 _NEVER_WRITTEN = -7
 _MAX_LOGPROBS = 20
@@ -37,10 +42,16 @@ HIDDEN_SIZE = 8
 
 
 def next_token(
-    history: list[int], key: tuple[int, int], *, vocab_size: int, rules: list[int] | None = None
+    history: list[int],
+    key: tuple[int, int],
+    *,
+    vocab_size: int,
+    rules: list[int] | None = None,
+    banned: int | None = None,
 ) -> int:
     """The fake model: the token after `history` for a draw `key` (zeros when greedy) and a record
-    of token rules, if the row has one. Where its mask allows one token only, it is this one.
+    of token rules, if the row has one. Where its mask allows one token only, it is this one; it is
+    never `banned`.
     """
     rules = rules or []
     only = _only_allowed(rules)
@@ -48,7 +59,8 @@ def next_token(
         return only
     text = np.array([*history, *rules, *key], np.int64).tobytes()
     digest = hashlib.blake2b(text, digest_size=8).digest()
-    return int.from_bytes(digest, "little") % vocab_size
+    found = int.from_bytes(digest, "little") % vocab_size
+    return (found + 1) % vocab_size if found == banned else found
 
 
 def _only_allowed(rules: list[int]) -> int | None:
@@ -110,6 +122,8 @@ class FakeRunner:
     page_size: int
     vocab_size: int = 97
     num_state_slots: int = 0
+    num_image_slots: int = 0
+    image_token_id: int | None = None
     trace: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
     _slots: np.ndarray = field(init=False)  # [P * S]
     _page_table: np.ndarray = field(init=False)  # [R, pages]
@@ -117,6 +131,7 @@ class FakeRunner:
     _rules: np.ndarray = field(init=False)  # [L, W]
     _generation: int = field(init=False)  # of KV: increased by a reset
     states: FakeStates = field(init=False)
+    images: FakeImages = field(init=False)
     _states_behind: list[tuple[int, ...]] = field(init=False)  # each token of the newest step
 
     def __post_init__(self) -> None:
@@ -129,7 +144,10 @@ class FakeRunner:
 
     @property
     def capabilities(self) -> frozenset[Capability]:
-        return frozenset({"logprobs", "drafts", "late_masks"})
+        found: set[Capability] = {"logprobs", "drafts", "late_masks"}
+        if self.num_image_slots:
+            found.add("attachments")
+        return frozenset(found)
 
     @property
     def hidden_size(self) -> int | None:
@@ -147,11 +165,15 @@ class FakeRunner:
         self._slots = np.full(self.num_pages * self.page_size, _NEVER_WRITTEN, np.int64)
         self.states = FakeStates(self.num_state_slots, self.max_pages_per_seq * self.page_size)
         self._states_behind = []
+        self.images = FakeImages(self.num_image_slots)
         self._page_table = np.full((self.max_num_seqs, self.max_pages_per_seq), -1, np.int64)
         self._last_sampled = np.full(self.max_num_seqs, _NEVER_WRITTEN, np.int64)
         num_words = RuleLayout(self.vocab_size).num_words
         num_records = self.max_num_seqs + NUM_EXTRA_LOGIT_ROWS
         self._rules = np.full((num_records, num_words), _NEVER_WRITTEN, np.int64)
+
+    def image_work(self, part: Attachment) -> ImageWork:
+        return fake_image_work(part)
 
     def stored(self, start: int, count: int) -> list[int]:
         """The tokens in `count` slots from `start`."""
@@ -187,6 +209,8 @@ class FakeRunner:
         pages = self._slots.reshape(-1, self.page_size)
         for source, destination, num_tokens in inputs.page_copies:
             pages[destination, :num_tokens] = pages[source, :num_tokens]
+        for call in inputs.image_calls:
+            self.images.encode(call)
         for row in range(self.max_num_seqs):
             self._store(inputs, row)
         if len(self.states):
@@ -229,6 +253,8 @@ class FakeRunner:
             token = int(tokens.ids[index])
             if token == LAST_SAMPLED:
                 token = int(self._last_sampled[row])
+            if tokens.image_slots[index] != NO_IMAGE:
+                token = self.images.value_at(int(tokens.image_slots[index]), token)
             self._slots[tokens.slots[index]] = token
 
     def _hidden(self, inputs: ModelInputs) -> npt.NDArray[np.float32]:
@@ -264,7 +290,13 @@ class FakeRunner:
         rules = None if record == NO_RULES else self._rules[record].tolist()
         greedy = logits.temperature[index] == 0
         key = (0, 0) if greedy else tuple(int(word) for word in logits.keys[index])
-        return next_token(history, (key[0], key[1]), vocab_size=self.vocab_size, rules=rules)
+        return next_token(
+            history,
+            (key[0], key[1]),
+            vocab_size=self.vocab_size,
+            rules=rules,
+            banned=self.image_token_id,
+        )
 
 
 def _output(

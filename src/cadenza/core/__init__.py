@@ -14,6 +14,9 @@ Modules:
 - `slot_prefixes`: finds slots whose sequence began alike, where a page is a slot
 - `kv_cache_manager`: pages of sequences: sharing, growing, publishing, releasing; the protocol of
   what keeps pages beyond the pool
+- `image_slots`: where the embeddings of images are on the device, and which may be given up
+- `image_cost`: predicts the time of encoding, and learns from measured steps
+- `image_queue`: which image is encoded next and how much of it in a step; what waits for images
 - `admission`: whether a sequence may start; what running ones reserve, summed once a step
 - `turns`: who goes next and who makes room: the waiting sequences, and one policy a class
 - `fair_share`: whose turn it is among tenants

@@ -7,12 +7,23 @@ entry's logit positions belong to its own sequence, in ascending order.
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from cadenza.core.image_cost import NO_LOAD, ImageLoad
+from cadenza.core.image_slots import EncodedImage
 from cadenza.core.recurrent_states import KeptState
 from cadenza.core.sequence import PageCopy, Sequence
 from cadenza.core.step_cost import StepLoad, num_keys
+from cadenza.core.step_schema import ImageCall
 from cadenza.events import Started
+from cadenza.request import Attachment
 
 NO_POSITIONS = range(0)
+
+
+class SeenImage(NamedTuple):
+    """An image of which a step computes tokens, and its slots."""
+
+    attachment: Attachment
+    image: EncodedImage
 
 
 @dataclass(slots=True, eq=False)
@@ -26,6 +37,8 @@ class BatchEntry:
     choice is made from; without drafts they may be left out. `num_preemptions` is the sequence's
     value at launch: if it has increased by the time the step is read, the entry's KV has been
     freed, but its token is still valid.
+
+    `images` are those of which it computes tokens.
 
     With a recurrent state the entry begins with that of slot `state_start`, or with zeros if that
     is None, and keeps those in `kept_states`, in ascending order.
@@ -46,6 +59,7 @@ class BatchEntry:
     state_start: int | None = None
     kept_states: tuple[KeptState, ...] = ()
     num_accepted: int = 0
+    images: tuple[SeenImage, ...] = ()
 
     @property
     def end(self) -> int:
@@ -73,11 +87,16 @@ class Batch:
         state_slots: slots of states that the step reads or writes, pinned likewise.
         page_updates: page-table entries not yet on the device.
         page_copies: copies made before the step.
+        image_calls: encoding done before its tokens, of which there may then be none.
+        image_load: what that computes.
+        encoded_for: the sequence of each of `image_calls`.
+        images: that it reads or writes, pinned until it is read.
         num_keys: that its tokens attend to (`StepLoad`).
         has_drafts: how far the sequences have got is known only when the step has been read.
         needs_masks: it samples tokens of constrained sequences, which their tokens so far decide.
         has_pooled: it has a logit row of a pooled sequence.
         has_states: its sequences have a recurrent state.
+        has_images: it computes tokens of images.
     """
 
     step_id: int
@@ -87,6 +106,10 @@ class Batch:
     state_slots: list[int] = field(default_factory=list[int])
     page_updates: list[PageUpdate] = field(default_factory=list[PageUpdate])
     page_copies: list[PageCopy] = field(default_factory=list[PageCopy])
+    image_calls: list[ImageCall] = field(default_factory=list[ImageCall])
+    image_load: ImageLoad = NO_LOAD
+    encoded_for: list[Sequence] = field(default_factory=list[Sequence])
+    images: list[EncodedImage] = field(default_factory=list[EncodedImage])
     num_tokens: int = 0
     num_keys: int = 0
     num_choices: int = 0
@@ -95,6 +118,7 @@ class Batch:
     needs_masks: bool = False
     has_pooled: bool = False
     has_states: bool = False
+    has_images: bool = False
 
     def add(self, entry: BatchEntry) -> None:
         """Adds an entry, whose numbers of tokens, choices and rows are final."""
@@ -112,6 +136,8 @@ class Batch:
             self.has_pooled = True
         if entry.kept_states:
             self.has_states = True
+        if entry.images:
+            self.has_images = True
 
     def send_pages(self, row: int, table: list[int], first: int) -> None:
         """Sends the entries of a row's page table from the `first` on."""

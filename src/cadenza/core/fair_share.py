@@ -118,6 +118,14 @@ class FairShare:
                 self._charge(sequence.tenant, service)
                 sequence.num_uncharged_tokens = 0
 
+    def charge_ms(self, sequence: Sequence, milliseconds: float) -> None:
+        """Something else is computed for a sequence, where costs are milliseconds."""
+        self._charge(sequence.tenant, milliseconds)
+
+    def charge_tokens(self, sequence: Sequence, num_tokens: float) -> None:
+        """The same that takes as long as so many tokens of a prompt."""
+        self._charge(sequence.tenant, self._cost.prompt * num_tokens)
+
     def in_turns(self, ordered: list[Sequence]) -> Iterable[Sequence]:
         """Waiting sequences, the first of the tenant with the smallest counter next; each tenant's
         stay in the order given, and those to be retried come first. Counters that are charged

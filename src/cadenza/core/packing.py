@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cadenza.config import EngineLimits
-from cadenza.core.batch import Batch
+from cadenza.core.batch import Batch, BatchEntry, SeenImage
 from cadenza.core.draw_keys import keys_of_mixed, mix_seeds
 from cadenza.core.rope_positions import rope_positions
 from cadenza.core.sequence import Sequence
@@ -38,6 +38,7 @@ class Packer:
         max_num_seqs = limits.max_num_seqs
         self._num_rows = max_num_seqs
         self._page_size = limits.page_size
+        self._images = limits.images
         self._occupant: list[Sequence | None] = [None] * max_num_seqs
         self._settings = RowSettings(max_num_seqs)
         self._mixed_seeds = np.zeros(max_num_seqs, np.uint64)  # [R]
@@ -74,6 +75,7 @@ class Packer:
             rule_updates=rule_updates,
             hidden_rows=np.array(batch.hidden_rows, np.int32),
             masks_follow=masks_follow,
+            image_calls=tuple(batch.image_calls),
         )
         for row, index, page_id in batch.page_updates:
             self._page_table[row, index] = page_id
@@ -84,6 +86,8 @@ class Packer:
             _write_states(inputs, batch)
         if self._has_spans:
             _write_reaches(inputs, batch)
+        if self._images is not None:
+            _write_images(inputs, batch, self._images.token_id)
         _write_rope_positions(inputs, batch)
         self._write_logits(inputs, batch, rows, starts)
         if batch.needs_masks and not masks_follow:
@@ -232,6 +236,29 @@ def _count_up(starts: Int32Array, lengths: Int32Array, total: int) -> Int32Array
     """Concatenation [total] of the ranges starts[i], …, starts[i] + lengths[i] - 1."""
     firsts = np.cumsum(lengths, dtype=np.int32) - lengths
     return np.arange(total, dtype=np.int32) + np.repeat(starts - firsts, lengths)
+
+
+def _write_images(inputs: ModelInputs, batch: Batch, token_id: int) -> None:
+    """Writes which slots have the embeddings of placeholders."""
+    if not batch.has_images:
+        return
+    for entry in batch.entries:
+        offset = inputs.rows.query_starts[entry.row] - entry.start
+        for seen in entry.images:
+            places, slots = _placed(entry, seen, token_id)
+            inputs.tokens.image_slots[offset + places] = slots
+
+
+def _placed(entry: BatchEntry, seen: SeenImage, token_id: int) -> tuple[IndexArray, Int32Array]:
+    """The positions of an image's placeholders in an entry, and the slot of each."""
+    span, slots = seen.attachment, seen.image.slots
+    if len(slots) == span.length:
+        places = np.arange(span.start, span.end)
+    else:
+        ids = entry.sequence.request.prompt_token_ids[span.start : span.end]
+        places = span.start + np.flatnonzero(np.array(ids) == token_id)
+    is_inside = (places >= entry.start) & (places < entry.end)
+    return places[is_inside], slots[is_inside]
 
 
 def _write_states(inputs: ModelInputs, batch: Batch) -> None:

@@ -22,6 +22,8 @@ from cadenza.core.batch import Batch, BatchEntry
 from cadenza.core.draft_ledger import OnDrafts
 from cadenza.core.drafts import DraftCounts
 from cadenza.core.fair_share import fair_share_of
+from cadenza.core.image_cost import ImageCost
+from cadenza.core.image_queue import ImageQueue, WorkOf
 from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.prefix import Prefix
 from cadenza.core.prefix_misses import OnPrefix, PrefixCounts
@@ -55,6 +57,8 @@ class SchedulerOptions:
             rows and pages for.
         on_prefix: called with each sequence whose prompt was looked up, as it starts, and with why
             tokens were missing.
+        image_work: what encoding an image takes; needed where `EngineLimits.images` are encoded.
+        image_cost: what its operations cost; None if that was not measured.
     """
 
     step_bound: StepBound | None = None
@@ -64,6 +68,8 @@ class SchedulerOptions:
     policy: TurnPolicy = FCFS
     batching: Batching = "continuous"
     on_prefix: OnPrefix | None = None
+    image_work: WorkOf | None = None
+    image_cost: ImageCost | None = None
 
 
 class Scheduler:
@@ -92,6 +98,9 @@ class Scheduler:
             options.batching,
         )
         self.running = SequenceList()
+        self.images = ImageQueue(
+            limits.images, kv_cache, self.turns.fair_share, options.image_work, options.image_cost
+        )
         self.num_steps = 0
         self.num_preemptions = 0
         self.num_scheduled_tokens = 0
@@ -131,16 +140,20 @@ class Scheduler:
     def observe(self, batch: Batch, measured_ms: float, idle_ms: float | None = None) -> None:
         """A step took `measured_ms`, after `idle_ms` if it waited for the newest tokens.
 
-        One with drafts corrects what drafts cost, and no more.
+        One with drafts corrects what drafts cost, and no more; one that encodes images what that
+        costs.
         """
         cost = self.step_cost
+        if batch.image_calls:
+            text_ms = cost.predict_ms(batch.load) if cost is not None and batch.entries else 0.0
+            self.images.observe(batch, text_ms, measured_ms)
         if cost is None:
             return
         self.drafts.observe(batch, measured_ms, cost, idle_ms)
         if self.step_bound is None:
-            if not batch.has_drafts:
+            if not (batch.has_drafts or batch.image_calls):
                 self._step_cost = cost.corrected(batch.load, measured_ms)
-        elif batch.has_drafts:
+        elif batch.has_drafts or batch.image_calls:
             self.step_bound.count(measured_ms)
         else:
             self.step_bound.observe(batch.load, measured_ms)
@@ -151,32 +164,38 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         self.turns.add(sequence)
+        self.images.add(sequence)
 
     def schedule(self, now_s: float = 0.0) -> Batch | None:
         """The next step, with its pages allocated; None if nothing can be computed.
 
         `now_s` is a reading of the clock by which sequences' `arrived_s` were set.
         """
+        retried = self.turns.retried(self.running)
+        plan = self.images.plan(self.running, retried, lambda: self.turns.startable(now_s))
         budget = StepBudget(
             self.limits.max_num_batched_tokens,
             self.step_bound,
             may_finish_short=self._may_finish_short,
+            image_share=plan.share,
         )
         entries: list[BatchEntry] = []
-        for turn in self.turns.next(self.running, now_s):
+        for turn in self.turns.next(self.running, now_s, plan.passed) if plan.has_tokens else ():
             entries = self._allocate_turn(turn, budget)
             if entries:
                 break
-        if not entries:
+        if not entries and not self.images.may_encode(plan):
             # Who starts computes something in that step, or another one does.
             assert not self._has_page_copy(), "no step makes a page's copy"
             return None
         self.drafts.propose(entries, budget.num_rows, self.num_steps, self.step_cost)
-        return self._launched(entries)
+        batch = self._launched(entries)
+        self.images.encode(plan, batch, self.step_bound)
+        return batch
 
     def update(self, batch: Batch, output: StepOutput) -> list[Event]:
         """Applies a step's results; `output` has one entry per logit row of the batch."""
-        self.kv_cache.unpin(batch.written_pages, batch.state_slots)
+        self._unpin(batch)
         events = self._results.apply(batch, output)
         self.drafts.settle(batch)
         return events
@@ -187,8 +206,8 @@ class Scheduler:
         """
         self.drop_batch(batch)
         events: list[Event] = []
-        for entry in batch.entries:
-            sequence = entry.sequence
+        computed = [entry.sequence for entry in batch.entries]
+        for sequence in dict.fromkeys([*computed, *batch.encoded_for]):
             if sequence.is_finished:
                 continue
             if sequence.is_retried:
@@ -198,14 +217,19 @@ class Scheduler:
 
     def drop_batch(self, batch: Batch) -> None:
         """Unpins the pages of a step that will not be read; `restart` recomputes its tokens."""
+        self._unpin(batch)
+
+    def _unpin(self, batch: Batch) -> None:
         self.kv_cache.unpin(batch.written_pages, batch.state_slots)
+        self.images.unpin(batch)
 
     def cancel(self, sequence: Sequence) -> None:
         """Ends a waiting or running sequence without an event."""
         self._end(sequence)
 
     def restart(self) -> None:
-        """After the device lost its pages: requeues running sequences, empties the prefix cache.
+        """After the device lost its pages: requeues running sequences, empties the prefix cache and
+        the image slots.
 
         Sequences to be retried come first.
         """
@@ -216,6 +240,7 @@ class Scheduler:
         for sequence in self.waiting:
             sequence.num_pending_tokens = sequence.num_void_choices = 0
         self.kv_cache.forget_all()
+        self.images.restart()
 
     def check_invariants(self) -> None:
         """Raises AssertionError if rows, statuses, progress and pages are inconsistent."""
@@ -236,6 +261,7 @@ class Scheduler:
         self.prefix_counts.check_invariants()
         self.turns.check_invariants(self.running)
         self.kv_cache.check_invariants(self.running)
+        self.images.check_invariants(self.waiting, self.running)
 
     def _has_page_copy(self) -> bool:
         return any(sequence.page_copy is not None for sequence in self.running)
@@ -245,6 +271,9 @@ class Scheduler:
         No sequence starts in a step for which one was preempted."""
         num_preemptions = self.num_preemptions
         decodes, prompts = _split(turn.running)
+        if self.images.is_used:
+            decodes = [each for each in decodes if self.images.can_go_on(each)]
+            prompts = [each for each in prompts if self.images.can_go_on(each)]
         entries = self._allocate_decodes(decodes, budget)
         has_row = bool(self._free_rows)
         if self.num_preemptions == num_preemptions and self.turns.may_start(has_row=has_row):
@@ -299,7 +328,7 @@ class Scheduler:
     def _part_of(self, sequence: Sequence, start: int) -> PromptPart:
         return PromptPart(
             start=start,
-            num_left=sequence.num_tokens - start,
+            num_left=self.images.reachable(sequence, start) - start,
             has_logits=sequence.needs_prompt_rows,
             is_first=self.turns.under_share.is_under_share(sequence.tenant.name),
             spans=sequence.whole_spans,
@@ -342,7 +371,7 @@ class Scheduler:
     def _start_all(self, waiting: Iterable[Sequence], prompts: list[Sequence]) -> None:
         """Starts `waiting` sequences in order while rows and pages remain."""
         for sequence in waiting:
-            if sequence.is_expecting_source:
+            if sequence.is_expecting_source or self.images.is_awaited_by(sequence):
                 continue
             if not self._free_rows or not self._try_start(sequence):
                 break
@@ -371,6 +400,8 @@ class Scheduler:
                 break
             if name in full or sequence.is_expecting_source:
                 continue
+            if self.images.is_known_to_wait(sequence):
+                continue
             if self.kv_cache.is_prefix_coming(sequence):
                 continue
             if sequence.needs_prompt_rows and not budget.num_rows:
@@ -378,6 +409,8 @@ class Scheduler:
             if shares.num_cut(are_first=is_first) >= MAX_PARTIAL_PREFILLS:
                 break
             prefix = self.kv_cache.find_prefix(sequence)
+            if not self.images.may_start(sequence, prefix.num_tokens):
+                continue
             if not self._reservations.fits_quota(self.kv_cache, sequence, prefix):
                 full.add(name)
                 continue
@@ -416,6 +449,7 @@ class Scheduler:
         if misses is not None:
             by_reason, sequence.cache_miss = misses
             self.prefix_counts.add(sequence, by_reason)
+        self.images.note_start(sequence, prefix, is_fork=is_fork)
         self._note_start(sequence, prefix)
         self.turns.leave(sequence)
         sequence.row = heapq.heappop(self._free_rows)
@@ -448,6 +482,7 @@ class Scheduler:
         self.turns.fair_share.charge_outputs(entries)
         batch.entries.sort(key=_row_of)
         self.kv_cache.pin(batch.written_pages)
+        self.images.pin(batch)
         self.num_scheduled_tokens += batch.num_tokens
         self.num_steps += 1
         return batch
@@ -468,6 +503,8 @@ class Scheduler:
             batch.state_slots += placed.slots
         if sequence.prompt_rows is not None:
             entry.prompt_rows = sequence.prompt_rows.launch(start, end)
+        if sequence.request.attachments:
+            entry.images = self.images.seen(sequence, start, end)
         batch.add(entry)
         size, table = self.limits.page_size, sequence.page_table
         batch.written_pages += table[start // size : (end - 1) // size + 1]
@@ -481,6 +518,7 @@ class Scheduler:
         else:
             self.turns.leave(sequence)
         sequence.status = SequenceStatus.FINISHED
+        self.images.remove(sequence)
         self.turns.under_share.close(sequence.tenant)
 
     def _preempt(self, sequence: Sequence) -> None:

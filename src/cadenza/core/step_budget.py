@@ -46,16 +46,22 @@ class StepBudget:
     """The budget of one step of up to `max_num_tokens` tokens, whose time `bound` bounds.
 
     `num_rows` are the logit rows that are left for prompts and drafts. `may_finish_short` is that
-    of `PromptBudget`.
+    of `PromptBudget`. `image_share` is kept for encoding, of the time that decodes leave.
     """
 
     def __init__(
-        self, max_num_tokens: int, bound: StepBound | None, *, may_finish_short: bool = True
+        self,
+        max_num_tokens: int,
+        bound: StepBound | None,
+        *,
+        may_finish_short: bool = True,
+        image_share: float = 0.0,
     ) -> None:
         self.num_rows = NUM_EXTRA_LOGIT_ROWS
         self._max_num_tokens = max_num_tokens
         self._bound = bound
         self._may_finish_short = may_finish_short
+        self._image_share = image_share
 
     def take_rows(self, sequence: Sequence, count: int) -> int:
         """Takes the logit rows for the next `count` tokens; returns how many tokens have theirs."""
@@ -85,7 +91,9 @@ class StepBudget:
                 num_logits=len(decodes),
                 num_keys=sum([sequence.num_computed_tokens + 1 for sequence in decodes]),
             )
-            budget.left_ms, budget.cost = self._bound.left_ms(load), self._bound.cost
+            left_ms = self._bound.left_ms(load)
+            budget.left_ms = left_ms * (1 - self._image_share) if left_ms > 0 else left_ms
+            budget.cost = self._bound.cost
         return budget
 
 

@@ -216,22 +216,39 @@ class Turns:
             has_row or self.under_share.has_any(self.fair_share.waiting_names)
         )
 
-    def next(self, running: SequenceOf[Sequence], now_s: float) -> Iterator[Turn]:
+    def next(
+        self, running: SequenceOf[Sequence], now_s: float, passed: Sequence | None = None
+    ) -> Iterator[Turn]:
         """The turns to try, in order: the first in which something is computed is the step.
 
-        A sequence of a failed step is retried alone, unless others must end before it can start.
+        A sequence of a failed step is retried alone, unless others must end before it can start, or
+        it is `passed`.
         """
-        for sequence in running:
-            if sequence.is_retried:
-                yield Turn((sequence,))
+        retried = self.retried(running)
+        if retried is not None and retried is not passed:
+            is_running = retried.row is not None
+            yield Turn((retried,)) if is_running else Turn((), (retried,))
+            if is_running:
                 return
-        if self.waiting and self.waiting[0].is_retried:
-            first = self.waiting[0]
-            if not first.num_pending_tokens and not first.is_expecting_source:
-                yield Turn((), (first,))
         yield self._turn_of(
             running, self._ordered(now_s), lambda each: self._kv_cache.is_being_read(each, now_s)
         )
+
+    def retried(self, running: SequenceOf[Sequence]) -> Sequence | None:
+        """The sequence that is to be retried next, alone, if it may be computed."""
+        for sequence in running:
+            if sequence.is_retried:
+                return sequence
+        if self.waiting and self.waiting[0].is_retried:
+            first = self.waiting[0]
+            if not first.num_pending_tokens and not first.is_expecting_source:
+                return first
+        return None
+
+    def startable(self, now_s: float) -> Iterable[Sequence]:
+        """Waiting sequences that could start if there was room, in their order."""
+        read = self._kv_cache.is_being_read
+        return _startable(each for each in self._ordered(now_s) if not read(each, now_s))
 
     def _ordered(self, now_s: float) -> Iterator[Sequence]:
         """All waiting sequences; nothing is sorted before the first is asked for."""

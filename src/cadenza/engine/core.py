@@ -13,11 +13,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cadenza.backends.base import PageCopier, ProvenRunner, Runner, StateCopier
+from cadenza.backends.base import ImageRunner, PageCopier, ProvenRunner, Runner, StateCopier
 from cadenza.config import Batching, EngineLimits, SchedulerLoop
 from cadenza.core.admission import RESERVED_OUTPUT, Admission
 from cadenza.core.draft_ledger import DraftState
 from cadenza.core.drafts import Drafting, drafting_of
+from cadenza.core.image_cost import ImageCost
 from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.packing import Packer
 from cadenza.core.pooling import Pool
@@ -64,6 +65,7 @@ class CoreOptions:
         speculation: the drafts of its streams; None for none.
         draft_model: the second model of `speculation`, if that has one; closed with the engine.
         step_cost: what steps cost, where there is no bound; for drafts.
+        image_cost: what encoding costs, where images are encoded; None if it was not measured.
         compile_constraint: of requests with a constraint; None refuses them.
         page_folder: where pages of prompts are stored, whose secret takes the place of `secret`;
             the runner must then be a `PageCopier`.
@@ -81,6 +83,7 @@ class CoreOptions:
     speculation: SpeculativeConfig | None = None
     draft_model: DraftModel | None = None
     step_cost: StepCost | None = None
+    image_cost: ImageCost | None = None
     compile_constraint: CompileConstraint | None = None
     page_folder: PageFolder | None = None
 
@@ -129,6 +132,8 @@ class EngineCore:
                 batching=options.batching,
                 on_prefix=_log_prefix,
                 on_drafts=self._log_drafts,
+                image_work=runner.image_work if isinstance(runner, ImageRunner) else None,
+                image_cost=options.image_cost,
             ),
         )
         packer = Packer(limits, runner.vocab_size)

@@ -171,7 +171,10 @@ class StepLoop:
             return 0.0
         newest = self.in_flight[-1]
         started_s = max(newest.launched_s, self._last_read_s)
-        after_s = LAUNCH_AT * cost.predict_ms(newest.batch.load) / 1000 - LAUNCH_S
+        predicted_ms = cost.predict_ms(newest.batch.load)
+        if newest.batch.image_calls:
+            predicted_ms += self._scheduler.images.cost.predict_ms(newest.batch.image_load)
+        after_s = LAUNCH_AT * predicted_ms / 1000 - LAUNCH_S
         wait_s = started_s + min(MAX_WAIT_S, after_s) - self._clock()
         return wait_s if wait_s >= MIN_WAIT_S else 0.0
 

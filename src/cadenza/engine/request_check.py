@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from cadenza.backends.base import Capability
 from cadenza.config import EngineLimits
 from cadenza.core.whole_spans import least_budget, whole_spans_of
+from cadenza.engine.image_check import check_images
 from cadenza.errors import ContextLengthError, InvalidRequestError, show
 from cadenza.request import PoolingParams, Request
 
@@ -70,6 +71,9 @@ class RequestCheck:
             )
         if request.attachments and "whole_spans" in self.capabilities:
             self._check_spans(request)
+        images = self.limits.images
+        if images is not None or request.attachments:
+            check_images(request, images)
 
     def max_num_tokens(self, request: Request) -> int:
         """Maximum length of the request's sequences: prompt plus `max_tokens`."""

@@ -1,0 +1,159 @@
+"""`ImageSlots`: where the embeddings of images are on the device.
+
+A slot is one row of the device's array, for one placeholder. Owns which slots an encoded image has,
+found by its key: the salt of its request and its digest. Knows no sequences: who may be evicted for
+whom, `image_queue` says. Invariant: a slot is free or of one image; no slot of an image that is
+pinned, or not yet encoded, is given to another one.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+ImageKey = tuple[str, bytes]
+"""A salt and a digest."""
+
+
+@dataclass(slots=True, eq=False)
+class EncodedImage:
+    """An image that has slots.
+
+    Args:
+        slots: [N], one for each placeholder, in order.
+        is_ready: all steps that are launched from now on may read the slots.
+        num_pins: launched steps that read or write them and have not been read.
+        is_dropped: nobody finds it any more; its slots are free once nothing pins it.
+        first_user: the request whose tokens were the first to read them; None before.
+    """
+
+    key: ImageKey
+    slots: npt.NDArray[np.int32]
+    is_ready: bool = False
+    num_pins: int = 0
+    is_dropped: bool = False
+    first_user: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageSlotCounts:
+    """Slots by state; the sum is their number.
+
+    `live` ones belong to images that are being encoded, that a launched step reads, or that a
+    sequence reads next.
+    """
+
+    free: int
+    cached: int
+    live: int
+
+
+class ImageSlots:
+    """`num_slots` slots, and the images in them, the one that was used longest ago first."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._images: OrderedDict[ImageKey, EncodedImage] = OrderedDict()
+        self._leaving: list[EncodedImage] = []
+
+    def find(self, key: ImageKey) -> EncodedImage | None:
+        """The image of a key, which may still be being encoded."""
+        return self._images.get(key)
+
+    def is_ready(self, key: ImageKey) -> bool:
+        found = self._images.get(key)
+        return found is not None and found.is_ready
+
+    def try_allocate(
+        self, key: ImageKey, count: int, is_needed: Callable[[ImageKey], bool]
+    ) -> EncodedImage | None:
+        """Slots for an image that is to be encoded; None if there are too few.
+
+        Images that are ready, unpinned and not needed are evicted for it, as many as it takes.
+        """
+        assert key not in self._images, "an image has slots already"
+        if count > len(self._free):
+            missing, evicted = count - len(self._free), list[EncodedImage]()
+            for image in self._images.values():
+                if missing <= 0:
+                    break
+                if image.is_ready and not image.num_pins and not is_needed(image.key):
+                    evicted.append(image)
+                    missing -= len(image.slots)
+            if missing > 0:
+                return None
+            for image in evicted:
+                self.drop(image)
+        taken = [self._free.pop() for _ in range(count)]
+        image = self._images[key] = EncodedImage(key, np.array(taken, np.int32))
+        return image
+
+    def touch(self, image: EncodedImage) -> None:
+        """It is used: the others are older."""
+        if not image.is_dropped:
+            self._images.move_to_end(image.key)
+
+    def pin(self, images: Iterable[EncodedImage]) -> None:
+        """Prevents the reuse of their slots until a launched step has been read."""
+        for image in images:
+            image.num_pins += 1
+
+    def unpin(self, images: Iterable[EncodedImage]) -> None:
+        for image in images:
+            assert image.num_pins, "an image was unpinned and is not pinned"
+            image.num_pins -= 1
+            if image.is_dropped and not image.num_pins:
+                self._leaving.remove(image)
+                self._free += image.slots.tolist()
+
+    def drop(self, image: EncodedImage) -> None:
+        """Removes an image; it is encoded again when somebody needs it."""
+        del self._images[image.key]
+        image.is_dropped = True
+        if image.num_pins:
+            self._leaving.append(image)
+        else:
+            self._free += image.slots.tolist()
+
+    def forget_all(self) -> None:
+        """The device has lost its slots."""
+        for image in list(self._images.values()):
+            self.drop(image)
+
+    def counts(self, is_needed: Callable[[ImageKey], bool]) -> ImageSlotCounts:
+        """Counts by state."""
+        cached = sum(
+            len(image.slots)
+            for image in self._images.values()
+            if image.is_ready and not image.num_pins and not is_needed(image.key)
+        )
+        free = len(self._free)
+        return ImageSlotCounts(free=free, cached=cached, live=self.num_slots - free - cached)
+
+    @property
+    def has_pinned(self) -> bool:
+        """Whether slots may become available when launched steps have been read."""
+        return any(image.num_pins for image in (*self._leaving, *self._images.values()))
+
+    @property
+    def free_slots(self) -> list[int]:
+        """Those that nobody may read."""
+        return list(self._free)
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError if a slot is lost, or belongs to two images."""
+        held = [*self._images.values(), *self._leaving]
+        slots = [slot for image in held for slot in image.slots.tolist()]
+        assert sorted([*slots, *self._free]) == list(range(self.num_slots)), (
+            "slots of images are lost or shared"
+        )
+        for key, image in self._images.items():
+            assert image.key == key, "an image is found under another's key"
+            assert not image.is_dropped, "a dropped image is found"
+        for image in self._leaving:
+            assert image.is_dropped, "an image that is found is leaving"
+            assert image.num_pins, "a dropped image keeps its slots although nothing pins it"
+        assert all(image.num_pins >= 0 for image in held)

@@ -1,0 +1,97 @@
+"""Requests with images in tests, and what nobody may read of their slots."""
+
+import hashlib
+import random
+from collections.abc import Sequence
+
+from cadenza.backends.fake import FakeRunner
+from cadenza.config import ImageLimits
+from cadenza.engine.core import EngineCore
+from cadenza.request import Attachment, Request
+from tests.engine.solo import IMAGE_TOKEN_ID
+
+BREAK = 7
+"""Ends a row of placeholders in an image with breaks."""
+
+Prompt = tuple[tuple[int, ...], tuple[Attachment, ...]]
+
+
+def image_at(start: int, seed: int, rows: int, columns: int, *, has_breaks: bool = False) -> Prompt:
+    """The tokens of an image, and what is behind them."""
+    row = (IMAGE_TOKEN_ID,) * columns
+    rest = ((BREAK, *row) if has_breaks else row) * (rows - 1)
+    tokens = (*row, *rest)
+    width, height = 2 * columns, 2 * rows
+    payload = random.Random(f"image {seed} {rows} {columns}").randbytes(width * height * 3)
+    digest = hashlib.sha256(b"%d %d " % (width, height) + payload).digest()
+    part = Attachment(
+        start=start,
+        length=len(tokens),
+        digest=digest,
+        payload=payload,
+        width=width,
+        height=height,
+        rows=rows,
+        columns=columns,
+    )
+    return tokens, (part,)
+
+
+def prompt_of(*pieces: Sequence[int] | tuple[int, int, int]) -> Prompt:
+    """Texts (lists of tokens) and images (tuples of a seed, rows and columns), joined."""
+    tokens: tuple[int, ...] = ()
+    parts: tuple[Attachment, ...] = ()
+    for piece in pieces:
+        if isinstance(piece, tuple):
+            own, found = image_at(len(tokens), *piece)
+            tokens, parts = tokens + own, parts + found
+        else:
+            tokens += tuple(piece)
+    return tokens, parts
+
+
+def without_placeholders(tokens: Sequence[int]) -> tuple[int, ...]:
+    return tuple(each - (each == IMAGE_TOKEN_ID) for each in tokens)
+
+
+class RandomImages:
+    """Images of a seed, which requests share."""
+
+    def __init__(self, seed: int) -> None:
+        rng = random.Random(f"images {seed}")
+        sizes = [(1, 1), (2, 3), (4, 4), (1, 5), (3, 3), (5, 4)]
+        self._images = [(each, *rng.choice(sizes), rng.random() < 0.3) for each in range(5)]
+        self._largest = max(rows * columns for _, rows, columns, _ in self._images)
+        self.limits = ImageLimits(
+            token_id=IMAGE_TOKEN_ID,
+            num_slots=max(1, self._largest + rng.choice([-3, 0, 0, 1, 7, 40, 400])),
+        )
+
+    def put_into(self, prompt: tuple[int, ...], rng: random.Random, most: int) -> Prompt:
+        """Up to three images, often at places where others have them too."""
+        tokens, parts = without_placeholders(prompt), ()
+        at = rng.choice([0, 3, 16, 17])
+        for _ in range(rng.choice([0, 1, 1, 1, 2, 3])):
+            seed, rows, columns, has_breaks = rng.choice(self._images)
+            at = min(at, len(tokens))
+            own, found = image_at(at, seed, rows, columns, has_breaks=has_breaks)
+            if len(tokens) + len(own) > most:
+                break
+            tokens = (*tokens[:at], *own, *tokens[at:])
+            parts = parts + found
+            at += len(own) + rng.choice([0, 1, 4, 30])
+        return tokens, parts
+
+
+def can_see(request: Request, images: ImageLimits | None) -> bool:
+    """Whether the slots hold each image of the request by itself."""
+    if images is None:
+        return not request.attachments
+    return all(part.rows * part.columns <= images.num_slots for part in request.attachments)
+
+
+def spoil_free_image_slots(engine: EngineCore) -> None:
+    """Overwrites the embeddings in all slots that nobody may read any more."""
+    runner = engine.runner
+    if isinstance(runner, FakeRunner) and runner.num_image_slots:
+        runner.images.spoil(engine.scheduler.images.slots.free_slots)
