@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 CORRECTION = 0.1
-FIRST_CORRECTION, NUM_FIRST = 0.5, 16
+FIRST_CORRECTION, NUM_FIRST = 1.0, 16
 """For so many steps rates follow what is measured faster."""
 
 MAX_RATIO = 2.0
@@ -93,12 +93,13 @@ class ImageCost:
     def corrected(self, load: ImageLoad, text_ms: float, measured_ms: float) -> "ImageCost":
         """After a step with `load` took `measured_ms`, of which its tokens were to take `text_ms`.
 
-        A rate changes in proportion to its share of the prediction.
+        What is not as predicted is the encoding's, the more so the larger its part of the step; of
+        it a rate changes in proportion to its own part.
         """
-        predicted = text_ms + self.predict_ms(load)
-        ratio = min(MAX_RATIO, max(1 / MAX_RATIO, measured_ms / predicted))
+        predicted = self.predict_ms(load)
+        ratio = min(MAX_RATIO, max(1 / MAX_RATIO, (measured_ms - text_ms) / predicted))
         weight = FIRST_CORRECTION if self.num_measured < NUM_FIRST else CORRECTION
-        factor = weight * (ratio - 1) / predicted
+        factor = weight * (ratio - 1) / (predicted + text_ms)
 
         def corrected(ms: float, count: float) -> float:
             return max(SMALLEST_MS, ms * (1 + factor * ms * count))

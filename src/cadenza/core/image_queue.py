@@ -407,6 +407,8 @@ class ImageQueue:
 
     def _look_up(self, sequence: Sequence) -> Attachment | None:
         """What a sequence needs next behind what it has, or would find in the prefix cache."""
+        if not sequence.request.attachments:
+            return None
         if sequence.status is SequenceStatus.RUNNING:
             return _next_of(sequence, sequence.num_computed_tokens)
         num_tokens = self._kv_cache.find_prefix(sequence).num_tokens

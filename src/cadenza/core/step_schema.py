@@ -323,6 +323,12 @@ class ImageCall:
     stop: int
     slots: Int32Array
 
+    @classmethod
+    def into_first_slots(cls, attachment: Attachment, start: int, stop: int) -> "ImageCall":
+        """A call of an image that is alone on the device."""
+        slots = np.arange(attachment.rows * attachment.columns, dtype=np.int32)
+        return cls(attachment=attachment, start=start, stop=stop, slots=slots)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInputs:

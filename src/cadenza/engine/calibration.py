@@ -1,4 +1,4 @@
-"""Measures what a runner's steps cost, before an engine serves.
+"""Measures what a runner's steps, and its encoding of images, cost, before an engine serves.
 
 Owns the steps that are timed. Knows a runner and its limits, no scheduler and no request of a
 client. Invariant: the steps leave nothing behind that a later step reads: KV is written before it
@@ -7,9 +7,10 @@ is read, and the rows' data are sent again.
 
 from collections.abc import Callable
 
-from cadenza.backends.base import Runner
+from cadenza.backends.base import ImageRunner, Runner
 from cadenza.config import EngineLimits
 from cadenza.core.batch import Batch, BatchEntry
+from cadenza.core.image_cost import ImageCost, ImageWork, MeasuredQuanta, fit_image_cost
 from cadenza.core.packing import Packer
 from cadenza.core.sequence import Sequence
 from cadenza.core.step_cost import (
@@ -21,7 +22,8 @@ from cadenza.core.step_cost import (
     fit_step_cost,
     num_keys,
 )
-from cadenza.request import Request, SamplingParams
+from cadenza.core.step_schema import ImageCall
+from cadenza.request import Attachment, Request, SamplingParams
 
 CHUNK = 64
 """Prompt tokens of the timed chunks; fewer where the limits do not allow as many."""
@@ -32,6 +34,9 @@ FAR = 2048
 MOST_TIMED, ENOUGH_S = 4, 1.0
 """Steps of a kind that are timed, and seconds after which no further one is: an engine should start
 in seconds, and what else runs on the machine is a small part of a long step."""
+
+TIMED_QUANTA = 16
+"""Quanta of one kind that are timed together, at most."""
 
 
 def make_step_bound(cost: StepCost, limits: EngineLimits, max_ms: float | None) -> StepBound:
@@ -65,6 +70,40 @@ def measure_step_cost(runner: Runner, limits: EngineLimits, clock: Callable[[], 
         if far > 0 and limits.slot_unit is None
         else None,
     )
+
+
+def measure_image_cost(
+    runner: Runner, limits: EngineLimits, part: Attachment, clock: Callable[[], float]
+) -> ImageCost:
+    """Times the encoding of an image part, or as much of it as `ENOUGH_S` allows.
+
+    The runner is warm, computes nothing else and has no image in its slots.
+    """
+    assert isinstance(runner, ImageRunner), "the runner encodes no images"
+    packer, work = Packer(limits, runner.vocab_size), runner.image_work(part)
+    measured: list[MeasuredQuanta] = []
+    start, spent_s = 0, 0.0
+    while start < len(work) and spent_s < ENOUGH_S:
+        stop = _end_of_kind(work, start)
+        batch = Batch(0)
+        batch.image_calls.append(ImageCall.into_first_slots(part, start, stop))
+        inputs = packer.pack(batch, runner.token_buckets[0])
+        start_s = clock()
+        runner.launch(inputs).result()
+        took_s = clock() - start_s
+        measured.append(MeasuredQuanta(load=work.load(start, stop), ms=1000 * took_s))
+        start, spent_s = stop, spent_s + took_s
+    return fit_image_cost(measured)
+
+
+def _end_of_kind(work: ImageWork, start: int) -> int:
+    """The end of the quanta from `start` on that all have attention, or all have none."""
+    stop = start + 1
+    while stop < min(len(work), start + TIMED_QUANTA):
+        if bool(work.attention[stop]) != bool(work.attention[start]):
+            break
+        stop += 1
+    return stop
 
 
 class _StepTimer:

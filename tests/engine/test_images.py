@@ -1,0 +1,341 @@
+"""Images in an engine over the runner that sees: who is encoded when, what is shared, what a fault,
+a cancel or a full pool leaves behind. The streams must be those of each request alone.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from cadenza.backends.fake import FakeRunner, FakeStepHandle
+from cadenza.config import EngineLimits, ImageLimits, SchedulerLoop
+from cadenza.core.step_schema import ModelInputs
+from cadenza.engine.core import EngineCore
+from cadenza.errors import InvalidRequestError, RunnerError
+from cadenza.events import Finished, Token
+from cadenza.request import Attachment, Request, SamplingParams
+from cadenza.tenant import Tenant
+from tests.engine.seeing import image_at, prompt_of, spoil_free_image_slots
+from tests.engine.simulation import Parts, Record, make_engine, run_requests
+from tests.engine.solo import IMAGE_TOKEN_ID
+
+LOOPS: tuple[SchedulerLoop, ...] = ("plain", "overlap")
+CAT, DOG, COW = (1, 4, 4), (2, 4, 4), (3, 2, 3)
+LIMITS = EngineLimits(
+    max_num_seqs=4,
+    max_num_batched_tokens=16,
+    max_model_len=128,
+    page_size=16,
+    num_pages=32,
+    max_num_queued_reqs=100,
+    images=ImageLimits(token_id=IMAGE_TOKEN_ID, num_slots=64, has_axes=True),
+)
+
+
+@dataclass(kw_only=True, eq=False)
+class WatchedRunner(FakeRunner):
+    """Notes which images were encoded, and can fail at a launch."""
+
+    encoded: list[bytes] = field(default_factory=list)
+    calls: list[list[tuple[bytes, int, int]]] = field(default_factory=list)
+    inputs: list[ModelInputs] = field(default_factory=list)
+    fails: Callable[[ModelInputs], bool] = lambda _: False
+
+    def launch(self, inputs: ModelInputs) -> FakeStepHandle:
+        if self.fails(inputs):
+            raise RunnerError("the device was lost")
+        self.inputs.append(inputs)
+        calls = [(each.attachment.digest, each.start, each.stop) for each in inputs.image_calls]
+        self.calls.append(calls)
+        self.encoded += [digest for digest, start, _ in calls if start == 0]
+        return super().launch(inputs)
+
+
+def engine_of(
+    loop: SchedulerLoop = "overlap", **changes: object
+) -> tuple[EngineCore, WatchedRunner]:
+    limits = replace(LIMITS, **changes)  # type: ignore[arg-type]
+    engine = make_engine(limits, loop=loop, parts=Parts(runner=WatchedRunner))
+    assert isinstance(engine.runner, WatchedRunner)
+    return engine, engine.runner
+
+
+def with_slots(num_slots: int) -> ImageLimits:
+    return ImageLimits(token_id=IMAGE_TOKEN_ID, num_slots=num_slots)
+
+
+def text(length: int, first: int = 0) -> list[int]:
+    return [(first + at * 7) % 50 for at in range(length)]
+
+
+def request_of(*pieces: list[int] | tuple[int, int, int], **options: object) -> Request:
+    tokens, parts = prompt_of(*pieces)
+    given: dict[str, object] = {"temperature": 0.0, "max_tokens": 6, "ignore_eos": True}
+    tenant = options.pop("tenant", Tenant())
+    salt = options.pop("cache_salt", "")
+    params = SamplingParams(**(given | options))  # type: ignore[arg-type]
+    return Request(
+        prompt_token_ids=tokens,
+        attachments=parts,
+        params=params,
+        cache_salt=salt,  # type: ignore[arg-type]
+        tenant=tenant,  # type: ignore[arg-type]
+    )
+
+
+def digest_of(piece: tuple[int, int, int]) -> bytes:
+    return image_at(0, *piece)[1][0].digest
+
+
+MANY = [
+    request_of(text(5), CAT, text(20)),
+    request_of(text(9, 3), CAT, text(3), DOG, text(4)),
+    request_of(COW, text(30, 1), COW),
+    request_of(text(40, 2)),
+    request_of(text(16), DOG, n=3, temperature=1.0, seed=5),
+]
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("budget", range(4, 40, 5))
+def test_streams_are_exact_with_chunks_of_every_size(loop: SchedulerLoop, budget: int) -> None:
+    engine, _ = engine_of(loop, max_num_batched_tokens=budget)
+    run_requests(engine, MANY).verify()
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("num_slots", [16, 17, 22, 33])
+@pytest.mark.parametrize("num_pages", [8, 32])
+def test_tiny_pools_end_every_request(loop: SchedulerLoop, num_slots: int, num_pages: int) -> None:
+    engine, _ = engine_of(loop, images=with_slots(num_slots), num_pages=num_pages)
+    run_requests(engine, MANY).verify()
+
+
+def test_placeholders_and_breaks_name_their_slots_in_order() -> None:
+    engine, runner = engine_of(max_num_batched_tokens=64)
+    tokens, parts = image_at(3, 9, 3, 2, has_breaks=True)
+    request = Request(prompt_token_ids=(1, 2, 3, *tokens, 4, 5), attachments=parts)
+    run_requests(engine, [request]).verify()
+    step = next(each for each in runner.inputs if each.num_tokens > 5)
+    slots = runner.inputs[0].image_calls[0].slots.tolist()
+    first, second, third = slots[:2], slots[2:4], slots[4:]
+    assert step.tokens.image_slots[:13].tolist() == [
+        *(-1, -1, -1, *first, -1, *second, -1, *third, -1, -1)
+    ]
+
+
+def test_an_image_in_several_requests_and_samples_is_encoded_once() -> None:
+    engine, runner = engine_of()
+    requests = [request_of(text(4, k), CAT, text(5), n=2) for k in range(3)]
+    run_requests(engine, requests).verify()
+    assert runner.encoded == [digest_of(CAT)]
+    counts = engine.scheduler.images.counts
+    assert (counts.num_encoded, counts.num_slot_hits, counts.num_prefix_hits) == (1, 2, 0)
+
+
+def test_another_salt_has_an_image_of_its_own() -> None:
+    engine, runner = engine_of()
+    requests = [request_of(text(4), CAT, text(5), cache_salt=salt) for salt in ("", "b")]
+    run_requests(engine, requests).verify()
+    assert runner.encoded == [digest_of(CAT)] * 2
+
+
+def test_a_span_whose_pages_are_cached_is_not_encoded() -> None:
+    engine, runner = engine_of(images=with_slots(16))
+    run_requests(engine, [request_of(text(16), CAT, text(9))]).verify()
+    run_requests(engine, [request_of(DOG)]).verify()  # takes the slots
+    record = run_requests(engine, [request_of(text(16), CAT, text(9), text(8, 3))])
+    assert runner.encoded == [digest_of(CAT), digest_of(DOG)]
+    assert record.finished[2, 0].num_cached_tokens == 32
+    assert engine.scheduler.images.counts.num_prefix_hits == 1
+
+
+def test_a_hit_that_ends_inside_an_image_goes_on_with_the_same_rows() -> None:
+    engine, runner = engine_of(images=with_slots(16))
+    run_requests(engine, [request_of(text(10), CAT, text(9))]).verify()  # 10 ... 26: pages 0, 1
+    run_requests(engine, [request_of(DOG)]).verify()
+    one = request_of(text(10), CAT, text(3, 30))
+    record = run_requests(engine, [one])
+    assert record.finished[2, 0].num_cached_tokens == 16
+    assert runner.encoded == [digest_of(each) for each in (CAT, DOG, CAT)]
+    record.seed = 0
+    assert record.token_ids((2, 0)) == record.solo((2, 0)).token_ids
+
+
+def test_an_evicted_image_is_encoded_again_to_the_same_bits() -> None:
+    engine, runner = engine_of(images=with_slots(16), enable_prefix_caching=False)
+    requests = [request_of(text(5, k), piece) for k, piece in enumerate([CAT, DOG, CAT, DOG])]
+    for at, request in enumerate(requests):
+        record = Record(seed=0, engine=engine)
+        request_id = engine.submit(request)
+        assert request_id == at
+        record.requests[at], record.streams[at, 0] = request, []
+        while not engine.is_idle:
+            for event in engine.step():
+                record.take(event)
+            spoil_free_image_slots(engine)
+        record.verify()
+    assert len(runner.encoded) == 4
+
+
+def test_text_goes_on_while_an_image_is_encoded_and_passes_its_request() -> None:
+    engine, runner = engine_of()
+    big = request_of(text(3), (8, 8, 8))
+    record = Record(seed=0, engine=engine)
+    for request in (big, request_of(text(6), max_tokens=4)):
+        record.accept(engine.submit(request), request)
+    order: list[int] = []
+    while not engine.is_idle:
+        for event in engine.step():
+            record.take(event)
+            order += [event.request_id] if isinstance(event, Finished) else []
+    record.verify()
+    assert order == [1, 0]
+    assert any(each.image_calls and each.num_tokens for each in runner.inputs)
+
+
+def test_a_request_without_its_image_holds_no_row_and_no_page() -> None:
+    engine, _ = engine_of("plain")
+    engine.submit(request_of(text(3), (8, 8, 8)))
+    engine.step()
+    sequence = engine.scheduler.waiting[0]
+    assert engine.scheduler.images._encoding is None or sequence.row is None
+    assert not sequence.page_table
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_cancelling_in_the_middle_of_an_encode_frees_its_slots(loop: SchedulerLoop) -> None:
+    engine, runner = engine_of(loop, images=with_slots(2000), max_model_len=2048, num_pages=200)
+    request_id = engine.submit(request_of(text(3), (8, 40, 40)))
+    engine.step()
+    assert runner.calls[0]
+    assert engine.cancel(request_id)
+    engine.check_invariants()
+    run_requests(engine, []).verify_nothing_is_held()
+    assert engine.scheduler.images.counts.num_failed == 1
+    assert len(engine.scheduler.images.slots.free_slots) == 2000
+
+
+def test_cancelling_one_of_two_who_wait_for_an_image_goes_on_for_the_other() -> None:
+    engine, runner = engine_of(images=with_slots(2000), max_model_len=2048, num_pages=200)
+    big = request_of(text(3), (8, 40, 40))
+    first = engine.submit(big)
+    record = Record(seed=0, engine=engine)
+    second = engine.submit(big)
+    record.requests[second], record.streams[second, 0] = big, []
+    engine.step()
+    engine.cancel(first)
+    while not engine.is_idle:
+        for event in engine.step():
+            record.take(event)
+        engine.check_invariants()
+    record.verify()
+    assert runner.encoded == [digest_of((8, 40, 40))]
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("failing", range(12))
+def test_a_step_that_fails_forgets_all_slots_and_streams_are_exact(
+    loop: SchedulerLoop, failing: int
+) -> None:
+    engine, runner = engine_of(loop, max_num_batched_tokens=8)
+    left = [failing]
+
+    def fails(_: ModelInputs) -> bool:
+        left[0] -= 1
+        return left[0] == -1
+
+    runner.fails = fails
+    run_requests(engine, MANY).verify()
+    assert engine.num_failed_steps == 1
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_an_image_that_always_fails_ends_its_own_request_alone(loop: SchedulerLoop) -> None:
+    engine, runner = engine_of(loop)
+
+    def fails(inputs: ModelInputs) -> bool:
+        return any(each.attachment.digest == digest_of(DOG) for each in inputs.image_calls)
+
+    runner.fails = fails
+    requests = [request_of(text(4), CAT), request_of(text(5), DOG), request_of(text(6))]
+    record = run_requests(engine, requests)
+    record.verify(failed=frozenset({(1, 0)}))
+    assert record.finished[1, 0].error_kind == "step_failed"
+
+
+def test_streams_go_on_between_the_quanta_of_an_image_that_is_retried() -> None:
+    engine, runner = engine_of("plain")
+    failed: list[bool] = []
+
+    def fails(inputs: ModelInputs) -> bool:
+        is_first = bool(inputs.image_calls) and not failed
+        failed.extend([True] * is_first)
+        return is_first
+
+    runner.fails = fails
+    requests = [request_of(text(4), max_tokens=40), request_of((8, 8, 8), max_tokens=1)]
+    run_requests(engine, requests).verify()
+    assert all(not (each.image_calls and each.num_tokens) for each in runner.inputs)
+
+
+def test_tenants_have_their_images_encoded_in_turns() -> None:
+    engine, runner = engine_of(images=with_slots(1000))
+    one, other = Tenant(name="a"), Tenant(name="b")
+    pieces = [(k, 3, 3) for k in range(6)]
+    requests = [request_of(text(3), *pieces, tenant=one, max_tokens=1)]
+    requests.append(request_of(text(4), (9, 3, 3), tenant=other, max_tokens=1))
+    run_requests(engine, requests).verify()
+    assert runner.encoded.index(digest_of((9, 3, 3))) <= 2
+
+
+def test_no_step_names_the_slots_of_two_images_for_one_token() -> None:
+    engine, runner = engine_of(max_num_batched_tokens=64)
+    run_requests(engine, MANY).verify()
+    for each in runner.inputs:
+        used = [slot for slot in each.tokens.image_slots[: each.num_tokens].tolist() if slot >= 0]
+        assert all(0 <= slot < 64 for slot in used)
+        assert (each.tokens.image_slots[each.num_tokens :] == -1).all()
+
+
+def part_of(**changes: object) -> Attachment:
+    return replace(image_at(1, 1, 2, 3)[1][0], **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        (part_of(rows=3), "has 3 x 3 tokens and the prompt 6"),
+        (part_of(rows=0, columns=0), "has 0 x 0 tokens"),
+        (part_of(payload=b"abc"), "has 3 bytes; 6 x 4 pixels have 72"),
+        (part_of(width=0), "0 x 4 pixels"),
+        (part_of(length=5), "has 2 x 3 tokens and the prompt 5"),
+        (part_of(length=7), "begins and ends with no token of it"),
+        (part_of(start=0, length=7), "begins and ends with no token of it"),
+    ],
+)
+def test_forged_grids_spans_and_payloads_are_refused(part: Attachment, message: str) -> None:
+    engine, _ = engine_of()
+    tokens = (1, *image_at(1, 1, 2, 3)[0], 2, 3)
+    with pytest.raises(InvalidRequestError, match=message) as caught:
+        engine.submit(Request(prompt_token_ids=tokens, attachments=(part,)))
+    assert caught.value.param == "attachments"
+
+
+def test_a_placeholder_without_an_image_is_refused() -> None:
+    engine, _ = engine_of()
+    with pytest.raises(InvalidRequestError, match="holds the image token 96 where there is no"):
+        engine.submit(Request(prompt_token_ids=(1, IMAGE_TOKEN_ID, 2)))
+
+
+def test_an_image_with_more_tokens_than_slots_is_refused_at_once() -> None:
+    engine, _ = engine_of(images=with_slots(15))
+    with pytest.raises(InvalidRequestError, match="image 0 has 16 tokens and the engine has 15"):
+        engine.submit(request_of(text(3), CAT))
+
+
+def test_no_placeholder_is_ever_sampled() -> None:
+    engine, _ = engine_of()
+    record = run_requests(engine, MANY)
+    sampled = {event.token_id for _, event in record.log if isinstance(event, Token)}
+    assert IMAGE_TOKEN_ID not in sampled
