@@ -22,8 +22,8 @@ MAX_LINES: Mapping[str, int] = {
     "checkpoint": 16_000,  # the families of 2026, and how they see
     "cli": 6_600,  # images of conversations and prompts
     "cluster": 1_500,  # replicas on several machines
-    "core": 8_600,  # slots of recurrent states; what drafts saved and cost; images
-    "engine": 6_300,
+    "core": 8_900,  # slots of recurrent states; what drafts saved and cost; images
+    "engine": 6_700,  # checks and costs of images
     "frontend": 4_300,  # images of prompts
     "loading": 2_900,
     "media": 1_400,

@@ -22,7 +22,13 @@ from cadenza.cli.app import build_app
 from cadenza.cli.options import ENGINE_FLAGS, VARIABLES_WITHOUT_FLAG
 from cadenza.core.draft_ledger import DraftState
 from cadenza.engine.open_requests import RequestStats
-from cadenza.engine.stats import Distribution, EngineStats, StateStats, StepBoundStats
+from cadenza.engine.stats import (
+    Distribution,
+    EngineStats,
+    ImageStats,
+    StateStats,
+    StepBoundStats,
+)
 from cadenza.engine.status import EngineStatus
 from cadenza.engine.stored_pages import StoredPageCounts
 from cadenza.server.metrics import Metrics, ServedCounts
@@ -169,6 +175,7 @@ class CountedIdly:
             step_bound=bound,
             stored_pages=StoredPageCounts(),
             states=StateStats(),
+            images=ImageStats(),
         )
 
 

@@ -11,6 +11,7 @@ from cadenza.backends.fake import FakeRunner, FakeStepHandle
 from cadenza.config import EngineLimits, ImageLimits, SchedulerLoop
 from cadenza.core.step_schema import ModelInputs
 from cadenza.engine.core import EngineCore
+from cadenza.engine.stats import StepMeter
 from cadenza.errors import InvalidRequestError, RunnerError
 from cadenza.events import Finished, Token
 from cadenza.request import Attachment, Request, SamplingParams
@@ -339,3 +340,13 @@ def test_no_placeholder_is_ever_sampled() -> None:
     record = run_requests(engine, MANY)
     sampled = {event.token_id for _, event in record.log if isinstance(event, Token)}
     assert IMAGE_TOKEN_ID not in sampled
+
+
+def test_statistics_count_what_was_encoded_and_found() -> None:
+    engine, _ = engine_of()
+    run_requests(engine, [request_of(text(3), CAT, text(4)), request_of(text(5), CAT)])
+    images = StepMeter(engine, lambda: 0.0).stats().images
+    assert images is not None
+    assert (images.num_encoded, images.num_slot_hits, images.num_failed) == (1, 1, 0)
+    assert (images.slots_live, images.slots_cached, images.slots_free) == (0, 16, 48)
+    assert images.encoder_s > 0

@@ -316,9 +316,13 @@ class ImageQueue:
         """A launched step was read, or dropped."""
         self.slots.unpin(batch.images)
 
-    def observe(self, batch: Batch, text_ms: float, measured_ms: float) -> None:
-        """A step with image calls took `measured_ms`; its tokens alone were to take `text_ms`."""
+    def observe(self, batch: Batch, text_ms: float | None, measured_ms: float) -> None:
+        """A step with image calls took `measured_ms`; its tokens alone were to take `text_ms`, if
+        that is known."""
         image_ms = self.cost.predict_ms(batch.image_load)
+        if text_ms is None:
+            self.counts.encoder_ms += min(image_ms, measured_ms)
+            return
         self.counts.encoder_ms += measured_ms * image_ms / (image_ms + text_ms)
         self.cost = self.cost.corrected(batch.image_load, text_ms, measured_ms)
 

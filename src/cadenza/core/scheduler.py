@@ -145,8 +145,8 @@ class Scheduler:
         """
         cost = self.step_cost
         if batch.image_calls:
-            text_ms = cost.predict_ms(batch.load) if cost is not None and batch.entries else 0.0
-            self.images.observe(batch, text_ms, measured_ms)
+            text_ms = None if cost is None else cost.predict_ms(batch.load)
+            self.images.observe(batch, text_ms if batch.entries else 0.0, measured_ms)
         if cost is None:
             return
         self.drafts.observe(batch, measured_ms, cost, idle_ms)

@@ -12,6 +12,7 @@ from typing import Self
 
 from cadenza.config import EngineLimits
 from cadenza.core.draft_ledger import DraftState
+from cadenza.core.image_queue import ImageQueue
 from cadenza.core.prefix_misses import MissReason, no_missed_prompts, no_misses
 from cadenza.core.recurrent_states import RecurrentStates
 from cadenza.core.step_cost import StepBound
@@ -73,6 +74,21 @@ class StateStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ImageStats:
+    """The images of an engine whose model sees. Slots by their state are gauges; the rest are the
+    counters of `ImageCounts`, of which `encoder_s` are seconds of steps."""
+
+    slots_live: int = 0
+    slots_cached: int = 0
+    slots_free: int = 0
+    num_encoded: int = 0
+    num_failed: int = 0
+    num_slot_hits: int = 0
+    num_prefix_hits: int = 0
+    encoder_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
     """A snapshot. Running, waiting and page counts are gauges; all others are counters.
 
@@ -84,7 +100,7 @@ class EngineStats:
     their place behind the newest token. `pages_live` includes pinned pages. `step_tokens` is the
     number of tokens per step. `draft_states` has each way of drafting by numbers of rows, once it
     was tried. `stored_pages` is None without `--prefix-cache-disk`, `states` for a
-    model without recurrent state.
+    model without recurrent state, `images` for one that sees none.
     """
 
     num_running: int
@@ -111,6 +127,7 @@ class EngineStats:
     step_bound: StepBoundStats | None = None
     stored_pages: StoredPageCounts | None = None
     states: StateStats | None = None
+    images: ImageStats | None = None
 
     @property
     def kv_cache_usage(self) -> float:
@@ -229,6 +246,7 @@ class StepMeter:
             step_bound=_bound_stats(scheduler.step_bound, self._core.limits),
             stored_pages=None if stored is None else stored.counts,
             states=_state_stats(scheduler.kv_cache.states),
+            images=None if self._core.limits.images is None else _image_stats(scheduler.images),
         )
 
 
@@ -243,6 +261,20 @@ def _state_stats(states: RecurrentStates | None) -> StateStats | None:
         num_snapshots=states.num_snapshots,
         num_hits=states.num_hits,
         num_dropped=states.num_dropped,
+    )
+
+
+def _image_stats(images: ImageQueue) -> ImageStats:
+    slots, counts = images.slot_counts(), images.counts
+    return ImageStats(
+        slots_live=slots.live,
+        slots_cached=slots.cached,
+        slots_free=slots.free,
+        num_encoded=counts.num_encoded,
+        num_failed=counts.num_failed,
+        num_slot_hits=counts.num_slot_hits,
+        num_prefix_hits=counts.num_prefix_hits,
+        encoder_s=counts.encoder_ms / 1000,
     )
 
 

@@ -201,6 +201,16 @@ class _Scrape:
         s = self.stats and self.stats.states
         return s and {"live": s.slots_live, "cached": s.slots_cached, "free": s.slots_free}
 
+    @property
+    def image_slots(self) -> dict[str, int] | None:
+        s = self.stats and self.stats.images
+        return s and {"live": s.slots_live, "cached": s.slots_cached, "free": s.slots_free}
+
+    @property
+    def image_hits(self) -> dict[str, int] | None:
+        s = self.stats and self.stats.images
+        return s and {"slots": s.num_slot_hits, "prefix_cache": s.num_prefix_hits}
+
 
 GAUGE = GaugeMetricFamily
 
@@ -427,6 +437,28 @@ _OWN_ROWS = (
         "state_snapshots_dropped",
         "stats.states.num_dropped",
         "Snapshots that made room for others, or whose page did.",
+    ),
+    _Row(
+        "image_slots",
+        "image_slots",
+        "Slots of embeddings of images, one for each token of them, by their state.",
+        "state",
+        GAUGE,
+    ),
+    _Row("images_encoded", "stats.images.num_encoded", "Images, or tiles of them, encoded."),
+    _Row(
+        "images_given_up",
+        "stats.images.num_failed",
+        "Images whose encoding was begun and lost, with a failed step or its last request.",
+    ),
+    _Row(
+        "image_hits",
+        "image_hits",
+        "Images that a request found encoded, or whose tokens were all in the prefix cache.",
+        "place",
+    ),
+    _Row(
+        "image_encoder_seconds", "stats.images.encoder_s", "Seconds of steps for encoding images."
     ),
 )
 """Under `cadenza:` only."""
