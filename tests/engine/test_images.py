@@ -29,7 +29,7 @@ LIMITS = EngineLimits(
     page_size=16,
     num_pages=32,
     max_num_queued_reqs=100,
-    images=ImageLimits(token_id=IMAGE_TOKEN_ID, num_slots=64, has_axes=True),
+    images=ImageLimits(token_id=IMAGE_TOKEN_ID, num_slots=64),
 )
 
 

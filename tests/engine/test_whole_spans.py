@@ -6,14 +6,15 @@ import pytest
 from cadenza.backends.base import BackendTraits, Capability
 from cadenza.backends.fake import FakeRunner, FakeStepHandle
 from cadenza.checkpoint import open_checkpoint
-from cadenza.config import EngineConfig, EngineLimits
+from cadenza.config import EngineConfig, EngineLimits, ImageLimits
 from cadenza.core.step_schema import NO_REACH, ModelInputs
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.errors import ConfigError, InvalidRequestError, RunnerError
 from cadenza.events import Token
 from cadenza.loading.plan import make_plan
 from cadenza.request import Attachment, Request, SamplingParams
-from tests.engine.solo import EOS_TOKEN_IDS, VOCAB_SIZE, solo_stream_of
+from tests.engine.seeing import image_at
+from tests.engine.solo import EOS_TOKEN_IDS, IMAGE_TOKEN_ID, VOCAB_SIZE, solo_stream_of
 
 SEED = 5
 
@@ -46,6 +47,7 @@ def engine_of(budget: int, num_pages: int = 24) -> EngineCore:
         num_pages=num_pages,
         max_num_queued_reqs=16,
         enable_prefix_caching=True,
+        images=ImageLimits(token_id=IMAGE_TOKEN_ID, num_slots=64),
     )
     runner = SeeingRunner(
         max_num_seqs=limits.max_num_seqs,
@@ -54,19 +56,22 @@ def engine_of(budget: int, num_pages: int = 24) -> EngineCore:
         num_pages=num_pages,
         page_size=limits.page_size,
         vocab_size=VOCAB_SIZE,
+        num_image_slots=64,
+        image_token_id=IMAGE_TOKEN_ID,
     )
     return EngineCore(runner, limits, CoreOptions(eos_token_ids=EOS_TOKEN_IDS, seed=SEED))
 
 
 def request_of(length: int, *spans: tuple[int, int], max_tokens: int = 8) -> Request:
-    prompt = np.random.default_rng(length).integers(12, VOCAB_SIZE, length).tolist()
-    digest = str(spans).encode()
+    prompt = np.random.default_rng(length).integers(12, IMAGE_TOKEN_ID, length).tolist()
+    attachments: list[Attachment] = []
+    for start, stop in spans:
+        prompt[start:stop], own = image_at(start, length, 1, stop - start)
+        attachments += own
     return Request(
         prompt_token_ids=tuple(prompt),
         params=SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=1),
-        attachments=tuple(
-            Attachment(start=start, length=stop - start, digest=digest) for start, stop in spans
-        ),
+        attachments=tuple(attachments),
     )
 
 
