@@ -5,7 +5,7 @@ import random
 from collections.abc import Sequence
 
 from cadenza.backends.fake import FakeRunner
-from cadenza.config import ImageLimits
+from cadenza.config import EngineLimits, ImageLimits
 from cadenza.engine.core import EngineCore
 from cadenza.request import Attachment, Request
 from tests.engine.solo import IMAGE_TOKEN_ID
@@ -88,6 +88,21 @@ def can_see(request: Request, images: ImageLimits | None) -> bool:
     if images is None:
         return not request.attachments
     return all(part.rows * part.columns <= images.num_slots for part in request.attachments)
+
+
+def can_ever_fit(request: Request, limits: EngineLimits) -> bool:
+    """Whether context and pool hold the request when it is alone; the last token needs no KV."""
+    num_prompt_tokens = len(request.prompt_token_ids)
+    most = request.params.max_tokens
+    num_tokens = limits.max_model_len if most is None else num_prompt_tokens + most
+    if not 0 < num_prompt_tokens < num_tokens + (most == 0):
+        return False
+    if not can_see(request, limits.images):
+        return False
+    num_computed = max(num_prompt_tokens, num_tokens - 1)
+    return num_tokens <= limits.max_model_len and num_computed <= (
+        request.tenant.most_pages(limits.num_pages) * limits.page_size
+    )
 
 
 def spoil_free_image_slots(engine: EngineCore) -> None:

@@ -33,7 +33,7 @@ from tests.engine.hashed_constraint import PHRASES, STEADY, compile_hashed
 from tests.engine.recurrent import spoil_free_states, state_limits
 from tests.engine.seeing import (
     RandomImages,
-    can_see,
+    can_ever_fit,
     spoil_free_image_slots,
     without_placeholders,
 )
@@ -578,21 +578,6 @@ def run_requests(
         spoil_free_states(engine)
         spoil_free_image_slots(engine)
     return record
-
-
-def can_ever_fit(request: Request, limits: EngineLimits) -> bool:
-    """Whether context and pool hold the request when it is alone; the last token needs no KV."""
-    num_prompt_tokens = len(request.prompt_token_ids)
-    most = request.params.max_tokens
-    num_tokens = limits.max_model_len if most is None else num_prompt_tokens + most
-    if not 0 < num_prompt_tokens < num_tokens + (most == 0):
-        return False
-    if not can_see(request, limits.images):
-        return False
-    num_computed = max(num_prompt_tokens, num_tokens - 1)
-    return num_tokens <= limits.max_model_len and num_computed <= (
-        request.tenant.most_pages(limits.num_pages) * limits.page_size
-    )
 
 
 @contextmanager
