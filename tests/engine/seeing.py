@@ -8,6 +8,7 @@ from cadenza.backends.fake import FakeRunner
 from cadenza.config import EngineLimits, ImageLimits
 from cadenza.engine.core import EngineCore
 from cadenza.request import Attachment, Request
+from tests.engine.recurrent import spoil_free_states
 from tests.engine.solo import IMAGE_TOKEN_ID
 
 BREAK = 7
@@ -67,8 +68,9 @@ class RandomImages:
             num_slots=max(1, self._largest + rng.choice([-3, 0, 0, 1, 7, 40, 400])),
         )
 
-    def put_into(self, prompt: tuple[int, ...], rng: random.Random, most: int) -> Prompt:
+    def put_into(self, prompt: tuple[int, ...], seed: float, most: int) -> Prompt:
         """Up to three images, often at places where others have them too."""
+        rng = random.Random(f"images {seed}")
         tokens, parts = without_placeholders(prompt), ()
         at = rng.choice([0, 3, 16, 17])
         for _ in range(rng.choice([0, 1, 1, 1, 2, 3])):
@@ -88,6 +90,14 @@ def can_see(request: Request, images: ImageLimits | None) -> bool:
     if images is None:
         return not request.attachments
     return all(part.rows * part.columns <= images.num_slots for part in request.attachments)
+
+
+def sees_with(limits: EngineLimits) -> dict[str, int]:
+    """What the fake runner needs to see."""
+    images = limits.images
+    if images is None:
+        return {}
+    return {"num_image_slots": images.num_slots, "image_token_id": images.token_id}
 
 
 def can_ever_fit(request: Request, limits: EngineLimits) -> bool:
@@ -110,3 +120,9 @@ def spoil_free_image_slots(engine: EngineCore) -> None:
     runner = engine.runner
     if isinstance(runner, FakeRunner) and runner.num_image_slots:
         runner.images.spoil(engine.scheduler.images.slots.free_slots)
+
+
+def spoil_free_slots(engine: EngineCore) -> None:
+    """Those of images and of recurrent states."""
+    spoil_free_image_slots(engine)
+    spoil_free_states(engine)

@@ -26,20 +26,20 @@ from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.loop import LOOP_DEPTHS, StepLoop, StepRunner
 from cadenza.errors import InvalidRequestError, QueueFullError
 from cadenza.events import Event, Finished, PromptLogprobs, Started, Token
-from cadenza.request import Attachment, Request, SamplingParams
+from cadenza.request import Request, SamplingParams
 from cadenza.structured import ConstraintSpec
 from cadenza.tenant import Tenant
 from tests.engine.hashed_constraint import PHRASES, STEADY, compile_hashed
-from tests.engine.recurrent import spoil_free_states, state_limits
+from tests.engine.recurrent import state_limits
 from tests.engine.seeing import (
     RandomImages,
     can_ever_fit,
-    spoil_free_image_slots,
+    sees_with,
+    spoil_free_slots,
     without_placeholders,
 )
 from tests.engine.solo import (
     EOS_TOKEN_IDS,
-    IMAGE_TOKEN_ID,
     VOCAB_SIZE,
     SoloStream,
     StreamId,
@@ -171,11 +171,9 @@ class Scenario:
         )
 
     def _request(self, rng: random.Random, prompt: tuple[int, ...]) -> Request:
-        attachments: tuple[Attachment, ...] = ()
+        most, attachments = self.limits.max_model_len - 1, ()
         if self.sees:
-            own = random.Random(f"images {rng.random()}")
-            longest = self.limits.max_model_len - 1
-            prompt, attachments = self.images.put_into(prompt, own, longest)
+            prompt, attachments = self.images.put_into(prompt, rng.random(), most)
         most = max(1, self.limits.max_model_len - len(prompt))
         lengths = [None, rng.randint(1, most), rng.randint(1, most + 1)]
         params = SamplingParams(
@@ -218,8 +216,7 @@ class Scenario:
         longest = self.limits.max_model_len
         num_tokens = min(rng.choice([16, 32, 48, 64, 33]), longest)
         prompt = _random_tokens(rng, rng.randint(1, num_tokens - 1))
-        if self.sees:
-            prompt = without_placeholders(prompt)
+        prompt = without_placeholders(prompt) if self.sees else prompt
         params = SamplingParams(
             temperature=0.0, max_tokens=num_tokens - len(prompt), ignore_eos=True
         )
@@ -287,9 +284,7 @@ class AssembledEngine(EngineCore):
         super().__init__(runner, limits, options)
         kv_cache = parts.kv_cache(limits, SECRET)
         admission = Admission(page_size=limits.page_size, reserved_output=options.reserved_output)
-        order = SchedulerOptions(
-            policy=options.policy, batching=options.batching, image_work=runner.image_work
-        )
+        order = SchedulerOptions(policy=options.policy, batching=options.batching)
         self.scheduler = parts.scheduler(limits, kv_cache, admission, order)
         packer = parts.packer(limits, runner.vocab_size)
         self._loop = StepLoop(
@@ -315,8 +310,7 @@ def make_engine(
         page_size=limits.page_size,
         vocab_size=VOCAB_SIZE,
         num_state_slots=limits.num_state_slots,
-        num_image_slots=0 if limits.images is None else limits.images.num_slots,
-        image_token_id=None if limits.images is None else IMAGE_TOKEN_ID,
+        **sees_with(limits),
     )
     options = CoreOptions(
         eos_token_ids=EOS_TOKEN_IDS,
@@ -510,8 +504,7 @@ class Simulation:
             record.num_steps += 1
             self._now_s += STEP_S
             self._audit(self.engine)
-            spoil_free_states(self.engine)
-            spoil_free_image_slots(self.engine)
+            spoil_free_slots(self.engine)
         return record
 
     def _let_clients_come(self) -> None:
@@ -575,8 +568,7 @@ def run_requests(
             record.take(event)
         record.num_steps += 1
         engine.check_invariants()
-        spoil_free_states(engine)
-        spoil_free_image_slots(engine)
+        spoil_free_slots(engine)
     return record
 
 
