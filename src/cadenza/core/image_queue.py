@@ -79,7 +79,7 @@ def _none_startable() -> Iterable[Sequence]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ImagePlan:
+class StepImages:
     """What a step encodes.
 
     Args:
@@ -101,7 +101,7 @@ class ImagePlan:
         return SHORT_SHARE if self.is_beside else 0.0
 
 
-NO_IMAGES = ImagePlan()
+NO_IMAGES = StepImages()
 
 
 class ImageQueue:
@@ -227,7 +227,7 @@ class ImageQueue:
         running: Collection[Sequence],
         retried: Sequence | None,
         startable: Callable[[], Iterable[Sequence]],
-    ) -> ImagePlan:
+    ) -> StepImages:
         """What the next step encodes, before its tokens are known.
 
         Images of `retried`, whose steps are its own, are encoded without tokens, and every other
@@ -241,16 +241,16 @@ class ImageQueue:
         self._num_looked_up = 0
         if retried is None:
             is_beside = self._begin(startable)
-            return ImagePlan(running=running, startable=startable, is_beside=is_beside)
+            return StepImages(running=running, startable=startable, is_beside=is_beside)
         needed = self._look_up(retried)
         if needed is None or not self._lacks(retried, needed):
-            return ImagePlan(running=running, startable=startable)
+            return StepImages(running=running, startable=startable)
         current = self._encoding
         if current is None and self._try_begin(retried, needed, self._next_of_running()):
             current = self._encoding
         is_own = current is not None and current.sequence is retried
         self._is_turn_of_retried = is_own and not self._is_turn_of_retried
-        return ImagePlan(
+        return StepImages(
             running=running,
             startable=startable,
             is_beside=current is not None and not is_own,
@@ -258,11 +258,11 @@ class ImageQueue:
             has_tokens=not self._is_turn_of_retried,
         )
 
-    def may_encode(self, plan: ImagePlan) -> bool:
+    def may_encode(self, plan: StepImages) -> bool:
         """Whether the planned step, in which no token can be computed, encodes something."""
         return self._begin(plan.startable, may_evict_next=not plan.running)
 
-    def encode(self, plan: ImagePlan, batch: Batch, bound: StepBound | None) -> None:
+    def encode(self, plan: StepImages, batch: Batch, bound: StepBound | None) -> None:
         """Adds quanta to a step: of as many images as there is time for beside its tokens."""
         if self._encoding is None or (batch.entries and not plan.is_beside):
             return
