@@ -8,7 +8,7 @@ same logits by its top log probabilities, which come from the same step (`Forced
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,9 @@ from cadenza.backends.xla.runner import XlaRunner
 from cadenza.checkpoint import ModelConfig, open_checkpoint
 from cadenza.checkpoint.declaration import EMBEDDING, HEAD
 from cadenza.config import EngineLimits
-from cadenza.core.step_schema import ModelInputs
+from cadenza.core.rope_positions import rope_positions
+from cadenza.core.step_schema import ImageCall, ModelInputs
+from cadenza.request import Attachment
 from tests.contract.steps import Chunk, Geometry, Stream, build_inputs
 
 Float64Array = npt.NDArray[np.float64]
@@ -37,6 +39,10 @@ MAX_TOKENS = {"reference": 64, "native": 96}
 
 PAGE_SIZE = 16
 MAX_STREAMS = 8
+MAX_IMAGE_TOKENS = 512
+"""Of all sequences that are computed side by side."""
+QUANTA = (5, 1, 11, 3)
+"""Of an image that a step computes, in turns."""
 CHUNKS = (7, 1, 33, 16, 48)
 """Prompt tokens that the rows take in a step, in turns: below, at and across pages."""
 
@@ -96,18 +102,40 @@ class TappedEngine:
         def make_ops(spec: DecoderSpec) -> Any:
             return TappedOps(TABLES[ops](spec))
 
-        setup = RunnerSetup(limits=limits, device="cpu", dtype=dtype, fill=float("nan"))
+        setup = RunnerSetup(
+            limits=limits,
+            device="cpu",
+            dtype=dtype,
+            fill=float("nan"),
+            num_image_slots=0 if model.vision is None else MAX_IMAGE_TOKENS,
+        )
+        self._images: list[dict[int, int]] = []
+        self._attachments: Sequence[Sequence[Attachment]] = ()
         self._runner = XlaRunner(model, checkpoint.weights, setup, make_ops)
         self._runner.warmup()
 
+    def embed(self, image: Attachment) -> npt.NDArray[np.float32]:
+        """The rows of an image part: [tokens, parts E]."""
+        self._runner.reset()
+        self._encode([[image]])
+        state = self._runner.state_holder.state
+        assert state is not None, "it was reset"
+        rows = np.asarray(state.image_rows).astype(np.float32)
+        return rows[list(self._images[0].values())]
+
     def force(
-        self, sequences: Sequence[Sequence[int]], num_prompt_tokens: Sequence[int]
+        self,
+        sequences: Sequence[Sequence[int]],
+        num_prompt_tokens: Sequence[int],
+        attachments: Sequence[Sequence[Attachment]] = (),
     ) -> list[Forced]:
         """Computes up to eight sequences in common steps, all positions' logits included.
 
         The first `num_prompt_tokens` of each come in chunks, the others one by one, as decodes do.
+        `attachments` are the images of each; every placeholder is one of their tokens.
         """
         self._runner.reset()
+        self._encode(attachments)
         pages = np.random.default_rng(0).permutation(MAX_STREAMS * self._pages_per_row)
         table = pages.reshape(MAX_STREAMS, self._pages_per_row).tolist()
         streams = [
@@ -131,6 +159,39 @@ class TappedEngine:
                 parts[chunk.stream.row].append(taken)
             step += 1
         return [self._forced(np.concatenate(each)) for each in parts]
+
+    def _encode(self, attachments: Sequence[Sequence[Attachment]]) -> None:
+        """Encodes the images of all sequences, one after the other, into slots that are not in
+        order."""
+        self._attachments = attachments
+        self._images = [{} for _ in attachments]
+        free = np.random.default_rng(1).permutation(MAX_IMAGE_TOKENS).astype(np.int32)
+        bucket = self._runner.token_buckets[0]
+        empty = ModelInputs.empty(bucket=bucket, num_rows=self._budget)
+        for places, images in zip(self._images, attachments, strict=True):
+            for image in images:
+                slots, free = free[: image.length], free[image.length :]
+                start, total = 0, len(self._runner.image_work(image))
+                while start < total:
+                    stop = min(total, start + QUANTA[start % len(QUANTA)])
+                    call = ImageCall(attachment=image, start=start, stop=stop, slots=slots)
+                    self._runner.launch(replace(empty, image_calls=(call,))).result()
+                    start = stop
+                indices = range(image.start, image.end)
+                places.update(zip(indices, slots.tolist(), strict=True))
+
+    def _write_images(self, inputs: ModelInputs, chunks: list[Chunk]) -> None:
+        """Writes image slots and rope positions, as the engine's packer does."""
+        begin = 0
+        for chunk in chunks:
+            end = begin + len(chunk.token_ids)
+            row = chunk.stream.row
+            slots = [self._images[row].get(index, -1) for index in range(chunk.start, chunk.end)]
+            inputs.tokens.image_slots[begin:end] = slots
+            inputs.tokens.rope_positions[begin:end] = rope_positions(
+                self._attachments[row], chunk.start, chunk.end
+            )
+            begin = end
 
     def _slots_of(self, row: int) -> tuple[int, ...]:
         """The two slots that a row's recurrent state changes between."""
@@ -163,6 +224,8 @@ class TappedEngine:
         bucket = min(size for size in buckets if size >= num_tokens)
         geometry = Geometry(bucket=bucket, num_rows=self._budget, page_size=PAGE_SIZE)
         inputs = _with_every_logit(build_inputs(chunks, geometry), chunks)
+        if self._attachments:
+            self._write_images(inputs, chunks)
         return self._runner.launch(inputs).rows()[:num_tokens]
 
     def _forced(self, rows: npt.NDArray[np.int32]) -> Forced:
