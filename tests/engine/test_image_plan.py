@@ -6,7 +6,7 @@ import pytest
 
 from cadenza.backends.base import BackendTraits
 from cadenza.checkpoint import Checkpoint, named_shape, open_checkpoint, write_random_checkpoint
-from cadenza.config import EngineConfig
+from cadenza.config import EngineConfig, ImageLimits
 from cadenza.errors import ConfigError
 from cadenza.loading.plan import EnginePlan, make_plan
 from cadenza.vision.quanta import Workspace
@@ -43,6 +43,7 @@ def plan(model: Checkpoint, traits: BackendTraits = TRAITS, **options: int) -> E
 def test_slots_are_those_that_fit_the_bytes_for_embeddings(model: Checkpoint):
     found = plan(model, image_cache_bytes=100 * SLOT_BYTES + 1)
     assert found.num_image_slots == 100
+    assert found.limits.images == ImageLimits(token_id=7, num_slots=100)
     vision = model.config.vision
     assert vision is not None
     work = Workspace.of(vision).num_bytes(vision, 96, 4)
@@ -69,3 +70,4 @@ def test_an_image_that_does_not_fit_is_refused_with_the_flag_to_set(model: Check
 def test_a_backend_that_encodes_no_images_plans_none(model: Checkpoint):
     found = plan(model, replace(TRAITS, encodes_images=False))
     assert found.num_image_slots == found.image_bytes == 0
+    assert found.limits.images is None

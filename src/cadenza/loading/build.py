@@ -4,6 +4,7 @@
 """
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,15 +16,17 @@ from cadenza.checkpoint.tokenizer_files import given_template
 from cadenza.checkpoint.towers.reader import VisionOptions
 from cadenza.config import EngineConfig, EngineLimits, MaxItlMs
 from cadenza.core.admission import RESERVED_OUTPUT
+from cadenza.core.image_cost import ImageCost
 from cadenza.core.step_cost import MIN_PROMPT_TOKENS, StepBound, StepCost, StepLoad, last_granted
 from cadenza.core.turns import POLICIES
-from cadenza.engine.calibration import make_step_bound
+from cadenza.engine.calibration import make_step_bound, measure_image_cost
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.model_drafter import DraftModel
 from cadenza.engine.page_folder import PageFolder
 from cadenza.errors import CheckpointError, ConfigError, show
 from cadenza.loading.draft import plan_copy, plan_draft_model, plan_mtp_head
 from cadenza.loading.footprint import front_end_bytes_of
+from cadenza.loading.image_memory import usual_part
 from cadenza.loading.memory import HOST_MEMORY, HostMemory
 from cadenza.loading.page_folder import open_page_folder
 from cadenza.loading.plan import DraftPlan, EnginePlan, ExtraMemory, device_share, make_plan
@@ -308,8 +311,21 @@ def make_core(
         draft_model=None if runners.draft is None else _measured(runners.draft, costs),
         compile_constraint=None if constraints is None else constraints.compile,
         page_folder=runners.pages,
+        image_cost=None if step_bound is None else _image_cost(engine, runner),
     )
     return EngineCore(runner, limits, options)
+
+
+def _image_cost(engine: PlannedEngine, runner: Runner) -> ImageCost | None:
+    """What encoding an image costs, measured now; None where none are encoded."""
+    limits = engine.plan.limits
+    if limits.images is None:
+        return None
+    vision = engine.checkpoint.config.vision
+    assert vision is not None, "the model sees"
+    cost = measure_image_cost(runner, limits, usual_part(vision), time.perf_counter)
+    logger.info("images are encoded at %.0f GFLOP/s", 1e-6 / cost.product_ms)
+    return cost
 
 
 def _measured(draft: DraftModel, costs: StepCosts) -> DraftModel:

@@ -9,11 +9,18 @@ from typing import TypedDict
 from cadenza.backends.base import BackendTraits, ModelMemory
 from cadenza.checkpoint import Checkpoint, ModelConfig
 from cadenza.checkpoint.dtypes import WeightDType, item_bytes
+from cadenza.config import ImageLimits
 from cadenza.errors import ConfigError
+from cadenza.request import Attachment
 from cadenza.vision.quanta import Workspace
+from cadenza.vision.tower_config import VisionConfig
 
 MOST_SLOTS = 1 << 17
 """More would be of no use: they hold 32 images of the largest size."""
+
+
+USUAL_SIZE = 640, 480
+"""Width and height in pixels."""
 
 
 class ImageMemory(TypedDict):
@@ -25,10 +32,11 @@ class ImageMemory(TypedDict):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImagePlanned:
-    """Image slots, and the bytes of these and of the tower's workspace."""
+    """Image slots, and the bytes of these and of the tower's workspace; `limits` for the engine."""
 
     num_slots: int = 0
     num_bytes: int = 0
+    limits: ImageLimits | None = None
 
 
 def image_memory_of(model: ModelConfig, dtype: WeightDType) -> ImageMemory:
@@ -66,4 +74,20 @@ def plan_images(
     return ImagePlanned(
         num_slots=num_slots,
         num_bytes=num_slots * memory.image_slot_bytes + memory.image_work_bytes,
+        limits=ImageLimits(token_id=vision.image_token_id, num_slots=num_slots),
+    )
+
+
+def usual_part(vision: VisionConfig) -> Attachment:
+    """The first part of a black image of a usual size, whose encoding is timed."""
+    part = vision.processor.plan(*USUAL_SIZE).parts[0]
+    return Attachment(
+        start=0,
+        length=part.num_tokens,
+        digest=b"usual",
+        payload=bytes(part.num_bytes),
+        width=part.width,
+        height=part.height,
+        rows=part.rows,
+        columns=part.columns,
     )

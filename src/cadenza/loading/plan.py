@@ -279,6 +279,7 @@ def make_plan(
         image_bytes=images.num_bytes,
     )
     limits, rows_reason = _divide(space, config, checkpoint, traits, dtype)
+    limits = replace(limits, images=images.limits)
     _check_page_folder(config, traits, limits)
     _check_whole_span(traits, limits)
     return EnginePlan(
