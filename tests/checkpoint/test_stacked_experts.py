@@ -169,3 +169,18 @@ def test_quantised_experts_of_another_number_are_refused(tmp_path: Path):
     (stacked / "config.json").write_bytes((single / "config.json").read_bytes())
     with pytest.raises(CheckpointError, match=rf"{name} has shape .* requires 4 experts"):
         open_checkpoint(stacked)
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe-tied-bias"])
+def test_stacks_may_have_inputs_as_their_rows(name: str, tmp_path: Path):
+    tensors = stack(FIXTURES / name)
+    turned = {
+        key: np.ascontiguousarray(tensor.swapaxes(1, 2)) if ".experts." in key else tensor
+        for key, tensor in tensors.items()
+    }
+    config = (FIXTURES / name / "config.json").read_bytes()
+    expected = open_checkpoint(FIXTURES / name)
+    found = open_checkpoint(write(tmp_path / "turned", config, turned))
+    assert set(found.weights) == set(expected.weights)
+    for key in expected.weights:
+        assert np.array_equal(found.weights[key], expected.weights[key]), key

@@ -249,7 +249,9 @@ def test_a_flag_that_calls_for_tensors_which_are_not_there_is_refused(name: str,
     open_checkpoint(tmp_path)
     values = json.loads((tmp_path / "config.json").read_text())
     for flag in ("attention_bias", "mlp_bias", "qkv_bias", "use_qk_norm"):
-        (tmp_path / "config.json").write_text(json.dumps({**values, flag: True}))
+        text = values.get("text_config")
+        more = {flag: True} if text is None else {"text_config": {**text, flag: True}}
+        (tmp_path / "config.json").write_text(json.dumps({**values, **more}))
         if (without.family, flag) != ("mimo", "attention_bias"):  # as it is without the flag
             with pytest.raises(CheckpointError, match=rf"lack .*\.bias|{flag} is True"):
                 open_checkpoint(tmp_path)

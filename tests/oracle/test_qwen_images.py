@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from cadenza.vision.patches import Normalisation
 from cadenza.vision.qwen_images import QwenImages
 
 pytestmark = pytest.mark.oracle
@@ -33,9 +34,8 @@ class Case:
             temporal_size=2,
             min_pixels=self.min_pixels,
             max_pixels=self.max_pixels,
-            rescale_factor=1 / 255,
-            mean=self.mean,
-            std=self.std,
+            resample="bicubic",
+            normalisation=Normalisation(mean=self.mean, std=self.std),
             max_tokens=1 << 20,
         )
 

@@ -7,6 +7,7 @@ import pytest
 from PIL import Image
 
 from cadenza.errors import InvalidRequestError
+from cadenza.vision.patches import Normalisation
 from cadenza.vision.processor import ImagePart, Run
 from cadenza.vision.qwen_images import QwenImages
 
@@ -16,20 +17,19 @@ QWEN3_VL = QwenImages(
     temporal_size=2,
     min_pixels=65_536,
     max_pixels=16_777_216,
-    rescale_factor=1 / 255,
-    mean=(0.5, 0.5, 0.5),
-    std=(0.5, 0.5, 0.5),
+    resample="bicubic",
+    normalisation=Normalisation(),
     max_tokens=16_384,
 )
+NORMALISATION = Normalisation(mean=(0.5, 0.25, 0.125), std=(0.5, 0.25, 0.5))
 SMALL = QwenImages(
     patch_size=4,
     merge_size=2,
     temporal_size=2,
     min_pixels=64,
     max_pixels=64 * 64,
-    rescale_factor=1 / 255,
-    mean=(0.5, 0.25, 0.125),
-    std=(0.5, 0.25, 0.5),
+    resample="bicubic",
+    normalisation=NORMALISATION,
     max_tokens=64,
 )
 
@@ -122,7 +122,7 @@ def test_patches_come_by_blocks_with_their_values_by_channel_time_row_and_column
     # The patch of block (1, 3) at row 1 and column 0 within it.
     row = rows[(1 * 5 + 3) * 4 + 2].reshape(3, 2, 4, 4)
     patch = levels[12:16, 24:28].astype(np.float64)
-    for channel, (mean, std) in enumerate(zip(SMALL.mean, SMALL.std, strict=True)):
+    for channel, (mean, std) in enumerate(zip(NORMALISATION.mean, NORMALISATION.std, strict=True)):
         scaled = (patch[:, :, channel] * (1 / 255)).astype(np.float32)
         expected = (scaled - np.float32(mean)) / np.float32(std)
         assert np.array_equal(row[channel, 0], expected)

@@ -26,7 +26,10 @@ from cadenza.checkpoint.generation_defaults import (
     parse_generation_defaults,
     read_generation_config,
 )
-from cadenza.checkpoint.interleaved_experts import split_interleaved_experts
+from cadenza.checkpoint.interleaved_experts import (
+    split_interleaved_experts,
+    split_transposed_experts,
+)
 from cadenza.checkpoint.json_object import JsonObject, parse_json_object, read_small_file
 from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.outline import ModelOutline, outline_of, read_outline
@@ -226,7 +229,9 @@ def _read_known(
         weights = described.rename(weights)
     config, weights, score_head = split_score_head(raw_config, config, weights)
     config, weights, can_generate = _as_decoder(config, weights)
-    weights = split_interleaved_experts(config, split_stacked_experts(config, weights))
+    weights = split_interleaved_experts(
+        config, split_stacked_experts(config, split_transposed_experts(config, weights))
+    )
     if scheme is not None:
         weights = apply_scheme(scheme, config, weights)
     check_weights(config, weights)

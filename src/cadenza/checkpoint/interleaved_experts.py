@@ -1,5 +1,6 @@
-"""Reads mixtures whose stacked tensors have the outputs of gate and up in turn, as gpt-oss stores
-them: `split_interleaved_experts`; and stacks them for writing: `stacked_parts`.
+"""Reads mixtures whose stacked tensors have inputs as their rows: `split_interleaved_experts`, with
+the outputs of gate and up in turn, as gpt-oss stores them, and `split_transposed_experts`, with the
+one behind the other, as Qwen3-VL does; and stacks the former for writing: `stacked_parts`.
 
 Owns the floats `gate_up_proj` [X, E, 2 F] and `down_proj` [X, F, E], whose inputs are the rows, and
 the biases `gate_up_proj_bias` [X, 2 F] and `down_proj_bias` [X, E]. Output 2 f is that of the
@@ -48,6 +49,53 @@ def split_interleaved_experts(config: ModelConfig, weights: Weights) -> Weights:
             f"{found[twice].parts[0].name}; remove one of the two"
         )
     return weights.with_stored(found) if found else weights
+
+
+def split_transposed_experts(config: ModelConfig, weights: Weights) -> Weights:
+    """`weights` with the stacks [X, E, 2 F] and [X, F, E] under the declared names. Those with
+    outputs as their rows are unchanged (`stacked_experts`)."""
+    if config.experts is None or config.experts.names.are_interleaved:
+        return weights
+    found: dict[str, StoredWeight] = {}
+    for index in range(config.num_layers):
+        mlp = declare_layer(config, index).mlp
+        if isinstance(mlp, ExpertMLPSpec):
+            found |= _transposed_of_layer(f"model.layers.{index}.mlp.experts", mlp, weights)
+    return weights.with_stored(found) if found else weights
+
+
+def _transposed_of_layer(
+    prefix: str, mlp: ExpertMLPSpec, weights: Weights
+) -> dict[str, StoredWeight]:
+    """Empty unless a stack has its inputs as rows; one of the two has not as many of both."""
+    stacks = {f"{prefix}.{name}": experts for name, experts in _consecutive(mlp).items()}
+    shapes = {
+        name: (len(experts), experts[0][0][0].num_in, sum(each.num_out for each, _ in experts[0]))
+        for name, experts in stacks.items()
+        if name in weights
+    }
+    if not any(
+        weights.entry(name).shape == shape and shape[1] != shape[2]
+        for name, shape in shapes.items()
+    ):
+        return {}
+    found: dict[str, StoredWeight] = {}
+    for name, shape in shapes.items():
+        entry = weights.entry(name)
+        _check_shape(entry, shape)
+        for place, places in enumerate(stacks[name]):
+            found |= _split(part_of_expert(entry, place), places)
+    return found
+
+
+def _consecutive(mlp: ExpertMLPSpec) -> dict[str, list[Places]]:
+    """The stacks of weights, with the outputs of each expert's linears one behind the other."""
+    gate_ups: list[Places] = []
+    for gate, up in (expert.gate_up for expert in mlp.experts):
+        places = slice(0, gate.num_out), slice(gate.num_out, gate.num_out + up.num_out)
+        gate_ups.append([(gate, places[0]), (up, places[1])])
+    downs: list[Places] = [[(expert.down, slice(None))] for expert in mlp.experts]
+    return {"gate_up_proj": gate_ups, "down_proj": downs}
 
 
 def halves(first: LinearSpec, second: LinearSpec) -> Places:
@@ -104,8 +152,10 @@ def _stack(name: str, experts: Sequence[Places], parts: dict[str, Part], *, is_b
 
 
 def _tensor(linear: LinearSpec, *, is_bias: bool) -> str:
+    if not is_bias:
+        return linear.weight
     assert linear.bias is not None, "interleaved experts have biases"
-    return linear.bias if is_bias else linear.weight
+    return linear.bias
 
 
 def _stacks(mlp: ExpertMLPSpec) -> dict[str, list[Places]]:

@@ -251,10 +251,12 @@ def wrap_config(
 ) -> dict[str, object]:
     """The config.json of a whole model whose text model's is `text`: the inverse of
     `unwrap_config`. `own` are its settings beside those."""
+    wrapper = WRAPPERS[model_type]
     inner = {key: value for key, value in text.items() if key != "architectures"}
+    inner["model_type"] = (*wrapper.text_aliases, inner["model_type"])[0]
     outer = {key: text[key] for key in (*_NEWER_OUTSIDE, *_SHARED) if key in text}
     return {
-        "architectures": [WRAPPERS[model_type].architecture],
+        "architectures": [wrapper.architecture],
         "model_type": model_type,
         TEXT_CONFIG: inner,
         **outer,

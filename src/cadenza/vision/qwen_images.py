@@ -13,18 +13,13 @@ channel, time, row, column; an image is each of the `temporal_size` frames.
 import json
 import math
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from cadenza.errors import InvalidRequestError
-from cadenza.vision.processor import CHANNELS, Detail, ImagePart, ImagePlan, Run
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
-else:
-    Image = Any
+from cadenza.vision.patches import Floats, Normalisation, cut_patches, image_array
+from cadenza.vision.pillow import Filter, image_bytes, resized
+from cadenza.vision.processor import Detail, Image, ImagePart, ImagePlan, Run
 
 MAX_ASPECT = 200
 LOW_DETAIL_TOKENS = 256
@@ -39,7 +34,6 @@ class QwenImages:
     Args:
         temporal_size: frames of a patch.
         min_pixels, max_pixels: of a resized image, as the file has them.
-        mean, std: of each channel, of values from 0 to 1.
         max_tokens: larger images are reduced to it (`--image-max-tokens`).
     """
 
@@ -48,9 +42,8 @@ class QwenImages:
     temporal_size: int
     min_pixels: int
     max_pixels: int
-    rescale_factor: float
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
+    resample: Filter
+    normalisation: Normalisation
     max_tokens: int
 
     @property
@@ -65,6 +58,14 @@ class QwenImages:
     def unit(self) -> int:
         """Pixels on a side of what one token stands for."""
         return self.patch_size * self.merge_size
+
+    @property
+    def most_tokens(self) -> int:
+        """Of any image. Beside the largest number of pixels there is the least one, which a long
+        image exceeds, since its shorter side is at least one token."""
+        largest, least = (pixels // self.unit**2 for pixels in (self.max_pixels, self.min_pixels))
+        longest = least + math.ceil(math.sqrt(least * MAX_ASPECT) * 1.01) + 2
+        return min(self.max_tokens, max(largest, longest, MAX_ASPECT))
 
     @property
     def settings(self) -> bytes:
@@ -87,38 +88,24 @@ class QwenImages:
         return ImagePlan(parts=(part,), pieces=(Run(part=0, count=rows * columns),))
 
     def prepare(self, image: Image, detail: Detail = "auto") -> tuple[bytes, ...]:
-        from PIL.Image import Resampling
-
         (part,) = self.plan(image.width, image.height, detail).parts
-        resized = image.resize((part.width, part.height), Resampling.BICUBIC)
-        return (resized.tobytes(),)
+        return (image_bytes(resized(image, (part.width, part.height), self.resample)),)
 
     def check(self, part: ImagePart) -> None:
         unit = self.unit
         are_sides = (part.width, part.height) == (part.columns * unit, part.rows * unit)
-        if not are_sides or not 1 <= part.num_tokens <= self.max_tokens:
+        if not are_sides or not 1 <= part.num_tokens <= self.most_tokens:
             raise InvalidRequestError(
                 f"an image of {part.width} x {part.height} pixels has {part.columns} x {part.rows} "
                 f"tokens; a token of this model stands for {unit} x {unit} pixels, and an image "
-                f"has at most {self.max_tokens}"
+                f"has at most {self.most_tokens}"
             )
 
-    def patches(self, pixels: bytes, part: ImagePart) -> npt.NDArray[np.float32]:
+    def patches(self, pixels: bytes, part: ImagePart) -> Floats:
         """[patches, channels x temporal_size x patch_size x patch_size]"""
-        size, merge = self.patch_size, self.merge_size
-        sides = part.rows, merge, size, part.columns, merge, size, CHANNELS
-        levels = np.frombuffer(pixels, np.uint8).reshape(sides)
-        by_block = levels.transpose(0, 3, 1, 4, 6, 2, 5)  # [rows, columns, m, m, C, y, x]
-        found = np.empty((*by_block.shape[:5], self.temporal_size, size, size), np.float32)
-        for channel, values in enumerate(self._values()):
-            found[..., channel, :, :, :] = values[by_block[..., channel, None, :, :]]
-        return found.reshape(part.num_tokens * merge * merge, -1)
-
-    def _values(self) -> npt.NDArray[np.float32]:
-        """Each channel's value for each level of a byte: [channels, 256]."""
-        scaled = (np.arange(256) * self.rescale_factor).astype(np.float32)
-        mean, std = (np.array(each, np.float32)[:, None] for each in (self.mean, self.std))
-        return (scaled[None, :] - mean) / std
+        image = self.normalisation.apply(image_array(pixels, part))
+        patches = cut_patches(image, part, self.merge_size, self.patch_size)  # [N, C, y, x]
+        return np.repeat(patches[:, :, None], self.temporal_size, axis=2).reshape(len(patches), -1)
 
     def _grid(self, width: int, height: int, limit: int) -> tuple[int, int]:
         """Rows and columns of tokens, at most `limit` together."""

@@ -13,4 +13,5 @@ Modules:
 - `gemma3`: Gemma 3
 - `gemma4`: Gemma 4, with a tower and unified
 - `pixtral`: Mistral 3, whose tower is Pixtral's
+- `qwen`: Qwen3-VL and Qwen3.5, Qwen2.5-VL and Qwen2-VL
 """

@@ -8,12 +8,13 @@ from cadenza.checkpoint.towers.gemma3 import GEMMA3
 from cadenza.checkpoint.towers.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from cadenza.checkpoint.towers.idefics3 import IDEFICS3
 from cadenza.checkpoint.towers.pixtral import MISTRAL3
+from cadenza.checkpoint.towers.qwen import QWEN
 from cadenza.checkpoint.towers.reader import TowerReader, VisionFiles, VisionOptions
 from cadenza.vision.tower_config import VisionConfig
 
 READERS: Mapping[str, TowerReader] = {
     model_type: reader
-    for reader in (IDEFICS3, GEMMA3, GEMMA4, GEMMA4_UNIFIED, MISTRAL3)
+    for reader in (IDEFICS3, QWEN, GEMMA3, GEMMA4, GEMMA4_UNIFIED, MISTRAL3)
     for model_type in reader.model_types
 }
 """By the `model_type` of config.json."""

@@ -116,8 +116,8 @@ def _bilinear_rows(
     """The corners of both grids are aligned; the arithmetic is float32."""
     taps: list[tuple[Indices, Indices, Floats]] = []
     for axis, count in enumerate(grid):
-        step = np.float32(side - 1) / np.float32(max(count - 1, 1))
-        at = places[:, axis].astype(np.float32) * step
+        scaled = places[:, axis].astype(np.float32) * np.float32(side - 1)
+        at = scaled / np.float32(max(count - 1, 1))
         low = at.astype(np.int32)
         high = np.minimum(low + 1, side - 1).astype(np.int32)
         taps.append((low, high, at - low.astype(np.float32)))
