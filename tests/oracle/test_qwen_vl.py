@@ -41,7 +41,7 @@ LAYOUTS: dict[str, list[int | Image.Image]] = {
     "last": [13, TALL],
     "two sizes": [5, SMALL, 3, WIDE, 9],
     "twice the same": [4, TALL, 2, TALL, 6],
-    "three side by side": [11, WIDE, SMALL, TALL, 1],
+    "three in a row": [11, WIDE, 2, SMALL, 2, TALL, 1],
     "text alone": [40],
 }
 """Numbers of text tokens, and images."""
