@@ -14,6 +14,9 @@ from PIL import Image
 
 IMAGE_TOKEN = 7
 VOCAB_SIZE = 331
+BANNED = 7, 8, 9, 10
+"""No model generates placeholders; nor do tests the words around images."""
+
 UNIT = 8
 """Pixels on a side of what one token stands for."""
 
@@ -209,7 +212,7 @@ def embed(model: Any, image: Image.Image) -> Float32Array:
 
 
 def decode_greedily(model: Any, prompt: Prompt, num_tokens: int) -> Theirs:
-    """Each token from the whole sequence before it."""
+    """Each token from the whole sequence before it; none of `BANNED`."""
     import torch
 
     given: dict[str, Any] = dict(preprocess(prompt.images)) if prompt.images else {}
@@ -217,6 +220,7 @@ def decode_greedily(model: Any, prompt: Prompt, num_tokens: int) -> Theirs:
     with torch.inference_mode():
         for _ in range(num_tokens):
             logits = _forward(model, ids, given)
+            logits[-1][list(BANNED)] = -torch.inf
             ids.append(int(logits[-1].argmax()))
         tokens = torch.tensor([ids])
         kinds = (tokens == IMAGE_TOKEN).int()

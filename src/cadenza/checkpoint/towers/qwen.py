@@ -89,6 +89,11 @@ def _read(files: VisionFiles) -> VisionConfig:
             f"images are placed; fetch the checkpoint again"
         )
     tower = generation.read(files.tower, files.text.hidden_size)
+    if tower.num_deepstack >= files.text.num_layers:
+        raise files.tower.wrong(
+            "deepstack_visual_indexes",
+            f"a list of fewer layers than the text model's {files.text.num_layers}",
+        )
     processor = read_qwen_images(files.processor, files.max_tokens)
     frames = tower.patch_shape[1]
     found = processor.patch_size, processor.merge_size, processor.temporal_size
