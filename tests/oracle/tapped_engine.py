@@ -28,6 +28,7 @@ from cadenza.checkpoint.declaration import EMBEDDING, HEAD
 from cadenza.config import EngineLimits
 from cadenza.core.rope_positions import rope_positions
 from cadenza.core.step_schema import ImageCall, ModelInputs
+from cadenza.core.whole_spans import WholeSpan, fitting_count, whole_spans_of
 from cadenza.request import Attachment
 from tests.contract.steps import Chunk, Geometry, Stream, build_inputs
 
@@ -39,7 +40,7 @@ MAX_TOKENS = {"reference": 64, "native": 96}
 
 PAGE_SIZE = 16
 MAX_STREAMS = 8
-MAX_IMAGE_TOKENS = 512
+MAX_IMAGE_TOKENS = 1024
 """Of all sequences that are computed side by side."""
 QUANTA = (5, 1, 11, 3)
 """Of an image that a step computes, in turns."""
@@ -170,14 +171,14 @@ class TappedEngine:
         empty = ModelInputs.empty(bucket=bucket, num_rows=self._budget)
         for places, images in zip(self._images, attachments, strict=True):
             for image in images:
-                slots, free = free[: image.length], free[image.length :]
+                indices = placeholders_of(image)
+                slots, free = free[: len(indices)], free[len(indices) :]
                 start, total = 0, len(self._runner.image_work(image))
                 while start < total:
                     stop = min(total, start + QUANTA[start % len(QUANTA)])
                     call = ImageCall(attachment=image, start=start, stop=stop, slots=slots)
                     self._runner.launch(replace(empty, image_calls=(call,))).result()
                     start = stop
-                indices = range(image.start, image.end)
                 places.update(zip(indices, slots.tolist(), strict=True))
 
     def _write_images(self, inputs: ModelInputs, chunks: list[Chunk]) -> None:
@@ -191,7 +192,20 @@ class TappedEngine:
             inputs.tokens.rope_positions[begin:end] = rope_positions(
                 self._attachments[row], chunk.start, chunk.end
             )
+            for start, stop in self._spans_of(row):
+                inside = slice(max(start, chunk.start), min(stop, chunk.end))
+                if inside.start < inside.stop:
+                    offset = begin - chunk.start
+                    reaches = inputs.tokens.reaches
+                    reaches[offset + inside.start : offset + inside.stop] = stop - 1
             begin = end
+
+    def _spans_of(self, row: int) -> tuple[WholeSpan, ...]:
+        """Those of a row's images that steps do not cut."""
+        vision = self._model.vision
+        if vision is None or not vision.whole_span or not self._attachments:
+            return ()
+        return whole_spans_of(self._attachments[row])
 
     def _slots_of(self, row: int) -> tuple[int, ...]:
         """The two slots that a row's recurrent state changes between."""
@@ -213,7 +227,8 @@ class TappedEngine:
             wanted = min(CHUNKS[(step + stream.row) % len(CHUNKS)], prompt_left)
             if prompt_left <= 0:
                 wanted = min(1, len(token_ids) - stream.num_computed)
-            counts.append(min(wanted, left))
+            spans, start = self._spans_of(stream.row), stream.num_computed
+            counts.append(fitting_count(spans, start, min(wanted, left), left))
             left -= counts[-1]
         return counts
 
@@ -242,6 +257,17 @@ class TappedEngine:
         logits = logits / self._model.logit_divisor
         cap = self._model.logit_soft_cap
         return logits if cap is None else cap * np.tanh(logits / cap)
+
+
+def placeholders_of(image: Attachment) -> list[int]:
+    """The indices of an image's tokens in its prompt, in order: all of its span, or each row of
+    them but for a token behind."""
+    width = image.columns if image.length == image.rows * image.columns else image.columns + 1
+    return [
+        image.start + row * width + column
+        for row in range(image.rows)
+        for column in range(image.columns)
+    ]
 
 
 def log_softmax(logits: npt.NDArray[Any]) -> Float64Array:

@@ -34,6 +34,7 @@ NAMES = TowerNames()
 PROJECTOR = "multi_modal_projector"
 PROJECTION, NORM = f"{PROJECTOR}.mm_input_projection", f"{PROJECTOR}.mm_soft_emb_norm"
 
+_TOWER = "vision_tower"
 _NEWER = "model."
 _PREFIXES = (
     "vision_tower.",
@@ -133,13 +134,18 @@ def _format(vision: VisionConfig) -> FormattedVision:
 
 
 def _renamed(weights: Weights) -> Weights:
-    """Newer files have `model.` before these names, and the product is no linear's there."""
+    """Newer files have `model.` before these names, or no `vision_model` in them; the product is no
+    linear's there. The tower's own head is not opened."""
     parts: dict[str, list[StoredTensor]] = {}
     for name in weights:
         own = name.removeprefix(_NEWER) if name.startswith(_PREFIXES) else name
+        if own.startswith(f"{_TOWER}.") and not own.startswith(f"{_TOWER}.vision_model."):
+            own = f"{_TOWER}.vision_model.{own.removeprefix(f'{_TOWER}.')}"
         if own == f"{PROJECTION}_weight":
             own = f"{PROJECTION}.weight"
-        if own != name:
+        if own.startswith(f"{_TOWER}.vision_model.head."):
+            parts[name] = []
+        elif own != name:
             parts[name] = [replace(weights.entry(name), name=own)]
     return weights.with_parts(parts)
 

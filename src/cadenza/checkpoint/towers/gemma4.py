@@ -249,7 +249,11 @@ def _format_unified(vision: VisionConfig) -> FormattedVision:
     processor, tower = vision.processor, vision.tower
     assert isinstance(processor, Gemma4Images), "read by this module"
     assert tower.table is not None, "the unified model has a table"
-    own = {"mm_embed_dim": tower.hidden_size, "mm_posemb_size": tower.table.side}
+    own = {
+        "mm_embed_dim": tower.hidden_size,
+        "output_proj_dims": tower.hidden_size,
+        "mm_posemb_size": tower.table.side,
+    }
     return _formatted(vision, processor, own)
 
 
