@@ -63,13 +63,13 @@ def header_bomb(side: int = 20_000) -> bytes:
 
 
 def data_bomb() -> bytes:
-    """A small picture whose compressed data is 64 MiB of zeros."""
-    return png(4, 4, b"\0" * (64 << 20))
+    """A small picture whose compressed data is 8 MiB of zeros."""
+    return png(4, 4, b"\0" * (8 << 20))
 
 
 def text_bomb() -> bytes:
-    """A small picture beside a compressed text of 64 MiB."""
-    text = b"Comment\0\0" + zlib.compress(b"x" * (64 << 20), 9)
+    """A small picture beside a compressed text of 8 MiB."""
+    text = b"Comment\0\0" + zlib.compress(b"x" * (8 << 20), 9)
     return png(1, 1, b"\0" + bytes(3), before=[(b"zTXt", text)])
 
 

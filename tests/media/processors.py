@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cadenza.errors import InvalidRequestError
+from cadenza.vision.processor import Detail, ImagePart, ImagePlan, Run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +30,39 @@ class WholeImages:
 
     def prepare(self, image: Any, detail: str = "auto") -> tuple[bytes, ...]:
         return (image.tobytes(), detail.encode())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GridImages:
+    """Takes images as they are, with a token for each square of `side` pixels; with the detail low
+    one token.
+
+    Args:
+        hang_width: of images that never end.
+    """
+
+    placeholder: str = "<image>"
+    token: str = "<image>"
+    settings: bytes = b"grid"
+    side: int = 8
+    hang_width: int = 0
+
+    def plan(self, width: int, height: int, detail: Detail = "auto") -> ImagePlan:
+        is_low = detail == "low"
+        rows, columns = (1, 1) if is_low else (height // self.side, width // self.side)
+        part = ImagePart(width=width, height=height, rows=rows, columns=columns)
+        return ImagePlan(parts=(part,), pieces=(Run(0, part.num_tokens),))
+
+    def prepare(self, image: Any, detail: Detail = "auto") -> tuple[bytes, ...]:
+        while image.width == self.hang_width:
+            time.sleep(3600)
+        return (image.tobytes(),)
+
+    def check(self, part: ImagePart) -> None:
+        assert part.num_tokens
+
+    def patches(self, pixels: bytes, part: ImagePart) -> Any:
+        raise AssertionError("only an engine makes patches")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

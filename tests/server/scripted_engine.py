@@ -69,6 +69,7 @@ class ScriptedEngine:
         hidden_size: int | None = HIDDEN_SIZE,
         step_s: float = 0.0,
         timeouts: RequestTimeouts = TIMEOUTS,
+        capabilities: frozenset[Capability] = CAPABILITIES,
     ) -> None:
         self.script = tuple(script)
         self.state: EngineState = "ready"
@@ -90,7 +91,7 @@ class ScriptedEngine:
             limits=self._limits,
             vocab_size=vocab_size,
             backend="scripted",
-            capabilities=CAPABILITIES,
+            capabilities=capabilities,
             hidden_size=hidden_size,
         )
         self._requests = OpenRequests(timeouts, time.monotonic)

@@ -22,6 +22,7 @@ FLAT = {"type": "function", "name": "now", "description": "The time.", "paramete
 OWN = {"name": "now", "input_schema": PARAMETERS}
 NOW = {"type": "function", "function": {"name": "now"}}
 CALL = {"type": "tool_use", "id": "t", "name": "f", "input": {}}
+IMAGE_BLOCK = {"type": "image", "source": {"type": "url", "url": "https://a.example/a.png"}}
 STRICT_NOT = {"schema": {"not": {}}, "strict": True}
 CYCLE = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}
 
@@ -43,6 +44,31 @@ CASES: dict[str, list[Case]] = {
         (said("x", "king"), "messages", "'king'"),
         (said(1), "messages", "content 1"),
         (said(None), "messages", "content None"),
+        *(
+            (said([{"type": kind, **part}]), "messages", words)
+            for kind, part, words in (
+                ("image_url", {}, "image_url is missing"),
+                ("image_url", {"image_url": 5}, "image_url is 5"),
+                ("image_url", {"image_url": {}}, "image_url.url is missing"),
+                ("image_url", {"image_url": {"url": "x", "detail": "fine"}}, "auto, low, high"),
+                ("image_url", {"image_url": ""}, "image_url is 0 characters"),
+                ("input_image", {"file_id": "f"}, "an image by file_id is not built"),
+                ("image", {"image": "x"}, "a content part"),
+                ("image_embeds", {"image_embeds": "x"}, "image_embeds is not built"),
+                ("video_url", {"video_url": {"url": "x"}}, "video_url is not built"),
+                ("input_audio", {"input_audio": {}}, "input_audio is not built"),
+            )
+        ),
+        (
+            {
+                "prediction": {
+                    "type": "content",
+                    "content": [{"type": "image_url", "image_url": "data:,"}],
+                }
+            },
+            "prediction",
+            "an image here",
+        ),
         ({"messages": ["hello"]}, "messages", "a message is an object"),
         ({"messages": [{**USER, "tool_call_id": 1}]}, "messages", "tool_call_id 1"),
         (assistant(tool_calls="f"), "messages", "no list"),
@@ -94,6 +120,20 @@ CASES: dict[str, list[Case]] = {
         ({"input": []}, "input", "no items"),
         ({"input": [{"type": "item_reference"}]}, "input[0]", "id is missing"),
         ({"input": [{"role": "user"}]}, "input[0]", "content is missing"),
+        *(
+            (
+                {"input": [{"role": role, "content": [{"type": "input_image", **part}]}]},
+                "input[0]",
+                words,
+            )
+            for role, part, words in (
+                ("user", {"file_id": "f"}, "an image by file_id is not built"),
+                ("user", {}, "image_url is missing"),
+                ("user", {"image_url": {"url": "x"}}, "image_url is"),
+                ("user", {"image_url": "x", "detail": "fine"}, "auto, low, high"),
+                ("assistant", {"image_url": "x"}, "an assistant's message"),
+            )
+        ),
         ({"conversation": "conv_1"}, "conversation", "previous_response_id"),
         ({"truncation": "middle"}, "truncation", "auto, disabled"),
         ({"top_logprobs": 2}, "top_logprobs", "log probabilities"),
@@ -135,7 +175,19 @@ CASES: dict[str, list[Case]] = {
     "messages": [
         ({"messages": []}, "messages", "from 1 to"),
         (said("x", "tool"), "messages[0]", "the roles are"),
-        (said([{"type": "image"}]), "messages[0].content", "image"),
+        (said([{"type": "image"}]), "messages[0].content", "source is missing"),
+        *(
+            (said([{"type": "image", "source": source}]), "messages[0].content", words)
+            for source, words in (
+                ({"type": "file", "file_id": "f"}, "an uploaded file is not built"),
+                ({"type": "video"}, "one of the types base64, url"),
+                ({"type": "base64", "media_type": "image/bmp", "data": "AA=="}, "image/webp"),
+                ({"type": "base64", "media_type": "image/png"}, "data is missing"),
+                ("x", "an object"),
+            )
+        ),
+        (said([IMAGE_BLOCK], "assistant"), "messages[0].content", "the content block 'image'"),
+        (said([IMAGE_BLOCK], "system"), "messages[0].content", "the content block 'image'"),
         (said([{"type": "tool_use"}]), "messages[0].content", "tool_use"),
         (said([CALL], "assistant"), "messages", "the last message"),
         ({"max_tokens": None}, "max_tokens", "max_tokens is missing"),
@@ -200,11 +252,13 @@ CASES: dict[str, list[Case]] = {
         ({"options": 3}, "options", "options is 3"),
         ({"format": "yaml"}, "format", '"json" or a JSON Schema'),
         ({"think": "much"}, "think", "true, false or one of low, medium, high"),
-        ({"messages": [{**USER, "images": ["aGk="]}]}, "messages", "images in messages"),
+        ({"messages": [{**USER, "images": "aGk="}]}, "messages", "a list of images"),
+        ({"messages": [{**USER, "images": [5]}]}, "messages", "a text of 1 to"),
         ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
     ],
     "ollama_generate": [
-        ({"images": ["aGk="]}, "images", "images"),
+        ({"images": "aGk="}, "images", "a list of images"),
+        ({"images": ["aGk="], "raw": True}, "images", "raw has no place for images"),
         ({"suffix": "end"}, "suffix", "suffix"),
         ({"template": "{{ .Prompt }}"}, "template", "template"),
         ({"context": [1, 2]}, "context", "/api/chat"),

@@ -141,6 +141,13 @@ class ServeFlags:
         "be repeated (default: none).",
         metavar="NAME",
     )
+    allowed_media_domains: list[str] | None = _flag(
+        None,
+        "A host from which images may be fetched by https, as a request's image URL names it, such "
+        "as images.example.com, or with a port; may be repeated (default: none, images are data: "
+        "URLs).",
+        metavar="HOST",
+    )
     no_ui: bool = _flag(
         False, "Serve no page with scripts at /; a page that names what is here stays."
     )
@@ -486,6 +493,8 @@ def make_service(
 
 
 def server_options(flags: ServeFlags) -> "ServerOptions":
+    from cadenza.media.addresses import AllowedHosts
+    from cadenza.media.fetching import MediaFetcher
     from cadenza.server.access import ApiKeys, Cors, Hosts, read_keys
     from cadenza.server.limits import ServerLimits
     from cadenza.server.response_store import StoreBounds
@@ -504,6 +513,7 @@ def server_options(flags: ServeFlags) -> "ServerOptions":
         metrics_keys=ApiKeys(() if flags.metrics_key is None else (flags.metrics_key,)),
         metrics_port=flags.metrics_port,
         cors=Cors(flags.allowed_origins or ()),
+        fetcher=MediaFetcher(AllowedHosts(flags.allowed_media_domains or ())),
         stored_responses=StoreBounds(
             max_count=flags.max_stored_responses,
             max_bytes=flags.max_stored_responses_bytes,

@@ -280,6 +280,11 @@ class SeenPrompts:
     def takes_images(self) -> bool:
         return self._images is not None
 
+    @property
+    def image_processor(self) -> ImageProcessor | None:
+        """The model's; None where it does not see."""
+        return None if self._images is None else self._images.processor
+
     def close(self) -> None:
         """Ends the processes that open images. Idempotent."""
         if self._images is not None:

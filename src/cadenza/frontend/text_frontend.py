@@ -63,6 +63,7 @@ from cadenza.text.schemas.grammar import (
 )
 from cadenza.text.schemas.grammar_check import IN_PROCESS
 from cadenza.text.tokens.decoder_stages import bytes_of_token
+from cadenza.vision.processor import ImageProcessor
 
 logger = logging.getLogger(__name__)
 
@@ -509,6 +510,11 @@ class TextFrontend:
     def takes_images(self) -> bool:
         """Whether its prompts may have images."""
         return self.prompts.takes_images
+
+    @property
+    def image_processor(self) -> ImageProcessor | None:
+        """The model's; None where it does not see."""
+        return self.prompts.image_processor
 
     def sample_output(
         self, params: SamplingParams, sample: int, make_parser: MakeParser | None = None

@@ -8,6 +8,7 @@ that came from outside is executed or unpickled.
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ from queue import SimpleQueue
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
-from cadenza.errors import EngineUnavailableError
+from cadenza.errors import EngineUnavailableError, QueueFullError
 from cadenza.media.decode_worker import LENGTH, Bounds, frame_of, processor_spec
 from cadenza.media.image_input import Detail, ImageFault, OpenedImage
 
@@ -28,6 +29,8 @@ WALL_S = 15.0
 """Of one image, after which its process is killed."""
 START_S = 60.0
 """Of a process, on a busy machine."""
+_EXIT_S = 5.0
+"""Between a process's last output and its end."""
 
 _CLOSED = "the images could not be decoded, since the server ends"
 _NOT_STARTED = "the images could not be decoded, since no process could be started; try again"
@@ -68,15 +71,15 @@ class DecodePool:
     def submit(
         self, data: bytes, processor: "ImageProcessor", detail: Detail
     ) -> "Future[OpenedImage]":
-        """The image upright, as the processor resizes it; the future has ImageFault, or
-        EngineUnavailableError where no process can be had, as after `close`."""
+        """The image upright, as the processor resizes it; the future has ImageFault,
+        QueueFullError where no process can be started, or EngineUnavailableError after `close`."""
         try:
             return self._threads.submit(self._decode, data, processor, detail)
         except RuntimeError:
             raise EngineUnavailableError(_CLOSED) from None
 
     def start(self) -> None:
-        """Starts the processes before the first image. Slow. Raises EngineUnavailableError."""
+        """Starts the processes before the first image. Slow. Raises QueueFullError."""
         for process in self._processes:
             self._ensure(process)
 
@@ -106,15 +109,19 @@ class DecodePool:
     def _ask(
         self, process: "_Process", data: bytes, processor: "ImageProcessor", detail: Detail
     ) -> OpenedImage:
-        """Raises ImageFault, EngineUnavailableError."""
+        """Raises ImageFault, QueueFullError, EngineUnavailableError."""
         job = {"num_bytes": len(data), "detail": detail, "processor": processor_spec(processor)}
-        self._ensure(process)
+        was_new = self._ensure(process)
         try:
             answer, payload = process.ask(job, data, time.monotonic() + self._wall_s)
-        except (OSError, EOFError, TimeoutError):
-            process.close()
+        except (OSError, EOFError, TimeoutError) as error:
+            is_late = isinstance(error, TimeoutError)
+            status = process.close(0.0 if is_late else _EXIT_S)
             if self._is_closed:
                 raise EngineUnavailableError(_CLOSED) from None
+            if not was_new and not is_late and status != -signal.SIGPROF:
+                # Another may have killed it while it was idle; a new one tells.
+                return self._ask(process, data, processor, detail)
             told = {"cpu_s": self._bounds.cpu_s, "wall_s": self._wall_s}
             raise ImageFault(_ENDED.format(**told)) from None
         if "fault" in answer:
@@ -125,14 +132,15 @@ class DecodePool:
             parts.append(payload[start : start + length])
         return OpenedImage(width=answer["width"], height=answer["height"], parts=tuple(parts))
 
-    def _ensure(self, process: "_Process") -> None:
-        """Replaces one that has ended while it was idle, too."""
+    def _ensure(self, process: "_Process") -> bool:
+        """Replaces one that has ended while it was idle, too. Returns whether it is new."""
         try:
-            process.ensure()
+            return process.ensure()
         except (OSError, EOFError, TimeoutError):
             process.close()
-            reason = _CLOSED if self._is_closed else _NOT_STARTED
-            raise EngineUnavailableError(reason) from None
+            if self._is_closed:
+                raise EngineUnavailableError(_CLOSED) from None
+            raise QueueFullError(_NOT_STARTED) from None
 
 
 class _Process:
@@ -149,12 +157,13 @@ class _Process:
         process = self._process
         return None if process is None else process.pid
 
-    def ensure(self) -> None:
-        """Starts it where none runs. Raises EOFError, OSError, TimeoutError."""
+    def ensure(self) -> bool:
+        """Starts it where none runs, and returns whether it did. Raises EOFError, OSError,
+        TimeoutError."""
         if self._process is not None and self._process.poll() is not None:
             self.close()
         if self._process is not None:
-            return
+            return False
         with self._lock:
             if self._is_over:
                 raise EOFError
@@ -170,6 +179,7 @@ class _Process:
         assert process.stdin is not None
         os.set_blocking(process.stdin.fileno(), False)
         self._frame(time.monotonic() + START_S)
+        return True
 
     def ask(self, job: dict[str, Any], data: bytes, until_s: float) -> tuple[dict[str, Any], bytes]:
         """Raises EOFError or OSError where it has ended, TimeoutError."""
@@ -185,11 +195,17 @@ class _Process:
             if self._process is not None:
                 self._process.kill()
 
-    def close(self) -> None:
+    def close(self, grace_s: float = 0.0) -> int | None:
+        """Ends it, unless it does so by itself; its exit status."""
         process, self._process = self._process, None
-        if process is not None:
+        if process is None:
+            return None
+        try:
+            process.wait(grace_s)
+        except subprocess.TimeoutExpired:
             process.kill()
-            process.communicate()
+        process.communicate()
+        return process.returncode
 
     def _frame(self, until_s: float) -> dict[str, Any]:
         (length,) = LENGTH.unpack(self._read(LENGTH.size, until_s))

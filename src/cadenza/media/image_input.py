@@ -5,7 +5,7 @@ A conversation has its images in parts {"type": "image", "image": ImageInput} of
 a prompt reads `opened` only.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -57,6 +57,12 @@ class ImageInput:
     where: str = ""
     opened: OpenedImage | None = None
 
+    @property
+    def is_remote(self) -> bool:
+        """Whether its file is somewhere else yet."""
+        has_file = self.data is not None or self.picture is not None or self.opened is not None
+        return not has_file and self.url is not None and self.url[:5].lower() != "data:"
+
 
 class ImageFault(Exception):
     """What is wrong with an image and what is allowed, without saying which image it is."""
@@ -71,6 +77,21 @@ class ImageFault(Exception):
         return InvalidRequestError(
             f"image {place}{where}: {self.problem}", param=image.where or "messages"
         )
+
+
+class ImagesToFetch(Exception):
+    """A conversation has images that are at remote URLs: fetch them, and prepare it again."""
+
+    def __init__(self, images: Sequence[ImageInput]) -> None:
+        super().__init__(f"{len(images)} images are to be fetched")
+        self.images = images
+
+
+def need_files(messages: Iterable[Mapping[str, Any]]) -> None:
+    """Raises ImagesToFetch, with all images of a conversation, where one is at a remote URL."""
+    images = images_of(messages)
+    if any(image.is_remote for image in images):
+        raise ImagesToFetch(images)
 
 
 def image_part(image: ImageInput) -> dict[str, Any]:

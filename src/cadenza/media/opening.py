@@ -74,6 +74,7 @@ def _given(image: ImageInput) -> bytes:
     """Raises ImageFault."""
     if image.data is None and image.url is not None and is_data_url(image.url):
         image.data = data_of_url(image.url)
+        image.url = None  # the request is kept for as long as it is answered
     if image.data is None:
         raise ImageFault(_NOT_FETCHED)
     return image.data
@@ -97,31 +98,31 @@ class ImageOpener:
 
         Raises InvalidRequestError, BudgetFullError, EngineUnavailableError.
         """
-        await self.measure(images, processor, try_add)
+        await self.fetch(images, try_add)
+        await asyncio.to_thread(measure_images, images, processor)
 
         async def decode(image: ImageInput) -> None:
+            if image.opened is not None and image.opened.parts is not None:
+                return
             doing = self._pool.submit(_given(image), processor, image.detail)
             image.opened = await asyncio.wrap_future(doing)
             image.data = None  # the request is kept for as long as it is answered
 
         await _each(images, decode)
 
-    async def measure(
-        self, images: Sequence[ImageInput], processor: "ImageProcessor", try_add: TryAdd
-    ) -> None:
-        """Sets `opened` of each, without pixels. Raises as `open`."""
+    async def fetch(self, images: Sequence[ImageInput], try_add: TryAdd) -> None:
+        """Sets `data` of those at remote URLs. Raises as `open`."""
         check_count(images)
-
-        async def fetch(image: ImageInput) -> None:
-            if image.data is None and image.url is not None and not is_data_url(image.url):
-                image.data = await self._fetcher.fetch(image.url, try_add)
-
         for place, image in enumerate(images):
-            if image.data is None and image.url is not None and not is_data_url(image.url):
+            if image.is_remote and image.url is not None:
                 with _naming(image, place):
                     self._fetcher.check(image.url)
+
+        async def fetch(image: ImageInput) -> None:
+            if image.is_remote and image.url is not None:
+                image.data = await self._fetcher.fetch(image.url, try_add)
+
         await _each(images, fetch)
-        await asyncio.to_thread(measure_images, images, processor)
 
     def close(self) -> None:
         self._pool.close()

@@ -22,6 +22,7 @@ Modules:
 - `http_exchange`: one HTTP request and its response
 - `protocol`: HTTP/1.1 connections and their bounds
 - `limits`: bounds, memory for bodies, threads for text
+- `call_images`: images of calls, fetched and decoded beside the event loop
 - `access`: API keys, CORS, names of the host
 - `tenants`: what each tenant may have, and what it has used of its rates
 - `listening`: addresses, and listening sockets

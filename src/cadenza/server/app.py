@@ -66,7 +66,7 @@ class App:
             scope=scope,
             receive=receive,
             send=send,
-            limits=self._service.options.limits,
+            limits=self._service.limits,
             bodies=self._service.bodies,
             request_id=self._request_id(scope),
             tenant="",

@@ -99,11 +99,12 @@ class Generation:
             record.end(rest)
 
     async def _read(self, body: bytes) -> CallRequest:
-        options, read = self._service.options, self._endpoint.read
+        limits, unknown = self._service.limits, self._service.options.unknown_fields
+        read = self._endpoint.read
         if len(body) <= INLINE_BYTES:
-            return read(body, options.limits, options.unknown_fields)
+            return read(body, limits, unknown)
         return await self._service.work.do(
-            "generate", len(body), lambda: read(body, options.limits, options.unknown_fields)
+            "generate", len(body), lambda: read(body, limits, unknown)
         )
 
     async def _serve(
@@ -149,11 +150,7 @@ class Generation:
             return
         with model.preparing(check.limits):
             try:
-                prepared = await service.work.do(
-                    "form" if request.has_form else "generate",
-                    request.num_bytes,
-                    lambda: prepare(request, model, use.tenant, check),
-                )
+                prepared = await self._prepared(request, model, use.tenant, check)
             except CadenzaError as error:
                 raise error_of(error, model.engine_state, request.param_of) from error
             service.check_id(exchange.request_id)
@@ -174,6 +171,26 @@ class Generation:
                     await exchange.answer(Response(body=await self._encode(encoder, outputs)))
                 else:
                     await self._stream(exchange, call, streamed, record, end_error)
+
+    async def _prepared(
+        self, request: CallRequest, model: ServedModel, tenant: Tenant, check: RequestCheck
+    ) -> list[PreparedRequest]:
+        """The call's requests, with the pixels of their images. Raises CadenzaError, ApiError."""
+        service = self._service
+        lane = "form" if request.has_form else "generate"
+
+        async def make() -> list[PreparedRequest]:
+            return await service.work.do(
+                lane, request.num_bytes, lambda: prepare(request, model, tenant, check)
+            )
+
+        prepared = await service.images.with_files(make)
+        if all(each.pending is None for each in prepared):
+            return prepared
+        await service.images.open(prepared, model.text)
+        return await service.work.do(
+            lane, request.num_bytes, lambda: [completed(each, model, check) for each in prepared]
+        )
 
     async def _encode(self, encoder: AnswerEncoder, outputs: list[RequestOutput]) -> bytes:
         if len(outputs) <= MAX_INLINE_OUTPUTS:
@@ -310,10 +327,20 @@ def prepare(
         if salt or call.priority or tenant != ONE_TENANT:
             priority = call.priority or 0
             request = replace(request, cache_salt=salt, priority=priority, tenant=tenant)
-        check.check(request)
         parser = call.make_parser or each.make_parser
-        found.append(replace(asked, request=request, make_parser=parser, passed=check))
+        made = replace(asked, request=request, make_parser=parser)
+        found.append(made if made.pending is not None else completed(made, model, check))
     return found
+
+
+def completed(
+    prepared: PreparedRequest, model: ServedModel, check: RequestCheck
+) -> PreparedRequest:
+    """The request with the pixels of its images, which have been opened, and checked. Slow; safe on
+    any thread. Raises InvalidRequestError."""
+    whole = model.text.with_pixels(prepared)
+    check.check(whole.request)
+    return replace(whole, passed=check)
 
 
 def _salt(tenant: str, cache_salt: str) -> str:

@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
 from cadenza.errors import ConfigError
@@ -41,6 +41,7 @@ class ServerLimits:
 
     Args:
         max_body_bytes: of one body; `max_bodies_bytes` of all that are being read.
+        max_seen_body_bytes: of one body where a model sees, since images are in bodies.
         body_idle_s: longest pause within a body; `body_s` of the whole body.
         write_stall_s: time after which a client that leaves 64 KiB unread is dropped.
         keep_alive_s: silence in a stream after which a comment is sent.
@@ -54,6 +55,7 @@ class ServerLimits:
     max_head_bytes: int = 16 << 10
     max_num_headers: int = 100
     max_body_bytes: int = 4 << 20
+    max_seen_body_bytes: int = 64 << 20
     max_bodies_bytes: int = 256 << 20
     head_s: float = 10.0
     body_idle_s: float = 30.0
@@ -69,6 +71,11 @@ class ServerLimits:
         _check("shutdown-timeout", self.drain_s, 0.0, 86_400.0)
         _check("max-logprobs", self.max_logprobs, 0, 20)
         _check("max-bodies-bytes", self.max_bodies_bytes, self.max_body_bytes, 1 << 50)
+
+    def for_images(self) -> "ServerLimits":
+        """Of a server with a model that sees."""
+        most = min(self.max_seen_body_bytes, self.max_bodies_bytes)
+        return replace(self, max_body_bytes=max(most, self.max_body_bytes))
 
 
 def _check(flag: str, value: float, low: float, high: float) -> None:

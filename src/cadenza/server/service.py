@@ -7,7 +7,10 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from cadenza.media.addresses import AllowedHosts
+from cadenza.media.fetching import MediaFetcher
 from cadenza.server.access import ApiKeys, Cors, Hosts
+from cadenza.server.call_images import CallImages
 from cadenza.server.connections import Connections, max_connections
 from cadenza.server.errors import connections_full, invalid_value, queue_full, request_not_found
 from cadenza.server.http_exchange import Exchange
@@ -34,6 +37,7 @@ class ServerOptions:
         num_dropped_log_lines: counts them, for the metrics.
         clock: seconds, monotonic.
         now: seconds since 1970.
+        fetcher: of images at remote URLs.
     """
 
     limits: ServerLimits = field(default_factory=ServerLimits)
@@ -44,6 +48,7 @@ class ServerOptions:
     cors: Cors = field(default_factory=Cors)
     hosts: Hosts = field(default_factory=Hosts)
     has_ui: bool = True
+    fetcher: MediaFetcher = field(default_factory=lambda: MediaFetcher(AllowedHosts(())))
     stored_responses: StoreBounds = field(default_factory=StoreBounds)
     unknown_fields: UnknownFields = "suggest"
     is_logging_requests: bool = True
@@ -59,6 +64,8 @@ class Service:
     def __init__(self, models: ModelPool, options: ServerOptions) -> None:
         self.options = options
         self.models = models
+        sees = any(model.text.takes_images for model in models.models)
+        self.limits = options.limits.for_images() if sees else options.limits
         self.work = TextWork()
         self.counts = models.first.counts
         """Also of what belongs to no model, or is refused before its model is known."""
@@ -66,6 +73,7 @@ class Service:
         self.bodies = BodyBudget(
             options.limits.max_bodies_bytes, lambda: self.counts.reject("bodies_full")
         )
+        self.images = CallImages(options.fetcher, self.bodies)
         max_open = options.limits.max_connections or max_connections()
         self.connections = Connections(max_open, self.counts, options.clock)
         self.metrics = Metrics(
@@ -90,6 +98,7 @@ class Service:
         """Ends the open calls, each with an error."""
         self.drain()
         self.work.close()
+        await self.images.close()
         await self.models.stop()
 
     def drain(self) -> None:

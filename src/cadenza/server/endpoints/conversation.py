@@ -10,6 +10,7 @@ from typing import Any
 
 from cadenza.frontend.answers import AskedAnswer, ToolUse
 from cadenza.frontend.text_frontend import Message, PreparedRequest, TextFrontend
+from cadenza.media.image_input import need_files
 from cadenza.request import SamplingParams
 from cadenza.server.schemas.thinking import (
     EFFORTS,
@@ -43,7 +44,9 @@ class AskedConversation:
     def prepare(
         self, text: TextFrontend, params: SamplingParams, max_num_tokens: int | None
     ) -> PreparedRequest:
-        """The request to the engine. Slow. Raises as `GenerationRequest.prepare`."""
+        """The request to the engine. Slow. Raises as `GenerationRequest.prepare`, and
+        ImagesToFetch."""
+        self._need_files(text)
         return text.prepare_answer(
             self.messages,
             params,
@@ -55,10 +58,15 @@ class AskedConversation:
     def count(self, text: TextFrontend) -> int:
         """The number of the prompt's tokens, whatever the context. Slow. Raises as `prepare`, but
         for its length."""
+        self._need_files(text)
         tools = None if self.use is None else self.use.rendered()
         kwargs = self._kwargs(text)
         _, ids = text.render_chat(self.messages, tools=tools, template_kwargs=kwargs)
         return len(ids)
+
+    def _need_files(self, text: TextFrontend) -> None:
+        if text.takes_images:
+            need_files(self.messages)
 
     def _kwargs(self, text: TextFrontend) -> dict[str, Any]:
         """The arguments of the template; the request's own variables take precedence."""

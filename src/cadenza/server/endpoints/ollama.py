@@ -33,7 +33,13 @@ from cadenza.server.openapi import TEXT, AnswerSchema, object_of
 from cadenza.server.schemas.body import label, optional, unsupported
 from cadenza.server.schemas.field_types import AnyJson, Boolean, Schema, String
 from cadenza.server.schemas.generation import LOGPROBS, MAX_PROMPT_CHARS
-from cadenza.server.schemas.ollama import no_images, ollama_messages, ollama_options, think_type
+from cadenza.server.schemas.images import seen_content
+from cadenza.server.schemas.ollama import (
+    ollama_messages,
+    ollama_options,
+    prompt_images,
+    think_type,
+)
 from cadenza.server.schemas.structured import ollama_format
 from cadenza.server.schemas.thinking import AskedThinking
 from cadenza.server.schemas.tools import function_tools, tool_use
@@ -169,7 +175,7 @@ class OllamaPromptRequest(OllamaRequest):
     prompt = optional(_TEXT, "The text, of a user; without it nothing is generated.", default="")
     system = optional(_TEXT, "A text in front of it.", default="")
     raw = optional(Boolean(), "Continue the prompt as it is.", default=False)
-    images = label(no_images, "Not built: images.")
+    images = optional(prompt_images, "Images in front of it: files as base64.", default=())
     suffix = unsupported("filling in a middle", "")
     template = unsupported("a chat template of the request's own", "")
     context = unsupported("an earlier answer as tokens, in place of /api/chat's messages", [])
@@ -183,22 +189,25 @@ class OllamaPromptRequest(OllamaRequest):
 
     @property
     def is_empty(self) -> bool:
-        return not self.prompt
+        return not (self.prompt or self.images)
 
     def check_together(self, limits: ServerLimits) -> None:
         super().check_together(limits)
         if self.raw and self.system:
             raise invalid_value("raw has no place for system; put it into the prompt", "system")
+        if self.raw and self.images:
+            raise invalid_value("raw has no place for images; leave raw out", "images")
 
     def prepare(
         self, text: TextFrontend, params: SamplingParams, max_num_tokens: int | None
     ) -> list[PreparedRequest]:
-        if self.raw or not text.has_chat_template:
+        if self.raw or not (text.has_chat_template or self.images):
             prompt = "\n\n".join(part for part in (self.system, self.prompt) if part)
             return [text.prepare(prompt, params, max_num_tokens=max_num_tokens)]
         system = [{"role": "system", "content": self.system}] if self.system else []
+        content = seen_content(self.images, self.prompt)
         asked = AskedConversation(
-            messages=[*system, {"role": "user", "content": self.prompt}],
+            messages=[*system, {"role": "user", "content": content}],
             use=None,
             thinking=AskedThinking(effort=self.think),
         )

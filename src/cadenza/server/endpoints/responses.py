@@ -182,11 +182,9 @@ class ResponseRequest(ThinkingSwitches, LabelledBody, GenerationRequest):
     def prepare(
         self, text: TextFrontend, params: SamplingParams, max_num_tokens: int | None
     ) -> list[PreparedRequest]:
-        items = [item for turn in self._turns for item in _items_of(turn)]
-        given = [*_without_references(self.input, self._referred, self._max_referred_bytes)]
-        messages = with_system(self.instructions, messages_of([*items, *given]))
+        given, messages = self._conversation
         conversation = AskedConversation(
-            messages=chat_messages.check("input", messages),
+            messages=messages,
             use=self.use,
             thinking=self.asked,
             verbosity=self._verbosity,
@@ -196,6 +194,15 @@ class ResponseRequest(ThinkingSwitches, LabelledBody, GenerationRequest):
         if self._is_stored:
             self._given = _encode_items(given, self._context.request_id)
         return [prepared]
+
+    @cached_property
+    def _conversation(self) -> tuple[list[dict[str, Any]], Sequence[dict[str, Any]]]:
+        """The items of `input`, without references, and the messages of the whole conversation:
+        made once, since its images are opened once. Slow. Raises ApiError (400)."""
+        items = [item for turn in self._turns for item in _items_of(turn)]
+        given = [*_without_references(self.input, self._referred, self._max_referred_bytes)]
+        messages = with_system(self.instructions, messages_of([*items, *given], len(items)))
+        return given, chat_messages.check("input", messages)
 
     def encoder(self, head: AnswerHead, usage: Usage, text: TextFrontend) -> StreamEncoder:
         frame = ResponseFrame(

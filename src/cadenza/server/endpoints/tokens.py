@@ -10,6 +10,7 @@ import msgspec
 
 from cadenza.errors import CadenzaError
 from cadenza.frontend.text_frontend import TextFrontend
+from cadenza.media.image_input import need_files
 from cadenza.server.endpoints.messages import MessagesBody
 from cadenza.server.errors import beyond_context, invalid_value
 from cadenza.server.http_exchange import Exchange, Response
@@ -67,6 +68,8 @@ class TokenizeBody(ConversationBody):
 
     def encode(self, text: TextFrontend) -> tuple[int, ...]:
         if self.messages is not None:
+            if text.takes_images:
+                need_files(self.messages)
             _, ids = text.render_chat(
                 self.messages,
                 template_kwargs={
@@ -135,10 +138,12 @@ async def _answer(
 async def _work(
     service: Service, exchange: Exchange, num_body_bytes: int, work: Callable[[], Result]
 ) -> Result:
+    async def do() -> Result:
+        return await service.work.do("tokenize", num_body_bytes, work)
+
     with service.tokenizing():
         try:
-            doing = service.work.do("tokenize", num_body_bytes, work)
-            return await exchange.while_connected(doing)
+            return await exchange.while_connected(service.images.with_files(do))
         except CadenzaError as error:
             raise service.models.first.error_of(error) from error
 

@@ -12,6 +12,7 @@ Modules:
 - `other_engines`: the table of other engines' fields that change an answer
 - `generation`: prompts, and the members that all generating endpoints share
 - `messages`: chat messages
+- `images`: images in the messages of all APIs
 - `turns`: the chat messages that items and content blocks become, and the texts in these
 - `responses`: fields of /v1/responses: its input items, and those that are objects
 - `message_fields`: fields of /v1/messages: its content blocks, and those that are objects

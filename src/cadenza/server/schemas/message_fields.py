@@ -5,7 +5,7 @@ checked is in the messages that follow from it, but for labels; what is not buil
 name.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from cadenza.request import show
@@ -34,10 +34,25 @@ from cadenza.server.schemas.field_types import (
     object_schema,
     refuse,
 )
+from cadenza.server.schemas.images import (
+    Content,
+    ImageBlock,
+    Part,
+    content_of,
+    content_parts,
+    has_images,
+    image_of_block,
+)
 from cadenza.server.schemas.messages import MAX_MESSAGES
 from cadenza.server.schemas.structured import structured_of
 from cadenza.server.schemas.thinking import EFFORT, EFFORT_HELP
-from cadenza.server.schemas.turns import PART_TEXT, ConversationBuilder, Message, TextParts
+from cadenza.server.schemas.turns import (
+    PART_TEXT,
+    ConversationBuilder,
+    Message,
+    SeenParts,
+    TextParts,
+)
 from cadenza.structured import StructuredOutput
 
 BILLING_LABEL = "x-anthropic-billing-header:"
@@ -69,12 +84,13 @@ class _TextBlock(_Block):
 
 
 TEXT_BLOCKS = TextParts(("text",), _TextBlock)
+_SEEN_BLOCKS = SeenParts(TEXT_BLOCKS, "image", ImageBlock, image_of_block)
 
 
 class _ToolResult(_Block):
     type = required(OneOf(("tool_result",)))
     tool_use_id = required(_ID)
-    content = optional(TEXT_BLOCKS, default=())
+    content = optional(_SEEN_BLOCKS, default=())
     is_error = optional(Boolean(), default=False)
     more = labels("cache_control toolset_name")
 
@@ -129,7 +145,12 @@ class _BlockMessage(_Block):
 
 Kinds = Mapping[str, type[DeclaredObject]]
 
-USER_BLOCKS: Kinds = {"text": _TextBlock, "document": _Document, "tool_result": _ToolResult}
+USER_BLOCKS: Kinds = {
+    "text": _TextBlock,
+    "image": ImageBlock,
+    "document": _Document,
+    "tool_result": _ToolResult,
+}
 ASSISTANT_BLOCKS: Kinds = {
     "text": _TextBlock,
     "thinking": _Thinking,
@@ -179,12 +200,20 @@ def _add_message(conversation: ConversationBuilder, name: str, value: object) ->
         return
     for kind, block in blocks:
         if kind == "tool_result":
-            text = "\n".join(block.get("content", ()))
-            said = f"Error: {text}" if block.get("is_error") else text
-            conversation.add_result(block["tool_use_id"], said)
-    texts = [_text_of(kind, block) for kind, block in blocks if kind in ("text", "document")]
-    if texts or not blocks:
-        _add_text(conversation, role, "\n".join(texts))
+            conversation.add_result(block["tool_use_id"], _result_of(block))
+    parts = [_part_of(kind, block) for kind, block in blocks if kind != "tool_result"]
+    if parts or not blocks:
+        _add_parts(conversation, role, parts or [""])
+
+
+def _result_of(block: Mapping[str, Any]) -> Content:
+    """What a call gave; an error is said in front of it."""
+    parts: Sequence[Part] = block.get("content", ())
+    if not block.get("is_error"):
+        return content_of(parts)
+    if has_images(parts):
+        return content_of(["Error:", *parts])
+    return f"Error: {content_of(parts)}"
 
 
 def _blocks(name: str, value: object, kinds: Kinds) -> list[tuple[str, Mapping[str, Any]]]:
@@ -194,31 +223,37 @@ def _blocks(name: str, value: object, kinds: Kinds) -> list[tuple[str, Mapping[s
     if not isinstance(value, list):
         raise refuse(name, value, "a text, or a list of content blocks")
     found: list[tuple[str, Mapping[str, Any]]] = []
-    for block in cast(list[object], value)[: MAX_MESSAGES + 1]:
+    for place, block in enumerate(cast(list[object], value)[: MAX_MESSAGES + 1]):
         kind = members_of(block).get("type")
         if not isinstance(kind, str):
             raise refuse(name, block, f"blocks of the types {', '.join(kinds)}")
         if kind not in kinds:
             raise not_built(name, f"the content block {show(kind)} here")
-        found.append((kind, ObjectOf(kinds[kind]).check(name, block).values))
+        if kind == "image":
+            image = image_of_block(name, f"{name}[{place}]", block)
+            found.append((kind, {"image": image}))
+        else:
+            found.append((kind, ObjectOf(kinds[kind]).check(name, block).values))
     if len(found) > MAX_MESSAGES:
         raise invalid_value(f"{name} has over {MAX_MESSAGES} blocks", name)
     return found
 
 
-def _text_of(kind: str, block: Mapping[str, Any]) -> str:
+def _part_of(kind: str, block: Mapping[str, Any]) -> Part:
+    if kind == "image":
+        return block["image"]
     if kind == "text":
         return block.get("text", "")
     texts = (block.get("title"), block.get("context"), block["source"].values["data"])
     return "\n".join(text for text in texts if text)
 
 
-def _add_text(conversation: ConversationBuilder, role: str, text: str) -> None:
+def _add_parts(conversation: ConversationBuilder, role: str, parts: list[Part]) -> None:
     """Consecutive messages of the user are joined."""
     messages = conversation.messages
     if messages and messages[-1]["role"] == role == "user":
-        text = f"{messages.pop()['content']}\n{text}"
-    conversation.add(role, text)
+        parts = [*content_parts(messages.pop()["content"]), *parts]
+    conversation.add(role, content_of(parts))
 
 
 def _add_turn(

@@ -1,7 +1,7 @@
 """Messages of chats, checked and converted for a chat template; and how they are rendered.
 
-Invariant: a checked message holds a role and a text, and nothing that the text-only engine would
-ignore silently.
+Invariant: a checked message holds a role and a text, or texts and images, and nothing that the
+engine would ignore silently.
 """
 
 import json
@@ -37,6 +37,14 @@ from cadenza.server.schemas.field_types import (
     object_schema,
     refuse,
 )
+from cadenza.server.schemas.images import (
+    IMAGE_PARTS,
+    Content,
+    Part,
+    content_of,
+    image_of_part,
+    is_image_part,
+)
 
 MAX_MESSAGES = 4096
 
@@ -52,7 +60,6 @@ ROLES = {
 `function`."""
 
 _NOT_BUILT_PARTS = (
-    "image_url",
     "image_embeds",
     "input_audio",
     "audio_url",
@@ -126,13 +133,36 @@ def _content_schema() -> Schema:
     return {"anyOf": [{"type": "string"}, array_schema(TextPart.object_schema())]}
 
 
+def _seen_schema() -> Schema:
+    """Of what a message has: a text, or parts, some of which may be images."""
+    declared = (TextPart, *IMAGE_PARTS.values())
+    parts = array_schema({"anyOf": [part.object_schema() for part in declared]})
+    return {"anyOf": [{"type": "string"}, parts]}
+
+
 @field_type(_content_schema)
 def _content(name: str, value: object) -> str:
     """A text, or text parts, which become lines of one text."""
     if isinstance(value, list):
-        texts = [_part(name, part) for part in cast(list[object], value)]
-        return "\n".join(text for text in texts if text is not None)
+        found = content_of(_parts(name, name, cast(list[object], value)))
+        if not isinstance(found, str):
+            raise not_built(name, "an image here")
+        return found
     return _MemberText("content").check(name, value)
+
+
+@field_type(_seen_schema)
+def _message_content(name: str, value: object) -> Content:
+    """What a message has. `name` ends in the message's place, for its images' own."""
+    if isinstance(value, list):
+        field = name.partition("[")[0]
+        return content_of(_parts(field, f"{name}.content", cast(list[object], value)))
+    return _MemberText("content").check(name.partition("[")[0], value)
+
+
+def _parts(name: str, where: str, items: list[object]) -> list[Part]:
+    found = [_part(name, f"{where}[{place}]", part) for place, part in enumerate(items)]
+    return [part for part in found if part is not None]
 
 
 def _prediction_schema() -> Schema:
@@ -211,7 +241,7 @@ class ChatMessage(DeclaredObject):
 
     is_open = True
     role = required(_role)
-    content = optional(_content, "Needed but beside tool_calls.")
+    content = optional(_message_content, "Needed but beside tool_calls.")
     name = optional(_MemberText("name", max_chars=128))
     reasoning_content = optional(_MemberText("reasoning_content"))
     reasoning = optional(_MemberText("reasoning"), "The newer name of `reasoning_content`.")
@@ -228,7 +258,7 @@ class ChatMessage(DeclaredObject):
 def chat_messages(name: str, value: object) -> tuple[dict[str, Any], ...]:
     """The field `messages`."""
     items = checked_list(name, value, "a list of messages", (1, MAX_MESSAGES))
-    return tuple([_message(name, item) for item in items])
+    return tuple([_message(name, place, item) for place, item in enumerate(items)])
 
 
 MAX_VARIABLES = 64
@@ -292,7 +322,7 @@ class ConversationBody(Body):
         return {"add_generation_prompt": is_begun, "continue_final_message": is_continued}
 
 
-def _message(name: str, value: object) -> dict[str, Any]:
+def _message(name: str, place: int, value: object) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise invalid_value(f"{name} holds {show(value)}; a message is an object", name)
     message = _without_nulls(cast(dict[str, Any], value))
@@ -308,7 +338,8 @@ def _message(name: str, value: object) -> dict[str, Any]:
     calls = fields["tool_calls"].type.check(name, _given_calls(message, parts))
     if content is None and (calls or role in ("assistant", "tool")):
         content = message.get("refusal", "")
-    plain: dict[str, Any] = {"role": role, "content": fields["content"].type.check(name, content)}
+    checked = fields["content"].type.check(f"{name}[{place}]", content)
+    plain: dict[str, Any] = {"role": role, "content": checked}
     if calls:
         plain["tool_calls"] = calls
     for key in ("name", "tool_call_id"):
@@ -344,14 +375,18 @@ def _reasoning(message: dict[str, Any], parts: list[dict[str, Any]]) -> str | No
     return next((text for text in told if isinstance(text, str)), None)
 
 
-def _part(name: str, part: object) -> str | None:
-    """The text of a part; None of one that is left out."""
+def _part(name: str, where: str, part: object) -> Part | None:
+    """The text or the image of a part; None of one that is left out."""
     if isinstance(part, str):
         return _MemberText("content").check(name, part)
     if not isinstance(part, dict):
         raise invalid_value(f"{name} has a content part {show(part)}; a part is an object", name)
     members = _without_nulls(cast(dict[str, Any], part))
+    if is_image_part(members):
+        return members["image"]
     kind = members.get("type")
+    if kind in IMAGE_PARTS:
+        return image_of_part(name, where, members)
     if kind in _NOT_BUILT_PARTS:
         raise not_built(name, f"the content part {kind}")
     if kind in _LEFT_OUT:

@@ -7,6 +7,7 @@ model is loaded is a label.
 from collections.abc import Mapping
 from typing import Any, ClassVar, cast
 
+from cadenza.media.image_input import ImageInput
 from cadenza.server.errors import not_built
 from cadenza.server.schemas.body import (
     DeclaredObject,
@@ -29,9 +30,11 @@ from cadenza.server.schemas.field_types import (
     field_type,
     members_of,
     object_schema,
+    or_null,
     refuse,
 )
 from cadenza.server.schemas.generation import sampling_type
+from cadenza.server.schemas.images import OLLAMA_IMAGES, ollama_images, seen_content
 from cadenza.server.schemas.messages import ChatMessage, chat_messages
 
 _UNBOUNDED = 0
@@ -107,11 +110,10 @@ def think_type(name: str, value: object) -> str:
     raise refuse(name, value, f"true, false or one of {', '.join(_EFFORTS.values)}")
 
 
-@field_type({"type": "array", "maxItems": 0})
-def no_images(name: str, value: object) -> None:
-    """`images` of a prompt, of which there may be none."""
-    if value != []:
-        raise not_built(name, "images", ([],))
+@field_type(OLLAMA_IMAGES)
+def prompt_images(name: str, value: object) -> list[ImageInput]:
+    """`images` of a prompt."""
+    return ollama_images(name, name, value)
 
 
 _TEXT_OR_NULL: Schema = {"type": ["string", "null"]}
@@ -122,7 +124,7 @@ _MESSAGE = object_schema(
     {
         "role": ChatMessage.fields["role"].type.schema(),
         **dict.fromkeys(("content", "thinking", "tool_name"), _TEXT_OR_NULL),
-        "images": no_images.schema(),
+        "images": or_null(OLLAMA_IMAGES),
         "tool_calls": {"type": ["array", "null"], "items": object_schema({"function": _FUNCTION})},
     },
     ("role",),
@@ -139,7 +141,7 @@ def ollama_messages(name: str, value: object) -> tuple[dict[str, Any], ...]:
     if not isinstance(value, list):
         raise refuse(name, value, "a list of messages")
     items, numbers = cast(list[object], value), _CallNumbers()
-    converted = [_converted(name, item, numbers) for item in items]
+    converted = [_converted(f"{name}[{place}]", item, numbers) for place, item in enumerate(items)]
     return chat_messages.check(name, converted) if converted else ()
 
 
@@ -169,14 +171,15 @@ _RENAMED = {"thinking": "reasoning_content", "tool_name": "name"}
 
 
 def _converted(name: str, item: object, numbers: _CallNumbers) -> object:
-    """A message with chat's members. Raises ApiError (400) for images."""
+    """A message with chat's members. Raises ApiError (400) for `images` of another form."""
     if not isinstance(item, dict):
         return item  # which is refused as in chat
     given = cast(dict[str, Any], item)
     message = {_RENAMED.get(key, key): part for key, part in given.items() if part is not None}
-    if message.pop("images", []) != []:
-        raise not_built(name, "images in messages", ([],))
     message.setdefault("content", "")
+    images = ollama_images("messages", f"{name}.images", message.pop("images", []))
+    if images and isinstance(message["content"], str):
+        message["content"] = seen_content(images, message["content"])
     if not message.get("reasoning_content", "x"):
         del message["reasoning_content"]
     calls: object = message.get("tool_calls")

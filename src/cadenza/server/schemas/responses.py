@@ -5,10 +5,11 @@ a summary and a text, `messages_of` takes the text.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+from cadenza.media.image_input import ImageInput
 from cadenza.request import show
 from cadenza.server.errors import invalid_value, not_built
 from cadenza.server.schemas.body import (
@@ -33,11 +34,24 @@ from cadenza.server.schemas.field_types import (
     object_schema,
     refuse,
 )
+from cadenza.server.schemas.images import (
+    IMAGE_PARTS,
+    Content,
+    InputImage,
+    content_of,
+    image_of_part,
+)
 from cadenza.server.schemas.messages import MAX_MESSAGES
 from cadenza.server.schemas.structured import schema_format, structured_of
 from cadenza.server.schemas.thinking import BUDGET, EFFORT, EFFORT_HELP, VERBOSITY, VERBOSITY_HELP
 from cadenza.server.schemas.tools import arguments_of_input, flat_name
-from cadenza.server.schemas.turns import PART_TEXT, ConversationBuilder, Message, TextParts
+from cadenza.server.schemas.turns import (
+    PART_TEXT,
+    ConversationBuilder,
+    Message,
+    SeenParts,
+    TextParts,
+)
 from cadenza.server.schemas.unknown_members import unknown_members
 from cadenza.structured import StructuredOutput
 
@@ -68,13 +82,21 @@ class _Part(_Data):
     more = labels("annotations logprobs prompt_cache_breakpoint")
 
 
+def _image_part(name: str, where: str, part: dict[str, Any]) -> dict[str, Any]:
+    """As the API has it: items are kept and returned."""
+    image = image_of_part(name, where, part)
+    return {"type": _IMAGE, "image_url": image.url, "detail": part.get("detail") or "auto"}
+
+
+_IMAGE = "input_image"
 _TEXTS = TextParts(_TEXT_PARTS, _Part)
+_SEEN = SeenParts(_TEXTS, _IMAGE, InputImage, _image_part)
 
 
 class _Message(_Data):
     type = optional(OneOf(("message",)))
     role = required(OneOf(("user", "assistant", "system", "developer")))
-    content = optional(_TEXTS, default=())
+    content = optional(_SEEN, default=())
     id = optional(_ID)
     more = labels("status phase end_turn")
 
@@ -109,7 +131,7 @@ class _CustomCall(_Data):
 class _CustomResult(_Data):
     type = required(OneOf(("custom_tool_call_output",)))
     call_id = required(_ID)
-    output = optional(_TEXTS, default=())
+    output = optional(_SEEN, default=())
     id = optional(_ID)
     more = labels("status")
 
@@ -155,7 +177,7 @@ def input_items(name: str, value: object) -> tuple[dict[str, Any], ...]:
     """A text, which is a user's message, or a list of items; checked into items."""
     if isinstance(value, str):
         text = PART_TEXT.check(name, value)
-        return (_message_item({"role": "user", "content": (text,)}),)
+        return (_message_item(name, {"role": "user", "content": (text,)}),)
     if not isinstance(value, list):
         raise refuse(name, value, "a text, or a list of items")
     items = cast(list[object], value)
@@ -195,11 +217,11 @@ def _item(name: str, value: object) -> dict[str, Any]:
         case "message":
             if members["role"] != "assistant" and "content" not in members:
                 raise invalid_value(f"{name}.content is missing; it is needed here", name)
-            return _message_item(members)
+            return _message_item(name, members)
         case "item_reference":
             return {"type": REFERENCE, "id": members["id"]}
         case "function_call_output" | "custom_tool_call_output":
-            made: dict[str, Any] = {"output": "\n".join(members.get("output", ()))}
+            made: dict[str, Any] = {"output": _shown_output(members.get("output", ()))}
         case "function_call":
             made = {"arguments": members.get("arguments", "")}
         case "custom_tool_call":
@@ -212,18 +234,40 @@ def _item(name: str, value: object) -> dict[str, Any]:
     return {**members, **made, "status": "completed"}
 
 
-def _message_item(members: Mapping[str, Any]) -> dict[str, Any]:
+def _message_item(name: str, members: Mapping[str, Any]) -> dict[str, Any]:
     is_answer = members["role"] == "assistant"
     rest: dict[str, Any] = {"annotations": []} if is_answer else {}
     kind = "output_text" if is_answer else "input_text"
-    parts = [{"type": kind, "text": text, **rest} for text in members.get("content", ())]
+    given = members.get("content", ())
+    if is_answer and not all(isinstance(part, str) for part in given):
+        raise not_built(name, "an image in an assistant's message")
+    parts = _shown_parts(given, kind, rest)
     return {**members, "type": "message", "content": parts, "status": "completed"}
 
 
-def messages_of(items: Iterable[Mapping[str, Any]]) -> list[Message]:
-    """Chat messages of items: reasoning, text and calls of one turn are one assistant's message."""
+def _shown_parts(
+    given: Sequence[str | dict[str, Any]], kind: str, rest: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    return [
+        {"type": kind, "text": part, **rest} if isinstance(part, str) else part for part in given
+    ]
+
+
+def _shown_output(given: Sequence[str | dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """A text, or parts where there is an image among them."""
+    texts = [part for part in given if isinstance(part, str)]
+    return "\n".join(texts) if len(texts) == len(given) else _shown_parts(given, "input_text", {})
+
+
+def messages_of(items: Sequence[Mapping[str, Any]], num_stored: int = 0) -> list[Message]:
+    """Chat messages of items: reasoning, text and calls of one turn are one assistant's message.
+
+    Args:
+        num_stored: of the items, which are in no field of the body.
+    """
     conversation = ConversationBuilder()
-    for item in items:
+    for place, item in enumerate(items):
+        where = f"input[{place - num_stored}]" if place >= num_stored else "previous_response_id"
         match item["type"]:
             case "function_call" | "custom_tool_call":
                 name = flat_name(item.get("namespace"), item["name"])
@@ -233,7 +277,8 @@ def messages_of(items: Iterable[Mapping[str, Any]]) -> list[Message]:
                 turn = conversation.last_turn()
                 conversation.add_call(turn, item["call_id"], name, arguments)
             case "function_call_output" | "custom_tool_call_output":
-                conversation.add_result(item["call_id"], item["output"])
+                content = _content_of(item["output"], f"{where}.output")
+                conversation.add_result(item["call_id"], content)
             case "reasoning":
                 text = _joined(item.get("content") or item["summary"])
                 if text:
@@ -244,8 +289,21 @@ def messages_of(items: Iterable[Mapping[str, Any]]) -> list[Message]:
                     turn = conversation.new_turn()
                 turn["content"] = _joined(item["content"])
             case _:
-                conversation.add(item["role"], _joined(item["content"]))
+                content = _content_of(item["content"], f"{where}.content")
+                conversation.add(item["role"], content)
     return conversation.messages
+
+
+def _content_of(given: str | Sequence[Mapping[str, Any]], where: str) -> Content:
+    if isinstance(given, str):
+        return given
+    parts: list[str | ImageInput] = [
+        image_of_part("input", f"{where}[{place}]", part)
+        if part["type"] in IMAGE_PARTS
+        else part["text"]
+        for place, part in enumerate(given)
+    ]
+    return content_of(parts)
 
 
 def _joined(parts: Sequence[Mapping[str, Any]]) -> str:

@@ -1,22 +1,24 @@
-"""The chat messages that items and content blocks become, and the texts in these.
+"""The chat messages that items and content blocks become, and the texts and images in these.
 
 Invariant: reasoning, text and calls of one turn are one assistant's message; a call's result names
 the function that was called, if the call is in the conversation.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Generic, TypeVar, cast
 
 from cadenza.request import show
 from cadenza.server.errors import invalid_value, not_built
 from cadenza.server.schemas.body import DeclaredObject, ObjectOf
 from cadenza.server.schemas.field_types import Schema, String, array_schema, members_of, refuse
+from cadenza.server.schemas.images import Content
 
 MAX_PARTS = 4096
 PART_TEXT = String(max_chars=1 << 26)
 
 Message = dict[str, Any]
+Image = TypeVar("Image")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,23 +36,57 @@ class TextParts:
     def check(self, name: str, value: object) -> tuple[str, ...]:
         if isinstance(value, str):
             return (PART_TEXT.check(name, value),)
+        return tuple(self.text_of(name, part) for part in self.parts(name, value))
+
+    @staticmethod
+    def parts(name: str, value: object) -> list[object]:
+        """Raises ApiError (400) for anything but a list."""
         if not isinstance(value, list):
             raise refuse(name, value, "a text, or a list of text parts")
         parts = cast(list[object], value)
         if len(parts) > MAX_PARTS:
             raise invalid_value(f"{name} has {len(parts)} parts; at most {MAX_PARTS}", name)
-        return tuple(self._text_of(name, part) for part in parts)
+        return parts
 
     def schema(self) -> Schema:
         parts = array_schema(self.part.object_schema(), high=MAX_PARTS)
         return {"anyOf": [PART_TEXT.schema(), parts]}
 
-    def _text_of(self, name: str, part: object) -> str:
+    def text_of(self, name: str, part: object) -> str:
         kind = members_of(part).get("type")
         if isinstance(kind, str) and kind not in self.types:
             raise not_built(name, f"the content part {show(kind)} here")
         values = ObjectOf(self.part).check(name, part).values
         return values.get("text") or values.get("refusal") or ""
+
+
+@dataclass(frozen=True, slots=True)
+class SeenParts(Generic[Image]):
+    """As `texts`, whose parts may also be images; checked into texts and images.
+
+    Args:
+        declared: the members of a part that has an image; its type is `kind`.
+        read: makes the image of a part of a field's name, at a place.
+    """
+
+    texts: TextParts
+    kind: str
+    declared: type[DeclaredObject]
+    read: Callable[[str, str, dict[str, Any]], Image]
+
+    def check(self, name: str, value: object) -> "tuple[str | Image, ...]":
+        if isinstance(value, str):
+            return self.texts.check(name, value)
+        return tuple(
+            self.read(name, f"{name}[{place}]", members_of(part))
+            if members_of(part).get("type") == self.kind
+            else self.texts.text_of(name, part)
+            for place, part in enumerate(self.texts.parts(name, value))
+        )
+
+    def schema(self) -> Schema:
+        parts = {"anyOf": [self.texts.part.object_schema(), self.declared.object_schema()]}
+        return {"anyOf": [PART_TEXT.schema(), array_schema(parts, high=MAX_PARTS)]}
 
 
 @dataclass(slots=True, eq=False)
@@ -61,7 +97,7 @@ class ConversationBuilder:
     _called: dict[str, str] = field(default_factory=dict[str, str])
     """The functions by the ids of their calls so far."""
 
-    def add(self, role: str, content: str) -> None:
+    def add(self, role: str, content: Content) -> None:
         self.messages.append({"role": role, "content": content})
 
     def new_turn(self) -> Message:
@@ -80,7 +116,7 @@ class ConversationBuilder:
         call = {"id": call_id, "type": "function", "function": function}
         turn.setdefault("tool_calls", []).append(call)
 
-    def add_result(self, call_id: str, content: str) -> None:
+    def add_result(self, call_id: str, content: Content) -> None:
         """The result of a call, which a client may have left out of the conversation."""
         named = {"name": self._called[call_id]} if call_id in self._called else {}
         result = {"role": "tool", "tool_call_id": call_id, **named, "content": content}
@@ -89,10 +125,12 @@ class ConversationBuilder:
 
 def with_system(system: str | None, messages: Sequence[Message]) -> list[Message]:
     """The messages behind a system text; leading system messages become one, which is what many
-    chat templates have room for."""
+    chat templates have room for. One with images stays as it is."""
     texts = [] if not system else [system]
     place = 0
     while place < len(messages) and messages[place]["role"] in ("system", "developer"):
+        if not isinstance(messages[place]["content"], str):
+            break
         texts.append(messages[place]["content"])
         place += 1
     leading = [{"role": "system", "content": "\n\n".join(texts)}] if texts else []
