@@ -21,7 +21,7 @@ from cadenza.config import EngineLimits
 from cadenza.core.step_schema import ImageCall, ModelInputs
 from cadenza.request import Attachment
 from cadenza.vision.processor import ImagePart
-from tests.xla.test_image_encoder import Rows, all_rows, slots_from, step_of
+from tests.xla.test_image_encoder import Rows, all_rows
 
 UNIT = 8
 GRIDS = [(5, 9), (9, 4), (1, 1), (2, 13)]
@@ -76,14 +76,14 @@ def image(rows: int, columns: int, seed: int = 0) -> Attachment:
 
 def encode(runner: XlaRunner, part: Attachment, *, size: int = 1000) -> Rows:
     """The rows of an image that was encoded by so many quanta a step."""
-    slots = slots_from(3)[: part.length]
+    slots = np.arange(3, 3 + part.length, dtype=np.int32)[::-1].copy()
     total = len(runner.image_work(part))
     bucket = runner.token_buckets[0]
     empty = ModelInputs.empty(bucket=bucket, num_rows=2)
     for start in range(0, total, size):
         stop = min(start + size, total)
         call = ImageCall(attachment=part, start=start, stop=stop, slots=slots)
-        runner.launch(replace(empty, image_calls=step_of(call).image_calls)).result()
+        runner.launch(replace(empty, image_calls=(call,))).result()
     return all_rows(runner)[slots]
 
 
