@@ -185,6 +185,8 @@ def describe(architecture: str, config: ModelConfig, weights: Weights) -> dict[s
             values["expert_shared_feed_forward_length"] = config.experts.shared_size
         if architecture in ("qwen3moe", "qwen35moe", "lfm2moe", "gpt-oss"):
             values["expert_feed_forward_length"] = config.experts.intermediate_size
+    if axes := config.rope.axes:
+        values["rope.dimension_sections"] = [*(axes.count(axis) for axis in range(3)), 0]
     values |= describe_recurrence(config) | describe_scaling(config)
     return values | describe_latents(config)
 

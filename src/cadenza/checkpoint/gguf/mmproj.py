@@ -7,89 +7,37 @@ config.json and of a processor's settings, which are read as strictly as those o
 Source: llama.cpp's conversion/, tools/mtmd/clip.cpp and gguf-py.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
-
-import numpy as np
-import numpy.typing as npt
 
 from cadenza.checkpoint.declaration import name_some
+from cadenza.checkpoint.gguf.clip_projector import (
+    VISION_PREFIX,
+    ClipProjector,
+    Places,
+    ProjectorFile,
+    linear_places,
+    norm_places,
+    normalisation_settings,
+    siglip_settings,
+)
+from cadenza.checkpoint.gguf.qwen_mmproj import QWEN_PROJECTORS
 from cadenza.checkpoint.gguf.reader import GGUFFile, open_gguf
 from cadenza.checkpoint.gguf.tensors import cut_parts
 from cadenza.checkpoint.json_object import JsonObject, shorten
 from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.stored_tensor import StoredTensor, StoredWeight
-from cadenza.checkpoint.tensor_spec import LinearSpec, TensorSpec
-from cadenza.checkpoint.tower_spec import NormSpec, TowerLayerSpec, TowerSpec, declare_tower
+from cadenza.checkpoint.tower_spec import TowerLayerSpec, TowerSpec, declare_tower
 from cadenza.checkpoint.towers.idefics3 import IDEFICS3
-from cadenza.checkpoint.towers.reader import TowerReader, VisionFiles, VisionOptions
+from cadenza.checkpoint.towers.reader import VisionFiles, VisionOptions
 from cadenza.errors import CheckpointError
 from cadenza.vision.tower_config import VisionConfig
 
 _ARCHITECTURE = "clip"
 _TYPE_KEYS = ("clip.vision.projector_type", "clip.projector_type")
-_VISION = "clip.vision."
-_WIDTH = f"{_VISION}projection_dim"
+_WIDTH = f"{VISION_PREFIX}projection_dim"
 _AUDIO = ("a.", "mm.a.")
 """What the names of tensors begin with that only sound needs."""
-
-Places = dict[str, tuple[TensorSpec, ...]]
-"""Declared tensors by the name of the stored one that holds them, one behind the other."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProjectorFile:
-    """An open file, and what its reader needs of the text model.
-
-    Args:
-        tokens: of the text model's vocabulary.
-    """
-
-    file: GGUFFile
-    text: ModelConfig
-    tokens: list[str]
-
-    @property
-    def metadata(self) -> JsonObject:
-        return self.file.header.metadata
-
-    def vision(self, key: str) -> object:
-        """The value of `clip.vision.{key}`."""
-        return _plain(self.metadata.get(f"{_VISION}{key}"))
-
-    def token_id(self, token: str) -> int:
-        """Of the text model's vocabulary. Raises CheckpointError."""
-        if token not in self.tokens:
-            raise CheckpointError(
-                f"{self.metadata.where} is for models with the token {shorten(token)}, which this "
-                f"one has not; choose the file that belongs to the model, or --no-images"
-            )
-        return self.tokens.index(token)
-
-
-def _nothing(file: ProjectorFile, vision: VisionConfig) -> dict[str, StoredWeight]:  # noqa: ARG001
-    return {}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClipProjector:
-    """What llama.cpp means by one `clip.projector_type`.
-
-    Args:
-        reader: of the family's folders.
-        config: the entries of config.json; what the file does not say stands here.
-        processor: the settings of the image processor, likewise.
-        projectors: the declared tensors of the projectors by their stored names.
-        made: tensors that are stored otherwise than in one piece, by their declared names.
-    """
-
-    reader: TowerReader
-    config: Callable[[ProjectorFile], dict[str, object]]
-    processor: Callable[[ProjectorFile], dict[str, object]]
-    projectors: Callable[[TowerSpec], Places]
-    made: Callable[[ProjectorFile, VisionConfig], dict[str, StoredWeight]] = _nothing
 
 
 def _idefics3_config(file: ProjectorFile) -> dict[str, object]:
@@ -132,27 +80,9 @@ PROJECTORS: Mapping[str, ClipProjector] = {
         processor=_idefics3_processor,
         projectors=_idefics3_projectors,
     ),
+    **QWEN_PROJECTORS,
 }
 """By `clip.projector_type`."""
-
-
-def siglip_settings(file: ProjectorFile) -> dict[str, object]:
-    """The entries of a `vision_config` that all towers' files have."""
-    keys = {
-        "hidden_size": "embedding_length",
-        "intermediate_size": "feed_forward_length",
-        "num_hidden_layers": "block_count",
-        "num_attention_heads": "attention.head_count",
-        "image_size": "image_size",
-        "patch_size": "patch_size",
-        "layer_norm_eps": "attention.layer_norm_epsilon",
-    }
-    return {name: file.vision(key) for name, key in keys.items()}
-
-
-def normalisation_settings(file: ProjectorFile) -> dict[str, object]:
-    """The mean and the spread of pixels."""
-    return {name: file.vision(name) for name in ("image_mean", "image_std")}
 
 
 def find_projector(model: Path, text: ModelConfig, options: VisionOptions) -> GGUFFile | None:
@@ -201,24 +131,6 @@ def open_projector(
     return vision, _tensors(file, vision, projector, made)
 
 
-def linear_places(name: str, linear: LinearSpec) -> Places:
-    """Of a linear that is stored as such."""
-    places: Places = {f"{name}.weight": (linear.weight_spec,)}
-    if linear.bias is not None:
-        places[f"{name}.bias"] = tuple(linear.tensors())[1:]
-    return places
-
-
-def norm_places(name: str, norm: NormSpec | None) -> Places:
-    """Of a norm, if there is one."""
-    if norm is None:
-        return {}
-    places: Places = {f"{name}.weight": (norm.weight,)}
-    if norm.bias is not None:
-        places[f"{name}.bias"] = (norm.bias,)
-    return places
-
-
 def _tensors(
     file: GGUFFile,
     vision: VisionConfig,
@@ -227,6 +139,7 @@ def _tensors(
 ) -> dict[str, StoredTensor | StoredWeight]:
     tower, stored = declare_tower(vision), file.header.tensors
     places = _tower_places(tower, set(stored)) | projector.projectors(tower)
+    places |= projector.deepstack(vision, tower)
     places = {name: parts for name, parts in places.items() if parts[0].name not in made}
     used = {part.name for each in made.values() for part in each.parts}
     where = file.mapped.name
@@ -327,13 +240,3 @@ def _check_projector(file: GGUFFile, text: ModelConfig) -> None:
             f"--mmproj: {metadata.where} is for text models of width {shorten(width)}, and this "
             f"one has {text.hidden_size}; name the file that belongs to it"
         )
-
-
-def _plain(value: object) -> object:
-    """A value of the metadata as config.json has it."""
-    if not isinstance(value, np.ndarray):
-        return value
-    array = cast(npt.NDArray[Any], value)
-    if array.dtype.kind == "f":
-        return [float(str(each)) for each in array]
-    return [int(each) for each in array]

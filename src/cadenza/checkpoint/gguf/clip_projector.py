@@ -1,0 +1,139 @@
+"""A projector of llama.cpp's `clip` files: what is taken as given for it, where its tensors lie.
+
+`mmproj` reads the files; the families' modules say what theirs mean.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from cadenza.checkpoint.gguf.reader import GGUFFile
+from cadenza.checkpoint.gguf.tensors import cut_parts
+from cadenza.checkpoint.json_object import JsonObject, shorten
+from cadenza.checkpoint.model_config import ModelConfig
+from cadenza.checkpoint.stored_tensor import StoredTensor, StoredWeight
+from cadenza.checkpoint.tensor_spec import LinearSpec, TensorSpec
+from cadenza.checkpoint.tower_spec import NormSpec, TowerSpec
+from cadenza.checkpoint.towers.reader import TowerReader
+from cadenza.errors import CheckpointError
+from cadenza.vision.tower_config import VisionConfig
+
+VISION_PREFIX = "clip.vision."
+
+Places = dict[str, tuple[TensorSpec, ...]]
+"""Declared tensors by the name of the stored one that holds them, one behind the other."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProjectorFile:
+    """An open file, and what its reader needs of the text model.
+
+    Args:
+        tokens: of the text model's vocabulary.
+    """
+
+    file: GGUFFile
+    text: ModelConfig
+    tokens: list[str]
+
+    @property
+    def metadata(self) -> JsonObject:
+        return self.file.header.metadata
+
+    def vision(self, key: str) -> object:
+        """The value of `clip.vision.{key}`."""
+        return _plain(self.metadata.get(f"{VISION_PREFIX}{key}"))
+
+    def token_id(self, token: str) -> int:
+        """Of the text model's vocabulary. Raises CheckpointError."""
+        if token not in self.tokens:
+            raise CheckpointError(
+                f"{self.metadata.where} is for models with the token {shorten(token)}, which this "
+                f"one has not; choose the file that belongs to the model, or --no-images"
+            )
+        return self.tokens.index(token)
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
+        """A stored tensor of this shape. Raises CheckpointError."""
+        spec = TensorSpec(name=name, shape=shape, kind="tower")
+        (found,) = cut_parts(self.file.header.tensors[name], (spec,), self.file.mapped)
+        return found
+
+
+def _nothing(file: ProjectorFile, vision: VisionConfig) -> dict[str, StoredWeight]:  # noqa: ARG001
+    return {}
+
+
+def _no_places(vision: VisionConfig, tower: TowerSpec) -> Places:  # noqa: ARG001
+    return {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClipProjector:
+    """What llama.cpp means by one `clip.projector_type`.
+
+    Args:
+        reader: of the family's folders.
+        config: the entries of config.json; what the file does not say stands here.
+        processor: the settings of the image processor, likewise.
+        projectors: the declared tensors of the projectors by their stored names.
+        deepstack: those of the projectors behind layers of the tower.
+        made: tensors that are stored otherwise than in one piece, by their declared names.
+    """
+
+    reader: TowerReader
+    config: Callable[[ProjectorFile], dict[str, object]]
+    processor: Callable[[ProjectorFile], dict[str, object]]
+    projectors: Callable[[TowerSpec], Places]
+    deepstack: Callable[[VisionConfig, TowerSpec], Places] = _no_places
+    made: Callable[[ProjectorFile, VisionConfig], dict[str, StoredWeight]] = _nothing
+
+
+def siglip_settings(file: ProjectorFile) -> dict[str, object]:
+    """The entries of a `vision_config` that all towers' files have."""
+    keys = {
+        "hidden_size": "embedding_length",
+        "intermediate_size": "feed_forward_length",
+        "num_hidden_layers": "block_count",
+        "num_attention_heads": "attention.head_count",
+        "image_size": "image_size",
+        "patch_size": "patch_size",
+        "layer_norm_eps": "attention.layer_norm_epsilon",
+    }
+    return {name: file.vision(key) for name, key in keys.items()}
+
+
+def normalisation_settings(file: ProjectorFile) -> dict[str, object]:
+    """The mean and the spread of pixels."""
+    return {name: file.vision(name) for name in ("image_mean", "image_std")}
+
+
+def linear_places(name: str, linear: LinearSpec) -> Places:
+    """Of a linear that is stored as such."""
+    places: Places = {f"{name}.weight": (linear.weight_spec,)}
+    if linear.bias is not None:
+        places[f"{name}.bias"] = tuple(linear.tensors())[1:]
+    return places
+
+
+def norm_places(name: str, norm: NormSpec | None) -> Places:
+    """Of a norm, if there is one."""
+    if norm is None:
+        return {}
+    places: Places = {f"{name}.weight": (norm.weight,)}
+    if norm.bias is not None:
+        places[f"{name}.bias"] = (norm.bias,)
+    return places
+
+
+def _plain(value: object) -> object:
+    """A value of the metadata as config.json has it."""
+    if not isinstance(value, np.ndarray):
+        return value
+    array = cast(npt.NDArray[Any], value)
+    if array.dtype.kind == "f":
+        return [float(str(each)) for each in array]
+    return [int(each) for each in array]
