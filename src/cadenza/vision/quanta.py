@@ -7,9 +7,11 @@ its index.
 Legend: N patches of the part, M its tokens, E width, F MLP, H D heads, P values of a patch.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -108,51 +110,78 @@ class Blocks:
         return cls(size)
 
 
-def quanta_of(vision: VisionConfig, blocks: Blocks, size: PartSize) -> Iterator[Quantum]:
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """A stage over all blocks of a part, in layer `layer`, or by projector `layer`."""
+
+    stage: Stage
+    layer: int
+    num_blocks: int
+
+
+class Quanta:
     """All quanta of an image part, in order."""
+
+    def __init__(self, vision: VisionConfig, blocks: Blocks, size: PartSize) -> None:
+        self._vision, self._blocks, self._size = vision, blocks, size
+        self._passes = tuple(_passes(vision, blocks, size))
+        self._ends = tuple(accumulate(each.num_blocks for each in self._passes))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def part(self, start: int, stop: int) -> Iterator[Quantum]:
+        """Those from `start` to `stop` - 1."""
+        for index in range(start, stop):
+            place = bisect_right(self._ends, index)
+            of, first = self._passes[place], self._ends[place] - self._passes[place].num_blocks
+            yield Quantum(of.stage, of.layer, index - first)
+
+    def operations(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        """Of each quantum: those of products, and of attention."""
+        rows = [self._rows(each) for each in self._passes]
+        costs = [_operations(self._vision, self._size, each) for each in self._passes]
+        products = [count * product for count, (product, _) in zip(rows, costs, strict=True)]
+        attention = [count * attends for count, (_, attends) in zip(rows, costs, strict=True)]
+        return np.concatenate(products), np.concatenate(attention)
+
+    def _rows(self, of: Pass) -> npt.NDArray[np.float64]:
+        """Those of each block of a pass."""
+        is_merge = of.stage is Stage.MERGE
+        each = self._blocks.tokens if is_merge else self._blocks.patches
+        total = self._size.num_tokens if is_merge else self._size.num_patches
+        return np.minimum(each, total - each * np.arange(of.num_blocks, dtype=np.float64))
+
+
+def _passes(vision: VisionConfig, blocks: Blocks, size: PartSize) -> Iterator[Pass]:
     tower = vision.tower
-    of_patches = range(-(-size.num_patches // blocks.patches))
-    of_tokens = range(-(-size.num_tokens // blocks.tokens))
-    yield from (Quantum(Stage.ENTER, 0, block) for block in of_patches)
+    of_patches = -(-size.num_patches // blocks.patches)
+    of_tokens = -(-size.num_tokens // blocks.tokens)
+    yield Pass(Stage.ENTER, 0, of_patches)
     for layer in range(tower.num_layers):
-        yield from (Quantum(Stage.PROJECT, layer, block) for block in of_patches)
-        yield from (Quantum(Stage.ATTEND, layer, block) for block in of_patches)
+        yield Pass(Stage.PROJECT, layer, of_patches)
+        yield Pass(Stage.ATTEND, layer, of_patches)
         if layer in tower.deepstack_layers:
-            projector = 1 + tower.deepstack_layers.index(layer)
-            yield from (Quantum(Stage.MERGE, projector, block) for block in of_tokens)
-    yield from (Quantum(Stage.MERGE, 0, block) for block in of_tokens)
-    yield Quantum(Stage.KEEP, 0, 0)
+            yield Pass(Stage.MERGE, 1 + tower.deepstack_layers.index(layer), of_tokens)
+    yield Pass(Stage.MERGE, 0, of_tokens)
+    yield Pass(Stage.KEEP, 0, 1)
 
 
-def operations_of(
-    vision: VisionConfig, blocks: Blocks, size: PartSize
-) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """The operations of each quantum: of products, and of attention."""
-    costs = [_operations(vision, blocks, size, each) for each in quanta_of(vision, blocks, size)]
-    products, attention = zip(*costs, strict=True)
-    return np.array(products, np.float64), np.array(attention, np.float64)
-
-
-def _operations(
-    vision: VisionConfig, blocks: Blocks, size: PartSize, quantum: Quantum
-) -> tuple[float, float]:
-    """Of products and of attention."""
+def _operations(vision: VisionConfig, size: PartSize, of: Pass) -> tuple[float, float]:
+    """Of products and of attention, for each row of a pass."""
     tower, width = vision.tower, vision.tower.hidden_size
-    first = quantum.block * blocks.patches
-    count = min(blocks.patches, size.num_patches - first)
-    match quantum.stage:
+    match of.stage:
         case Stage.ENTER:
-            return 2.0 * count * tower.patch_values * width, 0.0
+            return 2.0 * tower.patch_values * width, 0.0
         case Stage.PROJECT:
-            return 6.0 * count * width * tower.attention_size, 0.0
+            return 6.0 * width * tower.attention_size, 0.0
         case Stage.ATTEND:
             inner = tower.intermediate_size * (3 if tower.is_gated else 2)
-            products = 2.0 * count * width * (tower.attention_size + inner)
-            num_keys = _num_keys(tower, quantum.layer, size.num_patches)
-            return products, 4.0 * count * num_keys * tower.attention_size
+            num_keys = _num_keys(tower, of.layer, size.num_patches)
+            products = 2.0 * width * (tower.attention_size + inner)
+            return products, 4.0 * num_keys * tower.attention_size
         case Stage.MERGE:
-            tokens = min(blocks.tokens, size.num_tokens - quantum.block * blocks.tokens)
-            return tokens * _merge_operations(tower.projectors[quantum.layer], width), 0.0
+            return _merge_operations(tower.projectors[of.layer], width), 0.0
         case Stage.KEEP:
             return 0.0, 0.0
 
@@ -177,8 +206,8 @@ def _merge_operations(projector: ProjectorConfig, width: int) -> float:
 def _most_operations(vision: VisionConfig, size: int) -> float:
     """Of the longest quantum of the largest part, in blocks of `size` patches."""
     part = PartSize(vision.max_patches, vision.max_part_tokens)
-    tower, blocks = vision.tower, Blocks(size)
+    tower, count = vision.tower, min(size, vision.max_patches)
     layers = range(max(1, tower.num_layers))
     widest = max(layers, key=lambda layer: _num_keys(tower, layer, part.num_patches))
     stages = (Stage.ENTER, Stage.PROJECT, Stage.ATTEND) if tower.num_layers else (Stage.ENTER,)
-    return max(sum(_operations(vision, blocks, part, Quantum(s, widest, 0))) for s in stages)
+    return count * max(sum(_operations(vision, part, Pass(s, widest, 1))) for s in stages)

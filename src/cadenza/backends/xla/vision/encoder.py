@@ -7,7 +7,6 @@ quanta alone.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any
 
 import jax
@@ -30,11 +29,10 @@ from cadenza.request import Attachment
 from cadenza.vision.quanta import (
     Blocks,
     PartSize,
+    Quanta,
     Quantum,
     Stage,
     Workspace,
-    operations_of,
-    quanta_of,
 )
 from cadenza.vision.tower_config import TowerConfig
 
@@ -114,7 +112,7 @@ class ImageEncoder:
 
     def work(self, part: Attachment) -> ImageWork:
         """What encoding a part takes."""
-        products, attention = operations_of(self._vision, self._blocks, self._size(part))
+        products, attention = self._quanta(part).operations()
         return ImageWork(products=products, attention=attention)
 
     def check(self, calls: Sequence[ImageCall]) -> None:
@@ -140,9 +138,7 @@ class ImageEncoder:
         [S, parts E'], which are both donated."""
         for call in calls:
             tables = self._tables(call.attachment)
-            size = self._size(call.attachment)
-            quanta = quanta_of(self._vision, self._blocks, size)
-            for quantum in islice(quanta, call.start, call.stop):
+            for quantum in self._quanta(call.attachment).part(call.start, call.stop):
                 if quantum.stage is Stage.KEEP:
                     image_rows = self._keep(state, image_rows, tables, call.slots)
                 else:
@@ -220,6 +216,9 @@ class ImageEncoder:
             tables = PartTables.of(self._vision, part, self._positions)
             self._current = part.digest, tables
         return self._current[1]
+
+    def _quanta(self, part: Attachment) -> Quanta:
+        return Quanta(self._vision, self._blocks, self._size(part))
 
     def _size(self, part: Attachment) -> PartSize:
         return PartSize.of(self._vision, part.rows, part.columns)
