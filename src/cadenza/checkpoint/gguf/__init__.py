@@ -15,6 +15,7 @@ Modules:
 - `tensors`, `blocks`: stored tensors under the declared names; quantised types as codes with scales
 - `tokenizer`, `pre_tokenizers`: metadata become a tokenizer.json
 - `mmproj`: the image tower of a model, in a file of its own
-- `clip_projector`, `qwen_mmproj`: what a projector's type means; those of the Qwen models
+- `clip_projector`, `qwen_mmproj`, `gemma_mmproj`: what a projector's type means; those of the Qwen
+  models, and of Gemma
 - `model`: all of a GGUF model
 """

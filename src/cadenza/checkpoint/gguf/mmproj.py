@@ -21,6 +21,7 @@ from cadenza.checkpoint.gguf.clip_projector import (
     normalisation_settings,
     siglip_settings,
 )
+from cadenza.checkpoint.gguf.gemma_mmproj import GEMMA_PROJECTORS
 from cadenza.checkpoint.gguf.qwen_mmproj import QWEN_PROJECTORS
 from cadenza.checkpoint.gguf.reader import GGUFFile, open_gguf
 from cadenza.checkpoint.gguf.tensors import cut_parts
@@ -81,6 +82,7 @@ PROJECTORS: Mapping[str, ClipProjector] = {
         projectors=_idefics3_projectors,
     ),
     **QWEN_PROJECTORS,
+    **GEMMA_PROJECTORS,
 }
 """By `clip.projector_type`."""
 
@@ -168,7 +170,8 @@ def _tower_places(tower: TowerSpec, stored: set[str]) -> Places:
         places["v.patch_embd.bias"] = (tower.patch.bias,)
     if tower.table is not None:
         places["v.position_embd.weight"] = (tower.table,)
-    places |= norm_places("v.pre_ln", tower.pre_norm) | norm_places("v.post_ln", tower.post_norm)
+    pre_norm = "v.pre_ln" if tower.patch_norms is None else "v.patch_norm.3"
+    places |= norm_places(pre_norm, tower.pre_norm) | norm_places("v.post_ln", tower.post_norm)
     for index, layer in enumerate(tower.layers):
         for more in _layer_places(layer, f"v.blk.{index}", stored):
             places |= more
