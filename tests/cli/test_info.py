@@ -14,6 +14,7 @@ from cadenza.cli.info import describe
 from cadenza.config import EngineConfig
 from cadenza.loading.build import plan_model
 from tests.cli.harness import TINY, Ran
+from tests.faces.seeing import write_seeing_model
 
 
 def write_sparse_model(folder: Path, config: ModelConfig) -> int:
@@ -221,3 +222,19 @@ def test_a_model_with_recurrent_state_tells_its_slots(cadenza: Callable[..., Ran
     assert memory["row_state_bytes"] + memory["snapshot_bytes"] == memory["state_bytes"]
     terms = ("weight", "kv", "state", "scratch", "process", "front_end", "bodies")
     assert memory["planned_bytes"] == sum(memory[f"{term}_bytes"] for term in terms)
+
+
+def test_a_model_that_sees_tells_what_it_takes(
+    cadenza: Callable[..., Ran], tmp_path: Path, model: Path
+):
+    folder = write_seeing_model(tmp_path / "seeing")
+    limits = ("--num-pages", 40, "-c", 256, "-np", 3)
+    ran = cadenza("info", folder, "--json", *limits, "--image-max-tokens", 64)
+    (facts,) = ran.objects
+    images = facts["images"]
+    assert (images["max_images"], images["image_max_tokens"]) == (8, 64)
+    assert images["tokens_of_640x480"] == 5 * 4  # four tiles and the whole
+    assert facts["memory"]["image_bytes"] > 0
+    assert "tokens_of_1920x1080" in cadenza("info", folder, *limits).out
+    assert "images" not in cadenza("info", folder, "--json", *limits, "--no-images").objects[0]
+    assert "images" not in cadenza("info", model, "--json", *limits).objects[0]

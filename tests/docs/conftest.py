@@ -11,7 +11,8 @@ import pytest
 
 from tests.cli.harness import COMMAND, Ran, write_model
 from tests.docs.documents import ROOT
-from tests.docs.places import GGUF, PORT
+from tests.docs.places import GGUF, PORT, SEEING
+from tests.faces.seeing import write_seeing_model
 from tests.server.serve_process import ServeProcess, serve_process
 from tools.real_models import cache_folder
 
@@ -66,6 +67,11 @@ class Shell:
             if not TRAINED.is_file():
                 pytest.skip(f"{TRAINED} is absent: run `make real`")
             (self.folder / GGUF).symlink_to(TRAINED)
+        if SEEING in command:
+            folder = self.folder / "seeing"
+            if not folder.is_dir():
+                write_seeing_model(folder)
+            command = command.replace(SEEING, str(folder))
         return command.replace("{tiny}", str(self.tiny)).replace("{root}", str(ROOT))
 
     def run(self, command: str, stdin: str = "") -> Ran:

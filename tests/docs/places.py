@@ -13,6 +13,8 @@ GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 """The trained model of `make real` stands for it."""
 TINY = "{tiny}"
 """Stands for the folder of a model of random weights."""
+SEEING = "{seeing}"
+"""Stands for the folder of one that sees."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +108,8 @@ ANY_SHARE = {"bench serve": "bench serve --max-client-share 1"}
 RECEIPT = 'cadenza generate "The capital of France is" --receipt answer.json'
 KEY = 'CADENZA_API_KEY="$(openssl rand -hex 16)"'
 CHAT = "http://127.0.0.1:8000/v1/chat/completions -H 'content-type: application/json'"
+SMOLVLM = {"HuggingFaceTB/SmolVLM2-500M-Video-Instruct": SEEING}
+PHOTO = """python -c "from PIL import Image; Image.new('L', (640, 480)).save('photo.png')\""""
 MLX = {"mlx-community/SmolLM2-135M-Instruct": TINY}
 CITY = """{
   "messages": [{"role": "user", "content": "What is the capital of France?"}],
@@ -277,6 +281,16 @@ PLACES: Mapping[str, Place] = {
         stdin="What is the capital of Japan?\n/bye\n", prints="The capital of Japan is Tokyo."
     ),
     f"cadenza serve {GGUF}": Serve(),
+    # docs/images.md
+    "cadenza info HuggingFaceTB/SmolVLM2-500M-Video-Instruct": Run(
+        instead=SMOLVLM, prints="tokens_of_640x480"
+    ),
+    "cadenza generate --model HuggingFaceTB/SmolVLM2-500M-Video-Instruct --chat --image photo.png "
+    '"What is this?"': Run(instead=SMOLVLM, before=PHOTO),
+    "cadenza chat HuggingFaceTB/SmolVLM2-500M-Video-Instruct": Run(
+        instead=SMOLVLM, before=PHOTO, stdin="/image photo.png\nWhat is this?\n/bye\n"
+    ),
+    "cadenza serve HuggingFaceTB/SmolVLM2-500M-Video-Instruct": Serve(instead=SMOLVLM),
     # docs/mlx.md
     "pip install '.[mlx]'": Parsed(NETWORK),
     "cadenza info --backend mlx mlx-community/SmolLM2-135M-Instruct": Run(

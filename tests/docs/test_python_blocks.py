@@ -1,5 +1,5 @@
 """The Python of README.md, docs/*.md and the cookbook runs; of docs/python.md another file sees to
-that.
+that. That of docs/images.md runs with a small model of random weights, which sees.
 
 Clients are sent to a server of the bundled model, which has the name that a page gives the model.
 Where that is its own, an example prints what its comments say.
@@ -18,7 +18,7 @@ import pytest
 
 from tests.docs.conftest import TRAINED, Shell
 from tests.docs.documents import PAGES, Code, fences
-from tests.docs.places import GGUF, PORT
+from tests.docs.places import GGUF, PHOTO, PORT, SMOLVLM
 from tests.server.serve_process import ServeProcess, serve_process
 
 CLIENTS = ("openai", "anthropic", "ollama")
@@ -27,7 +27,7 @@ TRAINED_ONES = f'model="{GGUF}"'
 
 
 def blocks() -> list[Code]:
-    pages = [page for page in PAGES if page.name != "python.md"]
+    pages = [page for page in PAGES if page.name not in ("python.md", "images.md")]
     return [code for page in pages for code in fences(page) if code.language == "python"]
 
 
@@ -89,3 +89,24 @@ def test_an_example_of_the_engine_runs(code: Code, shell: Shell) -> None:
     assert (said.code, said.err) == (0, "")
     assert "Paris" in said.out
     assert "42" in said.out
+
+
+OF_IMAGES = [
+    code
+    for page in PAGES
+    if page.name == "images.md"
+    for code in fences(page)
+    if code.language == "python"
+]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("code", OF_IMAGES, ids=lambda code: code.place)
+def test_an_example_with_an_image_runs(code: Code, shell: Shell) -> None:
+    (model,) = SMOLVLM
+    written = shell.with_stand_ins(code.text, SMOLVLM)
+    assert model in code.text
+    (shell.folder / "example.py").write_text(written)
+    said = shell.run(f"{PHOTO} && python -W error example.py")
+    assert (said.code, said.err) == (0, "")
+    assert said.out.strip()

@@ -1,21 +1,34 @@
 """A model that sees, as the front end knows it: the bundled tokenizer with marks of images, a
 template, and a processor whose parts and pieces a test chooses."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from importlib import resources
+from pathlib import Path
 from typing import Any
 
-from cadenza.checkpoint import Checkpoint, declare, open_checkpoint
+from cadenza.checkpoint import (
+    Checkpoint,
+    declare,
+    open_checkpoint,
+    write_random_checkpoint,
+)
+from cadenza.checkpoint.towers.idefics3 import NAMES
 from cadenza.errors import InvalidRequestError
 from cadenza.frontend.text_frontend import TextFrontend, TextWorkers
 from cadenza.media.image_input import ImageInput, OpenedImage
+from cadenza.vision.idefics3 import Idefics3Processor
+from cadenza.vision.patches import Normalisation
 from cadenza.vision.processor import Detail, ImagePart, ImagePlan, ImageProcessor, Run
 from cadenza.vision.tower_config import (
+    PatchTable,
     ProjectorConfig,
     ProjectorLinear,
     TowerConfig,
     VisionConfig,
 )
+from tests.cli.harness import TINY
 from tests.text.marked_tokenizers import marked_checkpoint
 
 IMAGE, BREAK, END = "<image>", "<row_end>", "<image_end>"
@@ -159,3 +172,61 @@ def text_part(text: str) -> dict[str, Any]:
 
 def user(*parts: Any) -> dict[str, Any]:
     return {"role": "user", "content": [text_part(p) if isinstance(p, str) else p for p in parts]}
+
+
+TILE = 32
+"""Pixels of a part's side of the tiny model, whose parts have 4 tokens."""
+
+
+def tiny_vision(image_token_id: int, hidden_size: int) -> VisionConfig:
+    """SmolVLM's, of two layers; images have up to 2 x 2 tiles and the whole."""
+    linear = ProjectorLinear(
+        name="model.connector.modality_projection.proj", num_out=hidden_size, has_bias=False
+    )
+    tower = TowerConfig(
+        hidden_size=16,
+        intermediate_size=24,
+        num_layers=2,
+        num_heads=2,
+        head_dim=8,
+        patch_size=8,
+        patch_shape=(3, 8, 8),
+        norm_eps=1e-6,
+        projector=ProjectorConfig(side=2, linears=(linear,)),
+        names=NAMES,
+        table=PatchTable(rule="raster", side=TILE // 8),
+        has_post_norm=True,
+    )
+    processor = Idefics3Processor(
+        longest_edge=2 * TILE,
+        tile=TILE,
+        patch_size=8,
+        merge=2,
+        splits=True,
+        resample="lanczos",
+        normalisation=Normalisation(),
+    )
+    return VisionConfig(
+        family="smolvlm",
+        tower=tower,
+        processor=processor,
+        image_token_id=image_token_id,
+        fill_token_id=image_token_id,
+        max_part_tokens=4,
+    )
+
+
+def write_seeing_model(folder: Path, seed: int = 3) -> Path:
+    """A model of random weights that sees, with the tokenizer and template of the bundled one."""
+    packaged = resources.files("cadenza").joinpath("models", "bundled-vision")
+    described = json.loads(packaged.joinpath("tokenizer.json").read_text())
+    tokens = {each["content"]: each["id"] for each in described["added_tokens"]}
+    vocab_size = 1 + max(*described["model"]["vocab"].values(), *tokens.values())
+    vision = tiny_vision(tokens["<image>"], TINY.hidden_size)
+    config = replace(
+        TINY, vocab_size=vocab_size, eos_token_ids=(tokens["<|im_end|>"],), vision=vision
+    )
+    write_random_checkpoint(config, folder, seed=seed, dtype=config.dtype)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (folder / name).write_bytes(packaged.joinpath(name).read_bytes())
+    return folder

@@ -33,6 +33,9 @@ MeasureFlag = Annotated[
     ),
 ]
 
+SHOWN_SIZES = ((224, 224), (640, 480), (1920, 1080), (2000, 2000), (5000, 5000))
+"""Widths and heights of images whose tokens are shown."""
+
 Facts = Mapping[str, Mapping[str, Any]]
 """Sections of facts. A key's ending is its unit."""
 
@@ -132,6 +135,7 @@ def describe(
             **picked(plan, "scratch_bytes"),
             **picked(plan.footprint, "process_bytes", "front_end_bytes", "bodies_bytes"),
             **_states(plan),
+            **(picked(plan, "image_bytes") if plan.image_bytes else {}),
             "planned_bytes": plan.planned_bytes,
             "resident_at_start_bytes": plan.start_bytes,
             **picked(plan, "reserved_bytes", "kv_bytes_per_token", "kv_layout"),
@@ -159,8 +163,33 @@ def describe(
             "prefix_cache_share": limits.prefix_cache_memory_share,
             "seed": config.seed,
         },
+        **_images(checkpoint, plan, config),
         **_page_folder(config),
         **_speculation(plan, config),
+    }
+
+
+def _images(checkpoint: "Checkpoint", plan: "EnginePlan", config: EngineConfig) -> Facts:
+    """What a model that sees takes, and into how many tokens."""
+    from cadenza.media.image_input import MAX_ENCODED_BYTES, MAX_IMAGES, MAX_PIXELS
+
+    vision = checkpoint.config.vision if checkpoint.is_known else None
+    if vision is None:
+        return {}
+    plans = {size: vision.processor.plan(*size) for size in SHOWN_SIZES}
+    return {
+        "images": {
+            "formats": "JPEG, PNG, WebP, GIF",
+            "max_images": MAX_IMAGES,
+            "max_file_bytes": MAX_ENCODED_BYTES,
+            "max_pixels": MAX_PIXELS,
+            **picked(config, "image_max_tokens", "image_cache_bytes"),
+            **picked(plan, "num_image_slots"),
+            **{
+                f"tokens_of_{width}x{height}": each.num_tokens
+                for (width, height), each in plans.items()
+            },
+        }
     }
 
 

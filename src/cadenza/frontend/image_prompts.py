@@ -364,7 +364,8 @@ class SeenPrompts:
         if self._images is None:
             raise InvalidRequestError(
                 f"the model {self._name} takes no images: its checkpoint has no tower that is "
-                f"read, or --no-images left it out; send text alone, or use a model that sees",
+                f"read, its backend encodes none, or --no-images left the tower out; send text "
+                f"alone, or use a model that sees",
                 param="messages",
             )
         return self._images
