@@ -7,6 +7,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
 from typing import Any
+from weakref import finalize
 
 from cadenza.media.decode_pool import DecodePool
 from cadenza.media.decoding import prepared_picture
@@ -21,12 +22,13 @@ _TURNED = range(5, 9)
 
 
 class PooledPixels:
-    """A `PixelSource`. Thread-safe; its processes start with the first image, and end with `close`
-    or this process."""
+    """A `PixelSource`. Thread-safe; its processes start with the first image, and end with
+    `close`, or with this object or the interpreter, as programs often close nothing."""
 
     def __init__(self, make_pool: Callable[[], DecodePool] = DecodePool) -> None:
         self._make_pool = make_pool
         self._pool: DecodePool | None = None
+        self._end: Callable[[], object] = lambda: None
 
     def measure(self, images: SequenceOf[ImageInput], processor: ImageProcessor) -> None:
         """As `PixelSource.measure`."""
@@ -46,9 +48,8 @@ class PooledPixels:
 
     def close(self) -> None:
         """Idempotent; a later image starts processes again."""
-        pool, self._pool = self._pool, None
-        if pool is not None:
-            pool.close()
+        self._pool = None
+        self._end()
 
     def _start(
         self, image: ImageInput, place: int, processor: ImageProcessor
@@ -60,6 +61,7 @@ class PooledPixels:
                 raise fault.named(image, place) from None
         if self._pool is None:
             self._pool = self._make_pool()
+            self._end = finalize(self, self._pool.close)
         assert image.data is not None, "an image that was measured has its file"
         return self._pool.submit(image.data, processor, image.detail)
 
