@@ -1,6 +1,6 @@
 """The tower of a model that sees, in quanta: exact whatever runs beside it, as its witness says.
 
-One runner of the reference operations encodes drawn tiles; everything that no program wrote is NaN.
+A runner of each table encodes drawn tiles; everything that no program wrote is NaN.
 """
 
 from dataclasses import replace
@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 from cadenza.backends.base import ImageRunner, RunnerSetup
+from cadenza.backends.xla.ops.native import NativeOps
 from cadenza.backends.xla.ops.reference import ReferenceOps
 from cadenza.backends.xla.reference_tower import ReferenceTower
 from cadenza.backends.xla.runner import XlaRunner
+from cadenza.backends.xla.tables import MakeOps
 from cadenza.checkpoint import Checkpoint, open_checkpoint
 from cadenza.checkpoint.random_checkpoint import named_shape, write_random_checkpoint
 from cadenza.config import EngineLimits
@@ -37,8 +39,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return open_checkpoint(folder)
 
 
-@pytest.fixture(scope="module")
-def warm(model: Checkpoint) -> XlaRunner:
+OPS: dict[str, MakeOps] = {"native": NativeOps, "reference": ReferenceOps}
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param("native", marks=pytest.mark.native), "reference"]
+)
+def warm(model: Checkpoint, request: pytest.FixtureRequest) -> XlaRunner:
     limits = EngineLimits(
         max_num_seqs=ROWS,
         max_num_batched_tokens=BUCKET,
@@ -48,7 +55,7 @@ def warm(model: Checkpoint) -> XlaRunner:
         max_num_queued_reqs=1,
     )
     setup = RunnerSetup(limits=limits, num_image_slots=NUM_SLOTS, fill=float("nan"))
-    runner = XlaRunner(model.config, model.weights, setup, ReferenceOps)
+    runner = XlaRunner(model.config, model.weights, setup, OPS[request.param])
     runner.warmup()
     return runner
 
