@@ -1,11 +1,17 @@
 """GGUF models of the hub: which file a name means, its parts, and the cache when offline."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from cadenza.checkpoint.gguf.files import choose_gguf, first_files, split_names
+from cadenza.checkpoint.gguf.files import (
+    choose_gguf,
+    choose_projector,
+    first_files,
+    split_names,
+)
 from cadenza.checkpoint.hub import Hub
 from cadenza.errors import CheckpointError
 from cadenza.loading.build import find_checkpoint
@@ -50,11 +56,17 @@ def fetched(hub: FakeHub) -> set[str]:
     return {line.split()[0][len(COMMIT) + 1 :] for line in resolved}
 
 
-def test_a_selector_names_one_file_and_only_it_is_fetched(client: Hub, hub: FakeHub):
+def test_a_selector_names_one_file_which_is_fetched_with_its_tower(
+    client: Hub, hub: FakeHub, tmp_path: Path
+):
     checkpoint = find_checkpoint(f"{NAME}:bf16", hub=client)
     assert checkpoint.config.dtype == "bfloat16"
     assert checkpoint.revision == COMMIT
-    assert fetched(hub) == {"tiny-BF16.gguf"}
+    assert fetched(hub) == {"tiny-BF16.gguf", "mmproj-tiny-F16.gguf"}
+    hub.requests.clear()
+    blind = replace(client, has_images=False, cache=tmp_path / "other")
+    find_checkpoint(f"{NAME}:f16", hub=blind)
+    assert fetched(hub) == {"tiny-F16.gguf"}, "without the tower"
 
 
 def test_all_parts_of_a_model_are_fetched(client: Hub, hub: FakeHub):
@@ -180,3 +192,17 @@ def test_a_folder_with_several_models_lists_them(tmp_path: Path, files: dict[str
         find_checkpoint(tmp_path)
     (tmp_path / "tiny-F16.gguf").unlink()
     assert find_checkpoint(tmp_path).config.dtype == "bfloat16"
+
+
+def test_of_several_towers_the_one_in_16_bits_in_the_models_folder_is_meant():
+    names = [
+        "model-Q4_K_M.gguf",
+        "mmproj-model-BF16.gguf",
+        "mmproj-model-Q8_0.gguf",
+        "other/mmproj-model-F16.gguf",
+    ]
+    assert choose_projector(names, "model-Q4_K_M.gguf") == "mmproj-model-BF16.gguf"
+    names.append("mmproj-model-f16.gguf")
+    assert choose_projector(names, "model-Q4_K_M.gguf") == "mmproj-model-f16.gguf"
+    assert choose_projector(names, "other/model.gguf") == "other/mmproj-model-F16.gguf"
+    assert choose_projector(names, "third/model.gguf") is None

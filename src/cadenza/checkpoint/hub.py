@@ -16,7 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from cadenza.checkpoint.config_json import CONFIG_FILE, parse_model_config
-from cadenza.checkpoint.gguf.files import choose_gguf, first_files, split_names
+from cadenza.checkpoint.gguf.files import (
+    choose_gguf,
+    choose_projector,
+    first_files,
+    split_names,
+)
 from cadenza.checkpoint.json_object import read_json_object
 from cadenza.checkpoint.tokenizer_files import NAMED_TEMPLATES_FOLDER
 from cadenza.checkpoint.weights import INDEX_FILE, MTP_FILE, SINGLE_FILE, read_shard_names
@@ -39,7 +44,7 @@ _SMALL_FILES = frozenset(
     "1_Pooling/config.json modules.json "
     "chat_template.jinja chat_template.json config.json generation_config.json "
     "model.safetensors.index.json special_tokens_map.json tokenizer.json "
-    "tokenizer_config.json".split()
+    "tokenizer_config.json preprocessor_config.json processor_config.json".split()
 )
 _NAMED_TEMPLATE = re.compile(re.escape(NAMED_TEMPLATES_FOLDER) + r"/[\w.-]+\.jinja", re.ASCII)
 
@@ -75,7 +80,8 @@ class Snapshot:
 class Hub:
     """The hub and its local cache; None takes huggingface_hub's environment variables.
 
-    `any_family` fetches models of unknown families too, as in `open_checkpoint`.
+    `any_family` fetches models of unknown families too, as in `open_checkpoint`; `has_images`
+    fetches the tower of a GGUF model, if there is a file with it.
 
     `report` is called with a line for each file, unless stderr is a terminal with progress bars.
     """
@@ -85,6 +91,7 @@ class Hub:
     is_offline: bool | None = None
     report: Callable[[str], None] = print_to_stderr
     any_family: bool = False
+    has_images: bool = True
 
     def fetch(self, name: str, revision: str | None = None) -> Snapshot:
         """Downloads what is missing of the model `name` at `revision` (branch, tag or commit).
@@ -170,7 +177,7 @@ class _Fetching:
         return choose_gguf(safe, self.selector, where=self._subject, model=self.name)
 
     def _fetch_gguf(self, api: "HfApi", commit: str, name: str, sizes: Mapping[str, int]) -> Path:
-        """Downloads all files of a GGUF model and returns the first."""
+        """Downloads all files of a GGUF model, and that of its tower; returns the first."""
         folder, slash, file = name.rpartition("/")
         names = [f"{folder}{slash}{each}" for each in split_names(file)]
         absent = [each for each in names if each not in sizes]
@@ -178,7 +185,11 @@ class _Fetching:
             raise CheckpointError(
                 f"{self._subject} has no {absent[0]}, which {name} needs; choose another file"
             )
-        return self._download_all(api, commit, names, sizes)
+        first = self._download_all(api, commit, names, sizes)
+        projector = choose_projector(sizes, name) if self.hub.has_images else None
+        if projector is not None:
+            self._download(api, commit, projector, sizes)
+        return first
 
     def _fetch_files(self, api: "HfApi", commit: str, sizes: Mapping[str, int]) -> Path:
         """Downloads small files first, to refuse unsupported models before fetching weights."""

@@ -87,7 +87,9 @@ def find_checkpoint(
     """
     is_local = model is None or _exists(model) or isinstance(model, Path)
     if not is_local and is_hub_id(str(model)):
-        snapshot = (hub or Hub(any_family=any_family)).fetch(str(model), revision)
+        has_images = vision is None or vision.has_images
+        hub = hub or Hub(any_family=any_family, has_images=has_images)
+        snapshot = hub.fetch(str(model), revision)
         return open_checkpoint(
             snapshot.path, revision=snapshot.commit, any_family=any_family, vision=vision
         )

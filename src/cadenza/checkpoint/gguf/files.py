@@ -21,6 +21,9 @@ _NO_MODEL = re.compile(r"mmproj|imatrix|(^|[-_.])lora([-_.]|$)", re.IGNORECASE)
 """Projectors of images, statistics and adapters, which lie beside models."""
 
 
+_PROJECTOR_TYPES = ("f16", "bf16", "q8_0", "f32")
+
+
 def is_gguf_name(name: str) -> bool:
     return name.lower().endswith(SUFFIX)
 
@@ -98,6 +101,23 @@ def choose_gguf(names: Collection[str], selector: str | None, *, where: str, mod
             f"part of its name, such as {model}:Q4_K_M, or by all of it"
         )
     raise CheckpointError(f"{where} has no GGUF model {selector}; it has {listed}")
+
+
+def choose_projector(names: Iterable[str], model: str) -> str | None:
+    """Of a repository's files, the one with the tower of the GGUF model `model`: it lies in the
+    same folder, and where there are several types, 16 bits come first; None if there is none."""
+    folder = model.rpartition("/")[0]
+    found = [
+        name
+        for name in sorted(names)
+        if name.rpartition("/")[0] == folder and is_gguf_name(name) and "mmproj" in name.lower()
+    ]
+    for kind in _PROJECTOR_TYPES:
+        part = re.compile(rf"(^|[-./_]){kind}($|[-./_])", re.IGNORECASE)
+        for name in found:
+            if part.search(name):
+                return name
+    return found[0] if found else None
 
 
 def _matches(name: str, selector: str) -> bool:
