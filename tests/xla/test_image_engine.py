@@ -1,0 +1,89 @@
+"""An engine over a tower of the reference operations: images among texts change no token."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cadenza.checkpoint.random_checkpoint import named_shape, write_random_checkpoint
+from cadenza.config import EngineConfig
+from cadenza.engine.core import EngineCore
+from cadenza.events import Token
+from cadenza.loading.build import build_core, open_planned
+from cadenza.request import Attachment, Request, SamplingParams
+from cadenza.vision.processor import ImagePart, image_digest
+
+TILE = ImagePart(width=84, height=84, rows=6, columns=6)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> EngineCore:
+    """Steps are timed, and so is its encoding."""
+    folder: Path = tmp_path_factory.mktemp("seeing") / "model"
+    shape = replace(named_shape("tiny-smolvlm"), num_layers=1)
+    write_random_checkpoint(shape, folder, seed=1, dtype="float32")
+    config = EngineConfig(
+        ops="reference",
+        max_itl_ms=20.0,
+        max_num_seqs=3,
+        max_num_batched_tokens=32,
+        max_model_len=256,
+        image_cache_bytes=40_000,  # two tiles
+        enable_prefix_caching=False,
+    )
+    planned = open_planned(folder, config)
+    core = build_core(planned)
+    vision = planned.checkpoint.config.vision
+    assert vision is not None
+    assert core.limits.images is not None
+    assert core.limits.images.token_id == vision.image_token_id
+    return core
+
+
+def request_of(engine: EngineCore, seed: int) -> Request:
+    """Text, a tile, text."""
+    images = engine.limits.images
+    assert images is not None
+    pixels = np.random.default_rng(seed).integers(0, 256, 84 * 84 * 3, np.uint8).tobytes()
+    part = Attachment(
+        start=2,
+        length=36,
+        digest=image_digest(b"", TILE, pixels),
+        payload=pixels,
+        width=84,
+        height=84,
+        rows=6,
+        columns=6,
+    )
+    ids = (20 + seed, 21, *[images.token_id] * 36, 22, 23)
+    return Request(prompt_token_ids=ids, attachments=(part,), params=GREEDY)
+
+
+def run(engine: EngineCore, requests: list[Request]) -> list[list[int]]:
+    """Their tokens; they are there from the start."""
+    streams: dict[int, list[int]] = {engine.submit(request): [] for request in requests}
+    while not engine.is_idle:
+        for event in engine.step():
+            if isinstance(event, Token):
+                streams[event.request_id].append(event.token_id)
+        engine.check_invariants()
+    return list(streams.values())
+
+
+def test_tokens_behind_images_are_those_of_each_request_alone(engine: EngineCore) -> None:
+    text = Request(prompt_token_ids=tuple(range(20, 60)), params=GREEDY)
+    requests = [request_of(engine, 1), text, *(request_of(engine, seed) for seed in (2, 1, 3))]
+    alone = [run(engine, [request])[0] for request in requests]
+    assert run(engine, requests) == alone
+    assert alone[0] == alone[3]
+    assert len({tuple(alone[at]) for at in (0, 2, 4)}) > 1, "the model sees nothing"
+    counts = engine.scheduler.images.counts
+    assert counts.num_encoded > 3, "an image was never evicted"
+    assert counts.num_slot_hits > 0
+    assert engine.num_failed_steps == 0
+
+
+def test_what_encoding_costs_was_measured(engine: EngineCore) -> None:
+    assert engine.scheduler.images.cost.num_measured > 0
