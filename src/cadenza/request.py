@@ -399,6 +399,11 @@ class Request:
         if not isinstance(self.tenant, Tenant):
             raise must_be("tenant", self.tenant, "a Tenant")
 
+    @property
+    def placeholder(self) -> int | None:
+        """The token that stands for images in its prompt; None without any."""
+        return self.prompt_token_ids[self.attachments[0].start] if self.attachments else None
+
     def _checked_attachments(self) -> tuple[Attachment, ...]:
         given: object = self.attachments
         entries = cast(SequenceOf[object], given if isinstance(given, tuple | list) else [None])

@@ -128,3 +128,9 @@ def test_the_share_of_steps_with_drafts_is_known() -> None:
         drafting.propose([1], 1)
         shares.append(drafting.found)
     assert sum(shares[20:]) / len(shares[20:]) == pytest.approx(0.3, abs=0.05)
+
+
+def test_a_placeholder_is_never_proposed() -> None:
+    tokens = [1, 2, 3, 9, 9, 9, 9, 4, 1, 2]
+    assert PromptLookup(shortest=2, longest=3).propose(tokens, 4) == [3, 9, 9, 9]
+    assert PromptLookup(shortest=2, longest=3, placeholder=9).propose(tokens, 4) == [3]

@@ -4,9 +4,10 @@ import pytest
 
 from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.page_pool import PageCounts
+from cadenza.core.prefix_cache import Content
 from cadenza.core.sequence import PageCopy, Sequence
-from cadenza.core.slot_prefixes import BLOCK, MIN_PREFIX, common_length
-from cadenza.request import SamplingParams
+from cadenza.core.slot_prefixes import BLOCK, MIN_PREFIX, common_length, num_alike
+from cadenza.request import Attachment, SamplingParams
 from tests.core.builders import SECRET, limits_of, prompt_of, sequence_of
 
 SLOT = 160
@@ -153,3 +154,15 @@ def test_the_common_length_ends_at_the_first_difference(place: int) -> None:
     assert common_length(one, other, len(one)) == place
     assert common_length(one, other, place) == place
     assert common_length(one, one, len(one)) == len(one)
+
+
+def test_slots_are_shared_up_to_the_first_image_that_differs() -> None:
+    def content(*marks: tuple[int, bytes]) -> Content:
+        parts = tuple(Attachment(start=at, length=4, digest=digest) for at, digest in marks)
+        return Content(list(range(40)), parts)
+
+    cat = content((20, b"cat"))
+    assert num_alike(cat, cat) > 40
+    assert num_alike(cat, content((20, b"dog"))) == 20
+    assert num_alike(cat, content((20, b"cat"), (30, b"dog"))) == 30
+    assert num_alike(content(), content((5, b"cat"))) == 5

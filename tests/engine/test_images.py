@@ -4,19 +4,23 @@ a cancel or a full pool leaves behind. The streams must be those of each request
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import pytest
 
 from cadenza.backends.fake import FakeRunner, FakeStepHandle
 from cadenza.config import EngineLimits, ImageLimits, SchedulerLoop
 from cadenza.core.step_schema import ModelInputs
-from cadenza.engine.core import EngineCore
+from cadenza.core.token_rules import BAD_WORDS
+from cadenza.engine.core import CoreOptions, EngineCore
+from cadenza.engine.page_folder import PageFolder
+from cadenza.engine.resumption import ResumedSample, Resumption
 from cadenza.engine.stats import StepMeter
 from cadenza.errors import InvalidRequestError, RunnerError
 from cadenza.events import Finished, Token
 from cadenza.request import Attachment, Request, SamplingParams
 from cadenza.tenant import Tenant
-from tests.engine.seeing import image_at, prompt_of, spoil_free_image_slots
+from tests.engine.seeing import image_at, prompt_of, sees_with, spoil_free_image_slots
 from tests.engine.simulation import Parts, Record, make_engine, run_requests
 from tests.engine.solo import IMAGE_TOKEN_ID
 
@@ -59,6 +63,17 @@ def engine_of(
     engine = make_engine(limits, loop=loop, parts=Parts(runner=WatchedRunner))
     assert isinstance(engine.runner, WatchedRunner)
     return engine, engine.runner
+
+
+def fake_of(limits: EngineLimits) -> WatchedRunner:
+    return WatchedRunner(
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        max_pages_per_seq=limits.max_pages_per_seq,
+        num_pages=limits.num_pages,
+        page_size=limits.page_size,
+        **sees_with(limits),
+    )
 
 
 def with_slots(num_slots: int) -> ImageLimits:
@@ -350,3 +365,79 @@ def test_statistics_count_what_was_encoded_and_found() -> None:
     assert (images.num_encoded, images.num_slot_hits, images.num_failed) == (1, 1, 0)
     assert (images.slots_live, images.slots_cached, images.slots_free) == (0, 16, 48)
     assert images.encoder_s > 0
+
+
+def test_a_request_with_images_bans_their_placeholder() -> None:
+    engine, runner = engine_of(max_num_batched_tokens=64)
+    run_requests(engine, [request_of(text(3), COW), request_of(text(5))])
+    (update,) = [each for step in runner.inputs for each in step.rule_updates]
+    assert update.record[BAD_WORDS : BAD_WORDS + 3].tolist() == [-1, IMAGE_TOKEN_ID, -1]
+
+
+def test_bad_words_leave_room_for_the_placeholder() -> None:
+    engine, _ = engine_of()
+    request = replace(request_of(text(3), COW), bad_word_token_ids=((1,),) * 499)
+    engine.check(request)
+    with pytest.raises(InvalidRequestError, match="beside images they may have 998"):
+        engine.check(replace(request, bad_word_token_ids=((1,),) * 500))
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_drafts_behind_images_are_accepted_and_change_no_token(loop: SchedulerLoop) -> None:
+    plain = request_of(text(6), CAT, text(6), max_tokens=30)
+    stream = run_requests(engine_of(loop)[0], [plain]).token_ids((0, 0))
+    engine, _ = engine_of(loop)
+    predicted = replace(plain, prediction=(*plain.prompt_token_ids[-3:], *stream))
+    record = run_requests(engine, [predicted, *MANY])
+    record.verify()
+    assert record.token_ids((0, 0)) == stream
+    assert engine.scheduler.draft_counts.num_accepted_tokens > 10
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("lost_at", range(1, 16, 2))
+def test_another_engine_goes_on_with_requests_and_their_images(
+    loop: SchedulerLoop, lost_at: int
+) -> None:
+    """The first is lost before a step, with that step's events, perhaps in an encode."""
+    engine, _ = engine_of(loop, max_num_batched_tokens=8)
+    record = Record(seed=0, engine=engine)
+    for request in MANY:
+        record.accept(engine.submit(request), request)
+    for _ in range(lost_at):
+        for event in engine.step():
+            record.take(event)
+    second, runner = engine_of(loop, max_num_batched_tokens=8)
+    for request_id, request in record.requests.items():
+        samples = tuple(
+            ResumedSample(
+                sample=sample,
+                token_ids=record.token_ids((request_id, sample)),
+                num_cached_tokens=0 if record.streams[request_id, sample] else None,
+            )
+            for _, sample in record.open_streams(request_id)
+        )
+        if samples:
+            second.resume(request_id, request, Resumption(samples=samples))
+    record.engine, record.started = second, set()
+    while not second.is_idle:
+        for event in second.step():
+            record.take(event)
+        second.check_invariants()
+        spoil_free_image_slots(second)
+    record.verify()
+    assert runner.encoded
+
+
+def test_a_restarted_engine_takes_images_from_the_disk_without_encoding(tmp_path: Path) -> None:
+    requests = [request_of(text(10), CAT, text(16)), request_of(text(10), DOG, text(16))]
+    tokens: list[list[tuple[int, ...]]] = []
+    for place in range(2):
+        runner = fake_of(LIMITS)
+        pages = PageFolder(tmp_path, "a model", 1 << 20)
+        engine = EngineCore(runner, LIMITS, CoreOptions(page_folder=pages))
+        record = run_requests(engine, requests[: 1 + place])
+        tokens.append([record.token_ids((at, 0)) for at in range(1 + place)])
+        engine.close()
+        assert engine.scheduler.images.counts.num_encoded == 1, "the second run encodes DOG alone"
+    assert tokens[0][0] == tokens[1][0] != tokens[1][1]

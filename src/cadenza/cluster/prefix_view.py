@@ -19,11 +19,13 @@ KEY_BYTES = 8
 def page_keys(request: Request, page_size: int) -> tuple[bytes, ...]:
     """A key for each full page of the prompt, of all that is before its end."""
     tokens = array("q", request.prompt_token_ids)
-    digests = b"".join(each.digest for each in request.attachments)
-    key = hashlib.blake2b(request.cache_salt.encode() + digests, digest_size=KEY_BYTES).digest()
+    key = hashlib.blake2b(request.cache_salt.encode(), digest_size=KEY_BYTES).digest()
     keys: list[bytes] = []
     for start in range(0, len(tokens) - page_size + 1, page_size):
         page = tokens[start : start + page_size].tobytes()
+        for each in request.attachments:
+            if each.start < start + page_size and each.end > start:
+                page += each.digest
         key = hashlib.blake2b(page, key=key, digest_size=KEY_BYTES).digest()
         keys.append(key)
     return tuple(keys)

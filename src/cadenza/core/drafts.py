@@ -173,6 +173,7 @@ def drafting_of(
         shortest=chosen.prompt_lookup_min,
         longest=chosen.prompt_lookup_max,
         prediction=request.prediction,
+        placeholder=request.placeholder,
     )
     return Drafting(source=source, most=_most(request, config))
 

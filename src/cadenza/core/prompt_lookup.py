@@ -5,6 +5,8 @@ once, and a proposal looks at a bounded number of earlier places, so the work of
 grow with the sequence.
 """
 
+from itertools import takewhile
+
 MAX_CANDIDATES = 16
 """Earlier places, the newest first, of which the longest match is chosen."""
 
@@ -16,12 +18,21 @@ class PromptLookup:
         shortest: tokens that must match, at least.
         longest: tokens that are compared at most; a longer match is not preferred.
         prediction: tokens that the output may repeat, looked up like the sequence's own.
+        placeholder: a token that is never proposed.
     """
 
-    def __init__(self, *, shortest: int, longest: int, prediction: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self,
+        *,
+        shortest: int,
+        longest: int,
+        prediction: tuple[int, ...] = (),
+        placeholder: int | None = None,
+    ) -> None:
         self._shortest = shortest
         self._longest = longest
         self._num_predicted = len(prediction)
+        self._placeholder = placeholder
         self._tokens: list[int] = []
         self._newest: dict[tuple[int, ...], int] = {}
         """Where an n-gram of the shortest length last ended."""
@@ -37,7 +48,8 @@ class PromptLookup:
             return []
         # A copy that reaches the newest token goes on with what it has copied.
         period = len(self._tokens) - end
-        return [self._tokens[end + index % period] for index in range(most)]
+        found = [self._tokens[end + index % period] for index in range(most)]
+        return list(takewhile(lambda token_id: token_id != self._placeholder, found))
 
     def _extend(self, token_ids: list[int]) -> None:
         tokens, newest, length = self._tokens, self._newest, self._shortest

@@ -6,8 +6,9 @@ is found by comparing contents, and a slot is known only up to the last token wh
 sampled from finite logits.
 """
 
+import sys
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cadenza.core.prefix_cache import Content
 from cadenza.core.sequence import Sequence
@@ -83,9 +84,9 @@ class SlotPrefixes:
         best, goes_on = 0, False
         for known in self._slots.values():
             own = known.content
-            if own.salt != content.salt or own.attachments != content.attachments:
+            if own.salt != content.salt:
                 continue
-            limit = min(known.num_tokens, num_tokens)
+            limit = min(known.num_tokens, num_tokens, num_alike(own, content))
             common = common_length(own.token_ids, content.token_ids, limit)
             if common > best:
                 best, goes_on = common, common < known.num_tokens
@@ -100,6 +101,8 @@ class SlotPrefixes:
             num_tokens = (sequence.num_prompt_tokens - 1) // self._unit * self._unit
         if num_tokens < MIN_PREFIX:
             return False
+        images = tuple(replace(each, payload=b"") for each in content.attachments)
+        content = replace(content, attachments=images)
         self._slots[sequence.page_table[0]] = _Known(content, num_tokens)
         return True
 
@@ -110,13 +113,23 @@ class SlotPrefixes:
     def _common(self, known: _Known, content: Content, most: int) -> int:
         """Tokens that `content` can take from a slot; 0 if it is another tenant's."""
         own = known.content
-        if own.salt != content.salt or own.attachments != content.attachments:
+        if own.salt != content.salt:
             return 0
-        limit = min(known.num_tokens, most)
+        limit = min(known.num_tokens, most, num_alike(own, content))
         if self._unit > 1 and limit < known.num_tokens:
             return 0
         common = common_length(own.token_ids, content.token_ids, limit)
         return common if self._unit == 1 or common == known.num_tokens else 0
+
+
+def num_alike(one: Content, other: Content) -> int:
+    """Tokens before the first image that one of two contents has and the other has not."""
+    if not one.attachments and not other.attachments:
+        return sys.maxsize
+    ours, theirs = (
+        {(image.start, image.digest) for image in each.attachments} for each in (one, other)
+    )
+    return min((start for start, _ in ours ^ theirs), default=sys.maxsize)
 
 
 def common_length(one: SequenceOf[int], other: SequenceOf[int], limit: int) -> int:
