@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from cadenza.backends.base import Capability
-from cadenza.config import EngineLimits
+from cadenza.config import EngineLimits, ImageLimits
 from cadenza.engine.batch_engine import Emit
 from cadenza.engine.open_requests import (
     EngineLoad,
@@ -70,6 +70,7 @@ class ScriptedEngine:
         step_s: float = 0.0,
         timeouts: RequestTimeouts = TIMEOUTS,
         capabilities: frozenset[Capability] = CAPABILITIES,
+        images: ImageLimits | None = None,
     ) -> None:
         self.script = tuple(script)
         self.state: EngineState = "ready"
@@ -86,6 +87,7 @@ class ScriptedEngine:
             num_pages=max_model_len // 16,
             max_num_queued_reqs=max_num_queued_reqs,
             max_num_queued_tokens=max_num_queued_tokens,
+            images=images,
         )
         self._check = RequestCheck(
             limits=self._limits,

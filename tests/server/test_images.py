@@ -11,12 +11,13 @@ from typing import Any
 import openai
 import pytest
 
+from cadenza.config import ImageLimits
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.media.addresses import AllowedHosts
 from cadenza.media.fetching import MediaFetcher
 from cadenza.request import Request
 from cadenza.server.limits import ServerLimits
-from tests.faces.seeing import seeing_checkpoint
+from tests.faces.seeing import IMAGE, seeing_checkpoint
 from tests.media.corpus import animated, data_url, header_bomb, quarters, saved
 from tests.media.processors import GridImages
 from tests.server.bodies import PATHS
@@ -62,7 +63,15 @@ def engine_of(text: TextFrontend) -> ScriptedEngine:
         text.encode("the fox"),
         vocab_size=100_000,
         capabilities=CAPABILITIES | {"attachments"},
+        images=ImageLimits(token_id=image_token_of(text), num_slots=4096),
     )
+
+
+def image_token_of(text: TextFrontend) -> int:
+    assert text.tokenizer is not None
+    found = text.tokenizer.id_of(IMAGE)
+    assert found is not None
+    return found
 
 
 @pytest.fixture(scope="module")
