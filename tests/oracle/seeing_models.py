@@ -172,6 +172,25 @@ def embed(model: Any, shape: str, picture: Picture) -> Float32Array:
     return rows.reshape(-1, rows.shape[-1]).float().numpy()
 
 
+def _logits(model: Any, shape: str, token_ids: list[int], pictures: list[Picture]) -> Any:
+    """[T, V]; with the masks of `generate`, which the unified model's `forward` has otherwise."""
+    import torch
+
+    ids, own = torch.tensor([token_ids]), given(model, shape, pictures, token_ids)
+    if "unified" in shape and pictures:
+        positions = torch.arange(len(token_ids))[None]
+        own["attention_mask"] = model.create_masks_for_generate(
+            config=model.config,
+            inputs_embeds=model.get_input_embeddings()(ids),
+            attention_mask=None,
+            cache=None,
+            position_ids=positions,
+            mm_token_type_ids=own["mm_token_type_ids"],
+        )
+        own["position_ids"] = positions
+    return model(input_ids=ids, **own, use_cache=False).logits[0]
+
+
 def decode_greedily(
     model: Any, shape: str, prompt: list[int], pictures: list[Picture], num_tokens: int
 ) -> Theirs:
@@ -180,17 +199,7 @@ def decode_greedily(
 
     token_ids = list(prompt)
     with torch.inference_mode():
-        for step in range(num_tokens):
-            logits = model(
-                input_ids=torch.tensor([token_ids]),
-                **given(model, shape, pictures, token_ids),
-                use_cache=False,
-            ).logits[0]
-            token_ids.append(int(logits[-1].argmax()))
-            del step
-        logits = model(
-            input_ids=torch.tensor([token_ids[:-1]]),
-            **given(model, shape, pictures, token_ids[:-1]),
-            use_cache=False,
-        ).logits[0]
+        for _ in range(num_tokens):
+            token_ids.append(int(_logits(model, shape, token_ids, pictures)[-1].argmax()))
+        logits = _logits(model, shape, token_ids[:-1], pictures)
     return Theirs(token_ids, logits.float().numpy())
