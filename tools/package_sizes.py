@@ -29,7 +29,7 @@ MAX_LINES: Mapping[str, int] = {
     "media": 1_500,
     "server": 15_900,  # the page at /, images
     "text": 10_400,  # notations of the families of 2026
-    "verification": 3_200,
+    "verification": 3_900,
     "vision": 3_000,  # processors of images
 }
 

@@ -1,12 +1,12 @@
 """Trains the bundled model that sees.
 
 Owns its seed, its objectives and what its batches are; steps, checkpoints and record are those of
-`training.train`.  A first run (`--tower`) learns what is at the middle of each image token's cell,
-without the text model, whose steps take four times as long; the second one learns answers, from
-the first one's weights if `--start` names its folder.
+`training.train`.  There are three runs, since the text model takes most of the time and learns
+little before image tokens say what they show: `tower` learns what is at the middle of each image
+token's cell; `text` learns answers over that tower, which stays as it is; `both` goes on with both.
 
-Run as `python -m training.vision.train` from the root of the repository; `--resume` continues from
-the last checkpoint of the run.
+Run as `python -m training.vision.train RUN` from the root of the repository; `--resume` continues
+from the last checkpoint of the run.
 """
 
 import argparse
@@ -50,26 +50,28 @@ HELD_OUT_BATCHES = 3
 VISION_RUN_FOLDER = RUN_FOLDER / "vision"
 
 
-def seeing_objective() -> Objective:
-    """Predicts the answers, and what is at the middle of each image token's cell."""
+def seeing_objective(frozen: Weights | None = None) -> Objective:
+    """Predicts the answers, and what is at the middle of each image token's cell.
 
-    def losses(weights: Weights, batch: Batch) -> Figures:
-        return losses_of(weights, batch, TEXT_SHAPE, TowerShape())
+    With `frozen` weights of `SEEING_PARTS` the text model alone is trained.
+    """
+
+    def losses(weights: Weights, frozen: Weights, batch: Batch) -> Figures:
+        return losses_of(weights | frozen, batch, TEXT_SHAPE, TowerShape())
 
     def loss(weights: Weights, frozen: Weights, batch: Batch) -> jax.Array:
-        assert not frozen, "all weights are trained"
-        found = losses(weights, batch)
-        return found["text"] + SHARE_OF_CELLS * found["cells"]
+        found = losses(weights, frozen, batch)
+        return found["text"] + (0.0 if frozen else SHARE_OF_CELLS * found["cells"])
 
-    def figures(weights: Weights, _: Weights, batch: Batch) -> Figures:
-        found = losses(weights, batch)
+    def figures(weights: Weights, frozen: Weights, batch: Batch) -> Figures:
+        found = losses(weights, frozen, batch)
         return {
             "held_out_loss": found["text"],
             "held_out_cells": found["cells"],
             "held_out_matches": found["matches"],
         }
 
-    return Objective(loss=loss, figures=figures, feed=seeing_feed)
+    return Objective(loss=loss, figures=figures, frozen=frozen or {}, feed=seeing_feed)
 
 
 def tower_objective() -> Objective:
@@ -110,23 +112,40 @@ def main() -> None:
     plan = make_plan(arguments, num_steps=DEFAULT_STEPS, learning_rate=DEFAULT_RATE)
     shapes = {"text": asdict(TEXT_SHAPE), "tower": asdict(TowerShape())}
     write_json(folder / "plan.json", {"shape": shapes, "plan": asdict(plan)})
+    weights, objective = _begin(arguments)
+    train(weights, plan, objective, folder, resumes=arguments.resume)
+
+
+def _begin(arguments: argparse.Namespace) -> tuple[Weights, Objective]:
+    """The weights that a run trains, and what it minimises."""
     weights = init_seeing(TEXT_SHAPE, TowerShape(), jax.random.key(SEED))
     parts = {name: weights[name] for name in SEEING_PARTS}
-    if arguments.tower:
-        train(parts, plan, tower_objective(), folder, resumes=arguments.resume)
-        return
-    if arguments.start is not None:
-        weights |= jax.tree.map(jnp.asarray, load_saved(arguments.start, parts))
-    train(weights, plan, seeing_objective(), folder, resumes=arguments.resume)
+    text = {"text": weights["text"]}
+    if arguments.run == "tower":
+        return parts, tower_objective()
+    parts = jax.tree.map(jnp.asarray, load_saved(arguments.tower, parts))
+    if arguments.text is not None:
+        text = jax.tree.map(jnp.asarray, load_saved(arguments.text, text))
+    if arguments.run == "text":
+        return text, seeing_objective(parts)
+    return parts | text, seeing_objective()
 
 
 def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("run", choices=("tower", "text", "both"))
     add_plan_arguments(parser)
-    parser.add_argument("--folder", type=Path, default=VISION_RUN_FOLDER)
-    parser.add_argument("--tower", action="store_true", help="train the tower alone")
-    parser.add_argument("--start", type=Path, help="folder of the tower's run to start from")
-    return parser.parse_args()
+    parser.add_argument("--folder", type=Path, help="of the run")
+    parser.add_argument(
+        "--tower",
+        type=Path,
+        default=VISION_RUN_FOLDER / "tower",
+        help="folder of the run whose tower is taken",
+    )
+    parser.add_argument("--text", type=Path, help="folder of the run whose text model is taken")
+    arguments = parser.parse_args()
+    arguments.folder = arguments.folder or VISION_RUN_FOLDER / arguments.run
+    return arguments
 
 
 if __name__ == "__main__":

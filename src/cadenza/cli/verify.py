@@ -105,8 +105,10 @@ def verify_command(
     chunk sizes, with the prefix cache cold and hot, plain and overlapped, and over a pool so small
     that requests are preempted. The longest passes 1,024 tokens (128 with MLX on a CPU) and the
     model's attention window, or is as long as the context allows; `longest=` in the last line is
-    its length. With --options all each request has another combination of sampling options. Exit
-    code 0 when every bit is equal, 1 when not.
+    its length. With --options all each request has another combination of sampling options. With
+    --images most requests have images: every chunk size up to an image's tokens, hits that end
+    inside an image, requests cancelled and engines lost while one is encoded. Exit code 0 when
+    every bit is equal, 1 when not.
     """
     _refuse_idle_flags(context, gate)
     if gate.url is not None:
@@ -115,7 +117,9 @@ def verify_command(
         verify = _self_test if gate.self_test else _verify
         if gate.portable:
             config = replace(config, arithmetic="portable")
-        passed = verify(_options(gate, config, model), as_json=json)
+        has_images = config.images and _is_written(context, "images")
+        options = replace(_options(gate, config, model), images=has_images)
+        passed = verify(options, as_json=json)
     return 0 if passed else CHECK_FAILED
 
 
@@ -128,12 +132,17 @@ def _refuse_idle_flags(context: typer.Context, gate: GateFlags) -> None:
     stored = {"prefix_cache_disk", "prefix_cache_disk_bytes"}
     idle = {"api_key", *stored} if gate.url is None else {*engine, "reference"}
     for name in sorted(idle):
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
+        if _is_written(context, name):
             where = "without --url" if gate.url is None else "with --url, which asks a server"
             raise ConfigError(f"--{name.replace('_', '-')} changes nothing {where}; leave it out")
     if gate.num_requests is not None and gate.num_requests < 1:
         raise ConfigError(f"--num-requests {gate.num_requests} must be 1 or more")
+
+
+def _is_written(context: typer.Context, name: str) -> bool:
+    """Whether the command line has the flag."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def _verify(options: "VerifyOptions", *, as_json: bool) -> bool:
@@ -238,7 +247,7 @@ def _self_test_text(tested: "SelfTestResult") -> Iterator[str]:
     for what, faults in (
         ("caught", tested.caught),
         ("MISSED", tested.missed),
-        ("skipped, the context is too short for it to show", tested.skipped),
+        ("skipped, this model or context cannot show it", tested.skipped),
     ):
         yield from (f"{what}: {fault}" for fault in faults)
     if tested.note is not None:

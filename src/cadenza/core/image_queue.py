@@ -134,6 +134,12 @@ class ImageQueue:
         """Whether there is a sequence with images."""
         return bool(self._sequences)
 
+    @property
+    def encoding_for(self) -> Sequence | None:
+        """The sequence of the image of which some quanta are launched, but not all."""
+        current = self._encoding
+        return None if current is None or not current.num_done else current.sequence
+
     def add(self, sequence: Sequence) -> None:
         """A sequence has come."""
         if sequence.request.attachments:

@@ -11,6 +11,7 @@ Modules:
 - `workload`, `option_matrix`, `pairwise`: the requests, and the combinations of sampling options
 - `forms`: structured outputs for them, and faults of masks
 - `modes`: the ways in which they are run
+- `image_workload`, `image_modes`, `image_faults`: the same with images
 - `over_http`: the same against a server
 - `remote_server`: a client of one server, which sends the requests
 - `remote_matrix`: the matrix of options for a server, and what cannot be sent

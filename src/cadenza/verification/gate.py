@@ -22,6 +22,7 @@ from cadenza.engine.core import CoreOptions
 from cadenza.frontend.progress import BatchProgress
 from cadenza.request import Request
 from cadenza.speculative_config import SpeculativeConfig
+from cadenza.verification.image_modes import ImageSpans, image_modes
 from cadenza.verification.modes import (
     Counts,
     MakeCore,
@@ -164,11 +165,13 @@ class GateResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """A mode as `compare` needs it; `shows` names the counts that must be above zero."""
+    """A mode as `compare` needs it; `shows` names the counts that must be above zero. `requests`
+    are those that it plays, None for all."""
 
     name: str
     shows: tuple[str, ...]
     play: Callable[[OnProgress], Play]
+    requests: tuple[int, ...] | None = None
 
 
 class Player(Protocol):
@@ -238,6 +241,8 @@ def _run_trial(
     trial: Trial, alone: list[Stream], result: GateResult, report: ReportProgress, *, bitwise: bool
 ) -> None:
     played = trial.play(lambda progress: report(f"{trial.name}: {progress.text}"))
+    if trial.requests is not None:
+        alone = [solo for solo in alone if solo.request in trial.requests]
     num_streams = num_equal = 0
     for streams in played.rounds:
         for stream, solo in zip(streams, alone, strict=True):
@@ -289,6 +294,8 @@ class Gate:
         coverage: of the matrix of options, if `arrivals` come from it.
         wanted: length in tokens that the longest stream should have.
         speculation: drafts that all modes verify, and the solo runs do not; None for none.
+        image_spans: of the workload's images; None if it has none. The reference sees none:
+            requests with images are compared with their solo runs.
     """
 
     make_core: MakeCore
@@ -302,6 +309,7 @@ class Gate:
     coverage: OptionCoverage | None = None
     wanted: int = 0
     speculation: SpeculativeConfig | None = None
+    image_spans: ImageSpans | None = None
 
     @property
     def requests(self) -> SequenceOf[Request]:
@@ -331,18 +339,24 @@ class Gate:
 
     def trials(self) -> Iterable[Trial]:
         modes = batched_modes(self.limits, self.arrivals)
+        if self.image_spans is not None:
+            modes += image_modes(self.limits, self.arrivals, self.image_spans)
         if self.speculation is not None:
             modes = with_drafts(modes, self.speculation)
         for mode in modes:
             play = partial(play_showing, self.make_core, mode, self.arrivals)
-            yield Trial(name=mode.name, shows=mode.shows, play=play)
+            yield Trial(name=mode.name, shows=mode.shows, play=play, requests=mode.requests)
 
     @staticmethod
     def has_logprobs(record: TokenRecord, asked: int | None) -> bool:
         return asked == (None if math.isnan(record[1]) else len(record[3]))
 
     def _play_alone(self, make_core: MakeCore, arrivals: SequenceOf[Arrival]) -> list[Stream]:
+        """The solo streams of requests that the reference can compute."""
+
         def play(request: int) -> SequenceOf[Stream]:
+            if arrivals[request].request.attachments:
+                return ()
             return play_alone(make_core, self.limits, request, arrivals[request].request)
 
         return streams_alone(play, len(arrivals), self.report, self.clock)
@@ -354,6 +368,7 @@ class Gate:
         """
         if witness.make_core is not self.make_core:
             alone = self._play_alone(witness.make_core, self.arrivals)
+        alone = [each for each in alone if not self.requests[each.request].attachments]
         for count, solo in enumerate(alone, 1):
             expected = witness.reference.run(
                 self.arrivals[solo.request].request,

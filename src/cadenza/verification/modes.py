@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, fields, replace
 from cadenza.config import EngineLimits, SchedulerLoop
 from cadenza.core.sequence import Sequence
 from cadenza.engine.core import CoreOptions, EngineCore
-from cadenza.events import Finished, PromptLogprobs, Started, Token, TokenLogprobs
+from cadenza.engine.resumption import ResumedSample
+from cadenza.events import Event, Finished, PromptLogprobs, Started, TokenLogprobs
 from cadenza.frontend.progress import BatchProgress
 from cadenza.request import Request
 from cadenza.speculative_config import SpeculativeConfig
@@ -39,7 +40,10 @@ class Mode:
     """Limits and loop of an engine, and how many rounds of the workload it runs.
 
     `shows` names the fields of `Counts` that must be above zero for the mode to be meaningful;
-    `alternatives` are limits to try if `limits` leave one of them at zero.
+    `alternatives` are limits to try if `limits` leave one of them at zero. `requests` are those
+    that it plays, None for all. `adapt` changes the options of its engines; `interrupt` is called
+    between steps, once for a request whose image is being encoded, and gives the engine that goes
+    on.
     """
 
     name: str
@@ -50,6 +54,9 @@ class Mode:
     rounds: int = 1
     shows: tuple[str, ...] = ()
     speculation: SpeculativeConfig | None = None
+    requests: tuple[int, ...] | None = None
+    adapt: Callable[[CoreOptions], CoreOptions] | None = None
+    interrupt: "Callable[[Interruption], EngineCore] | None" = None
 
 
 @dataclass(slots=True, eq=False)
@@ -79,6 +86,8 @@ class Counts:
     rows_reused: int = 0
     preempted: int = 0
     cache_hits: int = 0
+    hits_in_image: int = 0
+    interrupted: int = 0
     accepted_drafts: int = 0
 
     def add(self, other: "Counts") -> None:
@@ -201,13 +210,19 @@ def play(
     options = CoreOptions(
         loop=mode.loop, reserved_output=mode.reserved_output, speculation=mode.speculation
     )
+    if mode.adapt is not None:
+        options = mode.adapt(options)
+    chosen = range(len(arrivals)) if mode.requests is None else mode.requests
     core = make_core(mode.limits, options)
-    counts = Counts()
     rounds: list[tuple[Stream, ...]] = []
-    seconds = 0.0
+    counts, seconds = Counts(), 0.0
     for _ in range(mode.rounds):
         start = time.perf_counter()
-        rounds.append(_play_round(core, dict(enumerate(arrivals)), counts, report))
+        played = Round({index: arrivals[index] for index in chosen}, counts)
+        if mode.interrupt is not None:
+            played.interrupt_by(mode.interrupt, lambda: make_core(mode.limits, options))
+        core = played.run(core, report)
+        rounds.append(tuple(played.streams.values()))
         seconds = time.perf_counter() - start
     counts.preempted = core.scheduler.num_preemptions
     counts.accepted_drafts = core.scheduler.draft_counts.num_accepted_tokens
@@ -220,64 +235,136 @@ def play_alone(
 ) -> tuple[Stream, ...]:
     """Runs a request alone in a fresh engine: the expected streams of its samples."""
     core = make_core(replace(limits, enable_prefix_caching=False), CoreOptions(loop="plain"))
-    return _play_round(core, {request_id: Arrival(0, request)}, Counts())
+    played = Round({request_id: Arrival(0, request)}, Counts())
+    played.run(core)
+    return tuple(played.streams.values())
 
 
-def _play_round(
-    core: EngineCore,
-    arrivals: Mapping[int, Arrival],
-    counts: Counts,
-    report: OnProgress = lambda _: None,
-) -> tuple[Stream, ...]:
-    """Runs arrivals (ordered by step) with their keys as request ids."""
-    streams = {
-        (request_id, sample): Stream(request=request_id, sample=sample)
-        for request_id, arrival in arrivals.items()
-        for sample in range(arrival.request.params.n)
-    }
-    coming = list(arrivals.items())
-    watch, start_s = _RowWatch(), time.perf_counter()
-    num_done = num_tokens = 0
-    for step in range(MAX_GATE_STEPS):
-        while coming and coming[0][1].step <= step:
-            request_id, arrival = coming.pop(0)
-            core.check(arrival.request)
-            core.enqueue(request_id, arrival.request)
-        if not coming and core.is_idle:
-            break
-        for event in core.step():
-            if isinstance(event, Started):
-                continue
-            sample = 0 if isinstance(event, PromptLogprobs) else event.sample
-            _record(streams[event.request_id, sample], event, counts)
-            num_tokens += isinstance(event, Token)
-            num_done += isinstance(event, Finished)
-        watch.look(core.scheduler.running)
-        report(
-            BatchProgress(
-                num_done=num_done,
-                num_requests=len(streams),
-                num_rows=len(core.scheduler.running),
-                num_tokens=num_tokens,
-                elapsed_s=time.perf_counter() - start_s,
-            )
+INTERRUPT_EVERY = 3
+"""Of the requests whose image is being encoded between two steps, one of so many is interrupted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interruption:
+    """A request whose image is being encoded, in a round that an engine plays.
+
+    `make_core` makes another engine on the same runner, which loses what the runner holds.
+    """
+
+    core: EngineCore
+    request_id: int
+    round: "Round"
+    make_core: Callable[[], EngineCore]
+
+
+class Round:
+    """One run of arrivals (ordered by step), whose keys are the ids of their requests."""
+
+    def __init__(self, arrivals: Mapping[int, Arrival], counts: Counts) -> None:
+        self.arrivals = arrivals
+        self.streams = {
+            (request_id, sample): Stream(request=request_id, sample=sample)
+            for request_id, arrival in arrivals.items()
+            for sample in range(arrival.request.params.n)
+        }
+        self.sent: list[int] = []
+        self._counts = counts
+        self._interrupt: Callable[[Interruption], EngineCore] | None = None
+        self._make_core: Callable[[], EngineCore] | None = None
+        self._seen: dict[int, None] = {}
+
+    def interrupt_by(
+        self,
+        interrupt: Callable[[Interruption], EngineCore],
+        make_core: Callable[[], EngineCore],
+    ) -> None:
+        """Sets what is done between steps in which an image is being encoded."""
+        self._interrupt, self._make_core = interrupt, make_core
+
+    def run(self, core: EngineCore, report: OnProgress = lambda _: None) -> EngineCore:
+        """Plays the arrivals; returns the engine that ended them."""
+        coming = list(self.arrivals.items())
+        watch, start_s = _RowWatch(), time.perf_counter()
+        for step in range(MAX_GATE_STEPS):
+            while coming and coming[0][1].step <= step:
+                request_id, arrival = coming.pop(0)
+                core.check(arrival.request)
+                core.enqueue(request_id, arrival.request)
+                self.sent.append(request_id)
+            if not coming and core.is_idle:
+                break
+            for event in core.step():
+                self._take(event)
+            watch.look(core.scheduler.running)
+            report(self._progress(len(core.scheduler.running), start_s))
+            core = self._interrupted(core)
+        self._counts.admitted_midstream += watch.num_midstream
+        self._counts.rows_reused += watch.num_reused
+        return core
+
+    def forget(self, request_id: int) -> None:
+        """The request starts anew."""
+        for sample in range(self.arrivals[request_id].request.params.n):
+            self.streams[request_id, sample] = Stream(request=request_id, sample=sample)
+
+    def open_samples(self, request_id: int) -> tuple[ResumedSample, ...]:
+        """What has come of a request's samples that have not ended."""
+        return tuple(
+            ResumedSample(sample=sample, token_ids=stream.token_ids)
+            for (request, sample), stream in self.streams.items()
+            if request == request_id and stream.finish == Stream().finish
         )
-    counts.admitted_midstream += watch.num_midstream
-    counts.rows_reused += watch.num_reused
-    return tuple(streams.values())
 
+    def num_prompt_logprobs(self, request_id: int) -> int:
+        """How many log probabilities of the prompt's tokens have come."""
+        return len(self.streams[request_id, 0].prompt)
 
-def _record(stream: Stream, event: Token | PromptLogprobs | Finished, counts: Counts) -> None:
-    if isinstance(event, Finished):
-        stream.finish = event.finish_reason
-        stream.error = event.error
-        counts.cache_hits += event.num_cached_tokens > 0
-        return
-    if isinstance(event, PromptLogprobs):
-        for position, entry in enumerate(event.entries, event.start):
-            stream.prompt.append(_as_record(position, entry))
-        return
-    stream.tokens.append(_as_record(event.token_id, event.logprobs))
+    def _take(self, event: Event) -> None:
+        if isinstance(event, Started):
+            return
+        sample = 0 if isinstance(event, PromptLogprobs) else event.sample
+        stream = self.streams[event.request_id, sample]
+        if isinstance(event, Finished):
+            stream.finish = event.finish_reason
+            stream.error = event.error
+            self._count_hits(event)
+        elif isinstance(event, PromptLogprobs):
+            for position, entry in enumerate(event.entries, event.start):
+                stream.prompt.append(_as_record(position, entry))
+        else:
+            stream.tokens.append(_as_record(event.token_id, event.logprobs))
+
+    def _count_hits(self, event: Finished) -> None:
+        found = event.num_cached_tokens
+        attachments = self.arrivals[event.request_id].request.attachments
+        self._counts.cache_hits += found > 0
+        self._counts.hits_in_image += any(each.start < found < each.end for each in attachments)
+
+    def _progress(self, num_rows: int, start_s: float) -> BatchProgress:
+        streams = self.streams.values()
+        return BatchProgress(
+            num_done=sum(stream.finish != Stream().finish for stream in streams),
+            num_requests=len(streams),
+            num_rows=num_rows,
+            num_tokens=sum(len(stream.tokens) for stream in streams),
+            elapsed_s=time.perf_counter() - start_s,
+        )
+
+    def _interrupted(self, core: EngineCore) -> EngineCore:
+        """The engine that goes on: another one if a request was interrupted so."""
+        sequence = core.scheduler.images.encoding_for
+        if self._interrupt is None or self._make_core is None or sequence is None:
+            return core
+        request_id = sequence.request_id
+        if request_id in self._seen:
+            return core
+        self._seen[request_id] = None
+        if len(self._seen) % INTERRUPT_EVERY != 1:
+            return core
+        self._counts.interrupted += 1
+        return self._interrupt(
+            Interruption(core=core, request_id=request_id, round=self, make_core=self._make_core)
+        )
 
 
 def _as_record(token: int, found: TokenLogprobs | None) -> TokenRecord:

@@ -20,7 +20,9 @@ from cadenza.checkpoint import (
     write_random_checkpoint,
 )
 from cadenza.config import EngineConfig, EngineLimits, KVCacheDType, Quantization
+from cadenza.core.packing import Packer
 from cadenza.engine.core import CoreOptions, EngineCore
+from cadenza.engine.loop import StepRunner
 from cadenza.engine.model_drafter import DraftModel
 from cadenza.errors import ConfigError
 from cadenza.loading.build import (
@@ -35,6 +37,20 @@ from cadenza.loading.planned_engine import PlannedEngine
 from cadenza.structured import CompileConstraint
 from cadenza.verification.forms import MASK_FAULTS, Forms, make_forms
 from cadenza.verification.gate import Gate, GateResult, ReferenceKind, ReportProgress, Witness
+from cadenza.verification.image_faults import (
+    IMAGE_FAULTS,
+    MakePacker,
+    digest_without_sides,
+    shown_faults,
+)
+from cadenza.verification.image_modes import ImageSpans
+from cadenza.verification.image_workload import (
+    DigestOf,
+    ImageShape,
+    largest_span,
+    make_image_workload,
+    without_placeholders,
+)
 from cadenza.verification.modes import MakeCore
 from cadenza.verification.option_matrix import FORM_FIELD, MatrixVocabulary, OptionMatrix
 from cadenza.verification.reference import build_reference
@@ -45,6 +61,7 @@ from cadenza.verification.workload import (
     longest_prompt,
     make_workload,
 )
+from cadenza.vision.processor import image_digest
 
 RANDOM_SEED = 20
 
@@ -93,6 +110,7 @@ class VerifyOptions:
 
     `shape` (random weights) takes precedence over `model`. With a `matrix` of sampling options each
     of its rows is a request, and `num_requests` is ignored. `config.backend` is one of `backends`.
+    `images`: most requests have some.
     """
 
     model: str | None = None
@@ -102,6 +120,7 @@ class VerifyOptions:
     seed: int = 0
     reference: ReferenceKind = "both"
     matrix: OptionMatrix | None = None
+    images: bool = False
     config: EngineConfig
     backends: Backends = field(default_factory=lambda: BACKENDS)
 
@@ -122,7 +141,8 @@ def verify(options: VerifyOptions, report: ReportProgress) -> tuple[GateResult, 
         with closing(runners):
             runners.warmup()
             compile_constraint = None if workload.forms is None else workload.forms.compile
-            make_core = _maker(runners.target, checkpoint, plan, compile_constraint, runners.draft)
+            parts = _EngineParts(compile_constraint=compile_constraint, draft=runners.draft)
+            make_core = _maker(runners.target, checkpoint, plan, parts)
             with _witness(options, checkpoint, plan, make_core, compile_constraint) as witness:
                 gate = _gate(options, plan, workload, make_core)
                 return replace(gate, witness=witness, report=report).run(), plan
@@ -153,11 +173,11 @@ def self_test(options: VerifyOptions, report: ReportProgress) -> SelfTestResult:
             limits=plan.limits,
             device=options.config.device,
             ops=found.ops,
-            num_devices=options.config.tensor_parallel_size or 1,
             dtype=plan.dtype,
             quantization=plan.quantization,
             kv_cache_dtype=plan.kv_cache_dtype,
             fill=plan.traits.poison,
+            num_image_slots=plan.num_image_slots,
         )
 
         forms = workload.forms or make_forms(constraint_compiler(checkpoint))
@@ -165,24 +185,33 @@ def self_test(options: VerifyOptions, report: ReportProgress) -> SelfTestResult:
         if forms is not None and workload.forms is None:
             formed = replace(workload, arrivals=forms.constrain(workload.arrivals), forms=forms)
 
+        has_axes = bool(checkpoint.config.rope.axes)
+        image_faults = shown_faults(workload.sight, has_axes=has_axes) if workload.sight else ()
+
         def run_with(fault: str | None) -> GateResult:
             report(f"fault: {fault or 'none'}")
             load = loads.get(fault or "", found.load_sound)
-            played = workload if fault in loads else formed
+            played = formed if fault in MASK_FAULTS or fault is None else workload
+            of_images = IMAGE_FAULTS.get(fault or "")
+            if of_images is not None and of_images.spoil is None:
+                _, played = _prepare(options, checkpoint, digest_without_sides)
             with closing(load(checkpoint.config, checkpoint.weights, setup)) as runner:
                 runner.warmup()
                 make_core = _faulty_maker(runner, checkpoint, plan, played.forms, fault)
                 return _gate(options, plan, played, make_core).run()
 
         sound_passed = run_with(None).passed
-        faults = [*loads, *(MASK_FAULTS if forms is not None else ())]
+        faults = [*loads, *image_faults, *(MASK_FAULTS if forms is not None else ())]
         is_caught = {fault: run_with(fault).mismatch is not None for fault in faults}
+        skipped = [each.name for each in found.faults if each.name not in loads]
+        if workload.sight is not None:
+            skipped += [name for name in IMAGE_FAULTS if name not in image_faults]
         return SelfTestResult(
             ops=found.ops,
             sound_passed=sound_passed,
             caught=tuple(fault for fault in faults if is_caught[fault]),
             missed=tuple(fault for fault in faults if not is_caught[fault]),
-            skipped=tuple(each.name for each in found.faults if each.name not in loads),
+            skipped=tuple(skipped),
             note=found.note,
         )
 
@@ -190,14 +219,17 @@ def self_test(options: VerifyOptions, report: ReportProgress) -> SelfTestResult:
 def _faulty_maker(
     runner: Runner, checkpoint: Checkpoint, plan: EnginePlan, forms: Forms | None, fault: str | None
 ) -> MakeCore:
-    """Makes engines whose masks have the fault, if it is one of masks."""
+    """Makes engines whose masks, or whose steps' images, have the fault, if it is one of these."""
     spoil = MASK_FAULTS.get(fault or "")
+    of_images = IMAGE_FAULTS.get(fault or "")
+    make_packer = Packer if of_images is None else of_images.packer
 
     def make_core(limits: EngineLimits, options: CoreOptions) -> EngineCore:
         compile_constraint = None if forms is None else forms.compile
         if compile_constraint is not None and spoil is not None:
             compile_constraint = spoil(compile_constraint)
-        return _maker(runner, checkpoint, plan, compile_constraint)(limits, options)
+        parts = _EngineParts(compile_constraint=compile_constraint, make_packer=make_packer)
+        return _maker(runner, checkpoint, plan, parts)(limits, options)
 
     return make_core
 
@@ -239,19 +271,24 @@ def _checkpoint(options: VerifyOptions) -> Generator[Checkpoint]:
 class _Workload:
     """The workload; `wanted` is the length that its longest stream should have, in tokens.
 
-    `forms` are those of the matrix, if the model has a tokenizer.
+    `forms` are those of the matrix, if the model has a tokenizer; `sight` is what the images are
+    of, if there are any.
     """
 
     arrivals: tuple[Arrival, ...]
     matrix: OptionMatrix | None
     wanted: int
+    context: int
     forms: Forms | None
+    sight: ImageShape | None = None
 
 
-def _prepare(options: VerifyOptions, checkpoint: Checkpoint) -> tuple[EnginePlan, _Workload]:
+def _prepare(
+    options: VerifyOptions, checkpoint: Checkpoint, digest_of: DigestOf = image_digest
+) -> tuple[EnginePlan, _Workload]:
     """The workload, and a plan whose queue fits all samples and whose pool fits a full batch."""
     plan = _plan(options, checkpoint)
-    workload = _workload(options, checkpoint, plan)
+    workload = _with_images(_workload(options, checkpoint, plan), options, checkpoint, digest_of)
     requests = [arrival.request for arrival in workload.arrivals]
     limits = replace(plan.limits, max_num_queued_reqs=sum(each.params.n for each in requests))
     plan = replace(plan, limits=limits)
@@ -282,7 +319,38 @@ def _workload(options: VerifyOptions, checkpoint: Checkpoint, plan: EnginePlan) 
             going_on=frozenset() if forms is None else forms.going_on,
         )
         arrivals = matrix.apply(arrivals, vocabulary)
-    return _Workload(arrivals=arrivals, matrix=matrix, wanted=wanted, forms=forms)
+    return _Workload(
+        arrivals=arrivals, matrix=matrix, wanted=wanted, forms=forms, context=shape.context
+    )
+
+
+def _with_images(
+    workload: _Workload, options: VerifyOptions, checkpoint: Checkpoint, digest_of: DigestOf
+) -> _Workload:
+    """The workload, without placeholders that stand for nothing; with images if they are asked for.
+
+    Raises ConfigError if the model takes none.
+    """
+    vision = checkpoint.config.vision if checkpoint.is_known else None
+    if vision is None:
+        if options.images:
+            raise ConfigError(
+                "--images: the model takes no images, or --no-images is given; leave out --images, "
+                "or name a model that sees, say bundled-vision"
+            )
+        return workload
+    shape = ImageShape(
+        processor=vision.processor,
+        token_id=vision.image_token_id,
+        vocab_size=checkpoint.outline.vocab_size,
+        context=workload.context,
+        seed=options.seed,
+        digest_of=digest_of,
+    )
+    if options.images:
+        arrivals = make_image_workload(workload.arrivals, shape)
+        return replace(workload, arrivals=arrivals, sight=shape)
+    return replace(workload, arrivals=without_placeholders(workload.arrivals, shape))
 
 
 def _plan(options: VerifyOptions, checkpoint: Checkpoint) -> EnginePlan:
@@ -341,9 +409,8 @@ def _witness(
     # Unwritten KV changes every result that depends on it.
     runner = engine.load_warm_runner(fill=wide.traits.poison)
     with closing(runner):
-        yield Witness(
-            reference=reference, make_core=_maker(runner, checkpoint, wide, compile_constraint)
-        )
+        parts = _EngineParts(compile_constraint=compile_constraint)
+        yield Witness(reference=reference, make_core=_maker(runner, checkpoint, wide, parts))
 
 
 def _gate(
@@ -360,30 +427,40 @@ def _gate(
         coverage=None if workload.matrix is None else workload.matrix.coverage(),
         wanted=workload.wanted,
         speculation=options.config.speculation,
+        image_spans=_spans_of(workload, plan),
     )
 
 
-def _maker(
-    runner: Runner,
-    checkpoint: Checkpoint,
-    plan: EnginePlan,
-    compile_constraint: CompileConstraint | None,
-    draft: DraftModel | None = None,
-) -> MakeCore:
-    """Makes engines on `runner`, with at most the number of pages that it was loaded with.
+def _spans_of(workload: _Workload, plan: EnginePlan) -> ImageSpans | None:
+    if workload.sight is None:
+        return None
+    return ImageSpans(longest=largest_span(workload.sight), are_whole=plan.traits.whole_span > 0)
 
-    `draft` drafts in the engines whose options ask for drafts.
-    """
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _EngineParts:
+    """What engines get besides a runner: `draft` drafts in those whose options ask for drafts."""
+
+    compile_constraint: CompileConstraint | None
+    draft: DraftModel | None = None
+    make_packer: MakePacker = Packer
+
+
+def _maker(
+    runner: Runner, checkpoint: Checkpoint, plan: EnginePlan, parts: _EngineParts
+) -> MakeCore:
+    """Makes engines on `runner`, with at most the number of pages that it was loaded with."""
     eos = frozenset(checkpoint.eos_token_ids)
 
     def make_core(limits: EngineLimits, options: CoreOptions) -> EngineCore:
         runner.reset()
-        if draft is not None and options.speculation is not None:
-            draft.runner.reset()
-            options = replace(options, draft_model=draft)
+        if parts.draft is not None and options.speculation is not None:
+            parts.draft.runner.reset()
+            options = replace(options, draft_model=parts.draft)
         num_pages = min(limits.num_pages, plan.limits.num_pages)
         limits = replace(limits, num_pages=num_pages)
-        options = replace(options, eos_token_ids=eos, compile_constraint=compile_constraint)
-        return EngineCore(runner, limits, options)
+        options = replace(options, eos_token_ids=eos, compile_constraint=parts.compile_constraint)
+        steps = StepRunner(runner, parts.make_packer(limits, runner.vocab_size))
+        return EngineCore(runner, limits, options, steps)
 
     return make_core

@@ -1,0 +1,134 @@
+"""Faults of images that the gate must catch: of what a step says of them, and of their digests.
+
+Each fault makes a stream depend on what runs beside it, or on how its prompt is cut into steps, as
+errors of this kind do in practice. Owns the faults, and which models can show each of them.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from cadenza.config import EngineLimits
+from cadenza.core.batch import Batch, BatchEntry, SeenImage
+from cadenza.core.packing import Packer
+from cadenza.core.step_schema import ModelInputs
+from cadenza.verification.image_workload import ImageShape, has_turned_images
+from cadenza.vision.processor import ImagePart
+
+Spoil = Callable[[ModelInputs, Batch], None]
+"""Changes the inputs of a step in place."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultOfImages:
+    """What is wrong: the inputs of steps, or else the digests of images.
+
+    `needs_axes`: only a model whose positions have three coordinates shows it; `needs_turned`: only
+    one that takes an image and the same with its sides exchanged.
+    """
+
+    spoil: Spoil | None = None
+    needs_axes: bool = False
+    needs_turned: bool = False
+
+    def packer(self, limits: EngineLimits, vocab_size: int) -> Packer:
+        """Packs the steps of an engine with the fault."""
+        if self.spoil is None:
+            return Packer(limits, vocab_size)
+        return FaultyPacker(limits, vocab_size, self.spoil)
+
+
+MakePacker = Callable[[EngineLimits, int], Packer]
+
+
+class FaultyPacker(Packer):
+    """Packs steps, then spoils their inputs."""
+
+    def __init__(self, limits: EngineLimits, vocab_size: int, spoil: Spoil) -> None:
+        super().__init__(limits, vocab_size)
+        self._spoil = spoil
+
+    def pack(self, batch: Batch, bucket: int, *, masks_follow: bool = False) -> ModelInputs:
+        inputs = super().pack(batch, bucket, masks_follow=masks_follow)
+        self._spoil(inputs, batch)
+        return inputs
+
+
+def shown_faults(shape: ImageShape, *, has_axes: bool) -> tuple[str, ...]:
+    """Names of the faults that a workload with such images shows; `has_axes`: positions of rope
+    have three coordinates."""
+    is_turned = has_turned_images(shape)
+    return tuple(
+        name
+        for name, fault in IMAGE_FAULTS.items()
+        if (has_axes or not fault.needs_axes) and (is_turned or not fault.needs_turned)
+    )
+
+
+def digest_without_sides(settings: bytes, part: ImagePart, pixels: bytes) -> bytes:
+    """A digest of the bytes alone, whatever the sides of the image are."""
+    return hashlib.sha256(settings + b"%d " % part.num_tokens + pixels).digest()
+
+
+def _rows_of_a_neighbour(inputs: ModelInputs, batch: Batch) -> None:
+    """The placeholders of a sequence read the slots of another one's image."""
+    seeing = [entry for entry in batch.entries if entry.images]
+    if len(seeing) < 2:
+        return
+    for entry, other in zip(seeing, (*seeing[1:], seeing[0]), strict=True):
+        own = inputs.tokens.image_slots[_places(inputs, entry)]
+        own[own >= 0] = np.resize(other.images[0].image.slots, int((own >= 0).sum()))
+
+
+def _span_off_by_one(inputs: ModelInputs, batch: Batch) -> None:
+    """A step that begins inside an image reads the slot before its own for each placeholder."""
+    for entry, seen in _begun_inside(batch):
+        own = inputs.tokens.image_slots[_places(inputs, entry)]
+        rank = {slot: i for i, slot in enumerate(seen.image.slots.tolist())}
+        for place, slot in enumerate(own.tolist()):
+            if slot in rank:
+                own[place] = seen.image.slots[rank[slot] - 1]
+
+
+def _sides_exchanged(inputs: ModelInputs, batch: Batch) -> None:
+    """A step that begins inside an image has its rows for columns in positions of rope."""
+    for entry, seen in _begun_inside(batch):
+        own = inputs.tokens.rope_positions[_places(inputs, entry)]
+        inside = own[: seen.attachment.end - entry.start]
+        inside[:, 1:] = inside[:, :0:-1].copy()
+
+
+def _lag_dropped(inputs: ModelInputs, batch: Batch) -> None:
+    """Tokens that are decoded have their index as position of rope, whatever images are before."""
+    for entry in batch.entries:
+        if entry.start >= entry.sequence.num_prompt_tokens:
+            places = _places(inputs, entry)
+            inputs.tokens.rope_positions[places] = inputs.tokens.positions[places, None]
+
+
+def _begun_inside(batch: Batch) -> list[tuple[BatchEntry, SeenImage]]:
+    """Entries whose first token is inside an image, not at its start."""
+    return [
+        (entry, seen)
+        for entry in batch.entries
+        for seen in entry.images[:1]
+        if seen.attachment.start < entry.start < seen.attachment.end
+    ]
+
+
+def _places(inputs: ModelInputs, entry: BatchEntry) -> slice:
+    """Of an entry's tokens in the step."""
+    start = int(inputs.rows.query_starts[entry.row])
+    return slice(start, start + entry.num_new_tokens)
+
+
+IMAGE_FAULTS: Mapping[str, FaultOfImages] = {
+    "an image has a neighbour's rows": FaultOfImages(spoil=_rows_of_a_neighbour),
+    "an image's span is off by one": FaultOfImages(spoil=_span_off_by_one),
+    "rows and columns exchanged in rope": FaultOfImages(spoil=_sides_exchanged, needs_axes=True),
+    "the lag of rope dropped at decode": FaultOfImages(spoil=_lag_dropped, needs_axes=True),
+    "a digest without width and height": FaultOfImages(needs_turned=True),
+}
+"""By name."""

@@ -1,0 +1,117 @@
+"""The modes of the gate for images: every chunk size up to a span, and engines that lose an image.
+
+Owns the modes, and what happens in them while an image is being encoded: its request is cancelled
+and sent again, or its engine is lost and another one goes on. A bound of no time cuts encoding into
+one quantum a step there. Invariant: a stream that was interrupted has every token once.
+"""
+
+from dataclasses import dataclass, replace
+
+from cadenza.config import EngineLimits
+from cadenza.core.image_cost import ImageCost
+from cadenza.core.step_cost import StepBound, StepCost
+from cadenza.core.whole_spans import least_budget
+from cadenza.engine.core import CoreOptions, EngineCore
+from cadenza.engine.resumption import Resumption
+from cadenza.verification.modes import Interruption, Mode
+from cadenza.verification.workload import Arrival
+
+LEAST_CHUNK = 16
+MOST_CHUNKS = 64
+"""Of sizes that are played; of a longer span, so many of them, its own among them."""
+
+FEW_REQUESTS = 8
+"""With images, which the modes of chunk sizes play."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageSpans:
+    """Tokens of the longest image part of a workload; `are_whole`: no step ends inside one."""
+
+    longest: int
+    are_whole: bool
+
+
+def image_modes(
+    limits: EngineLimits, arrivals: tuple[Arrival, ...], spans: ImageSpans
+) -> tuple[Mode, ...]:
+    """Modes for a workload with images."""
+    without_cache = replace(limits, enable_prefix_caching=False)
+    with_cache = replace(limits, enable_prefix_caching=True)
+    hits = Mode(
+        name="images, prefix cache, cold then hot",
+        limits=with_cache,
+        rounds=2,
+        shows=("cache_hits", "hits_in_image"),
+    )
+    slow = Mode(name="", limits=without_cache, adapt=one_quantum_a_step)
+    return (
+        *(_chunks_of(size, without_cache, arrivals) for size in _chunk_sizes(spans, limits)),
+        hits,
+        replace(
+            slow,
+            name="requests cancelled while their image is encoded",
+            interrupt=cancel_and_send_again,
+            shows=("interrupted",),
+        ),
+        replace(
+            slow,
+            name="engines lost while an image is encoded",
+            limits=with_cache,
+            interrupt=lose_engine,
+            shows=("interrupted",),
+        ),
+    )
+
+
+def one_quantum_a_step(options: CoreOptions) -> CoreOptions:
+    """With a bound that no step keeps, so that each encodes as little as it may."""
+    cost = StepCost(fixed_ms=1.0, token_ms=1.0, logit_ms=0.0, key_ms=0.0)
+    return replace(
+        options,
+        step_bound=StepBound(max_ms=1.0, cost=cost),
+        image_cost=ImageCost(quantum_ms=1e9),
+    )
+
+
+def cancel_and_send_again(at: Interruption) -> EngineCore:
+    """Cancels a request whose image is being encoded, and sends it again."""
+    at.core.cancel(at.request_id)
+    at.round.forget(at.request_id)
+    request = at.round.arrivals[at.request_id].request
+    at.core.resume(at.request_id, request, Resumption(samples=at.round.open_samples(at.request_id)))
+    return at.core
+
+
+def lose_engine(at: Interruption) -> EngineCore:
+    """Another engine on the same runner, which has lost everything, goes on with all requests."""
+    core, played = at.make_core(), at.round
+    for request_id in played.sent:
+        samples = played.open_samples(request_id)
+        if samples:
+            done = played.num_prompt_logprobs(request_id)
+            request = played.arrivals[request_id].request
+            core.resume(request_id, request, Resumption(samples=samples, num_prompt_logprobs=done))
+    return core
+
+
+def _chunks_of(size: int, limits: EngineLimits, arrivals: tuple[Arrival, ...]) -> Mode:
+    """Steps of at most `size` tokens, for the first requests with images."""
+    seeing = [index for index, each in enumerate(arrivals) if each.request.attachments]
+    rows = min(size, limits.max_num_seqs)
+    return Mode(
+        name=f"images in chunks of {size}",
+        limits=replace(limits, max_num_batched_tokens=size, max_num_seqs=rows),
+        requests=tuple(seeing[:FEW_REQUESTS]),
+    )
+
+
+def _chunk_sizes(spans: ImageSpans, limits: EngineLimits) -> tuple[int, ...]:
+    """From `LEAST_CHUNK` to a span; where no step ends inside one, the least that holds a span."""
+    most = min(spans.longest, limits.max_num_batched_tokens)
+    if spans.are_whole:
+        return (least_budget(most, limits.max_num_seqs),)
+    if most <= LEAST_CHUNK:
+        return (LEAST_CHUNK,)
+    step = -(-(most - LEAST_CHUNK) // MOST_CHUNKS)
+    return tuple(dict.fromkeys((*range(LEAST_CHUNK, most, step), most)))
