@@ -14,7 +14,7 @@ from training.export import write_object, write_tensors
 from training.train import load_saved
 from training.vision.dialogues import IMAGE
 from training.vision.exported import named_tensors
-from training.vision.model import init_seeing
+from training.vision.model import SEEING_PARTS, init_seeing
 from training.vision.scenes import SIDE
 from training.vision.shape import (
     CELLS_OF_A_SIDE,
@@ -27,9 +27,11 @@ from training.vision.tokenizer import BUNDLED_VISION, load_vision_tokenizer
 from training.vision.train import VISION_RUN_FOLDER
 
 
-def export_seeing(run: Path, folder: Path) -> None:
+def export_seeing(tower: Path, text: Path, folder: Path) -> None:
+    """Exports the tower of one run with the text model of another."""
     start = init_seeing(TEXT_SHAPE, TowerShape(), jax.random.key(0))
-    weights = load_saved(run, start)
+    parts = {name: start[name] for name in SEEING_PARTS}
+    weights = load_saved(tower, parts) | load_saved(text, {"text": start["text"]})
     folder.mkdir(parents=True, exist_ok=True)
     write_tensors(folder / "model.safetensors", named_tensors(weights, TEXT_SHAPE, TowerShape()))
     write_object(folder / "config.json", _config())
@@ -134,10 +136,11 @@ def _image_processor() -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--run", type=Path, default=VISION_RUN_FOLDER)
+    parser.add_argument("--tower", type=Path, default=VISION_RUN_FOLDER / "tower")
+    parser.add_argument("--text", type=Path, default=VISION_RUN_FOLDER / "text")
     parser.add_argument("--folder", type=Path, default=BUNDLED_VISION)
     arguments = parser.parse_args()
-    export_seeing(arguments.run, arguments.folder)
+    export_seeing(arguments.tower, arguments.text, arguments.folder)
 
 
 if __name__ == "__main__":

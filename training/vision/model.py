@@ -33,9 +33,6 @@ from training.vision.shape import CELLS_OF_A_SIDE, PATCH, PATCHES_OF_A_SIDE, SCA
 
 Batch = dict[str, jax.Array]
 
-SHARE_OF_CELLS = 0.2
-"""Weight of what the cells say, beside the text's 1."""
-
 LABELS = {
     "kinds": 1 + len(KINDS),
     "colours": 1 + len(COLOURS),

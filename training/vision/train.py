@@ -1,9 +1,9 @@
 """Trains the bundled model that sees.
 
 Owns its seed, its objectives and what its batches are; steps, checkpoints and record are those of
-`training.train`.  There are three runs, since the text model takes most of the time and learns
+`training.train`.  There are two runs, since the text model takes most of the time and learns
 little before image tokens say what they show: `tower` learns what is at the middle of each image
-token's cell; `text` learns answers over that tower, which stays as it is; `both` goes on with both.
+token's cell; `text` learns answers over that tower, which stays as it is.
 
 Run as `python -m training.vision.train RUN` from the root of the repository; `--resume` continues
 from the last checkpoint of the run.
@@ -34,7 +34,6 @@ from training.train import (
 from training.vision.dialogues import make_batch, make_images
 from training.vision.model import (
     SEEING_PARTS,
-    SHARE_OF_CELLS,
     as_batch,
     cell_losses,
     init_seeing,
@@ -50,18 +49,14 @@ HELD_OUT_BATCHES = 3
 VISION_RUN_FOLDER = RUN_FOLDER / "vision"
 
 
-def seeing_objective(frozen: Weights | None = None) -> Objective:
-    """Predicts the answers, and what is at the middle of each image token's cell.
-
-    With `frozen` weights of `SEEING_PARTS` the text model alone is trained.
-    """
+def seeing_objective(parts: Weights) -> Objective:
+    """The text model predicts the answers, over frozen weights of `SEEING_PARTS`."""
 
     def losses(weights: Weights, frozen: Weights, batch: Batch) -> Figures:
         return losses_of(weights | frozen, batch, TEXT_SHAPE, TowerShape())
 
     def loss(weights: Weights, frozen: Weights, batch: Batch) -> jax.Array:
-        found = losses(weights, frozen, batch)
-        return found["text"] + (0.0 if frozen else SHARE_OF_CELLS * found["cells"])
+        return losses(weights, frozen, batch)["text"]
 
     def figures(weights: Weights, frozen: Weights, batch: Batch) -> Figures:
         found = losses(weights, frozen, batch)
@@ -71,7 +66,7 @@ def seeing_objective(frozen: Weights | None = None) -> Objective:
             "held_out_matches": found["matches"],
         }
 
-    return Objective(loss=loss, figures=figures, frozen=frozen or {}, feed=seeing_feed)
+    return Objective(loss=loss, figures=figures, frozen=parts, feed=seeing_feed)
 
 
 def tower_objective() -> Objective:
@@ -126,14 +121,12 @@ def _begin(arguments: argparse.Namespace) -> tuple[Weights, Objective]:
     parts = jax.tree.map(jnp.asarray, load_saved(arguments.tower, parts))
     if arguments.text is not None:
         text = jax.tree.map(jnp.asarray, load_saved(arguments.text, text))
-    if arguments.run == "text":
-        return text, seeing_objective(parts)
-    return parts | text, seeing_objective()
+    return text, seeing_objective(parts)
 
 
 def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("run", choices=("tower", "text", "both"))
+    parser.add_argument("run", choices=("tower", "text"))
     add_plan_arguments(parser)
     parser.add_argument("--folder", type=Path, help="of the run")
     parser.add_argument(
