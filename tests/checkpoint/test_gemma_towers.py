@@ -59,7 +59,9 @@ def test_a_budget_of_gemma_4_is_never_above_the_files(max_tokens: int, budget: i
     assert vision.max_part_tokens == budget
 
 
-def test_fewer_tokens_than_the_least_budget_are_refused():
+def test_fewer_tokens_than_the_least_that_an_image_takes_are_refused():
+    with pytest.raises(CheckpointError, match="--image-max-tokens 15 is below 16"):
+        read("tiny-gemma3-vl", unchanged, 15)
     with pytest.raises(CheckpointError, match="--image-max-tokens 69 is below 70"):
         read("tiny-gemma4-vl", unchanged, 69)
 

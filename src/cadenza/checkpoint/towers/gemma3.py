@@ -58,6 +58,11 @@ def _read(files: VisionFiles) -> VisionConfig:
         raise raw.wrong(
             "mm_tokens_per_image", f"the square of a divisor of {patches} patches a side"
         )
+    if files.max_tokens < num_tokens:
+        raise CheckpointError(
+            f"--image-max-tokens {files.max_tokens} is below {num_tokens}, which Gemma 3 makes of "
+            f"every image; set {num_tokens} or more, or --no-images"
+        )
     tower = replace(tower, projector=replace(tower.projector, side=patches // side))
     token_id = raw.integer("image_token_index", 0, MAX_VOCAB_SIZE, _IMAGE_TOKEN)
     return VisionConfig(
