@@ -27,7 +27,7 @@ from cadenza.bench.batching_ideal import StepRates, ideal_gain
 from cadenza.bench.batching_plan import BatchingLoad, BatchingOptions, BatchingPlan
 from cadenza.bench.batching_player import POLICIES, BatchPlayer, PlayedRequest, PlayTask, Timing
 from cadenza.bench.machine import describe_machine
-from cadenza.bench.runs import DecodeTask, run_decode, run_prefill
+from cadenza.bench.runs import DecodeTask, run_decode, run_prefill, text_ids
 from cadenza.bench.workloads import PlannedRequest, Workload
 from cadenza.errors import ConfigError
 from cadenza.frontend.loaded_model import load_model
@@ -137,7 +137,7 @@ def compare_modes(
         RunnerError: a request failed.
     """
     _check_room(core, plan)
-    requests = plan.requests(core.runner.vocab_size)
+    requests = tuple(_as_text(each, core) for each in plan.requests(core.runner.vocab_size))
     stage = _Stage(
         core=core,
         plan=plan,
@@ -176,6 +176,15 @@ def _check_room(core: EngineCore, plan: BatchingPlan) -> None:
             f"{limits.num_pages}; raise --kv-cache-memory-bytes or --num-pages, or lower "
             f"--max-num-seqs"
         )
+
+
+def _as_text(request: PlannedRequest, core: EngineCore) -> PlannedRequest:
+    """Without the placeholder of images, which stands for nothing here."""
+    images = core.limits.images
+    if images is None:
+        return request
+    ids = (each - (each == images.token_id) for each in request.prompt_token_ids)
+    return replace(request, prompt_token_ids=tuple(ids))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,7 +256,7 @@ class _Stage:
         return StepRates(prefill_tok_s=prefill.tokens_per_s, decode_step_s=step_s)
 
     def _prompts(self, count: int, length: int) -> list[tuple[int, ...]]:
-        ids = range(self.core.runner.vocab_size)
+        ids = text_ids(self.core)
         return [tuple(self.random.choices(ids, k=length)) for _ in range(count)]
 
     def _play(self, task: PlayTask, what: str, report: OnStatus) -> tuple[list[PlayedRequest], int]:

@@ -281,3 +281,11 @@ def _share(op: OpTotals, calls: int) -> OpShare:
         ms=1e3 * op.elapsed_s / op.num_calls * calls,
         read_bytes=round(op.read_bytes / op.num_calls * calls),
     )
+
+
+def text_ids(core: EngineCore) -> Sequence[int]:
+    """The ids of random prompts: all but that of the placeholders of images."""
+    ids, images = range(core.runner.vocab_size), core.limits.images
+    if images is None:
+        return ids
+    return [token_id for token_id in ids if token_id != images.token_id]

@@ -25,6 +25,7 @@ from cadenza.bench.runs import (
     run_decode,
     run_prefill,
     step_profile,
+    text_ids,
     touched_bytes,
 )
 from cadenza.bench.workloads import Workload
@@ -324,7 +325,7 @@ class _Runs:
         return run_prefill(self.core, prompts, time.perf_counter, profiler)
 
     def _prompts(self, count: int) -> list[tuple[int, ...]]:
-        ids = range(self.core.runner.vocab_size)
+        ids = text_ids(self.core)
         return [tuple(self.random.choices(ids, k=self.workload.input_len)) for _ in range(count)]
 
 
