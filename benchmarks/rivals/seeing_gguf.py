@@ -1,7 +1,7 @@
 """Writes a GGUF model that sees, of random weights: a text file and its tower (mmproj).
 
     pip install gguf
-    python -m benchmarks.rivals.seeing_gguf smolvlm2-500m FOLDER [BF16|F16|Q8_0]
+    python -m benchmarks.rivals.seeing_gguf smolvlm2-500m FOLDER [BF16|F16|Q8_0] [--one-tile]
 
 The shapes are those of SmolVLM2-500M and of Qwen3-VL-2B; weights of both files are in the given
 type but for embeddings, norms and biases. The vocabulary is random, with the family's special
@@ -61,7 +61,10 @@ class Seeing:
 _TWO_NEWLINES = "\u010a\u010a"
 """As byte-level vocabularies write it; llama.cpp looks it up."""
 _ROWS = tuple(f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5))
-_PARTS = "{% for part in message.content %}{% if part.type == 'image' %}IMAGE{% else %}{{ part.text }}{% endif %}{% endfor %}"
+_PARTS = (
+    "{% for part in message.content %}{% if part.type == 'image' %}IMAGE"
+    "{% else %}{{ part.text }}{% endif %}{% endfor %}"
+)
 _CONTENT = (
     "{% if message.content is string %}{{ message.content }}{% else %}" + _PARTS + "{% endif %}"
 )
@@ -111,8 +114,14 @@ MODELS: dict[str, Seeing] = {
             "torch_dtype": "bfloat16",
         },
         tower=Tower(
-            **{"depth": 24, "width": 1024, "inner": 4096, "heads": 16, "image": 768},
-            **{"patch": 16, "merged": 2, "deepstack": (5, 11, 17)},
+            depth=24,
+            width=1024,
+            inner=4096,
+            heads=16,
+            image=768,
+            patch=16,
+            merged=2,
+            deepstack=(5, 11, 17),
         ),
         tokens=(
             *("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"),
@@ -158,7 +167,7 @@ def _with_tokens(vocab_size: int, tokens: Sequence[str]) -> dict[str, Any]:
     return {**made, "model": model, "added_tokens": made["added_tokens"] + added}
 
 
-def write_tower(model: Seeing, out: Path, wanted: str) -> None:
+def write_tower(model: Seeing, out: Path, wanted: str, longest_edge: int) -> None:
     tower, width = model.tower, model.text["hidden_size"]
     is_qwen = model.architecture == "qwen3vl"
     writer = gguf.GGUFWriter(out, "clip")
@@ -181,7 +190,7 @@ def write_tower(model: Seeing, out: Path, wanted: str) -> None:
         writer.add_vision_is_deepstack_layers([at in tower.deepstack for at in range(tower.depth)])
     else:
         writer.add_vision_projector_scale_factor(tower.merged)
-        writer.add_vision_preproc_image_size(2048)
+        writer.add_vision_preproc_image_size(longest_edge)
     parts = _qwen_parts(tower, width) if is_qwen else _siglip_parts(tower, width)
     for name, array in parts:
         is_plain = array.ndim == 1 or "_embd" in name
@@ -265,10 +274,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("model", choices=MODELS)
     parser.add_argument("folder", type=Path)
     parser.add_argument("type", nargs="?", default="BF16", choices=("BF16", "F16", "Q8_0"))
+    parser.add_argument("--one-tile", action="store_true")
     given = parser.parse_args(arguments)
+    model = MODELS[given.model]
+    longest_edge = model.tower.image if given.one_tile else 2048
     given.folder.mkdir(parents=True, exist_ok=True)
-    write_text(MODELS[given.model], given.folder / "model.gguf", given.type)
-    write_tower(MODELS[given.model], given.folder / "mmproj.gguf", given.type)
+    write_text(model, given.folder / "model.gguf", given.type)
+    write_tower(model, given.folder / "mmproj.gguf", given.type, longest_edge)
 
 
 if __name__ == "__main__":
