@@ -1,7 +1,8 @@
 """Writes a GGUF model that sees, of random weights: a text file and its tower (mmproj).
 
     pip install gguf
-    python -m benchmarks.rivals.seeing_gguf smolvlm2-500m FOLDER [BF16|F16|Q8_0] [--one-tile]
+    python -m benchmarks.rivals.seeing_gguf smolvlm2-500m FOLDER [BF16|F16|Q8_0] \\
+        [--one-tile] [--layers N]
 
 The shapes are those of SmolVLM2-500M and of Qwen3-VL-2B; weights of both files are in the given
 type but for embeddings, norms and biases. The vocabulary is random, with the family's special
@@ -135,9 +136,10 @@ MODELS: dict[str, Seeing] = {
 }
 
 
-def write_text(model: Seeing, out: Path, wanted: str) -> None:
+def write_text(model: Seeing, out: Path, wanted: str, num_layers: int) -> None:
     """The text half, as `as_gguf` writes one."""
-    config, generator = parse_model_config(model.text), np.random.default_rng(0)
+    config = parse_model_config({**model.text, "num_hidden_layers": num_layers})
+    generator = np.random.default_rng(0)
     settings, draw = settings_of(config), of_shape(config, generator)
     writer = gguf.GGUFWriter(out, model.architecture)
     add_shape(writer, settings)
@@ -275,11 +277,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("type", nargs="?", default="BF16", choices=("BF16", "F16", "Q8_0"))
     parser.add_argument("--one-tile", action="store_true")
+    parser.add_argument("--layers", type=int)
     given = parser.parse_args(arguments)
     model = MODELS[given.model]
     longest_edge = model.tower.image if given.one_tile else 2048
     given.folder.mkdir(parents=True, exist_ok=True)
-    write_text(model, given.folder / "model.gguf", given.type)
+    num_layers = given.layers or model.text["num_hidden_layers"]
+    write_text(model, given.folder / "model.gguf", given.type, num_layers)
     write_tower(model, given.folder / "mmproj.gguf", given.type, longest_edge)
 
 
