@@ -182,9 +182,11 @@ class TowerStages:
             block = given.block
             x = jax.lax.dynamic_slice_in_dim(state.stream, block.start * each, size * each)
             y = self._projected(projector, config, x, block.num_defined)
-            width = y.shape[1]
-            place = block.start, jnp.int32(index * width)
-            return state._replace(rows=jax.lax.dynamic_update_slice(state.rows, y, place))
+            # Not by `dynamic_update_slice`: XLA copies all of bfloat16 by way of float32 on a CPU.
+            images = ImageRows(state.rows, block.start + jnp.arange(size, dtype=jnp.int32))
+            count = block.num_defined
+            rows = self.ops.compute(lambda ops: ops.keep_rows(y, images, index, count))
+            return state._replace(rows=rows)
 
         return merge
 
