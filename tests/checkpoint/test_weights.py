@@ -274,7 +274,9 @@ def test_pages_are_released_when_the_reading_comes_to_another_layer(tmp_path: Pa
     write_tensors(tmp_path / "model.safetensors", tensors)
     weights = open_weights(tmp_path)
     (whole,) = weights.files
-    file = CountingFile(name=whole.name, data=whole.data, modified_ns=whole.modified_ns)
+    file = CountingFile(
+        name=whole.name, path=whole.path, data=whole.data, modified_ns=whole.modified_ns
+    )
     loaded = replace(weights, files=(file,)).watched(file.reads.append).released_by_layer()
     names = [spec.name for spec in declare(config)]
     for name in names:
