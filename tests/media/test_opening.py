@@ -187,6 +187,16 @@ def test_base64_is_strict(text: str):
         data_of_base64(text)
 
 
+def test_base64_of_several_slices_is_decoded_whole_and_as_strictly():
+    data = bytes(range(256)) * 3072 + b"x"
+    text = base64.b64encode(data).decode()
+    assert len(text) > 1 << 20
+    assert data_of_base64(text) == data
+    for place in (1 << 18, (1 << 19) - 4):
+        with pytest.raises(ImageFault, match="its base64 is damaged"):
+            data_of_base64(text[:place] + "QQ==" + text[place + 4 :])
+
+
 def test_base64_of_too_many_bytes_is_refused_undecoded():
     with pytest.raises(ImageFault, match=r"over the 20\.0 MiB that are allowed"):
         data_of_base64("A" * (MAX_BASE64_CHARS + 4))

@@ -431,3 +431,21 @@ def test_openais_client_sends_images_to_both_of_its_apis(client: openai.OpenAI):
                 }
             ],
         )
+
+
+def test_anthropics_client_sends_images(server: RunningServer):
+    anthropic = pytest.importorskip("anthropic", reason="the client anthropic is not installed")
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+        said: Any = [
+            {"type": "image", "source": source_of(URL)},
+            {"type": "image", "source": {"type": "url", "url": REMOTE}},
+            {"type": "text", "text": "What are they?"},
+        ]
+        messages = [{"role": "user", "content": said}]
+        answer = client.messages.create(model="scripted", max_tokens=4, messages=messages)
+        assert answer.content[0].text
+        counted = client.messages.count_tokens(model="scripted", messages=messages)
+        assert counted.input_tokens == answer.usage.input_tokens > 16
+        said[0]["source"] = source_of(data_url(PNG[:-5]))
+        with pytest.raises(anthropic.BadRequestError, match=r"image 0 \(messages\[0\]\.content\["):
+            client.messages.create(model="scripted", max_tokens=4, messages=messages)

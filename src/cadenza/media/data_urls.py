@@ -6,11 +6,14 @@ they are. Invariant: nothing but base64's own alphabet and padding is passed ove
 
 import binascii
 import re
+from collections.abc import Iterator
 
 from cadenza.errors import show, show_size
 from cadenza.media.headers import FORMATS_HELP, too_many_bytes
 from cadenza.media.image_input import MAX_ENCODED_BYTES, ImageFault
 
+_SLICE = 1 << 18
+"""Characters that are decoded at once, whole groups of them: between slices other threads run."""
 MAX_BASE64_CHARS = -(-MAX_ENCODED_BYTES // 3) * 4
 _HEAD = re.compile(r"data:([A-Za-z0-9.+-]+/[A-Za-z0-9.+-]+);base64,", re.ASCII | re.IGNORECASE)
 _MAX_HEAD_CHARS = 256
@@ -37,11 +40,21 @@ def data_of_base64(text: str) -> bytes:
     if len(text) > MAX_BASE64_CHARS:
         raise too_many_bytes(f"about {show_size(len(text) // 4 * 3)}")
     try:
-        if text.endswith("==="):  # which Python takes behind whole groups
-            raise ValueError
-        return binascii.a2b_base64(text, strict_mode=True)
+        return b"".join(_decoded(text))
     except ValueError:
         raise ImageFault(
             f"its base64 is damaged ({len(text)} characters); send the standard alphabet with "
             f"padding, without line breaks"
         ) from None
+
+
+def _decoded(text: str) -> Iterator[bytes]:
+    """Raises ValueError. Padding ends the whole text, and is at most two characters, which Python
+    does not see to."""
+    if text.endswith("==="):
+        raise ValueError
+    for start in range(0, len(text), _SLICE):
+        part = text[start : start + _SLICE]
+        if "=" in part and start + _SLICE < len(text):
+            raise ValueError
+        yield binascii.a2b_base64(part, strict_mode=True)
