@@ -6,7 +6,8 @@
 
 The shapes are those of SmolVLM2-500M and of Qwen3-VL-2B; weights of both files are in the given
 type but for embeddings, norms and biases. The vocabulary is random, with the family's special
-tokens at its end. `beside_mtmd` compares engines on such a folder.
+tokens at its end. `encode_time` times Cadenza's tower on such a
+folder, and llama.cpp's `llama-mtmd-cli -m FOLDER/model.gguf --mmproj FOLDER/mmproj.gguf` its own.
 """
 
 import argparse
