@@ -1,4 +1,4 @@
-"""An engine over a tower of the reference operations: images among texts change no token."""
+"""An engine over a tower: images among texts change no token."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +9,7 @@ import pytest
 from cadenza.checkpoint.random_checkpoint import named_shape, write_random_checkpoint
 from cadenza.config import EngineConfig
 from cadenza.engine.core import EngineCore
+from cadenza.errors import InvalidRequestError
 from cadenza.events import Token
 from cadenza.loading.build import build_core, open_planned
 from cadenza.request import Attachment, Request, SamplingParams
@@ -25,7 +26,6 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> EngineCore:
     shape = replace(named_shape("tiny-smolvlm"), num_layers=1)
     write_random_checkpoint(shape, folder, seed=1, dtype="float32")
     config = EngineConfig(
-        ops="reference",
         max_itl_ms=20.0,
         max_num_seqs=3,
         max_num_batched_tokens=32,
@@ -87,3 +87,10 @@ def test_tokens_behind_images_are_those_of_each_request_alone(engine: EngineCore
 
 def test_what_encoding_costs_was_measured(engine: EngineCore) -> None:
     assert engine.scheduler.images.cost.num_measured > 0
+
+
+def test_a_grid_that_the_processor_makes_of_no_image_is_refused(engine: EngineCore) -> None:
+    request = request_of(engine, 1)
+    forged = replace(request.attachments[0], rows=4, columns=9)
+    with pytest.raises(InvalidRequestError, match="parts of this model have 84 x 84 pixels"):
+        engine.submit(replace(request, attachments=(forged,)))

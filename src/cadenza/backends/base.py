@@ -254,7 +254,8 @@ class ImageRunner(Protocol):
         ...
 
     def image_work(self, part: Attachment) -> ImageWork:
-        """What encoding an image part takes, from its size alone."""
+        """What encoding an image part takes, from its size alone. Raises InvalidRequestError for
+        one that the model's processor makes of no image."""
         ...
 
 

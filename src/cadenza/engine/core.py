@@ -208,6 +208,9 @@ class EngineCore:
         if self._is_closed:
             raise EngineClosedError("the engine is closed; make a new one")
         self.request_check.check(request)
+        for part in request.attachments:
+            assert isinstance(self.runner, ImageRunner), "images were refused"
+            self.runner.image_work(part)
 
     def new_request_id(self) -> int:
         self._next_request_id += 1

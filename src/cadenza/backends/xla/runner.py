@@ -47,6 +47,7 @@ from cadenza.backends.xla.programs import (
 )
 from cadenza.backends.xla.tables import MakeOps, choose_table
 from cadenza.backends.xla.vision.encoder import ImageEncoder
+from cadenza.backends.xla.vision.host_tables import part_of
 from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.split import Rank, split_model, split_weights
 from cadenza.checkpoint.weights import Weights
@@ -200,6 +201,8 @@ class XlaRunner:
 
     def image_work(self, part: Attachment) -> ImageWork:
         assert self._encoder is not None, "the runner encodes images"
+        assert self._model.vision is not None, "the model sees"
+        self._model.vision.processor.check(part_of(part))
         return self._encoder.work(part)
 
     @property
