@@ -82,8 +82,9 @@ class Bounds:
 class Server:
     """A server under test."""
 
-    def __init__(self, url: str, client: httpx.AsyncClient) -> None:
+    def __init__(self, url: str, client: httpx.AsyncClient, num_ids: int = NUM_IDS) -> None:
         self._url = url
+        self._num_ids = num_ids
         self._client = client
         self._rng = random.Random(7)
         self._model: str | None = None
@@ -95,7 +96,7 @@ class Server:
             self._model = listed["data"][0]["id"]
         body: dict[str, Any] = {
             "model": self._model,
-            "prompt": [self._rng.randrange(100, NUM_IDS) for _ in range(num_tokens)],
+            "prompt": [self._rng.randrange(100, self._num_ids) for _ in range(num_tokens)],
             "max_tokens": max_tokens,
             "ignore_eos": True,
             "temperature": 0.0,
