@@ -60,6 +60,7 @@ VALUES = {
     "max_num_batched_tokens": ("33", 33),
     "kv_cache_memory_bytes": ("4096", 4096),
     "num_pages": ("7", 7),
+    "tensor_parallel_size": ("4", 4),
     "kv_layout": ("dense", "dense"),
     "page_size": ("32", 32),
     "scheduler": ("plain", "plain"),
@@ -172,7 +173,7 @@ def test_an_empty_variable_counts_as_not_set():
 
 def test_every_known_alias_means_its_flag():
     known = """--ctx-size -c --context-length --parallel -np --max-running-requests --max-batch-size
-        --decode-concurrency --prefill-step-size --scheduler-policy"""
+        --decode-concurrency --prefill-step-size --scheduler-policy -tp --tp-size"""
     assert set(known.split()) == {alias for alias, _ in ALIASES}
     for alias, name in ALIASES:
         written, meant = VALUES[name]

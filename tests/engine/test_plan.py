@@ -302,7 +302,7 @@ ELSEWHERE = {
     *("max_itl_ms", "batching", "scheduling_policy", "starvation_guard", "admission"),
     *("arithmetic", "speculative_config", "chat_template"),
     *("prefix_cache_disk", "prefix_cache_disk_bytes", "gpu_memory_utilization"),
-    *("weight_cache_bytes", "max_state_snapshots"),
+    *("weight_cache_bytes", "max_state_snapshots", "tensor_parallel_size"),
     *("images", "mmproj", "image_cache_bytes", "image_max_tokens"),
 }
 """Options that the plan has no number of; `tests/faces` has them."""
