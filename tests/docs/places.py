@@ -110,6 +110,10 @@ KEY = 'CADENZA_API_KEY="$(openssl rand -hex 16)"'
 CHAT = "http://127.0.0.1:8000/v1/chat/completions -H 'content-type: application/json'"
 SMOLVLM = {"HuggingFaceTB/SmolVLM2-500M-Video-Instruct": SEEING}
 PHOTO = """python -c "from PIL import Image; Image.new('L', (640, 480)).save('photo.png')\""""
+SHAPES = (
+    """python -c "from PIL import Image, ImageDraw; i = Image.new('RGB', (96, 96), 'white'); """
+    """ImageDraw.Draw(i).ellipse((20, 20, 60, 60), fill=(220, 30, 35)); i.save('shapes.png')\""""
+)
 MLX = {"mlx-community/SmolLM2-135M-Instruct": TINY}
 CITY = """{
   "messages": [{"role": "user", "content": "What is the capital of France?"}],
@@ -282,6 +286,9 @@ PLACES: Mapping[str, Place] = {
     ),
     f"cadenza serve {GGUF}": Serve(),
     # docs/images.md
+    "cadenza chat bundled-vision": Run(
+        before=SHAPES, stdin="/image shapes.png\nWhat colour is the circle?\n/bye\n", prints="red"
+    ),
     "cadenza info HuggingFaceTB/SmolVLM2-500M-Video-Instruct": Run(
         instead=SMOLVLM, prints="tokens_of_640x480"
     ),
