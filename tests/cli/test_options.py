@@ -48,7 +48,7 @@ def config_of(*arguments: str, env: dict[str, str] | None = None) -> EngineConfi
 VALUES = {
     "backend": ("xla", "xla"),
     "device": ("cpu", "cpu"),
-    "ops": ("reference", "reference"),
+    "ops": ("split", "split"),
     "revision": ("v1.0", "v1.0"),
     "dtype": ("bfloat16", "bfloat16"),
     "quantization": ("int4", "int4"),

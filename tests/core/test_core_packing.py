@@ -296,9 +296,10 @@ def test_rope_positions_are_written_for_sequences_with_images_alone() -> None:
     scheduler = scheduler_of(token_budget=24)
     image = Attachment(start=2, length=6, digest=b"d", rows=2, columns=3)
     seeing = sequence_of(1, 9)
-    seeing.request = replace(seeing.request, attachments=(image,))
     add(scheduler, sequence_of(0, 3), seeing)
-    inputs = packer_of().pack(next_batch(scheduler), BUCKET)
+    batch = next_batch(scheduler)
+    seeing.request = replace(seeing.request, attachments=(image,))  # as if it had been encoded
+    inputs = packer_of().pack(batch, BUCKET)
     found = inputs.tokens.rope_positions
     assert found[:3].tolist() == [[NO_ROPE_POSITION] * 3] * 3
     assert np.array_equal(found[3:12], rope_positions((image,), 0, 9))

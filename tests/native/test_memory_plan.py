@@ -317,7 +317,7 @@ def test_pages_take_no_memory_until_they_are_written(
         page_size=16,
         kv_cache_dtype=kv_cache_dtype,
     )
-    num_pages = 100 * MB // (16 * spec.model.kv_bytes_per_token(dtype, kv_cache_dtype))
+    num_pages = 200 * MB // (16 * spec.model.kv_bytes_per_token(dtype, kv_cache_dtype))
 
     def taken_bytes(fill: float | None) -> int:
         before = private_bytes(os.getpid())
@@ -327,4 +327,5 @@ def test_pages_take_no_memory_until_they_are_written(
         return private_bytes(os.getpid()) - before
 
     assert taken_bytes(None) < 20 * MB
-    assert taken_bytes(0.0) > 80 * MB  # the control
+    # The control. Memory that earlier tests freed may be taken again.
+    assert taken_bytes(0.0) > 80 * MB
