@@ -11,9 +11,10 @@ from cadenza.errors import InvalidRequestError
 from cadenza.media.addresses import AllowedHosts
 from cadenza.media.data_urls import MAX_BASE64_CHARS, data_of_base64, data_of_url
 from cadenza.media.decode_pool import DecodePool
+from cadenza.media.decoding import prepared, prepared_picture
 from cadenza.media.fetching import BudgetFullError, MediaFetcher
 from cadenza.media.image_input import ImageFault, ImageInput, image_part, images_of
-from cadenza.media.opening import ImageOpener, measure_images, open_here
+from cadenza.media.opening import ImageOpener, measure_images
 from tests.media.corpus import data_url, header_bomb, quarters, saved
 from tests.media.processors import WholeImages
 
@@ -60,24 +61,29 @@ def test_a_conversations_images_are_found_in_their_order():
     assert images_of(messages) == [first, second]
 
 
-def test_images_are_opened_here_and_in_processes_alike(pool: DecodePool):
-    there, here = [file(), ImageInput(url=data_url(PNG), detail="low")], [file(), file()]
-    here[1].detail = "low"
+def test_a_process_makes_of_an_image_what_this_one_would(pool: DecodePool):
+    there = [file(), ImageInput(url=data_url(PNG), detail="low")]
     opened(there, pool)
-    open_here(here, WHOLE)
-    assert [each.opened for each in there] == [each.opened for each in here]
-    assert here[1].opened is not None
-    assert here[1].opened.parts == (quarters().tobytes(), b"low")
+    assert [each.opened for each in there] == [
+        prepared(PNG, WHOLE, "auto"),
+        prepared(PNG, WHOLE, "low"),
+    ]
+    assert there[1].opened is not None
+    assert there[1].opened.parts == (quarters().tobytes(), b"low")
     assert [each.data for each in there] == [None, None]
 
 
-def test_a_pil_image_is_opened_here():
-    image = ImageInput(picture=quarters())
+@pytest.mark.parametrize("orientation", [1, 6])
+def test_a_pil_image_is_measured_upright(orientation: int):
+    picture = quarters()
+    picture.getexif()[0x0112] = orientation
+    image = ImageInput(picture=picture)
     measure_images([image], WHOLE)
     assert image.opened is not None
-    assert (image.opened.width, image.opened.parts) == (32, None)
-    open_here([image], WHOLE)
-    assert image.opened.parts == (quarters().tobytes(), b"auto")
+    made = prepared_picture(picture, WHOLE, "auto")
+    assert (image.opened.width, image.opened.height) == (made.width, made.height)
+    assert (made.width == 32) == (orientation == 1)
+    assert image.opened.parts is None
 
 
 def test_counting_reads_headers_only():
@@ -93,7 +99,7 @@ def test_a_url_is_fetched_by_a_server_alone(pool: DecodePool):
     assert image.opened is not None
     assert image.opened.width == 32
     with pytest.raises(InvalidRequestError, match=r"image 0: its URL is remote; only a server"):
-        open_here([ImageInput(url="https://images.test/a")], WHOLE)
+        measure_images([ImageInput(url="https://images.test/a")], WHOLE)
 
 
 def test_no_url_is_fetched_where_another_one_is_refused(pool: DecodePool):
@@ -114,7 +120,7 @@ def test_the_first_image_at_fault_is_named_with_its_place(pool: DecodePool, plac
     images = [file(where=f"messages[{number}].content[1]") for number in range(3)]
     for number in range(place, 3):
         images[number].data = header_bomb()
-    for open_all in (lambda: opened(images, pool), lambda: open_here(images, WHOLE)):
+    for open_all in (lambda: opened(images, pool), lambda: measure_images(images, WHOLE)):
         with pytest.raises(InvalidRequestError) as raised:
             open_all()
         where = f"messages[{place}].content[1]"
@@ -140,7 +146,7 @@ def test_nine_images_are_refused(pool: DecodePool):
     images = [file(where="x") for _ in range(9)]
     with pytest.raises(InvalidRequestError, match=r"^image 8 \(x\): a request may have at most 8"):
         opened(images, pool)
-    open_here(images[:8], WHOLE)
+    measure_images(images[:8], WHOLE)
 
 
 @pytest.mark.parametrize("head", ["data:image/png;base64,", "DATA:Image/PNG;Base64,"])

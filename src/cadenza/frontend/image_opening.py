@@ -6,7 +6,6 @@ Invariant: an image's size is known by its header, before a pixel of it is decod
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
-from typing import Any
 from weakref import finalize
 
 from cadenza.media.decode_pool import DecodePool
@@ -14,11 +13,6 @@ from cadenza.media.decoding import prepared_picture
 from cadenza.media.image_input import ImageFault, ImageInput, OpenedImage
 from cadenza.media.opening import measure_images
 from cadenza.vision.processor import ImageProcessor
-
-_ORIENTATION = 0x0112
-"""A member of EXIF data."""
-_TURNED = range(5, 9)
-"""Orientations whose sides are exchanged."""
 
 
 class PooledPixels:
@@ -32,9 +26,6 @@ class PooledPixels:
 
     def measure(self, images: SequenceOf[ImageInput], processor: ImageProcessor) -> None:
         """As `PixelSource.measure`."""
-        for image in images:
-            if image.picture is not None and image.opened is None:
-                image.opened = _size_of_picture(image.picture)
         measure_images(images, processor)
 
     def open(self, images: SequenceOf[ImageInput], processor: ImageProcessor) -> None:
@@ -64,11 +55,3 @@ class PooledPixels:
             self._end = finalize(self, self._pool.close)
         assert image.data is not None, "an image that was measured has its file"
         return self._pool.submit(image.data, processor, image.detail)
-
-
-def _size_of_picture(picture: Any) -> OpenedImage:
-    """Of a PIL image, upright, as `prepared_picture` makes it."""
-    width, height = picture.size
-    is_turned = picture.getexif().get(_ORIENTATION) in _TURNED
-    across, down = (height, width) if is_turned else (width, height)
-    return OpenedImage(width=across, height=down)

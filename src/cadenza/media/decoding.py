@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 _WIDE = ("I", "I;16", "I;16B", "I;16L")
 """Pillow's modes of grey with 16 bits."""
+_TURNED = range(5, 9)
+"""Orientations of EXIF whose sides are exchanged."""
 _TO_BYTE = [(value + 128) // 257 for value in range(1 << 16)]
 
 
@@ -50,6 +52,15 @@ def upright_rgb(data: bytes) -> "Image":
         # Pillow's plugins raise any of these for damaged files.
         raise cut_off() from None
     return _upright(rgb, header.orientation)
+
+
+def picture_size(picture: Any) -> tuple[int, int]:
+    """The width and height of a PIL image of the caller's, upright."""
+    from PIL.ExifTags import Base
+
+    width, height = picture.size
+    is_turned = picture.getexif().get(Base.Orientation) in _TURNED
+    return (height, width) if is_turned else (width, height)
 
 
 def upright_picture(picture: Any) -> "Image":

@@ -1,4 +1,4 @@
-"""Opens the images of a request: `ImageOpener` for a server, `open_here` within this process.
+"""Opens the images of a request: `ImageOpener` for a server; `measure_images` for anybody.
 
 Owns the order: count, headers of all, then pixels. Invariant: an error names the first image at
 fault, its place and what is allowed; no image is decoded where another one's header is refused.
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from cadenza.errors import InvalidRequestError
 from cadenza.media.data_urls import data_of_url, is_data_url
 from cadenza.media.decode_pool import DecodePool
-from cadenza.media.decoding import prepared, prepared_picture
+from cadenza.media.decoding import picture_size
 from cadenza.media.fetching import MediaFetcher, TryAdd
 from cadenza.media.headers import image_size
 from cadenza.media.image_input import (
@@ -40,17 +40,6 @@ def check_count(images: Sequence[ImageInput]) -> None:
         ).named(images[MAX_IMAGES], MAX_IMAGES)
 
 
-def open_here(images: Sequence[ImageInput], processor: "ImageProcessor") -> None:
-    """Sets `opened` of each, within this process. Slow. Raises InvalidRequestError."""
-    measure_images(images, processor)
-    for place, image in enumerate(images):
-        with _naming(image, place):
-            if image.picture is not None:
-                image.opened = prepared_picture(image.picture, processor, image.detail)
-            elif image.opened is None or image.opened.parts is None:
-                image.opened = prepared(_given(image), processor, image.detail)
-
-
 def measure_images(images: Sequence[ImageInput], processor: "ImageProcessor") -> None:
     """Sets `opened` without pixels of each that has none yet: enough to count tokens. Raises
     InvalidRequestError."""
@@ -63,7 +52,7 @@ def measure_images(images: Sequence[ImageInput], processor: "ImageProcessor") ->
 
 def _measure(image: ImageInput, processor: "ImageProcessor") -> None:
     if image.picture is not None:
-        width, height = image.picture.size
+        width, height = picture_size(image.picture)
     else:
         width, height = image_size(_given(image))
     processor.plan(width, height, image.detail)  # refuses sizes that the model does not take
