@@ -254,8 +254,11 @@ class ImageRunner(Protocol):
         ...
 
     def image_work(self, part: Attachment) -> ImageWork:
-        """What encoding an image part takes, from its size alone. Raises InvalidRequestError for
-        one that the model's processor makes of no image."""
+        """What encoding an image part takes, from its size alone."""
+        ...
+
+    def check_image(self, part: Attachment) -> None:
+        """Raises InvalidRequestError for a part that the model's processor makes of no image."""
         ...
 
 

@@ -172,6 +172,9 @@ class FakeRunner:
         num_records = self.max_num_seqs + NUM_EXTRA_LOGIT_ROWS
         self._rules = np.full((num_records, num_words), _NEVER_WRITTEN, np.int64)
 
+    def check_image(self, part: Attachment) -> None:
+        """It takes images of any size."""
+
     def image_work(self, part: Attachment) -> ImageWork:
         return fake_image_work(part)
 

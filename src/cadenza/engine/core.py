@@ -210,7 +210,7 @@ class EngineCore:
         self.request_check.check(request)
         for part in request.attachments:
             assert isinstance(self.runner, ImageRunner), "images were refused"
-            self.runner.image_work(part)
+            self.runner.check_image(part)
 
     def new_request_id(self) -> int:
         self._next_request_id += 1

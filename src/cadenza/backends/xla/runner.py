@@ -201,9 +201,11 @@ class XlaRunner:
 
     def image_work(self, part: Attachment) -> ImageWork:
         assert self._encoder is not None, "the runner encodes images"
+        return self._encoder.work(part)
+
+    def check_image(self, part: Attachment) -> None:
         assert self._model.vision is not None, "the model sees"
         self._model.vision.processor.check(part_of(part))
-        return self._encoder.work(part)
 
     @property
     def _can_split_steps(self) -> bool:
