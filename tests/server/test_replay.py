@@ -185,7 +185,8 @@ def test_answers_of_other_lengths_or_ends_differ_where_they_cease_to_be_equal(
         receipt, token_ids=receipt.token_ids[:9], logprobs=receipt.logprobs[:9]
     )
     other = msgspec.structs.replace(receipt, token_ids=(*receipt.token_ids[:3], 1, 2))
-    ended = msgspec.structs.replace(receipt, finish_reason="stop")
+    another_end = "length" if receipt.finish_reason == "stop" else "stop"
+    ended = msgspec.structs.replace(receipt, finish_reason=another_end)
     assert place_of_difference(receipt, receipt) is None
     assert place_of_difference(shorter, receipt) == place_of_difference(receipt, shorter) == 9
     assert place_of_difference(receipt, other) == 3
