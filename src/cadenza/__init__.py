@@ -7,6 +7,7 @@ Modules:
 
 - `config`: the user's options (`EngineConfig`) and the resolved bounds (`EngineLimits`)
 - `speculative_config`: the value of `--speculative-config`
+- `sparse_prefill`: prompts of which only a part is computed, when a request asks for it
 - `tenant`: on whose behalf a request is served
 - `bounds`: bounded values of requests, and what may be given in place of them
 - `request`: `Request`, `SamplingParams` and their `BOUNDS`, attachments

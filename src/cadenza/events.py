@@ -48,6 +48,11 @@ class CacheMiss(Struct, frozen=True, kw_only=True):
     reason: CacheMissReason
 
 
+WholePromptReason = Literal["scoring_failed", "cached"]
+"""Why the whole prompt of a request with a sparse prefill was computed: its scoring failed; it was
+asked for only where the prompt is not in the prefix cache, and it was."""
+
+
 class TokenLogprobs(Struct, frozen=True, kw_only=True):
     """Log probabilities at one position (natural log, of the logits before sampling options).
 
@@ -67,7 +72,14 @@ class _Event(Struct, frozen=True, kw_only=True, omit_defaults=True, array_like=T
 
 
 class Started(_Event, frozen=True):
-    """A request has left the queue: it got its first row. Sent once per request."""
+    """A request has left the queue: it got its first row. Sent once per request.
+
+    Of one with a sparse prefill `kept` are the chunks that are computed (`KeptTokens.mask`); None
+    if the whole prompt is, for the reason `whole_because`.
+    """
+
+    kept: bytes | None = None
+    whole_because: WholePromptReason | None = None
 
 
 class Token(_Event, frozen=True):

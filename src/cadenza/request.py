@@ -21,6 +21,7 @@ from cadenza.bounds import (
 )
 from cadenza.config import MAX_LOGPROBS_BOUND
 from cadenza.errors import InvalidRequestError, must_be, show
+from cadenza.sparse_prefill import SparsePrefill
 from cadenza.speculative_config import MAX_SPECULATIVE_TOKENS, Speculative, as_speculative
 from cadenza.structured import ConstraintSpec, StructuredOutput, as_structured
 from cadenza.tenant import ONE_TENANT, Tenant
@@ -358,6 +359,7 @@ class Request:
             from -`MAX_PRIORITY` to `MAX_PRIORITY`.
         tenant: among those whose requests wait, service is shared out by weight. Unlike the salt
             it does not separate cached prefixes.
+        sparse_prefill: the prompt is thinned out; `None` computes all of it.
 
     Raises:
         InvalidRequestError: a value has the wrong type or is out of bounds.
@@ -373,6 +375,7 @@ class Request:
     prediction: tuple[int, ...] = ()
     tenant: Tenant = ONE_TENANT
     pooling: PoolingParams | None = None
+    sparse_prefill: SparsePrefill | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.params, SamplingParams):

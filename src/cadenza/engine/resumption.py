@@ -7,6 +7,8 @@ computed again, as after a preemption. Plain values; knows no process and no eng
 
 import msgspec
 
+from cadenza.events import WholePromptReason
+
 
 class ResumedSample(msgspec.Struct, frozen=True, kw_only=True):
     """A sample that has not ended.
@@ -21,7 +23,12 @@ class ResumedSample(msgspec.Struct, frozen=True, kw_only=True):
 
 class Resumption(msgspec.Struct, frozen=True, kw_only=True):
     """A request's samples that have not ended, and how many log probabilities of its prompt's
-    tokens have come."""
+    tokens have come.
+
+    Of one with a sparse prefill that has started, `kept` and `whole_because` are as in `Started`.
+    """
 
     samples: tuple[ResumedSample, ...]
     num_prompt_logprobs: int = 0
+    kept: bytes | None = None
+    whole_because: WholePromptReason | None = None

@@ -1,0 +1,224 @@
+"""Sparse prefill: what a request asks for (`SparsePrefill`) and what came of it (`KeptTokens`).
+
+A draft model scores the tokens of a long prompt, and the model computes only the chunks of `CHUNK`
+tokens that score highest, each token at its own place in the prompt. It is an approximation: an
+answer is that of a prompt with gaps. Which tokens are kept follows from the request and the
+server's settings alone, never from load. Plain values; knows no models, pages or devices.
+
+A token has an index, its place in the prompt or behind it, and a position, its rank among what is
+computed; without sparse prefill they are equal.
+
+Source: SpecPrefill, arXiv 2502.02789.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from math import ceil, isfinite
+from typing import Literal, NamedTuple
+
+from cadenza.errors import InvalidRequestError, must_be, show
+
+CHUNK = 32
+"""Tokens that are kept or left out together; the last chunk of a prompt may have fewer."""
+
+LOOK_AHEAD = 8
+"""Queries that score a prompt: its last token and the tokens that the draft generates behind it."""
+
+POOL = 13
+"""Keys whose attention is averaged, centred on each key; those outside the prompt count as 0."""
+
+LAST_TOKENS = 64
+"""The last tokens of a prompt, which are always kept."""
+
+LEAST_KEEP, MOST_KEEP = 0.01, 1.0
+
+When = Literal["always", "cold"]
+
+
+class PromptSpan(NamedTuple):
+    """Tokens [start, stop) of a prompt."""
+
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SparsePrefill:
+    """How a request's prompt is thinned out.
+
+    Args:
+        keep: the fraction of chunks that is kept, from 0.01 to 1.
+        forced: spans whose chunks are kept whatever they score; the first chunk and the last 64
+            tokens are, besides. More than `keep` allows are all kept, and nothing else.
+        when: "cold" computes the whole prompt where more of it than `cold_from` tokens is in the
+            prefix cache, the one case in which what was computed before decides.
+        cold_from: see `when`.
+        kept: the chunks that an earlier computation of the request kept (`KeptTokens.mask`); the
+            prompt is then not scored.
+
+    Raises:
+        InvalidRequestError: a value has the wrong type or is out of bounds.
+    """
+
+    keep: float
+    forced: tuple[PromptSpan, ...] = ()
+    when: When = "always"
+    cold_from: int = 0
+    kept: bytes | None = None
+
+    def __post_init__(self) -> None:
+        if not LEAST_KEEP <= self.keep <= MOST_KEEP:
+            raise must_be("keep", self.keep, f"a number from {LEAST_KEEP} to {MOST_KEEP:g}")
+        spans = tuple(PromptSpan(*each) for each in self.forced)
+        for start, stop in spans:
+            if not 0 <= start < stop:
+                raise InvalidRequestError(
+                    f"spec_prefill: the span from {show(start)} to {show(stop)} is not one; it "
+                    f"must begin at 0 or later and end behind its beginning",
+                    param="spec_prefill",
+                )
+        object.__setattr__(self, "forced", spans)
+
+    def forced_chunks(self, num_tokens: int) -> frozenset[int]:
+        """The chunks of a prompt that are kept whatever they score."""
+        spans = (
+            *self.forced,
+            PromptSpan(0, 1),
+            PromptSpan(max(0, num_tokens - LAST_TOKENS), num_tokens),
+        )
+        return frozenset(chain.from_iterable(_chunks_of(span, num_tokens) for span in spans))
+
+    def num_kept_chunks(self, num_tokens: int) -> int:
+        """How many chunks of a prompt are kept; no score decides it."""
+        wanted = ceil(num_chunks(num_tokens) * self.keep)
+        return max(wanted, len(self.forced_chunks(num_tokens)))
+
+    def num_kept_tokens(self, num_tokens: int) -> int:
+        """How many tokens of a prompt are kept; the last chunk, which may be shorter, always is."""
+        missing = num_chunks(num_tokens) * CHUNK - num_tokens
+        return self.num_kept_chunks(num_tokens) * CHUNK - missing
+
+    def select(self, scores: Sequence[float], num_tokens: int) -> "KeptTokens":
+        """The forced chunks and those that score highest; of equal ones the earlier.
+
+        Args:
+            scores: [C] of the prompt's chunks, finite.
+        """
+        assert len(scores) == num_chunks(num_tokens), "each chunk has a score"
+        kept = set(self.forced_chunks(num_tokens))
+        count = self.num_kept_chunks(num_tokens) - len(kept)
+        others = (chunk for chunk in range(len(scores)) if chunk not in kept)
+        kept.update(sorted(others, key=lambda chunk: (-scores[chunk], chunk))[:count])
+        return KeptTokens(num_prompt_tokens=num_tokens, chunks=tuple(sorted(kept)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptTokens:
+    """The tokens of a prompt that are computed: those of `chunks`, ascending; the first and the
+    last chunk are among them."""
+
+    num_prompt_tokens: int
+    chunks: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        last = num_chunks(self.num_prompt_tokens) - 1
+        assert {0, last} <= {*self.chunks}, "both ends are kept"
+        assert all(a < b for a, b in zip(self.chunks, self.chunks[1:], strict=False)), "ascending"
+
+    @property
+    def num_tokens(self) -> int:
+        missing = num_chunks(self.num_prompt_tokens) * CHUNK - self.num_prompt_tokens
+        return len(self.chunks) * CHUNK - missing
+
+    @property
+    def num_skipped(self) -> int:
+        return self.num_prompt_tokens - self.num_tokens
+
+    def index_of(self, position: int) -> int:
+        """The index of the token at a position of what is computed, prompt or output."""
+        if position >= self.num_tokens:
+            return position + self.num_skipped
+        return self.chunks[position // CHUNK] * CHUNK + position % CHUNK
+
+    def indices(self, start: int, stop: int) -> list[int]:
+        """The indices of the tokens at positions [start, stop)."""
+        return [self.index_of(position) for position in range(start, stop)]
+
+    def first_position_from(self, index: int) -> int:
+        """The first position whose token has an index of at least `index`."""
+        if index >= self.num_prompt_tokens:
+            return index - self.num_skipped
+        place = bisect_left(self.chunks, index // CHUNK)
+        start = self.chunks[place] * CHUNK
+        return place * CHUNK + max(0, index - start)
+
+    @property
+    def num_dense(self) -> int:
+        """The tokens before the first gap, whose positions are their indices."""
+        return self.first_gap * CHUNK if self.num_skipped else self.num_prompt_tokens
+
+    @property
+    def first_gap(self) -> int:
+        """The first chunk that is left out; the number of chunks if none is."""
+        for place, chunk in enumerate(self.chunks):
+            if place != chunk:
+                return place
+        return len(self.chunks)
+
+    def of_prompt(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+        """The kept tokens of a prompt."""
+        spans = (token_ids[chunk * CHUNK : (chunk + 1) * CHUNK] for chunk in self.chunks)
+        return tuple(chain.from_iterable(spans))
+
+    @property
+    def mask(self) -> bytes:
+        """A bit for each chunk, the lowest of the first byte for the first."""
+        bits = sum(1 << chunk for chunk in self.chunks)
+        return bits.to_bytes(-(-num_chunks(self.num_prompt_tokens) // 8), "little")
+
+
+def kept_of_mask(mask: bytes, num_tokens: int) -> KeptTokens:
+    """`KeptTokens` of a prompt from their `mask`. Raises InvalidRequestError if it is none of
+    such a prompt."""
+    bits = int.from_bytes(mask, "little")
+    count = num_chunks(num_tokens)
+    chunks = tuple(chunk for chunk in range(count) if bits >> chunk & 1)
+    is_whole = len(mask) == -(-count // 8) and not bits >> count
+    if not is_whole or not chunks or chunks[0] != 0 or chunks[-1] != count - 1:
+        raise InvalidRequestError(
+            f"spec_prefill: {show(mask)} does not say which chunks of a prompt of {num_tokens} "
+            f"tokens were kept; it must be what an answer to that prompt had",
+            param="spec_prefill",
+        )
+    return KeptTokens(num_prompt_tokens=num_tokens, chunks=chunks)
+
+
+def num_chunks(num_tokens: int) -> int:
+    return -(-num_tokens // CHUNK)
+
+
+def chunk_scores(token_scores: Iterable[float], num_tokens: int) -> list[float]:
+    """The mean score of each chunk's tokens, added in the order of the tokens in float64.
+
+    Raises ValueError if one is not finite.
+    """
+    scores = [float(score) for score in token_scores]
+    assert len(scores) == num_tokens, "each token has a score"
+    found: list[float] = []
+    for start in range(0, num_tokens, CHUNK):
+        chunk, total = scores[start : start + CHUNK], 0.0
+        for score in chunk:
+            total += score
+        found.append(total / len(chunk))
+    if not all(map(isfinite, found)):
+        raise ValueError("a score of the prompt is not finite")
+    return found
+
+
+def _chunks_of(span: PromptSpan, num_tokens: int) -> range:
+    stop = min(span.stop, num_tokens)
+    return range(
+        span.start // CHUNK, num_chunks(stop) if stop > span.start else span.start // CHUNK
+    )
