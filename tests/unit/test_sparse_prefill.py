@@ -8,8 +8,8 @@ from cadenza.errors import InvalidRequestError
 from cadenza.sparse_prefill import (
     CHUNK,
     LAST_TOKENS,
-    SparsePrefill,
     PromptSpan,
+    SparsePrefill,
     chunk_scores,
     kept_of_mask,
     num_chunks,
