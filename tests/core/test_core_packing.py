@@ -304,3 +304,11 @@ def test_rope_positions_are_written_for_sequences_with_images_alone() -> None:
     assert found[:3].tolist() == [[NO_ROPE_POSITION] * 3] * 3
     assert np.array_equal(found[3:12], rope_positions((image,), 0, 9))
     assert (found[12:] == NO_ROPE_POSITION).all()
+
+
+def test_an_entry_says_how_many_tokens_its_last_one_scores() -> None:
+    scheduler = scheduler_of(token_budget=24)
+    add(scheduler, sequence_of(0, 6), sequence_of(1, 5))
+    batch = next_batch(scheduler)
+    batch.entries[1].num_scored = 5
+    assert packer_of().pack(batch, BUCKET).rows.score_lens.tolist() == [0, 5, 0, 0]

@@ -27,10 +27,14 @@ from cadenza.request import Attachment
 
 ProductDType = WeightDType | Literal["int8"]
 Exactness = Literal["bitwise", "token"]
-Capability = Literal["logprobs", "attachments", "whole_spans", "drafts", "late_masks"]
+Capability = Literal[
+    "logprobs", "attachments", "whole_spans", "drafts", "late_masks", "sparse_prompts", "scores"
+]
 """`drafts`: a row samples several tokens in a step, each with the bits of a step of its own, and
 a token computed after a rejected one replaces it. `late_masks`: a step may be launched before its
-masks are known (`ModelInputs.masks_follow`), and its handle is then a `LateStepHandle`."""
+masks are known (`ModelInputs.masks_follow`), and its handle is then a `LateStepHandle`.
+`sparse_prompts`: tokens may have rope positions and windows of their own
+(`RunnerSetup.sparse_prompts`). `scores`: it is a `PromptScorer`."""
 KVArrangement = Literal["paged", "dense"]
 
 
@@ -93,6 +97,8 @@ class BackendTraits:
         fills_kv: whether it writes all KV slots when it starts, so that their memory is resident
             before it is used.
         encodes_images: whether its runners of models that see can be `ImageRunner`s.
+        sparse_prompts, scores_prompts: whether its runners can be loaded with these
+            (`RunnerSetup`), of models that can (`checkpoint.sparse_support`).
         process_bytes: private memory of a process beside its models: libraries and programs.
         logit_copies: float32 arrays [L, V] that exist at the same time while tokens are chosen.
         workspace_bytes: what a step's operations use for themselves, whatever the model.
@@ -129,6 +135,8 @@ class BackendTraits:
     keeps_hidden: bool = False
     fills_kv: bool = True
     encodes_images: bool = False
+    sparse_prompts: bool = False
+    scores_prompts: bool = False
     process_bytes: int = 0
     logit_copies: int = 0
     workspace_bytes: int = 0
@@ -263,6 +271,31 @@ class ImageRunner(Protocol):
 
 
 @runtime_checkable
+class PromptScorer(Protocol):
+    """A runner that scores the tokens of prompts (`RunnerSetup.scores_prompts`), with the
+    capability `scores`.
+
+    A query is the last token of a row in a step with `RowInputs.score_lens` n: the prompt's last
+    token, at position n - 1, which begins the row's scores, and each one behind it, in order. It
+    scores each key before n: the softmax over these keys in each layer without a window and each
+    head, averaged over the `POOL` keys around it, of which those outside count as 0; then the
+    largest of all layers and heads. What it scores depends on the row's tokens alone, bit by bit,
+    neither on other rows nor on how its steps were cut.
+    """
+
+    def read_scores(self, row: int, num_tokens: int, num_queries: int) -> npt.NDArray[np.float32]:
+        """The mean [num_tokens] over the row's queries so far, once all launched steps have run.
+
+        Args:
+            num_tokens: `score_lens` of the queries.
+            num_queries: how many they were.
+
+        A score is NaN if anything that it was made of is.
+        """
+        ...
+
+
+@runtime_checkable
 class ProvenRunner(Protocol):
     """A runner that compares its kernels' bits when it is warmed up."""
 
@@ -302,6 +335,9 @@ class RunnerSetup:
         num_devices: how many devices of one kind share the model, from `device` on; only with
             operations for that, whose bits do not depend on it.
         num_image_slots: 0: no images are encoded; otherwise it must be an `ImageRunner`.
+        sparse_prompts: it reads `TokenInputs.rope_positions` and `window_starts` of every token,
+            and has the capability `sparse_prompts`; only where `BackendTraits.sparse_prompts`.
+        scores_prompts: it must be a `PromptScorer`; only where `BackendTraits.scores_prompts`.
     """
 
     limits: EngineLimits
@@ -320,6 +356,8 @@ class RunnerSetup:
     packed_weights: Path | None = None
     num_image_slots: int = 0
     num_devices: int = 1
+    sparse_prompts: bool = False
+    scores_prompts: bool = False
 
 
 LoadRunner = Callable[[ModelConfig, Weights, RunnerSetup], Runner]

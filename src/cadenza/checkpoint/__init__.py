@@ -30,6 +30,7 @@ Modules:
 - `wrapped_text`: the text model of a checkpoint that has towers for images or sound
 - `score_head`: the head of models that score a text
 - `split`: the part of each of several devices that share a model
+- `sparse_support`: the models that compute sparse prompts, and those that score prompts
 - `mtp_layout`: how the MTP layers of each family are stored and fed
 - `mtp_head`: an MTP layer of a model as a model of one layer
 - `stacked_experts`, `interleaved_experts`: checkpoints that store a layer's experts in two tensors,

@@ -12,7 +12,7 @@ from cadenza.core.image_slots import EncodedImage
 from cadenza.core.recurrent_states import KeptState
 from cadenza.core.sequence import PageCopy, Sequence
 from cadenza.core.step_cost import StepLoad, num_keys
-from cadenza.core.step_schema import ImageCall
+from cadenza.core.step_schema import NO_SCORES, ImageCall
 from cadenza.events import Started
 from cadenza.request import Attachment
 
@@ -40,6 +40,8 @@ class BatchEntry:
 
     `images` are those of which it computes tokens.
 
+    Of a prompt scorer: the last of its tokens scores the first `num_scored` of the prompt, if any.
+
     With a recurrent state the entry begins with that of slot `state_start`, or with zeros if that
     is None, and keeps those in `kept_states`, in ascending order.
 
@@ -60,6 +62,7 @@ class BatchEntry:
     kept_states: tuple[KeptState, ...] = ()
     num_accepted: int = 0
     images: tuple[SeenImage, ...] = ()
+    num_scored: int = NO_SCORES
 
     @property
     def end(self) -> int:

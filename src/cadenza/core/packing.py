@@ -128,6 +128,7 @@ class Packer:
         tokens.slots[:count] = pages * size + positions % size
         inputs.rows.prompt_lens[rows] = self._prompt_lens[rows]
         inputs.rows.decode_starts[rows] = self._decode_starts[rows]
+        inputs.rows.score_lens[rows] = [entry.num_scored for entry in batch.entries]
 
     def _write_logits(
         self, inputs: ModelInputs, batch: Batch, rows: IndexArray, starts: Int32Array

@@ -47,6 +47,12 @@ NO_IMAGE = -1
 NO_REACH = -1
 """In `TokenInputs.reaches`: the token attends to no later one."""
 
+NO_WINDOW_START = -1
+"""In `TokenInputs.window_starts`: what the layer's window allows, by positions."""
+
+NO_SCORES = 0
+"""In `RowInputs.score_lens`: the row's tokens score none."""
+
 NO_TARGET = -1
 
 NO_RULES = -1
@@ -123,6 +129,7 @@ class TokenInputs(Generic[A]):
     image_slots: A = field(metadata=_words(fill=NO_IMAGE))  # have the embedding of a placeholder
     rope_positions: A = field(metadata=_words(fill=NO_ROPE_POSITION, columns=3))
     reaches: A = field(metadata=_words(fill=NO_REACH))  # the last position of the token's span
+    window_starts: A = field(metadata=_words(fill=NO_WINDOW_START))  # the first that windows show
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +142,9 @@ class RowInputs(Generic[A]):
 
     `state_starts` are the slots of the recurrent state before the row's first token of the step. A
     slot that a step writes is read by no other row of it.
+
+    Where `score_lens` is not 0, the row's last token of the step scores the tokens before that
+    position (`backends.base.PromptScorer`).
     """
 
     query_starts: A = field(metadata=_words(extra=1))
@@ -142,6 +152,7 @@ class RowInputs(Generic[A]):
     prompt_lens: A = field(metadata=_words())
     decode_starts: A = field(metadata=_words())  # the first position that is computed by itself
     state_starts: A = field(metadata=_words(fill=NO_STATE))
+    score_lens: A = field(metadata=_words(fill=NO_SCORES))
 
 
 def _num_logprobs(sequence: Sequence) -> int:

@@ -131,6 +131,8 @@ class XlaRunner:
         limits, kv_of, hidden_of = setup.limits, setup.kv_of, setup.hidden_of
         assert isinstance(kv_of, XlaRunner | None), "KV is shared within one backend"
         assert isinstance(hidden_of, XlaRunner | None), "states are read within one backend"
+        assert not setup.sparse_prompts, "as its traits say"
+        assert not setup.scores_prompts, "as its traits say"
         is_split = setup.ops == "split"
         devices = find_devices(setup.device, setup.num_devices)
         self._device = devices[0]
