@@ -7,7 +7,7 @@ every `EngineConfig` instance is within bounds.
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from operator import index
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict, cast, get_args
 
 from cadenza.errors import ConfigError, show
+from cadenza.spec_prefill_config import SpecPrefillConfig, parse_spec_prefill
 from cadenza.speculative_config import SpeculativeConfig, parse_speculative_config
 
 Ops = Literal["auto", "native", "reference", "cuda", "split"]
@@ -137,14 +138,15 @@ class EngineConfig:
     """A file, or the text of a template, in place of the model's own; "none" has none."""
     speculative_config: SpeculativeConfig | str | None = None
     """None and "none" are no drafts. Other text, and a mapping, is parsed."""
+    spec_prefill: SpecPrefillConfig | str | None = None
+    """None and "none" compute every prompt whole. Other text, and a mapping, is parsed."""
 
     def __post_init__(self) -> None:
         self._resolve_auto()
-        if self.speculative_config is not None:
-            given: object = self.speculative_config
-            is_off = isinstance(given, str) and given == "none"
-            parsed = None if is_off else parse_speculative_config(self.speculative_config)
-            object.__setattr__(self, "speculative_config", parsed)
+        for name, parse in _OBJECTS.items():
+            given: object = getattr(self, name)
+            is_off = given is None or (isinstance(given, str) and given == "none")
+            object.__setattr__(self, name, None if is_off else parse(given))
         refuse_fp8_kv(self.kv_cache_dtype)
         for name, allowed in _CHOICES.items():
             chosen = _as_choice(name.replace("_", "-"), getattr(self, name), allowed)
@@ -197,6 +199,11 @@ class EngineConfig:
     def speculation(self) -> SpeculativeConfig | None:
         """`speculative_config`, parsed."""
         return cast(SpeculativeConfig | None, self.speculative_config)
+
+    @property
+    def sparse_prompts(self) -> SpecPrefillConfig | None:
+        """`spec_prefill`, parsed."""
+        return cast(SpecPrefillConfig | None, self.spec_prefill)
 
     def _resolve_auto(self) -> None:
         for field in fields(self):
@@ -253,6 +260,7 @@ class EngineOptions(TypedDict, total=False):
     generation_config: GenerationConfig
     chat_template: str | Path | None
     speculative_config: SpeculativeConfig | Mapping[str, object] | str | None
+    spec_prefill: SpecPrefillConfig | Mapping[str, object] | str | None
 
 
 def _divided(ops: Ops) -> Ops:
@@ -284,6 +292,12 @@ def _is_encodable(text: str) -> bool:
     """Whether a text can go to a file's name, and to another process."""
     return "\0" not in text and not any("\ud800" <= each <= "\udfff" for each in text)
 
+
+_OBJECTS: Mapping[str, Callable[[object], object]] = {
+    "speculative_config": parse_speculative_config,
+    "spec_prefill": parse_spec_prefill,
+}
+"""Options that are JSON objects, and what reads them."""
 
 _DEVICE = re.compile(r"auto|metal|(cpu|cuda|tpu)(:[0-9]{1,4})?")
 

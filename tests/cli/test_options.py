@@ -19,6 +19,7 @@ from cadenza.cli.options import (
 from cadenza.cli.sampling_flags import SamplingFlags
 from cadenza.config import EngineConfig, EngineOptions, config_from_options, flag
 from cadenza.errors import ConfigError
+from cadenza.spec_prefill_config import SpecPrefillConfig
 from cadenza.speculative_config import SpeculativeConfig
 from tests.cli.harness import Group, taken
 
@@ -86,6 +87,7 @@ VALUES = {
     "admission": ("optimistic", "optimistic"),
     "seed": ("11", 11),
     "speculative_config": ('{"method": "ngram"}', SpeculativeConfig(method="ngram")),
+    "spec_prefill": ('{"keep": 0.1, "head": 0}', SpecPrefillConfig(keep=0.1, head=0)),
 }
 """For each field that is no switch: a value that is not the default, as written and as meant."""
 
@@ -126,7 +128,7 @@ def test_a_flag_its_variable_and_pythons_option_set_a_field_and_the_flag_comes_f
     assert getattr(config_of(env=env), name) == meant
     # As a sampling flag, a seed of 0 is a seed; any word names a revision, a file or a folder.
     if name not in ("seed", "revision", "chat_template", "prefix_cache_disk", "mmproj"):
-        of_none = "none" if name == "speculative_config" else "auto"
+        of_none = "none" if name in ("speculative_config", "spec_prefill") else "auto"
         given = of_none if default is None else str(default)
         assert getattr(config_of(flag, given, env=env), name) == default
     for word in ("auto", "none"):

@@ -300,7 +300,7 @@ def test_a_plan_fits_or_says_what_to_set_and_that_fits(
 ELSEWHERE = {
     *("backend", "device", "ops", "revision", "scheduler", "seed", "generation_config"),
     *("max_itl_ms", "batching", "scheduling_policy", "starvation_guard", "admission"),
-    *("arithmetic", "speculative_config", "chat_template"),
+    *("arithmetic", "speculative_config", "spec_prefill", "chat_template"),
     *("prefix_cache_disk", "prefix_cache_disk_bytes", "gpu_memory_utilization"),
     *("weight_cache_bytes", "max_state_snapshots", "tensor_parallel_size"),
     *("images", "mmproj", "image_cache_bytes", "image_max_tokens"),

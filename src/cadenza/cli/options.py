@@ -270,6 +270,12 @@ ENGINE_FLAGS: Mapping[str, Flag] = {
         '{"method": "ngram", "num_speculative_tokens": 5}, or none (default: none).',
         metavar="JSON|none",
     ),
+    "spec_prefill": _engine(
+        "Of prompts of at least `threshold` tokens compute only the chunks that a draft model finds "
+        "important, an approximation: a JSON object with model, keep, threshold and head, such as "
+        '{"model": "small-model", "keep": 0.3, "threshold": 8192}, or none (default: none).',
+        metavar="JSON|none",
+    ),
     "chat_template": _engine(
         "The chat template, as a file or its text, in place of the model's own, or none.",
         metavar="FILE|TEXT|none",

@@ -146,6 +146,11 @@ def plan_model(
         DeviceUnavailableError: the device is not on this machine.
     """
     traits = describe_backend(config, checkpoint, backends)
+    if config.sparse_prompts is not None:
+        raise ConfigError(
+            f"--spec-prefill is not supported on {traits.name}, which scores no prompts; leave it "
+            f"out"
+        )
     shared = device_share(config, traits)
     if shared is not None:
         available = shared * (config.tensor_parallel_size or 1)

@@ -23,6 +23,8 @@ from cadenza.config import (
     EngineConfig,
 )
 from cadenza.engine.process.messages import Start, decode_to_engine, encode
+from cadenza.sparse_prefill import LEAST_KEEP, MOST_KEEP, When
+from cadenza.spec_prefill_config import MAX_THRESHOLD, SpecPrefillConfig
 from cadenza.speculative_config import (
     MAX_LOOKUP_TOKENS,
     MAX_SPECULATIVE_TOKENS,
@@ -73,6 +75,20 @@ def speculative_configs(draw: st.DrawFn) -> SpeculativeConfig:
     )
 
 
+def spec_prefill_configs() -> st.SearchStrategy[SpecPrefillConfig]:
+    return st.builds(
+        SpecPrefillConfig,
+        model=st.none() | NAMES | NAMES.map(Text),
+        quantization=choice_of(DraftQuantization),
+        keep=st.floats(LEAST_KEEP, MOST_KEEP) | st.just(1),
+        threshold=whole(0, MAX_THRESHOLD),
+        head=whole(0, MAX_THRESHOLD),
+        when=choice_of(When),
+        allow_request=st.booleans(),
+        force=st.booleans(),
+    )
+
+
 VALUES: dict[str, st.SearchStrategy[Any]] = {
     "backend": NAMES | NAMES.map(Text),
     "device": st.sampled_from(["auto", "cpu", "cuda:3", "tpu", Text("metal")]),
@@ -107,6 +123,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "seed": whole(0, MAX_SEED),
     "chat_template": st.none() | TEXTS.filter(str.strip) | TEXTS.filter(str.strip).map(Text),
     "speculative_config": st.none() | st.just("none") | speculative_configs(),
+    "spec_prefill": st.none() | st.just("none") | spec_prefill_configs(),
 }
 
 
