@@ -271,8 +271,8 @@ ENGINE_FLAGS: Mapping[str, Flag] = {
         metavar="JSON|none",
     ),
     "spec_prefill": _engine(
-        "Of prompts of at least `threshold` tokens compute only the chunks that a draft model finds "
-        "important, an approximation: a JSON object with model, keep, threshold and head, such as "
+        "Of prompts of at least `threshold` tokens compute only the chunks that a draft model "
+        "finds important, an approximation: a JSON object such as "
         '{"model": "small-model", "keep": 0.3, "threshold": 8192}, or none (default: none).',
         metavar="JSON|none",
     ),
