@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from cadenza.backends.xla.ops.in_range import set_rows
 from cadenza.backends.xla.ops.table import StepArrays
 from cadenza.core.step_schema import LogitInputs
 
@@ -29,8 +30,7 @@ def new_states(count: int, width: int, dtype: Any) -> jax.Array:
 
 def keep_states(stored: jax.Array, hidden: jax.Array, slots: jax.Array, dtype: Any) -> jax.Array:
     """`stored` with hidden states [T, E] written to the slots [T]; negative ones are ignored."""
-    places = jnp.where(slots >= 0, slots, len(stored))
-    return stored.at[places].set(_to_stored(hidden, dtype), mode="drop")
+    return set_rows(stored, slots, _to_stored(hidden, dtype), slots >= 0)
 
 
 def read_states(
@@ -50,8 +50,7 @@ def keep_newest(
     own: jax.Array, hidden: jax.Array, logits: LogitInputs[jax.Array], dtype: Any
 ) -> jax.Array:
     """`own` [R, E] with the last hidden states [L, E] of the logit rows, one for a row at most."""
-    rows = jnp.where(logits.token_indices >= 0, logits.rows, len(own))
-    return own.at[rows].set(_to_stored(hidden, dtype), mode="drop")
+    return set_rows(own, logits.rows, _to_stored(hidden, dtype), logits.token_indices >= 0)
 
 
 def as_head_step(step: StepArrays, page_size: int) -> StepArrays:

@@ -26,6 +26,7 @@ from cadenza.backends.xla.hidden_states import (
     read_states,
 )
 from cadenza.backends.xla.layers.residual import StepContext
+from cadenza.backends.xla.ops.in_range import set_rows
 from cadenza.backends.xla.ops.table import (
     DecoderSpec,
     KVPool,
@@ -198,8 +199,7 @@ class StepProgram:
         [T, E] that it reads, if any."""
         arrays = _step_arrays(self.layout, wire, state.rows)
         slots, history = arrays.tokens.slots, state.rows.token_history
-        places = jnp.where(slots >= 0, slots, len(history))
-        history = history.at[places].set(arrays.tokens.ids, mode="drop")
+        history = set_rows(history, slots, arrays.tokens.ids, slots >= 0)
         arrays = self._without_placeholders(arrays)
         arrays = arrays._replace(rules=RuleArrays(state.rows.rule_records, history))
         state = state._replace(rows=state.rows._replace(token_history=history))
@@ -257,16 +257,16 @@ def _with_choices(rows: RowState, arrays: StepArrays, result: jax.Array) -> RowS
     """
     logits, last_sampled, token_ids = arrays.logits, rows.last_sampled, result[:, COLUMN_TOKEN]
     is_choice = (logits.token_indices >= 0) & (logits.targets == NO_TARGET)  # [L]
-    owners = jnp.where(is_choice, logits.rows, len(last_sampled))
-    places = jnp.arange(len(owners), dtype=jnp.int32)
-    newest = jnp.full(len(last_sampled), -1, jnp.int32).at[owners].max(places, mode="drop")  # [R]
+    places = jnp.arange(len(is_choice), dtype=jnp.int32)
+    chosen = jnp.where(is_choice, places, -1)
+    newest = jnp.full(len(last_sampled), -1, jnp.int32).at[logits.rows].max(chosen)  # [R]
     last = jnp.where(newest >= 0, token_ids[jnp.maximum(newest, 0)], last_sampled)
     return rows._replace(last_sampled=last)
 
 
 def write_page_table(rows: RowState, updates: jax.Array) -> RowState:
-    """Applies updates [PAGE_UPDATES, 3] of (row, index, page); rows out of range are ignored."""
-    table = rows.page_table.at[updates[:, 0], updates[:, 1]].set(updates[:, 2], mode="drop")
+    """Applies updates [PAGE_UPDATES, 3] of (row, index, page)."""
+    table = rows.page_table.at[updates[:, 0], updates[:, 1]].set(updates[:, 2])
     return rows._replace(page_table=table)
 
 
@@ -276,17 +276,16 @@ def write_rules(rows: RowState, row: jax.Array, record: jax.Array) -> RowState:
 
 
 def copy_rules(rows: RowState, places: jax.Array) -> RowState:
-    """Copies rule records without their masks, by `places` [MASK_ROWS, 2] of (record, row); records
-    out of range are ignored."""
+    """Copies rule records without their masks, by `places` [MASK_ROWS, 2] of (record, row)."""
     records, owners = places[:, 0], places[:, 1]
     rules = rows.rule_records[owners, :MASK]
-    changed = rows.rule_records.at[records, :MASK].set(rules, mode="drop")
+    changed = rows.rule_records.at[records, :MASK].set(rules)
     return rows._replace(rule_records=changed)
 
 
 def write_masks(rows: RowState, records: jax.Array, masks: jax.Array) -> RowState:
-    """Sets the masks [MASK_ROWS, W - MASK] of records [MASK_ROWS], without those out of range."""
-    changed = rows.rule_records.at[records, MASK:].set(masks, mode="drop")
+    """Sets the masks [MASK_ROWS, W - MASK] of records [MASK_ROWS]."""
+    changed = rows.rule_records.at[records, MASK:].set(masks)
     return rows._replace(rule_records=changed)
 
 

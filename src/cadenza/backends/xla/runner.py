@@ -53,7 +53,6 @@ from cadenza.checkpoint.split import Rank, split_model, split_weights
 from cadenza.checkpoint.weights import Weights
 from cadenza.core.step_schema import (
     NO_HIDDEN,
-    NUM_EXTRA_LOGIT_ROWS,
     ImageCall,
     Int32Array,
     MaskUpdate,
@@ -461,20 +460,16 @@ class XlaRunner:
         return state
 
     def _padded_updates(self, part: Int32Array) -> Int32Array:
-        """Page-table updates [U, 3] padded to [PAGE_UPDATES, 3]."""
-        dropped = self._limits.max_num_seqs  # row out of range: the update is ignored
-        padded = np.full((PAGE_UPDATES, 3), dropped, np.int32)
-        padded[: len(part)] = part
-        return padded
+        """Page-table updates [U, 3] padded to [PAGE_UPDATES, 3] by the last one."""
+        return np.pad(part, ((0, PAGE_UPDATES - len(part)), (0, 0)), mode="edge")
 
     def _padded_masks(self, part: Sequence[MaskUpdate]) -> tuple[Int32Array, Int32Array]:
-        """The records and rows [MASK_ROWS, 2] of updates, and their masks [MASK_ROWS, W - MASK]."""
-        dropped = self._limits.max_num_seqs + NUM_EXTRA_LOGIT_ROWS  # out of range: ignored
-        places = np.full((MASK_ROWS, 2), (dropped, 0), np.int32)
-        masks = np.zeros((MASK_ROWS, len(part[0].mask)), np.int32)
-        for place, update in enumerate(part):
-            places[place], masks[place] = (update.record, update.row), update.mask
-        return places, masks
+        """The records and rows [MASK_ROWS, 2] of updates, and their masks [MASK_ROWS, W - MASK];
+        the last one is repeated."""
+        places = np.array([(update.record, update.row) for update in part], np.int32)
+        masks = np.array([update.mask for update in part], np.int32)
+        behind = ((0, MASK_ROWS - len(part)), (0, 0))
+        return np.pad(places, behind, mode="edge"), np.pad(masks, behind, mode="edge")
 
 
 def enable_compilation_cache(folder: Path) -> None:

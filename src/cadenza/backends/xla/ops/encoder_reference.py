@@ -19,6 +19,7 @@ from cadenza.backends.xla.ops.encoder_table import (
     ImageRows,
 )
 from cadenza.backends.xla.ops.head_math import rms_norm, rotate
+from cadenza.backends.xla.ops.in_range import set_rows
 from cadenza.backends.xla.ops.table import OpTable
 
 _HIGHEST = jax.lax.Precision.HIGHEST
@@ -69,10 +70,10 @@ class ReferenceEncoderOps(OpTable):
         if factors.turns is not None:
             query, key = rotate(query, factors.turns), rotate(key, factors.turns)
         index = jnp.arange(len(qkv))
-        index = jnp.where(index < block.num_defined, block.start + index, len(heads.keys))
+        are_kept = index < block.num_defined
 
         def write(side: jax.Array, rows: jax.Array) -> jax.Array:
-            return side.at[index].set(rows.astype(side.dtype), mode="drop")
+            return set_rows(side, block.start + index, rows, are_kept)
 
         return jax.tree.map(write, heads, EncoderHeads(query, key, value))
 
@@ -117,9 +118,8 @@ class ReferenceEncoderOps(OpTable):
 
     def keep_rows(self, x: jax.Array, images: ImageRows, part: int, count: jax.Array) -> jax.Array:
         written = (images.slots >= 0) & (jnp.arange(len(x)) < count)
-        slots = jnp.where(written, images.slots, len(images.rows))
         columns = slice(part * x.shape[1], (part + 1) * x.shape[1])
-        return images.rows.at[slots, columns].set(x.astype(images.rows.dtype), mode="drop")
+        return set_rows(images.rows, (images.slots, columns), x, written)
 
     def place_rows(
         self,

@@ -14,12 +14,17 @@ def _rows_of(shape: tuple[int, int]) -> jax.Array:
     return jnp.arange(shape[0])[:, None]
 
 
+def _with_place(shape: tuple[int, int], dtype: Any) -> jax.Array:
+    """Zeros [L, V + 1], with a place for the id V."""
+    return jnp.zeros((shape[0], shape[1] + 1), dtype)
+
+
 def _spread(shape: tuple[int, int], dtype: Any, ids: jax.Array, values: Any) -> jax.Array:
-    return jnp.zeros(shape, dtype).at[_rows_of(shape), ids].set(values, mode="drop")
+    return _with_place(shape, dtype).at[_rows_of(shape), ids].set(values)[:, :-1]
 
 
 def _spread_sum(shape: tuple[int, int], dtype: Any, ids: jax.Array, values: Any) -> jax.Array:
-    return jnp.zeros(shape, dtype).at[_rows_of(shape), ids].add(values, mode="drop")
+    return _with_place(shape, dtype).at[_rows_of(shape), ids].add(values)[:, :-1]
 
 
 JAX = Arrays(

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from cadenza.backends.xla.ops.in_range import set_row
 from cadenza.backends.xla.ops.table import (
     ConvWeights,
     DeltaInputs,
@@ -113,25 +114,20 @@ def _run_rows(
     num_tokens = len(jax.tree.leaves(given)[0])
     places = jnp.arange(num_tokens)
     is_used = places < arrays.num_tokens
-    row_of = jnp.where(is_used, arrays.token_rows, len(slots.initial))
-    slot_of = jnp.where(is_used & (slots.kept >= 0), slots.kept, len(pool.inputs))
+    are_kept = is_used & (slots.kept >= 0)
 
     def body(carry: Any, place: jax.Array) -> tuple[Any, jax.Array]:
         rows, pool = carry
-        row = jnp.minimum(row_of[place], len(slots.initial) - 1)
+        row, slot = arrays.token_rows[place], (slots.kept[place], layer)
         now = jax.tree.map(lambda side: side[row], rows)
         y, new = advance(jax.tree.map(lambda side: side[place], given), now)
-        rows = jax.tree.map(partial(_write, row_of[place]), rows, new)
-        pool = jax.tree.map(partial(_write, (slot_of[place], layer)), pool, StatePool(*new))
+        rows = jax.tree.map(lambda side, own: set_row(side, row, own, is_used[place]), rows, new)
+        kept = are_kept[place]
+        pool = jax.tree.map(lambda side, own: set_row(side, slot, own, kept), pool, StatePool(*new))
         return (rows, pool), y
 
     (_, pool), y = jax.lax.scan(body, (rows, pool), places)
     return y, pool
-
-
-def _write(place: Any, side: jax.Array, own: jax.Array) -> jax.Array:
-    """`side` with `own` at a place, which may be behind its end."""
-    return side.at[place].set(own.astype(side.dtype), mode="drop")
 
 
 def _begin(side: jax.Array, initial: jax.Array, layer: int) -> jax.Array:

@@ -38,6 +38,7 @@ from cadenza.backends.xla.ops.head_math import (
     rotate,
     soft_cap,
 )
+from cadenza.backends.xla.ops.in_range import set_rows
 from cadenza.backends.xla.ops.jax_arrays import CHOICE
 from cadenza.backends.xla.ops.kv_codes import (
     CodedHeads,
@@ -535,14 +536,13 @@ class ReferenceOps(ReferenceEncoderOps):
 def _append(pool: KVPool, key: jax.Array, value: jax.Array | None, places: Places) -> KVPool:
     """Writes key and value [T, Hkv, D] to their slots [T]; padding (slot -1) is skipped."""
     slots, layer = places
-    slots = jnp.where(slots >= 0, slots, len(jax.tree.leaves(pool)[0]))
     new = KVPool(key, value)
     if isinstance(pool.keys, CodedHeads):
         assert value is not None, "latents have no codes"
         new = KVPool(encode_heads(key), encode_heads(value))
 
     def write(side: jax.Array, rows: jax.Array) -> jax.Array:
-        return side.at[slots, layer].set(rows, mode="drop")
+        return set_rows(side, (slots, layer), rows, slots >= 0)
 
     return jax.tree.map(write, pool, new)
 

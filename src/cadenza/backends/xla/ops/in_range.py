@@ -1,0 +1,32 @@
+"""Writes of some rows in which every index is in range.
+
+XLA leaves out an update whose index is out of range, and bounds the index of a read. Other
+compilers of StableHLO do neither (IREE writes behind the array), so no operation relies on it:
+what is not to be written repeats a row that is, or writes what is there.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def set_rows(array: jax.Array, places: Any, rows: jax.Array, are_kept: jax.Array) -> jax.Array:
+    """`array` [S, ...] with those of `rows` [T, ...] that `are_kept` [T] marks, at `places` [T],
+    which are otherwise of any value. `places` may have further indices behind the first: a tuple.
+    """
+    first, *others = places if isinstance(places, tuple) else (places,)
+    source = jnp.where(are_kept, jnp.arange(len(are_kept)), jnp.argmax(are_kept))
+    is_any = jnp.any(are_kept)
+    index = jnp.where(is_any, first[source], 0)
+    kept = jnp.where(is_any, rows.astype(array.dtype)[source], array[(0, *others)])
+    return array.at[(index, *others)].set(kept, mode="promise_in_bounds")
+
+
+def set_row(array: jax.Array, place: Any, row: jax.Array, is_kept: jax.Array) -> jax.Array:
+    """`array` with `row` at `place`, an index or a tuple of them, if `is_kept` []; the first index
+    is otherwise of any value."""
+    first, *others = place if isinstance(place, tuple) else (place,)
+    at = (jnp.where(is_kept, first, 0), *others)
+    kept = jnp.where(is_kept, row.astype(array.dtype), array[at])
+    return array.at[at].set(kept, mode="promise_in_bounds")
