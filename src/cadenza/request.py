@@ -401,6 +401,8 @@ class Request:
             raise must_be("constraint", constraint, "a ConstraintSpec")
         if not isinstance(self.tenant, Tenant):
             raise must_be("tenant", self.tenant, "a Tenant")
+        if not isinstance(self.sparse_prefill, SparsePrefill | None):
+            raise must_be("sparse_prefill", self.sparse_prefill, "a SparsePrefill")
 
     @property
     def placeholder(self) -> int | None:

@@ -26,6 +26,9 @@ CHUNK = 32
 LOOK_AHEAD = 8
 """Queries that score a prompt: its last token and the tokens that the draft generates behind it."""
 
+LOOK_AHEAD_TOKENS = LOOK_AHEAD - 1
+"""Tokens behind a prompt that its scoring computes."""
+
 POOL = 13
 """Keys whose attention is averaged, centred on each key; those outside the prompt count as 0."""
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from cadenza.core.sequence import Sequence
 from cadenza.core.token_rules import RuleLayout
 from cadenza.request import Request
+from cadenza.sparse_prefill import KeptTokens
 from cadenza.structured import Constraint, ConstraintSpec
 
 NEVER = "never"
@@ -104,7 +105,7 @@ def constraint_of(request: Request) -> HashedConstraint | None:
     return None if spec is None else HashedConstraint(spec.grammar)
 
 
-def record_of(request: Request, vocab_size: int) -> list[int]:
+def record_of(request: Request, vocab_size: int, kept: KeptTokens) -> list[int]:
     """What the fake model hears of a request's token rules."""
     sequence = Sequence(
         request_id=0,
@@ -113,6 +114,7 @@ def record_of(request: Request, vocab_size: int) -> list[int]:
         max_num_tokens=0,
         stop_token_ids=frozenset(),
         token_ids=list(request.prompt_token_ids),
+        kept=kept,
         constraint=constraint_of(request),
     )
     record = RuleLayout(vocab_size).encode(sequence)

@@ -3,10 +3,11 @@
 It writes each token to its slot, reads every row's history back through the page table and returns
 a hash of it. With `num_state_slots` it has a recurrent state, too, which stores the tokens a second
 time (`backends.fake_states`). With `num_image_slots` it sees (`backends.fake_images`): a
-placeholder is stored as a value of its image's pixels and of its place in it. An error in paging,
-sharing, chunking, preemption, speculation or encoding therefore changes the output, without a
-model. numpy only. Invariant: reading a slot that was never written, or that belongs to another
-prefix, changes the result from `next_token(history)`, up to hash collisions.
+placeholder is stored as a value of its image's pixels and of its place in it. Of a prompt that is
+thinned out it stores tokens with their indices. An error in paging, sharing, chunking, preemption,
+speculation or encoding therefore changes the output, without a model. numpy only. Invariant:
+reading a slot that was never written, or that belongs to another prefix, changes the result from
+`next_token(history)`, up to hash collisions.
 """
 
 import hashlib
@@ -25,8 +26,10 @@ from cadenza.core.step_schema import (
     LAST_SAMPLED,
     NO_HIDDEN,
     NO_IMAGE,
+    NO_ROPE_POSITION,
     NO_RULES,
     NO_TARGET,
+    NO_WINDOW_START,
     NUM_EXTRA_LOGIT_ROWS,
     MaskUpdate,
     ModelInputs,
@@ -37,6 +40,9 @@ from cadenza.errors import RunnerError
 from cadenza.request import Attachment
 
 _NEVER_WRITTEN = -7
+WINDOW_START = -13
+"""Behind the first position that a token sees through a window."""
+
 _MAX_LOGPROBS = 20
 HIDDEN_SIZE = 8
 
@@ -68,6 +74,12 @@ def _only_allowed(rules: list[int]) -> int | None:
         return None
     allowed = sum((word & 0xFFFFFFFF) << 32 * place for place, word in enumerate(rules[MASK:]))
     return allowed.bit_length() - 1 if allowed.bit_count() == 1 else None
+
+
+def placed_token(token_id: int, position: int, index: int) -> int:
+    """The fake model: what it stores of a token; the token itself where its index is its
+    position."""
+    return token_id if index == position else token_id + (index + 1) * 1_000_003
 
 
 def hidden_state(history: list[int]) -> npt.NDArray[np.float32]:
@@ -124,6 +136,7 @@ class FakeRunner:
     num_state_slots: int = 0
     num_image_slots: int = 0
     image_token_id: int | None = None
+    is_sparse: bool = False
     trace: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
     _slots: np.ndarray = field(init=False)  # [P * S]
     _page_table: np.ndarray = field(init=False)  # [R, pages]
@@ -147,6 +160,8 @@ class FakeRunner:
         found: set[Capability] = {"logprobs", "drafts", "late_masks"}
         if self.num_image_slots:
             found.add("attachments")
+        if self.is_sparse:
+            found.add("sparse_prompts")
         return frozenset(found)
 
     @property
@@ -258,6 +273,9 @@ class FakeRunner:
                 token = int(self._last_sampled[row])
             if tokens.image_slots[index] != NO_IMAGE:
                 token = self.images.value_at(int(tokens.image_slots[index]), token)
+            place = int(tokens.rope_positions[index, 0])
+            if self.is_sparse and place != NO_ROPE_POSITION:
+                token = placed_token(token, int(tokens.positions[index]), place)
             self._slots[tokens.slots[index]] = token
 
     def _hidden(self, inputs: ModelInputs) -> npt.NDArray[np.float32]:
@@ -283,6 +301,9 @@ class FakeRunner:
             )
             for at in range(num_before)
         ]
+        start = int(inputs.tokens.window_starts[place])
+        if self.is_sparse and start != NO_WINDOW_START:
+            history = [*history, start, WINDOW_START]
         if not len(self.states) or self._states_behind[place] == state_of(history):
             return history
         return [*history, *self._states_behind[place]]

@@ -14,12 +14,14 @@ ROUNDS = 4
 
 
 class PageClass(IntEnum):
-    """What a page is worth: it holds generated tokens, those of a prompt only, or has been taken
-    from the cache by a second request."""
+    """What a page is worth: it holds tokens behind a gap of a prompt that is thinned out, which
+    only the same prompt can share; generated tokens; those of a prompt only; or has been taken from
+    the cache by a second request."""
 
-    GENERATED = 0
-    PROMPT = 1
-    SHARED = 2
+    SPARSE = 0
+    GENERATED = 1
+    PROMPT = 2
+    SHARED = 3
 
 
 def _is_any(_page_id: int) -> bool:
@@ -65,7 +67,7 @@ class EvictionOrder:
         """Removes a page whose content is lost; the others age by one eviction."""
         self.take(page_id)
         self._num_evicted += 1
-        for page_class in (PageClass.SHARED, PageClass.PROMPT):
+        for page_class in (PageClass.SHARED, PageClass.PROMPT, PageClass.GENERATED):
             pages = self._classes[page_class]
             while pages and self._num_evicted - next(iter(pages.values())) >= self._max_age:
                 self.add(next(iter(pages)), PageClass(page_class - 1))

@@ -330,7 +330,8 @@ class KVCacheManager:
         if store is None or not num_found:
             return
         for key, page_id in zip(sequence.page_keys, prefix.page_ids[:num_found], strict=False):
-            store.keep(key, page_id)
+            if self.pool.class_of(page_id) is not PageClass.SPARSE:
+                store.keep(key, page_id)
         if prefix.state_slot is not None:
             store.keep_state(sequence.page_keys[num_found - 1], prefix.state_slot)
 
@@ -458,7 +459,7 @@ class KVCacheManager:
             sequence.published_serial = self._add_to_cache(
                 sequence, index, page_id, sequence.published_serial, page_class
             )
-            if page_class is not PageClass.GENERATED:
+            if page_class > PageClass.GENERATED:
                 self._keep(sequence.page_keys[index])
         sequence.num_published_pages = full
         self.in_flight_prefixes.remove(sequence)
@@ -525,7 +526,10 @@ class KVCacheManager:
 
     def _class_of(self, sequence: Sequence, index: int) -> PageClass:
         """The class of page `index` of a sequence that has just computed it."""
-        is_prompt = (index + 1) * self.page_size <= sequence.num_prompt_tokens
+        num_tokens = (index + 1) * self.page_size
+        if _content_of(sequence).is_displaced(num_tokens):
+            return PageClass.SPARSE
+        is_prompt = num_tokens <= sequence.num_prompt_tokens
         return PageClass.PROMPT if is_prompt else PageClass.GENERATED
 
     def _forget(self, page_id: int) -> None:
@@ -540,4 +544,4 @@ class KVCacheManager:
 
 def _content_of(sequence: Sequence) -> Content:
     request = sequence.request
-    return Content(sequence.token_ids, request.attachments, request.cache_salt)
+    return Content(sequence.token_ids, request.attachments, request.cache_salt, sequence.kept)

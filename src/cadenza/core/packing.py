@@ -32,9 +32,12 @@ IndexArray = npt.NDArray[np.intp]
 
 
 class Packer:
-    """Packs batches within `limits`, of sequences over a vocabulary of `vocab_size` tokens."""
+    """Packs batches within `limits`, of sequences over a vocabulary of `vocab_size` tokens.
 
-    def __init__(self, limits: EngineLimits, vocab_size: int) -> None:
+    `window` is that of the model's layers with a window, for prompts that are thinned out.
+    """
+
+    def __init__(self, limits: EngineLimits, vocab_size: int, window: int | None = None) -> None:
         max_num_seqs = limits.max_num_seqs
         self._num_rows = max_num_seqs
         self._page_size = limits.page_size
@@ -43,12 +46,14 @@ class Packer:
         self._settings = RowSettings(max_num_seqs)
         self._mixed_seeds = np.zeros(max_num_seqs, np.uint64)  # [R]
         self._prompt_lens = np.zeros(max_num_seqs, np.int32)  # [R]
+        self._num_skipped = np.zeros(max_num_seqs, np.int32)  # [R]
         self._decode_starts = np.zeros(max_num_seqs, np.int32)  # [R]
         self._page_table = np.zeros((max_num_seqs, limits.max_pages_per_seq), np.int32)  # [R, P]
         self._rule_layout = RuleLayout(vocab_size)
         self._masks: list[bytes | None] = [None] * max_num_seqs
         self._empty: dict[int, Int32Array] = {}
         self._has_spans = False
+        self._window = window
 
     def forget_rows(self) -> None:
         """Makes the next steps send every row's data again, because the device's state was lost."""
@@ -89,6 +94,7 @@ class Packer:
         if self._images is not None:
             _write_images(inputs, batch, self._images.token_id)
         _write_rope_positions(inputs, batch)
+        _write_indices(inputs, batch, self._window)
         self._write_logits(inputs, batch, rows, starts)
         if batch.needs_masks and not masks_follow:
             return replace(inputs, mask_updates=self._write_masks(inputs, batch))
@@ -151,7 +157,8 @@ class Packer:
         offsets = np.zeros(self._num_rows, np.int32)
         offsets[rows] = inputs.rows.query_starts[rows] - starts - 1
         logits.token_indices[:count] = logits.positions[:count] + offsets[logit_rows]
-        logits.keys[:count] = keys_of_mixed(self._mixed_seeds[logit_rows], logits.positions[:count])
+        indices = logits.positions[:count] + self._num_skipped[logit_rows]
+        logits.keys[:count] = keys_of_mixed(self._mixed_seeds[logit_rows], indices)
         self._settings.write(inputs, slice(first, count), choice_rows)
 
     def _set_rows(self, batch: Batch) -> tuple[RuleUpdate, ...]:
@@ -164,6 +171,7 @@ class Packer:
             self._occupant[row] = sequence
             self._settings.set_row(row, sequence)
             self._prompt_lens[row] = sequence.num_prompt_tokens
+            self._num_skipped[row] = sequence.num_skipped_tokens
             self._decode_starts[row] = _decode_start(sequence)
             self._has_spans |= bool(sequence.whole_spans)
             self._mixed_seeds[row] = mix_seeds(np.array([sequence.seed], np.uint64))[0]
@@ -292,6 +300,22 @@ def _write_rope_positions(inputs: ModelInputs, batch: Batch) -> None:
             places = slice(first, first + entry.num_new_tokens)
             found = rope_positions(attachments, entry.start, entry.end)
             inputs.tokens.rope_positions[places] = found
+
+
+def _write_indices(inputs: ModelInputs, batch: Batch, window: int | None) -> None:
+    """Writes where tokens of prompts that are thinned out stand: their rope positions, and the
+    first token of each that layers with a window show."""
+    for entry in batch.entries:
+        kept = entry.sequence.kept
+        if kept is None or not kept.num_skipped:
+            continue
+        first = inputs.rows.query_starts[entry.row]
+        places = slice(first, first + entry.num_new_tokens)
+        indices = kept.indices(entry.start, entry.end)
+        inputs.tokens.rope_positions[places] = np.array(indices, np.int32)[:, None]
+        if window is not None:
+            starts = [kept.first_position_from(max(0, each - window + 1)) for each in indices]
+            inputs.tokens.window_starts[places] = starts
 
 
 def _write_prompt_rows(inputs: ModelInputs, batch: Batch) -> None:

@@ -169,12 +169,14 @@ class PagePool:
         page.page_class = page_class
 
     def mark_shared(self, page_ids: Iterable[int]) -> None:
-        """Records that a second request has taken cached pages, which it holds now."""
+        """Records that a second request has taken cached pages, which it holds now; those of
+        thinned out prompts stay what they are."""
         for page_id in page_ids:
             page = self._pages[page_id]
             assert page.ref_count, "only a referenced page can be shared"
             assert page.is_cached, "only a page from the cache can be shared"
-            page.page_class = PageClass.SHARED
+            if page.page_class is not PageClass.SPARSE:
+                page.page_class = PageClass.SHARED
 
     def forget_cached(self) -> None:
         """Evicts all cached pages, because the device's pages were lost."""

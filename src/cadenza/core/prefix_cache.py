@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import islice, takewhile
 
 from cadenza.request import Attachment
+from cadenza.sparse_prefill import KeptTokens
 
 KEY_BYTES = 32
 """Keys outlive the process where pages are stored (`core.kv_cache_manager.PageStore`)."""
@@ -38,31 +39,46 @@ Mark = tuple[int, bytes]
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What a sequence's KV is computed from."""
+    """What a sequence's KV is computed from; `kept` of a prompt that is thinned out."""
 
     token_ids: SequenceOf[int]
     attachments: tuple[Attachment, ...] = ()
     salt: str = ""
+    kept: KeptTokens | None = None
 
     def page(self, index: int, size: int) -> "PageContent":
         """The content of page `index`; a page has `size` tokens."""
         start, end = index * size, (index + 1) * size
         token_ids = tuple(self.token_ids[start:end])
+        if self.is_displaced(end):
+            assert self.kept is not None
+            return PageContent(token_ids, indices=tuple(self.kept.indices(start, end)))
         if not self.attachments:
             return PageContent(token_ids)
         inside = [each for each in self.attachments if each.start < end and each.end > start]
         return PageContent(token_ids, tuple((each.start - start, each.digest) for each in inside))
 
+    def is_displaced(self, num_tokens: int) -> bool:
+        """Whether the first `num_tokens` positions have tokens of other indices."""
+        kept = self.kept
+        return kept is not None and kept.num_skipped > 0 and num_tokens > kept.num_dense
+
 
 @dataclass(frozen=True, slots=True)
 class PageContent:
-    """A full page's tokens and the attachments that overlap it."""
+    """A full page's tokens and the attachments that overlap it. `indices` are those of its tokens,
+    none if they are their positions: so a page before the first gap of a prompt that is thinned
+    out is that of the whole prompt, and none behind it is."""
 
     token_ids: tuple[int, ...]
     marks: tuple[Mark, ...] = ()
+    indices: tuple[int, ...] = ()
 
     def num_common(self, other: "PageContent") -> int:
-        """Tokens up to which two pages are equal; an attachment differs from its start on."""
+        """Tokens up to which two pages are equal; an attachment differs from its start on, and
+        nothing is equal where tokens have other indices."""
+        if self.indices != other.indices:
+            return 0
         pairs = zip(self.token_ids, other.token_ids, strict=False)
         num_equal = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         starts = (max(0, start) for start, _ in set(self.marks) ^ set(other.marks))
@@ -288,4 +304,6 @@ class PrefixCache:
         key.update(array("q", page.token_ids).tobytes())
         for start, digest in page.marks:
             key.update(array("q", (start, len(digest))).tobytes() + digest)
+        if page.indices:
+            key.update(b"indices" + array("q", page.indices).tobytes())
         return key.digest()

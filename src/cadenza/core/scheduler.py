@@ -462,7 +462,7 @@ class Scheduler:
         if sequence.has_started:
             return
         if not any(each.has_started for each in sequence.siblings):
-            self._started.append(Started(request_id=sequence.request_id))
+            self._started.append(_started_event(sequence))
         sequence.has_started = True
         num_left = sequence.num_prompt_tokens - prefix.num_tokens
         self.turns.fair_share.charge_prompt(sequence, max(0, num_left))
@@ -538,6 +538,14 @@ class Scheduler:
         self.running.remove(sequence)
         self._reservations.forget()
         self.kv_cache.release(sequence)
+
+
+def _started_event(sequence: Sequence) -> Started:
+    return Started(
+        request_id=sequence.request_id,
+        kept=None if sequence.kept is None else sequence.kept.mask,
+        whole_because=sequence.whole_because,
+    )
 
 
 def _split(sequences: Iterable[Sequence]) -> tuple[list[Sequence], list[Sequence]]:

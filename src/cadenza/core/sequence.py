@@ -14,8 +14,9 @@ from cadenza.core.pooling import Pool
 from cadenza.core.prompt_rows import PromptRowsProgress
 from cadenza.core.recurrent_states import SequenceState
 from cadenza.core.whole_spans import WholeSpan
-from cadenza.events import CacheMiss, FinishReason
+from cadenza.events import CacheMiss, FinishReason, WholePromptReason
 from cadenza.request import Request, SamplingParams
+from cadenza.sparse_prefill import KeptTokens
 from cadenza.structured import Constraint
 from cadenza.tenant import Tenant
 
@@ -48,7 +49,10 @@ class Sequence:
 
     Args:
         arrived_s: when it was submitted, by the engine's clock.
-        token_ids: the prompt and all tokens read back so far.
+        token_ids: the prompt, or what is kept of it, and all tokens read back so far.
+        kept: the tokens that are computed of a prompt that is thinned out; a position is a place
+            among these. None while they are not known, and where the whole prompt is computed.
+        whole_because: why it is, although its request has a sparse prefill.
         page_copy: the page copy to make before its next step; None after that step's launch.
         num_computed_tokens: tokens whose KV exists once the launched steps have run.
         num_pending_tokens: tokens sampled by launched steps that have not been read; all drafts
@@ -79,6 +83,8 @@ class Sequence:
     max_num_tokens: int
     stop_token_ids: frozenset[int]
     token_ids: list[int]
+    kept: KeptTokens | None = None
+    whole_because: WholePromptReason | None = None
     arrived_s: float = 0.0
     sample: int = 0
     siblings: list["Sequence"] = field(default_factory=list["Sequence"])
@@ -118,7 +124,20 @@ class Sequence:
 
     @property
     def num_prompt_tokens(self) -> int:
-        return len(self.request.prompt_token_ids)
+        """Those that are computed."""
+        kept = self.kept
+        return len(self.request.prompt_token_ids) if kept is None else kept.num_tokens
+
+    @property
+    def num_skipped_tokens(self) -> int:
+        """By how much the index of a generated token exceeds its position."""
+        return 0 if self.kept is None else self.kept.num_skipped
+
+    @property
+    def awaits_kept(self) -> bool:
+        """True while it is not known which tokens of its prompt are computed."""
+        is_thinned = self.request.sparse_prefill is not None
+        return is_thinned and self.kept is None and self.whole_because is None
 
     @property
     def num_tokens(self) -> int:
@@ -127,7 +146,7 @@ class Sequence:
 
     @property
     def num_generated_tokens(self) -> int:
-        return len(self.token_ids) - len(self.request.prompt_token_ids)
+        return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def num_uncomputed_tokens(self) -> int:
@@ -150,7 +169,7 @@ class Sequence:
     @property
     def is_prompt_only(self) -> bool:
         """True if no token is to be generated (`max_tokens` 0)."""
-        return self.max_num_tokens == len(self.request.prompt_token_ids)
+        return self.max_num_tokens == self.num_prompt_tokens
 
     @property
     def is_finished(self) -> bool:
@@ -209,6 +228,17 @@ class Sequence:
 
     def _running_siblings(self) -> list["Sequence"]:
         return [each for each in self.siblings if each.status is SequenceStatus.RUNNING]
+
+    def thin_out(self, kept: KeptTokens) -> None:
+        """Makes it one over the tokens of its prompt that are kept; nothing is computed yet."""
+        assert self.awaits_kept, "its prompt is thinned out once, or not at all"
+        assert kept.num_prompt_tokens == len(self.token_ids), "the kept tokens are another prompt's"
+        self.token_ids = [*kept.of_prompt(self.token_ids)]
+        self.max_num_tokens -= kept.num_skipped
+        self.kept = kept
+        # What was looked up so far was the whole prompt.
+        self.page_keys = []
+        self.awaited_key = None
 
     def append(self, token_id: int) -> FinishReason | None:
         """Appends a token read back from the device; returns the finish reason if it is the last.

@@ -289,7 +289,7 @@ def finished_event(
         request_id=sequence.request_id,
         finish_reason=reason,
         stop_token_id=stop_token_id,
-        num_prompt_tokens=sequence.num_prompt_tokens,
+        num_prompt_tokens=len(sequence.request.prompt_token_ids),
         num_generated_tokens=sequence.num_generated_tokens,
         num_cached_tokens=sequence.num_cached_tokens or 0,
         sample=sequence.sample,

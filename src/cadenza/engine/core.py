@@ -42,6 +42,7 @@ from cadenza.errors import EngineClosedError, QueueFullError
 from cadenza.events import Event, Finished
 from cadenza.kernel_proof import KernelProof
 from cadenza.request import Request
+from cadenza.sparse_prefill import kept_of_mask
 from cadenza.speculative_config import SpeculativeConfig
 from cadenza.structured import CompileConstraint
 
@@ -69,6 +70,7 @@ class CoreOptions:
         compile_constraint: of requests with a constraint; None refuses them.
         page_folder: where pages of prompts are stored, whose secret takes the place of `secret`;
             the runner must then be a `PageCopier`.
+        window: of the model's layers with a window; for prompts that are thinned out.
     """
 
     eos_token_ids: frozenset[int] = frozenset()
@@ -86,6 +88,7 @@ class CoreOptions:
     image_cost: ImageCost | None = None
     compile_constraint: CompileConstraint | None = None
     page_folder: PageFolder | None = None
+    window: int | None = None
 
 
 class EngineCore:
@@ -136,7 +139,7 @@ class EngineCore:
                 image_cost=options.image_cost,
             ),
         )
-        packer = Packer(limits, runner.vocab_size)
+        packer = Packer(limits, runner.vocab_size, options.window)
         self._loop = StepLoop(
             self.scheduler,
             steps or StepRunner(runner, packer),
@@ -229,6 +232,9 @@ class EngineCore:
         sequences: list[Sequence] = []
         for resumed in resumption.samples:
             sequence = self._make_sequence(request_id, request, resumed.sample)
+            sequence.whole_because = resumption.whole_because
+            if sequence.awaits_kept:
+                _thin_out(sequence, resumption.kept)
             sequence.token_ids += resumed.token_ids
             sequence.num_cached_tokens = resumed.num_cached_tokens
             if sequence.prompt_rows is not None:
@@ -306,7 +312,7 @@ class EngineCore:
         params = request.params
         seed = seed_of_sample(params, sample, request_id=request_id, engine_seed=self._seed)
         stop = frozenset(params.stop_token_ids)
-        return Sequence(
+        sequence = Sequence(
             request_id=request_id,
             request=request,
             sample=sample,
@@ -322,6 +328,9 @@ class EngineCore:
             # Where no drafts are verified, several tokens of a row are not computed as one call.
             takes_forced="drafts" in self.runner.capabilities,
         )
+        if request.sparse_prefill is not None:
+            _thin_out(sequence, request.sparse_prefill.kept)
+        return sequence
 
     @property
     def draft_states(self) -> tuple[DraftState, ...]:
@@ -424,6 +433,12 @@ def _log_prefix(sequence: Sequence, misses: PrefixMisses) -> None:
             log_text(misses),
             miss_text(sequence.cache_miss, sequence.num_prompt_tokens),
         )
+
+
+def _thin_out(sequence: Sequence, mask: bytes | None) -> None:
+    """Keeps of its prompt what was kept before, if that is known."""
+    if mask is not None:
+        sequence.thin_out(kept_of_mask(mask, len(sequence.request.prompt_token_ids)))
 
 
 def _progress_of(request: Request) -> PromptRowsProgress | None:

@@ -21,7 +21,16 @@ from cadenza.config import EngineLimits
 from cadenza.engine.resumption import ResumedSample, Resumption
 from cadenza.engine.stats import Distribution, Tally
 from cadenza.errors import ConfigError, QueueFullError
-from cadenza.events import ErrorKind, Event, Finished, FinishReason, PromptLogprobs, Started, Token
+from cadenza.events import (
+    ErrorKind,
+    Event,
+    Finished,
+    FinishReason,
+    PromptLogprobs,
+    Started,
+    Token,
+    WholePromptReason,
+)
 from cadenza.request import Request
 
 REQUEST_SECONDS_BOUNDS = (
@@ -123,6 +132,7 @@ class OpenRequest:
         lost_s: when an engine was lost in which it ran; None once it has gone on.
         has_progress: something of it was passed on from the engine that has it.
         num_losses: engines in a row that were lost while it ran in them without progress.
+        kept, whole_because: of one that has started, as in `Started`.
     """
 
     request_id: int
@@ -137,6 +147,8 @@ class OpenRequest:
     lost_s: float | None = None
     has_progress: bool = False
     num_losses: int = 0
+    kept: bytes | None = None
+    whole_because: WholePromptReason | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -374,7 +386,10 @@ class OpenRequests:
                 for sample, token_ids in entry.token_ids.items()
             )
             return entry.request, Resumption(
-                samples=samples, num_prompt_logprobs=entry.num_prompt_logprobs
+                samples=samples,
+                num_prompt_logprobs=entry.num_prompt_logprobs,
+                kept=entry.kept,
+                whole_because=entry.whole_because,
             )
 
     def fail(self, request_id: int, kind: ErrorKind, error: str) -> list[Finished]:
@@ -414,6 +429,7 @@ class OpenRequests:
             return event if self._record_token(entry, event, now_s) else None
         if isinstance(event, Started):
             entry.is_running = True
+            entry.kept, entry.whole_because = event.kept, event.whole_because
             self._start(entry, now_s)
             return None
         if isinstance(event, Finished):

@@ -11,8 +11,10 @@ from cadenza.backends.base import Capability
 from cadenza.config import EngineLimits
 from cadenza.core.whole_spans import least_budget, whole_spans_of
 from cadenza.engine.image_check import check_images
+from cadenza.engine.sparse_check import check_sparse
 from cadenza.errors import ContextLengthError, InvalidRequestError, show
 from cadenza.request import PoolingParams, Request
+from cadenza.sparse_prefill import LOOK_AHEAD_TOKENS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +23,8 @@ class RequestCheck:
 
     `has_priorities`: requests start in the order of their priorities. `has_constraints`: it can
     follow structured outputs. `hidden_size` is that of the hidden states that it gives; None if it
-    gives none.
+    gives none. `scored_tokens`: of the longest prompt that its prompt scorer scores; None without
+    one.
     """
 
     limits: EngineLimits
@@ -31,6 +34,7 @@ class RequestCheck:
     has_priorities: bool = False
     has_constraints: bool = False
     hidden_size: int | None = None
+    scored_tokens: int | None = None
 
     def check(self, request: Request) -> None:
         """Raises InvalidRequestError if the engine can never serve the request."""
@@ -71,6 +75,14 @@ class RequestCheck:
             )
         if request.attachments and "whole_spans" in self.capabilities:
             self._check_spans(request)
+        if request.sparse_prefill is not None:
+            check_sparse(
+                request,
+                request.sparse_prefill,
+                is_supported="sparse_prompts" in self.capabilities,
+                backend=self.backend,
+                scored_tokens=self.scored_tokens,
+            )
         images = self.limits.images
         if images is not None or request.attachments:
             check_images(request, images)
@@ -199,7 +211,10 @@ class RequestCheck:
                 is_prompt_alone=least > self.limits.max_model_len,
             )
         # The last generated token's KV is never computed.
-        num_pages = -(-max(wanted - 1, num_prompt_tokens) // self.limits.page_size)
+        num_computed = max(wanted - 1, num_prompt_tokens)
+        if request.sparse_prefill is not None and request.sparse_prefill.kept is None:
+            num_computed = max(num_computed, num_prompt_tokens + LOOK_AHEAD_TOKENS)
+        num_pages = -(-num_computed // self.limits.page_size)
         if num_pages > self.limits.num_pages:
             raise InvalidRequestError(
                 f"the request needs {num_pages} KV pages and the pool has "
