@@ -21,7 +21,7 @@ MAX_LINES: Mapping[str, int] = {
     "bench": 7_300,  # charts, data sets, two servers compared, modes of batching
     "checkpoint": 16_600,  # the families of 2026, and how they see
     "cli": 6_600,  # images of conversations and prompts
-    "cluster": 1_500,  # replicas on several machines
+    "cluster": 2_200,  # replicas on several machines, shared by front ends, and their number
     "core": 9_700,  # slots of recurrent states; what drafts saved and cost; images
     "engine": 7_400,  # checks and costs of images
     "frontend": 4_600,  # images of prompts

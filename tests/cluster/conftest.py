@@ -63,6 +63,7 @@ class Group:
 
 OpenGroup = Callable[..., Group]
 OpenChild = Callable[[Sequence[str]], EngineChild]
+MakeFront = Callable[[ProcessLink, Iterator[int], int], EngineFront]
 
 
 @pytest.fixture
@@ -76,6 +77,8 @@ def open_group(execute_scripted: Execute) -> Iterator[OpenGroup]:
         config: EngineConfig | None = None,
         scripts: Sequence[Mapping[str, Any]] = ({},),
         open_children: Sequence[OpenChild] = (),
+        front: int = 0,
+        make_front: MakeFront = EngineFront,
     ) -> Group:
         given = config or EngineConfig(max_num_seqs=8)
         links: list[ProcessLink] = []
@@ -92,9 +95,9 @@ def open_group(execute_scripted: Execute) -> Iterator[OpenGroup]:
             )
             own = given if limits is None else pinned(given, limits)
             links.append(ProcessLink(told, own, options))
-            return EngineFront(links[-1], ids)
+            return make_front(links[-1], ids, given.seed)
 
-        group = Group(EngineGroup(make_replica, num_replicas), links)
+        group = Group(EngineGroup(make_replica, num_replicas, front=front), links)
         groups.append(group)
         return group
 

@@ -6,7 +6,7 @@ from contextlib import closing
 import pytest
 
 from cadenza.cli.app_flags import AppFlags
-from cadenza.cluster.engine_host import EngineHost
+from cadenza.cluster.engine_host import EngineHost, HostOptions
 from cadenza.cluster.host_book import HostBook
 from cadenza.cluster.remote_engine import RemoteChild
 from cadenza.engine.process.launch import Execute
@@ -17,8 +17,12 @@ from tests.cluster.test_engine_host import COMMAND, SECRET, wait_for
 
 @pytest.fixture
 def hosts(execute_scripted: Execute) -> Iterator[list[EngineHost]]:
-    first = EngineHost(("127.0.0.1", 0), SECRET, COMMAND, execute_scripted)
-    second = EngineHost(("127.0.0.1", 0), SECRET, COMMAND, execute_scripted)
+    first = EngineHost(
+        ("127.0.0.1", 0), SECRET, HostOptions(command=COMMAND, execute=execute_scripted)
+    )
+    second = EngineHost(
+        ("127.0.0.1", 0), SECRET, HostOptions(command=COMMAND, execute=execute_scripted)
+    )
     with closing(first), closing(second):
         yield [first, second]
 

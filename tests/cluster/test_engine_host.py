@@ -11,7 +11,7 @@ from contextlib import ExitStack, closing
 
 import pytest
 
-from cadenza.cluster.engine_host import EngineHost
+from cadenza.cluster.engine_host import EngineHost, HostOptions
 from cadenza.cluster.handshake import HandshakeError, greet_client
 from cadenza.cluster.remote_engine import RemoteChild, remote_opener
 from cadenza.engine.process.launch import Execute
@@ -31,7 +31,9 @@ def open_host(execute_scripted: Execute) -> Iterator[OpenHost]:
     with ExitStack() as stack:
 
         def open_one(port: int = 0) -> EngineHost:
-            host = EngineHost(("127.0.0.1", port), SECRET, COMMAND, execute_scripted)
+            host = EngineHost(
+                ("127.0.0.1", port), SECRET, HostOptions(command=COMMAND, execute=execute_scripted)
+            )
             return stack.enter_context(closing(host))
 
         yield open_one
@@ -120,7 +122,7 @@ def test_a_host_that_nobody_runs_is_told_and_tried_again(open_group: OpenGroup) 
     group = open_group(1, CONFIG, [{}], [remote_opener(address, SECRET)])
     group.wait(lambda: "no engine host" in (group.engine.status().error or ""))
     assert group.engine.status().state == "loading"
-    with closing(EngineHost(address, SECRET, COMMAND)):
+    with closing(EngineHost(address, SECRET, HostOptions(command=COMMAND))):
         group.engine.wait_ready(TIMEOUT_S)
         group.engine.submit(request())
         group.wait_all()

@@ -94,21 +94,24 @@ class OpenedModel:
     ) -> "ServedModel":
         """With an engine process at each of the places; several serve as one."""
         from cadenza.cluster.engine_group import EngineGroup
+        from cadenza.cluster.fronts import ids_of
         from cadenza.cluster.group_stats import replica_limits
         from cadenza.engine.front import EngineFront
         from cadenza.server.served_model import ServedEngine, ServedModel
 
         def make_engine(limits: EngineLimits | None) -> ServedEngine:
+            front = places[0].front
             if len(places) == 1:
-                return EngineFront(self._link(process, limits, places[0]))
+                return EngineFront(self._link(process, limits, places[0]), ids_of(front))
             known = None if limits is None else replica_limits(limits, len(places))
 
             def make_replica(
                 place: int, own: EngineLimits | None, ids: Iterator[int]
             ) -> EngineFront:
-                return EngineFront(self._link(process, own or known, places[place]), ids)
+                link = self._link(process, own or known, places[place])
+                return EngineFront(link, ids, self.config.seed)
 
-            return EngineGroup(make_replica, len(places))
+            return EngineGroup(make_replica, len(places), front=front)
 
         return ServedModel(names, self.text, make_engine)
 
@@ -125,11 +128,13 @@ class OpenedModel:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaPlace:
     """Where an engine computes: how its process is opened, on which device; `is_local`: on this
-    machine, whose memory it takes."""
+    machine, whose memory it takes; `front`: the number of this front end among those that share the
+    engine."""
 
     open_child: "Callable[[Sequence[str]], EngineChild]"
     device: str
     is_local: bool = True
+    front: int = 0
 
 
 def replica_places(

@@ -7,7 +7,9 @@ Modules:
 - `live_rows`: summaries of the replicas' steps as those of one engine
 - `route_choice`: which replica a request goes to
 - `prefix_view`: what each replica is likely to hold of prompts
-- `engine_host`: `EngineHost`, which runs engine processes for front ends on other machines
+- `engine_host`: `EngineHost`, which runs an engine process for front ends on other machines
+- `shared_engine`: `SharedEngine`, one engine process that several front ends use
+- `fronts`: what these share: ids that differ, and settings that agree
 - `remote_engine`: such a process, as a front end sees its child
 - `host_book`: which host each place of a front end uses
 - `handshake`: how both ends prove that they know one secret

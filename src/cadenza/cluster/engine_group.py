@@ -15,8 +15,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
 
+from cadenza.cluster.fronts import ids_of
 from cadenza.cluster.group_stats import (
     group_limits,
     group_load,
@@ -65,15 +65,20 @@ class Replica:
 
 class EngineGroup:
     """`ServedEngine` over `num_replicas` engines. The first one plans and loads; the others follow
-    with its sizes, while it serves already."""
+    with its sizes, while it serves already. `front`: the number of the front end that it is of,
+    among those that share engines."""
 
     def __init__(
-        self, make_replica: MakeReplica, num_replicas: int, clock: Clock = time.monotonic
+        self,
+        make_replica: MakeReplica,
+        num_replicas: int,
+        clock: Clock = time.monotonic,
+        front: int = 0,
     ) -> None:
         self._make_replica = make_replica
         self._num_replicas = num_replicas
         self._clock = clock
-        self._ids = count()
+        self._ids = ids_of(front)
         self._lock = threading.RLock()
         self._emitting = threading.Lock()
         self._changed = threading.Event()

@@ -1,37 +1,53 @@
-"""`EngineHost`: runs engine processes for front ends on other machines.
+"""`EngineHost`: runs an engine process for front ends on other machines.
 
-Listens on one address. Each connection that proves to know the secret has an engine process of its
-own, with which it speaks as a front end does with its child: the host passes bytes on and reads
-none of them. Invariants: a process ends with its connection, and a connection with its process;
-what a process prints is logged here; `close` leaves neither.
+Listens on one address. Those that prove to know the secret share one engine process
+(`SharedEngine`), with which each speaks as a front end does with its child. Invariants: the process
+ends with its last connection, and all connections with their process; what it prints is logged
+here; `close` leaves neither.
 """
 
 import logging
-import os
 import socket
-import subprocess
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 
 from cadenza.cluster.handshake import MIN_SECRET_BYTES, greet_client, tell_pid
-from cadenza.engine.process.launch import COMMAND, Execute, Launched, execute, launch
-from cadenza.engine.process.messages import LogLines
+from cadenza.cluster.shared_engine import SharedEngine
+from cadenza.engine.process.child_process import ChildProcess
+from cadenza.engine.process.launch import COMMAND, Execute, execute
+from cadenza.engine.process.supervision import WatchdogTimeouts
+from cadenza.engine.stats import EngineStats
 from cadenza.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
 MOST_CONNECTIONS = 64
-_BYTES = 1 << 18
-_EXIT_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostOptions:
+    """How a host runs its engine process.
+
+    Args:
+        command: the process's program; `execute` starts it.
+        on_start: called with the id of each process, such as to give it CPUs.
+        keep_s: how long a process outlives its last front end, where that was lost.
+        watchdog: when it counts as hung; it is then killed.
+    """
+
+    command: Sequence[str] = COMMAND
+    execute: Execute = execute
+    on_start: Callable[[int], object] = lambda pid: None  # noqa: ARG005
+    keep_s: float = 0.0
+    watchdog: WatchdogTimeouts = field(default_factory=WatchdogTimeouts)
 
 
 class EngineHost:
     """Args:
     address: host and port to listen at; port 0 takes a free one.
     secret: that front ends must know.
-    command: the engine process's program.
-    on_start: called with the id of each process, such as to give it CPUs.
 
     Raises:
         ConfigError: the secret is too short.
@@ -39,12 +55,7 @@ class EngineHost:
     """
 
     def __init__(
-        self,
-        address: tuple[str, int],
-        secret: bytes,
-        command: Sequence[str] = COMMAND,
-        execute: Execute = execute,
-        on_start: Callable[[int], object] = lambda pid: None,  # noqa: ARG005
+        self, address: tuple[str, int], secret: bytes, options: HostOptions | None = None
     ) -> None:
         if len(secret) < MIN_SECRET_BYTES:
             raise ConfigError(
@@ -52,10 +63,9 @@ class EngineHost:
                 f"{MIN_SECRET_BYTES}"
             )
         self._secret = secret
-        self._command, self._execute = command, execute
-        self._on_start = on_start
+        self._options = options or HostOptions()
         self._lock = threading.Lock()
-        self._relays: set[_Relay] = set()
+        self._engines: list[SharedEngine] = []
         self._threads: set[threading.Thread] = set()
         self._is_closed = False
         self._listener = socket.create_server(address)
@@ -75,21 +85,33 @@ class EngineHost:
 
     @property
     def num_engines(self) -> int:
-        return len(self._relays)
+        """Processes that run."""
+        return len(self._engines)
+
+    @property
+    def num_fronts(self) -> int:
+        return sum(each.num_fronts for each in self._engines)
+
+    @property
+    def stats(self) -> EngineStats | None:
+        """The newest of the engine that runs."""
+        with self._lock:
+            return self._engines[-1].stats if self._engines else None
 
     def close(self) -> None:
-        """Ends every engine process and connection."""
-        self._is_closed = True
+        """Ends every connection, then the engine process."""
+        with self._lock:
+            self._is_closed = True
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         self._thread.join()
         with self._lock:
-            threads, relays = list(self._threads), list(self._relays)
-        for each in relays:
-            each.end()
-        for each in threads:
-            each.join()
+            threads, engines = list(self._threads), list(self._engines)
+        for engine in engines:
+            engine.end()
+        for thread in threads:
+            thread.join()
 
     def _listen(self) -> None:
         while not self._is_closed:
@@ -101,88 +123,46 @@ class EngineHost:
                 connection.close()
                 continue
             arguments = connection, str(peer[0])
-            thread = threading.Thread(target=self._serve_one, args=arguments, daemon=True)
+            thread = threading.Thread(target=self._greet, args=arguments, daemon=True)
             with self._lock:
                 self._threads.add(thread)
             thread.start()
 
-    def _serve_one(self, connection: socket.socket, peer: str) -> None:
-        """On a thread of its own, which the engine process ends with: it is that one's child."""
+    def _greet(self, connection: socket.socket, peer: str) -> None:
+        """On a thread of its own, since whoever connects may say nothing."""
         try:
-            self._relay(connection, peer)
+            front = greet_client(connection, self._secret)
+            engine = self._engine()
+            tell_pid(connection, engine.pid)
+            connection.settimeout(None)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if not engine.join(connection, front):
+                raise ConnectionError("its engine process has just ended")
+            logger.info("engine process %d serves front end %d at %s", engine.pid, front, peer)
+        except OSError as error:
+            logger.warning("a connection from %s is refused: %s", peer, error)
+            connection.close()
         finally:
             with self._lock:
                 self._threads.discard(threading.current_thread())
 
-    def _relay(self, connection: socket.socket, peer: str) -> None:
-        try:
-            greet_client(connection, self._secret)
-            launched = launch(self._command, self._execute)
-            self._on_start(launched.program.pid)
-            tell_pid(connection, launched.program.pid)
-            connection.settimeout(None)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        except OSError as error:
-            logger.warning("a connection from %s is refused: %s", peer, error)
-            connection.close()
-            return
-        relay = _Relay(connection, launched)
+    def _engine(self) -> SharedEngine:
+        """The one that runs, or a new one. Raises OSError where none can be started."""
         with self._lock:
-            self._relays.add(relay)
-        logger.info("engine process %d serves %s", launched.program.pid, peer)
-        if self._is_closed:
-            relay.end()
-        relay.join()
+            if self._is_closed:
+                raise ConnectionError("the host is closed")
+            for each in self._engines:
+                if not each.has_ended:
+                    return each
+            engine = SharedEngine(self._open_child, self._options.keep_s, self._options.watchdog)
+            engine.serve(lambda: self._forget(engine))
+            self._engines.append(engine)
+        self._options.on_start(engine.pid)
+        return engine
+
+    def _open_child(self) -> ChildProcess:
+        return ChildProcess(self._options.command, self._options.execute)
+
+    def _forget(self, engine: SharedEngine) -> None:
         with self._lock:
-            self._relays.discard(relay)
-
-
-class _Relay:
-    """Between a connection and its engine process; three threads, each of which waits for bytes."""
-
-    def __init__(self, connection: socket.socket, launched: Launched) -> None:
-        self._connection = connection
-        self._launched = launched
-        self._pid = launched.program.pid
-        self._threads = [
-            threading.Thread(target=self._pass_on, args=(connection, launched.connection)),
-            threading.Thread(target=self._pass_on, args=(launched.connection, connection)),
-            threading.Thread(target=self._log_output),
-        ]
-        for each in self._threads:
-            each.daemon = True
-            each.start()
-
-    def end(self) -> None:
-        """Both ends see that the other one is gone."""
-        for each in (self._connection, self._launched.connection):
-            with suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-
-    def join(self) -> None:
-        """Until both have ended; the process is then closed, and killed if it does not exit."""
-        first, second, output = self._threads
-        first.join()
-        second.join()
-        with suppress(subprocess.TimeoutExpired):
-            self._launched.program.wait(_EXIT_S)
-        self._launched.program.kill()
-        code = self._launched.program.wait()
-        output.join()
-        self._connection.close()
-        self._launched.close()
-        logger.info("engine process %d ended (exit status %d)", self._pid, code)
-
-    def _pass_on(self, source: socket.socket, target: socket.socket) -> None:
-        with suppress(OSError):
-            while received := source.recv(_BYTES):
-                target.sendall(received)
-        self.end()
-
-    def _log_output(self) -> None:
-        lines = LogLines()
-        while received := os.read(self._launched.output, _BYTES):
-            for level, name, text in lines.feed(received):
-                logging.getLogger(name).log(level, "%s", text, extra={"engine_pid": self._pid})
-        for level, name, text in lines.flush():
-            logging.getLogger(name).log(level, "%s", text, extra={"engine_pid": self._pid})
+            self._engines.remove(engine)

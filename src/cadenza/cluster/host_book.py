@@ -1,7 +1,8 @@
 """`HostBook`: which engine host each of a front end's places uses.
 
 Owns the assignment. A place takes a host that no other place uses, each time that it starts an
-engine; it gives the last one back first. Thread-safe. Invariant: a host has one place at most.
+engine; it gives the last one back first. Thread-safe. Invariant: a host has one place at most of a
+front end.
 """
 
 import threading
@@ -14,11 +15,15 @@ Address = tuple[str, int]
 
 
 class HostBook:
-    """`find_hosts` returns the addresses of the hosts that are there; it may raise OSError."""
+    """`find_hosts` returns the addresses of the hosts that are there, the oldest first, so that all
+    front ends take them in the same order; it may raise OSError. `front`: this one's number."""
 
-    def __init__(self, find_hosts: Callable[[], Sequence[Address]], secret: bytes) -> None:
+    def __init__(
+        self, find_hosts: Callable[[], Sequence[Address]], secret: bytes, front: int = 0
+    ) -> None:
         self._find_hosts = find_hosts
         self._secret = secret
+        self._front = front
         self._lock = threading.Lock()
         self._taken: dict[int, Address] = {}
 
@@ -26,7 +31,7 @@ class HostBook:
         """Opens the engines of a place. It raises EngineUnreachableError where no host is free."""
 
         def open_child(_: Sequence[str]) -> RemoteChild:
-            return RemoteChild(self._take(place), self._secret)
+            return RemoteChild(self._take(place), self._secret, self._front)
 
         return open_child
 

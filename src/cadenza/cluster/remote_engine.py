@@ -1,7 +1,7 @@
 """`RemoteChild`: an engine process that an `EngineHost` runs, as `ProcessLink` sees its child.
 
-The host ends the process when the connection closes, so that a front end which is lost leaves no
-engine behind. Invariant: `close` leaves no descriptor.
+The host ends the process when its last connection closes, so that front ends which are lost leave
+no engine behind. Invariant: `close` leaves no descriptor.
 """
 
 import selectors
@@ -23,15 +23,16 @@ _POLL_S = 0.01
 
 
 class RemoteChild:
-    """A new engine process at `address`. Raises EngineUnreachableError where there is none."""
+    """The engine process at `address`, for the front end with the number `front`. Raises
+    EngineUnreachableError where there is none."""
 
-    def __init__(self, address: tuple[str, int], secret: bytes) -> None:
+    def __init__(self, address: tuple[str, int], secret: bytes, front: int = 0) -> None:
         try:
             connection = socket.create_connection(address, timeout=GREETING_S)
         except OSError as error:
             raise EngineUnreachableError(f"{_named(address)}: {error}") from error
         try:
-            self.pid = greet_host(connection, secret)
+            self.pid = greet_host(connection, secret, front)
             _keep_alive(connection)
         except OSError as error:
             connection.close()
@@ -73,10 +74,10 @@ class RemoteChild:
 
 
 def remote_opener(
-    address: tuple[str, int], secret: bytes
+    address: tuple[str, int], secret: bytes, front: int = 0
 ) -> Callable[[Sequence[str]], RemoteChild]:
     """For `ProcessOptions.open_child`; the host knows the program."""
-    return lambda _: RemoteChild(address, secret)
+    return lambda _: RemoteChild(address, secret, front)
 
 
 def _named(address: tuple[str, int]) -> str:

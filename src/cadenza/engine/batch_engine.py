@@ -81,7 +81,7 @@ def check_step_errors(core: EngineCore) -> None:
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    """A checked request with an id greater than all earlier ones."""
+    """A checked request with an id that no other one has had of its front end."""
 
     request_id: int
     request: Request

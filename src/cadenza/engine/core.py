@@ -220,7 +220,7 @@ class EngineCore:
         return self._next_request_id - 1
 
     def enqueue(self, request_id: int, request: Request) -> None:
-        """Queues a request that has passed `check`; ids must increase."""
+        """Queues a request that has passed `check`, under an id that is not open."""
         self._add([self._make_sequence(request_id, request, k) for k in range(request.params.n)])
 
     def resume(self, request_id: int, request: Request, resumption: Resumption) -> None:

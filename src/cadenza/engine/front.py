@@ -102,12 +102,14 @@ class EngineFront:
     """`BatchEngine` and `EngineMonitor` over the engine at the other end of `link`.
 
     Args:
-        ids: as for `OpenRequests`.
+        ids, engine_seed: as for `OpenRequests`.
     """
 
-    def __init__(self, link: EngineLink, ids: Iterator[int] | None = None) -> None:
+    def __init__(
+        self, link: EngineLink, ids: Iterator[int] | None = None, engine_seed: int | None = None
+    ) -> None:
         self.link = link
-        self.requests = OpenRequests(link.timeouts, link.clock, ids)
+        self.requests = OpenRequests(link.timeouts, link.clock, ids, engine_seed)
         self.lock = threading.Lock()
         self.drained_by_s: float | None = None
         self.is_shut_down = False
@@ -155,7 +157,9 @@ class EngineFront:
                 self.requests.count_rejection("queue_full")
                 raise QueueFullError("the engine does not take what it was sent; try later")
             request_id = self.requests.accept(request, check.limits, times)
-            self.link.put(Submit(request_id, request))
+            accepted = self.requests.request_of(request_id)
+            if accepted is not None:  # else its deadline is over
+                self.link.put(Submit(request_id, accepted))
         return request_id
 
     def cancel(self, request_id: int, sample: int | None = None) -> None:

@@ -8,6 +8,7 @@ accepted request ends exactly once, by a `Finished` event, `cancel`, its deadlin
 that was passed on before.
 """
 
+import dataclasses
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -18,6 +19,7 @@ from typing import Literal
 from msgspec.structs import replace
 
 from cadenza.config import EngineLimits
+from cadenza.core.draw_keys import derive_seed
 from cadenza.engine.resumption import ResumedSample, Resumption
 from cadenza.engine.stats import Distribution, Tally
 from cadenza.errors import ConfigError, QueueFullError
@@ -169,6 +171,9 @@ class OpenRequests:
     Args:
         ids: of the requests that it accepts, increasing; those who release requests to one another
             have one.
+        engine_seed: gives requests that draw without a seed the one that an engine with this seed
+            would give them, so that they draw the same whichever engine has them; None leaves it to
+            the engine.
     """
 
     def __init__(
@@ -176,10 +181,12 @@ class OpenRequests:
         timeouts: RequestTimeouts,
         clock: Callable[[], float],
         ids: Iterator[int] | None = None,
+        engine_seed: int | None = None,
     ) -> None:
         self._timeouts = timeouts
         self._clock = clock
         self._ids = count() if ids is None else ids
+        self._engine_seed = engine_seed
         self._lock = threading.RLock()
         self._open: dict[int, OpenRequest] = {}
         self._queued: dict[int, OpenRequest] = {}
@@ -212,7 +219,7 @@ class OpenRequests:
             self._num_accepted += 1
             entry = OpenRequest(
                 request_id=request_id,
-                request=request,
+                request=self._seeded(request, request_id),
                 accepted_s=self._clock(),
                 token_ids={sample: [] for sample in range(request.params.n)},
                 times=RequestTimes() if times is None else times,
@@ -221,6 +228,12 @@ class OpenRequests:
             self._open[request_id] = self._queued[request_id] = entry
             self._num_queued_tokens += num_tokens
         return request_id
+
+    def request_of(self, request_id: int) -> Request | None:
+        """As it is to be computed; None if it is not open."""
+        with self._lock:
+            entry = self._open.get(request_id)
+            return None if entry is None else entry.request
 
     def release(self, request_id: int) -> OpenRequest | None:
         """Gives an open request up to others, which `adopt` it; None if it is not open. It has not
@@ -396,6 +409,13 @@ class OpenRequests:
         """Ends an open request; returns an error event for each of its samples."""
         with self._lock:
             return self._fail_each([self._open[request_id]], kind, error, self._clock())
+
+    def _seeded(self, request: Request, request_id: int) -> Request:
+        params = request.params
+        if self._engine_seed is None or params.seed is not None or not params.temperature:
+            return request
+        seed = derive_seed(self._engine_seed, request_id)
+        return dataclasses.replace(request, params=dataclasses.replace(params, seed=seed))
 
     def _check_room(self, num_tokens: int, limits: EngineLimits) -> None:
         load = self.load()

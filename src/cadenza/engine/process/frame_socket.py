@@ -50,7 +50,12 @@ class FrameSocket:
                 self._unsent.popleft()
 
     def receive(self) -> Iterator[FromEngine]:
-        """The messages that have arrived. Sets `has_hung_up` at end of file. Raises WireError."""
+        """The messages that have arrived, as `payloads`, from an engine."""
+        return map(decode_from_engine, self.payloads())
+
+    def payloads(self) -> Iterator[bytes]:
+        """The frames that have arrived, without their lengths. Sets `has_hung_up` at end of file.
+        Raises WireError."""
         try:
             received = self._socket.recv(RECEIVE_BYTES)
         except BlockingIOError:
@@ -60,7 +65,7 @@ class FrameSocket:
         if not received:
             self.has_hung_up = True
             return
-        yield from map(decode_from_engine, self._frames.feed(received))
+        yield from self._frames.feed(received)
 
     def close(self) -> None:
         self._socket.close()

@@ -132,6 +132,11 @@ def encode(message: ToEngine | FromEngine) -> bytes:
     payload = _encoder.encode(message)
     if len(payload) > MAX_FRAME_BYTES:
         raise WireError(f"a {type(message).__name__} of {len(payload)} bytes is above the cap")
+    return framed(payload)
+
+
+def framed(payload: bytes) -> bytes:
+    """The frame of an encoded message."""
     return _LENGTH.pack(len(payload)) + payload
 
 

@@ -1,4 +1,4 @@
-"""`Outbox`: what other threads leave for the thread that serves an engine process.
+"""`Outbox`: what other threads leave for the thread that serves an engine process; `Wakeup`.
 
 Owns the frames that are not sent yet and what wakes the serving thread's selector. Knows no
 process. Invariant: whatever is put while a selector waits wakes it. Callers hold the lock, but for
@@ -16,7 +16,7 @@ from cadenza.engine.process.messages import encode
 from cadenza.engine.step_watch import Watch
 
 
-class _Wakeup:
+class Wakeup:
     """Wakes a selector from any thread."""
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class Outbox:
     def __init__(self, lock: threading.Lock) -> None:
         self._lock = lock
         self._frames = bytearray()
-        self._wakeup: _Wakeup | None = None
+        self._wakeup: Wakeup | None = None
 
     def __len__(self) -> int:
         """Bytes."""
@@ -79,7 +79,7 @@ class Outbox:
     @contextmanager
     def waking(self, selector: selectors.BaseSelector) -> Generator[None]:
         """Within this block `selector` is woken, with the data "wakeup"."""
-        wakeup = _Wakeup()
+        wakeup = Wakeup()
         selector.register(wakeup.reader, selectors.EVENT_READ, "wakeup")
         with self._lock:
             self._wakeup = wakeup

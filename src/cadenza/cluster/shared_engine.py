@@ -1,0 +1,383 @@
+"""`SharedEngine`: one engine process that several front ends use, each as if it were its own.
+
+Owns the process, and which front end has which open request. One thread does all the work. A front
+end that leaves has its requests cancelled; the process ends with the last one, or some time later
+where it may be kept. The first front end's start is everybody's: another one whose settings differ
+is refused with both values. A process that makes no progress is killed, whoever waits for it.
+Invariants: events reach the front end whose request they are of, and no other; no front end makes
+another one wait; a connection ends with the process.
+"""
+
+import logging
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
+
+from cadenza.cluster.fronts import differences, front_of
+from cadenza.engine.batch_engine import Cancel, Clock, Resume, Submit
+from cadenza.engine.process.child_process import ChildProcess
+from cadenza.engine.process.frame_socket import FrameSocket
+from cadenza.engine.process.messages import (
+    EngineOutputs,
+    Failed,
+    FromEngine,
+    Loading,
+    Ready,
+    Start,
+    Stop,
+    WireError,
+    decode_from_engine,
+    decode_to_engine,
+    encode,
+    framed,
+)
+from cadenza.engine.process.outbox import Wakeup
+from cadenza.engine.process.supervision import Supervision, WatchdogTimeouts
+from cadenza.engine.stats import EngineStats
+from cadenza.engine.step_watch import Watch
+from cadenza.engine.stored_pages import CLOSE_WITHIN_S
+from cadenza.errors import ConfigError
+from cadenza.events import Event, Finished
+
+logger = logging.getLogger(__name__)
+
+MOST_UNSENT_BYTES = 64 << 20
+"""A front end that has not read more than this is given up."""
+
+_LOOK_EVERY_S = 1.0
+_EXIT_S = 1.0
+
+
+@dataclass(slots=True, eq=False)
+class _Guest:
+    """A front end: its connection, and of each of its open requests the samples."""
+
+    front: int
+    frames: FrameSocket
+    start: Start | None = None
+    is_serving: bool = False
+    is_watching: bool = False
+    is_refused: bool = False
+    open: dict[int, set[int]] = field(default_factory=dict[int, set[int]])
+    events: int = 0
+
+    def register(self, selector: selectors.BaseSelector) -> None:
+        has_unsent = self.frames.num_unsent_bytes > 0
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if has_unsent else 0)
+        if events != self.events:
+            change = selector.modify if self.events else selector.register
+            change(self.frames, events, self)
+            self.events = events
+
+
+class SharedEngine:
+    """Args:
+    open_child: starts the process; called on the thread that it ends with.
+    keep_s: how long it is kept without a front end, where the last one was lost.
+    """
+
+    def __init__(
+        self,
+        open_child: Callable[[], ChildProcess],
+        keep_s: float = 0.0,
+        watchdog: WatchdogTimeouts | None = None,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self.stats: EngineStats | None = None
+        self._open_child, self._keep_s, self._clock = open_child, keep_s, clock
+        self._supervision = Supervision(watchdog or WatchdogTimeouts(), clock())
+        self._start: Start | None = None
+        self._ready: Ready | None = None
+        self._guests: dict[int, _Guest] = {}
+        self._lock = threading.Lock()
+        self._arrived: list[tuple[socket.socket, int]] = []
+        self._is_ending = self.has_ended = False
+        self._end_by_s: float | None = None
+        self._wakeup = Wakeup()
+        self._started = threading.Event()
+        self._error: OSError | None = None
+        self._thread = threading.Thread(target=self._run, name="cadenza-shared-engine", daemon=True)
+
+    def serve(self, on_end: Callable[[], object] = lambda: None) -> None:
+        """Starts the process, and the thread, which calls `on_end` last. Raises OSError."""
+        self._on_end = on_end
+        self._thread.start()
+        self._started.wait()
+        if self._error is not None:
+            raise self._error
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    @property
+    def num_fronts(self) -> int:
+        return len(self._guests)
+
+    def join(self, connection: socket.socket, front: int) -> bool:
+        """A front end has come; False where the process has ended."""
+        with self._lock:
+            if self.has_ended or self._is_ending:
+                return False
+            self._arrived.append((connection, front))
+            self._wakeup.set()
+        return True
+
+    def end(self) -> None:
+        """Closes the connections, then the process; waits for both."""
+        with self._lock:
+            if not self.has_ended:
+                self._is_ending = True
+                self._wakeup.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._child = self._open_child()
+        except OSError as error:
+            self._error, self.has_ended = error, True
+            self._wakeup.close()
+            return
+        finally:
+            self._started.set()
+        self._supervision.started(self._clock())
+        try:
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._wakeup.reader, selectors.EVENT_READ, "wakeup")
+                while not (self._child.frames.has_hung_up or self._is_over):
+                    self._turn(selector)
+        except Exception:
+            logger.exception("the host of engine process %d stopped", self.pid)
+        finally:
+            self._close()
+            self._on_end()
+
+    @property
+    def _is_over(self) -> bool:
+        return self._is_ending or (self._end_by_s is not None and self._clock() >= self._end_by_s)
+
+    def _close(self) -> None:
+        with self._lock:
+            self.has_ended = True
+            connections = [connection for connection, _ in self._arrived]
+            self._wakeup.close()
+        for each in self._guests.values():
+            each.frames.close()
+        for each in connections:
+            each.close()
+        self._guests.clear()
+        is_orderly = self._ready is not None and not self._is_hung
+        if is_orderly:
+            self._child.frames.send(encode(Stop()))
+        else:
+            self._child.frames.close()
+        code = self._child.close(within_s=CLOSE_WITHIN_S if is_orderly else _EXIT_S)
+        logger.info("engine process %d ended (exit status %d)", self.pid, code)
+
+    def _turn(self, selector: selectors.BaseSelector) -> None:
+        self._child.register(selector)
+        for guest in self._guests.values():
+            guest.register(selector)
+        ready = [key.data for key, _ in selector.select(self._wait_s())]
+        if "wakeup" in ready:
+            self._take_arrived()
+        if "output" in ready:
+            self._child.log_output()
+        if "messages" in ready:
+            self._child.frames.flush()
+            for payload in self._child.frames.payloads():
+                self._take(payload)
+        for guest in [each for each in ready if isinstance(each, _Guest)]:
+            self._serve_guest(guest, selector)
+        self._look(selector)
+
+    def _wait_s(self) -> float:
+        if self._end_by_s is None:
+            return _LOOK_EVERY_S
+        return max(0.0, min(_LOOK_EVERY_S, self._end_by_s - self._clock()))
+
+    def _take_arrived(self) -> None:
+        with self._lock:
+            self._wakeup.clear()
+            arrived, self._arrived = self._arrived, []
+        for connection, front in arrived:
+            if front in self._guests:
+                logger.warning("a second front end with the number %d is refused", front)
+                connection.close()
+                continue
+            self._end_by_s = None
+            self._guests[front] = _Guest(front, FrameSocket(connection))
+
+    def _look(self, selector: selectors.BaseSelector) -> None:
+        """Gives up front ends that are refused or read nothing, and the process if it makes no
+        progress."""
+        for guest in list(self._guests.values()):
+            if guest.is_refused:
+                self._leave(guest, selector)
+                continue
+            if guest.frames.num_unsent_bytes > MOST_UNSENT_BYTES:
+                logger.warning("front end %d does not read what it is sent", guest.front)
+                self._leave(guest, selector)
+        now_s = self._clock()
+        read_usage_at_s = self._supervision.read_usage_at_s()
+        if read_usage_at_s is not None and now_s >= read_usage_at_s:
+            self._supervision.record_usage(now_s, self._child.usage())
+        if self._is_hung:
+            logger.error("process %d: %s", self.pid, self._supervision.hang(now_s).error)
+            self._end_by_s = now_s
+
+    @property
+    def _is_hung(self) -> bool:
+        return self._supervision.is_hung(self._clock())
+
+    def _serve_guest(self, guest: _Guest, selector: selectors.BaseSelector) -> None:
+        try:
+            guest.frames.flush()
+            for payload in guest.frames.payloads():
+                self._take_from(guest, payload, selector)
+        except WireError as error:
+            logger.warning("front end %d: %s", guest.front, error)
+            self._leave(guest, selector)
+        if guest.frames.has_hung_up and guest.front in self._guests:
+            self._leave(guest, selector)
+
+    def _take_from(self, guest: _Guest, payload: bytes, selector: selectors.BaseSelector) -> None:
+        """Passes on what a front end says. Raises WireError."""
+        message = decode_to_engine(payload)
+        if isinstance(message, Start):
+            self._take_start(guest, message, payload)
+            return
+        if isinstance(message, Stop):
+            self._stop(guest, selector)
+            return
+        if not guest.is_serving:
+            raise WireError(f"a {type(message).__name__} came before the engine was ready")
+        if isinstance(message, Watch):
+            guest.is_watching = message.first_label is not None
+            if guest.is_watching or not any(each.is_watching for each in self._guests.values()):
+                self._child.frames.send(framed(payload))
+            return
+        if front_of(message.request_id) != guest.front:
+            raise WireError(f"request {message.request_id} is another front end's")
+        if isinstance(message, Submit):
+            guest.open[message.request_id] = set(range(message.request.params.n))
+        elif isinstance(message, Resume):
+            samples = {each.sample for each in message.resumption.samples}
+            guest.open[message.request_id] = samples
+        else:
+            _ended(guest, message.request_id, message.sample)
+        self._child.frames.send(framed(payload))
+
+    def _take_start(self, guest: _Guest, start: Start, payload: bytes) -> None:
+        if guest.start is not None:
+            raise WireError("a second start")
+        guest.start = start
+        if self._start is None:
+            self._start = start
+            self._child.frames.send(framed(payload))
+        elif self._ready is not None:
+            self._admit(guest)
+        elif self._supervision.phase is not None:
+            guest.frames.send(encode(Loading(self._supervision.phase)))
+
+    def _admit(self, guest: _Guest) -> None:
+        """The engine is ready: is it the one that this front end wants?"""
+        ready, running = self._ready, self._start
+        assert ready is not None
+        assert running is not None
+        assert guest.start is not None
+        unlike = differences(running, ready.request_check.limits, guest.start)
+        if not unlike:
+            guest.is_serving = True
+            stats = ready.stats if self.stats is None else self.stats
+            guest.frames.send(encode(replace(ready, stats=stats)))
+        elif any(each.is_serving for each in self._guests.values()):
+            text = f"the engine at this host serves other front ends with {'; '.join(unlike)}"
+            logger.error("front end %d is refused: %s", guest.front, text)
+            guest.frames.send(encode(Failed(ConfigError.__name__, text)))
+            guest.is_refused = True
+        else:
+            logger.info("the engine is started again, since it has %s", "; ".join(unlike))
+            self._end_by_s = self._clock()
+
+    def _take(self, payload: bytes) -> None:
+        """Passes on what the engine says. Raises WireError."""
+        message, now_s = decode_from_engine(payload), self._clock()
+        if isinstance(message, EngineOutputs):
+            self._supervision.beat(
+                now_s, message.num_steps, message.predicted_s, is_idle=message.is_idle
+            )
+            self.stats = message.stats or self.stats
+            self._share(message, payload)
+            return
+        if isinstance(message, Loading):
+            self._supervision.entered(now_s, message.phase)
+        elif isinstance(message, Ready):
+            self._ready, self.stats = message, message.stats
+            self._supervision.loaded(now_s, message.startup_s)
+            for guest in self._guests.values():
+                if guest.start is not None:
+                    self._admit(guest)
+            return
+        self._tell_all(message)
+
+    def _tell_all(self, message: FromEngine) -> None:
+        for guest in self._guests.values():
+            guest.frames.send(encode(message))
+
+    def _share(self, outputs: EngineOutputs, payload: bytes) -> None:
+        """Each front end gets its own events, and all get the heartbeat."""
+        by_front: dict[int, list[Event]] = {}
+        for event in outputs.events:
+            by_front.setdefault(front_of(event.request_id), []).append(event)
+        for guest in self._guests.values():
+            if not guest.is_serving:
+                continue
+            own = by_front.get(guest.front, [])
+            for event in own:
+                if isinstance(event, Finished):
+                    _ended(guest, event.request_id, event.sample)
+            has_all = guest.is_watching or outputs.summary is None
+            if has_all and len(own) == len(outputs.events):
+                guest.frames.send(framed(payload))
+                continue
+            summary = outputs.summary if guest.is_watching else None
+            guest.frames.send(encode(replace(outputs, events=tuple(own), summary=summary)))
+
+    def _stop(self, guest: _Guest, selector: selectors.BaseSelector) -> None:
+        """The last front end sees the process end, which may write pages to a disk before."""
+        if len(self._guests) > 1 or self._ready is None:
+            self._leave(guest, selector, may_keep=False)
+            return
+        guest.is_serving = False
+        self._child.frames.send(encode(Stop()))
+        self._end_by_s = self._clock() + CLOSE_WITHIN_S
+
+    def _leave(
+        self, guest: _Guest, selector: selectors.BaseSelector, *, may_keep: bool = True
+    ) -> None:
+        if guest.events:
+            selector.unregister(guest.frames)
+        guest.frames.close()
+        del self._guests[guest.front]
+        for request_id in guest.open:
+            self._child.frames.send(encode(Cancel(request_id, None)))
+        if self._guests:
+            return
+        keep_s = self._keep_s if may_keep and self._ready is not None else 0.0
+        if self._end_by_s is None:
+            self._end_by_s = self._clock() + keep_s
+
+
+def _ended(guest: _Guest, request_id: int, sample: int | None) -> None:
+    samples = guest.open.get(request_id)
+    if samples is None:
+        return
+    samples.discard(-1 if sample is None else sample)
+    if sample is None or not samples:
+        del guest.open[request_id]
