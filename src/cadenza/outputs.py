@@ -79,13 +79,28 @@ class CompletionOutput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PromptUse:
+    """How much of a prompt is computed, where sparse prefill was asked for: of a request that has
+    not started what is planned.
+
+    Args:
+        whole_because: why it is all of it (`frontend.sparse_prompts.WholeReason`,
+            `events.WholePromptReason`); None where it is thinned out.
+    """
+
+    num_kept_tokens: int
+    num_skipped_tokens: int
+    whole_because: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput:
     """A request with its continuations so far; a delta has only those that changed.
 
     `prompt_logprobs` has one entry per prompt token; the first entry is None. Requests that are
     equal, seed included, have equal tokens and log probabilities where `system_fingerprint` is.
     `cache_miss` says why the prompt was not found whole in the prefix cache; None if it was, or
-    without one.
+    without one. `prompt_use` is there where the request, or the server, asked for sparse prefill.
     """
 
     request_id: int
@@ -97,6 +112,7 @@ class RequestOutput:
     finished: bool
     system_fingerprint: str | None = None
     cache_miss: CacheMiss | None = None
+    prompt_use: PromptUse | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,6 +22,7 @@ from cadenza.bounds import (
 from cadenza.config import MAX_LOGPROBS_BOUND
 from cadenza.errors import InvalidRequestError, must_be, show
 from cadenza.sparse_prefill import SparsePrefill
+from cadenza.spec_prefill_config import SpecPrefillChoice, as_spec_prefill
 from cadenza.speculative_config import MAX_SPECULATIVE_TOKENS, Speculative, as_speculative
 from cadenza.structured import ConstraintSpec, StructuredOutput, as_structured
 from cadenza.tenant import ONE_TENANT, Tenant
@@ -145,6 +146,9 @@ class SamplingParams:
         structured_outputs: vLLM's name of `structured`, also as a mapping of its members.
         speculative: whether steps verify drafts, which changes no token: True, False, at most how
             many in a step, or {"num_speculative_tokens": N}; `None` is as the engine is configured.
+        spec_prefill: whether only a part of the prompt is computed, which changes the answer: a
+            `SpecPrefillChoice`, or a mapping of its members; True is the server's own settings,
+            False the whole prompt; `None` is as the server is configured.
 
     Raises:
         InvalidRequestError: a value has the wrong type or is out of bounds.
@@ -183,6 +187,7 @@ class SamplingParams:
             return self.structured
 
     speculative: bool | int | Mapping[str, int] | None = None
+    spec_prefill: bool | SpecPrefillChoice | None = None
 
     def __post_init__(self) -> None:
         for name, bound in BOUNDS.items():
@@ -211,6 +216,8 @@ class SamplingParams:
             object.__setattr__(self, "logit_bias", as_biases(self.logit_bias))
         if self.speculative is not None:
             object.__setattr__(self, "speculative", as_speculative(self.speculative))
+        if self.spec_prefill is not None:
+            object.__setattr__(self, "spec_prefill", as_spec_prefill(self.spec_prefill))
         if self.top_p < LEAST_TOP_P:
             object.__setattr__(self, "top_p", LEAST_TOP_P)
         if self.seed is not None and self.seed < 0:

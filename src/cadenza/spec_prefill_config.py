@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from numbers import Real
 from typing import Any, cast, get_args
 
-from cadenza.errors import ConfigError, must_be, show
+from cadenza.errors import ConfigError, InvalidRequestError, must_be, show
 from cadenza.sparse_prefill import LEAST_KEEP, MOST_KEEP, PromptSpan, When
 from cadenza.speculative_config import DraftQuantization
 
@@ -128,13 +128,13 @@ class SpecPrefillChoice:
         if self.keep is not None:
             if not _is_fraction(self.keep):
                 wanted = f"a number from {LEAST_KEEP} to {MOST_KEEP:g}"
-                raise must_be("spec_prefill.keep", self.keep, wanted)
+                raise _wrong("keep", self.keep, wanted)
             object.__setattr__(self, "keep", float(self.keep))
         if self.threshold is not None and not _is_whole(self.threshold, MAX_THRESHOLD):
             wanted = f"a whole number from 0 to {MAX_THRESHOLD}"
-            raise must_be("spec_prefill.threshold", self.threshold, wanted)
+            raise _wrong("threshold", self.threshold, wanted)
         if self.when is not None and self.when not in get_args(When):
-            raise must_be("spec_prefill.when", self.when, f"one of {', '.join(get_args(When))}")
+            raise _wrong("when", self.when, f"one of {', '.join(get_args(When))}")
         object.__setattr__(self, "spans", _as_spans(self.spans))
 
 
@@ -154,6 +154,11 @@ def as_spec_prefill(value: object) -> SpecPrefill:
     return SpecPrefillChoice(**cast(Mapping[str, Any], value))
 
 
+def _wrong(name: str, given: object, wanted: str) -> InvalidRequestError:
+    found = must_be(f"spec_prefill.{name}", given, wanted)
+    return InvalidRequestError(str(found), param="spec_prefill")
+
+
 def _is_fraction(value: object) -> bool:
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     return is_number and LEAST_KEEP <= cast(float, value) <= MOST_KEEP
@@ -168,7 +173,7 @@ def _as_spans(given: object) -> tuple[PromptSpan, ...]:
     found = tuple(span for each in entries if (span := _as_span(each)) is not None)
     if len(found) < len(entries) or len(found) > MAX_SPANS:
         wanted = f"a list of at most {MAX_SPANS} spans [start, stop) of tokens, none of them empty"
-        raise must_be("spec_prefill.spans", cast(object, given), wanted)
+        raise _wrong("spans", cast(object, given), wanted)
     return found
 
 

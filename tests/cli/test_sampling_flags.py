@@ -43,6 +43,7 @@ GIVEN: dict[str, tuple[tuple[str, ...], object]] = {
     "truncate_prompt_tokens": (("--truncate-prompt-tokens", "6"), 6),
     "structured": (("--regex", "a+"), StructuredOutput(regex="a+")),
     "speculative": (("--speculative", "3"), 3),
+    "spec_prefill": (("--whole-prompt",), False),
 }
 
 

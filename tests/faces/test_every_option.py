@@ -233,6 +233,12 @@ def check_speculative(llm: LLM) -> None:
     assert answer(llm, speculative=False) == plain
 
 
+def check_spec_prefill(llm: LLM) -> None:
+    uses = [ask(llm, spec_prefill=each).prompt_use for each in (None, True, False)]
+    assert [use and use.whole_because for use in uses] == [None, "off", None]
+    assert answer(llm, spec_prefill=True).token_ids == greedy_ids(llm)
+
+
 CHECKS: dict[str, Callable[[LLM], None]] = {
     name.removeprefix("check_"): check
     for name, check in list(globals().items())

@@ -25,8 +25,18 @@ from cadenza.engine.stats import EngineStats
 from cadenza.engine.status import EngineState, EngineStatus
 from cadenza.engine.step_watch import OnNews
 from cadenza.errors import CadenzaError, EngineClosedError, EngineUnavailableError
-from cadenza.events import ErrorKind, Event, Finished, PromptLogprobs, Started, Token, TokenLogprobs
+from cadenza.events import (
+    ErrorKind,
+    Event,
+    Finished,
+    PromptLogprobs,
+    Started,
+    Token,
+    TokenLogprobs,
+    WholePromptReason,
+)
 from cadenza.request import Request
+from cadenza.sparse_prefill import num_chunks
 
 WAIT_S = 300.0
 TIMEOUTS = RequestTimeouts(queue_s=61.5, total_s=602.0)
@@ -77,6 +87,7 @@ class ScriptedEngine:
         self.cancelled: list[int] = []
         self.submitted: list[Request] = []
         self.failing: ErrorKind | None = None
+        self.whole_because: WholePromptReason | None = None
         self.on_news: OnNews | None = None
         self.watched = threading.Event()
         self._limits = EngineLimits(
@@ -160,7 +171,7 @@ class ScriptedEngine:
             self._take_messages()
             self._may_go.wait(WAIT_S)
             self._ending.wait(self._step_s)
-            events = self._requests.record([*map(_started, self._running), *self._step()])
+            events = self._requests.record([*self._starts(), *self._step()])
             if events:
                 emit(events)
         emit([*self._requests.end_all("engine_closed", "the engine was shut down")])
@@ -215,6 +226,18 @@ class ScriptedEngine:
                 events += self._ends(request_id, request, count + 1)
         return events
 
+    def _starts(self) -> list[Started]:
+        """Of the running requests; of prompts that are thinned out the earliest chunks are kept, or
+        all where `whole_because` says why."""
+        return [
+            Started(
+                request_id=request_id,
+                kept=None if self.whole_because else earliest_kept(request),
+                whole_because=self.whole_because if request.sparse_prefill else None,
+            )
+            for request_id, (request, _) in self._running.items()
+        ]
+
     def _max_tokens(self, request: Request) -> int:
         room = self._limits.max_model_len - len(request.prompt_token_ids)
         most = request.params.max_tokens
@@ -265,8 +288,12 @@ class ScriptedEngine:
         )
 
 
-def _started(request_id: int) -> Started:
-    return Started(request_id=request_id)
+def earliest_kept(request: Request) -> bytes | None:
+    """The mask of the chunks that are kept where all score alike; None of a whole prompt."""
+    sparse, num_tokens = request.sparse_prefill, len(request.prompt_token_ids)
+    if sparse is None:
+        return None
+    return sparse.select([0.0] * num_chunks(num_tokens), num_tokens).mask
 
 
 def _prompt_logprobs(request_id: int, request: Request) -> PromptLogprobs:

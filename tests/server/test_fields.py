@@ -32,6 +32,8 @@ from cadenza.server.schemas.field_types import (
 from cadenza.server.schemas.generation import MostTokens, StopTexts
 from cadenza.server.schemas.messages import ChatMessage, TextPart
 from cadenza.server.schemas.other_engines import OtherEnginesBody
+from cadenza.sparse_prefill import PromptSpan
+from cadenza.spec_prefill_config import SpecPrefillChoice
 from tests.server.bodies import BODIES, GENERATING, NEEDED, PATHS, USER, checked, read, refusal
 from tests.server.harness import RunningServer
 from tests.server.scripted_engine import ScriptedEngine
@@ -81,9 +83,15 @@ SAMPLES: dict[str, Any] = {
     "skip_special_tokens": False,
     "truncate_prompt_tokens": 2,
     "speculative": True,
+    "spec_prefill": {"keep": 0.5, "threshold": 100, "when": "cold", "spans": [[2, 9]]},
 }
 """For each sampling field a value that is not its default."""
-KEPT: dict[str, Any] = {"logit_bias": ((5, 1.5),)}
+KEPT: dict[str, Any] = {
+    "logit_bias": ((5, 1.5),),
+    "spec_prefill": SpecPrefillChoice(
+        keep=0.5, threshold=100, when="cold", spans=(PromptSpan(2, 9),)
+    ),
+}
 
 LABELS: dict[str, tuple[list[Any], list[Any]]] = {
     "metadata": (

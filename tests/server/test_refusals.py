@@ -109,6 +109,13 @@ CASES: dict[str, list[Case]] = {
             )
         ),
         *(
+            ({"spec_prefill": value}, "spec_prefill", "spec_prefill")
+            for value in (
+                *("on", 0.3, [], {"model": "m"}, {"keep": 0}, {"keep": "1"}, {"threshold": -1}),
+                *({"when": "hot"}, {"spans": [[1]]}, {"spans": [[5, 5]]}, {"spans": [[0, 1]] * 65}),
+            )
+        ),
+        *(
             ({"speculative": value}, "speculative", "speculative")
             for value in (
                 *("x", 3, [], {}, {"num_speculative_tokens": 3, "also": 1}),

@@ -9,6 +9,7 @@ TEXT_OPTIONS = {
     "bad_words",
     "include_stop_str_in_output",
     "skip_special_tokens",
+    "spec_prefill",
     "speculative",
     "stop",
     "structured",

@@ -128,6 +128,8 @@ class SamplingFlags:
         metavar="true|false|N",
     )
 
+    whole_prompt: bool = flag(False, "Compute the whole prompt, whatever --spec-prefill says.")
+
     json_schema: str | None = flag(
         None, "A JSON Schema, or a file with one, that the answer follows.", parser=schema_text
     )
@@ -145,5 +147,7 @@ class SamplingFlags:
         """What was given, as keywords of `SamplingParams`."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         given = {name: value for name, value in values.items() if value is not None}
+        if given.pop("whole_prompt"):
+            given["spec_prefill"] = False
         asked = {FORMS[name]: given.pop(name) for name in FORMS if name in given}
         return {**given, "structured": StructuredOutput(**asked)} if asked else given

@@ -259,7 +259,8 @@ class OpenRequests:
             self._rejections[reason] += 1
 
     def record(self, events: Iterable[Event]) -> list[Event]:
-        """Records the events of open requests; returns all but `Started`, which is internal.
+        """Records the events of open requests; returns all but `Started`, which is internal, except
+        of a request with a sparse prefill, whose output says what was kept.
 
         Events of samples that have ended are dropped, and what was passed on before: an engine that
         goes on with a request may repeat what was under way from another one, with the same bits.
@@ -451,7 +452,7 @@ class OpenRequests:
             entry.is_running = True
             entry.kept, entry.whole_because = event.kept, event.whole_because
             self._start(entry, now_s)
-            return None
+            return None if entry.request.sparse_prefill is None else event
         if isinstance(event, Finished):
             if event.sample not in entry.token_ids:
                 return None

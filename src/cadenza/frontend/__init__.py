@@ -5,6 +5,8 @@ array. Invariant: what is streamed is final.
 Modules:
 
 - `text_frontend`: from prompts to requests
+- `prepared_request`: a request with the way to its output
+- `sparse_prompts`: which prompts are thinned out, and what is kept of them
 - `chat_prompts`: from conversations to texts, by the chat template
 - `prompt_forms`: the forms in which programs give a prompt
 - `image_prompts`: images of a prompt: placeholders, and the pixels behind them

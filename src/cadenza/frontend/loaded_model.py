@@ -17,6 +17,7 @@ from cadenza.engine.core import EngineCore
 from cadenza.errors import EngineClosedError
 from cadenza.fingerprint import Fingerprint
 from cadenza.frontend.answers import AnswerParsers
+from cadenza.frontend.sparse_prompts import SparsePrompts
 from cadenza.frontend.text_frontend import (
     DEFAULT_PARSERS,
     NO_WORKERS,
@@ -159,10 +160,12 @@ def open_text(
     parsers: AnswerParsers = DEFAULT_PARSERS,
 ) -> TextFrontend:
     """The text front end of a checkpoint, configured by `config`. Raises CheckpointError."""
-    return TextFrontend(
+    text = TextFrontend(
         checkpoint,
         generation_config=config.generation_config,
         max_model_len=max_model_len,
         workers=workers,
         parsers=parsers,
     )
+    text.sparse = SparsePrompts(config=config.sparse_prompts)
+    return text

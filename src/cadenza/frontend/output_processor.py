@@ -27,6 +27,7 @@ from cadenza.events import (
 from cadenza.fingerprint import Fingerprint
 from cadenza.frontend.receipts import make_receipt
 from cadenza.frontend.sample_output import SampleOutput
+from cadenza.frontend.sparse_prompts import started_use
 from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
 from cadenza.outputs import CompletionOutput, Logprob, OutputKind, RequestOutput
 from cadenza.text.tokens.decoder_stages import REPLACEMENT
@@ -50,7 +51,8 @@ class OutputProcessor:
 
     `fingerprint` is that of the engine's answers, where it is known; receipts need it.
     `answer_schema` is what answers are checked by at their end, if anything (`checked`).
-    `num_cached_tokens`, `cache_miss` and the properties of the prompt, are as in `RequestOutput`.
+    `num_cached_tokens`, `cache_miss`, `prompt_use` and the properties of the prompt are as in
+    `RequestOutput`; `kept` is as in `Started`.
     """
 
     __slots__ = (
@@ -63,7 +65,9 @@ class OutputProcessor:
         "_text",
         "answer_schema",
         "cache_miss",
+        "kept",
         "num_cached_tokens",
+        "prompt_use",
         "request_id",
     )
 
@@ -90,6 +94,8 @@ class OutputProcessor:
         self._prompt_logprobs: list[dict[int, Logprob] | None] = [None]
         self.num_cached_tokens = 0
         self.cache_miss: CacheMiss | None = None
+        self.prompt_use = text.sparse.planned_use(prepared.request)
+        self.kept: bytes | None = None
 
     @property
     def prompt(self) -> str | None:
@@ -142,6 +148,12 @@ class OutputProcessor:
         del self._running[event.sample]
         return event.sample
 
+    def start(self, event: Started) -> None:
+        """Takes what the engine says when the request starts."""
+        if self._prepared.request.sparse_prefill is not None:
+            self.kept = event.kept
+            self.prompt_use = started_use(self._prepared.request, event)
+
     def abort(self) -> None:
         """Ends the output where it is, with the reason `abort`."""
         try:
@@ -190,6 +202,7 @@ class OutputProcessor:
             prompt_logprobs=self.prompt_logprobs,
             num_cached_tokens=self.num_cached_tokens,
             cache_miss=self.cache_miss,
+            prompt_use=self.prompt_use,
             outputs=tuple(outputs),
             finished=not self._running,
             system_fingerprint=None if self._fingerprint is None else self._fingerprint.digest,
@@ -264,7 +277,10 @@ class OutputRouter:
         news: dict[int, OutputProcessor] = {}
         for event in events:
             processor = self._open.get(event.request_id)
-            if processor is None or isinstance(event, Started):
+            if processor is None:
+                continue
+            if isinstance(event, Started):
+                processor.start(event)
                 continue
             news[event.request_id] = processor
             stopped = None

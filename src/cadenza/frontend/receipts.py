@@ -58,6 +58,7 @@ def make_receipt(
         prompt_logprobs=None,
         truncate_prompt_tokens=None,
         speculative=None,
+        spec_prefill=None,
     )
     entries = zip(output.token_ids, output.logprobs or (), strict=True)
     logprobs = tuple(entry[token_id].logprob for token_id, entry in entries)

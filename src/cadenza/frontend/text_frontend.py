@@ -5,9 +5,9 @@ refuses text with an error that says so.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from operator import index
 from typing import Any, TypeVar, cast
@@ -17,8 +17,6 @@ import msgspec
 from cadenza.bounds import as_token_ids
 from cadenza.checkpoint import Checkpoint
 from cadenza.config import GenerationConfig, is_integer
-from cadenza.engine.open_requests import RequestTimes
-from cadenza.engine.request_check import RequestCheck
 from cadenza.errors import (
     InvalidRequestError,
     TextTooLongError,
@@ -31,15 +29,16 @@ from cadenza.frontend.chat_prompts import ChatPrompts, Message
 from cadenza.frontend.image_opening import PooledPixels
 from cadenza.frontend.image_prompts import (
     ImagePrompts,
-    PixelSource,
     SeenPrompts,
     Spanned,
     keep_last,
 )
 from cadenza.frontend.model_facts import facts_of
+from cadenza.frontend.prepared_request import NO_WORKERS, PreparedRequest, TextWorkers
 from cadenza.frontend.prompt_forms import Prompt, read_prompt
 from cadenza.frontend.sample_output import SampleOutput
 from cadenza.frontend.sampling_defaults import SamplingDefaults
+from cadenza.frontend.sparse_prompts import SparsePrompts, places_in
 from cadenza.request import PoolingParams, Request, SamplingParams, prompt_only
 from cadenza.structured import ConstraintSpec, StructuredOutput
 from cadenza.text import (
@@ -55,19 +54,18 @@ from cadenza.text.answers.content_stops import ContentStops
 from cadenza.text.answers.output_parser import MakeParser, PlacedParser
 from cadenza.text.schemas.grammar import (
     DEFAULT_STYLE,
-    FormChecks,
     GrammarCheck,
     name_forms,
     read_form,
     refused,
 )
-from cadenza.text.schemas.grammar_check import IN_PROCESS
 from cadenza.text.tokens.decoder_stages import bytes_of_token
 from cadenza.vision.processor import ImageProcessor
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_PARSERS = AnswerParsers()
+WHOLE_PROMPTS = SparsePrompts()
 ANY_ANSWER = AskedAnswer()
 _SCORED_ROLES = ('"query"', '"document"')
 """As the template of a reranker names them."""
@@ -75,44 +73,6 @@ FingerprintT = TypeVar("FingerprintT", Fingerprint, Fingerprint | None)
 Params = SamplingParams | Mapping[str, object] | None
 """How to sample: `SamplingParams` are complete and taken as they are; a mapping names some of its
 fields, and the others, like all of None's, are as the checkpoint recommends."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedRequest:
-    """A resolved request (`TextFrontend.resolve`), and how its output is made.
-
-    Args:
-        text: the prompt's text, where it was given as text.
-        make_parser: of its samples' parsers; None leaves the text whole.
-        passed: the check that it has passed, if it has.
-        makes_receipt: whether finished samples have a receipt (`receipts.with_receipt`).
-        pending: the prompt whose images have no pixels yet (`TextFrontend.with_pixels`).
-        times: is filled in by the engine, where somebody wants them.
-    """
-
-    text: str | None
-    request: Request
-    make_parser: MakeParser | None = None
-    passed: RequestCheck | None = None
-    makes_receipt: bool = False
-    pending: Spanned | None = None
-    times: RequestTimes | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextWorkers:
-    """What is done for a text front end elsewhere.
-
-    Args:
-        checks: of the forms of requests.
-        pixels: of images; None: by processes of its own.
-    """
-
-    checks: FormChecks = IN_PROCESS
-    pixels: PixelSource | None = None
-
-
-NO_WORKERS = TextWorkers()
 
 
 class TextFrontend:
@@ -124,6 +84,8 @@ class TextFrontend:
         max_model_len: the context length, where it is known; bounds a recommended length.
         workers: that check forms and open images.
         parsers: of reasoning and tool calls in answers.
+
+    `sparse` says which prompts are thinned out: none, until it is set.
     """
 
     def __init__(
@@ -135,6 +97,7 @@ class TextFrontend:
         workers: TextWorkers = NO_WORKERS,
         parsers: AnswerParsers = DEFAULT_PARSERS,
     ) -> None:
+        self.sparse = WHOLE_PROMPTS
         self.checks = workers.checks
         source = checkpoint.tokenizer_source
         self._files = checkpoint.tokenizer
@@ -249,7 +212,11 @@ class TextFrontend:
         is split into its parts, and a form is that of its content."""
         rendered = self.prompts.rendered(messages, tools, template_kwargs)
         spanned = self.prompts.spanned(rendered, max_num_tokens)
-        prepared = self._prepare(rendered.text, spanned, params)
+        prepared = self._placed(
+            self._prepare(rendered.text, spanned, params),
+            *(messages, spanned),
+            lambda changed: self.prompts.rendered(changed, tools, template_kwargs).text,
+        )
         if not self._chats.has_channels:
             return prepared
         asked = AskedAnswer(use=ToolUse.of_rendered(tools)) if tools else ANY_ANSWER
@@ -272,9 +239,29 @@ class TextFrontend:
         request = Request(prompt_token_ids=spanned.ids, params=params)
         prepared = self._planned(rendered.text, self._resolved(request, check), asked, check)
         if not spanned.images:
-            return prepared
-        prepared = replace(prepared, pending=spanned)
+            return self._placed(
+                *(prepared, messages, spanned),
+                lambda changed: self.prompts.rendered(changed, tools, template_kwargs).text,
+            )
+        request = replace(prepared.request, sparse_prefill=None)
+        prepared = replace(prepared, request=request, pending=spanned)
         return self.with_pixels(prepared) if spanned.has_pixels else prepared
+
+    def _placed(
+        self,
+        prepared: PreparedRequest,
+        messages: SequenceOf[Message],
+        spanned: Spanned,
+        render: Callable[[SequenceOf[Message]], str],
+    ) -> PreparedRequest:
+        """A request of a conversation, with the places that are kept of it if it is thinned out."""
+        request = prepared.request
+        if request.sparse_prefill is None:
+            return prepared
+        encode = partial(self.prompts.need_tokenizer().encode, add_special_tokens=False)
+        places = places_in(messages, prepared.text or "", spanned.ids, render, encode)
+        num_cut = len(spanned.ids) - len(request.prompt_token_ids)
+        return replace(prepared, request=self.sparse.with_places(request, places, num_cut))
 
     def with_pixels(self, prepared: PreparedRequest) -> PreparedRequest:
         """The request with the pixels of its images, which are opened if they are not yet. Slow;
@@ -372,8 +359,9 @@ class TextFrontend:
 
     def resolve(self, request: Request) -> Request:
         """The request with its text options as tokens: the prompt is cut to
-        `truncate_prompt_tokens`, `bad_words` become token ids, `structured` a constraint, and
-        pooling that is not named is the checkpoint's. Resolving twice changes nothing.
+        `truncate_prompt_tokens`, `bad_words` become token ids, `structured` a constraint, pooling
+        that is not named is the checkpoint's, and it is decided whether the prompt is thinned out.
+        Resolving twice changes nothing.
 
         Raises:
             InvalidRequestError: it is no `Request`, an option needs a tokenizer.json that is not
@@ -411,7 +399,7 @@ class TextFrontend:
             request = keep_last(request, count)
         if request.pooling is not None and request.pooling.pooling is None:
             request = replace(request, pooling=self._resolve_pooling(request.pooling))
-        return request
+        return self.sparse.thinned(request)
 
     def _constraint_of(self, structured: StructuredOutput, check: GrammarCheck) -> ConstraintSpec:
         """Raises InvalidRequestError where it cannot be followed."""

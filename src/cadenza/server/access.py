@@ -30,7 +30,7 @@ PREFLIGHT_MAX_AGE_S = 600
 CORS_METHODS = "GET, POST, DELETE"
 EXPOSED_HEADERS = (
     *("x-request-id", "retry-after", "x-should-retry", "www-authenticate", "allow"),
-    "x-cadenza-ignored",
+    *("x-cadenza-ignored", "x-cadenza-spec-prefill"),
 )
 """Response headers that a page may read; some client libraries read them."""
 

@@ -25,6 +25,7 @@ from cadenza.outputs import CompletionOutput, RequestOutput
 from cadenza.server.endpoints.generating import CallContext, CallRequest, GeneratingEndpoint
 from cadenza.server.errors import (
     ApiError,
+    Headers,
     error_of,
     error_of_end,
     invalid_value,
@@ -32,7 +33,7 @@ from cadenza.server.errors import (
     server_error,
 )
 from cadenza.server.http_exchange import ClientDisconnected, Exchange, Handler, Response
-from cadenza.server.request_log import RequestRecord
+from cadenza.server.request_log import RequestRecord, Usage
 from cadenza.server.served_model import OpenCall, ServedModel
 from cadenza.server.service import Service
 from cadenza.server.sse import AnswerEncoder, AnswerHead, StreamEncoder
@@ -47,6 +48,9 @@ loop."""
 
 MAX_INLINE_OUTPUTS = 16
 """Answers to more prompts are encoded on a thread."""
+
+SPEC_PREFILL = "x-cadenza-spec-prefill"
+"""The header that says how much of the prompts is computed."""
 
 EndError = Callable[[CompletionOutput], ApiError]
 """The answer to a request that was accepted and then failed, from the sample that did."""
@@ -168,6 +172,7 @@ class Generation:
             async with call:
                 if streamed is None:
                     outputs = await self._finish(call, record, end_error)
+                    exchange.extra_headers += kept_headers(record.usage)
                     await exchange.answer(Response(body=await self._encode(encoder, outputs)))
                 else:
                     await self._stream(exchange, call, streamed, record, end_error)
@@ -223,6 +228,7 @@ class Generation:
         record: RequestRecord,
         end_error: EndError,
     ) -> None:
+        exchange.extra_headers += kept_headers(record.usage)
         await exchange.start_stream()
         opening = encoder.opening()
         if opening:
@@ -343,6 +349,18 @@ def completed(
     return replace(whole, passed=check)
 
 
+def kept_headers(usage: Usage) -> Headers:
+    """How much of the call's prompts is computed, where sparse prefill was asked for. At the start
+    of a stream it is what is planned."""
+    found = usage.kept_tokens
+    if not found:
+        return ()
+    text = f"kept={found['kept_tokens']}; of={found['kept_tokens'] + found['skipped_tokens']}"
+    reason = found.get("whole_because")
+    value = text if reason is None else f"{text}; reason={reason}"
+    return ((SPEC_PREFILL, value),)
+
+
 def _salt(tenant: str, cache_salt: str) -> str:
     """Tenants and salts share no cached prefix: no call can bring about another tenant's salt.
 
@@ -365,7 +383,7 @@ def _submit(
     except CadenzaError as error:
         raise model.error_of(error) from error
     call.use.take(num_tokens)
-    record.start(requests)
+    record.start(requests, model.text.sparse)
 
 
 def log_unexpected(error: Exception) -> None:

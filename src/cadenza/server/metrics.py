@@ -31,7 +31,9 @@ from prometheus_client.registry import Collector
 from cadenza.engine.open_requests import RejectionReason, RequestStats
 from cadenza.engine.stats import Distribution, EngineStats, Tally
 from cadenza.engine.status import EngineMonitor, EngineStatus
-from cadenza.events import FinishReason
+from cadenza.events import FinishReason, WholePromptReason
+from cadenza.frontend.sparse_prompts import WHOLE_REASONS
+from cadenza.outputs import PromptUse
 from cadenza.server.model_turns import ModelTurn
 
 FIRST_TOKEN_BOUNDS = (
@@ -54,6 +56,10 @@ REJECTION_REASONS = (
 )
 """The engine's, and the front end's own."""
 
+THINNED = "thinned"
+PROMPT_USES = (THINNED, *WHOLE_REASONS, *get_args(WholePromptReason))
+"""What came of prompts for which sparse prefill was asked for."""
+
 OPEN_METRICS = "application/openmetrics-text"
 
 
@@ -71,6 +77,16 @@ class ServedCounts:
         self.request_s = Tally(REQUEST_BOUNDS)
         self.request_prompt_tokens = Tally(COUNT_BOUNDS)
         self.request_generation_tokens = Tally(COUNT_BOUNDS)
+        self.prompt_uses: dict[str, int] = dict.fromkeys(PROMPT_USES, 0)
+        self.num_kept_tokens = 0
+        self.num_skipped_tokens = 0
+
+    def count_use(self, use: PromptUse) -> None:
+        """Counts a prompt for which sparse prefill was asked for."""
+        self.prompt_uses[use.whole_because or THINNED] += 1
+        if use.whole_because is None:
+            self.num_kept_tokens += use.num_kept_tokens
+            self.num_skipped_tokens += use.num_skipped_tokens
 
     def reject(self, reason: str) -> None:
         """Raises KeyError for a reason that is not one of `REJECTION_REASONS`."""
@@ -418,6 +434,23 @@ _OWN_ROWS = (
         "else they are only tried now and then.",
         ("source", "rows"),
         GAUGE,
+    ),
+    _Row(
+        "spec_prefill_prompts",
+        "counts.prompt_uses",
+        "Prompts for which sparse prefill was asked for, by whether they were thinned out, or why "
+        "not.",
+        "outcome",
+    ),
+    _Row(
+        "spec_prefill_kept_tokens",
+        "counts.num_kept_tokens",
+        "Tokens of thinned prompts that were kept.",
+    ),
+    _Row(
+        "spec_prefill_skipped_tokens",
+        "counts.num_skipped_tokens",
+        "Tokens of thinned prompts that were left out.",
     ),
     _Row("pages", "pages", "KV pages by their state.", "state", GAUGE),
     _Row(

@@ -13,8 +13,9 @@ from typing import Any, Protocol
 
 from cadenza.events import CacheMiss, FinishReason
 from cadenza.frontend.image_prompts import num_image_tokens
+from cadenza.frontend.sparse_prompts import SparsePrompts
 from cadenza.frontend.text_frontend import PreparedRequest
-from cadenza.outputs import CompletionOutput
+from cadenza.outputs import CompletionOutput, PromptUse
 from cadenza.request import Request
 from cadenza.server.metrics import ServedCounts
 
@@ -24,7 +25,8 @@ logger = logging.getLogger("cadenza.requests")
 @dataclass(slots=True, eq=False)
 class Usage:
     """Tokens of one call so far, by the place of a prompt and by the index of a choice; of the
-    prompt's those of images; of the generated ones those of reasoning, those that were drafted
+    prompt's those of images, and how much of it was computed where that was asked for (`used`); of
+    the generated ones those of reasoning, those that were drafted
     (`accepted`), and rejected drafts.
     """
 
@@ -34,6 +36,7 @@ class Usage:
     misses: dict[int, CacheMiss] = field(default_factory=dict[int, CacheMiss])
     generated: dict[int, int] = field(default_factory=dict[int, int])
     reasoning: dict[int, int] = field(default_factory=dict[int, int])
+    used: dict[int, PromptUse] = field(default_factory=dict[int, PromptUse])
     accepted: dict[int, int] = field(default_factory=dict[int, int])
     rejected: dict[int, int] = field(default_factory=dict[int, int])
 
@@ -64,6 +67,21 @@ class Usage:
         miss = self.misses[min(self.misses)]
         return {"cache_miss": {"shared_tokens": miss.shared_tokens, "reason": miss.reason}}
 
+    @property
+    def kept_tokens(self) -> dict[str, Any]:
+        """Members of the prompt's details, where sparse prefill was asked for: how many tokens were
+        computed or found in the prefix cache, and how many were left out; why none, where none
+        were."""
+        if not self.used:
+            return {}
+        uses = self.used.values()
+        found: dict[str, Any] = {
+            "kept_tokens": sum(each.num_kept_tokens for each in uses),
+            "skipped_tokens": sum(each.num_skipped_tokens for each in uses),
+        }
+        reasons = [each.whole_because for each in uses if each.whole_because is not None]
+        return {**found, "whole_because": reasons[0]} if reasons else found
+
     def as_object(self) -> dict[str, Any]:
         """The `usage` of an answer."""
         return {
@@ -73,6 +91,7 @@ class Usage:
             "prompt_tokens_details": {
                 "cached_tokens": sum(self.cached.values()),
                 **self.image_tokens,
+                **self.kept_tokens,
                 **self.cache_miss,
             },
             "completion_tokens_details": {
@@ -84,13 +103,16 @@ class Usage:
 
 
 class LookedUp(Protocol):
-    """The result of the look-up of a prompt in the prefix cache."""
+    """The result of the look-up of a prompt in the prefix cache, and how much of it is computed."""
 
     @property
     def num_cached_tokens(self) -> int: ...
 
     @property
     def cache_miss(self) -> CacheMiss | None: ...
+
+    @property
+    def prompt_use(self) -> PromptUse | None: ...
 
 
 class CallTrace(Protocol):
@@ -153,8 +175,9 @@ class RequestRecord:
     def __post_init__(self) -> None:
         self.arrived_s = self.clock()
 
-    def start(self, requests: Sequence[Request]) -> None:
-        """The engine has accepted the prompts, all with the same number of choices."""
+    def start(self, requests: Sequence[Request], sparse: SparsePrompts) -> None:
+        """The engine has accepted the prompts, all with the same number of choices; `sparse` says
+        how much is computed of each."""
         self.n = requests[0].params.n
         self.prompts = [PromptTimes() for _ in requests]
         for place, request in enumerate(requests):
@@ -163,6 +186,9 @@ class RequestRecord:
             self.counts.request_prompt_tokens.add(count)
             if num_of_images:
                 self.usage.images[place] = num_of_images
+            planned = sparse.planned_use(request)
+            if planned is not None:
+                self.usage.used[place] = planned
 
     def take(
         self, prompt: int, found: LookedUp, outputs: Sequence[CompletionOutput]
@@ -172,6 +198,8 @@ class RequestRecord:
         usage.cached[prompt] = found.num_cached_tokens
         if found.cache_miss is not None:
             usage.misses[prompt] = found.cache_miss
+        if found.prompt_use is not None:
+            usage.used[prompt] = found.prompt_use
         for output in outputs:
             index, num_generated_tokens = (
                 prompt * self.n + output.index,
@@ -217,6 +245,8 @@ class RequestRecord:
         for index in range(len(self.prompts) * self.n):
             self.end_choice(index, rest)
         now_s = self.clock()
+        for use in self.usage.used.values():
+            self.counts.count_use(use)
         for place, times in enumerate(self.prompts):
             num_generated = self._num_generated(place)
             self.counts.request_s.add(now_s - self.arrived_s)
@@ -272,6 +302,7 @@ class RequestRecord:
             "latency_ms": round(times.total_s * 1e3, 3),
             "ttft_ms": None if times.first_s is None else round(times.first_s * 1e3, 3),
             "finish_reason": ",".join(reasons),
+            **self.usage.kept_tokens,
         }
         return line if self.user is None else {**line, "user": self.user}
 

@@ -34,6 +34,8 @@ from cadenza.engine.stats import STEP_SECONDS_BOUNDS, Distribution, EngineStats,
 from cadenza.engine.step_watch import RowSummary, StepSummary, Watch
 from cadenza.events import CacheMiss, Event, Finished, PromptLogprobs, Started, Token, TokenLogprobs
 from cadenza.request import Attachment, Request, SamplingParams
+from cadenza.sparse_prefill import PromptSpan, SparsePrefill
+from cadenza.spec_prefill_config import SpecPrefillChoice
 from cadenza.structured import ConstraintSpec, StructuredOutput
 
 PARAMS = SamplingParams(
@@ -62,6 +64,7 @@ PARAMS = SamplingParams(
     truncate_prompt_tokens=5,
     structured=StructuredOutput(choice=("a", "b")),
     speculative=3,
+    spec_prefill=SpecPrefillChoice(keep=0.5, when="cold", spans=(PromptSpan(1, 4),)),
 )
 REQUEST = Request(
     prompt_token_ids=tuple(range(300)),
@@ -71,6 +74,7 @@ REQUEST = Request(
     cache_salt="salt",
     constraint=ConstraintSpec(grammar="a grammar"),
     prediction=(4, 5),
+    sparse_prefill=SparsePrefill(keep=0.25, forced=(PromptSpan(0, 70),), kept=b"\x07"),
 )
 LOGPROBS = TokenLogprobs(logprob=float("-inf"), rank=3, top_ids=(1, 2), top_logprobs=(-0.1, -2.5))
 TOKEN = Token(

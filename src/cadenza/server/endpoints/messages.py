@@ -321,12 +321,13 @@ def _started(block: Block) -> dict[str, Any]:
 def usage_of_message(usage: Usage) -> dict[str, Any]:
     """The usage of a message, whose input tokens are those that were computed."""
     num_cached = sum(usage.cached.values())
+    details = {**usage.image_tokens, **usage.kept_tokens}
     return {
         "input_tokens": usage.prompt_tokens - num_cached,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": num_cached,
         "output_tokens": usage.completion_tokens,
-        **({"input_tokens_details": usage.image_tokens} if usage.image_tokens else {}),
+        **({"input_tokens_details": details} if details else {}),
         "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
         **usage.cache_miss,
     }

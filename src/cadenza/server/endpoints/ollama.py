@@ -321,6 +321,7 @@ def metrics(head: AnswerHead, usage: Usage) -> Members:
         "prompt_eval_duration": _ns(times.prompt_s),
         "eval_count": usage.completion_tokens,
         "eval_duration": _ns(times.decode_s),
+        **usage.kept_tokens,
     }
 
 

@@ -202,6 +202,7 @@ def usage_object(usage: Usage) -> dict[str, Any]:
             "cached_tokens": sum(usage.cached.values()),
             "cache_write_tokens": 0,  # writing costs nothing, so that it is not counted
             **usage.image_tokens,
+            **usage.kept_tokens,
             **usage.cache_miss,
         },
         "output_tokens": usage.completion_tokens,

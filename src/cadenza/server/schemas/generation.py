@@ -5,8 +5,9 @@ OpenAI's and vLLM's schemas of completions. Invariant: every value is used, or h
 meaning, or is refused by name.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 from cadenza.bounds import BIAS, MAX_BIASES, ListBound
 from cadenza.config import MAX_LOGPROBS_BOUND
@@ -52,6 +53,8 @@ from cadenza.server.schemas.structured import (
     one_form,
     or_nothing,
 )
+from cadenza.sparse_prefill import LEAST_KEEP, MOST_KEEP, When
+from cadenza.spec_prefill_config import MAX_SPANS, MAX_THRESHOLD
 
 MAX_CHOICES = 2048
 """Answers of one call: its prompts times `n`."""
@@ -132,6 +135,45 @@ def speculative_choice(name: str, value: object) -> bool | dict[str, int]:
     return {key: check_member(name, key, NUM_DRAFTS, item) for key, item in given.items()}
 
 
+_PLACE = Integer(0, 1 << 31)
+
+
+@field_type(array_schema(_PLACE.schema(), 2, 2))
+def token_span(name: str, value: object) -> tuple[int, int]:
+    """[start, stop), in which there is a token."""
+    places = cast(list[object], value) if isinstance(value, list) else []
+    if len(places) == 2:
+        start, stop = (_PLACE.check(name, each) for each in places)
+        if start < stop:
+            return start, stop
+    raise refuse(name, cast(object, value), "two places of tokens, the first below the second")
+
+
+_THINNED: Mapping[str, FieldType[Any]] = {
+    "keep": Number(LEAST_KEEP, MOST_KEEP),
+    "threshold": Integer(0, MAX_THRESHOLD),
+    "when": OneOf(get_args(When)),
+    "spans": ListOf(item=token_span, max_items=MAX_SPANS),
+}
+_THINNED_SCHEMA = object_schema(
+    {key: each.schema() for key, each in _THINNED.items()},
+    required=(),
+    minProperties=1,
+    additionalProperties=False,
+)
+
+
+@field_type({"anyOf": [Boolean().schema(), _THINNED_SCHEMA]})
+def spec_prefill_choice(name: str, value: object) -> bool | dict[str, Any]:
+    """A boolean, or an object with some of the members of `SpecPrefillChoice`."""
+    if isinstance(value, bool):
+        return value
+    given = members_of(value)
+    if not given or not given.keys() <= _THINNED.keys():
+        raise refuse(name, value, f"true, false or an object with some of {', '.join(_THINNED)}")
+    return {key: check_member(name, key, _THINNED[key], item) for key, item in given.items()}
+
+
 @dataclass(frozen=True, slots=True)
 class StopTexts:
     """One text, or a list of texts; empty ones are left out, since they stop nothing."""
@@ -175,6 +217,8 @@ def sampling_type(name: str) -> FieldType[Any]:
         return logit_bias
     if name == "speculative":
         return speculative_choice
+    if name == "spec_prefill":
+        return spec_prefill_choice
     bound = BOUNDS.get(name)
     if bound is None:
         return Boolean()
@@ -263,6 +307,11 @@ class SamplingBody(CallBody, OtherEnginesBody):
     speculative = SamplingField(
         "Verify drafts, which changes no token: true, false, or at most how many in a step; "
         "otherwise as the server is configured.",
+        None,
+    )
+    spec_prefill = SamplingField(
+        "Compute only a part of a long prompt, which changes the answer: false is all of it, true "
+        "as the server is configured, or an object of keep, threshold, when and spans.",
         None,
     )
 

@@ -1,0 +1,186 @@
+"""`SparsePrompts`: which prompts of a server are thinned out, and which of their tokens are kept
+whatever they score.
+
+Owns the decision, and the reasons for computing a prompt whole. Knows no engine. Invariant: the
+decision is a function of the request and the server's settings alone; what the engine then does is
+another matter (`events.WholePromptReason`).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from typing import Any, Literal, get_args
+
+from cadenza.errors import InvalidRequestError
+from cadenza.events import Started
+from cadenza.outputs import PromptUse
+from cadenza.request import Request
+from cadenza.sparse_prefill import CHUNK, LOOK_AHEAD, PromptSpan, SparsePrefill, kept_of_mask
+from cadenza.spec_prefill_config import SpecPrefillChoice, SpecPrefillConfig
+from cadenza.text.tokens.provenance import MarkedText
+
+WholeReason = Literal[
+    "declined",
+    "off",
+    "pooling",
+    "prompt_logprobs",
+    "images",
+    "repetition_penalty",
+    "short",
+    "draft_context",
+]
+"""Why a prompt is not thinned out. In order: its request asked for all of it; the server thins out
+none; its embedding, or log probabilities of its tokens, need all of it; it has images; tokens that
+were left out would not be penalised; it is below the threshold; it is longer than the draft model's
+context."""
+
+WHOLE_REASONS: tuple[str, ...] = get_args(WholeReason)
+
+Message = Mapping[str, Any]
+Render = Callable[[Sequence[Message]], str]
+Encode = Callable[[str], Sequence[int]]
+
+_FROM_SYSTEM = ("system", "developer")
+_OTHER_CONTENT = "\ue000"
+"""A character that no message begins with, for finding where one begins."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SparsePrompts:
+    """Of one server.
+
+    Args:
+        config: None where it thins out none.
+        max_scored: tokens of the longest prompt that the draft model can score; None: any.
+    """
+
+    config: SpecPrefillConfig | None = None
+    max_scored: int | None = None
+
+    def thinned(self, request: Request) -> Request:
+        """The request with `sparse_prefill` set if its prompt is thinned out.
+
+        Raises InvalidRequestError where it chooses for itself and may not.
+        """
+        config, choice = self.config, request.params.spec_prefill
+        own = choice if isinstance(choice, SpecPrefillChoice) else SpecPrefillChoice()
+        if config is not None and not config.allow_request and own != SpecPrefillChoice():
+            raise InvalidRequestError(
+                "spec_prefill is this server's own choice (--spec-prefill, allow_request); leave "
+                "it out, or send false for the whole prompt",
+                param="spec_prefill",
+            )
+        if config is None or request.sparse_prefill is not None or self.whole_because(request):
+            return request
+        sparse = SparsePrefill(
+            keep=config.keep if own.keep is None else own.keep,
+            forced=tuple(own.spans),
+            when=own.when or config.when,
+        )
+        return replace(request, sparse_prefill=sparse)
+
+    def planned_use(self, request: Request) -> PromptUse | None:
+        """What is computed of a resolved request's prompt, and otherwise why all of it is; None
+        where neither the server nor the request asked for less."""
+        if self.config is None and not request.params.spec_prefill:
+            return None
+        num_tokens, sparse = len(request.prompt_token_ids), request.sparse_prefill
+        if sparse is None:
+            return whole_use(num_tokens, self.whole_because(request))
+        num_kept = sparse.num_kept_tokens(num_tokens)
+        return PromptUse(num_kept_tokens=num_kept, num_skipped_tokens=num_tokens - num_kept)
+
+    def whole_because(self, request: Request) -> WholeReason | None:
+        """Why a request's prompt is not to be thinned out; None if it is."""
+        config, params = self.config, request.params
+        if params.spec_prefill is False:
+            return "declined"
+        if config is None:
+            return "off"
+        if request.pooling is not None:
+            return "pooling"
+        if params.prompt_logprobs is not None:
+            return "prompt_logprobs"
+        if request.attachments:
+            return "images"
+        if params.repetition_penalty != 1.0:
+            return "repetition_penalty"
+        return self._too_short_or_long(config, request)
+
+    def _too_short_or_long(self, config: SpecPrefillConfig, request: Request) -> WholeReason | None:
+        choice, num_tokens = request.params.spec_prefill, len(request.prompt_token_ids)
+        own = choice.threshold if isinstance(choice, SpecPrefillChoice) else None
+        if num_tokens < (config.threshold if own is None else own):
+            return "short"
+        if self.max_scored is not None and num_tokens + LOOK_AHEAD > self.max_scored:
+            return "draft_context"
+        return None
+
+    def with_places(self, request: Request, places: Sequence[PromptSpan], num_cut: int) -> Request:
+        """The request with further spans that are kept, of the prompt before `num_cut` tokens of
+        its beginning were cut off. The first of them is the head, at most as long as configured.
+        """
+        sparse, config = request.sparse_prefill, self.config
+        if sparse is None or config is None or sparse.kept is not None:
+            return request
+        moved = [PromptSpan(max(0, a - num_cut), b - num_cut) for a, b in places if b > num_cut]
+        head = [span for span in moved if span.start == 0]
+        most = max((min(span.stop, config.head) for span in head), default=0)
+        kept = [PromptSpan(0, most)] if most else []
+        kept += [span for span in moved if span.start > 0]
+        forced = (*sparse.forced, *kept)
+        return replace(request, sparse_prefill=replace(sparse, forced=forced, cold_from=most))
+
+
+def whole_use(num_tokens: int, because: str | None) -> PromptUse:
+    return PromptUse(num_kept_tokens=num_tokens, num_skipped_tokens=0, whole_because=because)
+
+
+def started_use(request: Request, event: Started) -> PromptUse:
+    """What is computed of the prompt of a request with a sparse prefill that has started."""
+    num_tokens = len(request.prompt_token_ids)
+    if event.kept is None:
+        return whole_use(num_tokens, event.whole_because)
+    kept = kept_of_mask(event.kept, num_tokens)
+    return PromptUse(num_kept_tokens=kept.num_tokens, num_skipped_tokens=kept.num_skipped)
+
+
+def places_in(
+    messages: Sequence[Message], text: str, ids: Sequence[int], render: Render, encode: Encode
+) -> list[PromptSpan]:
+    """Where the tokens of a conversation are that are kept: its head, up to the first message that
+    is no system text, and the beginning of the user's last message.
+
+    Args:
+        text: the rendered conversation; `render` makes it of other messages.
+        ids: of the text; `encode` makes them of a part of it.
+    """
+    places = [place for place, each in enumerate(messages) if each.get("role") == "user"]
+    others = [n for n, each in enumerate(messages) if each.get("role") not in _FROM_SYSTEM]
+    if not others:
+        return []
+    head = len(encode(_cut(text, 0, _begin(messages, others[0], text, render))))
+    found = [PromptSpan(0, head)] if head else []
+    if places and places[-1] != others[0]:
+        begin = _begin(messages, places[-1], text, render)
+        start = max(head, len(ids) - len(encode(_cut(text, begin, len(text)))))
+        found.append(PromptSpan(start, start + CHUNK))
+    elif places:
+        found.append(PromptSpan(head, head + CHUNK))
+    return found
+
+
+def _begin(messages: Sequence[Message], place: int, text: str, render: Render) -> int:
+    """The character where the content of a message begins: where the text with another content is
+    different. The first of the text if the template refuses that content."""
+    other = {**messages[place], "content": _OTHER_CONTENT}
+    try:
+        changed = render([*messages[:place], other, *messages[place + 1 :]])
+    except InvalidRequestError:
+        return 0
+    pairs = enumerate(zip_longest(str.__str__(text), str.__str__(changed)))
+    return next((at for at, (one, another) in pairs if one != another), 0)
+
+
+def _cut(text: str, start: int, stop: int) -> str:
+    return text.cut(start, stop) if isinstance(text, MarkedText) else text[start:stop]

@@ -1,0 +1,133 @@
+"""Which prompts are thinned out, and what is kept of them whatever it scores."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from cadenza.checkpoint import open_checkpoint
+from cadenza.errors import InvalidRequestError
+from cadenza.frontend.answers import AskedAnswer, ToolUse
+from cadenza.frontend.sparse_prompts import SparsePrompts
+from cadenza.frontend.text_frontend import TextFrontend
+from cadenza.request import Attachment, PoolingParams, Request, SamplingParams
+from cadenza.sparse_prefill import PromptSpan
+from cadenza.spec_prefill_config import SpecPrefillChoice, SpecPrefillConfig
+
+CONFIG = SpecPrefillConfig(keep=0.25, threshold=200, head=100)
+SERVER = SparsePrompts(config=CONFIG, max_scored=1000)
+SYSTEM = {"role": "system", "content": "You answer about the text. " * 3}
+TEXT = {"role": "user", "content": "It was a long day in the harbour. " * 60}
+QUESTION = {"role": "user", "content": "What was the day like?"}
+
+
+@pytest.fixture(scope="module")
+def text() -> TextFrontend:
+    found = TextFrontend(open_checkpoint(None), max_model_len=4096)
+    found.sparse = SERVER
+    return found
+
+
+def request(num_tokens: int = 300, **options: Any) -> Request:
+    return Request(prompt_token_ids=(7,) * num_tokens, params=SamplingParams(**options))
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        (request(), None),
+        (request(spec_prefill=True), None),
+        (request(200), None),
+        (request(199), "short"),
+        (request(199, spec_prefill={"threshold": 100}), None),
+        (request(300, spec_prefill={"threshold": 301}), "short"),
+        (request(spec_prefill=False), "declined"),
+        (request(prompt_logprobs=0), "prompt_logprobs"),
+        (request(repetition_penalty=1.1), "repetition_penalty"),
+        (request(992), None),
+        (request(993), "draft_context"),
+        (Request(prompt_token_ids=(7,) * 300, pooling=PoolingParams(pooling="last")), "pooling"),
+        (replace(request(), attachments=(Attachment(start=3, length=4, digest=b"x"),)), "images"),
+    ],
+)
+def test_a_prompt_is_thinned_out_unless_there_is_a_reason(asked: Request, reason: str | None):
+    found = SERVER.thinned(asked)
+    assert (found.sparse_prefill is None) == (reason is not None)
+    use = SERVER.planned_use(found)
+    assert use is not None
+    assert use.whole_because == reason
+    assert use.num_kept_tokens + use.num_skipped_tokens == len(asked.prompt_token_ids)
+    assert (use.num_skipped_tokens > 0) == (reason is None)
+
+
+def test_a_server_without_it_says_so_to_who_asks_and_nothing_to_others():
+    plain = SparsePrompts()
+    for asked, reason in ((request(), None), (request(spec_prefill=True), "off")):
+        found = plain.planned_use(plain.thinned(asked))
+        assert (None if found is None else found.whole_because) == reason
+        assert plain.thinned(asked).sparse_prefill is None
+
+
+def test_a_request_chooses_for_itself_where_it_may():
+    own = SpecPrefillChoice(keep=0.5, when="cold", spans=(PromptSpan(150, 151),))
+    asked = request(spec_prefill=own)
+    found = SERVER.thinned(asked).sparse_prefill
+    assert found is not None
+    assert (found.keep, found.when, found.forced) == (0.5, "cold", own.spans)
+    strict = SparsePrompts(config=replace(CONFIG, allow_request=False))
+    with pytest.raises(InvalidRequestError, match="this server's own choice"):
+        strict.thinned(asked)
+    for plain in (True, None, False):
+        assert (strict.thinned(request(spec_prefill=plain)).sparse_prefill is None) == (
+            plain is False
+        )
+
+
+def prepared(text: TextFrontend, messages: list[Mapping[str, Any]], **options: Any) -> Request:
+    return text.prepare_chat(messages, SamplingParams(**options)).request
+
+
+def forced_texts(text: TextFrontend, found: Request) -> list[str]:
+    assert found.sparse_prefill is not None
+    ids = found.prompt_token_ids
+    return [text.decode(ids[start:stop]) for start, stop in found.sparse_prefill.forced]
+
+
+def test_the_head_and_the_last_question_of_a_conversation_are_kept(text: TextFrontend):
+    found = prepared(text, [SYSTEM, TEXT, {"role": "assistant", "content": "Yes."}, QUESTION])
+    head, question = forced_texts(text, found)
+    assert head.endswith(f"{SYSTEM['content']}<|im_end|>\n<|im_start|>user\n")
+    assert question.startswith(QUESTION["content"])
+    assert found.sparse_prefill is not None
+    assert found.sparse_prefill.cold_from == found.sparse_prefill.forced[0].stop
+    alone = prepared(text, [TEXT])
+    head, beginning = forced_texts(text, alone)
+    assert head == "<|im_start|>user\n"
+    assert TEXT["content"].startswith(beginning)
+
+
+def test_tools_are_of_the_head_which_is_as_long_as_configured_at_most(text: TextFrontend):
+    described = [{"type": "function", "function": {"name": "look_up", "parameters": {}}}]
+    chat = text.prepare_chat([SYSTEM, TEXT], SamplingParams(), tools=described)
+    head, _ = forced_texts(text, chat.request)
+    assert "look_up" in head
+    asked = AskedAnswer(use=ToolUse.of_rendered(described))
+    answer = text.prepare_answer([SYSTEM, TEXT], SamplingParams(), asked=asked)
+    assert forced_texts(text, answer.request)[0] == head
+    long = {"role": "system", "content": SYSTEM["content"] * 10}
+    forced = prepared(text, [long, TEXT]).sparse_prefill
+    assert forced is not None
+    assert forced.forced[0] == PromptSpan(0, CONFIG.head)
+
+
+def test_places_move_with_a_prompt_that_is_cut(text: TextFrontend):
+    messages = [SYSTEM, TEXT, {"role": "assistant", "content": "Yes."}, QUESTION]
+    whole = len(prepared(text, messages).prompt_token_ids)
+    found = prepared(text, messages, truncate_prompt_tokens=whole - 10)
+    head, question = forced_texts(text, found)
+    assert head.endswith("<|im_start|>user\n")
+    assert not head.startswith("<|im_start|>system")
+    assert question.startswith(QUESTION["content"])
+    found = prepared(text, messages, truncate_prompt_tokens=whole - 150)
+    assert [each.startswith("What") for each in forced_texts(text, found)] == [True]
