@@ -20,10 +20,15 @@ from functools import partial
 from typing import Literal, Self
 
 from cadenza.checkpoint import ModelConfig, declare
-from cadenza.checkpoint.declaration import declare_embedding, declare_head, declare_layer
 from cadenza.checkpoint.dtypes import WeightDType
+from cadenza.checkpoint.operations import (
+    expert_tensors,
+    head_tensor,
+    mixtures_of,
+    pair_operations,
+)
 from cadenza.checkpoint.tensor_formats import StoredFormat, stored_bytes
-from cadenza.checkpoint.tensor_spec import ExpertMLPSpec, ParallelMLPSpec, TensorSpec
+from cadenza.checkpoint.tensor_spec import TensorSpec
 from cadenza.config import KVCacheDType, Quantization
 
 Limit = Literal["read", "multiply"]
@@ -152,7 +157,7 @@ class ModelCost:
         size = partial(
             stored_bytes, dtype=dtype, quantization=quantization, stored_format=stored_format
         )
-        experts, head = _expert_tensors(config), _head(config)
+        experts, head = expert_tensors(config), head_tensor(config)
         apart = {spec.name for expert in experts for spec in expert}
         layers = [
             spec
@@ -165,7 +170,7 @@ class ModelCost:
             experts=_experts_cost(config, experts, size),
             head_parameters=head.num_elements,
             head_bytes=size([head]),
-            pair_operations=_pair_operations(config),
+            pair_operations=pair_operations(config),
             kv_bytes_per_token=config.kv_bytes_per_token(dtype, kv_cache_dtype),
             state_bytes=config.state_bytes(dtype),
             gated_bytes=size(_gated_tensors(config)),
@@ -208,41 +213,11 @@ class ModelCost:
         )
 
 
-def _pair_operations(config: ModelConfig) -> int:
-    found = 0
-    for kind in config.layer_kinds:
-        heads = config.heads_of(kind)
-        if kind.latent is not None:  # scores of all values, sums of those of the latent
-            found += 2 * heads.num_heads * (heads.head_dim + kind.latent.rank)
-        elif kind.recurrence is None:
-            found += 4 * heads.query_size
-    return found
-
-
-def _head(config: ModelConfig) -> TensorSpec:
-    """The tensor that the head multiplies with."""
-    return declare_embedding(config) if config.tie_word_embeddings else declare_head(config)
-
-
-def _mixtures(config: ModelConfig) -> list[ExpertMLPSpec]:
-    layers = [declare_layer(config, index).mlp for index in range(config.num_layers)]
-    own = [mlp.experts if isinstance(mlp, ParallelMLPSpec) else mlp for mlp in layers]
-    return [mlp for mlp in own if isinstance(mlp, ExpertMLPSpec)]
-
-
-def _expert_tensors(config: ModelConfig) -> list[list[TensorSpec]]:
-    """The tensors of each expert in all layers that have experts."""
-    return [
-        [spec for expert in column for spec in expert.tensors()]
-        for column in zip(*(mlp.experts for mlp in _mixtures(config)), strict=True)
-    ]
-
-
 def _gated_tensors(config: ModelConfig) -> list[TensorSpec]:
     """Of the MLPs for all tokens that have a gate."""
     return [
         spec
-        for mlp in _mixtures(config)
+        for mlp in mixtures_of(config)
         if mlp.shared is not None and mlp.shared_gate is not None
         for spec in mlp.shared.tensors()
     ]

@@ -14,6 +14,7 @@ Modules:
 - `host_math`: logarithms, powers, cosines and sines with the same bits on every machine
 - `tensor_spec`: a tensor, a linear, and what the kinds of layers consist of
 - `declaration`: every tensor, declared once; loading and random weights follow
+- `operations`: what a token costs by a shape alone
 - `weight_format`: how the elements of a tensor are held in memory: floats, or integer codes
 - `tensor_formats`: the format of each tensor; plans, bounds and loading follow. Beside int4 the
   first layer has 8 bits: its error passes through all others, and calibrating the rest instead
