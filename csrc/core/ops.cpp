@@ -133,7 +133,7 @@ void next_token(const Runtime& runtime, ProductTypes types, const NextTokenTask&
     kept[row] = scratch.take<float>(round_up(vocab, kPanel));
     sampled[num_sampled++] = {kept[row], task.params[row], task.out + row * kSampleColumns};
   }
-  LogitsTask logits{task.product, task.transform, best, kept};
+  LogitsTask logits{task.product, task.transform, best, kept, task.banned};
   const int64_t panels = ceil_div(vocab, kPanel);
   Weight next = lease.predict_next(weight_of(task.product.w, panels, task.product.k, types.weight));
   logits.product.x = product_rows(runtime, lease, types,
@@ -147,7 +147,7 @@ void next_token(const Runtime& runtime, ProductTypes types, const NextTokenTask&
     out[kColumnToken] = merged.id < vocab ? merged.id : 0;
     out[kColumnState] = merged.largest_bits < 0x7f800000u ? kStateChosen : kStateNotFinite;
   }
-  SampleTask sample{vocab, sampled};
+  SampleTask sample{vocab, sampled, task.banned};
   lease.run({runtime.kernels.sample, &sample, num_sampled, 1}, num_sampled > 1);
 }
 

@@ -60,6 +60,7 @@ struct NextTokenTask {
   const SampleParams* params;  // [rows]
   int32_t* out;                // [rows, kSampleColumns]
   LogitTransform transform;
+  int64_t banned = kNoToken;  // a token that no row chooses
 };
 void next_token(const Runtime& runtime, ProductTypes types, const NextTokenTask& task);
 

@@ -337,6 +337,7 @@ struct LogitsTask {
   LogitTransform transform;
   RowBest* best;       // [threads, best_stride(L)]
   float* const* kept;  // [L]: where to store the row's logits; null: they are not needed
+  int64_t banned = kNoToken;  // no row's argmax
 };
 
 struct SampledRow {
@@ -356,6 +357,7 @@ constexpr int32_t kStateNotFinite = 0, kStateChosen = 1, kStateNoneAllowed = 2;
 struct SampleTask {
   int64_t vocab;
   const SampledRow* rows;
+  int64_t banned = kNoToken;  // no candidate of any row
 };
 
 }  // namespace cadenza

@@ -40,6 +40,10 @@ constexpr int kPanel = 32;
 constexpr int kLanes = 16;
 // Tokens of a softmax span: one maximum and one sum each; spans are merged in order.
 constexpr int kSpan = 512;
+
+// In place of a token that no row chooses: there is none.
+constexpr int64_t kNoToken = -1;
+
 // Entries of the top-logprobs list in a result of next_token.
 constexpr int kTopLogprobs = 20;
 

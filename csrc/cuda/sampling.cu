@@ -110,6 +110,9 @@ __global__ void __launch_bounds__(kSliceThreads, 4) slice_kernel(const Sampling 
     slice.write(task.logits + int64_t(row) * task.pitch, values);
   }
   if (settings.record != nullptr) apply_rules(task, settings, slice, values);
+  for (int i = 0; i < kPerThread; i++) {
+    if (slice.id(i) == task.banned) values[i] = -__builtin_inff();
+  }
   if (settings.draws()) {
     for (float& value : values) value /= settings.temperature;
     if (settings.filters()) slice.write(task.choices + int64_t(row) * task.pitch, values);
@@ -288,7 +291,7 @@ void run(Sampling task, const ProductTask& head, Workspace& workspace, int64_t p
 // Masses are summed exactly, so that thresholds of top-p differ from the CPU's by rounding.
 ffi::Error next_token_call(Any x, Any head, Any count, Any columns, Any records, Any page_table,
                            Any history, AnyResult out, int64_t vocab, float divisor, float soft_cap,
-                           int64_t page_size) {
+                           int64_t page_size, int64_t banned) {
   return guarded("cadenza_next_token", [&] {
     const int64_t padded = dim(*out, 0);
     require(divisor > 0 && soft_cap >= 0, "the divisor must be above 0, the soft cap at least 0");
@@ -304,6 +307,7 @@ ffi::Error next_token_call(Any x, Any head, Any count, Any columns, Any records,
     task.slices = int(ceil_div(vocab, int64_t(cuda::kSlice)));
     task.pitch = ceil_div(vocab, int64_t(cuda::kWarp)) * cuda::kWarp;
     task.transform = {divisor, soft_cap};
+    task.banned = int(banned);
     task.rules = rule_memory(records, page_table, history, page_size, vocab);
     task.has_row_keys = has_fault(Fault::kRowKey);
     task.out = static_cast<int32_t*>(out->untyped_data());

@@ -48,6 +48,7 @@ struct Sampling {
   uint64_t* tops;     // [rows, slices, kTopLogprobs]: of rows with logprobs, the largest keys
   LogitTransform transform;
   RuleMemory rules;
+  int banned;         // a token that no row chooses; kNoToken: there is none
   bool has_row_keys;  // a fault: draws depend on the row's place in the batch
   int32_t* out;       // [rows, kSampleColumns]
 };

@@ -135,7 +135,7 @@ inline constexpr Operation kOperations[] = {
     operation<encode_attend_call>("encode_attend scale"),
     operation<keep_rows_call>("keep_rows part"),
     operation<place_rows_call>("place_rows part adds"),
-    operation<next_token_call>("next_token vocab divisor soft_cap page_size"),
+    operation<next_token_call>("next_token vocab divisor soft_cap page_size banned"),
 };
 
 // Runs operations over their arrays; returns the first error.

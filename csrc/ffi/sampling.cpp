@@ -66,7 +66,8 @@ void check(const RuleBuffers& buffers, int64_t vocab) {
 
 // cadenza_next_token: x act [L, E]; head packed; count; logit rows [columns, L]
 // (core/logit_rows.h); records [L, W] or [0]; page_table [R, P]; history [slots]. Result int32 [L,
-// 44]. Attributes: vocab i64; divisor f32, 1 none; soft_cap f32, 0 none; page_size i64.
+// 44]. Attributes: vocab i64; divisor f32, 1 none; soft_cap f32, 0 none; page_size i64; banned i64, a
+// token that no row chooses, -1 none.
 //
 // Logits are divided by divisor, then capped: soft_cap · tanh(logit / soft_cap). Whether all are
 // finite is checked before, because the cap would map infinities to finite values. Columns of the
@@ -76,7 +77,7 @@ void check(const RuleBuffers& buffers, int64_t vocab) {
 // target and logprobs are not written to memory.
 ffi::Error next_token_call(Any x, Any head, Any count, Any columns, Any records, Any page_table,
                            Any history, AnyResult out, int64_t vocab, float divisor, float soft_cap,
-                           int64_t page_size) {
+                           int64_t page_size, int64_t banned) {
   return guarded("cadenza_next_token", [&] {
     ProfileScope profile(Op::kNextToken);
     ProductTypes types = product_types(x, head);
@@ -88,6 +89,7 @@ ffi::Error next_token_call(Any x, Any head, Any count, Any columns, Any records,
     task.product.w = head.untyped_data();
     task.out = static_cast<int32_t*>(out->untyped_data());
     task.transform = {divisor, soft_cap};
+    task.banned = banned;
     require(divisor > 0 && soft_cap >= 0, "the divisor must be above 0, the soft cap at least 0");
     require(dim(x, 0) >= task.product.rows, "x has too few rows");
     require_packed(head, vocab, task.product.k);

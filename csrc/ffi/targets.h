@@ -63,6 +63,6 @@ ffi::Error place_rows_call(Any x, Any images, Any slots, Any count, AnyResult ou
                            bool adds);
 ffi::Error next_token_call(Any x, Any head, Any count, Any columns, Any records, Any page_table,
                            Any history, AnyResult out, int64_t vocab, float divisor, float soft_cap,
-                           int64_t page_size);
+                           int64_t page_size, int64_t banned);
 
 }  // namespace cadenza::xla_ffi

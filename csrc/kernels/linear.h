@@ -341,6 +341,12 @@ struct LogitsEpilogue {
     if (n >= kLanes) return value;
     return select(first(n > 0 ? int(n) : 0), value, set1(-__builtin_inff()));
   }
+  // Without the token that no row chooses.
+  Vec candidates(int64_t at, Vec value) const {
+    const int64_t lane = task.banned - at;
+    if (lane < 0 || lane >= kLanes) return value;
+    return select(from_bits(1u << lane), set1(-__builtin_inff()), value);
+  }
   void update(RowBest& row, const Vec (&columns)[kPanelVecs], Vec largest) const {
     float value = reduce_max(largest);
     for (int j = 0; j < kPanelVecs; j++) {
@@ -370,10 +376,11 @@ struct LogitsEpilogue {
     if (largest_bits > mine.largest_bits) mine.largest_bits = largest_bits;
     const Vec columns[2] = {valid(column, transformed(product[0])),
                             valid(column + kLanes, transformed(product[1]))};
-    Vec largest = max(columns[0], columns[1]);
+    const Vec able[2] = {candidates(column, columns[0]), candidates(column + kLanes, columns[1])};
+    Vec largest = max(able[0], able[1]);
     // cmp_ge is false for NaN lanes, so they cannot mask the other lanes; the row is rejected
     // through largest_bits.
-    if (any(cmp_ge(largest, set1(mine.value)))) update(mine, columns, largest);
+    if (any(cmp_ge(largest, set1(mine.value)))) update(mine, able, largest);
     if (float* kept = task.kept[row]; kept != nullptr) {
       store(kept + column, columns[0]);
       store(kept + column + kLanes, columns[1]);

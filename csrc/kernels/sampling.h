@@ -252,22 +252,32 @@ inline Choice choose_greedy(const Candidates& c) {
   return best;
 }
 
-// Makes every token a candidate, ascending.
-inline void take_all(const SampledRow& row, int64_t vocab, Candidates& c) {
-  for (int64_t i = 0; i < vocab; i += kLanes) {
-    int n = int(vocab - i < kLanes ? vocab - i : kLanes);
-    store(c.values + i, load_some(row.logits + i, n));
-    store(c.ids + i, as_float(add_i(iota(), set1_i(uint32_t(i)))));
+// Adds the tokens [begin, end) to the candidates, ascending.
+inline void take_range(const SampledRow& row, int64_t begin, int64_t end, Candidates& c) {
+  for (int64_t i = begin; i < end; i += kLanes) {
+    int n = int(end - i < kLanes ? end - i : kLanes);
+    store(c.values + c.count, load_some(row.logits + i, n));
+    store(c.ids + c.count, as_float(add_i(iota(), set1_i(uint32_t(i)))));
+    c.count += n;
   }
-  c.count = vocab;
 }
 
-// Makes the tokens allowed by the row's mask and by its other rules candidates, ascending.
-inline void take_allowed(const SampledRow& row, int64_t vocab, Candidates& c) {
+// Makes every token but the banned one a candidate, ascending.
+inline void take_all(const SampledRow& row, const SampleTask& task, Candidates& c) {
+  const bool has_banned = task.banned >= 0 && task.banned < task.vocab;
+  if (has_banned) take_range(row, 0, task.banned, c);
+  take_range(row, has_banned ? task.banned + 1 : 0, task.vocab, c);
+}
+
+// Makes the tokens allowed by the row's mask and by its other rules candidates, ascending, but for
+// the banned one.
+inline void take_allowed(const SampledRow& row, const SampleTask& task, Candidates& c) {
   const int32_t* mask = row.params.rules.record + kRuleMask;
-  c.count = 0;
+  const int64_t vocab = task.vocab;
   for (int64_t i = 0; i < vocab; i += kLanes) {
     uint32_t allowed = uint32_t(mask[i / 32]) >> (i % 32) & ((1u << kLanes) - 1);
+    const int64_t banned = task.banned - i;
+    if (banned >= 0 && banned < kLanes) allowed &= ~(1u << banned);
     if (allowed == 0) continue;
     int n = int(vocab - i < kLanes ? vocab - i : kLanes);
     Vec value = load_some(row.logits + i, n);
@@ -278,15 +288,15 @@ inline void take_allowed(const SampledRow& row, int64_t vocab, Candidates& c) {
 }
 
 // The row's candidates, with values divided by its temperature. Banned tokens are left out.
-inline Candidates candidates_of(const SampledRow& row, int64_t vocab, Arena& arena) {
-  int64_t padded = round_up(vocab, kLanes) + kLanes;
+inline Candidates candidates_of(const SampledRow& row, const SampleTask& task, Arena& arena) {
+  int64_t padded = round_up(task.vocab, kLanes) + kLanes;
   Candidates c{arena.take<float>(padded), arena.take<float>(padded), nullptr, 0};
   const int32_t* record = row.params.rules.record;
   if (record != nullptr && record[kRuleHasMask] > 0) {
-    take_allowed(row, vocab, c);
+    take_allowed(row, task, c);
     pad_candidates(c);
   } else {
-    take_all(row, vocab, c);
+    take_all(row, task, c);
     pad_candidates(c);
     if (record != nullptr) keep_from(c, -__FLT_MAX__);
   }
@@ -340,8 +350,8 @@ inline void filter(Candidates& c, const SampleParams& params, Arena& arena) {
 }
 
 // Writes the row's token, or the state kStateNoneAllowed if it has no candidates.
-inline void choose(const SampledRow& row, int64_t vocab, Arena& arena) {
-  Candidates c = candidates_of(row, vocab, arena);
+inline void choose(const SampledRow& row, const SampleTask& task, Arena& arena) {
+  Candidates c = candidates_of(row, task, arena);
   if (c.count == 0) {
     row.out[kColumnToken] = 0;
     if (row.out[kColumnState] == kStateChosen) row.out[kColumnState] = kStateNoneAllowed;
@@ -355,11 +365,11 @@ inline void choose(const SampledRow& row, int64_t vocab, Arena& arena) {
   row.out[kColumnToken] = choose_gumbel_max(c, row.params.key).id;
 }
 
-inline void choose_with_rules(const SampledRow& row, int64_t vocab, Arena& arena) {
+inline void choose_with_rules(const SampledRow& row, const SampleTask& task, Arena& arena) {
   const RowRules& rules = row.params.rules;
-  UndoableLogits logits(row.logits, vocab, max_rule_changes(rules), arena);
+  UndoableLogits logits(row.logits, task.vocab, max_rule_changes(rules), arena);
   apply_rules(rules, logits, arena);
-  choose(row, vocab, arena);
+  choose(row, task, arena);
   logits.restore();
 }
 
@@ -431,9 +441,9 @@ void sample_units(const void* context, int64_t begin, int64_t end, Worker& worke
     if (params.target >= 0) {
       row.out[kColumnToken] = params.target;
     } else if (params.rules.record != nullptr) {
-      choose_with_rules(row, task.vocab, worker.arena);
+      choose_with_rules(row, task, worker.arena);
     } else if (params.temperature > 0.0f) {
-      choose(row, task.vocab, worker.arena);
+      choose(row, task, worker.arena);
     }
     if (params.num_logprobs >= 0) write_logprobs(row, task.vocab);
   }

@@ -35,13 +35,14 @@ inline SampleParams greedy() { return {0, 0, 1, 0, {0, 0}, -1}; }
 template <class T>
 std::vector<int32_t> choose(const Context& context, Head<T>& head, const std::vector<T>& x,
                             const std::vector<SampleParams>& params, size_t threads,
-                            LogitTransform transform = {}) {
+                            LogitTransform transform = {}, int64_t banned = kNoToken) {
   std::vector<int32_t> out(params.size() * kSampleColumns, 77);
   NextTokenTask task{{int64_t(params.size()), head.vocab, kWidth, x.data(), head.packed.data(),
                       nullptr, nullptr, nullptr, false},
                      params.data(),
                      out.data(),
-                     transform};
+                     transform,
+                     banned};
   next_token(context.runtime(threads), dtype_of<T>(), task);
   return out;
 }

@@ -110,6 +110,34 @@ TEST(logits_are_divided_and_capped_before_sampling_and_logprobs) {
   }
 }
 
+// It is the likeliest token of the first row, beside an edge of a panel, or alone in the last one.
+TEST(a_banned_token_is_counted_by_nothing_that_chooses) {
+  Head<float> head(context, 0.5f);
+  Random random(17);
+  const int rows = context.quick ? 8 : 40;
+  std::vector<float> x = random_values<float>(random, rows * kWidth);
+  std::vector<SampleParams> params = many_params(rows);
+  const std::vector<int32_t> plain = choose(context, head, x, params, 1);
+  for (int64_t banned : {int64_t(plain[4 * kSampleColumns]), int64_t(0), int64_t(kPanel),
+                         int64_t(kVocab - 1), kVocab + 9}) {
+    std::vector<int32_t> out = choose(context, head, x, params, 1, {}, banned);
+    for (int r = 0; r < rows; r++) {
+      const int32_t *row = out.data() + r * kSampleColumns, *free = &plain[size_t(row - out.data())];
+      const SampleParams& own = params[size_t(r)];
+      std::vector<float> logits = logits_of(context, head, x.data() + r * kWidth);
+      if (banned < kVocab) logits[size_t(banned)] = -kInf;
+      CHECK(row[kColumnState] == 1);
+      if (own.temperature > 0) {
+        check_sampled(logits, own, row[kColumnToken]);
+      } else {
+        CHECK(row[kColumnToken] == std::max_element(logits.begin(), logits.end()) - logits.begin());
+      }
+      // Log probabilities are of all tokens.
+      CHECK(same_bits(row + kColumnTop, free + kColumnTop, 2 * kTopLogprobs));
+    }
+  }
+}
+
 TEST(a_row_with_non_finite_logits_sets_only_its_own_state) {
   Head<float> head(context);
   Random random(15);

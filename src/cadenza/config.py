@@ -423,6 +423,11 @@ class EngineLimits:
             )
 
     @property
+    def placeholder(self) -> int | None:
+        """The token that stands for images, which is never generated; None without any."""
+        return None if self.images is None else self.images.token_id
+
+    @property
     def max_num_open_reqs(self) -> int:
         """Most requests that may be queued or running at the same time."""
         return self.max_num_queued_reqs + self.max_num_seqs

@@ -411,11 +411,6 @@ class Request:
         if not isinstance(self.sparse_prefill, SparsePrefill | None):
             raise must_be("sparse_prefill", self.sparse_prefill, "a SparsePrefill")
 
-    @property
-    def placeholder(self) -> int | None:
-        """The token that stands for images in its prompt; None without any."""
-        return self.prompt_token_ids[self.attachments[0].start] if self.attachments else None
-
     def _checked_attachments(self) -> tuple[Attachment, ...]:
         given: object = self.attachments
         entries = cast(SequenceOf[object], given if isinstance(given, tuple | list) else [None])

@@ -29,7 +29,7 @@ from cadenza.backends.xla.ops.table import DecoderSpec, OpTable, StepArrays
 from cadenza.request import Request, SamplingParams
 from tests.xla.harness import HOSTILE
 from tests.xla.rules import PAGE_SIZE, RuledRow, random_row, step_of
-from tests.xla.test_rules import with_params
+from tests.xla.test_rules import SEEING, bare, likely, with_params
 
 pytestmark = [pytest.mark.native, pytest.mark.kernels]
 
@@ -164,6 +164,22 @@ def test_a_target_is_reported_in_place_of_a_choice(ours: Callable[..., Choose]) 
     found = ours(331)(rows, aimed)
     assert_equal_but_for_rounding(found, choosing(NativeOps, 331)(rows, aimed))
     np.testing.assert_array_equal(found[1::2, COLUMN_TOKEN], targets[1::2])
+
+
+def test_the_placeholder_of_images_is_chosen_by_no_row(ours: Callable[..., Choose]) -> None:
+    vocab_size = SLICE + 77
+    for placeholder in (SLICE, vocab_size - 1):
+        assert SEEING is not None
+        sees = {"vision": replace(SEEING, image_token_id=placeholder)}
+        rows = [
+            likely(row if place % 2 else bare(row), placeholder, place)
+            for place, row in enumerate(batch(vocab_size, 8, 2 * ROWS))
+        ]
+        found = ours(vocab_size, **sees)(rows)
+        assert_equal_but_for_rounding(found, choosing(NativeOps, vocab_size, **sees)(rows))
+        is_chosen = found[:, COLUMN_STATE] == STATE_CHOSEN
+        assert (found[is_chosen, COLUMN_TOKEN] != placeholder).all()
+        assert (ours(vocab_size)(rows)[:, COLUMN_TOKEN] == placeholder).sum() > ROWS // 2
 
 
 def test_equal_logits_give_the_lowest_id_even_of_zeros_with_either_sign(

@@ -4,6 +4,7 @@ a cancel or a full pool leaves behind. The streams must be those of each request
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -11,15 +12,18 @@ import pytest
 from cadenza.backends.fake import FakeRunner, FakeStepHandle
 from cadenza.config import EngineLimits, ImageLimits, SchedulerLoop
 from cadenza.core.step_schema import ModelInputs
-from cadenza.core.token_rules import BAD_WORDS
 from cadenza.engine.core import CoreOptions, EngineCore
+from cadenza.engine.model_drafter import DraftModel
 from cadenza.engine.page_folder import PageFolder
 from cadenza.engine.resumption import ResumedSample, Resumption
 from cadenza.engine.stats import StepMeter
 from cadenza.errors import InvalidRequestError, RunnerError
 from cadenza.events import Finished, Token
 from cadenza.request import Attachment, Request, SamplingParams
+from cadenza.speculative_config import SpeculativeConfig
+from cadenza.structured import ConstraintSpec
 from cadenza.tenant import Tenant
+from tests.engine.hashed_constraint import Compiled
 from tests.engine.seeing import image_at, prompt_of, sees_with, spoil_free_image_slots
 from tests.engine.simulation import Parts, Record, make_engine, run_requests
 from tests.engine.solo import IMAGE_TOKEN_ID
@@ -65,8 +69,8 @@ def engine_of(
     return engine, engine.runner
 
 
-def fake_of(limits: EngineLimits) -> WatchedRunner:
-    return WatchedRunner(
+def fake_of(limits: EngineLimits, kind: Callable[..., FakeRunner] = WatchedRunner) -> FakeRunner:
+    return kind(
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         max_pages_per_seq=limits.max_pages_per_seq,
@@ -367,19 +371,90 @@ def test_statistics_count_what_was_encoded_and_found() -> None:
     assert images.encoder_s > 0
 
 
-def test_a_request_with_images_bans_their_placeholder() -> None:
+def test_images_give_their_requests_no_rules() -> None:
     engine, runner = engine_of(max_num_batched_tokens=64)
     run_requests(engine, [request_of(text(3), COW), request_of(text(5))])
-    (update,) = [each for step in runner.inputs for each in step.rule_updates]
-    assert update.record[BAD_WORDS : BAD_WORDS + 3].tolist() == [-1, IMAGE_TOKEN_ID, -1]
+    assert not [each for step in runner.inputs for each in step.rule_updates]
 
 
-def test_bad_words_leave_room_for_the_placeholder() -> None:
+def test_a_request_that_allows_the_placeholder_alone_is_refused() -> None:
     engine, _ = engine_of()
-    request = replace(request_of(text(3), COW), bad_word_token_ids=((1,),) * 499)
-    engine.check(request)
-    with pytest.raises(InvalidRequestError, match="beside images they may have 998"):
-        engine.check(replace(request, bad_word_token_ids=((1,),) * 500))
+    engine.check(request_of(text(5), allowed_token_ids=(IMAGE_TOKEN_ID, 3)))
+    with pytest.raises(InvalidRequestError, match="holds the image token 96 alone") as found:
+        engine.check(request_of(text(5), allowed_token_ids=(IMAGE_TOKEN_ID,) * 2))
+    assert found.value.param == "allowed_token_ids"
+
+
+def test_a_request_of_text_looks_up_no_placeholder() -> None:
+    plain = request_of(text(6), max_tokens=30)
+    stream = run_requests(engine_of()[0], [plain]).token_ids((0, 0))
+    engine, runner = engine_of()
+    spoilt = [(*stream[at : at + 5], IMAGE_TOKEN_ID) for at in range(0, 30, 5)]
+    predicted = replace(plain, prediction=tuple(chain(plain.prompt_token_ids[-3:], *spoilt)))
+    record = run_requests(engine, [predicted])
+    record.verify()
+    assert record.token_ids((0, 0)) == stream
+    assert engine.scheduler.draft_counts.num_draft_tokens > 10
+    assert not any((step.tokens.ids == IMAGE_TOKEN_ID).any() for step in runner.inputs)
+
+
+@dataclass(kw_only=True, eq=False)
+class DrawsPlaceholders(FakeRunner):
+    """A second model, every other token of which is a placeholder: it does not see."""
+
+    num_drawn: int = 0
+
+    def _sample(self, inputs: ModelInputs, index: int, row: int) -> int:
+        self.num_drawn += 1
+        return IMAGE_TOKEN_ID if self.num_drawn % 2 else super()._sample(inputs, index, row)
+
+
+def test_a_second_model_proposes_no_placeholder() -> None:
+    drawing = fake_of(LIMITS, DrawsPlaceholders)
+    watched = fake_of(LIMITS)
+    assert isinstance(watched, WatchedRunner)
+    model = DraftModel(runner=drawing, limits=LIMITS, shares_kv=False)
+    config = SpeculativeConfig(method="draft_model", model="second", num_speculative_tokens=4)
+    engine = EngineCore(watched, LIMITS, CoreOptions(draft_model=model, speculation=config))
+    run_requests(engine, [request_of(text(9, each), max_tokens=20) for each in range(4)]).verify()
+    assert isinstance(drawing, DrawsPlaceholders)
+    assert drawing.num_drawn > 20
+    assert not any((step.tokens.ids == IMAGE_TOKEN_ID).any() for step in watched.inputs)
+
+
+@dataclass(slots=True)
+class Forcing:
+    """A constraint behind whose first token an image must follow."""
+
+    accepted: list[int] = field(default_factory=list)
+    is_complete: bool = False
+    has_failed: bool = False
+
+    def accept(self, token_id: int) -> None:
+        self.accepted.append(token_id)
+
+    def allowed(self) -> bytes:
+        only = 1 << IMAGE_TOKEN_ID if self.accepted else (1 << IMAGE_TOKEN_ID + 1) - 1
+        return only.to_bytes(16, "little")
+
+    def forced(self) -> tuple[int, ...]:
+        return (IMAGE_TOKEN_ID,) if self.accepted else ()
+
+    def fork(self) -> "Forcing":
+        return Forcing([*self.accepted])
+
+
+def test_a_constraint_that_wants_a_placeholder_ends_with_an_error() -> None:
+    options = CoreOptions(compile_constraint=lambda _: Compiled(Forcing()))
+    engine = EngineCore(fake_of(LIMITS), LIMITS, options)
+    request = replace(request_of(text(5)), constraint=ConstraintSpec(grammar="an image"))
+    engine.submit(request)
+    events = [event for _ in range(20) for event in engine.step()]
+    (token,) = (each for each in events if isinstance(each, Token))
+    (finished,) = (each for each in events if isinstance(each, Finished))
+    assert token.token_id != IMAGE_TOKEN_ID
+    assert finished.error_kind == "none_allowed"
+    assert finished.error_fields == ("structured",)
 
 
 @pytest.mark.parametrize("loop", LOOPS)

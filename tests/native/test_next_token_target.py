@@ -58,6 +58,7 @@ def choose(
         "divisor": np.float32(divisor),
         "soft_cap": np.float32(soft_cap),
         "page_size": np.int64(16),
+        "banned": np.int64(-1),
     }
     columns = np.concatenate(
         [

@@ -16,6 +16,7 @@ import pytest
 from cadenza.backends.step_result import (
     COLUMN_STATE,
     COLUMN_TOKEN,
+    COLUMN_TOP,
     STATE_CHOSEN,
     STATE_NONE_ALLOWED,
     STATE_NOT_FINITE,
@@ -24,6 +25,7 @@ from cadenza.backends.xla.ops.native_library import has_native_library
 from cadenza.backends.xla.ops.reference import ReferenceOps
 from cadenza.backends.xla.ops.rules import apply_rules
 from cadenza.backends.xla.ops.table import DecoderSpec, StepArrays
+from cadenza.checkpoint.random_checkpoint import named_shape
 from cadenza.request import Request, SamplingParams
 from cadenza.verification.reference import choose_token
 from tests.xla.harness import HOSTILE
@@ -32,6 +34,8 @@ from tests.xla.test_sampling import is_on_the_edge
 
 VOCAB_SIZES = (23, 331)
 ROWS, BATCHES = 40, 25
+SEEING = named_shape("tiny-smolvlm").vision
+FILTERS = ("top_k", "top_p", "min_p", "top_n_sigma")
 OPS = ["reference", pytest.param("native", marks=pytest.mark.native)]
 
 Choose = Callable[..., np.ndarray]
@@ -40,11 +44,13 @@ apply_on_device = jax.jit(apply_rules, static_argnums=2)
 
 
 @cache  # for a table and a vocabulary is compiled once
-def chooser(name: str, vocab_size: int) -> Choose:
-    """The op's result [L, C] on exactly the rows' logits."""
-    spec = DecoderSpec(
-        model=replace(HOSTILE, vocab_size=vocab_size), dtype=jnp.float32, page_size=PAGE_SIZE
-    )
+def chooser(name: str, vocab_size: int, placeholder: int | None = None) -> Choose:
+    """The op's result [L, C] on exactly the rows' logits, with a token for images or without."""
+    model = replace(HOSTILE, vocab_size=vocab_size)
+    if placeholder is not None:
+        assert SEEING is not None
+        model = replace(model, vision=replace(SEEING, image_token_id=placeholder))
+    spec = DecoderSpec(model=model, dtype=jnp.float32, page_size=PAGE_SIZE)
     ops = ReferenceOps(spec)
     if name == "native":
         if not has_native_library():
@@ -133,6 +139,51 @@ def test_rules_change_no_bit_of_rows_without_any(name: str):
     mixed = [rows[i] if i % 2 else plain[i] for i in range(ROWS)]
     assert np.array_equal(choose(plain)[::2], choose(mixed)[::2])
     assert not np.array_equal(choose(plain)[1::2], choose(mixed)[1::2])
+
+
+@pytest.mark.parametrize("placeholder", [0, 200, 330])
+@pytest.mark.parametrize("name", OPS)
+def test_a_placeholder_is_no_candidate_of_any_row(name: str, placeholder: int):
+    """Whatever a row asks for, it chooses as if the vocabulary lacked the placeholder, likely as it
+    may be. Half of the rows have no rules, and so the results of the fast path."""
+    choose, plain = chooser(name, 331, placeholder), chooser(name, 331)
+    for seed, rows in batches(331, 6):
+        seeing = [
+            likely(row if place % 2 else bare(row), placeholder, place)
+            for place, row in enumerate(rows)
+        ]
+        result, free = choose(seeing), plain(seeing)
+        for row, out in zip(seeing, result, strict=True):
+            ruled, params = row.ruled(), row.request.params
+            ruled[placeholder] = -np.inf
+            if np.isneginf(ruled).all():
+                assert out[COLUMN_STATE] == STATE_NONE_ALLOWED
+                continue
+            assert out[COLUMN_STATE] == STATE_CHOSEN
+            expected = choose_token(ruled, params, seed=row.seed, position=row.length)
+            found = int(out[COLUMN_TOKEN])
+            is_other = found != expected
+            assert not np.isneginf(ruled[found]), f"batch {seed}: {params}"
+            assert not is_other or is_a_toss_up(ruled, params, found, expected), (seed, params)
+        tops = slice(COLUMN_TOP, None)
+        assert np.array_equal(result[:, tops], free[:, tops]), "log probabilities are of all tokens"
+        assert (free[:, COLUMN_TOKEN] == placeholder).sum() > ROWS // 4, "it is likely"
+        assert np.array_equal(choose(seeing[::-1])[::-1], result)
+
+
+def likely(row: RuledRow, token_id: int, place: int) -> RuledRow:
+    """With the largest logit, or the smallest, for a token, which the request wants, too."""
+    logits = row.logits.copy()
+    logits[token_id] = -60.0 if place % 8 == 7 else 30.0
+    row = replace(row, logits=logits)
+    return with_params(row, logit_bias={token_id: 100.0}) if place % 6 == 5 else row
+
+
+def bare(row: RuledRow) -> RuledRow:
+    """Without rules, but with its filters."""
+    params = row.request.params
+    own = {name: getattr(params, name) for name in ("temperature", "seed", *FILTERS, "logprobs")}
+    return replace(row, request=Request(prompt_token_ids=(1,), params=SamplingParams(**own)))
 
 
 @pytest.mark.parametrize("name", OPS)

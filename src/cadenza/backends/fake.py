@@ -44,6 +44,7 @@ WINDOW_START = -13
 """Behind the first position that a token sees through a window."""
 
 _MAX_LOGPROBS = 20
+NO_TOKEN = -1
 HIDDEN_SIZE = 8
 
 
@@ -57,12 +58,12 @@ def next_token(
 ) -> int:
     """The fake model: the token after `history` for a draw `key` (zeros when greedy) and a record
     of token rules, if the row has one. Where its mask allows one token only, it is this one; it is
-    never `banned`.
+    never `banned`, and NO_TOKEN where nothing else is allowed.
     """
     rules = rules or []
     only = _only_allowed(rules)
     if only is not None:
-        return only
+        return NO_TOKEN if only == banned else only
     text = np.array([*history, *rules, *key], np.int64).tobytes()
     digest = hashlib.blake2b(text, digest_size=8).digest()
     found = int.from_bytes(digest, "little") % vocab_size
@@ -329,9 +330,9 @@ def _output(
     """Log probabilities and top tokens are computed from the `drawn` tokens, also for targets."""
     count = len(token_ids)
     return StepOutput(
-        token_ids=token_ids,
+        token_ids=np.maximum(token_ids, 0),
         is_finite=np.ones(count, np.bool_),
-        has_choice=np.ones(count, np.bool_),
+        has_choice=drawn != NO_TOKEN,
         logprobs=(-drawn / 8).astype(np.float32),
         ranks=np.ones(count, np.int32),
         top_ids=np.tile(drawn[:, None], (1, _MAX_LOGPROBS)).astype(np.int32),

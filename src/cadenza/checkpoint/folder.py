@@ -201,9 +201,11 @@ def open_folder(
 
 
 def vision_settings(known: tuple[ModelConfig, Weights] | CheckpointError) -> bytes:
-    """What decides the pixels of a model that sees, for the digest of its settings."""
-    vision = None if isinstance(known, CheckpointError) else known[0].vision
-    return b"" if vision is None else vision.processor.settings
+    """What decides the pixels of a model that sees, and which token it never generates, for the
+    digest of its settings."""
+    if isinstance(known, CheckpointError) or known[0].vision is None:
+        return b""
+    return known[0].vision.processor.settings + f" without {known[0].placeholder}".encode()
 
 
 def _read_known(

@@ -229,6 +229,15 @@ class ModelConfig:
     vision: VisionConfig | None = None
 
     @property
+    def placeholder(self) -> int | None:
+        """The token that stands for images, which no row chooses; None without one in the
+        vocabulary."""
+        vision = self.vision
+        if vision is None or vision.image_token_id >= self.vocab_size:
+            return None
+        return vision.image_token_id
+
+    @property
     def heads(self) -> HeadShape:
         """The heads of layers whose kind has none of its own."""
         return HeadShape(

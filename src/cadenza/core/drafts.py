@@ -150,13 +150,18 @@ ON_REQUEST = SpeculativeConfig(method="ngram")
 
 
 def drafting_of(
-    request: Request, config: SpeculativeConfig | None, shared: SharedAcceptance | None = None
+    request: Request,
+    config: SpeculativeConfig | None,
+    shared: SharedAcceptance | None = None,
+    *,
+    placeholder: int | None = None,
 ) -> Drafting | None:
     """For one sample; None if its steps verify no drafts.
 
     A request turns drafts on and off, and may ask for fewer in a step than the engine's `config`
     allows. A prediction asks for them, too, unless the request turns them off; they are then looked
-    up, whatever the engine's method. `shared` is that of the engine's `Drafter`.
+    up, whatever the engine's method. `shared` is that of the engine's `Drafter`; `placeholder` is
+    never generated, and so never looked up.
     """
     asked = request.params.drafts
     if asked is False or (asked is None and config is None and not request.prediction):
@@ -173,7 +178,7 @@ def drafting_of(
         shortest=chosen.prompt_lookup_min,
         longest=chosen.prompt_lookup_max,
         prediction=request.prediction,
-        placeholder=request.placeholder,
+        placeholder=placeholder,
     )
     return Drafting(source=source, most=_most(request, config))
 

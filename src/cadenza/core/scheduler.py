@@ -105,7 +105,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_scheduled_tokens = 0
         self.prefix_counts = PrefixCounts(options.on_prefix)
-        self._results = StepResults(kv_cache, self._end)
+        self._results = StepResults(kv_cache, self._end, limits.placeholder)
         self.drafts = StepDrafts(limits, kv_cache, options.drafter, options.on_drafts)
         self._step_cost = options.step_cost
         self._may_finish_short = True

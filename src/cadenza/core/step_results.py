@@ -81,12 +81,19 @@ class StepChoices(NamedTuple):
 
 
 class StepResults:
-    """Applies steps in launch order; `end` gives back a sequence's row and pages."""
+    """Applies steps in launch order; `end` gives back a sequence's row and pages; `placeholder` is
+    never generated."""
 
-    def __init__(self, kv_cache: KVCacheManager, end: Callable[[Sequence], None]) -> None:
+    def __init__(
+        self,
+        kv_cache: KVCacheManager,
+        end: Callable[[Sequence], None],
+        placeholder: int | None = None,
+    ) -> None:
         self.draft_counts = DraftCounts()
         self._kv_cache = kv_cache
         self._end = end
+        self._placeholder = placeholder
 
     def apply(self, batch: Batch, output: StepOutput) -> list[Event]:
         """Applies a step; `output` has one entry per logit row of the batch."""
@@ -187,6 +194,8 @@ class StepResults:
         if sequence.constraint is None or sequence.is_finished or not may_be_forced(sequence):
             return
         for token_id in sequence.constraint.forced()[:MAX_FORCED_TOKENS]:
+            if token_id == self._placeholder:
+                break
             events += self._token_events(sequence, token_id, sequence.append_forced(token_id))
             if sequence.is_finished:
                 break

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from cadenza.bounds import MAX_BIASES
 from cadenza.core.sequence import Sequence
-from cadenza.request import MAX_BAD_WORD_TOKENS, Request
+from cadenza.request import MAX_BAD_WORD_TOKENS
 
 NUM_PROMPT, STOPS_FROM, PRESENCE, FREQUENCY, REPETITION, HAS_MASK = range(6)
 """Header words: number of prompt tokens · sequence length from which stop tokens are allowed · the
@@ -62,7 +62,7 @@ class RuleLayout:
         if params.min_tokens:
             stops = sorted(sequence.stop_token_ids)
             record[STOPS : STOPS + len(stops)] = stops
-        words = [word for ids in _banned(sequence.request) for word in (NONE, *ids)]
+        words = [word for ids in sequence.request.bad_word_token_ids for word in (NONE, *ids)]
         record[BAD_WORDS : BAD_WORDS + len(words)] = words
         if params.allowed_token_ids is not None:
             record[HAS_MASK] = 1
@@ -80,13 +80,6 @@ class RuleLayout:
         bits = np.zeros((self.num_words - MASK) * 32, np.bool_)
         bits[allowed] = True
         return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)
-
-
-def _banned(request: Request) -> tuple[tuple[int, ...], ...]:
-    """Sequences of tokens that are not generated: bad words, and the placeholder of images."""
-    placeholder = request.placeholder
-    words = request.bad_word_token_ids
-    return words if placeholder is None else (*words, (placeholder,))
 
 
 def ruling_fields(sequence: Sequence) -> tuple[str, ...]:
@@ -130,7 +123,7 @@ def _is_begun(word: tuple[int, ...], generated: list[int]) -> bool:
 
 
 def has_rules(sequence: Sequence) -> bool:
-    """Whether a sequence has penalties, biases, bans, `min_tokens`, allowed tokens, images or a
+    """Whether a sequence has penalties, biases, bans, `min_tokens`, allowed tokens or a
     constraint."""
     params = sequence.request.params
     return bool(
@@ -141,6 +134,5 @@ def has_rules(sequence: Sequence) -> bool:
         or params.allowed_token_ids is not None
         or (params.min_tokens and sequence.stop_token_ids)
         or sequence.request.bad_word_token_ids
-        or sequence.request.attachments
         or sequence.constraint is not None
     )

@@ -361,7 +361,8 @@ class EngineCore:
         if "drafts" not in self.runner.capabilities or request.pooling is not None:
             return None
         shared = None if self._drafter is None else self._drafter.acceptance
-        return drafting_of(request, self._speculation, shared)
+        placeholder = self.limits.placeholder
+        return drafting_of(request, self._speculation, shared, placeholder=placeholder)
 
     def _start_compiled(self) -> list[Finished]:
         """Queues the requests whose constraints are compiled; the ends of those that cannot be."""

@@ -9,7 +9,7 @@ from bisect import bisect_left
 
 from cadenza.config import ImageLimits
 from cadenza.errors import InvalidRequestError
-from cadenza.request import MAX_BAD_WORD_TOKENS, Attachment, Request
+from cadenza.request import Attachment, Request
 
 CHANNELS = 3
 """Bytes of a pixel."""
@@ -34,12 +34,12 @@ def check_images(request: Request, images: ImageLimits | None) -> None:
                 f"slots for those of all images; send a smaller one, or start the engine with more "
                 f"--image-cache-bytes"
             )
-    num_words = sum(len(ids) + 1 for ids in request.bad_word_token_ids)
-    if request.attachments and num_words > MAX_BAD_WORD_TOKENS - 2:
+    allowed = request.params.allowed_token_ids
+    if allowed is not None and set(allowed) == {images.token_id}:
         raise InvalidRequestError(
-            f"bad_words have {num_words} tokens, counting one more for each; beside images they "
-            f"may have {MAX_BAD_WORD_TOKENS - 2}",
-            param="bad_words",
+            f"allowed_token_ids holds the image token {images.token_id} alone, which is never "
+            f"generated; allow others too",
+            param="allowed_token_ids",
         )
     if num_inside < len(places):
         raise InvalidRequestError(

@@ -113,12 +113,13 @@ class _Row:
         """Tokens that are known and not computed."""
         return len(self.sequence.token_ids) - self.start
 
-    def take(self, output: StepOutput, index: int, vocab_size: int) -> None:
+    def take(self, output: StepOutput, index: int, model: DraftModel) -> None:
         """Adds the token drawn at a logit row to the drafts, or ends them."""
         token_id = int(output.token_ids[index])
         is_sound = output.is_finite[index] and output.has_choice[index]
         has_ended = bool(self.drafts) and self.drafts[-1] in self.sequence.stop_token_ids
-        if not is_sound or has_ended or not 0 <= token_id < vocab_size:
+        is_able = 0 <= token_id < model.runner.vocab_size and token_id != model.limits.placeholder
+        if not is_sound or has_ended or not is_able:
             self.count = len(self.drafts)
         if len(self.drafts) == self.count:
             return
@@ -308,7 +309,7 @@ class ModelDrafter:
         for rows, handle in drawn:
             output = handle.result()
             for index, row in enumerate(sorted(rows, key=_row_of)):
-                row.take(output, index, self._model.runner.vocab_size)
+                row.take(output, index, self._model)
         drawn.clear()
 
     def _add_to_batch(self, batch: Batch, row: _Row, count: int, *, samples: bool) -> None:

@@ -41,7 +41,8 @@ class ReferenceResult:
 
 
 class ReferenceEngine:
-    """Runs requests alone. `max_model_len` limits prompt and output together, in tokens."""
+    """Runs requests alone. `max_model_len` limits prompt and output together, in tokens;
+    `placeholder` is never sampled."""
 
     def __init__(
         self,
@@ -50,8 +51,10 @@ class ReferenceEngine:
         max_model_len: int,
         eos_token_ids: Iterable[int] = (),
         compile_constraint: CompileConstraint | None = None,
+        placeholder: int | None = None,
     ) -> None:
         self._model = model
+        self._placeholder = placeholder
         self._compile_constraint = compile_constraint
         self._max_model_len = max_model_len
         self._check = RequestCheck(
@@ -109,6 +112,8 @@ class ReferenceEngine:
                     np.frombuffer(constraint.allowed(), np.uint8), bitorder="little"
                 )
                 ruled[mask[: len(ruled)] == 0] = -np.inf
+            if self._placeholder is not None:
+                ruled[self._placeholder] = -np.inf
             if np.isneginf(ruled).all():
                 return _result(token_ids, logprobs, "error")
             token_id = choose_token(ruled, params, seed=used_seed, position=position)
@@ -291,4 +296,5 @@ def build_reference(
         max_model_len=max_model_len,
         eos_token_ids=checkpoint.eos_token_ids,
         compile_constraint=compile_constraint,
+        placeholder=checkpoint.config.placeholder if checkpoint.is_known else None,
     )

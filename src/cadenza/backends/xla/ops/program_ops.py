@@ -69,6 +69,7 @@ _LANES = 16
 
 _NO_WINDOW = 0
 _NO_CAP = 0.0
+_NO_TOKEN = -1
 
 
 class _TableRows(NamedTuple):
@@ -466,6 +467,7 @@ class ProgramOps(ProgramEncoderOps):
             divisor=np.float32(self._model.logit_divisor),
             soft_cap=np.float32(self._model.logit_soft_cap or _NO_CAP),
             page_size=self._spec.page_size,
+            banned=_NO_TOKEN if self._model.placeholder is None else self._model.placeholder,
         )
 
 

@@ -427,6 +427,9 @@ class ReferenceOps(ReferenceEncoderOps):
         """The row results of logits [L, V]."""
         logits = self._shape_logits(logits)
         ruled = apply_rules(logits, step, self._spec.page_size)
+        if self._model.placeholder is not None:
+            is_placeholder = np.arange(logits.shape[1]) == self._model.placeholder
+            ruled = jnp.where(is_placeholder, -np.inf, ruled)
         return CHOICE.choose_tokens(logits, step.logits, ruled)
 
     def _shape_logits(self, logits: jax.Array) -> jax.Array:
