@@ -2,10 +2,9 @@
 
     serve run cadenza.serve_app:app model=/models/m replicas=2 max_num_seqs=64
 
-The keywords are the flags of `cadenza serve`, and `engine_resources` (of each engine, as Ray names
-them) and `front_resources`. Ray places, restarts and watches; tokens do not pass through it: the
-front speaks with each engine over a socket of its own (`cluster.engine_host`). The only module that
-imports ray (`pip install '.[ray]'`).
+The keywords are the flags of `cadenza serve`, and those of `cli.app_flags`. Ray places, restarts,
+scales and watches; tokens do not pass through it: each front end speaks with each engine over a
+socket of its own (`cluster.engine_host`). The only module that imports ray.
 """
 # ray is an extra, which nothing that checks types has.
 # pyright: basic, reportMissingImports=false
@@ -15,10 +14,12 @@ import logging
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
 from threading import Event, Thread
 from typing import Any, cast
 
 from ray import serve
+from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 from ray.serve.handle import DeploymentHandle
 from ray.util import get_node_ip_address
 from starlette.types import Receive, Scope, Send
@@ -26,9 +27,10 @@ from starlette.types import Receive, Scope, Send
 from cadenza.cli.app_flags import AppFlags
 from cadenza.cli.serve import make_service, server_options
 from cadenza.cli.served_models import ReplicaPlace, words_of
-from cadenza.cluster.engine_host import EngineHost
+from cadenza.cluster.engine_host import EngineHost, HostOptions
+from cadenza.cluster.fronts import MAX_FRONT
 from cadenza.cluster.host_book import HostBook
-from cadenza.errors import ConfigError
+from cadenza.cluster.scale_policy import EngineDemand, ScaleOptions, wanted_replicas
 from cadenza.server.app import App
 from cadenza.server.service import Service
 
@@ -41,18 +43,66 @@ ANSWER_S = 5.0
 MOVE_S = 30.0
 """Ray gives an engine that it stops so long; its streams are elsewhere within seconds."""
 
+KEEP_S = 60.0
+"""An engine whose front ends are all lost waits so long for the next."""
+
+SCALE_EVERY_S = 2.0
+
 
 def app(args: dict[str, Any]) -> serve.Application:
     """The application, for `serve run` and `import_path` of a config file. Raises ConfigError."""
     flags = AppFlags.of(args)
-    if flags.serve.max_loaded_models != 1:
-        raise ConfigError("an application serves one model; deploy one for each")
     secret, directory = secrets.token_bytes(32), cast(Any, HostDirectory).bind()
     engine = cast(Any, Engine).options(
-        num_replicas=flags.serve.replicas, ray_actor_options=dict(flags.engine_resources)
+        ray_actor_options=dict(flags.engine_resources), **_numbers(flags)
     )
-    front = cast(Any, Ingress).options(ray_actor_options=dict(flags.front_resources))
+    front = cast(Any, Ingress).options(
+        num_replicas=flags.fronts,
+        max_ongoing_requests=flags.max_ongoing_requests,
+        ray_actor_options=dict(flags.front_resources),
+        graceful_shutdown_timeout_s=flags.serve.shutdown_timeout + MOVE_S,
+    )
     return front.bind(args, secret, directory, engine.bind(secret, directory))
+
+
+def _numbers(flags: AppFlags) -> dict[str, Any]:
+    """Of engines: fixed, or by what waits in them. Ray's own delays and factors are left out."""
+    if flags.scale is None:
+        return {"num_replicas": flags.serve.replicas}
+    policy = AutoscalingPolicy(policy_function=ScalePolicy, policy_kwargs=asdict(flags.scale))
+    scaling = AutoscalingConfig(
+        min_replicas=flags.scale.min_replicas,
+        max_replicas=flags.scale.max_replicas,
+        policy=policy,
+        metrics_interval_s=SCALE_EVERY_S,
+        look_back_period_s=5 * SCALE_EVERY_S,
+        upscale_delay_s=0,
+        downscale_delay_s=0,
+    )
+    return {"autoscaling_config": scaling}
+
+
+class ScalePolicy:
+    """`wanted_replicas`, as Serve's controller asks for it. `options`: of `ScaleOptions`."""
+
+    def __init__(self, **options: Any) -> None:
+        self._options = ScaleOptions(**options)
+        self._quiet_since_s: float | None = None
+
+    def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+        found: dict[Any, dict[str, float]] = {}
+        for name, of_replicas in (context.raw_metrics or {}).items():
+            for replica, readings in of_replicas.items():
+                if name in {each.name for each in fields(EngineDemand)} and readings:
+                    found.setdefault(replica, {})[name] = readings[-1].value
+        demands = [EngineDemand(**each) for each in found.values()]
+        current = context.target_num_replicas
+        count, self._quiet_since_s = wanted_replicas(
+            self._options, demands, current, time.monotonic(), self._quiet_since_s
+        )
+        if count != current:
+            logger.info("%d engines in place of %d: %s", count, current, demands)
+        return count, {}
 
 
 @serve.deployment(num_replicas=1, max_ongoing_requests=1000, ray_actor_options={"num_cpus": 0})
@@ -85,16 +135,25 @@ class Engine:
 
     def __init__(self, secret: bytes, directory: DeploymentHandle) -> None:
         logging.basicConfig(level=logging.INFO)
-        self._host = EngineHost((get_node_ip_address(), 0), secret)
+        options = HostOptions(keep_s=KEEP_S)
+        self._host = EngineHost((get_node_ip_address(), 0), secret, options)
         self._directory = directory
         self._has_ended = Event()
         self._thread = Thread(target=self._tell, daemon=True)
         self._thread.start()
 
     def check_health(self) -> None:
-        """Raises RuntimeError where it does not listen any more."""
+        """Raises RuntimeError where it does not listen any more. An engine that makes no progress
+        is ended by its host, and started again by the front ends."""
         if not self._host.is_listening:
             raise RuntimeError("the engine host does not listen any more")
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """An `EngineDemand`, once the engine has loaded."""
+        stats = self._host.stats
+        if stats is None:
+            return {}
+        return asdict(EngineDemand(queued_s=stats.queued_s, kv_usage=stats.kv_cache_usage))
 
     def __del__(self) -> None:
         self._has_ended.set()
@@ -133,9 +192,15 @@ class FrontEnd:
             except Exception as error:  # Ray has many, and each means the same
                 raise OSError(f"the directory does not answer: {error}") from error
 
-        book = HostBook(find_hosts, secret)
+        number = secrets.randbelow(MAX_FRONT) + 1
+        book = HostBook(find_hosts, secret, number)
         places = [
-            ReplicaPlace(open_child=book.opener(at), device=flags.config.device, is_local=False)
+            ReplicaPlace(
+                open_child=book.opener(at),
+                device=flags.config.device,
+                is_local=False,
+                front=number,
+            )
             for at in range(flags.serve.replicas)
         ]
         self.service: Service = make_service(
@@ -172,11 +237,8 @@ class FrontEnd:
 
 
 @serve.deployment(
-    num_replicas=1,
-    max_ongoing_requests=1_000_000,
     health_check_period_s=2.0,
     health_check_timeout_s=10.0,
-    graceful_shutdown_timeout_s=60.0,
 )
 @serve.ingress(Door())
 class Ingress:

@@ -7,12 +7,15 @@ import pytest
 
 from cadenza.cli.app_flags import AppFlags
 from cadenza.cluster.engine_host import EngineHost, HostOptions
+from cadenza.cluster.group_stats import group_limits
 from cadenza.cluster.host_book import HostBook
 from cadenza.cluster.remote_engine import RemoteChild
+from cadenza.cluster.scale_policy import ScaleOptions
 from cadenza.engine.process.launch import Execute
 from cadenza.engine.process.process_link import EngineUnreachableError
 from cadenza.errors import ConfigError
 from tests.cluster.test_engine_host import COMMAND, SECRET, wait_for
+from tests.engine.process.scripted_child import limits_of
 
 
 @pytest.fixture
@@ -67,3 +70,27 @@ def test_an_application_takes_the_flags_of_serve_by_their_names() -> None:
         AppFlags.of({"max_num_seq": 8})
     with pytest.raises(ConfigError, match="port has no meaning here"):
         AppFlags.of({"port": 8000})
+
+
+def test_an_application_says_how_many_front_ends_and_engines_there_may_be() -> None:
+    flags = AppFlags.of({"replicas": 4, "fronts": 2, "autoscaling": {"ttft_goal_s": 1}})
+    assert flags.fronts == 2
+    assert flags.scale == ScaleOptions(min_replicas=1, max_replicas=4, ttft_goal_s=1)
+    assert AppFlags.of({"replicas": 4}).scale is None
+    with pytest.raises(ConfigError, match="fronts 0 must be a number from 1 to 16"):
+        AppFlags.of({"fronts": 0})
+    with pytest.raises(ConfigError, match="min_replicas 5 must be from 1 to 4, which is replicas"):
+        AppFlags.of({"replicas": 4, "autoscaling": {"min_replicas": 5}})
+    with pytest.raises(ConfigError, match="must be a mapping, with min_replicas, ttft_goal_s"):
+        AppFlags.of({"autoscaling": {"target_ongoing_requests": 2}})
+    with pytest.raises(ConfigError, match="autoscaling's quiet_s 'long' must be a number"):
+        AppFlags.of({"autoscaling": {"quiet_s": "long"}})
+    with pytest.raises(ConfigError, match="an application serves one model"):
+        AppFlags.of({"max_loaded_models": 2})
+
+
+def test_a_front_end_takes_more_calls_than_its_own_limits_allow() -> None:
+    """So that they are answered with 429, and not left to wait where nobody counts them."""
+    flags = AppFlags.of({"replicas": 3, "max_num_seqs": 8, "max_num_queued_reqs": 100})
+    own = group_limits(limits_of(flags.config), 3).max_num_open_reqs
+    assert own == 324 < flags.max_ongoing_requests

@@ -7,6 +7,7 @@ import pytest
 
 from cadenza.backends.fake import FakeRunner, FakeStepHandle
 from cadenza.config import EngineLimits
+from cadenza.core.step_cost import StepCost
 from cadenza.core.step_schema import ModelInputs
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.stats import Distribution, StepMeter, Tally
@@ -115,6 +116,20 @@ def test_requests_are_running_or_waiting_and_pages_live_while_they_run():
     assert (before.num_running, before.num_waiting, before.kv_cache_usage) == (0, 5, 0.0)
     assert (after.num_running, after.num_waiting) == (3, 2)
     assert after.kv_cache_usage == after.pages_live / 8 > 0
+
+
+def test_prompts_that_wait_take_the_predicted_seconds_of_their_tokens_until_they_are_computed():
+    cost = StepCost(fixed_ms=40.0, token_ms=1.0, logit_ms=0.1, key_ms=0.1)
+    core = EngineCore(make_runner(), LIMITS, CoreOptions(step_cost=cost))
+    meter = StepMeter(core, lambda: 0.0)
+    for request_id in range(5):
+        prompt = tuple(range(request_id, request_id + 40))
+        params = SamplingParams(max_tokens=2, ignore_eos=True)
+        core.enqueue(request_id, Request(prompt_token_ids=prompt, params=params))
+    assert meter.stats().queued_s == pytest.approx(200 * (40 / 40 + 1) / 1000)
+    while not core.is_idle:
+        meter.step()
+    assert meter.stats().queued_s == 0.0
 
 
 def test_failed_steps_are_counted_and_a_success_ends_their_row():

@@ -1,25 +1,41 @@
-"""`AppFlags`: the keywords of a Ray Serve application, which are the flags of `cadenza serve`."""
+"""`AppFlags`: the keywords of a Ray Serve application, which are the flags of `cadenza serve`.
+
+Beside them there are those of Ray's: how many front ends, when there are to be more engines or
+fewer, and what each of both takes.
+"""
 
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from cadenza.cli.serve import ServeFlags
-from cadenza.config import EngineConfig
-from cadenza.errors import ConfigError
+from cadenza.cli.served_models import most_waiting
+from cadenza.cluster.scale_policy import ScaleOptions
+from cadenza.config import DEFAULT_MAX_NUM_SEQS, EngineConfig
+from cadenza.errors import ConfigError, show
 
-_OWN = ("engine_resources", "front_resources")
+_OWN = ("fronts", "autoscaling", "engine_resources", "front_resources")
+MAX_FRONTS = 16
+OTHER_CALLS = 1000
+"""Open at the same time, such as of /metrics and /health, beside requests of the model."""
+
 _MEANINGLESS = ("host", "port", "uds", "uds_mode", "ssl_certfile", "ssl_keyfile", "handover")
 """Flags of what Ray's ingress does."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AppFlags:
-    """The keywords of an application, sorted. Raises ConfigError for one that is not known."""
+    """The keywords of an application, sorted. Raises ConfigError for one that is not known.
+
+    Args:
+        scale: None: as many engines as `replicas` says; else that is the most.
+    """
 
     serve: ServeFlags
     config: EngineConfig
+    fronts: int
+    scale: ScaleOptions | None
     engine_resources: Mapping[str, Any]
     front_resources: Mapping[str, Any]
 
@@ -36,9 +52,43 @@ class AppFlags:
                     f"there is no flag {name}{f' (did you mean {near[0]}?)' if near else ''}; the "
                     f"flags are those of `cadenza serve`, with _ for -, and {', '.join(_OWN)}"
                 )
+        serve = ServeFlags(**{name: given[name] for name in given if name in of_serve})
+        if serve.max_loaded_models != 1:
+            raise ConfigError("an application serves one model; deploy one for each")
         return cls(
-            serve=ServeFlags(**{name: given[name] for name in given if name in of_serve}),
+            serve=serve,
             config=EngineConfig(**{name: given[name] for name in given if name in of_engine}),
+            fronts=_fronts(given.get("fronts", 1)),
+            scale=_scale(given.get("autoscaling"), serve.replicas),
             engine_resources=given.get("engine_resources", {"num_cpus": 1}),
             front_resources=given.get("front_resources", {"num_cpus": 0}),
         )
+
+    @property
+    def max_ongoing_requests(self) -> int:
+        """Calls that a front end may have open: more than its own limits, which answer with 429
+        where the ingress would let callers wait without a word."""
+        num_rows = self.config.max_num_seqs or DEFAULT_MAX_NUM_SEQS
+        return self.serve.replicas * (num_rows + most_waiting(self.config)) + OTHER_CALLS
+
+
+def _fronts(given: Any) -> int:
+    if not isinstance(given, int) or not 1 <= given <= MAX_FRONTS:
+        raise ConfigError(f"fronts {show(given)} must be a number from 1 to {MAX_FRONTS}")
+    return given
+
+
+def _scale(given: Any, most: int) -> ScaleOptions | None:
+    if given is None:
+        return None
+    known = [each.name for each in fields(ScaleOptions) if each.name != "max_replicas"]
+    named = cast(Mapping[str, Any], given) if isinstance(given, Mapping) else None
+    if named is None or not set(named) <= set(known):
+        raise ConfigError(
+            f"autoscaling {show(cast(object, given))} must be a mapping, with {', '.join(known)} "
+            f"alone; the most engines are replicas"
+        )
+    for name, value in named.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigError(f"autoscaling's {name} {show(value)} must be a number")
+    return ScaleOptions(**{"min_replicas": 1, **named, "max_replicas": most})

@@ -6,6 +6,7 @@ Modules:
 - `group_stats`: the replicas' states and figures as those of one engine
 - `live_rows`: summaries of the replicas' steps as those of one engine
 - `route_choice`: which replica a request goes to
+- `scale_policy`: how many engines a load needs
 - `prefix_view`: what each replica is likely to hold of prompts
 - `engine_host`: `EngineHost`, which runs an engine process for front ends on other machines
 - `shared_engine`: `SharedEngine`, one engine process that several front ends use

@@ -119,6 +119,7 @@ class EngineStats:
     num_compiles_after_warmup: int
     step_seconds: Distribution
     step_tokens: Distribution
+    queued_s: float = 0.0
     num_prefix_waits: int = 0
     num_prefix_misses: dict[MissReason, int] = field(default_factory=no_misses)
     num_missed_prompts: dict[CacheMissReason, int] = field(default_factory=no_missed_prompts)
@@ -242,12 +243,30 @@ class StepMeter:
             num_compiles_after_warmup=self._count_compiles(),
             step_seconds=self._seconds.snapshot(),
             step_tokens=self._tokens.snapshot(),
+            queued_s=self._queued_s(),
             draft_states=self._core.draft_states,
             step_bound=_bound_stats(scheduler.step_bound, self._core.limits),
             stored_pages=None if stored is None else stored.counts,
             states=_state_stats(scheduler.kv_cache.states),
             images=None if self._core.limits.images is None else _image_stats(scheduler.images),
         )
+
+    def _queued_s(self) -> float:
+        """By what a prompt's token costs in steps that are full, or as long as they may be; where
+        that is not known, by what a token has cost so far."""
+        scheduler, budget = self._core.scheduler, self._core.limits.max_num_batched_tokens
+        num_tokens = sum(
+            each.num_uncomputed_tokens
+            for each in (*scheduler.running, *scheduler.waiting)
+            if each.num_uncomputed_tokens > 1
+        )
+        if not num_tokens:
+            return 0.0
+        cost, bound = scheduler.step_cost, scheduler.step_bound
+        if cost is None:
+            return num_tokens * self._seconds.total / max(1.0, self._tokens.total)
+        share = 1.0 if bound is None else cost.prefill_share(bound.max_ms, budget)
+        return num_tokens * (cost.fixed_ms / budget + cost.token_ms) / share / 1000
 
 
 def _state_stats(states: RecurrentStates | None) -> StateStats | None:
