@@ -96,7 +96,10 @@ async def stream(client: httpx.AsyncClient, index: int, max_tokens: int = MAX_TO
             async for line in answer.aiter_lines():
                 is_whole = is_whole or line == "data: [DONE]"
                 if line.startswith("data: {"):
-                    text += json.loads(line[6:])["choices"][0]["text"]
-    except (httpx.HTTPError, KeyError) as error:
+                    event = json.loads(line[6:])
+                    if "choices" not in event:
+                        return f"error: {line}"
+                    text += event["choices"][0]["text"]
+    except httpx.HTTPError as error:
         return f"error: {error!r}"
     return text if is_whole else f"error: it ended after {text!r}"

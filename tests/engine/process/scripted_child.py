@@ -6,7 +6,8 @@ until there is a file `go`, `stuck` a file that it makes before it stands still 
 how long the load does nothing, `gate` a file until which the load reads a little now and then,
 `fail` the error that ends it, `crash` a load that kills the process, `crash_once` a file that has
 one load do so, `room` a file without which the load gets no file descriptor, `identity` a file that
-names the checkpoint.
+names the checkpoint, `seed` the engine's, `arithmetic` a number that each token is raised by and
+`told_arithmetic` what the fingerprint calls it.
 """
 
 import ctypes
@@ -28,6 +29,7 @@ from cadenza.core.step_schema import ModelInputs
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.process.child import OnPhase, Serving, run_child
 from cadenza.engine.process.messages import EngineIdentity, Start
+from cadenza.fingerprint import Fingerprint
 
 VOCAB_SIZE = 97
 NUM_GENERATED = 80
@@ -80,7 +82,8 @@ class ScriptedRunner(FakeRunner):
         return KILL_LATE in self._slots[first_slots]
 
     def _sample(self, inputs: ModelInputs, index: int, row: int) -> int:
-        return super()._sample(inputs, index, row) % NUM_GENERATED
+        token = super()._sample(inputs, index, row) + self.script.get("arithmetic", 0)
+        return token % NUM_GENERATED
 
 
 def limits_of(config: EngineConfig) -> EngineLimits:
@@ -106,7 +109,7 @@ def make_core(config: EngineConfig, script: Mapping[str, Any] | None = None) -> 
         vocab_size=VOCAB_SIZE,
     )
     runner.script = script or {}
-    return EngineCore(runner, limits, CoreOptions(seed=config.seed))
+    return EngineCore(runner, limits, CoreOptions(seed=runner.script.get("seed", config.seed)))
 
 
 def stand_still(go: str | None) -> None:
@@ -149,7 +152,24 @@ def load(start: Start, on_phase: OnPhase) -> Serving:
     identity = EngineIdentity()
     if "identity" in script:
         identity = EngineIdentity(checkpoint=Path(script["identity"]).read_text())
-    return Serving(core=make_core(start.config, script), identity=identity)
+    core = make_core(start.config, script)
+    told = script.get("told_arithmetic")
+    named = None if told is None else fingerprint_of(told)
+    return Serving(core=core, identity=identity, fingerprint=named)
+
+
+def fingerprint_of(arithmetic: str) -> Fingerprint:
+    return Fingerprint(
+        checkpoint="tokens",
+        arithmetic=arithmetic,
+        activations="none",
+        weights="none",
+        kv="none",
+        max_model_len=256,
+        tokenizer="",
+        template="",
+        defaults="",
+    )
 
 
 if __name__ == "__main__":
