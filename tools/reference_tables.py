@@ -155,7 +155,7 @@ class CountedIdly:
         self.engine: Any = self
 
     def status(self) -> EngineStatus:
-        return EngineStatus(state="ready", startup_s={"load": 0.0})
+        return EngineStatus(state="ready", startup_s={"load": 0.0}, replicas=("ready",))
 
     def request_stats(self) -> RequestStats:
         values = ("queue_seconds", "prefill_seconds", "decode_seconds", "resume_seconds")
@@ -173,6 +173,7 @@ class CountedIdly:
             **counted,
             draft_states=(DraftState("ngram", "1", is_on=True, gain=0.0),),
             step_bound=bound,
+            queued_s=0.0,
             stored_pages=StoredPageCounts(),
             states=StateStats(),
             images=ImageStats(),

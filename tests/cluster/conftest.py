@@ -22,6 +22,9 @@ from tests.engine.process.conftest import QUICK, SCRIPT, TIMEOUT_S, execute_scri
 __all__ = ["execute_scripted"]
 
 
+SECRET = b"a secret of page keys"
+
+
 class Group:
     """An `EngineGroup` served on a thread; collects its events."""
 
@@ -91,13 +94,14 @@ def open_group(execute_scripted: Execute) -> Iterator[OpenGroup]:
                 command=(sys.executable, str(SCRIPT)),
                 watchdog=QUICK,
                 open_child=open_children[place] if open_children else forked,
+                prefix_secret=SECRET,
                 count_oom_kills=lambda: 0,
             )
             own = given if limits is None else pinned(given, limits)
             links.append(ProcessLink(told, own, options))
             return make_front(links[-1], ids, given.seed)
 
-        group = Group(EngineGroup(make_replica, num_replicas, front=front), links)
+        group = Group(EngineGroup(make_replica, num_replicas, SECRET, front=front), links)
         groups.append(group)
         return group
 

@@ -13,7 +13,7 @@ import pytest
 from cadenza.engine.open_requests import RequestTimeouts
 from cadenza.engine.process.recovery import ENGINE_FAILED
 from cadenza.errors import EngineUnavailableError
-from cadenza.events import Finished
+from cadenza.events import Finished, Token
 from tests.cluster.conftest import Group, OpenGroup
 from tests.engine.process.conftest import TIMEOUT_S, request
 from tests.engine.process.scripted_child import KILL_LATE
@@ -24,6 +24,10 @@ def kill(group: Group, place: int) -> None:
     pid = group.links[place].pid
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
+
+
+def num_accepted(group: Group) -> list[int]:
+    return [each.front.request_stats().num_accepted for each in group.engine.replicas]
 
 
 def begin(group: Group, num_replicas: int = 2) -> None:
@@ -149,8 +153,28 @@ def test_a_prompt_goes_where_its_prefix_is(open_group: OpenGroup) -> None:
         for prompt in prompts:
             group.engine.submit(request(*prompt, max_tokens=2))
             group.wait_all()
-    stats = [each.front.request_stats().num_accepted for each in group.engine.replicas]
-    assert stats == [4, 4]
-    found = group.engine.stats()
-    assert found is not None
+    assert num_accepted(group) == [4, 4]
     group.wait(lambda: (s := group.engine.stats()) and s.num_prefix_hits >= 6 * 48)
+
+
+def test_a_session_goes_to_its_replica_even_where_nobody_sent_the_answers_pages(
+    open_group: OpenGroup,
+) -> None:
+    """The pages of an answer are known by the replica's reports alone."""
+    group = open_group(2, CONFIG)
+    group.wait_replicas("ready", "ready")
+    for first in (0, 40):
+        group.engine.submit(request(*range(first, first + 4), max_tokens=92))
+    group.wait_all()
+    assert num_accepted(group) == [1, 1]
+    group.wait(lambda: [group.engine.router.num_pages(place) for place in range(2)] == [5, 5])
+    for request_id, first in ((1, 40), (0, 0)):
+        answer = [
+            each.token_id
+            for each in group.events
+            if isinstance(each, Token) and each.request_id == request_id
+        ]
+        group.engine.submit(request(*range(first, first + 4), *answer, max_tokens=2))
+        group.wait_all()
+    assert num_accepted(group) == [2, 2]
+    group.wait(lambda: (s := group.engine.stats()) and s.num_prefix_hits == 2 * 80)

@@ -1,5 +1,6 @@
 """The parts of a group that are pure: routes, views, sums, rows and CPUs."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from cadenza.cluster.cores import own_cpus, split_cpus
@@ -7,12 +8,17 @@ from cadenza.cluster.group_stats import group_limits, group_stats, group_status,
 from cadenza.cluster.live_rows import LiveRows
 from cadenza.cluster.prefix_view import PrefixView, page_keys
 from cadenza.cluster.route_choice import ReplicaLoad, order_replicas
+from cadenza.cluster.router import Router
 from cadenza.config import EngineConfig
+from cadenza.engine.open_requests import EngineLoad
+from cadenza.engine.route_report import HeldChange, RouteReport, Seen
 from cadenza.engine.stats import StepMeter
 from cadenza.engine.status import EngineStatus
 from cadenza.engine.step_watch import RowSummary, StepSummary
 from cadenza.request import Request, SamplingParams
 from tests.engine.process.scripted_child import limits_of, make_core
+
+SECRET = b"a secret of page keys"
 
 
 def prompt(*tokens: int, salt: str = "") -> Request:
@@ -20,28 +26,121 @@ def prompt(*tokens: int, salt: str = "") -> Request:
     return Request(prompt_token_ids=tokens, params=params, cache_salt=salt)
 
 
+def load(num_open: int = 0, queued: int = 0, **tokens: int) -> ReplicaLoad:
+    """With a token a second."""
+    found = {f"num_{name}_tokens": count for name, count in tokens.items()}
+    return ReplicaLoad(num_open=num_open, queued_s=float(queued), token_s=1.0, **found)
+
+
 def test_a_request_goes_to_the_least_work_or_to_its_prefix_unless_that_is_crowded() -> None:
-    idle, busy = ReplicaLoad(0, 0, 0), ReplicaLoad(4, 300, 0)
+    idle, busy = load(), load(4, 300)
     assert order_replicas([busy, idle], 100) == [1, 0]
-    holds = ReplicaLoad(1, 0, 1000)
+    holds = load(1, held=1000)
     assert order_replicas([idle, holds], 1000) == [1, 0]
     assert order_replicas([idle, holds], 40) == [0, 1]  # one more in its way costs more
-    crowded = ReplicaLoad(40, 9000, 20_000)
+    crowded = load(40, 9000, held=20_000)
     assert order_replicas([crowded, idle, idle], 20_000)[-1] == 0
+    assert order_replicas([idle, crowded], 20_000)[-1] == 1
+
+
+def test_a_prefix_that_one_replica_computes_is_waited_for_there_unless_it_is_crowded() -> None:
+    computes = load(1, 2000, held=2000, coming=2000)
+    assert order_replicas([load(), computes, load()], 2048) == [1, 0, 2]
+    follows = load(4, 2200, held=2000, coming=2000)
+    assert order_replicas([load(), follows, load()], 2048) == [1, 0, 2]
+    crowded = load(20, 5000, held=2000, coming=2000)
+    assert order_replicas([load(), crowded, load()], 2048) == [0, 2, 1]
+    short = load(1, 200, held=200, coming=200)
+    assert order_replicas([load(), short], 248)[0] == 0
+
+
+def test_equal_replicas_are_chosen_by_where_the_session_was() -> None:
+    assert order_replicas([load(), load(seen=64)], 40) == [1, 0]
+    assert order_replicas([load(), load(1, seen=64)], 40) == [0, 1]
+
+
+def keys_of(*tokens: int, salt: str = "") -> tuple[bytes, ...]:
+    return page_keys(prompt(*tokens, salt=salt), 16, SECRET)
+
+
+def told(*added: bytes, removed: Sequence[bytes] = ()) -> HeldChange:
+    return HeldChange(secret=SECRET, added=b"".join(added), removed=b"".join(removed))
 
 
 def test_a_view_knows_prefixes_by_salt_and_forgets_the_end_of_the_oldest_first() -> None:
-    first = page_keys(prompt(*range(40)), 16)
+    first = keys_of(*range(40))
     assert len(first) == 2
-    assert page_keys(prompt(*range(32), 99), 16) == first
-    assert page_keys(prompt(*range(40), salt="other"), 16)[0] != first[0]
+    assert keys_of(*range(32), 99) == first
+    assert keys_of(*range(40), salt="other")[0] != first[0]
     view = PrefixView(max_keys=3)
-    view.add(first)
-    assert view.num_held(page_keys(prompt(*range(64)), 16)) == 2
-    view.add(page_keys(prompt(*range(50, 90)), 16))
+    view.add(first, 0)
+    assert view.num_held(keys_of(*range(64))) == 2
+    view.add(keys_of(*range(50, 90)), 1)
     assert view.num_held(first) == 1
     view.clear()
     assert view.num_held(first) == 0
+
+
+def test_what_was_sent_counts_until_the_replica_has_reported_behind_it() -> None:
+    first, second = keys_of(*range(40)), keys_of(*range(50, 90))
+    view = PrefixView()
+    view.add(first, 7)
+    view.take(told(), 7)  # it has the request, and computes it
+    assert (view.num_held(first), view.num_coming(first)) == (2, 2)
+    view.take(told(*first), 8)
+    assert (view.num_held(first), view.num_coming(first)) == (2, 0)
+    view.take(told(removed=first[1:]), 8)
+    assert view.num_held(first) == 1
+    view.add(second, 8)
+    view.take(told(), 9)  # it ended, and nothing is left of it
+    assert (view.num_held(second), view.num_seen(second), len(view)) == (0, 2, 1)
+
+
+def test_a_view_knows_a_prefix_whose_beginning_was_dropped_for_being_old() -> None:
+    keys = keys_of(*range(64))
+    view = PrefixView()
+    view.take(told(*keys[2:]), 0)
+    assert view.num_held(keys) == 4
+
+
+def report(newest_id: int, held: HeldChange | None = None, queued_s: float = 0.0) -> RouteReport:
+    """Nothing of what it has received is still to be computed."""
+    seen = {0: Seen(newest_id=newest_id, settled_below=newest_id + 1)} if newest_id >= 0 else {}
+    return RouteReport(queued_s=queued_s, prompt_token_s=0.01, seen=seen, held=held)
+
+
+LOADS = {0: EngineLoad(num_open=0, num_queued_tokens=0)}
+LOADS[1] = LOADS[0]
+
+
+def test_a_router_adds_what_it_has_sent_to_what_replicas_report() -> None:
+    router, limits = Router(SECRET), limits_of(EngineConfig(max_num_seqs=8))
+    for place in LOADS:
+        router.take(place, report(-1))
+    route = router.choose(prompt(*range(60)), LOADS, limits)
+    router.sent(route, 3)
+    other = router.choose(prompt(*range(40, 90)), LOADS, limits)
+    assert other.place != route.place
+    router.take(route.place, report(2, queued_s=0.1))  # it has not received the request
+    assert router.choose(prompt(*range(40, 90)), LOADS, limits).place == other.place
+    router.take(route.place, report(3))
+    router.take(other.place, report(-1, queued_s=0.1))  # another front end's
+    assert router.choose(prompt(*range(40, 90)), LOADS, limits).place == route.place
+
+
+def test_a_router_uses_the_secret_that_a_replica_reports() -> None:
+    """It is that of a folder of pages, under which the replica has its keys."""
+    router, limits = Router(SECRET), limits_of(EngineConfig(max_num_seqs=8))
+    asked, own = prompt(*range(60)), b"of a folder"
+    keys = page_keys(asked, 16, own)
+    held = HeldChange(secret=own, added=b"".join(keys), removed=b"")
+    router.take(0, report(-1))
+    router.take(1, report(-1, held))
+    route = router.choose(asked, LOADS, limits)
+    assert (route.place, route.keys, route.num_new_tokens) == (1, keys, 60 - 48)
+    router.forget(1)
+    router.take(1, report(-1))
+    assert router.choose(asked, LOADS, limits).place == 0
 
 
 def test_a_group_has_as_many_rows_and_places_as_its_replicas() -> None:

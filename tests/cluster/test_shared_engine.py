@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from cadenza.cluster.engine_host import EngineHost, HostOptions
-from cadenza.cluster.fronts import MAX_FRONT, differences, front_of, ids_of
+from cadenza.cluster.fronts import differences
 from cadenza.cluster.remote_engine import RemoteChild, remote_opener
 from cadenza.config import EngineConfig
 from cadenza.engine.batch_engine import Cancel, Submit
@@ -32,6 +32,7 @@ from cadenza.engine.process.messages import (
     encode,
 )
 from cadenza.engine.process.supervision import WatchdogTimeouts
+from cadenza.engine.request_ids import MAX_FRONT, front_of, ids_of
 from cadenza.engine.step_watch import Watch
 from cadenza.events import Event, Token
 from tests.cluster.conftest import Group, OpenGroup
@@ -107,6 +108,25 @@ def test_two_front_ends_get_their_own_streams_of_engines_that_are_killed(
     second.wait_all()
     assert content_of(first.events) == alone(1)
     assert content_of(second.events) == alone(MAX_FRONT)
+
+
+def test_a_front_end_that_comes_later_goes_to_where_others_prefixes_are(
+    open_host: OpenHost, open_front: OpenGroup
+) -> None:
+    hosts = [open_host(), open_host()]
+    first = open_front(1, hosts)
+    first.wait_replicas("ready", "ready")
+    prompts = [tuple((start + at) % 80 for at in range(64)) for start in (0, 40)]
+    for prompt in prompts:
+        first.engine.submit(request(*prompt, max_tokens=2))
+        first.wait_all()
+    second = open_front(2, hosts)
+    second.wait_replicas("ready", "ready")
+    second.wait(lambda: [second.engine.router.num_pages(place) for place in range(2)] == [4, 4])
+    for prompt in reversed(prompts):
+        second.engine.submit(request(*prompt, max_tokens=2))
+        second.wait_all()
+    second.wait(lambda: (s := second.engine.stats()) and s.num_prefix_hits == 2 * 48)
 
 
 class Speaker:

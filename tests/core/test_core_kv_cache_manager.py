@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 
 from cadenza.core.kv_cache_manager import KVCacheManager
+from cadenza.core.page_keys import PageContent, PageKeys
 from cadenza.core.page_pool import PageCounts
 from cadenza.core.prefix import Prefix
-from cadenza.core.prefix_cache import PageContent, PrefixCache
+from cadenza.core.prefix_cache import PrefixCache
 from cadenza.core.sequence import Sequence
 from tests.core.builders import SECRET, limits_of, manager_of, prompt_of, sequence_of
 
@@ -149,11 +150,11 @@ def test_the_invariants_catch_a_reference_that_no_page_table_has() -> None:
         manager.check_invariants([sequence])
 
 
-class ColludingCache(PrefixCache):
-    """A cache whose hash does not see the first token of a page."""
+class ColludingKeys(PageKeys):
+    """Keys that do not see the first token of a page."""
 
-    def _chain(self, parent: bytes, page: PageContent) -> bytes:
-        return super()._chain(parent, replace(page, token_ids=page.token_ids[1:]))
+    def chain(self, parent: bytes, page: PageContent) -> bytes:
+        return super().chain(parent, replace(page, token_ids=page.token_ids[1:]))
 
 
 class CollidingManager(KVCacheManager):
@@ -161,7 +162,7 @@ class CollidingManager(KVCacheManager):
 
     def __init__(self, num_pages: int) -> None:
         super().__init__(limits_of(num_pages=num_pages), SECRET)
-        self.prefix_cache = ColludingCache(page_size=16, secret=SECRET)
+        self.prefix_cache = PrefixCache(ColludingKeys(page_size=16, secret=SECRET))
 
 
 def test_a_page_with_a_colliding_key_is_not_shared() -> None:

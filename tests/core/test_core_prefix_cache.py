@@ -5,16 +5,17 @@ from typing import Any
 
 import pytest
 
-from cadenza.core.prefix_cache import KEY_BYTES, ROOT, Content, PageContent, PrefixCache
+from cadenza.core.page_keys import KEY_BYTES, Content, PageContent, PageKeys
+from cadenza.core.prefix_cache import ROOT, PrefixCache
 from cadenza.request import Attachment
 
 SIZE = 4
 
 
-class ColludingCache(PrefixCache):
-    """A cache whose hash sees only how many tokens there are: all pages at a depth collide."""
+class ColludingKeys(PageKeys):
+    """A hash that sees only how many tokens there are: all pages at a depth collide."""
 
-    def _chain(self, parent: bytes, page: PageContent) -> bytes:
+    def chain(self, parent: bytes, page: PageContent) -> bytes:
         return bytes([parent[0] + 1 if len(parent) == 1 else 0])
 
 
@@ -46,7 +47,7 @@ def find(cache: PrefixCache, tokens: list[int], salt: str = "") -> list[int]:
 
 @pytest.fixture
 def cache() -> PrefixCache:
-    return PrefixCache(page_size=SIZE, secret=b"secret")
+    return PrefixCache(PageKeys(page_size=SIZE, secret=b"secret"))
 
 
 def test_the_longest_prefix_of_full_pages_is_found(cache: PrefixCache) -> None:
@@ -80,7 +81,7 @@ def test_pages_are_private_to_their_salt(cache: PrefixCache) -> None:
 
 
 def test_keys_depend_on_the_secret_and_have_a_fixed_length() -> None:
-    one, other = (PrefixCache(page_size=SIZE, secret=secret) for secret in (b"a", b"b"))
+    one, other = (PrefixCache(PageKeys(page_size=SIZE, secret=secret)) for secret in (b"a", b"b"))
     tokens = list(range(8))
     assert keys_of(one, tokens) == keys_of(one, tokens)
     assert not set(keys_of(one, tokens)) & set(keys_of(other, tokens))
@@ -121,7 +122,7 @@ def test_a_hit_is_confirmed_by_its_tokens(cache: PrefixCache) -> None:
 
 
 def test_a_colliding_key_is_a_miss() -> None:
-    cache = ColludingCache(page_size=SIZE, secret=b"secret")
+    cache = PrefixCache(ColludingKeys(page_size=SIZE, secret=b"secret"))
     assert publish(cache, [1, 1, 1, 1], [0]) == [True]
     assert publish(cache, [2, 2, 2, 2], [1]) == [False]
     assert find(cache, [2, 2, 2, 2]) == []
@@ -139,7 +140,7 @@ class CountingCache(PrefixCache):
 
 
 def test_who_asks_again_is_answered_without_comparing_contents() -> None:
-    cache, tokens = CountingCache(page_size=SIZE, secret=b"secret"), list(range(16))
+    cache, tokens = CountingCache(PageKeys(page_size=SIZE, secret=b"secret")), list(range(16))
     keys = keys_of(cache, tokens)
     publish(cache, tokens[:12], [5, 6, 7])
     assert cache.find(keys, Content(tokens), num_pages=4)[0] == (5, 6, 7)
@@ -170,7 +171,7 @@ def test_who_asks_again_is_told_of_pages_that_came_and_went(cache: PrefixCache) 
 
 
 def test_who_asks_again_after_a_collision_sees_it_end() -> None:
-    cache = ColludingCache(page_size=SIZE, secret=b"secret")
+    cache = PrefixCache(ColludingKeys(page_size=SIZE, secret=b"secret"))
     other, tokens = [9, 9, 9, 9], [1, 2, 3, 4]
     publish(cache, other, [3])
     keys = keys_of(cache, tokens)
@@ -214,7 +215,7 @@ def test_equal_tokens_share_pages_only_where_their_attachments_are_the_same(
 
 
 def test_colliding_pages_of_other_attachments_are_a_miss() -> None:
-    cache = ColludingCache(page_size=SIZE, secret=b"secret")
+    cache = PrefixCache(ColludingKeys(page_size=SIZE, secret=b"secret"))
     cat, dog = (attached([1] * 4, (0, 2, digest)) for digest in (b"cat", b"dog"))
     keys: list[bytes] = []
     cache.extend_keys(keys, cat)

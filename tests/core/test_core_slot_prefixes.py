@@ -3,8 +3,8 @@
 import pytest
 
 from cadenza.core.kv_cache_manager import KVCacheManager
+from cadenza.core.page_keys import Content
 from cadenza.core.page_pool import PageCounts
-from cadenza.core.prefix_cache import Content
 from cadenza.core.sequence import PageCopy, Sequence
 from cadenza.core.slot_prefixes import BLOCK, MIN_PREFIX, common_length, num_alike
 from cadenza.request import Attachment, SamplingParams

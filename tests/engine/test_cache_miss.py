@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from cadenza.config import EngineLimits
-from cadenza.core.prefix_cache import MAX_COMPARED_PAGES, PageContent
+from cadenza.core.page_keys import PageContent
+from cadenza.core.prefix_cache import MAX_COMPARED_PAGES
 from cadenza.engine.core import EngineCore
 from cadenza.events import CacheMiss, Finished, Token
 from cadenza.request import Request, SamplingParams

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from cadenza.config import EngineLimits
-from cadenza.core.prefix_cache import MAX_EVICTED_KEYS, Content, PrefixCache
+from cadenza.core.page_keys import Content, PageKeys
+from cadenza.core.prefix_cache import MAX_EVICTED_KEYS, PrefixCache
 from cadenza.core.prefix_misses import log_text
 from cadenza.engine.core import EngineCore
 from cadenza.request import Request, SamplingParams
@@ -111,7 +112,7 @@ def test_a_debug_line_says_what_was_found(caplog: pytest.LogCaptureFixture) -> N
 
 
 def test_only_so_many_removed_keys_are_remembered() -> None:
-    cache = PrefixCache(page_size=1, secret=b"s")
+    cache = PrefixCache(PageKeys(page_size=1, secret=b"s"))
     first = None
     for at in range(MAX_EVICTED_KEYS + 10):
         content, keys = Content((at,)), list[bytes]()

@@ -18,8 +18,14 @@ import numpy as np
 from cadenza import EngineConfig, EngineCore, Finished, Request, SamplingParams, Token
 from cadenza.backends.base import Capability, StepHandle
 from cadenza.bench.serve_figures import Spread, spread_of
-from cadenza.bench.simulated_group import SimulatedClock, SimulatedReplica, happenings, route
+from cadenza.bench.simulated_group import (
+    SimulatedClock,
+    SimulatedGroup,
+    SimulatedReplica,
+    happenings,
+)
 from cadenza.bench.traffic import VOCAB_SIZE, TrafficArrival, TrafficOptions
+from cadenza.cluster.router import Router
 from cadenza.config import DEFAULT_MAX_NUM_SEQS, MAX_MAX_ITL_MS, EngineLimits, SchedulingPolicy
 from cadenza.core.batch import Batch
 from cadenza.core.step_cost import StepBound, StepCost, StepLoad, derive_bound_ms
@@ -353,22 +359,23 @@ def play_traffic(
     traffic: Iterator[TrafficArrival],
     policy: SchedulingPolicy,
     record: SimulationRecord,
+    router: Router | None = None,
 ) -> Iterator[float]:
-    """Submits each request when it arrives and steps the engines; yields the time of each step."""
+    """Submits each request when it arrives and steps the engines; yields the time of each step.
+    `router` may be another one than that of `EngineGroup`."""
+    group = SimulatedGroup(replicas, router)
     places = {id(each): at for at, each in enumerate(replicas)}
     tenants = [Tenant(name=f"tenant-{at}") for at in range(record.options.num_tenants)]
     for each in happenings(replicas, traffic):
         if each.arrival is not None:
             request = _request_of(each.arrival, policy, tenants[each.arrival.tenant])
-            replica = route(replicas, request)
-            replica.clock.now_s = max(replica.clock.now_s, each.at_s)
-            record.place = places[id(replica)]
-            _submit(replica.core, request, each.arrival, record)
+            _submit(group, request, each.arrival, record)
         elif each.replica is not None:
             record.place = places[id(each.replica)]
             each.replica.clock.now_s = each.at_s
             for event in each.replica.core.step():
                 record.take(event, each.replica.clock.now_s)
+            group.stepped(record.place)
             yield each.replica.clock.now_s
 
 
@@ -382,14 +389,14 @@ def _request_of(arrival: TrafficArrival, policy: SchedulingPolicy, tenant: Tenan
 
 
 def _submit(
-    core: EngineCore, request: Request, arrival: TrafficArrival, record: SimulationRecord
+    group: SimulatedGroup, request: Request, arrival: TrafficArrival, record: SimulationRecord
 ) -> None:
     try:
-        request_id = core.submit(request)
+        place, request_id = group.submit(request, arrival.after_s)
     except QueueFullError:
         record.num_rejected += 1
     else:
-        record.open[record.place, request_id] = _Open(arrival, arrival.after_s)
+        record.open[place, request_id] = _Open(arrival, arrival.after_s)
 
 
 def _figures(

@@ -5,13 +5,18 @@ clock is its own, and stands where it last did something.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from cadenza.bench.traffic import TrafficArrival
-from cadenza.cluster.prefix_view import PrefixView, page_keys
-from cadenza.cluster.route_choice import ReplicaLoad, order_replicas
+from cadenza.cluster.router import Router
 from cadenza.engine.core import EngineCore
+from cadenza.engine.open_requests import EngineLoad
+from cadenza.engine.process.worker import IDLE_BEAT_S, STATS_EVERY_S
+from cadenza.engine.route_report import RouteReporter
 from cadenza.request import Request
+
+SECRET = b"simulated"
+"""Of the keys of all simulated engines."""
 
 
 @dataclass(slots=True, eq=False)
@@ -26,37 +31,68 @@ class SimulatedClock:
 
 @dataclass(slots=True, eq=False)
 class SimulatedReplica:
-    """An engine, its clock, and what was sent to it."""
+    """An engine and its clock. `reporter` is None where there is nothing to choose."""
 
     core: EngineCore
     clock: SimulatedClock
-    view: PrefixView = field(default_factory=PrefixView)
+    place: int = 0
+    reporter: RouteReporter | None = None
+    reported_s: float = 0.0
 
     @property
     def due_s(self) -> float:
         """When it launches its next step, if nothing comes before."""
         return self.clock.now_s + self.core.launch_in_s()
 
-    def load(self, keys: Sequence[bytes], page_size: int) -> ReplicaLoad:
+    @property
+    def load(self) -> EngineLoad:
         scheduler = self.core.scheduler
-        queued = sum([each.num_prompt_tokens for each in scheduler.waiting])
+        num_queued = sum([each.num_prompt_tokens for each in scheduler.waiting])
         num_open = len(scheduler.running) + len(scheduler.waiting)
-        held = self.view.num_held(keys) * page_size
-        return ReplicaLoad(num_open, queued, held, len(self.view))
+        return EngineLoad(num_open=num_open, num_queued_tokens=num_queued)
 
 
-def route(replicas: Sequence[SimulatedReplica], request: Request) -> SimulatedReplica:
-    """As `EngineGroup` does, with what the engines know at the arrival."""
-    if len(replicas) == 1:
-        return replicas[0]
-    limits = replicas[0].core.limits
-    keys = page_keys(request, limits.page_size)
-    loads = [each.load(keys, limits.page_size) for each in replicas]
-    order = order_replicas(loads, len(request.prompt_token_ids))
-    has_room = [at for at in order if loads[at].num_open < limits.max_num_open_reqs]
-    best = replicas[(has_room or order)[0]]
-    best.view.add(keys)
-    return best
+class SimulatedGroup:
+    """Engines with one router, to which each reports as often as an engine process does."""
+
+    def __init__(self, replicas: Sequence[SimulatedReplica], router: Router | None = None) -> None:
+        self.replicas = replicas
+        self._router = router or Router(SECRET)
+        if len(replicas) > 1:
+            for place, each in enumerate(replicas):
+                each.place, each.reporter = place, RouteReporter(each.core)
+
+    def submit(self, request: Request, at_s: float) -> tuple[int, int]:
+        """Sends a request that comes at `at_s`; returns the place of its engine and its id there.
+
+        Raises QueueFullError.
+        """
+        for each in self.replicas:
+            every_s = IDLE_BEAT_S if each.core.is_idle else STATS_EVERY_S
+            if at_s >= each.reported_s + every_s:
+                self._report(each, at_s)
+        loads = {at: each.load for at, each in enumerate(self.replicas)}
+        route = self._router.choose(request, loads, self.replicas[0].core.limits)
+        replica = self.replicas[route.place]
+        replica.clock.now_s = max(replica.clock.now_s, at_s)
+        request_id = replica.core.submit(request)
+        if replica.reporter is not None:
+            replica.reporter.received(request_id)
+        self._router.sent(route, request_id)
+        return route.place, request_id
+
+    def stepped(self, place: int) -> None:
+        """An engine has made a step."""
+        replica = self.replicas[place]
+        now_s = replica.clock.now_s
+        if replica.core.is_idle or now_s >= replica.reported_s + STATS_EVERY_S:
+            self._report(replica, now_s)
+
+    def _report(self, replica: SimulatedReplica, now_s: float) -> None:
+        if replica.reporter is None:
+            return
+        replica.reported_s = now_s
+        self._router.take(replica.place, replica.reporter.report(now_s))
 
 
 @dataclass(slots=True, eq=False)

@@ -6,6 +6,7 @@ served is refused here, before a port is open, as far as that can be known witho
 
 import logging
 import os
+import secrets
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -94,10 +95,14 @@ class OpenedModel:
     ) -> "ServedModel":
         """With an engine process at each of the places; several serve as one."""
         from cadenza.cluster.engine_group import EngineGroup
-        from cadenza.cluster.fronts import ids_of
         from cadenza.cluster.group_stats import replica_limits
         from cadenza.engine.front import EngineFront
+        from cadenza.engine.request_ids import ids_of
         from cadenza.server.served_model import ServedEngine, ServedModel
+
+        prefix_secret = secrets.token_bytes(32)
+        if len(places) > 1:
+            process = replace(process, prefix_secret=prefix_secret)
 
         def make_engine(limits: EngineLimits | None) -> ServedEngine:
             front = places[0].front
@@ -111,7 +116,7 @@ class OpenedModel:
                 link = self._link(process, own or known, places[place])
                 return EngineFront(link, ids, self.config.seed)
 
-            return EngineGroup(make_replica, len(places), front=front)
+            return EngineGroup(make_replica, len(places), prefix_secret, front=front)
 
         return ServedModel(names, self.text, make_engine)
 

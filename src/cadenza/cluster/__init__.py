@@ -7,10 +7,11 @@ Modules:
 - `live_rows`: summaries of the replicas' steps as those of one engine
 - `route_choice`: which replica a request goes to
 - `scale_policy`: how many engines a load needs
-- `prefix_view`: what each replica is likely to hold of prompts
+- `router`: chooses the replica of each request, by reports and by what was sent
+- `prefix_view`: what a replica holds of prompts
 - `engine_host`: `EngineHost`, which runs an engine process for front ends on other machines
 - `shared_engine`: `SharedEngine`, one engine process that several front ends use
-- `fronts`: what these share: ids that differ, and settings that agree
+- `fronts`: what these share: settings that agree
 - `remote_engine`: such a process, as a front end sees its child
 - `host_book`: which host each place of a front end uses
 - `handshake`: how both ends prove that they know one secret

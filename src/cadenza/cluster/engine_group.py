@@ -11,12 +11,12 @@ Locks: the group's is taken before a replica's; neither is held while events are
 """
 
 import logging
+import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
-from cadenza.cluster.fronts import ids_of
 from cadenza.cluster.group_stats import (
     group_limits,
     group_load,
@@ -25,14 +25,15 @@ from cadenza.cluster.group_stats import (
     group_status,
 )
 from cadenza.cluster.live_rows import LiveRows
-from cadenza.cluster.prefix_view import PrefixView, page_keys
-from cadenza.cluster.route_choice import ReplicaLoad, order_replicas
+from cadenza.cluster.router import Route, Router
 from cadenza.config import EngineLimits
 from cadenza.engine.batch_engine import Clock, Emit
 from cadenza.engine.front import SHUT_DOWN, UNAVAILABLE, EngineFront
 from cadenza.engine.open_requests import EngineLoad, RequestStats, RequestTimeouts, RequestTimes
 from cadenza.engine.process.recovery import MOST_LOSSES
 from cadenza.engine.request_check import RequestCheck
+from cadenza.engine.request_ids import ids_of
+from cadenza.engine.route_report import RouteReport
 from cadenza.engine.stats import EngineStats
 from cadenza.engine.status import EngineStatus
 from cadenza.engine.step_watch import EngineChange, LiveNews, OnNews
@@ -53,7 +54,6 @@ class Replica:
 
     place: int
     front: EngineFront
-    view: PrefixView = field(default_factory=PrefixView)
     thread: threading.Thread | None = None
     is_dead: bool = False
     is_refused: bool = False
@@ -65,16 +65,18 @@ class Replica:
 
 class EngineGroup:
     """`ServedEngine` over `num_replicas` engines. The first one plans and loads; the others follow
-    with its sizes, while it serves already. `front`: the number of the front end that it is of,
-    among those that share engines."""
+    with its sizes, while it serves already. `prefix_secret` keys the pages of all of them; `front`:
+    the number of the front end that it is of, among those that share engines."""
 
     def __init__(
         self,
         make_replica: MakeReplica,
         num_replicas: int,
+        prefix_secret: bytes = b"",
         clock: Clock = time.monotonic,
         front: int = 0,
     ) -> None:
+        self.router = Router(prefix_secret or secrets.token_bytes(32), front)
         self._make_replica = make_replica
         self._num_replicas = num_replicas
         self._clock = clock
@@ -105,16 +107,19 @@ class EngineGroup:
         for tries_left in reversed(range(self._num_replicas)):
             with self._lock:
                 self._check_open()
-                best, keys = self._route(request)
+                best, route = self._route(request)
                 # The group's check differs from a replica's in what the queue holds alone.
                 if self._check is not None and passed is self._check[1]:
                     passed = best.front.status().request_check
-                best.view.add(keys)
-            try:
-                return best.front.submit(request, passed, times)
-            except EngineUnavailableError:  # it was lost just now
-                if not tries_left or not any(each.is_serving for each in self.replicas):
-                    raise
+                try:
+                    request_id = best.front.submit(request, passed, times)
+                except EngineUnavailableError:  # it was lost just now
+                    if not tries_left or not any(each.is_serving for each in self.replicas):
+                        raise
+                    continue
+                if route is not None:
+                    self.router.sent(route, request_id)
+                return request_id
         raise AssertionError("the last try returns or raises")
 
     def cancel(self, request_id: int, sample: int | None = None) -> None:
@@ -179,6 +184,7 @@ class EngineGroup:
         replica = Replica(place, self._make_replica(place, limits, self._ids))
         replica.front.call_at_changes(lambda change: self._take_change(replica, change))
         replica.front.call_at_death(lambda failure: self._take_death(replica, failure))
+        replica.front.call_at_reports(lambda report: self._take_report(replica, report))
         return replica
 
     def _check_open(self) -> None:
@@ -188,26 +194,16 @@ class EngineGroup:
         if self._drained_by_s is not None:
             raise EngineUnavailableError(UNAVAILABLE["draining"])
 
-    def _route(self, request: Request) -> tuple[Replica, Sequence[bytes]]:
-        """The replica for a request, and the keys of its prompt's pages; any replica if none
-        serves, whose refusal tells why."""
+    def _route(self, request: Request) -> tuple[Replica, Route | None]:
+        """The replica for a request; any replica if none serves, whose refusal tells why."""
         serving = [each for each in self.replicas if each.is_serving]
         status = self.replicas[0].front.status()
         if not serving or status.request_check is None:
             left = [each for each in self.replicas if not each.is_dead] or self.replicas
-            return left[0], ()
-        limits = status.request_check.limits
-        keys = page_keys(request, limits.page_size) if len(serving) > 1 else ()
-        loads = [self._load_of(each, keys, limits.page_size) for each in serving]
-        order = order_replicas(loads, len(request.prompt_token_ids))
-        has_room = [at for at in order if loads[at].num_open < limits.max_num_open_reqs]
-        return serving[(has_room or order)[0]], keys
-
-    @staticmethod
-    def _load_of(replica: Replica, keys: Sequence[bytes], page_size: int) -> ReplicaLoad:
-        load = replica.front.load()
-        held = replica.view.num_held(keys) * page_size
-        return ReplicaLoad(load.num_open, load.num_queued_tokens, held, len(replica.view))
+            return left[0], None
+        loads = {each.place: each.front.load() for each in serving}
+        route = self.router.choose(request, loads, status.request_check.limits)
+        return self.replicas[route.place], route
 
     def _with_check(self, status: EngineStatus) -> EngineStatus:
         """With the bounds of the whole group in the check of requests."""
@@ -280,10 +276,15 @@ class EngineGroup:
     def _take_change(self, replica: Replica, change: EngineChange) -> None:
         """On the replica's serving thread."""
         if change == "ready":
-            replica.view.clear()
+            with self._lock:
+                self.router.forget(replica.place)
             self._compare(replica)
         self._changed.set()
         self._move_lost()
+
+    def _take_report(self, replica: Replica, report: RouteReport) -> None:
+        with self._lock:
+            self.router.take(replica.place, report)
 
     def _take_death(self, replica: Replica, failure: CadenzaError) -> None:
         replica.is_dead = True
@@ -335,13 +336,14 @@ class EngineGroup:
         entry = replica.front.release(request_id)
         if entry is None:
             return False
-        best, keys = self._route(entry.request)
+        best, route = self._route(entry.request)
         try:
             best.front.adopt(entry)
         except EngineUnavailableError:
             replica.front.requests.adopt(entry)  # its own next engine goes on with it
             return False
-        best.view.add(keys)
+        if route is not None:
+            self.router.sent(route, request_id)
         return True
 
     def _watch(self, replica: Replica) -> None:

@@ -11,6 +11,9 @@ from cadenza.engine.status import EngineState, EngineStatus
 
 Figures = TypeVar("Figures")
 
+ADDED_SECONDS = ("queued_s", "encoder_s")
+"""Figures that are sums; other fractional ones are settings, and alike."""
+
 BEST_FIRST: tuple[EngineState, ...] = ("ready", "draining", "restarting", "loading", "dead")
 
 SCALED = ("max_num_seqs", "max_num_queued_reqs", "max_num_queued_tokens", "max_num_batched_tokens")
@@ -59,7 +62,17 @@ def group_request_stats(found: Sequence[RequestStats]) -> RequestStats:
 def _added(found: Sequence[Figures]) -> Figures:
     first: Any = found[0]
     names = [each.name for each in fields(first)]
-    return replace(first, **{name: _sum([getattr(each, name) for each in found]) for name in names})
+    values = {name: [getattr(each, name) for each in found] for name in names}
+    return replace(
+        first,
+        **{name: _sum(own) for name, own in values.items() if name not in ADDED_SECONDS},
+        **{name: _seconds(own) for name, own in values.items() if name in ADDED_SECONDS},
+    )
+
+
+def _seconds(values: Sequence[float | None]) -> float | None:
+    known = [each for each in values if each is not None]
+    return sum(known) if known else None
 
 
 def _sum(values: Sequence[Any]) -> Any:

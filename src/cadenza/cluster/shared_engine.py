@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from cadenza.cluster.fronts import differences, front_of
+from cadenza.cluster.fronts import differences
+from cadenza.core.prefix_digest import split_keys
 from cadenza.engine.batch_engine import Cancel, Clock, Resume, Submit
 from cadenza.engine.process.child_process import ChildProcess
 from cadenza.engine.process.frame_socket import FrameSocket
@@ -38,6 +39,8 @@ from cadenza.engine.process.messages import (
 )
 from cadenza.engine.process.outbox import Wakeup
 from cadenza.engine.process.supervision import Supervision, WatchdogTimeouts
+from cadenza.engine.request_ids import front_of
+from cadenza.engine.route_report import HeldChange
 from cadenza.engine.stats import EngineStats
 from cadenza.engine.step_watch import Watch
 from cadenza.engine.stored_pages import CLOSE_WITHIN_S
@@ -75,6 +78,34 @@ class _Guest:
             self.events = events
 
 
+@dataclass(slots=True, eq=False)
+class _Told:
+    """What the engine has told of the prefixes that it holds, for front ends that come later."""
+
+    newest: EngineOutputs | None = None
+    secret: bytes | None = None
+    keys: dict[bytes, None] = field(default_factory=dict[bytes, None])
+
+    def take(self, outputs: EngineOutputs) -> None:
+        if outputs.route is None:
+            return
+        self.newest, change = outputs, outputs.route.held
+        if change is not None:
+            self.secret = change.secret
+            for key in split_keys(change.removed):
+                self.keys.pop(key, None)
+            self.keys.update(dict.fromkeys(split_keys(change.added)))
+
+    def whole(self) -> EngineOutputs | None:
+        """All of it at once; None where it has told nothing."""
+        newest = self.newest
+        if newest is None or newest.route is None or self.secret is None:
+            return None
+        held = HeldChange(secret=self.secret, added=b"".join(self.keys), removed=b"")
+        route = replace(newest.route, held=held)
+        return replace(newest, events=(), stats=None, summary=None, route=route)
+
+
 class SharedEngine:
     """Args:
     open_child: starts the process; called on the thread that it ends with.
@@ -94,6 +125,7 @@ class SharedEngine:
         self._start: Start | None = None
         self._ready: Ready | None = None
         self._guests: dict[int, _Guest] = {}
+        self._told = _Told()
         self._lock = threading.Lock()
         self._arrived: list[tuple[socket.socket, int]] = []
         self._is_ending = self.has_ended = False
@@ -296,6 +328,9 @@ class SharedEngine:
             guest.is_serving = True
             stats = ready.stats if self.stats is None else self.stats
             guest.frames.send(encode(replace(ready, stats=stats)))
+            told = self._told.whole()
+            if told is not None:
+                guest.frames.send(encode(told))
         elif any(each.is_serving for each in self._guests.values()):
             text = f"the engine at this host serves other front ends with {'; '.join(unlike)}"
             logger.error("front end %d is refused: %s", guest.front, text)
@@ -313,6 +348,7 @@ class SharedEngine:
                 now_s, message.num_steps, message.predicted_s, is_idle=message.is_idle
             )
             self.stats = message.stats or self.stats
+            self._told.take(message)
             self._share(message, payload)
             return
         if isinstance(message, Loading):

@@ -5,7 +5,10 @@ Modules:
 - `sequence`: the mutable state of one stream
 - `page_pool`: allocates and frees pages: reference counts, pins, states
 - `eviction_order`: which page of the prefix cache is reused first
-- `prefix_cache`: finds pages by chained keyed hashes of their tokens
+- `page_keys`: chained keyed hashes of pages
+- `prefix_cache`: finds pages by their keys
+- `prefix_digest`: which prefixes are in the cache, as short keys, and how they changed
+- `queue_forecast`: how long the prompts that wait will take
 - `prefix`: what exists of a sequence before it starts
 - `prefix_misses`: why tokens of a prompt were not found in the cache, and where a look-up ended
 - `in_flight_prefixes`: which running sequence computes a page that waiting ones share

@@ -12,10 +12,11 @@ from typing import NamedTuple, Protocol
 from cadenza.config import EngineLimits
 from cadenza.core.eviction_order import PageClass
 from cadenza.core.in_flight_prefixes import Coming, InFlightPrefixes
+from cadenza.core.page_keys import Content, PageKeys
 from cadenza.core.page_pool import PagePool
 from cadenza.core.page_quotas import PageQuotas
 from cadenza.core.prefix import Prefix
-from cadenza.core.prefix_cache import ROOT, Content, PrefixCache
+from cadenza.core.prefix_cache import ROOT, PrefixCache
 from cadenza.core.prefix_misses import (
     LookedUpPrompt,
     PrefixMisses,
@@ -84,7 +85,7 @@ class KVCacheManager:
         self.page_store: PageStore | None = None
         self.slot_prefixes: SlotPrefixes | None = None
         if limits.enable_prefix_caching and limits.slot_unit is None:
-            self.prefix_cache = PrefixCache(page_size=limits.page_size, secret=secret)
+            self.prefix_cache = PrefixCache(PageKeys(page_size=limits.page_size, secret=secret))
         elif limits.enable_prefix_caching and limits.slot_unit is not None:
             self.slot_prefixes = SlotPrefixes(limits.slot_unit)
         self.pool = PagePool(limits.num_pages, self._forget)

@@ -1,24 +1,16 @@
 """`PrefixCache`: finds pages whose KV has already been computed.
 
-Owns the index from a page's key to its id. A key is a hash of the previous page's key and the
-page's content (tokens and attachments), keyed with the engine's secret and starting from the
-tenant's salt, so it identifies one prefix of one tenant. Invariant: a hit is confirmed by comparing
-contents, so a key collision is a miss and never causes wrong output.
+Owns the index from a page's key (`core.page_keys`) to its id. Invariant: a hit is
+confirmed by comparing contents, so a key collision is a miss and never causes wrong output.
 """
 
-import hashlib
-from array import array
 from collections import OrderedDict
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from itertools import islice, takewhile
 
-from cadenza.request import Attachment
-from cadenza.sparse_prefill import KeptTokens
-
-KEY_BYTES = 32
-"""Keys outlive the process where pages are stored (`core.kv_cache_manager.PageStore`)."""
-
+from cadenza.core.page_keys import Content, PageContent, PageKeys
+from cadenza.core.prefix_digest import PrefixDigest
 
 MAX_EVICTED_KEYS = 1 << 16
 """Keys of removed pages that are remembered."""
@@ -31,58 +23,6 @@ MAX_REMOVED_PAGES = 1 << 12
 
 ROOT = 0
 """The parent serial of a first page."""
-
-
-Mark = tuple[int, bytes]
-"""An attachment's start, relative to the page's first token, and its digest."""
-
-
-@dataclass(frozen=True, slots=True)
-class Content:
-    """What a sequence's KV is computed from; `kept` of a prompt that is thinned out."""
-
-    token_ids: SequenceOf[int]
-    attachments: tuple[Attachment, ...] = ()
-    salt: str = ""
-    kept: KeptTokens | None = None
-
-    def page(self, index: int, size: int) -> "PageContent":
-        """The content of page `index`; a page has `size` tokens."""
-        start, end = index * size, (index + 1) * size
-        token_ids = tuple(self.token_ids[start:end])
-        if self.is_displaced(end):
-            assert self.kept is not None
-            return PageContent(token_ids, indices=tuple(self.kept.indices(start, end)))
-        if not self.attachments:
-            return PageContent(token_ids)
-        inside = [each for each in self.attachments if each.start < end and each.end > start]
-        return PageContent(token_ids, tuple((each.start - start, each.digest) for each in inside))
-
-    def is_displaced(self, num_tokens: int) -> bool:
-        """Whether the first `num_tokens` positions have tokens of other indices."""
-        kept = self.kept
-        return kept is not None and kept.num_skipped > 0 and num_tokens > kept.num_dense
-
-
-@dataclass(frozen=True, slots=True)
-class PageContent:
-    """A full page's tokens and the attachments that overlap it. `indices` are those of its tokens,
-    none if they are their positions: so a page before the first gap of a prompt that is thinned
-    out is that of the whole prompt, and none behind it is."""
-
-    token_ids: tuple[int, ...]
-    marks: tuple[Mark, ...] = ()
-    indices: tuple[int, ...] = ()
-
-    def num_common(self, other: "PageContent") -> int:
-        """Tokens up to which two pages are equal; an attachment differs from its start on, and
-        nothing is equal where tokens have other indices."""
-        if self.indices != other.indices:
-            return 0
-        pairs = zip(self.token_ids, other.token_ids, strict=False)
-        num_equal = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        starts = (max(0, start) for start, _ in set(self.marks) ^ set(other.marks))
-        return min(num_equal, *starts) if self.marks != other.marks else num_equal
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,15 +85,17 @@ class _Branches:
 
 
 class PrefixCache:
-    """Index of full pages. `secret` keys the hashes, so that clients cannot construct collisions.
+    """Index of full pages; their keys have a secret, so that clients cannot construct collisions.
+    `digest` follows what is in the index; None while nobody asks for it.
 
     The last lookup is memoised: the first waiting sequence repeats its lookup in every step until
     it is admitted.
     """
 
-    def __init__(self, *, page_size: int, secret: bytes) -> None:
-        self.page_size = page_size
-        self._secret = secret
+    def __init__(self, page_keys: PageKeys) -> None:
+        self.page_size = page_keys.page_size
+        self.page_keys = page_keys
+        self.digest: PrefixDigest | None = None
         self._page_of_key: dict[bytes, int] = {}
         self._pages: dict[int, CachedPage] = {}
         self._num_published = 0
@@ -165,11 +107,16 @@ class PrefixCache:
         return len(self._pages)
 
     def extend_keys(self, keys: list[bytes], content: Content) -> None:
-        """Appends the missing keys of the full pages of `content` to `keys`."""
-        size = self.page_size
-        for index in range(len(keys), len(content.token_ids) // size):
-            parent = keys[-1] if keys else self._root_key(content.salt)
-            keys.append(self._chain(parent, content.page(index, size)))
+        """As `PageKeys.extend`."""
+        self.page_keys.extend(keys, content)
+
+    def watch(self) -> PrefixDigest:
+        """The digest, which has all pages of the index from now on."""
+        if self.digest is None:
+            self.digest = PrefixDigest()
+            for cached in self._pages.values():
+                self.digest.add(cached.key)
+        return self.digest
 
     def find(
         self, keys: list[bytes], content: Content, *, num_pages: int
@@ -264,6 +211,8 @@ class PrefixCache:
             self._last = None
         self._pages[page_id] = CachedPage(serial, key, parent_serial, parent_key, page)
         self._branches.add(parent_key, page_id, page)
+        if self.digest is not None:
+            self.digest.add(key)
         return serial, True
 
     def forget(self, page_id: int) -> None:
@@ -273,6 +222,8 @@ class PrefixCache:
         cached = self._pages.pop(page_id)
         self._branches.remove(cached.parent_key, page_id)
         del self._page_of_key[cached.key]
+        if self.digest is not None:
+            self.digest.remove(cached.key)
         self._evicted[cached.key] = None
         if len(self._evicted) > MAX_EVICTED_KEYS:
             self._evicted.popitem(last=False)
@@ -292,18 +243,4 @@ class PrefixCache:
         return cached.parent_serial == parent_serial and cached.content == page
 
     def _parent_key(self, keys: SequenceOf[bytes], content: Content, index: int) -> bytes:
-        return keys[index - 1] if index else self._root_key(content.salt)
-
-    def _root_key(self, salt: str) -> bytes:
-        return hashlib.blake2b(
-            salt.encode(), key=self._secret, digest_size=KEY_BYTES, person=b"cadenza-root"
-        ).digest()
-
-    def _chain(self, parent: bytes, page: PageContent) -> bytes:
-        key = hashlib.blake2b(parent, key=self._secret, digest_size=KEY_BYTES)
-        key.update(array("q", page.token_ids).tobytes())
-        for start, digest in page.marks:
-            key.update(array("q", (start, len(digest))).tobytes() + digest)
-        if page.indices:
-            key.update(b"indices" + array("q", page.indices).tobytes())
-        return key.digest()
+        return keys[index - 1] if index else self.page_keys.root(content.salt)

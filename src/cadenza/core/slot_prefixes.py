@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 
-from cadenza.core.prefix_cache import Content
+from cadenza.core.page_keys import Content
 from cadenza.core.sequence import Sequence
 
 MIN_PREFIX = 16

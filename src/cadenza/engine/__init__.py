@@ -20,6 +20,8 @@ Modules:
 - `stored_pages`: pages of prompts between the device and a folder, and who waits for them
 - `page_traffic`: the thread that reads and writes pages
 - `page_folder`: pages as files that several engines share
+- `request_ids`: ids of requests, by front end
+- `route_report`: what an engine tells those who choose among several
 - `stats`, `status`: counters; the state for health checks
 - `step_watch`: summaries of the steps for viewers, while there are any
 """

@@ -34,6 +34,7 @@ from cadenza.engine.open_requests import (
     RequestTimes,
 )
 from cadenza.engine.request_check import RequestCheck
+from cadenza.engine.route_report import RouteReport
 from cadenza.engine.stats import EngineStats, StepMeter
 from cadenza.engine.status import EngineState, EngineStatus
 from cadenza.engine.step_watch import EngineChange, LiveNews, OnNews, StepSummary, Watch
@@ -50,6 +51,7 @@ from cadenza.request import Request
 logger = logging.getLogger(__name__)
 
 OnEngineChange = Callable[[EngineChange], object]
+OnReport = Callable[[RouteReport], object]
 
 WAKE_S = 60.0
 """Maximum time that an idle engine blocks waiting for a command before it updates its heartbeat."""
@@ -118,6 +120,7 @@ class EngineFront:
         self._settled = threading.Event()
         self._on_death: Callable[[CadenzaError], object] | None = None
         self._on_change: OnEngineChange | None = None
+        self._on_report: OnReport | None = None
         self._on_news: OnNews | None = None
         self._next_label = 1
         link.attach(self)
@@ -251,6 +254,16 @@ class EngineFront:
         """Has `on_change` called, on the serving thread, when the engine is lost, while its open
         requests wait for the next one, and when one is ready. To be called before `serve`."""
         self._on_change = on_change
+
+    def call_at_reports(self, on_report: OnReport) -> None:
+        """Has `on_report` called, on the serving thread, with what the engine tells those who
+        choose among several. To be called before `serve`."""
+        self._on_report = on_report
+
+    def take_report(self, report: RouteReport) -> None:
+        """To be called on the serving thread."""
+        if self._on_report is not None:
+            self._on_report(report)
 
     def status(self) -> EngineStatus:
         with self.lock:

@@ -14,6 +14,7 @@ from cadenza.config import EngineLimits
 from cadenza.core.draft_ledger import DraftState
 from cadenza.core.image_queue import ImageQueue
 from cadenza.core.prefix_misses import MissReason, no_missed_prompts, no_misses
+from cadenza.core.queue_forecast import forecast_queue
 from cadenza.core.recurrent_states import RecurrentStates
 from cadenza.core.step_cost import StepBound
 from cadenza.engine.core import EngineCore
@@ -100,7 +101,8 @@ class EngineStats:
     their place behind the newest token. `pages_live` includes pinned pages. `step_tokens` is the
     number of tokens per step. `draft_states` has each way of drafting by numbers of rows, once it
     was tried. `stored_pages` is None without `--prefix-cache-disk`, `states` for a
-    model without recurrent state, `images` for one that sees none.
+    model without recurrent state, `images` for one that sees none. `queued_s` is the time that the
+    prompts which are there will take, as predicted.
     """
 
     num_running: int
@@ -252,21 +254,11 @@ class StepMeter:
         )
 
     def _queued_s(self) -> float:
-        """By what a prompt's token costs in steps that are full, or as long as they may be; where
-        that is not known, by what a token has cost so far."""
-        scheduler, budget = self._core.scheduler, self._core.limits.max_num_batched_tokens
-        num_tokens = sum(
-            each.num_uncomputed_tokens
-            for each in (*scheduler.running, *scheduler.waiting)
-            if each.num_uncomputed_tokens > 1
-        )
-        if not num_tokens:
-            return 0.0
-        cost, bound = scheduler.step_cost, scheduler.step_bound
-        if cost is None:
-            return num_tokens * self._seconds.total / max(1.0, self._tokens.total)
-        share = 1.0 if bound is None else cost.prefill_share(bound.max_ms, budget)
-        return num_tokens * (cost.fixed_ms / budget + cost.token_ms) / share / 1000
+        """By what a token has cost so far, where it is not known what steps cost."""
+        queue = forecast_queue(self._core.scheduler)
+        if queue.is_measured:
+            return queue.queued_s
+        return queue.num_tokens * self._seconds.total / max(1.0, self._tokens.total)
 
 
 def _state_stats(states: RecurrentStates | None) -> StateStats | None:

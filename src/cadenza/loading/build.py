@@ -217,10 +217,12 @@ def build_core(engine: PlannedEngine, on_phase_done: OnPhaseDone = lambda _: Non
 
 
 def build_serving_core(
-    engine: PlannedEngine, on_phase_done: OnPhaseDone = lambda _: None
+    engine: PlannedEngine,
+    on_phase_done: OnPhaseDone = lambda _: None,
+    prefix_secret: bytes | None = None,
 ) -> EngineCore:
     """As `build_core`. What structured outputs need is loaded, too, so that the first of them does
-    not hold up the other requests.
+    not hold up the other requests. `prefix_secret`: as `CoreOptions.secret`.
     """
     constraints = constraint_compiler(engine.checkpoint)
     if constraints is not None:
@@ -228,7 +230,7 @@ def build_serving_core(
     runners = load_warm_runners(engine, on_phase_done)
     if constraints is not None and not constraints.has_loaded():
         constraints = None
-    return make_core(engine, runners, constraints)
+    return make_core(engine, runners, constraints, prefix_secret)
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,7 +296,10 @@ def release_tokenizer(checkpoint: Checkpoint) -> None:
 
 
 def make_core(
-    engine: PlannedEngine, runners: Runners, constraints: ConstraintCompiler | None
+    engine: PlannedEngine,
+    runners: Runners,
+    constraints: ConstraintCompiler | None,
+    prefix_secret: bytes | None = None,
 ) -> EngineCore:
     """The engine over warm runners; without `constraints` it refuses structured outputs."""
     config, limits = engine.config, engine.plan.limits
@@ -318,6 +323,7 @@ def make_core(
         draft_model=None if runners.draft is None else _measured(runners.draft, costs),
         compile_constraint=None if constraints is None else constraints.compile,
         page_folder=runners.pages,
+        secret=prefix_secret,
         image_cost=None if step_bound is None else _image_cost(engine, runner),
     )
     return EngineCore(runner, limits, options)

@@ -49,7 +49,7 @@ def load_engine(
 
     with ThreadPoolExecutor(1) as thread:  # reads the weights, while they are loaded
         fingerprint = thread.submit(make_fingerprint, engine)
-        core = build_serving_core(engine, after)
+        core = build_serving_core(engine, after, start.prefix_secret)
         answers = fingerprint.result()
     release_tokenizer(engine.checkpoint)
     return Serving(

@@ -357,6 +357,12 @@ _OWN_ROWS = (
     ),
     _Row("engine_restarts", "status.num_restarts", "Starts after the first."),
     _Row("replicas", "replicas", "Engines that serve as one, by state.", "state", GAUGE),
+    _Row(
+        "queued_seconds",
+        "stats.queued_s",
+        "Predicted time of the prompts that wait or are being computed, of all engines together.",
+        kind=GAUGE,
+    ),
     _Row("requests_resumed", "requests.num_resumed", "Requests that another engine went on with."),
     _Row(
         "resume_seconds",

@@ -98,7 +98,9 @@ def limits_of(config: EngineConfig) -> EngineLimits:
     )
 
 
-def make_core(config: EngineConfig, script: Mapping[str, Any] | None = None) -> EngineCore:
+def make_core(
+    config: EngineConfig, script: Mapping[str, Any] | None = None, secret: bytes | None = None
+) -> EngineCore:
     limits = limits_of(config)
     runner = ScriptedRunner(
         max_num_seqs=limits.max_num_seqs,
@@ -109,7 +111,8 @@ def make_core(config: EngineConfig, script: Mapping[str, Any] | None = None) -> 
         vocab_size=VOCAB_SIZE,
     )
     runner.script = script or {}
-    return EngineCore(runner, limits, CoreOptions(seed=runner.script.get("seed", config.seed)))
+    seed = runner.script.get("seed", config.seed)
+    return EngineCore(runner, limits, CoreOptions(seed=seed, secret=secret))
 
 
 def stand_still(go: str | None) -> None:
@@ -152,7 +155,7 @@ def load(start: Start, on_phase: OnPhase) -> Serving:
     identity = EngineIdentity()
     if "identity" in script:
         identity = EngineIdentity(checkpoint=Path(script["identity"]).read_text())
-    core = make_core(start.config, script)
+    core = make_core(start.config, script, start.prefix_secret)
     told = script.get("told_arithmetic")
     named = None if told is None else fingerprint_of(told)
     return Serving(core=core, identity=identity, fingerprint=named)

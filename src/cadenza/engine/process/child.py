@@ -39,6 +39,7 @@ from cadenza.engine.process.messages import (
 )
 from cadenza.engine.process.supervision import is_descriptor_shortage
 from cadenza.engine.process.worker import Worker
+from cadenza.engine.route_report import RouteReporter
 from cadenza.errors import CadenzaError
 from cadenza.fingerprint import Fingerprint
 
@@ -196,7 +197,8 @@ def _serve(startup: _Startup, load: Load) -> int:
         return COULD_NOT_LOAD
     startup.end()
     freeze_heap()
-    worker = Worker(serving.core, link, count_compiles=serving.count_compiles)
+    reporter = None if start.prefix_secret is None else RouteReporter(serving.core)
+    worker = Worker(serving.core, link, reporter, count_compiles=serving.count_compiles)
     link.send(
         Ready(
             request_check=serving.core.request_check,

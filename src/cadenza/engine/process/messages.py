@@ -16,6 +16,7 @@ import msgspec
 from cadenza.config import EngineConfig
 from cadenza.engine.batch_engine import Cancel, Resume, Submit
 from cadenza.engine.request_check import RequestCheck
+from cadenza.engine.route_report import RouteReport
 from cadenza.engine.stats import EngineStats
 from cadenza.engine.step_watch import StepSummary, Watch
 from cadenza.errors import CadenzaError
@@ -46,6 +47,8 @@ class Start(msgspec.Struct, frozen=True, tag=True, kw_only=True):
         share_bytes: of the machine's memory, that this engine may take beside others of the same
             front end; None: all that is available.
         num_engines: of that front end, at the same time, which share a GPU's memory equally.
+        prefix_secret: keys pages, unless a folder of pages has a secret of its own; the engine then
+            tells what it holds. None: it is the only one, and need not.
     """
 
     model: str | None
@@ -56,6 +59,7 @@ class Start(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     bodies_bytes: int = 0
     share_bytes: int | None = None
     num_engines: int = 1
+    prefix_secret: bytes | None = None
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
@@ -109,6 +113,7 @@ class EngineOutputs(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_de
         predicted_s: the forecast of the next step's time.
         stats: in some of them only.
         summary: likewise, while somebody watches.
+        route: likewise, where the engine is one of several.
     """
 
     num_steps: int
@@ -117,6 +122,7 @@ class EngineOutputs(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_de
     events: tuple[Event, ...] = ()
     stats: EngineStats | None = None
     summary: StepSummary | None = None
+    route: RouteReport | None = None
 
 
 ToEngine = Start | Submit | Resume | Cancel | Watch | Stop

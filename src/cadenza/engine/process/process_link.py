@@ -127,7 +127,7 @@ class ProcessOptions:
         max_unsent_bytes: of messages that the process has not read; above it the queue is full.
         front_end_bytes: private memory of this process, which the plan of memory counts.
         bodies_bytes: of all bodies that this process reads at the same time, at most.
-        share_bytes, num_engines: as in `Start`.
+        share_bytes, num_engines, prefix_secret: as in `Start`.
         count_oom_kills: processes that this machine has killed for want of memory.
     """
 
@@ -141,6 +141,7 @@ class ProcessOptions:
     bodies_bytes: int = 0
     share_bytes: int | None = None
     num_engines: int = 1
+    prefix_secret: bytes | None = None
     count_oom_kills: Callable[[], int | None] = num_oom_kills
 
 
@@ -174,6 +175,7 @@ class ProcessLink:
             bodies_bytes=self._options.bodies_bytes,
             share_bytes=self._options.share_bytes,
             num_engines=self._options.num_engines,
+            prefix_secret=self._options.prefix_secret,
         )
         self._supervision = Supervision(self._options.watchdog, clock())
         self._check: RequestCheck | None = None
@@ -361,6 +363,8 @@ class ProcessLink:
                 self.stats = message.stats
             if message.summary is not None:
                 self._front.tell(message.summary)
+            if message.route is not None:
+                self._front.take_report(message.route)
             self._supervision.beat(
                 now_s, message.num_steps, message.predicted_s, is_idle=message.is_idle
             )

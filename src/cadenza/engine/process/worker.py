@@ -21,6 +21,7 @@ from cadenza.engine.batch_engine import (
 )
 from cadenza.engine.core import EngineCore
 from cadenza.engine.process.messages import EngineOutputs, FromEngine, ToEngine, WireError
+from cadenza.engine.route_report import RouteReport, RouteReporter
 from cadenza.engine.stats import StepMeter
 from cadenza.engine.step_watch import Watch
 from cadenza.events import Event, Started
@@ -74,18 +75,21 @@ class StepForecast:
 
 
 class Worker:
-    """Serves `core` over `link` until it receives `Stop`."""
+    """Serves `core` over `link` until it receives `Stop`. With a `reporter`, the outputs that have
+    statistics tell what those who choose among engines want to know."""
 
     def __init__(
         self,
         core: EngineCore,
         link: FrontLink,
+        reporter: RouteReporter | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
         count_compiles: Callable[[], int] = lambda: 0,
     ) -> None:
         self._core = core
         self._link = link
+        self._reporter = reporter
         self._clock = clock
         self._forecast = StepForecast()
         self._last_launched = 0
@@ -124,6 +128,8 @@ class Worker:
             if not isinstance(message, Submit | Resume | Cancel):
                 raise WireError(f"a {type(message).__name__} came to an engine that serves")
             commands.append(message)
+            if self._reporter is not None and not isinstance(message, Cancel):
+                self._reporter.received(message.request_id)
         self._has_changed = True
         return commands
 
@@ -188,9 +194,13 @@ class Worker:
                 events=tuple([each for each in events if not isinstance(each, Started)]),
                 stats=self.meter.stats() if has_stats else None,
                 summary=self.meter.take_summary(),
+                route=self._report(now_s) if has_stats else None,
             )
         )
         self._sent_at_s = now_s
         if has_stats:
             self._stats_at_s = now_s
         self._has_changed = False
+
+    def _report(self, now_s: float) -> RouteReport | None:
+        return None if self._reporter is None else self._reporter.report(now_s)

@@ -1,0 +1,100 @@
+"""`PageKeys`: the keys of pages of KV.
+
+A key is a hash of the previous page's key and the page's content (tokens, attachments, indices),
+keyed with a secret and starting from the tenant's salt, so it identifies one prefix of one tenant.
+Knows no pages. Invariant: engines and front ends with one secret have one key for one prefix.
+"""
+
+import hashlib
+from array import array
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from itertools import takewhile
+
+from cadenza.request import Attachment
+from cadenza.sparse_prefill import KeptTokens
+
+KEY_BYTES = 32
+"""Keys outlive the process where pages are stored (`core.kv_cache_manager.PageStore`)."""
+
+Mark = tuple[int, bytes]
+"""An attachment's start, relative to the page's first token, and its digest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What a sequence's KV is computed from; `kept` of a prompt that is thinned out."""
+
+    token_ids: SequenceOf[int]
+    attachments: tuple[Attachment, ...] = ()
+    salt: str = ""
+    kept: KeptTokens | None = None
+
+    def page(self, index: int, size: int) -> "PageContent":
+        """The content of page `index`; a page has `size` tokens."""
+        start, end = index * size, (index + 1) * size
+        token_ids = tuple(self.token_ids[start:end])
+        if self.is_displaced(end):
+            assert self.kept is not None
+            return PageContent(token_ids, indices=tuple(self.kept.indices(start, end)))
+        if not self.attachments:
+            return PageContent(token_ids)
+        inside = [each for each in self.attachments if each.start < end and each.end > start]
+        return PageContent(token_ids, tuple((each.start - start, each.digest) for each in inside))
+
+    def is_displaced(self, num_tokens: int) -> bool:
+        """Whether the first `num_tokens` positions have tokens of other indices."""
+        kept = self.kept
+        return kept is not None and kept.num_skipped > 0 and num_tokens > kept.num_dense
+
+
+@dataclass(frozen=True, slots=True)
+class PageContent:
+    """A full page's tokens and the attachments that overlap it. `indices` are those of its tokens,
+    none if they are their positions: so a page before the first gap of a prompt that is thinned
+    out is that of the whole prompt, and none behind it is."""
+
+    token_ids: tuple[int, ...]
+    marks: tuple[Mark, ...] = ()
+    indices: tuple[int, ...] = ()
+
+    def num_common(self, other: "PageContent") -> int:
+        """Tokens up to which two pages are equal; an attachment differs from its start on, and
+        nothing is equal where tokens have other indices."""
+        if self.indices != other.indices:
+            return 0
+        pairs = zip(self.token_ids, other.token_ids, strict=False)
+        num_equal = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        starts = (max(0, start) for start, _ in set(self.marks) ^ set(other.marks))
+        return min(num_equal, *starts) if self.marks != other.marks else num_equal
+
+
+class PageKeys:
+    """Of pages of `page_size` tokens, under one secret."""
+
+    def __init__(self, *, page_size: int, secret: bytes) -> None:
+        self.page_size = page_size
+        self.secret = secret
+
+    def extend(self, keys: list[bytes], content: Content) -> None:
+        """Appends the missing keys of the full pages of `content` to `keys`."""
+        size = self.page_size
+        for index in range(len(keys), len(content.token_ids) // size):
+            parent = keys[-1] if keys else self.root(content.salt)
+            keys.append(self.chain(parent, content.page(index, size)))
+
+    def root(self, salt: str) -> bytes:
+        """What stands in front of the first page."""
+        return hashlib.blake2b(
+            salt.encode(), key=self.secret, digest_size=KEY_BYTES, person=b"cadenza-root"
+        ).digest()
+
+    def chain(self, parent: bytes, page: PageContent) -> bytes:
+        """The key of a page behind the one with the key `parent`."""
+        key = hashlib.blake2b(parent, key=self.secret, digest_size=KEY_BYTES)
+        key.update(array("q", page.token_ids).tobytes())
+        for start, digest in page.marks:
+            key.update(array("q", (start, len(digest))).tobytes() + digest)
+        if page.indices:
+            key.update(b"indices" + array("q", page.indices).tobytes())
+        return key.digest()

@@ -1,0 +1,108 @@
+"""`RouteReport`: what an engine tells those who choose among several: its load, and its prefixes.
+
+Owns the messages, and when something of them is due. Knows no socket. Invariant: what is reported
+of a front end's requests with an id up to `newest_id` is in the figures beside it.
+"""
+
+from itertools import chain
+
+import msgspec
+
+from cadenza.core.queue_forecast import forecast_queue
+from cadenza.engine.core import EngineCore
+from cadenza.engine.request_ids import front_of
+
+HELD_EVERY_S = 1.0
+"""Changes of what is held are told that often at most."""
+
+MAX_FRONTS = 64
+"""Front ends of which it is remembered what came from them; the one that was silent for longest is
+forgotten first."""
+
+
+class HeldChange(msgspec.Struct, frozen=True, kw_only=True):
+    """How the prefixes that an engine holds have changed: short keys (`core.prefix_digest`), one
+    after another, of page keys under `secret`. Removals come first."""
+
+    secret: bytes
+    added: bytes
+    removed: bytes
+
+
+class Seen(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine has of a front end's requests.
+
+    Args:
+        newest_id: the highest id that it has received.
+        settled_below: requests with lower ids have their prompts computed, or have ended: what
+            came of them is in what the engine has told that it holds.
+    """
+
+    newest_id: int
+    settled_below: int
+
+
+class RouteReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """An engine's load, at times with what it holds.
+
+    Args:
+        queued_s, prompt_token_s: as in `QueueForecast`.
+        seen: by front end, of those that have sent anything.
+        held: None where it was told a moment ago, or the engine knows no page keys.
+    """
+
+    queued_s: float
+    prompt_token_s: float
+    seen: dict[int, Seen]
+    held: HeldChange | None = None
+
+
+class RouteReporter:
+    """Makes the reports of `core`, whose prefixes it follows from now on."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self._scheduler = core.scheduler
+        self._cache = core.scheduler.kv_cache.prefix_cache
+        self._digest = None if self._cache is None else self._cache.watch()
+        self._newest: dict[int, int] = {}
+        self._settled: dict[int, int] = {}
+        self._held_at_s: float | None = None
+
+    def received(self, request_id: int) -> None:
+        front = front_of(request_id)
+        newest = self._newest.pop(front, request_id)
+        self._newest[front] = max(newest, request_id)
+        if len(self._newest) > MAX_FRONTS:
+            del self._newest[next(iter(self._newest))]
+
+    def report(self, now_s: float) -> RouteReport:
+        queue = forecast_queue(self._scheduler)
+        held = self._take_held(now_s)
+        seen = {
+            front: Seen(newest_id=newest, settled_below=self._settled.get(front, 0))
+            for front, newest in self._newest.items()
+        }
+        return RouteReport(
+            queued_s=queue.queued_s, prompt_token_s=queue.prompt_token_s, seen=seen, held=held
+        )
+
+    def _take_held(self, now_s: float) -> HeldChange | None:
+        if self._cache is None or self._digest is None:
+            return None
+        if self._held_at_s is not None and now_s - self._held_at_s < HELD_EVERY_S:
+            return None
+        self._held_at_s = now_s
+        self._settled = self._first_unsettled()
+        change = self._digest.take()
+        return HeldChange(
+            secret=self._cache.page_keys.secret, added=change.added, removed=change.removed
+        )
+
+    def _first_unsettled(self) -> dict[int, int]:
+        """By front end. A prompt's pages are in the cache once its sequence has sampled."""
+        found = {front: newest + 1 for front, newest in self._newest.items()}
+        for each in chain(self._scheduler.waiting, self._scheduler.running):
+            front = front_of(each.request_id)
+            if not each.num_generated_tokens and front in found:
+                found[front] = min(found[front], each.request_id)
+        return found
