@@ -11,6 +11,7 @@ Modules:
 - `kv_codes`: attention over KV in int8, in jnp
 - `recurrent`: token mixers with a recurrent state, in jnp
 - `jax_arrays`: JAX as the arrays in which tokens are chosen
+- `in_range`: writes of some rows, in which every index is in range
 - `rules`: token rules, applied to the logits of a step
 - `program_ops`, `program_recorder`, `native_program`: operations recorded as one call into a
   library of kernels
