@@ -26,6 +26,7 @@ Modules:
   quantised in tensors of other names
 - `safetensors_writer`: tensors into files
 - `quantised_folder`: the folder that `cadenza quantize` writes
+- `new_folder`: a folder that is written whole, with another's small files
 - `described_family`: models of unknown types, by a file beside them
 - `tower_spec`: the tensors of an image tower (`towers/` reads the settings of models that see)
 - `wrapped_text`: the text model of a checkpoint that has towers for images or sound

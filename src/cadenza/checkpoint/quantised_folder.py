@@ -4,14 +4,10 @@ Owns the content of the folder: compressed-tensors in `pack-quantized`, which vL
 read, with the codes that `--quantization` makes at load, so that both give the same bits. Embedding
 and head stay floats in the file, because other readers expect them so, and so does the first layer
 beside int4, because not all readers of 4 bits read 8; a setting of config.json of our own, which
-others ignore, says that they are rounded to int8 at load. Invariant: the folder appears complete or
-not at all.
+others ignore, says that they are rounded to int8 at load.
 """
 
 import json
-import os
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +20,7 @@ from cadenza.checkpoint.dtypes import as_weight_dtype
 from cadenza.checkpoint.folder import Checkpoint, OnProgress
 from cadenza.checkpoint.formats.at_load import format_at_load, is_float_until_load
 from cadenza.checkpoint.json_object import read_json_object
+from cadenza.checkpoint.new_folder import copy_small_files, writing_folder
 from cadenza.checkpoint.quantised_weight import quantise_int4, quantise_int8
 from cadenza.checkpoint.safetensors_writer import (
     DEFAULT_SHARD_BYTES,
@@ -37,8 +34,6 @@ from cadenza.checkpoint.weight_format import GROUP
 from cadenza.config import Quantization
 from cadenza.errors import CheckpointError
 
-_SMALL_FILES = (".json", ".jinja", ".txt", ".model", ".tiktoken")
-_NOTICES = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
 _BITS = {"int8": 8, "int4": 4}
 
 
@@ -61,8 +56,6 @@ def write_quantised_folder(
         raise CheckpointError(
             f"the checkpoint is already stored {stored}; quantise a folder with float weights"
         )
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise CheckpointError(f"{str(out)!r} exists and is not an empty folder; name another one")
     parts = _parts(checkpoint, quantization)
     total, written = sum(part.num_bytes for part in parts), 0
 
@@ -71,17 +64,10 @@ def write_quantised_folder(
         written += num_bytes
         on_progress(written, total)
 
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as name:
-            folder = Path(name) / "folder"
-            folder.mkdir()
-            _copy_small_files(checkpoint.folder, folder)
-            write_shards(folder, parts, max_shard_bytes=max_shard_bytes, on_written=advance)
-            _write_config(checkpoint, folder, quantization)
-            os.replace(folder, out)
-    except OSError as error:
-        raise CheckpointError(f"{str(out)!r} cannot be written: {error.strerror}") from error
+    with writing_folder(out) as folder:
+        copy_small_files(checkpoint.folder, folder)
+        write_shards(folder, parts, max_shard_bytes=max_shard_bytes, on_written=advance)
+        _write_config(checkpoint, folder, quantization)
 
 
 def _parts(checkpoint: Checkpoint, quantization: Quantization) -> list[Part]:
@@ -161,12 +147,3 @@ def _write_config(checkpoint: Checkpoint, folder: Path, quantization: Quantizati
     values |= format_at_load(quantization)
     text = json.dumps(values, indent=2) + "\n"
     (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
-
-
-def _copy_small_files(source: Path, target: Path) -> None:
-    """Copies tokenizer, template, generation settings and notices."""
-    for path in sorted(source.iterdir()):
-        is_small = path.suffix in _SMALL_FILES or path.name.startswith(_NOTICES)
-        is_replaced = path.name == CONFIG_FILE or path.name.endswith(".index.json")
-        if path.is_file() and is_small and not is_replaced:
-            shutil.copyfile(path, target / path.name)
