@@ -35,20 +35,22 @@ class Bench:
     runner: Runner
     limits: EngineLimits = LIMITS
 
-    @property
-    def geometry(self) -> Geometry:
+    def geometry(self, *chunks: Chunk) -> Geometry:
+        """With the smallest bucket that holds the chunks."""
+        num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
         return Geometry(
-            bucket=self.runner.token_buckets[-1],
+            bucket=next(each for each in self.runner.token_buckets if each >= num_tokens),
             num_rows=self.limits.max_num_seqs,
             page_size=self.limits.page_size,
             max_pages=self.limits.max_pages_per_seq,
+            num_pages=self.limits.num_pages,
         )
 
     def run(self, *chunks: Chunk) -> StepOutput:
-        return run_step(self.runner, chunks, self.geometry)
+        return run_step(self.runner, chunks, self.geometry(*chunks))
 
     def inputs(self, *chunks: Chunk) -> ModelInputs:
-        return build_inputs(chunks, self.geometry)
+        return build_inputs(chunks, self.geometry(*chunks))
 
     def assert_same(self, ours: list[StepOutput], theirs: list[StepOutput], message: str) -> None:
         names = ("token_ids", "is_finite", "logprobs", "ranks", "top_ids", "top_logprobs")

@@ -26,12 +26,17 @@ from cadenza.core.step_schema import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Geometry:
-    """The static sizes of a step: T, R and S. Streams use their first `max_pages` pages."""
+    """The static sizes of a step: T, R and S. Streams use their first `max_pages` pages, and of a
+    pool of `num_pages` their pages modulo that."""
 
     bucket: int
     num_rows: int
     page_size: int
     max_pages: int | None = None
+    num_pages: int | None = None
+
+    def place(self, page: int) -> int:
+        return page if self.num_pages is None else page % self.num_pages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +112,7 @@ def build_inputs(chunks: Iterable[Chunk], geometry: Geometry, *, step_id: int = 
     lengths = np.zeros(rows, np.int32)
     for chunk in ordered:
         stream = chunk.stream
-        pages = stream.pages[: geometry.max_pages]
+        pages = [geometry.place(page) for page in stream.pages[: geometry.max_pages]]
         begin, end = end, end + len(chunk.token_ids)
         positions = np.arange(chunk.start, chunk.end)
         inputs.tokens.ids[begin:end] = chunk.token_ids
@@ -131,7 +136,11 @@ def build_inputs(chunks: Iterable[Chunk], geometry: Geometry, *, step_id: int = 
                 _set_draw(inputs.logits, num_logits, stream.draw, position)
                 num_logits += 1
     inputs.rows.query_starts[1:] = np.cumsum(lengths)
-    copies = [copy for chunk in ordered for copy in chunk.copies]
+    copies = [
+        (geometry.place(copy.source), geometry.place(copy.destination), copy.num_tokens)
+        for chunk in ordered
+        for copy in chunk.copies
+    ]
     inputs.groups.counts.num_tokens[0] = end
     inputs.groups.counts.num_logits[0] = num_logits
     return replace(
