@@ -24,6 +24,7 @@ MAX_LINES: Mapping[str, int] = {
     "cluster": 2_200,  # replicas on several machines, shared by front ends, and their number
     "core": 9_700,  # slots of recurrent states; what drafts saved and cost; images
     "engine": 7_400,  # checks and costs of images
+    "exporting": 700,  # modules for IREE
     "frontend": 4_600,  # images of prompts
     "loading": 3_300,  # memory of images
     "media": 1_500,

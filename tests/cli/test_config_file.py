@@ -163,7 +163,7 @@ def test_every_command_with_the_engines_flags_has_the_file():
     commands, bench = app.commands, app.commands["bench"].commands
     for command in [*commands.values(), *bench.values()]:
         options = {option for each in command.params for option in each.opts}
-        assert ("--config" in options) is ("--max-num-seqs" in options)
+        assert ("--config" in options) is ("--backend" in options)
 
 
 def test_a_flag_of_no_command_is_not_known(file: Path):

@@ -10,6 +10,7 @@ import pytest
 
 from cadenza.backends.base import Runner, RunnerSetup
 from cadenza.backends.fake import FakeRunner
+from cadenza.checkpoint import open_checkpoint
 from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.random_checkpoint import write_random_checkpoint
 from cadenza.checkpoint.weights import open_weights
@@ -26,6 +27,9 @@ LIMITS = EngineLimits(
 
 DENSE_LIMITS = replace(LIMITS, page_size=LIMITS.max_model_len)
 """A page is a slot for a complete sequence."""
+
+COMPILED_LIMITS = replace(DENSE_LIMITS, num_pages=8)
+"""Modules have as many slots as rows, 8 at most."""
 
 MakeRunner = Callable[[EngineLimits, Path], Runner]
 
@@ -77,16 +81,33 @@ def make_mlx(limits: EngineLimits, folder: Path) -> Runner:
     return MlxRunner(checkpoint, model.vocab_size, setup)
 
 
-BACKENDS: dict[str, MakeRunner] = {"fake": make_fake, "xla": make_xla, "mlx": make_mlx}
-LIMITS_OF = {"fake": LIMITS, "xla": LIMITS, "mlx": DENSE_LIMITS}
-COMPILING_BACKENDS = ("xla",)
+def make_iree(limits: EngineLimits, _: Path) -> Runner:
+    """Over the modules of the bundled model; unwritten KV is NaN."""
+    from cadenza.backends.iree.manifest import read_manifest
+    from cadenza.backends.iree.runner import IreeRunner
+
+    checkpoint = open_checkpoint(None)
+    setup = RunnerSetup(limits=limits, fill=float("nan"))
+    return IreeRunner(checkpoint, read_manifest(checkpoint.folder), setup)
+
+
+BACKENDS: dict[str, MakeRunner] = {
+    "fake": make_fake,
+    "xla": make_xla,
+    "mlx": make_mlx,
+    "iree": make_iree,
+}
+LIMITS_OF = {"fake": LIMITS, "xla": LIMITS, "mlx": DENSE_LIMITS, "iree": COMPILED_LIMITS}
+COMPILING_BACKENDS = ("xla", "iree")
 """Those that must be warmed up before the first launch."""
 
 needs_mlx = pytest.mark.skipif(
     not all(map(find_spec, ("mlx", "mlx_lm"))),
     reason="MLX is not installed: pip install '.[mlx]'",
 )
-BACKEND_PARAMS = [
-    pytest.param(name, marks=needs_mlx) if name == "mlx" else pytest.param(name)
-    for name in BACKENDS
-]
+needs_iree = pytest.mark.skipif(
+    find_spec("iree") is None or find_spec("iree.runtime") is None,
+    reason="IREE's runtime is not installed: pip install '.[iree]'",
+)
+_NEEDS = {"mlx": (needs_mlx,), "iree": (needs_iree,)}
+BACKEND_PARAMS = [pytest.param(name, marks=_NEEDS.get(name, ())) for name in BACKENDS]

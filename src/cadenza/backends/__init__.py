@@ -33,6 +33,7 @@ BACKENDS: Backends = MappingProxyType(
     {
         "xla": "cadenza.backends.xla.backend:XlaBackend",
         "mlx": "cadenza.backends.mlx.backend:MlxBackend",
+        "iree": "cadenza.backends.iree.backend:IreeBackend",
     }
 )
 

@@ -10,7 +10,7 @@ Modules:
 - `app`: the command line program
 - `app_flags`: those flags as the keywords of a Ray Serve application
 - `served_models`: the models of `serve`: names, checkpoints, engine processes
-- `serve`, `generate`, `chat`, `info`, `quantize`, `bench`: one subcommand each
+- `serve`, `generate`, `chat`, `info`, `quantize`, `export`, `bench`: one subcommand each
 - `verify`: `verify` and `replay`
 - `conversation`: the turns of `chat`, and which leave a full context
 - `chat_commands`, `chat_terminal`: what is typed there: commands; wrapped answers, the input's

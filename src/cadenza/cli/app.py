@@ -11,6 +11,7 @@ import cadenza
 from cadenza.cli.bench import build_bench
 from cadenza.cli.cached_models import list_command, pull, rm
 from cadenza.cli.chat import chat
+from cadenza.cli.export import export
 from cadenza.cli.generate import generate
 from cadenza.cli.info import info
 from cadenza.cli.options import with_flags
@@ -41,6 +42,7 @@ def build_app() -> typer.Typer:
         name = command.__name__.removesuffix("_command")
         app.command(name, epilog=EPILOG)(with_flags(command))
     app.command("quantize", epilog=EPILOG)(quantize)
+    app.command("export", epilog=EPILOG)(with_flags(export))
     for command in (list_command, pull, rm, top):
         app.command(command.__name__.removesuffix("_command"))(command)
     app.add_typer(build_bench(EPILOG), name="bench")

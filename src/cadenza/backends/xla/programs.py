@@ -145,13 +145,15 @@ class StepProgram:
     """The programs of a step of one size, to compile or export.
 
     A step has three parts: its tokens enter, its layers run, its tokens are chosen. `begin` is the
-    first two of them and `choose` the third, for steps whose masks follow.
+    first two of them and `choose` the third, for steps whose masks follow. `num_logits` are the
+    logit rows that it computes; None is all of the layout's.
     """
 
     ops: OpTable
     spec: DecoderSpec
     layout: StepLayout
     keeps_hidden: bool = False
+    num_logits: int | None = None
 
     def step(
         self, weights: DecoderWeights, state: DeviceState, wire: jax.Array, kept: Any = None
@@ -188,7 +190,7 @@ class StepProgram:
         self, head: Linear, rows: RowState, wire: jax.Array, hidden: jax.Array
     ) -> tuple[RowState, jax.Array]:
         """(head, rows, wire [·], last hidden states [L, E]) to (rows, result [L, C])."""
-        arrays = _step_arrays(self.layout, wire, rows)
+        arrays = self._arrays(wire, rows)
         result = self.ops.compute(lambda table: table.next_tokens(hidden, head, arrays))
         return _with_choices(rows, arrays, result), result
 
@@ -197,7 +199,7 @@ class StepProgram:
     ) -> tuple[DeviceState, StepArrays, jax.Array | None]:
         """The state with the step's tokens at their slots, the step's arrays, and the hidden states
         [T, E] that it reads, if any."""
-        arrays = _step_arrays(self.layout, wire, state.rows)
+        arrays = self._arrays(wire, state.rows)
         slots, history = arrays.tokens.slots, state.rows.token_history
         history = set_rows(history, slots, arrays.tokens.ids, slots >= 0)
         arrays = self._without_placeholders(arrays)
@@ -209,6 +211,13 @@ class StepProgram:
         is_drawn = are_last_sampled(self.layout, wire)
         read_hidden = read_states(kept, state.own_hidden, arrays, is_drawn, self.spec.dtype)
         return state, arrays, read_hidden
+
+    def _arrays(self, wire: jax.Array, rows: RowState) -> StepArrays:
+        arrays = unpack(self.layout, wire, rows.last_sampled, rows.page_table)
+        if self.num_logits is not None:
+            logits = jax.tree.map(lambda each: each[: self.num_logits], arrays.logits)
+            arrays = arrays._replace(logits=logits)
+        return arrays._replace(rules=RuleArrays(rows.rule_records, rows.token_history))
 
     def _without_placeholders(self, arrays: StepArrays) -> StepArrays:
         """With an id of the vocabulary for each token that has an image slot."""
@@ -243,11 +252,6 @@ class StepProgram:
         if own is not None:
             own = keep_newest(own, made.hidden, arrays.logits, dtype)
         return state._replace(pools=made.pools, kept_hidden=kept, own_hidden=own)
-
-
-def _step_arrays(shape: StepLayout, wire: jax.Array, rows: RowState) -> StepArrays:
-    arrays = unpack(shape, wire, rows.last_sampled, rows.page_table)
-    return arrays._replace(rules=RuleArrays(rows.rule_records, rows.token_history))
 
 
 def _with_choices(rows: RowState, arrays: StepArrays, result: jax.Array) -> RowState:

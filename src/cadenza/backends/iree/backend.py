@@ -1,0 +1,123 @@
+"""`IreeBackend`: `backends.base.Backend` on IREE's runtime, over modules that were compiled ahead.
+
+Owns the traits of a model's modules. Imports IREE only when it loads a runner, so that a missing
+installation is explained.
+"""
+
+from collections.abc import Callable
+from importlib.metadata import version
+from importlib.util import find_spec
+
+from cadenza.backends import find_backend
+from cadenza.backends.base import Backend, BackendTraits, Runner, RunnerSetup, SequenceModel
+from cadenza.backends.iree.manifest import Cpu, Manifest, read_manifest
+from cadenza.checkpoint.dtypes import WEIGHT_DTYPES
+from cadenza.checkpoint.folder import Checkpoint
+from cadenza.config import Ops
+from cadenza.errors import CheckpointError, ConfigError
+
+PACKAGE = "iree-base-runtime"
+
+PROCESS_BYTES = 96 << 20
+"""Libraries and modules of a process, beside weights and KV."""
+
+LOGIT_COPIES = 12
+"""As the plain operations have: the thresholds of top-k and top-p, and the rules."""
+
+ATTENTION_SPAN = 128
+"""Attention passes over so many positions at a time."""
+
+
+class IreeBackend(Backend):
+    """CPUs, by modules for IREE's local-task; Vulkan, by modules for it. `find` looks an installed
+    package up."""
+
+    def __init__(
+        self, find: Callable[[str], object | None] = find_spec, cpu: Cpu | None = None
+    ) -> None:
+        self._find = find
+        self._cpu = cpu or Cpu.of_this_machine()
+
+    def describe(self, device: str, ops: Ops, checkpoint: Checkpoint) -> BackendTraits:
+        manifest = self._manifest(device, ops, checkpoint)
+        return BackendTraits(
+            name=f"iree:{manifest.target}",
+            ops="compiled",
+            exactness="bitwise",
+            dtypes=(manifest.dtype,),
+            dtype_for=dict.fromkeys(WEIGHT_DTYPES, manifest.dtype),
+            max_num_batched_tokens=manifest.buckets[0].program("prompt").num_tokens,
+            device_memory_bytes=None,
+            kv_layouts=("dense",),
+            default_max_model_len=manifest.max_model_len,
+            slot_unit=1,
+            attention_span=ATTENTION_SPAN,
+            verifies_drafts=False,
+            process_bytes=PROCESS_BYTES,
+            logit_copies=LOGIT_COPIES,
+            gathered_layers=2,
+        )
+
+    def describe_arithmetic(self, device: str, ops: Ops, checkpoint: Checkpoint) -> tuple[str, ...]:
+        manifest = self._manifest(device, ops, checkpoint)
+        return (version(PACKAGE), *manifest.described)
+
+    def load_runner(self, checkpoint: Checkpoint, setup: RunnerSetup) -> Runner:
+        manifest = self._manifest(setup.device, setup.ops, checkpoint)
+        from cadenza.backends.iree.runner import IreeRunner
+
+        return IreeRunner(checkpoint, manifest, setup)
+
+    def load_witness(self, checkpoint: Checkpoint, max_model_len: int) -> SequenceModel | None:
+        """That of the first backend, which shares no code with compiled modules; it needs JAX."""
+        return find_backend("xla").load_witness(checkpoint, max_model_len)
+
+    def _manifest(self, device: str, ops: Ops, checkpoint: Checkpoint) -> Manifest:
+        """Raises CheckpointError, ConfigError."""
+        self._check_installed()
+        if ops != "auto":
+            raise ConfigError(f"--ops {ops}: the iree backend has the compiled modules; use auto")
+        if checkpoint.format == "gguf":
+            raise CheckpointError(
+                "the iree backend reads folders that `cadenza export` wrote, not GGUF files; "
+                "choose another --backend"
+            )
+        manifest = read_manifest(checkpoint.folder)
+        self._check_version(manifest)
+        self._check_device(device, manifest)
+        return manifest
+
+    def _check_device(self, device: str, manifest: Manifest) -> None:
+        is_cpu = manifest.target == "llvm-cpu"
+        if device != "auto" and (device != "cpu" or not is_cpu):
+            raise ConfigError(
+                f"--device {device}: the compiled modules are for {manifest.target}; use auto"
+            )
+        missing = [each for each in manifest.features if each not in self._cpu.flags]
+        if is_cpu and manifest.architecture != self._cpu.architecture:
+            missing = [manifest.architecture]
+        if is_cpu and missing:
+            raise CheckpointError(
+                f"the modules were compiled for a CPU with {', '.join(missing)}, which this "
+                f"machine lacks; export the model again with --cpu generic, on this machine"
+            )
+
+    def _check_version(self, manifest: Manifest) -> None:
+        installed = version(PACKAGE)
+        if installed != manifest.compiler:
+            raise CheckpointError(
+                f"the modules were compiled by IREE {manifest.compiler}, and the runtime is "
+                f"{installed}: install {PACKAGE}=={manifest.compiler}, or export the model again"
+            )
+
+    def _check_installed(self) -> None:
+        """Raises ConfigError if IREE's runtime is not installed."""
+        try:
+            missing = self._find("iree.runtime") is None
+        except ModuleNotFoundError:  # of the package `iree`
+            missing = True
+        if missing:
+            raise ConfigError(
+                f"--backend iree needs {PACKAGE}, which this installation lacks; "
+                f"pip install {PACKAGE}, or choose another --backend"
+            )

@@ -1,0 +1,266 @@
+"""`IreeRunner`: `backends.base.Runner` over modules that were compiled ahead.
+
+Owns the parameters, the programs of one bucket of rows, their state in the device's buffers, and a
+thread in which IREE computes. Invariants: a step is `decode`, a token of each row at most, or
+`prompt`; state is donated, so that it is updated in place and used once; steps run in launch order;
+nothing runs after `close`.
+
+Legend as in `core.step_schema`.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TypeVar
+from weakref import finalize
+
+import numpy as np
+
+from cadenza.backends.base import Capability, RunnerSetup
+from cadenza.backends.iree.device import Buffer, IreeDevice, LoadedProgram
+from cadenza.backends.iree.manifest import Manifest, ModuleBucket, read_module
+from cadenza.backends.iree.parameters import Parameters
+from cadenza.backends.iree.wire import WireMap
+from cadenza.backends.step_result import read_result
+from cadenza.checkpoint.folder import Checkpoint
+from cadenza.core.step_schema import (
+    NO_HIDDEN,
+    NUM_EXTRA_LOGIT_ROWS,
+    Int32Array,
+    ModelInputs,
+    StepOutput,
+)
+from cadenza.core.token_rules import MASK
+from cadenza.errors import ConfigError, RunnerError
+
+STEPS = ("decode", "prompt")
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class IreeStepHandle:
+    """A launched step, whose rows [L, C] the runner's thread computes."""
+
+    rows: "Future[Int32Array]"
+    num_logits: int
+
+    def result(self) -> StepOutput:
+        return read_result(self.rows.result()[: self.num_logits], NO_HIDDEN)
+
+
+class IreeRunner:
+    """A model's modules for the rows of `setup.limits`, each of which has a slot."""
+
+    def __init__(self, checkpoint: Checkpoint, manifest: Manifest, setup: RunnerSetup) -> None:
+        """Raises CheckpointError, ConfigError, DeviceUnavailableError."""
+        self._limits = setup.limits
+        bucket = check_limits(manifest, setup)
+        self._manifest = manifest
+        self._is_closed = False
+        self._is_warm = False
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="iree")
+        self._buckets = tuple(bucket.program(name).num_tokens for name in STEPS)
+        self._steps: _Steps | None = None
+        try:
+            steps = self._run(lambda: _Steps(checkpoint, manifest, bucket, setup)).result()
+        except BaseException:
+            self._thread.shutdown()
+            raise
+        self._steps = steps
+        # IREE's objects must be freed in order, also when the interpreter exits.
+        self._closing = finalize(self, steps.close)
+
+    @property
+    def name(self) -> str:
+        return f"iree:{self._open_steps.device_name} ({self._manifest.target} modules)"
+
+    @property
+    def capabilities(self) -> frozenset[Capability]:
+        return frozenset({"logprobs"})
+
+    @property
+    def vocab_size(self) -> int:
+        return self._manifest.vocab_size
+
+    @property
+    def hidden_size(self) -> None:
+        """Modules give results of logit rows only."""
+        return None
+
+    @property
+    def token_buckets(self) -> tuple[int, ...]:
+        return self._buckets
+
+    @property
+    def num_copied_bytes(self) -> int:
+        """Of weights that are not used where the checkpoint's file is mapped."""
+        return self._open_steps.parameters.num_copied_bytes
+
+    def warmup(self) -> None:
+        """Runs each program once; nothing is compiled."""
+        self._is_warm = True
+        for num_tokens in self._buckets:
+            inputs = ModelInputs.empty(bucket=num_tokens, num_rows=self._limits.max_num_seqs)
+            self.launch(inputs).result()
+        self.reset()
+
+    def launch(self, inputs: ModelInputs) -> IreeStepHandle:
+        steps = self._open_steps
+        if not self._is_warm:
+            raise RunnerError("the runner was not warmed up; call warmup() first")
+        if len(inputs.tokens.ids) not in self._buckets:
+            raise RunnerError(f"no program for {len(inputs.tokens.ids)} tokens")
+        self._check(inputs)
+        return IreeStepHandle(self._run(lambda: steps.run(inputs)), inputs.num_logits)
+
+    def _check(self, inputs: ModelInputs) -> None:
+        if inputs.masks_follow or inputs.image_calls or len(inputs.hidden_rows):
+            raise RunnerError("compiled modules have no late masks, images and hidden states")
+
+    def reset(self) -> None:
+        self._run(self._open_steps.reset).result()
+
+    def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._steps = None
+        self._thread.shutdown()
+        self._closing()
+
+    @property
+    def _open_steps(self) -> "_Steps":
+        if self._steps is None:
+            raise RunnerError("the runner was closed; make a new one")
+        return self._steps
+
+    def _run(self, work: Callable[[], Result]) -> "Future[Result]":
+        try:
+            return self._thread.submit(work)
+        except RuntimeError as error:  # after close, or when the interpreter exits
+            raise RunnerError("the runner was closed; make a new one") from error
+
+
+def check_limits(manifest: Manifest, setup: RunnerSetup) -> ModuleBucket:
+    """The programs for a setup's rows. Raises ConfigError if it wants what was not compiled."""
+    limits, rows = setup.limits, [each.num_rows for each in manifest.buckets]
+    bucket = manifest.bucket(max(limits.max_num_seqs, limits.num_pages))
+    if bucket is None:
+        raise ConfigError(
+            f"--max-num-seqs {limits.max_num_seqs} is above the rows of the compiled modules "
+            f"({', '.join(map(str, rows))}); lower it, or export the model for more"
+        )
+    if limits.max_model_len > manifest.max_model_len:
+        raise ConfigError(
+            f"--max-model-len {limits.max_model_len} is above that of the compiled modules, "
+            f"{manifest.max_model_len}; lower it, or export the model for more"
+        )
+    most = bucket.program("prompt").num_tokens
+    if limits.max_num_batched_tokens > most:
+        raise ConfigError(
+            f"--max-num-batched-tokens {limits.max_num_batched_tokens} is above that of the "
+            f"compiled modules, {most}; lower it"
+        )
+    if limits.max_pages_per_seq != 1:
+        raise ConfigError("compiled modules have a slot for each row; use --kv-layout dense")
+    return bucket
+
+
+class _Steps:
+    """What happens in the runner's thread."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, manifest: Manifest, bucket: ModuleBucket, setup: RunnerSetup
+    ) -> None:
+        self._bucket = bucket
+        self._fill = setup.fill or 0.0
+        self._device: IreeDevice | None = IreeDevice(manifest.target)
+        self.device_name = self._device.name
+        self.parameters = Parameters(checkpoint, manifest)
+        provider = self.parameters.provider()
+        self._programs = {
+            each.name: LoadedProgram(
+                self._device, each.name, read_module(checkpoint.folder, each), provider
+            )
+            for each in bucket.programs
+        }
+        sizes = bucket.num_rows, setup.limits.page_size, manifest
+        self._wires = {name: WireMap(bucket.program(name), *sizes) for name in STEPS}
+        self._step_names = {bucket.program(name).num_tokens: name for name in STEPS[::-1]}
+        self._num_words = manifest.num_rule_words
+        self._state: list[Buffer] | None = None
+        self.reset()
+
+    def run(self, inputs: ModelInputs) -> Int32Array:
+        """The result [L, C] of a step."""
+        state = self._updated(inputs)
+        name = self._step_names[len(inputs.tokens.ids)]
+        words = self._upload(self._wires[name].words(inputs))
+        rows = (self._tables.buffer(self._upload), self._records.buffer(self._upload))
+        *state, result = self._programs[name].call([words, *rows, *state])
+        self._state = state
+        assert self._device is not None, "the runner is open"
+        return self._device.read(result)
+
+    def reset(self) -> None:
+        self._state = None  # frees the old buffers before the new ones are allocated
+        device, num_rows = self._device, self._bucket.num_rows
+        assert device is not None, "the runner is open"
+        *pools, last_sampled, history = self._bucket.state
+        self._state = [
+            *(device.filled(each, self._fill) for each in pools),
+            device.filled(last_sampled, 0),
+            device.filled(history, -1),
+        ]
+        self._tables = _HostArray(np.zeros((num_rows, 1), np.int32))
+        num_records = num_rows + NUM_EXTRA_LOGIT_ROWS
+        self._records = _HostArray(np.zeros((num_records, self._num_words), np.int32))
+
+    def close(self) -> None:
+        """Frees buffers, then programs, then what they were loaded from."""
+        self._state = None
+        del self._tables, self._records
+        self._programs.clear()
+        del self.parameters
+        self._device = None
+
+    def _updated(self, inputs: ModelInputs) -> list[Buffer]:
+        """Takes the state, with the step's slots, copies and rules."""
+        if self._state is None:
+            raise RunnerError("the step before this one failed; call reset() first")
+        state, self._state = self._state, None
+        for row, index, page in inputs.page_updates.tolist():
+            self._tables.change()[row, index] = page
+        for source, destination, _ in inputs.page_copies.tolist():
+            pages = self._upload(np.array([source, destination], np.int32))
+            state = self._programs["copy"].call([pages, *state])
+        for update in inputs.rule_updates:
+            self._records.change()[update.row] = update.record
+        for update in inputs.mask_updates:
+            records = self._records.change()
+            records[update.record, :MASK] = records[update.row, :MASK]
+            records[update.record, MASK:] = update.mask
+        return state
+
+    def _upload(self, values: Int32Array) -> Buffer:
+        assert self._device is not None, "the runner is open"
+        return self._device.upload(values)
+
+
+@dataclass(slots=True, eq=False)
+class _HostArray:
+    """An array that steps only read, uploaded again when it has changed."""
+
+    values: Int32Array
+    _uploaded: Buffer | None = field(default=None)
+
+    def change(self) -> Int32Array:
+        """To be written."""
+        self._uploaded = None
+        return self.values
+
+    def buffer(self, upload: Callable[[Int32Array], Buffer]) -> Buffer:
+        if self._uploaded is None:
+            self._uploaded = upload(self.values)
+        return self._uploaded

@@ -1,0 +1,75 @@
+"""`cadenza export`: a model's step compiled ahead, for `--backend iree`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from cadenza.config import flag
+from cadenza.errors import ConfigError, show
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportFlags:
+    """What is compiled."""
+
+    max_num_seqs: str = flag(
+        "4,8", "Numbers of rows, for each of which there are modules.", metavar="N[,N]"
+    )
+    max_model_len: int | None = flag(
+        None, "Tokens of a context (default: the model's, 4096 at most).", metavar="N"
+    )
+    dtype: Literal["float32", "bfloat16"] = flag(
+        "float32", "The type of weights, activations and KV."
+    )
+    target: Literal["llvm-cpu", "vulkan-spirv", "cuda"] = flag(
+        "llvm-cpu", "What the modules run on; cuda is compiled, and not served."
+    )
+    cpu: Literal["generic", "host"] = flag(
+        "generic", "Of llvm-cpu: any CPU of this architecture, or those like this machine's."
+    )
+    revision: str | None = flag(None, "Branch, tag or commit of a hub model.", metavar="NAME")
+
+
+def export(
+    flags: ExportFlags,
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A model's folder or hub id, in floats.")
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="A new or empty folder.")],
+) -> None:
+    """Compile a model's step ahead, into a folder that --backend iree serves without JAX.
+
+    Needs IREE's compiler: pip install 'cadenza[iree-export]'.
+    """
+    from cadenza.checkpoint.towers.reader import VisionOptions
+    from cadenza.cli.report import status_line
+    from cadenza.exporting.export import DEFAULT_MAX_MODEL_LEN, ExportOptions
+    from cadenza.exporting.folder import export_folder
+    from cadenza.loading.build import find_checkpoint
+
+    num_rows, vision = _rows_of(flags.max_num_seqs), VisionOptions(has_images=False)
+    checkpoint = find_checkpoint(model, revision=flags.revision, vision=vision)
+    longest = checkpoint.config.max_position_embeddings
+    options = ExportOptions(
+        num_rows=num_rows,
+        max_model_len=flags.max_model_len or min(longest, DEFAULT_MAX_MODEL_LEN),
+        dtype=flags.dtype,
+        target=flags.target,
+        cpu=flags.cpu,
+    )
+    with status_line("exporting") as report:
+        modules = export_folder(checkpoint, out, options, lambda name: report(f"compiling {name}"))
+    num_bytes = sum(map(len, modules.files.values()))
+    print(f"{out}: {len(modules.files)} modules for {flags.target}, {num_bytes / 1e6:.1f} MB")
+
+
+def _rows_of(text: str) -> tuple[int, ...]:
+    """Distinct numbers, ascending. Raises ConfigError."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdecimal() and int(part) for part in parts):
+        raise ConfigError(
+            f"--max-num-seqs {show(text)} must be numbers of rows from 1, such as 4 or 4,8"
+        )
+    return tuple(sorted({int(part) for part in parts}))

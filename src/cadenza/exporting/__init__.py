@@ -1,0 +1,12 @@
+"""A model's step compiled ahead, for a server without JAX: `cadenza export`.
+
+The only package that knows two backends: `backends.xla` writes a step as StableHLO, and
+`backends.iree` runs what IREE's compiler makes of it.
+
+Modules:
+
+- `export`: from a model to a folder that `--backend iree` serves
+- `compiler`: IREE's compiler, by target
+- `parameters`: which tensors of a checkpoint the parameters are
+- `folder`: the folder, with weights in the order of the parameters
+"""

@@ -1,0 +1,177 @@
+"""From a model to modules that `--backend iree` serves: `make_modules`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy.typing as npt
+
+from cadenza.backends.base import RunnerSetup
+from cadenza.backends.iree.manifest import (
+    FORMAT,
+    Array,
+    CompiledProgram,
+    Cpu,
+    Manifest,
+    ModuleBucket,
+    Parameter,
+    sha256_of,
+)
+from cadenza.backends.iree.wire import fields_of
+from cadenza.backends.step_result import NUM_COLUMNS
+from cadenza.backends.xla.export import MAX_TOKENS, ExportedModel, export_programs
+from cadenza.checkpoint import Checkpoint, declare
+from cadenza.checkpoint.config_json import CONFIG_FILE
+from cadenza.checkpoint.dtypes import WeightDType
+from cadenza.config import PAGE_SIZE_UNIT, EngineLimits
+from cadenza.core.step_schema import StepLayout
+from cadenza.core.token_rules import RuleLayout
+from cadenza.errors import CheckpointError, ConfigError
+from cadenza.exporting.compiler import (
+    CpuChoice,
+    Target,
+    compile_module,
+    compiler_flags,
+    compiler_version,
+)
+from cadenza.exporting.parameters import find_parameters
+
+DEFAULT_ROWS = (4, 8)
+DEFAULT_MAX_MODEL_LEN = 4096
+
+OnCompiled = Callable[[str], object]
+"""Called with the file of a module before it is compiled."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportOptions:
+    """What is compiled: modules for each of `num_rows`, and contexts of `max_model_len` tokens."""
+
+    num_rows: tuple[int, ...] = DEFAULT_ROWS
+    max_model_len: int = DEFAULT_MAX_MODEL_LEN
+    dtype: WeightDType = "float32"
+    target: Target = "llvm-cpu"
+    cpu: CpuChoice = "generic"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Modules:
+    """A manifest, the modules by their files, and the parameters that are no tensors."""
+
+    manifest: Manifest
+    files: dict[str, bytes]
+    made: dict[str, npt.NDArray[Any]] = field(default_factory=dict[str, npt.NDArray[Any]])
+
+
+def make_modules(
+    checkpoint: Checkpoint, options: ExportOptions, on_compiled: OnCompiled = lambda _: None
+) -> Modules:
+    """Compiles a checkpoint's modules.
+
+    Raises:
+        CheckpointError: the model is none that is exported.
+        ConfigError: the options do not fit the model, or the compiler is missing or failed.
+    """
+    compiler = compiler_version()
+    check_exported(checkpoint, options)
+    exported = {rows: _export(checkpoint, options, rows) for rows in options.num_rows}
+    first = next(iter(exported.values()))
+    flags, files = compiler_flags(options.target, options.cpu), dict[str, bytes]()
+    buckets = list[ModuleBucket]()
+    for rows, model in exported.items():
+        programs = list[CompiledProgram]()
+        for each in model.programs:
+            name = f"rows{rows}-{each.name}.vmfb"
+            on_compiled(name)
+            files[name] = compile_module(each.text, flags)
+            programs.append(_program(each.name, name, files[name], rows))
+        state = tuple(Array(shape=each.shape, dtype=each.dtype.name) for each in model.state)
+        buckets.append(ModuleBucket(num_rows=rows, state=state, programs=tuple(programs)))
+    parameters = _parameters(checkpoint, options, first)
+    made = {
+        each.name: first.weights[each.name]
+        for each in parameters
+        if not each.tensors and each.rope is None
+    }
+    model, cpu = checkpoint.config, Cpu.of_this_machine()
+    is_own = options.target == "llvm-cpu" and options.cpu == "host"
+    manifest = Manifest(
+        format=FORMAT,
+        config=sha256_of((checkpoint.folder / CONFIG_FILE).read_bytes()),
+        compiler=compiler,
+        target=options.target,
+        flags=flags,
+        architecture=cpu.architecture,
+        features=tuple(sorted(cpu.flags)) if is_own else (),
+        dtype=options.dtype,
+        vocab_size=model.vocab_size,
+        max_model_len=options.max_model_len,
+        num_rule_words=RuleLayout(model.vocab_size).num_words,
+        num_columns=NUM_COLUMNS,
+        parameters=parameters,
+        buckets=tuple(buckets),
+    )
+    return Modules(manifest=manifest, files=files, made=made)
+
+
+def check_exported(checkpoint: Checkpoint, options: ExportOptions) -> None:
+    """Raises CheckpointError or ConfigError for what is not exported."""
+    if checkpoint.format == "gguf" or checkpoint.scheme is not None:
+        stored = "a GGUF file" if checkpoint.scheme is None else f"as {checkpoint.scheme.name}"
+        raise CheckpointError(f"the checkpoint is stored {stored}; export a folder of floats")
+    model = checkpoint.config
+    if model.recurrence is not None or model.vision is not None or not checkpoint.can_generate:
+        raise CheckpointError(
+            "only models that generate text and have no recurrent states are exported"
+        )
+    if options.dtype == "float16":
+        raise ConfigError("--dtype float16 is not exported; use float32 or bfloat16")
+    longest = model.max_position_embeddings
+    if not PAGE_SIZE_UNIT <= options.max_model_len <= longest or (
+        options.max_model_len % PAGE_SIZE_UNIT
+    ):
+        raise ConfigError(
+            f"--max-model-len {options.max_model_len} must be a multiple of {PAGE_SIZE_UNIT} from "
+            f"{PAGE_SIZE_UNIT} to the model's {longest} positions"
+        )
+    if not options.num_rows or not all(1 <= each <= MAX_TOKENS for each in options.num_rows):
+        raise ConfigError(
+            f"--max-num-seqs {','.join(map(str, options.num_rows))} must be numbers of rows from 1 "
+            f"to {MAX_TOKENS}, such as 4,8"
+        )
+
+
+def _export(checkpoint: Checkpoint, options: ExportOptions, num_rows: int) -> ExportedModel:
+    limits = EngineLimits(
+        max_num_seqs=num_rows,
+        max_num_batched_tokens=MAX_TOKENS,
+        max_model_len=options.max_model_len,
+        page_size=options.max_model_len,
+        num_pages=num_rows,
+        max_num_queued_reqs=num_rows,
+    )
+    setup = RunnerSetup(limits=limits, dtype=options.dtype)
+    return export_programs(checkpoint.config, checkpoint.weights, setup)
+
+
+def _program(name: str, file: str, content: bytes, num_rows: int) -> CompiledProgram:
+    sizes = {"decode": (num_rows, num_rows), "prompt": (MAX_TOKENS, 0)}
+    num_tokens, num_logits = sizes.get(name, (0, 0))
+    layout = StepLayout(num_tokens, num_rows)
+    return CompiledProgram(
+        name=name,
+        file=file,
+        sha256=sha256_of(content),
+        num_tokens=num_tokens,
+        num_logits=num_logits or (layout.num_logits if num_tokens else 0),
+        fields=fields_of(layout) if num_tokens else (),
+    )
+
+
+def _parameters(
+    checkpoint: Checkpoint, options: ExportOptions, exported: ExportedModel
+) -> tuple[Parameter, ...]:
+    model = checkpoint.config
+    names = [spec.name for spec in declare(model)]
+    longest = options.max_model_len
+    return find_parameters(model, checkpoint.weights, names, exported.weights, longest)
