@@ -28,8 +28,7 @@ struct QueryBlock {
 };
 
 QueryBlock query_block(const AttendTask& task, int64_t row, int64_t begin, int64_t end) {
-  const int64_t first = task.query_starts[row], position = task.positions[first + begin];
-  const int64_t low = task.window > 0 ? std::max<int64_t>(0, position - task.window + 1) : 0;
+  const int64_t first = task.query_starts[row], low = task.begin_of_context(first + begin);
   const int64_t last = task.end_of_context(first + end - 1) - 1;
   int32_t shift = span_shift(task, row);
   return {begin, end, int32_t((low + shift) / kSpan), int32_t((last + shift) / kSpan + 1)};

@@ -162,6 +162,8 @@ struct AttendTask {
   const int32_t* query_starts;  // [R + 1]
   const int32_t* kv_lens;       // [R]
   const int32_t* reaches = nullptr;  // [T]: the last position that a token sees, if it is after its own; or null
+  // [T]: the first position that a token sees with a window; -1: by positions. Or null.
+  const int32_t* window_starts = nullptr;
   const int32_t* page_table;    // [R, P]
   const float* rope;            // [rope_rows, rope_columns()]: cosines, then sines
   const float* q_weight;        // [D], or [Hq D] with norm_spans_heads; or null
@@ -182,6 +184,13 @@ struct AttendTask {
   bool has_latents() const { return latent.absorbed != nullptr; }
   int64_t rope_columns() const { return rotary_size + (has_query_factors ? 1 : 0); }
   int64_t qkv_width() const { return (heads + kv_parts * kv_heads) * head_size; }
+  // The first position that a token sees; ascends with the tokens of a row.
+  int64_t begin_of_context(int64_t token) const {
+    if (window == 0) return 0;
+    if (window_starts != nullptr && window_starts[token] >= 0) return window_starts[token];
+    const int64_t begin = positions[token] - window + 1;
+    return begin > 0 ? begin : 0;
+  }
   // The position behind the last one that a token sees; ascends with the tokens of a row.
   int64_t end_of_context(int64_t token) const {
     const int32_t position = positions[token];

@@ -87,7 +87,7 @@ void set_scale(Attention& a, float scale, float soft_cap) {
 ffi::DataType pool_type(DType dtype) { return dtype == DType::kBf16 ? ffi::U16 : ffi::F32; }
 
 struct HeadBuffers {
-  Any qkv, q_weight, k_weight, k_pool, v_pool, sinks, gate, reaches, out, v_out;
+  Any qkv, q_weight, k_weight, k_pool, v_pool, sinks, gate, reaches, window_starts, out, v_out;
 };
 
 void check_heads(const HeadBuffers& b, const Attention& a, const cuda::HeadAppend& given) {
@@ -120,6 +120,8 @@ void check_heads(const HeadBuffers& b, const Attention& a, const cuda::HeadAppen
                dim(b.gate, 1) == a.heads * a.key_size),
           "gate must have qkv's type, [T, Hq D], or be empty");
   require(b.reaches.element_count() == 0 || dim(b.reaches, 0) >= dim(b.out, 0), "reaches must be [T] or empty");
+  require(b.window_starts.element_count() == 0 || dim(b.window_starts, 0) >= dim(b.out, 0),
+          "window_starts must be [T] or empty");
   require(element_type(b.out) == dtype && dim(b.out, 1) == a.heads * a.key_size,
           "the result must have qkv's type, [T, Hq D]");
 }
@@ -167,7 +169,8 @@ void attend_heads(const RowBuffers& rows, const HeadBuffers& b, Attention a, con
   a.v_pool = given.v_pool;
   a.sinks = optional_f32(b.sinks);
   a.gate = b.gate.element_count() == 0 ? nullptr : b.gate.untyped_data();
-  a.reaches = b.reaches.element_count() == 0 ? nullptr : int32(b.reaches);
+  a.reaches = optional_int32(b.reaches);
+  a.window_starts = optional_int32(b.window_starts);
   a.out = b.out.untyped_data();
   a.out_is_f32 = is_f32;
   cuda::Workspace workspace;
@@ -240,7 +243,8 @@ void attend_latents(const RowBuffers& rows, const LatentBuffers& b, Attention a,
 ffi::Error rope_append_attend_call(Any qkv, Any positions, Any slot_mapping, Any query_starts,
                                    Any kv_lens, Any page_table, Any rope, Any q_weight,
                                    Any k_weight, Any k_pool, Any v_pool, Any sinks, Any gate,
-                                   Any rope_positions, Any reaches, AnyResult out, AnyResult k_out, AnyResult v_out, int64_t layer, int64_t heads,
+                                   Any rope_positions, Any reaches, Any window_starts, AnyResult out,
+                                   AnyResult k_out, AnyResult v_out, int64_t layer, int64_t heads,
                                    float scale, int64_t window, float soft_cap, float norm_eps,
                                    bool norms_values) {
   return guarded("cadenza_rope_append_attend", [&] {
@@ -249,7 +253,7 @@ ffi::Error rope_append_attend_call(Any qkv, Any positions, Any slot_mapping, Any
     a.window = int(window);
     set_scale(a, scale, soft_cap);
     attend_heads({positions, slot_mapping, query_starts, kv_lens, page_table, rope, rope_positions, k_pool, *k_out},
-                 {qkv, q_weight, k_weight, k_pool, v_pool, sinks, gate, reaches, *out, *v_out}, a,
+                 {qkv, q_weight, k_weight, k_pool, v_pool, sinks, gate, reaches, window_starts, *out, *v_out}, a,
                  {heads, norm_eps, norms_values});
   });
 }

@@ -71,6 +71,7 @@ struct Attention {
   const int32_t* query_starts;
   const int32_t* kv_lens;
   const int32_t* reaches;  // [T]: the last position that a token sees, if it is after its own; or null
+  const int32_t* window_starts;  // [T]: the first position that a token sees with a window, or -1; or null
   const int32_t* page_table;
   // Prepared queries: [T, Hq, D], or of int8 [T, Hq, 2, D] coarse and fine codes.
   const char* queries;
@@ -89,6 +90,12 @@ struct Attention {
   Fault fault;
 
   __host__ __device__ int group() const { return heads / kv_heads; }
+  // The first position that a token sees; ascends with the tokens of a row.
+  __device__ __forceinline__ int begin_of_context(int token) const {
+    if (window == 0) return 0;
+    const int given = window_starts != nullptr ? window_starts[token] : -1;
+    return given >= 0 ? given : max(0, positions[token] - window + 1);
+  }
   // The position behind the last one that a token sees; ascends with the tokens of a row.
   __device__ __forceinline__ int end_of_context(int token) const {
     const int position = positions[token];

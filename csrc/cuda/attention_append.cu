@@ -17,7 +17,7 @@ __device__ RowContext context_of(const Attention& a, int row) {
   c.num_parts = 1;
   if (c.queries <= 0) return c;
   const int position = a.positions[c.first];
-  c.begin = a.window > 0 ? max(0, position - a.window + 1) : 0;
+  c.begin = a.begin_of_context(c.first);
   c.end = min(a.end_of_context(c.first + c.queries - 1), a.kv_lens[row]);
   if (a.has(Fault::kRelativeSpans)) c.shift = (kPart - position / kSub * kSub % kPart) % kPart;
   if (c.end <= c.begin) return c;

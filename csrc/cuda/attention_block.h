@@ -83,8 +83,8 @@ class AttendBlock {
       const int i = row_at(half);
       low_[half] = high_[half] = 0;
       if (i >= tile.count) continue;
-      const int token = token_of(i), position = a_.positions[token];
-      low_[half] = a_.window > 0 ? max(0, position - a_.window + 1) : 0;
+      const int token = token_of(i);
+      low_[half] = a_.begin_of_context(token);
       high_[half] = min(a_.end_of_context(token), a_.kv_lens[tile.row]);
     }
   }
@@ -435,8 +435,7 @@ __device__ __forceinline__ Tile many_tile(const Attention& a, int piece, int row
   const RowContext c = a.plan.contexts[row];
   const int first = (piece / a.kv_heads - a.plan.many[row]) * rows_of_tile, group = a.group();
   const int count = min(c.queries * group - first, rows_of_tile);
-  const int position = a.positions[c.first + first / group];
-  const int begin = a.window > 0 ? max(0, position - a.window + 1) : 0;
+  const int begin = a.begin_of_context(c.first + first / group);
   const int end = min(a.end_of_context(c.first + (first + count - 1) / group), a.kv_lens[row]);
   return {c, row, piece % a.kv_heads, first, count, begin / kPart, INT32_MAX / kPart, begin, end};
 }

@@ -16,7 +16,7 @@ struct AttendAttrs {
 
 struct AttendBuffers {
   Any qkv, positions, slot_mapping, query_starts, kv_lens, page_table, rope, q_weight, k_weight,
-      k_pool, v_pool, sinks, gate, rope_positions, reaches, out, k_out, v_out;
+      k_pool, v_pool, sinks, gate, rope_positions, reaches, window_starts, out, k_out, v_out;
 };
 
 AttendTask shapes(const AttendBuffers& b, const AttendAttrs& attrs) {
@@ -85,6 +85,8 @@ void check(const AttendBuffers& b, const AttendTask& task, DType dtype) {
           "gate must have qkv's type, [T, Hq D], or be empty");
   require(task.reaches == nullptr || dim(b.reaches, 0) >= task.num_tokens,
           "reaches must be [T] or empty");
+  require(task.window_starts == nullptr || dim(b.window_starts, 0) >= task.num_tokens,
+          "window_starts must be [T] or empty");
   require(dim(b.query_starts, 0) == task.rows + 1, "query_starts must be [R + 1]");
   require(dim(b.rope_positions, 0) >= task.num_tokens, "rope_positions must be [T]");
   require(dim(b.page_table, 0) == task.rows, "page_table must be [R, P]");
@@ -121,7 +123,8 @@ void attend(const AttendBuffers& b, const AttendAttrs& attrs) {
   task.slot_mapping = int32(b.slot_mapping);
   task.query_starts = int32(b.query_starts);
   task.kv_lens = int32(b.kv_lens);
-  task.reaches = b.reaches.element_count() == 0 ? nullptr : int32(b.reaches);
+  task.reaches = optional_int32(b.reaches);
+  task.window_starts = optional_int32(b.window_starts);
   task.page_table = int32(b.page_table);
   task.rope = data<float>(b.rope);
   task.q_weight = optional_f32(b.q_weight);
@@ -146,7 +149,7 @@ void attend(const AttendBuffers& b, const AttendAttrs& attrs) {
 // [0]; k_pool and v_pool act [pages, layers,
 // Hkv, S, D], bf16 as its bits in u16, or u8 [pages, layers, Hkv, S, D + 4] for KV in int8
 // (core/kv_codes.h); sinks f32 [Hq] or [0]; gate act [T, Hq D] or [0]; rope_positions [T], rows of rope;
-// reaches [T] or [0].
+// reaches [T] or [0]; window_starts [T] or [0].
 // Results act [T, Hq D], and both pools, which must be donated and alias operands 9 and 10. Attributes: layer i64; heads i64; scale f32; window i64, 0 none; soft_cap f32, 0 none;
 // norm_eps f32; norms_values bool.
 //
@@ -157,7 +160,8 @@ void attend(const AttendBuffers& b, const AttendAttrs& attrs) {
 // The number of tokens is query_starts[R]; padding rows repeat that value. Row r's queries are the
 // tokens [query_starts[r], query_starts[r + 1]). A query at position p attends to KV positions
 // [max(0, p - window + 1), min(e, kv_lens[r])), which must be covered by the row's pages; e is p + 1,
-// or its reach + 1 if that is more. What a row's tokens reach ascends. Keys
+// or its reach + 1 if that is more. With a window, a window start that is not negative is the first
+// position. What a row's tokens reach ascends, and so do their window starts. Keys
 // and values are written for tokens with slot_mapping >= 0. A q or k weight of D values applies
 // RMSNorm to each head; one of Hq D or Hkv D values applies it to all query heads, or all key
 // heads, of a token together. With a rotary size of 0 nothing is rotated. Where rope has an odd number
@@ -165,12 +169,13 @@ void attend(const AttendBuffers& b, const AttendAttrs& attrs) {
 // beside those of its tokens, with a value of 0. The sigmoid of the gate multiplies the result.
 ffi::Error rope_append_attend_call(Any qkv, Any positions, Any slot_mapping, Any query_starts, Any kv_lens,
                        Any page_table, Any rope, Any q_weight, Any k_weight, Any k_pool, Any v_pool,
-                       Any sinks, Any gate, Any rope_positions, Any reaches, AnyResult out, AnyResult k_out,
-                       AnyResult v_out, int64_t layer, int64_t heads, float scale, int64_t window, float soft_cap, float norm_eps,
+                       Any sinks, Any gate, Any rope_positions, Any reaches, Any window_starts,
+                       AnyResult out, AnyResult k_out, AnyResult v_out, int64_t layer, int64_t heads, float scale, int64_t window, float soft_cap, float norm_eps,
                        bool norms_values) {
   return guarded("cadenza_rope_append_attend", [&] {
     attend({qkv, positions, slot_mapping, query_starts, kv_lens, page_table, rope, q_weight,
-            k_weight, k_pool, v_pool, sinks, gate, rope_positions, reaches, *out, *k_out, *v_out},
+            k_weight, k_pool, v_pool, sinks, gate, rope_positions, reaches, window_starts, *out,
+            *k_out, *v_out},
            {layer, heads, window, scale, soft_cap, norm_eps, norms_values});
   });
 }

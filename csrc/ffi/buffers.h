@@ -67,6 +67,10 @@ inline const int32_t* int32(const Any& buffer) {
   return data<int32_t>(buffer);
 }
 
+inline const int32_t* optional_int32(const Any& buffer) {
+  return buffer.element_count() == 0 ? nullptr : int32(buffer);
+}
+
 // The true number of rows, at most the padded number.
 inline int64_t true_count(const Any& count, int64_t padded) {
   require(count.element_count() >= 1, "count must hold one int32");

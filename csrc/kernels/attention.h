@@ -74,7 +74,7 @@ template <class Kv>
 inline TokenRange visible(const AttendTile<Kv>& tile, int i, int64_t span) {
   const AttendTask& task = tile.task;
   const int64_t token = tile.token(i), behind = task.end_of_context(token);
-  int64_t begin = task.window > 0 ? task.positions[token] - task.window + 1 : 0;
+  int64_t begin = task.begin_of_context(token);
   int64_t end = behind < task.kv_lens[tile.unit.row] ? behind : task.kv_lens[tile.unit.row];
   int64_t start = span * kSpan;
   if constexpr (kHasFaults) start -= task.span_shift(tile.unit.row);
@@ -314,10 +314,11 @@ template <class Kv>
 inline void first_keys(const AttendPlan& plan, const AttendUnit& unit,
                        const typename Kv::Stored* (&keys)[kAttendVecs]) {
   const AttendTask& task = *plan.task;
-  int64_t query = task.positions[task.query_starts[unit.row] + unit.query_begin];
+  const int64_t token = task.query_starts[unit.row] + unit.query_begin;
+  const int64_t query = task.positions[token];
   int64_t position = unit.span_begin * int64_t(kSpan);
   if constexpr (kHasFaults) position = std::max<int64_t>(0, position - task.span_shift(unit.row));
-  if (task.window > 0 && query - task.window + 1 > position) position = query - task.window + 1;
+  position = std::max(position, task.begin_of_context(token));
   for (int i = 0; i < kAttendVecs; i++) {
     if (position + i * kLanes > query && i > 0) {
       keys[i] = keys[i - 1];

@@ -377,10 +377,12 @@ class ImageLimits:
     Args:
         token_id: that of placeholders.
         num_slots: of embeddings on the device, one for each placeholder.
+        has_rope_axes: placeholders have rope positions of their own (`core.rope_positions`).
     """
 
     token_id: int
     num_slots: int
+    has_rope_axes: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -62,6 +62,7 @@ class Variant:
     has_gate: bool = False
     has_query_factors: bool = False
     spans: tuple[tuple[int, int], ...] = ()  # whose tokens see all of theirs
+    skipped: tuple[int, int] | None = None  # before a position, so many more tokens of the text
     dtype: Any = BF16
 
     @property
@@ -101,6 +102,17 @@ class Variant:
         for start, stop in self.spans:
             found[start:stop] = stop - 1
         return found
+
+    def indices(self, length: int) -> npt.NDArray[np.int64]:
+        """[length]: the places of tokens in a text of which some were left out."""
+        at = np.arange(length)
+        return at if self.skipped is None else at + (at >= self.skipped[0]) * self.skipped[1]
+
+    def window_starts(self) -> npt.NDArray[np.int32]:
+        """The first position that each sees by its place in the text; -1 before the gap."""
+        indices = self.indices(ROPE_ROWS)
+        starts = np.searchsorted(indices, indices - self.window + 1)
+        return np.where(indices == np.arange(ROPE_ROWS), -1, starts).astype(np.int32)
 
     def inputs(self, length: int, seed: int) -> Array:
         """qkv [length, width] of a row, with its gate [length, Hq D] behind."""
@@ -175,7 +187,10 @@ class Rows:
             "rope_append_attend",
             (out_shape, *(jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in self.pools)),
             *(given[:, : variant.width], positions, slots, starts, lens, table),
-            *(variant.rope, *variant.norms, *self.pools, variant.sinks, gate, positions, reaches),
+            *(variant.rope, *variant.norms, *self.pools, variant.sinks, gate),
+            variant.indices(ROPE_ROWS)[positions].astype(np.int32),
+            reaches,
+            variant.window_starts()[positions] if variant.skipped else np.zeros(0, np.int32),
             aliases={9: 1, 10: 2},
             layer=LAYER,
             heads=variant.heads,
@@ -219,7 +234,10 @@ def _turned(part: Array, weight: Array, variant: Variant, *, is_query: bool) -> 
         axes = (-2, -1) if variant.norm_spans_heads else -1
         part = part / np.sqrt(np.mean(part**2, axis=axes, keepdims=True) + EPS)
         part = part * weight.reshape(-1, variant.size)
-    half, rope = variant.rotary // 2, variant.rope[: len(part), None, :].astype(np.float64)
+    half, rope = (
+        variant.rotary // 2,
+        variant.rope[variant.indices(len(part)), None, :].astype(np.float64),
+    )
     cos, sin = rope[..., :half], rope[..., half : 2 * half]
     a, b, rest = part[..., :half], part[..., half : 2 * half], part[..., 2 * half :]
     turned = np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
@@ -248,7 +266,7 @@ def softmax_weights(variant: Variant, query: Array, key: Array) -> Array:
     scores = np.einsum("qhd,khd->hqk", query, key) * variant.size**-0.5
     if variant.soft_cap:
         scores = variant.soft_cap * np.tanh(scores / variant.soft_cap)
-    distance = np.arange(len(query))[:, None] - np.arange(len(key))[None, :]
+    distance = variant.indices(len(query))[:, None] - variant.indices(len(key))[None, :]
     last = np.maximum(np.arange(len(query)), variant.reaches(len(query)))
     hidden = (np.arange(len(key)) > last[:, None]) | (
         (distance >= variant.window) if variant.window else False

@@ -47,6 +47,7 @@ VARIANTS = [
     Variant(dtype=F32, size=512, heads=1, kv_heads=1),
     Variant(spans=SPANS),
     Variant(spans=SPANS, window=8, heads=5, kv_heads=1, dtype=F32),
+    Variant(skipped=(20, 40), window=24),
 ]
 CODES = [
     Variant(has_codes=True),

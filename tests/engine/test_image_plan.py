@@ -43,7 +43,7 @@ def plan(model: Checkpoint, traits: BackendTraits = TRAITS, **options: int) -> E
 def test_slots_are_those_that_fit_the_bytes_for_embeddings(model: Checkpoint):
     found = plan(model, image_cache_bytes=100 * SLOT_BYTES + 1)
     assert found.num_image_slots == 100
-    assert found.limits.images == ImageLimits(token_id=7, num_slots=100)
+    assert found.limits.images == ImageLimits(token_id=7, num_slots=100, has_rope_axes=False)
     vision = model.config.vision
     assert vision is not None
     work = Workspace.of(vision).num_bytes(vision, 96, 4)

@@ -32,6 +32,12 @@ class Variant:
     norm_spans_heads: bool = False
     has_codes: bool = False  # KV in int8
     spans: tuple[tuple[int, int], ...] = ()  # whose tokens see all of theirs
+    skipped: tuple[tuple[int, int], ...] = ()  # before each position, so many more tokens
+
+    def indices(self, length: int) -> npt.NDArray[np.int64]:
+        """[length]: the places of tokens in a text of which some were left out."""
+        at = np.arange(length)
+        return at + sum((at >= position) * count for position, count in self.skipped)
 
 
 SPANS = ((10, 33), (40, 60))
@@ -52,6 +58,9 @@ VARIANTS = [
     Variant(has_codes=True),
     Variant(has_codes=True, has_norms=True, window=40, soft_cap=10.0),
     *OF_SPANS,
+    Variant(skipped=((20, 16), (48, 200)), window=30),
+    Variant(skipped=((32, 8),), window=16, has_codes=True),
+    Variant(skipped=((32, 64),), has_norms=True),
 ]
 
 
@@ -114,8 +123,9 @@ class Row:
             *self.pools,
             NONE,
             NONE,
-            positions,
+            variant.indices(ROPE_ROWS)[positions].astype(np.int32),
             reaches,
+            window_starts_of(variant)[positions] if variant.skipped else np.zeros(0, np.int32),
             aliases={9: 1, 10: 2},
             layer=np.int64(LAYERS - 1),
             heads=np.int64(HEADS),
@@ -140,6 +150,13 @@ def reaches_of(variant: Variant, length: int) -> npt.NDArray[np.int32]:
     return reaches
 
 
+def window_starts_of(variant: Variant) -> npt.NDArray[np.int32]:
+    """The first position that each sees by its place in the text; -1 before the first gap."""
+    indices = variant.indices(ROPE_ROWS)
+    starts = np.searchsorted(indices, indices - variant.window + 1)
+    return np.where(indices == np.arange(ROPE_ROWS), -1, starts).astype(np.int32)
+
+
 def turned(
     part: npt.NDArray[np.float64], weight: npt.NDArray[np.float32], variant: Variant
 ) -> npt.NDArray[np.float64]:
@@ -149,7 +166,8 @@ def turned(
         part = part / np.sqrt(np.mean(part**2, axis=axes, keepdims=True) + 1e-6)
         part = part * weight.reshape(-1, SIZE)
     half = variant.rotary // 2
-    cos, sin = np.split(rope_table(variant.rotary)[: len(part), None, :], 2, axis=-1)
+    turns = rope_table(variant.rotary)[variant.indices(len(part)), None, :]
+    cos, sin = np.split(turns, 2, axis=-1)
     a, b, rest = part[..., :half], part[..., half : 2 * half], part[..., 2 * half :]
     return np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
 
@@ -186,8 +204,8 @@ def reference(qkv: npt.NDArray[Any], variant: Variant) -> npt.NDArray[np.float64
     scores = np.einsum("qhd,khd->hqk", query, key) * SIZE**-0.5
     if variant.soft_cap:
         scores = variant.soft_cap * np.tanh(scores / variant.soft_cap)
-    at = np.arange(length)
-    distance = at[:, None] - at[None, :]
+    at, indices = np.arange(length), variant.indices(length)
+    distance = indices[:, None] - indices[None, :]
     hidden = (at > np.maximum(at, reaches_of(variant, length))[:, None]) | (
         (distance >= variant.window) if variant.window else False
     )
@@ -288,6 +306,7 @@ def test_attention_refuses_pools_that_are_not_aliased(call, random):
                 NONE,
                 NONE,
                 one,
+                np.zeros(0, np.int32),
                 np.zeros(0, np.int32),
                 layer=np.int64(LAYERS - 1),
                 heads=np.int64(HEADS),

@@ -81,7 +81,7 @@ def logprobs_of(
     def forward(weights: DecoderWeights, step: StepArrays) -> jax.Array:
         (group,) = spec.model.kv_groups
         pools = LayerPools((ops.new_kv_pool(group, len(pages), float("nan")),))
-        context = StepContext.of(ops, spec.model, step, weights.ropes)
+        context = StepContext.of(ops, spec, step, weights.ropes)
         hidden = run_layers(context, weights, pools).hidden
         logits = ops.next_tokens(hidden, weights.lm_head, step)
         return jax.nn.log_softmax(logits)

@@ -93,7 +93,8 @@ class Packer:
             _write_reaches(inputs, batch)
         if self._images is not None:
             _write_images(inputs, batch, self._images.token_id)
-        _write_rope_positions(inputs, batch)
+        if self._images is None or self._images.has_rope_axes:
+            _write_rope_positions(inputs, batch)
         _write_indices(inputs, batch, self._window)
         self._write_logits(inputs, batch, rows, starts)
         if batch.needs_masks and not masks_follow:

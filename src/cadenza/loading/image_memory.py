@@ -74,7 +74,11 @@ def plan_images(
     return ImagePlanned(
         num_slots=num_slots,
         num_bytes=num_slots * memory.image_slot_bytes + memory.image_work_bytes,
-        limits=ImageLimits(token_id=vision.image_token_id, num_slots=num_slots),
+        limits=ImageLimits(
+            token_id=vision.image_token_id,
+            num_slots=num_slots,
+            has_rope_axes=checkpoint.config.has_rope_axes,
+        ),
     )
 
 

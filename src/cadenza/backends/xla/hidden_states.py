@@ -59,10 +59,18 @@ def as_head_step(step: StepArrays, page_size: int) -> StepArrays:
     pages = step.page_table[step.token_rows, positions // page_size]
     slots = jnp.where(step.tokens.slots >= 0, pages * page_size + positions % page_size, -1)
     lengths = step.rows.kv_lens
-    turned = step.tokens.rope_positions
-    turned = jnp.where(turned > 0, turned - 1, turned)
+    turned, windows = (
+        jnp.where(each > 0, each - 1, each)
+        for each in (step.tokens.rope_positions, step.tokens.window_starts)
+    )
     return step._replace(
-        tokens=replace(step.tokens, positions=positions, slots=slots, rope_positions=turned),
+        tokens=replace(
+            step.tokens,
+            positions=positions,
+            slots=slots,
+            rope_positions=turned,
+            window_starts=windows,
+        ),
         rows=replace(step.rows, kv_lens=jnp.maximum(lengths - 1, jnp.minimum(lengths, 1))),
     )
 

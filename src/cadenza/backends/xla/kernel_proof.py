@@ -248,7 +248,7 @@ class ProofSteps:
         self, weights: DecoderWeights, pools: LayerPools, inputs: ProofInputs
     ) -> tuple[list[Any], Any, LayerPools]:
         ops, arrays = self._ops, inputs.arrays
-        context = StepContext.of(ops, self._spec.model, arrays, weights.ropes)
+        context = StepContext.of(ops, self._spec, arrays, weights.ropes)
 
         def decode(program: NativeProgram) -> tuple[list[Any], Any, LayerPools]:
             taps = _Taps(program, inputs.places, inputs.count)

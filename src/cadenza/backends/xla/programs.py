@@ -230,8 +230,7 @@ class StepProgram:
     def _context(
         self, weights: DecoderWeights, state: DeviceState, arrays: StepArrays
     ) -> StepContext:
-        model, images = self.spec.model, state.image_rows
-        return StepContext.of(self.ops, model, arrays, weights.ropes, images)
+        return StepContext.of(self.ops, self.spec, arrays, weights.ropes, state.image_rows)
 
     def _run_layers(
         self,

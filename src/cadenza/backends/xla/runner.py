@@ -130,7 +130,6 @@ class XlaRunner:
         limits, kv_of, hidden_of = setup.limits, setup.kv_of, setup.hidden_of
         assert isinstance(kv_of, XlaRunner | None), "KV is shared within one backend"
         assert isinstance(hidden_of, XlaRunner | None), "states are read within one backend"
-        assert not setup.sparse_prompts, "as its traits say"
         assert not setup.scores_prompts, "as its traits say"
         is_split = setup.ops == "split"
         devices = find_devices(setup.device, setup.num_devices)
@@ -146,6 +145,7 @@ class XlaRunner:
             kv_cache_dtype=setup.kv_cache_dtype,
             is_portable=takes_portable_kernels(model, weights, setup),
             num_devices=setup.num_devices,
+            is_sparse=setup.sparse_prompts,
         )
         make_ops = make_ops or choose_table(setup.ops, self._device, model).table.new_ops
         self._ops = make_ops(self._spec)
@@ -185,6 +185,8 @@ class XlaRunner:
         found: set[Capability] = {"logprobs", "drafts"}
         if self._can_split_steps:
             found.add("late_masks")
+        if self._setup.sparse_prompts:
+            found.add("sparse_prompts")
         if self._encoder is not None:
             found.add("attachments")
             if self._model.vision is not None and self._model.vision.whole_span:

@@ -133,7 +133,13 @@ class SplitTable(ReferenceTable):
 
     def add_traits(self, common: BackendTraits, model: ModelConfig) -> BackendTraits:
         traits = ReferenceTable.add_traits(self, common, model)
-        return replace(traits, ops=self.name, quantizations=("none",), copies_pages=False)
+        return replace(
+            traits,
+            ops=self.name,
+            quantizations=("none",),
+            copies_pages=False,
+            sparse_prompts=False,
+        )
 
     def describe_arithmetic(self, device: Any) -> tuple[str, ...]:  # noqa: ARG002
         return ("split",)

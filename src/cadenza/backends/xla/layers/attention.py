@@ -48,7 +48,11 @@ class Attention(NamedTuple):
         )
         group, place = model.kv_place(index)
         heads = model.heads_of(kind)
-        layer = AttendingLayer(place, heads, kind.window, sees_spans=model.sees_spans(kind))
+        layer = AttendingLayer(
+            *(place, heads, kind.window),
+            sees_spans=model.sees_spans(kind),
+            has_starts=context.is_sparse and kind.window is not None,
+        )
         factors = HeadFactors(self.norms, rope, context.rope_positions, self.sinks)
         mixed, pool = ops.rope_append_attend(given, pools.kv[group], factors, context.step, layer)
         return mixed, pools.with_kv(group, pool)

@@ -12,6 +12,7 @@ import numpy as np
 
 from cadenza.backends.xla.ops.encoder_table import ImageRows
 from cadenza.backends.xla.ops.table import (
+    DecoderSpec,
     Linear,
     OpTable,
     RecurrentLayer,
@@ -26,7 +27,7 @@ class StepContext(NamedTuple):
     """The operations, the model, the step's arrays, and the rope of its tokens.
 
     Where a token's rope has several coordinates, `ropes` has a row for each token, gathered for the
-    step, and `rope_positions` count them.
+    step, and `rope_positions` count them. `is_sparse`: windows begin where the step says.
     """
 
     ops: OpTable
@@ -35,25 +36,29 @@ class StepContext(NamedTuple):
     ropes: tuple[Any, ...]  # [positions, rotary_dim] of each of `ModelConfig.ropes`
     rope_positions: jax.Array  # [T]: the tokens' rows of `ropes`
     images: ImageRows | None = None  # of a runner that encodes images
+    is_sparse: bool = False  # of a runner of sparse prompts
 
     @classmethod
     def of(
         cls,
         ops: OpTable,
-        model: ModelConfig,
+        spec: DecoderSpec,
         step: StepArrays,
         ropes: tuple[Any, ...],
         image_rows: jax.Array | None = None,
     ) -> "StepContext":
         """Of a step with the ropes of all positions, and the embeddings in all image slots. Not to
         be called within `OpTable.compute`."""
-        rope_positions = step.tokens.positions
+        model, rope_positions = spec.model, step.tokens.positions
+        if spec.is_sparse:
+            given = step.tokens.rope_positions[:, 0]
+            rope_positions = jnp.where(given >= 0, given, rope_positions)
         if model.has_rope_axes:
             pairs = zip(model.ropes, ropes, strict=True)
-            ropes = tuple(_turns_of(rope, table, step) for rope, table in pairs)
+            ropes = tuple(_turns_of(rope, table, step, rope_positions) for rope, table in pairs)
             rope_positions = jnp.arange(len(step.tokens.ids), dtype=jnp.int32)
         images = None if image_rows is None else ImageRows(image_rows, step.tokens.image_slots)
-        return cls(ops, model, step, ropes, rope_positions, images)
+        return cls(ops, model, step, ropes, rope_positions, images, spec.is_sparse)
 
     def within(self, ops: OpTable) -> "StepContext":
         """The same for the operations of a `compute`."""
@@ -69,11 +74,14 @@ class StepContext(NamedTuple):
         return (step, StepStates(step.rows.state_starts, step.tokens.state_slots)), layer
 
 
-def _turns_of(rope: RopeConfig | None, table: Any, step: StepArrays) -> jax.Array:
-    """The row of `table` [positions, ·] for each token, each pair by the coordinate of its axis."""
+def _turns_of(
+    rope: RopeConfig | None, table: Any, step: StepArrays, rope_positions: jax.Array
+) -> jax.Array:
+    """The row of `table` [positions, ·] for each token, each pair by the coordinate of its axis;
+    that of `rope_positions` [T] of a rope without axes."""
     positions, given = step.tokens.positions, step.tokens.rope_positions
     if rope is None or not rope.axes:
-        return table[positions]
+        return table[rope_positions]
     coordinates = jnp.where(given >= 0, given, positions[:, None])  # [T, 3]
     axes = np.array(rope.axes * 2)  # cosines, then sines
     turns = table[coordinates[:, 0]]

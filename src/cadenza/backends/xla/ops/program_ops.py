@@ -358,6 +358,7 @@ class ProgramOps(ProgramEncoderOps):
             *(factors.rope, query_norm, key_norm, pool.keys, pool.values),
             *(factors.sinks, given.gate, factors.rope_positions),
             step.tokens.reaches if layer.sees_spans else None,
+            step.tokens.window_starts if layer.has_starts else None,
             layer=layer.index,
             heads=heads.num_heads,
             scale=np.float32(model.scale_of(heads)),

@@ -122,7 +122,7 @@ class _Block(NamedTuple):
 
 class _Span(NamedTuple):
     """What queries attend to: a layer's window, if any, and its scores; of keys alone, the first
-    `value_size` are the values. `sees_spans` as in `AttendingLayer`."""
+    `value_size` are the values. The rest as in `AttendingLayer`."""
 
     layer: int
     scale: float
@@ -130,6 +130,7 @@ class _Span(NamedTuple):
     window: int | None = None
     sinks: Any | None = None
     sees_spans: bool = False
+    has_starts: bool = False
 
 
 class ReferenceOps(ReferenceEncoderOps):
@@ -340,6 +341,7 @@ class ReferenceOps(ReferenceEncoderOps):
         span = _Span(
             *(layer.index, scale, shape.head_dim, layer.window, factors.sinks),
             sees_spans=layer.sees_spans,
+            has_starts=layer.has_starts,
         )
         out = self._attend(grouped, pool, step, span).reshape(len(qkv), -1)
         if given.gate is not None:
@@ -459,7 +461,7 @@ class ReferenceOps(ReferenceEncoderOps):
             positions = starts[:, None] + jnp.arange(BLOCK)  # [T, B]
             valid = (positions >= 0) & (positions < limits[:, None])
             if span.window is not None:
-                valid &= positions >= own[:, None] - span.window
+                valid &= positions >= _window_starts(step, span.window, span.has_starts)[:, None]
             places = self._slots(positions, valid, step), span.layer
             lanes = _Block(places, valid, span.scale)
             return self._attend_block(query, pool, lanes, state)
@@ -534,6 +536,15 @@ class ReferenceOps(ReferenceEncoderOps):
         if self._spec.has_kv_codes:
             return sum_code_values(weights, loaded.values)
         return _einsum("tkgb,tbkd->tkgd", weights, loaded.values)
+
+
+def _window_starts(step: StepArrays, window: int, has_starts: bool) -> jax.Array:
+    """The first position [T] that each token sees, or one before the first of all."""
+    starts = step.tokens.positions + 1 - window
+    if not has_starts:
+        return starts
+    given = step.tokens.window_starts
+    return jnp.where(given >= 0, given, starts)
 
 
 def _append(pool: KVPool, key: jax.Array, value: jax.Array | None, places: Places) -> KVPool:

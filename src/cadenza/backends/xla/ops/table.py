@@ -49,7 +49,7 @@ class DecoderSpec:
 
     `dtype` is the type of activations, and of KV that is auto. `is_portable`: the operations have
     the same bits on every CPU. `num_devices` share the whole model, of which `model` is the part of
-    each.
+    each. `is_sparse`: a step's tokens may have rope positions and windows of their own.
     """
 
     model: ModelConfig
@@ -59,6 +59,7 @@ class DecoderSpec:
     kv_cache_dtype: KVCacheDType = "auto"
     is_portable: bool = False
     num_devices: int = 1
+    is_sparse: bool = False
 
     @property
     def has_kv_codes(self) -> bool:
@@ -138,13 +139,15 @@ class AttendingLayer:
 
     `window` is the most tokens that a token attends to, including itself and those before it; None
     is unlimited. With `sees_spans` a token attends to all of its span, which is of the same step
-    (`TokenInputs.reaches`), beside what it sees otherwise.
+    (`TokenInputs.reaches`), beside what it sees otherwise. With `has_starts` the window begins
+    where `TokenInputs.window_starts` says.
     """
 
     index: int
     heads: HeadShape
     window: int | None = None
     sees_spans: bool = False
+    has_starts: bool = False
 
 
 class LatentInputs(NamedTuple):
