@@ -6,15 +6,20 @@ A runner of each table encodes drawn tiles; everything that no program wrote is 
 from dataclasses import replace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
 from cadenza.backends.base import ImageRunner, RunnerSetup
 from cadenza.backends.xla.ops.native import NativeOps
 from cadenza.backends.xla.ops.reference import ReferenceOps
+from cadenza.backends.xla.ops.table import DecoderSpec
 from cadenza.backends.xla.reference_tower import ReferenceTower
 from cadenza.backends.xla.runner import XlaRunner
 from cadenza.backends.xla.tables import MakeOps
+from cadenza.backends.xla.vision.tower_state import tower_state
 from cadenza.checkpoint import Checkpoint, open_checkpoint
 from cadenza.checkpoint.random_checkpoint import named_shape, write_random_checkpoint
 from cadenza.config import EngineLimits
@@ -27,6 +32,15 @@ from tests.xla.test_no_compile import compile_count
 SIDE, TOKENS = 84, 6
 NUM_SLOTS = 100
 BUCKET, ROWS = 8, 2
+
+LIMITS = EngineLimits(
+    max_num_seqs=ROWS,
+    max_num_batched_tokens=BUCKET,
+    max_model_len=64,
+    page_size=16,
+    num_pages=8,
+    max_num_queued_reqs=1,
+)
 
 Rows = np.ndarray[Any, Any]
 
@@ -46,15 +60,7 @@ OPS: dict[str, MakeOps] = {"native": NativeOps, "reference": ReferenceOps}
     scope="module", params=[pytest.param("native", marks=pytest.mark.native), "reference"]
 )
 def warm(model: Checkpoint, request: pytest.FixtureRequest) -> XlaRunner:
-    limits = EngineLimits(
-        max_num_seqs=ROWS,
-        max_num_batched_tokens=BUCKET,
-        max_model_len=64,
-        page_size=16,
-        num_pages=8,
-        max_num_queued_reqs=1,
-    )
-    setup = RunnerSetup(limits=limits, num_image_slots=NUM_SLOTS, fill=float("nan"))
+    setup = RunnerSetup(limits=LIMITS, num_image_slots=NUM_SLOTS, fill=float("nan"))
     runner = XlaRunner(model.config, model.weights, setup, OPS[request.param])
     runner.warmup()
     return runner
@@ -183,6 +189,19 @@ def test_a_part_that_does_not_fit_is_refused_and_changes_nothing(runner: XlaRunn
         with pytest.raises(RunnerError, match="an image part of"):
             runner.launch(step_of(call))
     assert all_rows(runner)[slots_from(0)].tobytes() == good.tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", [pytest.param("native", marks=pytest.mark.native), "reference"])
+def test_memory_that_is_filled_has_no_number_in_any_type(
+    model: Checkpoint, name: str, dtype: str
+) -> None:
+    spec = DecoderSpec(model=model.config, dtype=jnp.dtype(dtype), page_size=16)
+    setup = RunnerSetup(limits=LIMITS, num_image_slots=NUM_SLOTS, fill=float("nan"))
+    state = jax.jit(lambda: tower_state(OPS[name](spec), spec, setup))()
+    for array in map(np.asarray, jax.tree.leaves(state)):
+        numbers = array.view(ml_dtypes.bfloat16) if array.dtype == np.uint16 else array
+        assert np.isnan(numbers.astype(np.float32)).all()
 
 
 def test_a_runner_with_slots_has_the_capability(runner: XlaRunner) -> None:

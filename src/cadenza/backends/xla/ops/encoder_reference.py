@@ -47,9 +47,11 @@ class ReferenceEncoderOps(OpTable):
     def activate(self, x: jax.Array, kind: EncoderActivation, count: jax.Array) -> jax.Array:
         return _activated(x.astype(jnp.float32), kind).astype(self._spec.dtype)
 
-    def new_encoder_heads(self, num_rows: int, shape: EncoderShape) -> EncoderHeads:
+    def new_encoder_heads(
+        self, num_rows: int, shape: EncoderShape, fill: float | None = None
+    ) -> EncoderHeads:
         spans = -(-num_rows // ENCODER_SPAN) * ENCODER_SPAN
-        rows = jnp.zeros((spans, shape.num_heads, shape.head_dim), self._spec.dtype)
+        rows = jnp.full((spans, shape.num_heads, shape.head_dim), fill or 0.0, self._spec.dtype)
         return EncoderHeads(rows, rows, rows)
 
     def keep_heads(

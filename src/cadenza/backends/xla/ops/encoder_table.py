@@ -84,9 +84,11 @@ class EncoderOpTable(ABC):
         """Activations [B, F] of activations."""
 
     @abstractmethod
-    def new_encoder_heads(self, num_rows: int, shape: EncoderShape) -> EncoderHeads:
-        """Memory of at least `num_rows` that nothing reads before it is written; called under
-        tracing."""
+    def new_encoder_heads(
+        self, num_rows: int, shape: EncoderShape, fill: float | None = None
+    ) -> EncoderHeads:
+        """Memory of at least `num_rows` that nothing reads before it is written, with every element
+        set to `fill`, or unwritten; called under tracing."""
 
     @abstractmethod
     def keep_heads(

@@ -46,16 +46,16 @@ class ProgramEncoderOps(ProgramRecorder):
             x, count, kind=_CODE_OF_ACTIVATION[kind]
         )
 
-    def new_encoder_heads(self, num_rows: int, shape: EncoderShape) -> EncoderHeads:
+    def new_encoder_heads(
+        self, num_rows: int, shape: EncoderShape, fill: float | None = None
+    ) -> EncoderHeads:
         rows, heads = _rounded_up(num_rows), shape.num_heads
         plain = (heads, rows, shape.head_dim)
         values = (heads, rows, _rounded_up(shape.head_dim))
+        if fill is not None:
+            return EncoderHeads(*(self._filled(each, fill) for each in (plain, plain, values)))
         dtype = self._stored_dtype
-        return EncoderHeads(
-            self.unwritten(plain, dtype),
-            self.unwritten(plain, dtype),
-            self.unwritten(values, dtype),
-        )
+        return EncoderHeads(*(self.unwritten(each, dtype) for each in (plain, plain, values)))
 
     def keep_heads(
         self,

@@ -163,17 +163,11 @@ class ProgramOps(ProgramEncoderOps):
             return KVPool(self._unwritten_side(shape), self._unwritten_side(shape))
         if self._spec.has_kv_codes:
             return KVPool(_filled_codes(shape, 255, fill), _filled_codes(shape, 127, fill))
-        return KVPool(self._filled_side(shape, fill), self._filled_side(shape, fill))
+        return KVPool(self._filled(shape, fill), self._filled(shape, fill))
 
     def _new_latent_pool(self, shape: tuple[int, ...], fill: float | None) -> KVPool:
-        keys = self._unwritten_side(shape) if fill is None else self._filled_side(shape, fill)
+        keys = self._unwritten_side(shape) if fill is None else self._filled(shape, fill)
         return KVPool(keys, None)
-
-    def _filled_side(self, shape: tuple[int, ...], fill: float) -> jax.Array:
-        element = np.full((), fill, self._spec.dtype)
-        if self._spec.dtype == jnp.bfloat16:  # XLA copies bfloat16 through float32 on a CPU
-            element = element.view(np.uint16)
-        return jnp.full(shape, element)
 
     def _unwritten_side(self, shape: tuple[int, ...]) -> jax.Array:
         if self._spec.has_kv_codes:

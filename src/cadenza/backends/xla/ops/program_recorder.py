@@ -37,6 +37,10 @@ class ProgramRecorder(OpTable):
         """Of pools of activations: XLA copies bfloat16 by way of float32 on a CPU."""
         return np.uint16 if self._spec.dtype == jnp.bfloat16 else self._spec.dtype
 
+    def _filled(self, shape: tuple[int, ...], fill: float) -> jax.Array:
+        """A pool of activations, each of which is `fill`."""
+        return jnp.full(shape, np.full((), fill, self._spec.dtype).view(self._stored_dtype))
+
     def compute(self, decode: Callable[[OpTable], Any]) -> Any:
         return self.compute_watched(lambda _: decode(self))
 

@@ -47,11 +47,8 @@ def tower_state(ops: OpTable, spec: DecoderSpec, setup: RunnerSetup) -> TowerSta
             return jnp.full((count, columns), fill, dtype)
         return ops.unwritten((count, columns), dtype)
 
-    heads = ops.new_encoder_heads(space.patches, encoder_shape(vision.tower))
-    if fill is not None:
-        heads = jax.tree.map(lambda side: jnp.full(side.shape, fill, side.dtype), heads)
     return TowerState(
         stream=array(space.patches, vision.tower.hidden_size, jnp.float32),
-        heads=heads,
+        heads=ops.new_encoder_heads(space.patches, encoder_shape(vision.tower), fill),
         rows=array(space.tokens, vision.num_parts * spec.model.hidden_size, spec.dtype),
     )
