@@ -18,6 +18,7 @@ from cadenza.core.step_schema import (
     ModelInputs,
 )
 from cadenza.request import Attachment, SamplingParams
+from cadenza.sparse_prefill import KeptTokens, SparsePrefill
 from tests.core.builders import add, output_of, packer_of, scheduler_of, sequence_of
 
 BUCKET = 24
@@ -312,3 +313,19 @@ def test_an_entry_says_how_many_tokens_its_last_one_scores() -> None:
     batch = next_batch(scheduler)
     batch.entries[1].num_scored = 5
     assert packer_of().pack(batch, BUCKET).rows.score_lens.tolist() == [0, 5, 0, 0]
+
+
+def test_a_prompt_with_gaps_ends_with_what_is_kept_of_it() -> None:
+    scheduler = scheduler_of(token_budget=64)
+    sequence = sequence_of(0, 200)
+    sparse = SparsePrefill(keep=0.3)
+    sequence.request = replace(sequence.request, sparse_prefill=sparse)
+    sequence.thin_out(KeptTokens(num_prompt_tokens=200, chunks=(0, 6)))
+    add(scheduler, sequence)
+    inputs = packer_of().pack(next_batch(scheduler), 64)
+    assert (inputs.rows.prompt_lens[0], inputs.rows.decode_starts[0]) == (40, 39)
+    assert inputs.logits.positions[0] == 40
+    assert inputs.tokens.positions[:40].tolist() == [*range(40)]
+    assert inputs.tokens.rope_positions[:40, 2].tolist() == [*range(32), *range(192, 200)]
+    expected = draw_keys(np.array([sequence.seed], np.uint64), np.array([200], np.int32))
+    assert inputs.logits.keys[:1].tolist() == expected.tolist()

@@ -20,6 +20,8 @@ Modules:
 - `image_slots`: where the embeddings of images are on the device, and which may be given up
 - `image_cost`: predicts the time of encoding, and learns from measured steps
 - `image_queue`: which image is encoded next and how much of it in a step; what waits for images
+- `scoring_queue`: which prompts a scorer reads for a sparse prefill, and how much of them in a step
+- `score_memo`: the scores of prompts that were scored lately
 - `admission`: whether a sequence may start; what running ones reserve, summed once a step
 - `turns`: who goes next and who makes room: the waiting sequences, and one policy a class
 - `fair_share`: whose turn it is among tenants

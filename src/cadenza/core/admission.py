@@ -93,6 +93,14 @@ class Reservations:
             wanted += admission.reserved_pages(sequence, whole=whole) - full_pages
         return wanted <= available
 
+    def leave(self, num_pages: int, ready: Sequence | None, *, available: int, whole: bool) -> bool:
+        """True if `available` pages cover so many, all existing reservations, and those of a
+        waiting sequence that is ready to start; `whole`: with all that these may generate."""
+        wanted = num_pages + self._sum(whole=whole).num_pages
+        if ready is not None:
+            wanted += self._admission.reserved_pages(ready, whole=whole)
+        return wanted <= available
+
     def can_start(self, kv_cache: KVCacheManager, sequence: Sequence, prefix: Prefix) -> bool:
         """Whether there are pages for a waiting sequence behind `prefix`, in the pool and in its
         tenant's quota."""

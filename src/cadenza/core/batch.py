@@ -94,6 +94,7 @@ class Batch:
         image_load: what that computes.
         encoded_for: the sequence of each of `image_calls`.
         images: that it reads or writes, pinned until it is read.
+        scored: what the prompt scorer computes beside it, as a step of its own; None for nothing.
         num_keys: that its tokens attend to (`StepLoad`).
         has_drafts: how far the sequences have got is known only when the step has been read.
         needs_masks: it samples tokens of constrained sequences, which their tokens so far decide.
@@ -113,6 +114,7 @@ class Batch:
     image_load: ImageLoad = NO_LOAD
     encoded_for: list[Sequence] = field(default_factory=list[Sequence])
     images: list[EncodedImage] = field(default_factory=list[EncodedImage])
+    scored: "Batch | None" = None
     num_tokens: int = 0
     num_keys: int = 0
     num_choices: int = 0

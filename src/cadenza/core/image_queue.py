@@ -332,6 +332,10 @@ class ImageQueue:
         self.counts.encoder_ms += measured_ms * image_ms / (image_ms + text_ms)
         self.cost = self.cost.corrected(batch.image_load, text_ms, measured_ms)
 
+    def predict_ms(self, batch: Batch) -> float:
+        """What encoding adds to a step."""
+        return self.cost.predict_ms(batch.image_load) if batch.image_calls else 0.0
+
     def slot_counts(self) -> ImageSlotCounts:
         """Slots by state."""
         needed = self._next_of_running() | self._next_of_waiting()

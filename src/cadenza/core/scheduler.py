@@ -14,6 +14,7 @@ import heapq
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 
 from cadenza.config import Batching, EngineLimits
@@ -27,6 +28,7 @@ from cadenza.core.image_queue import ImageQueue, WorkOf
 from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.prefix import Prefix
 from cadenza.core.prefix_misses import OnPrefix, PrefixCounts
+from cadenza.core.scoring_queue import ScoredStep, ScoringOptions, ScoringQueue
 from cadenza.core.sequence import Sequence, SequenceStatus
 from cadenza.core.sequence_list import SequenceList
 from cadenza.core.step_budget import PromptPart, PromptShares, StepBudget
@@ -59,6 +61,7 @@ class SchedulerOptions:
             tokens were missing.
         image_work: what encoding an image takes; needed where `EngineLimits.images` are encoded.
         image_cost: what its operations cost; None if that was not measured.
+        scoring: of the model that scores prompts; None without one.
     """
 
     step_bound: StepBound | None = None
@@ -70,6 +73,7 @@ class SchedulerOptions:
     on_prefix: OnPrefix | None = None
     image_work: WorkOf | None = None
     image_cost: ImageCost | None = None
+    scoring: ScoringOptions | None = None
 
 
 class Scheduler:
@@ -101,6 +105,7 @@ class Scheduler:
         self.images = ImageQueue(
             limits.images, kv_cache, self.turns.fair_share, options.image_work, options.image_cost
         )
+        self.scoring = ScoringQueue(options.scoring, kv_cache, self.turns.fair_share)
         self.num_steps = 0
         self.num_preemptions = 0
         self.num_scheduled_tokens = 0
@@ -140,20 +145,28 @@ class Scheduler:
     def observe(self, batch: Batch, measured_ms: float, idle_ms: float | None = None) -> None:
         """A step took `measured_ms`, after `idle_ms` if it waited for the newest tokens.
 
-        One with drafts corrects what drafts cost, and no more; one that encodes images what that
-        costs.
+        One with drafts corrects what drafts cost, and no more; one that encodes images, or scores
+        prompts, what that costs.
         """
         cost = self.step_cost
-        if batch.image_calls:
+        text_ms: float | None = 0.0
+        if batch.entries:
             text_ms = None if cost is None else cost.predict_ms(batch.load)
-            self.images.observe(batch, text_ms if batch.entries else 0.0, measured_ms)
+        if batch.image_calls:
+            scoring_ms = self.scoring.predict_ms(batch.scored)
+            others_ms = None if text_ms is None else text_ms + scoring_ms
+            self.images.observe(batch, others_ms, measured_ms)
+        if batch.scored is not None and text_ms is not None:
+            others_ms = text_ms + self.images.predict_ms(batch)
+            self.scoring.observe(batch.scored, others_ms, measured_ms)
         if cost is None:
             return
         self.drafts.observe(batch, measured_ms, cost, idle_ms)
+        is_mixed = batch.has_drafts or batch.image_calls or batch.scored is not None
         if self.step_bound is None:
-            if not (batch.has_drafts or batch.image_calls):
+            if not is_mixed:
                 self._step_cost = cost.corrected(batch.load, measured_ms)
-        elif batch.has_drafts or batch.image_calls:
+        elif is_mixed:
             self.step_bound.count(measured_ms)
         else:
             self.step_bound.observe(batch.load, measured_ms)
@@ -165,6 +178,7 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         self.turns.add(sequence)
         self.images.add(sequence)
+        self.scoring.add(sequence)
 
     def schedule(self, now_s: float = 0.0) -> Batch | None:
         """The next step, with its pages allocated; None if nothing can be computed.
@@ -172,30 +186,39 @@ class Scheduler:
         `now_s` is a reading of the clock by which sequences' `arrived_s` were set.
         """
         retried = self.turns.retried(self.running)
-        plan = self.images.plan(self.running, retried, lambda: self.turns.startable(now_s))
+        startable = partial(self.turns.startable, now_s)
+        plan = self.images.plan(self.running, retried, startable)
+        self.scoring.begin(startable, self._reservations)
         budget = StepBudget(
             self.limits.max_num_batched_tokens,
             self.step_bound,
             may_finish_short=self._may_finish_short,
-            image_share=plan.share,
+            kept_share=max(plan.share, self.scoring.share),
         )
         entries: list[BatchEntry] = []
         for turn in self.turns.next(self.running, now_s, plan.passed) if plan.has_tokens else ():
             entries = self._allocate_turn(turn, budget)
             if entries:
                 break
-        if not entries and not self.images.may_encode(plan):
+        is_beside = self.images.may_encode(plan) if not entries else True
+        if not (is_beside or self.scoring.has_work):
             # Who starts computes something in that step, or another one does.
             assert not self._has_page_copy(), "no step makes a page's copy"
             return None
         self.drafts.propose(entries, budget.num_rows, self.num_steps, self.step_cost)
         batch = self._launched(entries)
         self.images.encode(plan, batch, self.step_bound)
+        self.scoring.fill(batch, self.step_bound, self.images.predict_ms(batch))
         return batch
 
-    def update(self, batch: Batch, output: StepOutput) -> list[Event]:
-        """Applies a step's results; `output` has one entry per logit row of the batch."""
+    def update(
+        self, batch: Batch, output: StepOutput, scored: ScoredStep | None = None
+    ) -> list[Event]:
+        """Applies a step's results; `output` has one entry per logit row of the batch, and `scored`
+        is what the scorer gave."""
         self._unpin(batch)
+        if batch.scored is not None and scored is not None:
+            self.scoring.apply(batch.scored, scored)
         events = self._results.apply(batch, output)
         self.drafts.settle(batch)
         return events
@@ -241,6 +264,7 @@ class Scheduler:
             sequence.num_pending_tokens = sequence.num_void_choices = 0
         self.kv_cache.forget_all()
         self.images.restart()
+        self.scoring.restart()
 
     def check_invariants(self) -> None:
         """Raises AssertionError if rows, statuses, progress and pages are inconsistent."""
@@ -260,7 +284,8 @@ class Scheduler:
             assert not sequence.page_table, "a waiting sequence holds pages"
         self.prefix_counts.check_invariants()
         self.turns.check_invariants(self.running)
-        self.kv_cache.check_invariants(self.running)
+        self.kv_cache.check_invariants([*self.running, *self.scoring.sequences])
+        self.scoring.check_invariants(self.waiting)
         self.images.check_invariants(self.waiting, self.running)
 
     def _has_page_copy(self) -> bool:
@@ -362,6 +387,9 @@ class Scheduler:
                 candidates = self.running.of_tenant(sequence.tenant.name)
             elif self.kv_cache.has_pinned:
                 return False
+            own = sequence.tenant if candidates is not self.running else None
+            if self.scoring.preempt(own):
+                continue
             victim = self.turns.victim(candidates)
             self._preempt(victim)
             if victim is sequence:
@@ -373,7 +401,9 @@ class Scheduler:
         for sequence in waiting:
             if sequence.is_expecting_source or self.images.is_awaited_by(sequence):
                 continue
-            if not self._free_rows or not self._try_start(sequence):
+            if sequence.awaits_kept and not self.scoring.lacks_pages(sequence):
+                continue
+            if sequence.awaits_kept or not self._free_rows or not self._try_start(sequence):
                 break
             prompts.append(sequence)
 
@@ -399,6 +429,12 @@ class Scheduler:
             if not (self._free_rows or is_first) or not shares.has_tokens:
                 break
             if name in full or sequence.is_expecting_source:
+                continue
+            if self.scoring.lacks_pages(sequence):
+                break
+            if self.scoring.is_full(sequence.tenant):
+                full.add(name)
+            if sequence.awaits_kept:
                 continue
             if self.images.is_known_to_wait(sequence):
                 continue
@@ -519,6 +555,7 @@ class Scheduler:
             self.turns.leave(sequence)
         sequence.status = SequenceStatus.FINISHED
         self.images.remove(sequence)
+        self.scoring.remove(sequence)
         self.turns.under_share.close(sequence.tenant)
 
     def _preempt(self, sequence: Sequence) -> None:

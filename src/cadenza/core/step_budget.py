@@ -46,7 +46,8 @@ class StepBudget:
     """The budget of one step of up to `max_num_tokens` tokens, whose time `bound` bounds.
 
     `num_rows` are the logit rows that are left for prompts and drafts. `may_finish_short` is that
-    of `PromptBudget`. `image_share` is kept for encoding, of the time that decodes leave.
+    of `PromptBudget`. `kept_share` is kept for encoding and scoring, of the time that decodes
+    leave.
     """
 
     def __init__(
@@ -55,13 +56,13 @@ class StepBudget:
         bound: StepBound | None,
         *,
         may_finish_short: bool = True,
-        image_share: float = 0.0,
+        kept_share: float = 0.0,
     ) -> None:
         self.num_rows = NUM_EXTRA_LOGIT_ROWS
         self._max_num_tokens = max_num_tokens
         self._bound = bound
         self._may_finish_short = may_finish_short
-        self._image_share = image_share
+        self._kept_share = kept_share
 
     def take_rows(self, sequence: Sequence, count: int) -> int:
         """Takes the logit rows for the next `count` tokens; returns how many tokens have theirs."""
@@ -92,7 +93,7 @@ class StepBudget:
                 num_keys=sum([sequence.num_computed_tokens + 1 for sequence in decodes]),
             )
             left_ms = self._bound.left_ms(load)
-            budget.left_ms = left_ms * (1 - self._image_share) if left_ms > 0 else left_ms
+            budget.left_ms = left_ms * (1 - self._kept_share) if left_ms > 0 else left_ms
             budget.cost = self._bound.cost
         return budget
 

@@ -434,3 +434,16 @@ class StepOutput:
     top_ids: Int32Array  # [N, K]
     top_logprobs: npt.NDArray[np.float32]  # [N, K]
     hidden: npt.NDArray[np.float32] = field(default_factory=lambda: NO_HIDDEN)  # [H, E]
+
+    @classmethod
+    def empty(cls) -> "StepOutput":
+        """Of a step without logit rows."""
+        return cls(
+            token_ids=np.zeros(0, np.int32),
+            is_finite=np.zeros(0, np.bool_),
+            has_choice=np.zeros(0, np.bool_),
+            logprobs=np.zeros(0, np.float32),
+            ranks=np.zeros(0, np.int32),
+            top_ids=np.zeros((0, 0), np.int32),
+            top_logprobs=np.zeros((0, 0), np.float32),
+        )

@@ -11,6 +11,7 @@ Modules:
 - `compiling`: requests whose constraint is being compiled
 - `sample_seed`: the seed of a sample
 - `model_drafter`: drafts of a second model, which draws them as the target would
+- `scoring_steps`: the steps of the model that scores prompts
 - `loop`: launching and reading steps, and failed steps
 - `calibration`: times a runner's steps before an engine serves
 - `batch_engine`: the thread-safe interface (`BatchEngine`); `run_steps`, the one loop over a core

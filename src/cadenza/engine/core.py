@@ -25,6 +25,7 @@ from cadenza.core.pooling import Pool
 from cadenza.core.prefix_misses import PrefixMisses, log_text, miss_text
 from cadenza.core.prompt_rows import PromptRowsProgress
 from cadenza.core.scheduler import Scheduler, SchedulerOptions
+from cadenza.core.scoring_queue import ScoringOptions
 from cadenza.core.sequence import Sequence
 from cadenza.core.step_cost import StepBound, StepCost
 from cadenza.core.step_results import refuse_constraint
@@ -37,12 +38,13 @@ from cadenza.engine.page_folder import PageFolder
 from cadenza.engine.request_check import RequestCheck
 from cadenza.engine.resumption import Resumption
 from cadenza.engine.sample_seed import seed_of_sample
+from cadenza.engine.scoring_steps import PromptScorerModel, ScoringSteps
 from cadenza.engine.stored_pages import StoredPages
 from cadenza.errors import EngineClosedError, QueueFullError
 from cadenza.events import Event, Finished
 from cadenza.kernel_proof import KernelProof
 from cadenza.request import Request
-from cadenza.sparse_prefill import kept_of_mask
+from cadenza.sparse_prefill import LOOK_AHEAD_TOKENS, kept_of_mask
 from cadenza.speculative_config import SpeculativeConfig
 from cadenza.structured import CompileConstraint
 
@@ -71,6 +73,7 @@ class CoreOptions:
         page_folder: where pages of prompts are stored, whose secret takes the place of `secret`;
             the runner must then be a `PageCopier`.
         window: of the model's layers with a window; for prompts that are thinned out.
+        prompt_scorer: scores prompts for that; closed with the engine.
     """
 
     eos_token_ids: frozenset[int] = frozenset()
@@ -89,6 +92,7 @@ class CoreOptions:
     compile_constraint: CompileConstraint | None = None
     page_folder: PageFolder | None = None
     window: int | None = None
+    prompt_scorer: PromptScorerModel | None = None
 
 
 class EngineCore:
@@ -116,6 +120,7 @@ class EngineCore:
             has_priorities=options.policy.has_priorities,
             has_constraints=options.compile_constraint is not None,
             hidden_size=runner.hidden_size,
+            scored_tokens=_scored_tokens(options.prompt_scorer),
         )
         kv_cache = KVCacheManager(limits, _secret_of(options))
         self.stored_pages = _stored_pages(runner, kv_cache, options.page_folder)
@@ -137,13 +142,17 @@ class EngineCore:
                 on_drafts=self._log_drafts,
                 image_work=runner.image_work if isinstance(runner, ImageRunner) else None,
                 image_cost=options.image_cost,
+                scoring=_scoring_options(options.prompt_scorer),
             ),
         )
         packer = Packer(limits, runner.vocab_size, options.window)
+        scorer = options.prompt_scorer
+        self._scoring = None if scorer is None else ScoringSteps(scorer)
         self._loop = StepLoop(
             self.scheduler,
             steps or StepRunner(runner, packer),
             depth=LOOP_DEPTHS[options.loop],
+            scorer=self._scoring,
             clock=options.clock,
         )
         self._samples: dict[int, dict[int, Sequence]] = {}
@@ -299,6 +308,8 @@ class EngineCore:
             self.stored_pages.close()
         if self._draft_model is not None:
             self._draft_model.runner.close()
+        if self._scoring is not None:
+            self._scoring.close()
         self.runner.close()
 
     def check_invariants(self) -> None:
@@ -412,6 +423,15 @@ def _secret_of(options: CoreOptions) -> bytes:
     if options.page_folder is not None:
         return options.page_folder.key_secret
     return options.secret or secrets.token_bytes(32)
+
+
+def _scored_tokens(scorer: PromptScorerModel | None) -> int | None:
+    """Of the longest prompt that it scores: the tokens behind it are in its context, too."""
+    return None if scorer is None else scorer.limits.max_model_len - LOOK_AHEAD_TOKENS
+
+
+def _scoring_options(scorer: PromptScorerModel | None) -> ScoringOptions | None:
+    return None if scorer is None else ScoringOptions(limits=scorer.limits, cost=scorer.cost)
 
 
 def _stored_pages(

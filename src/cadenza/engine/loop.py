@@ -18,6 +18,7 @@ from cadenza.core.batch import Batch
 from cadenza.core.packing import Packer
 from cadenza.core.scheduler import Scheduler
 from cadenza.core.step_schema import StepOutput
+from cadenza.engine.scoring_steps import ScoringSteps
 from cadenza.errors import RunnerError
 from cadenza.events import Event, Started
 
@@ -48,6 +49,8 @@ class LaunchedStep:
     handle: StepHandle
     launched_s: float = 0.0
     num_hidden: int = 0
+    scoring: StepHandle | None = None
+    """Of `Batch.scored`."""
     idle_s: float | None = None
     """How long the device had nothing to do before `launched_s`, if the step waited for the one
     before it to be read; its launch is part of that time and of no other."""
@@ -78,6 +81,16 @@ class Steps(Protocol):
         ...
 
 
+class _NoStep:
+    """The handle of a step in which the target computes nothing."""
+
+    def result(self) -> StepOutput:
+        return StepOutput.empty()
+
+
+NO_STEP = _NoStep()
+
+
 class StepRunner:
     """Packs and launches batches, and validates the runner's output."""
 
@@ -91,6 +104,8 @@ class StepRunner:
         return "late_masks" in self._runner.capabilities
 
     def launch(self, batch: Batch, now_s: float, *, masks_follow: bool) -> LaunchedStep:
+        if not (batch.entries or batch.image_calls):
+            return LaunchedStep(batch, 0, NO_STEP, now_s)
         num_tokens = batch.num_tokens
         bucket = next(size for size in self._buckets if size >= num_tokens)
         inputs = self._packer.pack(batch, bucket, masks_follow=masks_follow)
@@ -139,6 +154,7 @@ class StepLoop:
     Where the runner cannot do this, the token is read before the next step is scheduled.
 
     Args:
+        scorer: computes what the scheduler scores of prompts, each time behind the step proper.
         clock: seconds, monotonic; passed to the scheduler, and measures steps for its bound.
     """
 
@@ -148,6 +164,7 @@ class StepLoop:
         step_runner: Steps,
         *,
         depth: int,
+        scorer: ScoringSteps | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.in_flight: deque[LaunchedStep] = deque()
@@ -156,6 +173,7 @@ class StepLoop:
         self._scheduler = scheduler
         self._step_runner = step_runner
         self._depth = depth
+        self._scorer = scorer
         self._clock = clock
         self._last_read_s = clock()
 
@@ -172,8 +190,8 @@ class StepLoop:
         newest = self.in_flight[-1]
         started_s = max(newest.launched_s, self._last_read_s)
         predicted_ms = cost.predict_ms(newest.batch.load)
-        if newest.batch.image_calls:
-            predicted_ms += self._scheduler.images.cost.predict_ms(newest.batch.image_load)
+        predicted_ms += self._scheduler.images.predict_ms(newest.batch)
+        predicted_ms += self._scheduler.scoring.predict_ms(newest.batch.scored)
         after_s = LAUNCH_AT * predicted_ms / 1000 - LAUNCH_S
         wait_s = started_s + min(MAX_WAIT_S, after_s) - self._clock()
         return wait_s if wait_s >= MIN_WAIT_S else 0.0
@@ -223,6 +241,8 @@ class StepLoop:
             if has_waited:
                 now_s = self._clock()
                 step = replace(step, launched_s=now_s, idle_s=now_s - self._last_read_s)
+            if self._scorer is not None and batch.scored is not None:
+                step = replace(step, scoring=self._scorer.launch(batch.scored))
             self.in_flight.append(step)
         except Exception:
             logger.exception("launching step %d failed", batch.step_id)
@@ -255,8 +275,11 @@ class StepLoop:
             logger.exception("step %d failed", step.batch.step_id)
             return self._recover(step.batch)
         self.num_consecutive_failures = 0
+        scored = None
+        if self._scorer is not None and step.scoring is not None:
+            scored = self._scorer.read(step.batch.step_id, step.scoring)
         self._observe(step)
-        return self._scheduler.update(step.batch, output)
+        return self._scheduler.update(step.batch, output, scored)
 
     def _observe(self, step: LaunchedStep) -> None:
         """Tells the scheduler how long a step took, since its launch or the step before it."""
@@ -273,6 +296,8 @@ class StepLoop:
         events = self._scheduler.fail_batch(failed, STEP_FAILED)
         self.drop_in_flight()
         self._step_runner.reset()
+        if self._scorer is not None:
+            self._scorer.reset()
         self._scheduler.restart()
         return events
 

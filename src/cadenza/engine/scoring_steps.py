@@ -1,0 +1,88 @@
+"""`ScoringSteps`: the steps of the model that scores prompts (`core.scoring_queue`).
+
+Owns its packer and what becomes of a failed step: the scorer is reset, and the scheduler is told;
+the target's steps go on. Invariant: nothing that it does raises.
+"""
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from cadenza.backends.base import PromptScorer, Runner, StepHandle
+from cadenza.config import EngineLimits
+from cadenza.core.batch import Batch
+from cadenza.core.packing import Packer
+from cadenza.core.scoring_queue import ScoredStep
+from cadenza.core.step_cost import StepCost
+from cadenza.core.step_schema import StepOutput
+from cadenza.errors import RunnerError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptScorerModel:
+    """The model that scores prompts, warm; its runner is a `PromptScorer`.
+
+    Args:
+        limits: those of its runner: the target's pages, a row for each prompt that is scored at the
+            same time, and a context and a token budget of its own.
+        cost: of its steps; None where no step's time is bounded.
+    """
+
+    runner: Runner
+    limits: EngineLimits
+    cost: StepCost | None = None
+
+
+class _Failed:
+    """The handle of a step that could not be launched."""
+
+    def result(self) -> StepOutput:
+        raise RunnerError("the step of the prompt scorer was not launched")
+
+
+class ScoringSteps:
+    """Packs, launches and reads the steps of one scorer."""
+
+    def __init__(self, model: PromptScorerModel) -> None:
+        assert isinstance(model.runner, PromptScorer), "the runner scores no prompts"
+        self._scorer: PromptScorer = model.runner
+        self._runner = model.runner
+        self._packer = Packer(model.limits, model.runner.vocab_size)
+
+    def launch(self, scored: Batch) -> StepHandle:
+        buckets = self._runner.token_buckets
+        try:
+            bucket = next(size for size in buckets if size >= scored.num_tokens)
+            return self._runner.launch(self._packer.pack(scored, bucket))
+        except Exception:
+            logger.exception("launching a step of the prompt scorer failed")
+            return _Failed()
+
+    def read(self, step_id: int, handle: StepHandle) -> ScoredStep:
+        """Waits for a launched step. If it failed, the scorer has lost all pages."""
+        try:
+            return ScoredStep(handle.result(), self._read_scores)
+        except Exception:
+            logger.exception("step %d of the prompt scorer failed", step_id)
+            self.reset()
+            return ScoredStep(None, self._read_scores)
+
+    def reset(self) -> None:
+        """Recovers from a failed step, its own or the target's."""
+        self._packer.forget_rows()
+        try:
+            self._runner.reset()
+        except Exception:
+            logger.exception("the prompt scorer cannot be reset; prompts are computed whole")
+
+    def close(self) -> None:
+        self._runner.close()
+
+    def _read_scores(self, row: int, num_tokens: int, num_queries: int) -> Iterable[float] | None:
+        try:
+            return self._scorer.read_scores(row, num_tokens, num_queries).tolist()
+        except Exception:
+            logger.exception("the scores of a prompt cannot be read; it is computed whole")
+            return None
