@@ -16,13 +16,13 @@ from cadenza.errors import ConfigError, show_size
 from cadenza.loading.fingerprint import identify
 from cadenza.loading.plan import (
     EnginePlan,
-    ExtraMemory,
     make_plan,
     pages_at_once,
     pages_for_batch,
     with_pool,
 )
 from cadenza.loading.planned_engine import PlannedEngine
+from cadenza.loading.second_models import ExtraMemory
 from cadenza.loading.space import ADVISED_SHARE, EXPECTED_TOKENS
 from cadenza.request import Request, SamplingParams
 from tests.faces.stub_backend import STUBS

@@ -18,6 +18,11 @@ def sparse_refusal(model: ModelConfig) -> str | None:
     return None
 
 
+def window_of(model: ModelConfig) -> int | None:
+    """The window of a model that computes sparse prompts; None if it has none."""
+    return next((kind.window for kind in model.layer_kinds if kind.window is not None), None)
+
+
 def scoring_refusal(model: ModelConfig) -> str | None:
     """Why a model scores no prompts (`backends.base.PromptScorer`); None if it does."""
     if model.recurrence is not None:

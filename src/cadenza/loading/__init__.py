@@ -10,7 +10,9 @@ Modules:
   weights and KV
 - `memory`: available memory, below the limits of control groups and of the process
 - `promised_memory`: memory that other engines have planned for and not taken yet
+- `second_models`: models beside the one that is served
 - `draft`: the plan of the second model of an engine that drafts with one
+- `scorer`: the plan of the model that scores prompts
 - `sparse_gain`: how much sooner a thinned prompt's first token is predicted to come
 - `planned_engine`: a model, its plan and its options, and how its runners are loaded
 - `fingerprint`, `content_digest`: what answers and streams depend on; the digest of the weights

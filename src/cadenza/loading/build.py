@@ -12,6 +12,7 @@ from pathlib import Path
 from cadenza.backends import BACKENDS, Backends, find_backend, uses_own_model_code
 from cadenza.backends.base import BackendTraits, Runner
 from cadenza.checkpoint import Checkpoint, Hub, is_hub_id, open_bundled_draft, open_checkpoint
+from cadenza.checkpoint.sparse_support import window_of
 from cadenza.checkpoint.tokenizer_files import given_template
 from cadenza.checkpoint.towers.reader import VisionOptions
 from cadenza.config import EngineConfig, EngineLimits, MaxItlMs
@@ -23,15 +24,18 @@ from cadenza.engine.calibration import make_step_bound, measure_image_cost
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.model_drafter import DraftModel
 from cadenza.engine.page_folder import PageFolder
+from cadenza.engine.scoring_steps import PromptScorerModel
 from cadenza.errors import CheckpointError, ConfigError, show
 from cadenza.loading.draft import plan_copy, plan_draft_model, plan_mtp_head
 from cadenza.loading.footprint import front_end_bytes_of
 from cadenza.loading.image_memory import usual_part
 from cadenza.loading.memory import HOST_MEMORY, HostMemory
 from cadenza.loading.page_folder import open_page_folder
-from cadenza.loading.plan import DraftPlan, EnginePlan, ExtraMemory, device_share, make_plan
+from cadenza.loading.plan import EnginePlan, device_share, make_plan
 from cadenza.loading.planned_engine import PlannedEngine, cache_folder
 from cadenza.loading.promised_memory import MemoryPromise, find_promised, promise_memory
+from cadenza.loading.scorer import check_target, plan_scorer
+from cadenza.loading.second_models import DraftPlan, ExtraMemory
 from cadenza.loading.step_costs import StepCosts, open_step_costs
 from cadenza.text.constraints.token_constraint import ConstraintCompiler
 from cadenza.text.tokens.tokenizer import TokenizerSource
@@ -146,11 +150,6 @@ def plan_model(
         DeviceUnavailableError: the device is not on this machine.
     """
     traits = describe_backend(config, checkpoint, backends)
-    if config.sparse_prompts is not None:
-        raise ConfigError(
-            f"--spec-prefill is not supported on {traits.name}, which scores no prompts; leave it "
-            f"out"
-        )
     shared = device_share(config, traits)
     if shared is not None:
         available = shared * (config.tensor_parallel_size or 1)
@@ -165,7 +164,8 @@ def plan_model(
         if memory.most_bytes is not None:
             available = min(available, memory.most_bytes)
     draft = _plan_draft(checkpoint, config, traits, backends)
-    extra = ExtraMemory(draft=draft, bodies_bytes=bodies_bytes)
+    scorer = _plan_scorer(checkpoint, config, traits, backends)
+    extra = ExtraMemory(draft=draft, scorer=scorer, bodies_bytes=bodies_bytes)
     return make_plan(config, checkpoint, traits, available, extra)
 
 
@@ -183,14 +183,33 @@ def _plan_draft(
         return plan_copy(checkpoint, config, traits)
     if speculation.method == "mtp":
         return plan_mtp_head(checkpoint, config, traits)
-    try:
-        if speculation.model is None:
-            draft = open_bundled_draft(checkpoint)
-        else:
-            draft = find_checkpoint(speculation.model, vision=VisionOptions(has_images=False))
-    except CheckpointError as error:
-        raise CheckpointError(f"the draft model of --speculative-config: {error}") from error
+    draft = _find_second(checkpoint, speculation.model, "--speculative-config")
     return plan_draft_model(checkpoint, draft, config, describe_backend(config, draft, backends))
+
+
+def _plan_scorer(
+    checkpoint: Checkpoint, config: EngineConfig, traits: BackendTraits, backends: Backends
+) -> DraftPlan | None:
+    """Of the model that scores prompts, if the options ask for a sparse prefill.
+
+    Raises CheckpointError, ConfigError.
+    """
+    chosen = config.sparse_prompts
+    if chosen is None:
+        return None
+    check_target(checkpoint, traits)
+    scorer = _find_second(checkpoint, chosen.model, "--spec-prefill")
+    return plan_scorer(checkpoint, scorer, config, describe_backend(config, scorer, backends))
+
+
+def _find_second(checkpoint: Checkpoint, model: str | None, flag: str) -> Checkpoint:
+    """The draft model that a flag names; None is the package's, of the bundled model."""
+    try:
+        if model is None:
+            return open_bundled_draft(checkpoint)
+        return find_checkpoint(model, vision=VisionOptions(has_images=False))
+    except CheckpointError as error:
+        raise CheckpointError(f"the draft model of {flag}: {error}") from error
 
 
 def open_planned(
@@ -235,11 +254,12 @@ def build_serving_core(
 
 @dataclass(frozen=True, slots=True)
 class Runners:
-    """A model's runner, and the model that drafts for it, if there is one; what their steps cost
-    is known once they are warm."""
+    """A model's runner, and those of the models that draft for it and score its prompts, if there
+    are any; what their steps cost is known once they are warm."""
 
     target: Runner
     draft: DraftModel | None
+    scorer: PromptScorerModel | None = None
     pages: PageFolder | None = None
     costs: StepCosts | None = None
 
@@ -247,10 +267,14 @@ class Runners:
         self.target.warmup()
         if self.draft is not None:
             self.draft.runner.warmup()
+        if self.scorer is not None:
+            self.scorer.runner.warmup()
 
     def close(self) -> None:
         if self.draft is not None:
             self.draft.runner.close()
+        if self.scorer is not None:
+            self.scorer.runner.close()
         self.target.close()
 
 
@@ -258,7 +282,8 @@ def load_runners(engine: PlannedEngine, *, fill: float | None = None) -> Runners
     """Runners with their weights loaded and nothing compiled yet; KV slots start as `fill`, or
     unwritten."""
     target = engine.load_runner(fill=fill)
-    return Runners(target, engine.load_draft(target, fill=fill))
+    draft = engine.load_draft(target, fill=fill)
+    return Runners(target, draft, engine.load_scorer(fill=fill))
 
 
 def load_warm_runners(engine: PlannedEngine, on_phase_done: OnPhaseDone) -> Runners:
@@ -270,8 +295,9 @@ def load_warm_runners(engine: PlannedEngine, on_phase_done: OnPhaseDone) -> Runn
     logger.debug("resolved configuration: %s", plan)
     pages, costs = open_page_folder(engine), open_step_costs(engine)
     runners = replace(load_runners(engine), pages=pages, costs=costs)
-    for each in (engine.checkpoint, None if plan.draft is None else plan.draft.checkpoint):
-        if each is not None and each.is_known:  # leaves their files to the page cache
+    others = [each.checkpoint for each in (plan.draft, plan.scorer) if each is not None]
+    for each in (engine.checkpoint, *others):
+        if each.is_known:  # leaves their files to the page cache
             each.weights.release_pages()
     on_phase_done("load")
     runners.warmup()
@@ -325,6 +351,8 @@ def make_core(
         page_folder=runners.pages,
         secret=prefix_secret,
         image_cost=None if step_bound is None else _image_cost(engine, runner),
+        prompt_scorer=_with_cost(runners.scorer, None if step_bound is None else costs),
+        window=None if runners.scorer is None else window_of(engine.checkpoint.config),
     )
     return EngineCore(runner, limits, options)
 
@@ -347,6 +375,17 @@ def _measured(draft: DraftModel, costs: StepCosts) -> DraftModel:
     load = StepLoad(num_tokens=1, num_logits=1, num_keys=1)
     logger.info("a draft of one stream takes %.1f ms", cost.predict_ms(load))
     return replace(draft, cost=cost)
+
+
+def _with_cost(
+    scorer: PromptScorerModel | None, costs: StepCosts | None
+) -> PromptScorerModel | None:
+    """With the cost of its steps, where their time is bounded; logs what a prompt's token costs."""
+    if scorer is None or costs is None:
+        return scorer
+    cost = costs.of("scorer", scorer.runner, scorer.limits)
+    logger.info("a token of a prompt is scored in %.2f ms", cost.token_ms)
+    return replace(scorer, cost=cost)
 
 
 def constraint_compiler(checkpoint: Checkpoint) -> ConstraintCompiler | None:

@@ -12,14 +12,10 @@ from cadenza.checkpoint.declaration import EMBEDDING, HEAD
 from cadenza.checkpoint.dtypes import item_bytes
 from cadenza.checkpoint.mtp_head import mtp_head_of
 from cadenza.checkpoint.tensor_formats import stored_bytes
-from cadenza.config import EngineConfig
+from cadenza.config import EngineConfig, Quantization
 from cadenza.errors import CheckpointError, ConfigError
-from cadenza.loading.plan import (
-    DraftPlan,
-    choose_dtype,
-    choose_quantization,
-    memory_of,
-)
+from cadenza.loading.plan import choose_dtype, choose_quantization, memory_of
+from cadenza.loading.second_models import DraftPlan
 from cadenza.text.tokens.tokenizer import Tokenizer, TokenizerSource
 
 _FLAG = "--speculative-config"
@@ -63,7 +59,7 @@ def plan_draft_model(
     speculation = config.speculation
     assert speculation is not None
     name = speculation.model or draft.folder.name
-    _check_vocabulary(name, target, draft)
+    check_vocabulary(_FLAG, name, target, draft)
     return _plan(draft, config, traits, name=f"the model {name}", shares_kv=False)
 
 
@@ -110,24 +106,38 @@ def _plan(
 ) -> DraftPlan:
     speculation = config.speculation
     assert speculation is not None
-    own = replace(config, quantization=speculation.quantization or "none", speculative_config=None)
-    quantization = choose_quantization(own, checkpoint, traits)
-    dtype = choose_dtype(own, checkpoint, traits)
-    memory = memory_of(checkpoint, traits, dtype, own)
-    if memory.state_bytes:
+    quantization = speculation.quantization or "none"
+    plan = plan_second(checkpoint, config, traits, quantization, name)
+    if checkpoint.is_known and checkpoint.config.recurrence is not None:
         raise ConfigError(
             f"{_FLAG}: {name} has recurrent layers, and drafts of such a model are not supported; "
             f"choose the method ngram, or mtp where the model has an MTP layer"
         )
+    return replace(plan, shares_kv=True, kv_bytes_per_token=0) if shares_kv else plan
+
+
+def plan_second(
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    traits: BackendTraits,
+    quantization: Quantization,
+    name: str,
+) -> DraftPlan:
+    """The plan of a model beside the one that `config` is for, with its types but for that of its
+    weights. Raises ConfigError where it cannot be quantised so."""
+    own = replace(config, quantization=quantization, speculative_config=None, spec_prefill=None)
+    quantization = choose_quantization(own, checkpoint, traits)
+    dtype = choose_dtype(own, checkpoint, traits)
+    memory = memory_of(checkpoint, traits, dtype, own)
     return DraftPlan(
         name=name,
         checkpoint=checkpoint,
         dtype=dtype,
         quantization=quantization,
         context=checkpoint.outline.max_position_embeddings,
-        shares_kv=shares_kv,
+        shares_kv=False,
         weight_bytes=memory.weight_bytes,
-        kv_bytes_per_token=0 if shares_kv else memory.kv_bytes_per_token,
+        kv_bytes_per_token=memory.kv_bytes_per_token,
     )
 
 
@@ -137,13 +147,13 @@ def _without_images(checkpoint: Checkpoint) -> Checkpoint:
     return replace(checkpoint, known=(config, checkpoint.weights))
 
 
-def _check_vocabulary(name: str, target: Checkpoint, draft: Checkpoint) -> None:
-    """Raises ConfigError unless equal ids are equal tokens."""
+def check_vocabulary(flag: str, name: str, target: Checkpoint, draft: Checkpoint) -> None:
+    """Raises ConfigError, which names the flag, unless equal ids are equal tokens."""
     sizes = draft.outline.vocab_size, target.outline.vocab_size
     if sizes[0] != sizes[1]:
         raise ConfigError(
-            f"{_FLAG}: the model {name} has a vocabulary of {sizes[0]} tokens, and the model that "
-            f"it drafts for one of {sizes[1]}; they must be equal"
+            f"{flag}: the model {name} has a vocabulary of {sizes[0]} tokens, and the model that "
+            f"it is for one of {sizes[1]}; they must be equal"
         )
     sources = draft.tokenizer_source, target.tokenizer_source
     if sources[0] is None or sources[1] is None or _bytes_of(sources[0]) == _bytes_of(sources[1]):
@@ -152,7 +162,7 @@ def _check_vocabulary(name: str, target: Checkpoint, draft: Checkpoint) -> None:
     odd = next((token for token, index in other.items() if own.get(token) != index), None)
     if odd is not None:
         raise ConfigError(
-            f"{_FLAG}: the model {name} has another vocabulary than the model that it drafts for: "
+            f"{flag}: the model {name} has another vocabulary than the model that it is for: "
             f"the token {odd!r} is {own.get(odd)} in the one and {other[odd]} in the other; they "
             f"must be equal"
         )

@@ -78,15 +78,16 @@ class Footprint:
     bodies_bytes: int = 0
     request_bytes: int = 0
 
-    def with_draft(self) -> "Footprint":
-        """With the arrays of a second model's runner; rows of both have the same requests."""
+    def beside(self, num_others: int) -> "Footprint":
+        """With the arrays of other models' runners; rows of all have the same requests."""
+        count = 1 + num_others
         return replace(
             self,
-            fixed_bytes=2 * self.fixed_bytes,
-            context_bytes=2 * self.context_bytes,
-            row_bytes=2 * self.row_bytes,
-            table_bytes=2 * self.table_bytes,
-            step_token_bytes=2 * self.step_token_bytes,
+            fixed_bytes=count * self.fixed_bytes,
+            context_bytes=count * self.context_bytes,
+            row_bytes=count * self.row_bytes,
+            table_bytes=count * self.table_bytes,
+            step_token_bytes=count * self.step_token_bytes,
         )
 
     def at(self, context: int, page_size: int) -> "Footprint":

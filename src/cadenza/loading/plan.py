@@ -22,10 +22,12 @@ from cadenza.config import (
     KVCacheDType,
     Quantization,
 )
+from cadenza.core.scoring_queue import MAX_SCORINGS
 from cadenza.core.whole_spans import least_budget
 from cadenza.errors import ConfigError, show_size
 from cadenza.loading.footprint import QUEUE_PER_SEQ, Footprint, footprint_of
 from cadenza.loading.image_memory import image_memory_of, plan_images
+from cadenza.loading.second_models import DraftPlan, ExtraMemory, beside_others
 from cadenza.loading.space import (
     Space,
     check_base,
@@ -39,41 +41,10 @@ from cadenza.loading.space import (
     state_slots,
 )
 from cadenza.request import Request
+from cadenza.sparse_prefill import LOOK_AHEAD
 
 SMALLEST_POOL = 1024
 """Tokens of the smallest pool that `pages_for_batch` asks for."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DraftPlan:
-    """A second model for drafts.
-
-    Args:
-        name: for people.
-        context: tokens of a stream, at most.
-        shares_kv: it computes on the KV of the model that it drafts for.
-        reads_hidden: it reads the hidden states of that model, and shares its embedding and head.
-        kv_bytes_per_token: with the hidden states that are kept for it; 0 if it has no KV.
-    """
-
-    name: str
-    checkpoint: Checkpoint = field(repr=False, compare=False)
-    dtype: WeightDType
-    quantization: Quantization
-    context: int
-    shares_kv: bool
-    reads_hidden: bool = False
-    weight_bytes: int
-    kv_bytes_per_token: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExtraMemory:
-    """What is planned beside a model: the second one, if the options name one, and the bytes of all
-    bodies that a server reads at the same time."""
-
-    draft: DraftPlan | None = None
-    bodies_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +68,7 @@ class EnginePlan:
     footprint: Footprint = field(default_factory=Footprint)
     traits: BackendTraits
     draft: DraftPlan | None = None
+    scorer: DraftPlan | None = None
     rows_reason: str | None = None
     """Why `max_num_seqs` is what it is, where none was asked for."""
 
@@ -120,6 +92,7 @@ class EnginePlan:
             + self.state_bytes
             + self.image_bytes
             + self.draft_bytes
+            + self.scorer_bytes
             + self.scratch_bytes
             + self.footprint.process_bytes
             + self.footprint.front_end_bytes
@@ -130,12 +103,13 @@ class EnginePlan:
     def start_bytes(self) -> int:
         """Of `planned_bytes`, those that are resident before the first request comes, at most."""
         limits = self.limits
-        draft_bytes = 0 if self.draft is None else self.draft.weight_bytes
+        others = [each for each in (self.draft, self.scorer) if each is not None]
+        second_bytes = sum(each.weight_bytes for each in others)
         own_bytes = self.kv_bytes + self.state_bytes + self.image_bytes
-        filled_bytes = own_bytes + self.draft_bytes - draft_bytes
+        filled_bytes = own_bytes + self.draft_bytes + self.scorer_bytes - second_bytes
         return (
             self.weight_bytes
-            + draft_bytes
+            + second_bytes
             + (filled_bytes if self.traits.fills_kv else 0)
             + self.footprint.start_bytes(
                 num_rows=limits.max_num_seqs, num_step_tokens=limits.max_num_batched_tokens
@@ -160,12 +134,35 @@ class EnginePlan:
         return replace(limits, max_model_len=context, num_state_slots=0)
 
     @property
+    def scorer_limits(self) -> EngineLimits:
+        """Of the runner of the model that scores prompts: a row for each that is scored at the same
+        time. Its context holds the longest prompt and what is drawn behind it."""
+        scorer, limits = self.scorer, self.limits
+        assert scorer is not None
+        return replace(
+            limits,
+            max_num_seqs=MAX_SCORINGS,
+            max_num_batched_tokens=max(limits.max_num_batched_tokens, MAX_SCORINGS),
+            max_model_len=min(scorer.context, limits.max_model_len + LOOK_AHEAD),
+            num_state_slots=0,
+            images=None,
+        )
+
+    @property
     def draft_bytes(self) -> int:
         """Weights and KV of the draft model."""
-        if self.draft is None:
+        return self._bytes_beside(self.draft)
+
+    @property
+    def scorer_bytes(self) -> int:
+        """Weights and KV of the model that scores prompts."""
+        return self._bytes_beside(self.scorer)
+
+    def _bytes_beside(self, other: DraftPlan | None) -> int:
+        if other is None:
             return 0
         num_slots = self.limits.num_pages * self.limits.page_size
-        return self.draft.weight_bytes + num_slots * self.draft.kv_bytes_per_token
+        return other.weight_bytes + num_slots * other.kv_bytes_per_token
 
     @property
     def keeps_hidden(self) -> bool:
@@ -207,7 +204,8 @@ class EnginePlan:
             f"{self.kv_bytes / 1e6:.1f} MB of {self.kv_name} KV cache{self._state_summary}"
             f"{self._image_summary}, "
             f"{limits.max_num_seqs} rows{self._rows_summary}, "
-            f"context of {limits.max_model_len} tokens{self._draft_summary}; "
+            f"context of {limits.max_model_len} tokens{self._draft_summary}"
+            f"{self._scorer_summary}; "
             f"{self.planned_bytes / 1e6:.1f} MB planned in all, {self.start_bytes / 1e6:.1f} MB of "
             f"them resident at the start"
         )
@@ -234,6 +232,12 @@ class EnginePlan:
             return ""
         return f"; drafts by {self.draft.name}: {self.draft_bytes / 1e6:.1f} MB"
 
+    @property
+    def _scorer_summary(self) -> str:
+        if self.scorer is None:
+            return ""
+        return f"; prompts scored by {self.scorer.name}: {self.scorer_bytes / 1e6:.1f} MB"
+
 
 def make_plan(
     config: EngineConfig,
@@ -248,7 +252,7 @@ def make_plan(
         ConfigError: the model or the requested sizes do not fit; the message has both numbers.
     """
     extra = extra or ExtraMemory()
-    draft = extra.draft
+    draft, scorer = extra.draft, extra.scorer
     dtype = choose_dtype(config, checkpoint, traits)
     quantization = choose_quantization(config, checkpoint, traits)
     _check_choice("--kv-cache-dtype", config.kv_cache_dtype, traits.kv_cache_dtypes, traits)
@@ -258,10 +262,11 @@ def make_plan(
     _check_speculation(config, traits)
     kv_layout = _choose_layout(config, traits)
     config = replace(config, kv_layout=kv_layout, quantization=quantization)
-    memory = _beside_draft(memory_of(checkpoint, traits, dtype, config), draft)
+    own_memory = memory_of(checkpoint, traits, dtype, config)
+    others = [each for each in (draft, scorer) if each is not None]
+    memory = beside_others(own_memory, others)
     footprint = footprint_of(checkpoint, traits, dtype, memory, extra.bodies_bytes)
-    if draft is not None:
-        footprint = footprint.with_draft()
+    footprint = footprint.beside(len(others))
     images = plan_images(checkpoint, traits, memory, config.image_cache_bytes)
     space = Space(
         config=config,
@@ -290,9 +295,8 @@ def make_plan(
         kv_cache_dtype=config.kv_cache_dtype,
         has_codes=checkpoint.is_known and checkpoint.weights.has_codes,
         kv_layout=kv_layout,
-        weight_bytes=memory.weight_bytes - (0 if draft is None else draft.weight_bytes),
-        kv_bytes_per_token=memory.kv_bytes_per_token
-        - (0 if draft is None else draft.kv_bytes_per_token),
+        weight_bytes=own_memory.weight_bytes,
+        kv_bytes_per_token=own_memory.kv_bytes_per_token,
         state_bytes_per_slot=memory.state_bytes,
         image_bytes=images.num_bytes,
         num_image_slots=images.num_slots,
@@ -301,6 +305,7 @@ def make_plan(
         footprint=footprint.at(limits.max_model_len, config.page_size),
         traits=traits,
         draft=draft,
+        scorer=scorer,
         rows_reason=rows_reason,
     )
 
@@ -536,17 +541,6 @@ def _check_latents(model: ModelConfig, config: EngineConfig) -> None:
             f"{model.family}, whose pages hold latents in place of keys and values; leave it at "
             f"auto"
         )
-
-
-def _beside_draft(memory: ModelMemory, draft: DraftPlan | None) -> ModelMemory:
-    """The memory of a model and of one that drafts for it, whose pages have the same ids."""
-    if draft is None:
-        return memory
-    return replace(
-        memory,
-        weight_bytes=memory.weight_bytes + draft.weight_bytes,
-        kv_bytes_per_token=memory.kv_bytes_per_token + draft.kv_bytes_per_token,
-    )
 
 
 def _limits(

@@ -1,6 +1,7 @@
 """`PlannedEngine`: a model, the plan of its engine and its options; loads the runners.
 
-Invariant: nothing that streams depend on follows from the draft model.
+Invariant: nothing that streams depend on follows from the model that drafts; which tokens a sparse
+prefill keeps follows from the one that scores.
 """
 
 import os
@@ -12,6 +13,7 @@ from cadenza.backends.base import Backend, Runner, RunnerSetup
 from cadenza.checkpoint import Checkpoint
 from cadenza.config import EngineConfig
 from cadenza.engine.model_drafter import DraftModel
+from cadenza.engine.scoring_steps import PromptScorerModel
 from cadenza.loading.plan import EnginePlan
 from cadenza.loading.weight_cache import packed_weights_file
 
@@ -46,6 +48,7 @@ class PlannedEngine:
             copies_pages=config.prefix_cache_disk is not None,
             keeps_hidden=plan.keeps_hidden,
             num_image_slots=plan.num_image_slots,
+            sparse_prompts=plan.scorer is not None,
         )
 
     def load_runner(self, *, fill: float | None = None) -> Runner:
@@ -74,6 +77,7 @@ class PlannedEngine:
             copies_pages=False,
             num_image_slots=self.plan.num_image_slots if draft.shares_kv else 0,
             num_devices=1,
+            sparse_prompts=self.plan.scorer is not None and draft.shares_kv,
         )
         return DraftModel(
             runner=self._load(draft.checkpoint, setup, draft.weight_bytes),
@@ -81,6 +85,26 @@ class PlannedEngine:
             shares_kv=draft.shares_kv,
             reads_hidden=draft.reads_hidden,
         )
+
+    def load_scorer(self, *, fill: float | None = None) -> PromptScorerModel | None:
+        """The model that scores prompts; None if the plan has none."""
+        scorer = self.plan.scorer
+        if scorer is None:
+            return None
+        setup = replace(
+            self.setup(fill=fill),
+            limits=self.plan.scorer_limits,
+            dtype=scorer.dtype,
+            quantization=scorer.quantization,
+            keeps_hidden=False,
+            copies_pages=False,
+            num_image_slots=0,
+            num_devices=1,
+            sparse_prompts=False,
+            scores_prompts=True,
+        )
+        runner = self._load(scorer.checkpoint, setup, scorer.weight_bytes)
+        return PromptScorerModel(runner=runner, limits=self.plan.scorer_limits)
 
     def _load(self, checkpoint: Checkpoint, setup: RunnerSetup, weight_bytes: int) -> Runner:
         if self.plan.traits.keeps_packed_weights:

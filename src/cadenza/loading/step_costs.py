@@ -91,7 +91,8 @@ class StepCosts:
 
 def open_step_costs(engine: PlannedEngine) -> StepCosts:
     """The kept costs of an engine's runners."""
-    checkpoint, setup, draft = engine.checkpoint, engine.setup(), engine.plan.draft
+    checkpoint, setup, plan = engine.checkpoint, engine.setup(), engine.plan
+    others = (plan.draft, plan.scorer)
     parts = (
         __version__,
         checkpoint.digest,
@@ -100,7 +101,10 @@ def open_step_costs(engine: PlannedEngine) -> StepCosts:
         setup.dtype,
         setup.quantization,
         setup.kv_cache_dtype,
-        "" if draft is None else f"{draft.checkpoint.digest} {draft.dtype} {draft.quantization}",
+        *(
+            "" if each is None else f"{each.checkpoint.digest} {each.dtype} {each.quantization}"
+            for each in others
+        ),
         _processor(),
         str(usable_cores()),
     )
