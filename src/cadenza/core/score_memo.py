@@ -17,7 +17,7 @@ MAX_CHUNKS = 1 << 20
 """Scores of all prompts together: 8 MiB."""
 
 
-def digest_of(sequence: Sequence) -> bytes:
+def prompt_digest(sequence: Sequence) -> bytes:
     """What the scores of a sequence's prompt follow from, and its salt."""
     request, stop = sequence.request, sorted(sequence.stop_token_ids)
     found = hashlib.blake2b(request.cache_salt.encode(), digest_size=32)

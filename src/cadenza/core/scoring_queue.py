@@ -20,7 +20,7 @@ from cadenza.core.admission import Reservations
 from cadenza.core.batch import Batch, BatchEntry
 from cadenza.core.fair_share import FairShare
 from cadenza.core.kv_cache_manager import KVCacheManager
-from cadenza.core.score_memo import ScoreMemo, digest_of
+from cadenza.core.score_memo import ScoreMemo, prompt_digest
 from cadenza.core.sequence import Sequence, SequenceStatus
 from cadenza.core.step_budget import SHORT_SHARE, PromptBudget, PromptPart, PromptShares
 from cadenza.core.step_cost import StepBound, StepCost, StepLoad
@@ -157,7 +157,7 @@ class ScoringQueue:
         if self._is_cached(sequence):
             sequence.whole_because = "cached"
             return
-        digest = digest_of(sequence)
+        digest = prompt_digest(sequence)
         kept = _kept_unscored(sequence) or self._kept_before(sequence, digest)
         if kept is not None:
             sequence.thin_out(kept)
