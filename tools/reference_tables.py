@@ -26,6 +26,7 @@ from cadenza.engine.stats import (
     Distribution,
     EngineStats,
     ImageStats,
+    ScoringStats,
     StateStats,
     StepBoundStats,
 )
@@ -177,6 +178,7 @@ class CountedIdly:
             stored_pages=StoredPageCounts(),
             states=StateStats(),
             images=ImageStats(),
+            scoring=ScoringStats(),
         )
 
 

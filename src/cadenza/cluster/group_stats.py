@@ -11,7 +11,7 @@ from cadenza.engine.status import EngineState, EngineStatus
 
 Figures = TypeVar("Figures")
 
-ADDED_SECONDS = ("queued_s", "encoder_s")
+ADDED_SECONDS = ("queued_s", "encoder_s", "scoring_s")
 """Figures that are sums; other fractional ones are settings, and alike."""
 
 BEST_FIRST: tuple[EngineState, ...] = ("ready", "draining", "restarting", "loading", "dead")

@@ -141,6 +141,11 @@ class ScoringQueue:
         return [each.sequence for each in self._begun]
 
     @property
+    def is_used(self) -> bool:
+        """Whether there is a scorer."""
+        return self._limits is not None
+
+    @property
     def has_work(self) -> bool:
         """Whether a step can compute something."""
         return bool(self._ready())

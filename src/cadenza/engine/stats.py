@@ -16,6 +16,7 @@ from cadenza.core.image_queue import ImageQueue
 from cadenza.core.prefix_misses import MissReason, no_missed_prompts, no_misses
 from cadenza.core.queue_forecast import forecast_queue
 from cadenza.core.recurrent_states import RecurrentStates
+from cadenza.core.scoring_queue import ScoringQueue
 from cadenza.core.step_cost import StepBound
 from cadenza.engine.core import EngineCore
 from cadenza.engine.loop import Announce
@@ -90,6 +91,20 @@ class ImageStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ScoringStats:
+    """What an engine scores of prompts. `num_scoring` is a gauge: prompts that are being scored;
+    the rest are the counters of `ScoringCounts`, of which `scoring_s` are seconds of steps."""
+
+    num_scoring: int = 0
+    num_scored: int = 0
+    num_remembered: int = 0
+    num_failed: int = 0
+    num_preempted: int = 0
+    num_tokens: int = 0
+    scoring_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
     """A snapshot. Running, waiting and page counts are gauges; all others are counters.
 
@@ -131,6 +146,7 @@ class EngineStats:
     stored_pages: StoredPageCounts | None = None
     states: StateStats | None = None
     images: ImageStats | None = None
+    scoring: ScoringStats | None = None
 
     @property
     def kv_cache_usage(self) -> float:
@@ -251,6 +267,7 @@ class StepMeter:
             stored_pages=None if stored is None else stored.counts,
             states=_state_stats(scheduler.kv_cache.states),
             images=None if self._core.limits.images is None else _image_stats(scheduler.images),
+            scoring=_scoring_stats(scheduler.scoring) if scheduler.scoring.is_used else None,
         )
 
     def _queued_s(self) -> float:
@@ -286,6 +303,19 @@ def _image_stats(images: ImageQueue) -> ImageStats:
         num_slot_hits=counts.num_slot_hits,
         num_prefix_hits=counts.num_prefix_hits,
         encoder_s=counts.encoder_ms / 1000,
+    )
+
+
+def _scoring_stats(scoring: ScoringQueue) -> ScoringStats:
+    counts = scoring.counts
+    return ScoringStats(
+        num_scoring=len(scoring.sequences),
+        num_scored=counts.num_scored,
+        num_remembered=counts.num_remembered,
+        num_failed=counts.num_failed,
+        num_preempted=counts.num_preempted,
+        num_tokens=counts.num_tokens,
+        scoring_s=counts.scoring_ms / 1000,
     )
 
 

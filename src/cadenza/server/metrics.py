@@ -458,6 +458,39 @@ _OWN_ROWS = (
         "counts.num_skipped_tokens",
         "Tokens of thinned prompts that were left out.",
     ),
+    _Row(
+        "spec_prefill_scoring",
+        "stats.scoring.num_scoring",
+        "Prompts that are being scored.",
+        None,
+        GAUGE,
+    ),
+    _Row("spec_prefill_scored", "stats.scoring.num_scored", "Prompts scored."),
+    _Row(
+        "spec_prefill_scored_before",
+        "stats.scoring.num_remembered",
+        "Samples whose prompt had been scored before.",
+    ),
+    _Row(
+        "spec_prefill_scorings_failed",
+        "stats.scoring.num_failed",
+        "Prompts that were computed whole because their scoring failed.",
+    ),
+    _Row(
+        "spec_prefill_scorings_preempted",
+        "stats.scoring.num_preempted",
+        "Scorings that began again because what ran needed their pages.",
+    ),
+    _Row(
+        "spec_prefill_scored_tokens",
+        "stats.scoring.num_tokens",
+        "Tokens that the draft model computed to score prompts.",
+    ),
+    _Row(
+        "spec_prefill_scoring_seconds",
+        "stats.scoring.scoring_s",
+        "Seconds of steps for scoring prompts.",
+    ),
     _Row("pages", "pages", "KV pages by their state.", "state", GAUGE),
     _Row(
         "state_slots",

@@ -1,0 +1,176 @@
+"""Random traffic of sparse and whole prompts, on engines that are killed: every stream is the one
+that its request gives alone.
+
+On the token-storing runners: the engine is thrown away before a step, with that step's events, and
+a new one gets every open request with what had been passed on until then.
+"""
+
+import random
+from collections.abc import Iterable
+from dataclasses import replace
+
+import pytest
+
+from cadenza.config import EngineLimits, SchedulerLoop
+from cadenza.engine.core import EngineCore
+from cadenza.engine.open_requests import OpenRequests, RequestTimeouts
+from cadenza.errors import InvalidRequestError
+from cadenza.events import Event, Finished, Started, Token
+from cadenza.request import Request
+from cadenza.sparse_prefill import PromptSpan
+from cadenza.tenant import Tenant
+from tests.by_day import by_day
+from tests.engine.sparse import (
+    LIMITS,
+    asking,
+    kept_of,
+    owed,
+    request_of,
+    scorer_of,
+    scoring_engine,
+    tokens_of,
+)
+
+TENANTS = (Tenant(name="a"), Tenant(name="b", weight=2.0, page_share=0.8))
+
+
+def limits_of(rng: random.Random) -> EngineLimits:
+    return replace(
+        LIMITS,
+        max_num_seqs=rng.randint(1, 5),
+        max_num_batched_tokens=rng.randint(8, 80),
+        num_pages=rng.choice([33, 36, 45, 80]),
+        enable_prefix_caching=rng.random() < 0.85,
+    )
+
+
+def client(rng: random.Random, prompts: list[tuple[int, ...]]) -> Request:
+    """Often a prompt that others have, too, or the beginning of one."""
+    prompt = rng.choice(prompts)[: rng.choice([500, 500, rng.randint(1, 400)])]
+    params = {
+        "seed": rng.randint(0, 5),
+        "max_tokens": rng.randint(1, 40),
+        "ignore_eos": rng.random() < 0.6,
+        "stop_token_ids": rng.choice([(), (rng.randrange(97),)]),
+        "frequency_penalty": rng.choice([0.0, 0.0, 0.7]),
+    }
+    if rng.random() < 0.4:
+        found = request_of(prompt, None, **params)
+    else:
+        start = rng.randrange(len(prompt))
+        spans = rng.choice([(), (PromptSpan(start, start + 50),)])
+        found = asking(prompt, rng.choice([0.2, 0.5, 0.7, 0.9, 1.0]), spans, **params)
+    salt = rng.choice(["", "", "", "other"])
+    return replace(found, tenant=rng.choice(TENANTS), cache_salt=salt)
+
+
+class Relay:
+    """One front end's requests, and the engines that serve them one after the other."""
+
+    def __init__(self, seed: int, loop: SchedulerLoop) -> None:
+        self.rng = random.Random(f"sparse {seed}")
+        self.limits = limits_of(self.rng)
+        self.loop = loop
+        self.budget = self.rng.choice([4, 16, 64, 200])
+        self.reserved = self.rng.choice([0.0, 0.5, 1.0])
+        self.books = OpenRequests(RequestTimeouts(), lambda: 0.0)
+        self.engine = self._engine()
+        self.requests: dict[int, Request] = {}
+        self.tokens: dict[int, list[int]] = {}
+        self.ended: dict[int, Finished] = {}
+        self.kept: dict[int, bytes | None] = {}
+        self.cancelled: set[int] = set()
+        self.num_resumed_scored = 0
+
+    def _engine(self) -> EngineCore:
+        scorer = scorer_of(self.limits, self.budget)
+        return scoring_engine(self.limits, scorer, loop=self.loop, reserved_output=self.reserved)
+
+    def submit(self, request: Request) -> None:
+        try:
+            self.engine.check(request)
+        except InvalidRequestError:  # more pages than its tenant may hold
+            return
+        request_id = self.books.accept(request, self.limits)
+        self.engine.enqueue(request_id, request)
+        self.requests[request_id], self.tokens[request_id] = request, []
+
+    def take(self, events: Iterable[Event]) -> None:
+        events = list(events)
+        for event in events:
+            if isinstance(event, Started):
+                known = self.kept.setdefault(event.request_id, event.kept)
+                assert known == event.kept, "another engine kept something else"
+                assert event.whole_because is None
+        for event in self.books.record(events):
+            if isinstance(event, Token):
+                self.tokens[event.request_id].append(event.token_id)
+            elif isinstance(event, Finished):
+                self.ended[event.request_id] = event
+
+    def cancel(self) -> None:
+        request_id = self.rng.choice([*self.requests, -1])
+        if self.books.cancel(request_id):
+            self.engine.cancel(request_id)
+            self.cancelled.add(request_id)
+
+    def kill(self) -> None:
+        self.books.lose_engine(0.0)
+        self.engine = self._engine()
+        for request_id in self.books.open_ids():
+            resumed = self.books.resume(request_id)
+            assert resumed is not None
+            self.num_resumed_scored += resumed[1].kept is not None
+            self.engine.resume(request_id, *resumed)
+
+    def run(self) -> None:
+        rng = self.rng
+        prompts = [tokens_of(rng.randint(150, 470), rng.randrange(1000)) for _ in range(4)]
+        for _ in range(rng.randint(6, 14)):
+            if rng.random() < 0.3:
+                prompts.append(tokens_of(rng.randint(1, 470), rng.randrange(1000)))
+            request = client(rng, prompts)
+            self.submit(request)
+            for _ in range(rng.choice([0, 1, 5, 20])):
+                self.step()
+            if rng.random() < 0.15:
+                self.cancel()
+            if rng.random() < 0.25:
+                self.kill()
+        for _ in range(20_000):
+            if self.engine.is_idle:
+                return
+            self.step()
+            if rng.random() < 0.004:
+                self.kill()
+        raise AssertionError("the engine does not come to rest")
+
+    def step(self) -> None:
+        self.take(self.engine.step())
+        self.engine.check_invariants()
+
+    def verify(self) -> None:
+        for request_id, request in self.requests.items():
+            kept = kept_of(request)
+            solo = owed(request, kept)
+            tokens = tuple(self.tokens[request_id])
+            if request_id in self.cancelled:
+                assert tokens == solo.token_ids[: len(tokens)]
+                continue
+            assert tokens == solo.token_ids
+            end = self.ended[request_id]
+            assert end.finish_reason == solo.finish_reason
+            assert end.num_prompt_tokens == len(request.prompt_token_ids)
+            assert self.kept[request_id] == (None if kept is None else kept.mask)
+        pool = self.engine.scheduler.kv_cache.pool.counts()
+        assert (pool.live, pool.pinned) == (0, 0)
+
+
+@pytest.mark.parametrize("loop", ["plain", "overlap"])
+@pytest.mark.parametrize("seed", by_day(range(300), range(8)))
+def test_streams_of_sparse_prompts_survive_traffic_cancels_and_kills(
+    seed: int, loop: SchedulerLoop
+) -> None:
+    relay = Relay(seed, loop)
+    relay.run()
+    relay.verify()
