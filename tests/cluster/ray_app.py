@@ -1,10 +1,12 @@
 """`RayApp`: the application on a Ray cluster of this machine, and streams through its ingress."""
 
 import json
+import os
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,9 @@ MAX_TOKENS = 160
 
 
 class RayApp:
-    """Starts it in a process of its own; `close` ends it."""
+    """Starts it in a process of its own, with `environ` beside this one's; `close` ends it."""
 
-    def __init__(self, **flags: Any) -> None:
+    def __init__(self, environ: Mapping[str, str] | None = None, **flags: Any) -> None:
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))
             self.port: int = taken.getsockname()[1]
@@ -29,6 +31,7 @@ class RayApp:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=sys.stderr,
+            env={**os.environ, **(environ or {})},
             text=True,
         )
         self._answer("ready")
