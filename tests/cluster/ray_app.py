@@ -58,11 +58,14 @@ class RayApp:
             time.sleep(0.2)
 
     def num_ready(self) -> int:
+        """Engines; one alone is not counted by state."""
         try:
+            ready = httpx.get(f"{self.url}/ready", timeout=WITHIN_S, trust_env=False)
             text = httpx.get(f"{self.url}/metrics", timeout=WITHIN_S, trust_env=False).text
         except httpx.HTTPError:
             return 0
-        return int(metric(text, "cadenza:replicas{", 'state="ready"'))
+        is_ready = ready.status_code == httpx.codes.OK
+        return max(int(is_ready), int(metric(text, "cadenza:replicas{", 'state="ready"')))
 
     def metric(self, name: str) -> float:
         return metric(httpx.get(f"{self.url}/metrics", trust_env=False).text, name, "")
