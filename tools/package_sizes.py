@@ -16,7 +16,7 @@ ROOT = "(modules)"
 """The modules that are in no package."""
 
 MAX_LINES: Mapping[str, int] = {
-    ROOT: 3_000,  # engines on many machines; settings of images; sparse prefill
+    ROOT: 3_200,  # engines on many machines; settings of images; sparse prefill and its settings
     "backends": 16_800,  # kernels for GPUs: their table, packing, proof, memory; image towers
     "bench": 7_300,  # charts, data sets, two servers compared, modes of batching
     "checkpoint": 16_600,  # the families of 2026, and how they see

@@ -12,7 +12,11 @@ ARITHMETIC_REVISION = 4
 """Of the named classes of arithmetic. To be raised when any bit of a step changes:
 `python -m tools.golden_bits --record` then records the corpus anew, and refuses to without it."""
 
+SPARSE_REVISION = 1
+"""Of the method of sparse prefill; to be raised when other chunks would be kept."""
+
 PREFIX = "cdz-"
+_OF_THINNED = ("sparse_prefill",)
 _DIGEST_CHARS = 24
 
 
@@ -32,6 +36,10 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
         forms: what decides the grammar of a constrained answer besides its request: the revision
             of the forms, the grammar library's version, and a digest of the parsers and the soft
             limits; empty where the text is made elsewhere.
+        sparse_prefill: of answers to thinned prompts: how these were thinned out; empty for all
+            others, in whose digest it is not.
+        scorer: digest of the draft model that scores prompts; empty without one. Not in the digest
+            of answers to whole prompts.
         engine_seed: determines the seeds of requests without one. Not in the digest.
     """
 
@@ -45,14 +53,22 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
     template: str
     defaults: str
     forms: str = ""
+    sparse_prefill: str = ""
+    scorer: str = ""
     engine_seed: int = 0
 
     @property
     def parts(self) -> dict[str, str | int]:
         """What the digest is of, by name."""
         found = msgspec.structs.asdict(self)
-        del found["engine_seed"]
+        for name in ("engine_seed", "scorer", *(() if self.sparse_prefill else _OF_THINNED)):
+            del found[name]
         return found
+
+    def thinned(self, settings: str) -> "Fingerprint":
+        """That of answers to prompts that were thinned out by these settings."""
+        how = f"{SPARSE_REVISION}-{settings}-{self.scorer or 'none'}"
+        return msgspec.structs.replace(self, sparse_prefill=how)
 
     @property
     def digest(self) -> str:

@@ -13,6 +13,7 @@ import msgspec
 from cadenza.events import FinishReason
 from cadenza.fingerprint import Fingerprint
 from cadenza.request import SamplingParams
+from cadenza.sparse_prefill import SparsePrefill
 
 RECEIPT_VERSION = 1
 
@@ -25,6 +26,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         params: all of them, with the seed that was used.
         logprobs: of the tokens, natural logarithms.
         logprob_digest: of their bits.
+        kept: the chunks of a thinned prompt that were computed (`sparse_prefill.KeptTokens.mask`).
         seal: by which the server that made it knows it again.
     """
 
@@ -37,7 +39,14 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     finish_reason: FinishReason
     logprobs: tuple[float, ...]
     logprob_digest: str
+    kept: bytes | msgspec.UnsetType = msgspec.UNSET
     seal: str | msgspec.UnsetType = msgspec.UNSET
+
+
+def sparse_prefill_of(receipt: Receipt) -> SparsePrefill | None:
+    """With which an answer is computed again; None of a whole prompt."""
+    kept = receipt.kept
+    return SparsePrefill(keep=1.0, kept=kept) if isinstance(kept, bytes) else None
 
 
 def digest_of_logprobs(logprobs: Sequence[float]) -> str:

@@ -18,6 +18,8 @@ MAX_THRESHOLD = 1 << 24
 MAX_SPANS = 64
 """That a request may have kept."""
 
+NO_MODEL = "none"
+
 _FLAG = "--spec-prefill"
 _EXAMPLE = 'write for example {"model": "small-model", "keep": 0.3}'
 
@@ -28,7 +30,8 @@ class SpecPrefillConfig:
 
     Args:
         model: the draft model that scores prompts, as models are named; None is the one that the
-            package has for the bundled model.
+            package has for the bundled model. "none": there is none, and only prompts are thinned
+            out whose kept chunks are given, as a receipt gives them.
         quantization: how the draft model's weights are quantised while they are loaded.
         keep: the fraction of a prompt's chunks that is computed.
         threshold: shorter prompts are computed whole, in tokens.
@@ -84,6 +87,11 @@ class SpecPrefillConfig:
             given = getattr(self, key)
             # Of a subclass of str only the text can go to another process.
             object.__setattr__(self, key, None if given is None else str.__str__(given))
+
+    @property
+    def has_model(self) -> bool:
+        """Whether prompts are scored."""
+        return self.model != NO_MODEL
 
 
 def parse_spec_prefill(value: object) -> SpecPrefillConfig:

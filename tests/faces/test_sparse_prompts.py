@@ -5,9 +5,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from cadenza.checkpoint import open_checkpoint
 from cadenza.errors import InvalidRequestError
+from cadenza.fingerprint import Fingerprint
 from cadenza.frontend.answers import AskedAnswer, ToolUse
 from cadenza.frontend.sparse_prompts import SparsePrompts
 from cadenza.frontend.text_frontend import TextFrontend
@@ -16,7 +18,7 @@ from cadenza.sparse_prefill import PromptSpan
 from cadenza.spec_prefill_config import SpecPrefillChoice, SpecPrefillConfig
 
 CONFIG = SpecPrefillConfig(keep=0.25, threshold=200, head=100)
-SERVER = SparsePrompts(config=CONFIG, max_scored=1000)
+SERVER = SparsePrompts(config=CONFIG, scored_tokens=1000)
 SYSTEM = {"role": "system", "content": "You answer about the text. " * 3}
 TEXT = {"role": "user", "content": "It was a long day in the harbour. " * 60}
 QUESTION = {"role": "user", "content": "What was the day like?"}
@@ -45,8 +47,8 @@ def request(num_tokens: int = 300, **options: Any) -> Request:
         (request(spec_prefill=False), "declined"),
         (request(prompt_logprobs=0), "prompt_logprobs"),
         (request(repetition_penalty=1.1), "repetition_penalty"),
-        (request(992), None),
-        (request(993), "draft_context"),
+        (request(1000), None),
+        (request(1001), "draft_context"),
         (Request(prompt_token_ids=(7,) * 300, pooling=PoolingParams(pooling="last")), "pooling"),
         (replace(request(), attachments=(Attachment(start=3, length=4, digest=b"x"),)), "images"),
     ],
@@ -131,3 +133,35 @@ def test_places_move_with_a_prompt_that_is_cut(text: TextFrontend):
     assert question.startswith(QUESTION["content"])
     found = prepared(text, messages, truncate_prompt_tokens=whole - 150)
     assert [each.startswith("What") for each in forced_texts(text, found)] == [True]
+
+
+WHOLE = Fingerprint(
+    checkpoint="c",
+    arithmetic="a",
+    activations="bfloat16",
+    weights="bfloat16",
+    kv="bfloat16",
+    max_model_len=4096,
+    tokenizer="t",
+    template="",
+    defaults="d",
+    scorer="s",
+)
+
+
+def test_answers_to_thinned_prompts_have_a_fingerprint_of_what_decides_the_kept_chunks():
+    thinned = SERVER.thinned(request())
+    digests = {
+        WHOLE.digest,
+        SERVER.fingerprint_of(thinned, WHOLE).digest,
+        SERVER.fingerprint_of(SERVER.thinned(request(spec_prefill={"keep": 0.5})), WHOLE).digest,
+        SERVER.fingerprint_of(SERVER.thinned(request(spec_prefill={"when": "cold"})), WHOLE).digest,
+        SERVER.fingerprint_of(thinned, structs.replace(WHOLE, scorer="other")).digest,
+        replace(SERVER, config=replace(CONFIG, head=7)).fingerprint_of(thinned, WHOLE).digest,
+    }
+    assert len(digests) == 6
+    whole = SERVER.thinned(request(spec_prefill=False))
+    assert SERVER.fingerprint_of(whole, WHOLE) == WHOLE
+    assert structs.replace(WHOLE, scorer="").digest == WHOLE.digest, (
+        "of whole prompts it is no part"
+    )

@@ -106,6 +106,7 @@ class ScriptedEngine:
             backend="scripted",
             capabilities=capabilities,
             hidden_size=hidden_size,
+            scored_tokens=max_model_len if "sparse_prompts" in capabilities else None,
         )
         self._requests = OpenRequests(timeouts, time.monotonic)
         self._inbox: queue.SimpleQueue[tuple[int, Request] | int | None] = queue.SimpleQueue()

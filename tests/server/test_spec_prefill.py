@@ -14,7 +14,7 @@ from cadenza.frontend.sparse_prompts import SparsePrompts
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.spec_prefill_config import SpecPrefillConfig
 from tests.server.harness import RunningServer, running_server
-from tests.server.scripted_engine import ScriptedEngine
+from tests.server.scripted_engine import CAPABILITIES, ScriptedEngine
 from tests.server.test_metrics_and_log import read_metrics
 
 WORDS = "one two three four five six seven eight nine ten " * 40
@@ -31,7 +31,12 @@ def face() -> TextFrontend:
 
 @pytest.fixture
 def engine(face: TextFrontend) -> ScriptedEngine:
-    return ScriptedEngine(face.encode("the fox"), vocab_size=100_000, max_model_len=2048)
+    return ScriptedEngine(
+        face.encode("the fox"),
+        vocab_size=100_000,
+        max_model_len=2048,
+        capabilities=CAPABILITIES | {"sparse_prompts"},
+    )
 
 
 @pytest.fixture

@@ -35,6 +35,7 @@ from cadenza.loading.fingerprint import make_fingerprint
 from cadenza.loading.plan import EnginePlan
 from cadenza.loading.planned_engine import PlannedEngine
 from cadenza.loading.promised_memory import MemoryPromise
+from cadenza.sparse_prefill import LOOK_AHEAD_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +135,9 @@ def open_model(
     engine = open_planned(model, config, backends)
     checkpoint, plan = engine.checkpoint, engine.plan
     text = open_text(checkpoint, config, plan.limits.max_model_len)
+    if plan.scorer is not None:
+        most = plan.scorer_limits.max_model_len - LOOK_AHEAD_TOKENS
+        text.sparse = text.sparse.scored_by(most)
     if on_progress is not None:
         checkpoint = checkpoint.watched(on_progress)
     return PlannedModel(
@@ -167,5 +171,7 @@ def open_text(
         workers=workers,
         parsers=parsers,
     )
-    text.sparse = SparsePrompts(config=config.sparse_prompts)
+    chosen = config.sparse_prompts
+    if chosen is not None and chosen.has_model:
+        text.sparse = SparsePrompts(config=chosen)
     return text

@@ -25,7 +25,7 @@ from cadenza.events import (
     TokenLogprobs,
 )
 from cadenza.fingerprint import Fingerprint
-from cadenza.frontend.receipts import make_receipt
+from cadenza.frontend.receipts import AnsweredRequest, make_receipt
 from cadenza.frontend.sample_output import SampleOutput
 from cadenza.frontend.sparse_prompts import started_use
 from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
@@ -96,6 +96,14 @@ class OutputProcessor:
         self.cache_miss: CacheMiss | None = None
         self.prompt_use = text.sparse.planned_use(prepared.request)
         self.kept: bytes | None = None
+
+    @property
+    def fingerprint(self) -> Fingerprint | None:
+        """Of this request's answers, where that of the engine's is known."""
+        request, use, own = self._prepared.request, self.prompt_use, self._fingerprint
+        if own is None or (use is not None and use.whole_because is not None):
+            return own
+        return self._text.sparse.fingerprint_of(request, own)
 
     @property
     def prompt(self) -> str | None:
@@ -195,6 +203,7 @@ class OutputProcessor:
         return None if kind == "final" and not self.is_finished else self.output()
 
     def _make_output(self, outputs: list[CompletionOutput]) -> RequestOutput:
+        fingerprint = self.fingerprint
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
@@ -205,18 +214,24 @@ class OutputProcessor:
             prompt_use=self.prompt_use,
             outputs=tuple(outputs),
             finished=not self._running,
-            system_fingerprint=None if self._fingerprint is None else self._fingerprint.digest,
+            system_fingerprint=None if fingerprint is None else fingerprint.digest,
         )
 
     def _complete(self, sample: SampleOutput, output: CompletionOutput) -> CompletionOutput:
         """An output of a sample that has ended, with what was asked of its end."""
         if self.answer_schema is not None and self._text.checks.is_inline:
             output = self.checked(output)
-        fingerprint = self._fingerprint
+        fingerprint = self.fingerprint
         if not self._prepared.makes_receipt or fingerprint is None or not sample.is_finished:
             return output
         request = self._prepared.request
-        receipt = make_receipt(request, self.request_id, fingerprint, sample.output())
+        answered = AnsweredRequest(
+            request=request,
+            request_id=self.request_id,
+            fingerprint=fingerprint,
+            kept=self.kept,
+        )
+        receipt = make_receipt(answered, sample.output())
         return replace(output, receipt=receipt)
 
     def checked(self, output: CompletionOutput) -> CompletionOutput:

@@ -4,7 +4,9 @@ Knows no engine. Invariant: a request with a receipt has the tokens that it has 
 """
 
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
+
+from msgspec import UNSET
 
 from cadenza.engine.sample_seed import seed_of_sample
 from cadenza.errors import InvalidRequestError
@@ -34,11 +36,21 @@ def with_receipt(prepared: PreparedRequest) -> PreparedRequest:
     return replace(prepared, request=replace(request, params=params), makes_receipt=True)
 
 
-def make_receipt(
-    request: Request, request_id: int, fingerprint: Fingerprint, output: CompletionOutput
-) -> Receipt | None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnsweredRequest:
+    """A request whose samples have receipts; `fingerprint` is that of its answers, `kept` what was
+    computed of its prompt if that was thinned out."""
+
+    request: Request
+    request_id: int
+    fingerprint: Fingerprint
+    kept: bytes | None = None
+
+
+def make_receipt(answered: AnsweredRequest, output: CompletionOutput) -> Receipt | None:
     """Of a whole sample of a request; None if it was aborted, ended with an error, or has a call,
     which is constrained."""
+    request, fingerprint = answered.request, answered.fingerprint
     if output.finish_reason not in ("stop", "length"):
         return None
     calls = None if request.constraint is None else request.constraint.calls
@@ -47,7 +59,7 @@ def make_receipt(
     seed = seed_of_sample(
         request.params,
         output.index,
-        request_id=request_id,
+        request_id=answered.request_id,
         engine_seed=fingerprint.engine_seed,
     )
     params = replace(
@@ -71,4 +83,5 @@ def make_receipt(
         finish_reason=output.finish_reason,
         logprobs=logprobs,
         logprob_digest=digest_of_logprobs(logprobs),
+        kept=UNSET if answered.kept is None else answered.kept,
     )

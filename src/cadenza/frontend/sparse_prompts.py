@@ -13,9 +13,18 @@ from typing import Any, Literal, get_args
 
 from cadenza.errors import InvalidRequestError
 from cadenza.events import Started
+from cadenza.fingerprint import Fingerprint
 from cadenza.outputs import PromptUse
 from cadenza.request import Request
-from cadenza.sparse_prefill import CHUNK, LOOK_AHEAD, PromptSpan, SparsePrefill, kept_of_mask
+from cadenza.sparse_prefill import (
+    CHUNK,
+    LAST_TOKENS,
+    LOOK_AHEAD,
+    POOL,
+    PromptSpan,
+    SparsePrefill,
+    kept_of_mask,
+)
 from cadenza.spec_prefill_config import SpecPrefillChoice, SpecPrefillConfig
 from cadenza.text.tokens.provenance import MarkedText
 
@@ -51,11 +60,17 @@ class SparsePrompts:
 
     Args:
         config: None where it thins out none.
-        max_scored: tokens of the longest prompt that the draft model can score; None: any.
+        scored_tokens: of the longest prompt that the draft model scores; None: any.
     """
 
     config: SpecPrefillConfig | None = None
-    max_scored: int | None = None
+    scored_tokens: int | None = None
+
+    def scored_by(self, scored_tokens: int | None) -> "SparsePrompts":
+        """With an engine that scores prompts of so many tokens at most."""
+        if scored_tokens == self.scored_tokens:
+            return self
+        return replace(self, scored_tokens=scored_tokens)
 
     def thinned(self, request: Request) -> Request:
         """The request with `sparse_prefill` set if its prompt is thinned out.
@@ -82,9 +97,9 @@ class SparsePrompts:
     def planned_use(self, request: Request) -> PromptUse | None:
         """What is computed of a resolved request's prompt, and otherwise why all of it is; None
         where neither the server nor the request asked for less."""
-        if self.config is None and not request.params.spec_prefill:
-            return None
         num_tokens, sparse = len(request.prompt_token_ids), request.sparse_prefill
+        if sparse is None and self.config is None and not request.params.spec_prefill:
+            return None
         if sparse is None:
             return whole_use(num_tokens, self.whole_because(request))
         num_kept = sparse.num_kept_tokens(num_tokens)
@@ -112,9 +127,19 @@ class SparsePrompts:
         own = choice.threshold if isinstance(choice, SpecPrefillChoice) else None
         if num_tokens < (config.threshold if own is None else own):
             return "short"
-        if self.max_scored is not None and num_tokens + LOOK_AHEAD > self.max_scored:
+        if self.scored_tokens is not None and num_tokens > self.scored_tokens:
             return "draft_context"
         return None
+
+    def fingerprint_of(self, request: Request, whole: Fingerprint) -> Fingerprint:
+        """Of the answers to a request, whose prompt may be thinned out; `whole` is that of whole
+        ones. Equal requests with equal fingerprints keep the same chunks."""
+        sparse, config = request.sparse_prefill, self.config
+        if sparse is None:
+            return whole
+        head = 0 if config is None else config.head
+        numbers = "-".join(map(str, (CHUNK, LOOK_AHEAD, POOL, LAST_TOKENS)))
+        return whole.thinned(f"{numbers}-keep{sparse.keep:g}-{sparse.when}-head{head}")
 
     def with_places(self, request: Request, places: Sequence[PromptSpan], num_cut: int) -> Request:
         """The request with further spans that are kept, of the prompt before `num_cut` tokens of

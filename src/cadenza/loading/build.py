@@ -198,6 +198,8 @@ def _plan_scorer(
     if chosen is None:
         return None
     check_target(checkpoint, traits)
+    if not chosen.has_model:
+        return None
     scorer = _find_second(checkpoint, chosen.model, "--spec-prefill")
     return plan_scorer(checkpoint, scorer, config, describe_backend(config, scorer, backends))
 
@@ -352,7 +354,7 @@ def make_core(
         secret=prefix_secret,
         image_cost=None if step_bound is None else _image_cost(engine, runner),
         prompt_scorer=_with_cost(runners.scorer, None if step_bound is None else costs),
-        window=None if runners.scorer is None else window_of(engine.checkpoint.config),
+        window=None if config.sparse_prompts is None else window_of(engine.checkpoint.config),
     )
     return EngineCore(runner, limits, options)
 

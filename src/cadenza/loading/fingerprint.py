@@ -34,8 +34,18 @@ def make_fingerprint(engine: PlannedEngine) -> Fingerprint:
         tokenizer=_tokenizer_digest(checkpoint),
         template=_digest(*_flat(checkpoint.tokenizer.chat_templates)),
         defaults=_defaults_digest(checkpoint, engine.config),
+        scorer=_scorer_digest(engine),
         engine_seed=engine.config.seed,
     )
+
+
+def _scorer_digest(engine: PlannedEngine) -> str:
+    """Of the model that scores prompts, with the types of its weights; empty without one."""
+    scorer = engine.plan.scorer
+    if scorer is None:
+        return ""
+    own = content_digest(scorer.checkpoint, cache_folder())
+    return _digest(own, scorer.dtype, scorer.quantization)
 
 
 def _name_arithmetic(engine: PlannedEngine) -> str:

@@ -48,7 +48,7 @@ class PlannedEngine:
             copies_pages=config.prefix_cache_disk is not None,
             keeps_hidden=plan.keeps_hidden,
             num_image_slots=plan.num_image_slots,
-            sparse_prompts=plan.scorer is not None,
+            sparse_prompts=config.sparse_prompts is not None,
         )
 
     def load_runner(self, *, fill: float | None = None) -> Runner:
@@ -77,7 +77,7 @@ class PlannedEngine:
             copies_pages=False,
             num_image_slots=self.plan.num_image_slots if draft.shares_kv else 0,
             num_devices=1,
-            sparse_prompts=self.plan.scorer is not None and draft.shares_kv,
+            sparse_prompts=self.config.sparse_prompts is not None and draft.shares_kv,
         )
         return DraftModel(
             runner=self._load(draft.checkpoint, setup, draft.weight_bytes),

@@ -157,6 +157,7 @@ class Generation:
                 prepared = await self._prepared(request, model, use.tenant, check)
             except CadenzaError as error:
                 raise error_of(error, model.engine_state, request.param_of) from error
+            head = replace(head, system_fingerprint=_fingerprint_of(prepared, model))
             service.check_id(exchange.request_id)
             structured = prepared[0].request.params.structured if prepared else None
             formats = model.text.ignored_formats(structured)
@@ -347,6 +348,16 @@ def completed(
     whole = model.text.with_pixels(prepared)
     check.check(whole.request)
     return replace(whole, passed=check)
+
+
+def _fingerprint_of(prepared: list[PreparedRequest], model: ServedModel) -> str | None:
+    """That of thinned prompts if one of the call's is."""
+    whole = model.fingerprint()
+    if whole is None:
+        return None
+    requests = [each.request for each in prepared]
+    thinned = next((each for each in requests if each.sparse_prefill is not None), None)
+    return (whole if thinned is None else model.text.sparse.fingerprint_of(thinned, whole)).digest
 
 
 def kept_headers(usage: Usage) -> Headers:

@@ -42,5 +42,6 @@ class ReceiptSeal:
         return exact if is_own else None
 
     def _mac(self, receipt: Receipt, tenant: str) -> str:
-        sealed = (tenant, receipt.fingerprint, receipt.prompt_token_ids, receipt.params)
+        kept = receipt.kept if isinstance(receipt.kept, bytes) else None
+        sealed = (tenant, receipt.fingerprint, receipt.prompt_token_ids, receipt.params, kept)
         return hmac.new(self._secret, msgspec.json.encode(sealed), sha256).hexdigest()

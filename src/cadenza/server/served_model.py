@@ -181,6 +181,7 @@ class ServedModel:
         if status.fingerprint is not self._engine_fingerprint:
             self._engine_fingerprint = status.fingerprint
             self._fingerprint = self.text.with_forms(status.fingerprint)
+        self.text.sparse = self.text.sparse.scored_by(status.request_check.scored_tokens)
         return status.request_check
 
     def fingerprint(self) -> Fingerprint | None:

@@ -22,8 +22,9 @@ from cadenza.frontend.text_frontend import PreparedRequest
 from cadenza.loading.fingerprint import find_setting, make_fingerprint
 from cadenza.loading.plan import pages_for_batch, with_pool
 from cadenza.loading.planned_engine import PlannedEngine
-from cadenza.receipt import RECEIPT_VERSION, Receipt, digest_of_logprobs
+from cadenza.receipt import RECEIPT_VERSION, Receipt, digest_of_logprobs, sparse_prefill_of
 from cadenza.request import Request
+from cadenza.spec_prefill_config import NO_MODEL, SpecPrefillConfig
 
 MAX_RECEIPT_BYTES = 1 << 30
 
@@ -143,6 +144,7 @@ def config_of(fingerprint: Fingerprint) -> EngineConfig:
             arithmetic="portable" if fingerprint.arithmetic.startswith("portable") else "fast",
             max_model_len=fingerprint.max_model_len,
             max_num_seqs=1,
+            spec_prefill=SpecPrefillConfig(model=NO_MODEL) if fingerprint.sparse_prefill else None,
             enable_prefix_caching=False,
         )
     except CadenzaError as error:
@@ -184,7 +186,11 @@ def _load(planned: PlannedModel, receipts: list[NamedReceipt]) -> LoadedModel:
 
 
 def _prepared(planned: PlannedModel | LoadedModel, receipt: Receipt) -> PreparedRequest:
-    request = Request(prompt_token_ids=receipt.prompt_token_ids, params=receipt.params)
+    request = Request(
+        prompt_token_ids=receipt.prompt_token_ids,
+        params=receipt.params,
+        sparse_prefill=sparse_prefill_of(receipt),
+    )
     return with_receipt(PreparedRequest(text=None, request=planned.text.resolve(request)))
 
 
@@ -202,7 +208,7 @@ def _other_parts(receipt: Receipt, here: Fingerprint) -> list[tuple[str, str]]:
             f"{ours[name] or 'none'} here",
         )
         for name in theirs
-        if theirs[name] != ours[name]
+        if name != "sparse_prefill" and theirs[name] != ours[name]  # what was kept is given
     ]
 
 

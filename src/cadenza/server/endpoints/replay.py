@@ -19,7 +19,7 @@ from cadenza.errors import InvalidRequestError
 from cadenza.fingerprint import Fingerprint
 from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
 from cadenza.outputs import RequestOutput
-from cadenza.receipt import RECEIPT_VERSION, Receipt
+from cadenza.receipt import RECEIPT_VERSION, Receipt, sparse_prefill_of
 from cadenza.request import Request, SamplingParams
 from cadenza.server.endpoints.embeddings import WholeAnswer
 from cadenza.server.endpoints.generating import CallContext, CallRequest, GeneratingEndpoint
@@ -104,13 +104,19 @@ class ReplayRequest(CallRequest):
     def sampling(self, text: TextFrontend) -> SamplingParams:
         del text  # a receipt has all parameters
         params, most = self._own.params, MAX_TOKENS + HELD_BACK
-        return replace(params, max_tokens=min(most, params.max_tokens or most))
+        # What a whole prompt's answer followed from is that, whatever the server's settings are.
+        whole = replace(params, spec_prefill=False)
+        return replace(whole, max_tokens=min(most, params.max_tokens or most))
 
     def prepare(
         self, text: TextFrontend, params: SamplingParams, max_num_tokens: int | None
     ) -> list[PreparedRequest]:
         del max_num_tokens  # the engine's check says it
-        request = Request(prompt_token_ids=self._own.prompt_token_ids, params=params)
+        request = Request(
+            prompt_token_ids=self._own.prompt_token_ids,
+            params=params,
+            sparse_prefill=sparse_prefill_of(self._own),
+        )
         prepared = [PreparedRequest(text=None, request=text.resolve(request))]
         self._num_others = others_of(self._context.engine())
         return prepared
@@ -133,7 +139,7 @@ def check_fingerprint(theirs: Fingerprint, ours: Fingerprint | None) -> None:
     parts = [
         f"the {name} is {value or 'none'} in the receipt, {here.get(name) or 'none'} here"
         for name, value in theirs.parts.items()
-        if value != here.get(name)
+        if value != here.get(name) and name != "sparse_prefill"  # what was kept is in the receipt
     ]
     if parts:
         raise InvalidRequestError(
