@@ -14,7 +14,7 @@ import logging
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from threading import Event, Thread
 from typing import Any, cast
 
@@ -22,15 +22,16 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 from ray.serve.handle import DeploymentHandle
 from ray.util import get_node_ip_address
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from cadenza.cli.app_flags import AppFlags
-from cadenza.cli.serve import make_service, server_options
+from cadenza.cli.serve import make_service, server_options, with_template
 from cadenza.cli.served_models import ReplicaPlace, words_of
 from cadenza.cluster.engine_host import EngineHost, HostOptions
-from cadenza.cluster.fronts import MAX_FRONT
 from cadenza.cluster.host_book import HostBook
 from cadenza.cluster.scale_policy import EngineDemand, ScaleOptions, wanted_replicas
+from cadenza.engine.request_ids import MAX_FRONT
+from cadenza.server.access import Hosts
 from cadenza.server.app import App
 from cadenza.server.service import Service
 
@@ -177,7 +178,15 @@ class Door:
             await front.live(receive, send)
         elif scope["type"] == "http":
             front.start()
-            await front.app(scope, receive, send)
+            await front.app(scope, receive, lambda message: send(_without_id(message)))
+
+
+def _without_id(message: Message) -> Message:
+    """Serve adds the request's id to what is answered, which is the same one."""
+    if message["type"] == "http.response.start":
+        headers = [each for each in message["headers"] if each[0].lower() != b"x-request-id"]
+        return {**message, "headers": headers}
+    return message
 
 
 class FrontEnd:
@@ -206,8 +215,9 @@ class FrontEnd:
         self.service: Service = make_service(
             words_of(None, flags.serve.model),
             flags.serve,
-            flags.config,
-            server_options(flags.serve),
+            with_template(flags.serve, flags.config),
+            # It is not this process that listens, so it does not know its own names.
+            replace(server_options(flags.serve), hosts=Hosts()),
             places,
         )
         self.app = App(self.service)

@@ -68,8 +68,10 @@ def test_an_application_takes_the_flags_of_serve_by_their_names() -> None:
         AppFlags.of({"max_num_seq": 8})
     with pytest.raises(ConfigError, match="did you mean max_num_seqs"):
         AppFlags.of({"max_num_seq": 8})
-    with pytest.raises(ConfigError, match="port has no meaning here"):
+    with pytest.raises(ConfigError, match="port has no meaning here: Ray Serve's ingress listens"):
         AppFlags.of({"port": 8000})
+    with pytest.raises(ConfigError, match="log_level has no meaning here: Ray has logs"):
+        AppFlags.of({"log_level": "debug"})
 
 
 def test_an_application_says_how_many_front_ends_and_engines_there_may_be() -> None:

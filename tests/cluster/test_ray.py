@@ -6,8 +6,10 @@ On a Ray cluster of three nodes on this machine, which takes 1.6 GB. `CADENZA_RA
 
 import asyncio
 import importlib.util
+import itertools
 import os
 import random
+import time
 from typing import Any
 
 import httpx
@@ -77,3 +79,46 @@ def test_no_client_sees_that_engines_and_nodes_are_killed(fronts: int) -> None:
     assert found["errors"] == found["differing"] == []
     assert found["played"] >= NUM_STREAMS
     assert resumed > 0
+
+
+async def flood(ray_app: RayApp, turn: int) -> None:
+    """Prompts that have nothing in common, and one token each."""
+    async with httpx.AsyncClient(base_url=ray_app.url, timeout=WITHIN_S, trust_env=False) as client:
+        for each in await asyncio.gather(
+            *(
+                client.post(
+                    "/v1/completions",
+                    json={"prompt": f"{turn}-{index} " + "the fox " * 400, "max_tokens": 1},
+                )
+                for index in range(48)
+            )
+        ):
+            assert each.status_code in (httpx.codes.OK, httpx.codes.TOO_MANY_REQUESTS), each.text
+
+
+async def streams_of(ray_app: RayApp, count: int) -> list[str]:
+    async with httpx.AsyncClient(base_url=ray_app.url, timeout=WITHIN_S, trust_env=False) as client:
+        return await asyncio.gather(*(stream(client, each) for each in range(count)))
+
+
+def test_engines_come_for_prompts_that_wait_and_go_when_it_is_quiet_under_running_streams() -> None:
+    scaling = {"min_replicas": 1, "ttft_goal_s": 0.2, "quiet_s": 10}
+    ray_app = RayApp(replicas=2, max_num_seqs=8, autoscaling=scaling)
+    try:
+        ray_app.wait_ready(1)
+        assert ray_app.obey("count") == "1"
+        alone = asyncio.run(streams_of(ray_app, 8))
+        end_s = time.monotonic() + WITHIN_S
+        for turn in itertools.count():
+            asyncio.run(flood(ray_app, turn))
+            if ray_app.num_ready() == 2:
+                break
+            assert time.monotonic() < end_s, "no engine was added"
+        num_seen = 0
+        while ray_app.obey("count") != "1":
+            assert asyncio.run(streams_of(ray_app, 8)) == alone
+            num_seen += 1
+            assert time.monotonic() < end_s + WITHIN_S, "no engine was taken away"
+        assert num_seen
+    finally:
+        ray_app.close()

@@ -20,8 +20,18 @@ MAX_FRONTS = 16
 OTHER_CALLS = 1000
 """Open at the same time, such as of /metrics and /health, beside requests of the model."""
 
-_MEANINGLESS = ("host", "port", "uds", "uds_mode", "ssl_certfile", "ssl_keyfile", "handover")
-"""Flags of what Ray's ingress does."""
+_NOT_HERE: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("host", "port", "uds", "uds_mode", "ssl_certfile", "ssl_keyfile", "handover"),
+        "Ray Serve's ingress listens",
+    ),
+    "metrics_port": "Ray Serve's ingress listens, and has /metrics too",
+    "allowed_hosts": "Ray Serve's ingress listens, and front ends take any name",
+    "log_format": "Ray has logs of its own",
+    "log_level": "Ray has logs of its own",
+    "otlp_traces_endpoint": "spans are not sent from there",
+}
+"""Flags of `cadenza serve` that an application cannot follow, and why."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +54,8 @@ class AppFlags:
         of_serve = {each.name for each in fields(ServeFlags)}
         of_engine = {each.name for each in fields(EngineConfig)}
         for name in given:
-            if name in _MEANINGLESS:
-                raise ConfigError(f"{name} has no meaning here: Ray Serve's ingress listens")
+            if name in _NOT_HERE:
+                raise ConfigError(f"{name} has no meaning here: {_NOT_HERE[name]}")
             if name not in of_serve | of_engine | set(_OWN):
                 near = difflib.get_close_matches(name, [*of_serve, *of_engine, *_OWN], 1)
                 raise ConfigError(

@@ -292,12 +292,7 @@ def _serve_with(
     from cadenza.server.log_output import set_up_logging
 
     options, address = server_options(flags), _address(flags)
-    if flags.no_chat_template:
-        if config.chat_template not in (None, "none"):
-            raise typer.BadParameter(
-                "--chat-template and --no-chat-template are both given; give one"
-            )
-        config = replace(config, chat_template="none")
+    config = with_template(flags, config)
     level = logging.getLevelNamesMapping()[flags.log_level.upper()]
     lines = set_up_logging(flags.log_format, level)
     spans = _span_export(flags.otlp_traces_endpoint)
@@ -490,6 +485,15 @@ def make_service(
         for each, names, own in zip(opened, named, processes, strict=True)
     ]
     return Service(ModelPool(models, pool_options, options.clock), options)
+
+
+def with_template(flags: ServeFlags, config: EngineConfig) -> EngineConfig:
+    """As `--no-chat-template` asks. Raises BadParameter."""
+    if not flags.no_chat_template:
+        return config
+    if config.chat_template not in (None, "none"):
+        raise typer.BadParameter("--chat-template and --no-chat-template are both given; give one")
+    return replace(config, chat_template="none")
 
 
 def server_options(flags: ServeFlags) -> "ServerOptions":
