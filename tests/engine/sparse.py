@@ -168,8 +168,7 @@ def scorer_of(
         max_pages_per_seq=own.max_pages_per_seq,
         num_pages=own.num_pages,
         page_size=own.page_size,
-        vocab_size=VOCAB_SIZE,
-        **given,
+        **{"vocab_size": VOCAB_SIZE, **given},
     )
     return PromptScorerModel(runner=runner, limits=own)
 

@@ -1,0 +1,107 @@
+"""Streams over prompts with gaps, on the real step: each is what its request gives alone."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from cadenza.backends.xla.runner import XlaRunner
+from cadenza.checkpoint.layer_kind import LayerKind
+from cadenza.config import SchedulerLoop
+from cadenza.engine.core import CoreOptions, EngineCore
+from cadenza.events import Finished, Token
+from cadenza.request import Request, SamplingParams
+from cadenza.sparse_prefill import SparsePrefill
+from tests.engine.sparse import random_kept, scorer_of
+from tests.xla.harness import BASE, REFERENCE, Lab, Stream, Variant
+
+WINDOW = 24
+VARIANTS = [BASE, replace(REFERENCE, shape="two layers of hostile")]
+
+
+@pytest.fixture(scope="module", params=VARIANTS, ids=["native", "reference"])
+def target(lab: Lab, request: pytest.FixtureRequest) -> Iterator[tuple[Variant, XlaRunner]]:
+    """A model with layers that have a window, and others."""
+    variant: Variant = request.param
+    model = replace(variant.config, layer_pattern=(LayerKind(window=WINDOW), LayerKind()))
+    setup = replace(variant.setup, sparse_prompts=True)
+    runner = XlaRunner(model, lab.weights(variant.shape), setup, variant.ops)
+    runner.warmup()
+    with closing(runner):
+        yield variant, runner
+
+
+def tokens_of(count: int, seed: int) -> tuple[int, ...]:
+    return tuple(np.random.default_rng(seed).integers(3, 211, count).tolist())
+
+
+def asked(count: int, *, is_known: bool = False, keep: float = 0.7, n: int = 1) -> Request:
+    """`is_known`: which tokens are kept is given, so that nothing is scored."""
+    kept = random_kept(count, count).mask if is_known else None
+    params = SamplingParams(
+        max_tokens=10, temperature=0.8, seed=count, ignore_eos=True, logprobs=3, n=n
+    )
+    sparse = SparsePrefill(keep=keep, kept=kept)
+    return Request(prompt_token_ids=tokens_of(count, count), params=params, sparse_prefill=sparse)
+
+
+def serve(
+    target: tuple[Variant, XlaRunner],
+    requests: Sequence[Request],
+    *,
+    budget: int = 64,
+    num_pages: int | None = None,
+    loop: SchedulerLoop = "overlap",
+) -> tuple[list[Stream], EngineCore]:
+    variant, runner = target
+    runner.reset()
+    limits = replace(
+        variant.limits,
+        max_num_batched_tokens=budget,
+        num_pages=num_pages or variant.num_pages,
+    )
+    options = CoreOptions(
+        secret=b"test",
+        window=WINDOW,
+        loop=loop,
+        reserved_output=0.0,
+        prompt_scorer=scorer_of(limits, vocab_size=211),
+    )
+    engine = EngineCore(runner, limits, options)
+    streams = {engine.submit(each): Stream() for each in requests}
+    while not engine.is_idle:
+        for event in engine.step():
+            if isinstance(event, Token) and event.sample == 0:
+                streams[event.request_id].tokens.append(event)
+            elif isinstance(event, Finished) and event.sample == 0:
+                streams[event.request_id].finished = event
+        engine.check_invariants()
+    return [*streams.values()], engine
+
+
+def test_streams_alone_together_in_any_cut_and_preempted_are_equal_bit_by_bit(
+    target: tuple[Variant, XlaRunner],
+) -> None:
+    plain = replace(asked(70), sparse_prefill=None)
+    requests = [asked(200), asked(261, is_known=True), plain, asked(300), asked(131, n=2)]
+    alone = [serve(target, [each], loop="plain")[0][0] for each in requests]
+    for budget, num_pages in ((64, None), (11, None), (40, 21)):
+        streams, engine = serve(target, requests, budget=budget, num_pages=num_pages)
+        found = [a.difference(b) for a, b in zip(streams, alone, strict=True)]
+        assert found == [None] * len(requests)
+        if num_pages is not None:
+            preempted = engine.scheduler.scoring.counts.num_preempted
+            assert engine.scheduler.num_preemptions + preempted > 0
+
+
+def test_with_everything_kept_a_stream_has_the_bits_of_the_whole_prompt(
+    target: tuple[Variant, XlaRunner],
+) -> None:
+    request = asked(200, keep=1.0)
+    (thinned,), _ = serve(target, [request])
+    (whole,), _ = serve(target, [replace(request, sparse_prefill=None)])
+    (gaps,), _ = serve(target, [asked(200)])
+    assert thinned.difference(whole) is None
+    assert gaps.difference(whole) is not None, "the control: gaps change the stream"
