@@ -12,6 +12,7 @@ import numpy.typing as npt
 from cadenza.backends.base import Capability
 from cadenza.backends.fake import FakeRunner, FakeStepHandle, next_token
 from cadenza.config import EngineLimits
+from cadenza.core.draw_keys import derive_sample_seed
 from cadenza.core.scoring_queue import MAX_SCORINGS
 from cadenza.core.step_schema import ModelInputs
 from cadenza.engine.core import CoreOptions, EngineCore
@@ -212,9 +213,15 @@ def asking(
     return replace(plain, sparse_prefill=asked)
 
 
-def owed(request: Request, kept: KeptTokens | None, limits: EngineLimits = LIMITS) -> SoloStream:
-    """What a seeded request gives alone, by the fake model."""
+def owed(
+    request: Request,
+    kept: KeptTokens | None,
+    limits: EngineLimits = LIMITS,
+    sample: int = 0,
+) -> SoloStream:
+    """What a sample of a seeded request gives alone, by the fake model."""
     seed = request.params.seed
     assert seed is not None, "its stream does not follow from the request"
     plain = replace(request, sparse_prefill=None)
+    seed = derive_sample_seed(seed, sample)
     return solo_stream(plain, seed, limits.max_model_len, kept=kept, window=WINDOW)

@@ -18,8 +18,12 @@ from cadenza.errors import InvalidRequestError
 from cadenza.events import Event, Finished, Started, Token
 from cadenza.request import Request
 from cadenza.sparse_prefill import PromptSpan
+from cadenza.speculative_config import SpeculativeConfig
+from cadenza.structured import ConstraintSpec
 from cadenza.tenant import Tenant
 from tests.by_day import by_day
+from tests.engine.hashed_constraint import PHRASES, STEADY, compile_hashed
+from tests.engine.solo import StreamId
 from tests.engine.sparse import (
     LIMITS,
     asking,
@@ -53,6 +57,7 @@ def client(rng: random.Random, prompts: list[tuple[int, ...]]) -> Request:
         "ignore_eos": rng.random() < 0.6,
         "stop_token_ids": rng.choice([(), (rng.randrange(97),)]),
         "frequency_penalty": rng.choice([0.0, 0.0, 0.7]),
+        "n": rng.choice([1, 1, 1, 2, 3]),
     }
     if rng.random() < 0.4:
         found = request_of(prompt, None, **params)
@@ -61,7 +66,13 @@ def client(rng: random.Random, prompts: list[tuple[int, ...]]) -> Request:
         spans = rng.choice([(), (PromptSpan(start, start + 50),)])
         found = asking(prompt, rng.choice([0.2, 0.5, 0.7, 0.9, 1.0]), spans, **params)
     salt = rng.choice(["", "", "", "other"])
-    return replace(found, tenant=rng.choice(TENANTS), cache_salt=salt)
+    grammar = rng.choice([None, None, None, "a", STEADY, PHRASES])
+    return replace(
+        found,
+        tenant=rng.choice(TENANTS),
+        cache_salt=salt,
+        constraint=None if grammar is None else ConstraintSpec(grammar=grammar),
+    )
 
 
 class Relay:
@@ -73,18 +84,28 @@ class Relay:
         self.loop = loop
         self.budget = self.rng.choice([4, 16, 64, 200])
         self.reserved = self.rng.choice([0.0, 0.5, 1.0])
+        self.drafts = None
+        if self.rng.random() < 0.5:
+            self.drafts = SpeculativeConfig(method="ngram", num_speculative_tokens=4)
         self.books = OpenRequests(RequestTimeouts(), lambda: 0.0)
         self.engine = self._engine()
         self.requests: dict[int, Request] = {}
-        self.tokens: dict[int, list[int]] = {}
-        self.ended: dict[int, Finished] = {}
+        self.tokens: dict[StreamId, list[int]] = {}
+        self.ended: dict[StreamId, Finished] = {}
         self.kept: dict[int, bytes | None] = {}
         self.cancelled: set[int] = set()
         self.num_resumed_scored = 0
 
     def _engine(self) -> EngineCore:
         scorer = scorer_of(self.limits, self.budget)
-        return scoring_engine(self.limits, scorer, loop=self.loop, reserved_output=self.reserved)
+        return scoring_engine(
+            self.limits,
+            scorer,
+            loop=self.loop,
+            reserved_output=self.reserved,
+            speculation=self.drafts,
+            compile_constraint=compile_hashed,
+        )
 
     def submit(self, request: Request) -> None:
         try:
@@ -93,7 +114,8 @@ class Relay:
             return
         request_id = self.books.accept(request, self.limits)
         self.engine.enqueue(request_id, request)
-        self.requests[request_id], self.tokens[request_id] = request, []
+        self.requests[request_id] = request
+        self.tokens |= {(request_id, sample): [] for sample in range(request.params.n)}
 
     def take(self, events: Iterable[Event]) -> None:
         events = list(events)
@@ -104,9 +126,9 @@ class Relay:
                 assert event.whole_because is None
         for event in self.books.record(events):
             if isinstance(event, Token):
-                self.tokens[event.request_id].append(event.token_id)
+                self.tokens[event.request_id, event.sample].append(event.token_id)
             elif isinstance(event, Finished):
-                self.ended[event.request_id] = event
+                self.ended[event.request_id, event.sample] = event
 
     def cancel(self) -> None:
         request_id = self.rng.choice([*self.requests, -1])
@@ -150,15 +172,15 @@ class Relay:
         self.engine.check_invariants()
 
     def verify(self) -> None:
-        for request_id, request in self.requests.items():
+        for (request_id, sample), found in self.tokens.items():
+            request, tokens = self.requests[request_id], tuple(found)
             kept = kept_of(request)
-            solo = owed(request, kept)
-            tokens = tuple(self.tokens[request_id])
+            solo = owed(request, kept, sample=sample)
             if request_id in self.cancelled:
                 assert tokens == solo.token_ids[: len(tokens)]
                 continue
             assert tokens == solo.token_ids
-            end = self.ended[request_id]
+            end = self.ended[request_id, sample]
             assert end.finish_reason == solo.finish_reason
             assert end.num_prompt_tokens == len(request.prompt_token_ids)
             assert self.kept[request_id] == (None if kept is None else kept.mask)

@@ -230,6 +230,8 @@ class KVCacheManager:
             return False
         if sequence.fork_source is not None or sequence.is_expecting_source:
             return False
+        if sequence.awaits_kept:  # its pages are not those of the whole prompt
+            return False
         return store.is_reading(sequence, now_s, lambda: self._missing_pages(sequence))
 
     def _missing_pages(self, sequence: Sequence) -> MissingPages:
