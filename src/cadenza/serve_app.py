@@ -120,8 +120,10 @@ class HostDirectory:
         self._seen.pop(address, None)
 
     def hosts(self) -> list[tuple[str, int]]:
+        """The oldest first."""
         since_s = time.monotonic() - FORGET_AFTER_S
-        return [each for each, seen_s in self._seen.items() if seen_s >= since_s]
+        self._seen = {each: seen_s for each, seen_s in self._seen.items() if seen_s >= since_s}
+        return list(self._seen)
 
 
 @serve.deployment(
