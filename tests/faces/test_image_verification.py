@@ -15,7 +15,7 @@ from cadenza.engine.loop import StepRunner
 from cadenza.errors import ConfigError, InvalidRequestError
 from cadenza.verification.gate import Gate, GateResult
 from cadenza.verification.image_faults import IMAGE_FAULTS, digest_without_sides, shown_faults
-from cadenza.verification.image_modes import ImageSpans
+from cadenza.verification.image_modes import ImageSpans, image_modes
 from cadenza.verification.image_workload import (
     ImageShape,
     largest_span,
@@ -72,14 +72,20 @@ def shape_of(processor: Squares, **changes: object) -> ImageShape:
     return replace(shape, **changes)
 
 
-def arrivals_of(shape: ImageShape) -> tuple[Arrival, ...]:
+def arrivals_of(
+    shape: ImageShape, *, num_requests: int = 21, max_tokens: int = 12
+) -> tuple[Arrival, ...]:
     workload = WorkloadShape(
-        num_requests=21, rows=4, max_tokens=12, context=shape.context, vocab_size=VOCAB
+        num_requests=num_requests,
+        rows=4,
+        max_tokens=max_tokens,
+        context=shape.context,
+        vocab_size=VOCAB,
     )
     return make_image_workload(make_workload(workload), shape)
 
 
-def run_gate(processor: Squares, fault: str | None = None) -> GateResult:
+def run_gate(processor: Squares, fault: str | None = None, **sizes: int) -> GateResult:
     found = IMAGE_FAULTS.get(fault or "")
     shape = shape_of(processor)
     if found is not None and found.spoil is None:
@@ -106,7 +112,7 @@ def run_gate(processor: Squares, fault: str | None = None) -> GateResult:
     return Gate(
         make_core=make_core,
         limits=LIMITS,
-        arrivals=arrivals_of(shape),
+        arrivals=arrivals_of(shape, **sizes),
         witness=None,
         with_solo=True,
         clock=time.perf_counter,
@@ -128,6 +134,20 @@ def test_the_gate_passes_with_images_and_shows_what_is_special_to_them(processor
     assert span > 20
     assert set(chunks) <= set(names)
     assert "engines lost while an image is encoded" in names
+
+
+@pytest.mark.parametrize("num_requests", range(5, 9))
+def test_few_requests_with_short_answers_show_all(num_requests: int):
+    result = run_gate(Squares(), num_requests=num_requests, max_tokens=8)
+    assert result.passed, result.last_line
+
+
+def test_no_mode_has_other_rows_than_the_runner():
+    limits = replace(LIMITS, max_num_seqs=20)
+    arrivals = arrivals_of(shape_of(Squares()))
+    for mode in image_modes(limits, arrivals, ImageSpans(longest=24, are_whole=False)):
+        assert mode.limits.max_num_seqs == 20
+        assert mode.limits.max_num_batched_tokens >= 20
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,10 @@ class GateResult:
                 f"expected={found.expected} actual={found.actual}"
             )
         if self.missing:
-            return f"REFERENCE-EXACT MISMATCH not shown: {', '.join(self.missing)}"
+            return (
+                f"REFERENCE-EXACT MISMATCH not shown: {', '.join(self.missing)}; more requests or "
+                f"longer answers may show it"
+            )
         return (
             f"REFERENCE-EXACT PASS {self.exactness} requests={self.num_requests} "
             f"modes={len(self.modes)} "

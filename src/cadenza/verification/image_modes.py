@@ -41,6 +41,7 @@ def image_modes(
     hits = Mode(
         name="images, prefix cache, cold then hot",
         limits=with_cache,
+        or_serial=True,
         rounds=2,
         shows=("cache_hits", "hits_in_image"),
     )
@@ -98,20 +99,21 @@ def lose_engine(at: Interruption) -> EngineCore:
 def _chunks_of(size: int, limits: EngineLimits, arrivals: tuple[Arrival, ...]) -> Mode:
     """Steps of at most `size` tokens, for the first requests with images."""
     seeing = [index for index, each in enumerate(arrivals) if each.request.attachments]
-    rows = min(size, limits.max_num_seqs)
     return Mode(
         name=f"images in chunks of {size}",
-        limits=replace(limits, max_num_batched_tokens=size, max_num_seqs=rows),
+        limits=replace(limits, max_num_batched_tokens=size),
         requests=tuple(seeing[:FEW_REQUESTS]),
     )
 
 
 def _chunk_sizes(spans: ImageSpans, limits: EngineLimits) -> tuple[int, ...]:
-    """From `LEAST_CHUNK` to a span; where no step ends inside one, the least that holds a span."""
+    """From `LEAST_CHUNK`, or a token of each row, to a span; where no step ends inside one, the
+    least that holds a span."""
+    least = max(LEAST_CHUNK, limits.max_num_seqs)
     most = min(spans.longest, limits.max_num_batched_tokens)
     if spans.are_whole:
         return (least_budget(most, limits.max_num_seqs),)
-    if most <= LEAST_CHUNK:
-        return (LEAST_CHUNK,)
-    step = -(-(most - LEAST_CHUNK) // MOST_CHUNKS)
-    return tuple(dict.fromkeys((*range(LEAST_CHUNK, most, step), most)))
+    if most <= least:
+        return (least,)
+    step = -(-(most - least) // MOST_CHUNKS)
+    return tuple(dict.fromkeys((*range(least, most, step), most)))

@@ -66,6 +66,7 @@ class ImageShape:
         token_id: of placeholders.
         vocab_size: text tokens are below it.
         context: `max_model_len`.
+        page_size: tokens of a page of KV; some prompts end just before the end of one.
         seed: of the pixels, and of the texts around.
         digest_of: of a part with its pixels; another one than `image_digest` is a fault.
     """
@@ -74,6 +75,7 @@ class ImageShape:
     token_id: int
     vocab_size: int
     context: int
+    page_size: int = 16
     seed: int = 0
     digest_of: DigestOf = image_digest
 
@@ -158,7 +160,7 @@ class _Maker:
         self._turned = self._turned_images()
 
     def text(self, own: list[int], room: int) -> _Prompt:
-        return _Prompt().plus(own[:room])
+        return _Prompt().plus(own[: self._before_page_end(min(len(own), room))])
 
     def shared(self, own: list[int], room: int) -> _Prompt:
         """Begins as others do, up to and with an image, whose last page is not full."""
@@ -181,7 +183,9 @@ class _Maker:
 
     def first(self, own: list[int], room: int) -> _Prompt:
         """An image, then text."""
-        return self._fit(_Prompt().plus(self._rng.choice(self._images)), own, room)
+        prompt = _Prompt().plus(self._rng.choice(self._images))
+        num_tokens = len(prompt.token_ids)
+        return self._fit(prompt, own, self._before_page_end(min(num_tokens + len(own), room)))
 
     def turned(self, own: list[int], room: int) -> _Prompt:
         """An image whose bytes are another prompt's, with width and height exchanged."""
@@ -194,6 +198,12 @@ class _Maker:
         one, other = self._rng.sample(self._images, 2)
         most = room - len(one.token_ids) - len(other.token_ids)
         return _Prompt().plus(own[: max(1, min(30, most))], one, other)
+
+    def _before_page_end(self, num_tokens: int) -> int:
+        """Of a prompt with a page or more, the length up to the last token before the end of one:
+        what it generates soon needs another page, so that a tight pool preempts."""
+        size = self._shape.page_size
+        return num_tokens if num_tokens < size else num_tokens - (num_tokens + 1) % size
 
     def _fit(self, prompt: _Prompt, own: list[int], room: int) -> _Prompt:
         """The prompt with as much text behind it as fits, at least a token."""

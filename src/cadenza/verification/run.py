@@ -77,7 +77,8 @@ weights at load and by the type of KV; those of both add up."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelfTestResult:
-    """Which faults the gate caught; `sound_passed` is the control without a fault.
+    """Which faults the gate caught; `sound_passed` is the control without a fault, `sound_line` its
+    verdict.
 
     `ops` is the op table with the faults; `note` says why, if it is not the one used for serving.
     `skipped` faults need longer prompts than the context allows.
@@ -85,6 +86,7 @@ class SelfTestResult:
 
     ops: str
     sound_passed: bool
+    sound_line: str
     caught: tuple[str, ...]
     missed: tuple[str, ...]
     skipped: tuple[str, ...] = ()
@@ -100,7 +102,7 @@ class SelfTestResult:
             skipped = f" skipped={len(self.skipped)}" if self.skipped else ""
             return f"SELF-TEST PASS caught={len(self.caught)}{skipped} ops={self.ops}"
         if not self.sound_passed:
-            return "SELF-TEST FAIL the gate fails without any fault"
+            return f"SELF-TEST FAIL the gate fails without any fault: {self.sound_line}"
         return f"SELF-TEST FAIL missed={', '.join(self.missed)}"
 
 
@@ -200,7 +202,7 @@ def self_test(options: VerifyOptions, report: ReportProgress) -> SelfTestResult:
                 make_core = _faulty_maker(runner, checkpoint, plan, played.forms, fault)
                 return _gate(options, plan, played, make_core).run()
 
-        sound_passed = run_with(None).passed
+        sound = run_with(None)
         faults = [*loads, *image_faults, *(MASK_FAULTS if forms is not None else ())]
         is_caught = {fault: run_with(fault).mismatch is not None for fault in faults}
         skipped = [each.name for each in found.faults if each.name not in loads]
@@ -208,7 +210,8 @@ def self_test(options: VerifyOptions, report: ReportProgress) -> SelfTestResult:
             skipped += [name for name in IMAGE_FAULTS if name not in image_faults]
         return SelfTestResult(
             ops=found.ops,
-            sound_passed=sound_passed,
+            sound_passed=sound.passed,
+            sound_line=sound.last_line,
             caught=tuple(fault for fault in faults if is_caught[fault]),
             missed=tuple(fault for fault in faults if not is_caught[fault]),
             skipped=tuple(skipped),
@@ -288,7 +291,9 @@ def _prepare(
 ) -> tuple[EnginePlan, _Workload]:
     """The workload, and a plan whose queue fits all samples and whose pool fits a full batch."""
     plan = _plan(options, checkpoint)
-    workload = _with_images(_workload(options, checkpoint, plan), options, checkpoint, digest_of)
+    workload = _with_images(
+        _workload(options, checkpoint, plan), options, checkpoint, digest_of, plan.limits.page_size
+    )
     requests = [arrival.request for arrival in workload.arrivals]
     limits = replace(plan.limits, max_num_queued_reqs=sum(each.params.n for each in requests))
     plan = replace(plan, limits=limits)
@@ -325,7 +330,11 @@ def _workload(options: VerifyOptions, checkpoint: Checkpoint, plan: EnginePlan) 
 
 
 def _with_images(
-    workload: _Workload, options: VerifyOptions, checkpoint: Checkpoint, digest_of: DigestOf
+    workload: _Workload,
+    options: VerifyOptions,
+    checkpoint: Checkpoint,
+    digest_of: DigestOf,
+    page_size: int,
 ) -> _Workload:
     """The workload, without placeholders that stand for nothing; with images if they are asked for.
 
@@ -344,6 +353,7 @@ def _with_images(
         token_id=vision.image_token_id,
         vocab_size=checkpoint.outline.vocab_size,
         context=workload.context,
+        page_size=page_size,
         seed=options.seed,
         digest_of=digest_of,
     )
