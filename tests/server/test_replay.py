@@ -175,6 +175,10 @@ def test_a_seal_is_of_a_tenant_and_of_a_secret(bundled: RunningServer) -> None:
     assert seal.opened(sealed, "a") == sealed
     assert seal.opened(sealed, "b") is None
     assert ReceiptSeal(b"another").opened(sealed, "a") is None
+    thinned = seal.sealed(msgspec.structs.replace(receipt, kept=b"\x05"), "a")
+    assert seal.opened(thinned, "a") == thinned
+    for kept in (b"\x07", msgspec.UNSET):
+        assert seal.opened(msgspec.structs.replace(thinned, kept=kept), "a") is None
 
 
 def test_answers_of_other_lengths_or_ends_differ_where_they_cease_to_be_equal(
