@@ -12,6 +12,7 @@ Modules:
 - `forms`: structured outputs for them, and faults of masks
 - `modes`: the ways in which they are run
 - `image_workload`, `image_modes`, `image_faults`: the same with images
+- `sparse_workload`: the same with prompts that are thinned out
 - `over_http`: the same against a server
 - `remote_server`: a client of one server, which sends the requests
 - `remote_matrix`: the matrix of options for a server, and what cannot be sent

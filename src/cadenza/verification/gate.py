@@ -34,6 +34,7 @@ from cadenza.verification.modes import (
     play_alone,
     play_showing,
     with_drafts,
+    with_scores,
 )
 from cadenza.verification.option_matrix import OptionCoverage
 from cadenza.verification.reference import ReferenceEngine, ReferenceResult
@@ -298,7 +299,9 @@ class Gate:
         wanted: length in tokens that the longest stream should have.
         speculation: drafts that all modes verify, and the solo runs do not; None for none.
         image_spans: of the workload's images; None if it has none. The reference sees none:
-            requests with images are compared with their solo runs.
+            requests with images are compared with their solo runs, and so are those whose prompts
+            are thinned out.
+        has_sparse: some of the workload's prompts are thinned out by their scores.
     """
 
     make_core: MakeCore
@@ -313,6 +316,7 @@ class Gate:
     wanted: int = 0
     speculation: SpeculativeConfig | None = None
     image_spans: ImageSpans | None = None
+    has_sparse: bool = False
 
     @property
     def requests(self) -> SequenceOf[Request]:
@@ -346,6 +350,8 @@ class Gate:
             modes += image_modes(self.limits, self.arrivals, self.image_spans)
         if self.speculation is not None:
             modes = with_drafts(modes, self.speculation)
+        if self.has_sparse:
+            modes = with_scores(modes)
         for mode in modes:
             play = partial(play_showing, self.make_core, mode, self.arrivals)
             yield Trial(name=mode.name, shows=mode.shows, play=play, requests=mode.requests)
@@ -358,7 +364,7 @@ class Gate:
         """The solo streams of requests that the reference can compute."""
 
         def play(request: int) -> SequenceOf[Stream]:
-            if arrivals[request].request.attachments:
+            if not _is_referred(arrivals[request].request):
                 return ()
             return play_alone(make_core, self.limits, request, arrivals[request].request)
 
@@ -371,7 +377,7 @@ class Gate:
         """
         if witness.make_core is not self.make_core:
             alone = self._play_alone(witness.make_core, self.arrivals)
-        alone = [each for each in alone if not self.requests[each.request].attachments]
+        alone = [each for each in alone if _is_referred(self.requests[each.request])]
         for count, solo in enumerate(alone, 1):
             expected = witness.reference.run(
                 self.arrivals[solo.request].request,
@@ -414,6 +420,11 @@ class Gate:
             f"{tolerance}",
             actual=f"{worst.actual:.4f}, a mean difference of {result.witness_difference:.4f}",
         )
+
+
+def _is_referred(request: Request) -> bool:
+    """Whether the reference can compute a request."""
+    return not request.attachments and request.sparse_prefill is None
 
 
 def _digest_of(streams: Iterable[Stream]) -> str:

@@ -91,6 +91,7 @@ class Counts:
     hits_in_image: int = 0
     interrupted: int = 0
     accepted_drafts: int = 0
+    scored: int = 0
 
     def add(self, other: "Counts") -> None:
         for each in fields(self):
@@ -148,6 +149,13 @@ def with_drafts(modes: tuple[Mode, ...], speculation: SpeculativeConfig) -> tupl
     drafting = [replace(mode, speculation=speculation) for mode in modes]
     drafting[1] = replace(drafting[1], shows=(*drafting[1].shows, "accepted_drafts"))
     return tuple(drafting)
+
+
+def with_scores(modes: tuple[Mode, ...]) -> tuple[Mode, ...]:
+    """The same modes; in the second one prompts must be scored."""
+    scoring = [*modes]
+    scoring[1] = replace(scoring[1], shows=(*scoring[1].shows, "scored"))
+    return tuple(scoring)
 
 
 def _slot_modes(limits: EngineLimits) -> tuple[Mode, ...]:
@@ -235,6 +243,7 @@ def play(
         rounds.append(tuple(played.streams.values()))
         seconds = time.perf_counter() - start
     counts.preempted = core.scheduler.num_preemptions
+    counts.scored = core.scheduler.scoring.counts.num_scored
     counts.accepted_drafts = core.scheduler.draft_counts.num_accepted_tokens
     core.check_invariants()
     return Play(rounds=tuple(rounds), counts=counts, seconds=seconds)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Generator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from cadenza.backends import BACKENDS, Backends, find_backend, resolve_backend
@@ -19,11 +20,13 @@ from cadenza.checkpoint import (
     open_checkpoint,
     write_random_checkpoint,
 )
+from cadenza.checkpoint.sparse_support import window_of
 from cadenza.config import EngineConfig, EngineLimits, KVCacheDType, Quantization
 from cadenza.core.packing import Packer
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.loop import StepRunner
 from cadenza.engine.model_drafter import DraftModel
+from cadenza.engine.scoring_steps import PromptScorerModel
 from cadenza.errors import ConfigError
 from cadenza.loading.build import (
     constraint_compiler,
@@ -54,6 +57,7 @@ from cadenza.verification.image_workload import (
 from cadenza.verification.modes import MakeCore
 from cadenza.verification.option_matrix import FORM_FIELD, MatrixVocabulary, OptionMatrix
 from cadenza.verification.reference import build_reference
+from cadenza.verification.sparse_workload import with_sparse_prompts
 from cadenza.verification.workload import (
     LONGEST_SHORT_PROMPT,
     Arrival,
@@ -143,7 +147,12 @@ def verify(options: VerifyOptions, report: ReportProgress) -> tuple[GateResult, 
         with closing(runners):
             runners.warmup()
             compile_constraint = None if workload.forms is None else workload.forms.compile
-            parts = _EngineParts(compile_constraint=compile_constraint, draft=runners.draft)
+            parts = _EngineParts(
+                compile_constraint=compile_constraint,
+                draft=runners.draft,
+                scorer=runners.scorer,
+                make_packer=_packer_of(runners.scorer, checkpoint),
+            )
             make_core = _maker(runners.target, checkpoint, plan, parts)
             with _witness(options, checkpoint, plan, make_core, compile_constraint) as witness:
                 gate = _gate(options, plan, workload, make_core)
@@ -162,6 +171,7 @@ def self_test(options: VerifyOptions, report: ReportProgress) -> SelfTestResult:
     config, drafts = options.config, options.config.speculation
     if drafts is not None and drafts.has_model:  # it changes no stream
         config = replace(config, speculative_config=None)
+    config = replace(config, spec_prefill=None)  # the faults are those of the model itself
     options = replace(options, reference="solo", config=config)
     with _checkpoint(options) as checkpoint:
         found = _find_faults(options, checkpoint)
@@ -294,6 +304,10 @@ def _prepare(
     workload = _with_images(
         _workload(options, checkpoint, plan), options, checkpoint, digest_of, plan.limits.page_size
     )
+    chosen = options.config.sparse_prompts
+    if plan.scorer is not None and chosen is not None:
+        sparse = with_sparse_prompts(workload.arrivals, chosen.keep)
+        workload = replace(workload, arrivals=sparse)
     requests = [arrival.request for arrival in workload.arrivals]
     limits = replace(plan.limits, max_num_queued_reqs=sum(each.params.n for each in requests))
     plan = replace(plan, limits=limits)
@@ -438,6 +452,7 @@ def _gate(
         wanted=workload.wanted,
         speculation=options.config.speculation,
         image_spans=_spans_of(workload, plan),
+        has_sparse=any(each.request.sparse_prefill for each in workload.arrivals),
     )
 
 
@@ -449,11 +464,20 @@ def _spans_of(workload: _Workload, plan: EnginePlan) -> ImageSpans | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _EngineParts:
-    """What engines get besides a runner: `draft` drafts in those whose options ask for drafts."""
+    """What engines get besides a runner: `draft` drafts in those whose options ask for drafts, and
+    `scorer` scores prompts."""
 
     compile_constraint: CompileConstraint | None
     draft: DraftModel | None = None
+    scorer: PromptScorerModel | None = None
     make_packer: MakePacker = Packer
+
+
+def _packer_of(scorer: PromptScorerModel | None, checkpoint: Checkpoint) -> MakePacker:
+    """Makes packers, of prompts with gaps if there are any."""
+    if scorer is None:
+        return Packer
+    return partial(Packer, window=window_of(checkpoint.config))
 
 
 def _maker(
@@ -467,6 +491,9 @@ def _maker(
         if parts.draft is not None and options.speculation is not None:
             parts.draft.runner.reset()
             options = replace(options, draft_model=parts.draft)
+        if parts.scorer is not None:
+            parts.scorer.runner.reset()
+            options = replace(options, prompt_scorer=parts.scorer)
         num_pages = min(limits.num_pages, plan.limits.num_pages)
         limits = replace(limits, num_pages=num_pages)
         options = replace(options, eos_token_ids=eos, compile_constraint=parts.compile_constraint)
