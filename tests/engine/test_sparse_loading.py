@@ -15,6 +15,7 @@ from cadenza.loading.build import build_core, open_planned
 from cadenza.loading.planned_engine import PlannedEngine
 from cadenza.request import Request, SamplingParams
 from cadenza.sparse_prefill import LOOK_AHEAD_TOKENS, SparsePrefill
+from cadenza.verification.run import VerifyOptions, verify
 from tests.engine.sparse import FakeScorer, tokens_of
 from tests.faces.stub_backend import STUBS, StubBackend
 
@@ -103,3 +104,13 @@ def test_a_pair_that_cannot_pay_is_refused(changes: dict[str, object], named: st
 def test_a_backend_that_computes_no_gaps_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="stub:cpu"):
         open_planned(None, config_of(), STUBS)
+
+
+def test_the_gate_plays_prompts_that_are_scored() -> None:
+    config = replace(config_of(threshold=100), max_itl_ms="auto", max_model_len=700)
+    options = VerifyOptions(
+        config=config, num_requests=9, reference="solo", backends={"stub": f"{HERE}:SparseStub"}
+    )
+    result, _ = verify(options, lambda _: None)
+    assert result.passed, result.last_line
+    assert all(mode.counts.scored for mode in result.modes)
