@@ -102,7 +102,7 @@ def test_the_state_of_another_bucket_is_refused(bench: Bench):
     assert others is not None
     steps._state, others._state = others._state, steps._state
     for runner in (bench.runner, small):
-        with pytest.raises(Exception, match=r"shape|size|tensor"):
+        with pytest.raises(RunnerError, match=r"shape|size|tensor"):
             Bench(runner, COMPILED_LIMITS).run(stream_on(0, [0]).chunk([5], samples=True))
         with pytest.raises(RunnerError, match="reset"):
             Bench(runner, COMPILED_LIMITS).run(stream_on(0, [0]).chunk([5], samples=True))

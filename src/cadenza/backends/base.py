@@ -61,6 +61,16 @@ class ModelMemory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CompiledSizes:
+    """The most that programs take which were compiled ahead: rows, and tokens of a context and of a
+    step."""
+
+    num_rows: int
+    max_model_len: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BackendTraits:
     """The properties of a backend on a device, available before anything is loaded.
 
@@ -83,6 +93,7 @@ class BackendTraits:
         default_max_model_len: the longest context that is chosen by default; None is no bound.
         poison: what `verify` fills unwritten KV slots with: a value that changes every result that
             depends on one. NaN, unless the backend multiplies masked values by 0.
+        compiled_for: None if programs are compiled when they are loaded.
         slot_unit: after which tokens a slot of the dense layout can be continued by another
             sequence (`core.slot_prefixes`); None if only pages are shared.
         memory: the model's memory by compute type; None if it follows from its `ModelConfig`.
@@ -126,6 +137,7 @@ class BackendTraits:
     kv_layouts: tuple[KVArrangement, ...] = ("paged", "dense")
     default_max_model_len: int | None = None
     poison: float = nan
+    compiled_for: CompiledSizes | None = None
     slot_unit: int | None = None
     memory: Mapping[WeightDType, ModelMemory] | None = None
     attention_span: int = 512

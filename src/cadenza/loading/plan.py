@@ -31,6 +31,7 @@ from cadenza.loading.second_models import DraftPlan, ExtraMemory, beside_others
 from cadenza.loading.space import (
     Space,
     check_base,
+    check_compiled,
     check_positions,
     check_rows,
     choose_context,
@@ -285,6 +286,7 @@ def make_plan(
     )
     limits, rows_reason = _divide(space, config, checkpoint, traits, dtype)
     limits = replace(limits, images=images.limits)
+    check_compiled(limits, traits.compiled_for)
     _check_page_folder(config, traits, limits)
     _check_whole_span(traits, limits)
     return EnginePlan(

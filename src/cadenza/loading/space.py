@@ -9,7 +9,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import ceil, floor
 
-from cadenza.config import MAX_NUM_SEQS_BOUND, PAGE_SIZE_UNIT, EngineConfig, Quantization
+from cadenza.backends.base import CompiledSizes
+from cadenza.config import (
+    MAX_NUM_SEQS_BOUND,
+    PAGE_SIZE_UNIT,
+    EngineConfig,
+    EngineLimits,
+    Quantization,
+)
 from cadenza.core.step_schema import NUM_EXTRA_LOGIT_ROWS
 from cadenza.core.whole_spans import least_budget
 from cadenza.errors import ConfigError, show_missing, show_size
@@ -226,6 +233,22 @@ def check_rows(space: Space, num_rows: int) -> None:
         f"weights and the processes leave {show_size(space.left_bytes)}; set --max-num-seqs "
         f"{fitting}"
     )
+
+
+def check_compiled(limits: EngineLimits, most: CompiledSizes | None) -> None:
+    """Raises ConfigError for more than programs were compiled for."""
+    if most is None:
+        return
+    for name, given, bound in (
+        ("max-num-seqs", limits.max_num_seqs, most.num_rows),
+        ("max-model-len", limits.max_model_len, most.max_model_len),
+        ("max-num-batched-tokens", limits.max_num_batched_tokens, most.num_tokens),
+    ):
+        if given > bound:
+            raise ConfigError(
+                f"--{name} {given} is above the {bound} that the compiled modules take; set "
+                f"--{name} {bound}, or export the model for more (cadenza export)"
+            )
 
 
 def choose_rows(space: Space, context: int) -> tuple[int, str]:

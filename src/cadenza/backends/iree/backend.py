@@ -29,8 +29,8 @@ ATTENTION_SPAN = 128
 
 
 class IreeBackend(Backend):
-    """CPUs, by modules for IREE's local-task; Vulkan, by modules for it. `find` looks an installed
-    package up."""
+    """CPUs, by modules for IREE's local-sync and local-task; Vulkan, by modules for it. `find`
+    looks an installed package up."""
 
     def __init__(
         self, find: Callable[[str], object | None] = find_spec, cpu: Cpu | None = None
@@ -46,10 +46,11 @@ class IreeBackend(Backend):
             exactness="bitwise",
             dtypes=(manifest.dtype,),
             dtype_for=dict.fromkeys(WEIGHT_DTYPES, manifest.dtype),
-            max_num_batched_tokens=manifest.buckets[0].program("prompt").num_tokens,
+            max_num_batched_tokens=manifest.most.num_tokens,
             device_memory_bytes=None,
             kv_layouts=("dense",),
             default_max_model_len=manifest.max_model_len,
+            compiled_for=manifest.most,
             slot_unit=1,
             attention_span=ATTENTION_SPAN,
             verifies_drafts=False,
@@ -75,6 +76,8 @@ class IreeBackend(Backend):
     def _manifest(self, device: str, ops: Ops, checkpoint: Checkpoint) -> Manifest:
         """Raises CheckpointError, ConfigError."""
         self._check_installed()
+        if ops == "split":
+            raise ConfigError("--tensor-parallel-size: compiled modules run on one device")
         if ops != "auto":
             raise ConfigError(f"--ops {ops}: the iree backend has the compiled modules; use auto")
         if checkpoint.format == "gguf":

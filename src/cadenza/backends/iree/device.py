@@ -1,7 +1,8 @@
 """IREE's devices: their buffers, and the modules that run on them: `IreeDevice`, `LoadedProgram`.
 
 Knows nothing of models. A buffer that a program takes over holds its result afterwards, so that
-what is donated is used once.
+what is donated is used once. IREE requires that buffers and programs are freed before their device:
+otherwise the process ends with a segmentation fault.
 """
 
 from collections.abc import Sequence
@@ -14,8 +15,9 @@ import numpy.typing as npt
 from cadenza.backends.iree.manifest import Array
 from cadenza.errors import CheckpointError, DeviceUnavailableError
 
-DRIVERS = {"llvm-cpu": "local-task", "vulkan-spirv": "vulkan"}
-"""By the target that modules were compiled for."""
+ONE_THREAD_BYTES = 64 << 20
+"""With weights of at most so many bytes, the parts of a step take less time than threads need to
+meet after each of them."""
 
 _ELEMENTS = {
     "float32": rt.HalElementType.FLOAT_32,
@@ -30,10 +32,10 @@ Buffer = Any
 
 
 class IreeDevice:
-    """A device for modules of a target. Raises DeviceUnavailableError."""
+    """A device by the name of IREE's driver. Raises DeviceUnavailableError."""
 
-    def __init__(self, target: str) -> None:
-        self.name = DRIVERS[target]
+    def __init__(self, name: str) -> None:
+        self.name = name
         self.instance = rt.VmInstance()
         try:
             self.device = rt.get_driver(self.name).create_default_device()
@@ -66,15 +68,28 @@ class IreeDevice:
         return np.array(view.map().asarray(view.shape, dtype))
 
 
-class LoadedProgram:
-    """A module on a device, whose function `name` is called; the parameters must outlive it."""
+def choose_driver(target: str, device: str, weight_bytes: int) -> str:
+    """The driver for modules of a target. Threads change no bit of a result; `cpu` has them always,
+    `auto` with weights that are worth it."""
+    if target == "vulkan-spirv":
+        return "vulkan"
+    is_small = device == "auto" and weight_bytes <= ONE_THREAD_BYTES
+    return "local-sync" if is_small else "local-task"
 
-    def __init__(self, device: IreeDevice, name: str, module: bytes, parameters: Any) -> None:
+
+class LoadedProgram:
+    """A module on a device, whose function `name` is called; its parameters, if it has any, must
+    outlive it."""
+
+    def __init__(
+        self, device: IreeDevice, name: str, module: bytes, parameters: Any | None
+    ) -> None:
         instance = device.instance
         loaded = rt.VmModule.copy_buffer(instance, module)
-        provided = rt.create_io_parameters_module(instance, parameters)
-        modules = [device.hal, provided, loaded]
-        self._context = rt.VmContext(instance, modules=modules)
+        modules = [device.hal]
+        if parameters is not None:
+            modules.append(rt.create_io_parameters_module(instance, parameters))
+        self._context = rt.VmContext(instance, modules=[*modules, loaded])
         self._function: Any = loaded.lookup_function(name)
         if self._function is None:
             raise CheckpointError(f"a compiled module has no function {name}; export it again")

@@ -8,11 +8,14 @@ that the manifest says.
 import hashlib
 import platform
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
+from typing import cast
 
 import msgspec
 
-from cadenza.checkpoint.dtypes import WeightDType
+from cadenza.backends.base import CompiledSizes
+from cadenza.checkpoint.dtypes import WeightDType, item_bytes
 from cadenza.errors import CheckpointError
 
 FOLDER = "iree"
@@ -120,6 +123,22 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """The smallest one for so many rows; None if there is none."""
         fitting = [each for each in self.buckets if each.num_rows >= num_rows]
         return min(fitting, key=lambda each: each.num_rows, default=None)
+
+    @property
+    def most(self) -> CompiledSizes:
+        largest = max(self.buckets, key=lambda each: each.num_rows)
+        return CompiledSizes(
+            num_rows=largest.num_rows,
+            max_model_len=self.max_model_len,
+            num_tokens=largest.program("prompt").num_tokens,
+        )
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(
+            prod(each.array.shape) * item_bytes(cast(WeightDType, each.array.dtype))
+            for each in self.parameters
+        )
 
     @property
     def described(self) -> tuple[str, ...]:

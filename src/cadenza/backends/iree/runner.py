@@ -17,7 +17,7 @@ from weakref import finalize
 import numpy as np
 
 from cadenza.backends.base import Capability, RunnerSetup
-from cadenza.backends.iree.device import Buffer, IreeDevice, LoadedProgram
+from cadenza.backends.iree.device import Buffer, IreeDevice, LoadedProgram, choose_driver
 from cadenza.backends.iree.manifest import Manifest, ModuleBucket, read_module
 from cadenza.backends.iree.parameters import Parameters
 from cadenza.backends.iree.wire import WireMap
@@ -31,7 +31,7 @@ from cadenza.core.step_schema import (
     StepOutput,
 )
 from cadenza.core.token_rules import MASK
-from cadenza.errors import ConfigError, RunnerError
+from cadenza.errors import RunnerError
 
 STEPS = ("decode", "prompt")
 
@@ -53,9 +53,9 @@ class IreeRunner:
     """A model's modules for the rows of `setup.limits`, each of which has a slot."""
 
     def __init__(self, checkpoint: Checkpoint, manifest: Manifest, setup: RunnerSetup) -> None:
-        """Raises CheckpointError, ConfigError, DeviceUnavailableError."""
+        """Raises CheckpointError, DeviceUnavailableError, RunnerError."""
         self._limits = setup.limits
-        bucket = check_limits(manifest, setup)
+        bucket = find_bucket(manifest, setup)
         self._manifest = manifest
         self._is_closed = False
         self._is_warm = False
@@ -142,28 +142,14 @@ class IreeRunner:
             raise RunnerError("the runner was closed; make a new one") from error
 
 
-def check_limits(manifest: Manifest, setup: RunnerSetup) -> ModuleBucket:
-    """The programs for a setup's rows. Raises ConfigError if it wants what was not compiled."""
-    limits, rows = setup.limits, [each.num_rows for each in manifest.buckets]
+def find_bucket(manifest: Manifest, setup: RunnerSetup) -> ModuleBucket:
+    """The programs for a setup's rows. Raises RunnerError if it wants what was not compiled, which
+    a plan refuses (`BackendTraits.compiled_for`)."""
+    limits, most = setup.limits, manifest.most
     bucket = manifest.bucket(max(limits.max_num_seqs, limits.num_pages))
-    if bucket is None:
-        raise ConfigError(
-            f"--max-num-seqs {limits.max_num_seqs} is above the rows of the compiled modules "
-            f"({', '.join(map(str, rows))}); lower it, or export the model for more"
-        )
-    if limits.max_model_len > manifest.max_model_len:
-        raise ConfigError(
-            f"--max-model-len {limits.max_model_len} is above that of the compiled modules, "
-            f"{manifest.max_model_len}; lower it, or export the model for more"
-        )
-    most = bucket.program("prompt").num_tokens
-    if limits.max_num_batched_tokens > most:
-        raise ConfigError(
-            f"--max-num-batched-tokens {limits.max_num_batched_tokens} is above that of the "
-            f"compiled modules, {most}; lower it"
-        )
-    if limits.max_pages_per_seq != 1:
-        raise ConfigError("compiled modules have a slot for each row; use --kv-layout dense")
+    is_longer = limits.page_size > most.max_model_len or limits.max_pages_per_seq != 1
+    if bucket is None or is_longer or limits.max_num_batched_tokens > most.num_tokens:
+        raise RunnerError(f"the compiled modules are for {most}, not for {limits}")
     return bucket
 
 
@@ -175,7 +161,9 @@ class _Steps:
     ) -> None:
         self._bucket = bucket
         self._fill = setup.fill or 0.0
-        self._device: IreeDevice | None = IreeDevice(manifest.target)
+        self._device: IreeDevice | None = IreeDevice(
+            choose_driver(manifest.target, setup.device, manifest.weight_bytes)
+        )
         self.device_name = self._device.name
         self.parameters = Parameters(checkpoint, manifest)
         provider = self.parameters.provider()
@@ -193,7 +181,15 @@ class _Steps:
         self.reset()
 
     def run(self, inputs: ModelInputs) -> Int32Array:
-        """The result [L, C] of a step."""
+        """The result [L, C] of a step. Raises RunnerError."""
+        try:
+            return self._compute(inputs)
+        except (RunnerError, RuntimeError, ValueError) as error:
+            said = str(error)
+        # Not from the error: its frames hold buffers, and none may be freed after the device.
+        raise RunnerError(said)
+
+    def _compute(self, inputs: ModelInputs) -> Int32Array:
         state = self._updated(inputs)
         name = self._step_names[len(inputs.tokens.ids)]
         words = self._upload(self._wires[name].words(inputs))
