@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,8 +13,10 @@ from pathlib import Path
 import pytest
 
 from cadenza.backends.fake import FakeRunner
+from cadenza.core.page_keys import KEY_BYTES
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.page_folder import FolderAccess, PageFolder, StoredMiss
+from cadenza.engine.page_traffic import REFRESH_EVERY_S, PageTraffic
 from cadenza.engine.process.supervision import WatchdogTimeouts
 from cadenza.engine.stored_pages import MAX_STALLS, PATIENCE_S, StoredPages
 from cadenza.errors import RunnerError
@@ -479,6 +482,35 @@ def test_an_ended_read_does_not_keep_the_engine_awake(tmp_path: Path) -> None:
     assert stored.wait()
     pages.release.set()
     stored.close()
+
+
+def test_an_engine_reads_what_another_one_stores_beside_it(tmp_path: Path) -> None:
+    folders = [folder_of(tmp_path) for _ in range(2)]
+    first, second = (engine_of(each) for each in folders)
+    request = request_of()
+    stored = run(first, [request])
+    first.close()  # writes what is left; the other one has looked before
+    folders[1].refresh()
+    found = run(second, [request])
+    assert found.tokens == stored.tokens
+    assert (stored.cached, found.cached) == ({(0, 0): 0}, {(0, 0): FULL})
+    assert second.stored_pages is not None
+    assert second.stored_pages.counts.num_read == FULL // 16
+    second.close()
+
+
+def test_what_others_store_is_looked_for_again_and_again(tmp_path: Path) -> None:
+    mine, other = (folder_of(tmp_path) for _ in range(2))
+    traffic = PageTraffic(mine)
+    key = bytes(KEY_BYTES)
+    other.write(key, b"content")
+    end_s = time.monotonic() + 20 * REFRESH_EVERY_S
+    while key not in mine:
+        assert time.monotonic() < end_s
+        traffic.wait(0.01)
+    traffic.stop()
+    traffic.join(10.0)
+    other.close()
 
 
 def test_two_engines_share_one_folder(tmp_path: Path) -> None:

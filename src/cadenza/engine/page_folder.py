@@ -115,6 +115,7 @@ class PageFolder:
         self._known: set[bytes] = set()
         self._touched: set[bytes] = set()
         self._num_unscanned_bytes = 0
+        self._listed_ns: dict[str, int] = {}
         self.error: str | None = None
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -142,7 +143,7 @@ class PageFolder:
             raise _unusable(folder, error) from error
 
     def __contains__(self, key: bytes) -> bool:
-        """Whether there was a page of `key` at the last scan, or it was written since."""
+        """Whether a page of `key` was found by the last scan or `refresh`, or written since."""
         return key in self._known
 
     @property
@@ -205,6 +206,20 @@ class PageFolder:
             except OSError as error:
                 self._stop(error.strerror or type(error).__name__)
         return True
+
+    def refresh(self) -> None:
+        """Finds the pages that other engines have stored meanwhile. It looks only into folders that
+        have changed since the last time; what it misses is a miss."""
+        with suppress(OSError), os.scandir(self._pages) as entries:
+            for entry in entries:
+                if not (_LEVELS[1].fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)):
+                    continue
+                changed_ns = entry.stat(follow_symlinks=False).st_mtime_ns
+                if self._listed_ns.get(entry.name) == changed_ns:
+                    continue
+                self._listed_ns[entry.name] = changed_ns
+                names = filter(_LEVELS[2].fullmatch, os.listdir(entry.path))
+                self._known.update(map(bytes.fromhex, names))
 
     def close(self) -> None:
         """Removes what belongs to this process only. Idempotent."""

@@ -7,6 +7,7 @@ come before writes; after an error of any kind nothing is read or written, and `
 
 import logging
 import threading
+import time
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -16,6 +17,9 @@ logger = logging.getLogger(__name__)
 
 MAX_BYTES_ON_THE_WAY = 64 << 20
 """Of pages that were read and not taken yet, and of those that wait for being written, each."""
+
+REFRESH_EVERY_S = 1.0
+"""How often it is looked for what other engines have stored in the same folder."""
 
 MAX_TOUCHES = 1 << 14
 """Pages that may wait for being marked as used."""
@@ -52,6 +56,7 @@ class PageTraffic:
         self._num_bytes_to_write = 0
         self._num_bytes_read = 0
         self._is_stopping = False
+        self._refresh_at_s = time.monotonic() + REFRESH_EVERY_S
         self.is_broken = False
         self.num_written = self.num_written_bytes = 0
         self.misses: dict[StoredMiss, int] = {"absent": 0, "damaged": 0, "late": 0}
@@ -148,9 +153,14 @@ class PageTraffic:
 
     def _serve_next(self) -> bool:
         """Waits for one thing to do and does it; False if there is nothing left after `stop`."""
+        now_s = time.monotonic()
+        if now_s >= self._refresh_at_s and not self._is_stopping:
+            self._folder.refresh()
+            self._refresh_at_s = now_s + REFRESH_EVERY_S
         with self._change:
             while not (self._can_read() or self._to_write or self._to_touch or self._is_stopping):
-                self._change.wait()
+                if not self._change.wait(REFRESH_EVERY_S):
+                    return True
             read = self._to_read[0] if self._can_read() else None
             touched = [] if read is not None else list(self._to_touch)
             written = None
