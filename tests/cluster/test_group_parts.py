@@ -8,7 +8,7 @@ from cadenza.cluster.group_stats import group_limits, group_stats, group_status,
 from cadenza.cluster.live_rows import LiveRows
 from cadenza.cluster.prefix_view import PrefixView, page_keys
 from cadenza.cluster.route_choice import ReplicaLoad, order_replicas
-from cadenza.cluster.router import Router
+from cadenza.cluster.router import Route, Router
 from cadenza.config import EngineConfig
 from cadenza.engine.open_requests import EngineLoad
 from cadenza.engine.route_report import HeldChange, RouteReport, Seen
@@ -37,7 +37,8 @@ def test_a_request_goes_to_the_least_work_or_to_its_prefix_unless_that_is_crowde
     assert order_replicas([busy, idle], 100) == [1, 0]
     holds = load(1, held=1000)
     assert order_replicas([idle, holds], 1000) == [1, 0]
-    assert order_replicas([idle, holds], 40) == [0, 1]  # one more in its way costs more
+    assert order_replicas([idle, load(1, held=8)], 40) == [0, 1]  # one more in its way costs more
+    assert order_replicas([idle, load(9, held=200)], 400) == [0, 1]  # nine would wait for the rest
     crowded = load(40, 9000, held=20_000)
     assert order_replicas([crowded, idle, idle], 20_000)[-1] == 0
     assert order_replicas([idle, crowded], 20_000)[-1] == 1
@@ -113,34 +114,46 @@ LOADS = {0: EngineLoad(num_open=0, num_queued_tokens=0)}
 LOADS[1] = LOADS[0]
 
 
+def place_of(router: Router, asked: Request, now_s: float = 0.0) -> int:
+    limits = limits_of(EngineConfig(max_num_seqs=8))
+    return router.choose(asked, LOADS, limits, now_s).place
+
+
 def test_a_router_adds_what_it_has_sent_to_what_replicas_report() -> None:
-    router, limits = Router(SECRET), limits_of(EngineConfig(max_num_seqs=8))
+    router, other = Router(SECRET), prompt(*range(40, 90))
     for place in LOADS:
-        router.take(place, report(-1))
-    route = router.choose(prompt(*range(60)), LOADS, limits)
-    router.sent(route, 3)
-    other = router.choose(prompt(*range(40, 90)), LOADS, limits)
-    assert other.place != route.place
-    router.take(route.place, report(2, queued_s=0.1))  # it has not received the request
-    assert router.choose(prompt(*range(40, 90)), LOADS, limits).place == other.place
-    router.take(route.place, report(3))
-    router.take(other.place, report(-1, queued_s=0.1))  # another front end's
-    assert router.choose(prompt(*range(40, 90)), LOADS, limits).place == route.place
+        router.take(place, report(-1), 0.0)
+    router.sent(Route(0, num_new_tokens=60), 3, 0.0)
+    assert place_of(router, other) == 1
+    router.take(0, report(2), 0.0)  # it has not received the request
+    assert place_of(router, other) == 1
+    router.take(0, report(3), 0.0)
+    router.take(1, report(-1, queued_s=0.2), 0.0)  # another front end's
+    assert place_of(router, other) == 0
+
+
+def test_a_queue_gets_shorter_while_nothing_is_reported() -> None:
+    router, other = Router(SECRET), prompt(*range(40, 90))
+    for place, queued_s in ((0, 2.0), (1, 1.0)):
+        router.take(place, report(-1, queued_s=queued_s), 10.0)
+    assert place_of(router, other, 10.9) == 1
+    router.sent(Route(1, num_new_tokens=300), 0, 11.5)
+    assert place_of(router, other, 11.6) == 0
+    assert place_of(router, other, 20.0) == 0
 
 
 def test_a_router_uses_the_secret_that_a_replica_reports() -> None:
     """It is that of a folder of pages, under which the replica has its keys."""
-    router, limits = Router(SECRET), limits_of(EngineConfig(max_num_seqs=8))
-    asked, own = prompt(*range(60)), b"of a folder"
+    router, asked, own = Router(SECRET), prompt(*range(60)), b"of a folder"
     keys = page_keys(asked, 16, own)
     held = HeldChange(secret=own, added=b"".join(keys), removed=b"")
-    router.take(0, report(-1))
-    router.take(1, report(-1, held))
-    route = router.choose(asked, LOADS, limits)
-    assert (route.place, route.keys, route.num_new_tokens) == (1, keys, 60 - 48)
+    router.take(0, report(-1), 0.0)
+    router.take(1, report(-1, held), 0.0)
+    route = router.choose(asked, LOADS, limits_of(EngineConfig(max_num_seqs=8)), 0.0)
+    assert route == Route(1, keys, 60 - 48)
     router.forget(1)
-    router.take(1, report(-1))
-    assert router.choose(asked, LOADS, limits).place == 0
+    router.take(1, report(-1), 0.0)
+    assert place_of(router, asked) == 0
 
 
 def test_a_group_has_as_many_rows_and_places_as_its_replicas() -> None:

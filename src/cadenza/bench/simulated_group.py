@@ -72,13 +72,13 @@ class SimulatedGroup:
             if at_s >= each.reported_s + every_s:
                 self._report(each, at_s)
         loads = {at: each.load for at, each in enumerate(self.replicas)}
-        route = self._router.choose(request, loads, self.replicas[0].core.limits)
+        route = self._router.choose(request, loads, self.replicas[0].core.limits, at_s)
         replica = self.replicas[route.place]
         replica.clock.now_s = max(replica.clock.now_s, at_s)
         request_id = replica.core.submit(request)
         if replica.reporter is not None:
             replica.reporter.received(request_id)
-        self._router.sent(route, request_id)
+        self._router.sent(route, request_id, at_s)
         return route.place, request_id
 
     def stepped(self, place: int) -> None:
@@ -92,7 +92,7 @@ class SimulatedGroup:
         if replica.reporter is None:
             return
         replica.reported_s = now_s
-        self._router.take(replica.place, replica.reporter.report(now_s))
+        self._router.take(replica.place, replica.reporter.report(now_s), now_s)
 
 
 @dataclass(slots=True, eq=False)

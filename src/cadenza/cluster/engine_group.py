@@ -118,7 +118,7 @@ class EngineGroup:
                         raise
                     continue
                 if route is not None:
-                    self.router.sent(route, request_id)
+                    self.router.sent(route, request_id, self._clock())
                 return request_id
         raise AssertionError("the last try returns or raises")
 
@@ -202,7 +202,7 @@ class EngineGroup:
             left = [each for each in self.replicas if not each.is_dead] or self.replicas
             return left[0], None
         loads = {each.place: each.front.load() for each in serving}
-        route = self.router.choose(request, loads, status.request_check.limits)
+        route = self.router.choose(request, loads, status.request_check.limits, self._clock())
         return self.replicas[route.place], route
 
     def _with_check(self, status: EngineStatus) -> EngineStatus:
@@ -284,7 +284,7 @@ class EngineGroup:
 
     def _take_report(self, replica: Replica, report: RouteReport) -> None:
         with self._lock:
-            self.router.take(replica.place, report)
+            self.router.take(replica.place, report, self._clock())
 
     def _take_death(self, replica: Replica, failure: CadenzaError) -> None:
         replica.is_dead = True
@@ -343,7 +343,7 @@ class EngineGroup:
             replica.front.requests.adopt(entry)  # its own next engine goes on with it
             return False
         if route is not None:
-            self.router.sent(route, request_id)
+            self.router.sent(route, request_id, self._clock())
         return True
 
     def _watch(self, replica: Replica) -> None:

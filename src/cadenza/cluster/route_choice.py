@@ -6,7 +6,7 @@ A pure function of numbers, so that a simulation can use it.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-TOKENS_OF_OPEN = 64
+TOKENS_OF_OPEN = 16
 """What an open request counts for, in prompt tokens: it takes part in each further step."""
 
 SLACK_TOKENS = 512
@@ -14,7 +14,10 @@ SLACK_TOKENS = 512
 holds: another one then computes the prefix, too, and both have it."""
 
 TIE_SHARE = 0.1
-"""Costs that differ by less are equal: each replica measures for itself what a token takes."""
+"""Costs that differ by less are equal."""
+
+DELAY_SHARE = 0.3
+"""What a prompt token costs more for each open request of its replica, which it delays."""
 
 ONCE_TOKENS = 256
 """Prefixes of so many tokens are not computed by two replicas at once, unless the one that computes
@@ -32,7 +35,7 @@ class ReplicaLoad:
         num_held_tokens: of the prompt, that it holds or is about to compute.
         num_coming_tokens: of the prompt, that it is about to compute.
         num_seen_tokens: of the prompt, that were sent to it before, whatever became of them.
-        num_pages: that it holds of any prompts.
+        num_cached_tokens: of any prompts, that it holds.
     """
 
     num_open: int
@@ -41,7 +44,7 @@ class ReplicaLoad:
     num_held_tokens: int = 0
     num_coming_tokens: int = 0
     num_seen_tokens: int = 0
-    num_pages: int = 0
+    num_cached_tokens: int = 0
 
     @property
     def work_s(self) -> float:
@@ -51,17 +54,17 @@ class ReplicaLoad:
 def order_replicas(loads: Sequence[ReplicaLoad], num_prompt_tokens: int) -> list[int]:
     """The places of the replicas, best first.
 
-    The cost of each is the work before the request and what of its prompt is left to compute.
-    Those that are nearly as good as the best are equal: where the session was before, then fewer
-    open requests, then fewer pages, so that each keeps prefixes of its own. One that would compute
-    what another one is computing comes last.
+    The cost of each is the work before the request and what of its prompt is left to compute, also
+    for those whose next tokens wait for that. Those that are nearly as good as the best are equal:
+    where the session was before, then fewer open requests, then less in the cache, so that each
+    keeps prefixes of its own. One that would compute what another one is computing comes last.
     """
     total_s = sum(each.work_s for each in loads)
     crowded = [_is_crowded(each, total_s, len(loads) - 1) for each in loads]
     coming = [0 if crowded[at] else each.num_coming_tokens for at, each in enumerate(loads)]
     costs_s = [
-        _cost_s(each, num_prompt_tokens, 0 if crowded[at] else each.num_held_tokens)
-        for at, each in enumerate(loads)
+        _cost_s(each, num_prompt_tokens, 0 if is_late else each.num_held_tokens)
+        for each, is_late in zip(loads, crowded, strict=True)
     ]
     tied_s = min(costs_s) * (1 + TIE_SHARE)
 
@@ -72,7 +75,7 @@ def order_replicas(loads: Sequence[ReplicaLoad], num_prompt_tokens: int) -> list
             max(tied_s, costs_s[place]),
             -each.num_seen_tokens,
             each.num_open,
-            each.num_pages,
+            each.num_cached_tokens,
             place,
         )
 
@@ -81,7 +84,7 @@ def order_replicas(loads: Sequence[ReplicaLoad], num_prompt_tokens: int) -> list
 
 def _cost_s(load: ReplicaLoad, num_prompt_tokens: int, num_held_tokens: int) -> float:
     num_left = num_prompt_tokens - min(num_held_tokens, num_prompt_tokens)
-    return load.work_s + num_left * load.token_s
+    return load.work_s + num_left * load.token_s * (1 + DELAY_SHARE * load.num_open)
 
 
 def _is_crowded(load: ReplicaLoad, total_s: float, num_others: int) -> bool:

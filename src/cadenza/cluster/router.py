@@ -1,13 +1,15 @@
 """`Router`: chooses the replica of each request, by what replicas report and what was sent to them.
 
-Owns a view of each replica: its prefixes, its queue, and what it cannot have reported yet. Several
-routers may send to one replica: each counts its own, and the replica's reports have the others'.
-Knows no engines and no threads, so that a simulation uses it as `EngineGroup` does.
+Owns a view of each replica: its prefixes, and until when its queue will take, of which a part is
+not reported yet. Times are readings of one clock, in seconds. Several routers may send to one
+replica: each counts its own, and the replica's reports have the others'. Knows no engines and no
+threads, so that a simulation uses it as `EngineGroup` does.
 """
 
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import NamedTuple
 
 from cadenza.cluster.prefix_view import PrefixView, page_keys
@@ -30,8 +32,8 @@ class Route(NamedTuple):
     tokens that replica has to compute."""
 
     place: int
-    keys: tuple[bytes, ...]
-    num_new_tokens: int
+    keys: tuple[bytes, ...] = ()
+    num_new_tokens: int = 0
 
 
 class _Sent(NamedTuple):
@@ -45,18 +47,30 @@ class _ReplicaView:
     prefixes: PrefixView = field(default_factory=PrefixView)
     report: RouteReport | None = None
     on_way: deque[_Sent] = field(default_factory=lambda: deque[_Sent](maxlen=MOST_ON_WAY))
+    done_at_s: float = 0.0
+    """When all that is known to be queued there will have been computed."""
 
     @property
     def token_s(self) -> float:
         return UNMEASURED_TOKEN_S if self.report is None else self.report.prompt_token_s
 
-    def queued_s(self, load: EngineLoad) -> float:
-        """What it has reported and was sent since; of one that reports nothing, the prompts that
-        have not started."""
+    def queued_s(self, load: EngineLoad, now_s: float) -> float:
+        """What it has reported and was sent since, less the time that has passed; of one that
+        reports nothing, the prompts that have not started."""
         if self.report is None:
             return load.num_queued_tokens * self.token_s
-        num_on_way = sum([each.num_new_tokens for each in self.on_way])
-        return self.report.queued_s + num_on_way * self.token_s
+        return max(0.0, self.done_at_s - now_s)
+
+    def send(self, request_id: int, num_new_tokens: int, now_s: float) -> None:
+        self.on_way.append(_Sent(request_id, num_new_tokens))
+        self.done_at_s = max(self.done_at_s, now_s) + num_new_tokens * self.token_s
+
+    def take(self, report: RouteReport, seen: Seen, now_s: float) -> None:
+        self.report = report
+        left = [each for each in self.on_way if each.request_id > seen.newest_id]
+        self.on_way = deque(left, maxlen=MOST_ON_WAY)
+        num_on_way = sum([each.num_new_tokens for each in left])
+        self.done_at_s = now_s + report.queued_s + num_on_way * self.token_s
 
 
 class Router:
@@ -68,34 +82,33 @@ class Router:
         self._views: dict[int, _ReplicaView] = {}
 
     def choose(
-        self, request: Request, loads: Mapping[int, EngineLoad], limits: EngineLimits
+        self, request: Request, loads: Mapping[int, EngineLoad], limits: EngineLimits, now_s: float
     ) -> Route:
         """One of the places of `loads`, which are those that serve; their `limits` are alike."""
         keys = _KeysOf(request, limits.page_size)
         places = list(loads)
         if len(places) == 1:
             return Route(places[0], (), len(request.prompt_token_ids))
-        found = [self._load_of(at, keys, loads[at], limits.page_size) for at in places]
+        # Each replica learns what a token takes, and errs: so one value for all, and who holds a
+        # prefix does not lose its session to a neighbour that seems faster.
+        token_s = fmean([self._view(at).token_s for at in places])
+        found = [self._load_of(at, keys, loads[at], token_s, now_s) for at in places]
         order = order_replicas(found, len(request.prompt_token_ids))
         has_room = [at for at in order if found[at].num_open < limits.max_num_open_reqs]
         best = (has_room or order)[0]
         num_new = len(request.prompt_token_ids) - found[best].num_held_tokens
         return Route(places[best], keys.under(self._view(places[best]).secret), num_new)
 
-    def sent(self, route: Route, request_id: int) -> None:
+    def sent(self, route: Route, request_id: int, now_s: float) -> None:
         """The request has been sent there."""
         view = self._view(route.place)
         view.prefixes.add(route.keys, request_id)
-        view.on_way.append(_Sent(request_id, route.num_new_tokens))
+        view.send(request_id, route.num_new_tokens, now_s)
 
-    def take(self, place: int, report: RouteReport) -> None:
+    def take(self, place: int, report: RouteReport, now_s: float) -> None:
         """A replica has reported."""
-        view = self._view(place)
-        view.report, seen = report, report.seen.get(self._front, NOTHING_SEEN)
-        view.on_way = deque(
-            [each for each in view.on_way if each.request_id > seen.newest_id],
-            maxlen=MOST_ON_WAY,
-        )
+        view, seen = self._view(place), report.seen.get(self._front, NOTHING_SEEN)
+        view.take(report, seen, now_s)
         if report.held is None:
             return
         if report.held.secret != view.secret:  # its pages are in a folder
@@ -117,18 +130,18 @@ class Router:
         return self._views[place]
 
     def _load_of(
-        self, place: int, keys: "_KeysOf", load: EngineLoad, page_size: int
+        self, place: int, keys: "_KeysOf", load: EngineLoad, token_s: float, now_s: float
     ) -> ReplicaLoad:
-        view = self._view(place)
+        view, page_size = self._view(place), keys.page_size
         own, prefixes = keys.under(view.secret), view.prefixes
         return ReplicaLoad(
             num_open=load.num_open,
-            queued_s=view.queued_s(load),
-            token_s=view.token_s,
+            queued_s=view.queued_s(load, now_s),
+            token_s=token_s,
             num_held_tokens=prefixes.num_held(own) * page_size,
             num_coming_tokens=prefixes.num_coming(own) * page_size,
             num_seen_tokens=prefixes.num_seen(own) * page_size,
-            num_pages=len(prefixes),
+            num_cached_tokens=len(prefixes) * page_size,
         )
 
 
@@ -137,10 +150,10 @@ class _KeysOf:
 
     def __init__(self, request: Request, page_size: int) -> None:
         self._request = request
-        self._page_size = page_size
+        self.page_size = page_size
         self._found: dict[bytes, tuple[bytes, ...]] = {}
 
     def under(self, secret: bytes) -> tuple[bytes, ...]:
         if secret not in self._found:
-            self._found[secret] = page_keys(self._request, self._page_size, secret)
+            self._found[secret] = page_keys(self._request, self.page_size, secret)
         return self._found[secret]
