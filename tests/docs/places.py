@@ -258,6 +258,7 @@ PLACES: Mapping[str, Place] = {
     "cadenza rm owner/model": Parsed("asks on a terminal, and needs a model of the hub"),
     f"{BENCH} --quick": Run(prints="tokens per second, share of the bound"),
     # docs/cookbook
+    "cadenza serve bundled-vision": Serve(),
     f'python examples/rag.py http://{PORT} "What is the capital of Japan?"': Run(
         instead=EXAMPLES, soak=False
     ),

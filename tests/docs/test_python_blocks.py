@@ -1,5 +1,6 @@
 """The Python of README.md, docs/*.md and the cookbook runs; of docs/python.md another file sees to
-that. That of docs/images.md runs with a small model of random weights, which sees.
+that. That of docs/images.md runs with a small model of random weights, which sees, that of the
+recipe about images with the bundled one.
 
 Clients are sent to a server of the bundled model, which has the name that a page gives the model.
 Where that is its own, an example prints what its comments say.
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.conftest import TRAINED, Shell
+from tests.docs.conftest import TRAINED, Shell, at
 from tests.docs.documents import PAGES, Code, fences
 from tests.docs.places import GGUF, PHOTO, PORT, SMOLVLM
 from tests.server.serve_process import ServeProcess, serve_process
@@ -27,7 +28,8 @@ TRAINED_ONES = f'model="{GGUF}"'
 
 
 def blocks() -> list[Code]:
-    pages = [page for page in PAGES if page.name not in ("python.md", "images.md")]
+    other = ("python.md", "images.md", "image-questions.md")
+    pages = [page for page in PAGES if page.name not in other]
     return [code for page in pages for code in fences(page) if code.language == "python"]
 
 
@@ -91,13 +93,29 @@ def test_an_example_of_the_engine_runs(code: Code, shell: Shell) -> None:
     assert "42" in said.out
 
 
-OF_IMAGES = [
-    code
-    for page in PAGES
-    if page.name == "images.md"
-    for code in fences(page)
-    if code.language == "python"
-]
+def python_of(name: str) -> list[Code]:
+    return [
+        code
+        for page in PAGES
+        if page.name == name
+        for code in fences(page)
+        if code.language == "python"
+    ]
+
+
+OF_IMAGES = python_of("images.md")
+
+
+@pytest.mark.slow
+def test_the_recipe_about_images_prints_what_it_says(shell: Shell) -> None:
+    """Its blocks, one after the other in one folder."""
+    with serve_process(Path("bundled-vision"), CADENZA_MAX_NUM_SEQS="4") as server:
+        server.wait_ready()
+        for code in python_of("image-questions.md"):
+            (shell.folder / "example.py").write_text(at(code.text, server))
+            said = shell.run("python -W error example.py")
+            assert (said.code, said.err) == (0, ""), code.place
+            assert said.out.splitlines() == PRINTED.findall(code.text), code.place
 
 
 @pytest.mark.soak
