@@ -27,6 +27,7 @@ from typing import Any, cast
 os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
 os.environ.setdefault("RAY_raylet_start_wait_time_s", "240")
 os.environ["RAY_SERVE_ENABLE_HA_PROXY"] = "1"
+os.environ["RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S"] = "1"
 
 import httpx
 import ray

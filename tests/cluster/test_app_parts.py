@@ -91,6 +91,36 @@ def test_an_application_says_how_many_front_ends_and_engines_there_may_be() -> N
         AppFlags.of({"max_loaded_models": 2})
 
 
+def test_an_application_reads_values_as_the_command_line_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`serve run` passes texts."""
+    monkeypatch.setenv("CADENZA_REPLICAS", "9")
+    given = {
+        "replicas": "2",
+        "no_ui": "true",
+        "api_key": ["one", "two"],
+        "max_model_len": "auto",
+        "engine_resources": '{"num_cpus": 2}',
+        "autoscaling": '{"min_replicas": 1}',
+        "fronts": "2",
+    }
+    flags = AppFlags.of(given)
+    assert (flags.serve.replicas, flags.serve.no_ui, flags.fronts) == (2, True, 2)
+    assert flags.serve.api_key == ["one", "two"]
+    assert flags.config.max_model_len is None
+    assert flags.engine_resources == {"num_cpus": 2}
+    assert AppFlags.of({}).serve.replicas == 1
+    with pytest.raises(ConfigError, match="'--replicas': Input should be greater"):
+        AppFlags.of({"replicas": 0})
+    with pytest.raises(ConfigError, match="'--request-timeout'"):
+        AppFlags.of({"request_timeout": "soon"})
+    with pytest.raises(ConfigError, match="no_ui 'maybe' must be true or false"):
+        AppFlags.of({"no_ui": "maybe"})
+    with pytest.raises(ConfigError, match="engine_resources 'all' must be a mapping"):
+        AppFlags.of({"engine_resources": "all"})
+
+
 def test_a_front_end_takes_more_calls_than_its_own_limits_allow() -> None:
     """So that they are answered with 429, and not left to wait where nobody counts them."""
     flags = AppFlags.of({"replicas": 3, "max_num_seqs": 8, "max_num_queued_reqs": 100})

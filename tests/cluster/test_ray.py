@@ -1,7 +1,8 @@
 """Streams through Ray Serve outlive the engines and nodes that they run in.
 
 On a Ray cluster of three nodes on this machine, which takes 1.6 GB. `CADENZA_RAY_KILLS` and
-`CADENZA_RAY_STREAMS` make the run smaller.
+`CADENZA_RAY_STREAMS` make the run smaller. A run that was interrupted goes on with the kills that
+are left, by pytest's cache; one that failed begins anew.
 """
 
 import asyncio
@@ -31,7 +32,7 @@ REPLICAS = 3
 COMMANDS = ("engine", "engine", "process", "process", "node")
 
 
-async def play(ray_app: RayApp) -> dict[str, Any]:
+async def play(ray_app: RayApp, tally: "Tally") -> dict[str, Any]:
     """Plays the streams again and again until the last kill is over."""
     limits = httpx.Limits(max_connections=None)
     client = httpx.AsyncClient(
@@ -41,7 +42,7 @@ async def play(ray_app: RayApp) -> dict[str, Any]:
         ray_app.wait_ready(1)
         alone = await asyncio.gather(*(stream(client, each) for each in range(NUM_STREAMS)))
         assert not any(each.startswith("error") for each in alone), alone
-        killing = asyncio.create_task(asyncio.to_thread(kill, ray_app))
+        killing = asyncio.create_task(asyncio.to_thread(kill, ray_app, tally))
         found: dict[str, Any] = {"played": 0, "errors": [], "differing": []}
         while not killing.done():
             playing = (stream(client, each) for each in range(NUM_STREAMS))
@@ -54,28 +55,48 @@ async def play(ray_app: RayApp) -> dict[str, Any]:
         return {**found, "kills": await killing}
 
 
-def kill(ray_app: RayApp) -> dict[str, int]:
+class Tally:
+    """The kills that earlier runs have survived, kept under a name."""
+
+    def __init__(self, cache: pytest.Cache, name: str) -> None:
+        self._cache, self._name = cache, name
+
+    @property
+    def count(self) -> int:
+        return self._cache.get(self._name, 0)
+
+    def set(self, count: int) -> None:
+        self._cache.set(self._name, count)
+
+
+def kill(ray_app: RayApp, tally: Tally) -> dict[str, int]:
     """One after another, each while at least two engines serve."""
-    generator = random.Random(NUM_KILLS)
     counts: dict[str, int] = dict.fromkeys(COMMANDS, 0)
-    for turn in range(NUM_KILLS):
+    generator = random.Random(NUM_KILLS)
+    for turn in range(tally.count, NUM_KILLS):
         ray_app.wait_ready(2)
         command = COMMANDS[turn % len(COMMANDS)]
         ray_app.obey(command)
         counts[command] += 1
         asyncio.run(asyncio.sleep(generator.uniform(0.5, 2.0)))
+        tally.set(turn + 1)
     return counts
 
 
 @pytest.mark.parametrize("fronts", [1, 2])
-def test_no_client_sees_that_engines_and_nodes_are_killed(fronts: int) -> None:
+def test_no_client_sees_that_engines_and_nodes_are_killed(
+    fronts: int, pytestconfig: pytest.Config
+) -> None:
+    assert pytestconfig.cache is not None
+    tally = Tally(pytestconfig.cache, f"cadenza/ray-kills-{fronts}-{NUM_STREAMS}-{NUM_KILLS}")
     ray_app = RayApp(replicas=REPLICAS, max_num_seqs=32, fronts=fronts)
     try:
-        found = asyncio.run(play(ray_app))
+        found = asyncio.run(play(ray_app, tally))
         resumed = ray_app.metric("cadenza:requests_resumed_t")
     finally:
         ray_app.close()
     print(found, resumed)
+    tally.set(0)
     assert found["errors"] == found["differing"] == []
     assert found["played"] >= NUM_STREAMS
     assert resumed > 0

@@ -8,7 +8,7 @@ import importlib.util
 import json
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,6 +16,7 @@ import httpx
 import openai
 import pytest
 
+from cadenza.server.limits import ServerLimits
 from tests.cluster.ray_app import WITHIN_S, RayApp
 
 pytestmark = [
@@ -108,6 +109,74 @@ def test_a_body_that_stops_is_given_up_by_haproxy(ray_app: RayApp) -> None:
     received, seconds = said(ray_app, head)
     assert b" 200 " not in received[:20]
     assert CLIENT_S - 1 < seconds < 4 * CLIENT_S
+
+
+def trickled(ray_app: RayApp, head: bytes, pause_s: float, within_s: float) -> tuple[bytes, float]:
+    """What comes back for a head whose last part comes byte by byte, until the connection closes or
+    the time is over, and after how many seconds."""
+    start_s, received = time.monotonic(), b""
+    with socket.create_connection(("127.0.0.1", ray_app.port)) as connection:
+        connection.settimeout(pause_s)
+        connection.sendall(head)
+        while time.monotonic() - start_s < within_s:
+            try:
+                connection.sendall(b"a")
+                more = connection.recv(1 << 16)
+            except TimeoutError:
+                continue
+            except ConnectionError:
+                break
+            received += more
+            if not more:
+                break
+    return received, time.monotonic() - start_s
+
+
+def test_a_head_that_comes_byte_by_byte_is_not_bounded(ray_app: RayApp) -> None:
+    """As docs/many-machines.md says: nothing there bounds the time of a whole head."""
+    head = b"GET /health HTTP/1.1\r\nhost: a\r\nx-note: "
+    received, seconds = trickled(ray_app, head, 0.5, 4 * CLIENT_S)
+    assert received == b""
+    assert seconds >= 4 * CLIENT_S
+
+
+def test_a_body_that_comes_byte_by_byte_is_ended_by_the_front_end(ray_app: RayApp) -> None:
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+        b"content-length: 100000\r\n\r\n{"
+    )
+    received, seconds = trickled(ray_app, head, 1.0, 200.0)
+    assert received.startswith(b"HTTP/1.1 408")
+    assert ServerLimits().body_s - 5 < seconds < ServerLimits().body_s + 30
+
+
+def test_a_client_that_reads_nothing_is_given_up_by_haproxy(ray_app: RayApp) -> None:
+    asked = {**LONG, "n": NUM_ROWS, "logprobs": 20, "stream": True}
+    body = json.dumps(asked).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+    length = f"content-length: {len(body)}\r\n\r\n".encode()
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", ray_app.port))
+        connection.settimeout(WITHIN_S)
+        connection.sendall(head + length + body)
+        wait_until(lambda: ray_app.metric("vllm:num_requests_running"))
+        wait_until(lambda: not ray_app.metric("vllm:num_requests_running"))
+        time.sleep(3 * CLIENT_S)
+        received = b""
+        try:
+            while more := connection.recv(1 << 20):
+                received += more
+        except ConnectionError:
+            pass
+    assert b"[DONE]" not in received
+
+
+def wait_until(look: Callable[[], object]) -> None:
+    end_s = time.monotonic() + WITHIN_S
+    while not look():
+        assert time.monotonic() < end_s
+        time.sleep(0.05)
 
 
 def test_a_client_that_waits_for_a_long_answer_is_not_given_up(http: httpx.Client) -> None:
@@ -238,8 +307,5 @@ def test_a_stream_that_its_client_leaves_is_cancelled(
     )
     next(iter(stream))
     stream.close()
-    end_s = time.monotonic() + WITHIN_S
-    while ray_app.metric("vllm:num_requests_running"):
-        assert time.monotonic() < end_s
-        time.sleep(0.05)
+    wait_until(lambda: not ray_app.metric("vllm:num_requests_running"))
     assert ray_app.metric("vllm:generation_tokens_total") - before < 900

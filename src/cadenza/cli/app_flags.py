@@ -5,10 +5,15 @@ fewer, and what each of both takes.
 """
 
 import difflib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self, cast
 
+import typer
+import typer.main
+
+from cadenza.cli.options import EngineFlags, with_flags
 from cadenza.cli.serve import ServeFlags
 from cadenza.cli.served_models import most_waiting
 from cadenza.cluster.scale_policy import ScaleOptions
@@ -19,6 +24,9 @@ _OWN = ("fronts", "autoscaling", "engine_resources", "front_resources")
 MAX_FRONTS = 16
 OTHER_CALLS = 1000
 """Open at the same time, such as of /metrics and /health, beside requests of the model."""
+
+UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+"""What the parser raises; typer exports its child alone."""
 
 _NOT_HERE: Mapping[str, str] = {
     **dict.fromkeys(
@@ -62,16 +70,17 @@ class AppFlags:
                     f"there is no flag {name}{f' (did you mean {near[0]}?)' if near else ''}; the "
                     f"flags are those of `cadenza serve`, with _ for -, and {', '.join(_OWN)}"
                 )
-        serve = ServeFlags(**{name: given[name] for name in given if name in of_serve})
+        own = {name: _read(given[name]) for name in _OWN if name in given}
+        serve, config = _parsed({name: given[name] for name in given if name not in own})
         if serve.max_loaded_models != 1:
             raise ConfigError("an application serves one model; deploy one for each")
         return cls(
             serve=serve,
-            config=EngineConfig(**{name: given[name] for name in given if name in of_engine}),
-            fronts=_fronts(given.get("fronts", 1)),
-            scale=_scale(given.get("autoscaling"), serve.replicas),
-            engine_resources=given.get("engine_resources", {"num_cpus": 1}),
-            front_resources=given.get("front_resources", {"num_cpus": 0}),
+            config=config,
+            fronts=_fronts(own.get("fronts", 1)),
+            scale=_scale(own.get("autoscaling"), serve.replicas),
+            engine_resources=_resources("engine", own.get("engine_resources", {"num_cpus": 1})),
+            front_resources=_resources("front", own.get("front_resources", {"num_cpus": 0})),
         )
 
     @property
@@ -80,6 +89,54 @@ class AppFlags:
         where the ingress would let callers wait without a word."""
         num_rows = self.config.max_num_seqs or DEFAULT_MAX_NUM_SEQS
         return self.serve.replicas * (num_rows + most_waiting(self.config)) + OTHER_CALLS
+
+
+def _read(value: Any) -> Any:
+    """`serve run` passes texts, in which numbers and mappings are JSON."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def _parsed(given: Mapping[str, Any]) -> tuple[ServeFlags, EngineConfig]:
+    """As the command line parses and bounds them, without its environment. Raises ConfigError."""
+
+    def take(*, flags: ServeFlags, config: EngineFlags) -> tuple[ServeFlags, EngineConfig]:
+        return flags, config
+
+    parser = typer.Typer(add_completion=False, rich_markup_mode=None)
+    parser.command()(with_flags(take))
+    command: Any = typer.main.get_command(parser)
+    words: list[str] = []
+    for parameter in command.params:
+        parameter.envvar = None
+        if given.get(parameter.name) is not None:
+            words += _words(parameter, given[parameter.name])
+    try:
+        return command.main(words, prog_name="serve", standalone_mode=False)
+    except UsageError as error:
+        raise ConfigError(cast(Any, error).format_message()) from None
+
+
+def _words(parameter: Any, value: Any) -> list[str]:
+    """A flag and its value, as on the command line."""
+    (name, *_), no_name = parameter.opts, parameter.secondary_opts[:1]
+    if parameter.is_flag:
+        asked = _read(value)
+        if not isinstance(asked, bool):
+            raise ConfigError(f"{parameter.name} {show(value)} must be true or false")
+        return [name] if asked else no_name
+    if parameter.multiple:
+        listed = cast(list[Any], value) if isinstance(value, list) else [value]
+        return [word for each in listed for word in (name, str(each))]
+    return [name, json.dumps(value) if isinstance(value, Mapping) else str(value)]
+
+
+def _resources(whose: str, given: Any) -> Mapping[str, Any]:
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{whose}_resources {show(given)} must be a mapping, such as num_cpus: 8")
+    return cast(Mapping[str, Any], given)
 
 
 def _fronts(given: Any) -> int:
