@@ -85,6 +85,14 @@ class Layer(NamedTuple):
         normed = stream.normed(context.ops, self.mixer_norm)
         return self.mixer.mix(context, index, normed, pools)
 
+    def append(
+        self, context: StepContext, index: int, stream: Residual, pools: LayerPools
+    ) -> LayerPools:
+        """The pools with the KV that `mix` writes."""
+        assert isinstance(self.mixer, Attention), "the layer has keys and values of heads"
+        normed = stream.normed(context.ops, self.mixer_norm)
+        return self.mixer.append(context, index, normed, pools)
+
     def add(self, ops: OpTable, mixed: jax.Array, stream: Residual) -> Residual:
         """The stream with the outputs of both, from what the mixer gave."""
         stream = stream.plus(ops, mixed, self.mixer_out, self.mixer_post_norm)
@@ -161,11 +169,56 @@ def _num_image_parts(context: StepContext) -> int:
     return vision.num_parts
 
 
-def enter_stream(
+class Entered(NamedTuple):
+    """What a step's layers begin with: the residual stream of its tokens, the per-layer embeddings
+    if the model has them, and the parts of the images' embeddings, of which the stream has one."""
+
+    stream: Residual
+    inputs: jax.Array | None  # [T, layers P]
+    num_image_parts: int
+
+    @classmethod
+    def of(
+        cls, context: StepContext, weights: DecoderWeights, read_hidden: jax.Array | None = None
+    ) -> "Entered":
+        """Of the tokens, and of hidden states [T, E] in float32 if the model reads them
+        (`ModelConfig.reads_hidden`)."""
+        x = _enter_stream(context, weights, read_hidden)
+        stream = Residual(x, context.step.num_tokens)
+        num_image_parts = 0 if read_hidden is not None else _num_image_parts(context)
+        if num_image_parts:
+            stream = stream.with_images(context, 0)
+        embedding = weights.layer_embedding
+        inputs = None if embedding is None else embedding.enter(context, stream)
+        return cls(stream, inputs, num_image_parts)
+
+    @classmethod
+    def of_stream(cls, context: StepContext, stream: Residual) -> "Entered":
+        """Behind some layers of a model without per-layer embeddings."""
+        return cls(stream, None, _num_image_parts(context))
+
+    def behind(self, context: StepContext, layer: Layer, index: int, mixed: jax.Array) -> "Entered":
+        """The same with the stream behind layer `index`, from what its mixer gave."""
+        stream = layer.add(context.ops, mixed, self.stream)
+        if layer.inputs is not None:
+            assert self.inputs is not None, "the model has per-layer embeddings"
+            stream = layer.inputs.add(context.ops, stream, self.inputs, index)
+        if index + 1 < self.num_image_parts:
+            stream = stream.with_images(context, index + 1)
+        return self._replace(stream=stream)
+
+    def logit_rows(self, context: StepContext) -> "Entered":
+        """Of the logit rows alone."""
+        ops, step, inputs = context.ops, context.step, self.inputs
+        return self._replace(
+            stream=self.stream.logit_rows(ops, step),
+            inputs=None if inputs is None else ops.take_logit_rows(inputs, step),
+        )
+
+
+def _enter_stream(
     context: StepContext, weights: DecoderWeights, read_hidden: jax.Array | None
 ) -> jax.Array:
-    """The first residual stream [T, E]: of the tokens, and of hidden states [T, E] in float32 if
-    the model reads them (`ModelConfig.reads_hidden`)."""
     if read_hidden is None:
         return context.ops.embed(weights.embedding, context.step)
     assert weights.inputs is not None, "the model reads no hidden states"
@@ -183,25 +236,15 @@ def run_layers(
     """All layers of a step. `keeps_hidden` computes the last layer for all tokens, which changes no
     bit of a row."""
     ops, step = context.ops, context.step
-    stream = Residual(enter_stream(context, weights, read_hidden), step.num_tokens)
-    num_image_parts = 0 if read_hidden is not None else _num_image_parts(context)
-    if num_image_parts:
-        stream = stream.with_images(context, 0)
-    embedding = weights.layer_embedding
-    inputs = None if embedding is None else embedding.enter(context, stream)
+    at = Entered.of(context, weights, read_hidden)
     last = len(weights.layers) - 1
     for index, layer in enumerate(weights.layers):
-        mixed, pools = layer.mix(context, index, stream, pools)
+        mixed, pools = layer.mix(context, index, at.stream, pools)
         if index == last and not keeps_hidden:
             # KV and states are written; after them only the logit rows are needed.
-            mixed, stream = ops.take_logit_rows(mixed, step), stream.logit_rows(ops, step)
-            inputs = None if inputs is None else ops.take_logit_rows(inputs, step)
-        stream = layer.add(ops, mixed, stream)
-        if layer.inputs is not None:
-            assert inputs is not None, "the model has per-layer embeddings"
-            stream = layer.inputs.add(ops, stream, inputs, index)
-        if index + 1 < num_image_parts:
-            stream = stream.with_images(context, index + 1)
+            mixed, at = ops.take_logit_rows(mixed, step), at.logit_rows(context)
+        at = at.behind(context, layer, index, mixed)
+    stream = at.stream
     if not keeps_hidden:
         return LayerOutputs(stream.normed(ops, weights.final_norm), pools)
     layout = context.model.mtp_layout

@@ -1,5 +1,6 @@
 """`Attention`: the token mixer that attends to the keys and values in the KV pages."""
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -39,23 +40,47 @@ class Attention(NamedTuple):
         self, context: StepContext, index: int, normed: jax.Array, pools: LayerPools
     ) -> tuple[jax.Array, LayerPools]:
         """What layer `index` attends to, as activations [T, Hq D], and the pools with its KV."""
-        ops, model, count = context.ops, context.model, context.step.num_tokens
-        kind = model.layer_kinds[index]
-        rope = context.ropes[model.ropes.index(model.rope_of(kind))]
+        ops, count = context.ops, context.step.num_tokens
         given = HeadInputs(
             ops.linear(normed, self.qkv, count),
             None if self.gate is None else ops.linear(normed, self.gate, count),
         )
-        group, place = model.kv_place(index)
-        heads = model.heads_of(kind)
-        layer = AttendingLayer(
-            *(place, heads, kind.window),
-            sees_spans=model.sees_spans(kind),
-            has_starts=context.is_sparse and kind.window is not None,
-        )
-        factors = HeadFactors(self.norms, rope, context.rope_positions, self.sinks)
+        group, layer = _layer_of(context, index)
+        factors = self._factors(context, index)
         mixed, pool = ops.rope_append_attend(given, pools.kv[group], factors, context.step, layer)
         return mixed, pools.with_kv(group, pool)
+
+    def append(
+        self, context: StepContext, index: int, normed: jax.Array, pools: LayerPools
+    ) -> LayerPools:
+        """The pools with the KV that `mix` writes, of tokens that attend later."""
+        ops, step = context.ops, context.step
+        group, layer = _layer_of(context, index)
+        if self.qkv.num_out == layer.heads.query_size:
+            return pools  # it reads the KV of another layer
+        given = HeadInputs(ops.linear(normed, self.qkv, step.num_tokens))
+        factors = self._factors(context, index)
+        # The same call attends. Each token sees one key there, and nothing reads the result.
+        alone = replace(layer, window=1, sees_spans=False)
+        _, pool = ops.rope_append_attend(given, pools.kv[group], factors, step, alone)
+        return pools.with_kv(group, pool)
+
+    def _factors(self, context: StepContext, index: int) -> HeadFactors:
+        model = context.model
+        rope = context.ropes[model.ropes.index(model.rope_of(model.layer_kinds[index]))]
+        return HeadFactors(self.norms, rope, context.rope_positions, self.sinks)
+
+
+def _layer_of(context: StepContext, index: int) -> tuple[int, AttendingLayer]:
+    """The group of layer `index`, and the layer in it."""
+    model = context.model
+    kind, (group, place) = model.layer_kinds[index], model.kv_place(index)
+    layer = AttendingLayer(
+        *(place, model.heads_of(kind), kind.window),
+        sees_spans=model.sees_spans(kind),
+        has_starts=context.is_sparse and kind.window is not None,
+    )
+    return group, layer
 
 
 def _load_gated(source: WeightSource, spec: AttentionSpec) -> tuple[Linear, Linear]:
