@@ -22,6 +22,7 @@ from cadenza.checkpoint.weights import Weights
 from cadenza.config import Arithmetic, EngineLimits, KVCacheDType, Ops, Quantization
 from cadenza.core.image_cost import ImageWork
 from cadenza.core.step_schema import MaskUpdate, ModelInputs, StepOutput
+from cadenza.core.whole_spans import SpanShape
 from cadenza.kernel_proof import KernelProof
 from cadenza.request import Attachment
 
@@ -304,6 +305,17 @@ class PromptScorer(Protocol):
 
         A score is NaN if anything that it was made of is.
         """
+        ...
+
+
+@runtime_checkable
+class SpanRunner(Protocol):
+    """A runner that may compute spans in passes (`ModelInputs.span_calls`), with the bits of steps
+    that compute them whole, however calls are cut. `reset` loses what was computed."""
+
+    @property
+    def span_shape(self) -> SpanShape | None:
+        """None if it computes spans in steps alone, or none at all."""
         ...
 
 

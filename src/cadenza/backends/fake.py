@@ -3,7 +3,8 @@
 It writes each token to its slot, reads every row's history back through the page table and returns
 a hash of it. With `num_state_slots` it has a recurrent state, too, which stores the tokens a second
 time (`backends.fake_states`). With `num_image_slots` it sees (`backends.fake_images`): a
-placeholder is stored as a value of its image's pixels and of its place in it. Of a prompt that is
+placeholder is stored as a value of its image's pixels and of its place in it. With `whole_span` its
+images attend both ways, and may be computed in passes (`backends.fake_spans`). Of a prompt that is
 thinned out it stores tokens with their indices. An error in paging, sharing, chunking, preemption,
 speculation or encoding therefore changes the output, without a model. numpy only. Invariant:
 reading a slot that was never written, or that belongs to another prefix, changes the result from
@@ -20,6 +21,7 @@ import numpy.typing as npt
 
 from cadenza.backends.base import Capability
 from cadenza.backends.fake_images import FakeImages, fake_image_work
+from cadenza.backends.fake_spans import FakeSpans, fake_span_shape
 from cadenza.backends.fake_states import FakeStates, state_of
 from cadenza.core.image_cost import ImageWork
 from cadenza.core.step_schema import (
@@ -31,11 +33,15 @@ from cadenza.core.step_schema import (
     NO_TARGET,
     NO_WINDOW_START,
     NUM_EXTRA_LOGIT_ROWS,
+    HostArray,
     MaskUpdate,
     ModelInputs,
+    SpanCall,
     StepOutput,
+    TokenInputs,
 )
 from cadenza.core.token_rules import HAS_MASK, MASK, RuleLayout
+from cadenza.core.whole_spans import SpanShape
 from cadenza.errors import RunnerError
 from cadenza.request import Attachment
 
@@ -138,6 +144,7 @@ class FakeRunner:
     num_image_slots: int = 0
     image_token_id: int | None = None
     is_sparse: bool = False
+    whole_span: int = 0
     trace: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
     _slots: np.ndarray = field(init=False)  # [P * S]
     _page_table: np.ndarray = field(init=False)  # [R, pages]
@@ -146,6 +153,7 @@ class FakeRunner:
     _generation: int = field(init=False)  # of KV: increased by a reset
     states: FakeStates = field(init=False)
     images: FakeImages = field(init=False)
+    spans: FakeSpans = field(init=False)
     _states_behind: list[tuple[int, ...]] = field(init=False)  # each token of the newest step
 
     def __post_init__(self) -> None:
@@ -163,6 +171,8 @@ class FakeRunner:
             found.add("attachments")
         if self.is_sparse:
             found.add("sparse_prompts")
+        if self.whole_span:
+            found.add("whole_spans")
         return frozenset(found)
 
     @property
@@ -182,6 +192,7 @@ class FakeRunner:
         self.states = FakeStates(self.num_state_slots, self.max_pages_per_seq * self.page_size)
         self._states_behind = []
         self.images = FakeImages(self.num_image_slots)
+        self.spans = FakeSpans()
         self._page_table = np.full((self.max_num_seqs, self.max_pages_per_seq), -1, np.int64)
         self._last_sampled = np.full(self.max_num_seqs, _NEVER_WRITTEN, np.int64)
         num_words = RuleLayout(self.vocab_size).num_words
@@ -193,6 +204,10 @@ class FakeRunner:
 
     def image_work(self, part: Attachment) -> ImageWork:
         return fake_image_work(part)
+
+    @property
+    def span_shape(self) -> SpanShape | None:
+        return fake_span_shape(self.whole_span) if self.whole_span else None
 
     def stored(self, start: int, count: int) -> list[int]:
         """The tokens in `count` slots from `start`."""
@@ -230,6 +245,8 @@ class FakeRunner:
             pages[destination, :num_tokens] = pages[source, :num_tokens]
         for call in inputs.image_calls:
             self.images.encode(call)
+        for call in inputs.span_calls:
+            self._compute_span(call)
         for row in range(self.max_num_seqs):
             self._store(inputs, row)
         if len(self.states):
@@ -269,15 +286,25 @@ class FakeRunner:
     def _store(self, inputs: ModelInputs, row: int) -> None:
         tokens, starts = inputs.tokens, inputs.rows.query_starts
         for index in range(starts[row], starts[row + 1]):
-            token = int(tokens.ids[index])
-            if token == LAST_SAMPLED:
-                token = int(self._last_sampled[row])
-            if tokens.image_slots[index] != NO_IMAGE:
-                token = self.images.value_at(int(tokens.image_slots[index]), token)
-            place = int(tokens.rope_positions[index, 0])
-            if self.is_sparse and place != NO_ROPE_POSITION:
-                token = placed_token(token, int(tokens.positions[index]), place)
-            self._slots[tokens.slots[index]] = token
+            self._slots[tokens.slots[index]] = self._value(tokens, index, row)
+
+    def _value(self, tokens: TokenInputs[HostArray], index: int, row: int) -> int:
+        """What is stored of a token."""
+        token = int(tokens.ids[index])
+        if token == LAST_SAMPLED:
+            token = int(self._last_sampled[row])
+        if tokens.image_slots[index] != NO_IMAGE:
+            token = self.images.value_at(int(tokens.image_slots[index]), token)
+        place = int(tokens.rope_positions[index, 0])
+        if self.is_sparse and place != NO_ROPE_POSITION:
+            token = placed_token(token, int(tokens.positions[index]), place)
+        return token
+
+    def _compute_span(self, call: SpanCall) -> None:
+        row, count = int(call.groups.rows.kv_lens.argmax()), int(call.groups.counts.num_tokens[0])
+        values = [self._value(call.groups.tokens, index, row) for index in range(count)]
+        for slot, value in self.spans.compute(call, values).items():
+            self._slots[slot] = value
 
     def _hidden(self, inputs: ModelInputs) -> npt.NDArray[np.float32]:
         """The last hidden states [H, E] that the step needs."""

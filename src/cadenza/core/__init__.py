@@ -28,8 +28,11 @@ Modules:
 - `under_share_tenants`: which tenants ask for no more than their share, and what they may preempt
 - `page_quotas`: how many pages each tenant holds and has in the prefix cache, and may
 - `step_cost`: predicts the time of a step, and bounds it
+- `step_times`: what steps with quanta and drafts are to take, and what is learned from them
 - `step_budget`: what a step may hold, and how prompts share what decodes leave of it
-- `whole_spans`: tokens that attend to each other both ways, within which no step ends
+- `whole_spans`: tokens that attend to each other both ways, within which no step ends, and the
+  quanta of those that take longer than a step may
+- `span_queue`: the span that is computed in quanta, and how much of it in a step
 - `sequence_list`: waiting or running sequences in an order, from which any one leaves without a
   search
 - `scheduler`: allocates pages to whose turn it is, and makes a batch of them

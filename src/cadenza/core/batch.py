@@ -13,6 +13,7 @@ from cadenza.core.recurrent_states import KeptState
 from cadenza.core.sequence import PageCopy, Sequence
 from cadenza.core.step_cost import StepLoad, num_keys
 from cadenza.core.step_schema import NO_SCORES, ImageCall
+from cadenza.core.whole_spans import SpanRows
 from cadenza.events import Started
 from cadenza.request import Attachment
 
@@ -69,6 +70,27 @@ class BatchEntry:
         return self.start + self.num_new_tokens
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpanStep:
+    """Quanta of a span that a step computes before its tokens: `rows` of passes over the positions
+    [start, stop) of `sequence`.
+
+    Args:
+        images: of its tokens.
+        is_first: the first quantum is among them.
+        max_rows: of the runner's passes.
+    """
+
+    sequence: Sequence
+    row: int
+    start: int
+    stop: int
+    rows: tuple[SpanRows, ...]
+    is_first: bool
+    max_rows: int
+    images: tuple[SeenImage, ...] = ()
+
+
 class PageUpdate(NamedTuple):
     """Sets one entry of a row's page table."""
 
@@ -92,7 +114,9 @@ class Batch:
         page_copies: copies made before the step.
         image_calls: encoding done before its tokens, of which there may then be none.
         image_load: what that computes.
-        encoded_for: the sequence of each of `image_calls`.
+        quanta_for: the sequences that images are encoded for, and that of `span`.
+        span: quanta of a span, computed before its tokens, of which there may then be none.
+        span_load: what these compute.
         images: that it reads or writes, pinned until it is read.
         scored: what the prompt scorer computes beside it, as a step of its own; None for nothing.
         num_keys: that its tokens attend to (`StepLoad`).
@@ -112,7 +136,9 @@ class Batch:
     page_copies: list[PageCopy] = field(default_factory=list[PageCopy])
     image_calls: list[ImageCall] = field(default_factory=list[ImageCall])
     image_load: ImageLoad = NO_LOAD
-    encoded_for: list[Sequence] = field(default_factory=list[Sequence])
+    quanta_for: list[Sequence] = field(default_factory=list[Sequence])
+    span: SpanStep | None = None
+    span_load: ImageLoad = NO_LOAD
     images: list[EncodedImage] = field(default_factory=list[EncodedImage])
     scored: "Batch | None" = None
     num_tokens: int = 0
@@ -143,6 +169,21 @@ class Batch:
             self.has_states = True
         if entry.images:
             self.has_images = True
+
+    @property
+    def has_quanta(self) -> bool:
+        """Whether it computes more than its tokens."""
+        return bool(self.image_calls) or self.span is not None
+
+    def write_pages(self, sequence: Sequence, start: int, end: int, page_size: int) -> None:
+        """It writes the KV of a sequence's tokens [start, end); the pages of which the device does
+        not know yet are sent."""
+        table = sequence.page_table
+        self.written_pages += table[start // page_size : (end - 1) // page_size + 1]
+        if sequence.num_sent_pages < len(table):
+            assert sequence.row is not None, "a sequence without a row computes nothing"
+            self.send_pages(sequence.row, table, sequence.num_sent_pages)
+            sequence.num_sent_pages = len(table)
 
     def send_pages(self, row: int, table: list[int], first: int) -> None:
         """Sends the entries of a row's page table from the `first` on."""

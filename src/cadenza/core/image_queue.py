@@ -211,6 +211,17 @@ class ImageQueue:
             self.counts.num_prefix_hits += found
 
     def seen(self, sequence: Sequence, start: int, end: int) -> tuple[SeenImage, ...]:
+        """The images of a sequence's tokens [start, end), which are encoded and used now."""
+        found = self.images_of(sequence, start, end)
+        for each, image in found:
+            self.slots.touch(image)
+            if image.first_user is None:
+                image.first_user = sequence.request_id
+            elif each.end <= end and image.first_user != sequence.request_id:
+                self.counts.num_slot_hits += 1
+        return found
+
+    def images_of(self, sequence: Sequence, start: int, end: int) -> tuple[SeenImage, ...]:
         """The images of a sequence's tokens [start, end), which are encoded."""
         found: list[SeenImage] = []
         attachments = sequence.request.attachments
@@ -220,11 +231,6 @@ class ImageQueue:
             image = self.slots.find(_key_of(sequence, each))
             assert image is not None, "a step computes tokens of an image without slots"
             assert image.is_ready, "a step computes tokens of an image that is not encoded"
-            self.slots.touch(image)
-            if image.first_user is None:
-                image.first_user = sequence.request_id
-            elif each.end <= end and image.first_user != sequence.request_id:
-                self.counts.num_slot_hits += 1
             found.append(SeenImage(each, image))
         return tuple(found)
 
@@ -268,11 +274,14 @@ class ImageQueue:
         """Whether the planned step, in which no token can be computed, encodes something."""
         return self._begin(plan.startable, may_evict_next=not plan.running)
 
-    def encode(self, plan: StepImages, batch: Batch, bound: StepBound | None) -> None:
-        """Adds quanta to a step: of as many images as there is time for beside its tokens."""
-        if self._encoding is None or (batch.entries and not plan.is_beside):
+    def encode(
+        self, plan: StepImages, batch: Batch, bound: StepBound | None, span_ms: float = 0.0
+    ) -> None:
+        """Adds quanta to a step: of as many images as there is time for beside its tokens, and
+        beside the quanta of a span, which take `span_ms`."""
+        if self._encoding is None or ((batch.entries or batch.span) and not plan.is_beside):
             return
-        left_ms = None if bound is None else bound.left_ms(batch.load)
+        left_ms = None if bound is None else bound.left_ms(batch.load) - span_ms
         while self._encode_current(batch, left_ms) and plan.passed is None:
             if not self._begin(plan.startable):
                 break
@@ -300,7 +309,7 @@ class ImageQueue:
                 attachment=current.attachment, start=start, stop=stop, slots=image.slots.copy()
             )
         )
-        batch.encoded_for.append(current.sequence)
+        batch.quanta_for.append(current.sequence)
         batch.image_load = batch.image_load.plus(load)
         self._pin(batch, [image])
         self._charge(current, load, is_bounded=left_ms is not None)
@@ -317,14 +326,16 @@ class ImageQueue:
         if batch.has_images:
             for entry in batch.entries:
                 self._pin(batch, [each.image for each in entry.images])
+        if batch.span is not None:
+            self._pin(batch, [each.image for each in batch.span.images])
 
     def unpin(self, batch: Batch) -> None:
         """A launched step was read, or dropped."""
         self.slots.unpin(batch.images)
 
     def observe(self, batch: Batch, text_ms: float | None, measured_ms: float) -> None:
-        """A step with image calls took `measured_ms`; its tokens alone were to take `text_ms`, if
-        that is known."""
+        """A step with image calls took `measured_ms`; all else in it was to take `text_ms`, if that
+        is known."""
         image_ms = self.cost.predict_ms(batch.image_load)
         if text_ms is None:
             self.counts.encoder_ms += min(image_ms, measured_ms)

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cadenza.config import EngineLimits
-from cadenza.core.batch import Batch, BatchEntry, SeenImage
+from cadenza.core.batch import Batch, BatchEntry, SeenImage, SpanStep
 from cadenza.core.draw_keys import keys_of_mixed, mix_seeds
 from cadenza.core.rope_positions import rope_positions
 from cadenza.core.sequence import Sequence
@@ -24,6 +24,7 @@ from cadenza.core.step_schema import (
     ModelInputs,
     RowSettings,
     RuleUpdate,
+    SpanCall,
     StepLayout,
 )
 from cadenza.core.token_rules import RuleLayout
@@ -91,15 +92,50 @@ class Packer:
             _write_states(inputs, batch)
         if self._has_spans:
             _write_reaches(inputs, batch)
+        self._write_images(inputs, batch)
+        _write_indices(inputs, batch, self._window)
+        self._write_logits(inputs, batch, rows, starts)
+        if batch.span is not None:
+            inputs = replace(inputs, span_calls=self._span_calls(batch.step_id, batch.span))
+        if batch.needs_masks and not masks_follow:
+            return replace(inputs, mask_updates=self._write_masks(inputs, batch))
+        return inputs
+
+    def _span_calls(self, step_id: int, span: SpanStep) -> tuple[SpanCall, ...]:
+        """A call for each of a span's rows; equal rows of several passes share their words."""
+        packed: dict[tuple[int, int], ModelInputs] = {}
+        calls: list[SpanCall] = []
+        for pass_index, first, end in span.rows:
+            inputs = packed.get((first, end))
+            if inputs is None:
+                inputs = packed[first, end] = self._pack_rows(step_id, span, first, end)
+            calls.append(
+                SpanCall(
+                    pass_index=pass_index, first=first, words=inputs.words, groups=inputs.groups
+                )
+            )
+        return tuple(calls)
+
+    def _pack_rows(self, step_id: int, span: SpanStep, first: int, end: int) -> ModelInputs:
+        """Rows of a span as the tokens of a step."""
+        start, count = span.start + first, end - first
+        entry = BatchEntry(span.sequence, span.row, start, count, 0, 0, images=span.images)
+        part = Batch(step_id)
+        part.add(entry)
+        layout = StepLayout(span.max_rows, self._num_rows)
+        words = layout.empty_words()
+        inputs = ModelInputs(step_id=step_id, words=words, groups=layout.views(words))
+        self._write_tokens(inputs, part, np.array([span.row]), np.array([start], np.int32))
+        inputs.rows.kv_lens[span.row] = span.stop
+        _write_reaches(inputs, part)
+        self._write_images(inputs, part)
+        return inputs
+
+    def _write_images(self, inputs: ModelInputs, batch: Batch) -> None:
         if self._images is not None:
             _write_images(inputs, batch, self._images.token_id)
         if self._images is None or self._images.has_rope_axes:
             _write_rope_positions(inputs, batch)
-        _write_indices(inputs, batch, self._window)
-        self._write_logits(inputs, batch, rows, starts)
-        if batch.needs_masks and not masks_follow:
-            return replace(inputs, mask_updates=self._write_masks(inputs, batch))
-        return inputs
 
     def late_masks(self, batch: Batch) -> tuple[MaskUpdate, ...]:
         """The masks of a batch that was packed without them, once the steps before it are read.

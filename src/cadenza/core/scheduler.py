@@ -13,7 +13,7 @@ launch, tokens are appended in `update`, and results of sequences that have ende
 import heapq
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 
@@ -31,12 +31,15 @@ from cadenza.core.prefix_misses import OnPrefix, PrefixCounts
 from cadenza.core.scoring_queue import ScoredStep, ScoringOptions, ScoringQueue
 from cadenza.core.sequence import Sequence, SequenceStatus
 from cadenza.core.sequence_list import SequenceList
+from cadenza.core.span_queue import SpanQueue
 from cadenza.core.step_budget import PromptPart, PromptShares, StepBudget
 from cadenza.core.step_cost import StepBound, StepCost
 from cadenza.core.step_drafts import Drafter, StepDrafts
 from cadenza.core.step_results import StepResults
 from cadenza.core.step_schema import StepOutput
+from cadenza.core.step_times import StepTimes
 from cadenza.core.turns import FCFS, Turn, TurnPolicy, Turns
+from cadenza.core.whole_spans import SpanShape
 from cadenza.events import Event, Started
 
 _row_of = attrgetter("row")
@@ -62,6 +65,7 @@ class SchedulerOptions:
         image_work: what encoding an image takes; needed where `EngineLimits.images` are encoded.
         image_cost: what its operations cost; None if that was not measured.
         scoring: of the model that scores prompts; None without one.
+        span_shape: how the runner computes spans in quanta; None if it does not.
     """
 
     step_bound: StepBound | None = None
@@ -74,6 +78,7 @@ class SchedulerOptions:
     image_work: WorkOf | None = None
     image_cost: ImageCost | None = None
     scoring: ScoringOptions | None = None
+    span_shape: SpanShape | None = None
 
 
 class Scheduler:
@@ -106,13 +111,18 @@ class Scheduler:
             limits.images, kv_cache, self.turns.fair_share, options.image_work, options.image_cost
         )
         self.scoring = ScoringQueue(options.scoring, kv_cache, self.turns.fair_share)
+        self.spans = SpanQueue(options.span_shape, options.step_bound)
         self.num_steps = 0
         self.num_preemptions = 0
         self.num_scheduled_tokens = 0
         self.prefix_counts = PrefixCounts(options.on_prefix)
         self._results = StepResults(kv_cache, self._end, limits.placeholder)
         self.drafts = StepDrafts(limits, kv_cache, options.drafter, options.on_drafts)
-        self._step_cost = options.step_cost
+        self._times = StepTimes(
+            options.step_bound,
+            options.step_cost,
+            (self.images, self.spans, self.scoring, self.drafts),
+        )
         self._may_finish_short = True
         self._reservations = Reservations(admission, self.running)
         self._free_rows = list(range(limits.max_num_seqs))
@@ -143,37 +153,16 @@ class Scheduler:
         return self.drafts.decide_wait(self.running, self.num_steps, self.step_cost)
 
     def observe(self, batch: Batch, measured_ms: float, idle_ms: float | None = None) -> None:
-        """A step took `measured_ms`, after `idle_ms` if it waited for the newest tokens.
+        """A step took `measured_ms`, after `idle_ms` if it waited for the newest tokens."""
+        self._times.observe(batch, measured_ms, idle_ms)
 
-        One with drafts corrects what drafts cost, and no more; one that encodes images, or scores
-        prompts, what that costs.
-        """
-        cost = self.step_cost
-        text_ms: float | None = 0.0
-        if batch.entries:
-            text_ms = None if cost is None else cost.predict_ms(batch.load)
-        if batch.image_calls:
-            scoring_ms = self.scoring.predict_ms(batch.scored)
-            others_ms = None if text_ms is None else text_ms + scoring_ms
-            self.images.observe(batch, others_ms, measured_ms)
-        if batch.scored is not None and text_ms is not None:
-            others_ms = text_ms + self.images.predict_ms(batch)
-            self.scoring.observe(batch.scored, others_ms, measured_ms)
-        if cost is None:
-            return
-        self.drafts.observe(batch, measured_ms, cost, idle_ms)
-        is_mixed = batch.has_drafts or batch.image_calls or batch.scored is not None
-        if self.step_bound is None:
-            if not is_mixed:
-                self._step_cost = cost.corrected(batch.load, measured_ms)
-        elif is_mixed:
-            self.step_bound.count(measured_ms)
-        else:
-            self.step_bound.observe(batch.load, measured_ms)
+    def predict_ms(self, batch: Batch) -> float | None:
+        """What a step is to take; None if that is not known."""
+        return self._times.predict_ms(batch)
 
     @property
     def step_cost(self) -> StepCost | None:
-        return self._step_cost if self.step_bound is None else self.step_bound.cost
+        return self._times.cost
 
     def add(self, sequence: Sequence) -> None:
         self.turns.add(sequence)
@@ -188,6 +177,7 @@ class Scheduler:
         retried = self.turns.retried(self.running)
         startable = partial(self.turns.startable, now_s)
         plan = self.images.plan(self.running, retried, startable)
+        self.spans.start_step(None if plan.passed else retried)
         self.scoring.begin(startable, self._reservations)
         budget = StepBudget(
             self.limits.max_num_batched_tokens,
@@ -198,17 +188,18 @@ class Scheduler:
         entries: list[BatchEntry] = []
         for turn in self.turns.next(self.running, now_s, plan.passed) if plan.has_tokens else ():
             entries = self._allocate_turn(turn, budget)
-            if entries:
+            if entries or self.spans.is_planned:
                 break
-        is_beside = self.images.may_encode(plan) if not entries else True
-        if not (is_beside or self.scoring.has_work):
+        has_text = bool(entries) or self.spans.is_planned
+        if not (has_text or self.images.may_encode(plan) or self.scoring.has_work):
             # Who starts computes something in that step, or another one does.
             assert not self._has_page_copy(), "no step makes a page's copy"
             return None
         self.drafts.propose(entries, budget.num_rows, self.num_steps, self.step_cost)
         batch = self._launched(entries)
-        self.images.encode(plan, batch, self.step_bound)
-        self.scoring.fill(batch, self.step_bound, self.images.predict_ms(batch))
+        span_ms = self.spans.predict_ms(batch)
+        self.images.encode(plan, batch, self.step_bound, span_ms)
+        self.scoring.fill(batch, self.step_bound, span_ms + self.images.predict_ms(batch))
         return batch
 
     def update(
@@ -230,7 +221,7 @@ class Scheduler:
         self.drop_batch(batch)
         events: list[Event] = []
         computed = [entry.sequence for entry in batch.entries]
-        for sequence in dict.fromkeys([*computed, *batch.encoded_for]):
+        for sequence in dict.fromkeys([*computed, *batch.quanta_for]):
             if sequence.is_finished:
                 continue
             if sequence.is_retried:
@@ -287,6 +278,7 @@ class Scheduler:
         self.kv_cache.check_invariants([*self.running, *self.scoring.sequences])
         self.scoring.check_invariants(self.waiting)
         self.images.check_invariants(self.waiting, self.running)
+        self.spans.check_invariants()
 
     def _has_page_copy(self) -> bool:
         return any(sequence.page_copy is not None for sequence in self.running)
@@ -295,7 +287,7 @@ class Scheduler:
         """The entries of running sequences, and of waiting ones that start; all have their pages.
         No sequence starts in a step for which one was preempted."""
         num_preemptions = self.num_preemptions
-        decodes, prompts = _split(turn.running)
+        decodes, prompts = turn.split()
         if self.images.is_used:
             decodes = [each for each in decodes if self.images.can_go_on(each)]
             prompts = [each for each in prompts if self.images.can_go_on(each)]
@@ -330,15 +322,15 @@ class Scheduler:
         if not prompts:
             return []
         shares = self._prompt_shares(prompts, decodes, budget)
-        counts = shares.counts
         self._may_finish_short = shares.may_finish_short
         if self.step_bound is not None and shares.left_ms < 0:
             self.step_bound.num_granted += 1
-        entries = [
-            self._try_allocate(sequence, count, budget)
-            for sequence, count in zip(prompts, counts, strict=True)
-            if count
-        ]
+        entries = list[BatchEntry | None]()
+        for sequence, count, quanta in zip(prompts, shares.counts, shares.quanta, strict=True):
+            if count:
+                entries.append(self._try_allocate(sequence, count, budget))
+            elif quanta:
+                self._try_allocate_span(sequence, quanta)
         return [entry for entry in entries if entry is not None]
 
     def _prompt_shares(
@@ -351,12 +343,16 @@ class Scheduler:
         )
 
     def _part_of(self, sequence: Sequence, start: int) -> PromptPart:
+        num_left = self.images.reachable(sequence, start) - start
+        has_quanta = self.spans.serves(sequence)
         return PromptPart(
             start=start,
-            num_left=self.images.reachable(sequence, start) - start,
+            num_left=num_left,
             has_logits=sequence.needs_prompt_rows,
             is_first=self.turns.under_share.is_under_share(sequence.tenant.name),
             spans=sequence.whole_spans,
+            has_quanta=has_quanta,
+            rest=self.spans.rest_of(sequence, start) if has_quanta and num_left else None,
         )
 
     def _try_allocate(
@@ -373,6 +369,13 @@ class Scheduler:
         assert row is not None
         # Positional: keyword arguments take three times as long, and this runs per row and step.
         return BatchEntry(sequence, row, start, count, 0, sequence.num_preemptions)
+
+    def _try_allocate_span(self, sequence: Sequence, count: int) -> None:
+        """Plans the next `count` quanta of a sequence's span, with the pages of all its rows."""
+        if sequence.status is SequenceStatus.RUNNING:
+            num_rows = self.spans.num_rows_of(sequence)
+            if self._allocate_or_preempt(sequence, num_rows):
+                self.spans.plan(sequence, count)
 
     def _allocate_or_preempt(self, sequence: Sequence, count: int) -> bool:
         """Allocates what the next `count` tokens lack, preempting other sequences and finally
@@ -515,6 +518,8 @@ class Scheduler:
         batch.written_pages = [copy.destination for copy in batch.page_copies]
         for entry in entries:
             self._add_to_batch(batch, entry)
+        if self.spans.is_planned:
+            self._add_span(batch)
         self.turns.fair_share.charge_outputs(entries)
         batch.entries.sort(key=_row_of)
         self.kv_cache.pin(batch.written_pages)
@@ -542,11 +547,17 @@ class Scheduler:
         if sequence.request.attachments:
             entry.images = self.images.seen(sequence, start, end)
         batch.add(entry)
-        size, table = self.limits.page_size, sequence.page_table
-        batch.written_pages += table[start // size : (end - 1) // size + 1]
-        if sequence.num_sent_pages < len(table):
-            batch.send_pages(entry.row, table, sequence.num_sent_pages)
-            sequence.num_sent_pages = len(table)
+        batch.write_pages(sequence, start, end, self.limits.page_size)
+
+    def _add_span(self, batch: Batch) -> None:
+        """Adds the planned quanta of a span, and counts it as computed with the last of them."""
+        span = self.spans.launch(batch)
+        assert span is not None, "no quanta are planned"
+        sequence, start, stop = span.sequence, span.start, span.stop
+        found = self.images.seen if span.is_first else self.images.images_of
+        batch.span = replace(span, images=found(sequence, start, stop))
+        batch.write_pages(sequence, start, stop, self.limits.page_size)
+        self.num_scheduled_tokens += sequence.num_computed_tokens - start
 
     def _end(self, sequence: Sequence) -> None:
         if sequence.status is SequenceStatus.RUNNING:
@@ -573,6 +584,7 @@ class Scheduler:
         assert sequence.row is not None
         heapq.heappush(self._free_rows, sequence.row)
         self.running.remove(sequence)
+        self.spans.remove(sequence)
         self._reservations.forget()
         self.kv_cache.release(sequence)
 
@@ -583,17 +595,3 @@ def _started_event(sequence: Sequence) -> Started:
         kept=None if sequence.kept is None else sequence.kept.mask,
         whole_because=sequence.whole_because,
     )
-
-
-def _split(sequences: Iterable[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
-    """Those with one token to compute, or with forced ones behind it, and those with several, in
-    their order."""
-    decodes: list[Sequence] = []
-    prompts: list[Sequence] = []
-    for sequence in sequences:
-        num_uncomputed = sequence.num_uncomputed_tokens
-        if num_uncomputed == 1 or sequence.has_forced_tokens:
-            decodes.append(sequence)
-        elif num_uncomputed:
-            prompts.append(sequence)
-    return decodes, prompts

@@ -13,7 +13,7 @@ from math import inf
 from cadenza.core.sequence import Sequence
 from cadenza.core.step_cost import MIN_PROMPT_TOKENS, StepBound, StepCost, StepLoad
 from cadenza.core.step_schema import NUM_EXTRA_LOGIT_ROWS
-from cadenza.core.whole_spans import WholeSpan, cut_within, fitting_count
+from cadenza.core.whole_spans import SpanRest, WholeSpan, cut_within, fitting_count
 
 LEAST_SHARE = 1 / 16
 """Of a step's prompt tokens, for the oldest prompt beside those that come first; at least one."""
@@ -103,7 +103,8 @@ class PromptPart:
     """The uncomputed tokens of a prompt: `num_left` from position `start`.
 
     `has_logits`: each of them has a row of logits (prompt log probabilities). `is_first`: it comes
-    before all prompts of which this is not said. `spans` are not cut.
+    before all prompts of which this is not said. `spans` are not cut; with `has_quanta` one that
+    does not fit is left to quanta, of which `rest` are those that may be computed now.
     """
 
     start: int
@@ -111,6 +112,13 @@ class PromptPart:
     has_logits: bool = False
     is_first: bool = False
     spans: tuple[WholeSpan, ...] = ()
+    has_quanta: bool = False
+    rest: SpanRest | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether quanta of its span are computed."""
+        return self.rest is not None and self.rest.has_begun
 
     @property
     def begins_in_span(self) -> bool:
@@ -136,8 +144,8 @@ class PromptBudget:
         return replace(self)
 
     def take(self, part: PromptPart, share: float = 1.0) -> int:
-        """Takes as many tokens of `part` as fit `share` of what is left, or the span that it begins
-        with, as long as there are tokens for that; returns their number."""
+        """Takes as many tokens of `part` as fit `share` of what is left; returns their number.
+        Without quanta that is the span that it begins with, as long as there are tokens for it."""
         if not part.num_left or not self.num_tokens:
             return 0
         count = min(part.num_left, int(self.num_tokens * share))
@@ -146,11 +154,23 @@ class PromptBudget:
                 part.start, self.left_ms * share, has_logits=part.has_logits
             )
             count = min(count, max(int(in_time), int(self.num_granted * share)))
-        count = fitting_count(part.spans, part.start, count, self.num_tokens)
+        most = 0 if part.has_quanta else self.num_tokens
+        count = fitting_count(part.spans, part.start, count, most)
         if self.cost is not None:
             self.left_ms -= self.time_ms(part, count)
         self.num_tokens -= count
         self.num_granted = max(0, self.num_granted - count)
+        return count
+
+    def take_quanta(self, rest: SpanRest, share: float) -> int:
+        """Takes as many quanta of a span as fit `share` of the time, and one whatever it takes
+        where as much is granted to tokens; returns their number."""
+        granted = int(self.num_granted * share)
+        count = rest.num_within(self.left_ms * share)
+        if not count and granted and rest.num_left:
+            count = 1
+        self.left_ms -= rest.predict_ms(count)
+        self.num_granted -= granted if count else 0
         return count
 
     def time_ms(self, part: PromptPart, count: int) -> float:
@@ -176,6 +196,7 @@ class PromptShares:
         self._parts: list[PromptPart] = []
         self._wanted_tokens = 0
         self._wanted_ms = 0.0
+        self._has_begun = False
         self._shared: _Shared | None = None
         for part in parts:
             self._append(part)
@@ -191,6 +212,11 @@ class PromptShares:
         return self._share().counts
 
     @property
+    def quanta(self) -> list[int]:
+        """The quanta of each prompt's span, in place of tokens."""
+        return self._share().quanta
+
+    @property
     def left_ms(self) -> float:
         """What is left of the time; negative if the grant took more than there was."""
         return self._share().left.left_ms
@@ -204,9 +230,12 @@ class PromptShares:
         return True
 
     def add(self, part: PromptPart) -> int:
-        """The tokens of one more prompt, behind those given so far."""
+        """The tokens, or quanta, of one more prompt, behind those given so far."""
         self._append(part)
-        return part.num_left if self._all_fit else self._share().counts[-1]
+        if self._all_fit:
+            return part.num_left
+        shared = self._share()
+        return shared.counts[-1] or shared.quanta[-1]
 
     def num_cut(self, *, are_first: bool) -> int:
         """Prompts of which the step computes a part only; `are_first`: of those that are first."""
@@ -218,19 +247,21 @@ class PromptShares:
     @property
     def _all_fit(self) -> bool:
         return (
-            self._wanted_tokens <= self._budget.num_tokens
+            not self._has_begun
+            and self._wanted_tokens <= self._budget.num_tokens
             and self._wanted_ms <= SURE_SHARE * self._budget.left_ms
         )
 
     def _append(self, part: PromptPart) -> None:
         self._wanted_tokens += part.num_left
         self._wanted_ms += self._budget.time_ms(part, part.num_left)
+        self._has_begun |= part.has_begun
         self._parts.append(part)
         self._shared = None
 
     def _share(self) -> "_Shared":
         if self._shared is None:
-            self._shared = _Shared(self._budget.copy(), self._parts)
+            self._shared = _Shared(self._budget.copy(), self._parts, all_fit=self._all_fit)
         return self._shared
 
 
@@ -241,9 +272,11 @@ class _Shared:
     it had more than half, and is whole.
     """
 
-    def __init__(self, budget: PromptBudget, parts: list[PromptPart]) -> None:
+    def __init__(self, budget: PromptBudget, parts: list[PromptPart], *, all_fit: bool) -> None:
         self.left = budget
         self.counts = [0] * len(parts)
+        self.quanta = [0] * len(parts)
+        self._all_fit = all_fit
         self.has_shorter = self.has_finished_short = False
         self._parts = parts
         firsts = [index for index, part in enumerate(parts) if part.is_first]
@@ -259,7 +292,8 @@ class _Shared:
         shortest = min(indices, key=lambda index: self._parts[index].num_left)
         self.has_shorter = self._parts[shortest].num_left < self._parts[indices[0]].num_left
         oldest = self._rest(indices[0])
-        if self.has_shorter and oldest.begins_in_span and self.left.num_tokens > 0:
+        is_whole = oldest.begins_in_span and not oldest.has_quanta
+        if self.has_shorter and is_whole and self.left.num_tokens > 0:
             # The span may be more than the half that a shorter prompt would leave.
             self._take(indices[0], 1 / self.left.num_tokens)
         if self.has_shorter:
@@ -272,10 +306,18 @@ class _Shared:
             self._take(index)
 
     def _take(self, index: int, share: float = 1.0) -> None:
-        self.counts[index] += self.left.take(self._rest(index), share)
+        """Tokens, or quanta of the span that does not fit."""
+        part = self._rest(index)
+        count = 0 if part.has_begun else self.left.take(part, share)
+        self.counts[index] += count
+        if part.rest is not None and not (count or self._all_fit):
+            self.quanta[index] += self.left.take_quanta(part.rest, share)
 
     def _rest(self, index: int) -> PromptPart:
-        part, count = self._parts[index], self.counts[index]
-        if not count:
-            return part
-        return replace(part, start=part.start + count, num_left=part.num_left - count)
+        part, count, quanta = self._parts[index], self.counts[index], self.quanta[index]
+        if count:
+            left = part.num_left - count
+            return replace(part, start=part.start + count, num_left=left, rest=None)
+        if quanta and part.rest is not None:
+            return replace(part, rest=part.rest.behind(quanta))
+        return part

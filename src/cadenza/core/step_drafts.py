@@ -228,8 +228,8 @@ class StepDrafts:
             num_drafts += count
             base = base.without(entry.end - count, count)
         self._observe_drafts(batch, base, measured_ms, cost, idle_ms)
-        if batch.num_prompt_rows or batch.image_calls:
-            return  # not all rows of logits are those of decoding rows, or images take some time
+        if batch.num_prompt_rows or batch.has_quanta:
+            return  # not all rows of logits are those of decoding rows, or quanta take some time
         if num_drafts or idle_ms is None:
             self._costs.observe(base, num_drafts, measured_ms, cost, idle_ms or 0.0)
 
@@ -250,7 +250,7 @@ class StepDrafts:
         waited_ms = idle_ms
         if idle_ms is None:
             waited_ms = self._returns.note(batch.step_id).spent_ms or None
-        if batch.num_prompt_rows or batch.image_calls or not self._costs.has_base(base):
+        if batch.num_prompt_rows or batch.has_quanta or not self._costs.has_base(base):
             # What the step would take without drafts is not known well enough.
             measured_ms = known.base_ms + known.added_ms(batch.load.num_logits - base.num_logits)
         self._returns.observe(batch, base.num_logits, known, measured_ms, waited_ms)

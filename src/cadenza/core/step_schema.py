@@ -341,6 +341,18 @@ class ImageCall:
         return cls(attachment=attachment, start=start, stop=stop, slots=slots)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SpanCall:
+    """Rows of a span in pass `pass_index` (`core.whole_spans`), of which the first is the span's
+    row `first`. `words` are a step's with these rows as its tokens, and the whole span in its row's
+    `kv_lens`; `groups` are views of it."""
+
+    pass_index: int
+    first: int
+    words: Int32Array
+    groups: StepGroups[HostArray]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInputs:
     """A runner's inputs for one step: ragged rows concatenated and padded to a bucket.
@@ -366,6 +378,8 @@ class ModelInputs:
     """[H] logit rows whose hidden states are needed, ascending."""
     image_calls: tuple[ImageCall, ...] = ()
     """Done in order, before the step's tokens, of which there may be none."""
+    span_calls: tuple[SpanCall, ...] = ()
+    """Done in order behind `image_calls` and all updates, before the step's tokens."""
 
     @classmethod
     def empty(cls, *, bucket: int, num_rows: int) -> "ModelInputs":

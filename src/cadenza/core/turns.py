@@ -132,6 +132,19 @@ class Turn:
     waiting: Iterable[Sequence] = ()
     joins: bool = False
 
+    def split(self) -> tuple[list[Sequence], list[Sequence]]:
+        """The running ones with one token to compute, or with forced ones behind it, and those with
+        several, in their order."""
+        decodes: list[Sequence] = []
+        prompts: list[Sequence] = []
+        for sequence in self.running:
+            num_uncomputed = sequence.num_uncomputed_tokens
+            if num_uncomputed == 1 or sequence.has_forced_tokens:
+                decodes.append(sequence)
+            elif num_uncomputed:
+                prompts.append(sequence)
+        return decodes, prompts
+
 
 IsBeingRead = Callable[[Sequence], bool]
 

@@ -3,11 +3,22 @@
 Keys behind a token of such a span decide its result, so that no step may end within one. A step
 may begin within one: what is before then exists as it was computed with the whole span. Pure
 functions; the spans of a sequence ascend and do not overlap.
+
+A span that takes longer than a step may is computed in **passes** over all its rows, one for each
+layer: the rest of the layer before, and keys and values of its own, so that they are written for
+all rows before any row attends to them. What steps share among them is a list of **quanta**:
+blocks of rows, pass by pass. Between two of its quanta a span is a part of no step, and its
+sequence stands at its first row. It is as if it had not begun: whoever loses what was computed
+begins anew.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
+
+from cadenza.core.image_cost import ImageCost, ImageWork
 from cadenza.request import Attachment
 
 
@@ -43,3 +54,72 @@ def least_budget(longest: int, num_rows: int) -> int:
     """The token budget with which a span of `longest` tokens fits each step, whatever the other
     rows decode."""
     return longest + num_rows - 1
+
+
+class SpanRows(NamedTuple):
+    """The rows [first, end) of a span in pass `pass_index`."""
+
+    pass_index: int
+    first: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpanShape:
+    """How a runner computes spans of up to `max_rows` rows: in passes over blocks of rows."""
+
+    num_passes: int
+    max_rows: int
+    block_rows: int
+
+    def work(self, start: int, stop: int) -> ImageWork:
+        """What the quanta of the tokens [start, stop) compute, in tokens of a whole step and in
+        keys that these attend to."""
+        num_rows = stop - start
+        firsts = np.arange(0, num_rows, self.block_rows, dtype=np.float64)
+        rows = np.minimum(self.block_rows, num_rows - firsts) / self.num_passes
+        products = np.tile(rows, self.num_passes)
+        return ImageWork(products=products, attention=stop * products)
+
+    def rows(self, num_rows: int, start: int, stop: int) -> Iterator[SpanRows]:
+        """The rows of the quanta [start, stop) of a span; quanta of one pass are joined."""
+        num_blocks = -(-num_rows // self.block_rows)
+        while start < stop:
+            index, block = divmod(start, num_blocks)
+            behind = min(stop, (index + 1) * num_blocks)
+            end = min(num_rows, (behind - index * num_blocks) * self.block_rows)
+            yield SpanRows(index, block * self.block_rows, end)
+            start = behind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpanRest:
+    """What is left of a span that may be computed in quanta: those of `work` behind `num_done`."""
+
+    work: ImageWork
+    cost: ImageCost
+    num_done: int = 0
+
+    @property
+    def has_begun(self) -> bool:
+        return self.num_done > 0
+
+    @property
+    def num_left(self) -> int:
+        return len(self.work) - self.num_done
+
+    def num_within(self, left_ms: float) -> int:
+        """Quanta that take `left_ms`; may be 0."""
+        return self.cost.num_within(self.work, self.num_done, len(self.work), left_ms)
+
+    def predict_ms(self, count: int) -> float:
+        """Of the next `count` quanta."""
+        return self.cost.predict_ms(self.work.load(self.num_done, self.num_done + count))
+
+    def behind(self, count: int) -> "SpanRest":
+        """Without the next `count` quanta."""
+        return replace(self, num_done=self.num_done + count)
+
+    def at_cost(self, cost: ImageCost) -> "SpanRest":
+        """The same as it is predicted now."""
+        return replace(self, cost=cost)

@@ -13,7 +13,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cadenza.backends.base import ImageRunner, PageCopier, ProvenRunner, Runner, StateCopier
+from cadenza.backends.base import (
+    ImageRunner,
+    PageCopier,
+    ProvenRunner,
+    Runner,
+    SpanRunner,
+    StateCopier,
+)
 from cadenza.config import Batching, EngineLimits, SchedulerLoop
 from cadenza.core.admission import RESERVED_OUTPUT, Admission
 from cadenza.core.draft_ledger import DraftState
@@ -143,6 +150,7 @@ class EngineCore:
                 image_work=runner.image_work if isinstance(runner, ImageRunner) else None,
                 image_cost=options.image_cost,
                 scoring=_scoring_options(options.prompt_scorer),
+                span_shape=runner.span_shape if isinstance(runner, SpanRunner) else None,
             ),
         )
         packer = Packer(limits, runner.vocab_size, options.window)

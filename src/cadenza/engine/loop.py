@@ -104,7 +104,7 @@ class StepRunner:
         return "late_masks" in self._runner.capabilities
 
     def launch(self, batch: Batch, now_s: float, *, masks_follow: bool) -> LaunchedStep:
-        if not (batch.entries or batch.image_calls):
+        if not (batch.entries or batch.has_quanta):
             return LaunchedStep(batch, 0, NO_STEP, now_s)
         num_tokens = batch.num_tokens
         bucket = next(size for size in self._buckets if size >= num_tokens)
@@ -184,14 +184,13 @@ class StepLoop:
         launched now. 0 if nothing is in flight, its time is not known (predictions for steps with
         drafts are too inaccurate), or too little of it is left.
         """
-        cost = self._scheduler.step_cost
-        if cost is None or not self.in_flight or self.in_flight[-1].batch.has_drafts:
+        if not self.in_flight or self.in_flight[-1].batch.has_drafts:
             return 0.0
         newest = self.in_flight[-1]
         started_s = max(newest.launched_s, self._last_read_s)
-        predicted_ms = cost.predict_ms(newest.batch.load)
-        predicted_ms += self._scheduler.images.predict_ms(newest.batch)
-        predicted_ms += self._scheduler.scoring.predict_ms(newest.batch.scored)
+        predicted_ms = self._scheduler.predict_ms(newest.batch)
+        if predicted_ms is None:
+            return 0.0
         after_s = LAUNCH_AT * predicted_ms / 1000 - LAUNCH_S
         wait_s = started_s + min(MAX_WAIT_S, after_s) - self._clock()
         return wait_s if wait_s >= MIN_WAIT_S else 0.0
