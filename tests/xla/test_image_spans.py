@@ -13,9 +13,11 @@ from cadenza.backends.xla.runner import XlaRunner
 from cadenza.checkpoint import Checkpoint, open_checkpoint
 from cadenza.checkpoint.random_checkpoint import named_shape, write_random_checkpoint
 from cadenza.config import EngineLimits, ImageLimits
+from cadenza.core.step_cost import StepBound
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.events import Token
 from cadenza.request import Attachment, Request, SamplingParams
+from cadenza.vision.tower_config import VisionConfig
 
 pytestmark = pytest.mark.native
 
@@ -37,7 +39,9 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return open_checkpoint(folder)
 
 
-def engine_of(model: Checkpoint, budget: int, *, reach: Any = "as it is") -> EngineCore:
+def engine_of(
+    model: Checkpoint, budget: int, *, reach: Any = "as it is", step_bound: StepBound | None = None
+) -> EngineCore:
     config, vision = model.config, model.config.vision
     assert vision is not None
     if reach != "as it is":
@@ -57,12 +61,13 @@ def engine_of(model: Checkpoint, budget: int, *, reach: Any = "as it is") -> Eng
     )
     runner = XlaRunner(config, model.weights, setup, NativeOps)
     runner.warmup()
-    return EngineCore(runner, limits, CoreOptions())
+    return EngineCore(runner, limits, CoreOptions(step_bound=step_bound))
 
 
-def request_of(model: Checkpoint, layout: list[int | tuple[int, int]], seed: int) -> Request:
+def request_of(
+    vision: VisionConfig | None, layout: list[int | tuple[int, int]], seed: int
+) -> Request:
     """Text (numbers of tokens) and images (their sizes)."""
-    vision = model.config.vision
     assert vision is not None
     rng = np.random.default_rng(7)
     prompt: list[int] = []
@@ -102,7 +107,7 @@ def requests_of(model: Checkpoint) -> list[Request]:
         [(30, 60), 2],
         [30],
     ]
-    return [request_of(model, layout, seed) for seed, layout in enumerate(layouts)]
+    return [request_of(model.config.vision, layout, seed) for seed, layout in enumerate(layouts)]
 
 
 def run(engine: EngineCore, requests: list[Request]) -> list[Stream]:

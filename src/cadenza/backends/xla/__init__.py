@@ -10,6 +10,7 @@ Modules:
 - `placement`: on which devices arrays lie, and how programs run there
 - `programs`: the compiled programs and the device state
 - `export`: a step as StableHLO, for other compilers
+- `span_passes`: spans that attend both ways, a layer and some rows at a time
 - `kernel_proof`: compares the bits of a table's kernels on the device, when a model is loaded
 - `page_copies`: copies of pages and states to the host and back
 - `wire`: splits the uploaded buffer into the step's arrays

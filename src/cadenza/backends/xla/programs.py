@@ -71,7 +71,7 @@ MASK_ROWS = 32
 _Options = dict[str, str | bool]
 """Compiler options of XLA."""
 
-_STEP_OPTIONS: dict[str, _Options] = {
+STEP_OPTIONS: dict[str, _Options] = {
     "cpu": {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 }
 """By platform. The concurrency-optimised schedule runs operations on XLA's own threads beside the
@@ -110,6 +110,7 @@ class DeviceState(NamedTuple):
     own_hidden: Any = None  # [R, E], of a runner that reads them
     image_rows: Any = None  # [S, parts E], of a runner that encodes images
     tower: TowerState | None = None  # of such a runner
+    span: Any = None  # [2 N, E] or [N, E], of a runner that computes spans of N rows in passes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,8 +164,8 @@ class StepProgram:
         A model that reads hidden states takes as `kept` those of another runner, [slots, E]. No
         token of the step may then be the first of its sequence.
         """
-        state, arrays, read_hidden = self._enter(state, wire, kept)
-        context = self._context(weights, state, arrays)
+        state, arrays, read_hidden = self.enter(state, wire, kept)
+        context = self.context(weights, state, arrays)
 
         def decode(table: OpTable) -> tuple[jax.Array, LayerOutputs]:
             made = self._run_layers(context.within(table), weights, state.pools, read_hidden)
@@ -179,8 +180,8 @@ class StepProgram:
         self, weights: DecoderWeights, state: DeviceState, wire: jax.Array
     ) -> tuple[DeviceState, jax.Array]:
         """(weights, state, wire [·]) to (state, last hidden states [L, E])."""
-        state, arrays, _ = self._enter(state, wire, None)
-        context = self._context(weights, state, arrays)
+        state, arrays, _ = self.enter(state, wire, None)
+        context = self.context(weights, state, arrays)
         made = self.ops.compute(
             lambda table: self._run_layers(context.within(table), weights, state.pools, None)
         )
@@ -194,7 +195,7 @@ class StepProgram:
         result = self.ops.compute(lambda table: table.next_tokens(hidden, head, arrays))
         return _with_choices(rows, arrays, result), result
 
-    def _enter(
+    def enter(
         self, state: DeviceState, wire: jax.Array, kept: jax.Array | None
     ) -> tuple[DeviceState, StepArrays, jax.Array | None]:
         """The state with the step's tokens at their slots, the step's arrays, and the hidden states
@@ -227,9 +228,10 @@ class StepProgram:
         ids = jnp.where(tokens.image_slots >= 0, vision.fill_token_id, tokens.ids)
         return arrays._replace(tokens=replace(tokens, ids=ids))
 
-    def _context(
+    def context(
         self, weights: DecoderWeights, state: DeviceState, arrays: StepArrays
     ) -> StepContext:
+        """What the layers of a step compute with."""
         return StepContext.of(self.ops, self.spec, arrays, weights.ropes, state.image_rows)
 
     def _run_layers(
@@ -365,6 +367,13 @@ def state_function(ops: OpTable, spec: DecoderSpec, setup: RunnerSetup) -> Calla
             return jnp.full(shape, setup.fill, spec.dtype)
         return ops.unwritten(shape, spec.dtype)
 
+    def span_stream() -> jax.Array | None:
+        num_rows = span_rows(ops, spec.model, setup)
+        if not num_rows:
+            return None
+        shape = num_rows * (2 if ops.skips_padding else 1), width
+        return jnp.full(shape, 0.0 if setup.fill is None else setup.fill, jnp.float32)
+
     def pools() -> LayerPools:
         groups, model = spec.model.kv_groups, spec.model
         kv = tuple(ops.new_kv_pool(group, limits.num_pages, setup.fill) for group in groups)
@@ -388,6 +397,7 @@ def state_function(ops: OpTable, spec: DecoderSpec, setup: RunnerSetup) -> Calla
             new_states(limits.max_num_seqs, width, spec.dtype) if reads_hidden else None,
             image_rows(),
             tower_state(ops, spec, setup),
+            span_stream(),
         )
 
     return new_state
@@ -403,6 +413,20 @@ def abstract_state(
     )
 
 
+def span_rows(ops: OpTable, model: ModelConfig, setup: RunnerSetup) -> int:
+    """Rows for the longest span that a runner computes in passes; 0 if it computes none so.
+
+    Where XLA sees the operations, it may round them otherwise in another program than the step's.
+    """
+    can_divide = ops.is_opaque and not (setup.keeps_hidden or model.reads_hidden)
+    if model.vision is None or not (setup.num_image_slots and can_divide):
+        return 0
+    longest, budget = model.vision.whole_span, setup.limits.max_num_batched_tokens
+    if not longest or ops.skips_padding:
+        return longest
+    return next(size for size in ops.token_buckets(budget) if size >= longest)
+
+
 def can_split_steps(ops: OpTable, model: ModelConfig) -> bool:
     """Whether `StepProgram.begin` and `choose` have the bits of `step`."""
     return ops.is_opaque and not model.reads_hidden
@@ -415,6 +439,7 @@ _STATE = DeviceState(
     own_hidden=False,
     image_rows=False,
     tower=cast(Any, False),
+    span=False,
 )
 """Of what each of several devices has a part."""
 
@@ -441,7 +466,7 @@ class _Compiler:
         self._setup = setup
         self._placement = placement
         self._platform = placement.platform
-        self._step_options = _STEP_OPTIONS.get(placement.platform, {})
+        self._step_options = STEP_OPTIONS.get(placement.platform, {})
         self._routing_options = _ROUTING_OPTIONS.get(placement.platform, {})
         state = jax.eval_shape(state_function(ops, spec, setup))
         pools = placement.abstract_parts(state.pools)

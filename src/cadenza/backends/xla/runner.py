@@ -44,7 +44,9 @@ from cadenza.backends.xla.programs import (
     abstract_state,
     can_split_steps,
     compile_programs,
+    span_rows,
 )
+from cadenza.backends.xla.span_passes import SpanPasses
 from cadenza.backends.xla.tables import MakeOps, choose_table
 from cadenza.backends.xla.vision.encoder import ImageEncoder
 from cadenza.backends.xla.vision.host_tables import part_of
@@ -57,8 +59,10 @@ from cadenza.core.step_schema import (
     Int32Array,
     MaskUpdate,
     ModelInputs,
+    SpanCall,
     StepOutput,
 )
+from cadenza.core.whole_spans import SpanShape
 from cadenza.errors import RunnerError
 from cadenza.kernel_proof import KernelProof
 from cadenza.request import Attachment
@@ -159,6 +163,9 @@ class XlaRunner:
         if kv_of is None and self._sees:
             self._encoder = ImageEncoder(self._spec, make_ops)
             self._encoder.load(weights, self._device)
+        self._spans: SpanPasses | None = None
+        if kv_of is None and span_rows(self._ops, model, setup):
+            self._spans = SpanPasses(self._ops, self._spec, setup, self._device.platform)
         self._programs: Programs | None = None
         self._proof: KernelProof | None = None
         self._owns_state = kv_of is None
@@ -205,6 +212,10 @@ class XlaRunner:
     def image_work(self, part: Attachment) -> ImageWork:
         assert self._encoder is not None, "the runner encodes images"
         return self._encoder.work(part)
+
+    @property
+    def span_shape(self) -> SpanShape | None:
+        return None if self._spans is None else self._spans.shape
 
     def check_image(self, part: Attachment) -> None:
         assert self._model.vision is not None, "the model sees"
@@ -278,6 +289,8 @@ class XlaRunner:
             sharding = SingleDeviceSharding(self._device)
             state = abstract_state(self._ops, self._spec, setup, sharding)
             self._encoder.compile(state.tower, state.image_rows, sharding)
+            if self._spans is not None:
+                self._spans.compile(weights, state, sharding)
         self.reset()
         for bucket in self._buckets:
             inputs = ModelInputs.empty(bucket=bucket, num_rows=self._limits.max_num_seqs)
@@ -320,6 +333,8 @@ class XlaRunner:
         if inputs.image_calls:
             self._encode(inputs.image_calls)
         state = self._update_state(programs, inputs)
+        for call in inputs.span_calls:
+            state = self._compute_span(state, call)
         if inputs.masks_follow:
             self._state, hidden = programs.begin[bucket](self._weights, state, inputs.words)
             return (hidden,)
@@ -328,6 +343,12 @@ class XlaRunner:
         step = programs.step[bucket]
         self._state, result, hidden = step(self._weights, state, inputs.words, *kept)
         return self._sent(inputs, result, hidden)
+
+    def _compute_span(self, state: DeviceState, call: SpanCall) -> DeviceState:
+        """Dispatches rows of a pass over a span."""
+        if self._spans is None:
+            raise RunnerError("the runner computes no spans in passes")
+        return self._spans.run(self.weights, state, call)
 
     def _encode(self, calls: Sequence[ImageCall]) -> None:
         """Dispatches quanta of images."""

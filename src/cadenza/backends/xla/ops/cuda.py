@@ -14,7 +14,15 @@ from cadenza.backends.xla.ops.cuda_library import CudaLibrary, load_cuda_library
 from cadenza.backends.xla.ops.cuda_packing import hold_weights
 from cadenza.backends.xla.ops.native_program import NativeProgram, ProgramWords
 from cadenza.backends.xla.ops.program_ops import Product, ProgramOps
-from cadenza.backends.xla.ops.table import DecoderSpec, Linear, StepArrays
+from cadenza.backends.xla.ops.table import (
+    AttendingLayer,
+    DecoderSpec,
+    HeadFactors,
+    HeadInputs,
+    KVPool,
+    Linear,
+    StepArrays,
+)
 from cadenza.checkpoint.quantised_weight import HostWeight
 from cadenza.checkpoint.weight_format import WeightFormat
 from cadenza.kernel_proof import ProvenProduct
@@ -84,6 +92,17 @@ class CudaOps(ProgramOps):
     def embed(self, table: Linear, step: StepArrays) -> jax.Array:
         self._bound(step)
         return super().embed(table, step)
+
+    def rope_append_attend(
+        self,
+        given: HeadInputs,
+        pool: KVPool,
+        factors: HeadFactors,
+        step: StepArrays,
+        layer: AttendingLayer,
+    ) -> tuple[jax.Array, KVPool]:
+        self._bound(step)  # a pass of a span embeds no tokens
+        return super().rope_append_attend(given, pool, factors, step, layer)
 
     def next_tokens(self, x: jax.Array, head: Linear, step: StepArrays) -> jax.Array:
         self._bound(step)

@@ -38,6 +38,7 @@ class NativeOps(ProgramOps):
     """Calls kernels; weights are packed once, when the checkpoint is loaded."""
 
     name = "native"
+    skips_padding = True
 
     def __init__(self, spec: DecoderSpec, library: NativeLibrary | None = None) -> None:
         super().__init__(spec)

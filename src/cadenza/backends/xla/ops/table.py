@@ -317,6 +317,9 @@ class OpTable(EncoderOpTable):
     nothing to optimise.
     """
 
+    skips_padding = False
+    """Whether rows behind the true number are not computed, and any size of a step will do."""
+
     is_proved_at_load = False
     """Whether the bits of its kernels are compared on the device at hand before a model serves."""
 
