@@ -154,13 +154,16 @@ def test_no_mode_has_other_rows_than_the_runner():
     "fault", [name for name, fault in IMAGE_FAULTS.items() if not fault.needs_axes]
 )
 def test_the_gate_catches_each_fault_of_images(fault: str):
-    result = run_gate(Squares(), fault)
-    assert result.mismatch is not None, result.last_line
+    for num_requests in (6, 21):
+        result = run_gate(Squares(), fault, num_requests=num_requests)
+        assert result.mismatch is not None, result.last_line
 
 
 def test_faults_that_a_model_cannot_show_are_known():
-    assert set(shown_faults(shape_of(Squares()), has_axes=True)) == set(IMAGE_FAULTS)
-    found = set(IMAGE_FAULTS) - {*shown_faults(shape_of(Squares(is_square=True)), has_axes=False)}
+    arrivals = arrivals_of(shape_of(Squares()), num_requests=6)
+    assert set(shown_faults(arrivals, has_axes=True)) == set(IMAGE_FAULTS)
+    arrivals = arrivals_of(shape_of(Squares(is_square=True)))
+    found = set(IMAGE_FAULTS) - {*shown_faults(arrivals, has_axes=False)}
     assert found == {
         "rows and columns exchanged in rope",
         "the lag of rope dropped at decode",

@@ -5,7 +5,7 @@ errors of this kind do in practice. Owns the faults, and which models can show e
 """
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +14,8 @@ from cadenza.config import EngineLimits
 from cadenza.core.batch import Batch, BatchEntry, SeenImage
 from cadenza.core.packing import Packer
 from cadenza.core.step_schema import ModelInputs
-from cadenza.verification.image_workload import ImageShape, has_turned_images
+from cadenza.verification.image_workload import has_turned_images
+from cadenza.verification.workload import Arrival
 from cadenza.vision.processor import ImagePart
 
 Spoil = Callable[[ModelInputs, Batch], None]
@@ -56,10 +57,10 @@ class FaultyPacker(Packer):
         return inputs
 
 
-def shown_faults(shape: ImageShape, *, has_axes: bool) -> tuple[str, ...]:
-    """Names of the faults that a workload with such images shows; `has_axes`: positions of rope
-    have three coordinates."""
-    is_turned = has_turned_images(shape)
+def shown_faults(arrivals: Sequence[Arrival], *, has_axes: bool) -> tuple[str, ...]:
+    """Names of the faults that a workload with images shows; `has_axes`: positions of rope have
+    three coordinates."""
+    is_turned = has_turned_images(arrivals)
     return tuple(
         name
         for name, fault in IMAGE_FAULTS.items()

@@ -113,10 +113,14 @@ def largest_span(shape: ImageShape) -> int:
     return max(part.num_tokens for plan in _chosen(shape.plans) for part in plan.parts)
 
 
-def has_turned_images(shape: ImageShape) -> bool:
-    """Whether two parts of the workload have equal bytes and another shape."""
-    sides = {(part.width, part.height) for plan in shape.plans for part in plan.parts}
-    return any((height, width) in sides for width, height in sides if width != height)
+def has_turned_images(arrivals: Sequence[Arrival]) -> bool:
+    """Whether parts of two requests have equal bytes and another shape."""
+    found: dict[bytes, tuple[int, int]] = {}
+    parts = [each for arrival in arrivals for each in arrival.request.attachments]
+    return any(
+        found.setdefault(each.payload, (each.width, each.height)) != (each.width, each.height)
+        for each in parts
+    )
 
 
 def make_image_workload(arrivals: Sequence[Arrival], shape: ImageShape) -> tuple[Arrival, ...]:
@@ -183,15 +187,19 @@ class _Maker:
 
     def first(self, own: list[int], room: int) -> _Prompt:
         """An image, then text."""
-        prompt = _Prompt().plus(self._rng.choice(self._images))
+        prompt = _Prompt().plus(self._next_turned())
         num_tokens = len(prompt.token_ids)
         return self._fit(prompt, own, self._before_page_end(min(num_tokens + len(own), room)))
 
     def turned(self, own: list[int], room: int) -> _Prompt:
         """An image whose bytes are another prompt's, with width and height exchanged."""
+        return self._fit(_Prompt().plus(own[:3], self._next_turned()), own[3:], room)
+
+    def _next_turned(self) -> _Image:
+        """One of two such images, in turns."""
         image, other = self._turned
         self._turned = other, image
-        return self._fit(_Prompt().plus(own[:3], image), own[3:], room)
+        return image
 
     def several(self, own: list[int], room: int) -> _Prompt:
         """Two images, the last of which ends the prompt."""

@@ -198,7 +198,7 @@ def self_test(options: VerifyOptions, report: ReportProgress) -> SelfTestResult:
             formed = replace(workload, arrivals=forms.constrain(workload.arrivals), forms=forms)
 
         has_axes = bool(checkpoint.config.rope.axes)
-        image_faults = shown_faults(workload.sight, has_axes=has_axes) if workload.sight else ()
+        image_faults = shown_faults(workload.arrivals, has_axes=has_axes) if workload.sight else ()
 
         def run_with(fault: str | None) -> GateResult:
             report(f"fault: {fault or 'none'}")
