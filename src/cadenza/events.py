@@ -82,6 +82,11 @@ class Started(_Event, frozen=True):
     whole_because: WholePromptReason | None = None
 
 
+class Scoring(_Event, frozen=True):
+    """A prompt is about to be scored, or again from its beginning, while its request waits. Only
+    announced, before the step, which may end the engine's process; never among a step's events."""
+
+
 class Token(_Event, frozen=True):
     """A new token of a sample's stream; never an end-of-sequence or stop token.
 
@@ -135,3 +140,6 @@ class Finished(_Event, frozen=True):
 
 
 Event = Started | Token | PromptLogprobs | Finished
+
+Report = Event | Scoring
+"""What an engine process tells."""

@@ -11,10 +11,11 @@ from cadenza.backends.fake import FakeRunner, FakeStepHandle
 from cadenza.core.step_cost import StepBound, StepCost, StepLoad
 from cadenza.core.step_schema import ModelInputs
 from cadenza.engine.core import CoreOptions, EngineCore
+from cadenza.engine.open_requests import OpenRequests, RequestTimeouts
 from cadenza.engine.resumption import ResumedSample, Resumption
 from cadenza.engine.scoring_steps import PromptScorerModel
 from cadenza.errors import InvalidRequestError
-from cadenza.events import Finished, Started, Token
+from cadenza.events import Finished, Scoring, Started, Token
 from cadenza.request import Request
 from cadenza.sparse_prefill import PromptSpan
 from tests.engine.simulation import Record, run_requests
@@ -293,6 +294,22 @@ def test_a_failed_step_of_the_target_begins_scorings_again() -> None:
     for request_id, expected in zip(ids, owed_all([plain, asked]), strict=True):
         tokens = [e for e in events if isinstance(e, Token) and e.request_id == request_id]
         assert tuple(each.token_id for each in tokens) == expected
+
+
+def test_a_request_whose_scoring_ends_engines_is_known_by_it() -> None:
+    books = OpenRequests(RequestTimeouts(), lambda: 0.0)
+    asked, other = asking(tokens_of(300, 1)), asking(tokens_of(200, 2))
+    ids = [books.accept(each, LIMITS) for each in (asked, other)]
+    for number in (1, 2):
+        engine = scoring_engine(scorer=scorer_of(LIMITS, 16))
+        engine.enqueue(ids[0], asked)
+        told: list[Started | Scoring] = []
+        for _ in range(5):
+            books.record(engine.step(told.extend))
+        assert told == [Scoring(request_id=ids[0])], "once, and in no step's events"
+        books.record(told)
+        books.lose_engine(0.0)
+        assert [books.num_losses(each) for each in ids] == [number, 0]
 
 
 def test_a_prompt_beyond_the_scorers_context_is_refused() -> None:

@@ -45,7 +45,7 @@ from cadenza.engine.stats import EngineStats
 from cadenza.engine.step_watch import Watch
 from cadenza.engine.stored_pages import CLOSE_WITHIN_S
 from cadenza.errors import ConfigError
-from cadenza.events import Event, Finished
+from cadenza.events import Finished, Report
 
 logger = logging.getLogger(__name__)
 
@@ -368,7 +368,7 @@ class SharedEngine:
 
     def _share(self, outputs: EngineOutputs, payload: bytes) -> None:
         """Each front end gets its own events, and all get the heartbeat."""
-        by_front: dict[int, list[Event]] = {}
+        by_front: dict[int, list[Report]] = {}
         for event in outputs.events:
             by_front.setdefault(front_of(event.request_id), []).append(event)
         for guest in self._guests.values():

@@ -29,6 +29,8 @@ from cadenza.events import (
     Finished,
     FinishReason,
     PromptLogprobs,
+    Report,
+    Scoring,
     Started,
     Token,
     WholePromptReason,
@@ -129,7 +131,7 @@ class OpenRequest:
     Args:
         token_ids: of each sample that has not ended, the tokens so far.
         num_cached_tokens: of each sample that has told.
-        is_running: the engine has given it a row.
+        is_running: the engine has given it a row, or scores its prompt.
         is_lost: the engine that had it is gone, and no other has it yet.
         lost_s: when an engine was lost in which it ran; None once it has gone on.
         has_progress: something of it was passed on from the engine that has it.
@@ -258,7 +260,7 @@ class OpenRequests:
         with self._lock:
             self._rejections[reason] += 1
 
-    def record(self, events: Iterable[Event]) -> list[Event]:
+    def record(self, events: Iterable[Report]) -> list[Event]:
         """Records the events of open requests; returns all but `Started`, which is internal, except
         of a request with a sparse prefill, whose output says what was kept.
 
@@ -441,13 +443,16 @@ class OpenRequests:
             entry.times.started_s = now_s
             self._times.queue.add(now_s - entry.accepted_s)
 
-    def _record(self, event: Event, now_s: float) -> Event | None:
+    def _record(self, event: Report, now_s: float) -> Event | None:
         """Records an event; returns what is to be passed on of it."""
         entry = self._open.get(event.request_id)
         if entry is None:
             return None
         if isinstance(event, Token):
             return event if self._record_token(entry, event, now_s) else None
+        if isinstance(event, Scoring):
+            entry.is_running = True  # it may be why the engine is lost
+            return None
         if isinstance(event, Started):
             entry.is_running = True
             entry.kept, entry.whole_because = event.kept, event.whole_because

@@ -20,7 +20,7 @@ from cadenza.engine.route_report import RouteReport
 from cadenza.engine.stats import EngineStats
 from cadenza.engine.step_watch import StepSummary, Watch
 from cadenza.errors import CadenzaError
-from cadenza.events import Event
+from cadenza.events import Report
 from cadenza.fingerprint import Fingerprint
 from cadenza.kernel_proof import KernelProof
 
@@ -119,7 +119,7 @@ class EngineOutputs(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_de
     num_steps: int
     is_idle: bool
     predicted_s: float
-    events: tuple[Event, ...] = ()
+    events: tuple[Report, ...] = ()
     stats: EngineStats | None = None
     summary: StepSummary | None = None
     route: RouteReport | None = None
