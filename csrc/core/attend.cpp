@@ -164,4 +164,39 @@ void rope_append_attend(const Runtime& runtime, DType dtype, const AttendTask& w
             planner.num_partials() > 64);
 }
 
+namespace {
+
+void score_row(const Runtime& runtime, Executor::Lease& lease, UnitFn weigh, ScorePlan& plan) {
+  const AttendTask& attend = *plan.attend;
+  plan.num_spans = ceil_div(plan.length(), kSpan);
+  const int32_t query = attend.query_starts[plan.row + 1] - 1;
+  plan.begins = attend.positions[query] == plan.length() - 1;
+  plan.weights = lease.scratch().take<float>(attend.heads * plan.num_spans * kSpan);
+  plan.maxima = lease.scratch().take<float>(attend.heads * plan.span_stride());
+  plan.sums = lease.scratch().take<float>(attend.heads * plan.span_stride());
+  lease.run({weigh, &plan, attend.kv_heads * plan.num_spans, 4}, true);
+  lease.run({runtime.kernels.normalise, &plan, attend.heads, 4}, false);
+  lease.run({runtime.kernels.pool_weights, &plan, plan.num_spans, 4}, plan.num_spans > 4);
+}
+
+}  // namespace
+
+void score_keys(const Runtime& runtime, DType dtype, const ScoreTask& task) {
+  AttendTask attend = task.attend;
+  attend.kv_lens = task.score_lens;
+  attend.v_pool = attend.k_pool;  // which is prefetched where attention prefetches values
+  const int type = static_cast<int>(dtype);
+  const bool has_codes = attend.kv_format == KvFormat::kInt8;
+  const UnitFn weigh = (has_codes ? runtime.integer.weigh_keys : runtime.kernels.weigh_keys)[type];
+  for (int64_t row = 0; row < attend.rows; row++) {
+    if (!task.scores(row)) continue;
+    Executor::Lease lease(runtime.executor);
+    ScorePlan plan{};
+    plan.task = &task;
+    plan.attend = &attend;
+    plan.row = row;
+    score_row(runtime, lease, weigh, plan);
+  }
+}
+
 }  // namespace cadenza

@@ -62,6 +62,23 @@ struct HeadLinearUnits {
   ExpertGroups heads;
 };
 
+// The scores of one row's keys, in spans; S spans.
+struct ScorePlan {
+  const ScoreTask* task;
+  const AttendTask* attend;  // of which a row's context is the keys that are scored
+  int64_t row, num_spans;
+  bool begins;     // the row's scores begin with these
+  float* weights;  // [Hq, S, 512], not normalised
+  float* maxima;   // [Hq, span_stride()]: of each span's scores
+  float* sums;     // [Hq, span_stride()]: of each span's weights, then what normalises them
+
+  int64_t length() const { return task->score_lens[row]; }
+  int64_t span_stride() const { return round_up(num_spans, kLanes); }
+  float* weights_of(int64_t head) const { return weights + head * num_spans * kSpan; }
+  float* maxima_of(int64_t head) const { return maxima + head * span_stride(); }
+  float* sums_of(int64_t head) const { return sums + head * span_stride(); }
+};
+
 // The products of e4m3 weights, indexed by the activations' DType.
 struct Float8Kernels {
   int max_rows;  // rows of one register tile
@@ -97,6 +114,9 @@ struct KernelTable {
   UnitFn append_latents[2];
   UnitFn attend_latents[2];
   UnitFn merge[2];
+  UnitFn weigh_keys[2];  // of ScorePlan: the weights of each span,
+  UnitFn normalise;      // what normalises them,
+  UnitFn pool_weights;   // and the scores
   UnitFn delta_convolve[2];  // of GatedDeltaTask: queries, keys and values
   UnitFn gated_delta[2];     // and what follows from them
   UnitFn short_conv[2];
@@ -123,9 +143,10 @@ struct IntegerKernels {
   int max_rows;
   UnitFn quantise[2];
   UnitFn multiply;  // only measures the roofline
-  UnitFn append[2];  // append, attend and merge: attention over KV in int8
+  UnitFn append[2];  // append, attend, merge and weigh_keys: attention over KV in int8
   UnitFn attend[2];
   UnitFn merge[2];
+  UnitFn weigh_keys[2];
   UnitFn embed;
   UnitFn linear[2];
   UnitFn gated[2];

@@ -54,6 +54,9 @@ void keep_rows(const KeepRowsTask& task);
 
 void rope_append_attend(const Runtime& runtime, DType dtype, const AttendTask& task);
 
+// Scores are in `best` and `sums` of rows that score; others are left as they are.
+void score_keys(const Runtime& runtime, DType dtype, const ScoreTask& task);
+
 // Selects a token for each row of `product.x`; with a target or logprobs, also reports its logprob.
 struct NextTokenTask {
   LinearTask product;          // n = V; bias, residual and out unused

@@ -33,7 +33,8 @@ Counter counters[kNumOps] = {{"embed"},
                              {"keep_heads"},
                              {"encode_attend"},
                              {"keep_rows"},
-                             {"place_rows"}};
+                             {"place_rows"},
+                             {"score_keys"}};
 
 Counter& counter_of(Op op) { return counters[static_cast<int>(op)]; }
 

@@ -33,8 +33,9 @@ enum class Op : int {
   kEncodeAttend,
   kKeepRows,
   kPlaceRows,
+  kScoreKeys,
 };
-constexpr int kNumOps = static_cast<int>(Op::kPlaceRows) + 1;
+constexpr int kNumOps = static_cast<int>(Op::kScoreKeys) + 1;
 
 struct OpTotals {
   const char* name;

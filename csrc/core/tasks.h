@@ -325,6 +325,24 @@ struct SelectiveScanTask {
   int64_t num_channels() const { return matrices.width() + 2 * groups * matrices.keys; }
 };
 
+// Scores of the keys of prompts, each by the last token of its row: the weights of a layer's attention
+// to the prompt's keys alone, averaged over kPool keys, of which those outside count as 0; the largest
+// of all heads, and of the layers of a step.
+struct ScoreTask {
+  AttendTask attend;          // without a window; queries and keys alone are read
+  const int32_t* score_lens;  // [R]: the keys that are scored; 0: none
+  bool is_first, is_last;     // of the step's layers that score
+  int64_t stride;             // keys of a row of `best` and `sums`, a multiple of kLanes
+  float* best;                // [R, stride]: of the layers so far, before the division by kPool
+  // [R, stride]: the last layer adds the scores to those of the row's queries before it, or begins
+  // with them if the query is the last of the keys.
+  float* sums;
+
+  bool scores(int64_t row) const {
+    return score_lens[row] > 0 && attend.query_starts[row + 1] > attend.query_starts[row];
+  }
+};
+
 // One thread's running argmax over one row's logits.
 struct RowBest {
   float value;

@@ -44,6 +44,8 @@ constexpr int kSpan = 512;
 // In place of a token that no row chooses: there is none.
 constexpr int64_t kNoToken = -1;
 
+// Keys whose weights are averaged for a key's score: itself, and as many before as behind it.
+constexpr int kPool = 13;
 // Entries of the top-logprobs list in a result of next_token.
 constexpr int kTopLogprobs = 20;
 

@@ -275,4 +275,10 @@ ffi::Error latent_attend_call(Any absorbed, Any queries, Any keys, Any positions
   });
 }
 
+// No kernel of a GPU scores prompts; a runner that is to do so is refused before it is loaded.
+ffi::Error score_keys_call(Any, Any, Any, Any, Any, Any, Any, Any, Any, Any, AnyResult, int64_t, int64_t, float,
+                           float, float, bool, bool) {
+  return guarded("cadenza_score_keys", [] { require(false, "prompts are scored on CPUs"); });
+}
+
 }  // namespace cadenza::xla_ffi

@@ -286,4 +286,82 @@ ffi::Error latent_attend_call(Any absorbed, Any queries, Any keys, Any positions
   });
 }
 
+namespace {
+
+void check_scores(const Any& scores, const Any& out, const ScoreTask& task) {
+  require(out.untyped_data() == scores.untyped_data(),
+          "scores must be donated and aliased to the result");
+  require(scores.dimensions().size() == 3 && dim(scores, 0) == 2 &&
+              dim(scores, 1) == task.attend.rows && task.stride % kLanes == 0,
+          "scores must be f32 [2, R, N], N a multiple of 16");
+  for (int64_t row = 0; row < task.attend.rows; row++) {
+    if (!task.scores(row)) continue;
+    const int64_t query = task.attend.query_starts[row + 1] - 1;
+    require(task.score_lens[row] <= task.stride &&
+                task.score_lens[row] <= task.attend.positions[query] + 1,
+            "a row scores keys that it does not have");
+  }
+}
+
+// The keys that are scored.
+int64_t key_bytes_read(const ScoreTask& task, DType dtype) {
+  const AttendTask& attend = task.attend;
+  int64_t keys = 0;
+  for (int64_t row = 0; row < attend.rows; row++) keys += task.scores(row) ? task.score_lens[row] : 0;
+  const bool has_codes = attend.kv_format == KvFormat::kInt8;
+  const int64_t key = has_codes ? kv_code_bytes(attend.head_size) : attend.head_size * bytes_of(dtype);
+  return keys * attend.kv_heads * key;
+}
+
+}  // namespace
+
+// cadenza_score_keys: qkv, positions, query_starts, page_table, rope, q_weight, k_pool and
+// rope_positions as for rope_append_attend, which has appended the step's keys; score_lens [R]; scores
+// f32 [2, R, N], N a multiple of 16. The result aliases scores. Attributes: layer i64; heads i64; scale
+// f32; soft_cap f32, 0 none; norm_eps f32; is_first bool; is_last bool.
+//
+// The last token of each row whose score_lens is n > 0 scores the keys before position n, by the
+// softmax of its scores of these keys alone. scores[0] has the largest of the layers so far, from the
+// one that is first on; the one that is last adds it, over 13, to scores[1], or sets that if the token
+// is at position n - 1.
+ffi::Error score_keys_call(Any qkv, Any positions, Any query_starts, Any score_lens, Any page_table,
+                           Any rope, Any q_weight, Any k_pool, Any rope_positions, Any scores,
+                           AnyResult out, int64_t layer, int64_t heads, float scale, float soft_cap,
+                           float norm_eps, bool is_first, bool is_last) {
+  return guarded("cadenza_score_keys", [&] {
+    ProfileScope profile(Op::kScoreKeys);
+    const Any none = absent();
+    const AttendBuffers b{qkv,  positions, none, query_starts, score_lens,     page_table, rope, q_weight, none,
+                          k_pool, k_pool,    none, none,         rope_positions, none,       none, none,     none,
+                          none};
+    const DType dtype = element_type(qkv);
+    ScoreTask task{};
+    task.attend = shapes(b, {layer, heads, 0, scale, soft_cap, norm_eps, false});
+    AttendTask& attend = task.attend;
+    require(k_pool.element_type() == pool_type(attend, dtype), "k_pool must be u8, u16 beside bf16, or f32");
+    require(attend.head_size % kLanes == 0 && attend.head_size <= 512 && attend.heads % attend.kv_heads == 0 &&
+                dim(qkv, 1) == attend.qkv_width() && attend.layer < attend.num_layers,
+            "qkv, k_pool, heads and layer must be those of rope_append_attend");
+    attend.qkv = qkv.untyped_data();
+    attend.positions = int32(positions);
+    attend.rope_positions = int32(rope_positions);
+    attend.query_starts = int32(query_starts);
+    attend.page_table = int32(page_table);
+    attend.rope = data<float>(rope);
+    attend.q_weight = optional_f32(q_weight);
+    attend.norm_spans_heads = attend.q_weight != nullptr && dim(q_weight, 0) != attend.head_size;
+    attend.k_pool = k_pool.untyped_data();
+    attend.num_tokens = attend.query_starts[attend.rows];
+    task.score_lens = int32(score_lens);
+    task.is_first = is_first;
+    task.is_last = is_last;
+    task.stride = dim(scores, 2);
+    task.best = static_cast<float*>(out->untyped_data());
+    task.sums = task.best + attend.rows * task.stride;
+    check_scores(scores, *out, task);
+    if (profile.is_on()) profile.reads(key_bytes_read(task, dtype));
+    score_keys(runtime(), dtype, task);
+  });
+}
+
 }  // namespace cadenza::xla_ffi

@@ -124,6 +124,7 @@ inline constexpr Operation kOperations[] = {
     operation<rope_append_attend_call>(
         "rope_append_attend layer heads scale window soft_cap norm_eps norms_values"),
     operation<latent_attend_call>("latent_attend layer heads scale norm_eps pairs_neighbours"),
+    operation<score_keys_call>("score_keys layer heads scale soft_cap norm_eps is_first is_last"),
     operation<head_linear_call>("head_linear width"),
     operation<gated_delta_call>("gated_delta layer key_heads tiled norm_eps"),
     operation<short_conv_call>("short_conv layer"),

@@ -37,6 +37,10 @@ ffi::Error latent_attend_call(Any absorbed, Any queries, Any keys, Any positions
                               Any query_starts, Any kv_lens, Any page_table, Any rope, Any norm,
                               Any pool, Any rope_positions, AnyResult out, AnyResult pool_out,
                               int64_t layer, int64_t heads, float scale, float norm_eps, bool pairs_neighbours);
+ffi::Error score_keys_call(Any qkv, Any positions, Any query_starts, Any score_lens, Any page_table,
+                           Any rope, Any q_weight, Any k_pool, Any rope_positions, Any scores,
+                           AnyResult out, int64_t layer, int64_t heads, float scale, float soft_cap,
+                           float norm_eps, bool is_first, bool is_last);
 ffi::Error head_linear_call(Any x, Any w, Any count, AnyResult out, int64_t width);
 ffi::Error gated_delta_call(Any x, Any gate, Any rates, Any query_starts, Any initial, Any kept,
                             Any conv_weight, Any decay, Any decay_bias, Any norm_weight,

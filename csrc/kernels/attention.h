@@ -171,10 +171,10 @@ inline Vec scaled_score(const AttendTask& task, Vec score) {
   return mul(capped, set1(task.soft_cap * kLog2e));
 }
 
-// Computes one query's maximum, weights and denominator over its range of the span. NaN propagates
-// through exp2 and the sum.
-template <class Kv>
-inline void softmax_span(AttendTile<Kv>& tile, int i) {
+// Computes one query's maximum, weights and denominator over its range of the span, and calls
+// keep(block, weights) for each sub-block. NaN propagates through exp2 and the sum.
+template <class Kv, class Keep>
+inline void softmax_span(AttendTile<Kv>& tile, int i, const Keep& keep) {
   TokenRange range = tile.range[i];
   float* scores = tile.scores + i * kSpan;
   int first_block = range.begin / kLanes, last = (range.end + kLanes - 1) / kLanes;
@@ -198,7 +198,7 @@ inline void softmax_span(AttendTile<Kv>& tile, int i) {
       if (has_fault(Fault::kMultipliedPadding)) p = add(p, mul(unmasked, zero()));
     }
     sum = add(sum, p);
-    store_weights(tile, i, block, p);
+    keep(block, p);
   }
   tile.maximum[i] = maximum;
   tile.denominator[i] = reduce_add(sum);
@@ -290,7 +290,8 @@ inline void attend_tile(Queries count, AttendTile<Kv>& tile, float* sums, int64_
     score_span(count, tile, all);
     for (int i = 0; i < count.value; i++) {
       tile.denominator[i] = 0.0f;
-      if (!tile.range[i].empty()) softmax_span(tile, i);
+      if (tile.range[i].empty()) continue;
+      softmax_span(tile, i, [&](int block, Vec p) { store_weights(tile, i, block, p); });
     }
     add_span_values(count, tile);
     for (int i = 0; i < count.value; i++) {

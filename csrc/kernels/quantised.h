@@ -12,6 +12,7 @@
 #include "kernels/attention_int8.h"
 #include "kernels/code_prefetch.h"
 #include "kernels/experts.h"
+#include "kernels/prompt_scores.h"
 #include "kernels/roofline.h"
 #include "vec/dot.h"
 
@@ -560,6 +561,7 @@ constexpr IntegerKernels make_integer_kernels(const char* isa, const ProductLimi
           {append_units<CodeKv<bf16>>, append_units<CodeKv<float>>},
           {attend_units<CodeKv<bf16>>, attend_units<CodeKv<float>>},
           {merge_units<bf16>, merge_units<float>},
+          {weigh_key_units<CodeKv<bf16>>, weigh_key_units<CodeKv<float>>},
           quantised_embed_units,
           {linear_units<P, bf16>, linear_units<P, float>},
           {gated_units<P, bf16>, gated_units<P, float>},

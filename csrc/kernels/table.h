@@ -9,6 +9,7 @@
 #include "kernels/gated_delta.h"
 #include "kernels/linear.h"
 #include "kernels/norm.h"
+#include "kernels/prompt_scores.h"
 #include "kernels/roofline.h"
 #include "kernels/sampling.h"
 #include "kernels/selective_scan.h"
@@ -31,6 +32,9 @@ constexpr KernelTable make_table(const char* isa) {
           {append_units<LatentKv<bf16>>, append_units<LatentKv<float>>},
           {attend_units<LatentKv<bf16>>, attend_units<LatentKv<float>>},
           {merge_units<bf16>, merge_units<float>},
+          {weigh_key_units<FloatKv<bf16>>, weigh_key_units<FloatKv<float>>},
+          normalise_units,
+          pool_weight_units,
           {delta_convolve_units<bf16>, delta_convolve_units<float>},
           {gated_delta_units<bf16>, gated_delta_units<float>},
           {short_conv_units<bf16>, short_conv_units<float>},

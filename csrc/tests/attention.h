@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <functional>
 
 #include "core/kv_codes.h"
 #include "tests/exactness.h"
@@ -164,8 +165,12 @@ class Engine {
     task.norms_values = shape_.norms_values;
     rope_append_attend(context_.runtime(threads), dtype_of<T>(), task);
     if (shape_.reads_again) check_queries_alone(task, threads);
+    if (after_step) after_step(task);
     return out;
   }
+
+  // Called with each step's task, once it has run.
+  std::function<void(const AttendTask&)> after_step;
 
   // Queries without keys give the same, and leave the pools as they are.
   void check_queries_alone(AttendTask task, size_t threads) {

@@ -35,6 +35,7 @@ OPS = {
     "encode_attend",
     "keep_rows",
     "place_rows",
+    "score_keys",
 }
 PADDED_ROWS, ROWS, IN, OUT = 8, 5, 48, 70
 EMPTY = np.zeros(0, np.float32)

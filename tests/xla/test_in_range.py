@@ -38,6 +38,7 @@ VARIANTS = {
     "experts": replace(SMALL, shape="one layer of tiny-qwen3-moe"),
     "states": replace(SMALL, shape="two layers of tiny-lfm2"),
     "int8 KV": replace(SMALL, kv_cache_dtype="int8"),
+    "scores": SMALL,
 }
 
 
@@ -90,12 +91,12 @@ def with_updates(state: DeviceState, step: ModelInputs, record: Any) -> DeviceSt
     )
 
 
-@pytest.mark.parametrize("name", by_day(VARIANTS, {"attention", "states"}))
+@pytest.mark.parametrize("name", by_day(VARIANTS, {"scores", "states"}))
 def test_no_index_of_a_step_is_out_of_range(lab: Lab, name: str):
     variant, weights = VARIANTS[name], lab.weights(VARIANTS[name].shape)
     has_states = variant.config.recurrence is not None
     limits = replace(variant.limits, num_state_slots=NUM_STATES * has_states)
-    setup = replace(variant.setup, limits=limits)
+    setup = replace(variant.setup, limits=limits, scores_prompts=name == "scores")
     runner = XlaRunner(variant.config, weights, setup, ReferenceOps)
     layout = StepLayout(variant.bucket, variant.num_rows)
     program = StepProgram(ops=runner._ops, spec=runner._spec, layout=layout)
@@ -104,6 +105,8 @@ def test_no_index_of_a_step_is_out_of_range(lab: Lab, name: str):
     record = record_of(Bench(runner, limits), [5, 7], **rules)
     for inputs in hostile_steps(variant, has_states=has_states):
         state = with_updates(state, inputs, record)
+        is_used = np.diff(inputs.rows.query_starts) > 0
+        inputs.rows.score_lens[:] = np.where(is_used, inputs.rows.kv_lens, 1 << 20)
         state, result, _ = step(runner._weights, state, inputs.words)
     assert np.asarray(result)[0, COLUMN_STATE] == STATE_CHOSEN
 

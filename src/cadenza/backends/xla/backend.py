@@ -25,7 +25,6 @@ from cadenza.backends.xla.ops.native_library import has_native_library, load_nat
 from cadenza.backends.xla.tables import TABLES, Choice, Table, choose_table
 from cadenza.checkpoint.dtypes import WeightDType
 from cadenza.checkpoint.folder import Checkpoint
-from cadenza.checkpoint.sparse_support import sparse_refusal
 from cadenza.config import KVCacheDType, Ops, Quantization
 
 DTYPES: tuple[WeightDType, ...] = ("float32", "bfloat16")
@@ -60,7 +59,8 @@ class XlaBackend(Backend):
             kv_cache_dtypes=KV_CACHE_DTYPES,
             copies_pages=True,
             encodes_images=True,
-            sparse_prompts=sparse_refusal(checkpoint.config) is None,
+            sparse_prompts=True,
+            scores_prompts=True,
             device_memory_bytes=memory and memory.allocator_bytes,
             device_total_bytes=memory and memory.total_bytes,
             kernels_note=chosen.note,

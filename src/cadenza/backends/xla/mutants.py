@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from cadenza.backends.base import Fault, FaultSet, LoadRunner
+from cadenza.backends.xla.ops.attention_reference import BLOCK, Places
 from cadenza.backends.xla.ops.cuda import CudaOps
 from cadenza.backends.xla.ops.cuda_library import (
     CudaLibrary,
@@ -26,7 +27,7 @@ from cadenza.backends.xla.ops.native_library import (
     has_native_library,
     load_faulty_library,
 )
-from cadenza.backends.xla.ops.reference import BLOCK, Places, ReferenceOps
+from cadenza.backends.xla.ops.reference import ReferenceOps
 from cadenza.backends.xla.ops.table import DecoderSpec as Spec
 from cadenza.backends.xla.ops.table import KVPool, Linear, OpTable, StepArrays
 from cadenza.backends.xla.runner import XlaRunner

@@ -136,6 +136,7 @@ class Programs:
     copy_pages: Compiled
     pages: CopyPrograms | None = None
     states: CopyPrograms | None = None
+    read_scores: Compiled | None = None
     step: dict[int, Compiled] = field(default_factory=dict[int, Compiled])
     begin: dict[int, Compiled] = field(default_factory=dict[int, Compiled])
     choose: dict[int, Compiled] = field(default_factory=dict[int, Compiled])
@@ -294,6 +295,11 @@ def write_masks(rows: RowState, records: jax.Array, masks: jax.Array) -> RowStat
     return rows._replace(rule_records=changed)
 
 
+def scores_of_row(scores: jax.Array, row: jax.Array) -> jax.Array:
+    """The sums [positions] of a row's queries, of `LayerPools.scores`."""
+    return scores[1, row]
+
+
 def copy_function(ops: OpTable, page_size: int) -> Callable[..., DeviceState]:
     """The program (state, copies [PAGE_COPIES, 3] of `PageCopy`, count []) to the updated state.
 
@@ -374,11 +380,17 @@ def state_function(ops: OpTable, spec: DecoderSpec, setup: RunnerSetup) -> Calla
         shape = num_rows * (2 if ops.skips_padding else 1), width
         return jnp.full(shape, 0.0 if setup.fill is None else setup.fill, jnp.float32)
 
+    def scores() -> jax.Array | None:
+        if not setup.scores_prompts:
+            return None
+        length = -(-limits.max_model_len // PAGE_SIZE_UNIT) * PAGE_SIZE_UNIT
+        return jnp.zeros((2, limits.max_num_seqs, length), jnp.float32)
+
     def pools() -> LayerPools:
         groups, model = spec.model.kv_groups, spec.model
         kv = tuple(ops.new_kv_pool(group, limits.num_pages, setup.fill) for group in groups)
         if model.recurrence is None:
-            return LayerPools(kv)
+            return LayerPools(kv, scores=scores())
         layers, num_slots = len(model.recurrent_layers), limits.num_state_slots
         return LayerPools(kv, ops.new_state_pool(num_slots, layers, model.recurrence))
 
@@ -482,6 +494,9 @@ class _Compiler:
             rows=self._row_programs(),
             copy_pages=copy_pages.lower(self._state, *copies).compile(),
         )
+        if self._setup.scores_prompts:
+            reading = jax.jit(scores_of_row).lower(self._state.pools.scores, self._words())
+            programs = replace(programs, read_scores=reading.compile())
         if self._setup.copies_pages:
             programs = replace(programs, **self._all_copy_programs())
         with ThreadPoolExecutor(_COMPILING_THREADS.get(self._platform, 1)) as compiling:

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 from jax.sharding import SingleDeviceSharding
 
 from cadenza.backends.base import Capability, ImageWork, RunnerSetup
@@ -134,7 +135,6 @@ class XlaRunner:
         limits, kv_of, hidden_of = setup.limits, setup.kv_of, setup.hidden_of
         assert isinstance(kv_of, XlaRunner | None), "KV is shared within one backend"
         assert isinstance(hidden_of, XlaRunner | None), "states are read within one backend"
-        assert not setup.scores_prompts, "as its traits say"
         is_split = setup.ops == "split"
         devices = find_devices(setup.device, setup.num_devices)
         self._device = devices[0]
@@ -194,6 +194,8 @@ class XlaRunner:
             found.add("late_masks")
         if self._setup.sparse_prompts:
             found.add("sparse_prompts")
+        if self._setup.scores_prompts:
+            found.add("scores")
         if self._encoder is not None:
             found.add("attachments")
             if self._model.vision is not None and self._model.vision.whole_span:
@@ -455,6 +457,18 @@ class XlaRunner:
         if programs is None:
             raise RunnerError("the runner copies none of these; load it with `copies_pages`")
         return programs
+
+    def read_scores(self, row: int, num_tokens: int, num_queries: int) -> npt.NDArray[np.float32]:
+        read = self.programs.read_scores
+        if read is None:
+            raise RunnerError("the runner scores no prompts; load it with `scores_prompts`")
+        with self._in_flight.lock:
+            self._in_flight.check_open()
+            state = self._take_state()
+            self._state = state  # it is only read
+            # No array of the device outlives the lock.
+            sums = np.array(read(state.pools.scores, np.int32(row)), np.float32)
+        return np.divide(sums[:num_tokens], num_queries, dtype=np.float32)
 
     def reset(self) -> None:
         self._in_flight.finish()

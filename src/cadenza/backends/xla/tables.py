@@ -139,6 +139,7 @@ class SplitTable(ReferenceTable):
             quantizations=("none",),
             copies_pages=False,
             sparse_prompts=False,
+            scores_prompts=False,
         )
 
     def describe_arithmetic(self, device: Any) -> tuple[str, ...]:  # noqa: ARG002
@@ -239,6 +240,7 @@ class CudaTable:
             process_bytes=NATIVE_PROCESS_BYTES,
             logit_copies=1,
             workspace_bytes=CUDA_WORKSPACE_BYTES,
+            scores_prompts=False,
             has_float_results=True,
         )
 

@@ -7,6 +7,7 @@ import jax
 
 from cadenza.backends.xla.layers.residual import StepContext
 from cadenza.backends.xla.layers.weight_source import WeightSource, rows_of
+from cadenza.backends.xla.ops.prompt_scores import ScoringLayer
 from cadenza.backends.xla.ops.table import (
     AttendingLayer,
     HeadFactors,
@@ -14,6 +15,7 @@ from cadenza.backends.xla.ops.table import (
     LayerPools,
     Linear,
 )
+from cadenza.checkpoint.sparse_support import scoring_layers
 from cadenza.checkpoint.tensor_spec import AttentionSpec
 
 
@@ -48,7 +50,12 @@ class Attention(NamedTuple):
         group, layer = _layer_of(context, index)
         factors = self._factors(context, index)
         mixed, pool = ops.rope_append_attend(given, pools.kv[group], factors, context.step, layer)
-        return mixed, pools.with_kv(group, pool)
+        pools = pools.with_kv(group, pool)
+        scoring = _scoring_layer(context, index, layer)
+        if pools.scores is None or scoring is None:
+            return mixed, pools
+        scores = ops.score_keys(given, (pool, pools.scores), factors, context.step, scoring)
+        return mixed, pools._replace(scores=scores)
 
     def append(
         self, context: StepContext, index: int, normed: jax.Array, pools: LayerPools
@@ -69,6 +76,19 @@ class Attention(NamedTuple):
         model = context.model
         rope = context.ropes[model.ropes.index(model.rope_of(model.layer_kinds[index]))]
         return HeadFactors(self.norms, rope, context.rope_positions, self.sinks)
+
+
+def _scoring_layer(context: StepContext, index: int, layer: AttendingLayer) -> ScoringLayer | None:
+    """Layer `index` where prompts are scored; None if it scores none."""
+    scoring = scoring_layers(context.model)
+    if index not in scoring:
+        return None
+    return ScoringLayer(
+        index=layer.index,
+        heads=layer.heads,
+        is_first=index == scoring[0],
+        is_last=index == scoring[-1],
+    )
 
 
 def _layer_of(context: StepContext, index: int) -> tuple[int, AttendingLayer]:

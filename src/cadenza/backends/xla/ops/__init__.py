@@ -5,7 +5,8 @@ Modules:
 - `table`: the operations by name
 - `encoder_table`, `encoder_reference`, `program_encoder`: those of image towers, as the modules
   of the decoder's
-- `reference`, `experts`, `head_math`: their definition in plain jnp
+- `reference`, `attention_reference`, `experts`, `head_math`: their definition in plain jnp
+- `prompt_scores`: the scores of prompts' keys, in jnp
 - `split`: the same for devices that share a model
 - `quantised`, `float8`: products with quantised weights and with float8 weights, in jnp
 - `kv_codes`: attention over KV in int8, in jnp

@@ -5,13 +5,14 @@ not depend on the routing. Legend as in `ops.table`. Slot a of a token is its a-
 outside [0, X) adds nothing.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 
 from cadenza.backends.xla.ops.float8 import float8_product
 from cadenza.backends.xla.ops.quantised import quantised_product
@@ -162,3 +163,12 @@ def grouped_linear(
         part = weights[:, slot, None] * y[:, slot]
         total = total + jnp.where(has_expert[:, slot, None], part, 0.0)
     return residual + total
+
+
+def expert_biases(
+    biases: Sequence[Sequence[npt.NDArray[Any]]],
+) -> npt.NDArray[np.float32] | None:
+    """The biases of each expert's parts, one behind the other: [X, N]; None if there are none."""
+    if not any(len(parts) for parts in biases):
+        return None
+    return np.stack([np.concatenate(parts) for parts in biases]).astype(np.float32)

@@ -15,9 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from cadenza.backends.step_result import NUM_COLUMNS
-from cadenza.backends.xla.ops.experts import Routing
+from cadenza.backends.xla.ops.experts import Routing, expert_biases
 from cadenza.backends.xla.ops.program_encoder import ProgramEncoderOps
 from cadenza.backends.xla.ops.program_recorder import array_of, like
+from cadenza.backends.xla.ops.prompt_scores import ScoringLayer
 from cadenza.backends.xla.ops.table import (
     AttendingLayer,
     ConvWeights,
@@ -39,7 +40,6 @@ from cadenza.backends.xla.ops.table import (
     StatePool,
     StepArrays,
     StepStates,
-    expert_biases,
 )
 from cadenza.checkpoint.layer_kind import (
     ConvShape,
@@ -362,6 +362,29 @@ class ProgramOps(ProgramEncoderOps):
             norms_values=model.has_value_norm,
         )
         return out, KVPool(keys, values)
+
+    def score_keys(
+        self,
+        given: HeadInputs,
+        pools: tuple[KVPool, jax.Array],
+        factors: HeadFactors,
+        step: StepArrays,
+        layer: ScoringLayer,
+    ) -> jax.Array:
+        model, heads, (pool, scores) = self._model, layer.heads, pools
+        query_norm = None if factors.norms is None else factors.norms[0]
+        return self._call("score_keys", like(scores), {9: 0})(
+            *(given.qkv, step.tokens.positions, step.rows.query_starts, step.rows.score_lens),
+            *(step.page_table, factors.rope, query_norm, pool.keys),
+            *(factors.rope_positions, scores),
+            layer=layer.index,
+            heads=heads.num_heads,
+            scale=np.float32(model.scale_of(heads)),
+            soft_cap=np.float32(model.attention_soft_cap or _NO_CAP),
+            norm_eps=np.float32(model.rms_norm_eps),
+            is_first=layer.is_first,
+            is_last=layer.is_last,
+        )
 
     def head_linear(self, x: jax.Array, weight: Linear, count: jax.Array, width: int) -> jax.Array:
         shape = (len(x), weight.weight.shape[0] * weight.num_out)

@@ -6,19 +6,20 @@ G query heads per KV head.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from cadenza.backends.xla.ops.encoder_reference import ReferenceEncoderOps
+from cadenza.backends.xla.ops.attention_reference import AttendingReferenceOps, Places, Span
 from cadenza.backends.xla.ops.experts import (
     Gate,
     Routing,
     choose_experts,
     clamped_swiglu,
+    expert_biases,
     grouped_gated_linear,
     grouped_linear,
     grouped_product,
@@ -42,10 +43,8 @@ from cadenza.backends.xla.ops.in_range import set_rows
 from cadenza.backends.xla.ops.jax_arrays import CHOICE
 from cadenza.backends.xla.ops.kv_codes import (
     CodedHeads,
-    code_scores,
     encode_heads,
     filled_heads,
-    sum_code_values,
 )
 from cadenza.backends.xla.ops.quantised import (
     are_codes,
@@ -80,7 +79,6 @@ from cadenza.backends.xla.ops.table import (
     StatePool,
     StepArrays,
     StepStates,
-    expert_biases,
 )
 from cadenza.checkpoint.layer_kind import (
     ConvShape,
@@ -95,12 +93,6 @@ from cadenza.checkpoint.weight_format import FLOAT8, WeightFormat, joined
 from cadenza.errors import ConfigError
 
 MAX_TOKENS = 64
-BLOCK = 128
-"""KV positions per softmax block; blocks start at multiples of it."""
-
-Places = tuple[jax.Array, int]
-"""KV slots of any shape, and a layer index."""
-
 _HIGHEST = jax.lax.Precision.HIGHEST
 
 _GATES: dict[Activation, Gate] = {
@@ -111,29 +103,7 @@ _GATES: dict[Activation, Gate] = {
 }
 
 
-class _Block(NamedTuple):
-    """Of a block of positions: their slots and the layer, the lanes [T, B] that are attended to,
-    and the factor of the scores."""
-
-    places: Places
-    valid: jax.Array
-    scale: float
-
-
-class _Span(NamedTuple):
-    """What queries attend to: a layer's window, if any, and its scores; of keys alone, the first
-    `value_size` are the values. The rest as in `AttendingLayer`."""
-
-    layer: int
-    scale: float
-    value_size: int
-    window: int | None = None
-    sinks: Any | None = None
-    sees_spans: bool = False
-    has_starts: bool = False
-
-
-class ReferenceOps(ReferenceEncoderOps):
+class ReferenceOps(AttendingReferenceOps):
     """Computes every row and ignores `count`. Weights have the checkpoint's layout; KV is
     [slots, layers, Hkv, D], in int8 with scales [slots, layers, Hkv].
     """
@@ -318,27 +288,18 @@ class ReferenceOps(ReferenceEncoderOps):
         step: StepArrays,
         layer: AttendingLayer,
     ) -> tuple[jax.Array, KVPool]:
-        qkv, shape, eps = given.qkv, layer.heads, self._model.rms_norm_eps
+        qkv, shape = given.qkv, layer.heads
         heads = qkv.astype(jnp.float32).reshape(len(qkv), -1, shape.head_dim)  # [T, H, D]
         first, second = shape.num_heads, shape.num_heads + shape.num_kv_heads
-        query, key, value = heads[:, :first], heads[:, first:second], heads[:, second:]
+        key, value = heads[:, first:second], heads[:, second:]
         turns = factors.rope[factors.rope_positions]  # [T, rotary_dim]
-        query_scale = None
-        if turns.shape[1] % 2:
-            turns, query_scale = turns[:, :-1], turns[:, -1]
         if key.shape[1]:
-            key, value = self._keys_and_values(key, value, factors, turns)
+            rotary = turns[:, : turns.shape[1] // 2 * 2]
+            key, value = self._keys_and_values(key, value, factors, rotary)
             pool = _append(pool, key, value, (step.tokens.slots, layer.index))
-        if factors.norms is not None:
-            query = norm_heads(query, factors.norms[0], eps)
-        if query_scale is not None:
-            query = query * query_scale[:, None, None]
-        query = rotate(query, turns)
-        if not self._spec.has_kv_codes:
-            query = query.astype(self._spec.dtype)
-        grouped = query.reshape(len(qkv), shape.num_kv_heads, -1, shape.head_dim)
+        grouped = self._queries(qkv, factors, turns, shape)
         scale = self._model.scale_of(shape)
-        span = _Span(
+        span = Span(
             *(layer.index, scale, shape.head_dim, layer.window, factors.sinks),
             sees_spans=layer.sees_spans,
             has_starts=layer.has_starts,
@@ -380,7 +341,7 @@ class ReferenceOps(ReferenceEncoderOps):
         query, key = latent_heads(given, turns, factors.norm, layer)
         key, query = key.astype(self._spec.dtype), query.astype(self._spec.dtype)
         pool = _append(pool, key, None, (step.tokens.slots, layer.index))
-        span = _Span(layer.index, self._model.scale_of(shape.heads), shape.rank)
+        span = Span(layer.index, self._model.scale_of(shape.heads), shape.rank)
         out = self._attend(query, pool, step, span)
         return out.reshape(len(query), -1).astype(self._spec.dtype), pool
 
@@ -443,109 +404,6 @@ class ReferenceOps(ReferenceEncoderOps):
             return logits
         return jnp.where(jnp.isfinite(logits), soft_cap(logits, model.logit_soft_cap), logits)
 
-    def _attend(self, query: jax.Array, pool: KVPool, step: StepArrays, span: _Span) -> jax.Array:
-        """Online softmax over blocks at absolute positions; query [T, Hkv, G, D], result
-        [T, Hkv, G, value size]."""
-        own = step.tokens.positions + 1
-        ends = jnp.maximum(own, step.tokens.reaches + 1) if span.sees_spans else own
-        limits = jnp.where(step.tokens.slots >= 0, ends, 0)  # [T]
-        shape = query.shape[:3]
-        state = (
-            _first_maximum(shape, span.sinks),  # running maximum
-            jnp.full(shape, 0.0 if span.sinks is None else 1.0, jnp.float32),  # running sum
-            jnp.zeros((*shape, span.value_size), jnp.float32),  # running output
-        )
-
-        def body(block: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            starts = self._block_start(block, step)  # [T]
-            positions = starts[:, None] + jnp.arange(BLOCK)  # [T, B]
-            valid = (positions >= 0) & (positions < limits[:, None])
-            if span.window is not None:
-                valid &= positions >= _window_starts(step, span.window, span.has_starts)[:, None]
-            places = self._slots(positions, valid, step), span.layer
-            lanes = _Block(places, valid, span.scale)
-            return self._attend_block(query, pool, lanes, state)
-
-        _, total, out = jax.lax.fori_loop(0, self._num_blocks(limits), body, state)
-        return jnp.where(limits[:, None, None, None] > 0, out / total[..., None], 0.0)
-
-    def _num_blocks(self, limits: jax.Array) -> jax.Array:
-        """The number of blocks that cover the longest context; `limits` [T] are their lengths."""
-        return (jnp.max(limits) + BLOCK - 1) // BLOCK
-
-    def _block_start(self, block: jax.Array, step: StepArrays) -> jax.Array:
-        """A block's first position for each token [T]; the same for all tokens."""
-        return jnp.broadcast_to(block * BLOCK, step.tokens.positions.shape)
-
-    def _slots(self, positions: jax.Array, valid: jax.Array, step: StepArrays) -> jax.Array:
-        """The slots of `positions` [T, B] in each token's row; 0 for lanes that are not valid."""
-        size = self._spec.page_size
-        index = jnp.where(valid, positions // size, 0)
-        pages = step.page_table[step.token_rows[:, None], index]  # [T, B]
-        return jnp.where(valid, pages * size + positions % size, 0)
-
-    def _load(self, pool: KVPool, places: Places, valid: jax.Array) -> KVPool:
-        """Keys and values [T, B, Hkv, D], or codes, at slots [T, B]; 0 for lanes that are not
-        valid.
-        """
-
-        def load(side: jax.Array) -> jax.Array:
-            lanes = valid.reshape(*valid.shape, *(1,) * (side.ndim - 2))
-            return jnp.where(lanes, side[places], jnp.zeros((), side.dtype))
-
-        return jax.tree.map(load, pool)
-
-    def _attend_block(
-        self,
-        query: jax.Array,
-        pool: KVPool,
-        block: "_Block",
-        state: tuple[jax.Array, ...],
-    ) -> tuple[jax.Array, ...]:
-        """One block of the online softmax; leaves tokens without a valid lane unchanged."""
-        maximum, total, out = state
-        valid = block.valid
-        loaded = self._load(pool, block.places, valid)
-        scores = self._scores(query, loaded) * block.scale
-        if self._model.attention_soft_cap is not None:
-            scores = soft_cap(scores, self._model.attention_soft_cap)
-        mask = valid[:, None, None, :]
-        scores = jnp.where(mask, scores, -jnp.inf)
-        new_maximum = jnp.maximum(maximum, jnp.max(scores, axis=-1))
-        weights = jnp.where(mask, jnp.exp(scores - new_maximum[..., None]), 0.0)  # [T, Hkv, G, B]
-        shrink = jnp.where(maximum == -jnp.inf, 0.0, jnp.exp(maximum - new_maximum))
-        new_total = total * shrink + jnp.sum(weights, axis=-1)
-        if loaded.values is None:
-            loaded = KVPool(loaded.keys, loaded.keys[..., : out.shape[-1]])
-        new_out = out * shrink[..., None] + self._weighted_values(weights, loaded)
-        touched = jnp.any(valid, axis=1)[:, None, None]
-        return (
-            jnp.where(touched, new_maximum, maximum),
-            jnp.where(touched, new_total, total),
-            jnp.where(touched[..., None], new_out, out),
-        )
-
-    def _scores(self, query: jax.Array, loaded: KVPool) -> jax.Array:
-        """Products of queries and keys: [T, Hkv, G, B]."""
-        if self._spec.has_kv_codes:
-            return code_scores(query, loaded.keys)
-        return _einsum("tkgd,tbkd->tkgb", query, loaded.keys)
-
-    def _weighted_values(self, weights: jax.Array, loaded: KVPool) -> jax.Array:
-        """Sums of values: [T, Hkv, G, D]."""
-        if self._spec.has_kv_codes:
-            return sum_code_values(weights, loaded.values)
-        return _einsum("tkgb,tbkd->tkgd", weights, loaded.values)
-
-
-def _window_starts(step: StepArrays, window: int, has_starts: bool) -> jax.Array:
-    """The first position [T] that each token sees, or one before the first of all."""
-    starts = step.tokens.positions + 1 - window
-    if not has_starts:
-        return starts
-    given = step.tokens.window_starts
-    return jnp.where(given >= 0, given, starts)
-
 
 def _append(pool: KVPool, key: jax.Array, value: jax.Array | None, places: Places) -> KVPool:
     """Writes key and value [T, Hkv, D] to their slots [T]; padding (slot -1) is skipped."""
@@ -575,19 +433,3 @@ def _matmul(x: jax.Array, weight: Linear) -> jax.Array:
         preferred_element_type=jnp.float32,
     )
     return y if weight.bias is None else y + weight.bias
-
-
-def _einsum(subscripts: str, left: jax.Array, right: jax.Array) -> jax.Array:
-    return jnp.einsum(
-        subscripts,
-        left.astype(jnp.float32),
-        right.astype(jnp.float32),
-        precision=_HIGHEST,
-    )
-
-
-def _first_maximum(shape: tuple[int, ...], sinks: Any | None) -> jax.Array:
-    """[T, Hkv, G]: the score of each head's sink [Hq], or none."""
-    if sinks is None:
-        return jnp.full(shape, -jnp.inf, jnp.float32)
-    return jnp.broadcast_to(jnp.asarray(sinks, jnp.float32).reshape(shape[1:]), shape)

@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cadenza.backends.xla.ops.encoder_table import EncoderOpTable
+from cadenza.backends.xla.ops.prompt_scores import ScoringLayer
 from cadenza.checkpoint.dtypes import WeightDType
 from cadenza.checkpoint.layer_kind import (
     ConvShape,
@@ -251,11 +252,12 @@ class StatePool(NamedTuple):
 
 
 class LayerPools(NamedTuple):
-    """What the layers keep of earlier tokens: KV of each of `ModelConfig.kv_groups`, and states of
-    models that have them."""
+    """What the layers keep of earlier tokens: KV of each of `ModelConfig.kv_groups`, states of
+    models that have them, and the scores of a runner that scores prompts."""
 
     kv: tuple[KVPool, ...]
     states: StatePool | None = None
+    scores: Any | None = None  # float32 [2, R, positions]: `ops.prompt_scores`
 
     def with_kv(self, group: int, pool: KVPool) -> "LayerPools":
         return self._replace(kv=(*self.kv[:group], pool, *self.kv[group + 1 :]))
@@ -286,15 +288,6 @@ class StepArrays(NamedTuple):
     logits: LogitInputs[jax.Array]  # [L]
     page_table: jax.Array  # [R, P]
     rules: RuleArrays | None = None  # None: no row has rules
-
-
-def expert_biases(
-    biases: Sequence[Sequence[npt.NDArray[Any]]],
-) -> npt.NDArray[np.float32] | None:
-    """The biases of each expert's parts, one behind the other: [X, N]; None if there are none."""
-    if not any(len(parts) for parts in biases):
-        return None
-    return np.stack([np.concatenate(parts) for parts in biases]).astype(np.float32)
 
 
 jax.tree_util.register_dataclass(Linear, ["weight", "bias"], ["format", "num_out"])
@@ -519,6 +512,18 @@ class OpTable(EncoderOpTable):
         Values are normed if the model says so; without keys in `given` nothing is written.
         Returns activations [T, Hq D] and the pool, updated in place.
         """
+
+    @abstractmethod
+    def score_keys(
+        self,
+        given: HeadInputs,
+        pools: tuple[KVPool, jax.Array],
+        factors: HeadFactors,
+        step: StepArrays,
+        layer: ScoringLayer,
+    ) -> jax.Array:
+        """The scores of `pools`, which stand beside the layer's KV, with those of the layer
+        (`ops.prompt_scores`), in place. The step's keys were appended; sinks take no part."""
 
     @abstractmethod
     def head_linear(self, x: jax.Array, weight: Linear, count: jax.Array, width: int) -> jax.Array:

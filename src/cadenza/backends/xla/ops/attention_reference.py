@@ -1,0 +1,246 @@
+"""Attention over KV pages in plain jnp: its definition, and that of prompts' scores.
+
+KV is [slots, layers, Hkv, D], in int8 with scales [slots, layers, Hkv]. Legend as in `ops.table`; B
+positions per block, G query heads per KV head.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from cadenza.backends.xla.ops.encoder_reference import ReferenceEncoderOps
+from cadenza.backends.xla.ops.head_math import norm_heads, rotate, soft_cap
+from cadenza.backends.xla.ops.kv_codes import code_scores, sum_code_values
+from cadenza.backends.xla.ops.prompt_scores import (
+    RowQueries,
+    ScoringLayer,
+    add_scores,
+    normalised,
+)
+from cadenza.backends.xla.ops.table import HeadFactors, HeadInputs, KVPool, StepArrays
+from cadenza.checkpoint.layer_kind import HeadShape
+
+BLOCK = 128
+"""KV positions per softmax block; blocks start at multiples of it."""
+
+Places = tuple[jax.Array, int]
+"""KV slots of any shape, and a layer index."""
+
+_HIGHEST = jax.lax.Precision.HIGHEST
+
+
+class KeyBlock(NamedTuple):
+    """Of a block of positions: their slots and the layer, the lanes [T, B] that are attended to,
+    and the factor of the scores."""
+
+    places: Places
+    valid: jax.Array
+    scale: float
+
+
+class Span(NamedTuple):
+    """What queries attend to: a layer's window, if any, and its scores; of keys alone, the first
+    `value_size` are the values. The rest as in `AttendingLayer`."""
+
+    layer: int
+    scale: float
+    value_size: int
+    window: int | None = None
+    sinks: Any | None = None
+    sees_spans: bool = False
+    has_starts: bool = False
+
+
+class AttendingReferenceOps(ReferenceEncoderOps):
+    """Every token attends by itself, over the blocks of its row."""
+
+    def score_keys(
+        self,
+        given: HeadInputs,
+        pools: tuple[KVPool, jax.Array],
+        factors: HeadFactors,
+        step: StepArrays,
+        layer: ScoringLayer,
+    ) -> jax.Array:
+        pool, scores = pools
+        starts, ends = step.rows.query_starts[:-1], step.rows.query_starts[1:]
+        lengths = jnp.where(ends > starts, step.rows.score_lens, 0)  # [R]
+        last = jnp.maximum(ends - 1, 0)  # [R], the tokens that score
+        queries = RowQueries(positions=step.tokens.positions[last], lengths=lengths)
+
+        def add(scores: jax.Array) -> jax.Array:
+            turns = factors.rope[factors.rope_positions[last]]
+            query = self._queries(given.qkv[last], factors, turns, layer.heads)
+            own = step._replace(token_rows=jnp.arange(len(last), dtype=jnp.int32))
+            logits = self._key_logits(query, pool, own, (lengths, scores.shape[-1]), layer)
+            is_key = jnp.arange(scores.shape[-1]) < lengths[:, None]
+            return add_scores(scores, normalised(logits, is_key), queries, layer)
+
+        return jax.lax.cond(jnp.any(lengths > 0), add, lambda scores: scores, scores)
+
+    def _queries(
+        self, qkv: jax.Array, factors: HeadFactors, turns: jax.Array, shape: HeadShape
+    ) -> jax.Array:
+        """The queries [T, Hkv, G, D] of projections [T, ·], normed and rotated."""
+        query_scale = None
+        if turns.shape[1] % 2:
+            turns, query_scale = turns[:, :-1], turns[:, -1]
+        query = qkv[:, : shape.query_size].astype(jnp.float32)
+        query = query.reshape(len(qkv), -1, shape.head_dim)
+        if factors.norms is not None:
+            query = norm_heads(query, factors.norms[0], self._model.rms_norm_eps)
+        if query_scale is not None:
+            query = query * query_scale[:, None, None]
+        query = rotate(query, turns)
+        if not self._spec.has_kv_codes:
+            query = query.astype(self._spec.dtype)
+        return query.reshape(len(qkv), shape.num_kv_heads, -1, shape.head_dim)
+
+    def _key_logits(
+        self,
+        query: jax.Array,
+        pool: KVPool,
+        step: StepArrays,
+        keys: tuple[jax.Array, int],
+        layer: ScoringLayer,
+    ) -> jax.Array:
+        """Of queries [R, Hkv, G, D] of rows whose numbers of keys are given: [R, Hkv, G, N], of
+        which those behind a row's keys mean nothing."""
+        lengths, most = keys
+        padded = -(-most // BLOCK) * BLOCK
+        found = jnp.zeros((*query.shape[:3], padded), jnp.float32)
+
+        def body(block: jax.Array, found: jax.Array) -> jax.Array:
+            positions = block * BLOCK + jnp.arange(BLOCK)[None, :]
+            valid = positions < lengths[:, None]  # [R, B]
+            places = self._slots(positions, valid, step), layer.index
+            logits = self._scaled_scores(query, self._load(pool, places, valid), layer.heads)
+            return jax.lax.dynamic_update_slice_in_dim(found, logits, block * BLOCK, 3)
+
+        return jax.lax.fori_loop(0, self._num_blocks(lengths), body, found)[..., :most]
+
+    def _scaled_scores(self, query: jax.Array, loaded: KVPool, shape: HeadShape) -> jax.Array:
+        """The scaled scores [T, Hkv, G, B] of loaded keys, capped if the model says so."""
+        scores = self._scores(query, loaded) * self._model.scale_of(shape)
+        cap = self._model.attention_soft_cap
+        return scores if cap is None else soft_cap(scores, cap)
+
+    def _attend(self, query: jax.Array, pool: KVPool, step: StepArrays, span: Span) -> jax.Array:
+        """Online softmax over blocks at absolute positions; query [T, Hkv, G, D], result
+        [T, Hkv, G, value size]."""
+        own = step.tokens.positions + 1
+        ends = jnp.maximum(own, step.tokens.reaches + 1) if span.sees_spans else own
+        limits = jnp.where(step.tokens.slots >= 0, ends, 0)  # [T]
+        shape = query.shape[:3]
+        state = (
+            _first_maximum(shape, span.sinks),  # running maximum
+            jnp.full(shape, 0.0 if span.sinks is None else 1.0, jnp.float32),  # running sum
+            jnp.zeros((*shape, span.value_size), jnp.float32),  # running output
+        )
+
+        def body(block: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            starts = self._block_start(block, step)  # [T]
+            positions = starts[:, None] + jnp.arange(BLOCK)  # [T, B]
+            valid = (positions >= 0) & (positions < limits[:, None])
+            if span.window is not None:
+                valid &= positions >= _window_starts(step, span.window, span.has_starts)[:, None]
+            places = self._slots(positions, valid, step), span.layer
+            lanes = KeyBlock(places, valid, span.scale)
+            return self._attend_block(query, pool, lanes, state)
+
+        _, total, out = jax.lax.fori_loop(0, self._num_blocks(limits), body, state)
+        return jnp.where(limits[:, None, None, None] > 0, out / total[..., None], 0.0)
+
+    def _num_blocks(self, limits: jax.Array) -> jax.Array:
+        """The number of blocks that cover the longest context; `limits` [T] are their lengths."""
+        return (jnp.max(limits) + BLOCK - 1) // BLOCK
+
+    def _block_start(self, block: jax.Array, step: StepArrays) -> jax.Array:
+        """A block's first position for each token [T]; the same for all tokens."""
+        return jnp.broadcast_to(block * BLOCK, step.tokens.positions.shape)
+
+    def _slots(self, positions: jax.Array, valid: jax.Array, step: StepArrays) -> jax.Array:
+        """The slots of `positions` [T, B] in each token's row; 0 for lanes that are not valid."""
+        size = self._spec.page_size
+        index = jnp.where(valid, positions // size, 0)
+        pages = step.page_table[step.token_rows[:, None], index]  # [T, B]
+        return jnp.where(valid, pages * size + positions % size, 0)
+
+    def _load(self, pool: KVPool, places: Places, valid: jax.Array) -> KVPool:
+        """Keys and values [T, B, Hkv, D], or codes, at slots [T, B]; 0 for lanes that are not
+        valid.
+        """
+
+        def load(side: jax.Array) -> jax.Array:
+            lanes = valid.reshape(*valid.shape, *(1,) * (side.ndim - 2))
+            return jnp.where(lanes, side[places], jnp.zeros((), side.dtype))
+
+        return jax.tree.map(load, pool)
+
+    def _attend_block(
+        self,
+        query: jax.Array,
+        pool: KVPool,
+        block: KeyBlock,
+        state: tuple[jax.Array, ...],
+    ) -> tuple[jax.Array, ...]:
+        """One block of the online softmax; leaves tokens without a valid lane unchanged."""
+        maximum, total, out = state
+        valid = block.valid
+        loaded = self._load(pool, block.places, valid)
+        scores = self._scores(query, loaded) * block.scale
+        if self._model.attention_soft_cap is not None:
+            scores = soft_cap(scores, self._model.attention_soft_cap)
+        mask = valid[:, None, None, :]
+        scores = jnp.where(mask, scores, -jnp.inf)
+        new_maximum = jnp.maximum(maximum, jnp.max(scores, axis=-1))
+        weights = jnp.where(mask, jnp.exp(scores - new_maximum[..., None]), 0.0)  # [T, Hkv, G, B]
+        shrink = jnp.where(maximum == -jnp.inf, 0.0, jnp.exp(maximum - new_maximum))
+        new_total = total * shrink + jnp.sum(weights, axis=-1)
+        if loaded.values is None:
+            loaded = KVPool(loaded.keys, loaded.keys[..., : out.shape[-1]])
+        new_out = out * shrink[..., None] + self._weighted_values(weights, loaded)
+        touched = jnp.any(valid, axis=1)[:, None, None]
+        return (
+            jnp.where(touched, new_maximum, maximum),
+            jnp.where(touched, new_total, total),
+            jnp.where(touched[..., None], new_out, out),
+        )
+
+    def _scores(self, query: jax.Array, loaded: KVPool) -> jax.Array:
+        """Products of queries and keys: [T, Hkv, G, B]."""
+        if self._spec.has_kv_codes:
+            return code_scores(query, loaded.keys)
+        return _einsum("tkgd,tbkd->tkgb", query, loaded.keys)
+
+    def _weighted_values(self, weights: jax.Array, loaded: KVPool) -> jax.Array:
+        """Sums of values: [T, Hkv, G, D]."""
+        if self._spec.has_kv_codes:
+            return sum_code_values(weights, loaded.values)
+        return _einsum("tkgb,tbkd->tkgd", weights, loaded.values)
+
+
+def _window_starts(step: StepArrays, window: int, has_starts: bool) -> jax.Array:
+    """The first position [T] that each token sees, or one before the first of all."""
+    starts = step.tokens.positions + 1 - window
+    if not has_starts:
+        return starts
+    given = step.tokens.window_starts
+    return jnp.where(given >= 0, given, starts)
+
+
+def _einsum(subscripts: str, left: jax.Array, right: jax.Array) -> jax.Array:
+    return jnp.einsum(
+        subscripts,
+        left.astype(jnp.float32),
+        right.astype(jnp.float32),
+        precision=_HIGHEST,
+    )
+
+
+def _first_maximum(shape: tuple[int, ...], sinks: Any | None) -> jax.Array:
+    """[T, Hkv, G]: the score of each head's sink [Hq], or none."""
+    if sinks is None:
+        return jnp.full(shape, -jnp.inf, jnp.float32)
+    return jnp.broadcast_to(jnp.asarray(sinks, jnp.float32).reshape(shape[1:]), shape)
