@@ -17,6 +17,7 @@ from cadenza.cluster.remote_engine import RemoteChild, remote_opener
 from cadenza.engine.process.launch import Execute
 from cadenza.engine.process.process_link import EngineUnreachableError
 from cadenza.errors import ConfigError
+from cadenza.events import Finished
 from tests.cluster.conftest import OpenGroup
 from tests.engine.process.conftest import SCRIPT, TIMEOUT_S, request
 from tests.engine.process.test_recovery import CONFIG, content_of, undisturbed, workload
@@ -71,6 +72,23 @@ def test_streams_move_from_a_lost_host_to_another_and_back_when_one_is_there_aga
     assert group.engine.status().replicas == ("restarting", "ready")
     open_host(port)
     group.wait_replicas("ready", "ready")
+
+
+def test_a_host_that_is_drained_gives_its_streams_up_before_any_of_them_ends(
+    open_group: OpenGroup, open_host: OpenHost
+) -> None:
+    hosts = [open_host(), open_host()]
+    openers = [remote_opener(each.address, SECRET) for each in hosts]
+    group = open_group(2, CONFIG, [{"step_s": 0.02}], openers)
+    group.wait_replicas("ready", "ready")
+    for first in range(8):
+        group.engine.submit(request(first, max_tokens=200))
+    loads = [each.front.load for each in group.engine.replicas]
+    group.wait(lambda: len(group.events) >= 16 and all(load().num_open for load in loads))
+    hosts[0].close()
+    group.wait(lambda: not loads[0]().num_open)
+    assert loads[1]().num_open == 8
+    assert not any(isinstance(each, Finished) for each in group.events)
 
 
 def test_an_engine_ends_with_its_front_end_and_is_not_left_behind(open_host: OpenHost) -> None:
