@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -11,26 +11,40 @@ from cadenza.backends.xla.runner import XlaRunner
 from cadenza.checkpoint.layer_kind import LayerKind
 from cadenza.config import SchedulerLoop
 from cadenza.engine.core import CoreOptions, EngineCore
+from cadenza.engine.scoring_steps import PromptScorerModel
 from cadenza.events import Finished, Token
 from cadenza.request import Request, SamplingParams
 from cadenza.sparse_prefill import SparsePrefill
-from tests.engine.sparse import random_kept, scorer_of
+from tests.engine.sparse import random_kept, scorer_limits
 from tests.xla.harness import BASE, REFERENCE, Lab, Stream, Variant
 
 WINDOW = 24
 VARIANTS = [BASE, replace(REFERENCE, shape="two layers of hostile")]
 
 
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A model with layers that have a window, and others, and one that scores its prompts."""
+
+    variant: Variant
+    runner: XlaRunner
+    scorer: PromptScorerModel
+
+
 @pytest.fixture(scope="module", params=VARIANTS, ids=["native", "reference"])
-def target(lab: Lab, request: pytest.FixtureRequest) -> Iterator[tuple[Variant, XlaRunner]]:
-    """A model with layers that have a window, and others."""
+def pair(lab: Lab, request: pytest.FixtureRequest) -> Iterator[Pair]:
     variant: Variant = request.param
     model = replace(variant.config, layer_pattern=(LayerKind(window=WINDOW), LayerKind()))
     setup = replace(variant.setup, sparse_prompts=True)
     runner = XlaRunner(model, lab.weights(variant.shape), setup, variant.ops)
+    limits = scorer_limits(variant.limits, 32)
+    draft = replace(REFERENCE, ops=variant.ops)
+    own = replace(variant.setup, limits=limits, scores_prompts=True)
+    scorer = XlaRunner(draft.config, lab.weights(draft.shape), own, variant.ops)
     runner.warmup()
-    with closing(runner):
-        yield variant, runner
+    scorer.warmup()
+    with closing(runner), closing(scorer):
+        yield Pair(variant, runner, PromptScorerModel(runner=scorer, limits=limits))
 
 
 def tokens_of(count: int, seed: int) -> tuple[int, ...]:
@@ -48,28 +62,28 @@ def asked(count: int, *, is_known: bool = False, keep: float = 0.7, n: int = 1) 
 
 
 def serve(
-    target: tuple[Variant, XlaRunner],
+    pair: Pair,
     requests: Sequence[Request],
     *,
     budget: int = 64,
     num_pages: int | None = None,
     loop: SchedulerLoop = "overlap",
 ) -> tuple[list[Stream], EngineCore]:
-    variant, runner = target
-    runner.reset()
+    pair.runner.reset()
+    pair.scorer.runner.reset()
     limits = replace(
-        variant.limits,
+        pair.variant.limits,
         max_num_batched_tokens=budget,
-        num_pages=num_pages or variant.num_pages,
+        num_pages=num_pages or pair.variant.num_pages,
     )
     options = CoreOptions(
         secret=b"test",
         window=WINDOW,
         loop=loop,
         reserved_output=0.0,
-        prompt_scorer=scorer_of(limits, vocab_size=211),
+        prompt_scorer=pair.scorer,
     )
-    engine = EngineCore(runner, limits, options)
+    engine = EngineCore(pair.runner, limits, options)
     streams = {engine.submit(each): Stream() for each in requests}
     while not engine.is_idle:
         for event in engine.step():
@@ -81,27 +95,24 @@ def serve(
     return [*streams.values()], engine
 
 
-def test_streams_alone_together_in_any_cut_and_preempted_are_equal_bit_by_bit(
-    target: tuple[Variant, XlaRunner],
-) -> None:
+def test_streams_alone_together_in_any_cut_and_preempted_are_equal_bit_by_bit(pair: Pair) -> None:
     plain = replace(asked(70), sparse_prefill=None)
     requests = [asked(200), asked(261, is_known=True), plain, asked(300), asked(131, n=2)]
-    alone = [serve(target, [each], loop="plain")[0][0] for each in requests]
+    alone = [serve(pair, [each], loop="plain")[0][0] for each in requests]
     for budget, num_pages in ((64, None), (11, None), (40, 21)):
-        streams, engine = serve(target, requests, budget=budget, num_pages=num_pages)
+        streams, engine = serve(pair, requests, budget=budget, num_pages=num_pages)
         found = [a.difference(b) for a, b in zip(streams, alone, strict=True)]
         assert found == [None] * len(requests)
         if num_pages is not None:
+            assert engine.scheduler.scoring.counts.num_failed == 0
             preempted = engine.scheduler.scoring.counts.num_preempted
             assert engine.scheduler.num_preemptions + preempted > 0
 
 
-def test_with_everything_kept_a_stream_has_the_bits_of_the_whole_prompt(
-    target: tuple[Variant, XlaRunner],
-) -> None:
+def test_with_everything_kept_a_stream_has_the_bits_of_the_whole_prompt(pair: Pair) -> None:
     request = asked(200, keep=1.0)
-    (thinned,), _ = serve(target, [request])
-    (whole,), _ = serve(target, [replace(request, sparse_prefill=None)])
-    (gaps,), _ = serve(target, [asked(200)])
+    (thinned,), _ = serve(pair, [request])
+    (whole,), _ = serve(pair, [replace(request, sparse_prefill=None)])
+    (gaps,), _ = serve(pair, [asked(200)])
     assert thinned.difference(whole) is None
     assert gaps.difference(whole) is not None, "the control: gaps change the stream"
