@@ -146,7 +146,7 @@ def test_a_body_that_comes_byte_by_byte_is_ended_by_the_front_end(ray_app: RayAp
         b"content-length: 100000\r\n\r\n{"
     )
     received, seconds = trickled(ray_app, head, 1.0, 200.0)
-    assert received.startswith(b"HTTP/1.1 408")
+    assert b"the body took more than 120 s" in received
     assert ServerLimits().body_s - 5 < seconds < ServerLimits().body_s + 30
 
 
@@ -182,7 +182,7 @@ def wait_until(look: Callable[[], object]) -> None:
 def test_a_client_that_waits_for_a_long_answer_is_not_given_up(http: httpx.Client) -> None:
     def ask(index: int) -> tuple[int, float]:
         start_s = time.monotonic()
-        answer = http.post("/v1/completions", json={**LONG, "seed": index, "temperature": 1})
+        answer = http.post("/v1/completions", json={**LONG, "n": 6, "seed": index})
         return answer.status_code, time.monotonic() - start_s
 
     with ThreadPoolExecutor(NUM_ROWS) as pool:
