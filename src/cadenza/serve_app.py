@@ -62,6 +62,7 @@ def app(args: dict[str, Any]) -> serve.Application:
         max_ongoing_requests=flags.max_ongoing_requests,
         ray_actor_options=dict(flags.front_resources),
         graceful_shutdown_timeout_s=flags.serve.shutdown_timeout + MOVE_S,
+        logging_config={"enable_access_log": not flags.serve.disable_log_requests},
     )
     return front.bind(args, secret, directory, engine.bind(secret, directory))
 
@@ -106,7 +107,12 @@ class ScalePolicy:
         return count, {}
 
 
-@serve.deployment(num_replicas=1, max_ongoing_requests=1000, ray_actor_options={"num_cpus": 0})
+@serve.deployment(
+    num_replicas=1,
+    max_ongoing_requests=1000,
+    ray_actor_options={"num_cpus": 0},
+    logging_config={"enable_access_log": False},
+)
 class HostDirectory:
     """Where engine hosts are. They tell it again and again, so that it may be lost."""
 
