@@ -308,6 +308,14 @@ PLACES: Mapping[str, Place] = {
         Serve(instead=MLX, needs="mlx_lm")
     ),
     "cadenza verify --backend mlx": Run(prints="PASS", needs="mlx_lm"),
+    # docs/iree.md
+    "pip install '.[iree]'": Parsed(NETWORK),
+    "cadenza verify --backend iree --max-num-seqs 4": Run(prints="PASS", needs="iree"),
+    "pip install '.[iree-export]'": Parsed(NETWORK),
+    "cadenza export Qwen/Qwen3-0.6B compiled --max-num-seqs 4,8 --max-model-len 2048": Parsed(
+        MINUTES
+    ),
+    "cadenza serve --backend iree compiled --max-num-seqs 4": Parsed("needs an exported folder"),
     # docs/serving.md
     "pip install '.[otel]'": Parsed(NETWORK),
     "pip install '.[ray]'": Parsed(NETWORK),

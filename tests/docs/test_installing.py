@@ -9,10 +9,12 @@ import pytest
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
+from cadenza.backends.iree.backend import REQUIREMENT as IREE_RUNTIME
 from cadenza.backends.mlx.backend import MlxBackend
 from cadenza.backends.xla.device import find_device
 from cadenza.checkpoint import open_checkpoint
 from cadenza.errors import ConfigError, DeviceUnavailableError
+from cadenza.exporting.compiler import REQUIREMENT as IREE_COMPILER
 from tests.docs.documents import PAGES, ROOT
 
 INSTALL = re.compile(r"\b(?:pip3? install|uv add|uv tool install|pipx install|uvx)\s+([^`\n]+)")
@@ -82,6 +84,11 @@ def test_the_remedy_of_the_mlx_backend_names_the_packages_of_its_extra() -> None
     (command,) = re.findall(r"pip install .*?,", str(refusal.value))
     words = [Requirement(word) for word in shlex.split(command.removesuffix(","))[2:]]
     assert {canonicalize_name(word.name) for word in words} == names_of("mlx")
+
+
+def test_the_remedies_of_the_iree_backend_are_what_its_extras_install() -> None:
+    assert EXTRAS["iree"] == [IREE_RUNTIME]
+    assert EXTRAS["iree-export"] == [IREE_COMPILER]
 
 
 def test_the_extras_that_documents_name_exist_and_each_accelerator_has_one() -> None:

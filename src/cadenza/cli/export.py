@@ -41,7 +41,7 @@ def export(
 ) -> None:
     """Compile a model's step ahead, into a folder that --backend iree serves without JAX.
 
-    Needs IREE's compiler: pip install 'cadenza[iree-export]'.
+    Needs IREE's compiler (the extra iree-export).
     """
     from cadenza.checkpoint.towers.reader import VisionOptions
     from cadenza.cli.report import status_line

@@ -16,6 +16,8 @@ Target = Literal["llvm-cpu", "vulkan-spirv", "cuda"]
 CpuChoice = Literal["generic", "host"]
 
 PACKAGE = "iree-base-compiler"
+REQUIREMENT = f"{PACKAGE}==3.13.0"
+"""The runtime's version, which decides the bits, too."""
 
 COMPILE_S = 3600.0
 """After so many seconds a compilation is given up."""
@@ -54,7 +56,7 @@ def compiler_version(find: Callable[[str], object | None] = find_spec) -> str:
     if is_missing:
         raise ConfigError(
             f"`cadenza export` needs {PACKAGE}, which this installation lacks; "
-            f"pip install {PACKAGE}"
+            f"pip install {REQUIREMENT}"
         )
     return version(PACKAGE)
 

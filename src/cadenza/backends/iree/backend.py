@@ -17,6 +17,8 @@ from cadenza.config import Ops
 from cadenza.errors import CheckpointError, ConfigError
 
 PACKAGE = "iree-base-runtime"
+REQUIREMENT = f"{PACKAGE}==3.13.0"
+"""Of the bundled model's modules."""
 
 PROCESS_BYTES = 96 << 20
 """Libraries and modules of a process, beside weights and KV."""
@@ -122,5 +124,5 @@ class IreeBackend(Backend):
         if missing:
             raise ConfigError(
                 f"--backend iree needs {PACKAGE}, which this installation lacks; "
-                f"pip install {PACKAGE}, or choose another --backend"
+                f"pip install {REQUIREMENT}, or choose another --backend"
             )

@@ -121,11 +121,12 @@ class _Export:
 
         def copy(pages: Any, *leaves: Any) -> list[Any]:
             pools, last_sampled, history = jax.tree.unflatten(self._state_tree, leaves)
-            source, destination = pages[0] * size, pages[1] * size
+            slots = jnp.arange(size)
 
             def copy_slots(side: jax.Array) -> jax.Array:
-                page = jax.lax.dynamic_slice_in_dim(side, source, size)
-                return jax.lax.dynamic_update_slice_in_dim(side, page, destination, 0)
+                # IREE compiles no dynamic_update_slice of an argument for Vulkan.
+                page = side[pages[0] * size + slots]
+                return side.at[pages[1] * size + slots].set(page, unique_indices=True)
 
             kv, history = jax.tree.map(copy_slots, (pools.kv, history))
             return jax.tree.leaves((pools._replace(kv=kv), last_sampled, history))
