@@ -18,6 +18,7 @@ from cadenza.errors import InvalidRequestError
 from cadenza.events import Finished, Scoring, Started, Token
 from cadenza.request import Request
 from cadenza.sparse_prefill import PromptSpan
+from cadenza.tenant import Tenant
 from tests.engine.simulation import Record, run_requests
 from tests.engine.solo import EOS_TOKEN_IDS, VOCAB_SIZE
 from tests.engine.sparse import (
@@ -354,6 +355,25 @@ def test_a_scoring_leaves_its_pages_to_who_is_ready_to_start_before_it() -> None
 COST = StepCost(fixed_ms=5.0, token_ms=0.25, logit_ms=0.2, key_ms=0.00005)
 DRAFT_COST = StepCost(fixed_ms=6.0, token_ms=0.2, logit_ms=0.2, key_ms=0.0002)
 BOUND_MS = 50.0
+
+
+def test_the_tenant_whose_prompt_is_scored_pays_for_it() -> None:
+    paid: list[float] = []
+    prompt = tokens_of(300, 1)
+    for kept in (None, kept_of(asking(prompt))):
+        engine = scoring_engine(
+            scorer=replace(scorer_of(LIMITS), cost=DRAFT_COST),
+            step_bound=StepBound(max_ms=BOUND_MS, cost=COST),
+        )
+        own = asking(prompt) if kept is None else request_of(prompt, kept)
+        other = request_of(tokens_of(20, 2), None, max_tokens=30)
+        engine.submit(replace(other, tenant=Tenant(name="other")))
+        engine.submit(replace(own, tenant=Tenant(name="own")))
+        (sequence,) = [each for each in engine.scheduler.waiting if each.request_id == 1]
+        while sequence.num_generated_tokens < 1:
+            engine.step()
+        paid.append(engine.scheduler.turns.fair_share.counter_of(sequence))
+    assert paid[0] - paid[1] > 300 * DRAFT_COST.token_ms
 
 
 @dataclass(slots=True)

@@ -386,7 +386,7 @@ def _with_cost(
     if scorer is None or costs is None:
         return scorer
     cost = costs.of("scorer", scorer.runner, scorer.limits)
-    logger.info("a token of a prompt is scored in %.2f ms", cost.token_ms)
+    logger.info("a token of a prompt is scored in %.3f ms", cost.token_ms)
     return replace(scorer, cost=cost)
 
 
