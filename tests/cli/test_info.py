@@ -114,6 +114,21 @@ def test_the_folder_of_stored_prefixes_is_told_with_its_bound_and_is_not_made(
     assert "stored_prefixes" not in cadenza("info", model, "--json").objects[0]
 
 
+def test_the_predicted_gains_of_sparse_prefill_are_told_by_shapes_and_by_measured_steps(
+    cadenza: Callable[..., Ran],
+):
+    asked = ("--json", "--spec-prefill", '{"threshold": 500, "keep": 0.5}', "-np", 2)
+    told = cadenza("info", "--measure", *asked).objects[0]
+    facts, measured = told["sparse_prefill"], told["sparse_prefill_by_steps"]
+    assert facts["draft_context"] == 2048
+    assert facts["draft_kv_bytes"] > 0
+    for gains in (facts, measured):
+        assert (
+            gains["gain_2048_keep_0.5"] < gains["gain_2048_keep_0.3"] < gains["gain_2048_keep_0.1"]
+        )
+    assert "sparse_prefill" not in cadenza("info", "--json").objects[0]
+
+
 def test_a_model_without_tokenizer_is_described_too(cadenza: Callable[..., Ran], bare_model: Path):
     ran = cadenza("info", "--model", bare_model)
     assert "tokenizer                 –" in ran.out

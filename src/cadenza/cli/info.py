@@ -22,7 +22,10 @@ from cadenza.errors import CheckpointError
 
 if TYPE_CHECKING:
     from cadenza.checkpoint import Checkpoint, ModelConfig
+    from cadenza.core.step_cost import StepCost
     from cadenza.loading.plan import EnginePlan
+    from cadenza.loading.planned_engine import PlannedEngine
+    from cadenza.spec_prefill_config import SpecPrefillConfig
 
 MeasureFlag = Annotated[
     bool,
@@ -78,8 +81,8 @@ def _measured(checkpoint: "Checkpoint", plan: "EnginePlan", config: EngineConfig
     from cadenza.engine.calibration import make_step_bound, measure_step_cost
     from cadenza.loading.planned_engine import PlannedEngine
 
-    limits = plan.limits
-    runner = PlannedEngine(checkpoint=checkpoint, plan=plan, config=config).load_warm_runner()
+    limits, engine = plan.limits, PlannedEngine(checkpoint=checkpoint, plan=plan, config=config)
+    runner = engine.load_warm_runner()
     proof = runner.proof if isinstance(runner, ProvenRunner) else None
     try:
         measured = measure_step_cost(runner, limits, time.perf_counter)
@@ -102,7 +105,26 @@ def _measured(checkpoint: "Checkpoint", plan: "EnginePlan", config: EngineConfig
             limits.max_model_len, cost.kept_context(bound.max_ms, limits.max_num_seqs)
         ),
     }
-    return {"steps": steps} | ({} if proof is None else {"kernel_proof": asdict(proof)})
+    proven = {} if proof is None else {"kernel_proof": asdict(proof)}
+    return {"steps": steps, **_measured_gains(engine, measured), **proven}
+
+
+def _measured_gains(engine: "PlannedEngine", target: "StepCost") -> Facts:
+    """As `_sparse_prompts` has them, by steps of the draft model that are measured now."""
+    from cadenza.engine.calibration import measure_step_cost
+    from cadenza.loading.sparse_gain import cost_of_steps, gains_table
+
+    scorer, chosen, limits = engine.load_scorer(), engine.config.sparse_prompts, engine.plan.limits
+    if scorer is None or chosen is None:
+        return {}
+    try:
+        scorer.runner.warmup()
+        draft = measure_step_cost(scorer.runner, scorer.limits, time.perf_counter)
+    finally:
+        scorer.runner.close()
+    most, keeps = limits.max_num_batched_tokens, _keeps(chosen)
+    costs = cost_of_steps(target, most), cost_of_steps(draft, most)
+    return {"sparse_prefill_by_steps": gains_table(*costs, keeps, limits.max_model_len)}
 
 
 def _show_refused(name: str, reason: str, *, as_json: bool) -> None:
@@ -166,6 +188,7 @@ def describe(
         **_images(checkpoint, plan, config),
         **_page_folder(config),
         **_speculation(plan, config),
+        **_sparse_prompts(checkpoint, plan, config),
     }
 
 
@@ -244,6 +267,37 @@ def _speculation(plan: "EnginePlan", config: EngineConfig) -> Facts:
             "draft_kv_bytes": plan.draft_bytes - draft.weight_bytes,
         }
     return {"speculation": facts}
+
+
+def _sparse_prompts(checkpoint: "Checkpoint", plan: "EnginePlan", config: EngineConfig) -> Facts:
+    """How prompts are thinned out, where the options ask for it, and how much sooner their first
+    tokens are predicted to come, by the shapes of the two models."""
+    from cadenza.loading.sparse_gain import cost_of_shape, gains_table
+
+    chosen, scorer = config.sparse_prompts, plan.scorer
+    if chosen is None or scorer is None:
+        return {}
+    costs = cost_of_shape(checkpoint.config), cost_of_shape(scorer.checkpoint.config)
+    context = plan.scorer_limits.max_model_len
+    return {
+        "sparse_prefill": {
+            "draft_model": scorer.name,
+            **picked(chosen, "keep", "threshold", "head", "when", "allow_request"),
+            "draft_dtype": scorer.dtype,
+            "draft_quantization": scorer.quantization,
+            "draft_context": context,
+            "draft_weight_bytes": scorer.weight_bytes,
+            "draft_kv_bytes": plan.scorer_bytes - scorer.weight_bytes,
+            **gains_table(*costs, _keeps(chosen), plan.limits.max_model_len),
+        }
+    }
+
+
+def _keeps(chosen: "SpecPrefillConfig") -> tuple[float, ...]:
+    """The fractions whose gain is shown."""
+    from cadenza.loading.sparse_gain import SHOWN_KEEPS
+
+    return tuple(dict.fromkeys((chosen.keep, *SHOWN_KEEPS)))
 
 
 def _answers(checkpoint: "Checkpoint", plan: "EnginePlan", config: EngineConfig) -> dict[str, Any]:

@@ -89,10 +89,10 @@ def refuse_loss(target: ModelConfig, draft: ModelConfig, config: SpecPrefillConf
 def gains_table(
     target: PrefillCost, draft: PrefillCost, keeps: tuple[float, ...], longest: int
 ) -> dict[str, float]:
-    """The gain by length and keep, up to the longest prompt."""
+    """The gain by length and keep, up to the longest prompt and for that."""
+    lengths = sorted({longest, *(each for each in SHOWN_LENGTHS if each < longest)})
     return {
         f"gain_{length}_keep_{keep:g}": round(sparse_gain(target, draft, length, keep), 2)
-        for length in SHOWN_LENGTHS
-        if length <= longest
+        for length in lengths
         for keep in keeps
     }
