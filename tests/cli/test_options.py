@@ -8,6 +8,7 @@ import pytest
 
 from cadenza.bench.batching_plan import BatchingOptions
 from cadenza.bench.serve_options import CompareOptions, LoadOptions, ServerAddress
+from cadenza.bench.spec_prefill_options import SpecPrefillOptions
 from cadenza.bench.traffic import TrafficOptions
 from cadenza.bench.workloads import Workload
 from cadenza.cli.options import (
@@ -101,7 +102,10 @@ def test_every_field_of_engine_config_is_described_and_tested():
 
 
 def test_every_setting_of_the_benchmarks_is_a_flag():
-    groups = (Workload, TrafficOptions, BatchingOptions, ServerAddress, LoadOptions, CompareOptions)
+    groups = (
+        *(Workload, TrafficOptions, BatchingOptions, SpecPrefillOptions),
+        *(ServerAddress, LoadOptions, CompareOptions),
+    )
     for group in groups:
         others = OF_SERVE.get(group, set())
         names = {each.name for each in flags_of(group, {})}

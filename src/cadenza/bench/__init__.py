@@ -15,6 +15,8 @@ Modules:
 - `batching`, `batching_plan`, `batching_player`: continuous batching beside other ways to batch:
   rounds, settings and requests, modes
 - `batching_figures`, `batching_ideal`, `batching_bars`: their figures, and what these are held to
+- `spec_prefill`, `spec_prefill_options`, `spec_prefill_runs`: what sparse prefill gains and costs
+- `spec_prefill_tasks`, `spec_prefill_baselines`: its tasks; simpler ways to choose chunks
 - `traffic`: the requests of a simulation, and when they arrive
 - `simulate`, `simulated_group`: the engine's core over steps that only take time; several as one
 - `plots`: charts as PNG and as one page

@@ -22,7 +22,7 @@ Modules:
 - `prompts`: prompts from arguments, files and stdin
 - `report`: a result's columns, described once, give its table and its JSON
 - `bench_serve`: `bench serve` and `bench compare`
-- `bench_report`, `batching_report`, `generate_report`: their columns
+- `bench_report`, `batching_report`, `spec_prefill_report`, `generate_report`: their columns
 - `batch_run`, `live_view`: prompts in one batch, and its view in a terminal
 - `interrupts`: signals
 """

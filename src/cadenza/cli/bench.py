@@ -7,6 +7,7 @@ Invariant: with --json exactly one object goes to stdout; progress is shown on a
 import inspect
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from cadenza.bench.batching_plan import BatchingOptions
+from cadenza.bench.spec_prefill_options import SpecPrefillOptions
 from cadenza.bench.traffic import TrafficOptions
 from cadenza.bench.workloads import Workload, check_whole
 from cadenza.cli.bench_serve import bench_compare, bench_serve
@@ -21,6 +23,7 @@ from cadenza.cli.options import EngineFlags, JsonFlag, ModelArgument, with_flags
 from cadenza.cli.report import progress_bar, status_line
 from cadenza.config import MAX_SEED, EngineConfig
 from cadenza.errors import ConfigError
+from cadenza.spec_prefill_config import SpecPrefillConfig
 
 if TYPE_CHECKING:
     from cadenza.checkpoint.dtypes import WeightDType
@@ -91,6 +94,41 @@ def bench_batching(
         title = f"Batching: {found.workload['model']}"
         write_plots(Path(options.plot), title, batching_charts(found), batching_facts(found))
     return batching_exit_code(found, options)
+
+
+def bench_spec_prefill(
+    options: SpecPrefillOptions,
+    config: EngineFlags,
+    model: ModelArgument = None,
+    shape: ShapeFlag = None,
+    json: JsonFlag = False,
+) -> None:
+    """Measure what sparse prefill gains and costs: first tokens, right answers, likeness.
+
+    The draft model is that of --spec-prefill, by default the package's for the bundled model.
+    Beside it chunks are kept at random, at both ends, and by BM25.
+    """
+    from cadenza.bench.plots import require_plot_library, write_plots
+    from cadenza.bench.spec_prefill import measure_spec_prefill
+    from cadenza.cli.spec_prefill_report import (
+        print_spec_prefill,
+        spec_prefill_charts,
+        spec_prefill_facts,
+    )
+
+    if options.plot is not None:
+        require_plot_library()
+    chosen, own = _model_or_shape(model, shape), config.sparse_prompts or SpecPrefillConfig()
+    draft = _model_or_shape(own.model, options.draft_shape)
+    if draft is not None:
+        config = replace(config, spec_prefill=replace(own, model=str(draft)))
+    with status_line("starting") as report:
+        found = measure_spec_prefill(chosen, config, options, report)
+    print_spec_prefill(found, as_json=json)
+    if options.plot is not None:
+        title = f"Sparse prefill: {found.workload['model']}"
+        facts = spec_prefill_facts(found)
+        write_plots(Path(options.plot), title, spec_prefill_charts(found), facts)
 
 
 def bench_roofline(json: JsonFlag = False) -> None:
@@ -199,6 +237,7 @@ _COMMANDS: Mapping[str, Callable[..., object]] = {
     "serve": bench_serve,
     "batching": bench_batching,
     "compare": bench_compare,
+    "spec-prefill": bench_spec_prefill,
     "roofline": bench_roofline,
     "startup": bench_startup,
     "load": bench_load,
@@ -220,6 +259,10 @@ QUICK: Mapping[str, tuple[str, Mapping[str, object]]] = {
     "compare": (
         "--concurrency 1,8 --num-requests 12 --output-len 16:32 --rounds 2",
         {"concurrency": "1,8", "num_requests": 12, "output_lens": "16:32", "rounds": 2},
+    ),
+    "spec-prefill": (
+        "--keep 0.3 --samples 4 --repeats 1",
+        {"keep": "0.3", "samples": 4, "repeats": 1},
     ),
     "startup": ("--repeats 1", {"repeats": 1}),
     "load": ("--repeats 2", {"repeats": 2}),
