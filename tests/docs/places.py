@@ -355,6 +355,13 @@ PLACES: Mapping[str, Place] = {
     ),
     "512 rows need 168.1 MiB beside their KV, but the weights and the processes leave 93.0 MiB; "
     "set --max-num-seqs 234": NoCommand(),
+    # docs/sparse-prefill.md
+    "cadenza serve MODEL --spec-prefill "
+    '\'{"model": "small-model", "keep": 0.3, "threshold": 8192}\'': Parsed("needs two models"),
+    "cadenza bench spec-prefill": Parsed(MINUTES),
+    'cadenza bench spec-prefill MODEL --spec-prefill \'{"model": "small-model"}\' --json': Parsed(
+        "needs two models"
+    ),
     # docs/speculation.md
     f"cadenza serve MODEL --speculative-config '{NGRAM}'": Serve(instead={"MODEL": TINY}),
 }
