@@ -20,7 +20,7 @@ MAX_LINES: Mapping[str, int] = {
     "backends": 16_800,  # kernels for GPUs: their table, packing, proof, memory; image towers
     "bench": 7_300,  # charts, data sets, two servers compared, modes of batching
     "checkpoint": 16_600,  # the families of 2026, and how they see
-    "cli": 6_800,  # images of conversations and prompts; arguments of an application on Ray
+    "cli": 7_100,  # images of prompts; arguments of an application on Ray; sparse prefill
     "cluster": 2_200,  # replicas on several machines, shared by front ends, and their number
     "core": 9_700,  # slots of recurrent states; what drafts saved and cost; images
     "engine": 7_400,  # checks and costs of images
