@@ -21,7 +21,7 @@ from cadenza.bench.runs import text_ids
 from cadenza.bench.spec_prefill_baselines import BASELINES, chosen
 from cadenza.bench.spec_prefill_options import SHORTEST, SpecPrefillOptions
 from cadenza.bench.spec_prefill_runs import (
-    Outcome,
+    Played,
     divergence,
     first_token_s,
     forced_requests,
@@ -238,7 +238,7 @@ class _Bench:
         return found
 
     def _compared(
-        self, prompt: tuple[int, ...], whole: Outcome, kept: KeptTokens
+        self, prompt: tuple[int, ...], whole: Played, kept: KeptTokens
     ) -> list[tuple[float, bool]]:
         """The divergence at each token of the whole prompt's answer, and whether it stays the
         likeliest."""
@@ -307,7 +307,7 @@ class _Bench:
         return [prompt.is_right(text) for prompt, text in zip(prompts, texts, strict=True)]
 
 
-def _kept_of(outcome: Outcome, prompt: tuple[int, ...]) -> KeptTokens:
+def _kept_of(outcome: Played, prompt: tuple[int, ...]) -> KeptTokens:
     if outcome.kept is None:
         raise ConfigError(f"a prompt was computed whole: {outcome.whole_because}")
     return kept_of_mask(outcome.kept, len(prompt))

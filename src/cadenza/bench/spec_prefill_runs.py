@@ -26,7 +26,7 @@ Ids = tuple[int, ...]
 
 
 @dataclass(slots=True, eq=False)
-class Outcome:
+class Played:
     """What came of a request. `kept` is as in `Started`."""
 
     token_ids: list[int] = field(default_factory=list[int])
@@ -35,13 +35,13 @@ class Outcome:
     whole_because: str | None = None
 
 
-def run_all(core: EngineCore, requests: Sequence[Request]) -> list[Outcome]:
+def run_all(core: EngineCore, requests: Sequence[Request]) -> list[Played]:
     """Runs the requests together. Raises RunnerError if one fails."""
-    unsent, outcomes = deque(requests), list[Outcome]()
-    running: dict[int, Outcome] = {}
+    unsent, outcomes = deque(requests), list[Played]()
+    running: dict[int, Played] = {}
     while unsent or running:
         while unsent and core.num_queue_slots:
-            outcomes.append(Outcome())
+            outcomes.append(Played())
             running[core.submit(unsent.popleft())] = outcomes[-1]
         for event in core.step():
             outcome = running.get(event.request_id)
