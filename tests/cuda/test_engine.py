@@ -42,16 +42,20 @@ class FewBuckets:
     """Makes the table over the emulation, with few programs to compile, and without its proof."""
 
     library: CudaLibrary
+    buckets: tuple[int, ...] = BUCKETS
 
     def __call__(self, spec: DecoderSpec) -> CudaOps:
-        return _FewBuckets(spec, self.library)
+        table = _FewBuckets(spec, self.library)
+        table.buckets = self.buckets
+        return table
 
 
 class _FewBuckets(CudaOps):
     is_proved_at_load = False
+    buckets: tuple[int, ...] = BUCKETS
 
     def token_buckets(self, max_num_batched_tokens: int) -> tuple[int, ...]:
-        return tuple(size for size in BUCKETS if size <= max_num_batched_tokens)
+        return tuple(size for size in self.buckets if size <= max_num_batched_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
