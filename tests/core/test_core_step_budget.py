@@ -5,6 +5,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cadenza.core.image_cost import ImageCost
 from cadenza.core.scheduler import MAX_PARTIAL_PREFILLS
 from cadenza.core.step_budget import (
     FINISH_SHARE,
@@ -15,6 +16,7 @@ from cadenza.core.step_budget import (
     PromptShares,
 )
 from cadenza.core.step_cost import MIN_PROMPT_TOKENS, StepCost
+from cadenza.core.whole_spans import SpanRest, SpanShape, WholeSpan
 from tests.core.step_builders import COST, costs, load_of, prompt_parts
 
 short_parts = st.builds(
@@ -233,3 +235,48 @@ def test_prompts_that_come_first_leave_something_for_the_oldest_of_the_others(
     if others and any(part.is_first for part in parts):
         firsts = sum(part.num_left for part in parts if part.is_first)
         assert sum(counts) - sum(others) >= min(firsts, num_tokens - max(1, num_tokens // 16))
+
+
+def rest_of(num_rows: int, *, num_done: int = 0) -> SpanRest:
+    """Of a span in blocks of 4 rows and 4 passes, with 1 ms for each quantum."""
+    work = SpanShape(num_passes=4, max_rows=64, block_rows=4).work(0, num_rows)
+    cost = ImageCost(quantum_ms=1.0, product_ms=1e-9, attention_ms=1e-9)
+    return SpanRest(work=work, cost=cost, num_done=num_done)
+
+
+def span_part(num_rows: int, rest: SpanRest | None) -> PromptPart:
+    spans = (WholeSpan(0, num_rows),)
+    return PromptPart(start=0, num_left=num_rows, spans=spans, has_quanta=True, rest=rest)
+
+
+def quanta_of(left_ms: float, *parts: PromptPart) -> tuple[list[int], list[int]]:
+    budget = PromptBudget(num_tokens=512, left_ms=left_ms, cost=COST)
+    shares = PromptShares(budget, parts)
+    return shares.counts, shares.quanta
+
+
+def test_a_span_that_does_not_fit_takes_quanta_and_no_tokens() -> None:
+    whole_ms = PromptBudget(num_tokens=1, cost=COST).time_ms(span_part(64, None), 64)
+    assert quanta_of(whole_ms * 1.01, span_part(64, rest_of(64))) == ([64], [0])
+    assert quanta_of(5.5, span_part(64, rest_of(64))) == ([0], [5])
+
+
+def test_a_span_that_has_begun_takes_no_tokens_although_it_would_fit() -> None:
+    assert quanta_of(1e6, span_part(64, rest_of(64, num_done=60))) == ([0], [4])
+
+
+def test_a_span_goes_on_by_one_quantum_or_without_time_by_what_is_granted() -> None:
+    assert quanta_of(0.5, span_part(64, rest_of(64))) == ([0], [1])
+    assert quanta_of(-5.0, span_part(64, rest_of(64))) == ([0], [MIN_PROMPT_TOKENS])
+
+
+def test_a_span_waits_where_its_quanta_are_not_its_own() -> None:
+    counts, quanta = quanta_of(5.5, span_part(64, None), span_part(64, rest_of(64)))
+    assert (counts, quanta) == ([0, 0], [0, 5])
+
+
+def test_a_span_shares_the_time_with_a_shorter_prompt() -> None:
+    counts, quanta = quanta_of(8.0, span_part(64, rest_of(64)), PromptPart(start=0, num_left=8))
+    assert counts[0] == 0
+    assert counts[1] > 0
+    assert 0 < quanta[0] < 8

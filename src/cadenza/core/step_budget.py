@@ -163,12 +163,12 @@ class PromptBudget:
         return count
 
     def take_quanta(self, rest: SpanRest, share: float) -> int:
-        """Takes as many quanta of a span as fit `share` of the time, and one whatever it takes
-        where as much is granted to tokens; returns their number."""
+        """Takes as many quanta of a span as fit `share` of the time, and at least one where tokens
+        are granted; without any time as much as these. Returns their number."""
         granted = int(self.num_granted * share)
         count = rest.num_within(self.left_ms * share)
         if not count and granted and rest.num_left:
-            count = 1
+            count = 1 if self.left_ms > 0 else max(1, rest.num_worth(granted))
         self.left_ms -= rest.predict_ms(count)
         self.num_granted -= granted if count else 0
         return count

@@ -112,6 +112,11 @@ class SpanRest:
         """Quanta that take `left_ms`; may be 0."""
         return self.cost.num_within(self.work, self.num_done, len(self.work), left_ms)
 
+    def num_worth(self, num_tokens: int) -> int:
+        """Quanta that compute as much as so many tokens of a step; may be 0."""
+        tokens = np.cumsum(self.work.products[self.num_done :])
+        return int(np.searchsorted(tokens, num_tokens, side="right"))
+
     def predict_ms(self, count: int) -> float:
         """Of the next `count` quanta."""
         return self.cost.predict_ms(self.work.load(self.num_done, self.num_done + count))
