@@ -28,7 +28,7 @@ from cadenza.core.image_queue import ImageQueue, WorkOf
 from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.prefix import Prefix
 from cadenza.core.prefix_misses import OnPrefix, PrefixCounts
-from cadenza.core.scoring_queue import ScoredStep, ScoringOptions, ScoringQueue
+from cadenza.core.scoring_queue import ScoringOptions, ScoringQueue
 from cadenza.core.sequence import Sequence, SequenceStatus
 from cadenza.core.sequence_list import SequenceList
 from cadenza.core.span_queue import SpanQueue
@@ -202,14 +202,9 @@ class Scheduler:
         self.scoring.fill(batch, self.step_bound, span_ms + self.images.predict_ms(batch))
         return batch
 
-    def update(
-        self, batch: Batch, output: StepOutput, scored: ScoredStep | None = None
-    ) -> list[Event]:
-        """Applies a step's results; `output` has one entry per logit row of the batch, and `scored`
-        is what the scorer gave."""
+    def update(self, batch: Batch, output: StepOutput) -> list[Event]:
+        """Applies a step's results; `output` has one entry per logit row of the batch."""
         self._unpin(batch)
-        if batch.scored is not None and scored is not None:
-            self.scoring.apply(batch.scored, scored)
         events = self._results.apply(batch, output)
         self.drafts.settle(batch)
         return events

@@ -279,7 +279,9 @@ class StepLoop:
         if self._scorer is not None and step.scoring is not None:
             scored = self._scorer.read(step.batch.step_id, step.scoring)
         self._observe(step)
-        return self._scheduler.update(step.batch, output, scored)
+        if scored is not None and step.batch.scored is not None:
+            self._scheduler.scoring.apply(step.batch.scored, scored)
+        return self._scheduler.update(step.batch, output)
 
     def _observe(self, step: LaunchedStep) -> None:
         """Tells the scheduler how long a step took, since its launch or the step before it."""
