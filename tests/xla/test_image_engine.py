@@ -6,13 +6,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cadenza.backends.xla.reference_images import positions_of
+from cadenza.checkpoint import open_checkpoint
 from cadenza.checkpoint.random_checkpoint import named_shape, write_random_checkpoint
 from cadenza.config import EngineConfig
+from cadenza.core.rope_positions import rope_positions
 from cadenza.engine.core import EngineCore
 from cadenza.errors import InvalidRequestError
 from cadenza.events import Token
 from cadenza.loading.build import build_core, open_planned
 from cadenza.request import Attachment, Request, SamplingParams
+from cadenza.verification.reference import build_reference
 from cadenza.vision.processor import ImagePart, image_digest
 
 TILE = ImagePart(width=84, height=84, rows=6, columns=6)
@@ -20,11 +24,16 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> EngineCore:
-    """Steps are timed, and so is its encoding."""
-    folder: Path = tmp_path_factory.mktemp("seeing") / "model"
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("seeing") / "model"
     shape = replace(named_shape("tiny-smolvlm"), num_layers=1)
     write_random_checkpoint(shape, folder, seed=1, dtype="float32")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> EngineCore:
+    """Steps are timed, and so is its encoding."""
     config = EngineConfig(
         max_itl_ms=20.0,
         max_num_seqs=3,
@@ -83,6 +92,25 @@ def test_tokens_behind_images_are_those_of_each_request_alone(engine: EngineCore
     assert counts.num_encoded > 3, "an image was never evicted"
     assert counts.num_slot_hits > 0
     assert engine.num_failed_steps == 0
+
+
+def test_the_reference_takes_images_and_gives_the_same_tokens(
+    engine: EngineCore, folder: Path
+) -> None:
+    reference = build_reference(open_checkpoint(folder), EngineConfig(), max_model_len=256)
+    for seed in (1, 2):
+        request = request_of(engine, seed)
+        assert reference.takes(request)
+        assert [*reference.run(request).token_ids] == run(engine, [request])[0]
+
+
+def test_the_reference_counts_positions_of_images_as_the_engine_does() -> None:
+    parts = [
+        Attachment(start=start, length=rows * columns, digest=b"a", rows=rows, columns=columns)
+        for start, rows, columns in ((0, 2, 3), (6, 1, 4), (13, 5, 2))
+    ]
+    for stop in (4, 8, 20, 40):
+        np.testing.assert_array_equal(positions_of(parts, stop), rope_positions(parts, 0, stop))
 
 
 def test_what_encoding_costs_was_measured(engine: EngineCore) -> None:

@@ -405,6 +405,15 @@ class SequenceModel(Protocol):
         ...
 
 
+@runtime_checkable
+class SeeingModel(Protocol):
+    """A witness that takes images."""
+
+    def see(self, attachments: Sequence[Attachment]) -> None:
+        """The images of the prompt of an empty sequence, whose tokens are then appended."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpTotals:
     """Totals of one operation: calls, time, and the bytes it has to read at least once."""

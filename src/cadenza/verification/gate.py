@@ -298,9 +298,8 @@ class Gate:
         coverage: of the matrix of options, if `arrivals` come from it.
         wanted: length in tokens that the longest stream should have.
         speculation: drafts that all modes verify, and the solo runs do not; None for none.
-        image_spans: of the workload's images; None if it has none. The reference sees none:
-            requests with images are compared with their solo runs, and so are those whose prompts
-            are thinned out.
+        image_spans: of the workload's images; None if it has none. Requests that the reference does
+            not take (`ReferenceEngine.takes`) are compared with their solo runs alone.
         has_sparse: some of the workload's prompts are thinned out by their scores.
     """
 
@@ -360,13 +359,14 @@ class Gate:
     def has_logprobs(record: TokenRecord, asked: int | None) -> bool:
         return asked == (None if math.isnan(record[1]) else len(record[3]))
 
-    def _play_alone(self, make_core: MakeCore, arrivals: SequenceOf[Arrival]) -> list[Stream]:
+    def _play_alone(self, witness: Witness, arrivals: SequenceOf[Arrival]) -> list[Stream]:
         """The solo streams of requests that the reference can compute."""
 
         def play(request: int) -> SequenceOf[Stream]:
-            if not _is_referred(arrivals[request].request):
+            own = arrivals[request].request
+            if not witness.reference.takes(own):
                 return ()
-            return play_alone(make_core, self.limits, request, arrivals[request].request)
+            return play_alone(witness.make_core, self.limits, request, own)
 
         return streams_alone(play, len(arrivals), self.report, self.clock)
 
@@ -376,8 +376,9 @@ class Gate:
         If the runner under test computes in float32, these are the solo streams of the gate.
         """
         if witness.make_core is not self.make_core:
-            alone = self._play_alone(witness.make_core, self.arrivals)
-        alone = [each for each in alone if _is_referred(self.requests[each.request])]
+            alone = self._play_alone(witness, self.arrivals)
+        takes = witness.reference.takes
+        alone = [each for each in alone if takes(self.requests[each.request])]
         for count, solo in enumerate(alone, 1):
             expected = witness.reference.run(
                 self.arrivals[solo.request].request,
@@ -397,11 +398,11 @@ class Gate:
 
         The mismatch, if the mean difference is too large, is the token with the largest one.
         """
-        alone = self._play_alone(witness.make_core, [*map(_with_logprobs, self.arrivals)])
+        alone = self._play_alone(witness, [*map(_with_logprobs, self.arrivals)])
         scored: list[_ScoredToken] = []
         for count, solo in enumerate(alone, 1):
-            prompt = self.arrivals[solo.request].request.prompt_token_ids
-            expected = witness.reference.score_output(prompt, solo.token_ids)
+            request = self.arrivals[solo.request].request
+            expected = witness.reference.score_output(request, solo.token_ids)
             self.report(f"reference {count}/{len(alone)}")
             scored += [
                 _ScoredToken(solo, index, logprob, solo.tokens[index][1])
@@ -420,11 +421,6 @@ class Gate:
             f"{tolerance}",
             actual=f"{worst.actual:.4f}, a mean difference of {result.witness_difference:.4f}",
         )
-
-
-def _is_referred(request: Request) -> bool:
-    """Whether the reference can compute a request."""
-    return not request.attachments and request.sparse_prefill is None
 
 
 def _digest_of(streams: Iterable[Stream]) -> str:

@@ -17,10 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from cadenza.backends import BACKENDS, Backends, find_backend, resolve_backend
-from cadenza.backends.base import SequenceModel
+from cadenza.backends.base import SeeingModel, SequenceModel
 from cadenza.bounds import as_token_ids
 from cadenza.checkpoint import Checkpoint
-from cadenza.config import MAX_SEED, EngineConfig, EngineLimits, is_integer
+from cadenza.config import MAX_SEED, EngineConfig, EngineLimits, ImageLimits, is_integer
 from cadenza.core.draw_keys import derive_sample_seed, draw_keys
 from cadenza.engine.request_check import RequestCheck
 from cadenza.errors import CheckpointError, ConfigError, InvalidRequestError, show
@@ -42,7 +42,8 @@ class ReferenceResult:
 
 class ReferenceEngine:
     """Runs requests alone. `max_model_len` limits prompt and output together, in tokens;
-    `placeholder` is never sampled."""
+    `images` is of a model that sees, whose placeholder is never sampled; it has no slots where the
+    witness takes no images."""
 
     def __init__(
         self,
@@ -51,10 +52,11 @@ class ReferenceEngine:
         max_model_len: int,
         eos_token_ids: Iterable[int] = (),
         compile_constraint: CompileConstraint | None = None,
-        placeholder: int | None = None,
+        images: ImageLimits | None = None,
     ) -> None:
         self._model = model
-        self._placeholder = placeholder
+        self._placeholder = None if images is None else images.token_id
+        self._sees = sees = images is not None and images.num_slots > 0
         self._compile_constraint = compile_constraint
         self._max_model_len = max_model_len
         self._check = RequestCheck(
@@ -65,10 +67,11 @@ class ReferenceEngine:
                 page_size=max_model_len,
                 num_pages=1,
                 max_num_queued_reqs=1,
+                images=images if sees else None,
             ),
             vocab_size=model.vocab_size,
             backend="reference",
-            capabilities=frozenset({"logprobs"}),
+            capabilities=frozenset({"logprobs", "attachments"} if sees else {"logprobs"}),
             has_constraints=compile_constraint is not None,
         )
         self._eos_token_ids = frozenset(eos_token_ids)
@@ -102,8 +105,7 @@ class ReferenceEngine:
         if not limit:
             return _result(token_ids, logprobs, "length")
         constraint = self._constraint_of(request)
-        self._model.start()
-        logits = self._model.append(list(request.prompt_token_ids))
+        logits = self._begin(request)
         while True:
             position = len(request.prompt_token_ids) + len(token_ids)
             ruled = ruled_logits(logits, request, token_ids, stop)
@@ -131,18 +133,27 @@ class ReferenceEngine:
         reason: FinishReason = "length" if len(token_ids) == limit else "stop"
         return _result(token_ids, logprobs, reason)
 
+    def takes(self, request: Request) -> bool:
+        """Whether it computes such a request."""
+        return request.sparse_prefill is None and (self._sees or not request.attachments)
+
+    def _begin(self, request: Request) -> Logits:
+        """The logits after the prompt."""
+        self._model.start()
+        if request.attachments:
+            assert isinstance(self._model, SeeingModel), "the check refuses other requests"
+            self._model.see(request.attachments)
+        return self._model.append(list(request.prompt_token_ids))
+
     def _constraint_of(self, request: Request) -> Constraint | None:
         if request.constraint is None:
             return None
         assert self._compile_constraint is not None, "the check refuses such requests"
         return self._compile_constraint(request.constraint).result()
 
-    def score_output(
-        self, prompt_token_ids: Sequence[int], token_ids: Sequence[int]
-    ) -> tuple[float, ...]:
+    def score_output(self, request: Request, token_ids: Sequence[int]) -> tuple[float, ...]:
         """The log probability of each output token, given the prompt and the preceding ones."""
-        self._model.start()
-        logits = self._model.append(list(prompt_token_ids))
+        logits = self._begin(request)
         logprobs: list[float] = []
         for token_id in token_ids:
             logprobs.append(float(log_softmax(logits)[token_id]))
@@ -296,5 +307,15 @@ def build_reference(
         max_model_len=max_model_len,
         eos_token_ids=checkpoint.eos_token_ids,
         compile_constraint=compile_constraint,
-        placeholder=checkpoint.config.placeholder if checkpoint.is_known else None,
+        images=_images_of(checkpoint, max_model_len if isinstance(witness, SeeingModel) else 0),
     )
+
+
+def _images_of(checkpoint: Checkpoint, num_slots: int) -> ImageLimits | None:
+    """No slots where the tokens of images attend to later ones, too: a witness takes a prompt in
+    chunks, and has nothing of those that follow."""
+    config = checkpoint.config if checkpoint.is_known else None
+    if config is None or config.vision is None or config.placeholder is None:
+        return None
+    num_slots = num_slots if config.vision.reach is None else 0
+    return ImageLimits(token_id=config.placeholder, num_slots=num_slots)

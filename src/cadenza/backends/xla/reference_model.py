@@ -9,7 +9,8 @@ Legend: C tokens of a chunk · N positions of the context · E embed · Hq/Hkv h
 """
 
 import re
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cadenza.backends.xla.reference_block import BlockTensors, new_state
+from cadenza.backends.xla.reference_images import SeenImages
 from cadenza.backends.xla.reference_inputs import (
     add_layer_input,
     layer_inputs,
@@ -25,6 +27,7 @@ from cadenza.backends.xla.reference_inputs import (
 from cadenza.backends.xla.reference_latent import LatentHeads, new_latent_cache
 from cadenza.backends.xla.reference_rope import reference_rope
 from cadenza.backends.xla.reference_scan import net_of
+from cadenza.backends.xla.reference_tower import ReferenceTower
 from cadenza.checkpoint.layer_kind import HeadShape, LayerKind
 from cadenza.checkpoint.model_config import (
     CLAMPED_ALPHA,
@@ -35,6 +38,7 @@ from cadenza.checkpoint.model_config import (
 )
 from cadenza.checkpoint.rope_config import RopeConfig, YarnRopeScaling
 from cadenza.checkpoint.weights import Weights
+from cadenza.request import Attachment
 
 CHUNK = 64
 """Prompt tokens per forward pass; the last chunk is padded."""
@@ -44,8 +48,15 @@ EMBEDDING = "model.embed_tokens.weight"
 _Cache = tuple[jax.Array, jax.Array]
 _Tensors = dict[str, jax.Array]
 
-_Chunk = tuple[jax.Array, jax.Array]
-"""The position of its first token, and the index of its last one that is not padding."""
+
+class _Chunk(NamedTuple):
+    """The index of its first token in the sequence, that of its last one in the chunk that is not
+    padding, and the rotary positions of all [C, 3], of models whose ropes have axes."""
+
+    start: Any
+    last: Any
+    positions: Any
+
 
 _LAYER_TENSOR = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
@@ -69,6 +80,8 @@ class ReferenceModel:
         self._apply_layer = jax.jit(self._layer, static_argnames="kind", donate_argnames="cache")
         self._caches: list[_Cache] = []
         self._length = 0
+        self._tower = None if model.vision is None else ReferenceTower(model.vision, weights)
+        self._images: SeenImages | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -83,6 +96,12 @@ class ReferenceModel:
         """Resets to an empty sequence; the next token is at position 0."""
         self._caches = [self._new_cache(kind) for kind in self._model.layer_kinds]
         self._length = 0
+        self.see(())
+
+    def see(self, attachments: Sequence[Attachment]) -> None:
+        """The images of the prompt of an empty sequence."""
+        if self._tower is not None:
+            self._images = SeenImages(self._tower, self._model.hidden_size, attachments)
 
     def _new_cache(self, kind: LayerKind) -> _Cache:
         """Keys and values, or the state of a recurrence."""
@@ -102,16 +121,23 @@ class ReferenceModel:
             width = 1 if len(part) == 1 else CHUNK
             padded = np.zeros(width, np.int32)
             padded[: len(part)] = part
-            start, last = np.int32(self._length), np.int32(len(part) - 1)
-            logits = np.asarray(self._forward(padded, start, last))
+            start = self._length
+            positions = None
+            if self._images is not None and self._model.has_rope_axes:
+                positions = self._images.positions(start, start + width)
+            chunk = _Chunk(np.int32(start), np.int32(len(part) - 1), positions)
+            logits = np.asarray(self._forward(padded, chunk))
             self._length += len(part)
         return logits
 
-    def _forward(
-        self, token_ids: npt.NDArray[np.int32], start: np.int32, last: np.int32
-    ) -> jax.Array:
-        """The logits [V] after token `last` of a chunk [C] at position `start`."""
+    def _forward(self, token_ids: npt.NDArray[np.int32], chunk: _Chunk) -> jax.Array:
+        """The logits [V] after the last token of a chunk [C]."""
+        is_image, rows = None, np.zeros((len(token_ids), 0, self._model.hidden_size), np.float32)
+        if self._images is not None:
+            token_ids, is_image, rows = self._images.take(token_ids)
         x = self._embed(self._outer, token_ids)
+        if is_image is not None and is_image.any():
+            x = jnp.where(is_image[:, None], rows[:, 0], x)
         values = None
         if self._model.layer_inputs is not None:
             values = layer_inputs(self._model, self._outer, jnp.asarray(token_ids), x)
@@ -119,9 +145,11 @@ class ReferenceModel:
             source = index if kind.kv_source is None else kind.kv_source
             own = None if values is None else values[:, index]
             x, self._caches[source] = self._apply_layer(
-                self._layers[index], (x, own), self._caches[source], (start, last), kind=kind
+                self._layers[index], (x, own), self._caches[source], chunk, kind=kind
             )
-        return self._logits(self._outer, x, last)
+            if index + 1 < rows.shape[1]:
+                x = x + rows[:, index + 1]
+        return self._logits(self._outer, x, chunk.last)
 
     def _embedded(self, outer: _Tensors, token_ids: jax.Array) -> jax.Array:
         return outer[EMBEDDING][token_ids] * self._model.embedding_scale  # [C, E]
@@ -138,11 +166,11 @@ class ReferenceModel:
         model, names, (x, values) = self._model, _norm_names(self._model), given
         hidden = self._norm(x, layer.get(names.before_mixer))
         if kind.recurrence is None:
-            mixed, new_cache = self._attention(layer, hidden, cache, chunk[0], kind)
+            mixed, new_cache = self._attention(layer, hidden, cache, chunk, kind)
         else:
             block = BlockTensors(layer, model.names.recurrence)
             net = net_of(kind.recurrence, block, model.rms_norm_eps)
-            mixed, new_cache = net.apply(hidden, cache, chunk[1])
+            mixed, new_cache = net.apply(hidden, cache, chunk.last)
         x = x + model.residual_scale * self._norm(mixed, layer.get(names.after_mixer))
         hidden = self._norm(x, layer.get(names.before_mlp))
         projected = self._feed_forward(layer, x, hidden, kind)
@@ -230,13 +258,16 @@ class ReferenceModel:
         layer: _Tensors,
         x: jax.Array,
         cache: _Cache,
-        start: jax.Array,
+        chunk: _Chunk,
         kind: LayerKind,
     ) -> tuple[jax.Array, _Cache]:
-        model, count = self._model, len(x)
+        model, count, start = self._model, len(x), chunk.start
         heads = model.heads_of(kind)
         rope = self._ropes[model.ropes.index(model.rope_of(kind))]
         factors = jax.lax.dynamic_slice_in_dim(rope, start, count)
+        own_rope = model.rope_of(kind)
+        if chunk.positions is not None and own_rope is not None:
+            factors = _by_axes(rope, chunk.positions, own_rope)
         if kind.latent is not None:
             latent = LatentHeads(kind.latent, layer, model.scale_of(heads))
             return latent.apply(x, cache, start, factors)
@@ -374,6 +405,13 @@ def _by_position(query: jax.Array, rope: RopeConfig | None, positions: jax.Array
     lengths = positions // rope.scaling.original_max_position_embeddings
     growth = rope.scaling.query_beta * jnp.log1p(lengths.astype(jnp.float32))
     return query + query * growth[:, None, None]
+
+
+def _by_axes(factors: jax.Array, positions: jax.Array, rope: RopeConfig) -> jax.Array:
+    """The factors [C, rotary dim] of pairs that turn by one of three positions [C, 3] each."""
+    half = len(rope.axes)
+    own, pairs = positions[:, np.array(rope.axes)], np.arange(half)  # [C, half]
+    return jnp.concatenate([factors[own, pairs], factors[own, half + pairs]], axis=1)
 
 
 def _turn(heads: jax.Array, factors: jax.Array) -> jax.Array:
