@@ -261,12 +261,14 @@ def _with_choices(rows: RowState, arrays: StepArrays, result: jax.Array) -> RowS
 
     The logit rows of a row are in ascending order of position.
     """
-    logits, last_sampled, token_ids = arrays.logits, rows.last_sampled, result[:, COLUMN_TOKEN]
+    logits, last_sampled = arrays.logits, rows.last_sampled
     is_choice = (logits.token_indices >= 0) & (logits.targets == NO_TARGET)  # [L]
     places = jnp.arange(len(is_choice), dtype=jnp.int32)
     chosen = jnp.where(is_choice, places, -1)
     newest = jnp.full(len(last_sampled), -1, jnp.int32).at[logits.rows].max(chosen)  # [R]
-    last = jnp.where(newest >= 0, token_ids[jnp.maximum(newest, 0)], last_sampled)
+    # Whole rows by index: IREE compiles no column by index for CUDA.
+    token_ids = result[jnp.maximum(newest, 0)][:, COLUMN_TOKEN]
+    last = jnp.where(newest >= 0, token_ids, last_sampled)
     return rows._replace(last_sampled=last)
 
 
