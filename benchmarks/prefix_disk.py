@@ -18,6 +18,9 @@ from cadenza import LLM, SamplingParams
 from cadenza.bench.checkpoints import cached_checkpoint
 from cadenza.loading.build import cache_folder
 
+STORING_CALLS = 8
+"""An engine in this process copies pages between its steps only."""
+
 STORED_S = 3.0
 """Within which a page is written, and others have looked."""
 
@@ -69,6 +72,8 @@ def main() -> None:
                 seconds_of(beside, [7] * 40)
                 for prompt in others:
                     seconds_of(llm, prompt)
+                for _ in range(STORING_CALLS):
+                    seconds_of(llm, [5] * 40)
                 time.sleep(STORED_S)
                 shared = [seconds_of(beside, prompt) for prompt in others]
     assert {cached for _, cached in cold} == {0}

@@ -48,6 +48,7 @@ from cadenza.loading.build import cache_folder
 ROWS, NUM_REQUESTS, PROMPT_LEN, OUTPUT_LEN = 8, 64, 32, 64
 READY_S, RUN_S = 300.0, 600.0
 CALIBRATION_S = 15.0
+CALIBRATION_ITL_MS = 200.0
 
 
 def config_of(num_rows: int = ROWS) -> EngineConfig:
@@ -258,7 +259,7 @@ def traffic_of(request_rate: float, num_requests: int, seed: int) -> TrafficOpti
 def calibrate(model: Path, request_rate: float, seed: int) -> None:
     """Plays half the rate in real time on one engine; prints what its steps were learned to
     cost."""
-    loaded = load_model(model, replace(config_of(), max_itl_ms="auto"))
+    loaded = load_model(model, replace(config_of(), max_itl_ms=CALIBRATION_ITL_MS))
     core = loaded.core
     arrivals = traffic_of(request_rate / 2, 10_000, seed).traffic(core.limits.max_model_len)
     print("ready", flush=True)
