@@ -87,7 +87,7 @@ real: .venv/.has-tools ## fetch two trained models and a suite for the tests and
 	$(BIN)/python -m tools.schema_suite
 	$(BIN)/python -m tools.real_models
 
-bench: NO_BENCHMARKS = serving client_times simulation_plot ray_token_cost
+bench: NO_BENCHMARKS = serving client_times simulation_plot ray_token_cost spec_prefill
 bench: .venv/.has-tools ## measure the import and run the benchmarks
 	$(BIN)/python tools/import_time.py
 	@for script in $(filter-out $(NO_BENCHMARKS:%=benchmarks/%.py),$(wildcard benchmarks/*.py)); do \
