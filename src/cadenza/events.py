@@ -83,8 +83,9 @@ class Started(_Event, frozen=True):
 
 
 class Scoring(_Event, frozen=True):
-    """A prompt is about to be scored, or again from its beginning, while its request waits. Only
-    announced, before the step, which may end the engine's process; never among a step's events."""
+    """A prompt is about to be scored, or again from its beginning, before its request has a row:
+    it has left the queue. Only announced, before the step, which may end the engine's process;
+    never among a step's events."""
 
 
 class Token(_Event, frozen=True):

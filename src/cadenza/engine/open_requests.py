@@ -452,6 +452,7 @@ class OpenRequests:
             return event if self._record_token(entry, event, now_s) else None
         if isinstance(event, Scoring):
             entry.is_running = True  # it may be why the engine is lost
+            self._start(entry, now_s)
             return None
         if isinstance(event, Started):
             entry.is_running = True
