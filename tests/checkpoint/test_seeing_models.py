@@ -10,6 +10,7 @@ from cadenza.checkpoint import named_shape, open_checkpoint, write_random_checkp
 from cadenza.checkpoint.random_checkpoint import shape_names, text_shape_names
 from cadenza.checkpoint.towers.reader import VisionOptions
 from cadenza.checkpoint.towers.registry import READERS
+from cadenza.checkpoint.weight_format import FLOAT_FORMATS
 from cadenza.errors import CheckpointError
 
 SEEING = sorted({*shape_names()} - {*text_shape_names()})
@@ -106,3 +107,9 @@ def test_wrong_settings_of_a_processor_are_refused_by_name(
     )
     with pytest.raises(CheckpointError, match=said):
         open_checkpoint(wrong)
+
+
+def test_a_number_beside_a_product_has_the_bytes_of_one_element():
+    """Gemma 4's towers have some, which a plan counts."""
+    assert FLOAT_FORMATS["bfloat16"].num_bytes(()) == 2
+    assert FLOAT_FORMATS["float32"].num_bytes(()) == 4

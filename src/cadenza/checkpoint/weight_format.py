@@ -64,8 +64,8 @@ class WeightFormat:
         return scale + {None: 0, "zero_point": 8, "offset": scale}[self.correction]
 
     def num_bytes(self, shape: tuple[int, ...]) -> int:
-        """Bytes of a tensor [..., K]; its last `GROUP` elements are complete."""
-        *rows, columns = shape
+        """Bytes of a tensor [..., K], or a number; its last `GROUP` elements are complete."""
+        *rows, columns = shape or (1,)
         if self.group is None:
             blocks = 0 if self.block is None else -(-columns // self.block)
             return math.prod(shape) * self.bits // 8 + math.prod(rows) * blocks * 4
