@@ -117,6 +117,12 @@ def test_modules_for_another_cpu_are_refused_instead_of_ending_in_an_illegal_ins
         IreeBackend(cpu=arm).describe("auto", "auto", rewrite(copied, features=()))
 
 
+def test_modules_for_a_gpu_are_not_served(copied: Path):
+    for target in ("vulkan-spirv", "cuda"):
+        with pytest.raises(ConfigError, match=f"modules for {target} are compiled and not served"):
+            IreeBackend().describe("auto", "auto", rewrite(copied, target=target))
+
+
 def test_a_damaged_module_is_refused(copied: Path):
     program = read_manifest(copied).buckets[0].program("copy")
     path = copied / "iree" / program.file

@@ -24,7 +24,7 @@ class ExportFlags:
         "float32", "The type of weights, activations and KV."
     )
     target: Literal["llvm-cpu", "vulkan-spirv", "cuda"] = flag(
-        "llvm-cpu", "What the modules run on; cuda is compiled, and not served."
+        "llvm-cpu", "What the modules run on; only those for llvm-cpu are served."
     )
     cpu: Literal["generic", "host"] = flag(
         "generic", "Of llvm-cpu: any CPU of this architecture, or those like this machine's."

@@ -31,7 +31,7 @@ ATTENTION_SPAN = 128
 
 
 class IreeBackend(Backend):
-    """CPUs, by modules for IREE's local-sync and local-task; Vulkan, by modules for it. `find`
+    """CPUs, by modules for IREE's local-sync and local-task. `find`
     looks an installed package up."""
 
     def __init__(
@@ -94,7 +94,12 @@ class IreeBackend(Backend):
 
     def _check_device(self, device: str, manifest: Manifest) -> None:
         is_cpu = manifest.target == "llvm-cpu"
-        if device != "auto" and (device != "cpu" or not is_cpu):
+        if not is_cpu:
+            raise ConfigError(
+                f"modules for {manifest.target} are compiled and not served, since none was shown "
+                f"to be exact (docs/iree.md); export the model with --target llvm-cpu"
+            )
+        if device not in ("auto", "cpu"):
             raise ConfigError(
                 f"--device {device}: the compiled modules are for {manifest.target}; use auto"
             )

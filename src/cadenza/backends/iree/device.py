@@ -68,11 +68,9 @@ class IreeDevice:
         return np.array(view.map().asarray(view.shape, dtype))
 
 
-def choose_driver(target: str, device: str, weight_bytes: int) -> str:
-    """The driver for modules of a target. Threads change no bit of a result; `cpu` has them always,
+def choose_driver(device: str, weight_bytes: int) -> str:
+    """The driver for modules of llvm-cpu. Threads change no bit of a result; `cpu` has them always,
     `auto` with weights that are worth it."""
-    if target == "vulkan-spirv":
-        return "vulkan"
     is_small = device == "auto" and weight_bytes <= ONE_THREAD_BYTES
     return "local-sync" if is_small else "local-task"
 

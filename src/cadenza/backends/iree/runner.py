@@ -162,7 +162,7 @@ class _Steps:
         self._bucket = bucket
         self._fill = setup.fill or 0.0
         self._device: IreeDevice | None = IreeDevice(
-            choose_driver(manifest.target, setup.device, manifest.weight_bytes)
+            choose_driver(setup.device, manifest.weight_bytes)
         )
         self.device_name = self._device.name
         self.parameters = Parameters(checkpoint, manifest)
