@@ -89,8 +89,10 @@ class Server:
         self._rng = random.Random(7)
         self._model: str | None = None
 
-    async def chunks(self, num_tokens: int, max_tokens: int) -> AsyncGenerator[float]:
-        """The times of the chunks of an answer to a random prompt."""
+    async def chunks(
+        self, num_tokens: int, max_tokens: int, **fields: Any
+    ) -> AsyncGenerator[float]:
+        """The times of the chunks of an answer to a random prompt; `fields` of the body besides."""
         if self._model is None:
             listed = (await self._client.get(f"{self._url}/v1/models")).json()
             self._model = listed["data"][0]["id"]
@@ -102,6 +104,7 @@ class Server:
             "temperature": 0.0,
             "stream": True,
             "return_token_ids": True,  # Cadenza and vLLM then send tokens without text, too
+            **fields,
         }
         async with self._client.stream("POST", f"{self._url}/v1/completions", json=body) as answer:
             if answer.status_code != httpx.codes.OK:
@@ -110,9 +113,9 @@ class Server:
                 if line.startswith("data: {"):
                     yield time.perf_counter()
 
-    async def ttft_s(self, num_tokens: int) -> float:
+    async def ttft_s(self, num_tokens: int, **fields: Any) -> float:
         start_s = time.perf_counter()
-        times_s = [each async for each in self.chunks(num_tokens, 1)]
+        times_s = [each async for each in self.chunks(num_tokens, 1, **fields)]
         return times_s[0] - start_s
 
     async def short_ttfts_s(self, beside: asyncio.Task[float] | None = None) -> list[float]:

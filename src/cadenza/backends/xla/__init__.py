@@ -21,6 +21,6 @@ Modules:
 - `reference_block`, `reference_delta`, `reference_scan`: its own recurrences
 - `reference_latent`, `reference_inputs`, `reference_rope`: its own attention over latents,
   per-layer embeddings and rotary factors
-- `reference_tower`: its own image towers
+- `reference_tower`, `reference_images`: its own image towers, and what it takes of images
 - `mutants`: op tables with faults, for `verify --self-test`
 """
