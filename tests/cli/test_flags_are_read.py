@@ -60,7 +60,7 @@ def test_an_unknown_backend_is_refused_by_every_command(
         for words in (["serve"], ["generate", "the"], ["chat"], ["verify"], ["info"]):
             ran = cadenza(*words, *flags)
             assert (ran.code, ran.out) == (2, "")
-            assert "--backend 'tensor' is not one of auto, xla, mlx" in ran.err
+            assert "--backend 'tensor' is not one of auto, xla, mlx, iree" in ran.err
 
     check("--backend", "tensor")
     monkeypatch.setenv("CADENZA_BACKEND", "tensor")

@@ -46,7 +46,7 @@ def test_auto_is_the_first_backend_and_a_name_is_itself() -> None:
 def test_an_unknown_backend_is_refused_and_the_known_ones_are_named(name: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         find_backend(name)
-    assert str(refusal.value) == f"--backend {name!r} is not one of auto, xla, mlx"
+    assert str(refusal.value) == f"--backend {name!r} is not one of auto, xla, mlx, iree"
 
 
 def test_auto_is_mlx_on_apple_silicon_where_it_is_installed() -> None:

@@ -32,7 +32,7 @@ def test_the_chosen_backend_device_and_operations_are_planned(tiny_folder: Path)
         assert (traits.name, traits.ops) == ("xla:cpu", "reference")
     with pytest.raises(DeviceUnavailableError, match="cuda:9"):
         plan_model(checkpoint, EngineConfig(device="cuda:9"))
-    with pytest.raises(ConfigError, match=r"--backend 'tensor' is not one of auto, xla, mlx"):
+    with pytest.raises(ConfigError, match=r"--backend 'tensor' is not one of auto, xla, mlx, iree"):
         LLM(tiny_folder / "absent", backend="tensor")
 
 

@@ -14,6 +14,7 @@ from cadenza import SamplingParams
 from cadenza.events import Finished, Token
 from cadenza.frontend.output_processor import OutputProcessor
 from cadenza.frontend.sample_output import SampleOutput
+from cadenza.frontend.sparse_prompts import SparsePrompts
 from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
 from cadenza.outputs import OutputPart
 from cadenza.request import Request
@@ -66,6 +67,8 @@ class MarkerParser:
 
 class PieceText:
     """A text front end whose token `i` stands for the `i`-th piece."""
+
+    sparse = SparsePrompts()
 
     def __init__(self, pieces: Sequence[str]) -> None:
         self._pieces = pieces

@@ -19,6 +19,7 @@ PACKAGES = (
     "backends",
     "backends.base",
     "backends.fake",
+    "backends.iree",
     "backends.mlx",
     "backends.xla",
     "bench",
@@ -37,6 +38,7 @@ PACKAGES = (
     "vision",
 )
 MODULES = (
+    "backends.iree.runner",
     "config",
     "request",
     "outputs",
@@ -80,6 +82,7 @@ LAWFUL = (
     ("backends.xla", "cadenza.checkpoint.rope_factors"),
     ("backends.xla.reference_model", "cadenza.checkpoint.rope_config"),
     ("backends.mlx", "mlx"),
+    ("backends.iree.runner", "iree"),
     ("backends.base", "cadenza.core"),
     ("backends.base", "cadenza.checkpoint"),
     ("checkpoint", "ml_dtypes"),
@@ -130,6 +133,7 @@ UNLAWFUL = (
     ("backends.fake", "jaxlib"),
     ("server", "mlx"),
     ("server", "ray"),
+    ("backends.xla", "iree"),
     ("backends.xla", "torch"),
     ("checkpoint", "transformers"),
     ("checkpoint", "pickle"),

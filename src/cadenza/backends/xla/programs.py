@@ -26,7 +26,7 @@ from cadenza.backends.xla.hidden_states import (
     read_states,
 )
 from cadenza.backends.xla.layers.residual import StepContext
-from cadenza.backends.xla.ops.in_range import set_rows
+from cadenza.backends.xla.ops.in_range import set_first_rows
 from cadenza.backends.xla.ops.table import (
     DecoderSpec,
     KVPool,
@@ -203,7 +203,7 @@ class StepProgram:
         [T, E] that it reads, if any."""
         arrays = self._arrays(wire, state.rows)
         slots, history = arrays.tokens.slots, state.rows.token_history
-        history = set_rows(history, slots, arrays.tokens.ids, slots >= 0)
+        history = set_first_rows(history, slots, arrays.tokens.ids, arrays.num_tokens)
         arrays = self._without_placeholders(arrays)
         arrays = arrays._replace(rules=RuleArrays(state.rows.rule_records, history))
         state = state._replace(rows=state.rows._replace(token_history=history))

@@ -51,8 +51,9 @@ class ReferenceEncoderOps(OpTable):
         self, num_rows: int, shape: EncoderShape, fill: float | None = None
     ) -> EncoderHeads:
         spans = -(-num_rows // ENCODER_SPAN) * ENCODER_SPAN
-        rows = jnp.full((spans, shape.num_heads, shape.head_dim), fill or 0.0, self._spec.dtype)
-        return EncoderHeads(rows, rows, rows)
+        own = (spans, shape.num_heads, shape.head_dim)
+        sides = (jnp.full(own, fill or 0.0, self._spec.dtype) for _ in range(3))
+        return EncoderHeads(*sides)  # each its own memory, since all are donated
 
     def keep_heads(
         self,

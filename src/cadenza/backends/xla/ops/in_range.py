@@ -23,6 +23,18 @@ def set_rows(array: jax.Array, places: Any, rows: jax.Array, are_kept: jax.Array
     return array.at[(index, *others)].set(kept, mode="promise_in_bounds")
 
 
+def set_first_rows(
+    array: jax.Array, places: jax.Array, rows: jax.Array, count: jax.Array
+) -> jax.Array:
+    """`array` [S, ...] with the first `count` [] of `rows` [T, ...] at `places` [T]: `set_rows`
+    without a search for one that is kept."""
+    index = jnp.arange(len(places))
+    source = jnp.where(index < count, index, 0)
+    at = jnp.where(count > 0, places[source], 0)
+    kept = jnp.where(count > 0, rows.astype(array.dtype)[source], array[0])
+    return array.at[at].set(kept, mode="promise_in_bounds")
+
+
 def set_row(array: jax.Array, place: Any, row: jax.Array, is_kept: jax.Array) -> jax.Array:
     """`array` with `row` at `place`, an index or a tuple of them, if `is_kept` []; the first index
     is otherwise of any value."""
