@@ -204,10 +204,10 @@ class Screen(io.StringIO):
 def test_many_prompts_of_a_file_show_a_progress_line_where_stderr_is_a_terminal(
     cadenza: Callable[..., Ran], model: Path, tmp_path: Path
 ):
-    (tmp_path / "many.txt").write_text("\n".join(PROMPTS * 8))
+    (tmp_path / "many.txt").write_text("\n".join(PROMPTS * 30))
     flags = ("--max-tokens", 200, "--ignore-eos", "--json", *ENGINE)
     with redirect_stderr(Screen()) as screen:
         ran = cadenza("generate", model, "--prompts-file", tmp_path / "many.txt", *flags)
     assert ran.code == 0
-    assert len(ran.objects) == 25
-    assert re.search(r"\d+/24 done, 4 rows, [\d.]+ tok/s", screen.getvalue())
+    assert len(ran.objects) == 91
+    assert re.search(r"\d+/90 done, 4 rows, [\d.]+ tok/s", screen.getvalue())
