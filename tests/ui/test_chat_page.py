@@ -22,6 +22,13 @@ def answers(visit: Visit) -> list[str]:
     return visit.page.locator(".message.assistant .md").all_inner_texts()
 
 
+def see_answers(visit: Visit, *texts: str) -> None:
+    """Waits for answers with exactly these texts."""
+    from playwright.sync_api import expect
+
+    expect(visit.page.locator(".message.assistant .md")).to_have_text(list(texts))
+
+
 def finish(visit: Visit) -> None:
     visit.page.locator("button", has_text="Send").wait_for(state="visible")
     visit.page.locator(".message.assistant .actions").first.wait_for(state="visible")
@@ -45,8 +52,8 @@ def test_an_answer_is_shown_kept_made_again_and_edited(visit: Visiting) -> None:
     seen.press("Edit")
     seen.page.get_by_label("Edit your message").fill("And now?")
     seen.press("Send as a new version")
+    seen.page.locator(".message.user", has_text="And now?").wait_for()
     finish(seen)
-    assert "And now?" in seen.page.locator(".message.user").inner_text()
 
     seen.page.reload()
     seen.page.locator(".welcome").wait_for()
@@ -141,7 +148,7 @@ def test_a_cut_stream_keeps_what_came(visit: Visiting) -> None:
     seen.stream({"content": "The beginning"}, is_cut=True)
     seen.ask()
     seen.see("what came is kept")
-    assert answers(seen) == ["The beginning"]
+    see_answers(seen, "The beginning")
 
 
 def test_two_requests_are_answered_side_by_side(visit: Visiting) -> None:
@@ -151,7 +158,7 @@ def test_two_requests_are_answered_side_by_side(visit: Visiting) -> None:
     seen.page.get_by_label("Second seed").fill("7")
     seen.ask()
     seen.see("Go on with this one")
-    assert answers(seen) == ["A fox.", "A fox."]
+    see_answers(seen, "A fox.", "A fox.")
     assert [each.params.seed for each in seen.engine.submitted].count(7) == 1
 
 
@@ -199,7 +206,7 @@ def test_a_lost_engine_is_said_and_the_answer_goes_on(visit: Visiting) -> None:
     seen.engine.state = "ready"
     seen.engine.resume()
     finish(seen)
-    assert answers(seen) == [seen.answer.strip()]
+    see_answers(seen, seen.answer.strip())
 
 
 def test_a_phone_in_the_dark_has_no_sideways_scrolling(visit: Visiting) -> None:
