@@ -4,7 +4,6 @@
 Owns the names and the bounds. Invariant: every instance is within bounds.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from numbers import Real
@@ -12,7 +11,7 @@ from typing import Any, cast, get_args
 
 from cadenza.errors import ConfigError, InvalidRequestError, must_be, show
 from cadenza.sparse_prefill import LEAST_KEEP, MOST_KEEP, PromptSpan, When
-from cadenza.speculative_config import DraftQuantization
+from cadenza.speculative_config import DraftQuantization, options_of
 
 MAX_THRESHOLD = 1 << 24
 MAX_SPANS = 64
@@ -98,21 +97,8 @@ def parse_spec_prefill(value: object) -> SpecPrefillConfig:
     """A config from a JSON object, as text or parsed. Raises ConfigError."""
     if isinstance(value, SpecPrefillConfig):
         return value
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise ConfigError(f"{_FLAG} {show(value)} is not JSON: {error}; {_EXAMPLE}") from None
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{_FLAG} {show(value)} is not a JSON object; {_EXAMPLE}")
-    options = cast(Mapping[str, Any], value)
     known = [field.name for field in fields(SpecPrefillConfig)]
-    unknown = sorted(str(name) for name in options if name not in known)
-    if unknown:
-        raise ConfigError(
-            f"{_FLAG}: there is no option {', '.join(unknown)}; there are {', '.join(known)}"
-        )
-    return SpecPrefillConfig(**options)
+    return SpecPrefillConfig(**options_of(_FLAG, value, known, _EXAMPLE))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ instance is within bounds.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral
 from operator import index
@@ -127,26 +127,36 @@ def parse_speculative_config(value: object) -> SpeculativeConfig:
     """A config from a JSON object, as text or parsed. Raises ConfigError."""
     if isinstance(value, SpeculativeConfig):
         return value
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise ConfigError(f"{_FLAG} {show(value)} is not JSON: {error}; {_EXAMPLE}") from None
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{_FLAG} {show(value)} is not a JSON object; {_EXAMPLE}")
-    options = cast(Mapping[str, Any], value)
     known = [field.name for field in fields(SpeculativeConfig)]
-    unknown = sorted(str(name) for name in options if name not in known)
-    if unknown:
-        raise ConfigError(
-            f"{_FLAG}: there is no option {', '.join(unknown)}; there are {', '.join(known)}"
-        )
+    options = options_of(_FLAG, value, known, _EXAMPLE)
     if "method" not in options:
         raise ConfigError(f"{_FLAG} names no method; {_EXAMPLE}")
     method = options["method"]
     old = _OLD_METHODS.get(method) if isinstance(method, str) else None
     chosen: dict[str, Any] = {**options, "method": old or method}
     return SpeculativeConfig(**chosen)
+
+
+def options_of(flag: str, value: object, known: Sequence[str], example: str) -> Mapping[str, Any]:
+    """The members of a JSON object that is a flag's value, as text or parsed.
+
+    Raises:
+        ConfigError: it is no JSON object, or has members that are not `known`.
+    """
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise ConfigError(f"{flag} {show(value)} is not JSON: {error}; {example}") from None
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{flag} {show(value)} is not a JSON object; {example}")
+    options = cast(Mapping[str, Any], value)
+    unknown = sorted(str(name) for name in options if name not in known)
+    if unknown:
+        raise ConfigError(
+            f"{flag}: there is no option {', '.join(unknown)}; there are {', '.join(known)}"
+        )
+    return options
 
 
 def as_speculative(value: object) -> Speculative:
