@@ -82,10 +82,10 @@ class Started(_Event, frozen=True):
     whole_because: WholePromptReason | None = None
 
 
-class Scoring(_Event, frozen=True):
-    """A prompt is about to be scored, or again from its beginning, before its request has a row:
-    it has left the queue. Only announced, before the step, which may end the engine's process;
-    never among a step's events."""
+class Preparing(_Event, frozen=True):
+    """A waiting request's prompt is about to be scored, or an image of it to be encoded: it has
+    left the queue. Only announced, before the step, which may end the engine's process; never
+    among a step's events."""
 
 
 class Token(_Event, frozen=True):
@@ -142,5 +142,5 @@ class Finished(_Event, frozen=True):
 
 Event = Started | Token | PromptLogprobs | Finished
 
-Report = Event | Scoring
+Report = Event | Preparing
 """What an engine process tells."""

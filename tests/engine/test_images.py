@@ -18,7 +18,7 @@ from cadenza.engine.page_folder import PageFolder
 from cadenza.engine.resumption import ResumedSample, Resumption
 from cadenza.engine.stats import StepMeter
 from cadenza.errors import InvalidRequestError, RunnerError
-from cadenza.events import Finished, Token
+from cadenza.events import Finished, Preparing, Started, Token
 from cadenza.request import Attachment, Request, SamplingParams
 from cadenza.speculative_config import SpeculativeConfig
 from cadenza.structured import ConstraintSpec
@@ -221,6 +221,16 @@ def test_a_request_without_its_image_holds_no_row_and_no_page() -> None:
     sequence = engine.scheduler.waiting[0]
     assert engine.scheduler.images._encoding is None or sequence.row is None
     assert not sequence.page_table
+
+
+def test_requests_leave_the_queue_when_the_image_that_they_wait_for_is_encoded() -> None:
+    engine, _ = engine_of(images=with_slots(2000), max_model_len=2048, num_pages=200)
+    big = request_of(text(3), (8, 40, 40))
+    ids = [engine.submit(each) for each in (big, big, request_of(text(6), (9, 8, 8)))]
+    told: list[Started | Preparing] = []
+    for _ in range(3):
+        engine.step(told.extend)
+    assert told == [Preparing(request_id=each) for each in ids[:2]], "once, and not the last one"
 
 
 @pytest.mark.parametrize("loop", LOOPS)

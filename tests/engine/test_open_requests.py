@@ -10,7 +10,7 @@ from msgspec import structs
 from cadenza.config import EngineLimits
 from cadenza.engine.open_requests import OpenRequests, RequestTimeouts, RequestTimes
 from cadenza.errors import ConfigError, QueueFullError
-from cadenza.events import Event, Finished, Scoring, Started, Token
+from cadenza.events import Event, Finished, Preparing, Started, Token
 from cadenza.request import Request, SamplingParams
 
 LIMITS = EngineLimits(
@@ -169,10 +169,10 @@ def test_the_times_of_a_request_are_split_at_its_start_and_its_first_token(
     assert [(each.count, each.total) for each in times] == [(1, 1.0), (1, 2.0), (1, 4.0)]
 
 
-def test_a_request_leaves_the_queue_when_its_prompt_is_scored(books: OpenRequests, clock: Clock):
+def test_a_request_leaves_the_queue_when_its_prompt_is_prepared(books: OpenRequests, clock: Clock):
     books.accept(request(), LIMITS)
     clock.now_s += 9.0
-    assert books.record([Scoring(request_id=0)]) == []
+    assert books.record([Preparing(request_id=0)]) == []
     assert books.load().num_queued_tokens == 0
     clock.now_s += 9.0
     assert books.end_overdue() == []

@@ -15,7 +15,7 @@ from cadenza.engine.open_requests import OpenRequests, RequestTimeouts
 from cadenza.engine.resumption import ResumedSample, Resumption
 from cadenza.engine.scoring_steps import PromptScorerModel
 from cadenza.errors import InvalidRequestError
-from cadenza.events import Finished, Scoring, Started, Token
+from cadenza.events import Finished, Preparing, Started, Token
 from cadenza.request import Request
 from cadenza.sparse_prefill import PromptSpan
 from cadenza.tenant import Tenant
@@ -304,10 +304,10 @@ def test_a_request_whose_scoring_ends_engines_is_known_by_it() -> None:
     for number in (1, 2):
         engine = scoring_engine(scorer=scorer_of(LIMITS, 16))
         engine.enqueue(ids[0], asked)
-        told: list[Started | Scoring] = []
+        told: list[Started | Preparing] = []
         for _ in range(5):
             books.record(engine.step(told.extend))
-        assert told == [Scoring(request_id=ids[0])], "once, and in no step's events"
+        assert told == [Preparing(request_id=ids[0])], "once, and in no step's events"
         books.record(told)
         books.lose_engine(0.0)
         assert [books.num_losses(each) for each in ids] == [number, 0]

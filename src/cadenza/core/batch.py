@@ -14,7 +14,7 @@ from cadenza.core.sequence import PageCopy, Sequence
 from cadenza.core.step_cost import StepLoad, num_keys
 from cadenza.core.step_schema import NO_SCORES, ImageCall
 from cadenza.core.whole_spans import SpanRows
-from cadenza.events import Scoring, Started
+from cadenza.events import Preparing, Started
 from cadenza.request import Attachment
 
 NO_POSITIONS = range(0)
@@ -118,7 +118,8 @@ class Batch:
         span: quanta of a span, computed before its tokens, of which there may then be none.
         span_load: what these compute.
         images: that it reads or writes, pinned until it is read.
-        scorings: one for each request whose prompt begins to be scored.
+        preparing: one for each waiting request whose prompt begins to be scored, or an image of
+            which to be encoded.
         scored: what the prompt scorer computes beside it, as a step of its own; None for nothing.
         num_keys: that its tokens attend to (`StepLoad`).
         has_drafts: how far the sequences have got is known only when the step has been read.
@@ -141,7 +142,7 @@ class Batch:
     span: SpanStep | None = None
     span_load: ImageLoad = NO_LOAD
     images: list[EncodedImage] = field(default_factory=list[EncodedImage])
-    scorings: list[Scoring] = field(default_factory=list[Scoring])
+    preparing: list[Preparing] = field(default_factory=list[Preparing])
     scored: "Batch | None" = None
     num_tokens: int = 0
     num_keys: int = 0

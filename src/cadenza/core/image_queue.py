@@ -27,6 +27,7 @@ from cadenza.core.sequence import Sequence, SequenceStatus
 from cadenza.core.step_budget import SHORT_SHARE
 from cadenza.core.step_cost import StepBound
 from cadenza.core.step_schema import ImageCall
+from cadenza.events import Preparing
 from cadenza.request import Attachment
 
 NUM_AHEAD = 8
@@ -310,6 +311,8 @@ class ImageQueue:
             )
         )
         batch.quanta_for.append(current.sequence)
+        if start == 0:
+            batch.preparing += self._awaiting(image.key)
         batch.image_load = batch.image_load.plus(load)
         self._pin(batch, [image])
         self._charge(current, load, is_bounded=left_ms is not None)
@@ -400,6 +403,15 @@ class ImageQueue:
         assert self._work_of is not None
         self._encoding = _Encoding(sequence, needed, image, self._work_of(needed))
         return True
+
+    def _awaiting(self, key: ImageKey) -> list[Preparing]:
+        """The waiting requests that need the image of a key next."""
+        ids = {
+            sequence.request_id: None
+            for sequence, needed in self._next.items()
+            if needed is not None and _key_of(sequence, needed) == key
+        }
+        return [Preparing(request_id=each) for each in ids]
 
     def _blocked_running(self) -> list[tuple[Sequence, Attachment]]:
         """Running sequences whose next image is not encoded."""

@@ -25,7 +25,7 @@ from cadenza.core.sequence import Sequence, SequenceStatus
 from cadenza.core.step_budget import SHORT_SHARE, PromptBudget, PromptPart, PromptShares
 from cadenza.core.step_cost import StepBound, StepCost, StepLoad
 from cadenza.core.step_schema import StepOutput
-from cadenza.events import Scoring, WholePromptReason
+from cadenza.events import Preparing, WholePromptReason
 from cadenza.request import Request, SamplingParams
 from cadenza.sparse_prefill import (
     LOOK_AHEAD,
@@ -134,7 +134,7 @@ class ScoringQueue:
         self._free_rows = list(range(0 if options is None else options.limits.max_num_seqs))
         self._lacking: Sequence | None = None
         self._full: set[str] = set()
-        self._untold: list[Scoring] = []
+        self._untold: list[Preparing] = []
         """Of those that have begun and are in no step yet."""
 
     @property
@@ -272,7 +272,8 @@ class ScoringQueue:
                 self._add_entry(scored, each, count, is_bounded=is_bounded)
         assert scored.entries, "a step of the scorer computes nothing"
         scored.entries.sort(key=_row_of)
-        batch.scorings, self._untold = self._untold, []
+        batch.preparing += self._untold
+        self._untold = []
         self.counts.num_tokens += scored.num_tokens
         batch.scored = scored
 
@@ -362,7 +363,7 @@ class ScoringQueue:
         sequence.status = SequenceStatus.RUNNING
         self._begun.append(scoring)
         ids = dict.fromkeys(each.request_id for each in scoring.waiters)
-        self._untold += [Scoring(request_id=each) for each in ids]
+        self._untold += [Preparing(request_id=each) for each in ids]
         return True
 
     def _ready(self) -> list[_Scoring]:

@@ -20,11 +20,11 @@ from cadenza.core.scheduler import Scheduler
 from cadenza.core.step_schema import StepOutput
 from cadenza.engine.scoring_steps import ScoringSteps
 from cadenza.errors import RunnerError
-from cadenza.events import Event, Scoring, Started
+from cadenza.events import Event, Preparing, Started
 
 logger = logging.getLogger(__name__)
 
-Announce = Callable[[Sequence[Started | Scoring]], object]
+Announce = Callable[[Sequence[Started | Preparing]], object]
 """Called before the launch of a step with the requests that start in it, and those whose prompts
 begin to be scored."""
 
@@ -206,8 +206,8 @@ class StepLoop:
         while has_waited and self.in_flight:
             events += self._read_oldest()
         batch = self._scheduler.schedule(self._clock())
-        if announce is not None and batch is not None and (batch.started or batch.scorings):
-            announce([*batch.started, *batch.scorings])
+        if announce is not None and batch is not None and (batch.started or batch.preparing):
+            announce([*batch.started, *batch.preparing])
         if batch is not None:
             events += [*batch.started, *self._launch(batch, has_waited=has_waited)]
         if len(self.in_flight) > self._depth or (batch is None and self.in_flight):

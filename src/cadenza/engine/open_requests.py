@@ -28,9 +28,9 @@ from cadenza.events import (
     Event,
     Finished,
     FinishReason,
+    Preparing,
     PromptLogprobs,
     Report,
-    Scoring,
     Started,
     Token,
     WholePromptReason,
@@ -450,7 +450,7 @@ class OpenRequests:
             return None
         if isinstance(event, Token):
             return event if self._record_token(entry, event, now_s) else None
-        if isinstance(event, Scoring):
+        if isinstance(event, Preparing):
             entry.is_running = True  # it may be why the engine is lost
             self._start(entry, now_s)
             return None

@@ -36,8 +36,8 @@ from cadenza.events import (
     CacheMiss,
     Event,
     Finished,
+    Preparing,
     PromptLogprobs,
-    Scoring,
     Started,
     Token,
     TokenLogprobs,
@@ -109,7 +109,7 @@ FINISHED = Finished(
     error_kind="step_failed",
 )
 STARTED = Started(request_id=5)
-SCORING = Scoring(request_id=6)
+PREPARING = Preparing(request_id=6)
 RESUMPTION = Resumption(
     samples=(
         ResumedSample(sample=0, token_ids=(5, 6), num_cached_tokens=16),
@@ -154,7 +154,7 @@ OUTPUTS = EngineOutputs(
     num_steps=1,
     is_idle=False,
     predicted_s=0.5,
-    events=(STARTED, SCORING, PROMPT_LOGPROBS, TOKEN, FINISHED, TOKEN),
+    events=(STARTED, PREPARING, PROMPT_LOGPROBS, TOKEN, FINISHED, TOKEN),
     stats=STATS,
     summary=StepSummary(
         num_steps=3,
@@ -219,7 +219,7 @@ def test_every_option_of_a_request_was_sent_with_another_value_than_its_default(
 
 
 def test_every_kind_of_event_has_its_place_in_a_report():
-    assert {type(event) for event in OUTPUTS.events} == {*get_args(Event), Scoring}
+    assert {type(event) for event in OUTPUTS.events} == {*get_args(Event), Preparing}
 
 
 def test_frames_survive_pieces_of_any_size():

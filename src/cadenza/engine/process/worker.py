@@ -24,7 +24,7 @@ from cadenza.engine.process.messages import EngineOutputs, FromEngine, ToEngine,
 from cadenza.engine.route_report import RouteReport, RouteReporter
 from cadenza.engine.stats import StepMeter
 from cadenza.engine.step_watch import Watch
-from cadenza.events import Event, Scoring, Started
+from cadenza.events import Event, Preparing, Started
 
 BEAT_EVERY_S = 0.25
 IDLE_BEAT_S = 1.0
@@ -161,9 +161,9 @@ class Worker:
         if predicted_s > SLOW_STEP_S and predicted_s > self._announced_s:
             self._send(())
 
-    def _announce_starts(self, started: Sequence[Started | Scoring]) -> None:
-        """Tells which requests start, or whose prompts are scored, before the step in which they
-        may end this process."""
+    def _announce_starts(self, started: Sequence[Started | Preparing]) -> None:
+        """Tells which requests start, or whose prompts are scored or images encoded, before the
+        step in which they may end this process."""
         self._link.send(
             EngineOutputs(
                 num_steps=self._core.num_steps - 1,  # the step is progress when it is done
