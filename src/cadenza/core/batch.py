@@ -118,8 +118,8 @@ class Batch:
         span: quanta of a span, computed before its tokens, of which there may then be none.
         span_load: what these compute.
         images: that it reads or writes, pinned until it is read.
-        preparing: one for each waiting request whose prompt begins to be scored, or an image of
-            which to be encoded.
+        preparing: one for each waiting request whose prompt begins to be scored, or whose next
+            image begins to be encoded.
         scored: what the prompt scorer computes beside it, as a step of its own; None for nothing.
         num_keys: that its tokens attend to (`StepLoad`).
         has_drafts: how far the sequences have got is known only when the step has been read.
