@@ -24,7 +24,7 @@ MAX_LINES: Mapping[str, int] = {
     "cluster": 2_200,  # replicas on several machines, shared by front ends, and their number
     "core": 10_100,  # slots of recurrent states; what drafts saved and cost; images
     "engine": 7_700,  # checks and costs of images
-    "exporting": 0_700,  # modules for IREE
+    "exporting": 700,  # modules for IREE
     "frontend": 4_700,  # images of prompts
     "loading": 3_500,  # memory of images
     "media": 1_550,
