@@ -12,8 +12,9 @@ ARITHMETIC_REVISION = 4
 """Of the named classes of arithmetic. To be raised when any bit of a step changes:
 `python -m tools.golden_bits --record` then records the corpus anew, and refuses to without it."""
 
-SPARSE_REVISION = 1
-"""Of the method of sparse prefill; to be raised when other chunks would be kept."""
+SPARSE_REVISION = 2
+"""Of the method of sparse prefill; to be raised when other chunks would be kept, or its settings be
+written in another way."""
 
 PREFIX = "cdz-"
 _OF_THINNED = ("sparse_prefill",)
@@ -38,8 +39,8 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
             limits; empty where the text is made elsewhere.
         sparse_prefill: of answers to thinned prompts: how these were thinned out; empty for all
             others, in whose digest it is not.
-        scorer: digest of the draft model that scores prompts; empty without one. Not in the digest
-            of answers to whole prompts.
+        scorer: digest of the draft model that scores prompts, with its arithmetic; empty without
+            one. Not in the digest of answers to whole prompts.
         engine_seed: determines the seeds of requests without one. Not in the digest.
     """
 

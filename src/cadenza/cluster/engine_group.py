@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from msgspec import structs
+
 from cadenza.cluster.group_stats import (
     group_limits,
     group_load,
@@ -298,17 +300,17 @@ class EngineGroup:
         if self._fingerprint is None or own is None or own == self._fingerprint:
             self._fingerprint = self._fingerprint or own
             return
-        first = self._fingerprint.parts
+        first = structs.asdict(self._fingerprint)
         unlike = [
-            f"{name} {value}, not {first[name]}"
-            for name, value in own.parts.items()
+            f"{name} {value or 'none'}, not {first[name] or 'none'}"
+            for name, value in structs.asdict(own).items()
             if value != first[name]
         ]
         logger.error(
             "replica %d is not used: its answers would differ from the others' (%s); start all "
             "with the same model, flags and instruction set",
             replica.place,
-            "; ".join(unlike) or "another seed",
+            "; ".join(unlike),
         )
         replica.is_refused = True
         replica.front.shutdown()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from cadenza import __version__
 from cadenza.backends import BACKENDS, Backends, find_backend
+from cadenza.backends.base import RunnerSetup
 from cadenza.checkpoint import Checkpoint
 from cadenza.config import EngineConfig
 from cadenza.engine.process.messages import EngineIdentity
@@ -26,7 +27,7 @@ def make_fingerprint(engine: PlannedEngine) -> Fingerprint:
     checkpoint, plan = engine.checkpoint, engine.plan
     return Fingerprint(
         checkpoint=content_digest(checkpoint, cache_folder())[: 2 * _DIGEST_CHARS],
-        arithmetic=_name_arithmetic(engine),
+        arithmetic=_name_arithmetic(engine, checkpoint, engine.setup()),
         activations=plan.dtype,
         weights=plan.weights_name,
         kv=plan.kv_name,
@@ -45,15 +46,17 @@ def _scorer_digest(engine: PlannedEngine) -> str:
     if scorer is None:
         return ""
     own = content_digest(scorer.checkpoint, cache_folder())
-    return _digest(own, scorer.dtype, scorer.quantization)
+    arithmetic = _name_arithmetic(engine, scorer.checkpoint, engine.scorer_setup())
+    return _digest(own, scorer.dtype, scorer.quantization, arithmetic)
 
 
-def _name_arithmetic(engine: PlannedEngine) -> str:
-    """The class with its revision, or a digest of what decides the bits on this machine."""
-    name = engine.backend.name_arithmetic(engine.checkpoint, engine.setup())
+def _name_arithmetic(engine: PlannedEngine, checkpoint: Checkpoint, setup: RunnerSetup) -> str:
+    """The class of a model's arithmetic with its revision, or a digest of what decides its bits on
+    this machine."""
+    name = engine.backend.name_arithmetic(checkpoint, setup)
     if name is not None:
         return f"{name}-{ARITHMETIC_REVISION}"
-    digest = _digest(*_described(engine), repr(engine.plan.limits))
+    digest = _digest(*_described(engine, checkpoint), repr(setup.limits))
     return f"{engine.plan.traits.name}-{digest}"
 
 
@@ -69,16 +72,16 @@ def identify(engine: PlannedEngine) -> EngineIdentity:
         repr(plan.limits),
         repr(sorted(checkpoint.eos_token_ids)),
         str(config.seed),
-        *_described(engine),
+        *_described(engine, checkpoint),
     )
     parts = ((checkpoint.digest, *checkpoint.file_stamps), arithmetic)
     digests = [hashlib.sha256("\0".join(each).encode()).hexdigest() for each in parts]
     return EngineIdentity(checkpoint=digests[0], arithmetic=digests[1])
 
 
-def _described(engine: PlannedEngine) -> Iterable[str]:
+def _described(engine: PlannedEngine, checkpoint: Checkpoint) -> Iterable[str]:
     config = engine.config
-    return engine.backend.describe_arithmetic(config.device, config.ops, engine.checkpoint)
+    return engine.backend.describe_arithmetic(config.device, config.ops, checkpoint)
 
 
 def find_setting(theirs: str, ours: str, backend: str, backends: Backends = BACKENDS) -> str | None:

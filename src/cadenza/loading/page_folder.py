@@ -25,9 +25,16 @@ def open_page_folder(engine: PlannedEngine) -> PageFolder | None:
 
     Raises ConfigError if it cannot be used.
     """
-    checkpoint, plan, config = engine.checkpoint, engine.plan, engine.config
+    config = engine.config
     if config.prefix_cache_disk is None:
         return None
+    folder = Path(config.prefix_cache_disk)
+    return PageFolder(folder, page_fingerprint(engine), max_folder_bytes(config))
+
+
+def page_fingerprint(engine: PlannedEngine) -> str:
+    """A digest of all that decides the bits of a page besides what it is of."""
+    checkpoint, plan, config = engine.checkpoint, engine.plan, engine.config
     backend, setup = engine.backend, engine.setup()
     assert setup.cache_folder is not None
     is_named = backend.name_arithmetic(checkpoint, setup) is not None
@@ -47,8 +54,7 @@ def open_page_folder(engine: PlannedEngine) -> PageFolder | None:
         str(plan.limits.max_model_len),  # LongRoPE's factors follow it
         *(("hidden states",) if plan.keeps_hidden else ()),  # pages have them, too
     )
-    folder = Path(config.prefix_cache_disk)
-    return PageFolder(folder, digest_of(parts), max_folder_bytes(config))
+    return digest_of(parts)
 
 
 def max_folder_bytes(config: EngineConfig) -> int:

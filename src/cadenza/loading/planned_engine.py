@@ -91,7 +91,14 @@ class PlannedEngine:
         scorer = self.plan.scorer
         if scorer is None:
             return None
-        setup = replace(
+        runner = self._load(scorer.checkpoint, self.scorer_setup(fill=fill), scorer.weight_bytes)
+        return PromptScorerModel(runner=runner, limits=self.plan.scorer_limits)
+
+    def scorer_setup(self, *, fill: float | None = None) -> RunnerSetup:
+        """As `setup`, of the model that scores prompts."""
+        scorer = self.plan.scorer
+        assert scorer is not None, "the plan has a scorer"
+        return replace(
             self.setup(fill=fill),
             limits=self.plan.scorer_limits,
             dtype=scorer.dtype,
@@ -103,8 +110,6 @@ class PlannedEngine:
             sparse_prompts=False,
             scores_prompts=True,
         )
-        runner = self._load(scorer.checkpoint, setup, scorer.weight_bytes)
-        return PromptScorerModel(runner=runner, limits=self.plan.scorer_limits)
 
     def _load(self, checkpoint: Checkpoint, setup: RunnerSetup, weight_bytes: int) -> Runner:
         if self.plan.traits.keeps_packed_weights:
