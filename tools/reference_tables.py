@@ -68,7 +68,7 @@ def flags_page() -> str:
     parser: Any = get_command(build_app())
     engine = [each for each in parser.commands["serve"].params if each.name in ENGINE_FLAGS]
     shared = [(each.opts, each.help) for each in engine]
-    several = "`serve`, `generate`, `chat`, `info`, `verify`, `replay` and parts of `bench`"
+    several = "`serve`, `generate`, `run`, `chat`, `info`, `verify`, `replay` and parts of `bench`"
     parts = [
         FLAGS_HEAD,
         section("The engine", engine, f"Of {several}, for the model that they load."),

@@ -26,7 +26,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from cadenza.cli.app_flags import AppFlags
 from cadenza.cli.serve import make_service, server_options, with_template
-from cadenza.cli.served_models import ReplicaPlace, words_of
+from cadenza.cli.served_models import ReplicaPlace
 from cadenza.cluster.engine_host import EngineHost, HostOptions
 from cadenza.cluster.host_book import HostBook
 from cadenza.cluster.scale_policy import EngineDemand, ScaleOptions, wanted_replicas
@@ -221,7 +221,7 @@ class FrontEnd:
             for at in range(flags.serve.replicas)
         ]
         self.service: Service = make_service(
-            words_of(None, flags.serve.model),
+            (flags.serve.model,),
             flags.serve,
             with_template(flags.serve, flags.config),
             # It is not this process that listens, so it does not know its own names.

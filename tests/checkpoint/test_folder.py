@@ -48,7 +48,7 @@ def test_what_is_no_local_folder_says_that_only_those_are_read(path: str):
 
 def test_a_file_is_no_folder(tmp_path: Path):
     (tmp_path / "model.bin").write_bytes(b"GGU")
-    with pytest.raises(CheckpointError, match="is a file"):
+    with pytest.raises(CheckpointError, match="is no model: it is not in the GGUF format"):
         open_checkpoint(tmp_path / "model.bin")
 
 

@@ -58,7 +58,13 @@ def test_the_pool_has_one_context(
     given = ("chat", model, "-np", 4, "-c", 64, "--ignore-eos", "--max-num-batched-tokens", 64)
     ran = cadenza(*given, stdin="the\n")
     assert [each.limits.num_pages for each in plans] == [4]
-    assert (ran.code, ran.err) == (0, "")
+    assert (ran.code, ran.err) == (0, "(the answer was cut: it fills the context of 64 tokens)\n")
+
+
+def test_an_answer_that_max_tokens_cut_is_not_said_to_fill_the_context(
+    cadenza: Callable[..., Ran], model: Path
+):
+    assert cadenza("chat", model, *FLAGS, stdin="the\n").err == ""
 
 
 def test_a_system_message_comes_first(cadenza: Callable[..., Ran], model: Path, llm: LLM):
@@ -136,3 +142,36 @@ def test_the_oldest_turns_leave_a_full_context_where_the_policy_says_so(
     ran = cadenza("chat", model, *flags, "--context-policy", "drop-oldest", stdin=lines)
     assert ran.code == 0
     assert "(the context was full: dropped the 1 oldest question with the answers)" in ran.err
+
+
+def test_run_answers_its_words_as_one_message_and_puts_what_is_piped_behind_them(
+    cadenza: Callable[..., Ran], model: Path, llm: LLM
+):
+    (words,), (both,), (piped,) = (
+        answers(llm, text) for text in ("the quick", "the quick\n\none\ntwo", "one\ntwo")
+    )
+    assert cadenza("run", model, "the", "quick", *FLAGS) == Ran(0, f"{words}\n", "")
+    assert cadenza("run", "--model", model, "the quick", *FLAGS) == Ran(0, f"{words}\n", "")
+    ran = cadenza("run", model, "the quick", *FLAGS, stdin="one\ntwo\n")
+    assert ran == Ran(0, f"{both}\n", "")
+    assert cadenza("run", model, *FLAGS, stdin="one\ntwo\n") == Ran(0, f"{piped}\n", "")
+    (told,) = answers(llm, "the", system="be quick")
+    assert cadenza("run", model, "the", "--system", "be quick", *FLAGS).out == f"{told}\n"
+
+
+def test_run_without_a_model_or_a_prompt_is_refused(cadenza: Callable[..., Ran], model: Path):
+    for words, said in (
+        ((), "name it first, or by --model"),
+        (("What is this?",), "the first word is the model, and 'What is this?' is none"),
+        ((model,), "there is no prompt"),
+    ):
+        ran = cadenza("run", *words)
+        assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1)
+        assert said in ran.err
+
+
+def test_run_of_a_model_without_chat_template_is_refused(
+    cadenza: Callable[..., Ran], bare_model: Path
+):
+    ran = cadenza("run", bare_model, "the", *FLAGS)
+    assert (ran.code, "chat template" in ran.err) == (2, True)

@@ -17,7 +17,7 @@ from cadenza.cli.options import VARIABLES_WITHOUT_FLAG, variables_of
 from tests.by_day import by_day
 from tests.cli.harness import COMMAND, ENGINE, Ran, run_cadenza
 
-COMMANDS = ("generate", "chat", "info", "verify")
+COMMANDS = ("generate", "run", "chat", "info", "verify")
 HEAVY = {"jax", "jaxlib", "ml_dtypes", "numpy", "tokenizers", "jinja2", "rich"}
 MAX_MODULES = 400
 
@@ -25,6 +25,17 @@ MAX_MODULES = 400
 @pytest.mark.parametrize("word", ["--version", "version"])
 def test_the_version_is_the_packages(cadenza: Callable[..., Ran], word: str):
     assert cadenza(word) == Ran(0, f"cadenza {package.__version__}\n", "")
+
+
+def test_the_package_is_the_command_too():
+    ran = subprocess.run(
+        [sys.executable, "-m", "cadenza", "no-such-command"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (ran.returncode, ran.stderr.partition(":")[0]) == (2, "cadenza")
 
 
 def test_h_is_short_for_help(cadenza: Callable[..., Ran]):

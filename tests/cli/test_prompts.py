@@ -1,62 +1,11 @@
-"""Which word is the model, and what a file of prompts holds."""
+"""What a file of prompts holds, and what an answer to a question means."""
 
 from pathlib import Path
 
 import pytest
 
-from cadenza.cli.prompts import only_model, read_prompts_file, read_words
+from cadenza.cli.prompts import read_prompts_file, yes_or_no
 from cadenza.errors import ConfigError, InvalidRequestError
-
-
-def test_words_are_prompts_for_the_bundled_model():
-    words = ("The capital of France is", "and")
-    assert read_words(words, None) == (None, words)
-
-
-def test_a_first_word_that_is_a_model_folder_is_the_model(model: Path):
-    folder = str(model)
-    assert read_words([folder, "a", folder], None) == (folder, ("a", folder))
-
-
-def test_a_first_word_that_is_a_gguf_file_or_a_folder_with_one_is_the_model(tmp_path: Path):
-    file = tmp_path / "my model.gguf"
-    file.touch()
-    for word in (str(file), str(tmp_path)):
-        assert read_words([word, "a"], None) == (word, ("a",))
-
-
-def test_a_first_word_that_names_a_model_of_the_package_is_the_model():
-    assert read_words(["bundled-vision", "a"], None) == ("bundled-vision", ("a",))
-    assert read_words(["a", "bundled-vision"], None) == (None, ("a", "bundled-vision"))
-
-
-def test_with_the_model_flag_every_word_is_a_prompt(model: Path):
-    assert read_words([str(model), "a"], "other") == ("other", (str(model), "a"))
-
-
-def test_a_folder_without_config_is_refused_rather_than_taken_as_a_prompt(tmp_path: Path):
-    with pytest.raises(ConfigError, match="looks like a model"):
-        read_words([str(tmp_path), "a"], None)
-
-
-@pytest.mark.parametrize(
-    "word", ["./absent", "/absent/x", "../x", "~/m", ".", "org/name-1.5B", "a/b:Q4_K_M", "x.gguf"]
-)
-def test_a_first_word_written_like_a_model_is_refused(word: str):
-    with pytest.raises(ConfigError, match="--prompts-file"):
-        read_words([word, "a"], None)
-
-
-@pytest.mark.parametrize("word", ["and/or what?", "1 / 2", "a", "", "x" * 5000, "nul\0", "// is"])
-def test_other_first_words_are_prompts(word: str):
-    assert read_words([word], None) == (None, (word,))
-
-
-def test_a_model_named_twice_is_refused():
-    assert only_model(None, None) is None
-    assert only_model("a", None) == only_model(None, "a") == "a"
-    with pytest.raises(ConfigError, match="twice"):
-        only_model("a", "b")
 
 
 def read(tmp_path: Path, name: str, content: str | bytes, format=None):
@@ -102,3 +51,14 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path):
         read_prompts_file(str(tmp_path / "absent"), None)
     with pytest.raises(ConfigError, match="UTF-8"):
         read(tmp_path, "p.txt", b"\xff\xfe\x00")
+
+
+def test_what_is_neither_yes_nor_no_is_no_answer():
+    for word in ("y", "YES", " yes \n"):
+        assert yes_or_no(word, default=False) is True
+    for word in ("n", "No", "no\n"):
+        assert yes_or_no(word, default=True) is False
+    for word in ("maybe", "ja", "/bye", "yn", "0"):
+        assert yes_or_no(word, default=True) is None
+    assert yes_or_no("\n", default=True) is True
+    assert yes_or_no("", default=False) is False

@@ -208,6 +208,8 @@ def test_a_full_context_offers_to_drop_the_oldest_turns_and_the_history_outlives
             shown.read_until(rf"{word}\r\n(?s:.*)> ")
         shown.write("one two\n")
         shown.read_until(r"of 64 tokens has no room for an answer\. Drop the \d oldest of \d")
+        shown.write("maybe\n")
+        shown.read_until(r"Answer y or n\.(?s:.*)has no room for an answer\. Drop")
         shown.write("y\n")
         shown.read_until(r"dropped the \d oldest question(?s:.*)> ")
         shown.write("/bye\n")

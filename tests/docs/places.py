@@ -150,6 +150,7 @@ PLACES: Mapping[str, Place] = {
     'cadenza generate "The capital of France is"': Run(prints="Paris", soak=False),
     'echo "12 + 30 =" | cadenza generate': Run(prints="42"),
     "cadenza serve": Shared(),
+    'cadenza run bundled "What is 12 + 30?"': Run(prints="42"),
     "cadenza chat": Run(stdin="Tell me a story about a fox.\n/bye\n", prints="fox"),
     "cadenza info": Run(prints="exactness"),
     "cadenza verify": Run(prints="REFERENCE-EXACT PASS bitwise"),
@@ -254,6 +255,8 @@ PLACES: Mapping[str, Place] = {
     ),
     "cadenza bench batching --setting A --shape smollm2-135m --check": Parsed(MINUTES),
     # docs/command-line.md
+    'cadenza run bundled "What is the capital of Japan?"': Run(prints="Tokyo"),
+    'echo "What is 12 + 30?" | cadenza run bundled': Run(prints="42"),
     "cadenza list": Run(),
     "cadenza rm owner/model": Parsed("asks on a terminal, and needs a model of the hub"),
     f"{BENCH} --quick": Run(prints="tokens per second, share of the bound"),

@@ -109,11 +109,9 @@ def _packaged(name: str) -> Path:
 
 def _local_folder(path: Path) -> Path:
     if not path.is_dir():
-        found = "is a file" if path.exists() else "does not exist"
         raise CheckpointError(
-            f"the model folder {str(path)!r} {found}; name a folder with config.json and "
-            f"safetensors weights, a GGUF file (.gguf), or a hub model as owner/model"
-            f"{_advice_on_name(str(path))}"
+            f"{_absent(path)}; name a folder with config.json and safetensors weights, a GGUF file "
+            f"(.gguf), or a hub model as owner/model{_advice_on_name(str(path))}"
         )
     if not (path / CONFIG_FILE).exists():
         adapter = adapter_in(path)
@@ -124,6 +122,16 @@ def _local_folder(path: Path) -> Path:
             f"or one with a GGUF file"
         )
     return path
+
+
+def _absent(path: Path) -> str:
+    """What is wrong with a path that is no folder and no GGUF file."""
+    if path.exists():
+        return f"the file {str(path)!r} is no model: it is not in the GGUF format"
+    if is_gguf_name(path.name):
+        return f"the GGUF file {str(path)!r} does not exist"
+    what = "model" if _OLLAMA_NAME.fullmatch(str(path)) else "model folder"
+    return f"the {what} {str(path)!r} does not exist"
 
 
 def _lack_of(path: Path) -> str:

@@ -10,7 +10,7 @@ Modules:
 - `app`: the command line program
 - `app_flags`: those flags as the keywords of a Ray Serve application
 - `served_models`: the models of `serve`: names, checkpoints, engine processes
-- `serve`, `generate`, `chat`, `info`, `quantize`, `export`, `bench`: one subcommand each
+- `serve`, `generate`, `run`, `chat`, `info`, `quantize`, `export`, `bench`: one subcommand each
 - `verify`: `verify` and `replay`
 - `conversation`: the turns of `chat`, and which leave a full context
 - `chat_commands`, `chat_terminal`: what is typed there: commands; wrapped answers, the input's
@@ -19,7 +19,8 @@ Modules:
 - `cached_models`: `list`, `pull` and `rm`, for the hub's cache
 - `options`, `sampling_flags`: how flags are declared; the shared ones
 - `config_file`: flags from a file
-- `prompts`: prompts from arguments, files and stdin
+- `model_words`: which word is the model
+- `prompts`: prompts from files and stdin; y and n
 - `report`: a result's columns, described once, give its table and its JSON
 - `bench_serve`: `bench serve` and `bench compare`
 - `bench_report`, `batching_report`, `spec_prefill_report`, `generate_report`: their columns

@@ -16,6 +16,7 @@ from cadenza.cli.generate import generate
 from cadenza.cli.info import info
 from cadenza.cli.options import with_flags
 from cadenza.cli.quantize import quantize
+from cadenza.cli.run import run
 from cadenza.cli.serve import serve
 from cadenza.cli.top import top
 from cadenza.cli.verify import replay, verify_command
@@ -38,7 +39,7 @@ def build_app() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback(epilog=EPILOG, invoke_without_command=True)(_cadenza)
-    for command in (serve, generate, chat, info, verify_command, replay):
+    for command in (serve, generate, run, chat, info, verify_command, replay):
         name = command.__name__.removesuffix("_command")
         app.command(name, epilog=EPILOG)(with_flags(command))
     app.command("quantize", epilog=EPILOG)(quantize)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 import typer
 
 from cadenza.cli.options import JsonFlag
+from cadenza.cli.prompts import YES_OR_NO, yes_or_no
 from cadenza.cli.report import Column, as_table, bytes_text, counted, json_line, print_table
 from cadenza.errors import InvalidRequestError
 
@@ -115,8 +116,13 @@ def is_agreed(chosen: "list[CachedModel]", freed: int, answers: TextIO) -> bool:
         )
     for each in chosen:
         print(f"{each.model} ({_called(each)}), {bytes_text(each.size_bytes)}", file=sys.stderr)
-    print(f"Remove, which frees {bytes_text(freed)}? [y/N] ", end="", file=sys.stderr, flush=True)
-    return answers.readline().strip().lower() in ("y", "yes")
+    while True:
+        ask = f"Remove, which frees {bytes_text(freed)}? [y/N] "
+        print(ask, end="", file=sys.stderr, flush=True)
+        found = yes_or_no(answers.readline(), default=False)
+        if found is not None:
+            return found
+        print(YES_OR_NO, file=sys.stderr)
 
 
 def _as_object(model: "CachedModel") -> dict[str, object]:

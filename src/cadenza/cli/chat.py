@@ -6,7 +6,7 @@ answered and nothing else is printed. Invariant: a context that is full loses tu
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,10 +16,10 @@ from cadenza.cli.chat_commands import COMMANDS, ENDS, IMAGE, RETRY, obey
 from cadenza.cli.chat_terminal import InputHistory, WordWrap, completions, unechoed
 from cadenza.cli.conversation import Asked, Conversation
 from cadenza.cli.interrupts import Interrupts, terminable
-from cadenza.cli.options import EngineFlags, ModelArgument, ModelFlag, whole_or_auto
-from cadenza.cli.prompts import only_model
+from cadenza.cli.options import EngineFlags, ModelArgument, whole_or_auto
+from cadenza.cli.prompts import YES_OR_NO, yes_or_no
 from cadenza.cli.sampling_flags import SamplingFlags
-from cadenza.config import flag
+from cadenza.config import EngineConfig, flag
 from cadenza.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ FULL = (
     "The context of {size:,} tokens has no room for an answer. Drop the {count} oldest of {all} "
     "questions with their answers? [Y/n] "
 )
+CUT = "(the answer was cut: it fills the context of {size:,} tokens)"
 SAME_ANSWER = "(the same again: with greedy decoding or a fixed --seed an answer does not change)"
 OTHER = (
     "{name}: {family}, {size} parameters in {dtype}, context of {context:,} tokens.\n"
@@ -52,7 +53,6 @@ OTHER = (
 class ChatFlags:
     """The flags of this command alone."""
 
-    model: ModelFlag = None
     system: str | None = flag(None, "A system message before the conversation.", metavar="TEXT")
     max_tokens: int | None = flag(
         None,
@@ -74,7 +74,7 @@ class ChatFlags:
 
 
 def chat(
-    folder: ModelArgument = None,
+    model: ModelArgument = None,
     *,
     flags: ChatFlags,
     sampling: SamplingFlags,
@@ -84,32 +84,48 @@ def chat(
 
     With stdin piped, each line is answered and nothing else is printed.
     """
-    model = only_model(folder, flags.model)
-    from cadenza.cli.report import progress_bar
-    from cadenza.frontend.loaded_model import open_model
-    from cadenza.loading.plan import with_pool
-
-    is_person = sys.stdin.isatty() and sys.stdout.isatty()
-    params = {**sampling.changes(), "max_tokens": flags.max_tokens}
     with ExitStack() as stack:
-        with progress_bar("loading the model") if is_person else nullcontext() as on_progress:
-            planned = open_model(model, config, on_progress)
-            _check_can_chat(planned, params)
-            # One conversation is answered at a time, and may fill the context.
-            plan = with_pool(planned.plan, config, planned.plan.limits.max_pages_per_seq)
-            loaded = stack.enter_context(closing(replace(planned, plan=plan).load()))
-        talk = Conversation(
-            loaded=loaded,
-            params=params,
-            interrupts=stack.enter_context(Interrupts()),
-            system=flags.system,
-            is_verbose=flags.verbose,
-        )
+        is_person = sys.stdin.isatty() and sys.stdout.isatty()
+        setup = ChatSetup(model=model, flags=flags, sampling=sampling, config=config)
+        talk = setup.open(stack, is_shown=is_person)
         if not is_person:
             return _answer_lines(talk, flags)
         stack.enter_context(terminable())  # the terminal's settings are restored
-        print(f"{introduction(model, loaded)}\n{HINT}")
+        print(f"{introduction(model, talk.loaded)}\n{HINT}")
         return _talk_with_person(talk, flags)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatSetup:
+    """A model and all flags of a command that talks with it."""
+
+    model: str | None
+    flags: ChatFlags
+    sampling: SamplingFlags
+    config: EngineConfig
+
+    def open(self, stack: ExitStack, *, is_shown: bool) -> Conversation:
+        """A conversation with the model, which is loaded until the stack is left; `is_shown`: with
+        a progress bar. Raises InvalidRequestError, before weights are loaded, for what cannot work.
+        """
+        from cadenza.cli.report import progress_bar
+        from cadenza.frontend.loaded_model import open_model
+        from cadenza.loading.plan import with_pool
+
+        params = {**self.sampling.changes(), "max_tokens": self.flags.max_tokens}
+        with progress_bar("loading the model") if is_shown else nullcontext() as on_progress:
+            planned = open_model(self.model, self.config, on_progress)
+            _check_can_chat(planned, params)
+            # One conversation is answered at a time, and may fill the context.
+            plan = with_pool(planned.plan, self.config, planned.plan.limits.max_pages_per_seq)
+            loaded = stack.enter_context(closing(replace(planned, plan=plan).load()))
+        return Conversation(
+            loaded=loaded,
+            params=params,
+            interrupts=stack.enter_context(Interrupts()),
+            system=self.flags.system,
+            is_verbose=self.flags.verbose,
+        )
 
 
 def _check_can_chat(planned: "PlannedModel", params: Mapping[str, object]) -> None:
@@ -141,6 +157,17 @@ def introduction(model: str | None, loaded: "LoadedModel") -> str:
     )
 
 
+def answer_once(talk: Conversation, asked: Asked, show: Callable[[str], object]) -> int:
+    """Shows the answer to one question; returns the exit code. Raises KeyboardInterrupt."""
+    stream = talk.ask(asked, show)
+    write("\n")
+    _print_cut(talk, stream)
+    _print_times(talk, stream)
+    if talk.interrupts.is_set:
+        raise KeyboardInterrupt
+    return FAILED if _print_failure(stream) else 0
+
+
 def _answer_lines(talk: Conversation, flags: ChatFlags) -> int:
     """Answers the lines of stdin, up to one that cannot be answered; returns the exit code."""
     while True:
@@ -156,13 +183,9 @@ def _answer_lines(talk: Conversation, flags: ChatFlags) -> int:
             continue
         if flags.context_policy == "drop-oldest":
             _drop_oldest(talk, talk.num_too_many(question))
-        stream = talk.ask(question, _write)
-        _write("\n")
-        _print_times(talk, stream)
-        if talk.interrupts.is_set:
-            raise KeyboardInterrupt
-        if _print_failure(stream):
-            return FAILED
+        code = answer_once(talk, question, write)
+        if code:
+            return code
 
 
 def _drop_oldest(talk: Conversation, count: int) -> None:
@@ -213,18 +236,16 @@ def _retry(talk: Conversation, flags: ChatFlags) -> None:
 
 
 def _answer_person(talk: Conversation, asked: Asked, flags: ChatFlags) -> None:
-    from cadenza.cli.report import harmless
-
-    wrapped = WordWrap(_write)
     try:
         if not _make_room(talk, asked, flags):
             return
         with unechoed():
-            stream = talk.ask(asked, lambda part: wrapped(harmless(part)))
+            stream = talk.ask(asked, terminal_writer())
     except InvalidRequestError as error:
         print(f"error: {error} (/reset starts over)", file=sys.stderr)
         return
-    _write(" [stopped]\n\n" if talk.interrupts.is_set else "\n\n")
+    write(" [stopped]\n\n" if talk.interrupts.is_set else "\n\n")
+    _print_cut(talk, stream)
     _print_times(talk, stream)
     _print_failure(stream)
 
@@ -238,7 +259,9 @@ def _make_room(talk: Conversation, asked: Asked, flags: ChatFlags) -> bool:
         offer = FULL.format(size=talk.max_model_len, count=count, all=talk.num_questions)
         try:
             with talk.interrupts.raised():
-                if input(offer).strip().lower() not in ("", "y", "yes"):
+                while (is_agreed := yes_or_no(input(offer), default=True)) is None:
+                    print(YES_OR_NO)
+                if not is_agreed:
                     return True
         except (KeyboardInterrupt, EOFError):
             print()
@@ -287,9 +310,25 @@ def _read_lines() -> str:
     return "\n".join(lines).rstrip().removesuffix(QUOTES)
 
 
-def _write(text: str) -> None:
+def terminal_writer() -> Callable[[str], object]:
+    """Writes the parts of an answer, with whole words in each line and without control
+    characters."""
+    from cadenza.cli.report import harmless
+
+    wrapped = WordWrap(write)
+    return lambda part: wrapped(harmless(part))
+
+
+def write(text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()
+
+
+def _print_cut(talk: Conversation, stream: "BatchStream") -> None:
+    """Says of an answer that it ends where the context does."""
+    num_tokens = stream.num_prompt_tokens + stream.num_tokens
+    if stream.finish_reasons == "length" and num_tokens >= talk.max_model_len:
+        print(CUT.format(size=talk.max_model_len), file=sys.stderr)
 
 
 def _print_times(talk: Conversation, stream: "BatchStream") -> None:

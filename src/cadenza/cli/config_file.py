@@ -17,14 +17,17 @@ from typing import Annotated, Any, cast, get_args, get_origin
 
 import typer
 
+from cadenza.cli.model_words import begins_with_model
 from cadenza.errors import ConfigError
 
 NAME = "config_file"
 """Of the flag's parameter."""
 
 MAX_BYTES = 1 << 20
-POSITIONAL = ("folder", "models")
-"""Parameters that name a model beside the flag."""
+MODEL_WORD = "folder"
+"""The parameter of a command's only word, its model."""
+POSITIONAL = (MODEL_WORD, "models")
+"""Parameters that name models beside the flag."""
 
 _WORDS: Mapping[type, str] = {
     bool: "true or false",
@@ -45,10 +48,8 @@ class ConfigFile:
 
     def beside(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The parsed parameters, without the file's model where the command line names one."""
-        from cadenza.cli.prompts import is_local_model
-
-        words = given.get("words") or [""]  # `generate` has prompts there, or a model and prompts
-        is_named = any(given.get(name) for name in POSITIONAL) or is_local_model(words[0])
+        words = given.get("words") or ()  # of `generate`: prompts, or a model and prompts
+        is_named = any(given.get(name) for name in POSITIONAL) or begins_with_model(words)
         is_from_file = given.get("model") is not None and given["model"] == self.values.get("model")
         return {**given, "model": None} if is_named and is_from_file else dict(given)
 

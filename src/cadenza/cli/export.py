@@ -1,11 +1,10 @@
 """`cadenza export`: a model's step compiled ahead, for `--backend iree`."""
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-import typer
-
+from cadenza.cli.model_words import model_and_out
+from cadenza.cli.options import ModelAndOut, SourceModelFlag
 from cadenza.config import flag
 from cadenza.errors import ConfigError, show
 
@@ -34,23 +33,22 @@ class ExportFlags:
 
 def export(
     flags: ExportFlags,
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A model's folder or hub id, in floats.")
-    ],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="A new or empty folder.")],
+    words: ModelAndOut,
+    model: SourceModelFlag = None,
 ) -> None:
     """Compile a model's step ahead, into a folder that --backend iree serves without JAX.
 
     Needs IREE's compiler (the extra iree-export).
     """
     from cadenza.checkpoint.towers.reader import VisionOptions
-    from cadenza.cli.report import status_line
+    from cadenza.cli.report import bytes_text, status_line
     from cadenza.exporting.export import DEFAULT_MAX_MODEL_LEN, ExportOptions
     from cadenza.exporting.folder import export_folder
     from cadenza.loading.build import find_checkpoint
 
+    name, out = model_and_out(words, model)
     num_rows, vision = _rows_of(flags.max_num_seqs), VisionOptions(has_images=False)
-    checkpoint = find_checkpoint(model, revision=flags.revision, vision=vision)
+    checkpoint = find_checkpoint(name, revision=flags.revision, vision=vision)
     longest = checkpoint.config.max_position_embeddings
     options = ExportOptions(
         num_rows=num_rows,
@@ -60,9 +58,9 @@ def export(
         cpu=flags.cpu,
     )
     with status_line("exporting") as report:
-        modules = export_folder(checkpoint, out, options, lambda name: report(f"compiling {name}"))
+        modules = export_folder(checkpoint, out, options, lambda part: report(f"compiling {part}"))
     num_bytes = sum(map(len, modules.files.values()))
-    print(f"{out}: {len(modules.files)} modules for {flags.target}, {num_bytes / 1e6:.1f} MB")
+    print(f"{out}: {len(modules.files)} modules for {flags.target}, {bytes_text(num_bytes)}")
 
 
 def _rows_of(text: str) -> tuple[int, ...]:

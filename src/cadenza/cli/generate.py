@@ -15,14 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO, cast
 import typer
 
 from cadenza.cli.interrupts import Interrupts
+from cadenza.cli.model_words import has_model_form, model_and_prompts
 from cadenza.cli.options import EngineFlags, JsonFlag, ModelFlag
-from cadenza.cli.prompts import (
-    Prompt,
-    PromptsFormat,
-    read_piped_prompt,
-    read_prompts_file,
-    read_words,
-)
+from cadenza.cli.prompts import Prompt, PromptsFormat, read_piped_prompt, read_prompts_file
 from cadenza.cli.sampling_flags import SamplingFlags
 from cadenza.config import flag
 from cadenza.errors import ConfigError
@@ -86,9 +81,10 @@ def generate(
     words: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="MODEL|PROMPT",
-            help="The first word is the model's folder if it is a folder with a config.json and "
-            "--model is not given; all others are prompts.",
+            metavar="[MODEL] PROMPT",
+            help="All are prompts, but without --model the first one is the model if it is a "
+            "folder, a GGUF file or a model of the package, or if it has the form owner/name[:tag] "
+            "or name:tag and another follows.",
         ),
     ] = None,
     *,
@@ -129,7 +125,10 @@ def generate(
 
 def _read_prompts(words: list[str], flags: GenerateFlags) -> tuple[str | None, list[Prompt]]:
     """The model and the prompts. Raises ConfigError, InvalidRequestError."""
-    model, texts = read_words(words, flags.model)
+    model, texts = model_and_prompts(words, flags.model, has_more=flags.prompts_file is not None)
+    if model is None and len(texts) == 1 and has_model_form(texts[0]):
+        note = f"{texts[0]!r} is taken as the prompt; a model alone is named by --model"
+        print(f"cadenza generate: note: {note}", file=sys.stderr)
     prompts: list[Prompt] = [*texts]
     if flags.prompts_file is not None:
         prompts += read_prompts_file(flags.prompts_file, flags.prompts_format)

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cadenza.cli.options import EngineFlags, JsonFlag, ModelArgument, ModelFlag
-from cadenza.cli.prompts import only_model
+from cadenza.cli.options import EngineFlags, JsonFlag, ModelArgument
 from cadenza.cli.report import json_line, picked, section_text
 from cadenza.config import EngineConfig
 from cadenza.errors import CheckpointError
@@ -44,9 +43,8 @@ Facts = Mapping[str, Mapping[str, Any]]
 
 
 def info(
-    folder: ModelArgument = None,
+    model: ModelArgument = None,
     *,
-    model: ModelFlag = None,
     json: JsonFlag = False,
     measure: MeasureFlag = False,
     config: EngineFlags,
@@ -56,18 +54,17 @@ def info(
 
     For a folder that cannot be loaded it shows its config.json, tensors and files, and the reason.
     """
-    name = only_model(folder, model)
     from cadenza.loading.build import find_configured, plan_model
     from cadenza.server.limits import ServerLimits
 
     try:
-        checkpoint = find_configured(name, config)
+        checkpoint = find_configured(model, config)
     except CheckpointError as error:
-        if name is not None and Path(name).is_dir():
-            _show_refused(name, str(error), as_json=json)
+        if model is not None and Path(model).is_dir():
+            _show_refused(model, str(error), as_json=json)
         raise
     plan = plan_model(checkpoint, config, bodies_bytes=ServerLimits().max_bodies_bytes)
-    facts = dict(describe(name, checkpoint, plan, config))
+    facts = dict(describe(model, checkpoint, plan, config))
     facts["answers"] = _answers(checkpoint, plan, config)
     if measure:
         facts |= _measured(checkpoint, plan, config)

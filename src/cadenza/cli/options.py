@@ -22,8 +22,9 @@ from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_origin,
 import typer
 
 from cadenza.backends import BACKENDS, resolve_backend
+from cadenza.cli.config_file import MODEL_WORD, ConfigFile, config_parameter
 from cadenza.cli.config_file import NAME as CONFIG_FILE
-from cadenza.cli.config_file import ConfigFile, config_parameter
+from cadenza.cli.model_words import only_model
 from cadenza.config import EngineConfig, Flag, refuse_fp8_kv
 from cadenza.errors import ConfigError
 
@@ -133,7 +134,19 @@ def _words(text: str) -> tuple[str, ...]:
 
 _MODEL_HELP = "A model's folder, GGUF file or hub id (default: the bundled model)."
 ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help=_MODEL_HELP)]
+"""A parameter of this type is given as a word or by --model (`with_flags`)."""
 ModelFlag = Annotated[str | None, typer.Option("--model", metavar="MODEL", help=_MODEL_HELP)]
+ModelAndOut = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="[MODEL] OUT",
+        help="A model's folder or hub id, with float weights, unless --model names it; a new or "
+        "empty folder.",
+    ),
+]
+SourceModelFlag = Annotated[
+    str | None, typer.Option("--model", metavar="MODEL", help="The model, in place of a word.")
+]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
@@ -314,7 +327,8 @@ def variables_of(command: Any) -> frozenset[str]:
 
 
 def with_flags(command: Callable[..., Result]) -> Callable[..., Result]:
-    """`command` with each parameter that is a dataclass replaced by one flag for each field.
+    """`command` with each parameter that is a dataclass replaced by one flag for each field, and
+    one that is a `ModelArgument` by a word and --model.
 
     Where two groups have a flag in common (`--seed`), the first one describes it and both get its
     value. Raises what the dataclass raises when its values cannot work (`ConfigError`).
@@ -325,9 +339,11 @@ def with_flags(command: Callable[..., Result]) -> Callable[..., Result]:
         for name, parameter in own.items()
         if (group := _group(parameter.annotation)) is not None
     }
+    models = [name for name, each in own.items() if each.annotation == ModelArgument]
     flags: dict[str, inspect.Parameter] = {}
     for name, parameter in own.items():
-        for each in flags_of(*groups[name]) if name in groups else [parameter]:
+        parts = flags_of(*groups[name]) if name in groups else [parameter]
+        for each in _model_flags(parameter) if name in models else parts:
             flags.setdefault(each.name, each.replace(kind=inspect.Parameter.KEYWORD_ONLY))
 
     if any(group is EngineConfig for group, _ in groups.values()):
@@ -343,11 +359,17 @@ def with_flags(command: Callable[..., Result]) -> Callable[..., Result]:
         except ConfigError as error:
             raise error if file is None else file.explained(error) from error
         plain = {name: given[name] for name in own if name not in groups}
+        plain |= {name: only_model(given[MODEL_WORD], given[name]) for name in models}
         return command(**plain, **taken)
 
     vars(run)["__signature__"] = inspect.Signature(list(flags.values()))
     run.__annotations__ = {name: each.annotation for name, each in flags.items()}
     return run
+
+
+def _model_flags(parameter: inspect.Parameter) -> list[inspect.Parameter]:
+    word = parameter.replace(name=MODEL_WORD, default=None)
+    return [word, parameter.replace(annotation=ModelFlag, default=None)]
 
 
 def _group(annotation: object) -> tuple[type, Mapping[str, Any]] | None:

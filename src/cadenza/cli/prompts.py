@@ -1,76 +1,22 @@
-"""The model and the prompts of a command: positional words, `--model`, stdin and prompt files.
+"""What is read from people: prompts from files and from stdin, and answers to a question.
 
-Owns the rule that tells a model from prompts, and the formats of prompt files. Invariant: a word is
-the model only when it is the first one, `--model` is not given, and it is a folder with a
-config.json, a GGUF file or a folder with one, or a model of the package; a first word that only
-looks like a model is refused.
+Owns the formats of prompt files. Invariant: what is no prompt is refused with its file and line.
 """
 
 import json
-import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal, TextIO, cast
 
-from cadenza.config import PACKAGED_MODELS
 from cadenza.errors import ConfigError, InvalidRequestError
 
 PromptsFormat = Literal["text", "jsonl"]
 Prompt = str | tuple[int, ...]
 
-_PATH_LIKE = re.compile(r"(\.{1,2}|~)?/\S*|\.{1,2}|~")
-_HUB_ID_LIKE = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
-_GGUF_LIKE = re.compile(r"\S+\.gguf", re.IGNORECASE)
+YES_OR_NO = "Answer y or n."
+_ANSWERS = {"y": True, "yes": True, "n": False, "no": False}
 _JSON_KEYS = ("prompt", "prompt_token_ids")
-
-
-def read_words(words: Sequence[str], model: str | None) -> tuple[str | None, tuple[str, ...]]:
-    """Tells the model's folder or file (None: the bundled model) from the prompts among `words`.
-
-    Raises:
-        ConfigError: the first word looks like a model and is none.
-    """
-    if model is not None or not words:
-        return model, tuple(words)
-    first = words[0]
-    if is_local_model(first):
-        return first, tuple(words[1:])
-    if looks_like_model(first):
-        raise ConfigError(
-            f"{first!r} looks like a model, but is neither a folder with a config.json nor a GGUF "
-            f"file; name the model's folder or file, or pass such a prompt by --prompts-file"
-        )
-    return None, tuple(words)
-
-
-def only_model(word: str | None, model: str | None) -> str | None:
-    """The model of a command without prompts. Raises ConfigError when it is named twice."""
-    if word is not None and model is not None:
-        raise ConfigError(f"the model is named twice, as {word!r} and by --model; leave one out")
-    return model if word is None else word
-
-
-def is_local_model(word: str) -> bool:
-    path = Path(word)
-    try:
-        if path.is_file():
-            return path.suffix.lower() == ".gguf"
-        if (path / "config.json").is_file() or any(path.glob("*.gguf")):
-            return True
-    except (OSError, ValueError):  # too long for a path, or holds a NUL
-        return False
-    return word in PACKAGED_MODELS
-
-
-def looks_like_model(word: str) -> bool:
-    """Whether `word` is written like a path, a GGUF file or a hub id, or is a folder."""
-    if any(like.fullmatch(word) for like in (_PATH_LIKE, _HUB_ID_LIKE, _GGUF_LIKE)):
-        return True
-    try:
-        return bool(word) and Path(word).is_dir()
-    except (OSError, ValueError):
-        return False
 
 
 def read_prompts_file(name: str, format: PromptsFormat | None) -> list[Prompt]:
@@ -113,6 +59,12 @@ def read_piped_prompt(file: TextIO) -> str | None:
     except UnicodeError as error:
         raise ConfigError("the prompt on stdin is not UTF-8; convert it") from error
     return text if text.strip() else None
+
+
+def yes_or_no(answer: str, *, default: bool) -> bool | None:
+    """What was answered; None where it is neither, so that the question is asked again."""
+    word = answer.strip().lower()
+    return _ANSWERS.get(word) if word else default
 
 
 def parse_json_prompt(line: str, where: str) -> Prompt:

@@ -1,20 +1,23 @@
 """`cadenza quantize`: writes a folder with quantised weights. Computes nothing."""
 
-from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+
+from cadenza.cli.model_words import model_and_out
+from cadenza.cli.options import ModelAndOut, SourceModelFlag
 
 Scheme = Literal["int8", "int4"]
 
 
 def quantize(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A model's folder or hub id, with float weights.")
-    ],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="A new or empty folder.")],
+    words: ModelAndOut,
     *,
-    scheme: Annotated[Scheme, typer.Option(help="How to store the weights of linears.")],
+    quantization: Annotated[
+        Scheme,
+        typer.Option("--quantization", "--scheme", help="How to store the weights of linears."),
+    ],
+    model: SourceModelFlag = None,
     revision: Annotated[
         str | None, typer.Option(help="The branch, tag or commit of a hub model.")
     ] = None,
@@ -24,13 +27,13 @@ def quantize(
     It gives the same tokens as --quantization with the original folder, and is smaller.
     """
     from cadenza.checkpoint.quantised_folder import write_quantised_folder
-    from cadenza.cli.report import progress_bar
+    from cadenza.cli.report import bytes_text, progress_bar
     from cadenza.loading.build import find_checkpoint
 
-    checkpoint = find_checkpoint(model, revision=revision)
-    with progress_bar(f"quantizing to {scheme}") as report:
-        write_quantised_folder(checkpoint, out, scheme, on_progress=report)
+    name, out = model_and_out(words, model)
+    checkpoint = find_checkpoint(name, revision=revision)
+    with progress_bar(f"quantizing to {quantization}") as report:
+        write_quantised_folder(checkpoint, out, quantization, on_progress=report)
     num_bytes = sum(path.stat().st_size for path in out.glob("*.safetensors"))
-    print(
-        f"{out}: {num_bytes / 1e6:.1f} MB of weights, from {checkpoint.num_weight_bytes / 1e6:.1f}"
-    )
+    was = bytes_text(checkpoint.num_weight_bytes)
+    print(f"{out}: {bytes_text(num_bytes)} of weights, from {was}")

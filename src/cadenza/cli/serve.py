@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from cadenza import __version__
+from cadenza.cli.model_words import several_models
 from cadenza.cli.options import EngineFlags, ModelFlag
 from cadenza.cli.served_models import (
     ReplicaPlace,
@@ -25,7 +26,6 @@ from cadenza.cli.served_models import (
     open_models,
     replica_places,
     shared_out,
-    words_of,
 )
 from cadenza.config import EngineConfig, flag
 from cadenza.errors import CadenzaError, ConfigError, EngineUnavailableError
@@ -257,7 +257,7 @@ def serve(
     """
     del accepted
     with _one_exit_code():
-        _serve(words_of(models, flags.model), flags, config)
+        _serve(several_models(models, flags.model), flags, config)
 
 
 @contextmanager

@@ -29,19 +29,6 @@ if TYPE_CHECKING:
     from cadenza.server.served_model import ModelNames, ServedModel
 
 
-def words_of(words: Sequence[str] | None, model: str | None) -> tuple[str | None, ...]:
-    """The models that are served, as the command names them; None is the bundled model.
-
-    Raises ConfigError where models are named in both ways.
-    """
-    if words and model is not None:
-        raise ConfigError(
-            f"the model is named twice, as {words[0]!r} and by --model; leave one out (several "
-            f"models are words without --model)"
-        )
-    return tuple(words) if words else (model,)
-
-
 def names_of(words: Sequence[str | None], asked: Sequence[str] | None) -> "list[ModelNames]":
     """The names of each model.
 
