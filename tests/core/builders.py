@@ -11,7 +11,7 @@ from cadenza.core.batch import Batch
 from cadenza.core.fair_share import FairShare
 from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.packing import Packer
-from cadenza.core.scheduler import Scheduler
+from cadenza.core.scheduler import Scheduler, SchedulerOptions
 from cadenza.core.sequence import Sequence
 from cadenza.core.step_schema import StepOutput
 from cadenza.core.turns import FCFS, TurnPolicy, Turns
@@ -76,6 +76,7 @@ def scheduler_of(
     token_budget: int = 16,
     reserved_output: float = 0.5,
     caching: bool = True,
+    policy: TurnPolicy = FCFS,
 ) -> Scheduler:
     limits = limits_of(
         max_num_seqs=max_num_seqs,
@@ -84,7 +85,8 @@ def scheduler_of(
         enable_prefix_caching=caching,
     )
     admission = Admission(page_size=16, reserved_output=reserved_output)
-    return Scheduler(limits, KVCacheManager(limits, SECRET), admission)
+    options = SchedulerOptions(policy=policy)
+    return Scheduler(limits, KVCacheManager(limits, SECRET), admission, options)
 
 
 def packer_of(max_num_seqs: int = 4) -> Packer:

@@ -1,12 +1,17 @@
 """`Scheduler`: who computes how much, who waits, who is preempted."""
 
+from dataclasses import replace
+
 import pytest
 
+from cadenza.config import SchedulingPolicy
 from cadenza.core.batch import Batch
 from cadenza.core.scheduler import Scheduler
-from cadenza.core.sequence import PageCopy, SequenceStatus
+from cadenza.core.sequence import PageCopy, Sequence, SequenceStatus
+from cadenza.core.turns import POLICIES
 from cadenza.events import Event, Finished, Token
 from cadenza.request import SamplingParams
+from cadenza.tenant import Tenant
 from tests.core.builders import (
     add,
     output_of,
@@ -289,6 +294,73 @@ def test_the_sequences_of_a_failed_batch_are_retried_one_by_one_and_then_ended()
     assert ended == [(0, "lost"), (1, "lost")]
     assert ids(scheduler.waiting) == [2]
     assert scheduler.kv_cache.pool.counts().live == 0
+
+
+def failed_together(scheduler: Scheduler, *sequences: Sequence) -> None:
+    """One step of all these is lost."""
+    add(scheduler, *sequences)
+    batch = scheduled(scheduler)
+    assert shares_of(batch).keys() == {each.request_id for each in sequences}
+    assert not scheduler.fail_batch(batch, "lost")
+    scheduler.restart()
+
+
+def give(sequence: Sequence, tenant: str) -> Sequence:
+    sequence.request = replace(sequence.request, tenant=Tenant(name=tenant))
+    return sequence
+
+
+def run_to_the_end(scheduler: Scheduler) -> list[dict[int, int]]:
+    """The shares of steps, each of which computes something, until nothing is left."""
+    shares: list[dict[int, int]] = []
+    while scheduler.has_work:
+        shares.append(run_step(scheduler)[0])
+        assert shares[-1], "nothing is computed, although sequences wait"
+    return shares
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("names", [("a", "a", "a"), ("a", "b", "a")])
+def test_one_that_is_retried_waits_for_pages_but_not_for_who_was_preempted_before_it(
+    name: SchedulingPolicy, names: tuple[str, ...]
+) -> None:
+    """Two have been retried, the third lacks pages for it. One of the two is preempted for the
+    other one's pages and stands before the third then."""
+    scheduler = scheduler_of(
+        num_pages=4, reserved_output=0.0, token_budget=64, policy=POLICIES[name](10.0)
+    )
+    lengths = (15, 15, 30)
+    sequences = [sequence_of(at, length, max_tokens=24) for at, length in enumerate(lengths)]
+    for sequence, tenant in zip(sequences, names, strict=True):
+        give(sequence, tenant)
+    failed_together(scheduler, *sequences)
+    assert run_step(scheduler)[0] == {0: 15}
+    assert run_step(scheduler)[0] == {1: 15}
+    while scheduler.num_preemptions == 0:
+        assert run_step(scheduler)[0].keys() <= {0, 1}
+        assert sequences[2].is_retried
+    preempted, retried = ids(scheduler.waiting)
+    assert retried == 2
+    shares = run_to_the_end(scheduler)
+    first = next(at for at, each in enumerate(shares) if 2 in each)
+    assert shares[first] == {2: 30}, "it is retried alone"
+    assert all(preempted not in each for each in shares[:first]), "another one starts before it"
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_those_that_come_leave_one_that_is_retried_the_pages_that_it_waits_for(
+    name: SchedulingPolicy,
+) -> None:
+    scheduler = scheduler_of(
+        num_pages=4, reserved_output=0.0, token_budget=64, policy=POLICIES[name](10.0)
+    )
+    first, second = sequence_of(0, 16, max_tokens=24), sequence_of(1, 40, max_tokens=8)
+    failed_together(scheduler, first, second)
+    order: list[int] = []
+    for at in range(2, 42):
+        add(scheduler, give(sequence_of(at, 4, max_tokens=8), "another"))
+        order += [each for each in run_step(scheduler)[0] if each not in order]
+    assert order[:2] == [0, 1]
 
 
 def test_a_restart_recomputes_the_running_in_order_and_forgets_the_cache() -> None:

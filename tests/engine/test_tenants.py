@@ -287,15 +287,6 @@ def test_turns_follow_counters_that_change_between_them() -> None:
     assert order == [0, 3, 4, 1, 2]
 
 
-def test_sequences_to_be_retried_come_first_whosever_they_are() -> None:
-    share = FairShare()
-    waiting = waiting_of("a", "b", "a")
-    joined(share, waiting)
-    share.charge_prompt(waiting[0], 100)
-    waiting[2].is_retried = True
-    assert [each.request_id for each in share.in_turns(waiting)] == [2, 1, 0]
-
-
 @given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=12), st.randoms())
 @settings(max_examples=30, deadline=None)
 def test_turns_hold_each_sequence_once_and_keep_each_tenants_order(

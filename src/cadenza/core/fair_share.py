@@ -13,7 +13,6 @@ import heapq
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain
 
 from cadenza.config import EngineLimits
 from cadenza.core.batch import BatchEntry
@@ -128,13 +127,9 @@ class FairShare:
 
     def in_turns(self, ordered: list[Sequence]) -> Iterable[Sequence]:
         """Waiting sequences, the first of the tenant with the smallest counter next; each tenant's
-        stay in the order given, and those to be retried come first. Counters that are charged
-        between two of them count.
+        stay in the order given. Counters that are charged between two of them count.
         """
-        if len(self._num_waiting) < 2:
-            return ordered
-        retried = [sequence for sequence in ordered if sequence.is_retried]
-        return chain(retried, self._merged(ordered))
+        return ordered if len(self._num_waiting) < 2 else self._merged(ordered)
 
     def check_invariants(self, waiting: Iterable[Sequence]) -> None:
         """Raises AssertionError if other sequences wait than were told."""
@@ -147,8 +142,7 @@ class FairShare:
     def _merged(self, ordered: list[Sequence]) -> Iterator[Sequence]:
         queues: dict[str, deque[tuple[int, Sequence]]] = {}
         for place, sequence in enumerate(ordered):
-            if not sequence.is_retried:
-                queues.setdefault(sequence.tenant.name, deque()).append((place, sequence))
+            queues.setdefault(sequence.tenant.name, deque()).append((place, sequence))
         heads = [(self._counters[name], queue[0][0], name) for name, queue in queues.items()]
         heapq.heapify(heads)
         while heads:

@@ -14,7 +14,6 @@ import heapq
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
-from functools import partial
 from operator import attrgetter
 
 from cadenza.config import Batching, EngineLimits
@@ -174,11 +173,10 @@ class Scheduler:
 
         `now_s` is a reading of the clock by which sequences' `arrived_s` were set.
         """
-        retried = self.turns.retried(self.running)
-        startable = partial(self.turns.startable, now_s)
-        plan = self.images.plan(self.running, retried, startable)
-        self.spans.start_step(None if plan.passed else retried)
-        self.scoring.begin(startable, self._reservations)
+        who = self.turns.of_step(self.running, now_s)
+        plan = self.images.plan(self.running, who.retried, who.startable)
+        self.spans.start_step(None if plan.passed else who.retried)
+        self.scoring.begin(who.startable, self._reservations)
         budget = StepBudget(
             self.limits.max_num_batched_tokens,
             self.step_bound,
@@ -186,7 +184,7 @@ class Scheduler:
             kept_share=max(plan.share, self.scoring.share),
         )
         entries: list[BatchEntry] = []
-        for turn in self.turns.next(self.running, now_s, plan.passed) if plan.has_tokens else ():
+        for turn in who.turns(plan.passed) if plan.has_tokens else ():
             entries = self._allocate_turn(turn, budget)
             if entries or self.spans.is_planned:
                 break
@@ -221,7 +219,8 @@ class Scheduler:
                 continue
             if sequence.is_retried:
                 events.append(self._results.fail(sequence, error, "step_failed"))
-            sequence.is_retried = True
+            else:
+                self.turns.retry(sequence)
         return events
 
     def drop_batch(self, batch: Batch) -> None:
@@ -238,13 +237,8 @@ class Scheduler:
 
     def restart(self) -> None:
         """After the device lost its pages: requeues running sequences, empties the prefix cache and
-        the image slots.
-
-        Sequences to be retried come first.
-        """
-        newest_first = self.running[::-1]
-        newest_first.sort(key=lambda sequence: sequence.is_retried)
-        for sequence in newest_first:
+        the image slots."""
+        for sequence in self.running[::-1]:
             self._rewind_to_waiting(sequence)
         for sequence in self.waiting:
             sequence.num_pending_tokens = sequence.num_void_choices = 0

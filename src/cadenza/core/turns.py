@@ -1,10 +1,8 @@
 """`Turns`: who goes next, and who makes room for whom.
 
-Owns the queue of waiting sequences. For each step it says which running sequences compute and which
-waiting ones may start, and in what order (`Turn`). A `TurnPolicy` orders the sequences of one
-tenant; among tenants `FairShare` says whose sequence is next, and `UnderShareTenants` whose may
-displace running ones. Invariant: with every policy a sequence comes first of its tenant's after a
-bounded wait, whatever arrives after it.
+Owns the queue of waiting sequences. Invariants: `StepTurns` alone says who computes in a step and
+who may start in it, for tokens, images, spans and scores alike; with every policy a sequence comes
+first of its tenant's after a bounded wait, whatever arrives after it.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -27,7 +25,7 @@ STARVATION_GUARD_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """The waiting sequences in the order of arrival, but preempted and retried ones come first.
+    """The waiting sequences in the order of arrival, but those that ran come first.
 
     `num_uncached` counts the tokens of one that have to be computed.
     """
@@ -78,10 +76,10 @@ class ShortestFirst:
     def order(self, queue: Queue) -> list[Sequence]:
         def length(sequence: Sequence) -> int:
             has_waited = queue.now_s - sequence.arrived_s >= self.starvation_guard_s
-            is_first = has_waited or sequence.num_preemptions or sequence.is_retried
+            is_first = has_waited or sequence.num_preemptions
             return 0 if is_first else queue.num_uncached(sequence)
 
-        return sorted(queue.waiting, key=lambda each: (not each.is_retried, length(each)))
+        return sorted(queue.waiting, key=length)
 
     def victim(self, running: SequenceOf[Sequence]) -> Sequence:
         return running[-1]
@@ -99,7 +97,7 @@ class SmallestPriorityFirst:
     has_priorities: ClassVar[bool] = True
 
     def order(self, queue: Queue) -> list[Sequence]:
-        return sorted(queue.waiting, key=lambda each: (not each.is_retried, self._aged(each)))
+        return sorted(queue.waiting, key=self._aged)
 
     def victim(self, running: SequenceOf[Sequence]) -> Sequence:
         return max(running, key=lambda each: (self._aged(each), -each.num_computed_tokens))
@@ -182,12 +180,44 @@ TURNS: dict[Batching, Callable[[SequenceOf[Sequence], Iterable[Sequence], IsBein
 
 
 def _startable(ordered: Iterable[Sequence]) -> Iterator[Sequence]:
-    """Those before the first that cannot start yet: its newest token is not read, or it is to be
-    retried alone."""
+    """Those before the first whose newest token is not read."""
     for sequence in ordered:
-        if sequence.num_pending_tokens or sequence.is_retried:
+        if sequence.num_pending_tokens:
             return
         yield sequence
+
+
+@dataclass(frozen=True, slots=True)
+class StepTurns:
+    """Who computes in one step, and who may start in it.
+
+    The sequences of a failed step are retried one at a time, and no other one starts while one of
+    them waits: what runs ends, so that each of them gets its pages.
+
+    Args:
+        retried: the one that is to be computed next, alone. None if no step has failed, or if steps
+            in flight or a sample's prompt have to be read before.
+        startable: gives waiting sequences that could start if there was room, in their order.
+        ordinary: the turn of all others.
+    """
+
+    retried: Sequence | None
+    startable: Callable[[], Iterable[Sequence]]
+    ordinary: Turn
+
+    def turns(self, passed: Sequence | None = None) -> Iterator[Turn]:
+        """The turns to try, in order: the first in which something is computed is the step.
+
+        That of `retried` is the only one, unless others must end before it can start, or it is
+        `passed`.
+        """
+        retried = self.retried
+        if retried is not None and retried is not passed:
+            if retried.row is not None:
+                yield Turn((retried,))
+                return
+            yield Turn((), (retried,))
+        yield self.ordinary
 
 
 class Turns:
@@ -202,6 +232,8 @@ class Turns:
         batching: Batching = "continuous",
     ) -> None:
         self.waiting = SequenceList()
+        self._retried: list[Sequence] = []
+        """Those of failed steps; some may have sampled or ended since."""
         self.fair_share = fair_share
         self.under_share = UnderShareTenants(limits)
         self._kv_cache = kv_cache
@@ -229,42 +261,43 @@ class Turns:
             has_row or self.under_share.has_any(self.fair_share.waiting_names)
         )
 
-    def next(
-        self, running: SequenceOf[Sequence], now_s: float, passed: Sequence | None = None
-    ) -> Iterator[Turn]:
-        """The turns to try, in order: the first in which something is computed is the step.
+    def retry(self, sequence: Sequence) -> None:
+        """A step with the sequence has failed: until it has sampled, its steps are its own."""
+        sequence.is_retried = True
+        self._retried.append(sequence)
 
-        A sequence of a failed step is retried alone, unless others must end before it can start, or
-        it is `passed`.
-        """
-        retried = self.retried(running)
-        if retried is not None and retried is not passed:
-            is_running = retried.row is not None
-            yield Turn((retried,)) if is_running else Turn((), (retried,))
-            if is_running:
-                return
-        yield self._turn_of(
-            running, self._ordered(now_s), lambda each: self._kv_cache.is_being_read(each, now_s)
-        )
+    def of_step(self, running: SequenceOf[Sequence], now_s: float) -> StepTurns:
+        """Who computes in the next step, and who may start in it."""
+        if self._retried:
+            self._retried = [each for each in self._retried if _is_to_be_retried(each)]
 
-    def retried(self, running: SequenceOf[Sequence]) -> Sequence | None:
-        """The sequence that is to be retried next, alone, if it may be computed."""
-        for sequence in running:
-            if sequence.is_retried:
+        def is_being_read(sequence: Sequence) -> bool:
+            return self._kv_cache.is_being_read(sequence, now_s)
+
+        def startable() -> Iterator[Sequence]:
+            return _startable(each for each in self._ordered(now_s) if not is_being_read(each))
+
+        ordinary = self._turn_of(running, self._ordered(now_s), is_being_read)
+        return StepTurns(self._next_retried(), startable, ordinary)
+
+    def _next_retried(self) -> Sequence | None:
+        """One that runs, or else the first that waits and can be computed."""
+        if not self._retried:
+            return None
+        for sequence in self._retried:
+            if sequence.row is not None:
                 return sequence
-        if self.waiting and self.waiting[0].is_retried:
-            first = self.waiting[0]
-            if not first.num_pending_tokens and not first.is_expecting_source:
-                return first
+        for sequence in self.waiting:
+            is_ready = not (sequence.num_pending_tokens or sequence.is_expecting_source)
+            if sequence.is_retried and is_ready:
+                return sequence
         return None
 
-    def startable(self, now_s: float) -> Iterable[Sequence]:
-        """Waiting sequences that could start if there was room, in their order."""
-        read = self._kv_cache.is_being_read
-        return _startable(each for each in self._ordered(now_s) if not read(each, now_s))
-
     def _ordered(self, now_s: float) -> Iterator[Sequence]:
-        """All waiting sequences; nothing is sorted before the first is asked for."""
+        """Waiting sequences in the order in which they start; none while one of them is to be
+        retried. Nothing is sorted before the first is asked for."""
+        if any(each.row is None for each in self._retried):
+            return
         queue = Queue(self.waiting, now_s, self._kv_cache.num_uncached_tokens)
         yield from self.fair_share.in_turns(self._policy.order(queue))
 
@@ -280,3 +313,9 @@ class Turns:
         """Raises AssertionError if tenants' sequences are counted wrongly."""
         self.fair_share.check_invariants(self.waiting)
         self.under_share.check_invariants([*self.waiting, *running])
+        retried = {each for each in (*self.waiting, *running) if each.is_retried}
+        assert retried <= set(self._retried), "a sequence is retried that nobody computes alone"
+
+
+def _is_to_be_retried(sequence: Sequence) -> bool:
+    return sequence.is_retried and not sequence.is_finished
