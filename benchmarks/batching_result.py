@@ -5,7 +5,7 @@
         --shape "135M shape" --conditions "medians of 3 rounds" \\
         --command "cadenza bench batching --setting A --shape smollm2-135m"
 
-The file holds the whole report, too. Rates and times are those of all rounds; ratios those of each.
+The file holds the whole report, too. A ratio is that of the two figures it names.
 """
 
 import argparse
@@ -20,7 +20,7 @@ TITLES = {
     "A": "8 prompts of 128 tokens, 64 out",
     "B": "prompts of 32 to 512 tokens, 16 to 256 out, all at once",
     "C": "one answer of 512 in ten, the others of 8 to 16, all at once",
-    "D": "questions of 64 tokens behind a system prompt of 2,000",
+    "D": "questions of 64 tokens behind a system prompt of {system_len:,}",
 }
 
 
@@ -45,8 +45,9 @@ def result(report: dict[str, Any], options: argparse.Namespace) -> dict[str, Any
     """The result file; see tools/result_tables.py."""
     workload, machine = report["workload"], report["machine"]
     setting, rows = workload["setting"], workload["rows"]
+    title = TITLES[setting].format(system_len=workload["system_len"])
     return {
-        "workload": f"batching {setting}, {options.shape}, {rows} rows: {TITLES[setting]}",
+        "workload": f"batching {setting}, {options.shape}, {rows} rows: {title}",
         "date": today(),
         "machine": {
             "kind": options.kind,
@@ -80,8 +81,8 @@ def mode_figures(report: dict[str, Any]) -> list[dict[str, Any]]:
             {"what": mode, "unit": "tok/s", **loads, "values": {"Cadenza": rates}},
             {"what": f"{mode}, mean TTFT", "unit": "ms", **loads, "values": {"Cadenza": times}},
         ]
-        if mode == "continuous" and own[0]["full_tok_s"] is not None:
-            full = {"Cadenza": [round(own[0]["full_tok_s"], 1)]}
+        if own[0]["full_tok_s_runs"]:
+            full = {"Cadenza": [[round(one, 1) for one in own[0]["full_tok_s_runs"]]]}
             what = f"{mode}, while requests wait"
             found.append({"what": what, "unit": "tok/s", "values": full})
     return found
@@ -92,9 +93,8 @@ def bar_figure(bar: dict[str, Any]) -> dict[str, Any]:
     beside = [f"bar {bar['required']:.2f}", bar["verdict"].replace("miss", "**miss**")]
     beside += [f"{name} {bar[name]:.2f}" for name in ("ideal", "allowed") if bar[name] is not None]
     beside += [f"claimed elsewhere {bar['claim']}"] if bar["claim"] is not None else []
-    ratios = [round(each, 2) for each in bar["ratios"]]
     what = f"{bar['what']} ({', '.join(beside)})"
-    return {"what": what, "unit": "×", "values": {"Cadenza": [ratios]}}
+    return {"what": what, "unit": "×", "values": {"Cadenza": [round(bar["ratio"], 2)]}}
 
 
 if __name__ == "__main__":

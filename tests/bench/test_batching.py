@@ -2,28 +2,15 @@
 
 import json
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from cadenza import EngineConfig, EngineCore
-from cadenza.backends.fake import FakeRunner, FakeStepHandle
-from cadenza.bench.batching import (
-    BatchingResult,
-    Compared,
-    compare_modes,
-    fitted_config,
-    rate_workload,
-)
+from cadenza import EngineConfig
+from cadenza.bench.batching import Compared, compare_modes, fitted_config, rate_workload
 from cadenza.bench.batching_bars import Bar
-from cadenza.bench.batching_figures import (
-    ModeFigures,
-    PlayedRun,
-    first_token_difference,
-    step_gains_over,
-)
-from cadenza.bench.batching_ideal import StepRates, ideal_gain, static_steps
+from cadenza.bench.batching_ideal import ideal_gain
 from cadenza.bench.batching_plan import (
     SETTINGS,
     BatchingLoad,
@@ -31,85 +18,23 @@ from cadenza.bench.batching_plan import (
     BatchingOptions,
     BatchingPlan,
 )
-from cadenza.bench.batching_player import (
-    POLICIES,
-    BatchPlayer,
-    PlayedRequest,
-    PlayTask,
-    Timing,
-)
+from cadenza.bench.batching_player import POLICIES, BatchPlayer, PlayedRequest, PlayTask
 from cadenza.bench.workloads import PlannedRequest
 from cadenza.cli import main
 from cadenza.cli.batching_report import batching_charts, batching_exit_code, print_batching
-from cadenza.config import EngineLimits
-from cadenza.core.step_schema import ModelInputs
-from cadenza.engine.core import CoreOptions
 from cadenza.errors import ConfigError
-
-ROWS = 2
-AT_ONCE = BatchingLoad()
-ANSWERS = (2, 6, 3, 3)
-"""Two static batches of two rows, of 6 and 3 steps."""
-
-
-class RowDependentRunner(FakeRunner):
-    """Its tokens are others where more than one row is computed."""
-
-    def launch(self, inputs: ModelInputs) -> FakeStepHandle:
-        handle = super().launch(inputs)
-        if inputs.num_logits > 1:
-            token_ids = (handle.output.token_ids + 1) % self.vocab_size
-            handle.output = replace(handle.output, token_ids=token_ids)
-        return handle
-
-
-def make_core(runner: type[FakeRunner] = FakeRunner, num_pages: int = 64) -> EngineCore:
-    limits = EngineLimits(
-        max_num_seqs=ROWS,
-        max_num_batched_tokens=64,
-        max_model_len=256,
-        page_size=16,
-        num_pages=num_pages,
-        max_num_queued_reqs=16,
-    )
-    made = runner(
-        max_num_seqs=ROWS,
-        max_num_batched_tokens=64,
-        max_pages_per_seq=limits.max_pages_per_seq,
-        num_pages=num_pages,
-        page_size=16,
-    )
-    return EngineCore(made, limits, CoreOptions(loop="plain"))
-
-
-@dataclass(slots=True, eq=False)
-class StepClock:
-    """Seconds are steps launched, and what was slept."""
-
-    core: EngineCore
-    slept_s: float = 0.0
-
-    def __call__(self) -> float:
-        runner = self.core.runner
-        assert isinstance(runner, FakeRunner)
-        return self.slept_s + sum(kind == "launch" for kind, _ in runner.trace)
-
-    def sleep(self, seconds: float) -> None:
-        self.slept_s += seconds
-
-    @property
-    def timing(self) -> Timing:
-        return Timing(clock=self, sleep=self.sleep)
-
-
-def planned(answers: tuple[int, ...], length: int = 4) -> list[PlannedRequest]:
-    return [
-        PlannedRequest(
-            prompt_token_ids=tuple((7 * at + place) % 97 for place in range(length)),
-            max_tokens=answer,
-        )
-        for at, answer in enumerate(answers)
-    ]
+from tests.bench.batching_cases import (
+    ANSWERS,
+    AT_ONCE,
+    ROWS,
+    RowDependentRunner,
+    StepClock,
+    compared,
+    make_core,
+    planned,
+    result,
+    small_plan,
+)
 
 
 def play(
@@ -196,42 +121,6 @@ def test_a_static_batch_takes_those_that_have_come_when_the_last_one_ends():
     assert spans(play("static", requests)) == [(1, 2), (3, 8), (3, 5), (9, 11)]
 
 
-# What lengths and rates allow
-
-
-def test_static_batches_take_as_many_steps_as_their_longest_answers():
-    assert static_steps((2, 6, 3, 3), 2) == 9
-    assert static_steps((2, 6, 3), 2) == 9
-    assert ideal_gain("static", (2, 6, 3, 3), 2) == pytest.approx(9 / (14 / 2))
-    assert ideal_gain("padded", (2, 6, 3, 3), 2) == pytest.approx(9 / 7)
-    assert ideal_gain("sequential", (2, 6, 3, 3), 2) == pytest.approx(2.0)
-    assert ideal_gain("continuous", (2, 6, 3, 3), 2) == 1.0
-
-
-RATES = StepRates(prefill_tok_s=100.0, decode_step_s={1: 1.0, 2: 2.0, 4: 3.0})
-
-
-def test_a_step_of_rows_between_two_that_were_measured_is_interpolated():
-    assert [RATES.step_s(rows) for rows in (1, 2, 3, 4)] == [1.0, 2.0, 2.5, 3.0]
-
-
-def test_measured_rates_give_the_time_of_batches():
-    requests = planned(ANSWERS, length=50)  # half a second for each prompt
-    first = requests[:2]
-    assert RATES.batch_s(first, is_padded=True) == pytest.approx(1.0 + 5 * 2.0)
-    assert RATES.batch_s(first, is_padded=False) == pytest.approx(1.0 + 1 * 2.0 + 4 * 1.0)
-    assert RATES.run_s("continuous", requests, 2) == pytest.approx(2.0 + (14 - 4) / 2 * 2.0)
-    assert RATES.run_s("sequential", requests, 2) == pytest.approx(2.0 + 10 * 1.0)
-    static_s = (1.0 + 2.0 + 4.0) + (1.0 + 2 * 2.0)
-    assert RATES.allowed_gain("static", requests, 2) == pytest.approx(static_s / 12.0)
-
-
-def test_prompts_that_come_together_have_their_first_tokens_one_after_the_other():
-    requests = planned(ANSWERS, length=50)
-    assert RATES.burst_ttft_s(requests, 1) == pytest.approx(0.5)
-    assert RATES.burst_ttft_s(requests, 4) == pytest.approx((0.5 + 1.0 + 1.5 + 2.0) / 4)
-
-
 # Plans
 
 
@@ -294,29 +183,6 @@ def test_flags_change_a_setting():
 # Comparisons
 
 
-def small_plan(**changes: object) -> BatchingPlan:
-    plan = BatchingPlan(
-        rows=ROWS,
-        loads=(BatchingLoad(clients=2), AT_ONCE),
-        num_requests=5,
-        prompt_lens=(3, 20),
-        output_lens=(2, 9),
-        repeats=2,
-    )
-    return replace(plan, **changes)  # type: ignore[arg-type]
-
-
-def compared(plan: BatchingPlan, runner: type[FakeRunner] = FakeRunner) -> Compared:
-    core = make_core(runner)
-    return compare_modes(core, plan, lambda _: None, StepClock(core).timing)
-
-
-def result(plan: BatchingPlan, found: Compared) -> BatchingResult:
-    machine = {"cpu": "m", "cores": 2, "isa": None, "threads": None, "load_average": 0.0}
-    workload: dict[str, object] = {"model": "m", "dtype": "float32", "ops": "stored"}
-    return BatchingResult(machine=machine, workload=workload, plan=plan, compared=found)
-
-
 def test_every_mode_plays_every_load_in_every_round_with_equal_tokens():
     plan = small_plan()
     found = compared(plan)
@@ -369,46 +235,9 @@ def test_hits_are_told_from_misses_by_their_salts():
     assert bar.required > 2.1
 
 
-def test_a_setting_has_its_bars():
-    lens = {"num_requests": 4, "prompt_lens": (4, 4)}
-    at_clients = tuple(BatchingLoad(clients=clients) for clients in (2, 4))
-    found = compared(small_plan(setting="A", loads=at_clients, output_lens=(5, 5), **lens))
-    assert [bar.what for bar in found.bars] == [
-        "tok/s over static, 2 clients",
-        "tokens a step over static, 2 clients",
-        "mean TTFT of static-whole over that of continuous, 4 clients",
-        "tok/s over static-whole, 4 clients",
-        "tokens a step over static-whole, 4 clients",
-    ]
-    assert [bar.ratio for bar in found.bars if "over static" in bar.what] == [1.0] * 4
-    found = compared(small_plan(setting="C", loads=(AT_ONCE,)))
-    least, *bars = found.bars
-    assert [bar.what for bar in bars] == ["tok/s over padded", "tokens a step over padded"]
-    for bar in bars:
-        assert bar.ideal == least.ratio
-        assert bar.required == pytest.approx(0.9 * least.ratio)
-    found = compared(small_plan(setting="B", loads=(AT_ONCE,)))
-    assert [bar.what for bar in found.bars] == ["tok/s over static", "tokens a step over static"]
-    assert found.bars[0].ratios == found.bars[1].ratios  # a second is a step
-
-
-def test_a_bar_is_met_as_shown_or_within_the_noise_of_three_rounds():
-    two = Bar(what="a ratio", ratios=(1.0, 1.25), required=1.126)
-    assert (two.ratio, two.error, two.verdict, two.is_met) == (1.125, 0.0, "miss", False)
-    assert replace(two, required=1.12).verdict == "pass"
-    three = replace(two, ratios=(1.0, 1.25, 1.5), required=1.253)
-    assert three.error == pytest.approx(2 * 1.4826 * 0.25 / math.sqrt(3))
-    assert three.verdict == "pass"  # 1.25, as both are shown
-    assert replace(three, required=1.5).verdict == "pass within noise"
-    assert replace(three, required=1.5).is_met
-    assert replace(three, required=1.7).verdict == "miss"
-    disturbed = replace(three, ratios=(0.55, 1.17, 1.15), required=1.39)
-    assert disturbed.verdict == "miss"
-
-
 def test_a_missed_bar_decides_the_exit_code_only_where_bars_are_checked():
     plan = small_plan(setting="B")
-    missed = Bar(what="a ratio", ratios=(1.0, 1.25), required=1.14)
+    missed = Bar(what="a ratio", over=(1.0, 1.25), under=(1.0, 1.0), required=1.14)
     found = Compared(figures=(), rates=None, bars=(missed,), difference=None)
     shown = result(plan, found)
     assert batching_exit_code(shown, BatchingOptions(setting="B")) == 0
@@ -419,68 +248,6 @@ def test_a_pool_without_room_for_all_rows_is_refused():
     core = make_core(num_pages=3)
     with pytest.raises(ConfigError, match="need 4 KV pages, and there are 3"):
         compare_modes(core, small_plan(), lambda _: None)
-
-
-# Figures
-
-
-def played(
-    times: list[float], due_s: float = 0.0, tokens: list[int] | None = None, step: int = 1
-) -> PlayedRequest:
-    return PlayedRequest(
-        index=0,
-        due_s=due_s,
-        planned=PlannedRequest(prompt_token_ids=(1, 2), max_tokens=len(times)),
-        token_ids=tokens or [5] * len(times),
-        content_s=times,
-        first_step=step,
-    )
-
-
-def test_figures_pool_the_times_of_requests_and_take_medians_of_rates():
-    run = PlayedRun(
-        mode="static",
-        load=AT_ONCE,
-        round=1,
-        requests=[played([1, 2, 4]), played([3, 5], 2.0, step=6)],
-        num_steps=10,
-    )
-    figures = ModeFigures(mode="static", load=AT_ONCE, runs=[run])
-    assert figures.ttft is not None
-    assert figures.itl is not None
-    assert figures.tpot is not None
-    assert figures.e2e is not None
-    assert (figures.ttft.mean_s, figures.e2e.mean_s) == (1.0, 3.5)
-    assert (figures.itl.count, figures.itl.mean_s) == (3, pytest.approx(5 / 3))
-    assert figures.tpot.mean_s == pytest.approx((1.5 + 2) / 2)
-    assert figures.tok_s == 1.0
-    assert figures.full_tok_s == 1.0  # three tokens by the third second
-    assert (run.tokens_a_step, run.full_tokens_a_step) == (0.5, 0.5)
-    assert step_gains_over([run], [replace(run, num_steps=20)]) == [pytest.approx(2.0)]
-    closed = replace(run, load=BatchingLoad(clients=2))
-    assert step_gains_over([closed], [closed]) == [1.0]
-    long = replace(run, requests=[played([1, 9])])
-    assert replace(figures, runs=[long, run]).middle_run is run
-    assert replace(figures, runs=[long, run, long]).middle_run is long
-    whole = replace(figures, is_whole=True)
-    assert (whole.itl, whole.tpot) == (None, None)
-
-
-def test_the_first_token_that_differs_is_named():
-    runs = [
-        PlayedRun(
-            mode=mode,
-            load=AT_ONCE,
-            round=1,
-            requests=[played([1, 2], tokens=tokens)],
-            num_steps=2,
-        )
-        for mode, tokens in (("continuous", [5, 6]), ("static", [5, 6]), ("padded", [5, 7]))
-    ]
-    assert first_token_difference(runs[:2]) is None
-    found = first_token_difference(runs)
-    assert found is not None
-    assert (found.mode, found.position, found.found, found.expected) == ("padded", 1, 7, 6)
 
 
 def test_charts_have_a_line_for_each_mode_and_a_timeline():
@@ -534,16 +301,34 @@ def test_what_cannot_be_compared_is_refused_by_name(
 def test_the_engine_has_the_rows_and_the_context_of_the_plan():
     plan = BatchingOptions(setting="B", max_num_seqs=4).plan()
     assert rate_workload(plan).concurrency == (1, 2, 4)
-    fitted = fitted_config(EngineConfig(), plan, 256)
+    fitted = fitted_config(EngineConfig(), plan, 256, 8192)
     assert fitted.max_num_seqs == 4
     assert fitted.max_model_len == 512 + 256
     plan = BatchingOptions(setting="D").plan()
-    assert fitted_config(EngineConfig(), plan, 256).max_model_len == 2000 + 64 + 8
+    assert fitted_config(EngineConfig(), plan, 256, 8192).max_model_len == 2000 + 64 + 8
     short = BatchingOptions(prompt_lens=(100, 100), output_lens=(1, 2)).plan()
     sizes = rate_workload(short)
     assert (sizes.input_len, sizes.output_len) == (100, 16)
     needed = 100 + sizes.most_tokens(8, 32)
-    assert fitted_config(EngineConfig(), short, 32).max_model_len == needed > 102
+    assert fitted_config(EngineConfig(), short, 32, 8192).max_model_len == needed > 102
+
+
+def test_the_system_prompt_of_setting_d_fits_the_context():
+    plan = BatchingOptions(setting="D").plan()
+    assert plan.within(8192).system_len == 2000
+    fitted = plan.within(2048)
+    assert fitted.system_len == 2048 - 64 - 8
+    assert fitted_config(EngineConfig(), fitted, 256, 2048).max_model_len == 2048
+    with pytest.raises(ConfigError, match=r"more than the 72 tokens .* here are 72; raise"):
+        plan.within(72)
+    other = BatchingOptions(setting="A").plan()
+    assert other.within(72) is other
+
+
+def test_runs_that_the_model_has_no_positions_for_are_refused():
+    plan = BatchingOptions(setting="B").plan()
+    with pytest.raises(ConfigError, match="take 768 tokens, and the model has 512 positions"):
+        fitted_config(EngineConfig(), plan, 256, 512)
 
 
 def test_the_command_prints_one_object_and_draws(
@@ -566,3 +351,16 @@ def test_the_command_prints_one_object_and_draws(
         assert each["tok_s"] == pytest.approx(each["num_output_tokens"] / each["duration_s"])
     assert (tmp_path / "index.html").exists()
     assert (tmp_path / "timeline.png").exists()
+
+
+def test_setting_d_runs_on_a_model_whose_context_is_shorter_than_its_prompt(
+    shape_file: Path, capsys: pytest.CaptureFixture[str]
+):
+    flags = ("--setting", "D", "--num-requests", "2", "--repeats", "1", "--json")
+    assert main(["bench", "batching", *flags, "--shape", str(shape_file)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    context = json.loads(shape_file.read_text())["max_position_embeddings"]
+    assert found["workload"]["system_len"] == context - 64 - 8 < 2000
+    hit = found["results"][1]
+    assert hit["num_cached_tokens"] > 0
+    assert found["bars"][0]["ratio"] == found["bars"][0]["value"] / found["bars"][0]["base"]

@@ -14,9 +14,8 @@ SPREAD = {"count": 8, "mean_s": 0.25}
 
 
 def mode(name: str, clients: int | None, rates: list[float]) -> dict[str, Any]:
-    full = None if clients else 77.04
     seen = {"mode": name, "clients": clients, "tok_s_runs": rates, "ttft": SPREAD}
-    return seen | {"full_tok_s": full}
+    return seen | {"full_tok_s_runs": [] if clients else [77.04, 80.0]}
 
 
 REPORT: dict[str, Any] = {
@@ -24,6 +23,7 @@ REPORT: dict[str, Any] = {
     "workload": {
         "setting": "A",
         "rows": 8,
+        "system_len": 0,
         "repeats": 2,
         "modes": ["continuous", "static"],
         "loads": ["1 client", "4 clients"],
@@ -35,7 +35,7 @@ REPORT: dict[str, Any] = {
         mode("static", 4, [30.0, 31.0]),
     ],
     "bars": [
-        {"what": "tok/s over static", "ratios": [1.234, 1.3], "required": 0.95, "verdict": "pass"}
+        {"what": "tok/s over static", "ratio": 1.234, "required": 0.95, "verdict": "pass"}
         | {"ideal": 1.5, "allowed": None, "claim": "6 to 9"}
     ],
 }
@@ -68,7 +68,7 @@ def test_a_report_becomes_a_result_file_with_a_figure_for_each_mode_and_bar(
     values = [figure.values["Cadenza"] for figure in made.figures]
     assert values[0] == [[10.0, 12.0], [40.0, 42.0]]
     assert values[1] == [250.0, 250.0]
-    assert values[-1] == [[1.23, 1.3]]
+    assert values[-1] == [1.23]
     assert made.report == REPORT
 
 
@@ -88,3 +88,9 @@ def test_requests_that_wait_from_the_start_have_the_rate_while_they_do(tmp_path:
         "continuous, mean TTFT, ms",
         "continuous, while requests wait, tok/s",
     ]
+
+
+def test_the_length_of_the_system_prompt_is_the_one_that_was_played(tmp_path: Path):
+    workload = REPORT["workload"] | {"setting": "D", "system_len": 1976}
+    run = make(tmp_path, REPORT | {"workload": workload})
+    assert run.workload.endswith("8 rows: questions of 64 tokens behind a system prompt of 1,976")

@@ -20,6 +20,8 @@ def test_quick_plays_few_and_short_runs():
     quick, whole = parsed("throughput", "--quick"), parsed("throughput")
     assert (quick["concurrency"], quick["output_len"], quick["repeats"]) == ((1, 8), 32, 1)
     assert (whole["concurrency"], whole["output_len"], whole["repeats"]) == (None, None, None)
+    batching = parsed("batching", "--quick")  # more requests than rows, so that some wait
+    assert (batching["max_num_seqs"], batching["num_requests"], batching["repeats"]) == (4, 12, 1)
     assert parsed("startup", "--quick")["repeats"] == 1
     assert parsed("load", "--quick")["repeats"] == 2
 

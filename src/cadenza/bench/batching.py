@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from cadenza import EngineConfig, EngineCore
 from cadenza.backends import BACKENDS, Backends, find_backend
@@ -20,15 +21,18 @@ from cadenza.bench.batching_figures import (
     ModeFigures,
     PlayedRun,
     first_token_difference,
-    gains_over,
-    step_gains_over,
 )
-from cadenza.bench.batching_ideal import StepRates, ideal_gain
-from cadenza.bench.batching_plan import BatchingLoad, BatchingOptions, BatchingPlan
+from cadenza.bench.batching_ideal import StepRates, ideal_gain, waiting
+from cadenza.bench.batching_plan import (
+    BatchingLoad,
+    BatchingMode,
+    BatchingOptions,
+    BatchingPlan,
+)
 from cadenza.bench.batching_player import POLICIES, BatchPlayer, PlayedRequest, PlayTask, Timing
 from cadenza.bench.machine import describe_machine
 from cadenza.bench.runs import DecodeTask, run_decode, run_prefill, text_ids
-from cadenza.bench.workloads import PlannedRequest, Workload
+from cadenza.bench.workloads import PlannedRequest, Workload, fitting_context
 from cadenza.errors import ConfigError
 from cadenza.frontend.loaded_model import load_model
 from cadenza.loading.build import describe_backend, find_configured
@@ -75,9 +79,11 @@ def measure_batching(
         CheckpointError, ConfigError, DeviceUnavailableError: it cannot be loaded or measured.
         RunnerError: a request failed.
     """
-    plan = options.plan()
-    traits = describe_backend(config, find_configured(model, config, backends), backends)
-    fitted = fitted_config(config, plan, traits.max_num_batched_tokens)
+    checkpoint = find_configured(model, config, backends)
+    trained = checkpoint.outline.max_position_embeddings
+    plan = options.plan().within(min(trained, config.max_model_len or trained))
+    traits = describe_backend(config, checkpoint, backends)
+    fitted = fitted_config(config, plan, traits.max_num_batched_tokens, trained)
     report("loading the model")
     loaded = load_model(model, fitted, backends=backends)
     try:
@@ -92,11 +98,15 @@ def measure_batching(
 
 
 def fitted_config(
-    config: EngineConfig, plan: BatchingPlan, default_token_budget: int
+    config: EngineConfig, plan: BatchingPlan, default_token_budget: int, trained: int
 ) -> EngineConfig:
     """`config` with the plan's rows and, unless it was given, a fitting context.
 
-    Raises ConfigError where the engine would decide what the modes are to decide.
+    Args:
+        trained: the positions of the model.
+
+    Raises ConfigError where the runs do not fit, or the engine would decide what the modes are to
+    decide.
     """
     if config.batching != "continuous":
         raise ConfigError(f"--batching {config.batching}: the modes batch; give --modes instead")
@@ -109,12 +119,8 @@ def fitted_config(
         sizes = rate_workload(plan)
         budget = config.max_num_batched_tokens or default_token_budget
         needed = max(needed, sizes.input_len + sizes.most_tokens(plan.rows, budget))
-    if config.max_model_len is not None and config.max_model_len < needed:
-        raise ConfigError(
-            f"--max-model-len {config.max_model_len} is below the {needed} tokens that the runs "
-            f"take; raise it, or lower --input-len or --output-len"
-        )
-    return replace(config, max_num_seqs=plan.rows, max_model_len=config.max_model_len or needed)
+    length = fitting_context(needed, config.max_model_len, trained)
+    return replace(config, max_num_seqs=plan.rows, max_model_len=length)
 
 
 def rate_workload(plan: BatchingPlan) -> Workload:
@@ -294,36 +300,46 @@ def _figures(
     requests: Sequence[PlannedRequest],
     rates: StepRates | None,
 ) -> list[ModeFigures]:
-    """BatchingLoad by load, the modes in the order of the plan."""
-
-    def runs_of(name: str, load: BatchingLoad) -> list[PlayedRun]:
-        return [run for run in runs if (run.mode, run.load) == (name, load)]
-
-    if plan.system_len:
-        (load,) = plan.loads
-        return [
-            ModeFigures(mode=name, load=load, runs=runs_of(name, load)) for name in ("miss", "hit")
-        ]
-    lens = [each.max_tokens for each in requests]
+    """Load by load, the modes in the order of the plan."""
     found: list[ModeFigures] = []
     for load in plan.loads:
-        known = rates if load.is_saturated else None
-        ours = runs_of("continuous", load)
-        for mode in plan.modes:
-            theirs = runs_of(mode, load)
-            figures = ModeFigures(
-                mode=mode, load=load, runs=theirs, is_whole=POLICIES[mode].is_whole
+        own = [run for run in runs if run.load == load]
+        if plan.system_len:
+            found += [_of_mode(name, load, own) for name in ("miss", "hit")]
+            continue
+        has_waits = load.is_saturated and len(requests) > plan.rows
+        continuous = replace(_of_mode("continuous", load, own), has_waits=has_waits)
+        found += [
+            continuous
+            if mode == "continuous"
+            else replace(
+                _of_mode(mode, load, own),
+                continuous=continuous,
+                has_waits=has_waits,
+                is_whole=POLICIES[mode].is_whole,
+                **_limits(mode, requests, plan.rows, rates if has_waits else None),
             )
-            if mode != "continuous":
-                figures = replace(
-                    figures,
-                    gains=gains_over(ours, theirs),
-                    step_gains=step_gains_over(ours, theirs),
-                    ideal_gain=known and ideal_gain(mode, lens, plan.rows),
-                    allowed_gain=known and known.allowed_gain(mode, requests, plan.rows),
-                )
-            found.append(figures)
+            for mode in plan.modes
+        ]
     return found
+
+
+def _of_mode(name: str, load: BatchingLoad, runs: Sequence[PlayedRun]) -> ModeFigures:
+    return ModeFigures(mode=name, load=load, runs=[run for run in runs if run.mode == name])
+
+
+def _limits(
+    mode: BatchingMode, requests: Sequence[PlannedRequest], rows: int, rates: StepRates | None
+) -> dict[str, Any]:
+    """What the gain can be while requests wait; nothing without rates."""
+    if rates is None:
+        return {}
+    first = waiting(mode, requests, rows)
+    lens = [each.max_tokens for each in first]
+    return {
+        "ideal_gain": ideal_gain(mode, lens, rows),
+        "allowed_gain": rates.allowed_gain(mode, first, rows),
+    }
 
 
 def _describe(

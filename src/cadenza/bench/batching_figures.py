@@ -40,8 +40,7 @@ class PlayedRun:
 
     @property
     def full_tok_s(self) -> float:
-        """Output tokens a second until the last request has its first one: while others wait to
-        take a place that becomes free."""
+        """Output tokens a second until the last request gets its row: while requests wait."""
         return self._num_full_tokens / self._full_s
 
     @property
@@ -51,11 +50,11 @@ class PlayedRun:
     @property
     def full_tokens_a_step(self) -> float:
         """As `full_tok_s`."""
-        return self._num_full_tokens / max(each.first_step for each in self.requests)
+        return self._num_full_tokens / max(each.start_step for each in self.requests)
 
     @property
     def _full_s(self) -> float:
-        return max(each.content_s[0] for each in self.requests)
+        return max(each.start_s for each in self.requests)
 
     @property
     def _num_full_tokens(self) -> int:
@@ -75,30 +74,53 @@ class PlayedRun:
 class ModeFigures:
     """All rounds of a mode under a load; times of requests are pooled, rates are medians.
 
+    What is "full" is of the time in which requests wait for a row, and None where none has to.
+
     Args:
-        gains: tokens a second of continuous batching over those of this mode, in each round; of
-            requests that wait from the start, those of continuous batching while others wait.
-        step_gains: the same of tokens a step, which no other program on the machine can disturb.
-        ideal_gain, allowed_gain: what they can be by the lengths alone, and by measured rates; None
-            where requests do not wait from the start.
+        continuous: the figures of continuous batching under the same load, with which the mode is
+            compared; None of that one itself. A gain is the ratio of two figures: of the median
+            rates, or of the median numbers of steps, which no other program on the machine can
+            disturb.
+        has_waits: whether more requests than there are rows are there from the start.
+        ideal_gain, allowed_gain: what `full_gain` can be by the lengths alone, and by measured
+            rates.
     """
 
     mode: str
     load: BatchingLoad
     runs: Sequence[PlayedRun]
-    gains: Sequence[float] = ()
-    step_gains: Sequence[float] = ()
+    continuous: "ModeFigures | None" = None
+    has_waits: bool = False
     ideal_gain: float | None = None
     allowed_gain: float | None = None
     is_whole: bool = False
 
     @property
     def gain(self) -> float | None:
-        return statistics.median(self.gains) if self.gains else None
+        return None if self.continuous is None else self.continuous.tok_s / self.tok_s
 
     @property
     def step_gain(self) -> float | None:
-        return statistics.median(self.step_gains) if self.step_gains else None
+        return None if self.continuous is None else self.num_steps / self.continuous.num_steps
+
+    @property
+    def full_gain(self) -> float | None:
+        return self._full_ratio("full_tok_s")
+
+    @property
+    def full_step_gain(self) -> float | None:
+        return self._full_ratio("full_tokens_a_step")
+
+    def _full_ratio(self, name: str) -> float | None:
+        if self.continuous is None or not self.has_waits:
+            return None
+        return getattr(self.continuous, name) / getattr(self, name)
+
+    @property
+    def gains(self) -> list[float]:
+        """Of each round."""
+        ours = () if self.continuous is None else self.continuous.runs
+        return [a.tok_s / b.tok_s for a, b in zip(ours, self.runs, strict=False)]
 
     @property
     def middle_run(self) -> PlayedRun:
@@ -120,10 +142,17 @@ class ModeFigures:
 
     @property
     def full_tok_s(self) -> float | None:
-        """None where requests do not wait from the start."""
-        if not self.load.is_saturated:
+        return statistics.median(self.full_tok_s_runs) if self.has_waits else None
+
+    @property
+    def full_tok_s_runs(self) -> list[float]:
+        return [each.full_tok_s for each in self.runs] if self.has_waits else []
+
+    @property
+    def full_tokens_a_step(self) -> float | None:
+        if not self.has_waits:
             return None
-        return statistics.median(each.full_tok_s for each in self.runs)
+        return statistics.median(each.full_tokens_a_step for each in self.runs)
 
     @property
     def duration_s(self) -> float:
@@ -170,22 +199,6 @@ class ModeFigures:
     @property
     def _requests(self) -> list[PlayedRequest]:
         return [each for run in self.runs for each in run.requests]
-
-
-def gains_over(ours: Sequence[PlayedRun], theirs: Sequence[PlayedRun]) -> list[float]:
-    """`ModeFigures.gains`, of the runs of continuous batching and those of another mode."""
-    return [
-        (a.full_tok_s if a.load.is_saturated else a.tok_s) / b.tok_s
-        for a, b in zip(ours, theirs, strict=True)
-    ]
-
-
-def step_gains_over(ours: Sequence[PlayedRun], theirs: Sequence[PlayedRun]) -> list[float]:
-    """`ModeFigures.step_gains`."""
-    return [
-        (a.full_tokens_a_step if a.load.is_saturated else a.tokens_a_step) / b.tokens_a_step
-        for a, b in zip(ours, theirs, strict=True)
-    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

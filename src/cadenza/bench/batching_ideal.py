@@ -19,6 +19,14 @@ def groups(requests: Sequence[PlannedRequest], rows: int) -> list[Sequence[Plann
     return [requests[at : at + rows] for at in range(0, len(requests), rows)]
 
 
+def waiting(
+    mode: BatchingMode, requests: Sequence[PlannedRequest], rows: int
+) -> Sequence[PlannedRequest]:
+    """Those that `mode` has answered while others wait for a row: all but its last batch."""
+    batches = groups(requests, 1 if mode == "sequential" else rows)
+    return [each for batch in batches[:-1] for each in batch]
+
+
 def static_steps(lens: Sequence[int], rows: int) -> int:
     """Steps of all batches, each as long as its longest answer."""
     return sum(max(lens[at : at + rows]) for at in range(0, len(lens), rows))
@@ -80,4 +88,10 @@ class StepRates:
         total_s = 0.0
         for burst in groups(requests, clients):
             total_s += sum(self.prefill_s(burst[: at + 1]) for at in range(len(burst)))
+        return total_s / len(requests)
+
+    def whole_ttft_s(self, requests: Sequence[PlannedRequest], clients: int) -> float:
+        """The same where the answers to `clients` requests are handed over when all have ended."""
+        batches = groups(requests, clients)
+        total_s = sum(len(each) * self.batch_s(each, is_padded=False) for each in batches)
         return total_s / len(requests)

@@ -80,6 +80,22 @@ class BatchingPlan:
     repeats: int = 3
     seed: int = 0
 
+    def within(self, context: int) -> "BatchingPlan":
+        """With as much of the system prompt as a context has room for beside the rest.
+
+        Raises ConfigError where none of it has.
+        """
+        if not self.system_len:
+            return self
+        others = self.prompt_lens[1] + self.longest_answer
+        if context <= others:
+            raise ConfigError(
+                f"--setting {self.setting} needs a context of more than the {others} tokens that "
+                f"its questions and answers take, and here are {context}; raise --max-model-len, "
+                f"or give a model with a longer context"
+            )
+        return replace(self, system_len=min(self.system_len, context - others))
+
     @property
     def longest_prompt(self) -> int:
         return self.system_len + self.prompt_lens[1]
@@ -169,7 +185,8 @@ class BatchingOptions:
         None,
         "A: 128 tokens in, 64 out, 1 to 8 clients. B: 32 to 512 in, 16 to 256 out, all at once. "
         "C: nine of ten answers of 8 to 16 tokens, one of 512, all at once. D: a system prompt of "
-        "2,000 tokens, in the prefix cache or not. Each has its bars; other flags change it.",
+        "2,000 tokens, or as many as the model's context takes, in the prefix cache or not. Each "
+        "has its bars; other flags change it.",
     )
     max_num_seqs: int | None = flag(
         None,

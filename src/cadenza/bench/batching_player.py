@@ -16,6 +16,7 @@ from cadenza.bench import Clock
 from cadenza.bench.batching_plan import BatchingMode
 from cadenza.bench.workloads import PlannedRequest
 from cadenza.errors import RunnerError
+from cadenza.events import Started
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +77,8 @@ class PlayedRequest:
     """What came of a request; times are seconds from the start of the run.
 
     `content_s`: when each token was handed over, all at the same time in a mode that hands over
-    whole batches. `first_step`: steps of the run until the first token.
+    whole batches. `start_s`, `start_step`: the time and the steps of the run before the step in
+    which it got its row.
     """
 
     index: int
@@ -85,7 +87,8 @@ class PlayedRequest:
     token_ids: list[int] = field(default_factory=list[int])
     content_s: list[float] = field(default_factory=list[float])
     num_cached_tokens: int = 0
-    first_step: int = 0
+    start_s: float = 0.0
+    start_step: int = 0
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -132,9 +135,13 @@ class BatchPlayer:
             self._arrive_by(self._now_s())
             self._submit()
             if self._open:
+                before_s, before_step = self._now_s(), self.num_steps
                 events = self._core.step()
                 now_s = self._now_s()
                 for event in events:
+                    if isinstance(event, Started):
+                        request = self._open[event.request_id]
+                        request.start_s, request.start_step = before_s, before_step
                     self._take(event, now_s)
             else:
                 self._timing.sleep(max(0.0, self._coming[0][1].after_s - self._now_s()))
@@ -187,7 +194,6 @@ class BatchPlayer:
             if request.has_all:
                 return
             if not request.token_ids:
-                request.first_step = self.num_steps
                 request.num_cached_tokens = event.num_cached_tokens or 0
             request.token_ids.append(event.token_id)
             request.content_s.append(now_s)

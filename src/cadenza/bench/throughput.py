@@ -28,7 +28,7 @@ from cadenza.bench.runs import (
     text_ids,
     touched_bytes,
 )
-from cadenza.bench.workloads import Workload
+from cadenza.bench.workloads import Workload, fitting_context
 from cadenza.checkpoint.tensor_formats import held_formats
 from cadenza.config import MAX_NUM_SEQS_BOUND
 from cadenza.errors import ConfigError
@@ -140,9 +140,12 @@ class Throughput:
 
 
 def engine_config(
-    config: EngineConfig, workload: Workload, default_token_budget: int
+    config: EngineConfig, workload: Workload, default_token_budget: int, trained: int
 ) -> EngineConfig:
-    """`config` with enough rows for the workload and, unless it was given, a fitting context."""
+    """`config` with enough rows for the workload and, unless it was given, a fitting context.
+
+    Raises ConfigError where a run fits neither that nor the `trained` positions of the model.
+    """
     budget = config.max_num_batched_tokens or default_token_budget
     filling = 2 * -(-budget // workload.input_len) + 1  # a step's prompts, and the next one's
     rows = max(config.max_num_seqs or 1, workload.most_rows, min(filling, budget))
@@ -150,7 +153,7 @@ def engine_config(
     return replace(
         config,
         max_num_seqs=min(rows, MAX_NUM_SEQS_BOUND),
-        max_model_len=config.max_model_len or workload.input_len + tokens,
+        max_model_len=fitting_context(workload.input_len + tokens, config.max_model_len, trained),
     )
 
 
@@ -167,10 +170,12 @@ def measure_throughput(
         CheckpointError, ConfigError, DeviceUnavailableError: it cannot be loaded or measured.
         RunnerError: a request failed.
     """
-    traits = describe_backend(config, find_configured(model, config, backends), backends)
+    checkpoint = find_configured(model, config, backends)
+    traits = describe_backend(config, checkpoint, backends)
     if workload.profile and traits.ops != "native":
         raise ConfigError(f"--profile needs the native ops; this engine runs the {traits.ops} ops")
-    fitted = engine_config(config, workload, traits.max_num_batched_tokens)
+    trained = checkpoint.outline.max_position_embeddings
+    fitted = engine_config(config, workload, traits.max_num_batched_tokens, trained)
     instruments = find_backend(config.backend, backends).open_instruments(traits.ops)
     report("loading the model")
     loaded = load_model(model, fitted, backends=backends)

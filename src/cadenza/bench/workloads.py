@@ -47,6 +47,24 @@ def check_repeats(repeats: int) -> None:
     check_whole("repeats", repeats, 1, MAX_REPEATS)
 
 
+def fitting_context(needed: int, asked: int | None, trained: int) -> int:
+    """`--max-model-len` for requests of `needed` tokens, which is what was asked for if anything.
+
+    Raises ConfigError where they do not fit it, or the `trained` positions of the model.
+    """
+    if asked is not None and asked < needed:
+        raise ConfigError(
+            f"--max-model-len {asked} is below the {needed} tokens that the runs take; raise it, "
+            f"or lower --input-len or --output-len"
+        )
+    if asked is None and needed > trained:
+        raise ConfigError(
+            f"the runs take {needed} tokens, and the model has {trained} positions; lower "
+            f"--input-len or --output-len, or give a model with a longer context"
+        )
+    return asked or needed
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
     """The runs of `cadenza bench throughput`.

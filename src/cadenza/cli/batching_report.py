@@ -19,6 +19,7 @@ from cadenza.cli.report import (
     as_object,
     as_table,
     counted,
+    digits_text,
     keys,
     show_result,
 )
@@ -39,24 +40,34 @@ def _ratio(value: float) -> str:
 _MODE: Columns = (
     Column("load", read="load.label"),
     Column("mode", "mode"),
-    Column("tok_s", "tok/s"),
+    Column("tok_s", "tok/s", show=digits_text),
+    Column("gain", "gain", show=_ratio),
+    Column("num_steps", "steps"),
+    Column("step_gain", "step gain", show=_ratio),
     Column("ttft", "TTFT ms", show=_milliseconds),
     Column("itl", "ITL ms", show=_milliseconds),
     Column("tpot", "TPOT ms", show=_milliseconds),
-    Column("num_steps", "steps"),
-    Column("gain", "gain", show=_ratio),
-    Column("step_gain", "in steps", show=_ratio),
-    Column("ideal_gain", "ideal", show=_ratio),
-    Column("allowed_gain", "allowed", show=_ratio),
     Column("clients", read="load.clients"),
     Column("request_rate", read="load.rate"),
-    *keys("e2e", "full_tok_s", "tok_s_runs", "gains", "duration_s"),
+    *keys("e2e", "tok_s_runs", "gains", "duration_s"),
     *keys("num_prompt_tokens", "num_output_tokens", "num_cached_tokens"),
 )
-_MODE_WITHOUT_IDEAL = [each for each in _MODE if each.heading not in ("ideal", "allowed")]
+_FULL: Columns = (
+    Column(None, "mode", "mode"),
+    Column("full_tok_s", "tok/s", show=digits_text),
+    Column("full_gain", "gain", show=_ratio),
+    Column("ideal_gain", "ideal", show=_ratio),
+    Column("allowed_gain", "allowed", show=_ratio),
+    Column("full_tokens_a_step", "tokens a step", show=digits_text),
+    Column("full_step_gain", "step gain", show=_ratio),
+    Column(None, "ideal", "ideal_gain", show=_ratio),
+    *keys("full_tok_s_runs"),
+)
 _BAR: Columns = (
     Column("what", "bar"),
-    Column("ratio", "measured", show=_ratio),
+    Column("value", "of", show=digits_text),
+    Column("base", "over", show=digits_text),
+    Column("ratio", "ratio", show=_ratio),
     Column("required", "at least", show=_ratio),
     Column("verdict", "verdict"),
     Column("ideal", "ideal", show=_ratio),
@@ -80,7 +91,7 @@ def batching_facts(found: BatchingResult) -> dict[str, Any]:
         "machine": found.machine,
         "workload": found.workload,
         "rates": compared.rates,
-        "results": [as_object(_MODE, each) for each in compared.figures],
+        "results": [as_object((*_MODE, *_FULL), each) for each in compared.figures],
         "bars": [as_object(_BAR, each) for each in compared.bars],
         "tokens_equal": compared.difference is None,
         "first_difference": compared.difference,
@@ -110,17 +121,23 @@ def _text(found: BatchingResult) -> Text:
         )
     for load in plan.loads:
         shown = [each for each in compared.figures if each.load == load]
-        has_ideal = any(each.ideal_gain is not None for each in shown)
         yield f"{load.label}:"
-        yield as_table(_MODE if has_ideal else _MODE_WITHOUT_IDEAL, shown)
+        yield as_table(_MODE, shown)
+        if any(each.has_waits for each in shown):
+            yield f"{load.label}, while requests wait for a row:"
+            yield as_table(_FULL, shown)
     yield (
-        "ms: mean, p50, p95 and p99; gain: tok/s of continuous batching over this mode's, and its "
-        "tokens a step"
+        "rates and steps are medians, ms: mean, p50, p95 and p99; gain: the tok/s of continuous "
+        "batching over this mode's, and this mode's steps over those of continuous batching"
     )
     if any(each.ideal_gain is not None for each in compared.figures):
-        yield "ideal: that gain by the lengths of answers alone; allowed: by the measured rates"
+        yield (
+            "while requests wait: until the last one gets a row; ideal: that gain by the lengths "
+            "of answers alone; allowed: by the measured rates"
+        )
     if compared.bars:
         yield as_table(_BAR, compared.bars)
+        yield "of, over: medians of the rounds (TTFT in seconds); ratio: the one over the other"
     yield _tokens_text(found)
 
 
@@ -170,7 +187,7 @@ def batching_charts(found: BatchingResult) -> list[Chart]:
         if some:
             shown = [each for each in figures if each.load in some]
             charts += [_throughput_chart(kind, shown), _ttft_chart(kind, shown)]
-    full = [each for each in figures if each.ideal_gain is not None]
+    full = [each for each in figures if each.full_gain is not None]
     if full:
         charts.append(_gain_chart([each for each in full if each.load == full[-1].load]))
     middle = loads[len(loads) // 2]
@@ -212,11 +229,11 @@ def _gain_chart(figures: Sequence[ModeFigures]) -> Chart:
 
     return Chart(
         name="gain",
-        title=f"tokens a second of continuous batching over each mode, {figures[0].load.label}",
+        title="tokens a second of continuous batching over each mode, while requests wait",
         x_label="mode",
         y_label="ratio",
         series=[
-            bars("measured", "gain"),
+            bars("measured", "full_gain"),
             bars("ideal, by lengths", "ideal_gain"),
             bars("allowed, by measured rates", "allowed_gain"),
         ],

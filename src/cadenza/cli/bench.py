@@ -255,7 +255,10 @@ QUICK: Mapping[str, tuple[str, Mapping[str, object]]] = {
         "--concurrency 1,8 --num-requests 12 --output-len 16:32",
         {"concurrency": "1,8", "num_requests": 12, "output_lens": "16:32"},
     ),
-    "batching": ("--num-requests 8 --repeats 1", {"num_requests": 8, "repeats": 1}),
+    "batching": (
+        "--max-num-seqs 4 --num-requests 12 --output-len 8:64 --repeats 1",
+        {"max_num_seqs": 4, "num_requests": 12, "output_lens": "8:64", "repeats": 1},
+    ),
     "compare": (
         "--concurrency 1,8 --num-requests 12 --output-len 16:32 --rounds 2",
         {"concurrency": "1,8", "num_requests": 12, "output_lens": "16:32", "rounds": 2},

@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from math import floor, log10
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, cast
 
@@ -223,6 +224,11 @@ def magnitude_text(count: int) -> str:
         if count >= size:
             return f"{count / size:.1f} {letter}"
     return str(count)
+
+
+def digits_text(value: float) -> str:
+    """With four digits, so that a ratio of two such values is that of the values."""
+    return f"{value:.{max(0, 3 - floor(log10(abs(value))))}f}" if value else "0"
 
 
 def seconds_text(seconds: float | None) -> str:
