@@ -321,7 +321,7 @@ def predict(model: Path, request_rate: float, num_requests: int) -> None:
     print(f"costs learned beside each other: {cost}")
     print(f"{'':12}{'real':>9}{'simulated':>11}{'ratio':>7}")
     ttfts_s = played.ttfts_s()
-    hit_rate = stats.num_prefix_hits / stats.num_prefix_queries
+    hit_rate = stats.numbers["prefix_cache_hits"] / stats.numbers["prefix_cache_queries"]
     rows = {
         "ttft p50 ms": (1000 * statistics.median(ttfts_s), 1000 * found.ttft.p50_s),
         "ttft p99 ms": (1000 * ttfts_s[int(0.99 * len(ttfts_s))], 1000 * found.ttft.p99_s),

@@ -10,30 +10,16 @@ script; a test compares the pages with what it would write.
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from prometheus_client.core import Metric
-from prometheus_client.parser import text_string_to_metric_families
 from typer.main import get_command
 
 from cadenza.cli.app import build_app
 from cadenza.cli.options import ENGINE_FLAGS, VARIABLES_WITHOUT_FLAG
-from cadenza.core.draft_ledger import DraftState
-from cadenza.engine.open_requests import RequestStats
-from cadenza.engine.stats import (
-    Distribution,
-    EngineStats,
-    ImageStats,
-    ScoringStats,
-    StateStats,
-    StepBoundStats,
-)
-from cadenza.engine.status import EngineStatus
-from cadenza.engine.stored_pages import StoredPageCounts
-from cadenza.server.metrics import Metrics, ServedCounts
-from cadenza.server.model_turns import ModelTurn
+from cadenza.core.figures import Figure
+from cadenza.engine.stats import ENGINE_FIGURES
+from cadenza.server.metrics import SERVER_FIGURES
 from tools.field_tables import fields_page, table
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -125,72 +111,25 @@ def value_of(flag: Any) -> str:
 
 
 def metrics_page() -> str:
-    families = sorted(served_families(), key=lambda each: each.name)
-    both = {each.name.partition(":")[2] for each in families if each.name.startswith("vllm:")}
+    figures = sorted(
+        (*SERVER_FIGURES, *ENGINE_FIGURES), key=lambda each: (each.has_vllm_name, each.name)
+    )
     rows = [
-        (f"`{name_of(each)}`", each.type, labels_of(each), each.documentation)
-        for each in families
-        if each.name.startswith(("vllm:", "cadenza:"))
-        and not (each.name.startswith("cadenza:") and each.name.partition(":")[2] in both)
+        (
+            f"`{name_of(each)}`",
+            each.type,
+            ", ".join(f"`{label}`" for label in sorted(each.labels)),
+            each.help,
+        )
+        for each in figures
     ]
     return f"{WRITTEN}\n{METRICS_HEAD}\n{table(('metric', 'type', 'labels', ''), rows)}"
 
 
-def served_families() -> Iterable[Metric]:
-    """Those of a server with everything that adds metrics."""
-    model = CountedIdly()
-    metrics = Metrics([model], model.counts, lambda: 0, has_loads=True)
-    text, _ = metrics.render()
-    return text_string_to_metric_families(text.decode())
-
-
-class CountedIdly:
-    """A model and its engine, which have done nothing."""
-
-    name = "model"
-    none = Distribution.empty((1.0,))
-
-    def __init__(self) -> None:
-        self.counts = ServedCounts()
-        self.turn, self.num_loads = ModelTurn(), 1
-        self.engine: Any = self
-
-    def status(self) -> EngineStatus:
-        return EngineStatus(state="ready", startup_s={"load": 0.0}, replicas=("ready",))
-
-    def request_stats(self) -> RequestStats:
-        values = ("queue_seconds", "prefill_seconds", "decode_seconds", "resume_seconds")
-        counted: dict[str, Any] = dict.fromkeys(values, self.none)
-        return RequestStats(num_accepted=0, ends={}, rejections={}, num_resumed=0, **counted)
-
-    def stats(self) -> EngineStats:
-        given = {"num_accepted_per_pos": (0,), "step_seconds": self.none, "step_tokens": self.none}
-        needed = [each.name for each in fields(EngineStats) if each.default is MISSING]
-        counted: dict[str, Any] = {**dict.fromkeys(needed, 1), **given}
-        for by_reason in ("num_prefix_misses", "num_missed_prompts"):
-            counted.pop(by_reason, None)
-        bound = StepBoundStats(max_s=1.0, prefill_share=1.0, num_granted=0, num_exceeded=0)
-        return EngineStats(
-            **counted,
-            draft_states=(DraftState("ngram", "1", is_on=True, gain=0.0),),
-            step_bound=bound,
-            queued_s=0.0,
-            stored_pages=StoredPageCounts(),
-            states=StateStats(),
-            images=ImageStats(),
-            scoring=ScoringStats(),
-        )
-
-
-def name_of(metric: Metric) -> str:
+def name_of(figure: Figure[Any]) -> str:
     """Without the prefix, where there are both."""
-    name = metric.name.removeprefix("vllm:")
-    return f"{name}_total" if metric.type == "counter" else name
-
-
-def labels_of(metric: Metric) -> str:
-    labels = {label for sample in metric.samples for label in sample.labels}
-    return ", ".join(f"`{label}`" for label in sorted(labels - {"model_name", "le"}))
+    name = figure.name if figure.has_vllm_name else f"cadenza:{figure.name}"
+    return f"{name}_total" if figure.type == "counter" else name
 
 
 if __name__ == "__main__":

@@ -162,7 +162,9 @@ class Engine:
         stats = self._host.stats
         if stats is None:
             return {}
-        return asdict(EngineDemand(queued_s=stats.queued_s, kv_usage=stats.kv_cache_usage))
+        return asdict(
+            EngineDemand(queued_s=stats.numbers["queued_seconds"], kv_usage=stats.kv_cache_usage)
+        )
 
     def __del__(self) -> None:
         self._has_ended.set()

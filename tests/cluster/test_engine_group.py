@@ -154,7 +154,7 @@ def test_a_prompt_goes_where_its_prefix_is(open_group: OpenGroup) -> None:
             group.engine.submit(request(*prompt, max_tokens=2))
             group.wait_all()
     assert num_accepted(group) == [4, 4]
-    group.wait(lambda: (s := group.engine.stats()) and s.num_prefix_hits >= 6 * 48)
+    group.wait(lambda: (s := group.engine.stats()) and s.numbers["prefix_cache_hits"] >= 6 * 48)
 
 
 def test_a_session_goes_to_its_replica_even_where_nobody_sent_the_answers_pages(
@@ -177,4 +177,4 @@ def test_a_session_goes_to_its_replica_even_where_nobody_sent_the_answers_pages(
         group.engine.submit(request(*range(first, first + 4), *answer, max_tokens=2))
         group.wait_all()
     assert num_accepted(group) == [2, 2]
-    group.wait(lambda: (s := group.engine.stats()) and s.num_prefix_hits == 2 * 80)
+    group.wait(lambda: (s := group.engine.stats()) and s.numbers["prefix_cache_hits"] == 2 * 80)

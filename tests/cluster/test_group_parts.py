@@ -167,15 +167,15 @@ def test_a_group_has_as_many_rows_and_places_as_its_replicas() -> None:
 def test_figures_of_a_group_are_the_sums_of_its_replicas() -> None:
     meters = [StepMeter(make_core(EngineConfig(max_num_seqs=4)), lambda: 0.0) for _ in range(2)]
     for count, meter in enumerate(meters, start=1):
-        core = meter._core  # pyright: ignore[reportPrivateUsage]
         for request_id in range(count):
-            core.enqueue(request_id, prompt(1, 2, 3))
+            meter.core.enqueue(request_id, prompt(1, 2, 3))
         meter.step()
     found = group_stats([each.stats() for each in meters])
     assert found is not None
-    assert found.num_prefix_queries == 9
-    assert found.pages_free + found.pages_live + found.pages_cached == 2 * 64
-    assert (found.step_tokens.count, found.step_tokens.total) == (2, 9.0)
+    assert found.numbers["prefix_cache_queries"] == 9
+    assert sum(found.by_label["pages"].values()) == 2 * 64
+    tokens = found.histograms["iteration_tokens_total"]
+    assert (tokens.count, tokens.total) == (2, 9.0)
     assert group_stats([]) is None
 
 

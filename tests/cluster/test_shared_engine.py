@@ -126,7 +126,7 @@ def test_a_front_end_that_comes_later_goes_to_where_others_prefixes_are(
     for prompt in reversed(prompts):
         second.engine.submit(request(*prompt, max_tokens=2))
         second.wait_all()
-    second.wait(lambda: (s := second.engine.stats()) and s.num_prefix_hits == 2 * 48)
+    second.wait(lambda: (s := second.engine.stats()) and s.numbers["prefix_cache_hits"] == 2 * 48)
 
 
 class Speaker:
@@ -181,12 +181,12 @@ def test_a_lost_front_end_leaves_no_request_and_finds_its_engine_again(
     lost = speak(host, 7)
     lost.start(step_s=0.02)
     lost.say(Submit(7 << 32, request(max_tokens=250)))
-    wait_for(lambda: (stats := host.stats) and stats.num_running == 1)
+    wait_for(lambda: (stats := host.stats) and stats.numbers["num_requests_running"] == 1)
     lost.child.close(within_s=0.0)
-    wait_for(lambda: (stats := host.stats) and stats.num_running == 0)
+    wait_for(lambda: (stats := host.stats) and stats.numbers["num_requests_running"] == 0)
     stats = host.stats
     assert stats is not None
-    assert stats.step_tokens.count < 200
+    assert stats.histograms["iteration_tokens_total"].count < 200
     assert host.num_fronts == 0
     again = speak(host, 7)
     again.start(step_s=0.02)

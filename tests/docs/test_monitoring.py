@@ -12,13 +12,17 @@ from typing import Any
 import pytest
 import yaml
 
+from cadenza.engine.stats import ENGINE_FIGURES
+from cadenza.server.metrics import SERVER_FIGURES
 from tests.docs.documents import ROOT
-from tools.reference_tables import served_families
 
 FOLDER = ROOT / "examples" / "monitoring"
 OF_PROMETHEUS = {"up": {"job", "instance"}}
 TARGET_LABELS = {"instance", "job"}
 """Which Prometheus adds to each series."""
+
+ENDINGS = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_count", "_sum")}
+LABELS = {"_bucket": {"le"}}
 
 SERIES = re.compile(r"\b(?:vllm|cadenza):\w+|\bup\b")
 SELECTOR = re.compile(r"((?:vllm|cadenza):\w+|\bup)\{([^}]*)\}")
@@ -27,11 +31,13 @@ LABEL = re.compile(r"(\w+)\s*(?:=~|!~|!=|=)")
 
 
 def exported() -> dict[str, set[str]]:
-    """The labels of each series; those that a server without requests has no sample of, too."""
+    """The labels of each series that a server with everything exports."""
     found: dict[str, set[str]] = {}
-    for family in served_families():
-        for sample in family.samples:
-            found.setdefault(sample.name, set()).update(sample.labels)
+    for figure in (*SERVER_FIGURES, *ENGINE_FIGURES):
+        for prefix in ("vllm:", "cadenza:") if figure.has_vllm_name else ("cadenza:",):
+            for ending in ENDINGS[figure.type]:
+                labels = {"model_name", *figure.labels}
+                found[f"{prefix}{figure.name}{ending}"] = labels | LABELS.get(ending, set())
     return found
 
 

@@ -119,7 +119,7 @@ def test_deadlines_end_requests_and_free_their_pages(bench: Bench):
         3: ("error", "queue_timeout"),
     }
     assert bench.num_launches <= 41
-    assert bench.link.stats.pages_live == 0
+    assert bench.link.stats.by_label["pages"]["live"] == 0
 
 
 @pytest.mark.parametrize(
@@ -152,4 +152,4 @@ def test_failures_in_a_row_stop_the_service_and_a_success_between_them_does_not(
     assert set(bench.ends()) == set(range(20))
     status = bench.service.status()
     assert (status.state, status.error is not None) == ("dead", True)
-    assert bench.link.stats.num_failed_steps == 7
+    assert bench.link.stats.numbers["failed_steps"] == 7

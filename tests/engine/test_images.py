@@ -374,11 +374,11 @@ def test_no_placeholder_is_ever_sampled() -> None:
 def test_statistics_count_what_was_encoded_and_found() -> None:
     engine, _ = engine_of()
     run_requests(engine, [request_of(text(3), CAT, text(4)), request_of(text(5), CAT)])
-    images = StepMeter(engine, lambda: 0.0).stats().images
-    assert images is not None
-    assert (images.num_encoded, images.num_slot_hits, images.num_failed) == (1, 1, 0)
-    assert (images.slots_live, images.slots_cached, images.slots_free) == (0, 16, 48)
-    assert images.encoder_s > 0
+    stats = StepMeter(engine, lambda: 0.0).stats()
+    assert (stats.numbers["images_encoded"], stats.numbers["images_given_up"]) == (1, 0)
+    assert stats.by_label["image_hits"] == {"slots": 1, "prefix_cache": 0}
+    assert stats.by_label["image_slots"] == {"live": 0, "cached": 16, "free": 48}
+    assert stats.numbers["image_encoder_seconds"] > 0
 
 
 def test_images_give_their_requests_no_rules() -> None:

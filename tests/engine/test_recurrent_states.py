@@ -13,7 +13,7 @@ from cadenza.config import EngineLimits, SchedulerLoop
 from cadenza.core.recurrent_states import RecurrentStates, snapshot_places
 from cadenza.core.sequence import Sequence
 from cadenza.engine.core import EngineCore
-from cadenza.engine.stats import StateStats, StepMeter
+from cadenza.engine.stats import StepMeter
 from cadenza.errors import ConfigError
 from cadenza.events import Finished
 from cadenza.request import Request, SamplingParams
@@ -325,7 +325,7 @@ def test_slots_and_snapshots_are_counted() -> None:
         engine.submit(request_of(max_tokens=1))
         while not engine.is_idle:
             meter.step()
-    counted = meter.stats().states
-    assert counted == StateStats(
-        slots_live=0, slots_cached=3, slots_free=21, num_snapshots=3, num_hits=1, num_dropped=0
-    )
+    counted = meter.stats()
+    assert counted.by_label["state_slots"] == {"live": 0, "cached": 3, "free": 21}
+    names = ("state_snapshots", "state_snapshot_hits", "state_snapshots_dropped")
+    assert [counted.numbers[each] for each in names] == [3, 1, 0]

@@ -1,5 +1,6 @@
 """`StepMeter`: every count equals what was seen from outside, and a snapshot stays as it was."""
 
+from collections.abc import Mapping
 from itertools import count
 from typing import TypeVar, overload
 
@@ -7,10 +8,11 @@ import pytest
 
 from cadenza.backends.fake import FakeRunner, FakeStepHandle
 from cadenza.config import EngineLimits
+from cadenza.core.figures import Distribution, Tally
 from cadenza.core.step_cost import StepCost
 from cadenza.core.step_schema import ModelInputs
 from cadenza.engine.core import CoreOptions, EngineCore
-from cadenza.engine.stats import Distribution, StepMeter, Tally
+from cadenza.engine.stats import ENGINE_FIGURES, StepMeter
 from cadenza.events import Finished
 from cadenza.request import Request, SamplingParams
 
@@ -75,7 +77,7 @@ def play(core: EngineCore, meter: StepMeter) -> None:
     while not core.is_idle:
         meter.step()
         stats = meter.stats()
-        assert stats.pages_live + stats.pages_cached + stats.pages_free == LIMITS.num_pages
+        assert sum(stats.by_label["pages"].values()) == LIMITS.num_pages
 
 
 def test_steps_tokens_and_seconds_equal_what_the_runner_saw():
@@ -85,12 +87,20 @@ def test_steps_tokens_and_seconds_equal_what_the_runner_saw():
         core.submit(request(length))
     play(core, meter)
     stats = meter.stats()
-    assert stats.step_seconds.count == len(runner.num_tokens)
-    assert stats.step_tokens.total == sum(runner.num_tokens)
-    assert stats.step_tokens.count == stats.step_seconds.count
-    assert stats.step_seconds.total == pytest.approx(0.25 * stats.step_seconds.count)
-    assert stats.num_preemptions > 0
-    assert (stats.num_running, stats.num_waiting, stats.pages_live) == (0, 0, 0)
+    assert stats.histograms["step_seconds"].count == len(runner.num_tokens)
+    assert stats.histograms["iteration_tokens_total"].total == sum(runner.num_tokens)
+    assert (
+        stats.histograms["iteration_tokens_total"].count == stats.histograms["step_seconds"].count
+    )
+    assert stats.histograms["step_seconds"].total == pytest.approx(
+        0.25 * stats.histograms["step_seconds"].count
+    )
+    assert stats.numbers["num_preemptions"] > 0
+    assert (
+        stats.numbers["num_requests_running"],
+        stats.numbers["num_requests_waiting"],
+        stats.by_label["pages"]["live"],
+    ) == (0, 0, 0)
 
 
 def test_a_prompt_counts_once_in_the_prefix_cache_however_often_it_was_preempted():
@@ -102,8 +112,11 @@ def test_a_prompt_counts_once_in_the_prefix_cache_however_often_it_was_preempted
     core.submit(request(30, first=20, max_tokens=50))
     play(core, meter)
     stats = meter.stats()
-    assert stats.num_preemptions > 0
-    assert (stats.num_prefix_queries, stats.num_prefix_hits) == (40 + 40 + 35 + 30, 32)
+    assert stats.numbers["num_preemptions"] > 0
+    assert (stats.numbers["prefix_cache_queries"], stats.numbers["prefix_cache_hits"]) == (
+        40 + 40 + 35 + 30,
+        32,
+    )
 
 
 def test_requests_are_running_or_waiting_and_pages_live_while_they_run():
@@ -113,9 +126,11 @@ def test_requests_are_running_or_waiting_and_pages_live_while_they_run():
     before = meter.stats()
     meter.step()
     after = meter.stats()
-    assert (before.num_running, before.num_waiting, before.kv_cache_usage) == (0, 5, 0.0)
-    assert (after.num_running, after.num_waiting) == (3, 2)
-    assert after.kv_cache_usage == after.pages_live / 8 > 0
+    states = ("num_requests_running", "num_requests_waiting")
+    assert [before.numbers[each] for each in states] == [0, 5]
+    assert [after.numbers[each] for each in states] == [3, 2]
+    assert before.kv_cache_usage == 0.0
+    assert after.kv_cache_usage == after.by_label["pages"]["live"] / 8 > 0
 
 
 def test_prompts_that_wait_take_the_predicted_seconds_of_their_tokens_until_they_are_computed():
@@ -126,10 +141,10 @@ def test_prompts_that_wait_take_the_predicted_seconds_of_their_tokens_until_they
         prompt = tuple(range(request_id, request_id + 40))
         params = SamplingParams(max_tokens=2, ignore_eos=True)
         core.enqueue(request_id, Request(prompt_token_ids=prompt, params=params))
-    assert meter.stats().queued_s == pytest.approx(200 * (40 / 40 + 1) / 1000)
+    assert meter.stats().numbers["queued_seconds"] == pytest.approx(200 * (40 / 40 + 1) / 1000)
     while not core.is_idle:
         meter.step()
-    assert meter.stats().queued_s == 0.0
+    assert meter.stats().numbers["queued_seconds"] == 0.0
 
 
 def test_failed_steps_are_counted_and_a_success_ends_their_row():
@@ -142,7 +157,7 @@ def test_failed_steps_are_counted_and_a_success_ends_their_row():
     core.submit(request(5))
     play(core, meter)
     assert core.num_consecutive_failures == 0
-    assert meter.stats().num_failed_steps == 4
+    assert meter.stats().numbers["failed_steps"] == 4
 
 
 def test_a_failed_request_says_what_kind_of_error_ended_it():
@@ -161,3 +176,14 @@ def test_a_value_on_a_bound_belongs_below_it_and_one_above_all_to_the_last_count
     assert tally.snapshot() == expected
     tally.add(0.0)
     assert expected.count == 6
+
+
+def test_a_figure_is_read_as_it_is_declared():
+    core, meter = make_meter(make_runner())
+    core.submit(request(10))
+    play(core, meter)
+    declared = {each.name: each for each in ENGINE_FIGURES}
+    assert len(declared) == len(ENGINE_FIGURES), "two figures have one name"
+    for name, reading in meter.stats().readings:
+        assert isinstance(reading, Distribution) == (declared[name].type == "histogram"), name
+        assert isinstance(reading, Mapping) == bool(declared[name].labels), name

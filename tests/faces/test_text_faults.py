@@ -136,7 +136,7 @@ def test_streams_go_on_beside_one_that_failed_and_its_pages_are_free(
             outputs = await asyncio.gather(last(broken), *[last(plain) for _ in range(4)])
             assert service.request_stats().ends == {"abort": 1, "length": 4}
             await last(plain)
-            assert link.stats.pages_live == 0
+            assert link.stats.by_label["pages"]["live"] == 0
             return outputs
 
     failed, *others = asyncio.run(asyncio.wait_for(play(), 60))

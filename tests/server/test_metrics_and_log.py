@@ -4,12 +4,15 @@ import json
 import re
 import threading
 import time
+from typing import Any
 
+from cadenza.engine.stats import EngineStats
 from cadenza.frontend.text_frontend import TextFrontend
+from cadenza.server.metrics import Metrics, ServedCounts
+from cadenza.server.model_turns import ModelTurn
 from tests.server.harness import TIMEOUT_S, RunningServer, options, running_server
 from tests.server.scripted_engine import ScriptedEngine
 from tests.server.test_streams import wait_until
-from tools.reference_tables import served_families
 
 LINE = re.compile(r"^([\w:]+)(?:\{(.*)\})? (\S+)$")
 
@@ -52,8 +55,25 @@ def test_counts_are_those_of_the_client(server: RunningServer, engine: ScriptedE
     assert set(before) == set(found), "no request adds a series"
 
 
+class DraftingModel:
+    """A model whose engine drafts, and has done nothing else."""
+
+    name = "model"
+
+    def __init__(self) -> None:
+        self.counts = ServedCounts()
+        self.turn, self.num_loads = ModelTurn(), 1
+        self.engine: Any = ScriptedEngine(())
+
+    def stats(self) -> EngineStats:
+        pages = {"live": 0, "cached": 0, "free": 1}
+        return EngineStats(by_label={"pages": pages, "drafts_on": {"ngram,1": 1}})
+
+
 def test_whether_drafts_pay_is_a_gauge_by_their_source_and_numbers_of_rows() -> None:
-    family = next(each for each in served_families() if each.name == "cadenza:drafts_on")
+    model = DraftingModel()
+    metrics = Metrics([model], model.counts, lambda: 0)
+    family = next(each for each in metrics.collect() if each.name == "cadenza:drafts_on")
     labels = {"model_name": "model", "source": "ngram", "rows": "1"}
     assert [(sample.labels, sample.value) for sample in family.samples] == [(labels, 1.0)]
 

@@ -48,7 +48,7 @@ class WatchedService(EngineFront):
         def watch_and_emit(events: list[Event]) -> None:
             stats = self.stats()
             assert stats is not None
-            self.most_running = max(self.most_running, stats.num_running)
+            self.most_running = max(self.most_running, stats.numbers["num_requests_running"])
             assert self._all_came.wait(TIMEOUT_S), f"{self._num_missing} did not come"
             emit(events)
 

@@ -168,7 +168,11 @@ def kill_again_and_again(times: int) -> None:
         front.wait(lambda: front.engine.status().is_ready, LOAD_S)
     stats, resumed = front.engine.stats(), front.engine.request_stats()
     assert stats is not None
-    assert (stats.pages_live, stats.num_running, stats.num_waiting) == (0, 0, 0)
+    assert (
+        stats.by_label["pages"]["live"],
+        stats.numbers["num_requests_running"],
+        stats.numbers["num_requests_waiting"],
+    ) == (0, 0, 0)
     assert resumed.ends.keys() <= {"length", "stop"}
     assert resumed.resume_seconds.count
     mean_s = resumed.resume_seconds.total / resumed.resume_seconds.count
@@ -220,7 +224,7 @@ def get_no_more_memory(spare_bytes: int) -> None:
     for _ in range(MOST_ROUNDS):
         rounds.check_short_of_memory()
         stats = front.engine.stats()
-        if front.engine.status().num_restarts or (stats and stats.num_failed_steps):
+        if front.engine.status().num_restarts or (stats and stats.numbers["failed_steps"]):
             break
         rounds.begin()
     else:
@@ -318,7 +322,7 @@ def check_idle(seconds: float, share: float) -> None:
     front.wait_ends(4)
     stats = front.engine.stats()
     assert stats is not None
-    assert stats.num_compiles_after_warmup == 0
+    assert stats.numbers["compiles_after_warmup"] == 0
     pid = front.link.pid
     assert pid is not None
     # The serving thread is the only one of this process that is awake.

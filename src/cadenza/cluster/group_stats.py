@@ -1,18 +1,16 @@
 """The replicas' states, bounds and figures as those of one engine."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from cadenza.config import EngineLimits
+from cadenza.core.figures import Distribution, Reading
 from cadenza.engine.open_requests import EngineLoad, RequestStats
-from cadenza.engine.stats import Distribution, EngineStats
+from cadenza.engine.stats import ENGINE_FIGURES, EngineStats
 from cadenza.engine.status import EngineState, EngineStatus
 
-Figures = TypeVar("Figures")
-
-ADDED_SECONDS = ("queued_s", "encoder_s", "scoring_s")
-"""Figures that are sums; other fractional ones are settings, and alike."""
+NOT_ADDED = frozenset(each.name for each in ENGINE_FIGURES if not each.is_added)
 
 BEST_FIRST: tuple[EngineState, ...] = ("ready", "draining", "restarting", "loading", "dead")
 
@@ -51,53 +49,33 @@ def group_load(found: Sequence[EngineLoad]) -> EngineLoad:
 
 
 def group_stats(found: Sequence[EngineStats]) -> EngineStats | None:
-    """The sums; what is no count is the first one's."""
-    return _added(found) if found else None
-
-
-def group_request_stats(found: Sequence[RequestStats]) -> RequestStats:
-    return _added(found)
-
-
-def _added(found: Sequence[Figures]) -> Figures:
-    first: Any = found[0]
-    names = [each.name for each in fields(first)]
-    values = {name: [getattr(each, name) for each in found] for name in names}
-    return replace(
-        first,
-        **{name: _sum(own) for name, own in values.items() if name not in ADDED_SECONDS},
-        **{name: _seconds(own) for name, own in values.items() if name in ADDED_SECONDS},
+    """The sums; of a figure that is not added, what the first engine with it has."""
+    if not found:
+        return None
+    by_name: dict[str, list[Reading]] = {}
+    for each in found:
+        for name, reading in each.readings:
+            by_name.setdefault(name, []).append(reading)
+    return EngineStats.of(
+        (name, readings[0] if name in NOT_ADDED else _sum(readings))
+        for name, readings in by_name.items()
     )
 
 
-def _seconds(values: Sequence[float | None]) -> float | None:
-    known = [each for each in values if each is not None]
-    return sum(known) if known else None
+def group_request_stats(found: Sequence[RequestStats]) -> RequestStats:
+    names = [each.name for each in fields(RequestStats)]
+    added: dict[str, Any] = {name: _sum([getattr(each, name) for each in found]) for name in names}
+    return RequestStats(**added)
 
 
-def _sum(values: Sequence[Any]) -> Any:
-    """Of numbers, numbers by name or by place, histograms, or figures of such."""
-    known = [each for each in values if each is not None]
-    if not known:
-        return None
-    first: Any = known[0]
-    if isinstance(first, int):
-        return sum(known)
+def _sum(readings: Sequence[Reading]) -> Reading:
+    first = readings[0]
     if isinstance(first, Distribution):
-        counts = tuple(map(sum, zip(*(each.counts for each in known), strict=True)))
-        return replace(first, counts=counts, total=sum(each.total for each in known))
-    if isinstance(first, dict):
-        names = dict.fromkeys(name for each in known for name in each)
-        return {name: sum(each.get(name, 0) for each in known) for name in names}
-    if _has_counts(first):
-        width = max(map(len, known))
-        padded = [(*each, *(0,) * (width - len(each))) for each in known]
-        return tuple(map(sum, zip(*padded, strict=True)))
-    if hasattr(first, "__dataclass_fields__"):
-        return _added(known)
-    return first
-
-
-def _has_counts(value: Any) -> bool:
-    """Whether it is a tuple of counts, by place; one with names is something else."""
-    return type(value) is tuple and {type(each) for each in cast(tuple[Any, ...], value)} == {int}
+        histograms = cast(Sequence[Distribution], readings)
+        counts = tuple(map(sum, zip(*(each.counts for each in histograms), strict=True)))
+        return replace(first, counts=counts, total=sum(each.total for each in histograms))
+    if isinstance(first, Mapping):
+        labelled = cast(Sequence[Mapping[str, int | float]], readings)
+        names = dict.fromkeys(name for each in labelled for name in each)
+        return {name: sum(each.get(name, 0) for each in labelled) for name in names}
+    return sum(cast(Sequence[int | float], readings))

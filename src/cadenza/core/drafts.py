@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from cadenza.core.draft_ledger import DraftOrigin, OwnCredit
+from cadenza.core.figures import Figure
 from cadenza.core.prompt_lookup import PromptLookup
 from cadenza.request import Request
 from cadenza.speculative_config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
@@ -212,3 +213,32 @@ class DraftCounts:
         self.num_accepted_tokens += num_accepted
         for place in range(num_accepted):
             self.num_accepted_per_pos[place] += 1
+
+
+DRAFT_FIGURES: tuple[Figure[DraftCounts], ...] = (
+    Figure(
+        "spec_decode_num_drafts",
+        "Drafts verified.",
+        lambda counts: counts.num_drafts,
+        has_vllm_name=True,
+    ),
+    Figure(
+        "spec_decode_num_draft_tokens",
+        "Tokens of drafts.",
+        lambda counts: counts.num_draft_tokens,
+        has_vllm_name=True,
+    ),
+    Figure(
+        "spec_decode_num_accepted_tokens",
+        "Tokens of drafts that stayed.",
+        lambda counts: counts.num_accepted_tokens,
+        has_vllm_name=True,
+    ),
+    Figure(
+        "spec_decode_num_accepted_tokens_per_pos",
+        "Tokens of drafts that stayed, by their place in the draft.",
+        lambda counts: {str(at): count for at, count in enumerate(counts.num_accepted_per_pos)},
+        ("position",),
+        has_vllm_name=True,
+    ),
+)

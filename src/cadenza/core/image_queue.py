@@ -19,6 +19,7 @@ from operator import attrgetter
 from cadenza.config import ImageLimits
 from cadenza.core.batch import Batch, SeenImage
 from cadenza.core.fair_share import FairShare
+from cadenza.core.figures import Figure
 from cadenza.core.image_cost import ImageCost, ImageLoad, ImageWork
 from cadenza.core.image_slots import EncodedImage, ImageKey, ImageSlotCounts, ImageSlots
 from cadenza.core.kv_cache_manager import KVCacheManager
@@ -73,6 +74,41 @@ class ImageCounts:
     num_slot_hits: int = 0
     num_prefix_hits: int = 0
     encoder_ms: float = 0.0
+
+
+IMAGE_FIGURES: tuple[Figure["ImageQueue"], ...] = (
+    Figure(
+        "image_slots",
+        "Slots of embeddings of images, one for each token of them, by their state.",
+        lambda images: images.slot_counts().by_state,
+        ("state",),
+        type="gauge",
+    ),
+    Figure(
+        "images_encoded",
+        "Images, or tiles of them, encoded.",
+        lambda images: images.counts.num_encoded,
+    ),
+    Figure(
+        "images_given_up",
+        "Images whose encoding was begun and lost, with a failed step or its last request.",
+        lambda images: images.counts.num_failed,
+    ),
+    Figure(
+        "image_hits",
+        "Images that a request found encoded, or whose tokens were all in the prefix cache.",
+        lambda images: {
+            "slots": images.counts.num_slot_hits,
+            "prefix_cache": images.counts.num_prefix_hits,
+        },
+        ("place",),
+    ),
+    Figure(
+        "image_encoder_seconds",
+        "Seconds of steps for encoding images.",
+        lambda images: images.counts.encoder_ms / 1000,
+    ),
+)
 
 
 def _none_startable() -> Iterable[Sequence]:

@@ -49,6 +49,10 @@ class ImageSlotCounts:
     cached: int
     live: int
 
+    @property
+    def by_state(self) -> dict[str, int]:
+        return {"live": self.live, "cached": self.cached, "free": self.free}
+
 
 class ImageSlots:
     """`num_slots` slots, and the images in them, the one that was used longest ago first."""

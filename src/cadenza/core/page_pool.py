@@ -32,6 +32,11 @@ class PageCounts:
     live: int
     pinned: int
 
+    @property
+    def by_state(self) -> dict[str, int]:
+        """Pinned ones are live."""
+        return {"live": self.live + self.pinned, "cached": self.cached, "free": self.free}
+
 
 class PageAccountingError(AssertionError):
     """An unreferenced page was freed, or an unpinned one unpinned: an internal error."""

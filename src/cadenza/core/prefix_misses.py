@@ -11,6 +11,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from cadenza.core.figures import Figure
 from cadenza.core.in_flight_prefixes import InFlightPrefixes
 from cadenza.core.page_keys import Content
 from cadenza.core.prefix_cache import PrefixCache
@@ -94,6 +95,42 @@ class PrefixCounts:
         """Raises AssertionError if hits and misses do not add up."""
         num_found = self.num_hits + sum(self.num_misses.values())
         assert num_found == self.num_queries, "prompt tokens looked up are counted wrongly"
+
+
+PREFIX_FIGURES: tuple[Figure[PrefixCounts], ...] = (
+    Figure(
+        "prefix_cache_queries",
+        "Prompt tokens looked up in the cache.",
+        lambda counts: counts.num_queries,
+        has_vllm_name=True,
+    ),
+    Figure(
+        "prefix_cache_hits",
+        "Prompt tokens found in the cache.",
+        lambda counts: counts.num_hits,
+        has_vllm_name=True,
+    ),
+    Figure(
+        "prefix_cache_differing_tokens",
+        "Tokens of prompts from where they differ from an earlier one of their tenant.",
+        lambda counts: counts.num_differing_tokens,
+        has_vllm_name=True,
+    ),
+    Figure(
+        "prefix_cache_misses",
+        "Prompt tokens looked up and not found.",
+        lambda counts: {str(reason): count for reason, count in counts.num_misses.items()},
+        ("reason",),
+        has_vllm_name=True,
+    ),
+    Figure(
+        "prefix_cache_missed_prompts",
+        "Prompts that were not found whole, by why the look-up ended.",
+        lambda counts: {str(reason): count for reason, count in counts.num_missed_prompts.items()},
+        ("reason",),
+        has_vllm_name=True,
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from cadenza.core.eviction_order import PageClass
+from cadenza.core.figures import Figure
 from cadenza.core.page_pool import PagePool
 
 MAX_PROMPT_SNAPSHOTS = 8
@@ -328,3 +329,29 @@ class RecurrentStates:
     def _forget(self, slot: int) -> None:
         del self._slot_of[self._page_of.pop(slot)]
         self.num_dropped += 1
+
+
+STATE_FIGURES: tuple[Figure[RecurrentStates], ...] = (
+    Figure(
+        "state_slots",
+        "Slots of recurrent states by their state; cached ones are snapshots.",
+        lambda states: states.pool.counts().by_state,
+        ("state",),
+        type="gauge",
+    ),
+    Figure(
+        "state_snapshots",
+        "Snapshots of recurrent states made.",
+        lambda states: states.num_snapshots,
+    ),
+    Figure(
+        "state_snapshot_hits",
+        "Sequences that started from a snapshot of a recurrent state.",
+        lambda states: states.num_hits,
+    ),
+    Figure(
+        "state_snapshots_dropped",
+        "Snapshots that made room for others, or whose page did.",
+        lambda states: states.num_dropped,
+    ),
+)

@@ -19,6 +19,7 @@ from cadenza.config import EngineLimits
 from cadenza.core.admission import Reservations
 from cadenza.core.batch import Batch, BatchEntry
 from cadenza.core.fair_share import FairShare
+from cadenza.core.figures import Figure
 from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.score_memo import ScoreMemo, prompt_digest
 from cadenza.core.sequence import Sequence, SequenceStatus
@@ -76,6 +77,42 @@ class ScoringCounts:
     num_preempted: int = 0
     num_tokens: int = 0
     scoring_ms: float = 0.0
+
+
+SCORING_FIGURES: tuple[Figure["ScoringQueue"], ...] = (
+    Figure(
+        "spec_prefill_scoring",
+        "Prompts that are being scored.",
+        lambda scoring: len(scoring.sequences),
+        type="gauge",
+    ),
+    Figure("spec_prefill_scored", "Prompts scored.", lambda scoring: scoring.counts.num_scored),
+    Figure(
+        "spec_prefill_scored_before",
+        "Samples whose prompt had been scored before.",
+        lambda scoring: scoring.counts.num_remembered,
+    ),
+    Figure(
+        "spec_prefill_scorings_failed",
+        "Prompts that were computed whole because their scoring failed.",
+        lambda scoring: scoring.counts.num_failed,
+    ),
+    Figure(
+        "spec_prefill_scorings_preempted",
+        "Scorings that began again because what ran needed their pages.",
+        lambda scoring: scoring.counts.num_preempted,
+    ),
+    Figure(
+        "spec_prefill_scored_tokens",
+        "Tokens that the draft model computed to score prompts.",
+        lambda scoring: scoring.counts.num_tokens,
+    ),
+    Figure(
+        "spec_prefill_scoring_seconds",
+        "Seconds of steps for scoring prompts.",
+        lambda scoring: scoring.counts.scoring_ms / 1000,
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True)

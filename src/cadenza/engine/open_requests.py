@@ -20,8 +20,8 @@ from msgspec.structs import replace
 
 from cadenza.config import EngineLimits
 from cadenza.core.draw_keys import derive_seed
+from cadenza.core.figures import Distribution, Tally
 from cadenza.engine.resumption import ResumedSample, Resumption
-from cadenza.engine.stats import Distribution, Tally
 from cadenza.errors import ConfigError, QueueFullError
 from cadenza.events import (
     ErrorKind,

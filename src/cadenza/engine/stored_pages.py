@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from cadenza.backends.base import PageCopier, StateCopier
+from cadenza.core.figures import Figure
 from cadenza.core.kv_cache_manager import KVCacheManager, MissingPages
 from cadenza.core.sequence import Sequence, SequenceStatus
 from cadenza.engine.page_folder import PageFolder, StoredMiss
@@ -58,6 +59,36 @@ class StoredPageCounts:
     misses: dict[StoredMiss, int] = field(
         default_factory=lambda: {"absent": 0, "damaged": 0, "late": 0}
     )
+
+
+STORED_PAGE_FIGURES: tuple[Figure[StoredPageCounts], ...] = (
+    Figure(
+        "prefix_cache_disk_pages_read",
+        "KV pages that came from the disk.",
+        lambda counts: counts.num_read,
+    ),
+    Figure(
+        "prefix_cache_disk_page_bytes_read",
+        "Bytes of KV pages that came from the disk.",
+        lambda counts: counts.num_read_bytes,
+    ),
+    Figure(
+        "prefix_cache_disk_pages_written",
+        "KV pages that went to the disk.",
+        lambda counts: counts.num_written,
+    ),
+    Figure(
+        "prefix_cache_disk_page_bytes_written",
+        "Bytes of KV pages that went to the disk.",
+        lambda counts: counts.num_written_bytes,
+    ),
+    Figure(
+        "prefix_cache_disk_misses",
+        "KV pages looked for on the disk and not taken.",
+        lambda counts: {str(reason): count for reason, count in counts.misses.items()},
+        ("reason",),
+    ),
+)
 
 
 @dataclass(slots=True, eq=False)

@@ -28,8 +28,9 @@ from prometheus_client.core import (
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
+from cadenza.core.figures import Distribution, Figure, Reading, Tally
 from cadenza.engine.open_requests import RejectionReason, RequestStats
-from cadenza.engine.stats import Distribution, EngineStats, Tally
+from cadenza.engine.stats import ENGINE_FIGURES, EngineStats
 from cadenza.engine.status import EngineMonitor, EngineStatus
 from cadenza.events import FinishReason, WholePromptReason
 from cadenza.frontend.sparse_prompts import WHOLE_REASONS
@@ -164,11 +165,13 @@ class Metrics(Collector):
             front_end=self._counts if is_front_end else None,
             num_dropped_log_lines=self._num_dropped_log_lines() if is_front_end else None,
         )
-        for prefix, rows in (("vllm:", _ROWS), ("cadenza:", (*_ROWS, *_OWN_ROWS))):
-            for row in rows:
-                found = row.read(scrape)
-                if found is not None:
-                    yield row.family(prefix, model.name, found)
+        found = [(each, each.read(scrape)) for each in SERVER_FIGURES]
+        if scrape.stats is not None:
+            found += [(each, scrape.stats.get(each.name)) for each in ENGINE_FIGURES]
+        for prefix in ("vllm:", "cadenza:"):
+            for figure, reading in found:
+                if reading is not None and (figure.has_vllm_name or prefix == "cadenza:"):
+                    yield _family(figure, prefix, model.name, reading)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,340 +200,196 @@ class _Scrape:
     def num_waiting_for_model(self) -> int | None:
         return None if self.loads is None else len(self.loads.turn.waiting)
 
-    @property
-    def accepted_per_pos(self) -> dict[str, int] | None:
-        s = self.stats
-        return s and {str(place): n for place, n in enumerate(s.num_accepted_per_pos)}
 
-    @property
-    def drafts_on(self) -> dict[tuple[str, str], int] | None:
-        s = self.stats
-        return s and {(each.origin, each.rows): int(each.is_on) for each in s.draft_states}
-
-    @property
-    def pages(self) -> dict[str, int] | None:
-        s = self.stats
-        return s and {"live": s.pages_live, "cached": s.pages_cached, "free": s.pages_free}
-
-    @property
-    def state_slots(self) -> dict[str, int] | None:
-        s = self.stats and self.stats.states
-        return s and {"live": s.slots_live, "cached": s.slots_cached, "free": s.slots_free}
-
-    @property
-    def image_slots(self) -> dict[str, int] | None:
-        s = self.stats and self.stats.images
-        return s and {"live": s.slots_live, "cached": s.slots_cached, "free": s.slots_free}
-
-    @property
-    def image_hits(self) -> dict[str, int] | None:
-        s = self.stats and self.stats.images
-        return s and {"slots": s.num_slot_hits, "prefix_cache": s.num_prefix_hits}
+def _family(figure: Figure[Any], prefix: str, model_name: str, found: Reading) -> Metric:
+    """With the model's name on each series."""
+    name, labels = prefix + figure.name, ("model_name", *figure.labels)
+    if isinstance(found, Distribution):
+        bounds = (*(str(bound) for bound in found.bounds), "+Inf")
+        buckets = list(zip(bounds, accumulate(found.counts), strict=True))
+        histogram = HistogramMetricFamily(name, figure.help, labels=labels)
+        histogram.add_metric((model_name,), buckets, found.total)
+        return histogram
+    family = (GaugeMetricFamily if figure.type == "gauge" else CounterMetricFamily)(
+        name, figure.help, labels=labels
+    )
+    if isinstance(found, Mapping):
+        for values, number in found.items():
+            family.add_metric((model_name, *values.split(",", len(figure.labels) - 1)), number)
+    else:
+        family.add_metric((model_name,), found)
+    return family
 
 
-GAUGE = GaugeMetricFamily
-
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """A family. `path` leads to its value in a `_Scrape`: a number, a histogram, or numbers by the
-    values of `label`, of one or of several."""
-
-    name: str
-    path: str
-    help: str
-    label: str | tuple[str, ...] | None = None
-    kind: type[CounterMetricFamily | GaugeMetricFamily] = CounterMetricFamily
-
-    def read(self, scrape: _Scrape) -> Any:
-        found: Any = scrape
-        for name in self.path.split("."):
-            found = None if found is None else getattr(found, name)
-        return found.snapshot() if isinstance(found, Tally) else found
-
-    def family(self, prefix: str, model_name: str, found: Any) -> Metric:
-        """With the model's name on each series."""
-        name, labels = prefix + self.name, ("model_name",)
-        if isinstance(found, Distribution):
-            bounds = (*(str(bound) for bound in found.bounds), "+Inf")
-            buckets = list(zip(bounds, accumulate(found.counts), strict=True))
-            family = HistogramMetricFamily(name, self.help, labels=labels)
-            family.add_metric((model_name,), buckets, found.total)
-        elif self.label is None:
-            family = self.kind(name, self.help, labels=labels)
-            family.add_metric((model_name,), found)
-        else:
-            family = self.kind(name, self.help, labels=(*labels, *_tuple_of(self.label)))
-            by_label: Mapping[str | tuple[str, ...], float] = found
-            for value, number in by_label.items():
-                family.add_metric((model_name, *_tuple_of(value)), number)
-        return family
-
-
-def _tuple_of(names: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (names,) if isinstance(names, str) else names
-
-
-_ROWS = (
-    _Row("prompt_tokens", "counts.request_prompt_tokens.total", "Tokens of prompts."),
-    _Row("generation_tokens", "counts.generation_tokens", "Generated tokens."),
-    _Row("request_success", "counts.ends", "Answers by how they ended.", "finished_reason"),
-    _Row(
-        "time_to_first_token_seconds", "counts.first_token_s", "From a request to its first token."
+SERVER_FIGURES: tuple[Figure[_Scrape], ...] = (
+    Figure(
+        "prompt_tokens",
+        "Tokens of prompts.",
+        lambda of: of.counts.request_prompt_tokens.total,
+        has_vllm_name=True,
     ),
-    _Row(
-        "inter_token_latency_seconds", "counts.between_tokens_s", "Between the tokens of a stream."
+    Figure(
+        "generation_tokens",
+        "Generated tokens.",
+        lambda of: of.counts.generation_tokens,
+        has_vllm_name=True,
     ),
-    _Row(
+    Figure(
+        "request_success",
+        "Answers by how they ended.",
+        lambda of: {str(name): n for name, n in of.counts.ends.items()},
+        ("finished_reason",),
+        has_vllm_name=True,
+    ),
+    Figure(
+        "time_to_first_token_seconds",
+        "From a request to its first token.",
+        lambda of: of.counts.first_token_s.snapshot(),
+        has_vllm_name=True,
+        type="histogram",
+    ),
+    Figure(
+        "inter_token_latency_seconds",
+        "Between the tokens of a stream.",
+        lambda of: of.counts.between_tokens_s.snapshot(),
+        has_vllm_name=True,
+        type="histogram",
+    ),
+    Figure(
         "request_time_per_output_token_seconds",
-        "counts.per_output_token_s",
         "A request's mean time for a token after the first.",
+        lambda of: of.counts.per_output_token_s.snapshot(),
+        has_vllm_name=True,
+        type="histogram",
     ),
-    _Row("e2e_request_latency_seconds", "counts.request_s", "From a request to its end."),
-    _Row("request_prompt_tokens", "counts.request_prompt_tokens", "Tokens of a prompt."),
-    _Row("request_generation_tokens", "counts.request_generation_tokens", "Tokens of an answer."),
-    _Row("admission_rejections", "rejections", "Requests turned away.", "reason"),
-    _Row("request_queue_time_seconds", "requests.queue_seconds", "From acceptance to a row."),
-    _Row(
-        "request_prefill_time_seconds", "requests.prefill_seconds", "From there to the first token."
+    Figure(
+        "e2e_request_latency_seconds",
+        "From a request to its end.",
+        lambda of: of.counts.request_s.snapshot(),
+        has_vllm_name=True,
+        type="histogram",
     ),
-    _Row(
-        "request_decode_time_seconds", "requests.decode_seconds", "From the first token to the end."
+    Figure(
+        "request_prompt_tokens",
+        "Tokens of a prompt.",
+        lambda of: of.counts.request_prompt_tokens.snapshot(),
+        has_vllm_name=True,
+        type="histogram",
     ),
-    _Row("num_requests_running", "stats.num_running", "Requests in the batch.", kind=GAUGE),
-    _Row("num_requests_waiting", "stats.num_waiting", "Requests that wait for a row.", kind=GAUGE),
-    _Row(
+    Figure(
+        "request_generation_tokens",
+        "Tokens of an answer.",
+        lambda of: of.counts.request_generation_tokens.snapshot(),
+        has_vllm_name=True,
+        type="histogram",
+    ),
+    Figure(
+        "admission_rejections",
+        "Requests turned away.",
+        lambda of: of.rejections,
+        ("reason",),
+        has_vllm_name=True,
+    ),
+    Figure(
+        "request_queue_time_seconds",
+        "From acceptance to a row.",
+        lambda of: of.requests.queue_seconds,
+        has_vllm_name=True,
+        type="histogram",
+    ),
+    Figure(
+        "request_prefill_time_seconds",
+        "From there to the first token.",
+        lambda of: of.requests.prefill_seconds,
+        has_vllm_name=True,
+        type="histogram",
+    ),
+    Figure(
+        "request_decode_time_seconds",
+        "From the first token to the end.",
+        lambda of: of.requests.decode_seconds,
+        has_vllm_name=True,
+        type="histogram",
+    ),
+    Figure(
         "kv_cache_usage_perc",
-        "stats.kv_cache_usage",
         "Share of KV pages that are held, 0 to 1.",
-        kind=GAUGE,
+        lambda of: of.stats and of.stats.kv_cache_usage,
+        type="gauge",
+        has_vllm_name=True,
     ),
-    _Row(
-        "prefix_cache_queries", "stats.num_prefix_queries", "Prompt tokens looked up in the cache."
-    ),
-    _Row("prefix_cache_hits", "stats.num_prefix_hits", "Prompt tokens found in the cache."),
-    _Row(
-        "prefix_cache_differing_tokens",
-        "stats.num_differing_tokens",
-        "Tokens of prompts from where they differ from an earlier one of their tenant.",
-    ),
-    _Row(
-        "prefix_cache_waits",
-        "stats.num_prefix_waits",
-        "Requests that waited for a prefix that another one computed.",
-    ),
-    _Row("num_preemptions", "stats.num_preemptions", "Sequences that gave back their pages."),
-    _Row("spec_decode_num_drafts", "stats.num_drafts", "Drafts verified."),
-    _Row("spec_decode_num_draft_tokens", "stats.num_draft_tokens", "Tokens of drafts."),
-    _Row(
-        "spec_decode_num_accepted_tokens",
-        "stats.num_accepted_tokens",
-        "Tokens of drafts that stayed.",
-    ),
-    _Row(
-        "prefix_cache_misses",
-        "stats.num_prefix_misses",
-        "Prompt tokens looked up and not found.",
-        "reason",
-    ),
-    _Row(
-        "prefix_cache_missed_prompts",
-        "stats.num_missed_prompts",
-        "Prompts that were not found whole, by why the look-up ended.",
-        "reason",
-    ),
-    _Row(
-        "spec_decode_num_accepted_tokens_per_pos",
-        "accepted_per_pos",
-        "Tokens of drafts that stayed, by their place in the draft.",
-        "position",
-    ),
-    _Row("iteration_tokens_total", "stats.step_tokens", "Tokens of a step."),
-)
-_OWN_ROWS = (
-    _Row(
+    Figure(
         "startup_seconds",
-        "status.startup_s",
         "Seconds of each phase of the last start.",
-        "phase",
-        GAUGE,
+        lambda of: of.status.startup_s,
+        ("phase",),
+        type="gauge",
     ),
-    _Row("engine_restarts", "status.num_restarts", "Starts after the first."),
-    _Row("replicas", "replicas", "Engines that serve as one, by state.", "state", GAUGE),
-    _Row(
-        "queued_seconds",
-        "stats.queued_s",
-        "Predicted time of the prompts that wait or are being computed, of all engines together.",
-        kind=GAUGE,
+    Figure(
+        "engine_restarts",
+        "Starts after the first.",
+        lambda of: of.status.num_restarts,
     ),
-    _Row("requests_resumed", "requests.num_resumed", "Requests that another engine went on with."),
-    _Row(
+    Figure(
+        "replicas",
+        "Engines that serve as one, by state.",
+        lambda of: of.replicas,
+        ("state",),
+        type="gauge",
+    ),
+    Figure(
+        "requests_resumed",
+        "Requests that another engine went on with.",
+        lambda of: of.requests.num_resumed,
+    ),
+    Figure(
         "resume_seconds",
-        "requests.resume_seconds",
         "From the loss of an engine to the next token of a request that ran in it.",
+        lambda of: of.requests.resume_seconds,
+        type="histogram",
     ),
-    _Row(
+    Figure(
         "idle_connections_closed",
-        "front_end.num_idle_closed",
         "Idle connections closed for new ones.",
+        lambda of: of.front_end and of.front_end.num_idle_closed,
     ),
-    _Row("log_lines_dropped", "num_dropped_log_lines", "Log lines that stderr did not take."),
-    _Row("model_loaded", "loads.turn.is_loaded", "Whether the model is loaded.", kind=GAUGE),
-    _Row("model_loads", "loads.num_loads", "Loads of the model."),
-    _Row(
+    Figure(
+        "log_lines_dropped",
+        "Log lines that stderr did not take.",
+        lambda of: of.num_dropped_log_lines,
+    ),
+    Figure(
+        "model_loaded",
+        "Whether the model is loaded.",
+        lambda of: None if of.loads is None else of.loads.turn.is_loaded,
+        type="gauge",
+    ),
+    Figure(
+        "model_loads",
+        "Loads of the model.",
+        lambda of: None if of.loads is None else of.loads.num_loads,
+    ),
+    Figure(
         "requests_waiting_for_model",
-        "num_waiting_for_model",
         "Requests that wait for the model to be loaded.",
-        kind=GAUGE,
+        lambda of: of.num_waiting_for_model,
+        type="gauge",
     ),
-    _Row(
-        "compiles_after_warmup",
-        "stats.num_compiles_after_warmup",
-        "Programs compiled after the start; must stay zero.",
-    ),
-    _Row("failed_steps", "stats.num_failed_steps", "Steps that failed."),
-    _Row("step_seconds", "stats.step_seconds", "Time of a step."),
-    _Row("max_itl_seconds", "stats.step_bound.max_s", "The bound on a step's time.", kind=GAUGE),
-    _Row(
-        "bounded_prefill_share",
-        "stats.step_bound.prefill_share",
-        "Rate of a prompt under the bound, as a share of its rate in full steps.",
-        kind=GAUGE,
-    ),
-    _Row(
-        "steps_granted",
-        "stats.step_bound.num_granted",
-        "Steps with prompt tokens for which the bound leaves no time.",
-    ),
-    _Row(
-        "steps_over_bound",
-        "stats.step_bound.num_exceeded",
-        "Steps that took longer than the bound.",
-    ),
-    _Row(
-        "prefix_cache_disk_pages_read",
-        "stats.stored_pages.num_read",
-        "KV pages that came from the disk.",
-    ),
-    _Row(
-        "prefix_cache_disk_page_bytes_read",
-        "stats.stored_pages.num_read_bytes",
-        "Bytes of KV pages that came from the disk.",
-    ),
-    _Row(
-        "prefix_cache_disk_pages_written",
-        "stats.stored_pages.num_written",
-        "KV pages that went to the disk.",
-    ),
-    _Row(
-        "prefix_cache_disk_page_bytes_written",
-        "stats.stored_pages.num_written_bytes",
-        "Bytes of KV pages that went to the disk.",
-    ),
-    _Row(
-        "prefix_cache_disk_misses",
-        "stats.stored_pages.misses",
-        "KV pages looked for on the disk and not taken.",
-        "reason",
-    ),
-    _Row(
-        "drafts_on",
-        "drafts_on",
-        "Whether drafts are made because they save time, by their source and numbers of rows; "
-        "else they are only tried now and then.",
-        ("source", "rows"),
-        GAUGE,
-    ),
-    _Row(
+    Figure(
         "spec_prefill_prompts",
-        "counts.prompt_uses",
         "Prompts for which sparse prefill was asked for, by whether they were thinned out, or why "
         "not.",
-        "outcome",
+        lambda of: of.counts.prompt_uses,
+        ("outcome",),
     ),
-    _Row(
+    Figure(
         "spec_prefill_kept_tokens",
-        "counts.num_kept_tokens",
         "Tokens of thinned prompts that were kept.",
+        lambda of: of.counts.num_kept_tokens,
     ),
-    _Row(
+    Figure(
         "spec_prefill_skipped_tokens",
-        "counts.num_skipped_tokens",
         "Tokens of thinned prompts that were left out.",
-    ),
-    _Row(
-        "spec_prefill_scoring",
-        "stats.scoring.num_scoring",
-        "Prompts that are being scored.",
-        None,
-        GAUGE,
-    ),
-    _Row("spec_prefill_scored", "stats.scoring.num_scored", "Prompts scored."),
-    _Row(
-        "spec_prefill_scored_before",
-        "stats.scoring.num_remembered",
-        "Samples whose prompt had been scored before.",
-    ),
-    _Row(
-        "spec_prefill_scorings_failed",
-        "stats.scoring.num_failed",
-        "Prompts that were computed whole because their scoring failed.",
-    ),
-    _Row(
-        "spec_prefill_scorings_preempted",
-        "stats.scoring.num_preempted",
-        "Scorings that began again because what ran needed their pages.",
-    ),
-    _Row(
-        "spec_prefill_scored_tokens",
-        "stats.scoring.num_tokens",
-        "Tokens that the draft model computed to score prompts.",
-    ),
-    _Row(
-        "spec_prefill_scoring_seconds",
-        "stats.scoring.scoring_s",
-        "Seconds of steps for scoring prompts.",
-    ),
-    _Row("pages", "pages", "KV pages by their state.", "state", GAUGE),
-    _Row(
-        "state_slots",
-        "state_slots",
-        "Slots of recurrent states by their state; cached ones are snapshots.",
-        "state",
-        GAUGE,
-    ),
-    _Row("state_snapshots", "stats.states.num_snapshots", "Snapshots of recurrent states made."),
-    _Row(
-        "state_snapshot_hits",
-        "stats.states.num_hits",
-        "Sequences that started from a snapshot of a recurrent state.",
-    ),
-    _Row(
-        "state_snapshots_dropped",
-        "stats.states.num_dropped",
-        "Snapshots that made room for others, or whose page did.",
-    ),
-    _Row(
-        "image_slots",
-        "image_slots",
-        "Slots of embeddings of images, one for each token of them, by their state.",
-        "state",
-        GAUGE,
-    ),
-    _Row("images_encoded", "stats.images.num_encoded", "Images, or tiles of them, encoded."),
-    _Row(
-        "images_given_up",
-        "stats.images.num_failed",
-        "Images whose encoding was begun and lost, with a failed step or its last request.",
-    ),
-    _Row(
-        "image_hits",
-        "image_hits",
-        "Images that a request found encoded, or whose tokens were all in the prefix cache.",
-        "place",
-    ),
-    _Row(
-        "image_encoder_seconds", "stats.images.encoder_s", "Seconds of steps for encoding images."
+        lambda of: of.counts.num_skipped_tokens,
     ),
 )
-"""Under `cadenza:` only."""

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from cadenza.config import EngineConfig, EngineLimits
-from cadenza.core.draft_ledger import DraftState
+from cadenza.core.figures import Distribution
 from cadenza.engine.process.messages import (
     Cancel,
     EngineIdentity,
@@ -30,7 +30,7 @@ from cadenza.engine.process.messages import (
 )
 from cadenza.engine.request_check import RequestCheck
 from cadenza.engine.resumption import ResumedSample, Resumption
-from cadenza.engine.stats import STEP_SECONDS_BOUNDS, Distribution, EngineStats, StepBoundStats
+from cadenza.engine.stats import STEP_SECONDS_BOUNDS, EngineStats
 from cadenza.engine.step_watch import RowSummary, StepSummary, Watch
 from cadenza.events import (
     CacheMiss,
@@ -118,24 +118,12 @@ RESUMPTION = Resumption(
     num_prompt_logprobs=299,
 )
 STATS = EngineStats(
-    num_running=1,
-    num_waiting=2,
-    pages_live=3,
-    pages_cached=4,
-    pages_free=5,
-    num_failed_steps=7,
-    num_preemptions=8,
-    num_prefix_queries=10,
-    num_prefix_hits=11,
-    num_drafts=5,
-    num_draft_tokens=20,
-    num_accepted_tokens=9,
-    num_accepted_per_pos=(5, 4, 0),
-    num_compiles_after_warmup=12,
-    step_seconds=Distribution.empty(STEP_SECONDS_BOUNDS),
-    step_tokens=Distribution(bounds=(1.0,), counts=(2, 3), total=4.5),
-    draft_states=(DraftState("ngram", "5-8", is_on=False, gain=-0.25),),
-    step_bound=StepBoundStats(max_s=0.05, prefill_share=0.9, num_granted=13, num_exceeded=14),
+    numbers={"num_requests_running": 1, "queued_seconds": 0.5},
+    by_label={"pages": {"live": 3, "cached": 4, "free": 5}, "drafts_on": {"ngram,5-8": 0}},
+    histograms={
+        "step_seconds": Distribution.empty(STEP_SECONDS_BOUNDS),
+        "iteration_tokens_total": Distribution(bounds=(1.0,), counts=(2, 3), total=4.5),
+    },
 )
 CHECK = RequestCheck(
     limits=EngineLimits(

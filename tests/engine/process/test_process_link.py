@@ -112,15 +112,18 @@ def test_the_last_statistics_of_a_busy_time_count_everything(open_front: OpenFro
 
     def is_settled() -> bool:
         stats = front.engine.stats()
-        return stats is not None and stats.num_running + stats.num_waiting == 0
+        return (
+            stats is not None
+            and stats.numbers["num_requests_running"] + stats.numbers["num_requests_waiting"] == 0
+        )
 
     front.wait(is_settled)
     stats = front.engine.stats()
     assert stats is not None
     # The last token of a stream is never computed.
-    assert stats.step_tokens.total == 12 * (3 + 10 - 1)
-    assert stats.num_prefix_queries == 12 * 3
-    assert stats.pages_live == 0
+    assert stats.histograms["iteration_tokens_total"].total == 12 * (3 + 10 - 1)
+    assert stats.numbers["prefix_cache_queries"] == 12 * 3
+    assert stats.by_label["pages"]["live"] == 0
 
 
 def test_an_invalid_request_is_refused_here_with_the_engines_words(open_front: OpenFront):
@@ -407,7 +410,7 @@ def test_a_deadline_ends_a_request_and_the_engine_forgets_it(open_front: OpenFro
 
     def is_forgotten() -> bool:
         stats = front.engine.stats()
-        return stats is not None and stats.num_running == 0
+        return stats is not None and stats.numbers["num_requests_running"] == 0
 
     front.wait(is_forgotten)
 
