@@ -133,7 +133,7 @@ def play_slow_readers(num_readers: int, stall_s: float) -> float:
 def num_live_pages(server: RunningServer) -> int:
     stats = server.service.models.first.engine.stats()
     assert stats is not None
-    return stats.by_label["pages"]["live"]
+    return int(stats.by_label["pages"]["live"])
 
 
 def is_cut_off(connection: socket.socket) -> bool:
