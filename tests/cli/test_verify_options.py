@@ -21,6 +21,18 @@ def test_the_command_plays_the_matrix(cadenza: Callable[..., Ran], model: Path):
     assert found in last
 
 
+def test_what_did_not_occur_is_no_mismatch(cadenza: Callable[..., Ran], model: Path):
+    """Answers of four tokens repeat nothing, so that no draft is accepted."""
+    drafts = ("--speculative-config", '{"method": "ngram"}', "--max-tokens", 4)
+    flags = (*drafts, "--reference", "solo", "--num-requests", 5, *LIMITS)
+    ran = cadenza("verify", model, *flags, "--json")
+    assert ran.code == 4, ran.out + ran.err
+    (found,) = ran.objects
+    assert (found["verdict"], found["passed"], found["mismatch"]) == ("NOT SHOWN", False, None)
+    assert all(each["num_equal"] == each["num_streams"] for each in found["modes"])
+    assert "REFERENCE-EXACT NOT SHOWN accepted_drafts in overlapped loop" in found["last_line"]
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -47,6 +59,7 @@ def test_the_portable_digest_tells_weights_apart(cadenza: Callable[..., Ran], mo
         given = ("--portable", "--reference", "solo", "--num-requests", 6, "--max-tokens", 4)
         ran = cadenza("verify", *flags, *given, "--json", *LIMITS)
         assert ran.code == 0, ran.out + ran.err
+        assert ran.objects[0]["verdict"] == "PASS"
         return ran.objects[0]["digest"]
 
     assert digest("--shape", "tiny-llama") != digest(model)

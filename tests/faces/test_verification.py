@@ -128,7 +128,7 @@ def test_streams_that_are_far_from_the_reference_are_a_mismatch() -> None:
 def test_the_self_test_catches_every_fault_of_the_reference_table() -> None:
     config = replace(OPTIONS.config, ops="reference")
     result = self_test(replace(OPTIONS, config=config), ignore)
-    assert result.sound_passed
+    assert result.sound == "PASS"
     assert result.missed == ()
     assert result.last_line == "SELF-TEST PASS caught=3 ops=reference"
     assert result.note is None
@@ -141,7 +141,7 @@ def test_the_self_test_catches_faults_of_masks_on_a_model_with_a_tokenizer(
     config = EngineConfig(ops="reference", max_num_seqs=2, max_model_len=64)
     options = VerifyOptions(model=str(worded_folder), num_requests=8, max_tokens=16, config=config)
     result = self_test(options, ignore)
-    assert result.sound_passed
+    assert result.sound == "PASS"
     assert set(MASK_FAULTS) <= {*result.caught}
 
 
@@ -227,19 +227,22 @@ def test_a_mode_that_shows_nothing_fails_the_gate() -> None:
     assert GateResult(num_requests=1, modes=[mode]).passed
     silent = replace(mode, missing=("preempted",))
     result = GateResult(num_requests=1, modes=[silent])
-    assert not result.passed
-    assert "preempted in tight" in result.last_line
+    assert (result.verdict, result.passed) == ("NOT SHOWN", False)
+    assert result.last_line.startswith(
+        "REFERENCE-EXACT NOT SHOWN preempted in tight: every stream was equal"
+    )
 
 
 def test_the_verdict_names_the_first_difference() -> None:
     found = Mismatch(mode="m", request=3, sample=1, index=7, expected="1", actual="2")
-    line = GateResult(num_requests=1, mismatch=found).last_line
-    assert line.startswith("REFERENCE-EXACT MISMATCH")
-    assert "request=3 sample=1 index=7" in line
+    result = GateResult(num_requests=1, mismatch=found)
+    assert (result.verdict, result.passed) == ("MISMATCH", False)
+    assert result.last_line.startswith("REFERENCE-EXACT MISMATCH")
+    assert "request=3 sample=1 index=7" in result.last_line
 
 
 def test_no_modes_is_no_pass() -> None:
-    assert not GateResult(num_requests=1).passed
+    assert GateResult(num_requests=1).verdict == "NOT SHOWN"
 
 
 def test_three_prompts_of_a_workload_are_long_and_one_shares_the_longest_ones_beginning() -> None:

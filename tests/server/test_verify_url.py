@@ -1,5 +1,6 @@
 """`cadenza verify --url`: the gate against a server, and servers that it must fail."""
 
+import json
 import math
 import time
 from collections.abc import Iterator
@@ -114,13 +115,17 @@ def test_the_bundled_models_server_passes(bundled: RunningServer) -> None:
 
 
 def test_a_server_whose_streams_depend_on_others_fails(
-    script: tuple[int, ...], text: TextFrontend
+    script: tuple[int, ...], text: TextFrontend, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with running_server(CrowdedEngine(script, step_s=0.002), text) as server:
         result = verify_url(UrlOptions(url=server.url, **SIZE), ignore)
         of_options = verify_url(UrlOptions(url=server.url, max_tokens=12, matrix=ONCE), ignore)
+        capsys.readouterr()
+        assert main(["verify", "--url", server.url, "--num-requests", "12", "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert (told["verdict"], told["mismatch"]["mode"]) == ("MISMATCH", "together, cold")
     for each in (result, of_options):
-        assert not each.passed
+        assert each.verdict == "MISMATCH"
         assert each.mismatch is not None
         assert each.mismatch.mode == "together, cold"
 

@@ -1,9 +1,10 @@
 """The command line. `main` is the `cadenza` command: it runs a subcommand and gives its exit code.
 
 Owns the exit codes (0 done, 1 a check or a request failed, 2 wrong use, 3 could not load, which is
-2 of `serve`, 130 Ctrl-C, 141 the reader of the output went away) and the form of errors, one line
-on stderr. Invariant: neither jax nor tokenizers is loaded before a subcommand's body runs, and a
-Python traceback is shown only with CADENZA_TRACEBACK=1 or for a bug.
+2 of `serve`, 4 not all that `verify` should show was shown, 130 Ctrl-C, 141 the reader of the
+output went away) and the form of errors, one line on stderr. Invariant: neither jax nor tokenizers
+is loaded before a subcommand's body runs, and a Python traceback is shown only with
+CADENZA_TRACEBACK=1 or for a bug.
 
 Modules:
 

@@ -25,7 +25,7 @@ EPILOG = (
     "Engine flags can also be set in the environment: --max-num-seqs as CADENZA_MAX_NUM_SEQS, and "
     "so on, or in a TOML file (--config); a flag comes first, then its variable. Exit codes: 0 "
     "done, 1 a check or a request failed, 2 wrong use or, of serve, a server that cannot come up, "
-    "3 could not load."
+    "3 could not load, 4 verify found every bit equal and could not show all that it should."
 )
 
 NO_COMMAND = 2

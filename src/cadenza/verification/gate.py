@@ -44,6 +44,10 @@ WITNESS = "independent reference"
 
 ReferenceKind = Literal["independent", "solo", "both"]
 
+Verdict = Literal["PASS", "MISMATCH", "NOT SHOWN"]
+"""Every comparison was made and equal; a stream differed; all were equal, and something that should
+have occurred while they were compared did not."""
+
 ReportProgress = Callable[[str], None]
 """Called with a description of the current or completed stage."""
 
@@ -106,8 +110,14 @@ class GateResult:
         return counts + list(self.coverage.missing if self.coverage else ())
 
     @property
+    def verdict(self) -> Verdict:
+        if self.mismatch is not None:
+            return "MISMATCH"
+        return "NOT SHOWN" if self.missing or not self.modes else "PASS"
+
+    @property
     def passed(self) -> bool:
-        return self.mismatch is None and not self.missing and bool(self.modes)
+        return self.verdict == "PASS"
 
     @property
     def batched_tokens_per_s(self) -> float:
@@ -123,10 +133,11 @@ class GateResult:
                 f"sample={found.sample} index={found.index} "
                 f"expected={found.expected} actual={found.actual}"
             )
-        if self.missing:
+        if not self.passed:
+            missing = ", ".join(self.missing) or "any mode"
             return (
-                f"REFERENCE-EXACT MISMATCH not shown: {', '.join(self.missing)}; more requests or "
-                f"longer answers may show it"
+                f"REFERENCE-EXACT NOT SHOWN {missing}: every stream was equal, but this did not "
+                f"occur; more requests or longer answers may show it"
             )
         return (
             f"REFERENCE-EXACT PASS {self.exactness} requests={self.num_requests} "

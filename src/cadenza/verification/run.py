@@ -39,7 +39,14 @@ from cadenza.loading.plan import EnginePlan, pages_at_once, with_pool
 from cadenza.loading.planned_engine import PlannedEngine
 from cadenza.structured import CompileConstraint
 from cadenza.verification.forms import MASK_FAULTS, Forms, make_forms
-from cadenza.verification.gate import Gate, GateResult, ReferenceKind, ReportProgress, Witness
+from cadenza.verification.gate import (
+    Gate,
+    GateResult,
+    ReferenceKind,
+    ReportProgress,
+    Verdict,
+    Witness,
+)
 from cadenza.verification.image_faults import (
     IMAGE_FAULTS,
     MakePacker,
@@ -81,15 +88,15 @@ weights at load and by the type of KV; those of both add up."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelfTestResult:
-    """Which faults the gate caught; `sound_passed` is the control without a fault, `sound_line` its
-    verdict.
+    """Which faults the gate caught; `sound` is the verdict of the control without a fault,
+    `sound_line` its last line.
 
     `ops` is the op table with the faults; `note` says why, if it is not the one used for serving.
     `skipped` faults need longer prompts than the context allows.
     """
 
     ops: str
-    sound_passed: bool
+    sound: Verdict
     sound_line: str
     caught: tuple[str, ...]
     missed: tuple[str, ...]
@@ -97,17 +104,23 @@ class SelfTestResult:
     note: str | None = None
 
     @property
-    def passed(self) -> bool:
-        return self.sound_passed and bool(self.caught) and not self.missed
+    def verdict(self) -> Verdict:
+        """A fault that was missed is a mismatch: of the gate with what it is for."""
+        if self.sound != "PASS":
+            return self.sound
+        if self.missed:
+            return "MISMATCH"
+        return "PASS" if self.caught else "NOT SHOWN"
 
     @property
     def last_line(self) -> str:
-        if self.passed:
-            skipped = f" skipped={len(self.skipped)}" if self.skipped else ""
-            return f"SELF-TEST PASS caught={len(self.caught)}{skipped} ops={self.ops}"
-        if not self.sound_passed:
-            return f"SELF-TEST FAIL the gate fails without any fault: {self.sound_line}"
-        return f"SELF-TEST FAIL missed={', '.join(self.missed)}"
+        line = f"SELF-TEST {self.verdict}"
+        if self.sound != "PASS":
+            return f"{line} without any fault: {self.sound_line}"
+        if self.missed:
+            return f"{line} missed={', '.join(self.missed)}"
+        skipped = f" skipped={len(self.skipped)}" if self.skipped else ""
+        return f"{line} caught={len(self.caught)}{skipped} ops={self.ops}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,7 +233,7 @@ def self_test(options: VerifyOptions, report: ReportProgress) -> SelfTestResult:
             skipped += [name for name in IMAGE_FAULTS if name not in image_faults]
         return SelfTestResult(
             ops=found.ops,
-            sound_passed=sound.passed,
+            sound=sound.verdict,
             sound_line=sound.last_line,
             caught=tuple(fault for fault in faults if is_caught[fault]),
             missed=tuple(fault for fault in faults if not is_caught[fault]),
