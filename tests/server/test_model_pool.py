@@ -125,6 +125,7 @@ def pool_of(
     names: str = "ab",
     timeouts: RequestTimeouts = TIMEOUTS,
     drain_s: float = 30.0,
+    takes_any: bool = False,
     **settings: Any,
 ) -> Iterator[Pool]:
     clock = HandClock()
@@ -132,7 +133,10 @@ def pool_of(
     for each in loads.values():
         each.may_load.set()
     models = [
-        ServedModel(ModelNames(listed=(name,)), text, each.make) for name, each in loads.items()
+        ServedModel(
+            ModelNames(listed=(name,), takes_any=takes_any and name == names[0]), text, each.make
+        )
+        for name, each in loads.items()
     ]
     chosen = options(clock=clock, limits=ServerLimits(drain_s=drain_s))
     service = Service(ModelPool(models, PoolOptions(**settings), clock), chosen)
@@ -169,6 +173,23 @@ def test_all_models_are_listed_and_the_first_is_loaded(pool: Pool) -> None:
     assert pool.server.get("/ready").status_code == 200
     assert answer_of(pool.complete(None)) == ("a", "a")
     assert pool.complete("c").status_code == 404
+
+
+def test_any_other_name_means_the_first_model_where_it_takes_any(text: TextFrontend) -> None:
+    """Names that are served come first; answers have the model's own name."""
+    with pool_of(text, takes_any=True) as pool:
+        for name in ("gpt-4o", "claude-sonnet-4-5:latest", "B", "*", "x" * 200):
+            assert answer_of(pool.complete(name)) == ("a", "a")
+        assert answer_of(pool.complete("a:latest")) == ("a:latest", "a")
+        assert pool.server.get("/v1/models/gpt-4o").json()["id"] == "a"
+        assert [each["id"] for each in pool.server.get("/v1/models").json()["data"]] == ["a", "b"]
+        shown = pool.server.post("/api/show", {"model": "llama3.2"})
+        assert (shown.status_code, "llama3.2" in shown.text) == (200, False)
+        body = {"model": "llama3.2", "prompt": "the", "stream": False, "raw": True}
+        assert pool.server.post("/api/generate", body).json()["model"] == "a"
+        waiting = pool.later("b")
+        pool.pass_time(2.0)
+        assert answer_of(waiting.result()) == ("b", "b")
 
 
 def test_a_request_for_another_model_waits_for_it_and_gets_its_words(pool: Pool) -> None:

@@ -78,7 +78,8 @@ class ServeFlags:
     served_model_name: list[str] | None = _flag(
         None,
         "The model's name in the API; may be repeated. Of several models, one name each, in their "
-        "order (default: a folder's last part, or the name as it was given).",
+        "order (default: a folder's last part, or the name as it was given). * beside them: any "
+        "other name means the first model.",
     )
     max_loaded_models: int = _flag(
         1,

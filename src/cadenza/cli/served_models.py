@@ -21,6 +21,9 @@ logger = logging.getLogger(__name__)
 MAX_NAME_CHARS = 256
 """Of a model's name, as in requests."""
 
+ANY_NAME = "*"
+"""Among the names: every name that no model has."""
+
 if TYPE_CHECKING:
     from cadenza.checkpoint import Checkpoint
     from cadenza.engine.process.process_link import EngineChild, ProcessLink, ProcessOptions
@@ -33,27 +36,31 @@ def names_of(words: Sequence[str | None], asked: Sequence[str] | None) -> "list[
     """The names of each model.
 
     A folder is named by its last part, so that answers do not disclose its path; the path, as given
-    to this command, is an alias. Raises ConfigError where the number of names does not fit, or no
-    request could have a name.
+    to this command, is an alias. With "*" the first model takes names that none has.
+
+    Raises ConfigError where the number of names does not fit, or no request could have a name.
     """
     from cadenza.server.served_model import ModelNames
 
-    if not asked:
-        return [_names_of(word) for word in words]
+    asked, takes_any = [each for each in asked or () if each != ANY_NAME], ANY_NAME in (asked or ())
     for name in asked:
         if not (0 < len(name) <= MAX_NAME_CHARS and name.isprintable()):
             raise ConfigError(
                 f"--served-model-name {show(name)} must have from 1 to {MAX_NAME_CHARS} characters "
                 f"that can be printed"
             )
-    if len(words) == 1:
-        return [ModelNames(listed=tuple(dict.fromkeys(asked)))]
-    if len(asked) != len(words):
+    if not asked:
+        found = [_names_of(word) for word in words]
+    elif len(words) == 1:
+        found = [ModelNames(listed=tuple(dict.fromkeys(asked)))]
+    elif len(asked) == len(words):
+        found = [ModelNames(listed=(name,)) for name in asked]
+    else:
         raise ConfigError(
             f"--served-model-name is given {len(asked)} times for {len(words)} models; give it "
             f"once for each model, in their order, or leave it out"
         )
-    return [ModelNames(listed=(name,)) for name in asked]
+    return [replace(found[0], takes_any=takes_any), *found[1:]]
 
 
 def _names_of(word: str | None) -> "ModelNames":

@@ -181,7 +181,7 @@ model_not_found = Kind(
     404,
     "model_not_found",
     "there is no model {model!r} here; this server has {listed}: ask for that, or start it with "
-    "--served-model-name and the name that clients use",
+    "--served-model-name and the name that clients use, or with --served-model-name '*' for any",
     param="model",
 )
 request_not_found = Kind(404, "request_not_found", "no request with this id is open", param="id")

@@ -144,7 +144,7 @@ class Generation:
         head = AnswerHead(
             request_id=exchange.request_id,
             created=int(service.options.now()),
-            model=request.model or model.name,
+            model=model.names.in_answer(request.model),
             system_fingerprint=model.system_fingerprint,
             times=record.times,
         )

@@ -27,12 +27,9 @@ from cadenza.server.errors import (
     unavailable,
 )
 from cadenza.server.model_turns import ModelState, ModelTurns, WaitingCall
-from cadenza.server.served_model import MAX_LOAD_S, LoadFailure, ServedModel
+from cadenza.server.served_model import MAX_LOAD_S, LoadFailure, ServedModel, spellings
 
 logger = logging.getLogger(__name__)
-
-DEFAULT_TAG = ":latest"
-"""The tag that Ollama's clients add to a model's name that has none."""
 
 RETRY_S, MAX_RETRY_S = 30.0, 3600.0
 """After a load that failed; twice as long after each further one. Each attempt may unload another
@@ -117,9 +114,11 @@ class ModelPool:
         """The model that a name means. Raises ApiError (404)."""
         if name is None:
             return self.first
-        for each in (name, name.removesuffix(DEFAULT_TAG), name + DEFAULT_TAG):
+        for each in spellings(name):
             if each in self._by_name:
                 return self._by_name[each]
+        if self.first.names.takes_any:
+            return self.first
         raise model_not_found(model=name, listed=", ".join(self.names))
 
     def state_of(self, model: ServedModel) -> ModelState:

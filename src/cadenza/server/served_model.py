@@ -43,6 +43,9 @@ from cadenza.server.metrics import ServedCounts
 from cadenza.server.model_turns import ModelTurn
 from cadenza.server.tenants import TenantUse
 
+DEFAULT_TAG = ":latest"
+"""The tag that Ollama's clients add to a model's name that has none."""
+
 MAX_LOAD_S = 24 * 3600.0
 RETRY_S = 0.25
 """Between two attempts to submit a prompt to an engine that is being restarted."""
@@ -71,19 +74,27 @@ one."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelNames:
-    """A model's names: answers have the first one, requests may also use the aliases, which are not
-    listed."""
+    """A model's names: requests may also use the aliases, which are in no list and no answer, and
+    where it `takes_any`, every name that no other model has."""
 
     listed: tuple[str, ...]
     aliases: tuple[str, ...] = ()
+    takes_any: bool = False
 
     @property
     def first(self) -> str:
         return self.listed[0]
 
-    @property
-    def accepted(self) -> tuple[str, ...]:
-        return (*self.listed, *self.aliases)
+    def in_answer(self, asked: str | None) -> str:
+        """The name in an answer to a request that asks for it by `asked`."""
+        if asked is not None and any(each in self.listed for each in spellings(asked)):
+            return asked
+        return self.first
+
+
+def spellings(name: str) -> tuple[str, ...]:
+    """A name, and those that mean the same."""
+    return (name, name.removesuffix(DEFAULT_TAG), name + DEFAULT_TAG)
 
 
 @dataclass(frozen=True, slots=True)

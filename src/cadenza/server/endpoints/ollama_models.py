@@ -13,7 +13,6 @@ from cadenza.errors import CadenzaError
 from cadenza.server.endpoints.ollama import time_of
 from cadenza.server.errors import ApiError, invalid_value, not_built
 from cadenza.server.http_exchange import Exchange, send_object
-from cadenza.server.model_pool import DEFAULT_TAG
 from cadenza.server.openapi import (
     COUNT,
     TEXT,
@@ -25,7 +24,7 @@ from cadenza.server.openapi import (
 )
 from cadenza.server.schemas.body import Body, label, optional
 from cadenza.server.schemas.field_types import AnyJson, Boolean, Schema, String
-from cadenza.server.served_model import ServedModel
+from cadenza.server.served_model import DEFAULT_TAG, ServedModel
 from cadenza.server.service import Service
 
 API_VERSION = "0.13.0"
@@ -91,7 +90,7 @@ async def _ps(service: Service, exchange: Exchange) -> None:
 async def _show(service: Service, exchange: Exchange) -> None:
     asked = (await _read(service, exchange)).asked
     model = service.models.find(asked)
-    await send_object(exchange, _shown(service, model, asked or model.name))
+    await send_object(exchange, _shown(service, model, model.names.in_answer(asked)))
 
 
 async def _pull(service: Service, exchange: Exchange) -> None:

@@ -71,7 +71,8 @@ async def _models(service: Service, exchange: Exchange) -> None:
 
 async def _model(service: Service, exchange: Exchange) -> None:
     name: str = exchange.path_params["id"]
-    await send_object(exchange, _card(service, service.models.find(name), name))
+    model = service.models.find(name)
+    await send_object(exchange, _card(service, model, model.names.in_answer(name)))
 
 
 async def _cancel(service: Service, exchange: Exchange) -> None:
