@@ -1,13 +1,24 @@
 """The progress line: what it says, when it is drawn, and that nothing is written elsewhere."""
 
 import io
+import re
 import sys
 from contextlib import redirect_stderr
+from typing import cast
 
+import pytest
 from rich.console import Console
 
 from cadenza import LLM, SamplingParams
-from cadenza.frontend.progress import EVERY_S, FIRST_S, BatchProgress, ProgressLine, progress_line
+from cadenza.errors import InvalidRequestError
+from cadenza.frontend.progress import (
+    BAR_WIDTH,
+    EVERY_S,
+    FIRST_S,
+    BatchProgress,
+    ProgressLine,
+    progress_line,
+)
 
 PARAMS = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
 
@@ -28,6 +39,11 @@ class TickingClock:
     def __call__(self) -> float:
         self.now_s += self._step_s
         return self.now_s
+
+
+def strip(text: str) -> str:
+    """Without the codes of a terminal."""
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
 
 
 def console_of(screen: Screen) -> Console:
@@ -70,9 +86,59 @@ def test_llm_shows_the_line_on_a_terminal_unless_it_is_not_wanted(llm: LLM) -> N
     while not screens[0].getvalue():
         for screen, is_wanted in zip(screens, (True, False), strict=True):
             with redirect_stderr(screen):
-                llm.generate(prompts, long, progress=is_wanted)
+                llm.generate(prompts, long, use_tqdm=is_wanted)
     assert "/16 done, 4 rows" in screens[0].getvalue()
     assert screens[1].getvalue() == ""
+    with redirect_stderr(screens[1]):
+        llm.generate(prompts, long, progress=False)
+    assert screens[1].getvalue() == ""
+
+
+def test_the_line_begins_with_a_bar_of_what_is_done() -> None:
+    screen, clock = Screen(), TickingClock(FIRST_S)
+    with ProgressLine(4, console_of(screen), clock) as line:
+        line.show(num_done=2, num_rows=2, num_tokens=10)
+    bars = re.findall(r"([━╸╺ ]{24}) +2/4 done", strip(screen.getvalue()))
+    assert {each.strip() for each in bars} == {"━" * (BAR_WIDTH // 2)}
+
+
+class KeptBar:
+    """A bar of tqdm's kind, which keeps what is asked of it."""
+
+    def __init__(self, **settings: object) -> None:
+        self.settings, self.calls, self.postfix = settings, list[object](), settings["postfix"]
+
+    def update(self, n: int) -> None:
+        self.calls.append(n)
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+def test_use_tqdm_takes_what_makes_a_bar_as_vllm_does(llm: LLM) -> None:
+    made: list[KeptBar] = []
+
+    def make(**settings: object) -> KeptBar:
+        made.append(KeptBar(**settings))
+        return made[-1]
+
+    expected = llm.generate([[1], [2, 3], [4]], PARAMS, use_tqdm=False)
+    again = llm.generate([[1], [2, 3], [4]], PARAMS, use_tqdm=make)
+    assert [each.outputs[0].token_ids for each in again] == [
+        each.outputs[0].token_ids for each in expected
+    ]
+    (bar,) = made
+    assert (bar.settings["total"], bar.settings["desc"]) == (3, "Processed prompts")
+    *moved, closed = bar.calls
+    assert (sum(cast(list[int], moved)), closed) == (3, "close")
+    assert str(bar.postfix).endswith(" tok/s")
+    llm.generate([[1]], PARAMS, use_tqdm=make, progress=False)
+    assert len(made) == 1
+
+
+def test_use_tqdm_of_another_type_is_refused(llm: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match="use_tqdm is 'yes'"):
+        llm.generate([[1]], PARAMS, use_tqdm="yes")  # pyright: ignore[reportArgumentType]
 
 
 def test_there_is_no_line_where_stderr_is_piped() -> None:

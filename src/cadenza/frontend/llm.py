@@ -19,7 +19,7 @@ from cadenza.frontend.given_images import with_images
 from cadenza.frontend.loaded_model import EngineOwner, load_model
 from cadenza.frontend.model_tokenizer import ModelTokenizer
 from cadenza.frontend.output_processor import OutputProcessor, OutputRouter, check_kind
-from cadenza.frontend.progress import progress_line
+from cadenza.frontend.progress import MakeBar, progress_bar
 from cadenza.frontend.prompt_forms import Prompt
 from cadenza.frontend.text_frontend import (
     Message,
@@ -92,6 +92,7 @@ class LLM:
         params: ParamsOfMany = None,
         *,
         progress: bool = True,
+        use_tqdm: bool | MakeBar = True,
     ) -> list[RequestOutput]:
         """Continues every prompt; results in the prompts' order.
 
@@ -100,14 +101,15 @@ class LLM:
             params: one for all, or one for each prompt. `SamplingParams` are taken as they are; a
                 mapping names some of its fields, and the others, like all of None's, are as the
                 checkpoint recommends.
-            progress: a line on stderr, if that is a terminal, with what is done and the speed.
+            progress: a bar on stderr, if that is a terminal, with what is done and the speed.
+            use_tqdm: vLLM's name of the same; tqdm, or what makes a bar of its kind, shows that.
 
         Raises:
             InvalidRequestError: a prompt or its params cannot be served; nothing was started.
         """
-        return self._run(self._prepare(_prompt_list(prompts), params), progress)
+        return self._run(self._prepare(_prompt_list(prompts), params), progress and use_tqdm)
 
-    def chat(
+    def chat(  # noqa: PLR0913  vLLM's keywords
         self,
         messages: SequenceOf[Message] | SequenceOf[SequenceOf[Message]],
         params: ParamsOfMany = None,
@@ -115,6 +117,7 @@ class LLM:
         tools: SequenceOf[Message] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         progress: bool = True,
+        use_tqdm: bool | MakeBar = True,
     ) -> list[RequestOutput]:
         """Answers one conversation or several, through the model's chat template; otherwise as
         `generate`. A part of a message's content may be an image, as
@@ -132,7 +135,7 @@ class LLM:
                 )
                 for conversation, each in zip(conversations, chosen, strict=True)
             ],
-            progress,
+            progress and use_tqdm,
         )
 
     def embed(
@@ -142,6 +145,7 @@ class LLM:
         *,
         truncate_prompt_tokens: int | None = None,
         progress: bool = True,
+        use_tqdm: bool | MakeBar = True,
     ) -> list[EmbeddingRequestOutput]:
         """The embedding of every prompt, from the model's last hidden states; in their order.
 
@@ -149,14 +153,14 @@ class LLM:
             prompts: as of `generate`.
             params: for all of them; None is as the checkpoint recommends.
             truncate_prompt_tokens: keep only the last tokens of each prompt.
-            progress: as of `generate`.
+            progress, use_tqdm: as of `generate`.
 
         Raises:
             InvalidRequestError: a prompt or the params cannot be served; nothing was started.
         """
         given, text = prompt_only(truncate_prompt_tokens), self._text
         prepared = [text.prepare_pooled(each, params, given) for each in _prompt_list(prompts)]
-        return [embedding_of(output) for output in self._run(prepared, progress)]
+        return [embedding_of(output) for output in self._run(prepared, progress and use_tqdm)]
 
     def stream(
         self,
@@ -214,10 +218,12 @@ class LLM:
             )
         return params
 
-    def _run(self, prepared: list[PreparedRequest], progress: bool) -> list[RequestOutput]:
+    def _run(
+        self, prepared: list[PreparedRequest], progress: bool | MakeBar
+    ) -> list[RequestOutput]:
         done: list[OutputProcessor] = []
         running: dict[int, OutputProcessor] = {}
-        with progress_line(len(prepared), is_wanted=progress) as line:
+        with progress_bar(len(prepared), progress) as line:
 
             def on_step() -> None:
                 if line.is_due:

@@ -1,4 +1,4 @@
-"""The progress of many requests, as one line on a terminal: `ProgressLine`.
+"""The progress of many requests: `ProgressLine` on a terminal, or a bar of the caller's own.
 
 Owns the line's text and when it is drawn. Knows no engine. Invariant: nothing is written where
 stderr is no terminal, and rich is not even imported; on a terminal the line is gone at the end.
@@ -9,7 +9,9 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+from cadenza.errors import must_be
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 FIRST_S = 0.5
 """Seconds before the line appears: what is done sooner needs none."""
 EVERY_S = 0.1
+BAR_WIDTH = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,18 +93,79 @@ class ProgressLine:
             num_tokens=num_tokens,
             elapsed_s=now_s - self._start_s,
         )
-        self._draw(progress.text)
+        self._draw(progress)
         self._due_s = self._clock() + EVERY_S
 
-    def _draw(self, text: str) -> None:
-        if self._live is None:
-            from rich.live import Live
+    def _draw(self, progress: BatchProgress) -> None:
+        from rich.live import Live
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
 
+        if self._live is None:
             self._live = Live(
                 console=self._console, auto_refresh=False, transient=True, redirect_stdout=False
             )
             self._live.start()
-        self._live.update(text, refresh=True)
+        line = Table.grid(padding=(0, 1))
+        total, done = progress.num_requests, progress.num_done
+        line.add_row(ProgressBar(total, done, width=BAR_WIDTH), progress.text)
+        self._live.update(line, refresh=True)
+
+
+class Bar(Protocol):
+    """What is used of a `tqdm`."""
+
+    postfix: Any
+
+    def update(self, n: int) -> object: ...
+
+    def close(self) -> object: ...
+
+
+MakeBar = Callable[..., Bar]
+"""As vLLM calls it: with `total`, `desc`, `dynamic_ncols` and `postfix`."""
+
+
+class MadeBar:
+    """A bar that the caller made, as a context manager in place of a `ProgressLine`."""
+
+    is_due = True
+
+    def __init__(
+        self, num_requests: int, make: MakeBar, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._clock, self._start_s = clock, clock()
+        self._num_done = 0
+        title, speed = "Processed prompts", "0.0 tok/s"
+        self._bar = make(total=num_requests, desc=title, dynamic_ncols=True, postfix=speed)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def show(self, *, num_done: int, num_rows: int, num_tokens: int) -> None:
+        """Moves the bar where more is done."""
+        del num_rows
+        if num_done == self._num_done:
+            return
+        elapsed_s = self._clock() - self._start_s
+        self._bar.postfix = f"{num_tokens / elapsed_s:.1f} tok/s" if elapsed_s > 0 else ""
+        self._bar.update(num_done - self._num_done)
+        self._num_done = num_done
+
+
+def progress_bar(num_requests: int, wanted: bool | MakeBar | None) -> ProgressLine | MadeBar:
+    """A bar that `wanted` makes, or the line, if it is not false.
+
+    Raises InvalidRequestError where it is neither true, false nor something to call.
+    """
+    if wanted is None or isinstance(wanted, bool):
+        return progress_line(num_requests, is_wanted=bool(wanted))
+    if not callable(wanted):
+        raise must_be("use_tqdm", wanted, "true, false, or what makes a bar, such as tqdm")
+    return MadeBar(num_requests, wanted)
 
 
 def progress_line(num_requests: int, *, is_wanted: bool = True) -> ProgressLine:
