@@ -19,7 +19,7 @@ from cadenza.frontend.given_images import with_images
 from cadenza.frontend.loaded_model import EngineOwner, load_model
 from cadenza.frontend.model_tokenizer import ModelTokenizer
 from cadenza.frontend.output_processor import OutputProcessor, OutputRouter, check_kind
-from cadenza.frontend.progress import MakeBar, progress_bar
+from cadenza.frontend.progress import MakeBar, batch_progress
 from cadenza.frontend.prompt_forms import Prompt
 from cadenza.frontend.text_frontend import (
     Message,
@@ -223,7 +223,7 @@ class LLM:
     ) -> list[RequestOutput]:
         done: list[OutputProcessor] = []
         running: dict[int, OutputProcessor] = {}
-        with progress_bar(len(prepared), progress) as line:
+        with batch_progress(len(prepared), progress) as line:
 
             def on_step() -> None:
                 if line.is_due:

@@ -112,7 +112,7 @@ class ProgressLine:
         self._live.update(line, refresh=True)
 
 
-class Bar(Protocol):
+class TqdmBar(Protocol):
     """What is used of a `tqdm`."""
 
     postfix: Any
@@ -122,7 +122,7 @@ class Bar(Protocol):
     def close(self) -> object: ...
 
 
-MakeBar = Callable[..., Bar]
+MakeBar = Callable[..., TqdmBar]
 """As vLLM calls it: with `total`, `desc`, `dynamic_ncols` and `postfix`."""
 
 
@@ -156,7 +156,7 @@ class MadeBar:
         self._num_done = num_done
 
 
-def progress_bar(num_requests: int, wanted: bool | MakeBar | None) -> ProgressLine | MadeBar:
+def batch_progress(num_requests: int, wanted: bool | MakeBar | None) -> ProgressLine | MadeBar:
     """A bar that `wanted` makes, or the line, if it is not false.
 
     Raises InvalidRequestError where it is neither true, false nor something to call.
