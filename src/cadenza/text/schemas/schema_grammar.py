@@ -586,7 +586,8 @@ def _times(part: str, least: int, most: int | None) -> str:
 
 
 def _json(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False)
+    """With the spellings of `_CHAR`."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", r"\u007f")
 
 
 def _quoted(text: str) -> str:
