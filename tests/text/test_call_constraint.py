@@ -292,9 +292,3 @@ def test_marks_within_calls_may_be_tokens(
 
 def lenient(schema: str) -> str:
     return compile_schema(schema, ARGUMENTS_STYLE, is_strict=False).text
-
-
-def test_a_name_that_python_does_not_take_is_not_constrained(tokenizer: Tokenizer) -> None:
-    odd = {"type": "object", "properties": {"from": {"type": "string"}}}
-    assert rule_of(tokenizer, "pythonic", (Tool(name="f", parameters=odd),)) is None
-    assert rule_of(tokenizer, "pythonic", (Tool(name="my-f"),)) is None

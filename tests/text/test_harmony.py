@@ -64,6 +64,11 @@ CASES: list[tuple[str, Joined]] = [
     (f'{CALL}{{"a": "1', [told('{"a": "1')]),
     (f"{CALL}<|call|>", [called("{}")]),
     (f"{CALL}not JSON<|call|>", [told("not JSON")]),
+    (
+        f'{CALL}{{"a": "<|call|>"}}<|call|>{FINAL}so',
+        [called('{"a": "<|call|>"}'), told("so")],
+    ),
+    (f'{CALL}{{"a": "x<|call|>{FINAL}so', [told('{"a": "xso')]),
     (f'{CALL}{{"a": "<|channel|> <|x|>"}}<|call|>', [called('{"a": "<|channel|> <|x|>"}')]),
     (' to=functions.f<|channel|>commentary json<|message|>{"a": 1}<|call|>', [called()]),
     ('<|channel|>commentary to=f<|message|>{"a": 1}<|call|>', [called()]),

@@ -30,9 +30,12 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
             "list": {"type": "array"},
             "any": {},
             "unit": {"enum": ["c", "f"]},
+            "status": {"anyOf": [{"enum": ["done", "off"]}, {"const": "5"}]},
+            "text": {"type": ["string", "null"]},
         }
     },
     "g": {},
+    "get-mail": {},
 }
 
 
@@ -78,6 +81,59 @@ CASES: list[tuple[str, str, list[tuple[str, str | None, str]]]] = [
         "<arg_value>3</arg_value>\n</tool_call>",
         [call(city="Rome", n=3)],
     ),
+    (
+        "qwen3_coder",
+        '<tool_call><function=f><parameter=status>\n"done"\n</parameter><parameter=unit> f '
+        '</parameter><parameter=text>\n"a"\n</parameter></function></tool_call>',
+        [call(status="done", unit="f", text='"a"')],
+    ),
+    (
+        "qwen3_coder",
+        "<tool_call><function=f><parameter=city>\na\n<parameter=n>\n1\n</function></tool_call>x",
+        [call(city="a", n=1), told("x")],
+    ),
+    (
+        "qwen3_coder",
+        "<tool_call>\n<function=f>\n<parameter=city>\n</tool_call> </function>\n\n</parameter>\n"
+        "</function>\n</tool_call>",
+        [call(city="</tool_call> </function>\n")],
+    ),
+    (
+        "qwen3_coder",
+        "<tool_call>\n<function=f>\n<parameter=city>\nhalf a file",
+        [told("<tool_call>\n<function=f>\n<parameter=city>\nhalf a file")],
+    ),
+    (
+        "glm45",
+        "<tool_call>f<arg_key>city</arg_key><arg_value>\n</tool_call>\n</arg_value><arg_key>status"
+        "</arg_key><arg_value>5</arg_value></tool_call>",
+        [call(city="\n</tool_call>\n", status="5")],
+    ),
+    (
+        "glm45",
+        "<tool_call>f<arg_key>city</arg_key><arg_value>half</tool_call>",
+        [told("<tool_call>f<arg_key>city</arg_key><arg_value>half</tool_call>")],
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": {"city": "<function=g></function></tool_call>"}}'
+        "</tool_call>",
+        [call(city="<function=g></function></tool_call>")],
+    ),
+    (
+        "mistral",
+        '[TOOL_CALLS]f[CALL_ID]1[ARGS]{"city": "[TOOL_CALLS][ARGS][CALL_ID]x"}',
+        [call(city="[TOOL_CALLS][ARGS][CALL_ID]x")],
+    ),
+    (
+        "lfm2",
+        "<|tool_call_start|>[get-mail(from='a', to=[None, 'b'])]<|tool_call_end|>",
+        [call("get-mail", **{"from": "a", "to": [None, "b"]})],
+    ),
+    ("pythonic", "[f(**{'city': 'a'}, n=2,)]", [call(city="a", n=2)]),
+    ("pythonic", r"[f(city='\d', any=r'\d')]", [call(city=r"\d", any=r"\d")]),
+    ("pythonic", '[f(list=["""it\'s""", "]"])]', [call(list=["it's", "]"])]),
+    ("pythonic", "[f(city='a)]", [told("[f(city='a)]")]),
     (
         "mistral",
         '[TOOL_CALLS]f[CALL_ID]123456789[ARGS]{"city": "Rome"}[TOOL_CALLS]g[CALL_ID]a[ARGS]{}',

@@ -12,6 +12,7 @@ Modules:
 - `tool_calls`: the notations of tool calls by family
 - `call_forms`: where calls begin and end in an answer
 - `call_readers`: what is in them, as leniently as is certain
+- `argument_schema`: what an argument may be, for notations that write texts as they are
 - `call_grammar`: what a call may be that the model begins by itself, in each notation
 - `called_tools`: what the grammars of calls are made of
 - `element_calls`, `listed_calls`: grammars of calls with elements, and with arguments in a list

@@ -8,9 +8,9 @@ import json
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
-from cadenza.text.answers.call_readers import schema_members
+from cadenza.text.answers.argument_schema import schema_members
 from cadenza.text.answers.grammar_parts import joined_grammar, parts_of
 from cadenza.text.answers.input_grammar import InputGrammar
 from cadenza.text.answers.part_parser import ReasoningFormat
@@ -22,8 +22,8 @@ MAX_CALLS = 16
 ANNOTATIONS = frozenset({"description", "title", "default", "examples", "$schema"})
 """Members of a schema that ask for nothing."""
 
-PLAIN_TEXT = ANNOTATIONS | {"type", "enum"}
-"""Those of a text that has no bound and no pattern."""
+_REFERENCE = re.compile(r'"\$ref": "#([^"]*)"')
+_DEFINITIONS = ("$defs", "definitions")
 
 _NO_ARGUMENTS: Mapping[str, Any] = {
     "type": "object",
@@ -129,16 +129,12 @@ def _named(arguments: Arguments) -> list[dict[str, Any]]:
     return [part for parts in named for part in parts]
 
 
-def texts_and_end(schema: object, text: str, closing: str) -> str:
-    """A text and the end of its element; of an enum, one of its texts."""
-    options = schema_members(schema).get("enum")
-    texts = cast(list[object], options) if isinstance(options, list) else []
-    if texts and all(isinstance(each, str) for each in texts):
-        return f"({' | '.join(map(json.dumps, texts))}) {closing}"
-    return text
-
-
-def property_schema(schema: Mapping[str, Any], value: object) -> str:
-    """The schema of a property, with the definitions that it may refer to."""
-    shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-    return json.dumps({**shared, **schema_members(value)})
+def property_schema(root: Mapping[str, Any], value: object) -> str:
+    """The schema of a property of `root`, with what it may refer to."""
+    shared = {name: root[name] for name in _DEFINITIONS if name in root}
+    alone = json.dumps({**shared, **schema_members(value)})
+    known = tuple(f"/{name}/" for name in _DEFINITIONS)
+    if all(name.startswith(known) for name in _REFERENCE.findall(alone)):
+        return alone
+    whole = json.dumps({**schema_members(value), "$defs": {"root": root}})
+    return _REFERENCE.sub(r'"$ref": "#/$defs/root\1"', whole)

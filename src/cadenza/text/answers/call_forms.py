@@ -268,8 +268,8 @@ _JSON_HEAD = re.compile(r'\[?\s*\{\s*"(\w+)"\s*:\s*')
 _JSON_PART = re.compile(r'(\[\s*)?(\{\s*("\w*("\s*)?)?)?')
 _JSON_NAME = re.compile(r'"name"\s*:\s*(?:"([^"\\]*)")?')
 _NAME_PART = re.compile(r'("[^"\\]*)?')
-_PYTHON_HEAD = re.compile(r"\[\s*([\w.]+)\(")
-_PYTHON_PART = re.compile(r"\[\s*[\w.]*")
+_PYTHON_HEAD = re.compile(r"\[\s*([\w.-]+)\(")
+_PYTHON_PART = re.compile(r"\[\s*[\w.-]*")
 
 
 def begins_json(text: str, functions: Functions) -> bool | None:

@@ -12,8 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 from cadenza.structured import CallRule
-from cadenza.text.answers.answer_grammar import ANNOTATIONS, PLAIN_TEXT, Marks, Tool, literal_in
-from cadenza.text.answers.call_readers import MISTRAL, kinds_of_schema, resolved, schema_members
+from cadenza.text.answers.answer_grammar import ANNOTATIONS, Marks, Tool, literal_in
+from cadenza.text.answers.argument_schema import ArgumentSchema
+from cadenza.text.answers.call_readers import MISTRAL
 from cadenza.text.answers.called_tools import (
     BEGIN_BLANKS,
     BLANKS,
@@ -23,7 +24,7 @@ from cadenza.text.answers.called_tools import (
     up_to,
     whole_grammar,
 )
-from cadenza.text.answers.element_calls import glm_calls, xml_calls
+from cadenza.text.answers.element_calls import glm_calls, have_xml_names, xml_calls
 from cadenza.text.answers.grammar_parts import joined_grammar, parts_of
 from cadenza.text.answers.harmony_grammar import message_rule
 from cadenza.text.answers.listed_calls import (
@@ -31,7 +32,7 @@ from cadenza.text.answers.listed_calls import (
     deepseek_list,
     function_gemma_calls,
     gemma4_calls,
-    have_python_names,
+    have_list_names,
     lfm2_calls,
     python_list,
     pythonic_calls,
@@ -68,7 +69,9 @@ def holds_schemas(format: ToolFormat, tools: Sequence[Tool]) -> bool:
     if format in (DEEPSEEK_V3, DEEPSEEK_V31):
         return True
     if format is LFM2:
-        return have_python_names(tools) and all(map(_is_listed, tools))
+        return have_list_names(tools) and all(map(_is_listed, tools))
+    if format is not GEMMA4 and not have_xml_names(tools):
+        return False
     return format in (TOOL_FORMATS["qwen3_coder"], GEMMA4) and all(map(_is_held, tools))
 
 
@@ -81,17 +84,13 @@ def _is_listed(tool: Tool) -> bool:
 
 
 def _is_held(tool: Tool) -> bool:
+    """Whether each text is any or one of an enum, and what may be any is nothing else."""
     if not _is_listed(tool):
         return False
-    schema = tool.parameters or {}
     for value in properties_of(tool).values():
-        found = schema_members(resolved(value, schema))
-        kinds = kinds_of_schema(found)
-        is_text = kinds == {"string"} and not found.keys() - PLAIN_TEXT
-        options = found.get("enum", ())
-        if is_text and not all(isinstance(each, str) for each in options):
-            return False
-        if not is_text and (not kinds or "string" in kinds):
+        argument = ArgumentSchema.of(value, tool.parameters or {})
+        is_plain = argument.has_plain_texts and not argument.has_others
+        if not argument.is_resolved or (argument.texts is None and not is_plain):
             return False
     return True
 
@@ -111,8 +110,9 @@ def required_calls(calls: CallGrammar, marks: Marks, *, max_calls: int) -> str:
         write = python_list if calls.format is LFM2 else deepseek_list
         lines = write(calls, marks, max_calls)
         return joined_grammar(f"start: {begin} @all", parts_of("all", lines))
-    write = gemma4_calls if calls.format is GEMMA4 else xml_calls
-    one = write(calls, marks).grammar
+    rule = (gemma4_calls if calls.format is GEMMA4 else xml_calls)(calls, marks)
+    assert rule is not None
+    one = rule.grammar
     more = up_to(max_calls - 1, f"{literal_in(calls.format.between, marks)} call")
     lark = f"start: call {more}\ncall: {begin} @one"
     return joined_grammar(lark, parts_of("one", one))

@@ -10,7 +10,16 @@ import ast
 import json
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
+
+from cadenza.text.answers.argument_schema import (
+    NESTING,
+    WORDS,
+    ArgumentSchema,
+    json_text,
+    with_known_escapes,
+)
 
 
 class ToolCall(NamedTuple):
@@ -26,21 +35,13 @@ where they are not known."""
 
 ReadCalls = Callable[[str, Functions], list[ToolCall] | None]
 
-MAX_REFERENCES = 8
-"""Of a schema that refers to one that refers to another."""
-
 MISTRAL = "[TOOL_CALLS]"
 _SEPARATORS = re.compile(r"[\s;]*")
 _NAME = re.compile(r"[\w.-]+")
-_BAD_ESCAPE = re.compile(r'\\(\\|["/bfnrt]|u[0-9a-fA-F]{4})?')
-_NESTING = re.compile(r'"(?:[^"\\]|\\.)*+(")?|[{}\[\]]', re.DOTALL)
-"""Of JSON: a text, with its end if it has one, or a bracket."""
 _JSON_CALLS = re.compile(r"\s*(\{|\[\s*[{\]])")
 _CALL_ID = re.compile(r"\[CALL_ID\][^\[{]*")
 _GEMMA_CALL = re.compile(r"call:([\w.-]+)\{(.*)\}", re.DOTALL)
-_GEMMA_KEY = re.compile(
-    r'("(?:[^"\\]|\\.)*")|([{,]\s*|^\s*)([^\s"{}\[\],:]+)\s*:|\b(None|True|False)\b', re.DOTALL
-)
+_JSON_TEXT = r'"(?:[^"\\]|\\.)*+(?:"|\Z)'
 _BAR = "\uff5c"
 DEEPSEEK_CALLS, DEEPSEEK_CALLS_END, DEEPSEEK_CALL, DEEPSEEK_SEPARATOR, DEEPSEEK_CALL_END = (
     f"<{_BAR}tool▁{name}{_BAR}>"
@@ -48,16 +49,39 @@ DEEPSEEK_CALLS, DEEPSEEK_CALLS_END, DEEPSEEK_CALL, DEEPSEEK_SEPARATOR, DEEPSEEK_
 )
 _FENCED = re.compile(r"```\w*\s*(.*?)\s*(?:```)?", re.DOTALL)
 GEMMA_QUOTE = '<|"|>'
-_ESCAPE = "<escape>"
-_XML_FUNCTION = re.compile(r"<function=([^>\s]+)\s*>(.*?)(?:</function>|\Z)", re.DOTALL)
-_XML_VALUE = re.compile(
-    r"<parameter=([^>\s]+)\s*>\r?\n?(.*?)\r?\n?(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL
+ESCAPE = "<escape>"
+
+
+def _gemma_parts(quote: str) -> re.Pattern[str]:
+    """What is written otherwise than in JSON, and the texts of JSON, in which nothing is."""
+    mark = re.escape(quote)
+    name = rf'(?:(?!{mark})[^\s"{{}}\[\],:])+'
+    return re.compile(
+        rf"{mark}(?P<text>.*?){mark}|{_JSON_TEXT}"
+        rf"|(?P<before>[{{,]\s*)(?P<name>{name})\s*:|\b(?P<word>None|True|False)\b",
+        re.DOTALL,
+    )
+
+
+_GEMMA_PARTS = {quote: _gemma_parts(quote) for quote in (GEMMA_QUOTE, ESCAPE)}
+_GAP = r"[ \t\r\n]{0,16}"
+XML_ENDS = (
+    rf"\n?</parameter>{_GAP}(?:<parameter=|</function>|</tool_call>)"
+    rf"|\n?</function>{_GAP}</tool_call>|\n{_GAP}<parameter="
 )
-_GLM_CALL = re.compile(r"\s*([\w.-]+)\s*(<arg_key>.*)?", re.DOTALL)
-_GLM_VALUE = re.compile(
-    r"<arg_key>(.*?)</arg_key>\s*<arg_value>\n?(.*?)\n?(?:</arg_value>|\Z)", re.DOTALL
+"""Where the text of an element ends, even where its own end is not written."""
+
+_XML_FUNCTION = re.compile(r"<function=([^>\s]+)\s*>")
+_GLM_NAME = re.compile(r"\s*([\w.-]+)\s*(?=<arg_key>|\Z)")
+_PYTHON_MARK = re.compile(
+    r"'{3}.*?'{3}|\"{3}.*?\"{3}|'(?:[^'\\]|\\.)*+'|\"(?:[^\"\\]|\\.)*+\"|['\"\[\](){},]", re.DOTALL
 )
-_WORDS: Mapping[str, object] = {"true": True, "false": False, "null": None, "none": None}
+"""A text, a quote that begins none, a bracket or a comma."""
+_PYTHON_CALL = re.compile(r"\s*([\w.-]+)\s*\((.*)\)\s*", re.DOTALL)
+_PYTHON_ESCAPE = re.compile(r"""(\b[rR](?:'[^']*'|"[^"]*")|\\[\n\\'"abfnrtvxNuU0-7])|\\""")
+"""A raw text or an escape, or a backslash of neither."""
+PYTHON_KEY = r"""[^\s=()\[\]{},'"*][^\s=()\[\]{},'"]*"""
+_PYTHON_ARGUMENT = re.compile(rf"\s*({PYTHON_KEY})\s*=(?!=)(.*)", re.DOTALL)
 
 
 def read_objects(text: str, functions: Functions) -> list[ToolCall] | None:
@@ -77,8 +101,9 @@ def read_mistral(text: str, functions: Functions) -> list[ToolCall] | None:
     if _JSON_CALLS.match(text):
         return read_objects(text, functions)
     calls: list[ToolCall] = []
-    for part in text.split(MISTRAL):
-        name, brace, rest = _CALL_ID.sub("", part).replace("[ARGS]", "").partition("{")
+    for part in _split(text, MISTRAL):
+        head, brace, rest = part.partition("{")
+        name = _CALL_ID.sub("", head).replace("[ARGS]", "")
         arguments = json_object_of(brace + rest) if brace else "{}"
         if not _NAME.fullmatch(name.strip()) or arguments is None:
             return None
@@ -87,14 +112,11 @@ def read_mistral(text: str, functions: Functions) -> list[ToolCall] | None:
 
 
 def read_pythonic(text: str, functions: Functions) -> list[ToolCall] | None:
-    """A Python list of calls with literal keyword arguments."""
+    """A Python list of calls with literal keyword arguments, whose names need not be Python's."""
     del functions
-    try:
-        body = ast.parse(text.strip(), mode="eval").body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return None
-    entries = body.elts if isinstance(body, ast.List) else [body]
-    calls = [_python_call(each) for each in entries]
+    body = text.strip()
+    entries = _at_commas(body[1:-1] if body[:1] == "[" and body[-1:] == "]" else body)
+    calls = [_python_call(each) for each in entries or ()]
     return [each for each in calls if each is not None] if calls and None not in calls else None
 
 
@@ -107,8 +129,8 @@ def read_deepseek(text: str, functions: Functions) -> list[ToolCall] | None:
     """Calls behind marks: a name and its JSON; of V3 and R1 the word `function`, a name, and JSON
     within a code fence."""
     del functions
-    before, *calls = text.split(DEEPSEEK_CALL)
-    found = [_deepseek_call(each.split(DEEPSEEK_CALL_END)[0]) for each in calls]
+    before, *calls = _split(text, DEEPSEEK_CALL)
+    found = [_deepseek_call(_split(each, DEEPSEEK_CALL_END)[0]) for each in calls]
     if before.strip() or not found or None in found:
         return None
     return [each for each in found if each is not None]
@@ -128,7 +150,7 @@ def _deepseek_call(text: str) -> ToolCall | None:
 def read_function_gemma(text: str, functions: Functions) -> list[ToolCall] | None:
     """`call:name{key:value, …}`, in which texts stand between <escape> marks."""
     del functions
-    return _read_gemma(text, _ESCAPE)
+    return _read_gemma(text, ESCAPE)
 
 
 def read_gemma4(text: str, functions: Functions) -> list[ToolCall] | None:
@@ -138,46 +160,117 @@ def read_gemma4(text: str, functions: Functions) -> list[ToolCall] | None:
 
 
 def _read_gemma(text: str, quote: str) -> list[ToolCall] | None:
-    match = _GEMMA_CALL.fullmatch(text.strip())
-    if match is None:
+    call = _GEMMA_CALL.fullmatch(text.strip())
+    if call is None:
         return None
-    pieces = ("{" + match[2] + "}").split(quote)
-    texts = [json.dumps(piece) for piece in pieces[1::2]]
-    others = [_GEMMA_KEY.sub(_as_json, piece) for piece in pieces[::2]]
-    written = "".join(a + b for a, b in zip(others, [*texts, ""], strict=False))
-    arguments = json_object_of(written)
-    return None if arguments is None or len(pieces) % 2 == 0 else [ToolCall(match[1], arguments)]
+    arguments = json_object_of(_GEMMA_PARTS[quote].sub(_as_json, "{" + call[2] + "}"))
+    return None if arguments is None else [ToolCall(call[1], arguments)]
 
 
 def _as_json(found: re.Match[str]) -> str:
-    """A name, or a word of Python, as JSON has it; a text stays as it is."""
-    if found[4]:
-        return json.dumps(_WORDS[found[4].lower()])
-    return found[1] or f'{found[2]}"{found[3]}":'
+    """A text, a name, or a word of Python, as JSON has it; a JSON text stays as it is."""
+    text, before, name, word = found["text"], found["before"], found["name"], found["word"]
+    if text is not None:
+        return json.dumps(text)
+    if name is not None:
+        return f"{before}{json.dumps(name)}:"
+    return found[0] if word is None else json.dumps(WORDS[word.lower()])
 
 
 def read_xml(text: str, functions: Functions) -> list[ToolCall] | None:
-    """`<function=name>` elements with `<parameter=key>` elements, as Qwen3-Coder writes them."""
-    calls = [
-        _typed_call(name, _XML_VALUE.findall(body), functions)
-        for name, body in _XML_FUNCTION.findall(text)
-    ]
-    return [each for each in calls if each is not None] if calls and None not in calls else None
+    """`<function=name>` elements with `<parameter=key>` elements, as Qwen3-Coder writes them; None
+    where the text of one has no end."""
+    whole = text.strip() + "</tool_call>"
+    calls: list[ToolCall] = []
+    head = _XML_FUNCTION.match(whole)
+    while head is not None:
+        found = _XML.read(whole, head.end(), functions.get(head[1], {}))
+        if found is None:
+            return None
+        calls.append(ToolCall(head[1], found.arguments))
+        head = _XML_FUNCTION.search(whole, found.end)
+    return calls if calls and all(_NAME.fullmatch(each.name) for each in calls) else None
 
 
 def read_glm(text: str, functions: Functions) -> list[ToolCall] | None:
-    """A name, then `<arg_key>` and `<arg_value>` elements in turn, as GLM-4.5 writes them."""
-    match = _GLM_CALL.fullmatch(text)
-    if match is None:
+    """A name, then `<arg_key>` and `<arg_value>` elements in turn, as GLM-4.5 writes them; None
+    where the text of one has no end."""
+    head = _GLM_NAME.match(text)
+    if head is None:
         return read_objects(text, functions)
-    call = _typed_call(match[1], _GLM_VALUE.findall(match[2] or ""), functions)
-    return None if call is None else [call]
+    found = _GLM.read(text, head.end(), functions.get(head[1], {}))
+    return None if found is None else [ToolCall(head[1], found.arguments)]
+
+
+class _Found(NamedTuple):
+    """The arguments of a call as JSON, and where they end."""
+
+    arguments: str
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Elements:
+    """Arguments that are written as plain text: their types are the schema's.
+
+    Args:
+        begin: of an element, with its key; without one it is cut, or `last`.
+        end: of a text.
+        last: what may be behind the last element.
+    """
+
+    begin: re.Pattern[str]
+    end: re.Pattern[str]
+    last: str = ""
+
+    def read(self, text: str, place: int, schema: Mapping[str, Any]) -> _Found | None:
+        """The arguments from a place on; None where the text of one has no end."""
+        properties: Mapping[str, Any] = schema.get("properties") or {}
+        typed: dict[str, object] = {}
+        while (begin := self.begin.search(text, place)) is not None and begin[1] is not None:
+            key = begin[1] if begin[1] in properties else begin[1].strip()
+            argument = ArgumentSchema.of(properties.get(key), schema)
+            first = begin.end()
+            ends = (end.start() for end in self.end.finditer(text, first))
+            place = next((end for end in ends if not argument.is_open(text[first:end])), -1)
+            if place < 0:
+                return None
+            written = text[first:place]
+            if begin[0].endswith("\r\n"):
+                written = written.removesuffix("\r")
+            typed[key] = argument.read(written)
+        if begin is not None and begin[0] != self.last:
+            return None
+        arguments = json_text(typed)
+        end = len(text) if begin is None else begin.end()
+        return None if arguments is None else _Found(arguments, end)
+
+
+_XML = _Elements(
+    re.compile(r"<parameter=(?:([^>\n]+)>(?:\r?\n)?)?|</function>"),
+    re.compile(XML_ENDS),
+    "</function>",
+)
+_GLM = _Elements(
+    re.compile(r"<arg_key>(?:([^<]*)</arg_key>\s*<arg_value>)?"), re.compile("</arg_value>")
+)
+
+
+def _split(text: str, mark: str) -> list[str]:
+    """A text at a mark, but for marks within JSON texts."""
+    pieces: list[str] = []
+    begin = 0
+    for match in re.finditer(f"{_JSON_TEXT}|({re.escape(mark)})", text, re.DOTALL):
+        if match[1] is not None:
+            pieces.append(text[begin : match.start()])
+            begin = match.end()
+    return [*pieces, text[begin:]]
 
 
 def closed(text: str, most: int) -> str | None:
     """JSON with its last brackets, where at most `most` are missing; None within a text."""
     missing: list[str] = []
-    for match in _NESTING.finditer(text):
+    for match in NESTING.finditer(text):
         mark = match[0]
         if mark[0] == '"':
             if match[1] is None:
@@ -192,7 +285,7 @@ def closed(text: str, most: int) -> str | None:
 def _values(text: str) -> list[object] | None:
     """The JSON values of a text, those of lists among them; None if it is anything else."""
     decoder = json.JSONDecoder(strict=False)
-    for written in (text, _BAD_ESCAPE.sub(_doubled, text)):
+    for written in (text, with_known_escapes(text)):
         found: list[object] = []
         place = 0
         try:
@@ -204,11 +297,6 @@ def _values(text: str) -> list[object] | None:
             continue
         return found
     return None
-
-
-def _doubled(escape: re.Match[str]) -> str:
-    """An escape; the backslash of one that JSON does not know is a backslash."""
-    return escape[0] if escape[1] else r"\\"
 
 
 def _calls_of(values: list[object]) -> list[ToolCall] | None:
@@ -223,12 +311,12 @@ def _calls_of(values: list[object]) -> list[ToolCall] | None:
         arguments = members.get("arguments", members.get("parameters"))
         if not isinstance(name, str) or not name or not isinstance(arguments, dict | str | None):
             return None
-        if _written(name) is None:
+        if json_text(name) is None:
             return None
         if isinstance(arguments, str):
             written = json_object_of(arguments) if arguments.strip() else "{}"
         else:
-            written = _written(cast(object, arguments or {}))
+            written = json_text(cast(object, arguments or {}))
         if written is None:
             return None
         calls.append(ToolCall(name, written))
@@ -240,122 +328,68 @@ def json_object_of(text: str) -> str | None:
     found = _values(text.strip())
     if found is None or len(found) != 1 or not isinstance(found[0], dict):
         return None
-    return _written(cast(object, found[0]))
+    return json_text(cast(object, found[0]))
 
 
-def _written(value: object) -> str | None:
-    """JSON that can be sent; None where there is none: of NaN, or of half a surrogate pair."""
-    try:
-        written = json.dumps(value, ensure_ascii=False, allow_nan=False)
-        written.encode()
-    except (ValueError, TypeError, RecursionError):
+def _at_commas(text: str) -> list[str] | None:
+    """What is between commas that are in no brackets; None where a bracket or a quote is open."""
+    pieces: list[str] = []
+    begin = depth = 0
+    for match in _PYTHON_MARK.finditer(text):
+        mark = match[0]
+        if mark in ("'", '"'):
+            return None
+        depth += (mark in "([{") - (mark in ")]}")
+        if depth < 0:
+            return None
+        if mark == "," and not depth:
+            pieces.append(text[begin : match.start()])
+            begin = match.end()
+    last = text[begin:]
+    return None if depth else [*pieces, *([last] if last.strip() else [])]
+
+
+def _python_call(text: str) -> ToolCall | None:
+    call = _PYTHON_CALL.fullmatch(text)
+    given = None if call is None else _at_commas(call[2])
+    if call is None or given is None:
         return None
-    return written
-
-
-def _python_call(node: ast.expr) -> ToolCall | None:
-    if not isinstance(node, ast.Call) or node.args:
-        return None
-    name = ast.unparse(node.func)
+    arguments: dict[str, object] = {}
     try:
-        written = _written({str(each.arg): _literal(each.value) for each in node.keywords})
+        for each in given:
+            arguments |= _python_argument(each)
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         return None
-    is_plain = None not in [each.arg for each in node.keywords] and _NAME.fullmatch(name)
-    return ToolCall(name, written) if is_plain and written is not None else None
+    written = json_text(arguments)
+    return None if written is None else ToolCall(call[1], written)
+
+
+def _python_argument(text: str) -> Mapping[str, object]:
+    """One argument, or those of an object behind two stars. Raises what reading a literal does."""
+    found = _PYTHON_ARGUMENT.fullmatch(text)
+    if found is not None:
+        return {found[1]: _python_value(found[2])}
+    stars, given = text.lstrip()[:2], _python_value(text.lstrip()[2:])
+    if stars != "**" or not isinstance(given, dict):
+        raise ValueError(text)
+    return cast(dict[str, object], given)
+
+
+def _python_value(text: str) -> object:
+    try:
+        return cast(object, json.loads(text, strict=False))
+    except ValueError:
+        literal = _PYTHON_ESCAPE.sub(lambda each: each[1] or r"\\", text.strip())
+        return _literal(ast.parse(literal, mode="eval").body)
 
 
 def _literal(node: ast.expr) -> object:
     """The value of a literal, in which JSON's words are known, too. Raises ValueError."""
-    if isinstance(node, ast.Name) and node.id.lower() in _WORDS:
-        return _WORDS[node.id.lower()]
+    if isinstance(node, ast.Name) and node.id.lower() in WORDS:
+        return WORDS[node.id.lower()]
     if isinstance(node, ast.List | ast.Tuple):
         return [_literal(each) for each in node.elts]
     if isinstance(node, ast.Dict) and None not in node.keys:
         keys = [ast.literal_eval(each) for each in node.keys if each is not None]
         return dict(zip(keys, map(_literal, node.values), strict=True))
     return ast.literal_eval(node)
-
-
-def _typed_call(name: str, values: list[tuple[str, str]], functions: Functions) -> ToolCall | None:
-    """A call whose arguments are written as plain text: their types are the schema's."""
-    schema = functions.get(name, {})
-    properties: Mapping[str, Any] = schema.get("properties") or {}
-    typed = {
-        key.strip(): _typed(text, resolved(properties.get(key.strip()), schema))
-        for key, text in values
-    }
-    written = _written(typed)
-    return None if written is None or not _NAME.fullmatch(name) else ToolCall(name, written)
-
-
-def _typed(text: str, schema: object) -> object:
-    """A value of the schema's type, as far as the text is one; else the text itself."""
-    kinds = kinds_of_schema(schema)
-    if kinds == {"string"}:
-        return text
-    found = _values(text.strip())
-    word = text.strip().lower()
-    if word in _WORDS:
-        value: object = _WORDS[word]
-    elif found is None or len(found) != 1 or text.lstrip().startswith("["):
-        value = _whole_value(text)
-    else:
-        value = found[0]
-    is_wanted = not kinds or bool(kinds & _kinds_of(value))
-    return value if is_wanted else text
-
-
-def _whole_value(text: str) -> object:
-    try:
-        return json.loads(text, strict=False)
-    except (ValueError, RecursionError):
-        return text
-
-
-def resolved(schema: object, root: Mapping[str, Any]) -> object:
-    """A schema, or that to which it refers within its root."""
-    found: object = schema
-    for _ in range(MAX_REFERENCES):
-        name = schema_members(found).get("$ref")
-        if not isinstance(name, str) or not name.startswith("#/"):
-            break
-        found = root
-        for part in name.removeprefix("#/").split("/"):
-            found = schema_members(found).get(part)
-    return found
-
-
-def schema_members(schema: object) -> Mapping[str, Any]:
-    """Those of an object; none of anything else, such as true."""
-    return cast(Mapping[str, Any], schema) if isinstance(schema, Mapping) else {}
-
-
-def kinds_of_schema(schema: object) -> set[str]:
-    """The types that a schema names, at its top and in its alternatives."""
-    members = schema_members(schema)
-    named = members.get("type", [])
-    kinds = {named} if isinstance(named, str) else {str(each) for each in named}
-    if not kinds:
-        kinds = {kind for value in members.get("enum", ()) for kind in _kinds_of(value)}
-    for each in (*members.get("anyOf", ()), *members.get("oneOf", ())):
-        kinds |= kinds_of_schema(each)
-    return kinds
-
-
-def _kinds_of(value: object) -> set[str]:
-    match value:
-        case bool():
-            return {"boolean"}
-        case int():
-            return {"integer", "number"}
-        case float():
-            return {"number", "integer"} if value.is_integer() else {"number"}
-        case str():
-            return {"string"}
-        case None:
-            return {"null"}
-        case list():
-            return {"array"}
-        case _:
-            return {"object"}

@@ -5,6 +5,7 @@ notation. Invariant: a rule refers to its grammars by names, under which its par
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from cadenza.text.answers.answer_grammar import (
     property_schema,
     text_without,
 )
+from cadenza.text.answers.argument_schema import OTHER_TYPES, ArgumentSchema
 from cadenza.text.answers.grammar_parts import joined_grammar, parts_of
 from cadenza.text.answers.input_grammar import arguments_of_written
 from cadenza.text.answers.tool_calls import ToolFormat
@@ -60,9 +62,24 @@ class CallGrammar:
             self.compile(property_schema(tool.parameters or {}, schema)) if text is None else text
         )
 
+    def other_value(self, tool: Tool, schema: object) -> str:
+        """As `value`, of what is no text."""
+        return self.value(tool, {"allOf": [schema], "type": OTHER_TYPES})
+
+    def argument(self, tool: Tool, schema: object) -> ArgumentSchema | None:
+        """What an argument may be; None where it is the JSON text of a custom tool."""
+        is_input = tool.name in self.inputs
+        return None if is_input else ArgumentSchema.of(schema, tool.parameters or {})
+
 
 def properties_of(tool: Tool) -> Mapping[str, Any]:
     return (tool.parameters or {}).get("properties") or {}
+
+
+def are_keys(tools: Sequence[Tool], pattern: str) -> bool:
+    """Whether the name of each argument is one that a notation can write."""
+    names = (name for tool in tools for name in properties_of(tool))
+    return all(re.fullmatch(pattern, name) for name in names)
 
 
 def text_until(mark: str, marks: Marks, behind: str = "") -> list[str]:
@@ -73,6 +90,15 @@ def text_until(mark: str, marks: Marks, behind: str = "") -> list[str]:
             f"text: text_and_mark {behind}",
         ]
     return [text_without("TEXT", mark), f"text: TEXT {literal_in(mark, marks)} {behind}"]
+
+
+def texts_until(name: str, texts: Sequence[str], mark: str, marks: Marks) -> tuple[str, str]:
+    """A terminal of one of some texts, and what has it with the mark behind. One has all of them:
+    few rules may be open at once, and with the mark, one text may begin with another."""
+    listed = " | ".join(map(json.dumps, texts))
+    if mark in marks:
+        return f"{name.upper()}: {listed}", f"{name.upper()} {literal_in(mark, marks)}"
+    return f"{name.upper()}: ({listed}) {json.dumps(mark)}", name.upper()
 
 
 def whole_grammar(calls: CallGrammar, lines: Sequence[str]) -> str:

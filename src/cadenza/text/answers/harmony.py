@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from cadenza.outputs import OutputPart
+from cadenza.text.answers.argument_schema import is_within_text
 from cadenza.text.answers.call_forms import num_held
 from cadenza.text.answers.call_readers import Functions, closed, json_object_of
 from cadenza.text.answers.output_parser import PlacedPart
@@ -169,15 +170,21 @@ class HarmonyParser:
         return _behind(found), OutputPart(kind, text[: found.start()])
 
     def _call(self, message: _Message, text: str, *, is_end: bool) -> tuple[int, OutputPart | None]:
-        """A call, once all of it is there."""
-        found = _END.search(text, message.num_searched)
+        """A call, once all of it is there; its end is not within a text of its JSON."""
+        name = message.header.name
+        while (found := _END.search(text, message.num_searched)) is not None:
+            if not is_within_text(text[: found.start()]):
+                break
+            message.num_searched = found.end()
         if found is None and not is_end:
-            message.num_searched = max(0, len(text) - _MOST_HELD)
+            message.num_searched = max(message.num_searched, len(text) - _MOST_HELD)
             return 0, None
+        part = _as_call(name, text if found is None else text[: found.start()])
+        if part is None and (found := _END.search(text)) is not None:
+            part = _as_call(name, text[: found.start()])
         self._message = None
         body = text if found is None else text[: found.start()]
-        part = _as_call(message.header.name, body) or OutputPart("content", body)
-        return len(text) if found is None else _behind(found), part
+        return len(text) if found is None else _behind(found), part or OutputPart("content", body)
 
     def _read_header(self, text: str) -> Header:
         plan = self._plan

@@ -6,26 +6,21 @@ grammar allows is read by the forms of the same format.
 """
 
 import json
-import keyword
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from cadenza.structured import CallRule
-from cadenza.text.answers.answer_grammar import Marks, Tool, literal_in, texts_and_end
-from cadenza.text.answers.call_readers import (
-    GEMMA_QUOTE,
-    kinds_of_schema,
-    resolved,
-    schema_members,
-)
+from cadenza.text.answers.answer_grammar import Marks, Tool, literal_in
+from cadenza.text.answers.call_readers import ESCAPE, GEMMA_QUOTE, PYTHON_KEY
 from cadenza.text.answers.called_tools import (
     BEGIN_BLANKS,
     BLANKS,
     MAX_LISTED_CALLS,
     CallGrammar,
     Parts,
+    are_keys,
     properties_of,
     text_until,
     up_to,
@@ -37,8 +32,9 @@ from cadenza.text.answers.tool_calls import DEEPSEEK_V3
 
 
 def pythonic_calls(calls: CallGrammar, marks: Marks) -> CallRule | None:
-    """A list of calls, from the first one's name on. Python must take the names of arguments."""
-    if not have_python_names(calls.tools):
+    """A list of calls, from the first one's name on. The names of arguments need not be Python's,
+    but none has blanks or marks of the list."""
+    if not have_list_names(calls.tools):
         return None
     names = "|".join(re.escape(tool.name) for tool in calls.tools)
     grammar = python_list(calls, marks, MAX_LISTED_CALLS)
@@ -47,16 +43,14 @@ def pythonic_calls(calls: CallGrammar, marks: Marks) -> CallRule | None:
 
 def lfm2_calls(calls: CallGrammar, marks: Marks) -> CallRule | None:
     """Such a list between marks."""
-    if not have_python_names(calls.tools):
+    if not have_list_names(calls.tools):
         return None
     grammar = python_list(calls, marks, MAX_LISTED_CALLS)
     return CallRule(begin=re.escape(calls.format.begin), grammar=grammar)
 
 
-def have_python_names(tools: Sequence[Tool]) -> bool:
-    keys = [key for tool in tools for key in properties_of(tool)]
-    parts = [part for tool in tools for part in tool.name.split(".")]
-    return all(map(_is_python_name, (*keys, *parts)))
+def have_list_names(tools: Sequence[Tool]) -> bool:
+    return are_keys(tools, PYTHON_KEY)
 
 
 def python_list(calls: CallGrammar, marks: Marks, most: int) -> str:
@@ -65,19 +59,15 @@ def python_list(calls: CallGrammar, marks: Marks, most: int) -> str:
 
     def value(tool: Tool, schema: object, name: str, parts: Parts) -> str:
         parts += parts_of(name, calls.value(tool, schema))
-        found = resolved(schema, tool.parameters or {})
-        kinds = kinds_of_schema(found)
-        is_any = not {"enum", "const"} & schema_members(found).keys()
-        words = ['"True"', '"False"'] if "boolean" in kinds and is_any else []
-        words += ['"None"'] if "null" in kinds and is_any else []
-        return f"({' | '.join([f'@{name}', *words])})"
+        argument = calls.argument(tool, schema)
+        words = (each for each in (True, False, None) if argument and argument.allows(each))
+        return f"({' | '.join([f'@{name}', *(json.dumps(repr(each)) for each in words)])})"
 
-    reserved = "|".join(keyword.kwlist)
     end = literal_in(calls.format.end, marks)
     more = up_to(most - 1, 'BLANKS? "," BLANKS? call')
     lines = [
         f'start: "[" BLANKS? call {more} BLANKS? "]" {end}',
-        f"KEY: /[A-Za-z_][A-Za-z0-9_]{{0,63}}/ & ~/{reserved}/",
+        "KEY: /[A-Za-z_][A-Za-z0-9_.-]{0,63}/",
     ]
     notation = _Arguments(
         head="{}(", end=")", key=lambda key: json.dumps(f"{key}="), any_key='KEY "="', value=value
@@ -110,58 +100,43 @@ def deepseek_list(calls: CallGrammar, marks: Marks, most: int) -> str:
 
 def function_gemma_calls(calls: CallGrammar, marks: Marks) -> CallRule:
     """Arguments behind their names; texts stand between marks, other values are JSON."""
-    mark = literal_in("<escape>", marks)
-
-    def value(tool: Tool, schema: object, name: str, parts: Parts) -> str:
-        parts += parts_of(name, calls.value(tool, schema))
-        found = resolved(schema, tool.parameters or {})
-        if tool.name in calls.inputs or kinds_of_schema(found) != {"string"}:
-            return f"@{name}"
-        return f"{mark} {texts_and_end(found, 'text', mark)}"
-
-    def key(name: str) -> str:
-        is_plain = re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII)
-        return json.dumps(f"{name if is_plain else json.dumps(name)}:")
-
-    lines = [
-        f"start: BLANKS? call BLANKS? {literal_in(calls.format.end, marks)}",
-        "KEY: /[A-Za-z_][A-Za-z0-9_]{0,63}/",
-        *text_until("<escape>", marks),
-    ]
-    notation = _Arguments(head="call:{}{{", end="}", key=key, any_key='KEY ":"', value=value)
-    grammar = _with_arguments(calls, lines, notation)
-    return CallRule(begin=re.escape(calls.format.begin), grammar=grammar)
+    return _gemma_calls(calls, marks, ESCAPE, list)
 
 
 def gemma4_calls(calls: CallGrammar, marks: Marks) -> CallRule:
-    """As function-gemma's, but that texts within lists and objects stand between marks, too, and
-    that arguments are sorted by their names, as the chat template has those of the functions."""
+    """As function-gemma's, but that arguments are sorted by their names, as the chat template has
+    those of the functions."""
+    return _gemma_calls(calls, marks, GEMMA_QUOTE, partial(sorted, key=str.lower))
 
+
+def _gemma_calls(calls: CallGrammar, marks: Marks, quote: str, order: "_Order") -> CallRule:
     def value(tool: Tool, schema: object, name: str, parts: Parts) -> str:
         if tool.name in calls.inputs:
             parts += parts_of(name, calls.value(tool, schema))
             return f"@{name}"
-        root = tool.parameters or {}
         values = GemmaValues(
-            root=root, compile=calls.compile, marks=marks, parts=parts, lines=lines
+            root=tool.parameters or {},
+            compile=calls.compile,
+            quote=quote,
+            marks=marks,
+            parts=parts,
+            lines=lines,
         )
         return values.of(schema, name)
 
     lines = [
         f"start: BLANKS? call BLANKS? {literal_in(calls.format.end, marks)}",
         "KEY: /[A-Za-z_][A-Za-z0-9_.-]{0,63}/",
-        *text_until(GEMMA_QUOTE, marks),
+        *text_until(quote, marks),
     ]
     notation = _Arguments(
-        head="call:{}{{",
-        end="}",
-        key=gemma_key,
-        any_key='KEY ":"',
-        value=value,
-        order=partial(sorted, key=str.lower),
+        head="call:{}{{", end="}", key=gemma_key, any_key='KEY ":"', value=value, order=order
     )
     grammar = _with_arguments(calls, lines, notation)
     return CallRule(begin=re.escape(calls.format.begin), grammar=grammar)
+
+
+_Order = Callable[[Iterable[str]], Iterable[str]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,7 +158,7 @@ class _Arguments:
     key: Callable[[str], str]
     any_key: str
     value: Callable[[Tool, object, str, Parts], str]
-    order: Callable[[Iterable[str]], Iterable[str]] = list
+    order: _Order = list
 
 
 def _with_arguments(calls: CallGrammar, lines: list[str], notation: _Arguments) -> str:
@@ -208,19 +183,12 @@ def _with_arguments(calls: CallGrammar, lines: list[str], notation: _Arguments) 
                 f"tail_{i}_{j}: COMMA pair_{i}_{j} {rest}" + ("" if is_needed else f" | {rest}")
             )
         is_open = tool.parameters is not None and "properties" not in schema
-        free = (
-            f"({notation.any_key} @any (COMMA {notation.any_key} @any){{0,15}})?"
-            if is_open
-            else '""'
-        )
+        free = '""'
+        if is_open:
+            member = f"{notation.any_key} {notation.value(tool, {}, f'any_{i}', parts)}"
+            free = f"({member} (COMMA {member}){{0,15}})?"
         lines.append(f"first_{i}_{len(properties)}: {free}")
         lines.append(f'tail_{i}_{len(properties)}: ""')
-        if is_open:
-            parts += parts_of("any", calls.compile("{}"))
         head = json.dumps(notation.head.format(tool.name))
         lines.append(f"call_{i}: {head} first_{i}_0 {json.dumps(notation.end)}")
     return joined_grammar("\n".join(lines), parts)
-
-
-def _is_python_name(name: str) -> bool:
-    return name.isidentifier() and name.isascii() and not keyword.iskeyword(name)

@@ -54,7 +54,7 @@ They do not depend on the machine, so that a stream ends at the same token every
 _ANY_OBJECT = '{"type": "object"}'
 
 
-FORMS_REVISION = 4
+FORMS_REVISION = 5
 """To be raised when the grammar of a request that was accepted before changes."""
 
 DEFAULT_STYLE = JsonStyle(max_string=4096, max_items=512, max_depth=16)
