@@ -40,8 +40,6 @@ def rewrite(folder: Path, **changes: Any) -> Checkpoint:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"max_num_seqs": 9}, "--max-num-seqs 9 is above the 8"),
-        ({"max_num_seqs": None}, "set --max-num-seqs 8"),
         ({"max_num_batched_tokens": 65}, "--max-num-batched-tokens 65 is above the 64"),
         ({"kv_cache_dtype": "int8"}, "--kv-cache-dtype int8"),
         ({"kv_layout": "paged"}, "--kv-layout paged"),
@@ -64,6 +62,25 @@ def test_what_was_not_compiled_is_refused_by_its_flag(
     with pytest.raises(ConfigError) as refused:
         plan_model(bundled, EngineConfig(**CONFIG | options))
     assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(("asked", "num_rows"), [(3, 3), (8, 8), (9, 8), (16, 8), (None, 8)])
+def test_more_rows_than_the_modules_have_become_as_many_and_a_line_says_so(
+    bundled: Checkpoint, caplog: pytest.LogCaptureFixture, asked: int | None, num_rows: int
+):
+    config = EngineConfig(backend="iree", max_num_seqs=asked)
+    plan = plan_model(bundled, config)
+    assert plan.limits.max_num_seqs == num_rows
+    warnings = [each.getMessage() for each in caplog.records]
+    said = f"--max-num-seqs {asked}: 8 rows run, the compiled modules have no more; "
+    assert warnings == ([f"{said}further requests wait"] if (asked or 0) > num_rows else [])
+    assert ("8 rows (auto: the compiled modules have no more)" in plan.summary) is (
+        num_rows != asked
+    )
+
+
+def test_the_default_of_rows_gives_way(bundled: Checkpoint):
+    assert plan_model(bundled, EngineConfig(backend="iree")).limits.max_num_seqs == 8
 
 
 def test_a_context_above_that_of_the_modules_is_refused(copied: Path):

@@ -36,7 +36,7 @@ def export(
     words: ModelAndOut,
     model: SourceModelFlag = None,
 ) -> None:
-    """Compile a model's step ahead, into a folder that --backend iree serves without JAX.
+    """Compile a model's step ahead, into a folder that --backend iree serves, without loading JAX.
 
     Needs IREE's compiler (the extra iree-export).
     """

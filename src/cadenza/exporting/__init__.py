@@ -1,4 +1,4 @@
-"""A model's step compiled ahead, for a server without JAX: `cadenza export`.
+"""A model's step compiled ahead, for a server that loads no JAX: `cadenza export`.
 
 The only package that knows two backends: `backends.xla` writes a step as StableHLO, and
 `backends.iree` runs what IREE's compiler makes of it.

@@ -166,7 +166,16 @@ def plan_model(
     draft = _plan_draft(checkpoint, config, traits, backends)
     scorer = _plan_scorer(checkpoint, config, traits, backends)
     extra = ExtraMemory(draft=draft, scorer=scorer, bodies_bytes=bodies_bytes)
-    return make_plan(config, checkpoint, traits, available, extra)
+    plan = make_plan(config, checkpoint, traits, available, extra)
+    num_rows, asked = plan.limits.max_num_seqs, config.max_num_seqs
+    if asked is not None and num_rows < asked:
+        logger.warning(
+            "--max-num-seqs %d: %d rows run, %s; further requests wait",
+            asked,
+            num_rows,
+            plan.rows_reason,
+        )
+    return plan
 
 
 def _plan_draft(

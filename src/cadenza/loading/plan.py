@@ -71,7 +71,7 @@ class EnginePlan:
     draft: DraftPlan | None = None
     scorer: DraftPlan | None = None
     rows_reason: str | None = None
-    """Why `max_num_seqs` is what it is, where none was asked for."""
+    """Why `max_num_seqs` is what it is, where none was asked for, or more."""
 
     @property
     def scratch_bytes(self) -> int:
@@ -385,6 +385,9 @@ def _divide(
     if num_rows is None:
         context = asked or largest_context(space, 1, usual)
         num_rows, reason = choose_rows(space.at(context), context)
+    most = traits.compiled_for
+    if most is not None and num_rows > most.num_rows:
+        num_rows, reason = most.num_rows, "the compiled modules have no more"
     check_rows(space, num_rows)
     num_tokens = pool_tokens(space, num_rows)
     if asked is None:

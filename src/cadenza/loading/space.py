@@ -236,11 +236,10 @@ def check_rows(space: Space, num_rows: int) -> None:
 
 
 def check_compiled(limits: EngineLimits, most: CompiledSizes | None) -> None:
-    """Raises ConfigError for more than programs were compiled for."""
+    """Raises ConfigError for more tokens than programs were compiled for."""
     if most is None:
         return
     for name, given, bound in (
-        ("max-num-seqs", limits.max_num_seqs, most.num_rows),
         ("max-model-len", limits.max_model_len, most.max_model_len),
         ("max-num-batched-tokens", limits.max_num_batched_tokens, most.num_tokens),
     ):

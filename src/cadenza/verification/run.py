@@ -397,6 +397,8 @@ def _plan(options: VerifyOptions, checkpoint: Checkpoint) -> EnginePlan:
         return plan
     context = min(_wanted_length(options, checkpoint, plan.traits), plan.limits.max_model_len)
     config = replace(options.config, max_model_len=context)
+    if plan.rows_reason is not None and config.max_num_seqs is not None:  # said already
+        config = replace(config, max_num_seqs=plan.limits.max_num_seqs)
     return plan_model(checkpoint, config, options.backends)
 
 
