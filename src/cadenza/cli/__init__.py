@@ -23,6 +23,7 @@ Modules:
 - `model_words`: which word is the model
 - `prompts`: prompts from files and stdin; y and n
 - `report`: a result's columns, described once, give its table and its JSON
+- `status`: what a long command is doing, on a terminal and in a pipe
 - `bench_serve`: `bench serve` and `bench compare`
 - `bench_report`, `batching_report`, `spec_prefill_report`, `generate_report`: their columns
 - `batch_run`, `live_view`: prompts in one batch, and its view in a terminal
@@ -37,6 +38,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, BinaryIO, TextIO, cast
 
+from cadenza.cli.interrupts import dropped_interrupts_raised
 from cadenza.errors import (
     CadenzaError,
     CheckpointError,
@@ -57,7 +59,7 @@ _CODES: tuple[tuple[tuple[type[CadenzaError], ...], int], ...] = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs `cadenza` with `arguments` (the process's own when None) and returns its exit code."""
-    with _usable_streams():
+    with _usable_streams(), dropped_interrupts_raised():
         try:
             code = _run(sys.argv[1:] if arguments is None else arguments)
             sys.stdout.flush()

@@ -1,17 +1,21 @@
 """Signals that end a command: Ctrl-C between two steps, SIGTERM and SIGHUP at once.
 
-Owns the process's handlers while it is entered. Invariants: Ctrl-C interrupts no step, but a second
-one before the first was handled raises KeyboardInterrupt at once; a command that SIGTERM or SIGHUP
-ends exits its contexts, which remove what it made.
+Invariants: within `Interrupts` Ctrl-C interrupts no step, but a second one before the first was
+handled raises KeyboardInterrupt at once; elsewhere it always ends the command; a command that
+SIGTERM or SIGHUP ends exits its contexts, which remove what it made.
 """
 
 import signal
+import sys
+import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn, Self
 
 TERMINATED = 128 + signal.SIGTERM
+AGAIN_S = 0.01
+"""From a KeyboardInterrupt that was dropped to the next one."""
 
 
 class Interrupts:
@@ -45,6 +49,34 @@ class Interrupts:
         if self.is_set or self._is_raised:
             raise KeyboardInterrupt
         self.is_set = True
+
+
+@contextmanager
+def dropped_interrupts_raised() -> Generator[None]:
+    """Within this block, on the main thread, a KeyboardInterrupt that Python drops is raised again.
+
+    It drops what is raised in callbacks of its garbage collector, of which JAX has one, and in
+    finalisers.
+    """
+    previous, main = sys.unraisablehook, threading.main_thread().ident
+    is_over = threading.Event()
+
+    def interrupt() -> None:
+        if not is_over.wait(AGAIN_S) and main is not None:
+            signal.pthread_kill(main, signal.SIGINT)
+
+    def take(dropped: "sys.UnraisableHookArgs") -> None:
+        if issubclass(dropped.exc_type, KeyboardInterrupt):
+            threading.Thread(target=interrupt, daemon=True).start()
+        else:
+            previous(dropped)
+
+    sys.unraisablehook = take
+    try:
+        yield
+    finally:
+        is_over.set()
+        sys.unraisablehook = previous
 
 
 @contextmanager

@@ -18,6 +18,7 @@ Modules:
 - `sample_output`: text of one sample: detokenising, stop strings, parts
 - `output_processor`: from events to outputs
 - `progress`: the progress line of many requests on a terminal
+- `interrupts`: Ctrl-C while steps run
 - `model_facts`: what clients are told of a model beside its name
 - `loaded_model`: engine and text front end of one checkpoint, and its plan before anything is
   loaded

@@ -4,7 +4,7 @@ Owns the filling of the engine's bounded queue; runs the step loop on the caller
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from typing import Any, Self, Unpack, cast
@@ -16,6 +16,7 @@ from cadenza.errors import InvalidRequestError, must_be, show
 from cadenza.events import Event
 from cadenza.fingerprint import Fingerprint
 from cadenza.frontend.given_images import with_images
+from cadenza.frontend.interrupts import KeptInterrupts
 from cadenza.frontend.loaded_model import EngineOwner, load_model
 from cadenza.frontend.model_tokenizer import ModelTokenizer
 from cadenza.frontend.output_processor import OutputProcessor, OutputRouter, check_kind
@@ -126,7 +127,7 @@ class LLM:
         conversations = _conversation_list(messages)
         chosen = self._params_for(len(conversations), params)
         return self._run(
-            [
+            (
                 self._text.prepare_chat(
                     with_images(conversation),
                     each,
@@ -134,7 +135,7 @@ class LLM:
                     template_kwargs=chat_template_kwargs,
                 )
                 for conversation, each in zip(conversations, chosen, strict=True)
-            ],
+            ),
             progress and use_tqdm,
         )
 
@@ -159,7 +160,7 @@ class LLM:
             InvalidRequestError: a prompt or the params cannot be served; nothing was started.
         """
         given, text = prompt_only(truncate_prompt_tokens), self._text
-        prepared = [text.prepare_pooled(each, params, given) for each in _prompt_list(prompts)]
+        prepared = (text.prepare_pooled(each, params, given) for each in _prompt_list(prompts))
         return [embedding_of(output) for output in self._run(prepared, progress and use_tqdm)]
 
     def stream(
@@ -174,7 +175,7 @@ class LLM:
 
         Ids count up in the prompts' order. Closing the iterator cancels what still runs.
         """
-        return self._stream(self._prepare(_prompt_list(prompts), params), kind)
+        return self._stream([*self._prepare(_prompt_list(prompts), params)], kind)
 
     def stream_chat(
         self,
@@ -197,10 +198,10 @@ class LLM:
         self._owner.check()
         return self._loaded.text
 
-    def _prepare(self, prompts: list[Prompt], params: ParamsOfMany) -> list[PreparedRequest]:
+    def _prepare(self, prompts: list[Prompt], params: ParamsOfMany) -> Iterator[PreparedRequest]:
         chosen = self._params_for(len(prompts), params)
         pairs = zip(prompts, chosen, strict=True)
-        return [self._text.prepare(prompt, each) for prompt, each in pairs]
+        return (self._text.prepare(prompt, each) for prompt, each in pairs)
 
     def _params_for(self, count: int, params: ParamsOfMany) -> SequenceOf[Params]:
         if params is None or isinstance(params, SamplingParams | Mapping):
@@ -219,22 +220,28 @@ class LLM:
         return params
 
     def _run(
-        self, prepared: list[PreparedRequest], progress: bool | MakeBar
+        self, prepared: Iterable[PreparedRequest], progress: bool | MakeBar
     ) -> list[RequestOutput]:
         done: list[OutputProcessor] = []
         running: dict[int, OutputProcessor] = {}
-        with batch_progress(len(prepared), progress) as line:
+        with KeptInterrupts() as kept:
+            ready: list[PreparedRequest] = []
+            for each in prepared:
+                kept.deliver()
+                ready.append(each)
+            with batch_progress(len(ready), progress) as line:
 
-            def on_step() -> None:
-                if line.is_due:
-                    num_tokens = sum(each.num_tokens for each in (*done, *running.values()))
-                    num_rows = len(self.core.scheduler.running)
-                    line.show(num_done=len(done), num_rows=num_rows, num_tokens=num_tokens)
+                def on_step() -> None:
+                    kept.deliver()
+                    if line.is_due:
+                        num_tokens = sum(each.num_tokens for each in (*done, *running.values()))
+                        num_rows = len(self.core.scheduler.running)
+                        line.show(num_done=len(done), num_rows=num_rows, num_tokens=num_tokens)
 
-            for each in self._follow(prepared, on_step):
-                running[each.request_id] = each
-                if each.is_finished:
-                    done.append(running.pop(each.request_id))
+                for news in self._follow(ready, on_step):
+                    running[news.request_id] = news
+                    if news.is_finished:
+                        done.append(running.pop(news.request_id))
         return [each.output() for each in sorted(done, key=lambda each: each.request_id)]
 
     def _stream(self, prepared: list[PreparedRequest], kind: OutputKind) -> Iterator[RequestOutput]:
