@@ -6,6 +6,7 @@ No speed is asserted, only that the figures are there and agree with each other.
 import json
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,14 @@ from cadenza.bench.throughput import (
 from cadenza.bench.workloads import Workload
 from cadenza.checkpoint import open_checkpoint
 from cadenza.cli import main
-from cadenza.cli.bench_report import print_startup, print_throughput
+from cadenza.cli.bench_report import (
+    print_startup,
+    throughput_facts,
+    throughput_text,
+    throughput_watch,
+)
+from cadenza.cli.report import show_result
+from cadenza.cli.status import status_line
 from tests.faces.stub_backend import STUBS
 
 SIZES = ("--input-len", "20", "--output-len", "6", "--repeats", "2", "--concurrency", "1,3")
@@ -66,8 +74,8 @@ OPS = {
 def test_throughput_prints_one_object_whose_figures_agree(run: Run, shape_file: Path):
     """With sampled rows and, where there are native kernels, a profile."""
     flags = ("--sampling", "all", "--json", *(["--profile"] if is_native() else []))
-    code, out, err = run("throughput", "--shape", shape_file, *SIZES, *flags)
-    assert (code, err) == (0, "")
+    code, out, _ = run("throughput", "--shape", shape_file, *SIZES, *flags)
+    assert code == 0
     (line,) = out.splitlines()
     found = json.loads(line)
     assert set(found) == {"machine", "workload", "roofline", "results"}
@@ -81,9 +89,10 @@ def test_throughput_prints_one_object_whose_figures_agree(run: Run, shape_file: 
         for kind in ("decode", "prefill"):
             runs, shares = each[f"{kind}_tok_s_runs"], each[f"{kind}_share_runs"]
             assert each[f"{kind}_tok_s"] == pytest.approx(sum(runs) / 2)
-            assert each[f"{kind}_share_of_bound"] == pytest.approx(sum(shares) / 2)
             bounds = [rate / share for rate, share in zip(runs, shares, strict=True)]
             assert each[f"{kind}_bound_tok_s"] == pytest.approx(sum(bounds) / 2)
+            share = each[f"{kind}_tok_s"] / each[f"{kind}_bound_tok_s"]
+            assert each[f"{kind}_share_of_bound"] == share
             assert each[f"{kind}_limit"] in {"read", "multiply"}
         for profile in each.get("profile", {}).values():
             assert {op["op"]: op["calls"] for op in profile["ops"]} == OPS
@@ -97,9 +106,9 @@ def test_a_device_without_known_bounds_has_rates_without_shares(
 ):
     workload = Workload(input_len=20, output_len=6, repeats=2, concurrency=(1, 3))
     config = EngineConfig(backend="stub")
-    found = measure_throughput(None, config, workload, lambda _: None, STUBS)
-    print_throughput(found, as_json=True)
-    told = json.loads(capsys.readouterr().out)
+    with status_line("starting") as status:
+        found = measure_throughput(None, config, workload, throughput_watch(status), STUBS)
+    told = throughput_facts(found)
     assert told["roofline"] is None
     for each in told["results"]:
         for kind in ("decode", "prefill"):
@@ -107,10 +116,42 @@ def test_a_device_without_known_bounds_has_rates_without_shares(
             assert each[f"{kind}_tok_s"] > 0
             for name in ("share_of_bound", "share_runs", "bound_tok_s", "limit"):
                 assert each[f"{kind}_{name}"] is None
-    print_throughput(found, as_json=False)
     out = capsys.readouterr().out
-    assert "roofline" not in out
-    assert "no bound is known for stub:cpu, so no share of one" in out
+    assert re.search(r"^1 +[\d.]+ +– +– +– +[\d.]+ +– +– +–\n3 ", out, re.MULTILINE)
+    text = "\n".join(map(str, throughput_text(found)))
+    assert "roofline" not in text
+    assert "no bound is known for stub:cpu, so no share of one" in text
+
+
+def test_what_is_known_is_printed_while_the_rest_is_measured():
+    """The machine before the model is loaded, each row when it is known, and how long it takes."""
+    told: list[str] = []
+
+    @dataclass(frozen=True, slots=True)
+    class Told:
+        def __call__(self, text: str, /) -> None:
+            told.append(text)
+
+        def print(self, line: str) -> None:
+            told.append(f"printed: {line.split(maxsplit=1)[0]}")
+
+    workload = Workload(input_len=20, output_len=6, repeats=2, concurrency=(1, 3))
+    config = EngineConfig(backend="stub")
+    measure_throughput(None, config, workload, throughput_watch(Told()), STUBS)
+    assert [re.sub(r"\d+ (s|min) left", "N left", each) for each in told] == [
+        "printed: machine:",
+        "loading the model",
+        "printed: model:",
+        "measuring the machine",
+        "1 row: warming up",
+        "1 row: run 1 of 2",
+        "1 row: run 2 of 2, about N left",
+        "printed: 1",
+        "3 rows: warming up, about N left",
+        "3 rows: run 1 of 2, about N left",
+        "3 rows: run 2 of 2, about N left",
+        "printed: 3",
+    ]
 
 
 def test_rates_with_a_bound_and_a_profile_are_tables_for_people(
@@ -132,7 +173,7 @@ def test_rates_with_a_bound_and_a_profile_are_tables_for_people(
         roofline=machine,
         results=(ConcurrencyResult(concurrency=2, decode=rate, prefill=rate),),
     )
-    print_throughput(found, as_json=False)
+    show_result({}, throughput_text(found), as_json=False)
     out = capsys.readouterr().out
     for said in ("read 45.0 GB/s, 970 GFLOP/s in bfloat16", "reading", "decode step at 2 rows:"):
         assert said in out

@@ -15,7 +15,6 @@ from cadenza.cli.report import (
     json_line,
     keys,
     print_table,
-    progress_bar,
     section_text,
     value_text,
 )
@@ -105,12 +104,6 @@ def test_a_section_has_a_line_for_each_fact():
 
 def test_a_section_without_facts_is_its_title():
     assert section_text("tensors", {}) == "tensors"
-
-
-def test_a_progress_bar_is_silent_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]):
-    with progress_bar("loading") as on_progress:
-        on_progress(1, 2)
-    assert capsys.readouterr() == ("", "")
 
 
 def test_a_number_that_is_not_finite_is_no_json():

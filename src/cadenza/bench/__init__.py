@@ -7,6 +7,7 @@ Modules:
 
 - `workloads`: settings of `throughput`, and bounds that benchmarks share
 - `throughput`, `runs`, `bounds`: tokens a second, the timed runs, and the machine's bound for them
+- `remaining`: how long the runs that are left will take
 - `machine`: the machine's description and roofline, and measuring in a fresh process
 - `startup`, `startup_probe`, `load`: time to the first token; rate of loading
 - `serve_options`, `datasets`, `arrivals`: loads on servers, their prompts, and when they are due

@@ -7,7 +7,7 @@ benchmark are alike, so nothing is ever found in the prefix cache.
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from cadenza.backends.base import Instruments, ProductDType
 from cadenza.bench import OnStatus
 from cadenza.bench.bounds import Cost, Limit, ModelCost, Prompts, Roofline
 from cadenza.bench.machine import RooflineProbe, describe_machine
+from cadenza.bench.remaining import RemainingTime, about
 from cadenza.bench.runs import (
     DecodeTask,
     StepProfile,
@@ -28,7 +29,7 @@ from cadenza.bench.runs import (
     text_ids,
     touched_bytes,
 )
-from cadenza.bench.workloads import Workload, fitting_context
+from cadenza.bench.workloads import WARM_TOKENS, Workload, fitting_context
 from cadenza.checkpoint.tensor_formats import held_formats
 from cadenza.config import MAX_NUM_SEQS_BOUND
 from cadenza.errors import ConfigError
@@ -39,7 +40,6 @@ from cadenza.loading.plan import EnginePlan
 PROBE_REPEATS = 3
 """Passes of the roofline's measurement before and after each run."""
 
-_WARM_TOKENS = 8
 _SETTINGS = ("input_len", "output_len", "repeats", "sampling")
 
 
@@ -55,9 +55,9 @@ class RatedRun:
 class Rate:
     """Every repeat of one kind of run, against the bound of its cost.
 
-    `cost` is that of `num_tokens` tokens. A run's share of its bound uses the roofline measured
-    around that run, since a machine's memory bandwidth can change from one second to the next. What
-    concerns the bound is None where no roofline is known.
+    `cost` is that of `num_tokens` tokens. A run's bound uses the roofline measured around that run,
+    since a machine's memory bandwidth can change from one second to the next. What concerns the
+    bound is None where no roofline is known.
     """
 
     runs: tuple[RatedRun, ...]
@@ -76,8 +76,9 @@ class Rate:
 
     @property
     def share_of_bound(self) -> float | None:
-        shares = self.share_runs
-        return None if shares is None else statistics.median(shares)
+        """Of the two medians."""
+        bound = self.bound_tok_s
+        return None if bound is None else self.tok_s / bound
 
     @property
     def tok_s_runs(self) -> list[float]:
@@ -157,11 +158,24 @@ def engine_config(
     )
 
 
+def _ignore(_: object) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThroughputWatch:
+    """Called with what is being measured, and with what is known of a `Throughput` so far."""
+
+    report: OnStatus = _ignore
+    on_machine: Callable[[Mapping[str, object]], None] = _ignore
+    on_workload: Callable[[Mapping[str, object]], None] = _ignore
+    on_result: Callable[[ConcurrencyResult], None] = _ignore
+
+
 def measure_throughput(
     model: str | Path | None,
     config: EngineConfig,
     workload: Workload,
-    report: OnStatus,
+    watch: ThroughputWatch,
     backends: Backends = BACKENDS,
 ) -> Throughput:
     """Loads the model and times every run, with the roofline measured around each on a CPU.
@@ -177,41 +191,40 @@ def measure_throughput(
     trained = checkpoint.outline.max_position_embeddings
     fitted = engine_config(config, workload, traits.max_num_batched_tokens, trained)
     instruments = find_backend(config.backend, backends).open_instruments(traits.ops)
-    report("loading the model")
+    machine = describe_machine(instruments)
+    watch.on_machine(machine)
+    watch.report("loading the model")
     loaded = load_model(model, fitted, backends=backends)
     try:
-        plan = loaded.plan
+        described = _describe(model, workload, loaded.plan, fitted)
+        watch.on_workload(described)
+        watch.report("measuring the machine")
+        budget = loaded.core.limits.max_num_batched_tokens
         runs = _Runs(
             core=loaded.core,
             workload=workload,
+            remaining=RemainingTime(workload=workload, token_budget=budget),
             bound=_bound_of(loaded, instruments),
             random=random.Random(fitted.seed),  # noqa: S311 - prompts, not secrets
             expert_counter=instruments if _counts_experts(loaded) else None,
         )
         results: list[ConcurrencyResult] = []
         for rows in workload.concurrency:
-            result = runs.measure(rows, report)
+            result = runs.measure(rows, watch.report)
             if workload.profile:
-                report(f"{rows} rows: profiling")
+                watch.report(f"{rows} rows: profiling")
                 result = runs.add_profiles(result, instruments)
             results.append(result)
+            watch.on_result(result)
     finally:
         loaded.close()
     rooflines = [one for each in results for one in each.rooflines]
     return Throughput(
-        machine=describe_machine(instruments),
-        workload=_describe(model, workload, plan, fitted),
+        machine=machine,
+        workload=described,
         roofline=Roofline.median_of(rooflines) if rooflines else None,
         results=tuple(results),
     )
-
-
-def _speeds(decode: Sequence[RatedRun], prefill: Sequence[RatedRun]) -> str:
-    """Of the runs before this one, for the progress line."""
-    if not decode or not prefill:
-        return ""
-    last = (decode[-1].run.tokens_per_s, prefill[-1].run.tokens_per_s)
-    return f", the last with {last[0]:.0f} tok/s in decode, {last[1]:.0f} in prefill"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,6 +266,7 @@ class _Runs:
 
     core: EngineCore
     workload: Workload
+    remaining: RemainingTime
     bound: _Bound | None
     random: random.Random
     expert_counter: Instruments | None
@@ -260,17 +274,25 @@ class _Runs:
     def measure(self, rows: int, report: OnStatus) -> ConcurrencyResult:
         """Warm-up runs, then the repeats."""
         workload, budget = self.workload, self.core.limits.max_num_batched_tokens
-        report(f"{rows} rows: warming up")
-        self._decode(rows, min(_WARM_TOKENS, workload.output_len))
+        where = "1 row" if rows == 1 else f"{rows} rows"
+        report(f"{where}: warming up{self._left_text()}")
+        self._decode(rows, min(WARM_TOKENS, workload.output_len))
         self._prefill(rows)
         decode: list[RatedRun] = []
         prefill: list[RatedRun] = []
         for repeat in range(workload.repeats):
-            report(f"{rows} rows: run {repeat + 1} of {workload.repeats}{_speeds(decode, prefill)}")
+            report(f"{where}: run {repeat + 1} of {workload.repeats}{self._left_text()}")
+            start_s = time.perf_counter()
             decode.append(
                 self._rate(lambda: self._decode(rows, workload.output_len, self.expert_counter))
             )
             prefill.append(self._rate(lambda: self._prefill(rows)))
+            self.remaining.add(
+                rows,
+                time.perf_counter() - start_s,
+                decode_tok_s=decode[-1].run.tokens_per_s,
+                prefill_tok_s=prefill[-1].run.tokens_per_s,
+            )
         cost = None if self.bound is None else self.bound.cost
         prompts = Prompts(
             count=workload.num_prefill_prompts(rows, budget),
@@ -306,6 +328,10 @@ class _Runs:
             decode=replace(result.decode, profile=step_profile(decode, calls)),
             prefill=replace(result.prefill, profile=step_profile(prefill, calls)),
         )
+
+    def _left_text(self) -> str:
+        seconds = self.remaining.seconds
+        return "" if seconds is None else f", about {about(seconds)} left"
 
     def _rate(self, run: Callable[[], Timed]) -> RatedRun:
         if self.bound is None:

@@ -13,6 +13,9 @@ from cadenza.errors import ConfigError
 PREFILL_STEPS = 4
 """A prefill run has prompts for at least this many full steps."""
 
+WARM_TOKENS = 8
+"""Tokens of a decode run that warms up."""
+
 MAX_REPEATS = 1000
 MAX_CONCURRENCIES = 64
 MAX_CLIENTS = 1024

@@ -1,7 +1,7 @@
 """`cadenza bench …`: measures this machine, an engine on it, and how fast it starts.
 
 Owns the flags of its subcommands; what is measured is `bench`'s, what is printed `bench_report`'s.
-Invariant: with --json exactly one object goes to stdout; progress is shown on a terminal only.
+Invariant: with --json exactly one object goes to stdout, and progress to stderr.
 """
 
 import inspect
@@ -20,7 +20,7 @@ from cadenza.bench.traffic import TrafficOptions
 from cadenza.bench.workloads import Workload, check_whole
 from cadenza.cli.bench_serve import bench_compare, bench_serve
 from cadenza.cli.options import EngineFlags, JsonFlag, ModelArgument, with_flags
-from cadenza.cli.report import progress_bar, status_line
+from cadenza.cli.status import progress_bar, status_line
 from cadenza.config import MAX_SEED, EngineConfig
 from cadenza.errors import ConfigError
 from cadenza.spec_prefill_config import SpecPrefillConfig
@@ -50,15 +50,18 @@ def bench_throughput(
     """Measure decode and prefill tokens per second, and their share of what the machine allows.
 
     Prompts are random and all different, answers greedy, and the end of a sequence is ignored.
-    --max-num-seqs is raised to the largest concurrency where it is below.
+    --max-num-seqs is raised to the largest concurrency where it is below. Rows are printed as they
+    become known.
     """
-    from cadenza.bench.throughput import measure_throughput
-    from cadenza.cli.bench_report import print_throughput
+    from cadenza.bench.throughput import ThroughputWatch, measure_throughput
+    from cadenza.cli.bench_report import throughput_facts, throughput_text, throughput_watch
+    from cadenza.cli.report import show_result
 
     chosen = _model_or_shape(model, shape)
-    with status_line("starting") as report:
-        found = measure_throughput(chosen, config, workload, report)
-    print_throughput(found, as_json=json)
+    with status_line("starting") as status:
+        watch = ThroughputWatch(report=status) if json else throughput_watch(status)
+        found = measure_throughput(chosen, config, workload, watch)
+    show_result(throughput_facts(found), throughput_text(found), as_json=json)
 
 
 def bench_batching(

@@ -3,7 +3,7 @@
 Owns the keys, headings and forms.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cadenza.bench.bounds import Roofline
@@ -11,16 +11,18 @@ from cadenza.bench.load import Load
 from cadenza.bench.runs import StepProfile
 from cadenza.bench.simulate import Simulated
 from cadenza.bench.startup import PHASES, Startup
-from cadenza.bench.throughput import ConcurrencyResult, Throughput
+from cadenza.bench.throughput import ConcurrencyResult, Throughput, ThroughputWatch
 from cadenza.bench.traffic import TrafficOptions
 from cadenza.cli.report import (
     Column,
     Columns,
+    RowLines,
     Text,
     as_object,
     as_table,
     bytes_text,
     counted,
+    digits_text,
     keys,
     latency_text,
     picked,
@@ -28,13 +30,12 @@ from cadenza.cli.report import (
     show_result,
     value_text,
 )
+from cadenza.cli.status import Status
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-Machine = dict[str, object]
-
-_LIMITS = {"read": "reading", "multiply": "multiplying"}
+Machine = Mapping[str, object]
 
 
 def _rate(kind: str) -> Columns:
@@ -44,10 +45,11 @@ def _rate(kind: str) -> Columns:
         return Column(f"{kind}_{name}", heading, f"{kind}.{name}", **options)
 
     return (
-        column("tok_s", kind),
+        column("tok_s", kind, show=digits_text),
+        column("bound_tok_s", "bound", show=digits_text),
         column("share_of_bound", "of bound"),
-        column("limit", "by", show=_LIMITS.__getitem__),
-        *map(column, ("bound_tok_s", "tok_s_runs", "share_runs")),
+        column("limit", "by"),
+        *map(column, ("tok_s_runs", "share_runs")),
     )
 
 
@@ -104,33 +106,48 @@ _LOAD = (
 )
 
 
-def print_throughput(found: Throughput, *, as_json: bool) -> None:
-    """The machine, the setting, one row for each concurrency, and the profiles."""
+def throughput_facts(found: Throughput) -> dict[str, Any]:
+    """The JSON object."""
     results = [as_object(_THROUGHPUT, each) | _profiles(each) for each in found.results]
-    facts = {
+    return {
         "machine": found.machine,
         "workload": found.workload,
         "roofline": found.roofline and picked(found.roofline, "read_gb_s", "gflop_s"),
         "results": results,
     }
-    show_result(facts, _throughput_text(found), as_json=as_json)
 
 
-def _throughput_text(found: Throughput) -> Text:
-    roofline, setting = found.roofline, found.workload
-    yield machine_text(found.machine)
-    if roofline is not None:
-        yield f"roofline: read {roofline.read_gb_s:.1f} GB/s, {_multiply_text(roofline)}"
-    yield (
-        f"model: {setting['model']}, {setting['dtype']}, {setting['ops']} ops; "
-        f"{setting['input_len']} prompt tokens, {setting['output_len']} new ones; "
-        f"medians of {setting['repeats']}"
+def throughput_watch(status: Status) -> ThroughputWatch:
+    """Prints the machine, the setting and each row as soon as they are known."""
+    rows = RowLines(_THROUGHPUT)
+
+    def on_workload(setting: Mapping[str, object]) -> None:
+        status.print(
+            f"model: {setting['model']}, {setting['dtype']}, {setting['ops']} ops; "
+            f"{setting['input_len']} prompt tokens, {setting['output_len']} new ones; "
+            f"medians of {setting['repeats']}\n\n{rows.head}"
+        )
+
+    return ThroughputWatch(
+        report=status,
+        on_machine=lambda machine: status.print(machine_text(machine)),
+        on_workload=on_workload,
+        on_result=lambda result: status.print(rows.row(result)),
     )
-    yield as_table(_THROUGHPUT, found.results)
+
+
+def throughput_text(found: Throughput) -> Text:
+    """What follows below the rows."""
+    roofline, setting = found.roofline, found.workload
+    yield ""
     if roofline is None:
         yield f"tokens per second; no bound is known for {setting['backend']}, so no share of one"
     else:
-        yield "tokens per second, share of the bound, whether reading or multiplying sets it"
+        yield (
+            "tokens per second, beside the bound and their share of it; by: whether reading or "
+            "multiplying sets it"
+        )
+        yield f"roofline: read {roofline.read_gb_s:.1f} GB/s, {_multiply_text(roofline)}"
     for each in found.results:
         for kind, profile in each.profiles.items():
             yield f"{kind} step at {each.concurrency} rows:"

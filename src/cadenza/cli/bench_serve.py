@@ -24,8 +24,8 @@ from cadenza.cli.report import (
     keys,
     latency_text,
     show_result,
-    status_line,
 )
+from cadenza.cli.status import status_line
 
 if TYPE_CHECKING:
     from cadenza.bench.compare import ComparedLoad, Comparison

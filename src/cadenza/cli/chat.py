@@ -108,7 +108,7 @@ class ChatSetup:
         """A conversation with the model, which is loaded until the stack is left; `is_shown`: with
         a progress bar. Raises InvalidRequestError, before weights are loaded, for what cannot work.
         """
-        from cadenza.cli.report import progress_bar
+        from cadenza.cli.status import progress_bar
         from cadenza.frontend.loaded_model import open_model
         from cadenza.loading.plan import with_pool
 

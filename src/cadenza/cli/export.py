@@ -41,7 +41,8 @@ def export(
     Needs IREE's compiler (the extra iree-export).
     """
     from cadenza.checkpoint.towers.reader import VisionOptions
-    from cadenza.cli.report import bytes_text, status_line
+    from cadenza.cli.report import bytes_text
+    from cadenza.cli.status import status_line
     from cadenza.exporting.export import DEFAULT_MAX_MODEL_LEN, ExportOptions
     from cadenza.exporting.folder import export_folder
     from cadenza.loading.build import find_checkpoint

@@ -100,7 +100,7 @@ def generate(
     """
     model, prompts = _read_prompts(words or [], flags)
     from cadenza.cli.batch_run import BatchRun
-    from cadenza.cli.report import progress_bar
+    from cadenza.cli.status import progress_bar
     from cadenza.frontend.loaded_model import open_model
 
     is_live = sys.stdout.isatty() and not flags.json

@@ -27,7 +27,8 @@ def quantize(
     It gives the same tokens as --quantization with the original folder, and is smaller.
     """
     from cadenza.checkpoint.quantised_folder import write_quantised_folder
-    from cadenza.cli.report import bytes_text, progress_bar
+    from cadenza.cli.report import bytes_text
+    from cadenza.cli.status import progress_bar
     from cadenza.loading.build import find_checkpoint
 
     name, out = model_and_out(words, model)

@@ -7,8 +7,7 @@ that is not finite.
 """
 
 import json
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import floor, log10
 from operator import attrgetter
@@ -23,6 +22,8 @@ Text = Iterable["str | Table"]
 
 NOTHING = "–"
 MAX_TABLE_WIDTH = 1000
+LEAST_WIDTH = 8
+"""Of a column whose values are not known when its heading is written."""
 
 _CONTROLS = dict.fromkeys((*range(32), *range(127, 160)), "\N{REPLACEMENT CHARACTER}")
 _KEPT = {ord("\n"): "\n", ord("\t"): "    "}
@@ -112,6 +113,27 @@ def as_table(columns: Columns, results: Iterable[object]) -> "Table":
     return table
 
 
+class RowLines:
+    """The lines of a table whose rows become known one by one: its columns have fixed widths."""
+
+    def __init__(self, columns: Columns) -> None:
+        self._columns = [each for each in columns if each.heading is not None]
+        self._widths = [max(LEAST_WIDTH, len(each.heading or "")) for each in self._columns]
+
+    @property
+    def head(self) -> str:
+        return self._line([each.heading or "" for each in self._columns])
+
+    def row(self, result: object) -> str:
+        return self._line([each.text(result) for each in self._columns])
+
+    def _line(self, cells: Sequence[str]) -> str:
+        """The first column is aligned left, the others right."""
+        first, *others = zip(cells, self._widths, strict=True)
+        right = [f"{cell:>{width}}" for cell, width in others]
+        return "  ".join([f"{first[0]:<{first[1]}}", *right]).rstrip()
+
+
 def print_table(table: "Table") -> None:
     """Prints a table in its full width, also where the terminal is narrower, or there is none."""
     from rich.console import Console
@@ -161,38 +183,6 @@ def _number_text(key: str, value: float) -> str:
     if "share_of" in key:
         return f"{value:.0%}"
     return f"{value:,}" if isinstance(value, int) else f"{value:g}"
-
-
-@contextmanager
-def status_line(first: str) -> Generator[Callable[[str], None]]:
-    """Shows what is being done, as a live line where stderr is a terminal; nothing elsewhere."""
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda _: None
-        return
-    with console.status(first) as status:
-        yield status.update
-
-
-@contextmanager
-def progress_bar(title: str) -> Generator[Callable[[int, int], None]]:
-    """Shows how much of a work is done, as a bar where stderr is a terminal, and nothing elsewhere.
-
-    The bar moves without an end until the first call with what is done and the whole.
-    """
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda _, __: None
-        return
-    from rich.progress import Progress
-
-    with Progress(console=console, transient=True) as bar:
-        task = bar.add_task(title, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def harmless(text: str) -> str:

@@ -20,8 +20,8 @@ from cadenza.cli.report import (
     json_line,
     keys,
     show_result,
-    status_line,
 )
+from cadenza.cli.status import status_line
 from cadenza.config import DEFAULT_MAX_NUM_SEQS, EngineConfig, flag
 from cadenza.errors import ConfigError
 
