@@ -5,6 +5,7 @@ handled raises KeyboardInterrupt at once; elsewhere it always ends the command; 
 SIGTERM or SIGHUP ends exits its contexts, which remove what it made.
 """
 
+import _thread
 import signal
 import sys
 import threading
@@ -66,10 +67,16 @@ def dropped_interrupts_raised() -> Generator[None]:
             signal.pthread_kill(main, signal.SIGINT)
 
     def take(dropped: "sys.UnraisableHookArgs") -> None:
-        if issubclass(dropped.exc_type, KeyboardInterrupt):
-            threading.Thread(target=interrupt, daemon=True).start()
-        else:
+        if not issubclass(dropped.exc_type, KeyboardInterrupt):
             previous(dropped)
+            return
+        while True:
+            try:
+                # A thread whose start is not waited for, as `threading.Thread` would.
+                _thread.start_new_thread(interrupt, ())
+            except KeyboardInterrupt:  # here it would be dropped for good
+                continue
+            return
 
     sys.unraisablehook = take
     try:
