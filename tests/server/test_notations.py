@@ -241,6 +241,22 @@ def test_a_turn_that_is_sent_back_is_what_the_template_writes(served: Served, na
     assert prompt.endswith(served.notation.history), prompt
 
 
+@each_dialect
+def test_an_answer_with_leaked_headers_does_not_refuse_later_turns(name: str) -> None:
+    notation = NOTATIONS["harmony"]
+    text = front_end(notation)
+    assert text.tokenizer is not None
+    size = text.tokenizer.vocab_size
+    engine = ScriptedEngine((0,), vocab_size=size, max_model_len=2048, hidden_size=None)
+    leaked = {"role": "assistant", "content": notation.thought + notation.content}
+    with running_server(engine, text) as server:
+        post(server, name, body_of(name, [USER, leaked, USER], 1, **thinking(name)))
+    prompt = text.decode(engine.submitted[-1].prompt_token_ids)
+    told = "<|start|>assistant<|channel|>final<|message|>Snow.\n\n1.<|end|>"
+    asked = "<|start|>user<|message|>Which weather?<|end|>"
+    assert prompt.endswith(f"{asked}{told}{asked}<|start|>assistant")
+
+
 def sent_back(name: str, answer: Json) -> list[Json]:
     """An answer with a call, and its result, as clients send them back."""
     match name:

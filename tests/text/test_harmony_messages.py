@@ -85,6 +85,54 @@ def test_text_beside_a_call_follows_its_reasoning(text: TextFrontend) -> None:
         rendered(text, [USER, parts])
 
 
+FINAL = "<|start|>assistant<|channel|>final<|message|>"
+THOUGHT = "<|channel|>analysis<|message|>It is a."
+LEAKED: list[tuple[str, dict[str, Any]]] = [
+    (f"{THOUGHT}<|end|>{FINAL}Sun.<|return|>", {"reasoning_content": "It is a."}),
+    (f"{THOUGHT}<|channel|>final<|message|>Sun.", {"reasoning_content": "It is a."}),
+    ("<|channel|>final<|message|>Sun.<|end|>", {}),
+    (f"Sun.<|end|><|start|>assistant{THOUGHT}", {"reasoning_content": "It is a."}),
+    (
+        f"{THOUGHT}<|end|>{FINAL}Sun.<|channel|>commentary to=functions.f <|constrain|>json"
+        '<|message|>{"n": 1}<|call|>',
+        {"reasoning_content": "It is a.", "tool_calls": [call("f")]},
+    ),
+]
+
+
+@pytest.mark.parametrize(("content", "members"), LEAKED)
+def test_a_text_with_headers_is_what_they_say(
+    text: TextFrontend, content: str, members: dict[str, Any]
+) -> None:
+    """As a server that does not know the format leaves them in an answer, and a client sends it."""
+    (made,) = harmony_messages([{"role": "assistant", "content": content}])
+    meant = {"role": "assistant", "content": "Sun.", **members}
+    assert [made] == harmony_messages([meant])
+    history = [USER, {"role": "assistant", "content": content}, USER]
+    shown = rendered(text, history)
+    assert shown == rendered(text, [USER, meant, USER])
+    assert "Sun." in shown
+    begun = rendered(text, history[:2]).removesuffix(END).replace(f"{ANALYSIS}It is a.<|end|>", "")
+    assert shown.startswith(begun) or "tool_calls" in members
+
+
+def test_a_thought_with_headers_is_its_texts(text: TextFrontend) -> None:
+    thought = f"I look.{THOUGHT}<|end|>{FINAL}Sun."
+    given = turn(call("f", "1"), reasoning=thought, content=f"{THOUGHT}<|end|>")
+    (made,) = harmony_messages([given])
+    assert made["reasoning"] == "I look.\n\nIt is a.\n\nSun.\n\nIt is a."
+    assert made["content"] == ""
+    assert "<|end|>" in rendered(text, [USER, given, result("a", "1")])
+
+
+@pytest.mark.parametrize("content", ["<|channel|> begins a header", "a <|message|> b<|end|>", None])
+def test_marks_without_a_header_stay_as_they_are(content: str | None) -> None:
+    given = {"role": "assistant", "content": content or ""}
+    assert harmony_messages([given]) == [given]
+    user = {"role": "user", "content": f"{THOUGHT} {content}"}
+    assert harmony_messages([user]) == [user]
+
+
 def test_no_system_text_is_passed_over(text: TextFrontend) -> None:
     system, developer = ({"role": role, "content": role} for role in ("system", "developer"))
     shown = rendered(text, [system, developer, USER, {**system, "content": "Be brief."}])

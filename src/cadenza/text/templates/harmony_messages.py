@@ -1,18 +1,30 @@
 """Conversations in the form that gpt-oss's chat template has room for.
 
 That template renders one call of a message, only the first system text, and either the text or the
-reasoning beside a call; it passes over the others, or refuses them. Owns what is changed so that
-all of a conversation is rendered. Knows no template. Invariant: no text and no call is lost, and
-the form of a conversation begins with that of each of its earlier turns.
+reasoning beside a call; it passes over the others, or refuses them, as it does a text with headers
+of messages, which an earlier server left there. Owns what is changed so that all of a conversation
+is rendered. Knows no template. Invariant: no text and no call is lost, and the form of a
+conversation begins with that of each of its earlier turns.
 """
 
+import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
+from cadenza.outputs import OutputPart
+from cadenza.text.answers.harmony import ASSISTANT, END, HarmonyParser
+from cadenza.text.answers.part_parser import REASONING_FORMATS, PartPlan
+from cadenza.text.answers.tool_calls import HARMONY
 from cadenza.text.templates.message_forms import Message, systems_in_turns
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _BETWEEN = "\n\n"
+_HEADER = re.compile(
+    r"(?:<\|start\|>assistant)?"
+    r"((?:\s?to=[^\s<]+)?<\|channel\|>[^<]{0,64}(?:<\|constrain\|>[^<]{0,64})?<\|message\|>)"
+)
+_PLAN = PartPlan(reasoning=REASONING_FORMATS["harmony"], tools=HARMONY)
 
 
 def harmony_messages(given: Sequence[Mapping[str, Any]]) -> list[Message]:
@@ -23,7 +35,7 @@ def harmony_messages(given: Sequence[Mapping[str, Any]]) -> list[Message]:
     found: list[Message] = []
     place, has_called = 0, False
     while place < len(placed):
-        message = placed[place]
+        message = _without_headers(placed[place])
         place += 1
         calls, role = message.get("tool_calls"), message.get("role")
         if role != "assistant" or not isinstance(calls, list) or not calls:
@@ -38,6 +50,44 @@ def harmony_messages(given: Sequence[Mapping[str, Any]]) -> list[Message]:
             place += 1
         found += _one_by_one(_with_thought(message), cast(list[Any], calls), results)
     return found
+
+
+def _without_headers(message: Message) -> Message:
+    """An assistant's message whose texts have headers, as what these say: its reasoning, its text
+    and its calls."""
+    if message.get("role") != "assistant":
+        return message
+    found = {**message}
+    for key in (key for key in _REASONING if _has_header(message.get(key))):
+        found[key] = _BETWEEN.join(part.text for part in _parts(message[key]))
+    if not _has_header(message.get("content")):
+        return found
+    parts = _parts(message["content"])
+    key = next((key for key in _REASONING if found.get(key)), _REASONING[0])
+    thoughts = [part.text for part in parts if part.kind == "reasoning"]
+    told = [part.text for part in parts if part.kind == "content"]
+    calls = [
+        {"type": "function", "function": {"name": part.name, "arguments": json.loads(part.text)}}
+        for part in parts
+        if part.kind == "tool_call"
+    ]
+    found["content"] = _BETWEEN.join(told)
+    if thoughts:
+        found[key] = _BETWEEN.join(filter(None, (found.get(key), *thoughts)))
+    if calls:
+        found["tool_calls"] = [*(found.get("tool_calls") or ()), *calls]
+    return found
+
+
+def _has_header(text: object) -> bool:
+    return isinstance(text, str) and _HEADER.search(text) is not None
+
+
+def _parts(text: str) -> Sequence[OutputPart]:
+    """Those of a text, in which a message begins at each header."""
+    parser = HarmonyParser(_PLAN)
+    whole = _HEADER.sub(rf"{END}{ASSISTANT}\1", text) + END
+    return [part for part in (*parser.push(whole), *parser.flush()) if part.text.strip()]
 
 
 def _without_calls(message: Message) -> Message:
