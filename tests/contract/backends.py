@@ -66,9 +66,9 @@ def make_xla(limits: EngineLimits, folder: Path, ops: Any = None, **options: Any
 
 
 def make_reference(limits: EngineLimits, folder: Path) -> Runner:
-    from cadenza.backends.xla.ops.reference import ReferenceOps
+    from cadenza.backends.xla.ops.reference import OpTable
 
-    return make_xla(limits, folder, ReferenceOps)
+    return make_xla(limits, folder, OpTable)
 
 
 def make_mlx(limits: EngineLimits, folder: Path) -> Runner:

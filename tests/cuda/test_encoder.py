@@ -7,7 +7,7 @@ import pytest
 from cadenza.backends.xla.ops.cuda import CudaOps
 from cadenza.backends.xla.ops.cuda_library import CudaLibrary
 from cadenza.backends.xla.ops.encoder_table import EncoderShape
-from cadenza.backends.xla.ops.reference import ReferenceOps
+from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.ops.table import DecoderSpec
 from tests.xla.encoder_parity import check_attention, check_elements, check_image_rows
 from tests.xla.harness import HOSTILE
@@ -17,9 +17,9 @@ pytestmark = [pytest.mark.native, pytest.mark.kernels]
 DTYPES = ("float32", "bfloat16")
 
 
-def tables(library: CudaLibrary, dtype: str) -> tuple[CudaOps, ReferenceOps]:
+def tables(library: CudaLibrary, dtype: str) -> tuple[CudaOps, OpTable]:
     spec = DecoderSpec(model=HOSTILE, dtype=jnp.dtype(dtype).type, page_size=16)
-    return CudaOps(spec, library), ReferenceOps(spec)
+    return CudaOps(spec, library), OpTable(spec)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

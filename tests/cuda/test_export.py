@@ -10,7 +10,7 @@ import pytest
 
 from cadenza.backends.xla.ops.cuda import CudaOps
 from cadenza.backends.xla.ops.cuda_library import CudaLibrary
-from cadenza.backends.xla.ops.reference import ReferenceOps
+from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.programs import StepProgram, state_function
 from cadenza.backends.xla.runner import XlaRunner
 from cadenza.backends.xla.tables import MakeOps
@@ -72,6 +72,6 @@ def test_the_step_for_a_gpu_is_one_call_of_the_kernels_over_donated_pools(
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 def test_the_plain_step_is_exported_for_other_devices(lab: Lab, platform: str) -> None:
-    found = exported(lab, ReferenceOps, (platform,))
+    found = exported(lab, OpTable, (platform,))
     assert found.platforms == (platform,)
     assert "stablehlo.custom_call" not in found.mlir_module()

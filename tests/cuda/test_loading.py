@@ -9,7 +9,8 @@ import pytest
 from cadenza.backends.xla.ops.cuda import CudaOps
 from cadenza.backends.xla.ops.cuda_library import CudaLibrary
 from cadenza.backends.xla.ops.native import NativeOps
-from cadenza.backends.xla.ops.table import DecoderSpec, ExpertChoice, OpTable
+from cadenza.backends.xla.ops.reference import OpTable
+from cadenza.backends.xla.ops.table import DecoderSpec, ExpertChoice
 from cadenza.checkpoint import named_shape
 from cadenza.checkpoint.weight_format import INT4, INT8, WeightFormat, code_format
 from tests.native.quantised_definition import random_blocks, random_weight

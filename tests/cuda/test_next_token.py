@@ -25,7 +25,8 @@ from cadenza.backends.step_result import (
 from cadenza.backends.xla.ops.cuda import CudaOps
 from cadenza.backends.xla.ops.cuda_library import CudaLibrary
 from cadenza.backends.xla.ops.native import NativeOps
-from cadenza.backends.xla.ops.table import DecoderSpec, OpTable, StepArrays
+from cadenza.backends.xla.ops.reference import OpTable
+from cadenza.backends.xla.ops.table import DecoderSpec, StepArrays
 from cadenza.request import Request, SamplingParams
 from tests.xla.harness import HOSTILE
 from tests.xla.rules import PAGE_SIZE, RuledRow, random_row, step_of

@@ -9,7 +9,7 @@ import pytest
 
 from cadenza.backends.xla.ops.cuda import CudaOps
 from cadenza.backends.xla.ops.cuda_library import CudaLibrary
-from cadenza.backends.xla.ops.reference import ReferenceOps
+from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.ops.table import DecoderSpec, StatePool
 from tests.xla.harness import HOSTILE
 from tests.xla.test_recurrent_ops import (
@@ -44,7 +44,7 @@ def test_layers_with_a_state_compute_the_definition(
     library: CudaLibrary, case: Case, dtype: Any
 ) -> None:
     ours, reference = (
-        Table(ops, case) for ops in (CudaOps(spec_of(dtype), library), ReferenceOps(spec_of(dtype)))
+        Table(ops, case) for ops in (CudaOps(spec_of(dtype), library), OpTable(spec_of(dtype)))
     )
     ours.pool = poison(ours.pool)
     tolerance = 2e-5 if dtype == np.float32 else 2.0**-6

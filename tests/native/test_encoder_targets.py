@@ -6,7 +6,7 @@ import pytest
 
 from cadenza.backends.xla.ops.encoder_table import EncoderShape
 from cadenza.backends.xla.ops.native import NativeOps
-from cadenza.backends.xla.ops.reference import ReferenceOps
+from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.ops.table import DecoderSpec
 from tests.xla.encoder_parity import check_attention, check_elements, check_image_rows
 from tests.xla.harness import HOSTILE
@@ -16,9 +16,9 @@ pytestmark = pytest.mark.native
 DTYPES = ("float32", "bfloat16")
 
 
-def tables(dtype: str) -> tuple[NativeOps, ReferenceOps]:
+def tables(dtype: str) -> tuple[NativeOps, OpTable]:
     spec = DecoderSpec(model=HOSTILE, dtype=jnp.dtype(dtype).type, page_size=16)
-    return NativeOps(spec), ReferenceOps(spec)
+    return NativeOps(spec), OpTable(spec)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

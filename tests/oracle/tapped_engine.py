@@ -20,8 +20,8 @@ import numpy.typing as npt
 from cadenza.backends.base import RunnerSetup
 from cadenza.backends.step_result import NUM_COLUMNS, NUM_TOP
 from cadenza.backends.xla.ops.native import NativeOps
-from cadenza.backends.xla.ops.reference import ReferenceOps
-from cadenza.backends.xla.ops.table import DecoderSpec, Linear, OpTable, StepArrays
+from cadenza.backends.xla.ops.reference import OpTable
+from cadenza.backends.xla.ops.table import DecoderSpec, Linear, StepArrays
 from cadenza.backends.xla.runner import XlaRunner
 from cadenza.checkpoint import ModelConfig, open_checkpoint
 from cadenza.checkpoint.declaration import EMBEDDING, HEAD
@@ -34,7 +34,7 @@ from tests.contract.steps import Chunk, Geometry, Stream, build_inputs
 
 Float64Array = npt.NDArray[np.float64]
 
-TABLES: dict[str, Any] = {"reference": ReferenceOps, "native": NativeOps}
+TABLES: dict[str, Any] = {"reference": OpTable, "native": NativeOps}
 MAX_TOKENS = {"reference": 64, "native": 96}
 """Tokens of a step. The native table's is above its decode bucket, so that both buckets run."""
 

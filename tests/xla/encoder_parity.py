@@ -17,8 +17,7 @@ from cadenza.backends.xla.ops.encoder_table import (
     EncoderShape,
     ImageRows,
 )
-from cadenza.backends.xla.ops.reference import ReferenceOps
-from cadenza.backends.xla.ops.table import OpTable
+from cadenza.backends.xla.ops.reference import OpTable
 
 ACTIVATIONS: tuple[EncoderActivation, ...] = ("gelu", "gelu_tanh", "quick_gelu", "silu")
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
@@ -97,7 +96,7 @@ def _padded(rows: np.ndarray, block: EncoderBlock, size: int) -> np.ndarray:
 
 def check_attention(
     table: OpTable,
-    reference: ReferenceOps,
+    reference: OpTable,
     shape: EncoderShape,
     num_rows: int,
     bounds: np.ndarray | None = None,
@@ -112,7 +111,7 @@ def check_attention(
     np.testing.assert_array_equal(actual.view(np.uint8), odd.attend(bounds).view(np.uint8))
 
 
-def check_elements(table: OpTable, reference: ReferenceOps) -> None:
+def check_elements(table: OpTable, reference: OpTable) -> None:
     """Layer norm and activations."""
     dtype = np.dtype(reference._spec.dtype)
     x, weight, bias, count = 3 * normal(5, 9, 70) + 1, normal(6, 70), normal(7, 70), jnp.int32(7)
@@ -130,7 +129,7 @@ def check_elements(table: OpTable, reference: ReferenceOps) -> None:
         assert_like(actual[:7], expected[:7], TOLERANCE[dtype.name] / 2)
 
 
-def check_image_rows(table: OpTable, reference: ReferenceOps) -> None:
+def check_image_rows(table: OpTable, reference: OpTable) -> None:
     """Rows of images are kept and placed as the reference does it, to the bit."""
     dtype = np.dtype(reference._spec.dtype)
     rows = jnp.asarray(normal(8, 6, 3 * 40), dtype)

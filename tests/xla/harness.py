@@ -22,7 +22,7 @@ import numpy as np
 from cadenza.backends.base import Runner, RunnerSetup
 from cadenza.backends.xla.ops.native import NativeOps
 from cadenza.backends.xla.ops.native_library import has_native_library
-from cadenza.backends.xla.ops.reference import ReferenceOps
+from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.ops.table import KVPool
 from cadenza.backends.xla.reference_model import ReferenceModel
 from cadenza.backends.xla.runner import XlaRunner
@@ -81,7 +81,7 @@ class Variant:
     page_size: int = 16
     num_pages: int = 96
     fill: float = NAN
-    ops: MakeOps = NativeOps if has_native_library() else ReferenceOps
+    ops: MakeOps = NativeOps if has_native_library() else OpTable
 
     @property
     def config(self) -> ModelConfig:
@@ -118,7 +118,7 @@ def config_of(shape: str) -> ModelConfig:
 
 
 BASE = Variant()
-REFERENCE = Variant(shape="one layer of hostile", ops=ReferenceOps)
+REFERENCE = Variant(shape="one layer of hostile", ops=OpTable)
 
 
 class Lab:

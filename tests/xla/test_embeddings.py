@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cadenza.backends.xla.ops.reference import ReferenceOps
+from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.checkpoint.declaration import HEAD
 from cadenza.checkpoint.weights import Weights
 from cadenza.engine.core import CoreOptions, EngineCore
@@ -88,7 +88,7 @@ def test_an_embedding_has_the_same_bits_alone_and_in_any_batch(lab: Lab, name: s
         assert embeddings(lab, variant, mixed, mode) == expected, label
 
 
-class AddsTheRowsNeighbour(ReferenceOps):
+class AddsTheRowsNeighbour(OpTable):
     """A logit row has a little of the one before."""
 
     name = "leaking"

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from cadenza.backends.step_result import COLUMN_STATE, STATE_CHOSEN
-from cadenza.backends.xla.ops.reference import ReferenceOps
+from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.ops.table import DecoderSpec, ExpertChoice, Linear
 from cadenza.backends.xla.runner import XlaRunner
 from cadenza.checkpoint.declaration import EMBEDDING
@@ -29,7 +29,7 @@ from tests.xla.harness import BASE, Lab, Variant
 SHAPE = "tiny-olmoe"
 CONFIG = named_shape(SHAPE)
 VARIANT = replace(BASE, shape=SHAPE, max_model_len=96, num_pages=48)
-REFERENCE = replace(VARIANT, shape=f"one layer of {SHAPE}", ops=ReferenceOps)
+REFERENCE = replace(VARIANT, shape=f"one layer of {SHAPE}", ops=OpTable)
 GEOMETRY = Geometry(bucket=VARIANT.bucket, num_rows=VARIANT.num_rows, page_size=VARIANT.page_size)
 PROMPT = np.random.default_rng(71).integers(3, 331, 21).tolist()
 CURSED_TOKEN = 2
@@ -37,7 +37,7 @@ NUM_DECODES = 4
 DRAW = Draw(temperature=0.8, seed=5, num_logprobs=20)
 
 
-class CappedExperts(ReferenceOps):
+class CappedExperts(OpTable):
     """The fault that batches of experts are known for: each takes the first tokens that come."""
 
     capacity = 3
@@ -170,7 +170,7 @@ def test_a_row_has_the_same_bits_whoever_shares_its_experts(
 def test_the_routes_are_what_they_are_called(lab: Lab, route: str):
     """How many of the experts the tokens of a step choose, in the first layer's router."""
     weights = Rerouted(lab.weights(SHAPE), route)
-    ops = ReferenceOps(DecoderSpec(model=CONFIG, dtype=np.float32, page_size=16))
+    ops = OpTable(DecoderSpec(model=CONFIG, dtype=np.float32, page_size=16))
     router = ops.load_linear([weights["model.layers.0.mlp.gate.weight"]], [])
     x = np.random.default_rng(3).standard_normal((64, CONFIG.hidden_size)).astype(np.float32)
     choice = ops.route_experts(jnp.asarray(x), router, jnp.int32(64))

@@ -17,7 +17,7 @@ from scipy.special import log_softmax
 from cadenza.backends.base import RunnerSetup
 from cadenza.backends.step_result import NUM_TOP
 from cadenza.backends.xla.ops.native import NativeOps
-from cadenza.backends.xla.ops.reference import ReferenceOps
+from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.reference_model import ReferenceModel
 from cadenza.backends.xla.runner import XlaRunner
 from cadenza.backends.xla.tables import MakeOps
@@ -84,7 +84,7 @@ def cases() -> Iterator[Any]:
             (folder, NativeOps), id=f"{folder.name}-native", marks=pytest.mark.native
         )
         marks = () if folder.name in REFERENCE_BY_DAY else pytest.mark.soak
-        yield pytest.param((folder, ReferenceOps), id=f"{folder.name}-reference", marks=marks)
+        yield pytest.param((folder, OpTable), id=f"{folder.name}-reference", marks=marks)
 
 
 GEOMETRY = Geometry(bucket=32, num_rows=4, page_size=16)
@@ -288,7 +288,7 @@ def test_a_native_step_leaves_nothing_heavy_to_xla(
     kernel computes; the reference table consists of them."""
     text = runner.programs.step[LIMITS.max_num_batched_tokens].as_text()
     found = own_operations(text, LIMITS.max_num_batched_tokens * fixture.config.hidden_size)
-    assert bool(found) == (make_ops is ReferenceOps), found
+    assert bool(found) == (make_ops is OpTable), found
 
 
 class SpoiltWeights(Mapping[str, AnyArray]):

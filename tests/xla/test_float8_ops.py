@@ -9,8 +9,8 @@ import pytest
 
 from cadenza.backends.xla.ops.float8 import float8_product, join_float8
 from cadenza.backends.xla.ops.native import NativeOps
-from cadenza.backends.xla.ops.reference import ReferenceOps
-from cadenza.backends.xla.ops.table import DecoderSpec, OpTable
+from cadenza.backends.xla.ops.reference import OpTable
+from cadenza.backends.xla.ops.table import DecoderSpec
 from cadenza.checkpoint import named_shape
 from cadenza.checkpoint.float8_weight import BLOCK, Float8Weight
 from cadenza.checkpoint.weight_format import FLOAT8
@@ -27,7 +27,7 @@ def spec(request: pytest.FixtureRequest) -> DecoderSpec:
 
 
 def both(spec: DecoderSpec) -> tuple[OpTable, OpTable]:
-    return NativeOps(spec), ReferenceOps(spec)
+    return NativeOps(spec), OpTable(spec)
 
 
 def weight(seed: int, rows: int, reduction: int) -> Float8Weight:

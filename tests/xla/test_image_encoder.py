@@ -14,7 +14,7 @@ import pytest
 
 from cadenza.backends.base import ImageRunner, RunnerSetup
 from cadenza.backends.xla.ops.native import NativeOps
-from cadenza.backends.xla.ops.reference import ReferenceOps
+from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.ops.table import DecoderSpec
 from cadenza.backends.xla.reference_tower import ReferenceTower
 from cadenza.backends.xla.runner import XlaRunner
@@ -53,7 +53,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return open_checkpoint(folder)
 
 
-OPS: dict[str, MakeOps] = {"native": NativeOps, "reference": ReferenceOps}
+OPS: dict[str, MakeOps] = {"native": NativeOps, "reference": OpTable}
 
 
 @pytest.fixture(

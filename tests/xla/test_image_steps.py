@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cadenza.backends.xla.ops.reference import ReferenceOps
+from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.runner import XlaRunner
 from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.random_checkpoint import named_shape, write_random_checkpoint
@@ -35,7 +35,7 @@ TOWER = replace(
         linears=(ProjectorLinear(name="model.connector.{index}", num_out=40, has_bias=False),),
     ),
 )
-VARIANT = replace(BASE, shape="two layers of hostile", bucket=16, ops=ReferenceOps)
+VARIANT = replace(BASE, shape="two layers of hostile", bucket=16, ops=OpTable)
 PROMPT = [5, 17, 9, 40]
 
 
@@ -48,7 +48,7 @@ def runner(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Iterator[XlaRu
     model = replace(model, vision=vision)
     setup = replace(VARIANT.setup, num_image_slots=8)
     weights = with_tower(lab.weights("hostile"), model, tmp_path_factory.mktemp("tower") / "model")
-    with closing(XlaRunner(model, weights, setup, ReferenceOps)) as runner:
+    with closing(XlaRunner(model, weights, setup, OpTable)) as runner:
         runner.warmup()
         yield runner
 

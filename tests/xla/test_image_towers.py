@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from cadenza.backends.base import RunnerSetup
-from cadenza.backends.xla.ops.reference import ReferenceOps
+from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.ops.table import DecoderSpec
 from cadenza.backends.xla.reference_tower import ReferenceTower
 from cadenza.backends.xla.vision.encoder import ImageEncoder, tower_spec
@@ -45,9 +45,9 @@ def test_rows_of_an_image_are_those_of_the_witness(name: str, tmp_path: Path) ->
     assert vision is not None
     spec = DecoderSpec(model=model.config, dtype=np.float32, page_size=16)
     setup = RunnerSetup(limits=LIMITS, num_image_slots=NUM_SLOTS, fill=float("nan"))
-    encoder, device = ImageEncoder(spec, ReferenceOps), jax.devices()[0]
+    encoder, device = ImageEncoder(spec, OpTable), jax.devices()[0]
     encoder.load(model.weights, device)
-    state = tower_state(ReferenceOps(tower_spec(spec)), spec, setup)
+    state = tower_state(OpTable(tower_spec(spec)), spec, setup)
     assert state is not None
     image_rows = np.full((NUM_SLOTS, model.config.hidden_size), np.nan, np.float32)
     sharding = jax.sharding.SingleDeviceSharding(device)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from cadenza.backends.xla.ops.native import NativeOps
-from cadenza.backends.xla.ops.reference import ReferenceOps
+from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.ops.table import DecoderSpec
 from cadenza.backends.xla.programs import StepProgram
 from cadenza.backends.xla.runner import XlaLateStepHandle, XlaRunner
@@ -129,10 +129,10 @@ def test_copying_pages_aliases_every_pool_and_copies_none(lab: Lab):
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    "ops", [ReferenceOps, pytest.param(NativeOps, marks=pytest.mark.native)], ids=lambda o: o.name
+    "ops", [OpTable, pytest.param(NativeOps, marks=pytest.mark.native)], ids=lambda o: o.name
 )
 def test_the_pool_takes_the_bytes_that_the_plan_counts(
-    ops: type[ReferenceOps], dtype: WeightDType, kv_cache_dtype: KVCacheDType
+    ops: type[OpTable], dtype: WeightDType, kv_cache_dtype: KVCacheDType
 ):
     model, num_pages = BASE.config, 7
     spec = DecoderSpec(
@@ -159,13 +159,13 @@ def kv_of_page(runner: XlaRunner, page: int) -> np.ndarray:
     [
         pytest.param(NativeOps, "float32", marks=pytest.mark.native),
         pytest.param(NativeOps, "bfloat16", marks=pytest.mark.native),
-        pytest.param(ReferenceOps, "float32", marks=pytest.mark.soak),
-        pytest.param(ReferenceOps, "bfloat16", marks=pytest.mark.soak),
+        pytest.param(OpTable, "float32", marks=pytest.mark.soak),
+        pytest.param(OpTable, "bfloat16", marks=pytest.mark.soak),
     ],
     ids=lambda each: getattr(each, "name", each),
 )
 def test_a_fork_copies_the_blocks_with_its_tokens_and_nothing_behind_them(
-    lab: Lab, ops: type[ReferenceOps], dtype: WeightDType
+    lab: Lab, ops: type[OpTable], dtype: WeightDType
 ):
     runner = lab.runner(replace(DENSE, ops=ops, dtype=dtype))
     geometry = replace(GEOMETRY, page_size=DENSE.page_size)

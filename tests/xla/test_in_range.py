@@ -15,7 +15,7 @@ from jax.experimental import checkify
 
 from cadenza.backends.step_result import COLUMN_STATE, STATE_CHOSEN
 from cadenza.backends.xla.ops.in_range import set_row, set_rows
-from cadenza.backends.xla.ops.reference import ReferenceOps
+from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.programs import DeviceState, StepProgram, state_function
 from cadenza.backends.xla.runner import XlaRunner
 from cadenza.core.step_schema import ModelInputs, StepLayout
@@ -26,7 +26,7 @@ from tests.xla.harness import Lab, Variant
 
 SMALL = Variant(
     shape="one layer of hostile",
-    ops=ReferenceOps,
+    ops=OpTable,
     bucket=32,
     num_rows=4,
     max_model_len=48,
@@ -97,7 +97,7 @@ def test_no_index_of_a_step_is_out_of_range(lab: Lab, name: str):
     has_states = variant.config.recurrence is not None
     limits = replace(variant.limits, num_state_slots=NUM_STATES * has_states)
     setup = replace(variant.setup, limits=limits, scores_prompts=name == "scores")
-    runner = XlaRunner(variant.config, weights, setup, ReferenceOps)
+    runner = XlaRunner(variant.config, weights, setup, OpTable)
     layout = StepLayout(variant.bucket, variant.num_rows)
     program = StepProgram(ops=runner._ops, spec=runner._spec, layout=layout)
     step, state = checked(program.step), state_function(runner._ops, runner._spec, setup)()

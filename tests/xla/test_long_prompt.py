@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from cadenza.backends.base import RunnerSetup
-from cadenza.backends.xla.ops.reference import ReferenceOps
+from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.reference_model import ReferenceModel
 from cadenza.backends.xla.runner import XlaRunner
 from cadenza.checkpoint.random_checkpoint import write_random_checkpoint
@@ -73,7 +73,7 @@ def check_long_prompt(folder: Path, num_prompt_tokens: int) -> None:
         num_pages=context // 64 + 2,
         max_num_queued_reqs=4,
     )
-    runner = XlaRunner(SMALLEST, weights, RunnerSetup(limits=limits, fill=NAN), ReferenceOps)
+    runner = XlaRunner(SMALLEST, weights, RunnerSetup(limits=limits, fill=NAN), OpTable)
     runner.warmup()
     request = long_request(num_prompt_tokens)
     reference = ReferenceEngine(

@@ -18,7 +18,7 @@ from scipy.special import log_softmax
 from cadenza.backends.base import LateStepHandle, RunnerSetup
 from cadenza.backends.step_result import NUM_TOP
 from cadenza.backends.xla.ops.native import NativeOps
-from cadenza.backends.xla.ops.reference import ReferenceOps
+from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.runner import XlaRunner
 from cadenza.backends.xla.tables import MakeOps
 from cadenza.checkpoint import open_checkpoint
@@ -96,7 +96,7 @@ def make_pair(make_ops: MakeOps, dtype: str) -> Pair:
 @pytest.fixture(
     params=[
         pytest.param(NativeOps, id="native", marks=pytest.mark.native),
-        pytest.param(ReferenceOps, id="reference", marks=pytest.mark.soak),
+        pytest.param(OpTable, id="reference", marks=pytest.mark.soak),
     ],
 )
 def pair(warm_pair: WarmPair, request: Any) -> Pair:

@@ -18,7 +18,7 @@ import pytest
 
 from cadenza.backends.base import RunnerSetup
 from cadenza.backends.xla.ops.native import NativeOps
-from cadenza.backends.xla.ops.reference import ReferenceOps
+from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.runner import XlaRunner
 from cadenza.backends.xla.tables import MakeOps
 from cadenza.checkpoint import (
@@ -145,7 +145,7 @@ def params() -> Iterator[Any]:
         marks = [pytest.mark.native, *soak]
         yield pytest.param((NativeOps, name), id=f"native-{name}", marks=marks)
     for name in ("qwen-next", "glm"):
-        yield pytest.param((ReferenceOps, name), id=f"reference-{name}", marks=pytest.mark.soak)
+        yield pytest.param((OpTable, name), id=f"reference-{name}", marks=pytest.mark.soak)
 
 
 @pytest.fixture(scope="module", params=params())

@@ -29,14 +29,13 @@ from cadenza.backends.step_result import (
 )
 from cadenza.backends.xla.ops.jax_arrays import CHOICE
 from cadenza.backends.xla.ops.native import NativeOps
-from cadenza.backends.xla.ops.reference import ReferenceOps
+from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.ops.table import (
     AttendingLayer,
     DecoderSpec,
     HeadFactors,
     HeadInputs,
     Linear,
-    OpTable,
     StepArrays,
 )
 from cadenza.backends.xla.wire import unpack
@@ -139,7 +138,7 @@ def make_pair(
         page_size=page_size,
         kv_cache_dtype=kv_cache_dtype,
     )
-    return Pair(spec=spec, native=NativeOps(spec), reference=ReferenceOps(spec))
+    return Pair(spec=spec, native=NativeOps(spec), reference=OpTable(spec))
 
 
 @pytest.fixture(params=["float32", "bfloat16"])

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from cadenza.backends.xla.mutants import MUTANTS, MultipliedPadding, RelativeBlocks
-from cadenza.backends.xla.ops.reference import ReferenceOps
+from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.request import Request
 from tests.xla.harness import (
     BASE,
@@ -35,7 +35,7 @@ def workload() -> list[Request]:
     return [shout(r) for r in random_requests(92, 10, BASE, longest_output=30)]
 
 
-def variant_of(ops: type[ReferenceOps]) -> Variant:
+def variant_of(ops: type[OpTable]) -> Variant:
     return replace(REFERENCE, ops=ops)
 
 
@@ -64,11 +64,11 @@ def test_the_gate_turns_red_over(lab: Lab, name: str):
 
 
 def test_the_gate_is_green_over_the_reference_table(lab: Lab):
-    assert find_divergence(lab, variant_of(ReferenceOps)) is None
+    assert find_divergence(lab, variant_of(OpTable)) is None
 
 
 @pytest.mark.parametrize("ops", [RelativeBlocks, MultipliedPadding])
-def test_alone_the_mutant_gives_the_reference_engines_tokens(lab: Lab, ops: type[ReferenceOps]):
+def test_alone_the_mutant_gives_the_reference_engines_tokens(lab: Lab, ops: type[OpTable]):
     variant = variant_of(ops)
     reference = lab.reference(REFERENCE)
     for request in workload():

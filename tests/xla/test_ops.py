@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from scipy.special import erf
 
 from cadenza.backends.step_result import COLUMN_STATE, COLUMN_TOKEN, COLUMN_TOP, NUM_TOP
-from cadenza.backends.xla.ops.reference import ReferenceOps, rotate
+from cadenza.backends.xla.ops.head_math import rotate
+from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.ops.table import (
     AttendingLayer,
     DecoderSpec,
@@ -52,9 +53,9 @@ TOLERANCE = {"float32": 2e-6, "bfloat16": 1.2e-2}
 COUNT = jnp.int32(24)
 
 
-def make_ops(dtype: str = "float32", **changes: Any) -> ReferenceOps:
+def make_ops(dtype: str = "float32", **changes: Any) -> OpTable:
     model = replace(HOSTILE, **changes)
-    return ReferenceOps(DecoderSpec(model=model, dtype=jnp.dtype(dtype).type, page_size=16))
+    return OpTable(DecoderSpec(model=model, dtype=jnp.dtype(dtype).type, page_size=16))
 
 
 def normal(seed: int, *shape: int) -> np.ndarray:

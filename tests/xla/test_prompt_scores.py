@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pytest
 
 from cadenza.backends.base import PromptScorer
-from cadenza.backends.xla.ops.reference import ReferenceOps
+from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.runner import XlaRunner
 from cadenza.checkpoint import open_checkpoint
 from cadenza.errors import RunnerError
@@ -31,7 +31,7 @@ FIXTURES = Path(__file__).parent.parent / "fixtures"
 GEOMETRY = Geometry(bucket=64, num_rows=8, page_size=16)
 PROMPT = np.random.default_rng(7).integers(3, 97, 150).tolist()
 PAGES = list(range(11, 0, -1))
-DEFINITION = replace(BASE, shape="two layers of hostile", ops=ReferenceOps)
+DEFINITION = replace(BASE, shape="two layers of hostile", ops=OpTable)
 VARIANTS = {
     "kernels": BASE,
     "definition": DEFINITION,

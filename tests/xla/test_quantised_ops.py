@@ -13,8 +13,8 @@ import pytest
 from cadenza.backends.xla.decoder import load_decoder
 from cadenza.backends.xla.layers.weight_source import WeightSource
 from cadenza.backends.xla.ops.native import NativeOps
-from cadenza.backends.xla.ops.reference import ReferenceOps
-from cadenza.backends.xla.ops.table import DecoderSpec, ExpertChoice, OpTable, StepArrays
+from cadenza.backends.xla.ops.reference import OpTable
+from cadenza.backends.xla.ops.table import DecoderSpec, ExpertChoice, StepArrays
 from cadenza.backends.xla.wire import unpack
 from cadenza.checkpoint import ModelConfig, named_shape, open_checkpoint
 from cadenza.checkpoint.quantised_weight import QuantisedWeight
@@ -60,7 +60,7 @@ def normal(seed: int, *shape: int) -> np.ndarray:
 
 
 def both(spec: DecoderSpec) -> tuple[OpTable, OpTable]:
-    return NativeOps(spec), ReferenceOps(spec)
+    return NativeOps(spec), OpTable(spec)
 
 
 def assert_close(ours: Any, expected: Any, spec: DecoderSpec) -> None:
@@ -173,7 +173,7 @@ def test_linears_of_one_operand_in_several_orders_are_refused_by_name(tmp_path: 
     model = checkpoint.config
     spec = DecoderSpec(model=model, dtype=jnp.float32, page_size=16)
     with pytest.raises(CheckpointError, match=r"layers\.0.*q_proj.*v_proj have the inputs in dif"):
-        load_decoder(WeightSource(ReferenceOps(spec), spec, checkpoint.weights), 64)
+        load_decoder(WeightSource(OpTable(spec), spec, checkpoint.weights), 64)
 
 
 def test_an_embedding_whose_inputs_are_ordered_gives_its_rows(spec: DecoderSpec):

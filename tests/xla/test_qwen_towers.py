@@ -12,7 +12,7 @@ import pytest
 from cadenza.backends.base import RunnerSetup
 from cadenza.backends.xla.ops.native import NativeOps
 from cadenza.backends.xla.ops.native_library import has_native_library
-from cadenza.backends.xla.ops.reference import ReferenceOps
+from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.reference_tower import ReferenceTower
 from cadenza.backends.xla.runner import XlaRunner
 from cadenza.checkpoint import Checkpoint, open_checkpoint
@@ -47,7 +47,7 @@ def warm(model: Checkpoint) -> Iterator[XlaRunner]:
         max_num_queued_reqs=1,
     )
     setup = RunnerSetup(limits=limits, num_image_slots=100, fill=float("nan"))
-    ops = NativeOps if has_native_library() else ReferenceOps
+    ops = NativeOps if has_native_library() else OpTable
     with closing(XlaRunner(model.config, model.weights, setup, ops)) as runner:
         runner.warmup()
         yield runner

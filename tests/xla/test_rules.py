@@ -22,7 +22,7 @@ from cadenza.backends.step_result import (
     STATE_NOT_FINITE,
 )
 from cadenza.backends.xla.ops.native_library import has_native_library
-from cadenza.backends.xla.ops.reference import ReferenceOps
+from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.ops.rules import apply_rules
 from cadenza.backends.xla.ops.table import DecoderSpec, StepArrays
 from cadenza.checkpoint.random_checkpoint import named_shape
@@ -51,7 +51,7 @@ def chooser(name: str, vocab_size: int, placeholder: int | None = None) -> Choos
         assert SEEING is not None
         model = replace(model, vision=replace(SEEING, image_token_id=placeholder))
     spec = DecoderSpec(model=model, dtype=jnp.float32, page_size=PAGE_SIZE)
-    ops = ReferenceOps(spec)
+    ops = OpTable(spec)
     if name == "native":
         if not has_native_library():
             pytest.skip("no native library")

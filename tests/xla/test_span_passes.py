@@ -17,7 +17,7 @@ import pytest
 from cadenza.backends.base import RunnerSetup
 from cadenza.backends.xla.backend import CompileCount
 from cadenza.backends.xla.ops.native import NativeOps
-from cadenza.backends.xla.ops.reference import ReferenceOps
+from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.runner import XlaRunner
 from cadenza.backends.xla.tables import MakeOps
 from cadenza.checkpoint import open_checkpoint
@@ -95,7 +95,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        ops = "reference" if self.make_ops is ReferenceOps else "native"
+        ops = "reference" if self.make_ops is OpTable else "native"
         return f"{self.shape} {ops} {self.dtype} {self.kv_cache_dtype}"
 
     def open(self, folder: Path) -> tuple[ModelConfig, Weights]:
@@ -112,8 +112,8 @@ class Case:
 CASES = [
     Case(shape="tiny-gemma3-vl"),
     Case(shape="tiny-gemma4-unified-vl"),
-    Case(shape="tiny-gemma3-vl", make_ops=ReferenceOps),
-    Case(shape="tiny-gemma4-unified-vl", make_ops=ReferenceOps),
+    Case(shape="tiny-gemma3-vl", make_ops=OpTable),
+    Case(shape="tiny-gemma4-unified-vl", make_ops=OpTable),
     Case(shape="tiny-gemma3-vl", dtype="bfloat16", kv_cache_dtype="int8"),
     Case(shape="tiny-gemma4-moe-vl"),
     Case(shape="tiny-gemma4-vl"),  # per-layer embeddings, and layers that share KV

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from cadenza.backends.xla.ops.reference import ReferenceOps
+from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.runner import XlaRunner
 from cadenza.checkpoint.layer_kind import LayerKind
 from cadenza.sparse_prefill import KeptTokens
@@ -119,7 +119,7 @@ def test_kernels_and_the_definition_agree_on_a_sparse_prompt(lab: Lab):
     small = replace(BASE, shape="two layers of hostile")
     with closing(runner_of(lab, small)) as runner:
         found = play(runner, kept=KEPT)
-    with closing(runner_of(lab, replace(small, ops=ReferenceOps))) as runner:
+    with closing(runner_of(lab, replace(small, ops=OpTable))) as runner:
         defined = play(runner, kept=KEPT)
     assert [row[0] for row in found] == [row[0] for row in defined]
     np.testing.assert_allclose(logprobs(found), logprobs(defined), atol=2e-5)

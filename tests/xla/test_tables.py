@@ -7,8 +7,11 @@ import pytest
 
 from cadenza.backends.base import RunnerSetup
 from cadenza.backends.xla.backend import XlaBackend
+from cadenza.backends.xla.ops.cuda import CudaOps
 from cadenza.backends.xla.ops.cuda_library import CudaLibrary
+from cadenza.backends.xla.ops.native import NativeOps
 from cadenza.backends.xla.ops.native_library import load_native_library
+from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.tables import (
     CUDA_WORKSPACE_BYTES,
     TABLES,
@@ -134,3 +137,16 @@ def test_a_plan_has_what_a_step_on_a_card_needs_beside_its_arrays() -> None:
     )
     assert found.fixed_bytes - without.fixed_bytes == CUDA_WORKSPACE_BYTES
     assert found.step_token_bytes - without.step_token_bytes == 4 * 2 * 640
+
+
+def test_a_table_of_programs_leaves_no_operation_to_the_definition() -> None:
+    """Else a new operation would run in plain jnp within a step, in another order of sums."""
+    composed = {"take_logit_rows", "linear_norm_add", "loading"}
+    public = {name for name, each in vars(OpTable).items() if not name.startswith("_")}
+    for base in OpTable.__mro__[1:-1]:
+        public |= {name for name in vars(base) if not name.startswith("_")}
+    operations = {name for name in public if callable(getattr(OpTable, name))} - composed
+    assert {"linear", "rope_append_attend", "short_conv", "layer_norm"} <= operations
+    for table in (NativeOps, CudaOps):
+        inherited = {name for name in operations if getattr(table, name) is getattr(OpTable, name)}
+        assert not inherited, f"{table.__name__} computes these in plain jnp: {inherited}"

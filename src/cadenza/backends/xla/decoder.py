@@ -21,7 +21,8 @@ from cadenza.backends.xla.layers.residual import Residual, StepContext
 from cadenza.backends.xla.layers.selective_scan import SelectiveScan
 from cadenza.backends.xla.layers.short_conv import ShortConv
 from cadenza.backends.xla.layers.weight_source import WeightSource
-from cadenza.backends.xla.ops.table import LayerPools, Linear, OpTable
+from cadenza.backends.xla.ops.reference import OpTable
+from cadenza.backends.xla.ops.table import LayerPools, Linear
 from cadenza.checkpoint.declaration import (
     declare_embedding,
     declare_final_norm,

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from cadenza.backends.base import RunnerSetup
 from cadenza.backends.xla.decoder import load_decoder
 from cadenza.backends.xla.layers.weight_source import WeightSource
-from cadenza.backends.xla.ops.reference import MAX_TOKENS, ReferenceOps
+from cadenza.backends.xla.ops.reference import MAX_TOKENS, OpTable
 from cadenza.backends.xla.ops.table import DecoderSpec, LayerPools
 from cadenza.backends.xla.programs import DeviceState, RowState, StepProgram, state_function
 from cadenza.checkpoint.model_config import ModelConfig
@@ -79,7 +79,7 @@ class _Export:
         self._limits = limits = setup.limits
         dtype = jnp.dtype(setup.dtype).type
         self._spec = DecoderSpec(model=model, dtype=dtype, page_size=limits.page_size)
-        self._ops = ReferenceOps(self._spec)
+        self._ops = OpTable(self._spec)
         source = WeightSource(self._ops, self._spec, weights)
         loaded = load_decoder(source, limits.max_model_len)
         self._leaves, self._tree = jax.tree.flatten(loaded)

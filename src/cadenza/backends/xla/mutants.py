@@ -27,15 +27,15 @@ from cadenza.backends.xla.ops.native_library import (
     has_native_library,
     load_faulty_library,
 )
-from cadenza.backends.xla.ops.reference import ReferenceOps
+from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.ops.table import DecoderSpec as Spec
-from cadenza.backends.xla.ops.table import KVPool, Linear, OpTable, StepArrays
+from cadenza.backends.xla.ops.table import KVPool, Linear, StepArrays
 from cadenza.backends.xla.runner import XlaRunner
 from cadenza.backends.xla.tables import MakeOps
 from cadenza.config import Ops
 
 
-class RelativeBlocks(ReferenceOps):
+class RelativeBlocks(OpTable):
     """Attention blocks start at the row's first token of this step, not at absolute positions."""
 
     def _block_start(self, block: jax.Array, step: StepArrays) -> jax.Array:
@@ -47,7 +47,7 @@ class RelativeBlocks(ReferenceOps):
         return super()._num_blocks(limits) + 1
 
 
-class RowKeys(ReferenceOps):
+class RowKeys(OpTable):
     """The key of a draw is the index of its row in the batch."""
 
     def next_tokens(self, x: jax.Array, head: Linear, step: StepArrays) -> jax.Array:
@@ -56,7 +56,7 @@ class RowKeys(ReferenceOps):
         return super().next_tokens(x, head, changed)
 
 
-class MultipliedPadding(ReferenceOps):
+class MultipliedPadding(OpTable):
     """Lanes outside a row's context are multiplied by zero instead of loaded as zero."""
 
     def _load(self, pool: KVPool, places: Places, valid: jax.Array) -> KVPool:
@@ -70,7 +70,7 @@ class MultipliedPadding(ReferenceOps):
         return jax.tree.map(load, pool)
 
 
-MUTANTS: dict[str, type[ReferenceOps]] = {
+MUTANTS: dict[str, type[OpTable]] = {
     "blocks relative instead of absolute": RelativeBlocks,
     "key taken from the row index": RowKeys,
     "padding multiplied instead of skipped": MultipliedPadding,
@@ -86,7 +86,7 @@ def faults_of(ops: str, *, are_built: bool) -> FaultSet:
     faults = tuple(Fault(name=name, load_runner=_loads(table)) for name, table in MUTANTS.items())
     return FaultSet(
         ops="reference",
-        load_sound=_loads(ReferenceOps),
+        load_sound=_loads(OpTable),
         faults=faults,
         note=_NOT_BUILT.get(ops),
     )

@@ -27,12 +27,12 @@ from cadenza.backends.xla.hidden_states import (
 )
 from cadenza.backends.xla.layers.residual import StepContext
 from cadenza.backends.xla.ops.in_range import set_first_rows
+from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.ops.table import (
     DecoderSpec,
     KVPool,
     LayerPools,
     Linear,
-    OpTable,
     RuleArrays,
     StatePool,
     StepArrays,

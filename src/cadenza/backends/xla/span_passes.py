@@ -25,13 +25,8 @@ import numpy as np
 from cadenza.backends.base import RunnerSetup
 from cadenza.backends.xla.decoder import DecoderWeights, Entered
 from cadenza.backends.xla.layers.residual import Residual, StepContext
-from cadenza.backends.xla.ops.table import (
-    DecoderSpec,
-    KVPool,
-    LayerPools,
-    OpTable,
-    StepArrays,
-)
+from cadenza.backends.xla.ops.reference import OpTable
+from cadenza.backends.xla.ops.table import DecoderSpec, KVPool, LayerPools, StepArrays
 from cadenza.backends.xla.programs import STEP_OPTIONS, DeviceState, StepProgram, span_rows
 from cadenza.core.step_schema import SpanCall, StepLayout
 from cadenza.core.whole_spans import SpanShape

@@ -13,9 +13,9 @@ from cadenza.backends.base import BackendTraits, RunnerSetup
 from cadenza.backends.xla.arithmetic import name_class, takes_portable_kernels
 from cadenza.backends.xla.ops.cuda_library import CudaLibrary, load_cuda_library
 from cadenza.backends.xla.ops.native_library import has_native_library, load_native_library
-from cadenza.backends.xla.ops.reference import MAX_TOKENS, ReferenceOps
+from cadenza.backends.xla.ops.reference import MAX_TOKENS, OpTable
 from cadenza.backends.xla.ops.split import SplitOps
-from cadenza.backends.xla.ops.table import DecoderSpec, OpTable
+from cadenza.backends.xla.ops.table import DecoderSpec
 from cadenza.checkpoint.dtypes import WeightDType
 from cadenza.checkpoint.folder import Checkpoint
 from cadenza.checkpoint.model_config import ModelConfig
@@ -96,7 +96,7 @@ class ReferenceTable:
         return None
 
     def new_ops(self, spec: DecoderSpec) -> OpTable:
-        return ReferenceOps(spec)
+        return OpTable(spec)
 
     def add_traits(self, common: BackendTraits, model: ModelConfig) -> BackendTraits:
         return replace(

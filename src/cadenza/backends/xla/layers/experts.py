@@ -6,7 +6,8 @@ import jax
 
 from cadenza.backends.xla.layers.residual import Residual
 from cadenza.backends.xla.layers.weight_source import WeightSource
-from cadenza.backends.xla.ops.table import Linear, OpTable
+from cadenza.backends.xla.ops.reference import OpTable
+from cadenza.backends.xla.ops.table import Linear
 from cadenza.checkpoint.tensor_spec import ExpertMLPSpec, LayerSpec
 
 

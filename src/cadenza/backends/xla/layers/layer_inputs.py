@@ -11,7 +11,8 @@ import numpy as np
 
 from cadenza.backends.xla.layers.residual import Residual, StepContext
 from cadenza.backends.xla.layers.weight_source import WeightSource
-from cadenza.backends.xla.ops.table import Linear, OpTable
+from cadenza.backends.xla.ops.reference import OpTable
+from cadenza.backends.xla.ops.table import Linear
 from cadenza.checkpoint.declaration import declare_layer_inputs, declare_layer_proj
 from cadenza.checkpoint.tensor_spec import LayerSpec
 

@@ -8,7 +8,8 @@ from cadenza.backends.xla.layers.experts import load_experts
 from cadenza.backends.xla.layers.mlp import load_gate_up
 from cadenza.backends.xla.layers.residual import Residual
 from cadenza.backends.xla.layers.weight_source import WeightSource
-from cadenza.backends.xla.ops.table import Linear, OpTable
+from cadenza.backends.xla.ops.reference import OpTable
+from cadenza.backends.xla.ops.table import Linear
 from cadenza.checkpoint.tensor_spec import LayerSpec, ParallelMLPSpec
 
 

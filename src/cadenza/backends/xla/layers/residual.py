@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from cadenza.backends.xla.ops.encoder_table import ImageRows
+from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.ops.table import (
     DecoderSpec,
     Linear,
-    OpTable,
     RecurrentLayer,
     StepArrays,
     StepStates,

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cadenza.backends.xla.ops.table import DecoderSpec, Linear, OpTable, ScaledNorm
+from cadenza.backends.xla.ops.reference import OpTable
+from cadenza.backends.xla.ops.table import DecoderSpec, Linear, ScaledNorm
 from cadenza.checkpoint.float8_weight import Float8Weight
 from cadenza.checkpoint.host_math import exp
 from cadenza.checkpoint.layer_kind import DeltaShape, ScanShape

@@ -9,16 +9,37 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from cadenza.backends.xla.ops.encoder_reference import ReferenceEncoderOps
-from cadenza.backends.xla.ops.head_math import norm_heads, rotate, soft_cap
-from cadenza.backends.xla.ops.kv_codes import code_scores, sum_code_values
+from cadenza.backends.xla.ops.encoder_reference import EncoderOps
+from cadenza.backends.xla.ops.head_math import (
+    latent_heads,
+    norm_heads,
+    rms_norm,
+    rotate,
+    soft_cap,
+)
+from cadenza.backends.xla.ops.in_range import set_rows
+from cadenza.backends.xla.ops.kv_codes import (
+    CodedHeads,
+    code_scores,
+    encode_heads,
+    sum_code_values,
+)
 from cadenza.backends.xla.ops.prompt_scores import (
     RowQueries,
     ScoringLayer,
     add_scores,
     normalised,
 )
-from cadenza.backends.xla.ops.table import HeadFactors, HeadInputs, KVPool, StepArrays
+from cadenza.backends.xla.ops.table import (
+    AttendingLayer,
+    HeadFactors,
+    HeadInputs,
+    KVPool,
+    LatentFactors,
+    LatentInputs,
+    LatentLayer,
+    StepArrays,
+)
 from cadenza.checkpoint.layer_kind import HeadShape
 
 BLOCK = 128
@@ -52,8 +73,76 @@ class Span(NamedTuple):
     has_starts: bool = False
 
 
-class AttendingReferenceOps(ReferenceEncoderOps):
+class AttentionOps(EncoderOps):
     """Every token attends by itself, over the blocks of its row."""
+
+    def rope_append_attend(
+        self,
+        given: HeadInputs,
+        pool: KVPool,
+        factors: HeadFactors,
+        step: StepArrays,
+        layer: AttendingLayer,
+    ) -> tuple[jax.Array, KVPool]:
+        """Norms and rotates q and k, writes k and v to their slots, and computes attention.
+
+        Values are normed if the model says so; without keys in `given` nothing is written.
+        Returns activations [T, Hq D] and the pool, updated in place.
+        """
+        qkv, shape = given.qkv, layer.heads
+        heads = qkv.astype(jnp.float32).reshape(len(qkv), -1, shape.head_dim)  # [T, H, D]
+        first, second = shape.num_heads, shape.num_heads + shape.num_kv_heads
+        key, value = heads[:, first:second], heads[:, second:]
+        turns = factors.rope[factors.rope_positions]  # [T, rotary_dim]
+        if key.shape[1]:
+            rotary = turns[:, : turns.shape[1] // 2 * 2]
+            key, value = self._keys_and_values(key, value, factors, rotary)
+            pool = _append(pool, key, value, (step.tokens.slots, layer.index))
+        grouped = self._queries(qkv, factors, turns, shape)
+        scale = self._model.scale_of(shape)
+        span = Span(
+            *(layer.index, scale, shape.head_dim, layer.window, factors.sinks),
+            sees_spans=layer.sees_spans,
+            has_starts=layer.has_starts,
+        )
+        out = self._attend(grouped, pool, step, span).reshape(len(qkv), -1)
+        if given.gate is not None:
+            out = out * jax.nn.sigmoid(given.gate.astype(jnp.float32))
+        return out.astype(self._spec.dtype), pool
+
+    def _keys_and_values(
+        self, key: jax.Array, value: jax.Array, factors: HeadFactors, turns: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Keys and values [T, Hkv, D] as they are kept; without values these are made of keys."""
+        eps, dtype = self._model.rms_norm_eps, self._spec.dtype
+        if not value.shape[1]:
+            value = key
+        if factors.norms is not None:
+            key = norm_heads(key, factors.norms[1], eps)
+        if self._model.has_value_norm:
+            value = rms_norm(value, jnp.ones((), jnp.float32), eps)
+        return rotate(key, turns).astype(dtype), value.astype(dtype)
+
+    def latent_attend(
+        self,
+        given: LatentInputs,
+        pool: KVPool,
+        factors: LatentFactors,
+        step: StepArrays,
+        layer: LatentLayer,
+    ) -> tuple[jax.Array, KVPool]:
+        """Norms latents, rotates what is rotated of queries and keys, writes keys to their slots,
+        and computes attention of the absorbed queries.
+
+        Returns activations [T, Hq rank] and the pool, updated in place.
+        """
+        shape, turns = layer.shape, factors.rope[factors.rope_positions]  # [T, rotary_size]
+        query, key = latent_heads(given, turns, factors.norm, layer)
+        key, query = key.astype(self._spec.dtype), query.astype(self._spec.dtype)
+        pool = _append(pool, key, None, (step.tokens.slots, layer.index))
+        span = Span(layer.index, self._model.scale_of(shape.heads), shape.rank)
+        out = self._attend(query, pool, step, span)
+        return out.reshape(len(query), -1).astype(self._spec.dtype), pool
 
     def score_keys(
         self,
@@ -63,6 +152,8 @@ class AttendingReferenceOps(ReferenceEncoderOps):
         step: StepArrays,
         layer: ScoringLayer,
     ) -> jax.Array:
+        """The scores of `pools`, which stand beside the layer's KV, with those of the layer
+        (`ops.prompt_scores`), in place. The step's keys were appended; sinks take no part."""
         pool, scores = pools
         starts, ends = step.rows.query_starts[:-1], step.rows.query_starts[1:]
         lengths = jnp.where(ends > starts, step.rows.score_lens, 0)  # [R]
@@ -244,3 +335,17 @@ def _first_maximum(shape: tuple[int, ...], sinks: Any | None) -> jax.Array:
     if sinks is None:
         return jnp.full(shape, -jnp.inf, jnp.float32)
     return jnp.broadcast_to(jnp.asarray(sinks, jnp.float32).reshape(shape[1:]), shape)
+
+
+def _append(pool: KVPool, key: jax.Array, value: jax.Array | None, places: Places) -> KVPool:
+    """Writes key and value [T, Hkv, D] to their slots [T]; padding (slot -1) is skipped."""
+    slots, layer = places
+    new = KVPool(key, value)
+    if isinstance(pool.keys, CodedHeads):
+        assert value is not None, "latents have no codes"
+        new = KVPool(encode_heads(key), encode_heads(value))
+
+    def write(side: jax.Array, rows: jax.Array) -> jax.Array:
+        return set_rows(side, (slots, layer), rows, slots >= 0)
+
+    return jax.tree.map(write, pool, new)

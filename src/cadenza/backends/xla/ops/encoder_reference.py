@@ -20,7 +20,7 @@ from cadenza.backends.xla.ops.encoder_table import (
 )
 from cadenza.backends.xla.ops.head_math import rms_norm, rotate
 from cadenza.backends.xla.ops.in_range import set_rows
-from cadenza.backends.xla.ops.table import OpTable
+from cadenza.backends.xla.ops.table import BaseTable
 
 _HIGHEST = jax.lax.Precision.HIGHEST
 
@@ -33,23 +33,27 @@ class _Softmax(NamedTuple):
     out: jax.Array
 
 
-class ReferenceEncoderOps(OpTable):
+class EncoderOps(BaseTable):
     """Queries, keys and values are [N, H, D] each, in whole spans."""
 
     def layer_norm(
         self, x: jax.Array, weight: Any, bias: Any | None, count: jax.Array, eps: float
     ) -> jax.Array:
+        """(x - mean) / sqrt(variance + eps) * weight + bias: [B, E] float32 to activations."""
         centred = x - jnp.mean(x, axis=-1, keepdims=True)
         variance = jnp.mean(centred * centred, axis=-1, keepdims=True)
         y = centred * jax.lax.rsqrt(variance + np.float32(eps)) * weight
         return (y if bias is None else y + bias).astype(self._spec.dtype)
 
     def activate(self, x: jax.Array, kind: EncoderActivation, count: jax.Array) -> jax.Array:
+        """Activations [B, F] of activations."""
         return _activated(x.astype(jnp.float32), kind).astype(self._spec.dtype)
 
     def new_encoder_heads(
         self, num_rows: int, shape: EncoderShape, fill: float | None = None
     ) -> EncoderHeads:
+        """Memory of at least `num_rows` that nothing reads before it is written, with every element
+        set to `fill`, or unwritten; called under tracing."""
         spans = -(-num_rows // ENCODER_SPAN) * ENCODER_SPAN
         own = (spans, shape.num_heads, shape.head_dim)
         sides = (jnp.full(own, fill or 0.0, self._spec.dtype) for _ in range(3))
@@ -63,6 +67,8 @@ class ReferenceEncoderOps(OpTable):
         block: EncoderBlock,
         shape: EncoderShape,
     ) -> EncoderHeads:
+        """Norms and rotates the projections of a block, activations [B, 3 H D] of queries, keys and
+        values; returns `heads` with them, updated in place."""
         parts = qkv.astype(jnp.float32).reshape(len(qkv), 3, shape.num_heads, shape.head_dim)
         query, key, value = parts[:, 0], parts[:, 1], parts[:, 2]  # [B, H, D]
         if factors.norms is not None:
@@ -88,6 +94,9 @@ class ReferenceEncoderOps(OpTable):
         size: int,
         bounds: jax.Array | None = None,
     ) -> jax.Array:
+        """Attention of the block's queries over all rows of the image, or over the rows from
+        bounds[i, 0] to bounds[i, 1] - 1 of int32 `bounds` [B, 2]: activations [B, H D], where B is
+        `size`."""
         if bounds is None:
             bounds = jnp.broadcast_to(jnp.stack([jnp.int32(0), block.num_rows]), (size, 2))
         index = jnp.minimum(block.start + jnp.arange(size), len(heads.queries) - 1)
@@ -120,6 +129,8 @@ class ReferenceEncoderOps(OpTable):
         return out.reshape(size, -1).astype(self._spec.dtype)
 
     def keep_rows(self, x: jax.Array, images: ImageRows, part: int, count: jax.Array) -> jax.Array:
+        """`images.rows` with activations x [B, E] as the part `part` of the rows at `slots` [B],
+        negative ones skipped; updated in place."""
         written = (images.slots >= 0) & (jnp.arange(len(x)) < count)
         columns = slice(part * x.shape[1], (part + 1) * x.shape[1])
         return set_rows(images.rows, (images.slots, columns), x, written)
@@ -132,6 +143,8 @@ class ReferenceEncoderOps(OpTable):
         count: jax.Array,
         adds: bool = False,
     ) -> jax.Array:
+        """Float32 x [T, E], where a token has a slot replaced by the part of that row, or added to
+        it."""
         columns = slice(part * x.shape[1], (part + 1) * x.shape[1])
         rows = images.rows[jnp.maximum(images.slots, 0), columns].astype(jnp.float32)
         return jnp.where((images.slots >= 0)[:, None], x + rows if adds else rows, x)

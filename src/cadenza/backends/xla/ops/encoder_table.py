@@ -7,7 +7,6 @@ Legend: B rows of a block · N rows of the workspace · E width · F MLP · H he
 values of a head that are rotated · S image slots · T padded tokens.
 """
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -68,66 +67,3 @@ class ImageRows(NamedTuple):
 
     rows: jax.Array  # [S, parts E], activations
     slots: jax.Array  # [T], int32: negative for a token of text
-
-
-class EncoderOpTable(ABC):
-    """Of every op table. `count` [] is the true number of rows, as there."""
-
-    @abstractmethod
-    def layer_norm(
-        self, x: jax.Array, weight: Any, bias: Any | None, count: jax.Array, eps: float
-    ) -> jax.Array:
-        """(x - mean) / sqrt(variance + eps) * weight + bias: [B, E] float32 to activations."""
-
-    @abstractmethod
-    def activate(self, x: jax.Array, kind: EncoderActivation, count: jax.Array) -> jax.Array:
-        """Activations [B, F] of activations."""
-
-    @abstractmethod
-    def new_encoder_heads(
-        self, num_rows: int, shape: EncoderShape, fill: float | None = None
-    ) -> EncoderHeads:
-        """Memory of at least `num_rows` that nothing reads before it is written, with every element
-        set to `fill`, or unwritten; called under tracing."""
-
-    @abstractmethod
-    def keep_heads(
-        self,
-        qkv: jax.Array,
-        heads: EncoderHeads,
-        factors: EncoderFactors,
-        block: EncoderBlock,
-        shape: EncoderShape,
-    ) -> EncoderHeads:
-        """Norms and rotates the projections of a block, activations [B, 3 H D] of queries, keys and
-        values; returns `heads` with them, updated in place."""
-
-    @abstractmethod
-    def encode_attend(
-        self,
-        heads: EncoderHeads,
-        block: EncoderBlock,
-        shape: EncoderShape,
-        size: int,
-        bounds: jax.Array | None = None,
-    ) -> jax.Array:
-        """Attention of the block's queries over all rows of the image, or over the rows from
-        bounds[i, 0] to bounds[i, 1] - 1 of int32 `bounds` [B, 2]: activations [B, H D], where B is
-        `size`."""
-
-    @abstractmethod
-    def keep_rows(self, x: jax.Array, images: ImageRows, part: int, count: jax.Array) -> jax.Array:
-        """`images.rows` with activations x [B, E] as the part `part` of the rows at `slots` [B],
-        negative ones skipped; updated in place."""
-
-    @abstractmethod
-    def place_rows(
-        self,
-        x: jax.Array,
-        images: ImageRows,
-        part: int,
-        count: jax.Array,
-        adds: bool = False,
-    ) -> jax.Array:
-        """Float32 x [T, E], where a token has a slot replaced by the part of that row, or added to
-        it."""

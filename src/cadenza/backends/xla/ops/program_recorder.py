@@ -3,7 +3,7 @@
 Knows no operation but the reservation of memory.
 """
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from cadenza.backends.xla.ops.native_program import NativeProgram
-from cadenza.backends.xla.ops.table import DecoderSpec, OpTable
+from cadenza.backends.xla.ops.reference import OpTable
+from cadenza.backends.xla.ops.table import DecoderSpec
 
 
-class ProgramRecorder(OpTable):
+class ProgramRecorder(OpTable, ABC):
     """Records operations of its library."""
 
     is_opaque = True

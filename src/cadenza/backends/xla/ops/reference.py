@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from cadenza.backends.xla.ops.attention_reference import AttendingReferenceOps, Places, Span
+from cadenza.backends.xla.ops.attention_reference import AttentionOps
 from cadenza.backends.xla.ops.experts import (
     Gate,
     Routing,
@@ -33,17 +33,11 @@ from cadenza.backends.xla.ops.float8 import (
     stack_float8,
 )
 from cadenza.backends.xla.ops.head_math import (
-    latent_heads,
-    norm_heads,
     rms_norm,
-    rotate,
     soft_cap,
 )
-from cadenza.backends.xla.ops.in_range import set_rows
 from cadenza.backends.xla.ops.jax_arrays import CHOICE
 from cadenza.backends.xla.ops.kv_codes import (
-    CodedHeads,
-    encode_heads,
     filled_heads,
 )
 from cadenza.backends.xla.ops.quantised import (
@@ -60,17 +54,11 @@ from cadenza.backends.xla.ops.quantised import (
 from cadenza.backends.xla.ops.recurrent import gated_delta, selective_scan, short_conv
 from cadenza.backends.xla.ops.rules import apply_rules
 from cadenza.backends.xla.ops.table import (
-    AttendingLayer,
     ConvWeights,
     DeltaInputs,
     DeltaWeights,
     ExpertChoice,
-    HeadFactors,
-    HeadInputs,
     KVPool,
-    LatentFactors,
-    LatentInputs,
-    LatentLayer,
     Linear,
     RecurrentLayer,
     ScaledNorm,
@@ -103,7 +91,7 @@ _GATES: dict[Activation, Gate] = {
 }
 
 
-class ReferenceOps(AttendingReferenceOps):
+class OpTable(AttentionOps):
     """Computes every row and ignores `count`. Weights have the checkpoint's layout; KV is
     [slots, layers, Hkv, D], in int8 with scales [slots, layers, Hkv].
     """
@@ -112,7 +100,10 @@ class ReferenceOps(AttendingReferenceOps):
     is_opaque = False  # XLA may fuse an operation with those around it, and round elsewhere
 
     def token_buckets(self, max_num_batched_tokens: int) -> tuple[int, ...]:
-        """A single bucket, so every step has one shape. Raises ConfigError above `MAX_TOKENS`."""
+        """Sizes T (tokens per step) to compile programs for, ascending.
+
+        Here a single one, so every step has one shape. Raises ConfigError above `MAX_TOKENS`.
+        """
         if max_num_batched_tokens > MAX_TOKENS:
             raise ConfigError(
                 f"--max-num-batched-tokens {max_num_batched_tokens} is above {MAX_TOKENS}, the "
@@ -126,6 +117,11 @@ class ReferenceOps(AttendingReferenceOps):
         bias: Sequence[npt.NDArray[Any]] = (),
         format: WeightFormat | None = None,
     ) -> Linear:
+        """Fuses weights [Ni, K] of linears with the same input along N, in host memory.
+
+        Here and below floats are held in `format`, by default the type of the activations, and a
+        weight of codes in its own.
+        """
         format = format or self._spec.weight_format
         all_biases = np.concatenate(bias).astype(np.float32) if len(bias) else None
         num_out = sum(map(len, parts))
@@ -138,12 +134,23 @@ class ReferenceOps(AttendingReferenceOps):
         floats = np.concatenate([as_floats(part) for part in held])
         return Linear(floats.astype(jnp.dtype(format.name)), all_biases, format, num_out)
 
+    def load_gate_up(
+        self,
+        parts: Sequence[HostWeight],
+        bias: Sequence[npt.NDArray[Any]] = (),
+        format: WeightFormat | None = None,
+    ) -> Linear:
+        """Gate and up [F, E], for `gated_linear`."""
+        return self.load_linear(parts, bias, format)
+
     def load_experts(
         self,
         experts: Sequence[Sequence[HostWeight]],
         format: WeightFormat | None = None,
         biases: Sequence[Sequence[npt.NDArray[Any]]] = (),
     ) -> Linear:
+        """The weight [E, F] of each expert, for `grouped_linear`, or its gate and up [F, E], for
+        `grouped_gated_linear`. `biases` are those of each expert, if there are any."""
         num_out, bias = sum(map(len, experts[0])), expert_biases(biases)
         if all(are_float8(parts) for parts in experts):
             weight = stack_float8([join_float8(parts) for parts in experts])
@@ -161,6 +168,8 @@ class ReferenceOps(AttendingReferenceOps):
         return Linear(stack_codes(codes, orders_of(operands)), bias, common, num_out)
 
     def new_kv_pool(self, group: KVGroup, num_pages: int, fill: float | None) -> KVPool:
+        """A pool of `num_pages` for the layers of `group`, with every element set to `fill`, or
+        `unwritten`; called under tracing."""
         fill = fill or 0.0
         slots = num_pages * self._spec.page_size
         shape = (slots, len(group.layers), group.num_kv_heads, group.head_dim)
@@ -173,6 +182,11 @@ class ReferenceOps(AttendingReferenceOps):
     def copy_slots(
         self, pool: KVPool, source: jax.Array, destination: jax.Array, count: int
     ) -> KVPool:
+        """Copies `count` slots, starting at slot `source` [], to slot `destination` [], in place.
+
+        All three are multiples of `PAGE_SIZE_UNIT`; neither range crosses a page boundary.
+        """
+
         def copy(side: jax.Array) -> jax.Array:
             slots = jax.lax.dynamic_slice_in_dim(side, source, count)
             return jax.lax.dynamic_update_slice_in_dim(side, slots, destination, 0)
@@ -180,6 +194,7 @@ class ReferenceOps(AttendingReferenceOps):
         return jax.tree.map(copy, pool)
 
     def embed(self, table: Linear, step: StepArrays) -> jax.Array:
+        """Residual stream [T, E], float32, scaled by the model's `embedding_scale`."""
         if table.format.is_quantised:
             rows = dequantised_rows(table.weight, step.tokens.ids, self._model.hidden_size)
         else:
@@ -187,6 +202,7 @@ class ReferenceOps(AttendingReferenceOps):
         return rows * np.float32(self._model.embedding_scale)
 
     def embed_for_layers(self, table: Linear, step: StepArrays) -> jax.Array:
+        """The rows of the per-layer embedding's table: float32 [T, layers P], times sqrt(P / 2)."""
         inputs = self._model.layer_inputs
         assert inputs is not None, "the model has no per-layer embeddings"
         if table.format.is_quantised:
@@ -199,24 +215,37 @@ class ReferenceOps(AttendingReferenceOps):
     def gate_inputs(
         self, x: jax.Array, inputs: jax.Array, layer: int, count: jax.Array
     ) -> jax.Array:
+        """activation(x) * the layer's part of `inputs` [T, layers P]: float32 [T, P] to
+        activations."""
         first, size = layer * x.shape[1], x.shape[1]
         gated = _GATES[self._model.activation](x, inputs[:, first : first + size])
         return gated.astype(self._spec.dtype)
 
     def to_activations(self, x: jax.Array, count: jax.Array) -> jax.Array:
+        """Casts x [T, E] from float32 to the type of the activations."""
         return x.astype(self._spec.dtype)
 
     def rms_norm(
         self, x: jax.Array, weight: jax.Array, count: jax.Array, eps: float | None = None
     ) -> jax.Array:
+        """x / rms(x) * weight: [·, E] float32 to activations; `eps` is the model's by default."""
         return rms_norm(x, weight, eps or self._model.rms_norm_eps).astype(self._spec.dtype)
 
     def take_rows(self, x: jax.Array, indices: jax.Array, count: jax.Array) -> jax.Array:
+        """The rows of x [T, ·] at int32 indices [N], zeros for negative ones: [N, ·], `count`
+        defined."""
         return jnp.where(indices[:, None] >= 0, x[jnp.maximum(indices, 0)], 0)
+
+    def take_logit_rows(self, x: jax.Array, step: StepArrays) -> jax.Array:
+        """The rows of x [T, ·] at `LogitInputs.token_indices`: [L, ·], `num_logits` defined."""
+        return self.take_rows(x, step.logits.token_indices, step.num_logits)
 
     def linear(
         self, x: jax.Array, weight: Linear, count: jax.Array, residual: jax.Array | None = None
     ) -> jax.Array:
+        """x W, [·, K] to activations [·, N]; with `residual`, float32 residual + scale * x W,
+        where scale is the model's `residual_scale`.
+        """
         y = _matmul(x, weight)
         if residual is None:
             return y.astype(self._spec.dtype)
@@ -225,19 +254,31 @@ class ReferenceOps(AttendingReferenceOps):
     def project(
         self, x: jax.Array, weight: Linear, count: jax.Array, scale: float = 1.0
     ) -> jax.Array:
+        """scale * x W, [·, K] to float32 [·, N]: a residual stream."""
         y = _matmul(x, weight)
         return y if scale == 1.0 else y * np.float32(scale)
 
     def norm_add(
         self, x: jax.Array, norm: Any, residual: jax.Array | None, count: jax.Array
     ) -> jax.Array:
+        """Float32 `residual`, if any, + rms_norm(x) [·, N], times the factor of a `ScaledNorm`.
+
+        A norm of P values norms each P of the N by themselves.
+        """
         weight, factor = norm if isinstance(norm, ScaledNorm) else (norm, None)
         parts = x if len(weight) == x.shape[1] else x.reshape(len(x), -1, len(weight))
         y = rms_norm(parts, weight, self._model.rms_norm_eps).reshape(x.shape)
         total = y if residual is None else residual + y
         return total if factor is None else total * factor
 
+    def linear_norm_add(
+        self, x: jax.Array, weight: Linear, norm: Any, residual: jax.Array, count: jax.Array
+    ) -> jax.Array:
+        """Float32 `residual` [·, N] + rms_norm(x W), times the factor of a `ScaledNorm`."""
+        return self.norm_add(self.project(x, weight, count), norm, residual, count)
+
     def gated_linear(self, x: jax.Array, weight: Linear, count: jax.Array) -> jax.Array:
+        """activation(x Wg) * (x Wu): [T, E] to activations [T, F]."""
         gate, up = jnp.split(_matmul(x, weight), 2, axis=-1)  # [T, F] each
         return self._gate(gate, up)
 
@@ -253,18 +294,27 @@ class ReferenceOps(AttendingReferenceOps):
         factors: Any | None = None,
         bias: Any | None = None,
     ) -> ExpertChoice:
+        """The experts of x [T, E] with the largest router logits, or of a `SigmoidChoice`, whose
+        `bias` [X] is given; ties go to the lowest id.
+
+        Their weights follow the model's `experts` and include its `residual_scale`, and the
+        `factors` [X] of the experts if there are any.
+        """
         choice = choose_experts(_matmul(x, router), Routing.of(self._model), bias)
         if factors is None:
             return choice
         return choice._replace(weights=choice.weights * jnp.asarray(factors)[choice.ids])
 
     def gate_expert(self, x: jax.Array, gate: Linear, count: jax.Array) -> ExpertChoice:
+        """The only expert for each of x [T, E], weighted by the sigmoid of its linear `gate` [1, E]
+        and the model's `residual_scale`."""
         weights = jax.nn.sigmoid(_matmul(x, gate)) * np.float32(self._model.residual_scale)
         return ExpertChoice(jnp.zeros(weights.shape, jnp.int32), weights)
 
     def grouped_gated_linear(
         self, x: jax.Array, weight: Linear, choice: ExpertChoice, count: jax.Array
     ) -> jax.Array:
+        """`gated_linear` with each of a token's experts: [T, E] to activations [T, A, F]."""
         gate = _GATES[self._model.activation]
         return grouped_gated_linear(x, weight, choice.ids, gate)
 
@@ -276,76 +326,23 @@ class ReferenceOps(AttendingReferenceOps):
         residual: jax.Array | None,
         count: jax.Array,
     ) -> jax.Array:
+        """The weighted sum over a token's experts, x [T, A, F], float32 [T, E]; with `residual`,
+        its sum with that."""
         if residual is None:
             residual = jnp.zeros((len(x), weight.num_out), jnp.float32)
         return grouped_linear(x, weight, choice, residual)
 
-    def rope_append_attend(
-        self,
-        given: HeadInputs,
-        pool: KVPool,
-        factors: HeadFactors,
-        step: StepArrays,
-        layer: AttendingLayer,
-    ) -> tuple[jax.Array, KVPool]:
-        qkv, shape = given.qkv, layer.heads
-        heads = qkv.astype(jnp.float32).reshape(len(qkv), -1, shape.head_dim)  # [T, H, D]
-        first, second = shape.num_heads, shape.num_heads + shape.num_kv_heads
-        key, value = heads[:, first:second], heads[:, second:]
-        turns = factors.rope[factors.rope_positions]  # [T, rotary_dim]
-        if key.shape[1]:
-            rotary = turns[:, : turns.shape[1] // 2 * 2]
-            key, value = self._keys_and_values(key, value, factors, rotary)
-            pool = _append(pool, key, value, (step.tokens.slots, layer.index))
-        grouped = self._queries(qkv, factors, turns, shape)
-        scale = self._model.scale_of(shape)
-        span = Span(
-            *(layer.index, scale, shape.head_dim, layer.window, factors.sinks),
-            sees_spans=layer.sees_spans,
-            has_starts=layer.has_starts,
-        )
-        out = self._attend(grouped, pool, step, span).reshape(len(qkv), -1)
-        if given.gate is not None:
-            out = out * jax.nn.sigmoid(given.gate.astype(jnp.float32))
-        return out.astype(self._spec.dtype), pool
-
-    def _keys_and_values(
-        self, key: jax.Array, value: jax.Array, factors: HeadFactors, turns: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """Keys and values [T, Hkv, D] as they are kept; without values these are made of keys."""
-        eps, dtype = self._model.rms_norm_eps, self._spec.dtype
-        if not value.shape[1]:
-            value = key
-        if factors.norms is not None:
-            key = norm_heads(key, factors.norms[1], eps)
-        if self._model.has_value_norm:
-            value = rms_norm(value, jnp.ones((), jnp.float32), eps)
-        return rotate(key, turns).astype(dtype), value.astype(dtype)
-
     def head_linear(self, x: jax.Array, weight: Linear, count: jax.Array, width: int) -> jax.Array:
+        """The first `width` values of each head of x [T, Hq D] times the head's own weight, of
+        `load_experts`: activations [T, Hq N]."""
         heads = num_experts(weight)
         parts = x.reshape(len(x), heads, -1)[..., :width]
         ids = jnp.broadcast_to(jnp.arange(heads), (len(x), heads))
         y = grouped_product(parts, weight, ids)  # [T, Hq, N]
         return y.reshape(len(x), -1).astype(self._spec.dtype)
 
-    def latent_attend(
-        self,
-        given: LatentInputs,
-        pool: KVPool,
-        factors: LatentFactors,
-        step: StepArrays,
-        layer: LatentLayer,
-    ) -> tuple[jax.Array, KVPool]:
-        shape, turns = layer.shape, factors.rope[factors.rope_positions]  # [T, rotary_size]
-        query, key = latent_heads(given, turns, factors.norm, layer)
-        key, query = key.astype(self._spec.dtype), query.astype(self._spec.dtype)
-        pool = _append(pool, key, None, (step.tokens.slots, layer.index))
-        span = Span(layer.index, self._model.scale_of(shape.heads), shape.rank)
-        out = self._attend(query, pool, step, span)
-        return out.reshape(len(query), -1).astype(self._spec.dtype), pool
-
     def new_state_pool(self, num_slots: int, num_layers: int, shape: Recurrence) -> StatePool:
+        """Slots whose content nothing reads before it is kept; called under tracing."""
         inputs = (num_slots, num_layers, shape.num_inputs - 1, shape.num_channels)
         matrices, states = shape.matrices, None
         if matrices is not None:
@@ -361,6 +358,12 @@ class ReferenceOps(AttendingReferenceOps):
         step: tuple[StepArrays, StepStates],
         layer: RecurrentLayer[DeltaShape],
     ) -> tuple[jax.Array, StatePool]:
+        """A gated delta net (`ops.recurrent`) between its projections.
+
+        Returns, as all layers with a state, activations [T, Hv Dv] and the pool with what the
+        tokens keep, updated in place. A slot that a row begins with is kept by no other row of the
+        step.
+        """
         return gated_delta(given, weights, pool, step, layer)
 
     def short_conv(
@@ -371,6 +374,7 @@ class ReferenceOps(AttendingReferenceOps):
         step: tuple[StepArrays, StepStates],
         layer: RecurrentLayer[ConvShape],
     ) -> tuple[jax.Array, StatePool]:
+        """A gated short convolution of `given`, B, C and x in activations [T, 3 M]: [T, M]."""
         return short_conv(given, weights, pool, step, layer)
 
     def selective_scan(
@@ -381,9 +385,15 @@ class ReferenceOps(AttendingReferenceOps):
         step: tuple[StepArrays, StepStates],
         layer: RecurrentLayer[ScanShape],
     ) -> tuple[jax.Array, StatePool]:
+        """A selective scan (`ops.recurrent`) between its projections: [T, Hv Dv]."""
         return selective_scan(given, weights, pool, step, layer)
 
     def next_tokens(self, x: jax.Array, head: Linear, step: StepArrays) -> jax.Array:
+        """Computes logits of x [L, E] and chooses a token for each row: int32 [L, C].
+
+        Applies the model's logit divisor and soft cap; logits that are not finite stay unchanged by
+        the cap, so that the row state reports them.
+        """
         return self._choose(_matmul(x, head), step)
 
     def _choose(self, logits: jax.Array, step: StepArrays) -> jax.Array:
@@ -403,20 +413,6 @@ class ReferenceOps(AttendingReferenceOps):
         if model.logit_soft_cap is None:
             return logits
         return jnp.where(jnp.isfinite(logits), soft_cap(logits, model.logit_soft_cap), logits)
-
-
-def _append(pool: KVPool, key: jax.Array, value: jax.Array | None, places: Places) -> KVPool:
-    """Writes key and value [T, Hkv, D] to their slots [T]; padding (slot -1) is skipped."""
-    slots, layer = places
-    new = KVPool(key, value)
-    if isinstance(pool.keys, CodedHeads):
-        assert value is not None, "latents have no codes"
-        new = KVPool(encode_heads(key), encode_heads(value))
-
-    def write(side: jax.Array, rows: jax.Array) -> jax.Array:
-        return set_rows(side, (slots, layer), rows, slots >= 0)
-
-    return jax.tree.map(write, pool, new)
 
 
 def _matmul(x: jax.Array, weight: Linear) -> jax.Array:

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cadenza.backends.xla.ops.reference import ReferenceOps
+from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.ops.table import DecoderSpec, Linear, StepArrays
 from cadenza.checkpoint.split import NUM_SPANS
 
@@ -28,7 +28,7 @@ TILE = 64
 """Outputs of a tile, at most."""
 
 
-class SplitOps(ReferenceOps):
+class SplitOps(OpTable):
     """Of one of `DecoderSpec.num_devices`, within `shard_map` over `AXIS`."""
 
     name = "split"

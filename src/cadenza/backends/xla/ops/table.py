@@ -1,8 +1,4 @@
-"""The op table: every operation that a decoder uses, by name and signature.
-
-The decoder computes with these operations only. `ops.reference` defines each in plain jnp; faster
-tables are tested against it. Invariant (solo-exactness): the order of the reductions that produce
-an output element does not depend on the batch.
+"""The values that operations take and return, and what every op table has beside operations.
 
 Legend: T padded tokens · R rows · L logit rows · E embed · F MLP · N out · K in · Hq/Hkv heads ·
 D head size · V vocabulary · P pages per row · C result columns · X experts · A experts per token.
@@ -11,8 +7,7 @@ Dk/Dv sizes of keys and values. Of a gated delta net: Hk key heads · M = 2 Hk D
 keys, values. Of a selective scan: G groups · M = Hv Dv + 2 G Dk: values, keys, queries.
 """
 
-from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,22 +16,14 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpy.typing as npt
 
-from cadenza.backends.xla.ops.encoder_table import EncoderOpTable
-from cadenza.backends.xla.ops.prompt_scores import ScoringLayer
 from cadenza.checkpoint.dtypes import WeightDType
 from cadenza.checkpoint.layer_kind import (
-    ConvShape,
-    DeltaShape,
     HeadShape,
-    KVGroup,
     LatentShape,
     Recurrence,
-    ScanShape,
 )
 from cadenza.checkpoint.model_config import ModelConfig
-from cadenza.checkpoint.quantised_weight import HostWeight
 from cadenza.checkpoint.tensor_formats import format_of
 from cadenza.checkpoint.tensor_spec import TensorSpec
 from cadenza.checkpoint.weight_format import FLOAT_FORMATS, WeightFormat
@@ -295,11 +282,8 @@ for _group in (TokenInputs, RowInputs, LogitInputs):
     jax.tree_util.register_dataclass(_group, [spec.name for spec in specs_of(_group)], [])
 
 
-class OpTable(EncoderOpTable):
-    """One implementation of every operation, for one `DecoderSpec`.
-
-    `count` [] is the true number of rows; the results of later rows are undefined.
-    """
+class BaseTable:
+    """What every op table has beside its operations, for one `DecoderSpec`."""
 
     name: str
 
@@ -328,42 +312,6 @@ class OpTable(EncoderOpTable):
         """
         return nullcontext()
 
-    @abstractmethod
-    def token_buckets(self, max_num_batched_tokens: int) -> tuple[int, ...]:
-        """Sizes T (tokens per step) to compile programs for, ascending."""
-
-    @abstractmethod
-    def load_linear(
-        self,
-        parts: Sequence[HostWeight],
-        bias: Sequence[npt.NDArray[Any]] = (),
-        format: WeightFormat | None = None,
-    ) -> Linear:
-        """Fuses weights [Ni, K] of linears with the same input along N, in host memory.
-
-        Here and below floats are held in `format`, by default the type of the activations, and a
-        weight of codes in its own.
-        """
-
-    def load_gate_up(
-        self,
-        parts: Sequence[HostWeight],
-        bias: Sequence[npt.NDArray[Any]] = (),
-        format: WeightFormat | None = None,
-    ) -> Linear:
-        """Gate and up [F, E], for `gated_linear`."""
-        return self.load_linear(parts, bias, format)
-
-    @abstractmethod
-    def load_experts(
-        self,
-        experts: Sequence[Sequence[HostWeight]],
-        format: WeightFormat | None = None,
-        biases: Sequence[Sequence[npt.NDArray[Any]]] = (),
-    ) -> Linear:
-        """The weight [E, F] of each expert, for `grouped_linear`, or its gate and up [F, E], for
-        `grouped_gated_linear`. `biases` are those of each expert, if there are any."""
-
     def unwritten(self, shape: tuple[int, ...], dtype: Any) -> jax.Array:
         """An array whose content nothing reads before it is written; called under tracing.
 
@@ -371,226 +319,9 @@ class OpTable(EncoderOpTable):
         """
         return jnp.zeros(shape, dtype)
 
-    @abstractmethod
-    def new_kv_pool(self, group: KVGroup, num_pages: int, fill: float | None) -> KVPool:
-        """A pool of `num_pages` for the layers of `group`, with every element set to `fill`, or
-        `unwritten`; called under tracing."""
-
-    @abstractmethod
-    def copy_slots(
-        self, pool: KVPool, source: jax.Array, destination: jax.Array, count: int
-    ) -> KVPool:
-        """Copies `count` slots, starting at slot `source` [], to slot `destination` [], in place.
-
-        All three are multiples of `PAGE_SIZE_UNIT`; neither range crosses a page boundary.
-        """
-
-    def compute(self, decode: Callable[["OpTable"], Any]) -> Any:
+    def compute(self, decode: Callable[[Any], Any]) -> Any:
         """Traces `decode(table)`, which uses only operations of the table that it is given.
 
         A table may run them as one call. Returns the tree of arrays that `decode` returns.
         """
         return decode(self)
-
-    @abstractmethod
-    def embed(self, table: Linear, step: StepArrays) -> jax.Array:
-        """Residual stream [T, E], float32, scaled by the model's `embedding_scale`."""
-
-    @abstractmethod
-    def embed_for_layers(self, table: Linear, step: StepArrays) -> jax.Array:
-        """The rows of the per-layer embedding's table: float32 [T, layers P], times sqrt(P / 2)."""
-
-    @abstractmethod
-    def gate_inputs(
-        self, x: jax.Array, inputs: jax.Array, layer: int, count: jax.Array
-    ) -> jax.Array:
-        """activation(x) * the layer's part of `inputs` [T, layers P]: float32 [T, P] to
-        activations."""
-
-    @abstractmethod
-    def to_activations(self, x: jax.Array, count: jax.Array) -> jax.Array:
-        """Casts x [T, E] from float32 to the type of the activations."""
-
-    @abstractmethod
-    def rms_norm(
-        self, x: jax.Array, weight: jax.Array, count: jax.Array, eps: float | None = None
-    ) -> jax.Array:
-        """x / rms(x) * weight: [·, E] float32 to activations; `eps` is the model's by default."""
-
-    @abstractmethod
-    def take_rows(self, x: jax.Array, indices: jax.Array, count: jax.Array) -> jax.Array:
-        """The rows of x [T, ·] at int32 indices [N], zeros for negative ones: [N, ·], `count`
-        defined."""
-
-    def take_logit_rows(self, x: jax.Array, step: StepArrays) -> jax.Array:
-        """The rows of x [T, ·] at `LogitInputs.token_indices`: [L, ·], `num_logits` defined."""
-        return self.take_rows(x, step.logits.token_indices, step.num_logits)
-
-    @abstractmethod
-    def linear(
-        self, x: jax.Array, weight: Linear, count: jax.Array, residual: jax.Array | None = None
-    ) -> jax.Array:
-        """x W, [·, K] to activations [·, N]; with `residual`, float32 residual + scale * x W,
-        where scale is the model's `residual_scale`.
-        """
-
-    @abstractmethod
-    def project(
-        self, x: jax.Array, weight: Linear, count: jax.Array, scale: float = 1.0
-    ) -> jax.Array:
-        """scale * x W, [·, K] to float32 [·, N]: a residual stream."""
-
-    @abstractmethod
-    def norm_add(
-        self, x: jax.Array, norm: Any, residual: jax.Array | None, count: jax.Array
-    ) -> jax.Array:
-        """Float32 `residual`, if any, + rms_norm(x) [·, N], times the factor of a `ScaledNorm`.
-
-        A norm of P values norms each P of the N by themselves.
-        """
-
-    def linear_norm_add(
-        self, x: jax.Array, weight: Linear, norm: Any, residual: jax.Array, count: jax.Array
-    ) -> jax.Array:
-        """Float32 `residual` [·, N] + rms_norm(x W), times the factor of a `ScaledNorm`."""
-        return self.norm_add(self.project(x, weight, count), norm, residual, count)
-
-    @abstractmethod
-    def gated_linear(self, x: jax.Array, weight: Linear, count: jax.Array) -> jax.Array:
-        """activation(x Wg) * (x Wu): [T, E] to activations [T, F]."""
-
-    @abstractmethod
-    def route_experts(
-        self,
-        x: jax.Array,
-        router: Linear,
-        count: jax.Array,
-        factors: Any | None = None,
-        bias: Any | None = None,
-    ) -> ExpertChoice:
-        """The experts of x [T, E] with the largest router logits, or of a `SigmoidChoice`, whose
-        `bias` [X] is given; ties go to the lowest id.
-
-        Their weights follow the model's `experts` and include its `residual_scale`, and the
-        `factors` [X] of the experts if there are any.
-        """
-
-    @abstractmethod
-    def gate_expert(self, x: jax.Array, gate: Linear, count: jax.Array) -> ExpertChoice:
-        """The only expert for each of x [T, E], weighted by the sigmoid of its linear `gate` [1, E]
-        and the model's `residual_scale`."""
-
-    @abstractmethod
-    def grouped_gated_linear(
-        self, x: jax.Array, weight: Linear, choice: ExpertChoice, count: jax.Array
-    ) -> jax.Array:
-        """`gated_linear` with each of a token's experts: [T, E] to activations [T, A, F]."""
-
-    @abstractmethod
-    def grouped_linear(
-        self,
-        x: jax.Array,
-        weight: Linear,
-        choice: ExpertChoice,
-        residual: jax.Array | None,
-        count: jax.Array,
-    ) -> jax.Array:
-        """The weighted sum over a token's experts, x [T, A, F], float32 [T, E]; with `residual`,
-        its sum with that."""
-
-    @abstractmethod
-    def rope_append_attend(
-        self,
-        given: HeadInputs,
-        pool: KVPool,
-        factors: HeadFactors,
-        step: StepArrays,
-        layer: AttendingLayer,
-    ) -> tuple[jax.Array, KVPool]:
-        """Norms and rotates q and k, writes k and v to their slots, and computes attention.
-
-        Values are normed if the model says so; without keys in `given` nothing is written.
-        Returns activations [T, Hq D] and the pool, updated in place.
-        """
-
-    @abstractmethod
-    def score_keys(
-        self,
-        given: HeadInputs,
-        pools: tuple[KVPool, jax.Array],
-        factors: HeadFactors,
-        step: StepArrays,
-        layer: ScoringLayer,
-    ) -> jax.Array:
-        """The scores of `pools`, which stand beside the layer's KV, with those of the layer
-        (`ops.prompt_scores`), in place. The step's keys were appended; sinks take no part."""
-
-    @abstractmethod
-    def head_linear(self, x: jax.Array, weight: Linear, count: jax.Array, width: int) -> jax.Array:
-        """The first `width` values of each head of x [T, Hq D] times the head's own weight, of
-        `load_experts`: activations [T, Hq N]."""
-
-    @abstractmethod
-    def latent_attend(
-        self,
-        given: LatentInputs,
-        pool: KVPool,
-        factors: LatentFactors,
-        step: StepArrays,
-        layer: LatentLayer,
-    ) -> tuple[jax.Array, KVPool]:
-        """Norms latents, rotates what is rotated of queries and keys, writes keys to their slots,
-        and computes attention of the absorbed queries.
-
-        Returns activations [T, Hq rank] and the pool, updated in place.
-        """
-
-    @abstractmethod
-    def new_state_pool(self, num_slots: int, num_layers: int, shape: Recurrence) -> StatePool:
-        """Slots whose content nothing reads before it is kept; called under tracing."""
-
-    @abstractmethod
-    def gated_delta(
-        self,
-        given: DeltaInputs,
-        weights: DeltaWeights,
-        pool: StatePool,
-        step: tuple[StepArrays, StepStates],
-        layer: RecurrentLayer[DeltaShape],
-    ) -> tuple[jax.Array, StatePool]:
-        """A gated delta net (`ops.recurrent`) between its projections.
-
-        Returns, as all layers with a state, activations [T, Hv Dv] and the pool with what the
-        tokens keep, updated in place. A slot that a row begins with is kept by no other row of the
-        step.
-        """
-
-    @abstractmethod
-    def short_conv(
-        self,
-        given: jax.Array,
-        weights: ConvWeights,
-        pool: StatePool,
-        step: tuple[StepArrays, StepStates],
-        layer: RecurrentLayer[ConvShape],
-    ) -> tuple[jax.Array, StatePool]:
-        """A gated short convolution of `given`, B, C and x in activations [T, 3 M]: [T, M]."""
-
-    @abstractmethod
-    def selective_scan(
-        self,
-        given: ScanInputs,
-        weights: ScanWeights,
-        pool: StatePool,
-        step: tuple[StepArrays, StepStates],
-        layer: RecurrentLayer[ScanShape],
-    ) -> tuple[jax.Array, StatePool]:
-        """A selective scan (`ops.recurrent`) between its projections: [T, Hv Dv]."""
-
-    @abstractmethod
-    def next_tokens(self, x: jax.Array, head: Linear, step: StepArrays) -> jax.Array:
-        """Computes logits of x [L, E] and chooses a token for each row: int32 [L, C].
-
-        Applies the model's logit divisor and soft cap; logits that are not finite stay unchanged by
-        the cap, so that the row state reports them.
-        """

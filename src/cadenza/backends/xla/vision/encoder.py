@@ -16,7 +16,8 @@ import numpy.typing as npt
 
 from cadenza.backends.base import ImageWork
 from cadenza.backends.xla.ops.encoder_table import EncoderBlock
-from cadenza.backends.xla.ops.table import DecoderSpec, OpTable
+from cadenza.backends.xla.ops.reference import OpTable
+from cadenza.backends.xla.ops.table import DecoderSpec
 from cadenza.backends.xla.vision.host_tables import PartTables, part_of
 from cadenza.backends.xla.vision.stages import BlockInputs, TowerStages
 from cadenza.backends.xla.vision.tower_state import TowerState

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from cadenza.backends.xla.ops.encoder_table import EncoderBlock, EncoderFactors, ImageRows
-from cadenza.backends.xla.ops.table import Linear, OpTable
+from cadenza.backends.xla.ops.reference import OpTable
+from cadenza.backends.xla.ops.table import Linear
 from cadenza.backends.xla.vision.tower_state import TowerState, encoder_shape
 from cadenza.backends.xla.vision.tower_weights import (
     ClippedLinear,

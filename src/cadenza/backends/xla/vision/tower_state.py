@@ -11,7 +11,8 @@ import jax.numpy as jnp
 
 from cadenza.backends.base import RunnerSetup
 from cadenza.backends.xla.ops.encoder_table import EncoderHeads, EncoderShape
-from cadenza.backends.xla.ops.table import DecoderSpec, OpTable
+from cadenza.backends.xla.ops.reference import OpTable
+from cadenza.backends.xla.ops.table import DecoderSpec
 from cadenza.vision.quanta import Workspace
 from cadenza.vision.tower_config import TowerConfig
 

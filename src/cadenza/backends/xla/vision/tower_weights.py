@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cadenza.backends.xla.layers.weight_source import rows_of
-from cadenza.backends.xla.ops.table import DecoderSpec, Linear, OpTable
+from cadenza.backends.xla.ops.reference import OpTable
+from cadenza.backends.xla.ops.table import DecoderSpec, Linear
 from cadenza.checkpoint.quantised_weight import HostWeight
 from cadenza.checkpoint.tensor_spec import LinearSpec, TensorSpec
 from cadenza.checkpoint.tower_spec import (
