@@ -46,7 +46,7 @@ check: .venv/.has-tools ## run the quick tests: a minute, at each save
 
 # Hundreds of processes start in the tests: they keep their byte code, whatever the environment says.
 test: export PYTHONDONTWRITEBYTECODE =
-test: .venv/.has-tools ## run the tests before each landing: eight minutes
+test: .venv/.has-tools ## run the tests before each landing: 8 to 20 minutes
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-tools: .venv/.has-tools ## run the tests of gates, tools and kernels that changed or not
@@ -144,7 +144,7 @@ clean: ## remove all that these targets made
 # $(call install,ENVIRONMENT): the package, editable, with its requirements. Where the lock is for
 # this Python it holds, and the native kernels are built with the jaxlib that will run them.
 define install
-	@echo "installing Cadenza into $(1), once: about two minutes"
+	@echo "installing Cadenza into $(1), once: two minutes and up"
 	@rm -f src/cadenza/_native.*
 	@if [ "$$($(1)/bin/python -c '$(TAG_OF_PYTHON)')" = "$(LOCKED_FOR)" ]; then \
 	  echo "-c $(CURDIR)/requirements.lock" > $(1)/constraints.txt; \
