@@ -109,6 +109,7 @@ def test_a_ratio_is_the_geometric_mean_of_the_rounds_with_an_interval_between_th
     assert found is not None
     assert found.rounds == pytest.approx((2.0, 1.0, 2.0, 4.0))
     assert found.mean == pytest.approx(2.0)
+    assert found.mean == pytest.approx(other.mean("ttft_mean_s") / first.mean("ttft_mean_s"))  # type: ignore[operator]
     assert 1.0 <= found.low < found.mean < found.high <= 4.0
     assert ratio_of(first, other, "ttft_mean_s", seed=1) == found
     even = ratio_of(first, rounds_of("b", 3.0, 6.0, 12.0, 3.0), "ttft_mean_s", seed=1)

@@ -90,12 +90,27 @@ def test_a_run_says_what_was_read_and_how_fast(shape_file: Path, tmp_path: Path)
     assert 0 < found.weight_bytes <= found.file_bytes
     assert found.largest_tensor_bytes == TINY.vocab_size * TINY.hidden_size * 2
     assert len(found.load_s) == len(found.read_s) == len(found.read_new_s) == 2
+    assert found.read_bytes == found.file_bytes
     assert found.load_gb_s == pytest.approx(found.file_bytes / sum(found.load_s) * 2e-9)
 
 
-def test_shares_are_medians_of_runs_side_by_side():
+def test_loads_that_read_kept_weights_are_beside_readings_of_these(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("CADENZA_CACHE_DIR", str(tmp_path))
+    config = {"max_num_seqs": 1, "quantization": "int8"}
+    asked = {"model": str(folder), "config": config, "repeats": 2}
+    found = measure_here(json.dumps(asked))
+    assert found.file_bytes == (folder / "model.safetensors").stat().st_size
+    kept = [path.stat().st_size for path in (tmp_path / "weights").glob("*.packed")]
+    assert [found.read_bytes] == (kept or [found.file_bytes])
+    assert found.share_of_read == found.load_gb_s / found.read_gb_s
+
+
+def test_shares_are_those_of_the_rates_beside_them():
     found = Load(
         file_bytes=12,
+        read_bytes=12,
         weight_bytes=10,
         largest_tensor_bytes=2,
         num_threads=1,
@@ -104,8 +119,8 @@ def test_shares_are_medians_of_runs_side_by_side():
         read_new_s=(2.0, 2.0, 60.0),
         peak_private_bytes=None,
     )
-    assert (found.share_of_read, found.share_of_read_new) == (0.5, 1.0)
-    assert found.load_gb_s == pytest.approx(3e-9)
+    assert (found.load_gb_s, found.read_gb_s) == (pytest.approx(3e-9), pytest.approx(4e-9))
+    assert (found.share_of_read, found.share_of_read_new) == (0.75, 0.5)
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])

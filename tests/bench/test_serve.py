@@ -362,3 +362,32 @@ def test_the_capacity_is_the_highest_rate_at_which_answers_keep_up_or_are_good()
     good = [at(rate, ttft_s=ttft, goodput=bound) for rate, ttft in ((10, 0.0005), (20, 0.00053))]
     assert [load.figures.num_good for load in good] == [93, 87]
     assert capacity_rps(good) == 10.0
+
+
+def test_a_server_that_keeps_up_does_so_however_long_its_last_answers_take():
+    """Answers of two seconds at 20 requests a second: within a fifth of the time after the last
+    arrival nothing arrives, and requests are still answered."""
+    outcomes = [
+        CompletedRequest(
+            sent_s=each / 20,
+            content_s=(each / 20 + 0.1,),
+            end_s=each / 20 + 2.0,
+            num_prompt_tokens=1,
+            num_output_tokens=2,
+        )
+        for each in range(192)
+    ]
+    setting = LoadSetting(arrivals=Arrivals(rate=20.0))
+    figures = figures_of(outcomes, CpuTimes(client_s=0.0, server_s=None), setting)
+    assert figures.requests_per_s < 0.95 * 20
+    assert capacity_rps([MeasuredLoad(figures=figures, outcomes=outcomes)]) == 20.0
+
+
+def test_processor_time_is_for_each_token_of_answers_and_of_probes():
+    outcome = CompletedRequest(
+        sent_s=0.0, content_s=(0.5,), end_s=1.0, num_prompt_tokens=1, num_output_tokens=6
+    )
+    cpu = CpuTimes(client_s=0.008, server_s=0.08, num_probe_tokens=2)
+    figures = figures_of([outcome], cpu, LoadSetting())
+    assert figures.client_us_per_token == pytest.approx(1000.0)
+    assert figures.server_us_per_token == pytest.approx(10_000.0)

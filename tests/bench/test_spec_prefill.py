@@ -50,7 +50,9 @@ def test_a_task_fits_its_length_and_says_where_its_answer_is(kind: Any, depth: f
     sought = [text_of(prompt.token_ids[start:stop]) for start, stop in prompt.sought]
     if kind == "count":
         assert len(sought) == int(prompt.answer)
+        assert prompt.depth is None
     else:
+        assert prompt.depth == depth
         assert [prompt.answer in each for each in sought] == [True]
         place = prompt.sought[0].start / len(prompt.token_ids)
         assert place == pytest.approx(depth, abs=0.15)

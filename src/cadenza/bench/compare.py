@@ -7,6 +7,7 @@ the first server is what the others are compared with.
 """
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -72,8 +73,9 @@ class ServerRounds:
         return [METRICS[metric](each.figures) for each in self.rounds]
 
     def mean(self, metric: str) -> float | None:
-        values = [each for each in self.values(metric) if each is not None]
-        return sum(values) / len(values) if values else None
+        """The geometric mean, so that `Ratio.mean` is the ratio of two of them."""
+        values = [each for each in self.values(metric) if each]
+        return statistics.geometric_mean(values) if values else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

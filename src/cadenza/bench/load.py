@@ -39,9 +39,16 @@ _SAMPLE_S = 0.002
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """The measured loads and readings; seconds of each run."""
+    """The measured loads and readings; seconds of each run.
+
+    Args:
+        file_bytes: of the checkpoint's files.
+        read_bytes: of the files that timed loads read: these, or the weights that were kept of
+            --quantization.
+    """
 
     file_bytes: int
+    read_bytes: int
     weight_bytes: int
     largest_tensor_bytes: int
     num_threads: int
@@ -64,23 +71,18 @@ class Load:
 
     @property
     def share_of_read(self) -> float:
-        return self._load_share_of(self.read_s)
+        return self.load_gb_s / self.read_gb_s
 
     @property
     def share_of_read_new(self) -> float:
-        return self._load_share_of(self.read_new_s)
+        return self.load_gb_s / self.read_new_gb_s
 
     @property
     def allowed_private_bytes(self) -> int:
         return self.weight_bytes + self.largest_tensor_bytes + ALLOWED_BYTES
 
     def _gb_s(self, runs_s: Sequence[float]) -> float:
-        return self.file_bytes / statistics.median(runs_s) / 1e9
-
-    def _load_share_of(self, readings_s: Sequence[float]) -> float:
-        """Loading's rate over reading's: the median over neighbouring runs."""
-        pairs = zip(readings_s, self.load_s, strict=True)
-        return statistics.median(read_s / load_s for read_s, load_s in pairs)
+        return self.read_bytes / statistics.median(runs_s) / 1e9
 
 
 def measure_load(
@@ -194,7 +196,8 @@ def measure_here(argument: str) -> Load:
     instruments = find_backend(config.backend).open_instruments()
     num_threads = num_usable_cores() if instruments is None else instruments.num_threads
     paths = [checkpoint.folder / file.name for file in checkpoint.weights.files]
-    reader = FileReader(paths, num_threads)
+    kept = engine.kept_weights()
+    reader = FileReader(paths if kept is None else [kept], num_threads)
     reader.read()
     timed: list[list[float]] = [[], [], []]
     for _ in range(asked["repeats"]):
@@ -204,7 +207,8 @@ def measure_here(argument: str) -> Load:
             seconds.append(time.perf_counter() - start_s)
     read_s, read_new_s, load_s = timed
     return Load(
-        file_bytes=reader.num_bytes,
+        file_bytes=sum(path.stat().st_size for path in paths),
+        read_bytes=reader.num_bytes,
         weight_bytes=plan.weight_bytes,
         largest_tensor_bytes=largest_tensor_bytes(checkpoint),
         num_threads=num_threads,

@@ -38,7 +38,8 @@ from cadenza.loading.memory import usable_cores
 Result = TypeVar("Result")
 
 KEPT_UP = 0.95
-"""A server keeps up with a rate when it completes this share of what arrives in that time."""
+"""A server keeps up with a rate when it answers this share of what arrives in the second half of
+the time in which requests arrive: before, the first answers are still to come."""
 GOOD_SHARE = 0.9
 """Or, with --goodput, when this share of them is good."""
 
@@ -158,12 +159,17 @@ class LoadedServer:
         server_s = None
         if server_before_s is not None and server_after_s is not None:
             server_s = server_after_s - server_before_s
-        cpu = CpuTimes(client_s=watched.cpu_s, server_s=server_s)
+        answered = [each for each in probes if isinstance(each, CompletedRequest)]
+        cpu = CpuTimes(
+            client_s=watched.cpu_s,
+            server_s=server_s,
+            num_probe_tokens=sum(each.num_output_tokens for each in answered),
+        )
         figures = figures_of(outcomes, cpu, self._setting(load))
-        answered = [each.e2e_s for each in probes if isinstance(each, CompletedRequest)]
+        took_s = [each.e2e_s for each in answered]
         figures = replace(
             figures,
-            probe=spread_of(answered, self._options.metric_percentiles),
+            probe=spread_of(took_s, self._options.metric_percentiles),
             client=client_share(watched, figures),
         )
         return MeasuredLoad(figures=figures, outcomes=outcomes)
@@ -276,8 +282,10 @@ def _kept_up(load: MeasuredLoad) -> bool:
     if figures.good_share is not None:
         return figures.good_share >= GOOD_SHARE
     starts = [each.start_s for each in load.outcomes]
-    arrived_rps = (len(starts) - 1) / max(max(starts) - min(starts), 1e-9)
-    return not figures.errors and figures.requests_per_s >= KEPT_UP * arrived_rps
+    middle_s, last_s = (min(starts) + max(starts)) / 2, max(starts)
+    num_arrived = sum(middle_s < each for each in starts)
+    num_answered = sum(middle_s < each.end_s <= last_s for each in load.outcomes)
+    return not figures.errors and num_answered >= KEPT_UP * num_arrived
 
 
 class _Progress:

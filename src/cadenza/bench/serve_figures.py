@@ -87,10 +87,14 @@ class Spread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpuTimes:
-    """Processor time during a load; the server's is None where its metrics lack it."""
+    """Processor time during a load; the server's is None where its metrics lack it.
+
+    `num_probe_tokens`: of the answers to probes, which took a part of it.
+    """
 
     client_s: float
     server_s: float | None
+    num_probe_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,7 +206,8 @@ class LoadFigures:
         return None if self.cpu.server_s is None else self._us_per_token(self.cpu.server_s)
 
     def _us_per_token(self, seconds: float) -> float | None:
-        return 1e6 * seconds / self.num_output_tokens if self.num_output_tokens else None
+        num_tokens = self.num_output_tokens + self.cpu.num_probe_tokens
+        return 1e6 * seconds / num_tokens if num_tokens else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -78,7 +78,7 @@ class TaskResult:
     Args:
         whole: their share with the whole prompts.
         right: with the thinned ones; `recall` is the share of prompts of which all that was sought
-            was kept. `by_depth`: pairs of recall and right answers.
+            was kept. `by_depth`: pairs of recall and right answers, where one thing is sought.
     """
 
     task: str
@@ -325,7 +325,7 @@ def _by_depth(
     prompts: Sequence[TaskPrompt], recalled: Sequence[bool], right: Sequence[bool]
 ) -> dict[str, tuple[float, float]]:
     found: dict[str, tuple[float, float]] = {}
-    for depth in sorted({each.depth for each in prompts}):
+    for depth in sorted({each.depth for each in prompts if each.depth is not None}):
         own = [place for place, each in enumerate(prompts) if each.depth == depth]
         found[f"{depth:g}"] = (
             statistics.mean(recalled[place] for place in own),

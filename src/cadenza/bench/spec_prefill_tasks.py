@@ -50,14 +50,15 @@ class TaskPrompt:
     Args:
         answer: what a right answer begins with, without spaces around it.
         sought: the tokens that hold the answer.
-        depth: of these, from 0 for the beginning of the text to 1 for its end.
+        depth: of these, from 0 for the beginning of the text to 1 for its end; None of several,
+            which are anywhere.
     """
 
     kind: TaskKind
     token_ids: tuple[int, ...]
     answer: str
     sought: tuple[PromptSpan, ...]
-    depth: float
+    depth: float | None
 
     @property
     def max_tokens(self) -> int:
@@ -111,7 +112,11 @@ def make_prompt(
     ]
     ids = tuple(token_id for part in parts for token_id in part)
     return TaskPrompt(
-        kind=kind, token_ids=ids, answer=asked.answer, sought=tuple(spans), depth=depth
+        kind=kind,
+        token_ids=ids,
+        answer=asked.answer,
+        sought=tuple(spans),
+        depth=depth if asked.num_sought == 1 else None,
     )
 
 

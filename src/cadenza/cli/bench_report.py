@@ -100,7 +100,7 @@ _STARTUP: Columns = (
     *keys("total_s_runs"),
 )
 _LOAD = (
-    *("file_bytes", "weight_bytes", "largest_tensor_bytes", "num_threads"),
+    *("file_bytes", "read_bytes", "weight_bytes", "largest_tensor_bytes", "num_threads"),
     *("load_gb_s", "read_gb_s", "share_of_read", "read_new_gb_s", "share_of_read_new"),
     *("peak_private_bytes", "allowed_private_bytes", "load_s", "read_s", "read_new_s"),
 )
@@ -215,7 +215,7 @@ def print_roofline(machine: Machine, found: Sequence[Roofline], *, as_json: bool
 
 
 def print_startup(machine: Machine, found: Sequence[Startup], *, as_json: bool) -> None:
-    """Median seconds of each phase."""
+    """Seconds of each phase of the middle start."""
     results = [as_object(_STARTUP, each) for each in found]
     show_result({"machine": machine, "results": results}, _startup_text(found), as_json=as_json)
 
@@ -224,7 +224,10 @@ def _startup_text(found: Sequence[Startup]) -> Text:
     worst = Column("worst_s", "worst", lambda startup: max(startup.total_s_runs))
     yield as_table((_STARTUP[0], *map(_phase, PHASES), *_STARTUP[1:], worst), found)
     starts = counted(len(found[0].starts), "start")
-    yield f"medians of {starts}; total: process start to the first token"
+    yield (
+        f"the start of the median time of {starts}, and its phases; total: process start to the "
+        f"first token"
+    )
 
 
 def print_load(machine: Machine, found: Load, *, as_json: bool) -> None:

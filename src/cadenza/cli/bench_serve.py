@@ -238,13 +238,16 @@ def _comparison_text(found: "Comparison", voids: Sequence[str]) -> Text:
     first = next(iter(found.models))
     for load in found.loads:
         rounds = counted(len(load.servers[0].rounds), "round")
-        yield f"{_label(load.first)} ({load.first.loop} loop), means of {rounds}:"
+        yield f"{_label(load.first)} ({load.first.loop} loop), geometric means of {rounds}:"
         yield as_table((Column("server", "server"), *map(value, _COMPARED)), load.servers)
         for other in load.servers[1:]:
             ratios = [each for each in load.ratios if each.server == other.server]
             yield f"{other.server} over {first}:"
             yield as_table(_RATIO, ratios)
-    yield "ratio: geometric mean of the rounds, 95 % interval of rounds drawn again, and extremes"
+    yield (
+        "ratio: of these means, with the 95 % interval of rounds drawn again, and the extremes of "
+        "the rounds"
+    )
     for server, load in found.measured:
         for line in _load_lines(load):
             if line.startswith("failed"):

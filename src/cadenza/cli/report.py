@@ -170,7 +170,7 @@ def value_text(key: str, value: Any) -> str:
 
 def _number_text(key: str, value: float) -> str:
     for ending, form in (
-        ("_gb_s", "{:.1f} GB/s"),
+        ("_gb_s", "{:.3g} GB/s"),
         ("tok_s", "{:.0f}"),
         ("_us_per_token", "{:.0f}"),
         ("ms", "{:.3f}"),

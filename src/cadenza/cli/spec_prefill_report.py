@@ -10,7 +10,15 @@ from typing import Any
 from cadenza.bench.plots import Chart, Series
 from cadenza.bench.spec_prefill import CEILING, WAYS, LengthResult, SpecPrefillResult, TaskResult
 from cadenza.cli.bench_report import Text, machine_text
-from cadenza.cli.report import Column, Columns, as_object, as_table, keys, show_result
+from cadenza.cli.report import (
+    Column,
+    Columns,
+    as_object,
+    as_table,
+    digits_text,
+    keys,
+    show_result,
+)
 
 
 def _ratio(value: float) -> str:
@@ -22,7 +30,7 @@ def _share(value: float) -> str:
 
 
 def _milliseconds(seconds: float) -> str:
-    return f"{1000 * seconds:.0f}"
+    return digits_text(1000 * seconds)
 
 
 def _likeness(way: str) -> Columns:
@@ -132,10 +140,10 @@ _TIMES: Columns = _LENGTH[:7]
 def spec_prefill_charts(found: SpecPrefillResult) -> list[Chart]:
     """The ratio by length, measured and predicted; right answers and recall by way and depth."""
     charts = [_ratio_chart(found)]
-    counted = _counted(found.tasks)
+    deep = [each for each in _counted(found.tasks) if each.by_depth]
     for part, name in ((1, "right"), (0, "recall")):
-        if counted:
-            charts.append(_depth_chart(counted, part, name))
+        if deep:
+            charts.append(_depth_chart(deep, part, name))
     return charts
 
 

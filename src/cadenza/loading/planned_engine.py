@@ -111,11 +111,21 @@ class PlannedEngine:
             scores_prompts=True,
         )
 
+    def kept_weights(self) -> Path | None:
+        """The file that later loads read in place of the checkpoint's; None without one."""
+        kept = self._kept_weights(self.checkpoint, self.setup(), self.plan.weight_bytes)
+        return kept if kept is not None and kept.exists() else None
+
     def _load(self, checkpoint: Checkpoint, setup: RunnerSetup, weight_bytes: int) -> Runner:
-        if self.plan.traits.keeps_packed_weights:
-            kept = packed_weights_file(checkpoint, setup, self.config, self.backend, weight_bytes)
-            setup = replace(setup, packed_weights=kept)
-        return self.backend.load_runner(checkpoint, setup)
+        kept = self._kept_weights(checkpoint, setup, weight_bytes)
+        return self.backend.load_runner(checkpoint, replace(setup, packed_weights=kept))
+
+    def _kept_weights(
+        self, checkpoint: Checkpoint, setup: RunnerSetup, weight_bytes: int
+    ) -> Path | None:
+        if not self.plan.traits.keeps_packed_weights:
+            return None
+        return packed_weights_file(checkpoint, setup, self.config, self.backend, weight_bytes)
 
 
 def cache_folder() -> Path:
