@@ -10,13 +10,15 @@ script; a test compares the pages with what it would write.
 
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from typer.main import get_command
 
 from cadenza.cli.app import build_app
-from cadenza.cli.options import ENGINE_FLAGS, VARIABLES_WITHOUT_FLAG
+from cadenza.cli.options import VARIABLES_WITHOUT_FLAG
+from cadenza.config import EngineConfig
 from cadenza.core.figures import Figure
 from cadenza.engine.stats import ENGINE_FIGURES
 from cadenza.server.metrics import SERVER_FIGURES
@@ -52,7 +54,8 @@ def pages() -> dict[str, str]:
 
 def flags_page() -> str:
     parser: Any = get_command(build_app())
-    engine = [each for each in parser.commands["serve"].params if each.name in ENGINE_FLAGS]
+    engine_options = {each.name for each in fields(EngineConfig)}
+    engine = [each for each in parser.commands["serve"].params if each.name in engine_options]
     shared = [(each.opts, each.help) for each in engine]
     several = "`serve`, `generate`, `run`, `chat`, `info`, `verify`, `replay` and parts of `bench`"
     parts = [

@@ -12,8 +12,8 @@ from numbers import Real
 from operator import index
 from typing import Any, cast
 
-from cadenza.config import is_integer
 from cadenza.errors import InvalidRequestError, must_be, show
+from cadenza.option import is_integer
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 """Lone surrogates, which UTF-8 cannot encode."""

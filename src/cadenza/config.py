@@ -1,20 +1,18 @@
 """The user's options (`EngineConfig`) and the limits resolved from them (`EngineLimits`).
 
-Owns the options' defaults and bounds, and how a field is described as a flag (`flag`). Knows no
-checkpoints, devices or memory; `loading.plan` uses those to resolve one into the other. Invariant:
-every `EngineConfig` instance is within bounds.
+An option is declared once (`option`); `loading.plan` resolves options into limits. Invariant: every
+`EngineConfig` instance is within bounds.
 """
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from numbers import Integral, Real
-from operator import index
 from pathlib import Path
-from typing import Any, Literal, TypedDict, cast, get_args
+from typing import Any, Literal, TypedDict, cast
 
 from cadenza.errors import ConfigError, show
+from cadenza.option import checked, is_number, option
 from cadenza.spec_prefill_config import SpecPrefillConfig, parse_spec_prefill
 from cadenza.speculative_config import SpeculativeConfig, parse_speculative_config
 
@@ -54,28 +52,89 @@ MIN_UTILIZATION = 0.01
 MIN_DISK_BYTES = 1 << 20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Flag:
-    """A flag of the command line: what does not follow from the field that it sets.
-
-    Args:
-        names: in place of the field's own name.
-        aliases: further names.
-        has_variable: can also be set by an environment variable, whose name has the prefix.
-        settings: keyword arguments of `typer.Option`, say `metavar` or `parser`.
-    """
-
-    help: str
-    names: tuple[str, ...] = ()
-    aliases: tuple[str, ...] = ()
-    has_variable: bool = False
-    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+_DEVICE = re.compile(r"auto|metal|(cpu|cuda|tpu)(:[0-9]{1,4})?")
 
 
-def flag(default: Any, help: str, *names: str, has_variable: bool = False, **settings: Any) -> Any:
-    """A dataclass field that is a flag; the arguments are `Flag`'s."""
-    described = Flag(help=help, names=names, has_variable=has_variable, settings=settings)
-    return dataclasses.field(default=default, metadata={"flag": described})
+def _as_backend(value: object) -> str:
+    if not isinstance(value, str) or not value.isprintable():
+        raise ConfigError(f"--backend {show(value)} must be auto, or a backend's name")
+    return str.__str__(value)
+
+
+def _as_device(value: object) -> str:
+    if not isinstance(value, str) or not _DEVICE.fullmatch(value):
+        raise ConfigError(
+            f"--device {show(value)} is not one of auto, cpu, cuda[:n], metal, tpu[:n]"
+        )
+    return str.__str__(value)
+
+
+def _as_revision(value: object) -> str:
+    if not isinstance(value, str) or not value.isprintable():
+        raise ConfigError(f"--revision {show(value)} must be a branch, a tag or a commit")
+    return str.__str__(value)
+
+
+def _as_drafts(value: object) -> SpeculativeConfig | None:
+    return None if _is_none(value) else parse_speculative_config(value)
+
+
+def _as_sparse_prompts(value: object) -> SpecPrefillConfig | None:
+    return None if _is_none(value) else parse_spec_prefill(value)
+
+
+def _is_none(value: object) -> bool:
+    return isinstance(value, str) and value == "none"
+
+
+def _as_chat_template(value: object) -> str:
+    text = str(value) if isinstance(value, Path) else value
+    if not isinstance(text, str) or not text.strip() or not _is_encodable(text):
+        raise ConfigError(
+            f"--chat-template {show(value)} must be a file, or the text of a chat template"
+        )
+    return str.__str__(text)
+
+
+def _as_projector(value: object) -> str:
+    text = str(value) if isinstance(value, Path) else value
+    if not isinstance(text, str) or not text.strip() or not _is_encodable(text):
+        raise ConfigError(f"--mmproj {show(value)} must be a GGUF file")
+    return str.__str__(text)
+
+
+def _is_encodable(text: str) -> bool:
+    """Whether a text can go to a file's name, and to another process."""
+    return "\0" not in text and not any("\ud800" <= each <= "\udfff" for each in text)
+
+
+def _as_folder(value: object) -> str:
+    """A folder's path, without NUL. Raises ConfigError."""
+    text = str(value) if isinstance(value, Path) else value
+    if not isinstance(text, str) or not text.isprintable() or not text:
+        raise ConfigError(f"--prefix-cache-disk {show(text)} must be a folder's path")
+    return str.__str__(text)
+
+
+def _as_max_itl_ms(value: object) -> MaxItlMs:
+    """Raises ConfigError unless it is a number of milliseconds within bounds, auto or none."""
+    if isinstance(value, str) and value in ("auto", "none"):
+        return str.__str__(value)
+    if is_number(value) and MIN_MAX_ITL_MS <= cast(float, value) <= MAX_MAX_ITL_MS:
+        return float(cast(float, value))
+    raise ConfigError(
+        f"--max-itl-ms {show(value)} must be auto, none or a number of milliseconds from "
+        f"{MIN_MAX_ITL_MS:g} to {MAX_MAX_ITL_MS:g}"
+    )
+
+
+def refuse_fp8_kv(kv_cache_dtype: object) -> None:
+    """Raises ConfigError for a type of KV that other servers have, and int8 replaces here."""
+    if isinstance(kv_cache_dtype, str) and kv_cache_dtype.startswith("fp8"):
+        raise ConfigError(
+            f"--kv-cache-dtype {show(kv_cache_dtype)} is not supported: with as many bits, fp8 is "
+            f"less accurate than int8 and slower on a CPU; use --kv-cache-dtype int8"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,103 +151,222 @@ class EngineConfig:
         ConfigError: a value is outside its bounds; the message names the flag.
     """
 
-    backend: str = "auto"
-    device: str = "auto"
-    ops: Ops = "auto"
-    tensor_parallel_size: int | None = None
+    backend: str = option("auto", "What computes.", read=_as_backend)
+    device: str = option(
+        "auto", "Where it computes.", read=_as_device, metavar="auto|cpu|cuda[:n]|metal|tpu[:n]"
+    )
+    ops: Ops = option("auto", "The implementation of the model's operations.")
+    tensor_parallel_size: int | None = option(
+        None,
+        "Devices of one kind that share the model: 1, 2, 4 or 8, with the same answers, bit for "
+        "bit; auto: one, with the operations made for it.",
+        *("-tp", "--tp-size"),
+        within=(1, 8),
+    )
     """Devices that share the model; None: one, whose arithmetic is not that of several."""
-    revision: str | None = None
-    dtype: DType = "auto"
-    quantization: Quantization = "none"
-    weight_cache_bytes: int | None = None
-    kv_cache_dtype: KVCacheDType = "auto"
-    arithmetic: Arithmetic = "fast"
-    max_model_len: int | None = None
-    max_num_seqs: int | None = DEFAULT_MAX_NUM_SEQS
-    max_num_batched_tokens: int | None = None
-    kv_cache_memory_bytes: int | None = None
-    num_pages: int | None = None
-    gpu_memory_utilization: float | None = None
-    scheduler_headroom_gb: float = 0.0
-    kv_layout: KVLayout = "auto"
-    page_size: int = PAGE_SIZE_UNIT
-    enable_prefix_caching: bool = True
-    prefix_cache_memory_share: float = 1.0
-    max_state_snapshots: int | None = None
-    state_snapshot_interval: int = DEFAULT_SNAPSHOT_INTERVAL
-    prefix_cache_disk: str | None = None
-    prefix_cache_disk_bytes: int | None = None
-    images: bool = True
-    mmproj: str | None = None
+    revision: str | None = option(
+        None,
+        "Branch, tag or commit of a hub model; all files are read at that one commit "
+        "(default: main).",
+        read=_as_revision,
+        metavar="NAME",
+    )
+    dtype: DType = option(
+        "auto", "Type of activations, and of KV and weights that are not quantised."
+    )
+    quantization: Quantization = option(
+        "none", "Quantise the weights while they are loaded; activations are then int8 in products."
+    )
+    weight_cache_bytes: int | None = option(
+        None,
+        "Bytes on disk for weights that --quantization made, which later starts read; 0: none; "
+        "auto: 16 GiB.",
+        within=(0, 1 << 60),
+    )
+    kv_cache_dtype: KVCacheDType = option(
+        "auto",
+        "Type of the KV cache: auto is that of the activations, int8 halves bfloat16's memory.",
+    )
+    arithmetic: Arithmetic = option(
+        "fast",
+        "fast takes the best instructions of this CPU; portable gives the same bits on every CPU, "
+        "and takes longer where there are bf16 instructions, which round in another way.",
+    )
+    max_model_len: int | None = option(
+        None,
+        "Most tokens of a request, prompt and answer together; auto fits the memory.",
+        *("--ctx-size", "-c", "--context-length"),
+        within=(1, MAX_MODEL_LEN_BOUND),
+    )
+    max_num_seqs: int | None = option(
+        DEFAULT_MAX_NUM_SEQS,
+        "Requests that run at the same time: the rows of the batch; auto: as many as the KV "
+        "pool has room for at 1,024 tokens each, and at most as many as a step has tokens.",
+        *("--parallel", "-np", "--max-running-requests", "--decode-concurrency"),
+        "--max-batch-size",
+        within=(1, MAX_NUM_SEQS_BOUND),
+    )
+    max_num_batched_tokens: int | None = option(
+        None, "Tokens computed in one step.", "--prefill-step-size", within=(1, MAX_MODEL_LEN_BOUND)
+    )
+    kv_cache_memory_bytes: int | None = option(
+        None, "Bytes of memory for KV pages.", within=(1, 1 << 60)
+    )
+    num_pages: int | None = option(
+        None, "KV pages, in place of --kv-cache-memory-bytes.", within=(1, 1 << 31)
+    )
+    gpu_memory_utilization: float | None = option(
+        None,
+        "The share of a GPU's memory that the engine takes; auto: what the backend takes anyway, "
+        "0.75 with xla (default: auto).",
+        within=(MIN_UTILIZATION, 1.0),
+        unit="a share",
+        metavar="SHARE|auto",
+    )
+    scheduler_headroom_gb: float = option(
+        0.0,
+        "Memory that the engine leaves free, in GB, beside weights and KV.",
+        within=(0.0, MAX_HEADROOM_GB),
+        unit="a number of GB",
+        metavar="GB",
+    )
+    kv_layout: KVLayout = option(
+        "auto", "KV in pages, or in one block for each row; auto: as the backend has it."
+    )
+    page_size: int = option(
+        PAGE_SIZE_UNIT, "Tokens of a KV page, a multiple of 16.", within=(PAGE_SIZE_UNIT, 1 << 16)
+    )
+    enable_prefix_caching: bool = option(True, "Reuse the KV of prompts that begin alike.")
+    prefix_cache_memory_share: float = option(
+        1.0,
+        "The most of the KV pages that may hold prefixes for reuse, in use or not.",
+        within=(0.0, 1.0),
+        unit="a share",
+        metavar="SHARE",
+    )
+    max_state_snapshots: int | None = option(
+        None,
+        "Of a model with recurrent state, slots for states of prompts that begin alike, beside two "
+        "for each row, as far as they fit a quarter of the memory that is left; auto: one for each "
+        "row, at least 16.",
+        within=(0, 1 << 24),
+    )
+    state_snapshot_interval: int = option(
+        DEFAULT_SNAPSHOT_INTERVAL,
+        "Tokens of a prompt between two such states, beside those at its end and where it parts "
+        "from earlier ones; a prompt has few: a long one has them further apart.",
+        within=(PAGE_SIZE_UNIT, MAX_MODEL_LEN_BOUND),
+    )
+    prefix_cache_disk: str | None = option(
+        None,
+        "Store the KV of prompts in this folder too, from where later starts and other servers "
+        "take it.",
+        read=_as_folder,
+        metavar="DIR",
+    )
+    prefix_cache_disk_bytes: int | None = option(
+        None, "Bytes that the folder may take; auto: 8 GiB.", within=(MIN_DISK_BYTES, 1 << 60)
+    )
+    images: bool = option(
+        True, "Take images, if the model sees; without, its tower takes no memory."
+    )
+    mmproj: str | None = option(
+        None,
+        "A GGUF file with the model's image tower; by default the one beside a GGUF model whose "
+        "name has mmproj.",
+        read=_as_projector,
+        metavar="FILE",
+    )
     """A GGUF file with the tower of the model; None: the one beside it, if there is one."""
-    image_cache_bytes: int = DEFAULT_IMAGE_CACHE_BYTES
-    image_max_tokens: int = DEFAULT_IMAGE_MAX_TOKENS
-    scheduler: SchedulerLoop = "overlap"
-    max_num_queued_reqs: int | None = None
-    max_num_queued_tokens: int | None = None
-    max_consecutive_step_errors: int = 10
-    max_itl_ms: MaxItlMs = "auto"
-    batching: Batching = "continuous"
-    scheduling_policy: SchedulingPolicy = "fcfs"
-    starvation_guard: float = 10.0
-    admission: AdmissionMode = "balanced"
-    seed: int = 0
-    generation_config: GenerationConfig = "auto"
-    chat_template: str | None = None
+    image_cache_bytes: int = option(
+        DEFAULT_IMAGE_CACHE_BYTES,
+        "Bytes for embeddings of images on the device, which are kept until others need the room.",
+        within=(1, 1 << 60),
+    )
+    image_max_tokens: int = option(
+        DEFAULT_IMAGE_MAX_TOKENS,
+        "The most tokens of an image whose size decides their number; larger ones are reduced.",
+        within=(MIN_IMAGE_MAX_TOKENS, MAX_IMAGE_MAX_TOKENS),
+    )
+    scheduler: SchedulerLoop = option(
+        "overlap", "Whether a step is launched before the previous one is read."
+    )
+    max_num_queued_reqs: int | None = option(None, "Requests that may wait.", within=(1, 1 << 31))
+    max_num_queued_tokens: int | None = option(
+        None,
+        "Prompt tokens that may wait; auto is a full context for each row.",
+        within=(1, MAX_NUM_QUEUED_TOKENS_BOUND),
+    )
+    max_consecutive_step_errors: int = option(
+        10, "Failed steps in a row after which a server restarts its engine.", within=(1, 1 << 31)
+    )
+    max_itl_ms: MaxItlMs = option(
+        "auto",
+        "Most milliseconds of a step, and so between two tokens of a stream while prompts are "
+        "computed; auto: in a server twice a decode step of all rows, at least 50.",
+        read=_as_max_itl_ms,
+        metavar="MS|auto|none",
+    )
+    batching: Batching = option(
+        "continuous", "static starts no request before all of the batch have ended, for comparison."
+    )
+    scheduling_policy: SchedulingPolicy = option(
+        "fcfs",
+        "Which waiting request starts next: the first to come, the one with the fewest uncached "
+        "tokens, or the one with the smallest priority.",
+        "--scheduler-policy",
+    )
+    starvation_guard: float = option(
+        10.0,
+        "Seconds of waiting after which shortest_first takes a request first, and which count as "
+        "one step of priority.",
+        within=(MIN_GUARD_S, MAX_GUARD_S),
+        unit="a number of seconds",
+        metavar="SECONDS",
+    )
+    admission: AdmissionMode = option(
+        "balanced",
+        "How much of its remaining output a request must find room for before it starts: all of "
+        "it, half or none. Less preempts more.",
+    )
+    seed: int = option(0, "Seed of requests that set none.", within=(0, MAX_SEED))
+    generation_config: GenerationConfig = option(
+        "auto",
+        "Whether the model's generation_config.json or GGUF metadata sets the sampling that is not "
+        "given; what a GGUF file leaves open is as in llama.cpp (temperature 0.8, top-k 40, top-p "
+        "0.95, min-p 0.05). none: temperature 1, no cuts.",
+    )
+    chat_template: str | None = option(
+        None,
+        "The chat template, as a file or its text, in place of the model's own, or none.",
+        read=_as_chat_template,
+        metavar="FILE|TEXT|none",
+    )
     """A file, or the text of a template, in place of the model's own; "none" has none."""
-    speculative_config: SpeculativeConfig | str | None = None
+    speculative_config: SpeculativeConfig | str | None = option(
+        None,
+        "Verify several tokens of a stream in one step: a JSON object with vLLM's names, such as "
+        '{"method": "ngram", "num_speculative_tokens": 5}, or none (default: none).',
+        read=_as_drafts,
+        metavar="JSON|none",
+    )
     """None and "none" are no drafts. Other text, and a mapping, is parsed."""
-    spec_prefill: SpecPrefillConfig | str | None = None
+    spec_prefill: SpecPrefillConfig | str | None = option(
+        None,
+        "Of prompts of at least `threshold` tokens compute only the chunks that a draft model "
+        "finds important, an approximation: a JSON object such as "
+        '{"model": "small-model", "keep": 0.3, "threshold": 8192}, or none (default: none).',
+        read=_as_sparse_prompts,
+        metavar="JSON|none",
+    )
     """None and "none" compute every prompt whole. Other text, and a mapping, is parsed."""
 
     def __post_init__(self) -> None:
-        self._resolve_auto()
-        for name, parse in _OBJECTS.items():
-            given: object = getattr(self, name)
-            is_off = given is None or (isinstance(given, str) and given == "none")
-            object.__setattr__(self, name, None if is_off else parse(given))
         refuse_fp8_kv(self.kv_cache_dtype)
-        for name, allowed in _CHOICES.items():
-            chosen = _as_choice(name.replace("_", "-"), getattr(self, name), allowed)
-            object.__setattr__(self, name, chosen)
-        for name, (low, high) in _RANGES.items():
-            value = getattr(self, name)
-            if value is not None or name not in _OPTIONAL:
-                number = _as_integer(name.replace("_", "-"), value, low, high)
-                object.__setattr__(self, name, number)
-        for name, (lowest, highest, kind) in _NUMBERS.items():
-            value = getattr(self, name)
-            if value is not None or name not in _OPTIONAL:
-                number = _as_number(name.replace("_", "-"), value, lowest, highest, kind)
-                object.__setattr__(self, name, number)
+        for field in fields(self):
+            object.__setattr__(self, field.name, checked(field, getattr(self, field.name)))
         if self.tensor_parallel_size is not None:
             object.__setattr__(self, "ops", _divided(self.ops))
-        object.__setattr__(self, "max_itl_ms", _as_max_itl_ms(self.max_itl_ms))
-        if not isinstance(self.backend, str) or not self.backend.isprintable():
-            raise ConfigError(f"--backend {show(self.backend)} must be auto, or a backend's name")
-        object.__setattr__(self, "backend", str.__str__(self.backend))
-        if not isinstance(self.device, str) or not _DEVICE.fullmatch(self.device):
-            raise ConfigError(
-                f"--device {show(self.device)} is not one of auto, cpu, cuda[:n], metal, tpu[:n]"
-            )
-        object.__setattr__(self, "device", str.__str__(self.device))
-        if self.revision is not None:
-            if not isinstance(self.revision, str) or not self.revision.isprintable():
-                raise ConfigError(
-                    f"--revision {show(self.revision)} must be a branch, a tag or a commit"
-                )
-            object.__setattr__(self, "revision", str.__str__(self.revision))
-        if self.chat_template is not None:
-            object.__setattr__(self, "chat_template", _as_chat_template(self.chat_template))
-        if self.prefix_cache_disk is not None:
-            object.__setattr__(self, "prefix_cache_disk", _as_folder(self.prefix_cache_disk))
-        if self.mmproj is not None:
-            object.__setattr__(self, "mmproj", _as_projector(self.mmproj))
-        for name in ("enable_prefix_caching", "images"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(
-                    f"--{name.replace('_', '-')} {show(getattr(self, name))} must be true or false"
-                )
         if self.page_size % PAGE_SIZE_UNIT:
             raise ConfigError(
                 f"--page-size {self.page_size} is not a multiple of {PAGE_SIZE_UNIT}; "
@@ -204,14 +382,6 @@ class EngineConfig:
     def sparse_prompts(self) -> SpecPrefillConfig | None:
         """`spec_prefill`, parsed."""
         return cast(SpecPrefillConfig | None, self.spec_prefill)
-
-    def _resolve_auto(self) -> None:
-        for field in fields(self):
-            is_number = field.name in _RANGES or field.name in _OPTIONAL
-            given: object = getattr(self, field.name)
-            if is_number and isinstance(given, str) and given == "auto":
-                chosen = None if field.name in _OPTIONAL else field.default
-                object.__setattr__(self, field.name, chosen)
 
 
 class EngineOptions(TypedDict, total=False):
@@ -270,95 +440,6 @@ def _divided(ops: Ops) -> Ops:
             f"--tensor-parallel-size is for --ops split, and --ops is {ops}; leave one of them out"
         )
     return "split"
-
-
-def _as_chat_template(value: object) -> str:
-    text = str(value) if isinstance(value, Path) else value
-    if not isinstance(text, str) or not text.strip() or not _is_encodable(text):
-        raise ConfigError(
-            f"--chat-template {show(value)} must be a file, or the text of a chat template"
-        )
-    return str.__str__(text)
-
-
-def _as_projector(value: object) -> str:
-    text = str(value) if isinstance(value, Path) else value
-    if not isinstance(text, str) or not text.strip() or not _is_encodable(text):
-        raise ConfigError(f"--mmproj {show(value)} must be a GGUF file")
-    return str.__str__(text)
-
-
-def _is_encodable(text: str) -> bool:
-    """Whether a text can go to a file's name, and to another process."""
-    return "\0" not in text and not any("\ud800" <= each <= "\udfff" for each in text)
-
-
-_OBJECTS: Mapping[str, Callable[[object], object]] = {
-    "speculative_config": parse_speculative_config,
-    "spec_prefill": parse_spec_prefill,
-}
-"""Options that are JSON objects, and what reads them."""
-
-_DEVICE = re.compile(r"auto|metal|(cpu|cuda|tpu)(:[0-9]{1,4})?")
-
-_CHOICES: Mapping[str, tuple[str, ...]] = {
-    "ops": get_args(Ops),
-    "dtype": get_args(DType),
-    "quantization": get_args(Quantization),
-    "kv_cache_dtype": get_args(KVCacheDType),
-    "arithmetic": get_args(Arithmetic),
-    "kv_layout": get_args(KVLayout),
-    "scheduler": get_args(SchedulerLoop),
-    "batching": get_args(Batching),
-    "scheduling_policy": get_args(SchedulingPolicy),
-    "admission": get_args(AdmissionMode),
-    "generation_config": get_args(GenerationConfig),
-}
-
-_RANGES: Mapping[str, tuple[int, int]] = {
-    "max_num_seqs": (1, MAX_NUM_SEQS_BOUND),
-    "max_model_len": (1, MAX_MODEL_LEN_BOUND),
-    "max_num_batched_tokens": (1, MAX_MODEL_LEN_BOUND),
-    "kv_cache_memory_bytes": (1, 1 << 60),
-    "num_pages": (1, 1 << 31),
-    "tensor_parallel_size": (1, 8),
-    "max_num_queued_reqs": (1, 1 << 31),
-    "max_num_queued_tokens": (1, MAX_NUM_QUEUED_TOKENS_BOUND),
-    "max_consecutive_step_errors": (1, 1 << 31),
-    "seed": (0, MAX_SEED),
-    "page_size": (PAGE_SIZE_UNIT, 1 << 16),
-    "max_state_snapshots": (0, 1 << 24),
-    "state_snapshot_interval": (PAGE_SIZE_UNIT, MAX_MODEL_LEN_BOUND),
-    "prefix_cache_disk_bytes": (MIN_DISK_BYTES, 1 << 60),
-    "weight_cache_bytes": (0, 1 << 60),
-    "image_cache_bytes": (1, 1 << 60),
-    "image_max_tokens": (MIN_IMAGE_MAX_TOKENS, MAX_IMAGE_MAX_TOKENS),
-}
-"""Integer options with their inclusive bounds."""
-
-_NUMBERS: Mapping[str, tuple[float, float, str]] = {
-    "starvation_guard": (MIN_GUARD_S, MAX_GUARD_S, "a number of seconds"),
-    "scheduler_headroom_gb": (0.0, MAX_HEADROOM_GB, "a number of GB"),
-    "gpu_memory_utilization": (MIN_UTILIZATION, 1.0, "a share"),
-    "prefix_cache_memory_share": (0.0, 1.0, "a share"),
-}
-"""Other numbers, with their inclusive bounds and what they are."""
-
-_OPTIONAL = frozenset(
-    "max_num_seqs max_model_len max_num_batched_tokens kv_cache_memory_bytes num_pages "
-    "max_num_queued_reqs max_num_queued_tokens max_state_snapshots prefix_cache_disk_bytes "
-    "gpu_memory_utilization weight_cache_bytes tensor_parallel_size".split()
-)
-"""Numbers that may be None."""
-
-
-def refuse_fp8_kv(kv_cache_dtype: object) -> None:
-    """Raises ConfigError for a type of KV that other servers have, and int8 replaces here."""
-    if isinstance(kv_cache_dtype, str) and kv_cache_dtype.startswith("fp8"):
-        raise ConfigError(
-            f"--kv-cache-dtype {show(kv_cache_dtype)} is not supported: with as many bits, fp8 is "
-            f"less accurate than int8 and slower on a CPU; use --kv-cache-dtype int8"
-        )
 
 
 def config_from_options(options: Mapping[str, object]) -> EngineConfig:
@@ -438,50 +519,3 @@ class EngineLimits:
     def max_pages_per_seq(self) -> int:
         """Pages needed for `max_model_len` tokens."""
         return -(-self.max_model_len // self.page_size)
-
-
-def _as_choice(flag: str, value: object, allowed: tuple[str, ...]) -> str:
-    if isinstance(value, str) and value in allowed:
-        return str.__str__(value)
-    raise ConfigError(f"--{flag} {show(value)} is not one of {', '.join(allowed)}")
-
-
-def _as_integer(flag: str, value: object, low: int, high: int) -> int:
-    """`value` as a Python int. Raises ConfigError unless it is an integer in [`low`, `high`]."""
-    if not is_integer(value) or not low <= cast(int, value) <= high:
-        raise ConfigError(f"--{flag} {show(value)} must be a whole number from {low} to {high}")
-    return index(cast(int, value))
-
-
-def _as_number(flag: str, value: object, low: float, high: float, kind: str) -> float:
-    """Raises ConfigError unless it is a number in [`low`, `high`]."""
-    is_number = isinstance(value, Real) and not isinstance(value, bool)
-    if is_number and low <= cast(float, value) <= high:
-        return float(cast(float, value))
-    raise ConfigError(f"--{flag} {show(value)} must be {kind} from {low:g} to {high:g}")
-
-
-def _as_folder(value: object) -> str:
-    """A folder's path, without NUL. Raises ConfigError."""
-    text = str(value) if isinstance(value, Path) else value
-    if not isinstance(text, str) or not text.isprintable() or not text:
-        raise ConfigError(f"--prefix-cache-disk {show(text)} must be a folder's path")
-    return str.__str__(text)
-
-
-def _as_max_itl_ms(value: object) -> MaxItlMs:
-    """Raises ConfigError unless it is a number of milliseconds within bounds, auto or none."""
-    if isinstance(value, str) and value in ("auto", "none"):
-        return str.__str__(value)
-    is_number = isinstance(value, Real) and not isinstance(value, bool)
-    if is_number and MIN_MAX_ITL_MS <= cast(float, value) <= MAX_MAX_ITL_MS:
-        return float(cast(float, value))
-    raise ConfigError(
-        f"--max-itl-ms {show(value)} must be auto, none or a number of milliseconds from "
-        f"{MIN_MAX_ITL_MS:g} to {MAX_MAX_ITL_MS:g}"
-    )
-
-
-def is_integer(value: object) -> bool:
-    """Whether `value` is a Python or numpy integer; bool is excluded."""
-    return isinstance(value, Integral) and not isinstance(value, bool)

@@ -22,8 +22,9 @@ from cadenza.bench.workloads import (
     check_repeats,
     check_whole,
 )
-from cadenza.config import MAX_NUM_SEQS_BOUND, MAX_SEED, flag
+from cadenza.config import MAX_NUM_SEQS_BOUND, MAX_SEED
 from cadenza.errors import ConfigError
+from cadenza.option import flag
 
 BatchingMode = Literal["continuous", "static", "static-whole", "sequential", "padded"]
 Setting = Literal["A", "B", "C", "D"]

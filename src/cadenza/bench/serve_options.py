@@ -32,8 +32,8 @@ from cadenza.bench.workloads import (
     check_lengths,
     check_whole,
 )
-from cadenza.config import flag
 from cadenza.errors import ConfigError
+from cadenza.option import flag
 
 PromptForm = Literal["auto", "ids", "text"]
 GoodputMetric = Literal["ttft", "tpot", "e2el"]

@@ -6,8 +6,8 @@ Imports nothing heavy, because the command line's flags follow from this class.
 from dataclasses import dataclass
 
 from cadenza.bench.workloads import MAX_CONCURRENCIES, MAX_LEN, check_repeats, check_whole
-from cadenza.config import flag
 from cadenza.errors import ConfigError
+from cadenza.option import flag
 from cadenza.sparse_prefill import LEAST_KEEP, MOST_KEEP
 
 MAX_SAMPLES = 10_000

@@ -18,8 +18,9 @@ from cadenza.bench.workloads import (
     check_lengths,
     check_whole,
 )
-from cadenza.config import MAX_SEED, SchedulingPolicy, flag
+from cadenza.config import MAX_SEED, SchedulingPolicy
 from cadenza.errors import ConfigError
+from cadenza.option import flag
 
 Arrivals = Literal["poisson", "bursty"]
 Lengths = Literal["uniform", "tailed"]

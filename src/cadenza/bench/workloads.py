@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from cadenza.config import MAX_NUM_SEQS_BOUND, flag
+from cadenza.config import MAX_NUM_SEQS_BOUND
 from cadenza.errors import ConfigError
+from cadenza.option import flag
 
 PREFILL_STEPS = 4
 """A prefill run has prompts for at least this many full steps."""

@@ -19,8 +19,9 @@ from cadenza.cli.interrupts import Interrupts, terminable
 from cadenza.cli.options import EngineFlags, ModelArgument, whole_or_auto
 from cadenza.cli.prompts import YES_OR_NO, yes_or_no
 from cadenza.cli.sampling_flags import SamplingFlags
-from cadenza.config import EngineConfig, flag
+from cadenza.config import EngineConfig
 from cadenza.errors import InvalidRequestError
+from cadenza.option import flag
 
 if TYPE_CHECKING:
     from cadenza.cli.batch_run import BatchStream

@@ -5,8 +5,8 @@ from typing import Literal
 
 from cadenza.cli.model_words import model_and_out
 from cadenza.cli.options import ModelAndOut, SourceModelFlag
-from cadenza.config import flag
 from cadenza.errors import ConfigError, show
+from cadenza.option import flag
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

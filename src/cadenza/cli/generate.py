@@ -19,8 +19,8 @@ from cadenza.cli.model_words import has_model_form, model_and_prompts
 from cadenza.cli.options import EngineFlags, JsonFlag, ModelFlag
 from cadenza.cli.prompts import Prompt, PromptsFormat, read_piped_prompt, read_prompts_file
 from cadenza.cli.sampling_flags import SamplingFlags
-from cadenza.config import flag
 from cadenza.errors import ConfigError
+from cadenza.option import flag
 
 if TYPE_CHECKING:
     from cadenza.cli.batch_run import BatchRun, BatchStream, Question

@@ -1,11 +1,7 @@
 """How flags are declared, and those that several subcommands share.
 
-Through `with_flags` a subcommand takes a group of flags as one value: a dataclass whose fields are
-flags, each described by a `Flag` where it is declared (`config.flag`) or in a table beside it:
-`Annotated[EngineConfig, ENGINE_FLAGS]`. Names, types, defaults, choices and, of tuples, the way
-they are written follow from the field. A command with the engine's flags has `--config`. Invariant:
-a flag that is given neither on the command line nor in the environment nor in the file leaves its
-field's default.
+Through `with_flags` a subcommand takes a group of flags as one value: a dataclass of `flag` fields.
+Invariant: a flag that nothing gives (command line, environment, file) leaves its field's default.
 """
 
 import dataclasses
@@ -17,7 +13,7 @@ from difflib import get_close_matches
 from enum import Enum
 from functools import wraps
 from types import NoneType
-from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -25,8 +21,9 @@ from cadenza.backends import BACKENDS, resolve_backend
 from cadenza.cli.config_file import MODEL_WORD, ConfigFile, config_parameter
 from cadenza.cli.config_file import NAME as CONFIG_FILE
 from cadenza.cli.model_words import only_model
-from cadenza.config import EngineConfig, Flag, refuse_fp8_kv
+from cadenza.config import EngineConfig, MaxItlMs, refuse_fp8_kv
 from cadenza.errors import ConfigError
+from cadenza.option import Flag, words_of
 
 Result = TypeVar("Result")
 Value = TypeVar("Value")
@@ -150,156 +147,8 @@ SourceModelFlag = Annotated[
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
-def _engine(help: str, *aliases: str, **settings: Any) -> Flag:
-    return Flag(help=help, aliases=aliases, has_variable=True, settings=settings)
-
-
-def _number(help: str, *aliases: str) -> Flag:
-    return _engine(help, *aliases, parser=whole_or_auto)
-
-
-ENGINE_FLAGS: Mapping[str, Flag] = {
-    "backend": _engine("What computes.", metavar="|".join(("auto", *BACKENDS))),
-    "device": _engine("Where it computes.", metavar="auto|cpu|cuda[:n]|metal|tpu[:n]"),
-    "ops": _engine("The implementation of the model's operations."),
-    "tensor_parallel_size": _number(
-        "Devices of one kind that share the model: 1, 2, 4 or 8, with the same answers, bit for "
-        "bit; auto: one, with the operations made for it.",
-        *("-tp", "--tp-size"),
-    ),
-    "revision": _engine(
-        "Branch, tag or commit of a hub model; all files are read at that one commit "
-        "(default: main).",
-        metavar="NAME",
-    ),
-    "dtype": _engine("Type of activations, and of KV and weights that are not quantised."),
-    "quantization": _engine(
-        "Quantise the weights while they are loaded; activations are then int8 in products."
-    ),
-    "weight_cache_bytes": _number(
-        "Bytes on disk for weights that --quantization made, which later starts read; 0: none; "
-        "auto: 16 GiB."
-    ),
-    "kv_cache_dtype": _engine(
-        "Type of the KV cache: auto is that of the activations, int8 halves bfloat16's memory."
-    ),
-    "arithmetic": _engine(
-        "fast takes the best instructions of this CPU; portable gives the same bits on every CPU, "
-        "and takes longer where there are bf16 instructions, which round in another way."
-    ),
-    "max_model_len": _number(
-        "Most tokens of a request, prompt and answer together; auto fits the memory.",
-        *("--ctx-size", "-c", "--context-length"),
-    ),
-    "max_num_seqs": _engine(
-        "Requests that run at the same time: the rows of the batch; auto: as many as the KV "
-        "pool has room for at 1,024 tokens each, and at most as many as a step has tokens.",
-        *("--parallel", "-np", "--max-running-requests", "--decode-concurrency"),
-        "--max-batch-size",
-        parser=whole_or_chosen,
-        metavar="N|auto",
-    ),
-    "max_num_batched_tokens": _number("Tokens computed in one step.", "--prefill-step-size"),
-    "kv_cache_memory_bytes": _number("Bytes of memory for KV pages."),
-    "num_pages": _number("KV pages, in place of --kv-cache-memory-bytes."),
-    "gpu_memory_utilization": _engine(
-        "The share of a GPU's memory that the engine takes; auto: what the backend takes anyway, "
-        "0.75 with xla (default: auto).",
-        parser=share_or_auto,
-        metavar="SHARE|auto",
-    ),
-    "scheduler_headroom_gb": _engine(
-        "Memory that the engine leaves free, in GB, beside weights and KV.", metavar="GB"
-    ),
-    "kv_layout": _engine("KV in pages, or in one block for each row; auto: as the backend has it."),
-    "page_size": _number("Tokens of a KV page, a multiple of 16."),
-    "images": _engine("Take images, if the model sees; without, its tower takes no memory."),
-    "mmproj": _engine(
-        "A GGUF file with the model's image tower; by default the one beside a GGUF model whose "
-        "name has mmproj.",
-        metavar="FILE",
-    ),
-    "image_cache_bytes": _engine(
-        "Bytes for embeddings of images on the device, which are kept until others need the room.",
-        parser=whole_or_auto,
-    ),
-    "image_max_tokens": _engine(
-        "The most tokens of an image whose size decides their number; larger ones are reduced.",
-        parser=whole_or_auto,
-    ),
-    "enable_prefix_caching": _engine("Reuse the KV of prompts that begin alike."),
-    "prefix_cache_memory_share": _engine(
-        "The most of the KV pages that may hold prefixes for reuse, in use or not.", metavar="SHARE"
-    ),
-    "max_state_snapshots": _number(
-        "Of a model with recurrent state, slots for states of prompts that begin alike, beside two "
-        "for each row, as far as they fit a quarter of the memory that is left; auto: one for each "
-        "row, at least 16."
-    ),
-    "state_snapshot_interval": _number(
-        "Tokens of a prompt between two such states, beside those at its end and where it parts "
-        "from earlier ones; a prompt has few: a long one has them further apart."
-    ),
-    "prefix_cache_disk": _engine(
-        "Store the KV of prompts in this folder too, from where later starts and other servers "
-        "take it.",
-        metavar="DIR",
-    ),
-    "prefix_cache_disk_bytes": _number("Bytes that the folder may take; auto: 8 GiB."),
-    "scheduler": _engine("Whether a step is launched before the previous one is read."),
-    "max_num_queued_reqs": _number("Requests that may wait."),
-    "max_num_queued_tokens": _number(
-        "Prompt tokens that may wait; auto is a full context for each row."
-    ),
-    "max_consecutive_step_errors": _number(
-        "Failed steps in a row after which a server restarts its engine."
-    ),
-    "max_itl_ms": _engine(
-        "Most milliseconds of a step, and so between two tokens of a stream while prompts are "
-        "computed; auto: in a server twice a decode step of all rows, at least 50.",
-        parser=milliseconds,
-        metavar="MS|auto|none",
-    ),
-    "batching": _engine(
-        "static starts no request before all of the batch have ended, for comparison."
-    ),
-    "scheduling_policy": _engine(
-        "Which waiting request starts next: the first to come, the one with the fewest uncached "
-        "tokens, or the one with the smallest priority.",
-        "--scheduler-policy",
-    ),
-    "starvation_guard": _engine(
-        "Seconds of waiting after which shortest_first takes a request first, and which count as "
-        "one step of priority.",
-        metavar="SECONDS",
-    ),
-    "admission": _engine(
-        "How much of its remaining output a request must find room for before it starts: all of "
-        "it, half or none. Less preempts more."
-    ),
-    "seed": _number("Seed of requests that set none."),
-    "speculative_config": _engine(
-        "Verify several tokens of a stream in one step: a JSON object with vLLM's names, such as "
-        '{"method": "ngram", "num_speculative_tokens": 5}, or none (default: none).',
-        metavar="JSON|none",
-    ),
-    "spec_prefill": _engine(
-        "Of prompts of at least `threshold` tokens compute only the chunks that a draft model "
-        "finds important, an approximation: a JSON object such as "
-        '{"model": "small-model", "keep": 0.3, "threshold": 8192}, or none (default: none).',
-        metavar="JSON|none",
-    ),
-    "chat_template": _engine(
-        "The chat template, as a file or its text, in place of the model's own, or none.",
-        metavar="FILE|TEXT|none",
-    ),
-    "generation_config": _engine(
-        "Whether the model's generation_config.json or GGUF metadata sets the sampling that is not "
-        "given; what a GGUF file leaves open is as in llama.cpp (temperature 0.8, top-k 40, top-p "
-        "0.95, min-p 0.05). none: temperature 1, no cuts."
-    ),
-}
-EngineFlags = Annotated[EngineConfig, ENGINE_FLAGS]
+EngineFlags = EngineConfig
+"""Each field is a flag."""
 
 
 def misspelt_variables(command: object, environment: Mapping[str, str]) -> dict[str, str]:
@@ -411,7 +260,7 @@ def build(group: type, given: Mapping[str, Any]) -> Any:
     if group is EngineConfig:
         refuse_fp8_kv(values.get("kv_cache_dtype"))
     for name, hint in get_type_hints(group).items():
-        allowed = _choices(hint)
+        allowed = words_of(hint)
         if allowed and name in values and values[name] not in allowed:
             raise ConfigError(
                 f"--{name.replace('_', '-')} {values[name]!r} is not one of {', '.join(allowed)}"
@@ -423,18 +272,6 @@ def build(group: type, given: Mapping[str, Any]) -> Any:
 
 def _resolved(value: Any) -> Any:
     return None if value is Chosen.AT_LOAD_TIME else value
-
-
-def _choices(hint: object) -> tuple[str, ...]:
-    """The values of a Literal, also of one that may be None; not of several in one flag."""
-    if get_origin(hint) is Literal:
-        return get_args(hint)
-    if get_origin(hint) is tuple:
-        return ()
-    for each in get_args(hint):
-        if get_origin(each) is Literal:
-            return get_args(each)
-    return ()
 
 
 def _annotation(field: "dataclasses.Field[Any]", hint: Any, described: Flag) -> Any:
@@ -449,26 +286,44 @@ def _annotation(field: "dataclasses.Field[Any]", hint: Any, described: Flag) -> 
         if get_origin(each) is tuple and "parser" not in settings:
             parser, metavar = _TUPLES.get(each, (_words, "NAME,NAME…"))
             settings = {"metavar": metavar, **settings, "parser": parser}
-    if _choices(hint):
-        settings.setdefault("metavar", "|".join(_choices(hint)))
-    if settings.get("parser") is whole_or_auto:
+    if words_of(hint):
+        settings.setdefault("metavar", "|".join(words_of(hint)))
+    if "option" in field.metadata:
+        settings = {**_number_settings(field, kind), **settings}
+    elif settings.get("parser") is whole_or_auto:
         settings["metavar"] = "N|auto" if field.default is None else "N"
     option = typer.Option(
         *(described.names or (name,)),
         *described.aliases,
         envvar=ENVIRONMENT_PREFIX + field.name.upper() if described.has_variable else None,
         show_envvar=False,
-        help=_with_default(described, field.default),
+        help=_with_default(described, settings, field.default),
         **settings,
     )
     return Annotated[list[str] | None if list[str] in kinds else kind | None, option]
 
 
-def _with_default(described: Flag, default: object) -> str:
+def _number_settings(field: "dataclasses.Field[Any]", kind: type) -> Mapping[str, Any]:
+    """How an engine option that is a number, or milliseconds, is parsed and shown."""
+    if field.name == "backend":
+        return {"metavar": "|".join(("auto", *BACKENDS))}
+    if field.type == MaxItlMs:
+        return {"parser": milliseconds}
+    is_optional = NoneType in get_args(field.type)
+    if kind is float:
+        return {"parser": share_or_auto} if is_optional else {}
+    if kind is not int:
+        return {}
+    has_other_default = is_optional and field.default is not None
+    parser = whole_or_chosen if has_other_default else whole_or_auto
+    return {"parser": parser, "metavar": "N|auto" if is_optional else "N"}
+
+
+def _with_default(described: Flag, settings: Mapping[str, Any], default: object) -> str:
     """The flag's help, with its default if it has one."""
     if default is MISSING or default is False or "(default: " in described.help:
         return described.help
     if default is None:
-        is_auto = described.settings.get("parser") is whole_or_auto
+        is_auto = settings.get("parser") is whole_or_auto
         return f"{described.help} (default: auto)" if is_auto else described.help
     return f"{described.help} (default: {'on' if default is True else default})"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from cadenza.cli.options import parsed
-from cadenza.config import flag
+from cadenza.option import flag
 from cadenza.structured import StructuredOutput
 
 FORMS = {"json_schema": "json", "regex": "regex", "choice": "choice", "grammar": "grammar"}

@@ -27,8 +27,9 @@ from cadenza.cli.served_models import (
     replica_places,
     shared_out,
 )
-from cadenza.config import EngineConfig, flag
+from cadenza.config import EngineConfig
 from cadenza.errors import CadenzaError, ConfigError, EngineUnavailableError
+from cadenza.option import flag
 
 if TYPE_CHECKING:
     from cadenza.engine.process.launch import FirstLaunch

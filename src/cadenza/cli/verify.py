@@ -22,8 +22,9 @@ from cadenza.cli.report import (
     show_result,
 )
 from cadenza.cli.status import status_line
-from cadenza.config import DEFAULT_MAX_NUM_SEQS, EngineConfig, flag
+from cadenza.config import DEFAULT_MAX_NUM_SEQS, EngineConfig
 from cadenza.errors import ConfigError
+from cadenza.option import flag
 
 if TYPE_CHECKING:
     from cadenza.verification.gate import GateResult, Verdict

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Self, Unpack, cast
 
 from cadenza.bounds import sequence_of
-from cadenza.config import EngineOptions, config_from_options, is_integer
+from cadenza.config import EngineOptions, config_from_options
 from cadenza.engine.batch_engine import Submit, run_steps
 from cadenza.errors import InvalidRequestError, must_be, show
 from cadenza.events import Event
@@ -28,6 +28,7 @@ from cadenza.frontend.text_frontend import (
     PreparedRequest,
     TextFrontend,
 )
+from cadenza.option import is_integer
 from cadenza.outputs import EmbeddingRequestOutput, OutputKind, RequestOutput, embedding_of
 from cadenza.request import PoolingParams, SamplingParams, prompt_only
 

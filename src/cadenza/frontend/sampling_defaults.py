@@ -11,8 +11,8 @@ from operator import index
 from typing import Any, Literal, cast
 
 from cadenza.checkpoint import ASSUMED_OF_GGUF, GenerationDefaults
-from cadenza.config import is_integer
 from cadenza.errors import InvalidRequestError, show
+from cadenza.option import is_integer
 from cadenza.request import SamplingParams
 
 _OWN: dict[str, Any] = {field.name: field.default for field in fields(SamplingParams)}

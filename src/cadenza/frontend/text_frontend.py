@@ -16,7 +16,7 @@ import msgspec
 
 from cadenza.bounds import as_token_ids
 from cadenza.checkpoint import Checkpoint
-from cadenza.config import GenerationConfig, is_integer
+from cadenza.config import GenerationConfig
 from cadenza.errors import (
     InvalidRequestError,
     TextTooLongError,
@@ -39,6 +39,7 @@ from cadenza.frontend.prompt_forms import Prompt, read_prompt
 from cadenza.frontend.sample_output import SampleOutput
 from cadenza.frontend.sampling_defaults import SamplingDefaults
 from cadenza.frontend.sparse_prompts import SparsePrompts, places_in
+from cadenza.option import is_integer
 from cadenza.request import PoolingParams, Request, SamplingParams, prompt_only
 from cadenza.structured import ConstraintSpec, StructuredOutput
 from cadenza.text import (

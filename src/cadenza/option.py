@@ -1,0 +1,144 @@
+"""How an option is declared: one dataclass field with its default, bounds, help and other names.
+
+Checks, the command line, environment variables, the config file and docs/flags.md follow from it.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from numbers import Integral, Real
+from operator import index
+from types import NoneType
+from typing import Any, Literal, cast, get_args, get_origin
+
+from cadenza.errors import ConfigError, show
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flag:
+    """A flag of the command line: what does not follow from the field that it sets.
+
+    Args:
+        names: in place of the field's own name.
+        aliases: further names.
+        has_variable: can also be set by an environment variable, whose name has the prefix.
+        settings: keyword arguments of `typer.Option`, say `metavar` or `parser`.
+    """
+
+    help: str
+    names: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
+    has_variable: bool = False
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """What decides which values an option has.
+
+    Args:
+        low, high: inclusive bounds of a number.
+        unit: of a number that need not be whole, in messages.
+        read: what checks and reads a value, in place of the rules of its type.
+    """
+
+    low: float = 0
+    high: float = 0
+    unit: str = "a number"
+    read: Callable[[object], object] | None = None
+
+
+def flag(default: Any, help: str, *names: str, has_variable: bool = False, **settings: Any) -> Any:
+    """A dataclass field that is a flag; the arguments are `Flag`'s."""
+    described = Flag(help=help, names=names, has_variable=has_variable, settings=settings)
+    return dataclasses.field(default=default, metadata={"flag": described})
+
+
+def option(
+    default: Any,
+    help: str,
+    *aliases: str,
+    within: tuple[float, float] = (0, 0),
+    unit: str = "a number",
+    read: Callable[[object], object] | None = None,
+    **settings: Any,
+) -> Any:
+    """A dataclass field that is an option of the engine: a flag with a variable, and its values.
+
+    `within` are the inclusive bounds of a number; the rest as in `Flag` and `Option`.
+    """
+    described = Flag(help=help, aliases=aliases, has_variable=True, settings=settings)
+    values = Option(low=within[0], high=within[1], unit=unit, read=read)
+    return dataclasses.field(default=default, metadata={"flag": described, "option": values})
+
+
+def checked(field: "dataclasses.Field[Any]", value: object) -> object:
+    """The value of an option, as its type and declaration have it.
+
+    "auto" for a number that may be None is None, and for another whole number the default.
+
+    Raises:
+        ConfigError: it is no value of the option; the message names the flag.
+    """
+    declared: Option = field.metadata["option"]
+    name = field.name.replace("_", "-")
+    kinds = {field.type, *get_args(field.type)}
+    if value is None and NoneType in kinds:
+        return None
+    if declared.read is not None:
+        return declared.read(value)
+    words = words_of(field.type)
+    if words:
+        return _as_choice(name, value, words)
+    if bool in kinds:
+        if not isinstance(value, bool):
+            raise ConfigError(f"--{name} {show(value)} must be true or false")
+        return value
+    takes_auto = NoneType in kinds or int in kinds
+    if takes_auto and isinstance(value, str) and value == "auto":
+        value = None if NoneType in kinds else field.default
+    if value is None and NoneType in kinds:
+        return None
+    if int in kinds:
+        return _as_integer(name, value, int(declared.low), int(declared.high))
+    return _as_number(name, value, declared)
+
+
+def words_of(kind: object) -> tuple[str, ...]:
+    """The values of a Literal, also of one that may be None; none of another type."""
+    if get_origin(kind) is Literal:
+        return get_args(kind)
+    if get_origin(kind) is tuple:
+        return ()
+    for each in get_args(kind):
+        if get_origin(each) is Literal:
+            return get_args(each)
+    return ()
+
+
+def is_integer(value: object) -> bool:
+    """Whether `value` is a Python or numpy integer; bool is excluded."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _as_choice(flag: str, value: object, allowed: tuple[str, ...]) -> str:
+    if isinstance(value, str) and value in allowed:
+        return str.__str__(value)
+    raise ConfigError(f"--{flag} {show(value)} is not one of {', '.join(allowed)}")
+
+
+def _as_integer(flag: str, value: object, low: int, high: int) -> int:
+    if not is_integer(value) or not low <= cast(int, value) <= high:
+        raise ConfigError(f"--{flag} {show(value)} must be a whole number from {low} to {high}")
+    return index(cast(int, value))
+
+
+def _as_number(flag: str, value: object, declared: Option) -> float:
+    low, high = declared.low, declared.high
+    if is_number(value) and low <= cast(float, value) <= high:
+        return float(cast(float, value))
+    raise ConfigError(f"--{flag} {show(value)} must be {declared.unit} from {low:g} to {high:g}")
