@@ -33,7 +33,7 @@ class Flag:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Option:
+class _Option:
     """What decides which values an option has.
 
     Args:
@@ -65,10 +65,10 @@ def option(
 ) -> Any:
     """A dataclass field that is an option of the engine: a flag with a variable, and its values.
 
-    `within` are the inclusive bounds of a number; the rest as in `Flag` and `Option`.
+    `within` are the inclusive bounds of a number; the rest as in `Flag` and `_Option`.
     """
     described = Flag(help=help, aliases=aliases, has_variable=True, settings=settings)
-    values = Option(low=within[0], high=within[1], unit=unit, read=read)
+    values = _Option(low=within[0], high=within[1], unit=unit, read=read)
     return dataclasses.field(default=default, metadata={"flag": described, "option": values})
 
 
@@ -80,7 +80,7 @@ def checked(field: "dataclasses.Field[Any]", value: object) -> object:
     Raises:
         ConfigError: it is no value of the option; the message names the flag.
     """
-    declared: Option = field.metadata["option"]
+    declared: _Option = field.metadata["option"]
     name = field.name.replace("_", "-")
     kinds = {field.type, *get_args(field.type)}
     if value is None and NoneType in kinds:
@@ -137,7 +137,7 @@ def _as_integer(flag: str, value: object, low: int, high: int) -> int:
     return index(cast(int, value))
 
 
-def _as_number(flag: str, value: object, declared: Option) -> float:
+def _as_number(flag: str, value: object, declared: _Option) -> float:
     low, high = declared.low, declared.high
     if is_number(value) and low <= cast(float, value) <= high:
         return float(cast(float, value))
