@@ -128,13 +128,13 @@ def test_a_runner_on_the_kernels_chooses_what_those_for_cpus_choose(lab: Lab, lo
 def test_the_faults_of_the_kernels_are_loaded_without_a_proof(
     lab: Lab, library: CudaLibrary
 ) -> None:
-    faults = cuda_faults(lambda: library)
-    assert faults.ops == "cuda"
-    assert len(faults.faults) == 6
-    assert {each.name for each in faults.faults} >= {"sums in an order that depends on the rows"}
     variant = Variant(dtype="float32", **SMALL)
     setup: RunnerSetup = variant.setup
-    *_, last = faults.faults
+    faults = cuda_faults(lambda: library, variant.config)
+    own = [each for each in faults.faults if each.absent is None]
+    assert (faults.ops, len(own)) == ("cuda", 6)
+    *_, last = own
+    assert last.name == "sums in an order that depends on the rows"
     try:
         runner = last.load_runner(variant.config, lab.weights(variant.shape), setup)
         assert isinstance(runner, XlaRunner)

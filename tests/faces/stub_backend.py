@@ -16,6 +16,7 @@ from cadenza.backends.base import (
 )
 from cadenza.backends.fake import FakeRunner, next_token
 from cadenza.checkpoint.folder import Checkpoint
+from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.config import Ops
 from cadenza.errors import DeviceUnavailableError
 
@@ -70,7 +71,7 @@ class StubBackend:
     def open_instruments(self, ops: str = "native") -> Instruments | None:
         return None
 
-    def find_faults(self, ops: str) -> FaultSet | None:
+    def find_faults(self, ops: str, model: ModelConfig) -> FaultSet | None:
         return None
 
 

@@ -23,7 +23,8 @@ from cadenza.frontend.loaded_model import load_model
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.loading.build import plan_model
 from cadenza.verification.reference import build_reference
-from cadenza.verification.run import VerifyOptions, self_test, verify
+from cadenza.verification.run import VerifyOptions, verify
+from cadenza.verification.self_test import self_test
 from tests.contract.backends import BACKEND_PARAMS
 from tests.faces.stub_backend import STUBS, StubBackend, greedy_tokens
 from tests.server.harness import RunningServer, running_server

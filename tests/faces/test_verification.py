@@ -3,7 +3,6 @@
 import re
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import get_args
 
 import numpy as np
@@ -11,12 +10,10 @@ import pytest
 
 from cadenza.backends.base import Exactness
 from cadenza.backends.fake import FakeRunner, FakeStepHandle
-from cadenza.backends.xla.mutants import faults_of
 from cadenza.config import EngineConfig, EngineLimits, Quantization
 from cadenza.core.step_schema import ModelInputs
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.errors import ConfigError
-from cadenza.verification.forms import MASK_FAULTS
 from cadenza.verification.gate import (
     Gate,
     GateResult,
@@ -27,13 +24,7 @@ from cadenza.verification.gate import (
 )
 from cadenza.verification.modes import Counts, Stream
 from cadenza.verification.reference import ReferenceEngine
-from cadenza.verification.run import (
-    KV_TOLERANCE,
-    QUANTISED_TOLERANCE,
-    VerifyOptions,
-    self_test,
-    verify,
-)
+from cadenza.verification.run import KV_TOLERANCE, QUANTISED_TOLERANCE, VerifyOptions, verify
 from cadenza.verification.workload import (
     LONGEST_PROMPT,
     LONGEST_SHORT_PROMPT,
@@ -122,37 +113,6 @@ def test_streams_that_are_far_from_the_reference_are_a_mismatch() -> None:
     assert result.mismatch is not None
     assert result.mismatch.mode == "independent reference"
     assert "a mean difference of at most 0.1" in result.mismatch.expected
-
-
-@pytest.mark.soak
-def test_the_self_test_catches_every_fault_of_the_reference_table() -> None:
-    config = replace(OPTIONS.config, ops="reference")
-    result = self_test(replace(OPTIONS, config=config), ignore)
-    assert result.sound == "PASS"
-    assert result.missed == ()
-    assert result.last_line == "SELF-TEST PASS caught=3 ops=reference"
-    assert result.note is None
-
-
-@pytest.mark.soak
-def test_the_self_test_catches_faults_of_masks_on_a_model_with_a_tokenizer(
-    worded_folder: Path,
-) -> None:
-    config = EngineConfig(ops="reference", max_num_seqs=2, max_model_len=64)
-    options = VerifyOptions(model=str(worded_folder), num_requests=8, max_tokens=16, config=config)
-    result = self_test(options, ignore)
-    assert result.sound == "PASS"
-    assert set(MASK_FAULTS) <= {*result.caught}
-
-
-def test_the_self_test_says_so_where_it_cannot_test_the_kernels_that_serve() -> None:
-    instead = faults_of("native", are_built=False)
-    assert instead.ops == "reference"
-    assert instead.note is not None
-    assert "`make -C csrc faults`" in instead.note
-    assert faults_of("reference", are_built=False).note is None
-    native = faults_of("native", are_built=True)
-    assert (native.ops, native.note, len(native.faults)) == ("native", None, 5)
 
 
 def test_a_single_changed_bit_of_a_logprob_is_a_mismatch() -> None:

@@ -27,11 +27,12 @@ from cadenza.backends.xla.ops.table import KVPool
 from cadenza.backends.xla.reference_model import ReferenceModel
 from cadenza.backends.xla.runner import XlaRunner
 from cadenza.backends.xla.tables import MakeOps
+from cadenza.checkpoint import open_checkpoint
 from cadenza.checkpoint.dtypes import WeightDType
 from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.random_checkpoint import named_shape, write_random_checkpoint
 from cadenza.checkpoint.rope_config import Llama3RopeScaling, RopeConfig
-from cadenza.checkpoint.weights import Weights, open_weights
+from cadenza.checkpoint.weights import Weights
 from cadenza.config import EngineLimits, KVCacheDType, SchedulerLoop
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.events import Finished, Token
@@ -134,7 +135,7 @@ class Lab:
         folder = self._folder / shape
         if not folder.exists():
             write_random_checkpoint(config_of(shape), folder, seed=0, dtype="float32")
-        return open_weights(folder)
+        return open_checkpoint(folder).weights
 
     def runner(self, variant: Variant = BASE) -> XlaRunner:
         """A warm runner with fresh pages."""

@@ -461,12 +461,17 @@ class Instruments(Protocol):
 class Fault:
     """A runner with one known fault, which `verify` must detect.
 
-    `min_tokens`: the longest prompt of the run must have at least this many tokens for the fault to
-    change a result.
+    Args:
+        layer: what it is planted in, for people: "attention", "a sliding window".
+        absent: why a model cannot show it; None if it can.
+        min_tokens: the longest prompt of the run must have at least this many tokens for the fault
+            to change a result.
     """
 
     name: str
+    layer: str
     load_runner: LoadRunner
+    absent: str | None = None
     min_tokens: int = 0
 
 
@@ -535,5 +540,6 @@ class Backend(Protocol):
         """The instruments of the op table named `ops` in the traits; None if there are none. Raises
         ConfigError if loading fails."""
 
-    def find_faults(self, ops: str) -> FaultSet | None:
-        """The faults of the op table named `ops` in the traits; None if there are none."""
+    def find_faults(self, ops: str, model: ModelConfig) -> FaultSet | None:
+        """The faults of the op table named `ops` in the traits, those that the model cannot show
+        among them; None if there are none."""

@@ -29,7 +29,8 @@ from cadenza.option import flag
 if TYPE_CHECKING:
     from cadenza.verification.gate import GateResult, Verdict
     from cadenza.verification.option_matrix import Option, OptionMatrix
-    from cadenza.verification.run import SelfTestResult, VerifyOptions
+    from cadenza.verification.run import VerifyOptions
+    from cadenza.verification.self_test import SelfTestResult
 
 CHECK_FAILED = 1
 EXIT_CODES: "Mapping[Verdict, int]" = {"PASS": 0, "MISMATCH": CHECK_FAILED, "NOT SHOWN": 4}
@@ -192,7 +193,7 @@ def _verify_url(gate: GateFlags, url: str, model: str | None, *, as_json: bool) 
 
 
 def _self_test(options: "VerifyOptions", *, as_json: bool) -> "Verdict":
-    from cadenza.verification.run import self_test
+    from cadenza.verification.self_test import self_test
 
     with status_line("starting") as report:
         tested = self_test(options, report)
@@ -200,6 +201,7 @@ def _self_test(options: "VerifyOptions", *, as_json: bool) -> "Verdict":
         "verdict": tested.verdict,
         "passed": tested.verdict == "PASS",
         **asdict(tested),
+        **{each: tested.named(each) for each in ("caught", "missed", "skipped")},
         "last_line": tested.last_line,
     }
     show_result(facts, _self_test_text(tested), as_json=as_json)
@@ -250,12 +252,10 @@ def _closing_lines(result: "GateResult") -> Iterator[str]:
 
 def _self_test_text(tested: "SelfTestResult") -> Iterator[str]:
     yield f"no fault: {tested.sound}"
-    for what, faults in (
-        ("caught", tested.caught),
-        ("MISSED", tested.missed),
-        ("skipped, this model or context cannot show it", tested.skipped),
-    ):
-        yield from (f"{what}: {fault}" for fault in faults)
+    for each in sorted(tested.faults, key=lambda each: each.outcome):
+        outcome = "MISSED" if each.outcome == "missed" else each.outcome
+        why = f" ({each.why})" if each.why else ""
+        yield f"{outcome}: {each.layer}: {each.name}{why}"
     if tested.note is not None:
         yield f"note: {tested.note}"
     yield tested.last_line

@@ -6,12 +6,14 @@ if every comparison was made and every event that a mode is meant to show (preem
 
 Modules:
 
-- `run`: from a model to a verdict; injects faults that the gate must catch
+- `run`: from a model to a verdict
+- `self_test`: plants faults that the gate must catch, those of a backend among them
+- `step_faults`, `image_faults`: faults of what a step says
 - `gate`: compares streams
 - `workload`, `option_matrix`, `pairwise`: the requests, and the combinations of sampling options
 - `forms`: structured outputs for them, and faults of masks
 - `modes`: the ways in which they are run
-- `image_workload`, `image_modes`, `image_faults`: the same with images
+- `image_workload`, `image_modes`: the same with images
 - `sparse_workload`: the same with prompts that are thinned out
 - `over_http`: the same against a server
 - `remote_server`: a client of one server, which sends the requests

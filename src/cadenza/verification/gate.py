@@ -309,6 +309,7 @@ class Gate:
         coverage: of the matrix of options, if `arrivals` come from it.
         wanted: length in tokens that the longest stream should have.
         speculation: drafts that all modes verify, and the solo runs do not; None for none.
+            `drafts_show` is the count of them that must be above zero.
         image_spans: of the workload's images; None if it has none. Requests that the reference does
             not take (`ReferenceEngine.takes`) are compared with their solo runs alone.
         has_sparse: some of the workload's prompts are thinned out by their scores.
@@ -325,6 +326,7 @@ class Gate:
     coverage: OptionCoverage | None = None
     wanted: int = 0
     speculation: SpeculativeConfig | None = None
+    drafts_show: str = "accepted_drafts"
     image_spans: ImageSpans | None = None
     has_sparse: bool = False
 
@@ -359,7 +361,7 @@ class Gate:
         if self.image_spans is not None:
             modes += image_modes(self.limits, self.arrivals, self.image_spans)
         if self.speculation is not None:
-            modes = with_drafts(modes, self.speculation)
+            modes = with_drafts(modes, self.speculation, self.drafts_show)
         if self.has_sparse:
             modes = with_scores(modes)
         for mode in modes:

@@ -5,7 +5,7 @@ errors of this kind do in practice. Owns the faults, and which models can show e
 """
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,11 +15,9 @@ from cadenza.core.batch import Batch, BatchEntry, SeenImage
 from cadenza.core.packing import Packer
 from cadenza.core.step_schema import ModelInputs
 from cadenza.verification.image_workload import has_turned_images
+from cadenza.verification.step_faults import FaultyPacker, Spoil, places_of
 from cadenza.verification.workload import Arrival
 from cadenza.vision.processor import ImagePart
-
-Spoil = Callable[[ModelInputs, Batch], None]
-"""Changes the inputs of a step in place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,31 +39,17 @@ class FaultOfImages:
         return FaultyPacker(limits, vocab_size, self.spoil)
 
 
-MakePacker = Callable[[EngineLimits, int], Packer]
-
-
-class FaultyPacker(Packer):
-    """Packs steps, then spoils their inputs."""
-
-    def __init__(self, limits: EngineLimits, vocab_size: int, spoil: Spoil) -> None:
-        super().__init__(limits, vocab_size)
-        self._spoil = spoil
-
-    def pack(self, batch: Batch, bucket: int, *, masks_follow: bool = False) -> ModelInputs:
-        inputs = super().pack(batch, bucket, masks_follow=masks_follow)
-        self._spoil(inputs, batch)
-        return inputs
-
-
-def shown_faults(arrivals: Sequence[Arrival], *, has_axes: bool) -> tuple[str, ...]:
-    """Names of the faults that a workload with images shows; `has_axes`: positions of rope have
-    three coordinates."""
+def absent_faults(arrivals: Sequence[Arrival], *, has_axes: bool) -> Mapping[str, str]:
+    """The faults that a workload with images does not show, and why; `has_axes`: positions of rope
+    have three coordinates."""
+    found: dict[str, str] = {}
     is_turned = has_turned_images(arrivals)
-    return tuple(
-        name
-        for name, fault in IMAGE_FAULTS.items()
-        if (has_axes or not fault.needs_axes) and (is_turned or not fault.needs_turned)
-    )
+    for name, fault in IMAGE_FAULTS.items():
+        if fault.needs_axes and not has_axes:
+            found[name] = "the model's positions of rope have one coordinate"
+        elif fault.needs_turned and not is_turned:
+            found[name] = "no image has the pixels of another with its sides exchanged"
+    return found
 
 
 def digest_without_sides(settings: bytes, part: ImagePart, pixels: bytes) -> bytes:
@@ -79,14 +63,14 @@ def _rows_of_a_neighbour(inputs: ModelInputs, batch: Batch) -> None:
     if len(seeing) < 2:
         return
     for entry, other in zip(seeing, (*seeing[1:], seeing[0]), strict=True):
-        own = inputs.tokens.image_slots[_places(inputs, entry)]
+        own = inputs.tokens.image_slots[places_of(inputs, entry)]
         own[own >= 0] = np.resize(other.images[0].image.slots, int((own >= 0).sum()))
 
 
 def _span_off_by_one(inputs: ModelInputs, batch: Batch) -> None:
     """A step that begins inside an image reads the slot before its own for each placeholder."""
     for entry, seen in _begun_inside(batch):
-        own = inputs.tokens.image_slots[_places(inputs, entry)]
+        own = inputs.tokens.image_slots[places_of(inputs, entry)]
         rank = {slot: i for i, slot in enumerate(seen.image.slots.tolist())}
         for place, slot in enumerate(own.tolist()):
             if slot in rank:
@@ -96,7 +80,7 @@ def _span_off_by_one(inputs: ModelInputs, batch: Batch) -> None:
 def _sides_exchanged(inputs: ModelInputs, batch: Batch) -> None:
     """A step that begins inside an image has its rows for columns in positions of rope."""
     for entry, seen in _begun_inside(batch):
-        own = inputs.tokens.rope_positions[_places(inputs, entry)]
+        own = inputs.tokens.rope_positions[places_of(inputs, entry)]
         inside = own[: seen.attachment.end - entry.start]
         inside[:, 1:] = inside[:, :0:-1].copy()
 
@@ -105,7 +89,7 @@ def _lag_dropped(inputs: ModelInputs, batch: Batch) -> None:
     """Tokens that are decoded have their index as position of rope, whatever images are before."""
     for entry in batch.entries:
         if entry.start >= entry.sequence.num_prompt_tokens:
-            places = _places(inputs, entry)
+            places = places_of(inputs, entry)
             inputs.tokens.rope_positions[places] = inputs.tokens.positions[places, None]
 
 
@@ -117,12 +101,6 @@ def _begun_inside(batch: Batch) -> list[tuple[BatchEntry, SeenImage]]:
         for seen in entry.images[:1]
         if seen.attachment.start < entry.start < seen.attachment.end
     ]
-
-
-def _places(inputs: ModelInputs, entry: BatchEntry) -> slice:
-    """Of an entry's tokens in the step."""
-    start = int(inputs.rows.query_starts[entry.row])
-    return slice(start, start + entry.num_new_tokens)
 
 
 IMAGE_FAULTS: Mapping[str, FaultOfImages] = {

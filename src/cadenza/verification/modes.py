@@ -91,6 +91,7 @@ class Counts:
     hits_in_image: int = 0
     interrupted: int = 0
     accepted_drafts: int = 0
+    rejected_drafts: int = 0
     scored: int = 0
 
     def add(self, other: "Counts") -> None:
@@ -144,10 +145,13 @@ def batched_modes(limits: EngineLimits, arrivals: tuple[Arrival, ...]) -> tuple[
     return modes + _slot_modes(limits)
 
 
-def with_drafts(modes: tuple[Mode, ...], speculation: SpeculativeConfig) -> tuple[Mode, ...]:
-    """The same modes, in which steps verify drafts; some must be accepted in the second one."""
+def with_drafts(
+    modes: tuple[Mode, ...], speculation: SpeculativeConfig, shows: str
+) -> tuple[Mode, ...]:
+    """The same modes, in which steps verify drafts; the second one `shows` some, accepted ones
+    say."""
     drafting = [replace(mode, speculation=speculation) for mode in modes]
-    drafting[1] = replace(drafting[1], shows=(*drafting[1].shows, "accepted_drafts"))
+    drafting[1] = replace(drafting[1], shows=(*drafting[1].shows, shows))
     return tuple(drafting)
 
 
@@ -244,7 +248,9 @@ def play(
         seconds = time.perf_counter() - start
     counts.preempted = core.scheduler.num_preemptions
     counts.scored = core.scheduler.scoring.counts.num_scored
-    counts.accepted_drafts = core.scheduler.draft_counts.num_accepted_tokens
+    drafts = core.scheduler.draft_counts
+    counts.accepted_drafts = drafts.num_accepted_tokens
+    counts.rejected_drafts = drafts.num_draft_tokens - drafts.num_accepted_tokens
     core.check_invariants()
     return Play(rounds=tuple(rounds), counts=counts, seconds=seconds)
 

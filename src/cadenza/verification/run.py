@@ -1,7 +1,6 @@
-"""From a model and options to a verdict: `verify` and `self_test`.
+"""From a model and options to a verdict: `verify`.
 
-Builds one runner, whose unwritten KV slots hold NaN, and runs every mode on it; the self-test
-builds one runner per fault.
+Builds one runner, whose unwritten KV slots hold NaN, and runs every mode on it.
 """
 
 import tempfile
@@ -12,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from cadenza.backends import BACKENDS, Backends, find_backend, resolve_backend
-from cadenza.backends.base import BackendTraits, FaultSet, Runner, RunnerSetup
+from cadenza.backends import BACKENDS, Backends
+from cadenza.backends.base import BackendTraits, Runner
 from cadenza.checkpoint import (
     Checkpoint,
     named_shape,
@@ -30,7 +29,6 @@ from cadenza.engine.scoring_steps import PromptScorerModel
 from cadenza.errors import ConfigError
 from cadenza.loading.build import (
     constraint_compiler,
-    describe_backend,
     find_configured,
     load_runners,
     plan_model,
@@ -38,20 +36,13 @@ from cadenza.loading.build import (
 from cadenza.loading.plan import EnginePlan, pages_at_once, with_pool
 from cadenza.loading.planned_engine import PlannedEngine
 from cadenza.structured import CompileConstraint
-from cadenza.verification.forms import MASK_FAULTS, Forms, make_forms
+from cadenza.verification.forms import Forms, make_forms
 from cadenza.verification.gate import (
     Gate,
     GateResult,
     ReferenceKind,
     ReportProgress,
-    Verdict,
     Witness,
-)
-from cadenza.verification.image_faults import (
-    IMAGE_FAULTS,
-    MakePacker,
-    digest_without_sides,
-    shown_faults,
 )
 from cadenza.verification.image_modes import ImageSpans
 from cadenza.verification.image_workload import (
@@ -65,8 +56,8 @@ from cadenza.verification.modes import MakeCore
 from cadenza.verification.option_matrix import FORM_FIELD, MatrixVocabulary, OptionMatrix
 from cadenza.verification.reference import build_reference
 from cadenza.verification.sparse_workload import with_sparse_prompts
+from cadenza.verification.step_faults import MakePacker
 from cadenza.verification.workload import (
-    LONGEST_SHORT_PROMPT,
     Arrival,
     WorkloadShape,
     longest_prompt,
@@ -84,43 +75,6 @@ QUANTISED_TOLERANCE: Mapping[Quantization, float] = {"int8": 0.1, "int4": 0.6}
 KV_TOLERANCE: Mapping[KVCacheDType, float] = {"int8": 0.05}
 """The largest mean difference of log probabilities (nats) from the reference, by the rounding of
 weights at load and by the type of KV; those of both add up."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SelfTestResult:
-    """Which faults the gate caught; `sound` is the verdict of the control without a fault,
-    `sound_line` its last line.
-
-    `ops` is the op table with the faults; `note` says why, if it is not the one used for serving.
-    `skipped` faults need longer prompts than the context allows.
-    """
-
-    ops: str
-    sound: Verdict
-    sound_line: str
-    caught: tuple[str, ...]
-    missed: tuple[str, ...]
-    skipped: tuple[str, ...] = ()
-    note: str | None = None
-
-    @property
-    def verdict(self) -> Verdict:
-        """A fault that was missed is a mismatch: of the gate with what it is for."""
-        if self.sound != "PASS":
-            return self.sound
-        if self.missed:
-            return "MISMATCH"
-        return "PASS" if self.caught else "NOT SHOWN"
-
-    @property
-    def last_line(self) -> str:
-        line = f"SELF-TEST {self.verdict}"
-        if self.sound != "PASS":
-            return f"{line} without any fault: {self.sound_line}"
-        if self.missed:
-            return f"{line} missed={', '.join(self.missed)}"
-        skipped = f" skipped={len(self.skipped)}" if self.skipped else ""
-        return f"{line} caught={len(self.caught)}{skipped} ops={self.ops}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,8 +104,8 @@ def verify(options: VerifyOptions, report: ReportProgress) -> tuple[GateResult, 
     Raises:
         CheckpointError, ConfigError, DeviceUnavailableError: the model cannot be loaded.
     """
-    with _checkpoint(options) as checkpoint:
-        plan, workload = _prepare(options, checkpoint)
+    with checkpoint_of(options) as checkpoint:
+        plan, workload = prepare_workload(options, checkpoint)
         report("loading and compiling")
         engine = PlannedEngine(
             checkpoint=checkpoint, plan=plan, config=options.config, backends=options.backends
@@ -160,129 +114,20 @@ def verify(options: VerifyOptions, report: ReportProgress) -> tuple[GateResult, 
         with closing(runners):
             runners.warmup()
             compile_constraint = None if workload.forms is None else workload.forms.compile
-            parts = _EngineParts(
+            parts = EngineParts(
                 compile_constraint=compile_constraint,
                 draft=runners.draft,
                 scorer=runners.scorer,
                 make_packer=_packer_of(runners.scorer, checkpoint),
             )
-            make_core = _maker(runners.target, checkpoint, plan, parts)
+            make_core = core_maker(runners.target, checkpoint, plan, parts)
             with _witness(options, checkpoint, plan, make_core, compile_constraint) as witness:
-                gate = _gate(options, plan, workload, make_core)
+                gate = gate_of(options, plan, workload, make_core)
                 return replace(gate, witness=witness, report=report).run(), plan
 
 
-def self_test(options: VerifyOptions, report: ReportProgress) -> SelfTestResult:
-    """Runs the gate without a fault and with each known fault of the op table.
-
-    Native kernels with faults are a separate build. Without it the reference table is used, and
-    `SelfTestResult.note` says so.
-
-    Raises:
-        CheckpointError, ConfigError, DeviceUnavailableError: the model cannot be loaded.
-    """
-    config, drafts = options.config, options.config.speculation
-    if drafts is not None and drafts.has_model:  # it changes no stream
-        config = replace(config, speculative_config=None)
-    config = replace(config, spec_prefill=None)  # the faults are those of the model itself
-    options = replace(options, reference="solo", config=config)
-    with _checkpoint(options) as checkpoint:
-        found = _find_faults(options, checkpoint)
-        options = replace(options, config=replace(options.config, ops=found.ops))
-        if not any(each.min_tokens for each in found.faults):
-            options = _without_long_prompts(options, checkpoint)
-        plan, workload = _prepare(options, checkpoint)
-        longest = max(len(each.request.prompt_token_ids) for each in workload.arrivals)
-        loads = {each.name: each.load_runner for each in found.faults if longest >= each.min_tokens}
-        setup = RunnerSetup(
-            limits=plan.limits,
-            device=options.config.device,
-            ops=found.ops,
-            dtype=plan.dtype,
-            quantization=plan.quantization,
-            kv_cache_dtype=plan.kv_cache_dtype,
-            fill=plan.traits.poison,
-            num_image_slots=plan.num_image_slots,
-        )
-
-        forms = workload.forms or make_forms(constraint_compiler(checkpoint))
-        formed = workload
-        if forms is not None and workload.forms is None:
-            formed = replace(workload, arrivals=forms.constrain(workload.arrivals), forms=forms)
-
-        has_axes = bool(checkpoint.config.rope.axes)
-        image_faults = shown_faults(workload.arrivals, has_axes=has_axes) if workload.sight else ()
-
-        def run_with(fault: str | None) -> GateResult:
-            report(f"fault: {fault or 'none'}")
-            load = loads.get(fault or "", found.load_sound)
-            played = formed if fault in MASK_FAULTS or fault is None else workload
-            of_images = IMAGE_FAULTS.get(fault or "")
-            if of_images is not None and of_images.spoil is None:
-                _, played = _prepare(options, checkpoint, digest_without_sides)
-            with closing(load(checkpoint.config, checkpoint.weights, setup)) as runner:
-                runner.warmup()
-                make_core = _faulty_maker(runner, checkpoint, plan, played.forms, fault)
-                return _gate(options, plan, played, make_core).run()
-
-        sound = run_with(None)
-        faults = [*loads, *image_faults, *(MASK_FAULTS if forms is not None else ())]
-        is_caught = {fault: run_with(fault).mismatch is not None for fault in faults}
-        skipped = [each.name for each in found.faults if each.name not in loads]
-        if workload.sight is not None:
-            skipped += [name for name in IMAGE_FAULTS if name not in image_faults]
-        return SelfTestResult(
-            ops=found.ops,
-            sound=sound.verdict,
-            sound_line=sound.last_line,
-            caught=tuple(fault for fault in faults if is_caught[fault]),
-            missed=tuple(fault for fault in faults if not is_caught[fault]),
-            skipped=tuple(skipped),
-            note=found.note,
-        )
-
-
-def _faulty_maker(
-    runner: Runner, checkpoint: Checkpoint, plan: EnginePlan, forms: Forms | None, fault: str | None
-) -> MakeCore:
-    """Makes engines whose masks, or whose steps' images, have the fault, if it is one of these."""
-    spoil = MASK_FAULTS.get(fault or "")
-    of_images = IMAGE_FAULTS.get(fault or "")
-    make_packer = Packer if of_images is None else of_images.packer
-
-    def make_core(limits: EngineLimits, options: CoreOptions) -> EngineCore:
-        compile_constraint = None if forms is None else forms.compile
-        if compile_constraint is not None and spoil is not None:
-            compile_constraint = spoil(compile_constraint)
-        parts = _EngineParts(compile_constraint=compile_constraint, make_packer=make_packer)
-        return _maker(runner, checkpoint, plan, parts)(limits, options)
-
-    return make_core
-
-
-def _find_faults(options: VerifyOptions, checkpoint: Checkpoint) -> FaultSet:
-    """The faults for the configured op table. Raises ConfigError if the backend has none."""
-    config = options.config
-    ops = describe_backend(config, checkpoint, options.backends).ops
-    found = find_backend(config.backend, options.backends).find_faults(ops)
-    if found is None:
-        raise ConfigError(
-            f"the {resolve_backend(config.backend, options.backends)} backend has no known faults "
-            f"to inject; leave out --self-test"
-        )
-    return found
-
-
-def _without_long_prompts(options: VerifyOptions, checkpoint: Checkpoint) -> VerifyOptions:
-    """Limits the context to short prompts, unless the user chose one."""
-    context = options.config.max_model_len or min(
-        LONGEST_SHORT_PROMPT + options.max_tokens, checkpoint.outline.max_position_embeddings
-    )
-    return replace(options, config=replace(options.config, max_model_len=context))
-
-
 @contextmanager
-def _checkpoint(options: VerifyOptions) -> Generator[Checkpoint]:
+def checkpoint_of(options: VerifyOptions) -> Generator[Checkpoint]:
     """The named model, or random weights of the named shape in a temporary folder."""
     if options.shape is None:
         yield find_configured(options.model, options.config, options.backends)
@@ -294,7 +139,7 @@ def _checkpoint(options: VerifyOptions) -> Generator[Checkpoint]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Workload:
+class GateWorkload:
     """The workload; `wanted` is the length that its longest stream should have, in tokens.
 
     `forms` are those of the matrix, if the model has a tokenizer; `sight` is what the images are
@@ -309,9 +154,9 @@ class _Workload:
     sight: ImageShape | None = None
 
 
-def _prepare(
+def prepare_workload(
     options: VerifyOptions, checkpoint: Checkpoint, digest_of: DigestOf = image_digest
-) -> tuple[EnginePlan, _Workload]:
+) -> tuple[EnginePlan, GateWorkload]:
     """The workload, and a plan whose queue fits all samples and whose pool fits a full batch."""
     plan = _plan(options, checkpoint)
     workload = _with_images(
@@ -327,7 +172,7 @@ def _prepare(
     return with_pool(plan, options.config, pages_at_once(requests, limits)), workload
 
 
-def _workload(options: VerifyOptions, checkpoint: Checkpoint, plan: EnginePlan) -> _Workload:
+def _workload(options: VerifyOptions, checkpoint: Checkpoint, plan: EnginePlan) -> GateWorkload:
     limits = plan.limits
     matrix, wanted = options.matrix, _wanted_length(options, checkpoint, plan.traits)
     shape = WorkloadShape(
@@ -351,18 +196,18 @@ def _workload(options: VerifyOptions, checkpoint: Checkpoint, plan: EnginePlan) 
             going_on=frozenset() if forms is None else forms.going_on,
         )
         arrivals = matrix.apply(arrivals, vocabulary)
-    return _Workload(
+    return GateWorkload(
         arrivals=arrivals, matrix=matrix, wanted=wanted, forms=forms, context=shape.context
     )
 
 
 def _with_images(
-    workload: _Workload,
+    workload: GateWorkload,
     options: VerifyOptions,
     checkpoint: Checkpoint,
     digest_of: DigestOf,
     page_size: int,
-) -> _Workload:
+) -> GateWorkload:
     """The workload, without placeholders that stand for nothing; with images if they are asked for.
 
     Raises ConfigError if the model takes none.
@@ -448,12 +293,12 @@ def _witness(
     # Unwritten KV changes every result that depends on it.
     runner = engine.load_warm_runner(fill=wide.traits.poison)
     with closing(runner):
-        parts = _EngineParts(compile_constraint=compile_constraint)
-        yield Witness(reference=reference, make_core=_maker(runner, checkpoint, wide, parts))
+        parts = EngineParts(compile_constraint=compile_constraint)
+        yield Witness(reference=reference, make_core=core_maker(runner, checkpoint, wide, parts))
 
 
-def _gate(
-    options: VerifyOptions, plan: EnginePlan, workload: _Workload, make_core: MakeCore
+def gate_of(
+    options: VerifyOptions, plan: EnginePlan, workload: GateWorkload, make_core: MakeCore
 ) -> Gate:
     return Gate(
         make_core=make_core,
@@ -471,14 +316,14 @@ def _gate(
     )
 
 
-def _spans_of(workload: _Workload, plan: EnginePlan) -> ImageSpans | None:
+def _spans_of(workload: GateWorkload, plan: EnginePlan) -> ImageSpans | None:
     if workload.sight is None:
         return None
     return ImageSpans(longest=largest_span(workload.sight), are_whole=plan.traits.whole_span > 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _EngineParts:
+class EngineParts:
     """What engines get besides a runner: `draft` drafts in those whose options ask for drafts, and
     `scorer` scores prompts."""
 
@@ -495,8 +340,8 @@ def _packer_of(scorer: PromptScorerModel | None, checkpoint: Checkpoint) -> Make
     return partial(Packer, window=window_of(checkpoint.config))
 
 
-def _maker(
-    runner: Runner, checkpoint: Checkpoint, plan: EnginePlan, parts: _EngineParts
+def core_maker(
+    runner: Runner, checkpoint: Checkpoint, plan: EnginePlan, parts: EngineParts
 ) -> MakeCore:
     """Makes engines on `runner`, with at most the number of pages that it was loaded with."""
     eos = frozenset(checkpoint.eos_token_ids)

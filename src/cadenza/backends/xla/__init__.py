@@ -22,5 +22,5 @@ Modules:
 - `reference_latent`, `reference_inputs`, `reference_rope`: its own attention over latents,
   per-layer embeddings and rotary factors
 - `reference_tower`, `reference_images`: its own image towers, and what it takes of images
-- `mutants`: op tables with faults, for `verify --self-test`
+- `mutants`, `layer_faults`: op tables with faults, for `verify --self-test`
 """

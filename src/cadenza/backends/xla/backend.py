@@ -25,6 +25,7 @@ from cadenza.backends.xla.ops.native_library import has_native_library, load_nat
 from cadenza.backends.xla.tables import TABLES, Choice, Table, choose_table
 from cadenza.checkpoint.dtypes import WeightDType
 from cadenza.checkpoint.folder import Checkpoint
+from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.config import KVCacheDType, Ops, Quantization
 
 DTYPES: tuple[WeightDType, ...] = ("float32", "bfloat16")
@@ -114,11 +115,11 @@ class XlaBackend(Backend):
 
         return NativeInstruments()
 
-    def find_faults(self, ops: str) -> FaultSet | None:
+    def find_faults(self, ops: str, model: ModelConfig) -> FaultSet | None:
         from cadenza.backends.xla.mutants import faults_of, has_cuda_faults, has_native_faults
 
         has_faults = {"native": has_native_faults, "cuda": has_cuda_faults}
-        return faults_of(ops, are_built=ops in has_faults and has_faults[ops]())
+        return faults_of(ops, model, are_built=ops in has_faults and has_faults[ops]())
 
 
 class CompileCount:

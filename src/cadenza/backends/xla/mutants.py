@@ -1,9 +1,9 @@
 """Op tables with one fault each, for `cadenza verify --self-test`, which must detect every fault.
 
 Each fault makes a row's bits depend on other rows or on how its prompt is split into chunks. Faults
-of the reference table are subclasses of it. Faults of tables of kernels are in these, in separate
-libraries (`make -C csrc faults`, `make -C csrc cuda-faults`; `csrc/core/faults.h`). Only the
-self-test uses them.
+of all layers are in the reference table's subclasses, and in libraries of their own for tables of
+kernels (`csrc/core/faults.h`); those of a kind of layer (`layer_faults`) in the arrays that an
+operation of any table is given.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from cadenza.backends.base import Fault, FaultSet, LoadRunner
+from cadenza.backends.xla.layer_faults import LAYER_FAULTS
 from cadenza.backends.xla.ops.attention_reference import BLOCK, Places
 from cadenza.backends.xla.ops.cuda import CudaOps
 from cadenza.backends.xla.ops.cuda_library import (
@@ -32,6 +33,7 @@ from cadenza.backends.xla.ops.table import DecoderSpec as Spec
 from cadenza.backends.xla.ops.table import KVPool, Linear, StepArrays
 from cadenza.backends.xla.runner import XlaRunner
 from cadenza.backends.xla.tables import MakeOps
+from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.config import Ops
 
 
@@ -75,19 +77,24 @@ MUTANTS: dict[str, type[OpTable]] = {
     "key taken from the row index": RowKeys,
     "padding multiplied instead of skipped": MultipliedPadding,
 }
+_ATTENTION, _DRAWS, _PRODUCTS = "attention", "draws", "products"
+_LAYER_OF = {"key taken from the row index": _DRAWS}
 
 
-def faults_of(ops: str, *, are_built: bool) -> FaultSet:
+def faults_of(ops: str, model: ModelConfig, *, are_built: bool) -> FaultSet:
     """The faults of the op table `ops`, or of the reference table if the former are not built."""
     if ops == "native" and are_built:
-        return _native_faults()
+        return native_faults(model)
     if ops == "cuda" and are_built:
-        return cuda_faults(load_faulty_cuda_library)
-    faults = tuple(Fault(name=name, load_runner=_loads(table)) for name, table in MUTANTS.items())
+        return cuda_faults(load_faulty_cuda_library, model)
+    own = [
+        Fault(name=name, layer=_LAYER_OF.get(name, _ATTENTION), load_runner=_loads(table))
+        for name, table in MUTANTS.items()
+    ]
     return FaultSet(
         ops="reference",
         load_sound=_loads(OpTable),
-        faults=faults,
+        faults=(*own, *_faults_of_layers(OpTable, model)),
         note=_NOT_BUILT.get(ops),
     )
 
@@ -107,15 +114,15 @@ FAR_TOKENS = 1200
 
 _NO_NATIVE_FAULT = 0
 _NATIVE_FAULTS = (
-    ("blocks relative instead of absolute", 1, 0),
-    ("a page of another row", 2, 0),
-    ("pages of another row from token 640 on", 3, FAR_TOKENS),
-    ("key taken from the row index", 4, 0),
-    ("padding multiplied instead of skipped", 5, 0),
+    ("blocks relative instead of absolute", _ATTENTION, 1, 0),
+    ("a page of another row", _ATTENTION, 2, 0),
+    ("pages of another row from token 640 on", _ATTENTION, 3, FAR_TOKENS),
+    ("key taken from the row index", _DRAWS, 4, 0),
+    ("padding multiplied instead of skipped", _ATTENTION, 5, 0),
 )
-"""Name, value of `cadenza::Fault` and `Fault.min_tokens` of each fault."""
+"""Name, layer, value of `cadenza::Fault` and `Fault.min_tokens` of each fault."""
 
-_CUDA_FAULTS = (*_NATIVE_FAULTS, ("sums in an order that depends on the rows", 6, 0))
+_CUDA_FAULTS = (*_NATIVE_FAULTS, ("sums in an order that depends on the rows", _PRODUCTS, 6, 0))
 
 
 def has_native_faults() -> bool:
@@ -128,27 +135,46 @@ def has_cuda_faults() -> bool:
     return faulty_cuda_library_path().exists()
 
 
-def _native_faults() -> FaultSet:
-    return _kernel_faults("native", _native_table, _NATIVE_FAULTS)
+def native_faults(model: ModelConfig) -> FaultSet:
+    """Those of the kernels for CPUs."""
+    return _kernel_faults("native", _native_table, _NATIVE_FAULTS, model)
 
 
-def cuda_faults(load: Callable[[], CudaLibrary]) -> FaultSet:
+def cuda_faults(load: Callable[[], CudaLibrary], model: ModelConfig) -> FaultSet:
     """Those of the kernels for GPUs, in the library that `load` gives."""
-    return _kernel_faults("cuda", partial(_cuda_table, load), _CUDA_FAULTS)
+    return _kernel_faults("cuda", partial(_cuda_table, load), _CUDA_FAULTS, model)
 
 
 def _kernel_faults(
-    ops: Ops, table: Callable[[int], MakeOps], faults: Sequence[tuple[str, int, int]]
+    ops: Ops,
+    table: Callable[[int], MakeOps],
+    faults: Sequence[tuple[str, str, int, int]],
+    model: ModelConfig,
 ) -> FaultSet:
     """Those of a table that `table` makes with a value of `cadenza::Fault`."""
+    sound = table(_NO_NATIVE_FAULT)
+    own = [
+        Fault(name=name, layer=layer, load_runner=_loads(table(value)), min_tokens=min_tokens)
+        for name, layer, value, min_tokens in faults
+    ]
     return FaultSet(
         ops=ops,
-        load_sound=_loads(table(_NO_NATIVE_FAULT)),
-        faults=tuple(
-            Fault(name=name, load_runner=_loads(table(value)), min_tokens=min_tokens)
-            for name, value, min_tokens in faults
-        ),
+        load_sound=_loads(sound),
+        faults=(*own, *_faults_of_layers(sound, model)),
     )
+
+
+def _faults_of_layers(make_ops: MakeOps, model: ModelConfig) -> list[Fault]:
+    return [
+        Fault(
+            name=each.name,
+            layer=each.layers,
+            load_runner=_loads(partial(each.planted, make_ops)),
+            absent=None if each.is_in(model) else f"the model has no {each.layers}",
+            min_tokens=each.min_tokens(model),
+        )
+        for each in LAYER_FAULTS
+    ]
 
 
 def _loads(make_ops: MakeOps) -> LoadRunner:
