@@ -5,9 +5,12 @@
 
 #include <array>
 #include <cmath>
+#include <cstdio>
+#include <string>
 
 #include "tests/check.h"
 #include "tests/data.h"
+#include "tests/tile_instructions.h"
 
 namespace cadenza::tests {
 namespace {
@@ -91,6 +94,61 @@ TEST(a_tile_of_codes_is_exact) {
     CHECK(sums[i] == expected);
   }
   release_tiles();
+}
+
+// Elements of any sign and size; `special` of 64 are infinite.
+std::vector<bf16> any_values(Random& random, int64_t count, int special) {
+  std::vector<bf16> values;
+  for (int64_t i = 0; i < count; i++) {
+    const bool is_infinite = random.below(64) < special;
+    const uint32_t bits = random.next();
+    values.push_back({uint16_t(is_infinite ? (bits & 0x8000) | 0x7f80 : bits & 0xbfff)});
+  }
+  return values;
+}
+
+// NaN of any sign and payload is equal: no stream goes on behind one.
+void check_equal(const std::vector<float>& found, const std::vector<float>& expected) {
+  for (size_t i = 0; i < found.size(); i++) {
+    const bool are_nan = std::isnan(found[i]) && std::isnan(expected[i]);
+    CHECK(are_nan || same_bits(&found[i], &expected[i], 1));
+  }
+}
+
+// The tests of a machine without AMX are of the model; this one shows that the CPU does the same.
+TEST(tile_instructions_have_the_bits_of_their_model) {
+  if (std::string(context.kernels.isa) != "amx") {
+    std::fprintf(stderr, "%s has no tile instructions to compare with\n", context.kernels.isa);
+    return;
+  }
+  Random random(43);
+  for (int round = 0; round < 400; round++) {
+    const int rows = 1 + random.below(16), columns = 1 + random.below(16), depth = 1 + random.below(16);
+    const TileConfig config = config_of(rows, columns, depth);
+    const int special = round % 4 == 3 ? 1 : 0;
+    const std::vector<bf16> a = any_values(random, rows * 2 * depth, special);
+    const std::vector<bf16> b = any_values(random, depth * 2 * columns, special);
+    std::vector<float> c;
+    for (int i = 0; i < rows * columns; i++) {
+      // Of all sizes, in every second round small beside denormal products.
+      c.push_back(std::ldexp(random.normal(), round % 2 ? -120 - random.below(20) : random.below(200) - 120));
+    }
+    std::vector<float> found(c.size()), expected(c.size());
+    std::vector<int32_t> codes(c.size()), expected_codes(c.size());
+    tile_products_by_instructions({config, c.data(), a.data(), b.data()}, found.data(), codes.data());
+    tile_configure(config);
+    tile_load<1>(a.data(), 4 * depth);
+    tile_load<2>(b.data(), 4 * columns);
+    tile_load<0>(c.data(), 4 * columns);
+    tile_dot_bf16<0, 1, 2>();
+    tile_store<0>(expected.data(), 4 * columns);
+    tile_load<0>(c.data(), 4 * columns);
+    tile_dot_codes<0, 1, 2>();
+    tile_store<0>(expected_codes.data(), 4 * columns);
+    release_tiles();
+    check_equal(found, expected);
+    CHECK(codes == expected_codes);
+  }
 }
 
 template <class Body>
