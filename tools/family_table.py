@@ -123,10 +123,10 @@ def measure() -> dict[str, float]:
     return {family: float(f"{error:.1e}") for family, error in found.items()}
 
 
-def with_table(page: str, rows: str) -> str:
+def with_table(page: str, rows: str, begin: str = BEGIN, end: str = END) -> str:
     """The page with the table between its marks."""
-    before, rest = page.split(BEGIN)
-    return f"{before}{BEGIN}\n\n{rows}\n\n{END}{rest.split(END)[1]}"
+    before, rest = page.split(begin)
+    return f"{before}{begin}\n\n{rows}\n\n{end}{rest.split(end)[1]}"
 
 
 if __name__ == "__main__":

@@ -1,61 +1,46 @@
-"""The golden corpus: digests of every family's streams that every machine must reproduce.
+"""The golden corpus: digests of streams that every machine must reproduce.
 
     python -m tools.golden_bits                   # compares; exit status 1 on any difference
     python -m tools.golden_bits --only gemma      # the cases whose name contains this
+    python -m tools.golden_bits --missing         # the cases that each class lacks
     python -m tools.golden_bits --record          # records; refuses changed bits of a revision
+    python -m tools.golden_bits --ran-on "Zen 5"  # the same, and writes down that all ran there
+    python -m tools.golden_bits --table           # the tables of docs/exactness.md
 
-Owns the requests, the weights and `tests/golden/bits.json`. A digest is of the tokens and of the
-bits of all log probabilities. Invariants: weights and requests are made of integers alone, so they
-have the same bits with every version of numpy; recorded digests change only with
+Owns `tests/golden/bits.json`, and `runs.json` beside it: what was compared where. A digest is of
+the tokens and of the bits of all log probabilities. Invariant: recorded digests change only with
 `ARITHMETIC_REVISION`.
 """
 
 import argparse
-import hashlib
 import json
-import struct
 import sys
-import tempfile
-from contextlib import closing
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import get_args
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
-from cadenza.checkpoint import named_shape, open_checkpoint
-from cadenza.checkpoint.random_checkpoint import (
-    NoiseSource,
-    text_shape_names,
-    write_drawn_checkpoint,
-)
-from cadenza.config import EngineConfig
-from cadenza.engine.core import CoreOptions, EngineCore
-from cadenza.events import Token
+from cadenza.backends.xla.arithmetic import PORTABLE
 from cadenza.fingerprint import ARITHMETIC_REVISION
-from cadenza.loading.build import plan_model
-from cadenza.loading.planned_engine import PlannedEngine
-from cadenza.request import Request, SamplingParams
+from tools.family_table import with_table
+from tools.golden_cases import Case, Group, all_cases, play
 
-FILE = Path(__file__).resolve().parents[1] / "tests" / "golden" / "bits.json"
+ROOT = Path(__file__).resolve().parents[1]
+FILE = ROOT / "tests" / "golden" / "bits.json"
+RUNS = FILE.with_name("runs.json")
+PAGE = ROOT / "docs" / "exactness.md"
+BEGIN = "<!-- golden corpus: written by tools/golden_bits.py -->"
+END = "<!-- end of golden corpus -->"
 
-FORMATS: dict[str, dict[str, Any]] = {
-    "float32": {"dtype": "float32"},
-    "bfloat16": {"dtype": "bfloat16"},
-    "int8": {"dtype": "bfloat16", "quantization": "int8"},
-    "int4": {"dtype": "bfloat16", "quantization": "int4", "kv_cache_dtype": "int8"},
-    "int8-kv": {"dtype": "float32", "kv_cache_dtype": "int8"},
-}
-LONG_PROMPT = 1120
-"""Beyond two spans of attention, and every window."""
-NUM_TOKENS = 6
-DIGEST_BYTES = 10
+EMULATED = "_emulated"
+"""Ends the names of tables over a model of their instructions."""
 
-# Of the sum of four uniform numbers of 16 bits.
-_MEAN_OF_SUM = 2 * 65_535
-_DEVIATION_OF_SUM = 37_837.23
+OWN_BITS = ("amx", "avx512_bf16", "neon_bf16")
+"""The classes of tables with instructions for bfloat16."""
+
+GROUPS: tuple[Group, ...] = get_args(Group)
 
 
 class Corpus(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,84 +50,65 @@ class Corpus(msgspec.Struct, frozen=True, kw_only=True):
     classes: dict[str, dict[str, str]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """A family's tiny shape in one format."""
+class MachineRun(msgspec.Struct, frozen=True, kw_only=True):
+    """A table whose kernels gave the recorded bits of all cases that there were: how many of each
+    group. `machine` is what computed, `integers` the kernels of quantised products beside the
+    table, `arithmetic` the class."""
 
-    shape: str
-    format: str
+    machine: str
+    table: str
+    integers: str
+    arithmetic: str
+    num_cases: dict[str, int]
 
-    @property
-    def name(self) -> str:
-        return f"{self.shape.removeprefix('tiny-')} {self.format}"
 
+class Runs(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one revision of the arithmetic."""
 
-def all_cases() -> list[Case]:
-    shapes = [name for name in text_shape_names() if name.startswith("tiny-")]
-    return [
-        Case(shape=shape, format=format)
-        for shape in shapes
-        for format, settings in FORMATS.items()
-        if named_shape(shape).latent is None or "kv_cache_dtype" not in settings
-    ]
+    revision: int
+    runs: tuple[MachineRun, ...] = ()
 
 
 def read_corpus() -> Corpus:
     return msgspec.json.decode(FILE.read_bytes(), type=Corpus)
 
 
-def play(case: Case, arithmetic: str = "portable") -> tuple[str, str]:
-    """The class of arithmetic in which a case ran, and its digest."""
-    with tempfile.TemporaryDirectory(prefix="cadenza-golden-") as folder:
-        shape = named_shape(case.shape)
-        source = NoiseSource(seed=7, draw=_even_noise)
-        write_drawn_checkpoint(shape, Path(folder), source, dtype="float32")
-        checkpoint = open_checkpoint(Path(folder))
-        config = EngineConfig(
-            max_num_seqs=4,
-            max_model_len=LONG_PROMPT + NUM_TOKENS,
-            max_num_batched_tokens=64,
-            num_pages=4 * (LONG_PROMPT // 16 + 2),
-            arithmetic=arithmetic,  # pyright: ignore[reportArgumentType]
-            **FORMATS[case.format],
-        )
-        plan = plan_model(checkpoint, config)
-        engine = PlannedEngine(checkpoint=checkpoint, plan=plan, config=config)
-        name = engine.backend.name_arithmetic(checkpoint, engine.setup())
-        if name is None:
-            raise SystemExit("the golden corpus is of the native kernels, which are not built")
-        with closing(engine.load_warm_runner(fill=float("nan"))) as runner:
-            core = EngineCore(runner, plan.limits, CoreOptions(seed=11, secret=b"golden"))
-            return name, _digest_of_streams(core, make_requests(shape.vocab_size))
+def read_runs() -> Runs:
+    """Those of this revision: bits of another one say nothing of its."""
+    found = msgspec.json.decode(RUNS.read_bytes(), type=Runs) if RUNS.exists() else None
+    if found is None or found.revision != ARITHMETIC_REVISION:
+        return Runs(revision=ARITHMETIC_REVISION)
+    return found
 
 
-def make_requests(vocab_size: int) -> list[Request]:
-    """A long greedy one, and short ones with every filter and penalty."""
-    plain = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, logprobs=2, ignore_eos=True)
-    drawn = replace(plain, temperature=0.875, top_k=40, top_p=0.9375, min_p=0.03125, seed=3, n=2)
-    ruled = replace(
-        plain,
-        temperature=1.25,
-        top_n_sigma=1.5,
-        repetition_penalty=1.25,
-        frequency_penalty=0.5,
-        presence_penalty=0.25,
-        seed=1 << 40,
-        prompt_logprobs=1,
-    )
-    sizes = ((LONG_PROMPT, plain), (33, drawn), (7, ruled))
-    return [
-        Request(prompt_token_ids=_prompt(size, vocab_size), params=params) for size, params in sizes
-    ]
+def cases_of_class(name: str) -> list[Case]:
+    """Those that a table of the class computes in it; with bits of its own it computes the others
+    as the portable ones do."""
+    return [case for case in all_cases() if name == PORTABLE or case.has_bf16_products]
+
+
+def missing(corpus: Corpus) -> dict[str, list[str]]:
+    """The names of the cases that no machine or emulation has recorded yet, by class."""
+    return {
+        name: [
+            case.name
+            for case in cases_of_class(name)
+            if case.name not in corpus.classes.get(name, {})
+        ]
+        for name in (PORTABLE, *OWN_BITS)
+    }
 
 
 def compare(corpus: Corpus, cases: list[Case], arithmetic: str = "portable") -> list[str]:
-    """The names of the cases whose bits are not the recorded ones, with both digests."""
+    """The names of the cases whose bits are not the recorded ones, with both digests; those that
+    the corpus lacks are among them."""
     differences: list[str] = []
     for case in cases:
         name, digest = play(case, arithmetic)
         recorded = corpus.classes.get(name, {}).get(case.name)
-        if digest != recorded:
+        if recorded is None:
+            differences.append(f"{name}: {case.name}: {digest} here, not recorded yet (--record)")
+        elif digest != recorded:
             differences.append(f"{name}: {case.name}: {digest} here, {recorded} in the corpus")
     return differences
 
@@ -163,61 +129,118 @@ def record(corpus: Corpus, cases: list[Case], arithmetic: str = "portable") -> C
     return Corpus(revision=ARITHMETIC_REVISION, classes=classes)
 
 
-def _digest_of_streams(core: EngineCore, requests: list[Request]) -> str:
-    """Of the requests in one batch, in the order of requests and samples."""
-    found: dict[tuple[int, int], list[bytes]] = {}
-    for request in requests:
-        request_id = core.submit(request)
-        found |= {(request_id, sample): [] for sample in range(request.params.n)}
-    while not core.is_idle:
-        for event in core.step():
-            if isinstance(event, Token):
-                found[event.request_id, event.sample].append(_bytes_of(event))
-    if not all(found.values()):
-        raise SystemExit("a request of the golden corpus brought no token")
-    text = b"\n".join(b"".join(each) for _, each in sorted(found.items()))
-    return hashlib.blake2b(text, digest_size=DIGEST_BYTES).hexdigest()
+def missing_text(corpus: Corpus) -> str:
+    """A line for each class."""
+    lines: list[str] = []
+    for name, lacking in missing(corpus).items():
+        count = len(cases_of_class(name))
+        names = f": {', '.join(lacking)}" if lacking else ""
+        lines.append(f"{name} lacks {len(lacking)} of {count} cases{names}")
+    return "\n".join(lines)
 
 
-def _bytes_of(event: Token) -> bytes:
-    entry = event.logprobs
-    assert entry is not None, "every request asks for log probabilities"
-    count = len(entry.top_ids)
-    numbers = (event.token_id, entry.logprob, entry.rank, *entry.top_ids, *entry.top_logprobs)
-    return struct.pack(f"<qfq{count}q{count}f", *numbers)
+def with_run(runs: Runs, machine: str, arithmetic: str) -> Runs:
+    """With this machine's run of all cases, in place of an earlier one of the same table."""
+    from cadenza.backends.xla.ops.native_library import load_native_library
 
-
-def _prompt(size: int, vocab_size: int) -> tuple[int, ...]:
-    return tuple(
-        (size + 2_654_435_761 * (index + 1)) % 4_294_967_291 % vocab_size for index in range(size)
+    library = load_native_library()
+    table = library.cpu_isa if arithmetic == "fast" else library.portable_isa
+    name = table.removesuffix(EMULATED)
+    run = MachineRun(
+        machine=f"{machine}, by a model of the instructions" if name != table else machine,
+        table=name,
+        integers=library.cpu_integer_isa.removesuffix(EMULATED),
+        arithmetic=name if name in OWN_BITS else PORTABLE,
+        num_cases=_counts(cases_of_class(name if name in OWN_BITS else PORTABLE)),
     )
 
+    def place(each: MachineRun) -> tuple[str, ...]:
+        return each.arithmetic, each.table, each.integers, each.machine
 
-def _even_noise(generator: np.random.Generator, count: int) -> npt.NDArray[np.float32]:
-    """Sums of four uniform integers, which only exact operations turn into floats."""
-    words = np.asarray(generator.bit_generator.random_raw(count), np.uint64)
-    parts = [(words >> np.uint64(16 * place)) & np.uint64(0xFFFF) for place in range(4)]
-    total = np.asarray(np.sum(parts, axis=0, dtype=np.int64) - _MEAN_OF_SUM, np.float32)
-    return np.divide(total, np.float32(_DEVIATION_OF_SUM), dtype=np.float32)
+    others = [each for each in runs.runs if place(each) != place(run)]
+    kept = sorted([*others, run], key=place)
+    return Runs(revision=ARITHMETIC_REVISION, runs=tuple(kept))
+
+
+def _counts(cases: Iterable[Case]) -> dict[str, int]:
+    found = Counter(case.group for case in cases)
+    return {group: found[group] for group in GROUPS}
+
+
+def table(corpus: Corpus, runs: Runs) -> str:
+    """In Markdown: what each class has, and which tables gave it."""
+    lines = [
+        f"| class, table | machine | {' | '.join(GROUPS)} |",
+        f"|---|---|{'---|' * len(GROUPS)}",
+    ]
+    lacking = missing(corpus)
+    for name in (PORTABLE, *OWN_BITS):
+        every = cases_of_class(name)
+        counts = _counts(every)
+        recorded = _counts(case for case in every if case.name not in lacking[name])
+        cells = [_of(recorded[group], counts[group]) for group in GROUPS]
+        lines.append(f"| **`{name}`** | recorded | {' | '.join(cells)} |")
+        for run in runs.runs:
+            if run.arithmetic == name:
+                cells = [_of(run.num_cases.get(group, 0), counts[group]) for group in GROUPS]
+                used = f"`{run.table}`, integers `{run.integers}`"
+                lines.append(f"| {used} | {run.machine} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _of(count: int, every: int) -> str:
+    return f"all {every}" if count == every else f"{count} of {every}"
+
+
+def _write_json(path: Path, value: object) -> None:
+    text = json.dumps(msgspec.to_builtins(value), indent=1, sort_keys=True)
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+def _write_table() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    rows = table(read_corpus(), read_runs())
+    PAGE.write_text(with_table(page, rows, BEGIN, END), encoding="utf-8")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--record", action="store_true", help="writes what the corpus lacks")
+    parser.add_argument("--missing", action="store_true", help="lists what each class lacks")
+    parser.add_argument(
+        "--table", action="store_true", help="writes the table of docs/exactness.md"
+    )
+    parser.add_argument("--ran-on", metavar="MACHINE", help="writes down that all cases ran here")
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--arithmetic", default="portable", choices=("portable", "fast"))
+    options = parser.parse_args()
+    if options.ran_on and options.only:
+        parser.error("--ran-on is of all cases; leave out --only")
+    return options
 
 
 def main() -> int:
     """Returns the exit status: 1 if a comparison found a difference."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--record", action="store_true")
-    parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--arithmetic", default="portable", choices=("portable", "fast"))
-    options = parser.parse_args()
+    options = _arguments()
     cases = [case for case in all_cases() if options.only in case.name]
     corpus = read_corpus() if FILE.exists() else Corpus(revision=ARITHMETIC_REVISION, classes={})
+    if options.missing:
+        print(missing_text(corpus))
+        return 0
+    if options.table:
+        _write_table()
+        return 0
     if options.record:
         recorded = record(corpus, cases, options.arithmetic)
-        text = json.dumps(msgspec.to_builtins(recorded), indent=1, sort_keys=True)
-        FILE.write_text(text + "\n", encoding="utf-8")
+        _write_json(FILE, recorded)
         print(f"recorded {len(cases)} cases of revision {recorded.revision}")
+        print(missing_text(recorded))
         return 0
     differences = compare(corpus, cases, options.arithmetic)
     print("\n".join([*differences, f"{len(cases)} cases compared, {len(differences)} differ"]))
+    if options.ran_on and not differences:
+        _write_json(RUNS, with_run(read_runs(), options.ran_on, options.arithmetic))
+        _write_table()
     return 1 if differences else 0
 
 

@@ -38,6 +38,7 @@ TIMEOUT_S = 600.0
 NOT_COPIED = shutil.ignore_patterns(
     ".git", ".venv*", "__pycache__", "*.egg-info", ".hypothesis", ".*_cache", "dist"
 )
+_BASES = {"isa/amx.o": ("isa/avx512.o",)}
 FIELDS = frozenset({"breaks", "suites", "objects", "equivalent", "may_hang"})
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+::\S.*?)(?: - .*)?$", re.MULTILINE)
 
@@ -336,9 +337,14 @@ def check_import(tree: Path) -> None:
         raise MutantsError(f"cadenza is imported from {where.output.strip()}, not {expected}")
 
 
+def with_bases(objects: Iterable[str]) -> tuple[str, ...]:
+    """The objects, and those from which one of them takes what it does not compute itself."""
+    return tuple(dict.fromkeys(each for name in objects for each in (name, *_BASES.get(name, ()))))
+
+
 def build_native(tree: Path, objects: Iterable[str]) -> None:
     """Recompiles the named objects and links the library. Raises MutantsError."""
-    for name in objects:
+    for name in with_bases(objects):
         path = tree / OBJECTS / name
         if not path.is_file():
             raise MutantsError(f"{path.relative_to(tree)} is not an object of the library")

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.native, pytest.mark.slow, pytest.mark.kernels]
 
 EMULATED = "amx_emulated"
 LIBRARY = CSRC / "build" / "native" / "emulated" / "_native.so"
-FORMATS = ("bfloat16", "int8")
+FORMATS = ("bfloat16", "int8", "gguf", "mxfp4", "float8")
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ def test_the_class_of_tiles_has_bits_of_its_own_where_weights_or_kv_are_bfloat16
 
 def test_the_engine_computes_the_recorded_bits_over_emulated_tiles(package: Path):
     assert "1 cases compared, 0 differ" in play(
-        "deepseek-v3 bfloat16", isa=EMULATED, package=package
+        "glm4-moe-lite bfloat16", isa=EMULATED, package=package
     )
 
 
@@ -122,7 +122,7 @@ def test_verify_passes_over_emulated_tiles(package: Path):
 
 
 @pytest.mark.parametrize(
-    "format", [pytest.param(each, marks=pytest.mark.soak) for each in FORMATS] + ["llama bfloat16"]
+    "format", [pytest.param(each, marks=pytest.mark.soak) for each in FORMATS] + ["llama bfloat16 hit"]
 )
 def test_a_cpu_with_tiles_computes_the_recorded_bits(library: NativeLibrary, format: str):
     if "amx" not in library.available_isas:
