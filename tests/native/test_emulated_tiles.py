@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from cadenza.backends.xla.ops.native_library import LIBRARY_NAME, NativeLibrary
+from tests.by_day import by_day
 from tests.native.test_kernel_builds import CSRC, ROOT, build
 from tools.golden_bits import read_corpus
 
@@ -121,9 +122,7 @@ def test_verify_passes_over_emulated_tiles(package: Path):
     assert "PASS" in said.splitlines()[-1]
 
 
-@pytest.mark.parametrize(
-    "format", [pytest.param(each, marks=pytest.mark.soak) for each in FORMATS] + ["llama bfloat16 hit"]
-)
+@pytest.mark.parametrize("format", by_day([*FORMATS, "llama bfloat16 hit"], {"llama bfloat16 hit"}))
 def test_a_cpu_with_tiles_computes_the_recorded_bits(library: NativeLibrary, format: str):
     if "amx" not in library.available_isas:
         pytest.skip("this CPU has no AMX, or may not use it: its bits were recorded by emulation")
