@@ -297,6 +297,38 @@ def test_every_failing_step_is_retried_and_a_row_that_is_not_finite_fails_alone(
 
 
 @dataclass(kw_only=True, eq=False)
+class LostRunner(ObservedRunner):
+    """Loses its device with launch `at`: nothing can be read or launched until it is reset."""
+
+    at: int
+    num_launches: int = 0
+    is_lost: bool = False
+
+    def launch(self, inputs: ModelInputs) -> FakeStepHandle:
+        if self.is_lost:
+            raise DeviceLost("the device is lost")
+        handle = super().launch(inputs)
+        self.is_lost = self.num_launches == self.at
+        self.num_launches += 1
+        return FaultyHandle(None) if self.is_lost else handle  # type: ignore[return-value]
+
+    def reset(self) -> None:
+        super().reset()
+        self.is_lost = False
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("at", [0, 3, 30, 80])
+def test_a_device_that_is_lost_with_two_steps_in_flight_ends_nobody(
+    at: int, loop: SchedulerLoop
+) -> None:
+    """The sequences of both have failed once."""
+    engine = make_engine(LIMITS, loop=loop, parts=Parts(runner=partial(LostRunner, at=at)))
+    run_requests(engine, list(workload())).verify()
+    assert engine.num_failed_steps == 1
+
+
+@dataclass(kw_only=True, eq=False)
 class PoisonedRunner(ObservedRunner):
     """Fails every step that reads the token `POISON`, at its launch or when it is read."""
 

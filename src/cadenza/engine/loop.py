@@ -55,6 +55,8 @@ class LaunchedStep:
     idle_s: float | None = None
     """How long the device had nothing to do before `launched_s`, if the step waited for the one
     before it to be read; its launch is part of that time and of no other."""
+    failure: Exception | None = None
+    """That of its launch: nothing of it was computed."""
 
 
 class Steps(Protocol):
@@ -201,10 +203,8 @@ class StepLoop:
 
         A request's `Started` comes with the launch of its first step, before its other events.
         """
-        events: list[Event] = []
         has_waited = bool(self.in_flight) and self._must_read_first()
-        while has_waited and self.in_flight:
-            events += self._read_oldest()
+        events = self._read_all() if has_waited else []
         batch = self._scheduler.schedule(self._clock())
         if announce is not None and batch is not None and (batch.started or batch.preparing):
             announce([*batch.started, *batch.preparing])
@@ -244,13 +244,18 @@ class StepLoop:
             if self._scorer is not None and batch.scored is not None:
                 step = replace(step, scoring=self._scorer.launch(batch.scored))
             self.in_flight.append(step)
-        except Exception:
-            logger.exception("launching step %d failed", batch.step_id)
-            events: list[Event] = []
-            while self.in_flight:
-                events += self._read_oldest()
-            return events + self._recover(batch)
+        except Exception as failure:  # noqa: BLE001  it is raised and logged when it is read
+            # The steps before it are read first: if one of them is lost, too, it is dropped with
+            # them, and its sequences have failed once.
+            self.in_flight.append(LaunchedStep(batch, 0, NO_STEP, failure=failure))
+            return self._read_all()
         return self._choose_newest() if masks_follow else []
+
+    def _read_all(self) -> list[Event]:
+        events: list[Event] = []
+        while self.in_flight:
+            events += self._read_oldest()
+        return events
 
     def _choose_newest(self) -> list[Event]:
         """Reads the steps before the newest, then gives that one its masks."""
@@ -270,9 +275,12 @@ class StepLoop:
     def _read_oldest(self) -> list[Event]:
         step = self.in_flight.popleft()
         try:
+            if step.failure is not None:
+                raise step.failure
             output = self._step_runner.read(step)
         except Exception:
-            logger.exception("step %d failed", step.batch.step_id)
+            what = "step" if step.failure is None else "launching step"
+            logger.exception("%s %d failed", what, step.batch.step_id)
             return self._recover(step.batch)
         self.num_consecutive_failures = 0
         scored = None
