@@ -11,6 +11,7 @@
     ├── DeviceUnavailableError     the requested device is not available on this machine
     ├── EngineClosedError          the engine was shut down
     ├── EngineUnavailableError     the engine is loading, draining, restarting or dead
+    ├── EngineStalledError         the engine computes nothing although requests are open
     ├── RunnerError                the runner failed or broke its contract
     └── CompileAfterWarmupError    a program was compiled after warm-up
 
@@ -122,6 +123,10 @@ class EngineUnavailableError(CadenzaError):
     def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class EngineStalledError(CadenzaError):
+    """The engine computes nothing although requests are open: a fault of its own."""
 
 
 class RunnerError(CadenzaError):

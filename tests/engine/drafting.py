@@ -26,7 +26,8 @@ from cadenza.engine.core import EngineCore
 from cadenza.engine.model_drafter import DraftModel, ModelDrafter
 from cadenza.speculative_config import MAX_SPECULATIVE_TOKENS
 from tests.engine.hashed_constraint import HashedConstraint
-from tests.engine.simulation import VOCAB_SIZE, ObservedRunner, Parts, solo_stream
+from tests.engine.simulation import VOCAB_SIZE, ObservedRunner, Parts
+from tests.engine.solo import solo_stream
 
 LIMITS = EngineLimits(
     max_num_seqs=4,

@@ -21,7 +21,8 @@ from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.model_drafter import DraftModel
 from cadenza.request import Request, SamplingParams
 from cadenza.speculative_config import SpeculativeConfig
-from tests.engine.simulation import VOCAB_SIZE, solo_stream
+from tests.engine.simulation import VOCAB_SIZE
+from tests.engine.solo import solo_stream
 
 PAGE_SIZE = 64
 

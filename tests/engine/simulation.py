@@ -1,233 +1,46 @@
 """A seeded simulation of an engine over the token-storing runner, and the oracle that judges it.
 
-Owns the random traffic (`Scenario`), the drive (`Simulation`) and what clients must see
-(`Record.verify`); the streams are those of `tests.engine.solo`. Knows the core and the fake runner,
-no real device. Invariant: a scenario is a function of its seed.
+Owns the drive (`Simulation`) and what clients must see (`Record.verify`); the traffic is that of
+`tests.engine.scenario`, the streams those of `tests.engine.solo`. Knows the core and the fake
+runner, no real device. Invariant: where there is work and nothing is in flight, a step computes
+something (`Record.step`).
 """
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import cache, cached_property
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import NoReturn
 
 import numpy as np
 
-from cadenza.backends.fake import FakeRunner, FakeStepHandle
+from cadenza.backends.fake import FakeLateStepHandle, FakeRunner, FakeStepHandle
 from cadenza.config import Batching, EngineLimits, SchedulerLoop
 from cadenza.core.admission import Admission
 from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.packing import Packer
 from cadenza.core.scheduler import Scheduler, SchedulerOptions
+from cadenza.core.step_cost import StepBound
 from cadenza.core.step_schema import ModelInputs
-from cadenza.core.turns import FCFS, POLICIES, TurnPolicy
+from cadenza.core.turns import FCFS, TurnPolicy
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.loop import LOOP_DEPTHS, StepLoop, StepRunner
 from cadenza.errors import InvalidRequestError, QueueFullError
 from cadenza.events import Event, Finished, PromptLogprobs, Started, Token
-from cadenza.request import Request, SamplingParams
-from cadenza.structured import ConstraintSpec
-from cadenza.tenant import Tenant
-from tests.engine.hashed_constraint import PHRASES, STEADY, compile_hashed
-from tests.engine.recurrent import state_limits
-from tests.engine.seeing import (
-    RandomImages,
-    can_ever_fit,
-    sees_with,
-    spoil_free_slots,
-    without_placeholders,
-)
-from tests.engine.solo import (
-    EOS_TOKEN_IDS,
-    VOCAB_SIZE,
-    SoloStream,
-    StreamId,
-    solo_stream,
-    solo_stream_of,
-)
+from cadenza.request import Request
+from tests.engine.hashed_constraint import compile_hashed
+from tests.engine.scenario import Scenario
+from tests.engine.seeing import can_ever_fit, sees_with, spoil_free_slots
+from tests.engine.solo import EOS_TOKEN_IDS, VOCAB_SIZE, SoloStream, StreamId, solo_stream_of
 
 SECRET = b"a secret of the simulation's own"
 MAX_STEPS_TO_DRAIN = 20_000
 STEP_S = 0.05
 """A step's time by the simulation's clock."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Client:
-    """Somebody who sends a request, and may hang up `cancel_after` steps later.
-
-    Then `cancelled_sample` is given up, or all of them.
-    """
-
-    request: Request
-    cancel_after: int | None
-    cancelled_sample: int | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scenario:
-    """Random traffic for `num_steps` steps on random limits; then the engine drains.
-
-    `arrival` is the chance that clients come before a step, `hang_up` that a client cancels, and
-    no prompt or output is longer than `max_len`. A `recurrent` model has a state beside its pages,
-    and one that `sees` gets images.
-    """
-
-    seed: int
-    num_steps: int
-    arrival: float = 0.35
-    hang_up: float = 0.15
-    max_len: int = 120
-    recurrent: bool = False
-    sees: bool = False
-
-    @cached_property
-    def limits(self) -> EngineLimits:
-        rng = random.Random(f"limits {self.seed}")
-        max_model_len = rng.randint(min(40, self.max_len), self.max_len)
-        max_num_seqs = rng.randint(1, 6)
-        is_dense = rng.random() < 0.1
-        page_size = -(-max_model_len // 16) * 16 if is_dense else rng.choice([16, 16, 16, 64])
-        worst_case = -(-max_model_len // page_size)
-        spare = (
-            0 if is_dense else rng.choice([-1, 0, 1, worst_case, worst_case * 2, worst_case * 3])
-        )
-        return EngineLimits(
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=rng.randint(max_num_seqs, 40),
-            max_model_len=max_model_len,
-            page_size=page_size,
-            num_pages=max_num_seqs if is_dense else max(1, worst_case + spare),
-            max_num_queued_reqs=rng.randint(2, 6),
-            enable_prefix_caching=rng.random() < 0.85,
-            slot_unit=(None, 1, 16)[self.seed % 3] if is_dense and not self.recurrent else None,
-            prefix_cache_memory_share=(1.0, 1.0, 1.0, 0.6, 0.3, 0.0)[self.seed % 6],
-            images=self.images.limits if self.sees else None,
-            **(state_limits(self.seed, max_num_seqs) if self.recurrent else {}),
-        )
-
-    @cached_property
-    def images(self) -> RandomImages:
-        return RandomImages(self.seed)
-
-    @cached_property
-    def reserved_output(self) -> float:
-        return random.Random(f"reserved {self.seed}").choice([0.0, 0.0, 0.5, 1.0])
-
-    @cached_property
-    def policy(self) -> TurnPolicy:
-        rng = random.Random(f"policy {self.seed}")
-        return POLICIES[rng.choice(["fcfs", "fcfs", "shortest_first", "priority"])](
-            rng.choice([0.2, 2.0, 20.0])
-        )
-
-    @cached_property
-    def batching(self) -> Batching:
-        is_static = random.Random(f"batching {self.seed}").random() < 0.125
-        return "static" if is_static else "continuous"
-
-    @cached_property
-    def tenants(self) -> tuple[Tenant, ...]:
-        rng = random.Random(f"tenants {self.seed}")
-        weights = [rng.choice([0.5, 1.0, 3.0]) for _ in range(rng.choice([1, 1, 2, 4]))]
-        return tuple(
-            Tenant(
-                name=f"t{at}",
-                weight=weight,
-                page_share=rng.choice([1.0, 1.0, 0.8, 0.5]),
-                cache_share=rng.choice([1.0, 0.4, 0.2, 0.0]),
-            )
-            for at, weight in enumerate(weights)
-        )
-
-    @cached_property
-    def shared_prefix(self) -> tuple[int, ...]:
-        return _random_tokens(random.Random(f"prefix {self.seed}"), self.max_len)
-
-    def client(self, index: int) -> Client:
-        """The `index`-th client; one in a few asks for more than the engine can ever hold."""
-        return self._clients(index)
-
-    @cached_property
-    def _clients(self) -> Callable[[int], Client]:
-        """Each is made once for all runs, and for all times that it finds the queue full."""
-        return cache(self._make_client)
-
-    def _make_client(self, index: int) -> Client:
-        rng = random.Random(f"client {self.seed} {index}")
-        kind = rng.choice(["opens a chat", *["goes on with it"] * 2, *["asks once"] * 5])
-        if kind == "opens a chat":
-            request = self._chat(index // 8)[0]
-        elif kind == "goes on with it":
-            request = self._request(rng, self._continued(rng, self._chat(index // 8)))
-        else:
-            request = self._request(rng, self._prompt(rng))
-        hangs_up = rng.random() < self.hang_up
-        return Client(
-            request=request,
-            cancel_after=rng.randint(0, 25) if hangs_up else None,
-            cancelled_sample=rng.choice([None, rng.randrange(request.params.n)]),
-        )
-
-    def _request(self, rng: random.Random, prompt: tuple[int, ...]) -> Request:
-        most, attachments = self.limits.max_model_len - 1, ()
-        if self.sees:
-            prompt, attachments = self.images.put_into(prompt, rng.random(), most)
-        most = max(1, self.limits.max_model_len - len(prompt))
-        lengths = [None, rng.randint(1, most), rng.randint(1, most + 1)]
-        params = SamplingParams(
-            max_tokens=rng.choice([*lengths, *lengths, 0]),
-            temperature=rng.choice([0.0, 0.7, 1.0]),
-            seed=rng.choice([None, rng.randint(0, 3)]),
-            ignore_eos=rng.random() < 0.7,
-            stop_token_ids=rng.choice([(), (rng.randrange(VOCAB_SIZE),)]),
-            logprobs=rng.choice([None, 0, 3]),
-            n=rng.choice([*[1] * 7, 2, 3, 5]),
-            presence_penalty=rng.choice([*[0.0] * 3, 0.5, 1.5]),
-        )
-        salt = rng.choice([*[""] * 5, "another tenant"])
-        priority = rng.randint(-2, 2) if self.policy.has_priorities else 0
-        grammar = random.Random(f"grammar {rng.random()}").choice([*[None] * 5, "a", STEADY])
-        if grammar == "a" and random.Random(f"{prompt}").random() < 0.5:
-            grammar = PHRASES
-        tenant = random.Random(f"tenant {prompt} {priority}").choice(self.tenants)
-        return Request(
-            prompt_token_ids=prompt,
-            params=params,
-            cache_salt=salt,
-            priority=priority,
-            tenant=tenant,
-            attachments=attachments,
-            constraint=None if grammar is None else ConstraintSpec(grammar=grammar),
-        )
-
-    def _prompt(self, rng: random.Random) -> tuple[int, ...]:
-        """Often some of the prefix that all share, and then something of its own."""
-        longest = self.limits.max_model_len
-        num_shared = rng.choice([0, 0, 16, 32, 48, rng.randint(0, longest)])
-        most = rng.choice([longest, longest // 2, longest // 2, 8])
-        tail = _random_tokens(rng, max(1, rng.randint(1, most) - num_shared))
-        return (*self.shared_prefix[:num_shared], *tail)[:longest]
-
-    def _chat(self, index: int) -> tuple[Request, tuple[int, ...]]:
-        """A greedy request that ends at or near a page's end, and all its tokens."""
-        rng = random.Random(f"chat {self.seed} {index}")
-        longest = self.limits.max_model_len
-        num_tokens = min(rng.choice([16, 32, 48, 64, 33]), longest)
-        prompt = _random_tokens(rng, rng.randint(1, num_tokens - 1))
-        prompt = without_placeholders(prompt) if self.sees else prompt
-        params = SamplingParams(
-            temperature=0.0, max_tokens=num_tokens - len(prompt), ignore_eos=True
-        )
-        request = Request(prompt_token_ids=prompt, params=params)
-        return request, prompt + solo_stream(request, 0, longest, sees=self.sees).token_ids
-
-    def _continued(
-        self, rng: random.Random, chat: tuple[Request, tuple[int, ...]]
-    ) -> tuple[int, ...]:
-        tail = _random_tokens(rng, rng.randint(0, 20))
-        return (*chat[1], *tail)[: self.limits.max_model_len - 1]
+TICK_S = 0.002
+"""Between two looks at the clock, where the time of steps is bounded."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -250,6 +63,42 @@ class ObservedRunner(FakeRunner):
         return super().launch(inputs)
 
 
+class StepLostError(Exception):
+    """What a device may raise."""
+
+
+@dataclass(kw_only=True, eq=False)
+class LosingRunner(ObservedRunner):
+    """Loses the launches numbered in `lost`, and others with the chance `loss`: at once, when their
+    tokens are chosen, or when they are read."""
+
+    seed: int
+    loss: float = 0.0
+    lost: Collection[int] = ()
+    num_launches: int = 0
+    num_lost: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._rng = random.Random(f"losses {self.seed}")
+
+    def launch(self, inputs: ModelInputs) -> FakeStepHandle:
+        handle = super().launch(inputs)
+        self.num_launches += 1
+        if self._rng.random() >= self.loss and self.num_launches - 1 not in self.lost:
+            return handle
+        self.num_lost += 1
+        if self._rng.random() < 0.3:
+            self._lose()
+        if isinstance(handle, FakeLateStepHandle) and self._rng.random() < 0.5:
+            handle.sample = self._lose
+        handle.on_read = self._lose
+        return handle
+
+    def _lose(self, *_: object) -> NoReturn:
+        raise StepLostError("the step was lost")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
     """What an engine is assembled from, so that a mutant can stand in for one of them."""
@@ -265,10 +114,11 @@ REAL_PARTS = Parts()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """Who starts when, by which clock (in seconds)."""
+    """Who starts when, by which clock (in seconds), and how long a step may take."""
 
     policy: TurnPolicy = FCFS
     batching: Batching = "continuous"
+    step_bound: StepBound | None = None
     clock: Callable[[], float] = time.perf_counter
 
 
@@ -284,11 +134,16 @@ class AssembledEngine(EngineCore):
         super().__init__(runner, limits, options)
         kv_cache = parts.kv_cache(limits, SECRET)
         admission = Admission(page_size=limits.page_size, reserved_output=options.reserved_output)
-        order = SchedulerOptions(policy=options.policy, batching=options.batching)
+        order = SchedulerOptions(
+            policy=options.policy, batching=options.batching, step_bound=options.step_bound
+        )
         self.scheduler = parts.scheduler(limits, kv_cache, admission, order)
         packer = parts.packer(limits, runner.vocab_size)
         self._loop = StepLoop(
-            self.scheduler, StepRunner(runner, packer), depth=LOOP_DEPTHS[options.loop]
+            self.scheduler,
+            StepRunner(runner, packer),
+            depth=LOOP_DEPTHS[options.loop],
+            clock=options.clock,
         )
 
 
@@ -318,6 +173,7 @@ def make_engine(
         reserved_output=reserved_output,
         policy=order.policy,
         batching=order.batching,
+        step_bound=order.step_bound,
         clock=order.clock,
         seed=seed,
         secret=SECRET,
@@ -339,6 +195,9 @@ class Record:
     finished: dict[StreamId, Finished] = field(default_factory=dict, repr=False)
     started: set[int] = field(default_factory=set, repr=False)
     cancelled: set[StreamId] = field(default_factory=set, repr=False)
+    retried: set[StreamId] = field(default_factory=set, repr=False)
+    """Those that a lost step may end now."""
+    failed: set[StreamId] = field(default_factory=set, repr=False)
     log: list[tuple[int, Event]] = field(default_factory=list, repr=False)
     num_steps: int = 0
     num_cancels: int = 0
@@ -360,6 +219,19 @@ class Record:
         for sample in range(request.params.n):
             self.streams[request_id, sample] = []
 
+    def step(self) -> None:
+        """One step of its engine, whose events it files. It computes something, if there is work
+        and nothing is in flight."""
+        engine = self.engine
+        self.retried, num_failed = retried_streams(engine), engine.num_failed_steps
+        events = engine.step()
+        if engine.num_failed_steps > num_failed + 1:  # it was lost and retried in between
+            self.retried |= self.streams.keys()
+        for event in events:
+            self.take(event)
+        self.num_steps += 1
+        assert not engine.num_empty_steps, f"nothing was computed: {_state_of(engine)}"
+
     def take(self, event: Event) -> None:
         """Files an event; it must belong to an open stream and continue it."""
         assert not isinstance(event, PromptLogprobs), f"nobody asked for {event}"
@@ -375,6 +247,8 @@ class Record:
         self.log.append((self.num_steps, event))
         if isinstance(event, Finished):
             self.finished[stream] = event
+            if event.error_kind == "step_failed" and stream in self.retried:
+                self.failed.add(stream)
             return
         tokens = self.streams[stream]
         assert event.index == len(tokens), (
@@ -389,12 +263,13 @@ class Record:
         return solo_stream_of(self.requests[stream[0]], stream, self.engine, self.seed)
 
     def verify(self, *, failed: frozenset[StreamId] = frozenset()) -> None:
-        """Every stream is exact and ended once; those in `failed` were cut by an error."""
+        """Every stream is exact and ended once; those in `failed`, and those that were lost while
+        they were retried, were cut by an error."""
         for stream in self.streams:
             self._verify_tokens(stream)
             if stream in self.cancelled:
                 assert stream not in self.finished, f"{stream} was cancelled and finished"
-            elif stream in failed:
+            elif stream in failed | self.failed:
                 self._verify_failure(stream)
             else:
                 self._verify_end(stream)
@@ -471,6 +346,9 @@ class Simulation:
     ) -> None:
         self.scenario = scenario
         self._now_s = 0.0
+        if scenario.loss and parts.runner is ObservedRunner:
+            runner = partial(LosingRunner, seed=scenario.seed, loss=scenario.loss)
+            parts = replace(parts, runner=runner)
         self.engine = make_engine(
             scenario.limits,
             loop=loop,
@@ -480,12 +358,14 @@ class Simulation:
             order=Order(
                 policy=scenario.policy,
                 batching=scenario.batching,
-                clock=lambda: self._now_s,
+                step_bound=scenario.step_bound(),
+                clock=self._clock,
             ),
         )
         self.record = Record(seed=scenario.seed, engine=self.engine)
         self._audit = audit
         self._rng = random.Random(f"arrivals {scenario.seed}")
+        self._preemptions = random.Random(f"preemptions {scenario.seed}")
         self._next_client = 0
         self._cancels_due: dict[int, list[tuple[int, int | None]]] = {}
 
@@ -499,13 +379,23 @@ class Simulation:
                 self._let_clients_come()
             for request_id, sample in self._cancels_due.pop(record.num_steps, ()):
                 self._cancel(request_id, sample)
-            for event in self.engine.step():
-                record.take(event)
-            record.num_steps += 1
+            self._preempt_one()
+            record.step()
             self._now_s += STEP_S
             self._audit(self.engine)
             spoil_free_slots(self.engine)
         return record
+
+    def _clock(self) -> float:
+        if self.scenario.is_bounded:
+            self._now_s += TICK_S
+        return self._now_s
+
+    def _preempt_one(self) -> None:
+        """Somebody else takes the pages of a running sequence."""
+        scheduler, rng = self.engine.scheduler, self._preemptions
+        if rng.random() < self.scenario.preemption and scheduler.running:
+            scheduler._preempt(rng.choice(scheduler.running))
 
     def _let_clients_come(self) -> None:
         comes, burst = self._rng.random() < self.scenario.arrival, self._rng.choice([1, 1, 4])
@@ -550,6 +440,11 @@ class Simulation:
         self._audit(self.engine)
 
 
+def retried_streams(engine: EngineCore) -> set[StreamId]:
+    sequences = engine.scheduler.sequences
+    return {(each.request_id, each.sample) for each in sequences if each.is_retried}
+
+
 def run_requests(
     engine: EngineCore,
     requests: list[Request],
@@ -564,9 +459,7 @@ def run_requests(
     while not engine.is_idle:
         assert record.num_steps < MAX_STEPS_TO_DRAIN, "the engine does not come to rest"
         before_step(record)
-        for event in engine.step():
-            record.take(event)
-        record.num_steps += 1
+        record.step()
         engine.check_invariants()
         spoil_free_slots(engine)
     return record
@@ -580,10 +473,6 @@ def replayable(what: str, command: str) -> Iterator[None]:
     except BaseException as failure:
         failure.add_note(f"{what}; replay with: {command}")
         raise
-
-
-def _random_tokens(rng: random.Random, count: int) -> tuple[int, ...]:
-    return tuple(rng.choices(range(VOCAB_SIZE), k=count))
 
 
 def _state_of(engine: EngineCore) -> tuple[object, ...]:

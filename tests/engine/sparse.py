@@ -53,10 +53,12 @@ def fake_of(limits: EngineLimits, kind: type[FakeRunner] = FakeRunner, **given: 
     )
 
 
-def engine_of(limits: EngineLimits = LIMITS, **options: Any) -> EngineCore:
+def engine_of(
+    limits: EngineLimits = LIMITS, runner: FakeRunner | None = None, **options: Any
+) -> EngineCore:
     """An engine whose model has a window of `WINDOW` tokens."""
     given = {"eos_token_ids": EOS_TOKEN_IDS, "secret": SECRET, "window": WINDOW, **options}
-    return EngineCore(fake_of(limits), limits, CoreOptions(**given))
+    return EngineCore(runner or fake_of(limits), limits, CoreOptions(**given))
 
 
 @dataclass(kw_only=True, eq=False)

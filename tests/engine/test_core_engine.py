@@ -20,8 +20,8 @@ from tests.engine.simulation import (
     Record,
     make_engine,
     run_requests,
-    solo_stream,
 )
+from tests.engine.solo import solo_stream
 
 LOOPS: tuple[SchedulerLoop, ...] = ("plain", "overlap")
 

@@ -23,7 +23,8 @@ from cadenza.core.sequence import Sequence
 from cadenza.core.step_schema import ModelInputs, StepOutput
 from cadenza.engine.core import EngineCore
 from cadenza.events import Event, Finished
-from tests.engine.simulation import Parts, Scenario, Simulation
+from tests.engine.scenario import Scenario
+from tests.engine.simulation import Parts, Simulation
 
 NUM_SEEDS = 40
 WRONG_STREAM = r"is not the solo stream"

@@ -16,13 +16,8 @@ from cadenza.errors import InvalidRequestError
 from cadenza.request import Request, SamplingParams
 from cadenza.speculative_config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 from tests.engine.drafting import LIMITS, draft_model_of, fake_of
-from tests.engine.simulation import (
-    VOCAB_SIZE,
-    ObservedRunner,
-    Record,
-    run_requests,
-    solo_stream,
-)
+from tests.engine.simulation import VOCAB_SIZE, ObservedRunner, Record, run_requests
+from tests.engine.solo import solo_stream
 
 SERVED = SpeculativeConfig(method="ngram", num_speculative_tokens=4)
 CHEAP = StepCost(fixed_ms=0.1, token_ms=0.01, logit_ms=0.01, key_ms=0.0)

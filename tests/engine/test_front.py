@@ -7,10 +7,15 @@ import pytest
 from cadenza.backends.fake import FakeRunner, FakeStepHandle
 from cadenza.config import EngineLimits
 from cadenza.core.step_schema import ModelInputs
-from cadenza.engine.core import EngineCore
+from cadenza.engine.core import MAX_EMPTY_STEPS, EngineCore
 from cadenza.engine.front import EngineFront, InProcessLink
 from cadenza.engine.open_requests import RequestTimeouts
-from cadenza.errors import EngineClosedError, EngineUnavailableError, RunnerError
+from cadenza.errors import (
+    EngineClosedError,
+    EngineStalledError,
+    EngineUnavailableError,
+    RunnerError,
+)
 from cadenza.events import Event, Finished, Token
 from cadenza.request import Request, SamplingParams
 
@@ -153,3 +158,18 @@ def test_failures_in_a_row_stop_the_service_and_a_success_between_them_does_not(
     status = bench.service.status()
     assert (status.state, status.error is not None) == ("dead", True)
     assert bench.link.stats.numbers["failed_steps"] == 7
+
+
+def test_an_engine_that_computes_nothing_although_requests_are_open_says_so_and_stops(bench: Bench):
+    """It lacks the pages that somebody holds."""
+    pool = bench.core.scheduler.kv_cache.pool
+    assert pool.try_allocate(LIMITS.num_pages) is not None
+    for _ in range(3):
+        bench.submit(5)
+    with pytest.raises(EngineStalledError, match=r"0 running, 3 waiting, 0 of 8 pages free"):
+        bench.serve()
+    assert bench.core.num_empty_steps == MAX_EMPTY_STEPS
+    assert bench.ends() == dict.fromkeys(range(3), ("error", "engine_closed"))
+    status = bench.service.status()
+    assert status.state == "dead"
+    assert "report it" in str(status.error)

@@ -22,14 +22,8 @@ from tests.by_day import by_day
 from tests.core.builders import prompt_of
 from tests.engine.drafting import Source, parts_of
 from tests.engine.recurrent import spoil_free_states
-from tests.engine.simulation import (
-    Record,
-    Scenario,
-    Simulation,
-    make_engine,
-    replayable,
-    run_requests,
-)
+from tests.engine.scenario import Scenario
+from tests.engine.simulation import Record, Simulation, make_engine, replayable, run_requests
 
 LOOPS: tuple[SchedulerLoop, ...] = ("plain", "overlap")
 HERE = "tests/engine/test_recurrent_states.py"

@@ -17,8 +17,8 @@ from tests.engine.simulation import (
     Record,
     make_engine,
     run_requests,
-    solo_stream,
 )
+from tests.engine.solo import solo_stream
 from tests.engine.test_faults import FaultyRunner
 
 LOOPS: tuple[SchedulerLoop, ...] = ("plain", "overlap")

@@ -1,4 +1,5 @@
-"""Random traffic over the token-storing runner: no invariant breaks and every stream is exact.
+"""Random traffic over the token-storing runner: no invariant breaks, every stream is exact, and
+where there is work a step computes something.
 
 Owns the seeds and the sizes; the drive and the oracle are
 in `tests.engine.simulation`.
@@ -14,11 +15,13 @@ from cadenza.core.sequence import SequenceStatus
 from cadenza.engine.core import EngineCore
 from cadenza.events import Token
 from tests.by_day import by_day
-from tests.engine.simulation import ObservedRunner, Record, Scenario, Simulation, replayable
+from tests.engine.scenario import Scenario
+from tests.engine.simulation import ObservedRunner, Record, Simulation, replayable
 
 LOOPS: tuple[SchedulerLoop, ...] = ("plain", "overlap")
 
 SEEDS_BY_DAY = {*range(39), 79}
+TROUBLED_BY_DAY = {*range(20)}
 NUM_STEPS = 84  # of each of three runs, not counting the way to rest
 NUM_SOAK_SEEDS = 1000
 NUM_SOAK_STEPS = 500  # of each of three runs: 1,500,000 in all
@@ -38,9 +41,20 @@ def shown(stream: list[Token]) -> list[Token]:
 
 
 def check_seed(seed: int, num_steps: int, *, recurrent: bool = False, sees: bool = False) -> None:
-    scenario = Scenario(seed=seed, num_steps=num_steps, recurrent=recurrent, sees=sees)
+    check(Scenario(seed=seed, num_steps=num_steps, recurrent=recurrent, sees=sees))
+
+
+def troubled(seed: int, num_steps: int, **traffic: float) -> Scenario:
+    """Of any kind of model: steps are lost, sequences preempted, clients hang up."""
+    rates = {"loss": 0.04, "preemption": 0.1, "hang_up": 0.1, "arrival": 0.5, **traffic}
+    kind = {"recurrent": seed % 5 == 3, "sees": seed % 4 == 1, "is_bounded": seed % 3 == 2}
+    return Scenario(seed=seed, num_steps=num_steps, **kind, **rates)
+
+
+def check(scenario: Scenario) -> None:
     plain, overlap = simulate(scenario, "plain"), simulate(scenario, "overlap")
-    for stream in plain.finished.keys() & overlap.finished.keys():
+    ended = plain.finished.keys() & overlap.finished.keys()
+    for stream in ended - plain.failed - overlap.failed:
         assert plain.requests[stream[0]] == overlap.requests[stream[0]]
         ours, theirs = (shown(record.streams[stream]) for record in (plain, overlap))
         assert ours == theirs, "the loops differ"
@@ -66,6 +80,13 @@ def test_streams_of_a_model_that_sees_are_exact(seed: int) -> None:
     name = "test_streams_of_a_model_that_sees_are_exact"
     with replayable(f"seed {seed}", f"python -m pytest '{HERE}::{name}[{seed}]'"):
         check_seed(seed, NUM_STEPS, recurrent=seed % 5 == 4, sees=True)
+
+
+@pytest.mark.parametrize("seed", by_day(range(400), TROUBLED_BY_DAY))
+def test_every_step_computes_where_steps_are_lost_and_sequences_preempted(seed: int) -> None:
+    name = "test_every_step_computes_where_steps_are_lost_and_sequences_preempted"
+    with replayable(f"seed {seed}", f"python -m pytest '{HERE}::{name}[{seed}]'"):
+        check(troubled(seed, NUM_STEPS))
 
 
 @pytest.mark.soak

@@ -145,8 +145,7 @@ def stream_of(seed: int, max_tokens: int = 300) -> Request:
 
 def drain(engine: EngineCore, record: Record, most: int = 4000) -> None:
     for _ in range(most):
-        for event in engine.step():
-            record.take(event)
+        record.step()
         engine.check_invariants()
         if engine.is_idle:
             return
@@ -313,7 +312,8 @@ def test_an_engine_lost_within_a_span_leaves_its_request_to_another() -> None:
 
 @dataclass(slots=True, eq=False)
 class Traffic:
-    """Random requests with spans at random bounds; some are cancelled, some steps fail."""
+    """Random requests with spans at random bounds; some are cancelled or preempted, some steps
+    fail."""
 
     seed: int
     loop: SchedulerLoop
@@ -335,7 +335,9 @@ class Traffic:
         bound = bound_of(rng.choice([1.0, 12.0, 25.0, 60.0]))
         engine, runner = engine_of(limits, bound, self.loop)
         failing = rng.choice([None, None, rng.randrange(10, 120)])
-        runner.fails = lambda inputs: inputs.step_id == failing
+        losses = random.Random(f"losses {self.seed}")
+        loss = losses.choice([0.0, 0.0, 0.05])
+        runner.fails = lambda inputs: inputs.step_id == failing or losses.random() < loss
         record = Record(seed=0, engine=engine)
         for _ in range(140):
             if rng.random() < 0.3 and engine.num_queue_slots > 5:
@@ -344,6 +346,9 @@ class Traffic:
             if holder is not None and rng.random() < 0.05:
                 self._cancel(engine, record, holder)
             num_preemptions = engine.scheduler.num_preemptions
+            running = engine.scheduler.running
+            if losses.random() < loss and running:
+                engine.scheduler._preempt(losses.choice(running))
             self._take(engine, record)
             if engine.scheduler.num_preemptions > num_preemptions and holder is not None:
                 self.modes["preempted holder"] += holder.num_preemptions > 0
@@ -356,8 +361,7 @@ class Traffic:
         self.modes["failures"] += engine.num_failed_steps
 
     def _take(self, engine: EngineCore, record: Record) -> None:
-        for event in engine.step():
-            record.take(event)
+        record.step()
         engine.check_invariants()
 
     def _cancel(self, engine: EngineCore, record: Record, holder: Sequence) -> None:

@@ -2,7 +2,9 @@
 that its request gives alone.
 
 On the token-storing runners: the engine is thrown away before a step, with that step's events, and
-a new one gets every open request with what had been passed on until then.
+a new one gets every open request with what had been passed on until then. In some runs steps are
+lost and sequences preempted, too; where there is work and nothing is in flight, a step computes
+something.
 """
 
 import random
@@ -12,6 +14,7 @@ from dataclasses import replace
 import pytest
 
 from cadenza.config import EngineLimits, SchedulerLoop
+from cadenza.core.turns import POLICIES
 from cadenza.engine.core import EngineCore
 from cadenza.engine.open_requests import OpenRequests, RequestTimeouts
 from cadenza.errors import InvalidRequestError
@@ -23,10 +26,12 @@ from cadenza.structured import ConstraintSpec
 from cadenza.tenant import Tenant
 from tests.by_day import by_day
 from tests.engine.hashed_constraint import PHRASES, STEADY, compile_hashed
+from tests.engine.simulation import LosingRunner, retried_streams
 from tests.engine.solo import StreamId
 from tests.engine.sparse import (
     LIMITS,
     asking,
+    fake_of,
     kept_of,
     owed,
     request_of,
@@ -87,6 +92,9 @@ class Relay:
         self.drafts = None
         if self.rng.random() < 0.5:
             self.drafts = SpeculativeConfig(method="ngram", num_speculative_tokens=4)
+        self.troubles = random.Random(f"troubles {seed}")
+        self.loss = self.troubles.choice([0.0, 0.0, 0.03])
+        self.policy = POLICIES[self.troubles.choice([*POLICIES])](2.0)
         self.books = OpenRequests(RequestTimeouts(), lambda: 0.0)
         self.engine = self._engine()
         self.requests: dict[int, Request] = {}
@@ -94,13 +102,17 @@ class Relay:
         self.ended: dict[StreamId, Finished] = {}
         self.kept: dict[int, bytes | None] = {}
         self.cancelled: set[int] = set()
+        self.failed: set[StreamId] = set()
         self.num_resumed_scored = 0
 
     def _engine(self) -> EngineCore:
         scorer = scorer_of(self.limits, self.budget)
+        seed = self.troubles.randrange(1 << 30)
         return scoring_engine(
             self.limits,
             scorer,
+            runner=fake_of(self.limits, LosingRunner, loss=self.loss, seed=seed),
+            policy=self.policy,
             loop=self.loop,
             reserved_output=self.reserved,
             speculation=self.drafts,
@@ -168,7 +180,20 @@ class Relay:
         raise AssertionError("the engine does not come to rest")
 
     def step(self) -> None:
-        self.take(self.engine.step())
+        scheduler = self.engine.scheduler
+        if self.troubles.random() < self.loss and scheduler.running:
+            scheduler._preempt(self.troubles.choice(scheduler.running))
+        retried, num_failed = retried_streams(self.engine), self.engine.num_failed_steps
+        events = self.engine.step()
+        assert not self.engine.num_empty_steps, "nothing was computed, although there is work"
+        if self.engine.num_failed_steps > num_failed + 1:  # it was lost and retried in between
+            retried |= self.tokens.keys()
+        self.failed |= retried & {
+            (event.request_id, event.sample)
+            for event in events
+            if isinstance(event, Finished) and event.error_kind == "step_failed"
+        }
+        self.take(events)
         self.engine.check_invariants()
 
     def verify(self) -> None:
@@ -176,7 +201,7 @@ class Relay:
             request, tokens = self.requests[request_id], tuple(found)
             kept = kept_of(request)
             solo = owed(request, kept, sample=sample)
-            if request_id in self.cancelled:
+            if request_id in self.cancelled or (request_id, sample) in self.failed:
                 assert tokens == solo.token_ids[: len(tokens)]
                 continue
             assert tokens == solo.token_ids

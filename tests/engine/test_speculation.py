@@ -29,7 +29,8 @@ from tests.engine.drafting import (
     parts_of,
 )
 from tests.engine.hashed_constraint import PHRASES, SHORT, STEADY, HashedConstraint
-from tests.engine.simulation import Client, Parts, Record, Scenario, Simulation, replayable
+from tests.engine.scenario import Client, Scenario
+from tests.engine.simulation import Parts, Record, Simulation, replayable
 
 NUM_STEPS = 60
 HERE = "tests/engine/test_speculation.py"
@@ -65,7 +66,10 @@ def test_streams_are_exact_and_invariants_hold_with_drafts(
     command = f"python -m pytest '{HERE}' -k '{seed}-{source}-{kind}'"
     error = (0.0, 0.1, 0.4, 1.0)[seed % 4]
     with replayable(f"seed {seed}", command):
-        scenario = SCENARIOS[kind](seed=seed, num_steps=NUM_STEPS, hang_up=0.15 if error else 0.0)
+        rates = {"hang_up": 0.15} if error else {"hang_up": 0.0}
+        if seed % 4 == 1:
+            rates |= {"loss": 0.04, "preemption": 0.1}
+        scenario = SCENARIOS[kind](seed=seed, num_steps=NUM_STEPS, **rates)
         parts = parts_of(source, error=error, context=0.5 if seed % 4 == 2 else 1.0)
         for loop in ("plain", "overlap"):
             simulation = Simulation(scenario, loop=loop, parts=parts, audit=audit_published_pages)

@@ -5,7 +5,13 @@ from pathlib import Path
 import pytest
 
 from cadenza import LLM, SamplingParams
-from cadenza.errors import CheckpointError, ConfigError, EngineClosedError, InvalidRequestError
+from cadenza.errors import (
+    CheckpointError,
+    ConfigError,
+    EngineClosedError,
+    EngineStalledError,
+    InvalidRequestError,
+)
 from tests.faces.conftest import LIMITS
 
 PROMPTS = [[1, 2, 3], [4, 5], [7] * 50, [9], [11] * 20, [12, 13]]
@@ -29,6 +35,22 @@ def test_more_prompts_than_the_queue_holds_are_all_answered(llm: LLM) -> None:
     prompts = [[1 + index % 300] for index in range(70)]
     outputs = llm.generate(prompts, greedy(3))
     assert [list(output.prompt_token_ids) for output in outputs] == prompts
+
+
+def test_an_engine_that_computes_nothing_ends_the_call_with_an_error_and_not_the_next_one(
+    llm: LLM,
+) -> None:
+    """It lacks the pages that somebody holds."""
+    pool = llm.core.scheduler.kv_cache.pool
+    held = pool.try_allocate(pool.num_available)
+    assert held is not None
+    try:
+        with pytest.raises(EngineStalledError, match="0 running, 2 waiting, 0 of"):
+            llm.generate(PROMPTS[:2], greedy())
+    finally:
+        pool.free(held)
+    assert llm.core.is_idle
+    assert [len(each.outputs[0].token_ids) for each in llm.generate(PROMPTS, greedy())] == [12] * 6
 
 
 def test_prompts_wait_for_room_while_another_stream_that_is_half_read_fills_the_queue(

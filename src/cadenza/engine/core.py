@@ -47,7 +47,7 @@ from cadenza.engine.resumption import Resumption
 from cadenza.engine.sample_seed import seed_of_sample
 from cadenza.engine.scoring_steps import PromptScorerModel, ScoringSteps
 from cadenza.engine.stored_pages import StoredPages
-from cadenza.errors import EngineClosedError, QueueFullError
+from cadenza.errors import EngineClosedError, EngineStalledError, QueueFullError
 from cadenza.events import Event, Finished
 from cadenza.kernel_proof import KernelProof
 from cadenza.request import Request
@@ -56,6 +56,10 @@ from cadenza.speculative_config import SpeculativeConfig
 from cadenza.structured import CompileConstraint
 
 logger = logging.getLogger(__name__)
+
+MAX_EMPTY_STEPS = 1000
+"""After so many steps in a row that compute nothing, although there is work, `step` raises: the
+engine would go on like this for ever."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,6 +209,11 @@ class EngineCore:
         return self._loop.num_consecutive_failures
 
     @property
+    def num_empty_steps(self) -> int:
+        """Steps in a row that computed nothing, although there was work and nothing to wait for."""
+        return self._loop.num_empty_steps
+
+    @property
     def num_queue_slots(self) -> int:
         """Free places in the waiting queue, in samples; a request is accepted if there is one."""
         return max(0, self.limits.max_num_queued_reqs - self._num_waiting)
@@ -284,11 +293,17 @@ class EngineCore:
 
         Args:
             announce: called with the requests that start, before anything of them is computed.
+
+        Raises:
+            EngineClosedError: after `close`.
+            EngineStalledError: nothing was computed in the last `MAX_EMPTY_STEPS` steps.
         """
         if self._is_closed:
             raise EngineClosedError("the engine is closed; make a new one")
         refused = self._start_compiled() if self._compiling else []
         events = self._step(announce)
+        if self.num_empty_steps >= MAX_EMPTY_STEPS:
+            raise EngineStalledError(self._stall_text())
         for event in events:
             if isinstance(event, Finished):
                 self._forget(event.request_id, event.sample)
@@ -300,9 +315,21 @@ class EngineCore:
             return self._loop.step(announce)
         stored.advance()
         events = self._loop.step(announce)
+        if stored.is_awaited(self._clock()):
+            self._loop.num_empty_steps = 0
         if not (events or self._loop.in_flight or self.scheduler.running) and stored.is_busy:
             stored.wait()
         return events
+
+    def _stall_text(self) -> str:
+        scheduler = self.scheduler
+        pages = scheduler.kv_cache.pool.counts()
+        return (
+            f"the engine computes nothing although requests are open ({len(scheduler.running)} "
+            f"running, {len(scheduler.waiting)} waiting, {pages.free + pages.cached} of "
+            f"{self.limits.num_pages} pages free): this is a fault of Cadenza's, please report it "
+            f"with this line; a request that is sent again may succeed"
+        )
 
     def close(self) -> None:
         """Ends all requests without events and frees the device's memory. Idempotent."""

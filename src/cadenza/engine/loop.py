@@ -173,6 +173,8 @@ class StepLoop:
         self.in_flight: deque[LaunchedStep] = deque()
         self.num_failed_steps = 0
         self.num_consecutive_failures = 0
+        self.num_empty_steps = 0
+        """In a row: nothing was in flight, and nothing was computed although there was work."""
         self._scheduler = scheduler
         self._step_runner = step_runner
         self._depth = depth
@@ -203,11 +205,14 @@ class StepLoop:
 
         A request's `Started` comes with the launch of its first step, before its other events.
         """
-        has_waited = bool(self.in_flight) and self._must_read_first()
+        is_resting = not self.in_flight
+        has_waited = not is_resting and self._must_read_first()
         events = self._read_all() if has_waited else []
         batch = self._scheduler.schedule(self._clock())
         if announce is not None and batch is not None and (batch.started or batch.preparing):
             announce([*batch.started, *batch.preparing])
+        is_empty = batch is None and is_resting and self._scheduler.has_work
+        self.num_empty_steps = self.num_empty_steps + 1 if is_empty else 0
         if batch is not None:
             events += [*batch.started, *self._launch(batch, has_waited=has_waited)]
         if len(self.in_flight) > self._depth or (batch is None and self.in_flight):

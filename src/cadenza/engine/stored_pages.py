@@ -137,6 +137,13 @@ class StoredPages:
         """Whether pages wait for being copied from or to the device."""
         return not self._has_ended and bool(self._has_backlog or self._waits)
 
+    def is_awaited(self, now_s: float) -> bool:
+        """Whether a sequence waits for a read that had not ended when it was last asked for."""
+        return any(
+            not each.has_seen_end and now_s - each.since_s <= PATIENCE_S
+            for each in self._waits.values()
+        )
+
     @property
     def _has_backlog(self) -> bool:
         return bool(self._backlog or self._state_backlog)
