@@ -513,7 +513,7 @@ class WithFailingPool(KVCacheManager):
 
 def run_with_failed_allocation(at: int, loop: SchedulerLoop) -> FailsOneAllocation:
     engine = make_engine(LIMITS, loop=loop, parts=Parts(kv_cache=partial(WithFailingPool, at)))
-    run_requests(engine, list(workload())).verify()
+    run_requests(engine, list(workload()), most_empty_steps=1).verify()
     pool = engine.scheduler.kv_cache.pool
     assert isinstance(pool, FailsOneAllocation)
     return pool

@@ -56,7 +56,7 @@ class WithFailingSlots(KVCacheManager):
 
 def run_with_failed_allocation(at: int, loop: SchedulerLoop) -> FailsOneAllocation:
     engine = make_engine(RECURRENT, loop=loop, parts=Parts(kv_cache=partial(WithFailingSlots, at)))
-    run_requests(engine, requests_of(0, 12)).verify()
+    run_requests(engine, requests_of(0, 12), most_empty_steps=1).verify()
     states = engine.scheduler.kv_cache.states
     assert states is not None
     pool = states.pool

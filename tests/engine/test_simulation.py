@@ -21,10 +21,11 @@ from tests.engine.simulation import ObservedRunner, Record, Simulation, replayab
 LOOPS: tuple[SchedulerLoop, ...] = ("plain", "overlap")
 
 SEEDS_BY_DAY = {*range(39), 79}
-TROUBLED_BY_DAY = {*range(20)}
 NUM_STEPS = 84  # of each of three runs, not counting the way to rest
 NUM_SOAK_SEEDS = 1000
 NUM_SOAK_STEPS = 500  # of each of three runs: 1,500,000 in all
+NUM_TROUBLED_SEEDS = 400
+NUM_TROUBLED_STEPS = 170  # of each of three runs: 204,000 in all
 HERE = "tests/engine/test_simulation.py"
 
 
@@ -82,11 +83,19 @@ def test_streams_of_a_model_that_sees_are_exact(seed: int) -> None:
         check_seed(seed, NUM_STEPS, recurrent=seed % 5 == 4, sees=True)
 
 
-@pytest.mark.parametrize("seed", by_day(range(400), TROUBLED_BY_DAY))
+@pytest.mark.parametrize("seed", range(20))
 def test_every_step_computes_where_steps_are_lost_and_sequences_preempted(seed: int) -> None:
     name = "test_every_step_computes_where_steps_are_lost_and_sequences_preempted"
     with replayable(f"seed {seed}", f"python -m pytest '{HERE}::{name}[{seed}]'"):
         check(troubled(seed, NUM_STEPS))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(NUM_TROUBLED_SEEDS))
+def test_200000_steps_of_which_some_are_lost_are_exact_and_end(seed: int) -> None:
+    name = "test_200000_steps_of_which_some_are_lost_are_exact_and_end"
+    with replayable(f"seed {seed}", f"python -m pytest -m soak '{HERE}::{name}[{seed}]'"):
+        check(troubled(seed, NUM_TROUBLED_STEPS))
 
 
 @pytest.mark.soak
