@@ -35,6 +35,7 @@ from cadenza.checkpoint.rope_config import Llama3RopeScaling, RopeConfig
 from cadenza.checkpoint.weights import Weights
 from cadenza.config import EngineLimits, KVCacheDType, SchedulerLoop
 from cadenza.engine.core import CoreOptions, EngineCore
+from cadenza.engine.page_folder import PageFolder
 from cadenza.events import Finished, Token
 from cadenza.request import Request, SamplingParams
 from cadenza.verification.reference import ReferenceEngine
@@ -208,6 +209,7 @@ class Mode:
     caching: bool = True
     reserved_output: float = 0.5
     arrival_seed: int | None = None
+    page_folder: PageFolder | None = None
 
     def limits(self, limits: EngineLimits) -> EngineLimits:
         return replace(
@@ -273,6 +275,7 @@ def new_engine(runner: Runner, variant: Variant, mode: Mode) -> EngineCore:
         loop=mode.loop,
         reserved_output=mode.reserved_output,
         secret=b"test",
+        page_folder=mode.page_folder,
     )
     return EngineCore(runner, mode.limits(variant.limits), options)
 

@@ -1,7 +1,8 @@
 """Random hybrids: any mixture of layers, served anyhow, gives each stream the bits it has alone.
 
-A seed decides the model (mixers, heads, windows, experts), the limits and the requests. The first
-seed runs every day, 200 in `make soak`.
+A seed decides the model (mixers, heads, windows, experts), the limits and the requests, which are
+served with and without drafts, in a tight pool, and from pages and states on a disk. The first seed
+runs every day, 200 in `make soak`.
 """
 
 from dataclasses import dataclass, replace
@@ -24,8 +25,10 @@ from cadenza.checkpoint.random_checkpoint import write_random_checkpoint
 from cadenza.checkpoint.rope_config import RopeConfig
 from cadenza.checkpoint.weights import open_weights
 from cadenza.config import EngineLimits
+from cadenza.engine.page_folder import PageFolder
+from cadenza.request import Request
 from tests.by_day import by_day
-from tests.xla.harness import Mode, Variant, random_requests, serve
+from tests.xla.harness import Mode, Served, Stream, Variant, random_requests, serve
 
 NUM_MODELS = 200
 BY_DAY = {0}
@@ -137,6 +140,50 @@ def random_model(rng: np.random.Generator) -> ModelConfig:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Requests of a random model, and the streams that they have alone, in the same order."""
+
+    runner: XlaRunner
+    variant: Hybrid
+    requests: list[Request]
+    alone: list[Stream]
+
+    @classmethod
+    def of(cls, runner: XlaRunner, variant: Hybrid, seed: int) -> "Workload":
+        requests, alone = random_requests(seed, 10, variant), list[Stream]()
+        for request in requests:
+            runner.reset()
+            alone += serve(runner, variant, [request], Mode(caching=False, loop="plain")).streams
+        again = slice(4)  # the same prompts once more, which hit
+        return cls(runner, variant, requests + requests[again], alone + alone[again])
+
+    def check(self, mode: Mode, *, drafts: np.random.Generator | None = None) -> Served:
+        """Serves all; with drafts, most of them with a prediction that is wrong in places."""
+        self.runner.reset()
+        requests = self.requests if drafts is None else self._predicted(drafts)
+        served = serve(self.runner, self.variant, requests, mode)
+        differing = {
+            index: difference
+            for index, (stream, alone) in enumerate(zip(served.streams, self.alone, strict=True))
+            if (difference := stream.difference(alone))
+        }
+        assert not differing, f"{self.variant.model}: {differing}"
+        return served
+
+    def _predicted(self, rng: np.random.Generator) -> list[Request]:
+        def guess(stream: Stream) -> tuple[int, ...]:
+            wrong = rng.choice([0, 2, 4, 7])  # the place in each eight tokens
+            ids = enumerate(stream.token_ids)
+            return tuple(max(3, each - 1) if at % 8 == wrong else each for at, each in ids)
+
+        pairs = zip(self.requests, self.alone, strict=True)
+        return [
+            replace(request, prediction=guess(stream)) if rng.random() < 0.8 else request
+            for request, stream in pairs
+        ]
+
+
 @pytest.mark.native
 @pytest.mark.parametrize("seed", by_day(list(range(NUM_MODELS)), BY_DAY))
 def test_a_random_hybrid_gives_each_stream_the_bits_that_it_has_alone(tmp_path: Path, seed: int):
@@ -150,24 +197,21 @@ def test_a_random_hybrid_gives_each_stream_the_bits_that_it_has_alone(tmp_path: 
         page_size=int(rng.choice([16, 32])),
     )
     write_random_checkpoint(variant.model, tmp_path / "model", seed=seed, dtype="float32")
-    runner = XlaRunner(variant.model, open_weights(tmp_path / "model"), variant.setup, variant.ops)
+    setup = replace(variant.setup, copies_pages=True)
+    runner = XlaRunner(variant.model, open_weights(tmp_path / "model"), setup, variant.ops)
     runner.warmup()
-    requests = random_requests(seed, 10, variant)
-    requests += requests[:4]  # the same prompts again, which hit
-    alone = []
-    for request in requests[:10]:
-        runner.reset()
-        alone += serve(runner, variant, [request], Mode(caching=False, loop="plain")).streams
-    for mode in (
-        Mode(arrival_seed=seed),
-        Mode(budget=variant.num_rows, loop="plain", num_pages=variant.num_pages // 2 + 10),
-    ):
-        runner.reset()
-        served = serve(runner, variant, requests, mode)
-        differing = {
-            index: difference
-            for index, stream in enumerate(served.streams)
-            if (difference := stream.difference(alone[index if index < 10 else index - 10]))
-        }
-        assert not differing, f"{variant.model}: {differing}"
+    workload = Workload.of(runner, variant, seed)
+    tight = Mode(budget=variant.num_rows, loop="plain", num_pages=variant.num_pages // 2 + 10)
+    workload.check(Mode(arrival_seed=seed))
+    workload.check(tight)
+    drafted = workload.check(Mode(arrival_seed=seed), drafts=rng).engine.scheduler.draft_counts
+    assert drafted.num_draft_tokens > 0
+    assert seed not in BY_DAY or 0 < drafted.num_accepted_tokens < drafted.num_draft_tokens
+    workload.check(tight, drafts=rng)
+    for is_first in (True, False):
+        folder = PageFolder(tmp_path / "pages", "one model", 1 << 28)
+        stored = workload.check(replace(tight, page_folder=folder)).engine.stored_pages
+        assert stored is not None
+        assert is_first or stored.counts.num_read > 0
+        stored.close()
     runner.close()
