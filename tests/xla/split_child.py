@@ -1,7 +1,7 @@
 """Streams of one model on several numbers of devices, for a process that has as many of a CPU.
 
-Run as `python -m tests.xla.split_child FOLDER TREE COUNTS`, where TREE is `tree`, or what stands in
-its place: `psum`, and COUNTS are numbers of devices. Prints a JSON object: by number of devices the
+Run as `python -m tests.xla.split_child FOLDER OPTIONS COUNTS`, where OPTIONS are those of `Options`
+as a JSON object, and COUNTS numbers of devices. Prints a JSON object: by number of devices the
 streams' tokens with the bits of their log probabilities, and the operations of the compiled step
 that exchange anything.
 """
@@ -11,20 +11,30 @@ import re
 import sys
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.ops.split import AXIS, SplitOps
 from cadenza.backends.xla.ops.table import DecoderSpec, Linear
 from cadenza.backends.xla.runner import XlaRunner
 from cadenza.checkpoint.folder import Checkpoint
 from cadenza.checkpoint.opening import open_checkpoint
+from cadenza.config import KVCacheDType
 from tests.xla.harness import BASE, Mode, random_requests, serve
 
 VARIANT = replace(BASE, bucket=16, num_rows=4, num_pages=48)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """`tree` names the op table: `tree`, or one with a fault."""
+
+    tree: str = "tree"
+    kv_cache_dtype: KVCacheDType = "auto"
 
 
 class SummedOps(SplitOps):
@@ -34,16 +44,28 @@ class SummedOps(SplitOps):
         return jax.lax.psum(x.astype("float32") @ weight.weight.T.astype("float32"), AXIS)
 
 
-TABLES: dict[str, Callable[[DecoderSpec], SplitOps]] = {"tree": SplitOps, "psum": SummedOps}
+class AllHeadsOps(SplitOps):
+    """Attends with all heads of a device at once."""
+
+    def _attend_loaded(self, *given: Any) -> tuple[jax.Array, ...]:
+        return OpTable._attend_loaded(self, *given)
 
 
-def streams_on(checkpoint: Checkpoint, num_devices: int, tree: str) -> dict[str, Any]:
-    setup = replace(VARIANT.setup, ops="split", num_devices=num_devices)
-    runner = XlaRunner(checkpoint.config, checkpoint.weights, setup, TABLES[tree])
+TABLES: dict[str, Callable[[DecoderSpec], SplitOps]] = {
+    "tree": SplitOps,
+    "psum": SummedOps,
+    "heads": AllHeadsOps,
+}
+
+
+def streams_on(checkpoint: Checkpoint, num_devices: int, options: Options) -> dict[str, Any]:
+    variant = replace(VARIANT, kv_cache_dtype=options.kv_cache_dtype)
+    setup = replace(variant.setup, ops="split", num_devices=num_devices)
+    runner = XlaRunner(checkpoint.config, checkpoint.weights, setup, TABLES[options.tree])
     with closing(runner):
         runner.warmup()
         requests = random_requests(5, 4, VARIANT)
-        streams = serve(runner, VARIANT, requests, Mode(arrival_seed=3)).streams
+        streams = serve(runner, variant, requests, Mode(arrival_seed=3)).streams
         (step,) = runner.programs.step.values()
         found: Any = step
         exchanges = re.findall(r" (all-[a-z]+|collective-[a-z]+|reduce-scatter)\(", found.as_text())
@@ -51,9 +73,9 @@ def streams_on(checkpoint: Checkpoint, num_devices: int, tree: str) -> dict[str,
     return {"streams": tokens, "exchanges": sorted({*exchanges})}
 
 
-def main(folder: str, tree: str, *counts: str) -> None:
-    checkpoint = open_checkpoint(Path(folder))
-    print(json.dumps({each: streams_on(checkpoint, int(each), tree) for each in counts}))
+def main(folder: str, options: str, *counts: str) -> None:
+    checkpoint, given = open_checkpoint(Path(folder)), Options(**json.loads(options))
+    print(json.dumps({each: streams_on(checkpoint, int(each), given) for each in counts}))
 
 
 if __name__ == "__main__":

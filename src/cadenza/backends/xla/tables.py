@@ -119,6 +119,10 @@ class ReferenceTable:
         return None
 
 
+SPLIT_REVISION = "2"
+"""Of the order of sums in `SplitOps`; to be raised where its bits change."""
+
+
 @dataclass(frozen=True, slots=True)
 class SplitTable(ReferenceTable):
     """The definition, for a model that devices share."""
@@ -143,7 +147,7 @@ class SplitTable(ReferenceTable):
         )
 
     def describe_arithmetic(self, device: Any) -> tuple[str, ...]:  # noqa: ARG002
-        return ("split",)
+        return ("split", SPLIT_REVISION)
 
 
 @dataclass(frozen=True, slots=True)

@@ -277,9 +277,19 @@ class AttentionOps(EncoderOps):
         state: tuple[jax.Array, ...],
     ) -> tuple[jax.Array, ...]:
         """One block of the online softmax; leaves tokens without a valid lane unchanged."""
+        loaded = self._load(pool, block.places, block.valid)
+        return self._attend_loaded(query, loaded, block, state)
+
+    def _attend_loaded(
+        self,
+        query: jax.Array,
+        loaded: KVPool,
+        block: KeyBlock,
+        state: tuple[jax.Array, ...],
+    ) -> tuple[jax.Array, ...]:
+        """The same of a block's keys and values, as `_load` gives them."""
         maximum, total, out = state
         valid = block.valid
-        loaded = self._load(pool, block.places, valid)
         scores = self._scores(query, loaded) * block.scale
         if self._model.attention_soft_cap is not None:
             scores = soft_cap(scores, self._model.attention_soft_cap)

@@ -6,10 +6,13 @@ weight, and the sums of spans are added in a balanced tree. A device adds the su
 spans; what devices then exchange are whole sums in float32, by an all-gather, which adds nothing.
 So no bit depends on the number of devices.
 
-Products are computed in tiles of outputs that every number of devices has whole, since a compiler
-may order the sums of a product by its shape.
+What only some devices have is computed in parts that every number of devices has whole, a KV head
+or a tile of outputs at a time (`_each`): a compiler orders sums, and chooses exponentials, by the
+shape of what it computes and of what it joins with it.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
 from math import gcd
 from typing import Any
 
@@ -17,8 +20,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from cadenza.backends.xla.ops.attention_reference import KeyBlock
 from cadenza.backends.xla.ops.reference import OpTable
-from cadenza.backends.xla.ops.table import DecoderSpec, Linear, StepArrays
+from cadenza.backends.xla.ops.table import DecoderSpec, HeadFactors, KVPool, Linear, StepArrays
+from cadenza.checkpoint.layer_kind import HeadShape
 from cadenza.checkpoint.split import NUM_SPANS
 
 AXIS = "devices"
@@ -54,6 +59,56 @@ class SplitOps(OpTable):
     def gated_linear(self, x: jax.Array, weight: Linear, count: jax.Array) -> jax.Array:
         gate, up = jnp.split(self._columns(x, weight), 2, axis=-1)
         return self._gate(gate, up)
+
+    def _gate(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        whole, size = super()._gate, gate.shape[1]
+        tile = _tile_of(size, self._num_devices)
+
+        def tiles(x: jax.Array) -> jax.Array:
+            return jnp.moveaxis(x.reshape(len(x), size // tile, tile), 1, 0)
+
+        gated = _each(lambda part: whole(*part), (tiles(gate), tiles(up)))
+        return jnp.moveaxis(gated, 0, 1).reshape(gate.shape)
+
+    def _queries(
+        self, qkv: jax.Array, factors: HeadFactors, turns: jax.Array, shape: HeadShape
+    ) -> jax.Array:
+        groups = qkv[:, : shape.query_size].reshape(len(qkv), shape.num_kv_heads, -1)
+        own = replace(shape, num_heads=shape.num_heads // shape.num_kv_heads, num_kv_heads=1)
+        whole = super()._queries
+
+        def query(part: jax.Array) -> jax.Array:
+            return whole(part, factors, turns, own)[:, 0]
+
+        return jnp.moveaxis(_each(query, jnp.moveaxis(groups, 1, 0)), 0, 1)
+
+    def _keys_and_values(
+        self, key: jax.Array, value: jax.Array, factors: HeadFactors, turns: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        whole = super()._keys_and_values
+
+        def kept(part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            return whole(part[0][:, None], part[1][:, None], factors, turns)
+
+        heads = jnp.moveaxis(key, 1, 0), jnp.moveaxis(value, 1, 0)
+        keys, values = _each(kept, heads)
+        return jnp.moveaxis(keys[:, :, 0], 0, 1), jnp.moveaxis(values[:, :, 0], 0, 1)
+
+    def _attend_loaded(
+        self, query: jax.Array, loaded: KVPool, block: KeyBlock, state: tuple[jax.Array, ...]
+    ) -> tuple[jax.Array, ...]:
+        whole = super()._attend_loaded
+
+        def head(axis: int) -> Callable[[jax.Array], jax.Array]:
+            return lambda side: jnp.moveaxis(side, axis, 0)
+
+        def attend(part: Any) -> tuple[jax.Array, ...]:
+            query, kept, state = part
+            own = jax.tree.map(lambda side: side[:, :, None], kept)
+            return whole(query[:, None], own, block, tuple(each[:, None] for each in state))
+
+        parts = head(1)(query), jax.tree.map(head(2), loaded), jax.tree.map(head(1), state)
+        return jax.tree.map(lambda side: jnp.moveaxis(side[:, :, 0], 0, 1), _each(attend, parts))
 
     def next_tokens(self, x: jax.Array, head: Linear, step: StepArrays) -> jax.Array:
         return self._choose(self._logits(x, head), step)
@@ -97,12 +152,17 @@ def _tree(sums: list[jax.Array]) -> jax.Array:
     return sums[0]
 
 
+def _tile_of(num_out: int, num_devices: int) -> int:
+    """The size of tiles of outputs of which every number of devices has whole ones, where each of
+    `num_devices` has `num_out` outputs."""
+    return gcd(TILE, max(1, num_out * num_devices // NUM_SPANS))
+
+
 def _tiled_product(x: jax.Array, weight: Any, num_devices: int) -> jax.Array:
     """x [T, K] times the transposed weight [N, K], which is a part of one of N * `num_devices`
     outputs: float32 [T, N]."""
     num_out, num_in = weight.shape
-    tile = gcd(TILE, max(1, num_out * num_devices // NUM_SPANS))
-    tiles = weight.reshape(num_out // tile, tile, num_in)
+    tile = _tile_of(num_out, num_devices)
 
     def product(tile: jax.Array) -> jax.Array:
         return jax.lax.dot_general(
@@ -113,4 +173,28 @@ def _tiled_product(x: jax.Array, weight: Any, num_devices: int) -> jax.Array:
             preferred_element_type=jnp.float32,
         )
 
-    return jnp.moveaxis(jax.lax.map(product, tiles), 0, 1).reshape(len(x), num_out)
+    products = _each(product, weight.reshape(num_out // tile, tile, num_in))
+    return jnp.moveaxis(products, 0, 1).reshape(len(x), num_out)
+
+
+def _each(compute: Callable[[Any], Any], parts: Any) -> Any:
+    """What `compute` makes of each part: arrays with a leading axis of parts, as `parts` are.
+
+    A loop whose length the compiler does not know, so that it takes no loop of one part apart, and
+    a computation of the shape of a part, which it joins with nothing outside.
+    """
+    count = len(jax.tree.leaves(parts)[0])
+
+    def part_of(index: Any) -> Any:
+        own = jax.tree.map(lambda side: jax.lax.dynamic_index_in_dim(side, index, 0, False), parts)
+        return jax.lax.optimization_barrier(own)
+
+    def add(index: jax.Array, made: Any) -> Any:
+        own = jax.lax.optimization_barrier(compute(part_of(index)))
+        return jax.tree.map(
+            lambda side, new: jax.lax.dynamic_update_index_in_dim(side, new, index, 0), made, own
+        )
+
+    shapes = jax.eval_shape(lambda: compute(part_of(0)))
+    empty = jax.tree.map(lambda each: jnp.zeros((count, *each.shape), each.dtype), shapes)
+    return jax.lax.fori_loop(0, jax.lax.optimization_barrier(jnp.int32(count)), add, empty)
