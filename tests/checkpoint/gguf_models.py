@@ -6,8 +6,8 @@ one. Knows nothing of the reader under test.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,8 @@ from cadenza.checkpoint import (
 )
 from cadenza.checkpoint.config_json import parse_model_config
 from cadenza.checkpoint.config_writer import format_model_config
-from cadenza.checkpoint.layer_kind import ConvShape, DeltaShape, ScanShape
-from cadenza.checkpoint.weights import Weights
+from cadenza.checkpoint.layer_kind import ConvShape, DeltaShape, LayerKind, ScanShape
+from cadenza.checkpoint.rope_config import ProportionalRopeScaling, axes_of
 from tests.checkpoint.gguf_random import FACTORS, random_tensor
 
 Arrays = dict[str, np.ndarray]
@@ -61,6 +61,8 @@ HYBRIDS = {
     "granite4": "granitehybrid",
     "granite4-moe": "granitehybrid",
 }
+GEMMAS_4 = dict.fromkeys(("gemma4", "gemma4-moe", "gemma4-unified"), "gemma4")
+SEEING = {"qwen2-vl": "qwen2vl", "qwen3-vl": "qwen3vl", "qwen3-moe-vl": "qwen3vlmoe"}
 """GGUF's architecture for each tiny shape."""
 
 CHANGES: dict[str, dict[str, Any]] = {
@@ -84,7 +86,16 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 def tiny_config(shape: str) -> ModelConfig:
-    values = format_model_config(named_shape(f"tiny-{shape}"))
+    if shape in SEEING:
+        text = tiny_config(shape.removesuffix("-vl"))
+        pairs = text.rope.rotary_dim // 2
+        kind = "joined" if shape == "qwen2-vl" else "interleaved"
+        sizes = (pairs - 2 * (pairs // 3), pairs // 3, pairs // 3)
+        return replace(text, rope=replace(text.rope, axes=axes_of(sizes, pairs, kind)))
+    config = named_shape(f"tiny-{shape}")
+    if shape in GEMMAS_4:
+        return config
+    values = format_model_config(config)
     return parse_model_config({**values, **CHANGES.get(shape, {})})
 
 
@@ -130,7 +141,7 @@ class Conversion:
 
 def convert(shape: str, folder: Path, *, dtype: Any = "float32") -> Conversion:
     """A random model of a tiny shape in `folder`, and what a GGUF file of it holds."""
-    architecture = (ARCHITECTURES | HYBRIDS)[shape]
+    architecture = (ARCHITECTURES | HYBRIDS | GEMMAS_4 | SEEING)[shape]
     return convert_config(architecture, tiny_config(shape), folder, dtype=dtype)
 
 
@@ -142,147 +153,178 @@ def convert_config(
     arrays = {name: np.asarray(weights[name]).astype(np.float32) for name in weights}
     return Conversion(
         architecture=architecture,
-        metadata=describe(architecture, config, weights),
+        metadata=describe(architecture, config),
         tensors=rename(architecture, config, arrays) | factors(config),
         kind={"float32": "F32", "float16": "F16", "bfloat16": "BF16"}[dtype],
         original=folder,
     )
 
 
-def describe(architecture: str, config: ModelConfig, weights: Weights) -> dict[str, Any]:
-    values: dict[str, Any] = {
-        "block_count": config.num_layers,
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size,
-        "feed_forward_length": config.intermediate_size,
-        "attention.head_count": config.num_heads,
-        "attention.head_count_kv": config.num_kv_heads,
-        "attention.key_length": config.head_dim,
-        "attention.value_length": config.head_dim,
-        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        "rope.freq_base": config.rope.theta,
-        "rope.dimension_count": config.rope.rotary_dim,
-        "vocab_size": config.vocab_size,
-    }
-    windows = [kind.window for kind in config.layer_kinds]
-    if any(windows):
-        values["attention.sliding_window"] = max(window or 0 for window in windows)
-    if architecture == "gemma3":
-        values["attention.sliding_window_pattern"] = [window is not None for window in windows]
-    if config.attention_soft_cap is not None:
-        values["attn_logit_softcapping"] = config.attention_soft_cap
-    if config.logit_soft_cap is not None:
-        values["final_logit_softcapping"] = config.logit_soft_cap
-    if architecture in ("granite", "granitehybrid"):
-        values["attention.scale"] = config.attention_scale
-        values["embedding_scale"] = config.embedding_scale
-        values["residual_scale"] = config.residual_scale
-        values["logit_scale"] = config.logit_divisor
-    if config.experts is not None:
-        values["expert_count"] = config.experts.num_experts
-        values["expert_used_count"] = config.experts.num_chosen
-        if config.experts.shared_size and config.latent is None:
-            values["expert_shared_feed_forward_length"] = config.experts.shared_size
-        if architecture in ("qwen3moe", "qwen35moe", "lfm2moe", "gpt-oss"):
-            values["expert_feed_forward_length"] = config.experts.intermediate_size
-    if axes := config.rope.axes:
-        values["rope.dimension_sections"] = [*(axes.count(axis) for axis in range(3)), 0]
-    values |= describe_recurrence(config) | describe_scaling(config)
-    return values | describe_latents(config)
+Describe = Mapping[str, Callable[[Any], Any]]
+ALL: Describe = {
+    "block_count": lambda c: c.num_layers + _num_stored_mtp_layers(c),
+    "context_length": lambda c: c.max_position_embeddings,
+    "embedding_length": lambda c: c.hidden_size,
+    "feed_forward_length": lambda c: _one_or_each(
+        [kind.intermediate_size or c.intermediate_size for kind in c.layer_kinds]
+    ),
+    "attention.head_count": lambda c: c.num_heads,
+    "attention.head_count_kv": lambda c: _one_or_each(
+        [0 if kind.recurrence else c.heads_of(kind).num_kv_heads for kind in c.layer_kinds]
+        if not isinstance(c.recurrence, DeltaShape)
+        else [c.num_kv_heads]
+    ),
+    "attention.key_length": lambda c: c.heads_of(c.layer_kinds[-1]).head_dim,
+    "attention.value_length": lambda c: c.heads_of(c.layer_kinds[-1]).head_dim,
+    "attention.layer_norm_rms_epsilon": lambda c: c.rms_norm_eps,
+    "rope.freq_base": lambda c: c.rope.theta,
+    "rope.dimension_count": lambda c: c.rope.rotary_dim,
+    "vocab_size": lambda c: c.vocab_size,
+    "attention.sliding_window": lambda c: max(map(_window_of, c.layer_kinds)) or None,
+    "attn_logit_softcapping": lambda c: c.attention_soft_cap,
+    "final_logit_softcapping": lambda c: c.logit_soft_cap,
+    "rope.dimension_sections": lambda c: (
+        c.rope.axes and [*(c.rope.axes.count(axis) for axis in range(3)), 0]
+    ),
+}
+PATTERN: Describe = {
+    "attention.sliding_window_pattern": lambda c: [bool(_window_of(k)) for k in c.layer_kinds],
+}
+MULTIPLIERS: Describe = {
+    "attention.scale": lambda c: c.attention_scale,
+    "embedding_scale": lambda c: c.embedding_scale,
+    "residual_scale": lambda c: c.residual_scale,
+    "logit_scale": lambda c: c.logit_divisor,
+}
+EXPERTS: Describe = {
+    "expert_count": lambda c: c.experts.num_experts,
+    "expert_used_count": lambda c: c.experts.num_chosen,
+}
+EXPERT_WIDTH: Describe = {"expert_feed_forward_length": lambda c: c.experts.intermediate_size}
+SHARED: Describe = {
+    "expert_shared_feed_forward_length": lambda c: c.experts.shared_size or None,
+}
+GEMMA4: Describe = {
+    **PATTERN,
+    "attention.key_length_swa": lambda c: c.head_dim,
+    "attention.value_length_swa": lambda c: c.head_dim,
+    "rope.dimension_count_swa": lambda c: c.head_dim,
+    "attention.shared_kv_layers": lambda c: sum(k.kv_source is not None for k in c.layer_kinds),
+    "embedding_length_per_layer_input": lambda c: c.layer_inputs.size if c.layer_inputs else 0,
+    "rope.freq_base_swa": lambda c: c.window_rope.theta,
+}
+CONV: Describe = {"shortconv.l_cache": lambda c: c.recurrence.num_inputs}
+CONV_EXPERTS: Describe = {
+    "leading_dense_block_count": lambda c: sum(not k.has_experts for k in c.layer_kinds),
+    "expert_gating_func": lambda c: 2,
+}
+MATRICES: Describe = {
+    "ssm.conv_kernel": lambda c: c.recurrence.num_inputs,
+    "ssm.state_size": lambda c: c.recurrence.key_size,
+    "ssm.time_step_rank": lambda c: c.recurrence.matrices.num_heads,
+    "ssm.inner_size": lambda c: c.recurrence.value_width,
+}
+DELTA: Describe = {
+    **MATRICES,
+    "ssm.group_count": lambda c: c.recurrence.num_key_heads,
+    "nextn_predict_layers": lambda c: c.num_mtp_layers,
+    "attention.recurrent_layers": lambda c: (
+        [k.recurrence is not None for k in c.layer_kinds] + [False] * c.num_mtp_layers
+    ),
+}
+SCAN: Describe = {
+    **MATRICES,
+    "ssm.group_count": lambda c: c.recurrence.num_groups,
+    "rope.scaling.finetuned": lambda c: any(c.ropes),
+}
+LATENT: Describe = {  # as attention of one KV head, whose values are a part of its keys
+    "attention.head_count_kv": lambda c: 1,
+    "attention.kv_lora_rank": lambda c: c.latent.rank,
+    "attention.q_lora_rank": lambda c: c.latent.query_rank,
+    "attention.key_length": lambda c: c.latent.rank + c.latent.rotary_size,
+    "attention.value_length": lambda c: c.latent.rank,
+    "attention.key_length_mla": lambda c: c.latent.query_size,
+    "attention.value_length_mla": lambda c: c.latent.value_size,
+    **CONV_EXPERTS,
+    "expert_shared_count": lambda c: c.experts.shared_size // c.experts.intermediate_size,
+    "expert_weights_scale": lambda c: c.experts.weight_scale,
+    "expert_weights_norm": lambda c: c.experts.over_chosen,
+    "expert_group_count": lambda c: c.experts.sigmoid_choice.num_groups,
+    "expert_group_used_count": lambda c: c.experts.sigmoid_choice.num_chosen_groups,
+    "rope.scaling.yarn_log_multiplier": lambda c: 0.1 * c.rope.scaling.mscale_all_dim,
+}
+ORIGINAL: Describe = {
+    "rope.scaling.original_context_length": lambda c: (
+        c.rope.scaling.original_max_position_embeddings
+    ),
+}
+LINEAR: Describe = {
+    "rope.scaling.type": lambda c: "linear",
+    "rope.scaling.factor": lambda c: c.rope.scaling.factor,
+}
+YARN: Describe = {
+    **ORIGINAL,
+    "rope.scaling.type": lambda c: "yarn",
+    "rope.scaling.factor": lambda c: c.rope.scaling.factor,
+    "rope.scaling.yarn_beta_fast": lambda c: c.rope.scaling.beta_fast,
+    "rope.scaling.yarn_beta_slow": lambda c: c.rope.scaling.beta_slow,
+}
+QUERY_BETA: Describe = {
+    "attention.temperature_scale": lambda c: c.rope.scaling.query_beta,
+    "rope.scaling.yarn_log_multiplier": lambda c: 1.0,
+}
+LONG: Describe = {
+    **ORIGINAL,
+    "rope.scaling.attn_factor": lambda c: c.rope.scaling.attention_factor,
+}
 
 
-def describe_recurrence(config: ModelConfig) -> dict[str, Any]:
-    shape, kinds = config.recurrence, config.layer_kinds
-    kv_heads = [0 if kind.recurrence else config.num_kv_heads for kind in kinds]
-    match shape:
-        case None:
-            return {}
-        case ConvShape():
-            own = {"attention.head_count_kv": kv_heads, "shortconv.l_cache": shape.num_inputs}
-            if config.experts is not None:
-                num_dense = sum(not kind.has_experts for kind in kinds)
-                own |= {"leading_dense_block_count": num_dense, "expert_gating_func": 2}
-            return own
-        case ScanShape():
-            own = {
-                "attention.head_count_kv": kv_heads,
-                "rope.scaling.finetuned": any(config.ropes),
-            }
-        case DeltaShape():
-            are_recurrent = [kind.recurrence is not None for kind in kinds]
-            own = {
-                "block_count": config.num_layers + config.num_mtp_layers,
-                "nextn_predict_layers": config.num_mtp_layers,
-                "attention.recurrent_layers": are_recurrent + [False] * config.num_mtp_layers,
-            }
-    matrices = shape.matrices
-    assert matrices is not None
-    is_scan = isinstance(shape, ScanShape)
-    return own | {
-        "ssm.conv_kernel": shape.num_inputs,
-        "ssm.state_size": shape.key_size,
-        "ssm.group_count": shape.num_groups if is_scan else shape.num_key_heads,
-        "ssm.time_step_rank": matrices.num_heads,
-        "ssm.inner_size": shape.value_width,
-    }
+def describe(architecture: str, config: ModelConfig) -> dict[str, Any]:
+    scaling, shape, experts = config.rope.scaling, config.recurrence, config.experts
+    wide = ("qwen3moe", "qwen3vlmoe", "qwen35moe", "lfm2moe", "gpt-oss", "deepseek2", "gemma4")
+    groups: list[tuple[Describe, bool]] = [
+        (ALL, True),
+        (PATTERN, architecture == "gemma3"),
+        (MULTIPLIERS, architecture.startswith("granite")),
+        (EXPERTS, experts is not None),
+        (EXPERT_WIDTH, experts is not None and architecture in wide),
+        (SHARED, experts is not None and config.latent is None),
+        (GEMMA4, architecture == "gemma4"),
+        (CONV, isinstance(shape, ConvShape)),
+        (CONV_EXPERTS, isinstance(shape, ConvShape) and experts is not None),
+        (DELTA, isinstance(shape, DeltaShape)),
+        (SCAN, isinstance(shape, ScanShape)),
+        (LINEAR, isinstance(scaling, LinearRopeScaling)),
+        (YARN, isinstance(scaling, YarnRopeScaling)),
+        (QUERY_BETA, isinstance(scaling, YarnRopeScaling) and scaling.query_beta > 0),
+        (LONG, isinstance(scaling, LongRopeScaling)),
+        (LATENT, config.latent is not None),
+    ]
+    rows = {key: read for group, applies in groups for key, read in group.items() if applies}
+    values = {key: read(config) for key, read in rows.items()}
+    return {key: value for key, value in values.items() if value not in (None, ())}
 
 
-def describe_latents(config: ModelConfig) -> dict[str, Any]:
-    """As attention of one KV head, whose values are a part of its keys."""
-    shape, experts = config.latent, config.experts
-    if shape is None:
-        return {}
-    assert experts is not None
-    assert experts.sigmoid_choice is not None
-    values: dict[str, Any] = {
-        "attention.head_count_kv": 1,
-        "attention.kv_lora_rank": shape.rank,
-        "attention.key_length": shape.rank + shape.rotary_size,
-        "attention.value_length": shape.rank,
-        "attention.key_length_mla": shape.query_size,
-        "attention.value_length_mla": shape.value_size,
-        "leading_dense_block_count": sum(not kind.has_experts for kind in config.layer_kinds),
-        "expert_feed_forward_length": experts.intermediate_size,
-        "expert_shared_count": experts.shared_size // experts.intermediate_size,
-        "expert_weights_scale": experts.weight_scale,
-        "expert_weights_norm": experts.over_chosen,
-        "expert_gating_func": 2,
-        "expert_group_count": experts.sigmoid_choice.num_groups,
-        "expert_group_used_count": experts.sigmoid_choice.num_chosen_groups,
-    }
-    if shape.query_rank is not None:
-        values["attention.q_lora_rank"] = shape.query_rank
-    if isinstance(config.rope.scaling, YarnRopeScaling):
-        values["rope.scaling.yarn_log_multiplier"] = 0.1 * config.rope.scaling.mscale_all_dim
-    return values
+def _num_stored_mtp_layers(config: ModelConfig) -> int:
+    return config.num_mtp_layers if isinstance(config.recurrence, DeltaShape) else 0
 
 
-def describe_scaling(config: ModelConfig) -> dict[str, Any]:
-    original = "rope.scaling.original_context_length"
-    match config.rope.scaling:
-        case LinearRopeScaling(factor=factor):
-            return {"rope.scaling.type": "linear", "rope.scaling.factor": factor}
-        case YarnRopeScaling(factor=factor, original_max_position_embeddings=length):
-            scaling = config.rope.scaling
-            values = {
-                "rope.scaling.type": "yarn",
-                "rope.scaling.factor": factor,
-                "rope.scaling.yarn_beta_fast": scaling.beta_fast,
-                "rope.scaling.yarn_beta_slow": scaling.beta_slow,
-            }
-            if scaling.query_beta:
-                values["attention.temperature_scale"] = scaling.query_beta
-                values["rope.scaling.yarn_log_multiplier"] = 1.0
-            return {**values, original: length}
-        case LongRopeScaling(original_max_position_embeddings=length, attention_factor=factor):
-            return {original: length, "rope.scaling.attn_factor": factor}
-    return {}
+def _window_of(kind: LayerKind) -> int:
+    return kind.window or 0
+
+
+def _one_or_each(values: list[int]) -> int | list[int]:
+    return values if len(set(values)) > 1 else values[0]
 
 
 def factors(config: ModelConfig) -> Arrays:
     match config.rope.scaling:
         case Llama3RopeScaling() as scaling:
             return {"rope_freqs.weight": llama3_factors(config.rope, scaling)}
+        case ProportionalRopeScaling(num_pairs=num_pairs):
+            standing = config.rope.rotary_dim // 2 - num_pairs
+            values = [1.0] * num_pairs + [1e30] * standing
+            return {"rope_freqs.weight": np.array(values, np.float32)}
         case LongRopeScaling(long_factor=long, short_factor=short):
             return {
                 "rope_factors_long.weight": np.array(long, np.float32),
@@ -308,12 +350,17 @@ def rename(architecture: str, config: ModelConfig, arrays: Mapping[str, np.ndarr
     table = gguf.get_tensor_name_map(arch_code(architecture), num_layers)
     renamed: Arrays = {}
     stacked = stack_experts(split_latents(config, arrays))
+    if architecture == "gemma4":
+        stacked = fuse_experts(stacked)
     for stored, array in split_pairs(config, stacked).items():
         name = stored.replace("mtp.layers.0.", f"model.layers.{config.num_layers}.")
         name = name.replace(".dt_bias", ".dt_proj.bias").replace("_correction_b", "_correction.b")
         name = f"{name}.weight" if name.endswith(".sinks") else name
         name = f"{name}.bias" if name.endswith(".expert_bias") else name
-        if name in AROUND_MTP:
+        other = OF_GEMMA4.get(name.split(".", 3)[-1])
+        if other is not None:
+            found = f"blk.{name.split('.')[2]}.{other}"
+        elif name in AROUND_MTP:
             found = f"blk.{config.num_layers}.nextn.{AROUND_MTP[name]}.weight"
         else:
             found = table.get_name(name, try_suffixes=(".weight", ".bias"))
@@ -360,6 +407,16 @@ def stack_experts(arrays: Mapping[str, np.ndarray]) -> Arrays:
     }
 
 
+def fuse_experts(arrays: Arrays) -> Arrays:
+    """Gates and ups of experts as the folders of Gemma 4 have them: as one."""
+    found = dict(arrays)
+    for name in [name for name in arrays if name.endswith("experts.gate_proj.weight")]:
+        before = name.removesuffix("gate_proj.weight")
+        both = [found.pop(f"{before}{part}_proj.weight") for part in ("gate", "up")]
+        found[f"{before}gate_up_proj.weight"] = np.concatenate(both, axis=1)
+    return found
+
+
 def split_pairs(config: ModelConfig, arrays: Arrays) -> Arrays:
     """Granite's MLP for all tokens as the converter stores it: gates and ups apart, and as the MLP
     of a dense model if there are no experts beside it."""
@@ -376,6 +433,11 @@ def split_pairs(config: ModelConfig, arrays: Arrays) -> Arrays:
     return split
 
 
+OF_GEMMA4 = {
+    "layer_scalar": "layer_output_scale.weight",
+    "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
+}
 AROUND_MTP = {
     "mtp.fc.weight": "eh_proj",
     "mtp.pre_fc_norm_embedding.weight": "enorm",
@@ -420,7 +482,7 @@ def as_stored(architecture: str, config: ModelConfig, name: str, array: np.ndarr
     if name.endswith("mamba.norm.weight"):
         assert isinstance(config.recurrence, ScanShape)
         return array.reshape(config.recurrence.num_groups, -1)
-    if architecture.startswith("gemma") and name.endswith("norm.weight"):
+    if architecture in ("gemma2", "gemma3") and name.endswith("norm.weight"):
         return array + np.float32(1.0)
     heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(name.split(".")[-2])
     if architecture not in LIKE_LLAMA or heads is None:

@@ -27,7 +27,7 @@ def write_text(model: Checkpoint, architecture: str, path: Path, tokens: Mapping
     words = [tokens.get(index, f"<{index}>") for index in range(config.vocab_size)]
     conversion = Conversion(
         architecture=architecture,
-        metadata=describe(architecture, config, model.weights),
+        metadata=describe(architecture, config),
         others={"tokenizer.ggml.model": "gpt2", TOKENS: words},
         tensors=rename(architecture, config, arrays),
         original=model.folder,

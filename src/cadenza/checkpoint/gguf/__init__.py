@@ -10,7 +10,7 @@ Modules:
 
 - `reader`, `types`: a GGUF file's checked header; the codes and sizes of its types
 - `files`: the files of a model, and which file of a folder is meant
-- `settings`, `config`, `gemma4`, `hybrids`, `rope_axes`: metadata become a `ModelConfig`
+- `settings`, `architectures`, `gemma4`, `config`: metadata become a `ModelConfig`
 - `latents`: both for attention over latents
 - `tensors`, `blocks`: stored tensors under the declared names; quantised types as codes with scales
 - `tokenizer`, `pre_tokenizers`: metadata become a tokenizer.json

@@ -1,4 +1,4 @@
-"""What llama.cpp's converter writes of Gemma 4: `read_gemma4_settings`.
+"""What llama.cpp's converter writes of Gemma 4: `gemma4_entries`.
 
 The metadata's own numbers are those of full layers; windowed layers have theirs under keys with
 `_swa`. The pairs of full layers that do not rotate have a frequency factor of 1e30.
@@ -7,7 +7,7 @@ Source: llama.cpp's conversion/gemma.py and src/models/gemma4.cpp.
 """
 
 from cadenza.checkpoint.families.family import FULL, SLIDING
-from cadenza.checkpoint.gguf.settings import Settings
+from cadenza.checkpoint.gguf.settings import Row, Settings
 from cadenza.checkpoint.model_config import (
     MAX_EXPERTS,
     MAX_HEAD_DIM,
@@ -16,7 +16,6 @@ from cadenza.checkpoint.model_config import (
     MAX_WIDTH,
 )
 from cadenza.checkpoint.rope_config import (
-    MAX_POSITIONS,
     ProportionalRopeScaling,
     RopeConfig,
     format_rope,
@@ -31,28 +30,27 @@ _STANDSTILL = 1e20
 """A pair whose frequency is divided by this does not turn within any context."""
 
 
-def read_gemma4_settings(settings: Settings) -> dict[str, object]:
-    """The entries of config.json beyond those that all architectures share."""
+GEMMA4_KEYS = frozenset(
+    {"attention.sliding_window_pattern", "rope.freq_base_swa", "rope.dimension_count_swa"}
+    | {"attention.key_length_swa", "attention.value_length_swa"}
+)
+
+
+def gemma4_entries(settings: Settings, _rope: RopeConfig) -> dict[str, object]:
+    """The entries of config.json that no single key has."""
     num_layers = settings.integer("block_count", 1, MAX_LAYERS)
-    cap = "final_logit_softcapping"
     are_sliding = settings.flags_of_layers("attention.sliding_window_pattern", num_layers)
     types = [SLIDING if is_sliding else FULL for is_sliding in are_sliding]
-    num_shared = settings.integer("attention.shared_kv_layers", 0, num_layers, 0)
+    num_shared = settings.integer("attention.shared_kv_layers", 0, num_layers)
     own = [index for index in range(num_layers - num_shared) if types[index] == FULL]
-    per_layer = settings.integer("embedding_length_per_layer_input", 0, MAX_WIDTH, 0)
     tensors = settings.tensors
     table = tensors.get(LAYER_EMBEDDING)
     return {
-        "model_type": "gemma4_text",
-        "sliding_window": settings.integer("attention.sliding_window", 1, MAX_POSITIONS),
         "layer_types": types,
         **_gemma4_heads(settings, types),
         "attention_k_eq_v": any(f"blk.{index}.attn_v.weight" not in tensors for index in own),
-        "num_kv_shared_layers": num_shared,
         "use_double_wide_mlp": _is_double_wide(settings, num_layers, num_shared),
-        "hidden_size_per_layer_input": per_layer,
         "vocab_size_per_layer_input": None if table is None else table.shape[0],
-        cap: settings.number(cap, 1e-3, 1e6) if settings.has(cap) else None,
         **_gemma4_experts(settings),
     }
 
@@ -116,12 +114,13 @@ def _is_double_wide(settings: Settings, num_layers: int, num_shared: int) -> boo
     return is_wide
 
 
+_EXPERTS = (
+    Row("num_experts", "expert_count", 1, MAX_EXPERTS),
+    Row("top_k_experts", "expert_used_count", 1, MAX_EXPERTS),
+    Row("moe_intermediate_size", "expert_feed_forward_length", 1, MAX_WIDTH),
+)
+
+
 def _gemma4_experts(settings: Settings) -> dict[str, object]:
-    if not settings.integer("expert_count", 0, MAX_EXPERTS, 0):
-        return {}
-    return {
-        "enable_moe_block": True,
-        "num_experts": settings.integer("expert_count", 1, MAX_EXPERTS),
-        "top_k_experts": settings.integer("expert_used_count", 1, MAX_EXPERTS),
-        "moe_intermediate_size": settings.integer("expert_feed_forward_length", 1, MAX_WIDTH),
-    }
+    has_experts = settings.integer("expert_count", 0, MAX_EXPERTS, 0) > 0
+    return {"enable_moe_block": True, **settings.entries(_EXPERTS)} if has_experts else {}

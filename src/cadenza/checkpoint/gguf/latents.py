@@ -1,4 +1,4 @@
-"""Attention over latents in GGUF: `read_latents` and `latent_places`.
+"""Attention over latents in GGUF: `read_latents`, `latent_parts` and `join_latents`.
 
 Owns llama.cpp's architecture `deepseek2`, which has DeepSeek-V3's models and GLM-4.7-Flash. Its
 converter writes them as attention of one KV head, and stores the linears of keys and values of a
@@ -8,7 +8,7 @@ files have both in `attn_kv_b`, as the Hugging Face layout.
 Source: llama.cpp's conversion/deepseek.py and src/models/deepseek2.cpp.
 """
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,48 +16,37 @@ import numpy.typing as npt
 
 from cadenza.checkpoint.gguf.settings import Settings
 from cadenza.checkpoint.layer_kind import LatentShape
-from cadenza.checkpoint.model_config import (
-    MAX_EXPERTS,
-    MAX_HEAD_DIM,
-    MAX_HEADS,
-    MAX_LAYERS,
-    MAX_WIDTH,
-)
+from cadenza.checkpoint.model_config import MAX_EXPERTS, MAX_HEAD_DIM, MAX_WIDTH
 from cadenza.checkpoint.rope_config import RopeConfig, YarnRopeScaling, format_rope
 from cadenza.checkpoint.stored_tensor import StoredTensor, StoredWeight
-from cadenza.checkpoint.tensor_spec import LatentSpec, TensorSpec
+from cadenza.checkpoint.tensor_spec import TensorSpec
 
-KEYS = frozenset(
-    "leading_dense_block_count attention.q_lora_rank attention.kv_lora_rank "
-    "attention.key_length_mla attention.value_length_mla expert_shared_count expert_weights_scale "
-    "expert_group_count expert_group_used_count rope.scaling.yarn_log_multiplier "
-    "nextn_predict_layers".split()
+LATENT_KEYS = frozenset(
+    "attention.q_lora_rank attention.key_length_mla attention.value_length_mla expert_gating_func "
+    "expert_weights_scale expert_group_count expert_group_used_count nextn_predict_layers "
+    "rope.scaling.yarn_log_multiplier".split()
 )
-SIGMOID_GATING = 2
 _LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
 _QUERY_RANK = "attention.q_lora_rank"
 _OF_KEYS, _OF_VALUES = ".of_keys", ".of_values"
 
 
 def read_latents(settings: Settings, rope: RopeConfig) -> dict[str, object]:
-    """The entries of config.json. Raises CheckpointError."""
-    num_heads = settings.integer("attention.head_count", 1, MAX_HEADS)
+    """The entries of config.json that no single key has. Raises CheckpointError."""
+    settings.require("rope.dimension_count")
     plain = _length(settings, "attention.key_length") - rope.rotary_dim
     if plain < 1:
         raise settings.wrong("attention.key_length_mla", f"above {rope.rotary_dim}")
+    has_rank = settings.has(_QUERY_RANK)
     return {
-        "model_type": "deepseek_v3",
-        "num_key_value_heads": num_heads,
+        "num_key_value_heads": settings.num_heads,
         "head_dim": rope.rotary_dim,
-        "kv_lora_rank": settings.integer("attention.kv_lora_rank", 1, MAX_WIDTH),
-        "q_lora_rank": settings.integer(_QUERY_RANK, 1, MAX_WIDTH)
-        if settings.has(_QUERY_RANK)
-        else None,
+        "q_lora_rank": settings.integer(_QUERY_RANK, 1, MAX_WIDTH) if has_rank else None,
         "qk_nope_head_dim": plain,
         "qk_rope_head_dim": rope.rotary_dim,
         "v_head_dim": _length(settings, "attention.value_length"),
         "rope_parameters": format_rope(_with_magnitude(settings, rope), rope.rotary_dim),
-        **_read_mixture(settings),
+        **_read_choice(settings),
     }
 
 
@@ -69,71 +58,42 @@ def _length(settings: Settings, key: str) -> int:
 
 def _with_magnitude(settings: Settings, rope: RopeConfig) -> RopeConfig:
     """llama.cpp multiplies scores, and not cosines and sines, by the magnitude of YaRN."""
-    if not isinstance(rope.scaling, YarnRopeScaling) or not settings.has(_LOG_MULTIPLIER):
+    if not isinstance(rope.scaling, YarnRopeScaling):
         return rope
+    settings.require(_LOG_MULTIPLIER, "rope.scaling.original_context_length")
     multiplier = settings.number(_LOG_MULTIPLIER, 0.0, 1e3)
     mscale = float(np.format_float_positional(np.float32(multiplier * 10)))
     scaling = replace(rope.scaling, attention_factor=1.0, mscale_all_dim=mscale)
     return replace(rope, scaling=scaling)
 
 
-def _read_mixture(settings: Settings) -> dict[str, object]:
+def _read_choice(settings: Settings) -> dict[str, object]:
     """Files of GLM-4.7-Flash name no gating; biases of the choice go with sigmoids."""
-    has_biases = any(name.endswith(".exp_probs_b.bias") for name in settings.tensors)
-    assumed = SIGMOID_GATING if has_biases else 1
-    if settings.integer("expert_gating_func", 0, 8, assumed) != SIGMOID_GATING:
-        raise settings.wrong("expert_gating_func", f"{SIGMOID_GATING} (sigmoid)")
-    num_groups = settings.integer("expert_group_count", 0, MAX_EXPERTS, 1) or 1
-    num_chosen = settings.integer("expert_group_used_count", 0, MAX_EXPERTS, num_groups)
+    if not any(name.endswith(".exp_probs_b.bias") for name in settings.tensors):
+        settings.require("expert_gating_func")
+    settings.require("expert_group_count", "expert_weights_scale")
+    num_groups = settings.integer("expert_group_count", 0, MAX_EXPERTS) or 1
+    if num_groups > 1:
+        settings.require("expert_group_used_count")
+    num_chosen = settings.integer("expert_group_used_count", 0, num_groups, num_groups)
     return {
-        "n_routed_experts": settings.integer("expert_count", 1, MAX_EXPERTS),
-        "num_experts_per_tok": settings.integer("expert_used_count", 1, MAX_EXPERTS),
-        "moe_intermediate_size": settings.integer("expert_feed_forward_length", 1, MAX_WIDTH),
-        "n_shared_experts": settings.integer("expert_shared_count", 0, MAX_EXPERTS, 0),
         "n_group": num_groups,
         "topk_group": num_chosen or num_groups,
-        "norm_topk_prob": settings.flag("expert_weights_norm", False),
-        "routed_scaling_factor": settings.number("expert_weights_scale", 0.0, 1e6, 1.0) or 1.0,
-        "first_k_dense_replace": settings.integer("leading_dense_block_count", 0, MAX_LAYERS, 0),
+        "routed_scaling_factor": settings.number("expert_weights_scale", 0.0, 1e6) or 1.0,
     }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredLatents:
-    """How a layer's linears of keys and values are stored: a tensor's name, shape and parts."""
-
-    name: str
-    shape: tuple[int, ...]
-    part: TensorSpec
-
-
-def latent_places(
-    mixer: LatentSpec, shape: LatentShape, prefix: str, stored: Container[str]
-) -> Iterator[StoredLatents]:
-    """What attention over latents has, beside its output."""
-    names = ("attn_q",) if len(mixer.query) == 1 else ("attn_q_a", "attn_q_b")
-    linears = dict(zip(names, mixer.query, strict=True)) | {"attn_kv_a_mqa": mixer.latent}
-    if f"{prefix}.attn_k_b.weight" not in stored:
-        linears["attn_kv_b"] = mixer.keys_values
-    for name, linear in linears.items():
-        yield _plain(f"{prefix}.{name}.weight", linear.weight_spec)
-    norms = {"attn_q_a_norm": mixer.query_norm, "attn_kv_a_norm": mixer.latent_norm}
-    for name, norm in norms.items():
-        if norm is not None:
-            yield _plain(f"{prefix}.{name}.weight", norm)
-    if "attn_kv_b" in linears:
-        return
-    heads, own = shape.num_heads, mixer.keys_values.weight
+def latent_parts(
+    shape: LatentShape, both: TensorSpec
+) -> Iterator[tuple[str, tuple[int, ...], TensorSpec]]:
+    """Of a layer's linears of keys and values that are stored apart: name, shape and tensor."""
     for name, suffix, rows, width in (
         ("attn_k_b", _OF_KEYS, shape.rank, shape.plain_size),
         ("attn_v_b", _OF_VALUES, shape.value_size, shape.rank),
     ):
-        part = TensorSpec(name=own + suffix, shape=(heads * rows, width), kind="linear")
-        yield StoredLatents(name=f"{prefix}.{name}.weight", shape=(heads, rows, width), part=part)
-
-
-def _plain(name: str, spec: TensorSpec) -> StoredLatents:
-    return StoredLatents(name=name, shape=spec.shape, part=spec)
+        own = (shape.num_heads * rows, width)
+        part = TensorSpec(name=both.name + suffix, shape=own, kind="linear")
+        yield f"{name}.weight", (shape.num_heads, rows, width), part
 
 
 def join_latents(

@@ -16,9 +16,10 @@ from cadenza.checkpoint.generation_defaults import (
     parse_generation_defaults,
     with_assumed,
 )
-from cadenza.checkpoint.gguf.config import read_config
+from cadenza.checkpoint.gguf.config import read_config, with_absent_keys
 from cadenza.checkpoint.gguf.files import open_gguf_files
 from cadenza.checkpoint.gguf.mmproj import find_projector, open_projector
+from cadenza.checkpoint.gguf.reader import GGUFFile
 from cadenza.checkpoint.gguf.settings import Settings
 from cadenza.checkpoint.gguf.tensors import map_tensors
 from cadenza.checkpoint.gguf.tokenizer import Vocabulary, read_gguf_tokenizer, read_vocabulary
@@ -87,7 +88,7 @@ def open_gguf_model(
     """
     files = open_gguf_files(path)
     settings = Settings(files=files)
-    config, architecture = read_config(settings)
+    config, weights = read_model(files)
     vocabulary = read_vocabulary(settings.metadata)
     if vocabulary is not None and len(vocabulary.tokens) > config.vocab_size:
         raise CheckpointError(
@@ -95,7 +96,6 @@ def open_gguf_model(
             f"{config.vocab_size} rows; convert the model again"
         )
     config = replace(config, bos_token_id=vocabulary and vocabulary.token_id("bos_token_id"))
-    weights = map_tensors(config, architecture, files)
     tokens = [] if vocabulary is None else vocabulary.tokens
     config, weights = _with_tower(path, (config, weights), tokens, vision or VisionOptions())
     outline = outline_of(config)
@@ -120,6 +120,16 @@ def open_gguf_model(
         known=(config, weights),
         pooling=_default_pooling(settings),
     )
+
+
+def read_model(files: tuple[GGUFFile, ...]) -> tuple[ModelConfig, Weights]:
+    """The config and the declared tensors of a model's files. Raises CheckpointError."""
+    settings = Settings(files=files)
+    try:
+        config, architecture = read_config(settings)
+        return config, map_tensors(config, architecture, files)
+    except CheckpointError as error:
+        raise with_absent_keys(error, settings) from error
 
 
 def _with_tower(

@@ -3,32 +3,20 @@
 Owns llama.cpp's tensor names, and which declared tensors a stored one holds: all experts of a
 layer, and sometimes q, k and v, are stored as one. Invariant: every declared tensor is a part of
 one stored tensor of the expected shape, and no stored tensor is left over.
-
-Shapes: E embed, F MLP, D head dim, X experts.
 """
 
-from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
-from cadenza.checkpoint.declaration import (
-    EMBEDDING,
-    HEAD,
-    LAYER_EMBEDDING,
-    LAYER_PROJ,
-    LAYER_PROJ_NORM,
-    declare,
-    declare_final_norm,
-    declare_layer,
-    name_some,
-)
+from cadenza.checkpoint.declaration import declare, name_some
 from cadenza.checkpoint.dtypes import WeightDType
 from cadenza.checkpoint.gguf import config as gguf_config
 from cadenza.checkpoint.gguf.blocks import ENCODINGS
 from cadenza.checkpoint.gguf.config import Architecture
-from cadenza.checkpoint.gguf.gemma4 import LAYER_EMBEDDING as LAYER_TABLE
-from cadenza.checkpoint.gguf.latents import join_latents, latent_places
+from cadenza.checkpoint.gguf.latents import join_latents, latent_parts
 from cadenza.checkpoint.gguf.reader import GGUFFile, GGUFTensor
-from cadenza.checkpoint.layer_kind import Recurrence, ScanShape
+from cadenza.checkpoint.layer_kind import ScanShape
 from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.stored_tensor import (
     MappedFile,
@@ -36,19 +24,7 @@ from cadenza.checkpoint.stored_tensor import (
     StoredTensor,
     StoredWeight,
 )
-from cadenza.checkpoint.tensor_spec import (
-    AttentionSpec,
-    ConvSpec,
-    DeltaSpec,
-    ExpertMLPSpec,
-    GatedMLPSpec,
-    LatentSpec,
-    LayerSpec,
-    LinearSpec,
-    ParallelMLPSpec,
-    ScanSpec,
-    TensorSpec,
-)
+from cadenza.checkpoint.tensor_spec import TensorSpec
 from cadenza.checkpoint.weights import Weights
 from cadenza.errors import CheckpointError
 
@@ -58,17 +34,131 @@ _SETTINGS = frozenset(
 )
 """Tensors that `read_config` reads."""
 
-_FINAL_NORM = "output_norm.weight"
-_FINAL_NORM_OF_LFM2 = "token_embd_norm.weight"
+Shape = tuple[int, ...]
+_Reshape = Callable[[Shape, ModelConfig], Shape]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+def _grouped(shape: Shape, config: ModelConfig) -> Shape:
+    assert isinstance(config.recurrence, ScanShape), "the layer is a selective scan"
+    groups = config.recurrence.num_groups
+    return groups, shape[0] // groups
+
+
+def _column(shape: Shape, config: ModelConfig) -> Shape:
+    del config
+    return *shape, 1
+
+
+def _row(shape: Shape, config: ModelConfig) -> Shape:
+    del config
+    return shape[1:]
+
+
+_NAMES: tuple[tuple[str, str, _Reshape | None], ...] = (
+    ("model.embed_tokens", "token_embd", None),
+    ("model.norm|model.embedding_norm", "token_embd_norm|output_norm", None),
+    ("lm_head", "output", None),
+    ("model.embed_tokens_per_layer", "per_layer_token_embd", None),
+    ("model.per_layer_model_projection", "per_layer_model_proj", None),
+    ("model.per_layer_projection_norm", "per_layer_proj_norm", None),
+    ("input_layernorm|operator_norm", "attn_norm", None),
+    ("post_attention_layernorm", "post_attention_norm|ffn_norm", None),
+    ("pre_feedforward_layernorm|ffn_norm", "ffn_norm", None),
+    ("post_feedforward_layernorm", "post_ffw_norm", None),
+    ("post_feedforward_layernorm_1", "post_ffw_norm_1", None),
+    ("pre_feedforward_layernorm_2", "pre_ffw_norm_2", None),
+    ("post_feedforward_layernorm_2", "post_ffw_norm_2", None),
+    ("per_layer_input_gate", "inp_gate", None),
+    ("per_layer_projection", "proj", None),
+    ("post_per_layer_input_norm", "post_norm", None),
+    ("layer_scalar", "layer_output_scale.weight", None),
+    ("self_attn.q_proj", "attn_q", None),
+    ("self_attn.k_proj", "attn_k", None),
+    ("self_attn.v_proj", "attn_v", None),
+    ("self_attn.qkv_proj|linear_attn.in_proj_qkv", "attn_qkv", None),
+    ("self_attn.o_proj|self_attn.out_proj", "attn_output", None),
+    ("self_attn.q_norm|self_attn.q_layernorm", "attn_q_norm", None),
+    ("self_attn.k_norm|self_attn.k_layernorm", "attn_k_norm", None),
+    ("self_attn.sinks", "attn_sinks.weight", None),
+    ("self_attn.q_a_proj", "attn_q_a", None),
+    ("self_attn.q_b_proj", "attn_q_b", None),
+    ("self_attn.q_a_layernorm", "attn_q_a_norm", None),
+    ("self_attn.kv_a_proj_with_mqa", "attn_kv_a_mqa", None),
+    ("self_attn.kv_a_layernorm", "attn_kv_a_norm", None),
+    ("self_attn.kv_b_proj", "attn_kv_b", None),
+    ("linear_attn.in_proj_z", "attn_gate", None),
+    ("linear_attn.in_proj_a", "ssm_alpha", None),
+    ("linear_attn.in_proj_b", "ssm_beta", None),
+    ("linear_attn.A_log", "ssm_a", None),
+    ("mamba.A_log", "ssm_a", _column),
+    ("mamba.D", "ssm_d", _column),
+    ("linear_attn.dt_bias|mamba.dt_bias", "ssm_dt.bias", None),
+    ("linear_attn.conv1d|mamba.conv1d", "ssm_conv1d", None),
+    ("linear_attn.norm", "ssm_norm", None),
+    ("mamba.norm", "ssm_norm", _grouped),
+    ("mamba.in_proj", "ssm_in", None),
+    ("linear_attn.out_proj|mamba.out_proj", "ssm_out", None),
+    ("conv.in_proj", "shortconv.in_proj", None),
+    ("conv.conv", "shortconv.conv", None),
+    ("conv.out_proj", "shortconv.out_proj", None),
+    ("mlp.gate_proj|feed_forward.w1", "ffn_gate", None),
+    ("mlp.up_proj|mlp.gate_up_proj|feed_forward.w3", "ffn_up", None),
+    ("mlp.down_proj|feed_forward.w2", "ffn_down", None),
+    ("shared_mlp.gate_proj", "ffn_gate_shexp|ffn_gate", None),
+    ("shared_mlp.up_proj", "ffn_up_shexp|ffn_up", None),
+    ("shared_mlp.output_linear", "ffn_down_shexp|ffn_down", None),
+    ("mlp.shared_expert.gate_proj|mlp.shared_experts.gate_proj", "ffn_gate_shexp", None),
+    ("mlp.shared_expert.up_proj|mlp.shared_experts.up_proj", "ffn_up_shexp", None),
+    ("mlp.shared_expert.down_proj|mlp.shared_experts.down_proj", "ffn_down_shexp", None),
+    ("mlp.shared_expert_gate", "ffn_gate_inp_shexp", _row),
+    ("mlp.gate|mlp.router|feed_forward.gate|router.proj", "ffn_gate_inp", None),
+    ("block_sparse_moe.gate|block_sparse_moe.router.layer", "ffn_gate_inp", None),
+    ("router.scale", "ffn_gate_inp.scale", None),
+    ("router.per_expert_scale", "ffn_down_exps.scale", None),
+    ("mlp.gate.e_score_correction_bias|feed_forward.expert_bias", "exp_probs_b.bias", None),
+    ("experts.gate_proj|experts.w1", "ffn_gate_exps", None),
+    ("experts.up_proj|experts.w3", "ffn_up_exps", None),
+    ("experts.down_proj|experts.w2", "ffn_down_exps", None),
+)
+"""Declared names, the stored one, and how its shape differs. Names are without their last part,
+`weight` or `bias`, if they have one; those of a layer without what is in front of it, those of an
+expert without its block and number. Of several stored names the first one that the file has in any
+layer is meant, else the last."""
+
+_OF = {one: row[1:] for row in _NAMES for one in row[0].split("|")}
+_FUSED = {
+    **dict.fromkeys(("attn_q", "attn_k", "attn_v"), "attn_qkv"),
+    **dict.fromkeys(("ffn_gate_exps", "ffn_up_exps"), "ffn_gate_up_exps"),
+}
+"""What may be stored as one in a layer, one behind the other."""
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+_EXPERT = re.compile(r"(?:.+\.)?experts\.\d+\.(.+)")
+_PART = re.compile(r"(.+?)(\.weight|\.bias)?")
+
+
+@dataclass(slots=True, eq=False)
 class _Place:
     """A stored tensor and the declared ones that it holds, one behind the other."""
 
-    name: str
-    shape: tuple[int, ...]
-    parts: tuple[TensorSpec, ...]
+    reshape: _Reshape | None = None
+    fixed: Shape | None = None
+    num_experts: int | None = None
+    parts: list[TensorSpec] = field(default_factory=list[TensorSpec])
+
+    def shape(self, config: ModelConfig) -> Shape:
+        """[X, rows of an expert, ·] of experts; a filter [M, 1, J] is stored as [M, J]."""
+        first = self.parts[0]
+        if self.fixed is not None:
+            return self.fixed
+        if self.reshape is not None:
+            return self.reshape(first.shape, config)
+        rows = sum(part.shape[0] for part in self.parts)
+        columns = first.shape[2:] if first.kind == "filter" else first.shape[1:]
+        stacked = (
+            (rows,) if self.num_experts is None else (self.num_experts, rows // self.num_experts)
+        )
+        return *stacked, *columns
 
 
 def map_tensors(
@@ -81,7 +171,7 @@ def map_tensors(
             supported.
     """
     stored = {name for file in files for name in file.header.tensors}
-    places = {place.name: place for place in _places(config, stored)}
+    places = _places(config, stored)
     _check_names(places, stored - _unused(config), files[0].mapped.name)
     tensors: dict[str, StoredTensor | StoredWeight] = {}
     for file in files:
@@ -99,207 +189,30 @@ def map_tensors(
     )
 
 
-def _places(config: ModelConfig, stored: Container[str]) -> Iterator[_Place]:
-    has_other_norm = _FINAL_NORM_OF_LFM2 in stored
-    top = {
-        EMBEDDING: gguf_config.EMBEDDING,
-        declare_final_norm(config).name: _FINAL_NORM_OF_LFM2 if has_other_norm else _FINAL_NORM,
-        HEAD: gguf_config.HEAD,
-        LAYER_EMBEDDING: LAYER_TABLE,
-        LAYER_PROJ: "per_layer_model_proj.weight",
-        LAYER_PROJ_NORM: "per_layer_proj_norm.weight",
-    }
+def _places(config: ModelConfig, stored: set[str]) -> dict[str, _Place]:
+    """By the names of the stored tensors."""
+    found: dict[str, _Place] = {}
+    in_any_layer = {re.sub(r"^blk\.\d+\.", "", name) for name in stored}
     for spec in declare(config):
-        if spec.name in top:
-            yield _Place(name=top[spec.name], shape=spec.shape, parts=(spec,))
-    for index in range(config.num_layers):
-        layer, prefix = declare_layer(config, index), f"blk.{index}"
-        recurrence = config.layer_kinds[index].recurrence
-        yield from _layer_places(layer, recurrence, prefix, stored)
-        if isinstance(layer.mixer, LatentSpec) and config.latent is not None:
-            for each in latent_places(layer.mixer, config.latent, prefix, stored):
-                yield _Place(name=each.name, shape=each.shape, parts=(each.part,))
-            yield from _linear_places(f"{prefix}.attn_output", (layer.mixer.out,))
-
-
-def _layer_places(
-    layer: LayerSpec, recurrence: Recurrence | None, prefix: str, stored: Container[str]
-) -> Iterator[_Place]:
-    mixer = layer.mixer
-    norms = mixer.norms if isinstance(mixer, AttentionSpec) else None
-    q_norm, k_norm = (*(norms or ()), None, None)[:2]
-    second = f"{prefix}.post_attention_norm.weight"
-    has_other_name = layer.mixer_post_norm is None and second in stored
-    own = {
-        "attn_norm": layer.mixer_norm,
-        "attn_q_norm": q_norm,
-        "attn_k_norm": k_norm,
-        "attn_sinks": mixer.sinks if isinstance(mixer, AttentionSpec) else None,
-        "post_attention_norm": layer.mixer_post_norm,
-        "post_attention_norm" if has_other_name else "ffn_norm": layer.mlp_norm,
-        "post_ffw_norm": layer.mlp_post_norm,
-    }
-    for name, spec in own.items():
-        if spec is not None:
-            yield _Place(name=f"{prefix}.{name}.weight", shape=spec.shape, parts=(spec,))
-    match mixer:
-        case AttentionSpec():
-            yield from _attention_places(mixer, prefix, stored)
-        case DeltaSpec():
-            yield from _delta_places(mixer, prefix)
-        case ConvSpec():
-            yield from _conv_places(mixer, prefix)
-        case ScanSpec():
-            assert isinstance(recurrence, ScanShape), "the layer is a selective scan"
-            yield from _scan_places(mixer, recurrence, prefix)
-        case LatentSpec():
-            pass  # `latent_places`
-    if layer.inputs is not None:
-        yield from _linear_places(f"{prefix}.inp_gate", (layer.inputs.gate,))
-        yield from _linear_places(f"{prefix}.proj", (layer.inputs.out,))
-        yield _place(f"{prefix}.post_norm.weight", layer.inputs.post_norm)
-    if layer.scale is not None:
-        yield _place(f"{prefix}.layer_output_scale.weight", layer.scale)
-    mlp = layer.mlp
-    if isinstance(mlp, ParallelMLPSpec):
-        yield from _parallel_places(mlp, prefix, stored)
-    elif isinstance(mlp, GatedMLPSpec):
-        yield from _gated_places(mlp, prefix)
-    else:
-        yield from _expert_places(mlp, prefix, stored)
-
-
-def _attention_places(
-    mixer: AttentionSpec, prefix: str, stored: Container[str]
-) -> Iterator[_Place]:
-    is_fused = mixer.qkv[0].name.endswith("qkv_proj")
-    if f"{prefix}.attn_qkv.weight" in stored or is_fused:
-        yield from _linear_places(f"{prefix}.attn_qkv", mixer.qkv)
-    else:
-        for letter, linear in zip("qkv", mixer.qkv, strict=False):
-            yield from _linear_places(f"{prefix}.attn_{letter}", (linear,))
-    yield from _linear_places(f"{prefix}.attn_output", (mixer.out,))
-
-
-def _delta_places(mixer: DeltaSpec, prefix: str) -> Iterator[_Place]:
-    """The filter is stored as [M, J]."""
-    alpha, beta = mixer.rates
-    linears = {
-        "attn_qkv": mixer.mixed,
-        "attn_gate": mixer.gate,
-        "ssm_alpha": alpha,
-        "ssm_beta": beta,
-        "ssm_out": mixer.out,
-    }
-    for name, linear in linears.items():
-        yield from _linear_places(f"{prefix}.{name}", (linear,))
-    stored = {
-        "ssm_conv1d.weight": (mixer.conv, _filter_shape(mixer.conv)),
-        "ssm_a": (mixer.decay, mixer.decay.shape),
-        "ssm_dt.bias": (mixer.decay_bias, mixer.decay_bias.shape),
-        "ssm_norm.weight": (mixer.norm, mixer.norm.shape),
-    }
-    for name, (spec, shape) in stored.items():
-        yield _Place(name=f"{prefix}.{name}", shape=shape, parts=(spec,))
-
-
-def _filter_shape(spec: TensorSpec) -> tuple[int, int]:
-    channels, _, taps = spec.shape
-    return channels, taps
-
-
-def _conv_places(mixer: ConvSpec, prefix: str) -> Iterator[_Place]:
-    yield from _linear_places(f"{prefix}.shortconv.in_proj", (mixer.mixed,))
-    yield from _linear_places(f"{prefix}.shortconv.out_proj", (mixer.out,))
-    name, shape = f"{prefix}.shortconv.conv.weight", _filter_shape(mixer.conv)
-    yield _Place(name=name, shape=shape, parts=(mixer.conv,))
-
-
-def _scan_places(mixer: ScanSpec, shape: ScanShape, prefix: str) -> Iterator[_Place]:
-    """Values of heads are stored with an axis of 1, and norms as [G, ·]."""
-    yield from _linear_places(f"{prefix}.ssm_in", (mixer.mixed,))
-    yield from _linear_places(f"{prefix}.ssm_out", (mixer.out,))
-    heads, groups = (shape.num_heads, 1), (shape.num_groups, shape.value_width // shape.num_groups)
-    stored = {
-        "ssm_conv1d.weight": (mixer.conv, _filter_shape(mixer.conv)),
-        "ssm_conv1d.bias": (mixer.conv_bias, (shape.num_channels,)),
-        "ssm_a": (mixer.decay, heads),
-        "ssm_d": (mixer.skip, heads),
-        "ssm_dt.bias": (mixer.rate_bias, mixer.rate_bias.shape),
-        "ssm_norm.weight": (mixer.norm, groups),
-    }
-    for name, (spec, own) in stored.items():
-        if spec is not None:
-            yield _Place(name=f"{prefix}.{name}", shape=own, parts=(spec,))
-
-
-def _place(name: str, spec: TensorSpec) -> _Place:
-    return _Place(name=name, shape=spec.shape, parts=(spec,))
-
-
-def _parallel_places(mlp: ParallelMLPSpec, prefix: str, stored: Container[str]) -> Iterator[_Place]:
-    yield from _gated_places(mlp.dense, prefix)
-    yield from _expert_places(mlp.experts, prefix, stored)
-    others = {
-        "post_ffw_norm_1.weight": mlp.dense_norm,
-        "pre_ffw_norm_2.weight": mlp.input_norm,
-        "post_ffw_norm_2.weight": mlp.experts_norm,
-        "ffn_gate_inp.scale": mlp.router_scale,
-        "ffn_down_exps.scale": mlp.expert_scale,
-    }
-    for name, spec in others.items():
-        yield _place(f"{prefix}.{name}", spec)
-
-
-def _gated_places(mlp: GatedMLPSpec, prefix: str) -> Iterator[_Place]:
-    """Fused gates and ups are stored as `ffn_up`."""
-    names = ("ffn_gate", "ffn_up") if len(mlp.gate_up) == 2 else ("ffn_up",)
-    for name, linear in zip(names, mlp.gate_up, strict=True):
-        yield from _linear_places(f"{prefix}.{name}", (linear,))
-    yield from _linear_places(f"{prefix}.ffn_down", (mlp.down,))
-
-
-def _linear_places(name: str, linears: tuple[LinearSpec, ...]) -> Iterator[_Place]:
-    """The weight, and the bias if there is one, of linears whose rows follow each other."""
-    num_out = sum(linear.num_out for linear in linears)
-    weights, *biases = zip(*(linear.tensors() for linear in linears), strict=True)
-    yield _Place(name=f"{name}.weight", shape=(num_out, linears[0].num_in), parts=weights)
-    for parts in biases:
-        yield _Place(name=f"{name}.bias", shape=(num_out,), parts=parts)
-
-
-def _expert_places(mlp: ExpertMLPSpec, prefix: str, stored: Container[str]) -> Iterator[_Place]:
-    """[X, F, E] for gates and ups, or [X, 2 F, E] for both, and [X, E, F] for downs."""
-    yield from _linear_places(f"{prefix}.ffn_gate_inp", (mlp.router,))
-    if (bias := mlp.choice_bias) is not None:
-        yield _Place(name=f"{prefix}.exp_probs_b.bias", shape=bias.shape, parts=(bias,))
-    fused = f"{prefix}.ffn_gate_up_exps"
-    if f"{fused}.weight" in stored:
-        yield from _stacks(fused, [expert.gate_up for expert in mlp.experts])
-    else:
-        gates = [expert.gate_up[:1] for expert in mlp.experts]
-        yield from _stacks(f"{prefix}.ffn_gate_exps", gates)
-        yield from _stacks(f"{prefix}.ffn_up_exps", [expert.gate_up[1:] for expert in mlp.experts])
-    yield from _stacks(f"{prefix}.ffn_down_exps", [(expert.down,) for expert in mlp.experts])
-    if mlp.shared is not None:
-        gate, up = mlp.shared.gate_up
-        for name, linear in (("gate", gate), ("up", up), ("down", mlp.shared.down)):
-            yield from _linear_places(f"{prefix}.ffn_{name}_shexp", (linear,))
-    if mlp.shared_gate is not None:
-        name = f"{prefix}.ffn_gate_inp_shexp.weight"
-        parts = (mlp.shared_gate.weight_spec,)
-        yield _Place(name=name, shape=(mlp.shared_gate.num_in,), parts=parts)
-
-
-def _stacks(name: str, experts: list[tuple[LinearSpec, ...]]) -> Iterator[_Place]:
-    """The stacked weights, and the biases if there are any."""
-    num_out = sum(linear.num_out for linear in experts[0])
-    all_linears = [linear for linears in experts for linear in linears]
-    weights, *biases = zip(*(linear.tensors() for linear in all_linears), strict=True)
-    shape = (len(experts), num_out)
-    yield _Place(name=f"{name}.weight", shape=(*shape, experts[0][0].num_in), parts=weights)
-    for parts in biases:
-        yield _Place(name=f"{name}.bias", shape=shape, parts=parts)
+        layer = _LAYER.fullmatch(spec.name)
+        prefix, name = ("", spec.name) if layer is None else (f"blk.{layer[1]}.", layer[2])
+        if name == "self_attn.kv_b_proj.weight" and f"{prefix}attn_k_b.weight" in stored:
+            assert config.latent is not None, "it is of attention over latents"
+            for own, shape, part in latent_parts(config.latent, spec):
+                found[prefix + own] = _Place(fixed=shape, parts=[part])
+            continue
+        expert = _EXPERT.fullmatch(name)
+        base = _PART.fullmatch(name if expert is None else f"experts.{expert[1]}")
+        assert base is not None, "a name is not empty"
+        (kinds, reshape), end = _OF[base[1]], base[2] or ""
+        own = [f"{kind}{end}" for kind in kinds.split("|")]
+        one = next((each for each in own if each in in_any_layer), own[-1])
+        if kinds in _FUSED and f"{prefix}{_FUSED[kinds]}.weight" in stored:
+            one = f"{_FUSED[kinds]}{end}"
+        count = None if expert is None or config.experts is None else config.experts.num_experts
+        place = found.setdefault(prefix + one, _Place(reshape=reshape, num_experts=count))
+        place.parts.append(spec)
+    return found
 
 
 def _unused(config: ModelConfig) -> set[str]:
@@ -312,7 +225,7 @@ def _unused(config: ModelConfig) -> set[str]:
     }
 
 
-def _check_names(places: Mapping[str, _Place], stored: set[str], where: str) -> None:
+def _check_names(places: Collection[str], stored: set[str], where: str) -> None:
     missing = [name for name in places if name not in stored]
     mtp_layers = tuple(name.split("nextn.")[0] for name in stored if ".nextn." in name)
     unused = {name for name in stored if name in _SETTINGS or name.startswith(mtp_layers)}
@@ -337,7 +250,7 @@ def _cut(
     file: MappedFile,
 ) -> Iterator[StoredTensor]:
     """Cuts a stored tensor into its parts, which are consecutive rows."""
-    _check_shape(tensor, place.shape, file)
+    _check_shape(tensor, place.shape(config), file)
     has_pairs = architecture.has_paired_rows
     for part in _parts(tensor, place.parts, file):
         heads = _num_paired_heads(part.name, config) if has_pairs else None
