@@ -137,6 +137,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"granite.rope.scaling.finetuned": False},
         r"finetuned is False; it must be absent",
     ),
+    (
+        "mistral",
+        {"llama.rope.scaling.attn_factor": 1.25},
+        r"llama\.rope\.scaling\.attn_factor is 1\.25; it must be 1 without rope_factors_long",
+    ),
     ("qwen3-moe", {"qwen3moe.expert_gating_func": 2}, r"expert_gating_func is 2; .* 1 \(softmax\)"),
     ("lfm2-moe", {"lfm2moe.expert_gating_func": 1}, r"expert_gating_func is 1; .* 2 \(sigmoid\)"),
     (

@@ -220,6 +220,8 @@ def _read_scaling(
             original_max_position_embeddings=original,
             attention_factor=1.0 if divisors else _long_attention_factor(settings, original),
         )
+    if settings.number(_ATTENTION_FACTOR, 0.0, 1e6, 1.0) != 1.0:
+        raise settings.wrong(_ATTENTION_FACTOR, f"1 without {LONG_FACTORS}")
     kind = settings.text(_SCALING) or (architecture.scaling if settings.has(_FACTOR) else "none")
     if kind == "linear":
         return LinearRopeScaling(factor=settings.number(_FACTOR, 1.0, 1e6))
