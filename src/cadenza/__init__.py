@@ -20,6 +20,7 @@ Modules:
 - `fingerprint`: what an answer depends on besides its request
 - `kernel_proof`: what was compared of kernels' bits when a model was loaded
 - `receipt`: what another machine needs to compute an answer again
+- `server_link`: how a command reaches a server: its certificate, a proxy, what went wrong
 - `serve_app`: engines on many machines, as an application of Ray Serve
 """
 

@@ -137,7 +137,7 @@ def test_a_failure_on_one_server_makes_the_command_fail(capsys: pytest.CaptureFi
         (["a=http://x"], "given 1 times"),
         (["a=http://x", "a=http://y"], "names a twice"),
         (["a=http://x", "http://y"], "must be a name"),
-        (["a=http://x", "b=y"], "'y' is not a URL"),
+        (["a=http://x", "b=y"], "'y' is no URL"),
         (["=http://x", "b=http://y"], "must be a name"),
     ],
 )

@@ -190,7 +190,7 @@ def test_a_server_that_is_not_there_or_serves_nothing_is_named():
     nothing = pytest.raises(ServerError, match="does not list its models")
     with running(ScriptedServer(models=[])) as server, nothing:
         measured(server, LoadOptions())
-    with refusing_port() as port, pytest.raises(ServerError, match="is a server running there"):
+    with refusing_port() as port, pytest.raises(ServerError, match="is the server there"):
         measured(ScriptedServer(url=f"http://127.0.0.1:{port}"), LoadOptions())
 
 
@@ -228,7 +228,7 @@ def test_flags_that_cannot_work_are_refused_before_anything_is_sent(
 
 
 def test_a_text_that_is_no_url_is_refused():
-    with pytest.raises(ConfigError, match="is not a URL"):
+    with pytest.raises(ConfigError, match="is no URL"):
         ServerAddress(url="127.0.0.1:8000")
 
 

@@ -29,6 +29,7 @@ from cadenza.cli.top_loop import (
     read_events,
 )
 from cadenza.cli.top_view import TopState, line, screen
+from cadenza.server_link import ServerLink
 
 HELLO = {"v": 1, "rows": 16, "pages": 100, "page_size": 16, "model": "a model"}
 KEY = "a-key-of-top"
@@ -115,6 +116,12 @@ def test_rows_of_other_keys_and_a_lost_engine_are_told() -> None:
     assert "7 rows of other keys: 1,200 tokens" in shown(state, 100)
     state.take("engine", {"state": "lost"})
     assert shown(state, 100)[1].startswith("the engine was lost")
+    for told, words in (
+        ("unloaded", "the model is not loaded; "),
+        ("loading", "the model is being"),
+    ):
+        state.take("engine", {"state": told})
+        assert shown(state, 100)[1].startswith(words)
     state.take("step", step())
     assert shown(state, 100)[1].startswith("3/16 rows")
 
@@ -262,21 +269,22 @@ def test_a_missing_key_is_an_error_that_says_how_to_give_it(
 
 
 @pytest.mark.parametrize(
-    ("wrong", "words"),
+    ("wrong", "code", "words"),
     [
-        ("http://127.0.0.1:9", "does not answer"),
-        ("nowhere", "is no URL"),
-        ("http://x:port", "is no URL"),
+        ("http://127.0.0.1:9", 1, "does not answer: the connection is refused"),
+        ("nowhere", 2, "is no URL"),
+        ("http://x:port", 2, "is no URL"),
     ],
 )
 def test_an_address_without_a_server_is_an_error(
-    capsys: pytest.CaptureFixture[str], wrong: str, words: str
+    capsys: pytest.CaptureFixture[str], wrong: str, code: int, words: str
 ) -> None:
-    assert main(["top", wrong]) == 1
+    assert main(["top", wrong]) == code
     assert words in capsys.readouterr().err
 
 
 def test_a_query_names_the_model(url: str) -> None:
-    with client_of(url, KEY, "x y") as client:
+    link = ServerLink(url=url, api_key=KEY)
+    with client_of(link, "x y") as client:
         assert client.build_request("GET", "/a").url.query == b"model=x+y"
-        assert [name for name, _ in read_events(client)] == ["hello", "step", "step"]
+        assert [name for name, _ in read_events(link, client)] == ["hello", "step", "step"]

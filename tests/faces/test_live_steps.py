@@ -73,7 +73,7 @@ def test_a_later_engine_is_listened_to_for_those_who_are_there() -> None:
         ears.live.detach()
         ears.live.attach(later.append)
         assert later == [ears.live.take]
-        assert numbers(asyncio.run(viewer.next())) == ["lost"]
+        assert numbers(asyncio.run(viewer.next())) == ["unloaded"]
 
 
 def test_a_second_viewer_gets_the_last_minute_first_and_the_next_watch_nothing_old() -> None:
@@ -162,7 +162,7 @@ def test_an_async_engine_is_watched_until_it_ends(tiny_text: TextFrontend) -> No
         scripted.on_news(summary(4))
         assert (await first).news == summary(4)
         scripted.shutdown()
-        assert [each.news async for each in steps] == ["lost"]
+        assert [each.news async for each in steps] == ["unloaded"]
 
     watched(tiny_text, play)
 

@@ -23,6 +23,7 @@ from cadenza.server.served_model import ModelNames, ServedModel
 from cadenza.server.service import Service
 from tests.server.harness import HandClock, RunningServer, options, serving_at
 from tests.server.scripted_engine import TIMEOUTS, WAIT_S, ScriptedEngine
+from tests.server.test_batch_stream import next_event
 
 COMPLETION = {"prompt": "the quick", "max_tokens": 3}
 
@@ -289,6 +290,30 @@ def test_an_idle_model_is_unloaded_and_the_next_request_loads_it(text: TextFront
         assert 'cadenza:model_loaded{model_name="a"} 0.0' in pool.server.get("/metrics").text
         assert answer_of(pool.complete("a")) == ("a", "a")
         assert len(pool.loads["a"].engines) == 2
+
+
+def test_a_model_that_is_unloaded_is_not_said_to_be_lost(text: TextFrontend) -> None:
+    with pool_of(text, idle_unload_s=300.0) as pool, pool.server.client() as client:
+        told = client.get("/debug/batch?model=b")
+        assert (told.status_code, told.json()["error"]["code"]) == (503, "unloaded")
+        pool.pass_time(300.0)
+        pool.until(lambda: pool.state("a") == "unloaded")
+        assert client.get("/debug/batch?model=a").json()["error"]["code"] == "unloaded"
+        with client.stream("GET", "/debug/batch/stream?model=a") as response:
+            lines = response.iter_lines()
+            assert [next_event(lines)[0], next_event(lines)] == [
+                "hello",
+                ("engine", {"state": "unloaded"}),
+            ]
+    with (
+        pool_of(text, idle_unload_s=300.0) as pool,
+        pool.server.client() as client,
+        client.stream("GET", "/debug/batch/stream?model=a") as response,
+    ):
+        lines = response.iter_lines()
+        assert next_event(lines)[0] == "hello"
+        pool.pass_time(300.0)
+        assert next_event(lines) == ("engine", {"state": "unloaded"})
 
 
 def test_two_models_answer_side_by_side_where_two_may_be_loaded(text: TextFrontend) -> None:

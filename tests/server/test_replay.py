@@ -3,17 +3,20 @@ told or refused."""
 
 import json
 import struct
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from cadenza.cli import main
 from cadenza.errors import InvalidRequestError
 from cadenza.fingerprint import Fingerprint
 from cadenza.frontend.loaded_model import LoadedModel
 from cadenza.receipt import Receipt
 from cadenza.server.endpoints.replay import MAX_TOKENS, check_fingerprint, place_of_difference
 from cadenza.server.receipt_seal import ReceiptSeal
+from tests.ports import refusing_port
 from tests.server.harness import RunningServer
 from tests.server.test_streams import wait_until
 from tests.server.watched_service import WatchedService
@@ -51,6 +54,27 @@ def test_an_own_receipt_is_equal_and_was_computed_alone(
         "fingerprint": receipt["system_fingerprint"],
         "first_difference": None,
     }
+
+
+def test_the_command_asks_the_server_that_gave_a_receipt(
+    bundled: RunningServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    receipt, file = receipt_of(bundled), tmp_path / "r.json"
+    file.write_text(json.dumps(receipt))
+    assert main(["replay", str(file), "--url", bundled.url]) == 0
+    assert capsys.readouterr().out == f"{file}: equal, {len(receipt['token_ids'])} tokens\n"
+    receipt["logprobs"][3] = flipped(receipt["logprobs"][3])
+    file.write_text(json.dumps(receipt))
+    assert main(["replay", str(file), "--url", f"{bundled.url}/v1"]) == 1
+    assert "the log probability of token 3 differs" in capsys.readouterr().out
+    receipt["token_ids"][2] ^= 1
+    file.write_text(json.dumps(receipt))
+    assert main(["replay", str(file), "--url", bundled.url, "--json"]) == 1
+    (told,) = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (told["is_equal"], len(told["differences"])) == (False, 1)
+    with refusing_port() as port:
+        assert main(["replay", str(file), "--url", f"http://127.0.0.1:{port}"]) == 2
+    assert "the connection is refused" in capsys.readouterr().err
 
 
 def test_a_receipt_of_a_stream_and_one_that_passed_through_javascript_are_own(

@@ -34,6 +34,7 @@ from cadenza.bench.serve_options import LoadOptions, PlannedLoad, ServerAddress
 from cadenza.bench.workloads import PlannedRequest
 from cadenza.errors import CadenzaError
 from cadenza.loading.memory import usable_cores
+from cadenza.server_link import ServerLink
 
 Result = TypeVar("Result")
 
@@ -111,13 +112,11 @@ class LoadedServer:
         self.model = ""
         self._clock = clock
         self._address, self._options, self._watch = address, options, watch
-        headers = {"Authorization": f"Bearer {address.api_key}"} if address.api_key else {}
-        timeout = httpx.Timeout(options.timeout_s)
-        self._http = httpx.AsyncClient(base_url=address.base_url, headers=headers, timeout=timeout)
+        self._http = address.link.async_client(timeout=options.timeout_s)
 
     async def __aenter__(self) -> "LoadedServer":
         try:
-            self.model = self._address.model or await _first_model(self._http)
+            self.model = self._address.model or await _first_model(self._address.link, self._http)
         except BaseException:
             await self._http.aclose()
             raise
@@ -312,13 +311,11 @@ async def _tick() -> None:
         await asyncio.sleep(_TICK_S)
 
 
-async def _first_model(http: httpx.AsyncClient) -> str:
+async def _first_model(link: ServerLink, http: httpx.AsyncClient) -> str:
     try:
         response = await http.get("/v1/models")
     except httpx.HTTPError as error:
-        raise ServerError(
-            f"{http.base_url} does not answer ({type(error).__name__}); is a server running there?"
-        ) from error
+        raise ServerError(link.explain(error)) from error
     if response.status_code != httpx.codes.OK:
         raise ServerError(
             f"{http.base_url} answers {response.status_code} to /v1/models; give --model, or "

@@ -7,7 +7,6 @@ connection carries one answer at a time.
 """
 
 import asyncio
-import ssl
 import time
 from dataclasses import dataclass, replace
 from typing import Any
@@ -85,7 +84,8 @@ class ServeClient:
         self.form = form
         self.clock = clock
         self._host = parts.hostname or ""
-        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self._link = address.link
+        self._tls = self._link.tls()
         self._port = parts.port or (443 if self._tls else 80)
         self._path = parts.path.rstrip("/")
         key = "" if address.api_key is None else f"Authorization: Bearer {address.api_key}\r\n"
@@ -154,7 +154,7 @@ class ServeClient:
         except TimeoutError:
             reason = "timeout"
         except OSError as error:
-            reason = type(error).__name__
+            reason = self._link.explain(error)
         failed = FailedRequest(sent_s=sent_s, due_s=due_s, end_s=self.clock(), reason=reason)
         return failed, ""
 

@@ -34,6 +34,7 @@ from cadenza.bench.workloads import (
 )
 from cadenza.errors import ConfigError
 from cadenza.option import flag
+from cadenza.server_link import CACERT_HELP, ServerLink
 
 PromptForm = Literal["auto", "ids", "text"]
 GoodputMetric = Literal["ttft", "tpot", "e2el"]
@@ -97,14 +98,20 @@ class ServerAddress:
         None, "The model's name on the server (default: the first one listed)."
     )
     api_key: str | None = flag(None, "Sent as a bearer token.", has_variable=True)
+    cacert: str | None = flag(None, CACERT_HELP, metavar="FILE")
 
     def __post_init__(self) -> None:
-        if not re.match(r"https?://[^/]", self.url):
-            raise ConfigError(f"{self.url!r} is not a URL; give one such as http://127.0.0.1:8000")
+        _ = self.link
+
+    @property
+    def link(self) -> ServerLink:
+        """A proxy would be measured too, so that none is asked."""
+        key, file = self.api_key, self.cacert
+        return ServerLink(url=self.url, api_key=key, cacert=file, is_direct=True)
 
     @property
     def base_url(self) -> str:
-        return self.url.rstrip("/").removesuffix("/v1")
+        return self.link.base_url
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +126,7 @@ class CompareOptions:
         None, "A server and its name; give two or more.", metavar="NAME=URL"
     )
     api_key: str | None = flag(None, "Sent as a bearer token to all.", has_variable=True)
+    cacert: str | None = flag(None, CACERT_HELP, metavar="FILE")
     rounds: int = flag(4, "Rounds of each load on each server, in alternating order.")
 
     def __post_init__(self) -> None:
@@ -137,7 +145,8 @@ class CompareOptions:
                 )
             if name in found:
                 raise ConfigError(f"--url names {name} twice; give each server a name of its own")
-            found[name] = ServerAddress(url=url, api_key=self.api_key)
+            cacert = self.cacert if url.startswith("https") else None
+            found[name] = ServerAddress(url=url, api_key=self.api_key, cacert=cacert)
         if not 2 <= len(found) <= MAX_SERVERS:
             raise ConfigError(
                 f"--url was given {len(found)} times; give it for 2 to {MAX_SERVERS} servers, such "

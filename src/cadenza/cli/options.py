@@ -24,6 +24,7 @@ from cadenza.cli.model_words import only_model
 from cadenza.config import EngineConfig, MaxItlMs, refuse_fp8_kv
 from cadenza.errors import ConfigError
 from cadenza.option import Flag, words_of
+from cadenza.server_link import CACERT_HELP
 
 Result = TypeVar("Result")
 Value = TypeVar("Value")
@@ -133,6 +134,16 @@ _MODEL_HELP = "A model's folder, GGUF file or hub id (default: the bundled model
 ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help=_MODEL_HELP)]
 """A parameter of this type is given as a word or by --model (`with_flags`)."""
 ModelFlag = Annotated[str | None, typer.Option("--model", metavar="MODEL", help=_MODEL_HELP)]
+ApiKeyFlag = Annotated[
+    str | None,
+    typer.Option(
+        metavar="KEY",
+        envvar=f"{ENVIRONMENT_PREFIX}API_KEY",
+        show_envvar=False,
+        help="The server's API key.",
+    ),
+]
+CaCertFlag = Annotated[str | None, typer.Option("--cacert", metavar="FILE", help=CACERT_HELP)]
 ModelAndOut = Annotated[
     list[str],
     typer.Argument(

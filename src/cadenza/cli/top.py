@@ -5,16 +5,15 @@ from typing import Annotated
 
 import typer
 
+from cadenza.cli.options import ApiKeyFlag, CaCertFlag
+from cadenza.server_link import ServerLink
+
 
 def top(
     url: Annotated[str, typer.Argument(metavar="URL", help="A server: http://host:port.")],
     *,
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            metavar="KEY", envvar="CADENZA_API_KEY", show_envvar=False, help="The server's API key."
-        ),
-    ] = None,
+    api_key: ApiKeyFlag = None,
+    cacert: CaCertFlag = None,
     model: Annotated[
         str | None, typer.Option(metavar="NAME", help="One of several models that it serves.")
     ] = None,
@@ -27,9 +26,10 @@ def top(
     from cadenza.cli.top_loop import client_of, print_lines, read_events, show_screens
     from cadenza.cli.top_view import TopState
 
-    with client_of(url, api_key, model) as client:
+    link = ServerLink(url=url, api_key=api_key, cacert=cacert)
+    with client_of(link, model) as client:
         state = TopState(url)
         if sys.stdout.isatty() and sys.stdin.isatty():
-            show_screens(state, lambda: read_events(client), sys.stdin)
+            show_screens(state, lambda: read_events(link, client), sys.stdin)
         else:
-            print_lines(state, read_events(client), sys.stdout)
+            print_lines(state, read_events(link, client), sys.stdout)

@@ -16,8 +16,9 @@ from typing import Any, TextIO
 
 import httpx
 
-from cadenza.cli.top_view import TopState, line, screen
+from cadenza.cli.top_view import TopState, engine_words, line, screen
 from cadenza.errors import CadenzaError
+from cadenza.server_link import ServerLink
 
 PATH = "/debug/batch/stream"
 SILENCE_S = 60.0
@@ -36,31 +37,22 @@ class TopError(CadenzaError):
     """A server that cannot be watched."""
 
 
-def client_of(url: str, api_key: str | None, model: str | None) -> httpx.Client:
-    """Raises TopError."""
-    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+def client_of(link: ServerLink, model: str | None) -> httpx.Client:
+    """Raises ConfigError."""
     query = {} if model is None else {"model": model}
-    timeout = httpx.Timeout(10.0, read=SILENCE_S)
-    try:
-        return httpx.Client(base_url=url, headers=headers, timeout=timeout, params=query)
-    except (httpx.InvalidURL, ValueError) as error:
-        raise TopError(f"{url!r} is no URL ({error}); give http://host:port") from error
+    return link.client(timeout=httpx.Timeout(10.0, read=SILENCE_S), params=query)
 
 
-def read_events(client: httpx.Client) -> Generator[TopEvent]:
+def read_events(link: ServerLink, client: httpx.Client) -> Generator[TopEvent]:
     """The events of one connection, until the server ends it. Raises TopError."""
     try:
         with client.stream("GET", PATH) as response:
             if response.status_code != httpx.codes.OK:
                 response.read()
-                raise TopError(_refusal(response))
+                raise TopError(f"{_refusal(response)}{link.way}")
             yield from parse_events(response.iter_lines())
-    except httpx.UnsupportedProtocol as error:
-        raise TopError(f"{client.base_url} is no URL of a server; give http://host:port") from error
     except httpx.TransportError as error:
-        raise TopError(
-            f"{client.base_url} does not answer ({type(error).__name__}); is the server there?"
-        ) from error
+        raise TopError(link.explain(error)) from error
 
 
 def parse_events(lines: Iterable[str]) -> Iterator[TopEvent]:
@@ -79,7 +71,7 @@ def print_lines(state: TopState, events: Iterable[TopEvent], output: TextIO) -> 
     for name, data in events:
         state.take(name, data)
         if name == "engine":
-            print(f"the engine is {state.engine}", file=output, flush=True)
+            print(engine_words(state.engine), file=output, flush=True)
         elif name == "step" and data["t"] >= due_ms:
             print(line(state), file=output, flush=True)
             due_ms = data["t"] + LINE_EVERY_MS

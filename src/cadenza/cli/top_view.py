@@ -16,6 +16,12 @@ Sort = Literal["start", "tokens", "left"]
 SORTS: tuple[Sort, ...] = ("start", "tokens", "left")
 _SORT_WORDS = {"start": "as started", "tokens": "most tokens", "left": "prompt left"}
 
+ENGINE_WORDS: Mapping[str, str] = {
+    "lost": "the engine was lost; another one is being started",
+    "unloaded": "the model is not loaded; a request for it loads it",
+    "loading": "the model is being loaded",
+}
+
 NUM_RATES = 600
 """Events whose rates are kept: a minute's."""
 _WIDE = 72
@@ -69,6 +75,11 @@ class TopState:
         return found
 
 
+def engine_words(state: str) -> str:
+    """What the state of an `engine` event means; one that is not known is itself."""
+    return ENGINE_WORDS.get(state, f"the engine is {state}")
+
+
 def line(state: TopState) -> str:
     """The newest event, where there is no terminal."""
     step, pages = state.step, state.step["pages"]
@@ -112,8 +123,8 @@ def _title(state: TopState) -> Text:
 def _status(state: TopState) -> Text:
     if state.trouble is not None:
         return Text(state.trouble, "bold red")
-    if state.engine == "lost":
-        return Text("the engine was lost; another one is being started", "bold red")
+    if state.engine != "ready":
+        return Text(engine_words(state.engine), "bold red" if state.engine == "lost" else "dim")
     step = state.step
     if not step:
         return Text("nothing has been computed yet", "dim")

@@ -4,6 +4,7 @@ Own the commands' flags and what they print; the comparisons are `verification`'
 """
 
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import chain
 from pathlib import Path
@@ -25,10 +26,12 @@ from cadenza.cli.status import status_line
 from cadenza.config import DEFAULT_MAX_NUM_SEQS, EngineConfig
 from cadenza.errors import ConfigError
 from cadenza.option import flag
+from cadenza.server_link import CACERT_HELP, ServerLink
 
 if TYPE_CHECKING:
     from cadenza.verification.gate import GateResult, Verdict
     from cadenza.verification.option_matrix import Option, OptionMatrix
+    from cadenza.verification.replay import NamedReceipt, Replayed
     from cadenza.verification.run import VerifyOptions
     from cadenza.verification.self_test import SelfTestResult
 
@@ -83,6 +86,7 @@ class GateFlags:
     api_key: str | None = flag(
         None, "With --url: the server's API key.", metavar="KEY", has_variable=True
     )
+    cacert: str | None = flag(None, f"With --url. {CACERT_HELP}", metavar="FILE")
     portable: bool = flag(
         False,
         "Compute with --arithmetic portable, and print a digest of the streams: it is the same on "
@@ -132,7 +136,7 @@ def _refuse_idle_flags(context: typer.Context, gate: GateFlags) -> None:
     """
     engine = {field.name for field in fields(EngineConfig)} - {"seed"}
     stored = {"prefix_cache_disk", "prefix_cache_disk_bytes"}
-    idle = {"api_key", *stored} if gate.url is None else {*engine, "reference"}
+    idle = {"api_key", "cacert", *stored} if gate.url is None else {*engine, "reference"}
     for name in sorted(idle):
         if _is_written(context, name):
             where = "without --url" if gate.url is None else "with --url, which asks a server"
@@ -178,6 +182,7 @@ def _verify_url(gate: GateFlags, url: str, model: str | None, *, as_json: bool) 
     options = UrlOptions(
         url=url,
         api_key=gate.api_key,
+        cacert=gate.cacert,
         num_requests=gate.num_requests or NUM_REQUESTS,
         max_tokens=gate.max_tokens,
         seed=gate.seed,
@@ -261,6 +266,31 @@ def _self_test_text(tested: "SelfTestResult") -> Iterator[str]:
     yield tested.last_line
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayAt:
+    """The server that computes its own receipts again, if one is asked."""
+
+    url: str | None = flag(
+        None,
+        "Ask the running server that gave them, which computes its own receipts again; --model is "
+        "then one of its names.",
+        metavar="http://…",
+    )
+    api_key: str | None = flag(
+        None, "With --url: the server's API key.", metavar="KEY", has_variable=True
+    )
+    cacert: str | None = flag(None, f"With --url. {CACERT_HELP}", metavar="FILE")
+
+    @property
+    def link(self) -> ServerLink | None:
+        """Raises ConfigError."""
+        if self.url is not None:
+            return ServerLink(url=self.url, api_key=self.api_key, cacert=self.cacert)
+        if self.cacert is not None:
+            raise ConfigError("--cacert changes nothing without --url; leave it out")
+        return None
+
+
 def replay(
     files: Annotated[
         list[str],
@@ -268,19 +298,25 @@ def replay(
     ],
     *,
     model: ModelFlag = None,
+    at: ReplayAt,
     json: JsonFlag = False,
 ) -> int:
     """Compute answers again from their receipts, each alone, and compare every bit.
 
     The receipt's fingerprint says how: types of activations, weights and KV, arithmetic, context.
     Prints for each receipt that it is equal, or the first token that differs and by how much, or
-    the part of the fingerprint that does not fit. Exit code 0 when all are equal, 1 when not.
+    the part of the fingerprint that does not fit. With --url a server does that with receipts that
+    it gave itself since it was started. Exit code 0 when all are equal, 1 when not.
     """
     from cadenza.verification.replay import read_receipts, replay_receipts
 
+    link = at.link
     receipts = [each for file in files for each in read_receipts(Path(file))]
     with status_line("replaying"):
-        verdicts = [*replay_receipts(model, receipts)]
+        if link is None:
+            verdicts = [*replay_receipts(model, receipts)]
+        else:
+            verdicts = _replay_at(link, receipts, model)
     for each in verdicts:
         if json:
             print(json_line({**asdict(each), "is_equal": each.is_equal}))
@@ -289,3 +325,13 @@ def replay(
         else:
             print("\n".join(f"{each.source}: {text}" for text in each.differences))
     return 0 if all(each.is_equal for each in verdicts) else CHECK_FAILED
+
+
+def _replay_at(
+    link: ServerLink, receipts: "list[NamedReceipt]", model: str | None
+) -> "list[Replayed]":
+    from cadenza.verification.remote_replay import replay_at
+    from cadenza.verification.remote_server import RemoteApi
+
+    with closing(RemoteApi(link)) as api:
+        return [*replay_at(api, receipts, model)]

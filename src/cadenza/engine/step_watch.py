@@ -21,8 +21,8 @@ SUMMARY_EVERY_S = 0.1
 MAX_WAITING_ROWS = 32
 """Waiting sequences that a summary lists; all are counted."""
 
-EngineChange = Literal["lost", "ready"]
-"""The engine has ended, or one serves again."""
+EngineChange = Literal["lost", "ready", "unloaded"]
+"""The engine has failed, or one serves again; or it was ended, and none is started for now."""
 
 RowKind = Literal["prompt", "decode", "waiting"]
 

@@ -101,7 +101,7 @@ class LiveSteps:
         """The engine has ended. Viewers stay: another one may follow."""
         if self._listen is not None:
             self._listen = None
-            self.take("lost")
+            self.take("unloaded")
 
     @contextmanager
     def viewing(self) -> Generator[Viewer]:

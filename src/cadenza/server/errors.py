@@ -296,6 +296,7 @@ def server_error(message: str = "the server failed on this request") -> ApiError
 
 _UNAVAILABLE = {
     "loading": "the model is being loaded; try again soon",
+    "unloaded": "the model is not loaded; a request for it loads it",
     "draining": "the server is shutting down; try another one",
     "engine_restarting": "the engine is being restarted; try again soon, or another server",
     "engine_busy": "it does not tell what it does; try again soon",

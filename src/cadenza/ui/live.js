@@ -28,7 +28,8 @@ export class LiveSteps {
     this.hello = null;
     /** A sentence, where nothing can be shown. */
     this.trouble = "";
-    this.isLost = false;
+    /** Of the engine: ready, lost, unloaded or loading. */
+    this.engine = "ready";
     /** @type {AbortController | null} */
     this.abort = null;
     /** @type {(step: Step) => void} */
@@ -89,11 +90,12 @@ export class LiveSteps {
       this.hello = value;
       this.trouble = "";
       this.steps = [];
-      this.isLost = false;
+      this.engine = "ready";
       this.onStart();
     } else if (event === "engine") {
-      this.isLost = value.state === "lost";
+      this.engine = value.state;
     } else if (event === "step") {
+      this.engine = "ready";
       this.steps.push(value);
       if (this.steps.length > MAX_STEPS) this.steps.shift();
       this.onStep(value);
@@ -120,7 +122,9 @@ export function LivePanel({ app }) {
   return html`
     <section class="panel" aria-labelledby="live-title">
       <h2 id="live-title">The batch, live</h2>
-      ${live.isLost && html`<p class="fault" role="status">The engine is being restarted; open answers go on with it.</p>`}
+      ${live.engine === "lost" && html`<p class="fault" role="status">The engine is being restarted; open answers go on with it.</p>`}
+      ${live.engine === "unloaded" && html`<p class="note" role="status">The model is not loaded; a question loads it.</p>`}
+      ${live.engine === "loading" && html`<p class="note" role="status">The model is being loaded.</p>`}
       <${Summary} live=${live} />
       <${Picture} app=${app} />
       <${Legend} />

@@ -19,5 +19,6 @@ Modules:
 - `remote_server`: a client of one server, which sends the requests
 - `remote_matrix`: the matrix of options for a server, and what cannot be sent
 - `replay`: computes answers again from their receipts
+- `remote_replay`: the same at the server that gave them
 - `reference`: the reference engine: one request at a time, without batching
 """

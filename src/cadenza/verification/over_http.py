@@ -16,11 +16,12 @@ from secrets import token_hex
 from cadenza.errors import ConfigError
 from cadenza.frontend.progress import BatchProgress
 from cadenza.request import Request
+from cadenza.server_link import ServerLink
 from cadenza.verification.gate import GateResult, ReportProgress, Trial, compare
 from cadenza.verification.modes import Counts, OnProgress, Play, Stream, TokenRecord
 from cadenza.verification.option_matrix import OptionMatrix
 from cadenza.verification.remote_matrix import apply_matrix
-from cadenza.verification.remote_server import Answer, RemoteServer
+from cadenza.verification.remote_server import Answer, RemoteApi, RemoteServer
 from cadenza.verification.workload import LONGEST_PROMPT, WorkloadShape, make_workload
 
 ROWS = 4
@@ -40,6 +41,7 @@ class UrlOptions:
 
     url: str
     api_key: str | None = None
+    cacert: str | None = None
     num_requests: int = NUM_REQUESTS
     max_tokens: int = 48
     seed: int = 0
@@ -53,7 +55,9 @@ def verify_url(options: UrlOptions, report: ReportProgress) -> GateResult:
     Raises:
         ConfigError: the server cannot be reached, is not a Cadenza server, or refuses a request.
     """
-    with closing(RemoteServer(options.url, options.api_key, options.clock)) as server:
+    link = ServerLink(url=options.url, api_key=options.api_key, cacert=options.cacert)
+    with closing(RemoteApi(link)) as api:
+        server = RemoteServer(api, options.clock)
         result = GateResult(num_requests=0, wanted=LONGEST_PROMPT + options.max_tokens)
         requests = _requests(options, server, result)
         result.num_requests = len(requests)

@@ -14,6 +14,7 @@ import httpx
 
 from cadenza.errors import ConfigError
 from cadenza.request import Request
+from cadenza.server_link import ServerLink
 from cadenza.verification.modes import Stream, TokenRecord
 
 TIMEOUT_S = 600.0
@@ -74,31 +75,56 @@ class BusyError(ConfigError):
 _KINDS: Mapping[int, type[ConfigError]] = {400: RefusedError, 429: BusyError}
 
 
+class RemoteApi:
+    """A server's answers in JSON, on any thread; to be closed."""
+
+    def __init__(self, link: ServerLink) -> None:
+        self._link = link
+        self._client = link.client(timeout=TIMEOUT_S)
+
+    @property
+    def url(self) -> str:
+        return self._link.base_url
+
+    def close(self) -> None:
+        self._client.close()
+
+    def fetch(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """Raises ConfigError, of which RefusedError and BusyError are."""
+        method = "GET" if body is None else "POST"
+        try:
+            answer = self._client.request(method, path, json=body)
+            answer.raise_for_status()
+            return answer.json()
+        except httpx.HTTPStatusError as error:
+            code = error.response.status_code
+            kind = _KINDS.get(code, ConfigError)
+            said = f"{_message_of(error.response)}{self._link.way}"
+            raise kind(f"--url {self.url}: {path} returned status {code}{said}") from None
+        except httpx.HTTPError as error:
+            raise ConfigError(f"--url {self._link.explain(error)}") from error
+        except ValueError:
+            raise ConfigError(f"--url {self.url}: {path} returned no JSON") from None
+
+
 class RemoteServer:
-    """A client of one server, safe on any thread; to be closed.
+    """A client of one Cadenza server, safe on any thread.
 
     Raises ConfigError unless it responds like a Cadenza server.
     """
 
-    def __init__(self, url: str, api_key: str | None, clock: Callable[[], float]) -> None:
-        if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"--url {url!r} must begin with http:// or https://")
-        self._base = url.rstrip("/").removesuffix("/v1")
-        headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
-        self._client = httpx.Client(headers=headers, timeout=TIMEOUT_S)
+    def __init__(self, api: RemoteApi, clock: Callable[[], float]) -> None:
+        self._api = api
         self._clock = clock
-        (card, *_) = self._fetch("/v1/models", None)["data"]
+        (card, *_) = self._api.fetch("/v1/models")["data"]
         self.model: str = card["id"]
         self.context: int = card.get("max_model_len") or 0
         self.vocab_size: int = card.get("vocab_size") or 0
         if not self.context or not self.vocab_size:
             raise ConfigError(
-                f"--url {url}: /v1/models has no max_model_len or vocab_size; use the URL of a "
+                f"--url {api.url}: /v1/models has no max_model_len or vocab_size; use the URL of a "
                 f"Cadenza server"
             )
-
-    def close(self) -> None:
-        self._client.close()
 
     def play(self, request: Request, salt: str = "") -> Answer:
         """Sends a request and waits for its answer; bad words are those of `params.bad_words`.
@@ -121,7 +147,7 @@ class RemoteServer:
 
     def _play(self, body: dict[str, Any]) -> Answer:
         start_s = self._clock()
-        answer = self._fetch("/v1/completions", body)
+        answer = self._api.fetch("/v1/completions", body)
         details: dict[str, int] = answer["usage"].get("prompt_tokens_details") or {}
         choices: list[dict[str, Any]] = sorted(answer["choices"], key=lambda each: each["index"])
         return Answer(
@@ -132,27 +158,11 @@ class RemoteServer:
         )
 
     def text_of(self, token_ids: Sequence[int]) -> str:
-        return self._fetch("/detokenize", {"tokens": list(token_ids)})["prompt"]
+        return self._api.fetch("/detokenize", {"tokens": list(token_ids)})["prompt"]
 
     def tokens_of(self, text: str) -> list[int]:
         body = {"prompt": text, "add_special_tokens": False}
-        return self._fetch("/tokenize", body)["tokens"]
-
-    def _fetch(self, path: str, body: dict[str, Any] | None) -> Any:
-        method = "GET" if body is None else "POST"
-        try:
-            answer = self._client.request(method, self._base + path, json=body)
-            answer.raise_for_status()
-            return answer.json()
-        except httpx.HTTPStatusError as error:
-            code = error.response.status_code
-            kind = _KINDS.get(code, ConfigError)
-            said = _message_of(error.response)
-            raise kind(f"--url {self._base}: {path} returned status {code}{said}") from None
-        except (httpx.HTTPError, httpx.InvalidURL, ValueError):
-            raise ConfigError(
-                f"--url {self._base}: {path} cannot be reached or returned no JSON"
-            ) from None
+        return self._api.fetch("/tokenize", body)["tokens"]
 
 
 def body_of(request: Request) -> dict[str, Any]:

@@ -38,8 +38,9 @@ async def _stream(service: Service, exchange: Exchange) -> None:
     service.check_connections()
     model = _model(service, exchange)
     limits = model.limits
+    absence = _absence(service, model)
     if service.is_draining or limits is None:
-        raise unavailable("draining" if service.is_draining else "loading")
+        raise unavailable("draining" if service.is_draining else absence or "loading")
     hello = {
         "v": VERSION,
         "rows": limits.max_num_seqs,
@@ -48,8 +49,8 @@ async def _stream(service: Service, exchange: Exchange) -> None:
         "model": model.name,
     }
     opening = _event("hello", hello)
-    if not model.engine.status().is_ready:
-        opening += _event("engine", {"state": "lost"})
+    if absence is not None or not model.engine.status().is_ready:
+        opening += _event("engine", {"state": absence or "lost"})
     with _viewing(model) as viewer:
         await exchange.while_connected(_send(exchange, viewer, opening))
 
@@ -59,8 +60,9 @@ async def _once(service: Service, exchange: Exchange) -> None:
     service.check_connections()
     model = _model(service, exchange)
     status = model.engine.status()
-    if service.is_draining or not model.live.is_attached:
-        raise unavailable("draining" if service.is_draining else "loading")
+    absence = _absence(service, model)
+    if service.is_draining or absence is not None or not model.live.is_attached:
+        raise unavailable("draining" if service.is_draining else absence or "loading")
     if not status.is_ready:
         raise unavailable(UNAVAILABLE_CODES[status.state], status.retry_after_s, status.cause)
     with _viewing(model) as viewer:
@@ -79,8 +81,8 @@ async def _newest(viewer: Viewer) -> tuple[float, StepSummary]:
         for each in entries:
             if isinstance(each.news, StepSummary):
                 found = each.at_s, each.news
-            elif each.news == "lost" and entries is not viewer.history:
-                raise unavailable("engine_restarting")
+            elif each.news != "ready" and entries is not viewer.history:
+                raise unavailable("unloaded" if each.news == "unloaded" else "engine_restarting")
         if viewer.is_closed:
             raise unavailable("draining")
         if found is not None and (found[1].num_steps or not found[1].num_running):
@@ -109,6 +111,17 @@ def _model(service: Service, exchange: Exchange) -> ServedModel:
         return service.models.find(name)
     loaded = (each for each in service.models.models if each.live.is_attached)
     return next(loaded, service.models.first)
+
+
+def _absence(service: Service, model: ServedModel) -> str | None:
+    """`unloaded` or `loading` for a model that is not there now; None for one that is."""
+    match service.models.state_of(model):
+        case "unloaded" | "unloading":
+            return "unloaded"
+        case "loading":
+            return "loading"
+        case "ready" | "draining":
+            return None
 
 
 async def _send(exchange: Exchange, viewer: Viewer, opening: bytes) -> None:
