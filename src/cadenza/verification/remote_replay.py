@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from cadenza.verification.remote_server import BusyError, RefusedError, RemoteApi
-from cadenza.verification.replay import NamedReceipt, Replayed, first_difference
+from cadenza.verification.replay import NamedReceipt, Replayed, receipt_difference
 
 PATH = "/v1/receipts/replay"
 RETRY_S, MAX_RETRIES = 0.2, 300
@@ -45,7 +45,7 @@ def _differences(api: RemoteApi, each: NamedReceipt, model: str | None) -> Itera
     again = msgspec.structs.replace(
         each.receipt, token_ids=tuple(answer["tokens"]), logprobs=tuple(answer["logprobs"])
     )
-    found = [*first_difference(each.receipt, again)]
+    found = [*receipt_difference(each.receipt, again)]
     yield from found or ["the finish reason or the digest of the log probabilities differs"]
 
 

@@ -235,7 +235,7 @@ def _compare(receipt: Receipt, here: Fingerprint, loaded: LoadedModel) -> Iterat
     if isinstance(again, str):
         yield again
         return
-    yield from first_difference(receipt, again)
+    yield from receipt_difference(receipt, again)
 
 
 def _recompute(receipt: Receipt, loaded: LoadedModel) -> Receipt | str:
@@ -254,7 +254,7 @@ def _recompute(receipt: Receipt, loaded: LoadedModel) -> Receipt | str:
     return output.receipt or f"the replay ended with an error: {output.error}"
 
 
-def first_difference(receipt: Receipt, again: Receipt) -> Iterator[str]:
+def receipt_difference(receipt: Receipt, again: Receipt) -> Iterator[str]:
     """A sentence on it; none where tokens, log probabilities and the finish reason are equal."""
     theirs = [*zip(receipt.token_ids, receipt.logprobs, strict=False)]
     ours = [*zip(again.token_ids, again.logprobs, strict=False)]
