@@ -22,7 +22,7 @@ from cadenza.verification.gate import (
     Witness,
     first_difference,
 )
-from cadenza.verification.modes import Counts, Stream
+from cadenza.verification.modes import Counts, Stream, batched_modes
 from cadenza.verification.reference import ReferenceEngine
 from cadenza.verification.run import KV_TOLERANCE, QUANTISED_TOLERANCE, VerifyOptions, verify
 from cadenza.verification.workload import (
@@ -61,6 +61,19 @@ def test_the_gate_passes_on_random_weights_and_shows_every_mode() -> None:
     assert result.shortfall is None
     pages_of_full_rows = 4 * -(-plan.limits.max_model_len // plan.limits.page_size)
     assert plan.limits.num_pages < pages_of_full_rows, "the pool is larger than what can run"
+
+
+@pytest.mark.native
+def test_the_gate_passes_over_so_few_slots_of_states_that_one_is_soon_another_rows() -> None:
+    """A slot that is handed out while a step reads it is seen here, and in no roomy pool."""
+    options = replace(OPTIONS, shape="tiny-lfm2", max_tokens=48, reference="solo")
+    result, plan = verify(options, ignore)
+    assert result.passed, result.last_line
+    assert plan.limits.num_state_slots > 9
+    modes = batched_modes(plan.limits, make_workload(SHAPE))
+    slots = {mode.name: mode.limits.num_state_slots for mode in modes}
+    few = {name for name, count in slots.items() if count == 9}
+    assert few == {"tight pool", "tight pool, prefix cache"}
 
 
 @pytest.mark.native

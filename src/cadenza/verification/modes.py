@@ -173,12 +173,15 @@ def _slot_modes(limits: EngineLimits) -> tuple[Mode, ...]:
 
 
 def _paged_modes(limits: EngineLimits, arrivals: tuple[Arrival, ...]) -> tuple[Mode, ...]:
-    """Modes with shared prefixes, and with a pool so small that sequences are preempted."""
-    without_cache = replace(limits, enable_prefix_caching=False)
+    """Modes with shared prefixes, and with a pool so small that sequences are preempted, where
+    states have as few slots: one more than rows need, so that a slot is soon another row's."""
     with_cache = replace(limits, enable_prefix_caching=True)
-    pools = _tight_pools(limits, arrivals)
-    tight = tuple(replace(without_cache, num_pages=pool) for pool in pools)
-    tight_with_cache = tuple(replace(with_cache, num_pages=pool) for pool in pools)
+    num_slots = min(limits.num_state_slots, 2 * limits.max_num_seqs + 1)
+    few = replace(with_cache, num_state_slots=num_slots)
+    tight_with_cache = tuple(
+        replace(few, num_pages=pool) for pool in _tight_pools(limits, arrivals)
+    )
+    tight = tuple(replace(each, enable_prefix_caching=False) for each in tight_with_cache)
     return (
         Mode(
             name="prefix cache, cold then hot",
