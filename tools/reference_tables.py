@@ -19,8 +19,8 @@ from typer.main import get_command
 from cadenza.cli.app import build_app
 from cadenza.cli.options import VARIABLES_WITHOUT_FLAG
 from cadenza.config import EngineConfig
-from cadenza.core.figures import Figure
 from cadenza.engine.stats import ENGINE_FIGURES
+from cadenza.figures import Figure
 from cadenza.server.metrics import SERVER_FIGURES
 from tools.field_tables import fields_page, table
 

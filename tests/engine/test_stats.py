@@ -8,12 +8,12 @@ import pytest
 
 from cadenza.backends.fake import FakeRunner, FakeStepHandle
 from cadenza.config import EngineLimits
-from cadenza.core.figures import Distribution, Tally
 from cadenza.core.step_cost import StepCost
 from cadenza.core.step_schema import ModelInputs
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.stats import ENGINE_FIGURES, StepMeter
 from cadenza.events import Finished
+from cadenza.figures import Distribution, Tally
 from cadenza.request import Request, SamplingParams
 
 LIMITS = EngineLimits(

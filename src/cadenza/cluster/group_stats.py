@@ -5,10 +5,10 @@ from dataclasses import fields, replace
 from typing import Any, cast
 
 from cadenza.config import EngineLimits
-from cadenza.core.figures import Distribution, Reading
 from cadenza.engine.open_requests import EngineLoad, RequestStats
 from cadenza.engine.stats import ENGINE_FIGURES, EngineStats
 from cadenza.engine.status import EngineState, EngineStatus
+from cadenza.figures import Distribution, Reading
 
 NOT_ADDED = frozenset(each.name for each in ENGINE_FIGURES if not each.is_added)
 

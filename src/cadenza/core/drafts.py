@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from cadenza.core.draft_ledger import DraftOrigin, OwnCredit
-from cadenza.core.figures import Figure
 from cadenza.core.prompt_lookup import PromptLookup
+from cadenza.figures import Figure
 from cadenza.request import Request
 from cadenza.speculative_config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 

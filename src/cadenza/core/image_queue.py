@@ -19,7 +19,6 @@ from operator import attrgetter
 from cadenza.config import ImageLimits
 from cadenza.core.batch import Batch, SeenImage
 from cadenza.core.fair_share import FairShare
-from cadenza.core.figures import Figure
 from cadenza.core.image_cost import ImageCost, ImageLoad, ImageWork
 from cadenza.core.image_slots import EncodedImage, ImageKey, ImageSlotCounts, ImageSlots
 from cadenza.core.kv_cache_manager import KVCacheManager
@@ -29,6 +28,7 @@ from cadenza.core.step_budget import SHORT_SHARE
 from cadenza.core.step_cost import StepBound
 from cadenza.core.step_schema import ImageCall
 from cadenza.events import Preparing
+from cadenza.figures import Figure
 from cadenza.request import Attachment
 
 NUM_AHEAD = 8

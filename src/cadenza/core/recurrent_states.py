@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from cadenza.core.eviction_order import PageClass
-from cadenza.core.figures import Figure
 from cadenza.core.page_pool import PagePool
+from cadenza.figures import Figure
 
 MAX_PROMPT_SNAPSHOTS = 8
 """Snapshots at regular places of one prompt: a longer one has them further apart."""

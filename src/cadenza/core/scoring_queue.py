@@ -19,7 +19,6 @@ from cadenza.config import EngineLimits
 from cadenza.core.admission import Reservations
 from cadenza.core.batch import Batch, BatchEntry
 from cadenza.core.fair_share import FairShare
-from cadenza.core.figures import Figure
 from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.score_memo import ScoreMemo, prompt_digest
 from cadenza.core.sequence import Sequence, SequenceStatus
@@ -27,6 +26,7 @@ from cadenza.core.step_budget import SHORT_SHARE, PromptBudget, PromptPart, Prom
 from cadenza.core.step_cost import StepBound, StepCost, StepLoad
 from cadenza.core.step_schema import StepOutput
 from cadenza.events import Preparing, WholePromptReason
+from cadenza.figures import Figure
 from cadenza.request import Request, SamplingParams
 from cadenza.sparse_prefill import (
     LOOK_AHEAD,

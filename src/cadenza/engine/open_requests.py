@@ -20,7 +20,6 @@ from msgspec.structs import replace
 
 from cadenza.config import EngineLimits
 from cadenza.core.draw_keys import derive_seed
-from cadenza.core.figures import Distribution, Tally
 from cadenza.engine.resumption import ResumedSample, Resumption
 from cadenza.errors import ConfigError, QueueFullError
 from cadenza.events import (
@@ -35,6 +34,7 @@ from cadenza.events import (
     Token,
     WholePromptReason,
 )
+from cadenza.figures import Distribution, Tally
 from cadenza.request import Request
 
 REQUEST_SECONDS_BOUNDS = (

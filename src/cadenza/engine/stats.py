@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from cadenza.core.drafts import DRAFT_FIGURES
-from cadenza.core.figures import Distribution, Figure, Reading, Tally
 from cadenza.core.image_queue import IMAGE_FIGURES
 from cadenza.core.prefix_misses import PREFIX_FIGURES
 from cadenza.core.queue_forecast import forecast_queue
@@ -21,6 +20,7 @@ from cadenza.engine.loop import Announce
 from cadenza.engine.step_watch import StepSummary, StepWatch
 from cadenza.engine.stored_pages import STORED_PAGE_FIGURES
 from cadenza.events import Event
+from cadenza.figures import Distribution, Figure, Reading, Tally
 
 STEP_SECONDS_BOUNDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075),

@@ -28,11 +28,11 @@ from prometheus_client.core import (
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
-from cadenza.core.figures import Distribution, Figure, Reading, Tally
 from cadenza.engine.open_requests import RejectionReason, RequestStats
 from cadenza.engine.stats import ENGINE_FIGURES, EngineStats
 from cadenza.engine.status import EngineMonitor, EngineStatus
 from cadenza.events import FinishReason, WholePromptReason
+from cadenza.figures import Distribution, Figure, Reading, Tally
 from cadenza.frontend.sparse_prompts import WHOLE_REASONS
 from cadenza.outputs import PromptUse
 from cadenza.server.model_turns import ModelTurn

@@ -8,7 +8,6 @@ import msgspec
 import pytest
 
 from cadenza.config import EngineConfig, EngineLimits
-from cadenza.core.figures import Distribution
 from cadenza.engine.process.messages import (
     Cancel,
     EngineIdentity,
@@ -42,6 +41,7 @@ from cadenza.events import (
     Token,
     TokenLogprobs,
 )
+from cadenza.figures import Distribution
 from cadenza.request import Attachment, Request, SamplingParams
 from cadenza.sparse_prefill import PromptSpan, SparsePrefill
 from cadenza.spec_prefill_config import SpecPrefillChoice
