@@ -208,8 +208,8 @@ def test_images_can_be_dropped(seeing: Conversation, tmp_path: Path):
     ("name", "said"),
     [
         ("none.png", "cannot be read: No such file"),
-        ("text.png", r"image 1 \(text.png\): its bytes are of no known format"),
-        ("flat.png", r"image 1 \(flat.png\): it has 300 x 10 pixels, which is too flat"),
+        ("text.png", r"image 2 \(text.png\): its bytes are of no known format"),
+        ("flat.png", r"image 2 \(flat.png\): it has 300 x 10 pixels, which is too flat"),
         (".", "cannot be read: Is a directory"),
     ],
 )

@@ -105,6 +105,15 @@ def test_wrong_use_exits_with_2_and_one_line(cadenza: Callable[..., Ran], argume
     assert ran.err.count("\n") == 1
 
 
+@pytest.mark.parametrize("command", ["generate", "chat", "run"])
+def test_sampling_that_cannot_work_is_refused_before_a_model_is_opened(
+    cadenza: Callable[..., Ran], tmp_path: Path, command: str
+):
+    words = [] if command == "chat" else ["hello"]
+    ran = cadenza(command, *words, "--model", tmp_path / "absent", "--temperature", -1)
+    assert (ran.code, ran.out, "temperature" in ran.err) == (2, "", True)
+
+
 @pytest.mark.parametrize("command", ["generate", "chat", "info"])
 def test_a_model_that_cannot_be_loaded_exits_with_3(
     cadenza: Callable[..., Ran], tmp_path: Path, command: str

@@ -360,7 +360,7 @@ def test_a_placeholder_without_an_image_is_refused() -> None:
 
 def test_an_image_with_more_tokens_than_slots_is_refused_at_once() -> None:
     engine, _ = engine_of(images=with_slots(15))
-    with pytest.raises(InvalidRequestError, match="image 0 has 16 tokens and the engine has 15"):
+    with pytest.raises(InvalidRequestError, match="image 1 has 16 tokens and the engine has 15"):
         engine.submit(request_of(text(3), CAT))
 
 

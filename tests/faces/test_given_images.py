@@ -127,7 +127,7 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path: Path):
 
 def test_a_damaged_image_is_named(face: TextFrontend):
     (message,) = with_images([user({"type": "image", "image": b"GIF"})])
-    with pytest.raises(InvalidRequestError, match=r"image 0 \(messages\[0\].content\[0\]\)"):
+    with pytest.raises(InvalidRequestError, match=r"image 1 \(messages\[0\].content\[0\]\)"):
         face.prepare_chat([message])
 
 
@@ -141,5 +141,5 @@ def test_there_are_at_most_so_many_images(face: TextFrontend):
 def test_a_remote_url_is_not_fetched(face: TextFrontend):
     part = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
     (message,) = with_images([user(part)])
-    with pytest.raises(InvalidRequestError, match="image 0"):
+    with pytest.raises(InvalidRequestError, match="image 1"):
         face.prepare_chat([message])

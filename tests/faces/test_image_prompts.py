@@ -196,7 +196,7 @@ def test_a_template_that_refuses_images_in_a_message_is_heard():
 def test_an_image_that_the_model_does_not_take_is_named(face: TextFrontend):
     flat = picture("300x10", where="messages[0].content[1]")
     with pytest.raises(
-        InvalidRequestError, match=r"image 1 \(messages\[0\].content\[1\]\): it has"
+        InvalidRequestError, match=r"image 2 \(messages\[0\].content\[1\]\): it has"
     ):
         asked(face, user(picture(), flat))
 
@@ -220,7 +220,7 @@ def test_pixels_of_another_size_than_the_header_says_are_refused():
                 image.opened = OpenedImage(width=1, height=1, parts=(b"123",))
 
     face = seeing_text(pixels=Lying())
-    with pytest.raises(InvalidRequestError, match=r"image 0.*others than its file's header says"):
+    with pytest.raises(InvalidRequestError, match=r"image 1.*others than its file's header says"):
         asked(face, user(picture()))
 
 

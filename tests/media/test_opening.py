@@ -98,14 +98,14 @@ def test_a_url_is_fetched_by_a_server_alone(pool: DecodePool):
     assert opened([image], pool).fetched == ["https://images.test/a"]
     assert image.opened is not None
     assert image.opened.width == 32
-    with pytest.raises(InvalidRequestError, match=r"image 0: its URL is remote; only a server"):
+    with pytest.raises(InvalidRequestError, match=r"image 1: its URL is remote; only a server"):
         measure_images([ImageInput(url="https://images.test/a")], WHOLE)
 
 
 def test_no_url_is_fetched_where_another_one_is_refused(pool: DecodePool):
     images = [ImageInput(url="https://images.test/a"), ImageInput(url="https://b.test/a")]
     fetcher = FakeFetcher()
-    with pytest.raises(InvalidRequestError, match=r"^image 1: its URL is at 'b\.test', which"):
+    with pytest.raises(InvalidRequestError, match=r"^image 2: its URL is at 'b\.test', which"):
         asyncio.run(ImageOpener(fetcher, pool).open(images, WHOLE, lambda _: True))
     assert fetcher.fetched == []
 
@@ -124,7 +124,7 @@ def test_the_first_image_at_fault_is_named_with_its_place(pool: DecodePool, plac
         with pytest.raises(InvalidRequestError) as raised:
             open_all()
         where = f"messages[{place}].content[1]"
-        assert str(raised.value).startswith(f"image {place} ({where}): it has 20000 x 20000 pixels")
+        assert str(raised.value).startswith(f"image {place + 1} ({where}): it has 20000 x 20000 pixels")
         assert raised.value.param == where
         assert images[2].opened is None
 
@@ -132,19 +132,19 @@ def test_the_first_image_at_fault_is_named_with_its_place(pool: DecodePool, plac
 def test_a_fault_that_only_its_pixels_show_names_the_image(pool: DecodePool):
     data = saved(quarters(), "JPEG")
     images = [file(), file(data[: len(data) - 30])]
-    with pytest.raises(InvalidRequestError, match=r"^image 1: the file is cut off or damaged"):
+    with pytest.raises(InvalidRequestError, match=r"^image 2: the file is cut off or damaged"):
         opened(images, pool)
 
 
 def test_sides_that_the_model_does_not_take_are_refused_by_the_header(pool: DecodePool):
     narrow = WholeImages(most_aspect=1.5)
-    with pytest.raises(InvalidRequestError, match=r"^image 0: its sides are 2 to 1; at most 1\.5"):
+    with pytest.raises(InvalidRequestError, match=r"^image 1: its sides are 2 to 1; at most 1\.5"):
         measure_images([file()], narrow)
 
 
 def test_nine_images_are_refused(pool: DecodePool):
     images = [file(where="x") for _ in range(9)]
-    with pytest.raises(InvalidRequestError, match=r"^image 8 \(x\): a request may have at most 8"):
+    with pytest.raises(InvalidRequestError, match=r"^image 9 \(x\): a request may have at most 8"):
         opened(images, pool)
     measure_images(images[:8], WHOLE)
 

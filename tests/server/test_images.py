@@ -256,7 +256,7 @@ def test_a_bad_image_is_named_with_its_place_and_fault(
     server: RunningServer, name: str, where: str, data: bytes, problem: str
 ):
     found = refused(server, name, body_of(name, "a", URL, "b", data_url(data)))
-    assert found.startswith(f"image 1 ({where}): {problem}"), found
+    assert found.startswith(f"image 2 ({where}): {problem}"), found
 
 
 def test_an_error_names_the_field(server: RunningServer):
@@ -297,7 +297,7 @@ def test_a_url_of_an_allowed_host_is_fetched_once(
 
 def test_nine_images_are_refused(server: RunningServer):
     found = refused(server, "chat", body_of("chat", *[URL] * 9))
-    assert "image 8 (messages[0].content[8]): a request may have at most 8 images" in found
+    assert "image 9 (messages[0].content[8]): a request may have at most 8 images" in found
 
 
 @pytest.mark.parametrize("name", DIALECTS)
@@ -332,7 +332,7 @@ def test_counting_fetches_and_names_what_is_wrong(server: RunningServer):
     bad = {"messages": body_of("chat", URL, data_url(b"?"))["messages"]}
     answer = server.post("/tokenize", bad)
     assert answer.status_code == 400
-    assert "image 1 (messages[0].content[1])" in answer.json()["error"]["message"]
+    assert "image 2 (messages[0].content[1])" in answer.json()["error"]["message"]
 
 
 def test_an_image_that_takes_long_holds_up_nobody(server: RunningServer):
@@ -419,7 +419,7 @@ def test_openais_client_sends_images_to_both_of_its_apis(client: openai.OpenAI):
         ],
     )
     assert response.output_text
-    with pytest.raises(openai.BadRequestError, match=r"image 0 \(input\[0\]\.content\[0\]\): its"):
+    with pytest.raises(openai.BadRequestError, match=r"image 1 \(input\[0\]\.content\[0\]\): its"):
         client.responses.create(
             model="scripted",
             input=[
@@ -447,5 +447,5 @@ def test_anthropics_client_sends_images(server: RunningServer):
         counted = client.messages.count_tokens(model="scripted", messages=messages)
         assert counted.input_tokens == answer.usage.input_tokens > 16
         said[0]["source"] = source_of(data_url(PNG[:-5]))
-        with pytest.raises(anthropic.BadRequestError, match=r"image 0 \(messages\[0\]\.content\["):
+        with pytest.raises(anthropic.BadRequestError, match=r"image 1 \(messages\[0\]\.content\["):
             client.messages.create(model="scripted", max_tokens=4, messages=messages)

@@ -94,6 +94,14 @@ def test_durations_and_counts_are_those_of_the_call() -> None:
     }
 
 
+def test_each_line_has_its_own_time() -> None:
+    times = iter((1_700_000_000.25, 1_700_000_001.5))
+    head = AnswerHead(request_id="1", created=1, model="m", now=lambda: next(times))
+    encoder = LineEncoder(head, Usage(), chat_shape, None)
+    told = [json.loads(line)["created_at"] for line in (encoder.silence(), encoder.closing())]
+    assert told == ["2023-11-14T22:13:20.250000+00:00", "2023-11-14T22:13:21.500000+00:00"]
+
+
 def test_a_silence_is_a_line_that_adds_nothing() -> None:
     head = AnswerHead(request_id="1", created=0, model="m")
     line = json.loads(LineEncoder(head, Usage(), chat_shape, None).silence())

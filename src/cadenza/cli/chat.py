@@ -22,6 +22,7 @@ from cadenza.cli.sampling_flags import SamplingFlags
 from cadenza.config import EngineConfig
 from cadenza.errors import InvalidRequestError
 from cadenza.option import flag
+from cadenza.request import SamplingParams
 
 if TYPE_CHECKING:
     from cadenza.cli.batch_run import BatchStream
@@ -114,6 +115,7 @@ class ChatSetup:
         from cadenza.loading.plan import with_pool
 
         params = {**self.sampling.changes(), "max_tokens": self.flags.max_tokens}
+        SamplingParams(**params)  # refused before a model is opened
         with progress_bar("loading the model") if is_shown else nullcontext() as on_progress:
             planned = open_model(self.model, self.config, on_progress)
             _check_can_chat(planned, params)

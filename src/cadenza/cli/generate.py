@@ -21,6 +21,7 @@ from cadenza.cli.prompts import Prompt, PromptsFormat, read_piped_prompt, read_p
 from cadenza.cli.sampling_flags import SamplingFlags
 from cadenza.errors import ConfigError
 from cadenza.option import flag
+from cadenza.request import SamplingParams
 
 if TYPE_CHECKING:
     from cadenza.cli.batch_run import BatchRun, BatchStream, Question
@@ -99,6 +100,7 @@ def generate(
     else. Ctrl-C keeps what was written until then.
     """
     model, prompts = _read_prompts(words or [], flags)
+    SamplingParams(**{**sampling.changes(), **flags.changes()})  # refused before a model is opened
     from cadenza.cli.batch_run import BatchRun
     from cadenza.cli.status import progress_bar
     from cadenza.frontend.loaded_model import open_model

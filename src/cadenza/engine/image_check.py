@@ -24,13 +24,13 @@ def check_images(request: Request, images: ImageLimits | None) -> None:
         ids = request.prompt_token_ids
         places = [place for place, each in enumerate(ids) if each == images.token_id]
     num_inside = 0
-    for index, part in enumerate(request.attachments):
+    for number, part in enumerate(request.attachments, start=1):
         first, stop = bisect_left(places, part.start), bisect_left(places, part.end)
-        _check_part(index, part, places[first:stop])
+        _check_part(number, part, places[first:stop])
         num_inside += stop - first
         if stop - first > images.num_slots:
             raise _error(
-                f"image {index} has {stop - first} tokens and the engine has {images.num_slots} "
+                f"image {number} has {stop - first} tokens and the engine has {images.num_slots} "
                 f"slots for those of all images; send a smaller one, or start the engine with more "
                 f"--image-cache-bytes"
             )
@@ -49,19 +49,19 @@ def check_images(request: Request, images: ImageLimits | None) -> None:
         )
 
 
-def _check_part(index: int, part: Attachment, places: list[int]) -> None:
+def _check_part(number: int, part: Attachment, places: list[int]) -> None:
     """`places` are those of the placeholders in its span."""
     if not part.rows * part.columns == len(places) > 0:
         raise _error(
-            f"image {index} has {part.rows} x {part.columns} tokens and the prompt {len(places)} "
+            f"image {number} has {part.rows} x {part.columns} tokens and the prompt {len(places)} "
             f"in its place"
         )
     if places[0] != part.start or places[-1] != part.end - 1:
-        raise _error(f"the span of image {index} begins and ends with no token of it")
+        raise _error(f"the span of image {number} begins and ends with no token of it")
     num_bytes = part.width * part.height * CHANNELS
     if not num_bytes or len(part.payload) != num_bytes:
         raise _error(
-            f"image {index} has {len(part.payload)} bytes; {part.width} x {part.height} pixels "
+            f"image {number} has {len(part.payload)} bytes; {part.width} x {part.height} pixels "
             f"have {num_bytes}"
         )
 

@@ -274,7 +274,7 @@ def make_plan(
         available_bytes=available_bytes,
         headroom_bytes=int(config.scheduler_headroom_gb * 1e9),
         weight_bytes=memory.weight_bytes,
-        weights_name=dtype if quantization == "none" else quantization,
+        weights_name=_weights_name(checkpoint, dtype, quantization),
         kv_bytes_per_token=memory.kv_bytes_per_token,
         terms=footprint,
         context=config.max_model_len or 1,
@@ -310,6 +310,13 @@ def make_plan(
         scorer=scorer,
         rows_reason=rows_reason,
     )
+
+
+def _weights_name(checkpoint: Checkpoint, dtype: WeightDType, quantization: Quantization) -> str:
+    """The type of most weights, in messages."""
+    if quantization != "none":
+        return quantization
+    return dtype if checkpoint.scheme is None else checkpoint.scheme.name
 
 
 def _check_whole_span(traits: BackendTraits, limits: EngineLimits) -> None:

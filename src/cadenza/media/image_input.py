@@ -72,10 +72,10 @@ class ImageFault(Exception):
         self.problem = problem
 
     def named(self, image: ImageInput, place: int) -> InvalidRequestError:
-        """The error of a request's image at `place`, from 0."""
+        """The error of a request's image at `place`, from 0; people count from 1."""
         where = f" ({image.where})" if image.where else ""
         return InvalidRequestError(
-            f"image {place}{where}: {self.problem}", param=image.where or "messages"
+            f"image {place + 1}{where}: {self.problem}", param=image.where or "messages"
         )
 
 

@@ -147,6 +147,7 @@ class Generation:
             model=model.names.in_answer(request.model),
             system_fingerprint=model.system_fingerprint,
             times=record.times,
+            now=service.options.now,
         )
         immediate = request.immediate(head)
         if immediate is not None:

@@ -35,6 +35,8 @@ class AnswerHead:
     system_fingerprint: str | None = None
     times: Callable[[], AnswerTimes] = AnswerTimes
     """Of the answer so far."""
+    now: Callable[[], float] | None = None
+    """Seconds since 1970, for the time of a chunk; None: `created` is that of all."""
 
     def fields(self, id_prefix: str, object_name: str) -> dict[str, Any]:
         return {

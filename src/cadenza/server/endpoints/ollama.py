@@ -331,7 +331,9 @@ def time_of(seconds: float) -> str:
 
 
 def _about(head: AnswerHead) -> Members:
-    return {"model": head.model, "created_at": time_of(head.created)}
+    """A line's own time, as Ollama's are."""
+    seconds = head.created if head.now is None else head.now()
+    return {"model": head.model, "created_at": time_of(seconds)}
 
 
 def _ns(seconds: float) -> int:
