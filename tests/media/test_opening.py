@@ -124,7 +124,8 @@ def test_the_first_image_at_fault_is_named_with_its_place(pool: DecodePool, plac
         with pytest.raises(InvalidRequestError) as raised:
             open_all()
         where = f"messages[{place}].content[1]"
-        assert str(raised.value).startswith(f"image {place + 1} ({where}): it has 20000 x 20000 pixels")
+        said = f"image {place + 1} ({where}): it has 20000 x 20000 pixels"
+        assert str(raised.value).startswith(said)
         assert raised.value.param == where
         assert images[2].opened is None
 
