@@ -6,6 +6,8 @@ module of Cadenza and no third-party package, so that `--version` and `--help` s
 Modules:
 
 - `config`: the user's options (`EngineConfig`) and the resolved bounds (`EngineLimits`)
+- `option`: how an option is declared, with its bounds, help and names
+- `figures`: what is counted and measured, declared once for engine, `/metrics` and docs
 - `spec_prefill_config`: the value of `--spec-prefill`, and a request's `spec_prefill`
 - `speculative_config`: the value of `--speculative-config`
 - `sparse_prefill`: prompts of which only a part is computed, when a request asks for it
