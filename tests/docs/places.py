@@ -112,7 +112,7 @@ SMOLVLM = {"HuggingFaceTB/SmolVLM2-500M-Video-Instruct": SEEING}
 PHOTO = """python -c "from PIL import Image; Image.new('L', (640, 480)).save('photo.png')\""""
 SHAPES = (
     """python -c "from PIL import Image, ImageDraw; i = Image.new('RGB', (96, 96), 'white'); """
-    """ImageDraw.Draw(i).ellipse((20, 20, 60, 60), fill=(220, 30, 35)); i.save('shapes.png')\""""
+    """ImageDraw.Draw(i).ellipse((20, 20, 60, 60), fill=(220, 30, 35)); i.save('circle.png')\""""
 )
 MLX = {"mlx-community/SmolLM2-135M-Instruct": TINY}
 CITY = """{
@@ -291,7 +291,7 @@ PLACES: Mapping[str, Place] = {
     f"cadenza serve {GGUF}": Serve(),
     # docs/images.md
     "cadenza chat bundled-vision": Run(
-        before=SHAPES, stdin="/image shapes.png\nWhat colour is the circle?\n/bye\n", prints="red"
+        before=SHAPES, stdin="/image circle.png\nWhat colour is the circle?\n/bye\n", prints="red"
     ),
     "cadenza info HuggingFaceTB/SmolVLM2-500M-Video-Instruct": Run(
         instead=SMOLVLM, prints="tokens_of_640x480"
