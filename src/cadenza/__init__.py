@@ -5,7 +5,6 @@ module of Cadenza and no third-party package, so that `--version` and `--help` s
 
 Modules:
 
-- `option`: how an option is declared: one field with its default, bounds and help
 - `config`: the user's options (`EngineConfig`) and the resolved bounds (`EngineLimits`)
 - `option`: how an option is declared, with its bounds, help and names
 - `figures`: what is counted and measured, declared once for engine, `/metrics` and docs

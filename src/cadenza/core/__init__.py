@@ -46,7 +46,6 @@ Modules:
   tokens out
 - `constraint`: what a constraint allows behind drafts
 - `prompt_rows`: which positions of a prompt still need a logit row
-- `figures`: counts and measures of an engine, declared once beside what they are read from
 - `pooling`: hidden states of a prompt folded into an embedding
 - `draw_keys`: keys of random draws
 - `drafts`: how the sequences of a request draft, and what became of their drafts
