@@ -308,20 +308,49 @@ def test_a_model_that_is_served_is_pulled_already(scripted: RunningServer) -> No
     assert scripted.post("/api/pull", {"model": "scripted:latest"}).json() == {"status": "success"}
 
 
+UNLABELLED = {
+    "none": [],
+    "empty": ["content-type: "],
+    "text": ["content-type: text/plain; charset=utf-8"],
+    "form": ["Content-Type: application/x-www-form-urlencoded"],
+}
+"""What clients say that set no type: LiteLLM and Go's http.Client nothing, fetch in JavaScript that
+it is text, curl that it is a form."""
+
+
+@pytest.mark.parametrize("headers", UNLABELLED.values(), ids=[*UNLABELLED])
 def test_a_body_without_a_type_of_its_own_is_read_unless_a_page_sent_it(
-    scripted: RunningServer,
+    scripted: RunningServer, headers: list[str]
 ) -> None:
-    """As `curl -d` sends it; a browser would send a form to any server, but names the page."""
-    body = json.dumps({"messages": MESSAGES, "options": {"num_predict": 1}}).encode()
-    form = {"content-type": "application/x-www-form-urlencoded"}
-    with scripted.client() as client:
-        assert client.post(CHAT, content=body, headers=form).status_code == 200
-        for origin in ("http://evil.example", "null"):
-            sent = {**form, "origin": origin}
-            assert client.post(CHAT, content=body, headers=sent).status_code == 415
-        two = [*form.items(), ("origin", "http://a"), ("origin", "http://b")]
-        assert client.post(CHAT, content=body, headers=two).status_code == 415
-        assert client.post("/v1/chat/completions", content=body, headers=form).status_code == 415
+    """A browser would send such a body to any server, but names the page."""
+    assert status_of(scripted, CHAT, headers) == 200
+    for origins in (["http://evil.example"], ["null"], ["http://a", "http://b"]):
+        sent = [*headers, *(f"origin: {origin}" for origin in origins)]
+        assert status_of(scripted, CHAT, sent) == 415
+    assert status_of(scripted, "/v1/chat/completions", headers) == 415
+    assert status_of(scripted, "/v1/messages", headers) == 415
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        ["content-type: application/xml"],
+        ["content-type: multipart/form-data; boundary=x"],
+        ["content-type: t\xe9xt/plain"],
+        ["content-type: text/plain", "content-type: text/plain"],
+        ["content-type: application/json", "content-type: application/json"],
+    ],
+)
+def test_a_body_of_another_type_is_refused(scripted: RunningServer, headers: list[str]) -> None:
+    assert status_of(scripted, CHAT, headers) == 415
+
+
+def status_of(server: RunningServer, path: str, headers: list[str]) -> int:
+    """Of a body sent with these headers and no others that name its type."""
+    body = json.dumps({"messages": MESSAGES, "stream": False, "max_tokens": 1}).encode()
+    head = [f"POST {path} HTTP/1.1", "host: localhost", f"content-length: {len(body)}", *headers]
+    lines = "\r\n".join([*head, "connection: close", "", ""])
+    return int(server.raw(lines.encode("latin-1") + body).split()[1])
 
 
 def test_without_a_key_the_error_is_a_text(script: tuple[int, ...], text: TextFrontend) -> None:

@@ -44,7 +44,8 @@ class Dialect:
         check_version: refuses a version of the API; takes a header's value.
         error_schema: the name of its errors' schema in the API's description.
         stream_type: the media type of a stream.
-        takes_forms: whether a body may be labelled as a form's, as `curl -d` labels any.
+        takes_unlabelled: whether a body that is labelled as nothing, as text or as a form's is
+            JSON where no page sent it, since clients of the API set no type.
     """
 
     id_headers: tuple[str, ...]
@@ -54,7 +55,7 @@ class Dialect:
     check_version: Callable[[bytes], None]
     error_schema: str = "Error"
     stream_type: str = EVENT_STREAM
-    takes_forms: bool = False
+    takes_unlabelled: bool = False
 
 
 def anthropic_error(error: ApiError, request_id: str) -> dict[str, Any]:
@@ -113,7 +114,7 @@ OLLAMA = Dialect(
     check_version=lambda _: None,
     error_schema="TextError",
     stream_type=NDJSON,
-    takes_forms=True,
+    takes_unlabelled=True,
 )
 
 _PATHS = {"/v1/messages": ANTHROPIC, "/api": OLLAMA}

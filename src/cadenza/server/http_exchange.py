@@ -37,8 +37,9 @@ Result = TypeVar("Result")
 NO_CONTENT = 204
 NOT_MODIFIED = 304
 JSON_TYPE = "application/json"
-FORM_TYPE = "application/x-www-form-urlencoded"
-"""The default content type of curl and of browsers' forms."""
+UNLABELLED_TYPES = ("", "application/x-www-form-urlencoded", "text/plain")
+"""The content types of a client that sets none: no header, or its HTTP library's default. A browser
+sends each of them to any server without asking it, but never without the page's origin."""
 _HOST = re.compile(r"[A-Za-z0-9._:\[\]-]{1,255}")
 """A Host header that is an address and nothing more."""
 STREAM_HEADERS: Headers = (("cache-control", "no-cache"), ("x-accel-buffering", "no"))
@@ -136,11 +137,13 @@ class Exchange:
             yield body
 
     def _is_json(self) -> bool:
-        """A browser sends forms to any server, without asking it, but never without the page's
-        origin: so a form's label says nothing only where there is no origin."""
-        kind = (self.header(b"content-type") or b"").partition(b";")[0].strip().lower().decode()
-        if kind == FORM_TYPE and self.dialect.takes_forms:
-            return not any(name == b"origin" for name, _ in self.scope["headers"])
+        names = [name for name, _ in self.scope["headers"]]
+        if names.count(b"content-type") > 1:
+            return False
+        label = self.header(b"content-type") or b""
+        kind = label.partition(b";")[0].strip().lower().decode("latin-1")
+        if kind in UNLABELLED_TYPES and self.dialect.takes_unlabelled:
+            return b"origin" not in names
         return kind == JSON_TYPE
 
     def _check_codings(self) -> None:
