@@ -291,10 +291,16 @@ class EngineConfig:
     scheduler: SchedulerLoop = option(
         "overlap", "Whether a step is launched before the previous one is read."
     )
-    max_num_queued_reqs: int | None = option(None, "Requests that may wait.", within=(1, 1 << 31))
+    max_num_queued_reqs: int | None = option(
+        None,
+        "Requests that may wait; auto: as many as a 512th part of the memory holds, at least "
+        "1,024.",
+        within=(1, 1 << 31),
+    )
     max_num_queued_tokens: int | None = option(
         None,
-        "Prompt tokens that may wait; auto is a full context for each row.",
+        "Prompt tokens that may wait; auto: as many as 3 512ths of the memory hold, at least "
+        "262,144.",
         within=(1, MAX_NUM_QUEUED_TOKENS_BOUND),
     )
     max_consecutive_step_errors: int = option(

@@ -91,7 +91,14 @@ class TextTooLongError(InvalidRequestError):
 
 
 class QueueFullError(CadenzaError):
-    """The waiting queue is full."""
+    """The waiting queue is full, or too long.
+
+    `retry_after_s` estimates the seconds until the request would have started; None if unknown.
+    """
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class FormNotCheckedError(CadenzaError):

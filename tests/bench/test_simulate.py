@@ -334,7 +334,7 @@ def test_the_bound_of_a_step_is_that_of_a_server(
     server = given_server(COST, replace(CONFIG, max_itl_ms=max_itl_ms))
     assert server.max_itl_ms == expected
     limits: EngineLimits = server.limits
-    assert (limits.max_num_seqs, limits.num_pages, limits.max_num_queued_reqs) == (4, 24, 16)
+    assert (limits.max_num_seqs, limits.num_pages, limits.max_num_queued_reqs) == (4, 24, 1024)
 
 
 def test_progress_counts_the_requests_of_all_policies() -> None:
@@ -361,7 +361,8 @@ def grouped(num_replicas: int, rate: float, num_prefixes: int = 4) -> PolicyFigu
         prefix_len=64,
         arrivals="poisson",
     )
-    return simulate(given_server(COST, CONFIG), options, "fcfs")
+    server = given_server(COST, replace(CONFIG, max_num_queued_reqs=16))
+    return simulate(server, options, "fcfs")
 
 
 def test_replicas_share_the_load_and_keep_prefixes_of_their_own() -> None:

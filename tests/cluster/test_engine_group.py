@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from cadenza.engine.open_requests import RequestTimeouts
 from cadenza.engine.process.recovery import ENGINE_FAILED
+from cadenza.engine.timeouts import RequestTimeouts
 from cadenza.errors import EngineUnavailableError
 from cadenza.events import Finished, Token
 from tests.cluster.conftest import Group, OpenGroup

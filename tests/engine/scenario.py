@@ -166,7 +166,7 @@ class Scenario:
             presence_penalty=rng.choice([*[0.0] * 3, 0.5, 1.5]),
         )
         salt = rng.choice([*[""] * 5, "another tenant"])
-        priority = rng.randint(-2, 2) if self.policy.has_priorities else 0
+        priority = rng.randint(-2, 2) if self.policy.priority_s else 0
         grammar = random.Random(f"grammar {rng.random()}").choice([*[None] * 5, "a", STEADY])
         if grammar == "a" and random.Random(f"{prompt}").random() < 0.5:
             grammar = PHRASES

@@ -1,5 +1,6 @@
 """`EngineFront`: draining, deadlines, failures in a row; on one thread, a clock by hand."""
 
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -9,15 +10,17 @@ from cadenza.config import EngineLimits
 from cadenza.core.step_schema import ModelInputs
 from cadenza.engine.core import MAX_EMPTY_STEPS, EngineCore
 from cadenza.engine.front import EngineFront, InProcessLink
-from cadenza.engine.open_requests import RequestTimeouts
+from cadenza.engine.timeouts import RequestTimeouts
 from cadenza.errors import (
     EngineClosedError,
     EngineStalledError,
     EngineUnavailableError,
+    QueueFullError,
     RunnerError,
 )
 from cadenza.events import Event, Finished, Token
 from cadenza.request import Request, SamplingParams
+from cadenza.tenant import ONE_TENANT
 
 LIMITS = EngineLimits(
     max_num_seqs=2,
@@ -141,6 +144,40 @@ def test_requests_behind_long_ones_wait_as_long_as_the_queues_timeout(
     assert bench.ends() == {0: ("length", None), 1: ("length", None), 2: end, 3: end}
     assert bench.num_launches >= 60
     assert bench.service.timeouts == RequestTimeouts(queue_s=queue_s, total_s=600)
+
+
+def test_a_request_that_would_start_too_late_is_refused_at_once_with_the_time():
+    """Two rows of ten steps: about twenty requests start in a hundred seconds."""
+    bench = Bench(queue_s=100, total_s=1000)
+    refused: list[QueueFullError] = []
+    asked: list[QueueFullError | None] = []
+
+    def come(number: int) -> None:
+        if number != 60:
+            return
+        asked.append(bench.service.refusal(ONE_TENANT, 0))
+        for _ in range(30):
+            try:
+                bench.submit(10)
+            except QueueFullError as error:
+                refused.append(error)
+        asked.append(bench.service.refusal(ONE_TENANT, 0))
+        bench.service.drain(within_s=1000)
+
+    bench.on_step = come
+    for _ in range(24):
+        bench.submit(10)
+    bench.serve()
+    assert asked[0] is None
+    assert str(asked[1]) == str(refused[-1])
+    assert refused[0].retry_after_s == pytest.approx(100, rel=0.1)
+    assert "100 are all that --queue-timeout allows" in str(refused[0])
+    assert bench.service.request_stats().rejections == {"queue_too_long": len(refused)}
+    # Of those that were accepted few wait in vain.
+    ends = Counter(bench.ends().values())
+    assert ends.keys() <= {("length", None), ("error", "queue_timeout")}
+    assert ends["error", "queue_timeout"] <= 5
+    assert ends["length", None] >= 26
 
 
 def test_failures_in_a_row_stop_the_service_and_a_success_between_them_does_not(bench: Bench):

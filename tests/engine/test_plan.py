@@ -61,7 +61,7 @@ def test_the_pool_takes_half_of_what_is_left_beside_the_weights_at_most():
     tight = plan(256 << 20, max_num_seqs=64)
     slots = tight.limits.num_pages * tight.limits.page_size
     pool_bytes = tight.kv_bytes + slots * tight.footprint.slot_bytes
-    left = tight.available_bytes - tight.planned_bytes + pool_bytes
+    left = tight.available_bytes - tight.planned_bytes + pool_bytes + tight.queue_bytes
     page_bytes = tight.limits.page_size * (tight.kv_bytes_per_token + tight.footprint.slot_bytes)
     assert left // 2 - page_bytes < pool_bytes <= left // 2
     roomy = plan(max_num_seqs=2, max_model_len=64)
@@ -484,7 +484,8 @@ def test_what_is_resident_at_the_start_has_the_pool_only_where_it_is_filled():
     limits = reserved.limits
     of_requests = reserved.footprint.request_bytes * limits.max_num_seqs
     of_slots = reserved.footprint.slot_bytes * limits.num_pages * limits.page_size
-    assert reserved.reserved_bytes == reserved.kv_bytes + of_requests + of_slots
+    of_queue = reserved.queue_bytes
+    assert reserved.reserved_bytes == reserved.kv_bytes + of_requests + of_slots + of_queue
 
 
 def test_the_headroom_is_left_out_of_the_pool():

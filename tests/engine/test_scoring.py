@@ -11,9 +11,10 @@ from cadenza.backends.fake import FakeRunner, FakeStepHandle
 from cadenza.core.step_cost import StepBound, StepCost, StepLoad
 from cadenza.core.step_schema import ModelInputs
 from cadenza.engine.core import CoreOptions, EngineCore
-from cadenza.engine.open_requests import OpenRequests, RequestTimeouts
+from cadenza.engine.open_requests import OpenRequests
 from cadenza.engine.resumption import ResumedSample, Resumption
 from cadenza.engine.scoring_steps import PromptScorerModel
+from cadenza.engine.timeouts import RequestTimeouts
 from cadenza.errors import InvalidRequestError
 from cadenza.events import Finished, Preparing, Started, Token
 from cadenza.request import Request

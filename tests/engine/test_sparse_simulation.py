@@ -16,7 +16,8 @@ import pytest
 from cadenza.config import EngineLimits, SchedulerLoop
 from cadenza.core.turns import POLICIES
 from cadenza.engine.core import EngineCore
-from cadenza.engine.open_requests import OpenRequests, RequestTimeouts
+from cadenza.engine.open_requests import OpenRequests
+from cadenza.engine.timeouts import RequestTimeouts
 from cadenza.errors import InvalidRequestError
 from cadenza.events import Event, Finished, Started, Token
 from cadenza.request import Request

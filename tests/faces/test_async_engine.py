@@ -9,7 +9,7 @@ import pytest
 
 from cadenza import LLM, AsyncEngine, EngineConfig, Request, RequestOutput, SamplingParams
 from cadenza.engine.front import EngineFront, InProcessLink
-from cadenza.engine.open_requests import RequestTimeouts
+from cadenza.engine.timeouts import RequestTimeouts
 from cadenza.errors import ConfigError, EngineClosedError, InvalidRequestError
 from cadenza.frontend.text_frontend import TextFrontend
 from tests.engine.process.scripted_child import make_core

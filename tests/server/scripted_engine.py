@@ -13,18 +13,18 @@ from collections.abc import Callable, Sequence
 from cadenza.backends.base import Capability
 from cadenza.config import EngineLimits, ImageLimits
 from cadenza.engine.batch_engine import Emit
-from cadenza.engine.open_requests import (
-    EngineLoad,
-    OpenRequests,
-    RequestStats,
-    RequestTimeouts,
-    RequestTimes,
-)
+from cadenza.engine.open_requests import EngineLoad, OpenRequests, RequestStats, RequestTimes
 from cadenza.engine.request_check import RequestCheck
 from cadenza.engine.stats import EngineStats
 from cadenza.engine.status import EngineState, EngineStatus
 from cadenza.engine.step_watch import OnNews
-from cadenza.errors import CadenzaError, EngineClosedError, EngineUnavailableError
+from cadenza.engine.timeouts import RequestTimeouts
+from cadenza.errors import (
+    CadenzaError,
+    EngineClosedError,
+    EngineUnavailableError,
+    QueueFullError,
+)
 from cadenza.events import (
     ErrorKind,
     Event,
@@ -37,6 +37,7 @@ from cadenza.events import (
 )
 from cadenza.request import Request
 from cadenza.sparse_prefill import num_chunks
+from cadenza.tenant import Tenant
 
 WAIT_S = 300.0
 TIMEOUTS = RequestTimeouts(queue_s=61.5, total_s=602.0)
@@ -87,6 +88,7 @@ class ScriptedEngine:
         self.cancelled: list[int] = []
         self.submitted: list[Request] = []
         self.failing: ErrorKind | None = None
+        self.late: QueueFullError | None = None
         self.whole_because: WholePromptReason | None = None
         self.on_news: OnNews | None = None
         self.watched = threading.Event()
@@ -193,6 +195,9 @@ class ScriptedEngine:
 
     def load(self) -> EngineLoad:
         return self._requests.load()
+
+    def refusal(self, tenant: Tenant, priority: int) -> QueueFullError | None:
+        return self.late or self._requests.refusal(tenant, priority, self._limits, 0.0)
 
     def request_stats(self) -> RequestStats:
         return self._requests.stats()

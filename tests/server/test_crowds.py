@@ -15,7 +15,7 @@ import pytest
 from cadenza.bench.checkpoints import cached_checkpoint
 from cadenza.config import EngineConfig
 from cadenza.engine.front import EngineFront, InProcessLink
-from cadenza.engine.open_requests import RequestTimeouts
+from cadenza.engine.timeouts import RequestTimeouts
 from cadenza.frontend.loaded_model import load_model
 from cadenza.loading.planned_engine import cache_folder
 from cadenza.server.limits import ServerLimits

@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from cadenza.errors import FormNotCheckedError
+from cadenza.errors import FormNotCheckedError, QueueFullError
 from cadenza.events import ErrorKind
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.server.access import ApiKeys
@@ -228,6 +228,32 @@ def test_a_full_queue_is_a_429_at_once(script: tuple[int, ...], text: TextFronte
         assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
         check_error(answer.json(), "rate_limit_error", "queue_full")
         assert 'reason="queue_full"} 1.0' in server.get("/metrics").text
+
+
+PATHS = {
+    "/v1/completions": {"prompt": "the fox"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "the fox"}]},
+    "/v1/responses": {"input": "the fox"},
+    "/v1/messages": {"messages": [{"role": "user", "content": "the fox"}], "max_tokens": 4},
+    "/api/chat": {"messages": [{"role": "user", "content": "the fox"}]},
+    "/v1/embeddings": {"input": "the fox"},
+}
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_what_would_start_too_late_is_a_429_with_the_time_before_anything_is_computed(
+    server: RunningServer, engine: ScriptedEngine, path: str
+) -> None:
+    engine.late = QueueFullError("it would start in about 71.2 seconds", retry_after_s=71.2)
+    for stream in (False, True) if path != "/v1/embeddings" else (False,):
+        answer = server.post(path, {**PATHS[path], "stream": stream} if stream else PATHS[path])
+        assert (answer.status_code, answer.headers["retry-after"]) == (429, "72")
+        assert "start in about 71.2 seconds" in answer.text
+    assert not engine.submitted
+    metrics = server.get("/metrics").text
+    assert re.search(r'reason="queue_too_long"\} [12]\.0', metrics)
+    engine.late = None
+    assert server.post(path, PATHS[path]).status_code == 200
 
 
 @pytest.mark.parametrize(

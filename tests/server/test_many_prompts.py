@@ -11,14 +11,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cadenza.engine.open_requests import RequestTimeouts
+from cadenza.engine.timeouts import RequestTimeouts
 from cadenza.errors import QueueFullError
 from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
 from cadenza.outputs import CompletionOutput
 from cadenza.request import Request
 from cadenza.server.limits import ServerLimits
 from cadenza.server.metrics import ServedCounts
-from cadenza.server.served_model import OpenCall
+from cadenza.server.served_model import FURTHER_AT_ONCE, OpenCall
 from cadenza.server.tenants import TenantFile, Tenants, TenantUse
 from tests.server.harness import (
     TIMEOUT_S,
@@ -207,6 +207,23 @@ def test_one_call_leaves_half_of_the_places_to_others(
     engine.resume()
     assert [other.result().status_code for other in others] == [200] * len(others)
     assert len(many.result().json()["choices"]) == 500
+
+
+def test_one_call_keeps_the_rows_busy_and_does_not_fill_a_long_queue(
+    script: tuple[int, ...], text: TextFrontend
+) -> None:
+    """Of four rows: others wait behind a dozen requests a row, however many the queue may hold."""
+    engine = ScriptedEngine(script, max_num_queued_reqs=5000)
+    with running_server(engine, text) as server:
+        engine.pause()
+        many = server.posting("/v1/completions", {"prompt": [[5]] * 500, "max_tokens": 1})
+        wait_until(lambda: engine.num_open == FURTHER_AT_ONCE)
+        other = server.posting("/v1/completions", {"prompt": [6], "max_tokens": 1})
+        wait_until(lambda: engine.num_open == FURTHER_AT_ONCE + 1)
+        engine.resume()
+        assert other.result().status_code == 200
+        assert len(many.result().json()["choices"]) == 500
+    assert [each.prompt_token_ids[0] for each in engine.submitted].index(6) == FURTHER_AT_ONCE
 
 
 def test_prompts_wait_while_the_engine_is_restarted(

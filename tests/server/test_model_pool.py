@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from cadenza.config import EngineLimits
-from cadenza.engine.open_requests import RequestTimeouts
 from cadenza.engine.status import EngineStatus
+from cadenza.engine.timeouts import RequestTimeouts
 from cadenza.errors import CadenzaError, CheckpointError, ConfigError, EngineClosedError
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.server.handover import ServerSockets

@@ -18,10 +18,10 @@ import pytest
 from cadenza import LLM, AsyncEngine, EngineConfig, SamplingParams
 from cadenza.engine.batch_engine import Clock
 from cadenza.engine.front import EngineFront
-from cadenza.engine.open_requests import RequestTimeouts
 from cadenza.engine.process.launch import COMMAND
 from cadenza.engine.process.process_link import ProcessLink, ProcessOptions
 from cadenza.engine.process.supervision import WatchdogTimeouts
+from cadenza.engine.timeouts import RequestTimeouts
 from cadenza.errors import CheckpointError, EngineUnavailableError
 from cadenza.events import Finished
 from cadenza.frontend.text_frontend import TextFrontend

@@ -47,7 +47,8 @@ OnProgress = Callable[[int, int], object]
 
 DEFAULT_MODEL_LEN = 4096
 DEFAULT_TOKEN_BUDGET = 256
-QUEUED_PER_ROW = 4
+QUEUED_REQS = 1024
+"""A server's, at least."""
 HISTOGRAM_BASE = 1.01
 """Gaps between tokens are counted in classes that are 1 % apart."""
 
@@ -462,7 +463,7 @@ def given_server(costs_ms: tuple[float, ...], config: EngineConfig) -> Simulated
         max_model_len=length,
         page_size=config.page_size,
         num_pages=config.num_pages or rows * -(-length // config.page_size),
-        max_num_queued_reqs=config.max_num_queued_reqs or QUEUED_PER_ROW * rows,
+        max_num_queued_reqs=config.max_num_queued_reqs or QUEUED_REQS,
         enable_prefix_caching=config.enable_prefix_caching,
         prefix_cache_memory_share=config.prefix_cache_memory_share,
     )

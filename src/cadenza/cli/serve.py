@@ -199,7 +199,11 @@ class ServeFlags:
     )
     ssl_certfile: str | None = _flag(None, "The TLS certificate, in PEM.", metavar="FILE")
     ssl_keyfile: str | None = _flag(None, "The certificate's key.", metavar="FILE")
-    queue_timeout: float = _flag(60.0, "Seconds a request may wait for its first step.")
+    queue_timeout: float | None = _flag(
+        None,
+        "Seconds a request may wait for its first step; by default as many as it may take in all. "
+        "One that would wait for longer, as is forecast, is refused at once.",
+    )
     request_timeout: float = _flag(600.0, "Seconds a request may take.")
     shutdown_timeout: float = _flag(
         30.0, "Seconds that open requests have to finish after the signal to shut down."
@@ -451,8 +455,8 @@ def make_service(
 
     Raises CheckpointError, ConfigError.
     """
-    from cadenza.engine.open_requests import RequestTimeouts
     from cadenza.engine.process.process_link import ProcessOptions
+    from cadenza.engine.timeouts import RequestTimeouts
     from cadenza.frontend.answers import AnswerParsers
     from cadenza.loading.memory import private_memory_bytes
     from cadenza.server.model_pool import ModelPool, PoolOptions
@@ -476,7 +480,7 @@ def make_service(
     opened = open_models(words, config, parsers)
     is_local = any(each.is_local for each in places)
     process = ProcessOptions(
-        timeouts=RequestTimeouts(queue_s=flags.queue_timeout, total_s=flags.request_timeout),
+        timeouts=RequestTimeouts.of(flags.queue_timeout, flags.request_timeout),
         on_failure=flags.on_engine_failure,
         front_end_bytes=(private_memory_bytes() or 0) if is_local else 0,
         bodies_bytes=flags.max_bodies_bytes if is_local else 0,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cadenza.config import DEFAULT_MAX_NUM_SEQS, EngineConfig, EngineLimits
+from cadenza.config import EngineConfig, EngineLimits
 from cadenza.errors import ConfigError, show
 
 logger = logging.getLogger(__name__)
@@ -160,11 +160,10 @@ def replica_places(
 
 
 def most_waiting(config: EngineConfig) -> int:
-    """Calls that may wait for a model: as many as for one that is loaded, whose rows are known."""
-    from cadenza.loading.footprint import QUEUE_PER_SEQ
+    """Calls that may wait for a model."""
+    from cadenza.loading.footprint import LEAST_QUEUED_REQS
 
-    num_rows = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS
-    return config.max_num_queued_reqs or QUEUE_PER_SEQ * num_rows
+    return config.max_num_queued_reqs or LEAST_QUEUED_REQS
 
 
 def open_models(

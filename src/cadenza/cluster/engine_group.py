@@ -31,7 +31,7 @@ from cadenza.cluster.router import Route, Router
 from cadenza.config import EngineLimits
 from cadenza.engine.batch_engine import Clock, Emit
 from cadenza.engine.front import SHUT_DOWN, UNAVAILABLE, EngineFront
-from cadenza.engine.open_requests import EngineLoad, RequestStats, RequestTimeouts, RequestTimes
+from cadenza.engine.open_requests import EngineLoad, RequestStats, RequestTimes
 from cadenza.engine.process.recovery import MOST_LOSSES
 from cadenza.engine.request_check import RequestCheck
 from cadenza.engine.request_ids import ids_of
@@ -39,10 +39,17 @@ from cadenza.engine.route_report import RouteReport
 from cadenza.engine.stats import EngineStats
 from cadenza.engine.status import EngineStatus
 from cadenza.engine.step_watch import EngineChange, LiveNews, OnNews
-from cadenza.errors import CadenzaError, EngineClosedError, EngineUnavailableError
+from cadenza.engine.timeouts import RequestTimeouts
+from cadenza.errors import (
+    CadenzaError,
+    EngineClosedError,
+    EngineUnavailableError,
+    QueueFullError,
+)
 from cadenza.events import Event
 from cadenza.fingerprint import Fingerprint
 from cadenza.request import Request
+from cadenza.tenant import Tenant
 
 logger = logging.getLogger(__name__)
 
@@ -178,6 +185,15 @@ class EngineGroup:
 
     def load(self) -> EngineLoad:
         return group_load([each.front.load() for each in self.replicas])
+
+    def refusal(self, tenant: Tenant, priority: int) -> QueueFullError | None:
+        """That of the replica in which the request would start first, if all refuse it."""
+        serving = [each.front for each in self.replicas if each.is_serving]
+        found = [each.refusal(tenant, priority) for each in serving]
+        refusals = [each for each in found if each is not None]
+        if not refusals or len(refusals) < len(found):
+            return None
+        return min(refusals, key=lambda each: each.retry_after_s or 0.0)
 
     def request_stats(self) -> RequestStats:
         return group_request_stats([each.front.request_stats() for each in self.replicas])

@@ -8,7 +8,7 @@ first of its tenant's after a bounded wait, whatever arrives after it.
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 from cadenza.config import Batching, EngineLimits, SchedulingPolicy
 from cadenza.core.fair_share import FairShare
@@ -38,8 +38,10 @@ class Queue:
 class TurnPolicy(Protocol):
     """In which order waiting sequences of a tenant start, and which running one is preempted."""
 
-    has_priorities: ClassVar[bool]
-    """Whether it reads the priorities of requests."""
+    @property
+    def priority_s(self) -> float:
+        """Seconds of waiting that a priority smaller by 1 counts like; 0.0: it reads none."""
+        ...
 
     def order(self, queue: Queue) -> list[Sequence]:
         """Waiting sequences in the order in which they start."""
@@ -54,7 +56,9 @@ class TurnPolicy(Protocol):
 class FirstComeFirstServed:
     """In the order of arrival; the newest is preempted."""
 
-    has_priorities: ClassVar[bool] = False
+    @property
+    def priority_s(self) -> float:
+        return 0.0
 
     def order(self, queue: Queue) -> list[Sequence]:
         return list(queue.waiting)
@@ -71,7 +75,10 @@ class ShortestFirst:
     """
 
     starvation_guard_s: float = STARVATION_GUARD_S
-    has_priorities: ClassVar[bool] = False
+
+    @property
+    def priority_s(self) -> float:
+        return 0.0
 
     def order(self, queue: Queue) -> list[Sequence]:
         def length(sequence: Sequence) -> int:
@@ -94,7 +101,10 @@ class SmallestPriorityFirst:
     """
 
     starvation_guard_s: float = STARVATION_GUARD_S
-    has_priorities: ClassVar[bool] = True
+
+    @property
+    def priority_s(self) -> float:
+        return self.starvation_guard_s
 
     def order(self, queue: Queue) -> list[Sequence]:
         return sorted(queue.waiting, key=self._aged)
@@ -105,7 +115,7 @@ class SmallestPriorityFirst:
     def _aged(self, sequence: Sequence) -> float:
         """Orders sequences by priority and waiting time. Waiting counts alike for all, so that the
         order of two sequences never changes."""
-        return sequence.arrived_s + sequence.request.priority * self.starvation_guard_s
+        return sequence.arrived_s + sequence.request.priority * self.priority_s
 
 
 FCFS = FirstComeFirstServed()

@@ -17,6 +17,8 @@ Modules:
 - `batch_engine`: the thread-safe interface (`BatchEngine`); `run_steps`, the one loop over a core
 - `front`: `EngineFront`, which implements it over a link to an engine, and the link in one process
 - `open_requests`: the open requests, queue bounds, deadlines, times
+- `start_forecast`: when a request that comes now would start, and whether that is too late
+- `timeouts`: how long a request may wait and take
 - `resumption`: what a request has brought so far, with which another engine goes on
 - `stored_pages`: pages of prompts between the device and a folder, and who waits for them
 - `page_traffic`: the thread that reads and writes pages

@@ -123,12 +123,13 @@ class EngineCore:
         self.runner = runner
         self.limits = limits
         self.eos_token_ids = options.eos_token_ids
+        self.priority_s = options.policy.priority_s
         self.request_check = RequestCheck(
             limits=limits,
             vocab_size=runner.vocab_size,
             backend=runner.name,
             capabilities=runner.capabilities,
-            has_priorities=options.policy.has_priorities,
+            has_priorities=options.policy.priority_s > 0,
             has_constraints=options.compile_constraint is not None,
             hidden_size=runner.hidden_size,
             scored_tokens=_scored_tokens(options.prompt_scorer),

@@ -30,7 +30,6 @@ from cadenza.engine.open_requests import (
     OpenRequest,
     OpenRequests,
     RequestStats,
-    RequestTimeouts,
     RequestTimes,
 )
 from cadenza.engine.request_check import RequestCheck
@@ -38,6 +37,7 @@ from cadenza.engine.route_report import RouteReport
 from cadenza.engine.stats import EngineStats, StepMeter
 from cadenza.engine.status import EngineState, EngineStatus
 from cadenza.engine.step_watch import EngineChange, LiveNews, OnNews, StepSummary, Watch
+from cadenza.engine.timeouts import RequestTimeouts
 from cadenza.errors import (
     CadenzaError,
     EngineClosedError,
@@ -47,6 +47,7 @@ from cadenza.errors import (
 from cadenza.events import Event
 from cadenza.fingerprint import Fingerprint
 from cadenza.request import Request
+from cadenza.tenant import Tenant
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +73,8 @@ class EngineLink(Protocol):
 
     timeouts: RequestTimeouts
     clock: Clock
+    priority_s: float
+    """As for `StartForecast`."""
 
     @property
     def is_full(self) -> bool: ...
@@ -111,7 +114,9 @@ class EngineFront:
         self, link: EngineLink, ids: Iterator[int] | None = None, engine_seed: int | None = None
     ) -> None:
         self.link = link
-        self.requests = OpenRequests(link.timeouts, link.clock, ids, engine_seed)
+        self.requests = OpenRequests(
+            link.timeouts, link.clock, ids, engine_seed, priority_s=link.priority_s
+        )
         self.lock = threading.Lock()
         self.drained_by_s: float | None = None
         self.is_shut_down = False
@@ -159,7 +164,7 @@ class EngineFront:
             if self.link.is_full:
                 self.requests.count_rejection("queue_full")
                 raise QueueFullError("the engine does not take what it was sent; try later")
-            request_id = self.requests.accept(request, check.limits, times)
+            request_id = self.requests.accept(request, check.limits, times, self._prompts_s)
             accepted = self.requests.request_of(request_id)
             if accepted is not None:  # else its deadline is over
                 self.link.put(Submit(request_id, accepted))
@@ -275,6 +280,17 @@ class EngineFront:
     def load(self) -> EngineLoad:
         return self.requests.load()
 
+    def refusal(self, tenant: Tenant, priority: int) -> QueueFullError | None:
+        check = self.link.status().request_check
+        if check is None:
+            return None
+        return self.requests.refusal(tenant, priority, check.limits, self._prompts_s)
+
+    @property
+    def _prompts_s(self) -> float:
+        stats = self.link.stats
+        return 0.0 if stats is None else stats.numbers["queued_seconds"]
+
     def request_stats(self) -> RequestStats:
         return self.requests.stats()
 
@@ -333,6 +349,7 @@ class InProcessLink:
     ) -> None:
         self.timeouts = timeouts or RequestTimeouts()
         self.clock = clock
+        self.priority_s = core.priority_s
         self._core = core
         self._fingerprint = fingerprint
         self._meter = StepMeter(core, clock)

@@ -11,7 +11,7 @@ that was passed on before.
 import dataclasses
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count, takewhile
 from typing import Literal
@@ -21,7 +21,9 @@ from msgspec.structs import replace
 from cadenza.config import EngineLimits
 from cadenza.core.draw_keys import derive_seed
 from cadenza.engine.resumption import ResumedSample, Resumption
-from cadenza.errors import ConfigError, QueueFullError
+from cadenza.engine.start_forecast import StartForecast
+from cadenza.engine.timeouts import RequestTimeouts
+from cadenza.errors import QueueFullError
 from cadenza.events import (
     ErrorKind,
     Event,
@@ -36,35 +38,17 @@ from cadenza.events import (
 )
 from cadenza.figures import Distribution, Tally
 from cadenza.request import Request
+from cadenza.tenant import Tenant
 
 REQUEST_SECONDS_BOUNDS = (
     *(0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
     *(1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0),
 )
 
-MIN_TIMEOUT_S, MAX_TIMEOUT_S = 0.001, 86_400.0
+LONG_WAIT_S = 0.25
+"""Where the oldest waiting request has waited for so long, the engine computes all that it can."""
 
-RejectionReason = Literal["queue_full", "queue_tokens_full", "unavailable"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestTimeouts:
-    """Maximum times, from acceptance, to a request's first step (`queue_s`) and end (`total_s`).
-
-    Raises:
-        ConfigError: a value is outside its bounds; the message names the flag.
-    """
-
-    queue_s: float = 60.0
-    total_s: float = 600.0
-
-    def __post_init__(self) -> None:
-        for flag, seconds in (("queue-timeout", self.queue_s), ("request-timeout", self.total_s)):
-            if not MIN_TIMEOUT_S <= seconds <= MAX_TIMEOUT_S:
-                raise ConfigError(
-                    f"--{flag} {seconds:g} must be from {MIN_TIMEOUT_S:g} to {MAX_TIMEOUT_S:g} "
-                    f"seconds"
-                )
+RejectionReason = Literal["queue_full", "queue_tokens_full", "queue_too_long", "unavailable"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +120,7 @@ class OpenRequest:
         lost_s: when an engine was lost in which it ran; None once it has gone on.
         has_progress: something of it was passed on from the engine that has it.
         num_losses: engines in a row that were lost while it ran in them without progress.
+        num_ended_units: of its samples that have ended, as in `StartForecast`.
         kept, whole_because: of one that has started, as in `Started`.
     """
 
@@ -151,6 +136,7 @@ class OpenRequest:
     lost_s: float | None = None
     has_progress: bool = False
     num_losses: int = 0
+    num_ended_units: int = 0
     kept: bytes | None = None
     whole_because: WholePromptReason | None = None
 
@@ -176,6 +162,7 @@ class OpenRequests:
         engine_seed: gives requests that draw without a seed the one that an engine with this seed
             would give them, so that they draw the same whichever engine has them; None leaves it to
             the engine.
+        priority_s: as for `StartForecast`.
     """
 
     def __init__(
@@ -184,6 +171,7 @@ class OpenRequests:
         clock: Callable[[], float],
         ids: Iterator[int] | None = None,
         engine_seed: int | None = None,
+        priority_s: float = 0.0,
     ) -> None:
         self._timeouts = timeouts
         self._clock = clock
@@ -193,6 +181,8 @@ class OpenRequests:
         self._open: dict[int, OpenRequest] = {}
         self._queued: dict[int, OpenRequest] = {}
         self._num_queued_tokens = 0
+        self._forecast = StartForecast(timeouts, priority_s)
+        self._recorded_s: float | None = None
         self._num_accepted = 0
         self._num_resumed = 0
         self._ends: Counter[FinishReason] = Counter()
@@ -208,15 +198,20 @@ class OpenRequests:
         return self._timeouts
 
     def accept(
-        self, request: Request, limits: EngineLimits, times: RequestTimes | None = None
+        self,
+        request: Request,
+        limits: EngineLimits,
+        times: RequestTimes | None = None,
+        prompts_s: float = 0.0,
     ) -> int:
         """Opens a request and returns its id; `times` is filled in as it gets on.
 
+        `prompts_s`: until all prompts that are there have been computed, as the engine says.
         Raises QueueFullError and counts the rejection.
         """
-        num_tokens = len(request.prompt_token_ids)
         with self._lock:
-            self._check_room(num_tokens, limits)
+            self._check_room(len(request.prompt_token_ids), limits)
+            self._check_turn(request, limits, prompts_s)
             request_id = next(self._ids)
             self._num_accepted += 1
             entry = OpenRequest(
@@ -227,9 +222,18 @@ class OpenRequests:
                 times=RequestTimes() if times is None else times,
             )
             entry.times.accepted_s = entry.accepted_s
-            self._open[request_id] = self._queued[request_id] = entry
-            self._num_queued_tokens += num_tokens
+            self._open[request_id] = entry
+            self._queue(entry)
         return request_id
+
+    def refusal(
+        self, tenant: Tenant, priority: int, limits: EngineLimits, prompts_s: float
+    ) -> QueueFullError | None:
+        """Why a request that comes now would not be accepted: it would start too late."""
+        with self._lock:
+            num_running = len(self._open) - len(self._queued)
+            num_ahead = self._forecast.num_ahead(tenant, priority, self._clock())
+            return self._forecast.refusal(num_ahead, limits.max_num_seqs - num_running, prompts_s)
 
     def request_of(self, request_id: int) -> Request | None:
         """As it is to be computed; None if it is not open."""
@@ -242,8 +246,8 @@ class OpenRequests:
         ended, and what still comes of it here is dropped."""
         with self._lock:
             entry = self._open.pop(request_id, None)
-            if entry is not None and self._queued.pop(request_id, None) is not None:
-                self._num_queued_tokens -= entry.num_prompt_tokens
+            if entry is not None:
+                self._dequeue(entry)
             return entry
 
     def adopt(self, entry: OpenRequest) -> None:
@@ -253,8 +257,8 @@ class OpenRequests:
             # Deadlines are looked for at the front: entries stay in the order of acceptance.
             self._open = _by_acceptance([*self._open.values(), entry])
             if entry.times.started_s is None:
-                self._queued = _by_acceptance([*self._queued.values(), entry])
-                self._num_queued_tokens += entry.num_prompt_tokens
+                self._queue(entry)
+                self._queued = _by_acceptance(self._queued.values())
 
     def count_rejection(self, reason: RejectionReason) -> None:
         with self._lock:
@@ -270,7 +274,9 @@ class OpenRequests:
         with self._lock:
             now_s = self._clock()
             recorded = [self._record(event, now_s) for event in events]
-        return [event for event in recorded if event is not None]
+            passed = [event for event in recorded if event is not None]
+            self._measure(passed, now_s)
+        return passed
 
     def cancel(self, request_id: int, sample: int | None = None) -> bool:
         """Ends a request, or one of its samples, without events; False if it is not open."""
@@ -289,17 +295,18 @@ class OpenRequests:
             deadline_s = self.next_deadline_s()
             if deadline_s is None or now_s < deadline_s:
                 return []
+            most_s = self._forecast.most_wait_s
+            unstarted = _older(self._queued, now_s - most_s)
+            error = (
+                f"the request waited {most_s:.6g} seconds in the queue and was not started; "
+                f"{self._forecast.bound}"
+            )
+            ended = self._fail_each(unstarted, "queue_timeout", error, now_s)
             late = _older(self._open, now_s - timeouts.total_s)
             error = (
                 f"the request took {timeouts.total_s:g} seconds, all that --request-timeout allows"
             )
-            ended = self._fail_each(late, "request_timeout", error, now_s)
-            unstarted = _older(self._queued, now_s - timeouts.queue_s)
-            error = (
-                f"the request waited {timeouts.queue_s:g} seconds in the queue, all that "
-                f"--queue-timeout allows"
-            )
-            return ended + self._fail_each(unstarted, "queue_timeout", error, now_s)
+            return ended + self._fail_each(late, "request_timeout", error, now_s)
 
     def end_all(self, kind: ErrorKind, error: str) -> list[Finished]:
         """Ends all open requests; returns an error event for each of their samples."""
@@ -314,7 +321,7 @@ class OpenRequests:
                 next(iter(entries.values())).accepted_s + timeout_s
                 for entries, timeout_s in (
                     (self._open, self._timeouts.total_s),
-                    (self._queued, self._timeouts.queue_s),
+                    (self._queued, self._forecast.most_wait_s),
                 )
                 if entries
             ]
@@ -342,6 +349,7 @@ class OpenRequests:
         request that ran, from 0 where the request has got on in it.
         """
         with self._lock:
+            self._recorded_s = None
             for entry in self._open.values():
                 entry.is_lost = True
                 if entry.is_running:
@@ -437,9 +445,39 @@ class OpenRequests:
                 f"when some have been read"
             )
 
+    def _check_turn(self, request: Request, limits: EngineLimits, prompts_s: float) -> None:
+        refusal = self.refusal(request.tenant, request.priority, limits, prompts_s)
+        if refusal is not None:
+            self._rejections["queue_too_long"] += 1
+            try:
+                raise refusal
+            finally:
+                del refusal  # which would refer to itself through this frame
+
+    def _queue(self, entry: OpenRequest) -> None:
+        self._queued[entry.request_id] = entry
+        self._num_queued_tokens += entry.num_prompt_tokens
+        self._forecast.add(entry.request.tenant, entry.request.priority, entry.accepted_s)
+
+    def _dequeue(self, entry: OpenRequest) -> bool:
+        """Whether it was queued."""
+        if self._queued.pop(entry.request_id, None) is None:
+            return False
+        self._num_queued_tokens -= entry.num_prompt_tokens
+        self._forecast.remove(entry.request.tenant, entry.request.priority, entry.accepted_s)
+        return True
+
+    def _measure(self, events: Sequence[Event], now_s: float) -> None:
+        """Counts the events since the last ones as work, if requests waited for all of it."""
+        last_s, self._recorded_s = self._recorded_s, now_s
+        oldest = next(iter(self._queued.values()), None)
+        if last_s is None or oldest is None or oldest.accepted_s > last_s - LONG_WAIT_S:
+            return
+        num_units = sum([isinstance(each, Token | Finished) for each in events])
+        self._forecast.note_work(num_units, now_s - last_s)
+
     def _start(self, entry: OpenRequest, now_s: float) -> None:
-        if self._queued.pop(entry.request_id, None) is not None:
-            self._num_queued_tokens -= entry.num_prompt_tokens
+        if self._dequeue(entry):
             entry.times.started_s = now_s
             self._times.queue.add(now_s - entry.accepted_s)
 
@@ -500,13 +538,14 @@ class OpenRequests:
         entry.lost_s = None
 
     def _end(self, entry: OpenRequest, sample: int, reason: FinishReason, now_s: float) -> None:
-        del entry.token_ids[sample]
+        entry.num_ended_units += len(entry.token_ids.pop(sample)) + 1
         self._ends[reason] += 1
         if entry.token_ids:
             return
         del self._open[entry.request_id]
-        if self._queued.pop(entry.request_id, None) is not None:
-            self._num_queued_tokens -= entry.num_prompt_tokens
+        self._dequeue(entry)
+        if entry.times.started_s is not None:
+            self._forecast.note_end(entry.num_ended_units, now_s - entry.times.started_s)
         if entry.lost_s is not None:
             entry.times.pauses.append((entry.lost_s, now_s))
         entry.times.ended_s = now_s

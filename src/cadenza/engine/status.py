@@ -6,11 +6,14 @@ Plain values; knows no process and no server. Invariant: reading them never wait
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from cadenza.engine.open_requests import EngineLoad, RequestStats, RequestTimeouts
+from cadenza.engine.open_requests import EngineLoad, RequestStats
 from cadenza.engine.request_check import RequestCheck
 from cadenza.engine.stats import EngineStats
+from cadenza.engine.timeouts import RequestTimeouts
+from cadenza.errors import QueueFullError
 from cadenza.fingerprint import Fingerprint
 from cadenza.kernel_proof import KernelProof
+from cadenza.tenant import Tenant
 
 EngineState = Literal["loading", "ready", "draining", "restarting", "dead"]
 """`loading`: first start · `restarting`: a later start, or the delay before it · `draining`: open
@@ -72,6 +75,11 @@ class EngineMonitor(Protocol):
 
     def load(self) -> EngineLoad:
         """The current load; cheap, because it is read for each request."""
+        ...
+
+    def refusal(self, tenant: Tenant, priority: int) -> QueueFullError | None:
+        """Why a request of the tenant would not be accepted now, because of those that wait; None
+        if it would be, or if other bounds decide. As cheap."""
         ...
 
     def request_stats(self) -> RequestStats: ...

@@ -20,8 +20,8 @@ from typing import Any, Self, Unpack
 from cadenza.config import EngineOptions, config_from_options
 from cadenza.engine.batch_engine import BatchEngine
 from cadenza.engine.front import EngineFront, InProcessLink
-from cadenza.engine.open_requests import RequestTimeouts
 from cadenza.engine.step_watch import OnNews
+from cadenza.engine.timeouts import RequestTimeouts
 from cadenza.errors import EngineClosedError, InvalidRequestError, show
 from cadenza.events import Event
 from cadenza.fingerprint import Fingerprint
@@ -80,18 +80,19 @@ class AsyncEngine:
         cls,
         model: str | Path | None = None,
         *,
-        queue_timeout: float = DEFAULT_TIMEOUTS.queue_s,
+        queue_timeout: float | None = None,
         request_timeout: float = DEFAULT_TIMEOUTS.total_s,
         **options: Unpack[EngineOptions],
     ) -> Self:
         """Loads a model as `LLM` does.
 
         Args:
-            queue_timeout: the most seconds that a request waits for its first step.
+            queue_timeout: the most seconds that a request waits for its first step; by default
+                `request_timeout`. One that would wait for longer is refused.
             request_timeout: the most seconds that it takes in all. After either it ends with an
                 error.
         """
-        timeouts = RequestTimeouts(queue_s=queue_timeout, total_s=request_timeout)
+        timeouts = RequestTimeouts.of(queue_timeout, request_timeout)
         loaded = load_model(model, config_from_options(options))
         return cls(
             EngineFront(InProcessLink(loaded.core, timeouts)),

@@ -9,16 +9,27 @@ depends on the memory that is free.
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 
 from cadenza.backends.base import BackendTraits, ModelMemory
 from cadenza.checkpoint import Checkpoint, ModelConfig
 from cadenza.checkpoint.dtypes import WeightDType, item_bytes
+from cadenza.config import EngineConfig, EngineLimits
 from cadenza.core.step_schema import NUM_EXTRA_LOGIT_ROWS
 from cadenza.core.token_rules import RuleLayout
 
-QUEUE_PER_SEQ = 4
-"""Default `max_num_queued_reqs` per row. By default `max_num_queued_tokens` is one context per
-row, so only a quarter of the queued requests may have full length."""
+QUEUED_PER_ROW = 4
+"""Requests that wait for which there is always room, by the number of rows."""
+
+QUEUE_SHARE, REQUESTS_PART = 1 / 128, 1 / 4
+"""Of the available memory, if so much of it is left by everything else: what requests that wait
+take by default, a part of it the requests, and the rest the tokens of their prompts."""
+
+LEAST_QUEUED_REQS, LEAST_QUEUED_TOKENS = 1024, 1 << 18
+"""So many may wait by default in any case."""
+
+QUEUED_REQUEST_BYTES, QUEUED_TOKEN_BYTES = 48_000, 64
+"""In both processes: 38,000 and 48 were measured with 1,000 requests."""
 
 FRONT_END_BYTES = 56_000_000
 """Of a server's front end that has loaded a small tokenizer and serves nothing."""
@@ -63,8 +74,8 @@ class Footprint:
         process_bytes: of the engine's process: libraries, programs, tokenizer.
         front_end_bytes: of the front end's process.
         bodies_bytes: there, of all bodies that are being read at the same time.
-        request_bytes: in both processes, of all open requests of a row: the one that runs, and
-            those that wait by default.
+        request_bytes: in both processes, of the requests of a row: the one that runs, and those
+            that wait for which there is always room.
     """
 
     fixed_bytes: int = 0
@@ -125,7 +136,7 @@ def footprint_of(
     """The footprint of an engine; a device's own memory holds no process and no request."""
     on_host = traits.device_memory_bytes is None
     tokenizer_bytes = _tokenizer_bytes(checkpoint) if on_host else 0
-    request_bytes = (1 + QUEUE_PER_SEQ) * (FRONT_END_REQUEST_BYTES + ENGINE_REQUEST_BYTES)
+    request_bytes = (1 + QUEUED_PER_ROW) * (FRONT_END_REQUEST_BYTES + ENGINE_REQUEST_BYTES)
     arrays = Footprint(fixed_bytes=memory.scratch_bytes, row_bytes=memory.row_bytes)
     if traits.memory is None:
         arrays = _array_footprint(checkpoint.config, traits, dtype)
@@ -139,6 +150,36 @@ def footprint_of(
         bodies_bytes=bodies_bytes if on_host else 0,
         request_bytes=request_bytes if on_host else 0,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueBounds:
+    """The most requests that may wait, and tokens of their prompts; what a plan has for them."""
+
+    num_reqs: int
+    num_tokens: int
+    num_bytes: int
+
+    @classmethod
+    def of(cls, config: EngineConfig, available_bytes: int, left_bytes: int) -> Self:
+        """As asked for; otherwise by what is left of the available memory."""
+        left_bytes = max(0, left_bytes)
+        share_bytes = min(available_bytes * QUEUE_SHARE, left_bytes)
+        requests_bytes = share_bytes * REQUESTS_PART
+        num_reqs = max(LEAST_QUEUED_REQS, int(requests_bytes / QUEUED_REQUEST_BYTES))
+        tokens_bytes = share_bytes - requests_bytes
+        num_tokens = max(LEAST_QUEUED_TOKENS, int(tokens_bytes / QUEUED_TOKEN_BYTES))
+        num_reqs = config.max_num_queued_reqs or num_reqs
+        num_tokens = config.max_num_queued_tokens or num_tokens
+        num_bytes = num_reqs * QUEUED_REQUEST_BYTES + num_tokens * QUEUED_TOKEN_BYTES
+        return cls(
+            num_reqs=num_reqs, num_tokens=num_tokens, num_bytes=min(num_bytes, int(share_bytes))
+        )
+
+    def bound(self, limits: EngineLimits) -> EngineLimits:
+        return replace(
+            limits, max_num_queued_reqs=self.num_reqs, max_num_queued_tokens=self.num_tokens
+        )
 
 
 def front_end_bytes_of(checkpoint: Checkpoint) -> int:

@@ -25,11 +25,12 @@ from cadenza.config import (
 from cadenza.core.scoring_queue import MAX_SCORINGS
 from cadenza.core.whole_spans import least_budget
 from cadenza.errors import ConfigError, show_size
-from cadenza.loading.footprint import QUEUE_PER_SEQ, Footprint, footprint_of
+from cadenza.loading.footprint import QUEUED_PER_ROW, Footprint, QueueBounds, footprint_of
 from cadenza.loading.image_memory import image_memory_of, plan_images
 from cadenza.loading.second_models import DraftPlan, ExtraMemory, beside_others
 from cadenza.loading.space import (
     Space,
+    bytes_left,
     check_base,
     check_compiled,
     check_positions,
@@ -70,6 +71,8 @@ class EnginePlan:
     traits: BackendTraits
     draft: DraftPlan | None = None
     scorer: DraftPlan | None = None
+    queue_bytes: int = 0
+    """Of the requests that wait, beyond those that rows have room for."""
     rows_reason: str | None = None
     """Why `max_num_seqs` is what it is, where none was asked for, or more."""
 
@@ -77,10 +80,13 @@ class EnginePlan:
     def scratch_bytes(self) -> int:
         """Of all that lasts beside weights and KV, or a step: rows, logits, requests."""
         limits = self.limits
-        return self.footprint.scratch_bytes(
-            num_rows=limits.max_num_seqs,
-            num_step_tokens=limits.max_num_batched_tokens,
-            num_slots=limits.num_pages * limits.page_size,
+        return (
+            self.footprint.scratch_bytes(
+                num_rows=limits.max_num_seqs,
+                num_step_tokens=limits.max_num_batched_tokens,
+                num_slots=limits.num_pages * limits.page_size,
+            )
+            + self.queue_bytes
         )
 
     @property
@@ -256,11 +262,7 @@ def make_plan(
     draft, scorer = extra.draft, extra.scorer
     dtype = choose_dtype(config, checkpoint, traits)
     quantization = choose_quantization(config, checkpoint, traits)
-    _check_choice("--kv-cache-dtype", config.kv_cache_dtype, traits.kv_cache_dtypes, traits)
-    _check_arithmetic(config, traits)
-    if config.tensor_parallel_size is not None:
-        split_model(checkpoint.config, config.tensor_parallel_size)
-    _check_speculation(config, traits)
+    _check_options(config, checkpoint, traits)
     kv_layout = _choose_layout(config, traits)
     config = replace(config, kv_layout=kv_layout, quantization=quantization)
     own_memory = memory_of(checkpoint, traits, dtype, config)
@@ -285,7 +287,8 @@ def make_plan(
         image_bytes=images.num_bytes,
     )
     limits, rows_reason = _divide(space, config, checkpoint, traits, dtype)
-    limits = replace(limits, images=images.limits)
+    queue = QueueBounds.of(config, available_bytes, bytes_left(space, limits))
+    limits = queue.bound(replace(limits, images=images.limits))
     check_compiled(limits, traits.compiled_for)
     _check_page_folder(config, traits, limits)
     _check_whole_span(traits, limits)
@@ -308,6 +311,7 @@ def make_plan(
         traits=traits,
         draft=draft,
         scorer=scorer,
+        queue_bytes=queue.num_bytes if traits.device_memory_bytes is None else 0,
         rows_reason=rows_reason,
     )
 
@@ -317,6 +321,14 @@ def _weights_name(checkpoint: Checkpoint, dtype: WeightDType, quantization: Quan
     if quantization != "none":
         return quantization
     return dtype if checkpoint.scheme is None else checkpoint.scheme.name
+
+
+def _check_options(config: EngineConfig, checkpoint: Checkpoint, traits: BackendTraits) -> None:
+    _check_choice("--kv-cache-dtype", config.kv_cache_dtype, traits.kv_cache_dtypes, traits)
+    _check_arithmetic(config, traits)
+    if config.tensor_parallel_size is not None:
+        split_model(checkpoint.config, config.tensor_parallel_size)
+    _check_speculation(config, traits)
 
 
 def _check_whole_span(traits: BackendTraits, limits: EngineLimits) -> None:
@@ -578,8 +590,7 @@ def _limits(
         max_model_len=max_model_len,
         page_size=page_size,
         num_pages=num_pages,
-        max_num_queued_reqs=config.max_num_queued_reqs or QUEUE_PER_SEQ * num_rows,
-        max_num_queued_tokens=config.max_num_queued_tokens or num_rows * max_model_len,
+        max_num_queued_reqs=QUEUED_PER_ROW * num_rows,
         max_consecutive_step_errors=config.max_consecutive_step_errors,
         enable_prefix_caching=config.enable_prefix_caching
         and (config.kv_layout != "dense" or slot_unit is not None),

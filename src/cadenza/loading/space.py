@@ -325,6 +325,15 @@ def state_slots(space: Space, num_rows: int, pool_bytes: int) -> int:
     return SLOTS_PER_ROW * num_rows + min(wanted, max(0, room) // space.state_bytes)
 
 
+def bytes_left(space: Space, limits: EngineLimits) -> int:
+    """What the limits leave of the memory."""
+    at = space.at(limits.max_model_len)
+    pool_bytes = limits.num_pages * limits.page_size * at.slot_bytes
+    more_slots = limits.num_state_slots - SLOTS_PER_ROW * limits.max_num_seqs
+    state_bytes = max(0, more_slots) * space.state_bytes
+    return at.left_bytes - at.beside_pool(limits.max_num_seqs) - pool_bytes - state_bytes
+
+
 def largest_context(space: Space, num_rows: int, most: int) -> int:
     """The longest context of whole pages, or `most`, that fits the memory and the pool; a page if
     none does."""

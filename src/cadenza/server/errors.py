@@ -210,6 +210,7 @@ unsupported_encoding = Kind(
     (("accept-encoding", "identity"),),
 )
 queue_full = Kind(429, "queue_full", "{message}", _RETRY)
+queue_too_long = Kind(429, "queue_full", "{message}", _RETRY_LATER)
 rate_limited = Kind(
     429,
     "rate_limit_exceeded",
@@ -260,8 +261,8 @@ engine_failed = Kind(
 queue_timeout = Kind(
     504,
     "deadline_exceeded",
-    "the request waited {seconds:g} seconds in the queue and was not started; --queue-timeout "
-    "allows no more: try again later",
+    "the request was not started in time: --queue-timeout allows {queue_s:g} seconds in the queue, "
+    "and --request-timeout {total_s:g} for all of it; try again later",
 )
 request_timeout = Kind(
     504,
@@ -339,12 +340,18 @@ def error_of(
             found.in_anthropic = f"prompt is too long: {error.prompt_length} > {most} maximum"
         return found
     if isinstance(error, QueueFullError):
-        return queue_full(message=error)
+        return queue_error(error)
     if isinstance(error, FormNotCheckedError):
         return form_not_checked(message=error)
     if isinstance(error, EngineUnavailableError | EngineClosedError):
         return unavailable(UNAVAILABLE_CODES.get(state, "draining"))
     return server_error()
+
+
+def queue_error(error: QueueFullError) -> ApiError:
+    if error.retry_after_s is None:
+        return queue_full(message=error)
+    return queue_too_long(message=error, seconds=max(1, math.ceil(error.retry_after_s)))
 
 
 _REMEDIES = {
@@ -377,7 +384,7 @@ def error_of_end(
     """The answer to a request that was accepted and then failed; arguments as of `error_of`."""
     match failed.error_kind:
         case "queue_timeout":
-            return queue_timeout(seconds=monitor.timeouts.queue_s)
+            return queue_timeout(queue_s=monitor.timeouts.queue_s, total_s=monitor.timeouts.total_s)
         case "request_timeout":
             return request_timeout(seconds=monitor.timeouts.total_s)
         case "none_allowed":

@@ -78,6 +78,7 @@ class Generation:
         try:
             num_places = service.models.check_open()
             with service.tenants.calling(exchange.tenant, num_places) as use:
+                service.models.check_turn(use.tenant)
                 async with exchange.body() as body:
                     request = await self._read(body)
                 del body
@@ -86,8 +87,13 @@ class Generation:
                     service.check_id(request.request_id)
                     exchange.request_id = record.request_id = request.request_id
                 record.user = request.user_label
+                model = service.models.find(request.model)
+                record.counts = model.counts
+                model.check_turn(use.tenant, request.priority or 0)
                 try:
-                    await exchange.while_connected(self._serve(exchange, request, record, use))
+                    await exchange.while_connected(
+                        self._serve(exchange, request, model, record, use)
+                    )
                 finally:
                     use.take_answer(record.usage.completion_tokens)
         except (ClientDisconnected, asyncio.CancelledError):
@@ -112,11 +118,14 @@ class Generation:
         )
 
     async def _serve(
-        self, exchange: Exchange, request: CallRequest, record: RequestRecord, use: TenantUse
+        self,
+        exchange: Exchange,
+        request: CallRequest,
+        model: ServedModel,
+        record: RequestRecord,
+        use: TenantUse,
     ) -> None:
         service = self._service
-        model = service.models.find(request.model)
-        record.counts = model.counts
         request.enter(
             CallContext(
                 tenant=exchange.tenant,

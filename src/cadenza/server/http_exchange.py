@@ -194,6 +194,7 @@ class Exchange:
         finally:
             await _cancel(watcher)
             await _cancel(task)
+            del watcher, task  # an error of the task would refer to itself through this frame
 
     async def _wait_for_disconnect(self) -> None:
         while (await self.receive())["type"] != "http.disconnect":

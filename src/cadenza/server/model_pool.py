@@ -28,6 +28,7 @@ from cadenza.server.errors import (
 )
 from cadenza.server.model_turns import ModelState, ModelTurns, WaitingCall
 from cadenza.server.served_model import MAX_LOAD_S, LoadFailure, ServedModel, spellings
+from cadenza.tenant import Tenant
 
 logger = logging.getLogger(__name__)
 
@@ -160,6 +161,13 @@ class ModelPool:
         places = sum(limits.max_num_open_reqs for limits in known if limits is not None)
         return places + self._options.max_waiting
 
+    def check_turn(self, tenant: Tenant) -> None:
+        """Raises ApiError (429) where any call of the tenant would start too late, whatever it asks
+        for."""
+        check = None if self._switches else self.first.request_check
+        if check is not None and not check.has_priorities:
+            self.first.check_turn(tenant, 0)
+
     def start(self) -> None:
         """Binds to the running event loop, and begins to load the first model."""
         if not self._switches:
@@ -242,10 +250,10 @@ class ModelPool:
         waiting = WaitingCall(self._num_arrived, partial(_set_result, admitted))
         turn.waiting.append(waiting)
         self._num_waiting_bytes += num_bytes
-        queue_s = model.engine.timeouts.queue_s
+        timeouts = model.engine.timeouts
         self.advance()
         try:
-            await asyncio.wait({admitted}, timeout=queue_s)
+            await asyncio.wait({admitted}, timeout=timeouts.queue_s)
         except asyncio.CancelledError:
             if admitted.done() and admitted.result() is None:
                 self._leave(model)
@@ -256,7 +264,7 @@ class ModelPool:
                 turn.waiting.remove(waiting)
                 self.advance()  # nobody may need the place any more
         if not admitted.done():
-            raise queue_timeout(seconds=queue_s)
+            raise queue_timeout(queue_s=timeouts.queue_s, total_s=timeouts.total_s)
         error = admitted.result()
         if error is not None:
             raise error

@@ -93,6 +93,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self._stop_rest_timer()
         super().connection_lost(exc)
         self._disconnect_cycles()
+        # They refer to this object in turn: what refers to itself waits for a garbage collection.
+        self._cycles = ()
+        self.cycle = None  # type: ignore[assignment]
         self.all_open_connections.remove(self)
 
     def data_received(self, data: bytes) -> None:

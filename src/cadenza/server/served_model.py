@@ -35,6 +35,7 @@ from cadenza.server.errors import (
     UNAVAILABLE_CODES,
     ApiError,
     error_of,
+    queue_error,
     queue_full,
     request_timeout,
     unavailable,
@@ -42,6 +43,7 @@ from cadenza.server.errors import (
 from cadenza.server.metrics import ServedCounts
 from cadenza.server.model_turns import ModelTurn
 from cadenza.server.tenants import TenantUse
+from cadenza.tenant import Tenant
 
 DEFAULT_TAG = ":latest"
 """The tag that Ollama's clients add to a model's name that has none."""
@@ -49,6 +51,10 @@ DEFAULT_TAG = ":latest"
 MAX_LOAD_S = 24 * 3600.0
 RETRY_S = 0.25
 """Between two attempts to submit a prompt to an engine that is being restarted."""
+
+FURTHER_PER_ROW, FURTHER_AT_ONCE = 2, 48
+"""Open requests, by the number of rows and in any case, up to which calls with many prompts submit
+further ones: enough to keep every row busy."""
 
 Updates = list[tuple[int, OutputProcessor | RequestOutput, Sequence[CompletionOutput]]]
 """The place of a prompt in its call, the prompt's request, and what is new of the request's
@@ -214,6 +220,13 @@ class ServedModel:
                 f"--max-num-seqs allow; try again when some have finished"
             )
 
+    def check_turn(self, tenant: Tenant, priority: int) -> None:
+        """Raises ApiError (429) where a request of the tenant would start too late."""
+        refusal = self._engine.refusal(tenant, priority)
+        if refusal is not None:
+            self.counts.reject("queue_too_long")
+            raise queue_error(refusal)
+
     @contextmanager
     def preparing(self, limits: EngineLimits) -> Generator[None]:
         """Counts a call that is being tokenised. Raises ApiError (429) when there are too many."""
@@ -234,14 +247,17 @@ class ServedModel:
         """Whether a prompt of a call may enter the engine's queue.
 
         A call's only prompt there may take any place; a further one enters only while half of the
-        places and of the tokens are free, so that there is always room for other calls.
+        places and of the tokens are free, and few requests are open for each row, so that there is
+        always room for other calls, and a short wait.
         """
         limits, load = self.limits, self._engine.load()
         assert limits is not None, "prompts wait only where an engine has taken some"
         most_reqs, most_tokens = limits.max_num_open_reqs, limits.max_num_queued_tokens
         if is_further:
+            busy = max(FURTHER_AT_ONCE, FURTHER_PER_ROW * limits.max_num_seqs)
             # But at least as many as there are rows, so that one call can use an idle engine fully.
-            most_reqs = max(most_reqs // 2, min(limits.max_num_seqs, most_reqs - 1))
+            rows = min(limits.max_num_seqs, most_reqs - 1)
+            most_reqs = max(min(most_reqs // 2, busy), rows)
             most_tokens //= 2
         return load.has_place(most_reqs) and load.has_tokens(num_tokens, most_tokens)
 

@@ -15,11 +15,11 @@ import pytest
 from cadenza.config import EngineConfig
 from cadenza.engine.batch_engine import Clock
 from cadenza.engine.front import EngineFront
-from cadenza.engine.open_requests import RequestTimeouts
 from cadenza.engine.process.child_process import ChildProcess
 from cadenza.engine.process.launch import Execute, execute
 from cadenza.engine.process.process_link import OnEngineFailure, ProcessLink, ProcessOptions
 from cadenza.engine.process.supervision import WatchdogTimeouts
+from cadenza.engine.timeouts import RequestTimeouts
 from cadenza.events import Event, Finished, Token
 from cadenza.request import Request, SamplingParams
 from tests.engine.process.fork_server import ForkServer

@@ -15,10 +15,10 @@ import pytest
 
 from cadenza.config import EngineConfig
 from cadenza.engine.front import EngineFront, InProcessLink
-from cadenza.engine.open_requests import RequestTimeouts
 from cadenza.engine.process.child_process import ChildProcess
 from cadenza.engine.process.process_link import ProcessLink, ProcessOptions
 from cadenza.engine.process.supervision import WatchdogTimeouts, usage_of
+from cadenza.engine.timeouts import RequestTimeouts
 from cadenza.errors import (
     CheckpointError,
     ConfigError,

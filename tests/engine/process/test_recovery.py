@@ -17,9 +17,10 @@ import pytest
 from cadenza.config import EngineConfig
 from cadenza.engine.batch_engine import Cancel, Resume
 from cadenza.engine.front import EngineFront, InProcessLink
-from cadenza.engine.open_requests import OpenRequests, RequestTimeouts
+from cadenza.engine.open_requests import OpenRequests
 from cadenza.engine.process.process_link import CHANGED
 from cadenza.engine.process.recovery import ENGINE_FAILED, TRIAL_TOKENS, Cause, Recovery
+from cadenza.engine.timeouts import RequestTimeouts
 from cadenza.errors import CadenzaError, EngineUnavailableError, QueueFullError
 from cadenza.events import Event, Finished, Started, Token
 from cadenza.request import Request, SamplingParams

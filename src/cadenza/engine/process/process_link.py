@@ -21,9 +21,9 @@ import msgspec
 
 from cadenza import errors
 from cadenza.config import EngineConfig, EngineLimits
+from cadenza.core.turns import POLICIES
 from cadenza.engine.batch_engine import Cancel, Clock, Command, Emit
 from cadenza.engine.front import LOST, SHUT_DOWN, EngineFront
-from cadenza.engine.open_requests import RequestTimeouts
 from cadenza.engine.process.child_process import ChildProcess
 from cadenza.engine.process.frame_socket import FrameSocket
 from cadenza.engine.process.launch import COMMAND
@@ -55,6 +55,7 @@ from cadenza.engine.stats import EngineStats
 from cadenza.engine.status import EngineStatus
 from cadenza.engine.step_watch import Watch
 from cadenza.engine.stored_pages import CLOSE_WITHIN_S
+from cadenza.engine.timeouts import RequestTimeouts
 from cadenza.errors import CadenzaError, ConfigError, EngineUnavailableError, RunnerError
 from cadenza.fingerprint import Fingerprint
 from cadenza.kernel_proof import KernelProof
@@ -165,6 +166,7 @@ class ProcessLink:
         self._options = options or ProcessOptions()
         self.timeouts = self._options.timeouts
         self.clock = clock
+        self.priority_s = POLICIES[config.scheduling_policy](config.starvation_guard).priority_s
         level = logging.getLogger("cadenza").getEffectiveLevel()
         self._config = config
         self._start_message = Start(
