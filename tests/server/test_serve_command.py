@@ -92,7 +92,8 @@ def test_a_start_at_a_unix_socket_is_logged_from_loading_to_ready_and_its_end_re
         assert not path.exists()
     assert serving.other_lines == []
     phases = [line for line in told if line.startswith("loading: ")]
-    first, sampling, plan, bound, ready, last = (line for line in told if line not in phases)
+    start, first, sampling, plan, bound, ready, last = (line for line in told if line not in phases)
+    assert start.startswith(f"cadenza {__version__} is starting: ")
     assert first == f"loading bundled with cadenza {__version__} for unix:{path}"
     assert phases == [
         "loading: libraries are imported, and the model's files opened",
@@ -374,14 +375,14 @@ REFUSED = [
 RUN_EACH = """
 import json, os, sys, tempfile
 from cadenza.cli import main
-main(["serve", "--api-key", "short"])
+main(["serve", "--api-key", "short", "--log-level", "error"])
 for arguments in json.load(sys.stdin):
     out, err = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")
     child = os.fork()
     if not child:
         os.dup2(out.fileno(), 1)
         os.dup2(err.fileno(), 2)
-        sys.exit(main(["serve", "--port", "0", *arguments]))
+        sys.exit(main(["serve", "--port", "0", "--log-level", "error", *arguments]))
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     out.seek(0)
     err.seek(0)

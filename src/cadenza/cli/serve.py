@@ -2,7 +2,7 @@
 
 Owns the command's flags and the order of starting. Knows the server through `Service` and
 `run_server`. Invariant: what cannot work is refused before a port is open, as far as it can be
-known then; a server that cannot come up prints one line and ends with exit code 2.
+known then; a server that cannot come up prints one line with the error and has exit code 2.
 """
 
 import asyncio
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from cadenza.engine.process.launch import FirstLaunch
     from cadenza.server.handover import ServerSockets
     from cadenza.server.listening import Address
+    from cadenza.server.log_output import LogQueue
     from cadenza.server.run import Lifecycle
     from cadenza.server.schemas.unknown_members import UnknownFields
     from cadenza.server.service import ServerOptions, Service
@@ -281,26 +282,34 @@ def _one_exit_code() -> Generator[None]:
 
 
 def _serve(words: Sequence[str | None], flags: ServeFlags, config: EngineConfig) -> None:
+    from cadenza.server.log_output import set_up_logging
+
+    level = logging.getLevelNamesMapping()[flags.log_level.upper()]
+    lines = set_up_logging(flags.log_format, level)
+    # Before the libraries are loaded, which takes seconds on a slow machine.
+    named = ", ".join(each or "the bundled model" for each in words)
+    logger.info("cadenza %s is starting: %s", __version__, named)
     from cadenza.engine.process.heap import loading
     from cadenza.engine.process.launch import FirstLaunch, raise_descriptor_limit
 
     raise_descriptor_limit()
     # The first process loads its libraries while those below are loaded.
     with closing(FirstLaunch()) as first, loading():
-        _serve_with(first, words, flags, config)
+        _serve_with(first, words, flags, config, lines)
 
 
 def _serve_with(
-    first: "FirstLaunch", words: Sequence[str | None], flags: ServeFlags, config: EngineConfig
+    first: "FirstLaunch",
+    words: Sequence[str | None],
+    flags: ServeFlags,
+    config: EngineConfig,
+    lines: "LogQueue",
 ) -> None:
     from cadenza.cli.interrupts import terminable
     from cadenza.server.handover import find_predecessor, opened, taken_over
-    from cadenza.server.log_output import set_up_logging
 
     options, address = server_options(flags), _address(flags)
     config = with_template(flags, config)
-    level = logging.getLevelNamesMapping()[flags.log_level.upper()]
-    lines = set_up_logging(flags.log_format, level)
     spans = _span_export(flags.otlp_traces_endpoint)
     options = replace(
         options,
