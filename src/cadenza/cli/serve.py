@@ -286,9 +286,8 @@ def _serve(words: Sequence[str | None], flags: ServeFlags, config: EngineConfig)
 
     level = logging.getLevelNamesMapping()[flags.log_level.upper()]
     lines = set_up_logging(flags.log_format, level)
-    # Before the libraries are loaded, which takes seconds on a slow machine.
     named = ", ".join(each or "the bundled model" for each in words)
-    logger.info("cadenza %s is starting: %s", __version__, named)
+    logger.info("cadenza %s is starting: %s", __version__, named)  # libraries take seconds
     from cadenza.engine.process.heap import loading
     from cadenza.engine.process.launch import FirstLaunch, raise_descriptor_limit
 
