@@ -224,8 +224,7 @@ class ServeFlags:
     )
     max_logprobs: int = _flag(20, "Most logprobs for each token that a request may ask for.")
     max_bodies_bytes: int = _flag(
-        256 << 20,
-        "Bytes of all bodies that are being read at once; the default is 256 MiB.",
+        256 << 20, "Bytes of all bodies that are being read at once; the default is 256 MiB."
     )
     max_stored_responses: int = _flag(
         1024, "Most responses of /v1/responses that are stored; 0 stores none."
@@ -286,8 +285,7 @@ def _serve(words: Sequence[str | None], flags: ServeFlags, config: EngineConfig)
 
     level = logging.getLevelNamesMapping()[flags.log_level.upper()]
     lines = set_up_logging(flags.log_format, level)
-    named = ", ".join(each or "the bundled model" for each in words)
-    logger.info("cadenza %s is starting: %s", __version__, named)  # libraries take seconds
+    logger.info("cadenza %s is starting: %s", __version__, words[0] or "the bundled model")
     from cadenza.engine.process.heap import loading
     from cadenza.engine.process.launch import FirstLaunch, raise_descriptor_limit
 
