@@ -283,8 +283,7 @@ def _one_exit_code() -> Generator[None]:
 def _serve(words: Sequence[str | None], flags: ServeFlags, config: EngineConfig) -> None:
     from cadenza.server.log_output import set_up_logging
 
-    level = logging.getLevelNamesMapping()[flags.log_level.upper()]
-    lines = set_up_logging(flags.log_format, level)
+    lines = set_up_logging(flags.log_format, getattr(logging, flags.log_level.upper()))
     logger.info("cadenza %s is starting: %s", __version__, words[0] or "the bundled model")
     from cadenza.engine.process.heap import loading
     from cadenza.engine.process.launch import FirstLaunch, raise_descriptor_limit
@@ -305,8 +304,7 @@ def _serve_with(
     from cadenza.cli.interrupts import terminable
     from cadenza.server.handover import find_predecessor, opened, taken_over
 
-    options, address = server_options(flags), _address(flags)
-    config = with_template(flags, config)
+    options, address, config = server_options(flags), _address(flags), with_template(flags, config)
     spans = _span_export(flags.otlp_traces_endpoint)
     options = replace(
         options,
