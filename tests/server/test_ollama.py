@@ -269,6 +269,7 @@ def test_a_models_facts_are_told(bundled: RunningServer) -> None:
     props = bundled.get("/props").json()
     assert props["chat_template"] == shown["template"]
     assert props["total_slots"] == 8
+    assert props["modalities"] == {"vision": False, "audio": False}
     assert props["default_generation_settings"]["n_ctx"] == 2048
     version = bundled.get("/api/version").json()["version"]
     assert [int(part) for part in version.split(".")] >= [0, 6, 4]

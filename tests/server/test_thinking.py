@@ -47,7 +47,15 @@ BODY: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadedModel]:
     """A model with random weights, whose prompts begin thinking."""
-    folder: Path = write_model(tmp_path_factory.mktemp("models") / "thinker")
+    folder = write_thinker(tmp_path_factory.mktemp("models") / "thinker", TEMPLATE)
+    config = EngineConfig(max_num_seqs=4, max_model_len=2048, max_num_batched_tokens=64)
+    loaded = load_model(str(folder), config)
+    yield loaded
+    loaded.close()
+
+
+def write_thinker(path: Path, template: str) -> Path:
+    folder: Path = write_model(path)
     file = folder / "tokenizer.json"
     described = json.loads(file.read_text())
     like = described["added_tokens"][0]
@@ -57,11 +65,8 @@ def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadedModel]:
     ]
     file.write_text(json.dumps(described))
     settings = folder / "tokenizer_config.json"
-    settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": TEMPLATE}))
-    config = EngineConfig(max_num_seqs=4, max_model_len=2048, max_num_batched_tokens=64)
-    loaded = load_model(str(folder), config)
-    yield loaded
-    loaded.close()
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": template}))
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -248,6 +253,35 @@ def test_a_bound_needs_marks_that_are_tokens(scripted: RunningServer, text: Text
     with pytest.raises(InvalidRequestError, match="marks that are tokens") as refused:
         plain.prepare_answer(BODY["messages"], SamplingParams(), asked=AskedAnswer(max_thinking=5))
     assert refused.value.param == "thinking_token_budget"
+
+
+@pytest.mark.parametrize("asked", [{"effort": "none"}, {"is_on": False}], ids=["effort", "switch"])
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_thinking_that_is_off_without_a_switch_has_a_bound_of_0(
+    tmp_path: Path, asked: dict[str, Any], has_begun: bool
+) -> None:
+    """As of models that always think; else it went on, and the content was empty."""
+    template = TEMPLATE.partition("{% if enable_thinking")[0] + "{# </think> #}{% endif %}"
+    if not has_begun:
+        template = template.replace("<think>", "{# <think> #}")
+    text = TextFrontend(open_checkpoint(write_thinker(tmp_path / "thinker", template)))
+    conversation = AskedConversation(
+        messages=BODY["messages"], use=None, thinking=AskedThinking(**asked)
+    )
+    request = conversation.prepare(text, SamplingParams(), None).request
+    begin = None if has_begun else BEGIN
+    bound = ThinkingBound(begin=begin, end=END, max_tokens=0)
+    assert request.constraint == ConstraintSpec(thinking=bound)
+    free = AskedConversation(messages=BODY["messages"], use=None)
+    assert free.prepare(text, SamplingParams(), None).request.constraint is None
+
+
+def test_thinking_that_is_off_leaves_a_model_alone_whose_marks_are_no_tokens() -> None:
+    plain = TextFrontend(open_checkpoint(None), parsers=AnswerParsers(reasoning="granite"))
+    asked = AskedConversation(
+        messages=BODY["messages"], use=None, thinking=AskedThinking(is_on=False)
+    )
+    assert asked.prepare(plain, SamplingParams(), None).request.constraint is None
 
 
 def test_a_bound_follows_from_the_tokens_alone() -> None:

@@ -110,10 +110,12 @@ class AskedAnswer:
     Args:
         use: the tools that it may, or must, call; None: none.
         max_thinking: the most tokens of reasoning; None: as many as the model likes.
+        thinks: False: without reasoning, where its marks are tokens and nothing else bounds it.
     """
 
     use: ToolUse | None = None
     max_thinking: int | None = None
+    thinks: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,6 +230,8 @@ class AnswerPlanner:
         if grammar is not None:
             grammar = frame.behind_reasoning(grammar, marks)
         bound = None if max_thinking is None else self._thinking_bound(frame, max_thinking)
+        if max_thinking is None and not asked.thinks:
+            bound = self._bound_by_marks(frame, 0)
         rule = None
         if use is not None and tools is not None and grammar is None:
             own = CallGrammar(
@@ -263,16 +267,24 @@ class AnswerPlanner:
 
     def _thinking_bound(self, frame: AnswerFrame, max_tokens: int) -> ThinkingBound | None:
         reasoning = frame.reasoning
-        if reasoning is None:
-            return None
-        end = self._tokenizer.added_tokens.get(reasoning.end)
-        *before, begin = self._opening(reasoning)
-        if end is None or (begin is None and not frame.has_begun):
+        bound = self._bound_by_marks(frame, max_tokens)
+        if bound is None and reasoning is not None:
             raise InvalidRequestError(
                 f"a bound on thinking needs marks that are tokens; in this model {reasoning.begin} "
                 f"and {reasoning.end} are not",
                 param="thinking_token_budget",
             )
+        return bound
+
+    def _bound_by_marks(self, frame: AnswerFrame, max_tokens: int) -> ThinkingBound | None:
+        """None where the model has no marks of reasoning, or they are no tokens."""
+        reasoning = frame.reasoning
+        if reasoning is None:
+            return None
+        end = self._tokenizer.added_tokens.get(reasoning.end)
+        *before, begin = self._opening(reasoning)
+        if end is None or (begin is None and not frame.has_begun):
+            return None
         if frame.has_begun:
             return ThinkingBound(begin=None, end=end, max_tokens=max_tokens)
         return ThinkingBound(

@@ -32,6 +32,8 @@ class AskedConversation:
         variables: of the chat template, as the request names them; those that the template does
             not read are ignored.
         template_kwargs: further arguments of the chat template.
+        is_off_unasked: the request says nothing of thinking, which its API takes for off: only a
+            switch of the chat template turns it off.
     """
 
     messages: Sequence[Message]
@@ -40,6 +42,7 @@ class AskedConversation:
     verbosity: str | None = None
     variables: Mapping[str, object] = field(default_factory=dict[str, object])
     template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    is_off_unasked: bool = False
 
     def prepare(
         self, text: TextFrontend, params: SamplingParams, max_num_tokens: int | None
@@ -50,7 +53,9 @@ class AskedConversation:
         return text.prepare_answer(
             self.messages,
             params,
-            asked=AskedAnswer(use=self.use, max_thinking=self._max_thinking(text)),
+            asked=AskedAnswer(
+                use=self.use, max_thinking=self._max_thinking(text), thinks=self._thinks(text)
+            ),
             template_kwargs=self._kwargs(text),
             max_num_tokens=max_num_tokens,
         )
@@ -81,6 +86,15 @@ class AskedConversation:
             switches["verbosity"] = self.verbosity
         read = {k: v for k, v in switches.items() if k in text.chat_template_options}
         return {**read, **text.read_by_template(self.variables), **self.template_kwargs}
+
+    def _thinks(self, text: TextFrontend) -> bool:
+        """False where thinking is off and the chat template has no switch for it."""
+        asked, read = self.thinking, text.chat_template_options
+        is_off = asked.is_on is False or (asked.is_on is None and asked.effort == "none")
+        has_switch = not read.isdisjoint(("enable_thinking", "thinking"))
+        if asked.effort == "none":  # which a template may know as an effort
+            has_switch = has_switch or ("reasoning_effort" in read and not text.efforts)
+        return has_switch or not is_off or self.is_off_unasked
 
     def _max_thinking(self, text: TextFrontend) -> int | None:
         asked = self.thinking

@@ -145,6 +145,7 @@ class MessagesBody(ThinkingSwitches):
             ),
             variables=self.chat_template_kwargs,
             template_kwargs=continuing(messages[-1]["role"] == "assistant"),
+            is_off_unasked=thinks is None and self.asked.effort is None,
         )
 
 

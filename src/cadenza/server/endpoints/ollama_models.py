@@ -124,7 +124,7 @@ async def _props(service: Service, exchange: Exchange) -> None:
         "chat_template": model.text.chat_template or "",
         "bos_token": described.get("bos_token") or "",
         "eos_token": described.get("eos_token") or "",
-        "modalities": {"vision": False, "audio": False},
+        "modalities": {"vision": model.text.takes_images, "audio": False},
         "build_info": f"cadenza {cadenza.__version__}",
         "is_sleeping": service.models.state_of(model) == "unloaded",
     }
