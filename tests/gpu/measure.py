@@ -1,4 +1,4 @@
-"""Runs the steps of run.sh, and writes their results after each: `result.json` and `report.json`.
+"""Runs the steps of run.sh; writes `report.md`, `report.json` and `result.json` after each.
 
 A step is a command with a time limit, whose output is a JSON object; what it could not show is in
 the report with its last lines.
@@ -7,25 +7,31 @@ the report with its last lines.
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tests.gpu.kernels import progress
+from tests.gpu.report import Result, format_report, has_passed, outcome
 
 ROOT = Path(__file__).resolve().parents[2]
 CADENZA = (sys.executable, "-c", "import sys; from cadenza.cli import main; sys.exit(main())")
 PROBES = (sys.executable, "-m", "tests.gpu.probes")
 CARD = ("--device", "cuda", "--ops", "cuda")
-ALL_S = 470
-"""Of all steps together."""
+ALL_S = 890
+"""Of all steps together: the limits add up to it."""
+
+KERNELS = "kernels"
+"""The step that all others need."""
 
 CONTEXT = 1024
-ROWS = {"8B": "1,8,64,256", "1B": "1,8,64", "135M": "1,8,64"}
-
-Result = Mapping[str, Any]
+ROWS = {"8B": "1,8,64,256", "1B": "1,8,64,256", "135M": "1,8,64,256"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,71 +45,105 @@ def steps(out: Path) -> tuple[Step, ...]:
     """In the order of what matters most."""
     shapes = {"8B": str(out / "8b"), "1B": "llama-3.2-1b", "135M": "smollm2-135m"}
 
-    def throughput(name: str, *more: str) -> tuple[str, ...]:
+    def throughput(name: str) -> tuple[str, ...]:
         model = (shapes[name],) if name == "8B" else ("--shape", shapes[name])
         lengths = ("--input-len", str(CONTEXT), "--output-len", "32", "--repeats", "1")
         common = ("--dtype", "bfloat16", "--gpu-memory-utilization", "0.9", "--json")
-        return (*CADENZA, "bench", "throughput", *model, *CARD, *lengths, *common, *more)
+        rows = ("--concurrency", ROWS[name])
+        return (*CADENZA, "bench", "throughput", *model, *CARD, *lengths, *common, *rows)
 
-    verify = (*CADENZA, "verify", *CARD, "--json")
+    def verify(*options: str) -> tuple[str, ...]:
+        return (*CADENZA, "verify", *CARD, "--json", *options)
+
+    int8 = ("--dtype", "bfloat16", "--quantization", "int8", "--kv-cache-dtype", "int8")
     return (
-        Step("proof", 60, (*CADENZA, "info", *CARD, "--measure", "--json")),
-        Step("weights of 8B", 60, (sys.executable, "-m", "tests.gpu.eight_billion", shapes["8B"])),
-        Step("throughput 8B", 120, throughput("8B", "--concurrency", ROWS["8B"])),
-        Step("verify bfloat16", 50, (*verify, "--dtype", "bfloat16")),
-        Step("attention", 40, (*PROBES, "attention")),
-        Step("verify float32", 50, (*verify, "--dtype", "float32")),
-        Step(
-            "verify int8",
-            50,
-            (*verify, "--dtype", "bfloat16", "--quantization", "int8", "--kv-cache-dtype", "int8"),
-        ),
-        Step("kernel tests", 60, (*PROBES, "tests")),
-        Step("host share", 40, (*PROBES, "host")),
-        Step("served 135M", 90, (*PROBES, "served")),
-        Step("throughput 1B", 60, throughput("1B", "--concurrency", ROWS["1B"])),
-        Step("throughput 135M", 50, throughput("135M", "--concurrency", ROWS["135M"])),
+        Step(KERNELS, 300, (sys.executable, "-m", "tests.gpu.kernels", str(out))),
+        Step("proof", 50, (*CADENZA, "info", *CARD, "--measure", "--json")),
+        Step("verify bfloat16", 50, verify("--dtype", "bfloat16")),
+        Step("verify float32", 50, verify("--dtype", "float32")),
+        Step("verify int8", 50, verify(*int8)),
+        Step("weights of 8B", 40, (sys.executable, "-m", "tests.gpu.eight_billion", shapes["8B"])),
+        Step("throughput 8B", 110, throughput("8B")),
+        Step("throughput 1B", 50, throughput("1B")),
+        Step("throughput 135M", 40, throughput("135M")),
+        Step("attention", 30, (*PROBES, "attention")),
+        Step("served 135M", 60, (*PROBES, "served")),
+        Step("host share", 30, (*PROBES, "host")),
+        Step("kernel tests", 30, (*PROBES, "tests")),
     )
 
 
 def run_step(step: Step, limit_s: float) -> Result:
-    """The JSON that it prints last, its exit status and its time; else its last lines."""
+    """The JSON that it prints last, its exit status and its time; else its last lines.
+
+    What a step has started ends with it.
+    """
     started = time.monotonic()
+    process = subprocess.Popen(
+        step.command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    code: int | None = None
     try:
-        ran = subprocess.run(
-            step.command,
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=limit_s,
-            check=False,
-        )
-        code, text, errors = ran.returncode, ran.stdout, ran.stderr
-    except subprocess.TimeoutExpired as error:
-        code, text, errors = None, "", str(error.stderr or "")
+        text, errors = process.communicate(timeout=limit_s)
+        code = process.returncode
+    except subprocess.TimeoutExpired:
+        text, errors = _end(process)
+    finally:
+        _signal(process, signal.SIGKILL)
     found: dict[str, Any] = {"exit": code, "seconds": round(time.monotonic() - started, 1)}
     lines = text.strip().splitlines()
     try:
-        found["found"] = json.loads(lines[-1]) if lines else None
+        printed = json.loads(lines[-1]) if lines else None
     except ValueError:
-        found["found"] = None
+        printed = None
+    found["found"] = printed if isinstance(printed, dict) else None
     if code != 0 or found["found"] is None:
         found["tail"] = (text[-2000:] + errors[-4000:])[-4000:]
     return found
 
 
+def _end(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """Asks the process and what it has started to end, which make needs to drop a half written
+    file; then kills them. What they printed."""
+    _signal(process, signal.SIGTERM)
+    try:
+        return process.communicate(timeout=5)
+    except subprocess.TimeoutExpired:
+        _signal(process, signal.SIGKILL)
+        return process.communicate()
+
+
+def _signal(process: subprocess.Popen[str], number: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
+
+
 def run_all(out: Path, run: Callable[[Step, float], Result] = run_step) -> dict[str, Result]:
-    """Each step within its limit and what is left of all; the files are written after each."""
+    """Each step within a time that leaves all later ones their limits: its own limit, and up to as
+    much again of what earlier ones left. The files are written after each."""
     began, report = time.monotonic(), dict[str, Result]()
-    for step in steps(out):
-        left = ALL_S - (time.monotonic() - began)
-        report[step.name] = (
-            {"exit": None, "skipped": True} if left < 10 else run(step, min(step.limit_s, left))
-        )
-        shown = {key: value for key, value in report[step.name].items() if key != "found"}
-        print(f"{step.name}: {shown}", flush=True)
+    every = steps(out)
+    later_s = sum(each.limit_s for each in every)
+    names = [each.name for each in every]
+    for step in every:
+        later_s -= step.limit_s
+        left = ALL_S - (time.monotonic() - began) - later_s
+        if report and not has_passed(KERNELS, report[KERNELS]):
+            report[step.name] = {"exit": None, "skipped": "the kernels are not there"}
+        elif left < 5:
+            report[step.name] = {"exit": None, "skipped": "no time was left"}
+        else:
+            report[step.name] = run(step, min(2 * step.limit_s, left))
+        print(f"{step.name}: {outcome(step.name, report[step.name])}", flush=True)
         (out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
         (out / "result.json").write_text(json.dumps(result_of(report), indent=2) + "\n")
+        (out / "report.md").write_text(format_report(names, report, progress(out)))
     return report
 
 
@@ -133,13 +173,17 @@ def result_of(report: Mapping[str, Result]) -> dict[str, Any]:
         figures.append(
             _figure("135M shape, host's part of a step", "ms", host["rows"], host["host_ms"])
         )
-    device = next((each["device"] for each in (attention, host) if each is not None), "NVIDIA GPU")
-    verified = [name for name in report if name.startswith("verify") and report[name]["exit"] == 0]
+    device = (found.get(KERNELS) or {}).get("device", "NVIDIA GPU")
+    verified = [
+        f"{name.removeprefix('verify ')} {outcome(name, result)}"
+        for name, result in report.items()
+        if name.startswith("verify")
+    ]
     return {
         "workload": f"kernels for GPUs, bfloat16, contexts of {CONTEXT} tokens",
         "date": time.strftime("%Y-%m-%d"),
         "machine": {"kind": _kind(device), "cpu": device, "cores": os.cpu_count()},
-        "conditions": f"`tests/gpu/run.sh`; passed: {', '.join(verified) or 'none of verify'}",
+        "conditions": f"`tests/gpu/run.sh`; verify: {', '.join(verified) or 'not run'}",
         "engines": {"Cadenza": {"version": "", "command": "tests/gpu/run.sh"}},
         "figures": figures,
     }
@@ -176,9 +220,19 @@ def _kind(device: str) -> str:
     return " ".join(device.split()[:2])
 
 
+def main(out: Path) -> int:
+    out.mkdir(parents=True, exist_ok=True)
+    for number in (signal.SIGTERM, signal.SIGHUP):  # so that the step at hand ends, too
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    weights = out / "8b"
+    shutil.rmtree(weights, ignore_errors=True)
+    try:
+        report = run_all(out)
+    finally:
+        shutil.rmtree(weights, ignore_errors=True)
+    print((out / "report.md").read_text())
+    return 0 if all(has_passed(name, result) for name, result in report.items()) else 1
+
+
 if __name__ == "__main__":
-    folder = Path(sys.argv[1])
-    folder.mkdir(parents=True, exist_ok=True)
-    reports = run_all(folder)
-    shutil.rmtree(folder / "8b", ignore_errors=True)
-    sys.exit(0 if all(each.get("exit") == 0 for each in reports.values()) else 1)
+    sys.exit(main(Path(sys.argv[1])))

@@ -1,0 +1,173 @@
+"""The library of kernels for the card at hand: one that is there, or compiled for this card alone.
+
+python -m tests.gpu.kernels OUT
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+CSRC = ROOT / "csrc"
+PACKAGE = ROOT / "src" / "cadenza"
+NAMED = "CADENZA_GPU_LIBRARY"
+OLDEST = (8, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cards:
+    """Args:
+    name: the first one's, such as `NVIDIA H100 80GB HBM3`.
+    targets: nvcc's names of all, such as `sm_90`.
+    """
+
+    name: str
+    targets: tuple[str, ...]
+
+
+def provide(out: Path, library: Path, environment: Mapping[str, str]) -> dict[str, Any]:
+    """Sees to it that `library` has code for each card of the machine; ends with what is lacking.
+
+    A library that NAMED names is copied there. One that is there is taken if it is newer than its
+    sources, as make would. Else make compiles for these cards; what it compiled before it was cut
+    stays in `out`.
+    """
+    cards = find_cards()
+    found = {"device": cards.name, "targets": cards.targets}
+    if named := environment.get(NAMED):
+        _take(Path(named), library, cards)
+        return found | {"library": f"{NAMED}={named}"}
+    if is_current(library) and not targets_without_code(library, cards.targets):
+        return found | {"library": "was there"}
+    _make(out, "cuda", cuda_words(out, library, cards.targets))
+    return found | {"library": "compiled"}
+
+
+def _take(named: Path, library: Path, cards: Cards) -> None:
+    if not named.is_file():
+        raise SystemExit(f"{NAMED}={named}: there is no such file; `make cuda` makes one")
+    if lacking := targets_without_code(named, cards.targets):
+        raise SystemExit(
+            f"{NAMED}={named} has no code for {', '.join(lacking)}; make one by `make -C csrc "
+            f"cuda CUDA_ARCHS={lacking[0][3:]}`, or leave {NAMED} out"
+        )
+    if named.resolve() != library.resolve():
+        new = library.with_name(library.name + ".new")
+        shutil.copyfile(named, new)
+        new.replace(library)
+
+
+def find_cards() -> Cards:
+    """The machine's cards that are fit; ends if there is none."""
+    query = ("nvidia-smi", "--query-gpu=name,compute_cap", "--format=csv,noheader")
+    try:
+        asked = subprocess.run(query, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise SystemExit(f"no GPU was found, as nvidia-smi cannot be run: {error}") from error
+    found = [
+        (name, (int(major), int(minor)))
+        for name, major, minor in re.findall(r"^(.+), (\d+)\.(\d+)$", asked.stdout, re.MULTILINE)
+    ]
+    if asked.returncode != 0 or not found:
+        said = (asked.stdout + asked.stderr).strip()
+        raise SystemExit(f"nvidia-smi names no compute capability; it says: {said}")
+    fit = [(name, capability) for name, capability in found if capability >= OLDEST]
+    if not fit:
+        name, (major, minor) = found[0]
+        raise SystemExit(
+            f"{name} has compute capability {major}.{minor}; the kernels need 8.0 or later"
+        )
+    targets = tuple(f"sm_{major}{minor}" for major, minor in sorted({each for _, each in fit}))
+    return Cards(name=fit[0][0], targets=targets)
+
+
+def is_current(library: Path) -> bool:
+    """Whether it is newer than all its sources, which is make's rule."""
+    sources = [*CSRC.glob("cuda/*.cu"), *CSRC.glob("*/*.h")]
+    return library.exists() and library.stat().st_mtime >= max(
+        each.stat().st_mtime for each in sources
+    )
+
+
+def targets_without_code(library: Path, targets: Sequence[str]) -> list[str]:
+    """Those of `targets` for which a part of the library has no machine code."""
+    from tools.cuda_library import architectures_of
+
+    parts = architectures_of(library.read_bytes())
+    return [each for each in targets if not (parts and all(_runs(part, each) for part in parts))]
+
+
+def _runs(programs: frozenset[str], target: str) -> bool:
+    """Machine code runs on later cards of its generation, which is the number without its end."""
+    return any(
+        each.startswith("sm_") and each[:-1] == target[:-1] and each[-1] <= target[-1]
+        for each in programs
+    )
+
+
+def cuda_words(out: Path, library: Path, targets: Sequence[str]) -> list[str]:
+    """For make: only these targets, without PTX. Each set of them has a folder of its own, so that
+    objects for others are not taken."""
+    archs = [each.removeprefix("sm_") for each in targets]
+    code = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
+    return [
+        f"BUILD={out / 'kernels' / '-'.join(targets)}",
+        f"CUDA_ARCHS={' '.join(archs)}",
+        f"CUDA_CODE={' '.join(code)}",
+        f"CUDA_LIBRARY={library}",
+        f"NVCC={_nvcc()}",
+    ]
+
+
+def progress(out: Path) -> str:
+    """How much of the kernels is compiled."""
+    counts = [len([*each.glob("csrc/cuda/*.o")]) for each in (out / "kernels").glob("*")]
+    return f"{max(counts, default=0)} of {len([*CSRC.glob('cuda/*.cu')])} files compiled"
+
+
+def _nvcc() -> str:
+    sys.path.append(str(CSRC))
+    from nvcc import find_nvcc
+
+    try:
+        return find_nvcc(os.environ)
+    except SystemExit:
+        raise SystemExit(
+            "there is no nvcc: put it on PATH, name it in NVCC, or let "
+            f"{NAMED} name a library that `make cuda` made elsewhere"
+        ) from None
+
+
+def _make(out: Path, target: str, words: list[str]) -> None:
+    """By as many jobs as there are CPUs; ends with the last lines of its log if it fails."""
+    import jaxlib
+
+    log = out / "build.log"
+    jobs = f"-j{len(os.sched_getaffinity(0))}"
+    include = Path(jaxlib.__file__).parent / "include"
+    words = [*words, f"PYTHON={sys.executable}", f"FFI_INCLUDE={include}"]
+    with log.open("a") as file:
+        made = subprocess.run(
+            ("make", "-C", str(CSRC), jobs, target, *words), stdout=file, stderr=file, check=False
+        )
+    if made.returncode != 0:
+        last = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
+        raise SystemExit(f"the kernels were not built; {progress(out)}; {log} ends with:\n{last}")
+
+
+def main(out: Path) -> None:
+    found = provide(out, PACKAGE / "_cuda.so", os.environ)
+    if not [*PACKAGE.glob("_native.*")]:  # packs quantised weights, and computes in tests
+        _make(out, "library", [])
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
