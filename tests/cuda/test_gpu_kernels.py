@@ -4,6 +4,7 @@ card at hand alone, from where a build was left, or the one that is there."""
 import os
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -161,3 +162,18 @@ def test_the_script_leaves_its_report_where_there_is_no_card(machine: Machine) -
     assert "| kernels | failed, exit 1 | 0 of " in report
     assert "| proof | skipped: the kernels are not there |" in report
     assert "no devices were found" in (out / "report.json").read_text()
+
+
+def test_the_step_at_hand_ends_with_the_script(machine: Machine) -> None:
+    held = machine.folder / "held"
+    os.mkfifo(held)
+    machine.script("nvidia-smi", f"#!/bin/sh\nexec 3>{held}\necho asked >&3\nsleep 60\n")
+    began = time.monotonic()
+    script = (ROOT / "tests" / "gpu" / "run.sh", machine.folder / "found")
+    with subprocess.Popen(script, env={**os.environ, "PYTHON": sys.executable}) as running:
+        with held.open() as lines:  # open for as long as a process of the step lives
+            assert lines.readline() == "asked\n"
+            running.terminate()
+            assert lines.read() == ""
+        assert running.wait(timeout=30) == 143
+    assert time.monotonic() < began + 50

@@ -94,6 +94,9 @@ def run_step(step: Step, limit_s: float) -> Result:
         code = process.returncode
     except subprocess.TimeoutExpired:
         text, errors = _end(process)
+    except BaseException:
+        _end(process)
+        raise
     finally:
         _signal(process, signal.SIGKILL)
     found: dict[str, Any] = {"exit": code, "seconds": round(time.monotonic() - started, 1)}
