@@ -186,6 +186,20 @@ def test_options_have_their_meaning(server: RunningServer, engine: ScriptedEngin
     assert (params.presence_penalty, params.frequency_penalty) == (0.5, -0.5)
 
 
+def test_an_answer_ends_at_num_ctx_unless_the_prompt_is_longer(
+    server: RunningServer, engine: ScriptedEngine
+) -> None:
+    def bound(**options: int) -> int | None:
+        assert ask(server, GENERATE, raw=True, options=options).status_code == 200
+        return engine.submitted[-1].params.max_tokens
+
+    assert bound(num_ctx=-1) == bound()
+    num_tokens = len(engine.submitted[-1].prompt_token_ids)
+    assert bound(num_ctx=num_tokens + 5) == 5
+    assert bound(num_ctx=num_tokens + 5, num_predict=3) == 3
+    assert bound(num_ctx=num_tokens) == bound()
+
+
 def test_numbers_that_ask_for_nothing_are_no_numbers(
     server: RunningServer, engine: ScriptedEngine
 ) -> None:

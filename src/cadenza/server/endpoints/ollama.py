@@ -5,6 +5,7 @@ sampling are not used; the lines of a stream, put together, are the whole answer
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import cached_property
 from typing import Any, ClassVar
@@ -109,11 +110,37 @@ class OllamaRequest(CallRequest):
 
     def sampling(self, text: TextFrontend) -> SamplingParams:
         changes: dict[str, Any] = {"max_tokens": None, **(self.options or {})}
+        changes.pop("num_ctx", None)
         if self.format is not None:
             changes["structured"] = self.format
         if self.logprobs:
             changes["logprobs"] = self.top_logprobs or 0
         return text.default_params(**changes)
+
+    def prepare(
+        self, text: TextFrontend, params: SamplingParams, max_num_tokens: int | None
+    ) -> list[PreparedRequest]:
+        return [self._within_context(self.asked_prompt(text, params, max_num_tokens))]
+
+    def asked_prompt(
+        self, text: TextFrontend, params: SamplingParams, max_num_tokens: int | None
+    ) -> PreparedRequest:
+        """The request for the body's prompt. Raises what `prepare` raises."""
+        raise NotImplementedError
+
+    def _within_context(self, prepared: PreparedRequest) -> PreparedRequest:
+        """With an answer that ends at `num_ctx` tokens, the prompt's among them.
+
+        A longer prompt, of which Ollama would leave out the oldest messages, is computed whole, and
+        its answer is bounded by the server's context alone.
+        """
+        request = prepared.request
+        room = (self.options or {}).get("num_ctx", 0) - len(request.prompt_token_ids)
+        most = request.params.max_tokens
+        if room < 1 or (most is not None and most <= room):
+            return prepared
+        params = replace(request.params, max_tokens=room)
+        return replace(prepared, request=replace(request, params=params))
 
     def immediate(self, head: AnswerHead) -> bytes | None:
         return loaded(head, self.shape) if self.is_empty else None
@@ -153,9 +180,9 @@ class OllamaChatRequest(OllamaRequest):
     def use(self) -> ToolUse | None:
         return tool_use(self.tools, None, is_parallel=True)
 
-    def prepare(
+    def asked_prompt(
         self, text: TextFrontend, params: SamplingParams, max_num_tokens: int | None
-    ) -> list[PreparedRequest]:
+    ) -> PreparedRequest:
         last = [*self.messages][-1]
         is_continued = last["role"] == "assistant" and "tool_calls" not in last
         asked = AskedConversation(
@@ -164,7 +191,7 @@ class OllamaChatRequest(OllamaRequest):
             thinking=AskedThinking(effort=self.think),
             template_kwargs=continuing(is_continued),
         )
-        return [asked.prepare(text, params, max_num_tokens)]
+        return asked.prepare(text, params, max_num_tokens)
 
 
 class OllamaPromptRequest(OllamaRequest):
@@ -198,12 +225,12 @@ class OllamaPromptRequest(OllamaRequest):
         if self.raw and self.images:
             raise invalid_value("raw has no place for images; leave raw out", "images")
 
-    def prepare(
+    def asked_prompt(
         self, text: TextFrontend, params: SamplingParams, max_num_tokens: int | None
-    ) -> list[PreparedRequest]:
+    ) -> PreparedRequest:
         if self.raw or not (text.has_chat_template or self.images):
             prompt = "\n\n".join(part for part in (self.system, self.prompt) if part)
-            return [text.prepare(prompt, params, max_num_tokens=max_num_tokens)]
+            return text.prepare(prompt, params, max_num_tokens=max_num_tokens)
         system = [{"role": "system", "content": self.system}] if self.system else []
         content = seen_content(self.images, self.prompt)
         asked = AskedConversation(
@@ -211,7 +238,7 @@ class OllamaPromptRequest(OllamaRequest):
             use=None,
             thinking=AskedThinking(effort=self.think),
         )
-        return [asked.prepare(text, params, max_num_tokens)]
+        return asked.prepare(text, params, max_num_tokens)
 
 
 class LineEncoder:

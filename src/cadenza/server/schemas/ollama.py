@@ -67,9 +67,10 @@ class OptionFields(DeclaredObject):
         **labels("mirostat_tau mirostat_eta", Number(-1e6, 1e6)),
         "tfs_z": label(Unsupported("tail-free sampling", (1,))),
         "typical_p": label(Unsupported("typical sampling", (1, 0))),
+        "num_ctx": _option(Integer(-1, 1 << 31)),
         # How Ollama loads a model: the flags of this server's start decide that.
         **labels(
-            "num_ctx num_batch num_gpu num_keep num_thread main_gpu low_vram numa f16_kv "
+            "num_batch num_gpu num_keep num_thread main_gpu low_vram numa f16_kv "
             "logits_all vocab_only use_mmap use_mlock embedding_only draft_num_predict",
             AnyJson(max_chars=64),
         ),
