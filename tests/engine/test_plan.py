@@ -127,7 +127,7 @@ def test_quantised_weights_are_planned_with_their_own_bytes():
     assert found.quantization == "int8"
     assert found.weight_bytes / wide.weight_bytes == pytest.approx(34 / 64, abs=1e-3)
     assert found.kv_bytes_per_token == wide.kv_bytes_per_token
-    assert " MB of int8 weights, " in found.summary
+    assert " MiB of int8 weights, " in found.summary
 
 
 def test_a_quantization_that_the_backend_lacks_is_refused():
@@ -148,8 +148,8 @@ def test_kv_in_int8_is_planned_with_a_scale_for_each_key_and_value():
     beside = found.footprint.slot_bytes
     more = (wide.kv_bytes_per_token + beside) / (found.kv_bytes_per_token + beside)
     assert found.limits.num_pages / wide.limits.num_pages == pytest.approx(more, abs=1e-2)
-    assert " MB of int8 KV cache, " in found.summary
-    assert " MB of bfloat16 KV cache, " in wide.summary
+    assert " MiB of int8 KV cache, " in found.summary
+    assert " MiB of bfloat16 KV cache, " in wide.summary
 
 
 def test_a_kv_type_that_the_backend_lacks_is_refused():
@@ -551,7 +551,7 @@ def test_states_have_two_slots_a_row_and_others_for_snapshots():
     assert found.state_bytes == 24_000_000
     stateless = own_plan(GIB, kv_layout="dense")
     assert stateless.limits.num_state_slots == stateless.state_bytes == 0
-    assert "24.0 MB of 24 states" in found.summary
+    assert "22.9 MiB of 24 states" in found.summary
     assert "states" not in stateless.summary
     assert found.planned_bytes - found.scratch_bytes > found.state_bytes
 

