@@ -45,6 +45,13 @@ FORMS: list[tuple[str, Any, StructuredOutput | None]] = [
     ("grammar", "", None),
     ("ebnf", 'root ::= "a"', StructuredOutput(grammar='root ::= "a"')),
     ("regex", "a+", StructuredOutput(regex="a+")),
+    (
+        "response_format",
+        {"type": "json_object", "value": {"type": "object"}},
+        StructuredOutput(json={"type": "object"}),
+    ),
+    ("response_format", {"type": "json", "value": True}, StructuredOutput(json=True)),
+    ("response_format", {"type": "regex", "value": "a+"}, StructuredOutput(regex="a+")),
 ]
 ASKS: dict[str, Any] = {
     "mirostat": 2,
@@ -54,6 +61,11 @@ ASKS: dict[str, Any] = {
     "lora": [{"id": 0, "scale": 1.0}],
     "lora_path": "x",
     "dynatemp_range": 0.5,
+    "banned_strings": ["x"],
+    "banned_tokens": [1],
+    "custom_token_bans": "1,2",
+    "ban_eos_token": True,
+    "response_prefix": "x",
     "samplers": ["top_k", "temperature"],
     "custom_logit_processor": "x",
     "input_ids": [1],

@@ -1,5 +1,5 @@
 """Fields of other engines' requests that change an answer: vLLM's, SGLang's, llama.cpp's, LM
-Studio's, Ollama's, TGI's and OpenRouter's.
+Studio's, Ollama's, TGI's, TabbyAPI's and OpenRouter's.
 
 Each is an alias of a field with an equal meaning, or is refused by its name unless its value asks
 for nothing; further ones are parts or labels of these and have no effect by themselves. Invariant:
@@ -40,6 +40,7 @@ def _aliases(names: str, *targets: str) -> dict[str, Field[Any]]:
     return {name: Alias(*targets) for name in names.split()}
 
 
+_BANNED = "banning tokens by another field than logit_bias (-100)"
 _SAMPLERS: Mapping[str, Field[Any]] = {
     **_each("mirostat mirostat_mode", "mirostat sampling", 0),
     "dry_multiplier": unsupported("the DRY penalty", 0),
@@ -71,6 +72,10 @@ _SAMPLERS: Mapping[str, Field[Any]] = {
     "custom_logit_processor": unsupported("logits processors", ""),
     "stop_regex": unsupported("stopping at an expression", "", []),
     "no_stop_trim": unsupported("leaving stop texts in by this field", False),
+    **_each("banned_strings", "banning texts by another field than bad_words", []),
+    **_each("banned_tokens token_banned_list", _BANNED, []),
+    "custom_token_bans": unsupported(_BANNED, ""),
+    "ban_eos_token": unsupported("going on after the end by another field than ignore_eos", False),
     "repeat_last_n": optional(
         Integer(_WHOLE_WINDOW, 1 << 31),
         "Only where there is no penalty, or -1: penalties cover the whole of prompt and output.",
@@ -92,6 +97,9 @@ _FORMS: Mapping[str, Field[Any]] = {
 _PROMPT: Mapping[str, Field[Any]] = {
     **_each("system instructions", "a system text in a field of its own", ""),
     "template": unsupported("a template of the request's own", ""),
+    "response_prefix": unsupported(
+        "the answer's beginning by this field, not as the last turn", ""
+    ),
     "context": unsupported("going on from a context", []),
     **_each("images image_data", "images", []),
     "input_ids": unsupported("a prompt of token ids at this endpoint"),
@@ -151,6 +159,7 @@ class OtherEnginesBody(Body):
         **_aliases("repeat_penalty", "repetition_penalty"),
         **_aliases("stop", "stop_sequences"),
         **_aliases("stop_sequences", "stop"),
+        **_aliases("template_vars", "chat_template_kwargs"),
         **_aliases("truncate", "truncate_prompt_tokens"),
         **_SAMPLERS,
         **_FORMS,

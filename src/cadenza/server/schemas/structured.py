@@ -30,6 +30,9 @@ T = TypeVar("T")
 _FORMATS = 'an object such as {"type": "json_schema", "json_schema": {"schema": …}}'
 _NAMED = {"name": String(max_chars=64), "description": String(max_chars=16 << 10)}
 
+_KINDS_WITH_VALUE = {"json_object": "json", "json": "json", "regex": "regex"}
+"""TGI's, and the members of `StructuredOutput` that they ask for."""
+
 
 def structured_of(name: str, **members: object) -> StructuredOutput:
     """Raises ApiError (400) naming the field."""
@@ -49,9 +52,10 @@ _SCHEMA_OF_FORMAT = object_schema(
 )
 _FORMAT = object_schema(
     {
-        "type": OneOf(("text", "json_object", "json_schema")).schema(),
+        "type": OneOf(("text", "json_object", "json_schema", "json", "regex")).schema(),
         "json_schema": _SCHEMA_OF_FORMAT,
         "schema": {"type": ["object", "boolean", "null"]},
+        "value": {"type": ["object", "boolean", "string", "null"]},
     },
     ("type",),
 )
@@ -59,7 +63,8 @@ _FORMAT = object_schema(
 
 @field_type(_FORMAT)
 def answer_format(name: str, value: object) -> StructuredOutput | None:
-    """`response_format`: text (None), any JSON object, or JSON of a schema.
+    """`response_format`: text (None), any JSON object, or JSON of a schema; TGI has a schema or an
+    expression as `value`.
 
     With `strict`, a schema with keywords that no grammar holds is refused.
     """
@@ -70,6 +75,9 @@ def answer_format(name: str, value: object) -> StructuredOutput | None:
         return None if kind == "text" else structured_of(name, json_object=True)
     if kind == "json_object" and members.keys() == {"schema"}:
         return structured_of(name, json=members["schema"])
+    if kind in _KINDS_WITH_VALUE and members.keys() == {"value"}:
+        member = _KINDS_WITH_VALUE[kind]
+        return structured_of(name, **{member: MEMBERS[member].check(name, members["value"])})
     if kind == "structural_tag":
         raise not_built(name, "the type structural_tag")
     if kind == "json_schema" and "schema" in members:

@@ -132,22 +132,28 @@ def _flat_schema() -> Schema:
     return _tool_schema({"type": {"enum": ["function"]}, **_MEMBERS}, ("type", "name"))
 
 
+def _flat_custom_schema() -> Schema:
+    members = {"type": {"enum": ["custom"]}, **_MEMBERS, "format": {"type": "object"}}
+    del members["parameters"], members["strict"]
+    return _tool_schema(members, ("type", "name"))
+
+
 def _chat_schema() -> Schema:
     members = {"type": {"enum": ["custom"]}, "custom": {"type": "object"}}
-    return {"anyOf": [_nested_schema(), _tool_schema(members, ("type", "custom"))]}
+    nested = [_nested_schema(), _tool_schema(members, ("type", "custom"))]
+    message = _tool_schema(_MESSAGE_TOOL, ("name", "input_schema"))
+    return {"anyOf": [*nested, _flat_schema(), _flat_custom_schema(), message]}
 
 
 def _response_schema() -> Schema:
-    members = {"type": {"enum": ["custom"]}, **_MEMBERS, "format": {"type": "object"}}
-    del members["parameters"], members["strict"]
     space: dict[str, Schema] = {
         "type": {"enum": ["namespace"]},
         "name": {"type": "string"},
         "tools": array_schema(_flat_schema()),
     }
     hosted: Schema = {"type": "object", "properties": {"type": {"enum": [*HOSTED]}}}
-    custom = _tool_schema(members, ("type", "name"))
-    return {"anyOf": [_flat_schema(), custom, object_schema(space), hosted]}
+    own = [_flat_schema(), _flat_custom_schema(), _nested_schema()]
+    return {"anyOf": [*own, object_schema(space), hosted]}
 
 
 def _message_schema() -> Schema:
@@ -240,7 +246,13 @@ def _flattened(name: str, value: list[object]) -> Iterator[object]:
 
 
 def _nested_tool(name: str, members: dict[str, Any]) -> Tool:
-    if members.get("type") != "custom":
+    """A tool of a chat, or one in the form of responses or messages, as agents send them here."""
+    kind = members.get("type")
+    if isinstance(members.get("input_schema"), dict) and kind in (None, "custom"):
+        return _message_tool(name, members)
+    if kind in ("function", "custom") and kind not in members and "name" in members:
+        return _flat_tool(name, members)
+    if kind != "custom":
         return _nested_function(name, members)
     _check_members(name, members, "type", "custom")
     custom = members.get("custom")
@@ -256,6 +268,8 @@ def _nested_function(name: str, members: dict[str, Any]) -> Tool:
         raise refuse(name, members, _WANTED)
     _check_members(name, members, "type", "function", *_LABELS_BESIDE_FUNCTION)
     function: dict[str, Any] = members["function"]
+    if function.get("name") is None and members.get("name") is not None:
+        function = {**function, "name": members["name"]}
     _check_members(name, function, *_MEMBERS)
     return _make_tool(name, function, function.get("parameters"))
 
@@ -267,6 +281,10 @@ def _flat_tool(name: str, members: dict[str, Any]) -> ResponseTool:
     if own.get("type") == "custom":
         return _custom(name, own)
     _check_type(name, own, "function")
+    if isinstance(own.get("function"), dict):  # as in chat
+        _check_members(name, own, "type", "function", *_LABELS_BESIDE_FUNCTION)
+        beside = {key: own[key] for key in _LABELS_BESIDE_FUNCTION if key in own}
+        own = {**beside, **cast(dict[str, Any], own["function"]), "type": "function"}
     if own.get("type") != "function":
         raise refuse(name, own, 'tools such as {"type": "function", "name": …}')
     _check_members(name, own, "type", *_MEMBERS)
