@@ -104,6 +104,14 @@ def _count(answer: httpx.Response, path: str, number: int) -> bool:
     return len(at(answer.json(), path)) == number
 
 
+def _begins(answer: httpx.Response, path: str, words: str) -> bool:
+    return at(answer.json(), path).startswith(words)
+
+
+def _without(answer: httpx.Response, path: str, words: str) -> bool:
+    return words not in at(answer.json(), path)
+
+
 def _json_keys(answer: httpx.Response, path: str, keys: list[str]) -> bool:
     try:
         found: object = json.loads(at(answer.json(), path))
@@ -120,6 +128,24 @@ def _error_has(answer: httpx.Response, words: str) -> bool:
 
 def _header(answer: httpx.Response, name: str, words: str) -> bool:
     return words in answer.headers.get(name, "")
+
+
+def _header_lacks(answer: httpx.Response, name: str) -> bool:
+    return name not in answer.headers
+
+
+def _stream_one_id(answer: httpx.Response) -> bool:
+    """One id for all chunks; the first has the role."""
+    events = events_of(answer)
+    is_begun = at(events[0], "choices.0.delta.role") == "assistant"
+    return is_begun and len(events) > 1 and len({event["id"] for event in events}) == 1
+
+
+def _lines_stream(answer: httpx.Response) -> bool:
+    """Ollama's: several pieces of a text, the last line alone is done."""
+    lines = [json.loads(line) for line in answer.text.splitlines()]
+    pieces = [line for line in lines if line["message"]["content"]]
+    return len(pieces) > 1 and [line["done"] for line in lines].index(True) == len(lines) - 1
 
 
 def _stream_finish(answer: httpx.Response, reasons: list[str]) -> bool:
@@ -159,6 +185,15 @@ def _events_numbered(answer: httpx.Response) -> bool:
     return numbers == [*range(len(numbers))]
 
 
+def _events_placed(answer: httpx.Response) -> bool:
+    """Each event of an item says which one it is of, each item has an id."""
+    of_items = [event for event in events_of(answer) if "response" not in event]
+    items = [event["item"] for event in of_items if "item" in event]
+    is_named = all(event.get("item_id") or event.get("item") for event in of_items)
+    are_placed = all(isinstance(event.get("output_index"), int) for event in of_items)
+    return bool(items) and is_named and are_placed and all(item["id"] for item in items)
+
+
 def _events_have(answer: httpx.Response, kinds: list[str]) -> bool:
     return set(kinds) <= {event["type"] for event in events_of(answer)}
 
@@ -169,12 +204,18 @@ CHECKS: Mapping[str, Callable[..., bool]] = {
     "lacks": _lacks,
     "text": _is_text,
     "count": _count,
+    "begins": _begins,
+    "without": _without,
     "json_keys": _json_keys,
     "error_has": _error_has,
     "header": _header,
+    "header_lacks": _header_lacks,
+    "stream_one_id": _stream_one_id,
+    "lines_stream": _lines_stream,
     "stream_finish": _stream_finish,
     "stream_usage": _stream_usage,
     "stream_calls": _stream_calls,
     "events_numbered": _events_numbered,
+    "events_placed": _events_placed,
     "events_have": _events_have,
 }
