@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from cadenza.config import EngineLimits, SchedulerLoop
+from cadenza.core.eviction_order import PageClass
 from cadenza.core.recurrent_states import RecurrentStates, snapshot_places
 from cadenza.core.sequence import Sequence
 from cadenza.engine.core import EngineCore
@@ -19,7 +20,7 @@ from cadenza.events import Finished
 from cadenza.request import Request, SamplingParams
 from cadenza.tenant import Tenant
 from tests.by_day import by_day
-from tests.core.builders import prompt_of
+from tests.core.builders import prompt_of, sequence_of
 from tests.engine.drafting import Source, parts_of
 from tests.engine.recurrent import spoil_free_states
 from tests.engine.scenario import Scenario
@@ -210,6 +211,57 @@ def test_the_oldest_snapshots_make_room() -> None:
 
 def vars_of(counts: object) -> list[int]:
     return [getattr(counts, name) for name in ("free", "cached", "live", "pinned")]
+
+
+def turns_of(engine: EngineCore, seed: int, num_turns: int) -> list[int]:
+    """The prompt tokens that the turns of a conversation find."""
+    tokens, found = (), list[int]()
+    for turn in range(num_turns):
+        tokens = (*tokens, *prompt_of(20, seed=100 * seed + turn))
+        record = run(engine, request_of(tokens, max_tokens=12))
+        (stream,) = record.streams
+        tokens = (*tokens, *record.token_ids(stream))
+        found += cached(record)
+    return found
+
+
+def test_states_that_a_conversation_has_passed_make_room_first() -> None:
+    """Five turns leave ten snapshots, and the older prompt has one, in six slots."""
+    engine = make_engine(replace(LIMITS, max_num_seqs=1, num_state_slots=6))
+    prompt = prompt_of(40, seed=77)
+    run(engine, request_of(prompt, max_tokens=1))
+    assert turns_of(engine, 1, 5) == [0, 16, 48, 80, 112]
+    assert cached(run(engine, request_of(prompt, max_tokens=1))) == [32]
+
+
+def test_a_state_is_shared_where_prompts_part_and_passed_where_one_goes_on() -> None:
+    engine = make_engine(LIMITS)
+    pool = states_of(engine).pool
+
+    def class_behind(num_tokens: int) -> PageClass:
+        cache = engine.scheduler.kv_cache
+        tokens = list(PROMPT[: num_tokens + 1])
+        slot = cache.find_prefix(sequence_of(0, tuple(tokens))).state_slot
+        assert slot is not None
+        return pool.class_of(slot)
+
+    run(engine, request_of(PROMPT[:85]))
+    assert class_behind(80) is PageClass.PROMPT
+    run(engine, request_of(PROMPT))
+    assert class_behind(80) is PageClass.PASSED
+    run(engine, request_of((*PROMPT[:85], *prompt_of(30, seed=8))))
+    assert class_behind(80) is PageClass.SHARED, "of two that went on behind it"
+    run(engine, request_of((*PROMPT[:70], *prompt_of(40, seed=9))))
+    assert class_behind(64) is PageClass.SHARED, "made where the second of two prompts parted"
+
+
+def test_what_a_stream_gives_up_does_not_count_as_evicted() -> None:
+    engine = make_engine(LIMITS)
+    for _ in range(2):
+        run(engine, request_of(PROMPT[:40], max_tokens=1))
+    run(engine, request_of(PROMPT[:20], max_tokens=100))
+    reuse = states_of(engine).pool.reuse
+    assert reuse.lag(PageClass.GENERATED, PageClass.PROMPT, 100) == 0
 
 
 def test_a_snapshot_goes_with_its_page() -> None:

@@ -102,13 +102,16 @@ def test_pages_are_shared_before_the_first_gap_and_behind_it_with_the_same_token
 
 
 def test_pages_behind_a_gap_are_evicted_first_though_they_were_taken_twice() -> None:
-    limits = replace(LIMITS, num_pages=20)
+    limits = replace(LIMITS, num_pages=24)
     engine = engine_of(limits)
     plain, prompt, gap = tokens_of(100, 5), tokens_of(200, 6), kept_of((0, 5, 6))
-    for _ in range(2):
+    for _ in range(3):
         run(engine, request_of(plain, None, max_tokens=1))
         run(engine, request_of(prompt, gap, max_tokens=1))
-    run(engine, request_of(tokens_of(192, 7), None, max_tokens=1))
+    newest = request_of(tokens_of(100, 7), None, max_tokens=1)
+    run(engine, newest)  # the newest quarter of the pages
+    run(engine, request_of(tokens_of(160, 8), None, max_tokens=1))
+    assert cached_tokens(engine, newest) == 96
     assert cached_tokens(engine, request_of(plain, None, max_tokens=1)) == 96
     assert cached_tokens(engine, request_of(prompt, gap, max_tokens=1)) == 32
 

@@ -1,78 +1,151 @@
 """`EvictionOrder`: which page of the prefix cache is reused first.
 
-Owns each page's class and its place within it: the lowest class goes first, and within a class the
-page that was added first. Invariant: a page that nobody takes falls to the next lower class after
-`ROUNDS` times as many evictions as there are pages, so no class keeps a page for ever.
+Owns the places of pages: the newest quarter goes last, oldest first. Behind it a page goes by its
+last use, which counts as later or earlier by the lead of its class. Invariants: of the newest
+pages, as many as a quarter of all, none goes before an older one; no lead keeps a page for ever.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import IntEnum
+from typing import NamedTuple
 
-ROUNDS = 4
-"""Evictions after which a page falls by one class, as a multiple of the number of pages."""
+NEWEST_PARTS = 4
+"""The newest pages are one in so many."""
+
+SHARED_ROUNDS = 2
+"""A shared page counts as used later than another one, by so many times as many evictions as there
+are pages."""
+
+LEAST_ROUNDS = 4
+"""By how much earlier pages count that hardly anybody can use."""
 
 
 class PageClass(IntEnum):
-    """What a page is worth: it holds tokens behind a gap of a prompt that is thinned out, which
-    only the same prompt can share; generated tokens; those of a prompt only; or has been taken from
-    the cache by a second request."""
+    """What a page is worth: it is a state from which its conversation has gone on; holds tokens
+    behind a gap of a prompt that is thinned out, which only the same prompt can share; generated
+    tokens that no request has found; those of a prompt; or those behind which several requests
+    went on."""
 
-    SPARSE = 0
-    GENERATED = 1
-    PROMPT = 2
-    SHARED = 3
+    PASSED = 0
+    SPARSE = 1
+    GENERATED = 2
+    PROMPT = 3
+    SHARED = 4
 
 
-def _is_any(_page_id: int) -> bool:
-    return True
+class Reuse:
+    """How many pages of a class were found by a request, and how many were evicted instead.
+
+    Generated tokens are found where the next turn has them, and never where it has only the answer
+    without the thoughts; of states, those behind prompts are found where the others are not. Counts
+    of what is long past are halved, again and again, so that they follow the traffic.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        self._most = 8 * max(1, num_pages)
+        self._found = [0] * len(PageClass)
+        self._lost = [0] * len(PageClass)
+
+    def count_found(self, page_class: PageClass) -> None:
+        self._count(self._found, page_class)
+
+    def count_lost(self, page_class: PageClass) -> None:
+        self._count(self._lost, page_class)
+
+    def lag(self, page_class: PageClass, other: PageClass, most: int) -> int:
+        """`most`, if pages of a class are never found, down to 0 if they are found at least half as
+        often as those of another class; 0 while nothing is known of either."""
+        found, num = self._found[page_class], self._found[page_class] + self._lost[page_class]
+        other_found, other_num = self._found[other], self._found[other] + self._lost[other]
+        if not num or not other_found:
+            return 0
+        return max(0, most - 2 * most * found * other_num // (num * other_found))
+
+    def _count(self, counts: list[int], page_class: PageClass) -> None:
+        counts[page_class] += 1
+        if self._found[page_class] + self._lost[page_class] > self._most:
+            self._found = [each // 2 for each in self._found]
+            self._lost = [each // 2 for each in self._lost]
+
+
+class _Place(NamedTuple):
+    page_class: PageClass
+    at: int  # the number of evictions when it was added
 
 
 class EvictionOrder:
-    """The order of at most `num_pages` pages."""
+    """The order of at most `num_pages` pages; `reuse` is that of the pool that has them."""
 
-    def __init__(self, num_pages: int) -> None:
-        self._max_age = ROUNDS * max(1, num_pages)
+    def __init__(self, num_pages: int, reuse: Reuse | None = None) -> None:
+        self._num_pages = max(1, num_pages)
+        self._most_newest = num_pages // NEWEST_PARTS
+        self._reuse = reuse or Reuse(num_pages)
         self._num_evicted = 0
-        # By class: each page, and the number of evictions when it was added or fell.
+        self._newest = OrderedDict[int, _Place]()
+        # By class, behind the newest: each page, and the number of evictions when it was added.
         self._classes = [OrderedDict[int, int]() for _ in PageClass]
-        self._class_of: dict[int, PageClass] = {}
+        self._places: dict[int, OrderedDict[int, _Place] | OrderedDict[int, int]] = {}
 
     def __len__(self) -> int:
-        return len(self._class_of)
+        return len(self._places)
 
     def __contains__(self, page_id: int) -> bool:
-        return page_id in self._class_of
+        return page_id in self._places
 
-    def first(self, can_go: Callable[[int], bool] = _is_any) -> int | None:
-        """The first page for which `can_go` is true; None if there is none."""
-        for pages in self._classes:
-            for page_id in pages:
-                if can_go(page_id):
-                    return page_id
-        return None
+    def first(self, can_go: Callable[[int], bool] | None = None) -> int | None:
+        """The first page, or the first for which `can_go` is true; None if there is none."""
+        first, first_at = None, 0
+        for page_class, pages in enumerate(self._classes):
+            page_id = _first_of(pages, can_go)
+            if page_id is None:
+                continue
+            at = pages[page_id] + self._lead(page_class)
+            if first is None or at < first_at:
+                first, first_at = page_id, at
+        return _first_of(self._newest, can_go) if first is None else first
 
     def add(self, page_id: int, page_class: PageClass) -> None:
-        """Puts a page, which may be in the order already, behind all others of its class."""
-        if page_id in self._class_of:
+        """Makes a page, which may be in the order already, the newest one."""
+        if page_id in self._places:
             self.take(page_id)
-        self._classes[page_class][page_id] = self._num_evicted
-        self._class_of[page_id] = page_class
+        self._newest[page_id] = _Place(page_class, self._num_evicted)
+        self._places[page_id] = self._newest
+        if len(self._newest) > self._most_newest:
+            oldest, place = self._newest.popitem(last=False)
+            pages = self._classes[place.page_class]
+            pages[oldest] = place.at
+            self._places[oldest] = pages
 
     def take(self, page_id: int) -> None:
-        """Removes a page that is used again."""
-        del self._classes[self._class_of.pop(page_id)][page_id]
+        """Removes a page that is used again, or empty."""
+        del self._places.pop(page_id)[page_id]
 
     def evict(self, page_id: int) -> None:
-        """Removes a page whose content is lost; the others age by one eviction."""
+        """Removes a page whose content is lost; all others age by one eviction."""
         self.take(page_id)
         self._num_evicted += 1
-        for page_class in (PageClass.SHARED, PageClass.PROMPT, PageClass.GENERATED):
-            pages = self._classes[page_class]
-            while pages and self._num_evicted - next(iter(pages.values())) >= self._max_age:
-                self.add(next(iter(pages)), PageClass(page_class - 1))
+
+    def _lead(self, page_class: int) -> int:
+        """The evictions by which a page counts as used later than it was."""
+        if page_class == PageClass.PROMPT:
+            return -self._reuse.lag(PageClass.PROMPT, PageClass.GENERATED, self._num_pages)
+        if page_class == PageClass.GENERATED:
+            return -self._reuse.lag(PageClass.GENERATED, PageClass.PROMPT, self._num_pages)
+        rounds = SHARED_ROUNDS if page_class == PageClass.SHARED else -LEAST_ROUNDS
+        return rounds * self._num_pages
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if the classes and the pages' classes disagree."""
-        listed = {page: at for at, pages in enumerate(self._classes) for page in pages}
-        assert listed == self._class_of, "pages are in other classes than they should be"
+        """Raises AssertionError if a page has two places, or stands before an older one."""
+        lists = [self._newest, *self._classes]
+        listed = {page: id(pages) for pages in lists for page in pages}
+        assert sum(map(len, lists)) == len(listed), "a page is in two lists"
+        assert listed == {page: id(at) for page, at in self._places.items()}, "lists are mixed up"
+        assert len(self._newest) <= self._most_newest, "too many pages are among the newest"
+        ages = [[place.at for place in self._newest.values()]]
+        ages += [list(pages.values()) for pages in self._classes]
+        assert all(each == sorted(each) for each in ages), "a page stands before an older one"
+
+
+def _first_of(pages: Iterable[int], can_go: Callable[[int], bool] | None) -> int | None:
+    return next(iter(pages) if can_go is None else filter(can_go, pages), None)

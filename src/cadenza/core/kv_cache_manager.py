@@ -77,7 +77,13 @@ class KVCacheManager:
     `num_prefix_waits` counts sequences that have waited for pages that others computed.
     """
 
-    def __init__(self, limits: EngineLimits, secret: bytes) -> None:
+    def __init__(
+        self,
+        limits: EngineLimits,
+        secret: bytes,
+        *,
+        pool_type: Callable[[int, Callable[[int], None]], PagePool] = PagePool,
+    ) -> None:
         self.page_size = limits.page_size
         self.prefix_cache: PrefixCache | None = None
         self.in_flight_prefixes = InFlightPrefixes()
@@ -88,11 +94,11 @@ class KVCacheManager:
             self.prefix_cache = PrefixCache(PageKeys(page_size=limits.page_size, secret=secret))
         elif limits.enable_prefix_caching and limits.slot_unit is not None:
             self.slot_prefixes = SlotPrefixes(limits.slot_unit)
-        self.pool = PagePool(limits.num_pages, self._forget)
+        self.pool = pool_type(limits.num_pages, self._forget)
         self.page_quotas = PageQuotas(self.pool, limits.prefix_cache_memory_share)
         self.sequence_states: SequenceStates | None = None
         if limits.num_state_slots:
-            self.sequence_states = SequenceStates(limits, self.prefix_cache)
+            self.sequence_states = SequenceStates(limits, self.prefix_cache, pool_type)
 
     @property
     def states(self) -> RecurrentStates | None:
@@ -314,9 +320,9 @@ class KVCacheManager:
         if self.prefix_cache is not None:
             self.in_flight_prefixes.add(sequence, sequence.page_keys[prefix.num_published :])
         if not sequence.has_started and not any(each.has_started for each in sequence.siblings):
-            self.pool.mark_shared(prefix.page_ids[: prefix.num_published])
+            self.pool.mark_found(prefix.page_ids[: prefix.num_published])
             if states is not None:
-                states.mark_shared(prefix)
+                states.mark_found(sequence, prefix)
             self._keep_found(sequence, prefix)
         if prefix.partial_page is not None:
             index = len(prefix.page_ids)
@@ -416,11 +422,26 @@ class KVCacheManager:
     def release(self, sequence: Sequence) -> None:
         """Frees all pages, last one first (the order of eviction), and rewinds the sequence."""
         self.in_flight_prefixes.remove(sequence)
-        self.page_quotas.give_back(sequence)
-        self.pool.free(reversed(sequence.page_table))
+        known = self._known_pages(sequence)
+        for own, page_id in zip(reversed(sequence.page_table), reversed(known), strict=True):
+            self.pool.free((own,))
+            if page_id != own:
+                self.pool.renew(page_id)
+        self.page_quotas.give_back(sequence, known)
         if self.sequence_states is not None:
             self.sequence_states.release(sequence)
         sequence.rewind()
+
+    def _known_pages(self, sequence: Sequence) -> list[int]:
+        """The pages of a sequence, and in place of those that it has computed although they were in
+        the prefix cache, these."""
+        known = list(sequence.page_table)
+        if self.prefix_cache is not None:
+            keys = sequence.page_keys[: sequence.num_published_pages]
+            for index, page_id in enumerate(map(self.prefix_cache.page_of, keys)):
+                if page_id is not None:
+                    known[index] = page_id
+        return known
 
     def take_copies(self, started: Iterable[Sequence]) -> list[PageCopy]:
         """The page copies of sequences in the order of their starts, to make before the next step,

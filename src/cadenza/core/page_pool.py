@@ -8,19 +8,22 @@ the prefix cache, and *free* otherwise.
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
-from cadenza.core.eviction_order import EvictionOrder, PageClass
+from cadenza.core.eviction_order import EvictionOrder, PageClass, Reuse
 
 
 @dataclass(slots=True, eq=False)
 class Page:
-    """A page's reference count, pin count, whether it is in the prefix cache, and as what."""
+    """A page's reference count, pin count, whether it is in the prefix cache, as what, and whether
+    a request has gone on behind it."""
 
     ref_count: int = 0
     pin_count: int = 0
     is_cached: bool = False
     page_class: PageClass = PageClass.PROMPT
+    has_parted: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,12 +46,20 @@ class PageAccountingError(AssertionError):
 
 
 class PagePool:
-    """`num_pages` pages, ids from 0. Calls `on_evict(page_id)` before a cached page is reused."""
+    """`num_pages` pages, ids from 0. Calls `on_evict(page_id)` before a cached page is reused;
+    `order_type` makes the order of those that can be."""
 
-    def __init__(self, num_pages: int, on_evict: Callable[[int], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        on_evict: Callable[[int], None] = lambda _: None,
+        *,
+        order_type: Callable[[int, Reuse], EvictionOrder] = EvictionOrder,
+    ) -> None:
+        self.reuse = Reuse(num_pages)
         self._pages = [Page() for _ in range(num_pages)]
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_pages))
-        self._cached = EvictionOrder(num_pages)  # the reusable ones
+        self._cached = order_type(num_pages, self.reuse)  # the reusable ones
         self._on_evict = on_evict
         self._num_live = 0
 
@@ -136,6 +147,7 @@ class PagePool:
         assert page.is_cached, "only a cached page can be evicted"
         assert page_id in self._cached, "a page in use cannot be evicted"
         page.is_cached = False
+        self.reuse.count_lost(page.page_class)
         self._cached.evict(page_id)
         self._add_free(page_id)
         self._on_evict(page_id)
@@ -172,16 +184,45 @@ class PagePool:
         assert page.ref_count, "only a referenced page can be published"
         page.is_cached = True
         page.page_class = page_class
+        page.has_parted = False
 
-    def mark_shared(self, page_ids: Iterable[int]) -> None:
-        """Records that a second request has taken cached pages, which it holds now; those of
-        thinned out prompts stay what they are."""
+    def mark_found(self, page_ids: SequenceOf[int]) -> None:
+        """Records that a request has found cached pages, which it holds now, and goes on behind the
+        last one. Generated tokens are those of a prompt then; from the second one on that goes on
+        there, the pages are shared. Those of thinned out prompts stay what they are."""
+        if not page_ids:
+            return
+        last = self._pages[page_ids[-1]]
         for page_id in page_ids:
             page = self._pages[page_id]
-            assert page.ref_count, "only a referenced page can be shared"
-            assert page.is_cached, "only a page from the cache can be shared"
-            if page.page_class is not PageClass.SPARSE:
+            assert page.ref_count, "only a referenced page can be found"
+            assert page.is_cached, "only a page from the cache can be found"
+            self.reuse.count_found(page.page_class)
+            if page.page_class is PageClass.SPARSE:
+                continue
+            if last.has_parted:
                 page.page_class = PageClass.SHARED
+            elif page.page_class is PageClass.GENERATED:
+                page.page_class = PageClass.PROMPT
+        last.has_parted = True
+
+    def mark_passed(self, page_id: int) -> None:
+        """Records that a request found a cached page, and leaves one that replaces it; a shared one
+        stays what it is."""
+        page = self._pages[page_id]
+        assert page.ref_count, "only a referenced page can be passed"
+        if page.page_class is not PageClass.SHARED:
+            page.page_class = PageClass.PASSED
+
+    def renew(self, page_id: int) -> None:
+        """Records that a request has computed the content of a cached page again, which is as new
+        then as its own."""
+        page = self._pages[page_id]
+        assert page.is_cached, "only a cached page can be renewed"
+        if page.page_class is PageClass.GENERATED:
+            page.page_class = PageClass.PROMPT
+        if page_id in self._cached:
+            self._cached.add(page_id, page.page_class)
 
     def forget_cached(self) -> None:
         """Evicts all cached pages, because the device's pages were lost."""

@@ -6,6 +6,7 @@ in use or not, than its quota of them and that of all tenants together.
 """
 
 from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 
 from cadenza.core.eviction_order import EvictionOrder, PageClass
 from cadenza.core.page_pool import PagePool
@@ -33,12 +34,13 @@ class PageQuotas:
         for page_id in page_ids:
             held[page_id] = held.get(page_id, 0) + 1
 
-    def give_back(self, sequence: Sequence) -> None:
-        """A sequence frees its pages, last one first."""
+    def give_back(self, sequence: Sequence, known: SequenceOf[int]) -> None:
+        """A sequence frees its pages, last one first, of which `known` are in the prefix cache, or
+        the same content is."""
         tenant = sequence.tenant
         for group, _ in self._limits_of(tenant):
             cached = self._cached.get(group)
-            for page_id in reversed(sequence.page_table if cached else ()):
+            for page_id in reversed(known if cached else ()):
                 if cached is not None and page_id in cached:
                     cached.add(page_id, self._pool.class_of(page_id))
         if tenant.page_share == 1.0:
@@ -70,7 +72,7 @@ class PageQuotas:
         if page_id in self._groups_of:
             return True
         for group, most in limits:
-            cached = self._cached.setdefault(group, EvictionOrder(most))
+            cached = self._cached.setdefault(group, EvictionOrder(most, self._pool.reuse))
             if len(cached) >= most:
                 oldest = cached.first(self._pool.is_reusable)
                 if oldest is None:

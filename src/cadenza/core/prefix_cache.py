@@ -72,6 +72,9 @@ class _Branches:
         if len(self._removed) > MAX_REMOVED_PAGES:
             self._removed.popitem(last=False)
 
+    def has_any(self, parent: bytes) -> bool:
+        return parent in self._pages
+
     def num_common(self, parent: bytes, page: PageContent) -> int | None:
         """Tokens that `page` shares with the most similar page behind `parent`; None without one.
 
@@ -133,6 +136,10 @@ class PrefixCache:
         """The pages of `keys`, from the first on, as far as they are in the index."""
         pages = self._page_of_key
         return [pages[key] for key in takewhile(pages.__contains__, keys)]
+
+    def goes_on(self, key: bytes) -> bool:
+        """Whether a page is in the index that stands behind the page of a key."""
+        return self._branches.has_any(key)
 
     def num_common(self, keys: SequenceOf[bytes], content: Content, index: int) -> int | None:
         """Tokens that page `index` of `content`, which may be its partial last one, shares with a

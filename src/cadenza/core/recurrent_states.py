@@ -10,7 +10,7 @@ writes is pinned; a snapshot is dropped with its page.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -59,6 +59,7 @@ class SequenceState:
         rolls_from: a snapshot behind the newest full page is wanted, from so many tokens on; None
             if it is not.
         forks_at: the number of tokens behind which its samples start; None if there are no others.
+        parts_at: the number of tokens behind which another prompt went on; None if none did.
         spares: allocated for the next step.
         snapshots: by number of tokens, until they are published or given up.
         drafted: by number of tokens, behind each token of a step with drafts that is not read.
@@ -70,6 +71,7 @@ class SequenceState:
     wanted: list[int] = field(default_factory=list[int])
     rolls_from: int | None = None
     forks_at: int | None = None
+    parts_at: int | None = None
     spares: list[int] = field(default_factory=list[int])
     snapshots: dict[int, int] = field(default_factory=dict[int, int])
     drafted: dict[int, int] = field(default_factory=dict[int, int])
@@ -113,8 +115,15 @@ class RecurrentStates:
     tokens. The counters never decrease: snapshots that were made, that sequences started from, and
     that were dropped."""
 
-    def __init__(self, num_slots: int, *, num_rows: int, page_size: int) -> None:
-        self.pool = PagePool(num_slots, self._forget)
+    def __init__(
+        self,
+        num_slots: int,
+        *,
+        num_rows: int,
+        page_size: int,
+        pool_type: Callable[[int, Callable[[int], None]], PagePool] = PagePool,
+    ) -> None:
+        self.pool = pool_type(num_slots, self._forget)
         self.num_snapshots = self.num_hits = self.num_dropped = 0
         self._num_rows = num_rows
         self._num_open = 0
@@ -240,7 +249,7 @@ class RecurrentStates:
             page_id, slot = state.rolled
             is_there = self._slot_of.get(page_id) == slot and self.pool.is_reusable(slot)
             if is_there and self.pool.class_of(slot) is PageClass.GENERATED:
-                self.pool.evict(slot)
+                self.pool.uncache(slot)
         state.rolled = snapshot
 
     def forget_page(self, page_id: int) -> None:

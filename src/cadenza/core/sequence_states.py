@@ -11,6 +11,7 @@ from collections.abc import Sequence as SequenceOf
 from cadenza.config import EngineLimits
 from cadenza.core.eviction_order import PageClass
 from cadenza.core.in_flight_prefixes import Coming
+from cadenza.core.page_pool import PagePool
 from cadenza.core.prefix import Prefix
 from cadenza.core.prefix_cache import ROOT, PrefixCache
 from cadenza.core.recurrent_states import (
@@ -26,10 +27,18 @@ from cadenza.core.sequence import Sequence
 class SequenceStates:
     """Over `slots`; `prefix_cache` is None where prefixes are not shared."""
 
-    def __init__(self, limits: EngineLimits, prefix_cache: PrefixCache | None) -> None:
+    def __init__(
+        self,
+        limits: EngineLimits,
+        prefix_cache: PrefixCache | None,
+        pool_type: Callable[[int, Callable[[int], None]], PagePool] = PagePool,
+    ) -> None:
         size = self._page_size = limits.page_size
         self.slots = RecurrentStates(
-            limits.num_state_slots, num_rows=limits.max_num_seqs, page_size=size
+            limits.num_state_slots,
+            num_rows=limits.max_num_seqs,
+            page_size=size,
+            pool_type=pool_type,
         )
         self._prefix_cache = prefix_cache
         self._interval = -(-limits.state_snapshot_interval // size) * size
@@ -71,7 +80,10 @@ class SequenceStates:
                 interval=self._interval,
             )
             if prefix.num_matched > prefix.num_published:
-                state.ask_for(prefix.num_matched * self._page_size, prefix.num_tokens)
+                num_matched = prefix.num_matched * self._page_size
+                state.ask_for(num_matched, prefix.num_tokens)
+                if self._prefix_cache.goes_on(sequence.page_keys[prefix.num_matched - 1]):
+                    state.parts_at = num_matched
         if sequence.is_fresh and len(sequence.siblings) > 1:
             state.forks_at = num_prompt_tokens - 1
         is_snapshot = prefix.num_published > 0
@@ -82,10 +94,12 @@ class SequenceStates:
         sequence.state = state
         return True
 
-    def mark_shared(self, prefix: Prefix) -> None:
-        """A second request has taken the snapshot of a prefix."""
+    def mark_found(self, sequence: Sequence, prefix: Prefix) -> None:
+        """A sequence that starts has found the snapshot of a prefix."""
         if prefix.num_published and prefix.state_slot is not None:
-            self.slots.pool.mark_shared((prefix.state_slot,))
+            self.slots.pool.mark_found((prefix.state_slot,))
+            if _state_of(sequence).wanted:
+                self.slots.pool.mark_passed(prefix.state_slot)
 
     def try_reserve(self, sequence: Sequence) -> bool:
         """Whether the next step of a sequence has a slot to write."""
@@ -121,6 +135,8 @@ class SequenceStates:
             if page_id is not None:
                 snapshot = StateSnapshot(page_id, slot)
                 page_class = PageClass.PROMPT if is_prompt else PageClass.GENERATED
+                if count == state.parts_at:
+                    page_class = PageClass.SHARED
                 is_new = self.slots.try_publish(snapshot, page_class)
                 if is_new and is_prompt:
                     published.append(snapshot)
