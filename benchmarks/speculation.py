@@ -3,17 +3,23 @@
     python benchmarks/speculation.py [MODEL] [--method ngram|mtp|quantised|draft_model]
         [--draft MODEL]
     python benchmarks/speculation.py --shape llama-3.2-1b --acceptance 0.6,0.8
+    python benchmarks/speculation.py --acceptance
 
 Each round answers the same greedy requests with `speculative` unset and with `speculative: false`;
 the table has the medians, also of the ratios, and the answers must be equal. Three tasks: a copying
 one, which repeats a text with a change, a summary, and a free one. The default is the bundled model
 with `ngram`.
 
-With `--acceptance` the drafts are made up: each is the token that the model chooses there with such
-a chance, and costs nothing. Random weights of a shape then show what verifying is worth. Beside the
-ratio stands the best one that the measured costs of steps allow. With the method of a second model
-that model drafts, too, at its own cost, which the best one leaves out, and each of its drafts is
-exchanged for a made-up one: `--method quantised --shape llama-3.2-1b --acceptance 0.93`.
+With `--acceptance` alone, no drafts are made up: for the MTP layer of a model, the bundled one by
+default, it prints the share of drafts that must be accepted for them to save time, by the weights'
+format and the number of rows, from the times of steps and of drafts measured now; above 100 % they
+cannot. Beside it stands the share of the model's own drafts that are accepted, one in each step.
+
+With `--acceptance CHANCES` the drafts are made up: each is the token that the model chooses there
+with such a chance, and costs nothing. Random weights of a shape then show what verifying is worth.
+Beside the ratio stands the best one that the measured costs of steps allow. With the method of a
+second model that model drafts, too, at its own cost, which the best one leaves out, and each of its
+drafts is exchanged for a made-up one: `--method quantised --shape llama-3.2-1b --acceptance 0.93`.
 
 With `--hopeless` all made-up drafts are wrong, and rows may change: `1+16+1` is one stream, then
 16, then one. What it costs to find out that drafts do not pay is the ratio's distance from one.
@@ -26,20 +32,23 @@ import argparse
 import random
 import statistics
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import PropertyMock, patch
 
 from cadenza import LLM, Request, SamplingParams, Token
 from cadenza.bench.checkpoints import cached_checkpoint
+from cadenza.config import EngineConfig
+from cadenza.core.drafts import Drafting
 from cadenza.core.step_cost import StepCost, StepLoad
-from cadenza.core.step_drafts import DraftSlot, DraftStep
+from cadenza.core.step_drafts import DraftSlot, DraftStep, StepDrafts
+from cadenza.engine.calibration import measure_decode_ms
 from cadenza.engine.core import EngineCore
 from cadenza.engine.model_drafter import ModelDrafter
-from cadenza.loading.build import cache_folder
+from cadenza.loading.build import cache_folder, load_runners, open_planned
 
 CODE = """def mean(numbers):
     total = 0
@@ -250,7 +259,138 @@ def measure_hopeless(llm: LLM, load: str, options: argparse.Namespace) -> str:
     return f"{load:8} {off:9.1f} {on:9.1f} {ratio_of(rates):7.3f}"
 
 
-def main() -> None:
+FORMATS = {"bfloat16": "none", "int8": "int8", "int4": "int4"}
+"""What `quantization` is for each: of weights that are stored as bfloat16."""
+
+TABLE_ROWS = (1, 2, 4, 8, 16)
+MOST_LOGITS = 64
+"""Of a step: so many drafts and newest tokens are tried at most."""
+
+
+ANSWERS = 8
+"""To each task, from which the acceptance of the model's own drafts is taken."""
+
+
+def break_even(
+    steps_ms: Mapping[int, float], draft_ms: float, num_rows: int, most: int
+) -> tuple[float, int]:
+    """The least acceptance at which drafts give as many tokens a second as none do, and the number
+    of drafts of each row for which that is so. Above 1 there is none.
+
+    Args:
+        steps_ms: of steps with so many tokens, each with logits.
+        draft_ms: of a step that draws one draft of each row.
+        most: drafts of each row; numbers that `steps_ms` lacks are left out.
+    """
+    found: list[tuple[float, int]] = []
+    for number in range(1, most + 1):
+        step_ms = steps_ms.get(num_rows * (1 + number))
+        if step_ms is not None:
+            ratio = (step_ms + number * draft_ms) / steps_ms[num_rows]
+            found.append((acceptance_of(ratio, number), number))
+    return min(found)
+
+
+def acceptance_of(num_tokens: float, num_drafts: int) -> float:
+    """At which a step with so many drafts of a row is expected to give so many tokens of it."""
+    low, high = 0.0, max(1.0, num_tokens)
+    for _ in range(40):
+        middle = (low + high) / 2
+        if sum(middle**place for place in range(num_drafts + 1)) < num_tokens:
+            low = middle
+        else:
+            high = middle
+    return high if low else 0.0
+
+
+def measure_break_even(name: str, options: argparse.Namespace) -> list[str]:
+    """The lines of one format."""
+    numbers = {rows * (1 + n) for rows in TABLE_ROWS for n in range(options.most + 1)}
+    engine = open_planned(
+        options.model,
+        EngineConfig(
+            dtype="bfloat16",
+            quantization=FORMATS[name],
+            max_num_seqs=MOST_LOGITS,
+            max_model_len=256,
+            speculative_config={"method": "mtp", "num_speculative_tokens": options.most},
+        ),
+    )
+    runners = load_runners(engine)
+    runners.warmup()
+    draft, limits, start = runners.draft, engine.plan.limits, options.prompt_tokens
+    assert draft is not None, "the method has a second model"
+    steps: dict[int, list[float]] = {each: [] for each in numbers if each <= MOST_LOGITS}
+    drafts: dict[int, list[float]] = {each: [] for each in TABLE_ROWS}
+    try:
+        for _ in range(options.rounds):
+            for times, timed in (
+                (steps, (runners.target, limits)),
+                (drafts, (draft.runner, draft.limits)),
+            ):
+                for rows, found in times.items():
+                    found.append(measure_decode_ms(*timed, time.perf_counter, rows, start))
+    finally:
+        runners.close()
+    steps_ms = {rows: statistics.median(found) for rows, found in steps.items()}
+    lines: list[str] = []
+    for rows in TABLE_ROWS:
+        draft_ms = statistics.median(drafts[rows])
+        least, number = break_even(steps_ms, draft_ms, rows, options.most)
+        lines.append(
+            f"{name:9} {rows:4} {steps_ms[rows]:9.2f} {steps_ms[2 * rows]:11.2f} "
+            f"{draft_ms:9.2f} {100 * least:12.0f} {number:7}"
+        )
+    return lines
+
+
+def forced() -> ExitStack:
+    """Meanwhile a second model drafts in each step, whatever that costs."""
+    stack = ExitStack()
+    stack.enter_context(patch.object(ModelDrafter, "_cost", PropertyMock(return_value=None)))
+    stack.enter_context(patch.object(StepDrafts, "_may_draft", lambda *_: True))
+    stack.enter_context(patch.object(Drafting, "is_due", lambda *_: True))
+    return stack
+
+
+def own_acceptance(name: str, options: argparse.Namespace) -> str:
+    """One line: of the drafts of the model's own layer, one in each step, greedy and sampled."""
+    shares: list[str] = []
+    with (
+        forced(),
+        LLM(
+            options.model,
+            dtype="bfloat16",
+            quantization=FORMATS[name],
+            max_num_seqs=1,
+            max_model_len=1024,
+            speculative_config={"method": "mtp", "num_speculative_tokens": 1},
+        ) as llm,
+    ):
+        counts = llm.core.scheduler.draft_counts
+        tasks = options.tasks.split(",")
+        contents = [f"{TASKS[task]}\n\n({at + 1})" for task in tasks for at in range(ANSWERS)]
+        prompts: list[Any] = [[{"role": "user", "content": each}] for each in contents]
+        for temperature in (0.0, 0.7):
+            before = counts.num_accepted_tokens, counts.num_draft_tokens
+            params = {"max_tokens": options.length, "temperature": temperature, "seed": 1}
+            llm.chat(prompts, params)
+            drafted = counts.num_draft_tokens - before[1]
+            share = (counts.num_accepted_tokens - before[0]) / max(1, drafted)
+            shares.append(f"{100 * share:9.1f} of {drafted:5}")
+    return f"{name:9} {' '.join(shares)}"
+
+
+def print_break_even(options: argparse.Namespace) -> None:
+    print("format    rows   step ms   2 tokens   draft ms   break-even %  drafts", flush=True)
+    for name in FORMATS:
+        print("\n".join(measure_break_even(name, options)), flush=True)
+    print("\nown drafts that are accepted, %, and their number: greedy, at temperature 0.7")
+    for name in FORMATS:
+        print(own_acceptance(name, options), flush=True)
+
+
+def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Drafts on and off, in alternating rounds.")
     parser.add_argument("model", nargs="?")
     parser.add_argument("--method", default="ngram")
@@ -261,7 +401,14 @@ def main() -> None:
     parser.add_argument("--tasks", default=",".join(TASKS))
     parser.add_argument("--shape", help="random weights in place of a model")
     parser.add_argument("--quantization", default="none")
-    parser.add_argument("--acceptance", help="made-up drafts, right with these chances")
+    parser.add_argument(
+        "--acceptance",
+        nargs="?",
+        const="",
+        metavar="CHANCES",
+        help="made-up drafts, right with these chances; alone: where the drafts of an MTP layer "
+        "begin to pay",
+    )
     parser.add_argument("--hopeless", action="store_true", help="made-up drafts, all wrong")
     parser.add_argument("--own-drafts", action="store_true", help="none are exchanged")
     parser.add_argument("--draft-shape", help="random weights in place of a draft model")
@@ -273,7 +420,14 @@ def main() -> None:
         help="tokens a second of processor time, for a machine that does other work, too; "
         "with CADENZA_NUM_THREADS=1, since threads that wait for another use the processor",
     )
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = read_options()
+    if options.acceptance == "":
+        print_break_even(options)
+        return
     config: dict[str, Any] = {"method": options.method}
     if options.acceptance is not None:
         config["num_speculative_tokens"] = options.most

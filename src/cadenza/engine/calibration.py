@@ -72,6 +72,15 @@ def measure_step_cost(runner: Runner, limits: EngineLimits, clock: Callable[[], 
     )
 
 
+def measure_decode_ms(
+    runner: Runner, limits: EngineLimits, clock: Callable[[], float], num_rows: int, start: int
+) -> float:
+    """Times a decode of so many rows, each behind `start` tokens. The runner is as in
+    `measure_step_cost`."""
+    timer = _StepTimer(runner, limits, clock)
+    return timer.time(num_rows=num_rows, start=start, count=1, has_logits=True).ms
+
+
 def measure_image_cost(
     runner: Runner, limits: EngineLimits, part: Attachment, clock: Callable[[], float]
 ) -> ImageCost:
