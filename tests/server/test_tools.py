@@ -18,7 +18,7 @@ from cadenza.server.endpoints.chat import ChatRequest
 from cadenza.server.endpoints.messages import MessageRequest
 from cadenza.server.endpoints.responses import ResponseRequest
 from cadenza.server.errors import ApiError
-from cadenza.server.schemas.tools import function_tools, message_tools, response_tools
+from cadenza.server.schemas.tools import chat_tools, function_tools, message_tools, response_tools
 from cadenza.server.schemas.unknown_members import (
     UnknownFields,
     UnknownMembers,
@@ -243,6 +243,27 @@ _F = {"name": "f", "parameters": CITY}
 POLICIES: tuple[UnknownFields, ...] = ("refuse", "suggest", "ignore")
 _CUSTOM = {"name": "f", "input_schema": CITY}
 _NESTED = {"type": "function", "function": _F}
+
+
+OF_DAY = {"type": "object", "properties": {"day": {"type": "string"}}}
+FORMS_OF_ONE_TOOL: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "now", "parameters": OF_DAY}},
+    {"type": "function", "function": {"name": "now", "input_schema": OF_DAY}},
+    {"type": "function", "name": "now", "function": {"parameters": OF_DAY}},
+    {"type": "function", "name": "now", "parameters": OF_DAY},
+    {"type": "function", "name": "now", "input_schema": OF_DAY},
+]
+
+
+@pytest.mark.parametrize("kind", [chat_tools, response_tools], ids=["chat", "responses"])
+def test_a_tool_may_have_the_form_of_another_api(kind: Any) -> None:
+    for form in FORMS_OF_ONE_TOOL:
+        (tool,) = kind.check("tools", [form])
+        assert (tool.name, tool.parameters) == ("now", OF_DAY), form
+    (tool,) = chat_tools.check("tools", [{"name": "now", "input_schema": OF_DAY}])
+    assert (tool.name, tool.parameters) == ("now", OF_DAY)
+    with pytest.raises(ApiError, match="parameters and input_schema differ"):
+        kind.check("tools", [{**FORMS_OF_ONE_TOOL[3], "input_schema": {}}])
 
 
 @pytest.mark.parametrize(

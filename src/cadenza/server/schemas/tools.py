@@ -42,6 +42,7 @@ _MEMBERS: Mapping[str, Schema] = {
     "name": {"type": "string", "minLength": 1, "maxLength": MAX_NAME_CHARS},
     "description": {"type": ["string", "null"]},
     "parameters": {"type": ["object", "null"]},
+    "input_schema": {"type": ["object", "null"]},
     "strict": {"type": ["boolean", "null"]},
 }
 _MESSAGE_TOOL: Mapping[str, Schema] = {
@@ -134,7 +135,7 @@ def _flat_schema() -> Schema:
 
 def _flat_custom_schema() -> Schema:
     members = {"type": {"enum": ["custom"]}, **_MEMBERS, "format": {"type": "object"}}
-    del members["parameters"], members["strict"]
+    del members["parameters"], members["input_schema"], members["strict"]
     return _tool_schema(members, ("type", "name"))
 
 
@@ -271,7 +272,15 @@ def _nested_function(name: str, members: dict[str, Any]) -> Tool:
     if function.get("name") is None and members.get("name") is not None:
         function = {**function, "name": members["name"]}
     _check_members(name, function, *_MEMBERS)
-    return _make_tool(name, function, function.get("parameters"))
+    return _make_tool(name, function, _parameters_of(name, function))
+
+
+def _parameters_of(name: str, function: Mapping[str, Any]) -> object:
+    """Some clients write them under the name of the messages API. Raises ApiError (400)."""
+    own, other = function.get("parameters"), function.get("input_schema")
+    if own is not None and other is not None and own != other:
+        raise invalid_value(f"{name}: parameters and input_schema differ; give one of them", name)
+    return other if own is None else own
 
 
 def _flat_tool(name: str, members: dict[str, Any]) -> ResponseTool:
@@ -288,7 +297,7 @@ def _flat_tool(name: str, members: dict[str, Any]) -> ResponseTool:
     if own.get("type") != "function":
         raise refuse(name, own, 'tools such as {"type": "function", "name": …}')
     _check_members(name, own, "type", *_MEMBERS)
-    tool = _make_tool(name, own, own.get("parameters"))
+    tool = _make_tool(name, own, _parameters_of(name, own))
     namespace = None if space is None else cast(str, space["name"])
     flat = {**own, "name": flat_name(namespace, tool.name)}
     return _as_response_tool(
