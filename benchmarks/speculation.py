@@ -42,6 +42,7 @@ from unittest.mock import PropertyMock, patch
 from cadenza import LLM, Request, SamplingParams, Token
 from cadenza.bench.checkpoints import cached_checkpoint
 from cadenza.config import EngineConfig
+from cadenza.core.draft_costs import DraftCosts
 from cadenza.core.drafts import Drafting
 from cadenza.core.step_cost import StepCost, StepLoad
 from cadenza.core.step_drafts import DraftSlot, DraftStep, StepDrafts
@@ -349,6 +350,7 @@ def forced() -> ExitStack:
     stack = ExitStack()
     stack.enter_context(patch.object(ModelDrafter, "_cost", PropertyMock(return_value=None)))
     stack.enter_context(patch.object(StepDrafts, "_may_draft", lambda *_: True))
+    stack.enter_context(patch.object(DraftCosts, "is_stale", lambda *_: False))
     stack.enter_context(patch.object(Drafting, "is_due", lambda *_: True))
     return stack
 
@@ -390,6 +392,20 @@ def print_break_even(options: argparse.Namespace) -> None:
         print(own_acceptance(name, options), flush=True)
 
 
+def chances(text: str) -> list[float]:
+    """Of `--acceptance`."""
+    try:
+        found = [float(each) for each in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or not all(0 <= each <= 1 for each in found):
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: give numbers from 0 to 1 with commas between, or none; a model goes before "
+            "the option"
+        )
+    return found
+
+
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Drafts on and off, in alternating rounds.")
     parser.add_argument("model", nargs="?")
@@ -404,7 +420,8 @@ def read_options() -> argparse.Namespace:
     parser.add_argument(
         "--acceptance",
         nargs="?",
-        const="",
+        const=[],
+        type=chances,
         metavar="CHANCES",
         help="made-up drafts, right with these chances; alone: where the drafts of an MTP layer "
         "begin to pay",
@@ -425,7 +442,7 @@ def read_options() -> argparse.Namespace:
 
 def main() -> None:
     options = read_options()
-    if options.acceptance == "":
+    if options.acceptance == []:
         print_break_even(options)
         return
     config: dict[str, Any] = {"method": options.method}
@@ -456,7 +473,7 @@ def main() -> None:
             return
         if options.acceptance is not None:
             print("acceptance rows   off t/s    on t/s   ratio    best   accepted   of all tokens")
-            for acceptance in map(float, options.acceptance.split(",")):
+            for acceptance in options.acceptance:
                 for each in rows:
                     print(measure_made_up(llm, acceptance, each, options), flush=True)
             return

@@ -1,9 +1,11 @@
 """`benchmarks/speculation.py --acceptance`: from which acceptance on drafts save time, in modelled
 times of steps."""
 
+import argparse
+
 import pytest
 
-from benchmarks.speculation import acceptance_of, break_even
+from benchmarks.speculation import acceptance_of, break_even, chances
 
 WAITING = {number: 10.0 + 2.0 * max(0, number - 4) for number in range(1, 65)}
 """Up to four tokens a step waits for the weights, and each one more takes 2 ms."""
@@ -34,3 +36,13 @@ def test_drafts_that_cost_nothing_need_no_acceptance() -> None:
 def test_acceptance_gives_the_expected_tokens(acceptance: float, number: int) -> None:
     num_tokens = sum(acceptance**place for place in range(number + 1))
     assert acceptance_of(num_tokens, number) == pytest.approx(acceptance)
+
+
+@pytest.mark.parametrize("text", ["some/model", "0.5,1.5", "0.5,", "nan"])
+def test_what_are_no_chances_is_refused_by_name(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match=f"'{text}': give numbers from 0 to 1"):
+        chances(text)
+
+
+def test_chances_are_read() -> None:
+    assert chances("0.6,0.8,0.0") == [0.6, 0.8, 0.0]
