@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from cadenza.cli.chat_commands import COMMANDS, ENDS, IMAGE, RETRY, obey
 from cadenza.cli.chat_terminal import InputHistory, WordWrap, completions, unechoed
@@ -114,7 +114,7 @@ class ChatSetup:
         from cadenza.frontend.loaded_model import open_model
         from cadenza.loading.plan import with_pool
 
-        params = {**self.sampling.changes(), "max_tokens": self.flags.max_tokens}
+        params: dict[str, Any] = {**self.sampling.changes(), "max_tokens": self.flags.max_tokens}
         SamplingParams(**params)  # refused before a model is opened
         with progress_bar("loading the model") if is_shown else nullcontext() as on_progress:
             planned = open_model(self.model, self.config, on_progress)
