@@ -154,7 +154,7 @@ PLACES: Mapping[str, Place] = {
     "cadenza chat": Run(stdin="Tell me a story about a fox.\n/bye\n", prints="fox"),
     "cadenza info": Run(prints="exactness"),
     "cadenza verify": Run(prints="REFERENCE-EXACT PASS bitwise"),
-    f"{BENCH} --shape smollm2-135m": Parsed(MINUTES),
+    f"{BENCH} --quick --shape smollm2-135m": Parsed(MINUTES),
     # docs/apis.md
     "cadenza serve &": Shared(),
     "python3 -m venv /tmp/clients": Parsed(NETWORK),
@@ -259,7 +259,7 @@ PLACES: Mapping[str, Place] = {
     'echo "What is 12 + 30?" | cadenza run bundled': Run(prints="42"),
     "cadenza list": Run(),
     "cadenza rm owner/model": Parsed("asks on a terminal, and needs a model of the hub"),
-    f"{BENCH} --quick": Run(prints="tokens per second, share of the bound"),
+    f"{BENCH} --quick": Run(prints="tokens per second, beside the bound"),
     # docs/cookbook
     "cadenza serve bundled-vision": Serve(),
     f'python examples/rag.py http://{PORT} "What is the capital of Japan?"': Run(
