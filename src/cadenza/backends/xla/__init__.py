@@ -9,6 +9,7 @@ Modules:
 - `runner`: the runner
 - `placement`: on which devices arrays lie, and how programs run there
 - `programs`: the compiled programs and the device state
+- `compiled_programs`: JAX's cache of them on disk, and what is said where it cannot be used
 - `export`: a step as StableHLO, for other compilers
 - `span_passes`: spans that attend both ways, a layer and some rows at a time
 - `kernel_proof`: compares the bits of a table's kernels on the device, when a model is loaded

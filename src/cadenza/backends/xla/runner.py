@@ -6,11 +6,9 @@ nothing compiles after `warmup`, and nothing runs after `close`.
 """
 
 import logging
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -507,21 +505,3 @@ class XlaRunner:
         masks = np.array([update.mask for update in part], np.int32)
         behind = ((0, MASK_ROWS - len(part)), (0, 0))
         return np.pad(places, behind, mode="edge"), np.pad(masks, behind, mode="edge")
-
-
-def enable_compilation_cache(folder: Path) -> None:
-    """Caches compiled programs on disk (JAX keys them by program, versions, flags and CPU), unless
-    JAX_COMPILATION_CACHE_DIR is set.
-
-    If the folder cannot be created, logs a warning and leaves the cache disabled.
-    """
-    if os.environ.get("JAX_COMPILATION_CACHE_DIR"):
-        return
-    try:
-        os.makedirs(folder, mode=0o700, exist_ok=True)
-    except OSError as error:
-        logger.warning("no compilation cache: the folder cannot be made (%s)", error.strerror)
-        return
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
