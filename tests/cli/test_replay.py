@@ -1,6 +1,7 @@
 """`generate --receipt` and `replay`: what was changed in a receipt or a model is told apart."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -168,6 +169,31 @@ def test_a_model_of_a_shorter_context_is_told_beside_other_verdicts(
     assert "the model cannot be opened as the receipt asks: " in refused["differences"][1]
     assert longer["fingerprint"]["checkpoint"] in refused["differences"][1]
     assert equal["is_equal"]
+
+
+def flags_in(text: str) -> set[str]:
+    return set(re.findall(r"(?<!\w)--[a-z][a-z-]*", text))
+
+
+def test_messages_name_parts_of_the_receipt_and_no_flags_of_other_commands(
+    cadenza: Callable[..., Ran], model: Path, receipts: list[dict[str, Any]], tmp_path: Path
+):
+    longer = changed(receipts[0], lambda each: each["fingerprint"].update(max_model_len=1 << 20))
+    filled = changed(receipts[0], lambda each: each["params"].update(max_tokens=5000))
+    ran = cadenza("replay", written(tmp_path, longer, filled), "--model", model)
+    assert ran.code == 1
+    assert "the receipt's max_model_len 1048576 is above the model's 8192 positions" in ran.out
+    assert "context length is 256 tokens (the receipt's max_model_len)" in ran.out
+    assert flags_in(ran.out) == {"--model"}
+    for part, given, said in (
+        ("activations", "float8", "the receipt's activations 'float8' is not one of"),
+        ("max_model_len", 0, "the receipt's max_model_len 0 must be a whole number"),
+    ):
+        other = {**receipts[0], "fingerprint": {**receipts[0]["fingerprint"], part: given}}
+        ran = cadenza("replay", written(tmp_path, other), "--model", model)
+        assert ran.code == 2
+        assert said in ran.err
+        assert not flags_in(ran.err)
 
 
 def test_a_replay_without_a_model_says_that_it_took_the_bundled_one(

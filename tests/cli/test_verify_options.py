@@ -38,8 +38,10 @@ def test_what_did_not_occur_is_no_mismatch(cadenza: Callable[..., Ran], model: P
     [
         (("--options", "some"), "--options 'some' is not one of none, all"),
         (("--options", "all", "--num-requests", 9), "leave --num-requests out"),
-        (("--self-test", "--url", "http://127.0.0.1:1"), "give no model"),
-        (("--portable", "--url", "http://127.0.0.1:1"), "give no model"),
+        (("--self-test", "--url", "http://127.0.0.1:1"), "and --self-test is for here"),
+        (("--portable", "--url", "http://127.0.0.1:1"), "and --portable is for here"),
+        (("--shape", "tiny-llama", "--url", "http://127.0.0.1:1"), "and --shape tiny-llama is"),
+        (("some/model", "--url", "http://127.0.0.1:1"), "and the model some/model is for here"),
         (
             ("--options", "all", "--num-requests", 9, "--url", "http://127.0.0.1:1"),
             "leave --num-requests out",

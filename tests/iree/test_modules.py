@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from cadenza.checkpoint import open_checkpoint
-from cadenza.checkpoint.random_checkpoint import write_random_checkpoint
+from cadenza.checkpoint.random_checkpoint import named_shape, write_random_checkpoint
 from cadenza.cli import WRONG_USE, main
+from cadenza.errors import CheckpointError
+from cadenza.exporting.export import ExportOptions, check_exported
 from tests.iree.test_product import needs_compiler
 from tests.xla.harness import HOSTILE
 
@@ -36,6 +38,21 @@ def test_rows_that_cannot_be_compiled_are_refused(rows: str, tmp_path: Path):
     bundled = str(open_checkpoint(None).folder)
     assert main(["export", bundled, str(tmp_path / "out"), "--max-num-seqs", rows]) == WRONG_USE
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("shape", "said"),
+    [
+        ("tiny-lfm2", "the model has recurrent states; such a model is not exported"),
+        ("tiny-gemma3-vl", "the model takes images; such a model is not exported"),
+    ],
+)
+def test_a_model_that_is_not_exported_is_refused_with_its_cause(
+    shape: str, said: str, tmp_path: Path
+):
+    write_random_checkpoint(named_shape(shape), tmp_path, seed=0, dtype="float32")
+    with pytest.raises(CheckpointError, match=f"^{said}$"):
+        check_exported(open_checkpoint(tmp_path), ExportOptions())
 
 
 def test_parameters_are_found_by_what_they_contain():

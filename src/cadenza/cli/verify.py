@@ -174,11 +174,14 @@ def _verify_url(gate: GateFlags, url: str, model: str | None, *, as_json: bool) 
     from cadenza.verification.over_http import NUM_REQUESTS, UrlOptions, verify_url
     from cadenza.verification.remote_matrix import remote_options
 
-    is_local = gate.shape is not None or gate.self_test or gate.portable
-    if model is not None or is_local:
-        raise ConfigError(
-            "--url asks a running server; give no model, --shape, --self-test or --portable"
-        )
+    for given, is_given in (
+        (f"the model {model}", model is not None),
+        (f"--shape {gate.shape}", gate.shape is not None),
+        ("--self-test", gate.self_test),
+        ("--portable", gate.portable),
+    ):
+        if is_given:
+            raise ConfigError(f"--url asks a running server, and {given} is for here; give one")
     options = UrlOptions(
         url=url,
         api_key=gate.api_key,

@@ -120,10 +120,13 @@ def check_exported(checkpoint: Checkpoint, options: ExportOptions) -> None:
         stored = "a GGUF file" if checkpoint.scheme is None else f"as {checkpoint.scheme.name}"
         raise CheckpointError(f"the checkpoint is stored {stored}; export a folder of floats")
     model = checkpoint.config
-    if model.recurrence is not None or model.vision is not None or not checkpoint.can_generate:
-        raise CheckpointError(
-            "only models that generate text and have no recurrent states are exported"
-        )
+    for is_so, what in (
+        (not checkpoint.can_generate, "embeds texts and generates none"),
+        (model.recurrence is not None, "has recurrent states"),
+        (model.vision is not None, "takes images"),
+    ):
+        if is_so:
+            raise CheckpointError(f"the model {what}; such a model is not exported")
     if options.dtype == "float16":
         raise ConfigError("--dtype float16 is not exported; use float32 or bfloat16")
     longest = model.max_position_embeddings

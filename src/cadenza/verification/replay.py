@@ -5,6 +5,7 @@ the engine through `LoadedModel`. Invariant: a receipt is equal only if its fing
 every token and every bit of every log probability is.
 """
 
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -13,7 +14,13 @@ from pathlib import Path
 import msgspec
 
 from cadenza.config import EngineConfig
-from cadenza.errors import CadenzaError, ConfigError, InvalidRequestError, show_size
+from cadenza.errors import (
+    CadenzaError,
+    CheckpointError,
+    ConfigError,
+    InvalidRequestError,
+    show_size,
+)
 from cadenza.fingerprint import Fingerprint
 from cadenza.frontend.loaded_model import LoadedModel, PlannedModel, open_model
 from cadenza.frontend.output_processor import OutputProcessor, OutputRouter
@@ -31,6 +38,18 @@ MAX_RECEIPT_BYTES = 1 << 30
 _NOT_COMPUTED_FROM = frozenset({"template", "defaults", "forms"})
 """Parts that a replay does not use: a receipt has the prompt's ids and all parameters, and no
 constrained answer."""
+
+
+_FLAG = re.compile(r"(?<!\w)--(?!model(?![-\w]))[a-z][a-z-]*")
+"""Of other commands: a replay has --model."""
+_PARTS = {
+    "--arithmetic": "arithmetic",
+    "--dtype": "activations",
+    "--kv-cache-dtype": "kv",
+    "--max-model-len": "max_model_len",
+    "--quantization": "weights",
+}
+"""Flags of the engine, and the parts of a fingerprint that set them in a replay."""
 
 
 class ReceiptError(InvalidRequestError):
@@ -113,6 +132,8 @@ def replay_receipts(model: str | None, receipts: Iterable[NamedReceipt]) -> Iter
                 found = (*_default_model_note(model), *_other_model(each.receipt, error))
                 yield _verdict(each, found)
             continue
+        except CheckpointError as error:
+            raise CheckpointError(_of_receipt(error)) from error
         engine = PlannedEngine(checkpoint=planned.checkpoint, plan=planned.plan, config=config)
         here = planned.text.with_forms(make_fingerprint(engine))
         fitting = [each for each in group if not _unfit(each.receipt, here)]
@@ -148,7 +169,9 @@ def config_of(fingerprint: Fingerprint) -> EngineConfig:
             enable_prefix_caching=False,
         )
     except CadenzaError as error:
-        raise ReceiptError(f"the receipt's fingerprint has unknown parts: {error}") from error
+        raise ReceiptError(
+            f"the receipt's fingerprint has unknown parts: {_of_receipt(error)}"
+        ) from error
 
 
 def _default_model_note(model: str | None) -> tuple[str, ...]:
@@ -165,9 +188,21 @@ def _other_model(receipt: Receipt, error: ConfigError) -> Iterator[str]:
     """Of a model that cannot be opened with the settings of a receipt, for example its context."""
     yield from _changes(receipt)
     yield (
-        f"the model cannot be opened as the receipt asks: {error}; --model names the "
+        f"the model cannot be opened as the receipt asks: {_of_receipt(error)}; --model names the "
         f"receipt's own, whose checkpoint is {receipt.fingerprint.checkpoint}"
     )
+
+
+def _of_receipt(error: CadenzaError) -> str:
+    """What an engine's refusal says, without the flags of commands that set what a receipt sets."""
+
+    def named(flag: re.Match[str]) -> str:
+        part = _PARTS.get(flag[0])
+        return f"the setting {flag[0][2:]}" if part is None else f"the receipt's {part}"
+
+    fault, *others = str(error).split("; ")
+    kept = (each for each in others if not _FLAG.search(each))
+    return _FLAG.sub(named, "; ".join((fault, *kept)))
 
 
 def _verdict(each: NamedReceipt, differences: Iterable[str]) -> Replayed:
@@ -244,7 +279,7 @@ def _recompute(receipt: Receipt, loaded: LoadedModel) -> Receipt | str:
         prepared = _prepared(loaded, receipt)
         request_id = loaded.core.submit(prepared.request)
     except CadenzaError as error:
-        return f"the request cannot be served here: {error}"
+        return f"the request cannot be served here: {_of_receipt(error)}"
     processor = OutputProcessor(request_id, prepared, loaded.text, loaded.fingerprint)
     router = OutputRouter(loaded.core.cancel)
     router.add(processor)
