@@ -10,6 +10,7 @@ WORKDIR /source
 COPY pyproject.toml setup.py MANIFEST.in requirements.lock README.md LICENSE ./
 COPY csrc csrc
 COPY src src
+COPY benchmarks/cadenza_bench benchmarks/cadenza_bench
 # Kernels of every instruction set: the image runs on other machines than the one that builds it.
 # The C++ library is linked in, so that the last stage needs no package of the distribution.
 RUN CADENZA_BUILD_ISAS=all CADENZA_REQUIRE_NATIVE=1 LDFLAGS="-static-libstdc++ -static-libgcc" \

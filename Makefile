@@ -71,7 +71,7 @@ lint: .venv/.has-tools ## run every gate: format, lint, types, layers, sizes, ba
 
 # A warning fails it: a link that leads nowhere, a page that no list has, a docstring that is not read.
 docs: .venv-docs/.has-sphinx ## build the pages as a site in build/docs, offline
-	PYTHONPATH=src .venv-docs/bin/sphinx-build -q -W --keep-going -j auto -c docs/site docs build/docs
+	PYTHONPATH=src:benchmarks .venv-docs/bin/sphinx-build -q -W --keep-going -j auto -c docs/site docs build/docs
 	@echo "build/docs/index.html"
 
 soak: .venv/.has-tools ## run the reliability bars in full size (hours)
@@ -87,11 +87,14 @@ real: .venv/.has-tools ## fetch two trained models and a suite for the tests and
 	$(BIN)/python -m tools.schema_suite
 	$(BIN)/python -m tools.real_models
 
-bench: NO_BENCHMARKS = serving client_times simulation_plot ray_token_cost spec_prefill
+# Those that need no server of another maker, no Ray and no argument.
+BENCHMARKS := constraints flood hostile_schemas image_gaps int8_groups long_prompts predict prefix_disk \
+  prompt_scores replicas routing sampling_defaults scheduler schemas scored_prompts serving_overhead \
+  sessions speculation two_engines viewer_cost
 bench: .venv/.has-tools ## measure the import and run the benchmarks
 	$(BIN)/python tools/import_time.py
-	@for script in $(filter-out $(NO_BENCHMARKS:%=benchmarks/%.py),$(wildcard benchmarks/*.py)); do \
-	  echo $(BIN)/python $$script; $(BIN)/python $$script || exit; done
+	@for name in $(BENCHMARKS); do \
+	  echo $(BIN)/python benchmarks/$$name.py; $(BIN)/python benchmarks/$$name.py || exit; done
 
 lock: ## write requirements.lock anew, for this Python
 	@rm -rf .venv-lock

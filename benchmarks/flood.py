@@ -32,14 +32,13 @@ from itertools import chain
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from serving import COMMAND, serving
-
 from cadenza.bench.checkpoints import cached_checkpoint
 from cadenza.bench.serve import measure_serving
 from cadenza.bench.serve_figures import LoadFigures, Spread
 from cadenza.bench.serve_options import LoadOptions, ServerAddress
 from cadenza.config import DEFAULT_MAX_NUM_SEQS
 from cadenza.loading.build import cache_folder
+from serving import COMMAND, serving
 
 KEYS = POLITE_KEY, FLOOD_KEY = "polite-tenant", "flooding-tenant"
 TIMES = 20

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+
 from serving import serving
 
 MAX_TOKENS = 64

@@ -20,8 +20,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
-from long_prompts import AFTER_S, TIMEOUT_S, Server
 from PIL import Image
+
+from long_prompts import AFTER_S, TIMEOUT_S, Server
 from serving import serving
 
 

@@ -29,10 +29,10 @@ from statistics import median
 from typing import Any
 
 import httpx
-from serving import serving
 
 from cadenza.bench.checkpoints import cached_checkpoint
 from cadenza.loading.build import cache_folder
+from serving import serving
 
 TIMEOUT_S = 600
 SHORT = 100

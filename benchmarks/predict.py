@@ -20,6 +20,23 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from pathlib import Path
 
+from cadenza import EngineConfig, Finished, Request, SamplingParams, Token
+from cadenza.bench.checkpoints import cached_checkpoint
+from cadenza.bench.serve import measure_serving
+from cadenza.bench.serve_figures import LoadFigures, Outcome, Spread, spread_of
+from cadenza.bench.serve_options import LoadOptions, ServerAddress
+from cadenza.core.step_cost import StepLoad
+from cadenza.loading.build import cache_folder
+from cadenza_bench.simulate.device import (
+    SimulatedServer,
+    SimulatedSteps,
+    make_simulated_core,
+    measure_server,
+)
+from cadenza_bench.simulate.group import SimulatedClock, SimulatedReplica
+from cadenza_bench.simulate.record import SimulationRecord
+from cadenza_bench.simulate.run import play_traffic
+from cadenza_bench.simulate.traffic import VOCAB_SIZE, TrafficArrival, TrafficOptions
 from client_times import (
     ClientLoad,
     ClientTimes,
@@ -29,24 +46,6 @@ from client_times import (
     steady,
 )
 from serving import serving
-
-from cadenza import EngineConfig, Finished, Request, SamplingParams, Token
-from cadenza.bench.checkpoints import cached_checkpoint
-from cadenza.bench.serve import measure_serving
-from cadenza.bench.serve_figures import LoadFigures, Outcome, Spread, spread_of
-from cadenza.bench.serve_options import LoadOptions, ServerAddress
-from cadenza.bench.simulate import (
-    SimulatedServer,
-    SimulatedSteps,
-    SimulationRecord,
-    make_simulated_core,
-    measure_server,
-    play_traffic,
-)
-from cadenza.bench.simulated_group import SimulatedClock, SimulatedReplica
-from cadenza.bench.traffic import VOCAB_SIZE, TrafficArrival, TrafficOptions
-from cadenza.core.step_cost import StepLoad
-from cadenza.loading.build import cache_folder
 
 SHORT, LONG = 16, 200
 """Prompt tokens of the calibration; both fit one step."""

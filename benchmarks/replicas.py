@@ -27,12 +27,9 @@ from itertools import islice
 from pathlib import Path
 
 import httpx
-from serving import serving
 
 from cadenza import LLM, EngineConfig, Finished, Request, SamplingParams, Token
 from cadenza.bench.checkpoints import cached_checkpoint
-from cadenza.bench.simulate import SimulatedServer, simulate
-from cadenza.bench.traffic import TrafficArrival, TrafficOptions
 from cadenza.cli.served_models import replica_places
 from cadenza.cluster.cores import own_cpus
 from cadenza.cluster.engine_group import EngineGroup
@@ -44,6 +41,10 @@ from cadenza.engine.process.process_link import ProcessLink, ProcessOptions, pin
 from cadenza.events import Event
 from cadenza.frontend.loaded_model import load_model
 from cadenza.loading.build import cache_folder
+from cadenza_bench.simulate.device import SimulatedServer
+from cadenza_bench.simulate.run import simulate
+from cadenza_bench.simulate.traffic import TrafficArrival, TrafficOptions
+from serving import serving
 
 ROWS, NUM_REQUESTS, PROMPT_LEN, OUTPUT_LEN = 8, 64, 32, 64
 READY_S, RUN_S = 300.0, 600.0

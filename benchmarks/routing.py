@@ -16,6 +16,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import httpx
+
+from cadenza import EngineConfig
+from cadenza.cluster.router import Router
+from cadenza_bench.simulate.device import SimulatedServer, given_server
 from serving import serving
 from sessions import (
     FewestOpen,
@@ -28,10 +32,6 @@ from sessions import (
     sessions_of,
     simulate_sessions,
 )
-
-from cadenza import EngineConfig
-from cadenza.bench.simulate import SimulatedServer, given_server
-from cadenza.cluster.router import Router
 
 WITHIN_S = 300.0
 ANSWER_S = 60.0

@@ -19,11 +19,11 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
-from long_prompts import TIMEOUT_S, Server
-from serving import serving
 
 from cadenza.bench.checkpoints import cached_checkpoint
 from cadenza.loading.build import cache_folder
+from long_prompts import TIMEOUT_S, Server
+from serving import serving
 
 SHAPES = Path(__file__).parent / "shapes"
 ROOM = 512

@@ -13,14 +13,13 @@ import statistics
 import time
 from pathlib import Path
 
-from serving import serving
-
 from cadenza import LLM, SamplingParams
 from cadenza.bench.checkpoints import cached_checkpoint
 from cadenza.bench.serve import measure_serving
 from cadenza.bench.serve_figures import LoadFigures
 from cadenza.bench.serve_options import LoadOptions, ServerAddress
 from cadenza.loading.build import cache_folder
+from serving import serving
 
 MAX_MODEL_LEN = 1024
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
 from cadenza import Finished, Request, SamplingParams, Token
-from cadenza.bench.simulate import SimulatedServer, make_simulated_core
-from cadenza.bench.simulated_group import SimulatedClock, SimulatedGroup, SimulatedReplica
 from cadenza.cluster.router import Route, Router
 from cadenza.config import EngineLimits
 from cadenza.engine.open_requests import EngineLoad
 from cadenza.engine.route_report import RouteReport
+from cadenza_bench.simulate.device import SimulatedServer, make_simulated_core
+from cadenza_bench.simulate.group import SimulatedClock, SimulatedGroup, SimulatedReplica
 
 VOCAB_SIZE = 1000
 

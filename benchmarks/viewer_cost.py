@@ -16,12 +16,12 @@ from collections.abc import Generator
 from contextlib import contextmanager
 
 import httpx
-from serving import serving
 
 from cadenza.bench.checkpoints import cached_checkpoint
 from cadenza.bench.serve import measure_serving
 from cadenza.bench.serve_options import LoadOptions, ServerAddress
 from cadenza.loading.build import cache_folder
+from serving import serving
 
 PATH = "/debug/batch/stream"
 MAX_MODEL_LEN = 1024

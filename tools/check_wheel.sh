@@ -1,7 +1,8 @@
 #!/bin/sh
-# check_wheel.sh WHEEL PYTHON: installs the wheel into a new environment without a C++ compiler, and
-# has the bundled model answer through the native kernels. With CADENZA_CUDA=1 the wheel must have the
-# kernels for NVIDIA GPUs, too. Prints what the environment takes on disk.
+# check_wheel.sh WHEEL PYTHON: installs the wheel into a new environment without a C++ compiler, has
+# the bundled model answer through the native kernels, and runs a command of cadenza_bench. With
+# CADENZA_CUDA=1 the wheel must have the kernels for NVIDIA GPUs, too. Prints what the environment
+# takes on disk.
 set -eu
 
 wheel=$1
@@ -18,6 +19,7 @@ size=$(($(du -sm "$folder/venv" | cut -f1) - before))
 cd "$folder"
 answer=$(CADENZA_REQUIRE_NATIVE=1 "$folder/venv/bin/cadenza" generate "The capital of France is" --max-tokens 4)
 ops=$("$folder/venv/bin/cadenza" info | grep -i 'ops\|kernels' || true)
+"$folder/venv/bin/cadenza" bench simulate --step-cost 5.4,0.25,0.1,0.00002 --num-requests 100 --json > /dev/null
 if [ "${CADENZA_CUDA:-0}" = 1 ]; then
   "$folder/venv/bin/python" "$tools/cuda_library.py"
 fi

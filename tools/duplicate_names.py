@@ -1,4 +1,5 @@
-"""Fails when two modules of the package define a public class or function of the same name.
+"""Fails when two modules of the product, or of the laboratory, define a public class or function of
+the same name.
 
 Owns the exceptions. Looks at definitions at module level, by the syntax tree; several definitions
 in one module, such as overloads, count once. Invariant: a file that does not parse is a fault, and
@@ -8,10 +9,10 @@ so is an exception that excuses nothing.
 import ast
 import sys
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-PACKAGE = Path("src/cadenza")
+PACKAGES = (Path("src/cadenza"), Path("benchmarks/cadenza_bench"))
 
 EXCEPTIONS: Mapping[str, str] = {}
 """Names that may have several homes, each with the reason."""
@@ -20,18 +21,19 @@ EXCEPTIONS: Mapping[str, str] = {}
 def main(arguments: list[str]) -> int:
     """Looks through the tree at `arguments[0]`, or here; 0 when every name has one home."""
     root = Path(arguments[0]) if arguments else Path()
-    faults = find_faults(root / PACKAGE, EXCEPTIONS)
+    faults = find_faults([root / each for each in PACKAGES], EXCEPTIONS)
     for fault in faults:
         print(f"duplicate names: {fault}", file=sys.stderr)
     print(f"duplicate names: {len(faults)} found")
     return 1 if faults else 0
 
 
-def find_faults(package: Path, exceptions: Mapping[str, str]) -> list[str]:
+def find_faults(packages: Sequence[Path], exceptions: Mapping[str, str]) -> list[str]:
     """A line for each fault, in the order of the names."""
     homes: dict[str, list[str]] = defaultdict(list)
     faults: list[str] = []
-    for path in sorted(package.rglob("*.py")):
+    files = [(package, path) for package in packages for path in sorted(package.rglob("*.py"))]
+    for package, path in files:
         module = path.relative_to(package).as_posix()
         try:
             names = public_names(path.read_bytes())

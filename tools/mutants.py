@@ -297,7 +297,8 @@ def copy_of(root: Path) -> Generator[Path]:
 
 def environment(tree: Path) -> dict[str, str]:
     """Environment variables with which `import cadenza` finds the package of `tree`."""
-    return os.environ | {"PYTHONPATH": str(tree / "src"), "CADENZA_REQUIRE_NATIVE": "1"}
+    paths = os.pathsep.join(str(tree / each) for each in ("src", "benchmarks"))
+    return os.environ | {"PYTHONPATH": paths, "CADENZA_REQUIRE_NATIVE": "1"}
 
 
 def run(tree: Path, command: Sequence[str], timeout_s: float) -> SuiteRun:

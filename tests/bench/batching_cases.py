@@ -4,13 +4,13 @@ from dataclasses import dataclass, replace
 
 from cadenza import EngineCore
 from cadenza.backends.fake import FakeRunner, FakeStepHandle
-from cadenza.bench.batching import BatchingResult, Compared, compare_modes
-from cadenza.bench.batching_plan import BatchingLoad, BatchingPlan
-from cadenza.bench.batching_player import Timing
 from cadenza.bench.workloads import PlannedRequest
 from cadenza.config import EngineLimits
 from cadenza.core.step_schema import ModelInputs
 from cadenza.engine.core import CoreOptions
+from cadenza_bench.batching.plan import BatchingLoad, BatchingPlan
+from cadenza_bench.batching.player import Timing
+from cadenza_bench.batching.rounds import BatchingResult, Compared, compare_modes
 
 ROWS = 2
 AT_ONCE = BatchingLoad()

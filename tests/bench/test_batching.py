@@ -8,21 +8,21 @@ from pathlib import Path
 import pytest
 
 from cadenza import EngineConfig
-from cadenza.bench.batching import Compared, compare_modes, fitted_config, rate_workload
-from cadenza.bench.batching_bars import Bar
-from cadenza.bench.batching_ideal import ideal_gain
-from cadenza.bench.batching_plan import (
+from cadenza.bench.workloads import PlannedRequest
+from cadenza.cli import main
+from cadenza.errors import ConfigError
+from cadenza_bench.batching.bars import Bar
+from cadenza_bench.batching.ideal import ideal_gain
+from cadenza_bench.batching.plan import (
     SETTINGS,
     BatchingLoad,
     BatchingMode,
     BatchingOptions,
     BatchingPlan,
 )
-from cadenza.bench.batching_player import POLICIES, BatchPlayer, PlayedRequest, PlayTask
-from cadenza.bench.workloads import PlannedRequest
-from cadenza.cli import main
-from cadenza.cli.batching_report import batching_charts, batching_exit_code, print_batching
-from cadenza.errors import ConfigError
+from cadenza_bench.batching.player import POLICIES, BatchPlayer, PlayedRequest, PlayTask
+from cadenza_bench.batching.report import batching_charts, batching_result
+from cadenza_bench.batching.rounds import Compared, compare_modes, fitted_config, rate_workload
 from tests.bench.batching_cases import (
     ANSWERS,
     AT_ONCE,
@@ -196,7 +196,7 @@ def test_every_mode_plays_every_load_in_every_round_with_equal_tokens():
     assert found.difference is None
     assert found.rates is not None
     assert sorted(found.rates.decode_step_s) == [1, 2]
-    assert batching_exit_code(result(plan, found), BatchingOptions()) == 0
+    assert batching_result(result(plan, found), BatchingOptions()).exit_code == 0
 
 
 def test_a_runner_whose_tokens_depend_on_the_rows_fails_the_comparison(
@@ -208,12 +208,11 @@ def test_a_runner_whose_tokens_depend_on_the_rows_fails_the_comparison(
     assert difference is not None
     assert (difference.expected_of, difference.round) == ("continuous, 2 clients, round 1", 1)
     assert difference.found != difference.expected
-    shown = result(plan, found)
-    assert batching_exit_code(shown, BatchingOptions()) == 1
-    print_batching(shown, as_json=False)
+    shown = batching_result(result(plan, found), BatchingOptions())
+    assert shown.show(as_json=False) == 1
     text = f"request {difference.request}, token {difference.position} of the answer"
     assert text in capsys.readouterr().out
-    print_batching(shown, as_json=True)
+    assert shown.show(as_json=True) == 1
     told = json.loads(capsys.readouterr().out)
     assert told["tokens_equal"] is False
     assert told["first_difference"]["mode"] == difference.mode
@@ -240,8 +239,8 @@ def test_a_missed_bar_decides_the_exit_code_only_where_bars_are_checked():
     missed = Bar(what="a ratio", over=(1.0, 1.25), under=(1.0, 1.0), required=1.14)
     found = Compared(figures=(), rates=None, bars=(missed,), difference=None)
     shown = result(plan, found)
-    assert batching_exit_code(shown, BatchingOptions(setting="B")) == 0
-    assert batching_exit_code(shown, BatchingOptions(setting="B", check=True)) == 1
+    assert batching_result(shown, BatchingOptions(setting="B")).exit_code == 0
+    assert batching_result(shown, BatchingOptions(setting="B", check=True)).exit_code == 1
 
 
 def test_a_pool_without_room_for_all_rows_is_refused():

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from cadenza.bench.batching_bars import Bar
-from cadenza.bench.batching_figures import ModeFigures, PlayedRun, first_token_difference
-from cadenza.bench.batching_ideal import StepRates, ideal_gain, static_steps, waiting
-from cadenza.bench.batching_plan import BatchingLoad
-from cadenza.bench.batching_player import PlayedRequest
 from cadenza.bench.workloads import PlannedRequest
-from cadenza.cli.batching_report import print_batching
+from cadenza_bench.batching.bars import Bar
+from cadenza_bench.batching.figures import ModeFigures, PlayedRun, first_token_difference
+from cadenza_bench.batching.ideal import StepRates, ideal_gain, static_steps, waiting
+from cadenza_bench.batching.plan import BatchingLoad, BatchingOptions
+from cadenza_bench.batching.player import PlayedRequest
+from cadenza_bench.batching.report import batching_result
 from tests.bench.batching_cases import ANSWERS, AT_ONCE, ROWS, compared, planned, result, small_plan
 
 # What lengths and rates allow
@@ -248,7 +248,7 @@ def test_a_printed_gain_is_the_ratio_of_the_columns_beside_it(
     repeats: int, capsys: pytest.CaptureFixture[str]
 ):
     plan = small_plan(repeats=repeats)
-    print_batching(result(plan, compared(plan)), as_json=False)
+    batching_result(result(plan, compared(plan)), BatchingOptions()).show(as_json=False)
     closed, at_once, waits = tables(capsys.readouterr().out)
     for table in (closed, at_once, waits):
         assert [each["mode"] for each in table] == list(plan.modes)

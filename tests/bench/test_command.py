@@ -17,8 +17,6 @@ from cadenza.bench.bounds import Cost, Roofline
 from cadenza.bench.checkpoints import cached_checkpoint
 from cadenza.bench.machine import describe_machine
 from cadenza.bench.runs import OpShare, StepProfile, Timed
-from cadenza.bench.startup import PHASES, Startup
-from cadenza.bench.startup_probe import measure_start
 from cadenza.bench.throughput import (
     ConcurrencyResult,
     Rate,
@@ -29,14 +27,10 @@ from cadenza.bench.throughput import (
 from cadenza.bench.workloads import Workload
 from cadenza.checkpoint import open_checkpoint
 from cadenza.cli import main
-from cadenza.cli.bench_report import (
-    print_startup,
-    throughput_facts,
-    throughput_text,
-    throughput_watch,
-)
-from cadenza.cli.report import show_result
+from cadenza.cli.bench_report import throughput_result, throughput_watch
 from cadenza.cli.status import status_line
+from cadenza_bench.startup import PHASES, Startup, startup_result
+from cadenza_bench.startup_probe import measure_start
 from tests.faces.stub_backend import STUBS
 
 SIZES = ("--input-len", "20", "--output-len", "6", "--repeats", "2", "--concurrency", "1,3")
@@ -108,7 +102,7 @@ def test_a_device_without_known_bounds_has_rates_without_shares(
     config = EngineConfig(backend="stub")
     with status_line("starting") as status:
         found = measure_throughput(None, config, workload, throughput_watch(status), STUBS)
-    told = throughput_facts(found)
+    told = throughput_result(found).object
     assert told["roofline"] is None
     for each in told["results"]:
         for kind in ("decode", "prefill"):
@@ -118,7 +112,7 @@ def test_a_device_without_known_bounds_has_rates_without_shares(
                 assert each[f"{kind}_{name}"] is None
     out = capsys.readouterr().out
     assert re.search(r"^1 +[\d.]+ +– +– +– +[\d.]+ +– +– +–\n3 ", out, re.MULTILINE)
-    text = "\n".join(map(str, throughput_text(found)))
+    text = "\n".join(map(str, throughput_result(found).text))
     assert "roofline" not in text
     assert "no bound is known for stub:cpu, so no share of one" in text
 
@@ -173,7 +167,7 @@ def test_rates_with_a_bound_and_a_profile_are_tables_for_people(
         roofline=machine,
         results=(ConcurrencyResult(concurrency=2, decode=rate, prefill=rate),),
     )
-    show_result({}, throughput_text(found), as_json=False)
+    throughput_result(found).show(as_json=False)
     out = capsys.readouterr().out
     for said in ("read 45.0 GB/s, 970 GFLOP/s in bfloat16", "reading", "decode step at 2 rows:"):
         assert said in out
@@ -232,12 +226,12 @@ def test_startup_prints_the_phases_of_the_middle_start_and_the_worst(
 ):
     starts = ((0.1, 0.2, 0.3, 0.4, 0.9), (0.1, 0.2, 0.3, 1.4, 0.5), (0.1, 0.2, 0.3, 0.6, 0.5))
     found = [Startup(caches="cold", starts=starts)]
-    print_startup({}, found, as_json=True)
+    startup_result({}, found).show(as_json=True)
     (told,) = json.loads(capsys.readouterr().out)["results"]
     assert told["phases_s"]["compile"] == 0.4
     assert told["total_s"] == pytest.approx(sum(told["phases_s"].values()))
     assert (told["caches"], told["total_s"]) == ("cold", pytest.approx(1.9))
-    print_startup({}, found, as_json=False)
+    startup_result({}, found).show(as_json=False)
     out = capsys.readouterr().out
     assert re.search(r"cold .*0\.40 s .*1\.90 s .*2\.50 s", out)
     assert "the start of the median time of 3 starts" in out

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from cadenza.bench.compare import METRICS, ServerRounds, compare_servers, ratio_of
 from cadenza.bench.serve import MeasuredLoad
 from cadenza.bench.serve_figures import CompletedRequest, CpuTimes, LoadSetting, figures_of
-from cadenza.bench.serve_options import CompareOptions, LoadOptions
+from cadenza.bench.serve_options import LoadOptions
 from cadenza.cli import main
 from cadenza.errors import ConfigError
+from cadenza_bench.compare.options import CompareOptions
+from cadenza_bench.compare.rounds import METRICS, ServerRounds, compare_servers, ratio_of
 from tests.bench.scripted_server import REFUSED, ScriptedServer, running
 
 SMALL: dict[str, Any] = {"prompt_lens": (2, 9), "output_lens": (2, 4)}

@@ -12,7 +12,11 @@ import pytest
 
 from cadenza import EngineConfig
 from cadenza.bench.checkpoints import cached_checkpoint
-from cadenza.bench.load import (
+from cadenza.checkpoint import open_checkpoint, write_random_checkpoint
+from cadenza.loading.build import plan_model
+from cadenza.loading.memory import private_memory_bytes
+from cadenza.loading.planned_engine import PlannedEngine
+from cadenza_bench.load import (
     FileReader,
     Load,
     MemoryWatch,
@@ -20,10 +24,6 @@ from cadenza.bench.load import (
     measure_here,
     measure_load,
 )
-from cadenza.checkpoint import open_checkpoint, write_random_checkpoint
-from cadenza.loading.build import plan_model
-from cadenza.loading.memory import private_memory_bytes
-from cadenza.loading.planned_engine import PlannedEngine
 from tests.bench.shapes import TINY
 
 SHAPE = replace(TINY, vocab_size=160_000, hidden_size=128, tie_word_embeddings=False)

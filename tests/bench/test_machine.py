@@ -11,9 +11,9 @@ from cadenza.bench.machine import (
     cpu_name,
     describe_machine,
     largest_cache_bytes,
-    run_in_fresh_process,
 )
 from cadenza.errors import RunnerError
+from cadenza_bench.fresh_process import run_in_fresh_process
 
 
 def test_without_native_kernels_numpy_measures_and_says_so():

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from cadenza.bench.plots import COLOURS, Chart, Series, require_plot_library, write_plots
+from cadenza.cli.result import Chart, Series
 from cadenza.errors import ConfigError
+from cadenza_bench.plots import COLOURS, require_plot_library, write_plots
 
 PNG = b"\x89PNG\r\n\x1a\n"
 CHARTS = (

@@ -6,9 +6,12 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
-from cadenza.cli.bench import build_bench
+from cadenza.cli.app import build_app
+from cadenza.cli.bench import NAMES
+from cadenza.cli.options import variables_of
 
-BENCH: Any = get_command(build_bench(""))
+APP: Any = get_command(build_app())
+BENCH: Any = APP.commands["bench"]
 
 
 def parsed(command: str, *arguments: object) -> dict[str, Any]:
@@ -46,3 +49,11 @@ def test_the_flag_says_what_it_stands_for():
     for command, form in (("throughput", "--concurrency 1,8 --output-len 32"), ("load", "--rep")):
         option = next(each for each in BENCH.commands[command].params if each.name == "quick")
         assert form in option.help
+
+
+def test_all_commands_are_there_and_none_has_a_variable_that_no_other_command_has():
+    """So that a start need not make them to know the variables."""
+    assert tuple(BENCH.commands) == NAMES
+    own = frozenset[str]().union(*map(variables_of, BENCH.commands.values()))
+    assert own
+    assert own <= variables_of(APP)

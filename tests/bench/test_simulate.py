@@ -12,20 +12,6 @@ import pytest
 
 from cadenza import EngineConfig, Token
 from cadenza.backends.fake import FakeRunner, next_token
-from cadenza.bench.simulate import (
-    GapCounts,
-    PolicyFigures,
-    SimulatedServer,
-    SimulatedSteps,
-    SimulationRecord,
-    given_server,
-    make_simulated_core,
-    play_traffic,
-    simulate,
-    simulate_all,
-)
-from cadenza.bench.simulated_group import SimulatedClock, SimulatedReplica
-from cadenza.bench.traffic import VOCAB_SIZE, TrafficArrival, TrafficOptions
 from cadenza.cli import main
 from cadenza.config import EngineLimits, SchedulingPolicy
 from cadenza.core.batch import Batch
@@ -33,6 +19,16 @@ from cadenza.core.packing import Packer
 from cadenza.core.step_cost import full_decode
 from cadenza.core.step_schema import StepOutput
 from cadenza.errors import ConfigError
+from cadenza_bench.simulate.device import (
+    SimulatedServer,
+    SimulatedSteps,
+    given_server,
+    make_simulated_core,
+)
+from cadenza_bench.simulate.group import SimulatedClock, SimulatedReplica
+from cadenza_bench.simulate.record import GapCounts, PolicyFigures, SimulationRecord
+from cadenza_bench.simulate.run import play_traffic, simulate, simulate_all
+from cadenza_bench.simulate.traffic import VOCAB_SIZE, TrafficArrival, TrafficOptions
 from tests.by_day import by_day
 
 COST = (5.0, 0.25, 0.1, 0.0001)

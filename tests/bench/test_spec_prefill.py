@@ -7,31 +7,30 @@ from typing import Any
 
 import pytest
 
-from cadenza.bench.spec_prefill import (
-    WAYS,
-    LengthResult,
-    Likeness,
-    SpecPrefillResult,
-    TaskResult,
-)
-from cadenza.bench.spec_prefill_baselines import (
+from cadenza.errors import ConfigError
+from cadenza.events import TokenLogprobs
+from cadenza.sparse_prefill import CHUNK, KeptTokens, kept_of_mask
+from cadenza_bench.spec_prefill.baselines import (
     BASELINES,
     bm25_scores,
     chosen,
     end_scores,
     random_scores,
 )
-from cadenza.bench.spec_prefill_options import ROOM, SpecPrefillOptions
-from cadenza.bench.spec_prefill_runs import divergence, forced_requests
-from cadenza.bench.spec_prefill_tasks import KINDS, make_prompt, make_text
-from cadenza.cli.spec_prefill_report import (
-    print_spec_prefill,
-    spec_prefill_charts,
-    spec_prefill_facts,
+from cadenza_bench.spec_prefill.measure import (
+    WAYS,
+    LengthResult,
+    Likeness,
+    SpecPrefillResult,
+    TaskResult,
 )
-from cadenza.errors import ConfigError
-from cadenza.events import TokenLogprobs
-from cadenza.sparse_prefill import CHUNK, KeptTokens, kept_of_mask
+from cadenza_bench.spec_prefill.options import ROOM, SpecPrefillOptions
+from cadenza_bench.spec_prefill.report import (
+    spec_prefill_charts,
+    spec_prefill_result,
+)
+from cadenza_bench.spec_prefill.runs import divergence, forced_requests
+from cadenza_bench.spec_prefill.tasks import KINDS, make_prompt, make_text
 
 
 def by_characters(text: str) -> list[int]:
@@ -188,20 +187,20 @@ RIGHT = {"draft": 0.8, "random": 0.3, "first_last": 0.2, "bm25": 0.7}
 def test_the_report_has_ratios_by_keep_and_length_and_says_which_baselines_are_as_good(
     capsys: pytest.CaptureFixture[str],
 ):
-    facts = spec_prefill_facts(result(RIGHT))
+    facts = spec_prefill_result(result(RIGHT)).object
     row = facts["results"][0]
     assert (row["keep"], row["input_len"], row["ttft_ratio"]) == (0.3, 512, 2.0)
     assert facts["beaten_by"] == []
     found = result({**RIGHT, "bm25": 0.8})
-    print_spec_prefill(found, as_json=True)
+    spec_prefill_result(found).show(as_json=True)
     assert json.loads(capsys.readouterr().out)["beaten_by"] == ["bm25"]
-    print_spec_prefill(found, as_json=False)
+    spec_prefill_result(found).show(as_json=False)
     assert "the draft model is no better than bm25 here" in capsys.readouterr().out
 
 
 def test_a_task_that_whole_prompts_fail_counts_for_nothing(capsys: pytest.CaptureFixture[str]):
     found = result({**RIGHT, "bm25": 1.0}, whole=0.7)
-    assert spec_prefill_facts(found)["beaten_by"] is None
+    assert spec_prefill_result(found).object["beaten_by"] is None
     assert [chart.name for chart in spec_prefill_charts(found)] == ["ttft_ratio"]
-    print_spec_prefill(found, as_json=False)
+    spec_prefill_result(found).show(as_json=False)
     assert "right at every length: needle" in capsys.readouterr().out

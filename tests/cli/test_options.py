@@ -6,10 +6,7 @@ from typing import Literal, Union, get_args, get_origin, get_type_hints
 
 import pytest
 
-from cadenza.bench.batching_plan import BatchingOptions
-from cadenza.bench.serve_options import CompareOptions, LoadOptions, ServerAddress
-from cadenza.bench.spec_prefill_options import SpecPrefillOptions
-from cadenza.bench.traffic import TrafficOptions
+from cadenza.bench.serve_options import LoadOptions, ServerAddress
 from cadenza.bench.workloads import Workload
 from cadenza.cli.options import (
     EngineFlags,
@@ -21,6 +18,10 @@ from cadenza.errors import ConfigError
 from cadenza.option import Flag, flag
 from cadenza.spec_prefill_config import SpecPrefillConfig
 from cadenza.speculative_config import SpeculativeConfig
+from cadenza_bench.batching.plan import BatchingOptions
+from cadenza_bench.compare.options import CompareOptions
+from cadenza_bench.simulate.traffic import TrafficOptions
+from cadenza_bench.spec_prefill.options import SpecPrefillOptions
 from tests.cli.harness import Group, taken
 
 DEFAULT = EngineConfig()

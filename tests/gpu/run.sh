@@ -14,5 +14,5 @@ case $out in
 /*) ;;
 *) out=$PWD/$out ;;
 esac
-export PYTHONPATH="$PWD/src:$PWD" CADENZA_CACHE_DIR="${CADENZA_CACHE_DIR:-$out/cache}"
+export PYTHONPATH="$PWD/src:$PWD/benchmarks:$PWD" CADENZA_CACHE_DIR="${CADENZA_CACHE_DIR:-$out/cache}"
 exec "${PYTHON:-python3}" -m tests.gpu.measure "$out"

@@ -8,11 +8,11 @@ from typing import Any
 import openai
 import pytest
 
-from cadenza.bench.spec_prefill_tasks import TaskPrompt, make_prompt
 from cadenza.config import EngineConfig
 from cadenza.frontend.loaded_model import LoadedModel, load_model
 from cadenza.spec_prefill_config import SpecPrefillConfig
 from cadenza.verification.replay import read_receipts, replay_receipts
+from cadenza_bench.spec_prefill.tasks import TaskPrompt, make_prompt
 from tests.server.harness import RunningServer, running_server
 from tests.server.watched_service import WatchedService
 

@@ -12,6 +12,7 @@ from cadenza.cli.serve import ServeFlags
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = (ROOT / "Dockerfile").read_text().replace("\\\n", "")
+PACKAGE = "benchmarks/cadenza_bench"
 PACKAGING = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE")
 
 
@@ -47,7 +48,7 @@ def test_what_is_not_copied_is_not_sent():
 
 def test_the_packages_own_files_are_copied():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    named = {project["readme"], *project["license-files"], *PACKAGING, "src", "csrc"}
+    named = {project["readme"], *project["license-files"], *PACKAGING, "src", "csrc", PACKAGE}
     assert named <= set(copied())
 
 

@@ -1,28 +1,23 @@
-"""This machine: what it is, the rates it reaches, and a fresh Python process on it.
+"""This machine: what it is, and the rates it reaches.
 
 Owns the sizes and repetitions of the roofline's measurement. A rate is the best of its runs,
 because a bound is what the machine can do, not what it does on average. Invariant: the description
 holds neither the machine's name nor its user's.
 """
 
-import json
 import os
 import platform
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 import cadenza
 from cadenza.backends.base import Instruments, ProductDType
 from cadenza.bench.bounds import Roofline
-from cadenza.errors import RunnerError
 
 REPEATS = 15
 """Runs of a measurement by `cadenza bench roofline`."""
@@ -140,32 +135,3 @@ def _best_s(action: Callable[[], object], repeats: int) -> float:
         action()
         best = min(best, time.perf_counter() - start)
     return best
-
-
-def run_in_fresh_process(
-    module: str, argument: str, *, what: str, timeout_s: float, env: Mapping[str, str] | None = None
-) -> dict[str, Any]:
-    """The JSON object in the last line that `python -m module argument` prints.
-
-    Args:
-        what: the measurement, as an error message names it.
-        env: added to this process's environment.
-
-    Raises:
-        RunnerError: it failed, with the last line of its stderr, or took longer than `timeout_s`.
-    """
-    try:
-        ran = subprocess.run(  # noqa: S603 - this interpreter, our own module
-            [sys.executable, "-m", module, argument],
-            env={**os.environ, **(env or {})},
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise RunnerError(f"{what} took more than {timeout_s:.0f} s") from error
-    if ran.returncode != 0:
-        last = ran.stderr.strip().splitlines()[-1:] or ["nothing on stderr"]
-        raise RunnerError(f"{what} failed with exit code {ran.returncode}: {last[0]}")
-    return json.loads(ran.stdout.splitlines()[-1])

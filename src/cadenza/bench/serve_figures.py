@@ -168,6 +168,14 @@ class LoadFigures:
         return "closed" if self.arrivals is None else "open"
 
     @property
+    def label(self) -> str:
+        """Say 8 clients, 2.5/s, or 1 to 8/s."""
+        if self.arrivals is None:
+            return f"{self.concurrency} client{'' if self.concurrency == 1 else 's'}"
+        start, end = self.arrivals.rate, self.arrivals.end_rate
+        return f"{start:.3g}/s" if end is None else f"{start:.3g} to {end:.3g}/s"
+
+    @property
     def num_failures(self) -> int:
         return sum(self.errors.values())
 

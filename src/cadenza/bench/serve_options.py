@@ -1,4 +1,4 @@
-"""How `cadenza bench serve` and `bench compare` load a server: the flags and their bounds.
+"""How `cadenza bench serve` and `compare` load a server: the flags and their bounds.
 
 Imports nothing heavy, because the command line's flags follow from these classes. Names are those
 of vLLM's `bench serve` where it has the same. Invariant: what cannot work is refused before
@@ -47,8 +47,6 @@ MIN_BURSTINESS, MAX_BURSTINESS = 0.001, 1e6
 MAX_TURNS = 1000
 MAX_PREFIXES = 10_000
 MAX_SWEEP = 64
-MAX_ROUNDS = 100
-MAX_SERVERS = 8
 DEFAULT_INPUT_LENS = (16, 512)
 DEFAULT_OUTPUT_LENS = (16, 128)
 _FILES = ("sharegpt", "custom")
@@ -112,47 +110,6 @@ class ServerAddress:
     @property
     def base_url(self) -> str:
         return self.link.base_url
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompareOptions:
-    """The servers that `bench compare` loads, and how often.
-
-    Raises:
-        ConfigError: a value is out of bounds, or a server has no name of its own.
-    """
-
-    url: list[str] | None = flag(
-        None, "A server and its name; give two or more.", metavar="NAME=URL"
-    )
-    api_key: str | None = flag(None, "Sent as a bearer token to all.", has_variable=True)
-    cacert: str | None = flag(None, CACERT_HELP, metavar="FILE")
-    rounds: int = flag(4, "Rounds of each load on each server, in alternating order.")
-
-    def __post_init__(self) -> None:
-        check_whole("rounds", self.rounds, 1, MAX_ROUNDS)
-        self.servers()
-
-    def servers(self) -> dict[str, ServerAddress]:
-        """By their names, in the order given."""
-        found: dict[str, ServerAddress] = {}
-        for text in self.url or ():
-            name, _, url = text.partition("=")
-            if not re.fullmatch(r"[A-Za-z0-9][\w.+-]*", name) or not url:
-                raise ConfigError(
-                    f"--url {text!r} must be a name of letters and digits, =, and a URL, such as "
-                    f"a=http://127.0.0.1:8000"
-                )
-            if name in found:
-                raise ConfigError(f"--url names {name} twice; give each server a name of its own")
-            cacert = self.cacert if url.startswith("https") else None
-            found[name] = ServerAddress(url=url, api_key=self.api_key, cacert=cacert)
-        if not 2 <= len(found) <= MAX_SERVERS:
-            raise ConfigError(
-                f"--url was given {len(found)} times; give it for 2 to {MAX_SERVERS} servers, such "
-                f"as --url a=http://127.0.0.1:8000 --url b=http://127.0.0.1:8001"
-            )
-        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

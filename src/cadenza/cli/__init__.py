@@ -22,10 +22,11 @@ Modules:
 - `config_file`: flags from a file
 - `model_words`: which word is the model
 - `prompts`: prompts from files and stdin; y and n
-- `report`: a result's columns, described once, give its table and its JSON
+- `report`, `result`: a result's columns, described once, give its table and its JSON; a benchmark's
+  whole result, with charts
 - `status`: what a long command is doing, on a terminal and in a pipe
-- `bench_serve`: `bench serve` and `bench compare`
-- `bench_report`, `batching_report`, `spec_prefill_report`, `generate_report`: their columns
+- `bench_command`, `bench_serve`: what benchmarks have in common; `bench serve`
+- `bench_report`, `generate_report`: columns of `bench throughput` and `generate`
 - `batch_run`, `live_view`: prompts in one batch, and its view in a terminal
 - `interrupts`: signals
 """

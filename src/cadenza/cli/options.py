@@ -181,9 +181,11 @@ def misspelt_variables(command: object, environment: Mapping[str, str]) -> dict[
 
 
 def variables_of(command: Any) -> frozenset[str]:
-    """The environment variables of the flags of a command and of its subcommands."""
+    """The environment variables of the flags of a command and of its subcommands, but of those that
+    are made when they are asked for."""
     own = {each.envvar for each in command.params if isinstance(each.envvar, str)}
-    return frozenset(own).union(*map(variables_of, getattr(command, "commands", {}).values()))
+    made: dict[str, Any] = vars(cast(object, command)).get("commands") or {}
+    return frozenset(own).union(*map(variables_of, made.values()))
 
 
 def with_flags(command: Callable[..., Result]) -> Callable[..., Result]:

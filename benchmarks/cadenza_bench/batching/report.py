@@ -1,28 +1,17 @@
-"""What `cadenza bench batching` prints and draws: its JSON object, text and charts.
+"""The result of `cadenza bench batching`: its JSON object, text and charts.
 
-Owns the keys, headings and forms. Invariant: bars are shown with the ratio, what was asked for and
-what the lengths and the measured rates allow, met or not.
+Invariant: bars are shown with the ratio, what was asked for and what the lengths and the measured
+rates allow, met or not.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
-from cadenza.bench.batching import BatchingResult
-from cadenza.bench.batching_figures import Difference, ModeFigures
-from cadenza.bench.batching_plan import BatchingOptions, BatchingPlan
-from cadenza.bench.plots import Chart, Series
 from cadenza.bench.serve_figures import Spread
-from cadenza.cli.bench_report import Text, machine_text
-from cadenza.cli.report import (
-    Column,
-    Columns,
-    as_object,
-    as_table,
-    counted,
-    digits_text,
-    keys,
-    show_result,
-)
+from cadenza.cli.report import Column, Columns, Text, as_table, counted, digits_text, keys
+from cadenza.cli.result import Chart, Result, Rows, Series, machine_text
+from cadenza_bench.batching.figures import Difference, ModeFigures
+from cadenza_bench.batching.plan import BatchingOptions, BatchingPlan
+from cadenza_bench.batching.rounds import BatchingResult
 
 
 def _milliseconds(spread: Spread) -> str:
@@ -78,31 +67,29 @@ _BAR: Columns = (
 )
 
 
-def print_batching(found: BatchingResult, *, as_json: bool) -> None:
+def batching_result(found: BatchingResult, options: BatchingOptions) -> Result:
     """The machine, the setting, one row for each load and mode, the bars, and whether all modes
-    gave the same tokens."""
-    show_result(batching_facts(found), _text(found), as_json=as_json)
-
-
-def batching_facts(found: BatchingResult) -> dict[str, Any]:
-    """The JSON object."""
-    compared = found.compared
-    return {
-        "machine": found.machine,
-        "workload": found.workload,
-        "rates": compared.rates,
-        "results": [as_object((*_MODE, *_FULL), each) for each in compared.figures],
-        "bars": [as_object(_BAR, each) for each in compared.bars],
-        "tokens_equal": compared.difference is None,
-        "first_difference": compared.difference,
-    }
-
-
-def batching_exit_code(found: BatchingResult, options: BatchingOptions) -> int:
-    """1 when two runs differ in a token or, where bars are to be checked, one is missed."""
+    gave the same tokens. The exit code is 1 when two runs differ in a token or, where bars are to
+    be checked, one is missed."""
     compared = found.compared
     is_missed = options.check and not compared.all_bars_met
-    return 1 if compared.difference is not None or is_missed else 0
+    return Result(
+        facts={
+            "machine": found.machine,
+            "workload": found.workload,
+            "rates": compared.rates,
+            "tokens_equal": compared.difference is None,
+            "first_difference": compared.difference,
+        },
+        rows={
+            "results": Rows(columns=(*_MODE, *_FULL), rows=compared.figures),
+            "bars": Rows(columns=_BAR, rows=compared.bars),
+        },
+        text=_text(found),
+        title=f"Batching: {found.workload['model']}",
+        charts=lambda: batching_charts(found),
+        exit_code=1 if compared.difference is not None or is_missed else 0,
+    )
 
 
 def _text(found: BatchingResult) -> Text:

@@ -137,7 +137,7 @@ class TrafficOptions:
 
     def _source(self, tenant: int, rate: float, max_model_len: int) -> Iterator[TrafficArrival]:
         """One tenant's requests, without end."""
-        rng = random.Random(f"simulate {self.seed} {tenant}")  # noqa: S311 - a workload, no secret
+        rng = random.Random(f"simulate {self.seed} {tenant}")
         tokens = tuple(rng.choices(range(VOCAB_SIZE), k=_RANDOM_TOKENS))
         prefixes = [self._cut(rng, tokens, self.prefix_len) for _ in range(self.num_prefixes)]
         after_s = 0.0

@@ -7,13 +7,13 @@ clock is its own, and stands where it last did something.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from cadenza.bench.traffic import TrafficArrival
 from cadenza.cluster.router import Router
 from cadenza.engine.core import EngineCore
 from cadenza.engine.open_requests import EngineLoad
 from cadenza.engine.process.worker import IDLE_BEAT_S, STATS_EVERY_S
 from cadenza.engine.route_report import RouteReporter
 from cadenza.request import Request
+from cadenza_bench.simulate.traffic import TrafficArrival
 
 SECRET = b"simulated"
 """Of the keys of all simulated engines."""

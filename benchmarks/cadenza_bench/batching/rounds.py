@@ -15,21 +15,6 @@ from typing import Any
 from cadenza import EngineConfig, EngineCore
 from cadenza.backends import BACKENDS, Backends, find_backend
 from cadenza.bench import OnStatus
-from cadenza.bench.batching_bars import Bar, Measured, bars_of
-from cadenza.bench.batching_figures import (
-    Difference,
-    ModeFigures,
-    PlayedRun,
-    first_token_difference,
-)
-from cadenza.bench.batching_ideal import StepRates, ideal_gain, waiting
-from cadenza.bench.batching_plan import (
-    BatchingLoad,
-    BatchingMode,
-    BatchingOptions,
-    BatchingPlan,
-)
-from cadenza.bench.batching_player import POLICIES, BatchPlayer, PlayedRequest, PlayTask, Timing
 from cadenza.bench.machine import describe_machine
 from cadenza.bench.runs import DecodeTask, run_decode, run_prefill, text_ids
 from cadenza.bench.workloads import PlannedRequest, Workload, fitting_context
@@ -37,6 +22,21 @@ from cadenza.errors import ConfigError
 from cadenza.frontend.loaded_model import load_model
 from cadenza.loading.build import describe_backend, find_configured
 from cadenza.loading.plan import EnginePlan
+from cadenza_bench.batching.bars import Bar, Measured, bars_of
+from cadenza_bench.batching.figures import (
+    Difference,
+    ModeFigures,
+    PlayedRun,
+    first_token_difference,
+)
+from cadenza_bench.batching.ideal import StepRates, ideal_gain, waiting
+from cadenza_bench.batching.plan import (
+    BatchingLoad,
+    BatchingMode,
+    BatchingOptions,
+    BatchingPlan,
+)
+from cadenza_bench.batching.player import POLICIES, BatchPlayer, PlayedRequest, PlayTask, Timing
 
 RATE_STEPS = 16
 """Decode steps of a measured rate."""
@@ -149,7 +149,7 @@ def compare_modes(
         plan=plan,
         requests=requests,
         timing=timing or Timing(),
-        random=random.Random(f"bench batching rates {plan.seed}"),  # noqa: S311 - no secret
+        random=random.Random(f"bench batching rates {plan.seed}"),
     )
     has_rates = not plan.system_len
     rates: list[StepRates] = []

@@ -7,6 +7,7 @@ is a process of its own (`startup_probe`), and the one that fills the warm cache
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -15,9 +16,11 @@ from typing import Literal
 
 from cadenza import EngineConfig
 from cadenza.bench import OnStatus
-from cadenza.bench.machine import run_in_fresh_process
 from cadenza.bench.workloads import check_repeats
+from cadenza.cli.report import Column, Columns, Text, as_table, counted, keys
+from cadenza.cli.result import Machine, Result, Rows
 from cadenza.loading.build import find_configured
+from cadenza_bench.fresh_process import run_in_fresh_process
 
 Caches = Literal["cold", "warm"]
 PHASES = ("python", "imports", "load", "compile", "first_token")
@@ -92,7 +95,7 @@ def start_once(argument: str, cache: Path) -> StartTimes:
     """One start in a fresh process. Raises RunnerError when it fails."""
     start_s = time.monotonic()
     at_s = run_in_fresh_process(
-        "cadenza.bench.startup_probe",
+        "cadenza_bench.startup_probe",
         argument,
         what="a start",
         timeout_s=_TIMEOUT_S,
@@ -100,3 +103,34 @@ def start_once(argument: str, cache: Path) -> StartTimes:
     )
     ends = [start_s, *(at_s[phase] for phase in PHASES)]
     return tuple(end - begin for begin, end in pairwise(ends))
+
+
+def _phase(name: str) -> Column:
+    return Column(f"{name}_s", name.replace("_", " "), lambda found: found.phases_s[name])
+
+
+_STARTUP: Columns = (
+    Column("caches", "caches"),
+    *keys("phases_s"),
+    Column("total_s", "total"),
+    *keys("total_s_runs"),
+)
+
+
+def startup_result(machine: Machine, found: Sequence[Startup]) -> Result:
+    """Seconds of each phase of the middle start."""
+    return Result(
+        facts={"machine": machine},
+        rows={"results": Rows(columns=_STARTUP, rows=found)},
+        text=_startup_text(found),
+    )
+
+
+def _startup_text(found: Sequence[Startup]) -> Text:
+    worst = Column("worst_s", "worst", lambda startup: max(startup.total_s_runs))
+    yield as_table((_STARTUP[0], *map(_phase, PHASES), *_STARTUP[1:], worst), found)
+    starts = counted(len(found[0].starts), "start")
+    yield (
+        f"the start of the median time of {starts}, and its phases; total: process start to the "
+        f"first token"
+    )

@@ -1,8 +1,8 @@
 """How fast a checkpoint's weights are loaded, beside how fast the page cache gives their bytes.
 
-Owns the measurement and its figures. It runs in a fresh process, as `python -m cadenza.bench.load
-JSON`, so that the first load's memory is watched before anything else has taken any. Invariant: the
-page cache is warm, and every timed load has readings of the same files right before it.
+It runs in a fresh process, as `python -m cadenza_bench.load JSON`, so that the first load's memory
+is watched before anything else has taken any. Invariant: the page cache is warm, and every timed
+load has readings of the same files right before it.
 """
 
 import json
@@ -21,11 +21,14 @@ import numpy as np
 from cadenza import EngineConfig
 from cadenza.backends import find_backend
 from cadenza.bench import OnStatus
-from cadenza.bench.machine import num_usable_cores, run_in_fresh_process
+from cadenza.bench.machine import num_usable_cores
 from cadenza.bench.workloads import check_repeats
 from cadenza.checkpoint import Checkpoint
+from cadenza.cli.report import counted, picked, section_text
+from cadenza.cli.result import Machine, Result, machine_text
 from cadenza.loading.build import find_configured, open_planned
 from cadenza.loading.memory import private_memory_bytes
+from cadenza_bench.fresh_process import run_in_fresh_process
 
 ALLOWED_BYTES = 500_000_000
 """Private memory that loading may take beside the weights and the largest tensor."""
@@ -100,9 +103,24 @@ def measure_load(
     name = None if model is None else str(model)
     argument = json.dumps({"model": name, "config": asdict(config), "repeats": repeats})
     found = run_in_fresh_process(
-        "cadenza.bench.load", argument, what="loading", timeout_s=_TIMEOUT_S
+        "cadenza_bench.load", argument, what="loading", timeout_s=_TIMEOUT_S
     )
     return Load(**found)
+
+
+_FIGURES = (
+    *("file_bytes", "read_bytes", "weight_bytes", "largest_tensor_bytes", "num_threads"),
+    *("load_gb_s", "read_gb_s", "share_of_read", "read_new_gb_s", "share_of_read_new"),
+    *("peak_private_bytes", "allowed_private_bytes", "load_s", "read_s", "read_new_s"),
+)
+
+
+def load_result(machine: Machine, found: Load) -> Result:
+    """The rates, their shares, and the memory that loading took."""
+    figures = picked(found, *_FIGURES)
+    title = f"medians of {counted(len(found.load_s), 'load')}"
+    text = (machine_text(machine), section_text(title, figures))
+    return Result(facts={"machine": machine, "results": figures}, text=text)
 
 
 class FileReader:

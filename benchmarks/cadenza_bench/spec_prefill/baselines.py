@@ -20,7 +20,7 @@ Scores = Callable[[Sequence[int]], list[float]]
 
 def random_scores(token_ids: Sequence[int]) -> list[float]:
     """By chance, with a seed that follows from the prompt."""
-    rng = random.Random(repr(tuple(token_ids)))  # noqa: S311 - a baseline, not a secret
+    rng = random.Random(repr(tuple(token_ids)))
     return [rng.random() for _ in range(num_chunks(len(token_ids)))]
 
 

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from cadenza.bench.batching_plan import BatchingLoad
-from cadenza.bench.batching_player import PlayedRequest
 from cadenza.bench.serve_figures import Spread, spread_of
+from cadenza_bench.batching.plan import BatchingLoad
+from cadenza_bench.batching.player import PlayedRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -85,7 +85,7 @@ def make_prompt(
 
     Raises ConfigError if it has no room for its notes.
     """
-    rng = random.Random(f"{kind} {num_tokens} {depth} {seed}")  # noqa: S311 - prompts, not secrets
+    rng = random.Random(f"{kind} {num_tokens} {depth} {seed}")
     asked = _ASKED[kind](rng)
     opening, _, _ = asked.question.partition("\nAnswer")
     before = [f"{opening.strip()}\n"] if kind == "asked_before" else []
@@ -196,7 +196,7 @@ _ASKED: dict[TaskKind, Callable[[random.Random], _Asked]] = {
 
 def make_text(num_tokens: int, seed: int, encode: Encode) -> tuple[int, ...]:
     """A text of so many tokens without a question, to be gone on with."""
-    rng = random.Random(f"text {num_tokens} {seed}")  # noqa: S311 - prompts, not secrets
+    rng = random.Random(f"text {num_tokens} {seed}")
     ids = [*encode(_sentence(rng))]
     while len(ids) < num_tokens:
         ids += encode(f" {_sentence(rng)}")

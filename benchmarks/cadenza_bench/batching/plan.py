@@ -108,7 +108,7 @@ class BatchingPlan:
 
     def requests(self, vocab_size: int) -> tuple[PlannedRequest, ...]:
         """In the order of arrival; no two prompts go on alike behind the common system prompt."""
-        rng = random.Random(f"bench batching {self.seed}")  # noqa: S311 - a workload, no secret
+        rng = random.Random(f"bench batching {self.seed}")
         ids = range(FIRST_TOKEN_ID, vocab_size)
         system = tuple(rng.choices(ids, k=self.system_len))
         answers = self._answer_lens(rng)
@@ -124,7 +124,7 @@ class BatchingPlan:
         """When each request of an open load arrives, from the start; at once without a rate."""
         if load.rate is None:
             return [0.0] * self.num_requests
-        rng = random.Random(f"bench batching arrivals {self.seed}")  # noqa: S311 - as above
+        rng = random.Random(f"bench batching arrivals {self.seed}")
         return list(Arrivals(rate=load.rate).times(self.num_requests, rng))
 
     def _answer_lens(self, rng: random.Random) -> list[int]:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cadenza.bench.batching_plan import BatchingMode
 from cadenza.bench.workloads import PlannedRequest
+from cadenza_bench.batching.plan import BatchingMode
 
 
 def groups(requests: Sequence[PlannedRequest], rows: int) -> list[Sequence[PlannedRequest]]:

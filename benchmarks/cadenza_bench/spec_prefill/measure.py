@@ -18,9 +18,14 @@ from cadenza.backends import BACKENDS, Backends, find_backend
 from cadenza.bench import OnStatus
 from cadenza.bench.machine import describe_machine
 from cadenza.bench.runs import text_ids
-from cadenza.bench.spec_prefill_baselines import BASELINES, chosen
-from cadenza.bench.spec_prefill_options import SHORTEST, SpecPrefillOptions
-from cadenza.bench.spec_prefill_runs import (
+from cadenza.errors import ConfigError
+from cadenza.frontend.loaded_model import LoadedModel, load_model
+from cadenza.loading.sparse_gain import PrefillCost, cost_of_shape, sparse_gain
+from cadenza.sparse_prefill import CHUNK, KeptTokens, SparsePrefill, kept_of_mask
+from cadenza.spec_prefill_config import SpecPrefillConfig
+from cadenza_bench.spec_prefill.baselines import BASELINES, chosen
+from cadenza_bench.spec_prefill.options import SHORTEST, SpecPrefillOptions
+from cadenza_bench.spec_prefill.runs import (
     Played,
     divergence,
     first_token_s,
@@ -28,12 +33,7 @@ from cadenza.bench.spec_prefill_runs import (
     greedy,
     run_all,
 )
-from cadenza.bench.spec_prefill_tasks import KINDS, Encode, TaskPrompt, make_prompt, make_text
-from cadenza.errors import ConfigError
-from cadenza.frontend.loaded_model import LoadedModel, load_model
-from cadenza.loading.sparse_gain import PrefillCost, cost_of_shape, sparse_gain
-from cadenza.sparse_prefill import CHUNK, KeptTokens, SparsePrefill, kept_of_mask
-from cadenza.spec_prefill_config import SpecPrefillConfig
+from cadenza_bench.spec_prefill.tasks import KINDS, Encode, TaskPrompt, make_prompt, make_text
 
 DRAFT = "draft"
 """The way of sparse prefill itself, beside `BASELINES`."""
@@ -192,7 +192,7 @@ class _Bench:
     def _first_tokens(self, length: int) -> dict[float | None, float]:
         """Seconds by fraction, None for whole prompts: medians of what is timed in turn, after a
         short prompt of each."""
-        rng, ids = random.Random(length), text_ids(self.core)  # noqa: S311 - prompts, not secrets
+        rng, ids = random.Random(length), text_ids(self.core)
         clock = time.process_time if self.options.processor_time else time.perf_counter
         taken: dict[float | None, list[float]] = {each: [] for each in (None, *self.options.keep)}
         for num_tokens in (min(length, SHORTEST), *(length,) * self.options.repeats):

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 
 from cadenza import EngineCore, Finished, Request, SamplingParams, Token
 from cadenza.bench import Clock
-from cadenza.bench.batching_plan import BatchingMode
 from cadenza.bench.workloads import PlannedRequest
 from cadenza.errors import RunnerError
 from cadenza.events import Started
+from cadenza_bench.batching.plan import BatchingMode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,21 +10,19 @@ import html
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib import import_module
 from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from cadenza.cli.result import Chart, ChartPoint, Series
 from cadenza.errors import ConfigError
 
 # matplotlib's own annotations leave most argument types open, which strict checks refuse.
 Axes = Any
 Figure = Any
-
-ChartKind = Literal["line", "bar", "timeline"]
-ChartPoint = Sequence[float | str]
 
 PAGE = "index.html"
 DATA = "data.json"
@@ -47,31 +45,6 @@ _STYLE = {
     "axes.spines.right": False,
 }
 _NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Series:
-    """The values of one label.
-
-    Args:
-        points: (x, y) of a line; (name or number, y) of bars; (row, start, first token, end) of a
-            timeline, in seconds.
-    """
-
-    label: str
-    points: Sequence[ChartPoint]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chart:
-    """One picture. `name` is its file's, and different from that of the other charts."""
-
-    name: str
-    title: str
-    x_label: str
-    y_label: str
-    series: Sequence[Series]
-    kind: ChartKind
 
 
 def require_plot_library(find: Callable[[str], object] = find_spec) -> None:

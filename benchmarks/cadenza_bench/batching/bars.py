@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from cadenza.bench.batching_figures import ModeFigures, PlayedRun
-from cadenza.bench.batching_ideal import StepRates
-from cadenza.bench.batching_plan import BatchingLoad, BatchingPlan
 from cadenza.bench.workloads import PlannedRequest
+from cadenza_bench.batching.figures import ModeFigures, PlayedRun
+from cadenza_bench.batching.ideal import StepRates
+from cadenza_bench.batching.plan import BatchingLoad, BatchingPlan
 
 Verdict = Literal["pass", "pass within noise", "miss"]
 

@@ -1,23 +1,19 @@
-"""What `cadenza bench spec-prefill` prints and draws: its JSON object, text and charts.
+"""The result of `cadenza bench spec-prefill`: its JSON object, text and charts.
 
-Owns the keys, headings and forms. Invariant: where a baseline gives as many right answers as the
-draft model, the text says so.
+Invariant: where a baseline gives as many right answers as the draft model, the text says so.
 """
 
 from collections.abc import Iterable
 from typing import Any
 
-from cadenza.bench.plots import Chart, Series
-from cadenza.bench.spec_prefill import CEILING, WAYS, LengthResult, SpecPrefillResult, TaskResult
-from cadenza.cli.bench_report import Text, machine_text
-from cadenza.cli.report import (
-    Column,
-    Columns,
-    as_object,
-    as_table,
-    digits_text,
-    keys,
-    show_result,
+from cadenza.cli.report import Column, Columns, Text, as_table, digits_text, keys
+from cadenza.cli.result import Chart, Result, Rows, Series, machine_text
+from cadenza_bench.spec_prefill.measure import (
+    CEILING,
+    WAYS,
+    LengthResult,
+    SpecPrefillResult,
+    TaskResult,
 )
 
 
@@ -70,21 +66,23 @@ _TASK: Columns = (
 )
 
 
-def print_spec_prefill(found: SpecPrefillResult, *, as_json: bool) -> None:
+def spec_prefill_result(found: SpecPrefillResult) -> Result:
     """The machine, the setting, one row for each length and fraction, one for each task and way,
     and what follows of them."""
-    show_result(spec_prefill_facts(found), _text(found), as_json=as_json)
-
-
-def spec_prefill_facts(found: SpecPrefillResult) -> dict[str, Any]:
-    """The JSON object."""
-    return {
-        "machine": found.machine,
-        "workload": found.workload,
-        "results": [as_object(_LENGTH, each) for each in found.results],
-        "tasks": [as_object(_TASK, each) for each in found.tasks],
-        "beaten_by": found.beaten_by if _counted(found.tasks) else None,
-    }
+    return Result(
+        facts={
+            "machine": found.machine,
+            "workload": found.workload,
+            "beaten_by": found.beaten_by if _counted(found.tasks) else None,
+        },
+        rows={
+            "results": Rows(columns=_LENGTH, rows=found.results),
+            "tasks": Rows(columns=_TASK, rows=found.tasks),
+        },
+        text=_text(found),
+        title=f"Sparse prefill: {found.workload['model']}",
+        charts=lambda: spec_prefill_charts(found),
+    )
 
 
 def _counted(tasks: Iterable[TaskResult]) -> list[TaskResult]:

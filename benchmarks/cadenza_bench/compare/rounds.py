@@ -19,8 +19,9 @@ from cadenza.bench import Clock, OnStatus
 from cadenza.bench.client_watch import WatchedSelector
 from cadenza.bench.serve import LoadedServer, MeasuredLoad, run_watched
 from cadenza.bench.serve_figures import LoadFigures, Spread
-from cadenza.bench.serve_options import CompareOptions, LoadOptions, PlannedLoad
+from cadenza.bench.serve_options import LoadOptions, PlannedLoad
 from cadenza.errors import ConfigError
+from cadenza_bench.compare.options import CompareOptions
 
 NUM_RESAMPLES = 2000
 INTERVAL = (2.5, 97.5)

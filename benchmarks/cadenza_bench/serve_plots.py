@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 
-from cadenza.bench.compare import Comparison
-from cadenza.bench.plots import Chart, ChartPoint, Series
 from cadenza.bench.serve_figures import LoadFigures, Outcome, ServeFigures, Spread
+from cadenza.cli.result import Chart, ChartPoint, Series
 
 MAX_ROWS = 400
 """Of a timeline, which shows the first requests."""
 
+_X_LABELS = {"open": "requests a second", "closed": "clients"}
 _LATENCIES = {"ttft": "Time to first token", "tpot": "Time per output token"}
 
 
@@ -20,46 +20,21 @@ def load_place(load: LoadFigures) -> float:
 def serving_charts(found: ServeFigures) -> list[Chart]:
     """Of one server; an open loop by its rate, a closed one by its clients."""
     charts: list[Chart] = []
-    for loop, x_label in (("open", "requests a second"), ("closed", "clients")):
+    for loop in _X_LABELS:
         loads = [each for each in found.loads if each.loop == loop]
         if loads:
-            charts += [_latency_chart(loop, x_label, {"": loads}, name) for name in _LATENCIES]
-            charts.append(_throughput_chart(loop, x_label, {"output": loads}))
+            charts += loop_charts(loop, {"": loads})
     busiest = max(range(len(found.loads)), key=lambda at: found.loads[at].output_tok_s)
-    label = load_label(found.loads[busiest])
-    charts.append(_timeline("Requests", {label: found.timelines[busiest]}))
+    label = found.loads[busiest].label
+    charts.append(timeline("Requests", {label: found.timelines[busiest]}))
     return charts
 
 
-def comparison_charts(found: Comparison) -> list[Chart]:
-    """Of several servers: the first round's requests, and the means of all rounds."""
-    loop = found.loads[0].first.loop
-    x_label = "clients" if loop == "closed" else "requests a second"
-    names = list(found.models)
-    rounds = {
-        name: [
-            measured.figures
-            for load in found.loads
-            for each in load.servers
-            if each.server == name
-            for measured in each.rounds
-        ]
-        for name in names
-    }
-    charts = [_latency_chart(loop, x_label, rounds, name) for name in _LATENCIES]
-    charts.append(_throughput_chart(loop, x_label, rounds))
-    last = found.loads[-1]
-    timelines = {each.server: each.rounds[0].outcomes for each in last.servers}
-    charts.append(_timeline(f"Requests, {load_label(last.first)}", timelines))
-    return charts
-
-
-def load_label(load: LoadFigures) -> str:
-    """Say 8 clients, 2.5/s, or 1 to 8/s."""
-    if load.arrivals is None:
-        return f"{load.concurrency} client{'' if load.concurrency == 1 else 's'}"
-    start, end = load.arrivals.rate, load.arrivals.end_rate
-    return f"{start:.3g}/s" if end is None else f"{start:.3g} to {end:.3g}/s"
+def loop_charts(loop: str, loads: Mapping[str, Sequence[LoadFigures]]) -> list[Chart]:
+    """Latencies and throughput of the loads of one loop, by the label of their lines."""
+    x_label = _X_LABELS[loop]
+    charts = [_latency_chart(loop, x_label, loads, name) for name in _LATENCIES]
+    return [*charts, _throughput_chart(loop, x_label, loads)]
 
 
 def _latency_chart(
@@ -83,7 +58,7 @@ def _latency_chart(
 def _throughput_chart(loop: str, x_label: str, loads: Mapping[str, Sequence[LoadFigures]]) -> Chart:
     series = [
         Series(
-            label=server,
+            label=server or "output",
             points=_by_place([(load_place(load), load.output_tok_s) for load in each]),
         )
         for server, each in loads.items()
@@ -115,7 +90,7 @@ def _by_place(values: Sequence[tuple[float, float]]) -> list[ChartPoint]:
     return [(place, sum(each) / len(each)) for place, each in sorted(places.items())]
 
 
-def _timeline(title: str, outcomes: Mapping[str, Sequence[Outcome]]) -> Chart:
+def timeline(title: str, outcomes: Mapping[str, Sequence[Outcome]]) -> Chart:
     series = [Series(label=name, points=_rows(each)) for name, each in outcomes.items()]
     return Chart(
         name="timeline",

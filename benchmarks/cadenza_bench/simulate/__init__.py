@@ -1,0 +1,9 @@
+"""The engine's own core over steps that only take time.
+
+Modules:
+
+- `traffic`: flags, and the requests
+- `device`, `group`: what stands in the place of a device; several engines as one
+- `run`, `record`: playing the traffic; what clients see of it
+- `report`: JSON and text
+"""

@@ -1,0 +1,216 @@
+"""What stands in the place of a device: steps that only take time, and the servers that have them.
+
+The clock moves by the predicted time of each step. Invariant: nothing here reads a clock of the
+machine, but `measure_server`, which times a model's steps.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from cadenza import EngineConfig, EngineCore
+from cadenza.backends.base import Capability, StepHandle
+from cadenza.config import DEFAULT_MAX_NUM_SEQS, MAX_MAX_ITL_MS, EngineLimits, SchedulingPolicy
+from cadenza.core.batch import Batch
+from cadenza.core.step_cost import StepBound, StepCost, StepLoad, derive_bound_ms
+from cadenza.core.step_schema import ModelInputs, StepOutput
+from cadenza.core.turns import POLICIES
+from cadenza.engine.core import CoreOptions
+from cadenza.engine.loop import LaunchedStep, Steps
+from cadenza.errors import RunnerError
+from cadenza.frontend.loaded_model import load_model
+from cadenza_bench.simulate.group import SimulatedClock
+from cadenza_bench.simulate.traffic import VOCAB_SIZE
+
+_ARRAYS = ("token_ids", "is_finite", "has_choice", "logprobs", "ranks", "top_ids", "top_logprobs")
+
+DEFAULT_MODEL_LEN = 4096
+DEFAULT_TOKEN_BUDGET = 256
+QUEUED_REQS = 1024
+"""A server's, at least."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedServer:
+    """What is simulated: an engine's limits, the cost of its steps, and their bound in
+    milliseconds (None: only of their tokens)."""
+
+    limits: EngineLimits
+    cost: StepCost
+    max_itl_ms: float | None
+    starvation_guard_s: float = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedStep:
+    """A launched step; reading it moves the clock to its end."""
+
+    clock: SimulatedClock
+    end_s: float
+    output: StepOutput
+
+    def result(self) -> StepOutput:
+        self.clock.now_s = max(self.clock.now_s, self.end_s)
+        return self.output
+
+
+class SimulatedSteps:
+    """The `Steps` of a core: they follow one another, and each takes as long as `predict_ms` says.
+    Every token is the same."""
+
+    def __init__(
+        self, limits: EngineLimits, predict_ms: Callable[[StepLoad], float], clock: SimulatedClock
+    ) -> None:
+        self._predict_ms = predict_ms
+        self._clock = clock
+        self._free_s = 0.0
+        self._whole = _constant_output(limits.max_num_seqs)
+        self._outputs: dict[int, StepOutput] = {}
+
+    @property
+    def has_late_masks(self) -> bool:
+        return False
+
+    def launch(self, batch: Batch, now_s: float, *, masks_follow: bool) -> LaunchedStep:
+        assert not masks_follow, "a simulated request has no constraint"
+        load = batch.load
+        self._free_s = max(now_s, self._free_s) + self._predict_ms(load) / 1000
+        step = SimulatedStep(self._clock, self._free_s, self.output(batch))
+        return LaunchedStep(batch, load.num_logits, step, now_s)
+
+    def choose(self, step: LaunchedStep) -> None:
+        raise RunnerError(f"step {step.batch.step_id} has no constraint: it is simulated")
+
+    def read(self, step: LaunchedStep) -> StepOutput:
+        return step.handle.result()
+
+    def reset(self) -> None:
+        raise RunnerError("a simulated step cannot fail")
+
+    def output(self, batch: Batch) -> StepOutput:
+        """What the batch samples."""
+        count = batch.load.num_logits
+        if count not in self._outputs:  # views
+            first = {name: getattr(self._whole, name)[:count] for name in _ARRAYS}
+            self._outputs[count] = StepOutput(**first)
+        return self._outputs[count]
+
+
+class NoDevice:
+    """The `Runner` of a core whose steps are simulated."""
+
+    def __init__(self, limits: EngineLimits) -> None:
+        self._limits = limits
+
+    @property
+    def name(self) -> str:
+        return "simulated"
+
+    @property
+    def capabilities(self) -> frozenset[Capability]:
+        return frozenset()
+
+    @property
+    def vocab_size(self) -> int:
+        return VOCAB_SIZE
+
+    @property
+    def hidden_size(self) -> None:
+        return None
+
+    @property
+    def token_buckets(self) -> tuple[int, ...]:
+        return (self._limits.max_num_batched_tokens,)
+
+    def warmup(self) -> None:
+        """Does nothing: there are no programs to compile."""
+
+    def launch(self, inputs: ModelInputs) -> StepHandle:
+        raise RunnerError(f"step {inputs.step_id} was given to a device that there is not")
+
+    def reset(self) -> None:
+        """Does nothing: there is no KV."""
+
+    def close(self) -> None:
+        """Does nothing: there is no memory to free."""
+
+
+def _constant_output(count: int) -> StepOutput:
+    return StepOutput(
+        token_ids=np.ones(count, np.int32),
+        is_finite=np.ones(count, np.bool_),
+        has_choice=np.ones(count, np.bool_),
+        logprobs=np.zeros(count, np.float32),
+        ranks=np.ones(count, np.int32),
+        top_ids=np.zeros((count, 0), np.int32),
+        top_logprobs=np.zeros((count, 0), np.float32),
+    )
+
+
+def make_simulated_core(
+    server: SimulatedServer,
+    policy: SchedulingPolicy,
+    clock: SimulatedClock,
+    steps: Steps | None = None,
+) -> EngineCore:
+    """A server's core; `steps` may be given in place of those that only take time."""
+    bound = None
+    if server.max_itl_ms is not None:
+        bound = StepBound(max_ms=server.max_itl_ms, cost=server.cost)
+    options = CoreOptions(
+        policy=POLICIES[policy](server.starvation_guard_s),
+        step_bound=bound,
+        clock=clock,
+        secret=b"simulated",
+    )
+    steps = steps or SimulatedSteps(server.limits, server.cost.predict_ms, clock)
+    return EngineCore(NoDevice(server.limits), server.limits, options, steps)
+
+
+def measure_server(model: str | Path | None, config: EngineConfig) -> SimulatedServer:
+    """The server that a model would have with these options; loads it to time its steps."""
+    with_bound = replace(config, max_itl_ms=MAX_MAX_ITL_MS)
+    loaded = load_model(model, with_bound)
+    try:
+        bound = loaded.core.scheduler.step_bound
+        assert bound is not None, "a number bounds the steps"
+        return _server(loaded.core.limits, bound.cost, config)
+    finally:
+        loaded.close()
+
+
+def given_server(costs_ms: tuple[float, ...], config: EngineConfig) -> SimulatedServer:
+    """A server whose steps cost `costs_ms`: of a step, a token, a logit row and a key.
+
+    Limits that are not given are a context of 4,096 tokens, 256 tokens a step, and pages for full
+    contexts in all rows.
+    """
+    rows = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS
+    length = config.max_model_len or DEFAULT_MODEL_LEN
+    limits = EngineLimits(
+        max_num_seqs=rows,
+        max_num_batched_tokens=config.max_num_batched_tokens or max(rows, DEFAULT_TOKEN_BUDGET),
+        max_model_len=length,
+        page_size=config.page_size,
+        num_pages=config.num_pages or rows * -(-length // config.page_size),
+        max_num_queued_reqs=config.max_num_queued_reqs or QUEUED_REQS,
+        enable_prefix_caching=config.enable_prefix_caching,
+        prefix_cache_memory_share=config.prefix_cache_memory_share,
+    )
+    fixed_ms, token_ms, logit_ms, key_ms = costs_ms
+    cost = StepCost(fixed_ms=fixed_ms, token_ms=token_ms, logit_ms=logit_ms, key_ms=key_ms)
+    return _server(limits, cost, config)
+
+
+def _server(limits: EngineLimits, cost: StepCost, config: EngineConfig) -> SimulatedServer:
+    server = SimulatedServer(
+        limits=limits, cost=cost, max_itl_ms=None, starvation_guard_s=config.starvation_guard
+    )
+    if config.max_itl_ms == "none":
+        return server
+    if config.max_itl_ms == "auto":
+        bound_ms = derive_bound_ms(cost, limits.max_num_seqs, limits.max_model_len)
+        return replace(server, max_itl_ms=bound_ms)
+    return replace(server, max_itl_ms=float(config.max_itl_ms))
