@@ -23,6 +23,16 @@ def kept_port() -> Generator[int]:
 
 
 @contextmanager
+def silent_port() -> Generator[int]:
+    """A port that drops what asks for a connection: its queue of them is full."""
+    with socket.socket() as listening, socket.socket() as waiting:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen(0)
+        waiting.connect(listening.getsockname())
+        yield listening.getsockname()[1]
+
+
+@contextmanager
 def refusing_port() -> Generator[int]:
     """A port at which every connection is refused: it is bound, and nobody listens."""
     with socket.socket() as silent:

@@ -22,6 +22,7 @@ from cadenza.checkpoint.gguf.files import (
     first_files,
     split_names,
 )
+from cadenza.checkpoint.hub_reach import LIMIT_VARIABLE, connect_limit_s, is_silent
 from cadenza.checkpoint.json_object import read_json_object
 from cadenza.checkpoint.tokenizer_files import NAMED_TEMPLATES_FOLDER
 from cadenza.checkpoint.weights import INDEX_FILE, MTP_FILE, SINGLE_FILE, read_shard_names
@@ -146,6 +147,7 @@ class _Fetching:
         is_offline = self.hub.is_offline
         if constants.HF_HUB_OFFLINE if is_offline is None else is_offline:
             return self._find_cached()
+        self._check_reach()
         with self._explained():
             from huggingface_hub import HfApi
 
@@ -163,6 +165,15 @@ class _Fetching:
         folder = self._fetch_files(api, commit, sizes) if file is None else file.parent
         self._remember(commit)
         return Snapshot(folder=folder, commit=commit, gguf=file)
+
+    def _check_reach(self) -> None:
+        limit_s = connect_limit_s()
+        if is_silent(self.endpoint, limit_s):
+            raise CheckpointError(
+                f"the hub at {self.endpoint} does not answer within {limit_s:g} s for "
+                f"{self._subject}: the network drops what is sent; check it, set HF_HUB_OFFLINE=1 "
+                f"to use the cache, name a local folder, or set {LIMIT_VARIABLE} to wait longer"
+            )
 
     @property
     def _subject(self) -> str:
