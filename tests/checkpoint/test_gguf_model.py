@@ -318,7 +318,26 @@ REFUSED: dict[str, tuple[Callable[[Conversion], object], str]] = {
         tensor(ROPE, np.full(32, np.nan, np.float32)),
         "short_factor",
     ),
-    "no embedding": (lacking("token_embd.weight"), "has no tensor token_embd.weight"),
+    "no embedding": (
+        lacking("token_embd.weight"),
+        r"has no tensor token_embd\.weight; it is a part of a model",
+    ),
+    "an embedding of one axis": (
+        tensor("token_embd.weight", np.ones(72, np.float32)),
+        r"has token_embd\.weight with 1 axes; it must have 2",
+    ),
+    "a vocabulary alone": (
+        lambda model: model.tensors.clear(),
+        "has no tensors: it is of a vocabulary alone, which cannot be served$",
+    ),
+    "a tower alone": (
+        lambda model: setattr(model, "tensors", {"v.patch_embd.weight": np.ones((4, 4))}),
+        "has the tower and the projector of a model alone, .*, and this one by --mmproj$",
+    ),
+    "a projector's file": (
+        named("clip"),
+        "has the tower and the projector of a model alone, .*, and this one by --mmproj$",
+    ),
     "a tensor less": (lacking("blk.1.attn_norm.weight"), r"lacks blk\.1\.attn_norm\.weight, which"),
     "a tensor more": (
         tensor("blk.1.ffn_norm_2.weight", np.ones(72, np.float32)),

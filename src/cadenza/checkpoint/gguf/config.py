@@ -33,6 +33,12 @@ from cadenza.checkpoint.rope_config import (
 )
 from cadenza.errors import CheckpointError
 
+_TOWER = ("v.", "mm.", "a.")
+"""How the names of an encoder's and a projector's tensors start."""
+_TOWER_ALONE = (
+    "the tower and the projector of a model alone, which cannot be served; name the model's own "
+    "file, and this one by --mmproj"
+)
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 _NUM_SECTIONS = 4  # of which the last is not used
@@ -128,6 +134,8 @@ def _find(settings: Settings) -> Architecture:
         raise CheckpointError(
             adapter_text(where, metadata.get("general.base_model.0.repo_url") or name)
         )
+    if architecture is None and settings.architecture == "clip":
+        raise CheckpointError(f"{where} has {_TOWER_ALONE}")
     if architecture is None:
         raise CheckpointError(
             f"{where}: the architecture {settings.architecture[:80]!r} is not supported; supported "
@@ -144,15 +152,24 @@ def _find(settings: Settings) -> Architecture:
     return architecture
 
 
+def _fault_of_embedding(settings: Settings) -> str:
+    """Why there is none: what the file has instead."""
+    embedding, names = settings.tensors.get(EMBEDDING), settings.tensors.keys()
+    if embedding is not None:
+        return f"has {EMBEDDING} with {len(embedding.shape)} axes; it must have 2"
+    if not names:
+        return "has no tensors: it is of a vocabulary alone, which cannot be served"
+    if all(name.startswith(_TOWER) for name in names):
+        return f"has {_TOWER_ALONE}"
+    return f"has no tensor {EMBEDDING}; it is a part of a model: name the whole, or its first file"
+
+
 def _read_common(
     settings: Settings, architecture: Architecture, rope: RopeConfig
 ) -> dict[str, object]:
     embedding = settings.tensors.get(EMBEDDING)
     if embedding is None or len(embedding.shape) != 2:
-        raise CheckpointError(
-            f"{settings.metadata.where} has no tensor {EMBEDDING} with two axes; a file of a "
-            f"vocabulary, an adapter or a projector alone cannot be served"
-        )
+        raise CheckpointError(f"{settings.metadata.where} {_fault_of_embedding(settings)}")
     head_dim, gating = settings.head_dim, architecture.gating
     value_size = settings.integer("attention.value_length", 1, MAX_WIDTH, head_dim)
     if value_size != head_dim and not settings.has("attention.kv_lora_rank"):
