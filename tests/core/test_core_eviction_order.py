@@ -15,13 +15,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from cadenza.core.eviction_order import (
-    LEAST_ROUNDS,
-    SHARED_ROUNDS,
-    EvictionOrder,
-    PageClass,
-    Reuse,
-)
+from cadenza.core.eviction_order import ROUNDS, EvictionOrder, PageClass, Reuse
 from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.sequence import Sequence
 from tests.core.builders import manager_of, prompt_of, sequence_of
@@ -55,9 +49,9 @@ class OrderMachine(RuleBasedStateMachine):
         most = max(1, self.num_pages)
         between = PageClass.GENERATED, PageClass.PROMPT
         if each.page_class is PageClass.SHARED:
-            return each.at + SHARED_ROUNDS * most
+            return each.at + ROUNDS * most
         if each.page_class not in between:
-            return each.at - LEAST_ROUNDS * most
+            return each.at - ROUNDS * most
         other = between[each.page_class is PageClass.GENERATED]
         return each.at - self.reuse.lag(each.page_class, other, most)
 
@@ -216,7 +210,7 @@ def num_evictions_until_gone(order: EvictionOrder, num_pages: int, others: PageC
     return num_evicted
 
 
-MOST_ROUNDS = SHARED_ROUNDS + LEAST_ROUNDS + 2
+MOST_ROUNDS = 2 * ROUNDS + 2
 
 
 @given(st.integers(1, 12), CLASSES)
@@ -263,7 +257,7 @@ def ask_thrice(manager: KVCacheManager) -> None:
 def test_a_flood_of_prompts_that_come_once_leaves_a_shared_system_prompt() -> None:
     manager = manager_of(NUM_PAGES)
     ask_thrice(manager)
-    flood(manager, SHARED_ROUNDS * NUM_PAGES // 6)
+    flood(manager, ROUNDS * NUM_PAGES // 6)
     assert num_cached(manager, SYSTEM) == len(SYSTEM)
 
 
@@ -271,7 +265,7 @@ def test_a_flood_leaves_a_system_prompt_that_is_in_use_however_long_it_lasts() -
     manager = manager_of(NUM_PAGES)
     ask_thrice(manager)
     for index in range(8):
-        flood(manager, SHARED_ROUNDS * NUM_PAGES // 6)
+        flood(manager, ROUNDS * NUM_PAGES // 6)
         sequence = computed(manager, sequence_of(50 + index, (*SYSTEM, 50 + index)))
         assert sequence.num_published_pages == len(SYSTEM) // 16
         assert manager.pool.class_of(sequence.page_table[0]) is PageClass.SHARED
@@ -289,7 +283,7 @@ def test_the_flood_takes_a_prompt_that_came_once() -> None:
 def test_a_system_prompt_that_is_no_longer_used_leaves_in_the_end() -> None:
     manager = manager_of(NUM_PAGES)
     ask_thrice(manager)
-    flood(manager, (SHARED_ROUNDS + 2) * NUM_PAGES // 6)
+    flood(manager, (ROUNDS + 2) * NUM_PAGES // 6)
     assert num_cached(manager, SYSTEM) == 0
 
 

@@ -13,12 +13,9 @@ from typing import NamedTuple
 NEWEST_PARTS = 4
 """The newest pages are one in so many."""
 
-SHARED_ROUNDS = 2
-"""A shared page counts as used later than another one, by so many times as many evictions as there
-are pages."""
-
-LEAST_ROUNDS = 4
-"""By how much earlier pages count that hardly anybody can use."""
+ROUNDS = 4
+"""By how many pools of evictions a shared page counts as used later than it was, and one that
+hardly anybody can use as used earlier."""
 
 
 class PageClass(IntEnum):
@@ -132,7 +129,7 @@ class EvictionOrder:
             return -self._reuse.lag(PageClass.PROMPT, PageClass.GENERATED, self._num_pages)
         if page_class == PageClass.GENERATED:
             return -self._reuse.lag(PageClass.GENERATED, PageClass.PROMPT, self._num_pages)
-        rounds = SHARED_ROUNDS if page_class == PageClass.SHARED else -LEAST_ROUNDS
+        rounds = ROUNDS if page_class == PageClass.SHARED else -ROUNDS
         return rounds * self._num_pages
 
     def check_invariants(self) -> None:
