@@ -43,6 +43,7 @@ MAX_NUM_SEQS_BOUND = 1 << 14
 DEFAULT_MAX_NUM_SEQS = 16
 MAX_MODEL_LEN_BOUND = 1 << 24
 MAX_LOGPROBS_BOUND = 20
+MAX_NUM_QUEUED_REQS_BOUND = 1 << 31
 MAX_NUM_QUEUED_TOKENS_BOUND = 1 << 40
 MAX_SEED = (1 << 63) - 1
 MIN_MAX_ITL_MS, MAX_MAX_ITL_MS = 1.0, 600_000.0
@@ -295,7 +296,7 @@ class EngineConfig:
         None,
         "Requests that may wait; auto: as many as a 512th part of the memory holds, at least "
         "1,024.",
-        within=(1, 1 << 31),
+        within=(1, MAX_NUM_QUEUED_REQS_BOUND),
     )
     max_num_queued_tokens: int | None = option(
         None,
@@ -510,6 +511,14 @@ class EngineLimits:
                 "--kv-layout dense cannot share prefixes of a model with recurrent state; set "
                 "--kv-layout paged"
             )
+
+    @property
+    def of_steps(self) -> "EngineLimits":
+        """What may decide bits of a step: without the bounds of queues, which follow the memory,
+        and of failed steps."""
+        return dataclasses.replace(
+            self, max_num_queued_reqs=0, max_num_queued_tokens=0, max_consecutive_step_errors=0
+        )
 
     @property
     def placeholder(self) -> int | None:

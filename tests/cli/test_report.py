@@ -78,7 +78,7 @@ def test_a_table_wider_than_the_terminal_is_printed_in_full(capsys: pytest.Captu
     [
         ("weight_bytes", 3 << 20, "3.0 MiB"),
         ("kv_bytes_per_token", 512, "512 bytes"),
-        ("load_gb_s", 9.04, "9.0 GB/s"),
+        ("load_gb_s", 9.04, "9.04 GB/s"),
         ("total_s", 1.234, "1.23 s"),
         ("load_s", (1.0, 2.0), "1.00 s, 2.00 s"),
         ("step_ms", 4.81234, "4.812"),

@@ -11,7 +11,12 @@ from cadenza.checkpoint import named_shape, open_checkpoint, write_random_checkp
 from cadenza.frontend.text_frontend import TextFrontend
 from tests.cli.harness import write_model
 
-LIMITS: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 256, "max_num_batched_tokens": 64}
+LIMITS: dict[str, Any] = {
+    "max_num_seqs": 4,
+    "max_model_len": 256,
+    "max_num_batched_tokens": 64,
+    "max_num_queued_reqs": 16,
+}
 """Of all tests' engines here where no others matter, so that their programs compile once."""
 
 

@@ -26,7 +26,7 @@ from cadenza.checkpoint.dtypes import WeightDType
 from cadenza.checkpoint.random_checkpoint import named_shape, write_random_checkpoint
 from cadenza.config import KVCacheDType
 from cadenza.engine.process.messages import Start
-from cadenza.engine.process.process_link import ProcessLink, ProcessOptions
+from cadenza.engine.process.process_link import ProcessLink, ProcessOptions, pinned
 from cadenza.errors import ConfigError
 from cadenza.loading.build import find_checkpoint, plan_model
 from cadenza.loading.engine_program import open_start
@@ -153,7 +153,9 @@ def check_engine(folder: Path, version: Any, model: Path | None, config: EngineC
     assert peak_bytes > planned_bytes / 2
 
 
-BUNDLED = EngineConfig(max_num_seqs=128, max_model_len=2048)
+BUNDLED = EngineConfig(
+    max_num_seqs=128, max_model_len=2048, max_num_queued_reqs=1024, max_num_queued_tokens=1 << 18
+)
 
 
 @pytest.mark.parametrize("version", [pytest.param(version_1, marks=pytest.mark.soak), version_2])
@@ -180,7 +182,10 @@ def test_both_versions_of_control_groups_give_the_same_plan(tmp_path: Path) -> N
 
 def test_a_group_too_small_for_the_engine_is_refused_with_what_to_set(tmp_path: Path) -> None:
     checkpoint = find_checkpoint(None)
-    needed = plan_model(checkpoint, EngineConfig(max_num_seqs=1, num_pages=1)).planned_bytes
+    least = EngineConfig(
+        max_num_seqs=1, num_pages=1, max_num_queued_reqs=1, max_num_queued_tokens=1
+    )
+    needed = plan_model(checkpoint, least).planned_bytes
     memory = HostMemory(make_root(tmp_path, version_2, needed + 8 * MB))
     with pytest.raises(ConfigError, match=r"; set --max-num-seqs (\d+)$") as refused:
         plan_model(checkpoint, EngineConfig(max_num_seqs=512), memory=memory)
@@ -193,9 +198,7 @@ def test_a_group_too_small_for_the_engine_is_refused_with_what_to_set(tmp_path: 
 def test_a_restart_keeps_the_plan_of_the_first_start_when_less_is_free(tmp_path: Path) -> None:
     first = plan_model(find_checkpoint(None), EngineConfig(max_num_seqs=8))
     limits = first.limits
-    config = EngineConfig(
-        max_num_seqs=8, max_model_len=limits.max_model_len, num_pages=limits.num_pages
-    )
+    config = pinned(EngineConfig(max_num_seqs=8), limits)
     memory = HostMemory(make_root(tmp_path, version_2, first.planned_bytes // 2))
     start = Start(model=None, config=config, log_level=0)
     with pytest.raises(ConfigError, match=r"; (set|free) "):

@@ -245,5 +245,5 @@ def test_forcing_an_instruction_set_forces_the_integer_kernels_too(
         text=True,
         check=True,
     )
-    bits = {"avx512_vnni": 512, "avx_vnni": 256, "avx2": 256, "scalar": 0}
+    bits = {"amx": 512, "avx512_vnni": 512, "avx_vnni": 256, "avx2": 256, "scalar": 0}
     assert bits[ran.stdout.strip()] <= most

@@ -56,7 +56,7 @@ def _name_arithmetic(engine: PlannedEngine, checkpoint: Checkpoint, setup: Runne
     name = engine.backend.name_arithmetic(checkpoint, setup)
     if name is not None:
         return f"{name}-{ARITHMETIC_REVISION}"
-    digest = _digest(*_described(engine, checkpoint), repr(setup.limits))
+    digest = _digest(*_described(engine, checkpoint), repr(setup.limits.of_steps))
     return f"{engine.plan.traits.name}-{digest}"
 
 
@@ -69,7 +69,7 @@ def identify(engine: PlannedEngine) -> EngineIdentity:
         config.quantization,
         config.kv_cache_dtype,
         config.arithmetic,
-        repr(plan.limits),
+        repr(plan.limits.of_steps),
         repr(sorted(checkpoint.eos_token_ids)),
         str(config.seed),
         *_described(engine, checkpoint),

@@ -14,7 +14,12 @@ from typing import Self
 from cadenza.backends.base import BackendTraits, ModelMemory
 from cadenza.checkpoint import Checkpoint, ModelConfig
 from cadenza.checkpoint.dtypes import WeightDType, item_bytes
-from cadenza.config import EngineConfig, EngineLimits
+from cadenza.config import (
+    MAX_NUM_QUEUED_REQS_BOUND,
+    MAX_NUM_QUEUED_TOKENS_BOUND,
+    EngineConfig,
+    EngineLimits,
+)
 from cadenza.core.step_schema import NUM_EXTRA_LOGIT_ROWS
 from cadenza.core.token_rules import RuleLayout
 
@@ -169,8 +174,8 @@ class QueueBounds:
         num_reqs = max(LEAST_QUEUED_REQS, int(requests_bytes / QUEUED_REQUEST_BYTES))
         tokens_bytes = share_bytes - requests_bytes
         num_tokens = max(LEAST_QUEUED_TOKENS, int(tokens_bytes / QUEUED_TOKEN_BYTES))
-        num_reqs = config.max_num_queued_reqs or num_reqs
-        num_tokens = config.max_num_queued_tokens or num_tokens
+        num_reqs = config.max_num_queued_reqs or min(num_reqs, MAX_NUM_QUEUED_REQS_BOUND)
+        num_tokens = config.max_num_queued_tokens or min(num_tokens, MAX_NUM_QUEUED_TOKENS_BOUND)
         num_bytes = num_reqs * QUEUED_REQUEST_BYTES + num_tokens * QUEUED_TOKEN_BYTES
         return cls(
             num_reqs=num_reqs, num_tokens=num_tokens, num_bytes=min(num_bytes, int(share_bytes))

@@ -6,7 +6,6 @@ equal fingerprints compute equal bits for a page of equal tokens.
 
 import os
 import platform
-from dataclasses import replace
 from pathlib import Path
 
 from cadenza import __version__
@@ -64,11 +63,8 @@ def max_folder_bytes(config: EngineConfig) -> int:
 
 def _describe_machine(limits: EngineLimits) -> tuple[str, ...]:
     """What may decide bits where the class of the arithmetic has no name: the processor and the
-    shapes of a step. Queues do not."""
-    shapes = replace(
-        limits, max_num_queued_reqs=0, max_num_queued_tokens=0, max_consecutive_step_errors=0
-    )
-    return (platform.machine(), str(os.cpu_count()), _cpu_flags(), repr(shapes))
+    shapes of a step."""
+    return (platform.machine(), str(os.cpu_count()), _cpu_flags(), repr(limits.of_steps))
 
 
 def _cpu_flags() -> str:

@@ -515,14 +515,16 @@ def _sendable(path: str) -> str:
 
 
 def pinned(config: EngineConfig, limits: EngineLimits) -> EngineConfig:
-    """`config` for a further process, whose rows, pool and context do not depend on the memory that
-    is free then: with others its streams could not be the same."""
+    """`config` for a further process, whose rows, pool, context and queue do not depend on the
+    memory that is free then: with others its streams could not be the same."""
     num_tokens = limits.num_pages * limits.page_size
     return replace(
         config,
         max_num_seqs=limits.max_num_seqs,
         max_model_len=limits.max_model_len,
         num_pages=num_tokens // config.page_size,
+        max_num_queued_reqs=limits.max_num_queued_reqs,
+        max_num_queued_tokens=limits.max_num_queued_tokens,
     )
 
 
