@@ -142,10 +142,10 @@ def _stream_one_id(answer: httpx.Response) -> bool:
 
 
 def _lines_stream(answer: httpx.Response) -> bool:
-    """Ollama's: several pieces of a text, the last line alone is done."""
+    """Ollama's: the text in lines of its own, however many; the last line alone is done."""
     lines = [json.loads(line) for line in answer.text.splitlines()]
-    pieces = [line for line in lines if line["message"]["content"]]
-    return len(pieces) > 1 and [line["done"] for line in lines].index(True) == len(lines) - 1
+    pieces = [line for line in lines[:-1] if line["message"]["content"]]
+    return bool(pieces) and [line["done"] for line in lines] == [False] * (len(lines) - 1) + [True]
 
 
 def _stream_finish(answer: httpx.Response, reasons: list[str]) -> bool:
