@@ -17,8 +17,6 @@ from cadenza.fingerprint import Fingerprint
 from cadenza.frontend.sparse_prompts import SparsePrompts
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.loading.build import open_planned
-from cadenza.loading.fingerprint import make_fingerprint
-from cadenza.loading.page_folder import page_fingerprint
 from cadenza.request import Request, SamplingParams
 from cadenza.sparse_prefill import When
 from cadenza.spec_prefill_config import SpecPrefillChoice, SpecPrefillConfig
@@ -91,8 +89,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def fingerprints_of(folder: Path, **options: Any) -> tuple[Fingerprint, str]:
     """Those of answers, and of pages."""
-    planned = open_planned(folder, EngineConfig(**{**SMALL, **options}))
-    return make_fingerprint(planned), page_fingerprint(planned)
+    identity = open_planned(folder, EngineConfig(**{**SMALL, **options})).identity()
+    return identity.fingerprint, identity.digest("pages")
 
 
 def answers_of(folder: Path, **options: Any) -> list[Any]:
@@ -233,7 +231,7 @@ class OtherArithmetic(NamedArithmetic):
 
 def test_the_scorers_arithmetic_and_types_are_in_the_fingerprint_of_thinned_answers() -> None:
     found = [
-        make_fingerprint(open_planned(None, config_of(), {"stub": f"{HERE}:{kind}"}))
+        open_planned(None, config_of(), {"stub": f"{HERE}:{kind}"}).identity().fingerprint
         for kind in ("NamedArithmetic", "NamedArithmetic", "OtherArithmetic")
     ]
     assert found[0] == found[1]

@@ -17,7 +17,6 @@ from cadenza.errors import (
 )
 from cadenza.frontend.loaded_model import open_text
 from cadenza.loading.build import find_checkpoint, find_configured, plan_model
-from cadenza.loading.fingerprint import make_fingerprint
 from cadenza.loading.planned_engine import PlannedEngine
 
 DRAWN = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -70,7 +69,7 @@ def test_a_given_chat_template_is_used_in_place_of_the_models(
     assert open_text(own, EngineConfig()).render_chat(asked)[0] != "THE FOX"
     plan = plan_model(own, EngineConfig())
     fingerprints = [
-        make_fingerprint(PlannedEngine(checkpoint=each, plan=plan, config=given))
+        PlannedEngine(checkpoint=each, plan=plan, config=given).identity().fingerprint
         for each in (checkpoint, own)
     ]
     assert fingerprints[0].template != fingerprints[1].template

@@ -84,7 +84,7 @@ def test_pages_of_another_revision_of_the_arithmetic_are_not_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ask(tmp_path)
-    monkeypatch.setattr("cadenza.loading.page_folder.ARITHMETIC_REVISION", 0)
+    monkeypatch.setattr("cadenza.loading.identity.ARITHMETIC_REVISION", 0)
     assert ask(tmp_path).num_cached_tokens == 0
     assert (ask(tmp_path).num_cached_tokens or 0) > 0
 

@@ -17,6 +17,7 @@ from cadenza.checkpoint.random_checkpoint import write_random_checkpoint
 from cadenza.config import EngineConfig
 from cadenza.errors import ConfigError
 from cadenza.loading.build import open_planned
+from cadenza.loading.identity import identify
 from cadenza.loading.weight_cache import MIN_WEIGHT_BYTES, packed_weights_file
 
 ENOUGH = MIN_WEIGHT_BYTES
@@ -30,9 +31,14 @@ def setup(tmp_path: Path) -> RunnerSetup:
 
 
 def file_for(setup: RunnerSetup, num_bytes: int = ENOUGH, **options: Any) -> Path | None:
-    config = EngineConfig(**options)
-    backend = find_backend("auto")
-    return packed_weights_file(open_checkpoint(None), setup, config, backend, num_bytes)
+    checkpoint, backend = open_checkpoint(None), find_backend("auto")
+    traits = backend.describe("auto", "auto", checkpoint)
+    return packed_weights_file(
+        setup,
+        EngineConfig(**options),
+        num_bytes,
+        lambda: identify(checkpoint, setup, backend, traits),
+    )
 
 
 def keep(folder: Path, name: str, num_bytes: int, used_s: int) -> Path:
@@ -60,7 +66,7 @@ def test_a_file_of_another_revision_of_the_arithmetic_has_another_name(
     setup: RunnerSetup, monkeypatch: pytest.MonkeyPatch
 ):
     before = file_for(setup)
-    monkeypatch.setattr("cadenza.loading.weight_cache.ARITHMETIC_REVISION", 0)
+    monkeypatch.setattr("cadenza.loading.identity.ARITHMETIC_REVISION", 0)
     assert file_for(setup) != before
 
 

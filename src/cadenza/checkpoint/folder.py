@@ -136,14 +136,6 @@ class Checkpoint:
         return self.tokenizer.chat_templates.get("default")
 
     @property
-    def file_stamps(self) -> tuple[str, ...]:
-        """The name of each file of weights, with the time of its last change."""
-        if self.is_known:
-            return tuple(f"{file.name} {file.modified_ns}" for file in self.weights.files)
-        paths = sorted(self.folder.glob("*.safetensors"))
-        return tuple(f"{path.name} {path.stat().st_mtime_ns}" for path in paths)
-
-    @property
     def num_weight_bytes(self) -> int:
         """Stored bytes of the model's tensors; a tied head is not counted again."""
         return sum(self.weights.num_bytes(spec.name) for spec in declare(self.config))

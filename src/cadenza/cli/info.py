@@ -301,12 +301,11 @@ def _keeps(chosen: "SpecPrefillConfig") -> tuple[float, ...]:
 def _answers(checkpoint: "Checkpoint", plan: "EnginePlan", config: EngineConfig) -> dict[str, Any]:
     """The fingerprint of answers, and its parts."""
     from cadenza.frontend.loaded_model import open_text
-    from cadenza.loading.fingerprint import make_fingerprint
     from cadenza.loading.planned_engine import PlannedEngine
 
     text = open_text(checkpoint, config, plan.limits.max_model_len)
     engine = PlannedEngine(checkpoint=checkpoint, plan=plan, config=config)
-    fingerprint = text.with_forms(make_fingerprint(engine))
+    fingerprint = text.with_forms(engine.identity().fingerprint)
     return {"system_fingerprint": fingerprint.digest, **fingerprint.parts}
 
 

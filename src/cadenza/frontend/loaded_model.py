@@ -31,7 +31,6 @@ from cadenza.loading.build import (
     promise_planned,
     release_tokenizer,
 )
-from cadenza.loading.fingerprint import make_fingerprint
 from cadenza.loading.plan import EnginePlan
 from cadenza.loading.planned_engine import PlannedEngine
 from cadenza.loading.promised_memory import MemoryPromise
@@ -101,9 +100,9 @@ class PlannedModel:
         with ExitStack() as failing, ThreadPoolExecutor(1) as thread:
             promise = failing.enter_context(closing(promise_planned(self.plan)))
             # Reads the weights, while they are loaded.
-            fingerprint = thread.submit(make_fingerprint, engine)
+            identity = thread.submit(engine.identity)
             core = build_core(engine, on_phase)
-            answers = fingerprint.result()
+            answers = identity.result().fingerprint
             failing.pop_all()
         release_tokenizer(self.checkpoint)
         return LoadedModel(

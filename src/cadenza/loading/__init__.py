@@ -15,8 +15,8 @@ Modules:
 - `scorer`: the plan of the model that scores prompts
 - `sparse_gain`: how much sooner a thinned prompt's first token is predicted to come
 - `planned_engine`: a model, its plan and its options, and how its runners are loaded
-- `fingerprint`, `content_digest`: what answers and streams depend on; the digest of the weights
-- `page_folder`: the folder of `--prefix-cache-disk`, and what its pages depend on
+- `identity`, `content_digest`: what decides bits, and which keys have it; the digest of the weights
+- `page_folder`: the folder of `--prefix-cache-disk`
 - `weight_cache`: where weights that `--quantization` makes are kept, and how many bytes of them
 - `step_costs`: what steps cost, kept from one start to the next
 - `engine_program`: what an engine process executes

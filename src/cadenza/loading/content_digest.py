@@ -29,7 +29,7 @@ _DIGEST_CHARS = 64
 def digest_of(parts: Iterable[str]) -> str:
     """A SHA-256 of texts in order, in hex."""
     framed = "".join(f"{len(part)}:{part}" for part in parts)
-    return hashlib.sha256(framed.encode()).hexdigest()
+    return hashlib.sha256(framed.encode(errors="surrogatepass")).hexdigest()
 
 
 def replace_file(path: Path, content: bytes) -> None:

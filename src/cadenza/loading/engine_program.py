@@ -37,7 +37,6 @@ def load_engine(
     """Loads the model of `start`. Raises the errors of `open_planned` and `build_serving_core`."""
     on_phase("imports")
     from cadenza.loading.build import build_serving_core, promise_planned, release_tokenizer
-    from cadenza.loading.fingerprint import identify, make_fingerprint
 
     engine = replace(open_start(start, backends, memory), config=start.config)
     promise = promise_planned(engine.plan)
@@ -48,14 +47,14 @@ def load_engine(
             on_phase("compile")
 
     with ThreadPoolExecutor(1) as thread:  # reads the weights, while they are loaded
-        fingerprint = thread.submit(make_fingerprint, engine)
+        identity = thread.submit(engine.identity)
         core = build_serving_core(engine, after, start.prefix_secret)
-        answers = fingerprint.result()
+        found = identity.result()
     release_tokenizer(engine.checkpoint)
     return Serving(
         core=core,
-        fingerprint=answers,
-        identity=identify(engine),
+        fingerprint=found.fingerprint,
+        identity=found.digest("streams"),
         count_compiles=engine.backend.watch_compiles(),
         held=promise,
     )

@@ -14,6 +14,7 @@ from cadenza.checkpoint import Checkpoint
 from cadenza.config import EngineConfig
 from cadenza.engine.model_drafter import DraftModel
 from cadenza.engine.scoring_steps import PromptScorerModel
+from cadenza.loading.identity import Identity, identify
 from cadenza.loading.plan import EnginePlan
 from cadenza.loading.weight_cache import packed_weights_file
 
@@ -111,6 +112,17 @@ class PlannedEngine:
             scores_prompts=True,
         )
 
+    def identity(self) -> Identity:
+        """What decides the bits of the model's pages, streams and answers. Reads all weights once,
+        unless their digest is in the cache folder."""
+        scorer = self.plan.scorer
+        scoring = scorer and self._identify(scorer.checkpoint, self.scorer_setup())
+        own = self._identify(self.checkpoint, self.setup())
+        return own.answering(self.checkpoint, self.config, scoring)
+
+    def _identify(self, checkpoint: Checkpoint, setup: RunnerSetup) -> Identity:
+        return identify(checkpoint, setup, self.backend, self.plan.traits)
+
     def kept_weights(self) -> Path | None:
         """The file that later loads read in place of the checkpoint's; None without one."""
         kept = self._kept_weights(self.checkpoint, self.setup(), self.plan.weight_bytes)
@@ -125,7 +137,9 @@ class PlannedEngine:
     ) -> Path | None:
         if not self.plan.traits.keeps_packed_weights:
             return None
-        return packed_weights_file(checkpoint, setup, self.config, self.backend, weight_bytes)
+        return packed_weights_file(
+            setup, self.config, weight_bytes, lambda: self._identify(checkpoint, setup)
+        )
 
 
 def cache_folder() -> Path:

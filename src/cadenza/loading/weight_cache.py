@@ -9,16 +9,14 @@ import logging
 import os
 import shutil
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from cadenza import __version__
-from cadenza.backends.base import Backend, RunnerSetup
-from cadenza.checkpoint import Checkpoint
+from cadenza.backends.base import RunnerSetup
 from cadenza.config import EngineConfig
 from cadenza.errors import show_size
-from cadenza.fingerprint import ARITHMETIC_REVISION
-from cadenza.loading.content_digest import content_digest, digest_of
+from cadenza.loading.identity import Identity
 
 logger = logging.getLogger(__name__)
 
@@ -36,11 +34,10 @@ _SUFFIX = ".packed"
 
 
 def packed_weights_file(
-    checkpoint: Checkpoint,
     setup: RunnerSetup,
     config: EngineConfig,
-    backend: Backend,
     weight_bytes: int,
+    identify: Callable[[], Identity],
 ) -> Path | None:
     """The file for the weights of `setup`, which take `weight_bytes`; None if they are not kept."""
     max_bytes = max_cache_bytes(config)
@@ -49,7 +46,7 @@ def packed_weights_file(
     if not MIN_WEIGHT_BYTES <= weight_bytes <= max_bytes:
         return None
     folder = setup.cache_folder / "weights"
-    path = folder / f"{_name(checkpoint, setup, backend)}{_SUFFIX}"
+    path = folder / f"{identify().digest('weights')}{_SUFFIX}"
     if path.exists() or _make_room(folder, max_bytes, weight_bytes):
         return path
     return None
@@ -59,22 +56,6 @@ def max_cache_bytes(config: EngineConfig) -> int:
     """The most that kept weights may take."""
     chosen = config.weight_cache_bytes
     return DEFAULT_BYTES if chosen is None else chosen
-
-
-def _name(checkpoint: Checkpoint, setup: RunnerSetup, backend: Backend) -> str:
-    assert setup.cache_folder is not None
-    parts = (
-        __version__,
-        str(ARITHMETIC_REVISION),
-        content_digest(checkpoint, setup.cache_folder),
-        repr(checkpoint.config),  # an MTP layer lies in the files of its model
-        *backend.describe_arithmetic(setup.device, setup.ops, checkpoint),
-        setup.arithmetic,
-        setup.dtype,
-        setup.quantization,
-        setup.kv_cache_dtype,
-    )
-    return digest_of(parts)
 
 
 def _make_room(folder: Path, max_bytes: int, num_bytes: int) -> bool:

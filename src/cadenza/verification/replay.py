@@ -26,7 +26,7 @@ from cadenza.frontend.loaded_model import LoadedModel, PlannedModel, open_model
 from cadenza.frontend.output_processor import OutputProcessor, OutputRouter
 from cadenza.frontend.receipts import with_receipt
 from cadenza.frontend.text_frontend import PreparedRequest
-from cadenza.loading.fingerprint import find_setting, make_fingerprint
+from cadenza.loading.identity import find_setting
 from cadenza.loading.plan import pages_for_batch, with_pool
 from cadenza.loading.planned_engine import PlannedEngine
 from cadenza.receipt import RECEIPT_VERSION, Receipt, digest_of_logprobs, sparse_prefill_of
@@ -135,7 +135,7 @@ def replay_receipts(model: str | None, receipts: Iterable[NamedReceipt]) -> Iter
         except CheckpointError as error:
             raise CheckpointError(_of_receipt(error)) from error
         engine = PlannedEngine(checkpoint=planned.checkpoint, plan=planned.plan, config=config)
-        here = planned.text.with_forms(make_fingerprint(engine))
+        here = planned.text.with_forms(engine.identity().fingerprint)
         fitting = [each for each in group if not _unfit(each.receipt, here)]
         for each in group:
             if each not in fitting:

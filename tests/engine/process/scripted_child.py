@@ -6,8 +6,8 @@ until there is a file `go`, `stuck` a file that it makes before it stands still 
 how long the load does nothing, `gate` a file until which the load reads a little now and then,
 `fail` the error that ends it, `crash` a load that kills the process, `crash_once` a file that has
 one load do so, `room` a file without which the load gets no file descriptor, `identity` a file that
-names the checkpoint, `seed` the engine's, `arithmetic` a number that each token is raised by and
-`told_arithmetic` what the fingerprint calls it.
+says what streams depend on, `seed` the engine's, `arithmetic` a number that each token is raised by
+and `told_arithmetic` what the fingerprint calls it.
 """
 
 import ctypes
@@ -28,7 +28,7 @@ from cadenza.config import EngineConfig, EngineLimits
 from cadenza.core.step_schema import ModelInputs
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.process.child import OnPhase, Serving, run_child
-from cadenza.engine.process.messages import EngineIdentity, Start
+from cadenza.engine.process.messages import Start
 from cadenza.fingerprint import Fingerprint
 
 VOCAB_SIZE = 97
@@ -152,9 +152,9 @@ def load(start: Start, on_phase: OnPhase) -> Serving:
         os.abort()
     if "fail" in script:
         raise getattr(errors, script["fail"])("the script says so")
-    identity = EngineIdentity()
+    identity = ""
     if "identity" in script:
-        identity = EngineIdentity(checkpoint=Path(script["identity"]).read_text())
+        identity = Path(script["identity"]).read_text()
     core = make_core(start.config, script, start.prefix_secret)
     told = script.get("told_arithmetic")
     named = None if told is None else fingerprint_of(told)

@@ -10,7 +10,6 @@ import pytest
 from cadenza.config import EngineConfig, EngineLimits
 from cadenza.engine.process.messages import (
     Cancel,
-    EngineIdentity,
     EngineOutputs,
     Failed,
     FrameBuffer,
@@ -173,7 +172,7 @@ FROM_ENGINE: list[FromEngine] = [
     Loading("load"),
     Ready(
         request_check=CHECK,
-        identity=EngineIdentity(checkpoint="a", arithmetic="b"),
+        identity="a",
         startup_s={"load": 0.5},
         stats=STATS,
     ),

@@ -23,7 +23,6 @@ from cadenza.engine.batch_engine import STOPPED
 from cadenza.engine.core import EngineCore
 from cadenza.engine.process.heap import freeze_heap, loading
 from cadenza.engine.process.messages import (
-    EngineIdentity,
     Failed,
     FrameBuffer,
     FromEngine,
@@ -65,7 +64,7 @@ class Serving:
     compiled since warm-up; `held` is kept as long as the process serves."""
 
     core: EngineCore
-    identity: EngineIdentity = field(default_factory=EngineIdentity)
+    identity: str = ""
     fingerprint: Fingerprint | None = None
     count_compiles: Callable[[], int] = lambda: 0
     held: object = None

@@ -72,21 +72,12 @@ class Loading(msgspec.Struct, frozen=True, tag=True):
     phase: str
 
 
-class EngineIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """Digests of what the tokens depend on besides the request: equal ones mean equal streams.
-
-    `checkpoint` is of the model's files, `arithmetic` of versions, kernels, options and limits.
-    """
-
-    checkpoint: str = ""
-    arithmetic: str = ""
-
-
 class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The engine serves. `startup_s` has the seconds of each phase."""
+    """The engine serves. `startup_s` has the seconds of each phase; streams go on in an engine with
+    an equal `identity`, a digest of all that decides their bits."""
 
     request_check: RequestCheck
-    identity: EngineIdentity
+    identity: str
     fingerprint: Fingerprint | None = None
     kernel_proof: KernelProof | None = None
     startup_s: dict[str, float]

@@ -28,7 +28,6 @@ from cadenza.engine.process.child_process import ChildProcess
 from cadenza.engine.process.frame_socket import FrameSocket
 from cadenza.engine.process.launch import COMMAND
 from cadenza.engine.process.messages import (
-    EngineIdentity,
     EngineOutputs,
     Failed,
     FromEngine,
@@ -183,7 +182,7 @@ class ProcessLink:
         self._check: RequestCheck | None = None
         self._fingerprint: Fingerprint | None = None
         self._kernel_proof: KernelProof | None = None
-        self._identity: EngineIdentity | None = None
+        self._identity: str | None = None
         self.stats: EngineStats | None = None
         self._child: EngineChild | None = None
         self._failed: Failed | None = None

@@ -1,0 +1,194 @@
+"""`Identity`: all that decides the bits that an engine computes, keeps or answers, in named parts.
+
+A part says which keys have it; `identify` finds the parts of a model. Invariants: equal parts mean
+equal bits; no part is a name or a path of files, or follows the free memory.
+"""
+
+import hashlib
+import os
+import platform
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from cadenza import __version__
+from cadenza.backends import BACKENDS, Backends, find_backend
+from cadenza.backends.base import Backend, BackendTraits, RunnerSetup
+from cadenza.checkpoint import Checkpoint
+from cadenza.config import EngineConfig, EngineLimits
+from cadenza.fingerprint import ARITHMETIC_REVISION, Fingerprint
+from cadenza.loading.content_digest import content_digest, digest_of
+
+Key = Literal["pages", "weights", "scores", "streams", "answers"]
+"""What is found, or compared, by parts: pages on a disk, with the states behind them; quantised
+weights; scores of prompts; open streams, from one engine process to the next; answers, in their
+`Fingerprint`. In front of pages and images, a request's tenant and `cache_salt` stand beside them.
+Rows of images live as long as their engine: their key has what the tower sees, its processor's
+settings, the sides and the pixels (`vision.processor.image_digest`)."""
+
+_CHECKPOINT_CHARS, _DIGEST_CHARS = 32, 16
+
+
+def _part(*keys: Key) -> Any:
+    return field(metadata={"keys": keys})
+
+
+def _later(*keys: Key) -> Any:
+    return field(metadata={"keys": keys}, default="")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """Of a model as its engine computes it. A digest has its parts in the order of the fields.
+
+    A part of texts that name what they are is empty, and in no digest, where it decides nothing.
+    """
+
+    version: str = _part("pages", "weights", "streams")
+    """Of Cadenza: the layout of pages and of packed weights is that of its kernels."""
+    revision: int = _part("pages", "weights", "streams")
+    checkpoint: str = _part("pages", "weights", "scores", "streams", "answers")
+    """The digest of its settings and of every byte of its weights."""
+    declared: str = _part("weights")
+    """The settings as they are read: an MTP layer lies in the files of its model."""
+    kernels: tuple[str, ...] = _part("pages", "weights", "streams")
+    """Versions, device, instruction set, libraries."""
+    machine: tuple[str, ...] = _part("pages")
+    """Where the arithmetic has no name: the processor and the shapes of a step."""
+    backend: str = _part("pages")
+    ops: str = _part("pages")
+    exactness: str = _part("pages", "weights", "streams")
+    """`--arithmetic`."""
+    activations: str = _part("pages", "weights", "scores", "streams", "answers")
+    weights: str = _part("pages", "streams", "answers")
+    """The type of most weights; `quantization` is what of that was asked for."""
+    quantization: str = _part("weights", "scores")
+    kv: str = _part("pages", "streams", "answers")
+    kv_cache_dtype: str = _part("weights")
+    page_size: int = _part("pages")
+    max_model_len: int = _part("pages", "streams", "answers")
+    """LongRoPE's factors follow it; a request without a length may reach it."""
+    hidden: tuple[str, ...] = _part("pages")
+    """Whether pages have hidden states, too."""
+    arithmetic: str = _part("scores", "streams", "answers")
+    """The class with its revision, or a digest of what decides its bits on this machine."""
+    eos_token_ids: tuple[str, ...] = _part("streams")
+    tokenizer: str = _later("answers")
+    template: str = _later("answers")
+    defaults: str = _later("answers")
+    """Of the recommended sampling, as far as it is followed, and of the tokens that end answers."""
+    scorer: str = _later("streams", "answers")
+    """Of the model that scores prompts."""
+    engine_seed: int = field(metadata={"keys": ("streams", "answers")}, default=0)
+
+    def parts(self, key: Key) -> dict[str, Any]:
+        """What `key` has, by name."""
+        own = (each.name for each in fields(self) if key in each.metadata["keys"])
+        return {name: getattr(self, name) for name in own}
+
+    def digest(self, key: Key) -> str:
+        """Of the parts of `key`, in hex."""
+        texts: list[str] = []
+        for value in self.parts(key).values():
+            texts += value if isinstance(value, tuple) else (str(value),)
+        return digest_of(texts)
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """Of answers to whole prompts, without constraints."""
+        parts = self.parts("answers")
+        parts["checkpoint"] = self.checkpoint[:_CHECKPOINT_CHARS]
+        return Fingerprint(**parts)
+
+    def answering(
+        self, checkpoint: Checkpoint, config: EngineConfig, scorer: "Identity | None"
+    ) -> "Identity":
+        """With what decides answers beside a step's bits; `scorer` scores prompts."""
+        is_followed = config.generation_config == "auto"
+        recommended = repr(checkpoint.generation_defaults) if is_followed else ""
+        return replace(
+            self,
+            tokenizer=_tokenizer_digest(checkpoint),
+            template=_digest(*_flat(checkpoint.tokenizer.chat_templates)),
+            defaults=_digest(recommended, repr(sorted(checkpoint.eos_token_ids))),
+            scorer="" if scorer is None else scorer.digest("scores")[:_DIGEST_CHARS],
+            engine_seed=config.seed,
+        )
+
+
+def identify(
+    checkpoint: Checkpoint, setup: RunnerSetup, backend: Backend, traits: BackendTraits
+) -> Identity:
+    """Of a model with what its backend says of it, without what decides answers alone.
+
+    Reads all weights once, unless their digest is in the cache folder.
+    """
+    assert setup.cache_folder is not None
+    limits, scheme = setup.limits, checkpoint.scheme
+    kernels = backend.describe_arithmetic(setup.device, setup.ops, checkpoint)
+    named = backend.name_arithmetic(checkpoint, setup)
+    arithmetic = f"{named}-{ARITHMETIC_REVISION}"
+    if named is None:
+        arithmetic = f"{traits.name}-{_digest(*kernels, repr(limits.of_steps))}"
+    stored = setup.dtype if scheme is None else scheme.name
+    return Identity(
+        version=__version__,
+        revision=ARITHMETIC_REVISION,
+        checkpoint=content_digest(checkpoint, setup.cache_folder),
+        declared=repr(checkpoint.config) if checkpoint.is_known else "",
+        kernels=kernels,
+        machine=_describe_machine(limits) if named is None else (),
+        backend=traits.name,
+        ops=traits.ops,
+        exactness=setup.arithmetic,
+        activations=setup.dtype,
+        weights=stored if setup.quantization == "none" else setup.quantization,
+        quantization=setup.quantization,
+        kv=setup.dtype if setup.kv_cache_dtype == "auto" else setup.kv_cache_dtype,
+        kv_cache_dtype=setup.kv_cache_dtype,
+        page_size=limits.page_size,
+        max_model_len=limits.max_model_len,
+        hidden=("hidden states",) if setup.keeps_hidden else (),
+        arithmetic=arithmetic,
+        eos_token_ids=tuple(map(str, sorted(checkpoint.eos_token_ids))),
+    )
+
+
+def find_setting(theirs: str, ours: str, backend: str, backends: Backends = BACKENDS) -> str | None:
+    """What to set in the environment so that this machine computes in the arithmetic `theirs` of a
+    fingerprint in place of `ours`; None if nothing does, or it does so already."""
+    (name, _, revision), (_, _, our_revision) = theirs.rpartition("-"), ours.rpartition("-")
+    if theirs == ours or revision != our_revision:
+        return None
+    return find_backend(backend, backends).find_setting(name)
+
+
+def _describe_machine(limits: EngineLimits) -> tuple[str, ...]:
+    return (platform.machine(), str(os.cpu_count()), _cpu_flags(), repr(limits.of_steps))
+
+
+def _cpu_flags() -> str:
+    """As the kernel lists them; empty where it does not."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
+
+
+def _tokenizer_digest(checkpoint: Checkpoint) -> str:
+    source = checkpoint.tokenizer_source
+    if source is None:
+        return ""
+    content = source.read_bytes() if isinstance(source, Path) else source.content
+    special = _flat(checkpoint.tokenizer.special_tokens)
+    return _digest(hashlib.sha256(content).hexdigest(), *special)
+
+
+def _flat(texts: dict[str, str]) -> list[str]:
+    return [part for entry in sorted(texts.items()) for part in entry]
+
+
+def _digest(*parts: str) -> str:
+    """Of texts in order; empty for none."""
+    return digest_of(parts)[:_DIGEST_CHARS] if parts else ""
