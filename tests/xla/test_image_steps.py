@@ -13,6 +13,7 @@ from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.runner import XlaRunner
 from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.random_checkpoint import named_shape, write_random_checkpoint
+from cadenza.checkpoint.tensor_spec import tensors_of
 from cadenza.checkpoint.tower_spec import declare_tower
 from cadenza.checkpoint.weights import Weights, open_weights
 from cadenza.vision.tower_config import ProjectorConfig, ProjectorLinear
@@ -58,7 +59,7 @@ def with_tower(text: Weights, model: ModelConfig, folder: Path) -> Weights:
     write_random_checkpoint(replace(model, num_layers=1), folder, seed=0, dtype="float32")
     stored = open_weights(folder)
     assert model.vision is not None
-    names = [spec.name for spec in declare_tower(model.vision).tensors()]
+    names = [spec.name for spec in tensors_of(declare_tower(model.vision))]
     tensors = {**text.tensors, **{name: stored.tensors[name] for name in names}}
     return Weights(files=(*text.files, *stored.files), tensors=tensors)
 

@@ -28,7 +28,7 @@ from cadenza.checkpoint.operations import (
     pair_operations,
 )
 from cadenza.checkpoint.tensor_formats import StoredFormat, stored_bytes
-from cadenza.checkpoint.tensor_spec import TensorSpec
+from cadenza.checkpoint.tensor_spec import TensorSpec, tensors_of
 from cadenza.config import KVCacheDType, Quantization
 
 Limit = Literal["read", "multiply"]
@@ -219,7 +219,7 @@ def _gated_tensors(config: ModelConfig) -> list[TensorSpec]:
         spec
         for mlp in mixtures_of(config)
         if mlp.shared is not None and mlp.shared_gate is not None
-        for spec in mlp.shared.tensors()
+        for spec in tensors_of(mlp.shared)
     ]
 
 

@@ -35,6 +35,8 @@ from cadenza.checkpoint.tensor_spec import (
     ParallelMLPSpec,
     ScanSpec,
     TensorSpec,
+    operands_of,
+    tensors_of,
 )
 from cadenza.checkpoint.tower_spec import declare_tower
 from cadenza.checkpoint.weights import Weights
@@ -66,27 +68,27 @@ def declare(config: ModelConfig) -> tuple[TensorSpec, ...]:
     specs = [declare_embedding(config)]
     if config.reads_hidden:
         specs += [_norm(name, config.hidden_size) for name in (HIDDEN_NORM, EMBEDDING_NORM)]
-        specs += declare_input_proj(config).tensors()
+        specs += tensors_of(declare_input_proj(config))
     if config.layer_inputs is not None:
         specs += declare_layer_inputs(config)
     for index in range(config.num_layers):
-        specs += declare_layer(config, index).tensors()
+        specs += tensors_of(declare_layer(config, index))
     specs.append(declare_final_norm(config))
     if not config.tie_word_embeddings:
         specs.append(declare_head(config))
     if config.vision is not None:
-        specs += declare_tower(config.vision).tensors()
+        specs += tensors_of(declare_tower(config.vision))
     return tuple(specs)
 
 
 def declare_operands(config: ModelConfig) -> Iterator[OperandSpec]:
     """The linears that are held together."""
     if config.layer_inputs is not None:
-        yield OperandSpec(linears=(declare_layer_proj(config),))
+        yield from operands_of(declare_layer_proj(config))
     for index in range(config.num_layers):
-        yield from declare_layer(config, index).operands()
+        yield from operands_of(declare_layer(config, index))
     if config.vision is not None:
-        yield from declare_tower(config.vision).operands()
+        yield from operands_of(declare_tower(config.vision))
 
 
 def declare_embedding(config: ModelConfig) -> TensorSpec:
@@ -202,7 +204,12 @@ def _declare_attention(config: ModelConfig, kind: LayerKind, prefix: str) -> Att
     if config.has_fused_tensors:
         parts = [("qkv_proj", query + 2 * kv)]
     return AttentionSpec(
-        qkv=_declare_linears(prefix, parts, config.hidden_size, has_bias=config.has_qkv_bias),
+        qkv=OperandSpec(
+            linears=_declare_linears(
+                prefix, parts, config.hidden_size, has_bias=config.has_qkv_bias
+            ),
+            are_side_by_side=True,
+        ),
         norms=_declare_qk_norms(config, kind, prefix),
         out=LinearSpec(
             name=f"{prefix}.{config.names.attention_out}",
@@ -210,7 +217,6 @@ def _declare_attention(config: ModelConfig, kind: LayerKind, prefix: str) -> Att
             num_in=query,
             has_bias=config.has_attention_out_bias,
         ),
-        has_gate=has_gate,
         sinks=TensorSpec(name=f"{prefix}.sinks", shape=(heads.num_heads,), kind="sink")
         if config.has_attention_sinks
         else None,
@@ -250,12 +256,13 @@ def _declare_latent(config: ModelConfig, shape: LatentShape, prefix: str) -> Lat
             linear("q_b_proj", width, rank),
         )
     latent = linear("kv_a_proj_with_mqa", shape.rank + shape.rotary_size, embed, has_bias=has_bias)
+    absorbed = linear("kv_b_proj", heads * (shape.plain_size + shape.value_size), shape.rank)
     return LatentSpec(
         query=query,
         query_norm=None if rank is None else _norm(f"{prefix}.q_a_layernorm.weight", rank),
         latent=latent,
         latent_norm=_norm(f"{prefix}.kv_a_layernorm.weight", shape.rank),
-        keys_values=linear("kv_b_proj", heads * (shape.plain_size + shape.value_size), shape.rank),
+        keys_values=OperandSpec(linears=(absorbed,), is_transposed=True),
         out=linear(
             "o_proj", embed, heads * shape.value_size, has_bias=config.has_attention_out_bias
         ),
@@ -276,7 +283,7 @@ def _declare_delta(config: ModelConfig, shape: DeltaShape, prefix: str) -> Delta
     return DeltaSpec(
         mixed=mixed,
         gate=gate,
-        rates=(rates[0], rates[1]),
+        rates=OperandSpec(linears=tuple(rates)),
         conv=TensorSpec(name=f"{prefix}.conv1d.weight", shape=conv, kind="filter"),
         decay=TensorSpec(name=f"{prefix}.A_log", shape=(heads,), kind="decay"),
         decay_bias=TensorSpec(name=f"{prefix}.dt_bias", shape=(heads,), kind="bias"),
@@ -387,7 +394,7 @@ def _declare_expert(embed: int, experts: ExpertsConfig, prefix: str) -> GatedMLP
     has_bias = experts.has_bias
     gate_up = _declare_linears(prefix, parts, embed, has_bias=has_bias)
     (down,) = _declare_linears(prefix, [(names.down, embed)], inner, has_bias=has_bias)  # [E, F]
-    return GatedMLPSpec(gate_up=gate_up, down=down)
+    return GatedMLPSpec(gate_up=OperandSpec(linears=gate_up), down=down)
 
 
 def _declare_mlp_of(config: ModelConfig, prefix: str, inner: int) -> GatedMLPSpec:
@@ -398,7 +405,7 @@ def _declare_mlp_of(config: ModelConfig, prefix: str, inner: int) -> GatedMLPSpe
         prefix, [(names.down, config.hidden_size)], inner, has_bias=has_bias
     )  # [E, F]
     gate_up = _declare_linears(prefix, parts, config.hidden_size, has_bias=has_bias)
-    return GatedMLPSpec(gate_up=gate_up, down=down)
+    return GatedMLPSpec(gate_up=OperandSpec(linears=gate_up), down=down)
 
 
 def _declare_linears(

@@ -91,7 +91,7 @@ def _transposed_of_layer(
 def _consecutive(mlp: ExpertMLPSpec) -> dict[str, list[Places]]:
     """The stacks of weights, with the outputs of each expert's linears one behind the other."""
     gate_ups: list[Places] = []
-    for gate, up in (expert.gate_up for expert in mlp.experts):
+    for gate, up in (expert.gate_up.linears for expert in mlp.experts):
         places = slice(0, gate.num_out), slice(gate.num_out, gate.num_out + up.num_out)
         gate_ups.append([(gate, places[0]), (up, places[1])])
     downs: list[Places] = [[(expert.down, slice(None))] for expert in mlp.experts]
@@ -161,7 +161,7 @@ def _tensor(linear: LinearSpec, *, is_bias: bool) -> str:
 def _stacks(mlp: ExpertMLPSpec) -> dict[str, list[Places]]:
     """The stacks of weights, whose biases are beside them: for each, the places of each expert."""
     return {
-        "gate_up_proj": [halves(*expert.gate_up) for expert in mlp.experts],
+        "gate_up_proj": [halves(*expert.gate_up.linears) for expert in mlp.experts],
         "down_proj": [[(expert.down, slice(None))] for expert in mlp.experts],
     }
 

@@ -11,7 +11,12 @@ from cadenza.checkpoint.declaration import (
     declare_layer,
 )
 from cadenza.checkpoint.model_config import ModelConfig
-from cadenza.checkpoint.tensor_spec import ExpertMLPSpec, ParallelMLPSpec, TensorSpec
+from cadenza.checkpoint.tensor_spec import (
+    ExpertMLPSpec,
+    ParallelMLPSpec,
+    TensorSpec,
+    tensors_of,
+)
 
 
 def token_operations(config: ModelConfig) -> int:
@@ -68,6 +73,6 @@ def mixtures_of(config: ModelConfig) -> list[ExpertMLPSpec]:
 def expert_tensors(config: ModelConfig) -> list[list[TensorSpec]]:
     """The tensors of each expert in all layers that have experts."""
     return [
-        [spec for expert in column for spec in expert.tensors()]
+        [spec for expert in column for spec in tensors_of(expert)]
         for column in zip(*(mlp.experts for mlp in mixtures_of(config)), strict=True)
     ]

@@ -129,7 +129,7 @@ def _divided(model: ModelConfig) -> Iterator[tuple[str, _Side]]:
         layer = declare_layer(model, index)
         assert isinstance(layer.mixer, AttentionSpec), "the model can be divided"
         assert isinstance(layer.mlp, GatedMLPSpec), "the model can be divided"
-        for linear in (*layer.mixer.qkv, *layer.mlp.gate_up):
+        for linear in (*layer.mixer.qkv.linears, *layer.mlp.gate_up.linears):
             yield from _outputs_of(linear)
         for linear in (layer.mixer.out, layer.mlp.down):
             yield linear.weight, "inputs"

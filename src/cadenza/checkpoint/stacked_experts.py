@@ -76,7 +76,7 @@ def _parts_of_stacks(
     names: tuple[str, str], mlp: ExpertMLPSpec, weights: Weights
 ) -> dict[str, list[StoredTensor]]:
     """Of the stack of gates and ups, and of that of downs."""
-    gate_ups = [each for expert in mlp.experts for each in expert.gate_up]
+    gate_ups = [each for expert in mlp.experts for each in expert.gate_up.linears]
     downs = [expert.down for expert in mlp.experts]
     parts: dict[str, list[StoredTensor]] = {}
     stored = dict(zip(names, (gate_ups, downs), strict=True))
@@ -93,8 +93,8 @@ def _parts_of_mlx(
 ) -> dict[str, list[StoredTensor]]:
     """The same for MLX, whose quantised linears have scales and biases beside the weight."""
     columns = {
-        "gate_proj": [expert.gate_up[0] for expert in mlp.experts],
-        "up_proj": [expert.gate_up[1] for expert in mlp.experts],
+        "gate_proj": [expert.gate_up.linears[0] for expert in mlp.experts],
+        "up_proj": [expert.gate_up.linears[1] for expert in mlp.experts],
         "down_proj": [expert.down for expert in mlp.experts],
     }
     parts: dict[str, list[StoredTensor]] = {}

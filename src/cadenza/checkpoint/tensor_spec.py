@@ -1,7 +1,7 @@
 """The tensors of a model as values: `TensorSpec`, and what layers are made of.
 
-Owns which linears are held and multiplied together (`operands`). Names are those of the Hugging
-Face layout; `declaration` gives a model's.
+A layer is a tree: nodes are named tuples, leaves say which tensors are held and multiplied together
+(`OperandSpec`). Names are those of the Hugging Face layout; `declaration` gives a model's.
 
 Shapes: E embed, F MLP, Hq/Hkv heads, D head dim, X experts; a linear is [out, in]. Of recurrences:
 M channels, J inputs of their convolution, Hv heads of values, Dv their size.
@@ -10,7 +10,7 @@ M channels, J inputs of their convolution, Hv heads of values, Dv their size.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple, TypeAlias
 
 TensorKind = Literal[
     "embedding",
@@ -51,6 +51,9 @@ class TensorSpec:
     def is_in_first_layer(self) -> bool:
         return self.name.startswith(_FIRST_LAYER)
 
+    def tensors(self) -> "Iterator[TensorSpec]":
+        yield self
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearSpec:
@@ -81,250 +84,14 @@ class LinearSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GatedMLPSpec:
-    """down(activation(gate(x)) * up(x))."""
+class PatchSpec:
+    """The linear of a patch's values: [E, P], or a convolution's [E, channels, height, width]."""
 
-    gate_up: tuple[LinearSpec, ...]  # gate and up, or one fused linear
-    down: LinearSpec
-
-    def tensors(self) -> Iterator[TensorSpec]:
-        for linear in (*self.gate_up, self.down):
-            yield from linear.tensors()
-
-    def operands(self) -> Iterator["OperandSpec"]:
-        yield OperandSpec(linears=self.gate_up)
-        yield OperandSpec(linears=(self.down,))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertMLPSpec:
-    """A mixture of experts: a router and its gated MLPs, and one for all tokens if it has one."""
-
-    router: LinearSpec  # [X, E]
-    experts: tuple[GatedMLPSpec, ...]
-    shared: GatedMLPSpec | None = None
-    shared_gate: LinearSpec | None = None  # [1, E]
-    choice_bias: TensorSpec | None = None  # [X], of `SigmoidChoice`
+    weight: TensorSpec
+    bias: TensorSpec | None
 
     def tensors(self) -> Iterator[TensorSpec]:
-        yield from self.router.tensors()
-        yield from filter(None, [self.choice_bias])
-        for expert in self.experts:
-            yield from expert.tensors()
-        if self.shared is not None:
-            yield from self.shared.tensors()
-        if self.shared_gate is not None:
-            yield from self.shared_gate.tensors()
-
-    def operands(self) -> Iterator["OperandSpec"]:
-        yield OperandSpec(linears=tuple(each for expert in self.experts for each in expert.gate_up))
-        yield OperandSpec(linears=tuple(expert.down for expert in self.experts))
-        if self.shared is not None:
-            yield from self.shared.operands()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParallelMLPSpec:
-    """An MLP beside a mixture of experts, whose normed outputs are summed."""
-
-    dense: GatedMLPSpec
-    dense_norm: TensorSpec  # [E], of its output, like `experts_norm`
-    experts: ExpertMLPSpec
-    input_norm: TensorSpec  # [E], of what the experts read
-    experts_norm: TensorSpec
-    router_scale: TensorSpec  # [E]
-    expert_scale: TensorSpec  # [X]
-
-    def tensors(self) -> Iterator[TensorSpec]:
-        yield from self.dense.tensors()
-        yield from self.experts.tensors()
-        yield from (self.dense_norm, self.input_norm, self.experts_norm)
-        yield from (self.router_scale, self.expert_scale)
-
-    def operands(self) -> Iterator["OperandSpec"]:
-        yield from self.dense.operands()
-        yield from self.experts.operands()
-
-
-MLPSpec = GatedMLPSpec | ExpertMLPSpec | ParallelMLPSpec
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionSpec:
-    """The tensors of attention; None for norms that the family does not have.
-
-    Without keys of its own, it has the linear and the norm of the queries only.
-
-    With `has_gate`, the linear of the queries has twice as many outputs: for each head its query,
-    then the gate of its output.
-    """
-
-    qkv: tuple[LinearSpec, ...]  # q, k and v, or one fused linear
-    norms: tuple[TensorSpec, ...] | None
-    out: LinearSpec
-    has_gate: bool = False
-    sinks: TensorSpec | None = None  # [Hq]
-
-    def tensors(self) -> Iterator[TensorSpec]:
-        """All tensors in order of use."""
-        for linear in self.qkv:
-            yield from linear.tensors()
-        yield from self.norms or ()
-        yield from filter(None, [self.sinks])
-        yield from self.out.tensors()
-
-    def operands(self) -> Iterator["OperandSpec"]:
-        yield OperandSpec(linears=self.qkv, are_side_by_side=True)
-        yield OperandSpec(linears=(self.out,))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LatentSpec:
-    """The tensors of attention over latents; L rank of the latent, R values that are rotated."""
-
-    query: tuple[LinearSpec, ...]  # [Hq D, E], or [rank, E] and then [Hq D, rank]
-    query_norm: TensorSpec | None  # [rank], between the two
-    latent: LinearSpec  # [L + R, E]
-    latent_norm: TensorSpec  # [L]
-    keys_values: LinearSpec  # [Hq (D - R + Dv), L]: for each head, its key and then its value
-    out: LinearSpec  # [E, Hq Dv]
-
-    def tensors(self) -> Iterator[TensorSpec]:
-        """All tensors in order of use."""
-        for linear in (*self.query, self.latent):
-            yield from linear.tensors()
-        yield from filter(None, [self.query_norm, self.latent_norm])
-        for linear in (self.keys_values, self.out):
-            yield from linear.tensors()
-
-    def operands(self) -> Iterator["OperandSpec"]:
-        for linear in (*self.query, self.latent, self.out):
-            yield OperandSpec(linears=(linear,))
-        yield OperandSpec(linears=(self.keys_values,), is_transposed=True)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeltaSpec:
-    """The tensors of a gated delta net."""
-
-    mixed: LinearSpec  # [M, E]: queries, keys and values
-    gate: LinearSpec  # [Hv Dv, E]
-    rates: tuple[LinearSpec, LinearSpec]  # [Hv, E] each: of the decays, and of the write strengths
-    conv: TensorSpec  # [M, 1, J]
-    decay: TensorSpec  # [Hv]: ln(-rate), or the rates
-    decay_bias: TensorSpec  # [Hv]
-    norm: TensorSpec  # [Dv]
-    out: LinearSpec  # [E, Hv Dv]
-
-    def tensors(self) -> Iterator[TensorSpec]:
-        """All tensors in order of use."""
-        for linear in (self.mixed, self.gate, *self.rates):
-            yield from linear.tensors()
-        yield from (self.conv, self.decay, self.decay_bias, self.norm)
-        yield from self.out.tensors()
-
-    def operands(self) -> Iterator["OperandSpec"]:
-        for linears in ((self.mixed,), (self.gate,), self.rates, (self.out,)):
-            yield OperandSpec(linears=linears)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerInputSpec:
-    """How a layer adds its values P of each token's per-layer embedding."""
-
-    gate: LinearSpec  # [P, E]
-    out: LinearSpec  # [E, P]
-    post_norm: TensorSpec
-
-    def tensors(self) -> Iterator[TensorSpec]:
-        yield from self.gate.tensors()
-        yield from self.out.tensors()
-        yield self.post_norm
-
-    def operands(self) -> Iterator["OperandSpec"]:
-        for linear in (self.gate, self.out):
-            yield OperandSpec(linears=(linear,))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConvSpec:
-    """The tensors of a gated short convolution."""
-
-    mixed: LinearSpec  # [3 M, E]: B, C and x
-    conv: TensorSpec  # [M, 1, J]
-    conv_bias: TensorSpec | None  # [M]
-    out: LinearSpec  # [E, M]
-
-    def tensors(self) -> Iterator[TensorSpec]:
-        """All tensors in order of use."""
-        yield from self.mixed.tensors()
-        yield from filter(None, [self.conv, self.conv_bias])
-        yield from self.out.tensors()
-
-    def operands(self) -> Iterator["OperandSpec"]:
-        for linear in (self.mixed, self.out):
-            yield OperandSpec(linears=(linear,))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScanSpec:
-    """The tensors of a selective scan; `mixed` has the gate's rows, those of the convolution's
-    channels, and a head's rate each."""
-
-    mixed: LinearSpec  # [Hv Dv + M + Hv, E]
-    conv: TensorSpec  # [M, 1, J]
-    conv_bias: TensorSpec | None  # [M]
-    decay: TensorSpec  # [Hv]: ln(-A)
-    rate_bias: TensorSpec  # [Hv]
-    skip: TensorSpec  # [Hv]
-    norm: TensorSpec  # [Hv Dv]
-    out: LinearSpec  # [E, Hv Dv]
-
-    def tensors(self) -> Iterator[TensorSpec]:
-        """All tensors in order of use."""
-        yield from self.mixed.tensors()
-        yield from filter(None, [self.conv, self.conv_bias])
-        yield from (self.decay, self.rate_bias, self.skip, self.norm)
-        yield from self.out.tensors()
-
-    def operands(self) -> Iterator["OperandSpec"]:
-        for linear in (self.mixed, self.out):
-            yield OperandSpec(linears=(linear,))
-
-
-MixerSpec = AttentionSpec | LatentSpec | DeltaSpec | ConvSpec | ScanSpec
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerSpec:
-    """The tensors of one decoder layer; None for what the family does not have."""
-
-    mixer_norm: TensorSpec | None
-    mixer: MixerSpec
-    mixer_post_norm: TensorSpec | None
-    mlp_norm: TensorSpec | None
-    mlp: MLPSpec
-    mlp_post_norm: TensorSpec | None
-    inputs: LayerInputSpec | None = None
-    scale: TensorSpec | None = None  # [1], of the stream behind the layer
-
-    def tensors(self) -> Iterator[TensorSpec]:
-        """All tensors in order of use."""
-        yield from filter(None, [self.mixer_norm])
-        yield from self.mixer.tensors()
-        yield from filter(None, [self.mixer_post_norm, self.mlp_norm])
-        yield from self.mlp.tensors()
-        yield from filter(None, [self.mlp_post_norm])
-        if self.inputs is not None:
-            yield from self.inputs.tensors()
-        yield from filter(None, [self.scale])
-
-    def operands(self) -> Iterator["OperandSpec"]:
-        """The linears that are held together."""
-        yield from self.mixer.operands()
-        yield from self.mlp.operands()
-        if self.inputs is not None:
-            yield from self.inputs.operands()
+        yield from filter(None, [self.weight, self.bias])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -338,3 +105,156 @@ class OperandSpec:
     linears: tuple[LinearSpec, ...]
     are_side_by_side: bool = False
     is_transposed: bool = False
+
+    def tensors(self) -> Iterator[TensorSpec]:
+        for linear in self.linears:
+            yield from linear.tensors()
+
+
+Leaf = TensorSpec | LinearSpec | PatchSpec | OperandSpec
+SpecTree: TypeAlias = "Leaf | tuple[SpecTree, ...] | None"
+"""A leaf, None for what a family does not have, or a node of these, in order of use."""
+
+
+def tensors_of(tree: SpecTree) -> Iterator[TensorSpec]:
+    """All tensors in order of use."""
+    if isinstance(tree, tuple):
+        for each in tree:
+            yield from tensors_of(each)
+    elif tree is not None:
+        yield from tree.tensors()
+
+
+def operands_of(tree: SpecTree) -> Iterator[OperandSpec]:
+    """The linears that are held together; a router is always held in floats."""
+    match tree:
+        case OperandSpec():
+            yield tree
+        case LinearSpec() if tree.kind != "router":
+            yield OperandSpec(linears=(tree,))
+        case ExpertMLPSpec():
+            for alike in zip(*map(operands_of, tree.experts), strict=True):
+                yield OperandSpec(linears=tuple(each for one in alike for each in one.linears))
+            yield from operands_of(tree.shared)
+        case tuple():
+            for each in tree:
+                yield from operands_of(each)
+        case _:
+            pass
+
+
+class GatedMLPSpec(NamedTuple):
+    """down(activation(gate(x)) * up(x))."""
+
+    gate_up: OperandSpec  # gate and up, or one fused linear
+    down: LinearSpec
+
+
+class ExpertMLPSpec(NamedTuple):
+    """A mixture of experts: a router and its gated MLPs, and one for all tokens if it has one."""
+
+    router: LinearSpec  # [X, E]
+    choice_bias: TensorSpec | None  # [X], of `SigmoidChoice`
+    experts: tuple[GatedMLPSpec, ...]
+    shared: GatedMLPSpec | None
+    shared_gate: LinearSpec | None  # [1, E]
+
+
+class ParallelMLPSpec(NamedTuple):
+    """An MLP beside a mixture of experts, whose normed outputs are summed."""
+
+    dense: GatedMLPSpec
+    experts: ExpertMLPSpec
+    dense_norm: TensorSpec  # [E], of its output, like `experts_norm`
+    input_norm: TensorSpec  # [E], of what the experts read
+    experts_norm: TensorSpec
+    router_scale: TensorSpec  # [E]
+    expert_scale: TensorSpec  # [X]
+
+
+MLPSpec = GatedMLPSpec | ExpertMLPSpec | ParallelMLPSpec
+
+
+class AttentionSpec(NamedTuple):
+    """The tensors of attention; None for norms that the family does not have.
+
+    Without keys of its own, it has the linear and the norm of the queries only. With a gate
+    (`ModelConfig.has_attention_gate`), the linear of the queries has twice as many outputs: for
+    each head its query, then the gate of its output.
+    """
+
+    qkv: OperandSpec  # q, k and v, or one fused linear
+    norms: tuple[TensorSpec, ...] | None
+    sinks: TensorSpec | None  # [Hq]
+    out: LinearSpec
+
+
+class LatentSpec(NamedTuple):
+    """The tensors of attention over latents; L rank of the latent, R values that are rotated."""
+
+    query: tuple[LinearSpec, ...]  # [Hq D, E], or [rank, E] and then [Hq D, rank]
+    latent: LinearSpec  # [L + R, E]
+    query_norm: TensorSpec | None  # [rank], between the two
+    latent_norm: TensorSpec  # [L]
+    keys_values: OperandSpec  # [Hq (D - R + Dv), L]: for each head, its key and then its value
+    out: LinearSpec  # [E, Hq Dv]
+
+
+class DeltaSpec(NamedTuple):
+    """The tensors of a gated delta net."""
+
+    mixed: LinearSpec  # [M, E]: queries, keys and values
+    gate: LinearSpec  # [Hv Dv, E]
+    rates: OperandSpec  # two of [Hv, E]: of the decays, and of the write strengths
+    conv: TensorSpec  # [M, 1, J]
+    decay: TensorSpec  # [Hv]: ln(-rate), or the rates
+    decay_bias: TensorSpec  # [Hv]
+    norm: TensorSpec  # [Dv]
+    out: LinearSpec  # [E, Hv Dv]
+
+
+class ConvSpec(NamedTuple):
+    """The tensors of a gated short convolution."""
+
+    mixed: LinearSpec  # [3 M, E]: B, C and x
+    conv: TensorSpec  # [M, 1, J]
+    conv_bias: TensorSpec | None  # [M]
+    out: LinearSpec  # [E, M]
+
+
+class ScanSpec(NamedTuple):
+    """The tensors of a selective scan; `mixed` has the gate's rows, those of the convolution's
+    channels, and a head's rate each."""
+
+    mixed: LinearSpec  # [Hv Dv + M + Hv, E]
+    conv: TensorSpec  # [M, 1, J]
+    conv_bias: TensorSpec | None  # [M]
+    decay: TensorSpec  # [Hv]: ln(-A)
+    rate_bias: TensorSpec  # [Hv]
+    skip: TensorSpec  # [Hv]
+    norm: TensorSpec  # [Hv Dv]
+    out: LinearSpec  # [E, Hv Dv]
+
+
+MixerSpec = AttentionSpec | LatentSpec | DeltaSpec | ConvSpec | ScanSpec
+
+
+class LayerInputSpec(NamedTuple):
+    """How a layer adds its values P of each token's per-layer embedding."""
+
+    gate: LinearSpec  # [P, E]
+    out: LinearSpec  # [E, P]
+    post_norm: TensorSpec
+
+
+class LayerSpec(NamedTuple):
+    """The tensors of one decoder layer; None for what the family does not have."""
+
+    mixer_norm: TensorSpec | None
+    mixer: MixerSpec
+    mixer_post_norm: TensorSpec | None
+    mlp_norm: TensorSpec | None
+    mlp: MLPSpec
+    mlp_post_norm: TensorSpec | None
+    inputs: LayerInputSpec | None
+    scale: TensorSpec | None  # [1], of the stream behind the layer

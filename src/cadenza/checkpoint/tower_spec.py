@@ -1,15 +1,14 @@
-"""The tensors of an image tower and its projectors as values: `declare_tower`.
+"""The tensors of an image tower and its projectors as trees: `declare_tower`.
 
-Names and shapes are those of the Hugging Face layout (`vision.tower_config.TowerNames`). Invariant:
-the tower's part of a model's declaration; `declaration.declare` has it behind the text model's.
+The leaves of a declared tree are specs, named as in the Hugging Face layout
+(`vision.tower_config.TowerNames`); those of a loaded one are arrays in the layouts of a backend.
 
 Legend: E the tower's width, F its MLPs', H D all heads, P values of a patch.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
 
-from cadenza.checkpoint.tensor_spec import LinearSpec, OperandSpec, TensorSpec
+from cadenza.checkpoint.tensor_spec import LinearSpec, OperandSpec, PatchSpec, TensorSpec
 from cadenza.vision.tower_config import (
     ProjectorConfig,
     TowerConfig,
@@ -17,157 +16,110 @@ from cadenza.vision.tower_config import (
     VisionConfig,
 )
 
+V = TypeVar("V")
+"""A vector, or another tensor that is no linear."""
+L = TypeVar("L")
+"""A linear."""
+Q = TypeVar("Q")
+"""Linears of one input."""
+P = TypeVar("P")
+"""The linear of a patch's values."""
+
 BOUNDS = ("input_min", "input_max", "output_min", "output_max")
 """Of a linear that is clipped, in the order in which they are declared."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NormSpec:
-    """A norm's weight, and its bias if it has one."""
+class Norm(NamedTuple, Generic[V]):
+    """A LayerNorm, or an RMS norm, which has no bias."""
 
-    weight: TensorSpec
-    bias: TensorSpec | None = None
-
-    def tensors(self) -> Iterator[TensorSpec]:
-        yield self.weight
-        if self.bias is not None:
-            yield self.bias
+    weight: V  # [E]
+    bias: V | None  # [E]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PatchSpec:
-    """The linear of a patch's values: [E, P], or a convolution's [E, channels, height, width]."""
+class Standard(NamedTuple, Generic[V]):
+    """What is taken off, then multiplied by."""
 
-    weight: TensorSpec
-    bias: TensorSpec | None
-
-    def tensors(self) -> Iterator[TensorSpec]:
-        yield self.weight
-        if self.bias is not None:
-            yield self.bias
+    bias: V  # [E]
+    factor: V  # [E]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TowerLayerSpec:
-    """The tensors of one layer; None for what the family does not have."""
+class Entry(NamedTuple, Generic[V, P]):
+    """What makes the first stream of patches."""
 
-    norm1: NormSpec
-    qkv: tuple[LinearSpec, ...]  # [H D, E] each, or one of 3 H D
-    head_norms: tuple[TensorSpec, TensorSpec] | None  # [D] each
-    out: LinearSpec  # [E, H D]
-    post_norm1: NormSpec | None
-    norm2: NormSpec
-    up: tuple[LinearSpec, ...]  # [F, E]; gate and up of a gated MLP
-    down: LinearSpec  # [E, F]
-    post_norm2: NormSpec | None
-    bounds: tuple[TensorSpec, ...] = ()  # [] each: those of `linears`, in their order
-
-    @property
-    def linears(self) -> tuple[LinearSpec, ...]:
-        return *self.qkv, self.out, *self.up, self.down
-
-    def tensors(self) -> Iterator[TensorSpec]:
-        """All tensors in order of use."""
-        yield from self.norm1.tensors()
-        for linear in self.qkv:
-            yield from linear.tensors()
-        yield from self.head_norms or ()
-        yield from self.out.tensors()
-        for norm in (self.post_norm1, self.norm2):
-            if norm is not None:
-                yield from norm.tensors()
-        for linear in (*self.up, self.down):
-            yield from linear.tensors()
-        if self.post_norm2 is not None:
-            yield from self.post_norm2.tensors()
-        yield from self.bounds
-
-    def operands(self) -> Iterator[OperandSpec]:
-        """The linears that are held together."""
-        yield OperandSpec(linears=self.qkv, are_side_by_side=True)
-        yield OperandSpec(linears=(self.out,))
-        yield OperandSpec(linears=self.up)
-        yield OperandSpec(linears=(self.down,))
+    patch: P  # [E, P]
+    patch_norms: tuple[Norm[V], Norm[V]] | None  # [P] and [E]
+    pre_norm: Norm[V] | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProjectorSpec:
-    """The tensors of one projector, in order of use."""
+class LayerOutput(NamedTuple, Generic[V, L]):
+    """The last linear of attention or MLP, and the norm of what it gives, if there is one."""
 
-    norm: NormSpec | None
-    linears: tuple[LinearSpec, ...]
-
-    def tensors(self) -> Iterator[TensorSpec]:
-        if self.norm is not None:
-            yield from self.norm.tensors()
-        for linear in self.linears:
-            yield from linear.tensors()
+    linear: L  # [E, H D] or [E, F]
+    norm: Norm[V] | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TowerSpec:
+class TowerLayer(NamedTuple, Generic[V, L, Q]):
+    """Attention, then an MLP; None for what the family does not have."""
+
+    norm1: Norm[V]
+    qkv: Q  # [H D, E] each, or one of 3 H D
+    head_norms: tuple[V, V] | None  # [D] each
+    attention_out: LayerOutput[V, L]
+    norm2: Norm[V]
+    up: Q  # [F, E]; gate and up of a gated MLP
+    mlp_out: LayerOutput[V, L]
+    bounds: tuple[V, ...]  # [] each: `BOUNDS` of each linear, in their order
+
+
+class Projector(NamedTuple, Generic[V, L]):
+    """One of `TowerConfig.projectors`; the main one has the norm behind the last layer, and what
+    standardizes the reduction's output."""
+
+    post_norm: Norm[V] | None
+    standard: Standard[V] | None
+    norm: Norm[V] | None
+    linears: tuple[L, ...]
+
+
+class Tower(NamedTuple, Generic[V, L, Q, P]):
     """All tensors of a tower and its projectors."""
 
-    patch: PatchSpec
-    table: TensorSpec | None
-    pre_norm: NormSpec | None
-    layers: tuple[TowerLayerSpec, ...]
-    post_norm: NormSpec | None
-    projectors: tuple[ProjectorSpec, ...]
-    patch_norms: tuple[NormSpec, NormSpec] | None = None
-    standard: tuple[TensorSpec, TensorSpec] | None = None  # [E] each: bias and scale
+    entry: Entry[V, P]
+    table: V | None
+    layers: tuple[TowerLayer[V, L, Q], ...]
+    projectors: tuple[Projector[V, L], ...]
 
-    def tensors(self) -> Iterator[TensorSpec]:
-        """All tensors in order of use."""
-        yield from self.patch.tensors()
-        if self.table is not None:
-            yield self.table
-        for norm in (*(self.patch_norms or ()), self.pre_norm, self.post_norm):
-            if norm is not None:
-                yield from norm.tensors()
-        yield from self.standard or ()
-        for layer in self.layers:
-            yield from layer.tensors()
-        for projector in self.projectors:
-            yield from projector.tensors()
 
-    def operands(self) -> Iterator[OperandSpec]:
-        """The linears that are held together."""
-        for layer in self.layers:
-            yield from layer.operands()
-        for projector in self.projectors:
-            for linear in projector.linears:
-                yield OperandSpec(linears=(linear,))
+NormSpec = Norm[TensorSpec]
+TowerLayerSpec = TowerLayer[TensorSpec, LinearSpec, OperandSpec]
+ProjectorSpec = Projector[TensorSpec, LinearSpec]
+TowerSpec = Tower[TensorSpec, LinearSpec, OperandSpec, PatchSpec]
 
 
 def declare_tower(vision: VisionConfig) -> TowerSpec:
     """The tensors of a model's tower."""
     tower, names = vision.tower, vision.tower.names
     width = tower.hidden_size
-    return TowerSpec(
-        patch=PatchSpec(
-            weight=TensorSpec(
-                name=f"{names.patch}.weight", shape=(width, *tower.patch_shape), kind="tower"
-            ),
-            bias=_vector(f"{names.patch}.bias", width, "bias") if tower.has_patch_bias else None,
+    weight = TensorSpec(
+        name=f"{names.patch}.weight", shape=(width, *tower.patch_shape), kind="tower"
+    )
+    bias = _vector(f"{names.patch}.bias", width, "bias") if tower.has_patch_bias else None
+    norms = (
+        _norm(tower.norm, names.patch_norm, tower.patch_values),
+        _norm(tower.norm, names.product_norm, width),
+    )
+    return Tower(
+        entry=Entry(
+            patch=PatchSpec(weight=weight, bias=bias),
+            patch_norms=norms if tower.has_patch_norms else None,
+            pre_norm=_norm(tower.norm, names.pre_norm, width) if tower.has_pre_norm else None,
         ),
         table=_declare_table(tower),
-        pre_norm=_norm(tower.norm, names.pre_norm, width) if tower.has_pre_norm else None,
         layers=tuple(_declare_layer(tower, index) for index in range(tower.num_layers)),
-        post_norm=_norm(tower.norm, names.post_norm, width) if tower.has_post_norm else None,
         projectors=tuple(
             _declare_projector(each, tower, index - 1)
             for index, each in enumerate(tower.projectors)
         ),
-        patch_norms=(
-            _norm(tower.norm, names.patch_norm, tower.patch_values),
-            _norm(tower.norm, names.product_norm, width),
-        )
-        if tower.has_patch_norms
-        else None,
-        standard=(_vector(names.std_bias, width, "bias"), _vector(names.std_scale, width, "scale"))
-        if tower.standardizes
-        else None,
     )
 
 
@@ -201,7 +153,7 @@ def _declare_layer(tower: TowerConfig, index: int) -> TowerLayerSpec:
         for name in (names.post_norm1, names.post_norm2)
     )
     clipped = [*parts_of_qkv(tower), names.out, *ups, names.down] if tower.clips_linears else []
-    return TowerLayerSpec(
+    return TowerLayer(
         bounds=tuple(
             TensorSpec(
                 name=f"{prefix}.{name.removesuffix('.linear')}.{bound}", shape=(), kind="bound"
@@ -210,19 +162,19 @@ def _declare_layer(tower: TowerConfig, index: int) -> TowerLayerSpec:
             for bound in BOUNDS
         ),
         norm1=_norm(tower.norm, f"{prefix}.{names.norm1}", width),
-        qkv=qkv,
+        qkv=OperandSpec(linears=qkv, are_side_by_side=True),
         head_norms=(
             _vector(f"{prefix}.{names.query_norm}.weight", tower.head_dim, "scale"),
             _vector(f"{prefix}.{names.key_norm}.weight", tower.head_dim, "scale"),
         )
         if tower.has_head_norms
         else None,
-        out=linear(names.out, width, heads, has_bias),
-        post_norm1=post1,
+        attention_out=LayerOutput(linear(names.out, width, heads, has_bias), post1),
         norm2=_norm(tower.norm, f"{prefix}.{names.norm2}", width),
-        up=tuple(linear(name, inner, width, tower.has_mlp_bias) for name in ups),
-        down=linear(names.down, width, inner, tower.has_mlp_bias),
-        post_norm2=post2,
+        up=OperandSpec(
+            linears=tuple(linear(name, inner, width, tower.has_mlp_bias) for name in ups)
+        ),
+        mlp_out=LayerOutput(linear(names.down, width, inner, tower.has_mlp_bias), post2),
     )
 
 
@@ -233,7 +185,7 @@ def parts_of_qkv(tower: TowerConfig) -> tuple[str, ...]:
 
 
 def _declare_projector(config: ProjectorConfig, tower: TowerConfig, index: int) -> ProjectorSpec:
-    """`index` is that of a deepstack projector."""
+    """`index` is that of a deepstack projector, -1 of the main one."""
     linears: list[LinearSpec] = []
     last = config.linears[-1]
     num_in = config.num_in(tower.hidden_size)
@@ -249,14 +201,21 @@ def _declare_projector(config: ProjectorConfig, tower: TowerConfig, index: int) 
             )
         )
         num_in = each.num_out
-    norm = None
+    norm, post_norm, standard = None, None, None
     if config.norm is not None and config.norm_name is not None:
         norm = _norm(config.norm, config.norm_name.format(index=index), norm_size)
-    return ProjectorSpec(norm=norm, linears=tuple(linears))
+    names, width, is_main = tower.names, tower.hidden_size, index < 0
+    if is_main and tower.has_post_norm:
+        post_norm = _norm(tower.norm, names.post_norm, width)
+    if is_main and tower.standardizes:
+        standard = Standard(
+            _vector(names.std_bias, width, "bias"), _vector(names.std_scale, width, "scale")
+        )
+    return Projector(post_norm, standard, norm, tuple(linears))
 
 
 def _norm(kind: TowerNorm, name: str, size: int) -> NormSpec:
-    return NormSpec(
+    return Norm(
         weight=_vector(f"{name}.weight", size, "scale"),
         bias=_vector(f"{name}.bias", size, "bias") if kind == "layer" else None,
     )

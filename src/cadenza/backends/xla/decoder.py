@@ -70,11 +70,11 @@ class Layer(NamedTuple):
     @classmethod
     def load(cls, source: WeightSource, layer: LayerSpec) -> "Layer":
         mixer: Any = MIXERS[type(layer.mixer)]
-        return cls(
-            mixer_norm=source.optional_norm(layer.mixer_norm),
+        return source.load(
+            cls,
+            layer,
             mixer=mixer.load(source, layer.mixer),
             mixer_out=source.linear(layer.mixer.out),
-            mixer_post_norm=source.optional_norm(layer.mixer_post_norm),
             feed_forward=FEED_FORWARDS[type(layer.mlp)].load(source, layer),
             inputs=LayerInput.load(source, layer),
         )
@@ -153,7 +153,7 @@ def _load_rest(
     return DecoderWeights(
         embedding=embedding,
         layers=tuple(Layer.load(source, layer) for layer in layers),
-        final_norm=source.norm(declare_final_norm(model).name),
+        final_norm=source.leaf(declare_final_norm(model)),
         head=head,
         ropes=tuple(rope_factors(rope, max_model_len) for rope in model.ropes),
         inputs=HiddenInput.load(source) if model.reads_hidden else None,

@@ -21,7 +21,7 @@ from cadenza.checkpoint.gguf.clip_projector import (
     siglip_settings,
 )
 from cadenza.checkpoint.stored_tensor import AnyArray, StoredTensor, StoredWeight
-from cadenza.checkpoint.tensor_spec import TensorSpec
+from cadenza.checkpoint.tensor_spec import TensorSpec, tensors_of
 from cadenza.checkpoint.tower_spec import TowerSpec, declare_tower
 from cadenza.checkpoint.towers.gemma3 import GEMMA3
 from cadenza.checkpoint.towers.gemma4 import GEMMA4, GEMMA4_UNIFIED
@@ -139,8 +139,8 @@ def _gemma4_processor(file: ProjectorFile) -> dict[str, object]:
 def _gemma4_projectors(tower: TowerSpec) -> Places:
     (linear,) = tower.projectors[0].linears
     places = linear_places("mm.input_projection", linear)
-    if tower.standard is not None:
-        bias, scale = tower.standard
+    if (standard := tower.projectors[0].standard) is not None:
+        bias, scale = standard
         places |= {"v.std_bias": (bias,), "v.std_scale": (scale,)}
     return places
 
@@ -148,7 +148,7 @@ def _gemma4_projectors(tower: TowerSpec) -> Places:
 def _gemma4_made(file: ProjectorFile, vision: VisionConfig) -> dict[str, StoredWeight]:
     """The patches' weight, whose values are stored channel by channel, and the bounds of linears,
     which are stored as vectors of one number."""
-    spec, size = declare_tower(vision).patch.weight, vision.tower.patch_size
+    spec, size = declare_tower(vision).entry.patch.weight, vision.tower.patch_size
     part = _part(file, _PATCH, (spec.shape[0], CHANNELS, size, size))
     made = {spec.name: _weight(spec, part, lambda stored: _channels_last(stored, size))}
     for index, layer in enumerate(declare_tower(vision).layers):
@@ -165,7 +165,7 @@ def _unified_made(file: ProjectorFile, vision: VisionConfig) -> dict[str, Stored
     """The patches' weight and their norm, stored channel by channel; the table, whose axes are
     outer ones there; and norms, which are numbered from 1."""
     declared, size = declare_tower(vision), vision.tower.patch_size
-    spec, table, norms = declared.patch.weight, declared.table, declared.patch_norms
+    spec, table, norms = declared.entry.patch.weight, declared.table, declared.entry.patch_norms
     assert table is not None, "the model has a table"
     assert norms is not None, "the patches are normed"
     made = {
@@ -178,7 +178,7 @@ def _unified_made(file: ProjectorFile, vision: VisionConfig) -> dict[str, Stored
             lambda stored: stored.swapaxes(0, 1),
         ),
     }
-    for each in norms[0].tensors():
+    for each in tensors_of(norms[0]):
         part = _part(file, f"v.patch_norm.1.{each.name.rsplit('.', 1)[1]}", each.shape)
         made[each.name] = _weight(each, part, lambda stored: _channels_last(stored[None], size)[0])
     return made
@@ -186,9 +186,9 @@ def _unified_made(file: ProjectorFile, vision: VisionConfig) -> dict[str, Stored
 
 def _unified_projectors(tower: TowerSpec) -> Places:
     (linear,) = tower.projectors[0].linears
-    assert tower.patch_norms is not None, "the patches are normed"
+    assert tower.entry.patch_norms is not None, "the patches are normed"
     places = linear_places("mm.input_projection", linear)
-    return places | norm_places("v.patch_norm.2", tower.patch_norms[1])
+    return places | norm_places("v.patch_norm.2", tower.entry.patch_norms[1])
 
 
 def _channels_last(stored: AnyArray, size: int) -> npt.NDArray[np.float32]:

@@ -165,13 +165,15 @@ def _tensors(
 
 
 def _tower_places(tower: TowerSpec, stored: set[str]) -> Places:
-    places: Places = {"v.patch_embd.weight": (tower.patch.weight,)}
-    if tower.patch.bias is not None:
-        places["v.patch_embd.bias"] = (tower.patch.bias,)
+    entry = tower.entry
+    places: Places = {"v.patch_embd.weight": (entry.patch.weight,)}
+    if entry.patch.bias is not None:
+        places["v.patch_embd.bias"] = (entry.patch.bias,)
     if tower.table is not None:
         places["v.position_embd.weight"] = (tower.table,)
-    pre_norm = "v.pre_ln" if tower.patch_norms is None else "v.patch_norm.3"
-    places |= norm_places(pre_norm, tower.pre_norm) | norm_places("v.post_ln", tower.post_norm)
+    pre_norm = "v.pre_ln" if entry.patch_norms is None else "v.patch_norm.3"
+    places |= norm_places(pre_norm, entry.pre_norm)
+    places |= norm_places("v.post_ln", tower.projectors[0].post_norm)
     for index, layer in enumerate(tower.layers):
         for more in _layer_places(layer, f"v.blk.{index}", stored):
             places |= more
@@ -181,23 +183,23 @@ def _tower_places(tower: TowerSpec, stored: set[str]) -> Places:
 def _layer_places(layer: TowerLayerSpec, prefix: str, stored: set[str]) -> Iterator[Places]:
     yield norm_places(f"{prefix}.ln1", layer.norm1)
     yield norm_places(f"{prefix}.ln2", layer.norm2)
-    yield norm_places(f"{prefix}.attn_post_norm", layer.post_norm1)
-    yield norm_places(f"{prefix}.ffn_post_norm", layer.post_norm2)
+    yield norm_places(f"{prefix}.attn_post_norm", layer.attention_out.norm)
+    yield norm_places(f"{prefix}.ffn_post_norm", layer.mlp_out.norm)
     if layer.head_norms is not None:
         query, key = layer.head_norms
         yield {f"{prefix}.attn_q_norm.weight": (query,), f"{prefix}.attn_k_norm.weight": (key,)}
-    if len(layer.qkv) == 1 or f"{prefix}.attn_qkv.weight" in stored:
-        weights, *biases = zip(*(linear.tensors() for linear in layer.qkv), strict=True)
+    if len(layer.qkv.linears) == 1 or f"{prefix}.attn_qkv.weight" in stored:
+        weights, *biases = zip(*(linear.tensors() for linear in layer.qkv.linears), strict=True)
         yield {f"{prefix}.attn_qkv.weight": weights}
         yield {f"{prefix}.attn_qkv.bias": parts for parts in biases}
     else:
-        for letter, linear in zip("qkv", layer.qkv, strict=True):
+        for letter, linear in zip("qkv", layer.qkv.linears, strict=True):
             yield linear_places(f"{prefix}.attn_{letter}", linear)
-    yield linear_places(f"{prefix}.attn_out", layer.out)
-    names = ("ffn_gate", "ffn_up") if len(layer.up) == 2 else ("ffn_up",)
-    for name, linear in zip(names, layer.up, strict=True):
+    yield linear_places(f"{prefix}.attn_out", layer.attention_out.linear)
+    names = ("ffn_gate", "ffn_up") if len(layer.up.linears) == 2 else ("ffn_up",)
+    for name, linear in zip(names, layer.up.linears, strict=True):
         yield linear_places(f"{prefix}.{name}", linear)
-    yield linear_places(f"{prefix}.ffn_down", layer.down)
+    yield linear_places(f"{prefix}.ffn_down", layer.mlp_out.linear)
 
 
 def _try_open(path: Path) -> GGUFFile | None:

@@ -152,7 +152,7 @@ def _deepstack_places(vision: VisionConfig, tower: TowerSpec) -> Places:
 
 def _joined_patches(file: ProjectorFile, vision: VisionConfig) -> dict[str, StoredWeight]:
     """The patches' weight, of the slices of both times."""
-    spec = declare_tower(vision).patch.weight
+    spec = declare_tower(vision).entry.patch.weight
     stored = file.file.header.tensors
     missing = [name for name in _SLICES if name not in stored]
     if missing:

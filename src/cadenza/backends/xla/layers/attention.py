@@ -29,14 +29,10 @@ class Attention(NamedTuple):
 
     @classmethod
     def load(cls, source: WeightSource, spec: AttentionSpec) -> "Attention":
-        norms = spec.norms
-        qkv, gate = _load_gated(source, spec) if spec.has_gate else (source.linear(*spec.qkv), None)
-        return cls(
-            qkv=qkv,
-            gate=gate,
-            norms=norms and tuple(source.norm(norm.name) for norm in norms),
-            sinks=None if spec.sinks is None else source.scale(spec.sinks),
-        )
+        if not source.spec.model.has_attention_gate:
+            return source.load(cls, spec, gate=None)
+        qkv, gate = _load_gated(source, spec)
+        return source.load(cls, spec, qkv=qkv, gate=gate)
 
     def mix(
         self, context: StepContext, index: int, normed: jax.Array, pools: LayerPools
@@ -106,7 +102,7 @@ def _layer_of(context: StepContext, index: int) -> tuple[int, AttendingLayer]:
 def _load_gated(source: WeightSource, spec: AttentionSpec) -> tuple[Linear, Linear]:
     """Queries, keys and values, and the gates, which are stored behind the queries of each head."""
     heads = source.spec.model.heads
-    query, key, value = spec.qkv
+    query, key, value = spec.qkv.linears
 
     def halves(part: Any, first: int) -> list[Any]:
         starts = (

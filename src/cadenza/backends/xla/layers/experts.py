@@ -1,5 +1,6 @@
 """`ExpertMLP`: the feed-forward whose router chooses among gated MLPs for each token."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -8,7 +9,7 @@ from cadenza.backends.xla.layers.residual import Residual
 from cadenza.backends.xla.layers.weight_source import WeightSource
 from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.ops.table import Linear
-from cadenza.checkpoint.tensor_spec import ExpertMLPSpec, LayerSpec
+from cadenza.checkpoint.tensor_spec import ExpertMLPSpec, LayerSpec, LinearSpec
 
 
 class SharedMLP(NamedTuple):
@@ -26,14 +27,13 @@ class SharedMLP(NamedTuple):
         spec, ops = mlp.shared, source.ops
         if spec is None:
             return None
-        gate_up, format = source.gate_up(spec), source.format_of(spec.gate_up)
         if mlp.shared_gate is None:
-            return cls(None, ops.load_gate_up(gate_up, (), format), source.linear(spec.down))
-        down = source.operand([spec.down])
+            return source.load(cls, spec, gate=None, gate_up=source.gate_up(spec.gate_up))
+        parts, linears = source.gate_and_up(spec.gate_up), spec.gate_up.linears
         return cls(
             gate=source.linear(mlp.shared_gate),
-            gate_up=ops.load_experts([gate_up], format),
-            down=ops.load_experts([down], source.format_of([spec.down])),
+            gate_up=ops.load_experts([parts], source.format_of(linears)),
+            down=ops.load_experts([source.operand([spec.down])], source.format_of([spec.down])),
         )
 
     def add(self, ops: OpTable, normed: jax.Array, stream: Residual) -> Residual:
@@ -63,12 +63,13 @@ class ExpertMLP(NamedTuple):
         assert isinstance(mlp, ExpertMLPSpec), "the layer has experts"
         assert layer.mlp_post_norm is None, "a norm after the experts is not supported"
         gate_up, down = load_experts(source, mlp)
-        return cls(
-            norm=source.optional_norm(layer.mlp_norm),
+        return source.load(
+            cls,
+            mlp,
+            norm=source.leaf(layer.mlp_norm),
             router=source.linear(mlp.router),
             gate_up=gate_up,
             down=down,
-            choice_bias=None if mlp.choice_bias is None else source.scale(mlp.choice_bias),
             shared=SharedMLP.load(source, mlp),
         )
 
@@ -84,18 +85,13 @@ class ExpertMLP(NamedTuple):
 
 def load_experts(source: WeightSource, mlp: ExpertMLPSpec) -> tuple[Linear, Linear]:
     """Gate and up of all experts [X, 2 F, E], and their down [X, E, F]."""
-    first = mlp.experts[0]
-    gate_up = [source.operand(expert.gate_up) for expert in mlp.experts]
-    down = [source.operand([expert.down]) for expert in mlp.experts]
-    return (
-        source.ops.load_experts(
-            gate_up,
-            source.format_of(first.gate_up),
-            [source.biases(expert.gate_up) for expert in mlp.experts],
-        ),
-        source.ops.load_experts(
-            down,
-            source.format_of([first.down]),
-            [source.biases([expert.down]) for expert in mlp.experts],
-        ),
-    )
+
+    def stacked(experts: Sequence[Sequence[LinearSpec]]) -> Linear:
+        return source.ops.load_experts(
+            [source.operand(linears) for linears in experts],
+            source.format_of(experts[0]),
+            [source.biases(linears) for linears in experts],
+        )
+
+    gate_up = stacked([expert.gate_up.linears for expert in mlp.experts])
+    return gate_up, stacked([[expert.down] for expert in mlp.experts])

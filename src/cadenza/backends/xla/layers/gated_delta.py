@@ -25,17 +25,7 @@ class GatedDelta(NamedTuple):
 
     @classmethod
     def load(cls, source: WeightSource, spec: DeltaSpec) -> "GatedDelta":
-        return cls(
-            mixed=source.linear(spec.mixed),
-            gate=source.linear(spec.gate),
-            rates=source.linear(*spec.rates),
-            inner=DeltaWeights(
-                conv=source.filters(spec.conv),
-                decay=source.decay(spec.decay),
-                decay_bias=source.scale(spec.decay_bias),
-                norm=source.scale(spec.norm),
-            ),
-        )
+        return source.load(cls, spec, inner=source.load(DeltaWeights, spec))
 
     def mix(
         self, context: StepContext, index: int, normed: jax.Array, pools: LayerPools

@@ -26,7 +26,7 @@ class HiddenInput(NamedTuple):
         model = source.spec.model
         linear, embed, layout = declare_input_proj(model), model.hidden_size, model.mtp_layout
         assert layout is not None, "a model that reads hidden states is an MTP layer"
-        both, format = source.weights[linear.weight], source.format_of((linear,))
+        both, format = source.weights[linear.weight], source.format_of([linear])
 
         def half(start: int) -> Linear:
             part = np.ascontiguousarray(both[:, start : start + embed])

@@ -45,16 +45,10 @@ class LatentAttention(NamedTuple):
         *down, query = spec.query
         latent = None
         if spec.query_norm is not None:
-            latent = _QueryLatent(source.linear(*down), source.norm(spec.query_norm.name))
+            latent = _QueryLatent(source.linear(*down), source.leaf(spec.query_norm))
         keys, values = _load_absorbed(source, spec)
-        return cls(
-            query_latent=latent,
-            query=source.linear(query),
-            latent=source.linear(spec.latent),
-            latent_norm=source.norm(spec.latent_norm.name),
-            keys=keys,
-            values=values,
-        )
+        own = source.linear(query)
+        return source.load(cls, spec, query_latent=latent, query=own, keys=keys, values=values)
 
     def mix(
         self, context: StepContext, index: int, normed: jax.Array, pools: LayerPools
@@ -90,9 +84,10 @@ def _load_absorbed(source: WeightSource, spec: LatentSpec) -> tuple[Linear, Line
     """
     shape = source.spec.model.latent
     assert shape is not None, "the model has latents"
-    stored = source.weights[spec.keys_values.weight]
+    (linear,) = spec.keys_values.linears
+    stored = source.weights[linear.weight]
     is_coded = not isinstance(stored, np.ndarray)
-    format = source.spec.weight_format if is_coded else source.format_of((spec.keys_values,))
+    format = source.spec.weight_format if is_coded else source.format_of((linear,))
     both = np.asarray(stored).reshape(shape.num_heads, -1, shape.rank)
     keys, values = both[:, : shape.plain_size], both[:, shape.plain_size :]
     transposed = [[np.ascontiguousarray(each.T)] for each in keys]

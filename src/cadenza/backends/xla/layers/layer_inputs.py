@@ -30,7 +30,7 @@ class LayerEmbedding(NamedTuple):
         return cls(
             table=source.table(table),
             proj=source.linear(declare_layer_proj(source.spec.model)),
-            norm=source.norm(norm.name) * np.float32(math.sqrt(0.5)),
+            norm=source.leaf(norm) * np.float32(math.sqrt(0.5)),
         )
 
     def enter(self, context: StepContext, stream: Residual) -> jax.Array:
@@ -54,11 +54,8 @@ class LayerInput(NamedTuple):
         spec = layer.inputs
         if spec is None:
             return None
-        return cls(
-            gate=source.linear(spec.gate),
-            out=source.linear(spec.out),
-            post_norm=source.closing_norm(spec.post_norm, layer.scale),
-        )
+        post_norm = source.closing_norm(spec.post_norm, layer.scale)
+        return source.load(cls, spec, post_norm=post_norm)
 
     def add(self, ops: OpTable, stream: Residual, inputs: jax.Array, index: int) -> Residual:
         """The stream [N, E] with the output for layer `index` of `inputs` [N, layers P]."""

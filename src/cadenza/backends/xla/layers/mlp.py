@@ -2,8 +2,6 @@
 
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from cadenza.backends.xla.layers.residual import Residual
 from cadenza.backends.xla.layers.weight_source import WeightSource
 from cadenza.backends.xla.ops.reference import OpTable
@@ -24,24 +22,13 @@ class GatedMLP(NamedTuple):
         mlp = layer.mlp
         assert isinstance(mlp, GatedMLPSpec), "the layer has a gated MLP"
         return cls(
-            norm=source.optional_norm(layer.mlp_norm),
-            gate_up=load_gate_up(source, mlp),
+            norm=source.leaf(layer.mlp_norm),
+            gate_up=source.gate_up(mlp.gate_up),
             down=source.linear(mlp.down),
-            post_norm=source.closing_norm(
-                layer.mlp_post_norm, None if layer.inputs else layer.scale
-            ),
+            post_norm=source.post_norm(layer),
         )
 
     def add(self, ops: OpTable, stream: Residual) -> Residual:
         """The stream [N, E] with the MLP's output."""
         gated = ops.gated_linear(stream.normed(ops, self.norm), self.gate_up, stream.count)
         return stream.plus(ops, gated, self.down, self.post_norm)
-
-
-def load_gate_up(source: WeightSource, mlp: GatedMLPSpec) -> Linear:
-    """Gate and up of an MLP."""
-    biases = source.biases(mlp.gate_up)
-    if len(biases) == 1:
-        biases = np.split(biases[0], 2)
-    format = source.format_of(mlp.gate_up)
-    return source.ops.load_gate_up(source.gate_up(mlp), biases, format)

@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cadenza.backends.xla.layers.experts import load_experts
-from cadenza.backends.xla.layers.mlp import load_gate_up
 from cadenza.backends.xla.layers.residual import Residual
 from cadenza.backends.xla.layers.weight_source import WeightSource
 from cadenza.backends.xla.ops.reference import OpTable
@@ -38,21 +37,19 @@ class ParallelMLP(NamedTuple):
         assert isinstance(mlp, ParallelMLPSpec), "the layer has experts beside its MLP"
         gate_up, down = load_experts(source, mlp.experts)
         scale = source.scale(mlp.router_scale)
-        return cls(
-            norm=source.optional_norm(layer.mlp_norm),
-            gate_up=load_gate_up(source, mlp.dense),
+        return source.load(
+            cls,
+            mlp,
+            norm=source.leaf(layer.mlp_norm),
+            gate_up=source.gate_up(mlp.dense.gate_up),
             down=source.linear(mlp.dense.down),
-            dense_norm=source.norm(mlp.dense_norm.name),
             router_norm=scale * np.float32(len(scale) ** -0.5),
             router=source.linear(mlp.experts.router),
             factors=source.scale(mlp.expert_scale),
-            experts_input_norm=source.norm(mlp.input_norm.name),
+            experts_input_norm=source.leaf(mlp.input_norm),
             experts_gate_up=gate_up,
             experts_down=down,
-            experts_norm=source.norm(mlp.experts_norm.name),
-            post_norm=source.closing_norm(
-                layer.mlp_post_norm, None if layer.inputs else layer.scale
-            ),
+            post_norm=source.post_norm(layer),
         )
 
     def add(self, ops: OpTable, stream: Residual) -> Residual:

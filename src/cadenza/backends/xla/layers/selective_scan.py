@@ -27,19 +27,7 @@ class SelectiveScan(NamedTuple):
     def load(cls, source: WeightSource, spec: ScanSpec) -> "SelectiveScan":
         width, (heads,), channels = spec.norm.shape[0], spec.decay.shape, spec.conv.shape[0]
         gate, mixed, rates = source.row_parts(spec.mixed, (width, channels, heads))
-        return cls(
-            gate=gate,
-            mixed=mixed,
-            rates=rates,
-            inner=ScanWeights(
-                conv=source.filters(spec.conv),
-                conv_bias=source.optional_scale(spec.conv_bias),
-                decay=source.decay(spec.decay),
-                rate_bias=source.scale(spec.rate_bias),
-                skip=source.scale(spec.skip),
-                norm=source.scale(spec.norm),
-            ),
-        )
+        return cls(gate, mixed, rates, source.load(ScanWeights, spec))
 
     def mix(
         self, context: StepContext, index: int, normed: jax.Array, pools: LayerPools

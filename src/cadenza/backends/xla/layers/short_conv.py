@@ -22,8 +22,8 @@ class ShortConv(NamedTuple):
 
     @classmethod
     def load(cls, source: WeightSource, spec: ConvSpec) -> "ShortConv":
-        bias = source.optional_scale(spec.conv_bias)
-        return cls(source.linear(spec.mixed), ConvWeights(source.filters(spec.conv), bias))
+        inner = source.load(ConvWeights, spec, bias=source.leaf(spec.conv_bias))
+        return source.load(cls, spec, inner=inner)
 
     def mix(
         self, context: StepContext, index: int, normed: jax.Array, pools: LayerPools

@@ -6,7 +6,7 @@ norm that multiplies by 1 + weight, the 1 is added here.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,10 +17,19 @@ from cadenza.checkpoint.float8_weight import Float8Weight
 from cadenza.checkpoint.host_math import exp
 from cadenza.checkpoint.layer_kind import DeltaShape, ScanShape
 from cadenza.checkpoint.quantised_weight import HostWeight, have_one_order
-from cadenza.checkpoint.tensor_spec import GatedMLPSpec, LinearSpec, TensorSpec
+from cadenza.checkpoint.tensor_spec import (
+    LayerSpec,
+    LinearSpec,
+    OperandSpec,
+    PatchSpec,
+    SpecTree,
+    TensorSpec,
+)
 from cadenza.checkpoint.weight_format import WeightFormat
 from cadenza.checkpoint.weights import Weights
 from cadenza.errors import CheckpointError
+
+Node = TypeVar("Node", bound=tuple[Any, ...])
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +49,51 @@ class WeightSource:
         weight = np.asarray(self.weights[name]).astype(np.float32)
         return weight + np.float32(1.0) if self.spec.model.norm_adds_one else weight
 
-    def optional_norm(self, spec: TensorSpec | None) -> npt.NDArray[np.float32] | None:
-        return None if spec is None else self.norm(spec.name)
+    def load(self, kind: type[Node], spec: Any, **own: Any) -> Node:
+        """The weights of a node of a declared tree: those in `own`, and of each other field the
+        spec's of the same name.
+
+        Files of packed weights have linears in the order in which they are loaded.
+        """
+        fields: tuple[str, ...] = kind._fields  # pyright: ignore[reportAttributeAccessIssue]
+        others = {each: self.leaf(getattr(spec, each)) for each in fields if each not in own}
+        return kind(**own, **others)
+
+    def leaf(self, spec: SpecTree) -> Any:
+        """What a leaf stands for, or a whole node without a layout of its own."""
+        match spec:
+            case None:
+                return None
+            case LinearSpec():
+                return self.linear(spec)
+            case OperandSpec():
+                return self.linear(*spec.linears)
+            case PatchSpec():
+                return self._patch(spec)
+            case TensorSpec(kind="norm"):
+                return self.norm(spec.name)
+            case TensorSpec(kind="filter"):
+                return self.filters(spec)
+            case TensorSpec(kind="decay"):
+                return self.decay(spec)
+            case TensorSpec():
+                return self.scale(spec)
+            case tuple():
+                parts = [self.leaf(each) for each in spec]
+                return type(spec)(*parts) if hasattr(spec, "_fields") else tuple(parts)
+
+    def _patch(self, spec: PatchSpec) -> Linear:
+        stored = np.asarray(self.weights[spec.weight.name])
+        bias = [] if spec.bias is None else [self.weights[spec.bias.name]]
+        return self.ops.load_linear([stored.reshape(len(stored), -1)], bias)
+
+    def post_norm(self, layer: LayerSpec) -> Any | None:
+        """The norm of an MLP's output, with the layer's scale if nothing follows it."""
+        return self.closing_norm(layer.mlp_post_norm, None if layer.inputs else layer.scale)
 
     def closing_norm(self, spec: TensorSpec | None, scale: TensorSpec | None) -> Any | None:
         """The norm of the last output of a layer, with the layer's scale if it has one."""
-        norm = self.optional_norm(spec)
+        norm = self.leaf(spec)
         if scale is None:
             return norm
         assert norm is not None, "a layer with a scale norms its last output"
@@ -67,9 +115,6 @@ class WeightSource:
             return stored
         return np.array([-exp(float(each)) for each in stored], np.float32)
 
-    def optional_scale(self, spec: TensorSpec | None) -> npt.NDArray[np.float32] | None:
-        return None if spec is None else self.scale(spec)
-
     def row_parts(self, linear: LinearSpec, sizes: Sequence[int]) -> list[Linear]:
         """A linear as several, of consecutive rows; `sizes` are their numbers of rows."""
         (whole,), biases, format = (
@@ -86,9 +131,16 @@ class WeightSource:
             start = stop
         return parts
 
-    def gate_up(self, mlp: GatedMLPSpec) -> tuple[HostWeight, HostWeight]:
-        """Gate and up, from two tensors or from the halves of a fused one."""
-        first, *others = self.operand(mlp.gate_up)
+    def gate_up(self, spec: OperandSpec) -> Linear:
+        """Gate and up of an MLP, for `gated_linear`."""
+        biases, format = self.biases(spec.linears), self.format_of(spec.linears)
+        if len(biases) == 1:
+            biases = np.split(biases[0], 2)
+        return self.ops.load_gate_up(self.gate_and_up(spec), biases, format)
+
+    def gate_and_up(self, spec: OperandSpec) -> tuple[HostWeight, HostWeight]:
+        """From two tensors or from the halves of a fused one."""
+        first, *others = self.operand(spec.linears)
         if others:
             return first, others[0]
         half = len(first) // 2

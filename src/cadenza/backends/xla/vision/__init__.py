@@ -6,7 +6,7 @@ Invariant: an embedding is a function of an image's pixels, the processor's sett
 
 Modules:
 
-- `tower_weights`: the tensors of a tower, loaded in the layouts of an op table
+- `tower_weights`: loads the tensors of a tower in the layouts of an op table
 - `stages`: what a quantum of each stage computes
 - `host_tables`: turns and positions of patches, made on the host
 - `tower_state`: the memory on the device in which a tower computes

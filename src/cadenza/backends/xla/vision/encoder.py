@@ -15,14 +15,16 @@ import numpy as np
 import numpy.typing as npt
 
 from cadenza.backends.base import ImageWork
+from cadenza.backends.xla.layers.weight_source import WeightSource
 from cadenza.backends.xla.ops.encoder_table import EncoderBlock
 from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.ops.table import DecoderSpec
 from cadenza.backends.xla.vision.host_tables import PartTables, part_of
 from cadenza.backends.xla.vision.stages import BlockInputs, TowerStages
 from cadenza.backends.xla.vision.tower_state import TowerState
-from cadenza.backends.xla.vision.tower_weights import TowerSource, TowerWeights
+from cadenza.backends.xla.vision.tower_weights import TowerSource
 from cadenza.checkpoint.model_config import Activation, ModelConfig
+from cadenza.checkpoint.tower_spec import Tower
 from cadenza.checkpoint.weights import Weights
 from cadenza.core.step_schema import ImageCall, Int32Array
 from cadenza.errors import RunnerError
@@ -88,14 +90,14 @@ class ImageEncoder:
         self._ops = make_ops(own)
         self._blocks = Blocks.of(vision)
         self._stages = TowerStages(self._ops, vision, self._blocks, own.dtype)
-        self._weights: TowerWeights | None = None
+        self._weights: Tower | None = None
         self._positions: npt.NDArray[Any] | None = None
         self._programs: StagePrograms | None = None
         self._current: tuple[bytes, PartTables] | None = None
 
     def load(self, weights: Weights, device: Any) -> None:
         """Loads the tower's tensors onto the device."""
-        source = TowerSource(self._ops, self._spec, weights, self._vision)
+        source = TowerSource(WeightSource(self._ops, self._spec, weights), self._vision)
         with self._ops.loading(None), jax.default_device(device):
             loaded = source.load()
         self._weights = jax.device_put(loaded, device)
@@ -107,7 +109,7 @@ class ImageEncoder:
         self._programs = compiler.compile(image_rows)
 
     @property
-    def _loaded(self) -> TowerWeights:
+    def _loaded(self) -> Tower:
         assert self._weights is not None, "the tower was loaded"
         return self._weights
 
@@ -235,7 +237,7 @@ class _StageCompiler:
     """Compiles stages from abstract arguments."""
 
     stages: TowerStages
-    weights: TowerWeights
+    weights: Tower
     state: Any
     sharding: Any
 
