@@ -514,10 +514,15 @@ class EngineLimits:
 
     @property
     def of_steps(self) -> "EngineLimits":
-        """What may decide bits of a step: without the bounds of queues, which follow the memory,
-        and of failed steps."""
+        """What may decide bits of a step: the shapes of its arrays and the context. Not the sizes
+        of pools and queues, which follow the free memory, and not the bound on failed steps."""
         return dataclasses.replace(
-            self, max_num_queued_reqs=0, max_num_queued_tokens=0, max_consecutive_step_errors=0
+            self,
+            num_pages=0,
+            num_state_slots=0,
+            max_num_queued_reqs=0,
+            max_num_queued_tokens=0,
+            max_consecutive_step_errors=0,
         )
 
     @property

@@ -10,7 +10,8 @@ from typing import Any, get_args
 
 import pytest
 
-from cadenza.checkpoint import open_checkpoint
+from cadenza.backends.base import RunnerSetup
+from cadenza.checkpoint import Checkpoint, open_checkpoint
 from cadenza.config import EngineConfig
 from cadenza.core.page_keys import Content, PageKeys
 from cadenza.fingerprint import Fingerprint
@@ -22,7 +23,7 @@ from cadenza.sparse_prefill import CHUNK, KeptTokens
 from cadenza.vision.processor import ImagePart, image_digest
 from tests.engine.stored import folder_of
 from tests.engine.test_plan import plan
-from tests.faces.stub_backend import STUBS
+from tests.faces.stub_backend import STUBS, StubBackend
 
 OWN = Identity(
     version="1.2",
@@ -112,6 +113,11 @@ def engine_of(folder: Path | None = None, **options: Any) -> PlannedEngine:
     )
 
 
+class NamedStub(StubBackend):
+    def name_arithmetic(self, checkpoint: Checkpoint, setup: RunnerSetup) -> str:
+        return "stored"
+
+
 def test_a_part_misses_in_each_key_that_has_it_and_in_no_other(
     found_by: Callable[[Identity], set[str]],
 ) -> None:
@@ -169,6 +175,21 @@ def test_a_copied_and_touched_model_has_its_identity_in_any_folder(tmp_path: Pat
     weights.write_bytes(content)
     changed = engine_of(copied, **options).identity()
     assert changed == replace(own, checkpoint=changed.checkpoint) != own
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_the_sizes_that_follow_the_free_memory_are_in_no_key(is_named: bool) -> None:
+    """Also where the arithmetic has no name, but for the shapes of a step."""
+    backends = {"stub": f"{__name__}:NamedStub"} if is_named else STUBS
+    own = replace(engine_of(num_pages=8), backends=backends)
+
+    def with_limits(**limits: int) -> Identity:
+        limited = replace(own.plan.limits, **limits)
+        return replace(own, plan=replace(own.plan, limits=limited)).identity()
+
+    for name in ("num_pages", "num_state_slots", "max_num_queued_reqs", "max_num_queued_tokens"):
+        assert with_limits(**{name: 5}) == own.identity(), name
+    assert (with_limits(max_num_seqs=3) == own.identity()) == is_named, "the control"
 
 
 def test_salt_images_and_indices_stand_beside_the_identity_in_the_keys_of_prefixes() -> None:

@@ -64,7 +64,10 @@ def test_the_reference_operations_store_pages_too(tmp_path: Path, worded_folder:
     stored = ask(tmp_path, **options, max_num_queued_reqs=7)
     assert stream_of(stored) == stream_of(cold)
     assert (stored.num_cached_tokens or 0) > 0
-    assert ask(tmp_path, **{**options, "num_pages": 48}).num_cached_tokens == 0
+    larger = ask(tmp_path, **{**options, "num_pages": 48})
+    assert stream_of(larger) == stream_of(cold), "a pool's size decides no bits"
+    assert larger.num_cached_tokens == stored.num_cached_tokens
+    assert ask(tmp_path, **{**options, "max_num_batched_tokens": 32}).num_cached_tokens == 0
 
 
 @pytest.mark.native
