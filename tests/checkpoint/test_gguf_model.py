@@ -388,5 +388,7 @@ def test_a_digest_follows_the_header(make: Make, tmp_path: Path):
     model = make()
     first = opened(model, tmp_path).digest
     assert opened(model, tmp_path).digest == first
+    (path,) = tmp_path.glob("*.gguf")
+    assert open_checkpoint(path.rename(tmp_path / "another name.gguf")).digest == first
     model.metadata["rope.freq_base"] = 20_000.0
     assert opened(model, tmp_path).digest != first

@@ -1,5 +1,6 @@
 """Finding tensors in one file or many, and comparing them with the declaration."""
 
+import hashlib
 import json
 import re
 from dataclasses import dataclass, field, replace
@@ -104,6 +105,21 @@ ESCAPES = [
     None,
     ["one.safetensors"],
 ]
+
+
+def test_a_digest_does_not_follow_the_names_of_shards(tmp_path: Path):
+    weight_map = write_shards(tmp_path, small_model()[1])
+    first = open_weights(tmp_path)
+    state = hashlib.sha256()
+    for place, file in enumerate(first.files, start=1):
+        name = f"model-{place:05}-of-00002.safetensors"
+        state.update(f"{name}\0{len(file.data)}\0{len(file.header)}\0".encode() + file.header)
+    assert first.digest() == state.hexdigest(), "that of shards with the usual names"
+    for shard in set(weight_map.values()):
+        (tmp_path / shard).rename(tmp_path / f"a {shard}")
+    named = {tensor: f"a {shard}" for tensor, shard in weight_map.items()}
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": named}))
+    assert open_weights(tmp_path).digest() == first.digest()
 
 
 @pytest.mark.parametrize("shard", ESCAPES, ids=repr)

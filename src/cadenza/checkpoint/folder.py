@@ -41,7 +41,7 @@ from cadenza.checkpoint.tokenizer_files import TokenizerFiles, read_tokenizer_fi
 from cadenza.checkpoint.towers.processor_file import read_processor_settings
 from cadenza.checkpoint.towers.reader import VisionOptions
 from cadenza.checkpoint.towers.registry import read_vision, reader_of
-from cadenza.checkpoint.weights import Weights, open_weights
+from cadenza.checkpoint.weights import Weights, open_weights, usual_names
 from cadenza.checkpoint.wrapped_text import unwrap_config, unwrap_weights
 from cadenza.errors import CheckpointError
 from cadenza.text.tokens.tokenizer import TokenizerSource
@@ -283,11 +283,12 @@ def _float_type(config: ModelConfig, weights: Weights) -> WeightDType:
 
 
 def _digest_of_unread(folder: Path) -> str:
-    """A SHA-256 of the names, sizes and beginnings of a folder's safetensors files, in hex."""
+    """A SHA-256 of the sizes and beginnings of a folder's safetensors files, in hex."""
     state = hashlib.sha256()
-    for path in sorted(folder.glob("*.safetensors")):
+    paths = sorted(folder.glob("*.safetensors"))
+    for name, path in zip(usual_names([path.name for path in paths]), paths, strict=True):
         with path.open("rb") as file:
-            state.update(f"{path.name}\0{path.stat().st_size}\0".encode())
+            state.update(f"{name}\0{path.stat().st_size}\0".encode())
             state.update(file.read(MAX_UNREAD_BYTES))
     return state.hexdigest()
 

@@ -147,12 +147,22 @@ class Weights:
         return replace(self, tensors=tensors)
 
     def digest(self) -> str:
-        """A SHA-256 of all files' names, lengths and headers, in hex; no tensor is read."""
+        """A SHA-256 of all files' lengths and headers, in hex, whatever the files are called; no
+        tensor is read."""
         state = hashlib.sha256()
-        for file in self.files:
-            state.update(f"{file.name}\0{len(file.data)}\0{len(file.header)}\0".encode())
+        names = usual_names([file.name for file in self.files])
+        for name, file in zip(names, self.files, strict=True):
+            state.update(f"{name}\0{len(file.data)}\0{len(file.header)}\0".encode())
             state.update(file.header)
         return state.hexdigest()
+
+
+def usual_names(names: Sequence[str]) -> Iterator[str]:
+    """What files of weights are usually called, in place of their own names: these decide nothing,
+    and digests are those of a folder whose shards have the usual ones."""
+    num_shards = sum(name not in (SINGLE_FILE, MTP_FILE) for name in names)
+    shards = (f"model-{n:05}-of-{num_shards:05}.safetensors" for n in range(1, num_shards + 1))
+    return (name if name in (SINGLE_FILE, MTP_FILE) else next(shards) for name in names)
 
 
 def open_weights(folder: Path, *, has_mtp_layers: bool = False) -> Weights:
