@@ -26,11 +26,10 @@ from cadenza.checkpoint import (
     parse_model_config,
 )
 from cadenza.checkpoint.families import FAMILIES
-from cadenza.checkpoint.interleaved_experts import split_interleaved_experts
 from cadenza.checkpoint.layer_kind import ConvShape, ScanShape
 from cadenza.checkpoint.model_config import SigmoidChoice
 from cadenza.checkpoint.mtp_layout import DEEPSEEK_MTP, QWEN_MTP
-from cadenza.checkpoint.stacked_experts import split_stacked_experts
+from cadenza.checkpoint.stacked_experts import split_stacks
 from cadenza.checkpoint.towers.registry import READERS
 from cadenza.errors import CheckpointError
 
@@ -81,7 +80,7 @@ def test_every_family_reads_a_file_that_leaves_its_own_settings_out(family: str)
 @pytest.mark.parametrize("folder", sorted(path.name for path in FIXTURES.iterdir()))
 def test_the_declaration_is_what_transformers_wrote(folder: str):
     config, weights = named_shape(str(FIXTURES / folder)), open_weights(FIXTURES / folder)
-    weights = split_interleaved_experts(config, split_stacked_experts(config, weights))
+    weights = split_stacks(config, weights)
     check_weights(config, weights)
 
 
@@ -260,7 +259,7 @@ def test_tensors_of_mtp_layers_are_ignored_up_to_the_number_of_these_layers():
     check_weights(config, weights)
     with pytest.raises(CheckpointError, match="mtp_layers"):
         check_weights(replace(config, num_mtp_layers=0), weights)
-    check_weights(config, weights.with_parts({name: [] for name in weights if "mtp_" in name}))
+    check_weights(config, weights.with_parts({name: {} for name in weights if "mtp_" in name}))
 
 
 def test_olmo2_norms_outputs_and_all_heads_together():

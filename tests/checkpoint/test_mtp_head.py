@@ -169,7 +169,7 @@ def test_a_model_without_mtp_layers_is_refused(tmp_path: Path):
 def test_mtp_layers_that_were_left_out_are_missed_by_name(tmp_path: Path):
     whole = open_checkpoint(FIXTURE)
     missing = "model.mtp_layers.0.input_proj.weight"
-    partial = whole.weights.with_parts({missing: []})
+    partial = whole.weights.with_parts({missing: {}})
     with pytest.raises(CheckpointError, match=f"lack {missing}"):
         mtp_head_of(replace(whole, known=(whole.config, partial)))
 
@@ -178,6 +178,6 @@ def test_a_tensor_of_an_mtp_layer_of_another_shape_is_refused_by_name():
     whole = open_checkpoint(FIXTURE)
     wrong, other = "model.mtp_layers.0.input_proj.weight", "model.mtp_layers.0.mlp.up_proj.weight"
     entry = replace(whole.weights.entry(other), name=wrong)
-    mixed = whole.weights.with_parts({wrong: [entry]})
+    mixed = whole.weights.with_parts({wrong: {wrong: entry}})
     with pytest.raises(CheckpointError, match=r"input_proj\.weight"):
         mtp_head_of(replace(whole, known=(whole.config, mixed)))

@@ -24,7 +24,7 @@ from cadenza.checkpoint.declaration import EMBEDDING, HEAD
 from cadenza.checkpoint.mtp_head import mtp_head_of
 from cadenza.checkpoint.mtp_layout import QWEN_MTP
 from cadenza.checkpoint.random_checkpoint import text_shape_names
-from cadenza.checkpoint.stacked_experts import split_stacked_experts
+from cadenza.checkpoint.stacked_experts import split_stacks
 from cadenza.checkpoint.stored_tensor import MappedFile
 from cadenza.errors import CheckpointError
 from tests.checkpoint.files import small_model, write_tensors
@@ -243,11 +243,11 @@ def test_every_declared_tensor_is_needed_and_missed_by_name(name: str, tmp_path:
     """Biases and norms too, which a decoder could do without."""
     config = named_shape(name)
     write_random_checkpoint(config, tmp_path, seed=1, dtype=config.dtype)
-    whole = split_stacked_experts(config, open_weights(tmp_path))
+    whole = split_stacks(config, open_weights(tmp_path))
     check_weights(config, whole)
     for spec in declare(config):
         with pytest.raises(CheckpointError, match=f"lack {re.escape(spec.name)}, which"):
-            check_weights(config, whole.with_parts({spec.name: []}))
+            check_weights(config, whole.with_parts({spec.name: {}}))
 
 
 @pytest.mark.parametrize("name", TINY_SHAPES)

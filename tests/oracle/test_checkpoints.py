@@ -14,8 +14,8 @@ from cadenza.checkpoint import (
     write_random_checkpoint,
 )
 from cadenza.checkpoint.families import FAMILIES
-from cadenza.checkpoint.interleaved_experts import split_interleaved_experts
 from cadenza.checkpoint.random_checkpoint import text_shape_names
+from cadenza.checkpoint.stacked_experts import split_stacks
 from tests.oracle.hf import compute_logits, load_config, load_model
 
 pytestmark = pytest.mark.oracle
@@ -63,7 +63,7 @@ def assert_tensors_agree(folder: Path, saved: Path) -> None:
     """Each declared tensor is one that transformers loads and saves, and there are no others."""
     checkpoint = open_checkpoint(folder)
     load_model(folder).save_pretrained(saved)
-    theirs = split_interleaved_experts(checkpoint.config, open_weights(saved))
+    theirs = split_stacks(checkpoint.config, open_weights(saved))
     assert {spec.name for spec in declare(checkpoint.config)} == set(theirs)
     for name in theirs:
         assert np.array_equal(checkpoint.weights[name], theirs[name])

@@ -35,8 +35,7 @@ Modules:
 - `sparse_support`: the models that compute sparse prompts, and those that score prompts
 - `mtp_layout`: how the MTP layers of each family are stored and fed
 - `mtp_head`: an MTP layer of a model as a model of one layer
-- `stacked_experts`, `interleaved_experts`: checkpoints that store a layer's experts in two tensors,
-  the outputs of gate one behind the other, or in turn with up's
+- `name_rules`, `stacked_experts`: how names, and tensors of all experts, become the declared ones
 - `opening`: `open_checkpoint`, of a folder or a GGUF file
 - `folder`: an opened model, `Checkpoint`; the reader of folders, those of base models too
 - `hub`: folders of the hub's models

@@ -27,7 +27,6 @@ Invariant: everything else is as strict as for a known type: a setting that chan
 and is not described is refused by its name, and so is a tensor that is missing or left over.
 """
 
-import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -38,14 +37,13 @@ from cadenza.checkpoint.config_json import parse_model_config
 from cadenza.checkpoint.families import FAMILIES
 from cadenza.checkpoint.json_object import JsonObject, read_small_file, shorten
 from cadenza.checkpoint.model_config import ModelConfig
-from cadenza.checkpoint.stored_tensor import StoredTensor
+from cadenza.checkpoint.name_rules import LAYER, REST, NameRule, by_rules
 from cadenza.checkpoint.weights import Weights
 from cadenza.errors import CheckpointError
 
 DESCRIPTION_FILE = "cadenza.toml"
 MAX_DESCRIPTION_BYTES = 1 << 20
 
-_LAYER = "{layer}"
 _REPLACED = frozenset({"model_type", "architectures", "auto_map"})
 """Settings of config.json in whose place the description stands."""
 
@@ -100,15 +98,9 @@ class Description:
 
     def rename(self, weights: Weights) -> Weights:
         """The tensors under the family's names, without those that are ignored."""
-        patterns = [(_pattern(stored), own) for own, stored in self.tensors.items()]
-        parts: dict[str, list[StoredTensor]] = {}
-        for name in weights:
-            own = _own_name(name, patterns)
-            if name.startswith(self.ignored):
-                parts[name] = []
-            elif own != name:
-                parts[name] = [replace(weights.entry(name), name=own)]
-        return weights.with_parts(parts)
+        ignored: list[NameRule] = [(f"{name}{REST}", None) for name in self.ignored]
+        named = ((stored, own) for own, stored in self.tensors.items())
+        return weights.renamed(by_rules([*ignored, *named]))
 
 
 def read_description(folder: Path) -> Description | None:
@@ -153,8 +145,8 @@ def _texts(name: str, table: dict[str, Any]) -> dict[str, str]:
     for key, value in table.items():
         if not isinstance(value, str):
             raise _wrong(f"{name}.{key}", f"{shorten(value)}; it must be a name")
-        if name == "tensors" and (key.count(_LAYER), value.count(_LAYER)) not in ((0, 0), (1, 1)):
-            raise _wrong(f"{name}.{key}", f"{shorten(value)}; both need {_LAYER} once, or none")
+        if name == "tensors" and (key.count(LAYER), value.count(LAYER)) not in ((0, 0), (1, 1)):
+            raise _wrong(f"{name}.{key}", f"{shorten(value)}; both need {LAYER} once, or none")
     return table
 
 
@@ -184,14 +176,3 @@ def _names(table: dict[str, Any]) -> tuple[str, ...]:
 
 def _wrong(key: str, what: str) -> CheckpointError:
     return CheckpointError(f"{DESCRIPTION_FILE}: {key} is {what}")
-
-
-def _pattern(stored: str) -> re.Pattern[str]:
-    return re.compile(re.escape(stored).replace(re.escape(_LAYER), r"(\d{1,4})"))
-
-
-def _own_name(name: str, patterns: list[tuple[re.Pattern[str], str]]) -> str:
-    for pattern, own in patterns:
-        if (found := pattern.fullmatch(name)) is not None:
-            return own.replace(_LAYER, found[1]) if found.groups() else own
-    return name

@@ -26,16 +26,13 @@ from cadenza.checkpoint.generation_defaults import (
     parse_generation_defaults,
     read_generation_config,
 )
-from cadenza.checkpoint.interleaved_experts import (
-    split_interleaved_experts,
-    split_transposed_experts,
-)
 from cadenza.checkpoint.json_object import JsonObject, parse_json_object, read_small_file
 from cadenza.checkpoint.model_config import ModelConfig
+from cadenza.checkpoint.name_rules import by_rules
 from cadenza.checkpoint.outline import ModelOutline, outline_of, read_outline
 from cadenza.checkpoint.pooling_files import DefaultPooling, read_default_pooling
 from cadenza.checkpoint.score_head import ScoreHead, split_score_head
-from cadenza.checkpoint.stacked_experts import split_stacked_experts
+from cadenza.checkpoint.stacked_experts import split_stacks
 from cadenza.checkpoint.stored_tensor import StoredScheme
 from cadenza.checkpoint.tokenizer_files import TokenizerFiles, read_tokenizer_files
 from cadenza.checkpoint.towers.processor_file import read_processor_settings
@@ -52,6 +49,8 @@ MAX_UNREAD_BYTES = 1 << 20
 """Bytes of each file in the digest of a model that only a backend reads."""
 
 _PREFIX = "model."
+_BASE_NAMES = (HEAD, HEAD), ("*", f"{_PREFIX}*")
+"""Of a model without its head, whose tensors have no prefix."""
 
 OnProgress = Callable[[int, int], object]
 """Called with the bytes of the weights that are done, and of all."""
@@ -223,9 +222,7 @@ def _read_known(
         weights = described.rename(weights)
     config, weights, score_head = split_score_head(raw_config, config, weights)
     config, weights, can_generate = _as_decoder(config, weights)
-    weights = split_interleaved_experts(
-        config, split_stacked_experts(config, split_transposed_experts(config, weights))
-    )
+    weights = split_stacks(config, weights)
     if scheme is not None:
         weights = apply_scheme(scheme, config, weights)
     check_weights(config, weights)
@@ -243,13 +240,12 @@ def _read_vision(
     """
     config, weights = text
     reader = reader_of(whole)
-    if reader is None or not any(name.startswith(reader.prefixes) for name in weights):
+    if reader is None or not any(map(reader.has, weights)):
         return config, unwrap_weights(whole, weights)
     vision = read_vision(whole, read_processor_settings(folder), config, options)
     if vision is None:
         return config, unwrap_weights(whole, weights)
-    weights = reader.rename(unwrap_weights(whole, weights, reader.prefixes))
-    return replace(config, vision=vision), weights
+    return replace(config, vision=vision), unwrap_weights(whole, weights, reader.names)
 
 
 def _as_decoder(config: ModelConfig, weights: Weights) -> tuple[ModelConfig, Weights, bool]:
@@ -262,15 +258,10 @@ def _as_decoder(config: ModelConfig, weights: Weights) -> tuple[ModelConfig, Wei
     is_base = EMBEDDING.removeprefix(_PREFIX) in weights
     if not is_base or any(name.startswith(_PREFIX) for name in weights):
         return config, weights, True
-    parts = {
-        name: [replace(weights.entry(name), name=f"{_PREFIX}{name}")]
-        for name in weights
-        if name != HEAD
-    }
     can_generate = config.tie_word_embeddings or HEAD in weights
     if not can_generate:
         config = replace(config, tie_word_embeddings=True)
-    return config, weights.with_parts(parts), can_generate
+    return config, weights.renamed(by_rules(_BASE_NAMES)), can_generate
 
 
 def _float_type(config: ModelConfig, weights: Weights) -> WeightDType:

@@ -74,7 +74,7 @@ class ExpertNames:
     is the MLP for all tokens, within the layer.
 
     `are_interleaved`: stacked tensors have the outputs of gate and up in turn
-    (`checkpoint.interleaved_experts`).
+    (`checkpoint.stacked_experts`).
     """
 
     block: str = "mlp"

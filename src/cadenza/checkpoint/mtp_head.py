@@ -29,7 +29,6 @@ from cadenza.checkpoint.folder import Checkpoint
 from cadenza.checkpoint.layer_kind import LayerKind
 from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.mtp_layout import MTP_LAYOUTS
-from cadenza.checkpoint.stored_tensor import StoredTensor
 from cadenza.checkpoint.tensor_spec import TensorSpec
 from cadenza.checkpoint.weights import Weights
 from cadenza.errors import CheckpointError
@@ -71,13 +70,7 @@ def mtp_head_of(checkpoint: Checkpoint) -> Checkpoint:
             f"the weights lack {missing}, which config.json promises as part of an MTP layer; use "
             f"the checkpoint as it was published"
         )
-    parts: dict[str, list[StoredTensor]] = {name: [] for name in weights if name not in stored}
-    parts |= {
-        name: [replace(weights.entry(name), name=own)]
-        for name, own in stored.items()
-        if name != own
-    }
-    own = weights.with_parts(parts)
+    own = weights.renamed(stored.get)
     check_weights(head, own)
     return replace(checkpoint, known=(head, own))
 

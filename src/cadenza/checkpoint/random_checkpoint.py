@@ -27,7 +27,6 @@ from cadenza.checkpoint.declaration import (
     declare_final_norm,
 )
 from cadenza.checkpoint.dtypes import FORMAT_OF_NAME, WeightDType
-from cadenza.checkpoint.interleaved_experts import stacked_parts
 from cadenza.checkpoint.json_object import JsonObject, parse_json_object, read_json_object
 from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.mtp_head import declare_mtp_layers
@@ -37,6 +36,7 @@ from cadenza.checkpoint.safetensors_writer import (
     Part,
     write_shards,
 )
+from cadenza.checkpoint.stacked_experts import stacked_parts
 from cadenza.checkpoint.stored_tensor import AnyArray
 from cadenza.checkpoint.tensor_spec import TensorSpec
 from cadenza.checkpoint.towers.processor_file import read_processor_settings
@@ -173,7 +173,7 @@ def _part(spec: TensorSpec, config: ModelConfig, source: NoiseSource, dtype: Wei
             yield part.astype(numpy_type)
 
     name, vision = spec.name, config.vision
-    if vision is not None and not name.startswith(READERS[vision.family].prefixes):
+    if vision is not None and not READERS[vision.family].has(name):
         name = outer_name(vision.family, name)
     return Part(tensors=(NewTensor(name=name, dtype=dtype, shape=spec.shape),), make=make)
 

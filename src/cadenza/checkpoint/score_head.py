@@ -79,7 +79,7 @@ def split_score_head(
         is_bounded=not _activation(raw).endswith(_NONE),
     )
     config = replace(config, tie_word_embeddings=True)
-    return config, weights.with_parts(dict.fromkeys(parts, ())), head
+    return config, weights.with_parts({name: {} for name in parts}), head
 
 
 def _activation(raw: JsonObject) -> str:

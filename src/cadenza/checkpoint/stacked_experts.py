@@ -1,140 +1,260 @@
-"""Reads mixtures that store all experts of a layer in stacked tensors: `split_stacked_experts`.
+"""Mixtures that store all experts of a layer in one tensor: `split_stacks`, and `stacked_parts` for
+writing. Each way is a row of names and an order of axes.
 
-Newer versions of transformers write `mlp.experts.gate_up_proj` [X, 2 F, E] and
-`mlp.experts.down_proj` [X, E, F], with the router as `mlp.gate`; beside an MLP they are `experts`
-of the layer. Granite's files have the same as `input_linear.weight` and `output_linear.weight` of
-their block. MLX writes `switch_mlp`, or `experts`, with gate, up and down [X, ...] of each tensor
-that its linears have. Each expert is a contiguous range of bytes, so it is read without a copy.
-Invariant: the result has only the declared names, and no byte belongs to two of them.
-
-Shapes: X experts, E embed, F MLP.
+Invariant: the result has only the declared names, no byte belongs to two of them, and nothing is
+read before it is asked for. Shapes: X experts, E embed, F MLP; N outputs and K inputs of an expert.
 """
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
 
 from cadenza.checkpoint.declaration import declare_layer
+from cadenza.checkpoint.dtypes import FORMAT_OF_NAME
 from cadenza.checkpoint.model_config import ModelConfig
-from cadenza.checkpoint.stored_tensor import StoredTensor
+from cadenza.checkpoint.safetensors_writer import NewTensor, Part
+from cadenza.checkpoint.stored_tensor import AnyArray, StoredTensor, StoredWeight
 from cadenza.checkpoint.tensor_spec import ExpertMLPSpec, LinearSpec, ParallelMLPSpec
-from cadenza.checkpoint.weights import Weights
+from cadenza.checkpoint.weights import Stored, Weights
 from cadenza.errors import CheckpointError
 
+Order = Literal["outputs", "inputs", "in_turn", "any"]
+"""The axes of a stack: [X, N, K]; [X, K, N]; [X, K, N], and biases [X, N], with the outputs of gate
+and up in turn, where others have the one behind the other; or [X, ...] of one linear's tensor."""
 
-def split_stacked_experts(config: ModelConfig, weights: Weights) -> Weights:
-    """`weights` with stacked experts renamed to the declared tensors; others are unchanged.
+_PAIRS = (
+    ("{layer}.mlp.experts.gate_up_proj", "{layer}.mlp.experts.down_proj"),
+    ("{block}.experts.gate_up_proj", "{block}.experts.down_proj"),
+    ("{block}.input_linear.weight", "{block}.output_linear.weight"),
+)
+"""The stack of gates and ups, and that of downs, as transformers 5 writes them, and as Granite's
+files have them."""
+
+_ROUTERS = ("gate.weight", "router.weight")
+"""What the router is, beside the experts of the former."""
+
+_MLX = ("switch_mlp", "experts")
+_MLX_SUFFIXES = ("weight", "scales", "biases", "bias")
+"""MLX stacks gates, ups and downs apart, with what its quantised linears have beside the weight."""
+
+
+Experts = Sequence[Sequence[LinearSpec]]
+"""Of each expert, linears in the order of their outputs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stack:
+    """A tensor that the tensors `suffix` of all experts' linears are stored in."""
+
+    name: str
+    experts: Experts
+    order: Order = "outputs"
+    suffix: str = "weight"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        num_in, num_out = self.experts[0][0].num_in, sum(each.num_out for each in self.experts[0])
+        inner = (num_out, num_in) if self.order == "outputs" else (num_in, num_out)
+        return len(self.experts), *(inner if self.suffix == "weight" else (num_out,))
+
+    def places(self, expert: int) -> list[tuple[LinearSpec, slice]]:
+        """The linears of an expert, and which outputs are theirs."""
+        linears, found, start = self.experts[expert], list[tuple[LinearSpec, slice]](), 0
+        for index, each in enumerate(linears):
+            in_turn = slice(index, None, len(linears))
+            behind = slice(start, start + each.num_out)
+            found.append((each, in_turn if self.order == "in_turn" else behind))
+            start += each.num_out
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """The experts of a layer, and the names of the layer and of their block."""
+
+    mlp: ExpertMLPSpec
+    layer: str
+    block: str
+    is_in_turn: bool
+
+    @property
+    def linears(self) -> tuple[Experts, Experts]:
+        """Gates and ups, and downs."""
+        gate_ups = [expert.gate_up.linears for expert in self.mlp.experts]
+        return gate_ups, [(expert.down,) for expert in self.mlp.experts]
+
+
+def split_stacks(config: ModelConfig, weights: Weights) -> Weights:
+    """`weights` with stacked experts under the declared names; others are unchanged.
 
     Raises:
         CheckpointError: a stacked tensor has the wrong shape, or an expert is stored twice.
     """
-    parts: dict[str, list[StoredTensor]] = {}
-    for index in range(config.num_layers):
-        mlp = declare_layer(config, index).mlp
-        if isinstance(mlp, ParallelMLPSpec):
-            parts |= _parts_of_layer(f"model.layers.{index}", mlp.experts, weights)
-        if not isinstance(mlp, ExpertMLPSpec):
-            continue
-        assert config.experts is not None, "the layer has experts"
-        layer, names = f"model.layers.{index}", config.experts.names
-        block = f"{layer}.{names.block}"
-        if not names.are_interleaved:
-            for prefix in dict.fromkeys((f"{layer}.mlp", block)):
-                parts |= _parts_of_layer(prefix, mlp, weights)
-            parts |= _parts_of_block(block, mlp, weights)
-        for stack in ("switch_mlp", "experts"):
-            parts |= _parts_of_mlx(f"{block}.{stack}", mlp, weights)
-    for name, entries in parts.items():
-        twice = next((entry.name for entry in entries if entry.name in weights), None)
-        if twice is not None:
-            raise CheckpointError(
-                f"the weights contain {twice} twice: as a separate tensor and in {name}; "
-                f"remove one of the two"
-            )
+    parts: dict[str, dict[str, Stored]] = {}
+    for mixture in _mixtures(config):
+        for stacks in _stacks_of(mixture):
+            found = [stack for stack in stacks if stack.name in weights]
+            if any(_has_inputs_as_rows(stack, weights) for stack in found):
+                found = [replace(stack, order="inputs") for stack in found]
+            for stack in found:
+                parts[stack.name] = _split(stack, weights.entry(stack.name))
+            parts |= _renamed_router(mixture, found, weights)
     return weights.with_parts(parts) if parts else weights
 
 
-def _parts_of_layer(
-    prefix: str, mlp: ExpertMLPSpec, weights: Weights
-) -> dict[str, list[StoredTensor]]:
-    """The parts of each stacked tensor of a layer, by its name; empty if none is stacked."""
-    names = f"{prefix}.experts.gate_up_proj", f"{prefix}.experts.down_proj"
-    parts = _parts_of_stacks(names, mlp, weights)
-    for router in (f"{prefix}.gate.weight", f"{prefix}.router.weight"):
-        if parts and router in weights and router != mlp.router.weight:
-            parts[router] = [replace(weights.entry(router), name=mlp.router.weight)]
-    return parts
+def _mixtures(config: ModelConfig) -> Iterator[Mixture]:
+    if (experts := config.experts) is None:
+        return
+    for index in range(config.num_layers):
+        mlp, layer = declare_layer(config, index).mlp, f"model.layers.{index}"
+        block = f"{layer}.{experts.names.block}"
+        if isinstance(mlp, ParallelMLPSpec):
+            mlp, block = mlp.experts, layer
+        if isinstance(mlp, ExpertMLPSpec):
+            yield Mixture(mlp, layer, block, experts.names.are_interleaved)
 
 
-def _parts_of_block(
-    block: str, mlp: ExpertMLPSpec, weights: Weights
-) -> dict[str, list[StoredTensor]]:
-    names = f"{block}.input_linear.weight", f"{block}.output_linear.weight"
-    return _parts_of_stacks(names, mlp, weights)
+def _stacks_of(mixture: Mixture) -> Iterator[list[Stack]]:
+    """All stacks that the experts of a layer may be in; those of one list have one order."""
+    layer, block, (gate_ups, downs) = mixture.layer, mixture.block, mixture.linears
+    if mixture.is_in_turn:
+        yield _stacks_in_turn(mixture)
+    else:
+        pairs = (tuple(each.format(layer=layer, block=block) for each in pair) for pair in _PAIRS)
+        for gate_up, down in dict.fromkeys(pairs):
+            yield [Stack(name=gate_up, experts=gate_ups), Stack(name=down, experts=downs)]
+    gates, ups = ([(linears[place],) for linears in gate_ups] for place in (0, 1))
+    columns = {"gate_proj": gates, "up_proj": ups, "down_proj": downs}
+    yield [
+        Stack(name=f"{block}.{stack}.{column}.{suffix}", experts=own, order="any", suffix=suffix)
+        for stack in _MLX
+        for column, own in columns.items()
+        for suffix in _MLX_SUFFIXES
+    ]
 
 
-def _parts_of_stacks(
-    names: tuple[str, str], mlp: ExpertMLPSpec, weights: Weights
-) -> dict[str, list[StoredTensor]]:
-    """Of the stack of gates and ups, and of that of downs."""
-    gate_ups = [each for expert in mlp.experts for each in expert.gate_up.linears]
-    downs = [expert.down for expert in mlp.experts]
-    parts: dict[str, list[StoredTensor]] = {}
-    stored = dict(zip(names, (gate_ups, downs), strict=True))
-    for name, linears in stored.items():
-        if name in weights:
-            num_out = sum(linear.num_out for linear in linears) // len(mlp.experts)
-            shape = (len(mlp.experts), num_out, linears[0].num_in)
-            parts[name] = list(_cut(weights.entry(name), linears, shape))
-    return parts
+def _stacks_in_turn(mixture: Mixture) -> list[Stack]:
+    """Those of gpt-oss: floats and their biases (`formats.mxfp4` reads the codes)."""
+    columns = zip(("gate_up_proj", "down_proj"), mixture.linears, strict=True)
+    block = f"{mixture.block}.experts"
+    return [
+        Stack(name=f"{block}.{name}{ending}", experts=own, order="in_turn", suffix=suffix)
+        for name, own in columns
+        for ending, suffix in (("", "weight"), ("_bias", "bias"))
+    ]
 
 
-def _parts_of_mlx(
-    prefix: str, mlp: ExpertMLPSpec, weights: Weights
-) -> dict[str, list[StoredTensor]]:
-    """The same for MLX, whose quantised linears have scales and biases beside the weight."""
-    columns = {
-        "gate_proj": [expert.gate_up.linears[0] for expert in mlp.experts],
-        "up_proj": [expert.gate_up.linears[1] for expert in mlp.experts],
-        "down_proj": [expert.down for expert in mlp.experts],
+def _has_inputs_as_rows(stack: Stack, weights: Weights) -> bool:
+    """Whether a stack can only be [X, K, N]; then its pair is so, which may be square."""
+    shape = replace(stack, order="inputs").shape
+    is_so = stack.order == "outputs" and weights.shape(stack.name) == shape
+    return is_so and shape[1] != shape[2]
+
+
+def _renamed_router(
+    mixture: Mixture, stacks: Sequence[Stack], weights: Weights
+) -> dict[str, dict[str, Stored]]:
+    """The router beside stacked experts, whatever it is called there."""
+    own = mixture.mlp.router.weight
+    blocks = {each.name.rpartition(".experts.")[0] for each in stacks if each.order != "any"}
+    names = (f"{block}.{router}" for block in blocks for router in _ROUTERS)
+    return {
+        name: {own: replace(weights.entry(name), name=own)}
+        for name in names
+        if name in weights and name != own
     }
-    parts: dict[str, list[StoredTensor]] = {}
-    for column, linears in columns.items():
-        for suffix in ("weight", "scales", "biases", "bias"):
-            name = f"{prefix}.{column}.{suffix}"
-            if name in weights:
-                parts[name] = list(_cut_evenly(weights.entry(name), linears, suffix))
-    return parts
 
 
-def _cut_evenly(
-    entry: StoredTensor, linears: list[LinearSpec], suffix: str
-) -> Iterator[StoredTensor]:
-    """Cuts a tensor [X, ...] into one for each expert."""
-    if entry.shape[:1] != (len(linears),):
-        raise CheckpointError(
-            f"tensor {entry.name} has shape {list(entry.shape)}; config.json requires "
-            f"{len(linears)} experts; correct config.json or fetch the checkpoint again"
-        )
-    size = entry.num_bytes // len(linears)
-    for index, linear in enumerate(linears):
-        start = entry.start + index * size
-        name, shape = f"{linear.name}.{suffix}", entry.shape[1:]
-        yield replace(entry, name=name, shape=shape, start=start, stop=start + size)
+def part_of_expert(entry: StoredTensor, index: int) -> StoredTensor:
+    """The part of expert `index` of a stacked tensor [X, ...]."""
+    size = entry.num_bytes // entry.shape[0]
+    start = entry.start + index * size
+    return replace(entry, shape=entry.shape[1:], start=start, stop=start + size)
 
 
-def _cut(
-    entry: StoredTensor, linears: list[LinearSpec], shape: tuple[int, ...]
-) -> Iterator[StoredTensor]:
-    """Cuts a stacked tensor into consecutive parts."""
-    if entry.shape != shape:
-        raise CheckpointError(
-            f"tensor {entry.name} has shape {list(entry.shape)}; config.json requires "
-            f"{list(shape)}; correct config.json or fetch the checkpoint again"
-        )
-    row_bytes = entry.num_bytes // (shape[0] * shape[1])
-    start = entry.start
-    for linear in linears:
-        stop = start + linear.num_out * row_bytes
-        part = (linear.num_out, linear.num_in)
-        yield replace(entry, name=linear.weight, shape=part, start=start, stop=stop)
-        start = stop
+def _split(stack: Stack, entry: StoredTensor) -> dict[str, Stored]:
+    """The tensors in a stack, each of which is read without a copy if its rows are outputs."""
+    _check_shape(stack, entry)
+    found: dict[str, Stored] = {}
+    for expert in range(len(stack.experts)):
+        part, places = part_of_expert(entry, expert), stack.places(expert)
+        for linear, outputs in places:
+            name = f"{linear.name}.{stack.suffix}"
+            if stack.order == "any":
+                found[name] = replace(part, name=name)
+            elif stack.order == "outputs":
+                found[name] = _rows(part, name, outputs)
+            else:
+                found[name] = _columns(part, outputs, (linear.num_out, linear.num_in), len(places))
+    return found
+
+
+def _rows(part: StoredTensor, name: str, rows: slice) -> StoredTensor:
+    row_bytes = part.num_bytes // part.shape[0]
+    start, stop = (part.start + row * row_bytes for row in (rows.start, rows.stop))
+    shape = rows.stop - rows.start, *part.shape[1:]
+    return replace(part, name=name, shape=shape, start=start, stop=stop)
+
+
+def _columns(
+    part: StoredTensor, outputs: slice, shape: tuple[int, int], num_sharing: int
+) -> StoredWeight:
+    """A weight [N, K], or the biases [N], of an expert's part [K, N'] or [N']."""
+
+    def load() -> AnyArray:
+        return np.ascontiguousarray(part.array().T[outputs])
+
+    return StoredWeight(
+        shape=shape[: len(part.shape)],
+        stored_type=part.dtype,
+        format=None,
+        parts=(part,),
+        load=load,
+        num_sharing=num_sharing,
+    )
+
+
+def _check_shape(stack: Stack, entry: StoredTensor) -> None:
+    count, is_any = len(stack.experts), stack.order == "any"
+    if (entry.shape[:1] == (count,)) if is_any else (entry.shape == stack.shape):
+        return
+    raise CheckpointError(
+        f"tensor {entry.name} has shape {list(entry.shape)}; config.json requires "
+        f"{f'{count} experts' if is_any else list(stack.shape)}; correct config.json or fetch the "
+        f"checkpoint again"
+    )
+
+
+def stacked_parts(config: ModelConfig, parts: Sequence[Part]) -> list[Part]:
+    """What is written for a model whose stacks are in turn: stacks in place of the tensors of
+    experts. Each part has one tensor. Others' parts are unchanged.
+    """
+    by_name = {part.tensors[0].name: part for part in parts}
+    for mixture in _mixtures(config):
+        for stack in _stacks_in_turn(mixture) if mixture.is_in_turn else ():
+            by_name[stack.name] = _joined(stack, by_name)
+    return [*by_name.values()]
+
+
+def _joined(stack: Stack, parts: dict[str, Part]) -> Part:
+    """The stack of all experts' tensors, which it takes out of `parts`."""
+    taken = [
+        [
+            (parts.pop(f"{linear.name}.{stack.suffix}"), outputs)
+            for linear, outputs in stack.places(expert)
+        ]
+        for expert in range(len(stack.experts))
+    ]
+    dtype, (_, *inner) = taken[0][0][0].tensors[0].dtype, stack.shape
+
+    def make() -> Iterator[AnyArray]:
+        for own in taken:
+            stacked = np.empty(inner[::-1], FORMAT_OF_NAME[dtype].numpy)
+            for part, outputs in own:
+                whole = np.concatenate([each.reshape(-1) for each in part.make()])
+                stacked[outputs] = whole.reshape(part.tensors[0].shape)
+            yield np.ascontiguousarray(stacked.T)
+
+    return Part(tensors=(NewTensor(name=stack.name, dtype=dtype, shape=stack.shape),), make=make)

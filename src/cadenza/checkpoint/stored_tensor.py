@@ -149,6 +149,9 @@ class StoredWeight:
         return sum(part.num_bytes for part in self.parts) // self.num_sharing
 
 
+Stored = StoredTensor | StoredWeight
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredScheme:
     """How a checkpoint is quantised.

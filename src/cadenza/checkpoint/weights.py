@@ -18,6 +18,7 @@ from cadenza.checkpoint.safetensors_file import open_safetensors
 from cadenza.checkpoint.stored_tensor import (
     AnyArray,
     MappedFile,
+    Stored,
     StoredScheme,
     StoredTensor,
     StoredWeight,
@@ -45,7 +46,7 @@ class Weights:
     """
 
     files: tuple[MappedFile, ...]
-    tensors: Mapping[str, StoredTensor | StoredWeight]
+    tensors: Mapping[str, Stored]
     scheme: StoredScheme | None = None
     _on_read: Callable[[str], object] = lambda _: None
 
@@ -140,11 +141,32 @@ class Weights:
         others = {name: each for name, each in self.tensors.items() if name not in parts}
         return replace(self, tensors={**others, **stored})
 
-    def with_parts(self, parts: Mapping[str, Sequence[StoredTensor]]) -> "Weights":
-        """A copy in which each tensor named in `parts` is replaced by those tensors."""
+    def with_parts(self, parts: Mapping[str, Mapping[str, Stored]]) -> "Weights":
+        """A copy in which each tensor named in `parts` is replaced by those there, by their names.
+
+        Raises CheckpointError if one of these is there already.
+        """
         tensors = {name: each for name, each in self.tensors.items() if name not in parts}
-        tensors |= {each.name: each for entries in parts.values() for each in entries}
+        for stored, entries in parts.items():
+            twice = next((name for name in entries if name in tensors), None)
+            if twice is not None:
+                raise CheckpointError(
+                    f"the weights contain {twice[:120]} twice: as a separate tensor and in "
+                    f"{stored[:120]}; remove one of the two"
+                )
+            tensors |= entries
         return replace(self, tensors=tensors)
+
+    def renamed(self, own_name: Callable[[str], str | None]) -> "Weights":
+        """A copy with other names, and without the tensors that have none."""
+        own = {name: own_name(name) for name in self.tensors}
+        return self.with_parts(
+            {
+                name: {} if other is None else {other: replace(self.entry(name), name=other)}
+                for name, other in own.items()
+                if other != name
+            }
+        )
 
     def digest(self) -> str:
         """A SHA-256 of all files' lengths and headers, in hex, whatever the files are called; no

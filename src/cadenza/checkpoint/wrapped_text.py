@@ -6,12 +6,12 @@ keep their names (`towers` reads them) or are not opened. Invariant: what comes 
 checkpoint of the text model alone would have it, with towers beside it at most.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from cadenza.checkpoint.json_object import JsonObject, shorten
-from cadenza.checkpoint.stored_tensor import StoredTensor
+from cadenza.checkpoint.name_rules import NameRule, by_rules
 from cadenza.checkpoint.weights import Weights
 from cadenza.errors import CheckpointError
 
@@ -145,29 +145,30 @@ _OF_TOWERS = (
 )
 """Settings of a flat file that are no part of its text model."""
 
-_PREFIXES = {
-    "model.language_model.": "model.",
-    "model.text_model.": "model.",
-    "language_model.model.": "model.",
-    "language_model.lm_head.": "lm_head.",
-}
-
-_TOWERS = (
-    "model.visual.",
-    "visual.",
-    "model.vision_model.",
-    "model.connector.",
-    "model.vision_tower.",
-    "vision_tower.",
-    "model.vision_embedder.",
-    "model.embed_vision.",
-    "model.multi_modal_projector.",
-    "multi_modal_projector.",
-    "model.audio_tower.",
-    "audio_tower.",
-    "model.embed_audio.",
+_TEXT_RULES: tuple[NameRule, ...] = (
+    ("model.language_model.*", "model.*"),
+    ("model.text_model.*", "model.*"),
+    ("language_model.model.*", "model.*"),
+    ("language_model.lm_head.*", "lm_head.*"),
 )
-"""What the names of tensors begin with that only images, videos or sound need."""
+_text_name = by_rules(_TEXT_RULES)
+
+_TOWER_RULES: tuple[NameRule, ...] = (
+    ("model.visual.*", None),
+    ("visual.*", None),
+    ("model.vision_model.*", None),
+    ("model.connector.*", None),
+    ("model.vision_tower.*", None),
+    ("vision_tower.*", None),
+    ("model.vision_embedder.*", None),
+    ("model.embed_vision.*", None),
+    ("model.multi_modal_projector.*", None),
+    ("multi_modal_projector.*", None),
+    ("model.audio_tower.*", None),
+    ("audio_tower.*", None),
+    ("model.embed_audio.*", None),
+)
+"""What only images, videos or sound need."""
 
 
 def unwrap_config(raw: JsonObject) -> JsonObject:
@@ -207,25 +208,16 @@ def unwrap_config(raw: JsonObject) -> JsonObject:
     return JsonObject(values, raw.where)
 
 
-def unwrap_weights(raw: JsonObject, weights: Weights, towers: tuple[str, ...] = ()) -> Weights:
+def unwrap_weights(raw: JsonObject, weights: Weights, tower: Sequence[NameRule] = ()) -> Weights:
     """The text model's tensors under the names that they have without towers.
 
     Args:
         raw: the whole model's settings.
-        towers: what the names of tensors begin with that are kept beside them.
+        tower: the names of the tensors of a tower that is kept beside them.
     """
     if _wrapper_of(raw) is None:
         return weights
-    parts: dict[str, list[StoredTensor]] = {}
-    for name in weights:
-        own = _own_name(name)
-        if name.startswith(towers):
-            continue
-        if name.startswith(_TOWERS):
-            parts[name] = []
-        elif own != name:
-            parts[name] = [replace(weights.entry(name), name=own)]
-    return weights.with_parts(parts)
+    return weights.renamed(by_rules([*tower, *_TOWER_RULES, *_TEXT_RULES]))
 
 
 def _wrapper_of(raw: JsonObject) -> Wrapper | None:
@@ -237,13 +229,6 @@ def _wrapper_of(raw: JsonObject) -> Wrapper | None:
         ):
             return wrapper
     return None
-
-
-def _own_name(name: str) -> str:
-    for prefix, own in _PREFIXES.items():
-        if name.startswith(prefix):
-            return own + name.removeprefix(prefix)
-    return name
 
 
 def wrap_config(
@@ -275,10 +260,10 @@ def outer_name(model_type: str, name: str) -> str:
 def _renamed(value: Any) -> Any:
     """Settings of quantised weights, with the names of modules that they list."""
     if isinstance(value, str):
-        return _own_name(value)
+        return _text_name(value)
     if isinstance(value, list):
         return [_renamed(each) for each in cast(list[Any], value)]
     if isinstance(value, dict):
         entries = cast(dict[str, Any], value).items()
-        return {_own_name(key): _renamed(each) for key, each in entries}
+        return {_text_name(key): _renamed(each) for key, each in entries}
     return value

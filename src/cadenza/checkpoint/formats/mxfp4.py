@@ -12,8 +12,8 @@ import re
 
 from cadenza.checkpoint.formats.grouped import MXFP4_GROUP, mxfp4_weight, unpack_codes
 from cadenza.checkpoint.formats.scheme import ModuleTensors, QuantisationScheme
-from cadenza.checkpoint.interleaved_experts import part_of_expert
 from cadenza.checkpoint.quantised_weight import QuantisedWeight
+from cadenza.checkpoint.stacked_experts import part_of_expert
 from cadenza.checkpoint.stored_tensor import StoredTensor, StoredWeight
 from cadenza.checkpoint.tensor_spec import TensorSpec
 from cadenza.checkpoint.weight_format import MXFP4

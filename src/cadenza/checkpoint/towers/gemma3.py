@@ -4,11 +4,12 @@ Source: transformers, models/gemma3.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 
 from cadenza.checkpoint.json_object import JsonObject
 from cadenza.checkpoint.model_config import MAX_VOCAB_SIZE
-from cadenza.checkpoint.stored_tensor import StoredTensor
+from cadenza.checkpoint.name_rules import NameRule
 from cadenza.checkpoint.towers.processor_file import (
     MAX_PIXELS_OF_SIDE,
     check_steps,
@@ -18,7 +19,6 @@ from cadenza.checkpoint.towers.processor_file import (
 )
 from cadenza.checkpoint.towers.reader import FormattedVision, TowerReader, VisionFiles
 from cadenza.checkpoint.towers.siglip import SiglipDefaults, format_siglip, read_siglip
-from cadenza.checkpoint.weights import Weights
 from cadenza.errors import CheckpointError
 from cadenza.vision.gemma_images import Gemma3Images
 from cadenza.vision.pillow import FILTERS
@@ -35,13 +35,6 @@ PROJECTOR = "multi_modal_projector"
 PROJECTION, NORM = f"{PROJECTOR}.mm_input_projection", f"{PROJECTOR}.mm_soft_emb_norm"
 
 _TOWER = "vision_tower"
-_NEWER = "model."
-_PREFIXES = (
-    "vision_tower.",
-    "multi_modal_projector.",
-    "model.vision_tower.",
-    "model.multi_modal_projector.",
-)
 _SIZE = ("height", "width")
 _IMAGE_TOKEN = 262_144
 _TOKENS = 256
@@ -138,27 +131,21 @@ def _format(vision: VisionConfig) -> FormattedVision:
     )
 
 
-def _renamed(weights: Weights) -> Weights:
+def _names(newer: str) -> Iterator[NameRule]:
     """Newer files have `model.` before these names, or no `vision_model` in them; the product is no
     linear's there. The tower's own head is not opened."""
-    parts: dict[str, list[StoredTensor]] = {}
-    for name in weights:
-        own = name.removeprefix(_NEWER) if name.startswith(_PREFIXES) else name
-        if own.startswith(f"{_TOWER}.") and not own.startswith(f"{_TOWER}.vision_model."):
-            own = f"{_TOWER}.vision_model.{own.removeprefix(f'{_TOWER}.')}"
-        if own == f"{PROJECTION}_weight":
-            own = f"{PROJECTION}.weight"
-        if own.startswith(f"{_TOWER}.vision_model.head."):
-            parts[name] = []
-        elif own != name:
-            parts[name] = [replace(weights.entry(name), name=own)]
-    return weights.with_parts(parts)
+    tower = f"{newer}{_TOWER}"
+    yield f"{newer}{PROJECTION}_weight", f"{PROJECTION}.weight"
+    yield f"{newer}{PROJECTOR}.*", f"{PROJECTOR}.*"
+    yield f"{tower}.vision_model.head.*", None
+    yield f"{tower}.head.*", None
+    yield f"{tower}.vision_model.*", f"{_TOWER}.vision_model.*"
+    yield f"{tower}.*", f"{_TOWER}.vision_model.*"
 
 
 GEMMA3 = TowerReader(
     model_types=("gemma3",),
-    prefixes=_PREFIXES,
+    names=tuple(each for newer in ("", "model.") for each in _names(newer)),
     read=_read,
     format=_format,
-    rename=_renamed,
 )

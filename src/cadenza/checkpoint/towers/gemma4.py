@@ -6,7 +6,6 @@ Source: transformers, models/gemma4 and models/gemma4_unified.
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 
 from cadenza.checkpoint.json_object import JsonObject
 from cadenza.checkpoint.model_config import (
@@ -16,11 +15,9 @@ from cadenza.checkpoint.model_config import (
     MAX_VOCAB_SIZE,
     MAX_WIDTH,
 )
-from cadenza.checkpoint.stored_tensor import StoredTensor
 from cadenza.checkpoint.towers.processor_file import read_filter
 from cadenza.checkpoint.towers.reader import FormattedVision, TowerReader, VisionFiles
 from cadenza.checkpoint.towers.siglip import MAX_PATCH, read_tower_activation
-from cadenza.checkpoint.weights import Weights
 from cadenza.checkpoint.wrapped_text import TEXT_CONFIG
 from cadenza.errors import CheckpointError
 from cadenza.vision.gemma_images import BUDGETS, Gemma4Images, budget_within
@@ -68,9 +65,6 @@ UNIFIED_NAMES = TowerNames(
 )
 
 _IMAGE_TOKEN = 258_880
-_OWN = ("patch_", "pos_")
-"""What the names of the unified model's tensors begin with, but for the projection's."""
-
 _LAYER_NORM_EPS = 1e-5
 """PyTorch's default, which the unified model has."""
 
@@ -287,29 +281,26 @@ def _formatted(
     )
 
 
-def _renamed(weights: Weights) -> Weights:
-    """Files that transformers wrote have all tensors of the unified model below one name."""
-    parts: dict[str, list[StoredTensor]] = {}
-    for name in weights:
-        own = name.replace(f"{EMBEDDER}.multimodal_embedder.", f"{EMBEDDER}.")
-        if own.startswith(tuple(f"{EMBEDDER}.{each}" for each in _OWN)):
-            own = EMBED + own.removeprefix(EMBEDDER)
-        if own != name:
-            parts[name] = [replace(weights.entry(name), name=own)]
-    return weights.with_parts(parts)
-
-
 GEMMA4 = TowerReader(
     model_types=("gemma4",),
-    prefixes=(f"{TOWER}.", f"{EMBEDDER}."),
+    names=((f"{TOWER}.*", f"{TOWER}.*"), (f"{EMBEDDER}.*", f"{EMBEDDER}.*")),
     read=_read,
     format=_format,
 )
 
+# Files that transformers wrote have all tensors of the unified model below one name.
 GEMMA4_UNIFIED = TowerReader(
     model_types=("gemma4_unified",),
-    prefixes=(f"{EMBED}.", f"{EMBEDDER}."),
+    names=(
+        (f"{EMBED}.*", f"{EMBED}.*"),
+        *(
+            (f"{stored}.{own}*", f"{EMBED}.{own}*")
+            for stored in (f"{EMBEDDER}.multimodal_embedder", EMBEDDER)
+            for own in ("patch_", "pos_")
+        ),
+        (f"{EMBEDDER}.multimodal_embedder.*", f"{EMBEDDER}.*"),
+        (f"{EMBEDDER}.*", f"{EMBEDDER}.*"),
+    ),
     read=_read_unified,
     format=_format_unified,
-    rename=_renamed,
 )

@@ -120,7 +120,10 @@ def _format(vision: VisionConfig) -> FormattedVision:
 
 IDEFICS3 = TowerReader(
     model_types=("smolvlm", "idefics3"),
-    prefixes=("model.vision_model.", "model.connector."),
+    names=(
+        ("model.vision_model.*", "model.vision_model.*"),
+        ("model.connector.*", "model.connector.*"),
+    ),
     read=_read,
     format=_format,
 )

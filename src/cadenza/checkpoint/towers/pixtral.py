@@ -4,11 +4,9 @@ Source: transformers, models/pixtral and models/mistral3.
 """
 
 import math
-from dataclasses import replace
 
 from cadenza.checkpoint.json_object import JsonObject
 from cadenza.checkpoint.model_config import MAX_HEADS, MAX_LAYERS, MAX_VOCAB_SIZE, MAX_WIDTH
-from cadenza.checkpoint.stored_tensor import StoredTensor
 from cadenza.checkpoint.towers.processor_file import (
     MAX_PIXELS_OF_SIDE,
     check_steps,
@@ -18,7 +16,6 @@ from cadenza.checkpoint.towers.processor_file import (
 )
 from cadenza.checkpoint.towers.reader import FormattedVision, TowerReader, VisionFiles
 from cadenza.checkpoint.towers.siglip import ACTIVATIONS, MAX_PATCH, read_tower_activation
-from cadenza.checkpoint.weights import Weights
 from cadenza.vision.pillow import FILTERS
 from cadenza.vision.pixtral_images import PixtralImages
 from cadenza.vision.processor import CHANNELS
@@ -47,8 +44,6 @@ NAMES = TowerNames(
     down="feed_forward.down_proj",
 )
 
-_NEWER = "model."
-_PREFIXES = (f"{TOWER}.", f"{PROJECTOR}.", f"model.{TOWER}.", f"model.{PROJECTOR}.")
 _IMAGE_TOKEN = 10
 _NORM_EPS = 1e-5
 """Of the tower's norms, whatever the file says."""
@@ -206,20 +201,11 @@ def _format(vision: VisionConfig) -> FormattedVision:
     )
 
 
-def _renamed(weights: Weights) -> Weights:
-    """Newer files have `model.` before these names."""
-    parts: dict[str, list[StoredTensor]] = {}
-    for name in weights:
-        if name.startswith(_NEWER) and name.startswith(_PREFIXES):
-            own = name.removeprefix(_NEWER)
-            parts[name] = [replace(weights.entry(name), name=own)]
-    return weights.with_parts(parts)
-
-
 MISTRAL3 = TowerReader(
     model_types=("mistral3",),
-    prefixes=_PREFIXES,
+    names=tuple(
+        (f"{newer}{part}.*", f"{part}.*") for newer in ("", "model.") for part in (TOWER, PROJECTOR)
+    ),
     read=_read,
     format=_format,
-    rename=_renamed,
 )

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 
 from cadenza.checkpoint.json_object import JsonObject
 from cadenza.checkpoint.model_config import MAX_HEADS, MAX_LAYERS, MAX_VOCAB_SIZE, MAX_WIDTH
-from cadenza.checkpoint.stored_tensor import StoredTensor
 from cadenza.checkpoint.towers.processor_file import (
     check_steps,
     format_normalisation,
@@ -23,7 +22,6 @@ from cadenza.checkpoint.towers.processor_file import (
 )
 from cadenza.checkpoint.towers.reader import FormattedVision, TowerReader, VisionFiles
 from cadenza.checkpoint.towers.siglip import ACTIVATIONS, MAX_PATCH, read_tower_activation
-from cadenza.checkpoint.weights import Weights
 from cadenza.errors import CheckpointError
 from cadenza.vision.pillow import FILTERS
 from cadenza.vision.processor import CHANNELS
@@ -40,7 +38,7 @@ from cadenza.vision.tower_config import (
     VisionConfig,
 )
 
-PREFIX, _OLD_PREFIX = "model.visual.", "visual."
+PREFIX = "model.visual."
 NORM_EPS = 1e-6
 ROPE = TowerRope(theta=10_000.0)
 
@@ -262,16 +260,6 @@ def _layers_of(raw: JsonObject, key: str, num_layers: int) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _rename(weights: Weights) -> Weights:
-    """The tower's tensors below `model.visual.`, which older files have below `visual.`."""
-    parts: dict[str, list[StoredTensor]] = {
-        name: [replace(weights.entry(name), name=f"model.{name}")]
-        for name in weights
-        if name.startswith(_OLD_PREFIX)
-    }
-    return weights.with_parts(parts) if parts else weights
-
-
 def _format(vision: VisionConfig) -> FormattedVision:
     tower, processor = vision.tower, vision.processor
     assert isinstance(processor, QwenImages), "read by this module"
@@ -338,8 +326,7 @@ _GENERATIONS = {
 
 QWEN = TowerReader(
     model_types=tuple(_GENERATIONS),
-    prefixes=(PREFIX, _OLD_PREFIX),
+    names=((f"{PREFIX}*", f"{PREFIX}*"), ("visual.*", f"{PREFIX}*")),
     read=_read,
     format=_format,
-    rename=_rename,
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from cadenza.checkpoint.json_object import JsonObject
 from cadenza.checkpoint.model_config import ModelConfig
-from cadenza.checkpoint.weights import Weights
+from cadenza.checkpoint.name_rules import REST, NameRule
 from cadenza.config import DEFAULT_IMAGE_MAX_TOKENS
 from cadenza.vision.tower_config import VisionConfig
 
@@ -51,10 +51,6 @@ class VisionFiles:
         return self.config.child("vision_config") or JsonObject({}, self.config.where)
 
 
-def _as_stored(weights: Weights) -> Weights:
-    return weights
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FormattedVision:
     """The inverse of reading: entries of config.json, of its text model, and the processor's
@@ -71,14 +67,16 @@ class TowerReader:
 
     Args:
         model_types: of config.json.
-        prefixes: what the names of the tower's and the projectors' tensors begin with.
+        names: of the tensors of tower and projectors, all of which are listed.
         read: the tower and its processor. Raises CheckpointError for what is not supported.
         format: entries of a config.json from which `read` restores a `VisionConfig`.
-        rename: the weights with the tensors of the tower under the declared names.
     """
 
     model_types: tuple[str, ...]
-    prefixes: tuple[str, ...]
+    names: tuple[NameRule, ...]
     read: Callable[[VisionFiles], VisionConfig]
     format: Callable[[VisionConfig], FormattedVision]
-    rename: Callable[[Weights], Weights] = _as_stored
+
+    def has(self, name: str) -> bool:
+        """Whether a tensor of this name belongs to a tower or projector."""
+        return name.startswith(tuple(stored.partition(REST)[0] for stored, _ in self.names))
