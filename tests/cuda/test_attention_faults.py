@@ -18,14 +18,14 @@ VARIANT = Variant(heads=1, kv_heads=1)
 
 
 @pytest.fixture
-def inject(library: CudaLibrary) -> Iterator[Callable[[int], None]]:
-    yield library.handle.cadenza_cuda_inject_fault
-    library.handle.cadenza_cuda_inject_fault(0)
+def inject(faulty_library: CudaLibrary) -> Iterator[Callable[[int], None]]:
+    yield faulty_library.handle.cadenza_cuda_inject_fault
+    faulty_library.handle.cadenza_cuda_inject_fault(0)
 
 
 @pytest.fixture(scope="module")
-def call(library: CudaLibrary) -> Caller:
-    return Caller(library)
+def call(faulty_library: CudaLibrary) -> Caller:
+    return Caller(faulty_library)
 
 
 def decode(call: Caller, lengths: list[int]) -> Array:

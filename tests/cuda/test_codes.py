@@ -12,7 +12,7 @@ import pytest
 
 from cadenza.checkpoint.gguf.blocks import ENCODINGS
 from cadenza.checkpoint.weight_format import INT4, INT8, WeightFormat
-from tests.cuda.conftest import Call
+from tests.cuda.conftest import Call, call_on_cpu
 from tests.native.quantised_definition import (
     FORMATS,
     pack,
@@ -20,7 +20,6 @@ from tests.native.quantised_definition import (
     random_blocks,
     random_weight,
 )
-from tests.native.quantised_definition import call as call_on_cpu
 
 pytestmark = [pytest.mark.native, pytest.mark.kernels]
 

@@ -67,10 +67,11 @@ class Small(Variant):
     max_model_len: int = 64
     num_pages: int = 24
     quantization: Quantization = "none"
+    device: str = "auto"
 
     @property
     def setup(self) -> RunnerSetup:
-        return replace(super().setup, quantization=self.quantization)
+        return replace(super().setup, quantization=self.quantization, device=self.device)
 
     @property
     def limits(self) -> EngineLimits:
@@ -151,7 +152,7 @@ def test_streams_are_bitwise_those_alone_and_have_the_cpus_tokens(
     ample = serve(lab.runner(variant), variant, requests, Mode(budget=BUCKETS[-1] - 7))
     assert_same(ample, expected)
     assert ample.num_cached_tokens > 0
-    on_cpu = alone(lab, replace(variant, ops=NativeOps), requests)
+    on_cpu = alone(lab, replace(variant, ops=NativeOps, device="cpu"), requests)
     # Otherwise other roundings may choose another token.
     is_exact = (variant.dtype, variant.quantization) == ("float32", "none")
     for stream, cpus in zip(expected, on_cpu, strict=True):

@@ -13,8 +13,7 @@ import pytest
 from cadenza.backends.xla.ops.experts import Routing, choose_experts
 from cadenza.checkpoint.weight_format import INT4, INT8
 from cadenza.errors import ConfigError
-from tests.cuda.conftest import Call
-from tests.native.quantised_definition import call as call_on_cpu
+from tests.cuda.conftest import Call, call_on_cpu
 from tests.native.quantised_definition import pack, product, random_weight
 
 pytestmark = [pytest.mark.native, pytest.mark.kernels]

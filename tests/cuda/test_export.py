@@ -27,8 +27,11 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
     return Lab(tmp_path_factory.mktemp("checkpoints"))
 
 
-def exported(lab: Lab, make_ops: MakeOps, platforms: tuple[str, ...]) -> jax.export.Exported:
-    """The step over flat leaves (wire, then weights, then state); nothing is allocated."""
+def exported(
+    lab: Lab, make_ops: MakeOps, platforms: tuple[str, ...], targets: tuple[str, ...] = ()
+) -> jax.export.Exported:
+    """The step over flat leaves (wire, then weights, then state), which may call custom `targets`;
+    nothing is allocated."""
     runner = XlaRunner(VARIANT.config, lab.weights(VARIANT.shape), VARIANT.setup, make_ops)
     ops, spec = runner._ops, runner._spec
     layout = StepLayout(VARIANT.bucket, VARIANT.num_rows)
@@ -44,7 +47,7 @@ def exported(lab: Lab, make_ops: MakeOps, platforms: tuple[str, ...]) -> jax.exp
     shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
     wire = jax.ShapeDtypeStruct((layout.num_words,), np.int32)
     donated = tuple(range(1 + num_weights, 1 + len(leaves)))
-    checks = [jax.export.DisabledSafetyCheck.custom_call("emulated_cadenza_cuda_program")]
+    checks = [jax.export.DisabledSafetyCheck.custom_call(each) for each in targets]
     function = jax.jit(flat_step, donate_argnums=donated)
     return jax.export.export(function, platforms=platforms, disabled_checks=checks)(wire, *shapes)
 
@@ -53,9 +56,10 @@ def exported(lab: Lab, make_ops: MakeOps, platforms: tuple[str, ...]) -> jax.exp
 def test_the_step_for_a_gpu_is_one_call_of_the_kernels_over_donated_pools(
     lab: Lab, library: CudaLibrary
 ) -> None:
-    text = exported(lab, lambda spec: CudaOps(spec, library), ("cuda",)).mlir_module()
+    make_ops = lambda spec: CudaOps(spec, library)  # noqa: E731
+    text = exported(lab, make_ops, ("cuda",), (library.target,)).mlir_module()
     (call,) = [line for line in text.splitlines() if "stablehlo.custom_call" in line]
-    assert "@emulated_cadenza_cuda_program(" in call
+    assert f"@{library.target}(" in call
     for said in ("row_bound = 16 : i64", "arrays = dense<", "operations = dense<"):
         assert said in call
     (workspace,) = re.findall(r"workspace_bytes = (\d+) : i64", call)

@@ -10,9 +10,8 @@ import numpy.typing as npt
 import pytest
 
 from cadenza.checkpoint.float8_weight import BLOCK, Float8Weight
-from tests.cuda.conftest import Call
+from tests.cuda.conftest import Call, call_on_cpu
 from tests.native.float8_definition import pack, product, random_weight, values
-from tests.native.quantised_definition import call as call_on_cpu
 from tests.native.quantised_definition import fma
 
 pytestmark = [pytest.mark.native, pytest.mark.kernels]

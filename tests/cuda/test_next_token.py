@@ -28,6 +28,7 @@ from cadenza.backends.xla.ops.native import NativeOps
 from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.ops.table import DecoderSpec, StepArrays
 from cadenza.request import Request, SamplingParams
+from tests.cuda.conftest import on_cpu
 from tests.xla.harness import HOSTILE
 from tests.xla.rules import PAGE_SIZE, RuledRow, random_row, step_of
 from tests.xla.test_rules import SEEING, bare, likely, with_params
@@ -66,6 +67,10 @@ def choosing(
     return choose
 
 
+def choosing_on_cpu(vocab_size: int, **model: object) -> Choose:
+    return on_cpu(choosing(NativeOps, vocab_size, **model))
+
+
 @pytest.fixture
 def ours(library: CudaLibrary) -> Callable[..., Choose]:
     def make(vocab_size: int, **model: object) -> Choose:
@@ -96,7 +101,7 @@ def assert_equal_but_for_rounding(found: np.ndarray, expected: np.ndarray) -> No
 def test_rows_with_rules_and_filters_have_the_cpus_results(
     ours: Callable[..., Choose], vocab_size: int
 ) -> None:
-    choose, cpu = ours(vocab_size), choosing(NativeOps, vocab_size)
+    choose, cpu = ours(vocab_size), choosing_on_cpu(vocab_size)
     for seed in range(2):
         rows = batch(vocab_size, seed)
         rows[3] = with_params(rows[3], allowed_token_ids=(2,), min_tokens=99)  # 2 is a stop token
@@ -123,7 +128,7 @@ def test_filters_that_leave_more_than_shared_memory_holds_leave_what_the_cpu_lea
     ]
     ties = np.round(rows[0].logits * 4)
     rows[0] = replace(rows[0], logits=ties)
-    assert_equal_but_for_rounding(ours(vocab_size)(rows), choosing(NativeOps, vocab_size)(rows))
+    assert_equal_but_for_rounding(ours(vocab_size)(rows), choosing_on_cpu(vocab_size)(rows))
 
 
 @pytest.mark.parametrize("order", ["forward", "backward"])
@@ -149,7 +154,7 @@ def test_logits_are_divided_then_capped_and_a_cap_hides_no_infinite_one(
     shape = {"logit_divisor": 1.5, "logit_soft_cap": 6.0}
     rows = [with_params(row, logprobs=20) for row in batch(331, 3)]
     found = ours(331, **shape)(rows)
-    assert_equal_but_for_rounding(found, choosing(NativeOps, 331, **shape)(rows))
+    assert_equal_but_for_rounding(found, choosing_on_cpu(331, **shape)(rows))
     x = np.eye(len(rows), dtype=np.float32)
     x[5, 5] = np.inf
     spoilt = ours(331, **shape)(rows, x=x)
@@ -163,7 +168,7 @@ def test_a_target_is_reported_in_place_of_a_choice(ours: Callable[..., Choose]) 
     targets = np.where(np.arange(ROWS) % 2, np.arange(ROWS) * 3, -1).astype(np.int32)
     aimed = step._replace(logits=replace(step.logits, targets=jnp.asarray(targets)))
     found = ours(331)(rows, aimed)
-    assert_equal_but_for_rounding(found, choosing(NativeOps, 331)(rows, aimed))
+    assert_equal_but_for_rounding(found, choosing_on_cpu(331)(rows, aimed))
     np.testing.assert_array_equal(found[1::2, COLUMN_TOKEN], targets[1::2])
 
 
@@ -177,7 +182,7 @@ def test_the_placeholder_of_images_is_chosen_by_no_row(ours: Callable[..., Choos
             for place, row in enumerate(batch(vocab_size, 8, 2 * ROWS))
         ]
         found = ours(vocab_size, **sees)(rows)
-        assert_equal_but_for_rounding(found, choosing(NativeOps, vocab_size, **sees)(rows))
+        assert_equal_but_for_rounding(found, choosing_on_cpu(vocab_size, **sees)(rows))
         is_chosen = found[:, COLUMN_STATE] == STATE_CHOSEN
         assert (found[is_chosen, COLUMN_TOKEN] != placeholder).all()
         assert (ours(vocab_size)(rows)[:, COLUMN_TOKEN] == placeholder).sum() > ROWS // 2
@@ -230,7 +235,7 @@ def test_more_rows_than_are_in_memory_at_the_same_time_have_their_own_results(
 def test_hundreds_of_rows_have_the_cpus_tokens(
     ours: Callable[..., Choose], vocab_size: int
 ) -> None:
-    choose, cpu = ours(vocab_size), choosing(NativeOps, vocab_size)
+    choose, cpu = ours(vocab_size), choosing_on_cpu(vocab_size)
     num_rows = num_other = 0
     for seed in range(100, 125):
         rows = batch(vocab_size, seed)

@@ -3,6 +3,7 @@ at load, and with faults in their kernels."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -115,7 +116,8 @@ def test_a_runner_on_the_kernels_chooses_what_those_for_cpus_choose(lab: Lab, lo
     ours = load(variant)
     ours.warmup()
     assert ours.proof is not None
-    theirs = XlaRunner(variant.config, lab.weights(variant.shape), variant.setup, NativeOps)
+    on_cpu = replace(variant.setup, device="cpu")
+    theirs = XlaRunner(variant.config, lab.weights(variant.shape), on_cpu, NativeOps)
     theirs.warmup()
     for mine, expected in zip(chosen(ours, variant), chosen(theirs, variant), strict=True):
         np.testing.assert_array_equal(mine[0], expected[0])
