@@ -137,4 +137,4 @@ def test_a_server_follows_generation_config_as_it_is_asked_to(
         places = serve.local_places(flags, config, first)
         options = serve.server_options(flags)
         service = serve.make_service([str(folder)], flags, config, options, places)
-    assert service.models.first.text.default_params().temperature == temperature
+    assert service.models.first.text.defaults.complete({}).temperature == temperature

@@ -203,7 +203,7 @@ def test_an_image_that_the_model_does_not_take_is_named(face: TextFrontend):
 
 def test_a_model_that_does_not_see_says_its_name():
     face = blind_text()
-    assert not face.takes_images
+    assert not face.prompts.takes_images
     with pytest.raises(InvalidRequestError, match="the model bundled takes no images"):
         asked(face, user("a", picture()))
 

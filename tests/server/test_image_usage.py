@@ -50,7 +50,7 @@ def usage_of(server: RunningServer, path: str, body: Any) -> Any:
 def test_usage_counts_the_tokens_of_images_where_an_api_has_a_place(
     server: RunningServer, face: TextFrontend
 ):
-    processor = face.image_processor
+    processor = face.prompts.image_processor
     assert processor is not None
     num_tokens = processor.plan(*quarters().size).num_tokens
     image = {"type": "image_url", "image_url": {"url": URL}}

@@ -133,11 +133,11 @@ class ChatSetup:
 
 def _check_can_chat(planned: "PlannedModel", params: Mapping[str, object]) -> None:
     """Raises InvalidRequestError for what cannot work, before weights are loaded."""
-    if not planned.text.has_chat_template:
+    if planned.text.chats.template is None:
         raise InvalidRequestError(
             "this model has no chat template; use `cadenza generate` with a plain prompt"
         )
-    planned.text.default_params(**params)
+    planned.text.defaults.complete(params)
 
 
 def introduction(model: str | None, loaded: "LoadedModel") -> str:

@@ -73,7 +73,7 @@ class Conversation:
 
     def set_params(self, params: Mapping[str, object]) -> None:
         """Answers are drawn with `params` from now on. Raises InvalidRequestError."""
-        self.loaded.text.default_params(**params)
+        self.loaded.text.defaults.complete(params)
         self.params = params
 
     def reset(self) -> None:

@@ -29,7 +29,7 @@ Message = Mapping[str, Any]
 
 
 class ChatPrompts:
-    """Of one checkpoint; without a template it refuses every conversation."""
+    """Of one checkpoint; without a `template` it refuses every conversation."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class ChatPrompts:
         planner: AnswerPlanner | None,
         parsers: AnswerParsers,
     ) -> None:
-        self._template = template
+        self.template = template
         self._planner = planner
         self._reads_responses = template is not None and reads_responses_only(template.source)
         self._strict_messages = parsers.strict_messages
@@ -46,10 +46,20 @@ class ChatPrompts:
         self._notices = Notices(logger)
 
     @property
+    def source(self) -> str | None:
+        """The template's; None without one."""
+        return None if self.template is None else self.template.source
+
+    @property
+    def has_reasoning(self) -> bool:
+        """Whether the model marks its reasoning, as far as the template shows."""
+        return self._planner is not None and self._planner.has_reasoning
+
+    @property
     def takes_tools(self) -> bool:
         """Whether conversations may have tools: the chat template has a place for them, or they are
         described in place of it."""
-        template = self._template
+        template = self.template
         return template is not None and (template.reads_tools or not self._is_strict)
 
     @property
@@ -65,7 +75,7 @@ class ChatPrompts:
     @property
     def options(self) -> frozenset[str]:
         """The further variables that the chat template reads, such as `enable_thinking`."""
-        return frozenset() if self._template is None else self._template.options
+        return frozenset() if self.template is None else self.template.options
 
     def known(self, variables: Mapping[str, Any]) -> dict[str, Any]:
         """Those of the variables that the chat template reads. The others have no effect; a log
@@ -83,7 +93,7 @@ class ChatPrompts:
         template_kwargs: Mapping[str, Any] | None,
     ) -> str:
         """The prompt's text, up to where the assistant answers. Raises InvalidRequestError."""
-        if self._template is None:
+        if self.template is None:
             raise InvalidRequestError(
                 "this model has no chat template; give a plain prompt instead", param="messages"
             )
@@ -95,9 +105,9 @@ class ChatPrompts:
         if self._stable_prompts and _are_objects(messages):
             messages = stable_messages(messages)
         if _are_objects(messages):
-            messages, tools = self._prepared(self._template, messages, tools)
+            messages, tools = self._prepared(self.template, messages, tools)
         return self._render_in_some_form(
-            self._template, messages, tools, dict(template_kwargs or {})
+            self.template, messages, tools, dict(template_kwargs or {})
         )
 
     def _prepared(

@@ -81,7 +81,7 @@ class LLM:
 
     def default_params(self, **changes: object) -> SamplingParams:
         """The sampling that the checkpoint recommends, with `changes` on top."""
-        return self._loaded.text.default_params(**changes)
+        return self._loaded.text.defaults.complete(changes)
 
     def get_tokenizer(self) -> ModelTokenizer:
         """The model's tokenizer with its chat template. Raises InvalidRequestError without one."""

@@ -72,7 +72,7 @@ class LoadedModel:
     def close(self) -> None:
         self.core.close()
         self.promise.close()
-        self.text.close()
+        self.text.prompts.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

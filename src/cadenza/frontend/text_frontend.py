@@ -61,7 +61,6 @@ from cadenza.text.schemas.grammar import (
     refused,
 )
 from cadenza.text.tokens.decoder_stages import bytes_of_token
-from cadenza.vision.processor import ImageProcessor
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +85,8 @@ class TextFrontend:
         workers: that check forms and open images.
         parsers: of reasoning and tool calls in answers.
 
-    `sparse` says which prompts are thinned out: none, until it is set.
+    `sparse` says which prompts are thinned out: none, until it is set; `tokenizer` is None without
+    tokenizer.json.
     """
 
     def __init__(
@@ -104,22 +104,18 @@ class TextFrontend:
         self._files = checkpoint.tokenizer
         self.facts = facts_of(checkpoint)
         self.score_head = checkpoint.score_head
-        self._tokenizer = None if source is None else Tokenizer(source)
-        self._template = ChatTemplate.from_checkpoint(checkpoint)
-        self._planner = None
-        if self._template is not None and self._tokenizer is not None:
+        self.tokenizer = None if source is None else Tokenizer(source)
+        template, self._planner = ChatTemplate.from_checkpoint(checkpoint), None
+        if template is not None and self.tokenizer is not None:
             self._planner = AnswerPlanner(
-                self._template.source,
-                self._tokenizer,
-                parsers,
-                reads_tools=self._template.reads_tools,
+                template.source, self.tokenizer, parsers, reads_tools=template.reads_tools
             )
-        self._chats = ChatPrompts(self._template, self._planner, parsers)
+        self.chats = ChatPrompts(template, self._planner, parsers)
         vision, images = checkpoint.config.vision if checkpoint.is_known else None, None
-        if vision is not None and self._tokenizer is not None:
+        if vision is not None and self.tokenizer is not None:
             pixels = workers.pixels or PooledPixels()
-            images = ImagePrompts(vision, self._tokenizer, self.chat_template, pixels)
-        self.prompts = SeenPrompts(self.facts.name, self._chats, self._tokenizer, images)
+            images = ImagePrompts(vision, self.tokenizer, self.chats.source, pixels)
+        self.prompts = SeenPrompts(self.facts.name, self.chats, self.tokenizer, images)
         self._style = replace(DEFAULT_STYLE, max_string=parsers.max_string)
         formats = () if self._planner is None else self._planner.format_names
         changes = ("stable prompts",) if parsers.stable_prompts else ()
@@ -139,49 +135,11 @@ class TextFrontend:
         self._texts: dict[int, str] = {}
         self._decoder_plan: DecoderPlan | None = None
 
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        """The model's; None without tokenizer.json."""
-        return self._tokenizer
-
     def with_forms(self, fingerprint: FingerprintT) -> FingerprintT:
         """The fingerprint of answers whose forms are made here; None stays None."""
-        if fingerprint is None or self._tokenizer is None:
+        if fingerprint is None or self.tokenizer is None:
             return fingerprint
         return msgspec.structs.replace(fingerprint, forms=self._forms)
-
-    @property
-    def has_chat_template(self) -> bool:
-        return self._template is not None
-
-    @property
-    def chat_template(self) -> str | None:
-        """Its source; None without one."""
-        return None if self._template is None else self._template.source
-
-    @property
-    def takes_tools(self) -> bool:
-        """As `ChatPrompts.takes_tools`."""
-        return self._chats.takes_tools
-
-    @property
-    def has_reasoning(self) -> bool:
-        """Whether the model marks its reasoning, as far as the chat template shows."""
-        return self._planner is not None and self._planner.has_reasoning
-
-    @property
-    def chat_template_options(self) -> frozenset[str]:
-        """As `ChatPrompts.options`."""
-        return self._chats.options
-
-    @property
-    def efforts(self) -> tuple[str, ...]:
-        """As `ChatPrompts.efforts`."""
-        return self._chats.efforts
-
-    def read_by_template(self, variables: Mapping[str, Any]) -> dict[str, Any]:
-        """As `ChatPrompts.known`."""
-        return self._chats.known(variables)
 
     def prepare(
         self, prompt: Prompt, params: Params = None, *, max_num_tokens: int | None = None
@@ -218,7 +176,7 @@ class TextFrontend:
             *(messages, spanned),
             lambda changed: self.prompts.rendered(changed, tools, template_kwargs).text,
         )
-        if not self._chats.has_channels:
+        if not self.chats.has_channels:
             return prepared
         asked = AskedAnswer(use=ToolUse.of_rendered(tools)) if tools else ANY_ANSWER
         return self._planned(rendered.text, prepared.request, asked, self.checks.start())
@@ -328,7 +286,7 @@ class TextFrontend:
         The two are rendered by a chat template that has the roles `query` and `document`, and are
         otherwise a pair of the tokenizer's.
         """
-        template = self._template
+        template = self.chats.template
         if template is not None and all(role in template.source for role in _SCORED_ROLES):
             texts = zip(("query", "document"), (query, document), strict=True)
             messages = [{"role": role, "content": text} for role, text in texts]
@@ -384,7 +342,7 @@ class TextFrontend:
             )
         params, ids = request.params, request.prompt_token_ids
         for name in ("stop", "bad_words", "structured"):
-            if self._tokenizer is None and getattr(params, name):
+            if self.tokenizer is None and getattr(params, name):
                 raise InvalidRequestError(
                     f"{name} needs a tokenizer.json, which this model does not have; use "
                     f"stop_token_ids, logit_bias or allowed_token_ids",
@@ -491,26 +449,12 @@ class TextFrontend:
         )
         return rendered.text, spanned.ids
 
-    def close(self) -> None:
-        """Ends the processes that open images, if there are any. Idempotent."""
-        self.prompts.close()
-
-    @property
-    def takes_images(self) -> bool:
-        """Whether its prompts may have images."""
-        return self.prompts.takes_images
-
-    @property
-    def image_processor(self) -> ImageProcessor | None:
-        """The model's; None where it does not see."""
-        return self.prompts.image_processor
-
     def sample_output(
         self, params: SamplingParams, sample: int, make_parser: MakeParser | None = None
     ) -> SampleOutput:
         """Of one sample, with a fresh detokenizer, stop matcher and parser as it needs them; it has
         no text without tokenizer.json."""
-        tokenizer, plan = self._tokenizer, self._decoder_plan
+        tokenizer, plan = self.tokenizer, self._decoder_plan
         if tokenizer is None:
             return SampleOutput(sample, None)
         if plan is None:
@@ -536,20 +480,20 @@ class TextFrontend:
 
     def text_of(self, token_id: int) -> str | None:
         """One token's text, for display."""
-        if self._tokenizer is None:
+        if self.tokenizer is None:
             return None
         text = self._texts.get(token_id)
         if text is None:
             try:
-                text = self._tokenizer.decode([token_id], skip_special_tokens=False)
+                text = self.tokenizer.decode([token_id], skip_special_tokens=False)
             except InvalidRequestError:  # a decoder that fails on this token by itself
-                text = self._tokenizer.token_of(token_id) or ""
+                text = self.tokenizer.token_of(token_id) or ""
             self._texts[token_id] = text
         return text
 
     def bytes_of(self, token_id: int) -> bytes | None:
         """The bytes of a token that is a part of a character; None if they are not known."""
-        piece = None if self._tokenizer is None else self._tokenizer.token_of(token_id)
+        piece = None if self.tokenizer is None else self.tokenizer.token_of(token_id)
         return None if piece is None else bytes_of_token(piece)
 
     def piece_of(self, token_id: int) -> str | None:
@@ -575,10 +519,6 @@ class TextFrontend:
             described[name] = content
             described[f"{name}_id"] = None if content is None else tokenizer.id_of(content)
         return described
-
-    def default_params(self, **changes: object) -> SamplingParams:
-        """The sampling of requests that set none (`defaults`), with `changes` on top."""
-        return self.defaults.complete(changes)
 
 
 def _whole(value: object, otherwise: int) -> int:

@@ -50,7 +50,7 @@ class CallImages:
 
     async def open(self, prepared: Sequence[PreparedRequest], text: TextFrontend) -> None:
         """Opens the images of requests that lack their pixels. Raises CadenzaError."""
-        processor = text.image_processor
+        processor = text.prompts.image_processor
         for each in prepared:
             if each.pending is not None and processor is not None:
                 images = [planned.image for planned in each.pending.images]

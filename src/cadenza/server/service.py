@@ -64,7 +64,7 @@ class Service:
     def __init__(self, models: ModelPool, options: ServerOptions) -> None:
         self.options = options
         self.models = models
-        sees = any(model.text.takes_images for model in models.models)
+        sees = any(model.text.prompts.takes_images for model in models.models)
         self.limits = options.limits.for_images() if sees else options.limits
         self.work = TextWork()
         self.counts = models.first.counts

@@ -194,7 +194,7 @@ class GenerationRequest(SamplingBody, CallRequest):
         return None
 
     def sampling(self, text: TextFrontend) -> SamplingParams:
-        return text.default_params(**self.sampling_values())
+        return text.defaults.complete(self.sampling_values())
 
     def sampling_values(self) -> dict[str, Any]:
         """The values of `SamplingParams` that the body asks for, by their names there."""

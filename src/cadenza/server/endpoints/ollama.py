@@ -115,7 +115,7 @@ class OllamaRequest(CallRequest):
             changes["structured"] = self.format
         if self.logprobs:
             changes["logprobs"] = self.top_logprobs or 0
-        return text.default_params(**changes)
+        return text.defaults.complete(changes)
 
     def prepare(
         self, text: TextFrontend, params: SamplingParams, max_num_tokens: int | None
@@ -228,7 +228,7 @@ class OllamaPromptRequest(OllamaRequest):
     def asked_prompt(
         self, text: TextFrontend, params: SamplingParams, max_num_tokens: int | None
     ) -> PreparedRequest:
-        if self.raw or not (text.has_chat_template or self.images):
+        if self.raw or (text.chats.template is None and not self.images):
             prompt = "\n\n".join(part for part in (self.system, self.prompt) if part)
             return text.prepare(prompt, params, max_num_tokens=max_num_tokens)
         system = [{"role": "system", "content": self.system}] if self.system else []

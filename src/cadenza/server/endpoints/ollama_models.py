@@ -121,10 +121,10 @@ async def _props(service: Service, exchange: Exchange) -> None:
         "total_slots": 0 if limits is None else limits.max_num_seqs,
         "model_alias": model.name,
         "model_path": model.name,
-        "chat_template": model.text.chat_template or "",
+        "chat_template": model.text.chats.source or "",
         "bos_token": described.get("bos_token") or "",
         "eos_token": described.get("eos_token") or "",
-        "modalities": {"vision": model.text.takes_images, "audio": False},
+        "modalities": {"vision": model.text.prompts.takes_images, "audio": False},
         "build_info": f"cadenza {cadenza.__version__}",
         "is_sleeping": service.models.state_of(model) == "unloaded",
     }
@@ -174,7 +174,7 @@ def _shown(service: Service, model: ServedModel, name: str) -> dict[str, Any]:
     return {
         "modelfile": f"FROM {name}\n",
         "parameters": "\n".join(f"{key} {value}" for key, value in parameters.items()),
-        "template": text.chat_template or "",
+        "template": text.chats.source or "",
         "details": _details(model),
         "model_info": {key: value for key, value in info.items() if value is not None},
         "capabilities": _capabilities(model),
@@ -199,16 +199,16 @@ def _capabilities(model: ServedModel) -> list[str]:
     if not text.facts.can_generate:
         return ["embedding"]
     has = {
-        "vision": text.takes_images,
-        "tools": text.takes_tools,
-        "thinking": text.has_reasoning,
+        "vision": text.prompts.takes_images,
+        "tools": text.chats.takes_tools,
+        "thinking": text.chats.has_reasoning,
     }
     return ["completion", *(name for name, is_there in has.items() if is_there)]
 
 
 def _parameters(model: ServedModel) -> dict[str, Any]:
     """The recommended sampling, where it is not neutral."""
-    params = model.text.default_params(max_tokens=None)
+    params = model.text.defaults.complete({"max_tokens": None})
     found = {
         name: (getattr(params, field), neutral)
         for name, (field, neutral) in _NEUTRAL_PARAMETERS.items()

@@ -96,7 +96,7 @@ def _card(service: Service, model: ServedModel, name: str) -> dict[str, Any]:
         "vocab_size": None if check is None else check.vocab_size,
         "system_fingerprint": None if fingerprint is None else fingerprint.digest,
         "default_sampling_params": {**defaults.described, "source": defaults.source},
-        "input_modalities": ["text", "image"] if model.text.takes_images else ["text"],
+        "input_modalities": ["text", "image"] if model.text.prompts.takes_images else ["text"],
     }
     if service.models.switches:
         card["state"] = service.models.state_of(model)

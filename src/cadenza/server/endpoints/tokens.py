@@ -68,12 +68,12 @@ class TokenizeBody(ConversationBody):
 
     def encode(self, text: TextFrontend) -> tuple[int, ...]:
         if self.messages is not None:
-            if text.takes_images:
+            if text.prompts.takes_images:
                 need_files(self.messages)
             _, ids = text.render_chat(
                 self.messages,
                 template_kwargs={
-                    **text.read_by_template(self.chat_template_kwargs),
+                    **text.chats.known(self.chat_template_kwargs),
                     **self.template_kwargs(),
                 },
                 add_special_tokens=bool(self.add_special_tokens),
