@@ -20,7 +20,8 @@ from cadenza.config import EngineLimits
 from cadenza.core.step_schema import ModelInputs
 from cadenza.engine.core import EngineCore
 from cadenza.errors import InvalidRequestError, RunnerError
-from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
+from cadenza.frontend.prepared_request import PreparedRequest
+from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.outputs import CompletionOutput, OutputPart
 from cadenza.request import Request, SamplingParams
 from tests.by_day import by_day

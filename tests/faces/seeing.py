@@ -16,7 +16,8 @@ from cadenza.checkpoint import (
 )
 from cadenza.checkpoint.towers.idefics3 import NAMES
 from cadenza.errors import InvalidRequestError
-from cadenza.frontend.text_frontend import TextFrontend, TextWorkers
+from cadenza.frontend.prepared_request import TextWorkers
+from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.media.image_input import ImageInput, OpenedImage
 from cadenza.vision.idefics3 import Idefics3Processor
 from cadenza.vision.patches import Normalisation

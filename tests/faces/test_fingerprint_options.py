@@ -14,6 +14,7 @@ from cadenza.backends.base import RunnerSetup
 from cadenza.checkpoint import Checkpoint, open_checkpoint
 from cadenza.checkpoint.generation_defaults import GENERATION_FILE
 from cadenza.fingerprint import Fingerprint
+from cadenza.frontend.prepared_request import ChatPrompt
 from cadenza.frontend.sparse_prompts import SparsePrompts
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.loading.build import open_planned
@@ -156,7 +157,7 @@ def thinned(text: TextFrontend, config: SpecPrefillConfig, asked: dict[str, Any]
         {"role": "user", "content": "It was a long day in the harbour. " * 60},
         {"role": "user", "content": "What was the day like?"},
     ]
-    found = [text.prepare_chat(talk, params).request]
+    found = [text.prepare(ChatPrompt(messages=talk), params).request]
     for length in (299, 300, 320, 640):
         found.append(text.prepare([7] * length, params).request)
     return found

@@ -8,6 +8,7 @@ import pytest
 from cadenza.checkpoint import open_checkpoint
 from cadenza.fingerprint import Fingerprint
 from cadenza.frontend.answers import AnswerParsers, AskedAnswer, ToolUse
+from cadenza.frontend.prepared_request import ChatPrompt
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.request import Request, SamplingParams
 from cadenza.structured import JsonStyle, StructuredOutput
@@ -53,7 +54,9 @@ def answers(parsers: AnswerParsers) -> tuple[Request, ...]:
         (SamplingParams(structured=FREE_TEXT), AskedAnswer(use=replace(CALLED, choice="auto"))),
         (SamplingParams(), AskedAnswer(use=replace(CALLED, choice="auto"))),
     )
-    return tuple(text.prepare_answer(ASKED, params, asked=how).request for params, how in asked)
+    return tuple(
+        text.prepare(ChatPrompt(messages=ASKED, asked=how), params).request for params, how in asked
+    )
 
 
 def forms_of(parsers: AnswerParsers) -> str:

@@ -12,6 +12,7 @@ from PIL import Image
 from cadenza.errors import InvalidRequestError
 from cadenza.frontend.given_images import with_images
 from cadenza.frontend.image_opening import PooledPixels
+from cadenza.frontend.prepared_request import ChatPrompt
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.media.image_input import MAX_ENCODED_BYTES, MAX_IMAGES, ImageInput
 from tests.faces.seeing import seeing_text, user
@@ -39,7 +40,7 @@ def data_url() -> str:
 def face() -> Iterator[TextFrontend]:
     face = seeing_text(pixels=PooledPixels())
     yield face
-    face.close()
+    face.prompts.close()
 
 
 @pytest.fixture
@@ -69,7 +70,7 @@ def parts(path: Path) -> list[Any]:
 def test_every_form_of_an_image_gives_its_pixels(face: TextFrontend, path: Path):
     for part in parts(path):
         (message,) = with_images([user("see ", part)])
-        (found,) = face.prepare_chat([message]).request.attachments
+        (found,) = face.prepare(ChatPrompt(messages=[message])).request.attachments
         assert found.payload == drawn().tobytes()
         assert (found.width, found.height) == SIZE
 
@@ -89,7 +90,7 @@ def test_an_upright_picture_has_the_size_that_its_orientation_gives(face: TextFr
     turned = Image.open(file)
     for given in (file.getvalue(), turned):
         (message,) = with_images([user({"type": "image", "image": given})])
-        (found,) = face.prepare_chat([message]).request.attachments
+        (found,) = face.prepare(ChatPrompt(messages=[message])).request.attachments
         assert (found.width, found.height) == (20, 30)
 
 
@@ -128,18 +129,18 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path: Path):
 def test_a_damaged_image_is_named(face: TextFrontend):
     (message,) = with_images([user({"type": "image", "image": b"GIF"})])
     with pytest.raises(InvalidRequestError, match=r"image 1 \(messages\[0\].content\[0\]\)"):
-        face.prepare_chat([message])
+        face.prepare(ChatPrompt(messages=[message]))
 
 
 def test_there_are_at_most_so_many_images(face: TextFrontend):
     part = {"type": "image", "image": drawn()}
     (message,) = with_images([user(*[part] * (MAX_IMAGES + 1))])
     with pytest.raises(InvalidRequestError, match=f"at most {MAX_IMAGES} images"):
-        face.prepare_chat([message])
+        face.prepare(ChatPrompt(messages=[message]))
 
 
 def test_a_remote_url_is_not_fetched(face: TextFrontend):
     part = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
     (message,) = with_images([user(part)])
     with pytest.raises(InvalidRequestError, match="image 1"):
-        face.prepare_chat([message])
+        face.prepare(ChatPrompt(messages=[message]))

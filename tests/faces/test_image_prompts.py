@@ -6,8 +6,10 @@ import pytest
 
 from cadenza.errors import ContextLengthError, InvalidRequestError, TextTooLongError
 from cadenza.events import PromptLogprobs, TokenLogprobs
+from cadenza.frontend.answers import AskedAnswer
 from cadenza.frontend.image_prompts import num_image_tokens
 from cadenza.frontend.output_processor import OutputProcessor
+from cadenza.frontend.prepared_request import ChatPrompt, Terms
 from cadenza.frontend.receipts import with_receipt
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.media.image_input import OpenedImage
@@ -42,7 +44,7 @@ def id_of(face: TextFrontend, mark: str) -> int:
 
 
 def asked(face: TextFrontend, *messages: dict[str, Any], **options: Any) -> Request:
-    return face.prepare_chat(messages, **options).request
+    return face.prepare(ChatPrompt(messages=messages), **options).request
 
 
 def shown(face: TextFrontend, request: Request) -> str:
@@ -97,7 +99,7 @@ def test_a_placeholder_that_somebody_typed_stays_text(face: TextFrontend):
     assert image_id not in plain.prompt_token_ids
     assert not plain.attachments
     assert image_id not in face.prepare(f"see {IMAGE}").request.prompt_token_ids
-    _, ids = face.render_chat([{"role": "assistant", "content": IMAGE}])
+    _, ids = face.render_chat(ChatPrompt(messages=[{"role": "assistant", "content": IMAGE}]))
     assert image_id not in ids
 
 
@@ -138,12 +140,12 @@ def test_lengths_follow_from_sizes_and_long_prompts_open_no_image():
     pixels = GivenSizes()
     face = seeing_text(pixels=pixels)
     message = user("see ", picture("500x400"))
-    _, ids = face.render_chat([message])
+    _, ids = face.render_chat(ChatPrompt(messages=[message]))
     assert len(ids) > 2000
     with pytest.raises(TextTooLongError, match="2000 of them of its images; at most 2001"):
-        face.prepare_chat([message], max_num_tokens=2001)
+        face.prompts.spanned(face.prompts.rendered([message], None, None), 2001)
     assert not pixels.opened
-    assert face.prepare_chat([message], max_num_tokens=len(ids)).request.prompt_token_ids == ids
+    assert face.prepare(ChatPrompt(messages=[message])).request.prompt_token_ids == ids
     assert pixels.opened == [b"500x400"]
 
 
@@ -151,7 +153,7 @@ def test_a_prompt_beyond_the_engines_context_is_refused_before_its_images_are_op
     pixels = GivenSizes()
     face = seeing_text(pixels=pixels, max_model_len=100)
     with pytest.raises(ContextLengthError, match="maximum context length is 100 tokens"):
-        face.prepare_chat([user(picture("500x400"))])
+        face.prepare(ChatPrompt(messages=[user(picture("500x400"))]))
     assert not pixels.opened
 
 
@@ -290,21 +292,24 @@ def test_the_servers_requests_wait_for_their_pixels():
     face = seeing_text(pixels=pixels)
     message = user(picture(), "?")
     params = SamplingParams(truncate_prompt_tokens=9)
-    prepared = face.prepare_answer([message], params)
+    prompt, terms = ChatPrompt(messages=[message], asked=AskedAnswer()), Terms(opens_images=False)
+    prepared = face.prepare(prompt, params, terms=terms)
     assert not pixels.opened
     assert (len(prepared.request.prompt_token_ids), prepared.request.attachments) == (9, ())
-    whole = face.with_pixels(prepared)
+    whole = face.completed(prepared, terms)
     assert pixels.opened == [b"30x20"]
     assert whole.pending is None
     assert spans(whole.request) == [(whole.request.prompt_token_ids.index(id_of(face, IMAGE)), 6)]
-    assert whole.request == face.prepare_chat([message], params).request
-    again = face.prepare_answer([message], params)
+    assert whole.request == face.prepare(ChatPrompt(messages=[message]), params).request
+    again = face.prepare(prompt, params, terms=terms)
     assert again.pending is None
     assert again.request == whole.request
 
 
 def test_placeholders_have_no_log_probabilities(face: TextFrontend):
-    prepared = face.prepare_chat([user(picture(), "a")], SamplingParams(prompt_logprobs=0))
+    prepared = face.prepare(
+        ChatPrompt(messages=[user(picture(), "a")]), SamplingParams(prompt_logprobs=0)
+    )
     ids = prepared.request.prompt_token_ids
     processor = OutputProcessor(7, prepared, face)
     found = TokenLogprobs(logprob=-1.0, rank=1, top_ids=(), top_logprobs=())
@@ -321,8 +326,8 @@ def test_placeholders_have_no_log_probabilities(face: TextFrontend):
 
 def test_an_answer_to_images_has_no_receipt(face: TextFrontend):
     for prepared in (
-        face.prepare_chat([user(picture())]),
-        face.prepare_answer([user(picture())], SamplingParams()),
+        face.prepare(ChatPrompt(messages=[user(picture())])),
+        face.prepare(ChatPrompt(messages=[user(picture())], asked=AskedAnswer()), SamplingParams()),
     ):
         with pytest.raises(InvalidRequestError, match="to images has no receipt"):
             with_receipt(prepared)
@@ -336,6 +341,6 @@ def test_images_in_results_of_calls_stay_where_tools_are_described(face: TextFro
         {"role": "tool", "tool_call_id": "c", "content": [text_part("seen"), picture("10x10")]},
     ]
     tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
-    request = face.prepare_chat(messages, tools=tools).request
+    request = face.prepare(ChatPrompt(messages=messages, tools=tools)).request
     assert "1*Result of look {}: seen" in shown(face, request)
     assert len(request.attachments) == 1

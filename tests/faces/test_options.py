@@ -16,6 +16,7 @@ from cadenza.errors import (
     InvalidRequestError,
 )
 from cadenza.frontend.loaded_model import open_text
+from cadenza.frontend.prepared_request import ChatPrompt
 from cadenza.loading.build import find_checkpoint, find_configured, plan_model
 from cadenza.loading.planned_engine import PlannedEngine
 
@@ -64,9 +65,9 @@ def test_a_given_chat_template_is_used_in_place_of_the_models(
     given = EngineConfig(chat_template=forms[kind])
     asked = [{"role": "user", "content": "the fox"}]
     checkpoint = find_configured(worded_folder, given)
-    assert open_text(checkpoint, given).render_chat(asked)[0] == "THE FOX"
+    assert open_text(checkpoint, given).render_chat(ChatPrompt(messages=asked))[0] == "THE FOX"
     own = find_configured(worded_folder, EngineConfig())
-    assert open_text(own, EngineConfig()).render_chat(asked)[0] != "THE FOX"
+    assert open_text(own, EngineConfig()).render_chat(ChatPrompt(messages=asked))[0] != "THE FOX"
     plan = plan_model(own, EngineConfig())
     fingerprints = [
         PlannedEngine(checkpoint=each, plan=plan, config=given).identity().fingerprint
@@ -83,7 +84,7 @@ def test_without_its_chat_template_a_model_takes_plain_prompts_only(worded_folde
     assert text.chats.template is None
     assert text.encode("the fox")
     with pytest.raises(InvalidRequestError, match="no chat template; give a plain prompt"):
-        text.render_chat([{"role": "user", "content": "the fox"}])
+        text.render_chat(ChatPrompt(messages=[{"role": "user", "content": "the fox"}]))
 
 
 @pytest.mark.parametrize(

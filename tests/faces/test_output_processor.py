@@ -10,7 +10,7 @@ from cadenza import Request, RequestOutput, SamplingParams
 from cadenza.errors import InvalidRequestError
 from cadenza.events import CacheMiss, Event, PromptLogprobs, Token, TokenLogprobs
 from cadenza.frontend.output_processor import OutputProcessor, OutputRouter
-from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
+from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.text.tokens.decoder_stages import BYTE_OF_CHARACTER
 from tests.faces.scripted_engine import finished, token
 
@@ -31,8 +31,8 @@ def assembler_of(
     text: TextFrontend, prompt: Sequence[int] = (1,), **options: object
 ) -> OutputProcessor:
     params = SamplingParams(max_tokens=None, **options)  # type: ignore[arg-type]
-    request = text.resolve(Request(prompt_token_ids=tuple(prompt), params=params))
-    return OutputProcessor(0, PreparedRequest(text=None, request=request), text)
+    prepared = text.prepare_request(Request(prompt_token_ids=tuple(prompt), params=params))
+    return OutputProcessor(0, prepared, text)
 
 
 def ids_of(text: TextFrontend, written: str) -> list[int]:
@@ -280,7 +280,7 @@ def test_a_prompt_is_cut_to_its_last_tokens(worded_text: TextFrontend) -> None:
     params = SamplingParams(truncate_prompt_tokens=3)
     prepared = worded_text.prepare([1, 2, 3, 4, 5], params)
     assert prepared.request.prompt_token_ids == (3, 4, 5)
-    assert worded_text.resolve(prepared.request) == prepared.request
+    assert worded_text.prepare_request(prepared.request).request == prepared.request
     assert worded_text.prepare([1, 2], params).request.prompt_token_ids == (1, 2)
 
 

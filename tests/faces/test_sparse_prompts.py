@@ -11,6 +11,7 @@ from cadenza.checkpoint import open_checkpoint
 from cadenza.errors import InvalidRequestError
 from cadenza.fingerprint import Fingerprint
 from cadenza.frontend.answers import AskedAnswer, ToolUse
+from cadenza.frontend.prepared_request import ChatPrompt
 from cadenza.frontend.sparse_prompts import SparsePrompts
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.request import Attachment, PoolingParams, Request, SamplingParams
@@ -87,7 +88,7 @@ def test_a_request_chooses_for_itself_where_it_may():
 
 
 def prepared(text: TextFrontend, messages: list[Mapping[str, Any]], **options: Any) -> Request:
-    return text.prepare_chat(messages, SamplingParams(**options)).request
+    return text.prepare(ChatPrompt(messages=messages), SamplingParams(**options)).request
 
 
 def forced_texts(text: TextFrontend, found: Request) -> list[str]:
@@ -111,11 +112,11 @@ def test_the_head_and_the_last_question_of_a_conversation_are_kept(text: TextFro
 
 def test_tools_are_of_the_head_which_is_as_long_as_configured_at_most(text: TextFrontend):
     described = [{"type": "function", "function": {"name": "look_up", "parameters": {}}}]
-    chat = text.prepare_chat([SYSTEM, TEXT], SamplingParams(), tools=described)
+    chat = text.prepare(ChatPrompt(messages=[SYSTEM, TEXT], tools=described), SamplingParams())
     head, _ = forced_texts(text, chat.request)
     assert "look_up" in head
     asked = AskedAnswer(use=ToolUse.of_rendered(described))
-    answer = text.prepare_answer([SYSTEM, TEXT], SamplingParams(), asked=asked)
+    answer = text.prepare(ChatPrompt(messages=[SYSTEM, TEXT], asked=asked), SamplingParams())
     assert forced_texts(text, answer.request)[0] == head
     long = {"role": "system", "content": SYSTEM["content"] * 10}
     forced = prepared(text, [long, TEXT]).sparse_prefill

@@ -11,7 +11,8 @@ from cadenza.config import EngineConfig
 from cadenza.engine.front import EngineFront, InProcessLink
 from cadenza.events import Event, Token, TokenLogprobs
 from cadenza.frontend.output_processor import TEXT_FAILED, OutputProcessor, OutputRouter
-from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
+from cadenza.frontend.prepared_request import PreparedRequest
+from cadenza.frontend.text_frontend import TextFrontend
 from tests.engine.process.scripted_child import make_core
 from tests.faces.faulty_text import FAULTY_STOP, NUM_GOOD_TOKENS, SECRET, Fault, FaultyText
 from tests.faces.scripted_engine import finished

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from cadenza.checkpoint import open_checkpoint
+from cadenza.frontend.prepared_request import ChatPrompt
 from cadenza.frontend.text_frontend import TextFrontend
 from tests.checkpoint.files import write_folder
 from tests.text.vocabularies import byte_level
@@ -28,7 +29,9 @@ def test_a_raw_prompt_is_text_behind_the_tokenizers_own_start(face: TextFrontend
 
 
 def test_a_chat_has_one_start_and_the_templates_ends(face: TextFrontend):
-    text, token_ids = face.render_chat([{"role": "user", "content": "<|start|>the<|end|>"}])
+    text, token_ids = face.render_chat(
+        ChatPrompt(messages=[{"role": "user", "content": "<|start|>the<|end|>"}])
+    )
     assert text == "<|start|><|start|>the<|end|><|end|>"
     assert (token_ids.count(0), token_ids.count(1)) == (1, 1)
     assert (token_ids[0], token_ids[-1]) == (0, 1)

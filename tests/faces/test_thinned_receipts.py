@@ -10,8 +10,8 @@ import pytest
 from cadenza.config import EngineConfig
 from cadenza.frontend.loaded_model import LoadedModel, load_model
 from cadenza.frontend.output_processor import OutputProcessor, OutputRouter
+from cadenza.frontend.prepared_request import PreparedRequest
 from cadenza.frontend.receipts import with_receipt
-from cadenza.frontend.text_frontend import PreparedRequest
 from cadenza.receipt import Receipt
 from cadenza.request import Request, SamplingParams
 from cadenza.sparse_prefill import KeptTokens, SparsePrefill

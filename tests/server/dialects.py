@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from cadenza import SamplingParams
+from cadenza.frontend.sampling_defaults import SamplingDefaults
 from cadenza.outputs import CompletionOutput, OutputPart, RequestOutput
 from cadenza.server.endpoints.generating import CallContext, CallRequest
 from cadenza.server.receipt_seal import ReceiptSeal
@@ -190,8 +190,7 @@ def context_of(store: ResponseStore, tenant: str = "") -> CallContext:
 class _NoText:
     """A front end of which only the default parameters are asked."""
 
-    def default_params(self, **changes: Any) -> Any:
-        return SamplingParams(**changes)
+    defaults = SamplingDefaults()
 
 
 def sample(*parts: OutputPart, end: Any = None, is_valid: bool | None = None) -> CompletionOutput:

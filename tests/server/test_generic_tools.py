@@ -11,6 +11,7 @@ from llguidance import LLMatcher, LLTokenizer
 from cadenza.checkpoint import open_checkpoint
 from cadenza.errors import InvalidRequestError
 from cadenza.frontend.answers import AnswerParsers, AskedAnswer, ToolUse
+from cadenza.frontend.prepared_request import ChatPrompt
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.request import SamplingParams
 from cadenza.text.answers.answer_grammar import Tool
@@ -87,7 +88,9 @@ def server(generic: TextFrontend) -> Iterator[RunningServer]:
 
 
 def prompt_of(text: TextFrontend, messages: list[dict[str, Any]], use: ToolUse | None) -> str:
-    prepared = text.prepare_answer(messages, SamplingParams(), asked=AskedAnswer(use=use))
+    prepared = text.prepare(
+        ChatPrompt(messages=messages, asked=AskedAnswer(use=use)), SamplingParams()
+    )
     assert prepared.text is not None
     return prepared.text
 
@@ -146,7 +149,7 @@ def test_a_required_call_is_constrained_to_a_name_and_arguments(
     tools = (TOOL, Tool(name="now"))
     use = ToolUse(tools=tools, choice="required", named=named, is_parallel=num_calls > 1)
     asked = AskedAnswer(use=use)
-    prepared = generic.prepare_answer([QUESTION], SamplingParams(), asked=asked)
+    prepared = generic.prepare(ChatPrompt(messages=[QUESTION], asked=asked), SamplingParams())
     assert prepared.request.constraint is not None
     grammar = prepared.request.constraint.grammar
     assert grammar is not None

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from cadenza.engine.timeouts import RequestTimeouts
 from cadenza.errors import QueueFullError
-from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
+from cadenza.frontend.prepared_request import PreparedRequest
+from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.outputs import CompletionOutput
 from cadenza.request import Request
 from cadenza.server.limits import ServerLimits

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
+from cadenza.frontend.prepared_request import AnyPrompt
+from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.outputs import CompletionOutput, RequestOutput
-from cadenza.request import SamplingParams
 from cadenza.server.endpoints.generating import ChoicesRequest, GeneratingEndpoint
 from cadenza.server.errors import ApiError, invalid_value
 from cadenza.server.generation import Generation
@@ -36,10 +36,8 @@ class InputRequest(ChoicesRequest):
         if self.tone == "loud" and self.n > 1:
             raise invalid_value("tone loud goes with n = 1", "tone")
 
-    def prepare(
-        self, text: TextFrontend, params: SamplingParams, max_num_tokens: int | None
-    ) -> list[PreparedRequest]:
-        return [text.prepare(self.input, params, max_num_tokens=max_num_tokens)]
+    def prompts(self, text: TextFrontend) -> list[AnyPrompt]:
+        return [self.input]
 
     def encoder(self, head: AnswerHead, usage: Usage, text: TextFrontend) -> StreamEncoder:
         return EventEncoder(usage, is_loud=self.tone == "loud")

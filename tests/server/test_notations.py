@@ -287,7 +287,7 @@ def test_an_effort_is_the_nearest_one_that_the_model_knows() -> None:
         asked = AskedConversation(
             messages=[USER], use=None, thinking=AskedThinking(effort=effort), template_kwargs={}
         )
-        prepared = asked.prepare(text, SamplingParams(), None)
+        prepared = text.prepare(asked.prompt(text), SamplingParams())
         assert prepared.text is not None
         shown[effort] = prepared.text.partition("Reasoning: ")[2].partition("<|end|>")[0]
         constraint = prepared.request.constraint

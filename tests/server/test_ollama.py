@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from cadenza.frontend.loaded_model import LoadedModel
+from cadenza.frontend.prepared_request import OWN_TERMS
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.server.access import ApiKeys
 from cadenza.server.endpoints.chat import ChatRequest
@@ -152,8 +153,7 @@ def test_a_conversation_with_calls_has_chats_prompt(loaded: LoadedModel) -> None
     )
     assert [*asked.messages] == [*chat.messages]
     prompts = [
-        each.prepare(loaded.text, each.sampling(loaded.text), None)[0].request.prompt_token_ids
-        for each in (asked, chat)
+        each.prepare(loaded.text, OWN_TERMS)[0].request.prompt_token_ids for each in (asked, chat)
     ]
     assert prompts[0] == prompts[1]
 

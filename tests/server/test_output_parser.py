@@ -1,29 +1,24 @@
 """Output parsers: text before a marker is reasoning, text behind it content, in whatever pieces."""
 
-import asyncio
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cadenza import SamplingParams
 from cadenza.events import Finished, Token
 from cadenza.frontend.output_processor import OutputProcessor
+from cadenza.frontend.prepared_request import PreparedRequest
 from cadenza.frontend.sample_output import SampleOutput
 from cadenza.frontend.sparse_prompts import SparsePrompts
-from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
 from cadenza.outputs import OutputPart
 from cadenza.request import Request
-from cadenza.server.endpoints.chat import CHAT, ChatRequest
+from cadenza.server.endpoints.chat import ChatRequest
 from cadenza.server.sse import AnswerHead, Usage
 from cadenza.text import StopMatcher
 from cadenza.text.answers.output_parser import MakeParser
-from tests.server.scripted_engine import ScriptedEngine
-from tests.server.test_new_endpoint import handled
 
 MARKER = "</t>"
 
@@ -196,37 +191,3 @@ def test_without_a_parser_a_delta_is_content_and_an_output_has_no_parts() -> Non
         {},
     ]
     assert processor.output().outputs[0].parts is None
-
-
-class ParsedChat(ChatRequest):
-    @property
-    def make_parser(self) -> MakeParser | None:
-        return lambda: MarkerParser(" quick")
-
-
-PARSED_CHAT = replace(CHAT, request_type=ParsedChat)
-
-
-@pytest.mark.parametrize("is_streamed", [True, False])
-def test_an_endpoint_chooses_the_parser_of_its_requests(
-    script: tuple[int, ...], text: TextFrontend, is_streamed: bool
-) -> None:
-    body = {
-        "messages": [{"role": "user", "content": "x"}],
-        "max_tokens": 8,
-        "stream": is_streamed,
-    }
-    unparsed = handled(ScriptedEngine(script), text, {**body, "stream": False}, CHAT)
-    plain = json.loads(asyncio.run(unparsed))
-    answer = asyncio.run(handled(ScriptedEngine(script), text, body, PARSED_CHAT))
-    whole = plain["choices"][0]["message"]["content"]
-    assert " quick" in whole
-    if is_streamed:
-        found = {"reasoning": "", "content": ""}
-        for delta in deltas(answer):
-            for name in found:
-                found[name] += delta.get(name, "")
-    else:
-        message = json.loads(answer)["choices"][0]["message"]
-        found = {name: message[name] for name in ("reasoning", "content")}
-    assert found == parsed(whole, " quick")

@@ -9,6 +9,7 @@ import pytest
 
 from cadenza.errors import CadenzaError, InvalidRequestError
 from cadenza.frontend.loaded_model import LoadedModel
+from cadenza.frontend.prepared_request import OWN_TERMS
 from cadenza.server.errors import ApiError
 from cadenza.server.limits import ServerLimits
 from tests.server.bodies import GENERATING, NEEDED, PATHS, USER, read
@@ -366,7 +367,7 @@ def test_a_form_that_cannot_be_followed_is_refused_by_name(
     request = read(name, **fields)
     assert request.has_form
     with pytest.raises(CadenzaError) as refused:
-        request.prepare(loaded.text, request.sampling(loaded.text), None)
+        request.prepare(loaded.text, OWN_TERMS)
     assert isinstance(refused.value, InvalidRequestError)
     assert request.param_of(refused.value.param) == param
     assert words in str(refused.value)

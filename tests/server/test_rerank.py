@@ -17,8 +17,9 @@ from cadenza.checkpoint import open_checkpoint, open_weights
 from cadenza.config import EngineConfig
 from cadenza.errors import TextTooLongError
 from cadenza.frontend.loaded_model import LoadedModel, load_model
+from cadenza.frontend.prepared_request import RequestOptions, ScoredPair
 from cadenza.frontend.text_frontend import TextFrontend
-from cadenza.request import PoolingParams, prompt_only
+from cadenza.request import PoolingParams
 from cadenza.text import Tokenizer
 from cadenza.text.tokens.tokenizer import TokenizerSource
 from tests.checkpoint.files import write_tensors
@@ -173,11 +174,13 @@ def test_a_template_with_the_roles_writes_what_is_read(tmp_path: Path) -> None:
     settings["chat_template"] = template
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     text = TextFrontend(open_checkpoint(folder))
-    prepared = text.prepare_scored("one", "two <|end|>", prompt_only())
+    pooling = PoolingParams(pooling="last", normalize=False)
+    pair = ScoredPair(query="one", document="two <|end|>")
+    prepared = text.prepare(pair, options=RequestOptions(pooling=pooling))
     shown = text.decode(prepared.request.prompt_token_ids)
     assert shown == "<|user|>one<|assistant|>two <|end|><|end|>"
     assert prepared.request.prompt_token_ids.count(0) == 1, "a document forges no control token"
-    assert prepared.request.pooling == PoolingParams(pooling="last", normalize=False)
+    assert prepared.request.pooling == pooling
 
 
 def test_a_pair_has_the_tokenizers_own_tokens() -> None:

@@ -13,6 +13,7 @@ from cadenza.config import EngineConfig
 from cadenza.errors import InvalidRequestError
 from cadenza.frontend.answers import AnswerParsers, AskedAnswer
 from cadenza.frontend.loaded_model import LoadedModel, load_model
+from cadenza.frontend.prepared_request import OWN_TERMS, ChatPrompt
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.request import SamplingParams
 from cadenza.server.endpoints.conversation import AskedConversation
@@ -140,7 +141,7 @@ def test_an_effort_turns_thinking_off_or_bounds_it(thinker: LoadedModel, effort:
         thinking=AskedThinking(effort=effort),
         template_kwargs={},
     )
-    request = asked.prepare(thinker.text, SamplingParams(), None).request
+    request = thinker.text.prepare(asked.prompt(thinker.text), SamplingParams()).request
     has_ended = request.prompt_token_ids[-1] == END
     assert has_ended == (effort == "none")
     most = EFFORTS[effort]
@@ -215,7 +216,7 @@ def test_a_switch_of_another_server_is_the_switch_here(
     request = endpoint.read(
         json.dumps({**needed, **asked, "store": False}).encode(), ServerLimits()
     )
-    (prepared,) = request.prepare(thinker.text, SamplingParams(), None)
+    (prepared,) = request.prepare(thinker.text, OWN_TERMS)
     assert (prepared.request.prompt_token_ids[-1] == END) == is_off
     constraint = prepared.request.constraint
     bound = None if constraint is None else constraint.thinking
@@ -229,7 +230,7 @@ def test_a_variable_that_the_template_does_not_read_is_ignored_and_logged_once(
         endpoint = next(each for each in GENERATING.values() if each.route.path == path)
         given = {"messages": BODY["messages"], "chat_template_kwargs": variables}
         request = endpoint.read(json.dumps(given).encode(), ServerLimits())
-        (prepared,) = request.prepare(thinker.text, SamplingParams(), None)
+        (prepared,) = request.prepare(thinker.text, OWN_TERMS)
         return prepared.request.prompt_token_ids
 
     with caplog.at_level(logging.INFO):
@@ -251,7 +252,10 @@ def test_a_bound_needs_marks_that_are_tokens(scripted: RunningServer, text: Text
     assert scripted.post(CHAT, body).status_code == 200, "what does not think is within any bound"
     plain = TextFrontend(open_checkpoint(None), parsers=AnswerParsers(reasoning="granite"))
     with pytest.raises(InvalidRequestError, match="marks that are tokens") as refused:
-        plain.prepare_answer(BODY["messages"], SamplingParams(), asked=AskedAnswer(max_thinking=5))
+        plain.prepare(
+            ChatPrompt(messages=BODY["messages"], asked=AskedAnswer(max_thinking=5)),
+            SamplingParams(),
+        )
     assert refused.value.param == "thinking_token_budget"
 
 
@@ -268,12 +272,12 @@ def test_thinking_that_is_off_without_a_switch_has_a_bound_of_0(
     conversation = AskedConversation(
         messages=BODY["messages"], use=None, thinking=AskedThinking(**asked)
     )
-    request = conversation.prepare(text, SamplingParams(), None).request
+    request = text.prepare(conversation.prompt(text), SamplingParams()).request
     begin = None if has_begun else BEGIN
     bound = ThinkingBound(begin=begin, end=END, max_tokens=0)
     assert request.constraint == ConstraintSpec(thinking=bound)
     free = AskedConversation(messages=BODY["messages"], use=None)
-    assert free.prepare(text, SamplingParams(), None).request.constraint is None
+    assert text.prepare(free.prompt(text), SamplingParams()).request.constraint is None
 
 
 def test_thinking_that_is_off_leaves_a_model_alone_whose_marks_are_no_tokens() -> None:
@@ -281,7 +285,7 @@ def test_thinking_that_is_off_leaves_a_model_alone_whose_marks_are_no_tokens() -
     asked = AskedConversation(
         messages=BODY["messages"], use=None, thinking=AskedThinking(is_on=False)
     )
-    assert asked.prepare(plain, SamplingParams(), None).request.constraint is None
+    assert plain.prepare(asked.prompt(plain), SamplingParams()).request.constraint is None
 
 
 def test_a_bound_follows_from_the_tokens_alone() -> None:

@@ -11,7 +11,8 @@ import pytest
 from cadenza.checkpoint import open_checkpoint
 from cadenza.errors import ConfigError, InvalidRequestError
 from cadenza.frontend.answers import AnswerParsers, AnswerPlanner, AskedAnswer, ToolUse
-from cadenza.frontend.text_frontend import TextFrontend, TextWorkers
+from cadenza.frontend.prepared_request import ChatPrompt, TextWorkers
+from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.outputs import OutputPart
 from cadenza.request import SamplingParams
 from cadenza.server.endpoints.chat import ChatRequest
@@ -151,7 +152,9 @@ def parts_of(prepared: Any, answer: str) -> list[OutputPart]:
 
 def test_reasoning_is_split_off_and_the_form_begins_behind_it(thoughtful: TextFrontend) -> None:
     params = SamplingParams(structured=StructuredOutput(regex="[0-9]+"))
-    prepared = thoughtful.prepare_answer([{"role": "user", "content": "x"}], params)
+    prepared = thoughtful.prepare(
+        ChatPrompt(messages=[{"role": "user", "content": "x"}], asked=AskedAnswer()), params
+    )
     assert parts_of(prepared, "<think>\nwhy\n</think>\n12") == [
         OutputPart("reasoning", "why"),
         OutputPart("content", "12"),
@@ -175,8 +178,9 @@ def test_a_tools_parameters_become_a_grammar_once(
     monkeypatch.setattr("cadenza.frontend.answers.compile_schema", counted)
     tools = (Tool(name="f", parameters=CITY), Tool(name="g"))
     use = ToolUse(tools=tools, choice="required")
-    thoughtful.prepare_answer(
-        [{"role": "user", "content": "x"}], SamplingParams(), asked=AskedAnswer(use=use)
+    thoughtful.prepare(
+        ChatPrompt(messages=[{"role": "user", "content": "x"}], asked=AskedAnswer(use=use)),
+        SamplingParams(),
     )
     assert given == [tool.schema for tool in tools]
 
@@ -220,7 +224,10 @@ def test_tools_beside_a_form_and_reasoning_are_checked_as_one_grammar() -> None:
     text = TextFrontend(open_checkpoint(None), workers=TextWorkers(checks=checks), parsers=parsers)
     params = SamplingParams(structured=StructuredOutput(regex="[0-9]+"), n=8)
     use = ToolUse(tools=(Tool(name="f"),))
-    text.prepare_answer([{"role": "user", "content": "x"}], params, asked=AskedAnswer(use=use))
+    text.prepare(
+        ChatPrompt(messages=[{"role": "user", "content": "x"}], asked=AskedAnswer(use=use)),
+        params,
+    )
     assert num_requests == 1, "all of a request's grammars have one bound on their time"
     _form, _arguments, whole = checked  # once, however many samples there are
     for part in ("THOUGHT", "[0-9]+", "args_0", "call_0"):
@@ -229,8 +236,9 @@ def test_tools_beside_a_form_and_reasoning_are_checked_as_one_grammar() -> None:
 
 def test_the_parsers_can_be_chosen(thoughtful: TextFrontend) -> None:
     use = ToolUse(tools=(Tool(name="f"),))
-    prepared = thoughtful.prepare_answer(
-        [{"role": "user", "content": "x"}], SamplingParams(), asked=AskedAnswer(use=use)
+    prepared = thoughtful.prepare(
+        ChatPrompt(messages=[{"role": "user", "content": "x"}], asked=AskedAnswer(use=use)),
+        SamplingParams(),
     )
     parts = parts_of(prepared, '[TOOL_CALLS][{"name": "f", "arguments": {}}]')
     assert parts == [OutputPart("tool_call", "{}", "f")]

@@ -9,6 +9,7 @@ import pytest
 from cadenza.checkpoint import open_checkpoint
 from cadenza.errors import InvalidRequestError, MessagesRefusedError
 from cadenza.frontend.answers import AnswerParsers
+from cadenza.frontend.prepared_request import ChatPrompt
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.request import SamplingParams
 from cadenza.structured import StructuredOutput
@@ -41,7 +42,7 @@ def text() -> TextFrontend:
 
 def rendered(text: TextFrontend, messages: list[dict[str, Any]]) -> str:
     """Behind the system's message."""
-    return text.render_chat(messages)[0].partition("<|end|>")[2]
+    return text.render_chat(ChatPrompt(messages=messages))[0].partition("<|end|>")[2]
 
 
 ANALYSIS = "<|start|>assistant<|channel|>analysis<|message|>"
@@ -194,7 +195,7 @@ def test_a_result_without_a_call_is_told_by_the_user(text: TextFrontend) -> None
 
 def test_a_function_without_a_description_is_rendered(text: TextFrontend) -> None:
     tools = [{"type": "function", "function": {"name": "now", "parameters": None}}]
-    assert "// \ntype now" in text.render_chat([USER], tools=tools)[0]
+    assert "// \ntype now" in text.render_chat(ChatPrompt(messages=[USER], tools=tools))[0]
     odd: list[Any] = [{"type": "function"}]
     assert harmony_tools(odd) == odd
 
@@ -213,7 +214,7 @@ def test_an_offline_answer_is_split_into_parts_and_its_form_is_that_of_the_final
     form = StructuredOutput(regex="[0-9]+")
     params = SamplingParams(structured=form)
     tools = [{"type": "function", "function": {"name": "f"}}]
-    prepared = text.prepare_chat([USER], params, tools=tools)
+    prepared = text.prepare(ChatPrompt(messages=[USER], tools=tools), params)
     assert not prepared.request.params.skip_special_tokens
     assert prepared.make_parser is not None
     answer = "<|channel|>analysis<|message|>a<|end|><|start|>assistant to=functions.f"
@@ -225,7 +226,7 @@ def test_an_offline_answer_is_split_into_parts_and_its_form_is_that_of_the_final
     assert constraint is not None
     assert constraint.grammar is not None
     assert "final" in constraint.grammar
-    plain = TextFrontend(open_checkpoint(None)).prepare_chat([USER], params)
+    plain = TextFrontend(open_checkpoint(None)).prepare(ChatPrompt(messages=[USER]), params)
     assert plain.make_parser is None
     assert plain.request.params.skip_special_tokens
 
@@ -258,7 +259,7 @@ def test_odd_messages_are_rendered_or_refused_by_name(name: str) -> None:
         ):
             for tools in (None, [value], value):
                 try:
-                    odd.render_chat(messages, tools=tools)
+                    odd.render_chat(ChatPrompt(messages=messages, tools=tools))
                     num_rendered += 1
                 except InvalidRequestError:
                     continue

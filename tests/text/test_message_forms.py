@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from cadenza.checkpoint import open_checkpoint
 from cadenza.errors import MessagesRefusedError
 from cadenza.frontend.answers import AnswerParsers
+from cadenza.frontend.prepared_request import ChatPrompt
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.text.templates.message_forms import other_forms
 from tests.cli.harness import write_model
@@ -90,7 +91,7 @@ def faces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TextFrontend]:
 
 
 def rendered(face: TextFrontend, *messages: dict[str, Any]) -> str:
-    return face.render_chat(messages)[0]
+    return face.render_chat(ChatPrompt(messages=messages))[0]
 
 
 @pytest.mark.parametrize(
@@ -167,7 +168,7 @@ def test_the_prompt_of_a_turn_begins_with_that_of_the_turn_before(
     """A coding agent's: a system message behind each result of a call."""
     face = faces[template]
     conversation = [said("system", "rules"), said("user", "fix it"), said("system", "today")]
-    before = face.render_chat(conversation)[1]
+    before = face.render_chat(ChatPrompt(messages=conversation))[1]
     for turn in range(20):
         conversation.append(calling({"turn": turn}))
         conversation.append(said("tool", f"result {turn}", tool_call_id="c1"))
@@ -175,7 +176,7 @@ def test_the_prompt_of_a_turn_begins_with_that_of_the_turn_before(
         if turn % 5 == 4:
             conversation.append(said("assistant", "done"))
             conversation.append(said("user", "go on"))
-        after = face.render_chat(conversation)[1]
+        after = face.render_chat(ChatPrompt(messages=conversation))[1]
         assert after[: len(before)] == before, turn
         before = after
 
@@ -222,5 +223,5 @@ def test_an_open_ending_stays_open_in_every_form(faces: dict[str, TextFrontend])
     messages = [said("user", "a"), said("system", "s"), said("assistant", "so")]
     kwargs = {"add_generation_prompt": False, "continue_final_message": True}
     for name in ("system first", "alternating", "calls aside"):
-        text, _ = faces[name].render_chat(messages, template_kwargs=kwargs)
+        text, _ = faces[name].render_chat(ChatPrompt(messages=messages, template_kwargs=kwargs))
         assert text.endswith("s<|end|><|assistant|>so"), name

@@ -6,6 +6,7 @@ import pytest
 
 from cadenza.checkpoint import open_checkpoint
 from cadenza.frontend.answers import AnswerParsers
+from cadenza.frontend.prepared_request import ChatPrompt
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.text.templates.stable_prompts import stable_messages
 
@@ -80,8 +81,14 @@ def test_prompts_of_two_days_share_all_up_to_the_newest_message() -> None:
     stable = TextFrontend(open_checkpoint(None), parsers=AnswerParsers(stable_prompts=True))
     usual = TextFrontend(open_checkpoint(None))
     first, second = (conversation(f"Date: 2026-01-0{day}") for day in (1, 2))
-    one, _ = stable.render_chat(first)
-    assert one == usual.render_chat(stable_messages(first))[0]
-    assert one.replace("2026-01-01", "2026-01-02") == stable.render_chat(second)[0]
+    one, _ = stable.render_chat(ChatPrompt(messages=first))
+    assert one == usual.render_chat(ChatPrompt(messages=stable_messages(first)))[0]
+    assert (
+        one.replace("2026-01-01", "2026-01-02")
+        == stable.render_chat(ChatPrompt(messages=second))[0]
+    )
     assert one.index("Go.") < one.index("2026-01-01")
-    assert usual.render_chat(first)[0].index("2026-01-01") < one.index("Be brief.") + 20
+    assert (
+        usual.render_chat(ChatPrompt(messages=first))[0].index("2026-01-01")
+        < one.index("Be brief.") + 20
+    )

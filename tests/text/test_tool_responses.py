@@ -4,6 +4,7 @@ from typing import Any
 
 from cadenza.checkpoint import open_checkpoint
 from cadenza.frontend.answers import AnswerParsers, AnswerPlanner, AskedAnswer
+from cadenza.frontend.prepared_request import ChatPrompt
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.structured import ThinkingBound
 from cadenza.text import Tokenizer
@@ -33,7 +34,7 @@ def test_results_stand_in_the_message_with_the_calls() -> None:
         {"role": "tool", "tool_call_id": "1", "name": "other", "content": "a"},
         {"role": "tool", "name": "h", "content": None},
     ]
-    prompt, _ = text.render_chat([USER, turn, *results])
+    prompt, _ = text.render_chat(ChatPrompt(messages=[USER, turn, *results]))
     called = "<|tool_call>f<tool_call|><|tool_call>g<tool_call|>"
     assert prompt.endswith(f"<|turn>assistant\n{called}<g=b><f=a><h=><turn|>\n")
 

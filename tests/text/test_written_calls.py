@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from cadenza.frontend.answers import AskedAnswer, ToolUse
+from cadenza.frontend.prepared_request import ChatPrompt
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.request import SamplingParams
 from cadenza.text.answers.answer_grammar import Tool
@@ -55,7 +56,7 @@ def test_the_calls_of_a_turn_stand_behind_its_text_between_marks_that_are_tokens
     begin, end = (text.tokenizer.added_tokens[mark] for mark in LFM_MARKS[2:])
     spelled = "Say <|tool_call_start|>."
     messages = [USER, turn(call(VALUES), call({}, "g"), content=spelled)]
-    prompt, ids = text.render_chat(messages)
+    prompt, ids = text.render_chat(ChatPrompt(messages=messages))
     listed = prompt.rpartition(LFM_MARKS[2])[2].partition(LFM_MARKS[3])[0]
     found = read_pythonic(listed, {})
     assert found is not None
@@ -87,14 +88,14 @@ def test_tools_without_a_place_are_described_with_a_call_of_the_familys_notation
     assert text.tokenizer is not None
     assert text.chats.takes_tools
     system = {"role": "system", "content": f"Be brief. {DEEPSEEK_CALLS}"}
-    prompt, ids = text.render_chat([system, USER], tools=[TOOL])
+    prompt, ids = text.render_chat(ChatPrompt(messages=[system, USER], tools=[TOOL]))
     assert "Be brief." in prompt
     assert f"reply only with {DEEPSEEK_V31.example}. When" in prompt
     assert ids.count(text.tokenizer.added_tokens[DEEPSEEK_CALLS]) == 1
     loop = [USER, turn(call({"n": 1})), {"role": "tool", "content": "Cold."}]
-    rendered, _ = text.render_chat(loop, tools=[TOOL])
+    rendered, _ = text.render_chat(ChatPrompt(messages=loop, tools=[TOOL]))
     assert f'{DEEPSEEK_CALL}f{DEEPSEEK_SEPARATOR}{{"n": 1}}{DEEPSEEK_CALL_END}' in rendered
-    before, _ = text.render_chat([USER], tools=[TOOL])
+    before, _ = text.render_chat(ChatPrompt(messages=[USER], tools=[TOOL]))
     assert rendered.startswith(before.partition("<|assistant|>")[0])
 
 
@@ -112,7 +113,9 @@ def test_where_the_generic_form_is_asked_for_a_call_in_the_models_own_is_read_to
     text = TextFrontend(marked_checkpoint(DEEPSEEK_MARKS, template))
     assert text.tokenizer is not None
     use = ToolUse(tools=(Tool(name="f"),))
-    prepared = text.prepare_answer([USER], SamplingParams(), asked=AskedAnswer(use=use))
+    prepared = text.prepare(
+        ChatPrompt(messages=[USER], asked=AskedAnswer(use=use)), SamplingParams()
+    )
     assert prepared.text is not None
     assert 'reply only with {"name": "tool name"' in prepared.text
     own = f"{DEEPSEEK_CALLS}{DEEPSEEK_CALL}function{DEEPSEEK_SEPARATOR}f\n```json\n{{}}\n```"

@@ -19,7 +19,8 @@ from cadenza.cli.report import NOTHING
 from cadenza.engine.core import EngineCore
 from cadenza.fingerprint import Fingerprint
 from cadenza.frontend.output_processor import OutputProcessor, OutputRouter
-from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
+from cadenza.frontend.prepared_request import PreparedRequest
+from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.outputs import CompletionOutput, RequestOutput
 from cadenza.request import Request
 

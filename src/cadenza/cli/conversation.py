@@ -101,10 +101,12 @@ class Conversation:
             InvalidRequestError: the conversation no longer fits the context.
         """
         from cadenza.cli.batch_run import BatchRun, Question
+        from cadenza.frontend.prepared_request import ChatPrompt
 
         self.last_question, self._num_turns_before, self.images = asked, len(self.turns), ()
         turns = [*self.turns, {"role": "user", "content": asked.content}]
-        prepared = self.loaded.text.prepare_chat([*self._system, *turns], self.params)
+        given = ChatPrompt(messages=[*self._system, *turns])
+        prepared = self.loaded.text.prepare(given, self.params)
         question = Question(shown=asked.text, prepared=prepared)
         run = BatchRun(self.loaded.core, self.loaded.text, [question], self.clock)
         self._follow(run, write)
@@ -154,7 +156,9 @@ class Conversation:
         return [] if self.system is None else [{"role": "system", "content": self.system}]
 
     def _num_prompt_tokens(self, messages: list[dict[str, Any]]) -> int:
-        return len(self.loaded.text.render_chat(messages)[1])
+        from cadenza.frontend.prepared_request import ChatPrompt
+
+        return len(self.loaded.text.render_chat(ChatPrompt(messages=messages))[1])
 
     def _follow(self, run: "BatchRun", write: Callable[[str], object]) -> None:
         stream, written = run.streams[0], 0

@@ -164,20 +164,19 @@ def _question(
     planned: "PlannedModel", prompt: Prompt, flags: GenerateFlags, sampling: SamplingFlags
 ) -> "Question":
     from cadenza.cli.batch_run import Question
-    from cadenza.frontend.receipts import with_receipt
+    from cadenza.frontend.prepared_request import AnyPrompt, ChatPrompt, RequestOptions
 
     given = {**sampling.changes(), **flags.changes()}
     if flags.chat:
         content = _content(cast(str, prompt), flags.image or ())
-        prepared = planned.text.prepare_chat([{"role": "user", "content": content}], given)
+        asked: AnyPrompt = ChatPrompt(messages=[{"role": "user", "content": content}])
     elif flags.image:
         files = [Path(file) for file in flags.image]
-        with_images = {"prompt": prompt, "multi_modal_data": {"image": files}}
-        prepared = planned.text.prepare(with_images, given)
+        asked = {"prompt": prompt, "multi_modal_data": {"image": files}}
     else:
-        prepared = planned.text.prepare(prompt, given)
-    if flags.receipt is not None:
-        prepared = with_receipt(prepared)
+        asked = prompt
+    options = RequestOptions(has_receipt=flags.receipt is not None)
+    prepared = planned.text.prepare(asked, given, options)
     if isinstance(prompt, str):
         return Question(shown=prompt, prepared=prepared)
     listed = ", ".join(map(str, prompt[:MAX_SHOWN_IDS]))

@@ -303,7 +303,7 @@ def _answers(checkpoint: "Checkpoint", plan: "EnginePlan", config: EngineConfig)
     from cadenza.frontend.loaded_model import open_text
     from cadenza.loading.planned_engine import PlannedEngine
 
-    text = open_text(checkpoint, config, plan.limits.max_model_len)
+    text = open_text(checkpoint, config, plan)
     engine = PlannedEngine(checkpoint=checkpoint, plan=plan, config=config)
     fingerprint = text.with_forms(engine.identity().fingerprint)
     return {"system_fingerprint": fingerprint.digest, **fingerprint.parts}

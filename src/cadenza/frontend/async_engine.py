@@ -25,18 +25,19 @@ from cadenza.engine.timeouts import RequestTimeouts
 from cadenza.errors import EngineClosedError, InvalidRequestError, show
 from cadenza.events import Event
 from cadenza.fingerprint import Fingerprint
-from cadenza.frontend.given_images import with_images
 from cadenza.frontend.live_steps import LiveEntry, LiveSteps
 from cadenza.frontend.loaded_model import EngineOwner, load_model
 from cadenza.frontend.model_tokenizer import ModelTokenizer
 from cadenza.frontend.output_processor import OutputProcessor, OutputRouter, check_kind
-from cadenza.frontend.prompt_forms import Prompt, takes_long
-from cadenza.frontend.text_frontend import (
+from cadenza.frontend.prepared_request import (
+    PLAIN,
     Message,
-    Params,
     PreparedRequest,
-    TextFrontend,
+    RequestOptions,
+    conversation_of,
 )
+from cadenza.frontend.prompt_forms import Prompt, takes_long
+from cadenza.frontend.text_frontend import Params, TextFrontend
 from cadenza.outputs import EmbeddingRequestOutput, OutputKind, RequestOutput, embedding_of
 from cadenza.request import PoolingParams, Request
 
@@ -188,11 +189,9 @@ class AsyncEngine:
         """
         self.start()
         prepared = await asyncio.to_thread(
-            self._text.prepare_chat,
-            with_images(messages),
-            params,
-            tools=tools,
-            template_kwargs=chat_template_kwargs,
+            lambda: self._text.prepare(
+                conversation_of(messages, tools, chat_template_kwargs), params
+            )
         )
         with self.submit(prepared, kind=kind) as stream:
             async for output in stream:
@@ -207,10 +206,8 @@ class AsyncEngine:
             InvalidRequestError, QueueFullError, EngineClosedError: as `submit`.
         """
         self.start()
-        if takes_long(prompt):
-            prepared = await asyncio.to_thread(self._text.prepare_pooled, prompt, params)
-        else:
-            prepared = self._text.prepare_pooled(prompt, params)
+        pooling = PoolingParams() if params is None else params
+        prepared = await self._prepare(prompt, None, RequestOptions(pooling=pooling))
         with self.submit(prepared, kind="final") as stream:
             return embedding_of(await stream.next())
 
@@ -239,7 +236,7 @@ class AsyncEngine:
         """Starts a request at once; its outputs come through the stream. On the event loop only.
 
         Args:
-            request: a `Request` is resolved here, which takes time on the event loop; one of
+            request: a `Request` is prepared here, which takes time on the event loop; one of
                 `TextFrontend.prepare` already is.
             on_news: called after each step that brought new output, which `take` then returns;
                 the stream cannot be iterated.
@@ -250,7 +247,7 @@ class AsyncEngine:
         self.start()
         check_kind(kind)
         if not isinstance(request, PreparedRequest):
-            request = PreparedRequest(text=None, request=self._text.resolve(request))
+            request = self._text.prepare_request(request)
         request_id = self._engine.submit(request.request, request.passed, request.times)
         processor = OutputProcessor(request_id, request, self._text, self._fingerprint())
         stream = OutputStream(processor, kind, self._leave, on_news)
@@ -258,7 +255,9 @@ class AsyncEngine:
         self._listeners[request_id] = stream.on_news
         return stream
 
-    async def _prepare(self, request: Request | Prompt, params: Params) -> PreparedRequest:
+    async def _prepare(
+        self, request: Request | Prompt, params: Params, options: RequestOptions = PLAIN
+    ) -> PreparedRequest:
         if isinstance(request, Request):
             if params is not None:
                 raise InvalidRequestError(
@@ -266,10 +265,10 @@ class AsyncEngine:
                     f"params, or a Request alone",
                     param="params",
                 )
-            return PreparedRequest(text=None, request=self._text.resolve(request))
+            return self._text.prepare_request(request)
         if takes_long(request):
-            return await asyncio.to_thread(self._text.prepare, request, params)
-        return self._text.prepare(request, params)
+            return await asyncio.to_thread(self._text.prepare, request, params, options)
+        return self._text.prepare(request, params, options)
 
     def _leave(self, request_id: int) -> None:
         self._listeners.pop(request_id, None)

@@ -15,19 +15,19 @@ from cadenza.engine.batch_engine import Submit, run_steps
 from cadenza.errors import InvalidRequestError, must_be, show
 from cadenza.events import Event
 from cadenza.fingerprint import Fingerprint
-from cadenza.frontend.given_images import with_images
 from cadenza.frontend.interrupts import KeptInterrupts
 from cadenza.frontend.loaded_model import EngineOwner, load_model
 from cadenza.frontend.model_tokenizer import ModelTokenizer
 from cadenza.frontend.output_processor import OutputProcessor, OutputRouter, check_kind
+from cadenza.frontend.prepared_request import (
+    Message,
+    PreparedRequest,
+    RequestOptions,
+    conversation_of,
+)
 from cadenza.frontend.progress import MakeBar, batch_progress
 from cadenza.frontend.prompt_forms import Prompt
-from cadenza.frontend.text_frontend import (
-    Message,
-    Params,
-    PreparedRequest,
-    TextFrontend,
-)
+from cadenza.frontend.text_frontend import Params, TextFrontend
 from cadenza.option import is_integer
 from cadenza.outputs import EmbeddingRequestOutput, OutputKind, RequestOutput, embedding_of
 from cadenza.request import PoolingParams, SamplingParams, prompt_only
@@ -129,12 +129,7 @@ class LLM:
         chosen = self._params_for(len(conversations), params)
         return self._run(
             (
-                self._text.prepare_chat(
-                    with_images(conversation),
-                    each,
-                    tools=tools,
-                    template_kwargs=chat_template_kwargs,
-                )
+                self._text.prepare(conversation_of(conversation, tools, chat_template_kwargs), each)
                 for conversation, each in zip(conversations, chosen, strict=True)
             ),
             progress and use_tqdm,
@@ -161,7 +156,8 @@ class LLM:
             InvalidRequestError: a prompt or the params cannot be served; nothing was started.
         """
         given, text = prompt_only(truncate_prompt_tokens), self._text
-        prepared = (text.prepare_pooled(each, params, given) for each in _prompt_list(prompts))
+        pooled = RequestOptions(pooling=PoolingParams() if params is None else params)
+        prepared = (text.prepare(each, given, pooled) for each in _prompt_list(prompts))
         return [embedding_of(output) for output in self._run(prepared, progress and use_tqdm)]
 
     def stream(
@@ -188,10 +184,8 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Iterator[RequestOutput]:
         """Streams the answer to one conversation, as `chat` and `stream` do."""
-        prepared = self._text.prepare_chat(
-            with_images(messages), params, tools=tools, template_kwargs=chat_template_kwargs
-        )
-        return self._stream([prepared], kind)
+        asked = conversation_of(messages, tools, chat_template_kwargs)
+        return self._stream([self._text.prepare(asked, params)], kind)
 
     @property
     def _text(self) -> TextFrontend:

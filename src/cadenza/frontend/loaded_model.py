@@ -17,13 +17,9 @@ from cadenza.engine.core import EngineCore
 from cadenza.errors import EngineClosedError
 from cadenza.fingerprint import Fingerprint
 from cadenza.frontend.answers import AnswerParsers
+from cadenza.frontend.prepared_request import NO_WORKERS, TextWorkers
 from cadenza.frontend.sparse_prompts import SparsePrompts
-from cadenza.frontend.text_frontend import (
-    DEFAULT_PARSERS,
-    NO_WORKERS,
-    TextFrontend,
-    TextWorkers,
-)
+from cadenza.frontend.text_frontend import DEFAULT_PARSERS, TextFrontend
 from cadenza.loading.build import (
     OnPhaseDone,
     build_core,
@@ -133,10 +129,7 @@ def open_model(
     """
     engine = open_planned(model, config, backends)
     checkpoint, plan = engine.checkpoint, engine.plan
-    text = open_text(checkpoint, config, plan.limits.max_model_len)
-    if plan.scorer is not None:
-        most = plan.scorer_limits.max_model_len - LOOK_AHEAD_TOKENS
-        text.sparse = text.sparse.scored_by(most)
+    text = open_text(checkpoint, config, plan)
     if on_progress is not None:
         checkpoint = checkpoint.watched(on_progress)
     return PlannedModel(
@@ -158,19 +151,23 @@ def load_model(
 def open_text(
     checkpoint: Checkpoint,
     config: EngineConfig,
-    max_model_len: int | None = None,
+    plan: EnginePlan | None = None,
     workers: TextWorkers = NO_WORKERS,
     parsers: AnswerParsers = DEFAULT_PARSERS,
 ) -> TextFrontend:
-    """The text front end of a checkpoint, configured by `config`. Raises CheckpointError."""
+    """The text front end of a checkpoint, configured by `config`, of a planned engine if there is
+    one. Raises CheckpointError."""
     text = TextFrontend(
         checkpoint,
         generation_config=config.generation_config,
-        max_model_len=max_model_len,
+        max_model_len=None if plan is None else plan.limits.max_model_len,
         workers=workers,
         parsers=parsers,
     )
     chosen = config.sparse_prompts
     if chosen is not None and chosen.has_model:
-        text.sparse = SparsePrompts(config=chosen)
+        scored = None
+        if plan is not None and plan.scorer is not None:
+            scored = plan.scorer_limits.max_model_len - LOOK_AHEAD_TOKENS
+        text.sparse = SparsePrompts(config=chosen, scored_tokens=scored)
     return text

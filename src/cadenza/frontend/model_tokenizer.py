@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import Any, Literal, overload
 
-from cadenza.frontend.given_images import with_images
-from cadenza.frontend.text_frontend import Message, TextFrontend
+from cadenza.frontend.prepared_request import Message, conversation_of
+from cadenza.frontend.text_frontend import TextFrontend
 
 
 class ModelTokenizer:
@@ -92,9 +92,7 @@ class ModelTokenizer:
         Raises:
             InvalidRequestError: there is no template, or it rejects the messages.
         """
-        text, ids = self._text.render_chat(
-            with_images(messages), tools=tools, template_kwargs=options
-        )
+        text, ids = self._text.render_chat(conversation_of(messages, tools, options))
         return [*ids] if tokenize else text
 
     @property

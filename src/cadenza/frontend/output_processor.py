@@ -25,10 +25,11 @@ from cadenza.events import (
     TokenLogprobs,
 )
 from cadenza.fingerprint import Fingerprint
+from cadenza.frontend.prepared_request import PreparedRequest
 from cadenza.frontend.receipts import AnsweredRequest, make_receipt
 from cadenza.frontend.sample_output import SampleOutput
 from cadenza.frontend.sparse_prompts import started_use
-from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
+from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.outputs import CompletionOutput, Logprob, OutputKind, RequestOutput
 from cadenza.text.tokens.decoder_stages import REPLACEMENT
 
@@ -94,7 +95,7 @@ class OutputProcessor:
         self._prompt_logprobs: list[dict[int, Logprob] | None] = [None]
         self.num_cached_tokens = 0
         self.cache_miss: CacheMiss | None = None
-        self.prompt_use = text.sparse.planned_use(prepared.request)
+        self.prompt_use = prepared.prompt_use
         self.kept: bytes | None = None
 
     @property

@@ -11,7 +11,7 @@ from msgspec import UNSET
 from cadenza.engine.sample_seed import seed_of_sample
 from cadenza.errors import InvalidRequestError
 from cadenza.fingerprint import Fingerprint
-from cadenza.frontend.text_frontend import PreparedRequest
+from cadenza.frontend.prepared_request import PreparedRequest
 from cadenza.outputs import CompletionOutput
 from cadenza.receipt import Receipt, digest_of_logprobs
 from cadenza.request import Request

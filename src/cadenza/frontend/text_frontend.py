@@ -5,9 +5,9 @@ refuses text with an error that says so.
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import index
 from typing import Any, TypeVar, cast
@@ -17,7 +17,9 @@ import msgspec
 from cadenza.bounds import as_token_ids
 from cadenza.checkpoint import Checkpoint
 from cadenza.config import GenerationConfig
+from cadenza.engine.request_check import RequestCheck
 from cadenza.errors import (
+    ContextLengthError,
     InvalidRequestError,
     TextTooLongError,
     must_be,
@@ -29,18 +31,32 @@ from cadenza.frontend.chat_prompts import ChatPrompts, Message
 from cadenza.frontend.image_opening import PooledPixels
 from cadenza.frontend.image_prompts import (
     ImagePrompts,
+    Rendered,
     SeenPrompts,
     Spanned,
     keep_last,
 )
 from cadenza.frontend.model_facts import facts_of
-from cadenza.frontend.prepared_request import NO_WORKERS, PreparedRequest, TextWorkers
-from cadenza.frontend.prompt_forms import Prompt, read_prompt
+from cadenza.frontend.prepared_request import (
+    NO_WORKERS,
+    OWN_TERMS,
+    PLAIN,
+    AnyPrompt,
+    ChatPrompt,
+    PreparedRequest,
+    RequestOptions,
+    ScoredPair,
+    Terms,
+    TextWorkers,
+)
+from cadenza.frontend.prompt_forms import read_prompt
+from cadenza.frontend.receipts import with_receipt
 from cadenza.frontend.sample_output import SampleOutput
 from cadenza.frontend.sampling_defaults import SamplingDefaults
 from cadenza.frontend.sparse_prompts import SparsePrompts, places_in
 from cadenza.option import is_integer
 from cadenza.request import PoolingParams, Request, SamplingParams, prompt_only
+from cadenza.sparse_prefill import PromptSpan
 from cadenza.structured import ConstraintSpec, StructuredOutput
 from cadenza.text import (
     ChatTemplate,
@@ -142,198 +158,216 @@ class TextFrontend:
         return msgspec.structs.replace(fingerprint, forms=self._forms)
 
     def prepare(
-        self, prompt: Prompt, params: Params = None, *, max_num_tokens: int | None = None
+        self,
+        prompt: AnyPrompt,
+        params: Params = None,
+        options: RequestOptions = PLAIN,
+        terms: Terms = OWN_TERMS,
     ) -> PreparedRequest:
-        """Makes a request of a prompt. Thread-safe; slow for long texts.
+        """Makes a request of a prompt, checked where the terms have a check. Thread-safe; slow for
+        long texts.
 
         Raises:
-            TextTooLongError: a text has more tokens than `max_num_tokens`.
+            ContextLengthError: the prompt has more tokens than the terms' engine takes.
             InvalidRequestError: the prompt or its params cannot be served.
         """
-        given = read_prompt(prompt)
-        if given.images:
-            rendered = self.prompts.given(given.text or "", given.images)
-            spanned = self.prompts.spanned(rendered, max_num_tokens, add_special_tokens=True)
-        else:
-            spanned = Spanned(ids=self.encode(given.content, max_num_tokens=max_num_tokens))
-        return self._prepare(given.text, spanned, params, given.cache_salt)
-
-    def prepare_chat(
-        self,
-        messages: SequenceOf[Message],
-        params: Params = None,
-        *,
-        tools: SequenceOf[Message] | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
-        max_num_tokens: int | None = None,
-    ) -> PreparedRequest:
-        """Makes a request of a conversation, as `prepare`. An answer that is messages in channels
-        is split into its parts, and a form is that of its content."""
-        rendered = self.prompts.rendered(messages, tools, template_kwargs)
-        spanned = self.prompts.spanned(rendered, max_num_tokens)
-        prepared = self._placed(
-            self._prepare(rendered.text, spanned, params),
-            *(messages, spanned),
-            lambda changed: self.prompts.rendered(changed, tools, template_kwargs).text,
+        if not isinstance(params, SamplingParams | Mapping | None):
+            raise must_be("params", params, "SamplingParams, or a mapping of some of its fields")
+        most = _most_prompt_tokens(params, terms.check)
+        written = self._written_within(most, prompt, params, options)
+        spanned = written.spanned
+        params = self._completed(params, options, terms, len(spanned.ids))
+        has_pixels = terms.opens_images or spanned.has_pixels
+        most_seen = self._max_model_len if params.truncate_prompt_tokens is None else None
+        request = Request(
+            prompt_token_ids=spanned.ids,
+            params=params,
+            pooling=options.pooling,
+            attachments=self.prompts.attachments(spanned, most_seen) if has_pixels else (),
+            prediction=self._predicted(options.prediction, most),
+            cache_salt=terms.cache_salt or written.cache_salt,
+            priority=terms.priority,
+            tenant=terms.tenant,
         )
-        if not self.chats.has_channels:
-            return prepared
-        asked = AskedAnswer(use=ToolUse.of_rendered(tools)) if tools else ANY_ANSWER
-        return self._planned(rendered.text, prepared.request, asked, self.checks.start())
+        pending = None if has_pixels else spanned
+        made = self._prepared(request, written, options, pending)
+        return made if pending is not None else self._admitted(made, terms, written)
 
-    def prepare_answer(
-        self,
-        messages: SequenceOf[Message],
-        params: SamplingParams,
-        *,
-        asked: AskedAnswer = ANY_ANSWER,
-        template_kwargs: Mapping[str, Any] | None = None,
-        max_num_tokens: int | None = None,
+    def prepare_request(
+        self, request: Request, options: RequestOptions = PLAIN, terms: Terms = OWN_TERMS
     ) -> PreparedRequest:
-        """As `prepare_chat`; the answer is split into reasoning, content and calls of tools, and
-        constrained as it is asked for. Images that have not been opened stay `pending`."""
-        tools = None if asked.use is None else asked.use.rendered()
-        rendered = self.prompts.rendered(messages, tools, template_kwargs)
-        spanned, check = self.prompts.spanned(rendered, max_num_tokens), self.checks.start()
-        request = Request(prompt_token_ids=spanned.ids, params=params)
-        prepared = self._planned(rendered.text, self._resolved(request, check), asked, check)
-        if not spanned.images:
-            return self._placed(
-                *(prepared, messages, spanned),
-                lambda changed: self.prompts.rendered(changed, tools, template_kwargs).text,
+        """As `prepare`, of a request that a program has made; the terms have only a check. Doing it
+        twice changes nothing. Raises InvalidRequestError if it is no `Request`, too."""
+        if not isinstance(request, Request):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InvalidRequestError(
+                f"what was submitted is {show(request)}; it must be a Request", param="request"
             )
-        request = replace(prepared.request, sparse_prefill=None)
-        prepared = replace(prepared, request=request, pending=spanned)
-        return self.with_pixels(prepared) if spanned.has_pixels else prepared
+        written = _Written(text=None, spanned=Spanned(ids=request.prompt_token_ids))
+        return self._admitted(self._prepared(request, written, options, None), terms)
 
-    def _placed(
-        self,
-        prepared: PreparedRequest,
-        messages: SequenceOf[Message],
-        spanned: Spanned,
-        render: Callable[[SequenceOf[Message]], str],
-    ) -> PreparedRequest:
-        """A request of a conversation, with the places that are kept of it if it is thinned out."""
-        request = prepared.request
-        if request.sparse_prefill is None:
-            return prepared
-        encode = partial(self.prompts.need_tokenizer().encode, add_special_tokens=False)
-        places = places_in(messages, prepared.text or "", spanned.ids, render, encode)
-        num_cut = len(spanned.ids) - len(request.prompt_token_ids)
-        return replace(prepared, request=self.sparse.with_places(request, places, num_cut))
-
-    def with_pixels(self, prepared: PreparedRequest) -> PreparedRequest:
-        """The request with the pixels of its images, which are opened if they are not yet. Slow;
-        safe on any thread. Raises InvalidRequestError."""
+    def completed(self, prepared: PreparedRequest, terms: Terms = OWN_TERMS) -> PreparedRequest:
+        """A request that was pending with the pixels of its images, which are opened if they are
+        not yet. Slow; safe on any thread. Raises InvalidRequestError."""
         if prepared.pending is None:
             return prepared
         attachments = self.prompts.attachments(prepared.pending, None)
         ids = prepared.pending.ids
         whole = replace(prepared.request, prompt_token_ids=ids, attachments=attachments)
         request = keep_last(whole, len(prepared.request.prompt_token_ids))
-        return replace(prepared, request=request, pending=None)
+        return self._admitted(replace(prepared, request=request, pending=None), terms)
 
-    def _planned(
-        self, text: str, request: Request, asked: AskedAnswer, check: GrammarCheck
-    ) -> PreparedRequest:
-        """A request of a rendered prompt, with the parser and the constraint of its answer."""
-        assert self._planner is not None, "what was rendered and encoded has a planner"
-        plan = self._planner.plan(text, request.constraint, asked, check)
-        params = request.params
-        if plan.shows_special_tokens:
-            params = replace(params, skip_special_tokens=False)
-        request = replace(request, params=params, constraint=plan.constraint)
-        return PreparedRequest(text=text, request=request, make_parser=plan.make_parser)
+    def _written_within(
+        self, most: int | None, prompt: AnyPrompt, params: Params, options: RequestOptions
+    ) -> "_Written":
+        """The prompt as tokens, at most so many. Raises ContextLengthError."""
+        try:
+            return self._written(prompt, options, most)
+        except TextTooLongError as error:
+            assert most is not None, "nothing else bounds a prompt"
+            assert isinstance(params, SamplingParams), "they have the bound"
+            num_tokens = error.num_tokens
+            if num_tokens is None and options.counts_prompt:
+                num_tokens = len(self._written(prompt, options, None).spanned.ids)
+            raise ContextLengthError(
+                prompt_length=error.length if num_tokens is None else f"{num_tokens} tokens",
+                max_tokens=params.max_tokens,
+                max_model_len=most + (params.max_tokens != 0),
+                is_prompt_alone=True,
+            ) from None
 
-    def prepare_pooled(
-        self,
-        prompt: Prompt,
-        pooling: PoolingParams | None = None,
-        params: SamplingParams | None = None,
-        *,
-        add_special_tokens: bool = True,
-        max_num_tokens: int | None = None,
-    ) -> PreparedRequest:
-        """Makes a request for the embedding of a prompt, as `prepare`. `params` may cut the prompt
-        (`request.prompt_only`)."""
+    def _written(self, prompt: AnyPrompt, options: RequestOptions, most: int | None) -> "_Written":
+        if isinstance(prompt, ChatPrompt):
+            rendered = self._rendered(prompt)
+            spanned = self.prompts.spanned(rendered, most)
+            return _Written(text=rendered.text, spanned=spanned, conversation=prompt)
+        if isinstance(prompt, ScoredPair):
+            return _Written(text=None, spanned=self._written_pair(prompt, most))
         given = read_prompt(prompt)
-        if given.images:
+        if given.images and options.pooling is not None:
             raise InvalidRequestError(
                 "embeddings are of texts alone; leave multi_modal_data out", param="prompt"
             )
-        ids = self.encode(
-            given.content, add_special_tokens=add_special_tokens, max_num_tokens=max_num_tokens
-        )
-        request = Request(
-            prompt_token_ids=ids,
-            params=prompt_only() if params is None else params,
-            pooling=PoolingParams() if pooling is None else pooling,
-            cache_salt=given.cache_salt,
-        )
-        return PreparedRequest(text=given.text, request=self.resolve(request))
-
-    def prepare_scored(
-        self,
-        query: str,
-        document: str,
-        params: SamplingParams,
-        *,
-        max_num_tokens: int | None = None,
-    ) -> PreparedRequest:
-        """Makes a request for the state by which the score head scores a document for a query, as
-        `prepare`.
-
-        The two are rendered by a chat template that has the roles `query` and `document`, and are
-        otherwise a pair of the tokenizer's.
-        """
-        template = self.chats.template
-        if template is not None and all(role in template.source for role in _SCORED_ROLES):
-            texts = zip(("query", "document"), (query, document), strict=True)
-            messages = [{"role": role, "content": text} for role, text in texts]
-            rendered = self.prompts.rendered(messages, None, None)
-            ids = self.prompts.spanned(rendered, max_num_tokens).ids
+        if given.images:
+            rendered = self.prompts.given(given.text or "", given.images)
+            spanned = self.prompts.spanned(rendered, most, add_special_tokens=True)
         else:
-            encode = self.prompts.need_tokenizer().encode_pair
-            ids = tuple(encode(query, document, max_num_tokens=max_num_tokens))
-        pooling = PoolingParams(pooling="last", normalize=False)
-        request = Request(prompt_token_ids=ids, params=params, pooling=pooling)
-        return PreparedRequest(text=None, request=self.resolve(request))
+            has_special = options.add_special_tokens
+            ids = self.encode(given.content, add_special_tokens=has_special, max_num_tokens=most)
+            spanned = Spanned(ids=ids)
+        return _Written(text=given.text, spanned=spanned, cache_salt=given.cache_salt)
 
-    def with_prediction(
-        self, prepared: PreparedRequest, prediction: str, *, max_num_tokens: int | None = None
-    ) -> PreparedRequest:
-        """The request with a text that its output may repeat in part. Raises InvalidRequestError if
-        that has more than `max_num_tokens`.
-        """
+    def _written_pair(self, pair: ScoredPair, most: int | None) -> Spanned:
+        template = self.chats.source
+        if template is None or not all(role in template for role in _SCORED_ROLES):
+            encode = self.prompts.need_tokenizer().encode_pair
+            return Spanned(ids=tuple(encode(pair.query, pair.document, max_num_tokens=most)))
+        texts = {"query": pair.query, "document": pair.document}
+        messages = [{"role": role, "content": text} for role, text in texts.items()]
+        return self.prompts.spanned(self.prompts.rendered(messages, None, None), most)
+
+    def _rendered(self, conversation: ChatPrompt) -> Rendered:
+        use = None if conversation.asked is None else conversation.asked.use
+        tools = conversation.tools if use is None else use.rendered()
+        return self.prompts.rendered(conversation.messages, tools, conversation.template_kwargs)
+
+    def _completed(
+        self, params: Params, options: RequestOptions, terms: Terms, num_tokens: int
+    ) -> SamplingParams:
+        """The parameters of a prompt of so many tokens; those that are not given are defaults."""
+        if params is None and options.pooling is not None:
+            return prompt_only()
+        if not isinstance(params, SamplingParams):
+            given = params or {}
+            num_kept = min(num_tokens, _whole(given.get("truncate_prompt_tokens"), num_tokens))
+            room = None if self._max_model_len is None else self._max_model_len - num_kept
+            params = self.defaults.complete(given, room=room)
+        most, check = options.most_in_all, terms.check
+        if most is None or check is None:
+            return params
+        context, longest = check.limits.max_model_len, params.max_tokens
+        num_kept = min(num_tokens, params.truncate_prompt_tokens or num_tokens)
+        room = min(most, context) - num_kept
+        if room < 1 or (longest is not None and longest <= room):
+            return params
+        return replace(params, max_tokens=None if most >= context else room)
+
+    def _predicted(self, prediction: str, most: int | None) -> tuple[int, ...]:
+        """The tokens of a prediction. Raises InvalidRequestError if there are more than `most`."""
+        if not prediction:
+            return ()
         encode = self.prompts.need_tokenizer().encode
         try:
-            ids = encode(prediction, add_special_tokens=False, max_num_tokens=max_num_tokens)
+            return tuple(encode(prediction, add_special_tokens=False, max_num_tokens=most))
         except TextTooLongError as error:
             raise InvalidRequestError(
-                f"prediction has {error.length}, more than the {max_num_tokens} that an answer can "
-                f"have; shorten it",
+                f"prediction has {error.length}, more than the {most} that an answer can have; "
+                f"shorten it",
                 param="prediction",
             ) from None
-        return replace(prepared, request=replace(prepared.request, prediction=tuple(ids)))
 
-    def resolve(self, request: Request) -> Request:
-        """The request with its text options as tokens: the prompt is cut to
-        `truncate_prompt_tokens`, `bad_words` become token ids, `structured` a constraint, pooling
-        that is not named is the checkpoint's, and it is decided whether the prompt is thinned out.
-        Resolving twice changes nothing.
+    def _prepared(
+        self,
+        request: Request,
+        written: "_Written",
+        options: RequestOptions,
+        pending: Spanned | None,
+    ) -> PreparedRequest:
+        """With the text options as tokens, and the plan of the answer to a conversation."""
+        check = self.checks.start()
+        request, make_parser = self._resolved(request, check), None
+        asked = None if written.conversation is None else self._asked_of(written.conversation)
+        if asked is not None:
+            assert self._planner is not None, "what was rendered and encoded has a planner"
+            plan = self._planner.plan(written.text or "", request.constraint, asked, check)
+            params, make_parser = request.params, plan.make_parser
+            if plan.shows_special_tokens:
+                params = replace(params, skip_special_tokens=False)
+            request = replace(request, params=params, constraint=plan.constraint)
+        made = PreparedRequest(
+            text=written.text, request=request, make_parser=make_parser, pending=pending
+        )
+        return with_receipt(made) if options.has_receipt else made
 
-        Raises:
-            InvalidRequestError: it is no `Request`, an option needs a tokenizer.json that is not
-                there, or the model has embeddings only.
-        """
-        return self._resolved(request, self.checks.start())
+    def _asked_of(self, conversation: ChatPrompt) -> AskedAnswer | None:
+        """What is asked of the answer; None where its text stays whole."""
+        if conversation.asked is not None or not self.chats.has_channels:
+            return conversation.asked
+        tools = conversation.tools
+        return AskedAnswer(use=ToolUse.of_rendered(tools)) if tools else ANY_ANSWER
+
+    def _admitted(
+        self, prepared: PreparedRequest, terms: Terms, written: "_Written | None" = None
+    ) -> PreparedRequest:
+        """A whole request: thinned out, or not, and checked. `written`: its prompt, where that may
+        be thinned out."""
+        request, check, sparse = prepared.request, terms.check, self.sparse
+        if check is not None:
+            sparse = sparse.scored_by(check.scored_tokens)
+        request = sparse.thinned(request)
+        conversation = None if written is None else written.conversation
+        if request.sparse_prefill is not None and written is not None and conversation is not None:
+            num_cut = len(written.spanned.ids) - len(request.prompt_token_ids)
+            request = sparse.with_places(request, self._places_in(conversation, written), num_cut)
+        if check is not None:
+            check.check(request)
+        used = sparse.planned_use(request)
+        return replace(prepared, request=request, passed=check, prompt_use=used)
+
+    def _places_in(self, conversation: ChatPrompt, written: "_Written") -> SequenceOf[PromptSpan]:
+        """The places of a conversation that are kept of it if it is thinned out."""
+
+        def render(messages: SequenceOf[Message]) -> str:
+            return self._rendered(replace(conversation, messages=messages)).text
+
+        encode = partial(self.prompts.need_tokenizer().encode, add_special_tokens=False)
+        ids, text = written.spanned.ids, written.text or ""
+        return places_in(conversation.messages, text, ids, render, encode)
 
     def _resolved(self, request: Request, check: GrammarCheck) -> Request:
-        """As `resolve`; `check` is that of the request's grammars."""
-        if not isinstance(request, Request):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise InvalidRequestError(
-                f"what was submitted is {show(request)}; it must be a Request", param="request"
-            )
+        """The prompt is cut to `truncate_prompt_tokens`, `bad_words` become token ids, `structured`
+        a constraint, and pooling that is not named is the checkpoint's. `check` is that of the
+        request's grammars. Raises InvalidRequestError where that needs a tokenizer.json that is
+        not there, or the model has embeddings only."""
         if request.pooling is None and not self._can_generate:
             raise InvalidRequestError(
                 "this model has no head and cannot generate; ask for embeddings "
@@ -358,7 +392,7 @@ class TextFrontend:
             request = keep_last(request, count)
         if request.pooling is not None and request.pooling.pooling is None:
             request = replace(request, pooling=self._resolve_pooling(request.pooling))
-        return self.sparse.thinned(request)
+        return request
 
     def _constraint_of(self, structured: StructuredOutput, check: GrammarCheck) -> ConstraintSpec:
         """Raises InvalidRequestError where it cannot be followed."""
@@ -391,28 +425,6 @@ class TextFrontend:
             )
         return replace(params, pooling=default.pooling)
 
-    def _prepare(
-        self, text: str | None, spanned: Spanned, params: Params, cache_salt: str = ""
-    ) -> PreparedRequest:
-        if not isinstance(params, SamplingParams | Mapping | None):
-            raise must_be("params", params, "SamplingParams, or a mapping of some of its fields")
-        if not isinstance(params, SamplingParams):
-            given, num_ids = params or {}, len(spanned.ids)
-            num_kept = min(num_ids, _whole(given.get("truncate_prompt_tokens"), num_ids))
-            room = None if self._max_model_len is None else self._max_model_len - num_kept
-            params = self.defaults.complete(given, room=room)
-        request = self._request(spanned, params, cache_salt)
-        return PreparedRequest(text=text, request=self.resolve(request))
-
-    def _request(self, spanned: Spanned, params: SamplingParams, cache_salt: str = "") -> Request:
-        most = self._max_model_len if params.truncate_prompt_tokens is None else None
-        return Request(
-            prompt_token_ids=spanned.ids,
-            params=params,
-            attachments=self.prompts.attachments(spanned, most),
-            cache_salt=cache_salt,
-        )
-
     def encode(
         self,
         prompt: str | SequenceOf[int],
@@ -429,13 +441,7 @@ class TextFrontend:
         return as_token_ids("prompt", prompt)
 
     def render_chat(
-        self,
-        messages: SequenceOf[Message],
-        *,
-        tools: SequenceOf[Message] | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
-        max_num_tokens: int | None = None,
-        add_special_tokens: bool = False,
+        self, conversation: ChatPrompt, *, add_special_tokens: bool = False
     ) -> tuple[str, tuple[int, ...]]:
         """The prompt's text and ids, up to where the assistant answers. Raises as `prepare`.
 
@@ -443,10 +449,8 @@ class TextFrontend:
             add_special_tokens: also add the tokenizer's special tokens; most templates write
                 theirs themselves.
         """
-        rendered = self.prompts.rendered(messages, tools, template_kwargs)
-        spanned = self.prompts.spanned(
-            rendered, max_num_tokens, add_special_tokens=add_special_tokens
-        )
+        rendered = self._rendered(conversation)
+        spanned = self.prompts.spanned(rendered, add_special_tokens=add_special_tokens)
         return rendered.text, spanned.ids
 
     def sample_output(
@@ -519,6 +523,25 @@ class TextFrontend:
             described[name] = content
             described[f"{name}_id"] = None if content is None else tokenizer.id_of(content)
         return described
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Written:
+    """A prompt as tokens."""
+
+    text: str | None
+    spanned: Spanned
+    cache_salt: str = ""
+    conversation: ChatPrompt | None = None
+
+
+def _most_prompt_tokens(params: Params, check: RequestCheck | None) -> int | None:
+    """Of a prompt that is not cut, where an engine's check is known."""
+    if check is None or not isinstance(params, SamplingParams):
+        return None
+    if params.truncate_prompt_tokens is not None:
+        return None
+    return check.limits.max_model_len - (params.max_tokens != 0)
 
 
 def _whole(value: object, otherwise: int) -> int:

@@ -9,7 +9,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from cadenza.errors import show_size
-from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
+from cadenza.frontend.prepared_request import PreparedRequest
+from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.media.decode_pool import DecodePool
 from cadenza.media.fetching import BudgetFullError, MediaFetcher
 from cadenza.media.image_input import ImagesToFetch

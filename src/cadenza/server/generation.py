@@ -16,11 +16,10 @@ from functools import partial
 from hashlib import blake2b
 
 from cadenza.engine.request_check import RequestCheck
-from cadenza.errors import CadenzaError, ContextLengthError, TextTooLongError
+from cadenza.errors import CadenzaError
 from cadenza.events import FinishReason
 from cadenza.frontend.output_processor import OutputProcessor, describe_fault
-from cadenza.frontend.receipts import with_receipt
-from cadenza.frontend.text_frontend import PreparedRequest
+from cadenza.frontend.prepared_request import PreparedRequest, Terms
 from cadenza.outputs import CompletionOutput, RequestOutput
 from cadenza.server.endpoints.generating import CallContext, CallRequest, GeneratingEndpoint
 from cadenza.server.errors import (
@@ -38,7 +37,7 @@ from cadenza.server.served_model import OpenCall, ServedModel
 from cadenza.server.service import Service
 from cadenza.server.sse import AnswerEncoder, AnswerHead, StreamEncoder
 from cadenza.server.tenants import TenantUse
-from cadenza.tenant import ONE_TENANT, Tenant
+from cadenza.tenant import Tenant
 
 logger = logging.getLogger("cadenza.server")
 
@@ -150,6 +149,7 @@ class Generation:
         """Answers by a model that is loaded."""
         service = self._service
         check = model.check_ready()
+        terms = admit(request, model, use.tenant, check)
         head = AnswerHead(
             request_id=exchange.request_id,
             created=int(service.options.now()),
@@ -164,7 +164,7 @@ class Generation:
             return
         with model.preparing(check.limits):
             try:
-                prepared = await self._prepared(request, model, use.tenant, check)
+                prepared = await self._prepared(request, model, terms)
             except CadenzaError as error:
                 raise error_of(error, model.engine_state, request.param_of) from error
             head = replace(head, system_fingerprint=_fingerprint_of(prepared, model))
@@ -189,7 +189,7 @@ class Generation:
                     await self._stream(exchange, call, streamed, record, end_error)
 
     async def _prepared(
-        self, request: CallRequest, model: ServedModel, tenant: Tenant, check: RequestCheck
+        self, request: CallRequest, model: ServedModel, terms: Terms
     ) -> list[PreparedRequest]:
         """The call's requests, with the pixels of their images. Raises CadenzaError, ApiError."""
         service = self._service
@@ -197,7 +197,7 @@ class Generation:
 
         async def make() -> list[PreparedRequest]:
             return await service.work.do(
-                lane, request.num_bytes, lambda: prepare(request, model, tenant, check)
+                lane, request.num_bytes, lambda: request.prepare(model.text, terms)
             )
 
         prepared = await service.images.with_files(make)
@@ -205,7 +205,9 @@ class Generation:
             return prepared
         await service.images.open(prepared, model.text)
         return await service.work.do(
-            lane, request.num_bytes, lambda: [completed(each, model, check) for each in prepared]
+            lane,
+            request.num_bytes,
+            lambda: [model.text.completed(each, terms) for each in prepared],
         )
 
     async def _encode(self, encoder: AnswerEncoder, outputs: list[RequestOutput]) -> bytes:
@@ -313,51 +315,18 @@ class OneAtATime:
             self._is_busy = False
 
 
-def prepare(
-    call: CallRequest, model: ServedModel, tenant: Tenant, check: RequestCheck
-) -> list[PreparedRequest]:
-    """Makes a checked request of each of the call's prompts. Slow; safe on any thread.
-
-    Raises InvalidRequestError.
-    """
-    if call.wants_receipt and model.fingerprint() is None:
+def admit(call: CallRequest, model: ServedModel, tenant: Tenant, check: RequestCheck) -> Terms:
+    """On which terms a call's requests are made. Raises ApiError (400)."""
+    if call.request_options.has_receipt and model.fingerprint() is None:
         raise invalid_value("receipt needs an engine whose fingerprint is known", "receipt")
     call.check_size(check.hidden_size)
-    params = call.sampling(model.text)
-    most = None
-    if params.truncate_prompt_tokens is None:
-        most = check.limits.max_model_len - (params.max_tokens != 0)
-    try:
-        prepared = call.prepare(model.text, params, most)
-    except TextTooLongError as error:
-        raise ContextLengthError(
-            prompt_length=error.length,
-            max_tokens=params.max_tokens,
-            max_model_len=check.limits.max_model_len,
-            is_prompt_alone=True,
-        ) from None
-    salt = _salt(tenant.name, call.cache_salt or "")
-    found: list[PreparedRequest] = []
-    for each in prepared:
-        asked = with_receipt(each) if call.wants_receipt else each
-        request = asked.request
-        if salt or call.priority or tenant != ONE_TENANT:
-            priority = call.priority or 0
-            request = replace(request, cache_salt=salt, priority=priority, tenant=tenant)
-        parser = call.make_parser or each.make_parser
-        made = replace(asked, request=request, make_parser=parser)
-        found.append(made if made.pending is not None else completed(made, model, check))
-    return found
-
-
-def completed(
-    prepared: PreparedRequest, model: ServedModel, check: RequestCheck
-) -> PreparedRequest:
-    """The request with the pixels of its images, which have been opened, and checked. Slow; safe on
-    any thread. Raises InvalidRequestError."""
-    whole = model.text.with_pixels(prepared)
-    check.check(whole.request)
-    return replace(whole, passed=check)
+    return Terms(
+        check=check,
+        tenant=tenant,
+        cache_salt=_salt(tenant.name, call.cache_salt or ""),
+        priority=call.priority or 0,
+        opens_images=False,
+    )
 
 
 def _fingerprint_of(prepared: list[PreparedRequest], model: ServedModel) -> str | None:
@@ -396,15 +365,14 @@ def _submit(
     call: OpenCall, prepared: list[PreparedRequest], record: RequestRecord, model: ServedModel
 ) -> None:
     """Submits the first prompt; the call's context submits the others. Raises ApiError."""
-    requests = [each.request for each in prepared]
-    num_tokens = sum(len(each.prompt_token_ids) for each in requests)
+    num_tokens = sum(len(each.request.prompt_token_ids) for each in prepared)
     call.use.check_rates(num_tokens)
     try:
         call.submit_next()
     except CadenzaError as error:
         raise model.error_of(error) from error
     call.use.take(num_tokens)
-    record.start(requests, model.text.sparse)
+    record.start(prepared)
 
 
 def log_unexpected(error: Exception) -> None:

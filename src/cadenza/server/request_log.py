@@ -13,10 +13,8 @@ from typing import Any, Protocol
 
 from cadenza.events import CacheMiss, FinishReason
 from cadenza.frontend.image_prompts import num_image_tokens
-from cadenza.frontend.sparse_prompts import SparsePrompts
-from cadenza.frontend.text_frontend import PreparedRequest
+from cadenza.frontend.prepared_request import PreparedRequest
 from cadenza.outputs import CompletionOutput, PromptUse
-from cadenza.request import Request
 from cadenza.server.metrics import ServedCounts
 
 logger = logging.getLogger("cadenza.requests")
@@ -175,20 +173,19 @@ class RequestRecord:
     def __post_init__(self) -> None:
         self.arrived_s = self.clock()
 
-    def start(self, requests: Sequence[Request], sparse: SparsePrompts) -> None:
-        """The engine has accepted the prompts, all with the same number of choices; `sparse` says
-        how much is computed of each."""
-        self.n = requests[0].params.n
-        self.prompts = [PromptTimes() for _ in requests]
-        for place, request in enumerate(requests):
+    def start(self, prepared: Sequence[PreparedRequest]) -> None:
+        """The engine has accepted the prompts, all with the same number of choices."""
+        self.n = prepared[0].request.params.n
+        self.prompts = [PromptTimes() for _ in prepared]
+        for place, each in enumerate(prepared):
+            request = each.request
             count, num_of_images = len(request.prompt_token_ids), num_image_tokens(request)
             self.usage.prompt[place] = count
             self.counts.request_prompt_tokens.add(count)
             if num_of_images:
                 self.usage.images[place] = num_of_images
-            planned = sparse.planned_use(request)
-            if planned is not None:
-                self.usage.used[place] = planned
+            if each.prompt_use is not None:
+                self.usage.used[place] = each.prompt_use
 
     def take(
         self, prompt: int, found: LookedUp, outputs: Sequence[CompletionOutput]

@@ -29,7 +29,8 @@ from cadenza.fingerprint import Fingerprint
 from cadenza.frontend.async_engine import AsyncEngine, OutputStream
 from cadenza.frontend.live_steps import LiveSteps
 from cadenza.frontend.output_processor import OutputProcessor
-from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
+from cadenza.frontend.prepared_request import PreparedRequest
+from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.outputs import CompletionOutput, RequestOutput
 from cadenza.server.errors import (
     UNAVAILABLE_CODES,
@@ -198,7 +199,6 @@ class ServedModel:
         if status.fingerprint is not self._engine_fingerprint:
             self._engine_fingerprint = status.fingerprint
             self._fingerprint = self.text.with_forms(status.fingerprint)
-        self.text.sparse = self.text.sparse.scored_by(status.request_check.scored_tokens)
         return status.request_check
 
     def fingerprint(self) -> Fingerprint | None:

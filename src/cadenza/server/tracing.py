@@ -26,7 +26,7 @@ from opentelemetry.util.types import AttributeValue
 import cadenza
 from cadenza.engine.open_requests import RequestTimes
 from cadenza.errors import ConfigError, show
-from cadenza.frontend.text_frontend import PreparedRequest
+from cadenza.frontend.prepared_request import PreparedRequest
 from cadenza.request import Request
 from cadenza.server.http_exchange import Exchange
 from cadenza.server.request_log import RequestRecord

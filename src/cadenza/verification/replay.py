@@ -24,8 +24,7 @@ from cadenza.errors import (
 from cadenza.fingerprint import Fingerprint
 from cadenza.frontend.loaded_model import LoadedModel, PlannedModel, open_model
 from cadenza.frontend.output_processor import OutputProcessor, OutputRouter
-from cadenza.frontend.receipts import with_receipt
-from cadenza.frontend.text_frontend import PreparedRequest
+from cadenza.frontend.prepared_request import PreparedRequest, RequestOptions
 from cadenza.loading.identity import find_setting
 from cadenza.loading.plan import pages_for_batch, with_pool
 from cadenza.loading.planned_engine import PlannedEngine
@@ -226,7 +225,7 @@ def _prepared(planned: PlannedModel | LoadedModel, receipt: Receipt) -> Prepared
         params=receipt.params,
         sparse_prefill=sparse_prefill_of(receipt),
     )
-    return with_receipt(PreparedRequest(text=None, request=planned.text.resolve(request)))
+    return planned.text.prepare_request(request, RequestOptions(has_receipt=True))
 
 
 def _unfit(receipt: Receipt, here: Fingerprint) -> list[str]:

@@ -4,13 +4,14 @@ Invariant: there is one prompt, whose fields are beside the choices.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 from cadenza.frontend.answers import ToolUse
-from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
+from cadenza.frontend.prepared_request import ChatPrompt, RequestOptions
+from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.outputs import CompletionOutput, Logprob, OutputPart, PartKind, RequestOutput
-from cadenza.request import SamplingParams
 from cadenza.server.endpoints.conversation import AskedConversation, new_call_id
 from cadenza.server.endpoints.generating import (
     PROMPT_SCHEMA,
@@ -115,10 +116,12 @@ class ChatRequest(ConversationBody, ThinkingSwitches, ChoicesRequest):
             "max_tokens": self.max_tokens if most is None else most,
         }
 
-    def prepare(
-        self, text: TextFrontend, params: SamplingParams, max_num_tokens: int | None
-    ) -> list[PreparedRequest]:
-        conversation = AskedConversation(
+    @property
+    def request_options(self) -> RequestOptions:
+        return replace(super().request_options, prediction=self.prediction or "")
+
+    def prompts(self, text: TextFrontend) -> list[ChatPrompt]:
+        asked = AskedConversation(
             messages=self.messages,
             use=self.use,
             thinking=self.asked,
@@ -126,10 +129,7 @@ class ChatRequest(ConversationBody, ThinkingSwitches, ChoicesRequest):
             variables=self.chat_template_kwargs,
             template_kwargs=self.template_kwargs(),
         )
-        prepared = conversation.prepare(text, params, max_num_tokens)
-        if self.prediction:
-            return [text.with_prediction(prepared, self.prediction, max_num_tokens=max_num_tokens)]
-        return [prepared]
+        return [asked.prompt(text)]
 
     def param_of(self, param: str | None) -> str | None:
         if param == "thinking_token_budget" and self.thinking_token_budget is None:

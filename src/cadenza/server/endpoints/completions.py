@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
+from cadenza.frontend.prepared_request import AnyPrompt, RequestOptions
+from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.outputs import CompletionOutput, RequestOutput
-from cadenza.request import SamplingParams
 from cadenza.server.endpoints.generating import (
     PROMPT_SCHEMA,
     ChoicesRequest,
@@ -25,7 +25,7 @@ from cadenza.server.endpoints.generating import (
 from cadenza.server.openapi import TEXT
 from cadenza.server.schemas.body import optional, required, unsupported
 from cadenza.server.schemas.field_types import Boolean
-from cadenza.server.schemas.generation import LOGPROBS, PlainPrompt, plain_prompts
+from cadenza.server.schemas.generation import LOGPROBS, plain_prompts
 from cadenza.server.sse import AnswerHead, ChoiceObject, PromptInfo, StreamEncoder, Usage
 
 COMPLETION_MAX_TOKENS = 16
@@ -61,16 +61,13 @@ class CompletionRequest(ChoicesRequest):
             found["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
         return found
 
-    def prepare(
-        self, text: TextFrontend, params: SamplingParams, max_num_tokens: int | None
-    ) -> list[PreparedRequest]:
-        def prepare_one(prompt: PlainPrompt) -> PreparedRequest:
-            if self.add_special_tokens or not isinstance(prompt, str):
-                return text.prepare(prompt, params, max_num_tokens=max_num_tokens)
-            ids = text.encode(prompt, add_special_tokens=False, max_num_tokens=max_num_tokens)
-            return replace(text.prepare(ids, params), text=prompt)
+    @property
+    def request_options(self) -> RequestOptions:
+        return replace(super().request_options, add_special_tokens=self.add_special_tokens)
 
-        return [prepare_one(prompt) for prompt in self.prompt]
+    def prompts(self, text: TextFrontend) -> Sequence[AnyPrompt]:
+        del text  # they are as they are
+        return self.prompt
 
     def encoder(self, head: AnswerHead, usage: Usage, text: TextFrontend) -> StreamEncoder:
         return self.chunk_encoder(head, usage, CompletionChoices(self, text))

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cadenza.frontend.answers import AskedAnswer, ToolUse
-from cadenza.frontend.text_frontend import Message, PreparedRequest, TextFrontend
+from cadenza.frontend.prepared_request import ChatPrompt, Message
+from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.media.image_input import need_files
-from cadenza.request import SamplingParams
 from cadenza.server.schemas.thinking import (
     EFFORTS,
     NOTHING_ASKED,
@@ -44,34 +44,21 @@ class AskedConversation:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
     is_off_unasked: bool = False
 
-    def prepare(
-        self, text: TextFrontend, params: SamplingParams, max_num_tokens: int | None
-    ) -> PreparedRequest:
-        """The request to the engine. Slow. Raises as `GenerationRequest.prepare`, and
-        ImagesToFetch."""
-        self._need_files(text)
-        return text.prepare_answer(
-            self.messages,
-            params,
+    def prompt(self, text: TextFrontend) -> ChatPrompt:
+        """The prompt, for a model. Slow. Raises InvalidRequestError and ImagesToFetch."""
+        if text.prompts.takes_images:
+            need_files(self.messages)
+        return ChatPrompt(
+            messages=self.messages,
+            template_kwargs=self._kwargs(text),
             asked=AskedAnswer(
                 use=self.use, max_thinking=self._max_thinking(text), thinks=self._thinks(text)
             ),
-            template_kwargs=self._kwargs(text),
-            max_num_tokens=max_num_tokens,
         )
 
     def count(self, text: TextFrontend) -> int:
-        """The number of the prompt's tokens, whatever the context. Slow. Raises as `prepare`, but
-        for its length."""
-        self._need_files(text)
-        tools = None if self.use is None else self.use.rendered()
-        kwargs = self._kwargs(text)
-        _, ids = text.render_chat(self.messages, tools=tools, template_kwargs=kwargs)
-        return len(ids)
-
-    def _need_files(self, text: TextFrontend) -> None:
-        if text.prompts.takes_images:
-            need_files(self.messages)
+        """The number of the prompt's tokens, whatever the context. Slow. Raises as `prompt`."""
+        return len(text.render_chat(self.prompt(text))[1])
 
     def _kwargs(self, text: TextFrontend) -> dict[str, Any]:
         """The arguments of the template; the request's own variables take precedence."""

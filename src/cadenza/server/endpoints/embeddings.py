@@ -5,13 +5,14 @@ Invariant: each input has its embedding, in the order of the inputs, or the call
 
 import sys
 from base64 import b64encode
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast, get_args
 
 import msgspec
 
-from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
+from cadenza.frontend.prepared_request import AnyPrompt, RequestOptions
+from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.outputs import RequestOutput, values_of
 from cadenza.request import DIMENSIONS, Pooling, PoolingParams, SamplingParams, prompt_only
 from cadenza.server.endpoints.generating import CallRequest, GeneratingEndpoint
@@ -85,22 +86,17 @@ class EmbeddingRequest(PooledRequest):
         advice = f"use {base64}dimensions or fewer inputs"
         check_embeddings_size(self.num_prompts, num_values, value_bytes, advice)
 
-    def prepare(
-        self, text: TextFrontend, params: SamplingParams, max_num_tokens: int | None
-    ) -> list[PreparedRequest]:
-        pooling = PoolingParams(
-            pooling=cast(Pooling | None, self.pooling), dimensions=self.dimensions
+    @property
+    def request_options(self) -> RequestOptions:
+        pooling = cast(Pooling | None, self.pooling)
+        return RequestOptions(
+            pooling=PoolingParams(pooling=pooling, dimensions=self.dimensions),
+            add_special_tokens=self.add_special_tokens,
         )
-        return [
-            text.prepare_pooled(
-                prompt,
-                pooling,
-                params,
-                add_special_tokens=self.add_special_tokens,
-                max_num_tokens=max_num_tokens,
-            )
-            for prompt in self.input
-        ]
+
+    def prompts(self, text: TextFrontend) -> Sequence[AnyPrompt]:
+        del text  # they are as they are
+        return self.input
 
     def encoder(self, head: AnswerHead, usage: Usage, text: TextFrontend) -> AnswerEncoder:
         del text  # an embedding has none

@@ -14,7 +14,14 @@ from typing import Any, ClassVar
 from cadenza.engine.status import EngineMonitor
 from cadenza.fingerprint import Fingerprint
 from cadenza.frontend.answers import ToolUse
-from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
+from cadenza.frontend.prepared_request import (
+    PLAIN,
+    AnyPrompt,
+    PreparedRequest,
+    RequestOptions,
+    Terms,
+)
+from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.outputs import Logprob
 from cadenza.request import SamplingParams, show
 from cadenza.server.errors import invalid_value
@@ -52,7 +59,6 @@ from cadenza.server.sse import (
     Usage,
 )
 from cadenza.structured import StructuredOutput
-from cadenza.text.answers.output_parser import MakeParser
 
 LEAST_LOGPROB = -9999.0
 """JSON has no infinity."""
@@ -100,8 +106,9 @@ class CallRequest(CallBody, ABC):
         return self.values.get("user")
 
     @property
-    def wants_receipt(self) -> bool:
-        return False
+    def request_options(self) -> RequestOptions:
+        """What is asked of each of its requests beside the sampling."""
+        return PLAIN
 
     @property
     def form_field(self) -> str | None:
@@ -117,11 +124,6 @@ class CallRequest(CallBody, ABC):
     def has_form(self) -> bool:
         """Whether `prepare` checks a form of the answer, or of calls in it, which may take long."""
         return self.form_field is not None or self.use is not None
-
-    @property
-    def make_parser(self) -> MakeParser | None:
-        """Makes the parser of each sample's text, in place of that of the prompt, if any."""
-        return None
 
     def check_together(self, limits: ServerLimits) -> None:
         """Raises ApiError (400) where the fields do not go together, or beyond the limits."""
@@ -147,15 +149,13 @@ class CallRequest(CallBody, ABC):
         """
 
     @abstractmethod
-    def prepare(
-        self, text: TextFrontend, params: SamplingParams, max_num_tokens: int | None
-    ) -> list[PreparedRequest]:
-        """Makes a request of each prompt. Slow; safe on any thread.
+    def prompts(self, text: TextFrontend) -> Sequence[AnyPrompt]:
+        """Slow; safe on any thread. Raises CadenzaError, ApiError (400) and ImagesToFetch."""
 
-        Raises:
-            TextTooLongError: a prompt has more than `max_num_tokens`.
-            InvalidRequestError: a prompt cannot be served.
-        """
+    def prepare(self, text: TextFrontend, terms: Terms) -> list[PreparedRequest]:
+        """A request of each prompt. Slow; safe on any thread. Raises as `prompts` does."""
+        params, options = self.sampling(text), self.request_options
+        return [text.prepare(each, params, options, terms) for each in self.prompts(text)]
 
     @abstractmethod
     def encoder(self, head: AnswerHead, usage: Usage, text: TextFrontend) -> AnswerEncoder:
@@ -215,8 +215,8 @@ class ChoicesRequest(GenerationBody, GenerationRequest):
         """Checks the endpoint's own fields together. Raises ApiError (400)."""
 
     @property
-    def wants_receipt(self) -> bool:
-        return bool(self.receipt)
+    def request_options(self) -> RequestOptions:
+        return RequestOptions(has_receipt=bool(self.receipt))
 
     @property
     def form_field(self) -> str | None:

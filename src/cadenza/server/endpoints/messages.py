@@ -3,6 +3,7 @@
 Invariant: the tokens that are counted are those that would be computed.
 """
 
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -10,11 +11,10 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from cadenza.errors import TextTooLongError
 from cadenza.frontend.answers import ToolUse
-from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
+from cadenza.frontend.prepared_request import ChatPrompt, RequestOptions
+from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.outputs import CompletionOutput, PartKind
-from cadenza.request import SamplingParams
 from cadenza.server.dialect import anthropic_error
 from cadenza.server.endpoints.blocks import Block, BlockEncoder, BlockEvent, event_bytes
 from cadenza.server.endpoints.conversation import AskedConversation, continuing
@@ -54,6 +54,9 @@ from cadenza.structured import StructuredOutput
 
 _ANNOTATION = AnyJson(max_chars=16 << 10)
 _AUTO = AskedChoice("auto", is_parallel=True)
+IN_CONTEXT = RequestOptions(most_in_all=sys.maxsize, counts_prompt=True)
+"""In this API `max_tokens` may exceed the context, of which it then means the rest; and its clients
+shorten a conversation by the number of its tokens."""
 
 
 class MessagesBody(ThinkingSwitches):
@@ -186,26 +189,12 @@ class MessageRequest(MessagesBody, GenerationRequest):
         stop = {"stop": self.stop_sequences} if self.stop_sequences else {}
         return {**super().sampling_values(), "max_tokens": self.max_tokens, **stop}
 
-    def prepare(
-        self, text: TextFrontend, params: SamplingParams, max_num_tokens: int | None
-    ) -> list[PreparedRequest]:
-        conversation = self.conversation()
-        try:
-            prepared = conversation.prepare(text, params, max_num_tokens)
-        except TextTooLongError as error:
-            # Clients of this API shorten a conversation by the number of its tokens.
-            num_tokens = error.num_tokens or conversation.count(text)
-            raise TextTooLongError(
-                str(error), num_tokens=num_tokens, length=f"{num_tokens} tokens"
-            ) from None
-        if max_num_tokens is None:
-            return [prepared]
-        # In this API max_tokens may exceed the context: then it means the rest of the context.
-        request = prepared.request
-        room = max_num_tokens + 1 - len(request.prompt_token_ids)
-        if self.max_tokens is not None and self.max_tokens > room:
-            request = replace(request, params=replace(request.params, max_tokens=None))
-        return [replace(prepared, request=request)]
+    @property
+    def request_options(self) -> RequestOptions:
+        return IN_CONTEXT
+
+    def prompts(self, text: TextFrontend) -> list[ChatPrompt]:
+        return [self.conversation().prompt(text)]
 
     def encoder(self, head: AnswerHead, usage: Usage, text: TextFrontend) -> StreamEncoder:
         del text  # the answer does not contain the prompt's text

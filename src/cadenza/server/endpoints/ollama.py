@@ -5,7 +5,6 @@ sampling are not used; the lines of a stream, put together, are the whole answer
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from datetime import UTC, datetime
 from functools import cached_property
 from typing import Any, ClassVar
@@ -13,7 +12,8 @@ from typing import Any, ClassVar
 import msgspec
 
 from cadenza.frontend.answers import ToolUse
-from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
+from cadenza.frontend.prepared_request import AnyPrompt, ChatPrompt, RequestOptions
+from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.outputs import CompletionOutput, Logprob, RequestOutput
 from cadenza.request import SamplingParams
 from cadenza.server.dialect import ollama_error
@@ -117,30 +117,10 @@ class OllamaRequest(CallRequest):
             changes["logprobs"] = self.top_logprobs or 0
         return text.defaults.complete(changes)
 
-    def prepare(
-        self, text: TextFrontend, params: SamplingParams, max_num_tokens: int | None
-    ) -> list[PreparedRequest]:
-        return [self._within_context(self.asked_prompt(text, params, max_num_tokens))]
-
-    def asked_prompt(
-        self, text: TextFrontend, params: SamplingParams, max_num_tokens: int | None
-    ) -> PreparedRequest:
-        """The request for the body's prompt. Raises what `prepare` raises."""
-        raise NotImplementedError
-
-    def _within_context(self, prepared: PreparedRequest) -> PreparedRequest:
-        """With an answer that ends at `num_ctx` tokens, the prompt's among them.
-
-        A longer prompt, of which Ollama would leave out the oldest messages, is computed whole, and
-        its answer is bounded by the server's context alone.
-        """
-        request = prepared.request
-        room = (self.options or {}).get("num_ctx", 0) - len(request.prompt_token_ids)
-        most = request.params.max_tokens
-        if room < 1 or (most is not None and most <= room):
-            return prepared
-        params = replace(request.params, max_tokens=room)
-        return replace(prepared, request=replace(request, params=params))
+    @property
+    def request_options(self) -> RequestOptions:
+        num_ctx = (self.options or {}).get("num_ctx", 0)
+        return RequestOptions(most_in_all=num_ctx if num_ctx > 0 else None)
 
     def immediate(self, head: AnswerHead) -> bytes | None:
         return loaded(head, self.shape) if self.is_empty else None
@@ -180,9 +160,7 @@ class OllamaChatRequest(OllamaRequest):
     def use(self) -> ToolUse | None:
         return tool_use(self.tools, None, is_parallel=True)
 
-    def asked_prompt(
-        self, text: TextFrontend, params: SamplingParams, max_num_tokens: int | None
-    ) -> PreparedRequest:
+    def prompts(self, text: TextFrontend) -> list[ChatPrompt]:
         last = [*self.messages][-1]
         is_continued = last["role"] == "assistant" and "tool_calls" not in last
         asked = AskedConversation(
@@ -191,7 +169,7 @@ class OllamaChatRequest(OllamaRequest):
             thinking=AskedThinking(effort=self.think),
             template_kwargs=continuing(is_continued),
         )
-        return asked.prepare(text, params, max_num_tokens)
+        return [asked.prompt(text)]
 
 
 class OllamaPromptRequest(OllamaRequest):
@@ -225,12 +203,9 @@ class OllamaPromptRequest(OllamaRequest):
         if self.raw and self.images:
             raise invalid_value("raw has no place for images; leave raw out", "images")
 
-    def asked_prompt(
-        self, text: TextFrontend, params: SamplingParams, max_num_tokens: int | None
-    ) -> PreparedRequest:
+    def prompts(self, text: TextFrontend) -> Sequence[AnyPrompt]:
         if self.raw or (text.chats.template is None and not self.images):
-            prompt = "\n\n".join(part for part in (self.system, self.prompt) if part)
-            return text.prepare(prompt, params, max_num_tokens=max_num_tokens)
+            return ["\n\n".join(part for part in (self.system, self.prompt) if part)]
         system = [{"role": "system", "content": self.system}] if self.system else []
         content = seen_content(self.images, self.prompt)
         asked = AskedConversation(
@@ -238,7 +213,7 @@ class OllamaPromptRequest(OllamaRequest):
             use=None,
             thinking=AskedThinking(effort=self.think),
         )
-        return asked.prepare(text, params, max_num_tokens)
+        return [asked.prompt(text)]
 
 
 class LineEncoder:

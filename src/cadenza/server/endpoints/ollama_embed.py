@@ -9,9 +9,10 @@ from typing import Any, cast
 
 import msgspec
 
-from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
+from cadenza.frontend.prepared_request import AnyPrompt, RequestOptions
+from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.outputs import RequestOutput, values_of
-from cadenza.request import DIMENSIONS, PoolingParams, SamplingParams
+from cadenza.request import DIMENSIONS, PoolingParams
 from cadenza.server.endpoints.embeddings import (
     FLOAT_BYTES,
     PooledRequest,
@@ -84,14 +85,13 @@ class EmbeddingBase(PooledRequest):
         num_values = min(self.num_values or sys.maxsize, hidden_size or 0)
         check_embeddings_size(self.num_prompts, num_values, FLOAT_BYTES, _ADVICE)
 
-    def prepare(
-        self, text: TextFrontend, params: SamplingParams, max_num_tokens: int | None
-    ) -> list[PreparedRequest]:
-        pooling = PoolingParams(dimensions=self.num_values)
-        return [
-            text.prepare_pooled(each, pooling, params, max_num_tokens=max_num_tokens)
-            for each in self.texts
-        ]
+    @property
+    def request_options(self) -> RequestOptions:
+        return RequestOptions(pooling=PoolingParams(dimensions=self.num_values))
+
+    def prompts(self, text: TextFrontend) -> Sequence[AnyPrompt]:
+        del text  # they are as they are
+        return self.texts
 
 
 class OllamaEmbedRequest(EmbeddingBase):

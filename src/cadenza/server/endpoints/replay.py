@@ -17,7 +17,8 @@ import msgspec
 from cadenza.engine.status import EngineMonitor
 from cadenza.errors import InvalidRequestError
 from cadenza.fingerprint import Fingerprint
-from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
+from cadenza.frontend.prepared_request import AnyPrompt, PreparedRequest, RequestOptions, Terms
+from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.outputs import RequestOutput
 from cadenza.receipt import RECEIPT_VERSION, Receipt, sparse_prefill_of
 from cadenza.request import Request, SamplingParams
@@ -68,8 +69,8 @@ class ReplayRequest(CallRequest):
         return found
 
     @property
-    def wants_receipt(self) -> bool:
-        return True
+    def request_options(self) -> RequestOptions:
+        return RequestOptions(has_receipt=True)
 
     def check_together(self, limits: ServerLimits) -> None:
         del limits  # its own are smaller
@@ -108,18 +109,22 @@ class ReplayRequest(CallRequest):
         whole = replace(params, spec_prefill=False)
         return replace(whole, max_tokens=min(most, params.max_tokens or most))
 
-    def prepare(
-        self, text: TextFrontend, params: SamplingParams, max_num_tokens: int | None
-    ) -> list[PreparedRequest]:
-        del max_num_tokens  # the engine's check says it
+    def prepare(self, text: TextFrontend, terms: Terms) -> list[PreparedRequest]:
         request = Request(
             prompt_token_ids=self._own.prompt_token_ids,
-            params=params,
+            params=self.sampling(text),
             sparse_prefill=sparse_prefill_of(self._own),
+            cache_salt=terms.cache_salt,
+            priority=terms.priority,
+            tenant=terms.tenant,
         )
-        prepared = [PreparedRequest(text=None, request=text.resolve(request))]
+        prepared = [text.prepare_request(request, self.request_options, terms)]
         self._num_others = others_of(self._context.engine())
         return prepared
+
+    def prompts(self, text: TextFrontend) -> list[AnyPrompt]:
+        del text  # a receipt has token ids
+        return [self._own.prompt_token_ids]
 
     def encoder(self, head: AnswerHead, usage: Usage, text: TextFrontend) -> AnswerEncoder:
         del head, text

@@ -11,9 +11,16 @@ from typing import Any, cast
 
 import msgspec
 
-from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
+from cadenza.frontend.prepared_request import (
+    AnyPrompt,
+    PreparedRequest,
+    RequestOptions,
+    ScoredPair,
+    Terms,
+)
+from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.outputs import RequestOutput, values_of
-from cadenza.request import Pooling, PoolingParams, SamplingParams
+from cadenza.request import Pooling, PoolingParams
 from cadenza.server.endpoints.embeddings import (
     POOLING,
     PROMPT_USAGE,
@@ -106,24 +113,21 @@ class RerankRequest(PooledRequest):
                 "documents",
             )
 
-    def prepare(
-        self, text: TextFrontend, params: SamplingParams, max_num_tokens: int | None
-    ) -> list[PreparedRequest]:
-        if text.score_head is not None:
-            if self.pooling is not None:
-                raise invalid_value(
-                    "this model scores by its own head, which takes no pooling; leave it out",
-                    "pooling",
-                )
-            return [
-                text.prepare_scored(self.query, each, params, max_num_tokens=max_num_tokens)
-                for each in self.documents
-            ]
+    def prepare(self, text: TextFrontend, terms: Terms) -> list[PreparedRequest]:
+        if text.score_head is not None and self.pooling is not None:
+            raise invalid_value(
+                "this model scores by its own head, which takes no pooling; leave it out", "pooling"
+            )
         pooling = PoolingParams(pooling=cast(Pooling | None, self.pooling))
-        return [
-            text.prepare_pooled(each, pooling, params, max_num_tokens=max_num_tokens)
-            for each in (self.query, *self.documents)
-        ]
+        if text.score_head is not None:
+            pooling = PoolingParams(pooling="last", normalize=False)
+        params, options = self.sampling(text), RequestOptions(pooling=pooling)
+        return [text.prepare(each, params, options, terms) for each in self.prompts(text)]
+
+    def prompts(self, text: TextFrontend) -> list[AnyPrompt]:
+        if text.score_head is None:
+            return [self.query, *self.documents]
+        return [ScoredPair(query=self.query, document=each) for each in self.documents]
 
     def encoder(self, head: AnswerHead, usage: Usage, text: TextFrontend) -> AnswerEncoder:
         own = text.score_head

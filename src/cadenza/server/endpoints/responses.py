@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 import msgspec
 
 from cadenza.frontend.answers import ToolUse
-from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
+from cadenza.frontend.prepared_request import ChatPrompt
+from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.request import SamplingParams, show
 from cadenza.server.endpoints.conversation import AskedConversation
 from cadenza.server.endpoints.generating import (
@@ -179,21 +180,19 @@ class ResponseRequest(ThinkingSwitches, LabelledBody, GenerationRequest):
     def sampling_values(self) -> dict[str, Any]:
         return {**super().sampling_values(), "max_tokens": self.max_output_tokens}
 
-    def prepare(
-        self, text: TextFrontend, params: SamplingParams, max_num_tokens: int | None
-    ) -> list[PreparedRequest]:
+    def prompts(self, text: TextFrontend) -> list[ChatPrompt]:
         given, messages = self._conversation
-        conversation = AskedConversation(
+        asked = AskedConversation(
             messages=messages,
             use=self.use,
             thinking=self.asked,
             verbosity=self._verbosity,
             variables=self.chat_template_kwargs,
         )
-        prepared = conversation.prepare(text, params, max_num_tokens)
+        made = asked.prompt(text)
         if self._is_stored:
             self._given = _encode_items(given, self._context.request_id)
-        return [prepared]
+        return [made]
 
     @cached_property
     def _conversation(self) -> tuple[list[dict[str, Any]], Sequence[dict[str, Any]]]:

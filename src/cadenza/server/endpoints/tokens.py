@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from cadenza.errors import CadenzaError
+from cadenza.frontend.prepared_request import ChatPrompt
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.media.image_input import need_files
 from cadenza.server.endpoints.messages import MessagesBody
@@ -70,14 +71,13 @@ class TokenizeBody(ConversationBody):
         if self.messages is not None:
             if text.prompts.takes_images:
                 need_files(self.messages)
-            _, ids = text.render_chat(
-                self.messages,
-                template_kwargs={
-                    **text.chats.known(self.chat_template_kwargs),
-                    **self.template_kwargs(),
-                },
-                add_special_tokens=bool(self.add_special_tokens),
-            )
+            kwargs = {
+                **text.chats.known(self.chat_template_kwargs),
+                **self.template_kwargs(),
+            }
+            conversation = ChatPrompt(messages=self.messages, template_kwargs=kwargs)
+            has_special = bool(self.add_special_tokens)
+            _, ids = text.render_chat(conversation, add_special_tokens=has_special)
             return ids
         assert self.prompt is not None, "it was checked to be there"
         return text.encode(self.prompt, add_special_tokens=self.add_special_tokens is not False)
