@@ -25,11 +25,10 @@ from cadenza.server.endpoints.generating import (
     shown_token,
     token_name,
 )
-from cadenza.server.errors import invalid_value
 from cadenza.server.openapi import TEXT, object_of, one_of
 from cadenza.server.schemas.body import optional, required, unsupported
 from cadenza.server.schemas.field_types import Boolean, or_null
-from cadenza.server.schemas.generation import LOGPROBS, sampling_type
+from cadenza.server.schemas.generation import TopLogprobsBody
 from cadenza.server.schemas.messages import ConversationBody, chat_messages, predicted_content
 from cadenza.server.schemas.thinking import (
     BUDGET,
@@ -49,15 +48,12 @@ from cadenza.server.schemas.tools import (
 from cadenza.server.sse import AnswerHead, ChoiceObject, PromptInfo, StreamEncoder, Usage
 
 
-class ChatRequest(ConversationBody, ThinkingSwitches, ChoicesRequest):
+class ChatRequest(ConversationBody, ThinkingSwitches, TopLogprobsBody, ChoicesRequest):
     """A body of /v1/chat/completions."""
 
     prompt_field = "messages"
 
     messages = required(chat_messages, "The conversation so far.")
-    max_completion_tokens = optional(sampling_type("max_tokens"), "Another name of max_tokens.")
-    logprobs = optional(Boolean(), "Log probabilities of each token.", default=False)
-    top_logprobs = optional(LOGPROBS, "And of this many likeliest; with logprobs.")
     thinking_token_budget = optional(BUDGET, BUDGET_HELP)
     verbosity = optional(VERBOSITY, VERBOSITY_HELP)
     tools = optional(chat_tools, "Functions and custom tools that the answer may call.")
@@ -84,10 +80,6 @@ class ChatRequest(ConversationBody, ThinkingSwitches, ChoicesRequest):
     add_special_tokens = unsupported("special tokens around a conversation", False)
     return_prompt_text = unsupported("the prompt's text in the answer", False)
 
-    @property
-    def num_top_logprobs(self) -> int | None:
-        return (self.top_logprobs or 0) if self.logprobs else None
-
     @cached_property
     def use(self) -> ToolUse | None:
         return tool_use(self.tools, self.tool_choice, is_parallel=bool(self.parallel_tool_calls))
@@ -99,22 +91,8 @@ class ChatRequest(ConversationBody, ThinkingSwitches, ChoicesRequest):
         return self.asked_thinking({"thinking_token_budget": budget})
 
     def check_fields(self) -> None:
-        if self.top_logprobs and not self.logprobs:
-            raise invalid_value("top_logprobs needs logprobs; set it to true, too", "top_logprobs")
-        asked = (self.max_tokens, self.max_completion_tokens)
-        if None not in asked and asked[0] != asked[1]:
-            raise invalid_value(
-                f"max_tokens is {asked[0]} and max_completion_tokens {asked[1]}; give one of them",
-                "max_completion_tokens",
-            )
+        self.check_logprobs()
         _ = self.template_kwargs(), self.asked, self.use
-
-    def sampling_values(self) -> dict[str, Any]:
-        most = self.max_completion_tokens
-        return {
-            **super().sampling_values(),
-            "max_tokens": self.max_tokens if most is None else most,
-        }
 
     @property
     def request_options(self) -> RequestOptions:

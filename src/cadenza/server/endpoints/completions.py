@@ -28,13 +28,12 @@ from cadenza.server.schemas.field_types import Boolean
 from cadenza.server.schemas.generation import LOGPROBS, plain_prompts
 from cadenza.server.sse import AnswerHead, ChoiceObject, PromptInfo, StreamEncoder, Usage
 
-COMPLETION_MAX_TOKENS = 16
-
 
 class CompletionRequest(ChoicesRequest):
     """A body of /v1/completions."""
 
     prompt_field = "prompt"
+    default_max_tokens = 16
 
     prompt = required(plain_prompts, "A text, token ids, or a list of either.")
     logprobs = optional(LOGPROBS, "Log probabilities of each token and the likeliest.")
@@ -56,7 +55,7 @@ class CompletionRequest(ChoicesRequest):
         return self.logprobs
 
     def sampling_values(self) -> dict[str, Any]:
-        found = {"max_tokens": COMPLETION_MAX_TOKENS, **super().sampling_values()}
+        found = super().sampling_values()
         if self.echo and self.logprobs is not None:
             found["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
         return found

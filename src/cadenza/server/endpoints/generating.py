@@ -37,13 +37,13 @@ from cadenza.server.openapi import (
 )
 from cadenza.server.receipt_seal import ReceiptSeal
 from cadenza.server.response_store import ResponseStore
-from cadenza.server.schemas.body import Effect
+from cadenza.server.schemas.body import Field
 from cadenza.server.schemas.field_types import Schema, or_null
 from cadenza.server.schemas.generation import (
     MAX_CHOICES,
     CallBody,
     GenerationBody,
-    SamplingBody,
+    SamplingField,
     StreamOptions,
 )
 from cadenza.server.schemas.structured import form_field
@@ -177,8 +177,12 @@ class CallRequest(CallBody, ABC):
         return self.param_names.get(param or "", param)
 
 
-class GenerationRequest(SamplingBody, CallRequest):
+class GenerationRequest(CallRequest):
     """A call that generates, whose answer may be streamed."""
+
+    stream: Field[bool]
+    default_max_tokens: ClassVar[int | None] = None
+    """None: the rest of the context."""
 
     @abstractmethod
     def encoder(self, head: AnswerHead, usage: Usage, text: TextFrontend) -> StreamEncoder: ...
@@ -193,23 +197,30 @@ class GenerationRequest(SamplingBody, CallRequest):
         """The form of the answer that is asked for."""
         return None
 
+    @property
+    def num_top_logprobs(self) -> int | None:
+        """The number of likeliest tokens to return; None: no log probabilities."""
+        return None
+
     def sampling(self, text: TextFrontend) -> SamplingParams:
         return text.defaults.complete(self.sampling_values())
 
     def sampling_values(self) -> dict[str, Any]:
         """The values of `SamplingParams` that the body asks for, by their names there."""
-        fields, form = self.fields, {} if self.form is None else {"structured": self.form}
-        own = {k: v for k, v in self.values.items() if fields[k].effect is Effect.SAMPLING}
-        return {**own, **form}
+        found: dict[str, Any] = {"max_tokens": self.default_max_tokens}
+        for name, value in self.values.items():
+            field = self.fields[name]
+            if isinstance(field, SamplingField):
+                found[field.sets] = value
+        if self.form is not None:
+            found["structured"] = self.form
+        if self.num_top_logprobs is not None:
+            found["logprobs"] = self.num_top_logprobs
+        return found
 
 
 class ChoicesRequest(GenerationBody, GenerationRequest):
     """A body of an endpoint whose answers are choices, as completions and chat completions are."""
-
-    @property
-    @abstractmethod
-    def num_top_logprobs(self) -> int | None:
-        """The number of likeliest tokens to return; None: no log probabilities."""
 
     def check_fields(self) -> None:
         """Checks the endpoint's own fields together. Raises ApiError (400)."""
@@ -240,10 +251,6 @@ class ChoicesRequest(GenerationBody, GenerationRequest):
             )
         for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
             check_num_logprobs(name, self.values.get(name, 0), limits)
-
-    def sampling_values(self) -> dict[str, Any]:
-        num_top = self.num_top_logprobs
-        return {**super().sampling_values(), **({} if num_top is None else {"logprobs": num_top})}
 
     def chunk_encoder(self, head: AnswerHead, usage: Usage, choices: Choices) -> ChunkEncoder:
         """An encoder in OpenAI's shapes."""

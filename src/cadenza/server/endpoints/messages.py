@@ -28,7 +28,7 @@ from cadenza.server.limits import ServerLimits
 from cadenza.server.openapi import COUNT, TEXT, AnswerSchema, list_of, object_of, one_of
 from cadenza.server.schemas.body import ObjectOf, label, optional, required, unsupported
 from cadenza.server.schemas.field_types import AnyJson, or_null
-from cadenza.server.schemas.generation import LABEL, sampling_type
+from cadenza.server.schemas.generation import LABEL, SamplingBody, SamplingField
 from cadenza.server.schemas.message_fields import (
     TEXT_BLOCKS,
     MessageMetadata,
@@ -152,7 +152,7 @@ class MessagesBody(ThinkingSwitches):
         )
 
 
-class MessageRequest(MessagesBody, GenerationRequest):
+class MessageRequest(MessagesBody, SamplingBody, GenerationRequest):
     """A body of /v1/messages."""
 
     prompt_field = "messages"
@@ -161,10 +161,10 @@ class MessageRequest(MessagesBody, GenerationRequest):
         "thinking_token_budget": "thinking",
     }
 
-    max_tokens = required(
-        sampling_type("max_tokens"), "Most new tokens; -1: what is left of the context."
+    max_tokens = SamplingField(
+        "Most new tokens; -1: what is left of the context.", is_required=True
     )
-    stop_sequences = optional(sampling_type("stop"), "Texts that end the answer.", default=())
+    stop_sequences = SamplingField("Texts that end the answer.", (), sets="stop")
     metadata = optional(ObjectOf(MessageMetadata), "Labels of the request.")
     service_tier = label(LABEL, "A label: there is one tier.")
     fallbacks = unsupported("falling back to another model", [], "default")
@@ -184,10 +184,6 @@ class MessageRequest(MessagesBody, GenerationRequest):
     def check_together(self, limits: ServerLimits) -> None:
         del limits  # there are no log probabilities
         self.check_conversation()
-
-    def sampling_values(self) -> dict[str, Any]:
-        stop = {"stop": self.stop_sequences} if self.stop_sequences else {}
-        return {**super().sampling_values(), "max_tokens": self.max_tokens, **stop}
 
     @property
     def request_options(self) -> RequestOptions:

@@ -20,8 +20,8 @@ from cadenza.server.dialect import ollama_error
 from cadenza.server.endpoints.blocks import Block, BlockReader
 from cadenza.server.endpoints.conversation import AskedConversation, continuing
 from cadenza.server.endpoints.generating import (
-    CallRequest,
     GeneratingEndpoint,
+    GenerationRequest,
     LogprobEntry,
     check_num_logprobs,
     finite,
@@ -33,7 +33,7 @@ from cadenza.server.limits import ServerLimits
 from cadenza.server.openapi import TEXT, AnswerSchema, object_of
 from cadenza.server.schemas.body import label, optional, unsupported
 from cadenza.server.schemas.field_types import AnyJson, Boolean, Schema, String
-from cadenza.server.schemas.generation import LOGPROBS, MAX_PROMPT_CHARS
+from cadenza.server.schemas.generation import MAX_PROMPT_CHARS, TopLogprobsBody
 from cadenza.server.schemas.images import seen_content
 from cadenza.server.schemas.ollama import (
     ollama_messages,
@@ -45,6 +45,7 @@ from cadenza.server.schemas.structured import ollama_format
 from cadenza.server.schemas.thinking import AskedThinking
 from cadenza.server.schemas.tools import function_tools, tool_use
 from cadenza.server.sse import AnswerHead, PromptInfo, StreamEncoder, Usage
+from cadenza.structured import StructuredOutput
 
 _encode = msgspec.json.encode
 
@@ -75,7 +76,7 @@ def prompt_shape(content: str, thinking: str, calls: Sequence[Members]) -> Membe
     return {"response": content, **({"thinking": thinking} if thinking else {})}
 
 
-class OllamaRequest(CallRequest):
+class OllamaRequest(TopLogprobsBody, GenerationRequest):
     """What both bodies have in common."""
 
     param_names: ClassVar[Mapping[str, str]] = {"thinking_token_budget": "think"}
@@ -84,8 +85,6 @@ class OllamaRequest(CallRequest):
     options = optional(ollama_options, "Sampling, by Ollama's names.")
     format = optional(ollama_format, 'The form of the answer: "json", or a JSON Schema.')
     think = optional(think_type, "Whether the model thinks, or how much.")
-    logprobs = optional(Boolean(), "Log probabilities of each token.", default=False)
-    top_logprobs = optional(LOGPROBS, "And of this many likeliest; with logprobs.")
     keep_alive = label(KEEP_ALIVE, KEEP_ALIVE_HELP)
     truncate = label(Boolean(), "A prompt beyond the context is always refused.")
     shift = label(Boolean(), "An answer always ends where the context does.")
@@ -93,6 +92,10 @@ class OllamaRequest(CallRequest):
     @property
     def form_field(self) -> str | None:
         return None if self.format is None else "format"
+
+    @property
+    def form(self) -> StructuredOutput | None:
+        return self.format
 
     @property
     def shape(self) -> AnswerShape:
@@ -104,18 +107,12 @@ class OllamaRequest(CallRequest):
         raise NotImplementedError
 
     def check_together(self, limits: ServerLimits) -> None:
-        if self.top_logprobs and not self.logprobs:
-            raise invalid_value("top_logprobs needs logprobs; set it to true, too", "top_logprobs")
+        self.check_logprobs()
         check_num_logprobs("top_logprobs", self.top_logprobs or 0, limits)
 
-    def sampling(self, text: TextFrontend) -> SamplingParams:
-        changes: dict[str, Any] = {"max_tokens": None, **(self.options or {})}
-        changes.pop("num_ctx", None)
-        if self.format is not None:
-            changes["structured"] = self.format
-        if self.logprobs:
-            changes["logprobs"] = self.top_logprobs or 0
-        return text.defaults.complete(changes)
+    def sampling_values(self) -> dict[str, Any]:
+        asked = {k: v for k, v in (self.options or {}).items() if k != "num_ctx"}
+        return {**super().sampling_values(), **asked}
 
     @property
     def request_options(self) -> RequestOptions:
@@ -127,13 +124,7 @@ class OllamaRequest(CallRequest):
 
     def encoder(self, head: AnswerHead, usage: Usage, text: TextFrontend) -> StreamEncoder:
         del text  # the answer does not contain the prompt's text
-        num_top_logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        return LineEncoder(head, usage, self.shape, num_top_logprobs)
-
-    def stream_encoder(
-        self, head: AnswerHead, usage: Usage, text: TextFrontend
-    ) -> StreamEncoder | None:
-        return self.encoder(head, usage, text) if self.stream else None
+        return LineEncoder(head, usage, self.shape, self.num_top_logprobs)
 
     def param_of(self, param: str | None) -> str | None:
         found = super().param_of(param)

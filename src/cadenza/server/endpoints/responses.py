@@ -38,7 +38,7 @@ from cadenza.server.schemas.field_types import (
     StringMap,
     or_null,
 )
-from cadenza.server.schemas.generation import LabelledBody, SamplingField, sampling_type
+from cadenza.server.schemas.generation import LabelledBody, SamplingField
 from cadenza.server.schemas.messages import chat_messages, template_variables
 from cadenza.server.schemas.responses import (
     REFERENCE,
@@ -81,9 +81,7 @@ class ResponseRequest(ThinkingSwitches, LabelledBody, GenerationRequest):
     previous_response_id = optional(
         String(min_chars=1, max_chars=256), "The stored response that this one goes on from."
     )
-    max_output_tokens = optional(
-        sampling_type("max_tokens"), "Most new tokens (default: the rest)."
-    )
+    max_output_tokens = SamplingField("Most new tokens (default: the rest).", sets="max_tokens")
     stop = SamplingField("Texts that end the answer.", None)
     tools = optional(response_tools, "Functions and custom tools that the answer may call.")
     tool_choice = optional(
@@ -176,9 +174,6 @@ class ResponseRequest(ThinkingSwitches, LabelledBody, GenerationRequest):
     @property
     def form(self) -> StructuredOutput | None:
         return self._text_format.form
-
-    def sampling_values(self) -> dict[str, Any]:
-        return {**super().sampling_values(), "max_tokens": self.max_output_tokens}
 
     def prompts(self, text: TextFrontend) -> list[ChatPrompt]:
         given, messages = self._conversation

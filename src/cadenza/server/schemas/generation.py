@@ -236,14 +236,21 @@ def sampling_type(name: str) -> FieldType[Any]:
 
 
 class SamplingField(Field[Any]):
-    """One of `SamplingParams`, under its own name, which decides its type."""
+    """One of `SamplingParams`, whose bounds decide its type. `sets`: its name there, where that is
+    another one."""
 
-    def __init__(self, help: str, default: object) -> None:
-        super().__init__(Boolean(), help, default=default, effect=Effect.SAMPLING)
+    def __init__(
+        self, help: str, default: object = None, *, sets: str = "", is_required: bool = False
+    ) -> None:
+        super().__init__(
+            Boolean(), help, default=default, is_required=is_required, effect=Effect.SAMPLING
+        )
+        self.sets = sets
 
     def __set_name__(self, owner: type, name: str) -> None:
         super().__set_name__(owner, name)
-        self.type = sampling_type(name)
+        self.sets = self.sets or name
+        self.type = sampling_type(self.sets)
 
 
 class StreamOptions(DeclaredObject):
@@ -336,6 +343,23 @@ class LabelledBody(SamplingBody):
     )
 
     service_tier = label(LABEL, "A label: there is one tier.")
+
+
+class TopLogprobsBody(Body):
+    """The two fields that ask for log probabilities of an answer to a conversation."""
+
+    logprobs = optional(Boolean(), "Log probabilities of each token.", default=False)
+    top_logprobs = optional(LOGPROBS, "And of this many likeliest; with logprobs.")
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        """The number of likeliest tokens to return; None: no log probabilities."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def check_logprobs(self) -> None:
+        """Raises ApiError (400) where the two do not go together."""
+        if self.top_logprobs and not self.logprobs:
+            raise invalid_value("top_logprobs needs logprobs; set it to true, too", "top_logprobs")
 
 
 class GenerationBody(LabelledBody):
