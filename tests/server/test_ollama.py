@@ -198,6 +198,7 @@ def test_an_answer_ends_at_num_ctx_unless_the_prompt_is_longer(
     assert bound(num_ctx=num_tokens + 5) == 5
     assert bound(num_ctx=num_tokens + 5, num_predict=3) == 3
     assert bound(num_ctx=num_tokens) == bound()
+    assert bound(num_ctx=1 << 20) == bound(), "the context ends it sooner"
 
 
 def test_numbers_that_ask_for_nothing_are_no_numbers(
