@@ -19,6 +19,7 @@ from cadenza.core.step_cost import StepCost
 from cadenza.core.step_schema import ModelInputs
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.model_drafter import DraftModel
+from cadenza.events import Token
 from cadenza.request import Request, SamplingParams
 from cadenza.speculative_config import SpeculativeConfig
 from tests.engine.simulation import VOCAB_SIZE
@@ -106,12 +107,22 @@ class Phase:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Some:
+    """Of so many streams one, how often its drafts are right, and whether it asks for them."""
+
+    every: int
+    accepts: Accepts
+    asks: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """What drafts, how often it is right, and what it costs.
 
     Args:
         drafter: of the second model; None: each stream looks its drafts up.
         scale: of all times, by the number of generated tokens.
+        some: those streams whose drafts are another matter; None for none.
     """
 
     seed: int
@@ -121,6 +132,10 @@ class Case:
     drafter: Machine | None = None
     most: int = 4
     scale: Callable[[int], float] = lambda _: 1.0
+    some: Some | None = None
+
+    def are_some(self, number: int) -> bool:
+        return self.some is not None and number % self.some.every == self.some.every - 1
 
     @property
     def limits(self) -> EngineLimits:
@@ -148,7 +163,9 @@ class Guesses:
     def propose(self, token_ids: list[int], most: int) -> list[int]:
         stream = self.play.stream_of(self.sequence)
         at = len(token_ids) - self.sequence.num_prompt_tokens
-        return [self.play.guess(token_id) for token_id in stream[at : at + most]]
+        guess = self.play.guess
+        number = self.sequence.request_id
+        return [guess(token_id, number) for token_id in stream[at : at + most]]
 
 
 class Always(Drafting):
@@ -167,7 +184,10 @@ class Play:
     is_forced: bool = False
     time: Time = field(default_factory=Time)
     num_tokens: int = 0
+    decode_ms: dict[bool, float] = field(default_factory=lambda: {False: 0.0, True: 0.0})
+    """Behind the first token: of all others, and of all of `some`."""
     _streams: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
+    _newest_ms: dict[int, float] = field(default_factory=dict[int, float])
 
     def __post_init__(self) -> None:
         case, limits = self.case, self.case.limits
@@ -194,8 +214,10 @@ class Play:
         )
         self.engine = EngineCore(target, limits, options)
 
-    def guess(self, token_id: int) -> int:
-        is_right = self._rng.random() < self.case.accepts(self.num_tokens)
+    def guess(self, token_id: int, number: int) -> int:
+        """For the stream of this number."""
+        some = self.case.some if self.case.are_some(number) else None
+        is_right = self._rng.random() < (some or self.case).accepts(self.num_tokens)
         return token_id if is_right else (token_id + 1) % VOCAB_SIZE
 
     def stream_of(self, sequence: Sequence) -> list[int]:
@@ -206,8 +228,11 @@ class Play:
         return found
 
     def _draw(self, inputs: ModelInputs, output: Any) -> Any:
-        drawn = np.array([self.guess(each) for each in output.token_ids.tolist()], np.int32)
-        self._second._last_sampled[inputs.logits.rows[: len(drawn)]] = drawn
+        numbers = {each.row: each.request_id for each in self.engine.scheduler.running}
+        rows = inputs.logits.rows[: len(output.token_ids)]
+        own = zip(output.token_ids.tolist(), rows.tolist(), strict=True)
+        drawn = np.array([self.guess(each, numbers[row]) for each, row in own], np.int32)
+        self._second._last_sampled[rows] = drawn
         return replace(output, token_ids=drawn)
 
     def run(self) -> float:
@@ -221,19 +246,30 @@ class Play:
                 for _ in range(min(left, phase.num_rows - num_open)):
                     self._submit(phase, number)
                     number, left = number + 1, left - 1
-                self.num_tokens += sum(hasattr(e, "token_id") for e in self.engine.step())
+                self._note([e for e in self.engine.step() if isinstance(e, Token)])
                 self.time.scale = self.case.scale(self.num_tokens)
         return self.time.now_ms
+
+    def _note(self, tokens: list[Token]) -> None:
+        self.num_tokens += len(tokens)
+        for number in {each.request_id for each in tokens}:
+            if number in self._newest_ms:
+                self.decode_ms[self.case.are_some(number)] += (
+                    self.time.now_ms - self._newest_ms[number]
+                )
+            self._newest_ms[number] = self.time.now_ms
 
     def _submit(self, phase: Phase, number: int) -> None:
         prompt = tuple(
             (number * 31 + at * 7 + at * at) % VOCAB_SIZE for at in range(phase.num_prompt)
         )
+        some = self.case.some
+        asks = some is not None and some.asks and self.case.are_some(number)
         params = SamplingParams(
             max_tokens=phase.length * (7 + number * 5 % 7) // 10,
             ignore_eos=True,
             temperature=0.0,
-            speculative=None if self.has_drafts else False,
+            speculative=(asks or None) if self.has_drafts else False,
         )
         self.engine.submit(Request(prompt_token_ids=prompt, params=params))
         for sequence in self.engine.scheduler.waiting:
@@ -260,6 +296,15 @@ def best_ratio(case: Case) -> float:
     without_ms = Play(case, has_drafts=False).run()
     forced = [Play(replace(case, most=n), True, True).run() for n in range(1, case.most + 1)]
     return max(1.0, without_ms / min(forced))
+
+
+def stream_ratios(case: Case) -> tuple[float, float]:
+    """Of `some` streams and of the others: the rate with drafts, as a multiple of that without."""
+    plays = [Play(case, has_drafts=has_drafts) for has_drafts in (False, True)]
+    for play in plays:
+        play.run()
+    off, on = [play.decode_ms for play in plays]
+    return off[True] / on[True], off[False] / on[False]
 
 
 def rate_ratio(case: Case) -> float:

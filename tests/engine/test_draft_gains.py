@@ -10,7 +10,17 @@ from hypothesis import strategies as st
 from cadenza.core.draft_ledger import RESERVE, SHARE
 from cadenza.engine.stats import StepMeter
 from tests.by_day import by_day
-from tests.engine.modelled import Accepts, Case, Machine, Phase, Play, best_ratio, rate_ratio
+from tests.engine.modelled import (
+    Accepts,
+    Case,
+    Machine,
+    Phase,
+    Play,
+    Some,
+    best_ratio,
+    rate_ratio,
+    stream_ratios,
+)
 
 LEAST_RATIO = 0.97
 
@@ -104,11 +114,18 @@ DRAFTERS = st.none() | st.builds(
     st.integers(1, 8),
     st.integers(20, 100),
     st.lists(st.floats(0.0, 1.0), min_size=1, max_size=4),
+    st.none() | st.tuples(st.integers(1, 4), st.floats(0.0, 1.0)),
 )
 @settings(max_examples=4)
 def test_whatever_the_costs_and_however_acceptance_changes_no_more_is_lost(
-    target: Machine, drafter: Machine | None, num_rows: int, length: int, chances: list[float]
+    target: Machine,
+    drafter: Machine | None,
+    num_rows: int,
+    length: int,
+    chances: list[float],
+    asking: tuple[int, float] | None,
 ) -> None:
+    """Also where one of several requests asks for drafts."""
     num_streams = num_rows * 500 // length
 
     def accepts(num_tokens: int) -> float:
@@ -120,6 +137,7 @@ def test_whatever_the_costs_and_however_acceptance_changes_no_more_is_lost(
         accepts=accepts,
         target=target,
         drafter=drafter,
+        some=None if asking is None else Some(every=asking[0], accepts=lambda _: asking[1]),
     )
     without_ms = Play(case, has_drafts=False).run()
     most_ms = (1 + SHARE) * without_ms + (RESERVE + 4) * target.step_ms(num_rows)
@@ -141,6 +159,55 @@ def test_good_drafts_keep_what_the_best_number_of_them_would_gain(
     best = best_ratio(played)
     assert best > 1.3
     assert rate_ratio(played) >= 0.95 * best
+
+
+ONE_OF_EIGHT = Case(
+    seed=1,
+    phases=(Phase(num_rows=1, num_streams=24, length=100),),
+    accepts=never,
+    drafter=CHEAP,
+    some=Some(every=8, accepts=lambda _: 0.9),
+)
+
+
+def test_a_request_that_asks_gets_its_gain_beside_others_whose_drafts_never_stay() -> None:
+    """Where all streams draft so well, the best number of drafts gives 2.6 times the rate."""
+    assert ONE_OF_EIGHT.some is not None
+    asking, others = stream_ratios(ONE_OF_EIGHT)
+    some = replace(ONE_OF_EIGHT.some, asks=False)
+    unasked, beside = stream_ratios(replace(ONE_OF_EIGHT, some=some))
+    assert asking > 2.3
+    assert unasked < 1.5, "on one account with the others, whose failures end its drafts"
+    assert others > max(0.985, beside - 0.005), "its trials are not at their cost"
+
+
+@pytest.mark.parametrize("num_prompt", by_day([8, 100, 300], [100]))
+def test_to_ask_is_no_worse_than_to_be_silent_beside_others_whose_drafts_pay(
+    num_prompt: int,
+) -> None:
+    """What they saved pays for the first prompts of requests that ask."""
+    phases = (replace(ONE_OF_EIGHT.phases[0], num_prompt=num_prompt),)
+    case = replace(ONE_OF_EIGHT, phases=phases, accepts=lambda _: 0.9)
+    assert case.some is not None
+    asking, others = stream_ratios(case)
+    unasked, beside = stream_ratios(replace(case, some=replace(case.some, asks=False)))
+    assert asking > 0.97 * unasked > 2
+    assert others > 0.97 * beside
+
+
+def test_requests_that_ask_in_vain_lose_no_more_and_cost_the_others_nothing() -> None:
+    case = replace(ONE_OF_EIGHT, accepts=lambda _: 0.9, some=Some(every=2, accepts=never))
+    asking, others = stream_ratios(case)
+    assert asking > 0.98
+    assert others > 2.3
+    assert rate_ratio(replace(case, accepts=never)) >= 0.985
+
+
+def test_where_all_requests_ask_drafts_are_as_where_none_does() -> None:
+    for chance in (0.0, 0.8):
+        silent = Case(seed=4, phases=LOADS["4 rows"], accepts=lambda _, c=chance: c, drafter=CHEAP)
+        asking = replace(silent, some=Some(every=1, accepts=silent.accepts))
+        assert Play(asking, has_drafts=True).run() == Play(silent, has_drafts=True).run()
 
 
 def test_drafts_that_become_good_are_found() -> None:

@@ -7,7 +7,13 @@ import pytest
 from cadenza.backends.fake import FakeRunner, FakeStepHandle
 from cadenza.core.draft_costs import DecodeCost
 from cadenza.core.draft_plan import MIN_RATIO, DraftChance, plan_drafts
-from cadenza.core.drafts import PROBE_EVERY, SharedAcceptance, drafting_of
+from cadenza.core.drafts import (
+    FIRST_ACCEPTANCE,
+    PROBE_EVERY,
+    Drafting,
+    SharedAcceptance,
+    drafting_of,
+)
 from cadenza.core.step_cost import StepCost
 from cadenza.core.step_schema import ModelInputs
 from cadenza.engine.core import CoreOptions, EngineCore
@@ -52,6 +58,9 @@ def test_a_request_chooses_its_drafts(
     request = Request(prompt_token_ids=(1,), params=params, prediction=prediction)
     drafting = drafting_of(request, config)
     assert (None if drafting is None else drafting.most) == most
+    if drafting is not None:
+        assert drafting.is_asked == (speculative is not None or bool(prediction))
+        assert drafting.group == ("ngram", drafting.is_asked)
 
 
 def test_a_number_of_drafts_may_be_given_by_its_name() -> None:
@@ -328,3 +337,24 @@ def test_sequences_start_from_what_others_have_met_and_some_do_not() -> None:
     starts = [shared.start() for _ in range(2 * PROBE_EVERY)]
     assert sum(start > 0.5 for start in starts) == 2
     assert min(starts) < 0.01
+
+
+def test_a_request_that_asks_starts_from_what_those_that_ask_have_met() -> None:
+    shared = {False: SharedAcceptance(), True: SharedAcceptance()}
+    config = SpeculativeConfig(method="quantised")
+
+    def started(speculative: bool | None) -> Drafting:
+        params = SamplingParams(speculative=speculative)
+        found = drafting_of(Request(prompt_token_ids=(1,), params=params), config, shared)
+        assert found is not None
+        return found
+
+    silent = started(None)
+    for _ in range(1000):
+        silent.learn(2, 1, 0)
+    assert started(None).acceptance < 0.01
+    asking = started(True)
+    assert (asking.acceptance, asking.group) == (FIRST_ACCEPTANCE, ("model", True))
+    for _ in range(1000):
+        asking.learn(2, 1, 0)
+    assert started(True).acceptance < 0.01

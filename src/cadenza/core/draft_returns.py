@@ -5,13 +5,14 @@ less where its sequence runs ahead of others. The drafts are charged with all ti
 without: waiting for the newest tokens, drafting, verifying.
 """
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from cadenza.core.batch import Batch, BatchEntry
 from cadenza.core.draft_costs import DecodeCost
-from cadenza.core.draft_ledger import DraftLedger, DraftOrigin
+from cadenza.core.draft_ledger import DraftGroup, DraftLedger
 from cadenza.core.draft_plan import pace_of, worth_of
 
 MAX_RATIO = 3.0
@@ -21,14 +22,25 @@ far longer, for reasons of the host."""
 NUM_KEPT_NOTES = 4
 
 
+class SpentMs(NamedTuple):
+    """Milliseconds that a second model took before a step for the drafts of a group, and how many
+    of these for what it lacked of the sequences."""
+
+    total: float
+    caught_up: float
+
+
 @dataclass(slots=True)
 class DraftNote:
-    """Of one step: for whose drafts it waited, the milliseconds that a second model took before it,
-    and how many of these were spent on what it lacked of sequences."""
+    """Of one step: the group of each sequence for whose drafts it waited, and what a second model
+    took before it."""
 
-    waited_for: tuple[DraftOrigin, ...] = ()
-    spent_ms: float = 0.0
-    caught_up_ms: float = 0.0
+    waited_for: tuple[DraftGroup, ...] = ()
+    spent: Mapping[DraftGroup, SpentMs] = field(default_factory=dict[DraftGroup, SpentMs])
+
+    @property
+    def spent_ms(self) -> float:
+        return sum([each.total for each in self.spent.values()])
 
 
 class StepTime(NamedTuple):
@@ -49,8 +61,8 @@ class DraftReturns:
     _notes: dict[int, DraftNote] = field(default_factory=dict[int, DraftNote])
     """By the number of the step."""
     _newest: tuple[Batch, StepTime] | None = None
-    _charged: tuple[DraftOrigin, ...] = ()
-    """In the newest step that was charged to any: the one behind it waits for it, too."""
+    _charged: Mapping[DraftGroup, float] = field(default_factory=dict[DraftGroup, float])
+    """Weights, in the newest step that was charged to any: the one behind it waits for it, too."""
 
     def note(self, number: int) -> DraftNote:
         """Of the step of this number; what is noted of others long before is forgotten."""
@@ -82,33 +94,36 @@ class DraftReturns:
         if newest is None or newest[0] is not batch or not newest[1].num_rows:
             return
         time = newest[1]
-        present = _origins(batch.entries)
-        for origin in present:
-            self.ledger.account(origin, time.num_rows).accrue()
+        present = {each.sequence.drafting.group for each in batch.entries if each.sequence.drafting}
+        self.ledger.accrue(present, time.num_rows)
         if time.more_ms is None:
-            self._charged = ()
+            self._charged = {}
             return
         drafting = [entry for entry in batch.entries if entry.drafts]
-        charged = _origins(drafting)
-        if note.spent_ms and "model" not in charged:
-            charged = (*charged, "model")
-        charged = charged or note.waited_for
-        for origin in charged or self._charged:
-            self._enter(origin, drafting, note, time)
-        self._charged = charged
+        self._charged = self._weights(drafting, note)
+        for group in {**self._charged, **note.spent}:
+            self._enter(group, drafting, note, time)
+
+    def _weights(self, drafting: list[BatchEntry], note: DraftNote) -> Mapping[DraftGroup, float]:
+        """By which groups are charged with the time of a step that no second model took."""
+        drafts: Counter[DraftGroup] = Counter()
+        for entry in drafting:
+            drafts[_group_of(entry)] += len(entry.drafts)
+        spent = {group: each.total for group, each in note.spent.items() if each.total}
+        return drafts or spent or Counter(note.waited_for) or self._charged
 
     def _enter(
-        self, origin: DraftOrigin, drafting: list[BatchEntry], note: DraftNote, time: StepTime
+        self, group: DraftGroup, drafting: list[BatchEntry], note: DraftNote, time: StepTime
     ) -> None:
         assert time.more_ms is not None
-        own = [entry for entry in drafting if _origin(entry) == origin]
-        num_all = sum([len(entry.drafts) for entry in drafting])
+        own = [entry for entry in drafting if _group_of(entry) == group]
         more_ms = time.more_ms - note.spent_ms
-        more_ms *= sum([len(entry.drafts) for entry in own]) / num_all if num_all else 1.0
-        account = self.ledger.account(origin, time.num_rows)
-        if origin == "model":
-            more_ms += note.spent_ms - note.caught_up_ms
-            account.invest(note.caught_up_ms / time.base_ms)
+        more_ms *= self._charged.get(group, 0.0) / sum(self._charged.values())
+        account = self.ledger.account(group, time.num_rows)
+        if group in note.spent:
+            spent = note.spent[group]
+            more_ms += spent.total - spent.caught_up
+            account.invest(spent.caught_up / time.base_ms)
         gain = left = 0.0
         if not own:
             gain = left = -more_ms / time.base_ms
@@ -117,7 +132,7 @@ class DraftReturns:
             assert entry.sequence.drafting is not None
             left += entry.sequence.drafting.credit.take(each, time.num_rows)
         account.observe(gain, left)
-        self.ledger.note(origin, time.num_rows)
+        self.ledger.note(group, time.num_rows)
 
 
 def _gains(
@@ -135,16 +150,6 @@ def _gains(
     ]
 
 
-def _origin(entry: BatchEntry) -> DraftOrigin | None:
-    drafting = entry.sequence.drafting
-    return None if drafting is None else drafting.origin
-
-
-def _origins(entries: Iterable[BatchEntry]) -> tuple[DraftOrigin, ...]:
-    """Without repeats."""
-    found: dict[DraftOrigin, None] = {}
-    for entry in entries:
-        origin = _origin(entry)
-        if origin is not None:
-            found[origin] = None
-    return tuple(found)
+def _group_of(entry: BatchEntry) -> DraftGroup:
+    assert entry.sequence.drafting is not None, "it has drafts"
+    return entry.sequence.drafting.group

@@ -5,10 +5,11 @@ and only if it is that token. So drafts decide how many tokens a step gives, nev
 is known of how often drafts of a sequence are accepted, and its pauses.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from cadenza.core.draft_ledger import DraftOrigin, OwnCredit
+from cadenza.core.draft_ledger import DraftGroup, OwnCredit
 from cadenza.core.prompt_lookup import PromptLookup
 from cadenza.figures import Figure
 from cadenza.request import Request
@@ -46,7 +47,7 @@ PROBE_EVERY = 16
 
 @dataclass(slots=True, eq=False)
 class SharedAcceptance:
-    """What the sequences of one drafter have met, from which others start."""
+    """What the sequences of one group have met, from which others start."""
 
     value: float = FIRST_ACCEPTANCE
     _num_started: int = 0
@@ -66,17 +67,19 @@ class Drafting:
     Args:
         source: where its drafts come from; None: from the engine's `Drafter`.
         most: drafts in a step, at most.
+        is_asked: the request asks for drafts.
         acceptance: the chance that a draft is accepted, if those before it were.
         gain: mean number of accepted drafts of a step that asked `source`.
         found: the share of such steps in which it knew some.
         resumes_at: the number of tokens from which the sequence drafts again after a pause.
-        shared: what other sequences with the same `Drafter` meet.
+        shared: what other sequences of the group meet.
         num_accepted: of all its drafts so far.
         credit: what its drafts have saved.
     """
 
     source: DraftSource | None
     most: int
+    is_asked: bool = False
     acceptance: float = FIRST_ACCEPTANCE
     gain: float = 1.0
     found: float = 1.0
@@ -88,8 +91,8 @@ class Drafting:
     _num_tried: int = field(default=0, init=False)
 
     @property
-    def origin(self) -> DraftOrigin:
-        return "model" if self.source is None else "ngram"
+    def group(self) -> DraftGroup:
+        return DraftGroup("model" if self.source is None else "ngram", self.is_asked)
 
     def is_due(self, num_tokens: int) -> bool:
         """False during a pause of a sequence with `num_tokens` tokens."""
@@ -153,7 +156,7 @@ ON_REQUEST = SpeculativeConfig(method="ngram")
 def drafting_of(
     request: Request,
     config: SpeculativeConfig | None,
-    shared: SharedAcceptance | None = None,
+    shared: Mapping[bool, SharedAcceptance] | None = None,
     *,
     placeholder: int | None = None,
 ) -> Drafting | None:
@@ -161,19 +164,24 @@ def drafting_of(
 
     A request turns drafts on and off, and may ask for fewer in a step than the engine's `config`
     allows. A prediction asks for them, too, unless the request turns them off; they are then looked
-    up, whatever the engine's method. `shared` is that of the engine's `Drafter`; `placeholder` is
-    never generated, and so never looked up.
+    up, whatever the engine's method. `shared` is that of the engine's `Drafter`, of requests that
+    ask for drafts and of others: who asks may know that the text is easy to guess, so that it does
+    not start from what others met. `placeholder` is never generated, and so never looked up.
     """
     asked = request.params.drafts
-    if asked is False or (asked is None and config is None and not request.prediction):
+    is_asked = asked is not None or bool(request.prediction)
+    if asked is False or not (is_asked or config):
         return None
     chosen = config or ON_REQUEST
     if chosen.has_model and not request.prediction:
         if shared is None:
             return None
-        acceptance = shared.start()
         return Drafting(
-            source=None, most=_most(request, config), acceptance=acceptance, shared=shared
+            source=None,
+            most=_most(request, config),
+            is_asked=is_asked,
+            acceptance=shared[is_asked].start(),
+            shared=shared[is_asked],
         )
     source = PromptLookup(
         shortest=chosen.prompt_lookup_min,
@@ -181,7 +189,7 @@ def drafting_of(
         prediction=request.prediction,
         placeholder=placeholder,
     )
-    return Drafting(source=source, most=_most(request, config))
+    return Drafting(source=source, most=_most(request, config), is_asked=is_asked)
 
 
 def _most(request: Request, config: SpeculativeConfig | None) -> int:

@@ -5,8 +5,9 @@ Invariants: drafts take only what the step has left over, and no page from other
 only behind its newest token, which has been read.
 """
 
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from statistics import fmean
 from typing import NamedTuple, Protocol
@@ -15,9 +16,9 @@ from cadenza.config import EngineLimits
 from cadenza.core.batch import Batch, BatchEntry
 from cadenza.core.constraint import Lookahead
 from cadenza.core.draft_costs import DecodeCost, DraftCosts
-from cadenza.core.draft_ledger import DraftAccount, DraftLedger, DraftOrigin, OnDrafts
+from cadenza.core.draft_ledger import DraftAccount, DraftGroup, DraftLedger, OnDrafts
 from cadenza.core.draft_plan import DraftNumbers, chance_of, pace_of, plan_drafts
-from cadenza.core.draft_returns import DraftReturns
+from cadenza.core.draft_returns import DraftReturns, SpentMs
 from cadenza.core.drafts import Drafting
 from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.sequence import Sequence
@@ -52,9 +53,9 @@ class DraftStep:
         pace: of its sequences; see `pace_of`.
         wait_ms: what is lost before a step that is scheduled when no step is in flight.
         waits_anyway: the next step waits for this one, whether there are more drafts or not.
-        account: what a second model's drafts have saved; None if it is not known.
-        spent_ms: what a second model took for the drafts.
-        caught_up_ms: of that, for what it lacked of the sequences.
+        accounts: what a second model's drafts have saved, of each group in the step; {} if it is
+            not known.
+        spent: what a second model took for them.
     """
 
     number: int
@@ -64,9 +65,10 @@ class DraftStep:
     pace: float = 1.0
     wait_ms: float = 0.0
     waits_anyway: bool = False
-    account: DraftAccount | None = None
-    spent_ms: float = 0.0
-    caught_up_ms: float = 0.0
+    accounts: Mapping[DraftGroup, DraftAccount] = field(
+        default_factory=dict[DraftGroup, DraftAccount]
+    )
+    spent: Mapping[DraftGroup, SpentMs] = field(default_factory=dict[DraftGroup, SpentMs])
 
     def plan(
         self, wanted: SequenceOf[tuple[Sequence, int]], drafter: StepCost | None = None
@@ -260,8 +262,8 @@ class StepDrafts:
         self._returns.settle(batch)
 
     def _may_draft(self, drafting: Drafting, num_rows: int) -> bool:
-        """Whether its source's drafts pay or are due for a trial, or its own have saved enough."""
-        account = self.ledger.account(drafting.origin, num_rows)
+        """Whether its group's drafts pay or are due for a trial, or its own have saved enough."""
+        account = self.ledger.account(drafting.group, num_rows)
         return account.may_draft or drafting.credit.is_enough(num_rows)
 
     def decide_wait(
@@ -299,8 +301,8 @@ class StepDrafts:
         step = self._step(number, load, running, cost)
         for drafter, own in due:
             if drafter.is_worth(own, step):
-                origin: DraftOrigin = "ngram" if drafter is self._sources else "model"
-                self._returns.note(number).waited_for = (origin,)
+                groups = [each.drafting.group for each in own if each.drafting]
+                self._returns.note(number).waited_for = tuple(groups)
                 return True
         return False
 
@@ -335,10 +337,10 @@ class StepDrafts:
         step.waits_anyway = drafter is not None and bool(has_none)
         self._sources.propose(has_source, step)
         if drafter is not None and has_none:
-            step.account = self.ledger.account("model", len(entries))
+            groups = {slot.drafting.group for slot in has_none}
+            step.accounts = {each: self.ledger.account(each, len(entries)) for each in groups}
             drafter.propose(has_none, step)
-            note = self._returns.note(number)
-            note.spent_ms, note.caught_up_ms = step.spent_ms, step.caught_up_ms
+            self._returns.note(number).spent = step.spent
 
     def _step(
         self, number: int, load: StepLoad, sequences: SequenceOf[Sequence], cost: StepCost | None

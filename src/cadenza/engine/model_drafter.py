@@ -16,7 +16,9 @@ from cadenza.backends.base import Runner, StepHandle
 from cadenza.config import EngineLimits
 from cadenza.core.batch import Batch, BatchEntry
 from cadenza.core.constraint import Lookahead
+from cadenza.core.draft_ledger import DraftGroup
 from cadenza.core.draft_plan import DraftNumbers
+from cadenza.core.draft_returns import SpentMs
 from cadenza.core.drafts import SharedAcceptance
 from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.packing import Packer
@@ -109,6 +111,11 @@ class _Row:
         return self.entry.row
 
     @property
+    def group(self) -> DraftGroup:
+        assert self.sequence.drafting is not None
+        return self.sequence.drafting.group
+
+    @property
     def num_missing(self) -> int:
         """Tokens that are known and not computed."""
         return len(self.sequence.token_ids) - self.start
@@ -140,7 +147,8 @@ class ModelDrafter:
     def __init__(
         self, model: DraftModel, kv_cache: KVCacheManager, clock: Callable[[], float]
     ) -> None:
-        self.acceptance = SharedAcceptance()
+        self.acceptance = {False: SharedAcceptance(), True: SharedAcceptance()}
+        """Of requests that ask for drafts, and of others."""
         self._model = model
         self._kv_cache = kv_cache
         self._clock = clock
@@ -188,7 +196,7 @@ class ModelDrafter:
             self._rests_until = step.number + REST_STEPS
             return
         start_s = self._clock()
-        missing_ms = sum([_catch_up_ms(row, self._cost) for row in rows])
+        missing_ms = [_catch_up_ms(row, self._cost) for row in rows]
         try:
             self._draft(rows, catch_up)
         except Exception:
@@ -197,9 +205,7 @@ class ModelDrafter:
             self._reset()
             return
         finally:
-            step.spent_ms = 1000 * (self._clock() - start_s)
-            missing_ms -= sum([_catch_up_ms(row, self._cost) for row in rows])
-            step.caught_up_ms = min(step.spent_ms, max(0.0, missing_ms))
+            step.spent = _spent(rows, missing_ms, 1000 * (self._clock() - start_s), self._cost)
         for row in rows:
             row.entry.drafts = tuple(row.drafts)
             if row.drafts and row.ahead is not None:
@@ -255,12 +261,12 @@ class ModelDrafter:
         if step.cost is None or cost is None:
             return budget
         plan = step.plan([(row.sequence, row.count) for row in rows], cost)
-        catch_up_ms = 0.0
+        catch_up_ms: dict[DraftGroup, float] = {}
         for row, count in zip(rows, plan.counts, strict=True):
             row.count = count
-            more_ms = catch_up_ms + _catch_up_ms(row, cost)
-            if count and _pays(row, plan, cost) and _is_affordable(more_ms, step):
-                catch_up_ms = more_ms
+            more_ms = catch_up_ms.get(row.group, 0.0) + _catch_up_ms(row, cost)
+            if count and _pays(row, plan, cost) and _is_affordable(more_ms, row.group, step):
+                catch_up_ms[row.group] = more_ms
             elif count:
                 row.count = 0
                 assert row.sequence.drafting is not None
@@ -379,8 +385,29 @@ def _catch_up_ms(row: _Row, cost: StepCost | None) -> float:
     return cost.predict_ms(load) - cost.fixed_ms
 
 
-def _is_affordable(catch_up_ms: float, step: DraftStep) -> bool:
+def _is_affordable(catch_up_ms: float, group: DraftGroup, step: DraftStep) -> bool:
     """Whether drafts have saved as much, or may cost as much on trial."""
-    if step.account is None or step.cost is None or not catch_up_ms:
+    account = step.accounts.get(group)
+    if account is None or step.cost is None or not catch_up_ms:
         return True
-    return step.account.may_invest(catch_up_ms / step.cost.base_ms)
+    return account.may_invest(catch_up_ms / step.cost.base_ms)
+
+
+def _spent(
+    rows: list[_Row], missing_ms: list[float], spent_ms: float, cost: StepCost | None
+) -> dict[DraftGroup, SpentMs]:
+    """By group: what was computed of the `missing_ms` of each row, and a part of the rest by the
+    number of drafts."""
+    caught_up: dict[DraftGroup, float] = {}
+    weights: dict[DraftGroup, int] = {}
+    for row, before_ms in zip(rows, missing_ms, strict=True):
+        done_ms = max(0.0, before_ms - _catch_up_ms(row, cost))
+        caught_up[row.group] = caught_up.get(row.group, 0.0) + done_ms
+        weights[row.group] = weights.get(row.group, 0) + max(1, len(row.drafts))
+    all_ms = sum(caught_up.values())
+    scale = min(1.0, spent_ms / all_ms) if all_ms else 0.0
+    each_ms = (spent_ms - scale * all_ms) / sum(weights.values())
+    return {
+        group: SpentMs(scale * ms + each_ms * weights[group], scale * ms)
+        for group, ms in caught_up.items()
+    }
