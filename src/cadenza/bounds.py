@@ -7,7 +7,7 @@ bounds.
 import re
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Real
 from operator import index
 from typing import Any, cast
@@ -21,12 +21,11 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 @dataclass(frozen=True, slots=True)
 class NumberBound:
-    """A number in [`low`, `high`]; an integer if `is_integer`; may be None if `is_optional`."""
+    """A number in [`low`, `high`]; an integer if `is_integer`."""
 
     low: float
     high: float
     is_integer: bool = False
-    is_optional: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +34,42 @@ class ListBound:
 
     max_items: int
     max_chars: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParameter:
+    """What is declared of a sampling parameter beside its type and default.
+
+    Args:
+        help: for the API's description and the command line.
+        within: its bounds; None: those of its type.
+        renamed: what the bodies of some dialects call it.
+        also: what other engines call it.
+        recommended: the key of generation_config.json by which a model recommends a value.
+    """
+
+    help: str
+    within: NumberBound | ListBound | None = None
+    renamed: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()
+    recommended: str | None = None
+
+
+def parameter(
+    default: Any,
+    help: str,
+    within: tuple[float, float] | ListBound | None = None,
+    *,
+    recommended: str | None = None,
+    **names: str,
+) -> Any:
+    """A dataclass field that is a sampling parameter; the arguments are `SamplingParameter`'s,
+    names as one text with blanks between, and bounds of a number as two, whole if it is."""
+    is_pair = isinstance(within, tuple)
+    bound = NumberBound(*within, is_integer=isinstance(within[0], int)) if is_pair else within
+    lists = {kind: tuple(text.split()) for kind, text in names.items()}
+    declared = SamplingParameter(help=help, within=bound, recommended=recommended, **lists)
+    return field(default=default, metadata={"parameter": declared})
 
 
 MAX_BIASES = 300

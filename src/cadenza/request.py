@@ -7,17 +7,20 @@ Invariant: every `SamplingParams` instance is finite and within bounds.
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import wraps
+from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args
 
 from cadenza.bounds import (
     ListBound,
     NumberBound,
+    SamplingParameter,
     as_biases,
     as_number,
     as_token_ids,
     as_tuple,
+    parameter,
 )
 from cadenza.config import MAX_LOGPROBS_BOUND
 from cadenza.errors import InvalidRequestError, must_be, show
@@ -50,37 +53,10 @@ MAX_BAD_WORD_TOKENS = 1000
 """Tokens of all bad words of a request; each word counts one extra token for its length."""
 
 
-BOUNDS: Mapping[str, NumberBound | ListBound] = {
-    "max_tokens": NumberBound(0, 1 << 31, is_integer=True, is_optional=True),
-    "min_tokens": NumberBound(0, 1 << 31, is_integer=True),
-    "temperature": NumberBound(0.0, 100.0),
-    "top_k": NumberBound(-1, 1 << 31, is_integer=True),
-    "top_p": NumberBound(0.0, 1.0),
-    "min_p": NumberBound(0.0, 1.0),
-    "top_n_sigma": NumberBound(-1.0, 100.0),
-    "seed": NumberBound(-(1 << 63), (1 << 64) - 1, is_integer=True, is_optional=True),
-    "presence_penalty": NumberBound(-2.0, 2.0),
-    "frequency_penalty": NumberBound(-2.0, 2.0),
-    "repetition_penalty": NumberBound(0.01, 100.0),
-    "n": NumberBound(1, 16, is_integer=True),
-    "logprobs": NumberBound(0, MAX_LOGPROBS_BOUND, is_integer=True, is_optional=True),
-    "prompt_logprobs": NumberBound(0, MAX_LOGPROBS_BOUND, is_integer=True, is_optional=True),
-    "truncate_prompt_tokens": NumberBound(1, 1 << 31, is_integer=True, is_optional=True),
-    "stop_token_ids": ListBound(128),
-    "allowed_token_ids": ListBound(1 << 20),
-    "stop": ListBound(64, max_chars=256),
-    "bad_words": ListBound(128, max_chars=256),
-}
-"""Bounds of the numeric and list fields of `SamplingParams`; `BIAS` bounds `logit_bias`."""
-
-_OPTIONAL = frozenset(
-    name for name, bound in BOUNDS.items() if isinstance(bound, NumberBound) and bound.is_optional
-) | {"allowed_token_ids"}
-
 _EMPTY: tuple[()] = ()
 """CPython has a single empty tuple, so `is _EMPTY` recognises defaults without a check."""
 
-_BOOLEANS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
+_MOST = 1 << 31
 
 
 def _takes_vllm_names(kind: type[Kind]) -> type[Kind]:
@@ -109,75 +85,99 @@ class SamplingParams:
     """How to sample a request's tokens, and what to return with them.
 
     Tuples may be given as lists or arrays, `stop` as one string, `logit_bias` as a mapping, and
-    numbers as numpy scalars; they are stored as tuples and Python numbers.
-
-    Args:
-        max_tokens: maximum number of new tokens; `None` means up to `max_model_len`. With 0 only
-            the prompt is computed, for example for `prompt_logprobs`.
-        min_tokens: tokens that would end the stream are not sampled before this many new tokens.
-        temperature: below 1e-5 is greedy.
-        top_k: keep the k most likely tokens; 0 or -1 is off.
-        top_p: keep the smallest set of most likely tokens whose probabilities sum to `top_p`; 0
-            keeps the most likely one.
-        min_p: drop tokens less likely than `min_p` times the most likely one.
-        top_n_sigma: drop tokens whose logit is more than this many standard deviations (of the
-            allowed tokens' logits) below the largest; 0 or less is off.
-        seed: seed of the draws, any integer of 64 bits, with or without a sign; it is stored as the
-            unsigned one of the same bits. `None` derives one from the engine's seed and the request
-            id, and so does -1, which is stored as `None`.
-        presence_penalty: subtracted from the logits of tokens that were generated.
-        frequency_penalty: subtracted once for each time a token was generated.
-        repetition_penalty: divides positive and multiplies negative logits of tokens that are in
-            the prompt or the output.
-        logit_bias: added to logits: (token id, bias) pairs, at most 300.
-        allowed_token_ids: only these tokens are sampled; `None` allows all.
-        bad_words: strings that are not generated.
-        n: number of continuations of the prompt, each with its own seed.
-        ignore_eos: the end-of-sequence token does not stop the request.
-        stop_token_ids: additional tokens that stop it.
-        stop: strings that stop it, at most 64.
-        include_stop_str_in_output: keep the matched stop string in the output.
-        skip_special_tokens: leave special tokens out of the output text.
-        logprobs: return log probabilities of the chosen token and of this many most likely tokens;
-            `None` is off.
-        prompt_logprobs: the same for each prompt token except the first.
-        truncate_prompt_tokens: keep only the last tokens of the prompt; `None` keeps all.
-        structured: the form that the output must have; `None` is any text.
-        structured_outputs: vLLM's name of `structured`, also as a mapping of its members.
-        speculative: whether steps verify drafts, which changes no token: True, False, at most how
-            many in a step, or {"num_speculative_tokens": N}; `None` is as the engine is configured.
-        spec_prefill: whether only a part of the prompt is computed, which changes the answer: a
-            `SpecPrefillChoice`, or a mapping of its members; True is the server's own settings,
-            False the whole prompt; `None` is as the server is configured.
+    numbers as numpy scalars; they are stored as tuples and Python numbers. A field's declaration
+    says all that checks, the API's description, flags and the model's recommendations follow.
 
     Raises:
         InvalidRequestError: a value has the wrong type or is out of bounds.
     """
 
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    top_n_sigma: float = 0.0
-    seed: int | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: Mapping[int, float] | SequenceOf[tuple[int, float]] = ()
-    allowed_token_ids: SequenceOf[int] | None = None
-    bad_words: SequenceOf[str] = ()
-    n: int = 1
-    ignore_eos: bool = False
-    stop_token_ids: SequenceOf[int] = ()
-    stop: SequenceOf[str] = ()
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    truncate_prompt_tokens: int | None = None
-    structured: StructuredOutput | None = None
+    max_tokens: int | None = parameter(
+        16,
+        "Most new tokens.",
+        (0, _MOST),
+        renamed="max_completion_tokens max_output_tokens",
+        also="max_new_tokens n_predict num_predict",
+        recommended="max_new_tokens",
+    )
+    """None: up to `max_model_len`. 0: only the prompt is computed, say for `prompt_logprobs`."""
+    min_tokens: int = parameter(
+        0,
+        "No end before this many new tokens.",
+        (0, _MOST),
+        also="min_new_tokens",
+        recommended="min_new_tokens",
+    )
+    temperature: float = parameter(
+        1.0,
+        "Randomness; below 1e-5 always takes the likeliest token.",
+        (0.0, 100.0),
+        recommended="temperature",
+    )
+    top_k: int = parameter(
+        0, "Keep this many likeliest tokens; 0 and -1 are off.", (-1, _MOST), recommended="top_k"
+    )
+    top_p: float = parameter(
+        1.0, "Keep the likeliest tokens of this mass; 0 keeps one.", (0.0, 1.0), recommended="top_p"
+    )
+    min_p: float = parameter(
+        0.0,
+        "Drop tokens less likely than this times the likeliest.",
+        (0.0, 1.0),
+        recommended="min_p",
+    )
+    top_n_sigma: float = parameter(
+        0.0,
+        "Drop tokens this many standard deviations of the logits below the largest; 0 and -1 are "
+        "off.",
+        (-1.0, 100.0),
+    )
+    seed: int | None = parameter(
+        None, "Fixes the randomness; -1 is none.", (-(1 << 63), (1 << 64) - 1)
+    )
+    """Any integer of 64 bits, with or without a sign, stored as the unsigned one of the same bits.
+    None, as which -1 is stored: derived from the engine's seed and the request's id."""
+    presence_penalty: float = parameter(
+        0.0, "Taken off the logit of each generated token.", (-2.0, 2.0)
+    )
+    frequency_penalty: float = parameter(
+        0.0, "Taken off a token's logit once for each time it was generated.", (-2.0, 2.0)
+    )
+    repetition_penalty: float = parameter(
+        1.0,
+        "Divides positive logits of tokens of prompt and output, and multiplies negative ones.",
+        (0.01, 100.0),
+        also="repeat_penalty",
+        recommended="repetition_penalty",
+    )
+    logit_bias: Mapping[int, float] | SequenceOf[tuple[int, float]] = parameter(
+        (), 'Added to the logits of at most 300 tokens, as {"12": -5}.'
+    )
+    allowed_token_ids: SequenceOf[int] | None = parameter(
+        None, "No other token is chosen.", ListBound(1 << 20)
+    )
+    bad_words: SequenceOf[str] = parameter((), "Texts that are not generated.", ListBound(128, 256))
+    n: int = parameter(1, "Answers to each prompt, each with its own seed.", (1, 16))
+    ignore_eos: bool = parameter(False, "Go on after the end-of-sequence token.")
+    stop_token_ids: SequenceOf[int] = parameter((), "Tokens that end the answer.", ListBound(128))
+    stop: SequenceOf[str] = parameter(
+        (),
+        "Texts that end the answer, at most 64.",
+        ListBound(64, 256),
+        renamed="stop_sequences",
+    )
+    include_stop_str_in_output: bool = parameter(False, "Show the text that stopped it.")
+    skip_special_tokens: bool = parameter(True, "Leave special tokens out of the text.")
+    logprobs: int | None = parameter(
+        None, "Log probabilities of chosen tokens and this many others.", (0, MAX_LOGPROBS_BOUND)
+    )
+    prompt_logprobs: int | None = parameter(
+        None, "Log probabilities of the prompt's tokens.", (0, MAX_LOGPROBS_BOUND)
+    )
+    truncate_prompt_tokens: int | None = parameter(
+        None, "Keep this many tokens of the prompt's end.", (1, _MOST), also="truncate"
+    )
+    structured: StructuredOutput | None = parameter(None, "The form of the answer.")
     if TYPE_CHECKING:
         structured_outputs: StructuredOutput | Mapping[str, Any] | None = None
     else:
@@ -186,8 +186,16 @@ class SamplingParams:
         def structured_outputs(self) -> StructuredOutput | None:
             return self.structured
 
-    speculative: bool | int | Mapping[str, int] | None = None
-    spec_prefill: bool | SpecPrefillChoice | None = None
+    speculative: bool | int | Mapping[str, int] | None = parameter(
+        None,
+        "Verify drafts, which changes no token: true, false, or at most how many in a step; "
+        "otherwise as --speculative-config says.",
+    )
+    spec_prefill: bool | SpecPrefillChoice | None = parameter(
+        None,
+        "Compute only a part of a long prompt, which changes the answer: false is all of it, true "
+        "as the server is configured, or an object of keep, threshold, when and spans.",
+    )
 
     def __post_init__(self) -> None:
         for name, bound in BOUNDS.items():
@@ -254,6 +262,16 @@ class SamplingParams:
                 "or more, or leave it out",
                 param="allowed_token_ids",
             )
+
+
+PARAMETERS: Mapping[str, SamplingParameter] = {
+    each.name: each.metadata["parameter"] for each in fields(SamplingParams)
+}
+DEFAULTS: Mapping[str, Any] = {each.name: each.default for each in fields(SamplingParams)}
+BOUNDS = {name: each.within for name, each in PARAMETERS.items() if each.within is not None}
+"""Of numbers and lists; `BIAS` bounds `logit_bias`."""
+_OPTIONAL = {each.name for each in fields(SamplingParams) if NoneType in get_args(each.type)}
+_BOOLEANS = tuple(each.name for each in fields(SamplingParams) if each.type is bool)
 
 
 Pooling = Literal["last", "mean"]

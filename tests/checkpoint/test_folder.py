@@ -110,6 +110,8 @@ def test_what_generation_config_asks_for_and_is_not_applied_is_named(tmp_path: P
     "content",
     [
         {"repetition_penalty": 0},
+        {"repetition_penalty": 0.005},
+        {"repetition_penalty": 101},
         {"max_new_tokens": 0},
         {"temperature": -1},
         {"top_p": 2},

@@ -213,7 +213,6 @@ def test_sampling_flags_change_only_what_was_given():
     assert parse("--top-p", "0.5", "--min-p", "0.1")[1].changes() == {
         "top_p": 0.5,
         "min_p": 0.1,
-        "ignore_eos": False,
     }
 
 

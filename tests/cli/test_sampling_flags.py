@@ -91,7 +91,7 @@ def test_a_form_may_be_a_file(tmp_path: Path, flag: str):
 
 
 def test_what_is_not_given_is_left_to_the_model():
-    assert SamplingFlags().changes() == {"ignore_eos": False}
+    assert SamplingFlags().changes() == {}
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,9 @@ import pytest
 from hypothesis import strategies
 from openai.types import chat, completion_create_params
 
+from cadenza.bounds import NumberBound
 from cadenza.frontend.text_frontend import TextFrontend
-from cadenza.request import BOUNDS, SamplingParams
+from cadenza.request import BOUNDS, DEFAULTS, PARAMETERS, SamplingParams
 from cadenza.server.errors import ApiError
 from cadenza.server.limits import ServerLimits
 from cadenza.server.schemas.body import DeclaredObject, Effect
@@ -157,6 +158,23 @@ def test_each_sampling_field_is_one_of_sampling_params() -> None:
         assert sampling | {"logprobs", "structured"} == own
         assert sampling == set(SAMPLES)
     assert set(BOUNDS) <= own
+
+
+@pytest.mark.parametrize("name", OPENAI_BODIES)
+def test_a_sampling_field_is_described_as_the_parameter_is_declared(name: str) -> None:
+    for field in BODIES[name].fields.values():
+        if field.effect is not Effect.SAMPLING or field.is_alias or field.name == "max_tokens":
+            continue
+        declared, default = PARAMETERS[field.name], DEFAULTS[field.name]
+        assert (field.help, field.default) == (declared.help, None if default == () else default)
+        if isinstance(declared.within, NumberBound):
+            schema = field.type.schema()
+            assert (schema["minimum"], schema["maximum"]) == (
+                declared.within.low,
+                declared.within.high,
+            )
+        for other in (*declared.renamed, *declared.also):
+            assert BODIES[name].fields[other].target in (field.name, other), other
 
 
 @pytest.mark.parametrize("name", OPENAI_BODIES)

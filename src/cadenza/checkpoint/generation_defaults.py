@@ -7,11 +7,20 @@ Invariant: a key that would change sampling is either a field here or named in `
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
+from cadenza.bounds import NumberBound
 from cadenza.checkpoint.json_object import JsonObject, read_json_object
+from cadenza.request import PARAMETERS
 
 GENERATION_FILE = "generation_config.json"
-MAX_COUNT = 1 << 31
+
+_BOUNDS = {
+    each.recommended: each.within
+    for each in PARAMETERS.values()
+    if each.recommended is not None and isinstance(each.within, NumberBound)
+}
+"""Of the keys that recommend a sampling parameter: a request could have each of the values."""
 
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "assistant_early_exit": (),
@@ -91,26 +100,21 @@ def parse_generation_defaults(raw: JsonObject) -> GenerationDefaults:
     Raises:
         CheckpointError: a value has the wrong type or is out of bounds.
     """
-    temperature = _number(raw, "temperature", 0.0, 100.0)
+    found = {key: _recommended(raw, key, bound) for key, bound in _BOUNDS.items()}
     if raw.has("do_sample") and not raw.flag("do_sample", True):
-        temperature = 0.0
+        found["temperature"] = 0.0
     return GenerationDefaults(
-        temperature=temperature,
-        top_k=_integer(raw, "top_k", -1),
-        top_p=_number(raw, "top_p", 1e-6, 1.0),
-        min_p=_number(raw, "min_p", 0.0, 1.0),
-        repetition_penalty=_number(raw, "repetition_penalty", 1e-3, 1e3),
-        min_new_tokens=_integer(raw, "min_new_tokens", 0),
-        max_new_tokens=_integer(raw, "max_new_tokens", 1),
+        **found,
         unapplied=tuple(
             key for key in _NEUTRAL if raw.has(key) and raw.get(key) not in _NEUTRAL[key]
         ),
     )
 
 
-def _number(raw: JsonObject, key: str, low: float, high: float) -> float | None:
-    return raw.number(key, low, high) if raw.has(key) else None
-
-
-def _integer(raw: JsonObject, key: str, low: int) -> int | None:
-    return raw.integer(key, low, MAX_COUNT) if raw.has(key) else None
+def _recommended(raw: JsonObject, key: str, bound: NumberBound) -> Any:
+    if not raw.has(key):
+        return None
+    if not bound.is_integer:
+        return raw.number(key, bound.low, bound.high)
+    least = 1 if key == "max_new_tokens" else int(bound.low)
+    return raw.integer(key, least, int(bound.high))

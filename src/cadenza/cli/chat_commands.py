@@ -21,6 +21,7 @@ from cadenza.cli.options import whole_or_auto, with_flags
 from cadenza.cli.report import counted, harmless
 from cadenza.cli.sampling_flags import FORMS, SamplingFlags
 from cadenza.errors import InvalidRequestError
+from cadenza.request import PARAMETERS
 
 ENDS = ("/bye", "/exit", "/quit")
 RETRY = "/retry"
@@ -38,15 +39,12 @@ HELP = """\
 \"\"\"              begin and end a message of several lines; pasted lines are one message anyway
 A message whose first word looks like a command: begin it with a blank."""
 
-ALIASES = {
-    "num_predict": "max_tokens",
-    "n_predict": "max_tokens",
-    "repeat_penalty": "repetition_penalty",
-}
-"""Names that Ollama and llama.cpp have for the same."""
-
 _WORD = re.compile(r"/[\w?-]*(?=\s|$)")
 _SETTABLE = {field.name for field in fields(SamplingFlags)} | {"max_tokens"}
+ALIASES = {
+    other: name for name in PARAMETERS if name in _SETTABLE for other in PARAMETERS[name].also
+}
+"""Names that other engines have for the same."""
 _SWITCHES = {"on": True, "true": True, "off": False, "false": False}
 
 

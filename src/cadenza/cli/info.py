@@ -383,14 +383,13 @@ def _experts(shape: "ModelConfig") -> dict[str, int | None]:
 
 def _text(checkpoint: "Checkpoint", config: EngineConfig) -> dict[str, Any]:
     """The tokenizer, the template, and the recommended sampling if it is followed."""
+    from cadenza.frontend.sampling_defaults import DESCRIBED
     from cadenza.text import Tokenizer
 
     source = checkpoint.tokenizer_source
     defaults = checkpoint.generation_defaults
     is_followed = config.generation_config == "auto"
-    recommended = {
-        key: getattr(defaults, key) for key in ("temperature", "top_k", "top_p", "min_p")
-    }
+    recommended = {name: getattr(defaults, name) for name in DESCRIBED}
     return {
         "tokenizer": None if source is None else source.name,
         "tokenizer_vocab_size": None if source is None else Tokenizer(source).vocab_size,

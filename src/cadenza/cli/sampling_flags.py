@@ -1,16 +1,19 @@
 """The flags of sampling parameters: `SamplingFlags`, shared by `generate` and `chat`.
 
-Owns their names and the parsing of those that hold several values. Invariant: a flag that is not
-given leaves its field as the checkpoint recommends it.
+They follow from `request.PARAMETERS`. Owns the parsing of those that hold several values.
+Invariant: a flag that is not given leaves its field as the checkpoint recommends it.
 """
 
 import json
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, make_dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from cadenza.bounds import NumberBound, SamplingParameter
 from cadenza.cli.options import parsed
 from cadenza.option import flag
+from cadenza.request import DEFAULTS, PARAMETERS
 from cadenza.structured import StructuredOutput
 
 FORMS = {"json_schema": "json", "regex": "regex", "choice": "choice", "grammar": "grammar"}
@@ -67,66 +70,47 @@ def _number(value: object) -> float:
     return value
 
 
-def _recommended(help: str) -> Any:
-    return flag(None, f"{help} (default: the model's).")
+_OF_COMMANDS = (
+    *("max_tokens", "n", "logprobs", "prompt_logprobs", "truncate_prompt_tokens"),
+    *("structured", "spec_prefill"),
+)
+"""Parameters whose flags are a command's own, or below."""
+
+_SEED_HELP = (
+    "Seed of every request, whose answer then does not depend on its place among the prompts "
+    "(default: one for each, derived from 0 and its place)."
+)
+_PARSED: Mapping[str, Mapping[str, Any]] = {
+    "logit_bias": {"parser": token_biases, "metavar": "JSON"},
+    "speculative": {"parser": speculative, "metavar": "true|false|N"},
+}
 
 
-def _token_ids(help: str) -> Any:
-    return flag(None, help, parser=token_ids, metavar="ID,ID,…")
+def _flag_of(name: str, declared: SamplingParameter) -> tuple[str, Any, Any]:
+    """The name, type and flag of a parameter; None is as the checkpoint recommends."""
+    help, within, settings = declared.help, declared.within, _PARSED.get(name, {})
+    if declared.recommended is not None or DEFAULTS[name] is True:
+        default = "on" if declared.recommended is None else "the model's"
+        help = f"{help.removesuffix('.')} (default: {default})."
+    kind: Any = bool if isinstance(DEFAULTS[name], bool) else Any
+    if isinstance(within, NumberBound):
+        kind = int if within.is_integer else float
+    elif within is not None and within.max_chars is not None:
+        kind, help, settings = list[str], f"{help} Repeatable.", {"metavar": "TEXT"}
+    elif within is not None:
+        settings = {"parser": token_ids, "metavar": "ID,ID,…"}
+    if name == "seed":
+        return name, kind | None, flag(None, _SEED_HELP, has_variable=True)
+    return name, kind | None, flag(None, help, **settings)
+
+
+_FLAGS = [_flag_of(name, each) for name, each in PARAMETERS.items() if name not in _OF_COMMANDS]
+_Declared: Any = make_dataclass("_Declared", _FLAGS, kw_only=True, frozen=True, slots=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingFlags:
-    """How tokens are chosen and where an answer ends; None is as the checkpoint recommends."""
-
-    temperature: float | None = _recommended("Randomness; 0 always takes the likeliest token")
-    top_k: int | None = _recommended("Choose among the k likeliest tokens")
-    top_p: float | None = _recommended("Choose among the likeliest tokens of mass p")
-    min_p: float | None = _recommended(
-        "Leave out tokens less likely than p times the likeliest one"
-    )
-    top_n_sigma: float | None = flag(
-        None,
-        "Leave out tokens whose logits are this many standard deviations below the highest one.",
-    )
-    seed: int | None = flag(
-        None,
-        "Seed of every request, whose answer then does not depend on its place among the prompts "
-        "(default: one for each, derived from 0 and its place).",
-        has_variable=True,
-    )
-    presence_penalty: float | None = flag(
-        None, "Subtracted from the logit of every token that the answer already has."
-    )
-    frequency_penalty: float | None = flag(None, "The same, once for each time it occurs.")
-    repetition_penalty: float | None = _recommended(
-        "Above 1, makes tokens of prompt and answer less likely"
-    )
-    logit_bias: dict[int, float] | None = flag(
-        None, 'Added to the logits of tokens, as {"12": -5}.', parser=token_biases, metavar="JSON"
-    )
-    allowed_token_ids: tuple[int, ...] | None = _token_ids("The only tokens that may be chosen.")
-    bad_words: list[str] | None = flag(
-        None, "A text that the answer may not contain; can be given repeatedly.", metavar="TEXT"
-    )
-    min_tokens: int | None = _recommended("Tokens before which nothing ends the answer")
-    stop: list[str] | None = flag(
-        None, "A text that ends the answer; up to 64 times.", metavar="TEXT"
-    )
-    include_stop_str_in_output: bool | None = flag(None, "Keep the text that ended the answer.")
-    stop_token_ids: tuple[int, ...] | None = _token_ids("Tokens that end the answer.")
-    ignore_eos: bool = flag(False, "Continue after the end-of-sequence token.")
-    skip_special_tokens: bool | None = flag(
-        None, "Leave special tokens out of the text (default: on)."
-    )
-
-    speculative: int | None = flag(
-        None,
-        "Whether steps verify drafts (true, false), or at most how many in a step "
-        "(default: as --speculative-config says).",
-        parser=speculative,
-        metavar="true|false|N",
-    )
+class SamplingFlags(_Declared):
+    """How tokens are chosen and where an answer ends."""
 
     whole_prompt: bool = flag(False, "Compute the whole prompt, whatever --spec-prefill says.")
 

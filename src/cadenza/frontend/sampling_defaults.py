@@ -6,30 +6,23 @@ invalid.
 """
 
 from collections.abc import Mapping
-from dataclasses import fields
 from operator import index
 from typing import Any, Literal, cast
 
 from cadenza.checkpoint import ASSUMED_OF_GGUF, GenerationDefaults
 from cadenza.errors import InvalidRequestError, show
 from cadenza.option import is_integer
-from cadenza.request import SamplingParams
+from cadenza.request import DEFAULTS, PARAMETERS, SamplingParams
 
-_OWN: dict[str, Any] = {field.name: field.default for field in fields(SamplingParams)}
-FIELD_NAMES = tuple(_OWN)
+FIELD_NAMES = tuple(PARAMETERS)
 
 _RECOMMENDABLE = {
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "min_tokens": "min_new_tokens",
-    "max_tokens": "max_new_tokens",
+    name: each.recommended for name, each in PARAMETERS.items() if each.recommended is not None
 }
-"""Maps fields of `SamplingParams` to fields of `GenerationDefaults`."""
+"""Maps sampling parameters to fields of `GenerationDefaults`."""
 
-_DESCRIBED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+DESCRIBED = tuple(name for name in _RECOMMENDABLE if not name.endswith("_tokens"))
+"""Those that are no lengths."""
 
 SamplingSource = Literal["model", "llama.cpp", "neutral"]
 """Where the defaults come from: the checkpoint's recommendations; what llama.cpp assumes of a GGUF
@@ -51,21 +44,21 @@ class SamplingDefaults:
     def source(self) -> SamplingSource:
         if self._assumed:
             return "llama.cpp"
-        return "model" if self._values.keys() & set(_DESCRIBED) else "neutral"
+        return "model" if self._values.keys() & set(DESCRIBED) else "neutral"
 
     @property
     def described(self) -> dict[str, int | float]:
         """How tokens are drawn for a request that sets nothing."""
-        own: dict[str, int | float] = {name: _OWN[name] for name in _DESCRIBED}
+        own: dict[str, int | float] = {name: DEFAULTS[name] for name in DESCRIBED}
         return {name: self._values.get(name, value) for name, value in own.items()}
 
     @property
     def sentence(self) -> str:
         """What is drawn with, and why, for a person."""
         if self.source == "neutral":
-            return f"temperature {_OWN['temperature']:g}, no cuts"
+            return f"temperature {DEFAULTS['temperature']:g}, no cuts"
         values = self._values
-        shown = ", ".join(f"{name} {values[name]:g}" for name in _DESCRIBED if name in values)
+        shown = ", ".join(f"{name} {values[name]:g}" for name in DESCRIBED if name in values)
         if not self._assumed:
             return f"{shown} (as the model recommends)"
         is_all = self._assumed == tuple(ASSUMED_OF_GGUF)
@@ -101,6 +94,6 @@ class SamplingDefaults:
             asked = given.get("min_tokens")
             least = index(cast(int, asked)) if is_integer(asked) else 1
             values["max_tokens"] = max(least, int(longest if room is None else min(longest, room)))
-        most = values.get("max_tokens", _OWN["max_tokens"])
+        most = values.get("max_tokens", DEFAULTS["max_tokens"])
         if shortest is not None and "min_tokens" not in given and is_integer(most):
             values["min_tokens"] = min(int(shortest), most)

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 
 from cadenza.errors import ConfigError
-from cadenza.request import Request
+from cadenza.request import PARAMETERS, Request
 from cadenza.server_link import ServerLink
 from cadenza.verification.modes import Stream, TokenRecord
 
@@ -22,29 +22,10 @@ RETRY_S = 0.1
 MAX_RETRIES = 1000
 MAX_MESSAGE_CHARS = 300
 
-PLAIN_FIELDS = (
-    "max_tokens",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "top_n_sigma",
-    "seed",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "allowed_token_ids",
-    "bad_words",
-    "min_tokens",
-    "stop_token_ids",
-    "ignore_eos",
-    "n",
-    "logprobs",
-    "prompt_logprobs",
-)
-"""The members of `SamplingParams` that a body holds as they are."""
+PLAIN_FIELDS = tuple(name for name in PARAMETERS if name not in ("logit_bias", "structured"))
+"""The parameters that a body holds as they are."""
 
-SENT_OPTIONS = frozenset({*PLAIN_FIELDS, "logit_bias", "structured"})
+SENT_OPTIONS = frozenset(PARAMETERS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,7 +60,7 @@ class EmbeddingRequest(PooledRequest):
         POOLING,
         "The last token's state, or the mean of all tokens'; otherwise as the model asks for.",
     )
-    truncate_prompt_tokens = SamplingField("Keep this many tokens of the input's end.", None)
+    truncate_prompt_tokens = SamplingField("Keep this many tokens of the input's end.")
     add_special_tokens = optional(
         Boolean(), "Put around a text what the tokenizer puts around texts.", default=True
     )

@@ -164,7 +164,7 @@ class MessageRequest(MessagesBody, SamplingBody, GenerationRequest):
     max_tokens = SamplingField(
         "Most new tokens; -1: what is left of the context.", is_required=True
     )
-    stop_sequences = SamplingField("Texts that end the answer.", (), sets="stop")
+    stop_sequences = SamplingField(sets="stop")
     metadata = optional(ObjectOf(MessageMetadata), "Labels of the request.")
     service_tier = label(LABEL, "A label: there is one tier.")
     fallbacks = unsupported("falling back to another model", [], "default")
@@ -249,7 +249,7 @@ class MessageEncoder(BlockEncoder):
         if output is None:
             return {"stop_reason": None, "stop_sequence": None}
         match output.finish_reason:
-            case "stop" if output.stop_reason in self._request.stop_sequences:
+            case "stop" if output.stop_reason in (self._request.stop_sequences or ()):
                 return {"stop_reason": "stop_sequence", "stop_sequence": str(output.stop_reason)}
             case "stop":
                 has_calls = any(block.kind == "tool_call" for block in self._reader.blocks)

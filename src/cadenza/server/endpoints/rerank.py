@@ -93,7 +93,7 @@ class RerankRequest(PooledRequest):
         POOLING,
         "Of the embeddings that are compared; otherwise as the model asks for.",
     )
-    truncate_prompt_tokens = SamplingField("Keep this many tokens of each text's end.", None)
+    truncate_prompt_tokens = SamplingField("Keep this many tokens of each text's end.")
     user = optional(LABEL, "Who asks; it goes into the log's line.")
 
     stream = unsupported("a stream of scores", False)

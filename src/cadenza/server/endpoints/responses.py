@@ -82,7 +82,7 @@ class ResponseRequest(ThinkingSwitches, LabelledBody, GenerationRequest):
         String(min_chars=1, max_chars=256), "The stored response that this one goes on from."
     )
     max_output_tokens = SamplingField("Most new tokens (default: the rest).", sets="max_tokens")
-    stop = SamplingField("Texts that end the answer.", None)
+    stop = SamplingField()
     tools = optional(response_tools, "Functions and custom tools that the answer may call.")
     tool_choice = optional(
         response_tool_choice,

@@ -1,18 +1,18 @@
 """The fields that several endpoints that generate accept, in bodies that extend each other.
 
-Sampling fields take their bounds from `request.BOUNDS`; `GenerationBody` has every field of
+Sampling fields are those of `request.PARAMETERS`; `GenerationBody` has every field of
 OpenAI's and vLLM's schemas of completions. Invariant: every value is used, or has no effect by its
 meaning, or is refused by name.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast, get_args
+from typing import Any, ClassVar, cast, get_args
 
 from cadenza.bounds import BIAS, MAX_BIASES, ListBound
 from cadenza.config import MAX_LOGPROBS_BOUND
 from cadenza.errors import show
-from cadenza.request import BOUNDS, MAX_DRAFTS, MAX_PRIORITY
+from cadenza.request import BOUNDS, DEFAULTS, MAX_DRAFTS, MAX_PRIORITY, PARAMETERS
 from cadenza.server.errors import invalid_value
 from cadenza.server.schemas.body import (
     Body,
@@ -236,21 +236,24 @@ def sampling_type(name: str) -> FieldType[Any]:
 
 
 class SamplingField(Field[Any]):
-    """One of `SamplingParams`, whose bounds decide its type. `sets`: its name there, where that is
-    another one."""
+    """One of `SamplingParams`, whose declaration is the field's. `sets`: its name there, where that
+    is another one."""
 
-    def __init__(
-        self, help: str, default: object = None, *, sets: str = "", is_required: bool = False
-    ) -> None:
-        super().__init__(
-            Boolean(), help, default=default, is_required=is_required, effect=Effect.SAMPLING
-        )
+    def __init__(self, help: str = "", *, sets: str = "", is_required: bool = False) -> None:
+        super().__init__(Boolean(), help, is_required=is_required, effect=Effect.SAMPLING)
         self.sets = sets
 
     def __set_name__(self, owner: type, name: str) -> None:
         super().__set_name__(owner, name)
-        self.sets = self.sets or name
-        self.type = sampling_type(self.sets)
+        self.sets = sets = self.sets or name
+        self.type = sampling_type(sets)
+        self.help = self.help or PARAMETERS[sets].help
+        if sets != "max_tokens" and DEFAULTS[sets] != ():  # endpoints have lengths of their own
+            self.default = DEFAULTS[sets]
+
+
+_OF_CHOICES = ("max_tokens", "stop", "n", "logprobs", "prompt_logprobs", "structured")
+"""Parameters that not all endpoints have, or under other names or in other forms."""
 
 
 class StreamOptions(DeclaredObject):
@@ -289,38 +292,9 @@ class CallBody(Body):
 class SamplingBody(CallBody, OtherEnginesBody):
     """Also the fields that all endpoints that generate have in common."""
 
-    temperature = SamplingField("Below 1e-5 always takes the likeliest token.", 1.0)
-    top_p = SamplingField("Keep the likeliest tokens of this mass.", 1.0)
-    top_k = SamplingField("Keep this many likeliest tokens; 0 and -1 are off.", 0)
-    min_p = SamplingField("Drop tokens less likely than this times the likeliest.", 0.0)
-    top_n_sigma = SamplingField(
-        "Drop tokens this many standard deviations of the logits below the largest; 0 and -1 are "
-        "off.",
-        0.0,
-    )
-    presence_penalty = SamplingField("Taken off the logit of each generated token.", 0.0)
-    frequency_penalty = SamplingField("The same, once for each time.", 0.0)
-    repetition_penalty = SamplingField("Divides logits of tokens of prompt and output.", 1.0)
-    seed = SamplingField("Fixes the randomness; -1 is none.", None)
-    min_tokens = SamplingField("No end before this many new tokens.", 0)
-    stop_token_ids = SamplingField("Tokens that end the answer.", None)
-    include_stop_str_in_output = SamplingField("Show the text that stopped it.", False)
-    ignore_eos = SamplingField("Go on after the end-of-sequence token.", False)
-    logit_bias = SamplingField("Added to the logits of tokens.", None)
-    bad_words = SamplingField("Texts that are not generated.", None)
-    allowed_token_ids = SamplingField("No other token is chosen.", None)
-    skip_special_tokens = SamplingField("Special tokens have no text.", True)
-    truncate_prompt_tokens = SamplingField("Keep this many tokens of the prompt's end.", None)
-    speculative = SamplingField(
-        "Verify drafts, which changes no token: true, false, or at most how many in a step; "
-        "otherwise as the server is configured.",
-        None,
-    )
-    spec_prefill = SamplingField(
-        "Compute only a part of a long prompt, which changes the answer: false is all of it, true "
-        "as the server is configured, or an object of keep, threshold, when and spans.",
-        None,
-    )
+    more: ClassVar[Mapping[str, Field[Any]]] = {
+        name: SamplingField() for name in PARAMETERS if name not in _OF_CHOICES
+    }
 
     stream = optional(Boolean(), "Send the answer as it comes.", default=False)
 
@@ -365,10 +339,10 @@ class TopLogprobsBody(Body):
 class GenerationBody(LabelledBody):
     """Also what completions and chat completions have in common."""
 
-    max_tokens = SamplingField("Most new tokens (completions 16; chat: the rest).", None)
-    stop = SamplingField("Texts that end the answer, at most 64.", None)
-    n = SamplingField("Answers to each prompt.", 1)
-    prompt_logprobs = SamplingField("Log probabilities of the prompt's tokens.", None)
+    max_tokens = SamplingField("Most new tokens (completions 16; chat: the rest).")
+    stop = SamplingField()
+    n = SamplingField()
+    prompt_logprobs = SamplingField()
 
     response_format = optional(answer_format, "The answer's form: text, or JSON.")
     structured_outputs = optional(one_form, "The answer's form, of which one member is given.")

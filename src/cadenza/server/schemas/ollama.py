@@ -36,11 +36,10 @@ from cadenza.server.schemas.field_types import (
 from cadenza.server.schemas.generation import sampling_type
 from cadenza.server.schemas.images import OLLAMA_IMAGES, ollama_images, seen_content
 from cadenza.server.schemas.messages import ChatMessage, chat_messages
+from cadenza.server.schemas.other_engines import PENALTIES
 
 _UNBOUNDED = 0
 """At most this: as many tokens as there is room for."""
-_NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-"""The penalties, by `SamplingParams`' names."""
 
 
 def _option(type: FieldType[Any]) -> Field[Any]:
@@ -88,9 +87,9 @@ def ollama_options(name: str, value: object) -> dict[str, Any]:
         options["repetition_penalty"] = options.pop("repeat_penalty")
     window = options.pop("repeat_last_n", -1)
     counts_newlines = options.pop("penalize_newline", True)
-    penalties = [key for key, neutral in _NEUTRAL.items() if options.get(key, neutral) != neutral]
+    penalties = [key for key, neutral in PENALTIES.items() if options.get(key, neutral) != neutral]
     if not window:
-        options |= {key: _NEUTRAL[key] for key in penalties}
+        options |= {key: PENALTIES[key] for key in penalties}
     elif penalties and window > 0:
         raise not_built(f"{name}.repeat_last_n", "a penalty of the last tokens only", (-1, 0))
     elif penalties and not counts_newlines:

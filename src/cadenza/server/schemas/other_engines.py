@@ -9,6 +9,7 @@ no request is answered as if such a field were not there.
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from cadenza.request import DEFAULTS, PARAMETERS
 from cadenza.server.errors import invalid_value, not_built
 from cadenza.server.schemas.body import Alias, Body, Field, label, labels, optional, unsupported
 from cadenza.server.schemas.field_types import (
@@ -21,7 +22,8 @@ from cadenza.server.schemas.field_types import (
 
 _HINT = AnyJson(max_chars=16 << 10)
 _WHOLE_WINDOW = -1
-_PENALTIES = {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
+PENALTIES = {name: off for name, off in DEFAULTS.items() if name.endswith("_penalty")}
+"""Of the text so far, each with the value that penalises nothing."""
 _INLINED = ("extra_body", "options")
 
 
@@ -36,8 +38,14 @@ def _each(names: str, what: str, *harmless: object) -> dict[str, Field[Any]]:
     return {name: unsupported(what, *harmless) for name in names.split()}
 
 
-def _aliases(names: str, *targets: str) -> dict[str, Field[Any]]:
-    return {name: Alias(*targets) for name in names.split()}
+def _names_of_parameters() -> dict[str, Field[Any]]:
+    """Other names of sampling parameters, for what a body calls each of them."""
+    found: dict[str, Field[Any]] = {}
+    for name, each in PARAMETERS.items():
+        declared = (name, *each.renamed)
+        names = (*(declared if each.renamed else ()), *each.also)
+        found |= {other: Alias(*declared) for other in names}
+    return found
 
 
 _BANNED = "banning tokens by another field than logit_bias (-100)"
@@ -148,19 +156,8 @@ class OtherEnginesBody(Body):
     extra_body = optional(any_object, "Its members count as fields of the body.")
     options = optional(any_object, "Ollama's; its members count as fields of the body.")
     more: ClassVar[Mapping[str, Field[Any]]] = {
-        **_aliases(
-            "max_tokens max_completion_tokens max_output_tokens max_new_tokens n_predict "
-            "num_predict",
-            "max_tokens",
-            "max_completion_tokens",
-            "max_output_tokens",
-        ),
-        **_aliases("min_new_tokens", "min_tokens"),
-        **_aliases("repeat_penalty", "repetition_penalty"),
-        **_aliases("stop", "stop_sequences"),
-        **_aliases("stop_sequences", "stop"),
-        **_aliases("template_vars", "chat_template_kwargs"),
-        **_aliases("truncate", "truncate_prompt_tokens"),
+        **_names_of_parameters(),
+        "template_vars": Alias("chat_template_kwargs"),
         **_SAMPLERS,
         **_FORMS,
         **_PROMPT,
@@ -172,7 +169,7 @@ class OtherEnginesBody(Body):
     def checked(cls, given: Mapping[str, object]) -> dict[str, Any]:
         values = super().checked(_inlined(given))
         window = values.get("repeat_last_n")
-        penalties = {values.get(name, off) == off for name, off in _PENALTIES.items()}
+        penalties = {values.get(name, off) == off for name, off in PENALTIES.items()}
         if window not in (None, _WHOLE_WINDOW) and penalties != {True}:
             what = "a window of the penalties, which cover the whole of prompt and output,"
             raise not_built("repeat_last_n", what, (_WHOLE_WINDOW,))
