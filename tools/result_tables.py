@@ -201,7 +201,7 @@ def command_rows(run: Run) -> Iterable[tuple[str, ...]]:
     rates = [f"{name} {machine[name]}" for name in ("memory", "multiply") if name in machine]
     cores = "1 core" if machine["cores"] == 1 else f"{machine['cores']} cores"
     where = "; ".join([f"{cores} of an {machine['cpu']}", *rates])
-    if machine["kind"] in ("NVIDIA H100", "Simulated", "Any machine"):
+    if machine["kind"].startswith("NVIDIA ") or machine["kind"] in ("Simulated", "Any machine"):
         where = machine["cpu"]
     about = "; ".join(filter(None, (where, run.conditions)))
     for at, (name, engine) in enumerate(run.engines.items()):

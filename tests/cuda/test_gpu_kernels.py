@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu.kernels import CSRC, ROOT, find_cards, progress, provide
+from tests.gpu.kernels import CSRC, ROOT, find_cards, progress, provide, provide_faults
 from tests.tools.test_cuda_library import group
 
 SOURCES = sorted(each.name for each in CSRC.glob("cuda/*.cu"))
@@ -55,8 +55,16 @@ class Machine:
         path = self.folder / "compiled"
         return path.read_text().splitlines() if path.exists() else []
 
+    @property
+    def faulty(self) -> Path:
+        return self.folder / "faults" / "_cuda.so"
+
     def provide(self, **environment: str) -> dict[str, object]:
         return provide(self.folder / "out", self.library, environment)
+
+    def provide_faults(self, limit_s: float = 60, **environment: str) -> str:
+        out = self.folder / "out"
+        return provide_faults(out, self.faulty, ("sm_90",), environment, limit_s)
 
 
 @pytest.fixture
@@ -116,7 +124,7 @@ def test_a_library_for_other_cards_or_older_than_its_sources_is_compiled_anew(
 
 def test_a_library_that_is_named_is_taken_if_it_has_code_for_the_card(machine: Machine) -> None:
     named = machine.folder / "elsewhere.so"
-    with pytest.raises(SystemExit, match=r"elsewhere\.so: there is no such file; `make cuda`"):
+    with pytest.raises(SystemExit, match=r"there is no such file; `make -C csrc cuda`"):
         machine.provide(CADENZA_GPU_LIBRARY=str(named))
     named.write_bytes(group((2, 80), (1, 90)))
     with pytest.raises(SystemExit, match=r"no code for sm_90; make one by .* CUDA_ARCHS=90"):
@@ -126,6 +134,33 @@ def test_a_library_that_is_named_is_taken_if_it_has_code_for_the_card(machine: M
     assert machine.provide(CADENZA_GPU_LIBRARY=str(named))["targets"] == ("sm_90",)
     assert machine.library.read_bytes() == named.read_bytes()
     assert machine.compiled() == []
+
+
+def test_the_library_with_faults_is_compiled_or_taken_and_nothing_ends_without_it(
+    machine: Machine,
+) -> None:
+    found = machine.provide_faults(CADENZA_GPU_FAULTS_LIBRARY="absent.so")
+    assert found.startswith("not there: CADENZA_GPU_FAULTS_LIBRARY=absent.so: there is no such")
+    machine.cannot_compile("sampling.cu")
+    assert "not there: the kernels were not built" in machine.provide_faults()
+    assert not machine.faulty.exists()
+    machine.cannot_compile("")
+    assert machine.provide_faults() == "compiled"
+    assert all("-DCADENZA_FAULTS" in line for line in machine.compiled() if ".cu" in line)
+    assert machine.provide_faults() == "was there"
+    named = machine.folder / "elsewhere.so"
+    named.write_bytes(group((2, 80), (2, 90)))
+    told = machine.provide_faults(CADENZA_GPU_FAULTS_LIBRARY=str(named))
+    assert told == f"CADENZA_GPU_FAULTS_LIBRARY={named}"
+    assert machine.faulty.read_bytes() == named.read_bytes()
+
+
+def test_a_compiler_of_faults_that_takes_too_long_is_ended(machine: Machine) -> None:
+    machine.script("nvcc", "#!/bin/sh\nsleep 60\n")
+    began = time.monotonic()
+    told = machine.provide_faults(1)
+    assert told == "not there: not compiled within 1 s; another run goes on"
+    assert time.monotonic() < began + 30
 
 
 def test_a_machine_without_a_fit_card_is_told_so(machine: Machine) -> None:
@@ -158,7 +193,7 @@ def test_the_script_leaves_its_report_where_there_is_no_card(machine: Machine) -
     report = (out / "report.md").read_text()
     assert (ran.returncode, ran.stderr) == (1, "")
     assert report in ran.stdout
-    assert report.startswith("# 0 of 13 steps passed\n")
+    assert report.startswith("# 0 of 18 steps passed\n")
     assert "| kernels | failed, exit 1 | 0 of " in report
     assert "| proof | skipped: the kernels are not there |" in report
     assert "no devices were found" in (out / "report.json").read_text()

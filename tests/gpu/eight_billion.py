@@ -1,6 +1,6 @@
 """Writes a model of Llama-3.1-8B's shape, whose layers all have the same random weights.
 
-    python -m tests.gpu.eight_billion FOLDER
+    python -m tests.gpu.eight_billion FOLDER [LAYERS]
 
 Random numbers for one layer take seconds, those for all would take minutes, and the time of a step
 does not depend on them.
@@ -76,5 +76,5 @@ def _write_safetensors(path: Path, tensors: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    write(Path(sys.argv[1]), shape_of_8b())
+    write(Path(sys.argv[1]), shape_of_8b(*map(int, sys.argv[2:])))
     print(json.dumps({"written": sys.argv[1]}))

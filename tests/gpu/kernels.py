@@ -1,6 +1,7 @@
-"""The library of kernels for the card at hand: one that is there, or compiled for this card alone.
+"""The library of kernels for the card at hand, and the one with faults: those that are there, or
+compiled for this card alone.
 
-python -m tests.gpu.kernels OUT
+    python -m tests.gpu.kernels OUT LIMIT_S
 """
 
 import json
@@ -9,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +19,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
 PACKAGE = ROOT / "src" / "cadenza"
+FAULTY = CSRC / "build" / "native" / "faults" / "_cuda.so"
 NAMED = "CADENZA_GPU_LIBRARY"
+FAULTY_NAMED = "CADENZA_GPU_FAULTS_LIBRARY"
 OLDEST = (8, 0)
 
 
@@ -42,7 +46,7 @@ def provide(out: Path, library: Path, environment: Mapping[str, str]) -> dict[st
     cards = find_cards()
     found = {"device": cards.name, "targets": cards.targets}
     if named := environment.get(NAMED):
-        _take(Path(named), library, cards)
+        _take(NAMED, Path(named), library, cards.targets)
         return found | {"library": f"{NAMED}={named}"}
     if is_current(library) and not targets_without_code(library, cards.targets):
         return found | {"library": "was there"}
@@ -50,15 +54,42 @@ def provide(out: Path, library: Path, environment: Mapping[str, str]) -> dict[st
     return found | {"library": "compiled"}
 
 
-def _take(named: Path, library: Path, cards: Cards) -> None:
+def provide_faults(
+    out: Path,
+    library: Path,
+    targets: Sequence[str],
+    environment: Mapping[str, str],
+    limit_s: float,
+) -> str:
+    """As `provide`, of the library with faults at `library`; says what became of it. Only the
+    checks with faults need it, so nothing ends without one."""
+    try:
+        if named := environment.get(FAULTY_NAMED):
+            _take(FAULTY_NAMED, Path(named), library, targets)
+            return f"{FAULTY_NAMED}={named}"
+        if is_current(library) and not targets_without_code(library, targets):
+            return "was there"
+        library.unlink(missing_ok=True)  # of other sources, or for other cards
+        words = [*cuda_words(out, library, targets), f"FAULTY_CUDA_LIBRARY={library}"]
+        _make(out, "cuda-faults", words, limit_s)
+    except SystemExit as error:
+        return f"not there: {error}"
+    return "compiled"
+
+
+def _take(name: str, named: Path, library: Path, targets: Sequence[str]) -> None:
+    target = "cuda" if name == NAMED else "cuda-faults"
     if not named.is_file():
-        raise SystemExit(f"{NAMED}={named}: there is no such file; `make cuda` makes one")
-    if lacking := targets_without_code(named, cards.targets):
         raise SystemExit(
-            f"{NAMED}={named} has no code for {', '.join(lacking)}; make one by `make -C csrc "
-            f"cuda CUDA_ARCHS={lacking[0][3:]}`, or leave {NAMED} out"
+            f"{name}={named}: there is no such file; `make -C csrc {target}` makes one"
+        )
+    if lacking := targets_without_code(named, targets):
+        raise SystemExit(
+            f"{name}={named} has no code for {', '.join(lacking)}; make one by `make -C csrc "
+            f"{target} CUDA_ARCHS={lacking[0][3:]}`, or leave {name} out"
         )
     if named.resolve() != library.resolve():
+        library.parent.mkdir(parents=True, exist_ok=True)
         new = library.with_name(library.name + ".new")
         shutil.copyfile(named, new)
         new.replace(library)
@@ -145,7 +176,7 @@ def _nvcc() -> str:
         ) from None
 
 
-def _make(out: Path, target: str, words: list[str]) -> None:
+def _make(out: Path, target: str, words: list[str], limit_s: float | None = None) -> None:
     """By as many jobs as there are CPUs; ends with the last lines of its log if it fails."""
     import jaxlib
 
@@ -153,21 +184,28 @@ def _make(out: Path, target: str, words: list[str]) -> None:
     jobs = f"-j{len(os.sched_getaffinity(0))}"
     include = Path(jaxlib.__file__).parent / "include"
     words = [*words, f"PYTHON={sys.executable}", f"FFI_INCLUDE={include}"]
-    with log.open("a") as file:
-        made = subprocess.run(
-            ("make", "-C", str(CSRC), jobs, target, *words), stdout=file, stderr=file, check=False
-        )
-    if made.returncode != 0:
+    command = ("make", "-C", str(CSRC), jobs, target, *words)
+    with log.open("a") as file, subprocess.Popen(command, stdout=file, stderr=file) as making:
+        try:
+            code = making.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            making.terminate()  # its jobs end with it
+            making.wait()
+            raise SystemExit(f"not compiled within {limit_s:.0f} s; another run goes on") from None
+    if code != 0:
         last = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
         raise SystemExit(f"the kernels were not built; {progress(out)}; {log} ends with:\n{last}")
 
 
-def main(out: Path) -> None:
+def main(out: Path, limit_s: float) -> None:
+    ends = time.monotonic() + limit_s
     found = provide(out, PACKAGE / "_cuda.so", os.environ)
     if not [*PACKAGE.glob("_native.*")]:  # packs quantised weights, and computes in tests
         _make(out, "library", [])
-    print(json.dumps(found))
+    left_s = max(1.0, ends - time.monotonic())
+    faults = provide_faults(out, FAULTY, found["targets"], os.environ, left_s)
+    print(json.dumps(found | {"faults": faults}))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), float(sys.argv[2]))

@@ -37,6 +37,8 @@ def outcome(name: str, result: Result | None) -> str:
     if result["exit"] is None:
         return f"cut after {result['seconds']} s"
     found, needs = result.get("found") or {}, READINGS[name].needs
+    if "skipped" in found:
+        return f"skipped: {found['skipped']}"
     verdict = found.get("verdict")
     if result["exit"] == VERDICTS.get(verdict):
         return str(verdict)
@@ -113,6 +115,18 @@ def _host(found: Any) -> str:
     )
 
 
+def _families(found: Any) -> str:
+    lines = found["last_lines"]
+    passed = [name for name, line in lines.items() if " PASS " in f"{line} "]
+    others = [f"{name}: {line}" for name, line in lines.items() if name not in passed]
+    return "; ".join([f"{len(passed)} of {len(lines)} PASS", *others])
+
+
+def _profile(found: Any) -> str:
+    top = [f"{name} {share:.3g} %" for name, share in found["top"]]
+    return f"{found['case']}: {', '.join(top)}"
+
+
 _VERIFY = Reading(
     figure=lambda found: str(found["last_line"]),
     near="PASS",
@@ -125,7 +139,9 @@ _SHARES = (
 
 READINGS: Mapping[str, Reading] = {
     "kernels": Reading(
-        figure=lambda found: f"{found['library']}: {' '.join(found['targets'])}",
+        figure=lambda found: (
+            f"{found['library']}: {' '.join(found['targets'])}; with faults: {found['faults']}"
+        ),
         near="",
         look="`build.log`; after a cut run the script again, which goes on",
     ),
@@ -138,8 +154,22 @@ READINGS: Mapping[str, Reading] = {
     "verify bfloat16": _VERIFY,
     "verify float32": _VERIFY,
     "verify int8": _VERIFY,
+    "self-test": Reading(
+        figure=lambda found: str(found["last_line"]),
+        near="PASS, every fault caught",
+        look="`missed` names faults; without a library with faults nothing is tested",
+    ),
+    "verify families": Reading(
+        figure=_families, near="all PASS", look="`cadenza verify --shape` of the one that differs"
+    ),
+    "weights of 1B and 135M": Reading(
+        figure=lambda found: "written", near="3 GB", look="space where the cache folder is"
+    ),
     "weights of 8B": Reading(
         figure=lambda found: "written", near="16 GB", look="space where `OUT` is"
+    ),
+    "weights of 8B, 8 layers": Reading(
+        figure=lambda found: "written", near="6 GB", look="space where `OUT` is"
     ),
     "throughput 8B": Reading(
         figure=_throughput,
@@ -154,7 +184,9 @@ READINGS: Mapping[str, Reading] = {
         figure=_throughput, near="no goal", look="`host share`: a small model's step is short"
     ),
     "attention": Reading(
-        figure=lambda found: f"{_joined(found['percent'])} % at {' / '.join(found['at'])}",
+        figure=lambda found: (
+            f"{_joined(found['percent'])} %, {_joined(found['us'])} µs at {' / '.join(found['at'])}"
+        ),
         near="88 % of the read rate at 64×4000, 60 % at 8×1000",
         look="csrc/cuda/attention.cu",
     ),
@@ -168,10 +200,16 @@ READINGS: Mapping[str, Reading] = {
         near="the host's part below the step's",
         look="whether the step is one graph: csrc/cuda/graphs.cu",
     ),
+    "kernel profile": Reading(
+        figure=_profile,
+        near="products first, then attention",
+        look="`kernels.json` has every kernel of every case",
+        needs="top",
+    ),
     "kernel tests": Reading(
         figure=lambda found: " ".join(found["last"]),
         near="all passed",
-        look="`failed` has the names of tests",
+        look="`failed` has the names of tests, `output` their errors",
     ),
 }
 """By the names of steps."""
