@@ -199,6 +199,19 @@ def test_the_script_leaves_its_report_where_there_is_no_card(machine: Machine) -
     assert "no devices were found" in (out / "report.json").read_text()
 
 
+def test_the_script_keeps_the_folders_of_packages(machine: Machine) -> None:
+    machine.script("python", '#!/bin/sh\necho "$PYTHONPATH"\n')
+    environment = {**os.environ, "PYTHON": "python", "PYTHONPATH": "/packages"}
+    ran = subprocess.run(
+        (ROOT / "tests" / "gpu" / "run.sh", machine.folder),
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ran.stdout == f"{ROOT}/src:{ROOT}/benchmarks:{ROOT}:/packages\n"
+
+
 def test_the_step_at_hand_ends_with_the_script(machine: Machine) -> None:
     held = machine.folder / "held"
     os.mkfifo(held)

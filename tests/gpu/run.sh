@@ -15,5 +15,5 @@ case $out in
 /*) ;;
 *) out=$PWD/$out ;;
 esac
-export PYTHONPATH="$PWD/src:$PWD/benchmarks:$PWD" CADENZA_CACHE_DIR="${CADENZA_CACHE_DIR:-$out/cache}"
+export PYTHONPATH="$PWD/src:$PWD/benchmarks:$PWD${PYTHONPATH:+:$PYTHONPATH}" CADENZA_CACHE_DIR="${CADENZA_CACHE_DIR:-$out/cache}"
 exec "${PYTHON:-python3}" -m tests.gpu.measure "$out"
