@@ -19,7 +19,7 @@ from cadenza.backends import find_backend
 from cadenza.backends.base import RunnerSetup
 from cadenza.backends.xla.ops.native import NativeOps
 from cadenza.backends.xla.runner import XlaRunner
-from cadenza.checkpoint import named_shape, write_random_checkpoint
+from cadenza.checkpoint import read_shape, write_random_checkpoint
 from cadenza.checkpoint.weights import open_weights
 from cadenza.config import EngineLimits
 from cadenza.core.step_schema import ModelInputs
@@ -82,10 +82,11 @@ def main() -> None:
         num_pages=max(lengths) // PAGE_SIZE,
         max_num_queued_reqs=1,
     )
-    model = replace(named_shape(options.shape), max_position_embeddings=max(lengths))
+    shape = read_shape(options.shape)
+    model = replace(shape.config, max_position_embeddings=max(lengths))
     setup = RunnerSetup(limits=limits, dtype="bfloat16", fill=0.0, scores_prompts=True)
     with tempfile.TemporaryDirectory() as folder:
-        write_random_checkpoint(model, Path(folder) / "model", seed=0, dtype="bfloat16")
+        write_random_checkpoint(shape, Path(folder) / "model", seed=0, dtype="bfloat16")
         runner = XlaRunner(model, open_weights(Path(folder) / "model"), setup, NativeOps)
     runner.warmup()
     for length in lengths:

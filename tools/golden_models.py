@@ -14,17 +14,15 @@ import numpy.typing as npt
 
 from cadenza.checkpoint import (
     Checkpoint,
-    ModelConfig,
     declare,
-    format_model_config,
-    named_shape,
     open_checkpoint,
     open_weights,
+    read_shape,
 )
 from cadenza.checkpoint.config_json import CONFIG_FILE
 from cadenza.checkpoint.dtypes import FORMAT_OF_NAME, StoredDType
 from cadenza.checkpoint.gguf.types import TENSOR_TYPES
-from cadenza.checkpoint.random_checkpoint import NoiseSource, write_drawn_checkpoint
+from cadenza.checkpoint.random_checkpoint import NoiseSource, Shape, write_drawn_checkpoint
 from cadenza.checkpoint.safetensors_writer import NewTensor, Part, write_shards
 
 Bytes = npt.NDArray[np.uint8]
@@ -41,9 +39,9 @@ _DEVIATION_OF_SUM = 37_837.23
 def open_model(shape: str, stored: str | None, folder: Path) -> Checkpoint:
     """The model of a tiny shape, written into an empty folder: in float32, or as `STORED` does."""
     if stored is None:
-        _write_drawn(named_shape(shape), folder / "model")
+        _write_drawn(read_shape(shape), folder / "model")
         return open_checkpoint(folder / "model")
-    return open_checkpoint(STORED[stored](named_shape(shape), folder))
+    return open_checkpoint(STORED[stored](read_shape(shape), folder))
 
 
 def random_bytes(name: str, count: int) -> Bytes:
@@ -54,9 +52,9 @@ def random_bytes(name: str, count: int) -> Bytes:
     return drawn.view(np.uint8)[:count]
 
 
-def _write_drawn(config: ModelConfig, folder: Path) -> None:
+def _write_drawn(shape: Shape, folder: Path) -> None:
     source = NoiseSource(seed=SEED, draw=_even_noise)
-    write_drawn_checkpoint(config, folder, source, dtype="float32")
+    write_drawn_checkpoint(shape, folder, source, dtype="float32")
 
 
 def _even_noise(generator: np.random.Generator, count: int) -> npt.NDArray[np.float32]:
@@ -70,10 +68,10 @@ def _even_noise(generator: np.random.Generator, count: int) -> npt.NDArray[np.fl
 # Folders with some tensors in another form
 
 
-def _write_float8(config: ModelConfig, folder: Path) -> Path:
+def _write_float8(shape: Shape, folder: Path) -> Path:
     """Linears in float8_e4m3 with a scale for each block of 128 x 128 elements."""
-    tensors = _drawn_tensors(config, folder / "plain")
-    for spec in declare(config):
+    tensors = _drawn_tensors(shape, folder / "plain")
+    for spec in declare(shape.config):
         if spec.kind == "linear" and len(spec.shape) == 2:
             rows, columns = spec.shape
             codes = random_bytes(spec.name, rows * columns).reshape(rows, columns)
@@ -86,12 +84,12 @@ def _write_float8(config: ModelConfig, folder: Path) -> Path:
             tensors[spec.name] = ("float8_e4m3", own)
             tensors[f"{spec.name}_scale_inv"] = ("float32", scales)
     method = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
-    return _write_folder(folder / "model", config, tensors, method)
+    return _write_folder(folder, tensors, method)
 
 
-def _write_mxfp4(config: ModelConfig, folder: Path) -> Path:
+def _write_mxfp4(shape: Shape, folder: Path) -> Path:
     """Experts in MXFP4, as gpt-oss stores them."""
-    tensors = _drawn_tensors(config, folder / "plain")
+    tensors = _drawn_tensors(shape, folder / "plain")
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
         if ".experts." not in name:
             continue
@@ -101,18 +99,18 @@ def _write_mxfp4(config: ModelConfig, folder: Path) -> Path:
         exponents = 120 + random_bytes(f"scales of {name}", codes.size // 16).reshape(groups) % 3
         tensors[f"{name}_blocks"] = ("uint8", codes)
         tensors[f"{name}_scales"] = ("uint8", exponents.astype(np.uint8))
-    return _write_folder(folder / "model", config, tensors, {"quant_method": "mxfp4"})
+    return _write_folder(folder, tensors, {"quant_method": "mxfp4"})
 
 
-def _drawn_tensors(config: ModelConfig, folder: Path) -> Tensors:
-    _write_drawn(config, folder)
+def _drawn_tensors(shape: Shape, folder: Path) -> Tensors:
+    _write_drawn(shape, folder)
     weights = open_weights(folder)
     return {name: ("float32", np.asarray(weights[name])) for name in weights}
 
 
-def _write_folder(
-    folder: Path, config: ModelConfig, tensors: Tensors, method: Mapping[str, object]
-) -> Path:
+def _write_folder(path: Path, tensors: Tensors, method: Mapping[str, object]) -> Path:
+    """The settings are those in `plain`."""
+    folder = path / "model"
     folder.mkdir()
     parts = [
         Part(
@@ -122,7 +120,8 @@ def _write_folder(
         for name, (dtype, array) in tensors.items()
     ]
     write_shards(folder, parts)
-    settings = {**format_model_config(config), "quantization_config": method}
+    settings = json.loads((path / "plain" / CONFIG_FILE).read_bytes())
+    settings["quantization_config"] = method
     (folder / CONFIG_FILE).write_text(json.dumps(settings), encoding="utf-8")
     return folder
 
@@ -163,7 +162,7 @@ _LAYER = {
 }
 
 
-def _write_gguf(config: ModelConfig, folder: Path) -> Path:  # noqa: ARG001  a shape of its own
+def _write_gguf(model: Shape, folder: Path) -> Path:  # noqa: ARG001  a shape of its own
     """A Llama of blocks of 256 elements, whose matrices have every type that is read, in turns."""
     import gguf
 
@@ -250,7 +249,7 @@ def _half_bytes(values: npt.NDArray[np.float32]) -> Bytes:
     return values.astype("<f2").view(np.uint8).reshape(-1, 2)
 
 
-STORED: Mapping[str, Callable[[ModelConfig, Path], Path]] = {
+STORED: Mapping[str, Callable[[Shape, Path], Path]] = {
     "gguf": _write_gguf,
     "mxfp4": _write_mxfp4,
     "float8": _write_float8,

@@ -26,8 +26,8 @@ from rich.progress import track
 
 from cadenza.checkpoint import (
     Checkpoint,
-    named_shape,
     open_checkpoint,
+    read_shape,
     write_random_checkpoint,
 )
 from cadenza.checkpoint.random_checkpoint import text_shape_names
@@ -75,8 +75,9 @@ def all_cases() -> Iterator[Case]:
 def record(case: Case) -> Digests:
     """Runs a case's requests twice in a large pool, then in a pool that forces preemption."""
     with tempfile.TemporaryDirectory(prefix="cadenza-bits-") as folder:
-        shape = named_shape(case.shape)
-        write_random_checkpoint(shape, Path(folder), seed=7, dtype="float32")
+        named = read_shape(case.shape)
+        shape = named.config
+        write_random_checkpoint(named, Path(folder), seed=7, dtype="float32")
         checkpoint = open_checkpoint(Path(folder))
         longest = LONG_PROMPT if case.ops == "native" else SHORT_PROMPT
         context = min(longest + MAX_TOKENS, shape.max_position_embeddings)

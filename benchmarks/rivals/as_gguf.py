@@ -21,7 +21,7 @@ import json
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,7 @@ from gguf import GGMLQuantizationType as Kind
 
 from cadenza.bench.checkpoints import write_random_tokenizer
 from cadenza.checkpoint import ModelConfig, declare, named_shape, open_checkpoint
-from cadenza.checkpoint.config_json import parse_model_config
-from cadenza.checkpoint.config_writer import format_model_config
+from cadenza.checkpoint.layer_kind import DeltaShape
 from cadenza.checkpoint.random_checkpoint import distribution_of
 from cadenza.checkpoint.tensor_spec import TensorSpec
 from cadenza.checkpoint.tokenizer_files import TOKENIZER_FILE
@@ -142,7 +141,7 @@ def add_states(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_ssm_time_step_rank(heads)
     writer.add_ssm_inner_size(heads * config["linear_value_head_dim"])
     writer.add_rope_dimension_sections([11, 11, 10, 0])
-    interval = config["layer_types"].index("full_attention") + 1
+    interval = config["full_attention_interval"]
     writer.add_uint32(f"{writer.arch}.full_attention_interval", interval)
 
 
@@ -155,9 +154,8 @@ def add_shape(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_key_length(config["head_dim"])
     writer.add_value_length(config["head_dim"])
-    share = config["rope_parameters"].get("partial_rotary_factor", 1.0)
-    writer.add_rope_dimension_count(int(config["head_dim"] * share))
-    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_rope_dimension_count(config["rotary_dim"])
+    writer.add_rope_freq_base(config["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
     if "num_experts" in config:
@@ -352,15 +350,41 @@ def drawn_codes(
 
 
 def settings_of(config: ModelConfig) -> dict[str, Any]:
-    return json.loads(json.dumps(format_model_config(config)))
+    """By the names of config.json."""
+    found: dict[str, Any] = {
+        "model_type": config.family,
+        "max_position_embeddings": config.max_position_embeddings,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "rotary_dim": config.rope.rotary_dim,
+        "rope_theta": config.rope.theta,
+        "rms_norm_eps": config.rms_norm_eps,
+        "vocab_size": config.vocab_size,
+    }
+    if (experts := config.experts) is not None:
+        found["num_experts"] = experts.num_experts
+        found["num_experts_per_tok"] = experts.num_chosen
+        found["moe_intermediate_size"] = experts.intermediate_size
+        if experts.shared_size:
+            found["shared_expert_intermediate_size"] = experts.shared_size
+    if isinstance(shape := config.recurrence, DeltaShape):
+        found["linear_num_key_heads"] = shape.num_key_heads
+        found["linear_num_value_heads"] = shape.num_value_heads
+        found["linear_key_head_dim"] = shape.key_size
+        found["linear_value_head_dim"] = shape.value_size
+        found["linear_conv_kernel_dim"] = shape.num_inputs
+        full = next(n for n, kind in enumerate(config.layer_kinds, 1) if kind.recurrence is None)
+        found["full_attention_interval"] = full
+    return found
 
 
 def shortened(config: ModelConfig, num_layers: int | None) -> ModelConfig:
-    settings = settings_of(config)
-    settings["num_hidden_layers"] = num_layers or config.num_layers
-    if "layer_types" in settings:
-        settings["layer_types"] = settings["layer_types"][:num_layers]
-    return parse_model_config(settings)
+    kinds = config.layer_kinds[:num_layers]
+    return replace(config, num_layers=len(kinds), layer_pattern=kinds)
 
 
 def tokenizer_of(folder: Path, vocab_size: int) -> dict[str, Any]:

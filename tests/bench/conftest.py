@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from cadenza.checkpoint.config_writer import format_model_config
 from tests.bench.shapes import TINY
+from tests.checkpoint.config_writer import format_model_config
 
 
 @pytest.fixture(scope="session", autouse=True)

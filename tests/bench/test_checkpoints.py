@@ -18,8 +18,9 @@ from cadenza.bench.checkpoints import (
 from cadenza.checkpoint import open_checkpoint
 from cadenza.errors import CheckpointError
 from tests.bench.shapes import TINY
+from tests.checkpoint.config_writer import shape_of
 
-WEIGHTS = RandomWeights(shape=TINY, dtype="bfloat16")
+WEIGHTS = RandomWeights(shape=shape_of(TINY), dtype="bfloat16")
 
 
 def test_a_made_checkpoint_opens_and_its_progress_ends_at_100_percent(tmp_path: Path):
@@ -78,7 +79,7 @@ def test_a_checkpoint_that_cannot_be_made_leaves_nothing_in_the_cache(tmp_path: 
     [
         replace(WEIGHTS, seed=1),
         replace(WEIGHTS, dtype="float32"),
-        replace(WEIGHTS, shape=replace(TINY, num_layers=3)),
+        replace(WEIGHTS, shape=shape_of(replace(TINY, num_layers=3))),
     ],
 )
 def test_another_shape_type_or_seed_has_another_folder(other: RandomWeights, tmp_path: Path):

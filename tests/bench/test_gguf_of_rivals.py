@@ -10,7 +10,7 @@ import pytest
 from benchmarks.rivals.as_gguf import main
 from cadenza.bench.checkpoints import make_checkpoint, random_weights
 from cadenza.checkpoint import named_shape, open_checkpoint
-from cadenza.checkpoint.config_writer import format_model_config
+from tests.checkpoint.config_writer import format_model_config
 
 TINY = named_shape("tiny-qwen3-moe")
 assert TINY.experts is not None

@@ -12,7 +12,7 @@ import pytest
 
 from cadenza import EngineConfig
 from cadenza.bench.checkpoints import cached_checkpoint
-from cadenza.checkpoint import open_checkpoint, write_random_checkpoint
+from cadenza.checkpoint import open_checkpoint
 from cadenza.loading.build import plan_model
 from cadenza.loading.memory import private_memory_bytes
 from cadenza.loading.planned_engine import PlannedEngine
@@ -25,6 +25,7 @@ from cadenza_bench.load import (
     measure_load,
 )
 from tests.bench.shapes import TINY
+from tests.checkpoint.config_writer import write_random_checkpoint
 
 SHAPE = replace(TINY, vocab_size=160_000, hidden_size=128, tie_word_embeddings=False)
 SLACK_BYTES = 24 << 20

@@ -23,12 +23,11 @@ from cadenza.checkpoint import (
     YarnRopeScaling,
     named_shape,
     open_checkpoint,
-    write_random_checkpoint,
 )
 from cadenza.checkpoint.config_json import parse_model_config
-from cadenza.checkpoint.config_writer import format_model_config
 from cadenza.checkpoint.layer_kind import ConvShape, DeltaShape, LayerKind, ScanShape
 from cadenza.checkpoint.rope_config import ProportionalRopeScaling, axes_of
+from tests.checkpoint.config_writer import format_model_config, write_random_checkpoint
 from tests.checkpoint.gguf_random import FACTORS, random_tensor
 
 Arrays = dict[str, np.ndarray]

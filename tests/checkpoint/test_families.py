@@ -20,7 +20,6 @@ from cadenza.checkpoint import (
     YarnRopeScaling,
     check_weights,
     declare,
-    format_model_config,
     named_shape,
     open_weights,
     parse_model_config,
@@ -32,6 +31,7 @@ from cadenza.checkpoint.mtp_layout import DEEPSEEK_MTP, QWEN_MTP
 from cadenza.checkpoint.stacked_experts import split_stacks
 from cadenza.checkpoint.towers.registry import READERS
 from cadenza.errors import CheckpointError
+from tests.checkpoint.config_writer import format_model_config
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 SLIDING, FULL = "sliding_attention", "full_attention"

@@ -8,7 +8,7 @@ import gguf
 import numpy as np
 import pytest
 
-from cadenza.checkpoint import Checkpoint, named_shape, open_checkpoint, write_random_checkpoint
+from cadenza.checkpoint import Checkpoint, named_shape, open_checkpoint
 from cadenza.checkpoint.declaration import declare
 from cadenza.checkpoint.gguf.mmproj import open_projector
 from cadenza.checkpoint.gguf.reader import open_gguf
@@ -17,6 +17,7 @@ from cadenza.checkpoint.towers.reader import VisionOptions
 from cadenza.errors import CheckpointError
 from cadenza.vision.gemma_images import Gemma4Images
 from cadenza.vision.tower_config import VisionConfig
+from tests.checkpoint.config_writer import write_random_checkpoint
 from tests.checkpoint.gguf_models import Arrays
 from tests.checkpoint.mmproj_files import floats, write_tower
 

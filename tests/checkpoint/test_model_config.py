@@ -15,9 +15,9 @@ from cadenza.checkpoint import (
     named_shape,
     parse_model_config,
 )
-from cadenza.checkpoint.config_writer import format_files, format_model_config
 from cadenza.checkpoint.random_checkpoint import shape_names
 from cadenza.errors import CheckpointError
+from tests.checkpoint.config_writer import format_files, format_model_config
 from tests.checkpoint.files import SMALL_CONFIG
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"

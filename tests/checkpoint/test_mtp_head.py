@@ -19,8 +19,8 @@ from cadenza.checkpoint import (
 )
 from cadenza.checkpoint.mtp_head import declare_mtp_layers, mtp_head_of
 from cadenza.checkpoint.mtp_layout import DEEPSEEK_MTP, QWEN_MTP
-from cadenza.checkpoint.random_checkpoint import write_random_checkpoint
 from cadenza.errors import CheckpointError
+from tests.checkpoint.config_writer import write_random_checkpoint
 
 FIXTURE = Path(__file__).parent.parent / "fixtures" / "mimo-untied-bias"
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from cadenza.checkpoint import Checkpoint, named_shape, open_checkpoint, write_random_checkpoint
+from cadenza.checkpoint import Checkpoint, named_shape, open_checkpoint
 from cadenza.checkpoint.json_object import JsonObject
 from cadenza.checkpoint.towers.qwen import read_qwen_images
 from cadenza.checkpoint.towers.reader import VisionOptions
@@ -17,6 +17,7 @@ from cadenza.checkpoint.weights import SINGLE_FILE
 from cadenza.errors import CheckpointError
 from cadenza.vision.qwen_images import QwenImages
 from cadenza.vision.tower_config import VisionConfig
+from tests.checkpoint.config_writer import write_random_checkpoint
 
 FILE = "preprocessor_config.json"
 

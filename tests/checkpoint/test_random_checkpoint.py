@@ -8,19 +8,40 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cadenza.checkpoint import declare, named_shape, open_checkpoint, write_random_checkpoint
+from cadenza.checkpoint import declare, named_shape, open_checkpoint, random_checkpoint, read_shape
 from cadenza.checkpoint.dtypes import WeightDType
+from cadenza.checkpoint.random_checkpoint import shape_names
 from cadenza.errors import CheckpointError
+from tests.checkpoint.config_writer import write_random_checkpoint
 
 
-@pytest.mark.parametrize("shape", ["tiny-llama", "tiny-qwen3"])
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_what_is_written_opens_with_its_config(tmp_path: Path, shape: str, dtype: WeightDType):
-    config = named_shape(shape)
-    write_random_checkpoint(config, tmp_path, seed=1, dtype=dtype)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, "bfloat16") for name in shape_names() if name.startswith("tiny-")),
+        ("tiny-llama", "float32"),
+        ("tiny-qwen3-vl", "float16"),
+    ],
+)
+def test_what_is_written_of_a_shape_opens_with_its_config(
+    tmp_path: Path, name: str, dtype: WeightDType
+):
+    shape = read_shape(name)
+    random_checkpoint.write_random_checkpoint(shape, tmp_path, seed=1, dtype=dtype)
     checkpoint = open_checkpoint(tmp_path)
-    assert checkpoint.config == replace(config, dtype=dtype)
-    assert {checkpoint.weights.entry(spec.name).dtype for spec in declare(config)} == {dtype}
+    assert checkpoint.config == replace(shape.config, dtype=dtype)
+    found = {checkpoint.weights.stored_type(spec.name) for spec in declare(shape.config)}
+    assert found == {dtype}
+
+
+def test_the_type_of_the_weights_is_that_of_the_settings_under_any_name(tmp_path: Path):
+    settings = dict(read_shape("tiny-llama").files["config.json"])
+    settings |= {"torch_dtype": settings.pop("dtype")}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    shape, folder = read_shape(str(tmp_path)), tmp_path / "model"
+    random_checkpoint.write_random_checkpoint(shape, folder, seed=1, dtype="bfloat16")
+    assert open_checkpoint(folder).config.dtype == "bfloat16"
+    assert "torch_dtype" not in json.loads((folder / "config.json").read_text())
 
 
 def test_the_seed_fixes_every_byte(tmp_path: Path):

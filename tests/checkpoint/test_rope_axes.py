@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from cadenza.checkpoint import parse_model_config
-from cadenza.checkpoint.config_writer import format_model_config
 from cadenza.checkpoint.rope_config import axes_of
 from cadenza.errors import CheckpointError
+from tests.checkpoint.config_writer import format_model_config
 
 TEXT: dict[str, Any] = {
     "vocab_size": 64,

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from cadenza.checkpoint import named_shape, open_checkpoint, write_random_checkpoint
+from cadenza.checkpoint import named_shape, open_checkpoint
 from cadenza.checkpoint.random_checkpoint import shape_names, text_shape_names
 from cadenza.checkpoint.towers.reader import VisionOptions
 from cadenza.checkpoint.towers.registry import READERS
 from cadenza.checkpoint.weight_format import FLOAT_FORMATS
 from cadenza.errors import CheckpointError
+from tests.checkpoint.config_writer import write_random_checkpoint
 
 SEEING = sorted({*shape_names()} - {*text_shape_names()})
 PROCESSOR = "preprocessor_config.json"

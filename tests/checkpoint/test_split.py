@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from cadenza.checkpoint.declaration import declare
-from cadenza.checkpoint.random_checkpoint import named_shape, write_random_checkpoint
+from cadenza.checkpoint.random_checkpoint import named_shape
 from cadenza.checkpoint.split import Rank, obstacle_to_split, split_model, split_weights
 from cadenza.checkpoint.weights import open_weights
 from cadenza.errors import ConfigError
+from tests.checkpoint.config_writer import write_random_checkpoint
 
 MODEL = replace(named_shape("tiny-llama"), num_layers=1, num_heads=8, num_kv_heads=4)
 

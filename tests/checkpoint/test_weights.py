@@ -18,7 +18,6 @@ from cadenza.checkpoint import (
     named_shape,
     open_checkpoint,
     open_weights,
-    write_random_checkpoint,
 )
 from cadenza.checkpoint.declaration import EMBEDDING, HEAD
 from cadenza.checkpoint.mtp_head import mtp_head_of
@@ -27,6 +26,7 @@ from cadenza.checkpoint.random_checkpoint import text_shape_names
 from cadenza.checkpoint.stacked_experts import split_stacks
 from cadenza.checkpoint.stored_tensor import MappedFile
 from cadenza.errors import CheckpointError
+from tests.checkpoint.config_writer import write_random_checkpoint
 from tests.checkpoint.files import small_model, write_tensors
 
 TINY_SHAPES = [name for name in text_shape_names() if name.startswith("tiny-")]

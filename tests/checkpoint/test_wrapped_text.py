@@ -10,10 +10,11 @@ from safetensors.numpy import load_file, save_file
 
 from cadenza.checkpoint.json_object import JsonObject
 from cadenza.checkpoint.opening import open_checkpoint
-from cadenza.checkpoint.random_checkpoint import named_shape, write_random_checkpoint
+from cadenza.checkpoint.random_checkpoint import named_shape
 from cadenza.checkpoint.weights import SINGLE_FILE
 from cadenza.checkpoint.wrapped_text import unwrap_config
 from cadenza.errors import CheckpointError
+from tests.checkpoint.config_writer import write_random_checkpoint
 
 SHAPE = "tiny-qwen3.5"
 

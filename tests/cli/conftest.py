@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from cadenza.checkpoint import write_random_checkpoint
 from cadenza.cli import main
 from cadenza.loading.plan import EnginePlan
+from tests.checkpoint.config_writer import write_random_checkpoint
 from tests.cli.harness import TINY, Ran, write_model
 
 KEPT = frozenset({"CADENZA_REQUIRE_NATIVE", "CADENZA_CPU_ISA"})

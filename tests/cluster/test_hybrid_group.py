@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cadenza.checkpoint import named_shape, write_random_checkpoint
+from cadenza.checkpoint import named_shape
 from cadenza.cluster.engine_group import EngineGroup
 from cadenza.config import EngineConfig, EngineLimits
 from cadenza.engine.front import EngineFront, InProcessLink
@@ -22,6 +22,7 @@ from cadenza.events import Event, Token
 from cadenza.loading.build import build_core, open_planned
 from cadenza.request import Request, SamplingParams
 from tests.by_day import by_day
+from tests.checkpoint.config_writer import write_random_checkpoint
 from tests.cluster.conftest import SECRET, Group
 from tests.cluster.test_engine_group import kill
 from tests.engine.process.conftest import TIMEOUT_S

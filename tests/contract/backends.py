@@ -12,9 +12,9 @@ from cadenza.backends.base import Runner, RunnerSetup
 from cadenza.backends.fake import FakeRunner
 from cadenza.checkpoint import open_checkpoint
 from cadenza.checkpoint.model_config import ModelConfig
-from cadenza.checkpoint.random_checkpoint import write_random_checkpoint
 from cadenza.checkpoint.weights import open_weights
 from cadenza.config import EngineLimits
+from tests.checkpoint.config_writer import write_random_checkpoint
 
 LIMITS = EngineLimits(
     max_num_seqs=4,

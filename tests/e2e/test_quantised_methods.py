@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from cadenza import LLM, SamplingParams
-from cadenza.checkpoint import named_shape, write_random_checkpoint
+from cadenza.checkpoint import named_shape
 from cadenza.cli import main
 from cadenza.config import Quantization
+from tests.checkpoint.config_writer import write_random_checkpoint
 from tests.checkpoint.quantised_folders import write_quantised
 from tests.checkpoint.quantised_writers import ALIGNED, METHODS
 from tests.contract.backends import needs_mlx

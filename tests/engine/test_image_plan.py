@@ -5,11 +5,12 @@ from dataclasses import replace
 import pytest
 
 from cadenza.backends.base import BackendTraits
-from cadenza.checkpoint import Checkpoint, named_shape, open_checkpoint, write_random_checkpoint
+from cadenza.checkpoint import Checkpoint, named_shape, open_checkpoint
 from cadenza.config import EngineConfig, ImageLimits
 from cadenza.errors import ConfigError
 from cadenza.loading.plan import EnginePlan, make_plan
 from cadenza.vision.quanta import Workspace
+from tests.checkpoint.config_writer import write_random_checkpoint
 
 TRAITS = BackendTraits(
     name="test",

@@ -8,12 +8,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from cadenza.checkpoint import (
-    Checkpoint,
-    declare,
-    open_checkpoint,
-    write_random_checkpoint,
-)
+from cadenza.checkpoint import Checkpoint, declare, open_checkpoint
 from cadenza.checkpoint.towers.idefics3 import NAMES
 from cadenza.errors import InvalidRequestError
 from cadenza.frontend.prepared_request import TextWorkers
@@ -29,6 +24,7 @@ from cadenza.vision.tower_config import (
     TowerConfig,
     VisionConfig,
 )
+from tests.checkpoint.config_writer import write_random_checkpoint
 from tests.cli.harness import TINY
 from tests.text.marked_tokenizers import marked_checkpoint
 

@@ -13,12 +13,12 @@ from cadenza.backends import find_backend
 from cadenza.backends.base import RunnerSetup
 from cadenza.checkpoint import open_checkpoint
 from cadenza.checkpoint.layer_kind import LayerKind
-from cadenza.checkpoint.random_checkpoint import write_random_checkpoint
 from cadenza.config import EngineConfig
 from cadenza.errors import ConfigError
 from cadenza.loading.build import open_planned
 from cadenza.loading.identity import identify
 from cadenza.loading.weight_cache import MIN_WEIGHT_BYTES, packed_weights_file
+from tests.checkpoint.config_writer import write_random_checkpoint
 
 ENOUGH = MIN_WEIGHT_BYTES
 PARAMS = SamplingParams(temperature=0.8, seed=5, max_tokens=8, ignore_eos=True, logprobs=3)

@@ -18,8 +18,8 @@ import numpy as np
 
 from cadenza.bench.checkpoints import write_random_tokenizer
 from cadenza.checkpoint import ModelConfig, declare, named_shape
-from cadenza.checkpoint.config_writer import format_model_config
 from cadenza.checkpoint.tokenizer_files import TOKENIZER_FILE
+from tests.checkpoint.config_writer import format_model_config
 
 LAYER = "model.layers."
 

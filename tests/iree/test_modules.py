@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from cadenza.checkpoint import open_checkpoint
-from cadenza.checkpoint.random_checkpoint import named_shape, write_random_checkpoint
+from cadenza.checkpoint.random_checkpoint import named_shape
 from cadenza.cli import WRONG_USE, main
 from cadenza.errors import CheckpointError
 from cadenza.exporting.export import ExportOptions, check_exported
+from tests.checkpoint.config_writer import write_random_checkpoint
 from tests.iree.test_product import needs_compiler
 from tests.xla.harness import HOSTILE
 

@@ -23,7 +23,7 @@ from cadenza import EngineConfig, SamplingParams
 from cadenza.backends.xla.ops.native import NativeOps
 from cadenza.backends.xla.ops.table import DecoderSpec
 from cadenza.checkpoint.dtypes import WeightDType
-from cadenza.checkpoint.random_checkpoint import named_shape, write_random_checkpoint
+from cadenza.checkpoint.random_checkpoint import named_shape
 from cadenza.config import KVCacheDType
 from cadenza.engine.process.messages import Start
 from cadenza.engine.process.process_link import ProcessLink, ProcessOptions, pinned
@@ -33,6 +33,7 @@ from cadenza.loading.engine_program import open_start
 from cadenza.loading.memory import HostMemory, private_memory_bytes
 from cadenza.loading.plan import EnginePlan
 from cadenza.request import Request
+from tests.checkpoint.config_writer import write_random_checkpoint
 from tests.engine.process.conftest import Front
 from tests.process_cost import needs_proc
 from tests.server.serve_process import ServeProcess, serve_process

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cadenza.checkpoint.config_writer import format_files
 from cadenza.checkpoint.random_checkpoint import named_shape
+from tests.checkpoint.config_writer import format_files
 
 Float32Array = npt.NDArray[np.float32]
 

@@ -20,10 +20,10 @@ from cadenza.checkpoint import (
     RopeConfig,
     named_shape,
     open_checkpoint,
-    write_random_checkpoint,
 )
 from cadenza.checkpoint.random_checkpoint import text_shape_names
 from cadenza.text import Tokenizer
+from tests.checkpoint.config_writer import write_random_checkpoint
 from tests.oracle.hf import decode_greedily, load_model
 from tests.oracle.tapped_engine import Float64Array, TappedEngine, log_softmax
 

@@ -12,8 +12,9 @@ from typing import Any
 import gguf
 import numpy as np
 
-from cadenza.checkpoint import open_checkpoint, write_random_checkpoint
+from cadenza.checkpoint import open_checkpoint
 from cadenza.checkpoint.config_json import parse_model_config
+from tests.checkpoint.config_writer import write_random_checkpoint
 
 TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 LINEARS = {

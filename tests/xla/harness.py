@@ -30,7 +30,7 @@ from cadenza.backends.xla.tables import MakeOps
 from cadenza.checkpoint import open_checkpoint
 from cadenza.checkpoint.dtypes import WeightDType
 from cadenza.checkpoint.model_config import ModelConfig
-from cadenza.checkpoint.random_checkpoint import named_shape, write_random_checkpoint
+from cadenza.checkpoint.random_checkpoint import named_shape
 from cadenza.checkpoint.rope_config import Llama3RopeScaling, RopeConfig
 from cadenza.checkpoint.weights import Weights
 from cadenza.config import EngineLimits, KVCacheDType, SchedulerLoop
@@ -39,6 +39,7 @@ from cadenza.engine.page_folder import PageFolder
 from cadenza.events import Finished, Token
 from cadenza.request import Request, SamplingParams
 from cadenza.verification.reference import ReferenceEngine
+from tests.checkpoint.config_writer import write_random_checkpoint
 
 HOSTILE = ModelConfig(
     family="llama",

@@ -6,10 +6,11 @@ import pytest
 
 from cadenza.backends.base import RunnerSetup
 from cadenza.backends.xla.arithmetic import name_class, takes_portable_kernels
-from cadenza.checkpoint import named_shape, open_checkpoint, write_random_checkpoint
+from cadenza.checkpoint import named_shape, open_checkpoint
 from cadenza.config import EngineConfig
 from cadenza.errors import ConfigError
 from cadenza.loading.build import plan_model
+from tests.checkpoint.config_writer import write_random_checkpoint
 from tests.xla.harness import BASE
 
 BF16 = {"dtype": "bfloat16"}

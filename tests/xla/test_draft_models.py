@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cadenza.checkpoint import open_checkpoint
-from cadenza.checkpoint.random_checkpoint import named_shape, write_random_checkpoint
+from cadenza.checkpoint.random_checkpoint import named_shape
 from cadenza.config import EngineConfig
 from cadenza.core.drafts import DraftCounts
 from cadenza.engine.core import EngineCore
@@ -20,6 +20,7 @@ from cadenza.events import Finished, Token
 from cadenza.loading.build import plan_model
 from cadenza.request import Request, SamplingParams
 from cadenza.speculative_config import SpeculativeConfig
+from tests.checkpoint.config_writer import write_random_checkpoint
 from tests.xla.warm_runners import WarmRunners, warm_runners
 
 COPY = SpeculativeConfig(method="quantised", num_speculative_tokens=4)

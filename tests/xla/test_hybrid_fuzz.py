@@ -21,13 +21,13 @@ from cadenza.checkpoint.layer_kind import (
     ScanShape,
 )
 from cadenza.checkpoint.model_config import ExpertsConfig, ModelConfig
-from cadenza.checkpoint.random_checkpoint import write_random_checkpoint
 from cadenza.checkpoint.rope_config import RopeConfig
 from cadenza.checkpoint.weights import open_weights
 from cadenza.config import EngineLimits
 from cadenza.engine.page_folder import PageFolder
 from cadenza.request import Request
 from tests.by_day import by_day
+from tests.checkpoint.config_writer import write_random_checkpoint
 from tests.xla.harness import Mode, Served, Stream, Variant, random_requests, serve
 
 NUM_MODELS = 200

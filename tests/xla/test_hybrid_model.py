@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from cadenza.backends.xla.runner import XlaRunner
-from cadenza.checkpoint import named_shape, open_checkpoint, write_random_checkpoint
+from cadenza.checkpoint import named_shape, open_checkpoint
 from cadenza.config import EngineConfig, SpeculativeConfig
 from cadenza.core.step_schema import StepOutput
 from cadenza.errors import ConfigError, RunnerError
 from cadenza.loading.build import plan_model
 from tests.by_day import by_day
+from tests.checkpoint.config_writer import write_random_checkpoint
 from tests.contract.steps import Draw, Geometry, Stream, run_step
 from tests.xla.harness import Lab, Variant
 

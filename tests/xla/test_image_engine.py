@@ -8,7 +8,7 @@ import pytest
 
 from cadenza.backends.xla.reference_images import positions_of
 from cadenza.checkpoint import open_checkpoint
-from cadenza.checkpoint.random_checkpoint import named_shape, write_random_checkpoint
+from cadenza.checkpoint.random_checkpoint import named_shape
 from cadenza.config import EngineConfig
 from cadenza.core.rope_positions import rope_positions
 from cadenza.engine.core import EngineCore
@@ -18,6 +18,7 @@ from cadenza.loading.build import build_core, open_planned
 from cadenza.request import Attachment, Request, SamplingParams
 from cadenza.verification.reference import build_reference
 from cadenza.vision.processor import ImagePart, image_digest
+from tests.checkpoint.config_writer import write_random_checkpoint
 
 TILE = ImagePart(width=84, height=84, rows=6, columns=6)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)

@@ -12,11 +12,12 @@ import pytest
 from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.runner import XlaRunner
 from cadenza.checkpoint.model_config import ModelConfig
-from cadenza.checkpoint.random_checkpoint import named_shape, write_random_checkpoint
+from cadenza.checkpoint.random_checkpoint import named_shape
 from cadenza.checkpoint.tensor_spec import tensors_of
 from cadenza.checkpoint.tower_spec import declare_tower
 from cadenza.checkpoint.weights import Weights, open_weights
 from cadenza.vision.tower_config import ProjectorConfig, ProjectorLinear
+from tests.checkpoint.config_writer import write_random_checkpoint
 from tests.contract.steps import Draw, Stream, build_inputs
 from tests.xla.harness import BASE, Lab
 from tests.xla.test_step_exactness import geometry_of

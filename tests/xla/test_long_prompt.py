@@ -10,7 +10,6 @@ from cadenza.backends.base import RunnerSetup
 from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.reference_model import ReferenceModel
 from cadenza.backends.xla.runner import XlaRunner
-from cadenza.checkpoint.random_checkpoint import write_random_checkpoint
 from cadenza.checkpoint.rope_config import RopeConfig
 from cadenza.checkpoint.weights import open_weights
 from cadenza.config import EngineLimits
@@ -19,6 +18,7 @@ from cadenza.events import Token
 from cadenza.request import Request, SamplingParams
 from cadenza.verification.reference import ReferenceEngine
 from tests.by_day import by_day
+from tests.checkpoint.config_writer import write_random_checkpoint
 from tests.xla.harness import HOSTILE, NAN, replay
 
 SMALLEST = replace(

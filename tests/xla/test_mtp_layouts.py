@@ -21,17 +21,11 @@ from cadenza.backends.xla.ops.native import NativeOps
 from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.runner import XlaRunner
 from cadenza.backends.xla.tables import MakeOps
-from cadenza.checkpoint import (
-    Checkpoint,
-    ModelConfig,
-    named_shape,
-    open_checkpoint,
-    open_weights,
-    write_random_checkpoint,
-)
+from cadenza.checkpoint import Checkpoint, ModelConfig, named_shape, open_checkpoint, open_weights
 from cadenza.checkpoint.mtp_head import mtp_head_of
 from cadenza.checkpoint.mtp_layout import DEEPSEEK_MTP, QWEN_MTP, MTPLayout
 from cadenza.checkpoint.rope_config import RopeConfig
+from tests.checkpoint.config_writer import write_random_checkpoint
 from tests.contract.steps import Geometry, run_step
 from tests.oracle.numpy_mtp import (
     QWEN_NAMES,

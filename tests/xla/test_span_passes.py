@@ -23,7 +23,7 @@ from cadenza.backends.xla.tables import MakeOps
 from cadenza.checkpoint import open_checkpoint
 from cadenza.checkpoint.dtypes import WeightDType
 from cadenza.checkpoint.model_config import ModelConfig
-from cadenza.checkpoint.random_checkpoint import named_shape, write_random_checkpoint
+from cadenza.checkpoint.random_checkpoint import named_shape
 from cadenza.checkpoint.weights import Weights
 from cadenza.config import EngineLimits, ImageLimits, KVCacheDType
 from cadenza.core.step_cost import StepBound, StepCost
@@ -31,6 +31,7 @@ from cadenza.core.whole_spans import SpanShape
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.request import Request
 from cadenza.vision.gemma_images import Gemma3Images, Gemma4Images
+from tests.checkpoint.config_writer import write_random_checkpoint
 from tests.xla.test_image_spans import Stream, request_of, run
 
 COST = StepCost(fixed_ms=1.0, token_ms=1.0, logit_ms=0.0, key_ms=1e-6)

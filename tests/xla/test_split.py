@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from cadenza.checkpoint.model_config import ModelConfig
-from cadenza.checkpoint.random_checkpoint import named_shape, write_random_checkpoint
+from cadenza.checkpoint.random_checkpoint import named_shape
 from tests.by_day import by_day
+from tests.checkpoint.config_writer import write_random_checkpoint
 from tests.xla.harness import HOSTILE
 
 GROUPED = replace(

@@ -18,8 +18,9 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from cadenza.bench import OnStatus
-from cadenza.checkpoint import ModelConfig, count_parameters, named_shape, write_random_checkpoint
+from cadenza.checkpoint import count_parameters, read_shape, write_random_checkpoint
 from cadenza.checkpoint.dtypes import WeightDType, item_bytes
+from cadenza.checkpoint.random_checkpoint import Shape
 from cadenza.checkpoint.tokenizer_files import TOKENIZER_FILE
 from cadenza.errors import CheckpointError
 
@@ -33,25 +34,27 @@ _LETTERS = "etaoinshrdlucmfwygpbvkxqjz"
 class RandomWeights:
     """What determines a random checkpoint."""
 
-    shape: ModelConfig
+    shape: Shape
     dtype: WeightDType
     seed: int = 0
 
     @property
     def num_bytes(self) -> int:
-        return count_parameters(self.shape) * item_bytes(self.dtype)
+        return count_parameters(self.shape.config) * item_bytes(self.dtype)
 
     @property
     def digest(self) -> str:
         """Differs for every other shape, type or seed."""
-        facts = json.dumps([asdict(self.shape), self.dtype, self.seed], sort_keys=True)
+        facts = json.dumps([asdict(self.shape.config), self.dtype, self.seed], sort_keys=True)
         return hashlib.sha256(facts.encode()).hexdigest()[:_DIGEST_DIGITS]
 
 
-def random_weights(name_or_file: str, dtype: WeightDType | None = None) -> RandomWeights:
+def random_weights(
+    name_or_file: str, dtype: WeightDType | None = None, seed: int = 0
+) -> RandomWeights:
     """Of a shape's name or a config.json, in its own type by default. Raises CheckpointError."""
-    shape = named_shape(name_or_file)
-    return RandomWeights(shape=shape, dtype=dtype or shape.dtype)
+    shape = read_shape(name_or_file)
+    return RandomWeights(shape=shape, dtype=dtype or shape.config.dtype, seed=seed)
 
 
 def make_checkpoint(weights: RandomWeights, folder: Path, report: OnStatus) -> None:
@@ -71,7 +74,7 @@ def make_checkpoint(weights: RandomWeights, folder: Path, report: OnStatus) -> N
                 tenths = written
                 report(f"writing random weights: {10 * tenths} %")
         writing.result()
-    write_random_tokenizer(folder / TOKENIZER_FILE, weights.shape.vocab_size)
+    write_random_tokenizer(folder / TOKENIZER_FILE, weights.shape.config.vocab_size)
     report("writing random weights: 100 %")
 
 

@@ -9,7 +9,7 @@ Modules:
 - `model_config`: `ModelConfig`, everything that the arithmetic of a model depends on
 - `layer_kind`: `LayerKind`, the heads or the recurrence of a layer, and groups of equal KV
 - `outline`: `ModelOutline`, what is known of a model whose arithmetic a backend brings
-- `config_json`, `config_writer`: strict reading of config.json; writing one
+- `config_json`: strict reading of config.json
 - `rope_config`, `rope_factors`: rotary settings, and their cosines and sines
 - `host_math`: logarithms, powers, cosines and sines with the same bits on every machine
 - `tensor_spec`: a tensor, a linear, and what the kinds of layers consist of
@@ -50,7 +50,6 @@ Modules:
 """
 
 from cadenza.checkpoint.config_json import parse_model_config
-from cadenza.checkpoint.config_writer import format_model_config
 from cadenza.checkpoint.declaration import check_weights, count_parameters, declare
 from cadenza.checkpoint.folder import Checkpoint, OnProgress
 from cadenza.checkpoint.generation_defaults import ASSUMED_OF_GGUF, GenerationDefaults
@@ -58,7 +57,7 @@ from cadenza.checkpoint.hub import Hub, is_hub_id
 from cadenza.checkpoint.layer_kind import LayerKind
 from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.opening import open_bundled_draft, open_checkpoint
-from cadenza.checkpoint.random_checkpoint import named_shape, write_random_checkpoint
+from cadenza.checkpoint.random_checkpoint import named_shape, read_shape, write_random_checkpoint
 from cadenza.checkpoint.rope_config import (
     LinearRopeScaling,
     Llama3RopeScaling,
@@ -90,12 +89,12 @@ __all__ = [
     "check_weights",
     "count_parameters",
     "declare",
-    "format_model_config",
     "is_hub_id",
     "named_shape",
     "open_bundled_draft",
     "open_checkpoint",
     "open_weights",
     "parse_model_config",
+    "read_shape",
     "write_random_checkpoint",
 ]

@@ -10,15 +10,15 @@ sqrt(ln V), which gives half of the maximum entropy at temperature 1.
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 
 from cadenza.checkpoint.config_json import CONFIG_FILE, parse_model_config
-from cadenza.checkpoint.config_writer import format_files
 from cadenza.checkpoint.declaration import (
     EMBEDDING,
     HEAD,
@@ -39,10 +39,10 @@ from cadenza.checkpoint.safetensors_writer import (
 from cadenza.checkpoint.stacked_experts import stacked_parts
 from cadenza.checkpoint.stored_tensor import AnyArray
 from cadenza.checkpoint.tensor_spec import TensorSpec
-from cadenza.checkpoint.towers.processor_file import read_processor_settings
+from cadenza.checkpoint.towers.processor_file import IMAGE_PROCESSOR_FILE, read_processor_settings
 from cadenza.checkpoint.towers.reader import VisionOptions
 from cadenza.checkpoint.towers.registry import READERS, read_vision
-from cadenza.checkpoint.wrapped_text import outer_name
+from cadenza.checkpoint.wrapped_text import TEXT_CONFIG, outer_name
 from cadenza.errors import CheckpointError
 
 _PROCESSOR = "image_processor"
@@ -77,8 +77,21 @@ class NoiseSource:
     draw: Callable[[np.random.Generator, int], AnyArray]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """A model without weights: its config, and the settings of its folder that say so, by file."""
+
+    config: ModelConfig
+    files: Mapping[str, Mapping[str, object]]
+
+
 def named_shape(name_or_file: str) -> ModelConfig:
-    """The config of a named shape, or of a config.json given by its path or its folder's.
+    """The config of `read_shape`."""
+    return read_shape(name_or_file).config
+
+
+def read_shape(name_or_file: str) -> Shape:
+    """A named shape, or that of a config.json given by its path or its folder's.
 
     Raises:
         CheckpointError: neither a known name nor a file, or the file is not supported.
@@ -96,14 +109,19 @@ def named_shape(name_or_file: str) -> ModelConfig:
     )
 
 
-def _read_shape(raw: JsonObject, folder: Path | None = None) -> ModelConfig:
-    """The config, with what it sees with: a shape has the settings of the image processor in an
-    entry of its own, a model's in a file beside it."""
+def _read_shape(raw: JsonObject, folder: Path | None = None) -> Shape:
+    """A shape has the settings of the image processor in an entry of its own, a model's in a file
+    beside it."""
     processor = raw.child(_PROCESSOR)
     if processor is None and folder is not None:
         processor = read_processor_settings(folder)
     config = parse_model_config(raw.values)
-    return replace(config, vision=read_vision(raw, processor, config, VisionOptions()))
+    config = replace(config, vision=read_vision(raw, processor, config, VisionOptions()))
+    own = {key: value for key, value in raw.values.items() if key != _PROCESSOR}
+    files: dict[str, Mapping[str, object]] = {CONFIG_FILE: own}
+    if config.vision is not None and processor is not None:
+        files[IMAGE_PROCESSOR_FILE] = processor.values
+    return Shape(config=config, files=files)
 
 
 def shape_names() -> tuple[str, ...]:
@@ -118,24 +136,24 @@ def text_shape_names() -> tuple[str, ...]:
 
 
 def write_random_checkpoint(
-    config: ModelConfig,
+    shape: Shape,
     folder: Path,
     *,
     seed: int,
     dtype: WeightDType,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> None:
-    """Writes config.json and normal random weights in `dtype` into a new or empty folder.
+    """Writes a shape's files and normal random weights in `dtype` into a new or empty folder.
 
     Raises:
         CheckpointError: the folder is not empty or cannot be written.
     """
     source = NoiseSource(seed=seed, draw=_normal)
-    write_drawn_checkpoint(config, folder, source, dtype=dtype, max_shard_bytes=max_shard_bytes)
+    write_drawn_checkpoint(shape, folder, source, dtype=dtype, max_shard_bytes=max_shard_bytes)
 
 
 def write_drawn_checkpoint(
-    config: ModelConfig,
+    shape: Shape,
     folder: Path,
     source: NoiseSource,
     *,
@@ -147,6 +165,7 @@ def write_drawn_checkpoint(
     Raises:
         CheckpointError: the folder is not empty or cannot be written.
     """
+    config = shape.config
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
@@ -156,13 +175,23 @@ def write_drawn_checkpoint(
         specs = (*declare(config), *declare_mtp_layers(config))
         parts = stacked_parts(config, [_part(spec, config, source, dtype) for spec in specs])
         write_shards(folder, parts, max_shard_bytes=max_shard_bytes)
-        for name, content in format_files(replace(config, dtype=dtype)).items():
-            text = json.dumps(content, indent=2)
+        for name, content in shape.files.items():
+            own = _settings_of(content, dtype) if name == CONFIG_FILE else content
+            text = json.dumps(own, indent=2)
             (folder / name).write_text(text + "\n", encoding="utf-8")
     except OSError as error:
         raise CheckpointError(
             f"a random checkpoint cannot be written to {folder.name}: {error.strerror}"
         ) from error
+
+
+def _settings_of(config: Mapping[str, object], dtype: WeightDType) -> dict[str, object]:
+    """Those of weights in another type, of the whole model and of its text model."""
+    values = {key: value for key, value in config.items() if key != "torch_dtype"}
+    inner = values.get(TEXT_CONFIG)
+    if isinstance(inner, dict):
+        values[TEXT_CONFIG] = _settings_of(cast(dict[str, object], inner), dtype)
+    return {"pad_token_id": None, **values, "dtype": dtype}
 
 
 def _part(spec: TensorSpec, config: ModelConfig, source: NoiseSource, dtype: WeightDType) -> Part:

@@ -129,10 +129,10 @@ WRAPPERS: Mapping[str, Wrapper] = {
     )
 }
 
-_NEWER_OUTSIDE = ("tie_word_embeddings",)
+NEWER_OUTSIDE = ("tie_word_embeddings",)
 """Settings that the whole model's head follows, whatever the text model's say."""
 
-_SHARED = ("dtype", "torch_dtype", "eos_token_id", "bos_token_id", "quantization_config")
+SHARED = ("dtype", "torch_dtype", "eos_token_id", "bos_token_id", "quantization_config")
 """Settings that may be outside only."""
 
 _OF_TOWERS = (
@@ -201,8 +201,8 @@ def unwrap_config(raw: JsonObject) -> JsonObject:
     is_own = own_type is not None and own_type not in wrapper.text_aliases
     values["model_type"] = own_type if is_own else wrapper.text_type
     values |= wrapper.text_values
-    values |= {key: raw.values[key] for key in _NEWER_OUTSIDE if raw.has(key)}
-    values |= {key: raw.values[key] for key in _SHARED if raw.has(key) and not inner.has(key)}
+    values |= {key: raw.values[key] for key in NEWER_OUTSIDE if raw.has(key)}
+    values |= {key: raw.values[key] for key in SHARED if raw.has(key) and not inner.has(key)}
     if isinstance(values.get("quantization_config"), dict):
         values["quantization_config"] = _renamed(values["quantization_config"])
     return JsonObject(values, raw.where)
@@ -229,24 +229,6 @@ def _wrapper_of(raw: JsonObject) -> Wrapper | None:
         ):
             return wrapper
     return None
-
-
-def wrap_config(
-    model_type: str, text: Mapping[str, object], own: Mapping[str, object]
-) -> dict[str, object]:
-    """The config.json of a whole model whose text model's is `text`: the inverse of
-    `unwrap_config`. `own` are its settings beside those."""
-    wrapper = WRAPPERS[model_type]
-    inner = {key: value for key, value in text.items() if key != "architectures"}
-    inner["model_type"] = (*wrapper.text_aliases, inner["model_type"])[0]
-    outer = {key: text[key] for key in (*_NEWER_OUTSIDE, *_SHARED) if key in text}
-    return {
-        "architectures": [wrapper.architecture],
-        "model_type": model_type,
-        TEXT_CONFIG: inner,
-        **outer,
-        **own,
-    }
 
 
 def outer_name(model_type: str, name: str) -> str:

@@ -77,16 +77,14 @@ def bench_make_checkpoint(
     seed: Annotated[int, typer.Option(help="Seed of the weights.")] = 0,
 ) -> None:
     """Write random weights of a shape, in Hugging Face's layout."""
-    from cadenza.bench.checkpoints import RandomWeights, make_checkpoint
-    from cadenza.checkpoint import named_shape
+    from cadenza.bench.checkpoints import make_checkpoint, random_weights
     from cadenza.checkpoint.dtypes import WEIGHT_DTYPES
     from cadenza.cli.report import bytes_text
 
     if dtype is not None and dtype not in WEIGHT_DTYPES:
         raise ConfigError(f"--dtype {dtype!r} is not one of {', '.join(WEIGHT_DTYPES)}")
     check_whole("seed", seed, 0, MAX_SEED)
-    config = named_shape(shape)
-    weights = RandomWeights(shape=config, dtype=dtype or config.dtype, seed=seed)
+    weights = random_weights(shape, dtype, seed)
     with status_line("writing random weights") as report:
         make_checkpoint(weights, out, report)
     print(f"{out}: {bytes_text(weights.num_bytes)} as {weights.dtype}, seed {seed}")

@@ -15,8 +15,8 @@ from cadenza.backends import BACKENDS, Backends
 from cadenza.backends.base import BackendTraits, Runner
 from cadenza.checkpoint import (
     Checkpoint,
-    named_shape,
     open_checkpoint,
+    read_shape,
     write_random_checkpoint,
 )
 from cadenza.checkpoint.sparse_support import window_of
@@ -133,8 +133,9 @@ def checkpoint_of(options: VerifyOptions) -> Generator[Checkpoint]:
         yield find_configured(options.model, options.config, options.backends)
         return
     with tempfile.TemporaryDirectory(prefix="cadenza-verify-") as folder:
-        shape = named_shape(options.shape)
-        write_random_checkpoint(shape, Path(folder), seed=RANDOM_SEED, dtype=shape.dtype)
+        shape = read_shape(options.shape)
+        dtype = shape.config.dtype
+        write_random_checkpoint(shape, Path(folder), seed=RANDOM_SEED, dtype=dtype)
         yield open_checkpoint(Path(folder))
 
 

@@ -2,7 +2,7 @@
 
 A family is data (`Family`) and a function that reads its own settings of a config.json into a
 `ModelConfig`; the decoder implements the arithmetic. To add a family, declare it in the module of
-its kin or in a new one, list it here, and see that `config_writer` writes its own settings.
+its kin or in a new one, list it here
 """
 
 from cadenza.checkpoint.families.deepseek import DEEPSEEK_V3, GLM4_MOE_LITE

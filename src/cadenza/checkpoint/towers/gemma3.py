@@ -13,15 +13,13 @@ from cadenza.checkpoint.name_rules import NameRule
 from cadenza.checkpoint.towers.processor_file import (
     MAX_PIXELS_OF_SIDE,
     check_steps,
-    format_normalisation,
     read_filter,
     read_normalisation,
 )
-from cadenza.checkpoint.towers.reader import FormattedVision, TowerReader, VisionFiles
-from cadenza.checkpoint.towers.siglip import SiglipDefaults, format_siglip, read_siglip
+from cadenza.checkpoint.towers.reader import TowerReader, VisionFiles
+from cadenza.checkpoint.towers.siglip import SiglipDefaults, read_siglip
 from cadenza.errors import CheckpointError
 from cadenza.vision.gemma_images import Gemma3Images
-from cadenza.vision.pillow import FILTERS
 from cadenza.vision.tower_config import (
     ProjectorConfig,
     ProjectorLinear,
@@ -107,30 +105,6 @@ def _read_processor(raw: JsonObject, tower: TowerConfig, patches: int) -> Gemma3
     )
 
 
-def _format(vision: VisionConfig) -> FormattedVision:
-    processor, tower = vision.processor, vision.tower
-    assert isinstance(processor, Gemma3Images), "read by this module"
-    return FormattedVision(
-        config={
-            "image_token_index": vision.image_token_id,
-            "mm_tokens_per_image": vision.max_part_tokens,
-            "vision_config": {"model_type": "siglip_vision_model", **format_siglip(tower)},
-        },
-        processor={
-            "image_processor_type": "Gemma3ImageProcessor",
-            "processor_class": "Gemma3Processor",
-            "do_convert_rgb": True,
-            "do_resize": True,
-            "size": dict.fromkeys(_SIZE, processor.side),
-            "resample": FILTERS.index(processor.resample),
-            "do_rescale": True,
-            "do_normalize": True,
-            "do_pan_and_scan": None,
-            **format_normalisation(processor.normalisation),
-        },
-    )
-
-
 def _names(newer: str) -> Iterator[NameRule]:
     """Newer files have `model.` before these names, or no `vision_model` in them; the product is no
     linear's there. The tower's own head is not opened."""
@@ -147,5 +121,4 @@ GEMMA3 = TowerReader(
     model_types=("gemma3",),
     names=tuple(each for newer in ("", "model.") for each in _names(newer)),
     read=_read,
-    format=_format,
 )

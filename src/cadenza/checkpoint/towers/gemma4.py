@@ -5,7 +5,6 @@ Source: transformers, models/gemma4 and models/gemma4_unified.
 """
 
 import math
-from collections.abc import Mapping
 
 from cadenza.checkpoint.json_object import JsonObject
 from cadenza.checkpoint.model_config import (
@@ -16,12 +15,11 @@ from cadenza.checkpoint.model_config import (
     MAX_WIDTH,
 )
 from cadenza.checkpoint.towers.processor_file import read_filter
-from cadenza.checkpoint.towers.reader import FormattedVision, TowerReader, VisionFiles
+from cadenza.checkpoint.towers.reader import TowerReader, VisionFiles
 from cadenza.checkpoint.towers.siglip import MAX_PATCH, read_tower_activation
 from cadenza.checkpoint.wrapped_text import TEXT_CONFIG
 from cadenza.errors import CheckpointError
 from cadenza.vision.gemma_images import BUDGETS, Gemma4Images, budget_within
-from cadenza.vision.pillow import FILTERS
 from cadenza.vision.processor import CHANNELS
 from cadenza.vision.tower_config import (
     PatchTable,
@@ -218,74 +216,10 @@ def _read_processor(files: VisionFiles, tower: JsonObject, *, is_unified: bool) 
     )
 
 
-def _format(vision: VisionConfig) -> FormattedVision:
-    processor, tower = vision.processor, vision.tower
-    assert isinstance(processor, Gemma4Images), "read by this module"
-    assert tower.table is not None, "a tower of Gemma 4 has a table"
-    assert tower.rope is not None, "a tower of Gemma 4 has a rope"
-    own = {
-        "hidden_size": tower.hidden_size,
-        "intermediate_size": tower.intermediate_size,
-        "num_hidden_layers": tower.num_layers,
-        "num_attention_heads": tower.num_heads,
-        "num_key_value_heads": tower.num_heads,
-        "head_dim": tower.head_dim,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "rope_parameters": {"rope_type": "axial", "rope_theta": tower.rope.theta},
-        "position_embedding_size": tower.table.side,
-        "use_clipped_linears": tower.clips_linears,
-        "standardize": tower.standardizes,
-    }
-    return _formatted(vision, processor, own)
-
-
-def _format_unified(vision: VisionConfig) -> FormattedVision:
-    processor, tower = vision.processor, vision.tower
-    assert isinstance(processor, Gemma4Images), "read by this module"
-    assert tower.table is not None, "the unified model has a table"
-    own = {
-        "mm_embed_dim": tower.hidden_size,
-        "output_proj_dims": tower.hidden_size,
-        "mm_posemb_size": tower.table.side,
-    }
-    return _formatted(vision, processor, own)
-
-
-def _formatted(
-    vision: VisionConfig, processor: Gemma4Images, own: Mapping[str, object]
-) -> FormattedVision:
-    sizes = {"patch_size": processor.patch_size, "pooling_kernel_size": processor.merge_size}
-    name = "Gemma4Unified" if processor.is_unified else "Gemma4"
-    tower = {"rms_norm_eps": vision.tower.projector.norm_eps, **sizes, **own}
-    return FormattedVision(
-        config={
-            "image_token_id": vision.image_token_id,
-            "vision_config": {"model_type": f"{vision.family}_vision", **tower},
-        },
-        processor={
-            "image_processor_type": f"{name}ImageProcessor",
-            "processor_class": f"{name}Processor",
-            "do_convert_rgb": True,
-            "do_resize": True,
-            "resample": FILTERS.index(processor.resample),
-            "do_rescale": True,
-            "rescale_factor": processor.factor,
-            "do_normalize": False,
-            "max_soft_tokens": processor.max_tokens,
-            **sizes,
-        },
-        text={
-            "use_bidirectional_attention": None if vision.reach is None else "vision",
-            "pad_token_id": vision.fill_token_id,
-        },
-    )
-
-
 GEMMA4 = TowerReader(
     model_types=("gemma4",),
     names=((f"{TOWER}.*", f"{TOWER}.*"), (f"{EMBEDDER}.*", f"{EMBEDDER}.*")),
     read=_read,
-    format=_format,
 )
 
 # Files that transformers wrote have all tensors of the unified model below one name.
@@ -302,5 +236,4 @@ GEMMA4_UNIFIED = TowerReader(
         (f"{EMBEDDER}.*", f"{EMBEDDER}.*"),
     ),
     read=_read_unified,
-    format=_format_unified,
 )

@@ -8,15 +8,13 @@ from cadenza.checkpoint.model_config import MAX_VOCAB_SIZE
 from cadenza.checkpoint.towers.processor_file import (
     MAX_PIXELS_OF_SIDE,
     check_steps,
-    format_normalisation,
     read_filter,
     read_normalisation,
 )
-from cadenza.checkpoint.towers.reader import FormattedVision, TowerReader, VisionFiles
-from cadenza.checkpoint.towers.siglip import SiglipDefaults, format_siglip, read_siglip
+from cadenza.checkpoint.towers.reader import TowerReader, VisionFiles
+from cadenza.checkpoint.towers.siglip import SiglipDefaults, read_siglip
 from cadenza.errors import CheckpointError
 from cadenza.vision.idefics3 import Idefics3Processor
-from cadenza.vision.pillow import FILTERS
 from cadenza.vision.tower_config import (
     ProjectorConfig,
     ProjectorLinear,
@@ -91,33 +89,6 @@ def _longest_edge(raw: JsonObject, key: str, default: int) -> int:
     return inner.integer("longest_edge", 1, MAX_PIXELS_OF_SIDE)
 
 
-def _format(vision: VisionConfig) -> FormattedVision:
-    processor, tower = vision.processor, vision.tower
-    assert isinstance(processor, Idefics3Processor), "read by this module"
-    name = "SmolVLM" if vision.family == "smolvlm" else "Idefics3"
-    return FormattedVision(
-        config={
-            "image_token_id": vision.image_token_id,
-            "scale_factor": tower.merge,
-            "vision_config": {"model_type": f"{vision.family}_vision", **format_siglip(tower)},
-        },
-        processor={
-            "image_processor_type": f"{name}ImageProcessor",
-            "processor_class": f"{name}Processor",
-            "do_convert_rgb": True,
-            "do_resize": True,
-            "size": {"longest_edge": processor.longest_edge},
-            "do_image_splitting": processor.splits,
-            "max_image_size": {"longest_edge": processor.tile},
-            "resample": FILTERS.index(processor.resample),
-            "do_rescale": True,
-            "do_normalize": True,
-            "do_pad": True,
-            **format_normalisation(processor.normalisation),
-        },
-    )
-
-
 IDEFICS3 = TowerReader(
     model_types=("smolvlm", "idefics3"),
     names=(
@@ -125,5 +96,4 @@ IDEFICS3 = TowerReader(
         ("model.connector.*", "model.connector.*"),
     ),
     read=_read,
-    format=_format,
 )

@@ -10,13 +10,11 @@ from cadenza.checkpoint.model_config import MAX_HEADS, MAX_LAYERS, MAX_VOCAB_SIZ
 from cadenza.checkpoint.towers.processor_file import (
     MAX_PIXELS_OF_SIDE,
     check_steps,
-    format_normalisation,
     read_filter,
     read_normalisation,
 )
-from cadenza.checkpoint.towers.reader import FormattedVision, TowerReader, VisionFiles
-from cadenza.checkpoint.towers.siglip import ACTIVATIONS, MAX_PATCH, read_tower_activation
-from cadenza.vision.pillow import FILTERS
+from cadenza.checkpoint.towers.reader import TowerReader, VisionFiles
+from cadenza.checkpoint.towers.siglip import MAX_PATCH, read_tower_activation
 from cadenza.vision.pixtral_images import PixtralImages
 from cadenza.vision.processor import CHANNELS
 from cadenza.vision.tower_config import (
@@ -157,55 +155,10 @@ def _read_processor(files: VisionFiles, patch: int, side: int) -> PixtralImages:
     )
 
 
-def _format(vision: VisionConfig) -> FormattedVision:
-    processor, tower = vision.processor, vision.tower
-    assert isinstance(processor, PixtralImages), "read by this module"
-    assert tower.rope is not None, "the tower has a rope"
-    of_name = {own: name for name, own in reversed(ACTIVATIONS.items())}
-    _, linear, _ = tower.projector.linears
-    assert linear.activation is not None, "the projector has an activation"
-    return FormattedVision(
-        config={
-            "image_token_index": vision.image_token_id,
-            "spatial_merge_size": tower.merge,
-            "vision_feature_layer": -1,
-            "projector_hidden_act": of_name[linear.activation],
-            "multimodal_projector_bias": linear.has_bias,
-            "vision_config": {
-                "model_type": "pixtral",
-                "hidden_size": tower.hidden_size,
-                "intermediate_size": tower.intermediate_size,
-                "num_hidden_layers": tower.num_layers,
-                "num_attention_heads": tower.num_heads,
-                "head_dim": tower.head_dim,
-                "num_channels": CHANNELS,
-                "image_size": processor.longest_edge,
-                "patch_size": tower.patch_size,
-                "hidden_act": of_name[tower.activation],
-                "rope_parameters": {"rope_type": "axial", "rope_theta": tower.rope.theta},
-            },
-        },
-        processor={
-            "image_processor_type": "PixtralImageProcessor",
-            "processor_class": "PixtralProcessor",
-            "do_convert_rgb": True,
-            "do_resize": True,
-            "size": {"longest_edge": processor.longest_edge},
-            "patch_size": tower.patch_size,
-            "spatial_merge_size": tower.merge,
-            "resample": FILTERS.index(processor.resample),
-            "do_rescale": True,
-            "do_normalize": True,
-            **format_normalisation(processor.normalisation),
-        },
-    )
-
-
 MISTRAL3 = TowerReader(
     model_types=("mistral3",),
     names=tuple(
         (f"{newer}{part}.*", f"{part}.*") for newer in ("", "model.") for part in (TOWER, PROJECTOR)
     ),
     read=_read,
-    format=_format,
 )

@@ -52,15 +52,6 @@ def read_normalisation(
     )
 
 
-def format_normalisation(normalisation: Normalisation) -> dict[str, object]:
-    """The inverse of `read_normalisation`."""
-    return {
-        "rescale_factor": normalisation.factor,
-        "image_mean": list(normalisation.mean),
-        "image_std": list(normalisation.std),
-    }
-
-
 def _channels(
     raw: JsonObject, key: str, low: float, default: tuple[float, float, float]
 ) -> tuple[float, float, float]:

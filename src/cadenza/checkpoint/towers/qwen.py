@@ -16,14 +16,12 @@ from cadenza.checkpoint.json_object import JsonObject
 from cadenza.checkpoint.model_config import MAX_HEADS, MAX_LAYERS, MAX_VOCAB_SIZE, MAX_WIDTH
 from cadenza.checkpoint.towers.processor_file import (
     check_steps,
-    format_normalisation,
     read_filter,
     read_normalisation,
 )
-from cadenza.checkpoint.towers.reader import FormattedVision, TowerReader, VisionFiles
-from cadenza.checkpoint.towers.siglip import ACTIVATIONS, MAX_PATCH, read_tower_activation
+from cadenza.checkpoint.towers.reader import TowerReader, VisionFiles
+from cadenza.checkpoint.towers.siglip import MAX_PATCH, read_tower_activation
 from cadenza.errors import CheckpointError
-from cadenza.vision.pillow import FILTERS
 from cadenza.vision.processor import CHANNELS
 from cadenza.vision.qwen_images import QwenImages
 from cadenza.vision.tower_config import (
@@ -260,61 +258,6 @@ def _layers_of(raw: JsonObject, key: str, num_layers: int) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _format(vision: VisionConfig) -> FormattedVision:
-    tower, processor = vision.tower, vision.processor
-    assert isinstance(processor, QwenImages), "read by this module"
-    width_key = "embed_dim" if vision.family == "qwen2_vl" else "hidden_size"
-    width = tower.projector.linears[-1].num_out
-    settings: dict[str, object] = {
-        "model_type": f"{vision.family}_vision",
-        "depth": tower.num_layers,
-        width_key: tower.hidden_size,
-        "intermediate_size": tower.intermediate_size,
-        "num_heads": tower.num_heads,
-        "in_channels": CHANNELS,
-        "patch_size": tower.patch_size,
-        "temporal_patch_size": tower.patch_shape[1],
-        "spatial_merge_size": tower.merge,
-        "hidden_act": next(key for key, own in ACTIVATIONS.items() if own == tower.activation),
-        "hidden_size" if vision.family == "qwen2_vl" else "out_hidden_size": width,
-        **_format_own(vision),
-    }
-    return FormattedVision(
-        config={"image_token_id": vision.image_token_id, "vision_config": settings},
-        processor={
-            "image_processor_type": "Qwen2VLImageProcessor",
-            "do_convert_rgb": True,
-            "do_resize": True,
-            "size": {
-                "shortest_edge": processor.min_pixels,
-                "longest_edge": processor.max_pixels,
-            },
-            "patch_size": processor.patch_size,
-            "temporal_patch_size": processor.temporal_size,
-            "merge_size": processor.merge_size,
-            "resample": FILTERS.index(processor.resample),
-            "do_rescale": True,
-            "do_normalize": True,
-            **format_normalisation(processor.normalisation),
-        },
-    )
-
-
-def _format_own(vision: VisionConfig) -> dict[str, object]:
-    """The settings that only some generations have."""
-    tower, found = vision.tower, dict[str, object]()
-    if tower.table is not None:
-        found["num_position_embeddings"] = tower.table.num_rows
-    if vision.family in ("qwen3_vl", "qwen3_vl_moe"):
-        found["deepstack_visual_indexes"] = list(tower.deepstack_layers)
-    if tower.windows is not None:
-        found["window_size"] = tower.windows.side * tower.patch_size * tower.merge
-        found["fullatt_block_indexes"] = list(tower.windows.full_layers)
-    if vision.family == "qwen2_vl":
-        found["mlp_ratio"] = tower.intermediate_size // tower.hidden_size
-    return found
-
-
 _GENERATIONS = {
     "qwen3_vl": _Generation(read=_read_qwen3_vl),
     "qwen3_vl_moe": _Generation(read=_read_qwen3_vl),
@@ -328,5 +271,4 @@ QWEN = TowerReader(
     model_types=tuple(_GENERATIONS),
     names=((f"{PREFIX}*", f"{PREFIX}*"), ("visual.*", f"{PREFIX}*")),
     read=_read,
-    format=_format,
 )

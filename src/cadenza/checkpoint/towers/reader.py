@@ -1,10 +1,10 @@
-"""`TowerReader`: how the files of one family become a `VisionConfig`, and back.
+"""`TowerReader`: how the files of one family become a `VisionConfig`.
 
 To add a family, write a module with its reader, and list it in `registry`.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from cadenza.checkpoint.json_object import JsonObject
@@ -52,16 +52,6 @@ class VisionFiles:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FormattedVision:
-    """The inverse of reading: entries of config.json, of its text model, and the processor's
-    settings."""
-
-    config: dict[str, object]
-    processor: dict[str, object]
-    text: dict[str, object] = field(default_factory=dict[str, object])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TowerReader:
     """A family of models that see.
 
@@ -69,13 +59,11 @@ class TowerReader:
         model_types: of config.json.
         names: of the tensors of tower and projectors, all of which are listed.
         read: the tower and its processor. Raises CheckpointError for what is not supported.
-        format: entries of a config.json from which `read` restores a `VisionConfig`.
     """
 
     model_types: tuple[str, ...]
     names: tuple[NameRule, ...]
     read: Callable[[VisionFiles], VisionConfig]
-    format: Callable[[VisionConfig], FormattedVision]
 
     def has(self, name: str) -> bool:
         """Whether a tensor of this name belongs to a tower or projector."""

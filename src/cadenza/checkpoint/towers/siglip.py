@@ -84,20 +84,3 @@ def read_tower_activation(raw: JsonObject, key: str, default: str) -> TowerActiv
             f"{', '.join(ACTIVATIONS)}"
         )
     return ACTIVATIONS[name]
-
-
-def format_siglip(tower: TowerConfig) -> dict[str, object]:
-    """The inverse of `read_siglip`: a `vision_config`."""
-    assert tower.table is not None, "a SigLIP tower has a table"
-    activation = next(name for name, own in ACTIVATIONS.items() if own == tower.activation)
-    return {
-        "hidden_size": tower.hidden_size,
-        "intermediate_size": tower.intermediate_size,
-        "num_hidden_layers": tower.num_layers,
-        "num_attention_heads": tower.num_heads,
-        "num_channels": CHANNELS,
-        "image_size": tower.table.side * tower.patch_size,
-        "patch_size": tower.patch_size,
-        "hidden_act": activation,
-        "layer_norm_eps": tower.norm_eps,
-    }

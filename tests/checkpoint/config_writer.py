@@ -1,21 +1,25 @@
-"""Writes a config.json: `format_model_config`, the inverse of `config_json.parse_model_config`.
-
-Owns the keys that have a model's settings. A family's own are those of `Family.own_keys`.
-"""
+"""Writes a config.json: `format_model_config`, the inverse of `config_json.parse_model_config`, and
+checkpoints of configs that no shape has. A family's own settings are those of `Family.own_keys`."""
 
 import math
+from collections.abc import Mapping
+from pathlib import Path
 
+from cadenza.checkpoint import random_checkpoint
 from cadenza.checkpoint.config_json import ACTIVATIONS, CONFIG_FILE
+from cadenza.checkpoint.dtypes import WeightDType
 from cadenza.checkpoint.families import FAMILIES
 from cadenza.checkpoint.families.deepseek import DENSE, SPARSE
 from cadenza.checkpoint.families.family import FULL, LINEAR, SLIDING
 from cadenza.checkpoint.families.hybrid import CONV
 from cadenza.checkpoint.layer_kind import ConvShape, DeltaShape, LayerKind, ScanShape
 from cadenza.checkpoint.model_config import ModelConfig
+from cadenza.checkpoint.random_checkpoint import Shape
 from cadenza.checkpoint.rope_config import LongRopeScaling, format_rope
+from cadenza.checkpoint.safetensors_writer import DEFAULT_SHARD_BYTES
 from cadenza.checkpoint.towers.processor_file import IMAGE_PROCESSOR_FILE
-from cadenza.checkpoint.towers.registry import READERS
-from cadenza.checkpoint.wrapped_text import wrap_config
+from cadenza.checkpoint.wrapped_text import NEWER_OUTSIDE, SHARED, TEXT_CONFIG, WRAPPERS
+from tests.checkpoint.tower_writer import format_vision
 
 
 def format_model_config(config: ModelConfig) -> dict[str, object]:
@@ -59,10 +63,47 @@ def format_files(config: ModelConfig) -> dict[str, dict[str, object]]:
     vision, text = config.vision, format_model_config(config)
     if vision is None:
         return {CONFIG_FILE: text}
-    formatted = READERS[vision.family].format(vision)
+    formatted = format_vision(vision)
     return {
         CONFIG_FILE: wrap_config(vision.family, {**text, **formatted.text}, formatted.config),
         IMAGE_PROCESSOR_FILE: formatted.processor,
+    }
+
+
+def write_random_checkpoint(
+    config: ModelConfig,
+    folder: Path,
+    *,
+    seed: int,
+    dtype: WeightDType,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+) -> None:
+    """As `random_checkpoint.write_random_checkpoint`, of any config."""
+    random_checkpoint.write_random_checkpoint(
+        shape_of(config), folder, seed=seed, dtype=dtype, max_shard_bytes=max_shard_bytes
+    )
+
+
+def shape_of(config: ModelConfig) -> Shape:
+    """The shape of any config."""
+    return Shape(config=config, files=format_files(config))
+
+
+def wrap_config(
+    model_type: str, text: Mapping[str, object], own: Mapping[str, object]
+) -> dict[str, object]:
+    """The config.json of a whole model whose text model's is `text`: the inverse of
+    `unwrap_config`. `own` are its settings beside those."""
+    wrapper = WRAPPERS[model_type]
+    inner = {key: value for key, value in text.items() if key != "architectures"}
+    inner["model_type"] = (*wrapper.text_aliases, inner["model_type"])[0]
+    outer = {key: text[key] for key in (*NEWER_OUTSIDE, *SHARED) if key in text}
+    return {
+        "architectures": [wrapper.architecture],
+        "model_type": model_type,
+        TEXT_CONFIG: inner,
+        **outer,
+        **own,
     }
 
 
