@@ -9,7 +9,6 @@ from cadenza.frontend.sampling_defaults import SamplingDefaults
 from cadenza.outputs import CompletionOutput, OutputPart, RequestOutput
 from cadenza.server.endpoints.generating import CallContext, CallRequest
 from cadenza.server.receipt_seal import ReceiptSeal
-from cadenza.server.request_log import Usage
 from cadenza.server.response_store import ResponseStore, StoreBounds
 from cadenza.server.sse import AnswerHead, StreamEncoder
 from tests.server.bodies import PATHS
@@ -167,7 +166,7 @@ def encoder_of(request: CallRequest) -> StreamEncoder:
     """That of a request that needs no front end and stores nothing."""
     request.enter(context_of(ResponseStore(StoreBounds(), lambda: 0.0)))
     text: Any = _NoText()
-    encoder: Any = request.encoder(AnswerHead(request_id="1", created=0, model="m"), Usage(), text)
+    encoder: Any = request.encoder(AnswerHead(request_id="1", created=0, model="m", text=text))
     return encoder
 
 

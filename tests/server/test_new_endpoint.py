@@ -17,7 +17,7 @@ from cadenza.server.http_exchange import Exchange
 from cadenza.server.openapi import TEXT, AnswerSchema, describe_api, object_of
 from cadenza.server.schemas.body import optional, required
 from cadenza.server.schemas.field_types import OneOf, String
-from cadenza.server.sse import KEEP_ALIVE, AnswerHead, PromptInfo, StreamEncoder, Usage
+from cadenza.server.sse import AnswerHead, PromptInfo, StreamEncoder
 from tests.server.harness import TIMEOUT_S, options, serving_one
 from tests.server.scripted_engine import ScriptedEngine
 
@@ -39,15 +39,15 @@ class InputRequest(ChoicesRequest):
     def prompts(self, text: TextFrontend) -> list[AnyPrompt]:
         return [self.input]
 
-    def encoder(self, head: AnswerHead, usage: Usage, text: TextFrontend) -> StreamEncoder:
-        return EventEncoder(usage, is_loud=self.tone == "loud")
+    def encoder(self, head: AnswerHead) -> StreamEncoder:
+        return EventEncoder(head, is_loud=self.tone == "loud")
 
 
-class EventEncoder:
+class EventEncoder(StreamEncoder):
     """Named events, and no [DONE]."""
 
-    def __init__(self, usage: Usage, *, is_loud: bool) -> None:
-        self.usage = usage
+    def __init__(self, head: AnswerHead, *, is_loud: bool) -> None:
+        super().__init__(head)
         self._is_loud = is_loud
 
     def opening(self) -> bytes:
@@ -58,9 +58,6 @@ class EventEncoder:
             b"event: delta\ndata: " + self._shown(output.text) + b"\n\n" for output in outputs
         )
 
-    def silence(self) -> bytes:
-        return KEEP_ALIVE
-
     def closing(self) -> bytes:
         return b"event: end\ndata: {}\n\n"
 
@@ -70,9 +67,6 @@ class EventEncoder:
     def whole(self, outputs: Iterable[RequestOutput]) -> bytes:
         texts = [each.text for output in outputs for each in output.outputs]
         return b'{"output":' + self._shown("".join(texts)) + b"}"
-
-    def close(self) -> None:
-        pass
 
     def _shown(self, text: str) -> bytes:
         return json.dumps(text.upper() if self._is_loud else text).encode()

@@ -75,11 +75,15 @@ def test_the_lines_of_a_stream_are_the_whole_answer(scripted: RunningServer, pat
     assert {line["model"] for line in (*parts, end)} == {"scripted"}
 
 
+def head_of(**fields: Any) -> AnswerHead:
+    return AnswerHead(**{"request_id": "1", "created": 0, "model": "m", "text": None, **fields})
+
+
 def test_durations_and_counts_are_those_of_the_call() -> None:
     times = AnswerTimes(total_s=2.5, first_s=0.5, prompt_s=0.5, decode_s=1.75)
     usage = Usage(prompt={0: 7}, generated={0: 3})
-    head = AnswerHead(request_id="1", created=1_700_000_000, model="m", times=lambda: times)
-    end = json.loads(LineEncoder(head, usage, chat_shape, None).closing())
+    head = head_of(usage=usage, created=1_700_000_000, times=lambda: times)
+    end = json.loads(LineEncoder(head, chat_shape, None).closing())
     assert end == {
         "model": "m",
         "created_at": "2023-11-14T22:13:20+00:00",
@@ -97,15 +101,13 @@ def test_durations_and_counts_are_those_of_the_call() -> None:
 
 def test_each_line_has_its_own_time() -> None:
     times = iter((1_700_000_000.25, 1_700_000_001.5))
-    head = AnswerHead(request_id="1", created=1, model="m", now=lambda: next(times))
-    encoder = LineEncoder(head, Usage(), chat_shape, None)
+    encoder = LineEncoder(head_of(now=lambda: next(times)), chat_shape, None)
     told = [json.loads(line)["created_at"] for line in (encoder.silence(), encoder.closing())]
     assert told == ["2023-11-14T22:13:20.250000+00:00", "2023-11-14T22:13:21.500000+00:00"]
 
 
 def test_a_silence_is_a_line_that_adds_nothing() -> None:
-    head = AnswerHead(request_id="1", created=0, model="m")
-    line = json.loads(LineEncoder(head, Usage(), chat_shape, None).silence())
+    line = json.loads(LineEncoder(head_of(), chat_shape, None).silence())
     assert (line["message"]["content"], line["done"]) == ("", False)
 
 

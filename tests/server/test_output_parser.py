@@ -16,7 +16,7 @@ from cadenza.frontend.sparse_prompts import SparsePrompts
 from cadenza.outputs import OutputPart
 from cadenza.request import Request
 from cadenza.server.endpoints.chat import ChatRequest
-from cadenza.server.sse import AnswerHead, Usage
+from cadenza.server.sse import AnswerHead
 from cadenza.text import StopMatcher
 from cadenza.text.answers.output_parser import MakeParser
 
@@ -113,9 +113,8 @@ def finished(num_tokens: int) -> Finished:
 def encoder() -> Any:
     body = {"messages": [{"role": "user", "content": "x"}]}
     request = ChatRequest.read(json.dumps(body).encode())
-    head = AnswerHead(request_id="1", created=0, model="m")
     text: Any = None
-    return request.encoder(head, Usage(), text)
+    return request.encoder(AnswerHead(request_id="1", created=0, model="m", text=text))
 
 
 def deltas(events: bytes) -> list[dict[str, str]]:

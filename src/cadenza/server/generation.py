@@ -154,6 +154,8 @@ class Generation:
             request_id=exchange.request_id,
             created=int(service.options.now()),
             model=model.names.in_answer(request.model),
+            text=model.text,
+            usage=record.usage,
             system_fingerprint=model.system_fingerprint,
             times=record.times,
             now=service.options.now,
@@ -176,17 +178,16 @@ class Generation:
                 prepared = record.trace.take(prepared, model.name)
             call = OpenCall(prepared, model, use)
             _submit(call, prepared, record, model)
-        streamed = request.stream_encoder(head, record.usage, model.text)
-        encoder = streamed or request.encoder(head, record.usage, model.text)
+        encoder = request.encoder(head)
         end_error = partial(error_of_end, monitor=model.engine, param_of=request.param_of)
         with closing(encoder), service.opened(exchange.request_id, call):
             async with call:
-                if streamed is None:
+                if not (request.is_streamed and isinstance(encoder, StreamEncoder)):
                     outputs = await self._finish(call, record, end_error)
                     exchange.extra_headers += kept_headers(record.usage)
                     await exchange.answer(Response(body=await self._encode(encoder, outputs)))
                 else:
-                    await self._stream(exchange, call, streamed, record, end_error)
+                    await self._stream(exchange, call, encoder, record, end_error)
 
     async def _prepared(
         self, request: CallRequest, model: ServedModel, terms: Terms

@@ -6,15 +6,18 @@ or text chunks, one finish reason for each choice, usage if asked for, and `[DON
 ends.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
 
 import msgspec
 
+from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.outputs import CompletionOutput, Logprob, RequestOutput
 from cadenza.server.errors import ApiError
 from cadenza.server.request_log import AnswerTimes, Usage
+from cadenza.server.schemas.generation import GenerationBody, StreamOptions
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -27,16 +30,22 @@ ChoiceObject = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerHead:
-    """The fields that every chunk of an answer has."""
+    """What is known of an answer before it begins; `usage` and `times` are those of the answer so
+    far.
+
+    Args:
+        text: the model's.
+        now: seconds since 1970, for the time of a chunk; None: `created` is that of all.
+    """
 
     request_id: str
     created: int
     model: str
+    text: TextFrontend
+    usage: Usage = field(default_factory=Usage)
     system_fingerprint: str | None = None
     times: Callable[[], AnswerTimes] = AnswerTimes
-    """Of the answer so far."""
     now: Callable[[], float] | None = None
-    """Seconds since 1970, for the time of a chunk; None: `created` is that of all."""
 
     def fields(self, id_prefix: str, object_name: str) -> dict[str, Any]:
         return {
@@ -60,178 +69,158 @@ class PromptInfo(Protocol):
     def prompt_logprobs(self) -> tuple[dict[int, Logprob] | None, ...] | None: ...
 
 
-class AnswerEncoder(Protocol):
-    """Makes the bytes of one answer.
+class AnswerEncoder(ABC):
+    """Makes the bytes of one answer; the usage already counts the outputs that it is given."""
 
-    `usage` already counts the outputs that it is given.
-    """
+    def __init__(self, head: AnswerHead) -> None:
+        self.head = head
 
-    usage: Usage
+    @abstractmethod
+    def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
+        """The whole answer, for a call that is not streamed. On any thread. Raises ApiError: there
+        is none, since the call was cancelled."""
 
-    def whole(self, outputs: Iterable[RequestOutput]) -> bytes:
-        """The whole answer, for a call that is not streamed. On any thread.
-
-        Raises:
-            ApiError: there is none, since the call was cancelled.
-        """
-        ...
-
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  most answers leave nothing
         """The call has ended, perhaps before its answer."""
-        ...
 
 
-class StreamEncoder(AnswerEncoder, Protocol):
+class WholeAnswer(AnswerEncoder):
+    """Made by one function."""
+
+    def __init__(
+        self, head: AnswerHead, make: Callable[[AnswerHead, Sequence[RequestOutput]], bytes]
+    ) -> None:
+        super().__init__(head)
+        self._make = make
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
+        return self._make(self.head, outputs)
+
+
+class StreamEncoder(AnswerEncoder):
     """Also makes the events of a stream."""
 
     def opening(self) -> bytes:
         """The events that a stream begins with, before there is any token."""
-        ...
+        return b""
 
+    @abstractmethod
     def take(self, place: int, request: PromptInfo, outputs: Sequence[CompletionOutput]) -> bytes:
         """The events of new outputs of the prompt at `place` in the call."""
-        ...
 
     def silence(self) -> bytes:
         """Sent after a silence, so that no proxy closes the connection."""
-        ...
+        return KEEP_ALIVE
 
+    @abstractmethod
     def closing(self) -> bytes:
         """The events that a stream ends with."""
-        ...
 
+    @abstractmethod
     def failure(self, error: ApiError) -> bytes:
         """The events that a failed stream ends with."""
-        ...
 
 
-class Choices(Protocol):
-    """Makes the choices of one answer; the parts of a choice are asked for in their order.
+class ChunkEncoder(StreamEncoder):
+    """In the shapes of OpenAI's completions and chat completions. The parts of a choice are asked
+    for in their order; those of a streamed choice put together are the whole choice."""
 
-    Invariant: the parts of a streamed choice put together are the whole choice.
-    """
+    id_prefix: ClassVar[str]
+    object_name: ClassVar[str]
+    chunk_name: ClassVar[str]
 
-    id_prefix: str
-    object_name: str
-    chunk_name: str
-
-    def opening(self, index: int) -> ChoiceObject | None:
-        """The first part of a streamed choice, before there is any token."""
-        ...
-
-    def part(
-        self, index: int, output: CompletionOutput, request: PromptInfo
-    ) -> ChoiceObject | None:
-        """The next part of a streamed choice; None when there is nothing to show."""
-        ...
-
-    def whole(
-        self, index: int, output: CompletionOutput, request: RequestOutput
-    ) -> ChoiceObject: ...
-
-    def about_prompt(self, request: PromptInfo | None) -> dict[str, Any] | None:
-        """The fields beside the choices; None while they are not all known.
-
-        Without a request: the same fields without their values, for all chunks but one.
-        """
-        ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkOptions:
-    """The client's options for the chunks.
-
-    Args:
-        n: choices of each prompt.
-        include_usage: whether a last chunk has the usage; `continuous_usage`: all others, too.
-    """
-
-    num_prompts: int
-    n: int
-    include_usage: bool
-    continuous_usage: bool
-
-
-class ChunkEncoder:
-    """A `StreamEncoder` in the shapes of OpenAI's completions and chat completions."""
-
-    def __init__(
-        self, head: AnswerHead, usage: Usage, choices: Choices, options: ChunkOptions
-    ) -> None:
-        self.usage = usage
-        self._options = options
-        self._choices = choices
-        self._head = head
-        chunk = _encode(head.fields(choices.id_prefix, choices.chunk_name))
+    def __init__(self, head: AnswerHead, body: GenerationBody, num_prompts: int = 1) -> None:
+        super().__init__(head)
+        asked = body.stream_options or StreamOptions({})
+        self._n, self._num_choices = body.n, num_prompts * body.n
+        self._include_usage = asked.include_usage
+        # By itself it asks for no usage.
+        self._continuous_usage = asked.include_usage and asked.continuous_usage_stats
+        chunk = _encode(head.fields(self.id_prefix, self.chunk_name))
         self._before = b"data: " + chunk[:-1] + b',"choices":['
         self._after = self._make_after(None)
         # Until a chunk has the prompt's fields, or always where all have the usage.
         self._is_prompt_due = True
         self._is_after_fixed = False
 
+    def begin(self, index: int) -> ChoiceObject | None:
+        """The first part of a streamed choice, before there is any token."""
+        del index
+        return None
+
+    @abstractmethod
+    def part(
+        self, index: int, output: CompletionOutput, request: PromptInfo
+    ) -> ChoiceObject | None:
+        """The next part of a streamed choice; None when there is nothing to show."""
+
+    @abstractmethod
+    def whole_choice(
+        self, index: int, output: CompletionOutput, request: RequestOutput
+    ) -> ChoiceObject: ...
+
+    def about_prompt(self, request: PromptInfo | None) -> dict[str, Any] | None:
+        """The fields beside the choices; None while they are not all known. Without a request: the
+        same fields without their values, for all chunks but one."""
+        del request
+        return {}
+
     def opening(self) -> bytes:
         made: list[bytes] = []
-        for index in range(self._options.num_prompts * self._options.n):
-            part = self._choices.opening(index)
+        for index in range(self._num_choices):
+            part = self.begin(index)
             if part is not None:
-                after = self._make_after(None) if self._options.continuous_usage else self._after
+                after = self._make_after(None) if self._continuous_usage else self._after
                 made += [self._before, _encode(part), after]
         return b"".join(made)
 
     def take(self, place: int, request: PromptInfo, outputs: Sequence[CompletionOutput]) -> bytes:
         made: list[bytes] = []
         for output in outputs:
-            part = self._choices.part(place * self._options.n + output.index, output, request)
+            part = self.part(place * self._n + output.index, output, request)
             if part is not None:
                 _add_end(part, output)
                 after = self._after if self._is_after_fixed else self._next_after(request)
                 made += (self._before, _encode(part), after)
         return b"".join(made)
 
-    def silence(self) -> bytes:
-        return KEEP_ALIVE
-
     def closing(self) -> bytes:
-        if not self._options.include_usage:
+        if not self._include_usage:
             return DONE
-        fields = self._head.fields(self._choices.id_prefix, self._choices.chunk_name)
-        last: dict[str, Any] = {**fields, "choices": [], "usage": self.usage.as_object()}
+        fields = self.head.fields(self.id_prefix, self.chunk_name)
+        last: dict[str, Any] = {**fields, "choices": [], "usage": self.head.usage.as_object()}
         return b"data: " + _encode(last) + b"\n\n" + DONE
 
     def failure(self, error: ApiError) -> bytes:
         return b"data: " + error.body() + b"\n\n" + DONE
 
-    def whole(self, outputs: Iterable[RequestOutput]) -> bytes:
+    def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
         choices: list[ChoiceObject] = []
         about_prompt: dict[str, Any] | None = None
         for prompt, request in enumerate(outputs):
-            about_prompt = self._choices.about_prompt(request)
+            about_prompt = self.about_prompt(request)
             for output in request.outputs:
-                index = prompt * self._options.n + output.index
-                choices.append(self._choices.whole(index, output, request))
+                choices.append(self.whole_choice(prompt * self._n + output.index, output, request))
                 _add_end(choices[-1], output)
-        fields = self._head.fields(self._choices.id_prefix, self._choices.object_name)
-        about_prompt = about_prompt or self._choices.about_prompt(None) or {}
-        answer = {**fields, "choices": choices, "usage": self.usage.as_object(), **about_prompt}
-        return _encode(answer)
-
-    def close(self) -> None:
-        """Holds nothing."""
+        fields = self.head.fields(self.id_prefix, self.object_name)
+        about_prompt = about_prompt or self.about_prompt(None) or {}
+        usage = self.head.usage.as_object()
+        return _encode({**fields, "choices": choices, "usage": usage, **about_prompt})
 
     def _make_after(self, about_prompt: dict[str, Any] | None) -> bytes:
         """What follows the choices in a chunk."""
         rest: dict[str, Any] = {}
-        if self._options.include_usage:
-            rest["usage"] = self.usage.as_object() if self._options.continuous_usage else None
-        rest |= about_prompt or self._choices.about_prompt(None) or {}
+        if self._include_usage:
+            rest["usage"] = self.head.usage.as_object() if self._continuous_usage else None
+        rest |= about_prompt or self.about_prompt(None) or {}
         return (b"]," + _encode(rest)[1:] if rest else b"]}") + b"\n\n"
 
     def _next_after(self, request: PromptInfo) -> bytes:
         """What follows the choices of a chunk that has the prompt's fields or the usage."""
-        about_prompt = self._choices.about_prompt(request) if self._is_prompt_due else None
+        about_prompt = self.about_prompt(request) if self._is_prompt_due else None
         if about_prompt is not None:
             self._is_prompt_due = False
-            self._is_after_fixed = not self._options.continuous_usage
+            self._is_after_fixed = not self._continuous_usage
         return self._make_after(about_prompt)
 
 

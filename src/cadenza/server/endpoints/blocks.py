@@ -4,7 +4,7 @@ encoders of APIs whose answers are made of blocks have in common.
 Invariant: the blocks of a streamed answer are those of the whole one.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -13,8 +13,7 @@ import msgspec
 
 from cadenza.outputs import CompletionOutput, OutputPart, PartKind, RequestOutput
 from cadenza.server.endpoints.conversation import new_call_id
-from cadenza.server.request_log import Usage
-from cadenza.server.sse import KEEP_ALIVE, PromptInfo, schema_mark
+from cadenza.server.sse import AnswerHead, PromptInfo, StreamEncoder, schema_mark
 
 
 @dataclass(slots=True, eq=False)
@@ -97,45 +96,40 @@ class BlockReader:
             yield BlockEvent("end", self.blocks[-1])
 
 
-class BlockEncoder(ABC):
-    """A `StreamEncoder` of one prompt, whose events follow from those of its blocks."""
+class BlockEncoder(StreamEncoder):
+    """Of one prompt; its events follow from those of its blocks."""
 
-    def __init__(self, usage: Usage) -> None:
-        self.usage = usage
+    def __init__(self, head: AnswerHead) -> None:
+        super().__init__(head)
         self._reader = BlockReader()
-
-    @abstractmethod
-    def _events_of(self, event: BlockEvent) -> Iterable[bytes]: ...
-
-    @abstractmethod
-    def _take_end(self, output: CompletionOutput) -> None:
-        """Called with the last output, before its blocks are read."""
+        self.ended: CompletionOutput | None = None
+        """The last output, once it is read."""
 
     @abstractmethod
     def _whole_object(self) -> dict[str, Any]:
         """The answer, made of all blocks."""
 
+    def _events_of(self, event: BlockEvent) -> Iterable[bytes]:
+        """Those of a stream."""
+        raise NotImplementedError
+
+    def _events(self, output: CompletionOutput) -> Iterable[bytes]:
+        return [made for event in self._read(output) for made in self._events_of(event)]
+
     def take(self, place: int, request: PromptInfo, outputs: Sequence[CompletionOutput]) -> bytes:
         del place, request  # there is one prompt, which the answer does not contain
-        events = (event for output in outputs for event in self._read(output))
-        return b"".join([made for event in events for made in self._events_of(event)])
+        return b"".join([made for output in outputs for made in self._events(output)])
 
-    def silence(self) -> bytes:
-        return KEEP_ALIVE
-
-    def whole(self, outputs: Iterable[RequestOutput]) -> bytes:
+    def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
         for request in outputs:
             for output in request.outputs:
                 for _ in self._read(output):
                     pass
         return msgspec.json.encode(self._whole_object())
 
-    def close(self) -> None:  # noqa: B027  most answers leave nothing
-        """The call has ended."""
-
     def _read(self, output: CompletionOutput) -> Iterator[BlockEvent]:
         if output.finish_reason is not None:
-            self._take_end(output)
+            self.ended = output
         yield from self._reader.take(output)
 
 

@@ -45,7 +45,7 @@ from cadenza.server.schemas.tools import (
     text_of_input,
     tool_use,
 )
-from cadenza.server.sse import AnswerHead, ChoiceObject, PromptInfo, StreamEncoder, Usage
+from cadenza.server.sse import AnswerHead, ChoiceObject, ChunkEncoder, PromptInfo, StreamEncoder
 
 
 class ChatRequest(ConversationBody, ThinkingSwitches, TopLogprobsBody, ChoicesRequest):
@@ -114,19 +114,19 @@ class ChatRequest(ConversationBody, ThinkingSwitches, TopLogprobsBody, ChoicesRe
             return self.bound_field() or "reasoning_effort"
         return super().param_of(param)
 
-    def encoder(self, head: AnswerHead, usage: Usage, text: TextFrontend) -> StreamEncoder:
-        del text  # the answer does not contain the prompt's text
-        return self.chunk_encoder(head, usage, ChatChoices(self))
+    def encoder(self, head: AnswerHead) -> StreamEncoder:
+        return ChatEncoder(head, self)
 
 
-class ChatChoices:
+class ChatEncoder(ChunkEncoder):
     """Choices of a chat completion."""
 
     id_prefix = "chatcmpl-"
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
 
-    def __init__(self, request: ChatRequest) -> None:
+    def __init__(self, head: AnswerHead, request: ChatRequest) -> None:
+        super().__init__(head, request)
         self._request = request
         # Copies of what is read for every token.
         self._num_top_logprobs = request.num_top_logprobs
@@ -137,7 +137,7 @@ class ChatChoices:
         self._begun: set[int] = set()
         self._num_calls: dict[int, int] = {}
 
-    def opening(self, index: int) -> ChoiceObject | None:
+    def begin(self, index: int) -> ChoiceObject | None:
         delta = {"role": "assistant", "content": ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
@@ -177,7 +177,9 @@ class ChatChoices:
             delta["tool_calls"] = [{"index": place, **call} for place, call in numbered]
         return delta
 
-    def whole(self, index: int, output: CompletionOutput, request: RequestOutput) -> ChoiceObject:
+    def whole_choice(
+        self, index: int, output: CompletionOutput, request: RequestOutput
+    ) -> ChoiceObject:
         del request  # as in `part`
         message: dict[str, Any] = {"role": "assistant", "content": output.text, "refusal": None}
         calls = [self._call(part) for part in output.parts or () if part.name is not None]

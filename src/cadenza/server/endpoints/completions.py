@@ -26,7 +26,7 @@ from cadenza.server.openapi import TEXT
 from cadenza.server.schemas.body import optional, required, unsupported
 from cadenza.server.schemas.field_types import Boolean
 from cadenza.server.schemas.generation import LOGPROBS, plain_prompts
-from cadenza.server.sse import AnswerHead, ChoiceObject, PromptInfo, StreamEncoder, Usage
+from cadenza.server.sse import AnswerHead, ChoiceObject, ChunkEncoder, PromptInfo, StreamEncoder
 
 
 class CompletionRequest(ChoicesRequest):
@@ -68,18 +68,19 @@ class CompletionRequest(ChoicesRequest):
         del text  # they are as they are
         return self.prompt
 
-    def encoder(self, head: AnswerHead, usage: Usage, text: TextFrontend) -> StreamEncoder:
-        return self.chunk_encoder(head, usage, CompletionChoices(self, text))
+    def encoder(self, head: AnswerHead) -> StreamEncoder:
+        return CompletionEncoder(head, self)
 
 
-class CompletionChoices:
-    """Choices of a completion."""
+class CompletionEncoder(ChunkEncoder):
+    """Choices of a completion; there is no chunk before the first text."""
 
     id_prefix = "cmpl-"
     object_name = "text_completion"
     chunk_name = "text_completion"
 
-    def __init__(self, request: CompletionRequest, text: TextFrontend) -> None:
+    def __init__(self, head: AnswerHead, request: CompletionRequest) -> None:
+        super().__init__(head, request, request.num_prompts)
         self._request = request
         # Copies of what is read for every token.
         self._num_top_logprobs = request.num_top_logprobs
@@ -87,12 +88,8 @@ class CompletionChoices:
         # If so, a token is shown even if it adds no text.
         self._shows_tokens = self._num_top_logprobs is not None or self._shows_ids
         self._shows_prompt_logprobs = request.prompt_logprobs is not None
-        self._text = text
+        self._text = head.text
         self._offsets: dict[int, int] = {}
-
-    def opening(self, index: int) -> ChoiceObject | None:
-        del index  # there is no chunk before the first text
-        return None
 
     def part(
         self, index: int, output: CompletionOutput, request: PromptInfo
@@ -128,14 +125,12 @@ class CompletionChoices:
             choice["prompt_logprobs"] = shown_prompt(request) if is_first else None
         return choice
 
-    def whole(self, index: int, output: CompletionOutput, request: RequestOutput) -> ChoiceObject:
+    def whole_choice(
+        self, index: int, output: CompletionOutput, request: RequestOutput
+    ) -> ChoiceObject:
         choice = self.part(index, output, request)
         assert choice is not None, "a choice's first part is always shown"
         return {"token_ids": None, "prompt_token_ids": None, "prompt_logprobs": None} | choice
-
-    def about_prompt(self, request: PromptInfo | None) -> dict[str, Any] | None:
-        del request  # its fields are in the choices
-        return {}
 
     def _prompt_text(self, request: PromptInfo) -> str:
         if request.prompt is not None:

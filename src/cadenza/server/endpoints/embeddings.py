@@ -5,8 +5,7 @@ Invariant: each input has its embedding, in the order of the inputs, or the call
 
 import sys
 from base64 import b64encode
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, cast, get_args
 
 import msgspec
@@ -21,7 +20,7 @@ from cadenza.server.openapi import COUNT, TEXT, AnswerSchema, list_of, object_of
 from cadenza.server.schemas.body import optional, required, unsupported
 from cadenza.server.schemas.field_types import Boolean, Integer, OneOf, Schema, or_null
 from cadenza.server.schemas.generation import LABEL, SamplingField, plain_prompts
-from cadenza.server.sse import AnswerEncoder, AnswerHead, Usage
+from cadenza.server.sse import AnswerHead, Usage
 
 MAX_ANSWER_BYTES = 64 << 20
 FLOAT_BYTES, _BASE64_BYTES = 22, 16 / 3
@@ -98,8 +97,7 @@ class EmbeddingRequest(PooledRequest):
         del text  # they are as they are
         return self.input
 
-    def encoder(self, head: AnswerHead, usage: Usage, text: TextFrontend) -> AnswerEncoder:
-        del text  # an embedding has none
+    def whole_answer(self, head: AnswerHead, outputs: Sequence[RequestOutput]) -> bytes:
         is_base64 = self.encoding_format == "base64"
 
         def encoded(index: int, request: RequestOutput) -> bytes:
@@ -107,13 +105,10 @@ class EmbeddingRequest(PooledRequest):
             shown: Any = b64encode(embedding).decode() if is_base64 else values_of(embedding)
             return _encode({"object": "embedding", "index": index, "embedding": shown})
 
-        def whole(outputs: Iterable[RequestOutput]) -> bytes:
-            # One after the other, so that other threads can run between them.
-            data = [encoded(index, each) for index, each in enumerate(outputs)]
-            fields = {**head.fields("embd-", "list"), "usage": prompt_usage(usage)}
-            return _encode(fields)[:-1] + b',"data":[' + b",".join(data) + b"]}"
-
-        return WholeAnswer(usage, whole)
+        # One after the other, so that other threads can run between them.
+        data = [encoded(index, each) for index, each in enumerate(outputs)]
+        fields = {**head.fields("embd-", "list"), "usage": prompt_usage(head.usage)}
+        return _encode(fields)[:-1] + b',"data":[' + b",".join(data) + b"]}"
 
 
 def check_embeddings_size(
@@ -126,19 +121,6 @@ def check_embeddings_size(
             f"{MAX_ANSWER_BYTES >> 20} MiB; {advice}",
             "input",
         )
-
-
-@dataclass(slots=True)
-class WholeAnswer:
-    """An `AnswerEncoder` made of one function."""
-
-    usage: Usage
-    make: Callable[[Iterable[RequestOutput]], bytes]
-
-    def whole(self, outputs: Iterable[RequestOutput]) -> bytes:
-        return self.make(outputs)
-
-    def close(self) -> None: ...
 
 
 def embedding_bytes(request: RequestOutput) -> bytes:

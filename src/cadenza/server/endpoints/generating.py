@@ -22,7 +22,7 @@ from cadenza.frontend.prepared_request import (
     Terms,
 )
 from cadenza.frontend.text_frontend import TextFrontend
-from cadenza.outputs import Logprob
+from cadenza.outputs import Logprob, RequestOutput
 from cadenza.request import SamplingParams, show
 from cadenza.server.errors import invalid_value
 from cadenza.server.limits import ServerLimits
@@ -44,19 +44,15 @@ from cadenza.server.schemas.generation import (
     CallBody,
     GenerationBody,
     SamplingField,
-    StreamOptions,
 )
 from cadenza.server.schemas.structured import form_field
 from cadenza.server.schemas.unknown_members import UnknownFields
 from cadenza.server.sse import (
     AnswerEncoder,
     AnswerHead,
-    Choices,
-    ChunkEncoder,
-    ChunkOptions,
     PromptInfo,
     StreamEncoder,
-    Usage,
+    WholeAnswer,
 )
 from cadenza.structured import StructuredOutput
 
@@ -157,16 +153,17 @@ class CallRequest(CallBody, ABC):
         params, options = self.sampling(text), self.request_options
         return [text.prepare(each, params, options, terms) for each in self.prompts(text)]
 
-    @abstractmethod
-    def encoder(self, head: AnswerHead, usage: Usage, text: TextFrontend) -> AnswerEncoder:
-        """Makes the encoder of the answer; `usage` has the answer's tokens."""
+    def encoder(self, head: AnswerHead) -> AnswerEncoder:
+        """Makes the encoder of the answer."""
+        return WholeAnswer(head, self.whole_answer)
 
-    def stream_encoder(
-        self, head: AnswerHead, usage: Usage, text: TextFrontend
-    ) -> StreamEncoder | None:
-        """The encoder of an answer that is streamed; None if it is sent whole."""
-        del head, usage, text
-        return None
+    def whole_answer(self, head: AnswerHead, outputs: Sequence[RequestOutput]) -> bytes:
+        """The answer of a call that has no other encoder. Raises ApiError."""
+        raise NotImplementedError
+
+    @property
+    def is_streamed(self) -> bool:
+        return False
 
     def param_of(self, param: str | None) -> str | None:
         """This body's name of the field that an error of a request names."""
@@ -185,12 +182,11 @@ class GenerationRequest(CallRequest):
     """None: the rest of the context."""
 
     @abstractmethod
-    def encoder(self, head: AnswerHead, usage: Usage, text: TextFrontend) -> StreamEncoder: ...
+    def encoder(self, head: AnswerHead) -> StreamEncoder: ...
 
-    def stream_encoder(
-        self, head: AnswerHead, usage: Usage, text: TextFrontend
-    ) -> StreamEncoder | None:
-        return self.encoder(head, usage, text) if self.stream else None
+    @property
+    def is_streamed(self) -> bool:
+        return bool(self.stream)
 
     @property
     def form(self) -> StructuredOutput | None:
@@ -251,18 +247,6 @@ class ChoicesRequest(GenerationBody, GenerationRequest):
             )
         for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
             check_num_logprobs(name, self.values.get(name, 0), limits)
-
-    def chunk_encoder(self, head: AnswerHead, usage: Usage, choices: Choices) -> ChunkEncoder:
-        """An encoder in OpenAI's shapes."""
-        asked = self.stream_options or StreamOptions({})
-        options = ChunkOptions(
-            num_prompts=self.num_prompts,
-            n=self.n,
-            include_usage=asked.include_usage,
-            # By itself it asks for no usage.
-            continuous_usage=asked.include_usage and asked.continuous_usage_stats,
-        )
-        return ChunkEncoder(head, usage, choices, options)
 
 
 def check_stream_options(options: object, stream: bool) -> None:

@@ -14,7 +14,7 @@ import msgspec
 from cadenza.frontend.answers import ToolUse
 from cadenza.frontend.prepared_request import ChatPrompt, RequestOptions
 from cadenza.frontend.text_frontend import TextFrontend
-from cadenza.outputs import CompletionOutput, PartKind
+from cadenza.outputs import PartKind
 from cadenza.server.dialect import anthropic_error
 from cadenza.server.endpoints.blocks import Block, BlockEncoder, BlockEvent, event_bytes
 from cadenza.server.endpoints.conversation import AskedConversation, continuing
@@ -192,9 +192,8 @@ class MessageRequest(MessagesBody, SamplingBody, GenerationRequest):
     def prompts(self, text: TextFrontend) -> list[ChatPrompt]:
         return [self.conversation().prompt(text)]
 
-    def encoder(self, head: AnswerHead, usage: Usage, text: TextFrontend) -> StreamEncoder:
-        del text  # the answer does not contain the prompt's text
-        return MessageEncoder(head, usage, self)
+    def encoder(self, head: AnswerHead) -> StreamEncoder:
+        return MessageEncoder(head, self)
 
 
 MESSAGE_PREFIX = "msg_"
@@ -216,36 +215,31 @@ class MessageEncoder(BlockEncoder):
     """The object and the events of a message; the blocks of a stream, put together, are those of
     the whole message."""
 
-    def __init__(self, head: AnswerHead, usage: Usage, request: MessageRequest) -> None:
-        super().__init__(usage)
-        self._head = head
+    def __init__(self, head: AnswerHead, request: MessageRequest) -> None:
+        super().__init__(head)
         self._request = request
         display = None if request.thinking is None else request.thinking.display
         self._shows_thinking = display != "omitted"
-        self._ended: CompletionOutput | None = None
 
     def opening(self) -> bytes:
         started = event_bytes("message_start", {"message": self._object([])})
         return started + event_bytes("ping", {})
 
     def closing(self) -> bytes:
-        usage = usage_of_message(self.usage)
+        usage = usage_of_message(self.head.usage)
         delta = {"delta": self._stop(), "usage": usage, **self._reader.mark}
         return event_bytes("message_delta", delta) + event_bytes("message_stop", {})
 
     def failure(self, error: ApiError) -> bytes:
-        body = msgspec.json.encode(anthropic_error(error, self._head.request_id))
+        body = msgspec.json.encode(anthropic_error(error, self.head.request_id))
         return b"event: error\ndata: " + body + b"\n\n"
 
     def _whole_object(self) -> dict[str, Any]:
         return self._object([self._block(block) for block in self._reader.blocks])
 
-    def _take_end(self, output: CompletionOutput) -> None:
-        self._ended = output
-
     def _stop(self) -> dict[str, str | None]:
         """Why the message ended, if it has."""
-        output = self._ended
+        output = self.ended
         if output is None:
             return {"stop_reason": None, "stop_sequence": None}
         match output.finish_reason:
@@ -264,13 +258,13 @@ class MessageEncoder(BlockEncoder):
 
     def _object(self, content: list[dict[str, Any]]) -> dict[str, Any]:
         return {
-            "id": MESSAGE_PREFIX + self._head.request_id,
+            "id": MESSAGE_PREFIX + self.head.request_id,
             "type": "message",
             "role": "assistant",
-            "model": self._head.model,
+            "model": self.head.model,
             "content": content,
             **self._stop(),
-            "usage": usage_of_message(self.usage),
+            "usage": usage_of_message(self.head.usage),
             **self._reader.mark,
         }
 

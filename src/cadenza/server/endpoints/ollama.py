@@ -4,7 +4,7 @@ Invariant: a conversation has the same tokens as by any other API, and Ollama's 
 sampling are not used; the lines of a stream, put together, are the whole answer.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cached_property
 from typing import Any, ClassVar
@@ -17,7 +17,7 @@ from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.outputs import CompletionOutput, Logprob, RequestOutput
 from cadenza.request import SamplingParams
 from cadenza.server.dialect import ollama_error
-from cadenza.server.endpoints.blocks import Block, BlockReader
+from cadenza.server.endpoints.blocks import Block, BlockEncoder, BlockEvent
 from cadenza.server.endpoints.conversation import AskedConversation, continuing
 from cadenza.server.endpoints.generating import (
     GeneratingEndpoint,
@@ -44,7 +44,7 @@ from cadenza.server.schemas.ollama import (
 from cadenza.server.schemas.structured import ollama_format
 from cadenza.server.schemas.thinking import AskedThinking
 from cadenza.server.schemas.tools import function_tools, tool_use
-from cadenza.server.sse import AnswerHead, PromptInfo, StreamEncoder, Usage
+from cadenza.server.sse import AnswerHead, StreamEncoder
 from cadenza.structured import StructuredOutput
 
 _encode = msgspec.json.encode
@@ -122,9 +122,8 @@ class OllamaRequest(TopLogprobsBody, GenerationRequest):
     def immediate(self, head: AnswerHead) -> bytes | None:
         return loaded(head, self.shape) if self.is_empty else None
 
-    def encoder(self, head: AnswerHead, usage: Usage, text: TextFrontend) -> StreamEncoder:
-        del text  # the answer does not contain the prompt's text
-        return LineEncoder(head, usage, self.shape, self.num_top_logprobs)
+    def encoder(self, head: AnswerHead) -> StreamEncoder:
+        return LineEncoder(head, self.shape, self.num_top_logprobs)
 
     def param_of(self, param: str | None) -> str | None:
         found = super().param_of(param)
@@ -207,37 +206,27 @@ class OllamaPromptRequest(OllamaRequest):
         return [asked.prompt(text)]
 
 
-class LineEncoder:
-    """A `StreamEncoder` whose events are lines.
+class LineEncoder(BlockEncoder):
+    """Its events are lines.
 
     Args:
         num_top_logprobs: the number of likeliest tokens to show; None: no log probabilities.
     """
 
-    def __init__(
-        self, head: AnswerHead, usage: Usage, shape: AnswerShape, num_top_logprobs: int | None
-    ) -> None:
-        self.usage = usage
-        self._head = head
+    def __init__(self, head: AnswerHead, shape: AnswerShape, num_top_logprobs: int | None) -> None:
+        super().__init__(head)
         self._shape = shape
         self._num_top_logprobs = num_top_logprobs
-        self._reader = BlockReader()
-        self._reason: str | None = None
+        self._logprobs: list[Members] = []
+        """Those of a whole answer."""
 
-    def opening(self) -> bytes:
-        return b""
-
-    def take(self, place: int, request: PromptInfo, outputs: Sequence[CompletionOutput]) -> bytes:
-        del place, request  # there is one prompt, which the answer does not contain
-        made: list[bytes] = []
-        for output in outputs:
-            held = list(self._parts(output))
-            logprobs = self._logprobs(output)
-            if logprobs:
-                held = held or [self._shape("", "", ())]
-                held[-1]["logprobs"] = logprobs
-            made += [self._line({**each, "done": False}) for each in held]
-        return b"".join(made)
+    def _events(self, output: CompletionOutput) -> Iterable[bytes]:
+        held = [made for event in self._read(output) if (made := self._held(event)) is not None]
+        logprobs = self._logprobs_of(output)
+        if logprobs:
+            held = held or [self._shape("", "", ())]
+            held[-1]["logprobs"] = logprobs
+        return [self._line({**each, "done": False}) for each in held]
 
     def silence(self) -> bytes:
         """A line without text, since clients read every line as an object."""
@@ -249,13 +238,12 @@ class LineEncoder:
     def failure(self, error: ApiError) -> bytes:
         return _encode(ollama_error(error)) + b"\n"
 
-    def whole(self, outputs: Iterable[RequestOutput]) -> bytes:
-        logprobs: list[Members] = []
-        for request in outputs:
-            for output in request.outputs:
-                for _ in self._parts(output):
-                    pass
-                logprobs += self._logprobs(output)
+    def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
+        every = [output for request in outputs for output in request.outputs]
+        self._logprobs = [each for output in every for each in self._logprobs_of(output)]
+        return super().whole(outputs)
+
+    def _whole_object(self) -> Members:
         blocks = self._reader.blocks
         calls = [block for block in blocks if block.kind == "tool_call"]
         held = self._shape(
@@ -263,27 +251,23 @@ class LineEncoder:
             _text_of(blocks, "reasoning"),
             [_call(number, block) for number, block in enumerate(calls)],
         )
-        shown = {"logprobs": logprobs} if logprobs else {}
-        return _encode({**_about(self._head), **held, **shown, **self._end()})
+        shown = {"logprobs": self._logprobs} if self._logprobs else {}
+        return {**_about(self.head), **held, **shown, **self._end()}
 
-    def close(self) -> None:
-        """Nothing is left of an answer."""
-
-    def _parts(self, output: CompletionOutput) -> Iterator[Members]:
-        for event in self._reader.take(output):
-            if event.kind != "text":
-                continue
-            block, text = event.block, event.text
-            if block.kind == "tool_call":
+    def _held(self, event: BlockEvent) -> Members | None:
+        """What a line has of an event; None: there is none."""
+        if event.kind != "text":
+            return None
+        match event.block.kind:
+            case "tool_call":
                 number = sum(each.kind == "tool_call" for each in self._reader.blocks) - 1
-                yield self._shape("", "", [_call(number, block)])
-            elif block.kind == "reasoning":
-                yield self._shape("", text, ())
-            else:
-                yield self._shape(text, "", ())
-        self._reason = output.finish_reason or self._reason
+                return self._shape("", "", [_call(number, event.block)])
+            case "reasoning":
+                return self._shape("", event.text, ())
+            case "content":
+                return self._shape(event.text, "", ())
 
-    def _logprobs(self, output: CompletionOutput) -> list[Members]:
+    def _logprobs_of(self, output: CompletionOutput) -> list[Members]:
         num_top = self._num_top_logprobs
         if num_top is None:
             return []
@@ -291,11 +275,12 @@ class LineEncoder:
         return [_logprob(token_id, entry, num_top) for token_id, entry in entries]
 
     def _end(self) -> Members:
-        end = {"done": True, "done_reason": self._reason, **self._reader.mark}
-        return {**end, **metrics(self._head, self.usage)}
+        reason = None if self.ended is None else self.ended.finish_reason
+        end = {"done": True, "done_reason": reason, **self._reader.mark}
+        return {**end, **metrics(self.head)}
 
     def _line(self, members: Members) -> bytes:
-        return _encode({**_about(self._head), **members}) + b"\n"
+        return _encode({**_about(self.head), **members}) + b"\n"
 
 
 def loaded(head: AnswerHead, shape: AnswerShape) -> bytes:
@@ -304,9 +289,9 @@ def loaded(head: AnswerHead, shape: AnswerShape) -> bytes:
     return _encode({**_about(head), **shape("", "", ()), **end})
 
 
-def metrics(head: AnswerHead, usage: Usage) -> Members:
+def metrics(head: AnswerHead) -> Members:
     """Counts of tokens, and durations in nanoseconds, at least 1, since clients divide by them."""
-    times = head.times()
+    times, usage = head.times(), head.usage
     return {
         "total_duration": _ns(times.total_s),
         "load_duration": 0,

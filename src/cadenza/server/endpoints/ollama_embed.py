@@ -4,7 +4,7 @@ Invariant: an embedding has the bits that it has by /v1/embeddings.
 """
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import msgspec
@@ -16,7 +16,6 @@ from cadenza.request import DIMENSIONS, PoolingParams
 from cadenza.server.endpoints.embeddings import (
     FLOAT_BYTES,
     PooledRequest,
-    WholeAnswer,
     check_embeddings_size,
     embedding_bytes,
 )
@@ -35,7 +34,7 @@ from cadenza.server.schemas.field_types import (
 )
 from cadenza.server.schemas.generation import MAX_CHOICES, MAX_PROMPT_CHARS
 from cadenza.server.schemas.ollama import ollama_options
-from cadenza.server.sse import AnswerEncoder, AnswerHead, Usage
+from cadenza.server.sse import AnswerHead
 
 _encode = msgspec.json.encode
 _TEXT = String(max_chars=MAX_PROMPT_CHARS)
@@ -117,17 +116,12 @@ class OllamaEmbedRequest(EmbeddingBase):
     def immediate(self, head: AnswerHead) -> bytes | None:
         return None if self.texts else _encode({"model": head.model, "embeddings": []})
 
-    def encoder(self, head: AnswerHead, usage: Usage, text: TextFrontend) -> AnswerEncoder:
-        del text  # an embedding has none
-
-        def whole(outputs: Iterable[RequestOutput]) -> bytes:
-            # One after the other, so that other threads can run between them.
-            vectors = b",".join(_encode(values_of(embedding_bytes(each))) for each in outputs)
-            fields: dict[str, Any] = {"model": head.model, **metrics(head, usage)}
-            del fields["eval_count"], fields["eval_duration"]
-            return _encode(fields)[:-1] + b',"embeddings":[' + vectors + b"]}"
-
-        return WholeAnswer(usage, whole)
+    def whole_answer(self, head: AnswerHead, outputs: Sequence[RequestOutput]) -> bytes:
+        # One after the other, so that other threads can run between them.
+        vectors = b",".join(_encode(values_of(embedding_bytes(each))) for each in outputs)
+        fields: dict[str, Any] = {"model": head.model, **metrics(head)}
+        del fields["eval_count"], fields["eval_duration"]
+        return _encode(fields)[:-1] + b',"embeddings":[' + vectors + b"]}"
 
 
 class OllamaEmbeddingRequest(EmbeddingBase):
@@ -145,14 +139,10 @@ class OllamaEmbeddingRequest(EmbeddingBase):
         del head
         return None if self.prompt else _encode({"embedding": []})
 
-    def encoder(self, head: AnswerHead, usage: Usage, text: TextFrontend) -> AnswerEncoder:
-        del text, head  # an embedding is all of the answer
-
-        def whole(outputs: Iterable[RequestOutput]) -> bytes:
-            (output,) = outputs
-            return _encode({"embedding": values_of(embedding_bytes(output))})
-
-        return WholeAnswer(usage, whole)
+    def whole_answer(self, head: AnswerHead, outputs: Sequence[RequestOutput]) -> bytes:
+        del head  # an embedding is all of the answer
+        (output,) = outputs
+        return _encode({"embedding": values_of(embedding_bytes(output))})
 
 
 OLLAMA_EMBED = GeneratingEndpoint(

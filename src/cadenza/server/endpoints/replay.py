@@ -7,7 +7,7 @@ token, every bit of every log probability and the finish reason are.
 
 import secrets
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -22,14 +22,13 @@ from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.outputs import RequestOutput
 from cadenza.receipt import RECEIPT_VERSION, Receipt, sparse_prefill_of
 from cadenza.request import Request, SamplingParams
-from cadenza.server.endpoints.embeddings import WholeAnswer
 from cadenza.server.endpoints.generating import CallContext, CallRequest, GeneratingEndpoint
 from cadenza.server.errors import cancelled, invalid_value
 from cadenza.server.limits import ServerLimits
 from cadenza.server.openapi import COUNT, TEXT, AnswerSchema, list_of, object_of
 from cadenza.server.schemas.body import required
 from cadenza.server.schemas.field_types import AnyJson, or_null
-from cadenza.server.sse import AnswerEncoder, AnswerHead, Usage
+from cadenza.server.sse import AnswerHead
 
 MAX_TOKENS = 512
 MAX_RECEIPT_CHARS = 4 << 20
@@ -126,16 +125,12 @@ class ReplayRequest(CallRequest):
         del text  # a receipt has token ids
         return [self._own.prompt_token_ids]
 
-    def encoder(self, head: AnswerHead, usage: Usage, text: TextFrontend) -> AnswerEncoder:
-        del head, text
-
-        def whole(outputs: Iterable[RequestOutput]) -> bytes:
-            ((output,),) = (each.outputs for each in outputs)
-            if output.receipt is None:
-                raise cancelled()
-            return _encode(compared(self.given, output.receipt, self._num_others()))
-
-        return WholeAnswer(usage, whole)
+    def whole_answer(self, head: AnswerHead, outputs: Sequence[RequestOutput]) -> bytes:
+        del head  # nothing of it is in the answer
+        ((output,),) = (each.outputs for each in outputs)
+        if output.receipt is None:
+            raise cancelled()
+        return _encode(compared(self.given, output.receipt, self._num_others()))
 
 
 def check_fingerprint(theirs: Fingerprint, ours: Fingerprint | None) -> None:

@@ -4,7 +4,7 @@ Invariant: a score is a function of the query and of its document alone, with th
 else is ranked; of equal scores the earlier document comes first.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from math import fsum
 from operator import mul
 from typing import Any, cast
@@ -25,7 +25,6 @@ from cadenza.server.endpoints.embeddings import (
     POOLING,
     PROMPT_USAGE,
     PooledRequest,
-    WholeAnswer,
     embedding_bytes,
     prompt_usage,
 )
@@ -51,7 +50,7 @@ from cadenza.server.schemas.generation import (
     MAX_PROMPT_CHARS,
     SamplingField,
 )
-from cadenza.server.sse import AnswerEncoder, AnswerHead, Usage
+from cadenza.server.sse import AnswerHead
 
 MAX_DOCUMENTS = MAX_CHOICES - 1
 """The query is one more prompt."""
@@ -129,20 +128,18 @@ class RerankRequest(PooledRequest):
             return [self.query, *self.documents]
         return [ScoredPair(query=self.query, document=each) for each in self.documents]
 
-    def encoder(self, head: AnswerHead, usage: Usage, text: TextFrontend) -> AnswerEncoder:
-        own = text.score_head
-
-        def whole(outputs: Iterable[RequestOutput]) -> bytes:
-            """In the shape of Jina's and Cohere's."""
-            vectors = [values_of(embedding_bytes(output)) for output in outputs]
-            # One state for each document, or embeddings, the query's first.
-            scores = _similarities(vectors) if own is None else [*map(own.score, vectors)]
-            order = sorted(range(len(scores)), key=lambda index: (-scores[index], index))
-            results = [self._result(index, scores[index]) for index in order[: self.top_n or None]]
-            fields = {**head.fields("rerank-", "list"), "usage": prompt_usage(usage)}
-            return _encode({**fields, "results": results})
-
-        return WholeAnswer(usage, whole)
+    def whole_answer(self, head: AnswerHead, outputs: Sequence[RequestOutput]) -> bytes:
+        """In the shape of Jina's and Cohere's."""
+        vectors, own = (
+            [values_of(embedding_bytes(output)) for output in outputs],
+            head.text.score_head,
+        )
+        # One state for each document, or embeddings, the query's first.
+        scores = _similarities(vectors) if own is None else [*map(own.score, vectors)]
+        order = sorted(range(len(scores)), key=lambda index: (-scores[index], index))
+        results = [self._result(index, scores[index]) for index in order[: self.top_n or None]]
+        fields = {**head.fields("rerank-", "list"), "usage": prompt_usage(head.usage)}
+        return _encode({**fields, "results": results})
 
     def _result(self, index: int, score: float) -> dict[str, Any]:
         text = {"document": {"text": self.documents[index]}} if self.return_documents else {}

@@ -12,12 +12,13 @@ from typing import Any, Literal
 import msgspec
 
 from cadenza.events import FinishReason
-from cadenza.outputs import CompletionOutput, PartKind
+from cadenza.outputs import PartKind
 from cadenza.server.endpoints.blocks import Block, BlockEncoder, BlockEvent, event_bytes
 from cadenza.server.errors import ApiError
 from cadenza.server.request_log import Usage
 from cadenza.server.response_store import ResponseStore, StoredResponse
 from cadenza.server.schemas.tools import ResponseTool, text_of_input
+from cadenza.server.sse import AnswerHead
 
 Status = Literal["in_progress", "completed", "incomplete", "cancelled", "failed"]
 
@@ -42,7 +43,6 @@ class ResponseFrame:
         tools: those that may be called, by their names in calls.
     """
 
-    request_id: str
     fields: dict[str, Any]
     input: bytes
     tenant: str
@@ -51,12 +51,12 @@ class ResponseFrame:
 
 
 class ResponseEncoder(BlockEncoder):
-    """A `StreamEncoder`."""
+    """The object and the events of a response."""
 
-    def __init__(self, frame: ResponseFrame, usage: Usage) -> None:
-        super().__init__(usage)
+    def __init__(self, head: AnswerHead, frame: ResponseFrame) -> None:
+        super().__init__(head)
         self._frame = frame
-        self._status: Status = "in_progress"
+        self._has_failed = False
         self._num_events = 0
         self._put(self._object())
 
@@ -69,7 +69,7 @@ class ResponseEncoder(BlockEncoder):
         return self._event(name, response=self._whole_object())
 
     def failure(self, error: ApiError) -> bytes:
-        self._status = "failed"
+        self._has_failed = True
         return self._event("failed", response=self._whole_object(error))
 
     def close(self) -> None:
@@ -77,9 +77,12 @@ class ResponseEncoder(BlockEncoder):
         if self._status == "in_progress" and self._frame.store is not None:
             self._frame.store.delete(self._frame.tenant, self._frame.fields["id"])
 
-    def _take_end(self, output: CompletionOutput) -> None:
-        assert output.finish_reason is not None, "it is the last output"
-        self._status = _STATUSES[output.finish_reason]
+    @property
+    def _status(self) -> Status:
+        if self._has_failed:
+            return "failed"
+        reason = None if self.ended is None else self.ended.finish_reason
+        return "in_progress" if reason is None else _STATUSES[reason]
 
     def _whole_object(self, error: ApiError | None = None) -> dict[str, Any]:
         found = self._object(error)
@@ -107,7 +110,7 @@ class ResponseEncoder(BlockEncoder):
             "error": None if error is None else _error_of_response(error),
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "output": [self._item(block) for block in self._reader.blocks],
-            "usage": None if is_open else usage_object(self.usage),
+            "usage": None if is_open else usage_object(self.head.usage),
             **self._reader.mark,
         }
 
@@ -142,7 +145,7 @@ class ResponseEncoder(BlockEncoder):
 
     def _item_id(self, block: Block) -> str:
         prefix = "ctc" if self._is_custom(block) else _ITEM_PREFIXES[block.kind]
-        return f"{prefix}_{self._frame.request_id}_{block.index}"
+        return f"{prefix}_{self.head.request_id}_{block.index}"
 
     def _event(self, name: str, /, **members: Any) -> bytes:
         number, self._num_events = self._num_events, self._num_events + 1

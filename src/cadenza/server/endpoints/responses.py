@@ -59,7 +59,7 @@ from cadenza.server.schemas.tools import (
     tool_use,
 )
 from cadenza.server.schemas.turns import with_system
-from cadenza.server.sse import AnswerHead, StreamEncoder, Usage
+from cadenza.server.sse import AnswerHead, StreamEncoder
 from cadenza.structured import StructuredOutput
 
 RESPONSE_PREFIX = "resp_"
@@ -198,16 +198,15 @@ class ResponseRequest(ThinkingSwitches, LabelledBody, GenerationRequest):
         messages = with_system(self.instructions, messages_of([*items, *given], len(items)))
         return given, chat_messages.check("input", messages)
 
-    def encoder(self, head: AnswerHead, usage: Usage, text: TextFrontend) -> StreamEncoder:
+    def encoder(self, head: AnswerHead) -> StreamEncoder:
         frame = ResponseFrame(
-            request_id=head.request_id,
-            fields=self._response(head, self.sampling(text)),
+            fields=self._response(head, self.sampling(head.text)),
             input=self._given,
             tenant=self._context.tenant,
             store=self._context.responses if self._is_stored else None,
             tools={tool.name: tool for tool in self.tools or ()},
         )
-        return ResponseEncoder(frame, usage)
+        return ResponseEncoder(head, frame)
 
     def param_of(self, param: str | None) -> str | None:
         if param == "thinking_token_budget" and self.thinking_token_budget is None:
