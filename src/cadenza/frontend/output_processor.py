@@ -222,10 +222,12 @@ class OutputProcessor:
         """An output of a sample that has ended, with what was asked of its end."""
         if self.answer_schema is not None and self._text.checks.is_inline:
             output = self.checked(output)
-        fingerprint = self.fingerprint
-        if not self._prepared.makes_receipt or fingerprint is None or not sample.is_finished:
+        request, seal = self._prepared.request, self._prepared.seal
+        if seal is None or not sample.is_finished:
             return output
-        request = self._prepared.request
+        fingerprint = self.fingerprint
+        if fingerprint is None:
+            return output
         answered = AnsweredRequest(
             request=request,
             request_id=self.request_id,
@@ -233,7 +235,7 @@ class OutputProcessor:
             kept=self.kept,
         )
         receipt = make_receipt(answered, sample.output())
-        return replace(output, receipt=receipt)
+        return output if receipt is None else replace(output, receipt=seal(receipt))
 
     def checked(self, output: CompletionOutput) -> CompletionOutput:
         """An output of this request; at its end, whether the sample's answer is of its schema. Slow

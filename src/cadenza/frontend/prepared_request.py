@@ -4,7 +4,7 @@
 Plain values, of `TextFrontend.prepare`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from cadenza.frontend.given_images import with_images
 from cadenza.frontend.image_prompts import PixelSource, Spanned
 from cadenza.frontend.prompt_forms import Prompt
 from cadenza.outputs import PromptUse
+from cadenza.receipt import Receipt
 from cadenza.request import PoolingParams, Request
 from cadenza.tenant import ONE_TENANT, Tenant
 from cadenza.text.answers.output_parser import MakeParser
@@ -62,6 +63,8 @@ class ScoredPair:
 
 AnyPrompt = Prompt | ChatPrompt | ScoredPair
 
+Seal = Callable[[Receipt], Receipt]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOptions:
@@ -95,6 +98,7 @@ class Terms:
     Args:
         check: the engine's; None: the engine checks the request when it is submitted.
         opens_images: where they lack their pixels; otherwise a request is left `pending`.
+        seal: a receipt that was asked for.
     """
 
     check: RequestCheck | None = None
@@ -102,6 +106,7 @@ class Terms:
     cache_salt: str = ""
     priority: int = 0
     opens_images: bool = True
+    seal: Seal = lambda receipt: receipt
 
 
 OWN_TERMS = Terms()
@@ -117,7 +122,7 @@ class PreparedRequest:
         make_parser: of its samples' parsers; None leaves the text whole.
         passed: the check that it has passed, if it has.
         prompt_use: how much of its prompt is computed, where less than all was asked for.
-        makes_receipt: whether finished samples have a receipt (`receipts.with_receipt`).
+        seal: that of finished samples' receipts; None: they have none (`receipts.with_receipt`).
         pending: the prompt whose images have no pixels yet (`TextFrontend.completed`).
         times: is filled in by the engine, where somebody wants them.
     """
@@ -127,7 +132,7 @@ class PreparedRequest:
     make_parser: MakeParser | None = None
     passed: RequestCheck | None = None
     prompt_use: PromptUse | None = None
-    makes_receipt: bool = False
+    seal: Seal | None = None
     pending: Spanned | None = None
     times: RequestTimes | None = None
 

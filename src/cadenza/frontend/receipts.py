@@ -11,13 +11,13 @@ from msgspec import UNSET
 from cadenza.engine.sample_seed import seed_of_sample
 from cadenza.errors import InvalidRequestError
 from cadenza.fingerprint import Fingerprint
-from cadenza.frontend.prepared_request import PreparedRequest
+from cadenza.frontend.prepared_request import OWN_TERMS, PreparedRequest, Terms
 from cadenza.outputs import CompletionOutput
 from cadenza.receipt import Receipt, digest_of_logprobs
 from cadenza.request import Request
 
 
-def with_receipt(prepared: PreparedRequest) -> PreparedRequest:
+def with_receipt(prepared: PreparedRequest, terms: Terms = OWN_TERMS) -> PreparedRequest:
     """The request with a receipt of each sample, for which it gets log probabilities."""
     request = prepared.request
     if request.constraint is not None and request.constraint.is_needed:
@@ -33,7 +33,7 @@ def with_receipt(prepared: PreparedRequest) -> PreparedRequest:
             param="receipt",
         )
     params = replace(request.params, logprobs=request.params.logprobs or 0)
-    return replace(prepared, request=replace(request, params=params), makes_receipt=True)
+    return replace(prepared, request=replace(request, params=params), seal=terms.seal)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -190,7 +190,7 @@ class TextFrontend:
             tenant=terms.tenant,
         )
         pending = None if has_pixels else spanned
-        made = self._prepared(request, written, options, pending)
+        made = self._prepared(request, written, options, terms, pending)
         return made if pending is not None else self._admitted(made, terms, written)
 
     def prepare_request(
@@ -203,7 +203,7 @@ class TextFrontend:
                 f"what was submitted is {show(request)}; it must be a Request", param="request"
             )
         written = _Written(text=None, spanned=Spanned(ids=request.prompt_token_ids))
-        return self._admitted(self._prepared(request, written, options, None), terms)
+        return self._admitted(self._prepared(request, written, options, terms), terms)
 
     def completed(self, prepared: PreparedRequest, terms: Terms = OWN_TERMS) -> PreparedRequest:
         """A request that was pending with the pixels of its images, which are opened if they are
@@ -310,7 +310,8 @@ class TextFrontend:
         request: Request,
         written: "_Written",
         options: RequestOptions,
-        pending: Spanned | None,
+        terms: Terms,
+        pending: Spanned | None = None,
     ) -> PreparedRequest:
         """With the text options as tokens, and the plan of the answer to a conversation."""
         check = self.checks.start()
@@ -326,7 +327,7 @@ class TextFrontend:
         made = PreparedRequest(
             text=written.text, request=request, make_parser=make_parser, pending=pending
         )
-        return with_receipt(made) if options.has_receipt else made
+        return with_receipt(made, terms) if options.has_receipt else made
 
     def _asked_of(self, conversation: ChatPrompt) -> AskedAnswer | None:
         """What is asked of the answer; None where its text stays whole."""

@@ -9,13 +9,12 @@ events, and nothing of it is left in the engine.
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
 
-from cadenza.engine.request_check import RequestCheck
 from cadenza.errors import CadenzaError
 from cadenza.events import FinishReason
 from cadenza.frontend.output_processor import OutputProcessor, describe_fault
@@ -37,7 +36,6 @@ from cadenza.server.served_model import OpenCall, ServedModel
 from cadenza.server.service import Service
 from cadenza.server.sse import AnswerEncoder, AnswerHead, StreamEncoder
 from cadenza.server.tenants import TenantUse
-from cadenza.tenant import Tenant
 
 logger = logging.getLogger("cadenza.server")
 
@@ -51,8 +49,22 @@ MAX_INLINE_OUTPUTS = 16
 SPEC_PREFILL = "x-cadenza-spec-prefill"
 """The header that says how much of the prompts is computed."""
 
-EndError = Callable[[CompletionOutput], ApiError]
-"""The answer to a request that was accepted and then failed, from the sample that did."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ticket:
+    """A call that is admitted: of which model, for whom, and on which terms; `head` is that of its
+    answer."""
+
+    call: CallRequest
+    model: ServedModel
+    use: TenantUse
+    record: RequestRecord
+    terms: Terms
+    head: AnswerHead
+
+    def error_of_end(self, failed: CompletionOutput) -> ApiError:
+        """The answer to a request that was accepted and then failed, from the sample that did."""
+        return error_of_end(failed, self.model.engine, self.call.param_of)
 
 
 class Generation:
@@ -78,21 +90,13 @@ class Generation:
             num_places = service.models.check_open()
             with service.tenants.calling(exchange.tenant, num_places) as use:
                 service.models.check_turn(use.tenant)
-                async with exchange.body() as body:
-                    request = await self._read(body)
-                del body
-                exchange.extra_headers += service.ignored_names.headers(request.ignored)
-                if request.request_id is not None:
-                    service.check_id(request.request_id)
-                    exchange.request_id = record.request_id = request.request_id
-                record.user = request.user_label
-                model = service.models.find(request.model)
+                call = await self._read(exchange, record)
+                model = service.models.find(call.model)
                 record.counts = model.counts
-                model.check_turn(use.tenant, request.priority or 0)
+                model.check_turn(use.tenant, call.priority or 0)
+                serving = self._serve(exchange, call, model, record, use)
                 try:
-                    await exchange.while_connected(
-                        self._serve(exchange, request, model, record, use)
-                    )
+                    await exchange.while_connected(serving)
                 finally:
                     use.take_answer(record.usage.completion_tokens)
         except (ClientDisconnected, asyncio.CancelledError):
@@ -107,25 +111,34 @@ class Generation:
         finally:
             record.end(rest)
 
-    async def _read(self, body: bytes) -> CallRequest:
-        limits, unknown = self._service.limits, self._service.options.unknown_fields
-        read = self._endpoint.read
-        if len(body) <= INLINE_BYTES:
-            return read(body, limits, unknown)
-        return await self._service.work.do(
-            "generate", len(body), lambda: read(body, limits, unknown)
-        )
+    async def _read(self, exchange: Exchange, record: RequestRecord) -> CallRequest:
+        """The body as a call. Raises ApiError."""
+        service, read = self._service, self._endpoint.read
+        limits, unknown = service.limits, service.options.unknown_fields
+        async with exchange.body() as body:
+            if len(body) <= INLINE_BYTES:
+                call = read(body, limits, unknown)
+            else:
+                call = await service.work.do(
+                    "generate", len(body), lambda: read(body, limits, unknown)
+                )
+        exchange.extra_headers += service.ignored_names.headers(call.ignored)
+        if call.request_id is not None:
+            service.check_id(call.request_id)
+            exchange.request_id = record.request_id = call.request_id
+        record.user = call.user_label
+        return call
 
     async def _serve(
         self,
         exchange: Exchange,
-        request: CallRequest,
+        call: CallRequest,
         model: ServedModel,
         record: RequestRecord,
         use: TenantUse,
     ) -> None:
         service = self._service
-        request.enter(
+        call.enter(
             CallContext(
                 tenant=exchange.tenant,
                 request_id=exchange.request_id,
@@ -135,114 +148,125 @@ class Generation:
                 fingerprint=model.fingerprint,
             )
         )
-        async with service.models.using(model, request.num_bytes):
-            await self._answer(exchange, request, model, record, use)
+        async with service.models.using(model, call.num_bytes):
+            ticket = self._admit(call, model, record, use)
+            immediate = call.immediate(ticket.head)
+            if immediate is not None:
+                await exchange.answer(Response(body=immediate))
+                return
+            with model.preparing():
+                prepared = await self._prepared(ticket)
+                opened = self._submitted(exchange, ticket, prepared)
+            await self._answer(exchange, ticket, prepared, opened)
 
-    async def _answer(
-        self,
-        exchange: Exchange,
-        request: CallRequest,
-        model: ServedModel,
-        record: RequestRecord,
-        use: TenantUse,
-    ) -> None:
-        """Answers by a model that is loaded."""
-        service = self._service
-        check = model.check_ready()
-        terms = admit(request, model, use.tenant, check)
+    def _admit(
+        self, call: CallRequest, model: ServedModel, record: RequestRecord, use: TenantUse
+    ) -> Ticket:
+        """To a model that is loaded. Raises ApiError."""
+        service, check = self._service, model.check_ready()
+        if call.request_options.has_receipt and model.fingerprint() is None:
+            raise invalid_value("receipt needs an engine whose fingerprint is known", "receipt")
+        call.check_size(check.hidden_size)
+        terms = Terms(
+            check=check,
+            tenant=use.tenant,
+            cache_salt=_salt(use.tenant.name, call.cache_salt or ""),
+            priority=call.priority or 0,
+            opens_images=False,
+            seal=partial(service.seal.sealed, tenant=use.tenant.name),
+        )
         head = AnswerHead(
-            request_id=exchange.request_id,
+            request_id=record.request_id,
             created=int(service.options.now()),
-            model=model.names.in_answer(request.model),
+            model=model.names.in_answer(call.model),
             text=model.text,
             usage=record.usage,
             system_fingerprint=model.system_fingerprint,
             times=record.times,
             now=service.options.now,
         )
-        immediate = request.immediate(head)
-        if immediate is not None:
-            await exchange.answer(Response(body=immediate))
-            return
-        with model.preparing(check.limits):
-            try:
-                prepared = await self._prepared(request, model, terms)
-            except CadenzaError as error:
-                raise error_of(error, model.engine_state, request.param_of) from error
-            head = replace(head, system_fingerprint=_fingerprint_of(prepared, model))
-            service.check_id(exchange.request_id)
-            structured = prepared[0].request.params.structured if prepared else None
-            formats = model.text.ignored_formats(structured)
-            exchange.extra_headers += service.ignored_names.format_headers(formats)
-            if record.trace is not None:
-                prepared = record.trace.take(prepared, model.name)
-            call = OpenCall(prepared, model, use)
-            _submit(call, prepared, record, model)
-        encoder = request.encoder(head)
-        end_error = partial(error_of_end, monitor=model.engine, param_of=request.param_of)
-        with closing(encoder), service.opened(exchange.request_id, call):
-            async with call:
-                if not (request.is_streamed and isinstance(encoder, StreamEncoder)):
-                    outputs = await self._finish(call, record, end_error)
-                    exchange.extra_headers += kept_headers(record.usage)
-                    await exchange.answer(Response(body=await self._encode(encoder, outputs)))
-                else:
-                    await self._stream(exchange, call, encoder, record, end_error)
+        return Ticket(call=call, model=model, use=use, record=record, terms=terms, head=head)
 
-    async def _prepared(
-        self, request: CallRequest, model: ServedModel, terms: Terms
-    ) -> list[PreparedRequest]:
-        """The call's requests, with the pixels of their images. Raises CadenzaError, ApiError."""
-        service = self._service
-        lane = "form" if request.has_form else "generate"
+    async def _prepared(self, ticket: Ticket) -> list[PreparedRequest]:
+        """The call's requests, with the pixels of their images. Raises ApiError."""
+        service, call, text = self._service, ticket.call, ticket.model.text
+        lane = "form" if call.has_form else "generate"
 
-        async def make() -> list[PreparedRequest]:
-            return await service.work.do(
-                lane, request.num_bytes, lambda: request.prepare(model.text, terms)
+        def do(work: Callable[[], list[PreparedRequest]]) -> Awaitable[list[PreparedRequest]]:
+            return service.work.do(lane, call.num_bytes, work)
+
+        try:
+            prepared = await service.images.with_files(
+                lambda: do(lambda: call.prepare(text, ticket.terms))
             )
+            if all(each.pending is None for each in prepared):
+                return prepared
+            await service.images.open(prepared, text)
+            return await do(lambda: [text.completed(each, ticket.terms) for each in prepared])
+        except CadenzaError as error:
+            raise error_of(error, ticket.model.engine_state, call.param_of) from error
 
-        prepared = await service.images.with_files(make)
-        if all(each.pending is None for each in prepared):
-            return prepared
-        await service.images.open(prepared, model.text)
-        return await service.work.do(
-            lane,
-            request.num_bytes,
-            lambda: [model.text.completed(each, terms) for each in prepared],
-        )
+    def _submitted(
+        self, exchange: Exchange, ticket: Ticket, prepared: list[PreparedRequest]
+    ) -> OpenCall:
+        """Submits the first prompt; the call's context submits the others. Raises ApiError."""
+        service, model, use, record = self._service, ticket.model, ticket.use, ticket.record
+        service.check_id(exchange.request_id)
+        structured = prepared[0].request.params.structured if prepared else None
+        formats = model.text.ignored_formats(structured)
+        exchange.extra_headers += service.ignored_names.format_headers(formats)
+        if record.trace is not None:
+            prepared = record.trace.take(prepared, model.name)
+        num_tokens = sum(len(each.request.prompt_token_ids) for each in prepared)
+        use.check_rates(num_tokens)
+        call = OpenCall(prepared, model, use)
+        try:
+            call.submit_next()
+        except CadenzaError as error:
+            raise model.error_of(error) from error
+        use.take(num_tokens)
+        record.start(prepared)
+        return call
+
+    async def _answer(
+        self, exchange: Exchange, ticket: Ticket, prepared: list[PreparedRequest], call: OpenCall
+    ) -> None:
+        fingerprint = _fingerprint_of(prepared, ticket.model)
+        encoder = ticket.call.encoder(replace(ticket.head, system_fingerprint=fingerprint))
+        with closing(encoder), self._service.opened(exchange.request_id, call):
+            async with call:
+                if ticket.call.is_streamed and isinstance(encoder, StreamEncoder):
+                    await self._stream(exchange, call, encoder, ticket)
+                    return
+                outputs = await self._finish(call, ticket)
+                exchange.extra_headers += kept_headers(ticket.head.usage)
+                await exchange.answer(Response(body=await self._encode(encoder, outputs)))
 
     async def _encode(self, encoder: AnswerEncoder, outputs: list[RequestOutput]) -> bytes:
         if len(outputs) <= MAX_INLINE_OUTPUTS:
             return encoder.whole(outputs)
         return await self._service.work.do("encode", 0, lambda: encoder.whole(outputs))
 
-    async def _finish(
-        self, call: OpenCall, record: RequestRecord, end_error: EndError
-    ) -> list[RequestOutput]:
+    async def _finish(self, call: OpenCall, ticket: Ticket) -> list[RequestOutput]:
         """Waits for the end of a call whose answer is sent whole; the outputs in their order."""
         found: dict[int, OutputProcessor | RequestOutput] = {}
         while call.num_unfinished:
             for place, request, outputs in await call.next_updates():
-                failed = record.take(place, request, outputs)
+                failed = ticket.record.take(place, request, outputs)
                 if failed is not None:
-                    raise end_error(failed)
+                    raise ticket.error_of_end(failed)
                 found[place] = request
         wholes: list[RequestOutput] = []
         for _, each in sorted(found.items()):
             whole = each.output() if isinstance(each, OutputProcessor) else each
-            outputs = self._sealed(await self._checked(each, whole.outputs), call)
+            outputs = await self._checked(each, whole.outputs)
             wholes.append(replace(whole, outputs=tuple(outputs)))
         return wholes
 
     async def _stream(
-        self,
-        exchange: Exchange,
-        call: OpenCall,
-        encoder: StreamEncoder,
-        record: RequestRecord,
-        end_error: EndError,
+        self, exchange: Exchange, call: OpenCall, encoder: StreamEncoder, ticket: Ticket
     ) -> None:
-        exchange.extra_headers += kept_headers(record.usage)
+        exchange.extra_headers += kept_headers(ticket.head.usage)
         await exchange.start_stream()
         opening = encoder.opening()
         if opening:
@@ -253,35 +277,21 @@ class Generation:
                 updates = await call.next_updates(exchange.limits.keep_alive_s)
                 made: list[bytes] = [] if updates else [encoder.silence()]
                 for place, request, outputs in updates:
-                    failed = record.take(place, request, outputs)
+                    failed = ticket.record.take(place, request, outputs)
                     if failed is not None:
-                        raise end_error(failed)
-                    checked = self._sealed(await self._checked(request, outputs), call)
+                        raise ticket.error_of_end(failed)
+                    checked = await self._checked(request, outputs)
                     made.append(encoder.take(place, request, checked))
                 events = b"".join(made)
                 if events and call.num_unfinished:
                     await exchange.stream(events)
             events += encoder.closing()
         except ApiError as error:
-            record.status, events = error.status, encoder.failure(error)
+            ticket.record.status, events = error.status, encoder.failure(error)
         except Exception as error:  # noqa: BLE001  logged without what the client sent
             log_unexpected(error)
-            record.status, events = 500, encoder.failure(server_error())
+            ticket.record.status, events = 500, encoder.failure(server_error())
         await exchange.end_stream(events)
-
-    def _sealed(
-        self, outputs: Sequence[CompletionOutput], call: OpenCall
-    ) -> Sequence[CompletionOutput]:
-        """The outputs, their receipts with this server's seal."""
-        if all(each.receipt is None for each in outputs):
-            return outputs
-        seal, tenant = self._service.seal, call.use.tenant.name
-        return [
-            each
-            if each.receipt is None
-            else replace(each, receipt=seal.sealed(each.receipt, tenant))
-            for each in outputs
-        ]
 
     async def _checked(
         self, request: OutputProcessor | RequestOutput, outputs: Sequence[CompletionOutput]
@@ -316,20 +326,6 @@ class OneAtATime:
             self._is_busy = False
 
 
-def admit(call: CallRequest, model: ServedModel, tenant: Tenant, check: RequestCheck) -> Terms:
-    """On which terms a call's requests are made. Raises ApiError (400)."""
-    if call.request_options.has_receipt and model.fingerprint() is None:
-        raise invalid_value("receipt needs an engine whose fingerprint is known", "receipt")
-    call.check_size(check.hidden_size)
-    return Terms(
-        check=check,
-        tenant=tenant,
-        cache_salt=_salt(tenant.name, call.cache_salt or ""),
-        priority=call.priority or 0,
-        opens_images=False,
-    )
-
-
 def _fingerprint_of(prepared: list[PreparedRequest], model: ServedModel) -> str | None:
     """That of thinned prompts if one of the call's is."""
     whole = model.fingerprint()
@@ -360,20 +356,6 @@ def _salt(tenant: str, cache_salt: str) -> str:
     if not tenant and not cache_salt:
         return ""
     return blake2b(f"{tenant}\0{cache_salt}".encode(), digest_size=16).hexdigest()
-
-
-def _submit(
-    call: OpenCall, prepared: list[PreparedRequest], record: RequestRecord, model: ServedModel
-) -> None:
-    """Submits the first prompt; the call's context submits the others. Raises ApiError."""
-    num_tokens = sum(len(each.request.prompt_token_ids) for each in prepared)
-    call.use.check_rates(num_tokens)
-    try:
-        call.submit_next()
-    except CadenzaError as error:
-        raise model.error_of(error) from error
-    call.use.take(num_tokens)
-    record.start(prepared)
 
 
 def log_unexpected(error: Exception) -> None:

@@ -155,7 +155,7 @@ class ModelPool:
         self.first.check_accepting()
         if not self._switches:
             limits = self.first.check_ready().limits
-            self.first.check_room(limits)
+            self.first.check_room()
             return limits.max_num_open_reqs
         known = [each.limits for each in self.models]
         places = sum(limits.max_num_open_reqs for limits in known if limits is not None)

@@ -210,9 +210,10 @@ class ServedModel:
         """The digest in answers."""
         return None if self._fingerprint is None else self._fingerprint.digest
 
-    def check_room(self, limits: EngineLimits) -> None:
+    def check_room(self) -> None:
         """Raises ApiError (429) where as many requests are open as are allowed."""
-        room = limits.max_num_open_reqs
+        limits = self.limits
+        room = 1 if limits is None else limits.max_num_open_reqs
         if not self._engine.load().has_place(room - self._num_preparing):
             self.counts.reject("queue_full")
             raise queue_full(
@@ -228,9 +229,9 @@ class ServedModel:
             raise queue_error(refusal)
 
     @contextmanager
-    def preparing(self, limits: EngineLimits) -> Generator[None]:
+    def preparing(self) -> Generator[None]:
         """Counts a call that is being tokenised. Raises ApiError (429) when there are too many."""
-        self.check_room(limits)
+        self.check_room()
         self._num_preparing += 1
         try:
             yield
