@@ -354,6 +354,7 @@ def test_a_client_that_leaves_while_it_waits_is_forgotten(pool: Pool) -> None:
 def test_a_response_may_go_on_from_one_of_another_model(pool: Pool) -> None:
     body = {"model": "a", "input": "the quick", "max_output_tokens": 3}
     first = pool.server.post("/v1/responses", body).json()
+    pool.until(lambda: pool.pool.num_calls == 0)
     waiting = pool.callers.submit(
         pool.server.post,
         "/v1/responses",
