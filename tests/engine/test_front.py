@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 
@@ -10,6 +11,7 @@ from cadenza.config import EngineLimits
 from cadenza.core.step_schema import ModelInputs
 from cadenza.engine.core import MAX_EMPTY_STEPS, EngineCore
 from cadenza.engine.front import EngineFront, InProcessLink
+from cadenza.engine.stats import EngineStats
 from cadenza.engine.timeouts import RequestTimeouts
 from cadenza.errors import (
     EngineClosedError,
@@ -34,12 +36,12 @@ LIMITS = EngineLimits(
 
 
 class Bench:
-    """A service over the fake runner whose clock gains a second with each launched step.
+    """A service over the fake runner whose clock gains `launch_s` with each launched step.
 
     `on_step` is called at each launch with its number and may raise.
     """
 
-    def __init__(self, queue_s: float = 20, total_s: float = 40) -> None:
+    def __init__(self, queue_s: float = 20, total_s: float = 40, launch_s: float = 1.0) -> None:
         bench = self
 
         class Runner(FakeRunner):
@@ -60,7 +62,7 @@ class Bench:
         )
         self.core = EngineCore(runner, LIMITS)
         timeouts = RequestTimeouts(queue_s=queue_s, total_s=total_s)
-        self.link = InProcessLink(self.core, timeouts, lambda: float(self.num_launches))
+        self.link = InProcessLink(self.core, timeouts, lambda: self.num_launches * launch_s)
         self.service = EngineFront(self.link)
 
     def submit(self, max_tokens: int) -> int:
@@ -128,6 +130,37 @@ def test_deadlines_end_requests_and_free_their_pages(bench: Bench):
     }
     assert bench.num_launches <= 41
     assert bench.link.stats.by_label["pages"]["live"] == 0
+
+
+def test_figures_are_read_from_the_engine_at_times_and_when_it_has_nothing_to_do() -> None:
+    """Not at each step: that takes a part of the host's time for it."""
+    bench, seen = Bench(launch_s=0.01), list[EngineStats]()
+    bench.on_step = lambda number: seen.append(bench.link.stats)
+    bench.submit(max_tokens=35)
+    bench.service.drain(within_s=1000)
+    first = bench.link.stats
+    bench.serve()
+    assert len(seen) >= 35
+    taken = [number for number, (a, b) in enumerate(pairwise([first, *seen])) if a is not b]
+    assert len(taken) == 3
+    assert all(b - a in (10, 11) for a, b in pairwise([0, *taken])), "each tenth of a second"
+    assert bench.link.stats.histograms["step_seconds"].count == bench.num_launches
+
+
+def test_whoever_sees_that_all_requests_ended_reads_all_of_their_steps() -> None:
+    bench = Bench(launch_s=0.0)
+    read: list[float] = []
+
+    def emit(events: list[Event]) -> None:
+        bench.events += events
+        read.append(bench.link.stats.numbers["num_requests_running"])
+
+    bench.submit(max_tokens=5)
+    bench.submit(max_tokens=9)
+    bench.service.drain(within_s=1000)
+    bench.service.serve(emit)
+    assert read[-1] == 0
+    assert bench.link.stats.histograms["iteration_tokens_total"].total == 2 * 3 + 4 + 8
 
 
 @pytest.mark.parametrize(

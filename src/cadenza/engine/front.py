@@ -402,8 +402,9 @@ class InProcessLink:
         overdue = self._front.requests.end_overdue()
         for finished in overdue:
             self._core.cancel(finished.request_id)
-        self.stats = self._meter.stats()
         self._beat_s = self.clock()
+        due = self._meter.due_stats(self._beat_s, is_last=not self._core.has_requests)
+        self.stats = due or self.stats
         self._tell_summary()
         if passed or overdue:
             emit([*passed, *overdue])

@@ -26,6 +26,9 @@ STEP_SECONDS_BOUNDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075),
     *(0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0),
 )
+STATS_EVERY_S = 0.1
+"""While an engine steps: a snapshot takes a fifth of the host's time for a step of eight rows."""
+
 STEP_TOKENS_BOUNDS = tuple(float(1 << power) for power in range(15))
 
 
@@ -92,6 +95,7 @@ class StepMeter:
         self.seconds = Tally(STEP_SECONDS_BOUNDS)
         self.tokens = Tally(STEP_TOKENS_BOUNDS)
         self._waited_s = 0.0
+        self._taken_s = clock()
         self._watch: StepWatch | None = None
         self.last_s = 0.0
         """How long the newest step took: the call, and the time for which it was put off while
@@ -134,6 +138,14 @@ class StepMeter:
     def stats(self) -> EngineStats:
         """A snapshot of the current values."""
         return EngineStats.of(self._readings())
+
+    def due_stats(self, now_s: float, *, is_last: bool) -> EngineStats | None:
+        """A snapshot if the newest one of these is `STATS_EVERY_S` old, or no step follows for now;
+        other threads than the engine's read figures as they were then."""
+        if not is_last and now_s - self._taken_s < STATS_EVERY_S:
+            return None
+        self._taken_s = now_s
+        return self.stats()
 
     def _readings(self) -> Iterator[tuple[str, Reading]]:
         for source, figures in _figures(self):

@@ -28,7 +28,6 @@ from cadenza.events import Event, Preparing, Started
 
 BEAT_EVERY_S = 0.25
 IDLE_BEAT_S = 1.0
-STATS_EVERY_S = 0.1
 SLOW_STEP_S = 0.4
 """A step with a longer forecast is announced before it runs, so that it is not taken for a hang."""
 
@@ -95,7 +94,6 @@ class Worker:
         self._last_launched = 0
         self._announced_s = 0.0
         self._sent_at_s = clock()
-        self._stats_at_s = clock()
         self._is_idle = True
         self._has_changed = False
         """A command or a step came after the newest outputs were sent."""
@@ -184,7 +182,7 @@ class Worker:
     def _send(self, events: Sequence[Event]) -> None:
         # An engine that only stores pages makes no steps, and does not hang.
         now_s, is_idle = self._clock(), not self._core.has_requests
-        has_stats = (is_idle and self._has_changed) or now_s - self._stats_at_s >= STATS_EVERY_S
+        stats = self.meter.due_stats(now_s, is_last=is_idle and self._has_changed)
         self._announced_s = 0.0 if is_idle else self._predicted_s()
         self._link.send(
             EngineOutputs(
@@ -193,14 +191,12 @@ class Worker:
                 predicted_s=self._announced_s,
                 # `Started` was sent before the step was computed.
                 events=tuple([each for each in events if not isinstance(each, Started)]),
-                stats=self.meter.stats() if has_stats else None,
+                stats=stats,
                 summary=self.meter.take_summary(),
-                route=self._report(now_s) if has_stats else None,
+                route=None if stats is None else self._report(now_s),
             )
         )
         self._sent_at_s = now_s
-        if has_stats:
-            self._stats_at_s = now_s
         self._has_changed = False
 
     def _report(self, now_s: float) -> RouteReport | None:
