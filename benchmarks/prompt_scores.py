@@ -84,7 +84,9 @@ def main() -> None:
     )
     shape = read_shape(options.shape)
     model = replace(shape.config, max_position_embeddings=max(lengths))
-    setup = RunnerSetup(limits=limits, dtype="bfloat16", fill=0.0, scores_prompts=True)
+    setup = RunnerSetup(
+        limits=limits, dtype="bfloat16", fill=0.0, capabilities=frozenset({"scores"})
+    )
     with tempfile.TemporaryDirectory() as folder:
         write_random_checkpoint(shape, Path(folder) / "model", seed=0, dtype="bfloat16")
         runner = XlaRunner(model, open_weights(Path(folder) / "model"), setup, NativeOps)

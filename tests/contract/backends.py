@@ -60,7 +60,9 @@ def make_xla(limits: EngineLimits, folder: Path, ops: Any = None, **options: Any
     """On the op table that serves here if `ops` is None; unwritten KV is NaN."""
     from cadenza.backends.xla.runner import XlaRunner
 
-    setup = RunnerSetup(limits=limits, fill=float("nan"), copies_pages=True, **options)
+    setup = RunnerSetup(
+        limits=limits, fill=float("nan"), capabilities=frozenset({"page_copies"}), **options
+    )
     model, checkpoint = write_hostile(folder)
     return XlaRunner(model, open_weights(checkpoint), setup, ops)
 

@@ -12,7 +12,14 @@ from typing import Any, get_args
 import numpy as np
 import numpy.typing as npt
 
-from cadenza.backends.base import Capability, LateStepHandle, Runner, StepHandle
+from cadenza.backends.base import (
+    Capability,
+    LateStepHandle,
+    PageCopier,
+    PromptScorer,
+    Runner,
+    StepHandle,
+)
 from cadenza.config import MAX_LOGPROBS_BOUND, EngineLimits
 from cadenza.core.sequence import PageCopy
 from cadenza.core.step_schema import LAST_SAMPLED, MaskUpdate, ModelInputs, RuleUpdate, StepOutput
@@ -110,6 +117,8 @@ def check_it_describes_itself(bench: Bench) -> None:
     assert runner.name
     assert runner.vocab_size > 0
     assert runner.capabilities <= set(get_args(Capability))
+    for name, kind in (("page_copies", PageCopier), ("scores", PromptScorer)):
+        assert name not in runner.capabilities or isinstance(runner, kind), name
 
 
 def check_its_buckets_rise_to_the_budget(bench: Bench) -> None:

@@ -20,7 +20,7 @@ TRAITS = BackendTraits(
     dtype_for={"float32": "float32"},
     max_num_batched_tokens=64,
     device_memory_bytes=None,
-    encodes_images=True,
+    capabilities=frozenset({"attachments"}),
 )
 PLENTY = 4 << 30
 SLOT_BYTES = 4 * 96
@@ -69,6 +69,6 @@ def test_an_image_that_does_not_fit_is_refused_with_the_flag_to_set(model: Check
 
 
 def test_a_backend_that_encodes_no_images_plans_none(model: Checkpoint):
-    found = plan(model, replace(TRAITS, encodes_images=False))
+    found = plan(model, replace(TRAITS, capabilities=frozenset()))
     assert found.num_image_slots == found.image_bytes == 0
     assert found.limits.images is None

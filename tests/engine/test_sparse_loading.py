@@ -27,13 +27,13 @@ class SparseStub(StubBackend):
 
     def describe(self, device: str, ops: Ops, checkpoint: Checkpoint) -> BackendTraits:
         traits = super().describe(device, ops, checkpoint)
-        return replace(traits, sparse_prompts=True, scores_prompts=True)
+        return replace(traits, capabilities=traits.capabilities | {"sparse_prompts", "scores"})
 
     def load_runner(self, checkpoint: Checkpoint, setup: RunnerSetup) -> Runner:
         runner = super().load_runner(checkpoint, setup)
         assert isinstance(runner, FakeRunner)
-        runner.is_sparse = setup.sparse_prompts
-        if not setup.scores_prompts:
+        runner.is_sparse = "sparse_prompts" in setup.capabilities
+        if "scores" not in setup.capabilities:
             return runner
         limits = setup.limits
         return FakeScorer(

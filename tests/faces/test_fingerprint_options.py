@@ -223,7 +223,7 @@ class NamedArithmetic(SparseStub):
     scorer_class = "one"
 
     def name_arithmetic(self, checkpoint: Checkpoint, setup: RunnerSetup) -> str:
-        return self.scorer_class if setup.scores_prompts else "portable"
+        return self.scorer_class if "scores" in setup.capabilities else "portable"
 
 
 class OtherArithmetic(NamedArithmetic):

@@ -128,7 +128,7 @@ def test_a_served_prompt_survives_a_restart(tmp_path: Path) -> None:
     assert cached >= 64
 
 
-BACKEND = replace(TRAITS, copies_pages=True)
+BACKEND = replace(TRAITS, capabilities=frozenset({"page_copies"}))
 
 
 @pytest.mark.parametrize(
@@ -153,6 +153,6 @@ def test_a_folder_beside_pages_is_planned() -> None:
 
 
 def test_a_backend_whose_pages_cannot_be_copied_is_named() -> None:
-    own = replace(TRAITS, name="mlx:metal", copies_pages=False)
+    own = replace(TRAITS, name="mlx:metal", capabilities=frozenset())
     with pytest.raises(ConfigError, match="mlx:metal does not support"):
         make_plan(EngineConfig(prefix_cache_disk="folder"), open_checkpoint(None), own, 1 << 34)

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.native
 
 @pytest.fixture(scope="module")
 def warm_runner(lab: Lab) -> XlaRunner:
-    setup = replace(VARIANT.setup, limits=LIMITS, copies_pages=True)
+    setup = replace(VARIANT.setup, limits=LIMITS, capabilities=frozenset({"page_copies"}))
     runner = XlaRunner(VARIANT.config, lab.weights(SHAPE), setup, VARIANT.ops)
     runner.warmup()
     return runner

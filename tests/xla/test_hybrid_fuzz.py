@@ -197,7 +197,7 @@ def test_a_random_hybrid_gives_each_stream_the_bits_that_it_has_alone(tmp_path: 
         page_size=int(rng.choice([16, 32])),
     )
     write_random_checkpoint(variant.model, tmp_path / "model", seed=seed, dtype="float32")
-    setup = replace(variant.setup, copies_pages=True)
+    setup = replace(variant.setup, capabilities=frozenset({"page_copies"}))
     runner = XlaRunner(variant.model, open_weights(tmp_path / "model"), setup, variant.ops)
     runner.warmup()
     workload = Workload.of(runner, variant, seed)

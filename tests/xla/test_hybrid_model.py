@@ -28,7 +28,7 @@ NUM_SLOTS = 12
 def runner_of(lab: Lab, shape: str) -> XlaRunner:
     variant = Variant(shape=shape)
     limits = replace(variant.limits, num_state_slots=NUM_SLOTS)
-    setup = replace(variant.setup, limits=limits, copies_pages=True)
+    setup = replace(variant.setup, limits=limits, capabilities=frozenset({"page_copies"}))
     runner = XlaRunner(variant.config, lab.weights(shape), setup, variant.ops)
     runner.warmup()
     return runner

@@ -96,7 +96,7 @@ def test_no_index_of_a_step_is_out_of_range(lab: Lab, name: str):
     variant, weights = VARIANTS[name], lab.weights(VARIANTS[name].shape)
     has_states = variant.config.recurrence is not None
     limits = replace(variant.limits, num_state_slots=NUM_STATES * has_states)
-    setup = replace(variant.setup, limits=limits, scores_prompts=name == "scores")
+    setup = replace(variant.setup, limits=limits, capabilities=frozenset({"scores"} & {name}))
     runner = XlaRunner(variant.config, weights, setup, OpTable)
     layout = StepLayout(variant.bucket, variant.num_rows)
     program = StepProgram(ops=runner._ops, spec=runner._spec, layout=layout)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from scipy.special import log_softmax
 
-from cadenza.backends.base import LateStepHandle, RunnerSetup
+from cadenza.backends.base import Capability, LateStepHandle, RunnerSetup
 from cadenza.backends.step_result import NUM_TOP
 from cadenza.backends.xla.ops.native import NativeOps
 from cadenza.backends.xla.ops.reference import OpTable
@@ -85,7 +85,10 @@ def make_pair(make_ops: MakeOps, dtype: str) -> Pair:
     checkpoint = open_checkpoint(FOLDER)
     head = mtp_head_of(checkpoint)
     setup = RunnerSetup(limits=LIMITS, dtype=dtype, fill=NAN)
-    own = replace(setup, keeps_hidden=True, copies_pages=make_ops is NativeOps)
+    asked: set[Capability] = {"hidden_states"}
+    if make_ops is NativeOps:
+        asked.add("page_copies")
+    own = replace(setup, capabilities=frozenset(asked))
     target = XlaRunner(checkpoint.config, checkpoint.weights, own, make_ops)
     drafter = XlaRunner(head.config, head.weights, replace(setup, hidden_of=target), make_ops)
     target.warmup()

@@ -121,7 +121,10 @@ def make_pair(checkpoint: Checkpoint, make_ops: MakeOps) -> tuple[XlaRunner, Xla
     head = mtp_head_of(checkpoint)
     setup = RunnerSetup(limits=LIMITS, dtype="float32", fill=NAN)
     target = XlaRunner(
-        checkpoint.config, checkpoint.weights, replace(setup, keeps_hidden=True), make_ops
+        checkpoint.config,
+        checkpoint.weights,
+        replace(setup, capabilities=frozenset({"hidden_states"})),
+        make_ops,
     )
     drafter = XlaRunner(head.config, head.weights, replace(setup, hidden_of=target), make_ops)
     target.warmup()

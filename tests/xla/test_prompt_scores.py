@@ -49,7 +49,7 @@ class Scored:
 
 
 def scorer_of(lab: Lab, variant: Variant = BASE) -> XlaRunner:
-    setup = replace(variant.setup, scores_prompts=True)
+    setup = replace(variant.setup, capabilities=frozenset({"scores"}))
     runner = XlaRunner(variant.config, lab.weights(variant.shape), setup, variant.ops)
     runner.warmup()
     return runner
@@ -132,7 +132,7 @@ class ScoringDecoder(NumpyMTP):
 def test_scores_are_those_of_float64(variant: Variant, fixture: str):
     """In Qwen2 of a layer without a window alone, in Qwen3 of three."""
     checkpoint, decoder = open_checkpoint(FIXTURES / fixture), NumpyMTP.open(FIXTURES / fixture)
-    setup = replace(variant.setup, scores_prompts=True)
+    setup = replace(variant.setup, capabilities=frozenset({"scores"}))
     with closing(XlaRunner(checkpoint.config, checkpoint.weights, setup, variant.ops)) as runner:
         runner.warmup()
         for length in (150, 21):
@@ -201,7 +201,7 @@ def test_a_key_that_is_not_finite_makes_every_score_nan(lab: Lab, variant: Varia
 def test_only_a_runner_that_was_loaded_to_score_does(lab: Lab):
     plain: Any = lab.runner()
     assert "scores" not in plain.capabilities
-    with pytest.raises(RunnerError, match="load it with `scores_prompts`"):
+    with pytest.raises(RunnerError, match="load it with the capability scores"):
         plain.read_scores(0, 1, 1)
     with closing(scorer_of(lab)) as runner:
         assert isinstance(runner, PromptScorer)

@@ -35,11 +35,11 @@ class Pair:
 def pair(lab: Lab, request: pytest.FixtureRequest) -> Iterator[Pair]:
     variant: Variant = request.param
     model = replace(variant.config, layer_pattern=(LayerKind(window=WINDOW), LayerKind()))
-    setup = replace(variant.setup, sparse_prompts=True)
+    setup = replace(variant.setup, capabilities=frozenset({"sparse_prompts"}))
     runner = XlaRunner(model, lab.weights(variant.shape), setup, variant.ops)
     limits = scorer_limits(variant.limits, 32)
     draft = replace(REFERENCE, ops=variant.ops)
-    own = replace(variant.setup, limits=limits, scores_prompts=True)
+    own = replace(variant.setup, limits=limits, capabilities=frozenset({"scores"}))
     scorer = XlaRunner(draft.config, lab.weights(draft.shape), own, variant.ops)
     runner.warmup()
     scorer.warmup()

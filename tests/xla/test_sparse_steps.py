@@ -30,7 +30,7 @@ DRAW = Draw(num_logprobs=20)
 def runner_of(lab: Lab, variant: Variant, *, is_sparse: bool = True) -> XlaRunner:
     """Layers with a window and without, by turns."""
     model = replace(variant.config, layer_pattern=(LayerKind(window=WINDOW), LayerKind()))
-    setup = replace(variant.setup, sparse_prompts=is_sparse)
+    setup = replace(variant.setup, capabilities=frozenset({"sparse_prompts"} if is_sparse else ()))
     runner = XlaRunner(model, lab.weights(variant.shape), setup, variant.ops)
     runner.warmup()
     return runner

@@ -88,7 +88,10 @@ def pair(head: Head) -> Iterator[tuple[XlaRunner, XlaRunner]]:
     layer = mtp_head_of(checkpoint)
     setup = RunnerSetup(limits=LIMITS, dtype="bfloat16", fill=NAN)
     target = XlaRunner(
-        checkpoint.config, checkpoint.weights, replace(setup, keeps_hidden=True), NativeOps
+        checkpoint.config,
+        checkpoint.weights,
+        replace(setup, capabilities=frozenset({"hidden_states"})),
+        NativeOps,
     )
     drafter = XlaRunner(layer.config, layer.weights, replace(setup, hidden_of=target), NativeOps)
     for runner in (target, drafter):

@@ -29,13 +29,24 @@ from cadenza.request import Attachment
 ProductDType = WeightDType | Literal["int8"]
 Exactness = Literal["bitwise", "token"]
 Capability = Literal[
-    "logprobs", "attachments", "whole_spans", "drafts", "late_masks", "sparse_prompts", "scores"
+    "logprobs",
+    "attachments",
+    "whole_spans",
+    "drafts",
+    "late_masks",
+    "sparse_prompts",
+    "scores",
+    "page_copies",
+    "hidden_states",
 ]
-"""`drafts`: a row samples several tokens in a step, each with the bits of a step of its own, and
-a token computed after a rejected one replaces it. `late_masks`: a step may be launched before its
+"""What a backend can do beyond plain tokens (`BackendTraits`), what of it a runner is asked for
+(`RunnerSetup`), and what it has. `attachments`: it is an `ImageRunner` if it has image slots.
+`drafts`: a row samples several tokens in a step, each with the bits of a step of its own, and a
+token computed after a rejected one replaces it. `late_masks`: a step may be launched before its
 masks are known (`ModelInputs.masks_follow`), and its handle is then a `LateStepHandle`.
-`sparse_prompts`: tokens may have rope positions and windows of their own
-(`RunnerSetup.sparse_prompts`). `scores`: it is a `PromptScorer`."""
+`sparse_prompts`: it reads `TokenInputs.rope_positions` and `window_starts` of every token.
+`scores`, `page_copies`: it is a `PromptScorer`, a `PageCopier`. `hidden_states`: it keeps that of
+each token for `RunnerSetup.hidden_of`, with the bits of a runner that does not."""
 KVArrangement = Literal["paged", "dense"]
 
 
@@ -102,15 +113,9 @@ class BackendTraits:
             `verify` plays prompts of more than two spans.
         whole_span: tokens of an image, at most, that a step computes together because they see each
             other both ways (the capability `whole_spans`); 0 if there are none.
-        verifies_drafts: whether its runners have the capability `drafts`.
-        copies_pages: whether its runners can be `PageCopier`s.
-        keeps_hidden: whether its runners can keep and read hidden states (`RunnerSetup`), with the
-            bits of runners that do not.
+        capabilities: what its runners can have, of models that can.
         fills_kv: whether it writes all KV slots when it starts, so that their memory is resident
             before it is used.
-        encodes_images: whether its runners of models that see can be `ImageRunner`s.
-        sparse_prompts, scores_prompts: whether its runners can be loaded with these
-            (`RunnerSetup`), of models that can (`checkpoint.sparse_support`).
         process_bytes: private memory of a process beside its models: libraries and programs.
         logit_copies: float32 arrays [L, V] that exist at the same time while tokens are chosen.
         workspace_bytes: what a step's operations use for themselves, whatever the model.
@@ -143,13 +148,8 @@ class BackendTraits:
     memory: Mapping[WeightDType, ModelMemory] | None = None
     attention_span: int = 512
     whole_span: int = 0
-    verifies_drafts: bool = True
-    copies_pages: bool = False
-    keeps_hidden: bool = False
+    capabilities: frozenset[Capability] = frozenset({"drafts"})
     fills_kv: bool = True
-    encodes_images: bool = False
-    sparse_prompts: bool = False
-    scores_prompts: bool = False
     process_bytes: int = 0
     logit_copies: int = 0
     workspace_bytes: int = 0
@@ -226,7 +226,7 @@ class Runner(Protocol):
 
 @runtime_checkable
 class PageCopier(Protocol):
-    """A runner whose pages can be copied to the host and back (`RunnerSetup.copies_pages`).
+    """A runner whose pages can be copied to the host and back, with the capability `page_copies`.
 
     A page's bytes are all that later steps read of it. They have the same meaning in every runner
     with equal checkpoints, arithmetic, types and page size, and in no other.
@@ -285,8 +285,7 @@ class ImageRunner(Protocol):
 
 @runtime_checkable
 class PromptScorer(Protocol):
-    """A runner that scores the tokens of prompts (`RunnerSetup.scores_prompts`), with the
-    capability `scores`.
+    """A runner that scores the tokens of prompts, with the capability `scores`.
 
     A query is the last token of a row in a step with `RowInputs.score_lens` n: the prompt's last
     token, at position n - 1, which begins the row's scores, and each one behind it, in order. It
@@ -346,22 +345,17 @@ class RunnerSetup:
         cache_folder: where to cache compiled programs; None disables the cache.
         kv_of: a warm runner of the same model, perhaps with other weights, on whose KV and rows
             this one computes; it has no pages of its own. `limits` may have a smaller token budget.
-        keeps_hidden: it keeps the hidden state of each token, for `hidden_of`; only where
-            `BackendTraits.keeps_hidden`.
-        hidden_of: a warm runner with `keeps_hidden` and equal numbers of rows and pages, whose
-            hidden states this one reads; for a model with `ModelConfig.reads_hidden`, which shares
-            embedding and head. A step computes no sequence's first token, and a token that was
+        hidden_of: a warm runner that keeps hidden states, which this one reads, with equal numbers
+            of rows and pages; for a model with `ModelConfig.reads_hidden`, which shares embedding
+            and head. A step computes no sequence's first token, and a token that was
             known when a step was packed from the hidden state kept for the one before it.
-        copies_pages: it must be a `PageCopier`; only where `BackendTraits.copies_pages`.
+        capabilities: what it must have beside what it always has; some of `BackendTraits`'s.
         packed_weights: a file whose name stands for checkpoint, `quantization` and arithmetic: the
             weights that were quantised, as an earlier load kept them. A backend may read and write
             it; None: nothing is kept.
         num_devices: how many devices of one kind share the model, from `device` on; only with
             operations for that, whose bits do not depend on it.
         num_image_slots: 0: no images are encoded; otherwise it must be an `ImageRunner`.
-        sparse_prompts: it reads `TokenInputs.rope_positions` and `window_starts` of every token,
-            and has the capability `sparse_prompts`; only where `BackendTraits.sparse_prompts`.
-        scores_prompts: it must be a `PromptScorer`; only where `BackendTraits.scores_prompts`.
     """
 
     limits: EngineLimits
@@ -374,14 +368,11 @@ class RunnerSetup:
     fill: float | None = None
     cache_folder: Path | None = None
     kv_of: "Runner | None" = None
-    keeps_hidden: bool = False
     hidden_of: "Runner | None" = None
-    copies_pages: bool = False
+    capabilities: frozenset[Capability] = frozenset()
     packed_weights: Path | None = None
     num_image_slots: int = 0
     num_devices: int = 1
-    sparse_prompts: bool = False
-    scores_prompts: bool = False
 
 
 LoadRunner = Callable[[ModelConfig, Weights, RunnerSetup], Runner]

@@ -186,7 +186,7 @@ def _plan_draft(
     Raises CheckpointError, ConfigError.
     """
     speculation = config.speculation
-    if speculation is None or not speculation.has_model or not traits.verifies_drafts:
+    if speculation is None or not speculation.has_model or "drafts" not in traits.capabilities:
         return None
     if speculation.method == "quantised":
         return plan_copy(checkpoint, config, traits)

@@ -70,7 +70,7 @@ def plan_mtp_head(checkpoint: Checkpoint, config: EngineConfig, traits: BackendT
         CheckpointError: it has none.
         ConfigError: the backend keeps no hidden states.
     """
-    if not traits.keeps_hidden:
+    if "hidden_states" not in traits.capabilities:
         raise ConfigError(
             f"{_FLAG}: the method mtp needs hidden states, which {traits.name} with {traits.ops} "
             f"ops does not keep; choose another method"

@@ -148,7 +148,7 @@ def identify(
         kv_cache_dtype=setup.kv_cache_dtype,
         page_size=limits.page_size,
         max_model_len=limits.max_model_len,
-        hidden=("hidden states",) if setup.keeps_hidden else (),
+        hidden=("hidden states",) if "hidden_states" in setup.capabilities else (),
         arithmetic=arithmetic,
         eos_token_ids=tuple(map(str, sorted(checkpoint.eos_token_ids))),
     )

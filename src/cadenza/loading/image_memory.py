@@ -63,7 +63,7 @@ def plan_images(
         ConfigError: the largest part of an image does not fit.
     """
     vision = checkpoint.config.vision if checkpoint.is_known else None
-    if vision is None or not traits.encodes_images:
+    if vision is None or "attachments" not in traits.capabilities:
         return ImagePlanned()
     least, num_slots = vision.max_part_tokens, cache_bytes // memory.image_slot_bytes
     if num_slots < least:

@@ -499,7 +499,7 @@ def _check_page_folder(config: EngineConfig, traits: BackendTraits, limits: Engi
                 "folder, or leave it out"
             )
         return
-    if not traits.copies_pages:
+    if "page_copies" not in traits.capabilities:
         raise ConfigError(
             f"--prefix-cache-disk needs pages that can be copied to the host; {traits.name} does "
             f"not support that; leave the flag out"
@@ -517,7 +517,7 @@ def _check_page_folder(config: EngineConfig, traits: BackendTraits, limits: Engi
 
 
 def _check_speculation(config: EngineConfig, traits: BackendTraits) -> None:
-    if config.speculation is not None and not traits.verifies_drafts:
+    if config.speculation is not None and "drafts" not in traits.capabilities:
         raise ConfigError(
             f"--speculative-config is not supported on {traits.name}, which verifies no drafts; "
             f"leave it out"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from cadenza.backends import BACKENDS, Backends, find_backend
-from cadenza.backends.base import Backend, Runner, RunnerSetup
+from cadenza.backends.base import Backend, Capability, Runner, RunnerSetup
 from cadenza.checkpoint import Checkpoint
 from cadenza.config import EngineConfig
 from cadenza.engine.model_drafter import DraftModel
@@ -46,11 +46,19 @@ class PlannedEngine:
             fill=fill,
             cache_folder=cache_folder(),
             num_devices=config.tensor_parallel_size or 1,
-            copies_pages=config.prefix_cache_disk is not None,
-            keeps_hidden=plan.keeps_hidden,
             num_image_slots=plan.num_image_slots,
-            sparse_prompts=config.sparse_prompts is not None,
+            capabilities=self._capabilities,
         )
+
+    @property
+    def _capabilities(self) -> frozenset[Capability]:
+        """What is asked of the model's runner."""
+        asked: dict[Capability, bool] = {
+            "page_copies": self.config.prefix_cache_disk is not None,
+            "hidden_states": self.plan.keeps_hidden,
+            "sparse_prompts": self.config.sparse_prompts is not None,
+        }
+        return frozenset(each for each, is_asked in asked.items() if is_asked)
 
     def load_runner(self, *, fill: float | None = None) -> Runner:
         """The model's runner with its weights loaded and nothing compiled yet."""
@@ -73,12 +81,12 @@ class PlannedEngine:
             dtype=draft.dtype,
             quantization=draft.quantization,
             kv_of=target if draft.shares_kv else None,
-            keeps_hidden=False,
             hidden_of=target if draft.reads_hidden else None,
-            copies_pages=False,
             num_image_slots=self.plan.num_image_slots if draft.shares_kv else 0,
             num_devices=1,
-            sparse_prompts=self.config.sparse_prompts is not None and draft.shares_kv,
+            capabilities=self._capabilities & {"sparse_prompts"}
+            if draft.shares_kv
+            else frozenset(),
         )
         return DraftModel(
             runner=self._load(draft.checkpoint, setup, draft.weight_bytes),
@@ -104,12 +112,9 @@ class PlannedEngine:
             limits=self.plan.scorer_limits,
             dtype=scorer.dtype,
             quantization=scorer.quantization,
-            keeps_hidden=False,
-            copies_pages=False,
             num_image_slots=0,
             num_devices=1,
-            sparse_prompts=False,
-            scores_prompts=True,
+            capabilities=frozenset({"scores"}),
         )
 
     def identity(self) -> Identity:

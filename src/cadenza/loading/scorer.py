@@ -18,7 +18,7 @@ _FLAG = "--spec-prefill"
 
 def check_target(checkpoint: Checkpoint, traits: BackendTraits) -> None:
     """Raises ConfigError where the model, or the backend, computes no prompts with gaps."""
-    if not traits.sparse_prompts or not checkpoint.is_known:
+    if "sparse_prompts" not in traits.capabilities or not checkpoint.is_known:
         raise ConfigError(
             f"{_FLAG} needs prompts with gaps, which {traits.name} with {traits.ops} ops does not "
             f"compute; leave it out"
@@ -42,7 +42,7 @@ def plan_scorer(
     chosen = config.sparse_prompts
     assert chosen is not None, "the options name no model"
     name = chosen.model or scorer.folder.name
-    if not traits.scores_prompts or not scorer.is_known:
+    if "scores" not in traits.capabilities or not scorer.is_known:
         raise ConfigError(
             f"{_FLAG}: {traits.name} with {traits.ops} ops scores no prompts; leave it out"
         )

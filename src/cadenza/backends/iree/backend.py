@@ -55,7 +55,7 @@ class IreeBackend(Backend):
             compiled_for=manifest.most,
             slot_unit=1,
             attention_span=ATTENTION_SPAN,
-            verifies_drafts=False,
+            capabilities=frozenset(),
             process_bytes=PROCESS_BYTES,
             logit_copies=LOGIT_COPIES,
             gathered_layers=2,

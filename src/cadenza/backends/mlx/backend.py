@@ -74,7 +74,7 @@ class MlxBackend(Backend):
             memory=measured.memory,
             attention_span=CPU_SPAN if found.name == "cpu" else GPU_SPAN,
             # A recurrent state cannot go back, and Metal's bits depend on a call's size.
-            verifies_drafts=False,
+            capabilities=frozenset(),
         )
 
     def describe_arithmetic(

@@ -6,7 +6,7 @@ Modules that serving does not need are imported on use.
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jaxlib.version
@@ -14,6 +14,7 @@ import jaxlib.version
 from cadenza.backends.base import (
     Backend,
     BackendTraits,
+    Capability,
     FaultSet,
     Instruments,
     Runner,
@@ -58,10 +59,7 @@ class XlaBackend(Backend):
             whole_span=0 if vision is None else vision.whole_span,
             quantizations=QUANTIZATIONS,
             kv_cache_dtypes=KV_CACHE_DTYPES,
-            copies_pages=True,
-            encodes_images=True,
-            sparse_prompts=True,
-            scores_prompts=True,
+            capabilities=frozenset(get_args(Capability)),
             device_memory_bytes=memory and memory.allocator_bytes,
             device_total_bytes=memory and memory.total_bytes,
             kernels_note=chosen.note,

@@ -383,7 +383,7 @@ def state_function(ops: OpTable, spec: DecoderSpec, setup: RunnerSetup) -> Calla
         return jnp.full(shape, 0.0 if setup.fill is None else setup.fill, jnp.float32)
 
     def scores() -> jax.Array | None:
-        if not setup.scores_prompts:
+        if "scores" not in setup.capabilities:
             return None
         length = -(-limits.max_model_len // PAGE_SIZE_UNIT) * PAGE_SIZE_UNIT
         return jnp.zeros((2, limits.max_num_seqs, length), jnp.float32)
@@ -407,7 +407,7 @@ def state_function(ops: OpTable, spec: DecoderSpec, setup: RunnerSetup) -> Calla
         return DeviceState(
             pools(),
             rows,
-            kept_states() if setup.keeps_hidden else None,
+            kept_states() if "hidden_states" in setup.capabilities else None,
             new_states(limits.max_num_seqs, width, spec.dtype) if reads_hidden else None,
             image_rows(),
             tower_state(ops, spec, setup),
@@ -432,7 +432,7 @@ def span_rows(ops: OpTable, model: ModelConfig, setup: RunnerSetup) -> int:
 
     Where XLA sees the operations, it may round them otherwise in another program than the step's.
     """
-    can_divide = ops.is_opaque and not (setup.keeps_hidden or model.reads_hidden)
+    can_divide = ops.is_opaque and not ("hidden_states" in setup.capabilities or model.reads_hidden)
     if model.vision is None or not (setup.num_image_slots and can_divide):
         return 0
     longest, budget = model.vision.whole_span, setup.limits.max_num_batched_tokens
@@ -496,10 +496,10 @@ class _Compiler:
             rows=self._row_programs(),
             copy_pages=copy_pages.lower(self._state, *copies).compile(),
         )
-        if self._setup.scores_prompts:
+        if "scores" in self._setup.capabilities:
             reading = jax.jit(scores_of_row).lower(self._state.pools.scores, self._words())
             programs = replace(programs, read_scores=reading.compile())
-        if self._setup.copies_pages:
+        if "page_copies" in self._setup.capabilities:
             programs = replace(programs, **self._all_copy_programs())
         with ThreadPoolExecutor(_COMPILING_THREADS.get(self._platform, 1)) as compiling:
             added = [
@@ -518,7 +518,10 @@ class _Compiler:
         spec, setup = self._spec, self._setup
         layout = StepLayout(bucket, setup.limits.max_num_seqs)
         program = StepProgram(
-            ops=self._ops, spec=spec, layout=layout, keeps_hidden=setup.keeps_hidden
+            ops=self._ops,
+            spec=spec,
+            layout=layout,
+            keeps_hidden="hidden_states" in setup.capabilities,
         )
         whole = weights, self._state, self._words(layout.num_words)
         kept: list[Any] = []
@@ -539,7 +542,7 @@ class _Compiler:
     def _part(self, compiling: Executor, function: Callable[..., Any], *inputs: Any) -> Any:
         """The function as it is compiled, which takes over its second input, and its abstract
         results."""
-        has_states = self._setup.keeps_hidden or self._spec.model.reads_hidden
+        has_states = "hidden_states" in self._setup.capabilities or self._spec.model.reads_hidden
         options = self._step_options
         if self._ops.is_opaque and not has_states:
             options = options | self._routing_options

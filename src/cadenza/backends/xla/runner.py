@@ -147,7 +147,7 @@ class XlaRunner:
             kv_cache_dtype=setup.kv_cache_dtype,
             is_portable=takes_portable_kernels(model, weights, setup),
             num_devices=setup.num_devices,
-            is_sparse=setup.sparse_prompts,
+            is_sparse="sparse_prompts" in setup.capabilities,
         )
         make_ops = make_ops or choose_table(setup.ops, self._device, model).table.new_ops
         self._ops = make_ops(self._spec)
@@ -187,13 +187,9 @@ class XlaRunner:
 
     @property
     def capabilities(self) -> frozenset[Capability]:
-        found: set[Capability] = {"logprobs", "drafts"}
+        found: set[Capability] = {"logprobs", "drafts", *self._setup.capabilities}
         if self._can_split_steps:
             found.add("late_masks")
-        if self._setup.sparse_prompts:
-            found.add("sparse_prompts")
-        if self._setup.scores_prompts:
-            found.add("scores")
         if self._encoder is not None:
             found.add("attachments")
             if self._model.vision is not None and self._model.vision.whole_span:
@@ -453,13 +449,15 @@ class XlaRunner:
 
     def _copiers(self, programs: CopyPrograms | None) -> CopyPrograms:
         if programs is None:
-            raise RunnerError("the runner copies none of these; load it with `copies_pages`")
+            raise RunnerError(
+                "the runner copies none of these; load it with the capability page_copies"
+            )
         return programs
 
     def read_scores(self, row: int, num_tokens: int, num_queries: int) -> npt.NDArray[np.float32]:
         read = self.programs.read_scores
         if read is None:
-            raise RunnerError("the runner scores no prompts; load it with `scores_prompts`")
+            raise RunnerError("the runner scores no prompts; load it with the capability scores")
         with self._in_flight.lock:
             self._in_flight.check_open()
             state = self._take_state()

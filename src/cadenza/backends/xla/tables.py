@@ -105,7 +105,7 @@ class ReferenceTable:
             dtype_for=dict.fromkeys(_STORED, "float32"),
             max_num_batched_tokens=MAX_TOKENS,
             # A program that keeps hidden states may be fused, and so rounded, otherwise by XLA.
-            keeps_hidden=False,
+            capabilities=common.capabilities - {"hidden_states"},
             fills_kv=True,
             process_bytes=REFERENCE_PROCESS_BYTES + model.num_layers * REFERENCE_LAYER_BYTES,
             logit_copies=REFERENCE_LOGIT_COPIES,
@@ -141,9 +141,7 @@ class SplitTable(ReferenceTable):
             traits,
             ops=self.name,
             quantizations=("none",),
-            copies_pages=False,
-            sparse_prompts=False,
-            scores_prompts=False,
+            capabilities=traits.capabilities - {"page_copies", "sparse_prompts", "scores"},
         )
 
     def describe_arithmetic(self, device: Any) -> tuple[str, ...]:  # noqa: ARG002
@@ -180,7 +178,6 @@ class NativeTable:
             dtype_for=_STORED,
             max_num_batched_tokens=DEFAULT_MAX_TOKENS,
             keeps_packed_weights=True,
-            keeps_hidden=True,
             fills_kv=False,
             arithmetics=("fast", "portable"),
             process_bytes=NATIVE_PROCESS_BYTES + library.num_threads * thread_bytes,
@@ -239,12 +236,11 @@ class CudaTable:
             ops=self.name,
             dtype_for=_STORED,
             max_num_batched_tokens=DEFAULT_CUDA_TOKENS,
-            keeps_hidden=True,
+            capabilities=common.capabilities - {"scores"},
             fills_kv=False,
             process_bytes=NATIVE_PROCESS_BYTES,
             logit_copies=1,
             workspace_bytes=CUDA_WORKSPACE_BYTES,
-            scores_prompts=False,
             has_float_results=True,
         )
 
