@@ -10,7 +10,7 @@ from types import FrameType
 import pytest
 
 from cadenza import LLM, SamplingParams
-from cadenza.frontend.interrupts import KeptInterrupts
+from cadenza.frontend.llm import KeptInterrupts
 
 PARAMS = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
 

@@ -5,10 +5,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+from cadenza.frontend.receipts import ReceiptSeal
 from cadenza.frontend.sampling_defaults import SamplingDefaults
 from cadenza.outputs import CompletionOutput, OutputPart, RequestOutput
 from cadenza.server.endpoints.generating import CallContext, CallRequest
-from cadenza.server.receipt_seal import ReceiptSeal
 from cadenza.server.response_store import ResponseStore, StoreBounds
 from cadenza.server.sse import AnswerHead, StreamEncoder
 from tests.server.bodies import PATHS

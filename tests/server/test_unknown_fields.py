@@ -8,8 +8,13 @@ from typing import Any
 import pytest
 
 from cadenza.frontend.text_frontend import TextFrontend
-from cadenza.server.ignored_names import IGNORED_HEADER, IgnoredNames
-from cadenza.server.schemas.unknown_members import MAX_NEAR_CHECKS, UnknownFields, near_name
+from cadenza.server.schemas.unknown_members import (
+    IGNORED_HEADER,
+    MAX_NEAR_CHECKS,
+    IgnoredNames,
+    UnknownFields,
+    near_name,
+)
 from cadenza.text.templates.notices import MAX_NOTICES
 from tests.server.bodies import BODIES, NEEDED, PATHS, USER, checked, refusal
 from tests.server.harness import RunningServer, options, running_server

@@ -6,8 +6,6 @@ Modules:
 
 - `core`: `EngineCore`: submit, step, cancel
 - `request_check`: refuses requests that can never be served
-- `image_check`: whether images are what they say
-- `sparse_check`: whether a prompt can be thinned out
 - `compiling`: requests whose constraint is being compiled
 - `sample_seed`: the seed of a sample
 - `model_drafter`: drafts of a second model, which draws them as the target would

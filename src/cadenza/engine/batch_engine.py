@@ -1,8 +1,6 @@
-"""`BatchEngine`: the engine's interface for servers and `AsyncEngine`; `run_steps`: the step loop.
-
-One thread serves; any thread may submit and cancel. `front.EngineFront` implements it. `run_steps`
-is the only receive-step-deliver loop: `InProcessLink`, the engine process's `Worker` and `LLM` each
-pass it a source of commands and consume its events. Knows no text.
+"""`BatchEngine`: the engine's interface for servers and `AsyncEngine`: one thread serves; any
+thread may submit and cancel. `run_steps` is the only receive-step-deliver loop: `InProcessLink`,
+the engine process's `Worker` and `LLM` each pass it a source of commands and consume its events.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,9 +1,7 @@
-"""`EngineFront`: the `BatchEngine` of servers and `AsyncEngine`, wherever its engine runs.
-
-Owns the open requests, whether new ones are accepted, and when the engine is to end. Its
-`EngineLink` takes commands to an engine and brings events back: `InProcessLink` for one in this
-process, `process.process_link.ProcessLink` for one in another. Knows no text. Invariants: each
-accepted request ends exactly once; `submit` and `cancel` never wait for the engine.
+"""`EngineFront`: the `BatchEngine` of servers and `AsyncEngine` over an `EngineLink`, which takes
+commands to an engine and brings events back: `InProcessLink` here, `process.process_link` to a
+process. Invariants: each accepted request ends exactly once; `submit` and `cancel` never wait for
+the engine.
 """
 
 import logging

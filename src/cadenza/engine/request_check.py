@@ -4,17 +4,16 @@ Needs only limits, vocabulary size and capabilities, so that it can run outside 
 process. Stateless. Invariant: a request that passes is never rejected as invalid later.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from cadenza.backends.base import Capability
-from cadenza.config import EngineLimits
+from cadenza.config import EngineLimits, ImageLimits
 from cadenza.core.whole_spans import least_budget, whole_spans_of
-from cadenza.engine.image_check import check_images
-from cadenza.engine.sparse_check import check_sparse
 from cadenza.errors import ContextLengthError, InvalidRequestError, show
-from cadenza.request import PoolingParams, Request
-from cadenza.sparse_prefill import LOOK_AHEAD_TOKENS
+from cadenza.request import Attachment, PoolingParams, Request
+from cadenza.sparse_prefill import LOOK_AHEAD_TOKENS, SparsePrefill, kept_of_mask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,3 +228,104 @@ class RequestCheck:
                 f"pool's {self.limits.num_pages}; shorten it, or raise the tenant's page_share",
                 param="max_tokens",
             )
+
+
+def check_sparse(
+    request: Request,
+    sparse: SparsePrefill,
+    *,
+    is_supported: bool,
+    backend: str,
+    scored_tokens: int | None,
+) -> None:
+    """Raises InvalidRequestError if the engine cannot thin out the request's prompt.
+
+    Args:
+        is_supported: its runner computes such prompts.
+        scored_tokens: of the longest prompt that its scorer scores; None without one.
+    """
+    if not is_supported:
+        raise _refused(f"the {backend} backend was not loaded to compute prompts with gaps")
+    params, num_tokens = request.params, len(request.prompt_token_ids)
+    for name, is_asked in (
+        ("attachments", bool(request.attachments)),
+        ("pooling", request.pooling is not None),
+        ("prompt_logprobs", params.prompt_logprobs is not None),
+        ("repetition_penalty", params.repetition_penalty != 1.0),
+    ):
+        if is_asked:
+            raise _refused(f"{name} needs every token of the prompt")
+    if sparse.kept is not None:
+        kept_of_mask(sparse.kept, num_tokens)
+    elif scored_tokens is None:
+        raise _refused("this engine has no model that scores prompts")
+    elif num_tokens > scored_tokens:
+        raise _refused(
+            f"the prompt has {num_tokens} tokens, and the model that scores prompts reads at most "
+            f"{scored_tokens}"
+        )
+
+
+def _refused(reason: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"spec_prefill: {reason}; leave spec_prefill out of this request", param="spec_prefill"
+    )
+
+
+CHANNELS = 3
+"""Bytes of a pixel."""
+
+
+def check_images(request: Request, images: ImageLimits | None) -> None:
+    """Raises InvalidRequestError if the engine can never serve the request's images."""
+    if images is None:
+        raise _error("this engine encodes no images (--no-images, or a model of text alone)")
+    places: list[int] = []
+    if images.token_id in request.prompt_token_ids:
+        ids = request.prompt_token_ids
+        places = [place for place, each in enumerate(ids) if each == images.token_id]
+    num_inside = 0
+    for number, part in enumerate(request.attachments, start=1):
+        first, stop = bisect_left(places, part.start), bisect_left(places, part.end)
+        _check_part(number, part, places[first:stop])
+        num_inside += stop - first
+        if stop - first > images.num_slots:
+            raise _error(
+                f"image {number} has {stop - first} tokens and the engine has {images.num_slots} "
+                f"slots for those of all images; send a smaller one, or start the engine with more "
+                f"--image-cache-bytes"
+            )
+    allowed = request.params.allowed_token_ids
+    if allowed is not None and set(allowed) == {images.token_id}:
+        raise InvalidRequestError(
+            f"allowed_token_ids holds the image token {images.token_id} alone, which is never "
+            f"generated; allow others too",
+            param="allowed_token_ids",
+        )
+    if num_inside < len(places):
+        raise InvalidRequestError(
+            f"the prompt holds the image token {images.token_id} where there is no image; leave it "
+            f"out, or send the image with it",
+            param="prompt",
+        )
+
+
+def _check_part(number: int, part: Attachment, places: list[int]) -> None:
+    """`places` are those of the placeholders in its span."""
+    if not part.rows * part.columns == len(places) > 0:
+        raise _error(
+            f"image {number} has {part.rows} x {part.columns} tokens and the prompt {len(places)} "
+            f"in its place"
+        )
+    if places[0] != part.start or places[-1] != part.end - 1:
+        raise _error(f"the span of image {number} begins and ends with no token of it")
+    num_bytes = part.width * part.height * CHANNELS
+    if not num_bytes or len(part.payload) != num_bytes:
+        raise _error(
+            f"image {number} has {len(part.payload)} bytes; {part.width} x {part.height} pixels "
+            f"have {num_bytes}"
+        )
+
+
+def _error(text: str) -> InvalidRequestError:
+    return InvalidRequestError(text, param="attachments")

@@ -5,20 +5,19 @@ array. Invariant: what is streamed is final.
 Modules:
 
 - `text_frontend`: from prompts to requests
-- `prepared_request`: a request with the way to its output
+- `prepared_request`: what a request is made of, in the forms in which programs give it, and what it
+  becomes
 - `sparse_prompts`: which prompts are thinned out, and what is kept of them
 - `chat_prompts`: from conversations to texts, by the chat template
-- `prompt_forms`: the forms in which programs give a prompt
 - `image_prompts`: images of a prompt: placeholders, and the pixels behind them
-- `given_images`, `image_opening`: the forms in which programs give images, and what opens them
+- `given_images`: the forms in which programs give images, and what opens them
 - `model_tokenizer`: the tokenizer and the chat template for programs
-- `receipts`: receipts of finished samples
+- `receipts`: receipts of finished samples, and the seal of a server's
 - `answers`: what an answer to a conversation may consist of, and what it must
 - `sampling_defaults`: values of sampling fields that a request leaves unset
 - `sample_output`: text of one sample: detokenising, stop strings, parts
 - `output_processor`: from events to outputs
 - `progress`: the progress line of many requests on a terminal
-- `interrupts`: Ctrl-C while steps run
 - `model_facts`: what clients are told of a model beside its name
 - `loaded_model`: engine and text front end of one checkpoint, and its plan before anything is
   loaded

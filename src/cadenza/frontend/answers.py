@@ -1,8 +1,6 @@
-"""`AnswerPlanner`: what an answer to a conversation may consist of, and what it must.
-
-Decides from the chat template, the rendered prompt and the request: the parser of reasoning and
-tool calls, and the grammar of a constrained answer. Knows no engine. Invariant: a required call,
-and the form that a request asks for, are in the grammar, behind the reasoning.
+"""`AnswerPlanner`: what an answer to a conversation may consist of, and what it must: the parser of
+reasoning and tool calls, and the grammar of a constrained answer. Invariant: a required call, and
+the form that a request asks for, are in the grammar, behind the reasoning.
 """
 
 from collections.abc import Callable, Mapping, Sequence

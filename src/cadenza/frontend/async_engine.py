@@ -1,11 +1,7 @@
-"""`AsyncEngine`: the asyncio face. Each request is an async iterator over one running batch.
-
-Owns the serving thread and the transfer of events to the event loop: once a step, in one call,
-which makes text of all events and then calls the listener of each request that has new output.
-The first request, or `start`, binds it to the running loop.
-Knows text through `TextFrontend` and the engine through `BatchEngine`. Invariants: leaving an
-iterator cancels its request; for a slow reader one request's output accumulates, never a queue of
-outputs.
+"""`AsyncEngine`: the asyncio face, each request an async iterator. A thread serves; once a step its
+events come to the event loop in one call, which makes text of them and then calls the listener of
+each request that has new output. Invariants: leaving an iterator cancels its request; for a slow
+reader one request's output accumulates, never a queue of outputs.
 """
 
 import asyncio
@@ -33,10 +29,11 @@ from cadenza.frontend.prepared_request import (
     PLAIN,
     Message,
     PreparedRequest,
+    Prompt,
     RequestOptions,
     conversation_of,
+    takes_long,
 )
-from cadenza.frontend.prompt_forms import Prompt, takes_long
 from cadenza.frontend.text_frontend import Params, TextFrontend
 from cadenza.outputs import EmbeddingRequestOutput, OutputKind, RequestOutput, embedding_of
 from cadenza.request import PoolingParams, Request

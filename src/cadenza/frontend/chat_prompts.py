@@ -1,8 +1,6 @@
-"""`ChatPrompts`: conversations as texts, by a checkpoint's chat template.
-
-Owns what is done where the template does not take a conversation as it is: other forms of the
-messages, and tools for which it has no place. Knows no tokens. Invariant: without its options
-`strict_*` a conversation is refused only if the template takes it in no form.
+"""`ChatPrompts`: conversations as texts, by a checkpoint's chat template; in other forms, or with
+tools described in a message, where the template does not take them as they are. Invariant: without
+its options `strict_*` a conversation is refused only if the template takes it in no form.
 """
 
 import logging

@@ -1,10 +1,7 @@
-"""`ImagePrompts`: images of a conversation or a prompt, as placeholders and `Attachment`s;
-`SeenPrompts`: prompts of a model, which may see or not.
-
-A template writes one placeholder for each image. What stands in its place, and so the prompt's
-length, follows from the sizes of the images alone; their pixels are made last. Invariant: a
-placeholder is one that a template wrote, or the caller of a raw prompt with images; what a user
-typed is text.
+"""`ImagePrompts`: images as placeholders and `Attachment`s; `SeenPrompts`: prompts of a model,
+which may see or not. A prompt's length follows from the sizes of its images; their pixels are made
+last. Invariant: a placeholder is one that a template wrote, or the caller of a raw prompt with
+images; what a user typed is text.
 """
 
 import re

@@ -1,9 +1,6 @@
-"""`LiveSteps`: what an engine does, for its viewers, on one event loop.
-
-Owns the viewers and what they were told within `HISTORY_S`. Knows an engine only as a function that
-takes its listener, so that one of a model's later loads may follow. Invariants: an engine is
-listened to only while there is a viewer; history and what a viewer has not read are bounded, and a
-slow reader loses the oldest of it.
+"""`LiveSteps`: what an engine does, for its viewers, on one event loop; one of a model's later
+loads may follow. Invariants: an engine is listened to only while there is a viewer; history and
+what a viewer has not read are bounded, and a slow reader loses the oldest of it.
 """
 
 import asyncio

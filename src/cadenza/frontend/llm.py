@@ -1,12 +1,16 @@
-"""`LLM`: the offline face. Texts in, texts out, all prompts in one running batch.
-
-Owns the filling of the engine's bounded queue; runs the step loop on the caller's thread.
+"""`LLM`: the offline face. Texts in, texts out, all prompts in one running batch; fills the
+engine's bounded queue and runs the step loop on the caller's thread, which Ctrl-C reaches between
+steps.
 """
 
+import inspect
+import signal
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
+from types import FrameType
 from typing import Any, Self, Unpack, cast
 
 from cadenza.bounds import sequence_of
@@ -15,18 +19,17 @@ from cadenza.engine.batch_engine import Submit, run_steps
 from cadenza.errors import InvalidRequestError, must_be, show
 from cadenza.events import Event
 from cadenza.fingerprint import Fingerprint
-from cadenza.frontend.interrupts import KeptInterrupts
 from cadenza.frontend.loaded_model import EngineOwner, load_model
 from cadenza.frontend.model_tokenizer import ModelTokenizer
 from cadenza.frontend.output_processor import OutputProcessor, OutputRouter, check_kind
 from cadenza.frontend.prepared_request import (
     Message,
     PreparedRequest,
+    Prompt,
     RequestOptions,
     conversation_of,
 )
 from cadenza.frontend.progress import MakeBar, batch_progress
-from cadenza.frontend.prompt_forms import Prompt
 from cadenza.frontend.text_frontend import Params, TextFrontend
 from cadenza.option import is_integer
 from cadenza.outputs import EmbeddingRequestOutput, OutputKind, RequestOutput, embedding_of
@@ -348,3 +351,45 @@ def _entries(name: str, given: object, allowed: str) -> list[object]:
     if found is None:
         raise must_be(name, given, allowed)
     return [*found]
+
+
+Handler = Callable[[int, FrameType | None], object]
+
+
+class KeptInterrupts:
+    """Within this context the first Ctrl-C is kept for `deliver`; a second one, before that, goes
+    to the caller's handler at once.
+
+    Does nothing on other threads, and where Ctrl-C is ignored or ends the process.
+    """
+
+    __slots__ = ("_handler", "is_set")
+
+    def __init__(self) -> None:
+        self.is_set = False
+        self._handler: Handler | None = None
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            handler: Any = signal.getsignal(signal.SIGINT)
+            if callable(handler):
+                self._handler = handler
+                signal.signal(signal.SIGINT, self._keep)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._handler is not None:
+            signal.signal(signal.SIGINT, self._handler)
+            if kind is None:
+                self.deliver()
+
+    def deliver(self) -> None:
+        """Calls the caller's handler if Ctrl-C came; raises what it raises."""
+        if self.is_set and self._handler is not None:
+            self.is_set = False
+            self._handler(signal.SIGINT, inspect.currentframe())
+
+    def _keep(self, number: int, frame: FrameType | None) -> None:
+        if self.is_set and self._handler is not None:
+            self._handler(number, frame)
+        self.is_set = True

@@ -1,10 +1,7 @@
-"""Events become outputs: `OutputProcessor` for one request, `OutputRouter` for all that run.
-
-A token's way: `OutputRouter.push` finds the processor of the event's request, whose `push` gives
-it to its `SampleOutput`; a reader then calls `take` for what is new of each sample, or `output` for
-all so far. Knows no engine and no scheduler. Invariants: outputs only ever grow, and the deltas
-joined are the cumulative output; a failure to make text ends its own request with an error and
-affects no other.
+"""Events become outputs: `OutputRouter.push` finds the `OutputProcessor` of an event's request,
+which gives it to its `SampleOutput`; a reader calls `take` for what is new, or `output` for all so
+far. Invariants: outputs only ever grow, and the deltas joined are the cumulative output; a failure
+to make text ends its own request with an error and affects no other.
 """
 
 import logging

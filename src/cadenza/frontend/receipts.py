@@ -1,11 +1,15 @@
-"""Receipts of finished samples: what a request needs for one, and `make_receipt`.
-
-Knows no engine. Invariant: a request with a receipt has the tokens that it has without one.
+"""Receipts of finished samples: what a request needs for one, `make_receipt`, and `ReceiptSeal`,
+which marks one as this server's. Invariants: a request with a receipt has the tokens that it has
+without one; a seal is opened for the tenant alone that it was made for.
 """
 
+import hmac
 import re
+import secrets
 from dataclasses import dataclass, replace
+from hashlib import sha256
 
+import msgspec
 from msgspec import UNSET
 
 from cadenza.engine.sample_seed import seed_of_sample
@@ -85,3 +89,36 @@ def make_receipt(answered: AnsweredRequest, output: CompletionOutput) -> Receipt
         logprob_digest=digest_of_logprobs(logprobs),
         kept=UNSET if answered.kept is None else answered.kept,
     )
+
+
+_SEED_HEX = 16
+
+
+class ReceiptSeal:
+    """With a secret of its own, which ends with the process."""
+
+    def __init__(self, secret: bytes | None = None) -> None:
+        self._secret = secret or secrets.token_bytes(32)
+
+    def sealed(self, receipt: Receipt, tenant: str) -> Receipt:
+        """The receipt with its seal, which begins with the seed: JavaScript rounds large ones."""
+        seal = f"{receipt.params.seed or 0:0{_SEED_HEX}x}{self._mac(receipt, tenant)}"
+        return msgspec.structs.replace(receipt, seal=seal)
+
+    def opened(self, receipt: Receipt, tenant: str) -> Receipt | None:
+        """The receipt with its exact seed, if it is the tenant's own; otherwise None."""
+        seal = receipt.seal if isinstance(receipt.seal, str) else ""
+        try:
+            seed = int(seal[:_SEED_HEX], 16)
+        except ValueError:
+            return None
+        if float(seed) != float(receipt.params.seed or 0):
+            return None
+        exact = msgspec.structs.replace(receipt, params=replace(receipt.params, seed=seed))
+        is_own = hmac.compare_digest(seal[_SEED_HEX:], self._mac(exact, tenant))
+        return exact if is_own else None
+
+    def _mac(self, receipt: Receipt, tenant: str) -> str:
+        kept = receipt.kept if isinstance(receipt.kept, bytes) else None
+        sealed = (tenant, receipt.fingerprint, receipt.prompt_token_ids, receipt.params, kept)
+        return hmac.new(self._secret, msgspec.json.encode(sealed), sha256).hexdigest()

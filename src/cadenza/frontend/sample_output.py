@@ -1,10 +1,7 @@
-"""`SampleOutput`: the output of one sample, made of its tokens as they come.
-
-Owns the text of one stream: detokenising, cutting at stop strings (and which tokens lie past one),
-splitting into parts, where a parser was chosen. Knows no engine. Invariants: shown text never
-changes; the final text is that of all tokens decoded at once and cut at the earliest stop string,
-which counts in content only where there are parts (`text.answers.content_stops`); tokens past a
-stop string are never shown.
+"""`SampleOutput`: the text of one sample, made of its tokens as they come: detokenised, cut at stop
+strings, split into parts where there is a parser. Invariants: shown text never changes; the final
+text is that of all tokens decoded at once and cut at the earliest stop string, which counts in
+content only where there are parts; tokens past it are never shown.
 """
 
 from bisect import bisect_left

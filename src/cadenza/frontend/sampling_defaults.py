@@ -1,8 +1,6 @@
-"""`SamplingDefaults`: values of the sampling fields that a request does not set.
-
-Owns the mapping from a checkpoint's recommendations to `SamplingParams`, and its description for
-people. Knows no engine and no text. Invariant: a default never makes an otherwise valid request
-invalid.
+"""`SamplingDefaults`: values of the sampling fields that a request does not set, from a
+checkpoint's recommendations, and their description for people. Invariant: a default never makes an
+otherwise valid request invalid.
 """
 
 from collections.abc import Mapping

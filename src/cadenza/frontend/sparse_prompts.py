@@ -1,9 +1,7 @@
-"""`SparsePrompts`: which prompts of a server are thinned out, and which of their tokens are kept
-whatever they score.
-
-Owns the decision, and the reasons for computing a prompt whole. Knows no engine. Invariant: the
-decision is a function of the request and the server's settings alone; what the engine then does is
-another matter (`events.WholePromptReason`).
+"""`SparsePrompts`: which prompts of a server are thinned out, which of their tokens are kept
+whatever they score, and why a prompt is computed whole. Invariant: the decision is a function of
+the request and the server's settings alone; what the engine then does is another matter
+(`events.WholePromptReason`).
 """
 
 from collections.abc import Callable, Mapping, Sequence

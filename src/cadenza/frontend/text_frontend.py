@@ -28,7 +28,7 @@ from cadenza.errors import (
 from cadenza.fingerprint import Fingerprint
 from cadenza.frontend.answers import AnswerParsers, AnswerPlanner, AskedAnswer, ToolUse
 from cadenza.frontend.chat_prompts import ChatPrompts, Message
-from cadenza.frontend.image_opening import PooledPixels
+from cadenza.frontend.given_images import PooledPixels
 from cadenza.frontend.image_prompts import (
     ImagePrompts,
     Rendered,
@@ -48,8 +48,8 @@ from cadenza.frontend.prepared_request import (
     ScoredPair,
     Terms,
     TextWorkers,
+    read_prompt,
 )
-from cadenza.frontend.prompt_forms import read_prompt
 from cadenza.frontend.receipts import with_receipt
 from cadenza.frontend.sample_output import SampleOutput
 from cadenza.frontend.sampling_defaults import SamplingDefaults

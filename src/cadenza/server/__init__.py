@@ -18,11 +18,9 @@ Modules:
 - `errors`: every error answer
 - `page`: the HTML of the page at `/docs`
 - `dialect`: the shapes of errors and the headers of each API
-- `ignored_names`: the header and the log lines about unknown fields
 - `http_exchange`: one HTTP request and its response
 - `protocol`: HTTP/1.1 connections and their bounds
-- `limits`: bounds, memory for bodies, threads for text
-- `call_images`: images of calls, fetched and decoded beside the event loop
+- `limits`: bounds, memory for bodies, threads for text, images of calls
 - `access`: API keys, CORS, names of the host
 - `tenants`: what each tenant may have, and what it has used of its rates
 - `listening`: addresses, and listening sockets
@@ -31,7 +29,6 @@ Modules:
 - `request_log`: the record of a call: its tokens (`Usage`), times and end; one log line a request
 - `metrics`: Prometheus metrics
 - `tracing`: spans of calls for an OpenTelemetry collector
-- `receipt_seal`: marks a receipt as this server's
 - `response_store`: stored responses, within bounds
 - `log_output`: log lines written without blocking
 - `openapi`: /openapi.json

@@ -1,9 +1,7 @@
-"""Access control: API keys (`ApiKeys`), origins of pages (`Cors`), the server's names (`Hosts`).
-
-Owns the constant-time comparison of keys, and the CORS headers (the Fetch standard, 3.3) of
-preflights and all other answers. Invariants: a request without a valid key has no
-tenant, unless no key was configured; only digests of keys are kept; an origin that is not allowed
-gets no `Access-Control-*` header.
+"""API keys (`ApiKeys`), origins of pages (`Cors`, the Fetch standard 3.3) and the server's names
+(`Hosts`). Invariants: a request without a valid key has no tenant, unless no key was configured;
+only digests of keys are kept, and compared in constant time; an origin that is not allowed gets no
+`Access-Control-*` header.
 """
 
 import hmac

@@ -1,8 +1,6 @@
-"""The ASGI application: checks before a handler, routing, and errors as answers.
-
-Owns what happens before a handler: bounds of the head, names of the host, CORS preflights, API
-keys. Decides by `scope["path"]` alone, never by a URL; a Host header can only have a request
-refused. Invariant: a path that is not declared open needs a key, even to be answered with 404.
+"""The ASGI application: what is checked before a handler, routing, and errors as answers. It
+decides by `scope["path"]` alone, never by a URL; a Host header can only have a request refused.
+Invariant: a path that is not declared open needs a key, even to be answered with 404.
 """
 
 from starlette.routing import compile_path

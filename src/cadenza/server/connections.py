@@ -1,9 +1,6 @@
-"""The connections that a server accepts: `Connections`, `Acceptor`.
-
-Owns accepting, so that no connection is accepted that the process has no file descriptor for.
-Invariants: accepted connections stay below the limit of open files by a
-reserve; while any connection is idle a new one is accepted, and the one that has been idle longest
-is closed for it.
+"""The connections that a server accepts: `Connections`, `Acceptor`. Invariants: accepted
+connections stay below the limit of open files by a reserve; while any connection is idle a new one
+is accepted, and the one that has been idle longest is closed for it.
 """
 
 import asyncio

@@ -1,8 +1,6 @@
-"""`Dialect`: whose API a path belongs to, for what is common to all of its answers.
-
-Owns the shapes of errors, the type of streams, and the headers that name a request.
-Invariant: an error has the same meaning in each dialect; only its shape differs, and 503, which is
-529 in Anthropic's.
+"""`Dialect`: whose API a path belongs to; the shapes of its errors, the type of its streams and the
+headers that name a request. Invariant: an error has the same meaning in each dialect; only its
+shape differs, and 503, which is 529 in Anthropic's.
 """
 
 from collections.abc import Callable, Mapping

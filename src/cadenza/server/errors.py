@@ -1,9 +1,7 @@
-"""The server's error answers: `ApiError`, and the kinds of them.
-
-A `Kind` is a row of a table: an error whose message is fixed but for some values; the others are
-functions. `error_of` and `error_of_end` map an error of the engine to one of them. Invariant: a
-message depends on the error's kind only; it holds no path, and no exception's text except that of
-errors written for clients (`InvalidRequestError`).
+"""The server's error answers: `ApiError`, and the kinds of them, which are rows of a table where
+their message is fixed but for some values. Invariant: a message depends on the error's kind only;
+it holds no path, and no exception's text except that of errors written for clients
+(`InvalidRequestError`).
 """
 
 import math

@@ -1,10 +1,7 @@
-"""The handler of every endpoint that calls the engine: from a body to its answer or stream.
-
-Owns the order: readiness, body, model and its load, tokenising, submitting, answering. A token's
-way through a stream is `OpenCall.next_updates` (what is new of the call's requests),
-`RequestRecord.take` (count, times, end), `StreamEncoder.take` (SSE bytes), `Exchange.stream`.
-Invariant: however a request ends, its record ends once, its stream ends with the encoder's last
-events, and nothing of it is left in the engine.
+"""The handler of every endpoint that calls the engine: read, admit, prepare, submit, answer. A
+token's way: `OpenCall.next_updates`, `RequestRecord.take` (counts, times), `StreamEncoder.take`,
+`Exchange.stream`. Invariant: however a request ends, its record ends once, its stream ends with the
+encoder's last events, and nothing of it is left in the engine.
 """
 
 import asyncio

@@ -1,7 +1,5 @@
-"""One HTTP request and its answer: `Exchange`, over ASGI.
-
-Owns reading a bounded body, sending one answer or a stream, and detecting that the client has
-disconnected. Invariant: a body is never held beyond its bound and the budget of
+"""One HTTP request and its answer: `Exchange`, over ASGI: a bounded body, one answer or a stream,
+and the client's disconnecting. Invariant: a body is never held beyond its bound and the budget of
 all bodies, and work for a client that disconnected is cancelled.
 """
 

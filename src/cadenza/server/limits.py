@@ -1,22 +1,24 @@
-"""The server's limits, and two resources kept within them: bytes of bodies, threads for text.
-
-Owns the table `ServerLimits`, the total of all bodies' bytes (`BodyBudget`), and the threads that
-tokenise, render and encode many outputs (`TextWork`): the tokenizer releases the GIL, and templates
-have limits on time and steps. Invariants: every number that a client controls is
-here, unless it is a field of a body; bodies hold at most `max_bodies_bytes`; a short prompt never
-waits for a long text, and no prompt for /tokenize, /detokenize, an answer that is encoded or a form
-that is checked, which may take seconds; work that was cancelled before it began is not done.
+"""The server's limits, and what works within them: bytes of bodies (`BodyBudget`), threads for text
+(`TextWork`), images of calls (`CallImages`). Invariants: a short prompt never waits for a long
+text, nor any prompt for /tokenize, an encoded answer or a checked form, which may take seconds;
+fetched bytes count as bodies do; work that was cancelled before it began is not done.
 """
 
 import asyncio
-from collections.abc import Callable, Generator
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
-from cadenza.errors import ConfigError
-from cadenza.server.errors import unavailable
+from cadenza.errors import ConfigError, show_size
+from cadenza.frontend.prepared_request import PreparedRequest
+from cadenza.frontend.text_frontend import TextFrontend
+from cadenza.media.decode_pool import DecodePool
+from cadenza.media.fetching import BudgetFullError, MediaFetcher
+from cadenza.media.image_input import ImagesToFetch
+from cadenza.media.opening import ImageOpener
+from cadenza.server.errors import bodies_full, unavailable
 
 Result = TypeVar("Result")
 Purpose = Literal["generate", "form", "tokenize", "encode"]
@@ -143,3 +145,47 @@ class TextWork:
         self._is_closed = True
         for lane in self._lanes.values():
             lane.shutdown(wait=False, cancel_futures=True)
+
+
+Result = TypeVar("Result")
+
+
+class CallImages:
+    """For one event loop.
+
+    Args:
+        bodies: the budget of bytes.
+    """
+
+    def __init__(self, fetcher: MediaFetcher, bodies: BodyBudget) -> None:
+        self._bodies = bodies
+        self.pool = DecodePool()
+        self._opener = ImageOpener(fetcher, self.pool)
+
+    async def with_files(self, make: Callable[[], Awaitable[Result]]) -> Result:
+        """What `make` does; it is called again with the files of images that it lacked.
+
+        Raises ApiError (429), and what `make` raises.
+        """
+        try:
+            return await make()
+        except ImagesToFetch as lacking:
+            images = lacking.images
+        with self._bodies.holding() as try_add:
+            try:
+                await self._opener.fetch(images, try_add)
+            except BudgetFullError:
+                raise bodies_full(limit=show_size(self._bodies.max_bytes)) from None
+            return await make()
+
+    async def open(self, prepared: Sequence[PreparedRequest], text: TextFrontend) -> None:
+        """Opens the images of requests that lack their pixels. Raises CadenzaError."""
+        processor = text.prompts.image_processor
+        for each in prepared:
+            if each.pending is not None and processor is not None:
+                images = [planned.image for planned in each.pending.images]
+                await self._opener.open(images, processor, lambda _: True)
+
+    async def close(self) -> None:
+        """Ends the processes."""
+        await asyncio.to_thread(self._opener.close)

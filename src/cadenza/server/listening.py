@@ -1,8 +1,6 @@
-"""Where a server listens: `Address`, `listening`.
-
-Invariants: of two servers started on one address exactly one gets it; the path of a
-Unix socket is removed only by the server that made it, and taken over only where no server listens
-on it any more.
+"""Where a server listens: `Address`, `listening`. Invariants: of two servers started on one address
+exactly one gets it; the path of a Unix socket is removed only by the server that made it, and taken
+over only where no server listens on it any more.
 """
 
 import contextlib

@@ -1,8 +1,7 @@
-"""The server's log: lines as text or JSON, in a bounded queue, written by a thread.
-
-Invariants: text that a client sent cannot begin a new line; logging and printing never wait for the
-reader of stderr; every line is written whole and in order, or counted as dropped; the count is
-written as a line as soon as writing works again.
+"""The server's log: lines as text or JSON, in a bounded queue, written by a thread. Invariants:
+text that a client sent cannot begin a new line; logging and printing never wait for the reader of
+stderr; every line is written whole and in order, or counted as dropped, and the count is written as
+a line as soon as writing works again.
 """
 
 import atexit

@@ -1,8 +1,6 @@
-"""`/metrics`: the counts of the server and its engine, in Prometheus's format.
-
-Owns names, labels and buckets. Every family is exported twice, as `vllm:…`, the names that existing
-dashboards and autoscalers use, and as `cadenza:…`. Invariant: labels have a fixed set of values, so
-that no client can add a series.
+"""`/metrics`: the counts of the server and its engine, in Prometheus's format; every family as
+`vllm:…`, which dashboards and autoscalers know, and as `cadenza:…`. Invariant: labels have a fixed
+set of values, so that no client can add a series.
 """
 
 from collections import Counter

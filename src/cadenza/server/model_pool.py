@@ -1,10 +1,7 @@
-"""`ModelPool`: the models of a server; loads them when they are asked for, and unloads them.
-
-Owns which model a name means, the calls that wait for a model, and the tasks that load and unload.
-`ModelTurns` decides; with one model that stays loaded there is nothing to decide, and no call waits
-here. On one event loop. Invariants: a call has its model loaded from its admission to its end;
-every wait is bounded in number, bytes and time; a model that cannot be loaded refuses its own calls
-only.
+"""`ModelPool`: which model a name means, the calls that wait for one, and the tasks that load and
+unload; `ModelTurns` decides. On one event loop. Invariants: a call has its model loaded from its
+admission to its end; every wait is bounded in number, bytes and time; a model that cannot be loaded
+refuses its own calls only.
 """
 
 import asyncio

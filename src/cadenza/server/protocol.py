@@ -1,10 +1,7 @@
 """uvicorn's HTTP/1.1 connection with bounds: on the head's size and time, and on slow readers.
-
-Owns what an ASGI application cannot see: bytes before they are a request, the framing of an answer,
-and bytes that the client does not read. Invariants: a connection holds at most one bounded head and
-64 KiB of unread answer, and neither for longer than its limit; an answer is not lost because its
-request was not read to the end; a request's body is never parsed as another request, whatever
-protocol the client offers to upgrade to.
+Invariants: a connection holds at most one bounded head and 64 KiB of unread answer, neither for
+longer than its limit; an answer is not lost because its request was not read to the end; a body is
+never parsed as another request, whatever protocol the client offers to upgrade to.
 """
 
 import asyncio

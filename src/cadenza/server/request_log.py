@@ -1,9 +1,7 @@
-"""The record of a call: its tokens (`Usage`), and its times and end (`RequestRecord`).
-
-Owns the one count of a call's tokens, from which its answer, its line in the log and the metrics
-are made, the times of its tokens, and the line's fields. Never sees a prompt's text. Invariants: a
-token is counted once, in `RequestRecord.take`; a record ends once, with one line, whether the
-request finished, was left, or failed.
+"""The record of a call: the one count of its tokens (`Usage`), and its times and end
+(`RequestRecord`), from which its answer, its line in the log and the metrics are made; no prompt's
+text. Invariants: a token is counted once, in `RequestRecord.take`; a record ends once, with one
+line, whether the request finished, was left, or failed.
 """
 
 import logging

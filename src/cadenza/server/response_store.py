@@ -1,8 +1,6 @@
-"""`ResponseStore`: answers of /v1/responses that were stored, for later calls.
-
-Owns the bounds: a number, bytes, and a time since a response was last used; the one that was used
-longest ago leaves first. Knows no item: bodies are JSON. Invariant: a tenant finds only its own
-responses, and a conversation is either whole or not found.
+"""`ResponseStore`: answers of /v1/responses as JSON, bounded in number, bytes and seconds since
+their last use; the one that was used longest ago leaves first. Invariant: a tenant finds only its
+own responses, and a conversation is either whole or not found.
 """
 
 import asyncio

@@ -1,9 +1,6 @@
-"""The table of all routes, and their handlers.
-
-The router, the policy on keys, the API's description and the advice on a client's base URL are made
-from it. An endpoint that
-calls the engine is added to `GENERATING`. Invariant: a path that is not in the table needs a key,
-and is then not found.
+"""The table of all routes, from which the router, the policy on keys, the API's description and the
+advice on a client's base URL are made. An endpoint that calls the engine is added to `GENERATING`.
+Invariant: a path that is not in the table needs a key, and is then not found.
 """
 
 from collections.abc import Mapping

@@ -1,8 +1,6 @@
-"""Runs a server: signals, shutdown, and leaving its address to a successor.
-
-Owns draining: open calls may finish within the drain time, the rest end with an error. New calls
-are refused at once, unless a successor has taken over: then those on open connections are served,
-for their clients do not know of it. Invariant: `run_server` leaves no socket, file or task.
+"""Runs a server: signals, draining, and leaving its address to a successor. New calls are refused
+at once, unless a successor has taken over: then those on open connections are served, for their
+clients do not know of it. Invariant: `run_server` leaves no socket, file or task.
 """
 
 import asyncio

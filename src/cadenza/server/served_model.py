@@ -1,8 +1,5 @@
-"""`ServedModel`: one model of a server; `OpenCall`: the requests behind one call of it.
-
-Owns the engine of each of the model's loads, one after the other, the admission of requests to it,
-and the order in which prompts enter its queue. Invariants: a request is admitted, or refused with
-an `ApiError`, before anything is tokenised; what is known of an engine (limits, fingerprint) stays
+"""`ServedModel`: one model of a server, and the engine of each of its loads; `OpenCall`: the
+requests behind one call of it. Invariants: what is known of an engine (limits, fingerprint) stays
 known when it has been unloaded; leaving a call's context cancels its requests, and they are counted
 no more; calls with many prompts take turns, and together leave room for others.
 """

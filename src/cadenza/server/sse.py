@@ -1,9 +1,6 @@
-"""Bytes of generated answers: whole JSON objects, and streams of server-sent events (SSE).
-
-Owns what surrounds the choices: ids, times, usage. The bytes that all events of a stream share are
-encoded once, so that a token's event is these and one encoded choice. Invariant: a stream is role
-or text chunks, one finish reason for each choice, usage if asked for, and `[DONE]`, however it
-ends.
+"""Bytes of generated answers: whole JSON objects, and streams of server-sent events (SSE). What all
+events of a stream share is encoded once. Invariant: a stream is role or text chunks, one finish
+reason for each choice, usage if asked for, and `[DONE]`, however it ends.
 """
 
 from abc import ABC, abstractmethod

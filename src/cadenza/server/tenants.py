@@ -1,8 +1,7 @@
 """The tenants of a server (`--tenants FILE`): who they are, what each may have and has used.
-
-Owns the file's form and the buckets of its rates. Invariants:
-a file that is accepted names every limit by its meaning; a call that is refused has used nothing;
-after the time that a refusal states, the same call is within its rates if none came between.
+Invariants: a file that is accepted names every limit by its meaning; a call that is refused has
+used nothing; after the time that a refusal states, the same call is within its rates if none came
+between.
 """
 
 import math

@@ -1,10 +1,7 @@
-"""Spans of calls for an OpenTelemetry collector: `SpanExport` sends them, `SpansOfCall` makes one
-call's, when it has ended.
-
-Owns the names of spans and attributes: vLLM's, and those of OpenTelemetry's conventions for
-generative AI. Never sees a prompt or a text. Imports OpenTelemetry, so it is imported only where a
-collector is given. Invariants: a call neither waits for a collector nor fails with it; spans for
-which the bounded queue has no room are dropped.
+"""Spans of calls for an OpenTelemetry collector, under vLLM's names and those of OpenTelemetry's
+conventions for generative AI; no prompt and no text. Imported only where a collector is given.
+Invariants: a call neither waits for a collector nor fails with it; spans for which the bounded
+queue has no room are dropped.
 """
 
 import logging

@@ -1,7 +1,5 @@
 """/debug/batch: what the engine's steps do, once; /debug/batch/stream: as server-sent events, while
-somebody looks.
-
-Owns the events' form. Invariants: an event has numbers and words of this module, and nothing of any
+somebody looks. Invariants: an event has numbers and words of this module, and nothing of any
 prompt, text, key or request id; of other tenants' rows a viewer sees only the sum.
 """
 

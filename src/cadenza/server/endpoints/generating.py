@@ -1,8 +1,7 @@
-"""The interface of endpoints that call the engine: `GeneratingEndpoint` and `CallRequest`.
-
-Owns the rules between fields that are shared (`ChoicesRequest`), and the forms of log probabilities
-that several endpoints answer with. Invariant: a `CallRequest` that was read can be served, unless
-its prompt is too long or its tokens unknown.
+"""The interface of endpoints that call the engine: `GeneratingEndpoint` and `CallRequest`; the
+rules between fields that are shared (`ChoicesRequest`), and the forms of log probabilities.
+Invariant: a `CallRequest` that was read can be served, unless its prompt is too long or its tokens
+unknown.
 """
 
 from abc import ABC, abstractmethod
@@ -21,6 +20,7 @@ from cadenza.frontend.prepared_request import (
     RequestOptions,
     Terms,
 )
+from cadenza.frontend.receipts import ReceiptSeal
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.outputs import Logprob, RequestOutput
 from cadenza.request import SamplingParams, show
@@ -35,7 +35,6 @@ from cadenza.server.openapi import (
     object_of,
     one_of,
 )
-from cadenza.server.receipt_seal import ReceiptSeal
 from cadenza.server.response_store import ResponseStore
 from cadenza.server.schemas.body import Field
 from cadenza.server.schemas.field_types import Schema, or_null

@@ -1,8 +1,7 @@
 """/v1/receipts/replay: an answer of this server is computed again, and compared bit for bit.
-
-Owns its body and its answer. Invariants: only a receipt that this server gave the same tenant is
-computed, one at a time and nothing of it from the prefix cache; its answer is `equal` only if every
-token, every bit of every log probability and the finish reason are.
+Invariants: only a receipt that this server gave the same tenant is computed, one at a time and
+nothing of it from the prefix cache; its answer is `equal` only if every token, every bit of every
+log probability and the finish reason are.
 """
 
 import secrets

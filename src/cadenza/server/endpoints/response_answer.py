@@ -1,8 +1,6 @@
-"""`ResponseEncoder`: the object and the events of a response (OpenAI's Responses API).
-
-Invariants: events are numbered from 0 without a gap; a stream has one last event, whose response
-has the items of the events before; a response that is stored is stored once it has begun, and again
-when it has ended.
+"""`ResponseEncoder`: the object and the events of a response (OpenAI's Responses API). Invariants:
+events are numbered from 0 without a gap; a stream has one last event, whose response has the items
+of the events before; a response is stored once it has begun, and again when it has ended.
 """
 
 from collections.abc import Iterator, Mapping

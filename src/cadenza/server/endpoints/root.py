@@ -1,8 +1,6 @@
-"""`/` and `/docs`: pages for browsers, and a few words for everything else.
-
-`/docs` names what is here, without a script; so does `/` in a server without the page of `ui`.
-
-Invariant: they are open, and tell nothing of the model to whoever has no key, if there are keys.
+"""`/` and `/docs`: pages for browsers, and a few words for everything else. `/docs` names what is
+here, without a script; so does `/` in a server without the page of `ui`. Invariant: they are open,
+and tell nothing of the model to whoever has no key, if there are keys.
 """
 
 from collections.abc import Sequence

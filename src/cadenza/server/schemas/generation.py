@@ -1,8 +1,6 @@
-"""The fields that several endpoints that generate accept, in bodies that extend each other.
-
-Sampling fields are those of `request.PARAMETERS`; `GenerationBody` has every field of
-OpenAI's and vLLM's schemas of completions. Invariant: every value is used, or has no effect by its
-meaning, or is refused by name.
+"""The fields that several endpoints that generate accept, in bodies that extend each other;
+sampling fields are those of `request.PARAMETERS`. Invariant: every value is used, or has no effect
+by its meaning, or is refused by name.
 """
 
 from collections.abc import Mapping

@@ -1,8 +1,6 @@
-"""The fields of /v1/messages: roles and content blocks, and the fields that are objects.
-
-The kinds of blocks and their members are those of Anthropic's Messages API. Invariant: what was
-checked is in the messages that follow from it, but for labels; what is not built is refused by its
-name.
+"""The fields of /v1/messages: roles, content blocks and objects, as in Anthropic's Messages API.
+Invariant: what was checked is in the messages that follow from it, but for labels; what is not
+built is refused by its name.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,9 +1,7 @@
 """Fields of other engines' requests that change an answer: vLLM's, SGLang's, llama.cpp's, LM
-Studio's, Ollama's, TGI's, TabbyAPI's and OpenRouter's.
-
-Each is an alias of a field with an equal meaning, or is refused by its name unless its value asks
-for nothing; further ones are parts or labels of these and have no effect by themselves. Invariant:
-no request is answered as if such a field were not there.
+Studio's, Ollama's, TGI's, TabbyAPI's and OpenRouter's. Each is an alias, or is refused by its name
+unless its value asks for nothing. Invariant: no request is answered as if such a field were not
+there.
 """
 
 from collections.abc import Mapping

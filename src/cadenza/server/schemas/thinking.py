@@ -1,6 +1,4 @@
-"""The fields that turn thinking on and off, say how much, and bound it; and verbosity.
-
-Owns the efforts with their bounds, and how the fields of several servers go together. Invariant:
+"""The fields that turn thinking on and off, say how much, and bound it; and verbosity. Invariant:
 fields that ask for different things are refused, so that none of them is passed over; an effort
 never asks for more than the model gives.
 """

@@ -1,8 +1,7 @@
-"""Tools, as chats, responses, messages and Ollama's bodies have them, checked into a `ToolUse`.
-
-Tools that are no functions (custom ones, which take a text, and those in namespaces) become
-functions, which a chat template knows. Invariant: a tool that is chosen is one of the tools; a call
-is returned under the name and in the form that the client gave.
+"""Tools, as chats, responses, messages and Ollama's bodies have them, checked into a `ToolUse`:
+custom ones and those in namespaces become functions, which a chat template knows. Invariant: a tool
+that is chosen is one of the tools; a call is returned under the name and in the form that the
+client gave.
 """
 
 import json

@@ -1,15 +1,17 @@
-"""`UnknownMembers`: what becomes of the members of a request that nothing declares.
-
-Invariant: a member that was not refused is either declared or among the ignored names, as far as
-there is room for them.
+"""`UnknownMembers`: what becomes of the members of a request that nothing declares; `IgnoredNames`:
+the header and the log lines about them. Invariant: a member that was not refused is either declared
+or among the ignored names, as far as there is room for them.
 """
 
-from collections.abc import Generator, Iterable
+import logging
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Literal
+from urllib.parse import quote
 
-from cadenza.server.errors import ApiError
+from cadenza.server.errors import ApiError, Headers
+from cadenza.text.templates.notices import Notices
 
 UnknownFields = Literal["refuse", "suggest", "ignore"]
 """`refuse` refuses all that have a value, `suggest` likely typing errors, `ignore` none."""
@@ -108,3 +110,40 @@ def _edits(left: str, right: str) -> int:
             is_swap = place > 1 and at > 1 and (letter, left[place - 2]) == (right[at - 2], other)
             row.append(min(cost, last[at - 2] + 1) if is_swap else cost)
     return row[-1]
+
+
+logger = logging.getLogger(__name__)
+
+IGNORED_HEADER = "x-cadenza-ignored"
+_FIELD = (
+    "ignored %s in a request, which is unknown here (said once for each name; --strict-fields "
+    "refuses such fields)"
+)
+_FORMAT = (
+    "%s of a schema is an annotation here, which no answer is held to (said once for each name)"
+)
+
+
+class IgnoredNames:
+    """Of all requests of a server."""
+
+    def __init__(self) -> None:
+        self._notices = Notices(logger)
+
+    def headers(self, names: Sequence[str]) -> Headers:
+        """The header of the answer to a request in which these fields were ignored."""
+        return self._headers([_quoted(name) for name in names], _FIELD)
+
+    def format_headers(self, names: Sequence[str]) -> Headers:
+        """Of the formats in a request's schema that are not followed."""
+        return self._headers(["format." + _quoted(name)[:64] for name in names], _FORMAT, 16)
+
+    def _headers(self, names: list[str], line: str, most: int | None = None) -> Headers:
+        """The header has `most` of the names; None: all."""
+        for name in names:
+            self._notices.tell(name, line, name)
+        return ((IGNORED_HEADER, ", ".join(names[:most])),) if names else ()
+
+
+def _quoted(name: str) -> str:
+    return quote(name, safe="", errors="backslashreplace")
