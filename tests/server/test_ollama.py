@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
+from cadenza.checkpoint import open_checkpoint
 from cadenza.frontend.loaded_model import LoadedModel
 from cadenza.frontend.prepared_request import OWN_TERMS
 from cadenza.frontend.text_frontend import TextFrontend
@@ -288,8 +289,18 @@ def test_a_models_facts_are_told(bundled: RunningServer) -> None:
     assert props["total_slots"] == 8
     assert props["modalities"] == {"vision": False, "audio": False}
     assert props["default_generation_settings"]["n_ctx"] == 2048
+    assert "vision" not in shown["capabilities"]
     version = bundled.get("/api/version").json()["version"]
     assert [int(part) for part in version.split(".")] >= [0, 6, 4]
+
+
+def test_a_model_that_sees_tells_so(engine: ScriptedEngine) -> None:
+    """To Ollama's clients, and to llama.cpp's, which send images only to one that does."""
+    text = TextFrontend(open_checkpoint(Path("bundled-vision")))
+    with running_server(engine, text) as server:
+        assert server.get("/props").json()["modalities"] == {"vision": True, "audio": False}
+        shown = server.post("/api/show", {"model": "scripted"}).json()
+        assert "vision" in shown["capabilities"]
 
 
 def test_a_model_that_still_loads_is_listed_and_not_loaded(
