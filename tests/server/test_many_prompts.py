@@ -77,7 +77,9 @@ def call_of(num_prompts: int, submit: Callable[..., Any]) -> tuple[OpenCall, Ten
     prepared = PreparedRequest(text=None, request=Request(prompt_token_ids=(1,)))
     queue = SimpleNamespace(calls=(), add=str, discard=str)
     engine = SimpleNamespace(timeouts=RequestTimeouts(total_s=60.0))
-    model: Any = SimpleNamespace(submit=submit, waiting=queue, engine=engine)
+    model: Any = SimpleNamespace(
+        submit=submit, waiting=queue, engine=engine, system_fingerprint=None
+    )
     use = Tenants(TenantFile(), ServedCounts(), lambda: 0.0).use("")
     return OpenCall([prepared] * num_prompts, model, use), use
 

@@ -104,6 +104,53 @@ def test_openais_client_streams_a_thinned_answer(server: RunningServer, task: Ta
     assert usage.prompt_tokens_details.model_dump()["skipped_tokens"] > 300
 
 
+def events_of(server: RunningServer, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    found = server.post(path, {**body, "stream": True})
+    assert found.status_code == 200, found.text
+    lines = [each.removeprefix("data: ") for each in found.text.splitlines()]
+    return [json.loads(each) for each in lines if each.startswith("{")]
+
+
+@pytest.mark.parametrize(
+    ("path", "num_unknown"),
+    [("/v1/completions", 0), ("/v1/chat/completions", 1), ("/v1/responses", 2)],
+)
+def test_an_answer_has_the_fingerprint_of_what_was_computed_and_a_streams_beginning_none(
+    server: RunningServer, path: str, num_unknown: int
+):
+    """Whether a prompt is thinned out is known when the engine starts the request."""
+    words = f"{path} is a path. " + "The fox and the dog are fine. " * 120
+    given: dict[str, dict[str, Any]] = {
+        "/v1/completions": {"prompt": words, "max_tokens": 6},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": words}], "max_tokens": 6},
+        "/v1/responses": {"input": words, "max_output_tokens": 6},
+    }
+    always, cold = given[path], {**given[path], "spec_prefill": {"when": "cold"}}
+
+    def fingerprint(body: dict[str, Any]) -> str:
+        return server.post(path, body).json()["system_fingerprint"]
+
+    thinned_cold, thinned = fingerprint(cold), fingerprint(always)
+    whole = fingerprint({**always, "spec_prefill": False})
+    assert len({thinned_cold, thinned, whole}) == 3
+    assert fingerprint(cold) == whole, "it is cached now"
+    for body, expected in ((cold, whole), (always, thinned)):
+        events = [each.get("response", each) for each in events_of(server, path, body)]
+        found = [each["system_fingerprint"] for each in events if "system_fingerprint" in each]
+        assert found[:num_unknown] == [None] * num_unknown
+        assert set(found[num_unknown:]) == {expected}
+
+
+def test_of_several_prompts_the_fingerprint_is_that_of_thinned_ones(
+    server: RunningServer, task: TaskPrompt
+):
+    thinned = answer(server, task).json()["system_fingerprint"]
+    both = answer(server, task, prompt=[[5, 6, 7], list(task.token_ids)]).json()
+    assert both["system_fingerprint"] == thinned
+    short = answer(server, task, prompt=[[5, 6, 7], [8, 9]]).json()
+    assert short["system_fingerprint"] != thinned
+
+
 def test_a_thinned_answer_is_replayed_from_its_receipt(
     server: RunningServer, task: TaskPrompt, tmp_path: Path
 ):

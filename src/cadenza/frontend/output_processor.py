@@ -97,11 +97,13 @@ class OutputProcessor:
 
     @property
     def fingerprint(self) -> Fingerprint | None:
-        """Of this request's answers, where that of the engine's is known."""
+        """Of this request's answers; None where that of the engine's is not known, or not yet
+        whether the prompt is thinned out, which shows when the request starts."""
         request, use, own = self._prepared.request, self.prompt_use, self._fingerprint
-        if own is None or (use is not None and use.whole_because is not None):
+        is_whole = request.sparse_prefill is None or (use is not None and use.whole_because)
+        if own is None or is_whole:
             return own
-        return self._text.sparse.fingerprint_of(request, own)
+        return None if self.kept is None else self._text.sparse.fingerprint_of(request, own)
 
     @property
     def prompt(self) -> str | None:

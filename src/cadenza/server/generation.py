@@ -154,7 +154,7 @@ class Generation:
             with model.preparing():
                 prepared = await self._prepared(ticket)
                 opened = self._submitted(exchange, ticket, prepared)
-            await self._answer(exchange, ticket, prepared, opened)
+            await self._answer(exchange, ticket, opened)
 
     def _admit(
         self, call: CallRequest, model: ServedModel, record: RequestRecord, use: TenantUse
@@ -178,7 +178,6 @@ class Generation:
             model=model.names.in_answer(call.model),
             text=model.text,
             usage=record.usage,
-            system_fingerprint=model.system_fingerprint,
             times=record.times,
             now=service.options.now,
         )
@@ -225,11 +224,9 @@ class Generation:
         record.start(prepared)
         return call
 
-    async def _answer(
-        self, exchange: Exchange, ticket: Ticket, prepared: list[PreparedRequest], call: OpenCall
-    ) -> None:
-        fingerprint = _fingerprint_of(prepared, ticket.model)
-        encoder = ticket.call.encoder(replace(ticket.head, system_fingerprint=fingerprint))
+    async def _answer(self, exchange: Exchange, ticket: Ticket, call: OpenCall) -> None:
+        head = replace(ticket.head, read_fingerprint=lambda: call.system_fingerprint)
+        encoder = ticket.call.encoder(head)
         with closing(encoder), self._service.opened(exchange.request_id, call):
             async with call:
                 if ticket.call.is_streamed and isinstance(encoder, StreamEncoder):
@@ -321,16 +318,6 @@ class OneAtATime:
             await self._handler(exchange)
         finally:
             self._is_busy = False
-
-
-def _fingerprint_of(prepared: list[PreparedRequest], model: ServedModel) -> str | None:
-    """That of thinned prompts if one of the call's is."""
-    whole = model.fingerprint()
-    if whole is None:
-        return None
-    requests = [each.request for each in prepared]
-    thinned = next((each for each in requests if each.sparse_prefill is not None), None)
-    return (whole if thinned is None else model.text.sparse.fingerprint_of(thinned, whole)).digest
 
 
 def kept_headers(usage: Usage) -> Headers:

@@ -287,6 +287,11 @@ class OpenCall:
         self._num_further = 0
         self.num_unfinished = len(prepared)
         self._waiting = deque(enumerate(prepared))
+        self._whole_fingerprint = model.system_fingerprint
+        self._to_thin: dict[int, OutputProcessor | None] = {
+            place: None for place, each in self._waiting if each.request.sparse_prefill is not None
+        }
+        """Prompts that are to be thinned out; None until they are submitted."""
         self._streams: dict[int, OutputStream] = {}
         self._dropped: Updates = []
         self._failure: ApiError | None = None
@@ -321,6 +326,17 @@ class OpenCall:
         return len(self._streams)
 
     @property
+    def system_fingerprint(self) -> str | None:
+        """That of thinned prompts if one of the call's is. None where it is not known, or not yet
+        whether any is: the engine may compute them whole."""
+        whole = self._whole_fingerprint
+        if not self._to_thin or whole is None:
+            return whole
+        found = [None if each is None else each.fingerprint for each in self._to_thin.values()]
+        thinned = [each.digest for each in found if each is not None and each.sparse_prefill]
+        return thinned[0] if thinned else None if None in found else whole
+
+    @property
     def next_prompt(self) -> PreparedRequest | None:
         """The prompt to be submitted next."""
         return self._waiting[0][1] if self._waiting else None
@@ -328,7 +344,9 @@ class OpenCall:
     def submit_next(self) -> None:
         """Submits the next prompt, which stays the next one where it raises CadenzaError."""
         place, prepared = self._waiting[0]
-        self._streams[place] = self._model.submit(prepared, self.notify)
+        stream = self._streams[place] = self._model.submit(prepared, self.notify)
+        if place in self._to_thin:
+            self._to_thin[place] = stream.processor
         self._waiting.popleft()
         self._count_further()
 

@@ -32,6 +32,7 @@ class AnswerHead:
 
     Args:
         text: the model's.
+        read_fingerprint: None until it is known.
         now: seconds since 1970, for the time of a chunk; None: `created` is that of all.
     """
 
@@ -40,9 +41,13 @@ class AnswerHead:
     model: str
     text: TextFrontend
     usage: Usage = field(default_factory=Usage)
-    system_fingerprint: str | None = None
+    read_fingerprint: Callable[[], str | None] = lambda: None
     times: Callable[[], AnswerTimes] = AnswerTimes
     now: Callable[[], float] | None = None
+
+    @property
+    def system_fingerprint(self) -> str | None:
+        return self.read_fingerprint()
 
     def fields(self, id_prefix: str, object_name: str) -> dict[str, Any]:
         return {
@@ -133,8 +138,8 @@ class ChunkEncoder(StreamEncoder):
         self._include_usage = asked.include_usage
         # By itself it asks for no usage.
         self._continuous_usage = asked.include_usage and asked.continuous_usage_stats
-        chunk = _encode(head.fields(self.id_prefix, self.chunk_name))
-        self._before = b"data: " + chunk[:-1] + b',"choices":['
+        self._before = self._make_before()
+        self._is_before_fixed = head.system_fingerprint is not None
         self._after = self._make_after(None)
         # Until a chunk has the prompt's fields, or always where all have the usage.
         self._is_prompt_due = True
@@ -173,6 +178,8 @@ class ChunkEncoder(StreamEncoder):
 
     def take(self, place: int, request: PromptInfo, outputs: Sequence[CompletionOutput]) -> bytes:
         made: list[bytes] = []
+        if not self._is_before_fixed and self.head.system_fingerprint is not None:
+            self._before, self._is_before_fixed = self._make_before(), True
         for output in outputs:
             part = self.part(place * self._n + output.index, output, request)
             if part is not None:
@@ -203,6 +210,11 @@ class ChunkEncoder(StreamEncoder):
         about_prompt = about_prompt or self.about_prompt(None) or {}
         usage = self.head.usage.as_object()
         return _encode({**fields, "choices": choices, "usage": usage, **about_prompt})
+
+    def _make_before(self) -> bytes:
+        """What precedes the choices in a chunk."""
+        chunk = _encode(self.head.fields(self.id_prefix, self.chunk_name))
+        return b"data: " + chunk[:-1] + b',"choices":['
 
     def _make_after(self, about_prompt: dict[str, Any] | None) -> bytes:
         """What follows the choices in a chunk."""

@@ -104,6 +104,7 @@ class ResponseEncoder(BlockEncoder):
         is_open, is_cut = self._status == "in_progress", self._status == "incomplete"
         return {
             **self._frame.fields,
+            "system_fingerprint": self.head.system_fingerprint,
             "status": self._status,
             "error": None if error is None else _error_of_response(error),
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
