@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from cadenza.engine.front import EngineFront
-from cadenza.engine.open_requests import OpenRequest, RequestTimes
-from cadenza.engine.request_check import RequestCheck
+from cadenza.engine.open_requests import OpenRequest
+from cadenza.engine.request_check import CheckedRequest, request_of
 from cadenza.events import Event, Token
 from cadenza.request import Request, SamplingParams
 from tests.cluster.conftest import MakeFront, OpenGroup
@@ -72,13 +72,8 @@ class LateFront(EngineFront):
 class SaltlessFront(EngineFront):
     """Drops the salts of requests."""
 
-    def submit(
-        self,
-        request: Request,
-        passed: RequestCheck | None = None,
-        times: RequestTimes | None = None,
-    ) -> int:
-        return super().submit(replace(request, cache_salt=""), passed, times)
+    def submit(self, given: Request | CheckedRequest) -> int:
+        return super().submit(replace(request_of(given), cache_salt=""))
 
 
 def test_a_stream_that_goes_on_one_token_late_is_seen(open_group: OpenGroup) -> None:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -14,6 +15,7 @@ from cadenza.engine.front import EngineFront, InProcessLink
 from cadenza.engine.stats import EngineStats
 from cadenza.engine.timeouts import RequestTimeouts
 from cadenza.errors import (
+    ContextLengthError,
     EngineClosedError,
     EngineStalledError,
     EngineUnavailableError,
@@ -81,6 +83,19 @@ class Bench:
 @pytest.fixture
 def bench() -> Bench:
     return Bench()
+
+
+def test_a_request_is_checked_again_unless_it_has_passed_the_engines_own_check(bench: Bench):
+    beyond = Request(prompt_token_ids=(1,) * (LIMITS.max_model_len + 1))
+    own = bench.core.request_check
+    wider = replace(own, limits=replace(LIMITS, max_model_len=1 << 20, num_pages=1 << 20))
+    with pytest.raises(ContextLengthError):
+        bench.service.submit(wider.checked(beyond))
+    passed = own.checked(Request(prompt_token_ids=(1,)))
+    with pytest.raises(ContextLengthError):
+        own.checked(replace(passed, request=beyond))
+    assert bench.service.submit(passed) == 0
+    assert passed.times.accepted_s is not None, "the caller's times are filled in"
 
 
 def test_draining_finishes_what_is_open_and_refuses_the_rest(bench: Bench):

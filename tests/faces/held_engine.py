@@ -7,8 +7,7 @@ and the first cancelling or shutting down no step is made.
 import threading
 
 from cadenza.engine.batch_engine import BatchEngine, Emit
-from cadenza.engine.open_requests import RequestTimes
-from cadenza.engine.request_check import RequestCheck
+from cadenza.engine.request_check import CheckedRequest
 from cadenza.engine.step_watch import OnNews
 from cadenza.events import Event
 from cadenza.request import Request
@@ -23,13 +22,8 @@ class HeldEngine:
         self._engine = engine
         self._may_go = threading.Event()
 
-    def submit(
-        self,
-        request: Request,
-        passed: RequestCheck | None = None,
-        times: RequestTimes | None = None,
-    ) -> int:
-        return self._engine.submit(request, passed, times)
+    def submit(self, given: Request | CheckedRequest) -> int:
+        return self._engine.submit(given)
 
     def cancel(self, request_id: int, sample: int | None = None) -> None:
         self._engine.cancel(request_id, sample)

@@ -4,8 +4,7 @@ import queue
 from collections.abc import Sequence
 
 from cadenza.engine.batch_engine import Emit
-from cadenza.engine.open_requests import RequestTimes
-from cadenza.engine.request_check import RequestCheck
+from cadenza.engine.request_check import CheckedRequest, request_of
 from cadenza.engine.step_watch import OnNews
 from cadenza.events import Event, Finished, FinishReason, Token
 from cadenza.request import Request
@@ -20,13 +19,8 @@ class ScriptedEngine:
         self.on_news: OnNews | None = None
         self._steps: queue.SimpleQueue[list[Event] | Exception | None] = queue.SimpleQueue()
 
-    def submit(
-        self,
-        request: Request,
-        passed: RequestCheck | None = None,
-        times: RequestTimes | None = None,
-    ) -> int:
-        self.submitted.append(request)
+    def submit(self, given: Request | CheckedRequest) -> int:
+        self.submitted.append(request_of(given))
         return len(self.submitted) - 1
 
     def cancel(self, request_id: int, sample: int | None = None) -> None:

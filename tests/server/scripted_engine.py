@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from cadenza.backends.base import Capability
 from cadenza.config import EngineLimits, ImageLimits
 from cadenza.engine.batch_engine import Emit
-from cadenza.engine.open_requests import EngineLoad, OpenRequests, RequestStats, RequestTimes
-from cadenza.engine.request_check import RequestCheck
+from cadenza.engine.open_requests import EngineLoad, OpenRequests, RequestStats
+from cadenza.engine.request_check import CheckedRequest, RequestCheck
 from cadenza.engine.stats import EngineStats
 from cadenza.engine.status import EngineState, EngineStatus
 from cadenza.engine.step_watch import OnNews
@@ -134,18 +134,14 @@ class ScriptedEngine:
     def timeouts(self) -> RequestTimeouts:
         return self._requests.timeouts
 
-    def submit(
-        self,
-        request: Request,
-        passed: RequestCheck | None = None,
-        times: RequestTimes | None = None,
-    ) -> int:
+    def submit(self, given: Request | CheckedRequest) -> int:
         if self.is_shut_down:
             raise EngineClosedError("the engine was shut down")
         if self.state != "ready":
             raise EngineUnavailableError("not now")
-        self._check.check(request)
-        request_id = self._requests.accept(request, self._limits, times)
+        checked = self._check.checked(given)
+        request = checked.request
+        request_id = self._requests.accept(request, self._limits, checked.times)
         self.submitted.append(request)
         self._inbox.put((request_id, request))
         return request_id

@@ -14,8 +14,7 @@ from cadenza.cli import main
 from cadenza.config import EngineConfig
 from cadenza.engine.core import EngineCore
 from cadenza.engine.front import EngineFront, InProcessLink
-from cadenza.engine.open_requests import RequestTimes
-from cadenza.engine.request_check import RequestCheck
+from cadenza.engine.request_check import CheckedRequest, request_of
 from cadenza.errors import ConfigError
 from cadenza.frontend.loaded_model import load_model
 from cadenza.frontend.text_frontend import TextFrontend
@@ -51,15 +50,10 @@ def ignore(_: str) -> None:
 class CrowdedEngine(ScriptedEngine):
     """Gives requests that are not alone another text."""
 
-    def submit(
-        self,
-        request: Request,
-        passed: RequestCheck | None = None,
-        times: RequestTimes | None = None,
-    ) -> int:
+    def submit(self, given: Request | CheckedRequest) -> int:
         if self.num_open:
             self.script = (*self.script[1:], self.script[0])
-        return super().submit(request, passed, times)
+        return super().submit(given)
 
 
 class ForgetfulInCompany(EngineFront):
@@ -69,12 +63,8 @@ class ForgetfulInCompany(EngineFront):
         super().__init__(InProcessLink(core))
         self.forgets = ""
 
-    def submit(
-        self,
-        request: Request,
-        passed: RequestCheck | None = None,
-        times: RequestTimes | None = None,
-    ) -> int:
+    def submit(self, given: Request | CheckedRequest) -> int:
+        request = request_of(given)
         if self.load().num_open and self.forgets:
             default = getattr(SamplingParams(), self.forgets)
             params = replace(request.params, **{self.forgets: default})
@@ -83,7 +73,7 @@ class ForgetfulInCompany(EngineFront):
                 request = replace(request, constraint=None)
             elif self.forgets == "bad_words":
                 request = replace(request, bad_word_token_ids=())
-        return super().submit(request, passed, times)
+        return super().submit(request)
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,7 @@ import threading
 from cadenza.engine.batch_engine import Emit
 from cadenza.engine.core import EngineCore
 from cadenza.engine.front import EngineFront, InProcessLink
-from cadenza.engine.open_requests import RequestTimes
-from cadenza.engine.request_check import RequestCheck
+from cadenza.engine.request_check import CheckedRequest
 from cadenza.events import Event
 from cadenza.fingerprint import Fingerprint
 from cadenza.request import Request
@@ -32,13 +31,8 @@ class WatchedService(EngineFront):
         self.most_running, self._num_missing = 0, num_requests
         self._all_came.clear()
 
-    def submit(
-        self,
-        request: Request,
-        passed: RequestCheck | None = None,
-        times: RequestTimes | None = None,
-    ) -> int:
-        request_id = super().submit(request, passed, times)
+    def submit(self, given: Request | CheckedRequest) -> int:
+        request_id = super().submit(given)
         self._num_missing -= 1
         if self._num_missing <= 0:
             self._all_came.set()

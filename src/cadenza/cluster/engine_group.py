@@ -31,9 +31,9 @@ from cadenza.cluster.router import Route, Router
 from cadenza.config import EngineLimits
 from cadenza.engine.batch_engine import Clock, Emit
 from cadenza.engine.front import SHUT_DOWN, UNAVAILABLE, EngineFront
-from cadenza.engine.open_requests import EngineLoad, RequestStats, RequestTimes
+from cadenza.engine.open_requests import EngineLoad, RequestStats
 from cadenza.engine.process.recovery import MOST_LOSSES
-from cadenza.engine.request_check import RequestCheck
+from cadenza.engine.request_check import CheckedRequest, RequestCheck, request_of
 from cadenza.engine.request_ids import ids_of
 from cadenza.engine.route_report import RouteReport
 from cadenza.engine.stats import EngineStats
@@ -107,21 +107,18 @@ class EngineGroup:
     def timeouts(self) -> RequestTimeouts:
         return self.replicas[0].front.timeouts
 
-    def submit(
-        self,
-        request: Request,
-        passed: RequestCheck | None = None,
-        times: RequestTimes | None = None,
-    ) -> int:
+    def submit(self, given: Request | CheckedRequest) -> int:
         for tries_left in reversed(range(self._num_replicas)):
             with self._lock:
                 self._check_open()
-                best, route = self._route(request)
+                best, route = self._route(request_of(given))
                 # The group's check differs from a replica's in what the queue holds alone.
-                if self._check is not None and passed is self._check[1]:
-                    passed = best.front.status().request_check
+                ours = None if self._check is None else self._check[1]
+                if isinstance(given, CheckedRequest) and given.check is ours:
+                    own = best.front.status().request_check
+                    given = given if own is None else replace(given, check=own)
                 try:
-                    request_id = best.front.submit(request, passed, times)
+                    request_id = best.front.submit(given)
                 except EngineUnavailableError:  # it was lost just now
                     if not tries_left or not any(each.is_serving for each in self.replicas):
                         raise

@@ -9,8 +9,7 @@ from typing import Protocol
 import msgspec
 
 from cadenza.engine.core import EngineCore
-from cadenza.engine.open_requests import RequestTimes
-from cadenza.engine.request_check import RequestCheck
+from cadenza.engine.request_check import CheckedRequest
 from cadenza.engine.resumption import Resumption
 from cadenza.engine.step_watch import OnNews
 from cadenza.errors import RunnerError
@@ -29,18 +28,8 @@ STOPPED = "the engine stopped on an error; its log has the cause"
 class BatchEngine(Protocol):
     """Accepts requests on any thread; emits events on the serving thread."""
 
-    def submit(
-        self,
-        request: Request,
-        passed: RequestCheck | None = None,
-        times: RequestTimes | None = None,
-    ) -> int:
+    def submit(self, given: Request | CheckedRequest) -> int:
         """Accepts a request and returns its id.
-
-        Args:
-            passed: a check that the request has passed; the request is not checked again if this
-                is the engine's own check.
-            times: is filled in as the request gets on.
 
         Raises InvalidRequestError, QueueFullError, EngineUnavailableError, EngineClosedError.
         """

@@ -28,9 +28,8 @@ from cadenza.engine.open_requests import (
     OpenRequest,
     OpenRequests,
     RequestStats,
-    RequestTimes,
 )
-from cadenza.engine.request_check import RequestCheck
+from cadenza.engine.request_check import CheckedRequest, RequestCheck
 from cadenza.engine.route_report import RouteReport
 from cadenza.engine.stats import EngineStats, StepMeter
 from cadenza.engine.status import EngineState, EngineStatus
@@ -147,22 +146,19 @@ class EngineFront:
         is_there = status.state in ("ready", "draining") and status.since_beat_s is not None
         return is_there and not self.is_shut_down
 
-    def submit(
-        self,
-        request: Request,
-        passed: RequestCheck | None = None,
-        times: RequestTimes | None = None,
-    ) -> int:
+    def submit(self, given: Request | CheckedRequest) -> int:
         with self.lock:
             check = self._accepting()
-        if passed is not check:
-            check.check(request)
+        if not isinstance(given, CheckedRequest) or given.check is not check:
+            given = check.checked(given)
         with self.lock:
             check = self._accepting()
             if self.link.is_full:
                 self.requests.count_rejection("queue_full")
                 raise QueueFullError("the engine does not take what it was sent; try later")
-            request_id = self.requests.accept(request, check.limits, times, self._prompts_s)
+            request_id = self.requests.accept(
+                given.request, check.limits, given.times, self._prompts_s
+            )
             accepted = self.requests.request_of(request_id)
             if accepted is not None:  # else its deadline is over
                 self.link.put(Submit(request_id, accepted))

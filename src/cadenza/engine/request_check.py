@@ -6,11 +6,12 @@ process. Stateless. Invariant: a request that passes is never rejected as invali
 
 from bisect import bisect_left
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from cadenza.backends.base import Capability
 from cadenza.config import EngineLimits, ImageLimits
 from cadenza.core.whole_spans import least_budget, whole_spans_of
+from cadenza.engine.open_requests import RequestTimes
 from cadenza.errors import ContextLengthError, InvalidRequestError, show
 from cadenza.request import Attachment, PoolingParams, Request
 from cadenza.sparse_prefill import LOOK_AHEAD_TOKENS, SparsePrefill, kept_of_mask
@@ -85,6 +86,14 @@ class RequestCheck:
         images = self.limits.images
         if images is not None or request.attachments:
             check_images(request, images)
+
+    def checked(self, given: "Request | CheckedRequest") -> "CheckedRequest":
+        """Raises as `check` does."""
+        request = request_of(given)
+        self.check(request)
+        if isinstance(given, CheckedRequest):
+            return replace(given, check=self)
+        return CheckedRequest(request=request, check=self)
 
     def max_num_tokens(self, request: Request) -> int:
         """Maximum length of the request's sequences: prompt plus `max_tokens`."""
@@ -228,6 +237,20 @@ class RequestCheck:
                 f"pool's {self.limits.num_pages}; shorten it, or raise the tenant's page_share",
                 param="max_tokens",
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedRequest:
+    """A request that has passed `check`, so that the engine whose check it is does not check it
+    again; the engine fills in `times` as the request gets on."""
+
+    request: Request
+    check: RequestCheck
+    times: RequestTimes = field(default_factory=RequestTimes)
+
+
+def request_of(given: Request | CheckedRequest) -> Request:
+    return given.request if isinstance(given, CheckedRequest) else given
 
 
 def check_sparse(

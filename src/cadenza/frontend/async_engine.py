@@ -245,7 +245,7 @@ class AsyncEngine:
         check_kind(kind)
         if not isinstance(request, PreparedRequest):
             request = self._text.prepare_request(request)
-        request_id = self._engine.submit(request.request, request.passed, request.times)
+        request_id = self._engine.submit(request.checked or request.request)
         processor = OutputProcessor(request_id, request, self._text, self._fingerprint())
         stream = OutputStream(processor, kind, self._leave, on_news)
         self._router.add(processor)

@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from cadenza.engine.open_requests import RequestTimes
-from cadenza.engine.request_check import RequestCheck
+from cadenza.engine.request_check import CheckedRequest, RequestCheck
 from cadenza.errors import InvalidRequestError, show
 from cadenza.frontend.answers import AskedAnswer
 from cadenza.frontend.chat_prompts import Message
@@ -130,21 +129,19 @@ class PreparedRequest:
     Args:
         text: the prompt's text, where it was given as text.
         make_parser: of its samples' parsers; None leaves the text whole.
-        passed: the check that it has passed, if it has.
+        checked: the request, where it has passed a check.
         prompt_use: how much of its prompt is computed, where less than all was asked for.
         seal: that of finished samples' receipts; None: they have none (`receipts.with_receipt`).
         pending: the prompt whose images have no pixels yet (`TextFrontend.completed`).
-        times: is filled in by the engine, where somebody wants them.
     """
 
     text: str | None
     request: Request
     make_parser: MakeParser | None = None
-    passed: RequestCheck | None = None
+    checked: CheckedRequest | None = None
     prompt_use: PromptUse | None = None
     seal: Seal | None = None
     pending: Spanned | None = None
-    times: RequestTimes | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -349,10 +349,9 @@ class TextFrontend:
         if request.sparse_prefill is not None and written is not None and conversation is not None:
             num_cut = len(written.spanned.ids) - len(request.prompt_token_ids)
             request = sparse.with_places(request, self._places_in(conversation, written), num_cut)
-        if check is not None:
-            check.check(request)
+        checked = None if check is None else check.checked(request)
         used = sparse.planned_use(request)
-        return replace(prepared, request=request, passed=check, prompt_use=used)
+        return replace(prepared, request=request, checked=checked, prompt_use=used)
 
     def _places_in(self, conversation: ChatPrompt, written: "_Written") -> SequenceOf[PromptSpan]:
         """The places of a conversation that are kept of it if it is thinned out."""

@@ -212,7 +212,7 @@ class Generation:
         formats = model.text.ignored_formats(structured)
         exchange.extra_headers += service.ignored_names.format_headers(formats)
         if record.trace is not None:
-            prepared = record.trace.take(prepared, model.name)
+            record.trace.take(prepared, model.name)
         num_tokens = sum(len(each.request.prompt_token_ids) for each in prepared)
         use.check_rates(num_tokens)
         call = OpenCall(prepared, model, use)

@@ -114,8 +114,8 @@ class LookedUp(Protocol):
 class CallTrace(Protocol):
     """Makes spans of a call, as `tracing.SpansOfCall` does."""
 
-    def take(self, prepared: Sequence[PreparedRequest], model: str) -> list[PreparedRequest]:
-        """The call's prompts, with times that the engine fills in."""
+    def take(self, prepared: Sequence[PreparedRequest], model: str) -> None:
+        """The call's prompts, whose times the engine fills in."""
         ...
 
     def end(self, record: "RequestRecord") -> None:

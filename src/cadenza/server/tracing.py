@@ -9,7 +9,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from urllib.parse import urlsplit, urlunsplit
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -22,6 +21,7 @@ from opentelemetry.util.types import AttributeValue
 
 import cadenza
 from cadenza.engine.open_requests import RequestTimes
+from cadenza.engine.request_check import CheckedRequest
 from cadenza.errors import ConfigError, show
 from cadenza.frontend.prepared_request import PreparedRequest
 from cadenza.request import Request
@@ -115,14 +115,13 @@ class SpansOfCall:
         self._carrier = carrier
         self._unix_s = unix_s
         self._model: str | None = None
-        self._requests: list[PreparedRequest] = []
+        self._requests: list[CheckedRequest] = []
 
-    def take(self, prepared: Sequence[PreparedRequest], model: str) -> list[PreparedRequest]:
-        """The call's prompts, with times that the engine fills in."""
+    def take(self, prepared: Sequence[PreparedRequest], model: str) -> None:
+        """The call's prompts, whose times the engine fills in."""
         self._model = model
-        first, rest = prepared[:MAX_PROMPTS], prepared[MAX_PROMPTS:]
-        self._requests = [replace(each, times=RequestTimes()) for each in first]
-        return [*self._requests, *rest]
+        first = prepared[:MAX_PROMPTS]
+        self._requests = [each.checked for each in first if each.checked is not None]
 
     def end(self, record: RequestRecord) -> None:
         """Makes the spans of a call that has ended."""
@@ -136,7 +135,7 @@ class SpansOfCall:
         )
         if root.is_recording():
             for index, each in enumerate(self._requests):
-                self._end_prompt(root, record.arrived_s, each.times or RequestTimes(), index)
+                self._end_prompt(root, record.arrived_s, each.times, index)
         if record.status >= _SERVER_ERROR:
             root.set_status(StatusCode.ERROR)
         root.end(self._unix_ns(end_s))
@@ -187,7 +186,7 @@ class SpansOfCall:
         if self._requests:
             found |= _asked(self._requests[0].request)
         if len(self._requests) == 1:
-            found |= _latencies(record.arrived_s, self._requests[0].times or RequestTimes())
+            found |= _latencies(record.arrived_s, self._requests[0].times)
         return found
 
     def _unix_ns(self, clock_s: float) -> int:
