@@ -28,7 +28,7 @@ and is not described is refused by its name, and so is a tensor that is missing 
 """
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -37,8 +37,7 @@ from cadenza.checkpoint.config_json import parse_model_config
 from cadenza.checkpoint.families import FAMILIES
 from cadenza.checkpoint.json_object import JsonObject, read_small_file, shorten
 from cadenza.checkpoint.model_config import ModelConfig
-from cadenza.checkpoint.name_rules import LAYER, REST, NameRule, by_rules
-from cadenza.checkpoint.weights import Weights
+from cadenza.checkpoint.name_rules import LAYER, REST, NameRule
 from cadenza.errors import CheckpointError
 
 DESCRIPTION_FILE = "cadenza.toml"
@@ -96,11 +95,11 @@ class Description:
         values |= {**self.values, "model_type": self.like}
         return replace(parse_model_config(values, raw.where), **self.norms)
 
-    def rename(self, weights: Weights) -> Weights:
-        """The tensors under the family's names, without those that are ignored."""
+    @property
+    def names(self) -> Sequence[NameRule]:
+        """The stored names and the family's."""
         ignored: list[NameRule] = [(f"{name}{REST}", None) for name in self.ignored]
-        named = ((stored, own) for own, stored in self.tensors.items())
-        return weights.renamed(by_rules([*ignored, *named]))
+        return [*ignored, *((stored, own) for own, stored in self.tensors.items())]
 
 
 def read_description(folder: Path) -> Description | None:

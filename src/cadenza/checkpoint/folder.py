@@ -31,7 +31,7 @@ from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.name_rules import by_rules
 from cadenza.checkpoint.outline import ModelOutline, outline_of, read_outline
 from cadenza.checkpoint.pooling_files import DefaultPooling, read_default_pooling
-from cadenza.checkpoint.score_head import ScoreHead, split_score_head
+from cadenza.checkpoint.score_head import SCORE_NAMES, ScoreHead, read_score_head
 from cadenza.checkpoint.stacked_experts import split_stacks
 from cadenza.checkpoint.stored_tensor import StoredScheme
 from cadenza.checkpoint.tokenizer_files import TokenizerFiles, read_tokenizer_files
@@ -39,7 +39,7 @@ from cadenza.checkpoint.towers.processor_file import read_processor_settings
 from cadenza.checkpoint.towers.reader import VisionOptions
 from cadenza.checkpoint.towers.registry import read_vision, reader_of
 from cadenza.checkpoint.weights import Weights, open_weights, usual_names
-from cadenza.checkpoint.wrapped_text import unwrap_config, unwrap_weights
+from cadenza.checkpoint.wrapped_text import names_of_text, unwrap_config
 from cadenza.errors import CheckpointError
 from cadenza.text.tokens.tokenizer import TokenizerSource
 
@@ -50,7 +50,7 @@ MAX_UNREAD_BYTES = 1 << 20
 
 _PREFIX = "model."
 _BASE_NAMES = (HEAD, HEAD), ("*", f"{_PREFIX}*")
-"""Of a model without its head, whose tensors have no prefix."""
+"""Of a base model, or with a head beside."""
 
 OnProgress = Callable[[int, int], object]
 """Called with the bytes of the weights that are done, and of all."""
@@ -160,11 +160,10 @@ def open_folder(
     config_bytes = read_small_file(folder / CONFIG_FILE, max_bytes=MAX_CONFIG_BYTES)
     raw_config, described = parse_json_object(config_bytes, CONFIG_FILE), read_description(folder)
     try:
-        config, weights, can_generate, score_head = _read_known(
+        known, can_generate, score_head = _read_known(
             raw_config, folder, (described, vision or VisionOptions())
         )
-        known = config, weights
-        outline, digest = outline_of(config), weights.digest()
+        outline, digest = outline_of(known[0]), known[1].digest()
     except CheckpointError as error:
         if not any_family:
             raise
@@ -200,68 +199,51 @@ def vision_settings(known: tuple[ModelConfig, Weights] | CheckpointError) -> byt
 
 
 def _read_known(
-    raw_config: JsonObject, folder: Path, given: tuple[Description | None, VisionOptions]
-) -> tuple[ModelConfig, Weights, bool, ScoreHead | None]:
-    """The arithmetic of a model, its weights, which match, whether it can generate, and its score
-    head.
+    raw: JsonObject, folder: Path, given: tuple[Description | None, VisionOptions]
+) -> tuple[tuple[ModelConfig, Weights], bool, ScoreHead | None]:
+    """The arithmetic of a model and its weights, which match, whether it can generate, and its
+    score head: names of stored tensors, then stacks, then formats, then the check.
 
-    Raises CheckpointError.
+    A model without a head has the embedding as its head, which nothing reads. Raises
+    CheckpointError.
     """
     described, options = given
-    whole, raw_config = raw_config, unwrap_config(raw_config)
-    plain = {key: value for key, value in raw_config.values.items() if key not in SETTINGS}
+    text = unwrap_config(raw)
+    plain = {key: value for key, value in text.values.items() if key not in SETTINGS}
     if described is None:
         config = parse_model_config(plain)
     else:
-        config = described.read_config(JsonObject(plain, raw_config.where))
-    scheme = read_scheme(raw_config)
+        config = described.read_config(JsonObject(plain, text.where))
+    scheme = read_scheme(text)
     weights = open_weights(folder, has_mtp_layers=config.num_mtp_layers > 0)
     if described is None:
-        config, weights = _read_vision(whole, folder, (config, weights), options)
+        reader, vision = reader_of(raw), None
+        if reader is not None and any(map(reader.has, weights)):
+            vision = read_vision(raw, read_processor_settings(folder), config, options)
+        config = replace(config, vision=vision)
+        names = names_of_text(raw, () if vision is None or reader is None else reader.names)
     else:
-        weights = described.rename(weights)
-    config, weights, score_head = split_score_head(raw_config, config, weights)
-    config, weights, can_generate = _as_decoder(config, weights)
-    weights = split_stacks(config, weights)
+        names = described.names
+    weights = weights.renamed(by_rules(names))
+    score_head, is_base = read_score_head(text, config, weights), _is_base(weights)
+    has_head = config.tie_word_embeddings or HEAD in weights or not is_base
+    if score_head is not None or not has_head:
+        config = replace(config, tie_word_embeddings=True)
+    names = (*(SCORE_NAMES if score_head else ()), *(_BASE_NAMES if is_base else ()))
+    weights = split_stacks(config, weights.renamed(by_rules(names)))
     if scheme is not None:
         weights = apply_scheme(scheme, config, weights)
     check_weights(config, weights)
-    if not raw_config.has("dtype") and not raw_config.has("torch_dtype"):
+    if not text.has("dtype") and not text.has("torch_dtype"):
         config = replace(config, dtype=_float_type(config, weights))
-    return config, weights, can_generate and score_head is None, score_head
+    return (config, weights), has_head and score_head is None, score_head
 
 
-def _read_vision(
-    whole: JsonObject, folder: Path, text: tuple[ModelConfig, Weights], options: VisionOptions
-) -> tuple[ModelConfig, Weights]:
-    """The text model with what it sees with, and the weights of both under the declared names.
-
-    One whose files lack its tower, or the settings of its processor, is a text model.
-    """
-    config, weights = text
-    reader = reader_of(whole)
-    if reader is None or not any(map(reader.has, weights)):
-        return config, unwrap_weights(whole, weights)
-    vision = read_vision(whole, read_processor_settings(folder), config, options)
-    if vision is None:
-        return config, unwrap_weights(whole, weights)
-    return replace(config, vision=vision), unwrap_weights(whole, weights, reader.names)
-
-
-def _as_decoder(config: ModelConfig, weights: Weights) -> tuple[ModelConfig, Weights, bool]:
-    """A model under the declared names, and whether it can generate.
-
-    transformers' base models, such as `Qwen3Model`, are saved without their head, and their tensors
-    without the prefix of names that they have within the model that generates; so are embedding
-    models. One that cannot generate has the embedding as its head, which nothing reads.
-    """
-    is_base = EMBEDDING.removeprefix(_PREFIX) in weights
-    if not is_base or any(name.startswith(_PREFIX) for name in weights):
-        return config, weights, True
-    can_generate = config.tie_word_embeddings or HEAD in weights
-    if not can_generate:
-        config = replace(config, tie_word_embeddings=True)
-    return config, weights.renamed(by_rules(_BASE_NAMES)), can_generate
+def _is_base(weights: Weights) -> bool:
+    """Whether tensors lack the prefix that they have within the model that generates, as those of
+    transformers' base models, such as `Qwen3Model`, which have no head, and of embedding models."""
+    is_bare = EMBEDDING.removeprefix(_PREFIX) in weights
+    return is_bare and not any(name.startswith(_PREFIX) for name in weights)
 
 
 def _float_type(config: ModelConfig, weights: Weights) -> WeightDType:

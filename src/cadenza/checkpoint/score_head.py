@@ -7,7 +7,7 @@ the engine loads lack it: it is applied to the last hidden state of a text.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,6 +18,8 @@ from cadenza.checkpoint.weights import Weights
 from cadenza.errors import CheckpointError
 
 WEIGHT, BIAS = "score.weight", "score.bias"
+SCORE_NAMES = (WEIGHT, None), (BIAS, None)
+"""Neither is a tensor of the decoder."""
 
 _ACTIVATIONS = (
     ("sentence_transformers", "activation_fn"),
@@ -53,18 +55,14 @@ def _sigmoid(x: float) -> float:
     return math.exp(x) / (1.0 + math.exp(x))
 
 
-def split_score_head(
-    raw: JsonObject, config: ModelConfig, weights: Weights
-) -> tuple[ModelConfig, Weights, ScoreHead | None]:
-    """The model without its score head, if it has one, and that.
-
-    Its embedding then stands for the missing head, which nothing reads.
+def read_score_head(raw: JsonObject, config: ModelConfig, weights: Weights) -> ScoreHead | None:
+    """The score head of a model, if it has one and no other.
 
     Raises:
         CheckpointError: the head is not that of one score.
     """
     if WEIGHT not in weights or HEAD in weights:
-        return config, weights, None
+        return None
     shape = weights.shape(WEIGHT)
     if shape != (1, config.hidden_size):
         raise CheckpointError(
@@ -73,13 +71,11 @@ def split_score_head(
         )
     parts = [name for name in (WEIGHT, BIAS) if name in weights]
     numbers = {name: np.asarray(weights.array(name)).astype(np.float32) for name in parts}
-    head = ScoreHead(
+    return ScoreHead(
         weights=tuple(numbers[WEIGHT][0].tolist()),
         bias=float(numbers[BIAS].reshape(-1)[0]) if BIAS in numbers else 0.0,
         is_bounded=not _activation(raw).endswith(_NONE),
     )
-    config = replace(config, tie_word_embeddings=True)
-    return config, weights.with_parts({name: {} for name in parts}), head
 
 
 def _activation(raw: JsonObject) -> str:

@@ -1,4 +1,4 @@
-"""Text models within models of several kinds of input: `unwrap_config` and `unwrap_weights`.
+"""Text models within models of several kinds of input: `unwrap_config` and `names_of_text`.
 
 Such a model nests the settings of its text model in `text_config`, and names its tensors below
 `model.language_model` (in older files `language_model.model`), beside those of its towers, which
@@ -12,7 +12,6 @@ from typing import Any, cast
 
 from cadenza.checkpoint.json_object import JsonObject, shorten
 from cadenza.checkpoint.name_rules import NameRule, by_rules
-from cadenza.checkpoint.weights import Weights
 from cadenza.errors import CheckpointError
 
 TEXT_CONFIG = "text_config"
@@ -208,16 +207,14 @@ def unwrap_config(raw: JsonObject) -> JsonObject:
     return JsonObject(values, raw.where)
 
 
-def unwrap_weights(raw: JsonObject, weights: Weights, tower: Sequence[NameRule] = ()) -> Weights:
-    """The text model's tensors under the names that they have without towers.
+def names_of_text(raw: JsonObject, tower: Sequence[NameRule] = ()) -> Sequence[NameRule]:
+    """Of the text model's tensors, those that they have without towers.
 
     Args:
         raw: the whole model's settings.
         tower: the names of the tensors of a tower that is kept beside them.
     """
-    if _wrapper_of(raw) is None:
-        return weights
-    return weights.renamed(by_rules([*tower, *_TOWER_RULES, *_TEXT_RULES]))
+    return () if _wrapper_of(raw) is None else [*tower, *_TOWER_RULES, *_TEXT_RULES]
 
 
 def _wrapper_of(raw: JsonObject) -> Wrapper | None:
