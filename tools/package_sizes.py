@@ -28,7 +28,7 @@ MAX_LINES: Mapping[str, int] = {
     "engine": 7_700,  # checks and costs of images
     "exporting": 700,  # modules for IREE
     "frontend": 4_650,  # images of prompts
-    "loading": 3_500,  # memory of images
+    "loading": 3_450,  # memory of images
     "media": 1_550,
     "server": 16_350,  # the page at /, images
     "text": 10_700,  # notations of the families of 2026

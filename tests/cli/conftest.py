@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cadenza.cli import main
-from cadenza.loading.plan import EnginePlan
+from cadenza.loading.engine_plan import EnginePlan
 from tests.checkpoint.config_writer import write_random_checkpoint
 from tests.cli.harness import TINY, Ran, write_model
 

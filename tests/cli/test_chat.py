@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from cadenza import LLM
-from cadenza.loading.plan import EnginePlan
+from cadenza.loading.engine_plan import EnginePlan
 from tests.cli.harness import Ran
 
 LIMITS = ("-np", 2, "-c", 256, "--num-pages", 16, "--max-num-batched-tokens", 64)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cadenza import LLM
-from cadenza.loading.plan import EnginePlan
+from cadenza.loading.engine_plan import EnginePlan
 from tests.cli.harness import COMMAND, ENGINE, Ran
 
 PROMPTS = ("the quick brown", "one two", "three four five six seven the lazy dog")

@@ -8,7 +8,8 @@ from cadenza.backends.base import BackendTraits
 from cadenza.checkpoint import Checkpoint, named_shape, open_checkpoint
 from cadenza.config import EngineConfig, ImageLimits
 from cadenza.errors import ConfigError
-from cadenza.loading.plan import EnginePlan, make_plan
+from cadenza.loading.engine_plan import EnginePlan
+from cadenza.loading.plan import make_plan
 from cadenza.vision.quanta import Workspace
 from tests.checkpoint.config_writer import write_random_checkpoint
 

@@ -13,15 +13,15 @@ from cadenza.backends.base import BackendTraits, ModelMemory
 from cadenza.checkpoint import open_checkpoint
 from cadenza.config import MAX_NUM_SEQS_BOUND, EngineConfig
 from cadenza.errors import ConfigError, show_size
-from cadenza.loading.plan import (
+from cadenza.loading.engine_plan import (
     EnginePlan,
-    make_plan,
+    ExtraMemory,
     pages_at_once,
     pages_for_batch,
     with_pool,
 )
+from cadenza.loading.plan import make_plan
 from cadenza.loading.planned_engine import PlannedEngine
-from cadenza.loading.second_models import ExtraMemory
 from cadenza.loading.space import ADVISED_SHARE, EXPECTED_TOKENS
 from cadenza.request import Request, SamplingParams
 from tests.faces.stub_backend import STUBS

@@ -10,7 +10,8 @@ from cadenza.backends.base import BackendTraits, ModelMemory
 from cadenza.checkpoint import Checkpoint, open_checkpoint
 from cadenza.config import EngineConfig
 from cadenza.errors import ConfigError
-from cadenza.loading.plan import EnginePlan, make_plan
+from cadenza.loading.engine_plan import EnginePlan
+from cadenza.loading.plan import make_plan
 from tests.checkpoint.gguf_models import ARCHITECTURES, convert_config, tiny_config
 
 GIB = 1 << 30

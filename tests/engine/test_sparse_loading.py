@@ -60,11 +60,12 @@ def test_the_scorer_is_planned_loaded_and_used() -> None:
     plan = engine.plan
     assert plan.scorer is not None
     pages = plan.limits.num_pages * plan.limits.page_size
-    assert plan.scorer_bytes == plan.scorer.weight_bytes + pages * plan.scorer.kv_bytes_per_token
+    scorer_bytes = plan.scorer.weight_bytes + pages * plan.scorer.kv_bytes_per_token
+    assert plan.kv_bytes_beside(plan.scorer) == scorer_bytes - plan.scorer.weight_bytes
     plain = open_planned(None, replace(engine.config, spec_prefill=None), engine.backends).plan
     assert (
         plan.planned_bytes - plain.planned_bytes
-        >= plan.scorer_bytes
+        >= scorer_bytes
         - (plain.limits.num_pages - plan.limits.num_pages)
         * plan.limits.page_size
         * plain.kv_bytes_per_token

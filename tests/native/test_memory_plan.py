@@ -29,9 +29,9 @@ from cadenza.engine.process.messages import Start
 from cadenza.engine.process.process_link import ProcessLink, ProcessOptions, pinned
 from cadenza.errors import ConfigError
 from cadenza.loading.build import find_checkpoint, plan_model
+from cadenza.loading.engine_plan import EnginePlan
 from cadenza.loading.engine_program import open_start
 from cadenza.loading.memory import HostMemory, private_memory_bytes
-from cadenza.loading.plan import EnginePlan
 from cadenza.request import Request
 from tests.checkpoint.config_writer import write_random_checkpoint
 from tests.engine.process.conftest import Front

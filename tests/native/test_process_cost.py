@@ -12,7 +12,7 @@ import pytest
 from cadenza import EngineConfig, SamplingParams
 from cadenza.engine.process.process_link import ProcessLink
 from cadenza.loading.build import find_checkpoint, plan_model
-from cadenza.loading.plan import EnginePlan
+from cadenza.loading.engine_plan import EnginePlan
 from cadenza.request import Request
 from tests.engine.process.conftest import Front
 from tests.process_cost import (

@@ -217,10 +217,12 @@ def test_the_plan_counts_the_memory_of_a_draft_model() -> None:
     plain = plan_model(bundled, EngineConfig(**size))
     copy = plan_model(bundled, EngineConfig(speculative_config=COPY, **size))
     assert copy.draft is not None
-    assert 0 < copy.draft_bytes < plain.weight_bytes / 2
+    assert 0 < copy.draft.weight_bytes + copy.kv_bytes_beside(copy.draft) < plain.weight_bytes / 2
     itself = SpeculativeConfig(method="draft_model", model=str(bundled.folder))
     full = plan_model(bundled, EngineConfig(speculative_config=itself, **size))
-    assert full.draft_bytes == plain.weight_bytes + plain.kv_bytes
+    assert full.draft is not None
+    assert full.draft.weight_bytes == plain.weight_bytes
+    assert full.kv_bytes_beside(full.draft) == plain.kv_bytes
     for plan in (copy, full):
         assert (plan.weight_bytes, plan.kv_bytes) == (plain.weight_bytes, plain.kv_bytes)
         assert "drafts by" in plan.summary

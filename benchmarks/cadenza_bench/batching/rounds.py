@@ -21,7 +21,7 @@ from cadenza.bench.workloads import PlannedRequest, Workload, fitting_context
 from cadenza.errors import ConfigError
 from cadenza.frontend.loaded_model import load_model
 from cadenza.loading.build import describe_backend, find_configured
-from cadenza.loading.plan import EnginePlan
+from cadenza.loading.engine_plan import EnginePlan
 from cadenza_bench.batching.bars import Bar, Measured, bars_of
 from cadenza_bench.batching.figures import (
     Difference,

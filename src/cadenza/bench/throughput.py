@@ -35,7 +35,7 @@ from cadenza.config import MAX_NUM_SEQS_BOUND
 from cadenza.errors import ConfigError
 from cadenza.frontend.loaded_model import LoadedModel, load_model
 from cadenza.loading.build import describe_backend, find_configured
-from cadenza.loading.plan import EnginePlan
+from cadenza.loading.engine_plan import EnginePlan
 
 PROBE_REPEATS = 3
 """Passes of the roofline's measurement before and after each run."""

@@ -112,7 +112,7 @@ class ChatSetup:
         """
         from cadenza.cli.status import progress_bar
         from cadenza.frontend.loaded_model import open_model
-        from cadenza.loading.plan import with_pool
+        from cadenza.loading.engine_plan import with_pool
 
         params: dict[str, Any] = {**self.sampling.changes(), "max_tokens": self.flags.max_tokens}
         SamplingParams(**params)  # refused before a model is opened

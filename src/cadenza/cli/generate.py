@@ -153,7 +153,7 @@ def _read_prompts(words: list[str], flags: GenerateFlags) -> tuple[str | None, l
 
 def _load_for(planned: "PlannedModel", questions: list["Question"]) -> "LoadedModel":
     """The model with KV pages for the questions, of which as many as have rows run at a time."""
-    from cadenza.loading.plan import pages_for_batch, with_pool
+    from cadenza.loading.engine_plan import pages_for_batch, with_pool
 
     requests = [question.prepared.request for question in questions]
     num_pages = pages_for_batch(requests, planned.plan.limits)

@@ -22,7 +22,7 @@ from cadenza.errors import CheckpointError
 if TYPE_CHECKING:
     from cadenza.checkpoint import Checkpoint, ModelConfig
     from cadenza.core.step_cost import StepCost
-    from cadenza.loading.plan import EnginePlan
+    from cadenza.loading.engine_plan import EnginePlan
     from cadenza.loading.planned_engine import PlannedEngine
     from cadenza.spec_prefill_config import SpecPrefillConfig
 
@@ -262,7 +262,7 @@ def _speculation(plan: "EnginePlan", config: EngineConfig) -> Facts:
             "draft_quantization": draft.quantization,
             "draft_context": min(draft.context, plan.limits.max_model_len),
             "draft_weight_bytes": draft.weight_bytes,
-            "draft_kv_bytes": plan.draft_bytes - draft.weight_bytes,
+            "draft_kv_bytes": plan.kv_bytes_beside(draft),
         }
     return {"speculation": facts}
 
@@ -285,7 +285,7 @@ def _sparse_prompts(checkpoint: "Checkpoint", plan: "EnginePlan", config: Engine
             "draft_quantization": scorer.quantization,
             "draft_context": context,
             "draft_weight_bytes": scorer.weight_bytes,
-            "draft_kv_bytes": plan.scorer_bytes - scorer.weight_bytes,
+            "draft_kv_bytes": plan.kv_bytes_beside(scorer),
             **gains_table(*costs, _keeps(chosen), plan.limits.max_model_len),
         }
     }

@@ -27,7 +27,7 @@ from cadenza.loading.build import (
     promise_planned,
     release_tokenizer,
 )
-from cadenza.loading.plan import EnginePlan
+from cadenza.loading.engine_plan import EnginePlan
 from cadenza.loading.planned_engine import PlannedEngine
 from cadenza.loading.promised_memory import MemoryPromise
 from cadenza.sparse_prefill import LOOK_AHEAD_TOKENS

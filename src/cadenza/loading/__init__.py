@@ -8,9 +8,9 @@ Modules:
 - `build`: from a model's name and options to a warm engine
 - `plan`, `space`, `footprint`: from options to numbers; how memory is divided; what is taken beside
   weights and KV
+- `engine_plan`: those numbers, of a model and of those beside it
 - `memory`: available memory, below the limits of control groups and of the process
 - `promised_memory`: memory that other engines have planned for and not taken yet
-- `second_models`: models beside the one that is served
 - `draft`: the plan of the second model of an engine that drafts with one
 - `scorer`: the plan of the model that scores prompts
 - `sparse_gain`: how much sooner a thinned prompt's first token is predicted to come

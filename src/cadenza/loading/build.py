@@ -27,15 +27,15 @@ from cadenza.engine.page_folder import PageFolder
 from cadenza.engine.scoring_steps import PromptScorerModel
 from cadenza.errors import CheckpointError, ConfigError, show
 from cadenza.loading.draft import plan_copy, plan_draft_model, plan_mtp_head
+from cadenza.loading.engine_plan import DraftPlan, EnginePlan, ExtraMemory
 from cadenza.loading.footprint import front_end_bytes_of
 from cadenza.loading.image_memory import usual_part
 from cadenza.loading.memory import HOST_MEMORY, HostMemory
 from cadenza.loading.page_folder import open_page_folder
-from cadenza.loading.plan import EnginePlan, device_share, make_plan
+from cadenza.loading.plan import device_share, make_plan
 from cadenza.loading.planned_engine import PlannedEngine, cache_folder
 from cadenza.loading.promised_memory import MemoryPromise, find_promised, promise_memory
 from cadenza.loading.scorer import check_target, plan_scorer
-from cadenza.loading.second_models import DraftPlan, ExtraMemory
 from cadenza.loading.step_costs import StepCosts, open_step_costs
 from cadenza.text.constraints.token_constraint import ConstraintCompiler
 from cadenza.text.tokens.tokenizer import TokenizerSource

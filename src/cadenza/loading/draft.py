@@ -14,8 +14,8 @@ from cadenza.checkpoint.mtp_head import mtp_head_of
 from cadenza.checkpoint.tensor_formats import stored_bytes
 from cadenza.config import EngineConfig, Quantization
 from cadenza.errors import CheckpointError, ConfigError
+from cadenza.loading.engine_plan import DraftPlan
 from cadenza.loading.plan import choose_dtype, choose_quantization, memory_of
-from cadenza.loading.second_models import DraftPlan
 from cadenza.text.tokens.tokenizer import Tokenizer, TokenizerSource
 
 _FLAG = "--speculative-config"

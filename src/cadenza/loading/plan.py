@@ -1,12 +1,11 @@
-"""`EnginePlan`: resolves options, checkpoint and memory to concrete limits.
+"""`make_plan`: resolves options, checkpoint and memory to concrete limits.
 
 Pure arithmetic; allocates and loads nothing. Invariants: a plan fits the memory that it was made
-for; one request of `max_model_len` tokens fits the pool of `make_plan`. `with_pool` makes the pool
-smaller where the requests are known in advance.
+for; one request of `max_model_len` tokens fits its pool.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from math import floor
 
 from cadenza.backends.base import BackendTraits, KVArrangement, ModelMemory
@@ -19,15 +18,13 @@ from cadenza.config import (
     PAGE_SIZE_UNIT,
     EngineConfig,
     EngineLimits,
-    KVCacheDType,
     Quantization,
 )
-from cadenza.core.scoring_queue import MAX_SCORINGS
 from cadenza.core.whole_spans import least_budget
 from cadenza.errors import ConfigError, show_size
-from cadenza.loading.footprint import QUEUED_PER_ROW, Footprint, QueueBounds, footprint_of
+from cadenza.loading.engine_plan import EnginePlan, ExtraMemory, beside_others
+from cadenza.loading.footprint import QUEUED_PER_ROW, QueueBounds, footprint_of
 from cadenza.loading.image_memory import image_memory_of, plan_images
-from cadenza.loading.second_models import DraftPlan, ExtraMemory, beside_others
 from cadenza.loading.space import (
     Space,
     bytes_left,
@@ -42,208 +39,6 @@ from cadenza.loading.space import (
     pool_tokens,
     state_slots,
 )
-from cadenza.request import Request
-from cadenza.sparse_prefill import LOOK_AHEAD
-
-SMALLEST_POOL = 1024
-"""Tokens of the smallest pool that `pages_for_batch` asks for."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EnginePlan:
-    """The resolved limits, data type and memory sizes (bytes) of an engine."""
-
-    limits: EngineLimits
-    dtype: WeightDType
-    quantization: Quantization = "none"
-    scheme: str | None = None
-    kv_cache_dtype: KVCacheDType = "auto"
-    has_codes: bool = False
-    kv_layout: KVArrangement
-    weight_bytes: int
-    kv_bytes_per_token: int
-    state_bytes_per_slot: int = 0
-    image_bytes: int = 0
-    num_image_slots: int = 0
-    available_bytes: int
-    headroom_bytes: int = 0
-    footprint: Footprint = field(default_factory=Footprint)
-    traits: BackendTraits
-    draft: DraftPlan | None = None
-    scorer: DraftPlan | None = None
-    queue_bytes: int = 0
-    """Of the requests that wait, beyond those that rows have room for."""
-    rows_reason: str | None = None
-    """Why `max_num_seqs` is what it is, where none was asked for, or more."""
-
-    @property
-    def scratch_bytes(self) -> int:
-        """Of all that lasts beside weights and KV, or a step: rows, logits, requests."""
-        limits = self.limits
-        return (
-            self.footprint.scratch_bytes(
-                num_rows=limits.max_num_seqs,
-                num_step_tokens=limits.max_num_batched_tokens,
-                num_slots=limits.num_pages * limits.page_size,
-            )
-            + self.queue_bytes
-        )
-
-    @property
-    def planned_bytes(self) -> int:
-        """What both processes take at most, without the headroom. Of a device with memory of its
-        own: what is taken there."""
-        return (
-            self.weight_bytes
-            + self.kv_bytes
-            + self.state_bytes
-            + self.image_bytes
-            + self.draft_bytes
-            + self.scorer_bytes
-            + self.scratch_bytes
-            + self.footprint.process_bytes
-            + self.footprint.front_end_bytes
-            + self.footprint.bodies_bytes
-        )
-
-    @property
-    def start_bytes(self) -> int:
-        """Of `planned_bytes`, those that are resident before the first request comes, at most."""
-        limits = self.limits
-        others = [each for each in (self.draft, self.scorer) if each is not None]
-        second_bytes = sum(each.weight_bytes for each in others)
-        own_bytes = self.kv_bytes + self.state_bytes + self.image_bytes
-        filled_bytes = own_bytes + self.draft_bytes + self.scorer_bytes - second_bytes
-        return (
-            self.weight_bytes
-            + second_bytes
-            + (filled_bytes if self.traits.fills_kv else 0)
-            + self.footprint.start_bytes(
-                num_rows=limits.max_num_seqs, num_step_tokens=limits.max_num_batched_tokens
-            )
-            + self.footprint.process_bytes
-            + self.footprint.front_end_bytes
-        )
-
-    @property
-    def reserved_bytes(self) -> int:
-        """Of `planned_bytes`, those that become resident as requests use them."""
-        return self.planned_bytes - self.start_bytes
-
-    @property
-    def draft_limits(self) -> EngineLimits:
-        """Of the draft model's runner, whose pages have the ids of the target's."""
-        draft, limits = self.draft, self.limits
-        assert draft is not None
-        context = min(draft.context, limits.max_model_len)
-        if draft.shares_kv:  # it computes one token of each row
-            return replace(limits, max_num_batched_tokens=limits.max_num_seqs)
-        return replace(limits, max_model_len=context, num_state_slots=0)
-
-    @property
-    def scorer_limits(self) -> EngineLimits:
-        """Of the runner of the model that scores prompts: a row for each that is scored at the same
-        time. Its context holds the longest prompt and what is drawn behind it."""
-        scorer, limits = self.scorer, self.limits
-        assert scorer is not None
-        return replace(
-            limits,
-            max_num_seqs=MAX_SCORINGS,
-            max_num_batched_tokens=max(limits.max_num_batched_tokens, MAX_SCORINGS),
-            max_model_len=min(scorer.context, limits.max_model_len + LOOK_AHEAD),
-            num_state_slots=0,
-            images=None,
-        )
-
-    @property
-    def draft_bytes(self) -> int:
-        """Weights and KV of the draft model."""
-        return self._bytes_beside(self.draft)
-
-    @property
-    def scorer_bytes(self) -> int:
-        """Weights and KV of the model that scores prompts."""
-        return self._bytes_beside(self.scorer)
-
-    def _bytes_beside(self, other: DraftPlan | None) -> int:
-        if other is None:
-            return 0
-        num_slots = self.limits.num_pages * self.limits.page_size
-        return other.weight_bytes + num_slots * other.kv_bytes_per_token
-
-    @property
-    def keeps_hidden(self) -> bool:
-        """Whether the model's runner keeps hidden states, for the one that drafts."""
-        return self.draft is not None and self.draft.reads_hidden
-
-    @property
-    def kv_bytes(self) -> int:
-        return self.kv_bytes_per_token * self.limits.num_pages * self.limits.page_size
-
-    @property
-    def state_bytes(self) -> int:
-        """Of all slots of recurrent states, those of snapshots among them."""
-        return self.state_bytes_per_slot * self.limits.num_state_slots
-
-    @property
-    def weights_name(self) -> str:
-        """The type of most weights."""
-        own = self.scheme or self.dtype
-        return own if self.quantization == "none" else self.quantization
-
-    @property
-    def is_quantised(self) -> bool:
-        """Whether products have int8 activations, at least some of them."""
-        return self.quantization != "none" or self.has_codes
-
-    @property
-    def kv_name(self) -> str:
-        """The type of keys and values."""
-        return self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
-
-    @property
-    def summary(self) -> str:
-        """One line for the log."""
-        limits, traits = self.limits, self.traits
-        return (
-            f"{traits.name} with {traits.ops} ops, exactness {traits.exactness}: "
-            f"{show_size(self.weight_bytes)} of {self.weights_name} weights, "
-            f"{show_size(self.kv_bytes)} of {self.kv_name} KV cache{self._state_summary}"
-            f"{self._image_summary}, "
-            f"{limits.max_num_seqs} rows{self._rows_summary}, "
-            f"context of {limits.max_model_len} tokens{self._draft_summary}"
-            f"{self._scorer_summary}; "
-            f"{show_size(self.planned_bytes)} planned in all, {show_size(self.start_bytes)} of "
-            f"them resident at the start"
-        )
-
-    @property
-    def _state_summary(self) -> str:
-        if not self.state_bytes:
-            return ""
-        return f", {show_size(self.state_bytes)} of {self.limits.num_state_slots} states"
-
-    @property
-    def _image_summary(self) -> str:
-        if not self.num_image_slots:
-            return ""
-        return f", {show_size(self.image_bytes)} for {self.num_image_slots} tokens of images"
-
-    @property
-    def _rows_summary(self) -> str:
-        return "" if self.rows_reason is None else f" (auto: {self.rows_reason})"
-
-    @property
-    def _draft_summary(self) -> str:
-        if self.draft is None:
-            return ""
-        return f"; drafts by {self.draft.name}: {show_size(self.draft_bytes)}"
-
-    @property
-    def _scorer_summary(self) -> str:
-        if self.scorer is None:
-            return ""
-        return f"; prompts scored by {self.scorer.name}: {show_size(self.scorer_bytes)}"
 
 
 def make_plan(
@@ -417,44 +212,6 @@ def _divide(
     pool_bytes = limits.num_pages * limits.page_size * space.slot_bytes
     num_slots = state_slots(space, num_rows, pool_bytes)
     return replace(limits, num_state_slots=num_slots), reason
-
-
-def with_pool(plan: EnginePlan, config: EngineConfig, num_pages: int) -> EnginePlan:
-    """The plan with a pool of at most `num_pages`, unless `config` sets its size.
-
-    All other limits stay, since results may depend on them (LongRoPE's factors follow
-    `max_model_len`).
-    """
-    if config.num_pages is not None or config.kv_cache_memory_bytes is not None:
-        return plan
-    num_pages = min(plan.limits.num_pages, num_pages)
-    return replace(plan, limits=replace(plan.limits, num_pages=num_pages))
-
-
-def pages_at_once(requests: Iterable[Request], limits: EngineLimits) -> int:
-    """Pages for the longest `max_num_seqs` samples of `requests`, as if they shared none."""
-    sizes = [
-        -(-_max_num_tokens(each, limits) // limits.page_size)
-        for each in requests
-        for _ in range(each.params.n)
-    ]
-    return sum(sorted(sizes)[-limits.max_num_seqs :])
-
-
-def pages_for_batch(requests: Iterable[Request], limits: EngineLimits) -> int:
-    """`pages_at_once`, rounded up to a power of two of at least `SMALLEST_POOL` tokens.
-
-    Programs are compiled for the size of the pool. Few sizes mean that the next requests find
-    theirs in the compilation cache.
-    """
-    smallest = -(-SMALLEST_POOL // limits.page_size)
-    return 1 << (max(smallest, pages_at_once(requests, limits)) - 1).bit_length()
-
-
-def _max_num_tokens(request: Request, limits: EngineLimits) -> int:
-    max_tokens = request.params.max_tokens
-    wanted = len(request.prompt_token_ids) + (max_tokens or 0)
-    return limits.max_model_len if max_tokens is None else min(wanted, limits.max_model_len)
 
 
 def choose_dtype(

@@ -14,8 +14,8 @@ from cadenza.checkpoint import Checkpoint
 from cadenza.config import EngineConfig
 from cadenza.engine.model_drafter import DraftModel
 from cadenza.engine.scoring_steps import PromptScorerModel
+from cadenza.loading.engine_plan import EnginePlan
 from cadenza.loading.identity import Identity, identify
-from cadenza.loading.plan import EnginePlan
 from cadenza.loading.weight_cache import packed_weights_file
 
 

@@ -9,7 +9,7 @@ from cadenza.checkpoint.sparse_support import scoring_refusal, sparse_refusal
 from cadenza.config import EngineConfig
 from cadenza.errors import ConfigError
 from cadenza.loading.draft import check_vocabulary, plan_second
-from cadenza.loading.second_models import DraftPlan
+from cadenza.loading.engine_plan import DraftPlan
 from cadenza.loading.sparse_gain import refuse_loss
 from cadenza.sparse_prefill import LOOK_AHEAD
 

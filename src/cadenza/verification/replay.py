@@ -25,8 +25,8 @@ from cadenza.fingerprint import Fingerprint
 from cadenza.frontend.loaded_model import LoadedModel, PlannedModel, open_model
 from cadenza.frontend.output_processor import OutputProcessor, OutputRouter
 from cadenza.frontend.prepared_request import PreparedRequest, RequestOptions
+from cadenza.loading.engine_plan import pages_for_batch, with_pool
 from cadenza.loading.identity import find_setting
-from cadenza.loading.plan import pages_for_batch, with_pool
 from cadenza.loading.planned_engine import PlannedEngine
 from cadenza.receipt import RECEIPT_VERSION, Receipt, digest_of_logprobs, sparse_prefill_of
 from cadenza.request import Request

@@ -33,7 +33,7 @@ from cadenza.loading.build import (
     load_runners,
     plan_model,
 )
-from cadenza.loading.plan import EnginePlan, pages_at_once, with_pool
+from cadenza.loading.engine_plan import EnginePlan, pages_at_once, with_pool
 from cadenza.loading.planned_engine import PlannedEngine
 from cadenza.structured import CompileConstraint
 from cadenza.verification.forms import Forms, make_forms
