@@ -8,7 +8,7 @@ M channels, J inputs of their convolution, Hv heads of values, Dv their size.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -51,8 +51,8 @@ class TensorSpec:
     def is_in_first_layer(self) -> bool:
         return self.name.startswith(_FIRST_LAYER)
 
-    def tensors(self) -> "Iterator[TensorSpec]":
-        yield self
+    def tensors(self) -> "tuple[TensorSpec, ...]":
+        return (self,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,10 +77,10 @@ class LinearSpec:
     def weight_spec(self) -> TensorSpec:
         return TensorSpec(name=self.weight, shape=(self.num_out, self.num_in), kind=self.kind)
 
-    def tensors(self) -> Iterator[TensorSpec]:
-        yield self.weight_spec
-        if self.bias is not None:
-            yield TensorSpec(name=self.bias, shape=(self.num_out,), kind="bias")
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        if self.bias is None:
+            return (self.weight_spec,)
+        return self.weight_spec, TensorSpec(name=self.bias, shape=(self.num_out,), kind="bias")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +90,8 @@ class PatchSpec:
     weight: TensorSpec
     bias: TensorSpec | None
 
-    def tensors(self) -> Iterator[TensorSpec]:
-        yield from filter(None, [self.weight, self.bias])
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,9 +106,8 @@ class OperandSpec:
     are_side_by_side: bool = False
     is_transposed: bool = False
 
-    def tensors(self) -> Iterator[TensorSpec]:
-        for linear in self.linears:
-            yield from linear.tensors()
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        return tuple(spec for linear in self.linears for spec in linear.tensors())
 
 
 Leaf = TensorSpec | LinearSpec | PatchSpec | OperandSpec
@@ -116,31 +115,32 @@ SpecTree: TypeAlias = "Leaf | tuple[SpecTree, ...] | None"
 """A leaf, None for what a family does not have, or a node of these, in order of use."""
 
 
-def tensors_of(tree: SpecTree) -> Iterator[TensorSpec]:
+def tensors_of(tree: SpecTree) -> Sequence[TensorSpec]:
     """All tensors in order of use."""
-    if isinstance(tree, tuple):
-        for each in tree:
-            yield from tensors_of(each)
-    elif tree is not None:
-        yield from tree.tensors()
+    if not isinstance(tree, tuple):
+        return () if tree is None else tree.tensors()
+    found: list[TensorSpec] = []
+    for each in tree:
+        found += tensors_of(each)
+    return found
 
 
-def operands_of(tree: SpecTree) -> Iterator[OperandSpec]:
+def operands_of(tree: SpecTree) -> Sequence[OperandSpec]:
     """The linears that are held together; a router is always held in floats."""
-    match tree:
-        case OperandSpec():
-            yield tree
-        case LinearSpec() if tree.kind != "router":
-            yield OperandSpec(linears=(tree,))
-        case ExpertMLPSpec():
-            for alike in zip(*map(operands_of, tree.experts), strict=True):
-                yield OperandSpec(linears=tuple(each for one in alike for each in one.linears))
-            yield from operands_of(tree.shared)
-        case tuple():
-            for each in tree:
-                yield from operands_of(each)
-        case _:
-            pass
+    if isinstance(tree, OperandSpec):
+        return (tree,)
+    if isinstance(tree, LinearSpec):
+        return () if tree.kind == "router" else (OperandSpec(linears=(tree,)),)
+    found: list[OperandSpec] = []
+    if isinstance(tree, ExpertMLPSpec):
+        gate_ups = tuple(each for expert in tree.experts for each in expert.gate_up.linears)
+        downs = tuple(expert.down for expert in tree.experts)
+        found += OperandSpec(linears=gate_ups), OperandSpec(linears=downs)
+        found += operands_of(tree.shared)
+    elif isinstance(tree, tuple):
+        for each in tree:
+            found += operands_of(each)
+    return found
 
 
 class GatedMLPSpec(NamedTuple):
