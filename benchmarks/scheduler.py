@@ -22,8 +22,9 @@ from cadenza.core.admission import Admission
 from cadenza.core.batch import Batch
 from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.packing import Packer
-from cadenza.core.scheduler import Scheduler
+from cadenza.core.scheduler import Scheduler, SchedulerOptions
 from cadenza.core.sequence import Sequence
+from cadenza.core.step_drafts import StepDrafts
 from cadenza.core.step_schema import StepOutput
 from cadenza.request import Request, SamplingParams
 
@@ -81,7 +82,8 @@ class Bench:
             max_num_queued_reqs=1000,
         )
         kv_cache = KVCacheManager(limits, b"bench")
-        self.scheduler = Scheduler(limits, kv_cache, Admission(page_size=PAGE_SIZE))
+        options = SchedulerOptions(works=(StepDrafts(limits, kv_cache, None),))
+        self.scheduler = Scheduler(limits, kv_cache, Admission(page_size=PAGE_SIZE), options)
         self.packer = Packer(limits, 97)
         self.bucket = budget
         if workload.num_blocked_tokens:

@@ -110,7 +110,7 @@ def measure(llm: LLM, task: str, rows: int, options: argparse.Namespace) -> str:
     ]
     answer(llm, prompts, options, drafts=True)
     rates: dict[bool, list[float]] = {True: [], False: []}
-    counts = llm.core.scheduler.draft_counts
+    counts = llm.core.draft_counts
     before = counts.num_accepted_tokens, counts.num_draft_tokens
     for _ in range(options.rounds):
         found = {}
@@ -205,7 +205,7 @@ def measure_made_up(llm: LLM, acceptance: float, rows: int, options: argparse.Na
     prompts = [tuple(rng.choices(range(1000), k=options.prompt_tokens)) for _ in range(rows)]
     _, answers = answer_with(core, prompts, options.length, [])
     rates: dict[bool, list[float]] = {True: [], False: []}
-    counts = core.scheduler.draft_counts
+    counts = core.draft_counts
     before = counts.num_accepted_tokens, counts.num_draft_tokens
     for _ in range(options.rounds):
         for drafts in (True, False):
@@ -369,7 +369,7 @@ def own_acceptance(name: str, options: argparse.Namespace) -> str:
             speculative_config={"method": "mtp", "num_speculative_tokens": 1},
         ) as llm,
     ):
-        counts = llm.core.scheduler.draft_counts
+        counts = llm.core.draft_counts
         tasks = options.tasks.split(",")
         contents = [f"{TASKS[task]}\n\n({at + 1})" for task in tasks for at in range(ANSWERS)]
         prompts: list[Any] = [[{"role": "user", "content": each}] for each in contents]

@@ -270,7 +270,7 @@ def _play_drafts(engines: _Engines, requests: list[Request]) -> _Played:
     ]
     core = engines.new()
     played = _run(core, guessed)
-    counts = core.scheduler.draft_counts
+    counts = core.draft_counts
     if not 0 < counts.num_accepted_tokens < counts.num_draft_tokens:
         raise SystemExit(
             f"{counts.num_accepted_tokens} of {counts.num_draft_tokens} drafts were accepted; some "

@@ -13,6 +13,7 @@ from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.packing import Packer
 from cadenza.core.scheduler import Scheduler, SchedulerOptions
 from cadenza.core.sequence import Sequence
+from cadenza.core.step_drafts import StepDrafts
 from cadenza.core.step_schema import StepOutput
 from cadenza.core.turns import FCFS, TurnPolicy, Turns
 from cadenza.events import Event
@@ -85,8 +86,9 @@ def scheduler_of(
         enable_prefix_caching=caching,
     )
     admission = Admission(page_size=16, reserved_output=reserved_output)
-    options = SchedulerOptions(policy=policy)
-    return Scheduler(limits, KVCacheManager(limits, SECRET), admission, options)
+    kv_cache = KVCacheManager(limits, SECRET)
+    options = SchedulerOptions(policy=policy, works=(StepDrafts(limits, kv_cache, None),))
+    return Scheduler(limits, kv_cache, admission, options)
 
 
 def packer_of(max_num_seqs: int = 4) -> Packer:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cadenza.core.image_cost import ImageCost
-from cadenza.core.scheduler import MAX_PARTIAL_PREFILLS
+from cadenza.core.starts import MAX_PARTIAL_PREFILLS
 from cadenza.core.step_budget import (
     FINISH_SHARE,
     LEAST_SHARE,
@@ -241,7 +241,7 @@ def rest_of(num_rows: int, *, num_done: int = 0) -> SpanRest:
     """Of a span in blocks of 4 rows and 4 passes, with 1 ms for each quantum."""
     work = SpanShape(num_passes=4, max_rows=64, block_rows=4).work(0, num_rows)
     cost = ImageCost(quantum_ms=1.0, product_ms=1e-9, attention_ms=1e-9)
-    return SpanRest(work=work, cost=cost, num_done=num_done)
+    return SpanRest(work=work, cost=cost, num_rows=1, num_done=num_done)
 
 
 def span_part(num_rows: int, rest: SpanRest | None) -> PromptPart:

@@ -19,6 +19,7 @@ from cadenza.core.step_drafts import (
     Probes,
     StepDrafts,
 )
+from cadenza.core.step_work import StepDuration
 from tests.core.builders import scheduler_of, sequence_of
 
 COST = StepCost(fixed_ms=4.0, token_ms=0.1, logit_ms=0.0, key_ms=0.0)
@@ -75,7 +76,7 @@ def test_a_second_model_is_waited_for_only_if_its_drafts_are_worth_their_time() 
         drafter = Asked(answer)
         drafts = drafts_of(drafter)
         running = running_of(Drafting(source=None, most=4))
-        assert drafts.decide_wait(running, 7, COST) is answer
+        assert drafts.must_follow(running, 7, COST) is answer
         assert drafter.steps == [7]
 
 
@@ -90,41 +91,41 @@ def test_a_step_that_is_to_be_measured_without_drafts_waits_for_nobody() -> None
     ]
     without = Batch(0, num_tokens=2, num_keys=18, num_choices=2)
     for _ in range(FIRST_STEPS):
-        assert drafts.decide_wait(running, 1, COST)
-        drafts.observe(with_drafts, 4.4, COST, 0.1)
-    assert not drafts.decide_wait(running, 1, COST)
-    drafts.observe(without, 4.2, COST, 0.1)
-    assert not drafts.decide_wait(running, 1, COST), "it followed one with drafts"
-    drafts.observe(without, 4.2, COST, None)
-    assert drafts.decide_wait(running, 1, COST)
+        assert drafts.must_follow(running, 1, COST)
+        drafts.observe(with_drafts, StepDuration(4.4, 0.1, COST, 0.0))
+    assert not drafts.must_follow(running, 1, COST)
+    drafts.observe(without, StepDuration(4.2, 0.1, COST, 0.0))
+    assert not drafts.must_follow(running, 1, COST), "it followed one with drafts"
+    drafts.observe(without, StepDuration(4.2, None, COST, 0.0))
+    assert drafts.must_follow(running, 1, COST)
 
 
 def test_sequences_that_look_drafts_up_are_waited_for_while_that_saves_time() -> None:
     """A step takes 4.2 ms and gives two tokens; the device idles for 1 ms before one that waits."""
     drafting = tried(Drafting(source=Silent(), most=4))
     drafts, running = drafts_of(), running_of(drafting)
-    assert drafts.decide_wait(running, 1, COST), "no wait has been measured"
+    assert drafts.must_follow(running, 1, COST), "no wait has been measured"
     for _ in range(50):
-        drafts.observe(Batch(0), 4.2, COST, 1.0)
+        drafts.observe(Batch(0), StepDuration(4.2, 1.0, COST, 0.0))
     cases = {(0.9, 1.0): True, (0.9, 0.5): True, (0.9, 0.1): False, (0.4, 1.0): False}
-    assert drafts.decide_wait(running, FIRST_PROBE, COST)
+    assert drafts.must_follow(running, FIRST_PROBE, COST)
     number = FIRST_PROBE + 1
     for (acceptance, found), is_worth in cases.items():
         drafting.acceptance, drafting.found = acceptance, found
-        assert drafts.decide_wait(running, number, COST) is is_worth, (acceptance, found)
+        assert drafts.must_follow(running, number, COST) is is_worth, (acceptance, found)
         number += REPLAN_AFTER_STEPS
-    assert drafts_of().decide_wait(running, 1, None), "nothing is known of the time"
+    assert drafts_of().must_follow(running, 1, None), "nothing is known of the time"
     drafting.acceptance, drafting.found = 0.9, 1.0
-    assert not drafts.decide_wait(running, number - 1, COST), "a no holds"
-    assert drafts.decide_wait(running, number, COST)
+    assert not drafts.must_follow(running, number - 1, COST), "a no holds"
+    assert drafts.must_follow(running, number, COST)
     drafting.acceptance = 0.4
-    assert [n for n in range(number, 200) if drafts.decide_wait(running, n, COST)] == [
+    assert [n for n in range(number, 200) if drafts.must_follow(running, n, COST)] == [
         FIRST_PROBE + 32,
         FIRST_PROBE + 96,
         FIRST_PROBE + 160,
     ]
     drafting.resumes_at = 100
-    assert not drafts.decide_wait(running, 1000, COST)
+    assert not drafts.must_follow(running, 1000, COST)
 
 
 def test_probes_become_rare_unless_drafts_are_worth_their_time() -> None:
@@ -147,10 +148,10 @@ def test_a_sequence_that_has_not_drafted_is_waited_for_until_its_source_is_silen
     drafting = Drafting(source=Silent(), most=4, acceptance=0.4)
     drafts, running = drafts_of(), running_of(drafting)
     for _ in range(50):
-        drafts.observe(Batch(0), 4.2, COST, 1.0)
+        drafts.observe(Batch(0), StepDuration(4.2, 1.0, COST, 0.0))
     answers = list[bool]()
     for number in range(1, 7):
-        answers.append(drafts.decide_wait(running, number, COST))
+        answers.append(drafts.must_follow(running, number, COST))
         drafting.propose([0] * 8, 4)
     assert answers == [True] * 3 + [False] * 3
 
@@ -159,9 +160,9 @@ def test_a_new_sequence_is_not_waited_for_where_no_draft_would_be_made() -> None
     dear = StepCost(fixed_ms=0.1, token_ms=4.0, logit_ms=0.0, key_ms=0.0)
     drafts, running = drafts_of(), running_of(Drafting(source=Silent(), most=4))
     for _ in range(50):
-        drafts.observe(Batch(0), 4.2, COST, 1.0)
-    assert drafts.decide_wait(running, 1, COST)
-    assert not drafts.decide_wait(running, 2, dear)
+        drafts.observe(Batch(0), StepDuration(4.2, 1.0, COST, 0.0))
+    assert drafts.must_follow(running, 1, COST)
+    assert not drafts.must_follow(running, 2, dear)
 
 
 class Zeros:
@@ -175,7 +176,7 @@ def num_proposed(
     entries = [
         BatchEntry(each, at, each.num_computed_tokens, 1, 0, 0) for at, each in enumerate(running)
     ]
-    drafts.propose(entries, 100, number, cost)
+    drafts.extend(entries, 100, number, cost)
     return sum(len(entry.drafts) for entry in entries)
 
 
@@ -206,7 +207,7 @@ def test_a_sequence_has_as_many_drafts_as_are_worth_their_time() -> None:
 def test_drafts_that_save_less_than_the_next_steps_wait_are_not_made() -> None:
     drafts = drafts_of()
     for _ in range(50):
-        drafts.observe(Batch(0), 4.2, COST, 1.0)
+        drafts.observe(Batch(0), StepDuration(4.2, 1.0, COST, 0.0))
     assert proposed(drafts, Drafting(source=Zeros(), most=4, acceptance=0.9), 1) > 0
     doubtful = tried(Drafting(source=Zeros(), most=4, acceptance=0.4))
     assert proposed(drafts, doubtful, 1) == 0
@@ -243,4 +244,4 @@ def test_drafts_of_a_sequence_far_ahead_are_not_made() -> None:
 
 
 def test_nobody_is_waited_for_where_nobody_drafts() -> None:
-    assert not drafts_of(Asked(answer=True)).decide_wait(running_of(None), 0, COST)
+    assert not drafts_of(Asked(answer=True)).must_follow(running_of(None), 0, COST)

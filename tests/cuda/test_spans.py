@@ -8,6 +8,7 @@ import pytest
 from cadenza.backends.base import RunnerSetup
 from cadenza.backends.xla.ops.cuda_library import CudaLibrary
 from cadenza.backends.xla.runner import XlaRunner
+from cadenza.core.span_queue import SpanQueue
 from cadenza.core.step_cost import StepBound
 from cadenza.engine.core import CoreOptions, EngineCore
 from tests.cuda.test_engine import FewBuckets
@@ -30,4 +31,4 @@ def test_streams_have_the_bits_of_whole_spans(library: CudaLibrary, tmp_path: Pa
         bound = StepBound(max_ms=0.001, cost=COST)
         engine = EngineCore(runner, limits, CoreOptions(step_bound=bound))
         assert run(engine, [request]) == [whole]
-        assert engine.scheduler.spans.num_computed == 1
+        assert engine.scheduler.work(SpanQueue).num_computed == 1

@@ -21,6 +21,7 @@ from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.prompt_lookup import PromptLookup
 from cadenza.core.scheduler import Scheduler, SchedulerOptions
 from cadenza.core.sequence import Sequence
+from cadenza.core.step_drafts import StepDrafts
 from cadenza.core.step_schema import LAST_SAMPLED, ModelInputs
 from cadenza.engine.core import EngineCore
 from cadenza.engine.model_drafter import DraftModel, ModelDrafter
@@ -257,7 +258,8 @@ def parts_of(source: Source, *, error: float = 0.0, context: float = 1.0) -> Par
             own = replace(limits, max_model_len=max(1, int(limits.max_model_len * context)))
             model = draft_model_of(source, targets[-1], own, error=error)
             drafter = ModelDrafter(model, kv_cache, lambda: 0.0)
-            super().__init__(limits, kv_cache, admission, replace(options, drafter=drafter))
+            works = (StepDrafts(limits, kv_cache, drafter),)
+            super().__init__(limits, kv_cache, admission, replace(options, works=works))
 
         def source_of(self, sequence: Sequence, rng: random.Random) -> None:
             return None

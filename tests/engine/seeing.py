@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from cadenza.backends.fake import FakeRunner
 from cadenza.config import EngineLimits, ImageLimits
+from cadenza.core.image_queue import ImageQueue
 from cadenza.engine.core import EngineCore
 from cadenza.request import Attachment, Request
 from tests.engine.recurrent import spoil_free_states
@@ -119,7 +120,7 @@ def spoil_free_image_slots(engine: EngineCore) -> None:
     """Overwrites the embeddings in all slots that nobody may read any more."""
     runner = engine.runner
     if isinstance(runner, FakeRunner) and runner.num_image_slots:
-        runner.images.spoil(engine.scheduler.images.slots.free_slots)
+        runner.images.spoil(engine.scheduler.work(ImageQueue).slots.free_slots)
 
 
 def spoil_free_slots(engine: EngineCore) -> None:

@@ -19,10 +19,12 @@ import numpy as np
 from cadenza.backends.fake import FakeLateStepHandle, FakeRunner, FakeStepHandle
 from cadenza.config import Batching, EngineLimits, SchedulerLoop
 from cadenza.core.admission import Admission
+from cadenza.core.image_queue import ImageQueue
 from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.packing import Packer
 from cadenza.core.scheduler import Scheduler, SchedulerOptions
 from cadenza.core.step_cost import StepBound
+from cadenza.core.step_drafts import StepDrafts
 from cadenza.core.step_schema import ModelInputs
 from cadenza.core.turns import FCFS, TurnPolicy
 from cadenza.engine.core import CoreOptions, EngineCore
@@ -135,7 +137,10 @@ class AssembledEngine(EngineCore):
         kv_cache = parts.kv_cache(limits, SECRET)
         admission = Admission(page_size=limits.page_size, reserved_output=options.reserved_output)
         order = SchedulerOptions(
-            policy=options.policy, batching=options.batching, step_bound=options.step_bound
+            policy=options.policy,
+            batching=options.batching,
+            step_bound=options.step_bound,
+            works=(StepDrafts(limits, kv_cache, None),),
         )
         self.scheduler = parts.scheduler(limits, kv_cache, admission, order)
         packer = parts.packer(limits, runner.vocab_size)
@@ -289,8 +294,9 @@ class Record:
         if engine.scheduler.kv_cache.states is not None:
             slots = engine.scheduler.kv_cache.states.pool.counts()
             assert (slots.live, slots.pinned) == (0, 0), f"slots of states leaked: {slots}"
-        images = engine.scheduler.images.slot_counts()
-        assert images.live == 0, f"slots of images leaked: {images}"
+        if engine.limits.images is not None:
+            images = engine.scheduler.work(ImageQueue).slot_counts()
+            assert images.live == 0, f"slots of images leaked: {images}"
 
     def _verify_tokens(self, stream: StreamId) -> None:
         expected, actual = self.solo(stream).token_ids, self.token_ids(stream)

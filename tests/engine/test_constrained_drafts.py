@@ -141,7 +141,7 @@ def asked_of(request: Request, kind: type[Drafting] | None) -> list[str]:
 
     engine = make_engine(LIMITS, parts=Parts(scheduler=Listened))
     run_requests(engine, [request]).verify()
-    num_accepted = engine.scheduler.draft_counts.num_accepted_tokens
+    num_accepted = engine.draft_counts.num_accepted_tokens
     assert num_accepted > 10 if kind is not None else num_accepted == 0
     return asked
 

@@ -96,7 +96,7 @@ def test_rows_with_and_without_predictions_share_steps_and_count_their_own_draft
     for (request_id, _), tokens in record.streams.items():
         accepted[request_id] = sum(token.is_draft for token in tokens)
         rejected[request_id] = sum(token.num_rejected_drafts for token in tokens)
-    counts = engine.scheduler.draft_counts
+    counts = engine.draft_counts
     assert sum(accepted) == counts.num_accepted_tokens
     assert sum(rejected) == counts.num_draft_tokens - counts.num_accepted_tokens
     assert accepted[0] > 50
@@ -150,7 +150,7 @@ def test_drafts_are_made_as_far_as_measured_steps_say_that_they_pay(
     engine = EngineCore(fake_of(LIMITS, Timed), LIMITS, options)
     for start in range(1, 5):
         run_requests(engine, [predicted(start)])
-    assert least <= engine.scheduler.draft_counts.num_draft_tokens <= most
+    assert least <= engine.draft_counts.num_draft_tokens <= most
 
 
 def engine_with(
@@ -189,7 +189,7 @@ def ask(engine: EngineCore, *sizes: int, **params: Any) -> Record:
 def test_accepted_drafts_of_a_second_model_save_steps() -> None:
     engine = engine_with(fake_of())
     assert ask(engine, 9, 9, 9).num_steps < 30
-    counts = engine.scheduler.draft_counts
+    counts = engine.draft_counts
     assert counts.num_accepted_tokens == counts.num_draft_tokens > 120
 
 
@@ -224,11 +224,11 @@ def test_drafts_that_cost_more_than_they_save_are_not_made() -> None:
     draft = fake_of()
     engine = engine_with(draft, cost=DEAR, step_cost=CHEAP)
     ask(engine, 9, 9, 9)
-    assert engine.scheduler.draft_counts.num_drafts == 0
+    assert engine.draft_counts.num_drafts == 0
     assert draft.trace == []
     engine = engine_with(fake_of(), cost=CHEAP, step_cost=DEAR)
     ask(engine, 9, 9, 9)
-    assert engine.scheduler.draft_counts.num_drafts > 0
+    assert engine.draft_counts.num_drafts > 0
 
 
 class Breaks(FakeRunner):
@@ -243,7 +243,7 @@ def test_a_draft_model_that_fails_costs_drafts_and_no_stream(
 ) -> None:
     engine = engine_with(fake_of(LIMITS, Breaks))
     ask(engine, 9, 9, 9)
-    assert engine.scheduler.draft_counts.num_drafts == 0
+    assert engine.draft_counts.num_drafts == 0
     assert engine.num_failed_steps == 0
     assert caplog.text.count("a step of the draft model failed") == MAX_FAILURES
 
@@ -259,7 +259,7 @@ def mtp_drafts(*sizes: int, error: float = 0.0) -> tuple[int, int, int]:
     target = fake_of()
     engine = engine_with(draft_model_of("mtp layer", target, LIMITS, error=error), target=target)
     record = ask(engine, *sizes)
-    counts = engine.scheduler.draft_counts
+    counts = engine.draft_counts
     return counts.num_draft_tokens, counts.num_accepted_tokens, record.num_steps
 
 
@@ -279,7 +279,7 @@ def test_a_second_model_that_lacks_the_first_token_is_rejected() -> None:
     model = DraftModel(runner=fake_of(), limits=LIMITS, shares_kv=False, reads_hidden=True)
     engine = engine_with(model)
     ask(engine, 9, 1, 30)
-    counts = engine.scheduler.draft_counts
+    counts = engine.draft_counts
     assert counts.num_draft_tokens > 20 > counts.num_accepted_tokens
 
 

@@ -15,11 +15,10 @@ import pytest
 
 from cadenza.backends.fake import FakeStepHandle
 from cadenza.config import EngineLimits, SchedulerLoop
-from cadenza.core.batch import Batch, BatchEntry
+from cadenza.core.batch import Batch
 from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.packing import Packer
 from cadenza.core.page_pool import PagePool
-from cadenza.core.scheduler import Scheduler
 from cadenza.core.sequence import Sequence
 from cadenza.core.step_schema import NO_STATE, ModelInputs, StepOutput
 from cadenza.request import Request, SamplingParams
@@ -385,13 +384,14 @@ def solo_tokens(request: Request) -> set[int]:
     return found
 
 
-class PublishesAtLaunch(Scheduler):
+class PublishesAtLaunch(KVCacheManager):
     """Makes pages findable before their step has succeeded."""
 
-    def _add_to_batch(self, batch: Batch, entry: BatchEntry) -> None:
-        super()._add_to_batch(batch, entry)
-        known = len(entry.sequence.token_ids)
-        self.kv_cache.publish(entry.sequence, min(entry.end, known))
+    def place(self, batch: Batch) -> None:
+        super().place(batch)
+        for entry in batch.entries:
+            known = len(entry.sequence.token_ids)
+            self.publish(entry.sequence, min(entry.end, known))
 
 
 class KeepsTheCacheOfALostDevice(KVCacheManager):
@@ -431,7 +431,7 @@ def test_pages_of_a_step_that_did_not_succeed_are_not_found_again(
 
 def test_publishing_at_launch_would_be_found_out() -> None:
     with pytest.raises(AssertionError, match="is not the solo stream"):
-        run_after_a_spoiled_prompt("one row not finite", Parts(scheduler=PublishesAtLaunch))
+        run_after_a_spoiled_prompt("one row not finite", Parts(kv_cache=PublishesAtLaunch))
 
 
 def run_all_faults(kind: FaultKind, parts: Parts) -> None:

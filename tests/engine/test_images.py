@@ -11,6 +11,7 @@ import pytest
 
 from cadenza.backends.fake import FakeRunner, FakeStepHandle
 from cadenza.config import EngineLimits, ImageLimits, SchedulerLoop
+from cadenza.core.image_queue import ImageQueue
 from cadenza.core.step_schema import ModelInputs
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.model_drafter import DraftModel
@@ -149,7 +150,7 @@ def test_an_image_in_several_requests_and_samples_is_encoded_once() -> None:
     requests = [request_of(text(4, k), CAT, text(5), n=2) for k in range(3)]
     run_requests(engine, requests).verify()
     assert runner.encoded == [digest_of(CAT)]
-    counts = engine.scheduler.images.counts
+    counts = engine.scheduler.work(ImageQueue).counts
     assert (counts.num_encoded, counts.num_slot_hits, counts.num_prefix_hits) == (1, 2, 0)
 
 
@@ -167,7 +168,7 @@ def test_a_span_whose_pages_are_cached_is_not_encoded() -> None:
     record = run_requests(engine, [request_of(text(16), CAT, text(9), text(8, 3))])
     assert runner.encoded == [digest_of(CAT), digest_of(DOG)]
     assert record.finished[2, 0].num_cached_tokens == 32
-    assert engine.scheduler.images.counts.num_prefix_hits == 1
+    assert engine.scheduler.work(ImageQueue).counts.num_prefix_hits == 1
 
 
 def test_a_hit_that_ends_inside_an_image_goes_on_with_the_same_rows() -> None:
@@ -219,7 +220,7 @@ def test_a_request_without_its_image_holds_no_row_and_no_page() -> None:
     engine.submit(request_of(text(3), (8, 8, 8)))
     engine.step()
     sequence = engine.scheduler.waiting[0]
-    assert engine.scheduler.images._encoding is None or sequence.row is None
+    assert engine.scheduler.work(ImageQueue)._encoding is None or sequence.row is None
     assert not sequence.page_table
 
 
@@ -242,8 +243,8 @@ def test_cancelling_in_the_middle_of_an_encode_frees_its_slots(loop: SchedulerLo
     assert engine.cancel(request_id)
     engine.check_invariants()
     run_requests(engine, []).verify_nothing_is_held()
-    assert engine.scheduler.images.counts.num_failed == 1
-    assert len(engine.scheduler.images.slots.free_slots) == 2000
+    assert engine.scheduler.work(ImageQueue).counts.num_failed == 1
+    assert len(engine.scheduler.work(ImageQueue).slots.free_slots) == 2000
 
 
 def test_cancelling_one_of_two_who_wait_for_an_image_goes_on_for_the_other() -> None:
@@ -404,7 +405,7 @@ def test_a_request_of_text_looks_up_no_placeholder() -> None:
     record = run_requests(engine, [predicted])
     record.verify()
     assert record.token_ids((0, 0)) == stream
-    assert engine.scheduler.draft_counts.num_draft_tokens > 10
+    assert engine.draft_counts.num_draft_tokens > 10
     assert not any((step.tokens.ids == IMAGE_TOKEN_ID).any() for step in runner.inputs)
 
 
@@ -476,7 +477,7 @@ def test_drafts_behind_images_are_accepted_and_change_no_token(loop: SchedulerLo
     record = run_requests(engine, [predicted, *MANY])
     record.verify()
     assert record.token_ids((0, 0)) == stream
-    assert engine.scheduler.draft_counts.num_accepted_tokens > 10
+    assert engine.draft_counts.num_accepted_tokens > 10
 
 
 @pytest.mark.parametrize("loop", LOOPS)
@@ -524,5 +525,7 @@ def test_a_restarted_engine_takes_images_from_the_disk_without_encoding(tmp_path
         record = run_requests(engine, requests[: 1 + place])
         tokens.append([record.token_ids((at, 0)) for at in range(1 + place)])
         engine.close()
-        assert engine.scheduler.images.counts.num_encoded == 1, "the second run encodes DOG alone"
+        assert engine.scheduler.work(ImageQueue).counts.num_encoded == 1, (
+            "the second run encodes DOG alone"
+        )
     assert tokens[0][0] == tokens[1][0] != tokens[1][1]

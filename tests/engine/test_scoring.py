@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from cadenza.backends.fake import FakeRunner, FakeStepHandle
+from cadenza.core.scoring_queue import ScoringQueue
 from cadenza.core.step_cost import StepBound, StepCost, StepLoad
 from cadenza.core.step_schema import ModelInputs
 from cadenza.engine.core import CoreOptions, EngineCore
@@ -69,7 +70,7 @@ def test_streams_are_those_alone_however_prompts_are_scored_beside_others(
     engine = scoring_engine(limits, scorer_of(limits, budget), loop=loop, reserved_output=0.0)
     record = run(engine, *both, before_step=lambda _: engine.check_invariants())
     assert streams_of(record) == owed_all(both)
-    assert engine.scheduler.scoring.counts.num_scored >= 4
+    assert engine.scheduler.work(ScoringQueue).counts.num_scored >= 4
     record.verify_nothing_is_held()
 
 
@@ -88,7 +89,7 @@ def test_a_running_sequence_takes_the_pages_of_a_scoring() -> None:
     engine = scoring_engine(limits, scorer_of(limits, 4), reserved_output=0.0)
     record = run(engine, short, long, before_step=lambda _: engine.check_invariants())
     assert streams_of(record) == owed_all([short, long])
-    assert engine.scheduler.scoring.counts.num_preempted > 0
+    assert engine.scheduler.work(ScoringQueue).counts.num_preempted > 0
     assert engine.scheduler.num_preemptions == 0, "what runs is not preempted for what is scored"
     record.verify_nothing_is_held()
 
@@ -101,7 +102,7 @@ def test_a_scoring_can_be_preempted_at_every_step() -> None:
         engine = scoring_engine(scorer=scorer_of(LIMITS, 100))
         engine.submit(asked)
         events = [event for _ in range(num_steps) for event in engine.step()]
-        is_over = not engine.scheduler.scoring.preempt() and num_steps > 0
+        is_over = not engine.scheduler.work(ScoringQueue).give_up_pages() and num_steps > 0
         engine.check_invariants()
         while not engine.is_idle:
             events += engine.step()
@@ -124,13 +125,13 @@ def test_a_request_can_be_cancelled_at_every_step_of_its_scoring(loop: str) -> N
         if is_over:
             break
         states |= {
-            f"{each.status} {each.awaits_kept} {bool(engine.scheduler.scoring.sequences)}"
+            f"{each.status} {each.awaits_kept} {bool(engine.scheduler.work(ScoringQueue).holders)}"
             for each in engine.scheduler.sequences
             if each.request_id == 1
         }
         engine.cancel(cancelled)
         engine.check_invariants()
-        assert not engine.scheduler.scoring.sequences
+        assert not engine.scheduler.work(ScoringQueue).holders
         while not engine.is_idle:
             events += engine.step()
             engine.check_invariants()
@@ -164,13 +165,15 @@ def test_equal_prompts_are_scored_once_at_the_same_time_and_later() -> None:
     cases = [asking(prompt, seed=1, n=1), asking(prompt, keep=0.6, seed=2)]
     record = run(engine, *cases)
     assert streams_of(record) == owed_all(cases)
-    num_tokens = engine.scheduler.scoring.counts.num_tokens
+    num_tokens = engine.scheduler.work(ScoringQueue).counts.num_tokens
     assert num_tokens == 307
     later = asking(prompt, keep=0.8, forced=(PromptSpan(100, 150),), seed=4)
     assert streams_of(run(engine, later)) == owed_all([later])
     salted = replace(later, cache_salt="another tenant's")
     assert streams_of(run(engine, salted)) == owed_all([later])
-    assert engine.scheduler.scoring.counts.num_tokens == 2 * num_tokens, "salts share nothing"
+    assert engine.scheduler.work(ScoringQueue).counts.num_tokens == 2 * num_tokens, (
+        "salts share nothing"
+    )
 
 
 def prompt_that_ends_at_once() -> tuple[int, ...]:
@@ -205,7 +208,7 @@ def test_nothing_is_scored_where_no_score_decides_what_is_kept(request_: Request
     engine = scoring_engine()
     record = run(engine, request_)
     assert streams_of(record) == owed_all([request_])
-    assert engine.scheduler.scoring.counts.num_tokens == 0
+    assert engine.scheduler.work(ScoringQueue).counts.num_tokens == 0
 
 
 def test_with_everything_kept_the_stream_is_that_of_the_whole_prompt() -> None:
@@ -237,7 +240,7 @@ def test_a_failed_step_is_retried_and_what_fails_alone_is_computed_whole(loop: s
     assert started[1].kept is None
     assert started[0].kept is not None
     assert later[0].kept is not None
-    assert engine.scheduler.scoring.counts.num_failed == 1
+    assert engine.scheduler.work(ScoringQueue).counts.num_failed == 1
     assert engine.num_failed_steps == 0, "the target's steps did not fail"
 
 
@@ -248,7 +251,7 @@ def test_scores_that_are_not_finite_are_a_failed_scoring() -> None:
     record = run(engine, *cases)
     whole = replace(cases[0], sparse_prefill=None)
     assert streams_of(record) == owed_all([whole, cases[1]])
-    assert engine.scheduler.scoring.counts.num_failed == 1
+    assert engine.scheduler.work(ScoringQueue).counts.num_failed == 1
 
 
 def test_a_stream_whose_scoring_failed_goes_on_whole_in_another_engine() -> None:
@@ -287,7 +290,7 @@ def test_a_failed_step_of_the_target_begins_scorings_again() -> None:
     asked = asking(tokens_of(300, 1), seed=2)
     ids = [engine.submit(plain), engine.submit(asked)]
     events = [event for _ in range(4) for event in engine.step()]
-    assert engine.scheduler.scoring.sequences
+    assert engine.scheduler.work(ScoringQueue).holders
     engine._loop._recover(engine._loop.in_flight.popleft().batch)
     engine.check_invariants()
     while not engine.is_idle:
@@ -443,7 +446,7 @@ def test_steps_of_others_stay_within_the_bound_while_four_long_prompts_are_score
     gaps = [b - a for times in came.values() for a, b in pairwise(times)]
     # Shares do not count the logit row behind a prompt's last token.
     assert max(gaps) * 1000 <= BOUND_MS + 2 * COST.logit_ms
-    counts = engine.scheduler.scoring.counts
+    counts = engine.scheduler.work(ScoringQueue).counts
     assert counts.num_scored == 4
     num_steps = len(fake(model).rows)
     assert counts.num_tokens / num_steps > 20, "the time that is left is used"

@@ -14,6 +14,7 @@ from cadenza.backends.fake import FakeRunner, FakeStepHandle
 from cadenza.config import EngineLimits, ImageLimits, SchedulerLoop
 from cadenza.core.image_cost import ImageCost
 from cadenza.core.sequence import Sequence
+from cadenza.core.span_queue import SpanQueue
 from cadenza.core.step_cost import StepBound, StepCost, StepLoad
 from cadenza.core.step_schema import ModelInputs
 from cadenza.core.whole_spans import SpanShape
@@ -216,7 +217,7 @@ def test_samples_of_a_request_share_a_span_that_was_computed_in_quanta(behind: i
     send(engine, record, request_of(9, 100, behind, 1, n=3))
     drain(engine, record)
     record.verify()
-    assert engine.scheduler.spans.num_computed == 1
+    assert engine.scheduler.work(SpanQueue).num_computed == 1
     assert runner.num_span_steps > 5
 
 
@@ -231,7 +232,7 @@ def test_a_hit_within_a_span_leaves_only_its_other_rows() -> None:
     drain(engine, record)
     record.verify()
     assert record.finished[1, 0].num_cached_tokens == 48
-    assert engine.scheduler.spans.num_computed == 2
+    assert engine.scheduler.work(SpanQueue).num_computed == 2
     assert len(runner.spans.slots) == 42
     assert 0 < runner.spans.num_calls - first < first
 
@@ -242,7 +243,7 @@ def mid_span(engine: EngineCore, record: Record) -> Sequence:
         for event in engine.step():
             record.take(event)
         engine.check_invariants()
-        holder = engine.scheduler.spans.holder
+        holder = engine.scheduler.work(SpanQueue).holder
         if holder is not None:
             return holder
     raise AssertionError("no span was computed in quanta")
@@ -257,7 +258,7 @@ def test_a_cancel_within_a_span_frees_all_and_lets_the_next_one_begin(loop: Sche
     engine.cancel(holder.request_id)
     record.cancelled.add((holder.request_id, 0))
     engine.check_invariants()
-    assert engine.scheduler.spans.holder is None
+    assert engine.scheduler.work(SpanQueue).holder is None
     drain(engine, record)
     record.verify()
 
@@ -270,7 +271,7 @@ def test_a_sequence_preempted_within_a_span_computes_it_again(loop: SchedulerLoo
     holder = mid_span(engine, record)
     engine.scheduler._preempt(holder)
     engine.check_invariants()
-    assert engine.scheduler.spans.holder is None
+    assert engine.scheduler.work(SpanQueue).holder is None
     drain(engine, record)
     record.verify()
 
@@ -342,7 +343,7 @@ class Traffic:
         for _ in range(140):
             if rng.random() < 0.3 and engine.num_queue_slots > 5:
                 send(engine, record, self._request(rng, longest))
-            holder = engine.scheduler.spans.holder
+            holder = engine.scheduler.work(SpanQueue).holder
             if holder is not None and rng.random() < 0.05:
                 self._cancel(engine, record, holder)
             num_preemptions = engine.scheduler.num_preemptions
@@ -357,7 +358,7 @@ class Traffic:
                 break
             self._take(engine, record)
         record.verify()
-        self.modes["spans"] += engine.scheduler.spans.num_computed
+        self.modes["spans"] += engine.scheduler.work(SpanQueue).num_computed
         self.modes["failures"] += engine.num_failed_steps
 
     def _take(self, engine: EngineCore, record: Record) -> None:

@@ -8,7 +8,7 @@ from cadenza.backends.base import BackendTraits, Runner, RunnerSetup
 from cadenza.backends.fake import FakeRunner
 from cadenza.checkpoint import Checkpoint
 from cadenza.config import EngineConfig, Ops
-from cadenza.core.scoring_queue import MAX_SCORINGS
+from cadenza.core.scoring_queue import MAX_SCORINGS, ScoringQueue
 from cadenza.errors import ConfigError
 from cadenza.events import Started
 from cadenza.loading.build import build_core, open_planned
@@ -86,7 +86,7 @@ def test_the_scorer_is_planned_loaded_and_used() -> None:
         events += core.step()
     (started,) = [each for each in events if isinstance(each, Started)]
     assert started.kept is not None
-    assert core.scheduler.scoring.counts.num_scored == 1
+    assert core.scheduler.work(ScoringQueue).counts.num_scored == 1
     core.close()
 
 

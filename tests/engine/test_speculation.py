@@ -52,7 +52,7 @@ SCENARIOS = {"free": Scenario, "constrained": Constrained}
 
 
 def num_rejected(record: Record) -> int:
-    counts = record.engine.scheduler.draft_counts
+    counts = record.engine.draft_counts
     assert sum(counts.num_accepted_per_pos) == counts.num_accepted_tokens
     return counts.num_draft_tokens - counts.num_accepted_tokens
 
@@ -110,7 +110,7 @@ def test_the_traffic_has_every_case_that_it_claims_to_test() -> None:
         for kind in SCENARIOS.values():
             scenario = kind(seed=seed, num_steps=NUM_STEPS)
             record = Simulation(scenario, loop="overlap", parts=observed(modes)).run()
-            modes["accepted"] += record.engine.scheduler.draft_counts.num_accepted_tokens
+            modes["accepted"] += record.engine.draft_counts.num_accepted_tokens
             modes["rejected"] += num_rejected(record)
             modes["preempted"] += record.engine.scheduler.num_preemptions
     wanted = ("mixed", "behind a prompt", "ended within", "several masks", "complete", "drafts")

@@ -167,7 +167,7 @@ def drain(core: EngineCore, requests: list[Request]) -> Played:
     constrained = {place for place, each in enumerate(requests) if each.constraint is not None}
     num_drafts = sum(token.is_draft for token in tokens if token.request_id in constrained)
     scheduler = core.scheduler
-    return Played(streams, num_drafts, scheduler.draft_counts, scheduler.num_preemptions)
+    return Played(streams, num_drafts, core.draft_counts, scheduler.num_preemptions)
 
 
 POOLS: dict[str, dict[str, Any]] = {

@@ -62,7 +62,7 @@ class Warm:
                 drain(core, streams)
         drain(core, streams)
         scheduler = core.scheduler
-        return streams, scheduler.draft_counts, scheduler.num_preemptions
+        return streams, core.draft_counts, scheduler.num_preemptions
 
 
 def drain(core: EngineCore, streams: Streams) -> None:

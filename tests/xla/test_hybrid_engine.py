@@ -133,8 +133,8 @@ def test_cold_warm_drafted_forked_and_restarted_have_the_same_bits(
     guess = [(token + 1) % 90 if at % 4 == 3 else token for at, token in ids]
     drafting = engine_of(runner)
     same(serve(drafting, replace(request, prediction=tuple(guess))), cold)
-    assert drafting.scheduler.draft_counts.num_accepted_tokens > 0
-    assert drafting.scheduler.draft_counts.num_draft_tokens > 5
+    assert drafting.draft_counts.num_accepted_tokens > 0
+    assert drafting.draft_counts.num_draft_tokens > 5
     same(serve(engine_of(runner), samples), apart)
 
     folder = PageFolder(tmp_path, "one model", 1 << 26)

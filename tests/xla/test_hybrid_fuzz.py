@@ -204,7 +204,7 @@ def test_a_random_hybrid_gives_each_stream_the_bits_that_it_has_alone(tmp_path: 
     tight = Mode(budget=variant.num_rows, loop="plain", num_pages=variant.num_pages // 2 + 10)
     workload.check(Mode(arrival_seed=seed))
     workload.check(tight)
-    drafted = workload.check(Mode(arrival_seed=seed), drafts=rng).engine.scheduler.draft_counts
+    drafted = workload.check(Mode(arrival_seed=seed), drafts=rng).engine.draft_counts
     assert drafted.num_draft_tokens > 0
     assert seed not in BY_DAY or 0 < drafted.num_accepted_tokens < drafted.num_draft_tokens
     workload.check(tight, drafts=rng)

@@ -10,6 +10,7 @@ from cadenza.backends.xla.reference_images import positions_of
 from cadenza.checkpoint import open_checkpoint
 from cadenza.checkpoint.random_checkpoint import named_shape
 from cadenza.config import EngineConfig
+from cadenza.core.image_queue import ImageQueue
 from cadenza.core.rope_positions import rope_positions
 from cadenza.engine.core import EngineCore
 from cadenza.errors import InvalidRequestError
@@ -89,7 +90,7 @@ def test_tokens_behind_images_are_those_of_each_request_alone(engine: EngineCore
     assert run(engine, requests) == alone
     assert alone[0] == alone[3]
     assert len({tuple(alone[at]) for at in (0, 2, 4)}) > 1, "the model sees nothing"
-    counts = engine.scheduler.images.counts
+    counts = engine.scheduler.work(ImageQueue).counts
     assert counts.num_encoded > 3, "an image was never evicted"
     assert counts.num_slot_hits > 0
     assert engine.num_failed_steps == 0
@@ -115,7 +116,7 @@ def test_the_reference_counts_positions_of_images_as_the_engine_does() -> None:
 
 
 def test_what_encoding_costs_was_measured(engine: EngineCore) -> None:
-    assert engine.scheduler.images.cost.num_measured > 0
+    assert engine.scheduler.work(ImageQueue).cost.num_measured > 0
 
 
 def test_a_grid_that_the_processor_makes_of_no_image_is_refused(engine: EngineCore) -> None:

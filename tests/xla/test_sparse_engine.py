@@ -10,6 +10,7 @@ import pytest
 from cadenza.backends.xla.runner import XlaRunner
 from cadenza.checkpoint.layer_kind import LayerKind
 from cadenza.config import SchedulerLoop
+from cadenza.core.scoring_queue import ScoringQueue
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.scoring_steps import PromptScorerModel
 from cadenza.events import Finished, Token
@@ -104,8 +105,8 @@ def test_streams_alone_together_in_any_cut_and_preempted_are_equal_bit_by_bit(pa
         found = [a.difference(b) for a, b in zip(streams, alone, strict=True)]
         assert found == [None] * len(requests)
         if num_pages is not None:
-            assert engine.scheduler.scoring.counts.num_failed == 0
-            preempted = engine.scheduler.scoring.counts.num_preempted
+            assert engine.scheduler.work(ScoringQueue).counts.num_failed == 0
+            preempted = engine.scheduler.work(ScoringQueue).counts.num_preempted
             assert engine.scheduler.num_preemptions + preempted > 0
 
 

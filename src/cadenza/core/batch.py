@@ -69,6 +69,18 @@ class BatchEntry:
     def end(self) -> int:
         return self.start + self.num_new_tokens
 
+    def launch(self) -> None:
+        """Counts its tokens, drafts among them, as launched; what it samples is known then."""
+        sequence, num_drafts = self.sequence, len(self.drafts)
+        end = self.start + self.num_new_tokens
+        if end == sequence.num_tokens:
+            self.num_choices = 1 + num_drafts
+            sequence.num_pending_tokens += self.num_choices
+        self.num_new_tokens += num_drafts
+        sequence.num_computed_tokens = end = end + num_drafts
+        if sequence.prompt_rows is not None:
+            self.prompt_rows = sequence.prompt_rows.launch(self.start, end)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpanStep:
@@ -168,8 +180,6 @@ class Batch:
             self.needs_masks = True
         if sequence.pool is not None:
             self.has_pooled = True
-        if entry.kept_states:
-            self.has_states = True
         if entry.images:
             self.has_images = True
 
@@ -177,6 +187,11 @@ class Batch:
     def has_quanta(self) -> bool:
         """Whether it computes more than its tokens."""
         return bool(self.image_calls) or self.span is not None
+
+    @property
+    def has_side_work(self) -> bool:
+        """Whether its time is not that of its tokens alone."""
+        return self.has_quanta or self.scored is not None
 
     def write_pages(self, sequence: Sequence, start: int, end: int, page_size: int) -> None:
         """It writes the KV of a sequence's tokens [start, end); the pages of which the device does

@@ -11,8 +11,9 @@ pool that holds the largest image of each request ends them all.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, replace
 from itertools import islice
 from operator import attrgetter
 
@@ -23,10 +24,10 @@ from cadenza.core.image_cost import ImageCost, ImageLoad, ImageWork
 from cadenza.core.image_slots import EncodedImage, ImageKey, ImageSlotCounts, ImageSlots
 from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.prefix import Prefix
-from cadenza.core.sequence import Sequence, SequenceStatus
-from cadenza.core.step_budget import SHORT_SHARE
-from cadenza.core.step_cost import StepBound
+from cadenza.core.sequence import Sequence, SequenceStatus, WaitReason
+from cadenza.core.step_budget import PromptPart
 from cadenza.core.step_schema import ImageCall
+from cadenza.core.step_work import StepDuration, StepPlan, StepWork
 from cadenza.events import Preparing
 from cadenza.figures import Figure
 from cadenza.request import Attachment
@@ -111,48 +112,18 @@ IMAGE_FIGURES: tuple[Figure["ImageQueue"], ...] = (
 )
 
 
-def _none_startable() -> Iterable[Sequence]:
-    return ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepImages:
-    """What a step encodes.
-
-    Args:
-        running, startable: as given to `ImageQueue.plan`.
-        is_beside: it encodes beside its tokens; otherwise only if it has none.
-        passed: a sequence that has no tokens in it: it is retried, and its image is not encoded.
-        has_tokens: whether it may have any.
-    """
-
-    running: Collection[Sequence] = ()
-    startable: Callable[[], Iterable[Sequence]] = _none_startable
-    is_beside: bool = False
-    passed: Sequence | None = None
-    has_tokens: bool = True
-
-    @property
-    def share(self) -> float:
-        """Of the time that decodes leave, what prompts leave to it."""
-        return SHORT_SHARE if self.is_beside else 0.0
-
-
-NO_IMAGES = StepImages()
-
-
-class ImageQueue:
+class ImageQueue(StepWork):
     """The images of one scheduler's sequences."""
 
     def __init__(
         self,
-        limits: ImageLimits | None,
+        limits: ImageLimits,
         kv_cache: KVCacheManager,
         fair_share: FairShare,
-        work_of: WorkOf | None,
+        work_of: WorkOf,
         cost: ImageCost | None = None,
     ) -> None:
-        self.slots = ImageSlots(0 if limits is None else limits.num_slots)
+        self.slots = ImageSlots(limits.num_slots)
         self.cost = cost or ImageCost()
         self.counts = ImageCounts()
         self._kv_cache = kv_cache
@@ -165,11 +136,12 @@ class ImageQueue:
         self._encoding: _Encoding | None = None
         self._num_looked_up = 0
         self._is_turn_of_retried = False
+        self._is_beside = False
+        """The step encodes beside its tokens; otherwise only if it has none."""
 
     @property
-    def is_used(self) -> bool:
-        """Whether there is a sequence with images."""
-        return bool(self._sequences)
+    def figures(self) -> tuple["ImageQueue", tuple[Figure["ImageQueue"], ...]]:
+        return self, IMAGE_FIGURES
 
     @property
     def encoding_for(self) -> Sequence | None:
@@ -178,9 +150,7 @@ class ImageQueue:
         return None if current is None or not current.num_done else current.sequence
 
     def add(self, sequence: Sequence) -> None:
-        """A sequence has come."""
         if sequence.request.attachments:
-            assert self._work_of is not None, "the engine encodes no images"
             self._sequences[sequence] = None
 
     def remove(self, sequence: Sequence) -> None:
@@ -198,7 +168,6 @@ class ImageQueue:
             current.sequence = heir
 
     def restart(self) -> None:
-        """The device has lost all slots."""
         self._give_up()
         self.slots.forget_all()
 
@@ -218,38 +187,42 @@ class ImageQueue:
         start = sequence.num_computed_tokens
         return not sequence.request.attachments or self.reachable(sequence, start) > start
 
-    def is_known_to_wait(self, sequence: Sequence) -> bool:
-        """Whether a waiting sequence waits for an image, without a look at the prefix cache; so for
-        those behind the first `NUM_AHEAD` that a step has looked up."""
-        if not sequence.request.attachments or not self._lacks(sequence, self._next.get(sequence)):
-            return False
-        self._num_looked_up += 1
-        return self._num_looked_up > NUM_AHEAD
+    def ready(self, running: SequenceOf[Sequence]) -> SequenceOf[Sequence]:
+        return [each for each in running if self.can_go_on(each)] if self._sequences else running
 
-    def may_start(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Whether a waiting sequence may start behind a prefix of `num_tokens` tokens."""
+    def limit(self, part: PromptPart, sequence: Sequence) -> PromptPart:
         if not sequence.request.attachments:
-            return True
-        needed = self._next[sequence] = _next_of(sequence, num_tokens)
-        return not self._lacks(sequence, needed)
+            return part
+        return replace(part, num_left=self.reachable(sequence, part.start) - part.start)
 
-    def is_awaited_by(self, sequence: Sequence) -> bool:
-        """Whether the next image that a waiting sequence needs is not encoded."""
-        return bool(sequence.request.attachments) and self._lacks(sequence, self._look_up(sequence))
+    def wait_reason(self, sequence: Sequence) -> WaitReason | None:
+        """Only of those behind the first `NUM_AHEAD` that a step has looked up."""
+        if not sequence.request.attachments or not self._lacks(sequence, self._next.get(sequence)):
+            return None
+        self._num_looked_up += 1
+        return WaitReason.IMAGE if self._num_looked_up > NUM_AHEAD else None
 
-    def note_start(self, sequence: Sequence, prefix: Prefix, *, is_fork: bool) -> None:
-        """A sequence starts behind a prefix."""
+    def wait_reason_behind(self, sequence: Sequence, prefix: Prefix) -> WaitReason | None:
+        if not sequence.request.attachments:
+            return None
+        needed = self._next[sequence] = _next_of(sequence, prefix.num_tokens)
+        return WaitReason.IMAGE if self._lacks(sequence, needed) else None
+
+    def start(self, sequence: Sequence, prefix: Prefix) -> None:
         attachments = sequence.request.attachments
         if not attachments:
             return
         self._next.pop(sequence, None)
-        if not sequence.has_started and not is_fork:
+        if not sequence.has_started and not prefix.is_fork:
             found = bisect_right(attachments, prefix.num_tokens, key=_end_of)
             self.counts.num_prefix_hits += found
 
-    def seen(self, sequence: Sequence, start: int, end: int) -> tuple[SeenImage, ...]:
-        """The images of a sequence's tokens [start, end), which are encoded and used now."""
-        found = self.images_of(sequence, start, end)
+    def _seen(
+        self, batch: Batch, sequence: Sequence, start: int, end: int
+    ) -> tuple[SeenImage, ...]:
+        """The images of a sequence's tokens [start, end), which are encoded and used now; pinned
+        until the step is read."""
+        found = self._images_of(batch, sequence, start, end)
         for each, image in found:
             self.slots.touch(image)
             if image.first_user is None:
@@ -258,8 +231,10 @@ class ImageQueue:
                 self.counts.num_slot_hits += 1
         return found
 
-    def images_of(self, sequence: Sequence, start: int, end: int) -> tuple[SeenImage, ...]:
-        """The images of a sequence's tokens [start, end), which are encoded."""
+    def _images_of(
+        self, batch: Batch, sequence: Sequence, start: int, end: int
+    ) -> tuple[SeenImage, ...]:
+        """The same of tokens whose images were used in an earlier step."""
         found: list[SeenImage] = []
         attachments = sequence.request.attachments
         for each in attachments[bisect_right(attachments, start, key=_end_of) :]:
@@ -269,59 +244,65 @@ class ImageQueue:
             assert image is not None, "a step computes tokens of an image without slots"
             assert image.is_ready, "a step computes tokens of an image that is not encoded"
             found.append(SeenImage(each, image))
+        self._pin(batch, [each.image for each in found])
         return tuple(found)
 
-    def plan(
-        self,
-        running: Collection[Sequence],
-        retried: Sequence | None,
-        startable: Callable[[], Iterable[Sequence]],
-    ) -> StepImages:
-        """What the next step encodes, before its tokens are known.
+    def begin(self, plan: StepPlan) -> None:
+        """Begins an image before the step's tokens are known.
 
-        Images of `retried`, whose steps are its own, are encoded without tokens, and every other
-        step is for the rest.
-
-        Args:
-            startable: gives waiting sequences that could start if there was room, in their order.
+        Images of a retried sequence, whose steps are its own, are encoded without tokens, and every
+        other step is for the rest.
         """
+        self._is_beside = False
         if not self._sequences:
-            return NO_IMAGES
+            return
         self._num_looked_up = 0
+        retried = plan.turns.retried
         if retried is None:
-            is_beside = self._begin(startable)
-            return StepImages(running=running, startable=startable, is_beside=is_beside)
-        needed = self._look_up(retried)
+            self._is_beside = self._begin(plan)
+        else:
+            self._begin_for(retried, plan)
+        if self._is_beside:
+            plan.keep_share()
+
+    def _begin_for(self, retried: Sequence, plan: StepPlan) -> None:
+        needed, current = self._look_up(retried), self._encoding
         if needed is None or not self._lacks(retried, needed):
-            return StepImages(running=running, startable=startable)
-        current = self._encoding
+            return
         if current is None and self._try_begin(retried, needed, self._next_of_running()):
             current = self._encoding
         is_own = current is not None and current.sequence is retried
         self._is_turn_of_retried = is_own and not self._is_turn_of_retried
-        return StepImages(
-            running=running,
-            startable=startable,
-            is_beside=current is not None and not is_own,
-            passed=retried,
-            has_tokens=not self._is_turn_of_retried,
-        )
+        self._is_beside = current is not None and not is_own
+        plan.passed = retried
+        plan.has_tokens = not self._is_turn_of_retried
 
-    def may_encode(self, plan: StepImages) -> bool:
-        """Whether the planned step, in which no token can be computed, encodes something."""
-        return self._begin(plan.startable, may_evict_next=not plan.running)
+    def has_work(self, plan: StepPlan) -> bool:
+        return self._begin(plan, may_evict_next=not plan.running)
 
-    def encode(
-        self, plan: StepImages, batch: Batch, bound: StepBound | None, span_ms: float = 0.0
-    ) -> None:
-        """Adds quanta to a step: of as many images as there is time for beside its tokens, and
-        beside the quanta of a span, which take `span_ms`."""
-        if self._encoding is None or ((batch.entries or batch.span) and not plan.is_beside):
+    def fill(self, plan: StepPlan, batch: Batch) -> None:
+        """Quanta of as many images as there is time for."""
+        if not self._sequences:
             return
-        left_ms = None if bound is None else bound.left_ms(batch.load) - span_ms
+        self._see(batch)
+        if self._encoding is None or ((batch.entries or batch.span) and not self._is_beside):
+            return
+        left_ms = plan.left_ms(batch)
         while self._encode_current(batch, left_ms) and plan.passed is None:
-            if not self._begin(plan.startable):
+            if not self._begin(plan):
                 break
+
+    def _see(self, batch: Batch) -> None:
+        """Finds the images of which the step computes tokens."""
+        for entry in batch.entries:
+            if entry.sequence.request.attachments:
+                entry.images = self._seen(batch, entry.sequence, entry.start, entry.end)
+                batch.has_images |= bool(entry.images)
+        span = batch.span
+        if span is not None:
+            find = self._seen if span.is_first else self._images_of
+            images = find(batch, span.sequence, span.start, span.stop)
+            batch.span = replace(span, images=images)
 
     def _encode_current(self, batch: Batch, left_ms: float | None) -> bool:
         """Adds quanta of the image that is being encoded: what takes `left_ms`, and at least one;
@@ -360,30 +341,20 @@ class ImageQueue:
         self._encoding = None
         return True
 
-    def pin(self, batch: Batch) -> None:
-        """Pins the images that a step reads, until it is read itself."""
-        if batch.has_images:
-            for entry in batch.entries:
-                self._pin(batch, [each.image for each in entry.images])
-        if batch.span is not None:
-            self._pin(batch, [each.image for each in batch.span.images])
-
     def unpin(self, batch: Batch) -> None:
-        """A launched step was read, or dropped."""
         self.slots.unpin(batch.images)
 
-    def observe(self, batch: Batch, text_ms: float | None, measured_ms: float) -> None:
-        """A step with image calls took `measured_ms`; all else in it was to take `text_ms`, if that
-        is known."""
-        image_ms = self.cost.predict_ms(batch.image_load)
-        if text_ms is None:
+    def observe(self, batch: Batch, duration: StepDuration) -> None:
+        if not batch.image_calls:
+            return
+        image_ms, measured_ms = self.cost.predict_ms(batch.image_load), duration.measured_ms
+        if duration.others_ms is None:
             self.counts.encoder_ms += min(image_ms, measured_ms)
             return
-        self.counts.encoder_ms += measured_ms * image_ms / (image_ms + text_ms)
-        self.cost = self.cost.corrected(batch.image_load, text_ms, measured_ms)
+        self.counts.encoder_ms += measured_ms * image_ms / (image_ms + duration.others_ms)
+        self.cost = self.cost.corrected(batch.image_load, duration.others_ms, measured_ms)
 
     def predict_ms(self, batch: Batch) -> float:
-        """What encoding adds to a step."""
         return self.cost.predict_ms(batch.image_load) if batch.image_calls else 0.0
 
     def slot_counts(self) -> ImageSlotCounts:
@@ -391,21 +362,19 @@ class ImageQueue:
         needed = self._next_of_running() | self._next_of_waiting()
         return self.slots.counts(needed.__contains__)
 
-    def check_invariants(self, waiting: Iterable[Sequence], running: Iterable[Sequence]) -> None:
-        """Raises AssertionError if slots are lost, or sequences are missing."""
+    def check_invariants(self, sequences: SequenceOf[Sequence]) -> None:
         self.slots.check_invariants()
-        present = {each for each in (*waiting, *running) if each.request.attachments}
+        present = {each for each in sequences if each.request.attachments}
         assert present == set(self._sequences), "sequences with images are missing, or have ended"
-        assert set(self._next) <= set(waiting), "a sequence that does not wait awaits an image"
+        waiting = {each for each in present if each.status is SequenceStatus.WAITING}
+        assert set(self._next) <= waiting, "a sequence that does not wait awaits an image"
         current = self._encoding
         if current is not None:
             assert current.sequence in present, "an image is encoded for a sequence that has ended"
             assert self.slots.find(current.image.key) is current.image, "its slots are another's"
             assert not current.image.is_ready, "an image that is encoded is being encoded"
 
-    def _begin(
-        self, startable: Callable[[], Iterable[Sequence]], *, may_evict_next: bool = False
-    ) -> bool:
+    def _begin(self, plan: StepPlan, *, may_evict_next: bool = False) -> bool:
         """Whether an image is being encoded: begins the first that is needed and gets its slots.
 
         Where several tenants need some, the one that has had least is first. If it does not get its
@@ -417,7 +386,7 @@ class ImageQueue:
         if self._encoding is not None or not self._sequences:
             return self._encoding is not None
         blocked = self._blocked_running()
-        candidates = [*blocked, *self._blocked_waiting(startable)]
+        candidates = [*blocked, *self._blocked_waiting(plan)]
         if not candidates:
             return False
         counter_of = self._fair_share.counter_of
@@ -436,7 +405,6 @@ class ImageQueue:
         image = self.slots.try_allocate(key, count, kept.__contains__)
         if image is None:
             return False
-        assert self._work_of is not None
         self._encoding = _Encoding(sequence, needed, image, self._work_of(needed))
         return True
 
@@ -460,14 +428,12 @@ class ImageQueue:
                 found.append((sequence, needed))
         return found
 
-    def _blocked_waiting(
-        self, startable: Callable[[], Iterable[Sequence]]
-    ) -> list[tuple[Sequence, Attachment]]:
+    def _blocked_waiting(self, plan: StepPlan) -> list[tuple[Sequence, Attachment]]:
         """The same of the first `NUM_AHEAD` waiting ones that do not wait for something else."""
         if all(each.status is SequenceStatus.RUNNING for each in self._sequences):
             return []
         found: list[tuple[Sequence, Attachment]] = []
-        own = (each for each in startable() if each in self._sequences)
+        own = (each for each in plan.turns.startable() if each in self._sequences)
         for sequence in islice(own, NUM_AHEAD):
             if sequence.is_expecting_source or self._kv_cache.is_prefix_coming(sequence):
                 continue

@@ -10,6 +10,7 @@ from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple, Protocol
 
 from cadenza.config import EngineLimits
+from cadenza.core.batch import Batch
 from cadenza.core.eviction_order import PageClass
 from cadenza.core.in_flight_prefixes import Coming, InFlightPrefixes
 from cadenza.core.page_keys import Content, PageKeys
@@ -25,7 +26,7 @@ from cadenza.core.prefix_misses import (
     misses_in_pages,
     no_misses,
 )
-from cadenza.core.recurrent_states import Placement, RecurrentStates
+from cadenza.core.recurrent_states import RecurrentStates
 from cadenza.core.sequence import PageCopy, Sequence
 from cadenza.core.sequence_states import SequenceStates
 from cadenza.core.slot_prefixes import SlotPrefixes
@@ -344,11 +345,19 @@ class KVCacheManager:
         if prefix.state_slot is not None:
             store.keep_state(sequence.page_keys[num_found - 1], prefix.state_slot)
 
-    def place_state(self, sequence: Sequence, start: int, end: int, num_drafts: int) -> Placement:
-        """Names the slots of a step that computes a sequence's tokens from `start` to `end`, of
-        which the last are drafts; `unpin` them when it has been read."""
-        assert self.sequence_states is not None, "the model has no recurrent state"
-        return self.sequence_states.place(sequence, start, end, num_drafts)
+    def place(self, batch: Batch) -> None:
+        """Names the pages and the slots of states that a step's entries write; `unpin` them when it
+        has been read."""
+        states = self.sequence_states
+        for entry in batch.entries:
+            sequence, start = entry.sequence, entry.start
+            end = start + entry.num_new_tokens
+            if states is not None:
+                placed = states.place(sequence, start, end, len(entry.drafts))
+                entry.state_start, entry.kept_states = placed.start, placed.kept
+                batch.state_slots += placed.slots
+                batch.has_states = True
+            batch.write_pages(sequence, start, end, self.page_size)
 
     def settle_drafts(self, sequence: Sequence) -> None:
         """After a step with drafts was read: keeps the state behind the accepted ones."""
@@ -541,6 +550,7 @@ class KVCacheManager:
         num_tokens = source.num_prompt_tokens - 1
         full, rest = divmod(num_tokens, self.page_size)
         return Prefix(
+            is_fork=True,
             page_ids=tuple(source.page_table[:full]),
             num_tokens=num_tokens,
             partial_page=source.page_table[full] if rest else None,

@@ -16,15 +16,15 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 
 from cadenza.config import EngineLimits
-from cadenza.core.admission import Reservations
 from cadenza.core.batch import Batch, BatchEntry
 from cadenza.core.fair_share import FairShare
 from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.score_memo import ScoreMemo, prompt_digest
-from cadenza.core.sequence import Sequence, SequenceStatus
-from cadenza.core.step_budget import SHORT_SHARE, PromptBudget, PromptPart, PromptShares
-from cadenza.core.step_cost import StepBound, StepCost, StepLoad
+from cadenza.core.sequence import Sequence, SequenceStatus, WaitReason
+from cadenza.core.step_budget import PromptBudget, PromptPart, PromptShares
+from cadenza.core.step_cost import StepCost, StepLoad
 from cadenza.core.step_schema import StepOutput
+from cadenza.core.step_work import StepDuration, StepPlan, StepWork
 from cadenza.events import Preparing, WholePromptReason
 from cadenza.figures import Figure
 from cadenza.request import Request, SamplingParams
@@ -83,7 +83,7 @@ SCORING_FIGURES: tuple[Figure["ScoringQueue"], ...] = (
     Figure(
         "spec_prefill_scoring",
         "Prompts that are being scored.",
-        lambda scoring: len(scoring.sequences),
+        lambda scoring: len(scoring.holders),
         type="gauge",
     ),
     Figure("spec_prefill_scored", "Prompts scored.", lambda scoring: scoring.counts.num_scored),
@@ -151,15 +151,15 @@ class _Scoring:
         return len(self.sequence.token_ids) - self.sequence.num_computed_tokens
 
 
-class ScoringQueue:
+class ScoringQueue(StepWork):
     """The prompts of one scheduler's sequences that are to be scored."""
 
     def __init__(
-        self, options: ScoringOptions | None, kv_cache: KVCacheManager, fair_share: FairShare
+        self, options: ScoringOptions, kv_cache: KVCacheManager, fair_share: FairShare
     ) -> None:
-        self.cost = None if options is None else options.cost
+        self.cost = options.cost
         self.counts = ScoringCounts()
-        self._limits = None if options is None else options.limits
+        self._limits = options.limits
         self._kv_cache = kv_cache
         self._fair_share = fair_share
         self._memo = ScoreMemo()
@@ -168,31 +168,22 @@ class ScoringQueue:
         """Of waiting sequences, and of the scorer's own."""
         self._begun: list[_Scoring] = []
         """In the order in which they began."""
-        self._free_rows = list(range(0 if options is None else options.limits.max_num_seqs))
+        self._free_rows = list(range(options.limits.max_num_seqs))
         self._lacking: Sequence | None = None
-        self._full: set[str] = set()
+        self._full: set[Sequence] = set()
         self._untold: list[Preparing] = []
         """Of those that have begun and are in no step yet."""
 
     @property
-    def sequences(self) -> list[Sequence]:
-        """The scorer's own, which have pages."""
+    def figures(self) -> tuple["ScoringQueue", tuple[Figure["ScoringQueue"], ...]]:
+        return self, SCORING_FIGURES
+
+    @property
+    def holders(self) -> list[Sequence]:
         return [each.sequence for each in self._begun]
 
-    @property
-    def is_used(self) -> bool:
-        """Whether there is a scorer."""
-        return self._limits is not None
-
-    @property
-    def has_work(self) -> bool:
-        """Whether a step can compute something."""
+    def has_work(self, plan: StepPlan) -> bool:  # noqa: ARG002 (whatever else is planned)
         return bool(self._ready())
-
-    @property
-    def share(self) -> float:
-        """Of the time that decodes leave, what prompts leave to it."""
-        return SHORT_SHARE if self.has_work else 0.0
 
     def add(self, sequence: Sequence) -> None:
         """A sequence has come; it awaits its scores only if nothing else tells what is kept."""
@@ -206,7 +197,6 @@ class ScoringQueue:
         if kept is not None:
             sequence.thin_out(kept)
             return
-        assert self._limits is not None, "the engine scores no prompts"
         scoring = self._scorings.get(digest)
         if scoring is None:
             num_tokens = len(sequence.token_ids)
@@ -223,21 +213,24 @@ class ScoringQueue:
             if not scoring.waiters:
                 self._drop(scoring)
 
-    def begin(
-        self, startable: Callable[[], Iterable[Sequence]], reservations: Reservations
-    ) -> None:
+    def begin(self, plan: StepPlan) -> None:
+        self._begin_scorings(plan)
+        if self.has_work(plan):
+            plan.keep_share()
+
+    def _begin_scorings(self, plan: StepPlan) -> None:
         """Begins as many as there are rows and pages for, in the order in which sequences start.
 
         The first that is ready to start keeps its pages, and so does the first that lacks pages for
-        its scoring: nothing behind that starts (`lacks_pages`).
+        its scoring: nothing behind that starts.
         """
         self._lacking = None
         self._full.clear()
         if not self._free_rows or len(self._begun) == len(self._scorings):
             return
-        reservations.forget()
+        plan.reservations.forget()
         ready: Sequence | None = None
-        for sequence in startable():
+        for sequence in plan.turns.startable():
             scoring = self._scoring_of.get(sequence)
             if scoring is None:
                 ready = ready or sequence
@@ -248,9 +241,9 @@ class ScoringQueue:
                 break
             num_tokens = scoring.num_tokens + LOOK_AHEAD_TOKENS
             if self._kv_cache.exceeds_quota(scoring.sequence, num_tokens):
-                self._full.add(sequence.tenant.name)
+                self._full.add(sequence)
                 continue
-            may_take = reservations.leave(
+            may_take = plan.reservations.leave(
                 self._kv_cache.num_pages_for(num_tokens),
                 ready,
                 available=self._kv_cache.pool.num_available,
@@ -260,16 +253,15 @@ class ScoringQueue:
                 self._lacking = sequence
                 break
 
-    def lacks_pages(self, sequence: Sequence) -> bool:
-        """Whether a waiting sequence's scoring lacks pages, so that none behind it may start."""
-        return sequence is self._lacking
+    def wait_reason(self, sequence: Sequence) -> WaitReason | None:
+        if sequence is self._lacking:
+            return WaitReason.PAGES
+        if sequence in self._full:
+            return WaitReason.QUOTA
+        return WaitReason.SCORES if sequence.awaits_kept else None
 
-    def is_full(self, tenant: Tenant) -> bool:
-        """Whether a scoring of the tenant does not fit its quota of pages."""
-        return tenant.name in self._full
-
-    def preempt(self, tenant: Tenant | None = None) -> bool:
-        """Takes the pages of the newest scoring, or of the tenant's newest; False without one."""
+    def give_up_pages(self, tenant: Tenant | None = None) -> bool:
+        """Those of the newest scoring, or of the tenant's newest."""
         for scoring in reversed(self._begun):
             if tenant is None or scoring.sequence.tenant.name == tenant.name:
                 self._rewind(scoring)
@@ -277,30 +269,28 @@ class ScoringQueue:
                 return True
         return False
 
-    def fill(self, batch: Batch, bound: StepBound | None, image_ms: float) -> None:
-        """Gives a step what it computes of prompts to be scored: what there is time for beside its
-        tokens and images, or the fewest that a prompt gets."""
+    def fill(self, plan: StepPlan, batch: Batch) -> None:
+        """What there is time for, or the fewest tokens that a prompt gets."""
         ready = self._ready()
         if not ready:
             return
-        assert self._limits is not None
         drawing = [each for each in ready if each.num_queries]
         reading = [each for each in ready if not each.num_queries]
         num_tokens = self._limits.max_num_batched_tokens - len(drawing)
-        budget, is_bounded = PromptBudget(num_tokens=num_tokens), bound is not None
-        if bound is not None and self.cost is not None:
+        budget, left_ms = PromptBudget(num_tokens=num_tokens), plan.left_ms(batch)
+        is_bounded = left_ms is not None
+        if left_ms is not None and self.cost is not None:
             load = StepLoad()
             for each in drawing:
                 load = load.plus(each.sequence.num_computed_tokens, 1, 1)
-            left_ms = bound.left_ms(batch.load) - image_ms - self.cost.predict_ms(load)
-            budget.left_ms, budget.cost = left_ms, self.cost
+            budget.left_ms, budget.cost = left_ms - self.cost.predict_ms(load), self.cost
         parts = [
             PromptPart(start=each.sequence.num_computed_tokens, num_left=each.num_left)
             for each in reading
         ]
         shares = PromptShares(budget, parts)
-        if bound is not None and shares.left_ms < 0:
-            bound.num_granted += 1
+        if plan.bound is not None and shares.left_ms < 0:
+            plan.bound.num_granted += 1
         scored = Batch(batch.step_id)
         for each in drawing:
             self._add_entry(scored, each, 1, is_bounded=is_bounded)
@@ -337,36 +327,32 @@ class ScoringQueue:
                 scores = step.read_scores(entry.row, scoring.num_tokens, scoring.num_queries)
                 self._finish(scoring, scores)
 
-    def observe(self, scored: Batch, others_ms: float, measured_ms: float) -> None:
-        """A step took `measured_ms`, of which its other parts were to take `others_ms`."""
-        if self.cost is None:
+    def observe(self, batch: Batch, duration: StepDuration) -> None:
+        scored, others_ms = batch.scored, duration.others_ms
+        if scored is None or others_ms is None or self.cost is None:
             return
         scoring_ms = self.cost.predict_ms(scored.load)
-        own_ms = measured_ms * scoring_ms / (scoring_ms + others_ms)
+        own_ms = duration.measured_ms * scoring_ms / (scoring_ms + others_ms)
         self.counts.scoring_ms += own_ms
         self.cost = self.cost.corrected(scored.load, own_ms)
 
-    def predict_ms(self, scored: Batch | None) -> float:
-        """What scoring adds to a step."""
-        if scored is None or self.cost is None:
-            return 0.0
-        return self.cost.predict_ms(scored.load)
+    def predict_ms(self, batch: Batch) -> float:
+        scored = batch.scored
+        return 0.0 if scored is None or self.cost is None else self.cost.predict_ms(scored.load)
 
     def restart(self) -> None:
-        """The scorer has lost its pages."""
         for scoring in list(self._begun):
             self._rewind(scoring)
 
-    def check_invariants(self, waiting: Iterable[Sequence]) -> None:
-        """Raises AssertionError if rows or sequences are lost."""
-        awaiting = {each for each in waiting if each.awaits_kept}
+    def check_invariants(self, sequences: SequenceOf[Sequence]) -> None:
+        awaiting = {each for each in sequences if each.awaits_kept}
         waiters = {each for scoring in self._scorings.values() for each in scoring.waiters}
         assert awaiting == waiters, "sequences await scores of no prompt, or have ended"
         own = {scoring.sequence for scoring in self._scorings.values()}
         assert set(self._scoring_of) == waiters | own, "scorings of sequences that have ended"
         assert {each.digest for each in self._begun} <= set(self._scorings), "scored for nobody"
         rows = [each.sequence.row for each in self._begun if each.sequence.row is not None]
-        most = 0 if self._limits is None else self._limits.max_num_seqs
+        most = self._limits.max_num_seqs
         assert sorted([*rows, *self._free_rows]) == list(range(most)), "rows are lost or shared"
 
     def _is_cached(self, sequence: Sequence) -> bool:

@@ -35,6 +35,33 @@ class PageCopy(NamedTuple):
     num_tokens: int
 
 
+class WaitReason(Enum):
+    """Why a waiting sequence did not start in the newest step."""
+
+    TURN = "turn"
+    """Others come before it."""
+    ROW = "row"
+    """All rows are taken."""
+    PAGES = "pages"
+    """Too few are free."""
+    QUOTA = "quota"
+    """Its tenant's pages are in use."""
+    STEP = "step"
+    """The step has no room for more prompts."""
+    SAMPLE = "sample"
+    """Another sample of its request computes the prompt."""
+    PREFIX = "prefix"
+    """Another request computes the beginning of its prompt."""
+    DISK = "disk"
+    """Its pages are being read from the page folder."""
+    IMAGE = "image"
+    """Its next image is not encoded."""
+    SCORES = "scores"
+    """Its prompt is not scored for a sparse prefill."""
+    RETRY = "retry"
+    """Sequences of a failed step are computed before, one at a time."""
+
+
 class SequenceStatus(Enum):
     """Queued, in a row of the batch, or ended."""
 
@@ -49,6 +76,7 @@ class Sequence:
 
     Args:
         arrived_s: when it was submitted, by the engine's clock.
+        wait_reason: why it did not start in the newest step, if that step got as far as to it.
         token_ids: the prompt, or what is kept of it, and all tokens read back so far.
         kept: the tokens that are computed of a prompt that is thinned out; a position is a place
             among these. None while they are not known, and where the whole prompt is computed.
@@ -89,6 +117,7 @@ class Sequence:
     sample: int = 0
     siblings: list["Sequence"] = field(default_factory=list["Sequence"])
     status: SequenceStatus = SequenceStatus.WAITING
+    wait_reason: WaitReason | None = None
     row: int | None = None
     page_table: list[int] = field(default_factory=list[int])
     page_copy: PageCopy | None = None

@@ -3,13 +3,14 @@
 Owns the order; does not know what it means. Invariant: each sequence is in it at most once.
 """
 
+import heapq
 from bisect import bisect_left
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from itertools import count
 from typing import overload
 
-from cadenza.core.sequence import Sequence
+from cadenza.core.sequence import Sequence, SequenceStatus
 
 
 class SequenceList(SequenceOf[Sequence]):
@@ -53,3 +54,36 @@ class SequenceList(SequenceOf[Sequence]):
 
     def __getitem__(self, index: int | slice) -> Sequence | list[Sequence]:
         return self._sequences[index]
+
+
+class RunningRows(SequenceList):
+    """The running sequences in the order of their starts, each in the lowest row that was free."""
+
+    def __init__(self, num_rows: int) -> None:
+        super().__init__()
+        self._free = list(range(num_rows))
+        self._num_rows = num_rows
+
+    @property
+    def has_free(self) -> bool:
+        return bool(self._free)
+
+    def append(self, sequence: Sequence) -> None:
+        """A waiting sequence runs."""
+        sequence.row = heapq.heappop(self._free)
+        sequence.status = SequenceStatus.RUNNING
+        super().append(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """A running sequence loses its row; its status is the caller's."""
+        assert sequence.row is not None, "a running sequence has no row"
+        heapq.heappush(self._free, sequence.row)
+        super().remove(sequence)
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError if rows are lost or shared."""
+        rows = [sequence.row for sequence in self if sequence.row is not None]
+        assert len(rows) == len(self), "a running sequence has no row"
+        assert sorted([*rows, *self._free]) == list(range(self._num_rows)), (
+            "rows are lost or shared"
+        )

@@ -11,40 +11,43 @@ nothing that it has computed of them is counted. Whatever takes its row, its pag
 state away drops it, and the span is computed anew.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, replace
 
 from cadenza.core.batch import Batch, SpanStep
 from cadenza.core.image_cost import SMALLEST_MS, ImageCost
 from cadenza.core.sequence import Sequence, SequenceStatus
+from cadenza.core.step_budget import PromptPart
 from cadenza.core.step_cost import StepBound, StepCost
+from cadenza.core.step_work import StepDuration, StepPlan, StepWork
 from cadenza.core.whole_spans import SpanRest, SpanShape, WholeSpan, cut_within
 
 
 @dataclass(slots=True, eq=False)
 class _Held:
     """The span that is computed for a sequence: its uncomputed rows, of which quanta are launched,
-    or in the step that is being planned."""
+    or may be in the step that is being planned."""
 
     sequence: Sequence
     rows: WholeSpan
     rest: SpanRest
-    num_planned: int = 0
 
     @property
     def has_begun(self) -> bool:
         return self.rest.has_begun
 
 
-class SpanQueue:
-    """The spans of one scheduler's sequences; `shape` is the runner's, None if it has no passes."""
+class SpanQueue(StepWork):
+    """The spans of one scheduler's sequences; `shape` is the runner's."""
 
-    def __init__(self, shape: SpanShape | None, bound: StepBound | None) -> None:
-        self._shape = shape if bound is not None else None
-        self.cost = ImageCost() if bound is None else _first_cost(bound.cost, shape)
+    def __init__(self, shape: SpanShape, bound: StepBound, page_size: int) -> None:
+        self._shape = shape
+        self._page_size = page_size
+        self.cost = _first_cost(bound.cost, shape)
         self.num_computed = 0
         """Spans that steps have computed in quanta; never decreases."""
         self._held: _Held | None = None
-        self._retried: Sequence | None = None
+        self._plan: StepPlan | None = None
 
     @property
     def holder(self) -> Sequence | None:
@@ -52,14 +55,8 @@ class SpanQueue:
         held = self._held
         return held.sequence if held is not None and held.has_begun else None
 
-    @property
-    def is_planned(self) -> bool:
-        """Whether the step that is being planned computes quanta."""
-        return self._held is not None and self._held.num_planned > 0
-
-    def start_step(self, retried: Sequence | None) -> None:
-        """A step is planned, which may be that of `retried` alone."""
-        self._retried = retried
+    def begin(self, plan: StepPlan) -> None:
+        self._plan = plan
         if self._held is not None and not self._held.has_begun:
             self._held = None
 
@@ -67,104 +64,95 @@ class SpanQueue:
         """Whether its spans are computed in quanta where they do not fit. Logit rows within spans,
         and states of recurrences, are those of steps."""
         return (
-            self._shape is not None
-            and bool(sequence.whole_spans)
-            and not sequence.needs_prompt_rows
-            and sequence.state is None
+            bool(sequence.whole_spans) and not sequence.needs_prompt_rows and sequence.state is None
         )
+
+    def limit(self, part: PromptPart, sequence: Sequence) -> PromptPart:
+        if not self.serves(sequence):
+            return part
+        rest = self.rest_of(sequence, part.start) if part.num_left else None
+        return replace(part, has_quanta=True, rest=rest)
 
     def rest_of(self, sequence: Sequence, start: int) -> SpanRest | None:
         """What is left of the span in which a sequence stands at `start`, if its quanta may be
         computed now: nobody else's are, and nobody asked before in this step. Whose step it is
         alone displaces the holder, which could not go on in it."""
-        if not self.serves(sequence):
-            return None
         span = cut_within(sequence.whole_spans, start + 1)
         if span is None:
             return None
         held, rows = self._held, WholeSpan(start, span.stop)
-        if held is None or (held.sequence is not sequence and sequence is self._retried):
-            assert self._shape is not None
+        if held is None or (held.sequence is not sequence and self._is_alone(sequence)):
             if rows.stop - rows.start > self._shape.max_rows:
                 return None
-            rest = SpanRest(work=self._shape.work(*rows), cost=self.cost)
+            num_rows = rows.stop - rows.start
+            rest = SpanRest(work=self._shape.work(*rows), cost=self.cost, num_rows=num_rows)
             held = self._held = _Held(sequence, rows, rest)
         if held.sequence is not sequence or held.rows != rows:
             return None
         return held.rest
 
-    def plan(self, sequence: Sequence, count: int) -> None:
-        """The step computes the next `count` quanta of the span that `rest_of` gave."""
+    def launch(self, plan: StepPlan, batch: Batch) -> int:
+        """With the last quantum the sequence has computed its span; of a prompt's last token only
+        keys and values are."""
         held = self._held
+        if plan.quanta is None:
+            return 0
+        sequence, count = plan.quanta
         assert held is not None, "no span is held"
         assert held.sequence is sequence, "another one's span is held"
-        held.num_planned = count
-
-    def num_rows_of(self, sequence: Sequence) -> int:
-        """The rows of its span that are not computed."""
-        assert self._held is not None, "no span is held"
-        assert self._held.sequence is sequence, "another one's span is held"
-        return self._held.rows.stop - self._held.rows.start
-
-    def launch(self, batch: Batch) -> SpanStep | None:
-        """Adds the planned quanta to a step, if there are any. With the last of them the sequence
-        has computed its span; of a prompt's last token only keys and values are."""
-        held, shape = self._held, self._shape
-        if held is None or not held.num_planned or shape is None:
-            return None
-        sequence, (start, stop) = held.sequence, held.rows
+        start, stop = held.rows
         assert sequence.row is not None, "the sequence of a span has no row"
         assert sequence.num_computed_tokens == start, "the sequence does not stand at its span"
-        first, count = held.rest.num_done, held.num_planned
-        held.rest, held.num_planned = held.rest.behind(count), 0
-        step = batch.span = SpanStep(
+        first = held.rest.num_done
+        held.rest = held.rest.behind(count)
+        batch.span = SpanStep(
             sequence=sequence,
             row=sequence.row,
             start=start,
             stop=stop,
-            rows=tuple(shape.rows(stop - start, first, first + count)),
+            rows=tuple(self._shape.rows(stop - start, first, first + count)),
             is_first=first == 0,
-            max_rows=shape.max_rows,
+            max_rows=self._shape.max_rows,
         )
         batch.span_load = held.rest.work.load(first, first + count)
         batch.quanta_for.append(sequence)
+        batch.write_pages(sequence, start, stop, self._page_size)
         if held.rest.num_done == len(held.rest.work):
             sequence.num_computed_tokens = min(stop, sequence.num_tokens - 1)
             self.num_computed += 1
             self._held = None
-        return step
+        return sequence.num_computed_tokens - start
 
-    def remove(self, sequence: Sequence) -> None:
-        """A sequence loses its row, as all do with the device's state: what was computed of its
-        span is dropped."""
+    def leave_row(self, sequence: Sequence) -> None:
+        """What was computed of its span is dropped."""
         if self._held is not None and self._held.sequence is sequence:
             self._held = None
 
     def predict_ms(self, batch: Batch) -> float:
-        """What a step's quanta of a span are to take."""
         return 0.0 if batch.span is None else self.cost.predict_ms(batch.span_load)
 
-    def observe(self, batch: Batch, other_ms: float, measured_ms: float) -> None:
-        """A step with quanta took `measured_ms`; all else in it was to take `other_ms`."""
-        self.cost = self.cost.corrected(batch.span_load, other_ms, measured_ms)
+    def observe(self, batch: Batch, duration: StepDuration) -> None:
+        if batch.span is None or duration.others_ms is None:
+            return
+        self.cost = self.cost.corrected(batch.span_load, duration.others_ms, duration.measured_ms)
         if self._held is not None:
             self._held.rest = self._held.rest.at_cost(self.cost)
 
-    def check_invariants(self) -> None:
-        """Raises AssertionError if the holder does not stand at its span."""
+    def check_invariants(self, sequences: SequenceOf[Sequence]) -> None:
         held = self._held
         if held is None or not held.has_begun:
             return
+        assert held.sequence in sequences, "a span is kept of a sequence that has ended"
         assert held.sequence.status is SequenceStatus.RUNNING, "a span's sequence does not run"
         assert held.sequence.num_computed_tokens == held.rows.start, "its span was cut"
         assert held.rest.num_done < len(held.rest.work), "a span that is computed is held"
-        assert not held.num_planned, "planned quanta were not launched"
+
+    def _is_alone(self, sequence: Sequence) -> bool:
+        return self._plan is not None and sequence is self._plan.alone
 
 
-def _first_cost(cost: StepCost, shape: SpanShape | None) -> ImageCost:
+def _first_cost(cost: StepCost, shape: SpanShape) -> ImageCost:
     """What the costs of steps imply: a quantum reads a layer's weights."""
-    if shape is None:
-        return ImageCost()
     return ImageCost(
         quantum_ms=max(SMALLEST_MS, cost.fixed_ms / shape.num_passes),
         product_ms=cost.token_ms,

@@ -64,6 +64,10 @@ class StepBudget:
         self._may_finish_short = may_finish_short
         self._kept_share = kept_share
 
+    def lacks_rows(self, sequence: Sequence) -> bool:
+        """Whether a sequence needs logit rows of its prompt, and none is left."""
+        return not self.num_rows and sequence.needs_prompt_rows
+
     def take_rows(self, sequence: Sequence, count: int) -> int:
         """Takes the logit rows for the next `count` tokens; returns how many tokens have theirs."""
         progress, start = sequence.prompt_rows, sequence.num_computed_tokens
@@ -215,6 +219,12 @@ class PromptShares:
     def quanta(self) -> list[int]:
         """The quanta of each prompt's span, in place of tokens."""
         return self._share().quanta
+
+    def num_span_rows(self, index: int) -> int:
+        """Rows of the span of a prompt that has quanta."""
+        rest = self._parts[index].rest
+        assert rest is not None, "a prompt without a span has no quanta"
+        return rest.num_rows
 
     @property
     def left_ms(self) -> float:

@@ -19,11 +19,13 @@ from cadenza.core.draft_costs import DecodeCost, DraftCosts
 from cadenza.core.draft_ledger import DraftAccount, DraftGroup, DraftLedger, OnDrafts
 from cadenza.core.draft_plan import DraftNumbers, chance_of, pace_of, plan_drafts
 from cadenza.core.draft_returns import DraftReturns, SpentMs
-from cadenza.core.drafts import Drafting
+from cadenza.core.drafts import DRAFT_FIGURES, DraftCounts, Drafting
 from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.sequence import Sequence
 from cadenza.core.step_budget import num_row_masks
 from cadenza.core.step_cost import StepCost, StepLoad
+from cadenza.core.step_work import StepDuration, StepWork
+from cadenza.figures import Figure
 
 WEIGHT_OF_NEWEST_WAIT = 0.2
 FIRST_PROBE, LAST_PROBE = 16, 64
@@ -198,7 +200,7 @@ class SourceDrafter:
         entry.drafts, entry.masks = drafts[:count], tuple(ahead.masks)
 
 
-class StepDrafts:
+class StepDrafts(StepWork):
     """`drafter` is that of sequences without a source of their own; `on_drafts` is called when
     drafts begin or cease to pay."""
 
@@ -210,6 +212,7 @@ class StepDrafts:
         on_drafts: OnDrafts | None = None,
     ) -> None:
         self.ledger = DraftLedger(on_drafts)
+        self.counts = DraftCounts()
         self._max_num_tokens = limits.max_num_batched_tokens
         self._sources = SourceDrafter(kv_cache)
         self._drafter = drafter
@@ -217,13 +220,15 @@ class StepDrafts:
         self._returns = DraftReturns(self.ledger)
         self._wait_ms = 0.0
 
-    def observe(
-        self, batch: Batch, measured_ms: float, cost: StepCost, idle_ms: float | None
-    ) -> None:
-        """A step took `measured_ms`, after `idle_ms` if it waited for the newest tokens.
+    @property
+    def figures(self) -> tuple[DraftCounts, tuple[Figure[DraftCounts], ...]]:
+        return self.counts, DRAFT_FIGURES
 
-        Learns what waiting costs, and what steps with and without drafts cost.
-        """
+    def observe(self, batch: Batch, duration: StepDuration) -> None:
+        """Learns what waiting costs, and what steps with and without drafts cost."""
+        measured_ms, idle_ms, cost, _ = duration
+        if cost is None:
+            return
         num_drafts, base = 0, batch.load
         for entry in batch.entries if batch.has_drafts else ():
             count = len(entry.drafts)
@@ -258,7 +263,10 @@ class StepDrafts:
         self._returns.observe(batch, base.num_logits, known, measured_ms, waited_ms)
 
     def settle(self, batch: Batch) -> None:
-        """The step, observed last, was applied: enters what its drafts gave."""
+        """Enters what the step's drafts gave."""
+        for entry in batch.entries if batch.has_drafts else ():
+            if entry.drafts:
+                self.counts.add(len(entry.drafts), entry.num_accepted)
         self._returns.settle(batch)
 
     def _may_draft(self, drafting: Drafting, num_rows: int) -> bool:
@@ -266,7 +274,7 @@ class StepDrafts:
         account = self.ledger.account(drafting.group, num_rows)
         return account.may_draft or drafting.credit.is_enough(num_rows)
 
-    def decide_wait(
+    def must_follow(
         self, running: SequenceOf[Sequence], number: int, cost: StepCost | None
     ) -> bool:
         """Whether the step of this number is to be scheduled only when no step is in flight: its
@@ -306,7 +314,7 @@ class StepDrafts:
                 return True
         return False
 
-    def propose(
+    def extend(
         self, entries: SequenceOf[BatchEntry], num_rows: int, number: int, cost: StepCost | None
     ) -> None:
         """Gives drafts to entries that sample in the step of this number, of which `num_rows` may

@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 
 from cadenza.core.batch import Batch, BatchEntry
-from cadenza.core.drafts import DraftCounts
 from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.sequence import MAX_FORCED_TOKENS, Sequence, SequenceStatus
 from cadenza.core.step_schema import StepOutput
@@ -90,7 +89,6 @@ class StepResults:
         end: Callable[[Sequence], None],
         placeholder: int | None = None,
     ) -> None:
-        self.draft_counts = DraftCounts()
         self._kv_cache = kv_cache
         self._end = end
         self._placeholder = placeholder
@@ -161,7 +159,6 @@ class StepResults:
         else:
             self._take_choice(entry, choices, first + len(entry.drafts), events)
         entry.num_accepted = num_accepted
-        self.draft_counts.add(len(entry.drafts), num_accepted)
         if not sequence.is_finished:
             assert sequence.drafting is not None
             sequence.drop_drafts()

@@ -13,7 +13,7 @@ from typing import Protocol
 from cadenza.config import Batching, EngineLimits, SchedulingPolicy
 from cadenza.core.fair_share import FairShare
 from cadenza.core.kv_cache_manager import KVCacheManager
-from cadenza.core.sequence import Sequence
+from cadenza.core.sequence import Sequence, WaitReason
 from cadenza.core.sequence_list import SequenceList
 from cadenza.core.under_share_tenants import UnderShareTenants
 
@@ -140,12 +140,13 @@ class Turn:
     waiting: Iterable[Sequence] = ()
     joins: bool = False
 
-    def split(self) -> tuple[list[Sequence], list[Sequence]]:
-        """The running ones with one token to compute, or with forced ones behind it, and those with
-        several, in their order."""
+    @staticmethod
+    def split(running: Iterable[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
+        """Of running ones those with one token to compute, or with forced ones behind it, and those
+        with several, in their order."""
         decodes: list[Sequence] = []
         prompts: list[Sequence] = []
-        for sequence in self.running:
+        for sequence in running:
             num_uncomputed = sequence.num_uncomputed_tokens
             if num_uncomputed == 1 or sequence.has_forced_tokens:
                 decodes.append(sequence)
@@ -242,6 +243,8 @@ class Turns:
         batching: Batching = "continuous",
     ) -> None:
         self.waiting = SequenceList()
+        self._held_back: list[Sequence] = []
+        """Those with a reason to wait, since the newest step was planned."""
         self._retried: list[Sequence] = []
         """Those of failed steps; some may have sampled or ended since."""
         self.fair_share = fair_share
@@ -263,7 +266,18 @@ class Turns:
     def leave(self, sequence: Sequence) -> None:
         """A waiting sequence starts or ends."""
         self.waiting.remove(sequence)
+        sequence.wait_reason = None
         self.fair_share.leave(sequence.tenant)
+
+    def hold_back(self, sequence: Sequence, reason: WaitReason) -> None:
+        """A waiting sequence does not start in the step that is being planned."""
+        sequence.wait_reason = reason
+        self._held_back.append(sequence)
+
+    @property
+    def is_retrying(self) -> bool:
+        """Whether no other sequence starts while those of a failed step wait."""
+        return any(each.row is None for each in self._retried)
 
     def may_start(self, *, has_row: bool) -> bool:
         """Whether a waiting sequence could start, in a free row or in place of a running one."""
@@ -280,9 +294,15 @@ class Turns:
         """Who computes in the next step, and who may start in it."""
         if self._retried:
             self._retried = [each for each in self._retried if _is_to_be_retried(each)]
+        for sequence in self._held_back:
+            sequence.wait_reason = None
+        self._held_back.clear()
 
         def is_being_read(sequence: Sequence) -> bool:
-            return self._kv_cache.is_being_read(sequence, now_s)
+            is_read = self._kv_cache.is_being_read(sequence, now_s)
+            if is_read:
+                self.hold_back(sequence, WaitReason.DISK)
+            return is_read
 
         def startable() -> Iterator[Sequence]:
             return _startable(each for each in self._ordered(now_s) if not is_being_read(each))
@@ -306,7 +326,7 @@ class Turns:
     def _ordered(self, now_s: float) -> Iterator[Sequence]:
         """Waiting sequences in the order in which they start; none while one of them is to be
         retried. Nothing is sorted before the first is asked for."""
-        if any(each.row is None for each in self._retried):
+        if self.is_retrying:
             return
         queue = Queue(self.waiting, now_s, self._kv_cache.num_uncached_tokens)
         yield from self.fair_share.in_turns(self._policy.order(queue))

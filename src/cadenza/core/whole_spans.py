@@ -94,10 +94,12 @@ class SpanShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpanRest:
-    """What is left of a span that may be computed in quanta: those of `work` behind `num_done`."""
+    """What is left of a span of `num_rows` rows that may be computed in quanta: those of `work`
+    behind `num_done`."""
 
     work: ImageWork
     cost: ImageCost
+    num_rows: int
     num_done: int = 0
 
     @property

@@ -18,13 +18,13 @@ from cadenza.backends.base import (
     PageCopier,
     ProvenRunner,
     Runner,
-    SpanRunner,
     StateCopier,
 )
 from cadenza.config import Batching, EngineLimits, SchedulerLoop
 from cadenza.core.admission import RESERVED_OUTPUT, Admission
 from cadenza.core.draft_ledger import DraftState
-from cadenza.core.drafts import Drafting, drafting_of
+from cadenza.core.drafts import DraftCounts, Drafting, drafting_of
+from cadenza.core.fair_share import fair_share_of
 from cadenza.core.image_cost import ImageCost
 from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.packing import Packer
@@ -32,9 +32,10 @@ from cadenza.core.pooling import Pool
 from cadenza.core.prefix_misses import PrefixMisses, log_text, miss_text
 from cadenza.core.prompt_rows import PromptRowsProgress
 from cadenza.core.scheduler import Scheduler, SchedulerOptions
-from cadenza.core.scoring_queue import ScoringOptions
+from cadenza.core.scoring_queue import ScoringQueue
 from cadenza.core.sequence import Sequence
 from cadenza.core.step_cost import StepBound, StepCost
+from cadenza.core.step_drafts import StepDrafts
 from cadenza.core.step_results import refuse_constraint
 from cadenza.core.turns import FCFS, TurnPolicy
 from cadenza.core.whole_spans import whole_spans_of
@@ -46,6 +47,7 @@ from cadenza.engine.request_check import RequestCheck
 from cadenza.engine.resumption import Resumption
 from cadenza.engine.sample_seed import seed_of_sample
 from cadenza.engine.scoring_steps import PromptScorerModel, ScoringSteps
+from cadenza.engine.step_works import StepWorks
 from cadenza.engine.stored_pages import StoredPages
 from cadenza.errors import EngineClosedError, EngineStalledError, QueueFullError
 from cadenza.events import Event, Finished
@@ -140,6 +142,18 @@ class EngineCore:
         self._drafter = None
         if options.draft_model is not None:
             self._drafter = ModelDrafter(options.draft_model, kv_cache, options.clock)
+        fair_share = fair_share_of(options.step_bound, limits)
+        works = StepWorks(
+            runner=runner,
+            limits=limits,
+            kv_cache=kv_cache,
+            fair_share=fair_share,
+            step_bound=options.step_bound,
+            image_cost=options.image_cost,
+            prompt_scorer=options.prompt_scorer,
+            drafter=self._drafter,
+            on_drafts=self._log_drafts,
+        )
         self.scheduler = Scheduler(
             limits,
             kv_cache,
@@ -147,20 +161,18 @@ class EngineCore:
             SchedulerOptions(
                 step_bound=options.step_bound,
                 step_cost=options.step_cost,
-                drafter=self._drafter,
                 policy=options.policy,
                 batching=options.batching,
                 on_prefix=_log_prefix,
-                on_drafts=self._log_drafts,
-                image_work=runner.image_work if isinstance(runner, ImageRunner) else None,
-                image_cost=options.image_cost,
-                scoring=_scoring_options(options.prompt_scorer),
-                span_shape=runner.span_shape if isinstance(runner, SpanRunner) else None,
+                fair_share=fair_share,
+                works=tuple(works),
             ),
         )
         packer = Packer(limits, runner.vocab_size, options.window)
         scorer = options.prompt_scorer
-        self._scoring = None if scorer is None else ScoringSteps(scorer)
+        self._scoring = None
+        if scorer is not None:
+            self._scoring = ScoringSteps(scorer, self.scheduler.work(ScoringQueue))
         self._loop = StepLoop(
             self.scheduler,
             steps or StepRunner(runner, packer),
@@ -380,9 +392,17 @@ class EngineCore:
         return sequence
 
     @property
+    def draft_counts(self) -> DraftCounts:
+        return self._drafts.counts
+
+    @property
+    def _drafts(self) -> StepDrafts:
+        return self.scheduler.work(StepDrafts)
+
+    @property
     def draft_states(self) -> tuple[DraftState, ...]:
         """By how drafts are made and the number of rows, whether they are, for they pay."""
-        return tuple(map(self._named, self.scheduler.drafts.ledger.states))
+        return tuple(map(self._named, self._drafts.ledger.states))
 
     def _named(self, state: DraftState) -> DraftState:
         """With the engine's method in place of its second model."""
@@ -464,10 +484,6 @@ def _secret_of(options: CoreOptions) -> bytes:
 def _scored_tokens(scorer: PromptScorerModel | None) -> int | None:
     """Of the longest prompt that it scores: the tokens behind it are in its context, too."""
     return None if scorer is None else scorer.limits.max_model_len - LOOK_AHEAD_TOKENS
-
-
-def _scoring_options(scorer: PromptScorerModel | None) -> ScoringOptions | None:
-    return None if scorer is None else ScoringOptions(limits=scorer.limits, cost=scorer.cost)
 
 
 def _stored_pages(

@@ -230,7 +230,7 @@ class StepLoop:
         return (
             self.in_flight[-1].batch.has_drafts
             or (self._decides_masks and not self._step_runner.has_late_masks)
-            or self._scheduler.decide_wait()
+            or self._scheduler.must_follow()
         )
 
     @property
@@ -292,8 +292,8 @@ class StepLoop:
         if self._scorer is not None and step.scoring is not None:
             scored = self._scorer.read(step.batch.step_id, step.scoring)
         self._observe(step)
-        if scored is not None and step.batch.scored is not None:
-            self._scheduler.scoring.apply(step.batch.scored, scored)
+        if self._scorer is not None and scored is not None:
+            self._scorer.apply(step.batch, scored)
         return self._scheduler.update(step.batch, output)
 
     def _observe(self, step: LaunchedStep) -> None:

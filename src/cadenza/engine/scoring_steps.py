@@ -12,7 +12,7 @@ from cadenza.backends.base import PromptScorer, Runner, StepHandle
 from cadenza.config import EngineLimits
 from cadenza.core.batch import Batch
 from cadenza.core.packing import Packer
-from cadenza.core.scoring_queue import ScoredStep
+from cadenza.core.scoring_queue import ScoredStep, ScoringQueue
 from cadenza.core.step_cost import StepCost
 from cadenza.core.step_schema import StepOutput
 from cadenza.errors import RunnerError
@@ -43,12 +43,13 @@ class _Failed:
 
 
 class ScoringSteps:
-    """Packs, launches and reads the steps of one scorer."""
+    """Packs, launches and reads the steps of one scorer, which are those of `queue`."""
 
-    def __init__(self, model: PromptScorerModel) -> None:
+    def __init__(self, model: PromptScorerModel, queue: ScoringQueue) -> None:
         assert isinstance(model.runner, PromptScorer), "the runner scores no prompts"
         self._scorer: PromptScorer = model.runner
         self._runner = model.runner
+        self._queue = queue
         self._packer = Packer(model.limits, model.runner.vocab_size)
 
     def launch(self, scored: Batch) -> StepHandle:
@@ -68,6 +69,11 @@ class ScoringSteps:
             logger.exception("step %d of the prompt scorer failed", step_id)
             self.reset()
             return ScoredStep(None, self._read_scores)
+
+    def apply(self, batch: Batch, step: ScoredStep) -> None:
+        """Applies what was read of a step."""
+        assert batch.scored is not None, "nothing was scored in the step"
+        self._queue.apply(batch.scored, step)
 
     def reset(self) -> None:
         """Recovers from a failed step, its own or the target's."""

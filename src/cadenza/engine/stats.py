@@ -297,9 +297,7 @@ def _figures(meter: StepMeter) -> Iterable[tuple[Any, tuple[Figure[Any], ...]]]:
         (core if scheduler.step_bound is not None else None, STEP_BOUND_FIGURES),
         (scheduler.prefix_counts, PREFIX_FIGURES),
         (None if stored is None else stored.counts, STORED_PAGE_FIGURES),
-        (scheduler.draft_counts, DRAFT_FIGURES),
         (core, DRAFTS_ON_FIGURES),
         (scheduler.kv_cache.states, STATE_FIGURES),
-        (None if core.limits.images is None else scheduler.images, IMAGE_FIGURES),
-        (scheduler.scoring if scheduler.scoring.is_used else None, SCORING_FIGURES),
+        *[work.figures for work in scheduler.works if work.figures is not None],
     )

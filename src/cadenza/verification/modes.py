@@ -12,6 +12,8 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, fields, replace
 
 from cadenza.config import EngineLimits, SchedulerLoop
+from cadenza.core.image_queue import ImageQueue
+from cadenza.core.scoring_queue import ScoringQueue
 from cadenza.core.sequence import Sequence
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.resumption import ResumedSample
@@ -250,8 +252,10 @@ def play(
         rounds.append(tuple(played.streams.values()))
         seconds = time.perf_counter() - start
     counts.preempted = core.scheduler.num_preemptions
-    counts.scored = core.scheduler.scoring.counts.num_scored
-    drafts = core.scheduler.draft_counts
+    counts.scored = sum(
+        [each.counts.num_scored for each in core.scheduler.works if isinstance(each, ScoringQueue)]
+    )
+    drafts = core.draft_counts
     counts.accepted_drafts = drafts.num_accepted_tokens
     counts.rejected_drafts = drafts.num_draft_tokens - drafts.num_accepted_tokens
     core.check_invariants()
@@ -384,8 +388,10 @@ class Round:
 
     def _interrupted(self, core: EngineCore) -> EngineCore:
         """The engine that goes on: another one if a request was interrupted so."""
-        sequence = core.scheduler.images.encoding_for
-        if self._interrupt is None or self._make_core is None or sequence is None:
+        if self._interrupt is None or self._make_core is None:
+            return core
+        sequence = core.scheduler.work(ImageQueue).encoding_for
+        if sequence is None:
             return core
         request_id = sequence.request_id
         if request_id in self._seen:
