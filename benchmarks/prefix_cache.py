@@ -20,10 +20,9 @@ from pathlib import Path
 from cache_traces import TRACES, Ask
 from cadenza import Request, SamplingParams
 from cadenza.config import EngineLimits
-from cadenza.core.eviction_order import EvictionOrder, PageClass, Reuse
 from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.page_keys import Content, PageKeys
-from cadenza.core.page_pool import PagePool
+from cadenza.core.page_pool import EvictionOrder, PageClass, PagePool, Reuse
 from cadenza.core.sequence import Sequence as Stream
 
 PAGE_SIZE = 16

@@ -465,7 +465,7 @@ class ImageLimits:
     Args:
         token_id: that of placeholders.
         num_slots: of embeddings on the device, one for each placeholder.
-        has_rope_axes: placeholders have rope positions of their own (`core.rope_positions`).
+        has_rope_axes: placeholders have rope positions of their own (`core.packing`).
     """
 
     token_id: int

@@ -24,7 +24,7 @@ from cadenza.core.draft_ledger import (
     DraftState,
     OwnCredit,
 )
-from cadenza.core.draft_returns import MAX_RATIO, DraftNote, DraftReturns, SpentMs
+from cadenza.core.draft_plan import MAX_RATIO, DraftNote, DraftReturns, SpentMs
 from cadenza.core.drafts import Drafting
 from tests.core.builders import sequence_of
 

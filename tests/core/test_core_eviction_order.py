@@ -15,8 +15,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from cadenza.core.eviction_order import ROUNDS, EvictionOrder, PageClass, Reuse
 from cadenza.core.kv_cache_manager import KVCacheManager
+from cadenza.core.page_pool import ROUNDS, EvictionOrder, PageClass, Reuse
 from cadenza.core.sequence import Sequence
 from tests.core.builders import manager_of, prompt_of, sequence_of
 

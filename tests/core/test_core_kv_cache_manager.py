@@ -7,8 +7,7 @@ import pytest
 from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.page_keys import PageContent, PageKeys
 from cadenza.core.page_pool import PageCounts
-from cadenza.core.prefix import Prefix
-from cadenza.core.prefix_cache import PrefixCache
+from cadenza.core.prefix_cache import Prefix, PrefixCache
 from cadenza.core.sequence import Sequence
 from tests.core.builders import SECRET, limits_of, manager_of, prompt_of, sequence_of
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cadenza.core.prefix_digest import SHORT_BYTES, PrefixDigest, split_keys
+from cadenza.core.page_keys import SHORT_BYTES, PrefixDigest, split_keys
 
 KEYS = [bytes([at]) * 32 for at in range(8)]
 

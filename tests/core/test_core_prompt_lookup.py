@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cadenza.core.drafts import FIRST_PAUSE, MAX_PAUSE, Drafting
-from cadenza.core.prompt_lookup import MAX_CANDIDATES, PromptLookup
+from cadenza.core.drafts import FIRST_PAUSE, MAX_CANDIDATES, MAX_PAUSE, Drafting, PromptLookup
 
 Tokens = list[int]
 

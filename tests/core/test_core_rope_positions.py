@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from cadenza.core.rope_positions import rope_positions
+from cadenza.core.packing import rope_positions
 from cadenza.request import Attachment
 
 

@@ -16,9 +16,8 @@ from cadenza.backends.fake import FakeRunner, FakeStepHandle
 from cadenza.config import EngineLimits
 from cadenza.core.admission import Admission
 from cadenza.core.batch import Batch, BatchEntry
-from cadenza.core.drafts import Drafting, DraftSource
+from cadenza.core.drafts import Drafting, DraftSource, PromptLookup
 from cadenza.core.kv_cache_manager import KVCacheManager
-from cadenza.core.prompt_lookup import PromptLookup
 from cadenza.core.scheduler import Scheduler, SchedulerOptions
 from cadenza.core.sequence import Sequence
 from cadenza.core.step_drafts import StepDrafts

@@ -7,8 +7,7 @@ import pytest
 
 from cadenza.config import SchedulerLoop
 from cadenza.core.batch import Batch
-from cadenza.core.constraint import Lookahead
-from cadenza.core.drafts import Drafting
+from cadenza.core.drafts import Drafting, Lookahead
 from cadenza.core.scheduler import Scheduler
 from cadenza.core.sequence import Sequence
 from cadenza.core.step_budget import MAX_ROW_MASKS, MAX_STEP_MASKS

@@ -17,7 +17,7 @@ from cadenza.core.batch import Batch
 from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.packing import Packer
 from cadenza.core.page_pool import PagePool
-from cadenza.core.prefix import Prefix
+from cadenza.core.prefix_cache import Prefix
 from cadenza.core.scheduler import Scheduler
 from cadenza.core.sequence import Sequence
 from cadenza.core.step_schema import ModelInputs, StepOutput

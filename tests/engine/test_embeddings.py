@@ -14,7 +14,7 @@ import pytest
 
 from cadenza.backends.fake import HIDDEN_SIZE, FakeRunner, hidden_state
 from cadenza.config import SchedulerLoop
-from cadenza.core.pooling import Pool
+from cadenza.core.prompt_rows import Pool
 from cadenza.core.step_schema import ModelInputs, StepOutput
 from cadenza.engine.core import EngineCore
 from cadenza.errors import InvalidRequestError

@@ -9,7 +9,7 @@ import pytest
 from cadenza.backends.fake import next_token
 from cadenza.config import EngineLimits, SchedulerLoop
 from cadenza.core.kv_cache_manager import KVCacheManager
-from cadenza.core.prefix import Prefix
+from cadenza.core.prefix_cache import Prefix
 from cadenza.core.prompt_rows import PromptRowsProgress
 from cadenza.core.sequence import Sequence
 from cadenza.core.step_budget import StepBudget

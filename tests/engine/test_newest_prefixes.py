@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cadenza.config import EngineLimits
-from cadenza.core.eviction_order import EvictionOrder, Reuse
 from cadenza.core.kv_cache_manager import KVCacheManager
-from cadenza.core.page_pool import PagePool
-from cadenza.core.prefix_digest import short_keys, split_keys
+from cadenza.core.page_keys import short_keys, split_keys
+from cadenza.core.page_pool import EvictionOrder, PagePool, Reuse
 from cadenza.core.recurrent_states import snapshot_places
 from cadenza.engine.core import EngineCore
 from cadenza.events import Finished, Token

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cadenza.config import EngineLimits, SchedulerLoop
-from cadenza.core.eviction_order import PageClass
+from cadenza.core.page_pool import PageClass
 from cadenza.core.recurrent_states import RecurrentStates, snapshot_places
 from cadenza.core.sequence import Sequence
 from cadenza.engine.core import EngineCore

@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cadenza.config import EngineLimits
-from cadenza.core.fair_share import CREDIT_STEPS, FairShare
+from cadenza.core.fair_share import CREDIT_STEPS, MAX_DISPLACEMENTS, FairShare, UnderShareTenants
 from cadenza.core.scheduler import Scheduler
 from cadenza.core.sequence import Sequence
-from cadenza.core.under_share_tenants import MAX_DISPLACEMENTS, UnderShareTenants
 from cadenza.events import Finished, Token
 from cadenza.request import Request, SamplingParams
 from cadenza.tenant import Tenant

@@ -26,7 +26,7 @@ from cadenza.backends.xla.runner import XlaRunner
 from cadenza.checkpoint import ModelConfig, open_checkpoint
 from cadenza.checkpoint.declaration import EMBEDDING, HEAD
 from cadenza.config import EngineLimits
-from cadenza.core.rope_positions import rope_positions
+from cadenza.core.packing import rope_positions
 from cadenza.core.step_schema import ImageCall, ModelInputs
 from cadenza.core.whole_spans import WholeSpan, fitting_count, whole_spans_of
 from cadenza.request import Attachment

@@ -12,7 +12,7 @@ from PIL import Image
 
 from cadenza.checkpoint import open_checkpoint
 from cadenza.checkpoint.towers.reader import VisionOptions
-from cadenza.core.rope_positions import rope_positions
+from cadenza.core.packing import rope_positions
 from cadenza.request import Attachment
 from cadenza.vision.processor import ImageProcessor, image_digest
 from tests.oracle import qwen_models

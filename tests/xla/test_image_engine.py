@@ -11,7 +11,7 @@ from cadenza.checkpoint import open_checkpoint
 from cadenza.checkpoint.random_checkpoint import named_shape
 from cadenza.config import EngineConfig
 from cadenza.core.image_queue import ImageQueue
-from cadenza.core.rope_positions import rope_positions
+from cadenza.core.packing import rope_positions
 from cadenza.engine.core import EngineCore
 from cadenza.errors import InvalidRequestError
 from cadenza.events import Token

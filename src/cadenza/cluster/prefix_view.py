@@ -1,6 +1,6 @@
 """`PrefixView`: which prefixes a replica holds, by what it reports and by what was sent to it.
 
-Owns short keys of pages (`core.prefix_digest`). What was sent counts as held until the replica has
+Owns short keys of pages (`core.page_keys`). What was sent counts as held until the replica has
 reported behind it, so that who follows goes where a prefix is being computed; then only what is
 reported counts. A replica that reports nothing is taken to hold what was sent last. A key stands
 for a prefix under a tenant's salt, so salts part tenants. A wrong guess costs a miss and never an
@@ -11,8 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import takewhile
 
-from cadenza.core.page_keys import Content, PageKeys
-from cadenza.core.prefix_digest import MAX_KEYS, short_keys, split_keys
+from cadenza.core.page_keys import MAX_KEYS, Content, PageKeys, short_keys, split_keys
 from cadenza.engine.route_report import HeldChange
 from cadenza.request import Request
 

@@ -15,8 +15,8 @@ from typing import NamedTuple
 from cadenza.cluster.prefix_view import PrefixView, page_keys
 from cadenza.cluster.route_choice import ReplicaLoad, order_replicas
 from cadenza.config import EngineLimits
-from cadenza.core.queue_forecast import UNMEASURED_TOKEN_S
 from cadenza.engine.open_requests import EngineLoad
+from cadenza.engine.queue_forecast import UNMEASURED_TOKEN_S
 from cadenza.engine.route_report import RouteReport, Seen
 from cadenza.request import Request
 

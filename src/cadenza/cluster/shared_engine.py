@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from cadenza.cluster.fronts import differences
-from cadenza.core.prefix_digest import split_keys
+from cadenza.core.page_keys import split_keys
 from cadenza.engine.batch_engine import Cancel, Clock, Resume, Submit
 from cadenza.engine.process.child_process import ChildProcess
 from cadenza.engine.process.frame_socket import FrameSocket

@@ -3,13 +3,9 @@
 Modules:
 
 - `sequence`: the mutable state of one stream
-- `page_pool`: allocates and frees pages: reference counts, pins, states
-- `eviction_order`: which page of the prefix cache is reused first
-- `page_keys`: chained keyed hashes of pages
-- `prefix_cache`: finds pages by their keys
-- `prefix_digest`: which prefixes are in the cache, as short keys, and how they changed
-- `queue_forecast`: how long the prompts that wait will take
-- `prefix`: what exists of a sequence before it starts
+- `page_pool`: allocates and frees pages; which one of the prefix cache is reused first
+- `page_keys`: chained keyed hashes of pages, and which of them are in the cache
+- `prefix_cache`: finds pages by their keys; what exists of a sequence before it starts
 - `prefix_misses`: why tokens of a prompt were not found in the cache, and where a look-up ended
 - `in_flight_prefixes`: which running sequence computes a page that waiting ones share
 - `recurrent_states`: slots of recurrent states, and snapshots of them behind pages of the cache
@@ -24,36 +20,32 @@ Modules:
 - `score_memo`: the scores of prompts that were scored lately
 - `admission`: whether a sequence may start; what running ones reserve, summed once a step
 - `turns`: who goes next and who makes room: the waiting sequences, and one policy a class
-- `fair_share`: whose turn it is among tenants
-- `under_share_tenants`: which tenants ask for no more than their share, and what they may preempt
+- `fair_share`: whose turn it is among tenants, and what those under their share may preempt
 - `page_quotas`: how many pages each tenant holds and has in the prefix cache, and may
 - `step_cost`: predicts the time of a step, and bounds it
-- `step_times`: what steps with quanta and drafts are to take, and what is learned from them
+- `step_work`: the protocol of what steps do beside tokens (images, spans, scores, drafts), the plan
+  of one step, and what steps are to take
 - `step_budget`: what a step may hold, and how prompts share what decodes leave of it
 - `whole_spans`: tokens that attend to each other both ways, within which no step ends, and the
   quanta of those that take longer than a step may
 - `span_queue`: the span that is computed in quanta, and how much of it in a step
 - `sequence_list`: waiting or running sequences in an order, from which any one leaves without a
-  search
+  search; the rows of those that run
+- `starts`: which waiting sequences start in a step, and why the others wait
 - `scheduler`: allocates pages to whose turn it is, and makes a batch of them
 - `step_results`: applies what a step gave: tokens, drafts that stay, ends
 - `batch`: the sequences of a step, their numbers of tokens, and the logits that it needs
 - `step_schema`: every per-step field, declared once; the upload, the views on the host and the
   device's arrays follow
 - `packing`: a `Batch` becomes `ModelInputs`
-- `rope_positions`: the rotary positions of prompts with images, which have three axes
 - `token_rules`: a row's penalties, biases and bans as one record; which fields of a request rule
   tokens out
-- `constraint`: what a constraint allows behind drafts
-- `prompt_rows`: which positions of a prompt still need a logit row
-- `pooling`: hidden states of a prompt folded into an embedding
+- `prompt_rows`: which positions of a prompt still need a logit row; hidden states as an embedding
 - `draw_keys`: keys of random draws
-- `drafts`: how the sequences of a request draft, and what became of their drafts
-- `prompt_lookup`: drafts from what followed the newest tokens before
+- `drafts`: how the sequences of a request draft, their own source, and what became of their drafts
 - `step_drafts`: which sequences of a step draft, and the protocol of what drafts for them
-- `draft_plan`: how many drafts each sequence of a step gets, by their chances and costs
+- `draft_plan`: how many drafts each sequence of a step gets, and what they gave
 - `draft_costs`: what a step takes without drafts and what so many add, learned for each number of
   rows
-- `draft_returns`: what the drafts of a step gave and what they took
 - `draft_ledger`: what drafts have saved and cost at each number of rows, and whether they go on
 """

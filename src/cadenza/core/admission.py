@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from cadenza.config import AdmissionMode
 from cadenza.core.kv_cache_manager import KVCacheManager
-from cadenza.core.prefix import Prefix
+from cadenza.core.prefix_cache import Prefix
 from cadenza.core.sequence import Sequence
 
 RESERVED_OUTPUT: dict[AdmissionMode, float] = {

@@ -1,9 +1,7 @@
 """`DraftCosts`: what a step costs without drafts, and with so many of them, by number of rows.
 
-`StepCost` is one line through steps of few tokens and of many. A few tokens more are nearly free
-while a step waits for the weights, and dear where it computes: so steps are measured here for each
-number of decoding rows, and for several numbers of drafts. Of each kind the median of the newest
-times counts: one that was far too long changes little, and several in succession are believed.
+A few tokens more are nearly free while a step waits for the weights, and dear where it computes: no
+line as `StepCost`. The median of the newest times of each kind counts.
 """
 
 from bisect import bisect_right

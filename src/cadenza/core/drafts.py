@@ -1,19 +1,141 @@
 """Drafts: tokens that a step computes and verifies behind a sequence's newest one.
 
 The target samples its own token at each position, with that position's key; a draft is accepted if
-and only if it is that token. So drafts decide how many tokens a step gives, never which. Owns what
-is known of how often drafts of a sequence are accepted, and its pauses.
+and only if it is that token. So drafts decide how many tokens a step gives, never which.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Protocol
 
 from cadenza.core.draft_ledger import DraftGroup, OwnCredit
-from cadenza.core.prompt_lookup import PromptLookup
 from cadenza.figures import Figure
 from cadenza.request import Request
 from cadenza.speculative_config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
+from cadenza.structured import Constraint
+
+MAX_CANDIDATES = 16
+"""Earlier places, the newest first, of which the longest match is chosen."""
+
+
+class PromptLookup:
+    """Proposals for one sequence from its own tokens, and before them from a prediction.
+
+    Args:
+        shortest: tokens that must match, at least.
+        longest: tokens that are compared at most; a longer match is not preferred.
+        prediction: tokens that the output may repeat, looked up like the sequence's own.
+        placeholder: a token that is never proposed.
+    """
+
+    def __init__(
+        self,
+        *,
+        shortest: int,
+        longest: int,
+        prediction: tuple[int, ...] = (),
+        placeholder: int | None = None,
+    ) -> None:
+        self._shortest = shortest
+        self._longest = longest
+        self._num_predicted = len(prediction)
+        self._placeholder = placeholder
+        self._tokens: list[int] = []
+        self._newest: dict[tuple[int, ...], int] = {}
+        """Where an n-gram of the shortest length last ended."""
+        self._earlier: list[int] = []
+        """For each token, where the n-gram that ends there ended before; 0 if nowhere."""
+        self._extend(list(prediction))
+
+    def propose(self, token_ids: list[int], most: int) -> list[int]:
+        """Up to `most` tokens that may follow `token_ids`, which start with those given before."""
+        self._extend(token_ids[len(self._tokens) - self._num_predicted :])
+        end = self._find_longest()
+        if not end:
+            return []
+        # A copy that reaches the newest token goes on with what it has copied.
+        period = len(self._tokens) - end
+        found = [self._tokens[end + index % period] for index in range(most)]
+        return list(takewhile(lambda token_id: token_id != self._placeholder, found))
+
+    def _extend(self, token_ids: list[int]) -> None:
+        tokens, newest, length = self._tokens, self._newest, self._shortest
+        for token_id in token_ids:
+            tokens.append(token_id)
+            end = len(tokens)
+            if end < length:
+                self._earlier.append(0)
+                continue
+            gram = tuple(tokens[end - length :])
+            self._earlier.append(newest.get(gram, 0))
+            newest[gram] = end
+
+    def _find_longest(self) -> int:
+        """Where the longest match of the newest tokens ends; 0 if there is none."""
+        if not self._tokens:
+            return 0
+        best, best_length = 0, 0
+        end = self._earlier[-1]
+        for _ in range(MAX_CANDIDATES):
+            if not end or best_length == self._longest:
+                break
+            length = self._match_length(end)
+            if length > best_length:
+                best, best_length = end, length
+            end = self._earlier[end - 1]
+        return best
+
+    def _match_length(self, end: int) -> int:
+        """How many tokens before `end` equal the newest ones, up to `longest`."""
+        tokens, length = self._tokens, self._shortest
+        most = min(self._longest, end)
+        while length < most and tokens[end - 1 - length] == tokens[-1 - length]:
+            length += 1
+        return length
+
+
+class Lookahead:
+    """What a constraint allows behind drafts, of which it accepts none.
+
+    `masks` are what may follow: at first, and after each draft that was taken.
+    """
+
+    def __init__(self, constraint: Constraint) -> None:
+        self._ahead = constraint
+        self._is_fork = False
+        self.masks = [constraint.allowed()]
+        self.is_over = constraint.has_failed
+        """No draft may follow."""
+
+    def take(self, token_id: int) -> bool:
+        """Takes the next draft; False if it is not allowed, or what may follow it is not known."""
+        if self.is_over or not _is_allowed(self.masks[-1], token_id):
+            return False
+        if not self._is_fork:
+            fork = self._ahead.fork()
+            if fork is None:
+                return False
+            self._ahead, self._is_fork = fork, True
+        self._ahead.accept(token_id)
+        self.is_over = self._ahead.is_complete
+        # Behind the end no token is looked at, whatever its mask.
+        mask = self.masks[-1] if self.is_over else self._ahead.allowed()
+        if self._ahead.has_failed:
+            self.is_over = True
+            return False
+        self.masks.append(mask)
+        return True
+
+    def take_all(self, drafts: Iterable[int]) -> int:
+        """Takes drafts up to the first that is not allowed; returns how many."""
+        return sum(1 for _ in takewhile(self.take, drafts))
+
+
+def _is_allowed(mask: bytes, token_id: int) -> bool:
+    place, bit = divmod(token_id, 8)
+    return 0 <= place < len(mask) and bool(mask[place] >> bit & 1)
+
 
 FIRST_PAUSE, MAX_PAUSE = 16, 256
 """Tokens without drafts after the last ones were not worth it; doubled each time."""

@@ -1,24 +1,24 @@
-"""`FairShare`: whose turn it is among tenants, by virtual token counters.
+"""`FairShare`, whose turn it is among tenants, and `UnderShareTenants`, what they may preempt.
 
-The algorithm is VTC (Sheng et al., "Fairness in Serving Large Language Models", arXiv 2401.00588).
-Owns each tenant's counter: the service that it has had, divided by its weight. A prompt is charged
-when its sequence first starts, an output token when the step that samples it is launched.
-Invariants: with one tenant no order changes; while two tenants both have waiting sequences, their
-services differ by at most 2 max(w_p L, w_q M) + C, and as long as one has some, no other gets so
-much more. w_p and w_q are the costs of a prompt token and an output token, L the tokens of a
-prompt, M those of the pool, and C the credit of a tenant that joins.
+By VTC (Sheng et al., "Fairness in Serving Large Language Models", arXiv 2401.00588): a counter for
+each tenant of its service divided by its weight. Invariants: with one tenant no order changes;
+while two tenants both have waiting sequences, their services differ by at most
+2 max(w_p L, w_q M) + C (the costs of a prompt and an output token, the tokens of a prompt and of
+the pool, the credit of a tenant that joins); no sequence of a tenant under its share is preempted
+for another tenant's.
 """
 
 import heapq
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 from cadenza.config import EngineLimits
 from cadenza.core.batch import BatchEntry
 from cadenza.core.sequence import Sequence
 from cadenza.core.step_cost import StepBound, StepCost, full_decode
-from cadenza.request import Tenant
+from cadenza.tenant import Tenant
 
 CREDIT_STEPS = 4
 """A tenant may save up the cost of so many steps full of prompt tokens while it asks for less than
@@ -171,3 +171,92 @@ class FairShare:
             for name, count in self._counters.items()
             if count > self._level or name in self._num_waiting or name == self._last_left
         }
+
+
+MAX_DISPLACEMENTS = 2
+"""A sequence that was preempted as often makes room for no other tenant; below
+`WHOLE_AFTER_PREEMPTIONS`, so that displacement alone never makes it wait for pages for complete
+outputs."""
+
+
+class UnderShareTenants:
+    """Of one scheduler, with the rows and pages of `limits`."""
+
+    def __init__(self, limits: EngineLimits) -> None:
+        self._limits = limits
+        self._num_open: Counter[str] = Counter()
+        self._total_open = 0
+        self._weights: dict[str, float] = {}
+        self._total_weight = 0.0
+
+    def open(self, tenant: Tenant) -> None:
+        """One more sequence of the tenant is open."""
+        self._num_open[tenant.name] += 1
+        self._total_open += 1
+        if self._weights.get(tenant.name) != tenant.weight:
+            self._weights[tenant.name] = tenant.weight
+            self._total_weight = sum(self._weights.values())
+
+    def close(self, tenant: Tenant) -> None:
+        """A sequence of the tenant has ended."""
+        name = tenant.name
+        self._num_open[name] -= 1
+        self._total_open -= 1
+        if not self._num_open[name]:
+            del self._num_open[name], self._weights[name]
+            self._total_weight = sum(self._weights.values())
+
+    def is_under_share(self, name: str) -> bool:
+        """Whether the tenant's open sequences fit its share of the rows in use, beside others."""
+        if len(self._num_open) < 2 or name not in self._num_open:
+            return False
+        num_rows = min(self._limits.max_num_seqs, self._total_open)
+        return self._num_open[name] <= self._share_of(name, num_rows)
+
+    def has_any(self, names: Iterable[str]) -> bool:
+        """Whether one of the tenants is under its share."""
+        return len(self._num_open) > 1 and any(map(self.is_under_share, names))
+
+    def preemptable_for(
+        self, sequence: Sequence, running: SequenceOf[Sequence], *, lacks_row: bool
+    ) -> list[Sequence]:
+        """Running sequences that a waiting one may displace, which lacks a row, or else pages.
+
+        They are of tenants that have more than their share of what it lacks. There are none unless
+        its tenant is under its share and, with the sequence, within its share of the pages.
+        """
+        name = sequence.tenant.name
+        if not self.is_under_share(name):
+            return []
+        if lacks_row:
+            return self._above_share(running, lambda _: 1, self._limits.max_num_seqs)
+        held = sum(len(each.page_table) for each in running if each.tenant.name == name)
+        wanted = held + -(-sequence.num_tokens // self._limits.page_size)
+        num_pages = self._limits.num_pages
+        if wanted > self._share_of(name, num_pages):
+            return []
+        return self._above_share(running, lambda each: len(each.page_table), num_pages)
+
+    def check_invariants(self, sequences: list[Sequence]) -> None:
+        """Raises AssertionError if other sequences are open than were told."""
+        found = Counter(each.tenant.name for each in sequences)
+        assert found == self._num_open, f"{found} are open, counted {self._num_open}"
+
+    def _above_share(
+        self, running: SequenceOf[Sequence], size_of: Callable[[Sequence], int], total: int
+    ) -> list[Sequence]:
+        sizes: Counter[str] = Counter()
+        for each in running:
+            sizes[each.tenant.name] += size_of(each)
+        above = {name for name, size in sizes.items() if size > self._share_of(name, total)}
+        return [
+            each
+            for each in running
+            if each.tenant.name in above
+            and not self.is_under_share(each.tenant.name)
+            and each.num_preemptions < MAX_DISPLACEMENTS
+        ]
+
+    def _share_of(self, name: str, total: int) -> float:
+        """Of `total` rows or pages, at least one."""
+        return max(1.0, total * self._weights[name] / self._total_weight)

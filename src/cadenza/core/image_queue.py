@@ -1,13 +1,8 @@
 """`ImageQueue`: which image is encoded next, and how much of it a step encodes.
 
-Owns the image slots, the image that is being encoded, and what encoding costs. A sequence needs the
-image of its next placeholder that is not computed: it is computed up to the first image that is not
-encoded, and does not start before its next one is. Only images that somebody needs next are
-encoded, one after the other, those of running sequences first.
-
-Invariant: whoever holds pages gets the slots for its next image sooner or later. What a running
-sequence needs next is never evicted; all else is evicted for it. So one that runs goes on, and a
-pool that holds the largest image of each request ends them all.
+A sequence is computed up to its first image that is not encoded, and starts when its next one is.
+Invariant: what a running sequence needs next is never evicted, and all else is for it; so a pool
+that holds the largest image of each request ends them all.
 """
 
 from bisect import bisect_right
@@ -23,7 +18,7 @@ from cadenza.core.fair_share import FairShare
 from cadenza.core.image_cost import ImageCost, ImageLoad, ImageWork
 from cadenza.core.image_slots import EncodedImage, ImageKey, ImageSlotCounts, ImageSlots
 from cadenza.core.kv_cache_manager import KVCacheManager
-from cadenza.core.prefix import Prefix
+from cadenza.core.prefix_cache import Prefix
 from cadenza.core.sequence import Sequence, SequenceStatus, WaitReason
 from cadenza.core.step_budget import PromptPart
 from cadenza.core.step_schema import ImageCall

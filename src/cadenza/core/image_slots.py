@@ -1,9 +1,7 @@
-"""`ImageSlots`: where the embeddings of images are on the device.
+"""`ImageSlots`: where the embeddings of images are on the device, a slot for each placeholder.
 
-A slot is one row of the device's array, for one placeholder. Owns which slots an encoded image has,
-found by its key: the salt of its request and its digest. Knows no sequences: who may be evicted for
-whom, `image_queue` says. Invariant: a slot is free or of one image; no slot of an image that is
-pinned, or not yet encoded, is given to another one.
+Owns which slots an encoded image has, found by the salt of its request and its digest. Invariant: a
+slot is free or of one image; none of an image that is pinned, or not yet encoded, is given away.
 """
 
 from collections import OrderedDict

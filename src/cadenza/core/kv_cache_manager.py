@@ -11,13 +11,11 @@ from typing import NamedTuple, Protocol
 
 from cadenza.config import EngineLimits
 from cadenza.core.batch import Batch
-from cadenza.core.eviction_order import PageClass
 from cadenza.core.in_flight_prefixes import Coming, InFlightPrefixes
 from cadenza.core.page_keys import Content, PageKeys
-from cadenza.core.page_pool import PagePool
+from cadenza.core.page_pool import PageClass, PagePool
 from cadenza.core.page_quotas import PageQuotas
-from cadenza.core.prefix import Prefix
-from cadenza.core.prefix_cache import ROOT, PrefixCache
+from cadenza.core.prefix_cache import ROOT, Prefix, PrefixCache
 from cadenza.core.prefix_misses import (
     LookedUpPrompt,
     PrefixMisses,

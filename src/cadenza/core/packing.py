@@ -1,12 +1,11 @@
 """`Packer`: converts a `Batch` of sequences to the flat, padded arrays of `ModelInputs`.
 
-Owns arrays of the per-row state that persists between steps (settings, seed, page table): written
-when it changes, gathered for each step. Invariant: the work per step grows with the step's tokens
-and new pages, not with `max_model_len`.
-
-Legend as in `core.step_schema`; B entries of a batch.
+Owns arrays of the per-row state that persists between steps: written when it changes, gathered for
+each step. Invariant: the work per step grows with its tokens and new pages, not with
+`max_model_len`. Legend as in `core.step_schema`; B entries of a batch.
 """
 
+from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 
 import numpy as np
@@ -15,7 +14,6 @@ import numpy.typing as npt
 from cadenza.config import EngineLimits
 from cadenza.core.batch import Batch, BatchEntry, SeenImage, SpanStep
 from cadenza.core.draw_keys import keys_of_mixed, mix_seeds
-from cadenza.core.rope_positions import rope_positions
 from cadenza.core.sequence import Sequence
 from cadenza.core.step_schema import (
     LAST_SAMPLED,
@@ -28,6 +26,7 @@ from cadenza.core.step_schema import (
     StepLayout,
 )
 from cadenza.core.token_rules import RuleLayout
+from cadenza.request import Attachment
 
 IndexArray = npt.NDArray[np.intp]
 
@@ -371,3 +370,48 @@ def _write_prompt_rows(inputs: ModelInputs, batch: Batch) -> None:
             continue
         logits.targets[places] = sequence.token_ids[positions.start : positions.stop]
         logits.num_logprobs[places] = sequence.params.prompt_logprobs
+
+
+NUM_AXES = 3
+"""Time, row, column."""
+
+
+def rope_positions(
+    attachments: SequenceOf[Attachment], start: int, stop: int
+) -> npt.NDArray[np.int32]:
+    """The positions of the tokens at indices [start, stop) of a sequence: [stop - start, 3].
+
+    Args:
+        attachments: all images of the sequence, by their place; each is a run of placeholders.
+            Those without a grid count as text.
+    """
+    found = np.empty((stop - start, NUM_AXES), np.int32)
+    shift = 0  # of positions against indices
+    done = start
+    for each in attachments:
+        if each.start >= stop:
+            break
+        if not each.columns:
+            continue
+        end = each.start + each.length
+        if done < each.start:
+            found[done - start : each.start - start] = _text(done, each.start, shift)
+            done = each.start
+        if done < end:
+            last = min(end, stop)
+            found[done - start : last - start] = _image(each, done, last, shift)
+            done = last
+        shift += max(each.rows, each.columns) - each.length
+    found[done - start :] = _text(done, stop, shift)
+    return found
+
+
+def _text(start: int, stop: int, shift: int) -> npt.NDArray[np.int32]:
+    return np.arange(start + shift, stop + shift, dtype=np.int32)[:, None]
+
+
+def _image(each: Attachment, start: int, stop: int, shift: int) -> npt.NDArray[np.int32]:
+    places = np.arange(start - each.start, stop - each.start, dtype=np.int32)
+    first = each.start + shift
+    axes = (np.zeros_like(places), places // each.columns, places % each.columns)
+    return first + np.stack(axes, axis=1)

@@ -1,15 +1,17 @@
-"""`PageKeys`: the keys of pages of KV.
+"""`PageKeys`: the keys of pages of KV; `PrefixDigest`: which of them an engine holds.
 
-A key is a hash of the previous page's key and the page's content (tokens, attachments, indices),
-keyed with a secret and starting from the tenant's salt, so it identifies one prefix of one tenant.
-Knows no pages. Invariant: engines and front ends with one secret have one key for one prefix.
+A key is a hash of the previous page's key and the page's content, keyed with a secret and starting
+from the tenant's salt. Invariants: engines and front ends with one secret have one key for one
+prefix of a tenant; a digest's changes, applied in order, give exactly its keys.
 """
 
 import hashlib
 from array import array
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import NamedTuple
 
 from cadenza.request import Attachment
 from cadenza.sparse_prefill import KeptTokens
@@ -98,3 +100,68 @@ class PageKeys:
         if page.indices:
             key.update(b"indices" + array("q", page.indices).tobytes())
         return key.digest()
+
+
+SHORT_BYTES = 8
+"""Of a key, in a digest: two prefixes of a fleet share them once in 2^64, which costs a miss."""
+
+MAX_KEYS = 1 << 16
+
+
+class DigestChange(NamedTuple):
+    """Short keys, one after another, that came and that went."""
+
+    added: bytes
+    removed: bytes
+
+
+class PrefixDigest:
+    """At most `max_keys` keys."""
+
+    def __init__(self, max_keys: int = MAX_KEYS) -> None:
+        self._max_keys = max_keys
+        self._keys: dict[bytes, None] = {}
+        self._added: dict[bytes, None] = {}
+        self._removed: dict[bytes, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def add(self, key: bytes) -> None:
+        short = key[:SHORT_BYTES]
+        if short in self._keys:
+            return
+        self._keys[short] = self._added[short] = None
+        if len(self._keys) > self._max_keys:
+            self._drop(next(iter(self._keys)))
+
+    def remove(self, key: bytes) -> None:
+        """Of a page that has left the cache; one that was dropped before changes nothing."""
+        short = key[:SHORT_BYTES]
+        if short in self._keys:
+            self._drop(short)
+
+    def take(self) -> DigestChange:
+        """The change since the last call; at first, since there was nothing."""
+        change = DigestChange(b"".join(self._added), b"".join(self._removed))
+        self._added.clear()
+        self._removed.clear()
+        return change
+
+    def _drop(self, short: bytes) -> None:
+        """A key that went and came again since the last change is in both; removals come first."""
+        del self._keys[short]
+        if short in self._added:
+            del self._added[short]
+        else:
+            self._removed[short] = None
+
+
+def short_keys(keys: Iterable[bytes]) -> tuple[bytes, ...]:
+    """As a digest has them."""
+    return tuple(key[:SHORT_BYTES] for key in keys)
+
+
+def split_keys(joined: bytes) -> list[bytes]:
+    """The keys of a `DigestChange`."""
+    return [joined[at : at + SHORT_BYTES] for at in range(0, len(joined), SHORT_BYTES)]

@@ -8,8 +8,7 @@ in use or not, than its quota of them and that of all tenants together.
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 
-from cadenza.core.eviction_order import EvictionOrder, PageClass
-from cadenza.core.page_pool import PagePool
+from cadenza.core.page_pool import EvictionOrder, PageClass, PagePool
 from cadenza.core.sequence import Sequence
 from cadenza.tenant import Tenant
 

@@ -1,9 +1,7 @@
 """Why tokens of a prompt were not found in the prefix cache, and how many were and were not.
 
-Owns the reasons, the counts and the words of the log. Keys and slots begin with the salt, so that
-what others asked has no influence on what is said. Invariants: a prompt's hits and misses add up to
-its tokens; the cost is one look-up for each page that is missing, and the comparison of one page
-(`PrefixCache.num_common`).
+Invariants: hits and misses add up to a prompt's tokens; what others asked has no influence; the
+cost is one look-up for each missing page, and the comparison of one.
 """
 
 from collections.abc import Callable, Mapping

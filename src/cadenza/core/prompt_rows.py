@@ -1,12 +1,17 @@
-"""`PromptRowsProgress`: which positions of a prompt still need a logit row.
+"""`PromptRowsProgress`, which positions of a prompt still need a logit row, and `Pool`, which folds
+hidden states into an embedding.
 
-A request with `prompt_logprobs` gets a log probability for every prompt token but the first, from
-the logits at the previous position; one whose hidden states are averaged needs those of the same
-rows. Invariant: every position from 1 to the prompt's end is reported once and in order, regardless
-of preemptions and steps in flight.
+Invariants: every position from 1 to the prompt's end is reported once and in order, whatever is
+preempted or in flight; states are added in that order and in float64.
+
+Legend: N tokens · E embed · D dimensions.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -53,3 +58,40 @@ class PromptRowsProgress:
     def rewind(self) -> None:
         """After a preemption: positions launched but not read must be launched again."""
         self.num_launched = self.num_read
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Pool:
+    """The sum of the states so far, and then their embedding, of so many `dimensions`; None: all.
+
+    `embedding` is float32, little endian; None before `finish`. Without `normalize` it has the
+    length that the mean has.
+    """
+
+    dimensions: int | None
+    normalize: bool = True
+    embedding: bytes | None = field(default=None, init=False)
+    _total: npt.NDArray[np.float64] | None = field(default=None, init=False)  # [E]
+    _count: int = field(default=0, init=False)
+
+    def add(self, states: npt.NDArray[np.float32]) -> None:
+        """Adds hidden states [N, E] of consecutive tokens."""
+        for state in states.astype(np.float64):
+            # A sum by numpy would be of an order of its own.
+            self._total = state.copy() if self._total is None else self._total + state
+            self._count += 1
+
+    def finish(self) -> bool:
+        """Sets the embedding: the mean, cut to [D] and, if asked for, scaled to unit length; a mean
+        of zeros stays as it is. False if it is not finite.
+        """
+        assert self._total is not None, "nothing was added"
+        values = self._total[: self.dimensions] / self._count  # [D]
+        if not np.isfinite(values).all():
+            return False
+        if self.normalize:
+            # Exactly rounded, whatever the order.
+            length = math.sqrt(math.fsum((values * values).tolist()))
+            values = values / (length or 1.0)
+        self.embedding = values.astype("<f4").tobytes()
+        return True

@@ -1,12 +1,8 @@
 """`RecurrentStates`: slots for the states of sequences, and snapshots that others start from.
 
-The state behind a token is all that a model's recurrent layers need of the tokens up to it; it does
-not grow. A slot holds one state. Owns the pool of slots, the states of rows (`SequenceState`), and
-which slots are snapshots: each is the state behind the last token of a page in the prefix cache.
-Knows neither tokens nor keys, nor what a state is made of.
-
-Invariants: no other row reads a slot that a step writes; a slot that a launched step reads or
-writes is pinned; a snapshot is dropped with its page.
+A state is all that recurrent layers need of the tokens before it. A snapshot is the state behind a
+page of the prefix cache. Invariants: no other row reads a slot that a step writes; a slot that a
+launched step reads or writes is pinned; a snapshot is dropped with its page.
 """
 
 from bisect import bisect_left, insort
@@ -15,8 +11,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from cadenza.core.eviction_order import PageClass
-from cadenza.core.page_pool import PagePool
+from cadenza.core.page_pool import PageClass, PagePool
 from cadenza.figures import Figure
 
 MAX_PROMPT_SNAPSHOTS = 8

@@ -1,13 +1,8 @@
 """`Scheduler`: decides how many tokens each sequence computes in a step, and applies the results.
 
-There are no separate prefill and decode phases: each step computes tokens that have no KV yet.
 Within one budget of tokens, and of time if that is bounded, running sequences come first (those
-with one token to compute, then partially computed prompts), then waiting ones. `Turns` says who
-goes next and who is preempted where the `KVCacheManager` has too few pages; who is preempted is
-recomputed later.
-
-A step may be launched before the previous one is read (see `engine.loop`): progress is counted at
-launch, tokens are appended in `update`, and results of sequences that have ended are dropped.
+with one token to compute, then partly computed prompts), then waiting ones; who is preempted is
+recomputed. Invariant: progress is counted at launch, tokens are appended when a step is read.
 """
 
 from collections.abc import Sequence as SequenceOf

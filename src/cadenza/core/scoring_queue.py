@@ -1,12 +1,8 @@
 """`ScoringQueue`: which prompts are scored for a sparse prefill, and how much of them in a step.
 
-A second model, the scorer, reads a prompt in chunks, then draws up to `LOOK_AHEAD_TOKENS` tokens
-behind it, each once the one before it is read; its last token and these score the prompt. Scoring
-is a state of a waiting sequence, which others pass meanwhile; equal prompts are scored once. Owns
-the rows of the scorer, and its pages, which have the ids of the target's.
-
-Invariants: a scoring has the pages of all its tokens from its beginning on, so that it ends; what
-runs has its pages for the asking. What a prompt's scores are depends on its tokens alone.
+The scorer reads a prompt in chunks, then draws `LOOK_AHEAD_TOKENS` behind it, while its sequence
+waits; equal prompts are scored once. Its pages have the ids of the target's. Invariants: a scoring
+has all its pages from the beginning, and gives them up for what runs; scores follow from tokens.
 """
 
 import heapq

@@ -10,8 +10,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from cadenza.core.drafts import Drafting
-from cadenza.core.pooling import Pool
-from cadenza.core.prompt_rows import PromptRowsProgress
+from cadenza.core.prompt_rows import Pool, PromptRowsProgress
 from cadenza.core.recurrent_states import SequenceState
 from cadenza.core.whole_spans import WholeSpan
 from cadenza.events import CacheMiss, FinishReason, WholePromptReason

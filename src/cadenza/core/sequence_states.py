@@ -9,11 +9,9 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
 from cadenza.config import EngineLimits
-from cadenza.core.eviction_order import PageClass
 from cadenza.core.in_flight_prefixes import Coming
-from cadenza.core.page_pool import PagePool
-from cadenza.core.prefix import Prefix
-from cadenza.core.prefix_cache import ROOT, PrefixCache
+from cadenza.core.page_pool import PageClass, PagePool
+from cadenza.core.prefix_cache import ROOT, Prefix, PrefixCache
 from cadenza.core.recurrent_states import (
     Placement,
     RecurrentStates,

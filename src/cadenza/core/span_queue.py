@@ -1,14 +1,8 @@
-"""`SpanQueue`: the span that is computed in quanta, how much of it a step computes, and its cost.
+"""`SpanQueue`: the span that is computed in quanta (`whole_spans`), how much of it in a step.
 
-A prompt that stands at a span which attends both ways shares a step as all prompts do. What its
-share buys is the whole span, if that fits, or else quanta (`whole_spans`). The device keeps the
-residual stream of one span: its sequence is the holder until the last quantum is launched, and
-others wait at their spans, unless these fit a step. Only where the time of steps is bounded are
-there quanta.
-
-Invariant: until its last quantum is launched, the holder stands where the span's rows begin, and
-nothing that it has computed of them is counted. Whatever takes its row, its pages or the device's
-state away drops it, and the span is computed anew.
+The device keeps the residual stream of one span, its holder's. Invariant: until its last quantum is
+launched, the holder stands where the span's rows begin, and nothing of them is counted; whatever
+takes its row, its pages or the device's state away drops the span, which is computed anew.
 """
 
 from collections.abc import Sequence as SequenceOf

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from cadenza.core.admission import Reservations
 from cadenza.core.kv_cache_manager import KVCacheManager
-from cadenza.core.prefix import Prefix
+from cadenza.core.prefix_cache import Prefix
 from cadenza.core.prefix_misses import PrefixCounts
 from cadenza.core.sequence import Sequence, WaitReason
 from cadenza.core.sequence_list import RunningRows

@@ -14,12 +14,17 @@ from typing import NamedTuple, Protocol
 
 from cadenza.config import EngineLimits
 from cadenza.core.batch import Batch, BatchEntry
-from cadenza.core.constraint import Lookahead
 from cadenza.core.draft_costs import DecodeCost, DraftCosts
 from cadenza.core.draft_ledger import DraftAccount, DraftGroup, DraftLedger, OnDrafts
-from cadenza.core.draft_plan import DraftNumbers, chance_of, pace_of, plan_drafts
-from cadenza.core.draft_returns import DraftReturns, SpentMs
-from cadenza.core.drafts import DRAFT_FIGURES, DraftCounts, Drafting
+from cadenza.core.draft_plan import (
+    DraftNumbers,
+    DraftReturns,
+    SpentMs,
+    chance_of,
+    pace_of,
+    plan_drafts,
+)
+from cadenza.core.drafts import DRAFT_FIGURES, DraftCounts, Drafting, Lookahead
 from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.sequence import Sequence
 from cadenza.core.step_budget import num_row_masks

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 from cadenza.core.admission import Reservations
 from cadenza.core.batch import Batch, BatchEntry
-from cadenza.core.prefix import Prefix
+from cadenza.core.prefix_cache import Prefix
 from cadenza.core.sequence import Sequence, WaitReason
 from cadenza.core.step_budget import SHORT_SHARE, PromptPart
 from cadenza.core.step_cost import StepBound, StepCost

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from cadenza.config import Batching, EngineLimits, SchedulingPolicy
-from cadenza.core.fair_share import FairShare
+from cadenza.core.fair_share import FairShare, UnderShareTenants
 from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.sequence import Sequence, WaitReason
 from cadenza.core.sequence_list import SequenceList
-from cadenza.core.under_share_tenants import UnderShareTenants
 
 MAX_PREEMPTIONS = 8
 """A sequence that was preempted as often is preempted only if all others were, too."""

@@ -1,15 +1,8 @@
-"""Spans of tokens that attend to each other both ways: a step computes their ends whole.
+"""Spans of tokens that attend to each other both ways: no step ends within one, but one may begin.
 
-Keys behind a token of such a span decide its result, so that no step may end within one. A step
-may begin within one: what is before then exists as it was computed with the whole span. Pure
-functions; the spans of a sequence ascend and do not overlap.
-
-A span that takes longer than a step may is computed in **passes** over all its rows, one for each
-layer: the rest of the layer before, and keys and values of its own, so that they are written for
-all rows before any row attends to them. What steps share among them is a list of **quanta**:
-blocks of rows, pass by pass. Between two of its quanta a span is a part of no step, and its
-sequence stands at its first row. It is as if it had not begun: whoever loses what was computed
-begins anew.
+A span that takes longer than a step may is computed in **passes** over all its rows, one a layer,
+so that keys and values of all rows are written before any row attends to them. Steps share the
+**quanta** of these, blocks of rows; until the last, the span is as if it had not begun.
 """
 
 from collections.abc import Iterable, Iterator

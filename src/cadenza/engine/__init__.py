@@ -22,7 +22,9 @@ Modules:
 - `page_traffic`: the thread that reads and writes pages
 - `page_folder`: pages as files that several engines share
 - `request_ids`: ids of requests, by front end
+- `queue_forecast`: how long the prompts that wait will take
 - `route_report`: what an engine tells those who choose among several
 - `stats`, `status`: counters; the state for health checks
+- `step_works`: makes what the steps of an engine do beside tokens
 - `step_watch`: summaries of the steps for viewers, while there are any
 """

@@ -28,9 +28,8 @@ from cadenza.core.fair_share import fair_share_of
 from cadenza.core.image_cost import ImageCost
 from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.packing import Packer
-from cadenza.core.pooling import Pool
 from cadenza.core.prefix_misses import PrefixMisses, log_text, miss_text
-from cadenza.core.prompt_rows import PromptRowsProgress
+from cadenza.core.prompt_rows import Pool, PromptRowsProgress
 from cadenza.core.scheduler import Scheduler, SchedulerOptions
 from cadenza.core.scoring_queue import ScoringQueue
 from cadenza.core.sequence import Sequence

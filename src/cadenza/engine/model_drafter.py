@@ -15,11 +15,9 @@ from operator import attrgetter
 from cadenza.backends.base import Runner, StepHandle
 from cadenza.config import EngineLimits
 from cadenza.core.batch import Batch, BatchEntry
-from cadenza.core.constraint import Lookahead
 from cadenza.core.draft_ledger import DraftGroup
-from cadenza.core.draft_plan import DraftNumbers
-from cadenza.core.draft_returns import SpentMs
-from cadenza.core.drafts import SharedAcceptance
+from cadenza.core.draft_plan import DraftNumbers, SpentMs
+from cadenza.core.drafts import Lookahead, SharedAcceptance
 from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.packing import Packer
 from cadenza.core.sequence import Sequence

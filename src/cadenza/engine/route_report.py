@@ -8,8 +8,8 @@ from itertools import chain
 
 import msgspec
 
-from cadenza.core.queue_forecast import forecast_queue
 from cadenza.engine.core import EngineCore
+from cadenza.engine.queue_forecast import forecast_queue
 from cadenza.engine.request_ids import front_of
 
 HELD_EVERY_S = 1.0
@@ -21,7 +21,7 @@ forgotten first."""
 
 
 class HeldChange(msgspec.Struct, frozen=True, kw_only=True):
-    """How the prefixes that an engine holds have changed: short keys (`core.prefix_digest`), one
+    """How the prefixes that an engine holds have changed: short keys (`core.page_keys`), one
     after another, of page keys under `secret`. Removals come first."""
 
     secret: bytes

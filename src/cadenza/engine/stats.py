@@ -11,12 +11,12 @@ from typing import Any, Self
 from cadenza.core.drafts import DRAFT_FIGURES
 from cadenza.core.image_queue import IMAGE_FIGURES
 from cadenza.core.prefix_misses import PREFIX_FIGURES
-from cadenza.core.queue_forecast import forecast_queue
 from cadenza.core.recurrent_states import STATE_FIGURES
 from cadenza.core.scoring_queue import SCORING_FIGURES
 from cadenza.core.step_cost import StepBound
 from cadenza.engine.core import EngineCore
 from cadenza.engine.loop import Announce
+from cadenza.engine.queue_forecast import forecast_queue
 from cadenza.engine.step_watch import StepSummary, StepWatch
 from cadenza.engine.stored_pages import STORED_PAGE_FIGURES
 from cadenza.events import Event
