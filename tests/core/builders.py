@@ -15,6 +15,7 @@ from cadenza.core.scheduler import Scheduler, SchedulerOptions
 from cadenza.core.sequence import Sequence
 from cadenza.core.step_drafts import StepDrafts
 from cadenza.core.step_schema import StepOutput
+from cadenza.core.step_work import StepWork
 from cadenza.core.turns import FCFS, TurnPolicy, Turns
 from cadenza.events import Event
 from cadenza.request import Request, SamplingParams
@@ -78,6 +79,7 @@ def scheduler_of(
     reserved_output: float = 0.5,
     caching: bool = True,
     policy: TurnPolicy = FCFS,
+    works: tuple[StepWork, ...] = (),
 ) -> Scheduler:
     limits = limits_of(
         max_num_seqs=max_num_seqs,
@@ -87,7 +89,7 @@ def scheduler_of(
     )
     admission = Admission(page_size=16, reserved_output=reserved_output)
     kv_cache = KVCacheManager(limits, SECRET)
-    options = SchedulerOptions(policy=policy, works=(StepDrafts(limits, kv_cache, None),))
+    options = SchedulerOptions(policy=policy, works=(*works, StepDrafts(limits, kv_cache, None)))
     return Scheduler(limits, kv_cache, admission, options)
 
 

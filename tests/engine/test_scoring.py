@@ -9,6 +9,7 @@ import pytest
 
 from cadenza.backends.fake import FakeRunner, FakeStepHandle
 from cadenza.core.scoring_queue import ScoringQueue
+from cadenza.core.sequence import WaitReason
 from cadenza.core.step_cost import StepBound, StepCost, StepLoad
 from cadenza.core.step_schema import ModelInputs
 from cadenza.engine.core import CoreOptions, EngineCore
@@ -354,6 +355,27 @@ def test_a_scoring_leaves_its_pages_to_who_is_ready_to_start_before_it() -> None
     ended, began = places[Finished, running], places[Started, running + 1]
     assert began <= ended + 2, "it waits for what runs alone"
     assert places[Started, running + 2] > began
+
+
+def test_a_scoring_beyond_its_tenants_quota_holds_back_only_those_behind_it() -> None:
+    engine = scoring_engine(replace(LIMITS, max_num_seqs=8))
+    crowded = Tenant(name="crowded", page_share=0.25)
+    first, *shorts = [
+        replace(request_of(tokens_of(count, n), None, max_tokens=20), tenant=crowded)
+        for n, count in enumerate((180, 10, 11, 12))
+    ]
+    engine.submit(first)
+    for _ in range(4):
+        engine.step()
+    asked = replace(asking(tokens_of(330, 1)), tenant=crowded)
+    others = request_of(tokens_of(13, 9), None, max_tokens=20)
+    before = [engine.submit(each) for each in shorts[:2]]
+    scored, behind, other = [engine.submit(each) for each in (asked, shorts[2], others)]
+    engine.step()
+    scheduler = engine.scheduler
+    reasons = {each.request_id: scheduler.why_waits(each) for each in scheduler.waiting}
+    assert reasons == {scored: WaitReason.QUOTA, behind: WaitReason.QUOTA}
+    assert {each.request_id for each in scheduler.running} >= {*before, other}
 
 
 COST = StepCost(fixed_ms=5.0, token_ms=0.25, logit_ms=0.2, key_ms=0.00005)

@@ -141,32 +141,7 @@ class EngineCore:
         self._drafter = None
         if options.draft_model is not None:
             self._drafter = ModelDrafter(options.draft_model, kv_cache, options.clock)
-        fair_share = fair_share_of(options.step_bound, limits)
-        works = StepWorks(
-            runner=runner,
-            limits=limits,
-            kv_cache=kv_cache,
-            fair_share=fair_share,
-            step_bound=options.step_bound,
-            image_cost=options.image_cost,
-            prompt_scorer=options.prompt_scorer,
-            drafter=self._drafter,
-            on_drafts=self._log_drafts,
-        )
-        self.scheduler = Scheduler(
-            limits,
-            kv_cache,
-            Admission(page_size=limits.page_size, reserved_output=options.reserved_output),
-            SchedulerOptions(
-                step_bound=options.step_bound,
-                step_cost=options.step_cost,
-                policy=options.policy,
-                batching=options.batching,
-                on_prefix=_log_prefix,
-                fair_share=fair_share,
-                works=tuple(works),
-            ),
-        )
+        self.scheduler = self._scheduler_of(options, kv_cache)
         packer = Packer(limits, runner.vocab_size, options.window)
         scorer = options.prompt_scorer
         self._scoring = None
@@ -188,6 +163,35 @@ class EngineCore:
         self._clock = options.clock
         self._next_request_id = 0
         self._is_closed = False
+
+    def _scheduler_of(self, options: CoreOptions, kv_cache: KVCacheManager) -> Scheduler:
+        fair_share = fair_share_of(options.step_bound, self.limits)
+        works = StepWorks(
+            runner=self.runner,
+            limits=self.limits,
+            kv_cache=kv_cache,
+            fair_share=fair_share,
+            step_bound=options.step_bound,
+            image_cost=options.image_cost,
+            prompt_scorer=options.prompt_scorer,
+            drafter=self._drafter,
+            on_drafts=self._log_drafts,
+        )
+        page_size = self.limits.page_size
+        return Scheduler(
+            self.limits,
+            kv_cache,
+            Admission(page_size=page_size, reserved_output=options.reserved_output),
+            SchedulerOptions(
+                step_bound=options.step_bound,
+                step_cost=options.step_cost,
+                policy=options.policy,
+                batching=options.batching,
+                on_prefix=_log_prefix,
+                fair_share=fair_share,
+                works=tuple(works),
+            ),
+        )
 
     @property
     def kernel_proof(self) -> KernelProof | None:
