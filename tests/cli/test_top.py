@@ -28,7 +28,8 @@ from cadenza.cli.top_loop import (
     put,
     read_events,
 )
-from cadenza.cli.top_view import TopState, line, screen
+from cadenza.cli.top_view import WAIT_WORDS, TopState, line, screen
+from cadenza.engine.step_watch import WAIT_REASONS
 from cadenza.server_link import ServerLink
 
 HELLO = {"v": 1, "rows": 16, "pages": 100, "page_size": 16, "model": "a model"}
@@ -44,7 +45,7 @@ ROWS = [
     row(1, "decode", 30, 31, new=4, drafts=2, preempted=1),
     row(2, "prompt", 50, 100, cached=20),
     row(3, "decode", 199, 200, new=5),
-    row(4, "waiting", 0, 8),
+    row(4, "waiting", 0, 8) | {"waits_for": "image"},
 ]
 
 
@@ -90,8 +91,16 @@ def test_a_wide_screen_has_rows_with_their_numbers_pages_queue_and_speed() -> No
     assert lines[4] == f"   1 decode  {'█' * 6}{'·' * 34} 30/31  +4  drafts 2  preempted 1"
     assert lines[5] == f"   2 prompt  {'▒' * 8}{'█' * 12}{'·' * 20} 50/100  +0  cached 20"
     assert lines[6] == f"   3 decode  {'█' * 39}· 199/200  +5"
-    assert lines[7] == f"   4 waiting {'·' * 40} 0/8  +0"
+    assert lines[7] == f"   4 waiting {'·' * 40} 0/8  for an image  +0"
     assert lines[8:] == ["q quit  p pause  s as started"]
+
+
+def test_every_reason_to_wait_has_words() -> None:
+    assert {*WAIT_WORDS} == {*WAIT_REASONS} - {"pages"}
+    lines = shown(
+        state_of(("step", step(rows=[row(1, "waiting", 0, 8) | {"waits_for": "new"}]))), 100
+    )
+    assert lines[4].endswith("0/8  for new  +0"), "a newer server's"
 
 
 def test_a_narrow_screen_has_bars_and_progress_and_fits() -> None:

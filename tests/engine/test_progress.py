@@ -127,7 +127,10 @@ def test_an_engine_says_that_it_computes_nothing_after_so_many_steps_and_then_go
         record.accept(engine.submit(request), request)
     for _ in range(MAX_EMPTY_STEPS - 1):
         assert engine.step() == []
-    with pytest.raises(EngineStalledError, match=r"0 running, 3 waiting, 0 of 16 pages free"):
+    with pytest.raises(
+        EngineStalledError,
+        match=r"0 running, 3 waiting, 0 of 16 pages free; 1 waits for: pages, 2 waits for: turn",
+    ):
         engine.step()
     pool.free(held)
     while not engine.is_idle:

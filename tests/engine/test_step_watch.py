@@ -1,5 +1,6 @@
 """`StepWatch`: what a summary counts, when it is due, and that an unwatched engine makes none."""
 
+import logging
 from itertools import pairwise
 
 import pytest
@@ -181,6 +182,26 @@ def test_waiting_rows_are_bounded_and_counted():
     assert summary is not None
     assert (summary.num_waiting, len(summary.rows)) == (MAX_WAITING_ROWS + 8, MAX_WAITING_ROWS)
     assert {row.kind for row in summary.rows} == {"waiting"}
+
+
+def test_a_waiting_row_says_for_what_and_so_does_the_log_when_it_changes(
+    caplog: pytest.LogCaptureFixture,
+):
+    watched = Watched(CoreOptions(reserved_output=1.0))
+    for _ in range(3):
+        watched.submit(40, max_tokens=50)
+    with caplog.at_level(logging.DEBUG, "cadenza.engine.core"):
+        watched.meter.watch(1)
+        for _ in range(3):
+            watched.meter.step()
+        summary = watched.meter.take_summary()
+    assert summary is not None
+    assert [each.waits_for for each in summary.rows] == [None, "pages", "turn"]
+    lines = [line for line in caplog.messages if "waits" in line]
+    assert lines == [
+        f"request {number}, sample 0 waits: {reason}"
+        for number, reason in ((1, "prefix"), (2, "prefix"), (1, "pages"), (2, "turn"))
+    ]
 
 
 def test_rows_have_their_tenants():

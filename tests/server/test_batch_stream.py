@@ -109,6 +109,7 @@ def test_a_stream_begins_with_hello_and_goes_on_with_steps_and_engine_events(
                     "new": 4,
                     "drafts": 2,
                     "preempted": 0,
+                    "waits_for": None,
                 }
             ],
             "others": {

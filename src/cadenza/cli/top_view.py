@@ -22,6 +22,20 @@ ENGINE_WORDS: Mapping[str, str] = {
     "loading": "the model is being loaded",
 }
 
+WAIT_WORDS: Mapping[str, str] = {
+    "turn": "its turn",
+    "row": "a row",
+    "quota": "its key's share of pages",
+    "step": "room in a step",
+    "sample": "the prompt's first sample",
+    "prefix": "a prefix that another computes",
+    "disk": "pages from disk",
+    "image": "an image",
+    "scores": "its prompt's scores",
+    "retry": "a failed step's requests",
+}
+"""Of why a row waits; another reason is its own word."""
+
 NUM_RATES = 600
 """Events whose rates are kept: a minute's."""
 _WIDE = 72
@@ -178,6 +192,8 @@ def _row(row: Mapping[str, Any], longest: int, width: int) -> Text:
     kind = str(row["kind"])
     computed, total, cached = (int(row[name]) for name in ("computed", "total", "cached"))
     numbers = f" {computed:,}/{total:,}"
+    if row.get("waits_for"):
+        numbers += f"  for {WAIT_WORDS.get(row['waits_for'], row['waits_for'])}"
     if width >= _WIDE:
         numbers += f"  +{row['new']}"
         numbers += f"  cached {cached:,}" if cached else ""

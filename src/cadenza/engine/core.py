@@ -10,6 +10,7 @@ request gets exactly one `Finished` unless it is cancelled.
 import logging
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -32,7 +33,7 @@ from cadenza.core.prefix_misses import PrefixMisses, log_text, miss_text
 from cadenza.core.prompt_rows import Pool, PromptRowsProgress
 from cadenza.core.scheduler import Scheduler, SchedulerOptions
 from cadenza.core.scoring_queue import ScoringQueue
-from cadenza.core.sequence import Sequence
+from cadenza.core.sequence import Sequence, WaitReason
 from cadenza.core.step_cost import StepBound, StepCost
 from cadenza.core.step_drafts import StepDrafts
 from cadenza.core.step_results import refuse_constraint
@@ -155,6 +156,8 @@ class EngineCore:
             clock=options.clock,
         )
         self._samples: dict[int, dict[int, Sequence]] = {}
+        self._waits: dict[tuple[int, int], WaitReason] = {}
+        """As they were logged last."""
         self._speculation = options.speculation
         compile_constraint = options.compile_constraint
         self._compiling = None if compile_constraint is None else Compiling(compile_constraint)
@@ -318,12 +321,23 @@ class EngineCore:
             raise EngineClosedError("the engine is closed; make a new one")
         refused = self._start_compiled() if self._compiling else []
         events = self._step(announce)
+        if logger.isEnabledFor(logging.DEBUG):
+            self._log_waits()
         if self.num_empty_steps >= MAX_EMPTY_STEPS:
             raise EngineStalledError(self._stall_text())
         for event in events:
             if isinstance(event, Finished):
                 self._forget(event.request_id, event.sample)
         return [*refused, *events] if refused else events
+
+    def _log_waits(self) -> None:
+        """Why each sample waits, where that has changed."""
+        before, self._waits = self._waits, {}
+        for sequence in self.scheduler.waiting:
+            key, reason = (sequence.request_id, sequence.sample), self.scheduler.why_waits(sequence)
+            self._waits[key] = reason
+            if before.get(key) is not reason:
+                logger.debug("request %d, sample %d waits: %s", *key, reason.value)
 
     def _step(self, announce: Announce | None) -> list[Event]:
         stored = self.stored_pages
@@ -340,11 +354,13 @@ class EngineCore:
     def _stall_text(self) -> str:
         scheduler = self.scheduler
         pages = scheduler.kv_cache.pool.counts()
+        waits = Counter(scheduler.why_waits(each).value for each in scheduler.waiting)
+        reasons = ", ".join(f"{count} waits for: {reason}" for reason, count in waits.items())
         return (
             f"the engine computes nothing although requests are open ({len(scheduler.running)} "
             f"running, {len(scheduler.waiting)} waiting, {pages.free + pages.cached} of "
-            f"{self.limits.num_pages} pages free): this is a fault of Cadenza's, please report it "
-            f"with this line; a request that is sent again may succeed"
+            f"{self.limits.num_pages} pages free; {reasons}): this is a fault of Cadenza's, please "
+            f"report it with this line; a request that is sent again may succeed"
         )
 
     def close(self) -> None:

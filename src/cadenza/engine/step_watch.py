@@ -13,7 +13,8 @@ from typing import Literal
 
 import msgspec
 
-from cadenza.core.sequence import Sequence, SequenceStatus
+from cadenza.core.scheduler import Scheduler
+from cadenza.core.sequence import Sequence, SequenceStatus, WaitReason
 from cadenza.engine.core import EngineCore
 from cadenza.events import Event, Token
 
@@ -26,6 +27,8 @@ EngineChange = Literal["lost", "ready", "unloaded"]
 
 RowKind = Literal["prompt", "decode", "waiting"]
 
+WAIT_REASONS = tuple(each.value for each in WaitReason)
+
 
 class RowSummary(msgspec.Struct, frozen=True, array_like=True):
     """A sequence: its progress, and what it did since the last summary.
@@ -37,6 +40,7 @@ class RowSummary(msgspec.Struct, frozen=True, array_like=True):
         cached: prompt tokens whose KV was found in the prefix cache.
         new, drafts, preempted: tokens sampled, drafts accepted and preemptions since the last
             summary.
+        waits_for: one of `WAIT_REASONS`; None unless it waits.
     """
 
     label: int
@@ -48,6 +52,7 @@ class RowSummary(msgspec.Struct, frozen=True, array_like=True):
     new: int
     drafts: int
     preempted: int
+    waits_for: str | None = None
 
 
 class StepSummary(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -205,7 +210,13 @@ class StepWatch:
             num_generated - seen.num_generated,
             self._accepted.get(key, 0),
             num_preemptions - seen.num_preemptions,
+            _wait_of(self._core.scheduler, sequence),
         )
+
+
+def _wait_of(scheduler: Scheduler, sequence: Sequence) -> str | None:
+    is_waiting = sequence.status is SequenceStatus.WAITING
+    return scheduler.why_waits(sequence).value if is_waiting else None
 
 
 def _kind_of(sequence: Sequence) -> RowKind:

@@ -296,7 +296,7 @@ function Table({ live }) {
               (/** @type {import("./live_picture.js").Row} */ row) => html`
                 <tr key=${row.id}>
                   <th scope="row">${row.id}</th>
-                  <td>${row.kind}${row.preempted ? ", preempted" : ""}</td>
+                  <td>${row.kind}${row.waits_for ? ` for ${row.waits_for}` : ""}${row.preempted ? ", preempted" : ""}</td>
                   <td>${row.computed}</td>
                   <td>${row.total}</td>
                   <td>${row.cached}</td>

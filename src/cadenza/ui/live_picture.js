@@ -4,7 +4,7 @@
  * its cost follows from the rows of one event. Lanes are given again once their request is gone.
  *
  * @typedef {{id: number, kind: "prompt" | "decode" | "waiting", computed: number, total: number,
- *   cached: number, new: number, drafts: number, preempted: number}} Row
+ *   cached: number, new: number, drafts: number, preempted: number, waits_for: string | null}} Row
  * @typedef {{t: number, tokens: number, steps: number, waiting: number, running: number,
  *   pages: {live: number, cached: number, free: number}, tok_s: number, gap_ms: number, rows: Row[],
  *   others: {rows: number} | null}} Step

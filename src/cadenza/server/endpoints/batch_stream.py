@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 import msgspec
 
-from cadenza.engine.step_watch import RowKind, RowSummary, StepSummary
+from cadenza.engine.step_watch import WAIT_REASONS, RowKind, RowSummary, StepSummary
 from cadenza.errors import QueueFullError
 from cadenza.frontend.live_steps import LiveEntry, Viewer
 from cadenza.server.errors import UNAVAILABLE_CODES, queue_full, unavailable
@@ -184,6 +184,7 @@ def _row(row: RowSummary) -> dict[str, Any]:
         "new": row.new,
         "drafts": row.drafts,
         "preempted": row.preempted,
+        "waits_for": row.waits_for,
     }
 
 
@@ -199,7 +200,14 @@ def _sum_of(rows: Sequence[RowSummary]) -> dict[str, int] | None:
 _QUERY = {"model": TEXT}
 
 _COUNTS = dict.fromkeys(SUMMED, COUNT)
-_ROW = object_of({"id": COUNT, "kind": one_of(*get_args(RowKind)), **_COUNTS})
+_ROW = object_of(
+    {
+        "id": COUNT,
+        "kind": one_of(*get_args(RowKind)),
+        **_COUNTS,
+        "waits_for": or_null(one_of(*WAIT_REASONS)),
+    }
+)
 _AMOUNT: Schema = {"type": "number", "minimum": 0}
 _STEP = object_of(
     {
