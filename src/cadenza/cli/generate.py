@@ -21,7 +21,7 @@ from cadenza.cli.prompts import Prompt, PromptsFormat, read_piped_prompt, read_p
 from cadenza.cli.sampling_flags import SamplingFlags
 from cadenza.errors import ConfigError
 from cadenza.option import flag
-from cadenza.request import SamplingParams
+from cadenza.request import PARAMETERS, SamplingParams
 
 if TYPE_CHECKING:
     from cadenza.cli.batch_run import BatchRun, BatchStream, Question
@@ -57,9 +57,9 @@ class GenerateFlags:
     logprobs: int | None = flag(
         None, "With --json: log probabilities of this many likeliest tokens."
     )
-    prompt_logprobs: int | None = flag(None, "The same for the prompt's tokens.")
-    n: int = flag(1, "Answers to each prompt, with different seeds.")
-    truncate_prompt_tokens: int | None = flag(None, "Keep this many tokens of a prompt's end.")
+    prompt_logprobs: int | None = flag(None, PARAMETERS["prompt_logprobs"].help)
+    n: int = flag(1, PARAMETERS["n"].help)
+    truncate_prompt_tokens: int | None = flag(None, PARAMETERS["truncate_prompt_tokens"].help)
     receipt: str | None = flag(
         None,
         "Write a receipt of each answer, one a line, which `cadenza replay` recomputes; it has the "
