@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from cadenza.engine.timeouts import RequestTimeouts
 from cadenza.errors import QueueFullError
 from cadenza.frontend.prepared_request import PreparedRequest
+from cadenza.frontend.sample_output import SampleOutput
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.outputs import CompletionOutput
 from cadenza.request import Request
@@ -77,8 +78,11 @@ def call_of(num_prompts: int, submit: Callable[..., Any]) -> tuple[OpenCall, Ten
     prepared = PreparedRequest(text=None, request=Request(prompt_token_ids=(1,)))
     queue = SimpleNamespace(calls=(), add=str, discard=str)
     engine = SimpleNamespace(timeouts=RequestTimeouts(total_s=60.0))
+    text = SimpleNamespace(
+        unenforced_schema=lambda _: None, sample_output=lambda *given: SampleOutput(given[1], None)
+    )
     model: Any = SimpleNamespace(
-        submit=submit, waiting=queue, engine=engine, system_fingerprint=None
+        submit=submit, waiting=queue, engine=engine, system_fingerprint=None, text=text
     )
     use = Tenants(TenantFile(), ServedCounts(), lambda: 0.0).use("")
     return OpenCall([prepared] * num_prompts, model, use), use

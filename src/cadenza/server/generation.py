@@ -243,7 +243,7 @@ class Generation:
 
     async def _finish(self, call: OpenCall, ticket: Ticket) -> list[RequestOutput]:
         """Waits for the end of a call whose answer is sent whole; the outputs in their order."""
-        found: dict[int, OutputProcessor | RequestOutput] = {}
+        found: dict[int, OutputProcessor] = {}
         while call.num_unfinished:
             for place, request, outputs in await call.next_updates():
                 failed = ticket.record.take(place, request, outputs)
@@ -252,7 +252,7 @@ class Generation:
                 found[place] = request
         wholes: list[RequestOutput] = []
         for _, each in sorted(found.items()):
-            whole = each.output() if isinstance(each, OutputProcessor) else each
+            whole = each.output()
             outputs = await self._checked(each, whole.outputs)
             wholes.append(replace(whole, outputs=tuple(outputs)))
         return wholes
@@ -288,13 +288,11 @@ class Generation:
         await exchange.end_stream(events)
 
     async def _checked(
-        self, request: OutputProcessor | RequestOutput, outputs: Sequence[CompletionOutput]
+        self, request: OutputProcessor, outputs: Sequence[CompletionOutput]
     ) -> Sequence[CompletionOutput]:
         """Outputs that end with a form whose grammar does not hold all of it are checked, on a
         thread."""
-        if not isinstance(request, OutputProcessor) or request.answer_schema is None:
-            return outputs
-        if all(each.finish_reason is None for each in outputs):
+        if request.answer_schema is None or all(each.finish_reason is None for each in outputs):
             return outputs
         return await self._service.work.do(
             "form", 0, lambda: [request.checked(each) for each in outputs]

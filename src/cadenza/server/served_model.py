@@ -28,7 +28,7 @@ from cadenza.frontend.live_steps import LiveSteps
 from cadenza.frontend.output_processor import OutputProcessor
 from cadenza.frontend.prepared_request import PreparedRequest
 from cadenza.frontend.text_frontend import TextFrontend
-from cadenza.outputs import CompletionOutput, RequestOutput
+from cadenza.outputs import CompletionOutput
 from cadenza.server.errors import (
     UNAVAILABLE_CODES,
     ApiError,
@@ -54,9 +54,9 @@ FURTHER_PER_ROW, FURTHER_AT_ONCE = 2, 48
 """Open requests, by the number of rows and in any case, up to which calls with many prompts submit
 further ones: enough to keep every row busy."""
 
-Updates = list[tuple[int, OutputProcessor | RequestOutput, Sequence[CompletionOutput]]]
+Updates = list[tuple[int, OutputProcessor, Sequence[CompletionOutput]]]
 """The place of a prompt in its call, the prompt's request, and what is new of the request's
-samples. A prompt that was dropped has a `RequestOutput` instead of a processor."""
+samples."""
 
 
 class ServedEngine(BatchEngine, EngineMonitor, Protocol):
@@ -387,8 +387,9 @@ class OpenCall:
         for stream in self._streams.values():
             stream.abort()
         for place, prepared in self._waiting:
-            aborted = _aborted(place, prepared)
-            self._dropped.append((place, aborted, aborted.outputs))
+            dropped = OutputProcessor(place, prepared, self._model.text)  # its place for an id
+            dropped.abort()
+            self._dropped.append((place, dropped, dropped.take()))
         self._waiting.clear()
         self.notify()
 
@@ -489,28 +490,3 @@ class PromptQueue:
         """Ends every call here with an error, because no more prompts are submitted."""
         while self.calls:
             self.calls.popleft().fail(error)
-
-
-def _aborted(place: int, prepared: PreparedRequest) -> RequestOutput:
-    """The only output of a prompt that was never submitted; its place stands for the id."""
-    outputs = [
-        CompletionOutput(
-            index=sample,
-            text="",
-            token_ids=(),
-            logprobs=None,
-            cumulative_logprob=None,
-            finish_reason="abort",
-            stop_reason=None,
-        )
-        for sample in range(prepared.request.params.n)
-    ]
-    return RequestOutput(
-        request_id=place,
-        prompt=prepared.text,
-        prompt_token_ids=prepared.request.prompt_token_ids,
-        prompt_logprobs=None,
-        num_cached_tokens=0,
-        outputs=tuple(outputs),
-        finished=True,
-    )
