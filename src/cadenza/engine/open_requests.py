@@ -1,11 +1,7 @@
-"""`OpenRequests`: the open requests, their tokens and deadlines, and statistics of ended ones.
-
-Owns the queue's bounds, the deadlines, the latency measurements, and what another engine needs to
-go on with a request: the tokens that were passed on, and how many engines in a row were lost with
-it before it got on. Knows no engine and no process; thread-safe. Invariants: each sample of an
-accepted request ends exactly once, by a `Finished` event, `cancel`, its deadline, `fail` or
-`end_all`, unless the request is released to others; its later events are dropped, and so is a token
-that was passed on before.
+"""`OpenRequests`: the open requests, their tokens and deadlines, the queue's bounds, and statistics
+of ended ones. Thread-safe. Invariants: each sample of an accepted request ends exactly once, by a
+`Finished` event, `cancel`, its deadline or `end_all`, unless the request is released to others; its
+later events are dropped, and so is a token that was passed on before.
 """
 
 import dataclasses

@@ -1,8 +1,6 @@
-"""`Resumption`: what a request has brought so far, with which an engine continues it.
-
-A stream is a function of its request alone, so an engine that is given the request and the tokens
-that came of it goes on at the next one, with the same bits. The prompt and these tokens are
-computed again, as after a preemption. Plain values; knows no process and no engine.
+"""`Resumption`: what a request has brought so far, with which another engine goes on at its next
+token with the same bits, since a stream is a function of its request alone; the prompt and these
+tokens are computed again, as after a preemption.
 """
 
 import msgspec

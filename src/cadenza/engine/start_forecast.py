@@ -1,9 +1,6 @@
-"""`StartForecast`: in how many seconds a request that comes now would start, if not too late.
-
-Owns the order in which waiting requests are taken to start, and what was measured while some
-waited: the rate of the engine, and what a request takes of it. Knows no engine. Invariants: nothing
-is forecast before enough has been measured; one tenant's requests delay another's by no more than
-their share.
+"""`StartForecast`: in how many seconds a request that comes now would start, by the order in which
+those that wait are taken and by what was measured meanwhile. Invariants: nothing is forecast before
+enough has been measured; one tenant's requests delay another's by no more than their share.
 """
 
 from bisect import bisect_left, bisect_right, insort

@@ -1,8 +1,6 @@
-"""`StepWatch`: what the steps of an engine do, for those who look at it while it runs.
-
-Owns the values that pass to viewers (`StepSummary`, `LiveNews`), and when one is due: at most each
-`SUMMARY_EVERY_S`, of all steps since the last. Exists only while somebody looks. Invariant: a
-summary has numbers and names of tenants, nothing of any prompt, text or id of a request.
+"""`StepWatch`: what the steps of an engine do, for those who look at it while it runs, at most each
+`SUMMARY_EVERY_S`; it exists only while somebody looks. Invariant: a summary has numbers and names
+of tenants, nothing of any prompt, text or id of a request.
 """
 
 from collections.abc import Callable, Iterable

@@ -17,7 +17,6 @@ import msgspec
 from cadenza.bounds import as_token_ids
 from cadenza.checkpoint import Checkpoint
 from cadenza.config import GenerationConfig
-from cadenza.engine.request_check import RequestCheck
 from cadenza.errors import (
     ContextLengthError,
     InvalidRequestError,
@@ -173,23 +172,28 @@ class TextFrontend:
         """
         if not isinstance(params, SamplingParams | Mapping | None):
             raise must_be("params", params, "SamplingParams, or a mapping of some of its fields")
-        most = _most_prompt_tokens(params, terms.check)
+        most, check = None, terms.check
+        if isinstance(params, SamplingParams) and check is not None:
+            is_cut = params.truncate_prompt_tokens is not None
+            most = None if is_cut else check.limits.max_model_len - (params.max_tokens != 0)
         written = self._written_within(most, prompt, params, options)
         spanned = written.spanned
         params = self._completed(params, options, terms, len(spanned.ids))
-        has_pixels = terms.opens_images or spanned.has_pixels
-        most_seen = self._max_model_len if params.truncate_prompt_tokens is None else None
+        is_pending = spanned.images and not (terms.opens_images or spanned.has_pixels)
+        pending, attachments = (spanned if is_pending else None), ()
+        if spanned.images and not is_pending:
+            most_seen = self._max_model_len if params.truncate_prompt_tokens is None else None
+            attachments = self.prompts.attachments(spanned, most_seen)
         request = Request(
             prompt_token_ids=spanned.ids,
             params=params,
             pooling=options.pooling,
-            attachments=self.prompts.attachments(spanned, most_seen) if has_pixels else (),
-            prediction=self._predicted(options.prediction, most),
+            attachments=attachments,
+            prediction=self._predicted(options.prediction, most) if options.prediction else (),
             cache_salt=terms.cache_salt or written.cache_salt,
             priority=terms.priority,
             tenant=terms.tenant,
         )
-        pending = None if has_pixels else spanned
         made = self._prepared(request, written, options, terms, pending)
         return made if pending is not None else self._admitted(made, terms, written)
 
@@ -293,8 +297,6 @@ class TextFrontend:
 
     def _predicted(self, prediction: str, most: int | None) -> tuple[int, ...]:
         """The tokens of a prediction. Raises InvalidRequestError if there are more than `most`."""
-        if not prediction:
-            return ()
         encode = self.prompts.need_tokenizer().encode
         try:
             return tuple(encode(prediction, add_special_tokens=False, max_num_tokens=most))
@@ -316,7 +318,11 @@ class TextFrontend:
         """With the text options as tokens, and the plan of the answer to a conversation."""
         check = self.checks.start()
         request, make_parser = self._resolved(request, check), None
-        asked = None if written.conversation is None else self._asked_of(written.conversation)
+        conversation = written.conversation
+        asked = None if conversation is None else conversation.asked
+        if conversation is not None and asked is None and self.chats.has_channels:
+            tools = conversation.tools
+            asked = AskedAnswer(use=ToolUse.of_rendered(tools)) if tools else ANY_ANSWER
         if asked is not None:
             assert self._planner is not None, "what was rendered and encoded has a planner"
             plan = self._planner.plan(written.text or "", request.constraint, asked, check)
@@ -328,13 +334,6 @@ class TextFrontend:
             text=written.text, request=request, make_parser=make_parser, pending=pending
         )
         return with_receipt(made, terms) if options.has_receipt else made
-
-    def _asked_of(self, conversation: ChatPrompt) -> AskedAnswer | None:
-        """What is asked of the answer; None where its text stays whole."""
-        if conversation.asked is not None or not self.chats.has_channels:
-            return conversation.asked
-        tools = conversation.tools
-        return AskedAnswer(use=ToolUse.of_rendered(tools)) if tools else ANY_ANSWER
 
     def _admitted(
         self, prepared: PreparedRequest, terms: Terms, written: "_Written | None" = None
@@ -533,15 +532,6 @@ class _Written:
     spanned: Spanned
     cache_salt: str = ""
     conversation: ChatPrompt | None = None
-
-
-def _most_prompt_tokens(params: Params, check: RequestCheck | None) -> int | None:
-    """Of a prompt that is not cut, where an engine's check is known."""
-    if check is None or not isinstance(params, SamplingParams):
-        return None
-    if params.truncate_prompt_tokens is not None:
-        return None
-    return check.limits.max_model_len - (params.max_tokens != 0)
 
 
 def _whole(value: object, otherwise: int) -> int:

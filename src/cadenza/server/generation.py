@@ -76,7 +76,7 @@ class Generation:
         begin_trace = service.options.begin_trace
         record = RequestRecord(
             request_id=exchange.request_id,
-            endpoint=self._endpoint.route.name,
+            endpoint=self._endpoint.name,
             counts=service.counts,
             clock=service.options.clock,
             is_logged=service.options.is_logging_requests,

@@ -196,7 +196,8 @@ class ServedModel:
         if status.fingerprint is not self._engine_fingerprint:
             self._engine_fingerprint = status.fingerprint
             self._fingerprint = self.text.with_forms(status.fingerprint)
-        return status.request_check
+        self._known = status.request_check
+        return self._known
 
     def fingerprint(self) -> Fingerprint | None:
         """The engine's, as of the last admission of a call; None before it, or if it is unknown."""
@@ -209,8 +210,8 @@ class ServedModel:
 
     def check_room(self) -> None:
         """Raises ApiError (429) where as many requests are open as are allowed."""
-        limits = self.limits
-        room = 1 if limits is None else limits.max_num_open_reqs
+        assert self._known is not None, "there is room in an engine that is ready"
+        room = self._known.limits.max_num_open_reqs
         if not self._engine.load().has_place(room - self._num_preparing):
             self.counts.reject("queue_full")
             raise queue_full(

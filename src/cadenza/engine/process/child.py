@@ -1,8 +1,7 @@
-"""The engine process's program: `run_child`.
-
-Owns the process's exit: it exits when the front end does, whatever it is doing, and ignores the
-signals of the terminal and the service manager, which are for the front end. Invariant: only frames
-are written to the socket; everything printed goes to the pipe that the front end logs.
+"""The engine process's program: `run_child`. It exits when the front end does, whatever it is
+doing, and ignores the signals of the terminal and the service manager, which are for the front end.
+Invariant: only frames are written to the socket; everything printed goes to the pipe that is
+logged.
 """
 
 import ctypes

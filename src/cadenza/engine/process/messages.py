@@ -1,8 +1,5 @@
-"""The protocol between the two processes: typed messages in frames, and log records as lines.
-
-Owns the messages, their encoding (MessagePack, never pickle), the frames' cap, and the form of a
-log line on the engine process's stderr. Requests, events and configurations are sent as the
-dataclasses they are. Invariants: bytes that do not decode to exactly one of these types are a
+"""The protocol between the two processes: typed messages in frames (MessagePack, never pickle), and
+log records as lines. Invariants: bytes that do not decode to exactly one of these types are a
 `WireError`, never a half-read message; one log record is one line, and none is kept beyond a cap.
 """
 

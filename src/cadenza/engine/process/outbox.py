@@ -1,8 +1,6 @@
 """`Outbox`: what other threads leave for the thread that serves an engine process; `Wakeup`.
-
-Owns the frames that are not sent yet and what wakes the serving thread's selector. Knows no
-process. Invariant: whatever is put while a selector waits wakes it. Callers hold the lock, but for
-`waking` and `woken`.
+Invariant: whatever is put while a selector waits wakes it. Callers hold the lock, but for `waking`
+and `woken`.
 """
 
 import os

@@ -1,11 +1,7 @@
-"""`ProcessLink`: an `EngineLink` to an engine in another process, watched and restarted.
-
-Owns the engine process and the outbox. The serving thread does all the work;
-other threads only append to the outbox and wake it. A turn of its loop handles only what the
-selector says is ready, and looks at deadlines and at progress only when the earliest of them is
-due. When the process is lost, `Recovery` has the next one go on with the open requests. Knows no
-HTTP and no text. Invariants: each accepted request ends exactly once, whatever happens to the
-process; `submit` and `cancel` never wait for it.
+"""`ProcessLink`: an `EngineLink` to an engine in another process, watched and restarted; `Recovery`
+has the next process go on with the open requests. The serving thread does all the work; others
+append to the outbox and wake it. Invariants: each accepted request ends exactly once, whatever
+happens to the process; `submit` and `cancel` never wait for it.
 """
 
 import logging

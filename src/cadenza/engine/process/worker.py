@@ -1,9 +1,7 @@
 """The step loop of the engine process: commands in, `EngineOutputs` out after each step.
-
-Owns when outputs are due, and the forecast of the next step's time that they carry. Knows a core
-and a link, no process and no signal. Invariants: events leave with the step that made them; an
-engine that has work sends outputs at least every `BEAT_EVERY_S` between two steps, an idle one
-every `IDLE_BEAT_S`; a request's `Started` is sent before anything of it is computed.
+Invariants: events leave with the step that made them; an engine that has work sends outputs at
+least every `BEAT_EVERY_S` between two steps, an idle one every `IDLE_BEAT_S`; a request's `Started`
+is sent before anything of it is computed.
 """
 
 import time
