@@ -102,7 +102,6 @@ class RequestCheck:
         return len(request.prompt_token_ids) + request.params.max_tokens
 
     def _check_spans(self, request: Request) -> None:
-        """Whether each span fits a step beside a token of each other row."""
         limits = self.limits
         longest = max(span.stop - span.start for span in whole_spans_of(request.attachments))
         least = least_budget(longest, limits.max_num_seqs)

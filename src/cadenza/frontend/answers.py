@@ -311,7 +311,6 @@ class AnswerPlanner:
 
 
 def _inputs(use: ToolUse, tools: ToolFormat, check: GrammarCheck) -> dict[str, str]:
-    """The grammars of the JSON texts that custom tools take. Raises InvalidRequestError."""
     found: dict[str, str] = {}
     for tool in use.callable_tools:
         if tool.input is None:
@@ -329,7 +328,6 @@ def _inputs(use: ToolUse, tools: ToolFormat, check: GrammarCheck) -> dict[str, s
 
 
 def _arguments(tool: Tool, inputs: Mapping[str, str], check: GrammarCheck) -> str:
-    """The grammar of a tool's arguments. Raises InvalidRequestError."""
     if tool.name in inputs:
         return arguments_of_written(inputs[tool.name])
     try:
@@ -426,7 +424,6 @@ def _calls_of(
 def _with_calls(
     frame: AnswerFrame, form: str | None, use: ToolUse, calls: _Calls, marks: Marks
 ) -> str:
-    """The grammar of an answer that may, or must, call tools."""
     if use.choice != "required" and form is None:
         return frame.called(calls.free(marks), marks)
     required = frame.called(calls.required(marks), marks)

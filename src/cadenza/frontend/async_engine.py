@@ -273,7 +273,6 @@ class AsyncEngine:
             self._engine.cancel(request_id)
 
     def _listen(self, on_news: OnNews | None) -> None:
-        """Has the engine's news passed to the event loop."""
         self._engine.watch(
             None if on_news is None else lambda news: self._call(partial(on_news, news))
         )

@@ -200,7 +200,6 @@ class ImagePrompts:
         return piece if isinstance(piece, str) else self.processor.token
 
     def _places(self, text: MarkedText) -> Iterator[int]:
-        """Where a template wrote a placeholder."""
         placeholder = self.processor.placeholder
         start = text.find(placeholder)
         while start >= 0:

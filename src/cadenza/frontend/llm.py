@@ -310,7 +310,6 @@ class LLM:
 
 
 def _prompt_list(prompts: object) -> list[Prompt]:
-    """The prompts of a call: one text, one list of token ids, or several of either."""
     if isinstance(prompts, str | Mapping):
         return [cast(Prompt, prompts)]
     entries = _entries("prompt", prompts, "a text, a list of token ids, or a list of either")
@@ -328,7 +327,6 @@ def _prompt_list(prompts: object) -> list[Prompt]:
 
 
 def _conversation_list(messages: object) -> list[SequenceOf[Message]]:
-    """The conversations of a call: one list of messages, or several."""
     entries = _entries("messages", messages, "a list of messages, or a list of such lists")
     num_messages = sum(isinstance(entry, Mapping) for entry in entries)
     if num_messages == len(entries):

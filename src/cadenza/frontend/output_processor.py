@@ -218,7 +218,6 @@ class OutputProcessor:
         )
 
     def _complete(self, sample: SampleOutput, output: CompletionOutput) -> CompletionOutput:
-        """An output of a sample that has ended, with what was asked of its end."""
         if self.answer_schema is not None and self._text.checks.is_inline:
             output = self.checked(output)
         request, seal = self._prepared.request, self._prepared.seal

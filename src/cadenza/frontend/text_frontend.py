@@ -353,7 +353,6 @@ class TextFrontend:
         return replace(prepared, request=request, checked=checked, prompt_use=used)
 
     def _places_in(self, conversation: ChatPrompt, written: "_Written") -> SequenceOf[PromptSpan]:
-        """The places of a conversation that are kept of it if it is thinned out."""
 
         def render(messages: SequenceOf[Message]) -> str:
             return self._rendered(replace(conversation, messages=messages)).text
@@ -394,7 +393,6 @@ class TextFrontend:
         return request
 
     def _constraint_of(self, structured: StructuredOutput, check: GrammarCheck) -> ConstraintSpec:
-        """Raises InvalidRequestError where it cannot be followed."""
         form = read_form(structured, self._style)
         problem = check(form.text)
         if problem is not None:

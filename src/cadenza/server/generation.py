@@ -109,7 +109,6 @@ class Generation:
             record.end(rest)
 
     async def _read(self, exchange: Exchange, record: RequestRecord) -> CallRequest:
-        """The body as a call. Raises ApiError."""
         service, read = self._service, self._endpoint.read
         limits, unknown = service.limits, service.options.unknown_fields
         async with exchange.body() as body:
@@ -184,7 +183,6 @@ class Generation:
         return Ticket(call=call, model=model, use=use, record=record, terms=terms, head=head)
 
     async def _prepared(self, ticket: Ticket) -> list[PreparedRequest]:
-        """The call's requests, with the pixels of their images. Raises ApiError."""
         service, call, text = self._service, ticket.call, ticket.model.text
         lane = "form" if call.has_form else "generate"
 

@@ -257,7 +257,6 @@ def new_request_id() -> str:
 
 
 async def _cancel(task: "asyncio.Task[Any]") -> None:
-    """Cancels a task and waits for its end; its result is dropped."""
     if task.done():
         return
     task.cancel()

@@ -374,7 +374,6 @@ def _set_result(admitted: asyncio.Future[ApiError | None], error: ApiError | Non
 
 
 def _end_waiting(model: ServedModel, error: ApiError) -> None:
-    """Ends the calls that wait for it, each with this error."""
     while model.turn.waiting:
         model.turn.waiting.popleft().end(error)
 

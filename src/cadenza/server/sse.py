@@ -212,12 +212,10 @@ class ChunkEncoder(StreamEncoder):
         return _encode({**fields, "choices": choices, "usage": usage, **about_prompt})
 
     def _make_before(self) -> bytes:
-        """What precedes the choices in a chunk."""
         chunk = _encode(self.head.fields(self.id_prefix, self.chunk_name))
         return b"data: " + chunk[:-1] + b',"choices":['
 
     def _make_after(self, about_prompt: dict[str, Any] | None) -> bytes:
-        """What follows the choices in a chunk."""
         rest: dict[str, Any] = {}
         if self._include_usage:
             rest["usage"] = self.head.usage.as_object() if self._continuous_usage else None
@@ -240,7 +238,6 @@ def schema_mark(output: CompletionOutput) -> dict[str, bool]:
 
 
 def _add_end(choice: ChoiceObject, output: CompletionOutput) -> None:
-    """Adds the members of a sample's end: its receipt and its schema's mark."""
     if output.receipt is not None:
         choice["receipt"] = output.receipt
     choice |= schema_mark(output)

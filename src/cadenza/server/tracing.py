@@ -141,7 +141,6 @@ class SpansOfCall:
         root.end(self._unix_ns(end_s))
 
     def _end_prompt(self, root: Span, arrived_s: float, times: RequestTimes, index: int) -> None:
-        """The spans of a prompt below the call's."""
         context = set_span_in_context(root)
         for name, start_s, end_s in _phases(arrived_s, times):
             span = self._tracer.start_span(
@@ -209,7 +208,6 @@ def _phases(arrived_s: float, times: RequestTimes) -> Iterator[tuple[str, float,
 
 
 def _latencies(arrived_s: float, times: RequestTimes) -> Attributes:
-    """Seconds of the phases, under vLLM's names."""
     took = {name: end_s - start_s for name, start_s, end_s in _phases(arrived_s, times)}
     found: Attributes = {
         f"gen_ai.latency.time_in_{name}": took[phase]

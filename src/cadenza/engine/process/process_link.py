@@ -243,7 +243,6 @@ class ProcessLink:
                 self._finish(emit)
 
     def _turn(self, selector: selectors.BaseSelector, emit: Emit) -> None:
-        """Waits for messages, output, a wakeup or the next due time, and handles them."""
         if self._child is None and self._supervision.may_start(self.clock()):
             self._start(emit)
         child = self._child
@@ -530,7 +529,6 @@ def _phases(startup_s: Mapping[str, float]) -> str:
 
 
 def _exception_of(failed: Failed) -> CadenzaError:
-    """The exception that was raised in the engine process."""
     kind = getattr(errors, failed.kind, None)
     if isinstance(kind, type) and issubclass(kind, CadenzaError):
         return kind(failed.message)

@@ -54,7 +54,6 @@ async def _stream(service: Service, exchange: Exchange) -> None:
 
 
 async def _once(service: Service, exchange: Exchange) -> None:
-    """Answers with the newest summary."""
     service.check_connections()
     model = _model(service, exchange)
     status = model.engine.status()

@@ -230,7 +230,6 @@ PART_FIELDS: dict[PartKind, tuple[str, ...]] = {
 
 
 def _joined_parts(parts: Sequence[OutputPart]) -> dict[str, str]:
-    """The text of each field that has any."""
     found: dict[str, str] = {}
     for part in parts:
         if part.text:

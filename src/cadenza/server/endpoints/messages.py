@@ -292,7 +292,6 @@ class MessageEncoder(BlockEncoder):
 
 
 def _started(block: Block) -> dict[str, Any]:
-    """A block without its text."""
     if block.kind == "tool_call":
         return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": {}}
     return {**_TEXT_BLOCKS[block.kind]}

@@ -142,7 +142,6 @@ async def _read(service: Service, exchange: Exchange) -> NamedModelBody:
 
 
 def _cards(service: Service, models: Iterable[ServedModel]) -> list[dict[str, Any]]:
-    """One for each name."""
     return [_card(service, model, name) for model in models for name in model.names.listed]
 
 

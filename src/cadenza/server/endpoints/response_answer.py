@@ -151,7 +151,6 @@ class ResponseEncoder(BlockEncoder):
         return event_bytes(f"response.{name}", {"sequence_number": number, **members})
 
     def _within(self, name: str, block: Block, /, **members: Any) -> bytes:
-        """An event of an item's content."""
         places: dict[str, Any] = {"item_id": self._item_id(block), "output_index": block.index}
         if block.kind != "tool_call":
             places["content_index"] = 0

@@ -227,7 +227,6 @@ class ResponseRequest(ThinkingSwitches, LabelledBody, GenerationRequest):
         return TEXT_FORM if asked is None else asked
 
     def _response(self, head: AnswerHead, params: SamplingParams) -> dict[str, Any]:
-        """The members of the response that repeat the request."""
         return {
             "id": RESPONSE_PREFIX + head.request_id,
             "object": "response",
@@ -259,7 +258,6 @@ class ResponseRequest(ThinkingSwitches, LabelledBody, GenerationRequest):
 
 
 def _given(**members: object) -> dict[str, object]:
-    """The members that are not None."""
     return {name: value for name, value in members.items() if value is not None}
 
 
@@ -279,7 +277,6 @@ def _response_of(item_id: str) -> str:
 
 
 def _encode_items(items: Sequence[dict[str, Any]], request_id: str) -> bytes:
-    """The items as JSON, each with an id."""
     named = [
         item if "id" in item else {**item, "id": f"item_{request_id}_{place}"}
         for place, item in enumerate(items)
@@ -321,7 +318,6 @@ def _without_references(
 
 
 def _items_of(turn: StoredResponse) -> list[dict[str, Any]]:
-    """The items that a stored response adds to its conversation."""
     return [*msgspec.json.decode(turn.input), *msgspec.json.decode(turn.body)["output"]]
 
 

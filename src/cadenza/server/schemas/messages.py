@@ -83,7 +83,6 @@ _LEFT_OUT = ("redacted_thinking", "tool_use", "tool_call", *_REASONING)
 
 @field_type(OneOf(tuple(ROLES)).schema())
 def _role(name: str, value: object) -> str:
-    """A role, checked into the one that templates know."""
     if isinstance(value, str) and value in ROLES:
         return ROLES[value]
     known = ", ".join(ROLES)
@@ -352,7 +351,6 @@ def _message(name: str, place: int, value: object) -> dict[str, Any]:
 
 
 def _parts_of(message: dict[str, Any]) -> list[dict[str, Any]]:
-    """The content parts that are objects."""
     content = message.get("content")
     items = cast(list[object], content) if isinstance(content, list) else []
     return [members_of(item) for item in items]

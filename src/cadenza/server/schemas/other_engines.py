@@ -32,7 +32,6 @@ def any_object(name: str, value: object) -> dict[str, Any]:
 
 
 def _each(names: str, what: str, *harmless: object) -> dict[str, Field[Any]]:
-    """An unsupported field for each of the names, which are separated by blanks."""
     return {name: unsupported(what, *harmless) for name in names.split()}
 
 

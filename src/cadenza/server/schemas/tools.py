@@ -172,7 +172,6 @@ def _tool_schema(members: Mapping[str, Schema], required: tuple[str, ...]) -> Sc
 def _checked_tools(
     name: str, value: object, read: Callable[[str, dict[str, Any]], Tool]
 ) -> tuple[Tool, ...]:
-    """The tools of a list of objects, each of which `read` takes. Raises ApiError (400)."""
     if not isinstance(value, list):
         raise refuse(name, value, _WANTED)
     items = cast(list[object], value)
