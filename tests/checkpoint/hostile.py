@@ -322,7 +322,7 @@ def use_everything(folder: Path) -> None:
     face = TextFrontend(checkpoint)
     if checkpoint.tokenizer_source is not None:
         face.encode("x")
-    if face.chats.template is not None:
+    if face.prompts.template is not None:
         from cadenza.text import ChatTemplate
 
         chat = ChatTemplate.from_checkpoint(checkpoint)

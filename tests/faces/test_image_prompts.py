@@ -143,7 +143,7 @@ def test_lengths_follow_from_sizes_and_long_prompts_open_no_image():
     _, ids = face.render_chat(ChatPrompt(messages=[message]))
     assert len(ids) > 2000
     with pytest.raises(TextTooLongError, match="2000 of them of its images; at most 2001"):
-        face.prompts.spanned(face.prompts.rendered([message], None, None), 2001)
+        face.prompts.spanned(face.prompts.rendered(ChatPrompt(messages=[message])), 2001)
     assert not pixels.opened
     assert face.prepare(ChatPrompt(messages=[message])).request.prompt_token_ids == ids
     assert pixels.opened == [b"500x400"]

@@ -81,7 +81,7 @@ def test_without_its_chat_template_a_model_takes_plain_prompts_only(worded_folde
     config = EngineConfig(chat_template="none")
     checkpoint = find_configured(worded_folder, config)
     text = open_text(checkpoint, config)
-    assert text.chats.template is None
+    assert text.prompts.template is None
     assert text.encode("the fox")
     with pytest.raises(InvalidRequestError, match="no chat template; give a plain prompt"):
         text.render_chat(ChatPrompt(messages=[{"role": "user", "content": "the fox"}]))

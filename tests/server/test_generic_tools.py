@@ -67,9 +67,9 @@ def generic() -> TextFrontend:
 def test_tools_are_said_to_be_taken_unless_that_is_strict(generic: TextFrontend) -> None:
     """By which Ollama's clients offer them."""
     strict = AnswerParsers(strict_tools=True)
-    assert generic.chats.takes_tools
-    assert not text_of(TEMPLATE, strict).chats.takes_tools
-    assert TextFrontend(open_checkpoint(None), parsers=strict).chats.takes_tools
+    assert generic.prompts.takes_tools
+    assert not text_of(TEMPLATE, strict).prompts.takes_tools
+    assert TextFrontend(open_checkpoint(None), parsers=strict).prompts.takes_tools
 
 
 CALLED = '{"name": "weather", "arguments": {"city": "Oslo"}}'

@@ -86,7 +86,7 @@ def test_arguments_that_are_a_text_and_odd_calls_are_written_as_they_are() -> No
 def test_tools_without_a_place_are_described_with_a_call_of_the_familys_notation() -> None:
     text = front_end("text/joined_calls", DEEPSEEK_MARKS)
     assert text.tokenizer is not None
-    assert text.chats.takes_tools
+    assert text.prompts.takes_tools
     system = {"role": "system", "content": f"Be brief. {DEEPSEEK_CALLS}"}
     prompt, ids = text.render_chat(ChatPrompt(messages=[system, USER], tools=[TOOL]))
     assert "Be brief." in prompt

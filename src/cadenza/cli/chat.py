@@ -133,7 +133,7 @@ class ChatSetup:
 
 def _check_can_chat(planned: "PlannedModel", params: Mapping[str, object]) -> None:
     """Raises InvalidRequestError for what cannot work, before weights are loaded."""
-    if planned.text.chats.template is None:
+    if planned.text.prompts.template is None:
         raise InvalidRequestError(
             "this model has no chat template; use `cadenza generate` with a plain prompt"
         )

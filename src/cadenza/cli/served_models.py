@@ -183,7 +183,9 @@ def open_models(
     for word in words:
         checkpoint = find_configured(word, config)
         text = open_text(checkpoint, config, workers=workers, parsers=parsers)
-        if text.chats.template is not None and not (text.chats.takes_tools or parsers.strict_tools):
+        if text.prompts.template is not None and not (
+            text.prompts.takes_tools or parsers.strict_tools
+        ):
             logger.info(
                 "%sthe chat template has no place for tools: the system message describes them, "
                 "and results are user turns (--strict-tools refuses them)",

@@ -8,7 +8,7 @@ Modules:
 - `prepared_request`: what a request is made of, in the forms in which programs give it, and what it
   becomes
 - `sparse_prompts`: which prompts are thinned out, and what is kept of them
-- `chat_prompts`: from conversations to texts, by the chat template
+- `model_prompts`: prompts as texts and ids, conversations by the chat template
 - `image_prompts`: images of a prompt: placeholders, and the pixels behind them
 - `given_images`: the forms in which programs give images, and what opens them
 - `model_tokenizer`: the tokenizer and the chat template for programs

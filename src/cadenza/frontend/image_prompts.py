@@ -1,7 +1,6 @@
-"""`ImagePrompts`: images as placeholders and `Attachment`s; `SeenPrompts`: prompts of a model,
-which may see or not. A prompt's length follows from the sizes of its images; their pixels are made
-last. Invariant: a placeholder is one that a template wrote, or the caller of a raw prompt with
-images; what a user typed is text.
+"""`ImagePrompts`: images as placeholders and `Attachment`s of a model that sees. A prompt's length
+follows from the sizes of its images; their pixels are made last. Invariant: a placeholder is one
+that a template wrote, or the caller of a raw prompt with images; what a user typed is text.
 """
 
 import re
@@ -10,8 +9,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, cast
 
-from cadenza.errors import ContextLengthError, InvalidRequestError, TextTooLongError
-from cadenza.frontend.chat_prompts import ChatPrompts, Message
+from cadenza.errors import InvalidRequestError, TextTooLongError
 from cadenza.media.image_input import ImageFault, ImageInput, images_of
 from cadenza.request import Attachment, Request
 from cadenza.text import Tokenizer
@@ -249,122 +247,6 @@ class ImagePrompts:
             rows=part.rows,
             columns=part.columns,
         )
-
-
-class SeenPrompts:
-    """Texts and ids of a model's prompts; it refuses images where the model does not see.
-
-    Args:
-        name: the model's, for messages.
-        images: None where it does not see.
-        tokenizer: None where it has none, and prompts are ids.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        chats: ChatPrompts,
-        tokenizer: Tokenizer | None,
-        images: ImagePrompts | None,
-    ) -> None:
-        self._name = name
-        self._chats = chats
-        self._tokenizer = tokenizer
-        self._images = images
-
-    @property
-    def takes_images(self) -> bool:
-        return self._images is not None
-
-    @property
-    def image_processor(self) -> ImageProcessor | None:
-        """The model's; None where it does not see."""
-        return None if self._images is None else self._images.processor
-
-    def close(self) -> None:
-        """Ends the processes that open images. Idempotent."""
-        if self._images is not None:
-            self._images.source.close()
-
-    def rendered(
-        self,
-        messages: SequenceOf[Message],
-        tools: SequenceOf[Message] | None,
-        template_kwargs: Mapping[str, Any] | None,
-    ) -> Rendered:
-        """A conversation by the chat template, up to where the assistant answers. Raises
-        InvalidRequestError."""
-        is_list = isinstance(messages, list | tuple)  # the template refuses others
-        given = messages if is_list else ()
-        images = images_of(each for each in given if isinstance(each, Mapping))
-        if images:
-            messages = self._need_images().with_parts(messages)
-        return Rendered(self._chats.render(messages, tools, template_kwargs), images)
-
-    def planned(self, images: SequenceOf[ImageInput]) -> tuple[PlannedImage, ...]:
-        """What each image becomes, by its header. Raises InvalidRequestError."""
-        return self._need_images().planned(images)
-
-    def given(self, prompt: str, images: SequenceOf[ImageInput]) -> Rendered:
-        """A raw prompt with a placeholder for each of its images. Raises InvalidRequestError."""
-        return Rendered(self._need_images().marked(prompt), images)
-
-    def spanned(
-        self,
-        rendered: Rendered,
-        max_num_tokens: int | None = None,
-        *,
-        add_special_tokens: bool = False,
-    ) -> Spanned:
-        """Token ids of a text in which a template has written its special tokens; its images need
-        only have headers.
-
-        Raises:
-            TextTooLongError: there are more than `max_num_tokens`.
-            InvalidRequestError: there is no tokenizer, or it or an image fails.
-        """
-        tokenizer = self.need_tokenizer()
-
-        def encode(text: str) -> SequenceOf[int]:
-            return tokenizer.encode(
-                text, add_special_tokens=add_special_tokens, max_num_tokens=max_num_tokens
-            )
-
-        if self._images is None:
-            return Spanned(ids=tuple(encode(rendered.text)))
-        return self._images.spanned(rendered, encode, max_num_tokens)
-
-    def attachments(self, spanned: Spanned, max_model_len: int | None) -> tuple[Attachment, ...]:
-        """The pixels of a prompt's images. Slow; raises ContextLengthError before they are made
-        where the prompt is longer than `max_model_len`."""
-        if not spanned.images:
-            return ()
-        if max_model_len is not None and len(spanned.ids) > max_model_len:
-            raise ContextLengthError(
-                prompt_length=f"{len(spanned.ids)} tokens",
-                max_tokens=None,
-                max_model_len=max_model_len,
-                is_prompt_alone=True,
-            )
-        return self._need_images().attachments(spanned)
-
-    def need_tokenizer(self) -> Tokenizer:
-        """Raises InvalidRequestError without one."""
-        if self._tokenizer is None:
-            raise InvalidRequestError(
-                "this model has no tokenizer.json; give token ids instead of text", param="prompt"
-            )
-        return self._tokenizer
-
-    def _need_images(self) -> ImagePrompts:
-        if self._images is None:
-            raise InvalidRequestError(
-                f"the model {self._name} takes no images: its checkpoint has no tower that is "
-                f"read, its backend encodes none, or --no-images left the tower out; send text "
-                f"alone, or use a model that sees",
-                param="messages",
-            )
-        return self._images
 
 
 def num_image_tokens(request: Request) -> int:

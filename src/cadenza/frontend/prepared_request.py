@@ -9,10 +9,9 @@ from typing import Any, cast
 
 from cadenza.engine.request_check import CheckedRequest, RequestCheck
 from cadenza.errors import InvalidRequestError, show
-from cadenza.frontend.answers import AskedAnswer
-from cadenza.frontend.chat_prompts import Message
 from cadenza.frontend.given_images import images_of_prompt, with_images
 from cadenza.frontend.image_prompts import PixelSource, Spanned
+from cadenza.frontend.model_prompts import ChatPrompt, Message
 from cadenza.media.image_input import ImageInput
 from cadenza.outputs import PromptUse
 from cadenza.receipt import Receipt
@@ -31,22 +30,6 @@ Prompt = str | Sequence[int] | Mapping[str, object]
 """A text, token ids, or vLLM's dictionary: a text in `prompt`, or ids in `prompt_token_ids`, which
 then count and may have their text beside them; and a `cache_salt`. A text may have images in
 `multi_modal_data`, as {"image": …}, for which it has placeholders."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatPrompt:
-    """A prompt that the chat template renders, up to where the assistant answers.
-
-    Args:
-        tools: as chat templates read them.
-        asked: of the answer, which is split into reasoning, content and calls, and constrained as
-            it is asked for; None: its text stays whole, unless it is messages in channels.
-    """
-
-    messages: Sequence[Message]
-    tools: Sequence[Message] | None = None
-    template_kwargs: Mapping[str, Any] | None = None
-    asked: AskedAnswer | None = None
 
 
 def conversation_of(

@@ -25,17 +25,13 @@ from cadenza.errors import (
     show,
 )
 from cadenza.fingerprint import Fingerprint
-from cadenza.frontend.answers import AnswerParsers, AnswerPlanner, AskedAnswer, ToolUse
-from cadenza.frontend.chat_prompts import ChatPrompts, Message
-from cadenza.frontend.given_images import PooledPixels
+from cadenza.frontend.answers import AnswerParsers, AskedAnswer, ToolUse
 from cadenza.frontend.image_prompts import (
-    ImagePrompts,
-    Rendered,
-    SeenPrompts,
     Spanned,
     keep_last,
 )
 from cadenza.frontend.model_facts import facts_of
+from cadenza.frontend.model_prompts import Message, ModelPrompts
 from cadenza.frontend.prepared_request import (
     NO_WORKERS,
     OWN_TERMS,
@@ -58,7 +54,6 @@ from cadenza.request import PoolingParams, Request, SamplingParams, prompt_only
 from cadenza.sparse_prefill import PromptSpan
 from cadenza.structured import ConstraintSpec, StructuredOutput
 from cadenza.text import (
-    ChatTemplate,
     DecoderPlan,
     IncrementalDetokenizer,
     StopMatcher,
@@ -120,17 +115,8 @@ class TextFrontend:
         self.facts = facts_of(checkpoint)
         self.score_head = checkpoint.score_head
         self.tokenizer = None if source is None else Tokenizer(source)
-        template, self._planner = ChatTemplate.from_checkpoint(checkpoint), None
-        if template is not None and self.tokenizer is not None:
-            self._planner = AnswerPlanner(
-                template.source, self.tokenizer, parsers, reads_tools=template.reads_tools
-            )
-        self.chats = ChatPrompts(template, self._planner, parsers)
-        vision, images = checkpoint.config.vision if checkpoint.is_known else None, None
-        if vision is not None and self.tokenizer is not None:
-            pixels = workers.pixels or PooledPixels()
-            images = ImagePrompts(vision, self.tokenizer, self.chats.source, pixels)
-        self.prompts = SeenPrompts(self.facts.name, self.chats, self.tokenizer, images)
+        self.prompts = ModelPrompts(checkpoint, self.tokenizer, parsers, workers.pixels)
+        self._planner = self.prompts.planner
         self._style = replace(DEFAULT_STYLE, max_string=parsers.max_string)
         formats = () if self._planner is None else self._planner.format_names
         changes = ("stable prompts",) if parsers.stable_prompts else ()
@@ -241,7 +227,7 @@ class TextFrontend:
 
     def _written(self, prompt: AnyPrompt, options: RequestOptions, most: int | None) -> "_Written":
         if isinstance(prompt, ChatPrompt):
-            rendered = self._rendered(prompt)
+            rendered = self.prompts.rendered(prompt)
             spanned = self.prompts.spanned(rendered, most)
             return _Written(text=rendered.text, spanned=spanned, conversation=prompt)
         if isinstance(prompt, ScoredPair):
@@ -261,18 +247,13 @@ class TextFrontend:
         return _Written(text=given.text, spanned=spanned, cache_salt=given.cache_salt)
 
     def _written_pair(self, pair: ScoredPair, most: int | None) -> Spanned:
-        template = self.chats.source
+        template = self.prompts.source
         if template is None or not all(role in template for role in _SCORED_ROLES):
             encode = self.prompts.need_tokenizer().encode_pair
             return Spanned(ids=tuple(encode(pair.query, pair.document, max_num_tokens=most)))
         texts = {"query": pair.query, "document": pair.document}
         messages = [{"role": role, "content": text} for role, text in texts.items()]
-        return self.prompts.spanned(self.prompts.rendered(messages, None, None), most)
-
-    def _rendered(self, conversation: ChatPrompt) -> Rendered:
-        use = None if conversation.asked is None else conversation.asked.use
-        tools = conversation.tools if use is None else use.rendered()
-        return self.prompts.rendered(conversation.messages, tools, conversation.template_kwargs)
+        return self.prompts.spanned(self.prompts.rendered(ChatPrompt(messages=messages)), most)
 
     def _completed(
         self, params: Params, options: RequestOptions, terms: Terms, num_tokens: int
@@ -320,7 +301,7 @@ class TextFrontend:
         request, make_parser = self._resolved(request, check), None
         conversation = written.conversation
         asked = None if conversation is None else conversation.asked
-        if conversation is not None and asked is None and self.chats.has_channels:
+        if conversation is not None and asked is None and self.prompts.has_channels:
             tools = conversation.tools
             asked = AskedAnswer(use=ToolUse.of_rendered(tools)) if tools else ANY_ANSWER
         if asked is not None:
@@ -355,7 +336,7 @@ class TextFrontend:
     def _places_in(self, conversation: ChatPrompt, written: "_Written") -> SequenceOf[PromptSpan]:
 
         def render(messages: SequenceOf[Message]) -> str:
-            return self._rendered(replace(conversation, messages=messages)).text
+            return self.prompts.rendered(replace(conversation, messages=messages)).text
 
         encode = partial(self.prompts.need_tokenizer().encode, add_special_tokens=False)
         ids, text = written.spanned.ids, written.text or ""
@@ -446,7 +427,7 @@ class TextFrontend:
             add_special_tokens: also add the tokenizer's special tokens; most templates write
                 theirs themselves.
         """
-        rendered = self._rendered(conversation)
+        rendered = self.prompts.rendered(conversation)
         spanned = self.prompts.spanned(rendered, add_special_tokens=add_special_tokens)
         return rendered.text, spanned.ids
 

@@ -65,32 +65,32 @@ class AskedConversation:
         switches: dict[str, Any] = {}
         effort, is_on = self.thinking.effort, self.thinking.is_on
         if effort is not None:
-            known = nearest_effort(effort, text.chats.efforts)
+            known = nearest_effort(effort, text.prompts.efforts)
             switches |= {"enable_thinking": effort != "none", "reasoning_effort": known}
         if is_on is not None:
             switches |= {"enable_thinking": is_on, "thinking": is_on}
         if self.verbosity is not None:
             switches["verbosity"] = self.verbosity
-        read = {k: v for k, v in switches.items() if k in text.chats.options}
-        return {**read, **text.chats.known(self.variables), **self.template_kwargs}
+        read = {k: v for k, v in switches.items() if k in text.prompts.options}
+        return {**read, **text.prompts.known(self.variables), **self.template_kwargs}
 
     def _thinks(self, text: TextFrontend) -> bool:
         """False where thinking is off and the chat template has no switch for it."""
-        asked, read = self.thinking, text.chats.options
+        asked, read = self.thinking, text.prompts.options
         is_off = asked.is_on is False or (asked.is_on is None and asked.effort == "none")
         has_switch = not read.isdisjoint(("enable_thinking", "thinking"))
         if asked.effort == "none":  # which a template may know as an effort
-            has_switch = has_switch or ("reasoning_effort" in read and not text.chats.efforts)
+            has_switch = has_switch or ("reasoning_effort" in read and not text.prompts.efforts)
         return has_switch or not is_off or self.is_off_unasked
 
     def _max_thinking(self, text: TextFrontend) -> int | None:
         asked = self.thinking
         if asked.bound is not None or asked.effort is None:
             return asked.bound
-        if "reasoning_effort" not in text.chats.options:
+        if "reasoning_effort" not in text.prompts.options:
             return EFFORTS[asked.effort]
         # A model that knows no such effort does not think either.
-        return 0 if asked.effort == "none" and text.chats.efforts else None
+        return 0 if asked.effort == "none" and text.prompts.efforts else None
 
 
 def continuing(is_continued: bool) -> dict[str, bool]:

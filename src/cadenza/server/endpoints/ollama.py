@@ -194,7 +194,7 @@ class OllamaPromptRequest(OllamaRequest):
             raise invalid_value("raw has no place for images; leave raw out", "images")
 
     def prompts(self, text: TextFrontend) -> Sequence[AnyPrompt]:
-        if self.raw or (text.chats.template is None and not self.images):
+        if self.raw or (text.prompts.template is None and not self.images):
             return ["\n\n".join(part for part in (self.system, self.prompt) if part)]
         system = [{"role": "system", "content": self.system}] if self.system else []
         content = seen_content(self.images, self.prompt)

@@ -121,7 +121,7 @@ async def _props(service: Service, exchange: Exchange) -> None:
         "total_slots": 0 if limits is None else limits.max_num_seqs,
         "model_alias": model.name,
         "model_path": model.name,
-        "chat_template": model.text.chats.source or "",
+        "chat_template": model.text.prompts.source or "",
         "bos_token": described.get("bos_token") or "",
         "eos_token": described.get("eos_token") or "",
         "modalities": {"vision": model.text.prompts.takes_images, "audio": False},
@@ -173,7 +173,7 @@ def _shown(service: Service, model: ServedModel, name: str) -> dict[str, Any]:
     return {
         "modelfile": f"FROM {name}\n",
         "parameters": "\n".join(f"{key} {value}" for key, value in parameters.items()),
-        "template": text.chats.source or "",
+        "template": text.prompts.source or "",
         "details": _details(model),
         "model_info": {key: value for key, value in info.items() if value is not None},
         "capabilities": _capabilities(model),
@@ -199,8 +199,8 @@ def _capabilities(model: ServedModel) -> list[str]:
         return ["embedding"]
     has = {
         "vision": text.prompts.takes_images,
-        "tools": text.chats.takes_tools,
-        "thinking": text.chats.has_reasoning,
+        "tools": text.prompts.takes_tools,
+        "thinking": text.prompts.has_reasoning,
     }
     return ["completion", *(name for name, is_there in has.items() if is_there)]
 

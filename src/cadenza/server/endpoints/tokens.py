@@ -72,7 +72,7 @@ class TokenizeBody(ConversationBody):
             if text.prompts.takes_images:
                 need_files(self.messages)
             kwargs = {
-                **text.chats.known(self.chat_template_kwargs),
+                **text.prompts.known(self.chat_template_kwargs),
                 **self.template_kwargs(),
             }
             conversation = ChatPrompt(messages=self.messages, template_kwargs=kwargs)

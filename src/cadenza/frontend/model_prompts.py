@@ -1,16 +1,36 @@
-"""`ChatPrompts`: conversations as texts, by a checkpoint's chat template; in other forms, or with
-tools described in a message, where the template does not take them as they are. Invariant: without
-its options `strict_*` a conversation is refused only if the template takes it in no form.
+"""`ModelPrompts`: a model's prompts as texts and token ids; conversations by its chat template, in
+other forms where that does not take them as they are, or with tools described in a message.
+Invariant: without the options `strict_*` a conversation is refused only if the template takes it in
+no form.
 """
 
 import logging
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 from typing import Any, cast
 
-from cadenza.errors import InvalidRequestError, MessagesRefusedError, must_be, show
-from cadenza.frontend.answers import AnswerParsers, AnswerPlanner
-from cadenza.text import ChatTemplate
+from cadenza.checkpoint import Checkpoint
+from cadenza.errors import (
+    ContextLengthError,
+    InvalidRequestError,
+    MessagesRefusedError,
+    must_be,
+    show,
+)
+from cadenza.frontend.answers import AnswerParsers, AnswerPlanner, AskedAnswer
+from cadenza.frontend.given_images import PooledPixels
+from cadenza.frontend.image_prompts import (
+    ImagePrompts,
+    PixelSource,
+    PlannedImage,
+    Rendered,
+    Spanned,
+)
+from cadenza.frontend.model_facts import facts_of
+from cadenza.media.image_input import ImageInput, images_of
+from cadenza.request import Attachment
+from cadenza.text import ChatTemplate, Tokenizer
 from cadenza.text.answers.generic_tools import generic_messages, has_calls
 from cadenza.text.answers.tool_calls import HARMONY, LFM2
 from cadenza.text.answers.written_calls import with_description, with_listed_calls
@@ -20,23 +40,55 @@ from cadenza.text.templates.message_forms import other_forms
 from cadenza.text.templates.notices import Notices
 from cadenza.text.templates.stable_prompts import stable_messages
 from cadenza.text.templates.tool_responses import reads_responses_only, with_responses
+from cadenza.vision.processor import ImageProcessor
 
 logger = logging.getLogger(__name__)
 
 Message = Mapping[str, Any]
 
 
-class ChatPrompts:
-    """Of one checkpoint; without a `template` it refuses every conversation."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatPrompt:
+    """A prompt that the chat template renders, up to where the assistant answers.
+
+    Args:
+        tools: as chat templates read them.
+        asked: of the answer, which is split into reasoning, content and calls, and constrained as
+            it is asked for; None: its text stays whole, unless it is messages in channels.
+    """
+
+    messages: SequenceOf[Message]
+    tools: SequenceOf[Message] | None = None
+    template_kwargs: Mapping[str, Any] | None = None
+    asked: AskedAnswer | None = None
+
+
+class ModelPrompts:
+    """Texts and ids of one checkpoint's prompts. Without a `template` it refuses conversations,
+    without a `tokenizer` texts, and images where the model does not see.
+
+    Args:
+        pixels: of its images; None: by processes of its own.
+    """
 
     def __init__(
         self,
-        template: ChatTemplate | None,
-        planner: AnswerPlanner | None,
+        checkpoint: Checkpoint,
+        tokenizer: Tokenizer | None,
         parsers: AnswerParsers,
+        pixels: PixelSource | None,
     ) -> None:
-        self.template = template
-        self._planner = planner
+        self._name = facts_of(checkpoint).name
+        self.tokenizer = tokenizer
+        self.template = template = ChatTemplate.from_checkpoint(checkpoint)
+        self.planner = self._images = None
+        if template is not None and tokenizer is not None:
+            self.planner = AnswerPlanner(
+                template.source, tokenizer, parsers, reads_tools=template.reads_tools
+            )
+        vision = checkpoint.config.vision if checkpoint.is_known else None
+        if vision is not None and tokenizer is not None:
+            self._images = ImagePrompts(vision, tokenizer, self.source, pixels or PooledPixels())
         self._reads_responses = template is not None and reads_responses_only(template.source)
         self._strict_messages = parsers.strict_messages
         self._stable_prompts = parsers.stable_prompts
@@ -51,7 +103,7 @@ class ChatPrompts:
     @property
     def has_reasoning(self) -> bool:
         """Whether the model marks its reasoning, as far as the template shows."""
-        return self._planner is not None and self._planner.has_reasoning
+        return self.planner is not None and self.planner.has_reasoning
 
     @property
     def takes_tools(self) -> bool:
@@ -63,7 +115,7 @@ class ChatPrompts:
     @property
     def has_channels(self) -> bool:
         """Whether the template is one of the harmony format."""
-        return self._planner is not None and self._planner.tool_format is HARMONY
+        return self.planner is not None and self.planner.tool_format is HARMONY
 
     @property
     def efforts(self) -> tuple[str, ...]:
@@ -83,6 +135,97 @@ class ChatPrompts:
             shown = show(name)
             self._notices.tell(shown, "the chat template has no variable %s: it is ignored", shown)
         return {name: value for name, value in variables.items() if name in options}
+
+    @property
+    def takes_images(self) -> bool:
+        return self._images is not None
+
+    @property
+    def image_processor(self) -> ImageProcessor | None:
+        """The model's; None where it does not see."""
+        return None if self._images is None else self._images.processor
+
+    def close(self) -> None:
+        """Ends the processes that open images. Idempotent."""
+        if self._images is not None:
+            self._images.source.close()
+
+    def rendered(self, prompt: ChatPrompt) -> Rendered:
+        """A conversation by the chat template, up to where the assistant answers. Raises
+        InvalidRequestError."""
+        messages = prompt.messages
+        given = messages if isinstance(messages, list | tuple) else ()  # it refuses others
+        images = images_of(each for each in given if isinstance(each, Mapping))
+        if images:
+            messages = self._need_images().with_parts(messages)
+        use = None if prompt.asked is None else prompt.asked.use
+        tools = prompt.tools if use is None else use.rendered()
+        return Rendered(self.render(messages, tools, prompt.template_kwargs), images)
+
+    def planned(self, images: SequenceOf[ImageInput]) -> tuple[PlannedImage, ...]:
+        """What each image becomes, by its header. Raises InvalidRequestError."""
+        return self._need_images().planned(images)
+
+    def given(self, prompt: str, images: SequenceOf[ImageInput]) -> Rendered:
+        """A raw prompt with a placeholder for each of its images. Raises InvalidRequestError."""
+        return Rendered(self._need_images().marked(prompt), images)
+
+    def spanned(
+        self,
+        rendered: Rendered,
+        max_num_tokens: int | None = None,
+        *,
+        add_special_tokens: bool = False,
+    ) -> Spanned:
+        """Token ids of a text in which a template has written its special tokens; its images need
+        only have headers.
+
+        Raises:
+            TextTooLongError: there are more than `max_num_tokens`.
+            InvalidRequestError: there is no tokenizer, or it or an image fails.
+        """
+        tokenizer = self.need_tokenizer()
+
+        def encode(text: str) -> SequenceOf[int]:
+            return tokenizer.encode(
+                text, add_special_tokens=add_special_tokens, max_num_tokens=max_num_tokens
+            )
+
+        if self._images is None:
+            return Spanned(ids=tuple(encode(rendered.text)))
+        return self._images.spanned(rendered, encode, max_num_tokens)
+
+    def attachments(self, spanned: Spanned, max_model_len: int | None) -> tuple[Attachment, ...]:
+        """The pixels of a prompt's images. Slow; raises ContextLengthError before they are made
+        where the prompt is longer than `max_model_len`."""
+        if not spanned.images:
+            return ()
+        if max_model_len is not None and len(spanned.ids) > max_model_len:
+            raise ContextLengthError(
+                prompt_length=f"{len(spanned.ids)} tokens",
+                max_tokens=None,
+                max_model_len=max_model_len,
+                is_prompt_alone=True,
+            )
+        return self._need_images().attachments(spanned)
+
+    def need_tokenizer(self) -> Tokenizer:
+        """Raises InvalidRequestError without one."""
+        if self.tokenizer is None:
+            raise InvalidRequestError(
+                "this model has no tokenizer.json; give token ids instead of text", param="prompt"
+            )
+        return self.tokenizer
+
+    def _need_images(self) -> ImagePrompts:
+        if self._images is None:
+            raise InvalidRequestError(
+                f"the model {self._name} takes no images: its checkpoint has no tower that is "
+                f"read, its backend encodes none, or --no-images left the tower out; send text "
+                f"alone, or use a model that sees",
+                param="messages",
+            )
+        return self._images
 
     def render(
         self,
@@ -116,7 +259,7 @@ class ChatPrompts:
     ) -> tuple[SequenceOf[Message], SequenceOf[Message] | None]:
         """A conversation and its tools as the template has room for them, so that it passes over
         none of them."""
-        format = None if self._planner is None else self._planner.tool_format
+        format = None if self.planner is None else self.planner.tool_format
         is_listed = format is LFM2 and template.reads_tools and not template.renders_calls
         if format is HARMONY or self._reads_responses or is_listed:
             messages = plain_objects(messages, "messages") or []
@@ -168,7 +311,7 @@ class ChatPrompts:
         tools: SequenceOf[Message] | None,
     ) -> bool:
         """Whether a conversation has tools, or calls, for which its template has no place."""
-        if self._is_strict or self._planner is None or template.reads_tools:
+        if self._is_strict or self.planner is None or template.reads_tools:
             return False
         if not (_are_objects(messages) and _are_objects(() if tools is None else tools)):
             return False  # the template refuses them
