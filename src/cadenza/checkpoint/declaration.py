@@ -8,6 +8,7 @@ Shapes as in `tensor_spec`; V vocabulary.
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from cadenza.checkpoint.dtypes import WEIGHT_DTYPES, as_weight_dtype
 from cadenza.checkpoint.layer_kind import (
@@ -34,6 +35,7 @@ from cadenza.checkpoint.tensor_spec import (
     OperandSpec,
     ParallelMLPSpec,
     ScanSpec,
+    TensorKind,
     TensorSpec,
     operands_of,
     tensors_of,
@@ -137,284 +139,234 @@ def declare_layer_proj(config: ModelConfig) -> LinearSpec:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Declares the tensors below a name."""
+
+    prefix: str
+
+    def at(self, name: str) -> "Block":
+        return Block(f"{self.prefix}.{name}")
+
+    def tensor(self, name: str, kind: TensorKind, *shape: int) -> TensorSpec:
+        return TensorSpec(name=f"{self.prefix}.{name}", shape=shape, kind=kind)
+
+    def norm(self, name: str, size: int) -> TensorSpec:
+        return self.tensor(f"{name}.weight", "norm", size)
+
+    def linear(self, name: str, num_out: int, num_in: int, *, has_bias: bool = False) -> LinearSpec:
+        return LinearSpec(
+            name=f"{self.prefix}.{name}", num_out=num_out, num_in=num_in, has_bias=has_bias
+        )
+
+    def router(self, name: str, num_out: int, num_in: int, *, has_bias: bool) -> LinearSpec:
+        return replace(self.linear(name, num_out, num_in, has_bias=has_bias), kind="router")
+
+
 def declare_layer(config: ModelConfig, index: int) -> LayerSpec:
     """The tensors of one decoder layer."""
-    prefix, embed = f"model.layers.{index}", config.hidden_size
+    layer, names, embed = Block(f"model.layers.{index}"), config.names, config.hidden_size
     has_pre, has_post = config.has_pre_norms, config.has_post_norms
-    names = config.names
     mlp_norm = "pre_feedforward_layernorm" if has_post else names.mlp_norm
-    norms = {
-        name: _norm(f"{prefix}.{name}.weight", embed)
-        for name, is_there in (
-            (names.mixer_norm, has_pre),
-            (names.mlp_norm, has_pre or has_post),
-            ("pre_feedforward_layernorm", has_pre and has_post),
-            ("post_feedforward_layernorm", has_post),
-        )
-        if is_there
-    }
+
+    def norm(name: str, is_there: bool) -> TensorSpec | None:
+        return layer.norm(name, embed) if is_there else None
+
     return LayerSpec(
-        mixer_norm=norms.get(names.mixer_norm),
-        mixer=_declare_mixer(config, config.layer_kinds[index], prefix),
-        mixer_post_norm=norms.get(names.mlp_norm) if has_post else None,
-        mlp_norm=norms.get(mlp_norm) if has_pre else None,
-        mlp=_declare_mlp(config, index),
-        mlp_post_norm=norms.get("post_feedforward_layernorm"),
-        inputs=_declare_layer_input(config, prefix),
-        scale=TensorSpec(name=f"{prefix}.layer_scalar", shape=(1,), kind="scale")
-        if config.has_layer_scales
-        else None,
+        mixer_norm=norm(names.mixer_norm, has_pre),
+        mixer=_declare_mixer(config, config.layer_kinds[index], layer),
+        mixer_post_norm=norm(names.mlp_norm, has_post),
+        mlp_norm=norm(mlp_norm, has_pre),
+        mlp=_declare_mlp(config, config.layer_kinds[index], layer),
+        mlp_post_norm=norm("post_feedforward_layernorm", has_post),
+        inputs=_declare_layer_input(config, layer),
+        scale=layer.tensor("layer_scalar", "scale", 1) if config.has_layer_scales else None,
     )
 
 
-def _declare_layer_input(config: ModelConfig, prefix: str) -> LayerInputSpec | None:
+def _declare_layer_input(config: ModelConfig, layer: Block) -> LayerInputSpec | None:
     if config.layer_inputs is None:
         return None
     size, embed = config.layer_inputs.size, config.hidden_size
     return LayerInputSpec(
-        gate=LinearSpec(name=f"{prefix}.per_layer_input_gate", num_out=size, num_in=embed),
-        out=LinearSpec(name=f"{prefix}.per_layer_projection", num_out=embed, num_in=size),
-        post_norm=_norm(f"{prefix}.post_per_layer_input_norm.weight", embed),
+        gate=layer.linear("per_layer_input_gate", size, embed),
+        out=layer.linear("per_layer_projection", embed, size),
+        post_norm=layer.norm("post_per_layer_input_norm", embed),
     )
 
 
-def _declare_mixer(config: ModelConfig, kind: LayerKind, prefix: str) -> MixerSpec:
-    own = f"{prefix}.{config.names.recurrence}"
+def _declare_mixer(config: ModelConfig, kind: LayerKind, layer: Block) -> MixerSpec:
+    own, embed = layer.at(config.names.recurrence), config.hidden_size
     match kind.recurrence:
         case DeltaShape() as shape:
-            return _declare_delta(config, shape, own)
+            return _declare_delta(embed, shape, own)
         case ConvShape() as shape:
-            return _declare_conv(config, shape, own)
+            return _declare_conv(embed, shape, own)
         case ScanShape() as shape:
-            return _declare_scan(config, shape, own)
+            return _declare_scan(embed, shape, own)
         case None if kind.latent is not None:
-            return _declare_latent(config, kind.latent, f"{prefix}.self_attn")
+            return _declare_latent(config, kind.latent, layer.at("self_attn"))
         case None:
-            return _declare_attention(config, kind, f"{prefix}.self_attn")
+            return _declare_attention(config, kind, layer.at("self_attn"))
 
 
-def _declare_attention(config: ModelConfig, kind: LayerKind, prefix: str) -> AttentionSpec:
-    heads, has_gate = config.heads_of(kind), config.has_attention_gate
+def _declare_attention(config: ModelConfig, kind: LayerKind, own: Block) -> AttentionSpec:
+    heads, embed, has_bias = config.heads_of(kind), config.hidden_size, config.has_qkv_bias
     query, kv = heads.query_size, heads.kv_size
-    parts = [("q_proj", query * (1 + has_gate)), ("k_proj", kv), ("v_proj", kv)]  # [·, E] each
+    gated = query * (1 + config.has_attention_gate)
+    parts = [("q_proj", gated), ("k_proj", kv), ("v_proj", kv)]  # [·, E] each
     if kind.kv_source is not None:
         parts = parts[:1]
     elif kind.keys_are_values:
         parts = parts[:2]
     if config.has_fused_tensors:
         parts = [("qkv_proj", query + 2 * kv)]
+    linears = tuple(own.linear(*part, embed, has_bias=has_bias) for part in parts)
+    out, out_has_bias = config.names.attention_out, config.has_attention_out_bias
     return AttentionSpec(
-        qkv=OperandSpec(
-            linears=_declare_linears(
-                prefix, parts, config.hidden_size, has_bias=config.has_qkv_bias
-            ),
-            are_side_by_side=True,
-        ),
-        norms=_declare_qk_norms(config, kind, prefix),
-        out=LinearSpec(
-            name=f"{prefix}.{config.names.attention_out}",
-            num_out=config.hidden_size,
-            num_in=query,
-            has_bias=config.has_attention_out_bias,
-        ),
-        sinks=TensorSpec(name=f"{prefix}.sinks", shape=(heads.num_heads,), kind="sink")
-        if config.has_attention_sinks
-        else None,
+        qkv=OperandSpec(linears=linears, are_side_by_side=True),
+        norms=_declare_qk_norms(config, kind, own),
+        sinks=own.tensor("sinks", "sink", heads.num_heads) if config.has_attention_sinks else None,
+        out=own.linear(out, embed, query, has_bias=out_has_bias),
     )
 
 
 def _declare_qk_norms(
-    config: ModelConfig, kind: LayerKind, prefix: str
+    config: ModelConfig, kind: LayerKind, own: Block
 ) -> tuple[TensorSpec, ...] | None:
     if config.qk_norm is None:
         return None
-    heads = config.heads_of(kind)
-    is_over_all_heads = config.qk_norm == "all_heads"
-    query = heads.query_size if is_over_all_heads else heads.head_dim
-    key = heads.kv_size if is_over_all_heads else heads.head_dim
-    names = config.names
-    norms = (
-        _norm(f"{prefix}.{names.query_norm}.weight", query),
-        _norm(f"{prefix}.{names.key_norm}.weight", key),
-    )
+    heads, names = config.heads_of(kind), config.names
+    sizes = heads.query_size, heads.kv_size
+    if config.qk_norm == "head":
+        sizes = heads.head_dim, heads.head_dim
+    norms = own.norm(names.query_norm, sizes[0]), own.norm(names.key_norm, sizes[1])
     return norms if kind.kv_source is None else norms[:1]
 
 
-def _declare_latent(config: ModelConfig, shape: LatentShape, prefix: str) -> LatentSpec:
+def _declare_latent(config: ModelConfig, shape: LatentShape, own: Block) -> LatentSpec:
     embed, rank, has_bias = config.hidden_size, shape.query_rank, config.has_qkv_bias
     width, heads = shape.num_heads * shape.query_size, shape.num_heads
-
-    def linear(name: str, num_out: int, num_in: int, *, has_bias: bool = False) -> LinearSpec:
-        return LinearSpec(
-            name=f"{prefix}.{name}", num_out=num_out, num_in=num_in, has_bias=has_bias
-        )
-
-    query = (linear("q_proj", width, embed),)
+    query = (own.linear("q_proj", width, embed),)
     if rank is not None:
-        query = (
-            linear("q_a_proj", rank, embed, has_bias=has_bias),
-            linear("q_b_proj", width, rank),
-        )
-    latent = linear("kv_a_proj_with_mqa", shape.rank + shape.rotary_size, embed, has_bias=has_bias)
-    absorbed = linear("kv_b_proj", heads * (shape.plain_size + shape.value_size), shape.rank)
+        down = own.linear("q_a_proj", rank, embed, has_bias=has_bias)
+        query = down, own.linear("q_b_proj", width, rank)
+    latent = shape.rank + shape.rotary_size
+    absorbed = own.linear("kv_b_proj", heads * (shape.plain_size + shape.value_size), shape.rank)
+    values, out_has_bias = heads * shape.value_size, config.has_attention_out_bias
     return LatentSpec(
         query=query,
-        query_norm=None if rank is None else _norm(f"{prefix}.q_a_layernorm.weight", rank),
-        latent=latent,
-        latent_norm=_norm(f"{prefix}.kv_a_layernorm.weight", shape.rank),
+        latent=own.linear("kv_a_proj_with_mqa", latent, embed, has_bias=has_bias),
+        query_norm=None if rank is None else own.norm("q_a_layernorm", rank),
+        latent_norm=own.norm("kv_a_layernorm", shape.rank),
         keys_values=OperandSpec(linears=(absorbed,), is_transposed=True),
-        out=linear(
-            "o_proj", embed, heads * shape.value_size, has_bias=config.has_attention_out_bias
-        ),
+        out=own.linear("o_proj", embed, values, has_bias=out_has_bias),
     )
 
 
-def _declare_delta(config: ModelConfig, shape: DeltaShape, prefix: str) -> DeltaSpec:
-    embed, heads = config.hidden_size, shape.num_value_heads
-    parts = [
-        ("in_proj_qkv", shape.num_channels),
-        ("in_proj_z", shape.value_width),
-        ("in_proj_a", heads),
-        ("in_proj_b", heads),
-    ]
-    mixed, gate, *rates = _declare_linears(prefix, parts, embed, has_bias=False)
-    (out,) = _declare_linears(prefix, [("out_proj", embed)], shape.value_width, has_bias=False)
-    conv = shape.num_channels, 1, shape.num_inputs
+def _declare_delta(embed: int, shape: DeltaShape, own: Block) -> DeltaSpec:
+    heads = shape.num_value_heads
+    rates = own.linear("in_proj_a", heads, embed), own.linear("in_proj_b", heads, embed)
     return DeltaSpec(
-        mixed=mixed,
-        gate=gate,
-        rates=OperandSpec(linears=tuple(rates)),
-        conv=TensorSpec(name=f"{prefix}.conv1d.weight", shape=conv, kind="filter"),
-        decay=TensorSpec(name=f"{prefix}.A_log", shape=(heads,), kind="decay"),
-        decay_bias=TensorSpec(name=f"{prefix}.dt_bias", shape=(heads,), kind="bias"),
-        norm=TensorSpec(name=f"{prefix}.norm.weight", shape=(shape.value_size,), kind="scale"),
-        out=out,
+        mixed=own.linear("in_proj_qkv", shape.num_channels, embed),
+        gate=own.linear("in_proj_z", shape.value_width, embed),
+        rates=OperandSpec(linears=rates),
+        conv=own.tensor("conv1d.weight", "filter", shape.num_channels, 1, shape.num_inputs),
+        decay=own.tensor("A_log", "decay", heads),
+        decay_bias=own.tensor("dt_bias", "bias", heads),
+        norm=own.tensor("norm.weight", "scale", shape.value_size),
+        out=own.linear("out_proj", embed, shape.value_width),
     )
 
 
-def _declare_conv(config: ModelConfig, shape: ConvShape, prefix: str) -> ConvSpec:
-    embed, width, has_bias = config.hidden_size, shape.num_channels, shape.has_bias
-    (mixed,) = _declare_linears(prefix, [("in_proj", 3 * width)], embed, has_bias=has_bias)
-    (out,) = _declare_linears(prefix, [("out_proj", embed)], width, has_bias=has_bias)
-    filters = width, 1, shape.num_inputs
+def _declare_conv(embed: int, shape: ConvShape, own: Block) -> ConvSpec:
+    width, has_bias = shape.num_channels, shape.has_bias
     return ConvSpec(
-        mixed=mixed,
-        conv=TensorSpec(name=f"{prefix}.conv.weight", shape=filters, kind="filter"),
-        conv_bias=TensorSpec(name=f"{prefix}.conv.bias", shape=(width,), kind="bias")
-        if has_bias
-        else None,
-        out=out,
+        mixed=own.linear("in_proj", 3 * width, embed, has_bias=has_bias),
+        conv=own.tensor("conv.weight", "filter", width, 1, shape.num_inputs),
+        conv_bias=own.tensor("conv.bias", "bias", width) if has_bias else None,
+        out=own.linear("out_proj", embed, width, has_bias=has_bias),
     )
 
 
-def _declare_scan(config: ModelConfig, shape: ScanShape, prefix: str) -> ScanSpec:
-    embed, heads, width = config.hidden_size, shape.num_heads, shape.value_width
-    channels, has_bias = shape.num_channels, shape.has_bias
-    rows = width + channels + heads
-    (mixed,) = _declare_linears(prefix, [("in_proj", rows)], embed, has_bias=has_bias)
-    (out,) = _declare_linears(prefix, [("out_proj", embed)], width, has_bias=has_bias)
-    filters = channels, 1, shape.num_inputs
+def _declare_scan(embed: int, shape: ScanShape, own: Block) -> ScanSpec:
+    heads, width, channels = shape.num_heads, shape.value_width, shape.num_channels
+    rows, has_bias = width + channels + heads, shape.has_bias
     return ScanSpec(
-        mixed=mixed,
-        conv=TensorSpec(name=f"{prefix}.conv1d.weight", shape=filters, kind="filter"),
-        conv_bias=TensorSpec(name=f"{prefix}.conv1d.bias", shape=(channels,), kind="bias")
-        if shape.has_conv_bias
-        else None,
-        decay=TensorSpec(name=f"{prefix}.A_log", shape=(heads,), kind="decay"),
-        rate_bias=TensorSpec(name=f"{prefix}.dt_bias", shape=(heads,), kind="bias"),
-        skip=TensorSpec(name=f"{prefix}.D", shape=(heads,), kind="scale"),
-        norm=TensorSpec(name=f"{prefix}.norm.weight", shape=(width,), kind="scale"),
-        out=out,
+        mixed=own.linear("in_proj", rows, embed, has_bias=has_bias),
+        conv=own.tensor("conv1d.weight", "filter", channels, 1, shape.num_inputs),
+        conv_bias=own.tensor("conv1d.bias", "bias", channels) if shape.has_conv_bias else None,
+        decay=own.tensor("A_log", "decay", heads),
+        rate_bias=own.tensor("dt_bias", "bias", heads),
+        skip=own.tensor("D", "scale", heads),
+        norm=own.tensor("norm.weight", "scale", width),
+        out=own.linear("out_proj", embed, width, has_bias=has_bias),
     )
 
 
-def _declare_mlp(config: ModelConfig, index: int) -> MLPSpec:
-    layer, kind, experts = f"model.layers.{index}", config.layer_kinds[index], config.experts
-    inner = kind.intermediate_size or config.intermediate_size
+def _declare_mlp(config: ModelConfig, kind: LayerKind, layer: Block) -> MLPSpec:
+    experts, inner = config.experts, kind.intermediate_size or config.intermediate_size
     if experts is None or not kind.has_experts:
-        return _declare_mlp_of(config, f"{layer}.{config.names.mlp}", inner)
+        return _declare_mlp_of(config, layer.at(config.names.mlp), inner)
     if experts.are_beside_mlp:
         return _declare_parallel_mlp(config, experts, inner, layer)
-    return _declare_experts(config, experts, f"{layer}.{experts.names.block}", layer)
+    return _declare_experts(config, experts, layer.at(experts.names.block), layer)
 
 
 def _declare_experts(
-    config: ModelConfig, experts: ExpertsConfig, block: str, layer: str
+    config: ModelConfig, experts: ExpertsConfig, block: Block, layer: Block
 ) -> ExpertMLPSpec:
-    names, embed = experts.names, config.hidden_size
-    shared, shared_gate = f"{layer}.{names.shared}", None
-    if experts.has_shared_gate:
-        shared_gate = LinearSpec(name=f"{shared}_gate", num_out=1, num_in=embed, kind="router")
+    names, embed, count = experts.names, config.hidden_size, experts.num_experts
+    choice, shared = experts.sigmoid_choice, None
+    if experts.shared_size:
+        shared = _declare_mlp_of(config, layer.at(names.shared), experts.shared_size)
     return ExpertMLPSpec(
-        router=LinearSpec(
-            name=f"{block}.{names.router}",
-            num_out=experts.num_experts,
-            num_in=embed,
-            has_bias=experts.has_bias,
-            kind="router",
-        ),
-        experts=tuple(
-            _declare_expert(embed, experts, f"{block}.experts.{expert}")
-            for expert in range(experts.num_experts)
-        ),
-        shared=_declare_mlp_of(config, shared, experts.shared_size)
-        if experts.shared_size
+        router=block.router(names.router, count, embed, has_bias=experts.has_bias),
+        choice_bias=block.tensor(names.choice_bias, "bias", count)
+        if choice is not None and choice.has_bias
         else None,
-        shared_gate=shared_gate,
-        choice_bias=TensorSpec(
-            name=f"{block}.{names.choice_bias}",
-            shape=(experts.num_experts,),
-            kind="bias",
-        )
-        if experts.sigmoid_choice is not None and experts.sigmoid_choice.has_bias
+        experts=tuple(
+            _declare_expert(embed, experts, block.at(f"experts.{expert}"))
+            for expert in range(count)
+        ),
+        shared=shared,
+        shared_gate=layer.router(f"{names.shared}_gate", 1, embed, has_bias=False)
+        if experts.has_shared_gate
         else None,
     )
 
 
 def _declare_parallel_mlp(
-    config: ModelConfig, experts: ExpertsConfig, inner: int, prefix: str
+    config: ModelConfig, experts: ExpertsConfig, inner: int, layer: Block
 ) -> ParallelMLPSpec:
     embed = config.hidden_size
     return ParallelMLPSpec(
-        dense=_declare_mlp_of(config, f"{prefix}.mlp", inner),
-        dense_norm=_norm(f"{prefix}.post_feedforward_layernorm_1.weight", embed),
-        experts=_declare_experts(config, experts, prefix, prefix),
-        input_norm=_norm(f"{prefix}.pre_feedforward_layernorm_2.weight", embed),
-        experts_norm=_norm(f"{prefix}.post_feedforward_layernorm_2.weight", embed),
-        router_scale=TensorSpec(name=f"{prefix}.router.scale", shape=(embed,), kind="scale"),
-        expert_scale=TensorSpec(
-            name=f"{prefix}.router.per_expert_scale", shape=(experts.num_experts,), kind="scale"
-        ),
+        dense=_declare_mlp_of(config, layer.at("mlp"), inner),
+        experts=_declare_experts(config, experts, layer, layer),
+        dense_norm=layer.norm("post_feedforward_layernorm_1", embed),
+        input_norm=layer.norm("pre_feedforward_layernorm_2", embed),
+        experts_norm=layer.norm("post_feedforward_layernorm_2", embed),
+        router_scale=layer.tensor("router.scale", "scale", embed),
+        expert_scale=layer.tensor("router.per_expert_scale", "scale", experts.num_experts),
     )
 
 
-def _declare_expert(embed: int, experts: ExpertsConfig, prefix: str) -> GatedMLPSpec:
-    inner, names = experts.intermediate_size, experts.names
-    parts = [(names.gate, inner), (names.up, inner)]  # [F, E] each
-    has_bias = experts.has_bias
-    gate_up = _declare_linears(prefix, parts, embed, has_bias=has_bias)
-    (down,) = _declare_linears(prefix, [(names.down, embed)], inner, has_bias=has_bias)  # [E, F]
+def _declare_expert(embed: int, experts: ExpertsConfig, own: Block) -> GatedMLPSpec:
+    inner, names, has_bias = experts.intermediate_size, experts.names, experts.has_bias
+    gate_up = tuple(
+        own.linear(name, inner, embed, has_bias=has_bias) for name in (names.gate, names.up)
+    )  # [F, E] each
+    down = own.linear(names.down, embed, inner, has_bias=has_bias)  # [E, F]
     return GatedMLPSpec(gate_up=OperandSpec(linears=gate_up), down=down)
 
 
-def _declare_mlp_of(config: ModelConfig, prefix: str, inner: int) -> GatedMLPSpec:
-    has_bias, names = config.has_mlp_bias, config.names
+def _declare_mlp_of(config: ModelConfig, own: Block, inner: int) -> GatedMLPSpec:
+    has_bias, names, embed = config.has_mlp_bias, config.names, config.hidden_size
     fused = "gate_up_proj" if config.has_fused_tensors else names.gate_up
     parts = [(names.gate, inner), (names.up, inner)] if fused is None else [(fused, 2 * inner)]
-    (down,) = _declare_linears(
-        prefix, [(names.down, config.hidden_size)], inner, has_bias=has_bias
-    )  # [E, F]
-    gate_up = _declare_linears(prefix, parts, config.hidden_size, has_bias=has_bias)
+    gate_up = tuple(own.linear(*part, embed, has_bias=has_bias) for part in parts)
+    down = own.linear(names.down, embed, inner, has_bias=has_bias)  # [E, F]
     return GatedMLPSpec(gate_up=OperandSpec(linears=gate_up), down=down)
-
-
-def _declare_linears(
-    prefix: str, parts: list[tuple[str, int]], num_in: int, *, has_bias: bool
-) -> tuple[LinearSpec, ...]:
-    return tuple(
-        LinearSpec(name=f"{prefix}.{name}", num_out=num_out, num_in=num_in, has_bias=has_bias)
-        for name, num_out in parts
-    )
 
 
 def count_parameters(config: ModelConfig) -> int:
