@@ -140,13 +140,13 @@ def declare_layer_proj(config: ModelConfig) -> LinearSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class _Block:
     """Declares the tensors below a name."""
 
     prefix: str
 
-    def at(self, name: str) -> "Block":
-        return Block(f"{self.prefix}.{name}")
+    def at(self, name: str) -> "_Block":
+        return _Block(f"{self.prefix}.{name}")
 
     def tensor(self, name: str, kind: TensorKind, *shape: int) -> TensorSpec:
         return TensorSpec(name=f"{self.prefix}.{name}", shape=shape, kind=kind)
@@ -165,7 +165,7 @@ class Block:
 
 def declare_layer(config: ModelConfig, index: int) -> LayerSpec:
     """The tensors of one decoder layer."""
-    layer, names, embed = Block(f"model.layers.{index}"), config.names, config.hidden_size
+    layer, names, embed = _Block(f"model.layers.{index}"), config.names, config.hidden_size
     has_pre, has_post = config.has_pre_norms, config.has_post_norms
     mlp_norm = "pre_feedforward_layernorm" if has_post else names.mlp_norm
 
@@ -184,7 +184,7 @@ def declare_layer(config: ModelConfig, index: int) -> LayerSpec:
     )
 
 
-def _declare_layer_input(config: ModelConfig, layer: Block) -> LayerInputSpec | None:
+def _declare_layer_input(config: ModelConfig, layer: _Block) -> LayerInputSpec | None:
     if config.layer_inputs is None:
         return None
     size, embed = config.layer_inputs.size, config.hidden_size
@@ -195,7 +195,7 @@ def _declare_layer_input(config: ModelConfig, layer: Block) -> LayerInputSpec | 
     )
 
 
-def _declare_mixer(config: ModelConfig, kind: LayerKind, layer: Block) -> MixerSpec:
+def _declare_mixer(config: ModelConfig, kind: LayerKind, layer: _Block) -> MixerSpec:
     own, embed = layer.at(config.names.recurrence), config.hidden_size
     match kind.recurrence:
         case DeltaShape() as shape:
@@ -210,7 +210,7 @@ def _declare_mixer(config: ModelConfig, kind: LayerKind, layer: Block) -> MixerS
             return _declare_attention(config, kind, layer.at("self_attn"))
 
 
-def _declare_attention(config: ModelConfig, kind: LayerKind, own: Block) -> AttentionSpec:
+def _declare_attention(config: ModelConfig, kind: LayerKind, own: _Block) -> AttentionSpec:
     heads, embed, has_bias = config.heads_of(kind), config.hidden_size, config.has_qkv_bias
     query, kv = heads.query_size, heads.kv_size
     gated = query * (1 + config.has_attention_gate)
@@ -232,7 +232,7 @@ def _declare_attention(config: ModelConfig, kind: LayerKind, own: Block) -> Atte
 
 
 def _declare_qk_norms(
-    config: ModelConfig, kind: LayerKind, own: Block
+    config: ModelConfig, kind: LayerKind, own: _Block
 ) -> tuple[TensorSpec, ...] | None:
     if config.qk_norm is None:
         return None
@@ -244,7 +244,7 @@ def _declare_qk_norms(
     return norms if kind.kv_source is None else norms[:1]
 
 
-def _declare_latent(config: ModelConfig, shape: LatentShape, own: Block) -> LatentSpec:
+def _declare_latent(config: ModelConfig, shape: LatentShape, own: _Block) -> LatentSpec:
     embed, rank, has_bias = config.hidden_size, shape.query_rank, config.has_qkv_bias
     width, heads = shape.num_heads * shape.query_size, shape.num_heads
     query = (own.linear("q_proj", width, embed),)
@@ -264,7 +264,7 @@ def _declare_latent(config: ModelConfig, shape: LatentShape, own: Block) -> Late
     )
 
 
-def _declare_delta(embed: int, shape: DeltaShape, own: Block) -> DeltaSpec:
+def _declare_delta(embed: int, shape: DeltaShape, own: _Block) -> DeltaSpec:
     heads = shape.num_value_heads
     rates = own.linear("in_proj_a", heads, embed), own.linear("in_proj_b", heads, embed)
     return DeltaSpec(
@@ -279,7 +279,7 @@ def _declare_delta(embed: int, shape: DeltaShape, own: Block) -> DeltaSpec:
     )
 
 
-def _declare_conv(embed: int, shape: ConvShape, own: Block) -> ConvSpec:
+def _declare_conv(embed: int, shape: ConvShape, own: _Block) -> ConvSpec:
     width, has_bias = shape.num_channels, shape.has_bias
     return ConvSpec(
         mixed=own.linear("in_proj", 3 * width, embed, has_bias=has_bias),
@@ -289,7 +289,7 @@ def _declare_conv(embed: int, shape: ConvShape, own: Block) -> ConvSpec:
     )
 
 
-def _declare_scan(embed: int, shape: ScanShape, own: Block) -> ScanSpec:
+def _declare_scan(embed: int, shape: ScanShape, own: _Block) -> ScanSpec:
     heads, width, channels = shape.num_heads, shape.value_width, shape.num_channels
     rows, has_bias = width + channels + heads, shape.has_bias
     return ScanSpec(
@@ -304,7 +304,7 @@ def _declare_scan(embed: int, shape: ScanShape, own: Block) -> ScanSpec:
     )
 
 
-def _declare_mlp(config: ModelConfig, kind: LayerKind, layer: Block) -> MLPSpec:
+def _declare_mlp(config: ModelConfig, kind: LayerKind, layer: _Block) -> MLPSpec:
     experts, inner = config.experts, kind.intermediate_size or config.intermediate_size
     if experts is None or not kind.has_experts:
         return _declare_mlp_of(config, layer.at(config.names.mlp), inner)
@@ -314,7 +314,7 @@ def _declare_mlp(config: ModelConfig, kind: LayerKind, layer: Block) -> MLPSpec:
 
 
 def _declare_experts(
-    config: ModelConfig, experts: ExpertsConfig, block: Block, layer: Block
+    config: ModelConfig, experts: ExpertsConfig, block: _Block, layer: _Block
 ) -> ExpertMLPSpec:
     names, embed, count = experts.names, config.hidden_size, experts.num_experts
     choice, shared = experts.sigmoid_choice, None
@@ -337,7 +337,7 @@ def _declare_experts(
 
 
 def _declare_parallel_mlp(
-    config: ModelConfig, experts: ExpertsConfig, inner: int, layer: Block
+    config: ModelConfig, experts: ExpertsConfig, inner: int, layer: _Block
 ) -> ParallelMLPSpec:
     embed = config.hidden_size
     return ParallelMLPSpec(
@@ -351,7 +351,7 @@ def _declare_parallel_mlp(
     )
 
 
-def _declare_expert(embed: int, experts: ExpertsConfig, own: Block) -> GatedMLPSpec:
+def _declare_expert(embed: int, experts: ExpertsConfig, own: _Block) -> GatedMLPSpec:
     inner, names, has_bias = experts.intermediate_size, experts.names, experts.has_bias
     gate_up = tuple(
         own.linear(name, inner, embed, has_bias=has_bias) for name in (names.gate, names.up)
@@ -360,7 +360,7 @@ def _declare_expert(embed: int, experts: ExpertsConfig, own: Block) -> GatedMLPS
     return GatedMLPSpec(gate_up=OperandSpec(linears=gate_up), down=down)
 
 
-def _declare_mlp_of(config: ModelConfig, own: Block, inner: int) -> GatedMLPSpec:
+def _declare_mlp_of(config: ModelConfig, own: _Block, inner: int) -> GatedMLPSpec:
     has_bias, names, embed = config.has_mlp_bias, config.names, config.hidden_size
     fused = "gate_up_proj" if config.has_fused_tensors else names.gate_up
     parts = [(names.gate, inner), (names.up, inner)] if fused is None else [(fused, 2 * inner)]

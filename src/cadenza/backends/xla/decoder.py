@@ -10,16 +10,12 @@ from typing import Any, NamedTuple
 import jax
 
 from cadenza.backends.xla.layers.attention import Attention
-from cadenza.backends.xla.layers.experts import ExpertMLP
-from cadenza.backends.xla.layers.gated_delta import GatedDelta
+from cadenza.backends.xla.layers.feed_forward import ExpertMLP, GatedMLP, ParallelMLP
 from cadenza.backends.xla.layers.hidden_input import HiddenInput
 from cadenza.backends.xla.layers.latent_attention import LatentAttention
 from cadenza.backends.xla.layers.layer_inputs import LayerEmbedding, LayerInput
-from cadenza.backends.xla.layers.mlp import GatedMLP
-from cadenza.backends.xla.layers.parallel_mlp import ParallelMLP
+from cadenza.backends.xla.layers.recurrent import GatedDelta, SelectiveScan, ShortConv
 from cadenza.backends.xla.layers.residual import Residual, StepContext
-from cadenza.backends.xla.layers.selective_scan import SelectiveScan
-from cadenza.backends.xla.layers.short_conv import ShortConv
 from cadenza.backends.xla.layers.weight_source import WeightSource
 from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.ops.table import LayerPools, Linear

@@ -1,7 +1,7 @@
-"""What a decoder layer is made of: one module a kind, with its weights, loading and arithmetic.
+"""What a decoder layer is made of: kinds, each with its weights, loading and arithmetic.
 
 A layer is a token mixer, which reads earlier tokens, and a feed-forward, which does not. A new kind
-is one module here and its name in `decoder.FEED_FORWARDS` or `decoder.Layer.load`.
+is a class here and its line in `decoder.MIXERS` or `decoder.FEED_FORWARDS`.
 
 Modules:
 
@@ -9,8 +9,8 @@ Modules:
 - `residual`: the residual stream, and what the layers of a step compute with
 - `attention`: the token mixer over KV pages
 - `latent_attention`: the token mixer over latents in KV pages
-- `gated_delta`, `short_conv`, `selective_scan`: the token mixers with a recurrent state
-- `mlp`, `experts`, `parallel_mlp`: the feed-forwards: a gated MLP, a mixture of them, and both
+- `recurrent`: the token mixers with a recurrent state
+- `feed_forward`: a gated MLP, a mixture of them, and both
 - `layer_inputs`: per-layer embeddings, and how a layer adds its part
 - `hidden_input`: an MTP layer's input, of hidden states and embeddings
 """
