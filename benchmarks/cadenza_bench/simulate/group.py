@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from cadenza.cluster.router import Router
 from cadenza.engine.core import EngineCore
 from cadenza.engine.open_requests import EngineLoad
-from cadenza.engine.process.worker import IDLE_BEAT_S, STATS_EVERY_S
+from cadenza.engine.process.worker import IDLE_BEAT_S
 from cadenza.engine.route_report import RouteReporter
+from cadenza.engine.stats import STATS_EVERY_S
 from cadenza.request import Request
 from cadenza_bench.simulate.traffic import TrafficArrival
 
