@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from cadenza.core.page_keys import KEY_BYTES, Content, PageContent, PageKeys
-from cadenza.core.prefix_cache import ROOT, PrefixCache
+from cadenza.core.prefix_cache import MAX_LOOKUPS, ROOT, PrefixCache
 from cadenza.request import Attachment
 
 SIZE = 4
@@ -149,6 +149,34 @@ def test_who_asks_again_is_answered_without_comparing_contents() -> None:
     assert cache.num_look_ups == 1
     assert cache.find(keys, Content(tokens), num_pages=2)[0] == (5, 6)
     assert cache.num_look_ups == 2
+
+
+def test_several_who_ask_by_turns_are_each_looked_up_once_until_their_pages_change() -> None:
+    cache = CountingCache(PageKeys(page_size=SIZE, secret=b"secret"))
+    prompts = [[number, *range(15)] for number in range(MAX_LOOKUPS)]
+    keys = [keys_of(cache, each) for each in prompts]
+    for number, tokens in enumerate(prompts):
+        publish(cache, tokens[:8], [2 * number, 2 * number + 1])
+
+    def ask() -> list[int]:
+        both = zip(keys, prompts, strict=True)
+        return [len(cache.find(own, Content(each), num_pages=3)[0]) for own, each in both]
+
+    for _ in range(3):
+        assert ask() == [2] * MAX_LOOKUPS
+    assert cache.num_look_ups == MAX_LOOKUPS
+    cache.forget(7)
+    assert ask() == [2, 2, 2, 1, *[2] * (MAX_LOOKUPS - 4)]
+    publish(cache, prompts[5][:12], [10, 11, 70])
+    assert ask() == [2, 2, 2, 1, 2, 3, *[2] * (MAX_LOOKUPS - 6)]
+    assert cache.num_look_ups == MAX_LOOKUPS + 2
+    cache.leave(keys[0])
+    ask()
+    assert cache.num_look_ups == MAX_LOOKUPS + 3
+    others = [keys_of(cache, each) for each in prompts]
+    for own, tokens in zip(others, prompts, strict=True):
+        cache.find(own, Content(tokens), num_pages=3)
+    assert len(cache._lookups) == MAX_LOOKUPS
 
 
 def test_who_asks_again_is_told_of_pages_that_came_and_went(cache: PrefixCache) -> None:

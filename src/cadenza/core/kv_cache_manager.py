@@ -317,6 +317,7 @@ class KVCacheManager:
             self.release(sequence)
             return False
         if self.prefix_cache is not None:
+            self.prefix_cache.leave(sequence.page_keys)
             self.in_flight_prefixes.add(sequence, sequence.page_keys[prefix.num_published :])
         if not sequence.has_started and not any(each.has_started for each in sequence.siblings):
             self.pool.mark_found(prefix.page_ids[: prefix.num_published])

@@ -11,6 +11,9 @@ from itertools import islice, takewhile
 
 from cadenza.core.page_keys import Content, PageContent, PageKeys, PrefixDigest
 
+MAX_LOOKUPS = 16
+"""Waiting sequences of which it is remembered what they would find; the oldest is forgotten."""
+
 MAX_EVICTED_KEYS = 1 << 16
 """Keys of removed pages that are remembered."""
 
@@ -41,8 +44,8 @@ class CachedPage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Lookup:
-    """The result of the last lookup. It is valid until one of its pages is forgotten or a page
-    with `missing_key` is published."""
+    """The result of a lookup. It is valid until one of its pages is forgotten or a page with
+    `missing_key` is published."""
 
     keys: SequenceOf[bytes]
     num_pages: int
@@ -90,8 +93,7 @@ class PrefixCache:
     """Index of full pages; their keys have a secret, so that clients cannot construct collisions.
     `digest` follows what is in the index; None while nobody asks for it.
 
-    The last lookup is memoised: the first waiting sequence repeats its lookup in every step until
-    it is admitted.
+    Lookups are memoised: waiting sequences repeat theirs in every step until they are admitted.
     """
 
     def __init__(self, page_keys: PageKeys) -> None:
@@ -102,7 +104,8 @@ class PrefixCache:
         self._pages: dict[int, CachedPage] = {}
         self._num_published = 0
         self._evicted: OrderedDict[bytes, None] = OrderedDict()
-        self._last: _Lookup | None = None
+        self._lookups: dict[int, _Lookup] = {}
+        """By the identity of their lists of keys."""
         self._branches = _Branches()
 
     def __len__(self) -> int:
@@ -126,10 +129,16 @@ class PrefixCache:
         """Page ids of the longest cached prefix of at most `num_pages` pages, and the serial of the
         last page. `keys` is the sequence's list from `extend_keys`, the same object in every call.
         """
-        last = self._last
-        if last is None or last.keys is not keys or last.num_pages != num_pages:
-            last = self._last = self._look_up(keys, content, num_pages)
-        return last.page_ids, last.serial
+        known = self._lookups.get(id(keys))
+        if known is None or known.num_pages != num_pages:
+            known = self._lookups[id(keys)] = self._look_up(keys, content, num_pages)
+            if len(self._lookups) > MAX_LOOKUPS:
+                del self._lookups[next(iter(self._lookups))]
+        return known.page_ids, known.serial
+
+    def leave(self, keys: list[bytes]) -> None:
+        """The sequence of these keys does not wait any more."""
+        self._lookups.pop(id(keys), None)
 
     def known(self, keys: SequenceOf[bytes]) -> list[int]:
         """The pages of `keys`, from the first on, as far as they are in the index."""
@@ -213,8 +222,8 @@ class PrefixCache:
         serial, parent_key = self._num_published, self._parent_key(keys, content, index)
         self._page_of_key[key] = page_id
         self._evicted.pop(key, None)
-        if self._last is not None and self._last.missing_key == key:
-            self._last = None
+        if self._lookups:
+            self._drop([each for each in self._lookups.values() if each.missing_key == key])
         self._pages[page_id] = CachedPage(serial, key, parent_serial, parent_key, page)
         self._branches.add(parent_key, page_id, page)
         if self.digest is not None:
@@ -223,8 +232,8 @@ class PrefixCache:
 
     def forget(self, page_id: int) -> None:
         """Removes a page that is about to be overwritten."""
-        if self._last is not None and page_id in self._last.page_set:
-            self._last = None
+        if self._lookups:
+            self._drop([each for each in self._lookups.values() if page_id in each.page_set])
         cached = self._pages.pop(page_id)
         self._branches.remove(cached.parent_key, page_id)
         del self._page_of_key[cached.key]
@@ -243,6 +252,10 @@ class PrefixCache:
         assert len(self._page_of_key) == len(self._pages), "index and contents differ in size"
         for page_id, cached in self._pages.items():
             assert self._page_of_key[cached.key] == page_id, f"page {page_id}: wrong key"
+
+    def _drop(self, lookups: list[_Lookup]) -> None:
+        for each in lookups:
+            del self._lookups[id(each.keys)]
 
     @staticmethod
     def _is_same(cached: CachedPage, parent_serial: int, page: PageContent) -> bool:
