@@ -60,7 +60,8 @@ Bounds bounds_of(const Attention& a, int64_t padded_tokens) {
 
 // Takes what the kernels need for themselves, and bounds the work.
 struct Work {
-  int64_t tokens, pieces;
+  int64_t tokens;
+  cuda::Pieces pieces;
 
   Work(Attention& a, const Bounds& bounds, cuda::Workspace& workspace) : tokens(bounds.tokens) {
     const int64_t queries = std::min(tokens, bounds.rows * cuda::kFewQueries);
@@ -70,11 +71,12 @@ struct Work {
     a.few_tiles = int(ceil_div(row_queries, cuda::kTileRows));
     a.plan.contexts = workspace.take<cuda::RowContext>(a.rows);
     for (int32_t** each : {&a.plan.few, &a.plan.many}) *each = workspace.take<int32_t>(a.rows + 1);
-    a.plan.taken = workspace.take<int32_t>(1);
+    a.plan.taken = workspace.take<int32_t>(2);
     a.plan.parts = workspace.take<int32_t>(int64_t(a.rows) * a.few_tiles * a.kv_heads);
     a.partials = workspace.take<float>(a.num_slots * slot_bytes / 4);
-    const int64_t many_tiles = ceil_div(tokens * a.group(), a.many_rows) + bounds.rows;
-    pieces = (bounds.rows * a.few_tiles * bounds.parts + many_tiles) * a.kv_heads;
+    const bool all_are_few = tokens <= cuda::kFewQueries && slots <= a.num_slots;
+    const int64_t tiles = all_are_few ? 0 : ceil_div(tokens * a.group(), a.many_rows) + bounds.rows;
+    pieces = {bounds.rows * a.few_tiles * bounds.parts * a.kv_heads, tiles * a.kv_heads};
   }
 };
 

@@ -10,7 +10,7 @@
 // Rows with few queries in the step are computed a part at a time, and the block that is the last one
 // of a tile merges its partial results; of other rows a block runs over all parts of a tile of queries.
 // Both do the same arithmetic. A first kernel appends keys and values, prepares queries and divides
-// the rows; in a second one each block takes one piece of work after another.
+// the rows; in the two that attend each block takes one piece of work after another.
 //
 // Pages are [S, D] for each KV head, a token behind the other. Of int8, sub-blocks of sixteen tokens
 // are keys as [16][D] codes + 128, values as [16/4][D][4] codes, then the scales of the tokens.
@@ -56,7 +56,7 @@ struct AttendPlan {
   RowContext* contexts;  // [R]
   int32_t* few;    // [R + 1]: pairs of a tile and a part in the rows before, of few queries
   int32_t* many;   // [R + 1]: tiles of the rows before, of many queries
-  int32_t* taken;  // pieces of work that blocks took
+  int32_t* taken;  // [2]: pieces of work that blocks took, of rows with few queries and with many
   int32_t* parts;  // [R, few_tiles, Hkv]: parts that are done
 };
 
@@ -161,11 +161,16 @@ constexpr int row_groups(int head_size) { return head_size <= 128 ? 4 : head_siz
 constexpr int code_row_groups(int head_size) { return head_size <= 64 ? 4 : head_size <= 128 ? 2 : 1; }
 constexpr int kLatentGroups = 1;
 
-// Launch the kernel that attends; there are at most `pieces` of work.
-void attend_bf16(const Attention& a, int64_t pieces);
-void attend_f32(const Attention& a, int64_t pieces);
-void attend_int8(const Attention& a, int64_t pieces);
-void attend_latents_bf16(const Attention& a, int64_t pieces);
-void attend_latents_f32(const Attention& a, int64_t pieces);
+// At most so many pieces of work there are, of rows with few queries and with many.
+struct Pieces {
+  int64_t few, many;
+};
+
+// Launch the kernels that attend.
+void attend_bf16(const Attention& a, const Pieces& pieces);
+void attend_f32(const Attention& a, const Pieces& pieces);
+void attend_int8(const Attention& a, const Pieces& pieces);
+void attend_latents_bf16(const Attention& a, const Pieces& pieces);
+void attend_latents_f32(const Attention& a, const Pieces& pieces);
 
 }  // namespace cadenza::cuda

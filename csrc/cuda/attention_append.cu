@@ -83,7 +83,7 @@ __device__ RowWork write_plan(const Attention& a, bool are_all_many) {
 __device__ void divide_rows(const Attention& a) {
   const int num_counters = a.rows * a.few_tiles * a.kv_heads;
   for (int i = int(threadIdx.x); i < num_counters; i += int(blockDim.x)) a.plan.parts[i] = 0;
-  if (threadIdx.x == 0) *a.plan.taken = 0;
+  if (threadIdx.x < 2) a.plan.taken[threadIdx.x] = 0;
   if (write_plan(a, false).slots > a.num_slots) write_plan(a, true);
 }
 

@@ -3,15 +3,15 @@
 
 namespace cadenza::cuda {
 
-void attend_bf16(const Attention& a, int64_t pieces) {
+void attend_bf16(const Attention& a, const Pieces& pieces) {
   if (a.key_size <= 64) {
-    attend_with<Bf16Kv<64, 64, 64, 2>, row_groups(64), 1>(a, pieces);
+    attend_with<Bf16Kv<64, 64, 64, 2>, row_groups(64), 1, 4>(a, pieces);
   } else if (a.key_size <= 128) {
-    attend_with<Bf16Kv<128, 128, 64, 2>, row_groups(128), 1>(a, pieces);
+    attend_with<Bf16Kv<128, 128, 64, 2>, row_groups(128), 1, 4>(a, pieces);
   } else if (a.key_size <= 256) {
-    attend_with<Bf16Kv<256, 256, 32, 2>, row_groups(256), 2>(a, pieces);
+    attend_with<Bf16Kv<256, 256, 32, 2>, row_groups(256), 2, 4>(a, pieces);
   } else {
-    attend_with<Bf16Kv<512, 512, 16, 2>, row_groups(512), 4>(a, pieces);
+    attend_with<Bf16Kv<512, 512, 16, 2>, row_groups(512), 4, 4>(a, pieces);
   }
 }
 

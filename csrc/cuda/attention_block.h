@@ -102,15 +102,9 @@ class AttendBlock {
   __device__ __forceinline__ void load(int block) {
     auto& stage = stage_of(block);
     SubPlace places[kSubs];
-    PagePlace at = page_of(max(start_of(block), 0));
+    find_places(start_of(block), places);
 #pragma unroll
-    for (int sub = 0; sub < kSubs; sub++) {
-      const int position = start_of(block) + sub * kSub;
-      places[sub] = place_of(position, at);
-      if (position >= 0) at.go_on(a_.page_size);
-    }
-#pragma unroll
-    for (int sub = 0; sub < kSubs; sub++) Kv::load(a_, stage, sub, places[sub]);
+    for (int sub = 0; sub < kSubs; sub++) Kv::template load<Shape::kThreads>(a_, stage, sub, places[sub]);
     copy_commit();
   }
 
@@ -265,31 +259,29 @@ class AttendBlock {
     }
   }
 
-  // A position's index in the page table, and its place in the page.
-  struct PagePlace {
-    int index, offset;
-    __device__ __forceinline__ void go_on(int page_size) {
-      offset += kSub;
-      if (offset < page_size) return;
-      offset = 0;
-      index++;
+  // Where the sub-blocks from position `start` on are. Their pages are read at once, without branches.
+  __device__ __forceinline__ void find_places(int start, SubPlace (&places)[kSubs]) const {
+    int index = max(start, 0) / a_.page_size, offset = max(start, 0) % a_.page_size;
+    int pages[kSubs], offsets[kSubs];
+#pragma unroll
+    for (int sub = 0; sub < kSubs; sub++) {
+      const int position = start + sub * kSub;
+      const int begin = max(tile_.begin - position, 0), end = min(tile_.end - position, kSub);
+      const bool exists = end > begin, reads_all = a_.has(Fault::kMultipliedPadding);
+      places[sub].begin = reads_all ? 0 : begin;
+      places[sub].end = exists ? (reads_all ? kSub : end) : 0;
+      const int64_t row = kHasFaults && exists ? faulty_owner(position) : tile_.row;
+      pages[sub] = load_constant(a_.page_table + row * a_.pages_per_row + (exists ? index : 0));
+      offsets[sub] = offset;
+      if (position >= 0) offset += kSub;
+      const bool goes_on = offset >= a_.page_size;
+      offset = goes_on ? 0 : offset, index += goes_on;
     }
-  };
-  __device__ __forceinline__ PagePlace page_of(int position) const {
-    return {position / a_.page_size, position % a_.page_size};
-  }
-
-  // Where the sub-block at a position is.
-  __device__ __forceinline__ SubPlace place_of(int position, PagePlace at) const {
-    const int begin = max(tile_.begin - position, 0), end = min(tile_.end - position, kSub);
-    if (end <= begin) return {0, 0, 0};
-    const bool reads_all = a_.has(Fault::kMultipliedPadding);
-    const int owner = a_.has(Fault::kNeighbourPage) || a_.has(Fault::kNeighbourPagesFar)
-                          ? faulty_owner(position)
-                          : tile_.row;
-    const int64_t page = load_constant(a_.page_table + int64_t(owner) * a_.pages_per_row + at.index);
-    const int64_t head = (page * a_.num_layers + a_.layer) * a_.kv_heads + tile_.kv_head;
-    return {head * a_.page_size + at.offset, reads_all ? 0 : begin, reads_all ? kSub : end};
+#pragma unroll
+    for (int sub = 0; sub < kSubs; sub++) {
+      const int64_t head = (int64_t(pages[sub]) * a_.num_layers + a_.layer) * a_.kv_heads + tile_.kv_head;
+      places[sub].token = places[sub].end > 0 ? head * a_.page_size + offsets[sub] : 0;
+    }
   }
 
   // Another row of the step that holds the position.
@@ -305,11 +297,8 @@ class AttendBlock {
 
   // Scores scaled for exp2, and -inf outside the query's range; their maxima by sub-blocks.
   __device__ __forceinline__ void mask(float (&s)[kOwn][2][4], const typename Kv::Stage& stage, int start) {
+    scale(s, stage);
     const int row = group_ * kTileRows + lane_ / 4;
-    float query_scale[2] = {1.0f, 1.0f};
-    if constexpr (Kv::kHasCodes) {
-      query_scale[0] = shared_.query_scales[row], query_scale[1] = shared_.query_scales[row + 8];
-    }
 #pragma unroll
     for (int u = 0; u < kOwn; u++) {
       const int sub = split_ + u * Split;
@@ -317,9 +306,9 @@ class AttendBlock {
       float most[2] = {-INFINITY, -INFINITY};
 #pragma unroll
       for (int i = 0; i < 8; i++) {
-        const int j = i / 4, half = i % 4 / 2, lane = sub * kSub + j * 8 + lane_ % 4 * 2 + i % 2;
-        float& score = s[u][j][i % 4];
-        const float whole = scaled(Kv::scaled(score, query_scale[half], Kv::key_scale(stage, lane)));
+        const int half = i % 4 / 2, lane = sub * kSub + column_of_score(i);
+        float& score = s[u][i / 4][i % 4];
+        const float whole = score;
         const bool sees = start + lane >= low_[half] && start + lane < high_[half];
         score = sees ? whole : -INFINITY;
         most[half] = fmaxf(most[half], score);
@@ -334,9 +323,33 @@ class AttendBlock {
     }
   }
 
-  __device__ __forceinline__ float scaled(float score) const {
-    return a_.soft_cap == 0.0f ? score * a_.scale : tanh_of(score * a_.scale) * a_.soft_cap;
+  // The cap has a loop of its own: a branch for each score would keep the others from overlapping.
+  __device__ __forceinline__ void scale(float (&s)[kOwn][2][4], const typename Kv::Stage& stage) {
+    const int row = group_ * kTileRows + lane_ / 4;
+    float query_scale[2] = {1.0f, 1.0f};
+    if constexpr (Kv::kHasCodes) {
+      query_scale[0] = shared_.query_scales[row], query_scale[1] = shared_.query_scales[row + 8];
+    }
+#pragma unroll
+    for (int u = 0; u < kOwn; u++) {
+      const int sub = min(split_ + u * Split, kSubs - 1);
+#pragma unroll
+      for (int i = 0; i < 8; i++) {
+        float& score = s[u][i / 4][i % 4];
+        const float key_scale = Kv::key_scale(stage, sub * kSub + column_of_score(i));
+        score = Kv::scaled(score, query_scale[i % 4 / 2], key_scale) * a_.scale;
+      }
+    }
+    if (a_.soft_cap == 0.0f) return;
+#pragma unroll
+    for (int u = 0; u < kOwn; u++) {
+#pragma unroll
+      for (int i = 0; i < 8; i++) s[u][i / 4][i % 4] = tanh_of(s[u][i / 4][i % 4]) * a_.soft_cap;
+    }
   }
+
+  // Of the warp's score i of a sub-block.
+  __device__ __forceinline__ int column_of_score(int i) const { return i / 4 * 8 + lane_ % 4 * 2 + i % 2; }
 
   // The new maxima, and what is kept of what was summed up with the old ones.
   __device__ __forceinline__ void raise_maximum(State& state, float (&keep)[2]) const {
@@ -361,7 +374,8 @@ class AttendBlock {
 #pragma unroll
       for (int i = 0; i < 8; i++) {
         float& p = s[u][i / 4][i % 4];
-        p = p == -INFINITY ? 0.0f : exp2_of(p - finite(state.maximum[i % 4 / 2]));
+        const float weight = exp2_of(p - finite(state.maximum[i % 4 / 2]));
+        p = p == -INFINITY ? 0.0f : weight;
       }
       if constexpr (Kv::kHasCodes) {
         Kv::store(weights(), shared_.weight_scales[group_ * kTileRows], stage, sub, s[u]);
@@ -483,33 +497,47 @@ __device__ __forceinline__ void attend_tile(const Attention& a, typename BlockSh
   work.write(whole);
 }
 
-// Tiles of many queries come first, those with long contexts before others.
-template <class Kv, int Groups, int Split>
-__global__ void __launch_bounds__(Groups* Split* kWarp) attend_kernel(Attention a) {
-  using Few = BlockShape<Kv, 1, Groups * Split>;
-  using Many = BlockShape<Kv, Groups, Split>;
+// Blocks of attend_parts that shall share a multiprocessor, as they hide each other's latency: up to
+// three of those with 227 KiB of shared memory, of which each has one more KiB.
+constexpr int parts_beside(size_t shared_bytes) {
+  return int(std::max<size_t>(std::min<size_t>((227 << 10) / (shared_bytes + (1 << 10)), 3), 1));
+}
+
+// Of rows with few queries.
+template <class Kv, int Split>
+__global__ void
+__launch_bounds__(Split* kWarp, parts_beside(sizeof(typename BlockShape<Kv, 1, Split>::Shared))) attend_parts(Attention a) {
+  using Shared = typename BlockShape<Kv, 1, Split>::Shared;
   auto* shared = shared_memory<unsigned char>();
-  const int many = a.plan.many[a.rows] * a.kv_heads, total = many + a.plan.few[a.rows] * a.kv_heads;
-  take_pieces(total, a.plan.taken, reinterpret_cast<int*>(shared), [&](int piece) {
-    if (piece < many) {
-      attend_tile<Kv, Groups, Split>(a, *reinterpret_cast<typename Many::Shared*>(shared + 16), many - 1 - piece);
-    } else {
-      attend_part<Kv, Groups * Split>(a, *reinterpret_cast<typename Few::Shared*>(shared + 16), piece - many);
-    }
+  const int total = a.plan.few[a.rows] * a.kv_heads;
+  take_pieces(total, a.plan.taken, reinterpret_cast<int*>(shared),
+              [&](int piece) { attend_part<Kv, Split>(a, *reinterpret_cast<Shared*>(shared + 16), piece); });
+}
+
+// Of rows with many, those with long contexts before others.
+template <class Kv, int Groups, int Split>
+__global__ void __launch_bounds__(Groups* Split* kWarp) attend_tiles(Attention a) {
+  using Shared = typename BlockShape<Kv, Groups, Split>::Shared;
+  auto* shared = shared_memory<unsigned char>();
+  const int total = a.plan.many[a.rows] * a.kv_heads;
+  take_pieces(total, a.plan.taken + 1, reinterpret_cast<int*>(shared), [&](int piece) {
+    attend_tile<Kv, Groups, Split>(a, *reinterpret_cast<Shared*>(shared + 16), total - 1 - piece);
   });
 }
 
-// Launches the kernel of one type of KV, of which Groups x Split warps share a tile.
-template <class Kv, int Groups, int Split>
-void attend_with(const Attention& a, int64_t pieces) {
+// Launches the kernels of one type of KV: Groups x Split warps share a tile of rows with many queries,
+// PartSplit one of rows with few. The two have kernels of their own, as they need other registers.
+template <class Kv, int Groups, int Split, int PartSplit>
+void attend_with(const Attention& a, const Pieces& pieces) {
   using Many = BlockShape<Kv, Groups, Split>;
-  using Few = BlockShape<Kv, 1, Groups * Split>;
-  constexpr size_t kBytes = 16 + std::max(sizeof(typename Few::Shared), sizeof(typename Many::Shared));
-  constexpr unsigned kThreads = Many::kThreads;
+  using Few = BlockShape<Kv, 1, PartSplit>;
+  constexpr size_t kManyBytes = 16 + sizeof(typename Many::Shared), kFewBytes = 16 + sizeof(typename Few::Shared);
   if (context.is_measured) return;
-  static const int most = resident_blocks(attend_kernel<Kv, Groups, Split>, kThreads, kBytes);
-  const dim3 grid{unsigned(std::min<int64_t>(pieces, most))};
-  launch(attend_kernel<Kv, Groups, Split>, grid, kThreads, kBytes, a);
+  static const int tiles = resident_blocks(attend_tiles<Kv, Groups, Split>, Many::kThreads, kManyBytes);
+  static const int parts = resident_blocks(attend_parts<Kv, PartSplit>, Few::kThreads, kFewBytes);
+  const auto grid = [](int64_t count, int most) { return dim3{unsigned(std::min<int64_t>(count, most))}; };
+  launch(attend_tiles<Kv, Groups, Split>, grid(pieces.many, tiles), Many::kThreads, kManyBytes, a);
+  launch(attend_parts<Kv, PartSplit>, grid(pieces.few, parts), Few::kThreads, kFewBytes, a);
 }
 
 }  // namespace cadenza::cuda

@@ -31,15 +31,16 @@ struct CodeKv {
     }
   }
 
+  template <int kThreads>
   static __device__ __forceinline__ void load(const Attention& a, Stage& stage, int sub, SubPlace place) {
     const int64_t at = place.token / kSub * kSub * code_bytes(a.key_size);
     const char *keys = a.k_pool + at, *values = a.v_pool + at;
     const int size = a.key_size;
-    RowCopy{keys, size, place.begin, place.end, size / 16}.template run<kSub, kKey / 16, kPitch>(
-        stage.keys + sub * kSub * kPitch);
+    const RowCopy rows{keys, size, place.begin, place.end, size / 16};
+    rows.run<kThreads, kSub, kKey / 16, kPitch>(stage.keys + sub * kSub * kPitch);
     const int steps = place.end > place.begin ? kSub / 4 : 0;
-    RowCopy{values, size * 4, 0, steps, size / 4}.template run<kSub / 4, kKey / 4, kStepPitch>(
-        stage.values + sub * (kSub / 4) * kStepPitch);
+    const RowCopy columns{values, size * 4, 0, steps, size / 4};
+    columns.run<kThreads, kSub / 4, kKey / 4, kStepPitch>(stage.values + sub * (kSub / 4) * kStepPitch);
     if (threadIdx.x >= 8) return;
     const int unit = int(threadIdx.x) % 4;
     const char* from = (threadIdx.x < 4 ? keys : values) + kSub * size + unit * 16;
@@ -139,15 +140,15 @@ struct CodeKv {
 
 }  // namespace
 
-void attend_int8(const Attention& a, int64_t pieces) {
+void attend_int8(const Attention& a, const Pieces& pieces) {
   if (a.key_size <= 64) {
-    attend_with<CodeKv<64, 64, 2>, code_row_groups(64), 1>(a, pieces);
+    attend_with<CodeKv<64, 64, 2>, code_row_groups(64), 1, 4>(a, pieces);
   } else if (a.key_size <= 128) {
-    attend_with<CodeKv<128, 64, 2>, code_row_groups(128), 2>(a, pieces);
+    attend_with<CodeKv<128, 64, 2>, code_row_groups(128), 2, 4>(a, pieces);
   } else if (a.key_size <= 256) {
-    attend_with<CodeKv<256, 32, 2>, code_row_groups(256), 4>(a, pieces);
+    attend_with<CodeKv<256, 32, 2>, code_row_groups(256), 4, 4>(a, pieces);
   } else {
-    attend_with<CodeKv<512, 16, 2>, code_row_groups(512), 4>(a, pieces);
+    attend_with<CodeKv<512, 16, 2>, code_row_groups(512), 4, 4>(a, pieces);
   }
 }
 

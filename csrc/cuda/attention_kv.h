@@ -19,16 +19,23 @@ __device__ __forceinline__ int byte_of_lane() { return int(threadIdx.x) % kWarp 
 // Copies rows of 16-byte units to shared memory; units behind `size` and rows outside are zeros.
 struct RowCopy {
   const char* from;  // of the first row; consecutive ones are `stride` bytes apart
-  int64_t stride;
+  int stride;
   int begin, end;    // of the rows that exist
   int size;          // units of a row that exist
 
-  template <int kRows, int kUnits, int kPitch>
+  // By all `kThreads` threads of a block; swizzled, the same unit of eight rows is in different banks.
+  template <int kThreads, int kRows, int kUnits, int kPitch, bool kSwizzled = false>
   __device__ __forceinline__ void run(unsigned char* to) const {
-    for (int i = int(threadIdx.x); i < kRows * kUnits; i += int(blockDim.x)) {
+    static_assert(!kSwizzled || kUnits % 8 == 0);
+    constexpr int kCopies = (kRows * kUnits + kThreads - 1) / kThreads;
+#pragma unroll
+    for (int copy = 0; copy < kCopies; copy++) {
+      const int i = int(threadIdx.x) + copy * kThreads;
+      if (kRows * kUnits % kThreads != 0 && i >= kRows * kUnits) continue;
       const int row = i / kUnits, unit = i % kUnits;
       const bool holds = row >= begin && row < end && unit < size;
-      copy_async(to + row * kPitch + unit * 16, from + (holds ? row * stride + unit * 16 : 0), holds);
+      unsigned char* at = to + row * kPitch + (kSwizzled ? unit ^ (row & 7) : unit) * 16;
+      copy_async(at, from + (holds ? row * stride + unit * 16 : 0), holds);
     }
   }
 };
@@ -44,8 +51,9 @@ template <class T, int kKey_, int kValue_, int kTokens_, int kStages_, bool kHas
 struct FloatKv {
   static constexpr int kKey = kKey_, kValue = kValue_, kTokens = kTokens_, kStages = kStages_;
   static constexpr int kBytes = int(sizeof(T)), kUnits = kKey * kBytes / 16;
-  static constexpr int kPitch = kKey * kBytes + kRowPadding;
-  static constexpr int kQueryBytes = kPitch;  // of a row
+  static constexpr bool kSwizzled = kBytes == 2;  // as the tensor cores' fragments are loaded
+  static constexpr int kPitch = kKey * kBytes + (kSwizzled ? 0 : kRowPadding);
+  static constexpr int kQueryBytes = kKey * kBytes + kRowPadding;  // of a row
   static constexpr int kWeightPitch = kTokens * kBytes + kRowPadding;
   static_assert(kHasValues ? kKey == kValue : kKey >= kValue);
 
@@ -65,13 +73,15 @@ struct FloatKv {
     }
   }
 
+  template <int kThreads>
   static __device__ __forceinline__ void load(const Attention& a, Stage& stage, int sub, SubPlace place) {
-    const int64_t row = int64_t(a.key_size) * kBytes, at = place.token * row;
-    const int offset = sub * kSub * kPitch, size = int(row / 16);
-    RowCopy{a.k_pool + at, row, place.begin, place.end, size}.template run<kSub, kUnits, kPitch>(stage.keys + offset);
+    const int row = a.key_size * kBytes, offset = sub * kSub * kPitch;
+    const int64_t at = place.token * row;
+    const RowCopy keys{a.k_pool + at, row, place.begin, place.end, row / 16};
+    keys.run<kThreads, kSub, kUnits, kPitch, kSwizzled>(stage.keys + offset);
     if constexpr (kHasValues) {
-      RowCopy{a.v_pool + at, row, place.begin, place.end, size}.template run<kSub, kUnits, kPitch>(
-          stage.own_values + offset);
+      const RowCopy values{a.v_pool + at, row, place.begin, place.end, row / 16};
+      values.run<kThreads, kSub, kUnits, kPitch, kSwizzled>(stage.own_values + offset);
     }
   }
 
@@ -84,6 +94,7 @@ struct Bf16Kv : FloatKv<bf16, kKey, kValue, kTokens, kStages, kHasValues> {
   using Base = FloatKv<bf16, kKey, kValue, kTokens, kStages, kHasValues>;
   using Stage = typename Base::Stage;
   using Base::kPitch;
+  using Base::kQueryBytes;
   using Base::kWeightPitch;
   using Sum = float;
   static constexpr bool kHasCodes = false;
@@ -93,8 +104,9 @@ struct Bf16Kv : FloatKv<bf16, kKey, kValue, kTokens, kStages, kHasValues> {
   static __device__ __forceinline__ void score(float (&s)[Own][2][4], const unsigned char* queries,
                                                const Stage& stage, int split) {
     const int lane = int(threadIdx.x) % kWarp;
-    const unsigned char* own = queries + row_of_lane() * kPitch + byte_of_lane();
-    const unsigned char* keys = stage.keys + (lane / 16 * 8 + lane % 8) * kPitch + lane / 8 % 2 * 16;
+    const unsigned char* own = queries + row_of_lane() * kQueryBytes + byte_of_lane();
+    const unsigned char* keys = stage.keys + (lane / 16 * 8 + lane % 8) * kPitch;
+    const int swizzle = (lane / 8 % 2 ^ lane % 8) * 16;
 #pragma unroll
     for (int k = 0; k < kKey / 16; k++) {
       uint32_t q[4];
@@ -104,7 +116,7 @@ struct Bf16Kv : FloatKv<bf16, kKey, kValue, kTokens, kStages, kHasValues> {
         const int sub = split + u * Split;
         if (sub >= kTokens / kSub) continue;
         uint32_t r[4];
-        warp_load_matrices(r, keys + sub * kSub * kPitch + k * 32);
+        warp_load_matrices(r, keys + sub * kSub * kPitch + (k * 32 ^ swizzle));
         warp_mma_bf16(s[u][0], q, {r[0], r[1]});
         warp_mma_bf16(s[u][1], q, {r[2], r[3]});
       }
@@ -131,8 +143,9 @@ struct Bf16Kv : FloatKv<bf16, kKey, kValue, kTokens, kStages, kHasValues> {
   template <int Tiles>
   static __device__ __forceinline__ void add_values(float (&sum)[Tiles][4], const unsigned char* weights,
                                                     const float*, const Stage& stage, int column) {
+    const int lane = int(threadIdx.x) % kWarp, swizzle = (lane / 16 ^ lane % 8) * 16;
     const unsigned char* own = weights + row_of_lane() * kWeightPitch + byte_of_lane();
-    const unsigned char* values = stage.values() + row_of_lane() * kPitch + column * 2 + byte_of_lane();
+    const unsigned char* values = stage.values() + row_of_lane() * kPitch;
 #pragma unroll
     for (int sub = 0; sub < kTokens / kSub; sub++) {
       uint32_t p[4];
@@ -140,7 +153,7 @@ struct Bf16Kv : FloatKv<bf16, kKey, kValue, kTokens, kStages, kHasValues> {
 #pragma unroll
       for (int n = 0; n < Tiles; n += 2) {
         uint32_t r[4];
-        warp_load_transposed(r, values + sub * kSub * kPitch + n * 16);
+        warp_load_transposed(r, values + sub * kSub * kPitch + ((column * 2 + n * 16) ^ swizzle));
         warp_mma_bf16(sum[n], p, {r[0], r[1]});
         warp_mma_bf16(sum[n + 1], p, {r[2], r[3]});
       }
@@ -154,6 +167,7 @@ struct F32Kv : FloatKv<float, kKey, kValue, kTokens, kStages, kHasValues> {
   using Base = FloatKv<float, kKey, kValue, kTokens, kStages, kHasValues>;
   using Stage = typename Base::Stage;
   using Base::kPitch;
+  using Base::kQueryBytes;
   using Base::kWeightPitch;
   static constexpr bool kHasCodes = false;
 
@@ -168,7 +182,7 @@ struct F32Kv : FloatKv<float, kKey, kValue, kTokens, kStages, kHasValues> {
       const unsigned char* keys = stage.keys + (sub * kSub + t * 2) * kPitch;
 #pragma unroll 2
       for (int k = 0; k < kKey * 4; k += 16) {
-        const float4 q[2] = {four(queries + g * kPitch + k), four(queries + (g + 8) * kPitch + k)};
+        const float4 q[2] = {four(queries + g * kQueryBytes + k), four(queries + (g + 8) * kQueryBytes + k)};
 #pragma unroll
         for (int c = 0; c < 4; c++) {
           const float4 key = four(keys + (c / 2 * 8 + c % 2) * kPitch + k);

@@ -4,19 +4,19 @@
 namespace cadenza::cuda {
 
 // Up to 512 values and 64 rotated elements, as DeepSeek's models have them, or up to 1024 together.
-void attend_latents_bf16(const Attention& a, int64_t pieces) {
+void attend_latents_bf16(const Attention& a, const Pieces& pieces) {
   if (a.key_size <= 576 && a.value_size <= 512) {
-    attend_with<Bf16Kv<576, 512, 16, 2, false>, kLatentGroups, 4>(a, pieces);
+    attend_with<Bf16Kv<576, 512, 16, 2, false>, kLatentGroups, 4, 4>(a, pieces);
   } else {
-    attend_with<Bf16Kv<1024, 1024, 16, 1, false>, kLatentGroups, 8>(a, pieces);
+    attend_with<Bf16Kv<1024, 1024, 16, 1, false>, kLatentGroups, 8, 8>(a, pieces);
   }
 }
 
-void attend_latents_f32(const Attention& a, int64_t pieces) {
+void attend_latents_f32(const Attention& a, const Pieces& pieces) {
   if (a.key_size <= 576 && a.value_size <= 512) {
-    attend_with<F32Kv<576, 512, 16, 1, false>, kLatentGroups, 4>(a, pieces);
+    attend_with<F32Kv<576, 512, 16, 1, false>, kLatentGroups, 4, 4>(a, pieces);
   } else {
-    attend_with<F32Kv<1024, 1024, 16, 1, false>, kLatentGroups, 8>(a, pieces);
+    attend_with<F32Kv<1024, 1024, 16, 1, false>, kLatentGroups, 8, 8>(a, pieces);
   }
 }
 

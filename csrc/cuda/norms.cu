@@ -16,9 +16,46 @@ struct Norm {
   int width;
 };
 
+// A thread's elements of a row, `Most` of them at most: all are on their way before the first is used.
+template <int Most>
+struct Elements {
+  float values[Most];
+
+  __device__ Elements(const float* from, int width, float behind) {
+#pragma unroll
+    for (int e = 0; e < Most; e++) values[e] = index(e) < width ? from[index(e)] : behind;
+  }
+  static __device__ int index(int e) { return int(threadIdx.x) + e * int(kThreads); }
+};
+
 // The sum of squares has an order that follows from the width.
+template <class T, int Most>
+__global__ void __launch_bounds__(kThreads) norm_kernel(Norm norm, T* out) {
+  __shared__ float partials[kThreads / kWarp];
+  const int64_t row = int64_t(blockIdx.x) * norm.width;
+  const Elements<Most> x(norm.x + row, norm.width, 0.0f), weight(norm.weight, norm.width, 0.0f);
+  const bool is_added = norm.residual != nullptr;
+  const Elements<Most> residual(is_added ? norm.residual + row : norm.x, is_added ? norm.width : 0, 0.0f);
+  float sum = 0.0f;
+#pragma unroll
+  for (int e = 0; e < Most; e++) {
+    if (x.index(e) < norm.width) sum = fmaf(x.values[e], x.values[e], sum);
+  }
+  const float mean = block_sum(sum, partials) / float(norm.width);
+  const float scale = 1.0f / sqrtf(mean + norm.eps);
+  const float factor = norm.factor != nullptr ? *norm.factor : 1.0f;
+#pragma unroll
+  for (int e = 0; e < Most; e++) {
+    float y = x.values[e] * scale * weight.values[e];
+    if (is_added) y += residual.values[e];
+    if (norm.factor != nullptr) y *= factor;
+    if (x.index(e) < norm.width) out[row + x.index(e)] = from_float<T>(y);
+  }
+}
+
+// The same, of wide rows.
 template <class T>
-__global__ void norm_kernel(Norm norm, T* out) {
+__global__ void __launch_bounds__(kThreads) wide_norm_kernel(Norm norm, T* out) {
   __shared__ float partials[kThreads / kWarp];
   const int64_t row = int64_t(blockIdx.x) * norm.width;
   const float* x = norm.x + row;
@@ -34,12 +71,22 @@ __global__ void norm_kernel(Norm norm, T* out) {
   }
 }
 
+template <class T>
+void run(const Norm& norm, int64_t rows, T* out) {
+  const int each = int(ceil_div(norm.width, int64_t(kThreads)));
+  const auto kernel = each <= 4    ? norm_kernel<T, 4>
+                      : each <= 8  ? norm_kernel<T, 8>
+                      : each <= 16 ? norm_kernel<T, 16>
+                      : each <= 32 ? norm_kernel<T, 32>
+                                   : wide_norm_kernel<T>;
+  launch(kernel, dim3{unsigned(rows)}, kThreads, 0, norm, out);
+}
+
 void run(const Norm& norm, int64_t rows, const xla_ffi::Any& out) {
-  const dim3 grid{unsigned(rows)};
   if (out.element_type() == xla_ffi::ffi::F32) {
-    launch(norm_kernel<float>, grid, kThreads, 0, norm, static_cast<float*>(out.untyped_data()));
+    run(norm, rows, static_cast<float*>(out.untyped_data()));
   } else {
-    launch(norm_kernel<bf16>, grid, kThreads, 0, norm, static_cast<bf16*>(out.untyped_data()));
+    run(norm, rows, static_cast<bf16*>(out.untyped_data()));
   }
 }
 

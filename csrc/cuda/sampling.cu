@@ -32,10 +32,9 @@ class Slice {
   __device__ uint32_t read(float (&values)[kPerThread]) const {
     uint32_t largest = 0;
     for (int i = 0; i < kPerThread; i++) values[i] = has(i) ? logits_[id(i)] : 0.0f;
-    for (int i = 0; i < kPerThread; i++) {
-      largest = max(largest, as_bits<uint32_t>(values[i]) & 0x7fffffffu);
-      values[i] = has(i) ? transformed(values[i]) : -__builtin_inff();
-    }
+    for (int i = 0; i < kPerThread; i++) largest = max(largest, as_bits<uint32_t>(values[i]) & 0x7fffffffu);
+    transform(values);
+    for (int i = 0; i < kPerThread; i++) values[i] = has(i) ? values[i] : -__builtin_inff();
     return largest;
   }
 
@@ -46,11 +45,13 @@ class Slice {
   }
 
  private:
-  __device__ float transformed(float value) const {
-    const LogitTransform& transform = task_.transform;
-    if (transform.divisor != 1.0f) value /= transform.divisor;
-    if (transform.soft_cap == 0.0f) return value;
-    return tanh_of(value / transform.soft_cap) * transform.soft_cap;
+  __device__ void transform(float (&values)[kPerThread]) const {
+    const float divisor = task_.transform.divisor, cap = task_.transform.soft_cap;
+    if (divisor != 1.0f) {
+      for (float& value : values) value /= divisor;
+    }
+    if (cap == 0.0f) return;
+    for (float& value : values) value = tanh_of(value / cap) * cap;
   }
 
   const Sampling& task_;
@@ -117,10 +118,10 @@ __global__ void __launch_bounds__(kSliceThreads, 4) slice_kernel(const Sampling 
     for (float& value : values) value /= settings.temperature;
     if (settings.filters()) slice.write(task.choices + int64_t(row) * task.pitch, values);
   }
-  const bool draws_here = settings.draws() && !settings.filters();
-  for (int i = 0; i < kPerThread; i++) {
-    const uint64_t key = draws_here ? drawn_key(values[i], slice.id(i), settings) : key_of(values[i], slice.id(i));
-    part.best = Larger{}(part.best, key);
+  if (settings.draws() && !settings.filters()) {
+    for (int i = 0; i < kPerThread; i++) part.best = Larger{}(part.best, drawn_key(values[i], slice.id(i), settings));
+  } else {
+    for (int i = 0; i < kPerThread; i++) part.best = Larger{}(part.best, key_of(values[i], slice.id(i)));
   }
   part.best = block_merge<Larger>(part.best, partials);
   if (threadIdx.x == 0) task.parts[int64_t(row) * task.slices + index] = part;
