@@ -183,6 +183,7 @@ struct HeadWriter {
 template <class T>
 __global__ void __launch_bounds__(kAppendWarps* kWarp) append_kernel(Attention a, HeadAppend given) {
   __align__(16) __shared__ float work[kAppendWarps][kMostHead];
+  take_turn();
   if (blockIdx.x == 0) return divide_rows(a);
   const int warp = int(threadIdx.x) / kWarp, lane = int(threadIdx.x) % kWarp;
   const int heads = a.heads + (given.kv_parts > 0 ? 2 * a.kv_heads : 0);
@@ -239,6 +240,7 @@ struct LatentWriter {
 template <class T>
 __global__ void __launch_bounds__(kAppendWarps* kWarp) append_latents_kernel(Attention a, LatentAppend given) {
   __align__(16) __shared__ float work[kAppendWarps][kMostLatent];
+  take_turn();
   if (blockIdx.x == 0) return divide_rows(a);
   const int warp = int(threadIdx.x) / kWarp, lane = int(threadIdx.x) % kWarp;
   const int64_t index = int64_t(blockIdx.x - 1) * kAppendWarps + warp;
@@ -257,13 +259,13 @@ dim3 append_grid(int64_t warps) { return {unsigned(1 + ceil_div(warps, kAppendWa
 void append_heads(const Attention& a, const HeadAppend& given, bool is_f32) {
   const int heads = a.heads + (given.kv_parts > 0 ? 2 * a.kv_heads : 0);
   const dim3 grid = append_grid(int64_t(given.tokens) * heads);
-  launch(is_f32 ? append_kernel<float> : append_kernel<bf16>, grid, kAppendWarps * kWarp, 0, a, given);
+  launch_early(is_f32 ? append_kernel<float> : append_kernel<bf16>, grid, kAppendWarps * kWarp, 0, a, given);
 }
 
 void append_latents(const Attention& a, const LatentAppend& given, bool is_f32) {
   const dim3 grid = append_grid(int64_t(given.tokens) * (a.heads + 1));
-  launch(is_f32 ? append_latents_kernel<float> : append_latents_kernel<bf16>, grid, kAppendWarps * kWarp,
-         0, a, given);
+  launch_early(is_f32 ? append_latents_kernel<float> : append_latents_kernel<bf16>, grid, kAppendWarps * kWarp,
+               0, a, given);
 }
 
 }  // namespace cadenza::cuda

@@ -509,6 +509,7 @@ __global__ void
 __launch_bounds__(Split* kWarp, parts_beside(sizeof(typename BlockShape<Kv, 1, Split>::Shared))) attend_parts(Attention a) {
   using Shared = typename BlockShape<Kv, 1, Split>::Shared;
   auto* shared = shared_memory<unsigned char>();
+  take_turn();
   const int total = a.plan.few[a.rows] * a.kv_heads;
   take_pieces(total, a.plan.taken, reinterpret_cast<int*>(shared),
               [&](int piece) { attend_part<Kv, Split>(a, *reinterpret_cast<Shared*>(shared + 16), piece); });
@@ -519,6 +520,7 @@ template <class Kv, int Groups, int Split>
 __global__ void __launch_bounds__(Groups* Split* kWarp) attend_tiles(Attention a) {
   using Shared = typename BlockShape<Kv, Groups, Split>::Shared;
   auto* shared = shared_memory<unsigned char>();
+  take_turn();
   const int total = a.plan.many[a.rows] * a.kv_heads;
   take_pieces(total, a.plan.taken + 1, reinterpret_cast<int*>(shared), [&](int piece) {
     attend_tile<Kv, Groups, Split>(a, *reinterpret_cast<Shared*>(shared + 16), total - 1 - piece);
@@ -536,8 +538,8 @@ void attend_with(const Attention& a, const Pieces& pieces) {
   static const int tiles = resident_blocks(attend_tiles<Kv, Groups, Split>, Many::kThreads, kManyBytes);
   static const int parts = resident_blocks(attend_parts<Kv, PartSplit>, Few::kThreads, kFewBytes);
   const auto grid = [](int64_t count, int most) { return dim3{unsigned(std::min<int64_t>(count, most))}; };
-  launch(attend_tiles<Kv, Groups, Split>, grid(pieces.many, tiles), Many::kThreads, kManyBytes, a);
-  launch(attend_parts<Kv, PartSplit>, grid(pieces.few, parts), Few::kThreads, kFewBytes, a);
+  launch_early(attend_tiles<Kv, Groups, Split>, grid(pieces.many, tiles), Many::kThreads, kManyBytes, a);
+  launch_early(attend_parts<Kv, PartSplit>, grid(pieces.few, parts), Few::kThreads, kFewBytes, a);
 }
 
 }  // namespace cadenza::cuda

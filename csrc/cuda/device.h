@@ -136,6 +136,27 @@ __device__ __forceinline__ T load_fresh(const T* at) {
 }
 __device__ __forceinline__ void memory_fence() { __threadfence(); }
 
+// Of kernels that are started by launch_early(), on cards that can: the next kernel on the stream may
+// take the place that is left beside this one, which it waits for in await_previous().
+__device__ __forceinline__ void start_next() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+// Waits for the kernels before this one, and sees what they wrote. Every block calls it, also one that
+// computes nothing, since a kernel behind this one waits for this one alone. Before it a block reads
+// only what no kernel of a program writes: weights.
+__device__ __forceinline__ void await_previous() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+// Both, of a kernel that has nothing to do before.
+__device__ __forceinline__ void take_turn() {
+  start_next();
+  await_previous();
+}
+
 // Reads global memory that the kernel does not write.
 template <class T>
 __device__ __forceinline__ T load_constant(const T* at) {

@@ -172,6 +172,9 @@ T load_fresh(const T* at) {
   return *at;
 }
 inline void memory_fence() {}
+inline void start_next() {}
+inline void await_previous() {}
+inline void take_turn() {}
 template <class T>
 T load_constant(const T* at) {
   return *at;

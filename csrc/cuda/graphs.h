@@ -10,13 +10,13 @@
 
 namespace cadenza::cuda {
 
-// A program, by a hash of its words, and where its arrays are. Programs of one hash would have equal
-// arrays at equal places, too.
+// A program, by a hash of its words, and where and what its arrays are: the words of programs for other
+// numbers of rows can be the same.
 struct GraphKey {
   uint64_t program;
-  std::vector<const void*> addresses;
+  std::vector<int64_t> arrays;
   bool operator<(const GraphKey& other) const {
-    return program != other.program ? program < other.program : addresses < other.addresses;
+    return program != other.program ? program < other.program : arrays < other.arrays;
   }
 };
 

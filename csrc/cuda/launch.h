@@ -61,6 +61,11 @@ void launch(void (*kernel)(P...), dim3 grid, unsigned threads, size_t shared_byt
   emulated::run_grid(grid, threads, shared_bytes, [&] { kernel(P(arguments)...); });
 }
 
+template <class... P, class... A>
+void launch_early(void (*kernel)(P...), dim3 grid, unsigned threads, size_t shared_bytes, A... arguments) {
+  launch(kernel, grid, threads, shared_bytes, arguments...);
+}
+
 // The blocks of a kernel that the device holds at a time.
 template <class... P>
 int resident_blocks(void (*)(P...), unsigned, size_t) {
@@ -103,6 +108,40 @@ void launch(void (*kernel)(P...), dim3 grid, unsigned threads, size_t shared_byt
   ask_for_shared(kernel, shared_bytes);
   kernel<<<grid, threads, shared_bytes, context.stream>>>(P(arguments)...);
   check(cudaGetLastError());
+}
+
+// Whether kernels may begin before the one ahead of them has ended (programmatic dependent launch).
+inline bool can_start_early() {
+#ifdef CADENZA_NO_EARLY_START
+  return false;
+#else
+  static const bool can = [] {
+    int device = 0, major = 0;
+    check(cudaGetDevice(&device));
+    check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+    return major >= 9;
+  }();
+  return can;
+#endif
+}
+
+// As launch(), of a kernel that calls await_previous() in every block.
+template <class... P, class... A>
+void launch_early(void (*kernel)(P...), dim3 grid, unsigned threads, size_t shared_bytes, A... arguments) {
+  if (!can_start_early()) return launch(kernel, grid, threads, shared_bytes, arguments...);
+  if (context.is_measured || grid.x == 0 || grid.y == 0 || grid.z == 0) return;
+  ask_for_shared(kernel, shared_bytes);
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = dim3{threads};
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = context.stream;
+  config.attrs = &early;
+  config.numAttrs = 1;
+  check(cudaLaunchKernelEx(&config, kernel, P(arguments)...));
 }
 
 inline void copy_on_device(void* to, const void* from, size_t bytes) {

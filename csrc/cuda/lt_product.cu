@@ -77,6 +77,7 @@ constexpr unsigned kThreads = 256;
 constexpr int kUnroll = 4;
 
 __global__ void __launch_bounds__(kThreads) finish_sums(const float* sums, int64_t columns, Epilogue epilogue) {
+  take_turn();
   const int64_t row = blockIdx.y;
   for (int i = 0; i < kUnroll; i++) {
     const int64_t column = (int64_t(blockIdx.x) * kUnroll + i) * kThreads + threadIdx.x;
@@ -87,6 +88,7 @@ __global__ void __launch_bounds__(kThreads) finish_sums(const float* sums, int64
 // Sums of the columns [first, first + columns) of gate and up.
 __global__ void __launch_bounds__(kThreads)
     finish_gated_sums(const float* gates, const float* ups, int64_t first, int64_t columns, Epilogue epilogue) {
+  take_turn();
   const int64_t row = blockIdx.y;
   for (int i = 0; i < kUnroll; i++) {
     const int64_t column = (int64_t(blockIdx.x) * kUnroll + i) * kThreads + threadIdx.x;
@@ -109,8 +111,8 @@ void gated_shared(const ProductTask& task, float* sums) {
     const SharedPlan& plan = plan_of({task.rows, columns, task.k, SharedTypes::kBf16ToF32});
     plan.run(w + first * task.k, task.x, nullptr, sums);
     plan.run(w + (f + first) * task.k, task.x, nullptr, ups);
-    launch(finish_gated_sums, finishing_grid(task.rows, columns), kThreads, 0, sums, ups, first, columns,
-           epilogue_of(task));
+    launch_early(finish_gated_sums, finishing_grid(task.rows, columns), kThreads, 0, sums, ups, first, columns,
+                 epilogue_of(task));
   }
 }
 
@@ -119,7 +121,7 @@ void shared_product(const ProductTask& task, float* sums) {
   const SharedPlan& plan = plan_of(shape_of(task));
   if (is_direct(task)) return plan.run(task.w.data, task.x, task.residual, task.out);
   plan.run(task.w.data, task.x, nullptr, sums);
-  launch(finish_sums, finishing_grid(task.rows, task.n), kThreads, 0, sums, task.n, epilogue_of(task));
+  launch_early(finish_sums, finishing_grid(task.rows, task.n), kThreads, 0, sums, task.n, epilogue_of(task));
 }
 
 ProductKernel kernel_of(const ProductTask& task) {

@@ -32,6 +32,7 @@ struct Elements {
 template <class T, int Most>
 __global__ void __launch_bounds__(kThreads) norm_kernel(Norm norm, T* out) {
   __shared__ float partials[kThreads / kWarp];
+  take_turn();
   const int64_t row = int64_t(blockIdx.x) * norm.width;
   const Elements<Most> x(norm.x + row, norm.width, 0.0f), weight(norm.weight, norm.width, 0.0f);
   const bool is_added = norm.residual != nullptr;
@@ -57,6 +58,7 @@ __global__ void __launch_bounds__(kThreads) norm_kernel(Norm norm, T* out) {
 template <class T>
 __global__ void __launch_bounds__(kThreads) wide_norm_kernel(Norm norm, T* out) {
   __shared__ float partials[kThreads / kWarp];
+  take_turn();
   const int64_t row = int64_t(blockIdx.x) * norm.width;
   const float* x = norm.x + row;
   float sum = 0.0f;
@@ -79,7 +81,7 @@ void run(const Norm& norm, int64_t rows, T* out) {
                       : each <= 16 ? norm_kernel<T, 16>
                       : each <= 32 ? norm_kernel<T, 32>
                                    : wide_norm_kernel<T>;
-  launch(kernel, dim3{unsigned(rows)}, kThreads, 0, norm, out);
+  launch_early(kernel, dim3{unsigned(rows)}, kThreads, 0, norm, out);
 }
 
 void run(const Norm& norm, int64_t rows, const xla_ffi::Any& out) {

@@ -32,7 +32,7 @@ ffi::Error run_program(cuda::Stream stream, ffi::RemainingArgs args, ffi::Remain
     const int64_t bounds[] = {row_bound, workspace_bytes};
     uint64_t hash = cuda::hash_of(std::begin(bounds), std::end(bounds));
     for (const auto& words : {arrays, operations}) hash = cuda::hash_of(words.begin(), words.end(), hash);
-    cuda::run_as_graph({hash, values.addresses()}, [&] {
+    cuda::run_as_graph({hash, values.description()}, [&] {
       error = run_operations(values, operations);
       return !error.failure();
     });

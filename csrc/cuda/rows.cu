@@ -27,7 +27,7 @@ __device__ __forceinline__ int own_element(const Rows& rows) {
 template <class Kernel, class... A>
 void launch_rows(Kernel* kernel, int64_t rows, int side_by_side, const Rows& task, A... arguments) {
   const int64_t blocks = ceil_div(task.width, int64_t(kThreads) * side_by_side);
-  launch(kernel, dim3{unsigned(rows), unsigned(blocks)}, kThreads, 0, task, arguments...);
+  launch_early(kernel, dim3{unsigned(rows), unsigned(blocks)}, kThreads, 0, task, arguments...);
 }
 
 struct Table {
@@ -38,6 +38,7 @@ struct Table {
 
 template <class T, int N>
 __global__ void embed_kernel(Rows rows, Table table, const T* weights, float* out) {
+  take_turn();
   const int at = own_element<N>(rows);
   if (at < 0) return;
   const int token = table.token_ids[blockIdx.x];
@@ -49,6 +50,7 @@ __global__ void embed_kernel(Rows rows, Table table, const T* weights, float* ou
 
 template <int N>
 __global__ void convert_kernel(Rows rows, const float* x, bf16* out) {
+  take_turn();
   const int at = own_element<N>(rows);
   if (at < 0) return;
   const int64_t place = int64_t(blockIdx.x) * rows.width + at;
@@ -65,6 +67,7 @@ struct Gates {
 
 template <class T, int N>
 __global__ void gate_kernel(Rows rows, Gates gates, const float* x, T* out) {
+  take_turn();
   const int at = own_element<N>(rows);
   if (at < 0) return;
   const int64_t place = int64_t(blockIdx.x) * rows.width + at;
@@ -83,6 +86,7 @@ struct Sources {
 // Copies words, of which a row has `width`; bits are kept as they are.
 template <class Word>
 __global__ void take_kernel(Rows rows, Sources sources, const Word* x, Word* out) {
+  take_turn();
   const int at = own_element<1>(rows);
   if (at < 0) return;
   const int from = sources.indices[blockIdx.x];

@@ -94,6 +94,7 @@ __device__ void apply_rules(const Sampling& task, const Settings& settings, cons
 
 // A block for each slice and row. Logits that are wanted later are written back where they changed.
 __global__ void __launch_bounds__(kSliceThreads, 4) slice_kernel(const Sampling task) {
+  take_turn();
   const int row = int(blockIdx.y), index = int(blockIdx.x);
   if (task.first + row >= *task.count) return;
   __shared__ uint64_t partials[kSliceThreads / kWarp];
@@ -220,6 +221,7 @@ class RowResult {
 
 // A block for each row; rows behind the count get zeros, as do columns that nobody asked for.
 __global__ void __launch_bounds__(kRowThreads, 2) row_kernel(const Sampling task) {
+  take_turn();
   const int row = int(blockIdx.x);
   int32_t* out = task.out + int64_t(row) * kSampleColumns;
   if (int(threadIdx.x) < kSampleColumns) out[threadIdx.x] = 0;
@@ -280,9 +282,9 @@ void run(Sampling task, const ProductTask& head, Workspace& workspace, int64_t p
     Workspace own = workspace;
     cuda::product(product, own);
     task.first = int(first);
-    cuda::launch(cuda::slice_kernel, dim3{unsigned(task.slices), unsigned(rows)}, cuda::kSliceThreads, 0, task);
-    cuda::launch(cuda::row_kernel, dim3{unsigned(is_last ? padded - first : rows)}, cuda::kRowThreads,
-                 sizeof(cuda::FilterMemory), task);
+    cuda::launch_early(cuda::slice_kernel, dim3{unsigned(task.slices), unsigned(rows)}, cuda::kSliceThreads, 0, task);
+    cuda::launch_early(cuda::row_kernel, dim3{unsigned(is_last ? padded - first : rows)}, cuda::kRowThreads,
+                       sizeof(cuda::FilterMemory), task);
     task.out += rows * kSampleColumns;
   }
 }

@@ -128,7 +128,8 @@ __device__ __forceinline__ void block_barrier() {
   }
 }
 
-// Adds the products of all stages of K to the sums of a block, whose rows the copies name.
+// Adds the products of all stages of K to the sums of a block, whose rows the copies name. The weights
+// of the first stages do not wait for the kernel before this one.
 template <class Math, int Stages, class Weights, class Tokens>
 __device__ __forceinline__ void multiply_stages(Math& math, const Weights& weights, const Tokens& tokens,
                                                 const TiledProduct<typename Math::T>& p) {
@@ -137,19 +138,25 @@ __device__ __forceinline__ void multiply_stages(Math& math, const Weights& weigh
   constexpr int kWeightBytes = Math::kRows * kStageBytes;
   constexpr int kBytes = kWeightBytes + Math::kTokens * kStageBytes;
   const int num_stages = int((p.k + kStageElements<T> - 1) / kStageElements<T>);
-  auto start = [&](int stage) {
-    if (stage < num_stages) {
-      unsigned char* to = stages + stage % Stages * kBytes;
-      int64_t from = stage;
-      if constexpr (kHasFaults) from = p.is_backward ? num_stages - 1 - stage : stage;
-      weights.start(to, from * kStageElements<T>, p.k);
-      tokens.start(to + kWeightBytes, from * kStageElements<T>, p.k);
-    }
+  auto begin_of = [&](int stage) {
+    int64_t from = stage;
+    if constexpr (kHasFaults) from = p.is_backward ? num_stages - 1 - stage : stage;
+    return from * kStageElements<T>;
+  };
+  auto start_weights = [&](int stage) {
+    if (stage < num_stages) weights.start(stages + stage % Stages * kBytes, begin_of(stage), p.k);
+  };
+  auto start_tokens = [&](int stage) {
+    if (stage < num_stages) tokens.start(stages + stage % Stages * kBytes + kWeightBytes, begin_of(stage), p.k);
     copy_commit();
   };
+  auto start = [&](int stage) { start_weights(stage), start_tokens(stage); };
+  constexpr int kFirst = Math::kReadsAhead ? Stages : Stages - 1;
+  for (int stage = 0; stage < kFirst; stage++) start_weights(stage);
+  await_previous();
+  for (int stage = 0; stage < kFirst; stage++) start_tokens(stage);
   auto at = [&](int stage) { return stages + stage % Stages * kBytes; };
   if constexpr (Math::kReadsAhead) {
-    for (int stage = 0; stage < Stages; stage++) start(stage);
     copy_wait<Stages - 1>();
     block_barrier<Math::kThreads>();
     auto loaded = math.load(at(0), at(0) + kWeightBytes), next = loaded;
@@ -165,7 +172,6 @@ __device__ __forceinline__ void multiply_stages(Math& math, const Weights& weigh
       if (stage + 1 < num_stages) advance(stage + 1, next, loaded);
     }
   } else {
-    for (int stage = 0; stage < Stages - 1; stage++) start(stage);
     for (int stage = 0; stage < num_stages; stage++) {
       copy_wait<Stages - 2>();
       block_barrier<Math::kThreads>();  // this stage is there, and nobody reads the last one's memory
@@ -179,8 +185,9 @@ __device__ __forceinline__ void multiply_stages(Math& math, const Weights& weigh
 template <class Math, int Stages, bool Gated, bool Aligned>
 __global__ void __launch_bounds__(Math::kThreads) tiled_product(TiledProduct<typename Math::T> p) {
   using T = typename Math::T;
+  start_next();
   const int64_t first = int64_t(blockIdx.x) * Math::kTokens;
-  if (p.count != nullptr && first >= *p.count) return;
+  if (p.count != nullptr && first >= *p.count) return await_previous();
   const T* w = p.w + blockIdx.z * p.heads.w_bytes / int64_t(sizeof(T));
   const T* x = p.x + blockIdx.z * p.heads.x_bytes / int64_t(sizeof(T));
   const RowCopies<T, Math::kRows, Math::kThreads, Aligned> weights([&](int r) {
@@ -201,7 +208,7 @@ void launch_tiles(const TiledProduct<typename Math::T>& p) {
   const int64_t columns = Gated ? p.n / 2 : p.n, width = Gated ? Math::kRows / 2 : Math::kRows;
   const dim3 grid{unsigned(ceil_div(p.rows, Math::kTokens)), unsigned(ceil_div(columns, width)),
                   unsigned(p.heads.num)};
-  launch(tiled_product<Math, Stages, Gated, Aligned>, grid, Math::kThreads, shared_bytes_of<Math, Stages>(), p);
+  launch_early(tiled_product<Math, Stages, Gated, Aligned>, grid, Math::kThreads, shared_bytes_of<Math, Stages>(), p);
 }
 
 template <class T>

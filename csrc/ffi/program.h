@@ -47,10 +47,15 @@ class Values {
   const Any& at(int64_t index) const { return all_.at(size_t(index)); }
   const Any& last() const { return all_.back(); }
 
-  // Where the arrays are.
-  std::vector<const void*> addresses() const {
-    std::vector<const void*> found;
-    for (const Any& each : all_) found.push_back(each.untyped_data());
+  // Where the arrays are, and their types and shapes.
+  std::vector<int64_t> description() const {
+    std::vector<int64_t> found;
+    for (const Any& each : all_) {
+      const auto shape = each.dimensions();
+      found.insert(found.end(), {int64_t(reinterpret_cast<intptr_t>(each.untyped_data())),
+                                 int64_t(each.element_type()), int64_t(shape.size())});
+      found.insert(found.end(), shape.begin(), shape.end());
+    }
     return found;
   }
 
