@@ -1,5 +1,6 @@
 // FFI target for a program of operations on a GPU, or on the emulation of one: the operations and
 // their words are those of the CPU's program (ffi/program.h), their bodies are in this folder.
+#include "core/faults.h"
 #include "cuda/graphs.h"
 #include "cuda/launch.h"
 #include "ffi/program.h"
@@ -32,6 +33,10 @@ ffi::Error run_program(cuda::Stream stream, ffi::RemainingArgs args, ffi::Remain
     const int64_t bounds[] = {row_bound, workspace_bytes};
     uint64_t hash = cuda::hash_of(std::begin(bounds), std::end(bounds));
     for (const auto& words : {arrays, operations}) hash = cuda::hash_of(words.begin(), words.end(), hash);
+#ifdef CADENZA_FAULTS
+    const int64_t fault = int64_t(injected_fault.load());
+    hash = cuda::hash_of(&fault, &fault + 1, hash);
+#endif
     cuda::run_as_graph({hash, values.description()}, [&] {
       error = run_operations(values, operations);
       return !error.failure();
