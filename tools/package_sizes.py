@@ -24,7 +24,7 @@ MAX_LINES: Mapping[str, int] = {
     "checkpoint": 16_270,  # the families of 2026, and how they see
     "cli": 6_850,  # images of prompts; arguments of an application on Ray; sparse prefill
     "cluster": 2_200,  # replicas on several machines, shared by front ends, and their number
-    "core": 10_100,  # slots of recurrent states; what drafts saved and cost; images
+    "core": 10_050,  # slots of recurrent states; what drafts saved and cost; images
     "engine": 7_700,  # checks and costs of images
     "exporting": 700,  # modules for IREE
     "frontend": 4_650,  # images of prompts

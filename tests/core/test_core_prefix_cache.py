@@ -21,7 +21,7 @@ class ColludingKeys(PageKeys):
 
 def keys_of(cache: PrefixCache, tokens: list[int], salt: str = "") -> list[bytes]:
     keys: list[bytes] = []
-    cache.extend_keys(keys, Content(tokens, (), salt))
+    cache.page_keys.extend(keys, Content(tokens, (), salt))
     return keys
 
 
@@ -92,7 +92,7 @@ def test_keys_grow_as_tokens_do(cache: PrefixCache) -> None:
     tokens = list(range(19))
     keys: list[bytes] = []
     for end in range(20):
-        cache.extend_keys(keys, Content(tokens[:end]))
+        cache.page_keys.extend(keys, Content(tokens[:end]))
         assert len(keys) == end // SIZE
     assert keys == keys_of(cache, tokens)
 
@@ -219,7 +219,7 @@ def attached(tokens: list[int], *spans: tuple[int, int, bytes]) -> Content:
 
 def hits(cache: PrefixCache, content: Content) -> list[int]:
     keys: list[bytes] = []
-    cache.extend_keys(keys, content)
+    cache.page_keys.extend(keys, content)
     return list(cache.find(keys, content, num_pages=len(keys))[0])
 
 
@@ -229,7 +229,7 @@ def test_equal_tokens_share_pages_only_where_their_attachments_are_the_same(
     tokens = [1] * 16
     image = attached(tokens, (5, 6, b"cat"))  # in pages 1 and 2
     keys: list[bytes] = []
-    cache.extend_keys(keys, image)
+    cache.page_keys.extend(keys, image)
     serial: int | None = ROOT
     for index in range(len(keys)):
         assert serial is not None
@@ -246,7 +246,7 @@ def test_colliding_pages_of_other_attachments_are_a_miss() -> None:
     cache = PrefixCache(ColludingKeys(page_size=SIZE, secret=b"secret"))
     cat, dog = (attached([1] * 4, (0, 2, digest)) for digest in (b"cat", b"dog"))
     keys: list[bytes] = []
-    cache.extend_keys(keys, cat)
+    cache.page_keys.extend(keys, cat)
     cache.publish(3, 0, keys, cat, ROOT)
     assert hits(cache, cat) == [3]
     assert hits(cache, dog) == []

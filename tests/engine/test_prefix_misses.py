@@ -116,7 +116,7 @@ def test_only_so_many_removed_keys_are_remembered() -> None:
     first = None
     for at in range(MAX_EVICTED_KEYS + 10):
         content, keys = Content((at,)), list[bytes]()
-        cache.extend_keys(keys, content)
+        cache.page_keys.extend(keys, content)
         first = first or keys[0]
         cache.publish(0, 0, keys, content, 0)
         cache.forget(0)

@@ -5,9 +5,8 @@ Modules:
 - `sequence`: the mutable state of one stream
 - `page_pool`: allocates and frees pages; which one of the prefix cache is reused first
 - `page_keys`: chained keyed hashes of pages, and which of them are in the cache
-- `prefix_cache`: finds pages by their keys; what exists of a sequence before it starts
+- `prefix_cache`: finds pages by their keys; which running sequence computes one that others share
 - `prefix_misses`: why tokens of a prompt were not found in the cache, and where a look-up ended
-- `in_flight_prefixes`: which running sequence computes a page that waiting ones share
 - `recurrent_states`: slots of recurrent states, and snapshots of them behind pages of the cache
 - `sequence_states`: the recurrent states of sequences: opened, placed, published
 - `slot_prefixes`: finds slots whose sequence began alike, where a page is a slot

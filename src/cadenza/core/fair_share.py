@@ -1,11 +1,9 @@
 """`FairShare`, whose turn it is among tenants, and `UnderShareTenants`, what they may preempt.
 
-By VTC (Sheng et al., "Fairness in Serving Large Language Models", arXiv 2401.00588): a counter for
-each tenant of its service divided by its weight. Invariants: with one tenant no order changes;
-while two tenants both have waiting sequences, their services differ by at most
-2 max(w_p L, w_q M) + C (the costs of a prompt and an output token, the tokens of a prompt and of
-the pool, the credit of a tenant that joins); no sequence of a tenant under its share is preempted
-for another tenant's.
+By VTC (Sheng et al., arXiv 2401.00588): a counter of each tenant's service by its weight. While two
+tenants wait, their services differ by at most 2 max(w_p L, w_q M) + C: the costs of a prompt and an
+output token, the tokens of a prompt and of the pool, and the credit of a tenant that joins. No
+sequence of a tenant under its share is preempted for another's.
 """
 
 import heapq

@@ -288,7 +288,6 @@ class ImageQueue(StepWork):
                 break
 
     def _see(self, batch: Batch) -> None:
-        """Finds the images of which the step computes tokens."""
         for entry in batch.entries:
             if entry.sequence.request.attachments:
                 entry.images = self._seen(batch, entry.sequence, entry.start, entry.end)
@@ -413,7 +412,6 @@ class ImageQueue(StepWork):
         return [Preparing(request_id=each) for each in ids]
 
     def _blocked_running(self) -> list[tuple[Sequence, Attachment]]:
-        """Running sequences whose next image is not encoded."""
         found: list[tuple[Sequence, Attachment]] = []
         for sequence in self._sequences:
             if sequence.status is not SequenceStatus.RUNNING:
@@ -450,7 +448,6 @@ class ImageQueue(StepWork):
         return needed
 
     def _lacks(self, sequence: Sequence, needed: Attachment | None) -> bool:
-        """Whether what a sequence needs next is not encoded."""
         return needed is not None and not self.slots.is_ready(_key_of(sequence, needed))
 
     def _next_of_running(self) -> set[ImageKey]:

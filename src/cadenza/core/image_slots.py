@@ -136,11 +136,6 @@ class ImageSlots:
         return ImageSlotCounts(free=free, cached=cached, live=self.num_slots - free - cached)
 
     @property
-    def has_pinned(self) -> bool:
-        """Whether slots may become available when launched steps have been read."""
-        return any(image.num_pins for image in (*self._leaving, *self._images.values()))
-
-    @property
     def free_slots(self) -> list[int]:
         """Those that nobody may read."""
         return list(self._free)

@@ -11,11 +11,10 @@ from typing import NamedTuple, Protocol
 
 from cadenza.config import EngineLimits
 from cadenza.core.batch import Batch
-from cadenza.core.in_flight_prefixes import Coming, InFlightPrefixes
 from cadenza.core.page_keys import Content, PageKeys
 from cadenza.core.page_pool import PageClass, PagePool
 from cadenza.core.page_quotas import PageQuotas
-from cadenza.core.prefix_cache import ROOT, Prefix, PrefixCache
+from cadenza.core.prefix_cache import ROOT, Coming, InFlightPrefixes, Prefix, PrefixCache
 from cadenza.core.prefix_misses import (
     LookedUpPrompt,
     PrefixMisses,
@@ -200,7 +199,7 @@ class KVCacheManager:
         """The keys of a sequence's full pages; empty if there is no prefix cache."""
         if self.prefix_cache is None:
             return []
-        self.prefix_cache.extend_keys(sequence.page_keys, _content_of(sequence))
+        self.prefix_cache.page_keys.extend(sequence.page_keys, _content_of(sequence))
         return sequence.page_keys
 
     def is_prefix_coming(self, sequence: Sequence) -> bool:
@@ -222,7 +221,6 @@ class KVCacheManager:
         return is_waiting
 
     def _is_saving(self, sequence: Sequence, coming: Coming, missing: MissingPages) -> bool:
-        """Whether a waiting sequence can start from what another one computes."""
         if self.sequence_states is None:
             return True
         num_shared = (missing.num_before + coming.num_pages) * self.page_size
@@ -334,7 +332,6 @@ class KVCacheManager:
         return True
 
     def _keep_found(self, sequence: Sequence, prefix: Prefix) -> None:
-        """Leaves what a sequence found in the prefix cache to the store."""
         store, num_found = self.page_store, prefix.num_published
         if store is None or not num_found:
             return
@@ -558,7 +555,6 @@ class KVCacheManager:
         )
 
     def _class_of(self, sequence: Sequence, index: int) -> PageClass:
-        """The class of page `index` of a sequence that has just computed it."""
         num_tokens = (index + 1) * self.page_size
         if _content_of(sequence).is_displaced(num_tokens):
             return PageClass.SPARSE

@@ -1,15 +1,18 @@
-"""`PrefixCache`: finds pages whose KV has been computed; `Prefix`: what exists of a sequence.
+"""`PrefixCache`: finds pages whose KV has been computed; `InFlightPrefixes`: who computes others.
 
-Owns the index from a page's key (`core.page_keys`) to its id. Invariant: a hit is confirmed by
-comparing contents, so a key collision is a miss and never causes wrong output.
+Owns the index from a page's key (`core.page_keys`) to its id. Invariants: a hit is confirmed by
+comparing contents, so a key collision is a miss and never causes wrong output; whoever computes an
+awaited page runs. `Prefix` is what exists of a sequence before it starts.
 """
 
 from collections import OrderedDict
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from itertools import islice, takewhile
+from typing import NamedTuple
 
 from cadenza.core.page_keys import Content, PageContent, PageKeys, PrefixDigest
+from cadenza.core.sequence import Sequence
 
 MAX_LOOKUPS = 16
 """Waiting sequences of which it is remembered what they would find; the oldest is forgotten."""
@@ -111,10 +114,6 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._pages)
 
-    def extend_keys(self, keys: list[bytes], content: Content) -> None:
-        """As `PageKeys.extend`."""
-        self.page_keys.extend(keys, content)
-
     def watch(self) -> PrefixDigest:
         """The digest, which has all pages of the index from now on."""
         if self.digest is None:
@@ -127,7 +126,7 @@ class PrefixCache:
         self, keys: list[bytes], content: Content, *, num_pages: int
     ) -> tuple[tuple[int, ...], int]:
         """Page ids of the longest cached prefix of at most `num_pages` pages, and the serial of the
-        last page. `keys` is the sequence's list from `extend_keys`, the same object in every call.
+        last one. `keys` is the list from `PageKeys.extend`, the same object in every call.
         """
         known = self._lookups.get(id(keys))
         if known is None or known.num_pages != num_pages:
@@ -289,3 +288,63 @@ class Prefix:
     is_fork: bool = False
     state_slot: int | None = None
     num_matched: int = 0
+
+
+MAX_WAIT_RATIO = 2
+"""A sequence waits for one that computes at most this many times the tokens to be shared."""
+
+
+class Coming(NamedTuple):
+    """A running sequence, and how many of its pages a waiting one shares and lacks."""
+
+    sequence: Sequence
+    num_pages: int
+
+
+class InFlightPrefixes:
+    """Keys of one prefix cache, each with the sequence that started first to compute its page."""
+
+    def __init__(self) -> None:
+        self._sequence_of: dict[bytes, Sequence] = {}
+        self._computing: set[Sequence] = set()
+
+    def __len__(self) -> int:
+        return len(self._sequence_of)
+
+    def add(self, sequence: Sequence, keys: SequenceOf[bytes]) -> None:
+        """A sequence that starts will compute the pages of `keys`."""
+        for key in keys:
+            if self._sequence_of.setdefault(key, sequence) is sequence:
+                self._computing.add(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """A sequence has published its pages, or has lost them."""
+        if sequence not in self._computing:
+            return
+        self._computing.remove(sequence)
+        for key in sequence.page_keys:
+            if self._sequence_of.get(key) is sequence:
+                del self._sequence_of[key]
+
+    def is_being_computed(self, key: bytes | None) -> bool:
+        return key in self._sequence_of
+
+    def coming(self, keys: SequenceOf[bytes], page_size: int) -> Coming | None:
+        """Who computes the first pages of a waiting sequence's missing keys, if waiting for them
+        saves work; else None.
+
+        Pages are published when the whole prompt is computed: of the sequence that computes them
+        there must not be much more left than what the two share.
+        """
+        other = self._sequence_of.get(keys[0]) if keys else None
+        if other is None:
+            return None
+        shared = takewhile(lambda key: self._sequence_of.get(key) is other, keys)
+        num_shared = sum(1 for _ in shared)
+        is_near = other.num_uncomputed_tokens <= MAX_WAIT_RATIO * num_shared * page_size
+        return Coming(other, num_shared) if is_near else None
+
+    def check_invariants(self, running: SequenceOf[Sequence]) -> None:
+        """Raises AssertionError if a sequence is in it that does not run."""
+        assert self._computing == set(self._sequence_of.values()), "sequences and keys differ"
+        assert self._computing <= set(running), "a page is awaited of a sequence that does not run"

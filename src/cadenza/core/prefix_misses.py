@@ -9,9 +9,8 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from cadenza.core.in_flight_prefixes import InFlightPrefixes
 from cadenza.core.page_keys import Content
-from cadenza.core.prefix_cache import PrefixCache
+from cadenza.core.prefix_cache import InFlightPrefixes, PrefixCache
 from cadenza.core.sequence import Sequence
 from cadenza.core.slot_prefixes import Closest
 from cadenza.events import CacheMiss, CacheMissReason

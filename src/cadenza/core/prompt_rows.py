@@ -2,9 +2,7 @@
 hidden states into an embedding.
 
 Invariants: every position from 1 to the prompt's end is reported once and in order, whatever is
-preempted or in flight; states are added in that order and in float64.
-
-Legend: N tokens · E embed · D dimensions.
+preempted or in flight; states are added in that order and in float64. N tokens, E embed.
 """
 
 import math

@@ -23,7 +23,7 @@ from cadenza.core.step_budget import PromptShares, StepBudget
 from cadenza.core.step_cost import StepBound, StepCost
 from cadenza.core.step_results import StepResults
 from cadenza.core.step_schema import StepOutput
-from cadenza.core.step_work import PromptQuanta, StepPlan, StepTimes, StepWork, holding
+from cadenza.core.step_work import PromptQuanta, StepPlan, StepTimes, StepWork
 from cadenza.core.turns import FCFS, Turn, TurnPolicy, Turns
 from cadenza.events import Event
 
@@ -247,7 +247,8 @@ class Scheduler:
             assert not sequence.page_table, "a waiting sequence holds pages"
         self.prefix_counts.check_invariants()
         self.turns.check_invariants(self.running)
-        self.kv_cache.check_invariants([*self.running, *holding(self.works)])
+        own = [sequence for work in self.works for sequence in work.holders]
+        self.kv_cache.check_invariants([*self.running, *own])
         for work in self.works:
             work.check_invariants(self.sequences)
 
@@ -398,7 +399,6 @@ class Scheduler:
         self.turns.under_share.close(sequence.tenant)
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Frees a running sequence's pages and puts it at the head of the queue."""
         self.num_preemptions += 1
         self._rewind_to_waiting(sequence)
 

@@ -367,7 +367,6 @@ class ScoringQueue(StepWork):
         return not scoring.waiters
 
     def _kept_before(self, sequence: Sequence, digest: bytes) -> KeptTokens | None:
-        """What is kept by scores that are remembered."""
         scores = self._memo.find(digest)
         if scores is None:
             return None
@@ -444,14 +443,12 @@ class ScoringQueue(StepWork):
         self._settle(scoring)
 
     def _give_up(self, scoring: _Scoring, reason: WholePromptReason = "scoring_failed") -> None:
-        """The whole prompt is computed."""
         self.counts.num_failed += 1
         for sequence in scoring.waiters:
             sequence.whole_because = reason
         self._settle(scoring)
 
     def _settle(self, scoring: _Scoring) -> None:
-        """Nobody waits for it any more."""
         for sequence in scoring.waiters:
             del self._scoring_of[sequence]
         scoring.waiters.clear()

@@ -37,28 +37,17 @@ class PageCopy(NamedTuple):
 class WaitReason(Enum):
     """Why a waiting sequence did not start in the newest step."""
 
-    TURN = "turn"
-    """Others come before it."""
-    ROW = "row"
-    """All rows are taken."""
-    PAGES = "pages"
-    """Too few are free."""
-    QUOTA = "quota"
-    """Its tenant's pages are in use."""
-    STEP = "step"
-    """The step has no room for more prompts."""
-    SAMPLE = "sample"
-    """Another sample of its request computes the prompt."""
-    PREFIX = "prefix"
-    """Another request computes the beginning of its prompt."""
-    DISK = "disk"
-    """Its pages are being read from the page folder."""
-    IMAGE = "image"
-    """Its next image is not encoded."""
-    SCORES = "scores"
-    """Its prompt is not scored for a sparse prefill."""
-    RETRY = "retry"
-    """Sequences of a failed step are computed before, one at a time."""
+    TURN = "turn"  # others come before it
+    ROW = "row"  # all are taken
+    PAGES = "pages"  # too few are free
+    QUOTA = "quota"  # its tenant's pages are in use
+    STEP = "step"  # it has no room for more prompts
+    SAMPLE = "sample"  # another one of its request computes the prompt
+    PREFIX = "prefix"  # another request computes the beginning of its prompt
+    DISK = "disk"  # its pages are being read from the page folder
+    IMAGE = "image"  # its next one is not encoded
+    SCORES = "scores"  # its prompt's, for a sparse prefill
+    RETRY = "retry"  # sequences of a failed step are computed before, one at a time
 
 
 class SequenceStatus(Enum):

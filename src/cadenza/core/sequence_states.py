@@ -9,9 +9,8 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
 from cadenza.config import EngineLimits
-from cadenza.core.in_flight_prefixes import Coming
 from cadenza.core.page_pool import PageClass, PagePool
-from cadenza.core.prefix_cache import ROOT, Prefix, PrefixCache
+from cadenza.core.prefix_cache import ROOT, Coming, Prefix, PrefixCache
 from cadenza.core.recurrent_states import (
     Placement,
     RecurrentStates,

@@ -1,9 +1,8 @@
 """`SlotPrefixes`: finds slots whose KV begins like a sequence, where a page is a slot.
 
-A slot is a page for a complete sequence (`--kv-layout dense`). It keeps what its last sequence
-computed, until it is allocated again. Owns what each slot can be continued from. Invariant: a hit
-is found by comparing contents, and a slot is known only up to the last token whose successor was
-sampled from finite logits.
+A slot (`--kv-layout dense`) keeps what its last sequence computed until it is allocated again.
+Invariant: a hit is found by comparing contents, and a slot is known only up to the last token whose
+successor was sampled from finite logits.
 """
 
 import sys

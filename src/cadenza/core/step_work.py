@@ -4,7 +4,7 @@ The scheduler has a list of them and calls their hooks in its order. Invariant: 
 leaves out changes nothing; what a work takes of a step it counts in `predict_ms` from then on.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -222,8 +222,3 @@ class StepTimes:
 
     def _others_ms(self, batch: Batch, but: StepWork | None = None) -> float:
         return sum([work.predict_ms(batch) for work in self._works if work is not but])
-
-
-def holding(works: Iterable[StepWork]) -> list[Sequence]:
-    """The works' own sequences that hold pages."""
-    return [sequence for work in works for sequence in work.holders]

@@ -1,10 +1,8 @@
 """`RuleLayout`: a row's token rules (penalties, biases, bans, allowed tokens) as int32 words.
 
-A record is sent to the device once, when a sequence is assigned to a row; the preceding tokens,
-which the rules also depend on, are on the device already. Of a constrained row the mask is sent by
-itself for each token. Invariant: a record depends only on its own sequence.
-
-Legend: V vocabulary · W words of a record. `ops.rules` and `csrc/core/rules.h` read the same words.
+A record is sent to the device when a sequence gets a row, the mask of a constrained row for each
+token; preceding tokens are there already. Invariant: a record depends on its own sequence alone.
+Legend: V vocabulary · W words of a record, as `ops.rules` and `csrc/core/rules.h` read them.
 """
 
 from dataclasses import dataclass
