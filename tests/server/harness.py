@@ -11,12 +11,13 @@ from typing import Any
 
 import httpx
 
+from cadenza.engine.batch_engine import ServedEngine
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.server.handover import ServerSockets
 from cadenza.server.listening import Address, listening
 from cadenza.server.model_pool import ModelPool, PoolOptions
 from cadenza.server.run import Lifecycle, run_server
-from cadenza.server.served_model import ModelNames, ServedEngine, ServedModel
+from cadenza.server.served_model import ModelNames, ServedModel
 from cadenza.server.service import ServerOptions, Service
 
 TIMEOUT_S = 180.0

@@ -90,9 +90,10 @@ class OpenedModel:
         """With an engine process at each of the places; several serve as one."""
         from cadenza.cluster.engine_group import EngineGroup
         from cadenza.cluster.group_stats import replica_limits
+        from cadenza.engine.batch_engine import ServedEngine
         from cadenza.engine.front import EngineFront
         from cadenza.engine.request_ids import ids_of
-        from cadenza.server.served_model import ServedEngine, ServedModel
+        from cadenza.server.served_model import ServedModel
 
         prefix_secret = secrets.token_bytes(32)
         if len(places) > 1:

@@ -9,12 +9,17 @@ from typing import Protocol
 import msgspec
 
 from cadenza.engine.core import EngineCore
+from cadenza.engine.open_requests import EngineLoad, RequestStats
 from cadenza.engine.request_check import CheckedRequest
 from cadenza.engine.resumption import Resumption
+from cadenza.engine.stats import EngineStats
+from cadenza.engine.status import EngineStatus
 from cadenza.engine.step_watch import OnNews
-from cadenza.errors import RunnerError
+from cadenza.engine.timeouts import RequestTimeouts
+from cadenza.errors import CadenzaError, QueueFullError, RunnerError
 from cadenza.events import Event
 from cadenza.request import Request
+from cadenza.tenant import Tenant
 
 Emit = Callable[[list[Event]], None]
 """Called with the events of one step on the serving thread; must not block."""
@@ -54,6 +59,41 @@ class BatchEngine(Protocol):
 
     def shutdown(self) -> None:
         """Makes `serve` return at once."""
+        ...
+
+
+class ServedEngine(BatchEngine, Protocol):
+    """What a server needs of an engine beside that. Thread-safe; but for `wait_ready` its methods
+    return immediately and cause no work in the engine."""
+
+    @property
+    def timeouts(self) -> RequestTimeouts:
+        """The time limits of each request."""
+        ...
+
+    def status(self) -> EngineStatus: ...
+
+    def stats(self) -> EngineStats | None:
+        """The latest snapshot from the current engine; None before its first one."""
+        ...
+
+    def load(self) -> EngineLoad:
+        """The current load; cheap, because it is read for each request."""
+        ...
+
+    def refusal(self, tenant: Tenant, priority: int) -> QueueFullError | None:
+        """Why a request of the tenant would not be accepted now, because of those that wait; None
+        if it would be, or if other bounds decide. As cheap."""
+        ...
+
+    def request_stats(self) -> RequestStats: ...
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Waits until it is ready. Raises CadenzaError: it could not load, or not in time."""
+        ...
+
+    def call_at_death(self, on_death: Callable[[CadenzaError], object]) -> None:
+        """Has `on_death` called, on some thread, when the engine is given up after it was ready."""
         ...
 
 

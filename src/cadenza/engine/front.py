@@ -101,7 +101,7 @@ class EngineLink(Protocol):
 
 
 class EngineFront:
-    """`BatchEngine` and `EngineMonitor` over the engine at the other end of `link`.
+    """`ServedEngine` over the engine at the other end of `link`.
 
     Args:
         ids, engine_seed: as for `OpenRequests`.

@@ -1,19 +1,11 @@
-"""`EngineStatus` and `EngineMonitor`: the state of an engine, for health checks and metrics.
-
-Plain values; knows no process and no server. Invariant: reading them never waits for the engine.
-"""
+"""`EngineStatus`: the state of an engine, for health checks and metrics."""
 
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
-from cadenza.engine.open_requests import EngineLoad, RequestStats
 from cadenza.engine.request_check import RequestCheck
-from cadenza.engine.stats import EngineStats
-from cadenza.engine.timeouts import RequestTimeouts
-from cadenza.errors import QueueFullError
 from cadenza.fingerprint import Fingerprint
 from cadenza.kernel_proof import KernelProof
-from cadenza.tenant import Tenant
 
 EngineState = Literal["loading", "ready", "draining", "restarting", "dead"]
 """`loading`: first start · `restarting`: a later start, or the delay before it · `draining`: open
@@ -54,32 +46,3 @@ class EngineStatus:
     @property
     def is_ready(self) -> bool:
         return self.state == "ready"
-
-
-class EngineMonitor(Protocol):
-    """Monitoring interface of an engine, in addition to `BatchEngine`. Thread-safe.
-
-    Its methods return immediately and cause no work in the engine.
-    """
-
-    @property
-    def timeouts(self) -> RequestTimeouts:
-        """The time limits of each request."""
-        ...
-
-    def status(self) -> EngineStatus: ...
-
-    def stats(self) -> EngineStats | None:
-        """The latest snapshot from the current engine; None before its first one."""
-        ...
-
-    def load(self) -> EngineLoad:
-        """The current load; cheap, because it is read for each request."""
-        ...
-
-    def refusal(self, tenant: Tenant, priority: int) -> QueueFullError | None:
-        """Why a request of the tenant would not be accepted now, because of those that wait; None
-        if it would be, or if other bounds decide. As cheap."""
-        ...
-
-    def request_stats(self) -> RequestStats: ...

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from cadenza.engine.status import EngineMonitor, EngineState
+from cadenza.engine.batch_engine import ServedEngine
+from cadenza.engine.status import EngineState
 from cadenza.errors import (
     CadenzaError,
     ContextLengthError,
@@ -377,7 +378,7 @@ def none_allowed(fields: Sequence[str], param_of: ParamOf = same_param) -> ApiEr
 
 
 def error_of_end(
-    failed: CompletionOutput, monitor: EngineMonitor, param_of: ParamOf = same_param
+    failed: CompletionOutput, monitor: ServedEngine, param_of: ParamOf = same_param
 ) -> ApiError:
     """The answer to a request that was accepted and then failed; arguments as of `error_of`."""
     match failed.error_kind:

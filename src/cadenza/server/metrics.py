@@ -26,9 +26,10 @@ from prometheus_client.core import (
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
+from cadenza.engine.batch_engine import ServedEngine
 from cadenza.engine.open_requests import RejectionReason, RequestStats
 from cadenza.engine.stats import ENGINE_FIGURES, EngineStats
-from cadenza.engine.status import EngineMonitor, EngineStatus
+from cadenza.engine.status import EngineStatus
 from cadenza.events import FinishReason, WholePromptReason
 from cadenza.figures import Distribution, Figure, Reading, Tally
 from cadenza.frontend.sparse_prompts import WHOLE_REASONS
@@ -103,7 +104,7 @@ class CountedModel(Protocol):
     def name(self) -> str: ...
 
     @property
-    def engine(self) -> EngineMonitor: ...
+    def engine(self) -> ServedEngine: ...
 
     def stats(self) -> EngineStats | None:
         """The engine's; None unless it runs."""

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from cadenza.events import CacheMiss, FinishReason
 from cadenza.frontend.image_prompts import num_image_tokens
+from cadenza.frontend.output_processor import OutputProcessor
 from cadenza.frontend.prepared_request import PreparedRequest
 from cadenza.outputs import CompletionOutput, PromptUse
 from cadenza.server.metrics import ServedCounts
@@ -98,19 +99,6 @@ class Usage:
         }
 
 
-class LookedUp(Protocol):
-    """The result of the look-up of a prompt in the prefix cache, and how much of it is computed."""
-
-    @property
-    def num_cached_tokens(self) -> int: ...
-
-    @property
-    def cache_miss(self) -> CacheMiss | None: ...
-
-    @property
-    def prompt_use(self) -> PromptUse | None: ...
-
-
 class CallTrace(Protocol):
     """Makes spans of a call, as `tracing.SpansOfCall` does."""
 
@@ -186,7 +174,7 @@ class RequestRecord:
                 self.usage.used[place] = each.prompt_use
 
     def take(
-        self, prompt: int, found: LookedUp, outputs: Sequence[CompletionOutput]
+        self, prompt: int, found: OutputProcessor, outputs: Sequence[CompletionOutput]
     ) -> CompletionOutput | None:
         """Counts what is new of a prompt's samples; returns the first output that has failed."""
         usage, num_new, failed = self.usage, 0, None

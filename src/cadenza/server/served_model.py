@@ -9,13 +9,13 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Self
 
 from cadenza.config import EngineLimits
-from cadenza.engine.batch_engine import BatchEngine
+from cadenza.engine.batch_engine import ServedEngine
 from cadenza.engine.request_check import RequestCheck
 from cadenza.engine.stats import EngineStats
-from cadenza.engine.status import EngineMonitor, EngineState
+from cadenza.engine.status import EngineState
 from cadenza.errors import (
     CadenzaError,
     EngineClosedError,
@@ -57,18 +57,6 @@ further ones: enough to keep every row busy."""
 Updates = list[tuple[int, OutputProcessor, Sequence[CompletionOutput]]]
 """The place of a prompt in its call, the prompt's request, and what is new of the request's
 samples."""
-
-
-class ServedEngine(BatchEngine, EngineMonitor, Protocol):
-    """What a server needs of an engine."""
-
-    def wait_ready(self, timeout_s: float) -> None:
-        """Waits until it is ready. Raises CadenzaError: it could not load, or not in time."""
-        ...
-
-    def call_at_death(self, on_death: Callable[[CadenzaError], object]) -> None:
-        """Has `on_death` called, on some thread, when the engine is given up after it was ready."""
-        ...
 
 
 MakeEngine = Callable[[EngineLimits | None], ServedEngine]

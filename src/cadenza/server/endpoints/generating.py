@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
-from cadenza.engine.status import EngineMonitor
+from cadenza.engine.batch_engine import ServedEngine
 from cadenza.fingerprint import Fingerprint
 from cadenza.frontend.answers import ToolUse
 from cadenza.frontend.prepared_request import (
@@ -78,7 +78,7 @@ class CallContext:
     request_id: str
     responses: ResponseStore
     seal: ReceiptSeal
-    engine: Callable[[], EngineMonitor]
+    engine: Callable[[], ServedEngine]
     fingerprint: Callable[[], Fingerprint | None]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from cadenza.engine.status import EngineMonitor
+from cadenza.engine.batch_engine import ServedEngine
 from cadenza.errors import InvalidRequestError
 from cadenza.fingerprint import Fingerprint
 from cadenza.frontend.prepared_request import AnyPrompt, PreparedRequest, RequestOptions, Terms
@@ -147,7 +147,7 @@ def check_fingerprint(theirs: Fingerprint, ours: Fingerprint | None) -> None:
         )
 
 
-def others_of(engine: EngineMonitor) -> Callable[[], int]:
+def others_of(engine: ServedEngine) -> Callable[[], int]:
     """Counts the requests that the engine has had beside one that is submitted next: those that are
     open now, and those that have come until the call."""
     num_open = engine.load().num_open
