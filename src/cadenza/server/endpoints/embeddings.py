@@ -6,7 +6,7 @@ Invariant: each input has its embedding, in the order of the inputs, or the call
 import sys
 from base64 import b64encode
 from collections.abc import Sequence
-from typing import Any, cast, get_args
+from typing import Any, get_args
 
 import msgspec
 
@@ -19,11 +19,11 @@ from cadenza.server.errors import cancelled, invalid_value
 from cadenza.server.openapi import COUNT, TEXT, AnswerSchema, list_of, object_of, one_of
 from cadenza.server.schemas.body import optional, required, unsupported
 from cadenza.server.schemas.field_types import Boolean, Integer, OneOf, Schema, or_null
-from cadenza.server.schemas.generation import LABEL, SamplingField, plain_prompts
+from cadenza.server.schemas.generation import LABEL, PlainPrompt, SamplingField, plain_prompts
 from cadenza.server.sse import AnswerHead, Usage
 
 MAX_ANSWER_BYTES = 64 << 20
-FLOAT_BYTES, _BASE64_BYTES = 22, 16 / 3
+_FLOAT_BYTES, _BASE64_BYTES = 22, 16 / 3
 """Bytes of a number in an answer: a typical float32 as a double's shortest text, with a comma."""
 
 _encode = msgspec.json.encode
@@ -35,9 +35,43 @@ POOLING = OneOf(get_args(Pooling))
 class PooledRequest(CallRequest):
     """A call for the hidden states of its prompts, of which nothing is generated."""
 
+    @property
+    def texts(self) -> Sequence[PlainPrompt]:
+        """The prompts, of which there may be none."""
+        return self.values.get(self.prompt_field, ())
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self.texts)
+
+    def check_size(self, hidden_size: int | None) -> None:
+        num_values = min(self.values.get("dimensions", sys.maxsize), hidden_size or 0)
+        is_base64 = self.values.get("encoding_format") == "base64"
+        value_bytes = _BASE64_BYTES if is_base64 else _FLOAT_BYTES
+        if self.num_prompts * num_values * value_bytes > MAX_ANSWER_BYTES:
+            has_base64 = "encoding_format" in self.fields and not is_base64
+            base64 = "encoding_format base64, " if has_base64 else ""
+            raise invalid_value(
+                f"{self.num_prompts} embeddings of {num_values} numbers are an answer of over "
+                f"{MAX_ANSWER_BYTES >> 20} MiB; use {base64}dimensions or fewer inputs",
+                "input",
+            )
+
+    @property
+    def request_options(self) -> RequestOptions:
+        get = self.values.get
+        return RequestOptions(
+            pooling=PoolingParams(pooling=get("pooling"), dimensions=get("dimensions")),
+            add_special_tokens=get("add_special_tokens", True),
+        )
+
     def sampling(self, text: TextFrontend) -> SamplingParams:
         del text  # no checkpoint recommends anything for it
         return prompt_only(self.values.get("truncate_prompt_tokens"))
+
+    def prompts(self, text: TextFrontend) -> Sequence[AnyPrompt]:
+        del text  # they are as they are
+        return self.texts
 
 
 class EmbeddingRequest(PooledRequest):
@@ -73,30 +107,6 @@ class EmbeddingRequest(PooledRequest):
     truncation_side = unsupported("cutting the input's end off", "left")
     messages = unsupported("embeddings of conversations", [])
 
-    @property
-    def num_prompts(self) -> int:
-        return len(self.input)
-
-    def check_size(self, hidden_size: int | None) -> None:
-        num_values = min(self.dimensions or sys.maxsize, hidden_size or 0)
-        is_base64 = self.encoding_format == "base64"
-        value_bytes = _BASE64_BYTES if is_base64 else FLOAT_BYTES
-        base64 = "" if is_base64 else "encoding_format base64, "
-        advice = f"use {base64}dimensions or fewer inputs"
-        check_embeddings_size(self.num_prompts, num_values, value_bytes, advice)
-
-    @property
-    def request_options(self) -> RequestOptions:
-        pooling = cast(Pooling | None, self.pooling)
-        return RequestOptions(
-            pooling=PoolingParams(pooling=pooling, dimensions=self.dimensions),
-            add_special_tokens=self.add_special_tokens,
-        )
-
-    def prompts(self, text: TextFrontend) -> Sequence[AnyPrompt]:
-        del text  # they are as they are
-        return self.input
-
     def whole_answer(self, head: AnswerHead, outputs: Sequence[RequestOutput]) -> bytes:
         is_base64 = self.encoding_format == "base64"
 
@@ -109,18 +119,6 @@ class EmbeddingRequest(PooledRequest):
         data = [encoded(index, each) for index, each in enumerate(outputs)]
         fields = {**head.fields("embd-", "list"), "usage": prompt_usage(head.usage)}
         return _encode(fields)[:-1] + b',"data":[' + b",".join(data) + b"]}"
-
-
-def check_embeddings_size(
-    num_prompts: int, num_values: int, value_bytes: float, advice: str
-) -> None:
-    """Raises ApiError (400) if `num_prompts` embeddings of `num_values` numbers are too large."""
-    if num_prompts * num_values * value_bytes > MAX_ANSWER_BYTES:
-        raise invalid_value(
-            f"{num_prompts} embeddings of {num_values} numbers are an answer of over "
-            f"{MAX_ANSWER_BYTES >> 20} MiB; {advice}",
-            "input",
-        )
 
 
 def embedding_bytes(request: RequestOutput) -> bytes:

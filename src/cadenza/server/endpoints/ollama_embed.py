@@ -3,20 +3,15 @@
 Invariant: an embedding has the bits that it has by /v1/embeddings.
 """
 
-import sys
 from collections.abc import Sequence
 from typing import Any, cast
 
 import msgspec
 
-from cadenza.frontend.prepared_request import AnyPrompt, RequestOptions
-from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.outputs import RequestOutput, values_of
-from cadenza.request import DIMENSIONS, PoolingParams
+from cadenza.request import DIMENSIONS
 from cadenza.server.endpoints.embeddings import (
-    FLOAT_BYTES,
     PooledRequest,
-    check_embeddings_size,
     embedding_bytes,
 )
 from cadenza.server.endpoints.generating import GeneratingEndpoint
@@ -39,7 +34,6 @@ from cadenza.server.sse import AnswerHead
 _encode = msgspec.json.encode
 _TEXT = String(max_chars=MAX_PROMPT_CHARS)
 _NUMBERS = list_of({"type": "number"})
-_ADVICE = "use dimensions or fewer inputs"
 
 
 _ONE_TEXT = {**_TEXT.schema(), "minLength": 1}
@@ -67,31 +61,6 @@ class EmbeddingBase(PooledRequest):
     options = label(ollama_options, "Options of sampling change nothing here.")
     keep_alive = label(KEEP_ALIVE, KEEP_ALIVE_HELP)
 
-    @property
-    def texts(self) -> Sequence[str]:
-        raise NotImplementedError
-
-    @property
-    def num_values(self) -> int | None:
-        """The numbers that are kept of each embedding; None: all."""
-        return None
-
-    @property
-    def num_prompts(self) -> int:
-        return len(self.texts)
-
-    def check_size(self, hidden_size: int | None) -> None:
-        num_values = min(self.num_values or sys.maxsize, hidden_size or 0)
-        check_embeddings_size(self.num_prompts, num_values, FLOAT_BYTES, _ADVICE)
-
-    @property
-    def request_options(self) -> RequestOptions:
-        return RequestOptions(pooling=PoolingParams(dimensions=self.num_values))
-
-    def prompts(self, text: TextFrontend) -> Sequence[AnyPrompt]:
-        del text  # they are as they are
-        return self.texts
-
 
 class OllamaEmbedRequest(EmbeddingBase):
     """A body of /api/embed."""
@@ -104,14 +73,6 @@ class OllamaEmbedRequest(EmbeddingBase):
         "Keep only so many of the first values, at unit length.",
     )
     truncate = label(Boolean(), "A text beyond the context is always refused.")
-
-    @property
-    def texts(self) -> Sequence[str]:
-        return self.input
-
-    @property
-    def num_values(self) -> int | None:
-        return self.dimensions
 
     def immediate(self, head: AnswerHead) -> bytes | None:
         return None if self.texts else _encode({"model": head.model, "embeddings": []})

@@ -7,7 +7,7 @@ else is ranked; of equal scores the earlier document comes first.
 from collections.abc import Sequence
 from math import fsum
 from operator import mul
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
@@ -20,7 +20,7 @@ from cadenza.frontend.prepared_request import (
 )
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.outputs import RequestOutput, values_of
-from cadenza.request import Pooling, PoolingParams
+from cadenza.request import PoolingParams
 from cadenza.server.endpoints.embeddings import (
     POOLING,
     PROMPT_USAGE,
@@ -100,10 +100,6 @@ class RerankRequest(PooledRequest):
     max_chunks_per_doc = unsupported("documents in chunks", 1)
     max_tokens_per_doc = unsupported("cutting a document's end off")
 
-    @property
-    def num_prompts(self) -> int:
-        return 1 + len(self.documents)
-
     def check_size(self, hidden_size: int | None) -> None:
         if hidden_size is None:
             raise invalid_value(
@@ -113,14 +109,15 @@ class RerankRequest(PooledRequest):
             )
 
     def prepare(self, text: TextFrontend, terms: Terms) -> list[PreparedRequest]:
-        if text.score_head is not None and self.pooling is not None:
-            raise invalid_value(
-                "this model scores by its own head, which takes no pooling; leave it out", "pooling"
-            )
-        pooling = PoolingParams(pooling=cast(Pooling | None, self.pooling))
+        options = self.request_options
         if text.score_head is not None:
-            pooling = PoolingParams(pooling="last", normalize=False)
-        params, options = self.sampling(text), RequestOptions(pooling=pooling)
+            if self.pooling is not None:
+                raise invalid_value(
+                    "this model scores by its own head, which takes no pooling; leave it out",
+                    "pooling",
+                )
+            options = RequestOptions(pooling=PoolingParams(pooling="last", normalize=False))
+        params = self.sampling(text)
         return [text.prepare(each, params, options, terms) for each in self.prompts(text)]
 
     def prompts(self, text: TextFrontend) -> list[AnyPrompt]:
