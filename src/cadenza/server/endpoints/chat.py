@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from cadenza.frontend.answers import ToolUse
 from cadenza.frontend.prepared_request import ChatPrompt, RequestOptions
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.outputs import CompletionOutput, Logprob, OutputPart, PartKind, RequestOutput
@@ -43,7 +42,6 @@ from cadenza.server.schemas.tools import (
     chat_tools,
     is_custom,
     text_of_input,
-    tool_use,
 )
 from cadenza.server.sse import AnswerHead, ChoiceObject, ChunkEncoder, PromptInfo, StreamEncoder
 
@@ -79,10 +77,6 @@ class ChatRequest(ConversationBody, ThinkingSwitches, TopLogprobsBody, ChoicesRe
     echo = unsupported("beginning the answer with the last message", False)
     add_special_tokens = unsupported("special tokens around a conversation", False)
     return_prompt_text = unsupported("the prompt's text in the answer", False)
-
-    @cached_property
-    def use(self) -> ToolUse | None:
-        return tool_use(self.tools, self.tool_choice, is_parallel=bool(self.parallel_tool_calls))
 
     @cached_property
     def asked(self) -> AskedThinking:

@@ -45,6 +45,7 @@ from cadenza.server.schemas.generation import (
     SamplingField,
 )
 from cadenza.server.schemas.structured import form_field
+from cadenza.server.schemas.tools import tool_use
 from cadenza.server.schemas.unknown_members import UnknownFields
 from cadenza.server.sse import (
     AnswerEncoder,
@@ -113,7 +114,9 @@ class CallRequest(CallBody, ABC):
     @cached_property
     def use(self) -> ToolUse | None:
         """The tools that the answer may call. Raises ApiError (400)."""
-        return None
+        get = self.values.get
+        is_parallel = get("parallel_tool_calls", True)
+        return tool_use(get("tools"), get("tool_choice"), is_parallel=is_parallel)
 
     @property
     def has_form(self) -> bool:

@@ -6,12 +6,10 @@ sampling are not used; the lines of a stream, put together, are the whole answer
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from functools import cached_property
 from typing import Any, ClassVar
 
 import msgspec
 
-from cadenza.frontend.answers import ToolUse
 from cadenza.frontend.prepared_request import AnyPrompt, ChatPrompt, RequestOptions
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.outputs import CompletionOutput, Logprob, RequestOutput
@@ -43,7 +41,7 @@ from cadenza.server.schemas.ollama import (
 )
 from cadenza.server.schemas.structured import ollama_format
 from cadenza.server.schemas.thinking import AskedThinking
-from cadenza.server.schemas.tools import function_tools, tool_use
+from cadenza.server.schemas.tools import function_tools
 from cadenza.server.sse import AnswerHead, StreamEncoder
 from cadenza.structured import StructuredOutput
 
@@ -145,10 +143,6 @@ class OllamaChatRequest(OllamaRequest):
     @property
     def is_empty(self) -> bool:
         return not self.messages
-
-    @cached_property
-    def use(self) -> ToolUse | None:
-        return tool_use(self.tools, None, is_parallel=True)
 
     def prompts(self, text: TextFrontend) -> list[ChatPrompt]:
         last = [*self.messages][-1]

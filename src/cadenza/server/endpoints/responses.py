@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from cadenza.frontend.answers import ToolUse
 from cadenza.frontend.prepared_request import ChatPrompt
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.request import SamplingParams, show
@@ -56,7 +55,6 @@ from cadenza.server.schemas.tools import (
     ResponseTool,
     response_tool_choice,
     response_tools,
-    tool_use,
 )
 from cadenza.server.schemas.turns import with_system
 from cadenza.server.sse import AnswerHead, StreamEncoder
@@ -130,10 +128,6 @@ class ResponseRequest(ThinkingSwitches, LabelledBody, GenerationRequest):
     @property
     def form_field(self) -> str | None:
         return None if self.form is None else "text"
-
-    @cached_property
-    def use(self) -> ToolUse | None:
-        return tool_use(self.tools, self.tool_choice, is_parallel=bool(self.parallel_tool_calls))
 
     @cached_property
     def asked(self) -> AskedThinking:
