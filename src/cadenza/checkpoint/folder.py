@@ -37,7 +37,7 @@ from cadenza.checkpoint.stored_tensor import StoredScheme
 from cadenza.checkpoint.tokenizer_files import TokenizerFiles, read_tokenizer_files
 from cadenza.checkpoint.towers.processor_file import read_processor_settings
 from cadenza.checkpoint.towers.reader import VisionOptions
-from cadenza.checkpoint.towers.registry import read_vision, reader_of
+from cadenza.checkpoint.towers.registry import NO_TOWER, read_vision, reader_of
 from cadenza.checkpoint.weights import Weights, open_weights, usual_names
 from cadenza.checkpoint.wrapped_text import names_of_text, unwrap_config
 from cadenza.errors import CheckpointError
@@ -221,7 +221,8 @@ def _read_known(
         if reader is not None and any(map(reader.has, weights)):
             vision = read_vision(raw, read_processor_settings(folder), config, options)
         config = replace(config, vision=vision)
-        names = names_of_text(raw, () if vision is None or reader is None else reader.names)
+        tower = () if vision is None or reader is None else reader.names
+        names = names_of_text(raw, (*tower, *NO_TOWER))
     else:
         names = described.names
     weights = weights.renamed(by_rules(names))

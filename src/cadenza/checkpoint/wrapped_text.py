@@ -152,22 +152,11 @@ _TEXT_RULES: tuple[NameRule, ...] = (
 )
 _text_name = by_rules(_TEXT_RULES)
 
-_TOWER_RULES: tuple[NameRule, ...] = (
-    ("model.visual.*", None),
-    ("visual.*", None),
-    ("model.vision_model.*", None),
-    ("model.connector.*", None),
-    ("model.vision_tower.*", None),
-    ("vision_tower.*", None),
-    ("model.vision_embedder.*", None),
-    ("model.embed_vision.*", None),
-    ("model.multi_modal_projector.*", None),
-    ("multi_modal_projector.*", None),
+_SOUND_RULES: tuple[NameRule, ...] = (
     ("model.audio_tower.*", None),
     ("audio_tower.*", None),
     ("model.embed_audio.*", None),
 )
-"""What only images, videos or sound need."""
 
 
 def unwrap_config(raw: JsonObject) -> JsonObject:
@@ -207,14 +196,14 @@ def unwrap_config(raw: JsonObject) -> JsonObject:
     return JsonObject(values, raw.where)
 
 
-def names_of_text(raw: JsonObject, tower: Sequence[NameRule] = ()) -> Sequence[NameRule]:
+def names_of_text(raw: JsonObject, towers: Sequence[NameRule]) -> Sequence[NameRule]:
     """Of the text model's tensors, those that they have without towers.
 
     Args:
         raw: the whole model's settings.
-        tower: the names of the tensors of a tower that is kept beside them.
+        towers: the names of the tensors of towers, of the one that is kept or of all.
     """
-    return () if _wrapper_of(raw) is None else [*tower, *_TOWER_RULES, *_TEXT_RULES]
+    return () if _wrapper_of(raw) is None else [*towers, *_SOUND_RULES, *_TEXT_RULES]
 
 
 def _wrapper_of(raw: JsonObject) -> Wrapper | None:

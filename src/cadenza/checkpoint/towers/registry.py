@@ -1,9 +1,10 @@
 """The families of models that see, by model type: `read_vision`, `reader_of`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from cadenza.checkpoint.json_object import JsonObject
 from cadenza.checkpoint.model_config import ModelConfig
+from cadenza.checkpoint.name_rules import NameRule
 from cadenza.checkpoint.towers.gemma3 import GEMMA3
 from cadenza.checkpoint.towers.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from cadenza.checkpoint.towers.idefics3 import IDEFICS3
@@ -18,6 +19,11 @@ READERS: Mapping[str, TowerReader] = {
     for model_type in reader.model_types
 }
 """By the `model_type` of config.json."""
+
+NO_TOWER: Sequence[NameRule] = [
+    (stored, None) for reader in dict.fromkeys(READERS.values()) for stored, _ in reader.names
+]
+"""The tensors of towers are no part of a model that is opened without one."""
 
 
 def reader_of(raw: JsonObject) -> TowerReader | None:
