@@ -60,6 +60,7 @@ lint: .venv/.has-tools ## run every gate: format, lint, types, layers, sizes, ba
 	$(BIN)/ruff format --check .
 	$(BIN)/python tools/size_gate.py
 	$(BIN)/python tools/package_sizes.py
+	$(BIN)/python tools/crossings.py
 	$(BIN)/python tools/small_functions.py
 	$(BIN)/python tools/banned_calls.py
 	$(BIN)/python tools/duplicate_names.py

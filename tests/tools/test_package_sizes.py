@@ -1,11 +1,11 @@
-"""The gates on packages' lines, the report of small functions, and tests that are not repeated."""
+"""The gates on lines and features of packages, the report of small functions, repeated tests."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tools import package_sizes, passed_gates, small_functions
+from tools import crossings, package_sizes, passed_gates, small_functions
 
 pytestmark = pytest.mark.gates
 
@@ -24,6 +24,38 @@ def test_a_package_above_its_bound_without_one_or_absent_is_a_fault(tmp_path: Pa
         "gone is bounded, but absent",
         "core has 5 lines, more than 4",
     ]
+
+
+def test_docstrings_are_counted_also_behind_fields(tmp_path: Path):
+    documented = (
+        '"""A module."""\n\nLIMIT = 1\n"""Of it."""\n\ndef f():\n    """Two\n    lines."""\n'
+    )
+    (tmp_path / "a.py").write_text(documented)
+    (tmp_path / "b.py").write_text('text = """\nno docstring"""\n')
+    assert package_sizes.percent_docstrings(tmp_path) == pytest.approx(100 * 4 / 10)
+
+
+def test_a_module_of_the_middle_that_knows_too_many_features_is_a_fault(tmp_path: Path):
+    features = crossings.features_of(
+        "from cadenza.core.image_queue import ImageQueue\n"
+        "from cadenza.core import drafts, recurrent_states\n"
+        "def f():\n    from cadenza.core.fair_share import Tenants\n"
+    )
+    assert features == ("images", "drafts", "states", "tenants")
+    known = {"a": features, "b": (*features, "spans"), "c": features}
+    assert crossings.find_faults(known, {"c": 5, "d": 6}) == [
+        "d is an exception, but absent",
+        "b knows 5 features, more than 4: images, drafts, states, tenants, spans",
+        "c knows 4 features: lower its exception of 5",
+    ]
+    core = tmp_path / crossings.MIDDLE[0]
+    core.mkdir(parents=True)
+    (core / "a.py").write_text("from x import Image, Draft, Span, Tenant, Receipt\n")
+    assert crossings.main([str(tmp_path)]) == 1
+    (core / "a.py").write_text("from x import Image\n")
+    assert (
+        crossings.find_faults({"a": crossings.features_of((core / "a.py").read_text())}, {}) == []
+    )
 
 
 SOURCE = """
