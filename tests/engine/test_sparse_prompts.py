@@ -140,9 +140,8 @@ def test_pages_behind_a_gap_are_not_stored() -> None:
         run(engine, request)
     whole = KVCacheManager(LIMITS, SECRET)
     record = run(engine_of(), request_of(tokens_of(200, 8), None))
-    (sequence,) = [
-        engine._make_sequence(0, record.requests[0], 0)  # its keys are those of the whole prompt
-    ]
+    # Its keys are those of the whole prompt.
+    (sequence,) = engine._new_sequences.of_request(0, record.requests[0])
     assert {*store.keys} == {*whole.page_keys(sequence)[:4]}
 
 

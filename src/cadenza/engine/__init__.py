@@ -7,6 +7,7 @@ Modules:
 - `core`: `EngineCore`: submit, step, cancel
 - `request_check`: refuses requests that can never be served
 - `compiling`: requests whose constraint is being compiled
+- `new_sequences`: makes the sequences of a request
 - `sample_seed`: the seed of a sample
 - `model_drafter`: drafts of a second model, which draws them as the target would
 - `scoring_steps`: the steps of the model that scores prompts

@@ -24,13 +24,12 @@ from cadenza.backends.base import (
 from cadenza.config import Batching, EngineLimits, SchedulerLoop
 from cadenza.core.admission import RESERVED_OUTPUT, Admission
 from cadenza.core.draft_ledger import DraftState
-from cadenza.core.drafts import DraftCounts, Drafting, drafting_of
+from cadenza.core.drafts import DraftCounts
 from cadenza.core.fair_share import fair_share_of
 from cadenza.core.image_cost import ImageCost
 from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.packing import Packer
 from cadenza.core.prefix_misses import PrefixMisses, log_text, miss_text
-from cadenza.core.prompt_rows import Pool, PromptRowsProgress
 from cadenza.core.scheduler import Scheduler, SchedulerOptions
 from cadenza.core.scoring_queue import ScoringQueue
 from cadenza.core.sequence import Sequence, WaitReason
@@ -38,14 +37,13 @@ from cadenza.core.step_cost import StepBound, StepCost
 from cadenza.core.step_drafts import StepDrafts
 from cadenza.core.step_results import refuse_constraint
 from cadenza.core.turns import FCFS, TurnPolicy
-from cadenza.core.whole_spans import whole_spans_of
 from cadenza.engine.compiling import Compiling
 from cadenza.engine.loop import LOOP_DEPTHS, Announce, StepLoop, StepRunner, Steps
 from cadenza.engine.model_drafter import DraftModel, ModelDrafter
+from cadenza.engine.new_sequences import NewSequences
 from cadenza.engine.page_folder import PageFolder
 from cadenza.engine.request_check import RequestCheck
 from cadenza.engine.resumption import Resumption
-from cadenza.engine.sample_seed import seed_of_sample
 from cadenza.engine.scoring_steps import PromptScorerModel, ScoringSteps
 from cadenza.engine.step_works import StepWorks
 from cadenza.engine.stored_pages import StoredPages
@@ -53,7 +51,7 @@ from cadenza.errors import EngineClosedError, EngineStalledError, QueueFullError
 from cadenza.events import Event, Finished
 from cadenza.kernel_proof import KernelProof
 from cadenza.request import Request
-from cadenza.sparse_prefill import LOOK_AHEAD_TOKENS, kept_of_mask
+from cadenza.sparse_prefill import LOOK_AHEAD_TOKENS
 from cadenza.speculative_config import SpeculativeConfig
 from cadenza.structured import CompileConstraint
 
@@ -161,8 +159,16 @@ class EngineCore:
         self._speculation = options.speculation
         compile_constraint = options.compile_constraint
         self._compiling = None if compile_constraint is None else Compiling(compile_constraint)
-        self._seed = options.seed
-        self._has_spans = "whole_spans" in runner.capabilities
+        self._new_sequences = NewSequences(
+            limits=limits,
+            capabilities=runner.capabilities,
+            eos_token_ids=options.eos_token_ids,
+            max_num_tokens=self.request_check.max_num_tokens,
+            seed=options.seed,
+            clock=options.clock,
+            speculation=options.speculation,
+            acceptance=None if self._drafter is None else self._drafter.acceptance,
+        )
         self._clock = options.clock
         self._next_request_id = 0
         self._is_closed = False
@@ -266,7 +272,7 @@ class EngineCore:
 
     def enqueue(self, request_id: int, request: Request) -> None:
         """Queues a request that has passed `check`, under an id that is not open."""
-        self._add([self._make_sequence(request_id, request, k) for k in range(request.params.n)])
+        self._add(self._new_sequences.of_request(request_id, request))
 
     def resume(self, request_id: int, request: Request, resumption: Resumption) -> None:
         """Queues a request that another engine began; its samples go on at their next token.
@@ -274,18 +280,7 @@ class EngineCore:
         There are no events for what `resumption` holds. The id is that of the first engine, from
         which the seed of a request without one derives; it must not be open here.
         """
-        sequences: list[Sequence] = []
-        for resumed in resumption.samples:
-            sequence = self._make_sequence(request_id, request, resumed.sample)
-            sequence.whole_because = resumption.whole_because
-            if sequence.awaits_kept:
-                _thin_out(sequence, resumption.kept)
-            sequence.token_ids += resumed.token_ids
-            sequence.num_cached_tokens = resumed.num_cached_tokens
-            if sequence.prompt_rows is not None:
-                sequence.prompt_rows.skip(resumption.num_prompt_logprobs)
-            sequences.append(sequence)
-        self._add(sequences)
+        self._add(self._new_sequences.resumed(request_id, request, resumption))
 
     def is_open(self, request_id: int) -> bool:
         """True while the request has a sample that has not ended."""
@@ -386,30 +381,6 @@ class EngineCore:
         is_open = {(i, sample) for i, samples in self._samples.items() for sample in samples}
         assert scheduled == is_open, "open samples and scheduled sequences differ"
 
-    def _make_sequence(self, request_id: int, request: Request, sample: int) -> Sequence:
-        params = request.params
-        seed = seed_of_sample(params, sample, request_id=request_id, engine_seed=self._seed)
-        stop = frozenset(params.stop_token_ids)
-        sequence = Sequence(
-            request_id=request_id,
-            request=request,
-            sample=sample,
-            seed=seed,
-            max_num_tokens=self.request_check.max_num_tokens(request),
-            stop_token_ids=stop if params.ignore_eos else stop | self.eos_token_ids,
-            arrived_s=self._clock(),
-            token_ids=list(request.prompt_token_ids),
-            whole_spans=whole_spans_of(request.attachments) if self._has_spans else (),
-            prompt_rows=_progress_of(request) if sample == 0 else None,
-            pool=_pool_of(request),
-            drafting=self._drafting_of(request),
-            # Where no drafts are verified, several tokens of a row are not computed as one call.
-            takes_forced="drafts" in self.runner.capabilities,
-        )
-        if request.sparse_prefill is not None:
-            _thin_out(sequence, request.sparse_prefill.kept)
-        return sequence
-
     @property
     def draft_counts(self) -> DraftCounts:
         return self._drafts.counts
@@ -441,14 +412,6 @@ class EngineCore:
                 state.rows,
                 -100 * state.gain,
             )
-
-    def _drafting_of(self, request: Request) -> Drafting | None:
-        """A pooled sequence has none: it generates nothing."""
-        if "drafts" not in self.runner.capabilities or request.pooling is not None:
-            return None
-        shared = None if self._drafter is None else self._drafter.acceptance
-        placeholder = self.limits.placeholder
-        return drafting_of(request, self._speculation, shared, placeholder=placeholder)
 
     def _start_compiled(self) -> list[Finished]:
         """Queues the requests whose constraints are compiled; the ends of those that cannot be."""
@@ -525,20 +488,3 @@ def _log_prefix(sequence: Sequence, misses: PrefixMisses) -> None:
             log_text(misses),
             miss_text(sequence.cache_miss, sequence.num_prompt_tokens),
         )
-
-
-def _thin_out(sequence: Sequence, mask: bytes | None) -> None:
-    """Keeps of its prompt what was kept before, if that is known."""
-    if mask is not None:
-        sequence.thin_out(kept_of_mask(mask, len(sequence.request.prompt_token_ids)))
-
-
-def _progress_of(request: Request) -> PromptRowsProgress | None:
-    if not request.needs_prompt_rows:
-        return None
-    return PromptRowsProgress(num_prompt_tokens=len(request.prompt_token_ids))
-
-
-def _pool_of(request: Request) -> Pool | None:
-    asked = request.pooling
-    return None if asked is None else Pool(dimensions=asked.dimensions, normalize=asked.normalize)
