@@ -1,11 +1,14 @@
 """`AsyncEngine` over any `BatchEngine`: coalescing, kinds of output, leaving, a dead engine."""
 
 import asyncio
+import socket
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 import pytest
 
 from cadenza import AsyncEngine, Request, RequestOutput
+from cadenza.frontend.async_engine import TOLD_AT_ONCE, OutputStream
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.outputs import OutputKind
 from tests.faces.scripted_engine import ScriptedEngine, finished, token
@@ -14,6 +17,8 @@ TIMEOUT_S = 180
 STEPS = [[token(0, 5 + index, index)] for index in range(4)]
 IDS = (5, 6, 7, 8)
 END = [finished(0, count=4)]
+MANY = 4 * TOLD_AT_ONCE
+"""Streams."""
 
 Play = Callable[[ScriptedEngine, AsyncEngine], Awaitable[None]]
 
@@ -149,5 +154,76 @@ def test_an_engine_that_dies_ends_every_stream_with_an_error(tiny_text: TextFron
         assert [output.outputs[0].finish_reason for output in last] == ["error"] * 2
         assert all(output.outputs[0].error for output in last)
         assert ids(last) == [(3,), ()]
+
+    run(tiny_text, play)
+
+
+def submit(engine: AsyncEngine, hear: Callable[[int], object]) -> list[OutputStream]:
+    return [
+        engine.submit(Request(prompt_token_ids=(1,)), on_news=partial(hear, each))
+        for each in range(MANY)
+    ]
+
+
+def test_what_comes_meanwhile_waits_for_a_part_of_a_steps_outputs(tiny_text: TextFrontend) -> None:
+    told: list[int] = []
+    told_before: list[int] = []
+
+    async def play(scripted: ScriptedEngine, engine: AsyncEngine) -> None:
+        client, server = socket.socketpair()
+        is_over = asyncio.Event()
+
+        def accept() -> None:
+            told_before.append(len(told))
+            server.recv(1)
+
+        def hear(request_id: int) -> None:
+            told.append(request_id)
+            if request_id == 0:
+                client.send(b"?")
+            if request_id == MANY - 1:
+                is_over.set()
+
+        with client, server:
+            submit(engine, hear)
+            asyncio.get_running_loop().add_reader(server, accept)
+            scripted.play([token(each, 5) for each in range(MANY)])
+            await is_over.wait()
+            asyncio.get_running_loop().remove_reader(server)
+        assert told == [*range(MANY)]
+        assert told_before == [2 * TOLD_AT_ONCE]  # those of its own pass, and of the next
+
+    run(tiny_text, play)
+
+
+def test_who_has_left_is_not_told(tiny_text: TextFrontend) -> None:
+    told: list[int] = []
+
+    async def play(scripted: ScriptedEngine, engine: AsyncEngine) -> None:
+        is_over = asyncio.Event()
+
+        def hear(request_id: int) -> None:
+            told.append(request_id)
+            if request_id == 0:
+                streams[-1].close()
+                streams[1].close()
+            if request_id == MANY - 2:
+                is_over.set()
+
+        streams = submit(engine, hear)
+        scripted.play([token(each, 5) for each in range(MANY)])
+        await is_over.wait()
+        assert told == [0, *range(2, MANY - 1)]
+
+    run(tiny_text, play)
+
+
+def test_all_are_told_of_the_end_before_stop_returns(tiny_text: TextFrontend) -> None:
+    told: list[int] = []
+
+    async def play(_: ScriptedEngine, engine: AsyncEngine) -> None:
+        submit(engine, told.append)
+        await engine.stop()
+        assert told == [*range(MANY)]
 
     run(tiny_text, play)

@@ -1,11 +1,12 @@
 """`AsyncEngine`: the asyncio face, each request an async iterator. A thread serves; once a step its
-events come to the event loop in one call, which makes text of them and then calls the listener of
-each request that has new output. Invariants: leaving an iterator cancels its request; for a slow
-reader one request's output accumulates, never a queue of outputs.
+events come to the event loop in one call, which makes text of them; then the listeners of requests
+with new output are called, few in a pass. Invariants: leaving an iterator cancels its request; for
+a slow reader one request's output accumulates, never a queue of outputs.
 """
 
 import asyncio
 import threading
+from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import suppress
@@ -41,6 +42,10 @@ from cadenza.request import PoolingParams, Request
 DEFAULT_TIMEOUTS = RequestTimeouts()
 JOIN_S = 60.0
 
+TOLD_AT_ONCE = 16
+"""Requests whose listeners are called in one pass of the event loop: what else happens there, as a
+new connection or a refusal, comes before the rest of them."""
+
 
 class AsyncEngine:
     """Serves many callers of one event loop.
@@ -69,6 +74,8 @@ class AsyncEngine:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._router = OutputRouter(engine.cancel)
         self._listeners: dict[int, Callable[[], object]] = {}
+        self._untold: OrderedDict[int, Callable[[], object]] = OrderedDict()
+        self._is_telling = False
         self._arrived: list[Event] = []
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._serve, name="cadenza-engine", daemon=True)
@@ -143,6 +150,7 @@ class AsyncEngine:
             self._leave(request_id)
         with self._lock:  # an event that comes from here on is delivered to the new loop
             self._loop, self._arrived = loop, []
+        self._is_telling = False
         self._live.forget_viewers()
 
     def get_tokenizer(self) -> ModelTokenizer:
@@ -269,6 +277,7 @@ class AsyncEngine:
 
     def _leave(self, request_id: int) -> None:
         self._listeners.pop(request_id, None)
+        self._untold.pop(request_id, None)
         if self._router.remove(request_id):
             self._engine.cancel(request_id)
 
@@ -297,16 +306,38 @@ class AsyncEngine:
             self._loop.call_soon_threadsafe(callback)
 
     def _deliver(self) -> None:
-        """On the event loop: makes text of the events that have arrived and calls the listeners."""
+        """On the event loop: makes text of the events that have arrived."""
         with self._lock:
             events, self._arrived = self._arrived, []
-        for processor in self._router.push(events):
-            self._listeners[processor.request_id]()
+        self._add_news(self._router.push(events))
+        if not self._is_telling:
+            self._tell_some()
+
+    def _add_news(self, processors: SequenceOf[OutputProcessor]) -> None:
+        """Their listeners are to be called; one that waits to be called keeps its place."""
+        for processor in processors:
+            self._untold[processor.request_id] = self._listeners[processor.request_id]
+
+    def _tell_some(self) -> None:
+        """Calls some of the listeners, in the order of the events; the others in later passes of
+        the event loop."""
+        self._is_telling = len(self._untold) > TOLD_AT_ONCE
+        if self._is_telling:
+            asyncio.get_running_loop().call_soon(self._tell_some)
+        for _ in range(min(TOLD_AT_ONCE, len(self._untold))):
+            self._tell_next()
+
+    def _tell_next(self) -> None:
+        if self._untold:  # one may make another leave
+            _, listener = self._untold.popitem(last=False)
+            listener()
 
     def _fail_rest(self) -> None:
-        """On the event loop, after the last events: ends the streams that are still open."""
-        for processor in self._router.fail_all("the engine has ended"):
-            self._listeners[processor.request_id]()
+        """On the event loop, after the last events: ends the streams that are still open. It calls
+        all listeners, for the loop may end with the engine."""
+        self._add_news(self._router.fail_all("the engine has ended"))
+        while self._untold:
+            self._tell_next()
         self._live.detach()
 
 
