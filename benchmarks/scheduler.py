@@ -82,7 +82,7 @@ class Bench:
             max_num_queued_reqs=1000,
         )
         kv_cache = KVCacheManager(limits, b"bench")
-        options = SchedulerOptions(works=(StepDrafts(limits, kv_cache, None),))
+        options = SchedulerOptions(works=lambda _: (StepDrafts(limits, kv_cache, None),))
         self.scheduler = Scheduler(limits, kv_cache, Admission(page_size=PAGE_SIZE), options)
         self.packer = Packer(limits, 97)
         self.bucket = budget

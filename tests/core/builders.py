@@ -89,7 +89,9 @@ def scheduler_of(
     )
     admission = Admission(page_size=16, reserved_output=reserved_output)
     kv_cache = KVCacheManager(limits, SECRET)
-    options = SchedulerOptions(policy=policy, works=(*works, StepDrafts(limits, kv_cache, None)))
+    options = SchedulerOptions(
+        policy=policy, works=lambda _: (*works, StepDrafts(limits, kv_cache, None))
+    )
     return Scheduler(limits, kv_cache, admission, options)
 
 

@@ -257,8 +257,9 @@ def parts_of(source: Source, *, error: float = 0.0, context: float = 1.0) -> Par
             own = replace(limits, max_model_len=max(1, int(limits.max_model_len * context)))
             model = draft_model_of(source, targets[-1], own, error=error)
             drafter = ModelDrafter(model, kv_cache, lambda: 0.0)
-            works = (StepDrafts(limits, kv_cache, drafter),)
-            super().__init__(limits, kv_cache, admission, replace(options, works=works))
+            drafts = StepDrafts(limits, kv_cache, drafter)
+            options = replace(options, works=lambda _: (drafts,))
+            super().__init__(limits, kv_cache, admission, options)
 
         def source_of(self, sequence: Sequence, rng: random.Random) -> None:
             return None

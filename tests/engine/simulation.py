@@ -140,7 +140,7 @@ class AssembledEngine(EngineCore):
             policy=options.policy,
             batching=options.batching,
             step_bound=options.step_bound,
-            works=(StepDrafts(limits, kv_cache, None),),
+            works=lambda _: (StepDrafts(limits, kv_cache, None),),
         )
         self.scheduler = parts.scheduler(limits, kv_cache, admission, order)
         packer = parts.packer(limits, runner.vocab_size)

@@ -5,6 +5,7 @@ with one token to compute, then partly computed prompts), then waiting ones; who
 recomputed. Invariant: progress is counted at launch, tokens are appended when a step is read.
 """
 
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from operator import attrgetter
@@ -13,7 +14,7 @@ from typing import TypeVar
 from cadenza.config import Batching, EngineLimits
 from cadenza.core.admission import Admission, Reservations
 from cadenza.core.batch import Batch, BatchEntry
-from cadenza.core.fair_share import FairShare, fair_share_of
+from cadenza.core.fair_share import fair_share_of
 from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.prefix_misses import OnPrefix, PrefixCounts
 from cadenza.core.sequence import Sequence, SequenceStatus, WaitReason
@@ -32,6 +33,11 @@ Work = TypeVar("Work", bound=StepWork)
 _row_of = attrgetter("row")
 
 
+def no_works(_: Turns) -> tuple[StepWork, ...]:
+    """Tokens are all that steps compute."""
+    return ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerOptions:
     """What decides who runs when, and never what comes of it.
@@ -43,8 +49,7 @@ class SchedulerOptions:
             rows and pages for.
         on_prefix: called with each sequence whose prompt was looked up, as it starts, and with why
             tokens were missing.
-        fair_share: whose turn it is among tenants; None: its own.
-        works: what steps do beside tokens.
+        works: makes what steps do beside tokens, for the turns of its sequences.
     """
 
     step_bound: StepBound | None = None
@@ -52,8 +57,7 @@ class SchedulerOptions:
     policy: TurnPolicy = FCFS
     batching: Batching = "continuous"
     on_prefix: OnPrefix | None = None
-    fair_share: FairShare | None = None
-    works: tuple[StepWork, ...] = ()
+    works: Callable[[Turns], Iterable[StepWork]] = no_works
 
 
 class Scheduler:
@@ -77,18 +81,18 @@ class Scheduler:
         self.turns = Turns(
             limits,
             kv_cache,
-            options.fair_share or fair_share_of(options.step_bound, limits),
+            fair_share_of(options.step_bound, limits),
             options.policy,
             options.batching,
         )
         self.running = RunningRows(limits.max_num_seqs)
-        self.works = options.works
+        self.works = tuple(options.works(self.turns))
         self.num_steps = 0
         self.num_preemptions = 0
         self.num_scheduled_tokens = 0
         self.prefix_counts = PrefixCounts(options.on_prefix)
         self._results = StepResults(kv_cache, self._end, limits.placeholder)
-        self._times = StepTimes(options.step_bound, options.step_cost, options.works)
+        self._times = StepTimes(options.step_bound, options.step_cost, self.works)
         self._may_finish_short = True
         self._reservations = Reservations(admission, self.running)
         self._starts = Starts(
@@ -96,7 +100,7 @@ class Scheduler:
             turns=self.turns,
             kv_cache=kv_cache,
             reservations=self._reservations,
-            works=options.works,
+            works=self.works,
             counts=self.prefix_counts if limits.enable_prefix_caching else None,
             preempt=self._preempt,
         )

@@ -25,7 +25,6 @@ from cadenza.config import Batching, EngineLimits, SchedulerLoop
 from cadenza.core.admission import RESERVED_OUTPUT, Admission
 from cadenza.core.draft_ledger import DraftState
 from cadenza.core.drafts import DraftCounts
-from cadenza.core.fair_share import fair_share_of
 from cadenza.core.image_cost import ImageCost
 from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.packing import Packer
@@ -174,12 +173,10 @@ class EngineCore:
         self._is_closed = False
 
     def _scheduler_of(self, options: CoreOptions, kv_cache: KVCacheManager) -> Scheduler:
-        fair_share = fair_share_of(options.step_bound, self.limits)
         works = StepWorks(
             runner=self.runner,
             limits=self.limits,
             kv_cache=kv_cache,
-            fair_share=fair_share,
             step_bound=options.step_bound,
             image_cost=options.image_cost,
             prompt_scorer=options.prompt_scorer,
@@ -197,8 +194,7 @@ class EngineCore:
                 policy=options.policy,
                 batching=options.batching,
                 on_prefix=_log_prefix,
-                fair_share=fair_share,
-                works=tuple(works),
+                works=works.make,
             ),
         )
 

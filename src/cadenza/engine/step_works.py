@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from cadenza.backends.base import ImageRunner, Runner, SpanRunner
 from cadenza.config import EngineLimits
 from cadenza.core.draft_ledger import OnDrafts
-from cadenza.core.fair_share import FairShare
 from cadenza.core.image_cost import ImageCost
 from cadenza.core.image_queue import ImageQueue
 from cadenza.core.kv_cache_manager import KVCacheManager
@@ -15,6 +14,7 @@ from cadenza.core.span_queue import SpanQueue
 from cadenza.core.step_cost import StepBound
 from cadenza.core.step_drafts import Drafter, StepDrafts
 from cadenza.core.step_work import StepWork
+from cadenza.core.turns import Turns
 from cadenza.engine.scoring_steps import PromptScorerModel
 
 
@@ -25,20 +25,19 @@ class StepWorks:
     runner: Runner
     limits: EngineLimits
     kv_cache: KVCacheManager
-    fair_share: FairShare
     step_bound: StepBound | None = None
     image_cost: ImageCost | None = None
     prompt_scorer: PromptScorerModel | None = None
     drafter: Drafter | None = None
     on_drafts: OnDrafts | None = None
 
-    def __iter__(self) -> Iterator[StepWork]:
+    def make(self, turns: Turns) -> Iterator[StepWork]:
         """Images come before what needs them encoded, and drafts, which take what is left, last."""
         runner, limits = self.runner, self.limits
         if limits.images is not None:
             assert isinstance(runner, ImageRunner), "the runner encodes no images"
             yield ImageQueue(
-                limits.images, self.kv_cache, self.fair_share, runner.image_work, self.image_cost
+                limits.images, self.kv_cache, turns.fair_share, runner.image_work, self.image_cost
             )
         shape = runner.span_shape if isinstance(runner, SpanRunner) else None
         if shape is not None and self.step_bound is not None:
@@ -46,5 +45,5 @@ class StepWorks:
         if self.prompt_scorer is not None:
             scorer = self.prompt_scorer
             options = ScoringOptions(limits=scorer.limits, cost=scorer.cost)
-            yield ScoringQueue(options, self.kv_cache, self.fair_share)
+            yield ScoringQueue(options, self.kv_cache, turns.fair_share)
         yield StepDrafts(limits, self.kv_cache, self.drafter, self.on_drafts)
