@@ -6,12 +6,13 @@ reason for each choice, usage if asked for, and `[DONE]`, however it ends.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import msgspec
 
+from cadenza.frontend.output_processor import OutputProcessor
 from cadenza.frontend.text_frontend import TextFrontend
-from cadenza.outputs import CompletionOutput, Logprob, RequestOutput
+from cadenza.outputs import CompletionOutput, RequestOutput
 from cadenza.server.errors import ApiError
 from cadenza.server.request_log import AnswerTimes, Usage
 from cadenza.server.schemas.generation import GenerationBody, StreamOptions
@@ -59,16 +60,8 @@ class AnswerHead:
         }
 
 
-class PromptInfo(Protocol):
-    """A prompt, and what is known of it: a `RequestOutput`, or the `OutputProcessor` of a request
-    that runs."""
-
-    @property
-    def prompt(self) -> str | None: ...
-    @property
-    def prompt_token_ids(self) -> tuple[int, ...]: ...
-    @property
-    def prompt_logprobs(self) -> tuple[dict[int, Logprob] | None, ...] | None: ...
+PromptInfo = RequestOutput | OutputProcessor
+"""A prompt, and what is known of it: of a request that has ended, or of one that runs."""
 
 
 class AnswerEncoder(ABC):
