@@ -1,9 +1,6 @@
-"""Tokenizers, chat templates, incremental detokenization and stop strings.
+"""Tokenizers, chat templates, detokenization and stop strings; knows no models, weights or batches.
 
-Owns the conversion between text and token ids. Knows no models, weights or batches. Invariant:
-importing this package imports neither `tokenizers` nor `jinja2`; their first use does.
-
-Packages: `tokens` and `schemas`; `templates`, `answers` and `constraints` above them.
+Invariant: importing it imports neither `tokenizers` nor `jinja2`; their first use does.
 """
 
 from cadenza.text.templates.chat import ChatTemplate

@@ -1,26 +1,16 @@
-"""What an answer consists of: reasoning, content and tool calls, parsed and as grammars.
+"""The parts of an answer: reasoning, content and tool calls, parsed and as grammars.
 
 Modules:
 
-- `output_parser`: the protocol of parsers that split a sample's text into parts (content,
-  reasoning, calls)
-- `part_parser`: the parser of reasoning and tool calls between marks
-- `harmony`: the parser of answers that are messages in channels, as gpt-oss writes them
-- `harmony_grammar`: grammars of such answers
-- `answer_frames`: what stands around content and calls in a whole answer, in either form
+- `output_parser`: the protocol of parsers that split a sample's text into parts
+- `part_parser`, `harmony`: parsers of answers with marks, and of gpt-oss's messages in channels
+- `harmony_grammar`, `answer_grammar`, `answer_frames`: grammars of whole answers
 - `content_stops`: stop strings in the content of an answer that has parts
-- `tool_calls`: the notations of tool calls by family
-- `call_forms`: where calls begin and end in an answer
-- `call_readers`: what is in them, as leniently as is certain
+- `tool_calls`, `call_forms`, `call_readers`: notations of calls; where they stand; what is in them
 - `argument_schema`: what an argument may be, for notations that write texts as they are
-- `call_grammar`: what a call may be that the model begins by itself, in each notation
-- `called_tools`: what the grammars of calls are made of
-- `element_calls`, `listed_calls`: grammars of calls with elements, and with arguments in a list
-- `gemma_values`: arguments of calls as Gemma 4 writes them
-- `generic_tools`: tools and their results as messages, where a template has no place for them
-- `written_calls`: calls and tools as texts of messages, where a template passes over them
-- `answer_grammar`: grammars of tool calls, and of what follows reasoning
+- `call_grammar`, `called_tools`: grammars of calls in each notation, and what they are made of
+- `element_calls`, `listed_calls`, `gemma_values`: the same by notation
+- `generic_tools`, `written_calls`: tools as messages, for templates that have no place for them
 - `grammar_parts`: grammars of several parts
-- `input_grammar`: the grammar of a custom tool's text, for the text as it is written within JSON
-- `escaped_regex`: the same of an expression
+- `input_grammar`, `escaped_regex`: a custom tool's grammar, for its text as written within JSON
 """

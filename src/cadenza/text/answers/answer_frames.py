@@ -1,8 +1,6 @@
-"""What stands around the parts of an answer, in grammars: `AnswerFrame`.
+"""`AnswerFrame`: makes a grammar of content, or of calls, one of a whole answer to a prompt.
 
-Owns how a grammar of content, or of calls, becomes one of a whole answer to a prompt, which may
-begin with reasoning. Knows no tokens beside marks, and no endpoint. Invariant: an answer of a
-grammar that a frame makes is split by the frame's own parser.
+Invariant: an answer of a grammar that a frame makes is split by the frame's own parser.
 """
 
 from collections.abc import Sequence
@@ -17,7 +15,7 @@ from cadenza.text.answers.part_parser import PartParser, PartPlan, ReasoningForm
 
 
 class AnswerFrame(Protocol):
-    """Of one answer."""
+    """What stands around content and calls in one answer."""
 
     @property
     def marks(self) -> Sequence[str]:
@@ -30,25 +28,19 @@ class AnswerFrame(Protocol):
         ...
 
     @property
-    def has_begun(self) -> bool:
-        """Whether the prompt ends within reasoning."""
-        ...
+    def has_begun(self) -> bool: ...
 
     def told(self, grammar: str, marks: Marks) -> str:
-        """An answer whose content is of a grammar, behind the reasoning."""
+        """An answer whose content is of a grammar, after the reasoning."""
         ...
 
     def called(self, grammar: str, marks: Marks) -> str:
-        """An answer that is calls of a grammar, behind the reasoning."""
+        """An answer that is calls of a grammar, after the reasoning."""
         ...
 
-    def behind_reasoning(self, grammar: str, marks: Marks) -> str:
-        """The whole answer."""
-        ...
+    def behind_reasoning(self, grammar: str, marks: Marks) -> str: ...
 
-    def placed(self, rule: CallRule) -> CallRule:
-        """The rule of calls that the model begins by itself."""
-        ...
+    def placed(self, rule: CallRule) -> CallRule: ...
 
     def make_parser(self, plan: PartPlan) -> MakeParser | None:
         """Of the parsers of its samples; None: all of them is content."""

@@ -1,6 +1,5 @@
 """Grammars of whole answers: tool calls in a family's notation, and what follows reasoning.
 
-Owns how grammars are put together; each of them was checked by itself. Knows no endpoint.
 Invariant: an answer of a grammar made here is read by the parser of the same format.
 """
 
@@ -37,10 +36,8 @@ Marks = Mapping[str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tool:
-    """A function that may be called. `parameters` is a JSON Schema; None: it takes none.
-
-    `input` is of a custom tool: what the text that it takes must be.
-    """
+    """A function. `parameters`: JSON Schema, None for no arguments; `input`: the text of a custom
+    tool."""
 
     name: str
     description: str | None = None
@@ -50,7 +47,6 @@ class Tool:
 
     @property
     def schema(self) -> str:
-        """The JSON Schema of its arguments."""
         return json.dumps(self.parameters or _NO_ARGUMENTS)
 
 
@@ -77,7 +73,6 @@ def text_or_calls_grammar(arguments: Arguments, format: ToolFormat, marks: Marks
 
 
 def either_grammar(first: str, second: str) -> str:
-    """What one of two grammars allows."""
     return joined_grammar(
         "start: @first | @second", [*parts_of("first", first), *parts_of("second", second)]
     )
@@ -86,7 +81,7 @@ def either_grammar(first: str, second: str) -> str:
 def after_reasoning(
     grammar: str, reasoning: ReasoningFormat, marks: Marks, *, has_begun: bool
 ) -> str:
-    """What a grammar allows, behind reasoning: that which the prompt began, or any or none."""
+    """What a grammar allows, after reasoning: that which the prompt began, or any or none."""
     begin, end = (literal_in(each, marks) for each in (reasoning.begin, reasoning.end))
     thought = text_without("THOUGHT", reasoning.end)
     thinking = f"THOUGHT {end} BLANKS"
@@ -108,7 +103,6 @@ def _calls(names: Collection[str], format: ToolFormat, marks: Marks, max_calls: 
 
 
 def text_without(name: str, mark: str) -> str:
-    """A terminal for any text that does not contain a mark."""
     pattern = re.escape(mark).replace("/", r"\/")
     return rf"{name}: /(.|\n)*/ & ~/(.|\n)*{pattern}(.|\n)*/"
 

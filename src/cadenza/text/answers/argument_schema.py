@@ -1,6 +1,5 @@
 """`ArgumentSchema`: what an argument may be, in notations that write texts as they are.
 
-Owns which value a written text stands for, and how a text of an enum is written. Knows no marks.
 Invariant: what `spelling` writes, `read` reads as the same text.
 """
 
@@ -36,12 +35,8 @@ _TAG = re.compile(r"</|<\w+=")
 
 
 class ArgumentSchema:
-    """The schema of one argument.
-
-    Args:
-        alternatives: it allows what one of them does; they have no references and combinations.
-        is_resolved: they are all that it asks for; otherwise only its types are known.
-    """
+    """One argument: it allows what one of `alternatives`, without references and combinations,
+    does; `is_resolved`: they are all that it asks for; otherwise only its types are known."""
 
     __slots__ = ("alternatives", "has_others", "is_resolved", "texts")
 
@@ -83,12 +78,9 @@ class ArgumentSchema:
         return any(_satisfies(value, each) for each in self.alternatives)
 
     def read(self, text: str) -> object:
-        """The value for which a text stands.
-
-        It is the text itself, unless that is JSON, or a word of Python, for something else that is
-        allowed. Quotes and blanks around a text of an enum, and around a value without a type, are
-        no part of it.
-        """
+        """The value of a text: the text itself, unless it is JSON, or a word of Python, for
+        something else that is allowed. Quotes and blanks around a text of an enum, and around a
+        value without a type, are not part of it."""
         if self.texts is None and not self.has_others:
             return text
         value = json_value(text)
@@ -116,7 +108,6 @@ class ArgumentSchema:
 
 
 def json_value(text: str) -> object:
-    """The value of JSON, or of a word of Python; what is neither is the text itself."""
     word = text.strip().lower()
     if word in WORDS:
         return WORDS[word]
@@ -145,7 +136,6 @@ def with_known_escapes(text: str) -> str:
 
 
 def is_within_text(text: str) -> bool:
-    """Whether JSON ends within a text."""
     texts = (match for match in NESTING.finditer(text) if match[0][0] == '"')
     return any(match[1] is None for match in texts)
 

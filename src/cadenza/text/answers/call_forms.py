@@ -1,8 +1,6 @@
-"""Where calls stand in an answer: behind marks (`MarkedCalls`), or bare (`BareCalls`).
+"""Where calls stand in an answer: between marks (`MarkedCalls`), or bare (`BareCalls`).
 
-Owns how a call's beginning is recognised, and where it ends; `text.answers.call_readers` reads
-what is between. Knows no states of an answer. Invariant: what a form or its `Taker` decides of a
-text, no later text can change; until then the text is held back.
+Invariant: no later text changes what a form or its `Taker` decides; until then text is held back.
 """
 
 import re
@@ -49,23 +47,16 @@ class CallForm(Protocol):
     def read(self) -> ReadCalls: ...
 
     def find(self, text: str, functions: Functions, *, is_end: bool) -> Beginning | None:
-        """The first place at which a call begins, or, before the end, may begin."""
+        """The first position at which a call begins, or, before the end, may begin."""
         ...
 
-    def taker(self, functions: Functions) -> Taker:
-        """Of a call that begins a text."""
-        ...
+    def taker(self, functions: Functions) -> Taker: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MarkedCalls:
-    """Calls between marks.
-
-    Args:
-        end: empty where they reach to the end of the text.
-        trailing: what may stand behind the end, and is no content.
-        is_named: the marks are a part of what is read.
-    """
+    """Calls between marks. `end`: empty where they reach to the end of the text; `trailing`: what
+    may follow the end, and is no content; `is_named`: the marks are a part of what is read."""
 
     begin: str
     end: str = ""
@@ -141,13 +132,9 @@ Begins = Callable[[str, Functions], bool | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BareCalls:
-    """Calls that stand by themselves, with text or a code fence around them.
-
-    Args:
-        prefix: a mark that may stand in front of them.
-        first: what a call, a fence or the mark begins with.
-        quotes: what stands around texts, in which brackets mean nothing.
-    """
+    """Calls that stand by themselves, with text or a code fence around them. `prefix`: a mark that
+    may stand in front; `first`: what a call, a fence or the mark begins with; `quotes`: what stands
+    around texts, in which brackets mean nothing."""
 
     prefix: str = ""
     first: re.Pattern[str]
@@ -175,7 +162,6 @@ class BareCalls:
         return False if found is None and len(text) > MAX_UNDECIDED_CHARS else found
 
     def front(self, text: str) -> str:
-        """The fence, or the mark, in front of a call."""
         match = _FENCE_LINE.match(text)
         if match is not None:
             return match[0]
@@ -185,7 +171,7 @@ class BareCalls:
 
 
 class _BareTaker:
-    """A call ends where its brackets do; a fence ends behind the calls in it."""
+    """A call ends where its brackets do; a fence ends after the calls in it."""
 
     def __init__(self, form: BareCalls, functions: Functions) -> None:
         self._form = form
@@ -226,7 +212,7 @@ class _BareTaker:
         return Taken(self._calls, self._end) if self._calls else None
 
     def _scan(self, text: str) -> bool:
-        """Whether the brackets of the call close; `_place` is then behind the last one."""
+        """Whether the brackets of the call close; `_place` is then after the last one."""
         place = self._place
         while (match := self._marks.search(text, place)) is not None:
             mark, place = match[0], match.end()
@@ -256,7 +242,6 @@ class _BareTaker:
         return Taken((*self._calls, *calls), len(text))
 
     def _read(self, text: str) -> tuple[ToolCall, ...] | None:
-        """The calls of a text, if all are of known functions."""
         calls = self._form.read(text, self._functions)
         if calls is None or (self._functions and any(c.name not in self._functions for c in calls)):
             return None

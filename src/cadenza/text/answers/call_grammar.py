@@ -1,8 +1,6 @@
-"""What a call may be that a model begins by itself, in its family's own notation (`call_rule`).
+"""`call_rule`: what a call may be that a model begins by itself, in its family's own notation.
 
-Owns which notations can be constrained, and what required calls are in them. Knows no tokens beside
-marks, and no endpoint. Invariant: what a rule allows is read by the forms of the same format as
-calls of its functions.
+Invariant: the forms of the same format read what a rule allows as calls of its functions.
 """
 
 import json
@@ -76,7 +74,6 @@ def holds_schemas(format: ToolFormat, tools: Sequence[Tool]) -> bool:
 
 
 def _is_listed(tool: Tool) -> bool:
-    """Whether arguments by their names, whose values are JSON, hold a function's schema."""
     schema, properties = tool.parameters or {}, properties_of(tool)
     if schema.keys() - _PLAIN_OBJECT or set(schema.get("required", ())) - properties.keys():
         return False
@@ -130,7 +127,6 @@ def _harmony(calls: CallGrammar, marks: Marks) -> CallRule:
 
 
 def _bare(calls: CallGrammar, marks: Marks) -> CallRule:
-    """An object is a call from its name on, which is that of a function."""
     del marks
     names = "|".join(re.escape(tool.name) for tool in calls.tools)
     begin = rf'\{{{BEGIN_BLANKS}"name"{BEGIN_BLANKS}:{BEGIN_BLANKS}"(?:{names})"'
@@ -139,7 +135,6 @@ def _bare(calls: CallGrammar, marks: Marks) -> CallRule:
 
 
 def _mistral(calls: CallGrammar, marks: Marks) -> CallRule:
-    """A list of objects, or a name with its arguments, as older and newer models write."""
     arguments, call_id = (literal_in(mark, marks) for mark in ("[ARGS]", "[CALL_ID]"))
     flat = [
         f"flat_{i}: {json.dumps(tool.name)} ({call_id} ID)? ({arguments})? @args_{i}"
@@ -159,7 +154,6 @@ def _mistral(calls: CallGrammar, marks: Marks) -> CallRule:
 
 
 def _objects(tools: Sequence[Tool]) -> list[str]:
-    """The rule `call`: an object with a name, then its arguments."""
     lines = [f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}"]
     lines.append(r'key: "\"arguments\"" | "\"parameters\""')
     for i, tool in enumerate(tools):

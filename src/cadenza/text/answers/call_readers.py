@@ -1,9 +1,6 @@
-"""Readers: the calls that a text of a family's notation has.
-
-Models deviate from their notation, so readers take what is certain all the same: raw newlines and
-unknown escapes in JSON, arguments that are null or empty, Python's and JSON's words for true. Knows
-no marks around calls, no tokens and no endpoint. Invariant: a reader is a pure function of a text
-and of the functions; it returns every call of the text, or None where the text is something else.
+"""Readers: pure functions of a text and of the functions, which return all its calls, or None where
+it is something else. Models deviate from their notation, so readers take what is certain all the
+same: raw newlines and unknown escapes in JSON, null or empty arguments, Python's and JSON's true.
 """
 
 import ast
@@ -92,12 +89,11 @@ def read_objects(text: str, functions: Functions) -> list[ToolCall] | None:
 
 
 def read_hermes(text: str, functions: Functions) -> list[ToolCall] | None:
-    """Objects; or, as some models of this family write, elements."""
     return read_objects(text, functions) or read_xml(text, functions)
 
 
 def read_mistral(text: str, functions: Functions) -> list[ToolCall] | None:
-    """A list of objects, or a name, perhaps an id, and arguments, each behind the marker."""
+    """A list of objects, or a name, perhaps an id, and arguments, each after the marker."""
     if _JSON_CALLS.match(text):
         return read_objects(text, functions)
     calls: list[ToolCall] = []
@@ -126,7 +122,7 @@ def read_lfm2(text: str, functions: Functions) -> list[ToolCall] | None:
 
 
 def read_deepseek(text: str, functions: Functions) -> list[ToolCall] | None:
-    """Calls behind marks: a name and its JSON; of V3 and R1 the word `function`, a name, and JSON
+    """Calls after marks: a name and its JSON; of V3 and R1 the word `function`, a name, and JSON
     within a code fence."""
     del functions
     before, *calls = _split(text, DEEPSEEK_CALL)
@@ -154,7 +150,6 @@ def read_function_gemma(text: str, functions: Functions) -> list[ToolCall] | Non
 
 
 def read_gemma4(text: str, functions: Functions) -> list[ToolCall] | None:
-    """As function-gemma's, in which texts stand between other marks."""
     del functions
     return _read_gemma(text, GEMMA_QUOTE)
 
@@ -203,28 +198,22 @@ def read_glm(text: str, functions: Functions) -> list[ToolCall] | None:
 
 
 class _Found(NamedTuple):
-    """The arguments of a call as JSON, and where they end."""
-
     arguments: str
     end: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Elements:
-    """Arguments that are written as plain text: their types are the schema's.
-
-    Args:
-        begin: of an element, with its key; without one it is cut, or `last`.
-        end: of a text.
-        last: what may be behind the last element.
-    """
+    """Arguments that are written as plain text: their types are the schema's. `begin`: of an
+    element, with its key; without one it is cut, or `last`. `end`: of a text. `last`: what may
+    follow the last element."""
 
     begin: re.Pattern[str]
     end: re.Pattern[str]
     last: str = ""
 
     def read(self, text: str, place: int, schema: Mapping[str, Any]) -> _Found | None:
-        """The arguments from a place on; None where the text of one has no end."""
+        """None where the text of an argument has no end."""
         properties: Mapping[str, Any] = schema.get("properties") or {}
         typed: dict[str, object] = {}
         while (begin := self.begin.search(text, place)) is not None and begin[1] is not None:
@@ -257,7 +246,6 @@ _GLM = _Elements(
 
 
 def _split(text: str, mark: str) -> list[str]:
-    """A text at a mark, but for marks within JSON texts."""
     pieces: list[str] = []
     begin = 0
     for match in re.finditer(f"{_JSON_TEXT}|({re.escape(mark)})", text, re.DOTALL):
@@ -324,7 +312,6 @@ def _calls_of(values: list[object]) -> list[ToolCall] | None:
 
 
 def json_object_of(text: str) -> str | None:
-    """The JSON object of a text, written anew; None if it is none."""
     found = _values(text.strip())
     if found is None or len(found) != 1 or not isinstance(found[0], dict):
         return None
@@ -384,7 +371,6 @@ def _python_value(text: str) -> object:
 
 
 def _literal(node: ast.expr) -> object:
-    """The value of a literal, in which JSON's words are known, too. Raises ValueError."""
     if isinstance(node, ast.Name) and node.id.lower() in WORDS:
         return WORDS[node.id.lower()]
     if isinstance(node, ast.List | ast.Tuple):

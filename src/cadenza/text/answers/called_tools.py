@@ -1,7 +1,6 @@
 """`CallGrammar`: the tools of one request, with what the grammars of their calls are made of.
 
-Owns the grammars of arguments as JSON, and the rules that several notations have. Knows no
-notation. Invariant: a rule refers to its grammars by names, under which its parts are given.
+Invariant: a rule refers to its grammars by names, under which its parts are given.
 """
 
 import json
@@ -37,13 +36,9 @@ CompileSchema = Callable[[str], str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallGrammar:
-    """Makes the rules of one request's calls.
-
-    Args:
-        tools: the functions, whose schemas can be followed.
-        compile: of their arguments.
-        inputs: the grammars of the JSON texts that custom tools take, by the tools' names.
-    """
+    """Makes the rules of one request's calls. `tools`: the functions, whose schemas can be
+    followed; `compile`: of their arguments; `inputs`: the grammars of the JSON texts that custom
+    tools take."""
 
     tools: Sequence[Tool]
     format: ToolFormat
@@ -51,12 +46,10 @@ class CallGrammar:
     inputs: Mapping[str, str]
 
     def arguments(self, tool: Tool) -> str:
-        """The grammar of a call's arguments as JSON."""
         text = self.inputs.get(tool.name)
         return self.compile(tool.schema) if text is None else arguments_of_written(text)
 
     def value(self, tool: Tool, schema: object) -> str:
-        """The grammar of an argument as JSON."""
         text = self.inputs.get(tool.name)
         return (
             self.compile(property_schema(tool.parameters or {}, schema)) if text is None else text
@@ -83,7 +76,6 @@ def are_keys(tools: Sequence[Tool], pattern: str) -> bool:
 
 
 def text_until(mark: str, marks: Marks, behind: str = "") -> list[str]:
-    """The rule `text`: any text up to a mark, and the mark."""
     if mark not in marks:
         return [
             f"text_and_mark[suffix={json.dumps(mark)}]: /(.|\\n)*/",
@@ -93,7 +85,7 @@ def text_until(mark: str, marks: Marks, behind: str = "") -> list[str]:
 
 
 def texts_until(name: str, texts: Sequence[str], mark: str, marks: Marks) -> tuple[str, str]:
-    """A terminal of one of some texts, and what has it with the mark behind. One has all of them:
+    """A terminal of one of some texts, and what has it with the mark after it. One has all of them:
     few rules may be open at once, and with the mark, one text may begin with another."""
     listed = " | ".join(map(json.dumps, texts))
     if mark in marks:

@@ -1,9 +1,6 @@
-"""`ContentStops`: stop strings of an answer that is split into parts; they act in its content only.
-
-Owns the text that waits for the parser or for a stop string to be decided. Knows no tokens.
-Invariants: reasoning and calls are never searched, and no stop string is found across them; however
-the text is split, what is shown and its parts are those of the whole text, cut at the first stop
-string in its content.
+"""`ContentStops`: stop strings in the content of an answer that is split into parts. Invariants: no
+stop string is found in or across reasoning and calls; however the text is split, what is shown and
+its parts are those of the whole text, cut at the first stop string in its content.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,12 +19,7 @@ class ShownText(NamedTuple):
 
 
 class ContentStops:
-    """The parser and the stop strings of one sample.
-
-    Args:
-        parser: a fresh one.
-        make_matcher: of one stretch of content.
-    """
+    """One sample: `parser`, a fresh one; `make_matcher`, of one stretch of content."""
 
     __slots__ = (
         "_base",
@@ -86,7 +78,6 @@ class ContentStops:
         return self._show(self._parser.push_placed(text))
 
     def flush(self) -> ShownText:
-        """Ends the text."""
         if self.match is not None:
             return ShownText("", [])
         shown = self._show(self._parser.flush_placed())
@@ -108,7 +99,6 @@ class ContentStops:
         return ShownText(self._release(end), [part for part in parts if _is_something(part)])
 
     def _search(self, place: int, part: OutputPart) -> list[OutputPart]:
-        """A stretch's next piece, as far as it is certain."""
         num_free = max(0, min(len(part.text), self._first - place))
         free, text = part.text[:num_free], part.text[num_free:]
         if text and self._matcher is None:
@@ -119,7 +109,6 @@ class ContentStops:
         return [OutputPart("content", free + text)]
 
     def _end_stretch(self) -> list[OutputPart]:
-        """What the matcher held, cut at a stop string that it contains."""
         if self._matcher is None:
             return []
         part = OutputPart("content", self._matcher.flush())

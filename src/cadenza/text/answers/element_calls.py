@@ -1,7 +1,7 @@
-"""Calls with an element for each argument: Qwen3-Coder's, and GLM-4.5's.
+"""Grammars of calls with an element for each argument (Qwen3-Coder, GLM-4.5), after their
+beginning.
 
-Owns their grammars behind a call's beginning. Knows no tokens beside marks. Invariant: texts of
-elements are as they are, and their other values JSON.
+Invariant: texts of elements are as they are, and their other values JSON.
 """
 
 import json
@@ -67,15 +67,10 @@ def glm_calls(calls: CallGrammar, marks: Marks) -> CallRule | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Tags:
-    """How a call with elements is written, in Lark's notation.
-
-    Args:
-        rules: those that the others refer to, with `text`: any text and the end of its element.
-        head: a call's beginning, of a function's name.
-        opening: the beginning of an element, of an argument's name.
-        end: that of an element, as text; `behind`: what may follow it.
-        tail: a call's end.
-    """
+    """How a call with elements is written, in Lark's notation. `rules`: those that the others refer
+    to, with `text`: any text and the end of its element; `head`: a call's beginning, of a
+    function's name; `opening`: the beginning of an element, of an argument's name; `end`: that of
+    an element, as text; `behind`: what may follow it; `tail`: a call's end."""
 
     rules: Sequence[str]
     head: Callable[[str], str]
@@ -86,8 +81,6 @@ class _Tags:
 
 
 class _ElementGrammar:
-    """Elements, whose texts are as they are, and whose other values are JSON."""
-
     def __init__(self, calls: CallGrammar, marks: Marks, tags: _Tags) -> None:
         self._calls = calls
         self._marks = marks
@@ -117,7 +110,6 @@ class _ElementGrammar:
         return CallRule(begin=re.escape(self._calls.format.begin), grammar=grammar)
 
     def _value(self, tool: Tool, schema: object, name: str) -> str:
-        """A value and the end of its element."""
         argument = self._calls.argument(tool, schema)
         if argument is None:
             return self._json(name, self._calls.value(tool, schema))

@@ -1,9 +1,7 @@
-r"""`Escapes`: an expression becomes one of the same texts as they are written within JSON.
-
-Each character has one spelling there: quotes, backslashes and control characters their escapes,
-others themselves. Owns the notation of the grammar library's expressions. Knows no grammars.
-Invariant: the result matches the escaped form of each text that the expression matches, and nothing
-else; what cannot be rewritten so is refused by its name.
+r"""`Escapes`: rewrites an expression to one of the same texts as they are written within JSON:
+quotes, backslashes and control characters by their escapes. Invariant: the result matches the
+escaped form of each text that the expression matches, and nothing else; what cannot be rewritten is
+refused by name.
 """
 
 import json
@@ -26,11 +24,7 @@ _BAR = re.compile(r"(\\.)|\|", re.DOTALL)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Escapes:
-    """Which characters of a text have escapes.
-
-    Args:
-        also: beside those that JSON asks for.
-    """
+    """Which characters of a text have escapes: those that JSON asks for, and `also`."""
 
     also: str = ""
 
@@ -40,7 +34,6 @@ class Escapes:
 
     @property
     def any_text(self) -> str:
-        """The expression of all escaped texts."""
         return self._matched(self._plain, self.characters) + "*"
 
     @property
@@ -49,11 +42,8 @@ class Escapes:
         return rf"[^\x22\x5C\x00-\x1F{also}]"
 
     def regex(self, pattern: str, *, dot_is_any: bool = False) -> str:
-        """The expression, with slashes escaped. Raises InvalidRequestError.
-
-        Args:
-            dot_is_any: a dot matches the end of a line, too.
-        """
+        """The expression, with slashes escaped; `dot_is_any`: a dot matches the end of a line, too.
+        Raises InvalidRequestError."""
         if pattern.startswith("(?s)"):
             pattern, dot_is_any = pattern[4:], True
         pattern = pattern.removeprefix("^")
@@ -62,7 +52,6 @@ class Escapes:
         return "".join(self._pieces(pattern, dot_is_any=dot_is_any))
 
     def text(self, text: str) -> str:
-        """A text as it is written within a JSON text."""
         escaped = json.dumps(text, ensure_ascii=False)[1:-1]
         for each in self.also:
             escaped = escaped.replace(each, rf"\u{ord(each):04x}")
@@ -102,7 +91,7 @@ class Escapes:
             place += 1
 
     def _escape(self, pattern: str, place: int) -> tuple[str, int]:
-        """What an escape becomes, and the place behind it."""
+        """What an escape becomes, and the position after it."""
         code = _CODE.match(pattern, place)
         if code is not None:
             return self._literal(_character(code)), code.end()
@@ -124,11 +113,9 @@ class Escapes:
         return re.escape(character).replace("/", r"\/")
 
     def _spelled(self, character: str) -> str:
-        """The expression of an escaped character."""
         return r"\x5C" + re.escape(self.text(character)[1:]).replace('"', r"\x22")
 
     def _class(self, written: str) -> str:
-        """A class with the escapes of those of its characters that have them."""
         body = written[1:-1]
         if _CLASS_SYNTAX.match(body):
             raise _refused(f"the class {written}, which has classes or operators within it")
@@ -137,7 +124,6 @@ class Escapes:
         return self._matched(f"[[{inner}]&&{self._plain}]", taken)
 
     def _matched(self, plain: str, escaped: str) -> str:
-        """One of plain characters, or of those that are escaped."""
         spelled = [self.text(each)[1:] for each in escaped]
         short = "".join(each for each in spelled if len(each) == 1)
         codes = "|".join(each[-2:] for each in spelled if len(each) > 1)
@@ -166,7 +152,6 @@ def _class_end(pattern: str, place: int) -> int:
 
 
 def _is_in(body: str, character: str) -> bool:
-    """Whether a character is in the class of a body. Raises InvalidRequestError."""
     is_negated = body.startswith("^")
     rest = body.removeprefix("^")
     properties = [*_PROPERTY.finditer(rest)]
@@ -180,7 +165,6 @@ def _is_in(body: str, character: str) -> bool:
 
 
 def _has(named: "re.Match[str]", character: str) -> bool:
-    """Whether a character is of a general category."""
     name = named[2] or named[3]
     if not re.fullmatch(r"[CLMNPSZ][a-z]?", name) or "^" in named[0]:
         raise _refused(named[0])

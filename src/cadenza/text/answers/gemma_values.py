@@ -1,8 +1,7 @@
-"""Values of arguments as Gemma 4 writes them, in Lark's notation: `GemmaValues`.
-
-Texts stand between marks, names of members as they are; what asks for more than this notation can
-hold is JSON, which the reader takes alike. Knows no call. Invariant: the rule `text` of the grammar
-is any text and the mark behind it, and `COMMA` stands between values.
+"""`GemmaValues`: values of arguments as Gemma 4 writes them, in Lark's notation. Texts stand
+between marks, names of members as they are; what this notation cannot hold is JSON, which is read
+alike. Invariant: the rule `text` is any text and the mark after it, and `COMMA` stands between
+values.
 """
 
 import json
@@ -32,21 +31,14 @@ _OBJECT = frozenset({"type", "properties", "required", "additionalProperties"})
 
 
 def gemma_key(name: str) -> str:
-    """An argument's name and the colon behind it."""
     is_plain = re.fullmatch(r'[^\s"{}\[\],:<]+', name)
     return json.dumps(f"{name if is_plain else json.dumps(name)}:")
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class GemmaValues:
-    """Of one function's arguments.
-
-    Args:
-        root: the schema of all of them.
-        compile: makes the grammar of a JSON Schema.
-        quote: the mark in front of a text and behind it.
-        parts, lines: get the grammars and the rules to which the values refer.
-    """
+    """Of one function's arguments: `root`, their schema; `compile`, of JSON Schemas; `quote`, the
+    mark around a text; `parts` and `lines` get the grammars and rules to which the values refer."""
 
     root: Mapping[str, Any]
     compile: Callable[[str], str]
@@ -65,7 +57,6 @@ class GemmaValues:
         return f"({' | '.join(dict.fromkeys(body for found in bodies for body in found))})"
 
     def _bodies(self, schema: Schema, name: str, depth: int) -> Iterator[str]:
-        """What an alternative may be: a text between marks, a list, an object, the rest as JSON."""
         if "enum" in schema:
             yield from self._enum(schema, name)
             return
@@ -134,14 +125,12 @@ class GemmaValues:
         return f"{name}_{self._num_named}"
 
     def _is_listed(self, members: Mapping[str, Any]) -> bool:
-        """Whether an object has no other members than those that its schema names."""
         properties = schema_members(members.get("properties"))
         is_small = 0 < len(properties) <= MAX_MEMBERS
         is_plain = not members.keys() - _OBJECT and not members.get("additionalProperties")
         return is_small and is_plain and set(members.get("required", ())) <= properties.keys()
 
     def _listed(self, members: Mapping[str, Any], name: str, depth: int) -> str:
-        """Members in the order of their names, with commas between those that are there."""
         properties, required = members["properties"], members.get("required", ())
         first = later = self._rule(name, '""')
         for key in sorted(properties, key=str.lower, reverse=True):

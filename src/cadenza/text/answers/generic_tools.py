@@ -1,8 +1,6 @@
-"""Tools for a chat template that has no place for them: the messages of the generic form.
-
-Owns the instruction in front of a conversation, and how results are shown. Knows no tokens and no
-endpoint. Invariant: what `generic_messages` returns has no tools, calls or results, so that every
-template can render it, and what is in front of a turn does not depend on later turns.
+"""Tools as messages, for a chat template that has no room for them. Invariant: what
+`generic_messages` returns has no tools, calls or results, so that every template can render it, and
+what is in front of a turn does not depend on later turns.
 """
 
 import json
@@ -23,22 +21,15 @@ class _Call(NamedTuple):
 
 
 def has_calls(messages: Sequence[Message]) -> bool:
-    """Whether a conversation has calls of tools, or their results."""
     return any(each.get("tool_calls") or each.get("role") == "tool" for each in messages)
 
 
 def generic_messages(
     messages: Sequence[Message], tools: Sequence[Message] | None, format: ToolFormat
 ) -> list[Message]:
-    """A conversation in which the system's text describes the tools, and results are user turns.
-
-    A call is shown with its result, not as the assistant's turn: small models repeat a turn that
-    they have written, and answer with the same call again.
-
-    Args:
-        tools: as chat templates read them; None or empty: no instruction.
-        format: how calls are to be written.
-    """
+    """A conversation in which the system's text describes the tools, if there are any, and results
+    are user turns. A call is shown with its result, not as the assistant's turn: small models
+    repeat a turn that they have written, and answer with the same call again."""
     shown = [*_shown(messages)]
     if not tools:
         return shown
@@ -56,7 +47,7 @@ def _instruction(tools: Sequence[Message], format: ToolFormat) -> str:
 
 
 def tools_described(tools: Sequence[Message]) -> tuple[str, str]:
-    """What a system's text has in front of an example of a call, and behind it."""
+    """What a system's text has before an example of a call, and after it."""
     listed = json.dumps([each.get("function", each) for each in tools], ensure_ascii=False)
     before = (
         f"You are a helpful assistant. You can use these tools:\n{listed}\n"
@@ -96,14 +87,12 @@ def _part(text: str) -> Message:
 
 
 def _other_parts(content: object) -> list[object]:
-    """The parts of a message's content that are no texts, such as images."""
     parts = cast(Sequence[object], content) if isinstance(content, list | tuple) else ()
     kinds = [cast(Message, part).get("type") if isinstance(part, Mapping) else "" for part in parts]
     return [part for part, kind in zip(parts, kinds, strict=True) if kind in ("image", "image_url")]
 
 
 def _text(content: object) -> str:
-    """The text of a message's content, which is a text or a list of parts."""
     if isinstance(content, str):
         return content
     parts = cast(Sequence[object], content) if isinstance(content, list | tuple) else ()

@@ -24,7 +24,6 @@ def joined_grammar(lark: str, others: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _read(grammar: str) -> list[dict[str, Any]]:
-    """The parts of a grammar, which is JSON or in Lark's notation."""
     if not grammar.startswith("{"):
         return [{"lark_grammar": grammar}]
     found: list[dict[str, Any]] = json.loads(grammar)["grammars"]

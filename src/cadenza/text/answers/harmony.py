@@ -1,9 +1,6 @@
-"""gpt-oss's harmony format: an answer of messages, each in a channel (`HarmonyParser`).
-
-Owns the format's marks, what a message's header says, and the states of an answer. A message of the
-channel `analysis` is reasoning, one for a function is a call, any other one content. Knows no
-tokens and no grammar. Invariants: the parts are a function of the whole text, whatever pieces it
-comes in; texts of messages stay as they are, with their blanks.
+"""`HarmonyParser` of gpt-oss's format: messages, each in a channel. One of the channel `analysis`
+is reasoning, one for a function a call, any other content. Invariants: the parts are a function of
+the whole text, whatever pieces it comes in; texts of messages keep their blanks.
 """
 
 import re
@@ -52,11 +49,9 @@ def tail_of(prompt: str) -> str:
 
 
 def header_of(text: str, functions: Functions, *, has_tools: bool) -> Header:
-    """What the header of a message says, whichever order its parts are in.
-
-    Calls are found in every channel, as models write them in `analysis`, too; what is for a tool
-    that is no function is reasoning.
-    """
+    """What the header of a message says, whichever order its parts are in. Calls are found in every
+    channel, as models write them in `analysis`, too; what is for a tool that is no function is
+    reasoning."""
     recipient = _RECIPIENT.search(text)
     channel = _CHANNEL.search(text)
     called = "" if recipient is None else recipient[1]
@@ -76,12 +71,8 @@ class _Message:
 
 
 class HarmonyParser:
-    """The parser of one sample (`text.answers.output_parser.PlacedParser`).
-
-    Args:
-        plan: without `reasoning`, the text of `analysis` is content.
-        begun: what the prompt has of the answer's first message (`tail_of`).
-    """
+    """A `PlacedParser` of one sample. `plan`: without `reasoning`, the text of `analysis` is
+    content; `begun`: what the prompt has of the answer's first message (`tail_of`)."""
 
     def __init__(self, plan: PartPlan, begun: str = "") -> None:
         self._plan = plan
@@ -132,10 +123,8 @@ class HarmonyParser:
         return placed
 
     def _begin(self, text: str, *, is_end: bool) -> tuple[int, OutputPart | None]:
-        """Reads a header, a stray end, or nothing: what is neither begins a message of content.
-
-        A part without a text stands between messages, so that no text is found across them.
-        """
+        """Reads a header, a stray end, or nothing: what is neither begins a message of content. A
+        part without a text stands between messages, so that no text is found across them."""
         between = OutputPart("reasoning", "")
         head, mark, _ = text[:MAX_HEADER_CHARS].partition(MESSAGE)
         begun = (self._head + head + mark).lstrip()
@@ -156,7 +145,6 @@ class HarmonyParser:
         return 0, between
 
     def _tell(self, message: _Message, text: str, *, is_end: bool) -> tuple[int, OutputPart | None]:
-        """Reasoning, or content, as far as it is certain."""
         kind = "reasoning" if message.header.kind == "reasoning" else "content"
         found = _END.search(text, message.num_searched)
         if found is None:
@@ -194,7 +182,7 @@ class HarmonyParser:
 
 
 def _behind(found: re.Match[str]) -> int:
-    """Behind a mark that ends a message; one that begins another is not read."""
+    """The position after a mark that ends a message; one that begins another is not read."""
     return found.start() if found[0] == ASSISTANT else found.end()
 
 

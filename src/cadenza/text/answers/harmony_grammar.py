@@ -1,7 +1,6 @@
 """Grammars of answers in the harmony format, and `HarmonyFrame`.
 
-Owns the headers that a constrained answer has, and what may be in front of them. Knows no endpoint.
-Invariant: what a grammar allows is split by `HarmonyParser` into the parts that it is of.
+Invariant: `HarmonyParser` splits what a grammar allows into the parts that it is of.
 """
 
 import json
@@ -36,12 +35,12 @@ _TO = " to=functions."
 
 
 def message_calls(arguments: Arguments, marks: Marks) -> str:
-    """One call: the model's answer ends behind it."""
+    """One call: the model's answer ends after it."""
     return joined_grammar("\n".join(["start: call", *_calls(arguments, marks)]), _named(arguments))
 
 
 def text_or_message_calls(arguments: Arguments, marks: Marks) -> str:
-    """Any text, or a call, perhaps behind a text about it."""
+    """Any text, or a call, perhaps after a text about it."""
     final, preamble, between = (
         literal_in(each, marks) for each in (_FINAL, f"{_COMMENTARY}{MESSAGE}", f"{END}{ASSISTANT}")
     )
@@ -56,7 +55,6 @@ def text_or_message_calls(arguments: Arguments, marks: Marks) -> str:
 
 
 def message_rule(tools: Sequence[Tool], arguments: Mapping[str, str], marks: Marks) -> CallRule:
-    """A call from its function's name on, which is one of the tools'."""
     lines = [f"start: {_either('call', len(tools))}", *_kinds(marks)]
     header = literal_in(_COMMENTARY, marks)
     for i, tool in enumerate(tools):
@@ -66,7 +64,6 @@ def message_rule(tools: Sequence[Tool], arguments: Mapping[str, str], marks: Mar
 
 
 def _calls(arguments: Arguments, marks: Marks) -> list[str]:
-    """The rule `call`: a message whose header has the function and the channel in either order."""
     lines = [f"call: {_either('call', len(arguments))}", *_kinds(marks)]
     header = literal_in(_COMMENTARY, marks)
     for i, name in enumerate(arguments):
@@ -91,12 +88,8 @@ def _named(arguments: Mapping[str, str]) -> list[dict[str, object]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HarmonyFrame:
-    """An answer of messages (`text.answers.answer_frames.AnswerFrame`).
-
-    Args:
-        own: None: reasoning is not told apart.
-        begun: what the prompt has of the answer's first message.
-    """
+    """An `AnswerFrame` of messages; `own` None: reasoning is not told apart; `begun`: what the
+    prompt has of the answer's first message."""
 
     own: ReasoningFormat | None
     begun: str
@@ -115,7 +108,6 @@ class HarmonyFrame:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the prompt ends within a message of reasoning."""
         return self._within == "reasoning"
 
     @property

@@ -1,9 +1,6 @@
-"""`InputGrammar`: what the text of a custom tool's call must be.
-
-In most notations of calls the text is written within JSON. So the grammar's terminals become those
-of the escaped text, and the rules stay as they are. Owns the notation of the client's grammars.
-Knows no tokens and no endpoint. Invariant: a text is of the client's grammar exactly if its escaped
-form is of the one that is made here.
+"""`InputGrammar`: what the text of a custom tool's call must be. Most notations write it within
+JSON, so the grammar's terminals become those of the escaped text, and the rules stay. Invariant: a
+text is of the client's grammar exactly if its escaped form is of the one that is made here.
 """
 
 import hashlib
@@ -64,21 +61,14 @@ class InputGrammar:
 
     @property
     def lark(self) -> str:
-        """Of the text as it is."""
         if self.syntax == "lark":
             return self.definition
         escaped = re.sub(r"\\.|/", lambda m: r"\/" if m[0] == "/" else m[0], self.definition)
         return "start: TEXT\nTEXT: /" + escaped.replace("\n", r"\n") + "/"
 
     def written(self, check: GrammarCheck, escapes: Escapes) -> str:
-        """The grammar of the text as a JSON text.
-
-        Args:
-            check: of grammars.
-
-        Raises:
-            InvalidRequestError: the grammar cannot be followed, or not within a JSON text.
-        """
+        """The grammar of the text as a JSON text. Raises InvalidRequestError where it cannot be
+        followed, or not within a JSON text."""
         problem = check(lark_grammar(self.lark))
         if problem is not None:
             raise InvalidRequestError(problem, param="tools")
@@ -113,8 +103,6 @@ class _Piece(NamedTuple):
 
 
 class _Definitions:
-    """The rules and terminals of an escaped grammar."""
-
     def __init__(self, pieces: list[_Piece]) -> None:
         self.pieces = pieces
         self._bodies: dict[str, list[_Piece]] = {}
@@ -173,7 +161,8 @@ class _Definitions:
         return any(each.kind == "directive" for each in self._ignored)
 
     def _head_end(self, place: int) -> int | None:
-        """The place behind the colon of a definition that begins at a place; None if none does."""
+        """The position after the colon of a definition that begins at a position; None if none
+        does."""
         if self.pieces[place].kind != "name":
             return None
         rest = "".join(each.text for each in self.pieces[place + 1 : place + MAX_HEAD_PIECES])
@@ -229,7 +218,6 @@ class _Definitions:
 
 
 def _begins_line(body: list[_Piece]) -> bool:
-    """Whether the last pieces are the marks in front of a definition's name."""
     return _HEAD_BEFORE.search("".join(each.text for each in body[-8:])) is not None
 
 
@@ -238,8 +226,6 @@ def _is_terminal(name: str) -> bool:
 
 
 class _Escaping:
-    """One grammar, read once from its begin to its end."""
-
     def __init__(self, grammar: str, escapes: Escapes) -> None:
         self._grammar = grammar
         self._escapes = escapes
@@ -278,7 +264,6 @@ class _Escaping:
                 return [_Piece(kind, text)]
 
     def _atom(self) -> list[_Piece]:
-        """What a complement is of."""
         pieces: list[_Piece] = []
         depth = 0
         while self._place < len(self._grammar):

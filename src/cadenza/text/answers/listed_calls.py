@@ -1,8 +1,6 @@
-"""Calls with arguments between commas: lists of Python's calls, function-gemma's and Gemma 4's; and
-lists of calls with JSON behind names, DeepSeek's.
-
-Owns their grammars behind a call's beginning. Knows no tokens beside marks. Invariant: what a
-grammar allows is read by the forms of the same format.
+"""Grammars of calls with arguments between commas (Python's, function-gemma's, Gemma 4's) and of
+lists of names with JSON (DeepSeek's), after a call's beginning. Invariant: the forms of the same
+format read what a grammar allows.
 """
 
 import json
@@ -42,7 +40,6 @@ def pythonic_calls(calls: CallGrammar, marks: Marks) -> CallRule | None:
 
 
 def lfm2_calls(calls: CallGrammar, marks: Marks) -> CallRule | None:
-    """Such a list between marks."""
     if not have_list_names(calls.tools):
         return None
     grammar = python_list(calls, marks, MAX_LISTED_CALLS)
@@ -54,7 +51,7 @@ def have_list_names(tools: Sequence[Tool]) -> bool:
 
 
 def python_list(calls: CallGrammar, marks: Marks, most: int) -> str:
-    """At most so many calls. Values are JSON, with Python's words beside it, which the reader takes
+    """At most `most` calls. Values are JSON, with Python's words as well, which the reader takes
     alike."""
 
     def value(tool: Tool, schema: object, name: str, parts: Parts) -> str:
@@ -81,7 +78,7 @@ def deepseek_calls(calls: CallGrammar, marks: Marks) -> CallRule:
 
 
 def deepseek_list(calls: CallGrammar, marks: Marks, most: int) -> str:
-    """At most so many calls, whose arguments are JSON."""
+    """At most `most` calls, whose arguments are JSON."""
     begin, separator, end = (literal_in(each, marks) for each in calls.format.inner_marks)
     is_fenced = calls.format is DEEPSEEK_V3
     kind = f'"function" {separator}' if is_fenced else ""
@@ -99,7 +96,7 @@ def deepseek_list(calls: CallGrammar, marks: Marks, most: int) -> str:
 
 
 def function_gemma_calls(calls: CallGrammar, marks: Marks) -> CallRule:
-    """Arguments behind their names; texts stand between marks, other values are JSON."""
+    """Arguments after their names; texts stand between marks, other values are JSON."""
     return _gemma_calls(calls, marks, ESCAPE, list)
 
 
@@ -141,17 +138,10 @@ _Order = Callable[[Iterable[str]], Iterable[str]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Arguments:
-    """How a call with arguments between commas is written.
-
-    Args:
-        head: what is in front of them, with a place for the function's name.
-        end: what is behind them.
-        key: an argument's name and what is behind it, in Lark's notation.
-        any_key: of any name.
-        value: of a tool, an argument's schema, and a name for the grammars that it refers to, which
-            it adds to the others.
-        order: of the arguments.
-    """
+    """How a call is written: `head`, with a field for the function's name, and `end` around its
+    arguments; `key`: an argument's name and what follows it, in Lark's notation; `any_key`: of any
+    name; `value`: of a tool, an argument's schema, and a name for the grammars that it refers to,
+    which it adds to the others; `order`: of the arguments."""
 
     head: str
     end: str

@@ -1,9 +1,6 @@
-"""`PartParser`: splits an answer into reasoning, content and tool calls as it comes.
-
-Owns the states of an answer. Each step of `_advance` is a pure function of a state and of the text
-that is not read yet: it either decides something that no later text can change, or asks for more.
-So the parts are a function of the whole text, whatever pieces it comes in. Blanks at the borders of
-parts are dropped.
+"""`PartParser`: splits an answer into reasoning, content and tool calls as it comes. Each step of
+`_advance` is a pure function of a state and the unread text, which decides what no later text can
+change, or asks for more. Blanks at the borders of parts are dropped.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,14 +20,9 @@ MAX_HELD_CHARS = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """The marks around reasoning.
-
-    Args:
-        shown_by: what a chat template has that shows it; empty: its end.
-        opening: the tokens of its beginning, of which the first and the last are marks; empty: it
-            is one.
-        recurs: an answer may have several stretches of it.
-    """
+    """The marks around reasoning. `shown_by`: what a chat template has that shows it; empty: its
+    end. `opening`: the tokens of its beginning, of which the first and the last are marks; empty:
+    it is one. `recurs`: an answer may have several stretches of it."""
 
     begin: str
     end: str
@@ -67,14 +59,9 @@ REASONING_ALIASES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartPlan:
-    """What an answer may consist of.
-
-    Args:
-        reasoning: None: it has no reasoning.
-        begins_in_reasoning: the prompt has the mark that begins reasoning.
-        tools: None: it has no calls.
-        functions: those that may be called, as far as they are known.
-    """
+    """What an answer may consist of; `reasoning` and `tools` None: it has none.
+    `begins_in_reasoning`: the prompt has the mark that begins reasoning. `functions`: those that
+    may be called, as far as known."""
 
     reasoning: ReasoningFormat | None = None
     begins_in_reasoning: bool = False
@@ -124,7 +111,6 @@ class PartParser:
 
     @property
     def num_read(self) -> int:
-        """Characters of the answer of which it is decided what they are."""
         return self._num_read
 
     def push(self, text: str) -> Sequence[OutputPart]:
@@ -134,7 +120,6 @@ class PartParser:
         return [part for _, part in self.flush_placed()]
 
     def push_placed(self, text: str) -> Sequence[PlacedPart]:
-        """The parts that are certain now."""
         self._text += text
         return self._read(is_end=False)
 
@@ -239,7 +224,7 @@ def _reason_call(plan: PartPlan, taker: Taker, text: str, *, is_end: bool) -> _S
 
 
 def _no_call(text: str, begin: int) -> _Step:
-    """The first character of what was no call is reasoning; another call may begin behind it."""
+    """The first character of what was no call is reasoning; another call may begin after it."""
     part = OutputPart("reasoning", text[: begin + 1])
     return _Step(_State.REASONING, (part,), text[begin + 1 :])
 
@@ -258,7 +243,7 @@ def _tell(plan: PartPlan, text: str, *, is_end: bool) -> _Step | None:
 
 
 def _call(taker: Taker, text: str, *, is_end: bool) -> _Step | None:
-    """A call behind blanks, which are content only if it is none."""
+    """A call after blanks, which are content only if it is none."""
     begin = len(text) - len(text.lstrip())
     taken = taker.take(text[begin:], is_end=is_end)
     if taken is None:
@@ -274,7 +259,6 @@ def _as_parts(calls: Sequence[ToolCall]) -> tuple[OutputPart, ...]:
 
 
 def _next_call(plan: PartPlan, text: str, *, is_end: bool) -> tuple[CallForm, Beginning] | None:
-    """The first call that begins, or may begin, and its form."""
     forms = () if plan.tools is None else plan.tools.forms
     found = [(form, form.find(text, plan.functions, is_end=is_end)) for form in forms]
     begun = [(form, beginning) for form, beginning in found if beginning is not None]
@@ -284,7 +268,6 @@ def _next_call(plan: PartPlan, text: str, *, is_end: bool) -> tuple[CallForm, Be
 def _before_call(
     state: _State, plan: PartPlan, text: str, found: tuple[CallForm, Beginning]
 ) -> _Step | None:
-    """What is certain in front of a call; blanks between them are part of neither."""
     form, (place, is_certain) = found
     is_thought = state is _State.REASONED_CALL
     kind: PartKind = "reasoning" if is_thought else "content"

@@ -1,8 +1,6 @@
-"""How models write tool calls: `ToolFormat`, by family.
+"""`ToolFormat`: how models write tool calls, by family, and which format a chat template shows.
 
-Owns the formats by name, which one a chat template shows, and how a constrained call is written.
-Knows no tokens and no endpoint. Invariant: a call that a format's `opening` begins is found by one
-of its `forms`.
+Invariant: a call that a format's `opening` begins is found by one of its `forms`.
 """
 
 import re

@@ -1,7 +1,6 @@
 """Calls and descriptions of tools as texts of messages, for chat templates that pass over them.
 
-Owns what a template's own marks are within such a text (`OwnText`). Knows no template. Invariant: a
-turn's form does not depend on later turns.
+Invariant: a turn's form does not depend on later turns.
 """
 
 import json
@@ -16,7 +15,7 @@ Message = Mapping[str, Any]
 
 
 def with_listed_calls(messages: Sequence[Message], format: ToolFormat) -> list[Message]:
-    """The calls of a turn behind its text, as a list of Python's calls between the marks."""
+    """The calls of a turn after its text, as a list of Python's calls between the marks."""
     return [_listed(message, format) for message in messages]
 
 
@@ -63,7 +62,6 @@ def _calls(calls: list[Any]) -> Iterator[str]:
 
 
 def _python(value: object) -> str:
-    """A value of JSON as Python writes it, with texts in double quotes."""
     match value:
         case bool() | None:
             return repr(value)

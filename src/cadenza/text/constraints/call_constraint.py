@@ -1,10 +1,7 @@
-"""`CallConstraint`: an answer may be any text, in which each call that begins is one of a grammar.
-
-Owns the watch for a call's beginning; what may follow it, the call's own constraint decides. Knows
-no engine. Invariants: what it allows is a function of the tokens that it accepted; a token outside
-a call is sampled as without it; where the grammar reaches a limit, or a beginning is followed by
-something else within the same token, the text goes on unconstrained, or, where calls must be of the
-grammar, has failed.
+"""`CallConstraint`: any text, in which each call that begins is one of a grammar. Invariants: what
+it allows is a function of the accepted tokens; a token outside a call is sampled as without it;
+where a call cannot be followed, the text goes on unconstrained, or, where calls must be of the
+grammar, fails.
 """
 
 import re
@@ -22,13 +19,8 @@ MAX_BEGIN_CHARS = 512
 
 
 class CallWatch:
-    """Finds the beginnings of calls in the text of a stream's tokens.
-
-    Args:
-        rule: what a beginning is.
-        text: the last characters so far.
-        thinking: None: it is not decided whether the text begins with reasoning.
-    """
+    """Finds the beginnings of calls (`rule`) in the text of a stream's tokens, of which `text` is
+    the end; `thinking` None: it is not decided whether the text begins with reasoning."""
 
     __slots__ = ("_begin", "_rule", "_text", "_thinking", "_tokens")
 
@@ -52,7 +44,6 @@ class CallWatch:
 
     @property
     def is_needed(self) -> bool:
-        """Whether each call must be of the grammar."""
         return self._rule.is_needed
 
     def copy(self) -> "CallWatch":
@@ -77,7 +68,6 @@ class CallWatch:
             return None  # no call goes on with a part of a character
 
     def _is_thinking(self) -> bool:
-        """Whether the text is within reasoning, or may yet begin with it."""
         if self._thinking is False:
             return False
         assert self._rule.reasoning is not None
@@ -99,9 +89,7 @@ class CallWatch:
 class RestartableConstraint(Constraint, Protocol):
     """The constraint of one call, which is that of the next one, too."""
 
-    def restart(self) -> None:
-        """Forgets what it accepted."""
-        ...
+    def restart(self) -> None: ...
 
     def begin_with(self, token_ids: Sequence[int]) -> bool:
         """Accepts all of these tokens, or none of them; whether it has."""
@@ -111,14 +99,10 @@ class RestartableConstraint(Constraint, Protocol):
 
 
 class CallConstraint:
-    """The constraint of one stream (`structured.Constraint`).
-
-    Args:
-        watch: None: nothing is constrained any more.
-        call: of a call; it has accepted nothing. None: no call can be followed, as in a fork for
-            drafts outside a call, which may not go on into one.
-        is_fork: it is one in a call, of which `call` has accepted the beginning.
-    """
+    """A `structured.Constraint`. `watch` None: nothing is constrained any more. `call`: of a call,
+    and nothing accepted; None: no call can be followed, as in a fork for drafts outside a call,
+    which may not go on into one. `is_fork`: it is one in a call, of which `call` has accepted the
+    beginning."""
 
     __slots__ = ("_any", "_call", "_has_failed", "_is_fork", "_is_in_call", "_vocab_size", "_watch")
 
@@ -139,7 +123,7 @@ class CallConstraint:
 
     @property
     def is_complete(self) -> bool:
-        """Never: behind a call there may be text."""
+        """Never: after a call there may be text."""
         return False
 
     @property

@@ -1,7 +1,7 @@
-"""`CompileThreads`: threads that take the smallest job first, and the jobs of one kind in turn.
+"""`CompileThreads`: threads that take the smallest job first, and the jobs of one key in turn.
 
-Knows no grammar. Invariants: a job that has not begun does not begin once its future is cancelled;
-of the jobs with one key at most one runs.
+Invariant: a job whose future is cancelled does not begin; of the jobs with one key at most one
+runs.
 """
 
 import time
@@ -20,11 +20,8 @@ _Job = tuple[Future[Any], Callable[[], Any]]
 
 @dataclass(slots=True, eq=False)
 class _Line:
-    """The jobs with one key that have not begun, in their order.
-
-    Args:
-        cpu_s: that its jobs took since it has been there.
-    """
+    """The jobs with one key that have not begun, in order; `cpu_s`: that its jobs took since it
+    exists."""
 
     size: int
     place: int
@@ -34,17 +31,14 @@ class _Line:
 
     @property
     def rank(self) -> tuple[float, int, int]:
-        """Whoever has had the least time comes first, so that neither many jobs nor slow ones are
-        in front of others; then the smallest."""
+        """The least time so far comes first, so that neither many jobs nor slow ones are in front
+        of others; then the smallest."""
         return self.cpu_s, self.size, self.place
 
 
 class CompileThreads:
-    """Thread-safe. They start with the first jobs, and end by `close`.
-
-    Args:
-        cpu_time: seconds of processor time of the thread that asks.
-    """
+    """Thread-safe; they start with the first jobs, and end by `close`. `cpu_time`: seconds of
+    processor time of the thread that asks."""
 
     def __init__(
         self, num_threads: int = NUM_THREADS, cpu_time: Callable[[], float] = time.thread_time
@@ -59,11 +53,8 @@ class CompileThreads:
     def submit(
         self, size: int, work: Callable[[], Result], key: Hashable = None
     ) -> "Future[Result]":
-        """Raises RuntimeError after `close`.
-
-        Args:
-            key: jobs that have the same one run one after the other; None: of this job alone.
-        """
+        """Jobs with the same `key` run one after the other; None: of this job alone. Raises
+        RuntimeError after `close`."""
         future: Future[Result] = Future()
         with self._changed:
             if self._is_closed:
@@ -112,7 +103,6 @@ class CompileThreads:
                 self._changed.notify()
 
     def _next(self) -> Hashable:
-        """The name of the line whose next job may begin."""
         return min(self._free(), key=lambda name: self._lines[name].rank, default=None)
 
     def _free(self) -> list[Hashable]:

@@ -1,7 +1,7 @@
 """`ThinkingConstraint`: bounds the tokens of a stream's thinking, over a grammar or over any text.
 
-Knows tokens only, no text. Invariant: its state is a function of the tokens that it accepted; a
-token is forced only where the constraint below allows it.
+Invariant: a function of the accepted tokens; it forces only a token that the constraint below
+allows.
 """
 
 from collections.abc import Sequence
@@ -20,13 +20,8 @@ class Thought(NamedTuple):
 
 
 class ThinkingConstraint:
-    """The constraint of one stream (`structured.Constraint`).
-
-    Args:
-        vocab_size: of the model.
-        inner: what else is required; None: nothing.
-        thought: what has been accepted so far; None: nothing.
-    """
+    """A `structured.Constraint` over `inner`, if there is one; `thought` is what has been accepted
+    so far."""
 
     __slots__ = ("_bound", "_inner", "_thought", "_vocab_size")
 
@@ -92,7 +87,7 @@ class ThinkingConstraint:
         return bool(allowed[place] >> bit & 1)
 
     def _outside(self, thought: Thought, token_id: int) -> Thought:
-        """What is behind a token that is in front of thinking."""
+        """What follows a token that is in front of thinking."""
         before = self._bound.before
         if token_id == self._bound.begin and thought.last == before:
             return thought._replace(has_begun=True)

@@ -1,10 +1,7 @@
-"""`ConstraintCompiler`: grammars become constraints over the tokens of one tokenizer.
-
-Owns the token table and the threads that compile grammars. Knows no requests. Invariant: a
-constraint shares no state with another one, so that what a stream may continue with, and at which
-token it reaches a limit, depends on its own tokens alone. Copies of a matcher would share their
-lexer, whose states count against the limits; so every constraint has a matcher of its own, and
-another one for drafts.
+"""`ConstraintCompiler`: grammars become constraints over one tokenizer's tokens. Invariant: a
+constraint shares no state with another, so that a stream depends on its own tokens alone. Copies of
+a matcher would share a lexer, whose states count against the limits; so each has a matcher, and one
+for drafts.
 """
 
 import json
@@ -36,14 +33,9 @@ ONE_BYTE = re.compile(rb"\0*+[^\0]\0*+")
 
 
 class ForcedText(NamedTuple):
-    """The tokens of a text that must follow, of which the first `num_taken` have.
-
-    The library tokenises all of such a text for each mask (10 ms for 30 KB), so its tokens are
-    asked for once, and the masks follow from them.
-
-    Args:
-        num_bytes: of a mask.
-    """
+    """The tokens of a text that must follow, of which the first `num_taken` have; `num_bytes`: of a
+    mask. The library tokenises all of such a text for each mask (10 ms for 30 KB), so its tokens
+    are asked for once, and the masks follow from them."""
 
     token_ids: Sequence[int] = ()
     num_taken: int = 0
@@ -55,13 +47,13 @@ class ForcedText(NamedTuple):
 
     @property
     def next_mask(self) -> bytes | None:
-        """The mask that allows the next token only; None behind the last one."""
+        """The mask that allows the next token only; None after the last one."""
         if self.num_taken == len(self.token_ids):
             return None
         return (1 << self.token_ids[self.num_taken]).to_bytes(self.num_bytes, "little")
 
     def behind(self, token_id: int) -> "ForcedText":
-        """What must follow a token; nothing is known behind another one than the next."""
+        """What must follow a token; nothing is known after another one than the next."""
         if self.num_taken < len(self.token_ids) and self.token_ids[self.num_taken] == token_id:
             return self._replace(num_taken=self.num_taken + 1)
         return NOT_FORCED
@@ -71,12 +63,8 @@ NOT_FORCED = ForcedText()
 
 
 class GrammarConstraint:
-    """The constraint of one stream (`structured.Constraint`).
-
-    Args:
-        matcher: of the grammar; it has accepted nothing.
-        start_another: starts to compile the grammar once more, on another thread.
-    """
+    """A `structured.Constraint`. `matcher`: of the grammar, and nothing accepted; `start_another`:
+    starts to compile the grammar once more, on another thread."""
 
     __slots__ = (
         "_another",
@@ -134,7 +122,7 @@ class GrammarConstraint:
 
     def fork(self) -> "GrammarConstraint | None":
         """Always the same one. It makes more masks than the stream does, so it may reach a limit
-        before it; the stream then has no drafts any more."""
+        sooner; the stream then has no drafts any more."""
         if self._another is None:
             self._another = self._start_another()
         if not self._another.done() or self._another.cancelled():
@@ -160,7 +148,6 @@ class GrammarConstraint:
         self._mask, self._forced = None, forced
 
     def restart(self) -> None:
-        """Takes back everything: the next text is another one of the grammar."""
         self._matcher.reset()
         self._token_ids = []
         self._mask, self._forced = None, NOT_FORCED
@@ -172,7 +159,6 @@ class GrammarConstraint:
         self._num_common = 0
 
     def begin_with(self, token_ids: Sequence[int]) -> bool:
-        """Accepts the first tokens; False, and nothing is accepted, where they are not allowed."""
         if self._matcher.validate_tokens([*token_ids]) < len(token_ids):
             return False
         for token_id in token_ids:
@@ -181,14 +167,10 @@ class GrammarConstraint:
 
 
 class ConstraintCompiler:
-    """Compiles constraints over a tokenizer.json.
-
-    Args:
-        vocab_size: of the model, which may exceed the tokenizer's.
-        eos_token_ids: allowed where a text is complete.
-        threads: None: of its own. The matchers of one grammar, such as those of a request's
-            samples, are made one after the other, so that no request has all threads.
-    """
+    """Over a tokenizer.json. `vocab_size`: of the model, which may exceed the tokenizer's;
+    `eos_token_ids`: allowed where a text is complete; `threads` None: of its own. The matchers of
+    one grammar, such as those of a request's samples, are made one after the other, so that no
+    request has all threads."""
 
     def __init__(
         self,
@@ -207,10 +189,8 @@ class ConstraintCompiler:
         self._threads = threads or CompileThreads()
 
     def start_loading(self) -> None:
-        """Makes the token table on a thread; otherwise the first constraint waits for it.
-
-        That holds the GIL: for 0.1 s with a small vocabulary, for seconds with a large one.
-        """
+        """Makes the token table on a thread; otherwise the first constraint waits for it. That
+        holds the GIL: for 0.1 s with a small vocabulary, for seconds with a large one."""
         self._threads.submit(0, self._load)
 
     def has_loaded(self) -> bool:
@@ -235,7 +215,6 @@ class ConstraintCompiler:
         return self._threads.submit(len(grammar), work, grammar)
 
     def _bounded(self, spec: ConstraintSpec, inner: Constraint | None) -> Constraint | None:
-        """Within the bound of thinking, if there is one."""
         if spec.thinking is None:
             return inner
         return ThinkingConstraint(spec.thinking, self._vocab_size, inner)
@@ -266,7 +245,6 @@ class ConstraintCompiler:
         return None if made.has_failed else made
 
     def _load(self) -> "LLTokenizer | None":
-        """The token table; None if the library cannot use the tokenizer."""
         with self._loading:
             if self._tokens is None and not self._has_failed:
                 try:
@@ -291,7 +269,6 @@ class ConstraintCompiler:
 
 
 def _num_ids(described: dict[str, Any]) -> int:
-    """One more than the largest id of a tokenizer.json."""
     vocab: Any = described.get("model", {}).get("vocab", {})
     ids = cast(Iterable[int], vocab.values() if isinstance(vocab, dict) else range(len(vocab)))
     added = (each["id"] for each in described.get("added_tokens") or ())

@@ -1,7 +1,7 @@
-"""`StructuredOutput` becomes the text of a grammar, as llguidance reads it.
+"""`StructuredOutput` becomes the text of a grammar, as llguidance reads it; owns the notations and
+bounds.
 
-Owns the notations that are accepted, and the bounds of grammars. Knows no tokens. Invariant: a
-grammar that passes `grammar_check` enforces everything that was asked for.
+Invariant: a grammar that passes `grammar_check` enforces everything that was asked for.
 """
 
 import hashlib
@@ -22,15 +22,10 @@ GrammarCheck = Callable[[str], str | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FormChecks:
-    """What checks the forms of requests.
-
-    Args:
-        start: makes the check of one request's grammars, which may have a bound on their time
-            together.
-        is_valid: whether a text, the first argument, is JSON of a schema.
-        is_inline: answers are checked where their outputs are made; otherwise whoever reads them
-            checks them, on a thread.
-    """
+    """`start`: makes the check of one request's grammars, which may have a bound on their time
+    together; `is_valid`: whether a text, the first argument, is JSON of a schema; `is_inline`:
+    answers are checked where their outputs are made; otherwise whoever reads them checks them, on a
+    thread."""
 
     start: Callable[[], GrammarCheck]
     is_valid: Callable[[str, str], bool]
@@ -110,7 +105,6 @@ def refused(problem: str) -> InvalidRequestError:
 
 
 def _as_lark(grammar: str) -> str:
-    """A grammar in Lark's notation; one in GBNF is converted."""
     if "::=" not in grammar:
         return grammar
     from llguidance.gbnf_to_lark import gbnf_to_lark

@@ -1,9 +1,7 @@
-"""`check_grammar`: whether a grammar can be followed, and what is wrong with it.
-
-Owns the messages about grammars. Knows no tokenizer: a trial over single bytes shows whether
-compiling a grammar and following it for some way stays within `LIMITS`. Invariant: a grammar
-without a problem enforces everything that was asked for; a keyword that cannot be enforced is
-refused by its name, never left out.
+"""`check_grammar`: whether a grammar can be followed, and what is wrong with it: a trial over
+single bytes shows whether it stays within `LIMITS`. Invariant: a grammar without a problem enforces
+everything that was asked for; a keyword that cannot be enforced is refused by its name, never left
+out.
 """
 
 import json
@@ -54,10 +52,7 @@ ADVICE = "use fewer alternatives, optional properties and counted repetitions"
 
 @lru_cache(maxsize=MAX_CACHED)
 def check_grammar(grammar: str) -> str | None:
-    """A `GrammarCheck` in this process. Its time and memory are bounded only by `LIMITS`.
-
-    The newest results are kept, which follow from the grammar alone.
-    """
+    """A `GrammarCheck` in this process, bounded only by `LIMITS`; the newest results are kept."""
     from llguidance import LLMatcher, LLParserLimits
 
     is_error, messages = LLMatcher.validate_grammar_with_warnings(
@@ -101,7 +96,6 @@ def described(message: str) -> str:
 
 
 def _try(grammar: str) -> str | None:
-    """Follows a grammar over bytes for some way; what is wrong with it."""
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
     matcher = LLMatcher(

@@ -1,9 +1,7 @@
-"""`GrammarWorker`: checks grammars in processes of their own, which can be killed.
-
-Owns those processes, the bounds on their processor time and memory, and the results, cached by the
-grammar's bytes. A hostile grammar costs a process, not the server. Invariant: the grammars of one
-request take at most `cpu_s` of processor time together. That does not depend on what else the
-machine does, so what is refused is refused always, and what is not found out is not kept.
+"""`GrammarWorker`: checks grammars in processes, which can be killed. Invariant: the grammars of
+one request take at most `cpu_s` of processor time together. That does not depend on the machine's
+load, so what is refused is refused always; results are cached by the grammar's bytes, timeouts are
+not.
 """
 
 import heapq
@@ -61,14 +59,10 @@ class OutOfMemoryError(Exception):
 
 
 class GrammarWorker:
-    """Thread-safe. Processes start with the first check and end when this object does.
-
-    Args:
-        cpu_s: of the grammars of a request together.
-        quick_cpu_s: of a first attempt.
-        wall_s: of one check, its wait included.
-        lanes: those of first attempts and of further ones; None: of this machine's processes.
-    """
+    """Thread-safe. Processes start with the first check and end with this object. `cpu_s`: of the
+    grammars of a request together; `quick_cpu_s`: of a first attempt; `wall_s`: of one check, its
+    wait included; `lanes`: those of first attempts and of further ones; None: of this machine's
+    processes."""
 
     def __init__(
         self,
@@ -86,11 +80,9 @@ class GrammarWorker:
         self._found: OrderedDict[str, Checked] = OrderedDict()
 
     def start_checks(self) -> GrammarCheck:
-        """The check of one request's grammars, which have `cpu_s` together.
-
-        A grammar that is known counts with the time that it took when it was checked, so that a
-        request is refused or not, whatever came before it.
-        """
+        """The check of one request's grammars, which have `cpu_s` together. A grammar that is known
+        counts with the time that it took when it was checked, so that refusals do not depend on
+        earlier requests."""
         left_s = self._cpu_s
 
         def check(grammar: str) -> str | None:
@@ -109,7 +101,6 @@ class GrammarWorker:
         return check
 
     def check(self, grammar: str) -> str | None:
-        """Of a request with one grammar."""
         return self.start_checks()(grammar)
 
     def is_valid(self, text: str, schema: str) -> bool:
@@ -121,7 +112,6 @@ class GrammarWorker:
             return False
 
     def close(self) -> None:
-        """Ends the processes."""
         for lane in (self._quick, self._slow):
             lane.close()
 
@@ -264,10 +254,8 @@ _DIED_OF_ITSELF = frozenset({1, -signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS
 
 
 def _start() -> "subprocess.Popen[bytes]":
-    """A process that has begun to read. Raises EOFError if it does not, OSError if none can start.
-
-    None is left running where this raises.
-    """
+    """A process that has begun to read; none is left running where this raises: EOFError if it does
+    not, OSError if none can start."""
     process = subprocess.Popen(
         [sys.executable, "-m", "cadenza.text.schemas.grammar_worker"],
         stdin=subprocess.PIPE,
@@ -334,7 +322,6 @@ def _serve() -> None:
 
 
 def _done(payload: bytes) -> tuple[object, float] | None:
-    """The result of a job, and its processor time; None without memory for it."""
     job: Job = json.loads(payload)
     since_s = time.process_time()
     signal.setitimer(signal.ITIMER_PROF, max(job["cpu_s"], 1e-3))

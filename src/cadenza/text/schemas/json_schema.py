@@ -1,8 +1,6 @@
-"""`compile_schema`: a JSON Schema, given as text, becomes a grammar.
-
-Owns the bounds of schemas, what of one is not followed, and which of two compilers reads it: our
-own, or the grammar library's for rare combinations. Knows no tokens. Invariant: a grammar allows no
-text that the schema does not, but for the keywords that it names as unenforced.
+"""`compile_schema`: a JSON Schema, given as text, becomes a grammar, by our own compiler or, for
+rare combinations, the grammar library's. Invariant: a grammar allows no text that the schema does
+not, but for the keywords that it names as unenforced.
 """
 
 import json
@@ -51,13 +49,8 @@ _Schema = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JsonGrammar:
-    """A grammar of JSON.
-
-    Args:
-        text: as the grammar library reads it.
-        unenforced: keywords of the schema that the grammar does not hold.
-        annotations: formats that are not followed.
-    """
+    """`text`: as the grammar library reads it; `unenforced`: keywords that it does not hold;
+    `annotations`: formats that are not followed."""
 
     text: str
     unenforced: tuple[str, ...] = ()
@@ -65,11 +58,8 @@ class JsonGrammar:
 
 
 def compile_schema(text: str, style: JsonStyle, *, is_strict: bool) -> JsonGrammar:
-    """The grammar of a schema, given as JSON. Raises InvalidRequestError.
-
-    Args:
-        is_strict: refuse a keyword that the grammar does not hold.
-    """
+    """The grammar of a schema, given as JSON; `is_strict`: refuse a keyword that it does not hold.
+    Raises InvalidRequestError."""
     schema = parse_schema(text)
     unenforced: dict[str, None] = {}
     annotations: dict[str, None] = {}
@@ -87,7 +77,6 @@ def compile_schema(text: str, style: JsonStyle, *, is_strict: bool) -> JsonGramm
 
 
 def parse_schema(text: str) -> _Schema | bool:
-    """A schema, given as JSON. Raises InvalidRequestError."""
     try:
         parsed: object = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
@@ -114,7 +103,6 @@ def _check_bounds(schema: _Schema) -> None:
 
 
 def _prepare(schema: _Schema, unenforced: dict[str, None], annotations: dict[str, None]) -> None:
-    """Takes out of one schema what is not followed, and narrows its format."""
     for name in UNENFORCEABLE:
         if name in schema:
             del schema[name]
@@ -151,10 +139,8 @@ def _compiled(schema: _Schema | bool, style: JsonStyle, unenforced: dict[str, No
 
 
 def _bounded(schema: _Schema | bool, style: JsonStyle, make: Callable[[], SchemaGrammar]) -> str:
-    """The grammar, in which references are not without end within themselves.
-
-    They may be where the rules of two levels would be too many, or where no text has so few levels.
-    """
+    """The grammar, with bounded levels of references within themselves. They are unbounded where
+    the rules of two levels would be too many, or where no text has so few levels."""
     compiler = make()
     lark = compiler.compile(schema)
     if style.max_depth is None or not compiler.recursive:
@@ -173,10 +159,8 @@ def _impossible(error: UnsatisfiableError) -> str:
 
 
 def _by_the_library(schema: _Schema, style: JsonStyle, unenforced: dict[str, None]) -> str:
-    """The grammar of a schema that is combined in a way that `SchemaGrammar` does not resolve.
-
-    Blanks stand behind commas and colons only, and nothing is bounded that the schema does not.
-    """
+    """For a schema whose combinations `SchemaGrammar` does not resolve. Blanks stand after commas
+    and colons only, and nothing is bounded that the schema does not bound."""
     overrides = library_options(style)
     for each in [*_subschemas(schema)]:
         for name in _FALLBACK_ONLY:
@@ -220,7 +204,6 @@ def _members(value: object) -> Iterator[object]:
 
 
 def _subschemas(schema: _Schema) -> Iterator[_Schema]:
-    """The schema, and all that it holds where a keyword takes one."""
     waiting: list[object] = [schema]
     while waiting:
         each = waiting.pop()
@@ -238,12 +221,8 @@ def _subschemas(schema: _Schema) -> Iterator[_Schema]:
 
 
 def _check_references(root: _Schema, schema: _Schema, ending: set[str]) -> None:
-    """Raises for a reference that leads back to itself with nothing between.
-
-    Args:
-        ending: the references that are known to end; those found here are added, so that each of
-            a schema is resolved once.
-    """
+    """Raises for a reference that leads back to itself with nothing between. `ending`: the
+    references that are known to end; those found here are added, so that each is resolved once."""
     names: dict[str, None] = {}
     while isinstance(name := schema.get("$ref"), str) and name not in ending:
         if name in names:

@@ -24,7 +24,6 @@ class LarkRules:
         return self._named("r", body)
 
     def new_rule(self) -> str:
-        """A rule whose body is set later."""
         name = f"r{len(self.bodies)}"
         self.bodies[name] = ""
         return name

@@ -1,9 +1,7 @@
-"""`is_valid`: whether a text is JSON of a schema, all of whose keywords count.
-
-For answers whose grammar does not hold every keyword. Knows no grammar. Its time has no bound,
-since patterns are the client's: it runs in a process that can be killed. A format is an
-annotation, as draft 2020-12 has it. Invariant: what cannot be decided, such as a reference to
-elsewhere, is not valid.
+"""`is_valid`: whether a text is JSON of a schema, all of whose keywords count but formats
+(annotations, as in draft 2020-12). Patterns are the client's, so its time has no bound: it runs in
+a process that can be killed. Invariant: what cannot be decided, such as a reference to elsewhere,
+is not valid.
 """
 
 import json
@@ -42,7 +40,6 @@ class _Seen:
 
 
 def is_valid(text: str, schema: str) -> bool:
-    """Whether a text is JSON of a schema, which is given as text."""
     try:
         value, root = json.loads(text), parse_schema(schema)
         return _Validator(root).evaluate(value, root) is not None
@@ -59,8 +56,6 @@ grammar's compiler does not read all of them."""
 
 
 class _Validator:
-    """Evaluates values by the schemas within one."""
-
     def __init__(self, root: Schema | bool) -> None:
         self._root = root
 
@@ -88,7 +83,6 @@ class _Validator:
         return found is not None
 
     def _has_form(self, value: Any, schema: Schema, seen: _Seen) -> bool:
-        """What a value is by itself."""
         del seen
         if "type" in schema and not is_of_type(value, types_of(schema)):
             return False
@@ -186,7 +180,6 @@ class _Validator:
         )
 
     def _has_no_others(self, value: Any, schema: Schema, seen: _Seen) -> bool:
-        """Of what no other keyword has looked at."""
         if isinstance(value, dict) and "unevaluatedProperties" in schema:
             members = cast(Schema, value)
             rest = [name for name in members if name not in seen.names]

@@ -1,8 +1,6 @@
-"""`SchemaGrammar`: a JSON Schema becomes a grammar in Lark's notation.
-
-Owns where blanks may stand, how long texts and lists may get where the schema does not say, and how
-deep free JSON and what refers to itself. Knows no tokens. Invariant: each text of the grammar is
-JSON that satisfies what of the schema was not left out.
+"""`SchemaGrammar`: a JSON Schema becomes a grammar in Lark's notation; owns where blanks may stand,
+and the bounds of lengths and depths where the schema has none. Invariant: each text of the grammar
+is JSON that satisfies what of the schema was not left out.
 """
 
 import json
@@ -84,12 +82,8 @@ def library_options(style: JsonStyle) -> dict[str, object]:
 
 
 class SchemaGrammar:
-    """Compiles one schema.
-
-    Args:
-        resolve: the schema that a reference names. Raises UnsupportedSchemaError.
-        leave_out: called with the name of a keyword that is not followed.
-    """
+    """Compiles one schema. `resolve`: the schema that a reference names; it raises
+    UnsupportedSchemaError; `leave_out`: called with the name of a keyword that is not followed."""
 
     def __init__(
         self,
@@ -135,15 +129,10 @@ class SchemaGrammar:
         return self._lark.text_from(self._value(schema))
 
     def compile_levels(self, schema: object, recursive: Schema, most_levels: int) -> str:
-        """As `compile`, with at most so many levels of a reference within itself.
-
-        Each level has rules of its own, and on the last one what refers to itself once more is
-        left out as if it were false. The last level is compiled first, so that levels are not
-        nested in each other here.
-
-        Args:
-            recursive: such references, as another `SchemaGrammar` has found them.
-        """
+        """As `compile`, with at most `most_levels` of each reference of `recursive` within itself.
+        Each level has rules of its own, and on the last one what refers to itself once more is left
+        out as if it were false. The last level is compiled first, so that levels are not nested in
+        each other here."""
         self._most_levels = most_levels
         self._given |= recursive
         for self._level in reversed(range(1, most_levels)):
@@ -192,7 +181,6 @@ class SchemaGrammar:
             self._num_frames -= num_frames
 
     def _bodies(self, each: Schema) -> Iterable[str]:
-        """What an alternative may be, as bodies of rules."""
         if not each:
             return [self._any()]
         if "$ref" in each:
@@ -281,7 +269,6 @@ class SchemaGrammar:
         return found
 
     def _literal(self, value: object) -> str:
-        """Of one value, with blanks as elsewhere."""
         if isinstance(value, list):
             items = [self._literal(each) for each in cast(list[object], value)]
             return f"LIST {' COMMA '.join(items)} END" if items else "NONE"
@@ -292,7 +279,6 @@ class SchemaGrammar:
         return self._lark.terminal(_quoted(_json(value)))
 
     def _name(self, name: str) -> str:
-        """A member's name, with what separates it from its value."""
         return self._lark.terminal(f"{_quoted(_json(name))} COLON")
 
     def _number(self, schema: Schema, *, is_integer: bool) -> str:
@@ -315,7 +301,6 @@ class SchemaGrammar:
         return self._library({"type": "integer" if is_integer else "number", **given})
 
     def _library(self, schema: Schema) -> str:
-        """As the grammar library reads a schema of numbers or texts."""
         options = {"whitespace_flexible": False}
         return self._lark.rule(f"%json {json.dumps({**schema, 'x-guidance': options})}")
 
@@ -339,7 +324,6 @@ class SchemaGrammar:
         return self._library({**given, "allOf": conditions})
 
     def _any(self, depth: int = 0) -> str:
-        """Any JSON; less and less deep where answers are bounded."""
         most = self._style.max_depth
         if most is None:
             depth = 0
@@ -364,7 +348,6 @@ class SchemaGrammar:
         return None if most is None else max(most, least)
 
     def _repeated(self, item: str, least: int, most: int | None) -> str:
-        """A list of items that are alike."""
         if most == 0:
             return self._lark.rule("NONE")
         more = _times(f"COMMA {item}", max(least - 1, 0), None if most is None else most - 1)
@@ -410,7 +393,6 @@ class SchemaGrammar:
         return self._lark.rule(body if least else f"NONE | {body}")
 
     def _unique(self, schema: Schema, least: int, most: int | None) -> str | None:
-        """A list without repetition; None where its items' values are not few."""
         values = self._values(schema.get("items", True))
         if values is None or len(values) > MAX_UNIQUE:
             return None
@@ -432,7 +414,6 @@ class SchemaGrammar:
         return self._lark.rule(body if least else f"NONE | {body}")
 
     def _values(self, schema: object) -> list[object] | None:
-        """All values of a schema, where they are few."""
         found: list[object] = []
         for each in self._merger.resolved(schema):
             values = few_values(each)
@@ -465,7 +446,6 @@ class SchemaGrammar:
     def _counted(
         self, schema: Schema, members: Sequence[tuple[str, bool]], extra: str | None
     ) -> str:
-        """An object of as many members as may be."""
         least, most = schema.get("minProperties", 0), schema.get("maxProperties")
         count, num_required = len(members), sum(is_required for _, is_required in members)
         few = max(least - num_required, 0)
@@ -530,7 +510,6 @@ class SchemaGrammar:
         return f"{self._string({**schema, 'type': 'string'})} COLON"
 
     def _key(self, taken: Iterable[str]) -> str:
-        """Any name but those that are taken."""
         count = _count(0, self._style.max_string)
         body = rf'/"{_KEY_CHAR}{count}"/'
         excluded = " | ".join(_quoted(_json(name)) for name in taken)
@@ -545,7 +524,6 @@ class SchemaGrammar:
         *,
         is_filled: bool = False,
     ) -> str:
-        """An object of members in their order, each required or not, and of others behind."""
         tail = first_extra = ""
         if extra is not None and extra[2] != 0:
             member, least, most = extra
@@ -575,7 +553,6 @@ def _longest_count(patterns: Iterable[str]) -> int:
 
 
 def _count(least: int, most: int | None) -> str:
-    """How often something stands, as expressions and rules say it."""
     if most is None or most >= _MAX_COUNT:
         return f"{{{least},}}" if least else "*"
     return f"{{{least},{most}}}"
@@ -586,10 +563,8 @@ def _times(part: str, least: int, most: int | None) -> str:
 
 
 def _json(value: object) -> str:
-    """With the spellings of `_CHAR`."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", r"\u007f")
 
 
 def _quoted(text: str) -> str:
-    """A text as a literal in Lark's notation."""
     return json.dumps(text, ensure_ascii=False)

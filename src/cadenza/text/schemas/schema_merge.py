@@ -1,8 +1,6 @@
-"""`SchemaMerger`: a JSON Schema as alternatives without references and combinations.
-
-Owns how `allOf`, `anyOf`, `oneOf` and `$ref` are resolved with what stands beside them. Knows no
-grammar. Invariant: the alternatives together allow what the schema allows, or less where its
-`oneOf` and `unevaluatedProperties` are read as their branches say.
+"""`SchemaMerger`: a JSON Schema as alternatives without references and combinations. Invariant:
+together they allow what the schema allows, or less where its `oneOf` and `unevaluatedProperties`
+are read as their branches say.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -52,13 +50,9 @@ class UnsupportedSchemaError(Exception):
 
 
 class SchemaMerger:
-    """Resolves within one schema.
-
-    Args:
-        resolve: the schema that a reference names. Raises UnsupportedSchemaError.
-        leave_out: called with the name of a keyword that is not followed.
-        ignores_siblings: of a `$ref`, as in drafts before 2019-09.
-    """
+    """Resolves within one schema. `resolve`: the schema that a reference names; it raises
+    UnsupportedSchemaError; `leave_out`: called with the name of a keyword that is not followed;
+    `ignores_siblings`: of a `$ref`, as in drafts before 2019-09."""
 
     def __init__(
         self,
@@ -99,7 +93,6 @@ class SchemaMerger:
         return found if rest is True else [*self._closed(found, rest, depth)]
 
     def _closed(self, found: list[Schema], rest: object, depth: int) -> Iterator[Schema]:
-        """With what a schema says about the properties that none of its parts names."""
         for each in found:
             for one in self._of(each, depth):
                 if "unevaluatedProperties" in one:
@@ -117,7 +110,6 @@ class SchemaMerger:
         return self.resolved(self._resolve(reference["$ref"]), depth + 1)
 
     def _groups(self, schema: Schema, depth: int) -> Iterator[list[Schema]]:
-        """Of each combination, what it is any of."""
         if "$ref" in schema:
             if not isinstance(schema["$ref"], str):
                 raise UnsupportedSchemaError
@@ -158,7 +150,6 @@ class SchemaMerger:
         return self._dereferenced(schema, depth) if "$ref" in schema else [schema]
 
     def _merged(self, first: Schema, second: Schema) -> list[Schema]:
-        """One alternative, or none where nothing satisfies both."""
         self.spend(_size(first) + _size(second))
         self.spend(len(first.get("enum", ())) * len(second.get("enum", ())))
         try:
@@ -235,7 +226,6 @@ def types_of(schema: Schema) -> set[str]:
 
 
 def type_of(value: object) -> str:
-    """The narrowest type of a JSON value."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -268,7 +258,6 @@ def equal(first: object, second: object) -> bool:
 
 
 def merged(first: Schema, second: Schema) -> Schema:
-    """What satisfies both of two alternatives without references."""
     if "unevaluatedProperties" in first or "unevaluatedProperties" in second:
         raise UnsupportedSchemaError
     found = {**first, **second}
@@ -335,7 +324,6 @@ def _common(first: list[Any], second: list[Any]) -> list[Any]:
 
 
 def _size(schema: Schema) -> int:
-    """Of what a merge copies."""
     members = ("properties", "patternProperties", "required", "pattern")
     return len(schema) + sum(len(schema.get(name, ())) for name in members)
 

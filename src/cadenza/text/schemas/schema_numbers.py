@@ -1,7 +1,6 @@
-"""Numbers of a JSON Schema as terminals in Lark's notation.
-
-Owns how many digits a number may have: without a bound a model may write digits for ever. Knows no
-other type. Invariant: each text that a terminal matches is a number within the schema's bounds.
+"""Numbers of a JSON Schema as terminals in Lark's notation; without a bound a model may write
+digits for ever. Invariant: each text that a terminal matches is a number within the schema's
+bounds.
 """
 
 import math
@@ -86,14 +85,13 @@ def _has_integer(low: Decimal, high: Decimal, is_low_open: bool, is_high_open: b
 
 
 def _digits(number: Decimal) -> tuple[str, str]:
-    """Of the absolute value: those before the point, and those behind it up to the last that is
-    not 0."""
+    """Of the absolute value: those before the point, and those after it up to the last that is not
+    0."""
     whole, _, fraction = f"{abs(number):f}".partition(".")
     return whole.lstrip("0") or "0", fraction.rstrip("0")
 
 
 def _at_least(bound: Decimal, is_open: bool) -> str:
-    """An expression for numbers of any sign from a bound on."""
     if bound > 0 or (bound == 0 and is_open):
         return _above(bound, is_open)
     if bound == 0:
@@ -108,7 +106,6 @@ def _at_most(bound: Decimal, is_open: bool) -> str:
 
 
 def _above(bound: Decimal, is_open: bool) -> str:
-    """Absolute values that are larger than a bound's, or equal."""
     whole, fraction = _digits(bound)
     larger = [rf"[1-9][0-9]{{{len(whole)},}}(\.[0-9]+)?"]
     for place, digit in enumerate(whole):
@@ -129,7 +126,6 @@ def _above(bound: Decimal, is_open: bool) -> str:
 
 
 def _below(bound: Decimal, is_open: bool) -> str:
-    """Absolute values that are smaller than a bound's, or equal."""
     whole, fraction = _digits(bound)
     smaller: list[str] = []
     if len(whole) > 1:

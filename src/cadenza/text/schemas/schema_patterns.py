@@ -1,8 +1,6 @@
 """`narrow_texts`: patterns and formats of one schema, as a grammar can hold them.
 
-Owns which formats are followed, what they must match beside the library's own expressions, and
-which patterns that look around are replaced by equal ones. Invariant: no replacement allows a text
-that its pattern does not.
+Invariant: no replacement allows a text that its pattern does not.
 """
 
 import re

@@ -42,7 +42,6 @@ def satisfies_bounds(value: object, schema: Schema) -> bool:
 
 
 def few_values(schema: Schema) -> list[object] | None:
-    """All values of an alternative without references; None where they are not few."""
     if "enum" in schema:
         return [each for each in schema["enum"] if is_of_type(each, types_of(schema))]
     types = types_of(schema)

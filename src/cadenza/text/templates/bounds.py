@@ -1,8 +1,5 @@
-"""Limits on the time and memory of a template's rendering: `Budget` and the size checks.
-
-Owns the limits and the computation of a result's size before the result is built. Knows no Jinja
-syntax. Invariant: a check passes only if its operation yields at most `MAX_CHARS` characters or
-`MAX_ITEMS` items.
+"""Limits on the time and memory of a template's rendering: `Budget` and the size checks. Invariant:
+a check passes only if its operation yields at most `MAX_CHARS` characters or `MAX_ITEMS` items.
 """
 
 import re
@@ -29,11 +26,8 @@ class BoundExceededError(Exception):
 
 @dataclass(slots=True, eq=False)
 class Budget:
-    """Time, steps and characters used by one rendering.
-
-    `clock` and `deadline` are in seconds of the thread's processor time, so that what is refused
-    does not depend on what else the machine does.
-    """
+    """Time, steps and characters used by one rendering. `clock` and `deadline`: seconds of the
+    thread's processor time, so that refusals do not depend on what else the machine does."""
 
     clock: Callable[[], float]
     deadline: float
@@ -49,10 +43,8 @@ class Budget:
             raise BoundExceededError(f"over {MAX_SECONDS:g} seconds of processor time")
 
     def charge(self, result: object) -> None:
-        """Adds a result's size in characters: a string's length, 8 for each item of a list.
-
-        Raises BoundExceededError.
-        """
+        """Adds a result's characters: a string's length, 8 for each item of a list. Raises
+        BoundExceededError."""
         if isinstance(result, str):
             self.num_chars += len(result)
         elif isinstance(result, list):
@@ -71,10 +63,8 @@ def check_chars(num_chars: int) -> None:
 
 
 def measure(value: object) -> int:
-    """An upper bound of `len(str(value))` for JSON types, computed without building the string.
-
-    Needed because a list that holds another list many times is small in memory but large as text.
-    Raises BoundExceededError.
+    """An upper bound of `len(str(value))` for JSON types, without building the string: a list that
+    holds another list many times is small in memory but large as text. Raises BoundExceededError.
     """
     num_chars = 0
     pending = [value]

@@ -1,8 +1,6 @@
-"""Chat messages to prompt text: `ChatTemplate`.
-
-Owns a template's inputs: plain data and the special tokens. Knows no token ids. Invariant: a
-checkpoint's template can neither access nor change anything outside its rendering, and uses bounded
-time and memory (see `text.templates.sandbox`).
+"""`ChatTemplate`: chat messages to prompt text. Invariant: a checkpoint's template can neither
+access nor change anything outside its rendering, and uses bounded time and memory
+(`text.templates.sandbox`).
 """
 
 import secrets
@@ -195,7 +193,6 @@ class _OpenEnding:
     __slots__ = ("_last_text", "_mark")
 
     def __init__(self, message: dict[str, object]) -> None:
-        """Appends the marker to `message`'s text, which is its content or a part of it."""
         self._mark = f"end of the last message {secrets.token_hex(16)} "
         content = message.get("content")
         parts = cast(list[object], content) if isinstance(content, list) else []

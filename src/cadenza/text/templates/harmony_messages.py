@@ -1,10 +1,6 @@
-"""Conversations in the form that gpt-oss's chat template has room for.
-
-That template renders one call of a message, only the first system text, and either the text or the
-reasoning beside a call; it passes over the others, or refuses them, as it does a text with headers
-of messages, which an earlier server left there. Owns what is changed so that all of a conversation
-is rendered. Knows no template. Invariant: no text and no call is lost, and the form of a
-conversation begins with that of each of its earlier turns.
+"""Conversations as gpt-oss's chat template can render them: it takes one call of a message, the
+first system text only, and the text or the reasoning beside a call. Invariant: no text and no call
+is lost, and the form of a conversation begins with that of each of its earlier turns.
 """
 
 import json
@@ -28,9 +24,9 @@ _PLAN = PartPlan(reasoning=REASONING_FORMATS["harmony"], tools=HARMONY)
 
 
 def harmony_messages(given: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Each call is a message of its own, with its result behind it; the text of a turn with calls
-    follows its reasoning; a later system text stands in its place in a user's turn, and so does a
-    result without a call before it."""
+    """Each call is a message of its own, with its result after it; the text of a turn with calls
+    follows its reasoning; a later system text, or a result without a call before it, stands in a
+    user's turn."""
     placed = systems_in_turns([dict(message) for message in given], into_results=False)
     found: list[Message] = []
     place, has_called = 0, False
@@ -53,8 +49,8 @@ def harmony_messages(given: Sequence[Mapping[str, Any]]) -> list[Message]:
 
 
 def _without_headers(message: Message) -> Message:
-    """An assistant's message whose texts have headers, as what these say: its reasoning, its text
-    and its calls."""
+    """An assistant's texts with headers, which an earlier server left there, as reasoning, text and
+    calls."""
     if message.get("role") != "assistant":
         return message
     found = {**message}
@@ -84,7 +80,6 @@ def _has_header(text: object) -> bool:
 
 
 def _parts(text: str) -> Sequence[OutputPart]:
-    """Those of a text, in which a message begins at each header."""
     parser = HarmonyParser(_PLAN)
     whole = _HEADER.sub(rf"{END}{ASSISTANT}\1", text) + END
     return [part for part in (*parser.push(whole), *parser.flush()) if part.text.strip()]
@@ -96,7 +91,6 @@ def _without_calls(message: Message) -> Message:
 
 
 def _told(result: Message) -> Message:
-    """A result as the user tells it."""
     name, text = result.get("name"), result.get("content") or ""
     told = f"Result of {name}: " if isinstance(name, str) and name else "Result: "
     return {"role": "user", "content": told + text if isinstance(text, str) else text}
@@ -115,7 +109,7 @@ def _described(tool: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _with_thought(message: Message) -> Message:
-    """The message with its text behind its reasoning, where it has both."""
+    """The message with its text after its reasoning, where it has both."""
     key = next((key for key in _REASONING if message.get(key)), None)
     text = message.get("content")
     if key is None or not isinstance(text, str) or not text.strip():
@@ -124,8 +118,8 @@ def _with_thought(message: Message) -> Message:
 
 
 def _one_by_one(message: Message, calls: list[Any], results: list[Message]) -> Iterator[Message]:
-    """A message for each call, and what belongs to it behind it; results that name no call follow
-    in their order."""
+    """A message for each call, then what belongs to it; results that name no call follow in their
+    order."""
     left = [*results]
     own = {key: value for key, value in message.items() if key not in ("content", *_REASONING)}
     for place, call in enumerate(calls):
@@ -138,7 +132,6 @@ def _one_by_one(message: Message, calls: list[Any], results: list[Message]) -> I
 
 
 def _result_of(call: Any, results: list[Message]) -> Message | None:
-    """By its id; else the first one without an id."""
     given = cast(Mapping[str, Any], call).get("id") if isinstance(call, Mapping) else None
     named = (each for each in results if given and each.get("tool_call_id") == given)
     unnamed = (each for each in results if not each.get("tool_call_id"))

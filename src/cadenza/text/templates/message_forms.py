@@ -1,7 +1,4 @@
 """Further forms of a conversation, for chat templates that refuse the one that was given.
-
-Owns what may be changed so that a template takes a conversation: where system texts stand, turns of
-one role that follow each other, and arguments of calls that are no objects. Knows no template.
 Invariant: no text is lost or moved over another turn, and the form of a conversation begins with
 that of each of its earlier turns, so that a prefix cache finds them.
 """
@@ -83,8 +80,8 @@ def _changed_call(call: Any, change: Callable[[object], object]) -> Any:
 
 
 def systems_in_turns(given: list[Message], *, into_results: bool) -> list[Message]:
-    """Leading system messages are one; a later one stands in its place in the user's turn before
-    or behind it, else in the result of a call before it, or in a user's turn of its own."""
+    """Leading system messages are one; a later one stands in its place in the user's turn before or
+    after it, else in the result of a call before it, or in a user's turn of its own."""
     found: list[Message] = []
     pending: list[Message] = []
     for message in given:
@@ -108,7 +105,6 @@ def systems_in_turns(given: list[Message], *, into_results: bool) -> list[Messag
 
 
 def _joined(given: list[Message]) -> list[Message]:
-    """Neighbours of one role are one message, but for results of calls."""
     found: list[Message] = []
     for message in given:
         if message.get("role") == "tool":
@@ -137,7 +133,6 @@ def _merged(first: Message, second: Message) -> Message:
 
 
 def _both(first: Any, second: Any) -> Any:
-    """Two contents, each a text or a list of parts."""
     if not first or not second:
         return first or second or ""
     if isinstance(first, str) and isinstance(second, str):
@@ -160,7 +155,6 @@ def _user_first(given: list[Message]) -> list[Message]:
 
 
 def _without_system(given: list[Message]) -> list[Message]:
-    """The system text in front of the first text of the user."""
     if not given or given[0].get("role") != "system":
         return _user_first(given)
     system, (first, *rest) = given[0], _user_first(given[1:])

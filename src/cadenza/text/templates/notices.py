@@ -1,7 +1,5 @@
-"""`Notices`: log lines of which each is written once, however often its cause comes back.
-
-Owns what was written. Knows no request. Invariant: it writes a bounded number of lines, since
-clients choose what they are about.
+"""`Notices`: log lines of which each is written once, however often its cause comes back. Their
+number is bounded, since clients choose what they are about.
 """
 
 import logging
@@ -17,7 +15,6 @@ class Notices:
         self._written: set[str] = set()
 
     def tell(self, subject: str, message: str, *arguments: object) -> None:
-        """Logs the message, unless there was one about the subject."""
         if subject not in self._written and len(self._written) < MAX_NOTICES:
             self._written.add(subject)
             self._logger.info(message, *arguments)

@@ -1,12 +1,7 @@
-"""Rendering untrusted Jinja templates: `BoundedTemplate`.
-
-Owns the Jinja environment. Knows no messages. Invariant: every loop iteration, call and filter is
-counted against the rendering's budget, operations that can multiply their input have their result's
-size checked first (see `text.templates.bounds`), and only text of the template's source is
-marked (see `text.tokens.provenance`).
-
-The environment matches the one that transformers gives chat templates: an immutable sandbox, block
-trimming, loop controls, `tojson`, `strftime_now`, `raise_exception`, `generation` blocks.
+"""`BoundedTemplate`: renders untrusted Jinja as transformers does. Invariant: every loop iteration,
+call and filter is counted, operations that can multiply their input have their result's size
+checked first (`text.templates.bounds`), and only text of the template's source is marked
+(`text.tokens.provenance`).
 """
 
 import json
@@ -78,11 +73,7 @@ class _RefusedError(Exception):
 
 
 class BoundedTemplate:
-    """A compiled template.
-
-    Raises:
-        CheckpointError: the source is not a valid template.
-    """
+    """A compiled template. Raises CheckpointError where the source is not valid."""
 
     __slots__ = ("_clock", "_template", "variables")
 
@@ -161,7 +152,9 @@ def _template_error(reason: str) -> InvalidRequestError:
 
 
 class _BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, with calls counted and result sizes checked."""
+    """An immutable sandbox as transformers has it: block trimming, loop controls, `tojson`,
+    `strftime_now`, `raise_exception`, `generation` blocks; with calls counted and result sizes
+    checked."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
@@ -202,12 +195,9 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _Instrument(NodeTransformer):
-    """Wraps expressions in filters that count, measure or mark them.
-
-    Counted or measured are the operations that can be slow without a call: iterables of loops,
-    operands of `~`, text of set blocks, and operands of comparisons. String constants are marked as
-    the template's, except those that are subscripts.
-    """
+    """Counts or measures what can be slow without a call: iterables of loops, operands of `~`, text
+    of set blocks, operands of comparisons. Marks string constants, except subscripts, as the
+    template's."""
 
     def visit_Const(self, node: nodes.Const) -> nodes.Node:
         is_text = isinstance(node.value, str)
@@ -288,7 +278,6 @@ def _new_environment(now: Callable[[], datetime]) -> _BoundedEnvironment:
 
 
 def _bound_filter(name: str, filter: Filter) -> Filter:
-    """`filter` with its arguments checked, its call counted and its result charged."""
     wanted = getattr(getattr(filter, "jinja_pass_arg", None), "name", None)
 
     @jinja2.pass_context
@@ -329,7 +318,6 @@ def _check_filter(name: str, value: object, arguments: list[Any]) -> None:
 
 
 def _check_method(owner: str, name: str, arguments: list[Any]) -> None:
-    """Checks the result size of string methods that can multiply their input."""
     if name in _WIDTH_METHODS:
         check_widths(arguments)
         check_chars(len(owner) * 64)
@@ -374,7 +362,6 @@ def _as_marked(value: Any) -> Any:
 
 
 def _emit(value: Any) -> MarkedText:
-    """The text of a `{{ }}` expression, with only the marks that its value has."""
     if isinstance(value, MarkedText):
         return value
     return MarkedText(value if isinstance(value, str) else str(_measured(value)))

@@ -1,9 +1,6 @@
 """System prompts without the lines that agents change from call to call (`--stable-prompts`).
-
-Owns the table of these lines. What is removed or moved depends on the messages alone, so that equal
-conversations stay equal. Invariant: of the leading system messages nothing else is changed, and
-what is moved stands whole at the end of the newest user or tool message, where it costs no earlier
-message its place in the prefix cache; in a conversation without one nothing is moved.
+Invariant: it depends on the messages alone; leading system messages change in nothing else, and
+what is moved stands at the end of the newest user or tool message, or, without one, is not moved.
 """
 
 import re
@@ -68,7 +65,6 @@ def stable_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
 
 
 def _without(content: Any, patterns: Sequence[re.Pattern[str]], moved: list[str]) -> Any:
-    """A text, or each text among parts, without what the patterns match."""
     if isinstance(content, list):
         return [_part_without(part, patterns, moved) for part in cast(list[Any], content)]
     if not isinstance(content, str):
@@ -88,7 +84,6 @@ def _part_without(part: Any, patterns: Sequence[re.Pattern[str]], moved: list[st
 
 
 def _with(content: Any, text: str) -> Any:
-    """A message's content with a text behind it."""
     if isinstance(content, list):
         return [*cast(list[Any], content), {"type": "text", "text": f"\n\n{text}"}]
     return f"{content}\n\n{text}" if isinstance(content, str) and content else text

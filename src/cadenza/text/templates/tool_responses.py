@@ -1,8 +1,6 @@
-"""Results of calls in the message that made them, for chat templates that read them there only.
-
-The first templates of Gemma 4 render a message's `tool_responses`, and have no turn for the role
-`tool`. Knows no template. Invariant: no result is lost, and the form of a conversation begins with
-that of each of its earlier turns.
+"""Results of calls in the message that made them, as the first templates of Gemma 4 read them
+(`tool_responses`, no turn for the role `tool`). Invariant: no result is lost, and the form of a
+conversation begins with that of each of its earlier turns.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,8 +15,8 @@ def reads_responses_only(template: str) -> bool:
 
 
 def with_responses(given: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """A result behind a message with calls is in that message, under its function's name; one that
-    is behind another message stays as it is."""
+    """A result after a message with calls is in that message, under its function's name; one after
+    another message stays as it is."""
     found: list[Message] = []
     for message in given:
         last = found[-1] if found else {}
@@ -39,7 +37,6 @@ def _response(result: Mapping[str, Any], calls: object) -> dict[str, Any]:
 
 
 def _names(calls: object) -> Iterator[tuple[str, object]]:
-    """The ids of calls with the names of their functions."""
     for call in cast(Sequence[object], calls) if isinstance(calls, list) else ():
         if not isinstance(call, Mapping):
             continue

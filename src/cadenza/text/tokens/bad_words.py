@@ -1,7 +1,6 @@
-"""Token sequences of banned words: `bad_word_token_ids`.
-
-Knows no requests. Invariant: a word is banned both after a space and within a word, in its usual
-tokenization; other tokenizations of the same text are not banned.
+"""Token sequences of banned words: `bad_word_token_ids`. Invariant: a word is banned both after a
+space and within a word, in its usual tokenization; other tokenizations of the same text are not
+banned.
 """
 
 from collections.abc import Iterable
@@ -11,13 +10,9 @@ from cadenza.text.tokens.tokenizer import Tokenizer
 
 
 def bad_word_token_ids(tokenizer: Tokenizer, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
-    """The token sequences to ban: each word encoded alone and encoded after a space.
-
-    Sequences that end with another banned sequence are left out: they can never be completed.
-
-    Raises:
-        InvalidRequestError: a word encodes to no tokens.
-    """
+    """The token sequences to ban: each word encoded alone and after a space. Sequences that end
+    with another banned sequence are left out: they can never be completed. Raises
+    InvalidRequestError where a word encodes to no tokens."""
     found: dict[tuple[int, ...], None] = {}
     for word in words:
         bare = word.lstrip() or word

@@ -1,8 +1,5 @@
-"""Control tokens, and encoding user text that spells them as plain text.
-
-Owns which added tokens are control tokens (`ControlTokens`) and a copy of the tokenizer in which
-user text cannot spell them (`RenamedControls`). Knows no templates. Invariant: the copy gives text
-without control tokens the same ids as the original.
+"""`ControlTokens`: which added tokens are control tokens; `RenamedControls`: a tokenizer in which
+user text cannot spell them. Invariant: it gives text without control tokens the original's ids.
 """
 
 import json
@@ -23,15 +20,9 @@ _UNKNOWN = "\ufdd0"
 
 
 class ControlTokens:
-    """The special tokens, and all other added tokens that are not ordinary text.
-
-    An added token of only letters, digits and white space (runs of spaces, words of a language) is
-    ordinary text.
-
-    Attributes:
-        content_of: token id to the text of the token.
-        unknown_ids: the control tokens that the model emits for unknown characters.
-    """
+    """The special tokens, and all other added tokens but ordinary text: those of only letters,
+    digits and white space. `content_of`: token id to text; `unknown_ids`: those that the model
+    emits for unknown characters."""
 
     __slots__ = ("content_of", "unknown_ids")
 
@@ -65,10 +56,8 @@ class ControlTokens:
         )
 
     def positions(self, encoding: "Encoding") -> list[int]:
-        """Indices of the control tokens in an encoding that come from its text.
-
-        Excludes tokens that the tokenizer adds around the text and those for unknown characters.
-        """
+        """Indices of the control tokens in an encoding that come from its text: not those that the
+        tokenizer adds around the text and those for unknown characters."""
         ids = encoding.ids
         if self.content_of.keys().isdisjoint(ids):
             return []
@@ -82,7 +71,6 @@ class ControlTokens:
         ]
 
     def is_forged(self, encoding: "Encoding", text: MarkedText) -> bool:
-        """Whether the encoding has a control token that the template did not write."""
         plain = str.__str__(text)
         for place in self.positions(encoding):
             # A token may include the white space around it, which anyone may write. Offsets are
@@ -106,14 +94,10 @@ class ControlTokens:
 
 
 class RenamedControls:
-    """A copy of a tokenizer in which control tokens have unguessable names.
-
-    `rename` inserts those names where the template wrote the tokens. The copy encodes everything
-    else as text, including control tokens that a user spelled.
-
-    Raises:
-        InvalidRequestError: the control tokens cannot be renamed in this tokenizer.
-    """
+    """A copy of a tokenizer in which control tokens have unguessable names, which `rename` inserts
+    where the template wrote the tokens; everything else, such as a control token that a user
+    spelled, is encoded as text. Raises InvalidRequestError where they cannot be renamed in this
+    tokenizer."""
 
     __slots__ = ("_name_of", "_pattern", "_uncounted", "native")
 

@@ -1,10 +1,7 @@
-"""Incremental versions of the decoder steps of tokenizer.json.
-
-The library passes a list of tokens from step to step; `Fuse` and `ByteLevel` reduce it to a list of
-one token, the complete text. So each step has two versions: before that join it works on tokens
-(`TokenStage`), after it on successive parts of the text (`TextStage`). Knows no vocabularies or
-requests. Invariant: the concatenated output of a stage equals the output of the library's step for
-the complete input; output is final, and emitted as early as that allows.
+"""Incremental versions of tokenizer.json's decoder steps: on tokens (`TokenStage`) before `Fuse` or
+`ByteLevel` join them, and on parts of the text (`TextStage`) after. Invariant: a stage's joined
+output equals the library's for the complete input; output is final, and emitted as early as that
+allows.
 """
 
 import codecs
@@ -82,11 +79,8 @@ class EditTokens:
 
 
 class ByteFallbackTokens:
-    """Decodes runs of byte tokens such as <0xE2>.
-
-    The text of a run is emitted at its end, because one invalid byte turns every byte of the run
-    into U+FFFD.
-    """
+    """Decodes runs of byte tokens such as <0xE2>, at a run's end: one invalid byte turns all into
+    U+FFFD."""
 
     __slots__ = ("_run",)
 
@@ -119,10 +113,8 @@ class ByteFallbackTokens:
 
 
 class SuffixTokens:
-    """`BPEDecoder`: replaces the suffix by a space, and by nothing in the last token.
-
-    A token with the suffix is held until the next token arrives.
-    """
+    """`BPEDecoder`: replaces the suffix by a space, and by nothing in the last token, so a token
+    waits for the next."""
 
     __slots__ = ("_held", "_suffix")
 
@@ -176,7 +168,6 @@ class JoinBytes:
         return self._utf8.decode(data)
 
     def drop_incomplete(self) -> None:
-        """Drops the bytes of a character that is not complete."""
         self._utf8.reset()
 
     def flush(self) -> str:
@@ -233,10 +224,8 @@ class StripText:
 
 class ByteLevelText:
     """`ByteLevel` over the joined text: bytes only if every character is in the byte alphabet.
-
-    Leading printable ASCII reads the same either way and is emitted at once. The rest is held until
-    the first character outside the alphabet, or the end.
-    """
+    Leading printable ASCII reads the same either way and is emitted at once; the rest is held until
+    the first character outside the alphabet, or the end."""
 
     __slots__ = ("_drops", "_held", "_is_text")
 
@@ -258,7 +247,6 @@ class ByteLevelText:
         return text[:num_plain]
 
     def drop_incomplete(self) -> None:
-        """The end leaves the bytes of a character that is not complete out."""
         self._drops = True
 
     def flush(self) -> str:

@@ -1,8 +1,6 @@
-"""Incremental detokenization: `IncrementalDetokenizer`.
-
-Owns the translation of tokenizer.json's `decoder` into incremental stages. Knows no stop strings or
-requests. Invariant: for any tokens, the concatenated output equals `Tokenizer.decode` of all of
-them, and output is final. The work per token is independent of the stream's length.
+"""`IncrementalDetokenizer`, over incremental stages of tokenizer.json's `decoder`. Invariant: for
+any tokens, the joined output equals `Tokenizer.decode` of all of them, and output is final; the
+work per token is independent of the stream's length.
 """
 
 from collections.abc import Callable, Mapping
@@ -38,10 +36,8 @@ Step = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderPlan:
-    """A decoder's steps in order: edits of single tokens, stages over tokens, stages over the text.
-
-    The first text stage of a byte-level decoder is `JoinBytes`.
-    """
+    """A decoder's steps in order: edits of single tokens, stages over tokens, stages over the text,
+    of which the first of a byte-level decoder is `JoinBytes`."""
 
     edits: tuple[TokenEdit, ...] = ()
     token_stages: tuple[Callable[[], TokenStage], ...] = ()
@@ -49,16 +45,9 @@ class DecoderPlan:
 
 
 class IncrementalDetokenizer:
-    """Decodes one stream of tokens.
-
-    Args:
-        tokenizer: the stream's tokenizer.
-        skip_special_tokens: leave special tokens out of the text.
-        plan: `plan_decoder` of the tokenizer's decoder, to share between streams; None makes one.
-
-    Raises:
-        CheckpointError: the tokenizer's decoder has an unsupported step.
-    """
+    """Decodes one stream of tokens. `plan`: `plan_decoder` of the tokenizer's decoder, to share
+    between streams; None makes one. Raises CheckpointError where the decoder has an unsupported
+    step."""
 
     __slots__ = ("_edits", "_is_first", "_skipped", "_text_stages", "_token_stages", "_tokenizer")
 
@@ -94,10 +83,8 @@ class IncrementalDetokenizer:
         return self._join(tokens[0]) if len(tokens) == 1 else "".join(map(self._join, tokens))
 
     def drop_incomplete(self) -> None:
-        """Leaves the bytes of a character that is not complete out of the text.
-
-        For a stream that was cut: `flush` then gives no replacement for them.
-        """
+        """Leaves out the bytes of an incomplete character: for a stream that was cut, `flush` gives
+        no replacement for them."""
         for stage in (*self._token_stages, *self._text_stages):
             if isinstance(stage, JoinBytes | ByteFallbackTokens | ByteLevelText):
                 stage.drop_incomplete()
@@ -128,11 +115,8 @@ def _push_all(stage: TokenStage, tokens: list[str]) -> list[str]:
 
 
 def plan_decoder(description: Step | None) -> DecoderPlan:
-    """Translates tokenizer.json's `decoder` into stages; None joins tokens with spaces.
-
-    Raises:
-        CheckpointError: a step's type is not supported.
-    """
+    """tokenizer.json's `decoder` as stages; None joins tokens with spaces. Raises CheckpointError
+    where a step's type is not supported."""
     if description is None:
         return DecoderPlan(edits=(_put_space_before,))
     edits: list[TokenEdit] = []
@@ -199,7 +183,6 @@ def _replacing(changes: Changes) -> list[Callable[[], TextStage]]:
 
 
 def _literal(step: Step) -> str | None:
-    """The string that a `Replace` step searches for; None if it is empty or the pattern a regex."""
     return cast(dict[str, str], step["pattern"]).get("String") or None
 
 

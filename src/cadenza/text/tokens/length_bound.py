@@ -1,8 +1,6 @@
-"""The most characters that one token can stand for: `max_chars_per_token`.
-
-Knows which parts of a tokenizer.json keep every character. Invariant: if the bound is n, a text of
-more than n * k characters has more than k tokens. There is no bound if a part may drop characters
-or merge any number of them into one token.
+"""`max_chars_per_token`. Invariant: if the bound is n, a text of more than n * k characters has
+more than k tokens. There is none if a part of the tokenizer may drop characters, or merge any
+number into one.
 """
 
 import json
@@ -20,11 +18,8 @@ _BYTE_LEVEL = "ByteLevel"
 
 
 def max_chars_per_token(native: "NativeTokenizer") -> int | None:
-    """The length of the longest token times the most characters that the normalizer merges.
-
-    None for other tokenizers than byte-level or byte-fallback BPE, in which every byte of the text
-    belongs to exactly one token.
-    """
+    """The length of the longest token times the most characters that the normalizer merges; None
+    for other tokenizers than BPE in which every byte of the text belongs to exactly one token."""
     merged = _max_merged_chars(_described(native.normalizer))
     if merged is None or not _has_all_bytes(native):
         return None
@@ -35,7 +30,6 @@ def max_chars_per_token(native: "NativeTokenizer") -> int | None:
 
 
 def _has_all_bytes(native: "NativeTokenizer") -> bool:
-    """Whether the model has a token for every byte, so that no text is unknown to it."""
     from tokenizers.models import BPE
     from tokenizers.pre_tokenizers import ByteLevel
 

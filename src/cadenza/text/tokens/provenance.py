@@ -1,8 +1,6 @@
-"""Strings that track which characters a chat template wrote: `MarkedText`.
-
-Owns the marks and their propagation through string operations. Knows no templates or tokens.
-Invariant: a character is marked only if it comes from the template's source; operations without
-propagation return a plain `str`, which counts as user text.
+"""`MarkedText`: strings that track which characters a chat template wrote. Invariant: a character
+is marked only if it comes from the template's source; operations without propagation return a plain
+`str`, which counts as user text.
 """
 
 import re
@@ -22,10 +20,8 @@ _CONVERSION = re.compile(r"%(?:\((?P<key>[^)]*)\))?[#0\- +]*\d*(?:\.\d+)?(?P<kin
 
 
 class MarkedText(str):
-    """A string with the spans of it that the template wrote (`own_spans`).
-
-    Compares equal to the plain string. Only the operations defined here keep the marks.
-    """
+    """A string with the spans of it that the template wrote (`own_spans`), equal to the plain
+    string. Only the operations defined here keep the marks."""
 
     __slots__ = ("own_spans",)
 
@@ -41,11 +37,9 @@ class MarkedText(str):
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all characters are marked, or none."""
         return self.own_spans in ((), ((0, len(self)),))
 
     def is_own(self, start: int, stop: int) -> bool:
-        """Whether all characters of [start, stop) are marked."""
         place = bisect_right(self.own_spans, start, key=_first) - 1
         return place >= 0 and stop <= self.own_spans[place][1]
 
@@ -151,12 +145,8 @@ class MarkedText(str):
         return written_by_template(text) if self.own_spans else MarkedText(text)
 
     def _located(self, pieces: list[str], between: str | None) -> list[str]:
-        """The pieces of a split with their marks.
-
-        Args:
-            pieces: consecutive substrings of this text.
-            between: the separator; None for any white space.
-        """
+        """Consecutive substrings of a split with their marks; `between`: the separator, None for
+        white space."""
         if not self.own_spans or len(pieces) > MAX_PIECES:
             return pieces
         located: list[str] = []
@@ -171,28 +161,22 @@ class MarkedText(str):
 
 @dataclass(frozen=True, slots=True)
 class OwnText:
-    """A text of a message in which marks were written here, in place of a chat template: it is
-    rendered as `text`, of whose marks no caller's own string has any."""
+    """A message's text with marks that are written here, in place of a chat template: rendered as
+    `text`."""
 
     text: MarkedText
 
 
 def written_by_template(text: str) -> MarkedText:
-    """`text` with every character marked."""
     return MarkedText(text, ((0, len(text)),) if text else ())
 
 
 def spans_of(text: str) -> Spans:
-    """The marked spans; a plain string has none."""
     return text.own_spans if isinstance(text, MarkedText) else ()
 
 
 def join_marked(parts: Iterable[str], *, is_plain_own: bool = False) -> MarkedText:
-    """The concatenated parts with their marks.
-
-    Args:
-        is_plain_own: whether plain strings among them are the template's.
-    """
+    """The concatenated parts with their marks; `is_plain_own`: plain strings are the template's."""
     parts = list(parts)
     spans: list[tuple[int, int]] = []
     position = 0
@@ -256,7 +240,6 @@ def _last(span: tuple[int, int]) -> int:
 
 
 def _tidy(spans: Iterable[tuple[int, int]]) -> Spans:
-    """Drops empty spans and joins adjacent ones."""
     tidy: list[tuple[int, int]] = []
     for start, stop in spans:
         if start >= stop:

@@ -1,8 +1,5 @@
-"""Stop strings in streamed text: `StopMatcher`.
-
-Owns the text that is held because a stop string may begin in it. Knows no tokens or requests.
-Invariant: however the text is split into parts, the concatenated output is the complete text cut at
-its earliest stop string; output is final.
+"""Stop strings in streamed text: `StopMatcher`. Invariant: however the text is split, the
+concatenated output is the complete text cut at its earliest stop string; output is final.
 """
 
 import re
@@ -20,13 +17,8 @@ class StopMatch:
 
 class StopMatcher:
     """Finds the earliest stop string: the one that begins first, the shortest of equal beginnings.
-
-    A complete stop string is held while a longer one that begins earlier may still be completed.
-
-    Args:
-        stops: non-empty strings.
-        is_included: keep the matched stop string in the output.
-    """
+    A complete one is held while a longer one that begins earlier may still be completed. `stops`
+    are not empty; `is_included`: keep the matched stop string in the output."""
 
     __slots__ = ("_first", "_held", "_is_included", "_num_released", "_stops", "match")
 
@@ -89,7 +81,6 @@ class StopMatcher:
         return self._end_with(stop, start)
 
     def _may_begin_at(self, start: int) -> bool:
-        """Whether the held text from `start` on is a proper prefix of a stop string."""
         rest = len(self._held) - start
         return any(
             len(stop) > rest and self._held.endswith(stop[:rest]) for stop in reversed(self._stops)

@@ -1,7 +1,6 @@
 """Text to token ids and back: `Tokenizer`, over tokenizer.json and the `tokenizers` library.
-
-Owns the handling of control tokens in text. Knows no chat templates or models. Invariant: control
-tokens in a prompt come from the tokenizer or from a template, never from user text.
+Invariant: control tokens in a prompt come from the tokenizer or from a template, never from user
+text.
 """
 
 import json
@@ -30,23 +29,20 @@ _UNENCODABLE = "this text; its tokenizer.json has no token for a part of it"
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerSource:
-    """The content of a tokenizer.json that is not a file of its own, made by `read` when needed.
-
-    `name` is that of the file that it is from.
-    """
+    """The content of a tokenizer.json that is not a file of its own, made by `read` from the file
+    `name`."""
 
     name: str
     read: Callable[[], bytes]
 
     @cached_property
     def content(self) -> bytes:
-        """Made once, and kept until `release`: it takes a quarter of a second, and a start needs it
+        """Kept until `release`: it takes a quarter of a second to make, and a start needs it
         several times."""
         return self.read()
 
     @cached_property
     def num_bytes(self) -> int:
-        """The content's length."""
         return len(self.content)
 
     def release(self) -> None:
@@ -55,11 +51,7 @@ class TokenizerSource:
 
 
 class Tokenizer:
-    """The tokenizer of a tokenizer.json. Thread-safe.
-
-    Raises:
-        CheckpointError: the file is missing, too large or not a readable tokenizer.
-    """
+    """Thread-safe. Raises CheckpointError where the file is missing, too large or no tokenizer."""
 
     __slots__ = (
         "_added",
@@ -133,9 +125,7 @@ class Tokenizer:
     def encode_pair(
         self, first: str, second: str, *, max_num_tokens: int | None = None
     ) -> list[int]:
-        """Token ids of two texts, with the tokenizer's own tokens for a pair around and between
-        them. Raises as `encode`.
-        """
+        """Ids of two texts, with the tokenizer's own tokens for a pair; raises as `encode`."""
         with _tokenizer_errors(_UNENCODABLE):
             shown = self._native.encode("a", "a")
         before, between, behind = list[int](), list[int](), list[int]()
@@ -155,11 +145,8 @@ class Tokenizer:
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of `token_ids`; unused ids are skipped.
-
-        Raises:
-            InvalidRequestError: the tokenizer's decoder fails.
-        """
+        """The text of `token_ids`; unused ids are skipped. Raises InvalidRequestError if the
+        decoder fails."""
         known = [token_id for token_id in token_ids if 0 <= token_id < 1 << 32]
         with _tokenizer_errors("these tokens; its decoder cannot handle them"):
             return self._native.decode(known, skip_special_tokens=skip_special_tokens)
@@ -184,10 +171,8 @@ class Tokenizer:
     def _encode_marked(
         self, marked: MarkedText, add_special_tokens: bool, max_num_tokens: int | None
     ) -> list[int]:
-        """Encodes `marked`, without holding the GIL for a time that grows with a long text.
-
-        `Encoding.ids` builds a list while holding the GIL, so the length is checked before that.
-        """
+        """Does not hold the GIL for a time that grows with a long text: `Encoding.ids` builds a
+        list under it, so the length is checked before that."""
         found = self._encode(self._native, str.__str__(marked), add_special_tokens)
         if max_num_tokens is not None and len(found) > max_num_tokens:
             if self._controls.has_spelled_control(marked):
@@ -217,9 +202,7 @@ class Tokenizer:
         self, marked: MarkedText, add_special_tokens: bool
     ) -> "tuple[Encoding, int]":
         """The encoding by the copy with renamed control tokens, and how many of them it must have.
-
-        Raises InvalidRequestError.
-        """
+        Raises InvalidRequestError."""
         if self._renamed is None:
             self._renamed = RenamedControls(self._native, self._controls)
         text, num_controls = self._renamed.rename(marked)
@@ -238,7 +221,6 @@ class Tokenizer:
     def _encode_placed(
         native: "NativeTokenizer", text: str, add_special_tokens: bool
     ) -> "Encoding":
-        """Encodes with the offset of each token in the text."""
         with _tokenizer_errors(_UNENCODABLE):
             return native.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
