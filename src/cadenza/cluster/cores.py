@@ -1,7 +1,6 @@
-"""`split_cpus`: the CPUs of each replica of one machine.
-
-The kernels of an engine use as many threads as its process may run on, so each replica gets CPUs of
-its own, of one memory node where there are several.
+"""`split_cpus`: the CPUs of each replica of one machine. The kernels of an engine use as many
+threads as its process may run on, so each replica gets CPUs of its own, of one memory node where
+there are several.
 """
 
 import os
@@ -32,8 +31,7 @@ def own_cpus(nodes: Path = NODES) -> list[int]:
 
 
 def place_on(pid: int, cpus: Sequence[int]) -> None:
-    """Has a process that was just started run on these CPUs, and what it starts; on none of them
-    all stays as it is."""
+    """Binds a new process, and what it starts, to these CPUs; with none of them nothing changes."""
     if cpus:
         os.sched_setaffinity(pid, cpus)
 

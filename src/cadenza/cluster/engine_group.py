@@ -1,13 +1,7 @@
-"""`EngineGroup`: a `BatchEngine` over several engines of one model, whose streams move.
-
-Owns the replicas and which of them a request goes to. Each replica is an `EngineFront` with its own
-open requests and its own recovery; ids are the group's, so that a request keeps its own wherever it
-is. A replica that is lost is a pause for its streams: they go on at their next token in another
-one, with the same bits, since a stream is a function of its request. One that ran in two engines
-which were lost stays where it is, where `Recovery` has it run alone. Invariants: an open request is
-in exactly one replica; all replicas have one fingerprint and one plan, those of the first.
-
-Locks: the group's is taken before a replica's; neither is held while events are emitted.
+"""`EngineGroup`: a `BatchEngine` over several engines of one model. A lost replica's streams go on
+in another with the same bits. Invariants: an open request is in exactly one replica; all have one
+fingerprint and plan. Locks: the group's is taken before a replica's; neither is held while events
+are emitted.
 """
 
 import logging
@@ -73,9 +67,11 @@ class Replica:
 
 
 class EngineGroup:
-    """`ServedEngine` over `num_replicas` engines. The first one plans and loads; the others follow
-    with its sizes, while it serves already. `prefix_secret` keys the pages of all of them; `front`:
-    the number of the front end that it is of, among those that share engines."""
+    """A `ServedEngine` over `num_replicas` engines. The first one plans and loads; the others
+    follow with its sizes, while it serves already. Request ids are the group's, whichever replica
+    has the request; one that ran in two engines which were lost stays where it is, and `Recovery`
+    runs it alone. `prefix_secret` keys the pages of all of them; `front`: the number of the front
+    end that it is of, among those that share engines."""
 
     def __init__(
         self,
@@ -221,7 +217,6 @@ class EngineGroup:
         return self.replicas[route.place], route
 
     def _with_check(self, status: EngineStatus) -> EngineStatus:
-        """With the bounds of the whole group in the check of requests."""
         own = status.request_check
         assert own is not None
         with self._lock:
@@ -247,7 +242,6 @@ class EngineGroup:
             self._changed.set()
 
     def _start_others(self) -> None:
-        """Once the first one has planned."""
         if len(self.replicas) == self._num_replicas or self._is_done:
             return
         check = self.replicas[0].front.status().request_check
@@ -273,7 +267,6 @@ class EngineGroup:
         return max(0.0, self._drained_by_s - self._clock())
 
     def _end(self) -> None:
-        """Ends every engine; what is still open ends with an error."""
         self._is_shut_down = True
         for each in self.replicas:
             each.front.shutdown()
@@ -308,7 +301,6 @@ class EngineGroup:
             on_death(failure)
 
     def _compare(self, replica: Replica) -> None:
-        """Refuses a replica whose answers would differ from the first one's."""
         own = replica.front.status().fingerprint
         if self._fingerprint is None or own is None or own == self._fingerprint:
             self._fingerprint = self._fingerprint or own
@@ -329,7 +321,6 @@ class EngineGroup:
         replica.front.shutdown()
 
     def _move_lost(self) -> None:
-        """Has the open requests of replicas that do not compute go on in those that do."""
         with self._lock:
             for replica in self.replicas:
                 if replica.is_serving:

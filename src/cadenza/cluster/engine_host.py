@@ -1,9 +1,6 @@
-"""`EngineHost`: runs an engine process for front ends on other machines.
-
-Listens on one address. Those that prove to know the secret share one engine process
-(`SharedEngine`), with which each speaks as a front end does with its child. Invariants: the process
-ends with its last connection, and all connections with their process; what it prints is logged
-here; `close` leaves neither.
+"""`EngineHost`: runs an engine process for front ends on other machines, which prove to know the
+secret and share it (`SharedEngine`). Invariants: the process ends with its last connection, and all
+connections with their process; what it prints is logged here; `close` leaves neither.
 """
 
 import logging
@@ -28,14 +25,9 @@ MOST_CONNECTIONS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostOptions:
-    """How a host runs its engine process.
-
-    Args:
-        command: the process's program; `execute` starts it.
-        on_start: called with the id of each process, such as to give it CPUs.
-        keep_s: how long a process outlives its last front end, where that was lost.
-        watchdog: when it counts as hung; it is then killed.
-    """
+    """`command`: the process's program; `execute` starts it; `on_start`: called with the id of each
+    process, such as to give it CPUs; `keep_s`: how long a process outlives its last front end,
+    where that was lost; `watchdog`: when it counts as hung; it is then killed."""
 
     command: Sequence[str] = COMMAND
     execute: Execute = execute
@@ -45,14 +37,8 @@ class HostOptions:
 
 
 class EngineHost:
-    """Args:
-    address: host and port to listen at; port 0 takes a free one.
-    secret: that front ends must know.
-
-    Raises:
-        ConfigError: the secret is too short.
-        OSError: it cannot listen there.
-    """
+    """Listens at `address`; port 0 takes a free one. Raises ConfigError if `secret` is too short,
+    OSError if it cannot listen there."""
 
     def __init__(
         self, address: tuple[str, int], secret: bytes, options: HostOptions | None = None
@@ -85,7 +71,6 @@ class EngineHost:
 
     @property
     def num_engines(self) -> int:
-        """Processes that run."""
         return len(self._engines)
 
     @property
@@ -94,12 +79,10 @@ class EngineHost:
 
     @property
     def stats(self) -> EngineStats | None:
-        """The newest of the engine that runs."""
         with self._lock:
             return self._engines[-1].stats if self._engines else None
 
     def close(self) -> None:
-        """Ends every connection, then the engine process."""
         with self._lock:
             self._is_closed = True
         with suppress(OSError):

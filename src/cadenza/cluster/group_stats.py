@@ -24,7 +24,6 @@ def group_limits(limits: EngineLimits, num_replicas: int) -> EngineLimits:
 
 
 def replica_limits(limits: EngineLimits, num_replicas: int) -> EngineLimits:
-    """Those of each replica, of its group's."""
     return replace(limits, **{name: getattr(limits, name) // num_replicas for name in SCALED})
 
 

@@ -1,8 +1,6 @@
-"""`greet_host`, `greet_client`: how the two ends of a connection prove that they know one secret.
-
-Each sends a random number and answers the other's with an HMAC of both, so that nothing which was
-heard before opens a connection. What follows is neither encrypted nor signed: it is for a network
-that others cannot write into. Invariant: no byte is interpreted before the other end has proved it.
+"""`greet_host`, `greet_client`: each end answers the other's random number with an HMAC of both.
+What follows is neither encrypted nor signed: it is for a network that others cannot write into.
+Invariant: no byte is interpreted before the other end has proved that it knows the secret.
 """
 
 import hmac

@@ -1,8 +1,5 @@
-"""`HostBook`: which engine host each of a front end's places uses.
-
-Owns the assignment. A place takes a host that no other place uses, each time that it starts an
-engine; it gives the last one back first. Thread-safe. Invariant: a host has one place at most of a
-front end.
+"""`HostBook`: which engine host each replica of a front end uses: one that no other replica uses,
+the last one first. Thread-safe. Invariant: a host has one replica at most of a front end.
 """
 
 import threading

@@ -41,7 +41,6 @@ class LiveRows:
         return replace(summary, rows=tuple(map(row, summary.rows)))
 
     def _joined(self, place: int) -> StepSummary:
-        """The steps of one, beside the others' rows, in which nothing is new since they told."""
         own = self._newest[place]
         others = [each for other, each in self._newest.items() if other != place]
         both = [own, *others]

@@ -1,10 +1,6 @@
-"""`PrefixView`: which prefixes a replica holds, by what it reports and by what was sent to it.
-
-Owns short keys of pages (`core.page_keys`). What was sent counts as held until the replica has
-reported behind it, so that who follows goes where a prefix is being computed; then only what is
-reported counts. A replica that reports nothing is taken to hold what was sent last. A key stands
-for a prefix under a tenant's salt, so salts part tenants. A wrong guess costs a miss and never an
-answer: what a replica really holds, it looks up itself.
+"""`PrefixView`: which prefixes a replica holds, by short keys of pages (`core.page_keys`). What was
+sent counts until the replica has reported after it, and the newest of it where it reports nothing.
+Keys are salted by tenant. A wrong guess costs a miss and never an answer.
 """
 
 from collections import OrderedDict
@@ -45,7 +41,6 @@ class PrefixView:
         return _deepest(keys, lambda key: key in self._held or self._is_coming(key))
 
     def num_coming(self, keys: Sequence[bytes]) -> int:
-        """The same of pages that it is about to compute."""
         return _deepest(keys, lambda key: key not in self._held and self._is_coming(key))
 
     def num_seen(self, keys: Sequence[bytes]) -> int:
@@ -53,7 +48,6 @@ class PrefixView:
         return _deepest(keys, self._sent.__contains__)
 
     def add(self, keys: Sequence[bytes], request_id: int) -> None:
-        """A request with these pages was sent to it."""
         for key in reversed(keys):  # the end of a prompt is forgotten before its beginning
             self._sent[key] = request_id
             self._sent.move_to_end(key)
@@ -67,7 +61,6 @@ class PrefixView:
         self._settled_below = settled_below
 
     def clear(self) -> None:
-        """It has started anew."""
         self._held.clear()
         self._sent.clear()
         self._settled_below = None

@@ -1,7 +1,6 @@
-"""`RemoteChild`: an engine process that an `EngineHost` runs, as `ProcessLink` sees its child.
-
-The host ends the process when its last connection closes, so that front ends which are lost leave
-no engine behind. Invariant: `close` leaves no descriptor.
+"""`RemoteChild`: an engine process that an `EngineHost` runs, as `ProcessLink` sees its child. The
+host ends it with its last connection, so that lost front ends leave no engine. Invariant: `close`
+leaves no descriptor.
 """
 
 import selectors

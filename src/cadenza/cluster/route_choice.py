@@ -26,17 +26,11 @@ them is crowded."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaLoad:
-    """What is known of a replica, for a request.
-
-    Args:
-        num_open: its open requests.
-        queued_s: the time that its queued prompts will take.
-        token_s: the time of a further prompt token.
-        num_held_tokens: of the prompt, that it holds or is about to compute.
-        num_coming_tokens: of the prompt, that it is about to compute.
-        num_seen_tokens: of the prompt, that were sent to it before, whatever became of them.
-        num_cached_tokens: of any prompts, that it holds.
-    """
+    """What is known of a replica, for a request: its open requests; `queued_s`: the time that its
+    queued prompts will take; `token_s`: of a further prompt token; and tokens of the prompt that it
+    holds or is about to compute (`num_held_tokens`), is about to compute (`num_coming_tokens`), or
+    that were ever sent to it (`num_seen_tokens`), and that it holds of any prompts
+    (`num_cached_tokens`)."""
 
     num_open: int
     queued_s: float
@@ -52,13 +46,11 @@ class ReplicaLoad:
 
 
 def order_replicas(loads: Sequence[ReplicaLoad], num_prompt_tokens: int) -> list[int]:
-    """The places of the replicas, best first.
-
-    The cost of each is the work before the request and what of its prompt is left to compute, also
-    for those whose next tokens wait for that. Those that are nearly as good as the best are equal:
-    where the session was before, then fewer open requests, then less in the cache, so that each
-    keeps prefixes of its own. One that would compute what another one is computing comes last.
-    """
+    """The indices of the replicas, best first. The cost of each is the work before the request and
+    what of its prompt is left to compute, also for those whose next tokens wait for that. Those
+    nearly as good as the best are equal: where the session was before, then fewer open requests,
+    then less in the cache, so that each keeps prefixes of its own. One that would compute what
+    another one is computing comes last."""
     total_s = sum(each.work_s for each in loads)
     crowded = [_is_crowded(each, total_s, len(loads) - 1) for each in loads]
     coming = [0 if crowded[at] else each.num_coming_tokens for at, each in enumerate(loads)]

@@ -1,9 +1,7 @@
-"""`Router`: chooses the replica of each request, by what replicas report and what was sent to them.
-
-Owns a view of each replica: its prefixes, and until when its queue will take, of which a part is
-not reported yet. Times are readings of one clock, in seconds. Several routers may send to one
-replica: each counts its own, and the replica's reports have the others'. Knows no engines and no
-threads, so that a simulation uses it as `EngineGroup` does.
+"""`Router`: chooses the replica of each request by a view of each: its prefixes, and until when its
+queue will take. Times are readings of one clock, in seconds. Each of several routers counts what it
+sent, and the replica's reports have the others'. No engines and no threads: a simulation uses it as
+well.
 """
 
 from collections import deque
@@ -100,13 +98,11 @@ class Router:
         return Route(places[best], keys.under(self._view(places[best]).secret), num_new)
 
     def sent(self, route: Route, request_id: int, now_s: float) -> None:
-        """The request has been sent there."""
         view = self._view(route.place)
         view.prefixes.add(route.keys, request_id)
         view.send(request_id, route.num_new_tokens, now_s)
 
     def take(self, place: int, report: RouteReport, now_s: float) -> None:
-        """A replica has reported."""
         view, seen = self._view(place), report.seen.get(self._front, NOTHING_SEEN)
         view.take(report, seen, now_s)
         if report.held is None:
@@ -121,7 +117,6 @@ class Router:
         self._views.pop(place, None)
 
     def num_pages(self, place: int) -> int:
-        """The pages that a replica is known to hold, or to be about to compute."""
         return len(self._view(place).prefixes)
 
     def _view(self, place: int) -> _ReplicaView:

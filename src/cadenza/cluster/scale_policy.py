@@ -1,8 +1,6 @@
-"""`wanted_replicas`: how many engines a load needs, by what waits in them and by their KV.
-
-A pure function of numbers, which whoever starts and stops engines calls again and again. It knows
-nothing of open requests: a hundred streams that each wait for a client are no reason for a further
-engine, one prompt of a million tokens is.
+"""`wanted_replicas`: how many engines a load needs, by what waits in them and by their KV. Open
+requests do not count: a hundred streams that wait for a client are no reason for an engine, a
+prompt of a million tokens is.
 """
 
 from collections.abc import Sequence
@@ -17,16 +15,10 @@ QUIET_SHARE = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleOptions:
-    """When there are to be more engines, or fewer.
-
-    Args:
-        ttft_goal_s: more, where the prompts that wait take longer than this to compute.
-        quiet_s: one fewer, after so many seconds in which they took less than a fifth of it.
-        max_kv_usage: more, above this share of the pages that are in use; and never fewer, where
-            the others would then be above it.
-
-    Raises ConfigError.
-    """
+    """More engines: where the prompts that wait take longer than `ttft_goal_s` to compute, or a
+    larger share of the pages than `max_kv_usage` is in use. One fewer: after `quiet_s` in which
+    they took less than a fifth of it, unless the others' usage would then be above that. Raises
+    ConfigError."""
 
     min_replicas: int
     max_replicas: int
@@ -62,13 +54,9 @@ def wanted_replicas(
     now_s: float,
     quiet_since_s: float | None,
 ) -> tuple[int, float | None]:
-    """How many engines there are to be, and since when few would do.
-
-    Args:
-        demands: of the engines that compute; one that still loads has none.
-        num_current: engines that there are to be so far.
-        quiet_since_s: what the last call returned; None at first.
-    """
+    """How many engines there are to be, and since when few would do. `demands`: of the engines that
+    compute (one that still loads has none); `num_current`: engines that there are to be so far;
+    `quiet_since_s`: what the last call returned, None at first."""
     bounded = min(options.max_replicas, max(options.min_replicas, num_current))
     if len(demands) < num_current:
         return bounded, None  # what the others will take on is not known yet

@@ -1,11 +1,6 @@
-"""`SharedEngine`: one engine process that several front ends use, each as if it were its own.
-
-Owns the process, and which front end has which open request. One thread does all the work. A front
-end that leaves has its requests cancelled; the process ends with the last one, or some time later
-where it may be kept. The first front end's start is everybody's: another one whose settings differ
-is refused with both values. A process that makes no progress is killed, whoever waits for it.
-Invariants: events reach the front end whose request they are of, and no other; no front end makes
-another one wait; a connection ends with the process.
+"""`SharedEngine`: an engine process of several front ends, each as if it were its own; all work is
+one thread's. Invariants: events reach the front end whose request they are of, and no other; no
+front end makes another wait; a connection ends with the process.
 """
 
 import logging
@@ -107,10 +102,10 @@ class _Told:
 
 
 class SharedEngine:
-    """Args:
-    open_child: starts the process; called on the thread that it ends with.
-    keep_s: how long it is kept without a front end, where the last one was lost.
-    """
+    """A front end that leaves has its requests cancelled; the process ends with the last one, or
+    `keep_s` later where that was lost. Settings are the first front end's: another one whose
+    settings differ is refused with both values. A process that makes no progress is killed, whoever
+    waits for it. `open_child` starts the process, on the thread that it ends with."""
 
     def __init__(
         self,
@@ -318,7 +313,6 @@ class SharedEngine:
             guest.frames.send(encode(Loading(self._supervision.phase)))
 
     def _admit(self, guest: _Guest) -> None:
-        """The engine is ready: is it the one that this front end wants?"""
         ready, running = self._ready, self._start
         assert ready is not None
         assert running is not None
@@ -367,7 +361,6 @@ class SharedEngine:
             guest.frames.send(encode(message))
 
     def _share(self, outputs: EngineOutputs, payload: bytes) -> None:
-        """Each front end gets its own events, and all get the heartbeat."""
         by_front: dict[int, list[Report]] = {}
         for event in outputs.events:
             by_front.setdefault(front_of(event.request_id), []).append(event)

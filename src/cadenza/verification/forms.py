@@ -1,7 +1,6 @@
-"""Structured outputs that the gate plays, and faults of their masks that it must catch.
-
-Owns the forms, and which tokens each of them can always go on with. Invariants: a request that
-allows `Forms.going_on` always has a token that may follow; no form is complete before four tokens.
+"""Structured outputs that the verifier plays, and faults of their masks that it must catch.
+Invariants: a request that allows `Forms.going_on` always has a token that may follow; no form is
+complete before four tokens.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -49,12 +48,8 @@ TEXT_FORMS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forms:
-    """The forms over a model's tokens.
-
-    Args:
-        compile: of constraints that were compiled before, so that each is there at once.
-        going_on: the tokens of `CHARACTERS`.
-    """
+    """Over a model's tokens. `compile`: of constraints that were compiled before, so that each is
+    there at once; `going_on`: the tokens of `CHARACTERS`."""
 
     compile: CompileConstraint
     going_on: frozenset[int]
@@ -100,8 +95,6 @@ class _Shared:
 
 @dataclass(slots=True, eq=False)
 class _Faulty:
-    """A constraint with a fault; masks are those of `inner` otherwise."""
-
     inner: Constraint
 
     @property
@@ -128,8 +121,6 @@ class _Faulty:
 
 @dataclass(slots=True, eq=False)
 class _OneStepOld(_Faulty):
-    """Has the mask of the step before."""
-
     last: bytes | None = None
 
     def allowed(self) -> bytes:
@@ -140,8 +131,6 @@ class _OneStepOld(_Faulty):
 
 @dataclass(slots=True, eq=False)
 class _OfAnotherRow(_Faulty):
-    """Has the mask of the row that was asked before."""
-
     shared: _Shared = field(default_factory=_Shared)
 
     def allowed(self) -> bytes:
@@ -155,8 +144,6 @@ class _OfAnotherRow(_Faulty):
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """A pending constraint that gets a fault."""
-
     inner: PendingConstraint
     spoil: Callable[[Constraint], Constraint]
 

@@ -1,8 +1,7 @@
-"""The gate: plays a workload in several modes and compares each stream with its solo run.
-
-`compare` knows what is under test through a `Player`: a `Gate` plays on engines of this process,
-`over_http.RemotePlayer` on a server. Invariant: a gate passes only if every comparison was made,
-all streams were equal, and every mode's `shows` counts are above zero.
+"""The verifier: plays a workload in several modes and compares each stream with its solo run. What
+is under test is a `Player`: a `Gate` on engines of this process, `over_http.RemotePlayer` on a
+server. Invariant: it passes only if every comparison was made, all streams were equal, and every
+`shows` count is above zero.
 """
 
 import hashlib
@@ -54,10 +53,8 @@ ReportProgress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mismatch:
-    """The first difference of a stream from what was expected.
-
-    `index` is that of the token in the output; prompt tokens with logprobs have negative indices.
-    """
+    """The first difference of a stream. `index`: of the token in the output; prompt tokens with
+    logprobs have negative indices."""
 
     mode: str
     request: int
@@ -81,14 +78,11 @@ class ModeResult:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class GateResult:
-    """The gate's outcome; `coverage` is set if the matrix of options was played.
-
-    `longest` is the length of the longest stream in tokens, prompt and output; `wanted` is the
-    length that it would have without the limit of the context. `witness_difference` is the mean
-    difference that `Witness.tolerance` limits. `digest` is of the streams alone, which all others
-    must equal: of tokens, and of the bits of the log probabilities that requests asked for.
-    `left_out` says in words what of the matrix could not be played.
-    """
+    """`coverage`: of the matrix of options, if it was played; `left_out`: what of it could not be,
+    in words. `longest`: tokens of the longest stream, prompt and output; `wanted`: without the
+    limit of the context. `witness_difference`: the mean difference that `Witness.tolerance` limits.
+    `digest`: of the solo streams, which all others must equal: of tokens, and of the bits of
+    requested log probabilities."""
 
     num_requests: int
     exactness: Exactness = "bitwise"
@@ -190,11 +184,9 @@ class Trial:
 
 
 class Player(Protocol):
-    """What is under test. A request has the same index in all that it plays.
-
-    A solo stream has what was asked for where `has_logprobs` is true of each of its records: equal
-    failures in all modes must not pass.
-    """
+    """What is under test. A request has the same index in all that it plays. A solo stream has what
+    was asked for where `has_logprobs` is true of each of its records: equal failures in all modes
+    must not pass."""
 
     @property
     def requests(self) -> SequenceOf[Request]: ...
@@ -280,13 +272,11 @@ def _run_trial(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Witness:
-    """The independent reference, and engines on the backend to compare with it.
-
-    Without a tolerance the engines compute in float32 like the reference, and their tokens must be
-    equal. Quantised engines choose other tokens at times; with a tolerance the reference, which has
-    the checkpoint's own weights, scores their streams, and `tolerance` (nats) is the largest mean
-    difference of the tokens' log probabilities.
-    """
+    """The independent reference, and engines on the backend to compare with it. Without a tolerance
+    the engines compute in float32 like the reference, and their tokens must be equal. Quantised
+    engines choose other tokens at times; with a tolerance the reference, which has the checkpoint's
+    own weights, scores their streams, and `tolerance` (nats) is the largest mean difference of the
+    tokens' log probabilities."""
 
     reference: ReferenceEngine
     make_core: MakeCore
@@ -295,25 +285,19 @@ class Witness:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gate:
-    """A gate on engines of this process, and their `Player`.
-
-    Args:
-        make_core: makes engines on the runner under test.
-        limits: of those engines.
-        arrivals: the workload.
-        witness: its tokens must equal those of the solo runs; None to skip that.
-        with_solo: compare log probabilities with solo runs bit for bit, if `exactness` promises it.
-        exactness: the backend's promise (`BackendTraits`); "token" compares tokens only.
-        clock: in seconds, for the throughput.
-        report: called with each stage.
-        coverage: of the matrix of options, if `arrivals` come from it.
-        wanted: length in tokens that the longest stream should have.
-        speculation: drafts that all modes verify, and the solo runs do not; None for none.
-            `drafts_show` is the count of them that must be above zero.
-        image_spans: of the workload's images; None if it has none. Requests that the reference does
-            not take (`ReferenceEngine.takes`) are compared with their solo runs alone.
-        has_sparse: some of the workload's prompts are thinned out by their scores.
-    """
+    """Args:
+     make_core: makes engines on the runner under test, with `limits`.
+     witness: its tokens must equal those of the solo runs; None to skip that.
+     with_solo: compare log probabilities with solo runs bit for bit, if `exactness` promises it.
+     exactness: the backend's promise (`BackendTraits`); "token" compares tokens only.
+     clock: in seconds, for the throughput.
+     coverage: of the matrix of options, if `arrivals` come from it.
+     wanted: length in tokens that the longest stream should have.
+     speculation: drafts that all modes verify, and the solo runs do not; None for none.
+         `drafts_show` is the count of them that must be above zero.
+     image_spans: of the workload's images; None if it has none. Requests that the reference does
+         not take (`ReferenceEngine.takes`) are compared with their solo runs alone.
+    has_sparse: some of the workload's prompts are pruned by their scores."""
 
     make_core: MakeCore
     limits: EngineLimits
@@ -335,7 +319,6 @@ class Gate:
         return [arrival.request for arrival in self.arrivals]
 
     def run(self) -> GateResult:
-        """Plays and compares all modes; stops at the first difference."""
         result = GateResult(
             num_requests=len(self.arrivals),
             exactness=self.exactness,
@@ -384,10 +367,8 @@ class Gate:
         return streams_alone(play, len(arrivals), self.report, self.clock)
 
     def _compare_with_witness(self, witness: Witness, alone: list[Stream]) -> Mismatch | None:
-        """Compares tokens and finish reasons of solo streams in float32 with the reference.
-
-        If the runner under test computes in float32, these are the solo streams of the gate.
-        """
+        """Compares tokens and finish reasons of solo streams in float32 with the reference. If the
+        runner under test computes in float32, these are the solo streams of the verifier."""
         if witness.make_core is not self.make_core:
             alone = self._play_alone(witness, self.arrivals)
         takes = witness.reference.takes
@@ -408,9 +389,7 @@ class Gate:
         self, witness: Witness, tolerance: float, result: GateResult
     ) -> Mismatch | None:
         """Compares the log probabilities of solo streams with the reference's for the same tokens.
-
-        The mismatch, if the mean difference is too large, is the token with the largest one.
-        """
+        The mismatch, if the mean difference is too large, is the token with the largest one."""
         alone = self._play_alone(witness, [*map(_with_logprobs, self.arrivals)])
         scored: list[_ScoredToken] = []
         for count, solo in enumerate(alone, 1):
@@ -437,7 +416,6 @@ class Gate:
 
 
 def _digest_of(streams: Iterable[Stream]) -> str:
-    """A SHA-256, in hex."""
     state = hashlib.sha256()
     for stream in streams:
         state.update(f"{stream.request} {stream.sample} {stream.finish}\n".encode())

@@ -1,7 +1,7 @@
-"""Faults of images that the gate must catch: of what a step says of them, and of their digests.
+"""Faults of images that the verifier must catch, of steps and of digests, and which models can show
+each.
 
-Each fault makes a stream depend on what runs beside it, or on how its prompt is cut into steps, as
-errors of this kind do in practice. Owns the faults, and which models can show each of them.
+Each makes a stream depend on other rows, or on how its prompt is cut into steps, as real errors do.
 """
 
 import hashlib
@@ -22,18 +22,15 @@ from cadenza.vision.processor import ImagePart
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultOfImages:
-    """What is wrong: the inputs of steps, or else the digests of images.
-
-    `needs_axes`: only a model whose positions have three coordinates shows it; `needs_turned`: only
-    one that takes an image and the same with its sides exchanged.
-    """
+    """A fault of the inputs of steps, or of the digests of images. `needs_axes`: only a model whose
+    positions have three coordinates shows it; `needs_turned`: only one that takes an image and the
+    same with its sides exchanged."""
 
     spoil: Spoil | None = None
     needs_axes: bool = False
     needs_turned: bool = False
 
     def packer(self, limits: EngineLimits, vocab_size: int) -> Packer:
-        """Packs the steps of an engine with the fault."""
         if self.spoil is None:
             return Packer(limits, vocab_size)
         return FaultyPacker(limits, vocab_size, self.spoil)

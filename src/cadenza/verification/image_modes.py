@@ -1,8 +1,6 @@
-"""The modes of the gate for images: every chunk size up to a span, and engines that lose an image.
-
-Owns the modes, and what happens in them while an image is being encoded: its request is cancelled
-and sent again, or its engine is lost and another one goes on. A bound of no time cuts encoding into
-one quantum a step there. Invariant: a stream that was interrupted has every token once.
+"""The modes for images: every chunk size up to a span, and, while an image is being encoded, its
+request cancelled and sent again, or its engine lost. A bound of no time cuts encoding into one work
+item a step there. Invariant: a stream that was interrupted has every token once.
 """
 
 from dataclasses import dataclass, replace
@@ -35,7 +33,6 @@ class ImageSpans:
 def image_modes(
     limits: EngineLimits, arrivals: tuple[Arrival, ...], spans: ImageSpans
 ) -> tuple[Mode, ...]:
-    """Modes for a workload with images."""
     without_cache = replace(limits, enable_prefix_caching=False)
     with_cache = replace(limits, enable_prefix_caching=True)
     hits = Mode(

@@ -1,9 +1,6 @@
-"""Requests with images for the gate: pixels and prompts are random, sizes and tokens the model's.
-
-Owns where images are in prompts: first, last, several, the same twice, behind a prefix that others
-share, and in a turn behind an earlier one. A pure function of its parameters. Invariants: every
-prompt with its output fits the context; at least two requests share a prefix that ends behind an
-image; some requests are text alone.
+"""Requests with images: random pixels and texts, the model's sizes and tokens. A pure function of
+its parameters. Invariants: every prompt with its output fits the context; at least two requests
+share a prefix that ends after an image; some requests are text alone.
 """
 
 import random
@@ -45,7 +42,6 @@ class _Prompt:
     attachments: tuple[Attachment, ...] = ()
 
     def plus(self, *pieces: "Sequence[int] | _Image") -> "_Prompt":
-        """The prompt with texts and images behind it."""
         tokens, parts = self.token_ids, self.attachments
         for piece in pieces:
             if isinstance(piece, _Image):
@@ -59,17 +55,10 @@ class _Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageShape:
-    """The parameters of the images of a workload.
-
-    Args:
-        processor: of the model.
-        token_id: of placeholders.
-        vocab_size: text tokens are below it.
-        context: `max_model_len`.
-        page_size: tokens of a page of KV; some prompts end just before the end of one.
-        seed: of the pixels, and of the texts around.
-        digest_of: of a part with its pixels; another one than `image_digest` is a fault.
-    """
+    """`token_id`: of placeholders; text tokens are below `vocab_size`. `context`: `max_model_len`.
+    `page_size`: tokens of a page of KV; some prompts end just before the end of one. `seed`: of the
+    pixels and texts. `digest_of`: of a part with its pixels; another one than `image_digest` is a
+    fault."""
 
     processor: ImageProcessor
     token_id: int
@@ -87,9 +76,7 @@ class ImageShape:
     @property
     def plans(self) -> tuple[ImagePlan, ...]:
         """Of `SIZES`, one for each number of tokens and shape, few tokens first; at least one.
-
-        Raises ConfigError if no image fits the context.
-        """
+        Raises ConfigError if no image fits the context."""
         found: dict[tuple[ImagePart, ...], ImagePlan] = {}
         for width, height in SIZES:
             try:
@@ -171,7 +158,7 @@ class _Maker:
         return self._fit(self._shared, own, room)
 
     def behind(self, own: list[int], room: int) -> _Prompt:
-        """A further turn behind an earlier one, at times with an image of its own."""
+        """A further turn after an earlier one, at times with an image of its own."""
         turns = self._fit(self._turns, own[:20], room)
         image = self._rng.choice(self._images)
         if self._rng.random() < 0.5 and len(turns.token_ids) + len(image.token_ids) < room:
@@ -181,12 +168,10 @@ class _Maker:
         return turns
 
     def twice(self, own: list[int], room: int) -> _Prompt:
-        """The same image twice, with text between."""
         image = self._rng.choice(self._images)
         return self._fit(_Prompt().plus(own[:7], image, own[7:10], image), own[10:], room)
 
     def first(self, own: list[int], room: int) -> _Prompt:
-        """An image, then text."""
         prompt = _Prompt().plus(self._next_turned())
         num_tokens = len(prompt.token_ids)
         return self._fit(prompt, own, self._before_page_end(min(num_tokens + len(own), room)))
@@ -196,7 +181,6 @@ class _Maker:
         return self._fit(_Prompt().plus(own[:3], self._next_turned()), own[3:], room)
 
     def _next_turned(self) -> _Image:
-        """One of two such images, in turns."""
         image, other = self._turned
         self._turned = other, image
         return image
@@ -214,7 +198,7 @@ class _Maker:
         return num_tokens if num_tokens < size else num_tokens - (num_tokens + 1) % size
 
     def _fit(self, prompt: _Prompt, own: list[int], room: int) -> _Prompt:
-        """The prompt with as much text behind it as fits, at least a token."""
+        """The prompt with as much text after it as fits, at least a token."""
         most = max(1, room - len(prompt.token_ids))
         return prompt.plus(own[:most] or [self._token()])
 
@@ -268,7 +252,6 @@ class _Maker:
 
 
 def _num_tokens(plan: ImagePlan) -> int:
-    """In a prompt, as `_Maker` writes it."""
     return plan.num_tokens + sum(2 for piece in plan.pieces if not isinstance(piece, Run))
 
 

@@ -1,8 +1,6 @@
-"""The modes of the gate, and running a workload in them: `Mode`, `play_showing`, `play_alone`.
-
-Knows `EngineCore` and, for its counts, the scheduler's running sequences. Invariants: a sample that
-does not end has the finish reason "unfinished"; a request has the same id in every mode, so that
-seeds derived from ids are equal.
+"""The verifier's modes, and running a workload in them: `Mode`, `play_showing`, `play_alone`.
+Invariants: a sample that does not end has the finish reason "unfinished"; a request has the same id
+in every mode, so that seeds derived from ids are equal.
 """
 
 import math
@@ -39,14 +37,12 @@ Prompt tokens have their position instead of the id; without log probabilities t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mode:
-    """Limits and loop of an engine, and how many rounds of the workload it runs.
-
-    `shows` names the fields of `Counts` that must be above zero for the mode to be meaningful;
-    `alternatives` are limits to try if `limits` leave one of them at zero; `or_serial`: then, the
-    requests one after the other, `is_serial`. `requests` are those that it plays, None for all.
-    `adapt` changes the options of its engines; `interrupt` is called between steps, once for a
-    request whose image is being encoded, and gives the engine that goes on.
-    """
+    """Limits and loop of an engine, and how many rounds of the workload it runs. `shows`: the
+    fields of `Counts` that must be above zero for the mode to be meaningful; `alternatives`: limits
+    to try if one is zero; `or_serial`: then, the requests one after the other, `is_serial`.
+    `requests`: those that it plays, None for all. `adapt` changes the options of its engines;
+    `interrupt` is called between steps, once for a request whose image is being encoded, and gives
+    the engine that goes on."""
 
     name: str
     limits: EngineLimits
@@ -65,10 +61,8 @@ class Mode:
 
 @dataclass(slots=True, eq=False)
 class Stream:
-    """The recorded stream of one sample; in this process only sample 0 has `prompt` records.
-
-    `finish` is the finish reason, of a server with the stop reason beside it if there is one.
-    """
+    """One sample; in this process only sample 0 has `prompt` records. `finish`: the finish reason,
+    of a server with the stop reason as well if there is one."""
 
     tokens: list[TokenRecord] = field(default_factory=list[TokenRecord])
     finish: str = "unfinished"
@@ -103,10 +97,8 @@ class Counts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Play:
-    """All rounds of a mode; `seconds` is the duration of the last round.
-
-    The streams of a round are ordered by request and sample.
-    """
+    """All rounds of a mode, their streams ordered by request and sample; `seconds`: of the last
+    round."""
 
     rounds: tuple[tuple[Stream, ...], ...]
     counts: Counts
@@ -114,15 +106,12 @@ class Play:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens generated in the last round."""
         return sum(len(stream.tokens) for stream in self.rounds[-1])
 
 
 def batched_modes(limits: EngineLimits, arrivals: tuple[Arrival, ...]) -> tuple[Mode, ...]:
-    """Modes for both loops, chunk sizes, a cold and a hot prefix cache, and preemption.
-
-    The last one needs several pages a sequence: one that has its own slot is never preempted.
-    """
+    """Modes for both loops, chunk sizes, a cold and a hot prefix cache, and preemption. The last
+    one needs several pages a sequence: one that has its own slot is never preempted."""
     without_cache = replace(limits, enable_prefix_caching=False)
     smallest = max(limits.max_num_seqs, limits.max_num_batched_tokens // 4)
     midstream = ("admitted_midstream", "rows_reused")
@@ -278,10 +267,8 @@ INTERRUPT_EVERY = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interruption:
-    """A request whose image is being encoded, in a round that an engine plays.
-
-    `make_core` makes another engine on the same runner, which loses what the runner holds.
-    """
+    """A request whose image is being encoded, in a round that an engine plays. `make_core`: another
+    engine on the same runner, which loses what the runner holds."""
 
     core: EngineCore
     request_id: int
@@ -339,7 +326,6 @@ class Round:
         return core
 
     def forget(self, request_id: int) -> None:
-        """The request starts anew."""
         for sample in range(self.arrivals[request_id].request.params.n):
             self.streams[request_id, sample] = Stream(request=request_id, sample=sample)
 
@@ -387,7 +373,6 @@ class Round:
         )
 
     def _interrupted(self, core: EngineCore) -> EngineCore:
-        """The engine that goes on: another one if a request was interrupted so."""
         if self._interrupt is None or self._make_core is None:
             return core
         sequence = core.scheduler.work(ImageQueue).encoding_for
@@ -440,10 +425,8 @@ def _name_of(sequence: Sequence) -> tuple[int, int]:
 
 def _tight_pools(limits: EngineLimits, arrivals: tuple[Arrival, ...]) -> tuple[int, ...]:
     """Pool sizes in pages that should force preemption, from the largest request's need upwards.
-
-    They include sizes that fit the longest prompt and one other prompt but none of their generated
-    tokens: with few rows, only those are too small for two requests admitted together.
-    """
+    Some fit the longest prompt and one other prompt but none of their generated tokens: with few
+    rows, only those are too small for two requests admitted together."""
     prompts = [len(arrival.request.prompt_token_ids) for arrival in arrivals]
     sizes = [
         prompt + (arrival.request.params.max_tokens or 0)

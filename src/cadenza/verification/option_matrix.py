@@ -1,6 +1,4 @@
 """The matrix of sampling options: requests that cover every pair of values of two options.
-
-Owns the options and their values, and gives each request of a workload one row of the matrix.
 Invariants: a pure function of the workload; no request bans every token; stop tokens and bad words
 are allowed by the other options, so that they do occur.
 """
@@ -25,13 +23,8 @@ FORM_FIELD = "constraint"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatrixVocabulary:
-    """What the matrix needs to know of a model's tokens.
-
-    Args:
-        eos_token_ids: tokens that end a stream.
-        going_on: `Forms.going_on`; needed unless the matrix is without `FORM_FIELD`.
-        words: bad words are made of these; empty: of any tokens.
-    """
+    """Of a model. `going_on`: `Forms.going_on`; needed unless the matrix is without `FORM_FIELD`.
+    `words`: bad words are made of these; empty: of any tokens."""
 
     size: int
     eos_token_ids: tuple[int, ...]
@@ -41,10 +34,8 @@ class MatrixVocabulary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Palette:
-    """Disjoint sets of tokens from which one request's token lists are made.
-
-    `free` tokens are never all banned, so that some token can always be sampled.
-    """
+    """Disjoint sets of tokens from which one request's token lists are made. `free` tokens are
+    never all banned, so that some token can always be sampled."""
 
     free: tuple[int, ...]
     stops: tuple[int, ...]
@@ -143,7 +134,6 @@ class OptionMatrix:
         return tuple(len(option.levels) for option in self.options)
 
     def without(self, name: str) -> "OptionMatrix":
-        """The same rows without an option."""
         kept = [i for i, option in enumerate(self.options) if option.name != name]
         return OptionMatrix(
             options=tuple(self.options[i] for i in kept),

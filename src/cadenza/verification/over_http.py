@@ -1,8 +1,6 @@
-"""The gate against a running server: compares requests sent alone with requests sent together.
-
-Uses only the HTTP API, so that the comparison includes everything between a client and the model:
-token ids, log probabilities to the last digit, and finish reasons. Invariant: it passes only if
-requests overlapped and every response was equal.
+"""Requests sent to a running server alone and together: token ids, log probabilities to the last
+digit, and finish reasons, over the HTTP API alone, so that all between client and model is
+compared. Invariant: it passes only if requests overlapped and every response was equal.
 """
 
 import time
@@ -33,11 +31,8 @@ MAX_OPEN = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UrlOptions:
-    """The server, and the shape of the workload.
-
-    With a `matrix` of sampling options each of its rows is a request, and `num_requests` is
-    ignored.
-    """
+    """The server and the workload. With a `matrix` each of its rows is a request; `num_requests` is
+    ignored."""
 
     url: str
     api_key: str | None = None
@@ -51,10 +46,8 @@ class UrlOptions:
 
 def verify_url(options: UrlOptions, report: ReportProgress) -> GateResult:
     """Sends each request alone, then with others: cold, with cached prefixes, in reverse order.
-
-    Raises:
-        ConfigError: the server cannot be reached, is not a Cadenza server, or refuses a request.
-    """
+    Raises ConfigError if the server cannot be reached, is not a Cadenza server, or refuses a
+    request."""
     link = ServerLink(url=options.url, api_key=options.api_key, cacert=options.cacert)
     with closing(RemoteApi(link)) as api:
         server = RemoteServer(api, options.clock)
@@ -153,10 +146,8 @@ class RemotePlayer:
         return Play(rounds=(tuple(streams),), counts=counts, seconds=self.clock() - start_s)
 
     def _streams(self, request: int, answer: Answer) -> list[Stream]:
-        """One for each sample; without tokens where the answer lacks it.
-
-        Raises ConfigError for an answer with more samples than were asked for.
-        """
+        """One for each sample; without tokens where the answer lacks it. Raises ConfigError for an
+        answer with more samples than were asked for."""
         asked, given = self.requests[request].params.n, len(answer.streams)
         if given > asked:
             raise ConfigError(f"--url: an answer has {given} choices for n={asked}")

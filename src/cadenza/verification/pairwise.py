@@ -1,7 +1,5 @@
-"""Greedy covering arrays: few rows that contain every pair of levels of two factors.
-
-A factor is an index with a number of levels; a row has one level per factor. Does not know what the
-levels mean. Invariant: a pure function; every pair occurs at least as often as requested.
+"""Greedy covering arrays: few rows, of a level for each factor, that contain every pair of levels
+of two factors. Invariant: a pure function; every pair occurs at least as often as requested.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,7 +13,6 @@ Row = tuple[int, ...]
 
 
 def all_pairs(num_levels: Sequence[int]) -> list[Pair]:
-    """Every pair of levels of two different factors."""
     return [
         (left, one, right, other)
         for left, right in combinations(range(len(num_levels)), 2)
@@ -25,18 +22,15 @@ def all_pairs(num_levels: Sequence[int]) -> list[Pair]:
 
 
 def missing_pairs(num_levels: Sequence[int], rows: Iterable[Row]) -> list[Pair]:
-    """The pairs that occur in no row."""
     found = {pair for row in rows for pair in _pairs_of(row)}
     return [pair for pair in all_pairs(num_levels) if pair not in found]
 
 
 def covering_rows(num_levels: Sequence[int], *, times: int) -> tuple[Row, ...]:
-    """Rows that contain every pair at least `times` times.
-
-    Each row starts with the pair that is missing most often, then adds for each factor the level
-    whose pairs with the levels chosen so far are missing most often. The order of factors and
-    levels rotates from row to row, so that ties are broken differently.
-    """
+    """Rows that contain every pair at least `times` times. Each starts with the pair that is
+    missing most often, then adds for each factor the level whose pairs with the levels chosen so
+    far are. The order of factors and levels rotates from row to row, so that ties are broken
+    differently."""
     wanted = dict.fromkeys(all_pairs(num_levels), times)
     rows: list[Row] = []
     while max(wanted.values(), default=0) > 0:

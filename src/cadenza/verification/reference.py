@@ -1,9 +1,6 @@
-"""`ReferenceEngine`: runs one request at a time with the simplest model and sampler.
-
-No scheduler, pages, batch, prefix cache or native kernels; its sampler is written in numpy and
-sorts where the engine bisects. `verify` and the tests compare the engine with it. Shares with the
-engine only the definition of draw keys (`core.draw_keys`) and the validation of requests
-(`RequestCheck`).
+"""`ReferenceEngine`: one request at a time, without scheduler, pages, batch, prefix cache or
+kernels; its numpy sampler sorts where the engine bisects. It shares with the engine only the
+definition of draw keys (`core.draw_keys`) and the validation of requests (`RequestCheck`).
 """
 
 from collections import Counter
@@ -78,16 +75,9 @@ class ReferenceEngine:
         self._eos_token_ids = frozenset(eos_token_ids)
 
     def run(self, request: Request, *, seed: int | None = None, sample: int = 0) -> ReferenceResult:
-        """Generates one sample's complete stream.
-
-        Args:
-            request: the prompt and its options.
-            seed: used if the request has none.
-            sample: index from 0 to n - 1.
-
-        Raises:
-            InvalidRequestError: for the same requests as `EngineCore.submit`.
-        """
+        """Generates the complete stream of the sample with the index `sample`; `seed` is used if
+        the request has none. Raises InvalidRequestError for the same requests as
+        `EngineCore.submit`."""
         self._check.check(request)
         _check_integer("seed", 0 if seed is None else seed, MAX_SEED)
         params = request.params
@@ -135,11 +125,9 @@ class ReferenceEngine:
         return _result(token_ids, logprobs, reason)
 
     def takes(self, request: Request) -> bool:
-        """Whether it computes such a request."""
         return request.sparse_prefill is None and (self._sees or not request.attachments)
 
     def _begin(self, request: Request) -> Logits:
-        """The logits after the prompt."""
         self._model.start()
         if request.attachments:
             assert isinstance(self._model, SeeingModel), "the check refuses other requests"
@@ -162,11 +150,8 @@ class ReferenceEngine:
         return tuple(logprobs)
 
     def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
-        """The log probability of each token except the first, given the preceding ones.
-
-        Raises:
-            InvalidRequestError: an id is not in the vocabulary, or there are too many.
-        """
+        """The log probability of each token except the first, given the preceding ones. Raises
+        InvalidRequestError if an id is not in the vocabulary, or there are too many."""
         ids = as_token_ids("prompt", token_ids)
         for token_id in ids:
             _check_integer("a token id", token_id, self._model.vocab_size - 1)
@@ -201,11 +186,9 @@ def log_softmax(logits: Logits) -> npt.NDArray[np.float64]:
 def ruled_logits(
     logits: Logits, request: Request, generated: list[int], stop: AbstractSet[int]
 ) -> Logits:
-    """Logits [V] after the request's rules, given the tokens generated so far; bans are -inf.
-
-    The rules in order: bans (allowed tokens, bad words, `stop` before `min_tokens`), biases, then
-    repetition, frequency and presence penalties.
-    """
+    """Logits [V] after the request's rules, given the tokens generated so far; bans are -inf. The
+    rules in order: bans (allowed tokens, bad words, `stop` before `min_tokens`), biases, then
+    repetition, frequency and presence penalties."""
     params = request.params
     ruled = logits.copy()
     banned = _bad_word_ends(request, generated)
@@ -245,10 +228,8 @@ def choose_token(logits: Logits, params: SamplingParams, *, seed: int, position:
 
 
 def kept_tokens(scaled: Logits, params: SamplingParams) -> npt.NDArray[np.bool_]:
-    """Mask [V] of the tokens that top-n-sigma, min-p, top-k and top-p keep, in that order.
-
-    Tokens with equal logits are kept or dropped together.
-    """
+    """Mask [V] of the tokens that top-n-sigma, min-p, top-k and top-p keep, in that order. Tokens
+    with equal logits are kept or dropped together."""
     descending = np.sort(scaled)[::-1]
     if params.top_n_sigma > 0.0:
         deviation = np.std(descending[descending > -np.inf], dtype=np.float64)
@@ -285,12 +266,8 @@ def build_reference(
     backends: Backends = BACKENDS,
     compile_constraint: CompileConstraint | None = None,
 ) -> ReferenceEngine:
-    """A reference engine for a checkpoint, in float32.
-
-    Raises:
-        CheckpointError: `max_model_len` exceeds the model's positions.
-        ConfigError: the chosen backend has no independent model.
-    """
+    """A reference engine for a checkpoint, in float32. Raises CheckpointError if `max_model_len`
+    exceeds the model's positions, ConfigError if the chosen backend has no independent model."""
     if max_model_len > checkpoint.outline.max_position_embeddings:
         raise CheckpointError(
             f"max_model_len {max_model_len} is above the model's "

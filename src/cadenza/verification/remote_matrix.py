@@ -1,7 +1,7 @@
-"""The matrix of sampling options for a server: what it needs to know of the server's tokens.
+"""The matrix of sampling options for a server, with the requests that find the tokens that it
+needs.
 
-Owns the requests that find those tokens, and the list of what cannot be compared over HTTP. Knows
-the server's API only. Invariant: what is not played is in `RemoteMatrix.left_out`.
+Invariant: what is not played is in `RemoteMatrix.left_out`.
 """
 
 import random
@@ -54,10 +54,8 @@ class RemoteMatrix:
 def apply_matrix(
     server: RemoteServer, matrix: OptionMatrix, arrivals: Sequence[Arrival]
 ) -> RemoteMatrix:
-    """The arrivals' requests with the options of a matrix, as far as they can be sent.
-
-    Raises ConfigError if the server cannot be reached.
-    """
+    """The arrivals' requests with the options of a matrix, as far as they can be sent. Raises
+    ConfigError if the server cannot be reached."""
     left_out = [UNSEEDED]
     for option in matrix.options:
         if SENT_AS.get(option.name, option.name) not in SENT_OPTIONS:
@@ -105,10 +103,8 @@ def _find_words(server: RemoteServer) -> tuple[int, ...]:
 
 
 def _token_of(server: RemoteServer, character: str) -> int:
-    """What the server chooses where only the character may follow.
-
-    Raises RefusedError if the character is no token by itself, or there are no forms.
-    """
+    """What the server chooses where only the character may follow. Raises RefusedError if the
+    character is no token by itself, or there are no forms."""
     params = SamplingParams(
         max_tokens=2, temperature=0.0, structured=StructuredOutput(choice=[character])
     )
@@ -134,6 +130,5 @@ def _find_end(server: RemoteServer, letter: int | None) -> tuple[int, ...]:
 
 
 def _play(server: RemoteServer, params: SamplingParams) -> tuple[int, ...]:
-    """The tokens of an answer to any prompt."""
     (stream,) = server.play(Request(prompt_token_ids=(1,), params=params)).streams
     return stream.token_ids

@@ -1,7 +1,5 @@
-"""Replays receipts at the server that gave them: it computes each again, and compares every bit.
-
-Knows the server's answer to `POST /v1/receipts/replay`. Invariant: a receipt is equal only if the
-server says so.
+"""Replays receipts at the server that gave them (`POST /v1/receipts/replay`). Invariant: a receipt
+is equal only if the server says so.
 """
 
 import time
@@ -21,10 +19,8 @@ RETRY_S, MAX_RETRIES = 0.2, 300
 def replay_at(
     api: RemoteApi, receipts: Iterable[NamedReceipt], model: str | None = None
 ) -> Iterator[Replayed]:
-    """The verdicts, in the receipts' order; `model`: one of several that the server has.
-
-    Raises ConfigError: there is no answer.
-    """
+    """The verdicts, in the receipts' order; `model`: one of several of the server's. Raises
+    ConfigError if there is no answer."""
     for each in receipts:
         num_tokens = len(each.receipt.token_ids)
         differences = tuple(_differences(api, each, model))

@@ -1,7 +1,5 @@
-"""`RemoteServer`: a client of one Cadenza server, which sends the gate's requests.
-
-Owns the HTTP bodies and the reading of answers. Invariant: a request is sent with every option that
-it has; `SENT_OPTIONS` names those that can be sent.
+"""`RemoteServer`: a client of one Cadenza server, which sends the verifier's requests. Invariant: a
+request is sent with every option that it has; `SENT_OPTIONS` names those that can be sent.
 """
 
 import math
@@ -30,10 +28,8 @@ SENT_OPTIONS = frozenset(PARAMETERS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The response to one request, with the times at which it started and ended.
-
-    In the records of its streams a prompt's token has its position, and no token has a rank.
-    """
+    """The response to one request, and when it started and ended. In the records of its streams a
+    prompt's token has its position, and no token has a rank."""
 
     streams: tuple[Stream, ...]
     num_cached_tokens: int
@@ -89,10 +85,7 @@ class RemoteApi:
 
 
 class RemoteServer:
-    """A client of one Cadenza server, safe on any thread.
-
-    Raises ConfigError unless it responds like a Cadenza server.
-    """
+    """Thread-safe. Raises ConfigError unless it responds like a Cadenza server."""
 
     def __init__(self, api: RemoteApi, clock: Callable[[], float]) -> None:
         self._api = api
@@ -108,14 +101,9 @@ class RemoteServer:
             )
 
     def play(self, request: Request, salt: str = "") -> Answer:
-        """Sends a request and waits for its answer; bad words are those of `params.bad_words`.
-
-        While the server's queue is full it is sent again.
-
-        Raises:
-            RefusedError: the server refuses it.
-            ConfigError: there is no answer.
-        """
+        """Sends a request, again while the server's queue is full, and waits for its answer; bad
+        words are those of `params.bad_words`. Raises RefusedError if the server refuses it,
+        ConfigError if there is no answer."""
         body = {**body_of(request), "model": self.model}
         if salt:
             body["cache_salt"] = salt
@@ -147,7 +135,6 @@ class RemoteServer:
 
 
 def body_of(request: Request) -> dict[str, Any]:
-    """The body of a completion, with every option of the request."""
     params = request.params
     body: dict[str, Any] = {name: getattr(params, name) for name in PLAIN_FIELDS}
     if params.structured is not None:
@@ -187,7 +174,6 @@ def _record(token: int, logprob: float, tops: Mapping[str, float]) -> TokenRecor
 
 
 def _message_of(answer: httpx.Response) -> str:
-    """The message of an error answer, if it has one."""
     try:
         return f": {str(answer.json()['error']['message'])[:MAX_MESSAGE_CHARS]}"
     except (ValueError, KeyError, TypeError):

@@ -1,8 +1,6 @@
-"""Replays receipts: each request is computed again, alone, and compared bit for bit.
-
-Owns the reading of receipts, the options of the engine that they ask for, and the verdicts. Knows
-the engine through `LoadedModel`. Invariant: a receipt is equal only if its fingerprint fits and
-every token and every bit of every log probability is.
+"""Replays receipts: each request is computed again, alone, and compared bit for bit. Invariant: a
+receipt is equal only if its fingerprint fits and every token and every bit of every log probability
+is.
 """
 
 import re
@@ -77,10 +75,8 @@ class NamedReceipt:
 
 
 def read_receipts(path: Path) -> list[NamedReceipt]:
-    """The receipts of a file: one a line, or a single JSON object.
-
-    Raises ReceiptError, which names file and line.
-    """
+    """The receipts of a file: one a line, or a single JSON object. Raises ReceiptError, with file
+    and line."""
     try:
         if path.stat().st_size > MAX_RECEIPT_BYTES:
             raise ReceiptError(
@@ -116,10 +112,8 @@ def _decode(text: bytes, where: str) -> Receipt:
 
 
 def replay_receipts(model: str | None, receipts: Iterable[NamedReceipt]) -> Iterator[Replayed]:
-    """The verdicts, in groups of receipts that ask for one engine.
-
-    Raises CheckpointError, DeviceUnavailableError: as `open_model` does.
-    """
+    """The verdicts, in groups of receipts that ask for one engine. Raises CheckpointError,
+    DeviceUnavailableError: as `open_model` does."""
     groups: dict[EngineConfig, list[NamedReceipt]] = {}
     for each in receipts:
         groups.setdefault(config_of(each.receipt.fingerprint), []).append(each)
@@ -151,9 +145,7 @@ def replay_receipts(model: str | None, receipts: Iterable[NamedReceipt]) -> Iter
 
 def config_of(fingerprint: Fingerprint) -> EngineConfig:
     """The options of the engine that a receipt was made with, as far as they decide its bits.
-
-    Raises ReceiptError.
-    """
+    Raises ReceiptError."""
     try:
         return EngineConfig(
             dtype=fingerprint.activations,  # pyright: ignore[reportArgumentType]
@@ -254,7 +246,6 @@ def _advice(receipt: Receipt, here: Fingerprint, config: EngineConfig) -> Iterat
 
 
 def _changes(receipt: Receipt) -> Iterator[str]:
-    """Where a receipt contradicts itself."""
     if receipt.system_fingerprint != receipt.fingerprint.digest:
         yield "the receipt was changed: its system_fingerprint is not that of its parts"
     if receipt.logprob_digest != digest_of_logprobs(receipt.logprobs):

@@ -79,12 +79,9 @@ weights at load and by the type of KV; those of both add up."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyOptions:
-    """The options of `cadenza verify`.
-
-    `shape` (random weights) takes precedence over `model`. With a `matrix` of sampling options each
-    of its rows is a request, and `num_requests` is ignored. `config.backend` is one of `backends`.
-    `images`: most requests have some.
-    """
+    """Of `cadenza verify`. `shape` (random weights) takes precedence over `model`. Each row of a
+    `matrix` of sampling options is a request, and `num_requests` is ignored. `config.backend` is
+    one of `backends`. `images`: most requests have some."""
 
     model: str | None = None
     shape: str | None = None
@@ -99,11 +96,8 @@ class VerifyOptions:
 
 
 def verify(options: VerifyOptions, report: ReportProgress) -> tuple[GateResult, EnginePlan]:
-    """Runs the gate; also returns the plan of the engine under test.
-
-    Raises:
-        CheckpointError, ConfigError, DeviceUnavailableError: the model cannot be loaded.
-    """
+    """Runs the verifier; also returns the plan of the engine under test. Raises CheckpointError,
+    ConfigError, DeviceUnavailableError if the model cannot be loaded."""
     with checkpoint_of(options) as checkpoint:
         plan, workload = prepare_workload(options, checkpoint)
         report("loading and compiling")
@@ -141,11 +135,8 @@ def checkpoint_of(options: VerifyOptions) -> Generator[Checkpoint]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateWorkload:
-    """The workload; `wanted` is the length that its longest stream should have, in tokens.
-
-    `forms` are those of the matrix, if the model has a tokenizer; `sight` is what the images are
-    of, if there are any.
-    """
+    """`wanted`: tokens that its longest stream should have; `forms`: those of the matrix, if the
+    model has a tokenizer; `sight`: what the images are of, if there are any."""
 
     arrivals: tuple[Arrival, ...]
     matrix: OptionMatrix | None
@@ -210,9 +201,7 @@ def _with_images(
     page_size: int,
 ) -> GateWorkload:
     """The workload, without placeholders that stand for nothing; with images if they are asked for.
-
-    Raises ConfigError if the model takes none.
-    """
+    Raises ConfigError if the model takes none."""
     vision = checkpoint.config.vision if checkpoint.is_known else None
     if vision is None:
         if options.images:

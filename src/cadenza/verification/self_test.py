@@ -1,8 +1,6 @@
-"""`self_test`: the gate without a fault, then with each known fault, which it must catch.
-
-Owns which faults are planted and why others are not: those of the backend's op table, of what steps
-say (`step_faults`, `image_faults`) and of masks (`forms`). Invariant: a fault is planted if the
-model and the workload can show it.
+"""`self_test`: the verifier without a fault, then with each known fault, which it must catch: of
+the backend's op table, of what steps say (`step_faults`, `image_faults`) and of masks (`forms`).
+Invariant: a fault is planted if the model and the workload can show it.
 """
 
 from collections.abc import Callable, Iterator
@@ -63,11 +61,8 @@ class FaultResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelfTestResult:
-    """Which faults the gate caught; `sound` is the verdict of the control without a fault,
-    `sound_line` its last line.
-
-    `ops` is the op table with the faults; `note` says why, if it is not the one used for serving.
-    """
+    """`sound`: the verdict of the control without a fault, `sound_line` its last line; `ops`: the
+    op table with the faults; `note` says why, if it is not the one used for serving."""
 
     ops: str
     sound: Verdict
@@ -76,7 +71,6 @@ class SelfTestResult:
     note: str | None = None
 
     def named(self, outcome: Outcome) -> tuple[str, ...]:
-        """The faults with this outcome."""
         return tuple(each.name for each in self.faults if each.outcome == outcome)
 
     @property
@@ -101,14 +95,10 @@ class SelfTestResult:
 
 
 def self_test(options: VerifyOptions, report: ReportProgress) -> SelfTestResult:
-    """Runs the gate without a fault and with each known fault.
-
-    Native kernels with faults are a separate build. Without it the reference table is used, and
-    `SelfTestResult.note` says so. Steps verify drafts where the model has recurrent states.
-
-    Raises:
-        CheckpointError, ConfigError, DeviceUnavailableError: the model cannot be loaded.
-    """
+    """Runs the verifier without a fault and with each known fault. Native kernels with faults are a
+    separate build; without it the reference table is used, and `SelfTestResult.note` says so. Steps
+    verify drafts where the model has recurrent states. Raises CheckpointError, ConfigError,
+    DeviceUnavailableError if the model cannot be loaded."""
     config = replace(options.config, spec_prefill=None)  # the faults are those of the model itself
     if config.speculation is not None and config.speculation.has_model:  # it changes no stream
         config = replace(config, speculative_config=None)
@@ -171,10 +161,8 @@ _SOUND = _Planted()
 
 
 class _Tested:
-    """A model, the workload that it plays, and its faults.
-
-    Steps verify drafts if the options say so, and with `adds_drafts` if the model has states.
-    """
+    """A model, the workload that it plays, and its faults. Steps verify drafts if the options say
+    so, and with `adds_drafts` if the model has states."""
 
     def __init__(
         self,
@@ -196,7 +184,6 @@ class _Tested:
         self._forms = self._workload.forms or make_forms(constraint_compiler(checkpoint))
 
     def outcome(self, fault: _Planted) -> FaultResult:
-        """Plays a fault, if it is to be planted."""
         if fault.skip is not None:
             outcome, why = "skipped", fault.skip
         else:
@@ -206,7 +193,6 @@ class _Tested:
         return FaultResult(name=fault.name, layer=fault.layer, outcome=outcome, why=why)
 
     def play(self, fault: _Planted) -> GateResult:
-        """The gate with a fault."""
         self._report(f"fault: {fault.name}")
         options, plan, workload = self._options, self._plan, self._workload
         checkpoint = self._checkpoint
@@ -232,7 +218,6 @@ class _Tested:
             return replace(gate, drafts_show="rejected_drafts").run()
 
     def _constrained(self, workload: GateWorkload) -> GateWorkload:
-        """With forms, if the model has a tokenizer."""
         if self._forms is None or workload.forms is not None:
             return workload
         arrivals = self._forms.constrain(workload.arrivals)
@@ -253,7 +238,6 @@ class _Tested:
         )
 
     def faults(self) -> Iterator[_Planted]:
-        """Those that are planted, and those that are not."""
         yield from self._of_operations()
         yield from self._of_states()
         if self._workload.sight is not None:

@@ -1,6 +1,5 @@
-"""A workload of which some prompts are thinned out, for an engine that scores prompts.
-
-Pure. Invariant: which they are follows from the workload alone.
+"""A workload of which some prompts are pruned, for an engine that scores prompts. Pure: which they
+are follows from the workload alone.
 """
 
 from dataclasses import replace

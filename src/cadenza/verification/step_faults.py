@@ -1,7 +1,5 @@
-"""Faults of what a step says, which the gate must catch: of recurrent states and their rollback.
-
-Each makes a stream depend on what runs beside it, or on its drafts. Owns how such a fault is
-planted, for those of images as well: in a step's inputs, so that it is the same on every backend.
+"""Faults of recurrent states and their rollback, which the verifier must catch. They, and those of
+images, are planted in a step's inputs, so that they are the same on every backend.
 """
 
 from collections.abc import Callable, Mapping
@@ -46,7 +44,7 @@ def _state_of_another_row(inputs: ModelInputs, batch: Batch) -> None:
 
 
 def _state_behind_a_rejected_draft(inputs: ModelInputs, batch: Batch) -> None:
-    """What is kept as the state behind a token is that behind the next one, a draft."""
+    """What is kept as the state after a token is that after the next one, a draft."""
     for entry in batch.entries:
         if entry.drafts:
             stop = places_of(inputs, entry).stop

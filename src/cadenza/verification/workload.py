@@ -1,9 +1,7 @@
-"""The gate's workload: requests of different lengths that arrive over time, greedy and sampled.
-
-A pure function of its parameters. Invariant: some prompts share a prefix of full pages, some cross
-an attention block, and there are more requests than rows. If the context allows, three prompts are
-long: one starts with the first rows, one joins mid-stream, and the last one shares most of the
-first one's tokens.
+"""Requests of different lengths that arrive over time, greedy and sampled; a pure function.
+Invariant: some prompts share a prefix of full pages, some cross an attention block; there are more
+requests than rows; if they fit, three prompts are long: with the first rows, mid-stream, and one
+that shares the first's tokens.
 """
 
 import random
@@ -32,21 +30,11 @@ def longest_prompt(span: int, windows: Iterable[int]) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadShape:
-    """The parameters of a workload.
-
-    Args:
-        num_requests: more than `rows`.
-        rows: `--max-num-seqs` of the batched runs.
-        max_tokens: longest output in tokens.
-        context: `max_model_len`; every prompt with its output fits.
-        vocab_size: prompt tokens are below it.
-        longest: tokens of the longest prompt, if the context allows.
-        sampled_share: fraction of the requests that are sampled; the others are greedy.
-        seed: of the workload.
-
-    Raises:
-        ConfigError: a parameter is out of bounds.
-    """
+    """`num_requests` is more than `rows`, which is `--max-num-seqs` of the batched runs;
+    `max_tokens`: longest output; every prompt with its output fits the `context` (`max_model_len`);
+    prompt tokens are below `vocab_size`; `longest`: tokens of the longest prompt, if the context
+    allows; `sampled_share`: fraction of the requests that are sampled. Raises ConfigError where one
+    is out of bounds."""
 
     num_requests: int
     rows: int
