@@ -1,7 +1,5 @@
-"""The commands of the laboratory: their flags, and the order of measuring and showing.
-
-Imported when one of `cadenza bench`'s commands is asked for; imports nothing heavy before a body
-runs.
+"""The commands of the laboratory: their flags, and the order of measuring and showing. Nothing
+heavy is imported before a body runs.
 """
 
 from collections.abc import Mapping

@@ -17,14 +17,9 @@ ROOT = Path(__file__).parents[1]
 def run_in_fresh_process(
     module: str, argument: str, *, what: str, timeout_s: float, env: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """The JSON object in the last line that `python -m module argument` prints.
-
-    Args:
-        what: the measurement, as an error message names it.
-        env: added to this process's environment.
-
-    Raises:
-        RunnerError: it failed, with the last line of its stderr, or took longer than `timeout_s`.
+    """The JSON object in the last line that `python -m module argument` prints. `what`: the
+    measurement, as an error message names it; `env`: added to this process's environment. Raises
+    RunnerError where it failed, with the last line of its stderr, or took longer than `timeout_s`.
     """
     paths = [*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)]
     try:

@@ -1,8 +1,7 @@
-"""How fast a checkpoint's weights are loaded, beside how fast the page cache gives their bytes.
-
-It runs in a fresh process, as `python -m cadenza_bench.load JSON`, so that the first load's memory
-is watched before anything else has taken any. Invariant: the page cache is warm, and every timed
-load has readings of the same files right before it.
+"""How fast weights are loaded, beside the page cache's own speed, in a fresh process (`python -m
+cadenza_bench.load JSON`), so that the first load's memory is watched before anything else has taken
+any. Invariant: the page cache is warm; each timed load has readings of the same files right before
+it.
 """
 
 import json
@@ -42,13 +41,9 @@ _SAMPLE_S = 0.002
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """The measured loads and readings; seconds of each run.
-
-    Args:
-        file_bytes: of the checkpoint's files.
-        read_bytes: of the files that timed loads read: these, or the weights that were kept of
-            --quantization.
-    """
+    """Seconds of each measured load and reading. `file_bytes`: of the checkpoint's files;
+    `read_bytes`: of the files that timed loads read: these, or the weights that were kept of
+    --quantization."""
 
     file_bytes: int
     read_bytes: int
@@ -92,11 +87,8 @@ def measure_load(
     model: str | Path | None, config: EngineConfig, *, repeats: int, report: OnStatus
 ) -> Load:
     """One load that warms the page cache and whose memory is watched, then `repeats` timed ones.
-
-    Raises:
-        CheckpointError, ConfigError: the model cannot be found, or `repeats` is out of bounds.
-        RunnerError: the loading process failed.
-    """
+    Raises CheckpointError, ConfigError where the model cannot be found, or `repeats` is out of
+    bounds, RunnerError where the loading process failed."""
     check_repeats(repeats)
     find_configured(model, config)
     report(f"loading {repeats + 1} times")
@@ -162,7 +154,6 @@ class FileReader:
                     begin, memory = begin + count, memory[count:]
 
     def _part(self, descriptor: int, index: int) -> tuple[int, int]:
-        """The bytes of a file that thread `index` reads."""
         size = os.fstat(descriptor).st_size
         return size * index // self._num_threads, size * (index + 1) // self._num_threads
 
@@ -195,7 +186,6 @@ class MemoryWatch:
 
 
 def largest_tensor_bytes(checkpoint: Checkpoint) -> int:
-    """Of the tensors as they are stored."""
     return max(checkpoint.weights.num_bytes(name) for name in checkpoint.weights)
 
 

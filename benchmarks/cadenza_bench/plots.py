@@ -1,9 +1,7 @@
-"""Charts of a benchmark: one PNG for each, and all of them in one page with their numbers.
-
-Owns how charts look, and what the page has: each chart as an inline SVG, its values in a table
-behind it, and no request to anywhere. Knows no benchmark. matplotlib is imported when charts are
-drawn. Invariants: series differ by shape (marker, dashes, hatching) as well as by colour, so that
-they can be told apart in grey; the same charts give the same bytes.
+"""Charts: one PNG for each, and a page with all of them as inline SVGs, their numbers in tables,
+and no request to anywhere. Invariants: series differ by shape as well as by colour, so that they
+can be told apart in grey; the same charts give the same bytes. matplotlib is imported when charts
+are drawn.
 """
 
 import html
@@ -57,19 +55,10 @@ def require_plot_library(find: Callable[[str], object] = find_spec) -> None:
 
 
 def write_plots(folder: Path, title: str, charts: Sequence[Chart], data: object) -> list[Path]:
-    """Writes NAME.png of each chart, `index.html` with all of them, and `data.json`.
-
-    Args:
-        folder: made if it is absent; files of the same names in it are replaced.
-        data: the benchmark's JSON object; dataclasses in it are objects.
-
-    Returns:
-        What was written, the page first.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-        OSError: the folder cannot be written to.
-    """
+    """Writes NAME.png of each chart, `index.html` with all of them, and `data.json` of `data`,
+    whose dataclasses are objects; the folder is made if it is absent, and files of these names are
+    replaced. Returns what was written, the page first. Raises ConfigError where matplotlib is not
+    installed, OSError where it cannot write there."""
     require_plot_library()
     assert len({chart.name for chart in charts}) == len(charts), "two charts of one name"
     rc_context: Any = import_module("matplotlib").rc_context
@@ -125,7 +114,6 @@ def _draw_lines(axes: Axes, series: Sequence[Series]) -> None:
 
 
 def _draw_bars(axes: Axes, series: Sequence[Series]) -> None:
-    """Bars of one name stand side by side; a series may lack some of the names."""
     names = list(dict.fromkeys(point[0] for each in series for point in each.points))
     places = {name: place for place, name in enumerate(names)}
     width = _BAR_WIDTH / max(1, len(series))

@@ -31,7 +31,6 @@ def serving_charts(found: ServeFigures) -> list[Chart]:
 
 
 def loop_charts(loop: str, loads: Mapping[str, Sequence[LoadFigures]]) -> list[Chart]:
-    """Latencies and throughput of the loads of one loop, by the label of their lines."""
     x_label = _X_LABELS[loop]
     charts = [_latency_chart(loop, x_label, loads, name) for name in _LATENCIES]
     return [*charts, _throughput_chart(loop, x_label, loads)]
@@ -103,7 +102,6 @@ def timeline(title: str, outcomes: Mapping[str, Sequence[Outcome]]) -> Chart:
 
 
 def _rows(outcomes: Sequence[Outcome]) -> list[ChartPoint]:
-    """In the order of their start; a request without content waits until its end."""
     ordered = sorted(outcomes, key=lambda each: each.start_s)[:MAX_ROWS]
     zero_s = ordered[0].start_s
     rows: list[ChartPoint] = []

@@ -1,8 +1,7 @@
-"""From process start to the first token, in fresh processes, with cold and with warm caches.
-
-Owns the processes and the phases. Cold means an empty CADENZA_CACHE_DIR, so that every program is
-compiled; Python's own byte code and the system's page cache are warm in both. Invariant: each start
-is a process of its own (`startup_probe`), and the one that fills the warm cache is not counted.
+"""From process start to the first token, in fresh processes, with cold and with warm caches. Cold:
+an empty CADENZA_CACHE_DIR, so that every program is compiled; byte code and the page cache are warm
+in both. Each start is a process of its own (`startup_probe`); the one that fills the warm cache is
+not counted.
 """
 
 import json
@@ -43,7 +42,6 @@ class Startup:
 
     @property
     def total_s(self) -> float:
-        """Of the middle start."""
         return sum(self._middle)
 
     @property
@@ -52,7 +50,6 @@ class Startup:
 
     @property
     def phases_s(self) -> dict[str, float]:
-        """Of the middle start, so that they add up to its time."""
         return dict(zip(PHASES, self._middle, strict=True))
 
     @property
@@ -64,12 +61,8 @@ class Startup:
 def measure_startup(
     model: str | None, config: EngineConfig, *, repeats: int, report: OnStatus
 ) -> tuple[Startup, ...]:
-    """Cold starts, then warm ones.
-
-    Raises:
-        CheckpointError, ConfigError: the model cannot be found, or `repeats` is out of bounds.
-        RunnerError: a start failed.
-    """
+    """Cold starts, then warm ones. Raises CheckpointError, ConfigError where the model cannot be
+    found, or `repeats` is out of bounds, RunnerError where a start failed."""
     check_repeats(repeats)
     find_configured(model, config)
     argument = json.dumps({"model": model, "config": asdict(config)})
@@ -118,7 +111,6 @@ _STARTUP: Columns = (
 
 
 def startup_result(machine: Machine, found: Sequence[Startup]) -> Result:
-    """Seconds of each phase of the middle start."""
     return Result(
         facts={"machine": machine},
         rows={"results": Rows(columns=_STARTUP, rows=found)},

@@ -1,8 +1,6 @@
-"""A program that starts an engine, generates one token, and prints when each phase ended.
-
-`python -m cadenza_bench.startup_probe JSON` with `{"model", "config"}`. It prints one line of JSON:
-readings of the monotonic clock, which all processes of a machine share, by phase. A module apart
-from `startup`, whose imports would count as the start of Python.
+"""`python -m cadenza_bench.startup_probe JSON`, of `{"model", "config"}`: starts an engine,
+generates a token, and prints readings of the monotonic clock, which all processes of a machine
+share, by phase. Not in `startup`, whose imports would count as the start of Python.
 """
 
 import json

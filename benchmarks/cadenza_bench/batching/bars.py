@@ -1,8 +1,6 @@
-"""The bars of the settings: a measured ratio beside the least that is asked for.
-
-A ratio is of two medians of the rounds, which are shown beside it, and counts with two decimals.
-Where it is below the bar by less than two standard errors of the rounds' own ratios, three at
-least, the bar is met within the noise, and the report says so.
+"""The bars of the settings: a measured ratio of two medians of the rounds, with two decimals, and
+the least that is asked for. A ratio below by less than two standard errors of the rounds' ratios,
+three at least, meets the bar within the noise, and the report says so.
 """
 
 import statistics
@@ -35,13 +33,9 @@ LEAST_PADDED_IDEAL = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """The ratio of two values, which were measured in each round.
-
-    Args:
-        required: the least ratio.
-        ideal, allowed: by lengths (or tokens computed) alone, and by the measured rates.
-        claim: what others have stated.
-    """
+    """The ratio of two values, measured in each round, and the least that is `required`; `ideal`,
+    `allowed`: by lengths (or tokens computed) alone, and by the measured rates; `claim`: what
+    others have stated."""
 
     what: str
     over: Sequence[float]
@@ -65,7 +59,6 @@ class Bar:
 
     @property
     def ratios(self) -> list[float]:
-        """Of each round."""
         return [a / b for a, b in zip(self.over, self.under, strict=True)]
 
     @property
@@ -142,7 +135,6 @@ def bars_of(found: Measured) -> list[Bar]:
 
 
 def _bars_of_clients(found: Measured) -> list[Bar]:
-    """The first token, beside a batch that is handed over whole, and tokens a second."""
     plan, closed = found.plan, [load for load in found.plan.loads if load.clients is not None]
     whole = ("static-whole", BatchingLoad(clients=plan.num_requests))
     bars: list[Bar] = []

@@ -1,8 +1,6 @@
-"""The figures of runs, and the first token in which two runs differ.
-
-Pure arithmetic. TTFT is counted from when a request was due, so that waiting for a batch is part of
-it; ITL are the gaps between tokens that were handed over, all pooled; TPOT is (last token - first)
-/ (tokens - 1) of each request. A mode that hands over whole batches has neither ITL nor TPOT.
+"""The figures of runs; pure arithmetic. TTFT is counted from when a request was due; ITL are the
+pooled gaps of tokens handed over; TPOT is (last token - first) / (tokens - 1) of a request. A mode
+that hands over whole batches has neither ITL nor TPOT.
 """
 
 import statistics
@@ -35,7 +33,6 @@ class PlayedRun:
 
     @property
     def tok_s(self) -> float:
-        """Output tokens over the time from the start to the last of them."""
         return self.num_output_tokens / self.duration_s
 
     @property
@@ -72,19 +69,12 @@ class PlayedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModeFigures:
-    """All rounds of a mode under a load; times of requests are pooled, rates are medians.
-
-    What is "full" is of the time in which requests wait for a row, and None where none has to.
-
-    Args:
-        continuous: the figures of continuous batching under the same load, with which the mode is
-            compared; None of that one itself. A gain is the ratio of two figures: of the median
-            rates, or of the median numbers of steps, which no other program on the machine can
-            disturb.
-        has_waits: whether more requests than there are rows are there from the start.
-        ideal_gain, allowed_gain: what `full_gain` can be by the lengths alone, and by measured
-            rates.
-    """
+    """All rounds of a mode under a load; times of requests are pooled, rates are medians. What is
+    "full" is of the time in which requests wait for a row, and None where none has to.
+    `continuous`: the figures of continuous batching under the same load, None of that one itself; a
+    gain is the ratio of two median rates, or of median numbers of steps, which no other program can
+    disturb. `has_waits`: more requests than rows are there from the start. `ideal_gain`,
+    `allowed_gain`: what `full_gain` can be by lengths alone, and by measured rates."""
 
     mode: str
     load: BatchingLoad
@@ -118,7 +108,6 @@ class ModeFigures:
 
     @property
     def gains(self) -> list[float]:
-        """Of each round."""
         ours = () if self.continuous is None else self.continuous.runs
         return [a.tok_s / b.tok_s for a, b in zip(ours, self.runs, strict=False)]
 
@@ -133,7 +122,6 @@ class ModeFigures:
 
     @property
     def tok_s(self) -> float:
-        """Tokens a second of whole runs."""
         return statistics.median(self.tok_s_runs)
 
     @property

@@ -1,8 +1,6 @@
-"""What batching allows: steps by the lengths of answers alone, and seconds by measured rates.
-
-Pure arithmetic. By lengths: a step gives each row one token, prompts cost nothing, and static
-batches are those of the order of arrival. By rates: prompts are computed one after the other, and a
-decode step takes what it took with so many rows.
+"""What batching allows; pure arithmetic. By lengths: a step gives each row one token, prompts cost
+nothing, static batches are those of the order of arrival. By measured rates: prompts are computed
+one after the other, and a decode step takes what it took with so many rows.
 """
 
 from collections.abc import Mapping, Sequence

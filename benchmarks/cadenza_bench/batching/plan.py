@@ -1,8 +1,6 @@
 """What `cadenza bench batching` plays: its flags, the settings A to D, and the requests of a plan.
-
-Pure functions of a seed; imports nothing heavy, because the command line's flags follow from
-`BatchingOptions`. Invariant: the same plan gives the same requests, whatever the mode, the load and
-the machine.
+Pure functions of a seed, without heavy imports. Invariant: the same plan gives the same requests,
+whatever the mode, the load and the machine.
 """
 
 import math
@@ -62,12 +60,8 @@ class LongAnswers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchingPlan:
-    """The runs of the benchmark.
-
-    Args:
-        rows: requests that run at the same time, and at most in one batch.
-        system_len: tokens that all prompts begin with, beside their own.
-    """
+    """`rows`: requests that run at the same time, and at most in one batch; `system_len`: tokens
+    that all prompts begin with, beside their own."""
 
     setting: Setting | None = None
     rows: int = 8
@@ -82,10 +76,8 @@ class BatchingPlan:
     seed: int = 0
 
     def within(self, context: int) -> "BatchingPlan":
-        """With as much of the system prompt as a context has room for beside the rest.
-
-        Raises ConfigError where none of it has.
-        """
+        """With as much of the system prompt as a context has room for beside the rest. Raises
+        ConfigError where there is room for none."""
         if not self.system_len:
             return self
         others = self.prompt_lens[1] + self.longest_answer
@@ -176,11 +168,8 @@ SETTINGS: Mapping[Setting, BatchingPlan] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchingOptions:
-    """What is given of a plan; the rest is the setting's, or the default's.
-
-    Raises:
-        ConfigError: a value is out of bounds, or is not one of the setting's.
-    """
+    """What is given of a plan; the rest is the setting's, or the default's. Raises ConfigError
+    where a value is out of bounds, or is not one of the setting's."""
 
     setting: Setting | None = flag(
         None,
@@ -268,7 +257,6 @@ class BatchingOptions:
         check_lengths(self.prompt_lens or plan.prompt_lens, self.output_lens or plan.output_lens)
 
     def plan(self) -> BatchingPlan:
-        """The setting's plan, or the default one, with what was given."""
         names = ("modes", "num_requests", "prompt_lens", "output_lens", "repeats", "seed")
         given: dict[str, Any] = {name: getattr(self, name) for name in names}
         given["rows"] = self.max_num_seqs

@@ -1,9 +1,6 @@
-"""Plays requests on one engine under a policy of batching, and notes when each token came.
-
-A mode is a `BatchPolicy`, which says when waiting requests are submitted to the engine, so that all
-modes run on the same engine with the same kernels. Knows `EngineCore` through `submit` and `step`.
-Invariant: the engine is idle before and after; a request's tokens are those of its own answer,
-whatever its mode computes beyond them.
+"""Plays requests under a `BatchPolicy`, which says when waiting requests are submitted, so that all
+modes run on one engine with the same kernels. Invariant: the engine is idle before and after; a
+request's tokens are those of its own answer, whatever its mode computes beyond them.
 """
 
 import time
@@ -21,14 +18,9 @@ from cadenza_bench.batching.plan import BatchingMode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPolicy:
-    """Who is computed with whom, and when its tokens are handed over.
-
-    Args:
-        joins: requests start beside running ones; otherwise a batch starts when all of the one
-            before have ended.
-        is_single: a batch has one request.
-        is_padded: rows that have finished go on until the longest of their batch has.
-        is_whole: all answers of a batch are handed over when it ends.
+    """`joins`: requests start beside running ones; otherwise a batch starts when all of the one
+    before have ended. `is_single`: a batch has one request. `is_padded`: finished rows go on until
+    the longest of their batch has. `is_whole`: all answers of a batch are handed over when it ends.
     """
 
     joins: bool = False
@@ -56,14 +48,10 @@ class Timing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlayTask:
-    """The requests of one run, with when they arrive.
-
-    Args:
-        rows: the most requests of a batch.
-        clients: where it is given, this many requests arrive at the start, and the next one
-            whenever an answer has been handed over; else at their `after_s`.
-        salts: of each request; those of other salts share no prefix with it.
-    """
+    """The requests of one run, with when they arrive. `rows`: the most requests of a batch;
+    `clients`: this many requests arrive at the start, and the next one whenever an answer has been
+    handed over; None: at their `after_s`; `salts`: of each request; those of other salts share no
+    prefix with it."""
 
     policy: BatchPolicy
     rows: int
@@ -74,12 +62,9 @@ class PlayTask:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class PlayedRequest:
-    """What came of a request; times are seconds from the start of the run.
-
-    `content_s`: when each token was handed over, all at the same time in a mode that hands over
-    whole batches. `start_s`, `start_step`: the time and the steps of the run before the step in
-    which it got its row.
-    """
+    """Times are seconds from the start of the run. `content_s`: when each token was handed over,
+    all at once in a mode that hands over whole batches; `start_s`, `start_step`: before the step in
+    which it got its row."""
 
     index: int
     due_s: float
@@ -121,14 +106,11 @@ class BatchPlayer:
 
     @property
     def num_steps(self) -> int:
-        """Of the engine since the start."""
         return self._core.num_steps - self._start_step
 
     def play(self) -> list[PlayedRequest]:
-        """All requests, in the order of arrival; rows that go on are left to `drain`.
-
-        Raises RunnerError when one fails or ends early.
-        """
+        """All requests, in the order of arrival; rows that go on are left to `drain`. Raises
+        RunnerError when one fails or ends early."""
         if self._task.clients is not None:
             self._arrive(self._task.clients, 0.0)
         while len(self._done) < len(self._task.requests):
@@ -148,7 +130,6 @@ class BatchPlayer:
         return sorted(self._done, key=lambda each: each.index)
 
     def drain(self) -> None:
-        """Steps until the engine is idle."""
         while not self._core.is_idle:
             self._core.step()
 
@@ -156,7 +137,6 @@ class BatchPlayer:
         return self._timing.clock() - self._start_s
 
     def _arrive_by(self, now_s: float) -> None:
-        """The requests of an open load that are due, with the time at which they were."""
         if self._task.clients is None:
             while self._coming and self._coming[0][1].after_s <= now_s:
                 self._arrive(1, self._coming[0][1].after_s)

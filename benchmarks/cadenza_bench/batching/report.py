@@ -1,7 +1,5 @@
-"""The result of `cadenza bench batching`: its JSON object, text and charts.
-
-Invariant: bars are shown with the ratio, what was asked for and what the lengths and the measured
-rates allow, met or not.
+"""The result of `cadenza bench batching`: its JSON object, text and charts. Invariant: bars are
+shown with the ratio, the bar, and what the lengths and the measured rates allow, met or not.
 """
 
 from collections.abc import Sequence
@@ -15,7 +13,6 @@ from cadenza_bench.batching.rounds import BatchingResult
 
 
 def _milliseconds(spread: Spread) -> str:
-    """The mean, p50, p95 and p99."""
     values = (spread.mean_s, spread.p50_s, spread.p95_s, spread.p99_s)
     return " ".join(
         f"{1000 * each:.0f}" if each >= 0.1 else f"{1000 * each:.1f}" for each in values
@@ -192,7 +189,6 @@ def _ttft_chart(kind: str, figures: Sequence[ModeFigures]) -> Chart:
 
 
 def _by_load(name: str, what: str, kind: str, values: Sequence[tuple[ModeFigures, float]]) -> Chart:
-    """A line of each mode over several loads; bars of one load."""
     loads = list(dict.fromkeys(each.load for each, _ in values))
     name = f"{name}_{kind.replace(' ', '_')}"
     if len(loads) == 1:

@@ -1,8 +1,6 @@
-"""`cadenza bench batching`: continuous batching beside other ways to batch, on one engine.
-
-Owns the order of the runs, the engine's size and the comparison of their tokens. Every mode plays
-the same requests, each run in cache salts of its own. Invariant: no prompt is found in the prefix
-cache, unless the setting is about that.
+"""`cadenza bench batching`: the order of its runs, and the comparison of their tokens. Every mode
+plays the same requests, each run in cache salts of its own. Invariant: no prompt is found in the
+prefix cache, unless the setting is about that.
 """
 
 import random
@@ -73,12 +71,9 @@ def measure_batching(
     report: OnStatus,
     backends: Backends = BACKENDS,
 ) -> BatchingResult:
-    """Loads the model and plays the plan.
-
-    Raises:
-        CheckpointError, ConfigError, DeviceUnavailableError: it cannot be loaded or measured.
-        RunnerError: a request failed.
-    """
+    """Loads the model and plays the plan. Raises CheckpointError, ConfigError,
+    DeviceUnavailableError where it cannot be loaded or measured, RunnerError where a request
+    failed."""
     checkpoint = find_configured(model, config, backends)
     trained = checkpoint.outline.max_position_embeddings
     plan = options.plan().within(min(trained, config.max_model_len or trained))
@@ -100,14 +95,9 @@ def measure_batching(
 def fitted_config(
     config: EngineConfig, plan: BatchingPlan, default_token_budget: int, trained: int
 ) -> EngineConfig:
-    """`config` with the plan's rows and, unless it was given, a fitting context.
-
-    Args:
-        trained: the positions of the model.
-
-    Raises ConfigError where the runs do not fit, or the engine would decide what the modes are to
-    decide.
-    """
+    """`config` with the plan's rows and, unless it was given, a fitting context; `trained`: the
+    positions of the model. Raises ConfigError where the runs do not fit, or the engine would decide
+    what the modes are to decide."""
     if config.batching != "continuous":
         raise ConfigError(f"--batching {config.batching}: the modes batch; give --modes instead")
     if config.prefix_cache_disk is not None:
@@ -136,12 +126,8 @@ def rate_workload(plan: BatchingPlan) -> Workload:
 def compare_modes(
     core: EngineCore, plan: BatchingPlan, report: OnStatus, timing: Timing | None = None
 ) -> Compared:
-    """Plays the plan on an idle engine.
-
-    Raises:
-        ConfigError: the KV pool has no room for all rows.
-        RunnerError: a request failed.
-    """
+    """Plays the plan on an idle engine. Raises ConfigError where the KV pool has no room for all
+    rows, RunnerError where a request failed."""
     _check_room(core, plan)
     requests = tuple(_as_text(each, core) for each in plan.requests(core.runner.vocab_size))
     stage = _Stage(
@@ -195,8 +181,6 @@ def _as_text(request: PlannedRequest, core: EngineCore) -> PlannedRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Stage:
-    """The engine, and what is played on it."""
-
     core: EngineCore
     plan: BatchingPlan
     requests: Sequence[PlannedRequest]
@@ -246,7 +230,6 @@ class _Stage:
             )
 
     def rates(self) -> StepRates:
-        """Of prompts, and of decode steps by the number of rows."""
         sizes, clock = rate_workload(self.plan), self.timing.clock
         budget = self.core.limits.max_num_batched_tokens
         step_s: dict[int, float] = {}
@@ -331,7 +314,6 @@ def _of_mode(name: str, load: BatchingLoad, runs: Sequence[PlayedRun]) -> ModeFi
 def _limits(
     mode: BatchingMode, requests: Sequence[PlannedRequest], rows: int, rates: StepRates | None
 ) -> dict[str, Any]:
-    """What the gain can be while requests wait; nothing without rates."""
     if rates is None:
         return {}
     first = waiting(mode, requests, rows)
@@ -345,7 +327,6 @@ def _limits(
 def _describe(
     model: str | Path | None, plan: BatchingPlan, engine: EnginePlan
 ) -> dict[str, object]:
-    """The JSON object `workload`."""
     return {
         "model": "bundled" if model is None else Path(model).name,
         "setting": plan.setting,

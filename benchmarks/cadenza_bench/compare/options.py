@@ -18,11 +18,7 @@ MAX_SERVERS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompareOptions:
-    """The servers that `bench compare` loads, and how often.
-
-    Raises:
-        ConfigError: a value is out of bounds, or a server has no name of its own.
-    """
+    """Raises ConfigError where a value is out of bounds, or a server has no name of its own."""
 
     url: list[str] | None = flag(
         None, "A server and its name; give two or more.", metavar="NAME=URL"

@@ -1,9 +1,7 @@
-"""Compares servers under the same loads: alternating rounds, and ratios with their intervals.
-
-Owns the order of rounds and the statistics. Each round sends the same requests to every server, in
-one order and then in the other (A B B A), so that a machine that becomes slower favours none. A
-ratio is taken within a round; its interval is from rounds drawn again with replacement. Invariant:
-the first server is what the others are compared with.
+"""Compares servers under the same loads. Each round sends the same requests to every server, in one
+order and then in the other (A B B A), so that a machine that becomes slower favours none. A ratio,
+to the first server, is taken within a round; its interval is from rounds drawn again with
+replacement.
 """
 
 import math
@@ -48,12 +46,8 @@ METRICS: Mapping[str, Callable[[LoadFigures], float | None]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ratio:
-    """A server's metric over the first server's: the geometric mean of the rounds' ratios.
-
-    Args:
-        low, high: 95 % of the means of rounds drawn again.
-        rounds: the ratio of each round.
-    """
+    """A server's metric over the first server's: the geometric mean of the ratio of each of
+    `rounds`; `low`, `high`: 95 % of the means of rounds drawn again."""
 
     server: str
     metric: str
@@ -102,7 +96,6 @@ class Comparison:
 
     @property
     def measured(self) -> list[tuple[str, LoadFigures]]:
-        """The server and the figures of every round."""
         return [
             (each.server, load.figures)
             for compared in self.loads
@@ -117,10 +110,8 @@ def compare_servers(
     report: OnStatus,
     clock: Clock = time.perf_counter,
 ) -> Comparison:
-    """Plays the rounds of each load on each server.
-
-    Raises ServerError when one cannot be reached; ConfigError when a setting cannot work.
-    """
+    """Plays the rounds of each load on each server. Raises ServerError when one cannot be reached;
+    ConfigError when a setting cannot work."""
     servers = compared.servers()
     if options.sweep is not None:
         raise ConfigError("--sweep finds the rates of one server; give --request-rate R,R…")

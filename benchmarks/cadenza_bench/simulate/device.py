@@ -1,7 +1,6 @@
-"""What stands in the place of a device: steps that only take time, and the servers that have them.
-
-The clock moves by the predicted time of each step. Invariant: nothing here reads a clock of the
-machine, but `measure_server`, which times a model's steps.
+"""What stands in the place of a device: steps that only move the clock by their predicted time, and
+the servers that have them. Invariant: only `measure_server`, which times a model's steps, reads a
+clock of the machine.
 """
 
 from collections.abc import Callable
@@ -90,7 +89,6 @@ class SimulatedSteps:
         raise RunnerError("a simulated step cannot fail")
 
     def output(self, batch: Batch) -> StepOutput:
-        """What the batch samples."""
         count = batch.load.num_logits
         if count not in self._outputs:  # views
             first = {name: getattr(self._whole, name)[:count] for name in _ARRAYS}
@@ -182,11 +180,9 @@ def measure_server(model: str | Path | None, config: EngineConfig) -> SimulatedS
 
 
 def given_server(costs_ms: tuple[float, ...], config: EngineConfig) -> SimulatedServer:
-    """A server whose steps cost `costs_ms`: of a step, a token, a logit row and a key.
-
-    Limits that are not given are a context of 4,096 tokens, 256 tokens a step, and pages for full
-    contexts in all rows.
-    """
+    """A server whose steps cost `costs_ms`: of a step, a token, a logit row and a key. Limits that
+    are not given are a context of 4,096 tokens, 256 tokens a step, and pages for full contexts in
+    all rows."""
     rows = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS
     length = config.max_model_len or DEFAULT_MODEL_LEN
     limits = EngineLimits(

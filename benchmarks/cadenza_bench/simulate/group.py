@@ -1,7 +1,6 @@
-"""Simulated engines that serve as one: the routes of `cluster`, over cores whose steps take time.
-
-Owns the order of events: the earliest of the next arrival and each engine's next step. An engine's
-clock is its own, and stands where it last did something.
+"""Simulated engines that serve as one: the routes of `cluster`. The next event is the earliest of
+the next arrival and each engine's next step. An engine's clock is its own, and stands where it last
+did something.
 """
 
 from collections.abc import Iterator, Sequence
@@ -64,10 +63,8 @@ class SimulatedGroup:
                 each.place, each.reporter = place, RouteReporter(each.core)
 
     def submit(self, request: Request, at_s: float) -> tuple[int, int]:
-        """Sends a request that comes at `at_s`; returns the place of its engine and its id there.
-
-        Raises QueueFullError.
-        """
+        """Sends a request that comes at `at_s`; returns the index of its engine and its id there.
+        Raises QueueFullError."""
         for each in self.replicas:
             every_s = IDLE_BEAT_S if each.core.is_idle else STATS_EVERY_S
             if at_s >= each.reported_s + every_s:
@@ -83,7 +80,6 @@ class SimulatedGroup:
         return route.place, request_id
 
     def stepped(self, place: int) -> None:
-        """An engine has made a step."""
         replica = self.replicas[place]
         now_s = replica.clock.now_s
         if replica.core.is_idle or now_s >= replica.reported_s + STATS_EVERY_S:

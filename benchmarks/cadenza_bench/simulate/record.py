@@ -62,16 +62,10 @@ class TenantFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyFigures:
-    """One policy's figures.
-
-    Args:
-        waiting: from arrival to the first step.
-        good_share: requests within both limits, as a share of all.
-        num_rejected: refused because the queue was full.
-        cached_share: prompt tokens found in the prefix cache.
-        fairness: Jain's index of the tenants' `per_token_s`: 1 where all are alike, 1 / tenants
-            where one has all the delay.
-    """
+    """One policy's figures. `waiting`: from arrival to the first step; `good_share`: of all
+    requests, those within both limits; `num_rejected`: refused because the queue was full;
+    `cached_share`: prompt tokens found in the prefix cache; `fairness`: Jain's index of the
+    tenants' `per_token_s`: 1 where all are alike, 1 / tenants where one has all the delay."""
 
     policy: SchedulingPolicy
     num_answers: int

@@ -1,7 +1,5 @@
-"""`cadenza bench simulate`: the engine's own core over a device that only takes time.
-
-Scheduler, admission, pages, prefix cache and the overlapped loop are those of a server. Invariant:
-a simulation is a function of its options.
+"""`cadenza bench simulate`: a server's scheduler, admission, pages, prefix cache and overlapped
+loop, over a device that only takes time. Invariant: a simulation is a function of its options.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -48,7 +46,6 @@ def simulate(
     policy: SchedulingPolicy,
     on_progress: OnProgress = lambda _, __: None,
 ) -> PolicyFigures:
-    """Plays the traffic under one policy until all requests have ended."""
     clocks = [SimulatedClock() for _ in range(options.replicas)]
     replicas = [
         SimulatedReplica(make_simulated_core(server, policy, clock), clock) for clock in clocks

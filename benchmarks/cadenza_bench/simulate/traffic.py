@@ -1,7 +1,6 @@
-"""`TrafficOptions`: the requests of `cadenza bench simulate`, and when each of them arrives.
-
-Pure functions of a seed; imports nothing heavy, because the command line's flags follow from this
-class. Invariant: the same settings give the same requests, whatever the policy and the machine.
+"""`TrafficOptions`: the requests of `cadenza bench simulate`, and when each of them arrives. Pure
+functions of a seed, without heavy imports. Invariant: the same settings give the same requests,
+whatever the policy.
 """
 
 import heapq
@@ -55,11 +54,8 @@ class TrafficArrival:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrafficOptions:
-    """The traffic, on what server, and what is reported of it.
-
-    Raises:
-        ConfigError: a value is out of bounds.
-    """
+    """The traffic, on what server, and what is reported of it. Raises ConfigError where a value is
+    out of bounds."""
 
     step_cost: tuple[float, ...] | None = flag(
         None,
@@ -136,7 +132,6 @@ class TrafficOptions:
         return islice(merged, self.num_requests)
 
     def _source(self, tenant: int, rate: float, max_model_len: int) -> Iterator[TrafficArrival]:
-        """One tenant's requests, without end."""
         rng = random.Random(f"simulate {self.seed} {tenant}")
         tokens = tuple(rng.choices(range(VOCAB_SIZE), k=_RANDOM_TOKENS))
         prefixes = [self._cut(rng, tokens, self.prefix_len) for _ in range(self.num_prefixes)]

@@ -1,7 +1,5 @@
-"""Ways to choose the chunks of a prompt without a draft model, at the rate of sparse prefill.
-
-What is forced is kept by all of them, and as much in all. Invariant: a choice follows from the
-prompt's tokens alone, and of the random one from its seed.
+"""Ways to choose the chunks of a prompt without a draft model, at the rate of sparse prefill and
+with the same forced ones. Invariant: a choice follows from the prompt's tokens alone.
 """
 
 import math
@@ -61,5 +59,4 @@ BASELINES: Mapping[str, Scores] = {
 
 
 def chosen(token_ids: Sequence[int], keep: float, scores: Scores) -> KeptTokens:
-    """The chunks that a baseline keeps."""
     return SparsePrefill(keep=keep).select(scores(token_ids), len(token_ids))

@@ -1,8 +1,7 @@
 """What sparse prefill gains and costs on one engine: times to the first token, right answers of
-tasks, and how far answers are from those of whole prompts, beside simpler ways to choose chunks.
-
-Owns the order of the runs and the figures. Invariants: all ways keep as many chunks of a prompt;
-prompts that are timed have nothing in common, so that nothing is found in the prefix cache.
+tasks, and likeness to whole prompts, beside simpler choices of chunks. Invariants: all ways keep as
+many chunks of a prompt; timed prompts have nothing in common, so that nothing is found in the
+prefix cache.
 """
 
 import random
@@ -73,13 +72,9 @@ class LengthResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskResult:
-    """Right answers to a task by one way.
-
-    Args:
-        whole: their share with the whole prompts.
-        right: with the thinned ones; `recall` is the share of prompts of which all that was sought
-            was kept. `by_depth`: pairs of recall and right answers, where one thing is sought.
-    """
+    """Shares of right answers to a task by one way: with `whole` prompts, and `right` with the
+    pruned ones; `recall`: of prompts of which all that was sought was kept; `by_depth`: pairs of
+    recall and right answers, where one thing is sought."""
 
     task: str
     input_len: int
@@ -125,12 +120,9 @@ def measure_spec_prefill(
     report: OnStatus,
     backends: Backends = BACKENDS,
 ) -> SpecPrefillResult:
-    """Loads the model with its draft and plays everything.
-
-    Raises:
-        CheckpointError, ConfigError, DeviceUnavailableError: it cannot be loaded or measured.
-        RunnerError: a request failed.
-    """
+    """Loads the model with its draft and plays everything. Raises CheckpointError, ConfigError,
+    DeviceUnavailableError where it cannot be loaded or measured, RunnerError where a request
+    failed."""
     own = config.sparse_prompts or SpecPrefillConfig()
     report("loading the models")
     fitted = replace(config, spec_prefill=replace(own, threshold=1, force=True))
@@ -155,8 +147,6 @@ def measure_spec_prefill(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Bench:
-    """The runs on one engine."""
-
     loaded: LoadedModel
     options: SpecPrefillOptions
     report: OnStatus
@@ -171,7 +161,6 @@ class _Bench:
         return limits.max_model_len if scored is None else min(limits.max_model_len, scored)
 
     def length(self, length: int) -> list[LengthResult]:
-        """Of one length, by every fraction."""
         self.report(f"{length} tokens: first tokens")
         times = self._first_tokens(length)
         costs, found = self._costs(), list[LengthResult]()
@@ -219,7 +208,6 @@ class _Bench:
         return lambda text: tokenizer.encode(text, add_special_tokens=False)
 
     def _likeness(self, length: int, keep: float) -> dict[str, Likeness]:
-        """Of texts that are gone on with."""
         self.report(f"{length} tokens, keep {keep:g}: the same answers token by token")
         prompts = [make_text(length, seed, self._encode) for seed in range(self.options.samples)]
         wholes = run_all(self.core, [greedy(each, ANSWER_LEN) for each in prompts])
@@ -249,7 +237,6 @@ class _Bench:
         ]
 
     def _kept(self, prompts: Sequence[tuple[int, ...]], keep: float, way: str) -> list[KeptTokens]:
-        """What a way keeps of each prompt."""
         if way != DRAFT:
             return [chosen(each, keep, BASELINES[way]) for each in prompts]
         sparse = SparsePrefill(keep=keep)
@@ -314,7 +301,6 @@ def _kept_of(outcome: Played, prompt: tuple[int, ...]) -> KeptTokens:
 
 
 def _holds(kept: KeptTokens, prompt: TaskPrompt) -> bool:
-    """Whether all that is sought in a prompt was kept."""
     chunks = {*kept.chunks}
     return all(
         place // CHUNK in chunks for span in prompt.sought for place in range(span.start, span.stop)

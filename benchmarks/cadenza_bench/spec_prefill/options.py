@@ -16,11 +16,7 @@ SHORTEST = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpecPrefillOptions:
-    """The runs of `cadenza bench spec-prefill`.
-
-    Raises:
-        ConfigError: a number is out of bounds.
-    """
+    """What is measured. Raises ConfigError where a number is out of bounds."""
 
     input_len: tuple[int, ...] = flag(
         (), "Tokens of the prompts, one row for each (default: a half and all of the context)."

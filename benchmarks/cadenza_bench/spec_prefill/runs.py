@@ -1,8 +1,6 @@
-"""Requests of `cadenza bench spec-prefill` on one engine, and what came of them.
-
-Owns where the clock of a first token starts and stops: from the request's submission to the idle
-engine until its first token. Knows `EngineCore` and nothing below it. Invariant: of an answer that
-is given token by token, each position has the log probabilities that it has in one answer.
+"""Requests of `cadenza bench spec-prefill` on one engine. A first token's time is from its
+request's submission to the idle engine. Invariant: of an answer that is given token by token, each
+position has the log probabilities that it has in one answer.
 """
 
 from collections import deque

@@ -1,8 +1,6 @@
-"""The tasks of `cadenza bench spec-prefill`: long texts with questions about them.
-
-Texts are made of sentences by a seeded generator; nothing is read from anywhere. Each task says
-what a right answer begins with, and which part of the prompt must be kept to give it. Invariant:
-the same seed gives the same prompts.
+"""The tasks of `cadenza bench spec-prefill`: long generated texts with questions; each says what a
+right answer begins with, and which part of the prompt must be kept to give it. Invariant: the same
+seed gives the same prompts.
 """
 
 import random
@@ -45,14 +43,9 @@ _DEEDS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskPrompt:
-    """One prompt of a task.
-
-    Args:
-        answer: what a right answer begins with, without spaces around it.
-        sought: the tokens that hold the answer.
-        depth: of these, from 0 for the beginning of the text to 1 for its end; None of several,
-            which are anywhere.
-    """
+    """`answer`: what a right one begins with, without spaces around it; `sought`: the tokens that
+    hold it; `depth`: of these, from 0 for the beginning of the text to 1 for its end; None of
+    several, which are anywhere."""
 
     kind: TaskKind
     token_ids: tuple[int, ...]
@@ -81,10 +74,8 @@ class _Asked:
 def make_prompt(
     kind: TaskKind, num_tokens: int, depth: float, seed: int, encode: Encode
 ) -> TaskPrompt:
-    """A prompt of about `num_tokens` tokens, and not more.
-
-    Raises ConfigError if it has no room for its notes.
-    """
+    """A prompt of about `num_tokens` tokens, and not more. Raises ConfigError if it has no room for
+    its notes."""
     rng = random.Random(f"{kind} {num_tokens} {depth} {seed}")
     asked = _ASKED[kind](rng)
     opening, _, _ = asked.question.partition("\nAnswer")
@@ -143,7 +134,6 @@ def _mixed(
 
 
 def _sentence(rng: random.Random) -> str:
-    """One that answers nothing."""
     if rng.random() < 0.3:
         thing = f"{rng.choice(_COLOURS)} {rng.choice(_THINGS)}"
         return f"The {thing} is in the {rng.choice(_PLACES)}."

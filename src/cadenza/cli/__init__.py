@@ -84,10 +84,8 @@ class OutputError(OSError):
 
 
 class _Output(io.FileIO):
-    """A file whose failures are `OutputError`s, unlike those of other files.
-
-    It discards what is written once the command is over: since Python 3.13 a text stream that is
-    collected with unwritten buffers reports an error.
+    """A file whose failures are `OutputError`s. It discards what is written once the command is
+    over: since Python 3.13 a text stream that is collected with unwritten buffers reports an error.
     """
 
     is_discarding = False
@@ -105,10 +103,8 @@ class _Output(io.FileIO):
 
 @contextmanager
 def _usable_streams() -> Generator[None]:
-    """stdin, stdout and stderr are open, take any character, and raise OutputError.
-
-    What could not be written is dropped at the end, so that the interpreter does not try again.
-    """
+    """stdin, stdout and stderr are open, take any character, and raise OutputError. What could not
+    be written is dropped at the end, so that the interpreter does not try again."""
     streams = sys.stdin, sys.stdout, sys.stderr
     with ExitStack() as stack:
         # A stream that was closed before the command began is None.

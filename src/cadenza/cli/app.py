@@ -32,7 +32,6 @@ NO_COMMAND = 2
 
 
 def build_app() -> typer.Typer:
-    """The `cadenza` command with its subcommands."""
     app = typer.Typer(
         add_completion=False,
         rich_markup_mode=None,

@@ -1,7 +1,5 @@
-"""`AppFlags`: the keywords of a Ray Serve application, which are the flags of `cadenza serve`.
-
-Beside them there are those of Ray's: how many front ends, when there are to be more engines or
-fewer, and what each of both takes.
+"""`AppFlags`: the keywords of a Ray Serve application: the flags of `cadenza serve`, and Ray's: how
+many front ends, when there are to be more engines or fewer, and what each of both takes.
 """
 
 import difflib
@@ -44,11 +42,8 @@ _NOT_HERE: Mapping[str, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class AppFlags:
-    """The keywords of an application, sorted. Raises ConfigError for one that is not known.
-
-    Args:
-        scale: None: as many engines as `replicas` says; else that is the most.
-    """
+    """The keywords of an application, sorted; `scale` None: as many engines as `replicas` says,
+    else at most so many. Raises ConfigError for one that is not known."""
 
     serve: ServeFlags
     config: EngineConfig
@@ -85,8 +80,8 @@ class AppFlags:
 
     @property
     def max_ongoing_requests(self) -> int:
-        """Calls that a front end may have open: more than its own limits, which answer with 429
-        where the ingress would let callers wait without a word."""
+        """Open calls of a front end: more than its own limits, which answer with 429 where the
+        ingress would let callers wait without a word."""
         num_rows = self.config.max_num_seqs or DEFAULT_MAX_NUM_SEQS
         return self.serve.replicas * (num_rows + most_waiting(self.config)) + OTHER_CALLS
 

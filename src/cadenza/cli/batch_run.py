@@ -1,11 +1,6 @@
-"""`BatchRun`: prompts go through one engine together, step by step, with their times taken.
-
-Owns the submitting of requests and the routing of their outputs; prints nothing. Knows the engine
-through `EngineCore`, text through `TextFrontend`, time through the clock it is given. Invariant:
+"""`BatchRun`: prompts go through one engine together, step by step. Times: TTFT is from the start
+of the run, waiting for a row included; tokens per second are those after the first one. Invariant:
 every submitted stream is cancelled or finished when the run is closed.
-
-Times: a stream's TTFT is from the start of the run, waiting for a row included, to its first token;
-its tokens per second are those after the first one.
 """
 
 from collections import deque
@@ -38,10 +33,8 @@ class Question:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class BatchStream:
-    """One prompt and its answer so far.
-
-    `row` is where it runs or ran last; `num_read` of its prompt's tokens have been computed.
-    """
+    """A prompt and its answer so far; `row`: where it runs or ran last; `num_read`: computed prompt
+    tokens."""
 
     index: int
     question: Question
@@ -77,7 +70,6 @@ class BatchStream:
 
     @property
     def completions(self) -> tuple[CompletionOutput, ...]:
-        """Its samples; none before the request is submitted."""
         output = self.output
         return () if output is None else output.outputs
 
@@ -115,11 +107,8 @@ class BatchStream:
 
 
 class BatchRun:
-    """Runs `questions` in one batch.
-
-    Raises:
-        InvalidRequestError: one of them cannot be served; none was started.
-    """
+    """Runs `questions` in one batch. Raises InvalidRequestError, before any is started, if one
+    cannot be served."""
 
     def __init__(
         self,
@@ -188,7 +177,6 @@ class BatchRun:
         return sorted(news, key=lambda stream: stream.index)
 
     def close(self) -> None:
-        """Cancels what still runs; the output so far is kept."""
         for request_id, stream in self._open.items():
             self.core.cancel(request_id)
             self._router.remove(request_id)

@@ -1,7 +1,6 @@
-"""`cadenza bench …`: measures this machine, an engine on it, a server, and how fast it starts.
-
-Owns `throughput`, `roofline` and `make-checkpoint`, and the list of all subcommands; those that are
-a laboratory's are of the package `cadenza_bench`, which is loaded when one of them is asked for.
+"""`cadenza bench …`: `throughput`, `roofline` and `make-checkpoint`, and the list of all
+subcommands; those of a laboratory are of the package `cadenza_bench`, which is loaded when one of
+them is asked for.
 """
 
 from collections.abc import Mapping
@@ -123,10 +122,8 @@ def _laboratory() -> Mapping[str, BenchCommand]:
 
 
 class BenchGroup(TyperGroup):
-    """The `bench` command, whose subcommands are made when one of them or their list is asked for.
-
-    No other command reads their flags. Invariant: each variable of theirs is one of `serve`, too.
-    """
+    """Makes the subcommands when one of them or their list is asked for. No other command reads
+    their flags. Invariant: each variable of theirs is one of `serve`, too."""
 
     epilog_of_commands = ""
 
@@ -155,8 +152,6 @@ class BenchGroup(TyperGroup):
 
 
 def build_bench(epilog: str) -> typer.Typer:
-    """The `bench` command with its subcommands."""
-
     class Group(BenchGroup):
         epilog_of_commands = epilog
 

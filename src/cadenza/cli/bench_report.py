@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 
 def _rate(kind: str) -> Columns:
-    """The columns of `decode` or `prefill`."""
-
     def column(name: str, heading: str | None = None, **options: Any) -> Column:
         return Column(f"{kind}_{name}", heading, f"{kind}.{name}", **options)
 
@@ -106,7 +104,6 @@ def _throughput_text(found: Throughput) -> Text:
 
 
 def _profiles(found: ConcurrencyResult) -> dict[str, Any]:
-    """The member `profile`, where there is one."""
     members = ("step_ms", "kernels_ms", "rest_ms", "read_bytes", "ops")
     profiles = {kind: picked(profile, *members) for kind, profile in found.profiles.items()}
     return {"profile": profiles} if profiles else {}

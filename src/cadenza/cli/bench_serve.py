@@ -1,7 +1,6 @@
-"""`cadenza bench serve`: loads a server, and says what was measured.
-
-Invariants: a load in which the client itself took too much is called void, and the command fails;
-an API key is printed nowhere.
+"""`cadenza bench serve`: loads a server, and says what was measured. Invariants: a load in which
+the client itself took too much is called void, and the command fails; an API key is printed
+nowhere.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

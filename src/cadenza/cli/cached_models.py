@@ -1,6 +1,4 @@
-"""`cadenza list`, `pull` and `rm`: the models in the hub's cache.
-
-Owns what is printed and the question before something is removed. Invariant: nothing is removed
+"""`cadenza list`, `pull` and `rm`: the models in the hub's cache. Invariant: nothing is removed
 that was not agreed to, by an answer or by --yes.
 """
 

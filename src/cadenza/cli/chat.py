@@ -1,7 +1,5 @@
-"""`cadenza chat`: a conversation through the model's chat template.
-
-Owns the reading of input and what is printed; answers stream. With stdin piped, each line is
-answered and nothing else is printed. Invariant: a context that is full loses turns only as
+"""`cadenza chat`: a conversation through the model's chat template, streamed. With stdin piped,
+each line is answered and nothing else is printed. Invariant: a full context loses turns only as
 --context-policy says.
 """
 
@@ -132,7 +130,6 @@ class ChatSetup:
 
 
 def _check_can_chat(planned: "PlannedModel", params: Mapping[str, object]) -> None:
-    """Raises InvalidRequestError for what cannot work, before weights are loaded."""
     if planned.text.prompts.template is None:
         raise InvalidRequestError(
             "this model has no chat template; use `cadenza generate` with a plain prompt"

@@ -1,8 +1,6 @@
-"""The commands that are typed in `cadenza chat`: lines that begin with a slash.
-
-Owns their names and what they do to a conversation. Invariant: a line whose first word looks like a
-command is never a message, so that a typing error does not reach the model; a name of a file
-(`/etc/hosts`) or a comment (`//`) does not look like one.
+"""The commands of `cadenza chat`: lines that begin with a slash. Invariant: a line whose first word
+looks like a command is never a message, so that a typing error does not reach the model; a name of
+a file (`/etc/hosts`) or a comment (`//`) does not look like one.
 """
 
 import re
@@ -49,11 +47,8 @@ _SWITCHES = {"on": True, "true": True, "off": False, "false": False}
 
 
 def obey(talk: Conversation, line: str) -> str | None:
-    """Carries out a command and returns its reply; None where `line` is a message.
-
-    Raises:
-        InvalidRequestError: there is no such command, or it cannot be carried out.
-    """
+    """Carries out a command and returns its reply; None where `line` is a message. Raises
+    InvalidRequestError where there is no such command, or it cannot be carried out."""
     found = _WORD.match(line.strip())
     if found is None:
         return None
@@ -146,7 +141,6 @@ def _set(talk: Conversation, rest: str) -> str:
 
 
 def _field(name: str) -> str:
-    """The field of `SamplingParams` that a flag sets."""
     return "structured" if name in FORMS else name
 
 

@@ -1,7 +1,6 @@
-"""The terminal of `cadenza chat`: broken lines, what is typed meanwhile, and lines typed before.
+"""The terminal of `cadenza chat`: broken lines, what is typed meanwhile, and the history of inputs.
 
-Owns the escape sequences and the file of what was typed. Invariant: the terminal's settings are as
-before after `unechoed`, however it is left.
+Invariant: the terminal's settings are as before after `unechoed`, however it is left.
 """
 
 import json
@@ -27,12 +26,9 @@ def terminal_width() -> int:
 
 
 class WordWrap:
-    """Writes text as it comes, with its lines broken between words.
-
-    A word that does not fit the line is taken back and written on the next one. Lines of a code
-    block are left as they are. The last cell stays free: behind it, terminals differ in where the
-    cursor is.
-    """
+    """Writes text as it comes, with its lines broken between words. A word that does not fit is
+    taken back and written on the next line. Lines of a code block are left as they are. The last
+    cell stays free: after it, terminals differ in where the cursor is."""
 
     __slots__ = ("_cells", "_column", "_is_code", "_start", "_width", "_word", "_write")
 
@@ -52,7 +48,6 @@ class WordWrap:
         self._write("".join(self._put(char, room) for char in text))
 
     def _put(self, char: str, room: int) -> str:
-        """What is written for `char`."""
         if char == "\n":
             if self._start.lstrip().startswith(FENCE):
                 self._is_code = not self._is_code

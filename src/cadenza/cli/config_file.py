@@ -1,8 +1,6 @@
-"""`--config FILE`: flags from a file in TOML, below those of the command line and the environment.
-
-Owns the file's reading and the check of its names and types; values are parsed and bounded where
-flags are. Invariant: a name that no command has is an error, and so is a value of another type than
-its flag's; a flag of another command has no effect, as its variable has none.
+"""`--config FILE`: flags from TOML, below the command line and the environment. Invariant: a name
+that no command has is an error, and so is a value of another type than its flag's; a flag of
+another command has no effect, as its variable has none.
 """
 
 import json
@@ -92,15 +90,9 @@ def config_parameter(flags: Mapping[str, Parameter], variable: str) -> Parameter
 def read_config_file(
     path: Path, flags: Mapping[str, Parameter], known: Collection[str] = ()
 ) -> ConfigFile:
-    """Reads the flags of a file.
-
-    Args:
-        flags: those of the command, as `Annotated` types with typer's options.
-        known: names of other commands' flags.
-
-    Raises:
-        ConfigError: the file cannot be read, a name is unknown, or a value has the wrong type.
-    """
+    """Reads the flags of a file. `flags`: those of the command, as `Annotated` types with typer's
+    options; `known`: names of other commands' flags. Raises ConfigError where the file cannot be
+    read, a name is unknown, or a value has the wrong type."""
     mine = {alias: name for name, each in flags.items() for alias in _names(name, each)}
     values: dict[str, object] = {}
     written: dict[str, str] = {}
@@ -149,7 +141,6 @@ def _names(name: str, parameter: Parameter) -> set[str]:
 
 
 def _flag_names(command: Any) -> set[str]:
-    """The names of the flags of a command and of its subcommands."""
     own = {
         option[2:].replace("-", "_")
         for each in command.params
@@ -207,7 +198,6 @@ def _as_text(where: str, value: object) -> str:
 
 
 def _shown(value: object) -> str:
-    """As TOML writes it, or nearly."""
     try:
         return json.dumps(value)[:100]
     except (TypeError, ValueError):

@@ -1,7 +1,6 @@
 """The conversation of `cadenza chat`: its turns, its sampling, and the engine that answers.
-
-Owns the history. Invariant: the history holds only questions with their answers; a turn that
-failed, or was stopped before its first token, is not in it.
+Invariant: the history holds only questions with their answers, not a turn that failed or was
+stopped before its first token.
 """
 
 import time
@@ -34,7 +33,6 @@ class Asked(NamedTuple):
 
     @property
     def content(self) -> str | list[dict[str, Any]]:
-        """Of its message."""
         if not self.images:
             return self.text
         from cadenza.media.image_input import image_part
@@ -45,11 +43,8 @@ class Asked(NamedTuple):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Conversation:
-    """The system message, the turns so far, and the engine that answers.
-
-    `last_question` is kept also where its answer failed; None before the first one. `images` go
-    with the next one.
-    """
+    """`last_question` is kept also where its answer failed; None before the first one. `images` go
+    with the next one."""
 
     loaded: "LoadedModel"
     params: Mapping[str, object]
@@ -64,7 +59,6 @@ class Conversation:
 
     @property
     def num_questions(self) -> int:
-        """Those in the history, each with its answer."""
         return len(self.turns) // TURNS_OF_A_QUESTION
 
     @property
@@ -77,7 +71,6 @@ class Conversation:
         self.params = params
 
     def reset(self) -> None:
-        """Drops everything but the system message."""
         self.turns, self.last_question, self.images = [], None, ()
 
     def attach(self, file: Path) -> "PlannedImage":
@@ -90,16 +83,12 @@ class Conversation:
         return planned
 
     def question(self, text: str) -> Asked:
-        """`text` with the images that are attached."""
         return Asked(text, self.images)
 
     def ask(self, asked: Asked, write: Callable[[str], object]) -> "BatchStream":
-        """Submits a question and streams the answer to `write`, until it ends or Ctrl-C. No image
-        is attached any more.
-
-        Raises:
-            InvalidRequestError: the conversation no longer fits the context.
-        """
+        """Submits a question and streams the answer to `write`, until it ends or Ctrl-C; no image
+        is attached any more. Raises InvalidRequestError where the conversation no longer fits the
+        context."""
         from cadenza.cli.batch_run import BatchRun, Question
         from cadenza.frontend.prepared_request import ChatPrompt
 
@@ -128,10 +117,8 @@ class Conversation:
         return self._num_prompt_tokens(messages) if messages else 0
 
     def num_too_many(self, asked: Asked) -> int:
-        """How many of the oldest questions must go for another and an answer to fit the context.
-
-        0 also where it would not fit without a history.
-        """
+        """How many of the oldest questions must go for another and an answer to fit the context; 0
+        also where it would not fit without a history."""
         user = {"role": "user", "content": asked.content}
         alone = self._num_prompt_tokens([*self._system, user])
         wanted = self.params.get("max_tokens")
@@ -148,7 +135,6 @@ class Conversation:
         return self.num_questions
 
     def drop_oldest(self, count: int) -> None:
-        """Forgets the oldest `count` questions with their answers."""
         del self.turns[: count * TURNS_OF_A_QUESTION]
 
     @property

@@ -65,7 +65,6 @@ def export(
 
 
 def _rows_of(text: str) -> tuple[int, ...]:
-    """Distinct numbers, ascending. Raises ConfigError."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdecimal() and int(part) for part in parts):
         raise ConfigError(

@@ -1,7 +1,5 @@
-"""`cadenza generate`: continue prompts, all of them in one batch.
-
-Owns the command's flags and the choice among its three forms of output. Knows the batch through
-`BatchRun`. Invariant: what cannot work is refused before the model is loaded, where that is known.
+"""`cadenza generate`: continue prompts, all of them in one batch. Invariant: what cannot work is
+refused before the model is loaded, where that is known.
 """
 
 import sys
@@ -68,7 +66,6 @@ class GenerateFlags:
     )
 
     def changes(self) -> dict[str, Any]:
-        """Those that are fields of `SamplingParams`, as its keywords."""
         return {
             "max_tokens": self.max_tokens,
             "n": self.n,
@@ -126,7 +123,6 @@ def generate(
 
 
 def _read_prompts(words: list[str], flags: GenerateFlags) -> tuple[str | None, list[Prompt]]:
-    """The model and the prompts. Raises ConfigError, InvalidRequestError."""
     model, texts = model_and_prompts(words, flags.model, has_more=flags.prompts_file is not None)
     if model is None and len(texts) == 1 and has_model_form(texts[0]):
         note = f"{texts[0]!r} is taken as the prompt; a model alone is named by --model"
@@ -185,7 +181,6 @@ def _question(
 
 
 def _content(prompt: str, files: Sequence[str]) -> str | list[dict[str, Any]]:
-    """Of a user's message."""
     from cadenza.frontend.given_images import image_input
     from cadenza.media.image_input import image_part
 

@@ -1,7 +1,5 @@
-"""What `generate` prints when streams are done: blocks of text, JSON lines, a table.
-
-Owns the forms. Invariant: every line of JSON is valid JSON (a number that is not finite becomes
-null).
+"""What `generate` prints when streams are done: blocks of text, JSON lines, a table. Invariant:
+every line of JSON is valid JSON (a number that is not finite becomes null).
 """
 
 import math
@@ -51,7 +49,6 @@ def block(stream: BatchStream, count: int) -> str:
 
 
 def failure(stream: BatchStream) -> str | None:
-    """Why a stream failed; None when it did not."""
     errors = [each.error for each in stream.completions if each.finish_reason == "error"]
     return f"prompt {stream.index + 1} failed: {errors[0]}" if errors else None
 
@@ -68,7 +65,6 @@ def json_lines(run: BatchRun, facts: dict[str, Any]) -> list[str]:
 
 
 def table(run: BatchRun) -> Table:
-    """Times of each stream and of all."""
     first_s = min((s.ttft_s for s in run.streams if s.ttft_s is not None), default=None)
     columns = (
         Column(None, "#", lambda stream: stream.index + 1, footer="all"),
@@ -84,7 +80,6 @@ def table(run: BatchRun) -> Table:
 
 
 def closing_line(run: BatchRun) -> str:
-    """The numbers of prompts, rows and steps, and the time."""
     num_rows = len({stream.row for stream in run.streams})
     return (
         f"{counted(len(run.streams), 'prompt')} on {counted(num_rows, 'row')}, "

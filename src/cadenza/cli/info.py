@@ -1,8 +1,6 @@
-"""`cadenza info`: what would be loaded, and into how much memory.
-
-Owns the facts. Reads a folder's small files, the headers of its weights, and once the weights
-themselves, for their digest. Invariants: no weight is loaded and nothing is allocated on a device;
-text and JSON have the same facts and keys.
+"""`cadenza info`: what would be loaded, and into how much memory; it reads headers, and the weights
+once, for their digest. Invariants: no weight is loaded and nothing is allocated on a device; text
+and JSON have the same facts and keys.
 """
 
 import time
@@ -72,8 +70,8 @@ def info(
 
 
 def _measured(checkpoint: "Checkpoint", plan: "EnginePlan", config: EngineConfig) -> Facts:
-    """What a step costs, and what --max-itl-ms would then be and mean; which kernels were compared
-    while the model was loaded, where that is done."""
+    """What a step costs, and what --max-itl-ms would then be; which kernels were compared at
+    loading."""
     from cadenza.backends.base import ProvenRunner
     from cadenza.engine.calibration import make_step_bound, measure_step_cost
     from cadenza.loading.planned_engine import PlannedEngine
@@ -191,7 +189,6 @@ def describe(
 
 
 def _images(checkpoint: "Checkpoint", plan: "EnginePlan", config: EngineConfig) -> Facts:
-    """What a model that sees takes, and into how many tokens."""
     from cadenza.media.image_input import MAX_ENCODED_BYTES, MAX_IMAGES, MAX_PIXELS
 
     vision = checkpoint.config.vision if checkpoint.is_known else None
@@ -268,8 +265,8 @@ def _speculation(plan: "EnginePlan", config: EngineConfig) -> Facts:
 
 
 def _sparse_prompts(checkpoint: "Checkpoint", plan: "EnginePlan", config: EngineConfig) -> Facts:
-    """How prompts are thinned out, where the options ask for it, and how much sooner their first
-    tokens are predicted to come, by the shapes of the two models."""
+    """How prompts are pruned, where the options ask for it, and how much sooner their first tokens
+    are predicted to come, by the shapes of the two models."""
     from cadenza.loading.sparse_gain import cost_of_shape, gains_table
 
     chosen, scorer = config.sparse_prompts, plan.scorer
@@ -292,14 +289,12 @@ def _sparse_prompts(checkpoint: "Checkpoint", plan: "EnginePlan", config: Engine
 
 
 def _keeps(chosen: "SpecPrefillConfig") -> tuple[float, ...]:
-    """The fractions whose gain is shown."""
     from cadenza.loading.sparse_gain import SHOWN_KEEPS
 
     return tuple(dict.fromkeys((chosen.keep, *SHOWN_KEEPS)))
 
 
 def _answers(checkpoint: "Checkpoint", plan: "EnginePlan", config: EngineConfig) -> dict[str, Any]:
-    """The fingerprint of answers, and its parts."""
     from cadenza.frontend.loaded_model import open_text
     from cadenza.loading.planned_engine import PlannedEngine
 
@@ -310,10 +305,8 @@ def _answers(checkpoint: "Checkpoint", plan: "EnginePlan", config: EngineConfig)
 
 
 def _activations(plan: "EnginePlan") -> str:
-    """In which type activations are multiplied with the weights.
-
-    A backend that brings its models' arithmetic states their memory, and rounds no activations.
-    """
+    """The type in which activations are multiplied with the weights. A backend that brings its
+    models' arithmetic states their memory, and rounds no activations."""
     rounds = plan.is_quantised and plan.traits.memory is None
     return "int8 per token and group of 32, 16 bits in one of 64" if rounds else plan.dtype
 

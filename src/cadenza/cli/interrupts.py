@@ -1,8 +1,6 @@
-"""Signals that end a command: Ctrl-C between two steps, SIGTERM and SIGHUP at once.
-
-Invariants: within `Interrupts` Ctrl-C interrupts no step, but a second one before the first was
-handled raises KeyboardInterrupt at once; elsewhere it always ends the command; a command that
-SIGTERM or SIGHUP ends exits its contexts, which remove what it made.
+"""Ctrl-C ends a command between two steps, SIGTERM and SIGHUP at once; its contexts remove what it
+made. Within `Interrupts` Ctrl-C interrupts no step, but a second one before the first was handled
+raises KeyboardInterrupt at once; elsewhere it always ends the command.
 """
 
 import _thread
@@ -55,10 +53,8 @@ class Interrupts:
 @contextmanager
 def dropped_interrupts_raised() -> Generator[None]:
     """Within this block, on the main thread, a KeyboardInterrupt that Python drops is raised again.
-
-    It drops what is raised in callbacks of its garbage collector, of which JAX has one, and in
-    finalisers.
-    """
+    It drops what is raised in finalisers and in callbacks of its garbage collector, of which JAX
+    has one."""
     previous, main = sys.unraisablehook, threading.main_thread().ident
     is_over = threading.Event()
 
@@ -89,8 +85,7 @@ def dropped_interrupts_raised() -> Generator[None]:
 @contextmanager
 def terminable() -> Generator[None]:
     """Within this block SIGTERM raises SystemExit with its exit code; so does SIGHUP, unless the
-    command was started with SIGHUP ignored.
-    """
+    command was started with SIGHUP ignored."""
 
     def leave(number: int, _frame: FrameType | None) -> NoReturn:
         raise SystemExit(128 + number)

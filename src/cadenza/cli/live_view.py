@@ -1,7 +1,5 @@
-"""The running batch on a terminal: the streams side by side, and a status line.
-
-Owns the layout. Knows streams, not the engine. Invariant: a frame is never taller than the
-terminal, and two frames are at least `FRAME_S` apart.
+"""The running batch on a terminal: the streams side by side, and a status line. Invariant: a frame
+is never taller than the terminal, and two frames are at least `FRAME_S` apart.
 """
 
 import math
@@ -84,7 +82,6 @@ def frame(run: BatchRun, console: Console) -> RenderableType:
 
 
 def _batch_status(run: BatchRun, width: int) -> Text:
-    """Rows in use, streams that wait and are done, and the speed."""
     rows = {stream.row for stream in run.streams if stream.state in ("reading", "writing")}
     num_ended = sum(stream.state in ("done", "failed") for stream in run.streams)
     num_waiting = len(run.streams) - num_ended - len(rows)
@@ -104,7 +101,6 @@ def _batch_status(run: BatchRun, width: int) -> Text:
 
 
 def print_result(run: BatchRun, console: Console) -> None:
-    """Every prompt with its answer, and the table of times."""
     for stream in run.streams:
         console.print(Text(f"{stream.index + 1} ", "bold").append(harmless(stream.shown), "dim"))
         console.print(Text(harmless(stream.text).strip("\n")))
@@ -145,7 +141,6 @@ def _panel(stream: BatchStream, lines: list[Text], width: int) -> Panel:
 
 
 def _wrapped(stream: BatchStream, console: Console, width: int, lines: int) -> list[Text]:
-    """The answer's last `lines` lines."""
     text = Text(harmless(stream.text[-TAIL:].strip()))
     wrapped = list(text.wrap(console, max(1, width)))
     if len(wrapped) > lines:
@@ -155,7 +150,6 @@ def _wrapped(stream: BatchStream, console: Console, width: int, lines: int) -> l
 
 
 def _describe(stream: BatchStream) -> str:
-    """Say `row 3 · 12 tokens`."""
     if stream.state == "reading":
         size = stream.num_prompt_tokens
         return f"row {stream.row} · reading {min(stream.num_read, size)}/{size}"

@@ -1,8 +1,6 @@
-"""Which of a command's words are models: the one rule of all commands.
-
-`--model` decides wherever it is given. A command that needs a model takes its first word as one.
-Among prompts the first word is the model if it is a folder, a GGUF file or a model of the package,
-or if another prompt follows and it has the form `owner/name[:tag]` or `name:tag`.
+"""Which of a command's words are models. `--model` decides; a command that needs a model takes its
+first word. Among prompts the first word is one if it is a folder, a GGUF file or a model of the
+package, or if another prompt follows and it has the form `owner/name[:tag]` or `name:tag`.
 """
 
 import re
@@ -21,14 +19,9 @@ _NAME_LIKE = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?|[\w.-]+:[\w.-]+")
 def model_and_prompts(
     words: Sequence[str], model: str | None, *, has_more: bool = False
 ) -> tuple[str | None, tuple[str, ...]]:
-    """Tells the model (None: the bundled one) from the prompts among `words`.
-
-    Args:
-        has_more: prompts come from elsewhere, too.
-
-    Raises:
-        ConfigError: the first word is written like a path or a GGUF file, and is not there.
-    """
+    """Tells the model (None: the bundled one) from the prompts among `words`; `has_more`: prompts
+    come from elsewhere, too. Raises ConfigError where the first word is written like a path or a
+    GGUF file, and is not there."""
     if model is not None or not words:
         return model, tuple(words)
     first, *rest = words
@@ -59,10 +52,8 @@ def only_model(word: str | None, model: str | None) -> str | None:
 
 
 def several_models(words: Sequence[str] | None, model: str | None) -> tuple[str | None, ...]:
-    """The models of a command that takes several; None is the bundled model.
-
-    Raises ConfigError where models are named in both ways.
-    """
+    """The models of a command that takes several; None is the bundled model. Raises ConfigError
+    where models are named in both ways."""
     if words and model is not None:
         raise ConfigError(
             f"the model is named twice, as {words[0]!r} and by --model; leave one out (several "
@@ -72,10 +63,8 @@ def several_models(words: Sequence[str] | None, model: str | None) -> tuple[str 
 
 
 def first_model(words: Sequence[str], model: str | None) -> tuple[str, tuple[str, ...]]:
-    """The model of a command that needs one, and the words behind it.
-
-    Raises ConfigError when no word is left for the model, or it has blanks and is no path.
-    """
+    """The model of a command that needs one, and the words after it. Raises ConfigError when no
+    word is left for the model, or it has blanks and is no path."""
     if model is not None:
         return model, tuple(words)
     if not words:

@@ -1,7 +1,6 @@
-"""How flags are declared, and those that several subcommands share.
-
-Through `with_flags` a subcommand takes a group of flags as one value: a dataclass of `flag` fields.
-Invariant: a flag that nothing gives (command line, environment, file) leaves its field's default.
+"""How flags are declared: through `with_flags` a subcommand takes a group of them as a dataclass of
+`flag` fields. Invariant: a flag that nothing gives (command line, environment, file) leaves its
+field's default.
 """
 
 import dataclasses
@@ -71,7 +70,6 @@ def parsed(read: Callable[[str], Value], what: str) -> Callable[[str], Value]:
 
 
 def _or_auto(kind: Callable[[str], Value]) -> Callable[[str], Value | None]:
-    """Reads a number; None for "auto"."""
     return lambda text: None if text == "auto" else kind(text)
 
 
@@ -164,10 +162,7 @@ EngineFlags = EngineConfig
 
 def misspelt_variables(command: object, environment: Mapping[str, str]) -> dict[str, str]:
     """Variables that nothing reads, each with the known variable that its name resembles.
-
-    Args:
-        command: the parser of all commands, which knows the variable of each flag.
-    """
+    `command`: the parser of all commands, which knows the variable of each flag."""
     known = VARIABLES_WITHOUT_FLAG.keys() | variables_of(command)
     parts = [name.removeprefix(ENVIRONMENT_PREFIX) for name in known]
     found: dict[str, str] = {}
@@ -189,12 +184,10 @@ def variables_of(command: Any) -> frozenset[str]:
 
 
 def with_flags(command: Callable[..., Result]) -> Callable[..., Result]:
-    """`command` with each parameter that is a dataclass replaced by one flag for each field, and
-    one that is a `ModelArgument` by a word and --model.
-
-    Where two groups have a flag in common (`--seed`), the first one describes it and both get its
-    value. Raises what the dataclass raises when its values cannot work (`ConfigError`).
-    """
+    """`command` with each dataclass parameter replaced by one flag for each field, and a
+    `ModelArgument` by a word and --model. Where two groups have a flag in common (`--seed`), the
+    first one describes it and both get its value. Raises what the dataclass raises when its values
+    cannot work (`ConfigError`)."""
     own = inspect.signature(command, eval_str=True).parameters
     groups = {
         name: group
@@ -264,10 +257,8 @@ def flags_of(group: type, table: Mapping[str, Any]) -> list[inspect.Parameter]:
 
 
 def build(group: type, given: Mapping[str, Any]) -> Any:
-    """The group's value from the parsed flags, of which those that were not given are None.
-
-    Raises ConfigError where a flag with choices has none of them.
-    """
+    """The group's value from the parsed flags, of which those that were not given are None. Raises
+    ConfigError where a flag with choices has none of them."""
     names = [field.name for field in fields(group) if field.name in given]
     values = {name: _resolved(given[name]) for name in names if given[name] not in (None, [])}
     if group is EngineConfig:
@@ -333,7 +324,6 @@ def _number_settings(field: "dataclasses.Field[Any]", kind: type) -> Mapping[str
 
 
 def _with_default(described: Flag, settings: Mapping[str, Any], default: object) -> str:
-    """The flag's help, with its default if it has one."""
     if default is MISSING or default is False or "(default: " in described.help:
         return described.help
     if default is None:

@@ -20,15 +20,9 @@ _JSON_KEYS = ("prompt", "prompt_token_ids")
 
 
 def read_prompts_file(name: str, format: PromptsFormat | None) -> list[Prompt]:
-    """The prompts of a file, or of stdin as `-`: one a line, without blank lines.
-
-    Args:
-        format: None decides by the ending of the name (.jsonl, .ndjson).
-
-    Raises:
-        ConfigError: the file cannot be read, or has no prompt.
-        InvalidRequestError: a line is not a prompt.
-    """
+    """The prompts of a file, or of stdin as `-`: one a line, without blank lines. `format` None
+    decides by the ending of the name (.jsonl, .ndjson). Raises ConfigError where the file cannot be
+    read, or has no prompt, InvalidRequestError where a line is not a prompt."""
     by_name = "jsonl" if name.endswith((".jsonl", ".ndjson")) else "text"
     try:
         if name == "-":
@@ -49,10 +43,7 @@ def read_prompts_file(name: str, format: PromptsFormat | None) -> list[Prompt]:
 
 def read_piped_prompt(file: TextIO) -> str | None:
     """All of stdin as one prompt, without the line end that `echo` adds; None when it is blank.
-
-    Raises:
-        ConfigError: it is not UTF-8.
-    """
+    Raises ConfigError where it is not UTF-8."""
     try:
         text = file.read().rstrip("\r\n")
         text.encode()  # in the C locale Python reads bytes that are not UTF-8 as lone surrogates
@@ -68,11 +59,8 @@ def yes_or_no(answer: str, *, default: bool) -> bool | None:
 
 
 def parse_json_prompt(line: str, where: str) -> Prompt:
-    """A prompt from JSON: a string, a list of token ids, or an object with one of the two.
-
-    Raises:
-        InvalidRequestError: it is something else; the message names `where`.
-    """
+    """A prompt from JSON: a string, a list of token ids, or an object with one of the two. Raises
+    InvalidRequestError where it is something else; the message names `where`."""
     try:
         value: object = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -102,6 +90,5 @@ def _only_value(found: dict[str, object], where: str) -> object:
 
 
 def _read_lines(file: TextIO | Iterable[str]) -> list[tuple[int, str]]:
-    """The lines that are not blank, with their numbers."""
     numbered = ((number, line.rstrip("\r\n")) for number, line in enumerate(file, start=1))
     return [(number, line) for number, line in numbered if line.strip()]

@@ -1,9 +1,6 @@
-"""How results are written: one description of a result gives its JSON and its text.
-
-A table has a `Column` for each value, which says where the value is read, its key in JSON and its
-heading; a key's ending is the value's unit, from which its form follows. Invariants: text that a
-model or a file wrote cannot move the cursor, change colours or ring the bell; JSON has no number
-that is not finite.
+"""How results are written: `Column`s give both JSON and text; a key's ending is the value's unit,
+from which its form follows. Invariants: text that a model or a file wrote cannot move the cursor,
+change colours or ring the bell; JSON has no number that is not finite.
 """
 
 import json
@@ -33,16 +30,10 @@ _UNIT = 1024
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One value of a result.
-
-    Args:
-        key: in the JSON object; None leaves it out there.
-        heading: in the table; None leaves it out there.
-        read: where the value is, as a path of attributes (`key` by default) or a function.
-        show: the text of a value that is not None; by default it follows from the key.
-        absent: the text of None.
-        footer: the text below the table's column.
-    """
+    """One value: `key` in the JSON object and `heading` in the table (None: left out); `read`: a
+    path of attributes (`key` by default) or a function; `show`: the text of a value that is not
+    None, by default from the key; `absent`: the text of None; `footer`: the text below the table's
+    column."""
 
     key: str | None
     heading: str | None = None
@@ -71,7 +62,6 @@ def keys(*names: str) -> list[Column]:
 
 
 def as_object(columns: Columns, result: object) -> dict[str, Any]:
-    """The JSON object of a result."""
     return {each.key: each.value(result) for each in columns if each.key is not None}
 
 
@@ -128,7 +118,6 @@ class RowLines:
         return self._line([each.text(result) for each in self._columns])
 
     def _line(self, cells: Sequence[str]) -> str:
-        """The first column is aligned left, the others right."""
         first, *others = zip(cells, self._widths, strict=True)
         right = [f"{cell:>{width}}" for cell, width in others]
         return "  ".join([f"{first[0]:<{first[1]}}", *right]).rstrip()
@@ -186,7 +175,6 @@ def _number_text(key: str, value: float) -> str:
 
 
 def harmless(text: str) -> str:
-    """`text` without control characters other than line ends."""
     return text.replace("\r\n", "\n").translate(_CONTROLS | _KEPT)
 
 

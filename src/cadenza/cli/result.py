@@ -33,12 +33,8 @@ PlotFlag = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """The values of one label.
-
-    Args:
-        points: (x, y) of a line; (name or number, y) of bars; (row, start, first token, end) of a
-            timeline, in seconds.
-    """
+    """The values of one label. `points`: (x, y) of a line; (name or number, y) of bars; (row,
+    start, first token, end) of a timeline, in seconds."""
 
     label: str
     points: Sequence[ChartPoint]
@@ -78,15 +74,9 @@ def _no_charts() -> Sequence[Chart]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What a benchmark found.
-
-    Args:
-        facts: the members of the JSON object beside those of `rows`.
-        rows: by their member.
-        text: what people read; made when it is printed.
-        title: of the page of charts.
-        charts: made when they are drawn.
-    """
+    """What a benchmark found. `facts`: the members of the JSON object beside those of `rows`;
+    `text`: what people read, made when it is printed; `title`: of the page of `charts`, made when
+    they are drawn."""
 
     facts: Mapping[str, object]
     rows: Mapping[str, Rows] = field(default_factory=dict[str, Rows])
@@ -97,14 +87,11 @@ class Result:
 
     @property
     def object(self) -> dict[str, Any]:
-        """What --json prints."""
         return {**self.facts, **{name: each.objects for name, each in self.rows.items()}}
 
     def show(self, *, as_json: bool, plot: Path | None = None) -> int:
-        """Prints it, draws it into the folder if one is given, and returns the exit code.
-
-        Raises OSError where the folder cannot be written to.
-        """
+        """Prints it, draws it into the folder if one is given, and returns the exit code. Raises
+        OSError where the folder cannot be written to."""
         show_result(self.object, self.text, as_json=as_json)
         if plot is not None:
             from cadenza_bench.plots import write_plots
@@ -123,7 +110,6 @@ def check_plot(folder: Path | None) -> None:
 
 
 def machine_text(machine: Machine) -> str:
-    """The first line of a report."""
     native = f"{machine['isa']}, {machine['threads']} threads" if machine["isa"] else "no kernels"
     cores, load = machine["cores"], machine["load_average"]
     return f"machine: {machine['cpu']}, {cores} cores, {native}; load {load}"

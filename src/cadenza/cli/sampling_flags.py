@@ -1,6 +1,5 @@
-"""The flags of sampling parameters: `SamplingFlags`, shared by `generate` and `chat`.
+"""`SamplingFlags`, of `request.PARAMETERS`, shared by `generate` and `chat`.
 
-They follow from `request.PARAMETERS`. Owns the parsing of those that hold several values.
 Invariant: a flag that is not given leaves its field as the checkpoint recommends it.
 """
 

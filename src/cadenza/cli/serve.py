@@ -1,8 +1,6 @@
-"""`cadenza serve`: the OpenAI-compatible server, its engine in a process of its own.
-
-Owns the command's flags and the order of starting. Knows the server through `Service` and
-`run_server`. Invariant: what cannot work is refused before a port is open, as far as it can be
-known then; a server that cannot come up prints one line with the error and has exit code 2.
+"""`cadenza serve`: the OpenAI-compatible server, its engine in a process of its own. Invariant:
+what cannot work is refused before a port is open, as far as it can be known then; a server that
+cannot come up prints one line with the error and has exit code 2.
 """
 
 import asyncio
@@ -268,10 +266,8 @@ def serve(
 
 @contextmanager
 def _one_exit_code() -> Generator[None]:
-    """Whatever keeps the server from coming up is wrong use, so that it has one exit code: flags, a
-    model that cannot be loaded, a device that is not there, too little memory. An engine that was
-    given up is none of these: it may come up when it is tried again.
-    """
+    """Whatever keeps the server from coming up is wrong use: flags, a model, a device or memory. An
+    engine that was given up is none of these: it may come up when it is tried again."""
     try:
         yield
     except (ConfigError, EngineUnavailableError):
@@ -361,7 +357,6 @@ class Opening:
     sockets: "ServerSockets | None" = None
 
     def open(self) -> "ServerSockets":
-        """Raises ConfigError."""
         self.sockets = self.open_sockets()
         return self.sockets
 
@@ -374,7 +369,6 @@ class Opening:
 def _open(
     held: ExitStack, sockets: "AbstractContextManager[ServerSockets]", address: "Address"
 ) -> "ServerSockets":
-    """Raises ConfigError."""
     from cadenza.server.listening import listening_for_metrics
 
     metrics = held.enter_context(listening_for_metrics(address))
@@ -455,10 +449,8 @@ def make_service(
     options: "ServerOptions",
     places: "Sequence[ReplicaPlace]",
 ) -> "Service":
-    """The models and what serves them; each has an engine at each of the places.
-
-    Raises CheckpointError, ConfigError.
-    """
+    """The models and what serves them; each has an engine at each of the places. Raises
+    CheckpointError, ConfigError."""
     from cadenza.engine.process.process_link import ProcessOptions
     from cadenza.engine.timeouts import RequestTimeouts
     from cadenza.frontend.answers import AnswerParsers
@@ -582,7 +574,6 @@ def _metrics_port(flags: ServeFlags) -> int | None:
 
 
 def _socket_mode(text: str) -> int:
-    """Raises ConfigError when `text` is not a mode."""
     digits = text.removeprefix("0o").removeprefix("0")
     if len(digits) != SOCKET_MODE_DIGITS or not set(digits) <= set("01234567"):
         raise ConfigError(

@@ -1,7 +1,6 @@
-"""The models of `cadenza serve`: their names, text front ends and engine processes.
-
-Owns what the command's words and flags mean for each model. Invariant: a model that cannot be
-served is refused here, before a port is open, as far as that can be known without loading it.
+"""The models of `cadenza serve`: their names, text front ends and engine processes. Invariant: a
+model that cannot be served is refused before a port is open, as far as that is known without
+loading it.
 """
 
 import logging
@@ -33,13 +32,9 @@ if TYPE_CHECKING:
 
 
 def names_of(words: Sequence[str | None], asked: Sequence[str] | None) -> "list[ModelNames]":
-    """The names of each model.
-
-    A folder is named by its last part, so that answers do not disclose its path; the path, as given
-    to this command, is an alias. With "*" the first model takes names that none has.
-
-    Raises ConfigError where the number of names does not fit, or no request could have a name.
-    """
+    """The names of each model. A folder is named by its last part, so that answers do not disclose
+    its path; the path, as given, is an alias. With "*" the first model takes names that none has.
+    Raises ConfigError where the number of names does not fit, or no request could have a name."""
     from cadenza.server.served_model import ModelNames
 
     asked, takes_any = [each for each in asked or () if each != ANY_NAME], ANY_NAME in (asked or ())
@@ -207,8 +202,7 @@ def shared_out(
 ) -> "list[ProcessOptions]":
     """The options of each model's processes, with their share of the memory where several engines
     run side by side, of `num_models` at the same time. Replicas on cards or machines of their own
-    share nothing. Raises ConfigError where their weights do not fit together.
-    """
+    share nothing. Raises ConfigError where their weights do not fit together."""
     from cadenza.loading.memory import available_memory_bytes
     from cadenza.loading.memory_shares import memory_shares, weight_bytes_of
 

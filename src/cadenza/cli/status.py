@@ -1,7 +1,6 @@
-"""What a long command is doing: a live line where stderr is a terminal, else a line now and then.
-
-Invariants: a command of a few seconds says nothing in a pipe; a longer one says what it does within
-`EVERY_S`; lines of a result that come meanwhile go to stdout at once.
+"""What a long command is doing: a live line where stderr is a terminal, else a line now and then:
+none in a few seconds, then at least one each `EVERY_S`. Invariant: lines of a result go to stdout
+at once.
 """
 
 import sys
@@ -86,8 +85,6 @@ def status_line(first: str) -> Generator[Status]:
 
 @dataclass(frozen=True, slots=True)
 class _LiveStatus:
-    """A spinner, which is away while a line is printed."""
-
     status: "RichStatus"
 
     def __call__(self, text: str, /) -> None:
@@ -101,10 +98,8 @@ class _LiveStatus:
 
 @contextmanager
 def progress_bar(title: str) -> Generator[Callable[[int, int], None]]:
-    """Shows how much of a work is done: a bar on a terminal, elsewhere a line now and then.
-
-    The bar moves without an end until the first call with what is done and the whole.
-    """
+    """Shows how much of a work is done: a bar on a terminal, elsewhere a line now and then. The bar
+    moves without an end until the first call with what is done and the whole."""
     from rich.console import Console
 
     console = Console(stderr=True)

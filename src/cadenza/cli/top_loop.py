@@ -1,8 +1,6 @@
-"""The connection and the keys of `cadenza top`.
-
-Owns the loop of the command; `top_view` draws. Invariants: the terminal's settings are as before,
-however the command ends; without a terminal there is at most one line a second of the server's
-time.
+"""The connection, the keys and the loop of `cadenza top`. Invariants: the terminal's settings are
+as before, however the command ends; without a terminal there is at most one line a second of the
+server's time.
 """
 
 import json
@@ -80,10 +78,8 @@ def print_lines(state: TopState, events: Iterable[TopEvent], output: TextIO) -> 
 def show_screens(
     state: TopState, connect: Callable[[], Iterator[TopEvent]], keyboard: TextIO
 ) -> None:
-    """Screens until q is pressed; a connection that is lost is made anew.
-
-    Raises TopError where the first one cannot be made.
-    """
+    """Screens until q is pressed; a connection that is lost is made anew. Raises TopError where the
+    first one cannot be made."""
     from rich.console import Console
     from rich.live import Live
 
@@ -176,7 +172,6 @@ def one_key_at_a_time(keyboard: TextIO) -> Generator[None]:
 
 
 def pressed(keyboard: TextIO) -> str:
-    """The keys pressed since the last call."""
     if not select.select([keyboard], [], [], 0)[0]:
         return ""
     return os.read(keyboard.fileno(), 64).decode(errors="ignore")

@@ -1,7 +1,6 @@
-"""What `cadenza top` shows of a server's batch: one screen, or one line.
+"""What `cadenza top` shows of a server's events: one screen, or one line.
 
-Owns the layout and what is kept of the events for it. Knows events as the server writes them, no
-connection and no keys. Invariant: a screen has no more lines and columns than it was given.
+Invariant: a screen has no more lines and columns than it was given.
 """
 
 from collections import deque
@@ -60,7 +59,6 @@ class TopState:
     sort: Sort = "start"
 
     def take(self, name: str, data: Mapping[str, Any]) -> None:
-        """An event."""
         self.trouble = None
         if name == "hello":
             self.hello, self.engine = data, "ready"
@@ -80,7 +78,6 @@ class TopState:
 
     @property
     def rows(self) -> list[Mapping[str, Any]]:
-        """In the chosen order."""
         found: list[Mapping[str, Any]] = [*self.step.get("rows", ())]
         if self.sort == "tokens":
             found.sort(key=lambda row: -row["total"])
@@ -107,7 +104,6 @@ def line(state: TopState) -> str:
 
 
 def screen(state: TopState, width: int, height: int) -> RenderableType:
-    """One screen."""
     lines = [_title(state), _status(state), _pages(state, width), _rates(state, width)]
     room = max(0, height - _FRAME_LINES)
     rows = state.rows

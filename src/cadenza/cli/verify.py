@@ -130,10 +130,8 @@ def verify_command(
 
 
 def _refuse_idle_flags(context: typer.Context, gate: GateFlags) -> None:
-    """Refuses what was written on the command line and would have no effect.
-
-    An environment variable applies to all commands, so one that this command does not read is fine.
-    """
+    """Refuses what was written on the command line and would have no effect. An environment
+    variable applies to all commands, so one that this command does not read is fine."""
     engine = {field.name for field in fields(EngineConfig)} - {"seed"}
     stored = {"prefix_cache_disk", "prefix_cache_disk_bytes"}
     idle = {"api_key", "cacert", *stored} if gate.url is None else {*engine, "reference"}
@@ -146,7 +144,6 @@ def _refuse_idle_flags(context: typer.Context, gate: GateFlags) -> None:
 
 
 def _is_written(context: typer.Context, name: str) -> bool:
-    """Whether the command line has the flag."""
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
 
@@ -236,7 +233,6 @@ def _options(gate: GateFlags, config: EngineConfig, model: str | None) -> "Verif
 
 
 def _matrix(gate: GateFlags, options: "tuple[Option, ...]") -> "OptionMatrix | None":
-    """The matrix of the options if it is to be played."""
     from cadenza.verification.option_matrix import make_matrix
 
     if gate.options == "none":

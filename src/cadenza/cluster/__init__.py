@@ -3,17 +3,12 @@
 Modules:
 
 - `engine_group`: `EngineGroup`, a `BatchEngine` over replicas
-- `group_stats`: the replicas' states and figures as those of one engine
-- `live_rows`: summaries of the replicas' steps as those of one engine
-- `route_choice`: which replica a request goes to
+- `group_stats`, `live_rows`: the replicas' figures, and summaries of steps, as those of one engine
+- `router`, `route_choice`, `prefix_view`: the replica of each request, by what each holds and does
 - `scale_policy`: how many engines a load needs
-- `router`: chooses the replica of each request, by reports and by what was sent
-- `prefix_view`: what a replica holds of prompts
-- `engine_host`: `EngineHost`, which runs an engine process for front ends on other machines
-- `shared_engine`: `SharedEngine`, one engine process that several front ends use
+- `engine_host`, `shared_engine`: an engine process for front ends on other machines
 - `fronts`: what these share: settings that agree
-- `remote_engine`: such a process, as a front end sees its child
-- `host_book`: which host each place of a front end uses
+- `remote_engine`, `host_book`: such a process, as a front end sees its child; which host it uses
 - `handshake`: how both ends prove that they know one secret
 - `cores`: the CPUs of each replica
 """

@@ -199,7 +199,6 @@ class EngineGroup:
         return replica
 
     def _check_open(self) -> None:
-        """Raises where the group accepts nothing."""
         if self._is_shut_down:
             raise EngineClosedError(SHUT_DOWN)
         if self._drained_by_s is not None:
@@ -261,7 +260,6 @@ class EngineGroup:
         return not self.load().num_open or self._clock() >= self._drained_by_s
 
     def _wait_s(self) -> float | None:
-        """Until the group is drained at the latest; without end while nothing happens."""
         if self._drained_by_s is None:
             return None
         return max(0.0, self._drained_by_s - self._clock())
@@ -336,7 +334,6 @@ class EngineGroup:
                     )
 
     def _move(self, replica: Replica, request_id: int) -> bool:
-        """Whether another replica goes on with the request; otherwise it stays where it is."""
         if not any(each.is_serving for each in self.replicas):
             return False
         entry = replica.front.release(request_id)

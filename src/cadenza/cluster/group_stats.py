@@ -19,7 +19,6 @@ SCALED = ("max_num_seqs", "max_num_queued_reqs", "max_num_queued_tokens", "max_n
 
 
 def group_limits(limits: EngineLimits, num_replicas: int) -> EngineLimits:
-    """Those of a group, of each replica's. A sequence has one replica's pool and context."""
     return replace(limits, **{name: getattr(limits, name) * num_replicas for name in SCALED})
 
 

@@ -17,7 +17,6 @@ class LiveRows:
     _lost: set[int] = field(default_factory=set[int])
 
     def take(self, place: int, news: LiveNews) -> LiveNews | None:
-        """What viewers are told when a replica has told this; None if nothing."""
         if isinstance(news, StepSummary):
             self._newest[place] = self._labelled(place, news)
             return self._joined(place)

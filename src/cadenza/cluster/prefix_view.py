@@ -30,7 +30,6 @@ class PrefixView:
         self._settled_below: int | None = None
 
     def __len__(self) -> int:
-        """The number of pages that it holds or is about to compute, at most."""
         if self._settled_below is None:
             return len(self._sent)
         newest = reversed(self._sent.values())

@@ -54,7 +54,6 @@ class RemoteChild:
             self._watched_events = 0
 
     def log_output(self) -> bool:
-        """Its host logs it."""
         return False
 
     def usage(self) -> ProcessUsage | None:

@@ -113,7 +113,6 @@ class Router:
         view.prefixes.take(report.held, seen.settled_below)
 
     def forget(self, place: int) -> None:
-        """The engine there is another one."""
         self._views.pop(place, None)
 
     def num_pages(self, place: int) -> int:
@@ -141,8 +140,6 @@ class Router:
 
 
 class _KeysOf:
-    """The keys of a request's pages, made once for each secret."""
-
     def __init__(self, request: Request, page_size: int) -> None:
         self._request = request
         self.page_size = page_size

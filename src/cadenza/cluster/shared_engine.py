@@ -156,7 +156,6 @@ class SharedEngine:
         return True
 
     def end(self) -> None:
-        """Closes the connections, then the process; waits for both."""
         with self._lock:
             if not self.has_ended:
                 self._is_ending = True
@@ -335,7 +334,6 @@ class SharedEngine:
             self._end_by_s = self._clock()
 
     def _take(self, payload: bytes) -> None:
-        """Passes on what the engine says. Raises WireError."""
         message, now_s = decode_from_engine(payload), self._clock()
         if isinstance(message, EngineOutputs):
             self._supervision.beat(

@@ -87,8 +87,6 @@ def spec_of(form: StructuredOutput) -> ConstraintSpec:
 
 @dataclass(slots=True, eq=False)
 class _Shared:
-    """The newest mask of a run, and whose it is."""
-
     mask: bytes | None = None
     owner: object = None
 

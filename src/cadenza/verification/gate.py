@@ -99,7 +99,6 @@ class GateResult:
 
     @property
     def missing(self) -> list[str]:
-        """Counts and pairs of options that should have occurred but did not."""
         counts = [f"{name} in {mode.name}" for mode in self.modes for name in mode.missing]
         return counts + list(self.coverage.missing if self.coverage else ())
 
@@ -119,7 +118,6 @@ class GateResult:
 
     @property
     def last_line(self) -> str:
-        """The verdict as one line, for people and scripts."""
         if self.mismatch is not None:
             found = self.mismatch
             return (
@@ -228,7 +226,6 @@ def streams_alone(
     report: ReportProgress,
     clock: Callable[[], float],
 ) -> list[Stream]:
-    """The streams of each request, one request after the other."""
     alone: list[Stream] = []
     start_s = clock()
     for index in range(num_requests):
@@ -356,8 +353,6 @@ class Gate:
         return asked == (None if math.isnan(record[1]) else len(record[3]))
 
     def _play_alone(self, witness: Witness, arrivals: SequenceOf[Arrival]) -> list[Stream]:
-        """The solo streams of requests that the reference can compute."""
-
         def play(request: int) -> SequenceOf[Stream]:
             own = arrivals[request].request
             if not witness.reference.takes(own):
@@ -428,8 +423,6 @@ def _digest_of(streams: Iterable[Stream]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _ScoredToken:
-    """A token of a solo stream, with the log probabilities of the reference and of the engine."""
-
     stream: Stream
     index: int
     expected: float
@@ -441,7 +434,6 @@ class _ScoredToken:
 
 
 def _with_logprobs(arrival: Arrival) -> Arrival:
-    """The arrival, with log probabilities of its tokens if it asks for none."""
     params = arrival.request.params
     if params.logprobs is not None:
         return arrival
@@ -501,7 +493,6 @@ def _difference_at_end(mode: str, finish: str, actual: Stream) -> Mismatch | Non
 def lack_of(
     request: Request, alone: Stream, has_logprobs: Callable[[TokenRecord, int | None], bool]
 ) -> Mismatch | None:
-    """What a solo stream lacks of what its request asks for."""
     if alone.finish.partition(" ")[0] not in ("stop", "length"):
         return _difference_at_end("alone", "stop or length", alone)
     params = request.params

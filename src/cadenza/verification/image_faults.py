@@ -50,7 +50,6 @@ def absent_faults(arrivals: Sequence[Arrival], *, has_axes: bool) -> Mapping[str
 
 
 def digest_without_sides(settings: bytes, part: ImagePart, pixels: bytes) -> bytes:
-    """A digest of the bytes alone, whatever the sides of the image are."""
     return hashlib.sha256(settings + b"%d " % part.num_tokens + pixels).digest()
 
 

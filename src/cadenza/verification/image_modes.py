@@ -73,7 +73,6 @@ def one_quantum_a_step(options: CoreOptions) -> CoreOptions:
 
 
 def cancel_and_send_again(at: Interruption) -> EngineCore:
-    """Cancels a request whose image is being encoded, and sends it again."""
     at.core.cancel(at.request_id)
     at.round.forget(at.request_id)
     request = at.round.arrivals[at.request_id].request

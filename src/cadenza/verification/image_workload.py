@@ -30,7 +30,7 @@ DigestOf = Callable[[bytes, ImagePart, bytes], bytes]
 
 @dataclass(frozen=True, slots=True)
 class _Image:
-    """An image as it stands in a prompt: its tokens, and its parts from the first of them on."""
+    """Its tokens in a prompt, and its parts from the first of them on."""
 
     token_ids: tuple[int, ...]
     parts: tuple[Attachment, ...]
@@ -96,7 +96,6 @@ class ImageShape:
 
 
 def largest_span(shape: ImageShape) -> int:
-    """Tokens of the longest image part that `make_image_workload` uses."""
     return max(part.num_tokens for plan in _chosen(shape.plans) for part in plan.parts)
 
 
@@ -129,7 +128,6 @@ def make_image_workload(arrivals: Sequence[Arrival], shape: ImageShape) -> tuple
 
 
 def without_placeholders(arrivals: Sequence[Arrival], shape: ImageShape) -> tuple[Arrival, ...]:
-    """The arrivals, whose prompts are text alone."""
     played: list[Arrival] = []
     for arrival in arrivals:
         tokens = tuple(shape.text_token(each) for each in arrival.request.prompt_token_ids)
@@ -154,7 +152,6 @@ class _Maker:
         return _Prompt().plus(own[: self._before_page_end(min(len(own), room))])
 
     def shared(self, own: list[int], room: int) -> _Prompt:
-        """Begins as others do, up to and with an image, whose last page is not full."""
         return self._fit(self._shared, own, room)
 
     def behind(self, own: list[int], room: int) -> _Prompt:
@@ -177,7 +174,6 @@ class _Maker:
         return self._fit(prompt, own, self._before_page_end(min(num_tokens + len(own), room)))
 
     def turned(self, own: list[int], room: int) -> _Prompt:
-        """An image whose bytes are another prompt's, with width and height exchanged."""
         return self._fit(_Prompt().plus(own[:3], self._next_turned()), own[3:], room)
 
     def _next_turned(self) -> _Image:

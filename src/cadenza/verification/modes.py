@@ -147,7 +147,6 @@ def with_drafts(
 
 
 def with_scores(modes: tuple[Mode, ...]) -> tuple[Mode, ...]:
-    """The same modes; in the second one prompts must be scored."""
     scoring = [*modes]
     scoring[1] = replace(scoring[1], shows=(*scoring[1].shows, "scored"))
     return tuple(scoring)
@@ -254,7 +253,6 @@ def play(
 def play_alone(
     make_core: MakeCore, limits: EngineLimits, request_id: int, request: Request
 ) -> tuple[Stream, ...]:
-    """Runs a request alone in a fresh engine: the expected streams of its samples."""
     core = make_core(replace(limits, enable_prefix_caching=False), CoreOptions(loop="plain"))
     played = Round({request_id: Arrival(0, request)}, Counts())
     played.run(core)
@@ -301,7 +299,6 @@ class Round:
         interrupt: Callable[[Interruption], EngineCore],
         make_core: Callable[[], EngineCore],
     ) -> None:
-        """Sets what is done between steps in which an image is being encoded."""
         self._interrupt, self._make_core = interrupt, make_core
 
     def run(self, core: EngineCore, report: OnProgress = lambda _: None) -> EngineCore:
@@ -330,7 +327,6 @@ class Round:
             self.streams[request_id, sample] = Stream(request=request_id, sample=sample)
 
     def open_samples(self, request_id: int) -> tuple[ResumedSample, ...]:
-        """What has come of a request's samples that have not ended."""
         return tuple(
             ResumedSample(sample=sample, token_ids=stream.token_ids)
             for (request, sample), stream in self.streams.items()
@@ -338,7 +334,6 @@ class Round:
         )
 
     def num_prompt_logprobs(self, request_id: int) -> int:
-        """How many log probabilities of the prompt's tokens have come."""
         return len(self.streams[request_id, 0].prompt)
 
     def _take(self, event: Event) -> None:

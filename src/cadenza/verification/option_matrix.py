@@ -141,7 +141,6 @@ class OptionMatrix:
         )
 
     def coverage(self) -> OptionCoverage:
-        """The coverage of `rows`, counted from the rows themselves."""
         missing = missing_pairs(self.num_levels, self.rows)
         return OptionCoverage(
             num_combinations=len(set(self.rows)),
@@ -155,7 +154,6 @@ class OptionMatrix:
     def apply(
         self, arrivals: Sequence[Arrival], vocabulary: MatrixVocabulary
     ) -> tuple[Arrival, ...]:
-        """The arrivals with the options of their rows; prompts, lengths and steps are kept."""
         played: list[Arrival] = []
         for index, (arrival, row) in enumerate(zip(arrivals, self.rows, strict=True)):
             palette = _palette(index, vocabulary)

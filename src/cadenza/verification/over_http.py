@@ -63,7 +63,6 @@ def verify_url(options: UrlOptions, report: ReportProgress) -> GateResult:
 
 
 def _requests(options: UrlOptions, server: RemoteServer, result: GateResult) -> tuple[Request, ...]:
-    """The workload; of a matrix, the result gets what is played and what is not."""
     matrix = options.matrix
     arrivals = make_workload(
         WorkloadShape(
@@ -93,7 +92,6 @@ class RemotePlayer:
     salt: str = field(default_factory=lambda: token_hex(8))
 
     def play_alone(self, request: int) -> Sequence[Stream]:
-        """With a salt of its own."""
         return self._streams(request, self.server.play(self.requests[request], token_hex(8)))
 
     def trials(self) -> Iterable[Trial]:

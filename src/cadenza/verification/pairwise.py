@@ -56,7 +56,6 @@ def _next_row(num_levels: Sequence[int], wanted: dict[Pair, int], turn: int) -> 
 
 
 def _want(wanted: dict[Pair, int], chosen: dict[int, int], factor: int, level: int) -> int:
-    """How often the level's pairs with the chosen levels are still missing, in total."""
     total = 0
     for other, its_level in chosen.items():
         ordered = (factor, level, other, its_level)

@@ -178,7 +178,7 @@ def _result(token_ids: list[int], logprobs: list[float], reason: FinishReason) -
 
 
 def log_softmax(logits: Logits) -> npt.NDArray[np.float64]:
-    """Log probabilities (natural log) [V] of logits [V]."""
+    """Natural log probabilities [V] of logits [V]."""
     shifted = logits.astype(np.float64) - logits.max()
     return shifted - np.log(np.exp(shifted).sum())
 

@@ -35,7 +35,6 @@ UNSEEDED = "requests without a seed: the server draws another one for each"
 
 
 def remote_options() -> tuple[Option, ...]:
-    """The options, of which `seed` is always given."""
     return tuple(
         replace(option, levels=option.levels[1:]) if option.name == "seed" else option
         for option in OPTIONS

@@ -176,7 +176,6 @@ def _default_model_note(model: str | None) -> tuple[str, ...]:
 
 
 def _other_model(receipt: Receipt, error: ConfigError) -> Iterator[str]:
-    """Of a model that cannot be opened with the settings of a receipt, for example its context."""
     yield from _changes(receipt)
     yield (
         f"the model cannot be opened as the receipt asks: {_of_receipt(error)}; --model names the "
@@ -185,8 +184,6 @@ def _other_model(receipt: Receipt, error: ConfigError) -> Iterator[str]:
 
 
 def _of_receipt(error: CadenzaError) -> str:
-    """What an engine's refusal says, without the flags of commands that set what a receipt sets."""
-
     def named(flag: re.Match[str]) -> str:
         part = _PARTS.get(flag[0])
         return f"the setting {flag[0][2:]}" if part is None else f"the receipt's {part}"
@@ -205,7 +202,6 @@ def _verdict(each: NamedReceipt, differences: Iterable[str]) -> Replayed:
 
 
 def _load(planned: PlannedModel, receipts: list[NamedReceipt]) -> LoadedModel:
-    """The model with KV pages for the longest of the requests."""
     requests = [_prepared(planned, each.receipt).request for each in receipts]
     num_pages = pages_for_batch(requests, planned.plan.limits)
     return replace(planned, plan=with_pool(planned.plan, planned.config, num_pages)).load()
@@ -280,7 +276,6 @@ def _recompute(receipt: Receipt, loaded: LoadedModel) -> Receipt | str:
 
 
 def receipt_difference(receipt: Receipt, again: Receipt) -> Iterator[str]:
-    """A sentence on it; none where tokens, log probabilities and the finish reason are equal."""
     theirs = [*zip(receipt.token_ids, receipt.logprobs, strict=False)]
     ours = [*zip(again.token_ids, again.logprobs, strict=False)]
     for place, (old, new) in enumerate(zip(theirs, ours, strict=False)):

@@ -122,7 +122,6 @@ def verify(options: VerifyOptions, report: ReportProgress) -> tuple[GateResult, 
 
 @contextmanager
 def checkpoint_of(options: VerifyOptions) -> Generator[Checkpoint]:
-    """The named model, or random weights of the named shape in a temporary folder."""
     if options.shape is None:
         yield find_configured(options.model, options.config, options.backends)
         return
@@ -226,7 +225,6 @@ def _with_images(
 
 
 def _plan(options: VerifyOptions, checkpoint: Checkpoint) -> EnginePlan:
-    """The plan of the user's options, with the context limited to the workload's needs."""
     plan = plan_model(checkpoint, options.config, options.backends)
     if options.config.max_model_len is not None:
         return plan
@@ -251,7 +249,6 @@ def _witness(
     make_core: MakeCore,
     compile_constraint: CompileConstraint | None,
 ) -> Generator[Witness | None]:
-    """The reference engine, and the float32 engines to compare with it; None for solo only."""
     if options.reference == "solo":
         yield None
         return
@@ -324,7 +321,6 @@ class EngineParts:
 
 
 def _packer_of(scorer: PromptScorerModel | None, checkpoint: Checkpoint) -> MakePacker:
-    """Makes packers, of prompts with gaps if there are any."""
     if scorer is None:
         return Packer
     return partial(Packer, window=window_of(checkpoint.config))

@@ -123,7 +123,6 @@ def self_test(options: VerifyOptions, report: ReportProgress) -> SelfTestResult:
 
 
 def _find_faults(options: VerifyOptions, checkpoint: Checkpoint) -> FaultSet:
-    """The faults for the configured op table. Raises ConfigError if the backend has none."""
     config = options.config
     ops = describe_backend(config, checkpoint, options.backends).ops
     backend = find_backend(config.backend, options.backends)
@@ -137,7 +136,6 @@ def _find_faults(options: VerifyOptions, checkpoint: Checkpoint) -> FaultSet:
 
 
 def _without_long_prompts(options: VerifyOptions, checkpoint: Checkpoint) -> VerifyOptions:
-    """Limits the context to short prompts, unless the user chose one."""
     context = options.config.max_model_len or min(
         LONGEST_SHORT_PROMPT + options.max_tokens, checkpoint.outline.max_position_embeddings
     )

@@ -31,7 +31,6 @@ class FaultyPacker(Packer):
 
 
 def places_of(inputs: ModelInputs, entry: BatchEntry) -> slice:
-    """Of an entry's tokens in the step."""
     start = int(inputs.rows.query_starts[entry.row])
     return slice(start, start + entry.num_new_tokens)
 

@@ -88,7 +88,6 @@ def make_workload(shape: WorkloadShape) -> tuple[Arrival, ...]:
 
 
 def _long_prompts(rng: random.Random, shape: WorkloadShape) -> dict[int, tuple[int, ...]]:
-    """Long prompts by request index; empty if they do not fit the context."""
     longest = min(shape.longest, shape.context - shape.max_tokens)
     if longest <= LONGEST_SHORT_PROMPT:
         return {}

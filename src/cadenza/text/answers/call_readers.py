@@ -117,7 +117,6 @@ def read_pythonic(text: str, functions: Functions) -> list[ToolCall] | None:
 
 
 def read_lfm2(text: str, functions: Functions) -> list[ToolCall] | None:
-    """A Python list, or, as a system text may ask for, objects."""
     return read_pythonic(text, functions) or read_objects(text, functions)
 
 
@@ -144,7 +143,6 @@ def _deepseek_call(text: str) -> ToolCall | None:
 
 
 def read_function_gemma(text: str, functions: Functions) -> list[ToolCall] | None:
-    """`call:name{key:value, …}`, in which texts stand between <escape> marks."""
     del functions
     return _read_gemma(text, ESCAPE)
 
@@ -213,7 +211,6 @@ class _Elements:
     last: str = ""
 
     def read(self, text: str, place: int, schema: Mapping[str, Any]) -> _Found | None:
-        """None where the text of an argument has no end."""
         properties: Mapping[str, Any] = schema.get("properties") or {}
         typed: dict[str, object] = {}
         while (begin := self.begin.search(text, place)) is not None and begin[1] is not None:
@@ -271,7 +268,6 @@ def closed(text: str, most: int) -> str | None:
 
 
 def _values(text: str) -> list[object] | None:
-    """The JSON values of a text, those of lists among them; None if it is anything else."""
     decoder = json.JSONDecoder(strict=False)
     for written in (text, with_known_escapes(text)):
         found: list[object] = []

@@ -47,7 +47,6 @@ def _instruction(tools: Sequence[Message], format: ToolFormat) -> str:
 
 
 def tools_described(tools: Sequence[Message]) -> tuple[str, str]:
-    """What a system's text has before an example of a call, and after it."""
     listed = json.dumps([each.get("function", each) for each in tools], ensure_ascii=False)
     before = (
         f"You are a helpful assistant. You can use these tools:\n{listed}\n"

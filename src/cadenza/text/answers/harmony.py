@@ -158,7 +158,6 @@ class HarmonyParser:
         return _behind(found), OutputPart(kind, text[: found.start()])
 
     def _call(self, message: _Message, text: str, *, is_end: bool) -> tuple[int, OutputPart | None]:
-        """A call, once all of it is there; its end is not within a text of its JSON."""
         name = message.header.name
         while (found := _END.search(text, message.num_searched)) is not None:
             if not is_within_text(text[: found.start()]):

@@ -281,6 +281,5 @@ def _before_call(
 
 
 def _certain(state: _State, kind: PartKind, text: str, end: int) -> _Step | None:
-    """The text up to a place, without the blanks in front of that."""
     sure = text[:end].rstrip()
     return _Step(state, (OutputPart(kind, sure),), text[len(sure) :]) if sure else None

@@ -133,7 +133,6 @@ class GrammarConstraint:
         return self._fork
 
     def return_to(self, token_ids: list[int], forced: ForcedText) -> None:
-        """Takes back what the stream did not accept, and accepts what it did."""
         count, own = self._num_common, self._token_ids
         newer = islice(own, count, None), islice(token_ids, count, None)
         for mine, theirs in zip(*newer, strict=False):

@@ -104,7 +104,6 @@ class GrammarWorker:
         return self.start_checks()(grammar)
 
     def is_valid(self, text: str, schema: str) -> bool:
-        """Whether a text is JSON of a schema; False where that is not found out."""
         job = {"text": text, "schema": schema}
         try:
             return bool(self._run_twice(job, self._cpu_s).result)

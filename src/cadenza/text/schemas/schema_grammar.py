@@ -72,7 +72,6 @@ _BLANKS: Mapping[str, _Blanks] = {
 
 
 def library_options(style: JsonStyle) -> dict[str, object]:
-    """Options of the grammar library for a schema that it compiles itself."""
     blanks = _BLANKS[style.whitespace]
     return {
         "item_separator": f"{blanks.before_comma},{blanks.behind_comma}",
@@ -212,7 +211,6 @@ class SchemaGrammar:
         return found
 
     def _is_narrowed(self, schema: object) -> bool:
-        """Whether it is a reference, beside which is more than annotations."""
         if self._ignores_siblings or not isinstance(schema, dict) or "$ref" not in schema:
             return False
         beside = cast(Schema, schema).keys() - {"$ref"}
@@ -379,7 +377,6 @@ class SchemaGrammar:
         return self._tuple(items, rest, least, most)
 
     def _tuple(self, items: Sequence[str], rest: str | None, least: int, most: int | None) -> str:
-        """Items that differ, of which the first `least` must be there; then `rest`."""
         count = len(items)
         tail = ""
         if rest is not None and most != count:
@@ -489,7 +486,6 @@ class SchemaGrammar:
         return {**rest, "propertyNames": allowed[0]}
 
     def _extra(self, schema: Schema, rest: object, taken: Sequence[str]) -> str | None:
-        """A member beside those that are named; None where there may be none."""
         patterns = cast(Schema, schema.get("patternProperties", {}))
         if patterns:
             is_open = schema.get("additionalProperties", False) is not False

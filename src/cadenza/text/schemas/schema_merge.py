@@ -100,7 +100,6 @@ class SchemaMerger:
                 yield {**one, "unevaluatedProperties": rest}
 
     def resolved(self, schema: object, depth: int = 0) -> list[Schema]:
-        """As `alternatives`, without references."""
         found: list[Schema] = []
         for each in self.alternatives(schema, depth):
             found += [each] if "$ref" not in each else self._dereferenced(each, depth)
@@ -158,7 +157,6 @@ class SchemaMerger:
             return []
 
     def _are_disjoint(self, branches: list[list[Schema]], beside: Schema, depth: int) -> bool:
-        """Whether no value is of two branches, as far as that is seen."""
         outside = _constraints(beside)
         resolved = [
             [

@@ -85,7 +85,6 @@ def measure(value: object) -> int:
 
 
 def check_operator(operator: str, left: object, right: object) -> None:
-    """Checks the result size of operators that can multiply their operands' size."""
     if operator == "%" and isinstance(left, str):
         check_format(left, [right])
     if operator == "+" and isinstance(left, _SIZED) and isinstance(right, _SIZED):
@@ -100,7 +99,6 @@ def check_operator(operator: str, left: object, right: object) -> None:
 
 
 def check_format(pattern: str, values: Sequence[object]) -> None:
-    """Checks `%` and `str.format`: field widths and the total size of the result."""
     if _LARGE_WIDTH.search(pattern):
         raise BoundExceededError(f"a width of over {MAX_PADDED_WIDTH}")
     if re.search(r":[^}]*\{", pattern):
@@ -110,7 +108,6 @@ def check_format(pattern: str, values: Sequence[object]) -> None:
 
 
 def check_widths(values: Sequence[object]) -> None:
-    """Checks arguments that may be used as a width (integers) or as padding (strings)."""
     for value in values:
         size = abs(value) if isinstance(value, int) else len(value) if isinstance(value, str) else 0
         if size > MAX_PADDED_WIDTH:
@@ -118,7 +115,6 @@ def check_widths(values: Sequence[object]) -> None:
 
 
 def check_indent(text: object, values: Sequence[object]) -> None:
-    """Checks a width that is applied to every line of `text`."""
     check_widths(values)
     widths = [len(value) if isinstance(value, str) else value for value in values]
     width = max(

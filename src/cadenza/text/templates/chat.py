@@ -93,12 +93,10 @@ class ChatTemplate:
 
     @property
     def reads_calls(self) -> bool:
-        """Whether it has a place for calls that were made before."""
         return self.reads_tools or "tool_calls" in self.source
 
     @property
     def renders_calls(self) -> bool:
-        """Whether it reads the calls of messages, rather than passing over them."""
         return "tool_calls" in self.source
 
     @property

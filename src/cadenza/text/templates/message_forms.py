@@ -147,7 +147,6 @@ def _parts(content: Any) -> list[Any]:
 
 
 def _user_first(given: list[Message]) -> list[Message]:
-    """An empty turn of the user before an assistant's that comes first."""
     place = 1 if given and given[0].get("role") == "system" else 0
     if len(given) > place and given[place].get("role") == "user":
         return given

@@ -345,7 +345,6 @@ def _concatenate(parts: list[Any]) -> str:
 
 
 def _own_filter() -> Filter:
-    """The filter that marks a template's string constants, each of which is marked once."""
     marked = cache(written_by_template)
 
     @jinja2.pass_context  # which keeps Jinja from folding the filter at compile time
@@ -383,7 +382,6 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """`tojson` as in transformers: without HTML escapes, with the options of `json.dumps`."""
     if isinstance(indent, int) and indent > 16:
         raise BoundExceededError("an indentation of over 16")
     return json.dumps(

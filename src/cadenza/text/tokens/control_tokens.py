@@ -49,7 +49,6 @@ class ControlTokens:
         )
 
     def has_spelled_control(self, text: MarkedText) -> bool:
-        """Whether `text` contains a control token's text that the template did not write."""
         return any(
             content in text and not self._is_all_own(content, text)
             for content in self.content_of.values()

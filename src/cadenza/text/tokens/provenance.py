@@ -141,7 +141,6 @@ class MarkedText(str):
         return MarkedText(text, self.own_spans) if len(text) == len(self) else text
 
     def _like(self, text: str) -> "MarkedText":
-        """`text`, marked completely if this uniform text is marked."""
         return written_by_template(text) if self.own_spans else MarkedText(text)
 
     def _located(self, pieces: list[str], between: str | None) -> list[str]:
@@ -192,7 +191,6 @@ def join_marked(parts: Iterable[str], *, is_plain_own: bool = False) -> MarkedTe
 def format_braces(
     formatter: Formatter, pattern: MarkedText, values: Sequence[Any], named: Mapping[str, Any]
 ) -> MarkedText:
-    """`pattern.format(*values, **named)` with marks, by the sandbox's formatter."""
     is_own = pattern.is_own(0, len(pattern))
     parts: list[str] = []
     number = 0

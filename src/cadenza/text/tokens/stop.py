@@ -43,7 +43,6 @@ class StopMatcher:
 
     @property
     def num_held(self) -> int:
-        """Characters that were pushed and are not final yet."""
         return len(self._held)
 
     @property

@@ -80,12 +80,10 @@ class Tokenizer:
         return self._native.get_vocab_size(with_added_tokens=True)
 
     def vocabulary(self) -> dict[str, int]:
-        """All entries, added tokens included, with their ids."""
         return self._native.get_vocab(with_added_tokens=True)
 
     @property
     def added_tokens(self) -> dict[str, int]:
-        """Text to id of the added tokens, special or not."""
         return {token.content: index for index, token in self._added.items()}
 
     def id_of(self, content: str) -> int | None:
