@@ -1,8 +1,5 @@
 """Bounded values of requests: what a client may give in place of a number, a list or token ids.
-
-Knows no field. Invariant: a value that is returned is a plain Python one, finite and within its
-bounds.
-"""
+Invariant: a value that is returned is a plain Python one, finite and within its bounds."""
 
 import re
 from collections.abc import Mapping
@@ -63,8 +60,8 @@ def parameter(
     recommended: str | None = None,
     **names: str,
 ) -> Any:
-    """A dataclass field that is a sampling parameter; the arguments are `SamplingParameter`'s,
-    names as one text with blanks between, and bounds of a number as two, whole if it is."""
+    """A dataclass field that is a sampling parameter; the arguments are `SamplingParameter`'s, with
+    names as one text, and bounds of a number as two, whole if it is."""
     is_pair = isinstance(within, tuple)
     bound = NumberBound(*within, is_integer=isinstance(within[0], int)) if is_pair else within
     lists = {kind: tuple(text.split()) for kind, text in names.items()}
@@ -77,11 +74,8 @@ BIAS = NumberBound(-100.0, 100.0)
 
 
 def as_token_ids(name: str, value: object) -> tuple[int, ...]:
-    """The integers of a sequence or a one-dimensional array as a tuple of Python ints.
-
-    Raises:
-        InvalidRequestError: `value` is no sequence of integers; the error's `param` is `name`.
-    """
+    """The integers of a sequence or a one-dimensional array as Python ints. Raises
+    InvalidRequestError with the `param` `name` for anything else."""
     entries = sequence_of(value)
     if entries is None:
         raise must_be(name, value, "token ids")

@@ -1,8 +1,6 @@
-"""The user's options (`EngineConfig`) and the limits resolved from them (`EngineLimits`).
-
-An option is declared once (`option`); `loading.plan` resolves options into limits. Invariant: every
-`EngineConfig` instance is within bounds.
-"""
+"""The user's options (`EngineConfig`) and the limits that `loading.plan` resolves from them
+(`EngineLimits`). An option is declared once (`option`). Invariant: every `EngineConfig` is within
+bounds."""
 
 import dataclasses
 import re
@@ -105,7 +103,6 @@ def _as_projector(value: object) -> str:
 
 
 def _is_encodable(text: str) -> bool:
-    """Whether a text can go to a file's name, and to another process."""
     return "\0" not in text and not any("\ud800" <= each <= "\udfff" for each in text)
 
 
@@ -382,18 +379,16 @@ class EngineConfig:
 
     @property
     def speculation(self) -> SpeculativeConfig | None:
-        """`speculative_config`, parsed."""
         return cast(SpeculativeConfig | None, self.speculative_config)
 
     @property
     def sparse_prompts(self) -> SpecPrefillConfig | None:
-        """`spec_prefill`, parsed."""
         return cast(SpecPrefillConfig | None, self.spec_prefill)
 
 
 class EngineOptions(TypedDict, total=False):
-    """The options of `LLM` and `AsyncEngine.from_model`: `EngineConfig`'s fields, with what may be
-    given in place of their values."""
+    """The options of `LLM` and `AsyncEngine.from_model`: `EngineConfig`'s fields, with other
+    accepted types."""
 
     backend: str
     device: str
@@ -441,7 +436,6 @@ class EngineOptions(TypedDict, total=False):
 
 
 def _divided(ops: Ops) -> Ops:
-    """The operations of a model that devices share."""
     if ops not in ("auto", "split"):
         raise ConfigError(
             f"--tensor-parallel-size is for --ops split, and --ops is {ops}; leave one of them out"
@@ -450,7 +444,6 @@ def _divided(ops: Ops) -> Ops:
 
 
 def config_from_options(options: Mapping[str, object]) -> EngineConfig:
-    """An `EngineConfig` from keyword options. Raises ConfigError, also for unknown names."""
     known = [field.name for field in fields(EngineConfig)]
     unknown = sorted(set(options) - set(known))
     if unknown:
@@ -476,13 +469,11 @@ class ImageLimits:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLimits:
     """The resolved limits of the engine core; every numeric field is a count.
-
     `max_num_batched_tokens` >= `max_num_seqs`, so that every running row gets a token in each step.
     `slot_unit` says where a sequence's prefix can be continued by another one, if each has a slot
-    of its own: see `core.slot_prefixes`. None if sequences have pages.
-    `num_state_slots` is 0 for a model without recurrent state; `state_snapshot_interval` is that of
-    `EngineConfig`. `images` is None where none are encoded; they change the bits of no answer.
-    """
+    of its own: see `core.slot_prefixes`. None if sequences have pages. `num_state_slots` is 0 for a
+    model without recurrent state; `state_snapshot_interval` is that of `EngineConfig`. `images` is
+    None where none are encoded; they change the bits of no answer."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -515,7 +506,7 @@ class EngineLimits:
     @property
     def of_steps(self) -> "EngineLimits":
         """What may decide bits of a step: the shapes of its arrays and the context. Not the sizes
-        of pools and queues, which follow the free memory, and not the bound on failed steps."""
+        of pools and queues, which follow the free memory, nor the bound on failed steps."""
         return dataclasses.replace(
             self,
             num_pages=0,
@@ -532,10 +523,8 @@ class EngineLimits:
 
     @property
     def max_num_open_reqs(self) -> int:
-        """Most requests that may be queued or running at the same time."""
         return self.max_num_queued_reqs + self.max_num_seqs
 
     @property
     def max_pages_per_seq(self) -> int:
-        """Pages needed for `max_model_len` tokens."""
         return -(-self.max_model_len // self.page_size)

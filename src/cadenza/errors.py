@@ -1,23 +1,15 @@
-"""The exception hierarchy.
-
-    CadenzaError
-    ├── InvalidRequestError        the request cannot be served as written
-    │   ├── ContextLengthError     prompt and max_tokens exceed the model's context
-    │   └── TextTooLongError       a text has more tokens than allowed
-    ├── QueueFullError             the waiting queue is full; retry later
-    ├── FormNotCheckedError        a structured output could not be checked; retry later
-    ├── ConfigError                an option has an invalid value
-    ├── CheckpointError            a model folder cannot be read or is not supported
-    ├── DeviceUnavailableError     the requested device is not available on this machine
-    ├── EngineClosedError          the engine was shut down
-    ├── EngineUnavailableError     the engine is loading, draining, restarting or dead
-    ├── EngineStalledError         the engine computes nothing although requests are open
-    ├── RunnerError                the runner failed or broke its contract
-    └── CompileAfterWarmupError    a program was compiled after warm-up
-
-Messages say what was given (formatted by `show`), what is allowed and what to change.
-`AssertionError` is for Cadenza's own bugs and is never reachable from user input.
-"""
+"""The exception hierarchy. CadenzaError ├── InvalidRequestError the request cannot be served as
+written │ ├── ContextLengthError prompt and max_tokens exceed the model's context │ └──
+TextTooLongError a text has more tokens than allowed ├── QueueFullError the waiting queue is full;
+retry later ├── FormNotCheckedError a structured output could not be checked; retry later ├──
+ConfigError an option has an invalid value ├── CheckpointError a model folder cannot be read or is
+not supported ├── DeviceUnavailableError the requested device is not available on this machine ├──
+EngineClosedError the engine was shut down ├── EngineUnavailableError the engine is loading,
+draining, restarting or dead ├── EngineStalledError the engine computes nothing although requests
+are open ├── RunnerError the runner failed or broke its contract └── CompileAfterWarmupError a
+program was compiled after warm-up Messages say what was given (formatted by `show`), what is
+allowed and what to change. `AssertionError` is for Cadenza's own bugs and is never reachable from
+user input."""
 
 from math import ceil
 
@@ -43,12 +35,10 @@ def must_be(param: str, given: object, wanted: str) -> InvalidRequestError:
 
 
 class ContextLengthError(InvalidRequestError):
-    """The prompt and `max_tokens` together exceed the model's context.
+    """The prompt and `max_tokens` (None if not set) together exceed `max_model_len`, in tokens.
 
     Args:
         prompt_length: as text, such as "300 tokens" or "at least 300 tokens".
-        max_tokens: the requested number of new tokens; None if the request did not set it.
-        max_model_len: the context length in tokens.
         is_prompt_alone: the prompt alone fills the context, so shortening the answer does not help.
     """
 
@@ -78,11 +68,8 @@ class MessagesRefusedError(InvalidRequestError):
 
 
 class TextTooLongError(InvalidRequestError):
-    """A text has more tokens than allowed.
-
-    `num_tokens` is None if the text was refused by its number of characters, without tokenizing it.
-    `length` is the known length as text, such as "300 tokens" or "at least 300 tokens".
-    """
+    """A text has more tokens than allowed. `length` is the known length as text; `num_tokens` is
+    None if the text was refused by its number of characters, without tokenizing it."""
 
     def __init__(self, message: str, *, num_tokens: int | None, length: str) -> None:
         super().__init__(message, param="prompt")
@@ -91,10 +78,8 @@ class TextTooLongError(InvalidRequestError):
 
 
 class QueueFullError(CadenzaError):
-    """The waiting queue is full, or too long.
-
-    `retry_after_s` estimates the seconds until the request would have started; None if unknown.
-    """
+    """The waiting queue is full, or too long. `retry_after_s` estimates the seconds until the
+    request would have started; None if unknown."""
 
     def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
         super().__init__(message)
@@ -122,10 +107,8 @@ class EngineClosedError(CadenzaError):
 
 
 class EngineUnavailableError(CadenzaError):
-    """The engine accepts no requests at present.
-
-    `retry_after_s` estimates the seconds until it does; None if unknown or if it never will.
-    """
+    """The engine accepts no requests at present. `retry_after_s` estimates the seconds until it
+    does; None if unknown or if it never will."""
 
     def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
         super().__init__(message)
@@ -163,6 +146,6 @@ def show_size(num_bytes: int) -> str:
 
 
 def show_missing(num_bytes: int) -> str:
-    """As `show_size`, rounded up: so much more is enough."""
+    """As `show_size`, rounded up."""
     tenth = (1 << 20) / 10
     return show_size(ceil(ceil(num_bytes / tenth) * tenth) if num_bytes >= 1 << 20 else num_bytes)

@@ -1,8 +1,5 @@
-"""The engine's events: what came of a request (`Event`).
-
-One of them is made for each token, which is why they are msgspec structs. Knows no requests, text,
-rows or pages. Invariant: each sample that was not cancelled ends with one `Finished`.
-"""
+"""The engine's events: what came of a request (`Event`). msgspec structs, since one is made for
+each token. Invariant: each sample that was not cancelled ends with one `Finished`."""
 
 from typing import Literal
 
@@ -55,9 +52,7 @@ asked for only where the prompt is not in the prefix cache, and it was."""
 
 class TokenLogprobs(Struct, frozen=True, kw_only=True):
     """Log probabilities at one position (natural log, of the logits before sampling options).
-
-    `top_ids` and `top_logprobs` hold as many entries as requested, in descending order.
-    """
+    `top_ids` and `top_logprobs` have as many entries as requested, in descending order."""
 
     logprob: float
     rank: int
@@ -72,11 +67,9 @@ class _Event(Struct, frozen=True, kw_only=True, omit_defaults=True, array_like=T
 
 
 class Started(_Event, frozen=True):
-    """A request has left the queue: it got its first row. Sent once per request.
-
-    Of one with a sparse prefill `kept` are the chunks that are computed (`KeptTokens.mask`); None
-    if the whole prompt is, for the reason `whole_because`.
-    """
+    """A request has left the queue: it got its first row. Sent once per request. Of one with a
+    sparse prefill `kept` are the chunks that are computed (`KeptTokens.mask`); None if the whole
+    prompt is, for the reason `whole_because`."""
 
     kept: bytes | None = None
     whole_because: WholePromptReason | None = None
@@ -84,18 +77,15 @@ class Started(_Event, frozen=True):
 
 class Preparing(_Event, frozen=True):
     """A waiting request's prompt is about to be scored, or an image of it to be encoded: it has
-    left the queue. Only announced, before the step, which may end the engine's process; never
-    among a step's events."""
+    left the queue. Only announced, before the step, which may end the engine's process; never among
+    a step's events."""
 
 
 class Token(_Event, frozen=True):
-    """A new token of a sample's stream; never an end-of-sequence or stop token.
-
-    `index` counts the stream's tokens from 0. `num_cached_tokens` comes with the first token,
-    because a stream that is cancelled, for example at a stop string, gets no `Finished`; so does
-    `cache_miss`. A token that was drafted `is_draft`; one that took the place of drafts counts
-    these.
-    """
+    """A new token of a sample's stream; never an end-of-sequence or stop token. `index` counts the
+    stream's tokens from 0. `num_cached_tokens` comes with the first token, because a stream that is
+    cancelled, for example at a stop string, gets no `Finished`; so does `cache_miss`. A token that
+    was drafted `is_draft`; one that took the place of drafts counts these."""
 
     token_id: int
     index: int
@@ -109,23 +99,18 @@ class Token(_Event, frozen=True):
 
 class PromptLogprobs(_Event, frozen=True):
     """Log probabilities of consecutive prompt tokens from position `start`, which is at least 1.
-
-    Sent in order as the prompt is computed, all before the first `Token` of sample 0.
-    """
+    Sent in order as the prompt is computed, all before the first `Token` of sample 0."""
 
     start: int
     entries: tuple[TokenLogprobs, ...]
 
 
 class Finished(_Event, frozen=True):
-    """The last event of a sample that was not cancelled.
-
-    A request ends when all of its `n` samples have ended. `num_generated_tokens` includes the
-    stopping token; `stop_token_id` is that token if it is one of the request's `stop_token_ids`.
-    `error` and `error_kind` are set if and only if `finish_reason` is "error"; `error_fields` names
-    the request's fields that are the cause, where some are. `embedding` is that of a pooled
-    request: float32 numbers, little endian.
-    """
+    """The last event of a sample that was not cancelled. A request ends when all of its `n` samples
+    have ended. `num_generated_tokens` includes the stopping token; `stop_token_id` is that token if
+    it is one of the request's `stop_token_ids`. `error` and `error_kind` are set if and only if
+    `finish_reason` is "error"; `error_fields` names the request's fields that are the cause, where
+    some are. `embedding` is that of a pooled request: float32 numbers, little endian."""
 
     finish_reason: FinishReason
     stop_token_id: int | None

@@ -1,7 +1,5 @@
-"""`Figure`: a count or a measure of an engine, declared once beside what it is read from.
-
-Its name and help are those of `/metrics`, docs and `top`; an engine sends its figures by name.
-"""
+"""`Figure`: a count or a measure of an engine, declared once beside what it is read from. Its name
+and help are those of `/metrics`, docs and `top`; an engine sends its figures by name."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping

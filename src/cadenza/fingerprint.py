@@ -1,8 +1,6 @@
-"""`Fingerprint`: what an answer's tokens depend on besides its request, in named parts.
-
-Owns the parts, their digest and `ARITHMETIC_REVISION`. Invariant: answers to equal requests whose
-fingerprints are equal have equal tokens and log probabilities, on any machine and in any batch.
-"""
+"""`Fingerprint`: what an answer's tokens depend on besides its request, in named parts. Invariant:
+answers to equal requests whose fingerprints are equal have equal tokens and log probabilities, on
+any machine and in any batch."""
 
 import hashlib
 
@@ -60,7 +58,6 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def parts(self) -> dict[str, str | int]:
-        """What the digest is of, by name."""
         found = msgspec.structs.asdict(self)
         for name in ("engine_seed", "scorer", *(() if self.sparse_prefill else _OF_THINNED)):
             del found[name]
@@ -73,6 +70,5 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def digest(self) -> str:
-        """The `system_fingerprint` of answers."""
         text = "\0".join(f"{name}={value}" for name, value in self.parts.items())
         return PREFIX + hashlib.sha256(text.encode()).hexdigest()[:_DIGEST_CHARS]

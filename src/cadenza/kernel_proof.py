@@ -1,7 +1,5 @@
-"""`KernelProof`: what an engine compared of its kernels' bits when it loaded a model.
-
-A plain value, which the engine's process sends to the front end.
-"""
+"""`KernelProof`: what an engine compared of its kernels' bits when it loaded a model. A plain
+value, which the engine's process sends to the front end."""
 
 from dataclasses import dataclass
 
@@ -48,7 +46,6 @@ class KernelProof:
 
     @property
     def summary(self) -> str:
-        """One line for the log."""
         singles = f" and in {self.num_single} of single tokens" if self.num_single else ""
         return (
             f"{len(self.operations)} operations have equal bits in steps of {self.step_sizes[0]} "

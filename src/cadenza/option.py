@@ -1,7 +1,6 @@
 """How an option is declared: one dataclass field with its default, bounds, help and other names.
-
-Checks, the command line, environment variables, the config file and docs/flags.md follow from it.
-"""
+Checks, the command line, environment variables, the config file and docs/flags.md follow from
+it."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -34,13 +33,8 @@ class Flag:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Option:
-    """What decides which values an option has.
-
-    Args:
-        low, high: inclusive bounds of a number.
-        unit: of a number that need not be whole, in messages.
-        read: what checks and reads a value, in place of the rules of its type.
-    """
+    """Which values an option has: inclusive bounds of a number, its unit in messages if it need not
+    be whole, and what checks and reads a value, in place of the rules of its type."""
 
     low: float = 0
     high: float = 0
@@ -64,22 +58,16 @@ def option(
     **settings: Any,
 ) -> Any:
     """A dataclass field that is an option of the engine: a flag with a variable, and its values.
-
-    `within` are the inclusive bounds of a number; the rest as in `Flag` and `_Option`.
-    """
+    `within` are the inclusive bounds of a number; the rest as in `Flag` and `_Option`."""
     described = Flag(help=help, aliases=aliases, has_variable=True, settings=settings)
     values = _Option(low=within[0], high=within[1], unit=unit, read=read)
     return dataclasses.field(default=default, metadata={"flag": described, "option": values})
 
 
 def checked(field: "dataclasses.Field[Any]", value: object) -> object:
-    """The value of an option, as its type and declaration have it.
-
-    "auto" for a number that may be None is None, and for another whole number the default.
-
-    Raises:
-        ConfigError: it is no value of the option; the message names the flag.
-    """
+    """The value of an option, as its type and declaration have it. "auto" is None for a number that
+    may be None, and the default for another whole number. Raises ConfigError, which names the
+    flag."""
     declared: _Option = field.metadata["option"]
     name = field.name.replace("_", "-")
     kinds = {field.type, *get_args(field.type)}
@@ -105,7 +93,6 @@ def checked(field: "dataclasses.Field[Any]", value: object) -> object:
 
 
 def words_of(kind: object) -> tuple[str, ...]:
-    """The values of a Literal, also of one that may be None; none of another type."""
     if get_origin(kind) is Literal:
         return get_args(kind)
     if get_origin(kind) is tuple:

@@ -15,9 +15,8 @@ OutputKind = Literal["cumulative", "delta", "final"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Logprob:
     """Log probability (natural log) of a token, its rank (1 = most likely) and its text.
-
-    `token_bytes` are those of a token that is a part of a character, which has no text of its own.
-    """
+    `token_bytes` are those of a token that is a part of a character, which has no text of its
+    own."""
 
     logprob: float
     rank: int | None
@@ -30,10 +29,8 @@ PartKind = Literal["content", "reasoning", "tool_call"]
 
 @dataclass(frozen=True, slots=True)
 class OutputPart:
-    """A piece of a continuation's text, and what it is part of.
-
-    A tool call is one part: its `text` are the arguments as JSON, its `name` is the function's.
-    """
+    """A piece of a continuation's text, and what it is part of. A tool call is one part: its `text`
+    are the arguments as JSON, its `name` is the function's."""
 
     kind: PartKind
     text: str
@@ -42,21 +39,19 @@ class OutputPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionOutput:
-    """One continuation so far; `finish_reason` is None while it runs.
-
-    `logprobs` has one dict per token, from token id to `Logprob`: the chosen token and the most
-    likely ones. `stop_reason` is the entry of `stop` or `stop_token_ids` that ended the
-    continuation. `num_generated_tokens` is the number reported as usage: it includes the stopping
-    token and excludes tokens after a stop string. `num_accepted_drafts` counts the tokens that were
-    drafted, `num_rejected_drafts` drafts that were verified in vain; both depend on the load.
-    `num_reasoning_tokens` are those within reasoning, which a parser tells from the rest. In a
-    delta, `cumulative_logprob` and the numbers still cover all tokens so far. `parts` is the text
-    split by the request's output parser, without the markers between the parts; None without a
-    parser, where all of it is content. `error_fields` names those of the request that are the cause
-    of an error, where some are. `receipt` is there at the end, where one was asked for.
-    `embedding` is that of a pooled request, as float32, little endian. `is_schema_valid` is there
-    at the end of an answer whose schema has keywords that its grammar does not hold.
-    """
+    """One continuation so far; `finish_reason` is None while it runs. `logprobs` has one dict per
+    token, from token id to `Logprob`: the chosen token and the most likely ones. `stop_reason` is
+    the entry of `stop` or `stop_token_ids` that ended the continuation. `num_generated_tokens` is
+    the number reported as usage: it includes the stopping token and excludes tokens after a stop
+    string. `num_accepted_drafts` counts the tokens that were drafted, `num_rejected_drafts` drafts
+    that were verified in vain; both depend on the load. `num_reasoning_tokens` are those within
+    reasoning, which a parser tells from the rest. In a delta, `cumulative_logprob` and the numbers
+    still cover all tokens so far. `parts` is the text split by the request's output parser, without
+    the markers between the parts; None without a parser, where all of it is content. `error_fields`
+    names those of the request that are the cause of an error, where some are. `receipt` is there at
+    the end, where one was asked for. `embedding` is that of a pooled request, as float32, little
+    endian. `is_schema_valid` is there at the end of an answer whose schema has keywords that its
+    grammar does not hold."""
 
     index: int
     text: str
@@ -96,12 +91,11 @@ class PromptUse:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput:
     """A request with its continuations so far; a delta has only those that changed.
-
     `prompt_logprobs` has one entry per prompt token; the first entry is None. Requests that are
     equal, seed included, have equal tokens and log probabilities where `system_fingerprint` is.
     `cache_miss` says why the prompt was not found whole in the prefix cache; None if it was, or
-    without one. `prompt_use` is there where the request, or the server, asked for sparse prefill.
-    """
+    without one. `prompt_use` is there where the request, or the server, asked for sparse
+    prefill."""
 
     request_id: int
     prompt: str | None
@@ -137,7 +131,6 @@ class EmbeddingRequestOutput:
 
 
 def embedding_of(output: RequestOutput) -> EmbeddingRequestOutput:
-    """The output of a pooled request that has finished."""
     (sample,) = output.outputs
     return EmbeddingRequestOutput(
         request_id=output.request_id,
@@ -154,7 +147,6 @@ def embedding_of(output: RequestOutput) -> EmbeddingRequestOutput:
 
 
 def values_of(embedding: bytes) -> list[float]:
-    """The numbers of an embedding, which is float32 in little endian."""
     values = array("f", embedding)
     if sys.byteorder == "big":
         values.byteswap()

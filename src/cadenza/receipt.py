@@ -1,8 +1,5 @@
-"""`Receipt`: what another machine needs to compute an answer again, and to tell that it is equal.
-
-Owns the JSON form. Holds token ids and no text of a prompt. Invariant: `logprobs` are exact, since
-a float32 survives JSON.
-"""
+"""`Receipt`: what another machine needs to compute an answer again, and to tell that it is equal,
+as JSON. Holds token ids and no text. `logprobs` are exact, since a float32 survives JSON."""
 
 import hashlib
 import struct
@@ -50,5 +47,4 @@ def sparse_prefill_of(receipt: Receipt) -> SparsePrefill | None:
 
 
 def digest_of_logprobs(logprobs: Sequence[float]) -> str:
-    """A SHA-256, in hex, of the values as float32."""
     return hashlib.sha256(struct.pack(f"<{len(logprobs)}f", *logprobs)).hexdigest()

@@ -1,9 +1,6 @@
 """Requests: `Request`, how its tokens are chosen (`SamplingParams`), or how its prompt becomes one
-vector (`PoolingParams`).
-
-Owns the bounds of every number that a client controls. Knows no text, rows or pages.
-Invariant: every `SamplingParams` instance is finite and within bounds.
-"""
+vector (`PoolingParams`). Owns the bounds of every number that a client controls. Knows no text,
+rows or pages. Invariant: every `SamplingParams` instance is finite and within bounds."""
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
@@ -239,12 +236,10 @@ class SamplingParams:
 
     @property
     def biases(self) -> tuple[tuple[int, float], ...]:
-        """The stored `logit_bias`, (token id, bias) pairs in ascending order of id."""
         return cast(tuple[tuple[int, float], ...], self.logit_bias)
 
     @property
     def drafts(self) -> Speculative:
-        """The stored `speculative`."""
         return cast(Speculative, self.speculative)
 
     def _check_together(self) -> None:
@@ -446,7 +441,6 @@ class Request:
         return tuple(cast(SequenceOf[Attachment], entries))
 
     def _checked_pooled(self) -> SamplingParams:
-        """The parameters of a pooled request, which samples nothing."""
         if not isinstance(self.pooling, PoolingParams):
             raise must_be("pooling", self.pooling, "PoolingParams")
         params = prompt_only() if self.params == SamplingParams() else self.params

@@ -1,11 +1,7 @@
-"""A Ray Serve application: one front end, and engines on the machines of a Ray cluster.
-
-    serve run cadenza.serve_app:app model=/models/m replicas=2 max_num_seqs=64
-
-The keywords are the flags of `cadenza serve`, and those of `cli.app_flags`. Ray places, restarts,
-scales and watches; tokens do not pass through it: each front end speaks with each engine over a
-socket of its own (`cluster.engine_host`). The only module that imports ray.
-"""
+"""A Ray Serve application, the only module that imports ray: one front end, and engines on the
+machines of a Ray cluster (`serve run cadenza.serve_app:app model=/models/m replicas=2`). The
+keywords are the flags of `cadenza serve`, and those of `cli.app_flags`. Ray places, restarts and
+scales; tokens pass through sockets between front ends and engines (`cluster.engine_host`)."""
 # ray is an extra, which nothing that checks types has.
 # pyright: basic, reportMissingImports=false
 
@@ -68,7 +64,7 @@ def app(args: dict[str, Any]) -> serve.Application:
 
 
 def _numbers(flags: AppFlags) -> dict[str, Any]:
-    """Of engines: fixed, or by what waits in them. Ray's own delays and factors are left out."""
+    """The number of engines: fixed, or by demand. Ray's own delays and factors are left out."""
     if flags.scale is None:
         return {"num_replicas": flags.serve.replicas}
     policy = AutoscalingPolicy(policy_function=ScalePolicy, policy_kwargs=asdict(flags.scale))
@@ -126,7 +122,6 @@ class HostDirectory:
         self._seen.pop(address, None)
 
     def hosts(self) -> list[tuple[str, int]]:
-        """The oldest first."""
         since_s = time.monotonic() - FORGET_AFTER_S
         self._seen = {each: seen_s for each, seen_s in self._seen.items() if seen_s >= since_s}
         return list(self._seen)

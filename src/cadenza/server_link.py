@@ -1,8 +1,6 @@
-"""`ServerLink`: how a command reaches a server: its address, key, certificate and proxy.
-
-Owns what is said of a connection that fails. Invariants: a loopback address is never asked through
-a proxy; no message has a key or a proxy's password. Imports what is needed only when it is.
-"""
+"""`ServerLink`: how a command reaches a server: its address, key, certificate and proxy, and what
+is said of a failed connection. Invariants: a loopback address is never asked through a proxy; no
+message has a key or a proxy's password. Imports what is needed only when it is."""
 
 import re
 from collections.abc import Callable, Generator, Mapping
@@ -124,7 +122,6 @@ class ServerLink:
         return self._made(httpx.Client, settings)
 
     def async_client(self, **settings: Any) -> "httpx.AsyncClient":
-        """As `client`."""
         import httpx
 
         return self._made(httpx.AsyncClient, settings)
@@ -219,7 +216,6 @@ class ServerLink:
 
 
 def _chain(error: BaseException) -> Generator[BaseException]:
-    """The error and what it came from, the innermost last."""
     seen: set[int] = set()
     left: list[BaseException | None] = [error]
     while left:

@@ -1,15 +1,7 @@
-"""Sparse prefill: what a request asks for (`SparsePrefill`) and what came of it (`KeptTokens`).
-
-A draft model scores the tokens of a long prompt, and the model computes only the chunks of `CHUNK`
-tokens that score highest, each token at its own place in the prompt. It is an approximation: an
-answer is that of a prompt with gaps. Which tokens are kept follows from the request and the
-server's settings alone, never from load. Plain values; knows no models, pages or devices.
-
-A token has an index, its place in the prompt or behind it, and a position, its rank among what is
-computed; without sparse prefill they are equal.
-
-Source: SpecPrefill, arXiv 2502.02789.
-"""
+"""Sparse prefill: what a request asks for (`SparsePrefill`), and the tokens that are computed
+(`KeptTokens`): the chunks of `CHUNK` tokens that a draft model scores highest. An approximation;
+what is kept follows from the request and the settings, never from load. A token's index counts the
+whole prompt, its position the computed tokens. Source: SpecPrefill, arXiv 2502.02789."""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
@@ -85,7 +77,6 @@ class SparsePrefill:
         object.__setattr__(self, "forced", spans)
 
     def forced_chunks(self, num_tokens: int) -> frozenset[int]:
-        """The chunks of a prompt that are kept whatever they score."""
         spans = (
             *self.forced,
             PromptSpan(0, 1),
@@ -94,7 +85,6 @@ class SparsePrefill:
         return frozenset(chain.from_iterable(_chunks_of(span, num_tokens) for span in spans))
 
     def num_kept_chunks(self, num_tokens: int) -> int:
-        """How many chunks of a prompt are kept; no score decides it."""
         wanted = ceil(num_chunks(num_tokens) * self.keep)
         return max(wanted, len(self.forced_chunks(num_tokens)))
 
@@ -159,7 +149,6 @@ class KeptTokens:
 
     @property
     def num_dense(self) -> int:
-        """The tokens before the first gap, whose positions are their indices."""
         return self.first_gap * CHUNK if self.num_skipped else self.num_prompt_tokens
 
     @property
@@ -171,7 +160,6 @@ class KeptTokens:
         return len(self.chunks)
 
     def of_prompt(self, token_ids: Sequence[int]) -> tuple[int, ...]:
-        """The kept tokens of a prompt."""
         spans = (token_ids[chunk * CHUNK : (chunk + 1) * CHUNK] for chunk in self.chunks)
         return tuple(chain.from_iterable(spans))
 
@@ -183,8 +171,8 @@ class KeptTokens:
 
 
 def kept_of_mask(mask: bytes, num_tokens: int) -> KeptTokens:
-    """`KeptTokens` of a prompt from their `mask`. Raises InvalidRequestError if it is none of
-    such a prompt."""
+    """A prompt's `KeptTokens` from their `mask`. Raises InvalidRequestError if it is no such
+    mask."""
     bits = int.from_bytes(mask, "little")
     count = num_chunks(num_tokens)
     chunks = tuple(chunk for chunk in range(count) if bits >> chunk & 1)
@@ -203,10 +191,8 @@ def num_chunks(num_tokens: int) -> int:
 
 
 def chunk_scores(token_scores: Iterable[float], num_tokens: int) -> list[float]:
-    """The mean score of each chunk's tokens, added in the order of the tokens in float64.
-
-    Raises ValueError if one is not finite.
-    """
+    """The mean score of each chunk's tokens, added in order in float64. Raises ValueError for a
+    score that is not finite."""
     scores = [float(score) for score in token_scores]
     assert len(scores) == num_tokens, "each token has a score"
     found: list[float] = []

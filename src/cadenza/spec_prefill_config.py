@@ -1,8 +1,6 @@
-"""`SpecPrefillConfig`: which prompts a server thins out, and how; the value of --spec-prefill. And
-`SpecPrefillChoice`: what a request says about its own prompt.
-
-Owns the names and the bounds. Invariant: every instance is within bounds.
-"""
+"""`SpecPrefillConfig`, the value of --spec-prefill: which prompts a server computes in part, and
+how; `SpecPrefillChoice`: what a request says about its own prompt. Invariant: every instance is
+within bounds."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -89,7 +87,6 @@ class SpecPrefillConfig:
 
     @property
     def has_model(self) -> bool:
-        """Whether prompts are scored."""
         return self.model != NO_MODEL
 
 
@@ -172,7 +169,6 @@ def _as_spans(given: object) -> tuple[PromptSpan, ...]:
 
 
 def _as_span(given: object) -> PromptSpan | None:
-    """None if it is no span that holds a token."""
     ends = cast(list[int], given) if isinstance(given, tuple | list) else []
     is_span = len(ends) == 2 and all(_is_whole(end, 1 << 31) for end in ends) and ends[0] < ends[1]
     return PromptSpan(ends[0], ends[1]) if is_span else None

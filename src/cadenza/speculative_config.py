@@ -1,8 +1,5 @@
-"""`SpeculativeConfig`: which drafts a server verifies; the value of --speculative-config.
-
-Owns the names, which are vLLM's, the bounds, and what a request may choose. Invariant: every
-instance is within bounds.
-"""
+"""`SpeculativeConfig`, the value of --speculative-config: which drafts a server verifies, under
+vLLM's names, and what a request may choose. Invariant: every instance is within bounds."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -87,7 +84,6 @@ class SpeculativeConfig:
             )
 
     def _check_model(self) -> None:
-        """Sets the quantization, and checks it and the model by the method."""
         name: object = self.model
         is_name = isinstance(name, str) and name and name.isprintable()
         if self.method == "draft_model" and name is not None and not is_name:
@@ -138,11 +134,8 @@ def parse_speculative_config(value: object) -> SpeculativeConfig:
 
 
 def options_of(flag: str, value: object, known: Sequence[str], example: str) -> Mapping[str, Any]:
-    """The members of a JSON object that is a flag's value, as text or parsed.
-
-    Raises:
-        ConfigError: it is no JSON object, or has members that are not `known`.
-    """
+    """The members of a JSON object that is a flag's value, as text or parsed. Raises ConfigError if
+    it is none, or has members that are not `known`."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -160,11 +153,8 @@ def options_of(flag: str, value: object, known: Sequence[str], example: str) -> 
 
 
 def as_speculative(value: object) -> Speculative:
-    """A request's choice; a number may be given as {"num_speculative_tokens": N}.
-
-    Raises:
-        InvalidRequestError: it is none of these, or beyond the bounds.
-    """
+    """A request's choice; a number may be given as {"num_speculative_tokens": N}. Raises
+    InvalidRequestError for anything else, or beyond the bounds."""
     if value is None or isinstance(value, bool):
         return value
     number = value

@@ -1,9 +1,6 @@
 """What an answer's text must be: `StructuredOutput` as a client asks for it, `ConstraintSpec`, to
-which the text front end resolves it, and `Constraint`, which says what may follow in a stream.
-
-Owns the bounds on their size. Knows no tokens and no grammar. Invariant: a `StructuredOutput` asks
-for exactly one thing.
-"""
+which the text front end resolves it, and `Constraint`, which says what may follow in a stream. Owns
+the bounds on their size; knows no tokens and no grammar."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -93,7 +90,6 @@ class StructuredOutput:
 
     @property
     def kind(self) -> str:
-        """The member that is given."""
         return self._given()[0]
 
     def _given(self) -> list[str]:
@@ -188,11 +184,8 @@ class ConstraintSpec:
 
 
 class Constraint(Protocol):
-    """Which tokens may follow in one stream, as the text so far decides it.
-
-    A constraint is data of its own sequence. Its state is a function of the tokens that it
-    accepted, so that it is rebuilt from them wherever the stream goes on.
-    """
+    """Which tokens may follow in one stream. Data of its own sequence, and a function of the tokens
+    that it accepted, so that it is rebuilt from them wherever the stream goes on."""
 
     @property
     def is_complete(self) -> bool:
@@ -218,11 +211,8 @@ class Constraint(Protocol):
         ...
 
     def fork(self) -> "Constraint | None":
-        """A constraint of the same state, to try drafts on, until the next fork is made; None as
-        long as it is being compiled.
-
-        Nothing that it accepts, and no limit that it reaches, changes this one.
-        """
+        """A constraint of the same state, to try drafts on, until the next fork; None while it is
+        being compiled. Nothing that it accepts, and no limit that it reaches, changes this one."""
         ...
 
 

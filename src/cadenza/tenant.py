@@ -1,8 +1,5 @@
-"""`Tenant`: on whose behalf a request is served, and what that tenant may hold.
-
-Owns the bounds of its fields. Knows no keys and no requests. Invariant: every instance is finite
-and within bounds.
-"""
+"""`Tenant`: on whose behalf a request is served, and what that tenant may hold. Invariant: every
+instance is finite and within bounds."""
 
 import re
 from dataclasses import dataclass

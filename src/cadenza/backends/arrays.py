@@ -1,8 +1,5 @@
-"""`Arrays`: the array library in which tokens are chosen, JAX or MLX.
-
-`sampling` and `token_rules` use the functions that both libraries have by the same name, and these
-for the rest.
-"""
+"""`Arrays`: the array library in which tokens are chosen, JAX or MLX. `sampling` and `token_rules`
+use the functions that both libraries have by the same name, and these for the rest."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

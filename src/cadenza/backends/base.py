@@ -1,10 +1,6 @@
-"""The interface of the device side: `Backend`, and the `Runner` that it loads.
-
-A `Backend` reports its traits for a device before loading anything, then loads what computes on
-that device. A `Runner` turns `ModelInputs` into `StepOutput`, one step per launch. It handles
-pages, rows and slots; it is independent of requests, scheduling and text. Every runner passes the
-same contract tests (`tests/contract`).
-"""
+"""The interface of the device side: a `Backend` reports its traits for a device, then loads the
+`Runner` that computes there, which turns `ModelInputs` into `StepOutput`, one step a launch.
+Runners know pages, rows and slots, not requests. All pass the same tests (`tests/contract`)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -169,14 +165,12 @@ class StepHandle(Protocol):
 
 @runtime_checkable
 class LateStepHandle(StepHandle, Protocol):
-    """A launched step that chooses its tokens when it is given its masks.
-
-    Only its layers run before; with the masks its bits are those of a step launched with them.
-    """
+    """A launched step whose layers run, and which chooses its tokens when it is given its masks,
+    with the bits of a step that is launched with them."""
 
     def choose(self, masks: Sequence[MaskUpdate]) -> None:
-        """Chooses the step's tokens without waiting for them. Once, before `result` and before the
-        next launch. Raises RunnerError if the runner was closed or reset since the launch."""
+        """Chooses the step's tokens without waiting for them. Once, before `result` and the next
+        launch. Raises RunnerError if the runner was closed or reset since the launch."""
         ...
 
 
@@ -184,9 +178,7 @@ class Runner(Protocol):
     """One model on one device, with its KV pages."""
 
     @property
-    def name(self) -> str:
-        """Display name of backend, device and operations: `xla:cpu (native ops)`."""
-        ...
+    def name(self) -> str: ...
 
     @property
     def capabilities(self) -> frozenset[Capability]:
@@ -198,8 +190,7 @@ class Runner(Protocol):
 
     @property
     def hidden_size(self) -> int | None:
-        """Of the last hidden states, which it gives for `ModelInputs.hidden_rows`; None if it gives
-        none, so that requests for embeddings are refused."""
+        """Of the last hidden states for `ModelInputs.hidden_rows`; None if it gives none."""
         ...
 
     @property
@@ -207,9 +198,7 @@ class Runner(Protocol):
         """The padded step sizes it compiles, ascending; the last one caps the token budget."""
         ...
 
-    def warmup(self) -> None:
-        """Compiles every program; nothing compiles afterwards."""
-        ...
+    def warmup(self) -> None: ...
 
     def launch(self, inputs: ModelInputs) -> StepHandle:
         """Starts a step and returns without waiting; steps run in launch order."""
@@ -226,21 +215,17 @@ class Runner(Protocol):
 
 @runtime_checkable
 class PageCopier(Protocol):
-    """A runner whose pages can be copied to the host and back, with the capability `page_copies`.
-
-    A page's bytes are all that later steps read of it. They have the same meaning in every runner
-    with equal checkpoints, arithmetic, types and page size, and in no other.
-    """
+    """A runner whose pages are copied to the host and back, with the capability `page_copies`. A
+    page's bytes are all that later steps read of it, and mean the same in every runner with equal
+    checkpoints, arithmetic, types and page size."""
 
     def read_pages(self, page_ids: Sequence[int]) -> list[bytes]:
         """The bytes of pages, once all launched steps have run."""
         ...
 
     def write_pages(self, page_ids: Sequence[int], contents: Sequence[bytes]) -> None:
-        """Writes what `read_pages` gave into pages, before any later step runs.
-
-        Raises RunnerError if a content has the wrong size.
-        """
+        """Writes what `read_pages` gave, before any later step runs. Raises RunnerError for a wrong
+        size."""
         ...
 
 
@@ -253,21 +238,16 @@ class StateCopier(PageCopier, Protocol):
         ...
 
     def write_states(self, slots: Sequence[int], contents: Sequence[bytes]) -> None:
-        """Writes what `read_states` gave into slots, before any later step runs.
-
-        Raises RunnerError if a content has the wrong size.
-        """
+        """Writes what `read_states` gave, before any later step runs. Raises RunnerError for a
+        wrong size."""
         ...
 
 
 @runtime_checkable
 class ImageRunner(Protocol):
     """A runner that encodes images (`ModelInputs.image_calls`), with the capability `attachments`.
-
-    Embeddings are a function of an image's pixels, the processor's settings and the weights; they
-    depend neither on how calls are cut into quanta, nor on what runs beside them. `reset` loses
-    them.
-    """
+    Embeddings are a function of an image's pixels, the processor's settings and the weights,
+    however calls are cut into quanta. `reset` loses them."""
 
     @property
     def num_image_slots(self) -> int:
@@ -285,25 +265,18 @@ class ImageRunner(Protocol):
 
 @runtime_checkable
 class PromptScorer(Protocol):
-    """A runner that scores the tokens of prompts, with the capability `scores`.
-
-    A query is the last token of a row in a step with `RowInputs.score_lens` n: the prompt's last
-    token, at position n - 1, which begins the row's scores, and each one behind it, in order. It
-    scores each key before n: the softmax over these keys in each layer without a window and each
-    head, averaged over the `POOL` keys around it, of which those outside count as 0; then the
-    largest of all layers and heads. What it scores depends on the row's tokens alone, bit by bit,
-    neither on other rows nor on how its steps were cut.
-    """
+    """A runner that scores the tokens of prompts, with the capability `scores`. A query is the last
+    token of a row in a step with `RowInputs.score_lens` n: the prompt's last token, at position n -
+    1, which begins the row's scores, and each one behind it, in order. It scores each key before n:
+    the softmax over these keys in each layer without a window and each head, averaged over the
+    `POOL` keys around it, of which those outside count as 0; then the largest of all layers and
+    heads. What it scores depends on the row's tokens alone, bit by bit, neither on other rows nor
+    on how its steps were cut."""
 
     def read_scores(self, row: int, num_tokens: int, num_queries: int) -> npt.NDArray[np.float32]:
-        """The mean [num_tokens] over the row's queries so far, once all launched steps have run.
-
-        Args:
-            num_tokens: `score_lens` of the queries.
-            num_queries: how many they were.
-
-        A score is NaN if anything that it was made of is.
-        """
+        """The mean [num_tokens] over the row's `num_queries` queries so far, whose `score_lens` is
+        `num_tokens`, once all launched steps have run. A score is NaN if anything that it was made
+        of is."""
         ...
 
 
@@ -379,10 +352,8 @@ LoadRunner = Callable[[ModelConfig, Weights, RunnerSetup], Runner]
 
 
 class SequenceModel(Protocol):
-    """The witness: an independent float32 implementation of the model for a single sequence.
-
-    It shares no arithmetic with the backend's runner, so an error in either makes them disagree.
-    """
+    """The reference model for a single sequence, in float32, which shares no arithmetic with the
+    backend's runner, so an error in either makes them disagree."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -419,9 +390,7 @@ class Instruments(Protocol):
     """Measurements of the machine's limits and of the time that each operation takes."""
 
     @property
-    def cpu_isa(self) -> str:
-        """The instruction set of the kernels in use."""
-        ...
+    def cpu_isa(self) -> str: ...
 
     @property
     def num_threads(self) -> int: ...
@@ -436,12 +405,10 @@ class Instruments(Protocol):
 
     def operations_per_s(self, dtype: ProductDType, *, repeats: int) -> float:
         """The highest rate of `repeats` runs of all threads multiplying `dtype` values in
-        registers; a multiply-add counts as two operations. int8 is that of quantised products."""
+        registers; a multiply-add is two operations. int8 is that of quantised products."""
         ...
 
-    def start_profile(self) -> None:
-        """Resets the counters and starts counting."""
-        ...
+    def start_profile(self) -> None: ...
 
     def stop_profile(self) -> tuple[OpTotals, ...]:
         """Stops counting; the totals of every operation, including those never called."""
@@ -469,9 +436,7 @@ class Fault:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultSet:
     """The faults of an op table. `load_sound` loads the control: the same table without a fault.
-
-    `note` says why `ops` differs from the op table used for serving; None if they are the same.
-    """
+    `note` says why `ops` differs from the op table used for serving; None if they are the same."""
 
     ops: Ops
     load_sound: LoadRunner
@@ -480,15 +445,12 @@ class FaultSet:
 
 
 class Backend(Protocol):
-    """One implementation of the device side. Stateless: its constructor loads nothing.
-
-    The defaults are those of a backend without a reference model, a compiler, instruments or
-    faults, which promises no bits beyond `describe_arithmetic`.
-    """
+    """One implementation of the device side. Stateless: its constructor loads nothing. The defaults
+    are those of a backend without reference model, compiler, instruments or faults."""
 
     def reserve_memory(self, share: float) -> None:
-        """Asks for this share of a GPU's memory, before a device is used for the first time in
-        the process. Whether it was given is in `BackendTraits.device_memory_bytes`."""
+        """Asks for this share of a GPU's memory, before a device is used for the first time in the
+        process. Whether it was given is in `BackendTraits.device_memory_bytes`."""
 
     def describe(self, device: str, ops: Ops, checkpoint: Checkpoint) -> BackendTraits:
         """The traits on `device` for a checkpoint. Finds the device; loads no weights.
@@ -521,10 +483,8 @@ class Backend(Protocol):
         """The independent model for contexts of `max_model_len` tokens; None if there is none."""
 
     def watch_compiles(self) -> Callable[[], int]:
-        """Starts counting compilations in this process and returns the reader of the count.
-
-        Call once per process.
-        """
+        """Starts counting compilations in this process and returns the reader of the count. Once
+        per process."""
         return int
 
     def open_instruments(self, ops: str = "native") -> Instruments | None:

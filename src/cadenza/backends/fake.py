@@ -1,15 +1,7 @@
-"""The fake runner for tests: it stores tokens in the slots where a model would store KV.
-
-It writes each token to its slot, reads every row's history back through the page table and returns
-a hash of it. With `num_state_slots` it has a recurrent state, too, which stores the tokens a second
-time (`backends.fake_states`). With `num_image_slots` it sees (`backends.fake_images`): a
-placeholder is stored as a value of its image's pixels and of its place in it. With `whole_span` its
-images attend both ways, and may be computed in passes (`backends.fake_spans`). Of a prompt that is
-thinned out it stores tokens with their indices. An error in paging, sharing, chunking, preemption,
-speculation or encoding therefore changes the output, without a model. numpy only. Invariant:
-reading a slot that was never written, or that belongs to another prefix, changes the result from
-`next_token(history)`, up to hash collisions.
-"""
+"""The fake runner for tests, numpy only: it stores tokens in the slots where a model would store
+KV, reads every row's history back through the page table, and returns a hash of it. States, images
+and spans store likewise (`fake_states`, `fake_images`, `fake_spans`). An error in paging, sharing,
+chunking, preemption, speculation or encoding therefore changes the output, without a model."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -62,10 +54,8 @@ def next_token(
     rules: list[int] | None = None,
     banned: int | None = None,
 ) -> int:
-    """The fake model: the token after `history` for a draw `key` (zeros when greedy) and a record
-    of token rules, if the row has one. Where its mask allows one token only, it is this one; it is
-    never `banned`, and NO_TOKEN where nothing else is allowed.
-    """
+    """The token after `history` for a draw `key` (zeros when greedy) and a record of token rules,
+    if any: the only token that its mask allows, never `banned`, NO_TOKEN if nothing is allowed."""
     rules = rules or []
     only = _only_allowed(rules)
     if only is not None:
@@ -84,13 +74,12 @@ def _only_allowed(rules: list[int]) -> int | None:
 
 
 def placed_token(token_id: int, position: int, index: int) -> int:
-    """The fake model: what it stores of a token; the token itself where its index is its
-    position."""
+    """What is stored of a token; the token itself where its index is its position."""
     return token_id if index == position else token_id + (index + 1) * 1_000_003
 
 
 def hidden_state(history: list[int]) -> npt.NDArray[np.float32]:
-    """The fake model: the last hidden state [E] of the last token of `history`, in [-1, 1)."""
+    """The last hidden state [E] of the last token of `history`, in [-1, 1)."""
     text = np.array(history, np.int64).tobytes()
     words = np.frombuffer(hashlib.blake2b(text, digest_size=4 * HIDDEN_SIZE).digest(), np.int32)
     return (words / 2.0**31).astype(np.float32)
@@ -113,7 +102,7 @@ class FakeStepHandle:
 
 @dataclass(slots=True)
 class FakeLateStepHandle(FakeStepHandle):
-    """A step whose tokens `sample` chooses when its masks are known; None behind that."""
+    """A step whose tokens `sample` chooses when its masks are known; then it is None."""
 
     sample: Sample | None
 
@@ -210,7 +199,6 @@ class FakeRunner:
         return fake_span_shape(self.whole_span) if self.whole_span else None
 
     def stored(self, start: int, count: int) -> list[int]:
-        """The tokens in `count` slots from `start`."""
         return self._slots[start : start + count].tolist()
 
     def read_pages(self, page_ids: Sequence[int]) -> list[bytes]:
@@ -263,7 +251,6 @@ class FakeRunner:
     def _choose(
         self, inputs: ModelInputs, generation: int, masks: Sequence[MaskUpdate]
     ) -> StepOutput:
-        """The choice of a step whose masks followed, in the same generation of KV."""
         if generation != self._generation:
             raise RunnerError("the step was dropped before its tokens were chosen")
         self.trace.append(("choose", inputs.step_id))
@@ -289,7 +276,6 @@ class FakeRunner:
             self._slots[tokens.slots[index]] = self._value(tokens, index, row)
 
     def _value(self, tokens: TokenInputs[HostArray], index: int, row: int) -> int:
-        """What is stored of a token."""
         token = int(tokens.ids[index])
         if token == LAST_SAMPLED:
             token = int(self._last_sampled[row])
@@ -307,7 +293,6 @@ class FakeRunner:
             self._slots[slot] = value
 
     def _hidden(self, inputs: ModelInputs) -> npt.NDArray[np.float32]:
-        """The last hidden states [H, E] that the step needs."""
         rows = inputs.logits.rows
         found = [
             hidden_state(self._history(inputs, index, int(rows[index])))
@@ -316,8 +301,7 @@ class FakeRunner:
         return np.stack(found) if found else NO_HIDDEN
 
     def _history(self, inputs: ModelInputs, index: int, row: int) -> list[int]:
-        """The tokens up to that of logit row `index`, read back through the page table; behind
-        them a state that is not theirs."""
+        """The tokens up to that of logit row `index`, then a state that is not theirs."""
         place = inputs.logits.token_indices[index]
         num_before = int(inputs.tokens.positions[place]) + 1
         history = [

@@ -1,9 +1,6 @@
-"""`FakeImages`: the image slots of the fake runner, and how it encodes.
-
-An embedding is a hash of the image's pixels and sides and of the placeholder's place in it. Owns
-the slots and the image that is being encoded. Invariant: quanta out of order, calls of two images
-mixed, or a slot of another image give values that no solo stream has.
-"""
+"""`FakeImages`: the image slots of the fake runner. An embedding is a hash of the image's pixels
+and sides and of the placeholder's index in it, so that quanta out of order, mixed images, or a slot
+of another image change the output."""
 
 import hashlib
 from collections.abc import Iterable
@@ -23,7 +20,7 @@ _QUANTUM_TOKENS = 4
 
 
 def image_value(part: Attachment, place: int, token_id: int) -> int:
-    """The fake model: what it stores of the placeholder `place` of an image; below all tokens."""
+    """What is stored of the placeholder `place` of an image; below all tokens."""
     text = b"%d %d %d %d " % (part.width, part.height, place, token_id)
     digest = hashlib.blake2b(text + part.payload, digest_size=7).digest()
     return -1000 - int.from_bytes(digest, "little")
@@ -64,7 +61,6 @@ class FakeImages:
                 self._slots[slot] = part, place
 
     def value_at(self, slot: int, token_id: int) -> int:
-        """What a placeholder is stored as."""
         found = self._slots[slot]
         return UNSOUND if found is None else image_value(*found, token_id)
 

@@ -1,9 +1,6 @@
-"""`FakeSpans`: how the fake runner computes spans in passes.
-
-It keeps the stored value of each row, and how many passes the row had. Invariant: rows out of
-order, a pass begun before the one before it is complete, or a span that another one has displaced,
-raise RunnerError; the rows' slots are written by the last pass alone.
-"""
+"""`FakeSpans`: spans of the fake runner in passes. Rows out of order, a pass begun before the one
+before it is complete, or a span that another one has displaced raise RunnerError; the rows' slots
+are written by the last pass alone."""
 
 from dataclasses import dataclass, field
 

@@ -1,9 +1,6 @@
-"""`FakeStates`: the recurrent states of the fake runner, each of which stores all its tokens.
-
-A state also has the newest tokens in a window that is shifted by each token, as that of a short
-convolution is. Owns the slots. Invariant: whoever reads a slot that was never written, or that
-another row of the same step writes, gets a state that belongs to no prefix.
-"""
+"""`FakeStates`: the recurrent states of the fake runner, each of which stores all its tokens, and
+the newest in a shifted window, as a short convolution does. Whoever reads a slot that was never
+written, or that another row of the step writes, gets a state that belongs to no prefix."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -23,12 +20,11 @@ UNSOUND = (_UNSOUND,) * WINDOW
 
 
 def step(state: tuple[int, ...], token: int) -> tuple[int, ...]:
-    """The state behind one more token."""
+    """The state after one more token."""
     return (*state[1:WINDOW], token, *state[WINDOW:], token)
 
 
 def state_of(history: Sequence[int]) -> tuple[int, ...]:
-    """The state behind `history`."""
     window = (*EMPTY, *history)[-WINDOW:]
     return (*window, *history)
 
@@ -49,7 +45,7 @@ class FakeStates:
             self._write(slot, UNSOUND)
 
     def run(self, inputs: ModelInputs, token_ids: Sequence[int]) -> list[tuple[int, ...]]:
-        """Computes a step's tokens; returns the state behind each of them."""
+        """Computes a step's tokens; returns the state after each of them."""
         starts, kept = inputs.rows.query_starts, inputs.tokens.state_slots
         behind: list[tuple[int, ...]] = []
         for row, state in self._first_states(inputs).items():
@@ -75,7 +71,7 @@ class FakeStates:
             self._words[slot] = np.frombuffer(content, np.int64)
 
     def _first_states(self, inputs: ModelInputs) -> dict[int, tuple[int, ...]]:
-        """The states before the rows' first tokens, in order of the rows that have any."""
+        """The states before the rows' first tokens, by row."""
         starts, kept = inputs.rows.query_starts, inputs.tokens.state_slots
         rows = [row for row in range(len(starts) - 1) if starts[row] < starts[row + 1]]
         writers: dict[int, set[int]] = {}

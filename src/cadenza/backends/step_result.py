@@ -1,7 +1,5 @@
-"""The result of a step as one int32 array [L, C], and what is read of it.
-
-Legend: L logit rows · C columns.
-"""
+"""The result of a step as one int32 array [L, C], and what is read of it. Legend: L logit rows · C
+columns."""
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +19,6 @@ STATE_NOT_FINITE, STATE_CHOSEN, STATE_NONE_ALLOWED = range(3)
 
 
 def read_result(rows: Int32Array, hidden: npt.NDArray[np.float32]) -> StepOutput:
-    """The output of a step from the result [N, C] of its logit rows."""
     top_ids, top_logprobs = np.split(rows[:, COLUMN_TOP:NUM_COLUMNS], 2, axis=1)
     return StepOutput(
         token_ids=rows[:, COLUMN_TOKEN],

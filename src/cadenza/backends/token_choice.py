@@ -1,12 +1,7 @@
-"""`TokenChoice`: chooses a token for each row of logits without sorting the vocabulary.
-
-Thresholds of top-k and top-p are found by bisection over the bits of an order-preserving integer
-form of the logits. A draw is a Gumbel maximum (Gumbel, 1954) whose noise is a hash of the row's key
-and the token id, so a row's choice depends only on its own logits, settings and key. The result of
-a greedy row, or of one without log probabilities, is the same whether or not other rows use them.
-
-Legend: L logit rows · V vocabulary · C columns of the result.
-"""
+"""`TokenChoice`: chooses a token for each row of logits without sorting the vocabulary: thresholds
+of top-k and top-p by bisection over the bits of an order-preserving integer form. A draw is a
+Gumbel maximum (Gumbel, 1954) whose noise is a hash of the row's key and the token id, so it depends
+on the row alone. Legend: L logit rows · V vocabulary · C columns of the result."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -34,11 +29,9 @@ class TokenChoice:
     arrays: Arrays
 
     def choose_tokens(self, logits: Any, rows: Rows, ruled: Any = None) -> Any:
-        """Logits [L, V] float32 to the step's int32 result [L, C] (columns: `step_result`).
-
-        Tokens are chosen from `ruled` [L, V], the logits after token rules (default: `logits`); log
-        probabilities and ranks are computed from `logits`. A row with a target reports that token.
-        """
+        """Logits [L, V] float32 to the step's int32 result [L, C] (columns: `step_result`). Tokens
+        are chosen from `ruled` [L, V] (default: `logits`); log probabilities and ranks come from
+        `logits`. A row with a target reports that token."""
         xp, on_device = self.arrays.xp, self.arrays.on_device
         choices = logits if ruled is None else ruled
         greedy = xp.argmax(choices, axis=-1).astype(xp.int32)  # ties: the lowest id
@@ -58,10 +51,8 @@ class TokenChoice:
         return xp.concatenate([tokens[:, None], state[:, None], details], axis=1)
 
     def token_noise(self, keys: Any, vocab_size: int) -> Any:
-        """Standard Gumbel noise [L, V]: a pure function of the row's key [L, 2] and the token id.
-
-        The hash is a multiply-xorshift mixer; the key's second word is added midway.
-        """
+        """Standard Gumbel noise [L, V], a function of the row's key [L, 2] and the token id: a
+        multiply-xorshift mixer, with the key's second word added midway."""
         xp, word = self.arrays.xp, self.arrays.word
         bits = xp.arange(vocab_size, dtype=xp.uint32)[None, :] * word(0x9E3779B9)
         bits = bits ^ keys[:, :1]
@@ -74,7 +65,6 @@ class TokenChoice:
         return -xp.log(-xp.log1p(-uniform))
 
     def _state(self, logits: Any, choices: Any, rows: Rows) -> Any:
-        """The rows' states [L]."""
         xp = self.arrays.xp
         has_choice = xp.any(choices > -xp.inf, axis=-1)
         none_allowed = self.arrays.on_device(rows.rule_record != NO_RULES) & ~has_choice
@@ -98,10 +88,8 @@ class TokenChoice:
         return xp.argmax(xp.where(kept, noisy, -xp.inf), axis=-1).astype(xp.int32)
 
     def _kept(self, scaled: Any, rows: Rows) -> Any:
-        """The tokens kept by min-p and top-n-sigma, then top-k, then top-p: [L, V].
-
-        Tokens with equal logits are all kept or all dropped.
-        """
+        """The tokens [L, V] kept by min-p and top-n-sigma, then top-k, then top-p; equal logits
+        stay together."""
         xp, on_device = self.arrays.xp, self.arrays.on_device
         order, vocab_size = self._ordered(scaled), scaled.shape[1]
         maximum = xp.max(scaled, axis=-1, keepdims=True)
@@ -117,10 +105,8 @@ class TokenChoice:
         return kept & ((order >= floor_p[:, None]) | (top_p >= 1)[:, None])
 
     def _deviation(self, scaled: Any, maximum: Any) -> Any:
-        """The standard deviation of each row's logits that are not banned: [L, 1].
-
-        Distances from the maximum are scaled by the largest one, so that squares do not overflow.
-        """
+        """The standard deviation [L, 1] of each row's logits that are not banned. Distances from
+        the maximum are scaled by the largest, so that squares do not overflow."""
         xp = self.arrays.xp
         is_allowed = scaled > -xp.inf
         distance = xp.where(is_allowed, maximum - scaled, 0.0)
@@ -150,7 +136,6 @@ class TokenChoice:
         return self.arrays.repeat(_KEY_BITS, try_bit, xp.zeros(len(order), xp.uint32))
 
     def _describe(self, logits: Any, tokens: Any) -> Any:
-        """Logprob bits and rank of the chosen tokens, then ids and logprob bits of the top ones."""
         xp = self.arrays.xp
         maximum = xp.max(logits, axis=-1, keepdims=True)
         log_total = xp.log(xp.sum(xp.exp(logits - maximum), axis=-1, keepdims=True)) + maximum

@@ -28,10 +28,8 @@ class TokenRules:
     arrays: Arrays
 
     def apply(self, logits: Any, records: Any, context: Any, lengths: Any) -> Any:
-        """Applies records [L, W] to logits [L, V].
-
-        `context` [L, N] has the tokens before each row's position `lengths` [L], then NONE.
-        """
+        """Applies records [L, W] to logits [L, V]. `context` [L, N] has the tokens before each
+        row's position `lengths` [L], then NONE."""
         xp, vocab_size = self.arrays.xp, logits.shape[1]
         banned = self._not_allowed(records, vocab_size)
         ends = self._bad_word_ends(records, context, lengths)
@@ -49,7 +47,6 @@ class TokenRules:
         return (records[:, words.HAS_MASK] > 0)[:, None] & (mask & 1 == 0)
 
     def _members(self, token_ids: Any, vocab_size: int) -> Any:
-        """Whether each token is among the row's `token_ids` [L, ·], without NONE: [L, V]."""
         xp = self.arrays.xp
         places = xp.where(token_ids < 0, vocab_size, token_ids)
         return self.arrays.spread((len(token_ids), vocab_size), xp.bool_, places, True)

@@ -1,7 +1,6 @@
 """`BatchEngine`: the engine's interface for servers and `AsyncEngine`: one thread serves; any
 thread may submit and cancel. `run_steps` is the only receive-step-deliver loop: `InProcessLink`,
-the engine process's `Worker` and `LLM` each pass it a source of commands and consume its events.
-"""
+the engine process's `Worker` and `LLM` each pass it a source of commands and consume its events."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
@@ -34,10 +33,8 @@ class BatchEngine(Protocol):
     """Accepts requests on any thread; emits events on the serving thread."""
 
     def submit(self, given: Request | CheckedRequest) -> int:
-        """Accepts a request and returns its id.
-
-        Raises InvalidRequestError, QueueFullError, EngineUnavailableError, EngineClosedError.
-        """
+        """Accepts a request and returns its id. Raises InvalidRequestError, QueueFullError,
+        EngineUnavailableError, EngineClosedError."""
         ...
 
     def cancel(self, request_id: int, sample: int | None = None) -> None:

@@ -1,9 +1,6 @@
 """Measures what a runner's steps, and its encoding of images, cost, before an engine serves.
-
-Owns the steps that are timed. Knows a runner and its limits, no scheduler and no request of a
-client. Invariant: the steps leave nothing behind that a later step reads: KV is written before it
-is read, and the rows' data are sent again.
-"""
+Invariant: the steps leave nothing that a later step reads: KV is written before it is read, and the
+rows' data are sent again."""
 
 from collections.abc import Callable
 
@@ -51,11 +48,9 @@ def make_step_bound(cost: StepCost, limits: EngineLimits, max_ms: float | None) 
 
 
 def measure_step_cost(runner: Runner, limits: EngineLimits, clock: Callable[[], float]) -> StepCost:
-    """Times a decode of one row and of all rows, and a chunk of a prompt near and far.
-
-    The runner is warm and computes nothing else. Keys cost nothing where a page is a slot whose
-    whole capacity every token attends to.
-    """
+    """Times a decode of one row and of all rows, and a chunk of a prompt near and far. The runner
+    is warm and computes nothing else. Keys cost nothing where a page is a slot whose whole capacity
+    every token attends to."""
     timer = _StepTimer(runner, limits, clock)
     chunk = min(CHUNK, limits.max_num_batched_tokens, timer.max_tokens)
     far = min(FAR, timer.max_tokens - chunk)
@@ -75,7 +70,7 @@ def measure_step_cost(runner: Runner, limits: EngineLimits, clock: Callable[[], 
 def measure_decode_ms(
     runner: Runner, limits: EngineLimits, clock: Callable[[], float], num_rows: int, start: int
 ) -> float:
-    """Times a decode of so many rows, each behind `start` tokens. The runner is as in
+    """Times a decode of so many rows, each after `start` tokens, with a runner as in
     `measure_step_cost`."""
     timer = _StepTimer(runner, limits, clock)
     return timer.time(num_rows=num_rows, start=start, count=1, has_logits=True).ms
@@ -84,10 +79,8 @@ def measure_decode_ms(
 def measure_image_cost(
     runner: Runner, limits: EngineLimits, part: Attachment, clock: Callable[[], float]
 ) -> ImageCost:
-    """Times the encoding of an image part, or as much of it as `ENOUGH_S` allows.
-
-    The runner is warm, computes nothing else and has no image in its slots.
-    """
+    """Times the encoding of an image part, or as much as `ENOUGH_S` allows. The runner is warm,
+    computes nothing else and has no image in its slots."""
     assert isinstance(runner, ImageRunner), "the runner encodes no images"
     packer, work = Packer(limits, runner.vocab_size), runner.image_work(part)
     measured: list[MeasuredQuanta] = []
@@ -116,8 +109,6 @@ def _end_of_kind(work: ImageWork, start: int) -> int:
 
 
 class _StepTimer:
-    """Launches steps of made-up sequences, each alone on the device."""
-
     def __init__(self, runner: Runner, limits: EngineLimits, clock: Callable[[], float]) -> None:
         self._runner = runner
         self._limits = limits
@@ -126,14 +117,12 @@ class _StepTimer:
 
     @property
     def max_tokens(self) -> int:
-        """Of one sequence: what the context and the pool allow."""
         limits = self._limits
         return min(limits.max_model_len, limits.num_pages * limits.page_size)
 
     def time(self, *, num_rows: int, start: int, count: int, has_logits: bool) -> MeasuredStep:
-        """The least time of steps that compute `count` tokens from `start` in each row: what else
-        runs on the machine only adds to it, to one step more than to another.
-        """
+        """The least time of steps that compute `count` tokens from `start` in each row, since other
+        work on the machine only adds to it."""
         times_s: list[float] = []
         while len(times_s) < MOST_TIMED and sum(times_s) < ENOUGH_S:
             times_s.append(self._time_once(num_rows, start, count, has_logits))

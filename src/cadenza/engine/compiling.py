@@ -1,9 +1,6 @@
-"""`Compiling`: requests whose constraint is being compiled, before the scheduler has them.
-
-Compiling takes another thread's time, so that steps go on meanwhile. Knows no grammar. Invariant: a
-request leaves in one of three ways: with a constraint for each of its samples, as refused, or
-cancelled.
-"""
+"""`Compiling`: requests whose constraint is being compiled on another thread, before the scheduler
+has them. Invariant: a request leaves in one of three ways: with a constraint for each sample,
+refused, or cancelled."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,8 +14,6 @@ WAIT_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """The samples of a request, one pending constraint for each."""
-
     samples: list[Sequence]
     pending: list[PendingConstraint]
 
@@ -31,14 +26,12 @@ class Compiling:
         self._waiting: dict[int, _Waiting] = {}
 
     def __len__(self) -> int:
-        """Samples that wait."""
         return sum(len(each.samples) for each in self._waiting.values())
 
     def __contains__(self, request_id: int) -> bool:
         return request_id in self._waiting
 
     def add(self, samples: list[Sequence]) -> None:
-        """Starts compiling the constraint of a request's samples."""
         spec = samples[0].request.constraint
         assert spec is not None
         pending = [self._compile(spec) for _ in samples]
@@ -63,7 +56,6 @@ class Compiling:
         return len(kept) < len(found.samples)
 
     def wait(self) -> None:
-        """Waits a moment for the oldest request."""
         for each in next(iter(self._waiting.values())).pending:
             try:
                 each.result(WAIT_S)
@@ -81,10 +73,8 @@ class Compiling:
 
 
 def _constrain(sequence: Sequence, pending: PendingConstraint) -> bool:
-    """Gives a sequence its constraint, which takes the tokens that another engine sampled.
-
-    Its limits count the masks that it made, so it makes those that the other engine had.
-    """
+    """Gives a sequence its constraint, which takes the tokens that another engine sampled and makes
+    the masks that that one had, since its limits count them."""
     constraint: Constraint | None = pending.result()
     if constraint is None:
         return False

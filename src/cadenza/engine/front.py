@@ -1,8 +1,7 @@
 """`EngineFront`: the `BatchEngine` of servers and `AsyncEngine` over an `EngineLink`, which takes
 commands to an engine and brings events back: `InProcessLink` here, `process.process_link` to a
 process. Invariants: each accepted request ends exactly once; `submit` and `cancel` never wait for
-the engine.
-"""
+the engine."""
 
 import logging
 import queue
@@ -179,10 +178,8 @@ class EngineFront:
             return entry
 
     def adopt(self, entry: OpenRequest) -> None:
-        """Goes on with a request that another engine began, at its next token.
-
-        Raises EngineUnavailableError where no engine is there to go on with it.
-        """
+        """Goes on with a request that another engine began, at its next token. Raises
+        EngineUnavailableError where no engine is there to go on with it."""
         with self.lock:
             if not self.is_serving:
                 raise EngineUnavailableError("no engine is there to go on with the request")
@@ -215,7 +212,6 @@ class EngineFront:
 
     @property
     def _watch(self) -> Watch:
-        """With labels that no summary of this watch has had."""
         return Watch(None if self._on_news is None else self._next_label)
 
     def serve(self, emit: Emit) -> None:
@@ -327,10 +323,8 @@ class EngineFront:
 
 
 class InProcessLink:
-    """To `core`, which only the serving thread uses; it sleeps while the core is idle.
-
-    Commands pass through an inbox, whose size the queue's bounds limit.
-    """
+    """To `core`, which only the serving thread uses; it sleeps while the core is idle. Commands
+    pass through an inbox, whose size the queue's bounds limit."""
 
     is_full = False
 

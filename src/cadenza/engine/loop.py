@@ -1,9 +1,6 @@
-"""`StepLoop`: launches and reads steps, one at a time or overlapped.
-
-Owns the steps in flight and the recovery from a failed one. Knows no request ids and no text.
-Invariant: steps are read in launch order; after a failed step all sequences are recomputed from
-their tokens, those of that step one at a time, and one that then fails is ended once.
-"""
+"""`StepLoop`: launches and reads steps, one at a time or overlapped, and recovers from a failed
+one. Invariants: steps are read in launch order; after a failed step all sequences are recomputed
+from their tokens, those of that step one at a time, and one that then fails is ended once."""
 
 import logging
 import time
@@ -79,9 +76,7 @@ class Steps(Protocol):
         """Waits for a launched step; it has an entry for each of the batch's logit rows."""
         ...
 
-    def reset(self) -> None:
-        """Recovers from a failed step; all KV is lost."""
-        ...
+    def reset(self) -> None: ...
 
 
 class _NoStep:
@@ -150,14 +145,12 @@ class StepRunner:
 class StepLoop:
     """Keeps at most `depth` launched steps unread between calls of `step`.
 
-    Depth 0 is the plain loop (launch, read, launch, …), the reference for depth 1. Depth 1
-    overlaps: step n + 1 is launched before step n is read, so that the device does not wait for
-    the host. A step whose masks depend on a token that is not read yet is launched without them:
-    its layers run while the host reads that token and computes the masks, then it chooses its own.
-    Where the runner cannot do this, the token is read before the next step is scheduled.
+    Depth 0 (launch, read, launch, …) is the reference for depth 1, which launches step n + 1 before
+    step n is read. A step whose masks depend on a token that is not read yet is launched without
+    them and chooses its tokens later; if the runner cannot do this, the token is read first.
 
     Args:
-        scorer: computes what the scheduler scores of prompts, each time behind the step proper.
+        scorer: computes what the scheduler scores of prompts, each time after the step proper.
         clock: seconds, monotonic; passed to the scheduler, and measures steps for its bound.
     """
 
@@ -183,12 +176,9 @@ class StepLoop:
         self._last_read_s = clock()
 
     def launch_in_s(self) -> float:
-        """How many seconds the next step may be put off without a pause of the device.
-
-        What is submitted until then runs in that step, and would wait for another one if it was
-        launched now. 0 if nothing is in flight, its time is not known (predictions for steps with
-        drafts are too inaccurate), or too little of it is left.
-        """
+        """How many seconds the next step may be put off without a pause of the device, to take what
+        is submitted until then. 0 if nothing is in flight, its time is not known (predictions for
+        steps with drafts are too inaccurate), or too little of it is left."""
         if not self.in_flight or self.in_flight[-1].batch.has_drafts:
             return 0.0
         newest = self.in_flight[-1]
@@ -201,10 +191,8 @@ class StepLoop:
         return wait_s if wait_s >= MIN_WAIT_S else 0.0
 
     def step(self, announce: Announce | None = None) -> list[Event]:
-        """Launches the next step if there is one, and reads the oldest if it is due.
-
-        A request's `Started` comes with the launch of its first step, before its other events.
-        """
+        """Launches the next step if there is one, and reads the oldest if it is due. A request's
+        `Started` comes with the launch of its first step, before its other events."""
         is_resting = not self.in_flight
         has_waited = not is_resting and self._must_read_first()
         events = self._read_all() if has_waited else []
@@ -225,7 +213,7 @@ class StepLoop:
             self._scheduler.drop_batch(self.in_flight.popleft().batch)
 
     def _must_read_first(self) -> bool:
-        """Decides whether the next step depends on what the steps in flight have sampled; once for
+        """Whether the next step depends on what the steps in flight have sampled; asked once for
         each step."""
         return (
             self.in_flight[-1].batch.has_drafts
@@ -235,11 +223,9 @@ class StepLoop:
 
     @property
     def _decides_masks(self) -> bool:
-        """Whether the next step's masks may depend on a token of the steps in flight."""
         return any(step.batch.needs_masks for step in self.in_flight)
 
     def _launch(self, batch: Batch, *, has_waited: bool) -> list[Event]:
-        """Launches a batch; returns the events of the steps read on the way, and of a failure."""
         masks_follow = batch.needs_masks and not batch.has_drafts and self._decides_masks
         try:
             step = self._step_runner.launch(batch, self._clock(), masks_follow=masks_follow)
@@ -263,7 +249,6 @@ class StepLoop:
         return events
 
     def _choose_newest(self) -> list[Event]:
-        """Reads the steps before the newest, then gives that one its masks."""
         events: list[Event] = []
         while len(self.in_flight) > 1:
             events += self._read_oldest()
@@ -297,7 +282,7 @@ class StepLoop:
         return self._scheduler.update(step.batch, output)
 
     def _observe(self, step: LaunchedStep) -> None:
-        """Tells the scheduler how long a step took, since its launch or the step before it."""
+        """Passes on how long a step took, since its launch or the step before it."""
         now_s = self._clock()
         started_s = max(step.launched_s, self._last_read_s)
         idle_ms = None if step.idle_s is None else 1000 * step.idle_s
@@ -305,7 +290,6 @@ class StepLoop:
         self._last_read_s = now_s
 
     def _recover(self, failed: Batch) -> list[Event]:
-        """Recomputes all sequences from their tokens; ends those that have failed again."""
         self.num_failed_steps += 1
         self.num_consecutive_failures += 1
         events = self._scheduler.fail_batch(failed, STEP_FAILED)

@@ -1,10 +1,7 @@
-"""`ModelDrafter`: drafts of a second model, which draws them as the target would.
-
-Owns how far the second model has computed each sequence, and its steps: what a sequence lacks, and
-then one token of each sequence at a time, drawn with the same keys and rules as the target's.
-Invariants: the second model's pages have the ids of the target's, so that no page is allocated for
-it; whatever it computes, the streams are the same.
-"""
+"""`ModelDrafter`: drafts of a second model, drawn with the same keys and rules as the target's
+tokens. Owns how far that model has computed each sequence, and its steps. Invariants: its pages
+have the ids of the target's, so that none is allocated for it; whatever it computes, the streams
+are the same."""
 
 import logging
 from collections.abc import Callable
@@ -66,8 +63,7 @@ class DraftModel:
 @dataclass(slots=True, eq=False)
 class _Progress:
     """What the second model has computed of a sequence since its `num_preemptions`-th start: its
-    first tokens, of which those from `num_known` on are `drafts`.
-    """
+    first tokens, of which those from `num_known` on are `drafts`."""
 
     num_preemptions: int
     num_computed: int = 0
@@ -76,7 +72,6 @@ class _Progress:
     drafts: list[int] = field(default_factory=list[int])
 
     def num_right(self, token_ids: list[int]) -> int:
-        """How many computed tokens are the sequence's, without its newest one."""
         known = self.num_known
         for token_id in self.drafts:
             if known == len(token_ids) or token_ids[known] != token_id:
@@ -87,11 +82,8 @@ class _Progress:
 
 @dataclass(slots=True, eq=False)
 class _Row:
-    """An entry of the target's step: its next token to compute here, and its drafts so far, of
-    which there are to be `count`.
-
-    `ahead` is what its constraint allows behind these, from the first draw on.
-    """
+    """An entry of the target's step: its next token to compute here, and its drafts so far, of at
+    most `count`. `ahead` is what its constraint allows after these, from the first draw on."""
 
     entry: BatchEntry
     progress: _Progress
@@ -115,11 +107,9 @@ class _Row:
 
     @property
     def num_missing(self) -> int:
-        """Tokens that are known and not computed."""
         return len(self.sequence.token_ids) - self.start
 
     def take(self, output: StepOutput, index: int, model: DraftModel) -> None:
-        """Adds the token drawn at a logit row to the drafts, or ends them."""
         token_id = int(output.token_ids[index])
         is_sound = output.is_finite[index] and output.has_choice[index]
         has_ended = bool(self.drafts) and self.drafts[-1] in self.sequence.stop_token_ids
@@ -136,11 +126,8 @@ class _Row:
 
 
 class ModelDrafter:
-    """A `core.step_drafts.Drafter` over the runner of a second model.
-
-    Args:
-        clock: seconds, monotonic; measures the steps, to correct their cost.
-    """
+    """A `core.step_drafts.Drafter` over the runner of a second model; `clock` (seconds, monotonic)
+    measures its steps, to correct their cost."""
 
     def __init__(
         self, model: DraftModel, kv_cache: KVCacheManager, clock: Callable[[], float]
@@ -166,7 +153,6 @@ class ModelDrafter:
 
     @property
     def _cost(self) -> StepCost | None:
-        """Of the second model's steps, as measured."""
         cost = self._model.cost
         return None if cost is None else cost.scaled(self._scale)
 
@@ -210,8 +196,8 @@ class ModelDrafter:
                 row.entry.masks = tuple(row.ahead.masks)
 
     def _with_pages(self, slots: SequenceOf[DraftSlot], room: int) -> list[DraftSlot]:
-        """Those of which the second model can compute the newest token. Each has an equal share of
-        the room, and pages for as many drafts."""
+        """Those of which the second model can compute the newest token, with an equal share of the
+        room, and pages for as many drafts."""
         share = max(1, room // len(slots))
         found: list[DraftSlot] = []
         for entry, drafting, most in slots[: max(0, room)]:
@@ -252,8 +238,8 @@ class ModelDrafter:
         return progress
 
     def _plan(self, rows: list[_Row], step: DraftStep) -> int:
-        """Sets how many drafts each row tries; returns how many tokens may be computed of what rows
-        lack, beside one of each."""
+        """Sets how many drafts each row tries; returns how many missing tokens may be computed
+        beside one of each."""
         budget = self._model.limits.max_num_batched_tokens - len(rows)
         cost = self._cost
         if step.cost is None or cost is None:
@@ -274,11 +260,9 @@ class ModelDrafter:
         return min(budget, max(LEAST_CATCH_UP, in_time))
 
     def _draft(self, rows: list[_Row], catch_up: int) -> None:
-        """Computes what rows lack, those that lack least first, then draws.
-
-        Steps are launched before earlier ones are read, unless a row is constrained: what it may
-        draw depends on what it drew.
-        """
+        """Computes what rows lack, those that lack least first, then draws. Steps are launched
+        before earlier ones are read, unless a row is constrained: what it may draw depends on what
+        it drew."""
         start_s, loads = self._clock(), list[StepLoad]()
         batch = Batch(0)
         drawing: list[_Row] = []
@@ -309,7 +293,6 @@ class ModelDrafter:
         self._observe(loads, 1000 * (self._clock() - start_s))
 
     def _read(self, drawn: list[tuple[list[_Row], StepHandle]]) -> None:
-        """Reads the launched steps, and empties their list."""
         for rows, handle in drawn:
             output = handle.result()
             for index, row in enumerate(sorted(rows, key=_row_of)):
@@ -341,7 +324,6 @@ class ModelDrafter:
         return self._model.runner.launch(inputs)
 
     def _note_pages(self, rows: list[_Row]) -> None:
-        """Notes which pages hold the KV of tokens that are known, for sequences that share them."""
         if self._model.shares_kv:
             return
         size = self._model.limits.page_size
@@ -368,15 +350,13 @@ class ModelDrafter:
 
 
 def _pays(row: _Row, plan: DraftNumbers, cost: StepCost) -> bool:
-    """Whether what drafts save in the tokens to come is more than the time to compute what the
-    second model lacks of the sequence."""
+    """Whether drafts are predicted to save more time than computing what the second model lacks."""
     rest = row.sequence.max_num_tokens - len(row.sequence.token_ids)
     return plan.saved_ms * min(rest, FORESEEN_TOKENS) > _catch_up_ms(row, cost)
 
 
 def _catch_up_ms(row: _Row, cost: StepCost | None) -> float:
-    """To compute what the second model lacks of the sequence but for its newest token; a few tokens
-    are those of its own drafts."""
+    """To compute what the second model lacks but for the newest token; a few are its own drafts."""
     if cost is None or row.num_missing <= LEAST_CATCH_UP:
         return 0.0
     load = StepLoad().plus(row.start, row.num_missing - 1, 0)
@@ -394,8 +374,8 @@ def _is_affordable(catch_up_ms: float, group: DraftGroup, step: DraftStep) -> bo
 def _spent(
     rows: list[_Row], missing_ms: list[float], spent_ms: float, cost: StepCost | None
 ) -> dict[DraftGroup, SpentMs]:
-    """By group: what was computed of the `missing_ms` of each row, and a part of the rest by the
-    number of drafts."""
+    """By group: the computed part of each row's `missing_ms`, and a share of the rest by the number
+    of drafts."""
     caught_up: dict[DraftGroup, float] = {}
     weights: dict[DraftGroup, int] = {}
     for row, before_ms in zip(rows, missing_ms, strict=True):

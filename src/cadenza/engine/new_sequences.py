@@ -1,7 +1,5 @@
 """`NewSequences`: makes the sequences of a request, new ones or as another engine left them.
-
-Invariant: what a sequence generates follows from its request, its id and the engine's seed.
-"""
+Invariant: what a sequence generates follows from its request, its id and the engine's seed."""
 
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
@@ -83,7 +81,6 @@ class NewSequences:
         return sequence
 
     def _drafting_of(self, request: Request) -> Drafting | None:
-        """A pooled sequence has none: it generates nothing."""
         if "drafts" not in self.capabilities or request.pooling is not None:
             return None
         placeholder = self.limits.placeholder

@@ -1,8 +1,7 @@
 """`OpenRequests`: the open requests, their tokens and deadlines, the queue's bounds, and statistics
 of ended ones. Thread-safe. Invariants: each sample of an accepted request ends exactly once, by a
 `Finished` event, `cancel`, its deadline or `end_all`, unless the request is released to others; its
-later events are dropped, and so is a token that was passed on before.
-"""
+later events are dropped, and so is a token that was passed on before."""
 
 import dataclasses
 import threading
@@ -49,10 +48,8 @@ RejectionReason = Literal["queue_full", "queue_tokens_full", "queue_too_long", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
-    """The number of open requests, and of prompt tokens waiting for their first step.
-
-    All bounds on accepting requests are checked against it: the queue's and the server's.
-    """
+    """The number of open requests, and of prompt tokens waiting for their first step; all bounds on
+    accepting requests, the queue's and the server's, are checked against it."""
 
     num_open: int
     num_queued_tokens: int
@@ -70,12 +67,10 @@ class EngineLoad:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestStats:
     """A snapshot of the numbers of requests accepted and refused, and of samples ended.
-
     `queue_seconds` is from acceptance to the first step, `prefill_seconds` from there to the first
     token, `decode_seconds` from there to the end. `num_resumed` counts a request once for each
     engine that went on with it, `resume_seconds` is from the loss of an engine to the next token of
-    a request that ran in it.
-    """
+    a request that ran in it."""
 
     num_accepted: int
     ends: dict[FinishReason, int]
@@ -200,11 +195,9 @@ class OpenRequests:
         times: RequestTimes | None = None,
         prompts_s: float = 0.0,
     ) -> int:
-        """Opens a request and returns its id; `times` is filled in as it gets on.
-
-        `prompts_s`: until all prompts that are there have been computed, as the engine says.
-        Raises QueueFullError and counts the rejection.
-        """
+        """Opens a request and returns its id; `times` is filled in as it gets on, and `prompts_s`
+        is the engine's time until all waiting prompts are computed. Raises QueueFullError and
+        counts the rejection."""
         with self._lock:
             self._check_room(len(request.prompt_token_ids), limits)
             self._check_turn(request, limits, prompts_s)
@@ -239,7 +232,7 @@ class OpenRequests:
 
     def release(self, request_id: int) -> OpenRequest | None:
         """Gives an open request up to others, which `adopt` it; None if it is not open. It has not
-        ended, and what still comes of it here is dropped."""
+        ended, and its later events are dropped here."""
         with self._lock:
             entry = self._open.pop(request_id, None)
             if entry is not None:
@@ -262,11 +255,9 @@ class OpenRequests:
 
     def record(self, events: Iterable[Report]) -> list[Event]:
         """Records the events of open requests; returns all but `Started`, which is internal, except
-        of a request with a sparse prefill, whose output says what was kept.
-
-        Events of samples that have ended are dropped, and what was passed on before: an engine that
-        goes on with a request may repeat what was under way from another one, with the same bits.
-        """
+        of a request with a sparse prefill, whose output says what was kept. Drops events of samples
+        that have ended, and repeated ones: an engine that resumes a request may repeat tokens, with
+        the same bits."""
         with self._lock:
             now_s = self._clock()
             recorded = [self._record(event, now_s) for event in events]
@@ -275,7 +266,7 @@ class OpenRequests:
         return passed
 
     def cancel(self, request_id: int, sample: int | None = None) -> bool:
-        """Ends a request, or one of its samples, without events; False if it is not open."""
+        """False if it is not open."""
         with self._lock:
             entry = self._open.get(request_id)
             if entry is None or sample not in {None, *entry.token_ids}:
@@ -285,7 +276,6 @@ class OpenRequests:
             return True
 
     def end_overdue(self) -> list[Finished]:
-        """Ends the requests past a deadline; returns an error event for each of their samples."""
         with self._lock:
             now_s, timeouts = self._clock(), self._timeouts
             deadline_s = self.next_deadline_s()
@@ -305,7 +295,6 @@ class OpenRequests:
             return ended + self._fail_each(late, "request_timeout", error, now_s)
 
     def end_all(self, kind: ErrorKind, error: str) -> list[Finished]:
-        """Ends all open requests; returns an error event for each of their samples."""
         with self._lock:
             now_s = self._clock()
             return self._fail_each(list(self._open.values()), kind, error, now_s)
@@ -341,9 +330,8 @@ class OpenRequests:
             )
 
     def lose_engine(self, now_s: float) -> None:
-        """The engine is gone: what it had not told is to be computed again. Counts it with each
-        request that ran, from 0 where the request has got on in it.
-        """
+        """The engine is gone: what it had not sent is to be computed again. Counts it with each
+        request that ran, from 0 where the request has progressed in it."""
         with self._lock:
             self._recorded_s = None
             for entry in self._open.values():
@@ -354,7 +342,6 @@ class OpenRequests:
                     entry.lost_s = now_s if entry.lost_s is None else entry.lost_s
 
     def open_ids(self) -> list[int]:
-        """In order of acceptance."""
         with self._lock:
             return list(self._open)
 
@@ -413,7 +400,6 @@ class OpenRequests:
             )
 
     def fail(self, request_id: int, kind: ErrorKind, error: str) -> list[Finished]:
-        """Ends an open request; returns an error event for each of its samples."""
         with self._lock:
             return self._fail_each([self._open[request_id]], kind, error, self._clock())
 
@@ -456,7 +442,6 @@ class OpenRequests:
         self._forecast.add(entry.request.tenant, entry.request.priority, entry.accepted_s)
 
     def _dequeue(self, entry: OpenRequest) -> bool:
-        """Whether it was queued."""
         if self._queued.pop(entry.request_id, None) is None:
             return False
         self._num_queued_tokens -= entry.num_prompt_tokens
@@ -478,7 +463,6 @@ class OpenRequests:
             self._times.queue.add(now_s - entry.accepted_s)
 
     def _record(self, event: Report, now_s: float) -> Event | None:
-        """Records an event; returns what is to be passed on of it."""
         entry = self._open.get(event.request_id)
         if entry is None:
             return None
@@ -504,7 +488,6 @@ class OpenRequests:
         return _new_logprobs(entry, event)
 
     def _record_token(self, entry: OpenRequest, event: Token, now_s: float) -> bool:
-        """Whether the token is new, of a sample that has not ended."""
         token_ids = entry.token_ids.get(event.sample)
         if token_ids is None or event.index < len(token_ids):
             return False

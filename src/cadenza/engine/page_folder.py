@@ -1,11 +1,8 @@
-"""`PageFolder`: pages of KV as files, for engines that come later and others beside this one.
-
-`FOLDER/secret` keys everything. A page is `FOLDER/<fingerprint>/<2 digits>/<key>`: a header, the
-content, and a MAC of both. Files are written below `FOLDER/writing-*`, which the process locks, and
-renamed. Knows no devices and no sequences; is used by one thread, but for `in`. Invariants: what
-`read` returns was stored under that key by an engine with this secret and fingerprint; all engines
-on one folder together keep it below their bound on bytes.
-"""
+"""`PageFolder`: pages of KV as files that engines share: `FOLDER/<fingerprint>/<2 digits>/<key>`
+has a header, the content and a MAC keyed by `FOLDER/secret`; files are written below the locked
+`FOLDER/writing-*` and renamed. One thread uses it, but for `in`. Invariants: `read` gives only what
+was stored under that key, secret and fingerprint; engines on a folder together keep its bound on
+bytes."""
 
 import errno
 import fcntl
@@ -73,7 +70,7 @@ def find_files(folder: Path) -> Iterator[StoredFile]:
 
 
 def _find(folder: Path, name: re.Pattern[str], *deeper: re.Pattern[str]) -> Iterator[Path]:
-    """The paths below a folder whose parts match, through folders that are not links."""
+    """The paths below a folder whose parts match; links are not followed."""
     try:
         with os.scandir(folder) as entries:
             matching = [each for each in entries if name.fullmatch(each.name)]
@@ -88,8 +85,8 @@ def _find(folder: Path, name: re.Pattern[str], *deeper: re.Pattern[str]) -> Iter
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FolderAccess:
-    """How files are written and found, and how long another process is waited for that opens the
-    folder, which takes milliseconds."""
+    """How files are written and found, and how long to wait for another process that opens the
+    folder."""
 
     write_file: WriteFile = Path.write_bytes
     find_files: FindFiles = find_files
@@ -97,10 +94,8 @@ class FolderAccess:
 
 
 class PageFolder:
-    """The pages of one fingerprint in `folder`, which has at most `max_bytes` of any.
-
-    Raises ConfigError if the folder or its secret cannot be used.
-    """
+    """The pages of one fingerprint in `folder`, which has at most `max_bytes` of any. Raises
+    ConfigError if the folder or its secret cannot be used."""
 
     def __init__(
         self,
@@ -208,8 +203,8 @@ class PageFolder:
         return True
 
     def refresh(self) -> None:
-        """Finds the pages that other engines have stored meanwhile. It looks only into folders that
-        have changed since the last time; what it misses is a miss."""
+        """Finds the pages that other engines have stored meanwhile, in folders that have changed
+        since the last time; what it overlooks is a miss."""
         with suppress(OSError), os.scandir(self._pages) as entries:
             for entry in entries:
                 if not (_LEVELS[1].fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)):
@@ -230,8 +225,7 @@ class PageFolder:
         logger.warning("the prefix cache on disk is off: %s", reason)
 
     def _scan(self) -> None:
-        """Finds all files, and removes those that were not used for longest, if they are too
-        many."""
+        """Finds all files, and removes the least recently used if there are too many."""
         files = sorted(self._access.find_files(self._folder), key=lambda each: each.used_ns)
         num_bytes = sum(each.num_bytes for each in files)
         most = self._max_bytes - self._max_bytes // ROOM_SHARE

@@ -1,9 +1,7 @@
-"""`PageTraffic`: the thread that reads and writes the files of a `PageFolder`.
-
-Owns the queues between that thread and the engine's. Knows no devices and no sequences, so that an
-engine is freed while the thread lives. Invariants: memory for pages on their way is bounded; reads
-come before writes; after an error of any kind nothing is read or written, and `is_broken` says so.
-"""
+"""`PageTraffic`: the thread that reads and writes the files of a `PageFolder`, and the queues to
+it. Knows no sequences, so that an engine is freed while the thread lives. Invariants: memory for
+pages on their way is bounded; reads come before writes; after any error nothing is read or written,
+and `is_broken` says so."""
 
 import logging
 import threading
@@ -70,7 +68,6 @@ class PageTraffic:
 
     @property
     def has_room(self) -> bool:
-        """Whether a further page may be written."""
         return self._num_bytes_to_write < MAX_BYTES_ON_THE_WAY
 
     def read(self, keys: list[bytes]) -> PageRead:
@@ -86,7 +83,6 @@ class PageTraffic:
         return read
 
     def take(self, read: PageRead) -> list[bytes]:
-        """The contents that have come."""
         with self._change:
             contents = list(read.contents)
             read.contents.clear()
@@ -95,7 +91,7 @@ class PageTraffic:
         return contents
 
     def end(self, read: PageRead, reason: StoredMiss | None = None) -> None:
-        """What has not come or was not taken is not wanted."""
+        """Drops what has not come or was not taken."""
         with self._change:
             read.is_ended = True
             self._num_bytes_read -= sum(map(len, read.contents))
@@ -111,15 +107,13 @@ class PageTraffic:
             self._change.notify_all()
 
     def touch(self, key: bytes) -> None:
-        """A stored page was used."""
         with self._change:
             self._to_touch.append(key)
             if len(self._to_touch) == 1:
                 self._change.notify_all()
 
     def wait(self, seconds: float, *reads: PageRead) -> bool:
-        """Waits for the thread; returns False at once if anything of `reads` has come or one has
-        ended."""
+        """Waits for the thread; False at once if anything of `reads` has come or one has ended."""
         with self._change:
             if any(read.contents or read.is_ended for read in reads):
                 return False
@@ -137,7 +131,6 @@ class PageTraffic:
         self._thread.join(seconds)
 
     def _serve(self) -> None:
-        """The thread."""
         try:
             while self._serve_next():
                 pass

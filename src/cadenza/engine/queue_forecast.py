@@ -1,8 +1,5 @@
 """`forecast_queue`: how long the prompts of an engine will take, and one more token of a prompt.
-
-Pure functions of a scheduler's state and of what its steps cost. Invariant: a prompt token is never
-free, and costs more beside rows that decode.
-"""
+Invariant: a prompt token is never free, and costs more beside rows that decode."""
 
 from itertools import islice
 from typing import NamedTuple
@@ -19,8 +16,8 @@ UNMEASURED_TOKEN_S = 0.001
 
 
 class QueueForecast(NamedTuple):
-    """Prompt tokens that are there and not computed, and the time of a further one behind them,
-    which is a guess unless `is_measured`."""
+    """Prompt tokens that are not computed, and the time of a further one after them, which is a
+    guess unless `is_measured`."""
 
     num_tokens: int
     prompt_token_s: float
@@ -28,12 +25,10 @@ class QueueForecast(NamedTuple):
 
     @property
     def queued_s(self) -> float:
-        """Until the prompts that are there are computed."""
         return self.num_tokens * self.prompt_token_s
 
 
 def forecast_queue(scheduler: Scheduler) -> QueueForecast:
-    """Of all prompts that wait or run."""
     num_queued, decodes = 0, StepLoad()
     for each in scheduler.running:
         num_left = each.num_uncomputed_tokens

@@ -1,8 +1,6 @@
-"""`RequestCheck`: whether an engine with given limits and model can ever serve a request.
-
-Needs only limits, vocabulary size and capabilities, so that it can run outside the engine's
-process. Stateless. Invariant: a request that passes is never rejected as invalid later.
-"""
+"""`RequestCheck`: whether an engine with given limits and model can ever serve a request. Needs
+only limits, vocabulary size and capabilities, so that it can run outside the engine's process.
+Stateless. Invariant: a request that passes is never rejected as invalid later."""
 
 from bisect import bisect_left
 from collections.abc import Iterable
@@ -20,12 +18,10 @@ from cadenza.sparse_prefill import LOOK_AHEAD_TOKENS, SparsePrefill, kept_of_mas
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestCheck:
     """The properties of an engine that bound its requests. `backend` is its name, for messages.
-
     `has_priorities`: requests start in the order of their priorities. `has_constraints`: it can
     follow structured outputs. `hidden_size` is that of the hidden states that it gives; None if it
     gives none. `scored_tokens`: of the longest prompt that its prompt scorer scores; None without
-    one.
-    """
+    one."""
 
     limits: EngineLimits
     vocab_size: int

@@ -1,7 +1,5 @@
-"""The ids of requests, by which several front ends of one engine tell theirs from others'.
-
-A front end has a number, with which the ids of its requests begin. Plain functions.
-"""
+"""The ids of requests: they begin with the number of their front end, so that several front ends of
+one engine tell theirs from others'."""
 
 from collections.abc import Iterator
 from itertools import count
@@ -14,7 +12,6 @@ MAX_FRONT = (1 << 20) - 1
 
 
 def ids_of(front: int) -> Iterator[int]:
-    """The ids of the requests of a front end."""
     return count(front << ID_BITS)
 
 

@@ -1,7 +1,6 @@
 """`Resumption`: what a request has brought so far, with which another engine goes on at its next
 token with the same bits, since a stream is a function of its request alone; the prompt and these
-tokens are computed again, as after a preemption.
-"""
+tokens are computed again, as after a preemption."""
 
 import msgspec
 
@@ -9,10 +8,7 @@ from cadenza.events import WholePromptReason
 
 
 class ResumedSample(msgspec.Struct, frozen=True, kw_only=True):
-    """A sample that has not ended.
-
-    `num_cached_tokens` is what it reported with its first token; None before.
-    """
+    """A sample that has not ended. `num_cached_tokens` is what it reported with its first token."""
 
     sample: int
     token_ids: tuple[int, ...] = ()
@@ -21,10 +17,8 @@ class ResumedSample(msgspec.Struct, frozen=True, kw_only=True):
 
 class Resumption(msgspec.Struct, frozen=True, kw_only=True):
     """A request's samples that have not ended, and how many log probabilities of its prompt's
-    tokens have come.
-
-    Of one with a sparse prefill that has started, `kept` and `whole_because` are as in `Started`.
-    """
+    tokens have come. After a started sparse prefill, `kept` and `whole_because` are as in
+    `Started`."""
 
     samples: tuple[ResumedSample, ...]
     num_prompt_logprobs: int = 0

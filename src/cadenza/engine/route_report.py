@@ -1,8 +1,6 @@
-"""`RouteReport`: what an engine tells those who choose among several: its load, and its prefixes.
-
-Owns the messages, and when something of them is due. Knows no socket. Invariant: what is reported
-of a front end's requests with an id up to `newest_id` is in the figures beside it.
-"""
+"""`RouteReport`: an engine's load and prefixes, for those who choose among several engines.
+Invariant: what is reported of a front end's requests with an id up to `newest_id` is in the figures
+beside it."""
 
 from itertools import chain
 
@@ -21,8 +19,8 @@ forgotten first."""
 
 
 class HeldChange(msgspec.Struct, frozen=True, kw_only=True):
-    """How the prefixes that an engine holds have changed: short keys (`core.page_keys`), one
-    after another, of page keys under `secret`. Removals come first."""
+    """How the prefixes that an engine holds have changed: short keys (`core.page_keys`),
+    concatenated, of page keys under `secret`. Removals come first."""
 
     secret: bytes
     added: bytes

@@ -1,8 +1,5 @@
-"""`ScoringSteps`: the steps of the model that scores prompts (`core.scoring_queue`).
-
-Owns its packer and what becomes of a failed step: the scorer is reset, and the scheduler is told;
-the target's steps go on. Invariant: nothing that it does raises.
-"""
+"""`ScoringSteps`: the steps of the model that scores prompts (`core.scoring_queue`). A failed step
+resets the scorer; the target's steps go on. Invariant: nothing that it does raises."""
 
 import logging
 from collections.abc import Iterable
@@ -71,12 +68,10 @@ class ScoringSteps:
             return ScoredStep(None, self._read_scores)
 
     def apply(self, batch: Batch, step: ScoredStep) -> None:
-        """Applies what was read of a step."""
         assert batch.scored is not None, "nothing was scored in the step"
         self._queue.apply(batch.scored, step)
 
     def reset(self) -> None:
-        """Recovers from a failed step, its own or the target's."""
         self._packer.forget_rows()
         try:
             self._runner.reset()

@@ -1,7 +1,6 @@
 """`StartForecast`: in how many seconds a request that comes now would start, by the order in which
 those that wait are taken and by what was measured meanwhile. Invariants: nothing is forecast before
-enough has been measured; one tenant's requests delay another's by no more than their share.
-"""
+enough has been measured; one tenant's requests delay another's by no more than their share."""
 
 from bisect import bisect_left, bisect_right, insort
 from dataclasses import dataclass, field
@@ -37,12 +36,8 @@ class _Waiting:
 
 
 class StartForecast:
-    """Work is counted in units: a token that was generated, or the end of a request.
-
-    Args:
-        priority_s: the seconds of waiting that a priority smaller by 1 stands for; 0.0 where the
-            order of requests does not depend on priorities.
-    """
+    """Work is counted in units: a token that was generated, or the end of a request. `priority_s`:
+    the seconds of waiting that a priority smaller by 1 stands for; 0.0 without priorities."""
 
     def __init__(self, timeouts: RequestTimeouts, priority_s: float = 0.0) -> None:
         self._timeouts = timeouts
@@ -65,7 +60,6 @@ class StartForecast:
 
     @property
     def bound(self) -> str:
-        """Why so many seconds are the most that a request may wait, in words."""
         most_s = self.most_wait_s
         if most_s >= self._timeouts.queue_s:
             return f"{most_s:g} are all that --queue-timeout allows"
@@ -75,13 +69,11 @@ class StartForecast:
         )
 
     def add(self, tenant: Tenant, priority: int, accepted_s: float) -> None:
-        """A request waits."""
         waiting = self._waiting.setdefault(tenant.name, _Waiting(tenant.weight))
         insort(waiting.ranks, self._rank(priority, accepted_s))
         self._num_waiting += 1
 
     def remove(self, tenant: Tenant, priority: int, accepted_s: float) -> None:
-        """A request that waited has started or ended."""
         ranks = self._waiting[tenant.name].ranks
         del ranks[bisect_left(ranks, self._rank(priority, accepted_s))]
         if not ranks:
@@ -95,7 +87,6 @@ class StartForecast:
         self._seconds = self._seconds * left + seconds
 
     def note_end(self, num_units: int, run_s: float) -> None:
-        """A request that had started has ended."""
         left = 1 - 1 / MEMORY_ENDS
         self._ended_units = self._ended_units * left + num_units
         self._ended_squares = self._ended_squares * left + num_units * num_units
@@ -104,7 +95,7 @@ class StartForecast:
 
     def num_ahead(self, tenant: Tenant, priority: int, accepted_s: float) -> int:
         """The waiting requests that start before one that comes then: those of its tenant before
-        it, and of each other tenant as many as its weight allows for these and the request."""
+        it, and of each other tenant as many as its weight allows."""
         own = self._waiting.get(tenant.name)
         rank = self._rank(priority, accepted_s)
         num_own = 0 if own is None else bisect_right(own.ranks, rank)
@@ -115,13 +106,9 @@ class StartForecast:
         )
 
     def start_in_s(self, num_ahead: int, num_free_rows: int, prompts_s: float) -> float:
-        """Until a request starts, at the latest, that has so many before it; 0.0 before enough is
-        measured. One standard deviation of what requests take is allowed for.
-
-        Args:
-            num_free_rows: those that no request has.
-            prompts_s: until all prompts that are there have been computed.
-        """
+        """Until a request starts, at the latest, plus one standard deviation of what requests take;
+        0.0 before enough is measured. `num_free_rows` are those that no request has, `prompts_s`
+        the time until all waiting prompts are computed."""
         in_prompts_s = prompts_s * num_ahead / self._num_waiting if self._num_waiting else 0.0
         num_ends = num_ahead + 1 - num_free_rows  # of requests that must make room
         if num_ends <= 0 or self._num_ended < LEAST_ENDS or self._seconds < LEAST_S:

@@ -1,8 +1,6 @@
-"""`EngineStats`: a snapshot of an engine's figures by name, collected by `StepMeter`.
-
-Owns what the engine itself counts; a feature declares its figures in its own module, and one line
-of `_figures` reads them. Invariants: every step is counted once, snapshots are immutable.
-"""
+"""`EngineStats`: a snapshot of an engine's figures by name, collected by `StepMeter`. A feature
+declares its figures in its own module, and one line of `_figures` reads them. Every step is counted
+once."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -34,8 +32,8 @@ STEP_TOKENS_BOUNDS = tuple(float(1 << power) for power in range(15))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """A snapshot: numbers, numbers by labels (their values joined by commas), and histograms, by
-    the names of `ENGINE_FIGURES`. A figure that an engine does not have is absent."""
+    """Numbers, numbers by labels (values joined by commas), and histograms, by the names of
+    `ENGINE_FIGURES`. A figure that an engine does not have is absent."""
 
     numbers: dict[str, int | float] = field(default_factory=dict[str, int | float])
     by_label: dict[str, dict[str, int | float]] = field(
@@ -45,7 +43,6 @@ class EngineStats:
 
     @classmethod
     def of(cls, readings: Iterable[tuple[str, Reading]]) -> Self:
-        """By the type of each reading."""
         found = cls()
         for name, reading in readings:
             if isinstance(reading, Distribution):
@@ -136,12 +133,11 @@ class StepMeter:
         return self._watch.take() if self.summary_due_in_s() == 0.0 and self._watch else None
 
     def stats(self) -> EngineStats:
-        """A snapshot of the current values."""
         return EngineStats.of(self._readings())
 
     def due_stats(self, now_s: float, *, is_last: bool) -> EngineStats | None:
-        """A snapshot if the newest one of these is `STATS_EVERY_S` old, or no step follows for now;
-        other threads than the engine's read figures as they were then."""
+        """A snapshot if the newest one of these is `STATS_EVERY_S` old, or no step follows for now,
+        so that other threads read figures as they were then."""
         if not is_last and now_s - self._taken_s < STATS_EVERY_S:
             return None
         self._taken_s = now_s
@@ -157,8 +153,8 @@ class StepMeter:
 
     @property
     def queued_s(self) -> float:
-        """The time that the prompts which are there will take, as predicted; by what a token has
-        cost so far, where it is not known what steps cost."""
+        """The predicted time of the waiting prompts; by what a token has cost so far, where it is
+        not known what steps cost."""
         queue = forecast_queue(self.core.scheduler)
         if queue.is_measured:
             return queue.queued_s

@@ -1,7 +1,6 @@
 """`StepWatch`: what the steps of an engine do, for those who look at it while it runs, at most each
 `SUMMARY_EVERY_S`; it exists only while somebody looks. Invariant: a summary has numbers and names
-of tenants, nothing of any prompt, text or id of a request.
-"""
+of tenants, nothing of any prompt, text or id of a request."""
 
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
@@ -90,8 +89,6 @@ OnNews = Callable[[LiveNews], object]
 
 @dataclass(slots=True, eq=False)
 class _Seen:
-    """A sequence as it was in the last summary."""
-
     label: int
     num_generated: int
     num_preemptions: int
@@ -99,10 +96,7 @@ class _Seen:
 
 class StepWatch:
     """Summarises the steps of `core`; `note` is to be called after each. The first is due at once.
-
-    Args:
-        clock: seconds, monotonic.
-    """
+    `clock`: seconds, monotonic."""
 
     def __init__(self, core: EngineCore, clock: Callable[[], float], first_label: int) -> None:
         self._core = core
@@ -121,7 +115,6 @@ class StepWatch:
         self._accepted: dict[tuple[int, int], int] = {}
 
     def note(self, events: Iterable[Event], seconds: float) -> None:
-        """A step took `seconds` and brought `events`."""
         self._has_stepped = True
         if self._since_s is None:
             self._since_s = self._clock() - seconds
@@ -174,7 +167,6 @@ class StepWatch:
         return len(scheduler.running), len(scheduler.waiting)
 
     def _rows(self, tenants: dict[str, int]) -> tuple[RowSummary, ...]:
-        """Of running sequences, and of the first waiting ones; adds their tenants."""
         scheduler = self._core.scheduler
         listed: SequenceOf[Sequence] = [
             *scheduler.running,

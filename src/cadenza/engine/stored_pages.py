@@ -1,11 +1,7 @@
-"""`StoredPages`: `core.kv_cache_manager.PageStore` over a folder: pages go to it, and come back.
-
-Owns which waiting sequence waits for what. Pages are copied from and to the device on the engine's
-thread, between two steps. The snapshot of a recurrent state is a file of its own, under a key that
-follows from that of its page; of a model with states no more pages are read than one has behind it.
-Knows no files and no thread but `PageTraffic`. Invariants: a sequence waits at most `PATIENCE_S` in
-all; a page enters the cache only if its tokens are those of the sequence, and so does a snapshot.
-"""
+"""`StoredPages`: `core.kv_cache_manager.PageStore` over a folder. Pages are copied on the engine's
+thread, between steps. A state's snapshot is a file under a key that follows from its page's; of a
+model with states no more pages are read than have one. A sequence waits at most `PATIENCE_S` in
+all; a page or snapshot enters the cache only if its tokens are the sequence's."""
 
 import hashlib
 import logging
@@ -93,11 +89,9 @@ STORED_PAGE_FIGURES: tuple[Figure[StoredPageCounts], ...] = (
 
 @dataclass(slots=True, eq=False)
 class _Wait:
-    """A waiting sequence, since when it waits, and the read that it waits for.
-
-    If the read is its own, it brings the pages behind the first `num_before`; with
-    `num_state_pages`, first the snapshot behind so many pages.
-    """
+    """A waiting sequence, since when it waits, and the read that it waits for. Its own read brings
+    the pages after the first `num_before`; with `num_state_pages`, first the snapshot after so
+    many."""
 
     since_s: float
     read: PageRead
@@ -110,7 +104,6 @@ class _Wait:
 
     @property
     def lacks_state(self) -> bool:
-        """Whether its own read was to bring a snapshot, and brought nothing."""
         return self.num_state_pages is not None and self.state is None
 
 
@@ -134,7 +127,6 @@ class StoredPages:
 
     @property
     def is_busy(self) -> bool:
-        """Whether pages wait for being copied from or to the device."""
         return not self._has_ended and bool(self._has_backlog or self._waits)
 
     def is_awaited(self, now_s: float) -> bool:
@@ -241,8 +233,8 @@ class StoredPages:
     def _start(
         self, sequence: Sequence, since_s: float, missing: Callable[[], MissingPages]
     ) -> _Wait | None:
-        """Waits for a read that brings the first missing page: of another sequence, if there is
-        one. None if nothing is missing."""
+        """Waits for a read that brings the first missing page, if need be of another sequence. None
+        if nothing is missing."""
         lacks = missing()
         num_state_pages, keys = None, lacks.keys
         if self._kv_cache.states is not None:
@@ -263,7 +255,7 @@ class StoredPages:
         return wait
 
     def _longest_state(self, lacks: MissingPages) -> tuple[int | None, list[bytes]]:
-        """The most pages behind which the folder has a snapshot, and the keys to read for it: its
+        """The most pages after which the folder has a snapshot, and the keys to read for it: its
         own, then those of missing pages. Without one no page is of use."""
         keys = [*lacks.bare_keys, *lacks.keys]
         first = lacks.num_before - len(lacks.bare_keys)
@@ -289,7 +281,6 @@ class StoredPages:
             )
 
     def _take(self, sequence: Sequence, wait: _Wait) -> None:
-        """Puts the pages that have come into the cache."""
         if sequence.status is not SequenceStatus.WAITING:
             if wait.is_own:
                 self._traffic.end(wait.read)
@@ -308,7 +299,6 @@ class StoredPages:
             self._install_state(sequence, wait, num_pages)
 
     def _install(self, sequence: Sequence, wait: _Wait, contents: list[bytes]) -> None:
-        """Puts pages into the cache."""
         first = wait.num_before + wait.num_taken
 
         size = self._kv_cache.page_size
@@ -331,7 +321,6 @@ class StoredPages:
         self._num_read_bytes += sum(map(len, contents[len(contents) - num_added :]))
 
     def _install_state(self, sequence: Sequence, wait: _Wait, num_pages: int) -> None:
-        """Puts a snapshot into the cache, behind its pages."""
         content, size = wait.state, self._kv_cache.page_size
         if not content or not content.startswith(_tokens_of(sequence, num_pages - 1, size)):
             return
@@ -349,7 +338,6 @@ class StoredPages:
         self._kv_cache.install_state(sequence, num_pages, write)
 
     def _copy_published(self) -> None:
-        """Copies pages from the device that are still in the cache."""
         cache = self._kv_cache.prefix_cache
         assert cache is not None
         pages: dict[int, bytes] = {}
@@ -366,7 +354,6 @@ class StoredPages:
             self._traffic.write(key, _bytes_of(cache.tokens_of(page_id)) + content)
 
     def _copy_state(self) -> None:
-        """Copies the next snapshot from the device that is still in the cache."""
         cache, states = self._kv_cache.prefix_cache, self._kv_cache.states
         assert cache is not None
         assert states is not None
@@ -386,7 +373,6 @@ class StoredPages:
             return
 
     def _note_large_state(self, num_bytes: int) -> None:
-        """Once: no snapshot is stored."""
         if not self._has_noted_size:
             logger.warning(
                 "snapshots of %d bytes are not stored: --prefix-cache-disk-bytes is too small for "
@@ -405,7 +391,7 @@ class StoredPages:
 
 
 def state_key(page_key: bytes) -> bytes:
-    """The key of the snapshot behind the page of a key."""
+    """The key of the snapshot after the page of a key."""
     digest_size = len(page_key)
     return hashlib.blake2b(page_key, digest_size=digest_size, person=b"cadenza-state").digest()
 

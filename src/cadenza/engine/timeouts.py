@@ -11,10 +11,7 @@ MIN_TIMEOUT_S, MAX_TIMEOUT_S = 0.001, 86_400.0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestTimeouts:
     """Maximum times, from acceptance, to a request's first step (`queue_s`) and end (`total_s`).
-
-    Raises:
-        ConfigError: a value is outside its bounds; the message names the flag.
-    """
+    Raises ConfigError, which names the flag, for a value outside its bounds."""
 
     queue_s: float = 600.0
     total_s: float = 600.0

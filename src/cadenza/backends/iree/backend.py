@@ -1,8 +1,5 @@
 """`IreeBackend`: `backends.base.Backend` on IREE's runtime, over modules that were compiled ahead.
-
-Owns the traits of a model's modules. Imports IREE only when it loads a runner, so that a missing
-installation is explained.
-"""
+Imports IREE only when it loads a runner, so that a missing installation is explained."""
 
 from collections.abc import Callable
 from importlib.metadata import version
@@ -31,8 +28,8 @@ ATTENTION_SPAN = 128
 
 
 class IreeBackend(Backend):
-    """CPUs, by modules for IREE's local-sync and local-task. `find`
-    looks an installed package up."""
+    """CPUs, by modules for IREE's local-sync and local-task. `find` looks an installed package
+    up."""
 
     def __init__(
         self, find: Callable[[str], object | None] = find_spec, cpu: Cpu | None = None
@@ -76,7 +73,6 @@ class IreeBackend(Backend):
         return find_backend("xla").load_witness(checkpoint, max_model_len)
 
     def _manifest(self, device: str, ops: Ops, checkpoint: Checkpoint) -> Manifest:
-        """Raises CheckpointError, ConfigError."""
         self._check_installed()
         if ops == "split":
             raise ConfigError("--tensor-parallel-size: compiled modules run on one device")
@@ -121,7 +117,6 @@ class IreeBackend(Backend):
             )
 
     def _check_installed(self) -> None:
-        """Raises ConfigError if IREE's runtime is not installed."""
         try:
             missing = self._find("iree.runtime") is None
         except ModuleNotFoundError:  # of the package `iree`

@@ -1,9 +1,6 @@
-"""IREE's devices: their buffers, and the modules that run on them: `IreeDevice`, `LoadedProgram`.
-
-Knows nothing of models. A buffer that a program takes over holds its result afterwards, so that
-what is donated is used once. IREE requires that buffers and programs are freed before their device:
-otherwise the process ends with a segmentation fault.
-"""
+"""IREE's devices: their buffers, and the modules that run on them: `IreeDevice`, `LoadedProgram`. A
+donated buffer holds the result afterwards, so it is used once. Buffers and programs must be freed
+before their device: otherwise the process ends with a segmentation fault."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -47,13 +44,11 @@ class IreeDevice:
         self.hal = rt.create_hal_module(self.instance, self.device)
 
     def upload(self, values: npt.NDArray[Any]) -> Buffer:
-        """A new buffer with a copy of an array."""
         element = _ELEMENTS[values.dtype.name]
         allocator = self.device.allocator
         return allocator.allocate_buffer_copy(_MEMORY, _USAGE, self.device, values, element)
 
     def filled(self, array: Array, value: float) -> Buffer:
-        """A new buffer with equal elements."""
         sizes, element = list(array.shape), _ELEMENTS[array.dtype]
         dtype = rt.HalElementType.map_to_dtype(element)
         num_bytes = int(np.prod(sizes)) * dtype.itemsize
@@ -69,15 +64,14 @@ class IreeDevice:
 
 
 def choose_driver(device: str, weight_bytes: int) -> str:
-    """The driver for modules of llvm-cpu. Threads change no bit of a result; `cpu` has them always,
-    `auto` with weights that are worth it."""
+    """The driver for modules of llvm-cpu: threads with `cpu`, and with `auto` for large enough
+    weights. Threads change no bit of a result."""
     is_small = device == "auto" and weight_bytes <= ONE_THREAD_BYTES
     return "local-sync" if is_small else "local-task"
 
 
 class LoadedProgram:
-    """A module on a device, whose function `name` is called; its parameters, if it has any, must
-    outlive it."""
+    """A module on a device, whose function `name` is called; its parameters must outlive it."""
 
     def __init__(
         self, device: IreeDevice, name: str, module: bytes, parameters: Any | None
@@ -93,8 +87,8 @@ class LoadedProgram:
             raise CheckpointError(f"a compiled module has no function {name}; export it again")
 
     def call(self, arguments: Sequence[Buffer]) -> list[Buffer]:
-        """The results, of which IREE makes each in place of the argument that it was compiled to
-        take over. Waits for them, without the GIL."""
+        """The results, each in place of the argument that it was compiled to take over. Waits
+        without the GIL."""
         given = rt.VmVariantList(len(arguments))
         for each in arguments:
             given.push_ref(each)

@@ -1,9 +1,6 @@
-"""`Manifest`: what a folder of compiled modules contains, written by `cadenza export`.
-
-Owns the check that modules belong to a model. Invariant: a manifest that `read_manifest` gives is
-of the model whose config.json lies beside it, and a module that `read_module` gives has the digest
-that the manifest says.
-"""
+"""`Manifest`: what a folder of compiled modules contains, written by `cadenza export`. Invariant:
+it is that of the model whose config.json lies beside it, and a module that `read_module` gives has
+the manifest's digest."""
 
 import hashlib
 import platform
@@ -156,7 +153,6 @@ class Cpu:
 
     @classmethod
     def of_this_machine(cls) -> "Cpu":
-        """Without features where they are not known."""
         try:
             text = _CPU_FILE.read_text(encoding="ascii", errors="replace")
         except OSError:
@@ -175,11 +171,8 @@ def sha256_of(content: bytes) -> str:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a model's folder.
-
-    Raises:
-        CheckpointError: there is none, or it is of another model or version.
-    """
+    """The manifest of a model's folder. Raises CheckpointError if there is none, or it is of
+    another model or version."""
     path = folder / FOLDER / MANIFEST_FILE
     if not path.is_file():
         raise CheckpointError(
@@ -204,7 +197,6 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def read_module(folder: Path, program: CompiledProgram) -> bytes:
-    """The compiled module of a program. Raises CheckpointError."""
     path = folder / FOLDER / program.file
     if path.parent != folder / FOLDER:
         raise CheckpointError(f"{MANIFEST_FILE} names {program.file!r}, outside its folder")

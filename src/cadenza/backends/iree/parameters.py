@@ -1,9 +1,6 @@
-"""The parameters of compiled modules, without a second copy of any weight: `load_parameters`.
-
-A parameter whose tensors lie one behind the other in a mapped file, aligned, is that part of the
-file, which processes share. Others are put together in memory, once. `cadenza export` writes files
-in which all tensors are in that order.
-"""
+"""`load_parameters`: the parameters of compiled modules, without a second copy of any weight:
+tensors that lie one after the other in a mapped file, aligned, are used there, others are put
+together in memory, once. `cadenza export` writes files in which all tensors are in that order."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -40,7 +37,6 @@ class Parameters:
         self._arrays = {each.name: self._load(each) for each in manifest.parameters}
 
     def provider(self) -> rt.ParameterProvider:
-        """For IREE. The arrays must outlive it."""
         index = rt.ParameterIndex()
         for name, array in self._arrays.items():
             index.add_buffer(name, array)
@@ -75,7 +71,6 @@ class Parameters:
         return weights.entry(name)
 
     def _copied(self, parameter: Parameter, parts: Sequence[AnyArray]) -> AnyArray:
-        """The parts in one aligned array."""
         num_bytes = sum(each.nbytes for each in parts)
         self._check(parameter, num_bytes)
         room = np.empty(num_bytes + ALIGNMENT, np.uint8)

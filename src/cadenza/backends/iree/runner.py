@@ -1,12 +1,7 @@
-"""`IreeRunner`: `backends.base.Runner` over modules that were compiled ahead.
-
-Owns the parameters, the programs of one bucket of rows, their state in the device's buffers, and a
-thread in which IREE computes. Invariants: a step is `decode`, a token of each row at most, or
-`prompt`; state is donated, so that it is updated in place and used once; steps run in launch order;
-nothing runs after `close`.
-
-Legend as in `core.step_schema`.
-"""
+"""`IreeRunner`: `backends.base.Runner` over modules that were compiled ahead, with a thread in
+which IREE computes. Invariants: a step is `decode`, a token of each row at most, or `prompt`; state
+is donated, so used once; steps run in launch order; nothing runs after `close`. Legend as in
+`core.step_schema`."""
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -53,7 +48,6 @@ class IreeRunner:
     """A model's modules for the rows of `setup.limits`, each of which has a slot."""
 
     def __init__(self, checkpoint: Checkpoint, manifest: Manifest, setup: RunnerSetup) -> None:
-        """Raises CheckpointError, DeviceUnavailableError, RunnerError."""
         self._limits = setup.limits
         bucket = find_bucket(manifest, setup)
         self._manifest = manifest
@@ -85,7 +79,6 @@ class IreeRunner:
 
     @property
     def hidden_size(self) -> None:
-        """Modules give results of logit rows only."""
         return None
 
     @property
@@ -98,7 +91,6 @@ class IreeRunner:
         return self._open_steps.parameters.num_copied_bytes
 
     def warmup(self) -> None:
-        """Runs each program once; nothing is compiled."""
         self._is_warm = True
         for num_tokens in self._buckets:
             inputs = ModelInputs.empty(bucket=num_tokens, num_rows=self._limits.max_num_seqs)
@@ -143,8 +135,7 @@ class IreeRunner:
 
 
 def find_bucket(manifest: Manifest, setup: RunnerSetup) -> ModuleBucket:
-    """The programs for a setup's rows. Raises RunnerError if it wants what was not compiled, which
-    a plan refuses (`BackendTraits.compiled_for`)."""
+    """The programs for a setup's rows. Raises RunnerError if it wants what was not compiled."""
     limits, most = setup.limits, manifest.most
     bucket = manifest.bucket(max(limits.max_num_seqs, limits.num_pages))
     is_longer = limits.page_size > most.max_model_len or limits.max_pages_per_seq != 1
@@ -154,7 +145,7 @@ def find_bucket(manifest: Manifest, setup: RunnerSetup) -> ModuleBucket:
 
 
 class _Steps:
-    """What happens in the runner's thread."""
+    """What runs in the runner's thread."""
 
     def __init__(
         self, checkpoint: Checkpoint, manifest: Manifest, bucket: ModuleBucket, setup: RunnerSetup
@@ -181,7 +172,6 @@ class _Steps:
         self.reset()
 
     def run(self, inputs: ModelInputs) -> Int32Array:
-        """The result [L, C] of a step. Raises RunnerError."""
         try:
             return self._compute(inputs)
         except (RunnerError, RuntimeError, ValueError) as error:
@@ -222,7 +212,6 @@ class _Steps:
         self._device = None
 
     def _updated(self, inputs: ModelInputs) -> list[Buffer]:
-        """Takes the state, with the step's slots, copies and rules."""
         if self._state is None:
             raise RunnerError("the step before this one failed; call reset() first")
         state, self._state = self._state, None
@@ -252,7 +241,6 @@ class _HostArray:
     _uploaded: Buffer | None = field(default=None)
 
     def change(self) -> Int32Array:
-        """To be written."""
         self._uploaded = None
         return self.values
 

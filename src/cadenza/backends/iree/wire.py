@@ -1,9 +1,6 @@
-"""A step's inputs as the words of a compiled module: `WireMap`.
-
-A module was compiled for its own numbers of tokens, rows and logit rows, and for the fields that
-the step schema had then. Fields are copied by their names. Invariant: a field that a module does
-not know has no effect, or the step is refused.
-"""
+"""`WireMap`: a step's inputs as the words of a module that was compiled for its own sizes and for
+the step schema of then. Fields are copied by name: one that a module does not know has no effect,
+or the step is refused."""
 
 from typing import Any
 
@@ -28,8 +25,7 @@ STARTS = "rows.query_starts"
 
 
 class WireMap:
-    """Copies steps of `page_size` tokens a page into words for a program of `num_rows` rows, whose
-    slots have the manifest's tokens."""
+    """Copies steps of `page_size` tokens a page into words for a program of `num_rows` rows."""
 
     def __init__(
         self, program: CompiledProgram, num_rows: int, page_size: int, manifest: Manifest
@@ -42,8 +38,8 @@ class WireMap:
         self._known = {each.name for each in program.fields}
 
     def words(self, inputs: ModelInputs) -> Int32Array:
-        """The words of a step whose tokens and logit rows the program has room for. Raises
-        RunnerError if the step has what the program was not compiled for."""
+        """The words of a step that fits the program. Raises RunnerError if the step has what the
+        program was not compiled for."""
         own = self._layout.empty_words()
         views = self._layout.views(own)
         self._copy(inputs.groups, views)
@@ -78,7 +74,7 @@ class WireMap:
                 )
 
     def _copy(self, source: StepGroups[Any], target: StepGroups[Any]) -> None:
-        """Every field, whose other places keep what padding has."""
+        """Every field; other elements keep the values of padding."""
         for group in GROUPS:
             ours, theirs = getattr(target, group), getattr(source, group)
             for spec in specs_of(type(ours)):
@@ -103,7 +99,6 @@ class WireMap:
 
 
 def fields_of(layout: StepLayout) -> tuple[WireField, ...]:
-    """Where each field lies in the words of a layout."""
     marks = layout.views(np.arange(layout.num_words, dtype=np.int32))
     found: list[WireField] = []
     for group in GROUPS:

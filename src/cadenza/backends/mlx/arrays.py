@@ -1,7 +1,5 @@
-"""MLX as the arrays in which tokens are chosen, and host arrays on the device.
-
-Which parts of a choice are computed is decided on the host, where the rows' settings are.
-"""
+"""MLX as the arrays in which tokens are chosen. Which parts of a choice are computed is decided on
+the host, where the rows' settings are."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +11,6 @@ from cadenza.backends.arrays import Arrays, Body
 
 
 def to_device(values: Any) -> mx.array:
-    """A numpy array of any type and layout as an array of MLX."""
     return values if isinstance(values, mx.array) else mx.array(np.ascontiguousarray(values))
 
 

@@ -1,8 +1,5 @@
-"""`MlxBackend`: `backends.base.Backend` on MLX, over mlx-lm's models.
-
-Owns the traits of a device. Imports neither MLX nor mlx-lm before it is asked for a device, so that
-a missing installation is explained.
-"""
+"""`MlxBackend`: `backends.base.Backend` on MLX, over mlx-lm's models. Imports MLX and mlx-lm only
+when it is asked for a device, so that a missing installation is explained."""
 
 import sys
 from collections.abc import Callable
@@ -102,7 +99,6 @@ class MlxBackend(Backend):
         return MlxWitness(checkpoint.folder, checkpoint.outline.vocab_size)
 
     def _check_installed(self) -> None:
-        """Raises ConfigError if MLX or mlx-lm is not installed."""
         missing = [name for name in ("mlx", "mlx_lm") if self._find(name) is None]
         if missing:
             raise ConfigError(

@@ -20,18 +20,14 @@ class MlxDevice:
 
     @property
     def described(self) -> tuple[str, ...]:
-        """The kind of device and, if MLX reports it, its architecture."""
         info = mx.device_info(self.device)
         return (self.name, *(f"{key} {info[key]}" for key in ("architecture",) if key in info))
 
 
 def find_mlx_device(name: str) -> MlxDevice:
-    """The device called `name`; `auto` is MLX's default device.
-
-    Raises:
-        ConfigError: MLX has no such kind of device.
-        DeviceUnavailableError: this machine, or this build of MLX, does not have the device.
-    """
+    """The device called `name`; `auto` is MLX's default. Raises ConfigError for a kind of device
+    that MLX does not have, DeviceUnavailableError for one that this machine or build does not
+    have."""
     gpu = "metal" if mx.metal.is_available() else "cuda" if mx.device_count(mx.gpu) else None
     kind, _, index = name.partition(":")
     if kind == "auto":

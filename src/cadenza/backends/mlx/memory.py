@@ -1,8 +1,5 @@
-"""The memory that a model of mlx-lm takes: `measure_model`.
-
-The model is built and called without being evaluated, which gives the shapes of its weights, of its
-KV and of its state without allocating any. Legend: V vocabulary.
-"""
+"""The memory that a model of mlx-lm takes: it is built and called without being evaluated, which
+gives the shapes of weights, KV and state without allocating any. Legend: V vocabulary."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -37,12 +34,8 @@ class MeasuredModel:
 
 
 def measure_model(folder: Path, vocab_size: int, dtypes: Sequence[WeightDType]) -> MeasuredModel:
-    """What a checkpoint takes in each compute type.
-
-    Raises:
-        CheckpointError: mlx-lm does not have the model or cannot compute it, or its caches have no
-            slots.
-    """
+    """What a checkpoint takes in each compute type. Raises CheckpointError if mlx-lm cannot compute
+    the model, or its caches have no slots."""
     loaded = load_zoo_model(folder)
     try:
         memory: dict[WeightDType, ModelMemory] = {
@@ -79,7 +72,6 @@ def _measure(loaded: ZooModel, vocab_size: int, dtype: WeightDType) -> ModelMemo
 
 
 def _slot_bytes(model: Any, caches: Sequence[Any], capacity: int) -> int:
-    """Bytes of one slot of `capacity` positions."""
     slots = SlotModel(model, caches, SlotSizes(num_slots=1, capacity=capacity), (CHUNK,))
     slots.compute(0, 0, mx.zeros(1, mx.int32))
     return int(np.sum([each.nbytes for each in slots.arrays()]))

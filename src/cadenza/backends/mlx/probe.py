@@ -1,10 +1,6 @@
-"""Finds at load time what a model's code allows: `find_abilities`.
-
-Some models of mlx-lm accept only one offset for all rows, and some would count padding as tokens.
-The same short sequences are computed with mlx-lm's own caches, one after the other, and in slots,
-together; what gives other logits is not used. Invariant: a model whose slots cannot reproduce
-mlx-lm's own logits in any way is refused.
-"""
+"""Finds at load time what a model's code allows: some models of mlx-lm take one offset for all
+rows, some count padding as tokens. Short sequences are computed with mlx-lm's own caches and
+together in slots; a model whose slots cannot reproduce mlx-lm's logits in any way is refused."""
 
 from collections.abc import Callable, Sequence
 from itertools import product
@@ -35,11 +31,8 @@ Python's own errors, those of numpy, and those of MLX, which are the last three.
 
 
 def find_abilities(loaded: ZooModel) -> Abilities:
-    """What the slots of `loaded` can compute together.
-
-    Raises:
-        CheckpointError: not even one token of one slot at a time gives mlx-lm's own logits.
-    """
+    """What the slots of `loaded` can compute together. Raises CheckpointError if not even one token
+    of one slot at a time gives mlx-lm's own logits."""
     expected = [_own_logits(loaded, each) for each in SEQUENCES]
     for is_ragged, is_padded in product((True, False), (True, False)):
         abilities = Abilities(is_ragged=is_ragged, is_padded=is_padded)
@@ -61,7 +54,7 @@ def find_abilities(loaded: ZooModel) -> Abilities:
 
 
 def _agrees(compute: Callable[[], list[mx.array]], expected: Sequence[mx.array]) -> bool:
-    """Whether logits are as expected; what the model's code refuses is not."""
+    """Whether logits are as expected; False if the model's code raises."""
     try:
         found = compute()
         mx.eval(*found)

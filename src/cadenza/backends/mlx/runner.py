@@ -1,12 +1,7 @@
-"""`MlxRunner`: `backends.base.Runner` on MLX, over a model of mlx-lm.
-
-Owns the model, its slots, the token history and a thread in which everything of MLX happens: MLX's
-streams belong to threads. Invariants: a page is a slot, of one
-sequence; steps run in launch order; a step is started before the previous one has been computed;
-and nothing runs after `close`.
-
-Legend as in `core.step_schema`; B slots · S capacity of a slot.
-"""
+"""`MlxRunner`: `backends.base.Runner` on MLX, in a thread of its own, since MLX's streams belong to
+threads. Invariants: a page is a slot, of one sequence; steps run in launch order; a step is started
+before the previous one has been computed; nothing runs after `close`. Legend as in
+`core.step_schema`; B slots · S capacity of a slot."""
 
 import threading
 from collections.abc import Callable
@@ -106,7 +101,6 @@ class MlxRunner:
 
     @property
     def hidden_size(self) -> None:
-        """A model of mlx-lm gives logits only."""
         return None
 
     @property
@@ -115,11 +109,9 @@ class MlxRunner:
 
     @property
     def abilities(self) -> Abilities:
-        """What the model's layers can compute together; found by `warmup`."""
         return self._steps.abilities
 
     def warmup(self) -> None:
-        """Finds what the model's layers allow, and runs each kind of call once."""
         self._run(self._steps.warm_up).result()
 
     def launch(self, inputs: ModelInputs) -> MlxStepHandle:
@@ -162,11 +154,9 @@ def _new_thread() -> ThreadPoolExecutor:
 
 
 class _ThreadState:
-    """A value of a thread, dropped when the thread ends and can still run Python.
-
-    The functions that MLX has compiled for a thread are otherwise released after that. They need
-    the GIL, and where the interpreter is exiting the process aborts.
-    """
+    """A value of a thread, dropped when the thread ends and can still run Python. Functions that
+    MLX compiled are otherwise released later, which needs the GIL: an exiting interpreter
+    aborts."""
 
     def __del__(self) -> None:
         mx.synchronize()
@@ -174,7 +164,7 @@ class _ThreadState:
 
 
 class _Steps:
-    """What happens in the runner's thread."""
+    """What runs in the runner's thread."""
 
     def __init__(
         self, folder: Path, vocab_size: int, device: MlxDevice, setup: RunnerSetup
@@ -214,7 +204,6 @@ class _Steps:
         self.reset()
 
     def start(self, inputs: ModelInputs) -> mx.array | None:
-        """Starts a step; None if it has no logit rows."""
         if not self._has_state:
             raise RunnerError("the step before this one failed; call reset() first")
         self._has_state = False
@@ -274,7 +263,6 @@ class _Steps:
         return self._choose(inputs, step, logits)
 
     def _compute_spans(self, step: StepSplit) -> list[mx.array]:
-        """Computes the tokens that are not decoded; the logits of those that need any."""
         needed: list[mx.array] = []
         for span in step.spans:
             tokens = self._known(mx.array(span.token_ids), mx.array([span.row]))

@@ -1,10 +1,7 @@
-"""Settings of config.json under the names that mlx-lm reads: `settings_for_mlx_lm`.
-
-Checkpoints that transformers 5 writes name some settings in other ways than the files that mlx-lm's
-models were written for, and a model of mlx-lm takes its default for a name that is absent.
-Invariant: a setting under a name that mlx-lm reads stays as it is, except where transformers would
-compute something else from the same file.
-"""
+"""`settings_for_mlx_lm`: config.json's settings under the names that mlx-lm reads, since
+transformers 5 writes some under others, and mlx-lm takes its default for an absent name. Invariant:
+a setting under a name that mlx-lm reads stays, except where transformers would compute something
+else."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -28,7 +25,6 @@ _GRANITE_LAYERS = {"linear_attention": "mamba", _FULL: "attention"}
 
 
 def settings_for_mlx_lm(config: Mapping[str, Any]) -> Settings:
-    """The settings of `config` that mlx-lm needs to have added or changed."""
     changes = _own_settings(config)
     if config.get("model_type") in TEXT_TYPES:
         changes["model_type"] = TEXT_TYPES[config["model_type"]]
@@ -46,7 +42,6 @@ def settings_for_mlx_lm(config: Mapping[str, Any]) -> Settings:
 
 
 def _own_settings(config: Mapping[str, Any]) -> Settings:
-    """Those of one level of `config`."""
     model_type = config.get("model_type")
     changes = _rope_settings(config)
     if isinstance(model_type, str) and model_type in _BY_TYPE:
@@ -55,8 +50,8 @@ def _own_settings(config: Mapping[str, Any]) -> Settings:
 
 
 def _rope_settings(config: Mapping[str, Any]) -> Settings:
-    """`rope_parameters` as `rope_theta` and `rope_scaling`, which most of mlx-lm's models read;
-    some of them know the kind of a scaling as `type` only."""
+    """`rope_parameters` as the `rope_theta` and `rope_scaling` that most models of mlx-lm read;
+    some know a scaling's kind as `type` only."""
     parameters = config.get("rope_parameters")
     if not isinstance(parameters, dict):
         return {}

@@ -1,11 +1,6 @@
-"""`SlotModel`: a model of mlx-lm over dense slots, and what its layers can compute together.
-
-Owns the slots and the shapes of the calls: one token for every slot (`decode`), and consecutive
-tokens of one slot in calls of few sizes (`compute`). Invariant: a slot's results do not depend on
-the tokens of other slots.
-
-Legend: B slots · V vocabulary.
-"""
+"""`SlotModel`: a model of mlx-lm over dense slots, with two shapes of call: one token for every
+slot (`decode`), and consecutive tokens of one slot in few sizes (`compute`). Invariant: a slot's
+results do not depend on the tokens of other slots. Legend: B slots · V vocabulary."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -72,12 +67,9 @@ class SlotModel:
         active: Sequence[int],
         ending: Sequence[int] = (),
     ) -> mx.array:
-        """Computes the tokens [B] at `positions` [B] of the slots `active`: their logits [B, V].
-
-        The other slots stay as they are; their logits are arbitrary. A recurrent layer's first
-        token must be given to `compute`. The slots `ending` keep their state before this token,
-        the last one of their prompt, for `copy`.
-        """
+        """The logits [B, V] of tokens [B] at `positions` [B] of the slots `active`; those of other
+        slots are arbitrary. A recurrent layer's first token must be given to `compute`. The slots
+        `ending` keep their state before this token, the last of their prompt, for `copy`."""
         for slot in active:
             if not positions[slot]:
                 self._restart(slot)
@@ -99,12 +91,10 @@ class SlotModel:
         return self._run(tokens[:, None], call)[:, 0]
 
     def extend(self, slot: int, start: int, tokens: mx.array) -> None:
-        """Computes consecutive tokens of a slot whose logits are not needed.
-
-        A recurrent layer's arithmetic depends on where a sequence is cut into calls. So its tokens
-        wait until they fill a call that begins at a multiple of the largest size, or until the
-        logits of a later token are needed: then the cuts follow from the position of that token.
-        """
+        """Computes tokens of a slot whose logits are not needed. A recurrent layer's arithmetic
+        depends on the cuts into calls: its tokens wait until they fill a call that begins at a
+        multiple of the largest size, or until the logits of a later token are needed, so that cuts
+        follow from positions."""
         if not start:
             self._restart(slot)
         if not self.has_state:
@@ -122,11 +112,8 @@ class SlotModel:
             self._waiting[slot] = (start + whole, tokens[whole:])
 
     def compute(self, slot: int, start: int, tokens: mx.array) -> list[mx.array]:
-        """Computes consecutive tokens of a slot from position `start` on.
-
-        Returns the logits [·, V] of its calls, which follow one another and are computed only if
-        they are evaluated.
-        """
+        """The logits [·, V] of consecutive tokens of a slot from position `start` on, a call's
+        each; they are computed only if they are evaluated."""
         if not start:
             self._restart(slot)
         self._compute_waiting(slot)
@@ -149,10 +136,7 @@ class SlotModel:
 
     def copy(self, source: int, destination: int, num_tokens: int) -> None:
         """Copies the first `num_tokens` positions of a slot; onto itself, it drops the others.
-
-        Of a recurrent layer this is a snapshot. Raises RunnerError if there is none of
-        `num_tokens` tokens.
-        """
+        Raises RunnerError if a recurrent layer has no snapshot of `num_tokens` tokens."""
         nothing: dict[Snapshot, int] = {}
         saved = self._saved.get(source, nothing)
         found: list[Snapshot] = [each for each, length in saved.items() if length == num_tokens]
@@ -190,7 +174,6 @@ class SlotModel:
     def _decode_in_turn(
         self, tokens: mx.array, positions: Int32Array, active: Sequence[int]
     ) -> mx.array:
-        """The same by a call for each slot, with a plain number as its offset."""
         own = {
             slot: self.compute(slot, int(positions[slot]), tokens[slot : slot + 1])[0]
             for slot in active
@@ -219,12 +202,10 @@ class SlotModel:
         self._saved.setdefault(slot, {})[snapshot] = num_tokens
 
     def _restart(self, slot: int) -> None:
-        """Clears what the slot's last sequence left."""
         self._saved.pop(slot, None)
         self._cut(slot, 0)
 
     def _cut(self, slot: int, num_tokens: int) -> None:
-        """Clears the positions of a slot from `num_tokens` on."""
         self._waiting.pop(slot, None)
         length = int(self._lengths[slot])
         if length > num_tokens:

@@ -1,13 +1,7 @@
 """KV and state of a model's layers in dense slots, under the interface of mlx-lm's caches.
-
-A slot holds one sequence: `capacity` positions of keys and values in an attention layer, or the
-arrays of a recurrent layer. Two kinds of call use them: `RaggedCall` computes one token for each of
-several slots, `SlotCall` consecutive tokens of one slot. Invariants: arrays are updated in place; a
-call writes no position but those of its own tokens, and the last one, `capacity` - 1, which is for
-padding and is never attended to.
-
-Legend: B slots · S capacity · C tokens of a call · H KV heads · D head size.
-"""
+`RaggedCall` computes one token of several slots, `SlotCall` consecutive tokens of one. Invariants:
+arrays are updated in place; a call writes its own positions and the last, which is padding and
+never attended to. Legend: B slots · S capacity · C tokens of a call · H KV heads · D head size."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -108,13 +102,9 @@ class LayerSlots:
 
 
 class KVSlots(LayerSlots):
-    """Keys and values of one attention layer, which takes the place of mlx-lm's `KVCache` or
-    `RotatingKVCache`.
-
-    A layer with a window keeps all positions and masks those that are out of it. MLX's masked
-    attention weights are exactly 0 but still multiplied, so values that are not finite must not
-    remain in a slot that is used again: `clear`.
-    """
+    """Keys and values of one layer, in place of mlx-lm's `KVCache` or `RotatingKVCache`. Positions
+    out of a window are masked, not dropped. MLX multiplies masked values by 0, so values that are
+    not finite must not remain in a slot that is used again: `clear`."""
 
     def __init__(self, sizes: SlotSizes, window: int | None) -> None:
         self.max_size = window
@@ -186,11 +176,9 @@ class KVSlots(LayerSlots):
 
 
 class StateSlots(LayerSlots):
-    """The arrays of one recurrent layer, which takes the place of mlx-lm's `ArraysCache`.
-
-    A state stands for all tokens of its slot and cannot be cut. `save` keeps a slot's present
-    state, `copy` gives the kept ones to another slot, and `restore` goes back to one of them.
-    """
+    """The arrays of one recurrent layer, in place of mlx-lm's `ArraysCache`. A state cannot be cut:
+    `save` keeps the present one, `copy` gives the kept ones to another slot, `restore` goes back to
+    one."""
 
     lengths = None
     left_padding = None
@@ -289,16 +277,12 @@ CacheSlots = KVSlots | StateSlots | ListSlots
 
 
 def new_slots(caches: Sequence[Any], sizes: SlotSizes) -> list[CacheSlots]:
-    """The slots that take the place of mlx-lm's `caches`, one for each layer.
-
-    Raises:
-        CheckpointError: a layer needs a kind of cache that has no slots.
-    """
+    """The slots in place of mlx-lm's `caches`, one for each layer. Raises CheckpointError for a
+    kind of cache that has no slots."""
     return [_slots_for(cache, sizes) for cache in caches]
 
 
 def layers_of(slots: Sequence[CacheSlots]) -> Iterator[KVSlots | StateSlots]:
-    """The slots themselves, and those in lists."""
     for each in slots:
         if isinstance(each, ListSlots):
             yield from layers_of(each.caches)
@@ -307,13 +291,12 @@ def layers_of(slots: Sequence[CacheSlots]) -> Iterator[KVSlots | StateSlots]:
 
 
 def has_state(slots: Sequence[CacheSlots]) -> bool:
-    """Whether a layer is recurrent."""
     return any(isinstance(each, StateSlots) for each in layers_of(slots))
 
 
 def depends_on_cuts(model: Any, slots: Sequence[CacheSlots]) -> bool:
-    """Whether the bits of a token depend on the cuts of its sequence into calls: with recurrent
-    layers, and with attention over latents, whose call of one token has products of its own."""
+    """Whether a token's bits depend on the cuts of its sequence into calls: with recurrent layers,
+    and with attention over latents, whose call of one token has products of its own."""
     return has_state(slots) or any(
         type(each).__name__ in _LATENT_LAYERS for _, each in model.named_modules()
     )

@@ -1,8 +1,6 @@
-"""`StepSplit`: a step's tokens as calls of a `SlotModel`.
-
-Invariant: the logits from which a row samples always come from the same kind of call, and where
-bits depend on cuts (`slots.depends_on_cuts`) a row's calls follow from its tokens' positions alone.
-"""
+"""`StepSplit`: a step's tokens as calls of a `SlotModel`. Invariant: a row samples from logits of
+one kind of call, and where bits depend on cuts (`slots.depends_on_cuts`) a row's calls follow from
+its tokens' positions alone."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -17,7 +15,7 @@ Int32Array = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSpan:
-    """Consecutive tokens of a row; `wanted` are the places of those whose logits are needed."""
+    """Consecutive tokens of a row; `wanted` are the indices of those whose logits are needed."""
 
     row: int
     slot: int
@@ -40,13 +38,10 @@ class DecodedToken:
 
 @dataclass(slots=True, kw_only=True)
 class StepSplit:
-    """A step as calls: spans of tokens, then single ones, then one token of each decoding row.
-
-    With `has_cuts`, single tokens are generated ones that are computed again, and those of a prompt
-    whose logits are needed.
-    `sources` are the places of the logit rows [N] in the logits of the spans, of the single tokens
-    and of the slots [B], one after the other, as far as they are wanted.
-    """
+    """A step as calls: spans, then single tokens, then one token of each decoding row. With
+    `has_cuts`, single tokens are generated ones that are computed again, and prompt tokens whose
+    logits are needed. `sources` index the logits of spans, single tokens and slots [B],
+    concatenated."""
 
     spans: list[TokenSpan] = field(default_factory=list[TokenSpan])
     single: list[DecodedToken] = field(default_factory=list[DecodedToken])
@@ -57,8 +52,8 @@ class StepSplit:
     def of(
         cls, inputs: ModelInputs, slot_of_row: npt.NDArray[np.intp], *, has_cuts: bool
     ) -> "StepSplit":
-        """A row's last token is decoded if its logits are needed, so that the shape of the call
-        that gives them is always the same; with cuts the first token of all is not."""
+        """A row's last token is decoded if its logits are needed, so that the call that gives them
+        has one shape; with cuts the first token of all is not."""
         starts = inputs.rows.query_starts
         indices = inputs.logits.token_indices[: inputs.num_logits].tolist()
         split, wanted = cls(sources=np.zeros(len(indices), np.int32)), frozenset(indices)
@@ -83,8 +78,7 @@ class StepSplit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RowTokens:
-    """The tokens of one row; `wanted` are the indices of the step's tokens whose logits are
-    needed."""
+    """The tokens of one row; `wanted` are the indices of those whose logits are needed."""
 
     inputs: ModelInputs
     row: int
@@ -101,11 +95,10 @@ class _RowTokens:
 
     @property
     def start(self) -> int:
-        """The position of the first token."""
         return int(self.inputs.tokens.positions[self.begin])
 
     def cut(self, *, has_cuts: bool) -> tuple[int, int]:
-        """From which index on tokens are single, and from which on they are decoded."""
+        """The index from which tokens are single, and that from which they are decoded."""
         begin, start, last = self.begin, self.start, self.end - 1
         is_decoded = last in self.wanted and not (has_cuts and start + last == begin)
         stop = last if is_decoded else self.end

@@ -1,10 +1,6 @@
-"""`MlxWitness`: a model of mlx-lm in float32 with mlx-lm's own caches, for one sequence.
-
-`cadenza verify` compares the engine with it. The arithmetic of layers is mlx-lm's in both; no slot,
-mask, chunk, offset or sampling code of the runner is used.
-
-Legend: V vocabulary.
-"""
+"""`MlxWitness`: a model of mlx-lm in float32 with mlx-lm's own caches, for one sequence, with which
+`cadenza verify` compares the engine. Layers are mlx-lm's in both; no slot, mask, chunk, offset or
+sampling code of the runner is used. Legend: V vocabulary."""
 
 from pathlib import Path
 from typing import Any
@@ -33,11 +29,9 @@ class MlxWitness:
         return self._vocab_size
 
     def start(self) -> None:
-        """Resets to an empty sequence; the next token is at position 0."""
         self._caches = self._loaded.new_caches()
 
     def append(self, token_ids: list[int]) -> npt.NDArray[np.float32]:
-        """Appends tokens to the sequence; returns the logits [V] after the last one."""
         logits = np.empty(0, np.float32)
         for begin in range(0, len(token_ids), PREFILL_STEP):
             part = mx.array([token_ids[begin : begin + PREFILL_STEP]])

@@ -1,10 +1,6 @@
-"""mlx-lm's models: which types it has, and loading one of them.
-
-Owns the import of mlx-lm, of which only the model classes and `load_model` are used. Importing its
-package as usual would import transformers, for tokenizers that Cadenza does not use, and would
-lower the process's limit of open files. Invariants: a `model_type` is looked up among mlx-lm's own
-files before anything of that name is imported, and no code of a checkpoint is executed.
-"""
+"""mlx-lm's models, of which only the classes and `load_model` are imported: its package would
+import transformers and lower the limit of open files. Invariants: a `model_type` is looked up among
+mlx-lm's own files before it is imported, and no code of a checkpoint is executed."""
 
 import importlib
 import sys
@@ -41,11 +37,8 @@ class ZooModel:
 
 
 def load_zoo_model(folder: Path) -> ZooModel:
-    """The model of a checkpoint; its weights are read when they are used.
-
-    Raises:
-        CheckpointError: mlx-lm does not have the model's type, or cannot load its weights.
-    """
+    """The model of a checkpoint, whose weights are read when used. Raises CheckpointError if mlx-lm
+    does not have the type, or cannot load the weights."""
     zoo = open_zoo()
     model = zoo.load(folder)
     return ZooModel(model, lambda: zoo.new_caches(model))
@@ -72,7 +65,6 @@ class Zoo:
         self._lock = threading.Lock()
 
     def load(self, folder: Path) -> Any:
-        """The model of a checkpoint; its weights are read when they are used."""
         config = read_json_object(folder / _CONFIG_FILE)
         if config.get("model_file") is not None:
             raise CheckpointError(
@@ -94,7 +86,6 @@ class Zoo:
             return model
 
     def new_caches(self, model: Any) -> list[Any]:
-        """mlx-lm's own caches for one sequence, one for each layer."""
         return self._modules[f"{PACKAGE}.models.cache"].make_prompt_cache(model)
 
     def check_model_type(self, model_type: object, remapping: dict[str, str]) -> None:
@@ -108,11 +99,8 @@ class Zoo:
 
     @contextmanager
     def _imported(self) -> Generator[Any]:
-        """`mlx_lm.utils`, while its modules are in `sys.modules`; afterwards what was there before.
-
-        The stand-ins are an empty package, a tokenizer module without tokenizers, and a `resource`
-        module whose `setrlimit` changes nothing.
-        """
+        """`mlx_lm.utils`, while its modules are in `sys.modules`, with stand-ins for the package,
+        the tokenizers and `resource`, whose `setrlimit` changes nothing."""
         with self._lock:
             before = {name: sys.modules.pop(name) for name in list(sys.modules) if _is_own(name)}
             resource = sys.modules.pop("resource", None)
@@ -135,7 +123,6 @@ class Zoo:
 
 @cache
 def open_zoo() -> Zoo:
-    """mlx-lm as it is installed."""
     spec = find_spec(PACKAGE)
     assert spec is not None
     assert spec.submodule_search_locations is not None

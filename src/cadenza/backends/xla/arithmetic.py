@@ -1,9 +1,6 @@
-"""The class of the native kernels' arithmetic: what decides the bits of a step, by name.
-
-All tables without bf16 instructions compute the same bits, the class `PORTABLE`. With bf16
-instructions, tiles among them, the products of bfloat16 round in another way: the class is that of
-the instructions.
-"""
+"""The class of the native kernels' arithmetic: what decides the bits of a step, by name. All tables
+without bf16 instructions compute the same bits, the class `PORTABLE`; with them, tiles among them,
+the products of bfloat16 round in another way, and the class is that of the instructions."""
 
 from cadenza.backends.base import RunnerSetup
 from cadenza.checkpoint.declaration import declare
@@ -23,11 +20,9 @@ _LARGE: frozenset[TensorKind] = frozenset({"embedding", "head", "linear", "tower
 
 
 def takes_portable_kernels(model: ModelConfig, weights: Weights, setup: RunnerSetup) -> bool:
-    """Whether a step takes the kernels without bf16 instructions.
-
-    If they were asked for, or cost nothing: integer codes in all large weights and in KV leave only
-    norms and routers to them.
-    """
+    """Whether a step takes the kernels without bf16 instructions: if they were asked for, or cost
+    nothing, since integer codes in all large weights and in KV leave only norms and routers to
+    them."""
     if setup.arithmetic == "portable":
         return True
     dtype: WeightDType = "float32" if setup.dtype == "float32" else "bfloat16"
@@ -39,10 +34,8 @@ def takes_portable_kernels(model: ModelConfig, weights: Weights, setup: RunnerSe
 
 
 def name_class(isa: str, portable_isa: str, *, is_portable: bool, dtype: str) -> str:
-    """The class of a step of the table `isa`; that of `portable_isa` is in the portable class.
-
-    The products of float32 are the same in both.
-    """
+    """The class of a step of the table `isa`; that of `portable_isa` is in the portable class. The
+    products of float32 are the same in both."""
     own = isa.removesuffix(_EMULATED)
     has_same_bits = is_portable or isa == portable_isa or dtype == "float32"
     return PORTABLE if has_same_bits else own

@@ -1,8 +1,5 @@
-"""`XlaBackend`: `backends.base.Backend` on JAX.
-
-Owns the traits of a device and the count of compiled programs; other modules implement the rest.
-Modules that serving does not need are imported on use.
-"""
+"""`XlaBackend`: `backends.base.Backend` on JAX: the traits of a device and the count of compiled
+programs. Modules that serving does not need are imported on use."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -122,10 +119,8 @@ class XlaBackend(Backend):
 
 
 class CompileCount:
-    """The number of programs that JAX has compiled in this process since construction.
-
-    The JAX event listener is never unregistered, so construct at most one per process.
-    """
+    """The number of programs that JAX has compiled in this process since construction; at most one
+    per process, since JAX's event listener is never unregistered."""
 
     def __init__(self) -> None:
         self._count = 0

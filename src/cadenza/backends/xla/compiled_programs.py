@@ -1,8 +1,5 @@
-"""`enable_compilation_cache`: compiled programs are kept on disk, by JAX's persistent cache.
-
-Owns what is said where the folder cannot be used. Invariant: a disk that is full, or fails, ends no
-compilation, and is told once in a process.
-"""
+"""`enable_compilation_cache`: compiled programs are kept on disk, by JAX's persistent cache. A disk
+that is full, or fails, ends no compilation, and is reported once in a process."""
 
 import logging
 import os
@@ -36,10 +33,7 @@ logger = logging.getLogger(__name__)
 
 def enable_compilation_cache(folder: Path) -> None:
     """Caches compiled programs on disk (JAX keys them by program, versions, flags and CPU), unless
-    JAX_COMPILATION_CACHE_DIR is set.
-
-    If the folder cannot be created, logs a warning and leaves the cache disabled.
-    """
+    JAX_COMPILATION_CACHE_DIR is set. If the folder cannot be created, logs a warning."""
     chosen = os.environ.get("JAX_COMPILATION_CACHE_DIR")
     if not chosen:
         try:
@@ -54,7 +48,7 @@ def enable_compilation_cache(folder: Path) -> None:
 
 
 def _tell_once(folder: str) -> None:
-    """Tells the first failure of each kind in one line, in place of JAX's warning of each."""
+    """Logs the first failure of each kind in one line, in place of JAX's warning of each."""
     warnings.filterwarnings("always", _FAILURE.pattern)
     shown = warnings.showwarning
     if not isinstance(shown, _Failures):
@@ -86,7 +80,7 @@ class _Failures:
 
 
 def _remove_partial(folder: Path) -> None:
-    """Removes what was just written in part, which JAX would read, and never write again."""
+    """Removes a partly written file, which JAX would read, and never write again."""
     with suppress(OSError):
         age_s, path = min((time.time() - each.stat().st_mtime, each) for each in folder.iterdir())
         if age_s < JUST_S:

@@ -1,9 +1,6 @@
-"""The decoder: token ids to the hidden states from which tokens are chosen.
-
-Owns the order of the operations; independent of layouts, devices and batch policy. One definition
-covers every model family: families differ in `ModelConfig` and in which weights are present. Legend
-as in `ops.table`.
-"""
+"""The decoder: token ids to the hidden states from which tokens are chosen. One definition covers
+every model family: families differ in `ModelConfig` and in which weights are present. Legend as in
+`ops.table`."""
 
 from typing import Any, NamedTuple
 
@@ -78,20 +75,18 @@ class Layer(NamedTuple):
     def mix(
         self, context: StepContext, index: int, stream: Residual, pools: LayerPools
     ) -> tuple[jax.Array, LayerPools]:
-        """What the mixer gives, as activations [T, ·], and the pools with what it keeps."""
+        """The mixer's output, as activations [T, ·], and the pools with what it keeps."""
         normed = stream.normed(context.ops, self.mixer_norm)
         return self.mixer.mix(context, index, normed, pools)
 
     def append(
         self, context: StepContext, index: int, stream: Residual, pools: LayerPools
     ) -> LayerPools:
-        """The pools with the KV that `mix` writes."""
         assert isinstance(self.mixer, Attention), "the layer has keys and values of heads"
         normed = stream.normed(context.ops, self.mixer_norm)
         return self.mixer.append(context, index, normed, pools)
 
     def add(self, ops: OpTable, mixed: jax.Array, stream: Residual) -> Residual:
-        """The stream with the outputs of both, from what the mixer gave."""
         stream = stream.plus(ops, mixed, self.mixer_out, self.mixer_post_norm)
         return self.feed_forward.add(ops, stream)
 
@@ -114,11 +109,8 @@ class DecoderWeights(NamedTuple):
 
 
 class LayerOutputs(NamedTuple):
-    """What a step's layers give.
-
-    `kept` are the hidden states of all tokens that the model's MTP layers take: those before the
-    final norm, float32, or those after it, as activations (`MTPLayout.takes_normed`).
-    """
+    """`kept` are the hidden states of all tokens that the model's MTP layers take: those before the
+    final norm, float32, or those after it, as activations (`MTPLayout.takes_normed`)."""
 
     hidden: jax.Array  # [L, E], after the final norm, as activations
     pools: LayerPools
@@ -136,8 +128,8 @@ def load_decoder(source: WeightSource, max_model_len: int) -> DecoderWeights:
 def load_mtp_layer(
     source: WeightSource, max_model_len: int, target: DecoderWeights
 ) -> DecoderWeights:
-    """As `load_decoder`, of a model that reads the hidden states of `target`, whose embedding and
-    head it shares."""
+    """As `load_decoder`, of a model that reads the hidden states of `target` and shares its
+    embedding and head."""
     return _load_rest(source, max_model_len, target.embedding, target.head)
 
 
@@ -167,8 +159,8 @@ def _num_image_parts(context: StepContext) -> int:
 
 
 class Entered(NamedTuple):
-    """What a step's layers begin with: the residual stream of its tokens, the per-layer embeddings
-    if the model has them, and the parts of the images' embeddings, of which the stream has one."""
+    """What a step's layers begin with: the residual stream, the per-layer embeddings if the model
+    has them, and the parts of the images' embeddings, of which the stream has one."""
 
     stream: Residual
     inputs: jax.Array | None  # [T, layers P]
@@ -178,8 +170,8 @@ class Entered(NamedTuple):
     def of(
         cls, context: StepContext, weights: DecoderWeights, read_hidden: jax.Array | None = None
     ) -> "Entered":
-        """Of the tokens, and of hidden states [T, E] in float32 if the model reads them
-        (`ModelConfig.reads_hidden`)."""
+        """Of the tokens, and of float32 hidden states [T, E] if the model reads them
+        (`reads_hidden`)."""
         x = _enter_stream(context, weights, read_hidden)
         stream = Residual(x, context.step.num_tokens)
         num_image_parts = 0 if read_hidden is not None else _num_image_parts(context)
@@ -191,11 +183,11 @@ class Entered(NamedTuple):
 
     @classmethod
     def of_stream(cls, context: StepContext, stream: Residual) -> "Entered":
-        """Behind some layers of a model without per-layer embeddings."""
+        """After some layers of a model without per-layer embeddings."""
         return cls(stream, None, _num_image_parts(context))
 
     def behind(self, context: StepContext, layer: Layer, index: int, mixed: jax.Array) -> "Entered":
-        """The same with the stream behind layer `index`, from what its mixer gave."""
+        """The same with the stream after layer `index`, from what its mixer gave."""
         stream = layer.add(context.ops, mixed, self.stream)
         if layer.inputs is not None:
             assert self.inputs is not None, "the model has per-layer embeddings"
@@ -205,7 +197,6 @@ class Entered(NamedTuple):
         return self._replace(stream=stream)
 
     def logit_rows(self, context: StepContext) -> "Entered":
-        """Of the logit rows alone."""
         ops, step, inputs = context.ops, context.step, self.inputs
         return self._replace(
             stream=self.stream.logit_rows(ops, step),
@@ -231,7 +222,7 @@ def run_layers(
     keeps_hidden: bool = False,
 ) -> LayerOutputs:
     """All layers of a step. `keeps_hidden` computes the last layer for all tokens, which changes no
-    bit of a row."""
+    bit."""
     ops, step = context.ops, context.step
     at = Entered.of(context, weights, read_hidden)
     last = len(weights.layers) - 1

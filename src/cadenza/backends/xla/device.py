@@ -1,8 +1,5 @@
-"""Resolves `--device` to a JAX device, and tells what memory it has.
-
-`auto` selects JAX's default device. A name given explicitly is never replaced by another: if it is
-not available, an error gives the reason.
-"""
+"""Resolves `--device` to a JAX device and its memory. `auto` is JAX's default device. A name given
+explicitly is never replaced by another: if it is not available, an error gives the reason."""
 
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
@@ -24,12 +21,8 @@ _EXTRAS = {"cuda": "cuda13", "tpu": "tpu"}
 
 
 def find_device(name: str) -> Any:
-    """The device named `auto`, `cpu`, `cuda`, `cuda:n`, `tpu` or `tpu:n`.
-
-    Raises:
-        ConfigError: the name has another form.
-        DeviceUnavailableError: JAX has no such device on this machine.
-    """
+    """The device named `auto`, `cpu`, `cuda`, `cuda:n`, `tpu` or `tpu:n`. Raises ConfigError for
+    another form, DeviceUnavailableError if JAX has no such device on this machine."""
     kind, separator, index_text = name.partition(":")
     if name == "auto":
         return jax.devices()[0]
@@ -51,7 +44,6 @@ def find_device(name: str) -> Any:
 
 
 def find_devices(name: str, count: int) -> list[Any]:
-    """`count` devices of one kind, from the one named. Raises the errors of `find_device`."""
     first = find_device(name)
     if count == 1:
         return [first]
@@ -81,10 +73,8 @@ class DeviceMemory:
 
 
 def memory_of_device(device: Any, environment: Mapping[str, str]) -> DeviceMemory | None:
-    """None if the device uses host memory or does not report its size.
-
-    JAX reports the bytes of its allocator, which are a fixed fraction of a GPU's memory.
-    """
+    """None if the device uses host memory or does not report its size. JAX reports the bytes of its
+    allocator, which are a fixed fraction of a GPU's memory."""
     stats = None if device.platform == "cpu" else device.memory_stats()
     limit = (stats or {}).get("bytes_limit")
     if not limit:
@@ -97,8 +87,8 @@ def memory_of_device(device: Any, environment: Mapping[str, str]) -> DeviceMemor
 
 
 def reserve_memory(share: float, environment: MutableMapping[str, str]) -> None:
-    """Sets the fraction for JAX's allocator, which reads it when the first device is found. One
-    that is in the environment stays, and none is set when JAX has found its devices."""
+    """Sets the fraction for JAX's allocator, which reads it when the first device is found; a value
+    in the environment stays, and none is set when JAX has found its devices."""
     if xla_bridge.backends_are_initialized():
         return
     if not any(environment.get(name) for name in _FRACTION_VARIABLES):

@@ -1,9 +1,7 @@
-"""The step as StableHLO, for compilers other than XLA: `export_programs`.
-
-A program is a module of its own with one public function. Weights are not arguments but parameters,
-which a runtime looks up by name; the state comes first among the results, each part in place of
-the argument that it was. Rules and page tables are arguments, which a step only reads.
-"""
+"""`export_programs`: the step as StableHLO, for compilers other than XLA. A program is a module
+with one public function. Weights are parameters, which a runtime looks up by name; the state comes
+first among the results, each part in place of the argument that it was. Rules and page tables are
+arguments that a step only reads."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -49,12 +47,9 @@ class ExportedProgram:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportedModel:
-    """The programs of a runner.
-
-    `weights` are the parameters by name; `state` is what every program takes behind its own
-    arguments, and returns before its own results: the pools, then the last sampled tokens [R], then
-    the token history [slots].
-    """
+    """The programs of a runner. `weights` are the parameters by name; `state` is what every program
+    takes after its own arguments, and returns before its own results: the pools, then the last
+    sampled tokens [R], then the token history [slots]."""
 
     weights: dict[str, npt.NDArray[Any]]
     state: tuple[jax.ShapeDtypeStruct, ...]
@@ -62,8 +57,7 @@ class ExportedModel:
 
 
 def export_programs(model: ModelConfig, weights: Weights, setup: RunnerSetup) -> ExportedModel:
-    """The programs `decode`, for a token of each row, `prompt`, for `MAX_TOKENS` tokens, and
-    `copy`, of a page to another.
+    """The programs `decode` (a token a row), `prompt` (`MAX_TOKENS` tokens) and `copy` (of a page).
 
     `decode` and `prompt` take (wire [·], page table [R, P], rule records [L, W], state…) and return
     (state…, result [L, C]); `decode` has a result for each row only. `copy` takes (source page and
@@ -73,8 +67,6 @@ def export_programs(model: ModelConfig, weights: Weights, setup: RunnerSetup) ->
 
 
 class _Export:
-    """The arguments of all programs of a model."""
-
     def __init__(self, model: ModelConfig, weights: Weights, setup: RunnerSetup) -> None:
         self._limits = limits = setup.limits
         dtype = jnp.dtype(setup.dtype).type

@@ -1,15 +1,7 @@
-"""Hidden states between steps: those that a target's steps keep, and that a head's steps read.
-
-A runner that keeps them has one for each KV slot, [slots, E]: that of the token in the slot, before
-or after the final norm (`MTPLayout.takes_normed`), in the type of the activations. A head
-(`ModelConfig.reads_hidden`) computes a token at position p from the hidden state of the token
-before it; in the head's own sequence, which has nothing for the first token, it is at position
-p - 1, whose slot is that of the hidden state. For a token that was drawn by the head and is still
-on the device, it takes its own output for the token before, after its final norm, of which it keeps
-the newest of each row, [R, E].
-
-bfloat16 is stored as uint16, since XLA updates bfloat16 through float32 on a CPU.
-"""
+"""Hidden states between steps, [slots, E] in the activations' type, one for each KV slot. An MTP
+head computes a token at p from that of the token before it, at p - 1 in the head's own sequence;
+for a token that it drew and that is still on the device, from its own newest output of the row, [R,
+E]. bfloat16 is stored as uint16, since XLA updates it through float32 on a CPU."""
 
 from dataclasses import replace
 from typing import Any
@@ -23,7 +15,7 @@ from cadenza.core.step_schema import LogitInputs
 
 
 def new_states(count: int, width: int, dtype: Any) -> jax.Array:
-    """Zeros [count, width], as they are stored for activations of `dtype`."""
+    """Zeros [count, width], as stored for activations of `dtype`."""
     stored = jnp.uint16 if dtype == jnp.bfloat16 else dtype
     return jnp.zeros((count, width), stored)
 
@@ -36,9 +28,8 @@ def keep_states(stored: jax.Array, hidden: jax.Array, slots: jax.Array, dtype: A
 def read_states(
     stored: jax.Array, own: jax.Array, step: StepArrays, is_drawn: jax.Array, dtype: Any
 ) -> jax.Array:
-    """Float32 [T, E] for the tokens of a head's step (`as_head_step`): those of their slots, and
-    for tokens that `is_drawn` [T] marks those of `own` [R, E].
-    """
+    """Float32 [T, E] for the tokens of a head's step (`as_head_step`): those of their slots, or of
+    `own` [R, E] for tokens that `is_drawn` [T] marks."""
     of_target = stored[jnp.maximum(step.tokens.slots, 0)]
     chosen = jnp.where(is_drawn[:, None], own[step.token_rows], of_target)
     if dtype == jnp.bfloat16:

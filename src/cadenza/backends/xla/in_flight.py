@@ -1,16 +1,7 @@
-"""`InFlight`: the steps that a runner has launched and whose results have not been read.
-
-Waits for those steps on close, on reset, when the runner is garbage-collected and at interpreter
-exit. Invariant: when the interpreter finalises, the device has finished every step, and no thread
-is inside a JAX call made for the runner.
-
-Before Python 3.14, a thread that acquires the GIL during finalisation is terminated by unwinding
-its stack. If that stack contains C++ frames of JAX, the process aborts with `terminate called
-without an active exception`. This affects XLA's own threads as well as a daemon thread that steps
-an engine. Releasing the last reference to an array also counts as a JAX call, because the
-destructor releases and reacquires the GIL. Results are therefore released here, under the lock, and
-`read` returns a copy.
-"""
+"""`InFlight`: a runner's launched, unread steps. Invariant: when the interpreter finalises, every
+step is finished and no thread is inside JAX: before Python 3.14 a thread that acquires the GIL then
+is unwound, and with C++ frames of JAX on its stack the process aborts. Releasing an array counts,
+so `read` copies and releases under the lock."""
 
 import atexit
 import itertools
@@ -28,11 +19,8 @@ from cadenza.errors import RunnerError
 
 
 class InFlight:
-    """The unread steps of one runner, `owner`, to which it keeps no reference.
-
-    Hold `lock` during every JAX call for the runner. The exit handler acquires `lock` and never
-    releases it.
-    """
+    """The unread steps of one runner, `owner`, to which it keeps no reference. Hold `lock` during
+    every JAX call for the runner; the exit handler acquires it and never releases it."""
 
     def __init__(self, owner: object) -> None:
         self.lock = threading.RLock()
@@ -51,8 +39,8 @@ class InFlight:
         return key
 
     def results(self, key: int) -> tuple[jax.Array, ...]:
-        """What the device computes of a step; to be used under `lock`. Raises RunnerError as
-        `read` does."""
+        """What the device computes of a step; to be used under `lock`. Raises RunnerError as `read`
+        does."""
         if key not in self._unread:
             raise RunnerError("the step was dropped before it was read")
         return self._unread[key]
@@ -62,26 +50,21 @@ class InFlight:
         self._unread[key] = results
 
     def check_open(self) -> None:
-        """Raises RunnerError if the interpreter is exiting."""
         if self._has_exited:
             raise RunnerError("the interpreter is exiting; launch steps before it does")
 
     def read(self, key: int) -> tuple[npt.NDArray[Any], ...]:
-        """Waits for a step and returns host copies of its results. Each step can be read once.
-
-        Raises the device's own error if the step failed, and RunnerError if the runner was closed
-        or reset since the launch. After an interrupted or failed wait, `finish` releases the step.
-        """
+        """Waits for a step and returns host copies of its results; once for each step. Raises the
+        device's own error if the step failed, and RunnerError if the runner was closed or reset
+        since. After an interrupted or failed wait, `finish` releases the step."""
         with self.lock:
             # Converting only afterwards leaves no callback for an XLA thread to run.
             self.results(key)[0].block_until_ready()
             return tuple([np.array(each) for each in self._unread.pop(key)])
 
     def finish(self) -> None:
-        """Waits for every unread step and discards its result or error.
-
-        Does nothing in a forked child, where the device's threads do not exist.
-        """
+        """Waits for every unread step and discards its result or error. Does nothing in a forked
+        child, where the device's threads do not exist."""
         if os.getpid() != self._process_id:
             return
         with self.lock:
@@ -92,7 +75,6 @@ class InFlight:
                 self._unread.pop(key, None)
 
     def close(self) -> None:
-        """Waits for all steps and unregisters the exit handler. Idempotent."""
         self.finish()
         atexit.unregister(self.finish_at_exit)
 

@@ -1,12 +1,7 @@
-"""The proof at load: each operation of a step has the same bits in steps of every size.
-
-Owns the steps that are compared: the model's first layers, at least one of each kind, over tokens
-that are the same in each step, with some rows of every operation's result beside the step's own.
-So those kernels are proved that this card, this driver and these weights' shapes get, whatever
-chose them. Computes in pools of its own, before the model's are allocated.
-
-Legend as in `ops.table`; K tokens that are compared.
-"""
+"""The proof at load: each operation has the same bits in steps of every size. Computes the model's
+first layers, at least one of each type, in pools of its own, over tokens that are the same in each
+step, and compares some rows of every operation's result: with the kernels that this card, driver
+and these shapes get. Legend as in `ops.table`; K tokens that are compared."""
 
 import os
 import time
@@ -52,14 +47,14 @@ _Indices = npt.NDArray[np.int32]
 
 
 class Outcome(NamedTuple):
-    """What is compared of a step: rows of each operation's result, and its choices of tokens."""
+    """Compared values of a step: rows of each operation's result, and its choices of tokens."""
 
     taken: Sequence[npt.NDArray[Any]]  # [up to K, ·] each
     choices: npt.NDArray[np.int32]  # [up to K, C]
 
 
 class ProofInputs(NamedTuple):
-    """A step, and where the compared tokens are in it: the first `count` of `places`."""
+    """A step, and the indices of the compared tokens in it: the first `count` of `places`."""
 
     arrays: StepArrays
     read_hidden: Any | None  # [T, E], of a model that reads hidden states
@@ -70,8 +65,8 @@ class ProofInputs(NamedTuple):
 def prove_kernels(
     ops: ProgramOps, spec: DecoderSpec, limits: EngineLimits, weights: DecoderWeights
 ) -> KernelProof:
-    """Compares steps of all sizes, and then of single tokens of several rows, whose KV a step of
-    prompts has written. Raises ConfigError with the first operation whose bits differ."""
+    """Compares steps of all sizes, then of single tokens of several rows over the KV of prompts.
+    Raises ConfigError with the first operation whose bits differ."""
     started = time.perf_counter()
     sizes = ops.token_buckets(limits.max_num_batched_tokens)
     tokens = ProofTokens(spec, limits)
@@ -106,19 +101,17 @@ class ProofTokens:
 
     @property
     def num_pages(self) -> int:
-        """Of the prompts of the largest step."""
         return -(-self._most // self._length) * self._pages_per_row
 
     @cached_property
     def compared(self) -> _Indices:
-        """The tokens of prompts that are compared."""
         found = [0]
         while (following := max(found[-1] + 1, int(found[-1] * GROWTH))) < self._most:
             found.append(following)
         return np.array(found, np.int32)
 
     def rows(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        """Of which products have how many rows in steps of `sizes`: of tokens, or of logits."""
+        """The numbers of rows of products in steps of `sizes`: of tokens, or of logits."""
         num_logits = StepLayout(1, self._limits.max_num_seqs).num_logits
         return tuple(sorted({*sizes, *(min(size, num_logits) for size in sizes)}))
 
@@ -127,7 +120,7 @@ class ProofTokens:
         return self._num_tokens(self._limits.max_num_batched_tokens)
 
     def _num_tokens(self, size: int) -> int:
-        """How many tokens a step of `size` has: no more than the rows hold."""
+        """The tokens of a step of `size`: no more than the rows hold."""
         return min(size, self._length * self._limits.max_num_seqs)
 
     def can_be_single(self, size: int) -> bool:
@@ -135,13 +128,11 @@ class ProofTokens:
         return size <= self._limits.max_num_seqs and self._spec.model.recurrence is None
 
     def prompts(self, size: int) -> ProofInputs:
-        """As many tokens as a step of `size` has, row by row."""
         indices = np.arange(self._num_tokens(size))
         places = self.compared[self.compared < len(indices)]
         return self._step(size, indices, indices // self._length, places)
 
     def single_tokens(self, size: int) -> ProofInputs:
-        """The compared tokens in rows of their own, by turns."""
         indices = self.compared[np.arange(size) % len(self.compared)]
         places = np.arange(min(size, len(self.compared)), dtype=np.int32)
         return self._step(size, indices, np.arange(size), places)
@@ -219,7 +210,7 @@ class ProofSteps:
         return tuple(self._products.values())
 
     def compile(self, inputs: Mapping[int, ProofInputs]) -> None:
-        """The programs of steps by their size, side by side; they are traced one after another,
+        """Compiles the programs of steps by size in parallel; they are traced one after another,
         since an op table records one program at a time."""
         lowered = [
             self._program.trace(self._weights, self._pools, each).lower()
@@ -230,7 +221,6 @@ class ProofSteps:
             self._compiled = dict(zip(inputs, compiled, strict=True))
 
     def run(self, size: int, inputs: ProofInputs) -> Outcome:
-        """A step of `size`, which `compile` was given."""
         program = self._compiled[size]
         taken, choices, self._pools = program(self._weights, self._pools, inputs)
         valid = slice(0, int(inputs.count))
@@ -322,7 +312,6 @@ def num_first(spec: DecoderSpec, weights: DecoderWeights) -> int:
 
 
 def _label(call: Call, made: Recorded) -> str:
-    """An operation with its weight's shape and type, or with the width of its result."""
     name = call.name
     outer = [each for each in call.used if each is not None and each.storage.operand is not None]
     weights = [each for each in outer if len(each.shape) > 1 or each.dtype == np.uint8]

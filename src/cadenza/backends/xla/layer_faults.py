@@ -1,8 +1,6 @@
-"""Faults of one kind of layer each, for `cadenza verify --self-test`: `LAYER_FAULTS`.
-
-A fault changes the arrays that an operation is given where another row takes part in the step, so
-that it is the same in every op table, and absent from a step of one row. Legend as in `ops.table`.
-"""
+"""`LAYER_FAULTS`: faults of one type of layer each, for `cadenza verify --self-test`. A fault
+changes an operation's inputs where another row takes part in the step, so that it is the same in
+every op table, and absent from a step of one row. Legend as in `ops.table`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -34,10 +32,8 @@ Change = Callable[[FaultyTable, Given], Given]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerFault:
-    """A fault in one operation of the table; `layers` names the kind, as in "the model has no …".
-
-    With `needs_windows` a prompt is longer than a window (`backends.base.Fault.min_tokens`).
-    """
+    """A fault in one operation of the table; `layers` names the type, as in "the model has no …".
+    With `needs_windows` a prompt is longer than a window (`backends.base.Fault.min_tokens`)."""
 
     name: str
     layers: str
@@ -47,7 +43,6 @@ class LayerFault:
     needs_windows: bool = False
 
     def planted(self, make_ops: MakeOps, spec: DecoderSpec) -> OpTable:
-        """The table that `make_ops` makes, with the fault."""
         ops = make_ops(spec)
         sound, table = getattr(ops, self.operation), FaultyTable(ops, spec.page_size)
         setattr(ops, self.operation, lambda *given: sound(*self.change(table, given)))
@@ -64,7 +59,7 @@ def _busy_rows(step: StepArrays) -> jax.Array:
 
 
 def _next_rows(step: StepArrays) -> jax.Array:
-    """[R]: of each row the next one with tokens in the step, which may be the row itself."""
+    """[R]: of each row the next one with tokens in the step, or itself."""
     is_busy = _busy_rows(step)
     rows = jnp.arange(len(is_busy))
     others = (rows[:, None] + 1 + rows) % len(rows)  # [R, R], the row itself last
@@ -84,7 +79,6 @@ def _shared_kv_of_next_row(table: FaultyTable, given: Given) -> Given:
 
 
 def _with_page_of_next_row(table: FaultyTable, step: StepArrays) -> StepArrays:
-    """The second page of each row is the next one's, where both rows have filled it."""
     pages, others = step.page_table, _next_rows(step)
     if pages.shape[1] < 2:
         return step
@@ -94,7 +88,6 @@ def _with_page_of_next_row(table: FaultyTable, step: StepArrays) -> StepArrays:
 
 
 def _window_of_next_row(table: FaultyTable, given: Given) -> Given:  # noqa: ARG001
-    """A window begins where that of the next row's last token does."""
     inputs, pool, factors, step, layer = given
     if layer.window is None:
         return given
@@ -116,7 +109,6 @@ def _sinks_of_next_heads(table: FaultyTable, given: Given) -> Given:  # noqa: AR
 
 
 def _embedding_of_next_row(table: FaultyTable, given: Given) -> Given:  # noqa: ARG001
-    """The last token of each row has the per-layer embeddings of the next row's."""
     weights, step = given
     ids, last = step.tokens.ids, jnp.maximum(step.rows.query_starts[1:] - 1, 0)
     places = jnp.where(_busy_rows(step), last, len(ids))  # none of idle rows

@@ -1,10 +1,7 @@
-"""Op tables with one fault each, for `cadenza verify --self-test`, which must detect every fault.
-
-Each fault makes a row's bits depend on other rows or on how its prompt is split into chunks. Faults
-of all layers are in the reference table's subclasses, and in libraries of their own for tables of
-kernels (`csrc/core/faults.h`); those of a kind of layer (`layer_faults`) in the arrays that an
-operation of any table is given.
-"""
+"""Op tables with one fault each, for `cadenza verify --self-test`, which must detect every fault: a
+row's bits depend on other rows or on the chunks of its prompt. Faults of all layers are in the
+reference table's subclasses and in libraries of their own (`csrc/core/faults.h`), those of a type
+of layer (`layer_faults`) in an operation's inputs."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -126,22 +123,18 @@ _CUDA_FAULTS = (*_NATIVE_FAULTS, ("sums in an order that depends on the rows", _
 
 
 def has_native_faults() -> bool:
-    """Whether the library with faults exists for the instruction set in use."""
     return has_native_library() and faulty_library_path().exists()
 
 
 def has_cuda_faults() -> bool:
-    """Whether the library with faults exists for GPUs."""
     return faulty_cuda_library_path().exists()
 
 
 def native_faults(model: ModelConfig) -> FaultSet:
-    """Those of the kernels for CPUs."""
     return _kernel_faults("native", _native_table, _NATIVE_FAULTS, model)
 
 
 def cuda_faults(load: Callable[[], CudaLibrary], model: ModelConfig) -> FaultSet:
-    """Those of the kernels for GPUs, in the library that `load` gives."""
     return _kernel_faults("cuda", partial(_cuda_table, load), _CUDA_FAULTS, model)
 
 
@@ -151,7 +144,6 @@ def _kernel_faults(
     faults: Sequence[tuple[str, str, int, int]],
     model: ModelConfig,
 ) -> FaultSet:
-    """Those of a table that `table` makes with a value of `cadenza::Fault`."""
     sound = table(_NO_NATIVE_FAULT)
     own = [
         Fault(name=name, layer=layer, load_runner=_loads(table(value)), min_tokens=min_tokens)

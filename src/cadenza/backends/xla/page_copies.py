@@ -1,8 +1,6 @@
-"""Copies of pages, and of slots of states, to the host and back.
-
-A copied item, a page or a slot, consists of its part of each of several arrays along their first
-axis; its bytes are those parts, one after another. Items are copied `ITEMS_PER_CALL` at a time.
-"""
+"""Copies of pages, and of slots of states, to the host and back. A copied item, a page or a slot,
+is its part of each of several arrays along their first axis; its bytes are those parts, one after
+another. Items are copied `ITEMS_PER_CALL` at a time."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,8 +34,7 @@ class CopyPrograms:
 
 def read_function(take: TakeArrays, num_items: int) -> Callable[..., Any]:
     """The program (state, items [ITEMS_PER_CALL]) to their parts [ITEMS_PER_CALL, elements] of each
-    array. It does not take the state over.
-    """
+    array. The state is not donated."""
 
     def read_items(state: Any, items: jax.Array) -> Any:
         def parts(array: jax.Array) -> jax.Array:
@@ -72,7 +69,6 @@ def write_function(take: TakeArrays, put: PutArrays, num_items: int) -> Callable
 
 
 def padded_items(items: Sequence[int]) -> Int32Array:
-    """Items [ITEMS_PER_CALL]; the last one is repeated."""
     padded = np.full(ITEMS_PER_CALL, items[-1], np.int32)
     padded[: len(items)] = items
     return padded

@@ -1,8 +1,6 @@
-"""`DevicePlacement`: on which devices a runner's arrays lie, and how its programs run there.
-
-One device has whole arrays. On several (`DeviceMesh`) each has its part of the weights and of the
-KV pools, as one array with the devices along its first axis, and a copy of everything else.
-"""
+"""`DevicePlacement`: on which devices a runner's arrays lie, and how its programs run there. On
+several devices (`DeviceMesh`) each has its part of the weights and KV pools, as one array with the
+devices along its first axis, and a copy of everything else."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -23,9 +21,7 @@ class DevicePlacement(Protocol):
     @property
     def platform(self) -> str: ...
 
-    def put(self, load: LoadPart) -> Any:
-        """The weights on the devices."""
-        ...
+    def put(self, load: LoadPart) -> Any: ...
 
     def abstract(self, tree: Any) -> Any:
         """Shapes of arrays that every device has whole, as arguments to compile with."""
@@ -131,7 +127,6 @@ class DeviceMesh:
 
 
 def _mapped(change: Callable[[Any], Any], marks: Any, tree: Any) -> Any:
-    """The tree with the leaves below a mark that is True changed."""
     return jax.tree.map(
         lambda mark, part: jax.tree.map(change, part) if mark else part, marks, tree
     )

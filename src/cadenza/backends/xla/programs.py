@@ -1,9 +1,6 @@
 """The compiled programs of one runner: a step per bucket, and the updates of the device state.
-
-`compile_programs` compiles everything ahead of time. A compiled program raises when called with
-another shape, so nothing can compile after warm-up. `DeviceState` is the data that stays on the
-device between steps.
-"""
+`compile_programs` compiles everything ahead of time; a compiled program raises for another shape,
+so nothing can compile after warm-up. `DeviceState` stays on the device between steps."""
 
 import itertools
 import os
@@ -92,8 +89,8 @@ and XLA uses threads itself."""
 
 
 class RowState(NamedTuple):
-    """What is known of the rows besides their KV. The programs that need no more take it alone: a
-    call takes longer, the more arrays it passes."""
+    """The rows' data besides their KV. Programs that need no more take it alone, since a call takes
+    longer the more arrays it passes."""
 
     last_sampled: Any  # [R]
     page_table: Any  # [R, P]
@@ -125,11 +122,9 @@ class RowPrograms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Programs:
-    """The compiled programs; `step` maps a bucket (padded tokens) to its step.
-
-    `begin` and `choose` are its two parts, for steps whose masks follow; none if XLA sees the
-    operations of a step, or the model reads hidden states.
-    """
+    """The compiled programs; `step` maps a bucket (padded tokens) to its step. `begin` and `choose`
+    are its two parts, for steps whose masks follow; none if XLA sees the operations of a step, or
+    the model reads hidden states."""
 
     new_state: Compiled
     rows: RowPrograms
@@ -144,12 +139,9 @@ class Programs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepProgram:
-    """The programs of a step of one size, to compile or export.
-
-    A step has three parts: its tokens enter, its layers run, its tokens are chosen. `begin` is the
-    first two of them and `choose` the third, for steps whose masks follow. `num_logits` are the
-    logit rows that it computes; None is all of the layout's.
-    """
+    """The programs of a step of one size, to compile or export. A step has three parts: its tokens
+    enter, its layers run, its tokens are chosen. `begin` is the first two and `choose` the third,
+    for steps whose masks follow. `num_logits` are the logit rows that it computes; None is all."""
 
     ops: OpTable
     spec: DecoderSpec
@@ -160,11 +152,9 @@ class StepProgram:
     def step(
         self, weights: DecoderWeights, state: DeviceState, wire: jax.Array, kept: Any = None
     ) -> tuple[DeviceState, jax.Array, jax.Array]:
-        """(weights, state, wire [·]) to (state, result [L, C], last hidden states [L, E]).
-
-        A model that reads hidden states takes as `kept` those of another runner, [slots, E]. No
-        token of the step may then be the first of its sequence.
-        """
+        """(weights, state, wire [·]) to (state, result [L, C], last hidden states [L, E]). A model
+        that reads hidden states takes as `kept` those of another runner, [slots, E]; no token of
+        the step may then be the first of its sequence."""
         state, arrays, read_hidden = self.enter(state, wire, kept)
         context = self.context(weights, state, arrays)
 
@@ -200,7 +190,7 @@ class StepProgram:
         self, state: DeviceState, wire: jax.Array, kept: jax.Array | None
     ) -> tuple[DeviceState, StepArrays, jax.Array | None]:
         """The state with the step's tokens at their slots, the step's arrays, and the hidden states
-        [T, E] that it reads, if any."""
+        [T, E] that it reads."""
         arrays = self._arrays(wire, state.rows)
         slots, history = arrays.tokens.slots, state.rows.token_history
         history = set_first_rows(history, slots, arrays.tokens.ids, arrays.num_tokens)
@@ -222,7 +212,6 @@ class StepProgram:
         return arrays._replace(rules=RuleArrays(rows.rule_records, rows.token_history))
 
     def _without_placeholders(self, arrays: StepArrays) -> StepArrays:
-        """With an id of the vocabulary for each token that has an image slot."""
         vision, tokens = self.spec.model.vision, arrays.tokens
         if vision is None:
             return arrays
@@ -232,7 +221,6 @@ class StepProgram:
     def context(
         self, weights: DecoderWeights, state: DeviceState, arrays: StepArrays
     ) -> StepContext:
-        """What the layers of a step compute with."""
         return StepContext.of(self.ops, self.spec, arrays, weights.ropes, state.image_rows)
 
     def _run_layers(
@@ -247,7 +235,6 @@ class StepProgram:
     def _with_states(
         self, state: DeviceState, arrays: StepArrays, made: LayerOutputs
     ) -> DeviceState:
-        """The state with what the layers made of it."""
         dtype, kept, own = self.spec.dtype, state.kept_hidden, state.own_hidden
         if made.kept is not None:
             kept = keep_states(kept, made.kept, arrays.tokens.slots, dtype)
@@ -257,10 +244,8 @@ class StepProgram:
 
 
 def _with_choices(rows: RowState, arrays: StepArrays, result: jax.Array) -> RowState:
-    """The rows with the last token that the step chooses for each, if it chooses any.
-
-    The logit rows of a row are in ascending order of position.
-    """
+    """The rows with the last token that the step chooses for each, if any. The logit rows of a row
+    are in ascending order of position."""
     logits, last_sampled = arrays.logits, rows.last_sampled
     is_choice = (logits.token_indices >= 0) & (logits.targets == NO_TARGET)  # [L]
     places = jnp.arange(len(is_choice), dtype=jnp.int32)
@@ -303,10 +288,8 @@ def scores_of_row(scores: jax.Array, row: jax.Array) -> jax.Array:
 
 
 def copy_function(ops: OpTable, page_size: int) -> Callable[..., DeviceState]:
-    """The program (state, copies [PAGE_COPIES, 3] of `PageCopy`, count []) to the updated state.
-
-    A page can be as large as a sequence, so only the blocks that contain tokens are copied.
-    """
+    """The program (state, copies [PAGE_COPIES, 3] of `PageCopy`, count []) to the updated state. A
+    page can be as large as a sequence, so only the blocks that contain tokens are copied."""
     size = PAGE_SIZE_UNIT
 
     def copy_pages(state: DeviceState, copies: jax.Array, count: jax.Array) -> DeviceState:
@@ -345,7 +328,6 @@ def _with_page_arrays(state: DeviceState, arrays: Any) -> DeviceState:
 
 
 def _state_arrays(state: DeviceState) -> StatePool:
-    """What a slot consists of, likewise."""
     assert state.pools.states is not None, "the model has states"
     return state.pools.states
 
@@ -355,8 +337,7 @@ def _with_state_arrays(state: DeviceState, arrays: StatePool) -> DeviceState:
 
 
 def state_function(ops: OpTable, spec: DecoderSpec, setup: RunnerSetup) -> Callable[[], Any]:
-    """The program () to a new `DeviceState` with every KV element set to `setup.fill`, or with what
-    is written per slot left unwritten."""
+    """The program () to a new `DeviceState` with every KV element `setup.fill`, or unwritten."""
     limits, width = setup.limits, spec.model.hidden_size
     num_words = RuleLayout(spec.model.vocab_size).num_words
     num_slots = limits.num_pages * spec.page_size
@@ -420,7 +401,6 @@ def state_function(ops: OpTable, spec: DecoderSpec, setup: RunnerSetup) -> Calla
 def abstract_state(
     ops: OpTable, spec: DecoderSpec, setup: RunnerSetup, sharding: Any
 ) -> DeviceState:
-    """The state of a runner as programs are compiled for it."""
     return jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         jax.eval_shape(state_function(ops, spec, setup)),
@@ -428,10 +408,8 @@ def abstract_state(
 
 
 def span_rows(ops: OpTable, model: ModelConfig, setup: RunnerSetup) -> int:
-    """Rows for the longest span that a runner computes in passes; 0 if it computes none so.
-
-    Where XLA sees the operations, it may round them otherwise in another program than the step's.
-    """
+    """Rows for the longest span that a runner computes in passes; 0 if it computes none so: where
+    XLA sees the operations, it may round them otherwise in another program than the step's."""
     can_divide = ops.is_opaque and not ("hidden_states" in setup.capabilities or model.reads_hidden)
     if model.vision is None or not (setup.num_image_slots and can_divide):
         return 0
@@ -465,13 +443,10 @@ def compile_programs(
     weights: DecoderWeights,
     placement: DevicePlacement,
 ) -> Programs:
-    """Compiles every program that a runner calls."""
     return _Compiler(ops, spec, setup, placement).compile(weights)
 
 
 class _Compiler:
-    """Compiles from abstract arguments for a placement."""
-
     def __init__(
         self, ops: OpTable, spec: DecoderSpec, setup: RunnerSetup, placement: DevicePlacement
     ) -> None:
@@ -540,8 +515,6 @@ class _Compiler:
         return [(bucket, "step", step), (bucket, "begin", begin), (bucket, "choose", choose)]
 
     def _part(self, compiling: Executor, function: Callable[..., Any], *inputs: Any) -> Any:
-        """The function as it is compiled, which takes over its second input, and its abstract
-        results."""
         has_states = "hidden_states" in self._setup.capabilities or self._spec.model.reads_hidden
         options = self._step_options
         if self._ops.is_opaque and not has_states:
@@ -589,7 +562,6 @@ class _Compiler:
 
 
 def _as_abstract(weights: DecoderWeights) -> Any:
-    """The shapes of arrays on devices, and where they lie."""
     return jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), weights
     )

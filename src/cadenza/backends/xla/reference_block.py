@@ -1,8 +1,6 @@
 """What the recurrences of `ReferenceModel` share: a layer's tensors, its convolution and its state.
-
 Legend: C tokens of a chunk · E embed · J inputs of the convolution · M its channels · Hv heads ·
-Dk/Dv sizes of keys and values.
-"""
+Dk/Dv sizes of keys and values."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -17,7 +15,6 @@ State = tuple[jax.Array, jax.Array]
 
 
 def new_state(shape: Recurrence) -> State:
-    """The state before the first token."""
     inputs = jnp.zeros((shape.num_inputs - 1, shape.num_channels), jnp.float32)
     sizes = shape.matrices
     if sizes is None:
@@ -47,8 +44,8 @@ class BlockTensors(NamedTuple):
     def convolve(
         self, name: str, x: jax.Array, before: jax.Array, last: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """The causal depthwise convolution of x [C, M] behind the inputs `before` [J - 1, M], and
-        the newest inputs behind token `last` []."""
+        """The causal depthwise convolution of x [C, M] after the inputs `before` [J - 1, M], and
+        the newest inputs after token `last` []."""
         taps = self.tensor(f"{name}.weight")[:, 0]  # [M, J]
         inputs = jnp.concatenate([before, x])  # [J - 1 + C, M]
         lags = range(taps.shape[1])

@@ -1,11 +1,7 @@
-"""`DeltaNet`: a gated delta net of `ReferenceModel`, in float32 and a token at a time.
-
-Written from the equations of arXiv 2412.06464, with matrices that map keys to values; it shares
-nothing with `ops.recurrent`.
-
-Legend: C tokens of a chunk · E embed · J inputs of the convolution · M its channels · Hk/Hv key and
-value heads · Dk/Dv their sizes.
-"""
+"""`DeltaNet`: a gated delta net of `ReferenceModel`, in float32 and a token at a time, from the
+equations of arXiv 2412.06464; shares nothing with `ops.recurrent`. Legend: C tokens of a chunk · E
+embed · J inputs of the convolution · M its channels · Hk/Hv key and value heads · Dk/Dv their
+sizes."""
 
 from typing import NamedTuple
 
@@ -24,7 +20,7 @@ class DeltaNet(NamedTuple):
     norm_eps: float
 
     def apply(self, x: jax.Array, state: State, last: jax.Array) -> tuple[jax.Array, State]:
-        """The output [C, E] for the chunk x [C, E], and the state behind token `last` []."""
+        """The output [C, E] for the chunk x [C, E], and the state after token `last` []."""
         shape, count, block = self.shape, len(x), self.block
         sums, kept = block.convolve("conv1d", block.project("in_proj_qkv", x), state[0], last)
         mixed = silu(sums)

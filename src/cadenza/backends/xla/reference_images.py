@@ -1,10 +1,7 @@
-"""`SeenImages`: the images of one sequence as `ReferenceModel` takes them, in float32.
-
-The rows of all placeholders come from `ReferenceTower`, and the rotary positions (M-RoPE) from the
-definition, counted up token by token; nothing is shared with the engine's slots and positions.
-
-Legend: C tokens of a chunk · S placeholders of all images · E embed.
-"""
+"""`SeenImages`: the images of one sequence for `ReferenceModel`, in float32. Rows come from
+`ReferenceTower`, rotary positions (M-RoPE) from the definition, counted up token by token; nothing
+is shared with the engine's. Legend: C tokens of a chunk · S placeholders of all images · E
+embed."""
 
 from collections.abc import Sequence
 
@@ -36,7 +33,7 @@ class SeenImages:
         self, token_ids: npt.NDArray[np.int32]
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_], npt.NDArray[np.float32]]:
         """Of a chunk's tokens [C]: the ids that stand for them in tables, which of them have rows,
-        and the rows [C, parts, E], which are zeros for text."""
+        and the rows [C, parts, E], zeros for text."""
         is_image = token_ids == self._token_id
         found = np.zeros((len(token_ids), *self._rows.shape[1:]), np.float32)
         stop = self._num_taken + int(is_image.sum())

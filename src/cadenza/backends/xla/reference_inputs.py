@@ -1,9 +1,6 @@
-"""What Gemma 4's layers have beside attention and MLP, as `ReferenceModel` computes it in float32.
-
-Written from the definition in transformers; it shares nothing with the op table or its layers.
-
-Legend: C tokens of a chunk · E embed · P values of a token for a layer · X experts.
-"""
+"""What Gemma 4's layers have beside attention and MLP, in float32, from the definition in
+transformers; shares nothing with the op table or its layers. Legend: C tokens of a chunk · E embed
+· P values of a token for a layer · X experts."""
 
 from collections.abc import Callable, Mapping
 
@@ -44,10 +41,8 @@ def add_layer_input(
 def parallel_mixture(
     model: ModelConfig, layer: Tensors, x: jax.Array, dense: jax.Array, activate: Activate
 ) -> jax.Array:
-    """The sum of the normed MLP output `dense` and of the experts' for the stream x [C, E].
-
-    All experts are computed; those that are not chosen have weight 0.
-    """
+    """The sum of the normed MLP output `dense` and of the experts' for the stream x [C, E]. All
+    experts are computed; those that are not chosen have weight 0."""
     experts = model.experts
     assert experts is not None, "the model has no experts"
     routed = _normed(x, model) * layer["router.scale"] / np.sqrt(model.hidden_size)

@@ -1,7 +1,5 @@
 """Attention over latents of `ReferenceModel`, not absorbed: keys and values of all heads are made.
-
-Legend: C tokens of a chunk · N positions of the context · H heads · L rank of the latents.
-"""
+Legend: C tokens of a chunk · N positions of the context · H heads · L rank of the latents."""
 
 from dataclasses import dataclass
 
@@ -33,8 +31,8 @@ class LatentHeads:
     def apply(
         self, x: jax.Array, cache: Cache, start: jax.Array, factors: jax.Array
     ) -> tuple[jax.Array, Cache]:
-        """The outputs [C, E] of a chunk at position `start`, whose rope factors are given, and the
-        cache with its keys and values."""
+        """The outputs [C, E] of a chunk at position `start` with its rope factors, and the cache
+        with its keys and values."""
         shape, count = self.shape, len(x)
         query = self._query(x).reshape(count, shape.num_heads, shape.query_size)
         plain, rotated = jnp.split(query, [shape.plain_size], axis=-1)
@@ -55,7 +53,6 @@ class LatentHeads:
         return self._project("q_b_proj", latent)
 
     def _key_value(self, x: jax.Array, factors: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The keys and values of all heads; heads share the rotated part."""
         shape = self.shape
         both = self._project("kv_a_proj_with_mqa", x)
         latent, rotated = jnp.split(both, [shape.rank], axis=-1)

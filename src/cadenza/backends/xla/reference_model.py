@@ -1,12 +1,7 @@
-"""`ReferenceModel`: an independent, simple implementation of the supported models in float32.
-
-One sequence with contiguous KV and an unblocked softmax; no pages, batches or op table. `cadenza
-verify` compares the engine with it. It shares only the loading of the checkpoint with the engine;
-rope factors are computed by `reference_rope`. A layer is a program of its own, compiled once for
-all layers of a kind.
-
-Legend: C tokens of a chunk · N positions of the context · E embed · Hq/Hkv heads · D head size.
-"""
+"""`ReferenceModel`: an independent, simple implementation of the supported models in float32: one
+sequence, contiguous KV, unblocked softmax, no pages, batches or op table. `cadenza verify` compares
+the engine with it; they share only the loading of the checkpoint. Legend: C tokens of a chunk · N
+positions of the context · E embed · Hq/Hkv heads · D head size."""
 
 import re
 from collections.abc import Sequence
@@ -93,18 +88,15 @@ class ReferenceModel:
         return np.pad(factors, ((0, self._context - len(factors)), (0, 0)))
 
     def start(self) -> None:
-        """Resets to an empty sequence; the next token is at position 0."""
         self._caches = [self._new_cache(kind) for kind in self._model.layer_kinds]
         self._length = 0
         self.see(())
 
     def see(self, attachments: Sequence[Attachment]) -> None:
-        """The images of the prompt of an empty sequence."""
         if self._tower is not None:
             self._images = SeenImages(self._tower, self._model.hidden_size, attachments)
 
     def _new_cache(self, kind: LayerKind) -> _Cache:
-        """Keys and values, or the state of a recurrence."""
         if kind.recurrence is not None:
             return new_state(kind.recurrence)
         if kind.latent is not None:
@@ -114,7 +106,6 @@ class ReferenceModel:
         return jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.float32)
 
     def append(self, token_ids: list[int]) -> npt.NDArray[np.float32]:
-        """Appends tokens to the sequence; returns the logits [V] after the last one."""
         logits = np.empty(0, np.float32)
         for begin in range(0, len(token_ids), CHUNK):
             part = token_ids[begin : begin + CHUNK]
@@ -205,7 +196,6 @@ class ReferenceModel:
         return self._gated_mlp(layer, self._model.names.mlp, x)
 
     def _gated_mlp(self, layer: _Tensors, prefix: str, x: jax.Array) -> jax.Array:
-        """The gated MLP whose tensors' names begin with `prefix`."""
         names = self._model.names
         fused = "gate_up_proj" if self._model.has_fused_tensors else names.gate_up
         if fused is not None:
@@ -244,7 +234,6 @@ class ReferenceModel:
         return total + self._shared(layer, x) if experts.shared_size else total
 
     def _shared(self, layer: _Tensors, x: jax.Array) -> jax.Array:
-        """The output of the MLP for all tokens."""
         experts = self._model.experts
         assert experts is not None, "the model has no experts"
         prefix = experts.names.shared
@@ -303,8 +292,8 @@ class ReferenceModel:
     def _query_key_value(
         self, layer: _Tensors, x: jax.Array, heads: HeadShape
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-        """Query, key and value heads [C, H, D], with the model's query and key norms applied, and
-        the gates of the outputs."""
+        """Query, key and value heads [C, H, D], with the model's norms applied, and the outputs'
+        gates."""
         model = self._model
         if model.has_fused_tensors:
             fused = _project(layer, "self_attn.qkv_proj", x)
@@ -341,11 +330,8 @@ class ReferenceModel:
 
 
 class _NormNames(NamedTuple):
-    """The tensor names of a layer's norms.
-
-    `post_attention_layernorm` is the norm after attention if the model has post-norms, and
-    otherwise the norm before the MLP.
-    """
+    """The tensor names of a layer's norms. `post_attention_layernorm` is the norm after attention
+    if the model has post-norms, and otherwise the norm before the MLP."""
 
     before_mixer: str
     after_mixer: str

@@ -1,12 +1,7 @@
-"""Rope factors of `ReferenceModel`, computed one rotary pair at a time in float64.
-
-An independent implementation of `checkpoint.rope_factors`; the two share only `RopeConfig`. It
-follows the definitions and is not optimised for speed.
-
-Sources: Su et al., 2021 (rotary embedding); Peng et al., 2023 (YaRN); Ding et al., 2024 (LongRoPE);
-for Llama 3.1's scaling, linear scaling and the ramp of YaRN, `modeling_rope_utils` of transformers,
-the implementation for which checkpoints are published.
-"""
+"""Rope factors of `ReferenceModel`, one rotary pair at a time in float64, from the definitions;
+shares only `RopeConfig` with `checkpoint.rope_factors`. Sources: Su et al., 2021 (rotary
+embedding); Peng et al., 2023 (YaRN); Ding et al., 2024 (LongRoPE); for Llama 3.1's and linear
+scaling and YaRN's ramp, `modeling_rope_utils` of transformers."""
 
 import math
 

@@ -1,8 +1,6 @@
-"""`ConvNet` and `ScanNet`: the other recurrences of `ReferenceModel`, in float32.
-
-Written from LFM2's and Mamba-2's (arXiv 2405.21060) equations, the latter in its form as a masked
-product within a chunk; they share nothing with `ops.recurrent`. Legend as in `reference_block`.
-"""
+"""`ConvNet` and `ScanNet`: the other recurrences of `ReferenceModel`, in float32, from the
+equations of LFM2 and Mamba-2 (arXiv 2405.21060, as a masked product within a chunk); they share
+nothing with `ops.recurrent`. Legend as in `reference_block`."""
 
 from typing import NamedTuple
 
@@ -20,7 +18,7 @@ class ConvNet(NamedTuple):
     block: BlockTensors
 
     def apply(self, x: jax.Array, state: State, last: jax.Array) -> tuple[jax.Array, State]:
-        """The output [C, E] for the chunk x [C, E], and the state behind token `last` []."""
+        """The output [C, E] for the chunk x [C, E], and the state after token `last` []."""
         first, gate, third = jnp.split(self.block.project("in_proj", x), 3, axis=-1)
         sums, kept = self.block.convolve("conv", first * third, state[0], last)
         return self.block.project("out_proj", gate * sums), (kept, state[1])
@@ -71,7 +69,6 @@ class ScanNet(NamedTuple):
 
 
 def net_of(shape: Recurrence, block: BlockTensors, norm_eps: float) -> DeltaNet | ConvNet | ScanNet:
-    """The recurrence of a layer."""
     match shape:
         case DeltaShape():
             return DeltaNet(shape, block, norm_eps)

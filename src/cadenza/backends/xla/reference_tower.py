@@ -1,11 +1,7 @@
-"""`ReferenceTower`: an independent, simple implementation of image towers, in numpy's float64.
-
-One image part at once, with a whole softmax; no blocks, no quanta, no op table. `cadenza verify`
-compares the engine with it. It shares with the engine only the loading of the checkpoint and the
-patches of the processor.
-
-Legend: N patches in the processor's order · E width · H heads · D head size · M tokens.
-"""
+"""`ReferenceTower`: an independent, simple implementation of image towers, in numpy's float64: one
+image part at once, a whole softmax, no op table. `cadenza verify` compares the engine with it; they
+share only the loading of the checkpoint and the processor's patches. Legend: N patches in the
+processor's order · E width · H heads · D head size · M tokens."""
 
 import math
 from collections.abc import Callable, Mapping

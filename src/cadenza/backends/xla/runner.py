@@ -1,9 +1,7 @@
-"""`XlaRunner`: `backends.base.Runner` on JAX. Launches compiled steps over donated device state.
-
-Owns the weights, the device state and the programs of one model on one device; independent of
-requests, scheduling and text. Invariants: KV pools are updated in place, steps run in launch order,
-nothing compiles after `warmup`, and nothing runs after `close`.
-"""
+"""`XlaRunner`: `backends.base.Runner` on JAX: launches compiled steps over donated device state.
+Owns the weights, the state and the programs of one model on one device. Invariants: KV pools are
+updated in place, steps run in launch order, nothing compiles after `warmup`, nothing runs after
+`close`."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -71,8 +69,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class XlaStepHandle:
-    """A launched step; `key` identifies its result [L, C] in `in_flight`, beside which its last
-    hidden states [L, E] are kept if `hidden_rows` [H] of them are needed."""
+    """A launched step; `key` identifies its result [L, C] in `in_flight`, with its last hidden
+    states [L, E] if `hidden_rows` [H] of them are needed."""
 
     key: int
     num_logits: int
@@ -171,7 +169,6 @@ class XlaRunner:
         self._in_flight = InFlight(self)
 
     def _load(self, weights: Weights, index: int) -> DecoderWeights:
-        """The weights, or those of the device with this index."""
         if self._setup.ops == "split":
             rank = Rank(index, self._setup.num_devices)
             weights = split_weights(weights, self._model, rank)
@@ -198,7 +195,6 @@ class XlaRunner:
 
     @property
     def _sees(self) -> bool:
-        """Whether its state has embeddings of images."""
         return self._model.vision is not None and self.num_image_slots > 0
 
     @property
@@ -239,7 +235,6 @@ class XlaRunner:
 
     @property
     def state_holder(self) -> StateHolder:
-        """For runners that compute on this one's KV."""
         return self._holder
 
     @property
@@ -260,23 +255,19 @@ class XlaRunner:
 
     @property
     def weights(self) -> DecoderWeights:
-        """The loaded weights. Raises RunnerError after `close`."""
         if self._weights is None:
             raise RunnerError("the runner was closed; make a new one")
         return self._weights
 
     @property
     def programs(self) -> Programs:
-        """The compiled programs. Raises RunnerError before `warmup`."""
         if self._programs is None:
             raise RunnerError("the runner was not warmed up; call warmup() first")
         return self._programs
 
     def warmup(self) -> None:
-        """Compiles every program and runs each step program once with no tokens.
-
-        Raises ConfigError if the kernels are proved at load and are not exact.
-        """
+        """Compiles every program and runs each step program once with no tokens. Raises ConfigError
+        if the kernels are proved at load and are not exact."""
         setup, weights = self._setup, self.weights
         if self._ops.is_proved_at_load:  # while the pools take no memory
             self._proof = self._prove(weights)
@@ -341,13 +332,11 @@ class XlaRunner:
         return self._sent(inputs, result, hidden)
 
     def _compute_span(self, state: DeviceState, call: SpanCall) -> DeviceState:
-        """Dispatches rows of a pass over a span."""
         if self._spans is None:
             raise RunnerError("the runner computes no spans in passes")
         return self._spans.run(self.weights, state, call)
 
     def _encode(self, calls: Sequence[ImageCall]) -> None:
-        """Dispatches quanta of images."""
         if self._encoder is None:
             raise RunnerError("the runner encodes no images; load it with image slots")
         self._encoder.check(calls)
@@ -357,7 +346,6 @@ class XlaRunner:
         self._state = state._replace(tower=tower, image_rows=rows)
 
     def _finish(self, key: int, inputs: ModelInputs, masks: Sequence[MaskUpdate]) -> None:
-        """Dispatches the choice of tokens of a step whose masks followed."""
         programs = self.programs
         choose = programs.choose[len(inputs.tokens.ids)]
         with self._in_flight.lock:
@@ -370,7 +358,6 @@ class XlaRunner:
             del hidden, result
 
     def _update_state(self, programs: Programs, inputs: ModelInputs) -> DeviceState:
-        """Takes the state, with the step's pages and rules written."""
         state = self._take_state()
         for start in range(0, len(inputs.page_updates), PAGE_UPDATES):
             part = inputs.page_updates[start : start + PAGE_UPDATES]

@@ -1,19 +1,7 @@
-"""`SpanPasses`: a span whose tokens attend to each other both ways, in passes over its rows.
-
-A step computes a span whole; a pass is what several steps share. Pass 0 enters the rows and writes
-their keys and values of the first layer. Pass n takes the residual stream that pass n - 1 left on
-the device, computes the rest of layer n - 1, and writes keys and values of layer n. Behind the last
-one all KV of the span is written. No more is needed: its last layer gives nothing that others read,
-and a step computes the prompt's last token again, if it is in the span.
-
-Invariant: a call computes any rows of a pass, and has the bits of the step that computes all
-layers of all rows, if every row had the passes before. It runs the step's own operations; keys and
-values that they write a second time are the same.
-
-The stream has the rows of the longest span, and as many behind it where calls have fewer rows: all
-calls read and write N rows from their first one on. Legend as in `ops.table`; N rows of the longest
-span.
-"""
+"""`SpanPasses`: a bidirectional span in passes over its rows. Pass 0 enters the rows and writes the
+first layer's KV; pass n finishes layer n - 1 from the stream on the device and writes layer n's KV.
+A call has the bits of a whole step, if every row had the passes before. Legend as in `ops.table`; N
+rows of the longest span; the stream has 2 N, since calls read and write N rows from their first."""
 
 from collections.abc import Callable
 from typing import Any
@@ -54,8 +42,6 @@ class SpanPasses:
         self._compiled: tuple[Compiled, ...] = ()
 
     def compile(self, weights: DecoderWeights, state: Any, sharding: Any) -> None:
-        """Compiles every pass, for an abstract `DeviceState`."""
-
         def words(*shape: int) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
 
@@ -123,7 +109,7 @@ def _weights_of(weights: DecoderWeights, index: int) -> DecoderWeights:
 def _finish(
     context: StepContext, weights: DecoderWeights, rows: jax.Array, index: int, pools: LayerPools
 ) -> tuple[Entered, LayerPools]:
-    """The stream behind layer `index`, from its `rows` before, and the pools."""
+    """The stream after layer `index`, from its `rows` before, and the pools."""
     if weights.layer_embedding is None:
         entered = Entered.of_stream(context, Residual(rows, context.step.num_tokens))
     else:
@@ -136,7 +122,6 @@ def _finish(
 
 
 def _changed(pools: LayerPools, before: LayerPools) -> dict[int, KVPool]:
-    """The pools of the groups whose KV was written."""
     pairs = zip(pools.kv, before.kv, strict=True)
     return {group: new for group, (new, old) in enumerate(pairs) if new is not old}
 
@@ -145,7 +130,7 @@ def _with_rows(
     span: jax.Array, old: jax.Array, new: jax.Array, place: tuple[jax.Array, StepArrays]
 ) -> jax.Array:
     """`span` with the defined rows of `new` [N, E] in place of `old`, from a first one on; the rows
-    behind are another call's."""
+    after them are another call's."""
     first, arrays = place
     is_defined = jnp.arange(len(new)) < arrays.num_tokens
     rows = jnp.where(is_defined[:, None], new, old)

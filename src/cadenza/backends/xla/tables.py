@@ -1,8 +1,6 @@
-"""The op tables that `--ops` names: what each needs, and what a backend has with it.
-
-Owns the choice of a table and its traits; loads no weights. Invariant: a table that was named is
-never replaced by another, and what `auto` passes over is told (`Choice.note`).
-"""
+"""The op tables that `--ops` names: what each needs, its traits, and the choice of one; loads no
+weights. A table that was named is never replaced by another, and what `auto` passes over is
+reported (`Choice.note`)."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -66,17 +64,11 @@ class Table(Protocol):
 
     def new_ops(self, spec: DecoderSpec) -> OpTable: ...
 
-    def add_traits(self, common: BackendTraits, model: ModelConfig) -> BackendTraits:
-        """The traits with those that follow from the table."""
-        ...
+    def add_traits(self, common: BackendTraits, model: ModelConfig) -> BackendTraits: ...
 
-    def describe_arithmetic(self, device: Any) -> tuple[str, ...]:
-        """What decides the bits of a step besides JAX's versions and the device's name."""
-        ...
+    def describe_arithmetic(self, device: Any) -> tuple[str, ...]: ...
 
-    def name_class(self, device: Any, checkpoint: Checkpoint, setup: RunnerSetup) -> str | None:
-        """As `Backend.name_arithmetic`."""
-        ...
+    def name_class(self, device: Any, checkpoint: Checkpoint, setup: RunnerSetup) -> str | None: ...
 
 
 class Choice(NamedTuple):
@@ -268,10 +260,8 @@ NAMED_ONLY: Sequence[Table] = (SplitTable(),)
 def choose_table(
     ops: Ops, device: Any, model: ModelConfig, tables: Sequence[Table] = TABLES
 ) -> Choice:
-    """The table named `ops`; `auto` is the first that runs the model on the device.
-
-    Raises ConfigError if the one that was named does not.
-    """
+    """The table named `ops`; `auto` is the first that runs the model on the device. Raises
+    ConfigError if the one that was named does not."""
     if ops != "auto":
         (named,) = (table for table in (*tables, *NAMED_ONLY) if table.name == ops)
         obstacle = named.obstacle(device, model)

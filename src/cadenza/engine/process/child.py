@@ -1,8 +1,7 @@
 """The engine process's program: `run_child`. It exits when the front end does, whatever it is
 doing, and ignores the signals of the terminal and the service manager, which are for the front end.
 Invariant: only frames are written to the socket; everything printed goes to the pipe that is
-logged.
-"""
+logged."""
 
 import ctypes
 import logging
@@ -147,9 +146,7 @@ def run_child(
     arguments: list[str], load: Load, load_libraries: Callable[[], None] | None = None
 ) -> None:
     """Serves one front end and exits. `arguments`: socket, lifeline, the front end's process id.
-
-    `load_libraries` is called at once, perhaps before the front end can say what to load.
-    """
+    `load_libraries` is called at once, perhaps before the front end can say what to load."""
     connection_fd, lifeline_fd, parent_pid = map(int, arguments)
     _follow_front_end(lifeline_fd, parent_pid)
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -228,11 +225,9 @@ def _log_to_stderr(level: int) -> None:
 
 
 def _follow_front_end(lifeline_fd: int, parent_pid: int) -> None:
-    """Makes this process exit with the front end: by a thread, and on Linux also by the kernel.
-
-    The thread sees the lifeline close even while native code computes; the kernel's signal arrives
-    even while native code holds the GIL.
-    """
+    """Makes this process exit with the front end: a thread sees the lifeline close even while
+    native code computes; on Linux the kernel's signal arrives even while native code holds the
+    GIL."""
 
     def watch() -> None:
         os.read(lifeline_fd, 1)

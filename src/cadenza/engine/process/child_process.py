@@ -1,8 +1,6 @@
-"""`ChildProcess`: the front end's handle on one engine process.
-
-Owns its three descriptors (socket, lifeline, output), starts it and ends it. Only `close` blocks,
-for a stated time. Invariant: `close` leaves no process, descriptor or thread.
-"""
+"""`ChildProcess`: the front end's handle on one engine process: it starts and ends it and owns its
+socket, lifeline and output. Only `close` blocks, for a stated time. Invariant: `close` leaves no
+process, descriptor or thread."""
 
 import logging
 import os
@@ -21,10 +19,8 @@ children still print."""
 
 
 class ChildProcess:
-    """The process `launched`, or a new one of `command`.
-
-    Raises OSError where none can be started; then everything that was opened is closed.
-    """
+    """The process `launched`, or a new one of `command`. Raises OSError where none can be started;
+    then everything that was opened is closed."""
 
     def __init__(
         self,
@@ -45,10 +41,8 @@ class ChildProcess:
         return self._process.pid
 
     def register(self, selector: selectors.BaseSelector) -> None:
-        """Makes `selector` wait for messages, for output, and for room to write what is unsent.
-
-        The data of the keys are "messages" and "output". To be called again before each wait.
-        """
+        """Makes `selector` wait for messages, for output, and for room to write what is unsent; to
+        be called again before each wait. The data of the keys are "messages" and "output"."""
         events = selectors.EVENT_READ | (
             selectors.EVENT_WRITE if self.frames.num_unsent_bytes else 0
         )
@@ -72,10 +66,8 @@ class ChildProcess:
         return usage_of(self.pid)
 
     def log_output(self) -> bool:
-        """Logs some of what the process has printed or logged; whether there was any.
-
-        One read only: a process that prints without end must not occupy the front end.
-        """
+        """Logs some of what the process has printed; False if there was none. One read only, since
+        a process that prints without end must not occupy the front end."""
         try:
             received = os.read(self._output, RECEIVE_BYTES)
         except BlockingIOError:
@@ -86,10 +78,8 @@ class ChildProcess:
         return bool(received)
 
     def close(self, *, within_s: float) -> int:
-        """Waits up to `within_s` for it to exit, then kills it; returns its exit status.
-
-        A status below zero is the negative number of the signal that ended it.
-        """
+        """Waits up to `within_s` for it to exit, then kills it; returns its exit status, below zero
+        the negative number of the signal that ended it."""
         try:
             code = self._process.wait(within_s)
         except subprocess.TimeoutExpired:

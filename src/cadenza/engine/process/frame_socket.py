@@ -1,7 +1,5 @@
-"""`FrameSocket`: messages over a socket that never blocks, as a front end uses it.
-
-Owns what is unsent. Invariant: no call waits; `flush` is to be called when the socket takes more.
-"""
+"""`FrameSocket`: messages over a socket that never blocks, as a front end uses it. No call waits;
+`flush` is to be called when the socket takes more."""
 
 import socket
 from collections import deque
@@ -33,7 +31,6 @@ class FrameSocket:
         self.flush()
 
     def flush(self) -> None:
-        """Sends as much of the rest as the socket takes."""
         while self._unsent:
             try:
                 sent = self._socket.send(self._unsent[0])

@@ -1,9 +1,5 @@
-"""`freeze_heap`: leaves what a process has loaded out of later garbage collections, and gives the
-memory that only loading needed back to the system.
-
-A collection of everything looks at each object that JAX, the tokenizer and the server's libraries
-have made, which takes a tenth of a second, and no token leaves the process meanwhile.
-"""
+"""`freeze_heap`: leaves what a process has loaded out of later garbage collections, each of which
+would take a tenth of a second, and returns the memory that only loading needed."""
 
 import ctypes
 import gc
@@ -20,8 +16,8 @@ requests one of everything takes 50 ms, and by Python's own thresholds came ever
 
 @contextmanager
 def loading() -> Generator[None]:
-    """No garbage is collected until `freeze_heap`, or the end: what loading makes is kept, and to
-    look at it again and again takes a sixth of a start."""
+    """No garbage is collected until `freeze_heap`, or the end, since what loading makes is kept;
+    collections would take a sixth of a start."""
     gc.disable()
     try:
         yield
@@ -40,7 +36,7 @@ def freeze_heap() -> None:
 
 
 def _return_free_memory() -> None:
-    """Of the C library's heap, where it can: glibc keeps what was freed in the middle of it."""
+    """glibc keeps what was freed in the middle of its heap."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -1,8 +1,6 @@
 """`launch`: starts the engine process, with the three descriptors that tie it to its front end.
-
-Knows no messages; imports the standard library only, so that a process can be launched before its
-front end has loaded anything (`FirstLaunch`).
-"""
+Imports the standard library only, so that a process can be launched before its front end has loaded
+anything (`FirstLaunch`)."""
 
 import os
 import resource
@@ -60,7 +58,6 @@ class Launched:
     output: int
 
     def close(self) -> None:
-        """Closes the descriptors."""
         self.connection.close()
         os.close(self.lifeline)
         os.close(self.output)
@@ -68,9 +65,7 @@ class Launched:
 
 def launch(command: Sequence[str], execute: Execute = execute) -> Launched:
     """Starts `command`, with the numbers of its descriptors and this process's id as arguments.
-
-    Raises OSError where it cannot be started; then everything that was opened is closed.
-    """
+    Raises OSError where it cannot be started; then everything that was opened is closed."""
     with ExitStack() as theirs, ExitStack() as ours:
         connection, their_connection = socket.socketpair()
         theirs.callback(their_connection.close)
@@ -98,10 +93,8 @@ def raise_descriptor_limit() -> None:
 
 class FirstLaunch:
     """An engine process that is launched before its front end is ready for it, so that both load
-    their libraries at the same time. `close` ends it if it was not taken.
-
-    Where it cannot be launched there is none, and the front end's own launch tells why.
-    """
+    their libraries at the same time. `close` ends it if it was not taken. A failure is left to the
+    front end's own launch to report."""
 
     def __init__(self, command: Sequence[str] = COMMAND, execute: Execute = execute) -> None:
         try:

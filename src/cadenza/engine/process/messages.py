@@ -1,7 +1,7 @@
 """The protocol between the two processes: typed messages in frames (MessagePack, never pickle), and
 log records as lines. Invariants: bytes that do not decode to exactly one of these types are a
-`WireError`, never a half-read message; one log record is one line, and none is kept beyond a cap.
-"""
+`WireError`, never a half-read message; one log record is one line, and none is kept beyond a
+cap."""
 
 import json
 import logging
@@ -83,9 +83,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
     """The engine cannot start or continue; it exits. `kind` is the exception's class.
-
-    `is_shortage`: it lacked file descriptors, so that a later start may succeed.
-    """
+    `is_shortage`: it lacked file descriptors, so that a later start may succeed."""
 
     kind: str
     message: str
@@ -122,7 +120,6 @@ _from_engine = msgspec.msgpack.Decoder(FromEngine)
 
 
 def encode(message: ToEngine | FromEngine) -> bytes:
-    """One frame. Raises WireError above the cap."""
     payload = _encoder.encode(message)
     if len(payload) > MAX_FRAME_BYTES:
         raise WireError(f"a {type(message).__name__} of {len(payload)} bytes is above the cap")
@@ -130,12 +127,10 @@ def encode(message: ToEngine | FromEngine) -> bytes:
 
 
 def framed(payload: bytes) -> bytes:
-    """The frame of an encoded message."""
     return _LENGTH.pack(len(payload)) + payload
 
 
 def decode_to_engine(payload: bytes) -> ToEngine:
-    """Raises WireError."""
     try:
         return _to_engine.decode(payload)
     except msgspec.DecodeError as error:
@@ -143,7 +138,6 @@ def decode_to_engine(payload: bytes) -> ToEngine:
 
 
 def decode_from_engine(payload: bytes) -> FromEngine:
-    """Raises WireError."""
     try:
         return _from_engine.decode(payload)
     except msgspec.DecodeError as error:

@@ -1,7 +1,5 @@
-"""`Outbox`: what other threads leave for the thread that serves an engine process; `Wakeup`.
-Invariant: whatever is put while a selector waits wakes it. Callers hold the lock, but for `waking`
-and `woken`.
-"""
+"""`Outbox`: what other threads leave for the thread that serves an engine process; `Wakeup`. A
+`put` while a selector waits wakes it. Callers hold the lock, but for `waking` and `woken`."""
 
 import os
 import selectors
@@ -48,7 +46,6 @@ class Outbox:
         self._wakeup: Wakeup | None = None
 
     def __len__(self) -> int:
-        """Bytes."""
         return len(self._frames)
 
     def put(self, *commands: Command | Watch) -> None:
@@ -58,7 +55,7 @@ class Outbox:
             self.wake()
 
     def take(self) -> bytes:
-        """All, which it then has no more."""
+        """All frames; empties it."""
         frames, self._frames = self._frames, bytearray()
         return bytes(frames)
 
@@ -70,7 +67,6 @@ class Outbox:
             self._wakeup.set()
 
     def woken(self) -> None:
-        """The selector has seen it."""
         if self._wakeup is not None:
             self._wakeup.clear()
 

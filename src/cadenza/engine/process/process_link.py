@@ -1,8 +1,7 @@
 """`ProcessLink`: an `EngineLink` to an engine in another process, watched and restarted; `Recovery`
 has the next process go on with the open requests. The serving thread does all the work; others
 append to the outbox and wake it. Invariants: each accepted request ends exactly once, whatever
-happens to the process; `submit` and `cancel` never wait for it.
-"""
+happens to the process; `submit` and `cancel` never wait for it."""
 
 import logging
 import selectors
@@ -80,10 +79,8 @@ _LONGEST_SLEEP_S = 60.0
 
 class EngineChild(Protocol):
     """The front end's handle on one engine process; `ChildProcess` is that of one of this machine.
-
     `frames`: its messages. `close` waits up to `within_s` for its exit, then ends it, and returns
-    its exit status.
-    """
+    its exit status."""
 
     @property
     def pid(self) -> int: ...
@@ -91,19 +88,13 @@ class EngineChild(Protocol):
     @property
     def frames(self) -> FrameSocket: ...
 
-    def register(self, selector: selectors.BaseSelector) -> None:
-        """As `ChildProcess.register`."""
-        ...
+    def register(self, selector: selectors.BaseSelector) -> None: ...
 
     def unregister(self, selector: selectors.BaseSelector) -> None: ...
 
-    def log_output(self) -> bool:
-        """Logs some of what it has printed; whether there was any."""
-        ...
+    def log_output(self) -> bool: ...
 
-    def usage(self) -> ProcessUsage | None:
-        """What it has used; None where that cannot be seen."""
-        ...
+    def usage(self) -> ProcessUsage | None: ...
 
     def close(self, *, within_s: float) -> int: ...
 
@@ -142,14 +133,8 @@ class ProcessOptions:
 
 
 class ProcessLink:
-    """To a process that `serve` starts and ends.
-
-    Args:
-        model: as for `load_model`; the process opens it.
-
-    Raises:
-        ConfigError: the model's path cannot be sent to the process.
-    """
+    """To a process that `serve` starts and ends; it opens `model`, which is as for `load_model`.
+    Raises ConfigError if the model's path cannot be sent to the process."""
 
     def __init__(
         self,
@@ -188,7 +173,6 @@ class ProcessLink:
 
     @property
     def pid(self) -> int | None:
-        """The engine process's id, while there is one."""
         child = self._child
         return None if child is None else child.pid
 
@@ -315,7 +299,6 @@ class ProcessLink:
         self._give_up_if_dead(emit)
 
     def _due_s(self, now_s: float) -> float:
-        """The next time at which there is something to do without a message."""
         hung_at_s = self._supervision.hung_at_s()
         times_s = [
             self._requests.next_deadline_s(),
@@ -403,7 +386,7 @@ class ProcessLink:
         self._front.settle()
 
     def _go_on(self) -> None:
-        """While requests that may be the cause of crashes run alone: the next one, or all."""
+        """The next commands while requests that may be the cause of crashes run alone."""
         with self._lock:
             self._outbox.put(*self._recovery.advance())
             if self._recovery.is_done:
@@ -417,10 +400,8 @@ class ProcessLink:
             emit([*overdue])
 
     def _lose(self, child: EngineChild, loss: Loss, emit: Emit) -> None:
-        """Ends the request that is the cause, if one is known, and closes the process.
-
-        The other open requests wait for the next process, if there will be one and they may.
-        """
+        """Ends the request that is the cause, if one is known, and closes the process. The others
+        wait for the next process, if there will be one and they may."""
         failed = self._failed
         is_postponed = failed is not None and failed.is_shortage
         with self._lock:
@@ -452,12 +433,11 @@ class ProcessLink:
         self._give_up_if_dead(emit)
 
     def _was_ended(self, child: EngineChild, code: int) -> bool:
-        """Whether somebody killed the process, and not for want of memory."""
+        """Whether somebody killed the process, other than for want of memory."""
         is_killed = child.frames.has_hung_up and code == -signal.SIGKILL
         return is_killed and self._options.count_oom_kills() == self._num_oom_kills
 
     def _go_on_without(self, failed: Failed | None, loss: Loss, *, is_explained: bool) -> None:
-        """Decides whether and when there is a next process."""
         with self._lock:
             self._supervision.crashed(
                 self.clock(),
@@ -498,7 +478,6 @@ class ProcessLink:
 
 
 def _sendable(path: str) -> str:
-    """Raises ConfigError for bytes of a path that are no text."""
     try:
         path.encode()
     except UnicodeEncodeError:
@@ -509,8 +488,8 @@ def _sendable(path: str) -> str:
 
 
 def pinned(config: EngineConfig, limits: EngineLimits) -> EngineConfig:
-    """`config` for a further process, whose rows, pool, context and queue do not depend on the
-    memory that is free then: with others its streams could not be the same."""
+    """`config` for a further process, with the rows, pool, context and queue of the first, whatever
+    memory is free then: otherwise its streams could differ."""
     num_tokens = limits.num_pages * limits.page_size
     return replace(
         config,

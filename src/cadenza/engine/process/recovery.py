@@ -1,14 +1,7 @@
-"""`Recovery`: what a restarted engine gets of the requests that the lost one had, and when.
-
-All open requests are resumed in their order as soon as the engine is loaded, except those that ran
-in two engines in a row which were lost before they got on. Each of these is quarantined: it first
-runs alone until it has passed the place at which the engine was lost. If three engines in a row are
-lost while the same request runs alone and does not get on, it is the cause and ends with an error;
-the losses until then say nothing about the others. One loss is not enough: what kills engines at
-random moments from outside may do so during a trial. Knows no process and no clock; called on the
-serving thread. Invariants: while a quarantined request runs, the engine has no other one; a request
-is the cause only if each of the engines reported that it had started it.
-"""
+"""`Recovery`: which open requests a restarted engine resumes, and when: all at once, in order, but
+for those that ran in two engines in a row lost without progress; each of these first runs alone
+until past the index of the loss. If three engines in a row are lost with it alone, it is the cause
+and ends with an error. A request is the cause only if each engine reported its start."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -43,7 +36,7 @@ class _Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """A request that made the engine fail, and its ends."""
+    """A request that made the engine fail, and its final events."""
 
     request_id: int
     ends: list[Finished]
@@ -79,7 +72,6 @@ class Recovery:
         return Cause(request_id=trial.request_id, ends=ends)
 
     def _count_loss_alone(self, request_id: int) -> None:
-        """An engine was lost with this request alone."""
         if not self._requests.num_losses(request_id):  # it got on, or has ended
             self._forget_losses_alone()
             return
@@ -91,7 +83,6 @@ class Recovery:
         self._last_alone, self._num_losses_alone = None, 0
 
     def begin(self) -> list[Command]:
-        """The next engine is loaded; its first commands."""
         self.is_done = False
         open_ids = self._requests.open_ids()
         quarantined = [each for each in open_ids if self._requests.num_losses(each) >= MOST_LOSSES]
@@ -100,7 +91,7 @@ class Recovery:
         return self.advance()
 
     def advance(self) -> list[Command]:
-        """The next commands, once a trial is over. To be called when events have come."""
+        """The next commands, once a trial is over; called when events have come."""
         commands: list[Command] = []
         if self._trial is not None:
             if not self._has_passed(self._trial):
@@ -127,7 +118,6 @@ class Recovery:
         return all(count >= trial.num_tokens[sample] for sample, count in counts.items())
 
     def _withdraw(self, request_id: int) -> list[Command]:
-        """Takes a request that has passed its trial out of the engine; empty if it has ended."""
         is_open = bool(self._requests.num_tokens_of(request_id))
         self._requests.withdraw(request_id)
         return [Cancel(request_id, None)] if is_open else []

@@ -1,12 +1,7 @@
-"""`Supervision`: the engine process's state: loading, ready, hung, to be restarted, or dead.
-
-A state machine without a clock or a process: the time and what was seen are passed in. Also here:
-what it judges by (`ProcessUsage`, which tells a slow load from one that hangs) and which errors of
-a start are a shortage of the machine. Invariants: `ready` means that progress was seen within the
-timeouts; a load may take any time while it computes or reads; a process that has got requests on is
-always followed by another one, and only a load that fails in the same way again and again makes the
-state `dead` for good. What ends a load from outside is no failure of it, nor is a shortage.
-"""
+"""`Supervision`: the engine process's state, a state machine that is given the time and what was
+seen. Invariants: `ready` means progress within the timeouts; a load may take any time while it
+computes or reads; a process that has progressed is always followed by another; only a load that
+fails repeatedly in the same way, not from outside or for a shortage, ends in `dead`."""
 
 import errno
 import os
@@ -34,7 +29,7 @@ _DESCRIPTOR_SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE})
 
 
 def is_descriptor_shortage(error: BaseException) -> bool:
-    """Whether a file or a socket that could not be opened for want of a descriptor is the cause."""
+    """Whether an error came of a file or socket that lacked a descriptor."""
     cause: BaseException | None = error
     seen = set[int]()  # an error that was raised again from its own consequence is in a circle
     while cause is not None and id(cause) not in seen:
@@ -48,16 +43,13 @@ def is_descriptor_shortage(error: BaseException) -> bool:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessUsage:
     """The kernel's counts of a process, all threads: CPU time, bytes read, pages read from disk.
-
-    A stopped process, or one that waits for something that never comes, does not advance.
-    """
+    They do not advance while it is stopped or waits."""
 
     cpu_s: float
     read_bytes: int
     num_major_faults: int
 
     def is_beyond(self, earlier: "ProcessUsage") -> bool:
-        """Whether the process has computed or read since."""
         return (
             self.cpu_s >= earlier.cpu_s + IDLE_CPU_S
             or self.read_bytes > earlier.read_bytes
@@ -137,11 +129,8 @@ class Loss:
 
 @dataclass(slots=True, eq=False)
 class Supervision:
-    """The state of one engine over all its processes.
-
-    Args:
-        has_progress: the process has computed something for a request that none had before.
-    """
+    """The state of one engine over all its processes; `has_progress`: the process has computed
+    something for a request that none had before."""
 
     watchdog: WatchdogTimeouts
     now_s: float
@@ -175,7 +164,6 @@ class Supervision:
         return self.start_at_s is not None and now_s >= self.start_at_s
 
     def started(self, now_s: float) -> None:
-        """A process was started."""
         self.num_starts += 1
         self.start_at_s = None
         self.has_progress = False
@@ -185,7 +173,6 @@ class Supervision:
         self.entered(now_s, "python")
 
     def entered(self, now_s: float, phase: str) -> None:
-        """The next phase of its start has begun."""
         self.phase, self._progress_s = phase, now_s
 
     def read_usage_at_s(self) -> float | None:
@@ -224,9 +211,8 @@ class Supervision:
         self._num_steps, self._predicted_s = num_steps, predicted_s
 
     def note_late_wakeup(self, seconds: float) -> None:
-        """The watching thread woke this much too late. On a machine that was paused the engine was
-        paused, too, so the time does not count as time without progress.
-        """
+        """The watching thread woke this much too late. If the machine was paused so was the engine,
+        so the time does not count as time without progress."""
         if seconds >= STANDSTILL_S:
             self._progress_s += seconds
 
@@ -246,7 +232,6 @@ class Supervision:
         return hung_at_s is not None and now_s >= hung_at_s
 
     def hang(self, now_s: float) -> Loss:
-        """The hang in words."""
         where = "" if self.phase is None else f" in its start, at {self.phase!r},"
         seconds = now_s - self._progress_s
         text = f"the engine process made no progress{where} for {seconds:.0f} seconds"
@@ -263,12 +248,9 @@ class Supervision:
     def crashed(
         self, now_s: float, loss: Loss, *, is_explained: bool = False, has_requests: bool = False
     ) -> None:
-        """The process has ended. Sets the time of the next start, if there is one.
-
-        Args:
-            is_explained: a request was its end, and will not be in the next one.
-            has_requests: requests wait for the next process, so that it is needed even to drain.
-        """
+        """The process has ended. Sets the time of the next start, if there is one. `is_explained`:
+        a request was the cause, and will not be in the next one; `has_requests`: requests wait for
+        it, so that it is needed even to drain."""
         self.lost(loss)
         if not self._may_start_again(has_requests=has_requests):
             return
@@ -313,7 +295,6 @@ class Supervision:
         return True
 
     def died(self, error: str | None) -> None:
-        """There will be no further process."""
         self.state, self.error, self.start_at_s, self.phase = "dead", error, None, None
         self._beat_s = None
 

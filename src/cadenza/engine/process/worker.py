@@ -1,8 +1,7 @@
 """The step loop of the engine process: commands in, `EngineOutputs` out after each step.
 Invariants: events leave with the step that made them; an engine that has work sends outputs at
 least every `BEAT_EVERY_S` between two steps, an idle one every `IDLE_BEAT_S`; a request's `Started`
-is sent before anything of it is computed.
-"""
+is sent before anything of it is computed."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -46,16 +45,13 @@ class FrontLink(Protocol):
 
 
 class StepForecast:
-    """How long the next step may take: the slowest recent step for each power of two of tokens.
-
-    Never below what a recent step of that size or a smaller one took.
-    """
+    """How long the next step may take: the slowest recent step for each power of two of tokens, and
+    never below a recent step of that size or a smaller one."""
 
     def __init__(self) -> None:
         self._slowest_s: dict[int, float] = {}
 
     def record(self, num_tokens: int, seconds: float) -> None:
-        """A step of `num_tokens` took `seconds`."""
         size = num_tokens.bit_length()
         self._slowest_s[size] = max(seconds, FADING * self._slowest_s.get(size, 0.0))
 
@@ -72,8 +68,8 @@ class StepForecast:
 
 
 class Worker:
-    """Serves `core` over `link` until it receives `Stop`. With a `reporter`, the outputs that have
-    statistics tell what those who choose among engines want to know."""
+    """Serves `core` over `link` until it receives `Stop`. With a `reporter`, outputs with
+    statistics carry its reports."""
 
     def __init__(
         self,
@@ -130,7 +126,6 @@ class Worker:
         return commands
 
     def _idle_wait_s(self) -> float:
-        """How long an idle engine waits for a message before it reports again."""
         due_in_s = self.meter.summary_due_in_s()
         return IDLE_BEAT_S if due_in_s is None else min(due_in_s, IDLE_BEAT_S)
 
@@ -158,8 +153,8 @@ class Worker:
             self._send(())
 
     def _announce_starts(self, started: Sequence[Started | Preparing]) -> None:
-        """Tells which requests start, or whose prompts are scored or images encoded, before the
-        step in which they may end this process."""
+        """Reports which requests start, or whose prompts are scored or images encoded, before the
+        step, which may end this process."""
         self._link.send(
             EngineOutputs(
                 num_steps=self._core.num_steps - 1,  # the step is progress when it is done
@@ -170,7 +165,6 @@ class Worker:
         )
 
     def _predicted_s(self) -> float:
-        """Of the next step: all running sequences, and as many waiting ones as there are rows."""
         scheduler, limits = self._core.scheduler, self._core.limits
         candidates = [*scheduler.running, *islice(scheduler.waiting, limits.max_num_seqs)]
         wanted = sum([sequence.num_uncomputed_tokens for sequence in candidates])

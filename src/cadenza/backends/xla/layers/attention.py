@@ -37,7 +37,7 @@ class Attention(NamedTuple):
     def mix(
         self, context: StepContext, index: int, normed: jax.Array, pools: LayerPools
     ) -> tuple[jax.Array, LayerPools]:
-        """What layer `index` attends to, as activations [T, Hq D], and the pools with its KV."""
+        """The attention of layer `index`, as activations [T, Hq D], and the pools with its KV."""
         ops, count = context.ops, context.step.num_tokens
         given = HeadInputs(
             ops.linear(normed, self.qkv, count),
@@ -56,7 +56,6 @@ class Attention(NamedTuple):
     def append(
         self, context: StepContext, index: int, normed: jax.Array, pools: LayerPools
     ) -> LayerPools:
-        """The pools with the KV that `mix` writes, of tokens that attend later."""
         ops, step = context.ops, context.step
         group, layer = _layer_of(context, index)
         if self.qkv.num_out == layer.heads.query_size:
@@ -75,7 +74,6 @@ class Attention(NamedTuple):
 
 
 def _scoring_layer(context: StepContext, index: int, layer: AttendingLayer) -> ScoringLayer | None:
-    """Layer `index` where prompts are scored; None if it scores none."""
     scoring = scoring_layers(context.model)
     if index not in scoring:
         return None
@@ -88,7 +86,6 @@ def _scoring_layer(context: StepContext, index: int, layer: AttendingLayer) -> S
 
 
 def _layer_of(context: StepContext, index: int) -> tuple[int, AttendingLayer]:
-    """The group of layer `index`, and the layer in it."""
     model = context.model
     kind, (group, place) = model.layer_kinds[index], model.kv_place(index)
     layer = AttendingLayer(

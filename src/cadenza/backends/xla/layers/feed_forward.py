@@ -1,6 +1,5 @@
 """The feed-forwards: `GatedMLP`, `ExpertMLP`, whose router chooses among gated MLPs for each token,
-and `ParallelMLP`, both beside each other with their normed outputs summed.
-"""
+and `ParallelMLP`, both beside each other with their normed outputs summed."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -41,16 +40,13 @@ class GatedMLP(NamedTuple):
         )
 
     def add(self, ops: OpTable, stream: Residual) -> Residual:
-        """The stream [N, E] with the MLP's output."""
         gated = ops.gated_linear(stream.normed(ops, self.norm), self.gate_up, stream.count)
         return stream.plus(ops, gated, self.down, self.post_norm)
 
 
 class SharedMLP(NamedTuple):
-    """The MLP for all tokens beside the chosen experts.
-
-    One with a gate is a mixture of a single expert, whose weight is the gate's sigmoid.
-    """
+    """The MLP for all tokens beside the chosen experts. One with a gate is a mixture of a single
+    expert, whose weight is the gate's sigmoid."""
 
     gate: Linear | None  # [1, E]
     gate_up: Linear  # [2 F, E], or [1, 2 F, E] with a gate
@@ -71,7 +67,6 @@ class SharedMLP(NamedTuple):
         )
 
     def add(self, ops: OpTable, normed: jax.Array, stream: Residual) -> Residual:
-        """The stream [N, E] with its output for `normed` [N, E]."""
         x, count = stream.x, stream.count
         if self.gate is None:
             gated = ops.gated_linear(normed, self.gate_up, count)
@@ -108,7 +103,6 @@ class ExpertMLP(NamedTuple):
         )
 
     def add(self, ops: OpTable, stream: Residual) -> Residual:
-        """The stream [N, E] with the mixture's output."""
         x, count = stream.x, stream.count
         normed = stream.normed(ops, self.norm)
         choice = ops.route_experts(normed, self.router, count, None, self.choice_bias)
@@ -132,10 +126,8 @@ def load_experts(source: WeightSource, mlp: ExpertMLPSpec) -> tuple[Linear, Line
 
 
 class ParallelMLP(NamedTuple):
-    """The weights of one layer's MLP and of its experts.
-
-    `router_norm` is the router's scale over sqrt(E): it reads the normed stream times this.
-    """
+    """The weights of one layer's MLP and of its experts. `router_norm` is the router's scale over
+    sqrt(E): it reads the normed stream times this."""
 
     norm: Any  # [E], like all norms
     gate_up: Linear  # [2 F, E]

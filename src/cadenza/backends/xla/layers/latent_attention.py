@@ -1,9 +1,6 @@
-"""`LatentAttention`: the token mixer that attends to latents in the KV pages, in the absorbed form.
-
-The linears that make keys and values of a latent are never applied to the context's tokens: those
-of the keys are applied to the queries, and those of the values to what the heads attended to. One
-form for prompts and decodes, so that a token's bits do not depend on how it came.
-"""
+"""`LatentAttention`: attention to latents in the KV pages, in the absorbed form: the keys' linears
+are applied to the queries, and the values' to what the heads attended to, never to the context's
+tokens. One form for prompts and decodes, so that a token's bits do not depend on how it came."""
 
 from typing import Any, NamedTuple
 
@@ -24,8 +21,6 @@ from cadenza.checkpoint.tensor_spec import LatentSpec
 
 
 class _QueryLatent(NamedTuple):
-    """The latent from which queries are made."""
-
     down: Linear  # [rank, E]
     norm: Any  # [rank]
 
@@ -53,7 +48,7 @@ class LatentAttention(NamedTuple):
     def mix(
         self, context: StepContext, index: int, normed: jax.Array, pools: LayerPools
     ) -> tuple[jax.Array, LayerPools]:
-        """What layer `index` attends to, as activations [T, Hq value_size], and the pools with its
+        """The attention of layer `index`, as activations [T, Hq value_size], and the pools with its
         latents."""
         ops, model, count = context.ops, context.model, context.step.num_tokens
         kind = model.layer_kinds[index]
@@ -78,10 +73,8 @@ class LatentAttention(NamedTuple):
 
 
 def _load_absorbed(source: WeightSource, spec: LatentSpec) -> tuple[Linear, Linear]:
-    """The keys' linears of each head, transposed, and the values'.
-
-    Stored codes become floats in the type of the activations, since a transpose has other groups.
-    """
+    """The keys' linears of each head, transposed, and the values'. Stored codes become floats in
+    the type of the activations, since a transpose has other groups."""
     shape = source.spec.model.latent
     assert shape is not None, "the model has latents"
     (linear,) = spec.keys_values.linears

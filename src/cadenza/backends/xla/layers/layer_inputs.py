@@ -1,7 +1,5 @@
 """Per-layer embeddings: `LayerEmbedding`, of a step, and `LayerInput`, how a layer adds its part.
-
-Legend as in `ops.table`; P values of a token for a layer.
-"""
+Legend as in `ops.table`; P values of a token for a layer."""
 
 import math
 from typing import Any, NamedTuple

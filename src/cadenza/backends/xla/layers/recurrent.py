@@ -1,6 +1,5 @@
 """The token mixers with a recurrent state: `GatedDelta`, which the delta rule changes,
-`SelectiveScan`, which decays at a rate of each token, and `ShortConv`, of the newest inputs.
-"""
+`SelectiveScan`, which decays at a rate of each token, and `ShortConv`, of the newest inputs."""
 
 from typing import NamedTuple
 

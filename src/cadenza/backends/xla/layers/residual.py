@@ -1,7 +1,5 @@
-"""The residual stream of a step's tokens, and what all layers of the step compute with.
-
-Legend as in `ops.table`; N tokens: all of a step, or those of its logit rows.
-"""
+"""The residual stream of a step's tokens, and what all layers of the step compute with. Legend as
+in `ops.table`; N tokens: all of a step, or those of its logit rows."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -24,11 +22,9 @@ from cadenza.checkpoint.rope_config import RopeConfig
 
 
 class StepContext(NamedTuple):
-    """The operations, the model, the step's arrays, and the rope of its tokens.
-
-    Where a token's rope has several coordinates, `ropes` has a row for each token, gathered for the
-    step, and `rope_positions` count them. `is_sparse`: windows begin where the step says.
-    """
+    """The operations, the model, the step's arrays, and the rope of its tokens. Where a token's
+    rope has several coordinates, `ropes` has a row for each token, gathered for the step, and
+    `rope_positions` count them. `is_sparse`: windows begin where the step says."""
 
     ops: OpTable
     model: ModelConfig
@@ -47,8 +43,8 @@ class StepContext(NamedTuple):
         ropes: tuple[Any, ...],
         image_rows: jax.Array | None = None,
     ) -> "StepContext":
-        """Of a step with the ropes of all positions, and the embeddings in all image slots. Not to
-        be called within `OpTable.compute`."""
+        """With the ropes of all positions and the rows of all image slots; not within
+        `OpTable.compute`."""
         model, rope_positions = spec.model, step.tokens.positions
         if spec.is_sparse:
             given = step.tokens.rope_positions[:, 0]
@@ -61,7 +57,6 @@ class StepContext(NamedTuple):
         return cls(ops, model, step, ropes, rope_positions, images, spec.is_sparse)
 
     def within(self, ops: OpTable) -> "StepContext":
-        """The same for the operations of a `compute`."""
         return self._replace(ops=ops)
 
     def recurrent(self, index: int) -> tuple[tuple[StepArrays, StepStates], RecurrentLayer[Any]]:
@@ -112,13 +107,12 @@ class Residual:
         return Residual(x, self.count)
 
     def with_images(self, context: StepContext, part: int) -> "Residual":
-        """The stream of a step's tokens with a part of the images' embeddings: the first takes the
-        place of the tokens' own, others are added."""
+        """The stream with a part of the images' embeddings: the first replaces the tokens' own,
+        others are added."""
         if context.images is None:
             return self
         rows = context.ops.place_rows(self.x, context.images, part, self.count, part > 0)
         return Residual(rows, self.count)
 
     def logit_rows(self, ops: OpTable, step: StepArrays) -> "Residual":
-        """The stream of the logit rows [L, E]."""
         return Residual(ops.take_logit_rows(self.x, step), step.num_logits)

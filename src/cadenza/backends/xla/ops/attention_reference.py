@@ -1,8 +1,6 @@
-"""Attention over KV pages in plain jnp: its definition, and that of prompts' scores.
-
-KV is [slots, layers, Hkv, D], in int8 with scales [slots, layers, Hkv]. Legend as in `ops.table`; B
-positions per block, G query heads per KV head.
-"""
+"""Attention over KV pages in plain jnp: its definition, and that of prompts' scores. KV is [slots,
+layers, Hkv, D], in int8 with scales [slots, layers, Hkv]. Legend as in `ops.table`; B positions per
+block, G query heads per KV head."""
 
 from typing import Any, NamedTuple
 
@@ -52,8 +50,8 @@ _HIGHEST = jax.lax.Precision.HIGHEST
 
 
 class KeyBlock(NamedTuple):
-    """Of a block of positions: their slots and the layer, the lanes [T, B] that are attended to,
-    and the factor of the scores."""
+    """A block of positions: their slots and layer, the lanes [T, B] attended to, and the scores'
+    factor."""
 
     places: Places
     valid: jax.Array
@@ -84,11 +82,9 @@ class AttentionOps(EncoderOps):
         step: StepArrays,
         layer: AttendingLayer,
     ) -> tuple[jax.Array, KVPool]:
-        """Norms and rotates q and k, writes k and v to their slots, and computes attention.
-
-        Values are normed if the model says so; without keys in `given` nothing is written.
-        Returns activations [T, Hq D] and the pool, updated in place.
-        """
+        """Norms and rotates q and k (and norms values if the model says so), writes k and v to
+        their slots unless `given` has no keys, and computes attention: activations [T, Hq D] and
+        the pool, in place."""
         qkv, shape = given.qkv, layer.heads
         heads = qkv.astype(jnp.float32).reshape(len(qkv), -1, shape.head_dim)  # [T, H, D]
         first, second = shape.num_heads, shape.num_heads + shape.num_kv_heads
@@ -131,11 +127,8 @@ class AttentionOps(EncoderOps):
         step: StepArrays,
         layer: LatentLayer,
     ) -> tuple[jax.Array, KVPool]:
-        """Norms latents, rotates what is rotated of queries and keys, writes keys to their slots,
-        and computes attention of the absorbed queries.
-
-        Returns activations [T, Hq rank] and the pool, updated in place.
-        """
+        """Norms latents, rotates parts of queries and keys, writes keys to their slots, and attends
+        with the absorbed queries: activations [T, Hq rank] and the pool, in place."""
         shape, turns = layer.shape, factors.rope[factors.rope_positions]  # [T, rotary_size]
         query, key = latent_heads(given, turns, factors.norm, layer)
         key, query = key.astype(self._spec.dtype), query.astype(self._spec.dtype)
@@ -152,8 +145,8 @@ class AttentionOps(EncoderOps):
         step: StepArrays,
         layer: ScoringLayer,
     ) -> jax.Array:
-        """The scores of `pools`, which stand beside the layer's KV, with those of the layer
-        (`ops.prompt_scores`), in place. The step's keys were appended; sinks take no part."""
+        """The scores of `pools` with those of the layer (`ops.prompt_scores`), in place. The step's
+        keys were appended; sinks take no part."""
         pool, scores = pools
         starts, ends = step.rows.query_starts[:-1], step.rows.query_starts[1:]
         lengths = jnp.where(ends > starts, step.rows.score_lens, 0)  # [R]
@@ -196,8 +189,8 @@ class AttentionOps(EncoderOps):
         keys: tuple[jax.Array, int],
         layer: ScoringLayer,
     ) -> jax.Array:
-        """Of queries [R, Hkv, G, D] of rows whose numbers of keys are given: [R, Hkv, G, N], of
-        which those behind a row's keys mean nothing."""
+        """Of queries [R, Hkv, G, D] of rows with given numbers of keys: [R, Hkv, G, N], undefined
+        after a row's keys."""
         lengths, most = keys
         padded = -(-most // BLOCK) * BLOCK
         found = jnp.zeros((*query.shape[:3], padded), jnp.float32)
@@ -218,8 +211,8 @@ class AttentionOps(EncoderOps):
         return scores if cap is None else soft_cap(scores, cap)
 
     def _attend(self, query: jax.Array, pool: KVPool, step: StepArrays, span: Span) -> jax.Array:
-        """Online softmax over blocks at absolute positions; query [T, Hkv, G, D], result
-        [T, Hkv, G, value size]."""
+        """Online softmax over blocks at absolute positions: query [T, Hkv, G, D] to [T, Hkv, G,
+        value size]."""
         own = step.tokens.positions + 1
         ends = jnp.maximum(own, step.tokens.reaches + 1) if span.sees_spans else own
         limits = jnp.where(step.tokens.slots >= 0, ends, 0)  # [T]
@@ -244,11 +237,9 @@ class AttentionOps(EncoderOps):
         return jnp.where(limits[:, None, None, None] > 0, out / total[..., None], 0.0)
 
     def _num_blocks(self, limits: jax.Array) -> jax.Array:
-        """The number of blocks that cover the longest context; `limits` [T] are their lengths."""
         return (jnp.max(limits) + BLOCK - 1) // BLOCK
 
     def _block_start(self, block: jax.Array, step: StepArrays) -> jax.Array:
-        """A block's first position for each token [T]; the same for all tokens."""
         return jnp.broadcast_to(block * BLOCK, step.tokens.positions.shape)
 
     def _slots(self, positions: jax.Array, valid: jax.Array, step: StepArrays) -> jax.Array:
@@ -260,8 +251,7 @@ class AttentionOps(EncoderOps):
 
     def _load(self, pool: KVPool, places: Places, valid: jax.Array) -> KVPool:
         """Keys and values [T, B, Hkv, D], or codes, at slots [T, B]; 0 for lanes that are not
-        valid.
-        """
+        valid."""
 
         def load(side: jax.Array) -> jax.Array:
             lanes = valid.reshape(*valid.shape, *(1,) * (side.ndim - 2))
@@ -287,7 +277,6 @@ class AttentionOps(EncoderOps):
         block: KeyBlock,
         state: tuple[jax.Array, ...],
     ) -> tuple[jax.Array, ...]:
-        """The same of a block's keys and values, as `_load` gives them."""
         maximum, total, out = state
         valid = block.valid
         scores = self._scores(query, loaded) * block.scale

@@ -1,8 +1,6 @@
-"""The op table over the kernels for NVIDIA GPUs: one FFI call for a whole step.
-
-The host does not know a step's true number of rows, so a program computes its bucket, and buckets
-are many. `cuda_packing` has the layouts of weights. Legend as in `ops.table`.
-"""
+"""The op table over the kernels for NVIDIA GPUs: one FFI call for a whole step. The host does not
+know a step's true number of rows, so a program computes its bucket, and buckets are many.
+`cuda_packing` has the layouts of weights. Legend as in `ops.table`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -109,7 +107,6 @@ class CudaOps(ProgramOps):
         return super().next_tokens(x, head, step)
 
     def _bound(self, step: StepArrays) -> None:
-        """Tells the program that is recorded the tokens of its step."""
         if isinstance(self._program, CudaProgram):
             self._program.row_bound = len(step.tokens.ids)
 

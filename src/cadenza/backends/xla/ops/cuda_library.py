@@ -1,8 +1,6 @@
-"""The shared library of kernels for NVIDIA GPUs: loading, FFI target, the workspace of a program.
-
-`csrc/cuda/` has its sources; `csrc/README.md` their conventions. The same kernels over an emulation
-of threads and blocks are a library for the host, which tests use (`make -C csrc cuda-emulated`).
-"""
+"""The shared library of kernels for NVIDIA GPUs (`csrc/cuda/`): loading, FFI target, the workspace
+of a program. Tests use the same kernels over an emulation of threads and blocks, as a library for
+the host (`make -C csrc cuda-emulated`)."""
 
 import ctypes
 import functools
@@ -40,11 +38,9 @@ _CODE_OF_ELEMENT = {
 
 @dataclass(frozen=True)
 class CudaLibrary(ProgramLibrary):
-    """The loaded library; created by `load_cuda_library` or `open_cuda_library`.
-
-    `platform` is XLA's name of where its target runs: "CUDA", or "cpu" of the emulation. `prefix`
-    tells its target from those of other libraries in the process.
-    """
+    """The loaded library; created by `load_cuda_library` or `open_cuda_library`. `platform` is
+    XLA's name of where its target runs: "CUDA", or "cpu" of the emulation. `prefix` tells its
+    target from those of other libraries in the process."""
 
     platform: str
     prefix: str = ""
@@ -56,10 +52,8 @@ class CudaLibrary(ProgramLibrary):
     def workspace_bytes(
         self, operations: Sequence[int], arrays: Sequence[jax.ShapeDtypeStruct], row_bound: int
     ) -> int:
-        """The bytes that a program's operations need for themselves, one after another.
-
-        Raises ConfigError if an operation cannot be computed with such arrays.
-        """
+        """The bytes that a program's operations need for themselves, one after another. Raises
+        ConfigError if an operation cannot be computed with such arrays."""
         shapes = [word for each in arrays for word in _shape_words(each)]
         needed = ctypes.c_int64()
         error = self.handle.cadenza_cuda_workspace(
@@ -71,11 +65,9 @@ class CudaLibrary(ProgramLibrary):
         return needed.value
 
     def prove_product(self, product: Product, rows: Sequence[int]) -> list[dict[str, Any]]:
-        """Which kernel computes a product from now on, for each number of rows and type of the
-        result (`cadenza_cuda_prove` of csrc/cuda/c_api.cu).
-
-        Raises ConfigError, with the weight's shape, if a row has other bits than alone.
-        """
+        """The kernel that computes a product from now on, for each number of rows and type of the
+        result (`cadenza_cuda_prove` of csrc/cuda/c_api.cu). Raises ConfigError, with the weight's
+        shape, if a row has other bits than alone."""
         weight = product.weight
         proof = _Proof(
             *(weight.unsafe_buffer_pointer(), _FORMATS[np.dtype(weight.dtype)]),
@@ -106,21 +98,17 @@ class _Proof(ctypes.Structure):
 
 
 def cuda_library_path() -> Path:
-    """The library's path, in the package's root folder."""
     return Path(__file__).resolve().parents[3] / CUDA_LIBRARY_NAME
 
 
 def has_cuda_library() -> bool:
-    """Whether the package was built with the kernels for GPUs."""
     return cuda_library_path().exists()
 
 
 @functools.cache
 def load_cuda_library() -> CudaLibrary:
-    """Loads the package's library once and registers its target.
-
-    Raises ConfigError if it was not built or cannot be loaded.
-    """
+    """Loads the package's library once and registers its target. Raises ConfigError if it was not
+    built or cannot be loaded."""
     path = cuda_library_path()
     if not path.exists():
         raise ConfigError(
@@ -138,15 +126,12 @@ def faulty_cuda_library_path() -> Path:
 
 @functools.cache
 def load_faulty_cuda_library() -> CudaLibrary:
-    """As `load_cuda_library`, of the kernels with faults, beside the others."""
     return open_cuda_library(faulty_cuda_library_path(), platform="CUDA", prefix="faulty_")
 
 
 def open_cuda_library(path: Path, *, platform: str, prefix: str = "") -> CudaLibrary:
-    """Loads a library and registers its target under `prefix`.
-
-    Raises ConfigError if it cannot be loaded.
-    """
+    """Loads a library and registers its target under `prefix`. Raises ConfigError if it cannot be
+    loaded."""
     try:
         handle = ctypes.CDLL(str(path))
     except OSError as error:

@@ -26,7 +26,6 @@ class CudaInstruments:
 
     @property
     def num_threads(self) -> int:
-        """Those of the host, which compute nothing."""
         return os.cpu_count() or 1
 
     def new_buffer(self, num_bytes: int) -> npt.NDArray[np.uint8]:  # noqa: ARG002

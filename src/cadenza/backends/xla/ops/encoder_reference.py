@@ -1,7 +1,6 @@
 """The operations of image towers in plain jnp: their definition. Legend as in `ops.encoder_table`.
-
-`count` is ignored, as in `ops.reference`, but for what is written to memory that outlives a block.
-"""
+`count` is ignored, as in `ops.reference`, but for what is written to memory that outlives a
+block."""
 
 from typing import Any, NamedTuple
 
@@ -52,8 +51,8 @@ class EncoderOps(BaseTable):
     def new_encoder_heads(
         self, num_rows: int, shape: EncoderShape, fill: float | None = None
     ) -> EncoderHeads:
-        """Memory of at least `num_rows` that nothing reads before it is written, with every element
-        set to `fill`, or unwritten; called under tracing."""
+        """Memory of at least `num_rows`, every element `fill` or unwritten; called under
+        tracing."""
         spans = -(-num_rows // ENCODER_SPAN) * ENCODER_SPAN
         own = (spans, shape.num_heads, shape.head_dim)
         sides = (jnp.full(own, fill or 0.0, self._spec.dtype) for _ in range(3))
@@ -68,7 +67,7 @@ class EncoderOps(BaseTable):
         shape: EncoderShape,
     ) -> EncoderHeads:
         """Norms and rotates the projections of a block, activations [B, 3 H D] of queries, keys and
-        values; returns `heads` with them, updated in place."""
+        values; returns `heads` with them, in place."""
         parts = qkv.astype(jnp.float32).reshape(len(qkv), 3, shape.num_heads, shape.head_dim)
         query, key, value = parts[:, 0], parts[:, 1], parts[:, 2]  # [B, H, D]
         if factors.norms is not None:
@@ -94,9 +93,8 @@ class EncoderOps(BaseTable):
         size: int,
         bounds: jax.Array | None = None,
     ) -> jax.Array:
-        """Attention of the block's queries over all rows of the image, or over the rows from
-        bounds[i, 0] to bounds[i, 1] - 1 of int32 `bounds` [B, 2]: activations [B, H D], where B is
-        `size`."""
+        """Attention of the block's queries over all rows of the image, or over rows bounds[i, 0] to
+        bounds[i, 1] - 1 of int32 `bounds` [B, 2]: activations [B, H D]; B is `size`."""
         if bounds is None:
             bounds = jnp.broadcast_to(jnp.stack([jnp.int32(0), block.num_rows]), (size, 2))
         index = jnp.minimum(block.start + jnp.arange(size), len(heads.queries) - 1)
@@ -130,7 +128,7 @@ class EncoderOps(BaseTable):
 
     def keep_rows(self, x: jax.Array, images: ImageRows, part: int, count: jax.Array) -> jax.Array:
         """`images.rows` with activations x [B, E] as the part `part` of the rows at `slots` [B],
-        negative ones skipped; updated in place."""
+        negative ones skipped; in place."""
         written = (images.slots >= 0) & (jnp.arange(len(x)) < count)
         columns = slice(part * x.shape[1], (part + 1) * x.shape[1])
         return set_rows(images.rows, (images.slots, columns), x, written)
@@ -143,8 +141,7 @@ class EncoderOps(BaseTable):
         count: jax.Array,
         adds: bool = False,
     ) -> jax.Array:
-        """Float32 x [T, E], where a token has a slot replaced by the part of that row, or added to
-        it."""
+        """Float32 x [T, E], with the part of a token's slot in its place, or added to it."""
         columns = slice(part * x.shape[1], (part + 1) * x.shape[1])
         rows = images.rows[jnp.maximum(images.slots, 0), columns].astype(jnp.float32)
         return jnp.where((images.slots >= 0)[:, None], x + rows if adds else rows, x)
@@ -163,7 +160,7 @@ def _activated(x: jax.Array, kind: EncoderActivation) -> jax.Array:
 
 
 def _with_span(state: _Softmax, scores: jax.Array, valid: jax.Array, values: jax.Array) -> _Softmax:
-    """The online softmax behind one more span; queries that see nothing of it keep theirs."""
+    """The online softmax after one more span; queries that see nothing of it keep theirs."""
     scores = jnp.where(valid, scores, -jnp.inf)  # [B, H, K]
     maximum = jnp.maximum(state.maximum, jnp.max(scores, axis=-1))
     weights = jnp.where(valid, jnp.exp(scores - maximum[..., None]), 0.0)

@@ -1,11 +1,7 @@
-"""The operations of an op table that image towers use beside those of decoders.
-
-They compute blocks of an image's rows. A row's results do not depend on the block in which it is
-computed, on where blocks begin, or on memory behind the image's last row.
-
+"""The operations of an op table that image towers use beside those of decoders, on blocks of an
+image's rows. A row's results do not depend on where blocks begin, or on memory after the last row.
 Legend: B rows of a block · N rows of the workspace · E width · F MLP · H heads · D head size · R
-values of a head that are rotated · S image slots · T padded tokens.
-"""
+values of a head that are rotated · S image slots · T padded tokens."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -30,7 +26,6 @@ class EncoderShape:
 
     @property
     def width(self) -> int:
-        """H D."""
         return self.num_heads * self.head_dim
 
 
@@ -43,11 +38,9 @@ class EncoderBlock(NamedTuple):
 
 
 class EncoderFactors(NamedTuple):
-    """What projections are normed by and turned with before they are queries, keys and values.
-
-    Value i of a head is rotated with value i + R / 2, as a decoder's: towers whose pairs lie
-    elsewhere have the rows of their weights, and their norms, reordered when they are loaded.
-    """
+    """Norms and rotations of projections. Value i of a head is rotated with value i + R / 2, as a
+    decoder's: towers whose pairs lie elsewhere have their weights' rows, and norms, reordered when
+    they are loaded."""
 
     turns: Any | None = None  # [B, R] float32: cosines, then sines
     norms: tuple[Any, Any] | None = None  # [D] each: RMS norms of a head's query and key

@@ -1,9 +1,7 @@
-"""Mixtures of experts in plain jnp: the definition of routing and of the grouped products.
-
-Every token is multiplied by every expert and the results are selected afterwards, so that shapes do
-not depend on the routing. Legend as in `ops.table`. Slot a of a token is its a-th choice. An id
-outside [0, X) adds nothing.
-"""
+"""Mixtures of experts in plain jnp: the definition of routing and of the grouped products. Every
+token is multiplied by every expert and the results are selected afterwards, so that shapes do not
+depend on the routing. Legend as in `ops.table`. Slot a of a token is its a-th choice. An id outside
+[0, X) adds nothing."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -44,7 +42,6 @@ class Routing:
 
     @classmethod
     def of(cls, model: ModelConfig) -> Self:
-        """The routing of a model, which must be a mixture of experts."""
         assert model.experts is not None, "the model has no experts"
         return cls(
             num_experts=model.experts.num_experts,
@@ -59,11 +56,8 @@ def choose_experts(
     logits: jax.Array, routing: Routing, bias: jax.Array | None = None
 ) -> ExpertChoice:
     """Ids of the A largest logits [T, X], or of a `SigmoidChoice` with the biases [X], in
-    descending order, and their weights.
-
-    Ties go to the lowest id; 0.0 and -0.0 are equal. A token whose largest logit is not finite gets
-    the ids 0 to A - 1 and NaN weights.
-    """
+    descending order, and their weights. Ties go to the lowest id; 0.0 and -0.0 are equal. A token
+    whose largest logit is not finite gets the ids 0 to A - 1 and NaN weights."""
     largest = jnp.max(logits, axis=-1, keepdims=True)  # [T, 1]
     is_sound = jnp.isfinite(largest)
     choice = routing.sigmoid_choice
@@ -95,7 +89,6 @@ def _in_best_groups(scores: jax.Array, choice: SigmoidChoice) -> jax.Array:
 
 
 def silu_gate(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """silu(gate) * up."""
     return jax.nn.silu(gate) * up
 
 
@@ -108,9 +101,7 @@ def clamped_swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
 
 def grouped_product(x: jax.Array, weight: Linear, ids: jax.Array) -> jax.Array:
     """x [T, A or 1, K] times the transposed weight [N, K] of each slot's expert: float32 [T, A, N].
-
-    `weight.weight` is [X, N, K], `weight.bias` [X, N] or None.
-    """
+    `weight.weight` is [X, N, K], `weight.bias` [X, N] or None."""
 
     def body(expert: jax.Array, out: jax.Array) -> jax.Array:
         y = _expert_product(x, weight, expert)
@@ -123,7 +114,6 @@ def grouped_product(x: jax.Array, weight: Linear, ids: jax.Array) -> jax.Array:
 
 
 def num_experts(weight: Linear) -> int:
-    """Of a weight of `load_experts`."""
     return len(jax.tree.leaves(weight.weight)[0])
 
 
@@ -141,9 +131,7 @@ def grouped_gated_linear(
     x: jax.Array, weight: Linear, ids: jax.Array, gate_of: Gate = silu_gate
 ) -> jax.Array:
     """`gate_of` x Wg and x Wu of each slot's expert, x [T, E] to [T, A, F] in x's type.
-
-    `weight.weight` is [X, 2 F, E], gates first, `weight.bias` [X, 2 F] or None.
-    """
+    `weight.weight` is [X, 2 F, E], gates first, `weight.bias` [X, 2 F] or None."""
     gate, up = jnp.split(grouped_product(x[:, None], weight, ids), 2, axis=-1)  # [T, A, F] each
     return gate_of(gate, up).astype(x.dtype)
 
@@ -151,10 +139,8 @@ def grouped_gated_linear(
 def grouped_linear(
     x: jax.Array, weight: Linear, choice: ExpertChoice, residual: jax.Array
 ) -> jax.Array:
-    """`residual` [T, N] plus the weighted sum over a token's slots, in ascending order.
-
-    x [T, A, K], `weight.weight` [X, N, K]; float32 [T, N].
-    """
+    """`residual` [T, N] plus the weighted sum over a token's slots, in ascending order: x [T, A,
+    K], `weight.weight` [X, N, K]; float32 [T, N]."""
     ids, weights = choice
     y = grouped_product(x, weight, ids)  # [T, A, N]
     has_expert = (ids >= 0) & (ids < num_experts(weight))

@@ -1,10 +1,7 @@
-"""Products with float8_e4m3fn weights in plain jnp: the definition of their arithmetic.
-
-`csrc/core/float8.h` states the rules. Activations are multiplied in their own type; the sum of a
-block is multiplied by the block's scale, and the blocks are folded in ascending order.
-
-Legend as in `ops.table`; B blocks of `BLOCK` elements of K.
-"""
+"""Products with float8_e4m3fn weights in plain jnp: the definition of their arithmetic
+(`csrc/core/float8.h`). Activations are multiplied in their own type; a block's sum is multiplied by
+the block's scale, and blocks are folded in ascending order. Legend as in `ops.table`; B blocks of
+`BLOCK` elements of K."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
-"""Norms, rotary positions and soft caps in plain jnp: what attention makes of its inputs.
-
-Legend as in `ops.table`.
-"""
+"""Norms, rotary positions and soft caps in plain jnp: what attention makes of its inputs. Legend as
+in `ops.table`."""
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +15,8 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 
 
 def norm_heads(heads: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """`rms_norm` of heads [T, H, D]: over each head, or over all heads of a token if the weight has
-    H D values.
-    """
+    """`rms_norm` of heads [T, H, D]: over each head, or over all of a token if the weight has H D
+    values."""
     if weight.shape[0] == heads.shape[-1]:
         return rms_norm(heads, weight, eps)
     return rms_norm(heads.reshape(len(heads), -1), weight, eps).reshape(heads.shape)
@@ -31,10 +28,8 @@ def soft_cap(values: jax.Array, cap: float) -> jax.Array:
 
 
 def rotate(heads: jax.Array, factors: jax.Array) -> jax.Array:
-    """Rotary embedding (Su et al., 2021) of the first rotary_dim values: heads [T, H, D].
-
-    `factors` [T, rotary_dim] holds cosines, then sines; value i pairs with i + rotary_dim / 2.
-    """
+    """Rotary embedding (Su et al., 2021) of the first rotary_dim values of heads [T, H, D].
+    `factors` [T, rotary_dim] holds cosines, then sines; value i pairs with i + rotary_dim / 2."""
     rotary = factors.shape[-1]
     cos, sin = jnp.split(factors[:, None, :], 2, axis=-1)  # [T, 1, rotary_dim / 2]
     first, second = jnp.split(heads[..., :rotary], 2, axis=-1)

@@ -1,9 +1,6 @@
-"""Writes of some rows in which every index is in range.
-
-XLA leaves out an update whose index is out of range, and bounds the index of a read. Other
-compilers of StableHLO do neither (IREE writes behind the array), so no operation relies on it:
-what is not to be written repeats a row that is, or writes what is there.
-"""
+"""Writes of some rows in which every index is in range. XLA leaves out an update whose index is out
+of range; other compilers of StableHLO do not (IREE writes past the array): what is not to be
+written repeats a row that is, or writes what is there."""
 
 from typing import Any
 
@@ -12,9 +9,8 @@ import jax.numpy as jnp
 
 
 def set_rows(array: jax.Array, places: Any, rows: jax.Array, are_kept: jax.Array) -> jax.Array:
-    """`array` [S, ...] with those of `rows` [T, ...] that `are_kept` [T] marks, at `places` [T],
-    which are otherwise of any value. `places` may have further indices behind the first: a tuple.
-    """
+    """`array` [S, ...] with those of `rows` [T, ...] that `are_kept` [T] marks at `places` [T],
+    which are otherwise of any value and may be a tuple, with further indices after the first."""
     first, *others = places if isinstance(places, tuple) else (places,)
     source = jnp.where(are_kept, jnp.arange(len(are_kept)), jnp.argmax(are_kept))
     is_any = jnp.any(are_kept)
@@ -27,7 +23,7 @@ def set_first_rows(
     array: jax.Array, places: jax.Array, rows: jax.Array, count: jax.Array
 ) -> jax.Array:
     """`array` [S, ...] with the first `count` [] of `rows` [T, ...] at `places` [T]: `set_rows`
-    without a search for one that is kept."""
+    without a search."""
     index = jnp.arange(len(places))
     source = jnp.where(index < count, index, 0)
     at = jnp.where(count > 0, places[source], 0)
@@ -36,8 +32,8 @@ def set_first_rows(
 
 
 def set_row(array: jax.Array, place: Any, row: jax.Array, is_kept: jax.Array) -> jax.Array:
-    """`array` with `row` at `place`, an index or a tuple of them, if `is_kept` []; the first index
-    is otherwise of any value."""
+    """`array` with `row` at `place`, an index or a tuple, if `is_kept` []; otherwise of any
+    value."""
     first, *others = place if isinstance(place, tuple) else (place,)
     at = (jnp.where(is_kept, first, 0), *others)
     kept = jnp.where(is_kept, row.astype(array.dtype), array[at])

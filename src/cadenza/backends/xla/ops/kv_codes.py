@@ -1,9 +1,7 @@
-"""Attention over KV in int8, in plain jnp: the definition of its arithmetic.
-
-`csrc/core/kv_codes.h` states the rules. Each key and value of a head is codes with one scale; the
-query and the weights of each sub-block of `SUB_BLOCK` tokens are quantised too, more finely, so
-that the dots of codes are exact integers. Legend as in `ops.reference`; N sub-blocks.
-"""
+"""Attention over KV in int8, in plain jnp: the definition of its arithmetic
+(`csrc/core/kv_codes.h`). Each key and value of a head is codes with one scale; the query and the
+weights of each sub-block of `SUB_BLOCK` tokens are quantised more finely, so that dots of codes are
+exact integers. Legend as in `ops.reference`; N sub-blocks."""
 
 from typing import Any, NamedTuple
 
@@ -54,10 +52,8 @@ def code_scores(query: jax.Array, keys: CodedHeads) -> jax.Array:
 
 
 def sum_code_values(weights: jax.Array, values: CodedHeads) -> jax.Array:
-    """The sums of values [T, B, Hkv, D] with weights [T, Hkv, G, B]: [T, Hkv, G, D].
-
-    Lanes with a weight of 0 must have finite scales.
-    """
+    """The sums of values [T, B, Hkv, D] with weights [T, Hkv, G, B]: [T, Hkv, G, D]. Lanes with a
+    weight of 0 must have finite scales."""
     blocks = (weights * _by_head(values.scales)).reshape(*weights.shape[:3], -1, SUB_BLOCK)
     exact, largest = scale_groups(blocks, MOST_WEIGHT_CODE)  # [T, Hkv, G, N, 16], [T, Hkv, G, N]
     codes, scales = jnp.round(exact), largest / np.float32(MOST_WEIGHT_CODE)

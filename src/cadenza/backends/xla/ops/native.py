@@ -1,7 +1,5 @@
-"""The op table over the native CPU kernels, called through XLA's FFI: one call for a whole step.
-
-A kernel receives the true number of rows, so padding is not computed. Legend as in `ops.table`.
-"""
+"""The op table over the native CPU kernels, called through XLA's FFI: one call for a whole step. A
+kernel receives the true number of rows, so padding is not computed. Legend as in `ops.table`."""
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager

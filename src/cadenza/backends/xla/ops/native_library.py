@@ -1,17 +1,7 @@
-"""The shared library of native CPU kernels: loading, packing weights, FFI target.
-
-Owns the ctypes handle and the registration with XLA. The library selects the best ISA that the CPU
-supports, or CADENZA_CPU_ISA if set, and on its own the one of quantised products, or
-CADENZA_CPU_INTEGER_ISA; CADENZA_NUM_THREADS overrides the number of threads. All are read once,
-when the library is loaded.
-
-A second library, available only in a source checkout, has the same kernels with faults that
-`cadenza verify --self-test` injects. Its FFI target has a prefix, so that both libraries can be
-used in one process.
-
-`csrc/ffi/` describes the operands and attributes of each operation, `csrc/README.md` their
-conventions.
-"""
+"""The shared library of native CPU kernels: loading, packing weights, FFI target (`csrc/ffi/`,
+`csrc/README.md`). Read at loading: CADENZA_CPU_ISA, or the best ISA, CADENZA_CPU_INTEGER_ISA for
+quantised products, CADENZA_NUM_THREADS. A second library, in source checkouts only, has the kernels
+with the faults of `cadenza verify --self-test`, under a prefix of its own."""
 
 import ctypes
 import functools
@@ -71,7 +61,6 @@ class NativeLibrary(ProgramLibrary):
 
     @property
     def cpu_isa(self) -> str:
-        """The instruction set of the kernels in use."""
         return self._text("cpu_isa")
 
     @property
@@ -81,7 +70,6 @@ class NativeLibrary(ProgramLibrary):
 
     @property
     def cpu_integer_isa(self) -> str:
-        """The instruction set of the kernels of quantised products in use."""
         return self._text("cpu_integer_isa")
 
     @property
@@ -101,8 +89,8 @@ class NativeLibrary(ProgramLibrary):
 
     @property
     def tile_rows(self) -> str | None:
-        """From how many rows products with quantised weights use tiles, such as "4 to 16", or
-        "never"; None without tiles."""
+        """From how many rows products with quantised weights use tiles, "4 to 16" or "never"; None
+        without tiles."""
         return self._text("tile_rows") or None
 
     @property
@@ -110,8 +98,8 @@ class NativeLibrary(ProgramLibrary):
         return self.handle.cadenza_num_threads()
 
     def place_pages(self, memory: npt.NDArray[np.uint8]) -> None:
-        """Asks for large pages for memory that is read by all threads for long, and, on a machine
-        with several memory nodes, that they are spread over those of the process's CPUs."""
+        """Asks for large pages for memory that all threads read for long, spread over the memory
+        nodes of the process's CPUs if there are several."""
         self.handle.cadenza_place_pages(_address(memory), memory.nbytes)
 
     def _text(self, name: str) -> str:
@@ -124,13 +112,10 @@ class NativeLibrary(ProgramLibrary):
         *,
         is_gated: bool = False,
     ) -> None:
-        """Packs weights [n, K] into `packed`, an array of `packed_shape`.
-
-        The rows of the weights become consecutive columns; a gated pair is (gate, up). Each weight
-        is bf16, f16 or f32 and contiguous along K, such as a slice of a memory-mapped file.
-
-        Raises ConfigError if types, sizes or alignment do not match.
-        """
+        """Packs weights [n, K] into `packed`, an array of `packed_shape`: their rows become
+        consecutive columns; a gated pair is (gate, up). Each is bf16, f16 or f32 and contiguous
+        along K, such as a slice of a mapped file. Raises ConfigError if types, sizes or alignment
+        do not match."""
         sizes = num_columns(sources, is_gated=is_gated), sources[0].shape[1]
         _check_target(packed, packed_shape(*sizes, packed.dtype, is_gated=is_gated))
         extents = _extents(sources)
@@ -152,7 +137,6 @@ class NativeLibrary(ProgramLibrary):
         *,
         is_gated: bool = False,
     ) -> None:
-        """As `pack`: `packed` has `float8_shape`."""
         sizes = num_columns(sources, is_gated=is_gated), sources[0].shape[1]
         _check_target(packed, float8_shape(*sizes, is_gated=is_gated))
         codes = [each.codes for each in sources]
@@ -174,10 +158,8 @@ class NativeLibrary(ProgramLibrary):
         *,
         is_gated: bool = False,
     ) -> None:
-        """As `pack`, each part into the codes of its target: `packed` has `packed_bytes`.
-
-        Floats are quantised as by `checkpoint.quantised_weight`, without a copy of the weight.
-        """
+        """As `pack`, each part into the codes of its target: `packed` has `packed_bytes`. Floats
+        are quantised as by `checkpoint.quantised_weight`, without a copy of the weight."""
         targets, sources = operand.targets, operand.parts
         columns = [len(each) for each in (sources[:1] if is_gated else sources)]
         wanted = packed_bytes(
@@ -209,8 +191,8 @@ class NativeLibrary(ProgramLibrary):
     def _source(
         self, source: FloatsOrCodes, target: WeightFormat, arrays: list[npt.NDArray[Any]]
     ) -> "_CodeSource":
-        """Floats, blocks, or codes with contiguous scales and corrections; adds to `arrays` what it
-        points to."""
+        """Floats, blocks, or codes with contiguous scales and corrections; keeps what it points to
+        in `arrays`."""
         passed = _CodeSource(target=self._format_code(target), blocks=_NO_BLOCKS)
         if isinstance(source, np.ndarray):
             rows, passed.dtype = source, _dtype_code(source.dtype)
@@ -236,7 +218,6 @@ class NativeLibrary(ProgramLibrary):
         return passed
 
     def _format_code(self, format: WeightFormat) -> int:
-        """The library's number of a format of codes."""
         code = self.handle.cadenza_code_format(
             format.bits,
             format.group,
@@ -289,16 +270,13 @@ def _c_array(element: Any, values: Iterable[Any]) -> Any:
 
 
 def _raise(error: bytes | None) -> None:
-    """Raises ConfigError if the library gave an error."""
     if error is not None:
         raise ConfigError(error.decode())
 
 
 def _extents(sources: Sequence[npt.NDArray[Any]]) -> tuple[Any, Any, int]:
-    """Rows and row strides in elements of each weight [n, K], and K.
-
-    Raises ConfigError if a weight has another K than the first or is not contiguous along K.
-    """
+    """Rows and row strides in elements of each weight [n, K], and K. Raises ConfigError if a weight
+    has another K than the first or is not contiguous along K."""
     reduction = sources[0].shape[1]
     for each in sources:
         if each.shape[1] != reduction:
@@ -331,10 +309,7 @@ def packed_bytes(
     is_ordered: bool = False,
 ) -> int:
     """Bytes of a packed weight of codes, from the format and the columns of each part; for a gated
-    weight those of one of the two.
-
-    Parts of another format than the one before begin at a panel.
-    """
+    weight those of one of the two. Parts of another format than the one before begin at a panel."""
     width = _GATED_PANEL if is_gated else PANEL
     total = _CODES_HEADER_BYTES
     if is_ordered:
@@ -363,12 +338,10 @@ def packed_shape(
 
 
 def library_path() -> Path:
-    """The library's path, in the package's root folder."""
     return Path(__file__).resolve().parents[3] / LIBRARY_NAME
 
 
 def has_native_library() -> bool:
-    """Whether the package was built with the native kernels."""
     return library_path().exists()
 
 
@@ -382,11 +355,8 @@ def faulty_library_path() -> Path:
 @functools.cache
 def load_native_library() -> NativeLibrary:
     """Loads the library once, selects the ISA, starts the threads and registers the FFI target.
-
-    Raises:
-        ConfigError: the library was not built or cannot be loaded, or the value of CADENZA_CPU_ISA
-            or CADENZA_NUM_THREADS is not valid on this machine.
-    """
+    Raises ConfigError if it was not built or cannot be loaded, or CADENZA_CPU_ISA or
+    CADENZA_NUM_THREADS is not valid on this machine."""
     path = library_path()
     if not path.exists():
         raise ConfigError(
@@ -398,11 +368,8 @@ def load_native_library() -> NativeLibrary:
 
 @functools.cache
 def load_faulty_library() -> NativeLibrary:
-    """Loads the kernels with faults once; no fault is active until one is injected.
-
-    Raises:
-        ConfigError: the library was not built or cannot be loaded.
-    """
+    """Loads the kernels with faults once; no fault is active until one is injected. Raises
+    ConfigError if the library was not built or cannot be loaded."""
     path = faulty_library_path()
     if not path.exists():
         raise ConfigError("the kernels with faults are not built; run `make -C csrc faults`")
@@ -452,7 +419,6 @@ _PACKERS = {
 
 
 def _declare(handle: ctypes.CDLL) -> None:
-    """Declares result and argument types of the C entry points."""
     for name in _TEXTS:
         getattr(handle, f"cadenza_{name}").restype = ctypes.c_char_p
     handle.cadenza_num_threads.restype = ctypes.c_int

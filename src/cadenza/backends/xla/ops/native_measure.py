@@ -1,9 +1,6 @@
-"""Measuring through the native library: memory bandwidth, FLOP/s, and time per operation.
-
-Owns the C entry points for measurements (`csrc/ffi/c_api_bench.cpp`). Counters are active only
-between `start_profile` and `stop_profile`; otherwise the cost per operation is one relaxed atomic
-load.
-"""
+"""Measuring through the native library: memory bandwidth, FLOP/s, and time per operation
+(`csrc/ffi/c_api_bench.cpp`). Counters are active only between `start_profile` and `stop_profile`;
+otherwise they cost one relaxed atomic load per operation."""
 
 import ctypes
 
@@ -27,10 +24,8 @@ _DTYPE_CODES: dict[WeightDType, int] = {"bfloat16": 0, "float32": 1}
 
 
 class NativeInstruments:
-    """Implements `backends.base.Instruments`.
-
-    Raises ConfigError if the library cannot be loaded or lacks the entry points.
-    """
+    """Implements `backends.base.Instruments`. Raises ConfigError if the library cannot be loaded or
+    lacks the entry points."""
 
     def __init__(self) -> None:
         self._library = load_native_library()
@@ -70,7 +65,6 @@ class NativeInstruments:
         self._handle.cadenza_profile_start()
 
     def stop_profile(self) -> tuple[OpTotals, ...]:
-        """Stops counting; the totals of every operation, in the library's order."""
         self._handle.cadenza_profile_stop()
         return tuple(map(self._totals, range(self._handle.cadenza_profile_num_ops())))
 

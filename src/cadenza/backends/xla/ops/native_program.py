@@ -1,10 +1,7 @@
-"""A sequence of native operations as one FFI call.
-
-Between two custom calls XLA takes one to three microseconds, and a decode step of the 135M shape
-has 213 operations. `NativeProgram` records them while a function is traced and emits one call of
-the library's target, which runs them in order. Results that nothing outside needs share one scratch
-buffer. `csrc/ffi/program.cpp` reads what `emit` writes.
-"""
+"""A sequence of native operations as one FFI call, since XLA takes one to three microseconds
+between custom calls, and a decode step of the 135M shape has 213. `NativeProgram` records them
+while a function is traced; results that nothing outside needs share one scratch buffer.
+`csrc/ffi/program.cpp` reads what `emit` writes."""
 
 import ctypes
 import functools
@@ -36,11 +33,9 @@ _ABSENT = 0
 
 @dataclass(slots=True, eq=False)
 class Storage:
-    """Memory that one array after another occupies: an operand of the program, or its own.
-
-    `first` and `last` are the positions of the first and the last operation that use it; `offset`
-    is its place in the scratch buffer.
-    """
+    """Memory that one array after another occupies: an operand of the program, or its own. `first`
+    and `last` are the positions of the first and the last operation that use it; `offset` is its
+    place in the scratch buffer."""
 
     first: int
     last: int
@@ -82,7 +77,6 @@ class ProgramLibrary(ABC):
 
     @functools.cached_property
     def digest(self) -> str:
-        """A hash of the library's file, in hex."""
         path = Path(self.handle._name)  # noqa: SLF001 (documented by ctypes)
         return hashlib.sha256(path.read_bytes()).hexdigest()
 
@@ -96,8 +90,8 @@ class ProgramLibrary(ABC):
 
 
 class ProgramWords(NamedTuple):
-    """What the target reads of a program: its operations, and the arrays without the absent one in
-    the order of their indices."""
+    """What the target reads of a program: its operations, and the arrays, but the absent one, by
+    index."""
 
     operations: Sequence[int]
     arrays: Sequence[jax.ShapeDtypeStruct]
@@ -117,11 +111,8 @@ Listener = Callable[[Call], None]
 
 
 class NativeProgram:
-    """Operations in the order of their calls.
-
-    `is_portable` takes the kernels without bf16 instructions, which have the same bits on every
-    CPU.
-    """
+    """Operations in the order of their calls. `is_portable` takes the kernels without bf16
+    instructions, which have the same bits on every CPU."""
 
     def __init__(self, library: ProgramLibrary, *, is_portable: bool = False) -> None:
         self._library = library
@@ -132,18 +123,15 @@ class NativeProgram:
 
     @property
     def operations(self) -> Collection[str]:
-        """The names of what can be called."""
         return self._library.operations
 
     def call(
         self, name: str, results: Any, aliases: dict[int, int] | None = None
     ) -> Callable[..., Any]:
-        """A function that records the operation `name` and returns its results as `Recorded`.
-
-        Its operands are arrays, `Recorded`, or None for an absent one. `results` is a
-        ShapeDtypeStruct or a tuple of them; `aliases` maps operand indices to the results that
-        reuse their memory, after which nothing may use those operands.
-        """
+        """A function that records the operation `name` and returns its results as `Recorded`. Its
+        operands are arrays, `Recorded`, or None for an absent one; `results` a ShapeDtypeStruct or
+        a tuple of them. `aliases` maps operand indices to the results that reuse their memory,
+        after which nothing may use those operands."""
         code, names = self._library.operations[name]
         shapes = results if isinstance(results, tuple) else (results,)
         operand_of = {result: operand for operand, result in (aliases or {}).items()}
@@ -162,9 +150,9 @@ class NativeProgram:
         return record
 
     def unwritten(self, shape: jax.ShapeDtypeStruct) -> Recorded:
-        """An array that no operation has to write. As an output of the program it has the memory
-        as the allocator gives it: of a large one, pages that are not resident before they are
-        written. They are placed as those of weights."""
+        """An array that no operation has to write. As an output of the program its memory is the
+        allocator's: pages of a large one become resident as they are written, placed as those of
+        weights."""
         return self.call("reserve", shape)()
 
     def emit(self, outputs: Any) -> Any:
@@ -214,8 +202,8 @@ class NativeProgram:
         return jax.tree.unflatten(tree, computed)
 
     def _settings(self, words: ProgramWords) -> tuple[dict[str, Any], int]:  # noqa: ARG002
-        """The target's further attributes, and the bytes behind the arrays of the scratch buffer
-        that operations use for themselves."""
+        """The target's further attributes, and the bytes after the scratch buffer's arrays that
+        operations use."""
         return {"is_portable": self._is_portable}, 0
 
     def _use(self, operand: Any) -> Recorded | None:

@@ -1,8 +1,6 @@
-"""The operations of image towers as words of a program. Legend as in `ops.encoder_table`.
-
-Keys of a head lie in blocks of sixteen rows, and values in pairs of rows, as the pages of a decoder
-have them; `csrc/kernels/encoder.h` says how.
-"""
+"""The operations of image towers as words of a program. Keys of a head lie in blocks of sixteen
+rows, and values in pairs of rows, as a decoder's pages (`csrc/kernels/encoder.h`). Legend as in
+`ops.encoder_table`."""
 
 from typing import Any
 

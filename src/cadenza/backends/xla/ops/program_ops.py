@@ -1,8 +1,5 @@
-"""The operations of a step as words of a program, for the tables whose kernels run programs.
-
-Gives each operation its operands and attributes, which `csrc/ffi/` defines; pools have the layouts
-of the kernels. Legend as in `ops.table`.
-"""
+"""The operations of a step as words of a program: operands and attributes as `csrc/ffi/` defines
+them; pools have the layouts of the kernels. Legend as in `ops.table`."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -73,8 +70,6 @@ _NO_TOKEN = -1
 
 
 class _TableRows(NamedTuple):
-    """The rows of an embedding's table, and their factor."""
-
     vocab: int
     width: int
     scale: float
@@ -92,11 +87,9 @@ class Product(NamedTuple):
 
 
 class ProgramOps(ProgramEncoderOps):
-    """Records operations; tables differ in their library and in the layouts of weights.
-
-    Exact by construction: a kernel's order of reduction does not depend on the batch, and padding
-    is not read, so every bucket gives the same bits.
-    """
+    """Records operations; tables differ in their library and in the layouts of weights. Exact by
+    construction: a kernel's order of reduction does not depend on the batch, and padding is not
+    read, so every bucket gives the same bits."""
 
     def __init__(self, spec: DecoderSpec) -> None:
         super().__init__(spec)
@@ -490,10 +483,8 @@ class ProgramOps(ProgramEncoderOps):
 
 
 def _filled_codes(shape: tuple[int, ...], code: int, fill: float) -> jax.Array:
-    """A pool of KV in int8 [..., page_size, D + 4], in the layout of `csrc/core/kv_codes.h`.
-
-    Each element is `fill`: the largest code, stored as `code`, with a scale.
-    """
+    """A pool of KV in int8 [..., page_size, D + 4] (`csrc/core/kv_codes.h`), each element `fill`:
+    the largest code, stored as `code`, with a scale."""
     *pages, page_size, head_dim = shape
     scales = np.full(PAGE_SIZE_UNIT, fill / MOST_CODE, np.float32).view(np.uint8)
     block = np.concatenate([np.full(PAGE_SIZE_UNIT * head_dim, code, np.uint8), scales])
@@ -513,7 +504,6 @@ def _columns(logits: LogitInputs[jax.Array]) -> jax.Array:
 
 
 def _rows_of(step: tuple[StepArrays, StepStates]) -> tuple[jax.Array, ...]:
-    """Of a layer with a state: where rows begin, and their slots."""
     arrays, slots = step
     return arrays.rows.query_starts, slots.initial, slots.kept
 

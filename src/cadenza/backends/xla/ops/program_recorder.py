@@ -1,7 +1,4 @@
-"""How operations become words of a program: recorded within `compute`, alone outside.
-
-Knows no operation but the reservation of memory.
-"""
+"""How operations become words of a program: recorded within `compute`, alone outside."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -55,10 +52,8 @@ class ProgramRecorder(OpTable, ABC):
             self._program = None
 
     def _call(self, name: str, results: Any, aliases: dict[int, int] | None = None) -> Any:
-        """A function that calls an operation, or records it within `compute`.
-
-        `aliases` maps operand indices to the results that reuse their buffers.
-        """
+        """A function that calls an operation, or records it within `compute`. `aliases` maps
+        operand indices to the results that reuse their buffers."""
         if self._program is not None:
             return self._program.call(name, results, aliases)
         program = self._new_program()
@@ -67,10 +62,8 @@ class ProgramRecorder(OpTable, ABC):
 
 
 def like(array: Any) -> jax.ShapeDtypeStruct:
-    """The shape and type of an array."""
     return array_of(array.shape, array.dtype)
 
 
 def array_of(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-    """A result."""
     return jax.ShapeDtypeStruct(shape, dtype)

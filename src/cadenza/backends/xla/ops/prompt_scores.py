@@ -1,11 +1,7 @@
-"""The scores of prompts' keys in plain jnp (`OpTable.score_keys`), of the rows of a step.
-
-`scores` [2, R, N] has of each row the largest of a step's heads and layers so far, before the
-division by `POOL`, and the sum of the scores of its queries so far. Invariant: a row's scores
-depend on its own weights alone, and NaN stays.
-
-Legend as in `ops.table`; N positions.
-"""
+"""The scores of prompts' keys in plain jnp (`OpTable.score_keys`). `scores` [2, R, N] has the
+largest of a step's heads and layers so far, before the division by `POOL`, and the sum over the
+row's queries so far. A row's scores depend on its own weights alone, and NaN stays. Legend as in
+`ops.table`; N positions."""
 
 from dataclasses import dataclass
 
@@ -19,7 +15,7 @@ from cadenza.sparse_prefill import POOL
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoringLayer:
-    """A layer that scores prompts: its place in the KV pool of its group, its heads, and whether it
+    """A layer that scores prompts: its index in the KV pool of its group, its heads, and whether it
     is the first or the last one of a step that does."""
 
     index: int
@@ -64,8 +60,8 @@ def add_scores(
 
 
 def _bits(numbers: jax.Array) -> jax.Array:
-    """Float32 numbers, none of them negative, as integers of the same order, in which NaN is the
-    largest: XLA's own maximum over an axis of a CPU may leave it out."""
+    """Float32 numbers >= 0 as integers of the same order, in which NaN is the largest: XLA's own
+    maximum over an axis of a CPU may leave it out."""
     return jax.lax.bitcast_convert_type(numbers, jnp.uint32)
 
 

@@ -1,12 +1,7 @@
-"""Products with quantised weights in plain jnp: the definition of their arithmetic.
-
-`csrc/core/quantised.h` states the rules. Activations are rounded to int8 for each row and group;
-the dot of a group's codes is an exact integer, and the groups are folded in ascending order. The
-largest group of each span has second codes, of what the first leave, which are folded at the end.
-
-Legend as in `ops.table`; G groups of `GROUP` elements of K, which consist of one or two parts with
-one scale of the weight each.
-"""
+"""Products with quantised weights in plain jnp: the definition (`csrc/core/quantised.h`).
+Activations are rounded to int8 by row and group; a group's dot is an exact integer; groups are
+folded in ascending order, then second codes of each span's largest group. Legend as in `ops.table`;
+G groups of `GROUP` elements of K, of one or two parts with a scale each."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -52,10 +47,8 @@ CodedParts = tuple[Codes, ...]
 
 
 def as_operand(parts: Sequence[HostWeight], format: WeightFormat) -> Sequence[FloatsOrCodes]:
-    """Weights that are multiplied as one operand: all of integer codes, or all of floats.
-
-    Codes beside floats that stay floats, or beside float8 weights, are dequantised.
-    """
+    """Weights that are multiplied as one operand: all of integer codes, or all of floats. Codes
+    beside floats that stay floats, or beside float8 weights, are dequantised."""
     held = [part for part in parts if not isinstance(part, Float8Weight)]
     have_codes = format.is_quantised or not any(isinstance(part, np.ndarray) for part in held)
     if len(held) == len(parts) and have_codes:
@@ -64,7 +57,6 @@ def as_operand(parts: Sequence[HostWeight], format: WeightFormat) -> Sequence[Fl
 
 
 def as_floats(weight: HostWeight) -> npt.NDArray[Any]:
-    """The weight itself, or the elements of its codes in float32."""
     return weight if isinstance(weight, np.ndarray) else weight.dequantised()
 
 
@@ -108,10 +100,8 @@ def _codes_of(weight: QuantisedWeight) -> Codes:
 
 
 def orders_of(experts: Sequence[Sequence[FloatsOrCodes]]) -> list[InputOrder | None]:
-    """The order of the inputs of each operand, which its parts share.
-
-    With one of them ordered all are, since the weights of experts have one layout.
-    """
+    """The order of the inputs of each operand, which its parts share. With one of them ordered all
+    are, since the weights of experts have one layout."""
     orders = [_order_of(parts) for parts in experts]
     if all(order is None for order in orders):
         return orders
@@ -135,10 +125,8 @@ def stack_codes(weights: Sequence[CodedParts], orders: Sequence[InputOrder | Non
 
 def quantise_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Codes int8 [T, 2 G, GROUP] and scales float32 [T, 2 G] of activations [T, K]: those of the
-    groups, then their second codes, which are 0 in all but one group of each span.
-
-    A group that is not finite has a NaN scale, so that its row's outputs are NaN.
-    """
+    groups, then second codes, 0 in all but one group of each span. A group that is not finite has a
+    NaN scale, so that its row's outputs are NaN."""
     wide = x.astype(jnp.float32)
     padded = jnp.pad(wide, ((0, 0), (0, -x.shape[1] % GROUP)))
     groups = padded.reshape(len(x), -1, GROUP)
@@ -163,20 +151,16 @@ def _is_largest(scales: jax.Array) -> jax.Array:
 
 
 def quantise_groups(groups: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Codes int8 [..., n] and scales float32 [...] of groups of n elements [..., n] in float32.
-
-    A group that is not finite has codes 0 and a NaN scale.
-    """
+    """Codes int8 [..., n] and scales float32 [...] of groups of n elements [..., n] in float32. A
+    group that is not finite has codes 0 and a NaN scale."""
     exact, largest = scale_groups(groups, MOST_CODE)
     return jnp.round(exact).astype(jnp.int8), largest / np.float32(MOST_CODE)
 
 
 def scale_groups(groups: jax.Array, most: int) -> tuple[jax.Array, jax.Array]:
-    """Groups of n elements [..., n] in float32, scaled so that the largest magnitude of each is
-    `most`, and these magnitudes [...].
-
-    A group that is not finite is scaled to 0 and has NaN; one of very small elements has 0 in both.
-    """
+    """Groups [..., n] in float32, scaled so that the largest magnitude of each is `most`, and these
+    magnitudes [...]. A group that is not finite is scaled to 0 and has NaN; one of very small
+    elements has 0 in both."""
     largest = jnp.max(jnp.abs(groups), axis=-1)  # NaN propagates
     is_finite = jnp.isfinite(largest)
     is_used = is_finite & (largest >= SMALLEST_LARGEST)

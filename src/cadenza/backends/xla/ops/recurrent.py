@@ -1,10 +1,7 @@
-"""Token mixers with a recurrent state in plain jnp: their definition, a token at a time.
-
-A layer's state is held in slots, as pages hold KV. A row begins with the state of one slot, or with
-zeros, and the state behind any of its tokens can be kept in another. So a snapshot needs no copy: a
-row leaves the slot that it began with as it is, and goes on in the next one; and each of several
-drafts keeps its own state. Legend as in `ops.table`.
-"""
+"""Token mixers with a recurrent state in plain jnp: their definition, a token at a time. A row
+begins with the state of one slot, or with zeros, and the state after any of its tokens can be kept
+in another slot, so a snapshot needs no copy, and each of several drafts keeps its own. Legend as in
+`ops.table`."""
 
 from collections.abc import Callable
 from functools import partial
@@ -53,12 +50,9 @@ def gated_delta(
     layer: RecurrentLayer[DeltaShape],
 ) -> tuple[jax.Array, StatePool]:
     """A gated delta net (arXiv 2412.06464) between its projections: activations [T, Hv Dv], and the
-    pool, [S, layers, J - 1, M] and [S, layers, Hv, Dk, Dv], with what the tokens keep.
-
-    A causal depthwise convolution and SiLU over queries, keys and values; L2 norms of queries and
-    keys; S = a S; S += k b (v - S k); y = S q; and an RMS norm of each head's y, times SiLU of the
-    gate.
-    """
+    pool, [S, layers, J - 1, M] and [S, layers, Hv, Dk, Dv], with what the tokens keep: causal
+    depthwise convolution and SiLU over queries, keys and values; L2 norms of queries and keys; S =
+    a S; S += k b (v - S k); y = S q; RMS norm of each head's y, times SiLU of the gate."""
     advance = partial(_advance_delta, weights=weights, layer=layer)
     y, pool = _run_rows(advance, given, pool, step, layer.index)
     return y.astype(given.mixed.dtype), pool
@@ -92,12 +86,10 @@ def selective_scan(
     layer: RecurrentLayer[ScanShape],
 ) -> tuple[jax.Array, StatePool]:
     """A selective scan with one decay a head (Mamba-2, arXiv 2405.21060): activations [T, Hv Dv],
-    and the pool, [S, layers, J - 1, M] and [S, layers, Hv, Dk, Dv], with what the tokens keep.
-
-    A causal depthwise convolution and SiLU over values x, keys B and queries C; dt is softplus of
-    the rate; S = exp(dt A) S + B dt x; y = S C + D x; y times SiLU of the gate; and an RMS norm of
-    each group.
-    """
+    and the pool, [S, layers, J - 1, M] and [S, layers, Hv, Dk, Dv], with what the tokens keep:
+    causal depthwise convolution and SiLU over values x, keys B and queries C; dt is softplus of the
+    rate; S = exp(dt A) S + B dt x; y = S C + D x; y times SiLU of the gate; RMS norm of each
+    group."""
     advance = partial(_advance_scan, weights=weights, layer=layer)
     y, pool = _run_rows(advance, given, pool, step, layer.index)
     return y.astype(given.mixed.dtype), pool
@@ -153,7 +145,7 @@ def _advance_delta(
     weights: DeltaWeights,
     layer: RecurrentLayer[DeltaShape],
 ) -> tuple[jax.Array, _RowStates]:
-    """The output [Hv Dv] of one token, and its row's state behind it."""
+    """The output [Hv Dv] of one token, and its row's state after it."""
     shape = layer.shape
     sums, inputs = _convolve(token.mixed, now.inputs, weights.conv, None)
     mixed = jax.nn.silu(sums)
@@ -182,7 +174,6 @@ def _repeat(count: int, heads: jax.Array) -> jax.Array:
 
 
 def _unit(x: jax.Array) -> jax.Array:
-    """x / |x| over the last axis."""
     return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + UNIT_NORM_EPS)
 
 
@@ -193,7 +184,7 @@ def _advance_scan(
     weights: ScanWeights,
     layer: RecurrentLayer[ScanShape],
 ) -> tuple[jax.Array, _RowStates]:
-    """The output [Hv Dv] of one token, and its row's state behind it."""
+    """The output [Hv Dv] of one token, and its row's state after it."""
     shape = layer.shape
     sums, inputs = _convolve(token.mixed, now.inputs, weights.conv, weights.conv_bias)
     parts = [shape.value_width, shape.value_width + shape.group_width]

@@ -1,9 +1,6 @@
-"""The op table in plain jnp: the definition of each operation.
-
-Exact because every step has the same shape (T tokens, at most 64), so the compiled order of
-reduction is the same for every batch. Legend as in `ops.table`; B positions per attention block,
-G query heads per KV head.
-"""
+"""The op table in plain jnp: the definition of each operation. Exact because every step has the
+same shape (T tokens, at most 64), so the compiled order of reduction is the same for every batch.
+Legend as in `ops.table`; B positions per attention block, G query heads per KV head."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -92,18 +89,15 @@ _GATES: dict[Activation, Gate] = {
 
 
 class OpTable(AttentionOps):
-    """Computes every row and ignores `count`. Weights have the checkpoint's layout; KV is
-    [slots, layers, Hkv, D], in int8 with scales [slots, layers, Hkv].
-    """
+    """Computes every row and ignores `count`. Weights have the checkpoint's layout; KV is [slots,
+    layers, Hkv, D], in int8 with scales [slots, layers, Hkv]."""
 
     name = "reference"
     is_opaque = False  # XLA may fuse an operation with those around it, and round elsewhere
 
     def token_buckets(self, max_num_batched_tokens: int) -> tuple[int, ...]:
-        """Sizes T (tokens per step) to compile programs for, ascending.
-
-        Here a single one, so every step has one shape. Raises ConfigError above `MAX_TOKENS`.
-        """
+        """Sizes T (tokens per step) to compile programs for, ascending: here a single one, so every
+        step has one shape. Raises ConfigError above `MAX_TOKENS`."""
         if max_num_batched_tokens > MAX_TOKENS:
             raise ConfigError(
                 f"--max-num-batched-tokens {max_num_batched_tokens} is above {MAX_TOKENS}, the "
@@ -117,11 +111,9 @@ class OpTable(AttentionOps):
         bias: Sequence[npt.NDArray[Any]] = (),
         format: WeightFormat | None = None,
     ) -> Linear:
-        """Fuses weights [Ni, K] of linears with the same input along N, in host memory.
-
-        Here and below floats are held in `format`, by default the type of the activations, and a
-        weight of codes in its own.
-        """
+        """Fuses weights [Ni, K] of linears with the same input along N, in host memory. Here and
+        below floats are held in `format`, by default the type of the activations, and a weight of
+        codes in its own."""
         format = format or self._spec.weight_format
         all_biases = np.concatenate(bias).astype(np.float32) if len(bias) else None
         num_out = sum(map(len, parts))
@@ -150,7 +142,7 @@ class OpTable(AttentionOps):
         biases: Sequence[Sequence[npt.NDArray[Any]]] = (),
     ) -> Linear:
         """The weight [E, F] of each expert, for `grouped_linear`, or its gate and up [F, E], for
-        `grouped_gated_linear`. `biases` are those of each expert, if there are any."""
+        `grouped_gated_linear`, and the biases of each, if any."""
         num_out, bias = sum(map(len, experts[0])), expert_biases(biases)
         if all(are_float8(parts) for parts in experts):
             weight = stack_float8([join_float8(parts) for parts in experts])
@@ -168,8 +160,8 @@ class OpTable(AttentionOps):
         return Linear(stack_codes(codes, orders_of(operands)), bias, common, num_out)
 
     def new_kv_pool(self, group: KVGroup, num_pages: int, fill: float | None) -> KVPool:
-        """A pool of `num_pages` for the layers of `group`, with every element set to `fill`, or
-        `unwritten`; called under tracing."""
+        """`num_pages` for the layers of `group`, every element `fill` or unwritten; called under
+        tracing."""
         fill = fill or 0.0
         slots = num_pages * self._spec.page_size
         shape = (slots, len(group.layers), group.num_kv_heads, group.head_dim)
@@ -182,10 +174,8 @@ class OpTable(AttentionOps):
     def copy_slots(
         self, pool: KVPool, source: jax.Array, destination: jax.Array, count: int
     ) -> KVPool:
-        """Copies `count` slots, starting at slot `source` [], to slot `destination` [], in place.
-
-        All three are multiples of `PAGE_SIZE_UNIT`; neither range crosses a page boundary.
-        """
+        """Copies `count` slots from slot `source` [] to slot `destination` [], in place. All three
+        are multiples of `PAGE_SIZE_UNIT`; neither range crosses a page boundary."""
 
         def copy(side: jax.Array) -> jax.Array:
             slots = jax.lax.dynamic_slice_in_dim(side, source, count)
@@ -243,9 +233,8 @@ class OpTable(AttentionOps):
     def linear(
         self, x: jax.Array, weight: Linear, count: jax.Array, residual: jax.Array | None = None
     ) -> jax.Array:
-        """x W, [·, K] to activations [·, N]; with `residual`, float32 residual + scale * x W,
-        where scale is the model's `residual_scale`.
-        """
+        """x W, [·, K] to activations [·, N]; with `residual`, float32 residual + the model's
+        `residual_scale` * x W."""
         y = _matmul(x, weight)
         if residual is None:
             return y.astype(self._spec.dtype)
@@ -261,10 +250,8 @@ class OpTable(AttentionOps):
     def norm_add(
         self, x: jax.Array, norm: Any, residual: jax.Array | None, count: jax.Array
     ) -> jax.Array:
-        """Float32 `residual`, if any, + rms_norm(x) [·, N], times the factor of a `ScaledNorm`.
-
-        A norm of P values norms each P of the N by themselves.
-        """
+        """Float32 `residual`, if any, + rms_norm(x) [·, N], times the factor of a `ScaledNorm`. A
+        norm of P values norms each P of the N by themselves."""
         weight, factor = norm if isinstance(norm, ScaledNorm) else (norm, None)
         parts = x if len(weight) == x.shape[1] else x.reshape(len(x), -1, len(weight))
         y = rms_norm(parts, weight, self._model.rms_norm_eps).reshape(x.shape)
@@ -295,11 +282,8 @@ class OpTable(AttentionOps):
         bias: Any | None = None,
     ) -> ExpertChoice:
         """The experts of x [T, E] with the largest router logits, or of a `SigmoidChoice`, whose
-        `bias` [X] is given; ties go to the lowest id.
-
-        Their weights follow the model's `experts` and include its `residual_scale`, and the
-        `factors` [X] of the experts if there are any.
-        """
+        `bias` [X] is given; ties go to the lowest id. Their weights follow the model's `experts`
+        and include its `residual_scale`, and the `factors` [X] of the experts if there are any."""
         choice = choose_experts(_matmul(x, router), Routing.of(self._model), bias)
         if factors is None:
             return choice
@@ -326,8 +310,8 @@ class OpTable(AttentionOps):
         residual: jax.Array | None,
         count: jax.Array,
     ) -> jax.Array:
-        """The weighted sum over a token's experts, x [T, A, F], float32 [T, E]; with `residual`,
-        its sum with that."""
+        """The weighted sum over a token's experts, x [T, A, F], float32 [T, E], plus `residual` if
+        given."""
         if residual is None:
             residual = jnp.zeros((len(x), weight.num_out), jnp.float32)
         return grouped_linear(x, weight, choice, residual)
@@ -358,12 +342,9 @@ class OpTable(AttentionOps):
         step: tuple[StepArrays, StepStates],
         layer: RecurrentLayer[DeltaShape],
     ) -> tuple[jax.Array, StatePool]:
-        """A gated delta net (`ops.recurrent`) between its projections.
-
-        Returns, as all layers with a state, activations [T, Hv Dv] and the pool with what the
-        tokens keep, updated in place. A slot that a row begins with is kept by no other row of the
-        step.
-        """
+        """A gated delta net (`ops.recurrent`) between its projections. Like all layers with a state
+        it returns activations [T, Hv Dv] and the pool with what the tokens keep, in place. A slot
+        that a row begins with is kept by no other row of the step."""
         return gated_delta(given, weights, pool, step, layer)
 
     def short_conv(
@@ -389,11 +370,9 @@ class OpTable(AttentionOps):
         return selective_scan(given, weights, pool, step, layer)
 
     def next_tokens(self, x: jax.Array, head: Linear, step: StepArrays) -> jax.Array:
-        """Computes logits of x [L, E] and chooses a token for each row: int32 [L, C].
-
-        Applies the model's logit divisor and soft cap; logits that are not finite stay unchanged by
-        the cap, so that the row state reports them.
-        """
+        """Computes logits of x [L, E], with the model's divisor and soft cap, and chooses a token
+        for each row: int32 [L, C]. Logits that are not finite stay, so that the row state reports
+        them."""
         return self._choose(_matmul(x, head), step)
 
     def _choose(self, logits: jax.Array, step: StepArrays) -> jax.Array:

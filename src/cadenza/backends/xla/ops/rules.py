@@ -1,10 +1,7 @@
-"""Token rules of a step: reads each row's context, and applies `backends.token_rules` to it.
-
-The context is in the token history on the device, which has one token per KV slot, and is read
-through the row's page table. It is shared, copied and recomputed together with the KV.
-
-Legend: L logit rows · V vocabulary · N positions of a context · W words · P pages per row.
-"""
+"""Token rules of a step (`backends.token_rules`). A row's context is in the token history on the
+device, one token per KV slot, read through the page table, and shared, copied and recomputed with
+the KV. Legend: L logit rows · V vocabulary · N positions of a context · W words · P pages per
+row."""
 
 import jax
 import jax.numpy as jnp

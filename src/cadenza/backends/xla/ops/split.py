@@ -1,15 +1,7 @@
-"""`SplitOps`: the operations of a model whose heads and MLPs are divided among devices.
-
-A device computes some outputs of the linears that read the stream. Of those that write to it, it
-has some inputs: their products are summed in `NUM_SPANS` spans of inputs, which follow from the
-weight, and the sums of spans are added in a balanced tree. A device adds the subtree of its own
-spans; what devices then exchange are whole sums in float32, by an all-gather, which adds nothing.
-So no bit depends on the number of devices.
-
-What only some devices have is computed in parts that every number of devices has whole, a KV head
-or a tile of outputs at a time (`_each`): a compiler orders sums, and chooses exponentials, by the
-shape of what it computes and of what it joins with it.
-"""
+"""`SplitOps`: the operations of a model whose heads and MLPs are divided among devices. Products
+that write to the stream are summed in `NUM_SPANS` spans of inputs, then in a balanced tree; devices
+exchange whole float32 sums by an all-gather, so no bit depends on their number. Other parts are
+computed one KV head or tile at a time (`_each`), since a compiler orders sums by shape."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -159,8 +151,8 @@ def _tile_of(num_out: int, num_devices: int) -> int:
 
 
 def _tiled_product(x: jax.Array, weight: Any, num_devices: int) -> jax.Array:
-    """x [T, K] times the transposed weight [N, K], which is a part of one of N * `num_devices`
-    outputs: float32 [T, N]."""
+    """x [T, K] times the transposed weight [N, K], a part of one of N * `num_devices` outputs:
+    float32 [T, N]."""
     num_out, num_in = weight.shape
     tile = _tile_of(num_out, num_devices)
 
@@ -178,11 +170,9 @@ def _tiled_product(x: jax.Array, weight: Any, num_devices: int) -> jax.Array:
 
 
 def _each(compute: Callable[[Any], Any], parts: Any) -> Any:
-    """What `compute` makes of each part: arrays with a leading axis of parts, as `parts` are.
-
-    A loop whose length the compiler does not know, so that it takes no loop of one part apart, and
-    a computation of the shape of a part, which it joins with nothing outside.
-    """
+    """What `compute` makes of each part: arrays with a leading axis of parts. A loop whose length
+    the compiler does not know, so that it neither unrolls it nor fuses a part with anything
+    outside."""
     count = len(jax.tree.leaves(parts)[0])
 
     def part_of(index: Any) -> Any:

@@ -1,11 +1,11 @@
 """The values that operations take and return, and what every op table has beside operations.
+Legend: T padded tokens · R rows · L logit rows · E embed · F MLP · N out · K in · Hq/Hkv heads · D
+head size · V vocabulary · P pages per row · C result columns · X experts · A experts per token."""
 
-Legend: T padded tokens · R rows · L logit rows · E embed · F MLP · N out · K in · Hq/Hkv heads ·
-D head size · V vocabulary · P pages per row · C result columns · X experts · A experts per token.
-Of layers with a state: M channels · J inputs of their convolution · S slots of states · Hv heads ·
-Dk/Dv sizes of keys and values. Of a gated delta net: Hk key heads · M = 2 Hk Dk + Hv Dv: queries,
-keys, values. Of a selective scan: G groups · M = Hv Dv + 2 G Dk: values, keys, queries.
-"""
+# Of layers with a state: M channels · J inputs of their convolution · S slots of states ·
+# Hv heads · Dk/Dv sizes of keys and values. Of a gated delta net: Hk key heads · M = 2 Hk Dk +
+# Hv Dv: queries, keys, values. Of a selective scan: G groups · M = Hv Dv + 2 G Dk: values, keys,
+# queries.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -33,12 +33,10 @@ from cadenza.core.step_schema import LogitInputs, RowInputs, TokenInputs, specs_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderSpec:
-    """The constants of an op table.
-
-    `dtype` is the type of activations, and of KV that is auto. `is_portable`: the operations have
-    the same bits on every CPU. `num_devices` share the whole model, of which `model` is the part of
-    each. `is_sparse`: a step's tokens may have rope positions and windows of their own.
-    """
+    """The constants of an op table. `dtype` is the type of activations, and of KV that is auto.
+    `is_portable`: the operations have the same bits on every CPU. `num_devices` share the whole
+    model, of which `model` is the part of each. `is_sparse`: a step's tokens may have rope
+    positions and windows of their own."""
 
     model: ModelConfig
     dtype: Any
@@ -51,12 +49,10 @@ class DecoderSpec:
 
     @property
     def has_kv_codes(self) -> bool:
-        """Whether KV is int8 codes with a scale for each key and value of a head."""
         return self.kv_cache_dtype == "int8"
 
     @property
     def weight_format(self) -> WeightFormat:
-        """Of weights that are loaded without a format of their own: that of the activations."""
         return FLOAT_FORMATS[self._dtype_name]
 
     def format_of(self, tensor: TensorSpec) -> WeightFormat:
@@ -69,11 +65,9 @@ class DecoderSpec:
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """A weight in the layout of its op table, its bias, and the format of the weight's elements.
-
-    Linears that are fused may have several formats of codes; `format` is then the first one's.
-    `num_out` is N, of all parts together.
-    """
+    """A weight in the layout of its op table, its bias, and the format of the weight's elements:
+    the first one's if fused linears have several formats of codes. `num_out` is N, of all parts
+    together."""
 
     weight: Any  # [N, K] in the reference table
     bias: Any | None  # [N]
@@ -82,10 +76,8 @@ class Linear:
 
 
 class ExpertChoice(NamedTuple):
-    """The experts of each token and the weights of their outputs in the sum.
-
-    All weights of a token are NaN if the largest of its router logits is not finite.
-    """
+    """The experts of each token and the weights of their outputs in the sum; all NaN if the largest
+    of the token's router logits is not finite."""
 
     ids: jax.Array  # [T, A]
     weights: jax.Array  # [T, A]
@@ -99,10 +91,8 @@ class ScaledNorm(NamedTuple):
 
 
 class HeadFactors(NamedTuple):
-    """The parameters that turn projections into query and key heads: norm weights and rope.
-
-    A norm of D values is applied to each head; a longer one is applied across all heads.
-    """
+    """The parameters that turn projections into query and key heads: norm weights and rope. A norm
+    of D values is applied to each head; a longer one is applied across all heads."""
 
     norms: tuple[Any, ...] | None  # [D] each, or [Hq D] and [Hkv D]; the first alone without keys
     rope: Any  # [positions, rotary_dim]: cosines, then sines; no rotation without columns
@@ -112,10 +102,8 @@ class HeadFactors(NamedTuple):
 
 
 class HeadInputs(NamedTuple):
-    """The projections of the normed stream, as activations.
-
-    Without values they are made of the keys; without keys, too, those of another layer are read.
-    """
+    """The projections of the normed stream, as activations. Without values they are made of the
+    keys; without keys, too, those of another layer are read."""
 
     qkv: jax.Array  # [T, (Hq + 2 Hkv) D], [T, (Hq + Hkv) D] or [T, Hq D]
     gate: jax.Array | None = None  # [T, Hq D]: its sigmoid multiplies the output
@@ -123,13 +111,10 @@ class HeadInputs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AttendingLayer:
-    """The layer's place in the KV pool of its group, its heads, and the sliding window.
-
-    `window` is the most tokens that a token attends to, including itself and those before it; None
-    is unlimited. With `sees_spans` a token attends to all of its span, which is of the same step
-    (`TokenInputs.reaches`), beside what it sees otherwise. With `has_starts` the window begins
-    where `TokenInputs.window_starts` says.
-    """
+    """The layer's index in the KV pool of its group, its heads, and the sliding window: the most
+    tokens that a token attends to, with itself; None is unlimited. With `sees_spans` a token also
+    attends to all of its span of the step (`TokenInputs.reaches`); with `has_starts` the window
+    begins where `TokenInputs.window_starts` says."""
 
     index: int
     heads: HeadShape
@@ -139,8 +124,8 @@ class AttendingLayer:
 
 
 class LatentInputs(NamedTuple):
-    """Of attention over latents: queries times the linears of the keys, and projections of the
-    normed stream."""
+    """Of attention over latents: queries times the keys' linears, and projections of the normed
+    stream."""
 
     absorbed: jax.Array  # [T, Hq rank], activations
     queries: jax.Array  # [T, Hq D], activations; the end of each head is rotated
@@ -159,7 +144,7 @@ class LatentFactors(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentLayer:
-    """The layer's place in the KV pool of its group, its shape, and the constant of its norms."""
+    """The layer's index in the KV pool of its group, its shape, and the constant of its norms."""
 
     index: int
     shape: LatentShape
@@ -167,10 +152,9 @@ class LatentLayer:
 
 
 class KVPool(NamedTuple):
-    """The KV pages of the layers of a group: an array each, or a tree of them. Pages follow one
-    another along the first axis; the op table chooses the rest of the layout. `values` is None
-    where they are parts of the keys (`KVGroup.has_values`).
-    """
+    """The KV pages of the layers of a group, along the first axis of an array each, or a tree of
+    them; the op table chooses the rest of the layout. `values` is None where they are parts of the
+    keys (`KVGroup.has_values`)."""
 
     keys: Any
     values: Any
@@ -239,8 +223,8 @@ class StatePool(NamedTuple):
 
 
 class LayerPools(NamedTuple):
-    """What the layers keep of earlier tokens: KV of each of `ModelConfig.kv_groups`, states of
-    models that have them, and the scores of a runner that scores prompts."""
+    """What layers keep of earlier tokens: KV of each of `ModelConfig.kv_groups`, states, and
+    scores."""
 
     kv: tuple[KVPool, ...]
     states: StatePool | None = None
@@ -305,23 +289,16 @@ class BaseTable:
         self._model = spec.model
 
     def loading(self, packed: Path | None) -> AbstractContextManager[None]:  # noqa: ARG002 (nothing is packed)
-        """Encloses the calls of `load_…` for one model.
-
-        A table that packs weights reads them from the file `packed` if it is there, and writes it
-        otherwise; None: no file.
-        """
+        """Encloses the calls of `load_…` for one model. A table that packs weights reads them from
+        the file `packed` if it is there, and writes it otherwise; None: no file."""
         return nullcontext()
 
     def unwritten(self, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-        """An array whose content nothing reads before it is written; called under tracing.
-
-        Its memory is reserved, and becomes resident as it is written, where the table can do that.
-        """
+        """An array whose content nothing reads before it is written; called under tracing. Its
+        memory becomes resident as it is written, where the table can do that."""
         return jnp.zeros(shape, dtype)
 
     def compute(self, decode: Callable[[Any], Any]) -> Any:
-        """Traces `decode(table)`, which uses only operations of the table that it is given.
-
-        A table may run them as one call. Returns the tree of arrays that `decode` returns.
-        """
+        """Traces `decode(table)`, which uses only operations of the table that it is given, and
+        returns its tree of arrays. A table may run them as one call."""
         return decode(self)

@@ -1,9 +1,6 @@
-"""`ImageEncoder`: the compiled stages of a tower, run over the tower state in quanta.
-
-Owns the tower's weights on the device, and what was made on the host of the part that is being
-encoded. Invariant: nothing compiles after `compile`; what a call computes depends on its part and
-quanta alone.
-"""
+"""`ImageEncoder`: the compiled stages of a tower, run over the tower state in quanta. Owns the
+tower's weights on the device, and the host's tables of the part that is being encoded. Nothing
+compiles after `compile`; what a call computes depends on its part and quanta alone."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -47,8 +44,8 @@ _GATES: dict[str, Activation] = {"gelu": "gelu", "gelu_tanh": "gelu_tanh", "silu
 
 
 def tower_spec(spec: DecoderSpec) -> DecoderSpec:
-    """The constants of the op table of a model's tower: those of its text, with the tower's own
-    norms, activation and residual sums."""
+    """The op table's constants of a tower: the text model's, with the tower's norms, activation and
+    residual sums."""
     vision = spec.model.vision
     assert vision is not None, "the model sees"
     return replace(spec, model=_tower_model(spec.model, vision.tower))
@@ -96,7 +93,6 @@ class ImageEncoder:
         self._current: tuple[bytes, PartTables] | None = None
 
     def load(self, weights: Weights, device: Any) -> None:
-        """Loads the tower's tensors onto the device."""
         source = TowerSource(WeightSource(self._ops, self._spec, weights), self._vision)
         with self._ops.loading(None), jax.default_device(device):
             loaded = source.load()
@@ -114,7 +110,6 @@ class ImageEncoder:
         return self._weights
 
     def work(self, part: Attachment) -> ImageWork:
-        """What encoding a part takes."""
         products, attention = self._quanta(part).operations()
         return ImageWork(products=products, attention=attention)
 
@@ -137,8 +132,8 @@ class ImageEncoder:
     def run(
         self, state: TowerState, image_rows: Any, calls: Sequence[ImageCall]
     ) -> tuple[TowerState, Any]:
-        """Dispatches the quanta of calls; returns the state and the rows of image slots
-        [S, parts E'], which are both donated."""
+        """Dispatches the quanta of calls; returns the state and the rows of image slots [S, parts
+        E'], which are both donated."""
         for call in calls:
             tables = self._tables(call.attachment)
             for quantum in self._quanta(call.attachment).part(call.start, call.stop):
@@ -153,7 +148,6 @@ class ImageEncoder:
         self._current = None
 
     def close(self) -> None:
-        """Frees the weights."""
         self._weights = self._programs = self._current = None
 
     def _keep(
@@ -191,7 +185,6 @@ class ImageEncoder:
         return self._programs
 
     def _given(self, quantum: Quantum, tables: PartTables) -> BlockInputs:
-        """What a stage takes for a block of patches, padded to its size."""
         num_patches = len(tables.order.places)
         start = quantum.block * self._blocks.patches
         stop = min(start + self._blocks.patches, num_patches)
@@ -214,7 +207,6 @@ class ImageEncoder:
                 return BlockInputs(block, bounds=padded(bounds))
 
     def _tables(self, part: Attachment) -> PartTables:
-        """Those of a part, kept while it is encoded."""
         if self._current is None or self._current[0] != part.digest:
             tables = PartTables.of(self._vision, part, self._positions)
             self._current = part.digest, tables
@@ -234,8 +226,6 @@ def _block(start: int, count: int, num_rows: int) -> EncoderBlock:
 
 @dataclass(frozen=True, slots=True)
 class _StageCompiler:
-    """Compiles stages from abstract arguments."""
-
     stages: TowerStages
     weights: Tower
     state: Any

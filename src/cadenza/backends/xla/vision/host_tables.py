@@ -1,8 +1,6 @@
-"""What a block of an image part takes besides weights, made on the host: `PartTables`.
-
-Patches, embeddings of positions, turns, and bounds of windows, each for a range of the tower's
-rows. Invariant: the same bits on every machine. Legend as in `stages`.
-"""
+"""`PartTables`: what a block of an image part takes besides weights, made on the host with the same
+bits on every machine: patches, embeddings of positions, rotations, bounds of windows. Legend as in
+`stages`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -79,13 +77,11 @@ class PartTables:
 
     @property
     def _grid(self) -> tuple[int, int]:
-        """Rows and columns of patches."""
         side = self.vision.tower.merge
         return self.part.rows * side, self.part.columns * side
 
 
 def part_of(attachment: Attachment) -> ImagePart:
-    """The image part that an attachment has."""
     return ImagePart(
         width=attachment.width,
         height=attachment.height,

@@ -1,12 +1,7 @@
-"""What a quantum of each stage computes: functions over an op table and a `TowerState`.
-
-Owns the order of a tower's operations; one definition covers every family, which differ in
-`TowerConfig` and in which weights are present. Invariant: a stage writes the rows of its block, and
-of these only such as depend on nothing behind the image's last row.
-
-Legend: B rows of a block · N rows of the stream · E the tower's width · P values of a patch · H
-heads · D head size · R values of a head that are rotated · M tokens · S image slots.
-"""
+"""What a quantum of each stage computes: functions over an op table and a `TowerState`, for every
+family. A stage writes the rows of its block, and only such as depend on nothing after the image's
+last row. Legend: B rows of a block · N rows of the stream · E the tower's width · P values of a
+patch · H heads · D head size · R values of a head that are rotated · M tokens · S image slots."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,7 +33,7 @@ class BlockInputs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TowerStages:
-    """The stages of one tower; `ops` is a table for its `DecoderSpec`, `dtype` the type of
+    """The stages of one tower; `ops` is a table for its `DecoderSpec`, `dtype` that of
     activations."""
 
     ops: OpTable
@@ -51,7 +46,6 @@ class TowerStages:
         return self.vision.tower
 
     def enter(self, weights: Entry, state: TowerState, given: BlockInputs) -> TowerState:
-        """The first stream of a block."""
         count, values = given.block.num_defined, given.patches
         assert values is not None, "the first stage takes patches"
         if weights.patch_norms is not None:
@@ -71,7 +65,6 @@ class TowerStages:
         return state._replace(stream=_with_rows(state.stream, x, given.block.start))
 
     def _enter_normed(self, weights: Entry, state: TowerState, given: BlockInputs) -> TowerState:
-        """`enter` of a tower whose patches and their product are normed."""
         count, norms = given.block.num_defined, weights.patch_norms
         values = given.patches
         assert norms is not None, "the patches are normed"
@@ -92,7 +85,6 @@ class TowerStages:
         return state._replace(stream=_with_rows(state.stream, x, given.block.start))
 
     def project(self, layer: TowerLayer, state: TowerState, given: BlockInputs) -> TowerState:
-        """Queries, keys and values of a block."""
         count, tower = given.block.num_defined, self.tower
         x = self._rows(state.stream, given.block.start)
         factors = EncoderFactors(given.turns, layer.head_norms, tower.norms_values)
@@ -114,7 +106,6 @@ class TowerStages:
         return state._replace(heads=self.ops.compute(compute))
 
     def attend(self, layer: TowerLayer, state: TowerState, given: BlockInputs) -> TowerState:
-        """The rest of a layer for a block."""
         count, shape = given.block.num_defined, encoder_shape(self.tower)
         x = self._rows(state.stream, given.block.start)
         if self.tower.clips_linears:
@@ -135,7 +126,7 @@ class TowerStages:
     def _attend_clipped(
         self, layer: TowerLayer, x: jax.Array, state: TowerState, given: BlockInputs
     ) -> jax.Array:
-        """The stream behind a layer whose linears are clipped."""
+        """The stream after a layer whose linears are clipped."""
         block, shape = given.block, encoder_shape(self.tower)
         count, size = block.num_defined, self.blocks.patches
         mixed = self.ops.compute(
@@ -231,7 +222,6 @@ class TowerStages:
         return self.ops.compute(lambda ops: self._normed_by(ops, x, config, projector, count))
 
     def _inner(self, ops: OpTable, x: jax.Array, layer: TowerLayer, count: jax.Array) -> jax.Array:
-        """The input of the MLP's last linear."""
         assert isinstance(layer.up, Linear), "the tower's linears are not clipped"
         if self.tower.is_gated:
             return ops.gated_linear(x, layer.up, count)
@@ -240,7 +230,6 @@ class TowerStages:
     def _plus(
         self, ops: OpTable, x: jax.Array, y: jax.Array, output: LayerOutput, count: jax.Array
     ) -> jax.Array:
-        """The stream x with a linear of y, normed if there is a norm."""
         weight = output.linear
         assert isinstance(weight, Linear), "the tower's linears are not clipped"
         if output.norm is None:
@@ -248,7 +237,6 @@ class TowerStages:
         return ops.linear_norm_add(y, weight, output.norm.weight, x, count)
 
     def _normed(self, ops: OpTable, x: jax.Array, norm: Norm, count: jax.Array) -> jax.Array:
-        """Activations of the tower's norm."""
         if self.tower.norm == "layer":
             return ops.layer_norm(x, norm.weight, norm.bias, count, self.tower.norm_eps)
         return ops.rms_norm(x, norm.weight, count, self.tower.norm_eps)
@@ -261,7 +249,6 @@ class TowerStages:
         projector: Projector,
         count: jax.Array,
     ) -> jax.Array:
-        """Activations of a projector's own norm."""
         norm = projector.norm
         assert norm is not None, "the projector has a norm"
         if config.norm == "layer":

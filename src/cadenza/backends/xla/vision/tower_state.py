@@ -1,8 +1,6 @@
-"""`TowerState`: the memory on the device in which a tower computes.
-
-Donated to every program that changes it. A step takes it and gives it back unchanged, so that
-encoding and steps run in the order in which they were launched.
-"""
+"""`TowerState`: the memory on the device in which a tower computes. Donated to every program that
+changes it. A step takes it and gives it back unchanged, so that encoding and steps run in the order
+in which they were launched."""
 
 from typing import Any, NamedTuple
 
@@ -26,7 +24,6 @@ class TowerState(NamedTuple):
 
 
 def encoder_shape(tower: TowerConfig) -> EncoderShape:
-    """The heads of a tower, for the op table."""
     return EncoderShape(
         num_heads=tower.num_heads,
         head_dim=tower.head_dim,
@@ -36,8 +33,8 @@ def encoder_shape(tower: TowerConfig) -> EncoderShape:
 
 
 def tower_state(ops: OpTable, spec: DecoderSpec, setup: RunnerSetup) -> TowerState | None:
-    """A new state, with every element `RunnerSetup.fill`, or unwritten; None for a runner that
-    encodes no images. Called under tracing."""
+    """A new state, every element `RunnerSetup.fill` or unwritten; None for a runner that encodes no
+    images. Called under tracing."""
     vision = spec.model.vision
     if vision is None or not setup.num_image_slots:
         return None
