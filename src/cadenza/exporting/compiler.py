@@ -16,11 +16,9 @@ Target = Literal["llvm-cpu", "vulkan-spirv", "cuda"]
 CpuChoice = Literal["generic", "host"]
 
 PACKAGE = "iree-base-compiler"
-REQUIREMENT = f"{PACKAGE}==3.13.0"
-"""The runtime's version, which decides the bits, too."""
+REQUIREMENT = f"{PACKAGE}==3.13.0"  # The runtime's version, which decides the bits, too
 
-COMPILE_S = 3600.0
-"""After so many seconds a compilation is given up."""
+COMPILE_S = 3600.0  # a compilation is given up after so many seconds
 
 _COMMON = (
     "--iree-input-type=stablehlo",
@@ -48,7 +46,6 @@ def compiler_flags(target: Target, cpu: CpuChoice) -> tuple[str, ...]:
 
 
 def compiler_version(find: Callable[[str], object | None] = find_spec) -> str:
-    """Raises ConfigError if the compiler is not installed."""
     try:
         is_missing = find("iree.compiler") is None
     except ModuleNotFoundError:  # of the package `iree`
@@ -77,5 +74,5 @@ def compile_module(text: str, flags: tuple[str, ...]) -> bytes:
 
 
 def _compiler() -> Path:
-    """The program beside this interpreter, where its package put it."""
+    """In the scripts folder beside this interpreter, where pip installs it."""
     return Path(sys.executable).parent / "iree-compile"

@@ -39,8 +39,7 @@ from cadenza.exporting.parameters import find_parameters
 DEFAULT_ROWS = (4, 8)
 DEFAULT_MAX_MODEL_LEN = 4096
 
-OnCompiled = Callable[[str], object]
-"""Called with the file of a module before it is compiled."""
+OnCompiled = Callable[[str], object]  # Called with the file of a module before it is compiled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,12 +65,8 @@ class Modules:
 def make_modules(
     checkpoint: Checkpoint, options: ExportOptions, on_compiled: OnCompiled = lambda _: None
 ) -> Modules:
-    """Compiles a checkpoint's modules.
-
-    Raises:
-        CheckpointError: the model is none that is exported.
-        ConfigError: the options do not fit the model, or the compiler is missing or failed.
-    """
+    """Raises CheckpointError for a model that cannot be exported, ConfigError if the options do not
+    fit it or the compiler is missing or failed."""
     compiler = compiler_version()
     check_exported(checkpoint, options)
     exported = {rows: _export(checkpoint, options, rows) for rows in options.num_rows}

@@ -1,9 +1,6 @@
-"""The folder that `cadenza export` writes: `export_folder`.
-
-It is a model's folder as any command takes it. Its tensors have the type that the modules compute
-in, and lie in the order of the parameters, so that each parameter is one part of a file, which
-processes map and share.
-"""
+"""The folder that `cadenza export` writes: a model folder as any command takes it. Its tensors have
+the type that the modules compute in and lie in the order of the parameters, so that each parameter
+is one range of a file, which processes map and share."""
 
 import shutil
 from collections.abc import Iterator
@@ -28,10 +25,7 @@ def export_folder(
     options: ExportOptions,
     on_compiled: OnCompiled = lambda _: None,
 ) -> Modules:
-    """Writes a new folder with the model and its modules; these.
-
-    Raises CheckpointError, ConfigError.
-    """
+    """Writes a new folder and returns the modules. Raises CheckpointError, ConfigError."""
     with writing_folder(out) as folder:
         modules = make_modules(checkpoint, options, on_compiled)
         write_model(checkpoint, modules, folder)
@@ -39,7 +33,7 @@ def export_folder(
 
 
 def write_model(checkpoint: Checkpoint, modules: Modules, folder: Path) -> None:
-    """Writes the model with its modules into an empty folder. Raises OSError."""
+    """Into an empty folder. Raises OSError."""
     copy_small_files(checkpoint.folder, folder)
     shutil.copyfile(checkpoint.folder / CONFIG_FILE, folder / CONFIG_FILE)
     write_shards(folder, list(_parts(checkpoint, modules.manifest)))
@@ -47,8 +41,7 @@ def write_model(checkpoint: Checkpoint, modules: Modules, folder: Path) -> None:
 
 
 def write_modules(modules: Modules, folder: Path) -> None:
-    """Writes the modules, their manifest, and the parameters that are no tensors, into a model's
-    folder. Raises OSError."""
+    """Writes the modules, their manifest and the parameters that are no tensors. Raises OSError."""
     inner = folder / FOLDER
     inner.mkdir(exist_ok=True)
     for name, content in modules.files.items():
@@ -65,7 +58,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def _parts(checkpoint: Checkpoint, manifest: Manifest) -> Iterator[Part]:
-    """The tensors of each parameter together, then those that no parameter is made of."""
+    """The tensors of each parameter together, then those of no parameter."""
     weights, written = checkpoint.weights, set[str]()
     groups = [(each.tensors, each.array.dtype) for each in manifest.parameters]
     groups += [((spec.name,), manifest.dtype) for spec in declare(checkpoint.config)]

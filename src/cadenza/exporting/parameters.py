@@ -1,9 +1,6 @@
-"""Which tensors of a checkpoint the parameters of exported programs are: `find_parameters`.
-
-A parameter is what an operation computes with: one tensor, or several that were joined, perhaps in
-another type. They are found by their contents, so that no family has to say it, and what is found
-is equal in every bit.
-"""
+"""Which tensors of a checkpoint each parameter of an exported program is made of: one tensor, or
+several joined, perhaps in another type. They are found by their contents, so that no family has to
+list them; what is found is equal in every bit."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -19,8 +16,7 @@ from cadenza.checkpoint.weights import Weights
 
 AnyArray = npt.NDArray[Any]
 
-_PROBE_BYTES = 64
-"""Of the beginning of a tensor, by which it is looked up."""
+_PROBE_BYTES = 64  # the bytes at a tensor's start by which it is looked up
 
 
 def find_parameters(
@@ -30,7 +26,7 @@ def find_parameters(
     exported: Mapping[str, AnyArray],
     max_model_len: int,
 ) -> tuple[Parameter, ...]:
-    """What each exported array is made of, of the tensors with these names."""
+    """The tensors of these names that each exported array is made of."""
     tensors = {name: weights.array(name) for name in names}
     search = _Search(model, tensors, max_model_len)
     return tuple(search.find(name, array) for name, array in exported.items())
@@ -52,7 +48,7 @@ class _Search:
         return Parameter(name=name, array=shape, tensors=self._parts(array))
 
     def _parts(self, array: AnyArray) -> tuple[str, ...]:
-        """The tensors that lie in an array one behind the other; none if it is not made of them."""
+        """The tensors that an array is a concatenation of; empty if there are none."""
         content = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         found: list[str] = []
         place = 0
@@ -65,7 +61,6 @@ class _Search:
         return tuple(found)
 
     def _at(self, content: AnyArray, dtype: np.dtype[Any]) -> str | None:
-        """The tensor that bytes begin with."""
         for name in self._starting(dtype).get(content[:_PROBE_BYTES].tobytes(), ()):
             wanted = self._tensors[name].astype(dtype).reshape(-1).view(np.uint8)
             if np.array_equal(content[: len(wanted)], wanted):
@@ -73,7 +68,7 @@ class _Search:
         return None
 
     def _starting(self, dtype: np.dtype[Any]) -> dict[bytes, list[str]]:
-        """The tensors by their first bytes, as that type."""
+        """The tensors by their first bytes, converted to that type."""
         if dtype.name not in self._by_type:
             found: dict[bytes, list[str]] = defaultdict(list)
             for name, tensor in self._tensors.items():

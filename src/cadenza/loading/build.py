@@ -1,7 +1,5 @@
-"""Builds a warm engine from a model's name and options.
-
-`find_backend` imports the configured backend on first use, so that importing this module is cheap.
-"""
+"""Builds a warm engine from a model's name and options. `find_backend` imports the configured
+backend on first use, so that importing this module is cheap."""
 
 import logging
 import time
@@ -42,17 +40,15 @@ from cadenza.text.tokens.tokenizer import TokenizerSource
 
 logger = logging.getLogger(__name__)
 
+# Called with "load" when the weights are loaded, and "compile" when all programs are compiled
 OnPhaseDone = Callable[[str], None]
-"""Called with "load" when the weights are loaded, and "compile" when all programs are compiled."""
 
 
 def find_configured(
     model: str | Path | None, config: EngineConfig, backends: Backends = BACKENDS
 ) -> Checkpoint:
-    """`find_checkpoint` for the configured backend, with the configured chat template.
-
-    Raises also ConfigError if there is no such backend.
-    """
+    """`find_checkpoint` for the configured backend, with the configured chat template. Raises also
+    ConfigError if there is no such backend."""
     # A wrong name is refused before a download.
     any_family = uses_own_model_code(config.backend, backends)
     vision = VisionOptions(
@@ -80,15 +76,9 @@ def find_checkpoint(
     vision: VisionOptions | None = None,
 ) -> Checkpoint:
     """Opens a model folder or GGUF file, or downloads `owner/model` from the hub, or one of its
-    GGUF files for `owner/model:Q4_K_M`; None is the bundled model.
-
-    An existing folder takes precedence over a hub model of the same name. `any_family` and `vision`
-    are those of `open_checkpoint`.
-
-    Raises:
-        CheckpointError: there is no such model, or it is not supported.
-        ConfigError: `revision` is set, but the model is not from the hub.
-    """
+    GGUF files for `owner/model:Q4_K_M`; None is the bundled model. An existing folder takes
+    precedence over a hub model of the same name. Raises CheckpointError if there is no such model
+    or it is not supported, ConfigError for a `revision` of a model that is not from the hub."""
     is_local = model is None or _exists(model) or isinstance(model, Path)
     if not is_local and is_hub_id(str(model)):
         has_images = vision is None or vision.has_images
@@ -107,7 +97,7 @@ def find_checkpoint(
 
 
 def _exists(name: object) -> bool:
-    """Whether a path exists. Raises CheckpointError if `name` is not a valid path."""
+    """Raises CheckpointError if `name` is not a valid path."""
     if not isinstance(name, str | Path) or not str(name):
         raise CheckpointError(
             f"the model is {show(name)}; name a folder, a GGUF file, or a hub model as owner/model"
@@ -124,11 +114,7 @@ def _exists(name: object) -> bool:
 def describe_backend(
     config: EngineConfig, checkpoint: Checkpoint, backends: Backends = BACKENDS
 ) -> BackendTraits:
-    """The configured backend's traits.
-
-    Raises:
-        CheckpointError, ConfigError, DeviceUnavailableError: see `Backend.describe`.
-    """
+    """Raises as `Backend.describe`."""
     backend = find_backend(config.backend, backends)
     if config.gpu_memory_utilization is not None:
         backend.reserve_memory(config.gpu_memory_utilization)
@@ -142,13 +128,9 @@ def plan_model(
     memory: HostMemory = HOST_MEMORY,
     bodies_bytes: int = 0,
 ) -> EnginePlan:
-    """The plan for the memory that is available now, of a server that reads so many bytes of bodies
-    at the same time. Allocates nothing.
-
-    Raises:
-        ConfigError: the options are invalid for the backend, or the model does not fit.
-        DeviceUnavailableError: the device is not on this machine.
-    """
+    """The plan for the memory that is available now, for a server that reads at most `bodies_bytes`
+    of request bodies at a time. Allocates nothing. Raises ConfigError if the options are invalid
+    for the backend or the model does not fit, DeviceUnavailableError."""
     traits = describe_backend(config, checkpoint, backends)
     shared = device_share(config, traits)
     if shared is not None:
@@ -181,10 +163,6 @@ def plan_model(
 def _plan_draft(
     checkpoint: Checkpoint, config: EngineConfig, traits: BackendTraits, backends: Backends
 ) -> DraftPlan | None:
-    """Of the second model that drafts, if the options ask for one and the backend verifies drafts.
-
-    Raises CheckpointError, ConfigError.
-    """
     speculation = config.speculation
     if speculation is None or not speculation.has_model or "drafts" not in traits.capabilities:
         return None
@@ -199,10 +177,6 @@ def _plan_draft(
 def _plan_scorer(
     checkpoint: Checkpoint, config: EngineConfig, traits: BackendTraits, backends: Backends
 ) -> DraftPlan | None:
-    """Of the model that scores prompts, if the options ask for a sparse prefill.
-
-    Raises CheckpointError, ConfigError.
-    """
     chosen = config.sparse_prompts
     if chosen is None:
         return None
@@ -214,7 +188,7 @@ def _plan_scorer(
 
 
 def _find_second(checkpoint: Checkpoint, model: str | None, flag: str) -> Checkpoint:
-    """The draft model that a flag names; None is the package's, of the bundled model."""
+    """The model that a flag names; None is the package's draft of the bundled model."""
     try:
         if model is None:
             return open_bundled_draft(checkpoint)
@@ -231,10 +205,7 @@ def open_planned(
     bodies_bytes: int = 0,
 ) -> PlannedEngine:
     """Opens the checkpoint and plans for it; loads no weights. `config.backend` is in `backends`.
-
-    Raises:
-        CheckpointError, ConfigError, DeviceUnavailableError: see `find_checkpoint`, `plan_model`.
-    """
+    Raises as `find_checkpoint` and `plan_model`."""
     checkpoint = find_configured(model, config, backends)
     plan = plan_model(checkpoint, config, backends, memory, bodies_bytes)
     return PlannedEngine(checkpoint=checkpoint, plan=plan, config=config, backends=backends)
@@ -251,9 +222,8 @@ def build_serving_core(
     on_phase_done: OnPhaseDone = lambda _: None,
     prefix_secret: bytes | None = None,
 ) -> EngineCore:
-    """As `build_core`. What structured outputs need is loaded, too, so that the first of them does
-    not hold up the other requests. `prefix_secret`: as `CoreOptions.secret`.
-    """
+    """As `build_core`; also loads what structured outputs need, so that the first of them does not
+    delay other requests. `prefix_secret`: as `CoreOptions.secret`."""
     constraints = constraint_compiler(engine.checkpoint)
     if constraints is not None:
         constraints.start_loading()
@@ -265,8 +235,8 @@ def build_serving_core(
 
 @dataclass(frozen=True, slots=True)
 class Runners:
-    """A model's runner, and those of the models that draft for it and score its prompts, if there
-    are any; what their steps cost is known once they are warm."""
+    """The runners of a model, of its draft model and of its prompt scorer; the cost of their steps
+    is known once they are warm."""
 
     target: Runner
     draft: DraftModel | None
@@ -290,15 +260,13 @@ class Runners:
 
 
 def load_runners(engine: PlannedEngine, *, fill: float | None = None) -> Runners:
-    """Runners with their weights loaded and nothing compiled yet; KV slots start as `fill`, or
-    unwritten."""
+    """Loads the weights and compiles nothing; KV slots start as `fill`, or unwritten."""
     target = engine.load_runner(fill=fill)
     draft = engine.load_draft(target, fill=fill)
     return Runners(target, draft, engine.load_scorer(fill=fill))
 
 
 def load_warm_runners(engine: PlannedEngine, on_phase_done: OnPhaseDone) -> Runners:
-    """Runners with their weights loaded and all programs compiled."""
     plan = engine.plan
     logger.info("%s", plan.summary)
     if plan.traits.kernels_note is not None:
@@ -317,7 +285,7 @@ def load_warm_runners(engine: PlannedEngine, on_phase_done: OnPhaseDone) -> Runn
 
 
 def promise_planned(plan: EnginePlan) -> MemoryPromise:
-    """Tells other engines what the engine of `plan` will hold of the host's memory."""
+    """Records how much host memory the engine of `plan` will take, for other engines."""
     if plan.traits.device_memory_bytes is not None:
         return MemoryPromise()
     footprint = plan.footprint
@@ -369,7 +337,7 @@ def make_core(
 
 
 def _image_cost(engine: PlannedEngine, runner: Runner) -> ImageCost | None:
-    """What encoding an image costs, measured now; None where none are encoded."""
+    """Measured now; None where no images are encoded."""
     limits = engine.plan.limits
     if limits.images is None:
         return None
@@ -381,7 +349,6 @@ def _image_cost(engine: PlannedEngine, runner: Runner) -> ImageCost | None:
 
 
 def _measured(draft: DraftModel, costs: StepCosts) -> DraftModel:
-    """With the cost of its steps; logs what a draft costs."""
     cost = costs.of("draft", draft.runner, draft.limits)
     load = StepLoad(num_tokens=1, num_logits=1, num_keys=1)
     logger.info("a draft of one stream takes %.1f ms", cost.predict_ms(load))
@@ -391,7 +358,6 @@ def _measured(draft: DraftModel, costs: StepCosts) -> DraftModel:
 def _with_cost(
     scorer: PromptScorerModel | None, costs: StepCosts | None
 ) -> PromptScorerModel | None:
-    """With the cost of its steps, where their time is bounded; logs what a prompt's token costs."""
     if scorer is None or costs is None:
         return scorer
     cost = costs.of("scorer", scorer.runner, scorer.limits)
@@ -412,7 +378,6 @@ def constraint_compiler(checkpoint: Checkpoint) -> ConstraintCompiler | None:
 
 
 def _step_bound(cost: StepCost, limits: EngineLimits, max_itl_ms: MaxItlMs) -> StepBound:
-    """The bound that the options ask for; logs what it means."""
     given = None if max_itl_ms == "auto" else float(max_itl_ms)
     bound = make_step_bound(cost, limits, given)
     num_tokens = limits.max_num_batched_tokens

@@ -1,9 +1,6 @@
-"""`content_digest`: a digest of a checkpoint's settings and of every byte of its weights.
-
-Reads each file once, in chunks on several threads, and keeps the digest in the cache folder under
-the file's identity and times, so that the next start reads nothing. Invariant: two checkpoints with
-equal digests have equal settings and tensors.
-"""
+"""`content_digest`: a digest of a checkpoint's settings and of every byte of its weights. Files are
+read once, on several threads; the digest is cached under the file's identity and times, so that the
+next start reads nothing. Equal digests mean equal settings and tensors."""
 
 import hashlib
 import logging
@@ -20,20 +17,18 @@ logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 16 << 20
 MAX_THREADS = 4
-MIN_CACHED_BYTES = 64 << 20
-"""The digests of smaller files are computed each time: in less than a tenth of a second."""
+MIN_CACHED_BYTES = 64 << 20  # smaller files take less than a tenth of a second
 
 _DIGEST_CHARS = 64
 
 
 def digest_of(parts: Iterable[str]) -> str:
-    """A SHA-256 of texts in order, in hex."""
     framed = "".join(f"{len(part)}:{part}" for part in parts)
     return hashlib.sha256(framed.encode(errors="surrogatepass")).hexdigest()
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Writes a file of the cache folder; others see all of it or nothing. Raises OSError."""
+    """Writes a file of the cache folder atomically. Raises OSError."""
     partial = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -46,7 +41,6 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def content_digest(checkpoint: Checkpoint, cache_folder: Path) -> str:
-    """A SHA-256, in hex, of the checkpoint's settings and weights."""
     state = hashlib.sha256(checkpoint.digest.encode())
     for path in _weight_files(checkpoint):
         state.update(_file_digest(path, cache_folder / "digests").encode())
@@ -60,7 +54,7 @@ def _weight_files(checkpoint: Checkpoint) -> list[Path]:
 
 
 def _file_digest(path: Path, folder: Path) -> str:
-    """Of one file, from the cache if neither its content nor its name's file has changed."""
+    """Of one file, from the cache if neither its content nor its inode has changed."""
     with path.open("rb") as file:
         found = os.fstat(file.fileno())
         identity = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)

@@ -1,7 +1,5 @@
-"""The plan of the second model of an engine that drafts with one.
-
-Owns which models can draft for which.
-"""
+"""The plan of the second model of an engine that drafts with one; which models can draft for
+which."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -23,11 +21,8 @@ _COARSENESS = ("none", "int8", "int4")
 
 
 def plan_copy(checkpoint: Checkpoint, config: EngineConfig, traits: BackendTraits) -> DraftPlan:
-    """The plan of a copy of the model with coarser weights, on the model's own KV.
-
-    Raises:
-        ConfigError: its weights would be no coarser.
-    """
+    """The plan of a copy of the model with coarser weights, on the model's own KV. Raises
+    ConfigError if its weights would be no coarser."""
     speculation = config.speculation
     assert speculation is not None
     chosen = speculation.quantization
@@ -51,11 +46,8 @@ def plan_copy(checkpoint: Checkpoint, config: EngineConfig, traits: BackendTrait
 def plan_draft_model(
     target: Checkpoint, draft: Checkpoint, config: EngineConfig, traits: BackendTraits
 ) -> DraftPlan:
-    """The plan of another model that drafts for `target`; `traits` are the backend's for it.
-
-    Raises:
-        ConfigError: it has another vocabulary, or weights that cannot be quantised as asked.
-    """
+    """The plan of another model that drafts for `target`; `traits` are the backend's for it. Raises
+    ConfigError for another vocabulary, or weights that cannot be quantised as asked."""
     speculation = config.speculation
     assert speculation is not None
     name = speculation.model or draft.folder.name
@@ -64,12 +56,8 @@ def plan_draft_model(
 
 
 def plan_mtp_head(checkpoint: Checkpoint, config: EngineConfig, traits: BackendTraits) -> DraftPlan:
-    """The plan of the model's own MTP layer.
-
-    Raises:
-        CheckpointError: it has none.
-        ConfigError: the backend keeps no hidden states.
-    """
+    """The plan of the model's own MTP layer. Raises CheckpointError if it has none, ConfigError if
+    the backend keeps no hidden states."""
     if "hidden_states" not in traits.capabilities:
         raise ConfigError(
             f"{_FLAG}: the method mtp needs hidden states, which {traits.name} with {traits.ops} "
@@ -123,8 +111,8 @@ def plan_second(
     quantization: Quantization,
     name: str,
 ) -> DraftPlan:
-    """The plan of a model beside the one that `config` is for, with its types but for that of its
-    weights. Raises ConfigError where it cannot be quantised so."""
+    """The plan of a second model for the engine of `config`, with its types except the weights'.
+    Raises ConfigError where it cannot be quantised as asked."""
     own = replace(config, quantization=quantization, speculative_config=None, spec_prefill=None)
     quantization = choose_quantization(own, checkpoint, traits)
     dtype = choose_dtype(own, checkpoint, traits)
@@ -142,7 +130,6 @@ def plan_second(
 
 
 def _without_images(checkpoint: Checkpoint) -> Checkpoint:
-    """The text model of one that sees."""
     config = replace(checkpoint.config, vision=None)
     return replace(checkpoint, known=(config, checkpoint.weights))
 

@@ -1,9 +1,6 @@
 """`EnginePlan`: the resolved limits and memory of an engine, and `DraftPlan`, of a second model.
-
-Pure values and arithmetic. Invariant: a second model's pages have the ids of the first's, so that
-each page of the pool has room for both. `with_pool` makes the pool smaller where the requests are
-known in advance.
-"""
+Pure values and arithmetic. A second model's pages have the ids of the first's, so each page of the
+pool has room for both."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -18,37 +15,29 @@ from cadenza.loading.footprint import Footprint
 from cadenza.request import Request
 from cadenza.sparse_prefill import LOOK_AHEAD
 
-SMALLEST_POOL = 1024
-"""Tokens of the smallest pool that `pages_for_batch` asks for."""
+SMALLEST_POOL = 1024  # the smallest pool that `pages_for_batch` asks for, in tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftPlan:
-    """A second model for drafts, or to score prompts, whose pages have the ids of the first's.
+    """A second model for drafts, or to score prompts, whose pages have the ids of the first's."""
 
-    Args:
-        name: for people.
-        context: tokens of a stream, at most.
-        shares_kv: it computes on the KV of the model that it drafts for.
-        reads_hidden: it reads the hidden states of that model, and shares its embedding and head.
-        kv_bytes_per_token: with the hidden states that are kept for it; 0 if it has no KV.
-    """
-
-    name: str
+    name: str  # for people
     checkpoint: Checkpoint = field(repr=False, compare=False)
     dtype: WeightDType
     quantization: Quantization
-    context: int
-    shares_kv: bool
+    context: int  # tokens of a stream, at most
+    shares_kv: bool  # it computes on the KV of the model that it drafts for
+    # it reads the hidden states of that model, and shares its embedding and head
     reads_hidden: bool = False
     weight_bytes: int
-    kv_bytes_per_token: int
+    kv_bytes_per_token: int  # with the hidden states that are kept for it; 0 if it has no KV
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExtraMemory:
-    """What is planned beside a model: one that drafts and one that scores prompts, if the options
-    name them, and the bytes of all bodies that a server reads at the same time."""
+    """What is planned beside a model: one that drafts, one that scores prompts, and the bytes of
+    all request bodies that a server reads at the same time."""
 
     draft: DraftPlan | None = None
     scorer: DraftPlan | None = None
@@ -77,14 +66,13 @@ class EnginePlan:
     traits: BackendTraits
     draft: DraftPlan | None = None
     scorer: DraftPlan | None = None
-    queue_bytes: int = 0
-    """Of the requests that wait, beyond those that rows have room for."""
+    queue_bytes: int = 0  # of the requests that wait, beyond those that rows have room for
+    # why `max_num_seqs` was chosen so, where it was not given, or is more
     rows_reason: str | None = None
-    """Why `max_num_seqs` is what it is, where none was asked for, or more."""
 
     @property
     def scratch_bytes(self) -> int:
-        """Of all that lasts beside weights and KV, or a step: rows, logits, requests."""
+        """What lasts beside weights and KV, or a step: rows, logits, requests."""
         limits = self.limits
         return (
             self.footprint.scratch_bytes(
@@ -97,8 +85,8 @@ class EnginePlan:
 
     @property
     def planned_bytes(self) -> int:
-        """What both processes take at most, without the headroom. Of a device with memory of its
-        own: what is taken there."""
+        """What both processes take at most, without the headroom; of a device with memory of its
+        own, what is taken there."""
         footprint = self.footprint
         return (
             self.weight_bytes
@@ -112,7 +100,7 @@ class EnginePlan:
 
     @property
     def start_bytes(self) -> int:
-        """Of `planned_bytes`, those that are resident before the first request comes, at most."""
+        """The part of `planned_bytes` that is resident before the first request comes, at most."""
         limits, footprint = self.limits, self.footprint
         return (
             self.weight_bytes
@@ -131,18 +119,18 @@ class EnginePlan:
 
     @property
     def _pool_bytes(self) -> int:
-        """Of what requests fill: KV of all models, states and images."""
+        """KV of all models, recurrent states and images."""
         second_bytes = sum(map(self.kv_bytes_beside, self._others))
         return self.kv_bytes + self.state_bytes + self.image_bytes + second_bytes
 
     @property
     def reserved_bytes(self) -> int:
-        """Of `planned_bytes`, those that become resident as requests use them."""
+        """The part of `planned_bytes` that becomes resident as requests use it."""
         return self.planned_bytes - self.start_bytes
 
     @property
     def draft_limits(self) -> EngineLimits:
-        """Of the draft model's runner, whose pages have the ids of the target's."""
+        """The limits of the draft model's runner, whose pages have the ids of the target's."""
         draft, limits = self.draft, self.limits
         assert draft is not None
         context = min(draft.context, limits.max_model_len)
@@ -152,8 +140,8 @@ class EnginePlan:
 
     @property
     def scorer_limits(self) -> EngineLimits:
-        """Of the runner of the model that scores prompts: a row for each that is scored at the same
-        time. Its context holds the longest prompt and what is drawn behind it."""
+        """The limits of the prompt scorer's runner: a row for each prompt that is scored at the
+        same time; its context holds the longest prompt and the tokens drawn after it."""
         scorer, limits = self.scorer, self.limits
         assert scorer is not None
         return replace(
@@ -166,12 +154,11 @@ class EnginePlan:
         )
 
     def kv_bytes_beside(self, other: DraftPlan) -> int:
-        """Of the KV of a second model."""
         return self.limits.num_pages * self.limits.page_size * other.kv_bytes_per_token
 
     @property
     def keeps_hidden(self) -> bool:
-        """Whether the model's runner keeps hidden states, for the one that drafts."""
+        """Whether the model's runner keeps hidden states for the draft model."""
         return self.draft is not None and self.draft.reads_hidden
 
     @property
@@ -180,23 +167,21 @@ class EnginePlan:
 
     @property
     def state_bytes(self) -> int:
-        """Of all slots of recurrent states, those of snapshots among them."""
+        """All slots of recurrent states, snapshots included."""
         return self.state_bytes_per_slot * self.limits.num_state_slots
 
     @property
     def weights_name(self) -> str:
-        """The type of most weights."""
         own = self.scheme or self.dtype
         return own if self.quantization == "none" else self.quantization
 
     @property
     def is_quantised(self) -> bool:
-        """Whether products have int8 activations, at least some of them."""
+        """Whether any products have int8 activations."""
         return self.quantization != "none" or self.has_codes
 
     @property
     def kv_name(self) -> str:
-        """The type of keys and values."""
         return self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
 
     @property
@@ -240,11 +225,8 @@ def beside_others(memory: ModelMemory, others: Iterable[DraftPlan]) -> ModelMemo
 
 
 def with_pool(plan: EnginePlan, config: EngineConfig, num_pages: int) -> EnginePlan:
-    """The plan with a pool of at most `num_pages`, unless `config` sets its size.
-
-    All other limits stay, since results may depend on them (LongRoPE's factors follow
-    `max_model_len`).
-    """
+    """The plan with a pool of at most `num_pages`, unless `config` sets its size. Other limits
+    stay, since results may depend on them (LongRoPE's factors follow `max_model_len`)."""
     if config.num_pages is not None or config.kv_cache_memory_bytes is not None:
         return plan
     num_pages = min(plan.limits.num_pages, num_pages)
@@ -262,11 +244,8 @@ def pages_at_once(requests: Iterable[Request], limits: EngineLimits) -> int:
 
 
 def pages_for_batch(requests: Iterable[Request], limits: EngineLimits) -> int:
-    """`pages_at_once`, rounded up to a power of two of at least `SMALLEST_POOL` tokens.
-
-    Programs are compiled for the size of the pool. Few sizes mean that the next requests find
-    theirs in the compilation cache.
-    """
+    """`pages_at_once`, rounded up to a power of two of at least `SMALLEST_POOL` tokens: programs
+    are compiled for the size of the pool, and few sizes hit the compilation cache."""
     smallest = -(-SMALLEST_POOL // limits.page_size)
     return 1 << (max(smallest, pages_at_once(requests, limits)) - 1).bit_length()
 

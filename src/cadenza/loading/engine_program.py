@@ -1,7 +1,5 @@
-"""`python -m cadenza.loading.engine_program`: the program of the engine process.
-
-Started by `ProcessLink`; loads an engine and serves it over an inherited pipe.
-"""
+"""`python -m cadenza.loading.engine_program`: the program of the engine process. Started by
+`ProcessLink`; loads an engine and serves it over an inherited pipe."""
 
 import logging
 import sys
@@ -24,8 +22,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _ENOUGH_BYTES = 1 << 60
+# of a GPU's memory, for all engines together, unless --gpu-memory-utilization is set
 GPU_SHARE = 0.75
-"""Of a GPU's memory, that engines take together unless --gpu-memory-utilization says otherwise."""
 
 
 def load_engine(
@@ -34,7 +32,7 @@ def load_engine(
     backends: Backends = BACKENDS,
     memory: HostMemory = HOST_MEMORY,
 ) -> Serving:
-    """Loads the model of `start`. Raises the errors of `open_planned` and `build_serving_core`."""
+    """Raises the errors of `open_planned` and `build_serving_core`."""
     on_phase("imports")
     from cadenza.loading.build import build_serving_core, promise_planned, release_tokenizer
 
@@ -64,7 +62,7 @@ def open_start(
     start: Start, backends: Backends = BACKENDS, memory: HostMemory = HOST_MEMORY
 ) -> "PlannedEngine":
     """As `open_planned`. A restart keeps the sizes of the first start, which open requests depend
-    on, also where a little less memory is free now; a warning tells it."""
+    on, also where a little less memory is free now; it logs a warning then."""
     from cadenza.loading.build import open_planned
 
     asked = start.model, _with_share_of_gpu(start, backends), backends
@@ -81,7 +79,7 @@ def open_start(
 
 
 def _with_share_of_gpu(start: Start, backends: Backends) -> EngineConfig:
-    """The configuration, with this engine's part of a GPU's memory."""
+    """With this engine's share of a GPU's memory."""
     config, num_engines = start.config, start.num_engines
     if num_engines == 1:
         return config
@@ -102,7 +100,7 @@ def _told_of_share(error: ConfigError, start: Start) -> ConfigError:
 
 
 def load_libraries() -> None:
-    """Imports what most engines need. What is wrong with a library, the load tells."""
+    """Imports what most engines need; a broken library is reported by the load."""
     with suppress(Exception):
         import_module("cadenza.loading.build")
         find_backend("auto")

@@ -1,11 +1,7 @@
-"""What an engine takes beside the weights and the KV of a model: `footprint_of`.
-
-Pure arithmetic over the shape, the options and what the backend states. Memory is counted where it
-is private: pages of the weights' files and of libraries belong to the page cache, which the system
-takes back. The sizes of Python objects were measured and are rounded up
-(`tests/native/test_memory_plan.py` compares the sum with servers under load). Invariant: no term
-depends on the memory that is free.
-"""
+"""What an engine takes beside a model's weights and KV: `footprint_of`. Only private memory counts:
+the system takes back the page cache. Sizes of Python objects were measured and rounded up
+(`tests/native/test_memory_plan.py` compares with servers under load). No term depends on free
+memory."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,79 +19,61 @@ from cadenza.config import (
 from cadenza.core.step_schema import NUM_EXTRA_LOGIT_ROWS
 from cadenza.core.token_rules import RuleLayout
 
-QUEUED_PER_ROW = 4
-"""Requests that wait for which there is always room, by the number of rows."""
+QUEUED_PER_ROW = 4  # requests per row that may always wait
 
+# The shares of the available memory that waiting requests take by default, if everything else
+# leaves so much: all of them, and of that the requests; the rest is for the tokens of their prompts
 QUEUE_SHARE, REQUESTS_PART = 1 / 128, 1 / 4
-"""Of the available memory, if so much of it is left by everything else: what requests that wait
-take by default, a part of it the requests, and the rest the tokens of their prompts."""
 
-LEAST_QUEUED_REQS, LEAST_QUEUED_TOKENS = 1024, 1 << 18
-"""So many may wait by default in any case."""
+LEAST_QUEUED_REQS, LEAST_QUEUED_TOKENS = 1024, 1 << 18  # so many may wait by default
 
+# both processes; 38,000 and 48 measured with 1,000
 QUEUED_REQUEST_BYTES, QUEUED_TOKEN_BYTES = 48_000, 64
-"""In both processes: 38,000 and 48 were measured with 1,000 requests."""
 
-FRONT_END_BYTES = 56_000_000
-"""Of a server's front end that has loaded a small tokenizer and serves nothing."""
+FRONT_END_BYTES = 56_000_000  # of a front end that has loaded a small tokenizer and serves nothing
 
 FRONT_END_TOKENIZER_FACTOR = 28
+# Bytes that a process holds for each byte of tokenizer.json: vocabulary, merges, and in the engine
+# the trie of structured outputs. Vocabularies of 49,152 and 262,144 tokens took 22 to 27, and 32 to
+# 35
 ENGINE_TOKENIZER_FACTOR = 36
-"""Bytes that a process holds for each byte of tokenizer.json: vocabulary, merges, and in the engine
-the trie of structured outputs. Vocabularies of 49,152 and 262,144 tokens took 22 to 27, and 32 to
-35."""
 
 FRONT_END_REQUEST_BYTES = 40_000
-ENGINE_REQUEST_BYTES = 24_000
-"""Of an open request, its connection and its text included."""
+ENGINE_REQUEST_BYTES = 24_000  # of an open request with its connection and text
 
+# Of a token in the pool, in both processes: its id in the request, in its sequence and in its
+# page's key. 100 were measured with full rows of 1,500 tokens
 SLOT_HOST_BYTES = 112
-"""Of a token in the pool, in both processes: its id in the request, its sequence and its page's
-key. 100 were measured with full rows of 1,500 tokens."""
 
 _WORD = 4
 _PANEL = 32
-_LOGIT_ROW_WORDS = 128
-"""A logit row's settings and result, in the step's buffer and beside it."""
+_LOGIT_ROW_WORDS = 128  # a logit row's settings and result, in the step's buffer and beside it
 
-_ROPE_COPIES = 2
-"""The factors, and those of which they are made."""
+_ROPE_COPIES = 2  # the factors, and those from which they are made
 
-_SCRATCH_COPIES = 2
-"""A step's arrays on the device, and as much again for the memory of the threads."""
+_SCRATCH_COPIES = 2  # a step's arrays on the device, and as much for the memory of the threads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """Bytes beside weights and KV.
+    """Bytes beside weights and KV."""
 
-    Args:
-        fixed_bytes: of arrays whose size follows from the model alone.
-        context_bytes: of each token of the longest context: rope tables, gathered keys.
-        row_bytes: of each row: its rules, its logits.
-        table_bytes: of each row, for each page of the longest context: its part of the page table.
-        step_token_bytes: of each token of the largest step.
-        slot_bytes: of each token in the KV pool, beside its keys and values.
-        process_bytes: of the engine's process: libraries, programs, tokenizer.
-        front_end_bytes: of the front end's process.
-        bodies_bytes: there, of all bodies that are being read at the same time.
-        request_bytes: in both processes, of the requests of a row: the one that runs, and those
-            that wait for which there is always room.
-    """
-
-    fixed_bytes: int = 0
-    context_bytes: int = 0
-    row_bytes: int = 0
+    fixed_bytes: int = 0  # of arrays whose size follows from the model alone
+    context_bytes: int = 0  # of each token of the longest context: rope tables, gathered keys
+    row_bytes: int = 0  # of each row: its rules, its logits
+    # of each row, for each page of the longest context: its part of the page table
     table_bytes: int = 0
-    step_token_bytes: int = 0
-    slot_bytes: int = 0
-    process_bytes: int = 0
-    front_end_bytes: int = 0
-    bodies_bytes: int = 0
+    step_token_bytes: int = 0  # of each token of the largest step
+    slot_bytes: int = 0  # of each token in the KV pool, beside its keys and values
+    process_bytes: int = 0  # of the engine's process: libraries, programs, tokenizer
+    front_end_bytes: int = 0  # of the front end's process
+    bodies_bytes: int = 0  # there, of all bodies that are being read at the same time
+    # in both processes, of the requests of a row: the one that runs, and those that wait for which
+    # there is always room
     request_bytes: int = 0
 
     def beside(self, num_others: int) -> "Footprint":
-        """With the arrays of other models' runners; rows of all have the same requests."""
+        """With the arrays of the other models' runners; the rows of all have the same requests."""
         count = 1 + num_others
         return replace(
             self,
@@ -107,7 +85,7 @@ class Footprint:
         )
 
     def at(self, context: int, page_size: int) -> "Footprint":
-        """With what a longest context of so many tokens takes."""
+        """With what a longest context of `context` tokens takes."""
         return replace(
             self,
             fixed_bytes=self.fixed_bytes + context * self.context_bytes,
@@ -123,7 +101,8 @@ class Footprint:
         )
 
     def scratch_bytes(self, *, num_rows: int, num_step_tokens: int, num_slots: int) -> int:
-        """What neither belongs to a process nor is weights or KV; of a footprint `at` a context."""
+        """What belongs to no process and is neither weights nor KV; of a footprint `at` a
+        context."""
         return (
             self.start_bytes(num_rows=num_rows, num_step_tokens=num_step_tokens)
             + num_rows * self.request_bytes
@@ -138,7 +117,7 @@ def footprint_of(
     memory: ModelMemory,
     bodies_bytes: int = 0,
 ) -> Footprint:
-    """The footprint of an engine; a device's own memory holds no process and no request."""
+    """A device's own memory holds no process and no request."""
     on_host = traits.device_memory_bytes is None
     tokenizer_bytes = _tokenizer_bytes(checkpoint) if on_host else 0
     request_bytes = (1 + QUEUED_PER_ROW) * (FRONT_END_REQUEST_BYTES + ENGINE_REQUEST_BYTES)
@@ -159,7 +138,8 @@ def footprint_of(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueBounds:
-    """The most requests that may wait, and tokens of their prompts; what a plan has for them."""
+    """The most requests that may wait, the most tokens of their prompts, and the bytes planned for
+    them."""
 
     num_reqs: int
     num_tokens: int
@@ -193,7 +173,6 @@ def front_end_bytes_of(checkpoint: Checkpoint) -> int:
 
 
 def _array_footprint(model: ModelConfig, traits: BackendTraits, dtype: WeightDType) -> Footprint:
-    """Of the arrays of a backend that computes what `ModelConfig` says."""
     rotary_dims = [
         rope.rotary_dim + rope.has_query_factors for rope in model.ropes if rope is not None
     ]
@@ -215,8 +194,8 @@ def _array_footprint(model: ModelConfig, traits: BackendTraits, dtype: WeightDTy
 
 
 def _token_bytes(model: ModelConfig, dtype: WeightDType) -> int:
-    """Of a token's arrays while a layer is computed: its sum, the layer's input and the widest of
-    what is computed from it."""
+    """A token's arrays while a layer is computed: the residual sum, the layer's input and the
+    widest of what is computed from it."""
     inner = max(kind.intermediate_size or model.intermediate_size for kind in model.layer_kinds)
     partial_bytes = 0
     if model.experts is not None:
@@ -239,7 +218,7 @@ def _token_bytes(model: ModelConfig, dtype: WeightDType) -> int:
 
 
 def _widest_product(model: ModelConfig) -> int:
-    """Columns of the widest product of a layer: gate and up of its MLP or of the chosen experts, or
+    """Columns of a layer's widest product: gate and up of its MLP or of the chosen experts, or
     queries, keys and values."""
     inner = max(kind.intermediate_size or model.intermediate_size for kind in model.layer_kinds)
     if model.experts is not None:
@@ -250,7 +229,6 @@ def _widest_product(model: ModelConfig) -> int:
 
 
 def _tokenizer_bytes(checkpoint: Checkpoint) -> int:
-    """Of tokenizer.json; 0 without one."""
     source = checkpoint.tokenizer_source
     if source is None:
         return 0

@@ -1,8 +1,6 @@
-"""`Identity`: all that decides the bits that an engine computes, keeps or answers, in named parts.
-
-A part says which keys have it; `identify` finds the parts of a model. Invariants: equal parts mean
-equal bits; no part is a name or a path of files, or follows the free memory.
-"""
+"""`Identity`: all that decides the bits that an engine computes, keeps or answers, in named parts,
+each of which states the keys that have it; `identify` finds the parts of a model. Equal parts mean
+equal bits; no part is a name or a path of files, or follows the free memory."""
 
 import hashlib
 import os
@@ -19,12 +17,12 @@ from cadenza.config import EngineConfig, EngineLimits
 from cadenza.fingerprint import ARITHMETIC_REVISION, Fingerprint
 from cadenza.loading.content_digest import content_digest, digest_of
 
+# What is found, or compared, by parts: pages on a disk, with the states after them; quantised
+# weights; scores of prompts; open streams, from one engine process to the next; answers, in their
+# `Fingerprint`. For pages and images, a request's tenant and `cache_salt` stand beside them. Image
+# rows live as long as their engine: their key has what the tower sees, its processor's settings,
+# the sides and the pixels (`vision.processor.image_digest`)
 Key = Literal["pages", "weights", "scores", "streams", "answers"]
-"""What is found, or compared, by parts: pages on a disk, with the states behind them; quantised
-weights; scores of prompts; open streams, from one engine process to the next; answers, in their
-`Fingerprint`. In front of pages and images, a request's tenant and `cache_salt` stand beside them.
-Rows of images live as long as their engine: their key has what the tower sees, its processor's
-settings, the sides and the pixels (`vision.processor.image_digest`)."""
 
 _CHECKPOINT_CHARS, _DIGEST_CHARS = 32, 16
 
@@ -39,55 +37,49 @@ def _later(*keys: Key) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """Of a model as its engine computes it. A digest has its parts in the order of the fields.
+    """The identity of a model as its engine computes it. A digest has its parts in the order of the
+    fields. A tuple that decides nothing is empty, and in no digest."""
 
-    A part of texts that name what they are is empty, and in no digest, where it decides nothing.
-    """
-
+    # Of Cadenza: the layout of pages and of packed weights is that of its kernels
     version: str = _part("pages", "weights", "streams")
-    """Of Cadenza: the layout of pages and of packed weights is that of its kernels."""
     revision: int = _part("pages", "weights", "streams")
+    # The digest of its settings and of every byte of its weights
     checkpoint: str = _part("pages", "weights", "scores", "streams", "answers")
-    """The digest of its settings and of every byte of its weights."""
+    # The settings as they are read: an MTP layer lies in the files of its model
     declared: str = _part("weights")
-    """The settings as they are read: an MTP layer lies in the files of its model."""
+    # Versions, device, instruction set, libraries
     kernels: tuple[str, ...] = _part("pages", "weights", "streams")
-    """Versions, device, instruction set, libraries."""
+    # Where the arithmetic has no name: the processor and the shapes of a step
     machine: tuple[str, ...] = _part("pages")
-    """Where the arithmetic has no name: the processor and the shapes of a step."""
     backend: str = _part("pages")
     ops: str = _part("pages")
-    exactness: str = _part("pages", "weights", "streams")
-    """`--arithmetic`."""
+    exactness: str = _part("pages", "weights", "streams")  # `--arithmetic`
     activations: str = _part("pages", "weights", "scores", "streams", "answers")
+    # The type of most weights; `quantization` is what of that was asked for
     weights: str = _part("pages", "streams", "answers")
-    """The type of most weights; `quantization` is what of that was asked for."""
     quantization: str = _part("weights", "scores")
     kv: str = _part("pages", "streams", "answers")
     kv_cache_dtype: str = _part("weights")
     page_size: int = _part("pages")
+    # LongRoPE's factors follow it; a request without a length may reach it
     max_model_len: int = _part("pages", "streams", "answers")
-    """LongRoPE's factors follow it; a request without a length may reach it."""
-    hidden: tuple[str, ...] = _part("pages")
-    """Whether pages have hidden states, too."""
+    hidden: tuple[str, ...] = _part("pages")  # Whether pages have hidden states, too
+    # The class with its revision, or a digest of what decides its bits on this machine
     arithmetic: str = _part("scores", "streams", "answers")
-    """The class with its revision, or a digest of what decides its bits on this machine."""
     eos_token_ids: tuple[str, ...] = _part("streams")
     tokenizer: str = _later("answers")
     template: str = _later("answers")
+    # Of the recommended sampling, as far as it is followed, and of the tokens that end answers
     defaults: str = _later("answers")
-    """Of the recommended sampling, as far as it is followed, and of the tokens that end answers."""
-    scorer: str = _later("streams", "answers")
-    """Of the model that scores prompts."""
+    scorer: str = _later("streams", "answers")  # Of the model that scores prompts
     engine_seed: int = field(metadata={"keys": ("streams", "answers")}, default=0)
 
     def parts(self, key: Key) -> dict[str, Any]:
-        """What `key` has, by name."""
         own = (each.name for each in fields(self) if key in each.metadata["keys"])
         return {name: getattr(self, name) for name in own}
 
     def digest(self, key: Key) -> str:
-        """Of the parts of `key`, in hex."""
+        """In hex, over the parts of `key`."""
         texts: list[str] = []
         for value in self.parts(key).values():
             texts += value if isinstance(value, tuple) else (str(value),)
@@ -119,10 +111,8 @@ class Identity:
 def identify(
     checkpoint: Checkpoint, setup: RunnerSetup, backend: Backend, traits: BackendTraits
 ) -> Identity:
-    """Of a model with what its backend says of it, without what decides answers alone.
-
-    Reads all weights once, unless their digest is in the cache folder.
-    """
+    """The identity of a model and its backend, without what decides answers alone. Reads all
+    weights once, unless their digest is in the cache folder."""
     assert setup.cache_folder is not None
     limits, scheme = setup.limits, checkpoint.scheme
     kernels = backend.describe_arithmetic(setup.device, setup.ops, checkpoint)
@@ -155,8 +145,8 @@ def identify(
 
 
 def find_setting(theirs: str, ours: str, backend: str, backends: Backends = BACKENDS) -> str | None:
-    """What to set in the environment so that this machine computes in the arithmetic `theirs` of a
-    fingerprint in place of `ours`; None if nothing does, or it does so already."""
+    """The environment setting with which this machine computes in the arithmetic `theirs` of a
+    fingerprint in place of `ours`; None if there is none, or it does so already."""
     (name, _, revision), (_, _, our_revision) = theirs.rpartition("-"), ours.rpartition("-")
     if theirs == ours or revision != our_revision:
         return None
@@ -190,5 +180,5 @@ def _flat(texts: dict[str, str]) -> list[str]:
 
 
 def _digest(*parts: str) -> str:
-    """Of texts in order; empty for none."""
+    """Empty for no parts."""
     return digest_of(parts)[:_DIGEST_CHARS] if parts else ""

@@ -1,7 +1,5 @@
-"""What images take of an engine's memory: `image_memory_of` a model, and `plan_images`.
-
-Invariant: the largest part of an image has slots, and the tower's workspace holds it.
-"""
+"""The memory of images in an engine: `image_memory_of` a model, and `plan_images`. The largest part
+of an image always has slots, and the tower's workspace holds it."""
 
 from dataclasses import dataclass
 from typing import TypedDict
@@ -15,12 +13,10 @@ from cadenza.request import Attachment
 from cadenza.vision.quanta import Workspace
 from cadenza.vision.tower_config import VisionConfig
 
-MOST_SLOTS = 1 << 17
-"""More would be of no use: they hold 32 images of the largest size."""
+MOST_SLOTS = 1 << 17  # 32 images of the largest size; more would not help
 
 
-USUAL_SIZE = 640, 480
-"""Width and height in pixels."""
+USUAL_SIZE = 640, 480  # width and height in pixels
 
 
 class ImageMemory(TypedDict):
@@ -32,7 +28,7 @@ class ImageMemory(TypedDict):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImagePlanned:
-    """Image slots, and the bytes of these and of the tower's workspace; `limits` for the engine."""
+    """Image slots, the bytes of these and of the tower's workspace, and the engine's `limits`."""
 
     num_slots: int = 0
     num_bytes: int = 0
@@ -40,7 +36,7 @@ class ImagePlanned:
 
 
 def image_memory_of(model: ModelConfig, dtype: WeightDType) -> ImageMemory:
-    """Of a model whose activations are in `dtype`; zeros if it does not see."""
+    """Of a model whose activations are in `dtype`; zeros if it has no vision."""
     vision, size = model.vision, item_bytes(dtype)
     if vision is None:
         return ImageMemory(image_slot_bytes=0, image_work_bytes=0)
@@ -56,12 +52,8 @@ def image_memory_of(model: ModelConfig, dtype: WeightDType) -> ImageMemory:
 def plan_images(
     checkpoint: Checkpoint, traits: BackendTraits, memory: ModelMemory, cache_bytes: int
 ) -> ImagePlanned:
-    """The slots that fit `cache_bytes`; none for a model that does not see, or whose images the
-    backend does not encode.
-
-    Raises:
-        ConfigError: the largest part of an image does not fit.
-    """
+    """The slots that fit `cache_bytes`; none for a model without vision, or whose images the
+    backend does not encode. Raises ConfigError if the largest part of an image does not fit."""
     vision = checkpoint.config.vision if checkpoint.is_known else None
     if vision is None or "attachments" not in traits.capabilities:
         return ImagePlanned()
@@ -85,7 +77,7 @@ def plan_images(
 
 
 def usual_part(vision: VisionConfig) -> Attachment:
-    """The first part of a black image of a usual size, whose encoding is timed."""
+    """The first part of a black image of `USUAL_SIZE`, whose encoding is timed."""
     part = vision.processor.plan(*USUAL_SIZE).parts[0]
     return Attachment(
         start=0,

@@ -1,8 +1,5 @@
 """Available memory by /proc/meminfo, control groups and the limits of the process, and the private
-memory of this process.
-
-Linux only; elsewhere `available_memory_bytes` is all physical memory.
-"""
+memory of this process. Linux only; elsewhere `available_memory_bytes` is all physical memory."""
 
 import os
 import resource
@@ -10,8 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-GetLimit = Callable[[int], tuple[int, int]]
-"""As `resource.getrlimit`: the soft limit and the hard one."""
+GetLimit = Callable[[int], tuple[int, int]]  # as `resource.getrlimit`: soft limit, hard limit
 
 _THREAD_STACK_BYTES = 8 << 20
 _THREAD_ARENA_BYTES = 64 << 20
@@ -21,8 +17,6 @@ _UNTOUCHED_BYTES = 320 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _GroupFiles:
-    """The memory files of one cgroup version."""
-
     mount: str
     limit: str
     usage: str
@@ -42,11 +36,9 @@ _VERSION_2 = _GroupFiles(
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """The memory for this process: at least `least_bytes`. Files are read below `root`.
-
-    A plan takes `most_bytes` at most, whatever is available; None: no such bound.
-    `front_end_bytes` are those that the front end's process has; None if there is no such process.
-    """
+    """The memory for this process: at least `least_bytes`. Files are read below `root`. A plan
+    takes `most_bytes` at most (None: no bound). `front_end_bytes` is what the front end's process
+    holds; None without such a process."""
 
     root: Path = Path("/")
     get_limit: GetLimit = resource.getrlimit
@@ -59,20 +51,20 @@ class HostMemory:
         return max(self.least_bytes, available_memory_bytes(self.root, self.get_limit))
 
     def available_beside(self, *, promised_bytes: int, in_group_bytes: int) -> int:
-        """`available_bytes`, where other engines will still take so many of the machine's memory, a
-        part of them in this process's control groups."""
+        """`available_bytes`, less what other engines have reserved of the machine's memory, part of
+        it in this process's control groups."""
         available = available_memory_bytes(self.root, self.get_limit)
         system = _system_bytes(self.root) - promised_bytes
         return max(self.least_bytes, min(available - in_group_bytes, system), 0)
 
     @property
     def held_bytes(self) -> int:
-        """Private memory that the process has; 0 if unknown."""
+        """Private memory of this process; 0 if unknown."""
         return private_memory_bytes(self.root / "proc/self/status") or 0
 
     def taken_bytes(self, *, process_bytes: int, front_end_bytes: int) -> int:
-        """Of those that a plan counts for the engine's process and the front end's: what they have
-        and is no longer available."""
+        """The part of the planned bytes of the engine's and the front end's processes that they
+        hold already, and that is thus no longer available."""
         if self.front_end_bytes is None:
             return min(self.held_bytes, process_bytes + front_end_bytes)
         taken_bytes = min(self.held_bytes, process_bytes)
@@ -84,9 +76,7 @@ HOST_MEMORY = HostMemory()
 
 def available_memory_bytes(root: Path = Path("/"), get_limit: GetLimit = resource.getrlimit) -> int:
     """Bytes that can be allocated without swapping or exceeding a limit of a cgroup or the process.
-
-    Reclaimable page cache counts as available. Files are read below `root`.
-    """
+    Reclaimable page cache counts as available. Files are read below `root`."""
     limits = [*_group_bytes(root), *_process_bytes(root, get_limit)]
     return min([_system_bytes(root), *limits])
 
@@ -117,11 +107,9 @@ def _status_number(status: Path, name: str) -> int | None:
 
 
 def _process_bytes(root: Path, get_limit: GetLimit) -> Iterator[int]:
-    """Bytes left below the process's limits of its data and of its address space.
-
-    Both count memory that is reserved and never touched: the rest of a chunk for packed weights,
-    stacks, and in the address space the threads' heaps.
-    """
+    """Bytes left below the process's limits of data and address space. Both count memory that is
+    reserved and never touched: the rest of a chunk for packed weights, stacks, and in the address
+    space the threads' heaps."""
     started = _status_number(root / "proc/self/status", "Threads") or 0
     num_threads = max(0, _THREADS_PER_CORE * usable_cores() - started)
     stack_bytes = _UNTOUCHED_BYTES + num_threads * _THREAD_STACK_BYTES
@@ -144,7 +132,7 @@ def _system_bytes(root: Path) -> int:
 
 
 def _group_bytes(root: Path) -> Iterator[int]:
-    """Bytes left below each memory limit: of this process's cgroups and all their parents."""
+    """Bytes left below each memory limit of this process's cgroups and all their parents."""
     for files, own in _own_groups(root):
         mount = root / files.mount
         folder = mount / own.strip("/")

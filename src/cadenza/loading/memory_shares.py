@@ -1,8 +1,5 @@
-"""`memory_shares`: how the memory is divided among engines that run side by side.
-
-Pure arithmetic over weights and bytes. Invariant: the shares of any models that may be loaded at
-the same time are together no more than what is available.
-"""
+"""`memory_shares`: how memory is divided among engines that run side by side. Pure arithmetic; the
+shares of any models that may be loaded at the same time never exceed what is available."""
 
 from collections.abc import Sequence
 
@@ -13,9 +10,8 @@ from cadenza.errors import ConfigError
 
 
 def memory_shares(weight_bytes: Sequence[int], num_engines: int, available_bytes: int) -> list[int]:
-    """Each model's bytes: its weights, and an equal part of what the largest `num_engines` models
-    leave. Raises ConfigError where these weights alone take more than is available.
-    """
+    """Each model's bytes: its weights, and an equal share of what the largest `num_engines` models
+    leave. Raises ConfigError where these weights alone exceed what is available."""
     ordered = sorted(weight_bytes, reverse=True)
     rest_bytes = available_bytes - sum(ordered[:num_engines])
     if rest_bytes > 0:
@@ -32,7 +28,7 @@ def memory_shares(weight_bytes: Sequence[int], num_engines: int, available_bytes
 
 
 def weight_bytes_of(checkpoint: Checkpoint, config: EngineConfig) -> int:
-    """Of a model's weights in memory, about; 0 where only a backend can read them."""
+    """Approximate bytes of a model's weights; 0 where only a backend can read them."""
     if not checkpoint.is_known:
         return 0
     if config.quantization == "none":

@@ -1,8 +1,5 @@
-"""`make_plan`: resolves options, checkpoint and memory to concrete limits.
-
-Pure arithmetic; allocates and loads nothing. Invariants: a plan fits the memory that it was made
-for; one request of `max_model_len` tokens fits its pool.
-"""
+"""`make_plan`: resolves options, checkpoint and memory to concrete limits. Pure arithmetic. A plan
+fits the memory that it was made for; one request of `max_model_len` tokens fits its pool."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -48,11 +45,8 @@ def make_plan(
     available_bytes: int,
     extra: ExtraMemory | None = None,
 ) -> EnginePlan:
-    """Resolves every `None` and `auto` of `config`.
-
-    Raises:
-        ConfigError: the model or the requested sizes do not fit; the message has both numbers.
-    """
+    """Resolves every `None` and `auto` of `config`. Raises ConfigError, with both numbers, if the
+    model or the requested sizes do not fit."""
     extra = extra or ExtraMemory()
     draft, scorer = extra.draft, extra.scorer
     dtype = choose_dtype(config, checkpoint, traits)
@@ -112,7 +106,6 @@ def make_plan(
 
 
 def _weights_name(checkpoint: Checkpoint, dtype: WeightDType, quantization: Quantization) -> str:
-    """The type of most weights, in messages."""
     if quantization != "none":
         return quantization
     return dtype if checkpoint.scheme is None else checkpoint.scheme.name
@@ -127,7 +120,7 @@ def _check_options(config: EngineConfig, checkpoint: Checkpoint, traits: Backend
 
 
 def _check_whole_span(traits: BackendTraits, limits: EngineLimits) -> None:
-    """Raises ConfigError if an image that a step computes whole may not fit one."""
+    """Raises ConfigError if an image that a step must compute whole may not fit one."""
     least = least_budget(traits.whole_span, limits.max_num_seqs)
     if traits.whole_span and limits.max_num_batched_tokens < least:
         raise ConfigError(
@@ -139,11 +132,8 @@ def _check_whole_span(traits: BackendTraits, limits: EngineLimits) -> None:
 
 
 def device_share(config: EngineConfig, traits: BackendTraits) -> int | None:
-    """Bytes for the engine of a device that has memory of its own; None of one that has not.
-
-    Raises:
-        ConfigError: a share was asked for that there is not.
-    """
+    """Bytes for the engine on a device with memory of its own; None for other devices. Raises
+    ConfigError for a share where there is no such device."""
     share, allocator_bytes = config.gpu_memory_utilization, traits.device_memory_bytes
     if share is None:
         return allocator_bytes
@@ -174,10 +164,8 @@ def _divide(
     traits: BackendTraits,
     dtype: WeightDType,
 ) -> tuple[EngineLimits, str | None]:
-    """The limits that fit, and why it is so many rows where none were asked for.
-
-    Raises ConfigError if what was asked for does not fit.
-    """
+    """The limits that fit, and why so many rows where none were asked for. Raises ConfigError if
+    what was asked for does not fit."""
 
     def coarser(quantization: Quantization) -> int | None:
         """Bytes of the weights in another quantization; None if it would not be coarser."""
@@ -310,7 +298,8 @@ def memory_of(
 
 
 def _copied_bytes(model: ModelConfig, dtype: WeightDType, config: EngineConfig) -> int:
-    """Of the weights that each device has whole where several share a model: all but the first."""
+    """Of the weights that every device holds whole where several share a model: all copies but the
+    first."""
     num_copies = (config.tensor_parallel_size or 1) - 1
     return num_copies * declare_embedding(model).num_elements * item_bytes(dtype)
 

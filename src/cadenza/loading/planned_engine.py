@@ -1,8 +1,6 @@
-"""`PlannedEngine`: a model, the plan of its engine and its options; loads the runners.
-
-Invariant: nothing that streams depend on follows from the model that drafts; which tokens a sparse
-prefill keeps follows from the one that scores.
-"""
+"""`PlannedEngine`: a model, the plan of its engine and its options; loads the runners. Nothing that
+streams depend on follows from the draft model; which tokens a sparse prefill keeps follows from the
+prompt scorer."""
 
 import os
 from dataclasses import dataclass, field, replace
@@ -21,7 +19,7 @@ from cadenza.loading.weight_cache import packed_weights_file
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedEngine:
-    """A model and the plan of its engine. `config.backend` is in `backends`."""
+    """`config.backend` is in `backends`."""
 
     checkpoint: Checkpoint
     plan: EnginePlan
@@ -52,7 +50,6 @@ class PlannedEngine:
 
     @property
     def _capabilities(self) -> frozenset[Capability]:
-        """What is asked of the model's runner."""
         asked: dict[Capability, bool] = {
             "page_copies": self.config.prefix_cache_disk is not None,
             "hidden_states": self.plan.keeps_hidden,
@@ -61,11 +58,11 @@ class PlannedEngine:
         return frozenset(each for each, is_asked in asked.items() if is_asked)
 
     def load_runner(self, *, fill: float | None = None) -> Runner:
-        """The model's runner with its weights loaded and nothing compiled yet."""
+        """Loads the weights and compiles nothing."""
         return self._load(self.checkpoint, self.setup(fill=fill), self.plan.weight_bytes)
 
     def load_warm_runner(self, *, fill: float | None = None) -> Runner:
-        """The model's runner with all programs compiled."""
+        """Compiles all programs."""
         runner = self.load_runner(fill=fill)
         runner.warmup()
         return runner
@@ -96,7 +93,7 @@ class PlannedEngine:
         )
 
     def load_scorer(self, *, fill: float | None = None) -> PromptScorerModel | None:
-        """The model that scores prompts; None if the plan has none."""
+        """None if the plan has none."""
         scorer = self.plan.scorer
         if scorer is None:
             return None
@@ -104,7 +101,6 @@ class PlannedEngine:
         return PromptScorerModel(runner=runner, limits=self.plan.scorer_limits)
 
     def scorer_setup(self, *, fill: float | None = None) -> RunnerSetup:
-        """As `setup`, of the model that scores prompts."""
         scorer = self.plan.scorer
         assert scorer is not None, "the plan has a scorer"
         return replace(
@@ -118,8 +114,8 @@ class PlannedEngine:
         )
 
     def identity(self) -> Identity:
-        """What decides the bits of the model's pages, streams and answers. Reads all weights once,
-        unless their digest is in the cache folder."""
+        """What decides the bits of pages, streams and answers. Reads all weights once, unless their
+        digest is in the cache folder."""
         scorer = self.plan.scorer
         scoring = scorer and self._identify(scorer.checkpoint, self.scorer_setup())
         own = self._identify(self.checkpoint, self.setup())
@@ -129,7 +125,7 @@ class PlannedEngine:
         return identify(checkpoint, setup, self.backend, self.plan.traits)
 
     def kept_weights(self) -> Path | None:
-        """The file that later loads read in place of the checkpoint's; None without one."""
+        """The cached file of packed weights that later loads read; None without one."""
         kept = self._kept_weights(self.checkpoint, self.setup(), self.plan.weight_bytes)
         return kept if kept is not None and kept.exists() else None
 
@@ -148,7 +144,7 @@ class PlannedEngine:
 
 
 def cache_folder() -> Path:
-    """The folder for cached data: `CADENZA_CACHE_DIR`, or `cadenza` in the user's cache folder."""
+    """`CADENZA_CACHE_DIR`, or `cadenza` in the user's cache folder."""
     chosen = os.environ.get("CADENZA_CACHE_DIR")
     if chosen:
         return Path(chosen)

@@ -1,11 +1,7 @@
-"""Memory that engines of this machine have planned for and not taken yet: `find_promised`.
-
-KV pages become resident as they are used, so what the system calls available may be promised to
-another engine. Each engine keeps a locked file with its number of bytes (`promise_memory`) in the
-folder `engines` of the cache folder; what it holds already is subtracted. Best effort: engines with
-another cache folder, or in another namespace of processes, are not seen. Invariant: a file whose
-engine has ended promises nothing.
-"""
+"""Memory that engines of this machine have reserved and not taken yet: KV pages become resident as
+they are used. Each engine keeps a locked file with its bytes in `engines` of the cache folder; what
+it holds already is subtracted. Best effort: engines with another cache folder or process namespace
+are not seen. A file whose engine has ended reserves nothing."""
 
 import fcntl
 import json
@@ -27,20 +23,20 @@ logger = logging.getLogger(__name__)
 MAX_ENGINES = 256
 MAX_FILE_BYTES = 4096
 _PARTIAL = ".partial"
+# what reading a file raises that was damaged
 _DAMAGED = (ValueError, KeyError, TypeError, OverflowError, RecursionError)
-"""What reading a file raises that is not as it was written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Promised:
-    """Bytes that engines will still take: all, and those of this process's control groups."""
+    """Bytes that engines will still take: in all, and in this process's control groups."""
 
     in_all: int = 0
     in_group: int = 0
 
 
 class MemoryPromise:
-    """The promise of one engine, until `close`, or nothing refers to it, or the process ends."""
+    """One engine's reservation, until `close`, or it is dropped, or the process ends."""
 
     def __init__(self, path: Path | None = None, descriptor: int | None = None) -> None:
         self._end = None
@@ -60,8 +56,7 @@ def _end_promise(path: Path, descriptor: int, pid: int) -> None:
 
 
 def promise_memory(folder: Path, num_bytes: int, root: Path = Path("/")) -> MemoryPromise:
-    """Tells other engines that this process will hold `num_bytes`. Where that cannot be written,
-    nothing is told."""
+    """Records that this process will hold `num_bytes`; does nothing if that cannot be written."""
     path = folder / secrets.token_hex(8)
     partial = path.with_suffix(_PARTIAL)
     told = {"pid": os.getpid(), "bytes": num_bytes, "group": _group(root), "system": _system(root)}
@@ -84,7 +79,7 @@ def promise_memory(folder: Path, num_bytes: int, root: Path = Path("/")) -> Memo
 
 
 def find_promised(folder: Path, root: Path = Path("/")) -> Promised:
-    """What the engines that run now will still take, those of this process included."""
+    """What the running engines will still take, those of this process included."""
     planned: Counter[int] = Counter()
     groups: dict[int, str] = {}
     for told in _read_all(folder):
@@ -133,7 +128,6 @@ def _is_locked(file: "IO[bytes]") -> bool:
 
 
 def _group(root: Path) -> str:
-    """This process's control groups."""
     with suppress(OSError):
         return (root / "proc/self/cgroup").read_text(errors="replace")[: MAX_FILE_BYTES // 2]
     return ""

@@ -1,7 +1,5 @@
-"""The plan of the model that scores prompts for a sparse prefill (`--spec-prefill`).
-
-Owns which models can compute prompts with gaps, and which score prompts for which.
-"""
+"""The plan of the model that scores prompts for a sparse prefill (`--spec-prefill`): which models
+can compute prompts with gaps, and which score prompts for which."""
 
 from cadenza.backends.base import BackendTraits
 from cadenza.checkpoint import Checkpoint
@@ -34,11 +32,8 @@ def plan_scorer(
     target: Checkpoint, scorer: Checkpoint, config: EngineConfig, traits: BackendTraits
 ) -> DraftPlan:
     """The plan of a model that scores the prompts of `target`; `traits` are the backend's for it.
-
-    Raises:
-        ConfigError: it cannot score prompts, has another vocabulary, cannot be quantised as asked,
-            or is predicted to take longer than what it saves.
-    """
+    Raises ConfigError if it cannot score prompts, has another vocabulary, cannot be quantised as
+    asked, or is predicted to cost more time than it saves."""
     chosen = config.sparse_prompts
     assert chosen is not None, "the options name no model"
     name = chosen.model or scorer.folder.name

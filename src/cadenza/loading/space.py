@@ -1,9 +1,6 @@
-"""`Space`: the memory of a plan, and how it is divided into rows, steps and the KV pool.
-
-Pure arithmetic; knows no checkpoint and no backend. Invariants: what was divided is never more than
-what is available; what cannot fit is refused with the flag to set and its value, or with the bytes
-that are missing where no value would do.
-"""
+"""`Space`: the memory of a plan, and how it is divided into rows, steps and the KV pool. Pure
+arithmetic. What was divided never exceeds what is available; what cannot fit is refused with the
+flag to set and its value, or with the missing bytes where no value would do."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -22,39 +19,34 @@ from cadenza.core.whole_spans import least_budget
 from cadenza.errors import ConfigError, show_missing, show_size
 from cadenza.loading.footprint import Footprint
 
-POOL_SHARE = 0.5
-"""Largest fraction of the memory left by everything else that the KV pool takes by default."""
+POOL_SHARE = 0.5  # largest share of what everything else leaves that the KV pool takes by default
 
-EXPECTED_TOKENS = 1024
-"""Prompt and answer of a request, for which `--max-num-seqs auto` expects to find room."""
+EXPECTED_TOKENS = 1024  # prompt and answer of a request, for `--max-num-seqs auto`
 
+# The largest share of the available memory that an advised size takes, if any size fits it: free
+# memory changes from one moment to the next
 ADVISED_SHARE = 0.98
-"""Of the available memory, that a size which a message advises takes at most, if any size fits it:
-the memory that is free changes from one moment to the next."""
 
-SNAPSHOT_SHARE = 0.25
-"""Largest fraction of that memory for slots of recurrent states beyond those that rows need."""
+SNAPSHOT_SHARE = 0.25  # largest share of what is left, for state slots beyond those of rows
 
-SLOTS_PER_ROW = 2
-"""Slots of recurrent state that let each row advance: that from which it starts, and its own."""
+SLOTS_PER_ROW = 2  # of recurrent state, to advance a row: that from which it starts, and its own
 
-LEAST_SNAPSHOTS = 16
-"""By default there are as many snapshots as rows, but at least so many."""
+LEAST_SNAPSHOTS = 16  # by default as many snapshots as rows, but at least so many
 
 GB = 1e9
 
 
 def default_step_tokens(budget: int, whole_span: int, num_rows: int) -> int:
-    """The token budget of a step where none was asked for, with a token for each row."""
+    """The default token budget of a step, at least a token for each row."""
     return max(budget, least_budget(max(1, whole_span), num_rows))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """The memory of an engine in bytes, with a longest context of `context` tokens. `terms` has
-    those that depend on it; `budget` is the number of tokens of a step for fewer rows than that,
-    `whole_span` that of a span which a step must hold, `weights_name` the type of the weights,
-    `state_bytes` those of a slot of recurrent state, and `image_bytes` of all that images take."""
+    """An engine's memory in bytes, with a longest context of `context` tokens. `terms` depend on
+    it; `budget` is the token budget of a step, `whole_span` the tokens of an image block that one
+    step must hold, `state_bytes` those of a slot of recurrent state, `image_bytes` of all that
+    images take."""
 
     config: EngineConfig
     available_bytes: int
@@ -71,7 +63,6 @@ class Space:
     image_bytes: int = 0
 
     def at(self, context: int) -> "Space":
-        """With another longest context."""
         return replace(self, context=context)
 
     @property
@@ -116,13 +107,12 @@ class Space:
         )
 
     def step_tokens(self, num_rows: int) -> int:
-        """The token budget: unless it was asked for, each row has a token."""
+        """The token budget; each row has a token, unless a budget was asked for."""
         own = default_step_tokens(self.budget, self.whole_span, num_rows)
         return self.config.max_num_batched_tokens or own
 
     def least_pool_bytes(self, num_rows: int) -> int:
-        """Of the memory beside rows and steps, so that the pool has a page, or a block for each
-        row."""
+        """The memory that must remain beside rows and steps: one page, or a block for each row."""
         num_tokens = self.config.page_size * (num_rows if self.is_dense else 1)
         is_sized = self.config.num_pages or self.config.kv_cache_memory_bytes
         return ceil(num_tokens * self.slot_bytes / (1 if is_sized else POOL_SHARE))
@@ -133,12 +123,12 @@ class Space:
         return self.headroom_bytes + self.base_bytes + beside
 
     def fits(self, num_rows: int) -> bool:
-        """Whether there is room for so many rows with a page each step."""
+        """Whether so many rows fit, with a page each step."""
         return self.needs_bytes(num_rows) <= self.available_bytes
 
     def pool_fits(self, num_rows: int) -> bool:
-        """Whether beside so many rows the pool holds the longest context, for each dense row; where
-        one was asked for its last token needs no KV, unless a row has a block."""
+        """Whether beside so many rows the pool holds the longest context, for each dense row; if
+        one was asked for, its last token needs no KV, unless a row has a block."""
         wanted, most = _tokens_for_pool(self, num_rows)
         page_size = self.config.page_size
         each = wanted // (num_rows if self.is_dense else 1) // page_size * page_size
@@ -147,7 +137,7 @@ class Space:
 
 
 def check_positions(wanted: int | None, trained: int) -> None:
-    """Raises ConfigError if a context was asked for that is longer than the model's positions."""
+    """Raises ConfigError for a context longer than the model's positions."""
     if wanted is not None and wanted > trained:
         raise ConfigError(
             f"--max-model-len {wanted} is above the model's {trained} positions; "
@@ -156,11 +146,8 @@ def check_positions(wanted: int | None, trained: int) -> None:
 
 
 def check_base(space: Space, coarser: Callable[[Quantization], int | None]) -> None:
-    """Raises ConfigError if there is no room for one row with one page.
-
-    Args:
-        coarser: the bytes of the weights when they are quantised so; None if they cannot be.
-    """
+    """Raises ConfigError if there is no room for one row with one page. `coarser` gives the bytes
+    of the weights in a quantization; None if it is no coarser."""
     needed = space.needs_bytes(1)
     if needed <= space.available_bytes:
         return
@@ -210,7 +197,7 @@ def _smaller_model(weight_bytes: int) -> str:
 
 
 def _check_base_context(space: Space) -> None:
-    """Raises ConfigError if one row has room with a shorter context than was asked for."""
+    """Raises ConfigError if one row would fit with a shorter context than was asked for."""
     config, page_size = space.config, space.config.page_size
     wanted = config.max_model_len
     if wanted is None or wanted <= page_size or not space.at(page_size).fits(1):
@@ -251,11 +238,9 @@ def check_compiled(limits: EngineLimits, most: CompiledSizes | None) -> None:
 
 
 def choose_rows(space: Space, context: int) -> tuple[int, str]:
-    """`max_num_seqs` where none was asked for, and why.
-
-    As many requests of `EXPECTED_TOKENS` as the pool has room for, each with a token in a step; of
-    `context` tokens where each row has a block of its own.
-    """
+    """`max_num_seqs` where none was asked for, and why: as many requests of `EXPECTED_TOKENS` as
+    the pool holds, each with a token in a step; of `context` tokens where each row has its own
+    block."""
     expected = context if space.is_dense else min(context, EXPECTED_TOKENS)
     most = min(space.step_tokens(1), MAX_NUM_SEQS_BOUND)
 
@@ -307,8 +292,8 @@ def _tokens_for_pool(space: Space, num_rows: int) -> tuple[int, int]:
 
 
 def state_slots(space: Space, num_rows: int, pool_bytes: int) -> int:
-    """Slots of recurrent state beside a pool: what the rows need, and as many as are wanted for
-    snapshots and drafts and as have room; 0 for a model without recurrent state."""
+    """Slots of recurrent state beside a pool: what the rows need, and as many for snapshots and
+    drafts as fit; 0 for a model without recurrent state."""
     if not space.state_bytes:
         return 0
     config = space.config
@@ -326,7 +311,6 @@ def state_slots(space: Space, num_rows: int, pool_bytes: int) -> int:
 
 
 def bytes_left(space: Space, limits: EngineLimits) -> int:
-    """What the limits leave of the memory."""
     at = space.at(limits.max_model_len)
     pool_bytes = limits.num_pages * limits.page_size * at.slot_bytes
     more_slots = limits.num_state_slots - SLOTS_PER_ROW * limits.max_num_seqs
@@ -335,8 +319,8 @@ def bytes_left(space: Space, limits: EngineLimits) -> int:
 
 
 def largest_context(space: Space, num_rows: int, most: int) -> int:
-    """The longest context of whole pages, or `most`, that fits the memory and the pool; a page if
-    none does."""
+    """The longest context of whole pages, or `most`, that fits the memory and the pool; at least a
+    page."""
     page_size = space.config.page_size
 
     def context(num_pages: int) -> int:
@@ -348,18 +332,15 @@ def largest_context(space: Space, num_rows: int, most: int) -> int:
 
 
 def advised_context(space: Space, num_rows: int, wanted: int) -> int:
-    """The longest context below `wanted` that a message advises."""
+    """The longest context below `wanted` to advise."""
     page = min(wanted, space.config.page_size)
     cautious = _cautious(space, lambda each: each.at(page).pool_fits(num_rows))
     return largest(wanted, lambda context: cautious.at(context).pool_fits(num_rows))
 
 
 def choose_context(space: Space, num_rows: int, num_tokens: int) -> int:
-    """`max_model_len` for a pool of `num_tokens`: that of `space`.
-
-    Raises:
-        ConfigError: no page for each row fits, or not the context that was asked for.
-    """
+    """`max_model_len` for a pool of `num_tokens`: that of `space`. Raises ConfigError if no page
+    for each row fits, or not the context that was asked for."""
     config, page_size = space.config, space.config.page_size
     sharing = num_rows if space.is_dense else 1
     fitting = num_tokens // sharing // page_size * page_size
@@ -389,7 +370,7 @@ def choose_context(space: Space, num_rows: int, num_tokens: int) -> int:
 
 
 def largest(most: int, fits: Callable[[int], bool]) -> int:
-    """The largest number from 1 to `most` that fits; 1 does, and what is smaller than another."""
+    """The largest number from 1 to `most` that fits; `fits` is monotonic, and 1 fits."""
     low, high = 1, most
     while low < high:
         middle = (low + high + 1) // 2
@@ -414,5 +395,5 @@ def _at_least_1(space: Space) -> int:
 
 
 def _floor_gb(num_bytes: int) -> float:
-    """In GB, of three digits behind the point."""
+    """In GB with three decimals, rounded down."""
     return floor(num_bytes / GB * 1000) / 1000

@@ -1,14 +1,7 @@
-"""How much sooner the first token of a thinned prompt comes: `PrefillCost`, `sparse_gain`.
-
-A prompt costs products with the weights for each of its tokens, and attention of each to those
-before it. With sparse prefill the draft model computes all of them and a few more, and the model
-the kept ones. Short prompts gain 1 / (draft's share of the products + keep), long ones 1 / (draft's
-share of the attention + keep squared): there the draft's attention decides, not its size. Pure
-arithmetic; knows no engine, and no load. Costs are in any unit of time.
-
-Assumed: both models' products have one rate, and attention has one, `ATTENTION_RATE` of it. Weights
-that are quantised more coarsely, and a prompt's cuts beside other requests, are not counted.
-"""
+"""How much sooner a pruned prompt's first token comes: `PrefillCost`, `sparse_gain`. The draft
+computes all tokens, the model the kept ones: short prompts gain 1 / (draft's share of the products
++ keep), long ones 1 / (draft's share of attention + keep squared). Assumes one rate for both
+models' products; ignores coarser weights and a prompt's cuts beside other requests."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,9 +13,8 @@ from cadenza.errors import ConfigError
 from cadenza.sparse_prefill import LOOK_AHEAD
 from cadenza.spec_prefill_config import SpecPrefillConfig
 
+# Operations a second of attention, as a share of those of products, on CPUs with bf16
 ATTENTION_RATE = 0.4
-"""Operations a second of attention, as a share of those of products, on CPUs with bf16
-instructions."""
 
 SHOWN_LENGTHS = (4096, 8192, 32_768, 131_072)
 SHOWN_KEEPS = (0.3, 0.1)
@@ -30,15 +22,10 @@ SHOWN_KEEPS = (0.3, 0.1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillCost:
-    """What prompts cost a model.
+    """What prompts cost a model."""
 
-    Args:
-        prompt: of a prompt of so many tokens, without its head.
-        decode: of one more token behind so many, with its head.
-    """
-
-    prompt: Callable[[int], float]
-    decode: Callable[[int], float]
+    prompt: Callable[[int], float]  # of a prompt of so many tokens, without its head
+    decode: Callable[[int], float]  # of one more token behind so many, with its head
 
 
 def cost_of_shape(config: ModelConfig, attention_rate: float = ATTENTION_RATE) -> PrefillCost:
@@ -55,7 +42,7 @@ def cost_of_shape(config: ModelConfig, attention_rate: float = ATTENTION_RATE) -
 
 
 def cost_of_steps(steps: StepCost, num_tokens: int) -> PrefillCost:
-    """In milliseconds, of measured steps with at most `num_tokens` tokens."""
+    """In milliseconds, from measured steps of at most `num_tokens` tokens."""
     return PrefillCost(
         prompt=lambda count: (
             -(-count // num_tokens) * steps.fixed_ms
@@ -67,7 +54,7 @@ def cost_of_steps(steps: StepCost, num_tokens: int) -> PrefillCost:
 
 
 def sparse_gain(target: PrefillCost, draft: PrefillCost, num_tokens: int, keep: float) -> float:
-    """The time to the first token of a whole prompt, over that of a thinned one."""
+    """The time to the first token of a whole prompt, over that of a pruned one."""
     whole = target.prompt(num_tokens)
     scored = draft.prompt(num_tokens) + (LOOK_AHEAD - 1) * draft.decode(num_tokens)
     return whole / (scored + target.prompt(round(keep * num_tokens)))
@@ -89,7 +76,7 @@ def refuse_loss(target: ModelConfig, draft: ModelConfig, config: SpecPrefillConf
 def gains_table(
     target: PrefillCost, draft: PrefillCost, keeps: tuple[float, ...], longest: int
 ) -> dict[str, float]:
-    """The gain by length and keep, up to the longest prompt and for that."""
+    """The gain by length and keep, up to the longest prompt."""
     lengths = sorted({longest, *(each for each in SHOWN_LENGTHS if each < longest)})
     return {
         f"gain_{length}_keep_{keep:g}": round(sparse_gain(target, draft, length, keep), 2)

@@ -1,10 +1,7 @@
-"""`StepCosts`: what a runner's steps cost, kept from one start to the next.
-
-Owns the folder `steps` of the cache folder. Timing steps takes a start up to some seconds, and what
-is measured is corrected by every step that is read (`core.step_cost`), so that costs of an earlier
-start serve as well. Invariants: the name of a file stands for all that the costs depend on: model,
-options, versions, kernels, processor, cores. A file that is damaged, foreign or old is a miss.
-"""
+"""`StepCosts`: the cost of a runner's steps, kept from one start to the next in `steps` of the
+cache folder: timing takes seconds, and every later step corrects it (`core.step_cost`). A file's
+name stands for all that the costs depend on: model, options, versions, kernels, processor, cores. A
+file that is damaged, foreign or old is a miss."""
 
 import hashlib
 import json
@@ -27,8 +24,7 @@ from cadenza.loading.planned_engine import PlannedEngine
 
 logger = logging.getLogger(__name__)
 
-MAX_AGE_S = 7 * 24 * 3600.0
-"""Older costs are measured again: the machine may have other work since."""
+MAX_AGE_S = 7 * 24 * 3600.0  # older costs are measured again
 
 MAX_FILE_BYTES = 4096
 
@@ -36,10 +32,8 @@ Measure = Callable[[Runner, EngineLimits, Callable[[], float]], StepCost]
 
 
 class StepCosts:
-    """The costs of one engine's runners, in files whose names derive from `key`.
-
-    `folder` None: they are measured at each start.
-    """
+    """The costs of one engine's runners, in files whose names derive from `key`; without a `folder`
+    they are measured at each start."""
 
     def __init__(
         self,
@@ -55,7 +49,7 @@ class StepCosts:
         self._now_s = now_s
 
     def of(self, name: str, runner: Runner, limits: EngineLimits) -> StepCost:
-        """Of the runner called `name`, which is warm and computes nothing else."""
+        """The cost of the runner `name`, which is warm and computes nothing else now."""
         path = self._path(name, runner, limits)
         kept = None if path is None else self._read(path)
         if kept is not None:
@@ -90,7 +84,6 @@ class StepCosts:
 
 
 def open_step_costs(engine: PlannedEngine) -> StepCosts:
-    """The kept costs of an engine's runners."""
     checkpoint, setup, plan = engine.checkpoint, engine.setup(), engine.plan
     others = (plan.draft, plan.scorer)
     parts = (
@@ -113,7 +106,7 @@ def open_step_costs(engine: PlannedEngine) -> StepCosts:
 
 
 def _processor(cpu_info: Path = Path("/proc/cpuinfo")) -> str:
-    """Its name and what else the system tells of its model."""
+    """Its name and what else the system says of its model."""
     told = ("model name", "cpu family", "model", "stepping", "CPU implementer", "CPU part")
     try:
         lines = cpu_info.read_text(encoding="utf-8", errors="replace").splitlines()

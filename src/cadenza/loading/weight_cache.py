@@ -1,9 +1,6 @@
-"""`packed_weights_file`: where the weights that `--quantization` makes are kept for later starts.
-
-Owns the folder `weights` of the cache folder: the names of its files, and the bound on their bytes.
-A backend reads and writes the files. Invariant: a name stands for everything that the content of a
-file depends on.
-"""
+"""`packed_weights_file`: where the weights that `--quantization` makes are cached, below `weights`
+of the cache folder, and the bound on their bytes. A backend reads and writes the files. A name
+stands for everything that the content of a file depends on."""
 
 import logging
 import os
@@ -21,14 +18,11 @@ from cadenza.loading.identity import Identity
 logger = logging.getLogger(__name__)
 
 DEFAULT_BYTES = 16 << 30
-MIN_WEIGHT_BYTES = 64 << 20
-"""Smaller models are quantised in a fraction of a second."""
+MIN_WEIGHT_BYTES = 64 << 20  # smaller models are quantised in a fraction of a second
 
-FREE_SHARE = 0.1
-"""The part of the disk that stays free."""
+FREE_SHARE = 0.1  # of the disk stays free
 
-ABANDONED_S = 3600.0
-"""The age from which an incomplete file belongs to no process that still writes it."""
+ABANDONED_S = 3600.0  # an incomplete file of this age has no writer any more
 
 _SUFFIX = ".packed"
 
@@ -39,7 +33,7 @@ def packed_weights_file(
     weight_bytes: int,
     identify: Callable[[], Identity],
 ) -> Path | None:
-    """The file for the weights of `setup`, which take `weight_bytes`; None if they are not kept."""
+    """The file for the packed weights of `setup`; None if they are not cached."""
     max_bytes = max_cache_bytes(config)
     if setup.quantization == "none" or setup.cache_folder is None:
         return None
@@ -53,13 +47,12 @@ def packed_weights_file(
 
 
 def max_cache_bytes(config: EngineConfig) -> int:
-    """The most that kept weights may take."""
     chosen = config.weight_cache_bytes
     return DEFAULT_BYTES if chosen is None else chosen
 
 
 def _make_room(folder: Path, max_bytes: int, num_bytes: int) -> bool:
-    """Removes what was not used for the longest time; whether `num_bytes` more may be written."""
+    """Removes the least recently used files; whether `num_bytes` more may be written."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _remove_abandoned(folder)

@@ -1,8 +1,6 @@
-"""Which URLs may be fetched (`AllowedHosts`), and which addresses are public (`is_public`).
-
-Knows no network. Invariant: a URL is read by one strict form, so that no two readers of it differ;
-an address that is not one of the public internet is never allowed, in whatever form it is written.
-"""
+"""Which URLs may be fetched (`AllowedHosts`), and which addresses are public (`is_public`). A URL
+is read by one strict form, so that no two readers of it differ; an address outside the public
+internet is never allowed, in whatever form it is written."""
 
 import re
 from collections.abc import Iterable
@@ -15,11 +13,11 @@ from cadenza.media.image_input import ImageFault
 HTTPS_PORT = 443
 MAX_URL_CHARS = 8192
 _HOST = r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?(?:\.[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?)*"
+# without user info; a "#" and what follows is cut off before
 _URL = re.compile(
     rf"https://(?P<host>{_HOST})(?::(?P<port>[1-9][0-9]{{0,4}}))?(?P<path>/[!$-~]*|\?[!$-~]*)?",
     re.IGNORECASE,
 )
-"""Without user info; what is behind a "#" is cut off before."""
 _ENTRY = re.compile(rf"(?P<host>{_HOST})(?::(?P<port>[1-9][0-9]{{0,4}}))?", re.IGNORECASE)
 
 _GLOBAL_V6 = IPv6Network("2000::/3")
@@ -28,15 +26,11 @@ _NAT64 = IPv6Network("64:ff9b::/96")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpsUrl:
-    """A URL of https that was read.
-
-    Args:
-        path: with the query, as it is sent.
-    """
+    """A URL of https that was read."""
 
     host: str
     port: int
-    path: str
+    path: str  # with the query, as it is sent
 
     @property
     def text(self) -> str:
@@ -44,7 +38,6 @@ class HttpsUrl:
 
     @property
     def authority(self) -> str:
-        """The value of the header Host."""
         return self.host if self.port == HTTPS_PORT else f"{self.host}:{self.port}"
 
 
@@ -67,9 +60,7 @@ def read_url(text: str) -> HttpsUrl:
 
 class AllowedHosts:
     """The hosts of `--allowed-media-domains`: exact names, each at port 443 or at one of its own.
-
-    Raises ConfigError for an entry of another form.
-    """
+    Raises ConfigError for an entry of another form."""
 
     def __init__(self, entries: Iterable[str]) -> None:
         self._allowed: set[tuple[str, int]] = set()
@@ -101,7 +92,7 @@ class AllowedHosts:
 
 def is_public(address: IPv4Address | IPv6Address) -> bool:
     """Whether an address is one host of the public internet; an IPv4 address within an IPv6 one
-    counts as what it is."""
+    counts as itself."""
     if isinstance(address, IPv6Address):
         embedded = address.ipv4_mapped
         if embedded is None and address in _NAT64:

@@ -1,8 +1,6 @@
-"""`data_of_url`: the bytes in a `data:` URL, strictly; `data_of_base64`: those of base64 alone.
-
-Knows no formats: a media type is checked for its form and then ignored, since the bytes say what
-they are. Invariant: nothing but base64's own alphabet and padding is passed over or repaired.
-"""
+"""The bytes in a `data:` URL, strictly (`data_of_url`), and those of base64 alone
+(`data_of_base64`). A media type is checked for its form and then ignored, since the bytes say what
+they are. Nothing but base64's alphabet and padding is skipped or repaired."""
 
 import binascii
 import re
@@ -12,8 +10,7 @@ from cadenza.errors import show, show_size
 from cadenza.media.headers import FORMATS_HELP, too_many_bytes
 from cadenza.media.image_input import MAX_ENCODED_BYTES, ImageFault
 
-_SLICE = 1 << 18
-"""Characters that are decoded at once, whole groups of them: between slices other threads run."""
+_SLICE = 1 << 18  # characters decoded at once, whole groups; other threads run between slices
 MAX_BASE64_CHARS = -(-MAX_ENCODED_BYTES // 3) * 4
 _HEAD = re.compile(r"data:([A-Za-z0-9.+-]+/[A-Za-z0-9.+-]+);base64,", re.ASCII | re.IGNORECASE)
 _MAX_HEAD_CHARS = 256
@@ -25,7 +22,7 @@ def is_data_url(url: str) -> bool:
 
 
 def data_of_url(url: str) -> bytes:
-    """Raises ImageFault: not one media type and base64, or another kind of media."""
+    """Raises ImageFault: not one media type and base64, or another type of media."""
     found = _HEAD.match(url[:_MAX_HEAD_CHARS])
     if found is None:
         raise ImageFault(f"its URL is {show(url)}; a data URL has the form {_FORM}")
@@ -49,8 +46,8 @@ def data_of_base64(text: str) -> bytes:
 
 
 def _decoded(text: str) -> Iterator[bytes]:
-    """Raises ValueError. Padding ends the whole text, and is at most two characters, which Python
-    does not see to."""
+    """Raises ValueError. Checks what Python does not: padding ends the whole text, and is at most
+    two characters."""
     if text.endswith("==="):
         raise ValueError
     for start in range(0, len(text), _SLICE):

@@ -1,9 +1,6 @@
-"""`DecodePool`: decodes and resizes images in processes of their own, which can be killed.
-
-Owns those processes and their ends. Knows no HTTP. Invariants: an image that ends its process, or
-takes longer than `wall_s`, is an error of that image alone, and the process is replaced; nothing
-that came from outside is executed or unpickled.
-"""
+"""`DecodePool`: decodes and resizes images in child processes, which can be killed. An image that
+ends its process, or takes longer than `wall_s`, is an error of that image alone, and the process is
+replaced; nothing from outside is executed or unpickled."""
 
 import json
 import os
@@ -25,12 +22,9 @@ if TYPE_CHECKING:
     from cadenza.vision.processor import ImageProcessor
 
 NUM_PROCESSES = 2
-WALL_S = 15.0
-"""Of one image, after which its process is killed."""
-START_S = 60.0
-"""Of a process, on a busy machine."""
-_EXIT_S = 5.0
-"""Between a process's last output and its end."""
+WALL_S = 15.0  # of one image, after which its process is killed
+START_S = 60.0  # of a process, on a busy machine
+_EXIT_S = 5.0  # between a process's last output and its end
 
 _CLOSED = "the images could not be decoded, since the server ends"
 _NOT_STARTED = "the images could not be decoded, since no process could be started; try again"
@@ -41,13 +35,9 @@ _ENDED = (
 
 
 class DecodePool:
-    """Thread-safe. Processes start with the first images and end by `close`.
-
-    Args:
-        bounds: of each process.
-        wall_s: of one image, once a process works on it.
-        command: starts a process; it ends in `decode_worker`'s arguments.
-    """
+    """Thread-safe. Processes start with the first images and end by `close`. `bounds`: of each
+    process. `wall_s`: of one image, once a process works on it. `command`: starts a process; it
+    ends in `decode_worker`'s arguments."""
 
     def __init__(
         self,
@@ -71,8 +61,8 @@ class DecodePool:
     def submit(
         self, data: bytes, processor: "ImageProcessor", detail: Detail
     ) -> "Future[OpenedImage]":
-        """The image upright, as the processor resizes it; the future has ImageFault,
-        QueueFullError where no process can be started, or EngineUnavailableError after `close`."""
+        """The upright image, resized by the processor; the future has ImageFault, QueueFullError
+        where no process can be started, or EngineUnavailableError after `close`."""
         try:
             return self._threads.submit(self._decode, data, processor, detail)
         except RuntimeError:
@@ -95,7 +85,6 @@ class DecodePool:
 
     @property
     def pids(self) -> list[int]:
-        """Of the processes that have been started and not ended by this object."""
         return [each.pid for each in self._processes if each.pid is not None]
 
     def _decode(self, data: bytes, processor: "ImageProcessor", detail: Detail) -> OpenedImage:
@@ -133,7 +122,7 @@ class DecodePool:
         return OpenedImage(width=answer["width"], height=answer["height"], parts=tuple(parts))
 
     def _ensure(self, process: "_Process") -> bool:
-        """Replaces one that has ended while it was idle, too. Returns whether it is new."""
+        """Also replaces a process that ended while it was idle. Returns whether it is new."""
         try:
             return process.ensure()
         except (OSError, EOFError, TimeoutError):
@@ -144,7 +133,7 @@ class DecodePool:
 
 
 class _Process:
-    """One process; used by one thread at a time, but for `kill`."""
+    """One process; used by one thread at a time, except for `kill`."""
 
     def __init__(self, command: tuple[str, ...]) -> None:
         self._command = command
@@ -158,8 +147,7 @@ class _Process:
         return None if process is None else process.pid
 
     def ensure(self) -> bool:
-        """Starts it where none runs, and returns whether it did. Raises EOFError, OSError,
-        TimeoutError."""
+        """Starts a process if none runs; whether it did. Raises EOFError, OSError, TimeoutError."""
         if self._process is not None and self._process.poll() is not None:
             self.close()
         if self._process is not None:
@@ -196,7 +184,7 @@ class _Process:
                 self._process.kill()
 
     def close(self, grace_s: float = 0.0) -> int | None:
-        """Ends it, unless it does so by itself; its exit status."""
+        """Waits for `grace_s`, then kills it; its exit status."""
         process, self._process = self._process, None
         if process is None:
             return None
@@ -235,7 +223,6 @@ class _Process:
 
 
 def _wait(descriptor: int, event: int, until_s: float) -> None:
-    """Raises TimeoutError."""
     poll = select.poll()  # `select` refuses descriptors from 1024 on
     poll.register(descriptor, event)
     remaining_s = until_s - time.monotonic()

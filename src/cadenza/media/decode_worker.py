@@ -1,11 +1,6 @@
-"""The program of a child process that decodes images and resizes them: `serve_jobs`.
-
-Owns what such a process may use, and the frames that it and `DecodePool` exchange: JSON, and bytes
-behind it. Invariant: an image costs at most this process.
-
-A job in: {"num_bytes", "detail", "processor"} and the file. An answer out: {"width", "height",
-"parts": their lengths} and their pixels, or {"fault": what is wrong}.
-"""
+"""The child process that decodes and resizes images: `serve_jobs`. An image costs at most this
+process. A job: JSON {"num_bytes", "detail", "processor"}, then the file. An answer: {"width",
+"height", "parts": their lengths}, then their pixels, or {"fault": what is wrong}."""
 
 import json
 import resource
@@ -26,8 +21,7 @@ if TYPE_CHECKING:
     from cadenza.vision.processor import ImageProcessor
 
 MEMORY_BYTES = 1 << 30
-CPU_S = 10.0
-"""Of one image."""
+CPU_S = 10.0  # of one image
 
 LENGTH = struct.Struct("<I")
 _TOO_LARGE = "it takes too much memory to decode; make it smaller"
@@ -35,19 +29,14 @@ _TOO_LARGE = "it takes too much memory to decode; make it smaller"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """What one process may use.
+    """What one process may use."""
 
-    Args:
-        memory_bytes: of its address space.
-        cpu_s: of each image.
-    """
-
-    memory_bytes: int = MEMORY_BYTES
-    cpu_s: float = CPU_S
+    memory_bytes: int = MEMORY_BYTES  # of its address space
+    cpu_s: float = CPU_S  # of each image
 
 
 def processor_spec(processor: "ImageProcessor") -> dict[str, str]:
-    """What another process makes an equal processor of: a dataclass of plain values."""
+    """From this another process makes an equal processor: a dataclass of plain values."""
     kind = type(processor)
     fields = msgspec.json.encode(processor).decode()
     return {"module": kind.__module__, "name": kind.__qualname__, "fields": fields}
@@ -65,7 +54,7 @@ def frame_of(head: dict[str, Any]) -> bytes:
 
 
 def serve_jobs(received: IO[bytes], sent: IO[bytes], bounds: Bounds) -> None:
-    """Answers jobs until there are no more. One without end is ended by SIGPROF."""
+    """Answers jobs until there are no more; SIGPROF ends one that takes too long."""
     _limit(bounds)
     _send(sent, {})
     processor, spec = None, None

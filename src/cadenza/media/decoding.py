@@ -1,9 +1,6 @@
-"""From an image's file to upright RGB pixels: `upright_rgb`, and `prepared`, which a processor
-follows.
-
-Runs in a child process for a server (`decode_worker`), in the caller's for a library. Invariant:
-the header was checked before Pillow reads a byte, and Pillow reads the format that the header has.
-"""
+"""From an image's file to upright RGB pixels: `upright_rgb`, and `prepared`, as a processor asks.
+Runs in a child process of a server (`decode_worker`), in the caller's process in a library. The
+header is checked before Pillow reads a byte, and Pillow reads only the header's format."""
 
 import io
 from typing import TYPE_CHECKING, Any
@@ -16,10 +13,8 @@ if TYPE_CHECKING:
 
     from cadenza.vision.processor import ImageProcessor
 
-_WIDE = ("I", "I;16", "I;16B", "I;16L")
-"""Pillow's modes of grey with 16 bits."""
-_TURNED = range(5, 9)
-"""Orientations of EXIF whose sides are exchanged."""
+_WIDE = ("I", "I;16", "I;16B", "I;16L")  # Pillow's modes of 16-bit grey
+_TURNED = range(5, 9)  # EXIF orientations that exchange the sides
 _TO_BYTE = [(value + 128) // 257 for value in range(1 << 16)]
 
 
@@ -29,7 +24,6 @@ def prepared(data: bytes, processor: "ImageProcessor", detail: Detail) -> Opened
 
 
 def prepared_picture(picture: Any, processor: "ImageProcessor", detail: Detail) -> OpenedImage:
-    """The same of a PIL image. Raises ImageFault."""
     return _parts(upright_picture(picture), processor, detail)
 
 
@@ -39,8 +33,8 @@ def _parts(image: "Image", processor: "ImageProcessor", detail: Detail) -> Opene
 
 
 def upright_rgb(data: bytes) -> "Image":
-    """Decodes a file. Transparent pixels are white, 16 bits of grey are divided by 257, profiles of
-    colours are ignored. Raises ImageFault."""
+    """Decodes a file. Transparent pixels are white, 16-bit grey is divided by 257, colour profiles
+    are ignored. Raises ImageFault."""
     header = read_image_header(data)
     try:
         with _open(data, header) as image:
@@ -55,7 +49,7 @@ def upright_rgb(data: bytes) -> "Image":
 
 
 def picture_size(picture: Any) -> tuple[int, int]:
-    """The width and height of a PIL image of the caller's, upright."""
+    """The upright width and height of the caller's PIL image."""
     from PIL.ExifTags import Base
 
     width, height = picture.size
@@ -64,7 +58,7 @@ def picture_size(picture: Any) -> tuple[int, int]:
 
 
 def upright_picture(picture: Any) -> "Image":
-    """A PIL image of the caller's, likewise. Raises ImageFault."""
+    """The caller's PIL image, upright in RGB. Raises ImageFault."""
     from PIL import ImageOps
 
     width, height = picture.size
@@ -76,7 +70,7 @@ def upright_picture(picture: Any) -> "Image":
 
 
 def _open(data: bytes, header: ImageHeader) -> "Image":
-    """By the plugin of the header's format, without Pillow's search of all of them."""
+    """With the plugin of the header's format, without Pillow's search of all of them."""
     from PIL import GifImagePlugin, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
 
     plugins = {
@@ -104,7 +98,7 @@ def _rgb(image: "Image") -> "Image":
 
 
 def _rgb_of_wide(image: "Image") -> "Image":
-    """Grey of 16 bits: Pillow's own conversion makes nearly all of it white."""
+    """16-bit grey: Pillow's own conversion makes nearly all of it white."""
     wide = image.convert("I")
     grey = wide.point(_TO_BYTE, "L")
     key = image.info.get("transparency")

@@ -1,9 +1,7 @@
-"""`MediaFetcher`: fetches images by https from the hosts that the operator allowed.
-
-Owns every limit of a fetch. Invariants: a connection goes to an address that was resolved once and
-checked, never to a name; each redirect is checked as the first URL was; nothing of the environment
-(proxies, netrc) and no cookie takes part.
-"""
+"""`MediaFetcher`: fetches images by https from the hosts that the operator allowed, within limits.
+A connection goes to an address that was resolved once and checked, never to a name; each redirect
+is checked as the first URL was; nothing of the environment (proxies, netrc) and no cookie takes
+part."""
 
 import asyncio
 import contextlib
@@ -23,18 +21,14 @@ if TYPE_CHECKING:
     import httpx
 
 MAX_REDIRECTS = 3
-FETCH_S = 10.0
-"""Of one image, its redirects included."""
-MAX_ADDRESSES = 3
-"""Of a host that are tried."""
-MAX_FETCHES = 16
-"""At once, of all requests."""
+FETCH_S = 10.0  # of one image with its redirects
+MAX_ADDRESSES = 3  # tried for one host
+MAX_FETCHES = 16  # at once, of all requests
 _REDIRECTS = (301, 302, 303, 307, 308)
 
+# the addresses of a host, for a port; raises OSError
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
-"""The addresses of a host, for a port. Raises OSError."""
-TryAdd = Callable[[int], bool]
-"""Counts bytes against a budget; False where it is used up."""
+TryAdd = Callable[[int], bool]  # counts bytes against a budget; False when it is used up
 
 
 class BudgetFullError(Exception):
@@ -42,19 +36,14 @@ class BudgetFullError(Exception):
 
 
 async def resolve_host(host: str, port: int) -> list[str]:
-    """By the machine's resolver. Raises OSError."""
+    """Raises OSError."""
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return [str(address[4][0]).partition("%")[0] for address in found]
 
 
 class MediaFetcher:
-    """For one event loop.
-
-    Args:
-        allowed: without any, every fetch is refused.
-        may_connect: whether an address may be connected to.
-        trust: the certificates; None: those of the machine.
-    """
+    """For one event loop. `allowed`: without any, every fetch is refused. `may_connect`: whether an
+    address may be connected to. `trust`: the certificates; None: those of the machine."""
 
     def __init__(
         self,
@@ -73,7 +62,7 @@ class MediaFetcher:
         self._places = asyncio.Semaphore(MAX_FETCHES)
 
     def check(self, url: str) -> None:
-        """Raises ImageFault where a URL would not be fetched."""
+        """Raises ImageFault for a URL that would not be fetched."""
         self._allowed.check(read_url(url))
 
     async def fetch(self, url: str, try_add: TryAdd) -> bytes:
@@ -101,7 +90,7 @@ class MediaFetcher:
         raise ImageFault(f"its URL redirects more than {MAX_REDIRECTS} times")
 
     async def _get(self, url: HttpsUrl, try_add: TryAdd) -> bytes | str:
-        """The body, or where a redirect points."""
+        """The body, or the target of a redirect."""
         import httpx
 
         addresses = await self._addresses(url)
@@ -136,7 +125,7 @@ class MediaFetcher:
 async def _read(
     client: "httpx.AsyncHTTPTransport", url: HttpsUrl, address: str, try_add: TryAdd
 ) -> bytes | str:
-    """From an address, with the URL's host as the name of TLS and of the request."""
+    """From an address, with the URL's host as the name in TLS and the request."""
     host = f"[{address}]" if ":" in address else address
     headers = {"host": url.authority, "accept": "image/*", "accept-encoding": "identity"}
     import httpx

@@ -1,9 +1,6 @@
-"""An image file's format, size and orientation, out of its header: `read_image_header`.
-
-Reads bytes only, without an image library, so that it is safe in the server's own process and can
-be had before any pixel. Invariant: a file whose header passes has one picture of at most
-`MAX_PIXELS`, and each loop is bounded by the file's length.
-"""
+"""An image file's format, size and orientation from its header: `read_image_header`. Reads bytes
+without an image library, so that it is safe in the server's own process. A file that passes has one
+picture of at most `MAX_PIXELS`; each loop is bounded by the file's length."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -19,10 +16,8 @@ Format = Literal["JPEG", "PNG", "WebP", "GIF"]
 FORMATS_HELP = "JPEG, PNG, WebP and GIF are allowed"
 _ORIENTATION = 0x0112
 _SHORT = 3
-_MAX_STEPS = 1 << 18
-"""Of a walk through a file, which has one for each 255 bytes of a GIF's data."""
-_TURNED = 5
-"""The first of the orientations whose sides are exchanged."""
+_MAX_STEPS = 1 << 18  # in a walk through a file; each 255 bytes of a GIF's data are one
+_TURNED = 5  # the first orientation that exchanges the sides
 
 _OTHERS = (
     (re.compile(rb"BM.{4}\0\0\0\0", re.DOTALL), "BMP"),
@@ -42,17 +37,13 @@ _OTHERS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageHeader:
-    """What a file says of its picture.
-
-    Args:
-        stored_width, stored_height: pixels as they lie in the file.
-        orientation: 1 to 8, as EXIF numbers them.
-    """
+    """What a file says of its picture."""
 
     format: Format
+    # stored_width, stored_height: pixels as they lie in the file
     stored_width: int
     stored_height: int
-    orientation: int = 1
+    orientation: int = 1  # 1 to 8, as EXIF numbers them
 
     @property
     def size(self) -> tuple[int, int]:
@@ -62,7 +53,7 @@ class ImageHeader:
 
 
 def read_image_header(data: bytes) -> ImageHeader:
-    """Raises ImageFault: not one of the formats, cut off, animated, empty or too large."""
+    """Raises ImageFault: not one of the formats, truncated, animated, empty or too large."""
     if not data:
         raise ImageFault(f"it has no bytes; {FORMATS_HELP}")
     if len(data) > MAX_ENCODED_BYTES:
@@ -83,7 +74,6 @@ def read_image_header(data: bytes) -> ImageHeader:
 
 
 def image_size(data: bytes) -> tuple[int, int]:
-    """Width and height upright, without a pixel read. Raises ImageFault."""
     return read_image_header(data).size
 
 
@@ -113,13 +103,12 @@ def _reader_of(data: bytes) -> Callable[[bytes], ImageHeader]:
 
 # --- JPEG ----------------------------------------------------------------------------------------
 
-_ALONE = frozenset({0x01, *range(0xD0, 0xD9)})
-"""Markers without a length."""
+_ALONE = frozenset({0x01, *range(0xD0, 0xD9)})  # markers without a length
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 
 
 def _read_jpeg(data: bytes) -> ImageHeader:
-    """The first frame's size; a second picture behind the first, as cameras add, is not read."""
+    """The first frame's size; a second picture after the first, as cameras add, is not read."""
     exif = b""
     for marker, start, length in _segments(data):
         if marker == 0xE1 and data[start : start + 6] == b"Exif\0\0":
@@ -241,7 +230,7 @@ def _exif_of_webp(data: bytes) -> bytes:
 
 
 def _read_gif(data: bytes) -> ImageHeader:
-    """The screen, and the first picture where it goes beyond it; a second one is an animation."""
+    """The screen, and the first picture where it exceeds it; a second one is an animation."""
     width, height, flags = unpack_from("<HHB", data, 6)
     place, num_pictures = 13 + _colours(flags), 0
     for _ in range(_MAX_STEPS):
@@ -266,7 +255,7 @@ def _read_gif(data: bytes) -> ImageHeader:
 
 
 def _colours(flags: int) -> int:
-    """Bytes of the table of colours."""
+    """Bytes of the colour table."""
     return 3 << (flags & 7) + 1 if flags & 0x80 else 0
 
 
@@ -290,7 +279,7 @@ def _animated(format: Format) -> ImageFault:
 
 
 def _orientation(exif: bytes) -> int:
-    """Of the first directory; 1 where it says none, or is damaged, as viewers take it."""
+    """From the first directory; 1 where it has none or is damaged, as in viewers."""
     order = {b"II*\0": "<", b"MM\0*": ">"}.get(exif[:4])
     if order is None:
         return 1

@@ -1,8 +1,6 @@
-"""Opens the images of a request: `ImageOpener` for a server; `measure_images` for anybody.
-
-Owns the order: count, headers of all, then pixels. Invariant: an error names the first image at
-fault, its place and what is allowed; no image is decoded where another one's header is refused.
-"""
+"""Opens the images of a request: `ImageOpener` in a server; `measure_images` elsewhere. In this
+order: count, all headers, pixels. An error names the first faulty image, its position and what is
+allowed; no image is decoded where another one's header is refused."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Generator, Sequence
@@ -32,7 +30,6 @@ _NOT_FETCHED = (
 
 
 def check_count(images: Sequence[ImageInput]) -> None:
-    """Raises InvalidRequestError for more images than a request may have."""
     if len(images) > MAX_IMAGES:
         raise ImageFault(
             f"a request may have at most {MAX_IMAGES} images, and this one has {len(images)}; "
@@ -41,8 +38,8 @@ def check_count(images: Sequence[ImageInput]) -> None:
 
 
 def measure_images(images: Sequence[ImageInput], processor: "ImageProcessor") -> None:
-    """Sets `opened` without pixels of each that has none yet: enough to count tokens. Raises
-    InvalidRequestError."""
+    """Sets `opened`, without pixels, of each image that has none yet: enough to count tokens.
+    Raises InvalidRequestError."""
     check_count(images)
     for place, image in enumerate(images):
         if image.opened is None:
@@ -70,11 +67,7 @@ def _given(image: ImageInput) -> bytes:
 
 
 class ImageOpener:
-    """Of a server; for one event loop, which it never blocks.
-
-    Args:
-        pool: closed with this object.
-    """
+    """Of a server; for one event loop, which it never blocks. `pool`: closed with this object."""
 
     def __init__(self, fetcher: MediaFetcher, pool: DecodePool) -> None:
         self._fetcher = fetcher
@@ -83,10 +76,8 @@ class ImageOpener:
     async def open(
         self, images: Sequence[ImageInput], processor: "ImageProcessor", try_add: TryAdd
     ) -> None:
-        """Sets `opened` of each. Bytes that are fetched count by `try_add`.
-
-        Raises InvalidRequestError, BudgetFullError, EngineUnavailableError.
-        """
+        """Sets `opened` of each; fetched bytes count by `try_add`. Raises InvalidRequestError,
+        BudgetFullError, EngineUnavailableError."""
         await self.fetch(images, try_add)
         await asyncio.to_thread(measure_images, images, processor)
 
@@ -120,7 +111,7 @@ class ImageOpener:
 async def _each(
     images: Sequence[ImageInput], work: Callable[[ImageInput], Awaitable[None]]
 ) -> None:
-    """Works on all at once; raises what the first image that failed did."""
+    """Works on all at once; raises the error of the first image that failed."""
     found = await asyncio.gather(*map(work, images), return_exceptions=True)
     for place, error in enumerate(found):
         if error is not None:

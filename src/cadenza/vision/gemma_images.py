@@ -1,10 +1,7 @@
-"""`Gemma3Images` and `Gemma4Images`: what Gemma makes of an image before its tower.
-
-An image is one part. Gemma 3 makes it a square of one size, whatever its aspect. Gemma 4 keeps the
-aspect: both sides become multiples of what a token stands for, as large as a budget of tokens
-allows, so that small images are enlarged. Sizes, resampling and values are those of transformers'
-Pillow backend, to the bit. Patches follow one another by the blocks that a token is the mean of.
-"""
+"""`Gemma3Images` and `Gemma4Images`, to the bit as transformers' Pillow backend. Gemma 3 resizes an
+image to a square, whatever its aspect. Gemma 4 keeps the aspect: both sides become multiples of a
+token's side, as large as a token budget allows, so small images are enlarged. The patches of a
+token follow one another."""
 
 import json
 import math
@@ -18,29 +15,21 @@ from cadenza.vision.patches import Normalisation, cut_patches, image_array
 from cadenza.vision.pillow import Filter, image_bytes, resized
 from cadenza.vision.processor import Detail, Image, ImagePart, ImagePlan, Run
 
-BUDGETS = (70, 140, 280, 560, 1120)
-"""Tokens that Gemma 4 may make of an image, at most."""
+BUDGETS = (70, 140, 280, 560, 1120)  # most tokens that Gemma 4 may make of an image
 
 LOW_DETAIL_TOKENS = BUDGETS[0]
 
-_TO_UNIT = Normalisation()
-"""From -1 to 1."""
+_TO_UNIT = Normalisation()  # from -1 to 1
 _AS_IS = Normalisation(mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemma3Images:
-    """The settings of one model; an `ImageProcessor`.
+    """The settings of one model; an `ImageProcessor`."""
 
-    Args:
-        side: pixels of an image after resizing.
-        patch_size: pixels on a side of a patch.
-        merge_size: patches on a side of what one token stands for.
-    """
-
-    side: int = 896
-    patch_size: int = 14
-    merge_size: int = 4
+    side: int = 896  # pixels of an image after resizing
+    patch_size: int = 14  # pixels on a side of a patch
+    merge_size: int = 4  # patches on a side of what one token stands for
     resample: Filter = "bilinear"
     normalisation: Normalisation = _TO_UNIT
     placeholder: str = "<start_of_image>"
@@ -49,7 +38,6 @@ class Gemma3Images:
 
     @property
     def part(self) -> ImagePart:
-        """Every image's."""
         count = self.side // (self.patch_size * self.merge_size)
         return ImagePart(width=self.side, height=self.side, rows=count, columns=count)
 
@@ -81,7 +69,6 @@ class Gemma3Images:
             )
 
     def patches(self, pixels: bytes, part: ImagePart) -> npt.NDArray[np.float32]:
-        """[patches, channels x patch_size x patch_size]"""
         values = self.normalisation.apply(image_array(pixels, part))
         found = cut_patches(values, part, self.merge_size, self.patch_size)
         return found.reshape(len(found), -1)
@@ -89,22 +76,14 @@ class Gemma3Images:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemma4Images:
-    """The settings of one model; an `ImageProcessor`.
+    """The settings of one model; an `ImageProcessor`."""
 
-    Args:
-        patch_size: pixels on a side of a patch of the tower.
-        merge_size: patches on a side of what one token stands for.
-        max_tokens: of an image, one of `BUDGETS`.
-        is_unified: there is no tower; a token is one patch.
-        factor: of a byte.
-    """
-
-    patch_size: int = 16
-    merge_size: int = 3
-    max_tokens: int = 280
-    is_unified: bool = False
+    patch_size: int = 16  # pixels on a side of a patch of the tower
+    merge_size: int = 3  # patches on a side of what one token stands for
+    max_tokens: int = 280  # of an image, one of `BUDGETS`
+    is_unified: bool = False  # there is no tower; a token is one patch
     resample: Filter = "bicubic"
-    factor: float = 1 / 255
+    factor: float = 1 / 255  # of a byte
     placeholder: str = "<|image|>"
     token: str = "<|image|>"  # noqa: S105 (no password)
     begin: str = "<|image>"
@@ -112,7 +91,6 @@ class Gemma4Images:
 
     @property
     def unit(self) -> int:
-        """Pixels on a side of what one token stands for."""
         return self.patch_size * self.merge_size
 
     @property
@@ -143,8 +121,8 @@ class Gemma4Images:
             )
 
     def patches(self, pixels: bytes, part: ImagePart) -> npt.NDArray[np.float32]:
-        """[patches, size x size x channels], from -1 to 1; of a unified model a patch is
-        a token, of `unit` pixels on a side, from 0 to 1."""
+        """[patches, size x size x channels], from -1 to 1; of a unified model a patch is a token of
+        `unit` pixels on a side, from 0 to 1."""
         side, size = (1, self.unit) if self.is_unified else (self.merge_size, self.patch_size)
         values = replace(_AS_IS if self.is_unified else _TO_UNIT, factor=self.factor)
         found = cut_patches(values.apply(image_array(pixels, part)), part, side, size)
@@ -166,5 +144,5 @@ class Gemma4Images:
 
 
 def budget_within(max_tokens: int) -> int | None:
-    """The largest budget of Gemma 4 of at most `max_tokens`; None if all are more."""
+    """Gemma 4's largest budget of at most `max_tokens`; None if there is none."""
     return max((budget for budget in BUDGETS if budget <= max_tokens), default=None)

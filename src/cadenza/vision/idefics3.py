@@ -1,11 +1,6 @@
-"""Images of Idefics3 and SmolVLM: `Idefics3Processor`.
-
-An image is enlarged or reduced until its longer side has `longest_edge` pixels, stretched until
-both sides are multiples of `tile`, and cut into tiles; the whole of it, squeezed into one tile,
-comes last. Each of the three resizes rounds to bytes. Every part is a square of `tile` pixels.
-
-Source: transformers, models/idefics3 and models/smolvlm, with Pillow as the backend.
-"""
+"""`Idefics3Processor`, of Idefics3 and SmolVLM, as transformers with Pillow. An image is resized to
+a longer side of `longest_edge` pixels, stretched to multiples of `tile` and cut into square tiles;
+the whole, squeezed into one tile, comes last. Each of the three resizes rounds to bytes."""
 
 import json
 import math
@@ -24,30 +19,21 @@ PLACEHOLDER = "<image>"
 AROUND = "<fake_token_around_image>"
 GLOBAL = "<global-img>"
 
-LARGEST_SIDE = 4096
-"""Pixels of a resized image's longer side, whatever the settings say."""
+LARGEST_SIDE = 4096  # pixels of a resized image's longer side, whatever the settings say
 
-REVISION = 1
-"""Of what this module makes of pixels; part of `settings`."""
+REVISION = 1  # of what this module makes of pixels; part of `settings`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Idefics3Processor:
-    """The settings of one checkpoint.
+    """The settings of one checkpoint."""
 
-    Args:
-        longest_edge: pixels of the longer side before tiles are cut.
-        tile: pixels of a tile's side.
-        patch_size: pixels of a patch, along each side; pixels behind the last whole one are unused.
-        merge: patches of a token, along each side.
-        splits: whether images are cut into tiles at all.
-    """
-
-    longest_edge: int
-    tile: int
+    longest_edge: int  # pixels of the longer side before tiles are cut
+    tile: int  # pixels of a tile's side
+    # pixels of a patch, along each side; pixels behind the last whole one are unused
     patch_size: int
-    merge: int
-    splits: bool
+    merge: int  # patches of a token, along each side
+    splits: bool  # whether images are cut into tiles at all
     resample: Filter
     normalisation: Normalisation
 
@@ -77,7 +63,7 @@ class Idefics3Processor:
         return json.dumps(values, sort_keys=True).encode()
 
     def plan(self, width: int, height: int, detail: Detail = "auto") -> ImagePlan:
-        """Tiles row by row, then the whole. With the detail "low" there are no tiles."""
+        """Tiles row by row, then the whole image; without tiles for the detail "low"."""
         if width < 1 or height < 1:
             raise InvalidRequestError(f"an image of {width} x {height} pixels has no pixels")
         rows, columns = self._grid(width, height, detail)
@@ -127,12 +113,11 @@ class Idefics3Processor:
 
     @property
     def side(self) -> int:
-        """Tokens of a tile, along each side."""
+        """Tokens along a tile's side."""
         return self.tile // self.patch_size // self.merge
 
     @property
     def _num_tokens(self) -> int:
-        """Of a part."""
         return self.side**2
 
     @property
@@ -151,7 +136,7 @@ class Idefics3Processor:
         return height // self.tile, width // self.tile
 
     def _first_size(self, width: int, height: int) -> tuple[int, int]:
-        """Width and height with the longer side at `longest_edge`, and the other one even."""
+        """The longer side at `longest_edge`, the other one even."""
         aspect = width / height
         if width >= height:
             width = self.longest_edge
@@ -185,7 +170,6 @@ class Idefics3Processor:
 
 
 def _joined(pieces: Sequence[str | Run]) -> list[str | Run]:
-    """With texts that follow each other as one."""
     found: list[str | Run] = []
     for piece in pieces:
         last = found[-1] if found else None

@@ -1,11 +1,7 @@
-"""From pixels to a tower's patches, and where each lies: `cut_patches`, `PartOrder`.
-
-Owns the order of a tower's rows: the side * side patches of a token follow each other, row by row,
-and so do the tokens, unless layers have windows. Pure numpy, with the arithmetic of transformers'
-Pillow backend.
-
-Legend: N patches, M tokens, C channels, P values of a patch.
-"""
+"""From pixels to a tower's patches, and where each lies: `cut_patches`, `PartOrder`. The side *
+side patches of a token follow each other, row by row, and so do the tokens, unless layers have
+windows. Pure numpy, with the arithmetic of transformers' Pillow backend. Legend: N patches, M
+tokens, C channels, P values of a patch."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,17 +18,15 @@ Indices = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Normalisation:
-    """How a byte of a channel becomes a value: (byte * factor - mean) / std.
-
-    The product is rounded to float32 before the mean is taken off, as transformers does.
-    """
+    """How a byte of a channel becomes a value: (byte * factor - mean) / std, with the product
+    rounded to float32 first, as in transformers."""
 
     factor: float = 1.0 / 255.0
     mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
     std: tuple[float, float, float] = (0.5, 0.5, 0.5)
 
     def apply(self, pixels: npt.NDArray[np.uint8]) -> Floats:
-        """[..., C] values of [..., C] bytes."""
+        """[..., C] bytes as [..., C] values."""
         table = _value_table(self.factor, self.mean, self.std)
         return table[np.arange(CHANNELS), pixels]
 
@@ -46,14 +40,15 @@ def _value_table(factor: float, mean: tuple[float, ...], std: tuple[float, ...])
 
 
 def image_array(pixels: bytes, part: ImagePart) -> npt.NDArray[np.uint8]:
-    """[height, width, C] of the bytes of a part."""
+    """[height, width, C] from the bytes of a part."""
     flat = np.frombuffer(pixels, np.uint8)
     return flat.reshape(part.height, part.width, CHANNELS)
 
 
 def cut_patches(image: Floats, part: ImagePart, side: int, size: int) -> Floats:
     """The patches [N, C, size, size] of an image [height, width, C], `side` * `side` for each
-    token, in the order of a tower without windows; pixels behind the last whole one are dropped."""
+    token, in the order of a tower without windows; pixels after the last whole patch are
+    dropped."""
     rows, columns = part.rows * side, part.columns * side
     used = image[: rows * size, : columns * size]
     blocks = used.reshape(part.rows, side, size, part.columns, side, size, CHANNELS)
@@ -63,21 +58,16 @@ def cut_patches(image: Floats, part: ImagePart, side: int, size: int) -> Floats:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PartOrder:
-    """Where the rows of a tower lie in an image part.
+    """Where the rows of a tower lie in an image part."""
 
-    Args:
-        tokens: [M] of the tower's tokens, in order, their index among the part's, row by row.
-        places: [N, 2] row and column of the patch of each row of the tower.
-        bounds: [N, 2] the rows of the tower that are in the window of each; None without windows.
-    """
-
-    tokens: Indices
-    places: Indices
+    tokens: Indices  # [M] of the tower's tokens, in order, their index among the part's, row by row
+    places: Indices  # [N, 2] row and column of the patch of each row of the tower
+    # [N, 2] the rows of the tower that are in the window of each; None without windows
     bounds: Indices | None
 
 
 def part_order(tower: TowerConfig, rows: int, columns: int) -> PartOrder:
-    """Of a part with so many rows and columns of tokens."""
+    """Of a part with `rows` x `columns` tokens."""
     side, windows = tower.merge, tower.windows
     row, column = np.divmod(np.arange(rows * columns), columns)
     order, bounds = np.arange(rows * columns), None
@@ -98,7 +88,7 @@ def part_order(tower: TowerConfig, rows: int, columns: int) -> PartOrder:
 
 
 def _window_bounds(windows: npt.NDArray[np.int64], num_patches: int) -> Indices:
-    """[N, 2] of the ascending windows [M] of tokens with `num_patches` each."""
+    """[N, 2] from the ascending windows [M] of tokens with `num_patches` each."""
     starts = np.searchsorted(windows, windows, side="left")
     stops = np.searchsorted(windows, windows, side="right")
     bounds = np.stack([starts, stops], axis=1) * num_patches
@@ -106,8 +96,8 @@ def _window_bounds(windows: npt.NDArray[np.int64], num_patches: int) -> Indices:
 
 
 def band_of(part: ImagePart, tokens: Indices, height: int) -> tuple[int, ImagePart]:
-    """The smallest band of whole rows of tokens, `height` pixels each, with those of the given
-    indices: its first row, and itself as a part."""
+    """The smallest band of whole token rows, `height` pixels each, that has these tokens: its first
+    row, and the band as a part."""
     first, last = int(np.min(tokens)) // part.columns, int(np.max(tokens)) // part.columns
     count = last + 1 - first
     band = ImagePart(width=part.width, height=height * count, rows=count, columns=part.columns)

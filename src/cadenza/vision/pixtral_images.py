@@ -1,11 +1,7 @@
-"""`PixtralImages`: what Pixtral and Mistral 3 make of an image before their tower.
-
-An image is one part. One whose longer side is above a limit is reduced; then both sides are brought
-up to multiples of what a token stands for. A token that says so ends each row of tokens, and
-another one the image: these have embeddings of their own. Sizes, resampling and values are those of
-transformers' Pillow backend, to the bit. Patches follow one another by the blocks that are merged
-into a token.
-"""
+"""`PixtralImages`, of Pixtral and Mistral 3, to the bit as transformers' Pillow backend. A longer
+side above the limit is reduced; then both sides are rounded up to multiples of a token's side. A
+token ends each row of tokens, another one the image: these have embeddings of their own. The
+patches of a token follow one another."""
 
 import json
 import math
@@ -24,20 +20,13 @@ LOW_DETAIL_TOKENS = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PixtralImages:
-    """The settings of one model; an `ImageProcessor`.
+    """The settings of one model; an `ImageProcessor`."""
 
-    Args:
-        longest_edge: pixels.
-        patch_size: pixels on a side of a patch.
-        merge_size: patches on a side of what one token stands for.
-        max_tokens: placeholders; larger images are reduced to it (`--image-max-tokens`).
-    """
-
-    longest_edge: int
-    patch_size: int
-    merge_size: int
+    longest_edge: int  # pixels
+    patch_size: int  # pixels on a side of a patch
+    merge_size: int  # patches on a side of what one token stands for
     normalisation: Normalisation
-    max_tokens: int
+    max_tokens: int  # placeholders; larger images are reduced to it (`--image-max-tokens`)
     resample: Filter = "bicubic"
     placeholder: str = "[IMG]"
     token: str = "[IMG]"  # noqa: S105 (no password)
@@ -46,7 +35,6 @@ class PixtralImages:
 
     @property
     def unit(self) -> int:
-        """Pixels on a side of what one token stands for."""
         return self.patch_size * self.merge_size
 
     @property
@@ -79,7 +67,6 @@ class PixtralImages:
             )
 
     def patches(self, pixels: bytes, part: ImagePart) -> npt.NDArray[np.float32]:
-        """[patches, channels x patch_size x patch_size]"""
         values = self.normalisation.apply(image_array(pixels, part))
         found = cut_patches(values, part, self.merge_size, self.patch_size)
         return found.reshape(len(found), -1)

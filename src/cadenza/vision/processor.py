@@ -1,8 +1,5 @@
-"""`ImageProcessor`: how one family of models takes images.
-
-An image is one or more parts, each of which a tower encodes by itself: the whole of it, or tiles.
-The definition is that of transformers with Pillow as its backend.
-"""
+"""`ImageProcessor`: how one family of models takes images, as transformers with Pillow does. An
+image is one or more parts, each encoded by itself: the whole of it, or tiles."""
 
 import hashlib
 from dataclasses import dataclass
@@ -16,26 +13,20 @@ if TYPE_CHECKING:
 else:
     Image = Any
 
-Detail = Literal["auto", "low", "high"]
-"""How closely an image is looked at; "auto" and "high" are as the checkpoint's processor says."""
+Detail = Literal["auto", "low", "high"]  # "auto" and "high" are as the checkpoint's processor says
 
-CHANNELS = 3
-"""Of a pixel: red, green and blue bytes."""
+CHANNELS = 3  # red, green and blue bytes
 
 _DIGEST_VERSION = b"cadenza image 1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImagePart:
-    """What a tower encodes at once: its pixels after resizing, and its tokens.
+    """What a tower encodes at once: its pixels after resizing, and its tokens."""
 
-    Args:
-        width, height: pixels.
-        rows, columns: of its tokens; there are rows * columns placeholders.
-    """
-
-    width: int
-    height: int
+    width: int  # pixels
+    height: int  # pixels
+    # rows, columns: of its tokens; there are rows * columns placeholders
     rows: int
     columns: int
 
@@ -45,13 +36,12 @@ class ImagePart:
 
     @property
     def num_bytes(self) -> int:
-        """Of its pixels."""
         return self.width * self.height * CHANNELS
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """`count` placeholders in a row, the next ones of part `part` of an image."""
+    """`count` consecutive placeholders, the next ones of part `part` of an image."""
 
     part: int
     count: int
@@ -59,26 +49,20 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImagePlan:
-    """What an image becomes.
+    """What an image becomes."""
 
-    Args:
-        parts: in the order of their placeholders.
-        pieces: what stands in the prompt in place of the template's placeholder: text, which is as
-            the template's own, and runs of placeholders, whose counts are together those of the
-            parts.
-    """
-
-    parts: tuple[ImagePart, ...]
+    parts: tuple[ImagePart, ...]  # in the order of their placeholders
+    # what stands in the prompt in place of the template's placeholder: text, which is as the
+    # template's own, and runs of placeholders, whose counts are together those of the parts
     pieces: tuple[str | Run, ...]
 
     @property
     def num_tokens(self) -> int:
-        """Placeholders of all parts."""
         return sum(part.num_tokens for part in self.parts)
 
 
 class ImageProcessor(Protocol):
-    """Of one checkpoint. Immutable; equal for equal settings."""
+    """The settings of one checkpoint. Immutable; equal for equal settings."""
 
     @property
     def placeholder(self) -> str:
@@ -96,8 +80,8 @@ class ImageProcessor(Protocol):
         ...
 
     def plan(self, width: int, height: int, detail: Detail = "auto") -> ImagePlan:
-        """What an image of this size becomes. Raises InvalidRequestError for a size, or sides, that
-        the model does not take."""
+        """What an image of this size becomes. Raises InvalidRequestError for a size, or an aspect,
+        that the model does not take."""
         ...
 
     def prepare(self, image: Image, detail: Detail = "auto") -> tuple[bytes, ...]:
@@ -114,10 +98,8 @@ class ImageProcessor(Protocol):
 
 
 def image_digest(settings: bytes, part: ImagePart, pixels: bytes) -> bytes:
-    """Identifies an encoded part under one model: equal digests mean equal embeddings.
-
-    Its width and height are in it, since equal bytes in another shape are another image.
-    """
+    """Equal digests mean equal embeddings under one model. Width and height are in it, since equal
+    bytes in another shape are another image."""
     found = hashlib.sha256(_DIGEST_VERSION)
     for size in (len(settings), part.width, part.height, part.rows, part.columns):
         found.update(size.to_bytes(8, "little"))

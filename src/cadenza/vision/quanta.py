@@ -1,11 +1,7 @@
-"""The quanta of an image part: which block of which stage each computes, and its operations.
-
-Owns the sizes of blocks and of the memory that they are computed in. Invariant: both follow from
-the tower alone, so that an image's quanta follow from its size, and a row's place in its block from
-its index.
-
-Legend: N patches of the part, M its tokens, E width, F MLP, H D heads, P values of a patch.
-"""
+"""The quanta of an image part's encoding: which block of which stage each computes, and its
+operations. Sizes of blocks and workspace follow from the tower alone, so that a row's index in its
+block follows from its own. Legend: N patches of the part, M its tokens, E width, F MLP, H D heads,
+P values of a patch."""
 
 from bisect import bisect_right
 from collections.abc import Iterator
@@ -18,34 +14,25 @@ import numpy.typing as npt
 
 from cadenza.vision.tower_config import ProjectorConfig, TowerConfig, VisionConfig
 
-MAX_BLOCK = 256
-"""Rows of a block of a small tower: enough for products to reach full speed."""
+MAX_BLOCK = 256  # rows of a block of a small tower, enough for products to reach full speed
 
 MIN_BLOCK = 64
 
-MAX_OPERATIONS = 6e9
-"""Of a quantum of `MIN_BLOCK` rows or more: some ms of two cores."""
+MAX_OPERATIONS = 6e9  # of a quantum of `MIN_BLOCK` rows or more: some ms on two cores
 
-MERGED_BLOCK = 64
-"""Tokens of a block of a projector."""
+MERGED_BLOCK = 64  # tokens of a block of a projector
 
-_LANES, _SPAN = 16, 512
-"""By which op tables round up the size of a head, and the rows of keys."""
+_LANES, _SPAN = 16, 512  # op tables round up the head size, and the rows of keys
 
 
 class Stage(IntEnum):
     """What a quantum computes."""
 
-    ENTER = 0
-    """The first stream of a block: the product of its patches, and their positions."""
-    PROJECT = 1
-    """Queries, keys and values of a block in a layer."""
-    ATTEND = 2
-    """The rest of the layer for a block: attention, its output, and the MLP."""
-    MERGE = 3
-    """Rows of the text model's width, of a block of tokens."""
-    KEEP = 4
-    """Writes all rows to their image slots."""
+    ENTER = 0  # the first stream of a block: the product of its patches, and their positions
+    PROJECT = 1  # queries, keys and values of a block in a layer
+    ATTEND = 2  # the rest of the layer for a block: attention, its output, and the MLP
+    MERGE = 3  # rows of the text model's width, from a block of tokens
+    KEEP = 4  # writes all rows to their image slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +46,7 @@ class Quantum:
 
 @dataclass(frozen=True, slots=True)
 class PartSize:
-    """Of an image part: its patches and tokens."""
+    """Patches and tokens of an image part."""
 
     num_patches: int
     num_tokens: int
@@ -131,7 +118,6 @@ class Quanta:
         return self._ends[-1]
 
     def part(self, start: int, stop: int) -> Iterator[Quantum]:
-        """Those from `start` to `stop` - 1."""
         for index in range(start, stop):
             place = bisect_right(self._ends, index)
             of, first = self._passes[place], self._ends[place] - self._passes[place].num_blocks
@@ -146,7 +132,6 @@ class Quanta:
         return np.concatenate(products), np.concatenate(attention)
 
     def _rows(self, of: Pass) -> npt.NDArray[np.float64]:
-        """Those of each block of a pass."""
         is_merge = of.stage is Stage.MERGE
         each = self._blocks.tokens if is_merge else self._blocks.patches
         total = self._size.num_tokens if is_merge else self._size.num_patches
@@ -187,7 +172,6 @@ def _operations(vision: VisionConfig, size: PartSize, of: Pass) -> tuple[float, 
 
 
 def _num_keys(tower: TowerConfig, layer: int, num_patches: int) -> int:
-    """The most that a patch attends to."""
     windows = tower.windows
     if windows is None or layer in windows.full_layers:
         return num_patches
@@ -195,7 +179,6 @@ def _num_keys(tower: TowerConfig, layer: int, num_patches: int) -> int:
 
 
 def _merge_operations(projector: ProjectorConfig, width: int) -> float:
-    """Of one token."""
     total, num_in = 0.0, projector.num_in(width)
     for linear in projector.linears:
         total += 2.0 * num_in * linear.num_out

@@ -1,14 +1,7 @@
-"""`QwenImages`: what Qwen2-VL, 2.5-VL, 3-VL and 3.5 make of an image before their tower.
-
-An image is one part of any size: both sides become multiples of `unit` pixels, near to the image's
-own aspect, within a least and a largest number of pixels. A token stands for `unit` x `unit`
-pixels. Sizes, resampling and normalisation are those of transformers' Pillow backend, to the bit
-(`Qwen2VLImageProcessorPil`); beside them there is a limit of tokens, which the files do not have.
-
-Patches follow one another by blocks of `merge_size` x `merge_size`, row by row over the blocks and
-within each, so that consecutive patches are merged into a token. A patch's values are in the order
-channel, time, row, column; an image is each of the `temporal_size` frames.
-"""
+"""`QwenImages`, of Qwen2-VL, 2.5-VL, 3-VL and 3.5, to the bit as `Qwen2VLImageProcessorPil`, with a
+token limit beside. Both sides become multiples of `unit` pixels, near the image's aspect, within
+bounds of pixels. The patches of a token follow one another; values are in the order channel, time,
+row, column; an image is each of the `temporal_size` frames."""
 
 import json
 import math
@@ -29,22 +22,17 @@ _IMAGE_PAD = "<|image_pad|>"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QwenImages:
-    """The settings of one model; an `ImageProcessor`.
-
-    Args:
-        temporal_size: frames of a patch.
-        min_pixels, max_pixels: of a resized image, as the file has them.
-        max_tokens: larger images are reduced to it (`--image-max-tokens`).
-    """
+    """The settings of one model; an `ImageProcessor`."""
 
     patch_size: int
     merge_size: int
-    temporal_size: int
+    temporal_size: int  # frames of a patch
+    # min_pixels, max_pixels: of a resized image, as the file has them
     min_pixels: int
     max_pixels: int
     resample: Filter
     normalisation: Normalisation
-    max_tokens: int
+    max_tokens: int  # larger images are reduced to it (`--image-max-tokens`)
 
     @property
     def placeholder(self) -> str:
@@ -56,13 +44,12 @@ class QwenImages:
 
     @property
     def unit(self) -> int:
-        """Pixels on a side of what one token stands for."""
         return self.patch_size * self.merge_size
 
     @property
     def most_tokens(self) -> int:
-        """Of any image. Beside the largest number of pixels there is the least one, which a long
-        image exceeds, since its shorter side is at least one token."""
+        """Of any image: also the least number of pixels bounds it, which a long image exceeds,
+        since its shorter side is at least one token."""
         largest, least = (pixels // self.unit**2 for pixels in (self.max_pixels, self.min_pixels))
         longest = least + math.ceil(math.sqrt(least * MAX_ASPECT) * 1.01) + 2
         return min(self.max_tokens, max(largest, longest, MAX_ASPECT))
@@ -125,7 +112,7 @@ class QwenImages:
         return min(rows, limit), min(columns, limit)
 
     def _reduced(self, width: int, height: int, max_pixels: int) -> tuple[int, int]:
-        """Rows and columns of at most so many pixels, or one row or column of more."""
+        """Rows and columns of at most `max_pixels`, or one row or column of more."""
         share = math.sqrt(height * width / max_pixels)
         rows = max(1, math.floor(height / share / self.unit))
         return rows, max(1, math.floor(width / share / self.unit))
