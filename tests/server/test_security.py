@@ -107,6 +107,18 @@ def test_tenants_and_salts_share_no_prefix(script: tuple[int, ...], text: TextFr
     assert not any(KEYS[0] in salt or salt == "a" for salt in salts)
 
 
+@pytest.mark.parametrize(
+    ("path", "field"), [("/v1/completions", "prompt"), ("/v1/embeddings", "input")]
+)
+def test_a_calls_priority_is_that_of_its_requests(
+    server: RunningServer, path: str, field: str
+) -> None:
+    """An engine that does not order by it says so."""
+    refused = server.post(path, {field: "x", "priority": 3})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "priority")
+    assert server.post(path, {field: "x", "priority": 0}).status_code == 200
+
+
 def test_a_request_of_another_tenant_cannot_be_cancelled(
     script: tuple[int, ...], text: TextFrontend
 ) -> None:
