@@ -18,7 +18,7 @@ MAX_LINES: Mapping[str, int] = {
     "backends": 15_970,  # kernels for GPUs: their table, packing, proof, memory; image towers
     "bench": 3_180,  # throughput, roofline, loads on servers
     LABORATORY.name: 5_150,  # modes of batching, two servers compared, the simulator, charts
-    "checkpoint": 16_190,  # the families of 2026, and how they see
+    "checkpoint": 15_370,  # the families of 2026, and how they see
     "cli": 6_850,  # images of prompts; arguments of an application on Ray; sparse prefill
     "cluster": 2_200,  # replicas on several machines, shared by front ends, and their number
     "core": 10_050,  # slots of recurrent states; what drafts saved and cost; images
@@ -33,7 +33,7 @@ MAX_LINES: Mapping[str, int] = {
     "vision": 1_260,  # processors of images
 }
 
-MOST_PERCENT_DOCSTRINGS = 12.2
+MOST_PERCENT_DOCSTRINGS = 11.3
 """Of the lines of src/cadenza; lower it with them, down to 8."""
 
 

@@ -1,9 +1,6 @@
-"""`BlockWeight`: a weight in the quantised blocks of a file, as it is mapped; and their `Encoding`.
-
-Invariant: nothing is decoded before it is asked for.
-
-Shapes: N out, K in; a row is whole blocks of consecutive elements.
-"""
+"""`BlockWeight`: a weight in the quantised blocks of a file, as it is mapped, and their `Encoding`.
+Nothing is decoded before it is asked for. Shapes: N out, K in; a row is whole blocks of consecutive
+elements."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,26 +12,19 @@ import numpy.typing as npt
 from cadenza.checkpoint.quantised_weight import QuantisedWeight
 from cadenza.checkpoint.weight_format import WeightFormat
 
-DECODED_AT_ONCE = 1 << 22
-"""Elements; bounds the memory beside the result."""
+DECODED_AT_ONCE = 1 << 22  # elements; bounds the memory beside the result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoding:
-    """A type of blocks.
-
-    Args:
-        number: ggml's.
-        block_len: elements of a block.
-        format: in which a weight of this type is held.
-        read: blocks [B, block_bytes] as the codes of a weight [B, block_len].
-    """
+    """A type of blocks."""
 
     name: str
-    number: int
-    block_len: int
+    number: int  # ggml's
+    block_len: int  # elements of a block
     block_bytes: int
-    format: WeightFormat
+    format: WeightFormat  # in which a weight of this type is held
+    # blocks [B, block_bytes] as the codes of a weight [B, block_len]
     read: Callable[[npt.NDArray[np.uint8]], QuantisedWeight]
 
     def decode(self, stored: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
@@ -50,11 +40,8 @@ class Encoding:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class BlockWeight:
-    """A weight [N, K].
-
-    With `num_paired_heads` its rows are those of so many heads, each stored in the order 0, D / 2,
-    1, D / 2 + 1, …
-    """
+    """A weight [N, K]. With `num_paired_heads` its rows are those of so many heads, each stored in
+    the order 0, D / 2, 1, D / 2 + 1, …"""
 
     encoding: Encoding
     stored: npt.NDArray[np.uint8]  # [N, bytes of a row]
@@ -74,7 +61,7 @@ class BlockWeight:
 
     @property
     def order(self) -> None:
-        """The inputs of blocks are as they come."""
+        """The inputs of blocks are in order."""
         return None
 
     def rows(self, start: int, stop: int) -> "BlockWeight":
@@ -106,7 +93,7 @@ class BlockWeight:
     def __array__(
         self, dtype: npt.DTypeLike | None = None, copy: bool | None = None
     ) -> npt.NDArray[Any]:
-        """`np.asarray` gives the elements."""
+        """For `np.asarray`."""
         return np.asarray(self.dequantised(), dtype)
 
     def _order(self) -> npt.NDArray[np.intp] | slice:

@@ -1,10 +1,6 @@
-"""Reads config.json: `parse_model_config`.
-
-Owns the settings that all families share, and the list of settings that change a model's
-arithmetic. Invariant: a setting of that list with a value other
-than its neutral ones is either read by the family or refused by name; settings not on the list are
-ignored.
-"""
+"""Reads config.json: `parse_model_config`. Owns the settings that all families share, and the list
+of settings that change a model's arithmetic: one with a value other than its neutral ones is read
+by the family or refused by name; settings not on the list are ignored."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -30,6 +26,8 @@ MAX_EOS_IDS = 64
 
 _SUPPORTED = "supported are " + ", ".join(family.architecture for family in FAMILIES.values())
 
+# settings that are refused unless a family reads them; `open_checkpoint` reads those of quantised
+# weights
 _REFUSED: dict[str, str] = {
     "auto_map": "code from a checkpoint is never run; use a checkpoint that needs none",
     "quantization_config": "a shape has no quantised weights; remove the setting",
@@ -51,9 +49,8 @@ _REFUSED: dict[str, str] = {
         "shared experts are not supported; use a checkpoint without them",
     ),
 }
-"""Settings that are refused unless a family reads them, with the reason. `open_checkpoint` reads
-those of quantised weights by itself."""
 
+# settings that change the arithmetic, with their neutral values
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "attention_bias": (False,),
     "mlp_bias": (False,),
@@ -118,7 +115,6 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "hidden_size_per_layer_input": (0,),
     "enable_moe_block": (False,),
 }
-"""Settings that change the arithmetic, with their neutral values."""
 
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -130,13 +126,9 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 def parse_model_config(values: Mapping[str, object], where: str = CONFIG_FILE) -> ModelConfig:
-    """The `ModelConfig` of a config.json's content, with old or new names of its settings.
-
-    `where` names its origin in error messages.
-
-    Raises:
-        CheckpointError: a setting is missing, out of bounds or not supported.
-    """
+    """The `ModelConfig` of a config.json's content, with old or new names of its settings; `where`
+    names its origin in errors. Raises CheckpointError if a setting is missing, out of bounds or not
+    supported."""
     raw = unwrap_config(JsonObject(values, where))
     family = _find_family(raw)
     _refuse_unsupported(raw, family)
@@ -145,10 +137,8 @@ def parse_model_config(values: Mapping[str, object], where: str = CONFIG_FILE) -
 
 
 def read_token_ids(raw: JsonObject, key: str, vocab_size: int) -> tuple[int, ...]:
-    """A token id or a list of token ids as a sorted tuple without duplicates.
-
-    Raises CheckpointError for ids outside [0, `vocab_size`).
-    """
+    """A token id or a list of token ids as a sorted tuple without duplicates. Raises
+    CheckpointError for ids outside [0, `vocab_size`)."""
     value = raw.get(key)
     ids = raw.items_of(key) if isinstance(value, list) else [] if value is None else [value]
     if len(ids) > MAX_EOS_IDS:
@@ -194,7 +184,7 @@ def _find_family(raw: JsonObject) -> Family:
 
 
 def _names_of(family: Family) -> tuple[str, ...]:
-    """Of the class that generates, of its base model, which has no head, and of the one that has
+    """Of the class that generates, of its base model, which has no head, and of the one that
     scores."""
     stem = family.architecture.removesuffix("ForCausalLM")
     return family.architecture, f"{stem}Model", f"{stem}ForSequenceClassification"
@@ -221,7 +211,6 @@ def _refuse_unsupported(raw: JsonObject, family: Family) -> None:
 
 
 def _read_shared(raw: JsonObject, family: Family) -> ModelConfig:
-    """Reads the settings that all families share."""
     num_heads = raw.integer("num_attention_heads", 1, MAX_HEADS)
     hidden_size = raw.integer("hidden_size", 1, MAX_WIDTH)
     vocab_size = raw.integer("vocab_size", 1, MAX_VOCAB_SIZE)
@@ -260,10 +249,7 @@ def _read_shared(raw: JsonObject, family: Family) -> ModelConfig:
 
 
 def _read_mtp_layers(raw: JsonObject, family: Family, model: ModelConfig) -> ModelConfig:
-    """`model` with the number and the layout of its MTP layers, if its file names any.
-
-    Raises CheckpointError if it has layers in two layouts.
-    """
+    """Raises CheckpointError if a model has MTP layers in two layouts."""
     counts = {
         layout: raw.integer(layout.count_key, 0, MAX_LAYERS, 0) for layout in family.mtp_layouts
     }

@@ -1,10 +1,6 @@
-"""Declares name, shape and kind of every tensor of a model: `declare`.
-
-Owns the tensor names of the supported families. Invariant: weights that passed `check_weights` have
-every declared tensor in its declared shape, and no tensor that would change the model.
-
-Shapes as in `tensor_spec`; V vocabulary.
-"""
+"""Declares name, shape and type of every tensor of a model: `declare`. Weights that passed
+`check_weights` have every declared tensor in its declared shape, and no tensor that would change
+the model. Shapes as in `tensor_spec`; V vocabulary."""
 
 import re
 from collections.abc import Iterator
@@ -45,8 +41,7 @@ from cadenza.checkpoint.weights import Weights
 from cadenza.errors import CheckpointError
 
 EMBEDDING = "model.embed_tokens.weight"
-FINAL_NORM = "model.norm.weight"
-"""In most families: `declare_final_norm` knows the others."""
+FINAL_NORM = "model.norm.weight"  # in most families; `declare_final_norm` knows the others
 
 HEAD = "lm_head.weight"
 INPUT_PROJ = "model.input_proj.weight"
@@ -56,11 +51,11 @@ LAYER_EMBEDDING = "model.embed_tokens_per_layer.weight"
 LAYER_PROJ = "model.per_layer_model_projection.weight"
 LAYER_PROJ_NORM = "model.per_layer_projection_norm.weight"
 
+# rotary frequencies stored by old Llama checkpoints; the config implies them
 _IGNORED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
-"""Rotary frequencies stored by old Llama checkpoints; ignored, because the config implies them."""
 
+# of a layer that reads those of an earlier one; stored with some models, and unused
 _KEYS_OR_VALUES = re.compile(r"model\.layers\.(\d+)\.self_attn\.[kv]_(?:proj|norm)\.")
-"""Of a layer that reads those of an earlier one they are stored with some models, and unused."""
 
 _COMPARED_BYTES = 1 << 22
 
@@ -100,13 +95,11 @@ def declare_embedding(config: ModelConfig) -> TensorSpec:
 
 
 def declare_head(config: ModelConfig) -> TensorSpec:
-    """The weight of a head that is not tied."""
     shape = (config.vocab_size, config.hidden_size)
     return TensorSpec(name=HEAD, shape=shape, kind="head")
 
 
 def declare_final_norm(config: ModelConfig) -> TensorSpec:
-    """The norm before the head."""
     return _norm(f"{config.names.final_norm}.weight", config.hidden_size)
 
 
@@ -141,8 +134,6 @@ def declare_layer_proj(config: ModelConfig) -> LinearSpec:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Declares the tensors below a name."""
-
     prefix: str
 
     def at(self, name: str) -> "_Block":
@@ -370,18 +361,14 @@ def _declare_mlp_of(config: ModelConfig, own: _Block, inner: int) -> GatedMLPSpe
 
 
 def count_parameters(config: ModelConfig) -> int:
-    """Number of parameters; a tied head is not counted again."""
+    """A tied head is not counted again."""
     return sum(spec.num_elements for spec in declare(config))
 
 
 def check_weights(config: ModelConfig, weights: Weights) -> None:
-    """Compares the stored tensors with the declaration.
-
-    A tied model may store its head as well, if it equals the embedding. MTP layers may be there.
-
-    Raises:
-        CheckpointError: a tensor is missing, not part of the model, or of another shape or type.
-    """
+    """Compares the stored tensors with the declaration. A tied model may store its head as well, if
+    it equals the embedding; MTP layers may be there. Raises CheckpointError if a tensor is missing,
+    not part of the model, or of another shape or type."""
     specs = {spec.name: spec for spec in declare(config)}
     missing = [name for name in specs if name not in weights]
     if missing:
@@ -403,7 +390,6 @@ def check_weights(config: ModelConfig, weights: Weights) -> None:
 
 
 def _is_ignored(config: ModelConfig, name: str) -> bool:
-    """Whether it is no part of the decoder: a tensor of an MTP layer, for example."""
     if name.startswith(_mtp_prefixes(config)) or _IGNORED.fullmatch(name) is not None:
         return True
     owner = _KEYS_OR_VALUES.match(name)
@@ -416,7 +402,6 @@ def _is_ignored(config: ModelConfig, name: str) -> bool:
 
 
 def _mtp_prefixes(config: ModelConfig) -> tuple[str, ...]:
-    """What the names of tensors of MTP layers begin with."""
     layout, count = config.mtp_layout, config.num_mtp_layers
     if layout is None:
         return ()
@@ -465,6 +450,6 @@ def _norm(name: str, size: int) -> TensorSpec:
 
 
 def name_some(names: list[str]) -> str:
-    """At most three names, and how many more there are, for a message."""
+    """At most three names, and how many more there are."""
     listed = ", ".join(name[:120] for name in names[:3])
     return listed if len(names) <= 3 else f"{listed} and {len(names) - 3} more tensors"

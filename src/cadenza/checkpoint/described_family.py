@@ -1,31 +1,7 @@
-"""Models of an unknown type that a file beside them describes: `cadenza.toml`.
-
-The file says which known family computes as the model does, and what has other names or values:
-
-    like = "llama"
-
-    [settings]                    # keys of config.json that the family names otherwise
-    hidden_size = "n_embd"
-
-    [values]                      # settings that config.json does not have
-    rope_theta = 500000.0
-
-    [norms]                       # in place of the family's
-    qk = "head"                   # "head", "all_heads" or "none"
-    before = true                 # of attention and MLP, of their inputs
-    after = false                 # of their outputs
-    adds_one = false              # they multiply by 1 + weight
-
-    [tensors]                     # the family's names, and this model's; {layer} is a number
-    "model.embed_tokens.weight" = "wte.weight"
-    "model.layers.{layer}.self_attn.q_proj.weight" = "h.{layer}.attn.q.weight"
-
-    [ignored]                     # beginnings of names of tensors that are no part of the model
-    names = ["vision."]
-
-Invariant: everything else is as strict as for a known type: a setting that changes the arithmetic
-and is not described is refused by its name, and so is a tensor that is missing or left over.
-"""
+"""Models of an unknown type that a file beside them, `cadenza.toml`, describes by a known family
+and what has other names or values (the format: docs/models.md). Everything else is as strict as for
+a known type: a setting that changes the arithmetic and is not described is refused by name, and so
+is a tensor that is missing or left over."""
 
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -43,8 +19,8 @@ from cadenza.errors import CheckpointError
 DESCRIPTION_FILE = "cadenza.toml"
 MAX_DESCRIPTION_BYTES = 1 << 20
 
+# settings of config.json that the description replaces
 _REPLACED = frozenset({"model_type", "architectures", "auto_map"})
-"""Settings of config.json in whose place the description stands."""
 
 _NORM_FIELDS = {
     "qk": "qk_norm",
@@ -58,31 +34,21 @@ _QK_NORMS = {"none": None, "head": "head", "all_heads": "all_heads"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
-    """The content of a `cadenza.toml`.
+    """The content of a `cadenza.toml`."""
 
-    Args:
-        like: the `model_type` of the family.
-        settings: the family's keys, and those of config.json.
-        values: settings by the family's keys.
-        norms: fields of `ModelConfig`.
-        tensors: the family's names, and the stored ones.
-        ignored: beginnings of names.
-        content: the file's bytes.
-    """
-
-    like: str
+    like: str  # the `model_type` of the family
+    # the family's keys, and those of config.json
     settings: Mapping[str, str] = field(default_factory=dict[str, str])
+    # settings by the family's keys
     values: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    norms: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    norms: Mapping[str, Any] = field(default_factory=dict[str, Any])  # fields of `ModelConfig`
+    # the family's names, and the stored ones
     tensors: Mapping[str, str] = field(default_factory=dict[str, str])
-    ignored: tuple[str, ...] = ()
-    content: bytes = b""
+    ignored: tuple[str, ...] = ()  # beginnings of names
+    content: bytes = b""  # the file's bytes
 
     def read_config(self, raw: JsonObject) -> ModelConfig:
-        """The config of the model whose config.json is `raw`.
-
-        Raises CheckpointError.
-        """
+        """The config of the model whose config.json is `raw`. Raises CheckpointError."""
         missing = next((key for key in self.settings.values() if key not in raw.values), None)
         if missing is not None:
             raise CheckpointError(
@@ -97,17 +63,14 @@ class Description:
 
     @property
     def names(self) -> Sequence[NameRule]:
-        """The stored names and the family's."""
+        """From the stored names to the family's."""
         ignored: list[NameRule] = [(f"{name}{REST}", None) for name in self.ignored]
         return [*ignored, *((stored, own) for own, stored in self.tensors.items())]
 
 
 def read_description(folder: Path) -> Description | None:
-    """The description of a folder's model; None without one.
-
-    Raises:
-        CheckpointError: the file is too large, no TOML, or not what is described above.
-    """
+    """The description of a folder's model; None without one. Raises CheckpointError if the file is
+    too large, no TOML, or not in the documented format."""
     path = folder / DESCRIPTION_FILE
     if not path.is_file():
         return None

@@ -1,8 +1,5 @@
-"""The data types of stored tensors.
-
-Owns the table of Cadenza's names, safetensors codes and numpy dtypes. Invariant: every
-`WeightDType` converts to float32 exactly; the other types occur in quantised weights only.
-"""
+"""The data types of stored tensors: Cadenza's names, safetensors codes and numpy dtypes. Every
+`WeightDType` converts to float32 exactly; the other types occur in quantised weights only."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -46,7 +43,6 @@ FORMAT_OF_CODE: dict[str, Format] = {format.code: format for format in _FORMATS}
 
 
 def item_bytes(dtype: StoredDType) -> int:
-    """Bytes of one element."""
     return FORMAT_OF_NAME[dtype].numpy.itemsize
 
 

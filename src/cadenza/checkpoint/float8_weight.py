@@ -1,10 +1,7 @@
-"""`Float8Weight`: a weight as float8_e4m3fn codes with float32 scales.
-
-Owns how scales of larger blocks, of rows or of the whole weight become one for each row and block
-of `BLOCK` elements; `csrc/core/float8.h` states the arithmetic of products.
-
-Shapes: N out, K in, B blocks of `BLOCK` consecutive elements of K; the last one may be shorter.
-"""
+"""`Float8Weight`: a weight as float8_e4m3fn codes with float32 scales. Scales of larger blocks, of
+rows or of the whole weight become one for each row and block of `BLOCK` elements;
+`csrc/core/float8.h` states the arithmetic of products. Shapes: N out, K in, B blocks of `BLOCK`
+consecutive elements of K; the last one may be shorter."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -41,11 +38,11 @@ class Float8Weight:
     def __array__(
         self, dtype: npt.DTypeLike | None = None, copy: bool | None = None
     ) -> npt.NDArray[Any]:
-        """The elements, for readers that compute in floats."""
+        """For readers that compute in floats."""
         return self.dequantised().astype(dtype or np.float32)
 
     def dequantised(self) -> npt.NDArray[np.float32]:
-        """The elements in float32, each product rounded once: [N, K]."""
+        """In float32, each product rounded once: [N, K]."""
         values = self.codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
         with np.errstate(over="ignore", invalid="ignore"):
             return values * np.repeat(self.scales, BLOCK, axis=1)[:, : self.shape[1]]
@@ -55,8 +52,7 @@ def scales_of_blocks(
     stored: npt.NDArray[np.float32], shape: tuple[int, int], block: tuple[int, int]
 ) -> npt.NDArray[np.float32]:
     """Scales [ceil(N / block[0]), ceil(K / block[1])] as [N, B]; block[1] is a multiple of `BLOCK`,
-    or at least K.
-    """
+    or at least K."""
     rows = np.arange(shape[0]) // block[0]
     firsts = np.arange(0, shape[1], BLOCK) // block[1]
     return np.ascontiguousarray(stored[rows[:, None], firsts[None]])

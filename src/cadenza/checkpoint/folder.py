@@ -1,8 +1,6 @@
-"""An opened model, `Checkpoint`, and the reader of folders in the Hugging Face layout.
-
-Owns which files are read and how their settings combine. Invariant: the weights of a `Checkpoint`
-match its config; opening reads only their headers and executes nothing from the folder.
-"""
+"""An opened model, `Checkpoint`, and the reader of folders in the Hugging Face layout. The weights
+of a `Checkpoint` match its config; opening reads only their headers and executes nothing from the
+folder."""
 
 import hashlib
 from collections.abc import Callable
@@ -45,29 +43,24 @@ from cadenza.text.tokens.tokenizer import TokenizerSource
 
 MAX_CONFIG_BYTES = 4 << 20
 
-MAX_UNREAD_BYTES = 1 << 20
-"""Bytes of each file in the digest of a model that only a backend reads."""
+MAX_UNREAD_BYTES = 1 << 20  # of each file, in the digest of a model that only a backend reads
 
 _PREFIX = "model."
-_BASE_NAMES = (HEAD, HEAD), ("*", f"{_PREFIX}*")
-"""Of a base model, or with a head beside."""
+_BASE_NAMES = (HEAD, HEAD), ("*", f"{_PREFIX}*")  # of a base model, or with a head beside it
 
+# called with the bytes of the weights that are done, and of all
 OnProgress = Callable[[int, int], object]
-"""Called with the bytes of the weights that are done, and of all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """An opened model folder, or GGUF model in `folder`.
-
-    `outline` is there for every model. `known` are its arithmetic and tensors, or why they are not
-    known, for models that only a backend reads.
+    """An opened model folder, or GGUF model in `folder`. `known` are its arithmetic and tensors, or
+    why they are not known, for models that only a backend reads; `outline` is always there.
     `eos_token_ids` is the union of those in config.json, generation_config.json and the tokenizer
-    files. `pooling` is that of embeddings, unless a request names another. A model without a head
-    has embeddings only, one with `score_head` scores too: neither can generate. `revision` is the
-    commit of a hub model. `digest` is a hash of config.json and of the headers of the weights'
-    files, not of the weights themselves.
-    """
+    files. `pooling` is the default of embeddings. A model without a head has embeddings only, one
+    with `score_head` scores too: neither can generate. `revision` is the commit of a hub model.
+    `digest` is a hash of config.json and of the headers of the weights' files, not of the weights
+    themselves."""
 
     folder: Path
     format: Literal["safetensors", "gguf"] = "safetensors"
@@ -84,7 +77,7 @@ class Checkpoint:
 
     @property
     def tokenizer_source(self) -> Path | TokenizerSource | None:
-        """Where the tokenizer is read from; None if the checkpoint has none."""
+        """None if the checkpoint has no tokenizer."""
         return self.tokenizer.source
 
     @property
@@ -94,12 +87,12 @@ class Checkpoint:
 
     @property
     def config(self) -> ModelConfig:
-        """The model's arithmetic. Raises CheckpointError if only a backend knows it."""
+        """Raises CheckpointError if only a backend knows the model's arithmetic."""
         return self._read()[0]
 
     @property
     def weights(self) -> Weights:
-        """The model's tensors. Raises CheckpointError if only a backend can read them."""
+        """Raises CheckpointError if only a backend can read the tensors."""
         return self._read()[1]
 
     def _read(self) -> tuple[ModelConfig, Weights]:
@@ -108,9 +101,8 @@ class Checkpoint:
         return self.known
 
     def watched(self, on_progress: OnProgress) -> "Checkpoint":
-        """A copy that calls `on_progress` before each weight of the model is read, with the stored
-        bytes of those that were read before it, and of all.
-        """
+        """A copy that calls `on_progress` before each weight is read, with the stored bytes of
+        those that were read before it, and of all."""
         if isinstance(self.known, CheckpointError):
             return self
         config, weights = self.known
@@ -147,16 +139,10 @@ def open_folder(
     any_family: bool = False,
     vision: VisionOptions | None = None,
 ) -> Checkpoint:
-    """Opens a folder with a config.json.
-
-    Args:
-        vision: what is asked for of the model's images; None is `VisionOptions()`.
-        revision: the hub commit that the folder is a snapshot of, if it is one.
-        any_family: opens models of unknown arithmetic too, of which only the outline is read.
-
-    Raises:
-        CheckpointError: its content is invalid or not supported.
-    """
+    """Opens a folder with a config.json. `vision` is what is asked for of the model's images, None
+    is `VisionOptions()`; `revision` the hub commit that the folder is a snapshot of; `any_family`
+    opens models of unknown arithmetic too, of which only the outline is read. Raises
+    CheckpointError if the content is invalid or not supported."""
     config_bytes = read_small_file(folder / CONFIG_FILE, max_bytes=MAX_CONFIG_BYTES)
     raw_config, described = parse_json_object(config_bytes, CONFIG_FILE), read_description(folder)
     try:
@@ -191,8 +177,8 @@ def open_folder(
 
 
 def vision_settings(known: tuple[ModelConfig, Weights] | CheckpointError) -> bytes:
-    """What decides the pixels of a model that sees, and which token it never generates, for the
-    digest of its settings."""
+    """For the digest of the settings: what decides a vision model's pixels, and which token it
+    never generates."""
     if isinstance(known, CheckpointError) or known[0].vision is None:
         return b""
     return known[0].vision.processor.settings + f" without {known[0].placeholder}".encode()
@@ -201,12 +187,9 @@ def vision_settings(known: tuple[ModelConfig, Weights] | CheckpointError) -> byt
 def _read_known(
     raw: JsonObject, folder: Path, given: tuple[Description | None, VisionOptions]
 ) -> tuple[tuple[ModelConfig, Weights], bool, ScoreHead | None]:
-    """The arithmetic of a model and its weights, which match, whether it can generate, and its
-    score head: names of stored tensors, then stacks, then formats, then the check.
-
-    A model without a head has the embedding as its head, which nothing reads. Raises
-    CheckpointError.
-    """
+    """The arithmetic and the weights, which match, whether the model can generate, and its score
+    head. In this order: names of stored tensors, stacks, formats, check. A model without a head has
+    the embedding as its head, which nothing reads. Raises CheckpointError."""
     described, options = given
     text = unwrap_config(raw)
     plain = {key: value for key, value in text.values.items() if key not in SETTINGS}
@@ -241,14 +224,14 @@ def _read_known(
 
 
 def _is_base(weights: Weights) -> bool:
-    """Whether tensors lack the prefix that they have within the model that generates, as those of
-    transformers' base models, such as `Qwen3Model`, which have no head, and of embedding models."""
+    """Whether tensors lack the prefix that they have within the model that generates, as in
+    transformers' base models, such as `Qwen3Model`, which have no head, and in embedding models."""
     is_bare = EMBEDDING.removeprefix(_PREFIX) in weights
     return is_bare and not any(name.startswith(_PREFIX) for name in weights)
 
 
 def _float_type(config: ModelConfig, weights: Weights) -> WeightDType:
-    """The type of the embedding, or of the final norm if the embedding is quantised."""
+    """Of the embedding, or of the final norm if the embedding is quantised."""
     norm = declare_final_norm(config).name
     name = norm if EMBEDDING in weights.quantised else EMBEDDING
     dtype = as_weight_dtype(weights.entry(name).dtype)
@@ -257,7 +240,7 @@ def _float_type(config: ModelConfig, weights: Weights) -> WeightDType:
 
 
 def _digest_of_unread(folder: Path) -> str:
-    """A SHA-256 of the sizes and beginnings of a folder's safetensors files, in hex."""
+    """In hex, over the sizes and beginnings of a folder's safetensors files."""
     state = hashlib.sha256()
     paths = sorted(folder.glob("*.safetensors"))
     for name, path in zip(usual_names([path.name for path in paths]), paths, strict=True):

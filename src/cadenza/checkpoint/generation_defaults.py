@@ -1,8 +1,6 @@
-"""The recommended sampling settings of a model: `GenerationDefaults`.
-
-Owns the keys of generation_config.json, and what is assumed of a file without recommendations.
-Invariant: a key that would change sampling is either a field here or named in `unapplied`.
-"""
+"""The recommended sampling settings of a model: `GenerationDefaults`. Owns the keys of
+generation_config.json, and what is assumed of a file without recommendations. A key that would
+change sampling is either a field here or named in `unapplied`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -15,13 +13,14 @@ from cadenza.request import PARAMETERS
 
 GENERATION_FILE = "generation_config.json"
 
+# of the keys that recommend a sampling parameter: a request could have each of the values
 _BOUNDS = {
     each.recommended: each.within
     for each in PARAMETERS.values()
     if each.recommended is not None and isinstance(each.within, NumberBound)
 }
-"""Of the keys that recommend a sampling parameter: a request could have each of the values."""
 
+# unsupported keys, with their neutral values
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "assistant_early_exit": (),
     "bad_words_ids": ([],),
@@ -49,17 +48,14 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "typical_p": (1,),
     "watermarking_config": ({},),
 }
-"""Unsupported keys, with their neutral values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationDefaults:
-    """The recommended sampling settings; None for those that the file does not set.
-
-    `unapplied` lists the unsupported keys that the file sets to other than neutral values.
-    `assumed` lists the fields that the file does not set and that `with_assumed` has set; it is not
-    in the `repr`, from which the fingerprint of answers is made, because it changes no answer.
-    """
+    """The recommended sampling settings; None for those that the file does not set. `unapplied`
+    lists the unsupported keys with other than neutral values; `assumed` lists the fields that
+    `with_assumed` has set. It is not in the `repr`, from which the fingerprint of answers is made,
+    because it changes no answer."""
 
     temperature: float | None = None
     top_k: int | None = None
@@ -72,34 +68,30 @@ class GenerationDefaults:
     assumed: tuple[str, ...] = field(default=(), repr=False)
 
 
+# What llama.cpp samples with where a GGUF file recommends nothing. Small and coarsely quantised
+# models give few right answers at temperature 1 without cuts
 ASSUMED_OF_GGUF: Mapping[str, float] = {
     "temperature": 0.8,
     "top_k": 40,
     "top_p": 0.95,
     "min_p": 0.05,
 }
-"""What llama.cpp samples with where a GGUF file recommends nothing. Small and coarsely quantised
-models give few right answers at temperature 1 without cuts."""
 
 
 def with_assumed(stated: GenerationDefaults, assumed: Mapping[str, float]) -> GenerationDefaults:
-    """The stated settings, with those of `assumed` where none is stated."""
     missing = {name: value for name, value in assumed.items() if getattr(stated, name) is None}
     return replace(stated, **missing, assumed=tuple(missing))
 
 
 def read_generation_config(folder: Path) -> JsonObject:
-    """The folder's generation_config.json; empty if there is none. Raises CheckpointError."""
+    """Empty if the folder has none. Raises CheckpointError."""
     path = folder / GENERATION_FILE
     return read_json_object(path) if path.exists() else JsonObject({}, GENERATION_FILE)
 
 
 def parse_generation_defaults(raw: JsonObject) -> GenerationDefaults:
     """The typed settings of a generation_config.json; `do_sample: false` means temperature 0.
-
-    Raises:
-        CheckpointError: a value has the wrong type or is out of bounds.
-    """
+    Raises CheckpointError if a value has the wrong type or is out of bounds."""
     found = {key: _recommended(raw, key, bound) for key, bound in _BOUNDS.items()}
     if raw.has("do_sample") and not raw.flag("do_sample", True):
         found["temperature"] = 0.0

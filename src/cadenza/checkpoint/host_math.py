@@ -1,9 +1,6 @@
-"""Logarithms, powers, cosines and sines with the same bits on every machine.
-
-Those of libm and numpy are rounded in one way on one CPU or version and in another on the next.
-These use only float64 operations that IEEE 754 rounds exactly, and `decimal`'s exp and ln, which
-are correctly rounded.
-"""
+"""Logarithms, powers, cosines and sines with the same bits on every machine: those of libm and
+numpy are rounded differently from one CPU or version to the next. These use only float64 operations
+that IEEE 754 rounds exactly, and `decimal`'s exp and ln, which are correctly rounded."""
 
 import math
 from decimal import Context, Decimal
@@ -15,14 +12,12 @@ Floats = npt.NDArray[np.float64]
 
 _CONTEXT = Context(prec=40)
 
+# pi / 2 as a sum; a multiple of up to 2^26 of the first two parts is exact
 _HALF_PI = (105414357 / 2**26, 8935984 / 2**53, 6.123233995736766e-17)
-"""pi / 2 as a sum. A multiple of up to 2^26 of the first two parts is exact."""
 
-_TURNS_PER_RADIAN = 0.6366197723675814
-"""Quarter turns: 2 / pi."""
+_TURNS_PER_RADIAN = 0.6366197723675814  # quarter turns: 2 / pi
 
-_MOST_TERMS = 9
-"""Of a Taylor series: on [-pi/4, pi/4] the next term is below 2^-60."""
+_MOST_TERMS = 9  # of a Taylor series: on [-pi/4, pi/4] the next term is below 2^-60
 
 
 def log(x: float) -> float:
@@ -42,8 +37,8 @@ def power(base: float, exponent: float) -> float:
 
 
 def rotations(angles: Floats) -> tuple[Floats, Floats]:
-    """The cosines and sines of angles in radians of magnitude below 2^26; the error is 1 ulp of 1
-    or less."""
+    """The cosines and sines of angles in radians of magnitude below 2^26; the error is at most 1
+    ulp of 1."""
     quarters = np.rint(angles * _TURNS_PER_RADIAN)
     left = angles
     for part in _HALF_PI:

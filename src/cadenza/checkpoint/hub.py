@@ -1,10 +1,7 @@
-"""Downloads model folders and GGUF files from the Hugging Face hub: `Hub.fetch`.
-
-Owns which files of a repository are downloaded, and the error messages. A name may end with a
-selector of one of the repository's GGUF models: `owner/model:Q4_K_M`. Invariant: a revision is
-resolved once and all files of a snapshot are of that commit; files that may contain code (`.py`,
-`.bin`, `.pt`) are never downloaded.
-"""
+"""Downloads model folders and GGUF files from the Hugging Face hub: `Hub.fetch`. A name may end
+with a selector of one of the repository's GGUF models: `owner/model:Q4_K_M`. A revision is resolved
+once and all files of a snapshot are of that commit; files that may contain code (`.py`, `.bin`,
+`.pt`) are never downloaded."""
 
 import itertools
 import re
@@ -58,14 +55,13 @@ def is_hub_id(name: str) -> bool:
 
 
 def print_to_stderr(line: str) -> None:
-    """Writes one line to stderr."""
     sys.stderr.write(line + "\n")
     sys.stderr.flush()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """The folder of one commit of a repository, and the GGUF file that is the model, if one is."""
+    """The folder of one commit of a repository, and the GGUF file that is the model, if any."""
 
     folder: Path
     commit: str
@@ -73,19 +69,16 @@ class Snapshot:
 
     @property
     def path(self) -> Path:
-        """What to open."""
+        """The path to open."""
         return self.gguf or self.folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hub:
-    """The hub and its local cache; None takes huggingface_hub's environment variables.
-
-    `any_family` fetches models of unknown families too, as in `open_checkpoint`; `has_images`
-    fetches the tower of a GGUF model, if there is a file with it.
-
-    `report` is called with a line for each file, unless stderr is a terminal with progress bars.
-    """
+    """The hub and its local cache; None takes huggingface_hub's environment variables. `any_family`
+    fetches models of unknown families too, as in `open_checkpoint`; `has_images` fetches the tower
+    of a GGUF model, if there is one. `report` is called with a line for each file, unless stderr is
+    a terminal with progress bars."""
 
     endpoint: str | None = None
     cache: Path | None = None
@@ -95,14 +88,10 @@ class Hub:
     has_images: bool = True
 
     def fetch(self, name: str, revision: str | None = None) -> Snapshot:
-        """Downloads what is missing of the model `name` at `revision` (branch, tag or commit).
-
-        A repository with safetensors weights gives its folder, unless `name` has a selector.
-
-        Raises:
-            CheckpointError: the model or revision does not exist, access is denied, the model is
-                not supported, or the hub is unreachable and the cache incomplete.
-        """
+        """Downloads what is missing of the model `name` at `revision` (branch, tag or commit). A
+        repository with safetensors weights gives its folder, unless `name` has a selector. Raises
+        CheckpointError if the model or revision does not exist, access is denied, the model is not
+        supported, or the hub is unreachable and the cache incomplete."""
         if not is_hub_id(name) or not _REVISION.fullmatch(revision or DEFAULT_REVISION):
             raise CheckpointError(
                 f"{name[:200]!r} at revision {(revision or DEFAULT_REVISION)[:200]!r} is not a hub "
@@ -180,7 +169,7 @@ class _Fetching:
         return f"the hub model {self.name} at revision {self.revision}"
 
     def _choose_gguf(self, names: Collection[str]) -> str | None:
-        """The GGUF file among a repository's files; None for a folder with safetensors weights."""
+        """None for a folder with safetensors weights."""
         has_weights = CONFIG_FILE in names and bool({SINGLE_FILE, INDEX_FILE} & {*names})
         safe = [name for name in names if _GGUF_PATH.fullmatch(name)]
         if self.selector is None and (has_weights or not first_files(safe)):
@@ -188,7 +177,7 @@ class _Fetching:
         return choose_gguf(safe, self.selector, where=self._subject, model=self.name)
 
     def _fetch_gguf(self, api: "HfApi", commit: str, name: str, sizes: Mapping[str, int]) -> Path:
-        """Downloads all files of a GGUF model, and that of its tower; returns the first."""
+        """All files of a GGUF model, and that of its tower; returns the first."""
         folder, slash, file = name.rpartition("/")
         names = [f"{folder}{slash}{each}" for each in split_names(file)]
         absent = [each for each in names if each not in sizes]
@@ -203,7 +192,7 @@ class _Fetching:
         return first
 
     def _fetch_files(self, api: "HfApi", commit: str, sizes: Mapping[str, int]) -> Path:
-        """Downloads small files first, to refuse unsupported models before fetching weights."""
+        """Small files first, to refuse unsupported models before fetching weights."""
         small = [path for path in sizes if path in _SMALL_FILES or _NAMED_TEMPLATE.fullmatch(path)]
         too_large = [path for path in small if sizes[path] > MAX_TOKENIZER_BYTES]
         if CONFIG_FILE not in small or too_large or len(small) > MAX_SMALL_FILES:
@@ -243,7 +232,6 @@ class _Fetching:
     def _download_all(
         self, api: "HfApi", commit: str, paths: list[str], sizes: Mapping[str, int]
     ) -> Path:
-        """Downloads files of weights and returns the first."""
         fetched = [
             self._download(api, commit, path, sizes, place=f"{number} of {len(paths)}: ")
             for number, path in enumerate(paths, start=1)
@@ -337,7 +325,6 @@ class _Fetching:
 
 
 def _cached_names(folder: Path) -> list[str]:
-    """The paths of a snapshot's files."""
     found = (path for path in folder.rglob("*") if path.is_file())
     return [path.relative_to(folder).as_posix() for path in itertools.islice(found, MAX_CACHED)]
 

@@ -1,8 +1,5 @@
-"""The models in the hub's local cache: `HubCache` lists and removes them.
-
-Owns how a name chooses revisions of the cache, which other tools share. Downloads nothing.
-Invariant: only what is named is removed; files that another revision has too stay.
-"""
+"""The models in the hub's local cache: `HubCache` lists and removes them. Other tools share the
+cache: only what is named is removed; files that another revision has too stay."""
 
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -14,8 +11,7 @@ from cadenza.errors import CheckpointError, InvalidRequestError
 if TYPE_CHECKING:
     from huggingface_hub import HFCacheInfo
 
-SHORTEST_COMMIT = 6
-"""Digits of a commit that name it."""
+SHORTEST_COMMIT = 6  # digits of a commit that identify it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +39,7 @@ class HubCache:
     folder: Path | None = None
 
     def models(self) -> list[CachedModel]:
-        """All revisions of all models, by name, the newest use first."""
+        """All revisions of all models, by name, the most recently used first."""
         info = self._scan()
         found = [
             CachedModel(
@@ -62,11 +58,8 @@ class HubCache:
         return sorted(found, key=lambda each: (each.model, -each.used_at, each.commit))
 
     def chosen(self, name: str, revision: str | None = None) -> list[CachedModel]:
-        """The revisions of the model `name`, or the one called `revision`.
-
-        Raises:
-            InvalidRequestError: the cache has none, or the start of a commit fits several.
-        """
+        """The revisions of the model `name`, or the one called `revision`. Raises
+        InvalidRequestError if the cache has none, or the start of a commit fits several."""
         model, _, selector = name.partition(":")
         if selector:
             raise InvalidRequestError(
@@ -96,7 +89,7 @@ class HubCache:
         return self._strategy(models).expected_freed_size
 
     def remove(self, models: list[CachedModel]) -> None:
-        """Removes revisions. Raises CheckpointError where one is still there then."""
+        """Raises CheckpointError if a revision is still there afterwards."""
         self._strategy(models).execute()
         left = [each for each in models if each.path.exists()]
         if left:

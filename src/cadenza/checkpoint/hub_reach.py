@@ -1,8 +1,6 @@
-"""`is_silent`: whether a network drops what is sent to the hub, found before its client waits.
-
-The client waits ten seconds for each address, and for names as long as the system does. Invariant:
-the limit is of all of it: the name, every address, the proxy that the environment names.
-"""
+"""`is_silent`: whether a network drops what is sent to the hub, found before its client waits ten
+seconds for each address, and for names as long as the system does. The limit is of all of it: the
+name, every address, the proxy that the environment names."""
 
 import errno
 import os
@@ -17,8 +15,7 @@ from typing import Any, cast
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-CONNECT_S = 1.1
-"""A packet that was lost is sent again after a second."""
+CONNECT_S = 1.1  # a packet that was lost is sent again after a second
 LIMIT_VARIABLE = "HF_HUB_ETAG_TIMEOUT"
 MAX_ADDRESSES = 8
 PORTS = {"http": 80, "https": 443}
@@ -27,7 +24,7 @@ Resolve = Callable[..., list[Any]]
 
 
 def connect_limit_s() -> float:
-    """What huggingface_hub's variable says, or `CONNECT_S`."""
+    """huggingface_hub's variable, or `CONNECT_S`."""
     try:
         return float(os.environ[LIMIT_VARIABLE])
     except (KeyError, ValueError):

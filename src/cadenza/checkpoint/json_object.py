@@ -1,8 +1,5 @@
-"""Untrusted JSON objects with checked getters: `JsonObject`.
-
-Owns the size limits of JSON files and their error messages. Invariant: a getter returns a value of
-the requested type and range, or raises `CheckpointError`.
-"""
+"""Untrusted JSON objects with checked getters, `JsonObject`, and the size limits of JSON files. A
+getter returns a value of the requested type and range, or raises `CheckpointError`."""
 
 import json
 import math
@@ -88,7 +85,6 @@ class JsonObject:
         return cast(list[object], value)
 
     def wrong(self, key: str, allowed: str) -> CheckpointError:
-        """The error for a value of `key` that is not `allowed`."""
         found = shorten(self.get(key))
         return CheckpointError(f"{self.where}: {key} is {found}; it must be {allowed}")
 
@@ -99,16 +95,13 @@ class JsonObject:
 
 
 def read_json_object(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> JsonObject:
-    """Reads a file of at most `max_bytes` that holds one JSON object.
-
-    Raises:
-        CheckpointError: the file is missing, not regular, too large, or not a JSON object.
-    """
+    """Reads a file of at most `max_bytes` that holds one JSON object. Raises CheckpointError if it
+    is missing, not regular, too large, or not a JSON object."""
     return parse_json_object(read_small_file(path, max_bytes=max_bytes), path.name)
 
 
 def read_small_file(path: Path, *, max_bytes: int) -> bytes:
-    """The bytes of a regular file of at most `max_bytes`. Raises `CheckpointError`."""
+    """Of a regular file. Raises `CheckpointError`."""
     num_bytes = regular_file_size(path)
     if num_bytes > max_bytes:
         raise CheckpointError(
@@ -123,8 +116,8 @@ def read_small_file(path: Path, *, max_bytes: int) -> bytes:
 
 
 def regular_file_size(path: Path) -> int:
-    """Size in bytes of a regular file (or a link to one). Raises `CheckpointError` for others, and
-    for a pointer that Git LFS has in place of a file."""
+    """In bytes, of a regular file or a link to one. Raises `CheckpointError` for others, and for a
+    pointer that Git LFS has in place of a file."""
     try:
         status = os.stat(path)
     except OSError as error:
@@ -153,7 +146,7 @@ def _check_is_no_pointer(path: Path) -> None:
 
 
 def parse_json_object(data: bytes, where: str) -> JsonObject:
-    """Parses one JSON object without repeated keys. Raises `CheckpointError` for anything else."""
+    """One JSON object without repeated keys. Raises `CheckpointError` for anything else."""
     if data.count(b"{") + data.count(b"[") > MAX_JSON_CONTAINERS:
         raise CheckpointError(f"{where} has over {MAX_JSON_CONTAINERS} lists and objects")
     try:

@@ -1,9 +1,5 @@
-"""What a decoder layer may be: `LayerKind`, with the shapes of its token mixer.
-
-Owns the geometry of keys, values and recurrent states; no tensor names. A token mixer is
-attention, whose keys and values, or latents of them, lie in pages, or a recurrence, whose state
-lies in a slot.
-"""
+"""What a decoder layer may be: `LayerKind`, with the shapes of its token mixer: attention, whose
+keys and values, or latents of them, lie in pages, or a recurrence, whose state lies in a slot."""
 
 from dataclasses import dataclass
 
@@ -32,33 +28,24 @@ class HeadShape:
         return self.num_kv_heads, self.head_dim
 
 
-LATENT_NORM_EPS = 1e-6
-"""Of the norms of latents, whatever that of the model's others is."""
+LATENT_NORM_EPS = 1e-6  # of latents, whatever that of the model's other norms is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentShape:
     """Multi-head latent attention (arXiv 2405.04434): keys and values of all heads are linears of a
-    latent, and pages hold the latent and the part of the key that is rotated, which heads share.
-
-    It is computed in the absorbed form, with the linears of the keys applied to the queries.
-
-    Args:
-        rank: of the latent of keys and values.
-        query_rank: of the latent from which queries are made; None for queries of the input.
-        plain_size: values of a head's query and key that are not rotated.
-        rotary_size: those that are, which come behind them.
-        value_size: of a head's value.
-        pairs_neighbours: values 2 i and 2 i + 1 are rotated together, as they are stored; else
-            i and i + rotary_size / 2.
-    """
+    latent; pages hold it and the rotated part of the key, which heads share. It is computed in the
+    absorbed form, with the linears of the keys applied to the queries."""
 
     num_heads: int
-    rank: int
+    rank: int  # of the latent of keys and values
+    # of the latent from which queries are made; None for queries of the input
     query_rank: int | None
-    plain_size: int
-    rotary_size: int
-    value_size: int
+    plain_size: int  # values of a head's query and key that are not rotated
+    rotary_size: int  # those that are, which come behind them
+    value_size: int  # of a head's value
+    # values 2 i and 2 i + 1 are rotated together, as they are stored; else i and i + rotary_size /
+    # 2
     pairs_neighbours: bool = True
 
     @property
@@ -75,12 +62,10 @@ class LatentShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaShape:
-    """A gated delta net (arXiv 2412.06464).
-
-    `num_inputs`, here and below, are those of a channel's causal convolution: the token's own and
-    those before it. Consecutive value heads share a key head; with `is_tiled` value head h has key
-    head h % Hk. `has_rates`: the checkpoint has the rates of decay in place of ln(-rate).
-    """
+    """A gated delta net (arXiv 2412.06464). `num_inputs`, here and below, are those of a channel's
+    causal convolution: the token's own and those before it. Consecutive value heads share a key
+    head; with `is_tiled` value head h has key head h % Hk. `has_rates`: the checkpoint has the
+    rates of decay in place of ln(-rate)."""
 
     num_key_heads: int
     num_value_heads: int
@@ -112,9 +97,7 @@ class DeltaShape:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvShape:
     """A gated short convolution, as in LFM2: its state is the inputs that it still reads.
-
-    `has_bias`: the convolution, and the linears around it, have one.
-    """
+    `has_bias`: the convolution and the linears around it have one."""
 
     num_channels: int
     num_inputs: int
@@ -131,11 +114,8 @@ class ConvShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScanShape:
-    """A selective scan with one decay a head: Mamba-2 (arXiv 2405.21060).
-
-    Consecutive heads share a group, which has their key B and their query C. `has_rates` as in
-    `DeltaShape`.
-    """
+    """A selective scan with one decay a head: Mamba-2 (arXiv 2405.21060). Consecutive heads share a
+    group, which has their key B and their query C. `has_rates` as in `DeltaShape`."""
 
     num_heads: int
     num_groups: int
@@ -179,10 +159,10 @@ class StateMatrices:
         return self.num_heads * self.key_size * self.value_size
 
 
+# A token mixer with a state: a causal depthwise convolution of `num_channels` channels, whose
+# newest `num_inputs` - 1 inputs are kept in the type of the activations; `matrices`, if any; and an
+# output of `value_width`
 Recurrence = DeltaShape | ConvShape | ScanShape
-"""A token mixer with a state. All have a causal depthwise convolution of `num_channels` channels,
-whose newest `num_inputs` - 1 inputs are kept in the type of the activations; `matrices`, if any;
-and an output of `value_width`."""
 
 
 def state_bytes_of(shape: Recurrence, item_bytes: int) -> int:
@@ -194,39 +174,28 @@ def state_bytes_of(shape: Recurrence, item_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerKind:
-    """The kind of a layer.
+    """The kind of a layer."""
 
-    Args:
-        window: of attention, in tokens; None for full attention.
-        has_rope: whether attention applies rotary positions.
-        has_experts: whether the MLP is a mixture of experts.
-        heads: of attention, where they are not the model's.
-        kv_source: the earlier layer whose keys and values attention reads; it has none of its own.
-        keys_are_values: attention has no projection of values; its values are made of the keys as
-            they are projected, before their norm and rotation.
-        intermediate_size: width of the MLP, where it is not the model's.
-        latent: attention over latents in place of keys and values.
-        recurrence: the recurrence that is the token mixer in place of attention.
-    """
-
-    window: int | None = None
-    has_rope: bool = True
-    has_experts: bool = False
-    heads: HeadShape | None = None
+    window: int | None = None  # of attention, in tokens; None for full attention
+    has_rope: bool = True  # whether attention applies rotary positions
+    has_experts: bool = False  # whether the MLP is a mixture of experts
+    heads: HeadShape | None = None  # of attention, where they are not the model's
+    # the earlier layer whose keys and values attention reads; it has none of its own
     kv_source: int | None = None
+    # attention has no projection of values; its values are made of the keys as they are projected,
+    # before their norm and rotation
     keys_are_values: bool = False
-    intermediate_size: int | None = None
-    latent: LatentShape | None = None
+    intermediate_size: int | None = None  # width of the MLP, where it is not the model's
+    latent: LatentShape | None = None  # attention over latents in place of keys and values
+    # the recurrence that is the token mixer in place of attention
     recurrence: Recurrence | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVGroup:
     """Layers whose keys and values have one shape, and one pool; all groups share page tables.
-
-    `layers` are ascending; a layer's place in it is its place in the pool. Without `has_values`,
-    values are parts of the keys (`LatentShape`).
-    """
+    `layers` are ascending; a layer's index in it is its index in the pool. Without `has_values`,
+    values are parts of the keys (`LatentShape`)."""
 
     num_kv_heads: int
     head_dim: int

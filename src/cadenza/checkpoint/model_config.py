@@ -1,8 +1,5 @@
-"""A model's shape and arithmetic: `ModelConfig`.
-
-Owns the bounds of all sizes, and what follows from the sizes. Invariant: a `ModelConfig` that was
-read is within bounds and describes the model's arithmetic completely.
-"""
+"""A model's shape and arithmetic, `ModelConfig`, the bounds of all sizes, and what follows from the
+sizes. One that was read is within bounds and describes the model's arithmetic completely."""
 
 import math
 from dataclasses import dataclass
@@ -28,33 +25,28 @@ MAX_LAYERS = 1024
 MAX_HEADS = 4096
 MAX_HEAD_DIM = 1024
 MAX_EXPERTS = 1 << 12
-MAX_TOTAL_EXPERTS = 1 << 15
-"""In all layers together; every expert has its own tensors."""
+MAX_TOTAL_EXPERTS = 1 << 15  # in all layers together; every expert has its own tensors
 
+# What multiplies the up projection: an activation of the gate. With `clamped_swiglu` both are
+# bounded first, and 1 is added to the up projection (`CLAMPED_ALPHA`, `CLAMPED_LIMIT`)
 Activation = Literal["silu", "gelu_tanh", "gelu", "clamped_swiglu"]
-"""What multiplies the up projection: an activation of the gate. With `clamped_swiglu` both are
-bounded first, and 1 is added to the up projection (`CLAMPED_ALPHA`, `CLAMPED_LIMIT`)."""
 
+# gate * sigmoid(alpha * gate) of a gate of at most the limit, times 1 + up, which is bounded on
+# both sides
 CLAMPED_ALPHA, CLAMPED_LIMIT = 1.702, 7.0
-"""gate * sigmoid(alpha * gate) of a gate of at most the limit, times 1 + up, which is bounded on
-both sides."""
 
+# norm of queries and keys: of each head, or over all query (all key) heads of a token
 QKNorm = Literal["head", "all_heads"]
-"""Norm of queries and keys: of each head, or over all query heads (all key heads) of a token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorNames:
-    """Tensor names of a family: of the final norm, and within `model.layers.0` and so on.
-
-    Args:
-        mixer_norm, mlp_norm: the norms before the token mixer and before the MLP, in families
-            without norms behind them.
-        mixer: the block of a layer's recurrence.
-        gate_up: of gate and up as one tensor; None if they are `gate` and `up`.
-    """
+    """Tensor names of a family: of the final norm, and within `model.layers.0` and so on. `mixer`:
+    the block of a layer's recurrence."""
 
     final_norm: str = "model.norm"
+    # mixer_norm, mlp_norm: the norms before the token mixer and before the MLP, in families without
+    # norms behind them
     mixer_norm: str = "input_layernorm"
     mlp_norm: str = "post_attention_layernorm"
     query_norm: str = "q_norm"
@@ -65,17 +57,14 @@ class TensorNames:
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
-    gate_up: str | None = None
+    gate_up: str | None = None  # of gate and up as one tensor; None if they are `gate` and `up`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertNames:
     """Tensor names of a mixture: `{block}.{router}`, `{block}.experts.0.{up}` and so on; `shared`
-    is the MLP for all tokens, within the layer.
-
-    `are_interleaved`: stacked tensors have the outputs of gate and up in turn
-    (`checkpoint.stacked_experts`).
-    """
+    is the MLP for all tokens, within the layer. `are_interleaved`: stacked tensors have the outputs
+    of gate and up alternating (`checkpoint.stacked_experts`)."""
 
     block: str = "mlp"
     router: str = "gate"
@@ -91,9 +80,7 @@ class ExpertNames:
 class SigmoidChoice:
     """Experts are chosen by the sigmoids of their logits plus a bias of each, within the groups of
     consecutive experts whose two best have the largest sums; the weights are without the bias.
-
-    `least_sum` is added to the sum that divides the weights, since sigmoids can all be 0.
-    """
+    `least_sum` is added to the sum that divides the weights, since sigmoids can all be 0."""
 
     num_groups: int = 1
     num_chosen_groups: int = 1
@@ -103,18 +90,14 @@ class SigmoidChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsConfig:
-    """A mixture of experts: a router chooses `num_chosen` gated MLPs for each token.
-
-    The chosen experts are those with the largest router logits. Their outputs are summed, weighted
-    by a softmax over all experts, or over the chosen ones if `over_chosen`; with a `sigmoid_choice`
-    by sigmoids, divided by their sum over the chosen if `over_chosen`; times `weight_scale`. A
-    shared MLP of the width `shared_size`, if that is not 0, adds its output for every token, times
-    the sigmoid of a linear of the token if `has_shared_gate`. With `has_bias` the router and all
-    linears of the experts have biases.
-
-    With `are_beside_mlp` a layer has its MLP, too. Both have norms of their own, the router reads
-    the normed stream times a scale for each value, and each expert has a factor of its weights.
-    """
+    """A mixture of experts: a router chooses `num_chosen` gated MLPs for each token, those with the
+    largest logits. Their outputs are summed, weighted by a softmax over all experts, or over the
+    chosen ones if `over_chosen`; with a `sigmoid_choice` by sigmoids, divided by their sum over the
+    chosen if `over_chosen`; times `weight_scale`. A shared MLP of the width `shared_size`, if that
+    is not 0, adds its output, times the sigmoid of a linear of the token if `has_shared_gate`. With
+    `has_bias` the router and all linears of the experts have biases. With `are_beside_mlp` a layer
+    has its MLP, too: both have norms of their own, the router reads the normed stream times a scale
+    for each value, and each expert has a factor of its weights."""
 
     num_experts: int
     num_chosen: int
@@ -132,10 +115,8 @@ class ExpertsConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerInputsConfig:
     """Per-layer embeddings: each layer gets `size` values of each token, from a table of
-    `vocab_size` tokens and from the stream before the first layer.
-
-    A layer adds norm(projection(activation(gate(stream)) * its values)) to the stream.
-    """
+    `vocab_size` tokens and from the stream before the first layer, and adds
+    norm(projection(activation(gate(stream)) * its values)) to the stream."""
 
     vocab_size: int
     size: int
@@ -148,85 +129,65 @@ class LayerInputsConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Shape and arithmetic of a decoder with gated MLPs and RMS norms.
+    """Shape and arithmetic of a decoder with gated MLPs and RMS norms."""
 
-    Args:
-        family: the `model_type` of config.json.
-        intermediate_size: width F of the MLPs that are not mixtures.
-        experts: the mixture of layers with `LayerKind.has_experts`.
-        names: of the tensors, in the Hugging Face layout.
-        layer_pattern: the kinds of the layers, repeated up to `num_layers`.
-        rope: rotary positions of layers with `LayerKind.has_rope`.
-        window_rope: the same for layers with a window; None takes `rope`.
-        has_pre_norms: norms at the input of attention and of the MLP.
-        has_post_norms: norms at the output of attention and of the MLP, before the residual sum.
-        norm_adds_one: norms multiply by 1 + weight instead of weight.
-        has_fused_tensors: q, k and v are stored as one tensor, and gate and up as another.
-        has_value_norm: values have the RMS norm of each head, without a weight.
-        layer_inputs: per-layer embeddings; None without them.
-        has_layer_scales: the stream is multiplied by a stored number behind each layer.
-        has_attention_gate: attention's output is multiplied by the sigmoid of a projection of its
-            input, which is stored with the queries: for each head, its query and then its gate.
-        has_attention_sinks: a query head has a learned score beside those of the tokens, whose
-            value is 0.
-        attention_scale: factor of the attention scores; None is 1 / sqrt(head dim).
-        attention_soft_cap: scores become cap * tanh(score / cap).
-        logit_soft_cap: the same for logits, after the division by `logit_divisor`.
-        embedding_scale: factor of the token embeddings.
-        residual_scale: factor of the outputs of attention and MLP before the residual sum.
-        num_mtp_layers: layers that predict further tokens, stored beside the decoder's; they are no
-            part of its arithmetic.
-        mtp_layout: how these are stored, and which hidden states they take; None without them.
-        reads_hidden: it is such a layer: its first input is a linear of another model's hidden
-            states and of the embeddings, each of which is normed (`checkpoint.mtp_head`).
-        max_position_embeddings: longest context in tokens.
-        dtype: data type of the stored weights.
-        vision: of a model that sees; None for text alone.
-    """
-
-    family: str
+    family: str  # the `model_type` of config.json
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
+    intermediate_size: int  # width F of the MLPs that are not mixtures
     num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     rms_norm_eps: float
-    rope: RopeConfig
-    names: TensorNames = TensorNames()
-    window_rope: RopeConfig | None = None
+    rope: RopeConfig  # rotary positions of layers with `LayerKind.has_rope`
+    names: TensorNames = TensorNames()  # of the tensors, in the Hugging Face layout
+    window_rope: RopeConfig | None = None  # the same for layers with a window; None takes `rope`
+    # the kinds of the layers, repeated up to `num_layers`
     layer_pattern: tuple[LayerKind, ...] = (LayerKind(),)
-    experts: ExpertsConfig | None = None
+    experts: ExpertsConfig | None = None  # the mixture of layers with `LayerKind.has_experts`
     activation: Activation = "silu"
     qk_norm: QKNorm | None = None
-    has_pre_norms: bool = True
+    has_pre_norms: bool = True  # norms at the input of attention and of the MLP
+    # norms at the output of attention and of the MLP, before the residual sum
     has_post_norms: bool = False
-    norm_adds_one: bool = False
+    norm_adds_one: bool = False  # norms multiply by 1 + weight instead of weight
     has_qkv_bias: bool = False
     has_attention_out_bias: bool = False
     has_mlp_bias: bool = False
+    # q, k and v are stored as one tensor, and gate and up as another
     has_fused_tensors: bool = False
-    has_value_norm: bool = False
-    layer_inputs: LayerInputsConfig | None = None
-    has_layer_scales: bool = False
+    has_value_norm: bool = False  # values have the RMS norm of each head, without a weight
+    layer_inputs: LayerInputsConfig | None = None  # per-layer embeddings; None without them
+    has_layer_scales: bool = False  # the stream is multiplied by a stored number behind each layer
+    # attention's output is multiplied by the sigmoid of a projection of its input, which is stored
+    # with the queries: for each head, its query and then its gate
     has_attention_gate: bool = False
+    # a query head has a learned score beside those of the tokens, whose value is 0
     has_attention_sinks: bool = False
+    # factor of the attention scores; None is 1 / sqrt(head dim)
     attention_scale: float | None = None
-    attention_soft_cap: float | None = None
+    attention_soft_cap: float | None = None  # scores become cap * tanh(score / cap)
+    # the same for logits, after the division by `logit_divisor`
     logit_soft_cap: float | None = None
     logit_divisor: float = 1.0
-    embedding_scale: float = 1.0
+    embedding_scale: float = 1.0  # factor of the token embeddings
+    # factor of the outputs of attention and MLP before the residual sum
     residual_scale: float = 1.0
     tie_word_embeddings: bool = False
+    # layers that predict further tokens, stored beside the decoder's; they are no part of its
+    # arithmetic
     num_mtp_layers: int = 0
+    # how these are stored, and which hidden states they take; None without them
     mtp_layout: MTPLayout | None = None
+    # it is such a layer: its first input is a linear of another model's hidden states and of the
+    # embeddings, each of which is normed (`checkpoint.mtp_head`)
     reads_hidden: bool = False
-    max_position_embeddings: int
-    dtype: WeightDType
+    max_position_embeddings: int  # longest context in tokens
+    dtype: WeightDType  # data type of the stored weights
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
-    vision: VisionConfig | None = None
+    vision: VisionConfig | None = None  # of a model that sees; None for text alone
 
     @property
     def placeholder(self) -> int | None:
@@ -239,13 +200,13 @@ class ModelConfig:
 
     @property
     def heads(self) -> HeadShape:
-        """The heads of layers whose kind has none of its own."""
+        """Of layers that have none of their own."""
         return HeadShape(
             num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim
         )
 
     def heads_of(self, kind: LayerKind) -> HeadShape:
-        """The heads of a layer with attention."""
+        """Of a layer with attention."""
         if kind.latent is not None:
             return kind.latent.heads
         return kind.heads or self.heads
@@ -266,7 +227,7 @@ class ModelConfig:
 
     @property
     def widest_heads(self) -> HeadShape:
-        """The heads of the layer whose queries, keys and values are the widest."""
+        """Of the layer whose queries, keys and values are the widest."""
         shapes = [self.heads_of(kind) for kind in self.layer_kinds if kind.recurrence is None]
         return max(shapes or [self.heads], key=lambda heads: heads.query_size + 2 * heads.kv_size)
 
@@ -278,7 +239,7 @@ class ModelConfig:
 
     @property
     def has_rope_axes(self) -> bool:
-        """Whether the tokens of images have other rotary positions than their place (M-RoPE)."""
+        """Whether the tokens of images have other rotary positions than their index (M-RoPE)."""
         return self.vision is not None and any(rope and rope.axes for rope in self.ropes)
 
     @property
@@ -288,7 +249,7 @@ class ModelConfig:
         return tuple(dict.fromkeys(map(self.rope_of, attending)))
 
     def rope_of(self, kind: LayerKind) -> RopeConfig | None:
-        """The rope of a layer of this kind; None if it has none."""
+        """None if it has none."""
         if not kind.has_rope:
             return None
         return self.rope if kind.window is None else self.window_rope or self.rope
@@ -308,7 +269,7 @@ class ModelConfig:
         )
 
     def kv_place(self, index: int) -> tuple[int, int]:
-        """The group of the keys and values that a layer attends to, and their place in it."""
+        """The group of the keys and values that a layer attends to, and their index in it."""
         source = self.layer_kinds[index].kv_source
         index = index if source is None else source
         for number, group in enumerate(self.kv_groups):
@@ -329,10 +290,8 @@ class ModelConfig:
         return next((each for each in kinds if each is not None), None)
 
     def kv_bytes_per_token(self, dtype: WeightDType, kv_cache_dtype: KVCacheDType = "auto") -> int:
-        """Bytes of one token's keys and values in all layers, for activations of `dtype`.
-
-        In int8, each key and value of a head has a float32 scale.
-        """
+        """Of one token's keys and values in all layers, for activations of `dtype`. In int8, each
+        key and value of a head has a float32 scale."""
 
         def head_bytes(size: int) -> int:
             if kv_cache_dtype == "int8":
@@ -348,7 +307,7 @@ class ModelConfig:
         )
 
     def state_bytes(self, dtype: WeightDType) -> int:
-        """Bytes of one slot: the recurrent state of a sequence in all layers; 0 without any."""
+        """Of one slot: the recurrent state of a sequence in all layers; 0 without any."""
         shape = self.recurrence
         if shape is None:
             return 0

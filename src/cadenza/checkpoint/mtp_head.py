@@ -1,15 +1,7 @@
-"""A model's MTP layer (multi-token prediction) as a model of its own: `mtp_head_of`.
-
-An MTP layer predicts the token after next: from the hidden state h of token t, before or after the
-decoder's final norm, and the embedding e of token t + 1,
-
-    x = input_proj([hidden_norm(h), embedding_norm(e)])
-    logits = lm_head(final_norm(block(x)))
-
-predicts token t + 2. So it is a decoder of one layer, with embedding and head of the model that it
-belongs to, whose first input is x (`ModelConfig.reads_hidden`). What differs between families, with
-its sources, is in `mtp_layout`; the block is a layer of the model's own kind, with full attention.
-"""
+"""A model's MTP layer (multi-token prediction) as a decoder of one layer: `mtp_head_of`. Of hidden
+state h of token t and embedding e of t + 1 it reads x = input_proj([hidden_norm(h),
+embedding_norm(e)]) (`ModelConfig.reads_hidden`), and predicts token t + 2 by
+lm_head(final_norm(block(x))). `mtp_layout` has what differs between families."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -37,11 +29,8 @@ _LAYER = "model.layers.0."
 
 
 def mtp_head_of(checkpoint: Checkpoint) -> Checkpoint:
-    """The first MTP layer of a model, under the declared names of a decoder.
-
-    Raises:
-        CheckpointError: the model has none, or it cannot be read.
-    """
+    """The first MTP layer of a model, under the declared names of a decoder. Raises CheckpointError
+    if the model has none, or it cannot be read."""
     config, weights = checkpoint.config, checkpoint.weights
     if not config.num_mtp_layers:
         keys = " or ".join(dict.fromkeys(each.count_key for each in MTP_LAYOUTS))
@@ -76,7 +65,8 @@ def mtp_head_of(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def config_of_head(config: ModelConfig) -> ModelConfig:
-    """The arithmetic of an MTP layer of a model; its MLP is a mixture if any of the model's is."""
+    """The block is a layer of the model's own type, with full attention; its MLP is a mixture if
+    any of the model's is."""
     kind = LayerKind(has_experts=config.experts is not None, latent=config.latent)
     return replace(
         config,
@@ -100,7 +90,7 @@ def declare_mtp_layers(config: ModelConfig) -> tuple[TensorSpec, ...]:
 
 
 def stored_name(config: ModelConfig, name: str, layer: int) -> str:
-    """The name in the file of what is `name` in the head of an MTP layer of a model."""
+    """The stored name of what is `name` in the head of an MTP layer."""
     layout = config.mtp_layout
     assert layout is not None, "the model has no MTP layers"
     if name in (EMBEDDING, HEAD):
@@ -118,10 +108,8 @@ def stored_name(config: ModelConfig, name: str, layer: int) -> str:
 
 
 def _check_copies(config: ModelConfig, weights: Weights) -> set[str]:
-    """The stored copies of the model's embedding and head in its first MTP layer.
-
-    Raises CheckpointError if one of them differs.
-    """
+    """The stored copies of the model's embedding and head in its first MTP layer. Raises
+    CheckpointError if one of them differs."""
     layout = config.mtp_layout
     assert layout is not None, "the model has no MTP layers"
     head = EMBEDDING if config.tie_word_embeddings else HEAD

@@ -1,9 +1,7 @@
-"""Names of stored tensors and the declared ones, as rules: `by_rules`.
-
-A rule has a stored name and the declared one, or None for what is no part of the model. `{layer}`
-in both stands for the number of a layer, and `*` at their ends for any rest. The first rule that
-fits a name holds; other names are declared ones.
-"""
+"""Names of stored tensors and the declared ones, as rules: `by_rules`. A rule has a stored name and
+the declared one, or None for what is no part of the model. `{layer}` in both stands for the number
+of a layer, and `*` at their ends for any rest. The first rule that fits a name holds; other names
+are declared ones."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -29,7 +27,7 @@ def by_rules(rules: Iterable[NameRule]) -> Callable[[str], str | None]:
 
 
 def _compile(stored: str) -> tuple[str, re.Pattern[str]]:
-    """What names begin with that a rule may fit, and what they are."""
+    """The start of the names that a rule may fit, and their pattern."""
     before, _, behind = stored.removesuffix(REST).partition(LAYER)
     layer = r"(?P<layer>\d{1,4})" if LAYER in stored else "(?P<layer>)"
     rest = "(?P<rest>.*)" if stored.endswith(REST) else "(?P<rest>)"

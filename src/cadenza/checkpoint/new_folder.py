@@ -1,7 +1,5 @@
-"""A model's folder that is written whole: `writing_folder`, `copy_small_files`.
-
-Invariant: the folder appears complete or not at all.
-"""
+"""Writes a model's folder, which appears complete or not at all: `writing_folder`,
+`copy_small_files`."""
 
 import os
 import shutil
@@ -19,10 +17,8 @@ _NOTICES = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
 
 @contextmanager
 def writing_folder(out: Path) -> Generator[Path]:
-    """A folder to write, which becomes `out`, new or empty, at the end.
-
-    Raises CheckpointError if `out` is not empty or cannot be written.
-    """
+    """A folder to write, which becomes `out`, new or empty, at the end. Raises CheckpointError if
+    `out` is not empty or cannot be written."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"{str(out)!r} exists and is not an empty folder; name another one")
     try:

@@ -1,7 +1,5 @@
-"""Opens a model by its path: `open_checkpoint`.
-
-Owns which reader a path is for, `folder` or `gguf.model`, and the bundled models.
-"""
+"""Opens a model by its path, or a bundled one: `open_checkpoint`. Owns which reader a path is for,
+`folder` or `gguf.model`."""
 
 import re
 from importlib import resources
@@ -19,8 +17,7 @@ from cadenza.config import PACKAGED_MODELS
 from cadenza.errors import CheckpointError
 
 MAX_ENTRIES = 1000
-MAX_NAMED = 4
-"""Of a folder: entries that are looked at, and folders that an error names."""
+MAX_NAMED = 4  # of a folder: entries that are looked at, and folders that an error names
 
 _OLLAMA_NAME = re.compile(r"[\w.-]{1,80}:[\w.-]{1,80}", re.ASCII)
 
@@ -34,18 +31,9 @@ def open_checkpoint(
     any_family: bool = False,
     vision: VisionOptions | None = None,
 ) -> Checkpoint:
-    """Opens a local folder or GGUF file.
-
-    Args:
-        path: the folder or file, or one of `PACKAGED_MODELS`; None for the bundled model. A folder
-            of the hub's cache is its main snapshot.
-        revision: the hub commit that the folder is a snapshot of, if it is one.
-        any_family: opens models of unknown arithmetic too, of which only the outline is read.
-        vision: what is asked for of the model's images; None is `VisionOptions()`.
-
-    Raises:
-        CheckpointError: the folder does not exist, or its content is invalid or not supported.
-    """
+    """Opens a local folder or GGUF file, or one of `PACKAGED_MODELS`; None is the bundled model. A
+    folder of the hub's cache is its main snapshot. The options are those of `open_folder`. Raises
+    CheckpointError if the path does not exist, or its content is invalid or not supported."""
     path = None if path is None else main_snapshot(path)
     file = None if path is None else _gguf_file(path)
     if path is not None and file is not None:
@@ -77,12 +65,8 @@ def _begins_as_gguf(path: Path) -> bool:
 
 
 def open_bundled_draft(target: Checkpoint) -> Checkpoint:
-    """The draft model in the package.
-
-    Raises:
-        CheckpointError: `target` is not the bundled model, for which it drafts, or this
-            installation has none.
-    """
+    """The draft model in the package. Raises CheckpointError if `target` is not the bundled model,
+    for which it drafts, or this installation has none."""
     folder = _packaged(_BUNDLED_DRAFT)
     if target.folder.resolve() != _packaged(_BUNDLED).resolve():
         raise CheckpointError(
@@ -125,7 +109,6 @@ def _local_folder(path: Path) -> Path:
 
 
 def _absent(path: Path) -> str:
-    """What is wrong with a path that is no folder and no GGUF file."""
     if path.exists():
         return f"the file {str(path)!r} is no model: it is not in the GGUF format"
     if is_gguf_name(path.name):

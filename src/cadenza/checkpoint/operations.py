@@ -1,8 +1,6 @@
 """What a token costs by a model's shape alone: the parameters that it is multiplied with, and the
-operations of attention.
-
-A multiplication and its sum are two operations. Norms, activations and recurrences are not counted.
-"""
+operations of attention. A multiplication and its sum are two operations. Norms, activations and
+recurrences are not counted."""
 
 from cadenza.checkpoint.declaration import (
     declare,
@@ -38,7 +36,7 @@ def pair_operations(config: ModelConfig) -> int:
 
 
 def attended_operations(config: ModelConfig, num_tokens: int) -> int:
-    """Attention of a prompt of so many tokens, in all layers: windows see no more than theirs."""
+    """Attention of a prompt in all layers; windows bound what is seen."""
     found = 0
     for kind, operations in zip(config.layer_kinds, _pairs_of_layers(config), strict=True):
         most = num_tokens if kind.window is None else min(kind.window, num_tokens)
@@ -64,7 +62,6 @@ def head_tensor(config: ModelConfig) -> TensorSpec:
 
 
 def mixtures_of(config: ModelConfig) -> list[ExpertMLPSpec]:
-    """Of the layers that have one."""
     layers = [declare_layer(config, index).mlp for index in range(config.num_layers)]
     own = [mlp.experts if isinstance(mlp, ParallelMLPSpec) else mlp for mlp in layers]
     return [mlp for mlp in own if isinstance(mlp, ExpertMLPSpec)]

@@ -1,7 +1,5 @@
-"""Folders that are no model themselves: the hub's cache of one, and LoRA adapters.
-
-Knows the names that huggingface_hub and peft give their files. Invariant: reads small files only.
-"""
+"""Folders that are no model themselves: the hub's cache of one, and LoRA adapters. Reads small
+files only."""
 
 import re
 from pathlib import Path
@@ -22,10 +20,8 @@ _MAX_SNAPSHOTS = 1000
 
 def main_snapshot(folder: Path) -> Path:
     """The snapshot of the branch `main` in a folder of the hub's cache, `models--owner--name`; any
-    other folder is itself.
-
-    Raises CheckpointError if such a folder has no snapshot of `main`, and not just one.
-    """
+    other folder is itself. Raises CheckpointError if such a folder has no snapshot of `main`, and
+    not just one."""
     name = folder.absolute().name
     if not name.startswith(_CACHED) or not (folder / _SNAPSHOTS).is_dir():
         return folder
@@ -47,7 +43,7 @@ def main_snapshot(folder: Path) -> Path:
 
 
 def adapter_in(folder: Path) -> str | None:
-    """What an error says of a folder with a LoRA adapter; None of any other."""
+    """The error text for a folder with a LoRA adapter; None for any other."""
     if not (folder / ADAPTER_FILE).is_file():
         return None
     try:

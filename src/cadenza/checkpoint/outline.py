@@ -1,8 +1,6 @@
-"""`ModelOutline`: what the engine needs to know of a model whose arithmetic the backend brings.
-
-Owns the reading of a config.json without its family. Invariant: every `ModelConfig` has an outline;
-a model may have an outline and no `ModelConfig`.
-"""
+"""`ModelOutline`: what the engine needs to know of a model whose arithmetic the backend brings,
+read from a config.json without its family. Every `ModelConfig` has an outline; a model may have an
+outline and no `ModelConfig`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,18 +11,15 @@ from cadenza.checkpoint.json_object import JsonObject
 from cadenza.checkpoint.model_config import MAX_VOCAB_SIZE, ModelConfig
 from cadenza.checkpoint.rope_config import MAX_POSITIONS
 
-DEFAULT_POSITIONS = 1 << 20
-"""`max_position_embeddings` of models that state none, such as purely recurrent ones."""
+DEFAULT_POSITIONS = 1 << 20  # of models that state none, such as purely recurrent ones
 
 _POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOutline:
-    """The facts of a model beyond its arithmetic.
-
-    `windows` are the attention windows of its layers, in tokens, as far as they are known.
-    """
+    """The facts of a model beyond its arithmetic. `windows` are the attention windows of its
+    layers, in tokens, as far as they are known."""
 
     family: str
     vocab_size: int
@@ -35,7 +30,6 @@ class ModelOutline:
 
 
 def outline_of(config: ModelConfig) -> ModelOutline:
-    """The outline of a model whose arithmetic is known."""
     return ModelOutline(
         family=config.family,
         vocab_size=config.vocab_size,
@@ -47,11 +41,8 @@ def outline_of(config: ModelConfig) -> ModelOutline:
 
 
 def read_outline(values: Mapping[str, object]) -> ModelOutline:
-    """The outline of a config.json's content; nested settings are those of `text_config`.
-
-    Raises:
-        CheckpointError: a setting is missing or out of bounds.
-    """
+    """The outline of a config.json's content; nested settings are those of `text_config`. Raises
+    CheckpointError if a setting is missing or out of bounds."""
     raw = JsonObject(values, CONFIG_FILE)
     inner = raw.child("text_config") or raw
     sized = inner if inner.has("vocab_size") else raw

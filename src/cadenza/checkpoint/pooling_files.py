@@ -1,9 +1,6 @@
-"""How a checkpoint's embeddings are pooled, where it says so: `DefaultPooling`.
-
-Owns the names and keys of a folder's sentence-transformers files. Invariant: a checkpoint whose
-embeddings are made in a way that is not known has no default; no file here keeps a model from
-being opened.
-"""
+"""How a checkpoint's embeddings are pooled, by its sentence-transformers files: `DefaultPooling`. A
+checkpoint whose embeddings are made in an unknown way has no default; no file here keeps a model
+from being opened."""
 
 import json
 from dataclasses import dataclass
@@ -40,7 +37,7 @@ class DefaultPooling:
 
 
 def read_default_pooling(folder: Path) -> DefaultPooling:
-    """That of a folder's sentence-transformers files, if it has some."""
+    """None of a folder without such files."""
     try:
         return _read(folder)
     except CheckpointError as error:  # generation needs none of them

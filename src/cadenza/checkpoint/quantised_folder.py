@@ -1,11 +1,7 @@
-"""Writes a folder with quantised weights: `write_quantised_folder`.
-
-Owns the content of the folder: compressed-tensors in `pack-quantized`, which vLLM and transformers
-read, with the codes that `--quantization` makes at load, so that both give the same bits. Embedding
-and head stay floats in the file, because other readers expect them so, and so does the first layer
-beside int4, because not all readers of 4 bits read 8; a setting of config.json of our own, which
-others ignore, says that they are rounded to int8 at load.
-"""
+"""Writes a folder with quantised weights: compressed-tensors in `pack-quantized`, which vLLM and
+transformers read, with the same bits as `--quantization` at load. Embedding and head stay floats,
+as other readers expect, and so does the first layer beside int4, since not all readers of 4 bits
+read 8; a setting of our own, which others ignore, says that they are rounded to int8 at load."""
 
 import json
 from collections.abc import Iterator
@@ -46,11 +42,8 @@ def write_quantised_folder(
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> None:
     """Writes weights of `int8` or `int4` and the folder's small files into a new or empty folder.
-
-    Raises:
-        CheckpointError: the checkpoint is quantised already or a GGUF file, or the folder is not
-            empty or cannot be written.
-    """
+    Raises CheckpointError if the checkpoint is quantised already or a GGUF file, or the folder is
+    not empty or cannot be written."""
     if checkpoint.format == "gguf" or checkpoint.scheme is not None:
         stored = "a GGUF file" if checkpoint.scheme is None else f"as {checkpoint.scheme.name}"
         raise CheckpointError(

@@ -1,10 +1,6 @@
 """`QuantisedWeight`: a weight as integer codes with scales, and the rounding that makes one.
-
-Owns the rounding of weights; `csrc/core/quantised.h` states the rules for weights, activations and
-products, and `core/pack_quantised.cpp` makes the same bits from floats.
-
-Shapes: N out, K in, G groups of 32 or 16 consecutive elements of K; the last one may be shorter.
-"""
+`csrc/core/quantised.h` states the rules; `core/pack_quantised.cpp` makes the same bits from floats.
+Shapes: N out, K in, G groups of 32 or 16 consecutive elements of K; the last one may be shorter."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,17 +33,15 @@ InputOrder = npt.NDArray[np.int32]
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantisedWeight:
     """The element [n, k] is (codes[n, k] - zero_points[n, g]) * scales[n, g] + offsets[n, g], where
-    g = k // group; without zero points or offsets they are 0. There are never both.
-
-    With an order of the inputs this is the element [n, order[k]] instead, so that any inputs can
-    share a group; the order has each index below K once.
+    g = k // group; without zero points or offsets they are 0. There are never both. With an order
+    of the inputs this is the element [n, order[k]] instead, so that any inputs can share a group;
+    the order has each index below K once.
 
     Codes of 8 bits are from -128 to 127 and have no zero points. Codes of 4 bits are from 0 to 15
     with zero points or offsets, and from -8 to 7 without; with `is_mxfp4` they are twice the values
     of E2M1, from -12 to 12, and the scales are powers of two in float32. Groups of 16 have codes of
     8 bits and float32 scales. Scales and offsets, of one type, keep the type in which they are
-    stored.
-    """
+    stored."""
 
     codes: npt.NDArray[np.int8]  # [N, K]
     scales: Scales  # [N, G]
@@ -80,7 +74,6 @@ class QuantisedWeight:
     def __array__(
         self, dtype: npt.DTypeLike | None = None, copy: bool | None = None
     ) -> npt.NDArray[Any]:
-        """`np.asarray` gives the elements."""
         return self.dequantised() if dtype is None else self.dequantised().astype(dtype)
 
     @property
@@ -97,7 +90,7 @@ class QuantisedWeight:
         return self
 
     def rows(self, start: int, stop: int) -> "QuantisedWeight":
-        """Rows [start, stop), without a copy."""
+        """[start, stop), without a copy."""
         part = slice(start, stop)
         return QuantisedWeight(
             codes=self.codes[part],
@@ -133,7 +126,7 @@ class QuantisedWeight:
         return QuantisedWeight(codes, scales, zeros, offsets, bits, group, self.order)
 
     def dequantised(self) -> npt.NDArray[np.float32]:
-        """The elements in float32, the product and the sum rounded once each: [N, K]."""
+        """In float32, the product and the sum rounded once each: [N, K]."""
 
         def wide(each: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
             repeated = np.repeat(each, self.group, axis=1)[:, : self.shape[1]]
@@ -167,7 +160,7 @@ class CodedWeight(Protocol):
     def __len__(self) -> int: ...
 
     def rows(self, start: int, stop: int) -> "CodedWeight":
-        """Rows [start, stop), without a copy."""
+        """[start, stop), without a copy."""
         ...
 
     def as_codes(self) -> QuantisedWeight: ...
@@ -183,8 +176,7 @@ class CodedWeight(Protocol):
 
 FloatsOrCodes = npt.NDArray[Any] | CodedWeight
 
-HostWeight = FloatsOrCodes | Float8Weight
-"""A weight [N, K] as it is loaded."""
+HostWeight = FloatsOrCodes | Float8Weight  # [N, K] as it is loaded
 
 
 def have_one_order(weights: Sequence[FloatsOrCodes]) -> bool:
@@ -197,10 +189,8 @@ def have_one_order(weights: Sequence[FloatsOrCodes]) -> bool:
 
 
 def quantise_int8(weight: npt.NDArray[Any]) -> QuantisedWeight:
-    """Rounds [N, K] floats of any type to codes from -127 to 127.
-
-    Here and in `quantise_int4` a group that is not finite, or whose scale is not, gets a NaN scale.
-    """
+    """Rounds [N, K] floats of any type to codes from -127 to 127. Here and in `quantise_int4` a
+    group that is not finite, or whose scale is not, gets a NaN scale."""
     groups, is_finite = _finite_groups(weight)
     scales, inverse = _scales(np.abs(groups).max(axis=-1) / np.float32(MOST_CODE), is_finite)
     codes = np.clip(np.rint(groups * inverse[..., None]), -MOST_CODE, MOST_CODE)
@@ -222,7 +212,7 @@ def quantise_int4(weight: npt.NDArray[Any]) -> QuantisedWeight:
 def _finite_groups(
     weight: npt.NDArray[Any],
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.bool]]:
-    """The elements in float32 [N, G, GROUP], and which groups are finite; the others are zeros."""
+    """In float32 [N, G, GROUP], and which groups are finite; the others are zeros."""
     rows, reduction = weight.shape
     padded = np.zeros((rows, -(-reduction // GROUP) * GROUP), np.float32)
     padded[:, :reduction] = weight
@@ -235,7 +225,7 @@ def _finite_groups(
 def _scales(
     wanted: npt.NDArray[np.float32], is_finite: npt.NDArray[np.bool]
 ) -> tuple[npt.NDArray[np.float16], npt.NDArray[np.float32]]:
-    """Scales in float16, and the inverse of each, or 0 if it is 0."""
+    """In float16, and the inverse of each, or 0 if it is 0."""
     with np.errstate(over="ignore"):
         scales = wanted.astype(np.float16)
     wide = scales.astype(np.float32)
@@ -245,6 +235,6 @@ def _scales(
 
 
 def _flat(codes: npt.NDArray[np.float32], reduction: int) -> npt.NDArray[np.int8]:
-    """Codes [N, G, GROUP] as [N, K]."""
+    """[N, G, GROUP] as [N, K]."""
     flat = codes.astype(np.int8).reshape(len(codes), -1)[:, :reduction]
     return np.ascontiguousarray(flat)

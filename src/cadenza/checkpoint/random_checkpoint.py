@@ -1,12 +1,7 @@
-"""Writes checkpoints with random weights, of a named shape or any config.
-
-Owns the distribution of random weights. Invariant: the bytes written depend only on config, seed
-and data type, and at most a part of one tensor is in memory at a time.
-
-The weights are chosen so that errors change the output: activations keep unit variance through the
-layers, attention is peaked, norms and biases are noisy, and logits have a standard deviation of
-sqrt(ln V), which gives half of the maximum entropy at temperature 1.
-"""
+"""Writes checkpoints with random weights, of a named shape or any config. The bytes depend only on
+config, seed and type; at most a part of one tensor is in memory. Errors change the output:
+activations keep unit variance, attention is peaked, norms and biases are noisy, and logits have a
+deviation of sqrt(ln V), half of the maximum entropy at temperature 1."""
 
 import json
 import math
@@ -51,14 +46,11 @@ _CHUNK_ELEMENTS = 1 << 20
 _NORM_NOISE = 0.2
 _BIAS_NOISE = 0.2
 _POSITION_NOISE = 0.5
-_BOUND = 2.0
-"""Of clipped linears: some of their inputs and outputs lie beyond."""
-_SINK = 2.0
-"""The mean score of attention sinks, beside which those of few tokens are small."""
+_BOUND = 2.0  # of clipped linears: some of their inputs and outputs lie beyond
+_SINK = 2.0  # mean score of attention sinks; those of few tokens are small beside it
 _QUERY_GAIN = 2.0
 
-_MEAN_DECAY = -3.0
-"""Of ln(-rate): states remember some twenty tokens, and some of them hundreds."""
+_MEAN_DECAY = -3.0  # of ln(-rate): states remember some twenty tokens, and some of them hundreds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +71,7 @@ class NoiseSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """A model without weights: its config, and the settings of its folder that say so, by file."""
+    """A model without weights: its config, and its folder's settings by file."""
 
     config: ModelConfig
     files: Mapping[str, Mapping[str, object]]
@@ -91,11 +83,8 @@ def named_shape(name_or_file: str) -> ModelConfig:
 
 
 def read_shape(name_or_file: str) -> Shape:
-    """A named shape, or that of a config.json given by its path or its folder's.
-
-    Raises:
-        CheckpointError: neither a known name nor a file, or the file is not supported.
-    """
+    """A named shape, or that of a config.json given by its path or its folder's. Raises
+    CheckpointError if there is no such name or file, or the file is not supported."""
     shape = resources.files("cadenza.checkpoint") / "shapes" / f"{name_or_file}.json"
     if name_or_file in shape_names():
         return _read_shape(parse_json_object(shape.read_bytes(), CONFIG_FILE))
@@ -125,13 +114,13 @@ def _read_shape(raw: JsonObject, folder: Path | None = None) -> Shape:
 
 
 def shape_names() -> tuple[str, ...]:
-    """The names that `named_shape` accepts, sorted."""
+    """Sorted."""
     files = (resources.files("cadenza.checkpoint") / "shapes").iterdir()
     return tuple(sorted(file.name[:-5] for file in files if file.name.endswith(".json")))
 
 
 def text_shape_names() -> tuple[str, ...]:
-    """Those of models that do not see."""
+    """Those of models without vision."""
     return tuple(name for name in shape_names() if named_shape(name).vision is None)
 
 
@@ -144,10 +133,7 @@ def write_random_checkpoint(
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> None:
     """Writes a shape's files and normal random weights in `dtype` into a new or empty folder.
-
-    Raises:
-        CheckpointError: the folder is not empty or cannot be written.
-    """
+    Raises CheckpointError if it is not empty or cannot be written."""
     source = NoiseSource(seed=seed, draw=_normal)
     write_drawn_checkpoint(shape, folder, source, dtype=dtype, max_shard_bytes=max_shard_bytes)
 
@@ -160,11 +146,7 @@ def write_drawn_checkpoint(
     dtype: WeightDType,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> None:
-    """As `write_random_checkpoint`, with weights of another distribution of the same width.
-
-    Raises:
-        CheckpointError: the folder is not empty or cannot be written.
-    """
+    """As `write_random_checkpoint`, with weights of another distribution of the same width."""
     config = shape.config
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -208,7 +190,7 @@ def _part(spec: TensorSpec, config: ModelConfig, source: NoiseSource, dtype: Wei
 
 
 def distribution_of(spec: TensorSpec, config: ModelConfig) -> Normal:
-    """The distribution of a tensor's elements; linears keep the variance of their input."""
+    """Linears keep the variance of their input."""
     if spec.kind == "norm":
         is_final = spec.name == declare_final_norm(config).name
         gain = _final_gain(config) if is_final else _norm_gain(spec, config)
@@ -241,18 +223,15 @@ def distribution_of(spec: TensorSpec, config: ModelConfig) -> Normal:
 
 
 def _final_gain(config: ModelConfig) -> float:
-    """Gain of the final norm, which lets a tied head be small.
-
-    With larger embeddings the layers' outputs would be negligible beside the token's own embedding,
-    and every token would predict itself.
-    """
+    """Lets a tied head be small: with larger embeddings the layers' outputs would be negligible
+    beside the token's own embedding, and every token would predict itself."""
     if not config.tie_word_embeddings:
         return 1.0
     return config.embedding_scale * config.logit_divisor / config.residual_scale
 
 
 def _norm_gain(spec: TensorSpec, config: ModelConfig) -> float:
-    """Gain of a norm: that of queries has the scale of the scores, if the model has none."""
+    """That of queries has the scale of the scores, if the model has none."""
     if config.attention_scale == 1.0 and spec.name.endswith(".q_norm.weight"):
         return spec.shape[-1] ** -0.5
     return 1.0
@@ -271,7 +250,7 @@ def _score_gain(spec: TensorSpec, config: ModelConfig) -> float:
 
 
 def _draw(spec: TensorSpec, normal: Normal, source: NoiseSource) -> Iterator[AnyArray]:
-    """A tensor's elements in float32 chunks; they depend on the seed and the tensor's name."""
+    """In float32 chunks, which depend on the seed and the tensor's name."""
     words = np.frombuffer(spec.name.encode().ljust(-(-len(spec.name) // 4) * 4), dtype="<u4")
     generator = np.random.Generator(np.random.Philox(np.random.SeedSequence([source.seed, *words])))
     for start in range(0, spec.num_elements, _CHUNK_ELEMENTS):

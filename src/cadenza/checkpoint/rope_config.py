@@ -1,10 +1,6 @@
-"""The rotary position settings of a config.json: `RopeConfig`, `read_rope` and `format_rope`.
-
-Owns the supported scalings and their defaults. Invariant: a `RopeConfig` has all defaults filled
-in, so that equivalent files give equal values.
-
-Sources: Su et al., 2021 (rotary embedding); Peng et al., 2023 (YaRN); Ding et al., 2024 (LongRoPE).
-"""
+"""The rotary position settings of a config.json: `RopeConfig`, `read_rope` and `format_rope`. A
+`RopeConfig` has all defaults filled in, so that equivalent files give equal values. Sources: Su et
+al., 2021 (rotary embedding); Peng et al., 2023 (YaRN); Ding et al., 2024 (LongRoPE)."""
 
 import math
 from collections.abc import Sequence
@@ -24,9 +20,9 @@ _SECTIONS, _INTERLEAVED = "mrope_section", "mrope_interleaved"
 _NUM_AXES = 3
 _MAX_FACTOR = 1e6
 
+# How the pairs of a head are divided among the axes of positions (M-RoPE): alternating, as long as
+# each has some left, or all of one axis after all of another
 Sections = Literal["interleaved", "joined"]
-"""How the pairs of a head are shared out among the axes of positions (M-RoPE): in turn, as long as
-each has some left, or all of one behind all of another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,11 +34,9 @@ class LinearRopeScaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Llama3RopeScaling:
-    """Llama 3.1's scaling: low frequencies are divided by `factor`, high ones kept.
-
-    Frequencies are blended between the wavelengths `original_max_position_embeddings /
-    low_freq_factor` and `original_max_position_embeddings / high_freq_factor` (in tokens).
-    """
+    """Llama 3.1's scaling: low frequencies are divided by `factor`, high ones kept, and blended
+    between the wavelengths `original_max_position_embeddings / low_freq_factor` and
+    `original_max_position_embeddings / high_freq_factor` (in tokens)."""
 
     factor: float
     low_freq_factor: float
@@ -52,14 +46,11 @@ class Llama3RopeScaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class YarnRopeScaling:
-    """YaRN's scaling.
-
-    Frequencies with more than `beta_fast` rotations in the original length are kept, those with
-    fewer than `beta_slow` are divided by `factor`, with a linear ramp over the pairs between;
-    `truncate` rounds the ramp's ends to integers. Cosines and sines are multiplied by
-    `attention_factor`, and the queries of position p by 1 + query_beta * ln(1 + floor(p / original
-    length)). Families with latents multiply scores by a magnitude of `mscale_all_dim`.
-    """
+    """YaRN's scaling. Frequencies with more than `beta_fast` rotations in the original length are
+    kept, those with fewer than `beta_slow` are divided by `factor`, with a linear ramp over the
+    pairs between; `truncate` rounds the ramp's ends to integers. Cosines and sines are multiplied
+    by `attention_factor`, and the queries of position p by 1 + query_beta * ln(1 + floor(p /
+    original length)). Families with latents multiply scores by a magnitude of `mscale_all_dim`."""
 
     factor: float
     original_max_position_embeddings: int
@@ -73,11 +64,9 @@ class YarnRopeScaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LongRopeScaling:
-    """LongRoPE's scaling: divides each pair's frequency by its own factor.
-
-    `short_factor` applies if `max_model_len` is at most the original length, `long_factor`
-    otherwise. Cosines and sines are multiplied by `attention_factor` in both cases.
-    """
+    """LongRoPE's scaling: divides each pair's frequency by its own factor: of `short_factor` if
+    `max_model_len` is at most the original length, else of `long_factor`. Cosines and sines are
+    multiplied by `attention_factor` in both cases."""
 
     short_factor: tuple[float, ...]
     long_factor: tuple[float, ...]
@@ -88,8 +77,7 @@ class LongRopeScaling:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProportionalRopeScaling:
     """Gemma 4's rope: the first `num_pairs` pairs of a head have the frequencies that they would
-    have if all rotated, divided by `factor`; the others do not rotate.
-    """
+    have if all rotated, divided by `factor`; the others do not rotate."""
 
     num_pairs: int
     factor: float
@@ -114,13 +102,10 @@ _NAME_OF_SCALING: dict[type, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Rotary positions over the first `rotary_dim` values of a head.
-
-    Value i is paired with i + rotary_dim / 2 (not with its neighbour).
-
-    `axes` are those of the pairs, if positions have three coordinates (time, height, width), which
-    differ within images: 0, 1 or 2 for each of the rotary_dim / 2 pairs. They are equal in text.
-    """
+    """Rotary positions over the first `rotary_dim` values of a head. Value i is paired with i +
+    rotary_dim / 2 (not with its neighbour). `axes` are those of the pairs, if positions have three
+    coordinates (time, height, width), which differ within images: 0, 1 or 2 for each of the
+    rotary_dim / 2 pairs. They are equal in text."""
 
     theta: float
     rotary_dim: int
@@ -134,7 +119,6 @@ class RopeConfig:
 
     @property
     def attention_factor(self) -> float:
-        """Factor of all cosines and sines."""
         if isinstance(self.scaling, YarnRopeScaling | LongRopeScaling):
             return self.scaling.attention_factor
         return 1.0
@@ -142,36 +126,27 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeRules:
-    """A family's defaults and rules for reading rope settings.
-
-    Args:
-        default_original: the original length if it is not set at the file's top level; None takes
-            the one in the scaling, or else `max_positions`.
-        may_be_partial: `partial_rotary_factor` may be below 1.
-        may_scale_queries: `llama_4_scaling_beta` may be set, with YaRN.
-        default_share: of `partial_rotary_factor`.
-        sections: positions may have several coordinates (`mrope_section`), which are equal in
-            text, so that its rope is the plain one.
-        aliases: (alias, rope type) pairs.
-    """
+    """A family's defaults and rules for reading rope settings."""
 
     head_dim: int
     max_positions: int
     default_theta: float = 10_000.0
     theta_key: str = "rope_theta"
+    # the original length if it is not set at the file's top level; None takes the one in the
+    # scaling, or else `max_positions`
     default_original: int | None = None
-    may_be_partial: bool = False
-    may_scale_queries: bool = False
-    default_share: float = 1.0
+    may_be_partial: bool = False  # `partial_rotary_factor` may be below 1
+    may_scale_queries: bool = False  # `llama_4_scaling_beta` may be set, with YaRN
+    default_share: float = 1.0  # of `partial_rotary_factor`
+    # positions may have several coordinates (`mrope_section`), which are equal in text, so that its
+    # rope is the plain one
     sections: Sections | None = None
-    aliases: tuple[tuple[str, str], ...] = ()
+    aliases: tuple[tuple[str, str], ...] = ()  # (alias, rope type) pairs
 
 
 def read_rope(raw: JsonObject, rules: RopeRules) -> RopeConfig:
-    """Reads the rope of all layers from its old keys, its new ones, or both if they agree.
-
-    Raises `CheckpointError`.
-    """
+    """The rope of all layers from its old keys, its new ones, or both if they agree. Raises
+    `CheckpointError`."""
     sources = [
         source
         for source in (raw.child("rope_parameters"), raw.child("rope_scaling"))
@@ -194,7 +169,7 @@ def read_rope(raw: JsonObject, rules: RopeRules) -> RopeConfig:
 
 
 def read_rope_entry(raw: JsonObject, source: JsonObject, rules: RopeRules) -> RopeConfig:
-    """Reads the rope of one entry; the file's top level gives missing values."""
+    """The rope of one entry; the file's top level gives missing values."""
     for key in _REFUSED_KEYS:
         is_read = key == _QUERY_BETA and rules.may_scale_queries
         is_read |= key == _SECTIONS and rules.sections is not None

@@ -1,14 +1,7 @@
-"""`rope_factors`: the cosines and sines of all positions, shared by the runners of all backends.
-
-Owns the arithmetic of a `RopeConfig`, in float64 on the host, rounded once to float32. The factors
-depend on `max_model_len` and are fixed for an engine's lifetime. The witness computes its own
-factors (`reference_rope`) and must not import this module. Invariant: the factors have the same
-bits on every machine, so elementary functions come from `host_math`, and products of complex
-numbers, which numpy fuses on some CPUs, are written out.
-
-Sources: Su et al., 2021 (rotary embedding); Llama 3.1's wavelength-dependent scaling; Peng et al.,
-2023 (YaRN); Ding et al., 2024 (LongRoPE).
-"""
+"""`rope_factors`: the cosines and sines of all positions, for all backends, in float64 on the host,
+rounded once to float32; fixed by `max_model_len` for an engine's lifetime. They have the same bits
+on every machine, so elementary functions are `host_math`'s, and complex products, which numpy fuses
+on some CPUs, are written out. `reference_rope`, the oracle, must not import this."""
 
 import math
 
@@ -25,18 +18,15 @@ from cadenza.checkpoint.rope_config import (
     YarnRopeScaling,
 )
 
+# Positions per block. A position's rotation is the product of its block's and of the one within the
+# block, so that cosines and sines are computed once per block and once per position of a block:
+# much faster for long contexts
 ROPE_BLOCK_LEN = 512
-"""Positions per block. A position's rotation is the product of its block's and of the one within
-the block, so that cosines and sines are computed once per block and once per position of a block:
-much faster for long contexts.
-"""
 
 
 def rope_factors(rope: RopeConfig | None, max_model_len: int) -> npt.NDArray[np.float32]:
     """[max_model_len, rotary_dim]: each position's cosines, then its sines; 0 columns for None.
-
-    With `RopeConfig.has_query_factors` a last column has what the queries are multiplied by.
-    """
+    With `RopeConfig.has_query_factors` a last column has the factor of the queries."""
     if rope is None:
         return np.empty((max_model_len, 0), np.float32)
     frequencies = _frequencies(rope, max_model_len)
@@ -56,7 +46,7 @@ def rope_factors(rope: RopeConfig | None, max_model_len: int) -> npt.NDArray[np.
 
 
 def _query_factors(scaling: YarnRopeScaling, max_model_len: int) -> Floats:
-    """What the queries of each position are multiplied by: [max_model_len]."""
+    """The factor of the queries at each position: [max_model_len]."""
     lengths = np.arange(max_model_len) // scaling.original_max_position_embeddings
     by_length = [1.0 + scaling.query_beta * log(1.0 + n) for n in range(int(lengths[-1]) + 1)]
     return np.array(by_length)[lengths]

@@ -1,10 +1,7 @@
-"""Opens safetensors files: `open_safetensors` maps a file and checks its header.
-
-Owns the reading of the format (https://github.com/huggingface/safetensors#format). It does not use
-the safetensors library, because views must be zero-copy in bfloat16 too and an invalid header must
-raise a specific error. Invariant: every tensor of an open file lies inside it, overlaps no other,
-and has the number of bytes that its shape and data type imply.
-"""
+"""Opens safetensors files: `open_safetensors` maps a file and checks its header
+(https://github.com/huggingface/safetensors#format), without the safetensors library: views must be
+zero-copy in bfloat16 too. Every tensor of an open file lies inside it, overlaps no other, and has
+the bytes that its shape and data type imply."""
 
 import math
 from dataclasses import replace
@@ -25,11 +22,8 @@ METADATA_KEY = "__metadata__"
 
 
 def open_safetensors(path: Path) -> tuple[MappedFile, dict[str, StoredTensor]]:
-    """Maps a file and checks its header completely; its tensors by name.
-
-    Raises:
-        CheckpointError: the header is invalid, does not match the file, or has a wrong dtype.
-    """
+    """Maps a file and checks its header completely; its tensors by name. Raises CheckpointError if
+    the header is invalid, does not match the file, or has a wrong dtype."""
     num_bytes = regular_file_size(path)
     if num_bytes < LENGTH_BYTES:
         raise CheckpointError(
@@ -115,7 +109,7 @@ def _read_sizes(raw: JsonObject, key: str, *, high: int) -> tuple[int, ...]:
 
 
 def _check_cover(entries: list[StoredTensor], where: str, base: int, end: int) -> None:
-    """Checks that every byte of the data belongs to exactly one tensor, as the format requires."""
+    """Every byte of the data must belong to exactly one tensor, as the format requires."""
     entries.sort(key=lambda entry: (entry.start, entry.stop))
     position = base
     for entry in entries:

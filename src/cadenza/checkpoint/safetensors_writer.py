@@ -1,8 +1,5 @@
-"""Writes tensors into safetensors files: `write_shards`.
-
-Owns the header and the division into files. Invariant: the elements of one `Part` are in memory at
-a time, and the bytes depend only on the parts.
-"""
+"""Writes tensors into safetensors files: `write_shards`. The elements of one `Part` are in memory
+at a time, and the bytes depend only on the parts."""
 
 import json
 from collections.abc import Callable, Iterable, Sequence
@@ -45,8 +42,7 @@ class Part:
         return sum(tensor.num_bytes for tensor in self.tensors)
 
 
-OnWritten = Callable[[int], object]
-"""Called with the number of bytes that were written since the last call."""
+OnWritten = Callable[[int], object]  # called with the number of bytes written since the last call
 
 
 def write_shards(

@@ -1,9 +1,7 @@
 """`ScoreHead`: the head of models that score a text, such as rerankers, in place of a vocabulary's.
-
-transformers saves such a model (`Qwen3ForSequenceClassification`) with the decoder's own tensor
-names and `score.weight`. Invariant: a model with a score head has no other, and the weights that
-the engine loads lack it: it is applied to the last hidden state of a text.
-"""
+transformers saves them (`Qwen3ForSequenceClassification`) with the decoder's tensor names and
+`score.weight`. The weights that the engine loads lack the head: it is applied to the last hidden
+state of a text."""
 
 import math
 from collections.abc import Sequence
@@ -18,28 +16,23 @@ from cadenza.checkpoint.weights import Weights
 from cadenza.errors import CheckpointError
 
 WEIGHT, BIAS = "score.weight", "score.bias"
-SCORE_NAMES = (WEIGHT, None), (BIAS, None)
-"""Neither is a tensor of the decoder."""
+SCORE_NAMES = (WEIGHT, None), (BIAS, None)  # neither is a tensor of the decoder
 
+# where config.json may name the activation of a score; without a name it is the sigmoid
 _ACTIVATIONS = (
     ("sentence_transformers", "activation_fn"),
     (None, "sbert_ce_default_activation_function"),
 )
-"""Where config.json may name what a score goes through; without a name it is the sigmoid."""
 _NONE = "Identity"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreHead:
-    """One weight for each element of a hidden state, and what follows.
-
-    Args:
-        is_bounded: the score goes through the sigmoid.
-    """
+    """One weight for each element of a hidden state, and what follows."""
 
     weights: tuple[float, ...]
     bias: float
-    is_bounded: bool
+    is_bounded: bool  # the score goes through the sigmoid
 
     def score(self, state: Sequence[float]) -> float:
         """Of a hidden state, not scaled. The sum is exactly rounded."""
@@ -56,11 +49,8 @@ def _sigmoid(x: float) -> float:
 
 
 def read_score_head(raw: JsonObject, config: ModelConfig, weights: Weights) -> ScoreHead | None:
-    """The score head of a model, if it has one and no other.
-
-    Raises:
-        CheckpointError: the head is not that of one score.
-    """
+    """The score head of a model, if it has one and no other. Raises CheckpointError if the head
+    does not give one score."""
     if WEIGHT not in weights or HEAD in weights:
         return None
     shape = weights.shape(WEIGHT)

@@ -1,7 +1,5 @@
-"""Which models can compute sparse prompts, and which can score prompts for another.
-
-Knows the kinds of layers alone; what a backend can do is in its traits.
-"""
+"""Which models can compute sparse prompts, and which can score prompts for another, by their layers
+alone; what a backend can do is in its traits."""
 
 from cadenza.checkpoint.model_config import ModelConfig
 

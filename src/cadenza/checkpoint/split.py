@@ -1,9 +1,6 @@
-"""Models divided among devices: `split_model` and `split_weights`.
-
-Each device has whole heads and a part of each MLP: of the linears that read the stream some
-outputs, and of those that write to it some inputs. Everything else each device has whole.
-Invariant: all parts have one shape, and together they are the model.
-"""
+"""Models divided among devices: `split_model` and `split_weights`. Each device has whole heads and
+a part of each MLP: some outputs of the linears that read the stream, and some inputs of those that
+write to it; all else is whole. All parts have one shape, and together they are the model."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -23,19 +20,18 @@ from cadenza.errors import ConfigError
 
 FLAG = "--tensor-parallel-size"
 
+# Of the inputs of a linear that writes to the stream: each is summed by itself, on whatever device
+# has it, and the sums are added in one tree
 NUM_SPANS = 8
-"""Of the inputs of a linear that writes to the stream: each is summed by itself, on whatever device
-has it, and the sums are added in one tree."""
 
-DEVICE_COUNTS = (1, 2, 4, 8)
-"""Numbers of devices that have as many spans each."""
+DEVICE_COUNTS = (1, 2, 4, 8)  # numbers of devices that have equally many spans
 
 _Side = Literal["outputs", "inputs"]
 
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """The place of a device among `count`."""
+    """The index of a device among `count`."""
 
     index: int
     count: int
@@ -47,7 +43,7 @@ class Rank:
 
 
 def split_model(model: ModelConfig, count: int) -> ModelConfig:
-    """What each of `count` devices has of a model. Raises ConfigError if it cannot be divided."""
+    """Each device's part of a model. Raises ConfigError if it cannot be divided."""
     refusal = _refusal(model, count)
     if refusal is not None:
         raise ConfigError(f"{FLAG} {count}: {refusal}")
@@ -61,10 +57,8 @@ def split_model(model: ModelConfig, count: int) -> ModelConfig:
 
 
 def split_weights(weights: Weights, model: ModelConfig, rank: Rank) -> Weights:
-    """The tensors of one device, by the names that they have in the whole model.
-
-    Raises ConfigError if they are stored quantised.
-    """
+    """The tensors of one device, by their names in the whole model. Raises ConfigError if they are
+    stored quantised."""
     parts: dict[str, StoredWeight] = {}
     for name, side in _divided(model):
         entry = weights.tensors.get(name)
@@ -80,7 +74,7 @@ def split_weights(weights: Weights, model: ModelConfig, rank: Rank) -> Weights:
 
 
 def obstacle_to_split(model: ModelConfig) -> str | None:
-    """Why devices cannot share a model of this kind; None if they can."""
+    """Why devices cannot share a model of this type; None if they can."""
     layers = [declare_layer(model, index) for index in range(model.num_layers)]
     is_plain = all(
         isinstance(each.mixer, AttentionSpec) and isinstance(each.mlp, GatedMLPSpec)
@@ -109,7 +103,6 @@ def obstacle_to_split(model: ModelConfig) -> str | None:
 
 
 def _refusal(model: ModelConfig, count: int) -> str | None:
-    """Why so many devices cannot share a model."""
     if count not in DEVICE_COUNTS:
         return f"supported are {', '.join(map(str, DEVICE_COUNTS))}"
     for what, size in (("heads", model.num_heads), ("KV heads", model.num_kv_heads)):

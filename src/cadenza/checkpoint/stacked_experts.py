@@ -1,9 +1,6 @@
 """Mixtures that store all experts of a layer in one tensor: `split_stacks`, and `stacked_parts` for
-writing. Each way is a row of names and an order of axes.
-
-Invariant: the result has only the declared names, no byte belongs to two of them, and nothing is
-read before it is asked for. Shapes: X experts, E embed, F MLP; N outputs and K inputs of an expert.
-"""
+writing. The result has only the declared names, no byte belongs to two of them, and nothing is read
+before it is asked for. Shapes: X experts, E embed, F MLP; N outputs and K inputs of an expert."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,28 +17,26 @@ from cadenza.checkpoint.tensor_spec import ExpertMLPSpec, LinearSpec, ParallelML
 from cadenza.checkpoint.weights import Stored, Weights
 from cadenza.errors import CheckpointError
 
+# The axes of a stack: [X, N, K]; [X, K, N]; [X, K, N], and biases [X, N], with the outputs of gate
+# and up alternating, where others have the one after the other; or [X, ...] of one linear's tensor
 Order = Literal["outputs", "inputs", "in_turn", "any"]
-"""The axes of a stack: [X, N, K]; [X, K, N]; [X, K, N], and biases [X, N], with the outputs of gate
-and up in turn, where others have the one behind the other; or [X, ...] of one linear's tensor."""
 
+# the stack of gates and ups, and that of downs: transformers 5's names, and Granite's
 _PAIRS = (
     ("{layer}.mlp.experts.gate_up_proj", "{layer}.mlp.experts.down_proj"),
     ("{block}.experts.gate_up_proj", "{block}.experts.down_proj"),
     ("{block}.input_linear.weight", "{block}.output_linear.weight"),
 )
-"""The stack of gates and ups, and that of downs, as transformers 5 writes them, and as Granite's
-files have them."""
 
+# what the router is called, beside the experts of the former
 _ROUTERS = ("gate.weight", "router.weight")
-"""What the router is, beside the experts of the former."""
 
 _MLX = ("switch_mlp", "experts")
+# MLX stacks gates, ups and downs apart, with what its quantised linears have beside the weight
 _MLX_SUFFIXES = ("weight", "scales", "biases", "bias")
-"""MLX stacks gates, ups and downs apart, with what its quantised linears have beside the weight."""
 
 
-Experts = Sequence[Sequence[LinearSpec]]
-"""Of each expert, linears in the order of their outputs."""
+Experts = Sequence[Sequence[LinearSpec]]  # of each expert, linears in the order of their outputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,11 +82,8 @@ class Mixture:
 
 
 def split_stacks(config: ModelConfig, weights: Weights) -> Weights:
-    """`weights` with stacked experts under the declared names; others are unchanged.
-
-    Raises:
-        CheckpointError: a stacked tensor has the wrong shape, or an expert is stored twice.
-    """
+    """`weights` with stacked experts under the declared names; others are unchanged. Raises
+    CheckpointError if a stacked tensor has the wrong shape, or an expert is stored twice."""
     parts: dict[str, dict[str, Stored]] = {}
     for mixture in _mixtures(config):
         for stacks in _stacks_of(mixture):
@@ -228,9 +220,8 @@ def _check_shape(stack: Stack, entry: StoredTensor) -> None:
 
 
 def stacked_parts(config: ModelConfig, parts: Sequence[Part]) -> list[Part]:
-    """What is written for a model whose stacks are in turn: stacks in place of the tensors of
-    experts. Each part has one tensor. Others' parts are unchanged.
-    """
+    """What is written for a model whose stacks alternate: stacks in place of the tensors of
+    experts. Each part has one tensor. Others' parts are unchanged."""
     by_name = {part.tensors[0].name: part for part in parts}
     for mixture in _mixtures(config):
         for stack in _stacks_in_turn(mixture) if mixture.is_in_turn else ():

@@ -1,8 +1,6 @@
 """A tensor in a mapped file, `StoredTensor`, and a weight in several tensors, `StoredWeight`.
-
-Invariant: loading a tensor copies nothing, unless a vector has to be decoded or the rows of floats
-have to be put into order.
-"""
+Loading a tensor copies nothing, unless a vector has to be decoded or the rows of floats have to be
+put into order."""
 
 import math
 import mmap
@@ -28,18 +26,13 @@ FileBytes = mmap.mmap | bytes
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class MappedFile:
-    """An open file, mapped as long as this object or a view of its bytes exists.
-
-    Args:
-        modified_ns: the time of its last change, in nanoseconds since 1970.
-        header: of a file of tensors: the bytes before them.
-    """
+    """An open file, mapped as long as this object or a view of its bytes exists."""
 
     name: str
     data: mmap.mmap
-    modified_ns: int
+    modified_ns: int  # the time of its last change, in nanoseconds since 1970
     path: Path
-    header: bytes | memoryview = b""
+    header: bytes | memoryview = b""  # of a file of tensors: the bytes before them
 
     def release_pages(self) -> None:
         """Takes the mapped pages out of this process's resident memory. The page cache keeps them,
@@ -61,26 +54,21 @@ def map_file(path: Path) -> MappedFile:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class StoredTensor:
-    """A tensor in bytes [start, stop) of a file's `data`.
-
-    Args:
-        dtype: of the elements, of the decoded ones if there is an `encoding`.
-        num_paired_heads: the rows are those of so many heads, each stored in the order 0, D / 2, 1,
-            D / 2 + 1, …; None: in order.
-    """
+    """A tensor in bytes [start, stop) of a file's `data`."""
 
     name: str
-    dtype: StoredDType
+    dtype: StoredDType  # of the elements, of the decoded ones if there is an `encoding`
     shape: tuple[int, ...]
     data: FileBytes
     start: int
     stop: int
     encoding: Encoding | None = None
+    # the rows are those of so many heads, each stored in the order 0, D / 2, 1, D / 2 + 1, …; None:
+    # in order
     num_paired_heads: int | None = None
 
     @property
     def stored_type(self) -> str:
-        """The name of the data type or of the encoding."""
         return self.dtype if self.encoding is None else self.encoding.name
 
     @property
@@ -99,8 +87,7 @@ class StoredTensor:
 
     def load(self) -> AnyArray | BlockWeight:
         """An array over the mapped bytes, read-only and possibly unaligned, or the blocks of an
-        encoded weight; a new array if a vector is encoded or the rows of floats are paired.
-        """
+        encoded weight; a new array if a vector is encoded or the rows of floats are paired."""
         if self.encoding is not None:
             stored = np.frombuffer(self.data, np.uint8, self.num_bytes, self.start)
             if self.format is not None:
@@ -127,22 +114,14 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class StoredWeight:
-    """One quantised weight [N, K], in tensors of other names, and how it is read.
-
-    Args:
-        stored_type: the method and the type of the codes, such as "awq int4".
-        format: of what `load` gives; None if that is floats.
-        parts: the tensors that it is stored in.
-        load: reads it, on each call.
-        num_sharing: weights that are stored in these parts, evenly.
-    """
+    """One quantised weight [N, K], in tensors of other names, and how it is read."""
 
     shape: tuple[int, ...]
-    stored_type: str
-    format: WeightFormat | None
-    parts: tuple[StoredTensor, ...]
-    load: Callable[[], HostWeight]
-    num_sharing: int = 1
+    stored_type: str  # the method and the type of the codes, such as "awq int4"
+    format: WeightFormat | None  # of what `load` gives; None if that is floats
+    parts: tuple[StoredTensor, ...]  # the tensors that it is stored in
+    load: Callable[[], HostWeight]  # reads it, on each call
+    num_sharing: int = 1  # weights that are stored in these parts, evenly
 
     @property
     def num_bytes(self) -> int:
@@ -154,12 +133,7 @@ Stored = StoredTensor | StoredWeight
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredScheme:
-    """How a checkpoint is quantised.
+    """How a checkpoint is quantised."""
 
-    Args:
-        name: the method with its main settings, for messages and `info`.
-        activations: the rounding of activations that it asks for; None if none.
-    """
-
-    name: str
-    activations: str | None = None
+    name: str  # the method with its main settings, for messages and `info`
+    activations: str | None = None  # the rounding of activations that it asks for; None if none

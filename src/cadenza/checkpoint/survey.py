@@ -1,8 +1,5 @@
-"""Describes a model folder, whether it can be loaded or not: `survey_folder`.
-
-Owns the facts that `cadenza info` shows of a refused checkpoint. Invariant: raises nothing, and
-reads only small files and headers.
-"""
+"""Describes a model folder, whether it can be loaded or not, for `cadenza info`: `survey_folder`.
+Raises nothing, and reads only small files and headers."""
 
 from collections import Counter
 from pathlib import Path

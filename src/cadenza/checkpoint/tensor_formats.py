@@ -1,8 +1,5 @@
-"""The format in which each tensor of a model is held: `format_of`, `held_formats`.
-
-Invariant: memory plans, bounds and loading derive the format of a tensor from `format_of`, so that
-they agree.
-"""
+"""The format in which each tensor of a model is held: `format_of`, `held_formats`. Memory plans,
+bounds and loading derive the format of a tensor from `format_of`, so that they agree."""
 
 from collections.abc import Callable, Iterable
 
@@ -21,11 +18,11 @@ from cadenza.checkpoint.weight_format import (
 from cadenza.checkpoint.weights import Weights
 from cadenza.config import Quantization
 
+# of the tensor of a name that a checkpoint stores as codes; None for floats
 StoredFormat = Callable[[str], WeightFormat | None]
-"""Of the tensor of a name that a checkpoint stores as codes; None for floats."""
 
+# routers choose experts, where a small error is a large one; norms and biases are small
 _QUANTISED_KINDS: frozenset[TensorKind] = frozenset({"embedding", "head", "linear"})
-"""Routers choose experts, where a small error is a large one; norms and biases are small."""
 
 
 def format_of(
@@ -34,10 +31,8 @@ def format_of(
     quantization: Quantization = "none",
     stored: WeightFormat | None = None,
 ) -> WeightFormat:
-    """The format in which a tensor is held by a model that computes in `dtype`.
-
-    `stored` is that of a weight which the checkpoint stores quantised.
-    """
+    """The format in which a model that computes in `dtype` holds a tensor; `stored` is that of a
+    weight which the checkpoint stores quantised."""
     if stored is not None:
         return stored
     if quantization == "none" or spec.kind not in _QUANTISED_KINDS:
@@ -52,12 +47,10 @@ def needs_8_bits(spec: TensorSpec) -> bool:
 
 
 def held_formats(config: ModelConfig, weights: Weights) -> StoredFormat:
-    """The formats of the weights that a checkpoint stores quantised, as they are held.
-
-    Where an operand has integer codes beside floats, or beside float8, all of it is held in floats,
-    as one that is transposed, and codes whose formats cannot lie beside each other are held in one
-    that has them all.
-    """
+    """The formats of the weights that a checkpoint stores quantised, as they are held. An
+    operand with integer codes beside floats, or beside float8, is held in floats, as one that is
+    transposed; codes whose formats cannot lie beside each other are held in one that has them
+    all."""
     formats = {spec.name: weights.format(spec.name) for spec in declare(config)}
     for operand in declare_operands(config):
         names = [linear.weight for linear in operand.linears]
@@ -74,7 +67,7 @@ def held_formats(config: ModelConfig, weights: Weights) -> StoredFormat:
 
 
 def _kind(format: WeightFormat | None) -> str:
-    """Which formats one operand can have."""
+    """The class of formats that one operand can have."""
     return "floats" if format is None else "codes" if format.is_quantised else format.name
 
 

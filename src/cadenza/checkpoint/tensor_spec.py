@@ -1,17 +1,17 @@
-"""The tensors of a model as values: `TensorSpec`, and what layers are made of.
-
-A layer is a tree: nodes are named tuples, leaves say which tensors are held and multiplied together
-(`OperandSpec`). Names are those of the Hugging Face layout; `declaration` gives a model's.
-
+"""The tensors of a model as values: `TensorSpec`, and what layers are made of. A layer is a tree of
+named tuples, whose leaves say which tensors are held and multiplied together (`OperandSpec`).
 Shapes: E embed, F MLP, Hq/Hkv heads, D head dim, X experts; a linear is [out, in]. Of recurrences:
-M channels, J inputs of their convolution, Hv heads of values, Dv their size.
-"""
+M channels, J inputs of their convolution, Hv heads of values, Dv their size."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
+# `norm` weights may be stored less 1 (`ModelConfig.norm_adds_one`); a `scale` norm never is.
+# `filter`: of a depthwise convolution. `decay`: the logarithm of a rate. `sink`: scores of heads.
+# `tower`: linears of image towers, `positions` their tables, and `bound` a number at which the
+# input or output of one is clipped
 TensorKind = Literal[
     "embedding",
     "head",
@@ -27,10 +27,6 @@ TensorKind = Literal[
     "positions",
     "bound",
 ]
-"""`norm` weights may be stored less 1 (`ModelConfig.norm_adds_one`); a `scale` norm never is.
-`filter`: of a depthwise convolution. `decay`: the logarithm of a rate. `sink`: scores of heads.
-`tower`: linears of image towers, `positions` their tables, and `bound` a number at which the input
-or output of one is clipped."""
 
 _FIRST_LAYER = "model.layers.0."
 
@@ -96,11 +92,9 @@ class PatchSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperandSpec:
-    """Linears that are held in one type: those of one input, or those of all experts.
-
-    Only those side by side may be in several formats of codes. Codes of one that `is_transposed`,
-    whole or in part, are not kept: their groups are along the other axis.
-    """
+    """Linears that are held in one type: those of one input, or those of all experts. Only those
+    side by side may be in several formats of codes. Codes of one that `is_transposed`, whole or in
+    part, are not kept: their groups are along the other axis."""
 
     linears: tuple[LinearSpec, ...]
     are_side_by_side: bool = False
@@ -111,8 +105,8 @@ class OperandSpec:
 
 
 Leaf = TensorSpec | LinearSpec | PatchSpec | OperandSpec
+# a leaf, None for what a family does not have, or a node of these, in order of use
 SpecTree: TypeAlias = "Leaf | tuple[SpecTree, ...] | None"
-"""A leaf, None for what a family does not have, or a node of these, in order of use."""
 
 
 def tensors_of(tree: SpecTree) -> Sequence[TensorSpec]:
@@ -176,12 +170,10 @@ MLPSpec = GatedMLPSpec | ExpertMLPSpec | ParallelMLPSpec
 
 
 class AttentionSpec(NamedTuple):
-    """The tensors of attention; None for norms that the family does not have.
-
-    Without keys of its own, it has the linear and the norm of the queries only. With a gate
+    """The tensors of attention; None for norms that the family does not have. Without keys of its
+    own, it has the linear and the norm of the queries only. With a gate
     (`ModelConfig.has_attention_gate`), the linear of the queries has twice as many outputs: for
-    each head its query, then the gate of its output.
-    """
+    each head its query, then the gate of its output."""
 
     qkv: OperandSpec  # q, k and v, or one fused linear
     norms: tuple[TensorSpec, ...] | None

@@ -1,8 +1,5 @@
-"""Reads a folder's tokenizer settings: special tokens and chat templates.
-
-Owns the names and size limits of tokenizer_config.json and related files. Encodes no text and
-renders no templates. Invariant: files beyond their size limit are refused, not read.
-"""
+"""Reads a folder's tokenizer settings: special tokens and chat templates. Encodes no text and
+renders no templates. Files beyond their size limit are refused, not read."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -25,31 +22,28 @@ SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 TEMPLATE_FILE = "chat_template.jinja"
 NAMED_TEMPLATES_FOLDER = "additional_chat_templates"
 OLD_TEMPLATE_FILE = "chat_template.json"
-_TEMPLATE_MARKS = ("{{", "{%")
-"""Without either Jinja writes the same text for all messages."""
+_TEMPLATE_MARKS = ("{{", "{%")  # without either Jinja writes the same text for all messages
 
 MAX_TOKENIZER_CONFIG_BYTES = 16 << 20
 MAX_TEMPLATE_BYTES = 1 << 20
 MAX_TEMPLATES = 64
 
+# tokens after which another than the model continues, by what a chat template has of the family:
+# many copies of a checkpoint name only one of them
 _TEMPLATE_ENDS = (
     ("<|channel|>", ("<|return|>", "<|call|>")),
     ("<|tool_call>", ("<turn|>", "<|tool_response>")),
 )
-"""Tokens behind which another than the model goes on, by what a chat template has of the family:
-many copies of a checkpoint name only one of them."""
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerFiles:
-    """A checkpoint's tokenizer settings.
-
-    `source` is tokenizer.json's path, or its content made of other data, None if there is none.
-    `special_tokens` maps names such as bos_token to their text, `chat_templates` maps names such as
-    "default" to Jinja source. `end_token_ids` are those that a chat template shows to end answers.
-    """
+    """A checkpoint's tokenizer settings. `source` is tokenizer.json's path, or its content made of
+    other data, None if there is none. `special_tokens` maps names such as bos_token to their text,
+    `chat_templates` names such as "default" to Jinja source. `end_token_ids` are those that a chat
+    template shows to end answers."""
 
     source: Path | TokenizerSource | None
     special_tokens: dict[str, str] = field(default_factory=dict[str, str])
@@ -59,11 +53,7 @@ class TokenizerFiles:
 
 
 def read_tokenizer_files(folder: Path) -> TokenizerFiles:
-    """Reads the tokenizer settings of a folder; every file is optional.
-
-    Raises:
-        CheckpointError: a file is malformed or too large.
-    """
+    """Every file is optional. Raises CheckpointError if one is malformed or too large."""
     path = folder / TOKENIZER_FILE
     if path.exists() and regular_file_size(path) > MAX_TOKENIZER_BYTES:
         raise CheckpointError(
@@ -97,7 +87,7 @@ def _read_optional(path: Path) -> JsonObject:
 
 
 def _read_special_tokens(raw: JsonObject) -> dict[str, str]:
-    """Reads special tokens, each a string or an object with its `content`."""
+    """Each is a string or an object with its `content`."""
     found: dict[str, str] = {}
     for name in _SPECIAL_NAMES:
         value = raw.get(name)
@@ -109,7 +99,7 @@ def _read_special_tokens(raw: JsonObject) -> dict[str, str]:
 
 
 def _read_templates(folder: Path, config: JsonObject) -> dict[str, str]:
-    """Chat templates by name; files of their own override those in tokenizer_config.json."""
+    """By name; files of their own override those in tokenizer_config.json."""
     found = _read_config_templates(config)
     if (folder / OLD_TEMPLATE_FILE).exists():
         found |= _read_config_templates(_read_optional(folder / OLD_TEMPLATE_FILE))
@@ -133,12 +123,9 @@ def check_templates(templates: Mapping[str, str]) -> None:
 
 
 def given_template(text: str) -> str:
-    """The Jinja source of a template that a user names: its file, or else the text of one.
-
-    Raises:
-        CheckpointError: the file cannot be read, or is no template.
-        ConfigError: there is no such file, and the text is no template.
-    """
+    """The Jinja source of a template that a user names: its file, or else the text of one. Raises
+    CheckpointError if the file cannot be read or is no template, ConfigError if there is no such
+    file and the text is no template."""
     is_file = os.path.isfile(text)
     source = _read_template(Path(text)) if is_file else text
     if not any(mark in source for mark in _TEMPLATE_MARKS):
@@ -181,7 +168,7 @@ def _read_config_templates(config: JsonObject) -> dict[str, str]:
 
 
 def _find_token_ids(contents: Sequence[str], config: JsonObject, tokenizer: Path) -> dict[str, int]:
-    """The ids of those that are tokens, from tokenizer_config.json, or else tokenizer.json."""
+    """From tokenizer_config.json, or else tokenizer.json."""
     found: dict[str, int] = {}
     decoder = config.child("added_tokens_decoder")
     for key in decoder.values if decoder is not None else ():
@@ -198,7 +185,7 @@ def _find_token_ids(contents: Sequence[str], config: JsonObject, tokenizer: Path
 
 
 def _ids_of_file(contents: Sequence[str], raw: JsonObject) -> dict[str, int]:
-    """As tokenizer.json has them: of its added tokens, or else of its vocabulary."""
+    """Of its added tokens, or else of its vocabulary."""
     found: dict[str, int] = {}
     for entry in raw.items_of("added_tokens"):
         token = JsonObject({"token": entry}, f"{TOKENIZER_FILE}: added_tokens").child("token")

@@ -1,10 +1,7 @@
-"""The tensors of an image tower and its projectors as trees: `declare_tower`.
-
-The leaves of a declared tree are specs, named as in the Hugging Face layout
-(`vision.tower_config.TowerNames`); those of a loaded one are arrays in the layouts of a backend.
-
-Legend: E the tower's width, F its MLPs', H D all heads, P values of a patch.
-"""
+"""The tensors of an image tower and its projectors as trees: `declare_tower`. The leaves of a
+declared tree are specs, named as in the Hugging Face layout (`vision.tower_config.TowerNames`);
+those of a loaded one are arrays in the layouts of a backend. Legend: E the tower's width, F its
+MLPs', H D all heads, P values of a patch."""
 
 from typing import Generic, NamedTuple, TypeVar
 
@@ -16,17 +13,13 @@ from cadenza.vision.tower_config import (
     VisionConfig,
 )
 
-V = TypeVar("V")
-"""A vector, or another tensor that is no linear."""
-L = TypeVar("L")
-"""A linear."""
-Q = TypeVar("Q")
-"""Linears of one input."""
-P = TypeVar("P")
-"""The linear of a patch's values."""
+V = TypeVar("V")  # a vector, or another tensor that is no linear
+L = TypeVar("L")  # a linear
+Q = TypeVar("Q")  # linears of one input
+P = TypeVar("P")  # the linear of a patch's values
 
+# of a linear that is clipped, in the order in which they are declared
 BOUNDS = ("input_min", "input_max", "output_min", "output_max")
-"""Of a linear that is clipped, in the order in which they are declared."""
 
 
 class Norm(NamedTuple, Generic[V]):
@@ -37,7 +30,7 @@ class Norm(NamedTuple, Generic[V]):
 
 
 class Standard(NamedTuple, Generic[V]):
-    """What is taken off, then multiplied by."""
+    """Subtracts the first, then multiplies by the second."""
 
     bias: V  # [E]
     factor: V  # [E]
@@ -97,7 +90,6 @@ TowerSpec = Tower[TensorSpec, LinearSpec, OperandSpec, PatchSpec]
 
 
 def declare_tower(vision: VisionConfig) -> TowerSpec:
-    """The tensors of a model's tower."""
     tower, names = vision.tower, vision.tower.names
     width = tower.hidden_size
     weight = TensorSpec(

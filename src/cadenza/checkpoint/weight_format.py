@@ -1,8 +1,5 @@
 """How a tensor is held in memory: `WeightFormat`, and the formats of integer codes.
-
-Owns the formats, their sizes and `joined`. `csrc/core/code_format.h` has the layout of each and
-lists those that kernels exist for.
-"""
+`csrc/core/code_format.h` has the layout of each and lists those that kernels exist for."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -11,42 +8,36 @@ from typing import Literal
 
 from cadenza.checkpoint.dtypes import FORMAT_OF_NAME, WEIGHT_DTYPES, WeightDType
 
-GROUP = 32
-"""Consecutive elements of the last axis that are rounded together."""
+GROUP = 32  # consecutive elements of the last axis that are rounded together
 
 HALF_GROUP = 16
 
+# Nested scales are integers of a byte with one float16 factor for 256 elements; so are offsets.
+# Those in bfloat16 are powers of two
 ScaleType = Literal["float16", "float32", "nested", "bfloat16"]
-"""Nested scales are integers of a byte with one float16 factor for 256 elements; so are offsets.
-Those in bfloat16 are powers of two."""
 
 NESTED = 256
 
 FLOAT8_BLOCK = 128
 
+# Of codes without sign: an integer that is subtracted from the codes of a group, or a number that
+# is added to the products of its codes and its scale
 Correction = Literal["zero_point", "offset"]
-"""Of codes without sign: an integer that is subtracted from the codes of a group, or a number that
-is added to the products of its codes and its scale."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightFormat:
-    """The representation of a tensor's elements.
-
-    Args:
-        bits: of each element.
-        group: consecutive elements of the last axis that have one scale; None for floats.
-        scale: the type of scales and offsets.
-        correction: what a group has beside its scale; a zero point is a byte.
-        block: consecutive elements of the last axis that have one float32 scale, of floats of 8
-            bits; None for others.
-    """
+    """The representation of a tensor's elements."""
 
     name: str
-    bits: int
+    bits: int  # of each element
+    # consecutive elements of the last axis that have one scale; None for floats
     group: int | None = None
-    scale: ScaleType = "float16"
+    scale: ScaleType = "float16"  # the type of scales and offsets
+    # what a group has beside its scale; a zero point is a byte
     correction: Correction | None = None
+    # consecutive elements of the last axis that have one float32 scale, of floats of 8 bits; None
+    # for others
     block: int | None = None
 
     @property
@@ -64,7 +55,7 @@ class WeightFormat:
         return scale + {None: 0, "zero_point": 8, "offset": scale}[self.correction]
 
     def num_bytes(self, shape: tuple[int, ...]) -> int:
-        """Bytes of a tensor [..., K], or a number; its last `GROUP` elements are complete."""
+        """Of a tensor [..., K], or a number; its last `GROUP` elements are complete."""
         *rows, columns = shape or (1,)
         if self.group is None:
             blocks = 0 if self.block is None else -(-columns // self.block)
@@ -85,12 +76,10 @@ def code_format(
     correction: Correction | None = None,
     group: int = GROUP,
 ) -> WeightFormat:
-    """A format of integer codes: with a correction from 0 to 15 in 4 bits, otherwise signed.
-
-    Codes of 5 and 8 bits have no zero points (an offset -scale * zero point says the same), and
-    groups of 16 have 8 bits and scales in float32, or 6 bits and nested ones. Scales of 5 bits are
-    not float32.
-    """
+    """A format of integer codes: with a correction from 0 to 15 in 4 bits, otherwise signed. Codes
+    of 5 and 8 bits have no zero points (an offset -scale * zero point says the same), and groups of
+    16 have 8 bits and scales in float32, or 6 bits and nested ones. Scales of 5 bits are not
+    float32."""
     name = f"int{bits}"
     if group != GROUP:
         name += f"-g{group}"
@@ -101,32 +90,28 @@ def code_format(
     return WeightFormat(name=name, bits=bits, group=group, scale=scale, correction=correction)
 
 
-INT8 = code_format(8)
-"""Codes from -127 to 127 with one float16 scale for each group."""
+INT8 = code_format(8)  # from -127 to 127 with one float16 scale for each group
 
+# from 0 to 15 with a float16 scale and an integer zero point of a byte for each group
 INT4 = code_format(4, correction="zero_point")
-"""Codes from 0 to 15 with a float16 scale and an integer zero point of a byte for each group."""
 
 
+# Codes that stand for twice the values of E2M1, which are integers, so that products are those of
+# these integers in 8 bits
 MXFP4 = WeightFormat(name="mxfp4", bits=4, group=GROUP, scale="bfloat16")
-"""Codes that stand for twice the values of E2M1, which are integers, so that products are those of
-these integers in 8 bits."""
 
 _MXFP4_IN_8_BITS = code_format(8, "float32")
 
+# float8_e4m3fn with a float32 scale for each row and block, multiplied by activations as they are
 FLOAT8 = WeightFormat(name="float8", bits=8, block=FLOAT8_BLOCK)
-"""float8_e4m3fn with a float32 scale for each row and block, multiplied by activations as they
-are."""
 
 
-PANEL = 32
-"""Columns of one panel of a packed weight, which has one format."""
+PANEL = 32  # columns of one panel of a packed weight, which has one format
 
 
 def panel_formats(formats: Sequence[WeightFormat], num_rows: Sequence[int]) -> list[WeightFormat]:
     """The formats of codes for weights side by side: their own if each of them begins at a panel,
-    otherwise one that holds all of them.
-    """
+    otherwise one that holds all of them."""
     if any(rows % PANEL for rows in num_rows[:-1]):
         return [joined(formats)] * len(formats)
     return [*formats]

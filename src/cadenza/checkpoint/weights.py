@@ -1,8 +1,5 @@
-"""The tensors of a folder by name, from one safetensors file or several: `Weights`.
-
-Owns the choice of files and the check of the index. Invariant: every file lies directly in the
-folder, and a name refers to exactly one tensor or quantised weight.
-"""
+"""The tensors of a folder by name, from one safetensors file or several: `Weights`. Every file lies
+directly in the folder, and a name refers to exactly one tensor or quantised weight."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,9 +25,9 @@ from cadenza.errors import CheckpointError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+# MTP layers beside `model.safetensors`: engines that refuse tensors they do not compute load that
+# one alone
 MTP_FILE = "mtp.safetensors"
-"""MTP layers beside `model.safetensors`: engines that refuse tensors they do not compute load that
-one alone."""
 
 MAX_INDEX_BYTES = 16 << 20
 MAX_SHARDS = 4096
@@ -40,10 +37,8 @@ _OTHER_FORMATS = ("pytorch_model.bin", "pytorch_model.bin.index.json", "consolid
 
 @dataclass(slots=True, eq=False)
 class Weights:
-    """Tensors by name, as read-only views of mapped files; pages are read on first access.
-
-    A weight that is stored quantised has its own name in place of the tensors that it is stored in.
-    """
+    """Tensors by name, as read-only views of mapped files; pages are read on first access. A weight
+    that is stored quantised has its own name in place of the tensors that it is stored in."""
 
     files: tuple[MappedFile, ...]
     tensors: Mapping[str, Stored]
@@ -51,10 +46,8 @@ class Weights:
     _on_read: Callable[[str], object] = lambda _: None
 
     def __getitem__(self, name: str) -> Any:
-        """A zero-copy view of a stored tensor, or a `CodedWeight`, read on each access.
-
-        Here and below raises `KeyError` for unknown names.
-        """
+        """A zero-copy view of a stored tensor, or a `CodedWeight`, read on each access. Here and
+        below raises `KeyError` for unknown names."""
         self._on_read(name)
         return self.tensors[name].load()
 
@@ -73,10 +66,9 @@ class Weights:
             file.release_pages()
 
     def released_by_layer(self) -> "Weights":
-        """A copy that releases the mapped pages before it reads another layer, for loads in
-        the order of layers. The file and what is made of it are then not both resident, and the
-        system can take back the file's part of the page cache.
-        """
+        """A copy that releases the mapped pages before it reads another layer, for loads in the
+        order of layers: file and result are then not both resident, and the system can take back
+        the file's part of the page cache."""
         layer: list[str] = [""]
 
         def release(name: str) -> None:
@@ -103,7 +95,6 @@ class Weights:
         return self.tensors[name].stored_type
 
     def num_bytes(self, name: str) -> int:
-        """Stored bytes."""
         return self.tensors[name].num_bytes
 
     def format(self, name: str) -> WeightFormat | None:
@@ -136,16 +127,14 @@ class Weights:
         return replace(self.with_stored(quantised), scheme=scheme)
 
     def with_stored(self, stored: Mapping[str, StoredWeight]) -> "Weights":
-        """A copy with weights in place of the tensors that they are stored in."""
+        """As `with_quantised`, whatever the format of the weights."""
         parts = {part.name for each in stored.values() for part in each.parts}
         others = {name: each for name, each in self.tensors.items() if name not in parts}
         return replace(self, tensors={**others, **stored})
 
     def with_parts(self, parts: Mapping[str, Mapping[str, Stored]]) -> "Weights":
         """A copy in which each tensor named in `parts` is replaced by those there, by their names.
-
-        Raises CheckpointError if one of these is there already.
-        """
+        Raises CheckpointError if one of these is there already."""
         tensors = {name: each for name, each in self.tensors.items() if name not in parts}
         for stored, entries in parts.items():
             twice = next((name for name in entries if name in tensors), None)
@@ -188,15 +177,9 @@ def usual_names(names: Sequence[str]) -> Iterator[str]:
 
 
 def open_weights(folder: Path, *, has_mtp_layers: bool = False) -> Weights:
-    """Opens `model.safetensors`, or else the files listed in `model.safetensors.index.json`.
-
-    Args:
-        has_mtp_layers: the model has MTP layers, which may lie in `mtp.safetensors` beside the
-            first of these.
-
-    Raises:
-        CheckpointError: there are none, or they are invalid.
-    """
+    """Opens `model.safetensors`, or else the files listed in `model.safetensors.index.json`; with
+    `has_mtp_layers` also `mtp.safetensors` beside the first of these, if there is one. Raises
+    CheckpointError if there are none, or they are invalid."""
     if (folder / SINGLE_FILE).exists():
         names = [SINGLE_FILE]
         if has_mtp_layers and (folder / MTP_FILE).exists():
@@ -215,7 +198,7 @@ def open_weights(folder: Path, *, has_mtp_layers: bool = False) -> Weights:
 
 
 def _joined(opened: Sequence[tuple[MappedFile, dict[str, StoredTensor]]]) -> Weights:
-    """The tensors of all files. Raises `CheckpointError` if a name is in two of them."""
+    """Raises `CheckpointError` if a name is in two files."""
     tensors: dict[str, StoredTensor] = {}
     for _, of_file in opened:
         twice = next((name for name in of_file if name in tensors), None)
@@ -229,7 +212,7 @@ def _joined(opened: Sequence[tuple[MappedFile, dict[str, StoredTensor]]]) -> Wei
 
 
 def read_shard_names(folder: Path) -> list[str]:
-    """The sorted file names in the folder's index. Raises `CheckpointError`."""
+    """Sorted. Raises `CheckpointError`."""
     return sorted(set(_read_index(folder).values()))
 
 

@@ -1,10 +1,7 @@
-"""Text models within models of several kinds of input: `unwrap_config` and `names_of_text`.
-
-Such a model nests the settings of its text model in `text_config`, and names its tensors below
-`model.language_model` (in older files `language_model.model`), beside those of its towers, which
-keep their names (`towers` reads them) or are not opened. Invariant: what comes out is as a
-checkpoint of the text model alone would have it, with towers beside it at most.
-"""
+"""Text models within models of several types of input: `unwrap_config` and `names_of_text`. The
+settings are nested in `text_config`, and tensors lie below `model.language_model` (in older files
+`language_model.model`), beside those of towers, which keep their names or are not opened. The
+result is as a checkpoint of the text model alone would have it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,12 +25,10 @@ class Wrapper:
     text_type: str
     other_text_types: tuple[str, ...] = ()
     prefix: str = "model.language_model."
-    text_aliases: tuple[str, ...] = ()
-    """Names of `text_type` within this model."""
-    may_be_flat: bool = False
-    """Older files have the text model's settings outside."""
+    text_aliases: tuple[str, ...] = ()  # names of `text_type` within this model
+    may_be_flat: bool = False  # older files have the text model's settings outside
+    # settings of the text model that its files do not have
     text_values: Mapping[str, object] = field(default_factory=dict[str, object])
-    """Settings of the text model that its files do not have."""
     defaults: Mapping[str, object] = field(default_factory=dict[str, object])
 
 
@@ -128,12 +123,13 @@ WRAPPERS: Mapping[str, Wrapper] = {
     )
 }
 
+# settings that the whole model's head follows, whatever the text model's say
 NEWER_OUTSIDE = ("tie_word_embeddings",)
-"""Settings that the whole model's head follows, whatever the text model's say."""
 
+# settings that may be outside only
 SHARED = ("dtype", "torch_dtype", "eos_token_id", "bos_token_id", "quantization_config")
-"""Settings that may be outside only."""
 
+# settings of a flat file that are no part of its text model
 _OF_TOWERS = (
     "vision_config",
     "image_token_id",
@@ -142,7 +138,6 @@ _OF_TOWERS = (
     "vision_end_token_id",
     "vision_token_id",
 )
-"""Settings of a flat file that are no part of its text model."""
 
 _TEXT_RULES: tuple[NameRule, ...] = (
     ("model.language_model.*", "model.*"),
@@ -161,10 +156,7 @@ _SOUND_RULES: tuple[NameRule, ...] = (
 
 def unwrap_config(raw: JsonObject) -> JsonObject:
     """The settings of the text model, with those that it shares with the whole model; `raw` itself
-    if it is no such model's.
-
-    Raises CheckpointError if the text model is of another type than it should.
-    """
+    for other models. Raises CheckpointError if the text model is of another type than it should."""
     wrapper = _wrapper_of(raw)
     if wrapper is None:
         return raw
@@ -197,12 +189,8 @@ def unwrap_config(raw: JsonObject) -> JsonObject:
 
 
 def names_of_text(raw: JsonObject, towers: Sequence[NameRule]) -> Sequence[NameRule]:
-    """Of the text model's tensors, those that they have without towers.
-
-    Args:
-        raw: the whole model's settings.
-        towers: the names of the tensors of towers, of the one that is kept or of all.
-    """
+    """The text model's tensors by their names without towers. `raw` are the whole model's settings,
+    `towers` the names of the tensors of towers, of the one that is kept or of all."""
     return () if _wrapper_of(raw) is None else [*towers, *_SOUND_RULES, *_TEXT_RULES]
 
 

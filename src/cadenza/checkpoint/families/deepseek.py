@@ -1,10 +1,7 @@
-"""DeepSeek-V3 (R1, Kimi-K2-like) and GLM-4.7-Flash: attention over latents, and mixtures that are
-chosen by sigmoids with a bias.
-
-Layers before `first_k_dense_replace` have no experts; GLM's newer files list them in
-`mlp_layer_types`. The scores' factor has YaRN's magnitude of `mscale_all_dim`, squared. Shared
-experts are one MLP of their widths together.
-"""
+"""DeepSeek-V3 (R1, Kimi-K2-like) and GLM-4.7-Flash: attention over latents, and mixtures chosen by
+sigmoids with a bias. Layers before `first_k_dense_replace` have no experts; GLM's newer files list
+them in `mlp_layer_types`. The scores' factor has YaRN's magnitude of `mscale_all_dim`, squared.
+Shared experts are one MLP of their joined widths."""
 
 from dataclasses import replace
 
@@ -52,7 +49,7 @@ _KEYS = frozenset(
 
 
 def _read_rope(raw: JsonObject, rules: RopeRules) -> RopeConfig:
-    """The rope of the part of a head that is rotated, whatever `head_dim` says."""
+    """The rope of the rotated part of a head, whatever `head_dim` says."""
     size = raw.integer("qk_rope_head_dim", 2, MAX_HEAD_DIM, _ROTARY_SIZE)
     rope = read_rope(raw, replace(rules, head_dim=size))
     if not isinstance(rope.scaling, YarnRopeScaling | None):
@@ -64,7 +61,6 @@ def _read_rope(raw: JsonObject, rules: RopeRules) -> RopeConfig:
 
 
 def _read_latents(raw: JsonObject, model: ModelConfig, default: LatentShape) -> ModelConfig:
-    """The settings of attention, with one kind of layers for all."""
     for key, supported in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
         if raw.text(key) not in (None, supported):
             raise CheckpointError(
@@ -95,7 +91,7 @@ def _read_latents(raw: JsonObject, model: ModelConfig, default: LatentShape) -> 
 
 
 def _magnitude(rope: RopeConfig) -> float:
-    """YaRN's, by which queries and keys are multiplied in effect."""
+    """YaRN's; queries and keys are in effect multiplied by it."""
     scaling = rope.scaling
     if not isinstance(scaling, YarnRopeScaling) or scaling.factor <= 1.0:
         return 1.0
@@ -105,7 +101,6 @@ def _magnitude(rope: RopeConfig) -> float:
 def _read_mixture(
     raw: JsonObject, model: ModelConfig, default: ExpertsConfig, has_experts: list[bool]
 ) -> ModelConfig:
-    """`model` with experts in some of its layers."""
     num_experts = raw.integer("n_routed_experts", 1, MAX_EXPERTS, default.num_experts)
     if num_experts * model.num_layers > MAX_TOTAL_EXPERTS:
         raise CheckpointError(

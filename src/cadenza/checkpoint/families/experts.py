@@ -1,10 +1,4 @@
-"""Mixtral, Qwen3-MoE and OLMoE: mixtures of experts in place of a dense family's MLPs.
-
-Mixtral weights a token's experts by a softmax over the chosen ones, which equals the softmax over
-all divided by the sum of the chosen; the others do so if `norm_topk_prob` is set. Only Qwen3-MoE
-has layers without experts: those in `mlp_only_layers`, and all but every `decoder_sparse_step`-th.
-OLMoE's `clip_qkv` is refused.
-"""
+"""Mixtral, Qwen3-MoE and OLMoE: mixtures of experts in place of a dense family's MLPs."""
 
 from dataclasses import replace
 
@@ -29,8 +23,8 @@ from cadenza.checkpoint.model_config import (
 from cadenza.checkpoint.mtp_layout import DEEPSEEK_MTP, QWEN_MTP
 from cadenza.errors import CheckpointError
 
+# two names of one setting; files of all families use either
 _NUM_EXPERTS = ("num_experts", "num_local_experts")
-"""Two names of the same setting; files of all families use either."""
 
 _NUM_CHOSEN = "num_experts_per_tok"
 EXPERT_KEYS = frozenset({*_NUM_EXPERTS, _NUM_CHOSEN})
@@ -41,7 +35,7 @@ _QWEN_WINDOW = 4096
 def read_experts(
     raw: JsonObject, model: ModelConfig, default_num: int, default_chosen: int
 ) -> ExpertsConfig:
-    """Reads the settings that families with experts share; the caller sets width and weighting."""
+    """The settings that families with experts share; the caller sets width and weighting."""
     given = [key for key in _NUM_EXPERTS if raw.has(key)]
     key = given[0] if given else _NUM_EXPERTS[0]
     num_experts = raw.integer(key, 1, MAX_EXPERTS, default_num)
@@ -90,7 +84,8 @@ def _read_qwen3_moe(raw: JsonObject, model: ModelConfig) -> ModelConfig:
 
 
 def _read_expert_layers(raw: JsonObject, num_layers: int) -> list[bool]:
-    """For each layer, whether its MLP is a mixture of experts."""
+    """For each layer, whether its MLP is a mixture: not those in `mlp_only_layers`, and only every
+    `decoder_sparse_step`-th."""
     step = raw.integer("decoder_sparse_step", 1, MAX_LAYERS, 1)
     plain = raw.items_of("mlp_only_layers")
     for index in plain:
@@ -114,6 +109,8 @@ def _read_olmoe(raw: JsonObject, model: ModelConfig) -> ModelConfig:
     )
 
 
+# Weights a token's experts by a softmax over the chosen ones, which equals the softmax over all
+# divided by the sum of the chosen; the other families do so if `norm_topk_prob` is set
 MIXTRAL = Family(
     model_type="mixtral",
     architecture="MixtralForCausalLM",
@@ -138,6 +135,7 @@ QWEN3_MOE = Family(
     mtp_layouts=(QWEN_MTP, DEEPSEEK_MTP),
 )
 
+# `clip_qkv` is refused
 OLMOE = Family(
     model_type="olmoe",
     architecture="OlmoeForCausalLM",

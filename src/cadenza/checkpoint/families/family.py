@@ -1,10 +1,7 @@
-"""`Family`: the settings of one `model_type` beyond those that all families share; and the readers
-of settings that several families have.
-
-Invariants: `read` receives a `ModelConfig` with all shared settings and returns it with the
-family's own; layer patterns are the shortest that repeat to the layers' kinds, so that equivalent
-files give equal patterns.
-"""
+"""`Family`: the settings of one `model_type` beyond those that all families share, and readers
+of settings that several families have. `read` receives a `ModelConfig` with all shared settings.
+Layer patterns are the shortest that repeat to the layers, so that equivalent files give equal
+patterns."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,44 +26,36 @@ LAYER_KEYS = frozenset({"sliding_window", "layer_types"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """One model family. Defaults are those of transformers for settings that the file omits.
-
-    Args:
-        read: adds the family's own settings to a config with the shared ones.
-        own_keys: settings that `read` handles, which are written for its models, too; others that
-            change the arithmetic are refused.
-        read_rope: reads the rope of layers without a window.
-        default_head_dim: None is `hidden_size / num_attention_heads`.
-        default_original_positions: see `RopeRules.default_original`.
-        rope_aliases: (alias, rope type) pairs in this family's files.
-        width_key: the setting of the width of MLPs.
-        default_width: None if files have to state it.
-        mtp_layouts: those that MTP layers beside the decoder may have.
-    """
+    """One model family. Defaults are those of transformers for settings that the file omits."""
 
     model_type: str
     architecture: str
+    # adds the family's own settings to a config with the shared ones
     read: Callable[[JsonObject, ModelConfig], ModelConfig]
+    # settings that `read` handles, which are written for its models, too; others that change the
+    # arithmetic are refused
     own_keys: frozenset[str] = frozenset()
+    # reads the rope of layers without a window
     read_rope: Callable[[JsonObject, RopeRules], RopeConfig] = read_rope
-    default_head_dim: int | None = None
+    default_head_dim: int | None = None  # None is `hidden_size / num_attention_heads`
     has_kv_head_for_each_by_default: bool = False
     default_max_positions: int
     norm_eps_key: str = "rms_norm_eps"
     default_norm_eps: float = 1e-6
     default_rope_theta: float = 10_000.0
-    default_original_positions: int | None = None
+    default_original_positions: int | None = None  # see `RopeRules.default_original`
     may_be_partly_rotated: bool = False
     default_rotary_share: float = 1.0
     rope_sections: Sections | None = None
+    # (alias, rope type) pairs in this family's files
     rope_aliases: tuple[tuple[str, str], ...] = ()
     activation_key: str = "hidden_act"
     default_activation: str = "silu"
     experts_key: str = "num_experts"
-    width_key: str = "intermediate_size"
-    default_width: int | None = None
+    width_key: str = "intermediate_size"  # the setting of the width of MLPs
+    default_width: int | None = None  # None if files have to state it
     ties_by_default: bool = False
-    mtp_layouts: tuple[MTPLayout, ...] = ()
+    mtp_layouts: tuple[MTPLayout, ...] = ()  # those that MTP layers beside the decoder may have
 
 
 def read_attention_bias(raw: JsonObject, *, default: bool = False) -> dict[str, bool]:
@@ -77,8 +66,7 @@ def read_attention_bias(raw: JsonObject, *, default: bool = False) -> dict[str, 
 
 def refuse_other_code(raw: JsonObject, name: str, published: frozenset[str]) -> None:
     """Raises CheckpointError if `auto_map` names code other than that `published` with the models
-    `name`, which is not needed and never run.
-    """
+    `name`, which is not needed and never run."""
     auto_map = raw.child("auto_map")
     if auto_map is not None and not published.issuperset(map(str, auto_map.values.values())):
         raise CheckpointError(
@@ -102,10 +90,8 @@ def read_used_window(raw: JsonObject, default: int | None) -> int | None:
 def read_layer_kinds(
     raw: JsonObject, are_sliding: Sequence[bool], window: int | None
 ) -> list[LayerKind]:
-    """Each layer's kind by `layer_types`, or by `are_sliding` (one per layer) if that is absent.
-
-    Raises CheckpointError for other types, and if there is a sliding layer but no window.
-    """
+    """By `layer_types`, or by `are_sliding` (one per layer) if that is absent. Raises
+    CheckpointError for other types, and for a sliding layer without a window."""
     default: list[object] = [SLIDING if is_sliding else FULL for is_sliding in are_sliding]
     types = raw.items_of("layer_types") if raw.has("layer_types") else default
     if len(types) < len(default):
@@ -128,7 +114,6 @@ def read_layer_kinds(
 
 
 def shortest_pattern(kinds: Sequence[LayerKind]) -> tuple[LayerKind, ...]:
-    """The shortest pattern that repeats to `kinds`."""
     for length in range(1, len(kinds)):
         if all(kind == kinds[index % length] for index, kind in enumerate(kinds)):
             return tuple(kinds[:length])

@@ -1,10 +1,7 @@
-"""Gemma 2 and the text models of Gemma 3.
-
-Both have norms before and after attention and MLP that multiply by 1 + weight, scale embeddings by
-sqrt(hidden_size) in float32 for every data type, and alternate windowed and full layers. Gemma 2
-has soft caps on scores and logits; Gemma 3 norms query and key heads and has a different rope base
-in windowed layers.
-"""
+"""Gemma 2 and the text models of Gemma 3. Norms before and after attention and MLP multiply by 1 +
+weight, embeddings are scaled by sqrt(hidden_size) in float32 for every data type, and windowed and
+full layers alternate. Gemma 2 has soft caps on scores and logits; Gemma 3 norms query and key heads
+and has a different rope base in windowed layers."""
 
 import math
 from dataclasses import replace
@@ -32,7 +29,7 @@ _LOCAL_THETA = 10_000.0
 
 
 def _read_common(raw: JsonObject, model: ModelConfig, *, interval: int) -> ModelConfig:
-    """Reads the shared settings; without `layer_types` every `interval`-th layer is a full one."""
+    """Without `layer_types` every `interval`-th layer is a full one."""
     are_sliding = [(index + 1) % interval != 0 for index in range(model.num_layers)]
     kinds = read_layer_kinds(raw, are_sliding, read_window(raw, _DEFAULT_WINDOW))
     return replace(

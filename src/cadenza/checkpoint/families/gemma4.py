@@ -1,12 +1,7 @@
-"""The text models of Gemma 4: E2B and E4B, the dense 31B and 12B (`gemma4_unified_text`), and the
-mixture 26B-A4B.
-
-Windowed and full layers have heads and ropes of their own; queries, keys and values are normed, and
-scores are not scaled. The last `num_kv_shared_layers` layers read the keys and values of the last
-earlier layer of their type, and their MLPs may be twice as wide. Full layers of the large models
-make their values of the keys (`attention_k_eq_v`). E2B and E4B have per-layer embeddings; layers of
-the mixture have experts beside their MLP. Norms multiply by the weight.
-"""
+"""The text models of Gemma 4: E2B and E4B, which have per-layer embeddings, the dense 31B and 12B
+(`gemma4_unified_text`), and the mixture 26B-A4B, whose layers have experts beside their MLP.
+Queries, keys and values are normed by weights that multiply, and scores are not scaled. Windowed
+and full layers have heads and ropes of their own."""
 
 import math
 from collections.abc import Sequence
@@ -100,10 +95,9 @@ def _read_kinds(raw: JsonObject, num_layers: int) -> list[LayerKind]:
 def _with_own_heads(
     raw: JsonObject, model: ModelConfig, kinds: Sequence[LayerKind]
 ) -> list[LayerKind]:
-    """The kinds with heads that are not the model's; full layers may make values of keys.
-
-    Raises CheckpointError if layers of one type have different heads.
-    """
+    """The layers with heads that are not the model's; full layers of the large models make their
+    values of the keys (`attention_k_eq_v`). Raises CheckpointError if layers of one type have
+    different heads."""
     shapes: dict[int | None, HeadShape] = {}
     found: list[LayerKind] = []
     for index, kind in enumerate(kinds):
@@ -123,7 +117,8 @@ def _shares_keys(raw: JsonObject, kind: LayerKind) -> bool:
 
 
 def _read_heads(raw: JsonObject, model: ModelConfig, index: int, *, is_full: bool) -> HeadShape:
-    """`per_layer_config` of newer files, or `global_head_dim` and `num_global_key_value_heads`."""
+    """From `per_layer_config` of newer files, or `global_head_dim` and
+    `num_global_key_value_heads`."""
     source, names = raw, ("global_head_dim", "num_global_key_value_heads")
     default = _DEFAULT_FULL_HEAD_DIM if is_full else model.head_dim
     by_layer = raw.child("per_layer_config")
@@ -151,7 +146,8 @@ def _read_heads(raw: JsonObject, model: ModelConfig, index: int, *, is_full: boo
 def _with_shared_kv(
     raw: JsonObject, model: ModelConfig, kinds: Sequence[LayerKind]
 ) -> list[LayerKind]:
-    """The kinds with the source of the keys and values of those that have none of their own."""
+    """The last `num_kv_shared_layers` layers read the keys and values of the last earlier layer of
+    their type, and their MLPs may be twice as wide."""
     num_shared = raw.integer("num_kv_shared_layers", 0, MAX_LAYERS, 0)
     first = len(kinds) - num_shared
     last_of_type = {kind.window: index for index, kind in enumerate(kinds[: max(first, 0)])}

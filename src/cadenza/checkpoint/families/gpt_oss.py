@@ -1,8 +1,6 @@
-"""gpt-oss: mixtures of experts with biases, windows in every other layer, and attention sinks.
-
-Its experts bound gate and up before they multiply them (`Activation` of `clamped_swiglu`), whatever
-`hidden_act` says. Their bounds are part of the kernels, so other values are refused.
-"""
+"""gpt-oss: mixtures of experts with biases, windows in every other layer, and attention sinks. Its
+experts bound gate and up before they multiply them (`Activation` of `clamped_swiglu`), whatever
+`hidden_act` says; the bounds are part of the kernels, so other values are refused."""
 
 from dataclasses import replace
 

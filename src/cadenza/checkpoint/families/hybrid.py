@@ -1,13 +1,4 @@
-"""LFM2 and Granite 4: layers with a recurrence beside layers with attention.
-
-- LFM2 and LFM2.5 have gated short convolutions. The width of their MLPs is a share of what the file
-  names (`block_auto_adjust_ff_dim`), rounded up. Older files name their attention layers in
-  `full_attn_idxs`, and `block_ff_dim` and `tie_embedding` replace settings with common names. Its
-  mixtures are chosen by sigmoids with a bias, in all layers but the first `num_dense_layers`.
-- Granite 4 has selective scans (Mamba-2), attention without rotary positions unless
-  `position_embedding_type` is rope, the multipliers of Granite 3, and one MLP for all tokens beside
-  experts, or alone if `num_local_experts` is 0. Files name the kinds of its layers in two ways.
-"""
+"""LFM2 and Granite 4: layers with a recurrence beside layers with attention."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -38,11 +29,9 @@ from cadenza.checkpoint.model_config import (
 from cadenza.errors import CheckpointError
 
 CONV = "conv"
-MAX_TAPS = 64
-"""Of a causal convolution."""
+MAX_TAPS = 64  # of a causal convolution
 
-_LANES = 16
-"""Channels that are computed side by side: sizes of states are multiples of it."""
+_LANES = 16  # channels computed side by side; sizes of states are multiples of it
 
 
 def _read_lfm2(raw: JsonObject, model: ModelConfig) -> ModelConfig:
@@ -71,7 +60,8 @@ def _read_lfm2_moe(raw: JsonObject, model: ModelConfig) -> ModelConfig:
 
 
 def _read_convs(raw: JsonObject, model: ModelConfig) -> ModelConfig:
-    """What dense models and mixtures share."""
+    """What dense models and mixtures share: gated short convolutions. Older files have
+    `block_ff_dim` and `tie_embedding` in place of settings with common names."""
     _check_lanes(raw, {"hidden_size": model.hidden_size})
     shape = ConvShape(
         num_channels=model.hidden_size,
@@ -192,7 +182,7 @@ def _check_lanes(raw: JsonObject, sizes: Mapping[str, int]) -> None:
 def _read_pattern(
     raw: JsonObject, default: Sequence[object], kinds: Mapping[str, LayerKind]
 ) -> tuple[LayerKind, ...]:
-    """The layers' kinds by the names in `layer_types`, or in `default` if that is absent."""
+    """By the names in `layer_types`, or in `default` if that is absent."""
     names = raw.items_of("layer_types") if raw.has("layer_types") else default
     odd = [name for name in names if not isinstance(name, str) or name not in kinds]
     if odd:
@@ -230,6 +220,7 @@ _GRANITE_NAMES = TensorNames(
     recurrence="mamba", mlp="shared_mlp", gate_up="input_linear", down="output_linear"
 )
 
+# The width of its MLPs is a share of what the file names (`block_auto_adjust_ff_dim`), rounded up
 LFM2 = Family(
     model_type="lfm2",
     architecture="Lfm2ForCausalLM",
@@ -246,6 +237,7 @@ LFM2 = Family(
     ties_by_default=True,
 )
 
+# Its mixtures are chosen by sigmoids with a bias, in all layers but the first `num_dense_layers`
 LFM2_MOE = Family(
     model_type="lfm2_moe",
     architecture="Lfm2MoeForCausalLM",
@@ -263,6 +255,9 @@ LFM2_MOE = Family(
     ties_by_default=True,
 )
 
+# Selective scans (Mamba-2), attention without rotary positions unless `position_embedding_type` is
+# rope, the multipliers of Granite 3, and one MLP for all tokens beside experts, or alone if
+# `num_local_experts` is 0. Files name the types of its layers in two ways
 GRANITE_HYBRID = Family(
     model_type="granitemoehybrid",
     architecture="GraniteMoeHybridForCausalLM",

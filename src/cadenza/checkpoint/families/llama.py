@@ -1,16 +1,5 @@
-"""Llama 2 and 3 (SmolLM and SmolLM2 too), and the families that differ from it in a few settings.
-
-- Ministral 3 and Devstral 2 have full attention, YaRN, and queries that grow with their position.
-- Mistral has a sliding window in every layer, Ministral in those of `layer_types`; a Mistral file
-  with `layer_types` is read like Ministral's.
-- SmolLM3 has layers without rotary positions. Despite its name, `no_rope_layers` has a 0 for each
-  of them; without the list it is every `no_rope_layer_interval`-th. If `use_sliding_window` is set,
-  the window applies to those layers.
-- Phi-3, Phi-3.5 and Phi-4 have fused tensors, partial rotary positions and LongRoPE. Their files
-  name the original code in `auto_map`, which is not needed and never run; other code is refused.
-- Granite 3 has multipliers for embeddings, scores and residuals, and a logit divisor.
-- OLMo 2 has norms only after attention and MLP, and query and key norms over all heads.
-"""
+"""Llama 2 and 3 (SmolLM and SmolLM2 too), and the families that differ from it in a few
+settings."""
 
 from dataclasses import replace
 
@@ -89,6 +78,9 @@ def _read_smollm3(raw: JsonObject, model: ModelConfig) -> ModelConfig:
     return replace(_read_biases(raw, model), layer_pattern=shortest_pattern(mixed))
 
 
+# SmolLM3 has layers without rotary positions. Despite its name, `no_rope_layers` has a 0 for each
+# of them; without the list it is every `no_rope_layer_interval`-th. If `use_sliding_window` is set,
+# the window applies to those layers
 def _read_ropes(raw: JsonObject, num_layers: int) -> list[bool]:
     if not raw.has("no_rope_layers"):
         interval = raw.integer("no_rope_layer_interval", 1, MAX_LAYERS, _SMOLLM3_INTERVAL)
@@ -139,6 +131,7 @@ LLAMA = Family(
     default_max_positions=2048,
 )
 
+# A sliding window in every layer, or in those of `layer_types`, as Ministral's
 MISTRAL = Family(
     model_type="mistral",
     architecture="MistralForCausalLM",
@@ -149,6 +142,7 @@ MISTRAL = Family(
 
 MINISTRAL = replace(MISTRAL, model_type="ministral", architecture="MinistralForCausalLM")
 
+# Also Devstral 2: full attention, YaRN, and queries that grow with their position
 MINISTRAL3 = Family(
     model_type="ministral3",
     architecture="Ministral3ForCausalLM",
@@ -173,6 +167,8 @@ SMOLLM3 = Family(
     ties_by_default=True,
 )
 
+# Phi-3, Phi-3.5 and Phi-4: fused tensors, partial rotary positions and LongRoPE. Their files name
+# the original code in `auto_map`, which is not needed and never run; other code is refused
 PHI3 = Family(
     model_type="phi3",
     architecture="Phi3ForCausalLM",
@@ -186,6 +182,7 @@ PHI3 = Family(
     rope_aliases=(("su", "longrope"), ("yarn", "longrope")),
 )
 
+# Granite 3: multipliers of embeddings, scores and residuals, and a logit divisor
 GRANITE = Family(
     model_type="granite",
     architecture="GraniteForCausalLM",
@@ -195,6 +192,7 @@ GRANITE = Family(
     default_max_positions=2048,
 )
 
+# Norms only after attention and MLP, and query and key norms over all heads
 OLMO2 = Family(
     model_type="olmo2",
     architecture="Olmo2ForCausalLM",

@@ -1,22 +1,6 @@
-"""Qwen2, Qwen2.5, Qwen3, Qwen3.5 and its mixtures, and MiMo.
-
-Qwen2 has biases on q, k and v; Qwen3 norms each query and key head. MiMo is Qwen2 with MTP layers
-(multi-token prediction), and with those biases whatever `attention_bias` says; its published files
-name code in `auto_map`, which is not needed and never run.
-
-Qwen3 may have MTP layers beside it, as Qwen3-Next or DeepSeek-V3 stores them, which only
-speculation reads.
-
-The text models of Qwen2-VL and 2.5-VL are Qwen2, those of Qwen3-VL are Qwen3; positions of three
-axes share out the pairs of a head (`mrope_section`).
-
-Qwen3.5 has gated delta nets in place of attention in most layers (`layer_types`, or all but every
-`full_attention_interval`-th), gated outputs of attention, norms that multiply by 1 + weight, and a
-rope of a quarter of the head. Its mixtures have an expert for all tokens with a gate of its own.
-
-The window applies only if `use_sliding_window` is set: to the sliding layers of `layer_types`, or
-without that list to the layers from `max_window_layers` on.
-"""
+"""Qwen2, Qwen2.5, Qwen3, Qwen3.5 and its mixtures, and MiMo. The text models of Qwen2-VL and 2.5-VL
+are Qwen2, those of Qwen3-VL are Qwen3; positions of three axes share out the pairs of a head
+(`mrope_section`)."""
 
 from dataclasses import replace
 
@@ -56,6 +40,8 @@ _MIMO_CODE = frozenset(
 )
 
 
+# The window applies only if `use_sliding_window` is set: to the sliding layers of `layer_types`, or
+# without that list to the layers from `max_window_layers` on
 def _read_layers(raw: JsonObject, model: ModelConfig) -> ModelConfig:
     window = read_used_window(raw, _DEFAULT_WINDOW)
     num_full = raw.integer("max_window_layers", 0, MAX_LAYERS, _DEFAULT_FULL_LAYERS)
@@ -121,7 +107,7 @@ def _read_delta_shape(raw: JsonObject) -> DeltaShape:
 
 
 def _read_hybrid_types(raw: JsonObject, num_layers: int) -> list[object]:
-    """Each layer's type, `LINEAR` or `FULL`."""
+    """By `layer_types`, or all but every `full_attention_interval`-th are linear."""
     interval = raw.integer("full_attention_interval", 1, MAX_LAYERS, 4)
     default: list[object] = [
         FULL if (index + 1) % interval == 0 else LINEAR for index in range(num_layers)
@@ -141,6 +127,7 @@ def _read_mimo(raw: JsonObject, model: ModelConfig) -> ModelConfig:
     return _read_qwen2(raw, model)
 
 
+# Biases on q, k and v
 QWEN2 = Family(
     model_type="qwen2",
     architecture="Qwen2ForCausalLM",
@@ -151,6 +138,8 @@ QWEN2 = Family(
     rope_aliases=(("mrope", "default"),),
 )
 
+# Norms each query and key head. It may have MTP layers beside it, as Qwen3-Next or DeepSeek-V3
+# stores them, which only speculation reads
 QWEN3 = Family(
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
@@ -162,6 +151,8 @@ QWEN3 = Family(
     mtp_layouts=(QWEN_MTP, DEEPSEEK_MTP),
 )
 
+# Qwen2 with MTP layers (multi-token prediction), and with its biases whatever `attention_bias`
+# says; the published files name code in `auto_map`, which is not needed and never run
 MIMO = Family(
     model_type="mimo",
     architecture="MiMoForCausalLM",
@@ -177,6 +168,8 @@ _HYBRID_KEYS = frozenset(
     | {"linear_num_key_heads", "linear_num_value_heads"}
 )
 
+# Gated delta nets in place of attention in most layers, gated outputs of attention, norms that
+# multiply by 1 + weight, and a rope of a quarter of the head
 QWEN35 = Family(
     model_type="qwen3_5_text",
     architecture="Qwen3_5ForCausalLM",
@@ -190,6 +183,7 @@ QWEN35 = Family(
     mtp_layouts=(QWEN_MTP,),
 )
 
+# Mixtures with an expert for all tokens that has a gate of its own
 QWEN35_MOE = replace(
     QWEN35,
     model_type="qwen3_5_moe_text",

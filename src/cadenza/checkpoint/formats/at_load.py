@@ -1,7 +1,5 @@
-"""Weights that `cadenza quantize` leaves as floats in the file and that are quantised at load.
-
-Owns the setting of config.json that says so. Other readers ignore it and use the floats.
-"""
+"""Weights that `cadenza quantize` leaves as floats in the file and that are quantised at load, as a
+setting of config.json says. Other readers ignore it and use the floats."""
 
 from dataclasses import replace
 
@@ -21,8 +19,7 @@ SETTING = "cadenza_quantization"
 _PLACES = ("embedding", "head")
 _FIRST_LAYER = "first_layer"
 _SCHEMES: tuple[Quantization, ...] = ("int8", "int4")
-_ROWS = 256
-"""Rows that are quantised together: few enough for their float32 copies to stay in the cache."""
+_ROWS = 256  # rows quantised together: few enough for their float32 copies to stay in the cache
 
 
 def format_at_load(quantization: Quantization) -> dict[str, object]:
@@ -38,8 +35,7 @@ def is_float_until_load(spec: TensorSpec, quantization: Quantization) -> bool:
 
 def with_weights_at_load(config: JsonObject, stored: QuantisationScheme) -> QuantisationScheme:
     """The scheme, with embedding and head quantised to int8 at load, and the linears of the first
-    layer too if they are floats, as a setting of config.json says. Raises `CheckpointError`.
-    """
+    layer too if they are floats, as a setting of config.json says. Raises `CheckpointError`."""
     found = config.get(SETTING)
     if found is None:
         return stored

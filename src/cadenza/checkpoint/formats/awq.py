@@ -1,9 +1,5 @@
-"""Reads AWQ checkpoints in AutoAWQ's gemm layout.
-
-Owns the settings and the order of the codes in a word. A module is quantised if it has `qweight`.
-
-Shapes: N out, K in, S stored groups of K.
-"""
+"""Reads AWQ checkpoints in AutoAWQ's gemm layout. A module is quantised if it has `qweight`.
+Shapes: N out, K in, S stored groups of K."""
 
 from functools import partial
 
@@ -18,8 +14,8 @@ from cadenza.errors import CheckpointError
 BITS = 4
 _PER_WORD = 32 // BITS
 
+# the position in its word of each of eight columns: a word has the even columns first
 _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""The place in its word of each of eight columns: a word has the even columns first."""
 
 
 def _find(group: int | None, spec: TensorSpec, weights: Weights) -> StoredWeight | None:

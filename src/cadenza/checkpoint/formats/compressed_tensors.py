@@ -1,12 +1,7 @@
-"""Reads compressed-tensors checkpoints, as vLLM's llm-compressor writes them.
-
-Owns the settings and the layouts (https://github.com/vllm-project/compressed-tensors):
-`pack-quantized` with integers of 4 and 8 bits, `int-quantized` and `naive-quantized` with integers
-of 8 bits, and `mxfp4-pack-quantized`. `formats/float8` reads
-`float-quantized`.
-
-Shapes: N out, K in, S stored groups of K.
-"""
+"""Reads compressed-tensors checkpoints, as vLLM's llm-compressor writes them
+(https://github.com/vllm-project/compressed-tensors): `pack-quantized` with integers of 4 and 8
+bits, `int-quantized` and `naive-quantized` of 8 bits, and `mxfp4-pack-quantized`; `formats/float8`
+reads `float-quantized`. Shapes: N out, K in, S stored groups of K."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -47,10 +42,8 @@ _STRATEGIES = ("tensor", "channel", "group", "block")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightSettings:
-    """The `weights` of a group: of which type the codes are, and what shares a scale.
-
-    `group` is the number of consecutive elements of K with one scale, for strategy `group`.
-    """
+    """The `weights` of a config group: the type of the codes, and what shares a scale. `group` is
+    the number of consecutive elements of K with one scale, for strategy `group`."""
 
     where: str
     bits: int
@@ -72,8 +65,8 @@ class ConfigGroup:
     activations: str | None
 
 
+# finds the stored tensors of one weight, checks them, and says how it is read
 Layout = Callable[[WeightSettings, TensorSpec, Weights], StoredWeight]
-"""Finds the stored tensors of one weight, checks them, and says how it is read."""
 
 
 def _find(
@@ -200,10 +193,8 @@ def _read_weights(raw: JsonObject) -> WeightSettings:
 
 
 def _read_activations(raw: JsonObject | None, weights: str | None) -> str | None:
-    """How the inputs are rounded, such as "int8 per token"; None if they are not.
-
-    Beside weights of integers it is followed, so scales of the inputs must not be stored.
-    """
+    """How the inputs are rounded, such as "int8 per token"; None if they are not. It is followed
+    for integer weights, so scales of the inputs must not be stored."""
     if raw is None:
         return None
     bits, kind = raw.integer("num_bits", 1, 16, 8), raw.text("type") or "int"
@@ -298,7 +289,6 @@ def _find_float(settings: WeightSettings, spec: TensorSpec, weights: Weights) ->
 
 
 def _float8_block(settings: WeightSettings) -> Block:
-    """What has one scale. Raises `CheckpointError`."""
     if settings.strategy in ("tensor", "channel"):
         return "tensor" if settings.strategy == "tensor" else "channel"
     sizes = settings.block if settings.strategy == "block" else (1, settings.group or 0)
@@ -324,7 +314,6 @@ _LAYOUTS: dict[str, Layout] = {
 
 
 def _check_integers(settings: WeightSettings, supported: tuple[Bits, ...]) -> Bits:
-    """The bits of the codes."""
     bits = as_bits(settings.bits)
     if settings.type != "int" or bits is None or bits not in supported:
         raise CheckpointError(

@@ -1,11 +1,7 @@
-"""Reads float8_e4m3fn weights: the method `fp8`, and what compressed-tensors shares with it.
-
-Owns the layouts of scales: one for the weight, one for each row, or one for each block, which is
-multiplied (also where its name is `weight_scale_inv`). Weights are computed exactly as stored;
-activations keep the model's type, so scales of inputs that a checkpoint has are not used.
-
-Shapes: N out, K in.
-"""
+"""Reads float8_e4m3fn weights: the method `fp8`, and what compressed-tensors shares with it. A
+weight, row or block has one scale, which is multiplied (also where it is called
+`weight_scale_inv`). Weights are computed as stored; activations keep the model's type, so stored
+scales of inputs are not used. Shapes: N out, K in."""
 
 from functools import partial
 from typing import Literal
@@ -25,12 +21,12 @@ from cadenza.errors import CheckpointError
 FLOAT8_TYPE: StoredDType = "float8_e4m3"
 MAX_BLOCK = 1 << 20
 
+# what has one scale: so many rows and elements of K, the weight, or a row
 Block = tuple[int, int] | Literal["tensor", "channel"]
-"""What has one scale: so many rows and elements of K, the weight, or a row."""
 
 _BLOCK_SCALE = "weight_scale_inv"
+# powers of two in a byte are exact in float32
 _SCALE_DTYPES: tuple[StoredDType, ...] = (*SCALE_DTYPES, "float8_e8m0")
-"""Powers of two in a byte are exact in float32."""
 
 _INPUT_SCALES = ("input_scale", "activation_scale")
 _ACTIVATIONS = {"dynamic": "float8 per token", "static": "float8 with one scale for each linear"}
@@ -81,11 +77,9 @@ def check_block(where: str, key: str, sizes: tuple[object, ...] | None) -> tuple
 def find_float8(
     spec: TensorSpec, tensors: ModuleTensors, block: Block, scale_name: str = "weight_scale"
 ) -> StoredWeight:
-    """The weight `spec` and its scales, `scale_name`, for what `block` says.
-
-    Raises CheckpointError if tensors are missing or of another shape or type. Loading raises it for
-    a scale that is not finite.
-    """
+    """The weight `spec` and its scales `scale_name`, one for each `block`. Raises CheckpointError
+    if tensors are missing or of another shape or type; loading raises it for a scale that is not
+    finite."""
     if spec.kind == "embedding":
         raise CheckpointError(
             f"tensor {spec.name} is stored in {FLOAT8_TYPE}, which is not supported for an "

@@ -1,11 +1,7 @@
-"""Reads GPTQ checkpoints, as AutoGPTQ and GPTQModel write them, in 4 and 8 bits.
-
-Owns the settings, the two versions of zero points, and the order of K by activations (`desc_act`):
-`g_idx` has the group of each input, and the codes are put into the order of the groups. A module is
-quantised if it has `qweight`.
-
-Shapes: N out, K in, S stored groups of K.
-"""
+"""Reads GPTQ checkpoints, as AutoGPTQ and GPTQModel write them, in 4 and 8 bits, in both versions
+of zero points. With `desc_act`, `g_idx` has the group of each input, and the codes are put into the
+order of the groups. A module is quantised if it has `qweight`. Shapes: N out, K in, S stored groups
+of K."""
 
 from dataclasses import dataclass, replace
 from re import Pattern
@@ -37,15 +33,11 @@ class GPTQSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _GPTQ:
-    """The settings of all modules.
-
-    Args:
-        is_first_version: stored zero points are one less than the code that stands for 0.
-        overrides: settings of modules whose name a pattern matches at its start; the first counts.
-    """
+    """The settings of all modules."""
 
     default: GPTQSettings
-    is_first_version: bool
+    is_first_version: bool  # stored zero points are one less than the code that stands for 0
+    # settings of modules whose name a pattern matches at its start; the first counts
     overrides: tuple[tuple[Pattern[str], GPTQSettings], ...] = ()
 
     def find(self, spec: TensorSpec, weights: Weights) -> StoredWeight | None:
@@ -98,8 +90,7 @@ class _GPTQ:
 
     def _zeros(self, words: AnyArray, bits: Bits) -> AnyArray:
         """Words of zero points. The first version subtracts 1 of each with borrows, so that adding
-        it with carries restores a zero point of 0 too.
-        """
+        it with carries restores a zero point of 0 too."""
         ones = {4: 0x11111111, 8: 0x01010101}[bits]
         return words.view(np.uint32) + np.uint32(ones) if self.is_first_version else words
 
@@ -174,10 +165,8 @@ def _check_symmetric(name: str, zeros: Bytes, middle: int) -> None:
 
 
 def order_of_groups(name: str, groups: AnyArray, group: int | None) -> InputOrder | None:
-    """The inputs in the order of their groups [K], or None if they come in that order.
-
-    Raises CheckpointError if a group has more or fewer inputs than `group`, or than all of them.
-    """
+    """The inputs in the order of their groups [K], or None if they are in that order. Raises
+    CheckpointError if a group has more or fewer inputs than `group`, or than all of them."""
     size = group or len(groups)
     order = np.argsort(groups, kind="stable").astype(np.int32)
     if (groups[order] != np.arange(len(groups)) // size).any():

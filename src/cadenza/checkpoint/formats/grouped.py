@@ -1,11 +1,7 @@
-"""Codes as the methods store them: `CodeLayout` of groups of any length, their packing, and mxfp4
-(OCP Microscaling Formats 1.0): nibbles of e2m1 in groups of 32 with scales of e8m0. Twice an e2m1
-value is an integer, so such a weight has integer codes, exactly.
-
-Owns the way from stored codes, which have no sign, to a `QuantisedWeight`.
-
-Shapes: N out, K in, S stored groups of K, G groups of `GROUP`.
-"""
+"""From stored codes, which have no sign, to a `QuantisedWeight`: `CodeLayout` of groups of any
+length, and mxfp4 (OCP Microscaling Formats 1.0): e2m1 nibbles in groups of 32 with e8m0 scales,
+held as integer codes, exactly, since twice an e2m1 value is an integer. Shapes: N out, K in, S
+stored groups of K, G groups of `GROUP`."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -32,17 +28,13 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeLayout:
-    """What the codes of a weight are.
-
-    Args:
-        group: consecutive elements of K with one scale; None for all of K.
-        correction: what is beside the scales: nothing, so that the middle code stands for 0; the
-            code that stands for 0; or the number for which the code 0 stands.
-    """
+    """What the codes of a weight are."""
 
     bits: Bits
-    group: int | None
+    group: int | None  # consecutive elements of K with one scale; None for all of K
     scale_dtype: StoredDType
+    # what is beside the scales: nothing, so that the middle code stands for 0; the code that stands
+    # for 0; or the number for which the code 0 stands
     correction: Literal["zero_point", "minimum"] | None = None
 
     @property
@@ -115,8 +107,7 @@ def stored_mxfp4(
     spec: TensorSpec, tensors: ModuleTensors, method: str, codes: StoredTensor, suffix: str
 ) -> StoredWeight:
     """The weight `spec` with `codes` that have the even elements in the low nibbles; `suffix` names
-    the tensor of its scales. Raises `CheckpointError`.
-    """
+    the tensor of its scales. Raises `CheckpointError`."""
     rows, reduction = spec.shape
     scales = tensors.take(suffix, [(rows, reduction // MXFP4_GROUP)], ("uint8",))
     return StoredWeight(

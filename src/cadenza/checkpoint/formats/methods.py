@@ -1,7 +1,4 @@
-"""The methods of quantisation by name, and the settings that name them.
-
-Owns which methods are read and why others are refused.
-"""
+"""The methods of quantisation by name, the settings that name them, and why others are refused."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,9 +22,8 @@ from cadenza.checkpoint.weights import Weights
 from cadenza.errors import CheckpointError
 
 MLX_SETTING = "quantization"
+# MLX writes the first two, with the same content; the last is an old name of the second
 SETTINGS = (MLX_SETTING, "quantization_config", "compression_config")
-"""The settings of config.json that `read_scheme` reads. MLX writes the first two, with the same
-content; the last one is an old name of the second."""
 
 _METHODS: dict[str, Callable[[JsonObject], QuantisationScheme]] = {
     "compressed-tensors": read_compressed_tensors,
@@ -39,6 +35,7 @@ _METHODS: dict[str, Callable[[JsonObject], QuantisationScheme]] = {
 
 _UNQUANTISED = "use the unquantised checkpoint with --quantization int8 or int4"
 _AT_LOAD = f"it quantises at load with another library; {_UNQUANTISED}"
+# methods that are refused with a reason of their own
 _REFUSED: dict[str, str] = {
     **dict.fromkeys(("bitsandbytes", "quanto", "eetq", "torchao", "hqq", "higgs"), _AT_LOAD),
     **dict.fromkeys(
@@ -46,16 +43,13 @@ _REFUSED: dict[str, str] = {
         f"its codes have no affine values; {_UNQUANTISED}, or one in AWQ, GPTQ or GGUF",
     ),
 }
-"""Methods that are refused with a reason of their own."""
 
 _QUANTISED_KINDS: frozenset[TensorKind] = frozenset({"embedding", "head", "linear", "router"})
 
 
 def read_scheme(config: JsonObject) -> QuantisationScheme | None:
-    """The scheme of a config.json; None if nothing is quantised.
-
-    Raises CheckpointError for a method or setting that is not supported.
-    """
+    """The scheme of a config.json; None if nothing is quantised. Raises CheckpointError for a
+    method or setting that is not supported."""
     key = next((key for key in SETTINGS if config.get(key) not in (None, {})), None)
     raw = None if key is None else config.child(key)
     if raw is None:
@@ -72,10 +66,8 @@ def read_scheme(config: JsonObject) -> QuantisationScheme | None:
 
 
 def apply_scheme(scheme: QuantisationScheme, config: ModelConfig, weights: Weights) -> Weights:
-    """`weights` with the quantised weights under their declared names; others are unchanged.
-
-    Raises CheckpointError if their tensors are missing, or are not what the scheme requires.
-    """
+    """`weights` with the quantised weights under their declared names; others are unchanged. Raises
+    CheckpointError if their tensors are missing, or are not what the scheme requires."""
     found: dict[str, StoredWeight] = {}
     for spec in declare(config):
         if spec.kind in _QUANTISED_KINDS:

@@ -1,9 +1,5 @@
-"""Reads checkpoints that MLX quantised: affine codes of 4 and 8 bits, and mxfp4.
-
-Owns the settings. A module is quantised if it has `scales`.
-
-Shapes: N out, K in, S stored groups of K.
-"""
+"""Reads checkpoints that MLX quantised: affine codes of 4 and 8 bits, and mxfp4. A module is
+quantised if it has `scales`. Shapes: N out, K in, S stored groups of K."""
 
 import re
 from collections.abc import Iterator, Mapping

@@ -1,12 +1,7 @@
-"""Reads experts in MXFP4 as gpt-oss stores them: the method `mxfp4`.
-
-Owns the tensors: `gate_up_proj_blocks` [X, 2 F, K / 32, 16] and `down_proj_blocks` [X, E, K / 32,
-16], with the even elements in the low nibbles, and their `_scales` [X, N, K / 32]. Output 2 f is
-that of the gate's f, output 2 f + 1 that of up's. What has no such tensors is stored as floats,
-whatever `modules_to_not_convert` names.
-
-Shapes: X experts, E embed, F MLP, N out, K in.
-"""
+"""gpt-oss's experts in MXFP4 (method `mxfp4`): `gate_up_proj_blocks` [X, 2 F, K / 32, 16] and
+`down_proj_blocks` [X, E, K / 32, 16], even elements in the low nibbles, and `_scales` [X, N, K /
+32]. Output 2 f is the gate's f, 2 f + 1 up's. What has no such tensors is stored as floats,
+whatever `modules_to_not_convert` names. Shapes: X experts, E embed, F MLP, N out, K in."""
 
 import re
 
@@ -69,5 +64,5 @@ def _part(tensors: ModuleTensors, suffix: str, index: int, shape: tuple[int, ...
     return part_of_expert(tensors.take(suffix, [(count, *shape)], ("uint8",)), index)
 
 
+# of a `quantization_config` whose method is `mxfp4`: the tensors say everything
 MXFP4_METHOD = QuantisationScheme(name=f"mxfp4 with groups of {MXFP4_GROUP}", find=_find)
-"""Of a `quantization_config` whose method is `mxfp4`: the tensors say everything."""

@@ -1,8 +1,5 @@
 """What the methods share: `QuantisationScheme`, and checked access to the tensors of a module,
-`ModuleTensors`.
-
-Shapes: N out, S stored groups of K.
-"""
+`ModuleTensors`. Shapes: N out, S stored groups of K."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,11 +16,9 @@ MAX_GROUP = 1 << 20
 SCALE_DTYPES: tuple[StoredDType, ...] = ("float16", "bfloat16", "float32")
 
 
+# how a weight is stored, None if it is not quantised; raises CheckpointError if its tensors are
+# missing, or are not what the settings require
 FindStored = Callable[[TensorSpec, Weights], StoredWeight | None]
-"""How a weight is stored; None if it is not quantised.
-
-Raises CheckpointError if its tensors are missing, or are not what the settings require.
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +39,6 @@ class ModuleTensors:
 
     @classmethod
     def of(cls, spec: TensorSpec, weights: Weights) -> "ModuleTensors":
-        """The tensors beside the weight `spec`."""
         return cls(weights, spec.name.removesuffix(".weight"))
 
     def has(self, suffix: str) -> bool:

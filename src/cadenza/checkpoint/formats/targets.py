@@ -1,8 +1,6 @@
-"""Names and patterns that choose modules: `Target`.
-
-Owns the bounds of patterns. Checkpoints are not trusted, and a regular expression can take
-exponential time: patterns have few repetitions and alternatives, and no repeated group.
-"""
+"""Names and patterns that choose modules: `Target`. Checkpoints are not trusted, and a regular
+expression can take exponential time: patterns have few repetitions and alternatives, and no
+repeated group."""
 
 import re
 from dataclasses import dataclass

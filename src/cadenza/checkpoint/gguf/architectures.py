@@ -1,9 +1,7 @@
-"""How llama.cpp stores the models of each architecture: `ARCHITECTURES`.
-
-Owns which keys are which entries of config.json, as rows, and as code what no single key says.
-Invariant: what the lack of a key stands for is what llama.cpp's program and the family's own
-config.json agree on, or what all published models have; else the key is required.
-"""
+"""How llama.cpp stores the models of each architecture: `ARCHITECTURES`. Keys that are entries of
+config.json are rows; what no single key says is code. A missing key stands for what llama.cpp's
+program and the family's own config.json agree on, or what all published models have; else the key
+is required."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -42,46 +40,38 @@ _SHARED_WIDTH = "expert_shared_feed_forward_length"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """How llama.cpp stores the models of one `general.architecture`.
-
-    Args:
-        rows: the keys that are an entry of config.json, beyond those of all architectures.
-        stored: entries that say whether any layer has a tensor.
-        read: the entries that neither of them can say, of the rope, too; `keys` are those it reads.
-        gating: the `expert_gating_func` of its mixtures; None: any.
-        theta: the base of a rope whose file names none; None: files have to. `scaling`, `original`:
-            the type of its scaling, and its original context (None: the trained one), alike.
-        sections: how positions of three axes share out the pairs of a head.
-        adapt: the config of what is stored in another way than in the Hugging Face layout.
-        has_layers_without_kv: layers with a recurrence have 0 heads of keys and values.
-        has_paired_rows: a head's rows of q and k are stored in the order 0, D / 2, 1, D / 2 + 1, …,
-            for a rotation of neighbours.
-    """
+    """How llama.cpp stores the models of one `general.architecture`."""
 
     model_type: str
+    # the keys that are an entry of config.json, beyond those of all architectures
     rows: tuple[Row, ...] = ()
-    stored: tuple[tuple[str, str], ...] = ()
+    stored: tuple[tuple[str, str], ...] = ()  # entries that say whether any layer has a tensor
+    # the entries that neither of them can say, of the rope, too; `keys` are those it reads
     read: Callable[[Settings, RopeConfig], dict[str, object]] = lambda _settings, _rope: {}
     keys: frozenset[str] = frozenset()
-    gating: int | None = 1
+    gating: int | None = 1  # the `expert_gating_func` of its mixtures; None: any
+    # the base of a rope whose file names none; None: files have to. `scaling`, `original`: the type
+    # of its scaling, and its original context (None: the trained one), alike
     theta: float | None = 10_000.0
     scaling: str = "linear"
     original: int | None = None
-    sections: Sections | None = None
+    sections: Sections | None = None  # how positions of three axes share out the pairs of a head
+    # the config of what is stored in another way than in the Hugging Face layout
     adapt: Callable[[ModelConfig], ModelConfig] = lambda config: config
-    has_layers_without_kv: bool = False
+    has_layers_without_kv: bool = False  # layers with a recurrence have 0 heads of keys and values
+    # a head's rows of q and k are stored in the order 0, D / 2, 1, D / 2 + 1, …, for a rotation of
+    # neighbours
     has_paired_rows: bool = False
 
 
 def _window(settings: Settings) -> dict[str, object]:
-    """The sliding window, of which 0 stands for none; without a key it is the family's."""
+    """The sliding window; 0 stands for none, and without a key it is the family's."""
     if not settings.has(_WINDOW):
         return {}
     return {"sliding_window": settings.integer(_WINDOW, 0, MAX_POSITIONS) or None}
 
 
 def _windows(settings: Settings, full_every: int) -> dict[str, object]:
-    """The window, and the layers that have it."""
     window, num_layers = _window(settings), settings.num_layers
     if settings.is_array(_PATTERN):
         are_sliding = settings.flags_of_layers(_PATTERN, num_layers)
@@ -94,13 +84,13 @@ def _windows(settings: Settings, full_every: int) -> dict[str, object]:
 
 
 def _types_without_kv(settings: Settings, recurrent: str) -> list[str]:
-    """`layer_types`, of which `recurrent` is the one of layers without heads of keys."""
+    """`layer_types`, with `recurrent` for layers without heads of keys."""
     counts = settings.integers_of_layers("attention.head_count_kv") or [1] * settings.num_layers
     return [FULL if count else recurrent for count in counts]
 
 
 def _read_llama(settings: Settings, _rope: RopeConfig) -> dict[str, object]:
-    """Llama, Mistral and Mixtral, which the metadata do not tell apart."""
+    """Llama, Mistral and Mixtral, which the metadata do not distinguish."""
     has_experts = settings.integer("expert_count", 0, MAX_EXPERTS, 0) > 0
     if has_experts:
         settings.require("rope.freq_base")  # Mixtral's own is another than llama.cpp takes

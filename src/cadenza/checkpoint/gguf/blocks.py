@@ -1,12 +1,6 @@
-"""The quantised types of GGUF as integer codes with scales: `BLOCKS`.
-
-Owns the layout of their blocks. Invariant: the codes, scales and offsets are those of the file,
-exactly, and the float32 values that they stand for are those of ggml's conversion.
-
-Shapes: B blocks, C elements of a block, G groups of a block with one scale each.
-
-Source: ggml's ggml-quants.c.
-"""
+"""The quantised types of GGUF as integer codes with scales: `BLOCKS`. Codes, scales and offsets are
+those of the file, exactly, and their float32 values are those of ggml's conversion (ggml-quants.c).
+Shapes: B blocks, C elements of a block, G groups of a block with one scale each."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,8 +14,7 @@ from cadenza.checkpoint.gguf.types import TENSOR_TYPES, TensorType
 from cadenza.checkpoint.quantised_weight import QuantisedWeight, Scales
 from cadenza.checkpoint.weight_format import MXFP4, WeightFormat, code_format
 
-Bytes = npt.NDArray[Any]
-"""Of uint8."""
+Bytes = npt.NDArray[Any]  # of uint8
 
 Float32Array = npt.NDArray[np.float32]
 
@@ -103,11 +96,9 @@ def _read_q5_1(stored: Bytes) -> CodedBlocks:
 
 
 def _read_k_scales(stored: Bytes) -> tuple[Float32Array, Float32Array]:
-    """Scales and offsets [B, 8] of the 16 bytes in front of Q4_K and Q5_K.
-
-    These are d, dmin and twelve bytes with 6-bit scales and minimums: four of each in the low bits
-    of the first eight, the other four in the last four bytes and the high bits of the first eight.
-    """
+    """Scales and offsets [B, 8] of the 16 bytes in front of Q4_K and Q5_K: d, dmin and twelve bytes
+    with 6-bit scales and minimums: four of each in the low bits of the first eight, the other four
+    in the last four bytes and the high bits of the first eight."""
     first, second, third = (stored[:, start : start + 4] for start in (4, 8, 12))
     scales = np.concatenate([first & 63, (third & 15) | ((first >> 2) & 48)], axis=-1)
     minimums = np.concatenate([second & 63, (third >> 4) | ((second >> 2) & 48)], axis=-1)
@@ -149,8 +140,7 @@ def _read_mxfp4(stored: Bytes) -> CodedBlocks:
     return CodedBlocks(codes=codes[:, None], scales=scales.astype(np.float32))
 
 
-Read = Callable[[Bytes], CodedBlocks]
-"""Of blocks [B, bytes of one]."""
+Read = Callable[[Bytes], CodedBlocks]  # of blocks [B, bytes of one]
 
 BLOCKS: dict[str, Read] = {
     "Q8_0": _read_q8_0,
@@ -194,9 +184,9 @@ def _encoding_of(number: int, kind: TensorType) -> Encoding:
     )
 
 
+# of the types that can be read
 ENCODINGS: dict[str, Encoding] = {
     kind.name: _encoding_of(number, kind)
     for number, kind in TENSOR_TYPES.items()
     if kind.name in BLOCKS
 }
-"""Of the types that can be read."""

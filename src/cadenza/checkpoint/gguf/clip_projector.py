@@ -1,7 +1,5 @@
 """A projector of llama.cpp's `clip` files: what is taken as given for it, where its tensors lie.
-
-`mmproj` reads the files; the families' modules say what theirs mean.
-"""
+`mmproj` reads the files; the families' modules say what theirs mean."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,21 +21,17 @@ from cadenza.vision.tower_config import VisionConfig
 
 VISION_PREFIX = "clip.vision."
 
+# declared tensors by the name of the stored one that holds them, concatenated
 Places = dict[str, tuple[TensorSpec, ...]]
-"""Declared tensors by the name of the stored one that holds them, one behind the other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProjectorFile:
-    """An open file, and what its reader needs of the text model.
-
-    Args:
-        tokens: of the text model's vocabulary.
-    """
+    """An open file, and what its reader needs of the text model."""
 
     file: GGUFFile
     text: ModelConfig
-    tokens: list[str]
+    tokens: list[str]  # of the text model's vocabulary
 
     @property
     def metadata(self) -> JsonObject:
@@ -73,22 +67,18 @@ def _no_places(vision: VisionConfig, tower: TowerSpec) -> Places:  # noqa: ARG00
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClipProjector:
-    """What llama.cpp means by one `clip.projector_type`.
+    """What llama.cpp means by one `clip.projector_type`."""
 
-    Args:
-        reader: of the family's folders.
-        config: the entries of config.json; what the file does not say stands here.
-        processor: the settings of the image processor, likewise.
-        projectors: the declared tensors of the projectors by their stored names.
-        deepstack: those of the projectors behind layers of the tower.
-        made: tensors that are stored otherwise than in one piece, by their declared names.
-    """
-
-    reader: TowerReader
+    reader: TowerReader  # of the family's folders
+    # the entries of config.json; what the file does not say stands here
     config: Callable[[ProjectorFile], dict[str, object]]
+    # the settings of the image processor, likewise
     processor: Callable[[ProjectorFile], dict[str, object]]
+    # the declared tensors of the projectors by their stored names
     projectors: Callable[[TowerSpec], Places]
+    # those of the projectors behind layers of the tower
     deepstack: Callable[[VisionConfig, TowerSpec], Places] = _no_places
+    # tensors that are stored otherwise than in one piece, by their declared names
     made: Callable[[ProjectorFile, VisionConfig], dict[str, StoredWeight]] = _nothing
 
 
@@ -107,7 +97,6 @@ def siglip_settings(file: ProjectorFile) -> dict[str, object]:
 
 
 def normalisation_settings(file: ProjectorFile) -> dict[str, object]:
-    """The mean and the spread of pixels."""
     return {name: file.vision(name) for name in ("image_mean", "image_std")}
 
 

@@ -1,8 +1,6 @@
-"""The `ModelConfig` of a GGUF file's metadata: `read_config`.
-
-Owns what all architectures share, and ropes. Invariant: the metadata become the entries of a
-config.json, which is read as strictly as one; a key that is not known is refused by its name.
-"""
+"""The `ModelConfig` of a GGUF file's metadata: `read_config`. Owns what all architectures share,
+and ropes. The metadata become the entries of a config.json, which is read as strictly as one; an
+unknown key is refused by its name."""
 
 import math
 import re
@@ -33,8 +31,7 @@ from cadenza.checkpoint.rope_config import (
 )
 from cadenza.errors import CheckpointError
 
-_TOWER = ("v.", "mm.", "a.")
-"""How the names of an encoder's and a projector's tensors start."""
+_TOWER = ("v.", "mm.", "a.")  # how the names of an encoder's and a projector's tensors start
 _TOWER_ALONE = (
     "the tower and the projector of a model alone, which cannot be served; name the model's own "
     "file, and this one by --mmproj"
@@ -61,6 +58,7 @@ _COMMON = (
     Row("max_position_embeddings", "context_length", 1, MAX_POSITIONS),
     Row("rms_norm_eps", "attention.layer_norm_rms_epsilon", 1e-12, 1.0),
 )
+# keys, and what the names of tensors contain whose shapes follow from them
 _NEEDED_BY = {
     "attention.key_length": ".attn_q.",
     "attention.key_length_swa": ".attn_q.",
@@ -73,7 +71,6 @@ _NEEDED_BY = {
     "expert_count": "_exps.",
     "embedding_length_per_layer_input": "per_layer_token_embd.",
 }
-"""Keys, and what the names of tensors have whose shapes follow from them."""
 
 
 def architectures() -> tuple[str, ...]:
@@ -82,11 +79,8 @@ def architectures() -> tuple[str, ...]:
 
 
 def read_config(settings: Settings) -> tuple[ModelConfig, Architecture]:
-    """The model's config and how its tensors are stored.
-
-    Raises:
-        CheckpointError: a setting is missing, out of bounds or not supported.
-    """
+    """The model's config and how its tensors are stored. Raises CheckpointError if a setting is
+    missing, out of bounds or not supported."""
     architecture = _find(settings)
     own = {row.entry for row in architecture.rows}
     rows = (*architecture.rows, *(row for row in _COMMON if row.entry not in own))
@@ -109,7 +103,7 @@ def read_config(settings: Settings) -> tuple[ModelConfig, Architecture]:
 
 
 def with_absent_keys(error: CheckpointError, settings: Settings) -> CheckpointError:
-    """The error, with the keys that the file lacks of those which its tensors' shapes follow."""
+    """The error, with the absent keys that its tensors' shapes follow."""
     prefix, known = settings.architecture, _known_keys(_find(settings))
     absent = [
         f"{prefix}.{key}"

@@ -1,8 +1,6 @@
-"""Finds and opens the files of a GGUF model: `find_gguf`, `open_gguf_files`.
-
-Owns the names of a model in several files, and which file of a folder is meant. Invariant: all
-files of a model lie in one folder, and no tensor is in two of them.
-"""
+"""Finds and opens the files of a GGUF model: `find_gguf`, `open_gguf_files`. Owns the names of a
+model in several files, and which file of a folder is meant. All files of a model lie in one folder,
+and no tensor is in two of them."""
 
 import re
 from collections.abc import Collection, Iterable
@@ -17,8 +15,8 @@ MAX_SPLITS = 4096
 MAX_LISTED = 12
 
 _SPLIT = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+# image projectors, statistics and adapters, which lie beside models
 _NO_MODEL = re.compile(r"mmproj|imatrix|(^|[-_.])lora([-_.]|$)", re.IGNORECASE)
-"""Projectors of images, statistics and adapters, which lie beside models."""
 
 
 _PROJECTOR_TYPES = ("f16", "bf16", "q8_0", "f32")
@@ -29,7 +27,7 @@ def is_gguf_name(name: str) -> bool:
 
 
 def first_files(names: Iterable[str]) -> list[str]:
-    """Of file names, those that stand for a model: whole ones, and the first of several."""
+    """Those of the names that stand for a model: whole files, and the first of several."""
     found: list[str] = []
     for name in sorted(names):
         split = _SPLIT.fullmatch(name)
@@ -40,11 +38,8 @@ def first_files(names: Iterable[str]) -> list[str]:
 
 
 def split_names(name: str) -> list[str]:
-    """The names of all files of the model that the file `name` belongs to, in order.
-
-    Raises:
-        CheckpointError: the name claims more files than are supported.
-    """
+    """The names of all files of the model that the file `name` belongs to, in order. Raises
+    CheckpointError if the name claims more files than are supported."""
     split = _SPLIT.fullmatch(name)
     if split is None:
         return [name]
@@ -58,11 +53,7 @@ def split_names(name: str) -> list[str]:
 
 
 def find_gguf(folder: Path) -> Path | None:
-    """The GGUF model of a folder; None if it has none.
-
-    Raises:
-        CheckpointError: the folder has several.
-    """
+    """The GGUF model of a folder; None if it has none. Raises CheckpointError if it has several."""
     try:
         names = first_files(path.name for path in folder.iterdir() if path.is_file())
     except OSError as error:
@@ -77,14 +68,10 @@ def find_gguf(folder: Path) -> Path | None:
 
 
 def choose_gguf(names: Collection[str], selector: str | None, *, where: str, model: str) -> str:
-    """The GGUF model that a selector names among a repository's files; the only one for None.
-
-    A selector is a file's name, with or without .gguf, or one of the parts of its path between
-    `-`, `.` and `/`, such as Q4_K_M, in any case.
-
-    Raises:
-        CheckpointError: none matches, or several do.
-    """
+    """The GGUF model that a selector names among a repository's files; the only one for None. A
+    selector is a file's name, with or without .gguf, or one of the parts of its path between
+    `-`, `.` and `/`, such as Q4_K_M, in any case. Raises CheckpointError if none matches, or
+    several do."""
     found = first_files(names)
     matching = found if selector is None else [name for name in found if _matches(name, selector)]
     if len(matching) == 1:
@@ -104,8 +91,8 @@ def choose_gguf(names: Collection[str], selector: str | None, *, where: str, mod
 
 
 def choose_projector(names: Iterable[str], model: str) -> str | None:
-    """Of a repository's files, the one with the tower of the GGUF model `model`: it lies in the
-    same folder, and where there are several types, 16 bits come first; None if there is none."""
+    """The file of a repository with the tower of the GGUF model `model`: in the same folder, 16
+    bits first where there are several types; None if there is none."""
     folder = model.rpartition("/")[0]
     found = [
         name
@@ -131,10 +118,7 @@ def _matches(name: str, selector: str) -> bool:
 
 def open_gguf_files(path: Path) -> tuple[GGUFFile, ...]:
     """Opens a file and, if it is one of several of a model, the others; the first has the metadata.
-
-    Raises:
-        CheckpointError: a file is missing or invalid, or the files do not belong together.
-    """
+    Raises CheckpointError if a file is missing or invalid, or they do not belong together."""
     names = split_names(path.name)
     absent = [name for name in names if not (path.parent / name).exists()]
     if absent:

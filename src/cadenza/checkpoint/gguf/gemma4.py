@@ -1,10 +1,6 @@
-"""What llama.cpp's converter writes of Gemma 4: `gemma4_entries`.
-
-The metadata's own numbers are those of full layers; windowed layers have theirs under keys with
-`_swa`. The pairs of full layers that do not rotate have a frequency factor of 1e30.
-
-Source: llama.cpp's conversion/gemma.py and src/models/gemma4.cpp.
-"""
+"""What llama.cpp's converter writes of Gemma 4 (conversion/gemma.py, src/models/gemma4.cpp):
+`gemma4_entries`. The metadata's own numbers are those of full layers; windowed layers have keys
+with `_swa`. The pairs of full layers that do not rotate have a frequency factor of 1e30."""
 
 from cadenza.checkpoint.families.family import FULL, SLIDING
 from cadenza.checkpoint.gguf.settings import Row, Settings
@@ -26,8 +22,7 @@ ROPE_FREQUENCIES = "rope_freqs.weight"
 LAYER_EMBEDDING = "per_layer_token_embd.weight"
 
 _FULL_THETA, _SLIDING_THETA = 1_000_000.0, 10_000.0
-_STANDSTILL = 1e20
-"""A pair whose frequency is divided by this does not turn within any context."""
+_STANDSTILL = 1e20  # a pair whose frequency is divided by this does not turn within any context
 
 
 GEMMA4_KEYS = frozenset(
@@ -86,7 +81,8 @@ def _gemma4_heads(settings: Settings, types: list[str]) -> dict[str, object]:
 
 
 def _rotated_pairs(settings: Settings, head_dim: int) -> int:
-    """Those whose frequency is not divided; the others' are divided by so much that they stand."""
+    """Those whose frequency is not divided; the others' factor is so large that they stand
+    still."""
     factors = settings.factors(ROPE_FREQUENCIES, head_dim // 2)
     if factors is None:
         return head_dim // 2

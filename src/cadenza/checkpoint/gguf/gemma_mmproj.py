@@ -1,9 +1,6 @@
-"""The towers of Gemma 3 and 4 in GGUF files: `GEMMA_PROJECTORS`.
-
-What the files do not say stands here: the filters and sizes of images, Gemma 4's budget of tokens,
-and in which layers an image's tokens attend both ways. Source: llama.cpp's conversion/gemma.py and
-tools/mtmd/models.
-"""
+"""The towers of Gemma 3 and 4 in GGUF files: `GEMMA_PROJECTORS`. What the files do not say stands
+here: filters and sizes of images, Gemma 4's token budget, and in which layers an image's tokens
+attend both ways. Source: llama.cpp's conversion/gemma.py and tools/mtmd/models."""
 
 import math
 from collections.abc import Callable
@@ -29,15 +26,14 @@ from cadenza.errors import CheckpointError
 from cadenza.vision.processor import CHANNELS
 from cadenza.vision.tower_config import VisionConfig
 
-_GEMMA3_MERGE, _GEMMA4_MERGE = 4, 3
-"""Patches on a side of a token, where the file does not say."""
+_GEMMA3_MERGE, _GEMMA4_MERGE = 4, 3  # patches on a side of a token, where the file does not say
 
 _BILINEAR, _BICUBIC = 2, 3
 _SOFT_TOKENS = 280
 _NORM = "mm.soft_emb_norm.weight"
 _PATCH, _TABLE = "v.patch_embd.weight", "v.position_embd.weight"
+# in the order in which a layer's bounds are declared
 _PRODUCTS = ("attn_q", "attn_k", "attn_v", "attn_out", "ffn_gate", "ffn_up", "ffn_down")
-"""In the order in which a layer's bounds are declared."""
 
 
 def _number(file: ProjectorFile, key: str) -> int:
@@ -81,7 +77,7 @@ def _gemma3_projectors(tower: TowerSpec) -> Places:
 
 
 def _gemma3_norm(file: ProjectorFile, vision: VisionConfig) -> dict[str, StoredWeight]:
-    """The converter adds 1, which the folder's weight lacks; taking it off is exact."""
+    """The converter adds 1, which the folder's weight lacks; subtracting it is exact."""
     norm = declare_tower(vision).projectors[0].norm
     assert norm is not None, "the projector has a norm"
     part = _part(file, _NORM, norm.weight.shape)

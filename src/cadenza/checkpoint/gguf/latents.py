@@ -1,12 +1,7 @@
-"""Attention over latents in GGUF: `read_latents`, `latent_parts` and `join_latents`.
-
-Owns llama.cpp's architecture `deepseek2`, which has DeepSeek-V3's models and GLM-4.7-Flash. Its
-converter writes them as attention of one KV head, and stores the linears of keys and values of a
-latent apart: `attn_k_b` [Hq, rank, plain] is transposed, `attn_v_b` [Hq, value, rank] is not. Older
-files have both in `attn_kv_b`, as the Hugging Face layout.
-
-Source: llama.cpp's conversion/deepseek.py and src/models/deepseek2.cpp.
-"""
+"""Attention over latents in GGUF (llama.cpp's `deepseek2`: conversion/deepseek.py,
+src/models/deepseek2.cpp), written as attention of one KV head. The linears of keys and values of a
+latent are stored apart: `attn_k_b` [Hq, rank, plain] is transposed, `attn_v_b` [Hq, value, rank] is
+not; older files have both in `attn_kv_b`, as the Hugging Face layout."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -51,7 +46,7 @@ def read_latents(settings: Settings, rope: RopeConfig) -> dict[str, object]:
 
 
 def _length(settings: Settings, key: str) -> int:
-    """Of a head's key or value; files with `_mla` have there what is absorbed under `key`."""
+    """Of a head's key or value; files with `_mla` have the absorbed one under `key`."""
     stated = f"{key}_mla" if settings.has(f"{key}_mla") else key
     return settings.integer(stated, 1, MAX_HEAD_DIM)
 
@@ -86,7 +81,7 @@ def _read_choice(settings: Settings) -> dict[str, object]:
 def latent_parts(
     shape: LatentShape, both: TensorSpec
 ) -> Iterator[tuple[str, tuple[int, ...], TensorSpec]]:
-    """Of a layer's linears of keys and values that are stored apart: name, shape and tensor."""
+    """A layer's linears of keys and values that are stored apart: name, shape and tensor."""
     for name, suffix, rows, width in (
         ("attn_k_b", _OF_KEYS, shape.rank, shape.plain_size),
         ("attn_v_b", _OF_VALUES, shape.value_size, shape.rank),
@@ -118,8 +113,6 @@ def join_latents(
 
 @dataclass(frozen=True, slots=True)
 class _Join:
-    """Reads a layer's linears as they are in the Hugging Face layout."""
-
     shape: LatentShape
     keys: StoredTensor  # [Hq rank, plain]
     values: StoredTensor  # [Hq value, rank]

@@ -1,11 +1,7 @@
-"""The tower of a GGUF model, in a file of its own: `find_projector`, `open_projector`.
-
-Owns what llama.cpp's converter writes into such a file (architecture clip), and what its program
-takes as given for each `clip.projector_type`. Invariant: the metadata become the entries of a
-config.json and of a processor's settings, which are read as strictly as those of a folder.
-
-Source: llama.cpp's conversion/, tools/mtmd/clip.cpp and gguf-py.
-"""
+"""The tower of a GGUF model, in a file of its own: `find_projector`, `open_projector`. The metadata
+(architecture clip, with llama.cpp's assumptions for each `clip.projector_type`) become a
+config.json and a processor's settings, read as strictly as a folder's. Source: llama.cpp's
+conversion/, tools/mtmd/clip.cpp and gguf-py."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -37,13 +33,12 @@ from cadenza.vision.tower_config import VisionConfig
 _ARCHITECTURE = "clip"
 _TYPE_KEYS = ("clip.vision.projector_type", "clip.projector_type")
 _WIDTH = f"{VISION_PREFIX}projection_dim"
-_AUDIO = ("a.", "mm.a.")
-"""What the names of tensors begin with that only sound needs."""
+_AUDIO = ("a.", "mm.a.")  # what the names of tensors begin with that only sound needs
 
 
 def _idefics3_config(file: ProjectorFile) -> dict[str, object]:
-    """The converter writes 1e-5 where config.json leaves the constant of norms out, which
-    transformers takes for 1e-6."""
+    """The converter writes 1e-5 where config.json leaves the constant of norms out; transformers
+    takes 1e-6."""
     eps = file.vision("attention.layer_norm_epsilon")
     return {
         "model_type": "smolvlm",
@@ -74,6 +69,7 @@ def _idefics3_projectors(tower: TowerSpec) -> Places:
 _CONVERTERS_EPS = 1e-5
 _LANCZOS = 1
 
+# by `clip.projector_type`
 PROJECTORS: Mapping[str, ClipProjector] = {
     "idefics3": ClipProjector(
         reader=IDEFICS3,
@@ -84,17 +80,12 @@ PROJECTORS: Mapping[str, ClipProjector] = {
     **QWEN_PROJECTORS,
     **GEMMA_PROJECTORS,
 }
-"""By `clip.projector_type`."""
 
 
 def find_projector(model: Path, text: ModelConfig, options: VisionOptions) -> GGUFFile | None:
     """The file with the tower of a GGUF model: the one that was named, or the only one beside the
-    model that is for text models of its width.
-
-    Raises:
-        CheckpointError: the one that was named is invalid or for another model, or there are
-            several.
-    """
+    model for text models of its width. Raises CheckpointError if the named one is invalid or for
+    another model, or there are several."""
     if not options.has_images:
         return None
     if options.projector is not None:
@@ -115,11 +106,8 @@ def find_projector(model: Path, text: ModelConfig, options: VisionOptions) -> GG
 def open_projector(
     file: GGUFFile, text: ModelConfig, tokens: list[str], options: VisionOptions
 ) -> tuple[VisionConfig, dict[str, StoredTensor | StoredWeight]]:
-    """What a model sees with, and the tensors of its tower under the declared names.
-
-    Raises:
-        CheckpointError: a setting or a tensor is missing, unexpected or not supported.
-    """
+    """The vision config, and the tower's tensors under the declared names. Raises CheckpointError
+    if a setting or a tensor is missing, unexpected or not supported."""
     opened = ProjectorFile(file=file, text=text, tokens=tokens)
     projector, where = PROJECTORS[_type_of(file)], opened.metadata.where
     files = VisionFiles(

@@ -1,8 +1,6 @@
-"""Opens the model of a GGUF file: `open_gguf_model`.
-
-Owns what the metadata say beyond the model's shape: special tokens, chat templates, recommended
-sampling. Invariant: opening reads headers only; the tokenizer is made when it is first needed.
-"""
+"""Opens the model of a GGUF file: `open_gguf_model`. Owns what the metadata say beyond the model's
+shape: special tokens, chat templates, recommended sampling. Opening reads headers only; the
+tokenizer is made when it is first needed."""
 
 import functools
 import hashlib
@@ -49,13 +47,13 @@ _SPECIAL_IDS = {
     "sep_token": "seperator_token_id",  # the key's own spelling
 }
 _END_IDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+# control tokens that end an answer: many files name only one of theirs
 _END_TEXTS = frozenset(
     "<|eot_id|> <|eom_id|> <|im_end|> <|end|> <|endoftext|> <|end_of_text|> <end_of_turn> </s> "
     "<eos> <turn|> <|tool_response>".split()
 )
-"""Control tokens that end an answer: many files name only one of theirs."""
+# of the harmony format, in which `<|end|>` ends a message, and others follow it
 _HARMONY_ENDS = frozenset(("<|return|>", "<|call|>", "<|endoftext|>"))
-"""Those of the harmony format, in which `<|end|>` ends a message, and others follow it."""
 
 _SAMPLING = {
     "temperature": "temp",
@@ -64,11 +62,11 @@ _SAMPLING = {
     "min_p": "min_p",
     "repetition_penalty": "penalty_repeat",
 }
+# by `pooling_type`: none, mean, cls, last, rank
 _POOLINGS: tuple[Pooling | None, ...] = ("last", "mean", None, "last", None)
-"""By `pooling_type`: none, mean, cls, last, rank."""
 
+# recommended settings that are not applied, with their neutral values
 _UNAPPLIED = {"xtc_probability": 0, "mirostat": 0}
-"""Recommended settings that are not applied, with their neutral values."""
 
 
 def open_gguf_model(
@@ -78,14 +76,10 @@ def open_gguf_model(
     beside: Path | None = None,
     vision: VisionOptions | None = None,
 ) -> Checkpoint:
-    """Opens a file, with the others of its model if there are several.
-
-    The tokenizer.json of the folder `beside`, with its settings, replaces the metadata's. `vision`
-    is what is asked for of the model's images; None is `VisionOptions()`.
-
-    Raises:
-        CheckpointError: a file is invalid, or the model is not supported.
-    """
+    """Opens a file, with the others of its model if there are several. The tokenizer.json of the
+    folder `beside`, with its settings, replaces the metadata's. `vision` is what is asked for of
+    the model's images; None is `VisionOptions()`. Raises CheckpointError if a file is invalid, or
+    the model is not supported."""
     files = open_gguf_files(path)
     settings = Settings(files=files)
     config, weights = read_model(files)
@@ -135,7 +129,7 @@ def read_model(files: tuple[GGUFFile, ...]) -> tuple[ModelConfig, Weights]:
 def _with_tower(
     path: Path, text: tuple[ModelConfig, Weights], tokens: list[str], options: VisionOptions
 ) -> tuple[ModelConfig, Weights]:
-    """The text model with its tower, if there is a file with it."""
+    """With its tower, if there is a file with it."""
     config, weights = text
     file = find_projector(path, config, options)
     if file is None:

@@ -1,30 +1,21 @@
-r"""How byte-level vocabularies split a text before BPE, by the names of `tokenizer.ggml.pre`.
-
-Owns the table `PRE_TOKENIZERS`. Invariant: an entry gives what the tokenizer.json of the models of
-that name gives; a name without one is refused.
-"""
+r"""How byte-level vocabularies split a text before BPE, by `tokenizer.ggml.pre`: the table
+`PRE_TOKENIZERS`. An entry gives what the tokenizer.json of the models of that name gives; a name
+without one is refused."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-Step = Mapping[str, object]
-"""A step of the `pre_tokenizer` of a tokenizer.json."""
+Step = Mapping[str, object]  # of the `pre_tokenizer` of a tokenizer.json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreTokenizer:
-    """The steps before BPE, after which bytes become characters.
-
-    Args:
-        splits_words: GPT-2's pattern splits what the steps leave.
-        has_nfc: texts are brought into the normal form C first.
-        ignores_merges: a word that is in the vocabulary is taken whole.
-    """
+    """The steps before BPE, after which bytes become characters."""
 
     steps: tuple[Step, ...] = ()
-    splits_words: bool = False
-    has_nfc: bool = False
-    ignores_merges: bool = False
+    splits_words: bool = False  # GPT-2's pattern splits what the steps leave
+    has_nfc: bool = False  # texts are brought into the normal form C first
+    ignores_merges: bool = False  # a word that is in the vocabulary is taken whole
 
 
 def _split(pattern: str) -> Step:

@@ -1,11 +1,7 @@
-"""What llama.cpp means by the projectors of Qwen3-VL and 3.5, Qwen2.5-VL and Qwen2-VL.
-
-The files do not have the temporal size of a patch, whose slices are tensors of their own, the
-resampling filter, and bounds of pixels; the constant of norms in them is the text model's. Those of
-Qwen2.5-VL say every how many layers one attends to the whole image, and nothing of windows' sides.
-
-Source: llama.cpp's conversion/qwen3vl.py, conversion/qwenvl.py and tools/mtmd/clip.cpp.
-"""
+"""llama.cpp's projectors of Qwen3-VL and 3.5, Qwen2.5-VL and Qwen2-VL (conversion/qwen3vl.py,
+qwenvl.py, tools/mtmd/clip.cpp). The files lack a patch's temporal size, whose slices are tensors of
+their own, the resampling filter, bounds of pixels, and the side of windows; their constant of norms
+is the text model's."""
 
 from collections.abc import Callable
 from typing import cast
@@ -30,19 +26,19 @@ from cadenza.vision.tower_config import VisionConfig
 _PLACEHOLDER = "<|image_pad|>"
 _TEMPORAL_SIZE = 2
 _SLICES = ("v.patch_embd.weight", "v.patch_embd.weight.1")
+# the whole model's type by that of its text model
 _QWEN3_TYPES = {
     "qwen3_moe": "qwen3_vl_moe",
     "qwen3_5_text": "qwen3_5",
     "qwen3_5_moe_text": "qwen3_5_moe",
 }
-"""The whole model's type by that of its text model."""
 
+# least and most pixels of a resized image in the published processors' files
 _PUBLISHED_PIXELS = {
     "qwen3_vl": (65_536, 16_777_216),
     "qwen2_5_vl": (3136, 12_845_056),
     "qwen2_vl": (3136, 12_845_056),
 }
-"""The least and the most of a resized image in the published processors' files."""
 
 
 def _config(file: ProjectorFile, model_type: str) -> dict[str, object]:
@@ -66,7 +62,6 @@ def _config(file: ProjectorFile, model_type: str) -> dict[str, object]:
 
 
 def _with(config: dict[str, object], **own: object) -> dict[str, object]:
-    """A config.json with further settings of the tower."""
     settings = cast(dict[str, object], config["vision_config"])
     return {**config, "vision_config": {**settings, **own}}
 
@@ -131,7 +126,7 @@ def _processor(model_type: str) -> Callable[[ProjectorFile], dict[str, object]]:
 
 
 def _projectors(tower: TowerSpec) -> Places:
-    """The merger's norm is stored as that behind the last layer."""
+    """The merger's norm is stored as that after the last layer."""
     main = tower.projectors[0]
     first, second = main.linears
     places = norm_places("v.post_ln", main.norm)
@@ -139,7 +134,6 @@ def _projectors(tower: TowerSpec) -> Places:
 
 
 def _deepstack_places(vision: VisionConfig, tower: TowerSpec) -> Places:
-    """By the tower's layers."""
     places: Places = {}
     layers = vision.tower.deepstack_layers
     for layer, projector in zip(layers, tower.projectors[1:], strict=True):
@@ -151,7 +145,7 @@ def _deepstack_places(vision: VisionConfig, tower: TowerSpec) -> Places:
 
 
 def _joined_patches(file: ProjectorFile, vision: VisionConfig) -> dict[str, StoredWeight]:
-    """The patches' weight, of the slices of both times."""
+    """The patches' weight, from the slices of both times."""
     spec = declare_tower(vision).entry.patch.weight
     stored = file.file.header.tensors
     missing = [name for name in _SLICES if name not in stored]

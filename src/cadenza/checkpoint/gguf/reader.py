@@ -1,10 +1,7 @@
-"""A GGUF file mapped into memory: `open_gguf` checks its header completely.
-
-Owns the reading of the format, versions 2 and 3. It does not use gguf-py, which
-trusts every count and offset of the file. Invariant: every number of the header is compared with
-the bytes that are left before anything is read or allocated by it, and every tensor of an open file
-lies inside it, overlaps no other, and has the bytes that its shape and type imply.
-"""
+"""A GGUF file mapped into memory, versions 2 and 3: `open_gguf` checks its header completely,
+unlike gguf-py, which trusts every count and offset. Every number of the header is compared with the
+remaining bytes before anything is read or allocated by it; every tensor of an open file lies inside
+it, overlaps no other, and has the bytes that its shape and type imply."""
 
 import math
 from collections.abc import Mapping
@@ -32,8 +29,7 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_TENSORS = 100_000
 MAX_ENTRIES = 1 << 16
-MAX_STRINGS = 1 << 23
-"""Strings of all arrays together: each becomes an object."""
+MAX_STRINGS = 1 << 23  # strings of all arrays together: each becomes an object
 
 MAX_KEY_BYTES = (1 << 16) - 1
 MAX_NAME_BYTES = 512
@@ -47,7 +43,7 @@ _AGAIN = "fetch the file again"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GGUFTensor:
-    """A tensor's type, shape (slowest axis first) and place: bytes [start, stop) of its file."""
+    """A tensor's type, shape (slowest axis first) and bytes [start, stop) of its file."""
 
     name: str
     type: TensorType
@@ -58,11 +54,9 @@ class GGUFTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GGUFHeader:
-    """What a file has before its tensors' data, in `num_bytes`.
-
-    `metadata` has numbers, flags, strings, and arrays: of strings as lists, of others as read-only
-    numpy arrays over the file's bytes. A float32 is its shortest decimal.
-    """
+    """What a file has before its tensors' data, in `num_bytes`. `metadata` has numbers, flags,
+    strings, and arrays: of strings as lists, of others as read-only numpy arrays over the file's
+    bytes. A float32 is its shortest decimal."""
 
     metadata: JsonObject
     tensors: Mapping[str, GGUFTensor]
@@ -78,11 +72,8 @@ class GGUFFile:
 
 
 def open_gguf(path: Path) -> GGUFFile:
-    """Maps a file and checks its header.
-
-    Raises:
-        CheckpointError: the header is invalid, does not match the file, or exceeds a limit.
-    """
+    """Maps a file and checks its header. Raises CheckpointError if the header is invalid, does not
+    match the file, or exceeds a limit."""
     if regular_file_size(path) == 0:
         raise CheckpointError(f"{path.name} is empty; {_AGAIN}")
     file = map_file(path)
@@ -108,7 +99,7 @@ def read_header(data: FileBytes, where: str) -> GGUFHeader:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Cursor:
-    """A place in the header; every read is checked against the end of the file."""
+    """A position in the header; every read is checked against the end of the file."""
 
     data: FileBytes
     where: str
@@ -116,7 +107,7 @@ class _Cursor:
     num_strings: int = 0
 
     def take(self, num_bytes: int, what: str) -> int:
-        """Moves over `num_bytes`, which hold `what`, and returns where they start."""
+        """Advances by `num_bytes`, which hold `what`, and returns where they start."""
         start = self.position
         if num_bytes > len(self.data) - start:
             raise CheckpointError(
@@ -275,7 +266,7 @@ def _read_alignment(metadata: JsonObject) -> int:
 
 
 def _read_info(cursor: _Cursor) -> GGUFTensor:
-    """An entry of the list of tensors; its place counts from the first tensor's start."""
+    """An entry of the list of tensors; its offset counts from the first tensor's start."""
     name = cursor.text("a tensor's name", MAX_NAME_BYTES)
     what = f"tensor {shorten(name)}"
     rank = cursor.whole(4, f"the rank of {what}")
@@ -315,7 +306,7 @@ def _check_sizes(sizes: list[int], kind: TensorType, what: str, cursor: _Cursor)
 def _place(
     infos: list[GGUFTensor], first: int, alignment: int, cursor: _Cursor
 ) -> dict[str, GGUFTensor]:
-    """The tensors, after checking that they follow each other with no more than padding between."""
+    """Checks that the tensors follow each other with no more than padding between."""
     tensors: dict[str, GGUFTensor] = {}
     where, num_bytes, position = cursor.where, len(cursor.data), first
     for info in sorted(infos, key=lambda info: info.start):

@@ -1,8 +1,5 @@
-"""The metadata of one architecture, typed: `Settings`.
-
-Owns how its keys are named and read. Invariant: a getter returns a value of
-the requested type and range, or raises `CheckpointError` with the complete key.
-"""
+"""The metadata of one architecture, typed: `Settings`. A getter returns a value of the requested
+type and range, or raises `CheckpointError` with the complete key."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -68,7 +65,7 @@ class Settings:
 
     @property
     def num_layers(self) -> int:
-        """Without the MTP layers behind the model's own."""
+        """Without the MTP layers after the model's own."""
         count = self.integer("block_count", 1, MAX_LAYERS)
         return count - self.integer("nextn_predict_layers", 0, count - 1, 0)
 
@@ -103,7 +100,7 @@ class Settings:
                 )
 
     def entries(self, rows: Iterable[Row]) -> dict[str, object]:
-        """The entries of config.json that rows say; without those that are left to the family."""
+        """The entries of config.json that rows say, without those that are left to the family."""
         found: dict[str, object] = {}
         for row in rows:
             if not self.has(row.key) and not isinstance(row.default, Absent):
@@ -131,7 +128,7 @@ class Settings:
     def integer_of_layer(
         self, key: str, layer: int, bounds: tuple[int, int], default: int | None = None
     ) -> int:
-        """A layer's integer within the bounds, of an array with one per layer or of one for all."""
+        """Of an array with one per layer or of one for all."""
         full = self._full(key)
         value = self.metadata.get(full)
         if not isinstance(value, np.ndarray):

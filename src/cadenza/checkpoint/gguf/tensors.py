@@ -1,9 +1,7 @@
-"""The tensors of a GGUF model under the declared names: `map_tensors`.
-
-Owns llama.cpp's tensor names, and which declared tensors a stored one holds: all experts of a
-layer, and sometimes q, k and v, are stored as one. Invariant: every declared tensor is a part of
-one stored tensor of the expected shape, and no stored tensor is left over.
-"""
+"""The tensors of a GGUF model under the declared names: `map_tensors`. Owns llama.cpp's tensor
+names, and which declared tensors a stored one holds: all experts of a layer, and sometimes q, k and
+v, are stored as one. Every declared tensor is a part of one stored tensor of the expected shape,
+and no stored tensor is left over."""
 
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -29,10 +27,10 @@ from cadenza.checkpoint.weights import Weights
 from cadenza.errors import CheckpointError
 
 _DTYPES: dict[str, WeightDType] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+# tensors that `read_config` reads
 _SETTINGS = frozenset(
     {gguf_config.ROPE_FREQUENCIES, gguf_config.LONG_FACTORS, gguf_config.SHORT_FACTORS}
 )
-"""Tensors that `read_config` reads."""
 
 Shape = tuple[int, ...]
 _Reshape = Callable[[Shape, ModelConfig], Shape]
@@ -54,6 +52,10 @@ def _row(shape: Shape, config: ModelConfig) -> Shape:
     return shape[1:]
 
 
+# Declared names, the stored one, and how its shape differs. Names are without their last part,
+# `weight` or `bias`, if they have one; those of a layer without its prefix, those of an expert
+# without its block and number. Of several stored names the first one that the file has in any layer
+# is meant, else the last
 _NAMES: tuple[tuple[str, str, _Reshape | None], ...] = (
     ("model.embed_tokens", "token_embd", None),
     ("model.norm|model.embedding_norm", "token_embd_norm|output_norm", None),
@@ -120,17 +122,13 @@ _NAMES: tuple[tuple[str, str, _Reshape | None], ...] = (
     ("experts.up_proj|experts.w3", "ffn_up_exps", None),
     ("experts.down_proj|experts.w2", "ffn_down_exps", None),
 )
-"""Declared names, the stored one, and how its shape differs. Names are without their last part,
-`weight` or `bias`, if they have one; those of a layer without what is in front of it, those of an
-expert without its block and number. Of several stored names the first one that the file has in any
-layer is meant, else the last."""
 
 _OF = {one: row[1:] for row in _NAMES for one in row[0].split("|")}
+# what may be stored as one in a layer, concatenated
 _FUSED = {
     **dict.fromkeys(("attn_q", "attn_k", "attn_v"), "attn_qkv"),
     **dict.fromkeys(("ffn_gate_exps", "ffn_up_exps"), "ffn_gate_up_exps"),
 }
-"""What may be stored as one in a layer, one behind the other."""
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"(?:.+\.)?experts\.\d+\.(.+)")
@@ -139,7 +137,7 @@ _PART = re.compile(r"(.+?)(\.weight|\.bias)?")
 
 @dataclass(slots=True, eq=False)
 class _Place:
-    """A stored tensor and the declared ones that it holds, one behind the other."""
+    """A stored tensor and the declared ones that it holds, concatenated."""
 
     reshape: _Reshape | None = None
     fixed: Shape | None = None
@@ -164,12 +162,8 @@ class _Place:
 def map_tensors(
     config: ModelConfig, architecture: Architecture, files: tuple[GGUFFile, ...]
 ) -> Weights:
-    """The declared tensors as ranges of the files.
-
-    Raises:
-        CheckpointError: a tensor is missing, unexpected, of another shape, or of a type that is not
-            supported.
-    """
+    """The declared tensors as ranges of the files. Raises CheckpointError if a tensor is missing,
+    unexpected, of another shape, or of a type that is not supported."""
     stored = {name for file in files for name in file.header.tensors}
     places = _places(config, stored)
     _check_names(places, stored - _unused(config), files[0].mapped.name)
@@ -249,7 +243,7 @@ def _cut(
     architecture: Architecture,
     file: MappedFile,
 ) -> Iterator[StoredTensor]:
-    """Cuts a stored tensor into its parts, which are consecutive rows."""
+    """A stored tensor's parts, which are consecutive rows."""
     _check_shape(tensor, place.shape(config), file)
     has_pairs = architecture.has_paired_rows
     for part in _parts(tensor, place.parts, file):
@@ -260,10 +254,8 @@ def _cut(
 def cut_parts(
     tensor: GGUFTensor, parts: Sequence[TensorSpec], file: MappedFile
 ) -> Iterator[StoredTensor]:
-    """A stored tensor as declared ones, which are consecutive rows of it.
-
-    Raises CheckpointError if it has another shape, or a type that is not supported.
-    """
+    """A stored tensor as declared ones, which are consecutive rows of it. Raises CheckpointError if
+    it has another shape, or a type that is not supported."""
     rows = sum(spec.shape[0] for spec in parts)
     _check_shape(tensor, (rows, *parts[0].shape[1:]), file)
     yield from _parts(tensor, parts, file)

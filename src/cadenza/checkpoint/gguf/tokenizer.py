@@ -1,10 +1,7 @@
-"""The tokenizer of a GGUF file's metadata as a tokenizer.json: `read_gguf_tokenizer`.
-
-Owns the kinds of vocabulary: BPE over bytes, with merges (`gpt2`), and SentencePiece's BPE, whose
-merges follow from the scores (`llama`) or are listed (`gemma4`). Invariant: token ids are those of
-the file, and a text gets the ids that the model's own tokenizer.json gives; other kinds and unknown
-pre-tokenizers are refused by their names.
-"""
+"""A GGUF file's tokenizer as a tokenizer.json: `read_gguf_tokenizer`. Reads BPE over bytes, with
+merges (`gpt2`), and SentencePiece's BPE, whose merges follow from the scores (`llama`) or are
+listed (`gemma4`); others are refused by name. Token ids are those of the file, and a text gets the
+ids that the model's own tokenizer.json gives."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -20,8 +17,7 @@ from cadenza.checkpoint.json_object import JsonObject, shorten
 from cadenza.checkpoint.model_config import MAX_VOCAB_SIZE
 from cadenza.errors import CheckpointError
 
-SPACE = "▁"
-"""SentencePiece's replacement for a space."""
+SPACE = "▁"  # SentencePiece's replacement for a space
 
 _PREFIX = "tokenizer.ggml."
 _COMPLETE = "tokenizer.huggingface.json"
@@ -31,8 +27,6 @@ _PHI3_UNSTRIPPED = frozenset({"<unk>", "<s>", "<|endoftext|>"})
 
 
 class _Kind(IntEnum):
-    """GGUF's token types."""
-
     UNDEFINED = 0
     NORMAL = 1
     UNKNOWN = 2
@@ -42,8 +36,8 @@ class _Kind(IntEnum):
     BYTE = 6
 
 
+# types of the tokens that are found in a text before its BPE
 _SPLIT_OFF = (_Kind.UNKNOWN, _Kind.CONTROL, _Kind.USER_DEFINED)
-"""Types of the tokens that are found in a text before its BPE."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +68,7 @@ class Vocabulary:
 
 
 def read_vocabulary(metadata: JsonObject) -> Vocabulary | None:
-    """The vocabulary of the metadata; None if they have none. Raises `CheckpointError`."""
+    """None if the metadata have no vocabulary. Raises `CheckpointError`."""
     key = f"{_PREFIX}tokens"
     tokens = metadata.get(key)
     if tokens is None:
@@ -92,11 +86,8 @@ def read_vocabulary(metadata: JsonObject) -> Vocabulary | None:
 
 
 def read_gguf_tokenizer(vocabulary: Vocabulary) -> bytes:
-    """The content of a tokenizer.json.
-
-    Raises:
-        CheckpointError: the metadata are invalid, or their kind of tokenizer is not supported.
-    """
+    """The content of a tokenizer.json. Raises CheckpointError if the metadata are invalid, or their
+    type of tokenizer is not supported."""
     complete = vocabulary.metadata.text(_COMPLETE)
     if complete is not None:
         return complete.encode()
@@ -124,7 +115,6 @@ def _numbers(metadata: JsonObject, name: str, count: int, kinds: str) -> npt.NDA
 
 
 def _read_parts(vocabulary: Vocabulary) -> dict[str, object]:
-    """Normalizer, pre-tokenizer, model and decoder."""
     match vocabulary.model:
         case "gpt2":
             return _byte_level(vocabulary)
@@ -209,10 +199,8 @@ def _sentencepiece(vocabulary: Vocabulary, merges: Iterator[list[str]]) -> dict[
 
 def _merges_of_scores(vocabulary: Vocabulary) -> Iterator[list[str]]:
     """Every split of a piece into two other pieces, in descending order of the pieces' scores.
-
     SentencePiece merges the adjacent pair whose piece has the highest score, the leftmost if equal.
-    Merge ranks give the same order, except that two splits of one piece have different ranks.
-    """
+    Merge ranks give the same order, except that two splits of one piece have different ranks."""
     tokens, metadata = vocabulary.tokens, vocabulary.metadata
     scores = _numbers(metadata, "scores", len(tokens), "fiu")
     if scores is None or not np.isfinite(scores).all():
@@ -259,7 +247,7 @@ def _added_tokens(vocabulary: Vocabulary) -> Iterator[dict[str, object]]:
 
 
 def _strips_behind(vocabulary: Vocabulary, content: str) -> bool:
-    """Whether white space behind a special token is dropped: Phi-3's do, by no metadata."""
+    """Whether white space after a special token is dropped: Phi-3's do, by no metadata."""
     is_phi3 = vocabulary.metadata.text("general.architecture") == "phi3"
     return is_phi3 and vocabulary.model == "llama" and content not in _PHI3_UNSTRIPPED
 

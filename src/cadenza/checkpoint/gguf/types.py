@@ -1,7 +1,5 @@
-"""The types of GGUF: of metadata values (`SCALARS`, `STRING`, `ARRAY`) and of tensors.
-
-Owns their codes and sizes. Invariant: a tensor type's rows are whole blocks.
-"""
+"""The types of GGUF, with codes and sizes: of metadata values (`SCALARS`, `STRING`, `ARRAY`) and of
+tensors, whose rows are whole blocks."""
 
 import struct
 from dataclasses import dataclass
@@ -11,6 +9,7 @@ ARRAY = 9
 BOOL = 7
 FLOAT32 = 6
 
+# by the code of a metadata value's type
 SCALARS: dict[int, struct.Struct] = {
     code: struct.Struct(f"<{letter}")
     for code, letter in {
@@ -27,7 +26,6 @@ SCALARS: dict[int, struct.Struct] = {
         12: "d",
     }.items()
 }
-"""By the code of a metadata value's type."""
 
 NUM_VALUE_TYPES = 13
 
@@ -41,6 +39,7 @@ class TensorType:
     block_bytes: int
 
 
+# by ggml's code of the type; Q8_1 and Q8_K, types of activations, are in no file
 TENSOR_TYPES: dict[int, TensorType] = {
     code: TensorType(name=name, block_len=block_len, block_bytes=block_bytes)
     for code, name, block_len, block_bytes in (
@@ -77,4 +76,3 @@ TENSOR_TYPES: dict[int, TensorType] = {
         (40, "NVFP4", 64, 36),
     )
 }
-"""By ggml's code of the type. Q8_1 and Q8_K, types of activations, are in no file."""

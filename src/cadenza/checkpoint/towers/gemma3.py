@@ -1,7 +1,5 @@
-"""Gemma 3: a SigLIP tower, blocks of patches averaged, a norm and one product.
-
-Source: transformers, models/gemma3.
-"""
+"""Gemma 3: a SigLIP tower, blocks of patches averaged, a norm and one product. Source:
+transformers, models/gemma3."""
 
 import math
 from collections.abc import Iterator

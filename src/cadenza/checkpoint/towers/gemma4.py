@@ -1,8 +1,6 @@
 """Gemma 4: sandwiched RMS norms, a rope of two halves, linears that may be clipped, blocks of
 patches averaged, one product; and the unified model, which has no tower: a patch is a token.
-
-Source: transformers, models/gemma4 and models/gemma4_unified.
-"""
+Source: transformers, models/gemma4 and models/gemma4_unified."""
 
 import math
 
@@ -63,11 +61,9 @@ UNIFIED_NAMES = TowerNames(
 )
 
 _IMAGE_TOKEN = 258_880
-_LAYER_NORM_EPS = 1e-5
-"""PyTorch's default, which the unified model has."""
+_LAYER_NORM_EPS = 1e-5  # PyTorch's default, which the unified model has
 
-_HEAD_DIM = 64
-"""Of no head, where there are no layers."""
+_HEAD_DIM = 64  # of no head, where there are no layers
 
 _STEPS = ("do_resize", "do_rescale", "do_convert_rgb")
 

@@ -1,7 +1,5 @@
-"""Idefics3 and SmolVLM: a SigLIP tower, joined patches, one linear.
-
-Source: transformers, models/idefics3 and models/smolvlm.
-"""
+"""Idefics3 and SmolVLM: a SigLIP tower, joined patches, one linear. Source: transformers,
+models/idefics3 and models/smolvlm."""
 
 from cadenza.checkpoint.json_object import JsonObject
 from cadenza.checkpoint.model_config import MAX_VOCAB_SIZE
@@ -22,8 +20,7 @@ from cadenza.vision.tower_config import (
     VisionConfig,
 )
 
-MAX_SIDE = 32
-"""Patches of a token, along each side."""
+MAX_SIDE = 32  # patches along a token's side
 
 NAMES = TowerNames(
     patch="model.vision_model.embeddings.patch_embedding",
@@ -35,8 +32,7 @@ PROJECTION = "model.connector.modality_projection.proj"
 
 _IMAGE_TOKEN = 128_257
 _DEFAULTS = SiglipDefaults(hidden_size=1152, num_heads=16, patch_size=32)
-_TILE = 364
-"""transformers' defaults."""
+_TILE = 364  # transformers' defaults
 
 _HALF = (0.5, 0.5, 0.5)
 

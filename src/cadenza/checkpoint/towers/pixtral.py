@@ -1,7 +1,5 @@
-"""Mistral 3 (with Ministral 3): a Pixtral tower, blocks of patches joined, three products.
-
-Source: transformers, models/pixtral and models/mistral3.
-"""
+"""Mistral 3 (with Ministral 3): a Pixtral tower, blocks of patches joined, three products. Source:
+transformers, models/pixtral and models/mistral3."""
 
 import math
 
@@ -43,8 +41,7 @@ NAMES = TowerNames(
 )
 
 _IMAGE_TOKEN = 10
-_NORM_EPS = 1e-5
-"""Of the tower's norms, whatever the file says."""
+_NORM_EPS = 1e-5  # of the tower's norms, whatever the file says
 
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)

@@ -1,7 +1,5 @@
-"""The settings of an image processor: `read_processor_settings`, and values that families share.
-
-They are in processor_config.json as `image_processor`, or else in preprocessor_config.json.
-"""
+"""The settings of an image processor, `read_processor_settings`, and values that families share.
+They are in processor_config.json as `image_processor`, or else in preprocessor_config.json."""
 
 from pathlib import Path
 from typing import cast
@@ -19,7 +17,7 @@ _STEPS = ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb")
 
 
 def read_processor_settings(folder: Path) -> JsonObject | None:
-    """Those of a folder; None if it has neither file. Raises CheckpointError."""
+    """None if a folder has neither file. Raises CheckpointError."""
     if (folder / PROCESSOR_FILE).is_file():
         nested = read_json_object(folder / PROCESSOR_FILE).child("image_processor")
         if nested is not None:
@@ -44,7 +42,7 @@ def read_filter(raw: JsonObject, default: Filter) -> Filter:
 def read_normalisation(
     raw: JsonObject, mean: tuple[float, float, float], std: tuple[float, float, float]
 ) -> Normalisation:
-    """Of `rescale_factor`, `image_mean` and `image_std`, with these by default."""
+    """Of `rescale_factor`, `image_mean` and `image_std`, with these defaults."""
     return Normalisation(
         factor=raw.number("rescale_factor", 1e-6, 1.0, 1.0 / 255.0),
         mean=_channels(raw, "image_mean", -10.0, mean),

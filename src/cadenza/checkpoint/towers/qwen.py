@@ -1,12 +1,7 @@
-"""Qwen3-VL and Qwen3.5 with their mixtures, Qwen2.5-VL, Qwen2-VL: images of any size.
-
-All have rotary positions of two axes in the tower, join 2 x 2 patches into a token, and project
-them by two linears with an exact GELU between. Qwen3-VL and 3.5 have a table of positions beside,
-LayerNorms and a GELU by tanh; Qwen3-VL adds the outputs of some layers to the text model's first
-ones. Qwen2.5-VL has RMS norms, gated MLPs and windows, Qwen2-VL LayerNorms and a quick GELU.
-
-Source: transformers, models/qwen3_vl, qwen3_5, qwen2_5_vl and qwen2_vl.
-"""
+"""Qwen3-VL and Qwen3.5 with their mixtures, Qwen2.5-VL, Qwen2-VL (transformers, models/qwen3_vl,
+qwen3_5, qwen2_5_vl, qwen2_vl): images of any size, rotary positions of two axes, 2 x 2 patches
+joined into a token, two linears with an exact GELU. Qwen3-VL and 3.5 also have a table of
+positions; Qwen3-VL adds outputs of some layers to the text model's first ones."""
 
 import math
 from collections.abc import Callable
@@ -47,8 +42,7 @@ MAX_POSITIONS = 1 << 20
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 _LEAST, _MOST = 56 * 56, 28 * 28 * 1280
-_PATCH = 14
-"""Defaults of transformers' processor."""
+_PATCH = 14  # defaults of transformers' processor
 
 NAMES = TowerNames(
     patch=f"{PREFIX}patch_embed.proj",
@@ -65,12 +59,6 @@ NAMES = TowerNames(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Generation:
-    """What models of one `model_type` have beside what all of them do.
-
-    Args:
-        read: the tower, from the settings in `vision_config` and the text model's width.
-    """
-
     read: Callable[[JsonObject, int], TowerConfig]
     image_token_id: int = 151_655
 
@@ -135,7 +123,7 @@ def read_qwen_images(raw: JsonObject, max_tokens: int) -> QwenImages:
 
 
 def _read_common(raw: JsonObject, width_key: str, width: int) -> TowerConfig:
-    """What the settings of all generations say; the projector is that of `_projector`."""
+    """What all generations share; the projector is that of `_projector`."""
     if raw.integer("in_channels", 1, MAX_PATCH, raw.integer("in_chans", 1, MAX_PATCH, 3)) != 3:
         raise raw.wrong("in_channels", str(CHANNELS))
     hidden = raw.integer(width_key, 1, MAX_WIDTH)
@@ -231,7 +219,8 @@ def _read_qwen2_vl(raw: JsonObject, width: int) -> TowerConfig:
 
 
 def _older(tower: TowerConfig, width: int, *, norm: TowerNorm) -> TowerConfig:
-    """What Qwen2.5-VL and Qwen2-VL have in common."""
+    """What Qwen2.5-VL (RMS norms, gated MLPs, windows) and Qwen2-VL (LayerNorms, quick GELU)
+    share."""
     names = "merger.ln_q", "merger.mlp.0", "merger.mlp.2"
     return replace(
         tower,

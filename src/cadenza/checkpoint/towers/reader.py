@@ -1,7 +1,5 @@
-"""`TowerReader`: how the files of one family become a `VisionConfig`.
-
-To add a family, write a module with its reader, and list it in `registry`.
-"""
+"""`TowerReader`: how the files of one family become a `VisionConfig`. To add a family, write a
+module with its reader, and list it in `registry`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,34 +14,23 @@ from cadenza.vision.tower_config import VisionConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionOptions:
-    """What is asked for of a model's images.
+    """What is asked for of a model's images."""
 
-    Args:
-        has_images: False: the text model alone is opened.
-        projector: a GGUF file with the tower; None: the one beside the model, if there is one.
-        max_tokens: of an image whose size is its own; larger ones are reduced.
-    """
-
-    has_images: bool = True
+    has_images: bool = True  # False: the text model alone is opened
+    # a GGUF file with the tower; None: the one beside the model, if there is one
     projector: Path | None = None
+    # of an image whose size is its own; larger ones are reduced
     max_tokens: int = DEFAULT_IMAGE_MAX_TOKENS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionFiles:
-    """What a family reads.
+    """What a family reads."""
 
-    Args:
-        config: config.json, of the whole model.
-        processor: the settings of its image processor.
-        text: the text model.
-        max_tokens: as `VisionOptions.max_tokens`.
-    """
-
-    config: JsonObject
-    processor: JsonObject
-    text: ModelConfig
-    max_tokens: int
+    config: JsonObject  # config.json, of the whole model
+    processor: JsonObject  # the settings of its image processor
+    text: ModelConfig  # the text model
+    max_tokens: int  # as `VisionOptions.max_tokens`
 
     @property
     def tower(self) -> JsonObject:
@@ -53,16 +40,11 @@ class VisionFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TowerReader:
-    """A family of models that see.
+    """A family of models that see."""
 
-    Args:
-        model_types: of config.json.
-        names: of the tensors of tower and projectors, all of which are listed.
-        read: the tower and its processor. Raises CheckpointError for what is not supported.
-    """
-
-    model_types: tuple[str, ...]
-    names: tuple[NameRule, ...]
+    model_types: tuple[str, ...]  # of config.json
+    names: tuple[NameRule, ...]  # of the tensors of tower and projectors, all of which are listed
+    # the tower and its processor. Raises CheckpointError for what is not supported
     read: Callable[[VisionFiles], VisionConfig]
 
     def has(self, name: str) -> bool:

@@ -13,32 +13,29 @@ from cadenza.checkpoint.towers.qwen import QWEN
 from cadenza.checkpoint.towers.reader import TowerReader, VisionFiles, VisionOptions
 from cadenza.vision.tower_config import VisionConfig
 
+# by the `model_type` of config.json
 READERS: Mapping[str, TowerReader] = {
     model_type: reader
     for reader in (IDEFICS3, QWEN, GEMMA3, GEMMA4, GEMMA4_UNIFIED, MISTRAL3)
     for model_type in reader.model_types
 }
-"""By the `model_type` of config.json."""
 
+# the tensors of towers are no part of a model that is opened without one
 NO_TOWER: Sequence[NameRule] = [
     (stored, None) for reader in dict.fromkeys(READERS.values()) for stored, _ in reader.names
 ]
-"""The tensors of towers are no part of a model that is opened without one."""
 
 
 def reader_of(raw: JsonObject) -> TowerReader | None:
-    """The family of a whole model's settings; None if it has none that sees."""
+    """None for a model without vision."""
     return READERS.get(raw.text("model_type") or "")
 
 
 def read_vision(
     raw: JsonObject, processor: JsonObject | None, text: ModelConfig, options: VisionOptions
 ) -> VisionConfig | None:
-    """How a model sees; None if it does not, if nothing is known of its processor, or if images
-    were not asked for.
-
-    Raises CheckpointError for what is not supported.
-    """
+    """The model's vision; None if it has none, if nothing is known of its processor, or if images
+    were not asked for. Raises CheckpointError for what is not supported."""
     reader = reader_of(raw)
     if reader is None or processor is None or not options.has_images:
         return None

@@ -17,6 +17,7 @@ from cadenza.vision.tower_config import (
 MAX_PATCH = 128
 MAX_IMAGE = 1 << 14
 
+# by `hidden_act`
 ACTIVATIONS: dict[str, TowerActivation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
@@ -24,7 +25,6 @@ ACTIVATIONS: dict[str, TowerActivation] = {
     "quick_gelu": "quick_gelu",
     "silu": "silu",
 }
-"""By `hidden_act`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
