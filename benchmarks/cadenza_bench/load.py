@@ -1,8 +1,7 @@
 """How fast weights are loaded, beside the page cache's own speed, in a fresh process (`python -m
 cadenza_bench.load JSON`), so that the first load's memory is watched before anything else has taken
 any. Invariant: the page cache is warm; each timed load has readings of the same files right before
-it.
-"""
+it."""
 
 import json
 import os

@@ -1,8 +1,7 @@
 """Charts: one PNG for each, and a page with all of them as inline SVGs, their numbers in tables,
 and no request to anywhere. Invariants: series differ by shape as well as by colour, so that they
 can be told apart in grey; the same charts give the same bytes. matplotlib is imported when charts
-are drawn.
-"""
+are drawn."""
 
 import html
 import json

@@ -1,8 +1,7 @@
 """From process start to the first token, in fresh processes, with cold and with warm caches. Cold:
 an empty CADENZA_CACHE_DIR, so that every program is compiled; byte code and the page cache are warm
 in both. Each start is a process of its own (`startup_probe`); the one that fills the warm cache is
-not counted.
-"""
+not counted."""
 
 import json
 import time

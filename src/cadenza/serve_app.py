@@ -24,7 +24,7 @@ from cadenza.cli.app_flags import AppFlags
 from cadenza.cli.serve import make_service, server_options, with_template
 from cadenza.cli.served_models import ReplicaPlace
 from cadenza.cluster.engine_host import EngineHost, HostOptions
-from cadenza.cluster.host_book import HostBook
+from cadenza.cluster.remote_engine import HostBook
 from cadenza.cluster.scale_policy import EngineDemand, ScaleOptions, wanted_replicas
 from cadenza.engine.request_ids import MAX_FRONT
 from cadenza.server.access import Hosts

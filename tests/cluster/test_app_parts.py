@@ -8,8 +8,7 @@ import pytest
 from cadenza.cli.app_flags import AppFlags
 from cadenza.cluster.engine_host import EngineHost, HostOptions
 from cadenza.cluster.group_stats import group_limits
-from cadenza.cluster.host_book import HostBook
-from cadenza.cluster.remote_engine import RemoteChild
+from cadenza.cluster.remote_engine import HostBook, RemoteChild
 from cadenza.cluster.scale_policy import ScaleOptions
 from cadenza.engine.process.launch import Execute
 from cadenza.engine.process.process_link import EngineUnreachableError

@@ -4,11 +4,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cadenza.cluster.cores import own_cpus, split_cpus
-from cadenza.cluster.group_stats import group_limits, group_stats, group_status, replica_limits
-from cadenza.cluster.live_rows import LiveRows
-from cadenza.cluster.prefix_view import PrefixView, page_keys
-from cadenza.cluster.route_choice import ReplicaLoad, order_replicas
-from cadenza.cluster.router import Route, Router
+from cadenza.cluster.group_stats import (
+    LiveRows,
+    group_limits,
+    group_stats,
+    group_status,
+    replica_limits,
+)
+from cadenza.cluster.router import PrefixView, ReplicaLoad, Route, Router, order_replicas, page_keys
 from cadenza.config import EngineConfig
 from cadenza.engine.open_requests import EngineLoad
 from cadenza.engine.route_report import HeldChange, RouteReport, Seen

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from cadenza.cluster.engine_host import EngineHost, HostOptions
-from cadenza.cluster.fronts import differences
 from cadenza.cluster.remote_engine import RemoteChild, remote_opener
+from cadenza.cluster.shared_engine import differences
 from cadenza.config import EngineConfig
 from cadenza.engine.batch_engine import Cancel, Submit
 from cadenza.engine.front import EngineFront, InProcessLink

@@ -1,8 +1,7 @@
 """Compares servers under the same loads. Each round sends the same requests to every server, in one
 order and then in the other (A B B A), so that a machine that becomes slower favours none. A ratio,
 to the first server, is taken within a round; its interval is from rounds drawn again with
-replacement.
-"""
+replacement."""
 
 import math
 import statistics

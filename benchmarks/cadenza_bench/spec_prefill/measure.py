@@ -1,8 +1,7 @@
 """What sparse prefill gains and costs on one engine: times to the first token, right answers of
 tasks, and likeness to whole prompts, beside simpler choices of chunks. Invariants: all ways keep as
 many chunks of a prompt; timed prompts have nothing in common, so that nothing is found in the
-prefix cache.
-"""
+prefix cache."""
 
 import random
 import statistics

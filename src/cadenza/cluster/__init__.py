@@ -3,12 +3,11 @@
 Modules:
 
 - `engine_group`: `EngineGroup`, a `BatchEngine` over replicas
-- `group_stats`, `live_rows`: the replicas' figures, and summaries of steps, as those of one engine
-- `router`, `route_choice`, `prefix_view`: the replica of each request, by what each holds and does
+- `group_stats`: the replicas' figures, and summaries of steps, as those of one engine
+- `router`: the replica of each request, by what each holds and does
 - `scale_policy`: how many engines a load needs
 - `engine_host`, `shared_engine`: an engine process for front ends on other machines
-- `fronts`: what these share: settings that agree
-- `remote_engine`, `host_book`: such a process, as a front end sees its child; which host it uses
+- `remote_engine`: such a process, as a front end sees its child; which host it uses
 - `handshake`: how both ends prove that they know one secret
 - `cores`: the CPUs of each replica
 """

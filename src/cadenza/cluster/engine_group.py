@@ -1,8 +1,7 @@
 """`EngineGroup`: a `BatchEngine` over several engines of one model. A lost replica's streams go on
 in another with the same bits. Invariants: an open request is in exactly one replica; all have one
 fingerprint and plan. Locks: the group's is taken before a replica's; neither is held while events
-are emitted.
-"""
+are emitted."""
 
 import logging
 import secrets
@@ -14,13 +13,13 @@ from dataclasses import dataclass, replace
 from msgspec import structs
 
 from cadenza.cluster.group_stats import (
+    LiveRows,
     group_limits,
     group_load,
     group_request_stats,
     group_stats,
     group_status,
 )
-from cadenza.cluster.live_rows import LiveRows
 from cadenza.cluster.router import Route, Router
 from cadenza.config import EngineLimits
 from cadenza.engine.batch_engine import Clock, Emit

@@ -1,10 +1,11 @@
-"""`RemoteChild`: an engine process that an `EngineHost` runs, as `ProcessLink` sees its child. The
-host ends it with its last connection, so that lost front ends leave no engine. Invariant: `close`
-leaves no descriptor.
+"""`RemoteChild`: an engine process of an `EngineHost`, as `ProcessLink` sees its child; `HostBook`.
+
+The host ends it with its last connection, so that lost front ends leave no engine.
 """
 
 import selectors
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -22,8 +23,8 @@ _POLL_S = 0.01
 
 
 class RemoteChild:
-    """The engine process at `address`, for the front end with the number `front`. Raises
-    EngineUnreachableError where there is none."""
+    """The engine process at `address`, for the front end with the number `front`; `close` leaves no
+    descriptor. Raises EngineUnreachableError where there is none."""
 
     def __init__(self, address: tuple[str, int], secret: bytes, front: int = 0) -> None:
         try:
@@ -89,3 +90,47 @@ def _keep_alive(connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEP_ALIVE_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEP_ALIVE_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, MOST_UNANSWERED)
+
+
+Address = tuple[str, int]
+
+
+class HostBook:
+    """Which engine host each replica of a front end (`front`) uses: at each start one that no other
+    uses, the last one first. `find_hosts` returns the addresses that are there, the oldest first,
+    so that all front ends take them in the same order; it may raise OSError. Thread-safe.
+    Invariant: a host has one replica at most."""
+
+    def __init__(
+        self, find_hosts: Callable[[], Sequence[Address]], secret: bytes, front: int = 0
+    ) -> None:
+        self._find_hosts = find_hosts
+        self._secret = secret
+        self._front = front
+        self._lock = threading.Lock()
+        self._taken: dict[int, Address] = {}
+
+    def opener(self, place: int) -> Callable[[Sequence[str]], RemoteChild]:
+        """Opens the engines of a place. It raises EngineUnreachableError where no host is free."""
+
+        def open_child(_: Sequence[str]) -> RemoteChild:
+            return RemoteChild(self._take(place), self._secret, self._front)
+
+        return open_child
+
+    def _take(self, place: int) -> Address:
+        try:
+            known = [(str(host), int(port)) for host, port in self._find_hosts()]
+        except OSError as error:
+            raise EngineUnreachableError(f"hosts are not known: {error}") from error
+        with self._lock:
+            last = self._taken.pop(place, None)
+            free = [each for each in known if each not in self._taken.values()]
+            # The one that was lost last comes last: a machine that is gone is known for a while.
+            free.sort(key=lambda each: each == last)
+            if not free:
+                raise EngineUnreachableError(
+                    f"{len(known)} hosts are there, each of which serves another place"
+                )
+            self._taken[place] = free[0]
+            return free[0]

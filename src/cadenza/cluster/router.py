@@ -1,22 +1,171 @@
-"""`Router`: chooses the replica of each request by a view of each: its prefixes, and until when its
-queue will take. Times are readings of one clock, in seconds. Each of several routers counts what it
-sent, and the replica's reports have the others'. No engines and no threads: a simulation uses it as
-well.
+"""`Router`: chooses the replica of each request by its prefixes, and by when its queue ends.
+
+No engines and no threads, so that a simulation uses it; times are one clock's readings, in seconds.
 """
 
-from collections import deque
-from collections.abc import Mapping
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from statistics import fmean
 from typing import NamedTuple
 
-from cadenza.cluster.prefix_view import PrefixView, page_keys
-from cadenza.cluster.route_choice import ReplicaLoad, order_replicas
 from cadenza.config import EngineLimits
+from cadenza.core.page_keys import MAX_KEYS, Content, PageKeys, short_keys, split_keys
 from cadenza.engine.open_requests import EngineLoad
 from cadenza.engine.queue_forecast import UNMEASURED_TOKEN_S
-from cadenza.engine.route_report import RouteReport, Seen
+from cadenza.engine.route_report import HeldChange, RouteReport, Seen
 from cadenza.request import Request
+
+TOKENS_OF_OPEN = 16
+"""What an open request counts for, in prompt tokens: it takes part in each further step."""
+
+SLACK_TOKENS = 512
+"""A replica whose work is above twice the others' mean by more than this gets nothing for what it
+holds: another one then computes the prefix, too, and both have it."""
+
+TIE_SHARE = 0.1
+"""Costs that differ by less are equal."""
+
+DELAY_SHARE = 0.3
+"""What a prompt token costs more for each open request of its replica, which it delays."""
+
+ONCE_TOKENS = 256
+"""Prefixes of so many tokens are not computed by two replicas at once, unless the one that computes
+them is crowded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaLoad:
+    """What is known of a replica, for a request: its open requests; `queued_s`: the time that its
+    queued prompts will take; `token_s`: of a further prompt token; and tokens of the prompt that it
+    holds or is about to compute (`num_held_tokens`), is about to compute (`num_coming_tokens`), or
+    that were ever sent to it (`num_seen_tokens`), and that it holds of any prompts
+    (`num_cached_tokens`)."""
+
+    num_open: int
+    queued_s: float
+    token_s: float
+    num_held_tokens: int = 0
+    num_coming_tokens: int = 0
+    num_seen_tokens: int = 0
+    num_cached_tokens: int = 0
+
+    @property
+    def work_s(self) -> float:
+        return self.queued_s + TOKENS_OF_OPEN * self.token_s * self.num_open
+
+
+def order_replicas(loads: Sequence[ReplicaLoad], num_prompt_tokens: int) -> list[int]:
+    """The indices of the replicas, best first. The cost of each is the work before the request and
+    what of its prompt is left to compute, also for those whose next tokens wait for that. Those
+    nearly as good as the best are equal: where the session was before, then fewer open requests,
+    then less in the cache, so that each keeps prefixes of its own. One that would compute what
+    another one is computing comes last."""
+    total_s = sum(each.work_s for each in loads)
+    crowded = [_is_crowded(each, total_s, len(loads) - 1) for each in loads]
+    coming = [0 if crowded[at] else each.num_coming_tokens for at, each in enumerate(loads)]
+    costs_s = [
+        _cost_s(each, num_prompt_tokens, 0 if is_late else each.num_held_tokens)
+        for each, is_late in zip(loads, crowded, strict=True)
+    ]
+    tied_s = min(costs_s) * (1 + TIE_SHARE)
+
+    def key(place: int) -> tuple[bool, float, int, int, int, int]:
+        each = loads[place]
+        return (
+            max(coming) - each.num_held_tokens >= ONCE_TOKENS,
+            max(tied_s, costs_s[place]),
+            -each.num_seen_tokens,
+            each.num_open,
+            each.num_cached_tokens,
+            place,
+        )
+
+    return sorted(range(len(loads)), key=key)
+
+
+def _cost_s(load: ReplicaLoad, num_prompt_tokens: int, num_held_tokens: int) -> float:
+    num_left = num_prompt_tokens - min(num_held_tokens, num_prompt_tokens)
+    return load.work_s + num_left * load.token_s * (1 + DELAY_SHARE * load.num_open)
+
+
+def _is_crowded(load: ReplicaLoad, total_s: float, num_others: int) -> bool:
+    """What it is about to compute of the prompt at hand is no reason to go elsewhere."""
+    if not num_others:
+        return False
+    work_s = load.work_s - load.num_coming_tokens * load.token_s
+    mean_s = (total_s - load.work_s) / num_others
+    return work_s > 2 * mean_s + SLACK_TOKENS * load.token_s
+
+
+def page_keys(request: Request, page_size: int, secret: bytes) -> tuple[bytes, ...]:
+    """A short key for each full page of the prompt, of all that is before its end."""
+    keys: list[bytes] = []
+    content = Content(request.prompt_token_ids, request.attachments, request.cache_salt)
+    PageKeys(page_size=page_size, secret=secret).extend(keys, content)
+    return short_keys(keys)
+
+
+class PrefixView:
+    """Which prefixes one replica holds, by short keys of pages (`core.page_keys`), salted by
+    tenant. What was sent (at most `max_keys`) counts until the replica has reported after it, and
+    the newest of it where it reports nothing. A wrong guess costs a miss and never an answer."""
+
+    def __init__(self, max_keys: int = MAX_KEYS) -> None:
+        self._max_keys = max_keys
+        self._held: set[bytes] = set()
+        self._sent: OrderedDict[bytes, int] = OrderedDict()  # the newest request with the key
+        self._settled_below: int | None = None
+
+    def __len__(self) -> int:
+        if self._settled_below is None:
+            return len(self._sent)
+        newest = reversed(self._sent.values())
+        return len(self._held) + sum(1 for _ in takewhile(self._is_unsettled, newest))
+
+    def num_held(self, keys: Sequence[bytes]) -> int:
+        """The number of leading pages that it holds or is about to compute."""
+        return _deepest(keys, lambda key: key in self._held or self._is_coming(key))
+
+    def num_coming(self, keys: Sequence[bytes]) -> int:
+        return _deepest(keys, lambda key: key not in self._held and self._is_coming(key))
+
+    def num_seen(self, keys: Sequence[bytes]) -> int:
+        """The same of pages that were ever sent to it, as far as that is remembered."""
+        return _deepest(keys, self._sent.__contains__)
+
+    def add(self, keys: Sequence[bytes], request_id: int) -> None:
+        for key in reversed(keys):  # the end of a prompt is forgotten before its beginning
+            self._sent[key] = request_id
+            self._sent.move_to_end(key)
+        while len(self._sent) > self._max_keys:
+            self._sent.popitem(last=False)
+
+    def take(self, change: HeldChange, settled_below: int) -> None:
+        """It has reported; see `RouteReport` and `Seen`."""
+        self._held.difference_update(split_keys(change.removed))
+        self._held.update(split_keys(change.added))
+        self._settled_below = settled_below
+
+    def clear(self) -> None:
+        self._held.clear()
+        self._sent.clear()
+        self._settled_below = None
+
+    def _is_coming(self, key: bytes) -> bool:
+        request_id = self._sent.get(key)
+        return request_id is not None and self._is_unsettled(request_id)
+
+    def _is_unsettled(self, request_id: int) -> bool:
+        return self._settled_below is None or request_id >= self._settled_below
+
+
+def _deepest(keys: Sequence[bytes], has: Callable[[bytes], bool]) -> int:
+    """The number of pages up to the last one that `has` knows: reports may lack earlier ones, which
+    were dropped for being old."""
+    return next((at for at in range(len(keys), 0, -1) if has(keys[at - 1])), 0)
+
 
 MOST_ON_WAY = 1 << 12
 """Requests that were sent since a replica's last report, of which it is remembered."""
@@ -72,8 +221,9 @@ class _ReplicaView:
 
 
 class Router:
-    """`secret`: that of the replicas' page keys, unless they report another one; `front`: the
-    number of the front end whose requests it routes."""
+    """Counts what it sent; the replicas' reports have what others sent. `secret`: that of the
+    replicas' page keys, unless they report another one; `front`: the number of the front end whose
+    requests it routes."""
 
     def __init__(self, secret: bytes, front: int = 0) -> None:
         self._secret, self._front = secret, front

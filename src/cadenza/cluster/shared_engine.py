@@ -9,11 +9,11 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from msgspec.structs import replace
 
-from cadenza.cluster.fronts import differences
+from cadenza.config import EngineConfig, EngineLimits
 from cadenza.core.page_keys import split_keys
 from cadenza.engine.batch_engine import Cancel, Clock, Resume, Submit
 from cadenza.engine.process.child_process import ChildProcess
@@ -33,14 +33,35 @@ from cadenza.engine.process.messages import (
     framed,
 )
 from cadenza.engine.process.outbox import Wakeup
+from cadenza.engine.process.process_link import pinned
 from cadenza.engine.process.supervision import Supervision, WatchdogTimeouts
 from cadenza.engine.request_ids import front_of
 from cadenza.engine.route_report import HeldChange
 from cadenza.engine.stats import EngineStats
 from cadenza.engine.step_watch import Watch
 from cadenza.engine.stored_pages import CLOSE_WITHIN_S
-from cadenza.errors import ConfigError
+from cadenza.errors import ConfigError, show
 from cadenza.events import Finished, Report
+
+PLANNED = ("max_num_seqs", "max_model_len", "num_pages")
+"""What an engine chooses by its memory where it is not given."""
+
+
+def differences(running: Start, limits: EngineLimits, asked: Start) -> list[str]:
+    """In what an engine that was started with `running`, and has planned `limits`, is not the one
+    that `asked` wants, with both values. What `asked` leaves to the plan may be anything."""
+    found: list[str] = []
+    if running.model != asked.model:
+        found.append(f"model {show(running.model)}, not {show(asked.model)}")
+    planned = pinned(running.config, limits)
+    for each in fields(EngineConfig):
+        has = getattr(running.config, each.name), getattr(planned, each.name)
+        wants = getattr(asked.config, each.name)
+        is_left = wants is None and each.name in PLANNED
+        if wants not in has and not is_left:
+            found.append(f"{each.name} {show(has[-1])}, not {show(wants)}")
+    return found
+
 
 logger = logging.getLogger(__name__)
 

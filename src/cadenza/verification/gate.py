@@ -1,8 +1,7 @@
 """The verifier: plays a workload in several modes and compares each stream with its solo run. What
 is under test is a `Player`: a `Gate` on engines of this process, `over_http.RemotePlayer` on a
 server. Invariant: it passes only if every comparison was made, all streams were equal, and every
-`shows` count is above zero.
-"""
+`shows` count is above zero."""
 
 import hashlib
 import math

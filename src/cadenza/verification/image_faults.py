@@ -1,5 +1,4 @@
-"""Faults of images that the verifier must catch, of steps and of digests, and which models can show
-each.
+"""Faults of images that the verifier must catch, of steps and digests, and which models show them.
 
 Each makes a stream depend on other rows, or on how its prompt is cut into steps, as real errors do.
 """

@@ -1,5 +1,4 @@
-"""The matrix of sampling options for a server, with the requests that find the tokens that it
-needs.
+"""The matrix of sampling options for a server, with the requests that find the tokens it needs.
 
 Invariant: what is not played is in `RemoteMatrix.left_out`.
 """

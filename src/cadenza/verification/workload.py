@@ -1,8 +1,7 @@
 """Requests of different lengths that arrive over time, greedy and sampled; a pure function.
 Invariant: some prompts share a prefix of full pages, some cross an attention block; there are more
 requests than rows; if they fit, three prompts are long: with the first rows, mid-stream, and one
-that shares the first's tokens.
-"""
+that shares the first's tokens."""
 
 import random
 from collections.abc import Iterable

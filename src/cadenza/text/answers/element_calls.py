@@ -1,5 +1,4 @@
-"""Grammars of calls with an element for each argument (Qwen3-Coder, GLM-4.5), after their
-beginning.
+"""Grammars of calls with an element for each argument (Qwen3-Coder, GLM-4.5), after a beginning.
 
 Invariant: texts of elements are as they are, and their other values JSON.
 """

@@ -1,8 +1,7 @@
 r"""`Escapes`: rewrites an expression to one of the same texts as they are written within JSON:
 quotes, backslashes and control characters by their escapes. Invariant: the result matches the
 escaped form of each text that the expression matches, and nothing else; what cannot be rewritten is
-refused by name.
-"""
+refused by name."""
 
 import json
 import re

@@ -1,8 +1,7 @@
 """`GemmaValues`: values of arguments as Gemma 4 writes them, in Lark's notation. Texts stand
 between marks, names of members as they are; what this notation cannot hold is JSON, which is read
 alike. Invariant: the rule `text` is any text and the mark after it, and `COMMA` stands between
-values.
-"""
+values."""
 
 import json
 import re

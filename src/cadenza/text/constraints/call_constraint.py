@@ -1,8 +1,7 @@
 """`CallConstraint`: any text, in which each call that begins is one of a grammar. Invariants: what
 it allows is a function of the accepted tokens; a token outside a call is sampled as without it;
 where a call cannot be followed, the text goes on unconstrained, or, where calls must be of the
-grammar, fails.
-"""
+grammar, fails."""
 
 import re
 from collections.abc import Sequence

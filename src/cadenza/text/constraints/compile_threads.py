@@ -1,5 +1,4 @@
 """`CompileThreads`: threads that take the smallest job first, and the jobs of one key in turn.
-
 Invariant: a job whose future is cancelled does not begin; of the jobs with one key at most one
 runs.
 """

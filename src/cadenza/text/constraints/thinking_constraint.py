@@ -1,5 +1,4 @@
 """`ThinkingConstraint`: bounds the tokens of a stream's thinking, over a grammar or over any text.
-
 Invariant: a function of the accepted tokens; it forces only a token that the constraint below
 allows.
 """

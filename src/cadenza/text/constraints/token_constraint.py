@@ -1,8 +1,7 @@
 """`ConstraintCompiler`: grammars become constraints over one tokenizer's tokens. Invariant: a
 constraint shares no state with another, so that a stream depends on its own tokens alone. Copies of
 a matcher would share a lexer, whose states count against the limits; so each has a matcher, and one
-for drafts.
-"""
+for drafts."""
 
 import json
 import logging

@@ -1,8 +1,7 @@
-"""`StructuredOutput` becomes the text of a grammar, as llguidance reads it; owns the notations and
+"""`StructuredOutput` becomes the text of a grammar, as llguidance reads it; its notations and
 bounds.
 
-Invariant: a grammar that passes `grammar_check` enforces everything that was asked for.
-"""
+Invariant: a grammar that passes `grammar_check` enforces everything that was asked for."""
 
 import hashlib
 import json

@@ -1,8 +1,7 @@
 """`check_grammar`: whether a grammar can be followed, and what is wrong with it: a trial over
 single bytes shows whether it stays within `LIMITS`. Invariant: a grammar without a problem enforces
 everything that was asked for; a keyword that cannot be enforced is refused by its name, never left
-out.
-"""
+out."""
 
 import json
 import random

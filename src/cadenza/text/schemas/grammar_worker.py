@@ -1,8 +1,7 @@
 """`GrammarWorker`: checks grammars in processes, which can be killed. Invariant: the grammars of
 one request take at most `cpu_s` of processor time together. That does not depend on the machine's
 load, so what is refused is refused always; results are cached by the grammar's bytes, timeouts are
-not.
-"""
+not."""
 
 import heapq
 import json

@@ -1,8 +1,7 @@
 """`is_valid`: whether a text is JSON of a schema, all of whose keywords count but formats
 (annotations, as in draft 2020-12). Patterns are the client's, so its time has no bound: it runs in
 a process that can be killed. Invariant: what cannot be decided, such as a reference to elsewhere,
-is not valid.
-"""
+is not valid."""
 
 import json
 import operator

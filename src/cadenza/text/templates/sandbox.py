@@ -1,8 +1,7 @@
 """`BoundedTemplate`: renders untrusted Jinja as transformers does. Invariant: every loop iteration,
 call and filter is counted, operations that can multiply their input have their result's size
 checked first (`text.templates.bounds`), and only text of the template's source is marked
-(`text.tokens.provenance`).
-"""
+(`text.tokens.provenance`)."""
 
 import json
 import time

@@ -1,8 +1,7 @@
 """Incremental versions of tokenizer.json's decoder steps: on tokens (`TokenStage`) before `Fuse` or
 `ByteLevel` join them, and on parts of the text (`TextStage`) after. Invariant: a stage's joined
 output equals the library's for the complete input; output is final, and emitted as early as that
-allows.
-"""
+allows."""
 
 import codecs
 import re
