@@ -135,8 +135,7 @@ def bench_simulate(
     Nothing is computed: the clock moves by the predicted time of each step.
     """
     from cadenza_bench.simulate.device import given_server, measure_server
-    from cadenza_bench.simulate.report import simulation_result
-    from cadenza_bench.simulate.run import simulate_all
+    from cadenza_bench.simulate.run import simulate_all, simulation_result
 
     if options.step_cost is not None and (model is not None or shape is not None):
         raise ConfigError("both --step-cost and a model were given; give one")

@@ -10,13 +10,6 @@ import pytest
 from cadenza.errors import ConfigError
 from cadenza.events import TokenLogprobs
 from cadenza.sparse_prefill import CHUNK, KeptTokens, kept_of_mask
-from cadenza_bench.spec_prefill.baselines import (
-    BASELINES,
-    bm25_scores,
-    chosen,
-    end_scores,
-    random_scores,
-)
 from cadenza_bench.spec_prefill.measure import (
     WAYS,
     LengthResult,
@@ -29,7 +22,15 @@ from cadenza_bench.spec_prefill.report import (
     spec_prefill_charts,
     spec_prefill_result,
 )
-from cadenza_bench.spec_prefill.runs import divergence, forced_requests
+from cadenza_bench.spec_prefill.runs import (
+    BASELINES,
+    bm25_scores,
+    chosen,
+    divergence,
+    end_scores,
+    forced_requests,
+    random_scores,
+)
 from cadenza_bench.spec_prefill.tasks import KINDS, make_prompt, make_text
 
 

@@ -14,7 +14,6 @@ from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.loop import StepRunner
 from cadenza.errors import ConfigError, InvalidRequestError
 from cadenza.verification.gate import Gate, GateResult
-from cadenza.verification.image_faults import IMAGE_FAULTS, absent_faults, digest_without_sides
 from cadenza.verification.image_modes import ImageSpans, image_modes
 from cadenza.verification.image_workload import (
     ImageShape,
@@ -22,6 +21,7 @@ from cadenza.verification.image_workload import (
     make_image_workload,
     without_placeholders,
 )
+from cadenza.verification.step_faults import IMAGE_FAULTS, absent_faults, digest_without_sides
 from cadenza.verification.workload import Arrival, WorkloadShape, make_workload
 from cadenza.vision.processor import Detail, ImagePart, ImagePlan, Run
 

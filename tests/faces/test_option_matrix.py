@@ -37,9 +37,11 @@ from cadenza.verification.option_matrix import (
     MatrixVocabulary,
     OptionCoverage,
     OptionMatrix,
+    all_pairs,
+    covering_rows,
     make_matrix,
+    missing_pairs,
 )
-from cadenza.verification.pairwise import all_pairs, covering_rows, missing_pairs
 from cadenza.verification.reference import ReferenceEngine, build_reference, ruled_logits
 from cadenza.verification.workload import Arrival, WorkloadShape, make_workload
 from tests.by_day import by_day

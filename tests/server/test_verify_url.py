@@ -22,9 +22,8 @@ from cadenza.request import Request, SamplingParams
 from cadenza.verification.forms import JSON_FORMS, TEXT_FORMS
 from cadenza.verification.gate import lack_of
 from cadenza.verification.modes import Stream, TokenRecord
-from cadenza.verification.option_matrix import OPTIONS, OptionMatrix
+from cadenza.verification.option_matrix import OPTIONS, OptionMatrix, all_pairs, covering_rows
 from cadenza.verification.over_http import RemotePlayer, UrlOptions, verify_url
-from cadenza.verification.pairwise import all_pairs, covering_rows
 from cadenza.verification.remote_matrix import SENT_AS, UNSEEDED, remote_options
 from cadenza.verification.remote_server import SENT_OPTIONS, Answer, body_of
 from cadenza.verification.workload import LONGEST_PROMPT

@@ -11,9 +11,8 @@ from tokenizers import Tokenizer as NativeTokenizer
 
 from cadenza.errors import TextTooLongError
 from cadenza.text import Tokenizer
-from cadenza.text.tokens.length_bound import max_chars_per_token
 from cadenza.text.tokens.provenance import join_marked, written_by_template
-from cadenza.text.tokens.tokenizer import SHORT_TEXT
+from cadenza.text.tokens.tokenizer import SHORT_TEXT, max_chars_per_token
 from tests.text.test_tokenizer import FORGED, TEXT, shared
 from tests.text.vocabularies import KINDS, byte_level
 

@@ -9,7 +9,7 @@ from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.structured import ThinkingBound
 from cadenza.text import Tokenizer
 from cadenza.text.schemas.grammar_check import check_grammar
-from cadenza.text.templates.tool_responses import reads_responses_only, with_responses
+from cadenza.text.templates.message_forms import reads_responses_only, with_responses
 from tests.text.marked_tokenizers import marked_checkpoint, marked_source
 
 TEMPLATE = (

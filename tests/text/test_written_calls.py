@@ -18,8 +18,8 @@ from cadenza.text.answers.call_readers import (
     DEEPSEEK_SEPARATOR,
     read_pythonic,
 )
+from cadenza.text.answers.generic_tools import with_description, with_listed_calls
 from cadenza.text.answers.tool_calls import DEEPSEEK_V31, LFM2
-from cadenza.text.answers.written_calls import with_description, with_listed_calls
 from tests.text.marked_tokenizers import marked_checkpoint
 
 TESTS = Path(__file__).parents[1]

@@ -4,6 +4,5 @@ Modules:
 
 - `traffic`: flags, and the requests
 - `device`, `group`: what stands in the place of a device; several engines as one
-- `run`, `record`: playing the traffic; what clients see of it
-- `report`: JSON and text
+- `run`, `record`: playing the traffic, and the report; what clients see of it
 """

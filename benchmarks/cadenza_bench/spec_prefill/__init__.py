@@ -3,7 +3,7 @@
 Modules:
 
 - `options`: flags
-- `measure`, `runs`: the order of the runs, and one run
-- `tasks`, `baselines`: texts with questions; simpler ways to choose chunks
+- `measure`, `runs`: the order of the runs, and one run; simpler ways to choose chunks
+- `tasks`: texts with questions
 - `report`: JSON, text and charts
 """

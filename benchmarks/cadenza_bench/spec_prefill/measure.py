@@ -21,10 +21,11 @@ from cadenza.frontend.loaded_model import LoadedModel, load_model
 from cadenza.loading.sparse_gain import PrefillCost, cost_of_shape, sparse_gain
 from cadenza.sparse_prefill import CHUNK, KeptTokens, SparsePrefill, kept_of_mask
 from cadenza.spec_prefill_config import SpecPrefillConfig
-from cadenza_bench.spec_prefill.baselines import BASELINES, chosen
 from cadenza_bench.spec_prefill.options import SHORTEST, SpecPrefillOptions
 from cadenza_bench.spec_prefill.runs import (
+    BASELINES,
     Played,
+    chosen,
     divergence,
     first_token_s,
     forced_requests,

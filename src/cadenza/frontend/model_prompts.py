@@ -31,15 +31,18 @@ from cadenza.frontend.model_facts import facts_of
 from cadenza.media.image_input import ImageInput, images_of
 from cadenza.request import Attachment
 from cadenza.text import ChatTemplate, Tokenizer
-from cadenza.text.answers.generic_tools import generic_messages, has_calls
+from cadenza.text.answers.generic_tools import (
+    generic_messages,
+    has_calls,
+    with_description,
+    with_listed_calls,
+)
 from cadenza.text.answers.tool_calls import HARMONY, LFM2
-from cadenza.text.answers.written_calls import with_description, with_listed_calls
 from cadenza.text.templates.chat import plain_objects
 from cadenza.text.templates.harmony_messages import harmony_messages, harmony_tools
-from cadenza.text.templates.message_forms import other_forms
+from cadenza.text.templates.message_forms import other_forms, reads_responses_only, with_responses
 from cadenza.text.templates.notices import Notices
 from cadenza.text.templates.stable_prompts import stable_messages
-from cadenza.text.templates.tool_responses import reads_responses_only, with_responses
 from cadenza.vision.processor import ImageProcessor
 
 logger = logging.getLogger(__name__)

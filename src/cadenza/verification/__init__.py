@@ -6,10 +6,10 @@ Invariant: it passes only if every comparison was made and every event that a mo
 Modules:
 
 - `run`: from a model to a verdict
-- `self_test`, `step_faults`, `image_faults`: faults that the verifier must catch
+- `self_test`, `step_faults`: faults that the verifier must catch
 - `gate`: compares streams
-- `workload`, `image_workload`, `sparse_workload`: the requests
-- `option_matrix`, `pairwise`: the combinations of sampling options
+- `workload`, `image_workload`: the requests
+- `option_matrix`: the combinations of sampling options
 - `forms`: structured outputs for them, and faults of masks
 - `modes`, `image_modes`: the ways in which they are run
 - `over_http`, `remote_server`, `remote_matrix`: the same against a server, through its client

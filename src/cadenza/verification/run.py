@@ -55,13 +55,13 @@ from cadenza.verification.image_workload import (
 from cadenza.verification.modes import MakeCore
 from cadenza.verification.option_matrix import FORM_FIELD, MatrixVocabulary, OptionMatrix
 from cadenza.verification.reference import build_reference
-from cadenza.verification.sparse_workload import with_sparse_prompts
 from cadenza.verification.step_faults import MakePacker
 from cadenza.verification.workload import (
     Arrival,
     WorkloadShape,
     longest_prompt,
     make_workload,
+    with_sparse_prompts,
 )
 from cadenza.vision.processor import image_digest
 

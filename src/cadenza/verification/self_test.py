@@ -1,5 +1,5 @@
 """`self_test`: the verifier without a fault, then with each known fault, which it must catch: of
-the backend's op table, of what steps say (`step_faults`, `image_faults`) and of masks (`forms`).
+the backend's op table, of what steps say (`step_faults`) and of masks (`forms`).
 Invariant: a fault is planted if the model and the workload can show it.
 """
 
@@ -21,7 +21,6 @@ from cadenza.speculative_config import SpeculativeConfig
 from cadenza.structured import CompileConstraint
 from cadenza.verification.forms import MASK_FAULTS, make_forms
 from cadenza.verification.gate import GateResult, ReportProgress, Verdict
-from cadenza.verification.image_faults import IMAGE_FAULTS, absent_faults, digest_without_sides
 from cadenza.verification.image_workload import DigestOf
 from cadenza.verification.run import (
     EngineParts,
@@ -34,10 +33,13 @@ from cadenza.verification.run import (
 )
 from cadenza.verification.step_faults import (
     DRAFT_FAULTS,
+    IMAGE_FAULTS,
     STATE_FAULTS,
     STATES,
     FaultyPacker,
     MakePacker,
+    absent_faults,
+    digest_without_sides,
 )
 from cadenza.verification.workload import LONGEST_SHORT_PROMPT
 from cadenza.vision.processor import image_digest

@@ -1,15 +1,21 @@
-"""Faults of recurrent states and their rollback, which the verifier must catch. They, and those of
-images, are planted in a step's inputs, so that they are the same on every backend.
+"""Faults of recurrent states, their rollback and images, which the verifier must catch, and which
+models show them. They make a stream depend on other rows, drafts or steps, and are planted in a
+step's inputs or in the digests of images, so that they are the same on every backend.
 """
 
-from collections.abc import Callable, Mapping
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from cadenza.config import EngineLimits
-from cadenza.core.batch import Batch, BatchEntry
+from cadenza.core.batch import Batch, BatchEntry, SeenImage
 from cadenza.core.packing import Packer
 from cadenza.core.step_schema import ModelInputs
+from cadenza.verification.image_workload import has_turned_images
+from cadenza.verification.workload import Arrival
+from cadenza.vision.processor import ImagePart
 
 Spoil = Callable[[ModelInputs, Batch], None]
 """Changes the inputs of a step in place."""
@@ -58,3 +64,92 @@ DRAFT_FAULTS: Mapping[str, Spoil] = {
     "the state behind a rejected draft": _state_behind_a_rejected_draft
 }
 """By name, of models with recurrent states; the second kind is seen where drafts are verified."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultOfImages:
+    """A fault of the inputs of steps, or of the digests of images. `needs_axes`: only a model whose
+    positions have three coordinates shows it; `needs_turned`: only one that takes an image and the
+    same with its sides exchanged."""
+
+    spoil: Spoil | None = None
+    needs_axes: bool = False
+    needs_turned: bool = False
+
+    def packer(self, limits: EngineLimits, vocab_size: int) -> Packer:
+        if self.spoil is None:
+            return Packer(limits, vocab_size)
+        return FaultyPacker(limits, vocab_size, self.spoil)
+
+
+def absent_faults(arrivals: Sequence[Arrival], *, has_axes: bool) -> Mapping[str, str]:
+    """The faults that a workload with images does not show, and why; `has_axes`: positions of rope
+    have three coordinates."""
+    found: dict[str, str] = {}
+    is_turned = has_turned_images(arrivals)
+    for name, fault in IMAGE_FAULTS.items():
+        if fault.needs_axes and not has_axes:
+            found[name] = "the model's positions of rope have one coordinate"
+        elif fault.needs_turned and not is_turned:
+            found[name] = "no image has the pixels of another with its sides exchanged"
+    return found
+
+
+def digest_without_sides(settings: bytes, part: ImagePart, pixels: bytes) -> bytes:
+    return hashlib.sha256(settings + b"%d " % part.num_tokens + pixels).digest()
+
+
+def _rows_of_a_neighbour(inputs: ModelInputs, batch: Batch) -> None:
+    """The placeholders of a sequence read the slots of another one's image."""
+    seeing = [entry for entry in batch.entries if entry.images]
+    if len(seeing) < 2:
+        return
+    for entry, other in zip(seeing, (*seeing[1:], seeing[0]), strict=True):
+        own = inputs.tokens.image_slots[places_of(inputs, entry)]
+        own[own >= 0] = np.resize(other.images[0].image.slots, int((own >= 0).sum()))
+
+
+def _span_off_by_one(inputs: ModelInputs, batch: Batch) -> None:
+    """A step that begins inside an image reads the slot before its own for each placeholder."""
+    for entry, seen in _begun_inside(batch):
+        own = inputs.tokens.image_slots[places_of(inputs, entry)]
+        rank = {slot: i for i, slot in enumerate(seen.image.slots.tolist())}
+        for place, slot in enumerate(own.tolist()):
+            if slot in rank:
+                own[place] = seen.image.slots[rank[slot] - 1]
+
+
+def _sides_exchanged(inputs: ModelInputs, batch: Batch) -> None:
+    """A step that begins inside an image has its rows for columns in positions of rope."""
+    for entry, seen in _begun_inside(batch):
+        own = inputs.tokens.rope_positions[places_of(inputs, entry)]
+        inside = own[: seen.attachment.end - entry.start]
+        inside[:, 1:] = inside[:, :0:-1].copy()
+
+
+def _lag_dropped(inputs: ModelInputs, batch: Batch) -> None:
+    """Tokens that are decoded have their index as position of rope, whatever images are before."""
+    for entry in batch.entries:
+        if entry.start >= entry.sequence.num_prompt_tokens:
+            places = places_of(inputs, entry)
+            inputs.tokens.rope_positions[places] = inputs.tokens.positions[places, None]
+
+
+def _begun_inside(batch: Batch) -> list[tuple[BatchEntry, SeenImage]]:
+    """Entries whose first token is inside an image, not at its start."""
+    return [
+        (entry, seen)
+        for entry in batch.entries
+        for seen in entry.images[:1]
+        if seen.attachment.start < entry.start < seen.attachment.end
+    ]
+
+
+IMAGE_FAULTS: Mapping[str, FaultOfImages] = {
+    "an image has a neighbour's rows": FaultOfImages(spoil=_rows_of_a_neighbour),
+    "an image's span is off by one": FaultOfImages(spoil=_span_off_by_one),
+    "rows and columns exchanged in rope": FaultOfImages(spoil=_sides_exchanged, needs_axes=True),
+    "the lag of rope dropped at decode": FaultOfImages(spoil=_lag_dropped, needs_axes=True),
+    "a digest without width and height": FaultOfImages(needs_turned=True),
+}
+"""By name."""

@@ -8,9 +8,9 @@ Modules:
 - `content_stops`: stop strings in the content of an answer that has parts
 - `tool_calls`, `call_forms`, `call_readers`: notations of calls; where they stand; what is in them
 - `argument_schema`: what an argument may be, for notations that write texts as they are
-- `call_grammar`, `called_tools`: grammars of calls in each notation, and what they are made of
-- `element_calls`, `listed_calls`, `gemma_values`: the same by notation
-- `generic_tools`, `written_calls`: tools as messages, for templates that have no place for them
+- `call_grammar`, `listed_calls`: grammars of calls in each notation
+- `called_tools`: what they are made of
+- `generic_tools`: tools as messages, for templates that have no place for them
 - `grammar_parts`: grammars of several parts
 - `input_grammar`, `escaped_regex`: a custom tool's grammar, for its text as written within JSON
 """

@@ -7,6 +7,5 @@ Modules:
 - `stable_prompts`: system prompts without the lines that agents change from call to call
 - `message_forms`: forms of a conversation for templates that refuse the given one
 - `harmony_messages`: the form of a conversation that gpt-oss's template has room for
-- `tool_responses`: results of calls in the message with the calls, for Gemma 4's first templates
 - `notices`: log lines that are written once
 """

@@ -1,7 +1,7 @@
-"""Further forms of a conversation, for chat templates that refuse the one that was given.
-Invariant: no text is lost or moved over another turn, and the form of a conversation begins with
-that of each of its earlier turns, so that a prefix cache finds them.
-"""
+"""Further forms of a conversation, for chat templates that refuse the given one or read results
+only in the message with the calls. Invariant: no text or result is lost or moved over another turn,
+and the form of a conversation begins with that of each of its earlier turns, so that a prefix cache
+finds them."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -158,3 +158,41 @@ def _without_system(given: list[Message]) -> list[Message]:
         return _user_first(given)
     system, (first, *rest) = given[0], _user_first(given[1:])
     return [_merged({**system, "role": "user"}, first), *rest]
+
+
+def reads_responses_only(template: str) -> bool:
+    """Whether a template's source reads results in the message with the calls, and nowhere else."""
+    return "tool_responses" in template and "tool_call_id" not in template
+
+
+def with_responses(given: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """A result after a message with calls is in that message (`tool_responses`, for the first
+    templates of Gemma 4), under its function's name; one after another message stays as it is."""
+    found: list[Message] = []
+    for message in given:
+        last = found[-1] if found else {}
+        if message.get("role") == "tool" and last.get("tool_calls"):
+            responses = [*last.get("tool_responses", ()), _response(message, last["tool_calls"])]
+            found[-1] = {**last, "tool_responses": responses}
+        else:
+            found.append(dict(message))
+    return found
+
+
+def _response(result: Mapping[str, Any], calls: object) -> dict[str, Any]:
+    called, call_id = dict(_names(calls)), result.get("tool_call_id")
+    name = called.get(call_id) if isinstance(call_id, str) else None
+    name = name or result.get("name") or "unknown"
+    content = result.get("content")
+    return {"name": name, "response": "" if content is None else content}
+
+
+def _names(calls: object) -> Iterator[tuple[str, object]]:
+    for call in cast(Sequence[object], calls) if isinstance(calls, list) else ():
+        if not isinstance(call, Mapping):
+            continue
+        members = cast(Mapping[str, Any], call)
+        function = members.get("function")
+        call_id: object = members.get("id")
+        if isinstance(call_id, str) and call_id and isinstance(function, Mapping):
+            yield call_id, cast(Mapping[str, Any], function).get("name")

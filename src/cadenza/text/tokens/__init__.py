@@ -2,9 +2,7 @@
 
 Modules:
 
-- `tokenizer`: encoding and decoding with a tokenizer.json; refuses texts that cannot fit the
-  context
-- `length_bound`: the most characters that a token can stand for
+- `tokenizer`: encoding and decoding with a tokenizer.json; refuses texts that cannot fit
 - `control_tokens`: tokens that user text must not produce
 - `provenance`: which characters of a rendering come from the template
 - `detokenizer`: text from a stream of tokens
