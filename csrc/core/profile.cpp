@@ -1,5 +1,7 @@
 #include "core/profile.h"
 
+#include <iterator>
+
 namespace cadenza {
 
 std::atomic<bool> profile_is_on{false};
@@ -12,33 +14,16 @@ struct Counter {
 };
 
 // In the order of `Op`.
-Counter counters[kNumOps] = {{"embed"},
-                             {"rms_norm"},
-                             {"rms_norm_add"},
-                             {"convert"},
-                             {"linear"},
-                             {"gated_linear"},
-                             {"rope_append_attend"},
-                             {"take_rows"},
-                             {"next_token"},
-                             {"route_experts"},
-                             {"grouped_gated_linear"},
-                             {"grouped_linear"},
-                             {"gated_delta"},
-                             {"short_conv"},
-                             {"selective_scan"},
-                             {"gate_inputs"},
-                             {"layer_norm"},
-                             {"activate"},
-                             {"keep_heads"},
-                             {"encode_attend"},
-                             {"keep_rows"},
-                             {"place_rows"},
-                             {"score_keys"}};
+Counter counters[] = {
+#define OPERATION(name, parameters) {#name},
+#include "core/operation_list.h"
+};
 
 Counter& counter_of(Op op) { return counters[static_cast<int>(op)]; }
 
 }  // namespace
+
+const int kNumOps = int(std::size(counters));
 
 void profile_start() {
   for (Counter& counter : counters) {

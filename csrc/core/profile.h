@@ -11,31 +11,11 @@
 namespace cadenza {
 
 enum class Op : int {
-  kEmbed,
-  kRmsNorm,
-  kRmsNormAdd,
-  kConvert,
-  kLinear,
-  kGatedLinear,
-  kRopeAppendAttend,
-  kTakeRows,
-  kNextToken,
-  kRouteExperts,
-  kGroupedGatedLinear,
-  kGroupedLinear,
-  kGatedDelta,
-  kShortConv,
-  kSelectiveScan,
-  kGateInputs,
-  kLayerNorm,
-  kActivate,
-  kKeepHeads,
-  kEncodeAttend,
-  kKeepRows,
-  kPlaceRows,
-  kScoreKeys,
+#define OPERATION(name, parameters) name,
+#include "core/operation_list.h"
 };
-constexpr int kNumOps = static_cast<int>(Op::kScoreKeys) + 1;
+
+extern const int kNumOps;
 
 struct OpTotals {
   const char* name;

@@ -7,7 +7,7 @@
 
 #include "cuda/launch.h"
 #include "cuda/product.h"
-#include "ffi/targets.h"
+#include "ffi/calls.h"
 
 namespace cadenza::xla_ffi {
 

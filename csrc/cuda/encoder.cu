@@ -134,36 +134,34 @@ int64_t shared_rows(const Any& out, const Any& x) {
 
 }  // namespace
 
-ffi::Error layer_norm_call(Any x, Any weight, Any bias, Any count, AnyResult out, float eps) {
-  return guarded("cadenza_layer_norm", [&] {
-    const int64_t width = dim(*out, 1);
-    require(is_f32(x) && dim(x, 1) == width, "x must be f32 [B, E]");
-    require(dim(weight, 0) == width, "the norm's weight must be f32 [E]");
-    const cuda::LayerNorm norm{data<float>(x),      optional_f32(weight), optional_f32(bias),
-                               device_count(count), eps,                  int(width)};
-    require(bias.element_count() == 0 || dim(bias, 0) == width, "the bias must be f32 [E] or empty");
-    const dim3 grid{unsigned(shared_rows(*out, x))};
-    if (element_type(*out) == DType::kBf16) {
-      cuda::launch(cuda::layer_norm_kernel<bf16>, grid, cuda::kThreads, 0, norm, cuda::typed<bf16>(*out));
-    } else {
-      cuda::launch(cuda::layer_norm_kernel<float>, grid, cuda::kThreads, 0, norm, cuda::typed<float>(*out));
-    }
-  });
+void execute(const calls::layer_norm& c) {
+  const int64_t width = dim(c.out, 1);
+  require(is_f32(c.x) && dim(c.x, 1) == width, "x must be f32 [B, E]");
+  require(dim(c.weight, 0) == width, "the norm's weight must be f32 [E]");
+  const cuda::LayerNorm norm{data<float>(c.x),      optional_f32(c.weight), optional_f32(c.bias),
+                             device_count(c.count), c.eps,                  int(width)};
+  require(c.bias.element_count() == 0 || dim(c.bias, 0) == width, "the bias must be f32 [E] or empty");
+  const dim3 grid{unsigned(shared_rows(c.out, c.x))};
+  if (element_type(c.out) == DType::kBf16) {
+    cuda::launch(cuda::layer_norm_kernel<bf16>, grid, cuda::kThreads, 0, norm, cuda::typed<bf16>(c.out));
+  } else {
+    cuda::launch(cuda::layer_norm_kernel<float>, grid, cuda::kThreads, 0, norm, cuda::typed<float>(c.out));
+  }
 }
 
-ffi::Error activate_call(Any x, Any count, AnyResult out, int64_t kind) {
-  return guarded("cadenza_activate", [&] {
-    const cuda::Rows task{device_count(count), int(dim(*out, 1))};
-    const auto activation = static_cast<EncoderActivation>(kind);
-    require(kind >= 0 && kind < kNumEncoderActivations, "the activation is none of its kinds");
-    require(element_type(*out) == element_type(x) && dim(x, 1) == task.width, "x must be [B, F] of the result's type");
-    const int64_t rows = shared_rows(*out, x);
-    if (element_type(x) == DType::kBf16) {
-      cuda::launch_rows(cuda::activate_kernel<bf16>, rows, task, activation, data<bf16>(x), cuda::typed<bf16>(*out));
-    } else {
-      cuda::launch_rows(cuda::activate_kernel<float>, rows, task, activation, data<float>(x), cuda::typed<float>(*out));
-    }
-  });
+void execute(const calls::activate& c) {
+  const cuda::Rows task{device_count(c.count), int(dim(c.out, 1))};
+  const auto activation = static_cast<EncoderActivation>(c.kind);
+  require(c.kind >= 0 && c.kind < kNumEncoderActivations, "the activation is none of its kinds");
+  require(element_type(c.out) == element_type(c.x) && dim(c.x, 1) == task.width,
+          "x must be [B, F] of the result's type");
+  const int64_t rows = shared_rows(c.out, c.x);
+  if (element_type(c.x) == DType::kBf16) {
+    cuda::launch_rows(cuda::activate_kernel<bf16>, rows, task, activation, data<bf16>(c.x), cuda::typed<bf16>(c.out));
+  } else {
+    cuda::launch_rows(cuda::activate_kernel<float>, rows, task, activation, data<float>(c.x),
+                      cuda::typed<float>(c.out));
+  }
 }
 
 namespace {
@@ -179,36 +177,31 @@ cuda::Slots slots_of(const Any& x, const Any& images, const Any& slots, int64_t 
 
 }  // namespace
 
-ffi::Error keep_rows_call(Any x, Any images, Any slots, Any count, AnyResult out, int64_t part) {
-  return guarded("cadenza_keep_rows", [&] {
-    require(element_type(images) == element_type(x), "x must have the type of the images' rows");
-    require(out->untyped_data() == images.untyped_data(), "images must be updated in place");
-    const cuda::Rows task{device_count(count), int(dim(x, 1))};
-    const cuda::Slots places = slots_of(x, images, slots, part);
-    const int64_t rows = rows_to_compute(dim(x, 0));
-    if (element_type(x) == DType::kBf16) {
-      cuda::launch_rows(cuda::keep_rows_kernel<bf16>, rows, task, places, data<bf16>(x), cuda::typed<bf16>(*out));
-    } else {
-      cuda::launch_rows(cuda::keep_rows_kernel<float>, rows, task, places, data<float>(x), cuda::typed<float>(*out));
-    }
-  });
+void execute(const calls::keep_rows& c) {
+  require(element_type(c.images) == element_type(c.x), "x must have the type of the images' rows");
+  require(c.out.untyped_data() == c.images.untyped_data(), "images must be updated in place");
+  const cuda::Rows task{device_count(c.count), int(dim(c.x, 1))};
+  const cuda::Slots places = slots_of(c.x, c.images, c.slots, c.part);
+  const int64_t rows = rows_to_compute(dim(c.x, 0));
+  if (element_type(c.x) == DType::kBf16) {
+    cuda::launch_rows(cuda::keep_rows_kernel<bf16>, rows, task, places, data<bf16>(c.x), cuda::typed<bf16>(c.out));
+  } else {
+    cuda::launch_rows(cuda::keep_rows_kernel<float>, rows, task, places, data<float>(c.x), cuda::typed<float>(c.out));
+  }
 }
 
-ffi::Error place_rows_call(Any x, Any images, Any slots, Any count, AnyResult out, int64_t part,
-                           bool adds) {
-  return guarded("cadenza_place_rows", [&] {
-    require(is_f32(x) && is_f32(*out), "x must be f32 [T, E]");
-    require(out->untyped_data() == x.untyped_data(), "x must be updated in place");
-    const cuda::Rows task{device_count(count), int(dim(x, 1))};
-    const cuda::Slots places = slots_of(x, images, slots, part);
-    const int64_t rows = rows_to_compute(dim(x, 0));
-    auto* to = cuda::typed<float>(*out);
-    if (element_type(images) == DType::kBf16) {
-      cuda::launch_rows(cuda::place_rows_kernel<bf16>, rows, task, places, adds, data<bf16>(images), to);
-    } else {
-      cuda::launch_rows(cuda::place_rows_kernel<float>, rows, task, places, adds, data<float>(images), to);
-    }
-  });
+void execute(const calls::place_rows& c) {
+  require(is_f32(c.x) && is_f32(c.out), "x must be f32 [T, E]");
+  require(c.out.untyped_data() == c.x.untyped_data(), "x must be updated in place");
+  const cuda::Rows task{device_count(c.count), int(dim(c.x, 1))};
+  const cuda::Slots places = slots_of(c.x, c.images, c.slots, c.part);
+  const int64_t rows = rows_to_compute(dim(c.x, 0));
+  auto* to = cuda::typed<float>(c.out);
+  if (element_type(c.images) == DType::kBf16) {
+    cuda::launch_rows(cuda::place_rows_kernel<bf16>, rows, task, places, c.adds, data<bf16>(c.images), to);
+  } else {
+    cuda::launch_rows(cuda::place_rows_kernel<float>, rows, task, places, c.adds, data<float>(c.images), to);
+  }
 }
 
 }  // namespace cadenza::xla_ffi

@@ -230,51 +230,47 @@ cuda::RowBlock block_of(const Any& start, const Any& count, const Any& rows) {
 
 }  // namespace
 
-ffi::Error keep_heads_call(Any qkv, Any turns, Any q_weight, Any k_weight, Any start, Any count,
-                           Any queries, Any keys, Any values, AnyResult queries_out,
-                           AnyResult keys_out, AnyResult values_out, float norm_eps,
-                           bool norms_values) {
-  return guarded("cadenza_keep_heads", [&] {
-    const DType dtype = element_type(qkv);
-    require(queries_out->untyped_data() == queries.untyped_data() && keys_out->untyped_data() == keys.untyped_data() &&
-                values_out->untyped_data() == values.untyped_data(),
-            "queries, keys and values must be updated in place");
-    const cuda::ImageHeads heads = heads_of(queries, keys, values, dtype);
-    require(dim(qkv, 1) == int64_t(3) * heads.heads * heads.size, "qkv must be [B, 3 H D]");
-    const bool has_turns = turns.element_count() != 0;
-    const int rotary = has_turns ? int(dim(turns, 1)) : 0;
-    require(!has_turns || (dim(turns, 0) >= dim(qkv, 0) && rotary % 2 == 0 && rotary <= heads.size),
-            "turns must be f32 [B, R], with an even R of at most D");
-    const cuda::Kept kept{rotary, optional_f32(turns), optional_f32(q_weight), optional_f32(k_weight), norms_values, norm_eps};
-    for (const Any* weight : {&q_weight, &k_weight}) {
-      require(weight->element_count() == 0 || dim(*weight, 0) == heads.size, "the norms' weights must be f32 [D] or empty");
-    }
-    const cuda::RowBlock block = block_of(start, count, qkv);
-    if (dtype == DType::kBf16) {
-      cuda::keep(heads, block, kept, qkv.untyped_data(), cuda::sides_of<bf16>(queries, keys, values));
-    } else {
-      cuda::keep(heads, block, kept, qkv.untyped_data(), cuda::sides_of<float>(queries, keys, values));
-    }
-  });
+void execute(const calls::keep_heads& c) {
+  const DType dtype = element_type(c.qkv);
+  require(c.queries_out.untyped_data() == c.queries.untyped_data() &&
+              c.keys_out.untyped_data() == c.keys.untyped_data() &&
+              c.values_out.untyped_data() == c.values.untyped_data(),
+          "queries, keys and values must be updated in place");
+  const cuda::ImageHeads heads = heads_of(c.queries, c.keys, c.values, dtype);
+  require(dim(c.qkv, 1) == int64_t(3) * heads.heads * heads.size, "qkv must be [B, 3 H D]");
+  const bool has_turns = c.turns.element_count() != 0;
+  const int rotary = has_turns ? int(dim(c.turns, 1)) : 0;
+  require(!has_turns || (dim(c.turns, 0) >= dim(c.qkv, 0) && rotary % 2 == 0 && rotary <= heads.size),
+          "turns must be f32 [B, R], with an even R of at most D");
+  const cuda::Kept kept{rotary,         optional_f32(c.turns), optional_f32(c.q_weight), optional_f32(c.k_weight),
+                        c.norms_values, c.norm_eps};
+  for (const Any* weight : {&c.q_weight, &c.k_weight}) {
+    require(weight->element_count() == 0 || dim(*weight, 0) == heads.size,
+            "the norms' weights must be f32 [D] or empty");
+  }
+  const cuda::RowBlock block = block_of(c.start, c.count, c.qkv);
+  if (dtype == DType::kBf16) {
+    cuda::keep(heads, block, kept, c.qkv.untyped_data(), cuda::sides_of<bf16>(c.queries, c.keys, c.values));
+  } else {
+    cuda::keep(heads, block, kept, c.qkv.untyped_data(), cuda::sides_of<float>(c.queries, c.keys, c.values));
+  }
 }
 
-ffi::Error encode_attend_call(Any queries, Any keys, Any values, Any start, Any count,
-                              Any num_rows, Any bounds, AnyResult out, float scale) {
-  return guarded("cadenza_encode_attend", [&] {
-    const DType dtype = element_type(*out);
-    const cuda::ImageHeads heads = heads_of(queries, keys, values, dtype);
-    require(dim(*out, 1) == int64_t(heads.heads) * heads.size, "the result must be [B, H D]");
-    const bool has_bounds = bounds.element_count() != 0;
-    require(!has_bounds || (bounds.element_type() == ffi::S32 && dim(bounds, 0) >= dim(*out, 0) && dim(bounds, 1) == 2),
-            "bounds must be int32 [B, 2]");
-    const cuda::Encode task{heads, block_of(start, count, *out), device_count(num_rows),
-                            has_bounds ? data<int32_t>(bounds) : nullptr, scale * cuda::kLog2e};
-    if (dtype == DType::kBf16) {
-      cuda::encode(task, cuda::sides_of<bf16>(queries, keys, values), out->untyped_data());
-    } else {
-      cuda::encode(task, cuda::sides_of<float>(queries, keys, values), out->untyped_data());
-    }
-  });
+void execute(const calls::encode_attend& c) {
+  const DType dtype = element_type(c.out);
+  const cuda::ImageHeads heads = heads_of(c.queries, c.keys, c.values, dtype);
+  require(dim(c.out, 1) == int64_t(heads.heads) * heads.size, "the result must be [B, H D]");
+  const bool has_bounds = c.bounds.element_count() != 0;
+  require(!has_bounds || (c.bounds.element_type() == ffi::S32 && dim(c.bounds, 0) >= dim(c.out, 0) &&
+                          dim(c.bounds, 1) == 2),
+          "bounds must be int32 [B, 2]");
+  const cuda::Encode task{heads, block_of(c.start, c.count, c.out), device_count(c.num_rows),
+                          has_bounds ? data<int32_t>(c.bounds) : nullptr, c.scale * cuda::kLog2e};
+  if (dtype == DType::kBf16) {
+    cuda::encode(task, cuda::sides_of<bf16>(c.queries, c.keys, c.values), c.out.untyped_data());
+  } else {
+    cuda::encode(task, cuda::sides_of<float>(c.queries, c.keys, c.values), c.out.untyped_data());
+  }
 }
 
 }  // namespace cadenza::xla_ffi

@@ -82,47 +82,6 @@ ProductTask task_of(const Any& x, const Any& w, const ChosenExperts& chosen, int
   return task;
 }
 
-void grouped_gated(const Any& x, const Any& w, const Any& count, const Any& bias, const Any& ids, const Any& out,
-                   int64_t activation) {
-  require(activation >= 0 && activation < kNumActivations,
-          "activation must be 0 (silu), 1 (gelu_tanh), 2 (gelu) or 3 (clamped_swiglu)");
-  const ChosenExperts chosen = chosen_of(ids, w, count, dim(out, 0));
-  ProductTask task = task_of(x, w, chosen, 2 * dim(out, 2), dim(x, 1));
-  require(element_type(out) == task.x_type && dim(out, 1) == chosen.chosen, "the result must be [T, C, F] of x's type");
-  task.out_is_f32 = task.x_type == DType::kF32;
-  task.bias = optional_f32(bias);
-  require(bias.element_count() == 0 || int64_t(bias.element_count()) == chosen.experts * task.n,
-          "the bias must be f32 [X, 2, F] or empty");
-  task.is_gated = true;
-  task.activation = static_cast<Activation>(activation);
-  task.out = out.untyped_data();
-  cuda::Workspace workspace;
-  cuda::product_of_experts(task, chosen, chosen.chosen, workspace);
-}
-
-struct Weighted {
-  const Any &bias, &residual, &ids, &weights;
-};
-
-void grouped(const Any& x, const Any& w, const Any& count, const Weighted& given, const Any& out) {
-  const ChosenExperts chosen = chosen_of(given.ids, w, count, dim(out, 0));
-  ProductTask task = task_of(x, w, chosen, dim(out, 1), dim(x, 2));
-  require(dim(x, 1) == chosen.chosen, "x must be [T, C, K]");
-  require(given.weights.element_type() == ffi::F32 && given.weights.dimensions() == given.ids.dimensions(),
-          "the experts' weights must be f32 [T, C]");
-  task.bias = optional_f32(given.bias);
-  require(given.bias.element_count() == 0 || int64_t(given.bias.element_count()) == chosen.experts * task.n,
-          "the bias must be f32 [X, N] or empty");
-  task.residual = optional_f32(given.residual);
-  require(given.residual.element_count() == 0 ||
-              (dim(given.residual, 0) >= chosen.rows && dim(given.residual, 1) == task.n),
-          "the residual must be f32 [T, N] or empty");
-  task.out_is_f32 = out.element_type() == ffi::F32;
-  require(task.out_is_f32 || element_type(out) == task.x_type, "the result must be f32 or x's type");
-  task.out = out.untyped_data();
-  cuda::weighted_product(task, chosen, data<float>(given.weights));
-}
-
 // The router's product, whose logits are in the workspace.
 const float* logits_of(const Any& x, const Any& w, const Any& bias, const cuda::Routing& routing,
                        cuda::Workspace& workspace) {
@@ -147,42 +106,65 @@ const float* logits_of(const Any& x, const Any& w, const Any& bias, const cuda::
 
 }  // namespace
 
-ffi::Error route_experts_call(Any x, Any w, Any count, Any bias, Any factors, Any choice_bias, AnyResult ids,
-                              AnyResult weights, int64_t experts, bool over_chosen, bool sigmoid, int64_t groups,
-                              int64_t chosen_groups, float scale, float least_sum) {
-  return guarded("cadenza_route_experts", [&] {
-    const int64_t chosen = dim(*ids, 1);
-    require(experts > 0 && experts <= cuda::kMostExperts, "there must be 1 to 1024 experts");
-    require(chosen > 0 && chosen <= experts, "each row must choose at least one expert and at most all");
-    require(ids->element_type() == ffi::S32 && weights->element_type() == ffi::F32 &&
-                weights->dimensions() == ids->dimensions(),
-            "the results must be ids int32 [T, C] and weights f32 [T, C]");
-    require(factors.element_count() == 0 || dim(factors, 0) == experts,
-            "the experts' factors must be f32 [X] or empty");
-    require(choice_bias.element_count() == 0 || (sigmoid && dim(choice_bias, 0) == experts),
-            "a choice bias must be f32 [X], beside sigmoids");
-    require(groups > 0 && experts % groups == 0 && chosen_groups > 0 && chosen_groups <= groups,
-            "groups must divide the experts, and those chosen be among them");
-    cuda::Routing routing{nullptr,  device_count(count), cuda::rows_to_compute(dim(*ids, 0)),
-                          int(experts), int(chosen), over_chosen, sigmoid,
-                          {optional_f32(choice_bias), groups, chosen_groups},
-                          scale,    least_sum, optional_f32(factors),
-                          static_cast<int32_t*>(ids->untyped_data()),
-                          static_cast<float*>(weights->untyped_data())};
-    cuda::Workspace workspace;
-    routing.logits = logits_of(x, w, bias, routing, workspace);
-    cuda::route(routing);
-  });
+void execute(const calls::route_experts& c) {
+  const int64_t chosen = dim(c.ids, 1);
+  require(c.experts > 0 && c.experts <= cuda::kMostExperts, "there must be 1 to 1024 experts");
+  require(chosen > 0 && chosen <= c.experts, "each row must choose at least one expert and at most all");
+  require(c.ids.element_type() == ffi::S32 && c.weights.element_type() == ffi::F32 &&
+              c.weights.dimensions() == c.ids.dimensions(),
+          "the results must be ids int32 [T, C] and weights f32 [T, C]");
+  require(c.factors.element_count() == 0 || dim(c.factors, 0) == c.experts,
+          "the experts' factors must be f32 [X] or empty");
+  require(c.choice_bias.element_count() == 0 || (c.sigmoid && dim(c.choice_bias, 0) == c.experts),
+          "a choice bias must be f32 [X], beside sigmoids");
+  require(c.groups > 0 && c.experts % c.groups == 0 && c.chosen_groups > 0 && c.chosen_groups <= c.groups,
+          "groups must divide the experts, and those chosen be among them");
+  cuda::Routing routing{nullptr, device_count(c.count), cuda::rows_to_compute(dim(c.ids, 0)),
+                        int(c.experts), int(chosen), c.over_chosen, c.sigmoid,
+                        {optional_f32(c.choice_bias), c.groups, c.chosen_groups},
+                        c.scale, c.least_sum, optional_f32(c.factors),
+                        static_cast<int32_t*>(c.ids.untyped_data()),
+                        static_cast<float*>(c.weights.untyped_data())};
+  cuda::Workspace workspace;
+  routing.logits = logits_of(c.x, c.w, c.bias, routing, workspace);
+  cuda::route(routing);
 }
 
-ffi::Error grouped_gated_linear_call(Any x, Any w, Any count, Any bias, Any ids, AnyResult out, int64_t activation) {
-  return guarded("cadenza_grouped_gated_linear", [&] { grouped_gated(x, w, count, bias, ids, *out, activation); });
+void execute(const calls::grouped_gated_linear& c) {
+  require(c.activation >= 0 && c.activation < kNumActivations,
+          "activation must be 0 (silu), 1 (gelu_tanh), 2 (gelu) or 3 (clamped_swiglu)");
+  const ChosenExperts chosen = chosen_of(c.ids, c.w, c.count, dim(c.out, 0));
+  ProductTask task = task_of(c.x, c.w, chosen, 2 * dim(c.out, 2), dim(c.x, 1));
+  require(element_type(c.out) == task.x_type && dim(c.out, 1) == chosen.chosen,
+          "the result must be [T, C, F] of x's type");
+  task.out_is_f32 = task.x_type == DType::kF32;
+  task.bias = optional_f32(c.bias);
+  require(c.bias.element_count() == 0 || int64_t(c.bias.element_count()) == chosen.experts * task.n,
+          "the bias must be f32 [X, 2, F] or empty");
+  task.is_gated = true;
+  task.activation = static_cast<Activation>(c.activation);
+  task.out = c.out.untyped_data();
+  cuda::Workspace workspace;
+  cuda::product_of_experts(task, chosen, chosen.chosen, workspace);
 }
 
-ffi::Error grouped_linear_call(Any x, Any w, Any count, Any bias, Any residual, Any ids, Any weights,
-                               AnyResult out) {
-  return guarded("cadenza_grouped_linear",
-                 [&] { grouped(x, w, count, {bias, residual, ids, weights}, *out); });
+void execute(const calls::grouped_linear& c) {
+  const ChosenExperts chosen = chosen_of(c.ids, c.w, c.count, dim(c.out, 0));
+  ProductTask task = task_of(c.x, c.w, chosen, dim(c.out, 1), dim(c.x, 2));
+  require(dim(c.x, 1) == chosen.chosen, "x must be [T, C, K]");
+  require(c.weights.element_type() == ffi::F32 && c.weights.dimensions() == c.ids.dimensions(),
+          "the experts' weights must be f32 [T, C]");
+  task.bias = optional_f32(c.bias);
+  require(c.bias.element_count() == 0 || int64_t(c.bias.element_count()) == chosen.experts * task.n,
+          "the bias must be f32 [X, N] or empty");
+  task.residual = optional_f32(c.residual);
+  require(c.residual.element_count() == 0 ||
+              (dim(c.residual, 0) >= chosen.rows && dim(c.residual, 1) == task.n),
+          "the residual must be f32 [T, N] or empty");
+  task.out_is_f32 = c.out.element_type() == ffi::F32;
+  require(task.out_is_f32 || element_type(c.out) == task.x_type, "the result must be f32 or x's type");
+  task.out = c.out.untyped_data();
+  cuda::weighted_product(task, chosen, data<float>(c.weights));
 }
 
 }  // namespace cadenza::xla_ffi

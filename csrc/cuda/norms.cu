@@ -114,14 +114,12 @@ void norm(const Any& x, const Any& weight, const Any& residual, const Any& facto
 
 }  // namespace
 
-ffi::Error rms_norm_call(Any x, Any weight, Any, AnyResult out, float eps) {
-  return guarded("cadenza_rms_norm", [&] { norm(x, weight, absent(), absent(), *out, eps); });
+void execute(const calls::rms_norm& c) {
+  norm(c.x, c.weight, absent(), absent(), c.out, c.eps);
 }
 
-ffi::Error rms_norm_add_call(Any x, Any weight, Any, Any residual, Any factor, AnyResult out,
-                             float eps) {
-  return guarded("cadenza_rms_norm_add",
-                 [&] { norm(x, weight, residual, factor, *out, eps); });
+void execute(const calls::rms_norm_add& c) {
+  norm(c.x, c.weight, c.residual, c.factor, c.out, c.eps);
 }
 
 }  // namespace cadenza::xla_ffi

@@ -66,57 +66,49 @@ Activation activation_of(int64_t code) {
   return static_cast<Activation>(code);
 }
 
-void head_linear(const Any& x, const Any& w, const Any& count, const Any& out, int64_t width) {
-  const int64_t heads = dim(w, 0);
-  require(heads > 0 && dim(x, 1) % heads == 0 && dim(out, 1) % heads == 0,
-          "x must be [T, Hq D] and the result [T, Hq N]");
-  const int64_t part = dim(x, 1) / heads;
-  require(width > 0 && width <= part, "the width must be within a head's part of x");
-  ProductTask task = task_of(x, w, count, out);
+}  // namespace
+
+void execute(const calls::linear& c) {
+  ProductTask task = task_of(c.x, c.w, c.count, c.out);
+  task.n = dim(c.out, 1);
+  task.bias = present(c.bias);
+  require(c.bias.element_count() == 0 || dim(c.bias, 0) == task.n, "the bias must be f32 [N] or empty");
+  task.residual = present(c.residual);
+  task.scale = c.scale;
+  run(task);
+}
+
+void execute(const calls::gated_linear& c) {
+  ProductTask task = task_of(c.x, c.w, c.count, c.out);
   require(task.out_is_f32 == (task.x_type == DType::kF32), "the result must have x's type");
-  task.n = dim(out, 1) / heads;
-  task.k = width;
-  task.x_stride = dim(x, 1);
-  task.out_stride = dim(out, 1);
+  task.n = 2 * dim(c.out, 1);
+  task.bias = present(c.bias);
+  require(c.bias.element_count() == 0 || int64_t(c.bias.element_count()) == task.n,
+          "the bias must be f32 [2, F] or empty");
+  task.is_gated = true;
+  task.activation = activation_of(c.activation);
+  run(task);
+}
+
+void execute(const calls::head_linear& c) {
+  const int64_t heads = dim(c.w, 0);
+  require(heads > 0 && dim(c.x, 1) % heads == 0 && dim(c.out, 1) % heads == 0,
+          "x must be [T, Hq D] and the result [T, Hq N]");
+  const int64_t part = dim(c.x, 1) / heads;
+  require(c.width > 0 && c.width <= part, "the width must be within a head's part of x");
+  ProductTask task = task_of(c.x, c.w, c.count, c.out);
+  require(task.out_is_f32 == (task.x_type == DType::kF32), "the result must have x's type");
+  task.n = dim(c.out, 1) / heads;
+  task.k = c.width;
+  task.x_stride = dim(c.x, 1);
+  task.out_stride = dim(c.out, 1);
   require(cuda::fits(task.w, 1, task.n, task.k), "the heads' weights do not fit the result and the width");
   const int64_t element = bytes_of(task.x_type);
-  task.heads = {heads, part * element, int64_t(w.size_bytes()) / heads, task.n * element};
+  task.heads = {heads, part * element, int64_t(c.w.size_bytes()) / heads, task.n * element};
   task.w.shape++;
   task.w.rank--;
   cuda::Workspace workspace;
   cuda::product(task, workspace);
-}
-
-}  // namespace
-
-ffi::Error linear_call(Any x, Any w, Any count, Any bias, Any residual, AnyResult out, float scale) {
-  return guarded("cadenza_linear", [&] {
-    ProductTask task = task_of(x, w, count, *out);
-    task.n = dim(*out, 1);
-    task.bias = present(bias);
-    require(bias.element_count() == 0 || dim(bias, 0) == task.n, "the bias must be f32 [N] or empty");
-    task.residual = present(residual);
-    task.scale = scale;
-    run(task);
-  });
-}
-
-ffi::Error gated_linear_call(Any x, Any w, Any count, Any bias, AnyResult out, int64_t activation) {
-  return guarded("cadenza_gated_linear", [&] {
-    ProductTask task = task_of(x, w, count, *out);
-    require(task.out_is_f32 == (task.x_type == DType::kF32), "the result must have x's type");
-    task.n = 2 * dim(*out, 1);
-    task.bias = present(bias);
-    require(bias.element_count() == 0 || int64_t(bias.element_count()) == task.n,
-            "the bias must be f32 [2, F] or empty");
-    task.is_gated = true;
-    task.activation = activation_of(activation);
-    run(task);
-  });
-}
-
-ffi::Error head_linear_call(Any x, Any w, Any count, AnyResult out, int64_t width) {
-  return guarded("cadenza_head_linear", [&] { head_linear(x, w, count, *out, width); });
 }
 
 }  // namespace cadenza::xla_ffi

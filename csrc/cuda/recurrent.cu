@@ -197,44 +197,40 @@ bool is_rows(const Any& buffer, int64_t tokens, int64_t width) {
   return buffer.element_type() == kTypeOf<T> && dim(buffer, 0) >= tokens && dim(buffer, 1) == width;
 }
 
-// The operands of all layers with a state.
-struct StateBuffers {
-  Any x, query_starts, initial, kept, conv_weight, conv_bias, conv_pool, conv_out;
-};
-
-SlotRows slot_rows(const StateBuffers& b, int64_t layer) {
+template <class Call>
+SlotRows slot_rows(const Call& c) {
   SlotRows slots{};
-  slots.query_starts = int32(b.query_starts);
-  slots.initial = int32(b.initial);
-  slots.kept = int32(b.kept);
-  slots.rows = int(dim(b.initial, 0));
-  slots.tokens = int(cuda::rows_to_compute(std::min(dim(b.x, 0), dim(b.kept, 0))));
-  slots.num_slots = int(dim(b.conv_pool, 0));
-  slots.num_layers = int(dim(b.conv_pool, 1));
-  slots.layer = int(layer);
-  require(dim(b.query_starts, 0) == slots.rows + 1, "query_starts must be [R + 1]");
-  require(layer >= 0 && layer < slots.num_layers, "layer is outside the pools' layers");
+  slots.query_starts = int32(c.query_starts);
+  slots.initial = int32(c.initial);
+  slots.kept = int32(c.kept);
+  slots.rows = int(dim(c.initial, 0));
+  slots.tokens = int(cuda::rows_to_compute(std::min(dim(c.x, 0), dim(c.kept, 0))));
+  slots.num_slots = int(dim(c.conv_pool, 0));
+  slots.num_layers = int(dim(c.conv_pool, 1));
+  slots.layer = int(c.layer);
+  require(dim(c.query_starts, 0) == slots.rows + 1, "query_starts must be [R + 1]");
+  require(c.layer >= 0 && c.layer < slots.num_layers, "layer is outside the pools' layers");
   return slots;
 }
 
-template <class T>
-DepthwiseConv<T> convolution(const StateBuffers& b, int64_t layer) {
+template <class T, class Call>
+DepthwiseConv<T> convolution(const Call& c, const Any& conv_bias) {
   DepthwiseConv<T> conv{};
-  conv.slots = slot_rows(b, layer);
-  conv.taps = int(dim(b.conv_weight, 0));
-  conv.channels = int(dim(b.conv_weight, 1));
-  conv.weight = f32(b.conv_weight, int64_t(conv.taps) * conv.channels, "conv_weight must be f32 [taps, C]");
-  conv.bias = optional_f32(b.conv_bias);
-  conv.pool = static_cast<T*>(b.conv_out.untyped_data());
+  conv.slots = slot_rows(c);
+  conv.taps = int(dim(c.conv_weight, 0));
+  conv.channels = int(dim(c.conv_weight, 1));
+  conv.weight = f32(c.conv_weight, int64_t(conv.taps) * conv.channels, "conv_weight must be f32 [taps, C]");
+  conv.bias = optional_f32(conv_bias);
+  conv.pool = static_cast<T*>(c.conv_out.untyped_data());
   require(conv.taps >= 1 && conv.taps <= cuda::kMostTaps, "a convolution must have 1 to 8 taps");
   require(conv.channels % kLanes == 0, "the number of channels must be a multiple of 16");
-  require(b.conv_bias.element_count() == 0 || int64_t(b.conv_bias.element_count()) == conv.channels,
+  require(conv_bias.element_count() == 0 || int64_t(conv_bias.element_count()) == conv.channels,
           "conv_bias must be f32 [C], or [0]");
   const bool is_bf16 = kTypeOf<T> == ffi::BF16;
-  require(b.conv_pool.element_type() == (is_bf16 ? ffi::U16 : ffi::F32) &&
-              dim(b.conv_pool, 2) == conv.taps - 1 && dim(b.conv_pool, 3) == conv.channels,
+  require(c.conv_pool.element_type() == (is_bf16 ? ffi::U16 : ffi::F32) &&
+              dim(c.conv_pool, 2) == conv.taps - 1 && dim(c.conv_pool, 3) == conv.channels,
           "conv_pool must be u16 beside bf16, or f32 beside f32, [slots, layers, taps - 1, C]");
-  require(b.conv_out.untyped_data() == b.conv_pool.untyped_data(),
+  require(c.conv_out.untyped_data() == c.conv_pool.untyped_data(),
           "conv_pool must be donated and aliased to its result");
   return conv;
 }
@@ -297,107 +293,73 @@ void check_gate(const Any& gate, const Any& out, const MatrixTask& task) {
   require(is_rows<T>(out, task.slots.tokens, width), "the result must have x's type, [T, H D]");
 }
 
-struct DeltaBuffers {
-  StateBuffers state;
-  Any gate, rates, decay, decay_bias, norm_weight, state_pool, out, state_out;
-};
-
 template <class T>
-void gated_delta(const DeltaBuffers& b, int64_t layer, int64_t key_heads, bool tiled, float norm_eps) {
+void gated_delta(const calls::gated_delta& c) {
   Workspace workspace;
-  const DepthwiseConv<T> conv = convolution<T>(b.state, layer);
-  MatrixTask task = matrix_task(b.state_pool, b.state_out, conv.slots, conv.channels, workspace);
-  require(key_heads > 0 && task.heads % key_heads == 0,
+  const DepthwiseConv<T> conv = convolution<T>(c, absent());
+  MatrixTask task = matrix_task(c.state_pool, c.state_out, conv.slots, conv.channels, workspace);
+  require(c.key_heads > 0 && task.heads % c.key_heads == 0,
           "the number of value heads must be a multiple of the number of key heads");
-  task.key_heads = int(key_heads);
-  task.tiled = tiled;
+  task.key_heads = int(c.key_heads);
+  task.tiled = c.tiled;
   task.first_key = task.key_heads * task.keys;
   task.first_value = 2 * task.first_key;
   require(conv.channels == task.first_value + task.heads * task.values,
           "conv_weight must be [taps, 2 Hk Dk + Hv Dv]");
-  check_gate<T>(b.gate, b.out, task);
+  check_gate<T>(c.gate, c.out, task);
   const cuda::DeltaChannels<T> channels{
-      matrix_inputs<T>(task, b.state.x, b.rates, 2, b.decay, b.decay_bias), task.key_heads, task.keys,
+      matrix_inputs<T>(task, c.x, c.rates, 2, c.decay, c.decay_bias), task.key_heads, task.keys,
       task.values};
-  cuda::GatedNorm norm = gated_norm(task, b.norm_weight, task.values, norm_eps);
+  cuda::GatedNorm norm = gated_norm(task, c.norm_weight, task.values, c.norm_eps);
   norm.group = task.values;
   cuda::convolve(conv, channels);
   cuda::run_matrices<cuda::DeltaRule>(task);
-  cuda::run_norm(norm, data<T>(b.gate), static_cast<T*>(b.out.untyped_data()));
+  cuda::run_norm(norm, data<T>(c.gate), static_cast<T*>(c.out.untyped_data()));
 }
 
-struct ScanBuffers {
-  StateBuffers state;
-  Any gate, rates, decay, rate_bias, skip, norm_weight, state_pool, out, state_out;
-};
-
 template <class T>
-void selective_scan(const ScanBuffers& b, int64_t layer, int64_t groups, float norm_eps) {
+void selective_scan(const calls::selective_scan& c) {
   Workspace workspace;
-  const DepthwiseConv<T> conv = convolution<T>(b.state, layer);
-  MatrixTask task = matrix_task(b.state_pool, b.state_out, conv.slots, conv.channels, workspace);
-  require(groups > 0 && task.heads % groups == 0, "the number of heads must be a multiple of groups");
+  const DepthwiseConv<T> conv = convolution<T>(c, c.conv_bias);
+  MatrixTask task = matrix_task(c.state_pool, c.state_out, conv.slots, conv.channels, workspace);
+  require(c.groups > 0 && task.heads % c.groups == 0, "the number of heads must be a multiple of groups");
   const int width = task.heads * task.values;
-  task.key_heads = int(groups);
+  task.key_heads = int(c.groups);
   task.first_key = width;
   task.first_query = width + task.key_heads * task.keys;
   require(conv.channels == width + 2 * task.key_heads * task.keys, "conv_weight must be [taps, H D + 2 G N]");
-  check_gate<T>(b.gate, b.out, task);
-  task.skip = f32(b.skip, task.heads, "skip must be f32 [H]");
+  check_gate<T>(c.gate, c.out, task);
+  task.skip = f32(c.skip, task.heads, "skip must be f32 [H]");
   const cuda::ScanChannels<T> channels{
-      matrix_inputs<T>(task, b.state.x, b.rates, 1, b.decay, b.rate_bias)};
-  cuda::GatedNorm norm = gated_norm(task, b.norm_weight, width, norm_eps);
+      matrix_inputs<T>(task, c.x, c.rates, 1, c.decay, c.rate_bias)};
+  cuda::GatedNorm norm = gated_norm(task, c.norm_weight, width, c.norm_eps);
   norm.group = width / task.key_heads;
   norm.gates_first = norm.has_group_weights = true;
   cuda::convolve(conv, channels);
   cuda::run_matrices<cuda::ScanRule>(task);
-  cuda::run_norm(norm, data<T>(b.gate), static_cast<T*>(b.out.untyped_data()));
+  cuda::run_norm(norm, data<T>(c.gate), static_cast<T*>(c.out.untyped_data()));
 }
 
 template <class T>
-void short_conv(const StateBuffers& b, const Any& out, int64_t layer) {
-  const DepthwiseConv<T> conv = convolution<T>(b, layer);
-  require(is_rows<T>(b.x, conv.slots.tokens, 3 * int64_t(conv.channels)), "x must be act [T, 3 C]");
-  require(is_rows<T>(out, conv.slots.tokens, conv.channels), "the result must have x's type, [T, C]");
-  cuda::convolve(conv, cuda::ShortConvChannels<T>{data<T>(b.x), static_cast<T*>(out.untyped_data()), conv.channels});
+void short_conv(const calls::short_conv& c) {
+  const DepthwiseConv<T> conv = convolution<T>(c, c.conv_bias);
+  require(is_rows<T>(c.x, conv.slots.tokens, 3 * int64_t(conv.channels)), "x must be act [T, 3 C]");
+  require(is_rows<T>(c.out, conv.slots.tokens, conv.channels), "the result must have x's type, [T, C]");
+  cuda::convolve(conv, cuda::ShortConvChannels<T>{data<T>(c.x), static_cast<T*>(c.out.untyped_data()), conv.channels});
 }
 
 }  // namespace
 
-ffi::Error gated_delta_call(Any x, Any gate, Any rates, Any query_starts, Any initial, Any kept,
-                            Any conv_weight, Any decay, Any decay_bias, Any norm_weight,
-                            Any conv_pool, Any state_pool, AnyResult out, AnyResult conv_out,
-                            AnyResult state_out, int64_t layer, int64_t key_heads, bool tiled,
-                            float norm_eps) {
-  return guarded("cadenza_gated_delta", [&] {
-    const DeltaBuffers b{{x, query_starts, initial, kept, conv_weight, absent(), conv_pool, *conv_out},
-                         gate, rates, decay, decay_bias, norm_weight, state_pool, *out, *state_out};
-    if (element_type(x) == DType::kBf16) return gated_delta<bf16>(b, layer, key_heads, tiled, norm_eps);
-    gated_delta<float>(b, layer, key_heads, tiled, norm_eps);
-  });
+void execute(const calls::gated_delta& c) {
+  element_type(c.x) == DType::kBf16 ? gated_delta<bf16>(c) : gated_delta<float>(c);
 }
 
-ffi::Error short_conv_call(Any x, Any query_starts, Any initial, Any kept, Any conv_weight,
-                           Any conv_bias, Any conv_pool, AnyResult out, AnyResult conv_out,
-                           int64_t layer) {
-  return guarded("cadenza_short_conv", [&] {
-    const StateBuffers b{x, query_starts, initial, kept, conv_weight, conv_bias, conv_pool, *conv_out};
-    if (element_type(x) == DType::kBf16) return short_conv<bf16>(b, *out, layer);
-    short_conv<float>(b, *out, layer);
-  });
+void execute(const calls::short_conv& c) {
+  element_type(c.x) == DType::kBf16 ? short_conv<bf16>(c) : short_conv<float>(c);
 }
 
-ffi::Error selective_scan_call(Any x, Any gate, Any rates, Any query_starts, Any initial, Any kept,
-                               Any conv_weight, Any conv_bias, Any decay, Any rate_bias, Any skip,
-                               Any norm_weight, Any conv_pool, Any state_pool, AnyResult out,
-                               AnyResult conv_out, AnyResult state_out, int64_t layer,
-                               int64_t groups, float norm_eps) {
-  return guarded("cadenza_selective_scan", [&] {
-    const ScanBuffers b{{x, query_starts, initial, kept, conv_weight, conv_bias, conv_pool, *conv_out},
-                        gate, rates, decay, rate_bias, skip, norm_weight, state_pool, *out, *state_out};
-    if (element_type(x) == DType::kBf16) return selective_scan<bf16>(b, layer, groups, norm_eps);
-    selective_scan<float>(b, layer, groups, norm_eps);
-  });
+void execute(const calls::selective_scan& c) {
+  element_type(c.x) == DType::kBf16 ? selective_scan<bf16>(c) : selective_scan<float>(c);
 }
 
 }  // namespace cadenza::xla_ffi

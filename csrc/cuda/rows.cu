@@ -137,86 +137,75 @@ int64_t shared_rows(const Any& out, const Any& x) {
   return rows_to_compute(std::min(dim(out, 0), dim(x, 0)));
 }
 
-void embed_from_codes(const Any& token_ids, const Any& table, const Any& count, const Any& out, int64_t vocab,
-                      float scale) {
-  require(is_f32(out), "the result must be f32");
-  require(cuda::codes_fit(weight_of(table), 0, vocab, dim(out, 1)), "the table must be packed codes");
-  cuda::embed_codes({int32(token_ids), device_count(count), shared_rows(out, token_ids), dim(out, 1), vocab,
-                     table.untyped_data(), scale, static_cast<float*>(out.untyped_data())});
+void embed_from_codes(const calls::embed& c) {
+  require(is_f32(c.out), "the result must be f32");
+  require(cuda::codes_fit(weight_of(c.table), 0, c.vocab, dim(c.out, 1)), "the table must be packed codes");
+  cuda::embed_codes({int32(c.token_ids), device_count(c.count), shared_rows(c.out, c.token_ids), dim(c.out, 1), c.vocab,
+                     c.table.untyped_data(), c.scale, static_cast<float*>(c.out.untyped_data())});
 }
 
 }  // namespace
 
 // The table is [V, E], as checkpoints have it, or packed codes.
-ffi::Error embed_call(Any token_ids, Any table, Any count, AnyResult out, int64_t vocab,
-                      float scale) {
-  return guarded("cadenza_embed", [&] {
-    const cuda::Rows task{device_count(count), int(dim(*out, 1))};
-    if (is_quantised(weight_format(table))) return embed_from_codes(token_ids, table, count, *out, vocab, scale);
-    require(table.dimensions().size() == 2 && dim(table, 0) == vocab && dim(table, 1) == task.width,
-            "the table must be [vocab, width]");
-    require(is_f32(*out), "the result must be f32");
-    const cuda::Table given{int32(token_ids), int(vocab), scale};
-    const int64_t rows = shared_rows(*out, token_ids);
-    auto* to = static_cast<float*>(out->untyped_data());
-    if (element_type(table) == DType::kBf16) {
-      cuda::embed<bf16>(task, rows, given, table.untyped_data(), to);
-    } else {
-      cuda::embed<float>(task, rows, given, table.untyped_data(), to);
-    }
-  });
+void execute(const calls::embed& c) {
+  const cuda::Rows task{device_count(c.count), int(dim(c.out, 1))};
+  if (is_quantised(weight_format(c.table))) return embed_from_codes(c);
+  require(c.table.dimensions().size() == 2 && dim(c.table, 0) == c.vocab && dim(c.table, 1) == task.width,
+          "the table must be [vocab, width]");
+  require(is_f32(c.out), "the result must be f32");
+  const cuda::Table given{int32(c.token_ids), int(c.vocab), c.scale};
+  const int64_t rows = shared_rows(c.out, c.token_ids);
+  auto* to = static_cast<float*>(c.out.untyped_data());
+  if (element_type(c.table) == DType::kBf16) {
+    cuda::embed<bf16>(task, rows, given, c.table.untyped_data(), to);
+  } else {
+    cuda::embed<float>(task, rows, given, c.table.untyped_data(), to);
+  }
 }
 
-ffi::Error convert_call(Any x, Any count, AnyResult out) {
-  return guarded("cadenza_convert", [&] {
-    const cuda::Rows task{device_count(count), int(dim(*out, 1))};
-    require(is_f32(x) && dim(x, 1) == task.width, "x must be f32 [T, N]");
-    require(element_type(*out) == DType::kBf16, "the result must be bf16");
-    const auto* from = data<float>(x);
-    auto* to = static_cast<bf16*>(out->untyped_data());
-    if (cuda::has_whole_vectors(task.width)) {
-      constexpr int kSide = cuda::kSideBySide;
-      cuda::launch_rows(cuda::convert_kernel<kSide>, shared_rows(*out, x), kSide, task, from, to);
-    } else {
-      cuda::launch_rows(cuda::convert_kernel<1>, shared_rows(*out, x), 1, task, from, to);
-    }
-  });
+void execute(const calls::convert& c) {
+  const cuda::Rows task{device_count(c.count), int(dim(c.out, 1))};
+  require(is_f32(c.x) && dim(c.x, 1) == task.width, "x must be f32 [T, N]");
+  require(element_type(c.out) == DType::kBf16, "the result must be bf16");
+  const auto* from = data<float>(c.x);
+  auto* to = static_cast<bf16*>(c.out.untyped_data());
+  if (cuda::has_whole_vectors(task.width)) {
+    constexpr int kSide = cuda::kSideBySide;
+    cuda::launch_rows(cuda::convert_kernel<kSide>, shared_rows(c.out, c.x), kSide, task, from, to);
+  } else {
+    cuda::launch_rows(cuda::convert_kernel<1>, shared_rows(c.out, c.x), 1, task, from, to);
+  }
 }
 
-ffi::Error gate_inputs_call(Any x, Any inputs, Any count, AnyResult out, int64_t first,
-                            int64_t activation) {
-  return guarded("cadenza_gate_inputs", [&] {
-    const cuda::Rows task{device_count(count), int(dim(*out, 1))};
-    require(is_f32(x) && is_f32(inputs) && dim(x, 1) == task.width, "x must be f32 [T, P]");
-    require(first >= 0 && first + task.width <= dim(inputs, 1), "first is outside the inputs");
-    require(activation >= 0 && activation < kNumActivations, "the activation is none of its kinds");
-    const cuda::Gates gates{data<float>(inputs), int(dim(inputs, 1)), int(first),
-                            static_cast<Activation>(activation)};
-    const int64_t rows = std::min(shared_rows(*out, x), dim(inputs, 0));
-    if (element_type(*out) == DType::kBf16) {
-      cuda::gate_inputs<bf16>(task, rows, gates, data<float>(x), out->untyped_data());
-    } else {
-      cuda::gate_inputs<float>(task, rows, gates, data<float>(x), out->untyped_data());
-    }
-  });
+void execute(const calls::gate_inputs& c) {
+  const cuda::Rows task{device_count(c.count), int(dim(c.out, 1))};
+  require(is_f32(c.x) && is_f32(c.inputs) && dim(c.x, 1) == task.width, "x must be f32 [T, P]");
+  require(c.first >= 0 && c.first + task.width <= dim(c.inputs, 1), "first is outside the inputs");
+  require(c.activation >= 0 && c.activation < kNumActivations, "the activation is none of its kinds");
+  const cuda::Gates gates{data<float>(c.inputs), int(dim(c.inputs, 1)), int(c.first),
+                          static_cast<Activation>(c.activation)};
+  const int64_t rows = std::min(shared_rows(c.out, c.x), dim(c.inputs, 0));
+  if (element_type(c.out) == DType::kBf16) {
+    cuda::gate_inputs<bf16>(task, rows, gates, data<float>(c.x), c.out.untyped_data());
+  } else {
+    cuda::gate_inputs<float>(task, rows, gates, data<float>(c.x), c.out.untyped_data());
+  }
 }
 
-ffi::Error take_rows_call(Any x, Any count, Any indices, AnyResult out) {
-  return guarded("cadenza_take_rows", [&] {
-    require(out->element_type() == x.element_type() && dim(*out, 1) == dim(x, 1),
-            "the result must have x's type and width");
-    const cuda::Rows task{device_count(count), int(dim(x, 1) * bytes_of(element_type(x)))};
-    const cuda::Sources sources{int32(indices), int(dim(x, 0))};
-    const int64_t rows = shared_rows(*out, indices);
-    if (task.width % int(sizeof(uint4)) == 0) {
-      cuda::take_rows<uint4>(task, rows, sources, x.untyped_data(), out->untyped_data());
-    } else {
-      cuda::take_rows<uint16_t>(task, rows, sources, x.untyped_data(), out->untyped_data());
-    }
-  });
+void execute(const calls::take_rows& c) {
+  require(c.out.element_type() == c.x.element_type() && dim(c.out, 1) == dim(c.x, 1),
+          "the result must have x's type and width");
+  const cuda::Rows task{device_count(c.count), int(dim(c.x, 1) * bytes_of(element_type(c.x)))};
+  const cuda::Sources sources{int32(c.indices), int(dim(c.x, 0))};
+  const int64_t rows = shared_rows(c.out, c.indices);
+  if (task.width % int(sizeof(uint4)) == 0) {
+    cuda::take_rows<uint4>(task, rows, sources, c.x.untyped_data(), c.out.untyped_data());
+  } else {
+    cuda::take_rows<uint16_t>(task, rows, sources, c.x.untyped_data(), c.out.untyped_data());
+  }
 }
 
 // The memory of a GPU has no pages to place.
-ffi::Error reserve_call(AnyResult) { return ffi::Error::Success(); }
+void execute(const calls::reserve&) {}
 
 }  // namespace cadenza::xla_ffi

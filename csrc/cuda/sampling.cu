@@ -292,44 +292,40 @@ void run(Sampling task, const ProductTask& head, Workspace& workspace, int64_t p
 }  // namespace
 
 // Masses are summed exactly, so that thresholds of top-p differ from the CPU's by rounding.
-ffi::Error next_token_call(Any x, Any head, Any count, Any columns, Any records, Any page_table,
-                           Any history, AnyResult out, int64_t vocab, float divisor, float soft_cap,
-                           int64_t page_size, int64_t banned) {
-  return guarded("cadenza_next_token", [&] {
-    const int64_t padded = dim(*out, 0);
-    require(divisor > 0 && soft_cap >= 0, "the divisor must be above 0, the soft cap at least 0");
-    require(out->element_type() == ffi::S32 && dim(*out, 1) == kSampleColumns,
-            "the result must be int32 [L, 44]");
-    require(dim(columns, 0) == kNumLogitColumns && dim(columns, 1) >= padded,
-            "the logit rows must be int32 [columns, L]");
-    Sampling task{};
-    task.columns = int32(columns);
-    task.count = device_count(count);
-    task.stride = int(dim(columns, 1));
-    task.vocab = int(vocab);
-    task.slices = int(ceil_div(vocab, int64_t(cuda::kSlice)));
-    task.pitch = ceil_div(vocab, int64_t(cuda::kWarp)) * cuda::kWarp;
-    task.transform = {divisor, soft_cap};
-    task.banned = int(banned);
-    task.rules = rule_memory(records, page_table, history, page_size, vocab);
-    task.has_row_keys = has_fault(Fault::kRowKey);
-    task.out = static_cast<int32_t*>(out->untyped_data());
-    ProductTask product{};
-    product.rows = cuda::rows_to_compute(padded);
-    product.n = vocab;
-    product.k = dim(x, 1);
-    product.x = x.untyped_data();
-    product.x_type = product_types(x, head).activation;
-    product.w = weight_of(head);
-    product.out_is_f32 = true;
-    product.count = task.count;
-    product.out_stride = task.pitch;
-    require(dim(x, 0) >= product.rows, "x has too few rows");
-    require(cuda::fits(product.w, 0, product.n, product.k), "the head's shape does not fit the vocabulary");
-    Workspace workspace;
-    take_memory(task, workspace, std::min(product.rows, cuda::kRowsAtOnce));
-    run(task, product, workspace, padded);
-  });
+void execute(const calls::next_token& c) {
+  const int64_t padded = dim(c.out, 0);
+  require(c.divisor > 0 && c.soft_cap >= 0, "the divisor must be above 0, the soft cap at least 0");
+  require(c.out.element_type() == ffi::S32 && dim(c.out, 1) == kSampleColumns,
+          "the result must be int32 [L, 44]");
+  require(dim(c.columns, 0) == kNumLogitColumns && dim(c.columns, 1) >= padded,
+          "the logit rows must be int32 [columns, L]");
+  Sampling task{};
+  task.columns = int32(c.columns);
+  task.count = device_count(c.count);
+  task.stride = int(dim(c.columns, 1));
+  task.vocab = int(c.vocab);
+  task.slices = int(ceil_div(c.vocab, int64_t(cuda::kSlice)));
+  task.pitch = ceil_div(c.vocab, int64_t(cuda::kWarp)) * cuda::kWarp;
+  task.transform = {c.divisor, c.soft_cap};
+  task.banned = int(c.banned);
+  task.rules = rule_memory(c.records, c.page_table, c.history, c.page_size, c.vocab);
+  task.has_row_keys = has_fault(Fault::kRowKey);
+  task.out = static_cast<int32_t*>(c.out.untyped_data());
+  ProductTask product{};
+  product.rows = cuda::rows_to_compute(padded);
+  product.n = c.vocab;
+  product.k = dim(c.x, 1);
+  product.x = c.x.untyped_data();
+  product.x_type = product_types(c.x, c.head).activation;
+  product.w = weight_of(c.head);
+  product.out_is_f32 = true;
+  product.count = task.count;
+  product.out_stride = task.pitch;
+  require(dim(c.x, 0) >= product.rows, "x has too few rows");
+  require(cuda::fits(product.w, 0, product.n, product.k), "the head's shape does not fit the vocabulary");
+  Workspace workspace;
+  take_memory(task, workspace, std::min(product.rows, cuda::kRowsAtOnce));
+  run(task, product, workspace, padded);
 }
 
 }  // namespace cadenza::xla_ffi

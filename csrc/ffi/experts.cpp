@@ -1,5 +1,5 @@
 // Mixture of experts as XLA calls it. Conventions: csrc/README.md.
-#include "ffi/targets.h"
+#include "ffi/calls.h"
 
 namespace cadenza::xla_ffi {
 
@@ -39,151 +39,138 @@ void count_reads(ProfileScope& profile, const Any& w, const Any& bias, const Exp
 // A choice bias is added to the sigmoids by which experts are then chosen, in the chosen_groups of
 // `groups` groups of consecutive experts whose two best have the largest sums.
 // A row whose largest logit is NaN or infinite gets ids 0 to C - 1 and NaN weights.
-ffi::Error route_experts_call(Any x, Any w, Any count, Any bias, Any factors, Any choice_bias,
-                              AnyResult ids, AnyResult weights, int64_t experts, bool over_chosen,
-                              bool sigmoid, int64_t groups, int64_t chosen_groups, float scale,
-                              float least_sum) {
-  return guarded("cadenza_route_experts", [&] {
-    ProfileScope profile(Op::kRouteExperts);
-    ProductTypes types = product_types(x, w);
-    DType dtype = types.activation;
-    RouteTask task{};
-    LinearTask& product = task.product;
-    product.rows = true_count(count, dim(*ids, 0));
-    product.n = experts;
-    product.k = dim(x, 1);
-    require(dim(x, 0) >= product.rows, "x has too few rows");
-    require_packed(w, experts, product.k);
-    product.x = x.untyped_data();
-    product.w = w.untyped_data();
-    product.bias = optional_f32(bias);
-    require(product.bias == nullptr || dim(bias, 0) == experts,
-            "the bias must be f32 [X] or empty");
-    task.num_chosen = dim(*ids, 1);
-    require(task.num_chosen > 0 && task.num_chosen <= experts,
-            "each row must choose at least one expert and at most all");
-    require(ids->element_type() == ffi::S32 && weights->element_type() == ffi::F32 &&
-                weights->dimensions() == ids->dimensions(),
-            "the results must be ids int32 [T, C] and weights f32 [T, C]");
-    task.factors = optional_f32(factors);
-    require(task.factors == nullptr || dim(factors, 0) == experts,
-            "the experts' factors must be f32 [X] or empty");
-    task.over_chosen = over_chosen;
-    task.sigmoid = sigmoid;
-    task.least_sum = least_sum;
-    task.choice = {optional_f32(choice_bias), groups, chosen_groups};
-    require(task.choice.bias == nullptr || (sigmoid && dim(choice_bias, 0) == experts),
-            "a choice bias must be f32 [X], beside sigmoids");
-    require(groups > 0 && experts % groups == 0 && chosen_groups > 0 && chosen_groups <= groups,
-            "groups must divide the experts, and those chosen be among them");
-    task.scale = scale;
-    task.ids = static_cast<int32_t*>(ids->untyped_data());
-    task.weights = static_cast<float*>(weights->untyped_data());
-    if (profile.is_on()) {
-      profile.reads(int64_t(w.size_bytes() + bias.size_bytes()));
-      profile.reads(product.rows * product.k * bytes_of(dtype));
-    }
-    route_experts(runtime(), types, task);
-  });
+void execute(const calls::route_experts& c) {
+  ProfileScope profile(c.kOp);
+  ProductTypes types = product_types(c.x, c.w);
+  DType dtype = types.activation;
+  RouteTask task{};
+  LinearTask& product = task.product;
+  product.rows = true_count(c.count, dim(c.ids, 0));
+  product.n = c.experts;
+  product.k = dim(c.x, 1);
+  require(dim(c.x, 0) >= product.rows, "x has too few rows");
+  require_packed(c.w, c.experts, product.k);
+  product.x = c.x.untyped_data();
+  product.w = c.w.untyped_data();
+  product.bias = optional_f32(c.bias);
+  require(product.bias == nullptr || dim(c.bias, 0) == c.experts,
+          "the bias must be f32 [X] or empty");
+  task.num_chosen = dim(c.ids, 1);
+  require(task.num_chosen > 0 && task.num_chosen <= c.experts,
+          "each row must choose at least one expert and at most all");
+  require(c.ids.element_type() == ffi::S32 && c.weights.element_type() == ffi::F32 &&
+              c.weights.dimensions() == c.ids.dimensions(),
+          "the results must be ids int32 [T, C] and weights f32 [T, C]");
+  task.factors = optional_f32(c.factors);
+  require(task.factors == nullptr || dim(c.factors, 0) == c.experts,
+          "the experts' factors must be f32 [X] or empty");
+  task.over_chosen = c.over_chosen;
+  task.sigmoid = c.sigmoid;
+  task.least_sum = c.least_sum;
+  task.choice = {optional_f32(c.choice_bias), c.groups, c.chosen_groups};
+  require(task.choice.bias == nullptr || (c.sigmoid && dim(c.choice_bias, 0) == c.experts),
+          "a choice bias must be f32 [X], beside sigmoids");
+  require(c.groups > 0 && c.experts % c.groups == 0 && c.chosen_groups > 0 && c.chosen_groups <= c.groups,
+          "groups must divide the experts, and those chosen be among them");
+  task.scale = c.scale;
+  task.ids = static_cast<int32_t*>(c.ids.untyped_data());
+  task.weights = static_cast<float*>(c.weights.untyped_data());
+  if (profile.is_on()) {
+    profile.reads(int64_t(c.w.size_bytes() + c.bias.size_bytes()));
+    profile.reads(product.rows * product.k * bytes_of(dtype));
+  }
+  route_experts(runtime(), types, task);
 }
 
 // cadenza_grouped_gated_linear: x act [T, K]; w packed gated experts; count; bias f32 [X, 2, F] or
 // [0]; ids [T, C]. Result act [T, C, F]; the slot of an id outside [0, X) is not written.
 // Attribute: activation as for gated_linear.
-ffi::Error grouped_gated_linear_call(Any x, Any w, Any count, Any bias, Any ids, AnyResult out,
-                                     int64_t activation) {
-  return guarded("cadenza_grouped_gated_linear", [&] {
-    ProfileScope profile(Op::kGroupedGatedLinear);
-    ProductTypes types = product_types(x, w);
-    DType dtype = types.activation;
-    require(activation >= 0 && activation < kNumActivations,
-            "activation must be 0 (silu), 1 (gelu_tanh), 2 (gelu) or 3 (clamped_swiglu)");
-    GatedTask task{};
-    task.rows = true_count(count, dim(*out, 0));
-    task.f = dim(*out, 2);
-    task.k = dim(x, 1);
-    require(dim(x, 0) >= task.rows, "x has too few rows");
-    int64_t experts = require_packed_experts(w, 2 * round_up(task.f, kLanes), task.k);
-    ExpertChoice choice = choice_of(ids, experts, task.rows);
-    require(element_type(*out) == dtype && dim(*out, 1) == choice.num_chosen,
-            "the result must be [T, C, F] of x's type");
-    task.x = x.untyped_data();
-    task.w = w.untyped_data();
-    task.bias = optional_f32(bias);
-    require(task.bias == nullptr || int64_t(bias.element_count()) == experts * 2 * task.f,
-            "the bias must be f32 [X, 2, F] or empty");
-    task.activation = static_cast<Activation>(activation);
-    task.out = out->untyped_data();
-    count_reads(profile, w, bias, choice, task.rows, task.rows * task.k * bytes_of(dtype));
-    grouped_gated_linear(runtime(), types, {task, choice});
-  });
+void execute(const calls::grouped_gated_linear& c) {
+  ProfileScope profile(c.kOp);
+  ProductTypes types = product_types(c.x, c.w);
+  DType dtype = types.activation;
+  require(c.activation >= 0 && c.activation < kNumActivations,
+          "activation must be 0 (silu), 1 (gelu_tanh), 2 (gelu) or 3 (clamped_swiglu)");
+  GatedTask task{};
+  task.rows = true_count(c.count, dim(c.out, 0));
+  task.f = dim(c.out, 2);
+  task.k = dim(c.x, 1);
+  require(dim(c.x, 0) >= task.rows, "x has too few rows");
+  int64_t experts = require_packed_experts(c.w, 2 * round_up(task.f, kLanes), task.k);
+  ExpertChoice choice = choice_of(c.ids, experts, task.rows);
+  require(element_type(c.out) == dtype && dim(c.out, 1) == choice.num_chosen,
+          "the result must be [T, C, F] of x's type");
+  task.x = c.x.untyped_data();
+  task.w = c.w.untyped_data();
+  task.bias = optional_f32(c.bias);
+  require(task.bias == nullptr || int64_t(c.bias.element_count()) == experts * 2 * task.f,
+          "the bias must be f32 [X, 2, F] or empty");
+  task.activation = static_cast<Activation>(c.activation);
+  task.out = c.out.untyped_data();
+  count_reads(profile, c.w, c.bias, choice, task.rows, task.rows * task.k * bytes_of(dtype));
+  grouped_gated_linear(runtime(), types, {task, choice});
 }
 
 // cadenza_grouped_linear: x act [T, C, K]; w packed experts; count; bias f32 [X, N] or [0];
 // residual f32 [T, N] or [0]; ids [T, C]; weights f32 [T, C]. Result act or f32 [T, N]: residual +
 // the sum over a token's slots of weight · (x w + bias), where an id outside [0, X) adds nothing;
 // it may alias the residual (operand 4).
-ffi::Error grouped_linear_call(Any x, Any w, Any count, Any bias, Any residual, Any ids,
-                               Any weights, AnyResult out) {
-  return guarded("cadenza_grouped_linear", [&] {
-    ProfileScope profile(Op::kGroupedLinear);
-    ProductTypes types = product_types(x, w);
-    DType dtype = types.activation;
-    LinearTask task{};
-    task.rows = true_count(count, dim(*out, 0));
-    task.n = dim(*out, 1);
-    task.k = dim(x, 2);
-    int64_t experts = require_packed_experts(w, task.n, task.k);
-    ExpertChoice choice = choice_of(ids, experts, task.rows);
-    require(dim(x, 0) >= task.rows && dim(x, 1) == choice.num_chosen, "x must be [T, C, K]");
-    require(weights.element_type() == ffi::F32 && weights.dimensions() == ids.dimensions(),
-            "the experts' weights must be f32 [T, C]");
-    task.x = x.untyped_data();
-    task.w = w.untyped_data();
-    task.bias = optional_f32(bias);
-    require(task.bias == nullptr || int64_t(bias.element_count()) == experts * task.n,
-            "the bias must be f32 [X, N] or empty");
-    task.residual = optional_f32(residual);
-    require(
-        task.residual == nullptr || (dim(residual, 0) >= task.rows && dim(residual, 1) == task.n),
-        "the residual must be f32 [T, N] or empty");
-    task.out_is_f32 = out->element_type() == ffi::F32;
-    require(element_type(*out) == dtype || task.out_is_f32, "the result must be f32 or x's type");
-    task.out = out->untyped_data();
-    int64_t x_bytes = choice.num_pairs(task.rows) * task.k * bytes_of(dtype);
-    count_reads(profile, w, bias, choice, task.rows, x_bytes);
-    grouped_linear(runtime(), types, {task, choice, data<float>(weights)});
-  });
+void execute(const calls::grouped_linear& c) {
+  ProfileScope profile(c.kOp);
+  ProductTypes types = product_types(c.x, c.w);
+  DType dtype = types.activation;
+  LinearTask task{};
+  task.rows = true_count(c.count, dim(c.out, 0));
+  task.n = dim(c.out, 1);
+  task.k = dim(c.x, 2);
+  int64_t experts = require_packed_experts(c.w, task.n, task.k);
+  ExpertChoice choice = choice_of(c.ids, experts, task.rows);
+  require(dim(c.x, 0) >= task.rows && dim(c.x, 1) == choice.num_chosen, "x must be [T, C, K]");
+  require(c.weights.element_type() == ffi::F32 && c.weights.dimensions() == c.ids.dimensions(),
+          "the experts' weights must be f32 [T, C]");
+  task.x = c.x.untyped_data();
+  task.w = c.w.untyped_data();
+  task.bias = optional_f32(c.bias);
+  require(task.bias == nullptr || int64_t(c.bias.element_count()) == experts * task.n,
+          "the bias must be f32 [X, N] or empty");
+  task.residual = optional_f32(c.residual);
+  require(
+      task.residual == nullptr || (dim(c.residual, 0) >= task.rows && dim(c.residual, 1) == task.n),
+      "the residual must be f32 [T, N] or empty");
+  task.out_is_f32 = c.out.element_type() == ffi::F32;
+  require(element_type(c.out) == dtype || task.out_is_f32, "the result must be f32 or x's type");
+  task.out = c.out.untyped_data();
+  int64_t x_bytes = choice.num_pairs(task.rows) * task.k * bytes_of(dtype);
+  count_reads(profile, c.w, c.bias, choice, task.rows, x_bytes);
+  grouped_linear(runtime(), types, {task, choice, data<float>(c.weights)});
 }
 
 // cadenza_head_linear: x act [T, Hq D]; w packed weights [Hq, ...] of N columns; count. Result act
 // [T, Hq N]: the first `width` elements of each head's part of x, multiplied by the head's weight.
 // Attribute: width i64.
-ffi::Error head_linear_call(Any x, Any w, Any count, AnyResult out, int64_t width) {
-  return guarded("cadenza_head_linear", [&] {
-    ProfileScope profile(Op::kLinear);
-    ProductTypes types = product_types(x, w);
-    HeadLinearTask task{};
-    task.heads = dim(w, 0);
-    require(task.heads > 0 && dim(x, 1) % task.heads == 0 && dim(*out, 1) % task.heads == 0,
-            "x must be [T, Hq D] and the result [T, Hq N]");
-    task.rows = true_count(count, dim(*out, 0));
-    task.n = dim(*out, 1) / task.heads;
-    task.k = width;
-    task.stride = dim(x, 1) / task.heads;
-    require(dim(x, 0) >= task.rows, "x has too few rows");
-    require(width > 0 && width <= task.stride, "the width must be within a head's part of x");
-    require_packed_experts(w, task.n, task.k);
-    require(element_type(*out) == types.activation, "the result must have x's type");
-    task.x = x.untyped_data();
-    task.w = w.untyped_data();
-    task.out = out->untyped_data();
-    if (profile.is_on()) {
-      profile.reads(int64_t(w.size_bytes()));
-      profile.reads(task.rows * dim(x, 1) * bytes_of(types.activation));
-    }
-    head_linear(runtime(), types, task);
-  });
+void execute(const calls::head_linear& c) {
+  ProfileScope profile(c.kOp);
+  ProductTypes types = product_types(c.x, c.w);
+  HeadLinearTask task{};
+  task.heads = dim(c.w, 0);
+  require(task.heads > 0 && dim(c.x, 1) % task.heads == 0 && dim(c.out, 1) % task.heads == 0,
+          "x must be [T, Hq D] and the result [T, Hq N]");
+  task.rows = true_count(c.count, dim(c.out, 0));
+  task.n = dim(c.out, 1) / task.heads;
+  task.k = c.width;
+  task.stride = dim(c.x, 1) / task.heads;
+  require(dim(c.x, 0) >= task.rows, "x has too few rows");
+  require(c.width > 0 && c.width <= task.stride, "the width must be within a head's part of x");
+  require_packed_experts(c.w, task.n, task.k);
+  require(element_type(c.out) == types.activation, "the result must have x's type");
+  task.x = c.x.untyped_data();
+  task.w = c.w.untyped_data();
+  task.out = c.out.untyped_data();
+  if (profile.is_on()) {
+    profile.reads(int64_t(c.w.size_bytes()));
+    profile.reads(task.rows * dim(c.x, 1) * bytes_of(types.activation));
+  }
+  head_linear(runtime(), types, task);
 }
 
 }  // namespace cadenza::xla_ffi

@@ -1,14 +1,14 @@
 // A program: operations that one call of XLA's runs in order, over arrays that its words describe.
-// A library that defines the operations of targets.h gives it a handler (ffi/program.cpp,
+// A library that defines the operations of calls.h gives it a handler (ffi/program.cpp,
 // cuda/program.cu).
 #pragma once
 
 #include <cstring>
+#include <iterator>
 #include <string>
-#include <utility>
 #include <vector>
 
-#include "ffi/targets.h"
+#include "ffi/calls.h"
 
 namespace cadenza::xla_ffi {
 
@@ -70,90 +70,71 @@ class Values {
   std::vector<XLA_FFI_Buffer> within_;
 };
 
-// A parameter of an operation from its word: the index of an array, or an attribute's bits.
-template <class P>
-P parameter(const Values& values, int64_t word) {
-  if constexpr (std::is_same_v<P, Any> || std::is_same_v<P, AnyResult>) {
-    return values.at(word);
-  } else if constexpr (std::is_same_v<P, float>) {
+// The words of an operation: the index of each array, and the bits of each attribute.
+class Words {
+ public:
+  Words(const Values& values, const int64_t* at) : values_(values), at_(at) {}
+
+  const Any& array() { return values_.at(integer()); }
+  int64_t integer() { return *at_++; }
+  float real() {
+    const int64_t word = integer();
     float value;
     std::memcpy(&value, &word, sizeof(value));
     return value;
-  } else {
-    return static_cast<P>(word);
   }
-}
-
-template <auto Body>
-struct Call;
-
-template <class... P, ffi::Error (*Body)(P...)>
-struct Call<Body> {
-  static constexpr int64_t kParameters = sizeof...(P);
-
-  static ffi::Error run(const Values& values, const int64_t* words) {
-    return run(values, words, std::index_sequence_for<P...>{});
-  }
+  bool flag() { return integer() != 0; }
 
  private:
-  template <size_t... I>
-  static ffi::Error run(const Values& values, const int64_t* words, std::index_sequence<I...>) {
-    return Body(parameter<P>(values, words[I])...);
-  }
+  const Values& values_;
+  const int64_t* at_;
 };
+
+#define OPERAND(name) words.array(),
+#define RESULT(name) words.array(),
+#define INTEGER(name) words.integer(),
+#define FLOAT(name) words.real(),
+#define FLAG(name) words.flag(),
+#define OPERATION(name, parameters) \
+  inline void execute_##name(Words words) { execute(calls::name{parameters}); }
+#include "core/operation_list.h"
 
 struct Operation {
-  const char* signature;  // its name, then the names of its attributes in order
+  const char* name;
+  const char* signature;  // the name, then the names of the attributes in order
+  void (*execute)(Words words);
   int64_t num_parameters;
-  ffi::Error (*run)(const Values& values, const int64_t* words);
 };
 
-template <auto Body>
-constexpr Operation operation(const char* signature) {
-  return {signature, Call<Body>::kParameters, Call<Body>::run};
-}
+#define OPERAND(name)
+#define RESULT(name)
+#define INTEGER(name) " " #name
+#define FLOAT(name) " " #name
+#define FLAG(name) " " #name
+#define OPERATION(name, parameters) constexpr const char* signature_of_##name = #name parameters;
+#include "core/operation_list.h"
 
 inline constexpr Operation kOperations[] = {
-    operation<embed_call>("embed vocab scale"),
-    operation<rms_norm_call>("rms_norm eps"),
-    operation<rms_norm_add_call>("rms_norm_add eps"),
-    operation<convert_call>("convert"),
-    operation<take_rows_call>("take_rows"),
-    operation<reserve_call>("reserve"),
-    operation<linear_call>("linear scale"),
-    operation<gated_linear_call>("gated_linear activation"),
-    operation<route_experts_call>(
-        "route_experts experts over_chosen sigmoid groups chosen_groups scale least_sum"),
-    operation<grouped_gated_linear_call>("grouped_gated_linear activation"),
-    operation<grouped_linear_call>("grouped_linear"),
-    operation<rope_append_attend_call>(
-        "rope_append_attend layer heads scale window soft_cap norm_eps norms_values"),
-    operation<latent_attend_call>("latent_attend layer heads scale norm_eps pairs_neighbours"),
-    operation<score_keys_call>("score_keys layer heads scale soft_cap norm_eps is_first is_last"),
-    operation<head_linear_call>("head_linear width"),
-    operation<gated_delta_call>("gated_delta layer key_heads tiled norm_eps"),
-    operation<short_conv_call>("short_conv layer"),
-    operation<selective_scan_call>("selective_scan layer groups norm_eps"),
-    operation<gate_inputs_call>("gate_inputs first activation"),
-    operation<layer_norm_call>("layer_norm eps"),
-    operation<activate_call>("activate kind"),
-    operation<keep_heads_call>("keep_heads norm_eps norms_values"),
-    operation<encode_attend_call>("encode_attend scale"),
-    operation<keep_rows_call>("keep_rows part"),
-    operation<place_rows_call>("place_rows part adds"),
-    operation<next_token_call>("next_token vocab divisor soft_cap page_size banned"),
+#define OPERAND(name) +1
+#define RESULT(name) +1
+#define INTEGER(name) +1
+#define FLOAT(name) +1
+#define FLAG(name) +1
+#define OPERATION(name, parameters) \
+  {"cadenza_" #name, signature_of_##name, execute_##name, 0 parameters},
+#include "core/operation_list.h"
 };
 
 // Runs operations over their arrays; returns the first error.
 inline ffi::Error run_operations(const Values& values, ffi::Span<const int64_t> operations) {
   ffi::Error error = ffi::Error::Success();
-  constexpr int64_t kNumOperations = sizeof(kOperations) / sizeof(*kOperations);
+  constexpr auto kNumOperations = int64_t(std::size(kOperations));
   for (const int64_t* at = operations.begin(); at + 2 <= operations.end(); at += 2 + at[1]) {
     require(at[0] >= 0 && at[0] < kNumOperations, "no operation has this index");
     const Operation& each = kOperations[at[0]];
     require(at[1] == each.num_parameters && at + 2 + at[1] <= operations.end(),
             "an operation has another number of parameters");
-    error = each.run(values, at + 2);
+    error = guarded(each.name, [&] { each.execute({values, at + 2}); });
     if (error.failure()) break;
   }
   return error;

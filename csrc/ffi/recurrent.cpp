@@ -1,5 +1,5 @@
 // Layers with a state as XLA calls them; they update the donated pools in place. Conventions: csrc/README.md.
-#include "ffi/targets.h"
+#include "ffi/calls.h"
 
 namespace cadenza::xla_ffi {
 
@@ -39,27 +39,23 @@ bool is_rows(const Any& buffer, ffi::DataType type, int64_t tokens, int64_t widt
   return buffer.element_type() == type && dim(buffer, 0) >= tokens && dim(buffer, 1) == width;
 }
 
-// The operands of all layers with a state.
-struct StateBuffers {
-  Any x, query_starts, initial, kept, conv_weight, conv_bias, conv_pool, conv_out;
-};
-
-Convolution convolution(const StateBuffers& b, int64_t layer) {
+template <class Call>
+Convolution convolution(const Call& c, const Any& conv_bias) {
   Convolution conv{};
-  conv.state = state_rows(b.query_starts, b.initial, b.kept, b.conv_pool, layer);
-  conv.taps = dim(b.conv_weight, 0);
-  conv.channels = dim(b.conv_weight, 1);
-  conv.weight = f32(b.conv_weight, conv.taps * conv.channels, "conv_weight must be f32 [taps, C]");
-  conv.bias = optional_f32(b.conv_bias);
-  conv.pool = b.conv_out.untyped_data();
+  conv.state = state_rows(c.query_starts, c.initial, c.kept, c.conv_pool, c.layer);
+  conv.taps = dim(c.conv_weight, 0);
+  conv.channels = dim(c.conv_weight, 1);
+  conv.weight = f32(c.conv_weight, conv.taps * conv.channels, "conv_weight must be f32 [taps, C]");
+  conv.bias = optional_f32(conv_bias);
+  conv.pool = c.conv_out.untyped_data();
   require(conv.channels % kLanes == 0, "the number of channels must be a multiple of 16");
-  require(conv.bias == nullptr || int64_t(b.conv_bias.element_count()) == conv.channels,
+  require(conv.bias == nullptr || int64_t(conv_bias.element_count()) == conv.channels,
           "conv_bias must be f32 [C], or [0]");
-  const bool is_bf16 = element_type(b.x) == DType::kBf16;
-  require(b.conv_pool.element_type() == (is_bf16 ? ffi::U16 : ffi::F32) &&
-              dim(b.conv_pool, 2) == conv.taps - 1 && dim(b.conv_pool, 3) == conv.channels,
+  const bool is_bf16 = element_type(c.x) == DType::kBf16;
+  require(c.conv_pool.element_type() == (is_bf16 ? ffi::U16 : ffi::F32) &&
+              dim(c.conv_pool, 2) == conv.taps - 1 && dim(c.conv_pool, 3) == conv.channels,
           "conv_pool must be u16 beside bf16, or f32 beside f32, [slots, layers, taps - 1, C]");
-  require(b.conv_out.untyped_data() == b.conv_pool.untyped_data(),
+  require(c.conv_out.untyped_data() == c.conv_pool.untyped_data(),
           "conv_pool must be donated and aliased to its result");
   return conv;
 }
@@ -101,66 +97,54 @@ int64_t bytes_read(const StateRows& state, int64_t state_elements, int64_t width
 // conv_pool; state_pool. Results act [T, Hv Dv], and both pools, which alias operands 10 and 11.
 // Attributes: layer i64; key_heads i64; tiled bool; norm_eps f32. C is 2 Hk Dk + Hv Dv; GatedDeltaTask
 // (core/tasks.h) has the arithmetic.
-ffi::Error gated_delta_call(Any x, Any gate, Any rates, Any query_starts, Any initial, Any kept,
-                            Any conv_weight, Any decay, Any decay_bias, Any norm_weight,
-                            Any conv_pool, Any state_pool, AnyResult out, AnyResult conv_out,
-                            AnyResult state_out, int64_t layer, int64_t key_heads, bool tiled,
-                            float norm_eps) {
-  return guarded("cadenza_gated_delta", [&] {
-    ProfileScope profile(Op::kGatedDelta);
-    const DType dtype = element_type(x);
-    GatedDeltaTask task{};
-    task.conv = convolution({x, query_starts, initial, kept, conv_weight, absent(), conv_pool, *conv_out},
-                            layer);
-    const StateRows& state = task.conv.state;
-    task.matrices = state_matrices(state_pool, *state_out, state);
-    task.key_heads = key_heads;
-    task.tiled = tiled;
-    const int64_t heads = task.matrices.heads, tokens = state.num_tokens();
-    const int64_t width = task.matrices.width();
-    require(key_heads > 0 && heads % key_heads == 0,
-            "the number of value heads must be a multiple of the number of key heads");
-    require(task.conv.channels == task.num_channels(), "conv_weight must be [taps, 2 Hk Dk + Hv Dv]");
-    require(is_rows(x, x.element_type(), tokens, task.conv.channels), "x must be act [T, C]");
-    require(is_rows(gate, x.element_type(), tokens, width), "gate must have x's type, [T, Hv Dv]");
-    require(is_rows(*out, x.element_type(), tokens, width), "the result must have x's type, [T, Hv Dv]");
-    require(is_rows(rates, ffi::F32, tokens, 2 * heads), "rates must be f32 [T, 2 Hv]");
-    task.x = x.untyped_data();
-    task.gate = gate.untyped_data();
-    task.rates = data<float>(rates);
-    task.decay = f32(decay, heads, "decay must be f32 [Hv]");
-    task.decay_bias = f32(decay_bias, heads, "decay_bias must be f32 [Hv]");
-    task.norm_weight = f32(norm_weight, task.matrices.values, "norm_weight must be f32 [Dv]");
-    task.norm_eps = norm_eps;
-    task.out = out->untyped_data();
-    if (profile.is_on()) {
-      const int64_t elements = heads * task.matrices.head_size();
-      profile.reads(bytes_read(state, elements, task.conv.channels + width, dtype));
-    }
-    gated_delta(runtime(), dtype, task);
-  });
+void execute(const calls::gated_delta& c) {
+  ProfileScope profile(c.kOp);
+  const DType dtype = element_type(c.x);
+  GatedDeltaTask task{};
+  task.conv = convolution(c, absent());
+  const StateRows& state = task.conv.state;
+  task.matrices = state_matrices(c.state_pool, c.state_out, state);
+  task.key_heads = c.key_heads;
+  task.tiled = c.tiled;
+  const int64_t heads = task.matrices.heads, tokens = state.num_tokens();
+  const int64_t width = task.matrices.width();
+  require(c.key_heads > 0 && heads % c.key_heads == 0,
+          "the number of value heads must be a multiple of the number of key heads");
+  require(task.conv.channels == task.num_channels(), "conv_weight must be [taps, 2 Hk Dk + Hv Dv]");
+  require(is_rows(c.x, c.x.element_type(), tokens, task.conv.channels), "x must be act [T, C]");
+  require(is_rows(c.gate, c.x.element_type(), tokens, width), "gate must have x's type, [T, Hv Dv]");
+  require(is_rows(c.out, c.x.element_type(), tokens, width), "the result must have x's type, [T, Hv Dv]");
+  require(is_rows(c.rates, ffi::F32, tokens, 2 * heads), "rates must be f32 [T, 2 Hv]");
+  task.x = c.x.untyped_data();
+  task.gate = c.gate.untyped_data();
+  task.rates = data<float>(c.rates);
+  task.decay = f32(c.decay, heads, "decay must be f32 [Hv]");
+  task.decay_bias = f32(c.decay_bias, heads, "decay_bias must be f32 [Hv]");
+  task.norm_weight = f32(c.norm_weight, task.matrices.values, "norm_weight must be f32 [Dv]");
+  task.norm_eps = c.norm_eps;
+  task.out = c.out.untyped_data();
+  if (profile.is_on()) {
+    const int64_t elements = heads * task.matrices.head_size();
+    profile.reads(bytes_read(state, elements, task.conv.channels + width, dtype));
+  }
+  gated_delta(runtime(), dtype, task);
 }
 
 // cadenza_short_conv: x act [T, 3 C]: B, C and x of each token; query_starts [R + 1]; initial [R];
 // kept [T]; conv_weight; conv_bias; conv_pool. Results act [T, C], and the pool, which aliases operand
 // 6. Attribute: layer i64.
-ffi::Error short_conv_call(Any x, Any query_starts, Any initial, Any kept, Any conv_weight,
-                           Any conv_bias, Any conv_pool, AnyResult out, AnyResult conv_out,
-                           int64_t layer) {
-  return guarded("cadenza_short_conv", [&] {
-    ProfileScope profile(Op::kShortConv);
-    const DType dtype = element_type(x);
-    ShortConvTask task{};
-    task.conv = convolution(
-        {x, query_starts, initial, kept, conv_weight, conv_bias, conv_pool, *conv_out}, layer);
-    const int64_t tokens = task.conv.state.num_tokens(), channels = task.conv.channels;
-    require(is_rows(x, x.element_type(), tokens, 3 * channels), "x must be act [T, 3 C]");
-    require(is_rows(*out, x.element_type(), tokens, channels), "the result must have x's type, [T, C]");
-    task.x = x.untyped_data();
-    task.out = out->untyped_data();
-    if (profile.is_on()) profile.reads(bytes_read(task.conv.state, 0, 3 * channels, dtype));
-    short_conv(runtime(), dtype, task);
-  });
+void execute(const calls::short_conv& c) {
+  ProfileScope profile(c.kOp);
+  const DType dtype = element_type(c.x);
+  ShortConvTask task{};
+  task.conv = convolution(c, c.conv_bias);
+  const int64_t tokens = task.conv.state.num_tokens(), channels = task.conv.channels;
+  require(is_rows(c.x, c.x.element_type(), tokens, 3 * channels), "x must be act [T, 3 C]");
+  require(is_rows(c.out, c.x.element_type(), tokens, channels), "the result must have x's type, [T, C]");
+  task.x = c.x.untyped_data();
+  task.out = c.out.untyped_data();
+  if (profile.is_on()) profile.reads(bytes_read(task.conv.state, 0, 3 * channels, dtype));
+  short_conv(runtime(), dtype, task);
 }
 
 // cadenza_selective_scan: x act [T, C]; gate act [T, H D]; rates f32 [T, H]; query_starts [R + 1];
@@ -168,43 +152,36 @@ ffi::Error short_conv_call(Any x, Any query_starts, Any initial, Any kept, Any c
 // [H D]; conv_pool; state_pool. Results act [T, H D], and both pools, which alias operands 12 and 13.
 // Attributes: layer i64; groups i64; norm_eps f32. C is H D + 2 G N; SelectiveScanTask (core/tasks.h)
 // has the arithmetic.
-ffi::Error selective_scan_call(Any x, Any gate, Any rates, Any query_starts, Any initial, Any kept,
-                               Any conv_weight, Any conv_bias, Any decay, Any rate_bias, Any skip,
-                               Any norm_weight, Any conv_pool, Any state_pool, AnyResult out,
-                               AnyResult conv_out, AnyResult state_out, int64_t layer,
-                               int64_t groups, float norm_eps) {
-  return guarded("cadenza_selective_scan", [&] {
-    ProfileScope profile(Op::kSelectiveScan);
-    const DType dtype = element_type(x);
-    SelectiveScanTask task{};
-    task.conv = convolution(
-        {x, query_starts, initial, kept, conv_weight, conv_bias, conv_pool, *conv_out}, layer);
-    const StateRows& state = task.conv.state;
-    task.matrices = state_matrices(state_pool, *state_out, state);
-    task.groups = groups;
-    const int64_t heads = task.matrices.heads, tokens = state.num_tokens();
-    const int64_t width = task.matrices.width();
-    require(groups > 0 && heads % groups == 0, "the number of heads must be a multiple of groups");
-    require(task.conv.channels == task.num_channels(), "conv_weight must be [taps, H D + 2 G N]");
-    require(is_rows(x, x.element_type(), tokens, task.conv.channels), "x must be act [T, C]");
-    require(is_rows(gate, x.element_type(), tokens, width), "gate must have x's type, [T, H D]");
-    require(is_rows(*out, x.element_type(), tokens, width), "the result must have x's type, [T, H D]");
-    require(is_rows(rates, ffi::F32, tokens, heads), "rates must be f32 [T, H]");
-    task.x = x.untyped_data();
-    task.gate = gate.untyped_data();
-    task.rates = data<float>(rates);
-    task.decay = f32(decay, heads, "decay must be f32 [H]");
-    task.rate_bias = f32(rate_bias, heads, "rate_bias must be f32 [H]");
-    task.skip = f32(skip, heads, "skip must be f32 [H]");
-    task.norm_weight = f32(norm_weight, width, "norm_weight must be f32 [H D]");
-    task.norm_eps = norm_eps;
-    task.out = out->untyped_data();
-    if (profile.is_on()) {
-      const int64_t elements = heads * task.matrices.head_size();
-      profile.reads(bytes_read(state, elements, task.conv.channels + width, dtype));
-    }
-    selective_scan(runtime(), dtype, task);
-  });
+void execute(const calls::selective_scan& c) {
+  ProfileScope profile(c.kOp);
+  const DType dtype = element_type(c.x);
+  SelectiveScanTask task{};
+  task.conv = convolution(c, c.conv_bias);
+  const StateRows& state = task.conv.state;
+  task.matrices = state_matrices(c.state_pool, c.state_out, state);
+  task.groups = c.groups;
+  const int64_t heads = task.matrices.heads, tokens = state.num_tokens();
+  const int64_t width = task.matrices.width();
+  require(c.groups > 0 && heads % c.groups == 0, "the number of heads must be a multiple of groups");
+  require(task.conv.channels == task.num_channels(), "conv_weight must be [taps, H D + 2 G N]");
+  require(is_rows(c.x, c.x.element_type(), tokens, task.conv.channels), "x must be act [T, C]");
+  require(is_rows(c.gate, c.x.element_type(), tokens, width), "gate must have x's type, [T, H D]");
+  require(is_rows(c.out, c.x.element_type(), tokens, width), "the result must have x's type, [T, H D]");
+  require(is_rows(c.rates, ffi::F32, tokens, heads), "rates must be f32 [T, H]");
+  task.x = c.x.untyped_data();
+  task.gate = c.gate.untyped_data();
+  task.rates = data<float>(c.rates);
+  task.decay = f32(c.decay, heads, "decay must be f32 [H]");
+  task.rate_bias = f32(c.rate_bias, heads, "rate_bias must be f32 [H]");
+  task.skip = f32(c.skip, heads, "skip must be f32 [H]");
+  task.norm_weight = f32(c.norm_weight, width, "norm_weight must be f32 [H D]");
+  task.norm_eps = c.norm_eps;
+  task.out = c.out.untyped_data();
+  if (profile.is_on()) {
+    const int64_t elements = heads * task.matrices.head_size();
+    profile.reads(bytes_read(state, elements, task.conv.channels + width, dtype));
+  }
+  selective_scan(runtime(), dtype, task);
 }
 
 }  // namespace cadenza::xla_ffi

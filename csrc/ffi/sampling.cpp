@@ -3,7 +3,7 @@
 #include <vector>
 
 #include "core/logit_rows.h"
-#include "ffi/targets.h"
+#include "ffi/calls.h"
 
 namespace cadenza::xla_ffi {
 
@@ -75,42 +75,38 @@ void check(const RuleBuffers& buffers, int64_t vocab) {
 // logprob bits, rank, 20 ids, 20 logprob bits; the last four groups are zero if num_logprobs < 0.
 // Logprobs are computed from the logits before the rules. The logits of a greedy row without rules,
 // target and logprobs are not written to memory.
-ffi::Error next_token_call(Any x, Any head, Any count, Any columns, Any records, Any page_table,
-                           Any history, AnyResult out, int64_t vocab, float divisor, float soft_cap,
-                           int64_t page_size, int64_t banned) {
-  return guarded("cadenza_next_token", [&] {
-    ProfileScope profile(Op::kNextToken);
-    ProductTypes types = product_types(x, head);
-    NextTokenTask task{};
-    task.product.rows = true_count(count, dim(*out, 0));
-    task.product.n = vocab;
-    task.product.k = dim(x, 1);
-    task.product.x = x.untyped_data();
-    task.product.w = head.untyped_data();
-    task.out = static_cast<int32_t*>(out->untyped_data());
-    task.transform = {divisor, soft_cap};
-    task.banned = banned;
-    require(divisor > 0 && soft_cap >= 0, "the divisor must be above 0, the soft cap at least 0");
-    require(dim(x, 0) >= task.product.rows, "x has too few rows");
-    require_packed(head, vocab, task.product.k);
-    require(out->element_type() == ffi::S32 && dim(*out, 1) == kSampleColumns,
-            "the result must be int32 [L, 44]");
-    std::memset(task.out, 0, out->size_bytes());
-    LogitRows rows = checked_rows(columns, task.product.rows, vocab);
-    RuleBuffers buffers{records, page_table, history, page_size};
-    check(buffers, vocab);
-    std::vector<SampleParams> params;
-    params.reserve(size_t(task.product.rows));
-    for (int64_t row = 0; row < task.product.rows; row++) {
-      params.push_back(params_of(rows, buffers, row));
-    }
-    task.params = params.data();
-    if (profile.is_on()) {
-      profile.reads(int64_t(head.size_bytes()));
-      profile.reads(task.product.rows * task.product.k * bytes_of(types.activation));
-    }
-    next_token(runtime(), types, task);
-  });
+void execute(const calls::next_token& c) {
+  ProfileScope profile(c.kOp);
+  ProductTypes types = product_types(c.x, c.head);
+  NextTokenTask task{};
+  task.product.rows = true_count(c.count, dim(c.out, 0));
+  task.product.n = c.vocab;
+  task.product.k = dim(c.x, 1);
+  task.product.x = c.x.untyped_data();
+  task.product.w = c.head.untyped_data();
+  task.out = static_cast<int32_t*>(c.out.untyped_data());
+  task.transform = {c.divisor, c.soft_cap};
+  task.banned = c.banned;
+  require(c.divisor > 0 && c.soft_cap >= 0, "the divisor must be above 0, the soft cap at least 0");
+  require(dim(c.x, 0) >= task.product.rows, "x has too few rows");
+  require_packed(c.head, c.vocab, task.product.k);
+  require(c.out.element_type() == ffi::S32 && dim(c.out, 1) == kSampleColumns,
+          "the result must be int32 [L, 44]");
+  std::memset(task.out, 0, c.out.size_bytes());
+  LogitRows rows = checked_rows(c.columns, task.product.rows, c.vocab);
+  RuleBuffers buffers{c.records, c.page_table, c.history, c.page_size};
+  check(buffers, c.vocab);
+  std::vector<SampleParams> params;
+  params.reserve(size_t(task.product.rows));
+  for (int64_t row = 0; row < task.product.rows; row++) {
+    params.push_back(params_of(rows, buffers, row));
+  }
+  task.params = params.data();
+  if (profile.is_on()) {
+    profile.reads(int64_t(c.head.size_bytes()));
+    profile.reads(task.product.rows * task.product.k * bytes_of(types.activation));
+  }
+  next_token(runtime(), types, task);
 }
 
 }  // namespace cadenza::xla_ffi
