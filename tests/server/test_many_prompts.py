@@ -111,6 +111,61 @@ def test_a_silence_is_told_after_news_and_after_a_silence() -> None:
     assert asyncio.run(listen()) == [0, 1, 0, 0, 1, 0]
 
 
+@pytest.mark.parametrize(("num_prompts", "waits"), [(1, [True, True, False]), (2, [True, False])])
+def test_who_waits_for_a_whole_answer_is_woken_by_the_end_of_its_only_prompt(
+    num_prompts: int, waits: list[bool]
+) -> None:
+    progress: list[int] = []
+
+    async def listen() -> list[bool]:
+        streams: list[SpokenStream] = []
+
+        def submit(_: PreparedRequest, on_update: Callable[[], None]) -> Any:
+            streams.append(SpokenStream(on_update))
+            return streams[-1]
+
+        call, _ = call_of(num_prompts, submit)
+        for _ in range(num_prompts):
+            call.submit_next()
+        found: list[bool] = []
+        async with call:
+            reading = asyncio.create_task(
+                call.next_updates(on_progress=lambda updates: progress.append(len(updates)))
+            )
+            for act in (lambda: None, streams[0].say, streams[0].abort)[: len(waits)]:
+                act()
+                await asyncio.sleep(0)
+                found.append(not reading.done())
+            assert len(await reading) == 1
+        return found
+
+    assert asyncio.run(listen()) == waits
+    assert progress == ([1] if num_prompts == 1 else [])
+
+
+def test_a_failure_to_count_progress_is_raised_to_who_waits_for_it() -> None:
+    async def listen() -> None:
+        streams: list[SpokenStream] = []
+
+        def submit(_: PreparedRequest, on_update: Callable[[], None]) -> Any:
+            streams.append(SpokenStream(on_update))
+            return streams[-1]
+
+        def fail(_: object) -> None:
+            raise ValueError("it cannot be counted")
+
+        call, _ = call_of(1, submit)
+        call.submit_next()
+        async with call:
+            reading = asyncio.create_task(call.next_updates(on_progress=fail))
+            await asyncio.sleep(0)
+            streams[0].say()
+            await asyncio.wait_for(reading, TIMEOUT_S)
+
+    with pytest.raises(ValueError, match="cannot be counted"):
+        asyncio.run(listen())
+
+
 @given(
     num_prompts=st.integers(1, 5),
     steps=st.lists(st.sampled_from(["submit", "refuse", "end", "news", "abort"]), max_size=20),

@@ -29,7 +29,7 @@ from cadenza.server.errors import (
 )
 from cadenza.server.http_exchange import ClientDisconnected, Exchange, Handler, Response
 from cadenza.server.request_log import RequestRecord, Usage
-from cadenza.server.served_model import OpenCall, ServedModel
+from cadenza.server.served_model import OpenCall, ServedModel, Updates
 from cadenza.server.service import Service
 from cadenza.server.sse import AnswerEncoder, AnswerHead, StreamEncoder
 from cadenza.server.tenants import TenantUse
@@ -242,12 +242,16 @@ class Generation:
     async def _finish(self, call: OpenCall, ticket: Ticket) -> list[RequestOutput]:
         """Waits for the end of a call whose answer is sent whole; the outputs in their order."""
         found: dict[int, OutputProcessor] = {}
-        while call.num_unfinished:
-            for place, request, outputs in await call.next_updates():
+
+        def take(updates: Updates) -> None:
+            for place, request, outputs in updates:
                 failed = ticket.record.take(place, request, outputs)
                 if failed is not None:
                     raise ticket.error_of_end(failed)
                 found[place] = request
+
+        while call.num_unfinished:
+            take(await call.next_updates(on_progress=take))
         wholes: list[RequestOutput] = []
         for _, each in sorted(found.items()):
             whole = each.output()

@@ -58,6 +58,8 @@ Updates = list[tuple[int, OutputProcessor, Sequence[CompletionOutput]]]
 """The place of a prompt in its call, the prompt's request, and what is new of the request's
 samples."""
 
+OnProgress = Callable[[Updates], object]
+
 
 MakeEngine = Callable[[EngineLimits | None], ServedEngine]
 """Makes the engine of a model's next load, with the sizes that an earlier one had, if there was
@@ -286,6 +288,7 @@ class OpenCall:
         self._failure: ApiError | None = None
         self._has_updates = False
         self._waiter: asyncio.Future[None] | None = None
+        self._on_progress: OnProgress | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._waits_since_s: float | None = None
         self._silence: asyncio.TimerHandle | None = None
@@ -339,11 +342,15 @@ class OpenCall:
         self._waiting.popleft()
         self._count_further()
 
-    async def next_updates(self, within_s: float | None = None) -> Updates:
+    async def next_updates(
+        self, within_s: float | None = None, on_progress: OnProgress | None = None
+    ) -> Updates:
         """Waits for updates; cancelling it loses nothing.
 
-        Empty where there was none `within_s`, which must always be the same for one call. Raises
-        ApiError where the call as a whole has failed.
+        Empty where there was none `within_s`, which must always be the same for one call. Of a call
+        with one prompt `on_progress` is given the updates until its end, without a turn of the
+        waiting task for each. Raises ApiError where the call as a whole has failed, and what
+        `on_progress` raises.
         """
         loop = asyncio.get_running_loop()
         self._waits_since_s = start_s = loop.time()
@@ -351,7 +358,7 @@ class OpenCall:
             self._silence = loop.call_at(start_s + within_s, self._end_silence, within_s)
         while True:
             if not self._has_updates:
-                self._waiter = loop.create_future()
+                self._waiter, self._on_progress = loop.create_future(), on_progress
                 await self._waiter
             self._has_updates = False
             if self._failure is not None:
@@ -359,17 +366,38 @@ class OpenCall:
             found = self._take()
             if found:
                 self._waits_since_s = None
-                if self._model.waiting.calls:  # there may be room now
-                    self._model.waiting.fill()
+                self._fill()
                 return found
             if within_s is not None and loop.time() >= start_s + within_s:
                 return []
 
     def notify(self) -> None:
-        """There are updates, or a failure, or a silence: wakes `next_updates`."""
+        """There are updates, or a failure, or a silence: wakes `next_updates`, unless they are
+        progress, for which somebody else is there."""
         self._has_updates = True
-        if self._waiter is not None and not self._waiter.done():
+        if self._waiter is None or self._waiter.done():
+            return
+        if self._on_progress is None or not self._is_progress:
             self._waiter.set_result(None)
+            return
+        self._has_updates = False
+        try:
+            self._on_progress(self._take())
+            self._fill()
+        except Exception as error:  # noqa: BLE001  the waiting task raises it; others are told, too
+            self._waiter.set_exception(error)
+
+    @property
+    def _is_progress(self) -> bool:
+        """The only prompt has not ended, nor has the call."""
+        streams = self._streams.values()
+        is_running = not any(each.processor.is_finished for each in streams)
+        return self.num_unfinished == len(streams) == 1 and is_running and self._failure is None
+
+    def _fill(self) -> None:
+        """There may be room now."""
+        if self._model.waiting.calls:
+            self._model.waiting.fill()
 
     def abort(self) -> None:
         """Ends the running prompts and drops the waiting ones; all end with the reason `abort`."""
